@@ -1,0 +1,166 @@
+"""Bad input, caught at the door: each error names the leaf or argument, what was found, and what was expected.
+
+Argument checks look at Python numbers only. A tensor (a batch of hyperparameters, a traced value) passes: its value must not
+decide anything in Python.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from muonfx import tree
+
+if TYPE_CHECKING:
+    from muonfx.core import Transform
+
+__all__ = ["at_least", "check_params", "check_update", "finite", "floating_dtype", "in_unit_interval", "positive_int"]
+
+
+def _number(name: str, value: Any) -> float | None:
+    if isinstance(value, Tensor):
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        if type(value).__module__.startswith(("torch", "builtins")) and not isinstance(value, str | bytes | type(None)):
+            return None  # a symbolic number, or the placeholder that a pytree library puts in a leaf's place
+        raise TypeError(f"{name} must be a number or a 0-d tensor, found {value!r}")
+    return float(value)
+
+
+def finite(name: str, value: Any) -> None:
+    """Require a number that is neither NaN nor infinite."""
+    number = _number(name, value)
+    if number is not None and not math.isfinite(number):
+        raise ValueError(f"{name} must be finite, found {value!r}")
+
+
+def at_least(name: str, value: Any, low: float) -> None:
+    """Require a finite number not below a bound."""
+    finite(name, value)
+    number = _number(name, value)
+    if number is not None and number < low:
+        raise ValueError(f"{name} must be at least {low:g}, found {value!r}")
+
+
+def in_unit_interval(name: str, value: Any) -> None:
+    """Require a number in [0, 1)."""
+    finite(name, value)
+    number = _number(name, value)
+    if number is not None and not 0.0 <= number < 1.0:
+        raise ValueError(f"{name} must be in [0, 1), found {value!r}")
+
+
+def positive_int(name: str, value: Any) -> None:
+    """Require an int of 1 or more."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be an int of 1 or more, found {value!r}")
+
+
+def floating_dtype(name: str, value: Any) -> None:
+    """Require a real floating-point torch dtype, or None."""
+    if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
+        raise TypeError(f"{name} must be a floating-point torch.dtype or None, found {value!r}")
+
+
+def _shown(name: str) -> str:
+    return repr(name) if name else "the tree's only leaf"
+
+
+def _good(leaf: Any) -> bool:
+    return leaf is None or (isinstance(leaf, Tensor) and leaf.is_floating_point())
+
+
+def _check_leaves(what: str, given: Any) -> list[Any]:
+    leaves = tree.leaves(given)
+    if all(map(_good, leaves)):
+        return leaves
+    name, leaf = next((name, leaf) for name, leaf in zip(tree.names(given), leaves, strict=True) if not _good(leaf))
+    if not isinstance(leaf, Tensor):
+        raise TypeError(f"{what}: {_shown(name)} must be a tensor or None, found {type(leaf).__name__}")
+    raise TypeError(
+        f"{what}: {_shown(name)} must be real floating point, found {leaf.dtype}; leave it out, or view a complex "
+        "tensor as real with torch.view_as_real"
+    )
+
+
+def check_params(params: Any) -> None:
+    """Require a tree of real floating-point tensors (or None) whose leaves have different names."""
+    _check_leaves("params", params)
+    names = tree.names(params)
+    if len(set(names)) < len(names):
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise ValueError(f"params: two leaves are named {twice[0]!r}; the dotted paths of leaves must differ")
+
+
+def _check_structure(what: str, found: Any, expected_of: str, expected: Any) -> None:
+    if tree.flatten(found)[1] == tree.flatten(expected)[1]:
+        return
+    have, want = tree.names(found), tree.names(expected)
+    missing = [name for name in want if name not in set(have)]
+    extra = [name for name in have if name not in set(want)]
+    differences = [f"missing {_list(missing)}"] * bool(missing) + [f"unexpected {_list(extra)}"] * bool(extra)
+    detail = "; ".join(differences) or "the same names in other containers (dict, tuple, list, NamedTuple)"
+    raise ValueError(f"{what} must have the structure of {expected_of}: {detail}")
+
+
+def _list(names: list[str]) -> str:
+    shown = ", ".join(map(_shown, names[:5]))
+    return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def check_update(tx: Transform, updates: Any, state: Any, params: Any) -> None:
+    """Require that updates, state and params belong together and to this transform."""
+    leaves = _check_leaves("updates", updates)
+    if params is not None:
+        _check_structure("updates", updates, "params", params)
+        for place, (update, param) in enumerate(zip(leaves, tree.leaves(params), strict=True)):
+            if update is None or (param is not None and update.shape == param.shape):
+                continue
+            name = _shown(tree.names(updates)[place])
+            if param is None:
+                raise ValueError(f"updates: {name} has an update but its parameter is None")
+            raise ValueError(f"updates: {name} has shape {tuple(update.shape)}, its parameter has {tuple(param.shape)}")
+    _check_state(tx, state, updates if params is None else params, with_dtypes=params is not None)
+
+
+def _check_state(tx: Transform, state: Any, params: Any, *, with_dtypes: bool) -> None:
+    """Compare a state with what `init` makes of these parameters, on the meta device, so that nothing is allocated."""
+    wanted, wanted_def, expected = _expected_state(tx, params)
+    if expected is None:
+        return
+    found, found_def = tree.flatten(state)
+    if found_def != wanted_def:
+        what = f"state: was it made by another transform or for other parameters? The state of {tx.name}"
+        _check_structure(what, state, f"{tx.name}.init(params)", expected)
+    for place, (have, want) in enumerate(zip(found, wanted, strict=True)):
+        if not isinstance(want, Tensor):
+            continue
+        if isinstance(have, Tensor) and have.shape == want.shape and (have.dtype == want.dtype or not with_dtypes):
+            continue
+        name = _shown(tree.names(state)[place])
+        if not isinstance(have, Tensor):
+            raise TypeError(f"state: {name} must be a tensor, found {type(have).__name__}")
+        raise ValueError(
+            f"state: {name} has shape {tuple(have.shape)} and dtype {have.dtype}, expected {tuple(want.shape)} and "
+            f"{want.dtype}; shape and dtype are fixed by init"
+        )
+
+
+def _expected_state(tx: Transform, params: Any) -> tuple[list[Any], Any, Any]:
+    leaves, treedef = tree.flatten(params)
+    key = (treedef, tuple(None if leaf is None else (leaf.shape, leaf.dtype) for leaf in leaves))
+    remembered: dict[Any, Any] = tx.__dict__.setdefault("_expected_states", {})
+    if key not in remembered:
+        if any(leaf is None for leaf in leaves) and treedef.num_leaves:
+            # A None may stand for an absent parameter or, where gradients stand for the parameters, say nothing.
+            return [], None, None
+        meta = tree.map(lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"), params)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # init has given them already
+            expected = tx._functions[0](meta)
+        remembered[key] = (*tree.flatten(expected), expected)
+    return remembered[key]

@@ -1,0 +1,402 @@
+"""Transforms of updates, and how they are put together.
+
+A `Transform` is two pure functions and a declaration:
+
+- ``init(params) -> state`` builds a state for a tree of parameters;
+- ``update(updates, state, params=None) -> (updates, state)`` maps gradients, or another transform's output, to new updates;
+- ``locality`` says how much of the tree one output element depends on, which is all that a sharding layer must know.
+
+Neither function writes to its inputs, remembers anything, or looks at values to decide what to do. States are nests of dict,
+tuple, NamedTuple and tensors, so optree, ``torch.utils._pytree`` and ``torch.func`` see one and the same tree. A leaf of
+``None`` is absent: it gets no update and its state does not change. Updates come back in the dtype they came in.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from muonfx import tree
+from muonfx.recorded import Recorded, make_factory
+from muonfx.tree import PyTree
+
+__all__ = [
+    "Donation",
+    "EmptyState",
+    "Locality",
+    "Transform",
+    "apply_updates",
+    "chain",
+    "identity",
+    "set_to_zero",
+    "stateless",
+    "transform",
+]
+
+
+class Locality(IntEnum):
+    """What a transform must see to compute one element of its output; ordered from least to most.
+
+    >>> max(Locality.ELEMENT, Locality.MATRIX).name
+    'MATRIX'
+    """
+
+    ELEMENT = 0
+    """That element of the updates, the state and the parameters, and scalars."""
+    MATRIX = 1
+    """The whole matrix that holds it (the last two dims of its leaf); batch dims are independent."""
+    LEAF = 2
+    """The whole leaf that holds it."""
+    TREE = 3
+    """The whole tree."""
+
+
+class Donation(NamedTuple):
+    """What the caller of ``update`` promises not to use again, so that its storage may be overwritten.
+
+    ``update(..., donate=True)`` donates both, as does ``Donation(updates=True, state=True)``. A transform that names ``donate``
+    in its ``update`` signature receives this value, and promises in turn: its updates never share storage with its new state,
+    nor with the incoming updates unless these were donated or it returns the very same tensor.
+
+    >>> Donation.of(True)
+    Donation(updates=True, state=True)
+    """
+
+    updates: bool = False
+    state: bool = False
+
+    @classmethod
+    def of(cls, donate: bool | Donation) -> Donation:
+        """Resolve what ``update`` was given."""
+        return donate if isinstance(donate, Donation) else cls(donate, donate)
+
+
+NOTHING = Donation()
+
+
+class EmptyState(NamedTuple):
+    """The state of a transform that keeps none."""
+
+
+def sum_over_leaves(scalars: PyTree) -> Tensor:
+    """Add up a tree of 0-d tensors: what the extra ``sum_over_leaves`` is within one process."""
+    found = list(tree.tensors(scalars))
+    if not found:
+        return torch.zeros(())
+    return torch.stack([scalar.to(found[0].device) for scalar in found]).sum()
+
+
+class Transform(Recorded):
+    """A pure gradient transform; made by a factory that `transform` decorates.
+
+    >>> import muonfx as mfx
+    >>> tx = mfx.chain(mfx.momentum(0.9), mfx.scale(-0.1))
+    >>> tx
+    chain(momentum(decay=0.9), scale(factor=-0.1))
+    >>> params = {"w": torch.zeros(2)}
+    >>> updates, state = tx.update({"w": torch.ones(2)}, tx.init(params), params)
+    >>> updates["w"]
+    tensor([-0.0190, -0.0190])
+    """
+
+    @property
+    def name(self) -> str:
+        """The factory's name: the key of this transform's state in a chain."""
+        return self.factory.__name__
+
+    @property
+    def locality(self) -> Locality:
+        """What the transform must see to compute one element of its output."""
+        return self._derived("locality", self._find_locality)
+
+    def _find_locality(self) -> Locality:
+        declared = cast("Any", self.factory).locality
+        return declared if isinstance(declared, Locality) else self._call(declared, self._arguments)
+
+    @property
+    def _functions(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        return self.built
+
+    @property
+    def _extras(self) -> tuple[frozenset[str], bool]:
+        """The named extras in the signature of the update function, and whether it takes all others as well."""
+        return self._derived("extras", self._find_extras)
+
+    def _find_extras(self) -> tuple[frozenset[str], bool]:
+        parameters = inspect.signature(self._functions[1]).parameters.values()
+        names = frozenset(parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY)
+        return names, any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+
+    @property
+    def keeps_donation_promise(self) -> bool:
+        """Whether this transform and all within it name ``donate`` and so promise what `Donation` says."""
+        return self._derived("promise", self._find_promise)
+
+    def _find_promise(self) -> bool:
+        return "donate" in self._extras[0] and all(
+            part.keeps_donation_promise for part in self._parts if isinstance(part, Transform)
+        )
+
+    def _derived(self, what: str, find: Callable[[], Any]) -> Any:
+        """Look up what follows from the structure alone, so that traced code finds the answer ready."""
+        derived = self._context.derived
+        if what not in derived:
+            derived[what] = find()
+        return derived[what]
+
+    def prepare(self) -> None:
+        """Build now and derive what tracing needs."""
+        super().prepare()
+        _ = self.locality, self._extras, self.keeps_donation_promise
+
+    def init(self, params: PyTree) -> PyTree:
+        """Build the state for a tree of parameters.
+
+        Args:
+            params: any nest of dict, tuple, list and NamedTuple with floating tensors (or ``None``) as leaves; usually
+                ``dict(model.named_parameters())``. Meta tensors give a state of meta tensors.
+
+        Returns:
+            A tree of tensors; dtypes, shapes and devices are fixed here and stay.
+
+        Raises:
+            TypeError: a leaf is not a floating-point tensor; the message names it.
+            ValueError: two leaves have one name.
+        """
+        from muonfx.checks import check_params
+
+        if not torch.compiler.is_compiling():
+            check_params(params)
+        return self._functions[0](params)
+
+    def update(
+        self, updates: PyTree, state: PyTree, params: PyTree = None, *, donate: bool | Donation = False, **extras: Any
+    ) -> tuple[PyTree, PyTree]:
+        """Map updates to new updates and the state to the next state.
+
+        Args:
+            updates: gradients, or another transform's updates; a tree like the parameters; ``None`` leaves are absent.
+            state: what `init` or the previous `update` returned.
+            params: the parameters, for the transforms that need them.
+            donate: ``True`` promises that updates and state are not used again; their storage may be overwritten.
+            **extras: named values for the transforms whose signatures name them, such as ``value=loss``.
+
+        Returns:
+            The new updates, in structure, shape and dtype like the incoming ones, and the next state.
+
+        Raises:
+            TypeError: a leaf of the updates is not a floating-point tensor, or differs in kind from its parameter.
+            ValueError: the trees differ in structure or shape, or the state belongs to another transform or other
+                parameters. Each message names the leaf. Nothing has been changed when an error is raised.
+        """
+        from muonfx.checks import check_update
+
+        if not torch.compiler.is_compiling():
+            check_update(self, updates, state, params)
+        return self.run(updates, state, params, donate=Donation.of(donate), **extras)
+
+    def run(self, updates: PyTree, state: PyTree, params: PyTree, *, donate: Donation = NOTHING, **extras: Any) -> Any:
+        """Call the update function without checking the trees, with the extras that its signature names."""
+        given = {**extras, "donate": donate}
+        names, takes_all = self._extras
+        if not takes_all:
+            given = {name: value for name, value in given.items() if name in names}
+        if "sum_over_leaves" in names:
+            given.setdefault("sum_over_leaves", sum_over_leaves)
+        return self._functions[1](updates, state, params, **given)
+
+
+Constructor = Callable[..., tuple[Callable[..., Any], Callable[..., Any]]]
+
+
+def transform(
+    constructor: Constructor | None = None, *, locality: Locality | Callable[..., Locality] = Locality.TREE
+) -> Any:
+    """Make a factory of transforms from a function that returns ``init`` and ``update``.
+
+    The numeric arguments of a call (floats, tensors, nested transforms) become the leaves of the transform's pytree view.
+    Validate arguments in the body with the functions of `muonfx.checks`, which pass tensors by: the body runs at the
+    call, and again with traced values wherever ``torch.func`` has rebuilt the transform.
+
+    Args:
+        constructor: the function; its name becomes the transform's name. Its ``update`` takes ``(updates, state, params)``
+            and, keyword-only, the extras that it wants to receive.
+        locality: a `Locality`, or a function of the constructor's arguments that returns one. Undeclared means TREE, which
+            is always correct.
+
+    Returns:
+        A factory with the constructor's name, signature and docstring.
+
+    Example:
+        >>> import muonfx as mfx
+        >>> @mfx.transform(locality=mfx.Locality.ELEMENT)
+        ... def sign_descent(rate: float = 0.1):
+        ...     def init(params):
+        ...         return mfx.EmptyState()
+        ...     def update(updates, state, params=None):
+        ...         return mfx.tree.map(lambda u: -rate * u.sign(), updates), state
+        ...     return init, update
+        >>> sign_descent(rate=0.5)
+        sign_descent(rate=0.5)
+        >>> sign_descent().locality.name
+        'ELEMENT'
+    """
+
+    def decorate(constructor: Constructor) -> Callable[..., Transform]:
+        return make_factory(Transform, constructor, locality=locality)
+
+    return decorate if constructor is None else decorate(constructor)
+
+
+def _no_state(params: PyTree) -> EmptyState:
+    return EmptyState()
+
+
+@transform(locality=Locality.ELEMENT)
+def identity():
+    """Pass updates on unchanged.
+
+    >>> identity().update({"w": torch.ones(2)}, EmptyState())
+    ({'w': tensor([1., 1.])}, EmptyState())
+    """
+
+    def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
+        return updates, state
+
+    return _no_state, update
+
+
+@transform(locality=Locality.ELEMENT)
+def set_to_zero():
+    """Replace all updates by zeros: what freezes a group in a `partition`.
+
+    >>> set_to_zero().update({"w": torch.ones(2)}, EmptyState())[0]
+    {'w': tensor([0., 0.])}
+    """
+
+    def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
+        return tree.map(torch.zeros_like, updates), state
+
+    return _no_state, update
+
+
+@transform(locality=lambda function, locality=Locality.TREE: locality)
+def stateless(function: Callable[[PyTree, PyTree], PyTree], locality: Locality = Locality.TREE):
+    """Make a transform from a function ``(updates, params) -> updates``.
+
+    Args:
+        function: pure; a named function of a module if the transform is to be pickled.
+        locality: what the function must see; TREE unless said otherwise.
+
+    >>> halve = stateless(lambda updates, params: tree.map(lambda u: u / 2, updates))
+    >>> halve.update({"w": torch.ones(2)}, EmptyState())[0]
+    {'w': tensor([0.5000, 0.5000])}
+    """
+
+    def update(updates: PyTree, state: EmptyState, params: PyTree = None):
+        return function(updates, params), state
+
+    return _no_state, update
+
+
+def _entries(transforms: tuple[Transform | tuple[str, Transform], ...]) -> dict[str, Transform]:
+    """Name the transforms of a chain: an explicit name, or the transform's own with a suffix where it repeats."""
+    entries: dict[str, Transform] = {}
+    for place, entry in enumerate(transforms):
+        explicit, tx = entry if isinstance(entry, tuple) and len(entry) == 2 else (None, entry)
+        if not isinstance(tx, Transform) or not isinstance(explicit, str | None):
+            raise TypeError(
+                f"chain: argument {place} must be a Transform or a pair (name, Transform), found {entry!r}"
+                + ("; call the factory to get a transform" if callable(entry) else "")
+            )
+        name = explicit or tx.name
+        if explicit is not None and (explicit in entries or not explicit or "." in explicit or "/" in explicit):
+            raise ValueError(f"chain: the name {explicit!r} is empty, has a '.' or '/', or is taken; names must differ")
+        count = 1
+        while name in entries:
+            count += 1
+            name = f"{tx.name}_{count}"
+        entries[name] = tx
+    return entries
+
+
+def _name_parts_of_chain(value: Recorded) -> list[str]:
+    return list(_entries(value.arguments["transforms"]))
+
+
+def widest(transforms: Any) -> Locality:
+    """The locality of transforms that run one after another or side by side: the widest of theirs."""
+    return max((tx.locality for tx in transforms), default=Locality.ELEMENT)
+
+
+def _owned(new: PyTree, old: PyTree) -> bool:
+    """Whether no leaf of the new tree is a leaf of the old one."""
+    given = {id(leaf) for leaf in tree.leaves(old) if leaf is not None}
+    return not any(id(leaf) in given for leaf in tree.leaves(new))
+
+
+@transform(locality=lambda *transforms: widest(_entries(transforms).values()))
+def chain(*transforms: Transform | tuple[str, Transform]):
+    """Apply transforms one after another.
+
+    The state is a dict with the state of each transform under its name; a name that repeats gets a suffix (``scale``,
+    ``scale_2``). A pair ``(name, transform)`` sets the name. Follows Optax's ``chain`` and ``named_chain``.
+
+    Raises:
+        TypeError: an argument is not a transform.
+        ValueError: two explicit names are alike.
+
+    Example:
+        >>> import muonfx as mfx
+        >>> tx = mfx.chain(mfx.momentum(), ("rate", mfx.scale(-0.1)))
+        >>> list(tx.init({"w": torch.zeros(2)}))
+        ['momentum', 'rate']
+    """
+    entries = _entries(transforms)
+
+    def init(params: PyTree) -> dict[str, PyTree]:
+        return {name: tx._functions[0](params) for name, tx in entries.items()}
+
+    def update(
+        updates: PyTree, state: dict[str, PyTree], params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any
+    ):
+        new_state: dict[str, PyTree] = {}
+        may_write = donate.updates
+        for name, tx in entries.items():
+            out, new_state[name] = tx.run(updates, state[name], params, donate=Donation(may_write, donate.state), **extras)
+            # What a transform that keeps the promise has made anew belongs to this chain alone.
+            may_write = donate.state and tx.keeps_donation_promise and (may_write or _owned(out, updates))
+            updates = out
+        return updates, new_state
+
+    return init, update
+
+
+cast("Any", chain).name_parts = _name_parts_of_chain
+
+
+def apply_updates(params: PyTree, updates: PyTree, *, donate: bool = False) -> PyTree:
+    """Add updates to parameters: ``params + updates``, rounded once to the parameter's dtype.
+
+    Args:
+        params: a tree of tensors.
+        updates: a tree of the same structure; a parameter whose update is ``None`` is returned as it is.
+        donate: the caller's promise not to use ``params`` again; they are then overwritten and returned.
+
+    >>> apply_updates({"w": torch.ones(2), "b": torch.ones(1)}, {"w": torch.ones(2), "b": None})
+    {'w': tensor([2., 2.]), 'b': tensor([1.])}
+    """
+
+    def add(param: Tensor | None, update: Tensor | None) -> Tensor | None:
+        if param is None or update is None:
+            return param
+        if donate:
+            return param.add_(update)
+        return (param + update).to(param.dtype)
+
+    return tree.map(add, params, updates)

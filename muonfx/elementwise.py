@@ -1,0 +1,250 @@
+"""Elementwise arithmetic on lists of tensors: one call for a whole model.
+
+Every function takes lists of equal length and returns a list. With ``reuse=True`` the first list is overwritten and returned:
+the caller has been given its storage (donation). Plain tensors go through torch's ``_foreach_`` operators, which pay Python
+and launch overhead once for the list; ``torch.func`` transforms and autograd, which those operators do not support
+everywhere, go leaf by leaf. Both ways compute the same formula. A scalar is a Python number or a 0-d tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "add",
+    "addcmul",
+    "cast",
+    "clamp",
+    "clone",
+    "copy",
+    "div",
+    "lerp",
+    "mul",
+    "mul_each",
+    "norms",
+    "peaks",
+    "shift",
+    "sign",
+    "sqrt",
+]
+
+Scalar = float | Tensor
+Tensors = list[Tensor]
+
+
+def _leafwise(*lists: Sequence[Tensor]) -> bool:
+    """Whether the foreach operators must be avoided: nothing to do, functorch active, or autograd recording."""
+    if not lists[0] or torch._C._are_functorch_transforms_active():
+        return True
+    return torch.is_grad_enabled() and any(x.requires_grad for xs in lists for x in xs)
+
+
+def _records(scalar: Any) -> bool:
+    return isinstance(scalar, Tensor) and scalar.requires_grad and torch.is_grad_enabled()
+
+
+def _fit(scalar: Scalar, xs: Sequence[Tensor]) -> Scalar:
+    """A 0-d tensor in the dtype of a list of one precise dtype, where CUDA's foreach kernels are one launch."""
+    if isinstance(scalar, Tensor) and scalar.dtype != xs[0].dtype and xs[0].dtype in (torch.float32, torch.float64):
+        return scalar.to(xs[0].dtype)
+    return scalar
+
+
+def cast(xs: Sequence[Tensor], dtype: torch.dtype | None | Sequence[torch.dtype]) -> Tensors:
+    """Convert each tensor to a dtype, or each to its own; tensors that have it already are returned as they are.
+
+    >>> [x.dtype for x in cast([torch.ones(2)], torch.bfloat16)]
+    [torch.bfloat16]
+    """
+    if dtype is None or isinstance(dtype, torch.dtype):
+        return list(xs) if dtype is None else [x if x.dtype == dtype else x.to(dtype) for x in xs]
+    return [x if x.dtype == d else x.to(d) for x, d in zip(xs, dtype, strict=True)]
+
+
+def clone(xs: Sequence[Tensor]) -> Tensors:
+    """Copy every tensor.
+
+    >>> clone([torch.ones(2)])
+    [tensor([1., 1.])]
+    """
+    return [x.clone() for x in xs]
+
+
+def copy(xs: Sequence[Tensor], into: Sequence[Tensor]) -> Tensors:
+    """Write each tensor into the storage of another, converting its dtype; returns the written list.
+
+    >>> copy([torch.ones(2)], into=[torch.zeros(2, dtype=torch.float64)])
+    [tensor([1., 1.], dtype=torch.float64)]
+    """
+    if _leafwise(xs):
+        return [x.to(y.dtype, copy=True) for x, y in zip(xs, into, strict=True)]
+    torch._foreach_copy_(list(into), list(xs))
+    return list(into)
+
+
+def mul(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
+    """Multiply every tensor by one scalar.
+
+    >>> mul([torch.ones(2)], 3.0)
+    [tensor([3., 3.])]
+    """
+    if _leafwise(xs) or _records(c):
+        return [x * c for x in xs]
+    if reuse:
+        torch._foreach_mul_(xs, _fit(c, xs))
+        return xs
+    return list(torch._foreach_mul(xs, _fit(c, xs)))
+
+
+def mul_each(xs: Tensors, cs: list[float], *, reuse: bool = False) -> Tensors:
+    """Multiply each tensor by a number of its own.
+
+    >>> mul_each([torch.ones(1), torch.ones(1)], [2.0, 3.0])
+    [tensor([2.]), tensor([3.])]
+    """
+    if _leafwise(xs):
+        return [x * c for x, c in zip(xs, cs, strict=True)]
+    if reuse:
+        torch._foreach_mul_(xs, cs)
+        return xs
+    return list(torch._foreach_mul(xs, cs))
+
+
+def shift(xs: Tensors, c: Scalar) -> Tensors:
+    """Add one scalar to every tensor.
+
+    >>> shift([torch.ones(2)], 0.5)
+    [tensor([1.5000, 1.5000])]
+    """
+    return [x + c for x in xs]
+
+
+def add(xs: Tensors, ys: Tensors, c: Scalar = 1.0, *, reuse: bool = False) -> Tensors:
+    """Compute ``x + c * y``.
+
+    >>> add([torch.ones(2)], [torch.ones(2)], 0.5)
+    [tensor([1.5000, 1.5000])]
+    """
+    if _leafwise(xs, ys) or _records(c):
+        return [x + c * y for x, y in zip(xs, ys, strict=True)]
+    if isinstance(c, Tensor):
+        ys, c = list(torch._foreach_mul(ys, _fit(c, ys))), 1.0
+    if reuse:
+        torch._foreach_add_(xs, ys, alpha=c)
+        return xs
+    return list(torch._foreach_add(xs, ys, alpha=c))
+
+
+def lerp(xs: Tensors, ys: Tensors, weight: Scalar, *, reuse: bool = False) -> Tensors:
+    """Compute ``x + weight * (y - x)``.
+
+    >>> lerp([torch.zeros(2)], [torch.ones(2)], 0.25)
+    [tensor([0.2500, 0.2500])]
+    """
+    if _leafwise(xs, ys) or _records(weight):
+        if isinstance(weight, Tensor):
+            return [x + weight * (y - x) for x, y in zip(xs, ys, strict=True)]
+        return [torch.lerp(x, y, weight) for x, y in zip(xs, ys, strict=True)]
+    if isinstance(weight, Tensor):
+        steps = torch._foreach_sub(ys, xs)
+        torch._foreach_mul_(steps, _fit(weight, xs))
+        return add(xs, list(steps), reuse=reuse)
+    if reuse:
+        torch._foreach_lerp_(xs, ys, weight)
+        return xs
+    return list(torch._foreach_lerp(xs, ys, weight))
+
+
+def addcmul(xs: Tensors, ys: Tensors, zs: Tensors, c: Scalar = 1.0, *, reuse: bool = False) -> Tensors:
+    """Compute ``x + c * y * z``.
+
+    >>> addcmul([torch.ones(2)], [torch.ones(2)], [torch.ones(2)], 2.0)
+    [tensor([3., 3.])]
+    """
+    if _leafwise(xs, ys, zs) or _records(c):
+        return [x + c * y * z for x, y, z in zip(xs, ys, zs, strict=True)]
+    if isinstance(c, Tensor):
+        return add(xs, list(torch._foreach_mul(ys, zs)), c, reuse=reuse)
+    if reuse:
+        torch._foreach_addcmul_(xs, ys, zs, c)
+        return xs
+    return list(torch._foreach_addcmul(xs, ys, zs, c))
+
+
+def div(xs: Tensors, ys: Tensors, *, reuse: bool = False) -> Tensors:
+    """Divide list by list.
+
+    >>> div([torch.ones(2)], [torch.full((2,), 4.0)])
+    [tensor([0.2500, 0.2500])]
+    """
+    if _leafwise(xs, ys):
+        return [x / y for x, y in zip(xs, ys, strict=True)]
+    if reuse:
+        torch._foreach_div_(xs, ys)
+        return xs
+    return list(torch._foreach_div(xs, ys))
+
+
+def sqrt(xs: Tensors, *, plus: Scalar = 0.0) -> Tensors:
+    """Compute ``sqrt(x) + plus``.
+
+    >>> sqrt([torch.full((2,), 4.0)], plus=1.0)
+    [tensor([3., 3.])]
+    """
+    if _leafwise(xs) or _records(plus):
+        return [x.sqrt() + plus for x in xs]
+    roots = torch._foreach_sqrt(xs)
+    torch._foreach_add_(roots, _fit(plus, xs))
+    return list(roots)
+
+
+def sign(xs: Tensors, *, reuse: bool = False) -> Tensors:
+    """Take the sign of every element.
+
+    >>> sign([torch.tensor([-2.0, 0.0, 3.0])])
+    [tensor([-1.,  0.,  1.])]
+    """
+    if _leafwise(xs):
+        return [x.sign() for x in xs]
+    if reuse:
+        torch._foreach_sign_(xs)
+        return xs
+    return list(torch._foreach_sign(xs))
+
+
+def clamp(xs: Tensors, low: Scalar, high: Scalar) -> Tensors:
+    """Limit every element to ``[low, high]``; NaN stays NaN.
+
+    >>> clamp([torch.tensor([-2.0, 0.5])], -1.0, 1.0)
+    [tensor([-1.0000,  0.5000])]
+    """
+    if isinstance(low, Tensor) or isinstance(high, Tensor):
+        return [torch.minimum(torch.maximum(x, torch.as_tensor(low).to(x)), torch.as_tensor(high).to(x)) for x in xs]
+    return [x.clamp(low, high) for x in xs]
+
+
+def norms(xs: Tensors) -> Tensors:
+    """Take the 2-norm of each tensor, accumulated in fp32 or better; 0-d results.
+
+    >>> norms([torch.tensor([3.0, 4.0])])
+    [tensor(5.)]
+    """
+    wide = [torch.promote_types(x.dtype, torch.float32) for x in xs]
+    if _leafwise(xs) or len(set(wide)) > 1:
+        return [torch.linalg.vector_norm(x, dtype=d) for x, d in zip(xs, wide, strict=True)]
+    return list(torch._foreach_norm(xs, 2, dtype=wide[0]))
+
+
+def peaks(xs: Tensors) -> Tensors:
+    """Take the largest magnitude of each tensor; NaN where there is one, 0 for an empty tensor; 0-d results.
+
+    >>> peaks([torch.tensor([3.0, -4.0]), torch.zeros(0)])
+    [tensor(4.), tensor(0.)]
+    """
+    if _leafwise(xs) or not all(x.numel() for x in xs):
+        return [x.abs().amax() if x.numel() else x.new_zeros(()) for x in xs]
+    return list(torch._foreach_norm(xs, float("inf")))

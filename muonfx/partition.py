@@ -1,0 +1,216 @@
+"""Different transforms for different parameters: `partition` and `masked`.
+
+Both hand the inner transform a flat dict of just its leaves under their dotted names, whatever the shape of the outer tree: a
+label's state holds only its leaves, reads as ``state["muon"]["momentum"].trace["blocks.0.attn.q.weight"]``, and has no
+placeholders that ``torch.func.vmap`` would trip over.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from muonfx import tree
+from muonfx.core import NOTHING, Donation, Transform, transform, widest
+from muonfx.select.params import read_params
+from muonfx.select.predicates import Predicate
+from muonfx.tree import PyTree
+
+__all__ = ["masked", "partition", "resolve_mask"]
+
+
+class _Assignment:
+    """Resolves labels (a tree, a mapping by name, or a function of the parameters) to one value per leaf, once per structure.
+
+    A function of the parameters may look at names, shapes and dtypes only; its answer is remembered for these.
+    """
+
+    def __init__(self, what: str, given: Any, kinds: type | tuple[type, ...]) -> None:
+        self.what, self.given, self.kinds = what, given, kinds
+        self._resolved: dict[Any, tuple[list[str], list[Any]]] = {}
+        self._by_structure_seen: dict[Any, tuple[list[str], list[Any]]] = {}
+
+    def __call__(self, params: PyTree) -> tuple[list[str], list[Any]]:
+        leaves, treedef = tree.flatten(params)
+        key = (treedef, tuple(None if leaf is None else (leaf.shape, leaf.dtype) for leaf in leaves))
+        if key not in self._resolved:
+            if None in leaves and callable(self.given) and treedef in self._by_structure_seen:
+                return self._by_structure_seen[treedef]  # gradients stand for the parameters, and some are absent
+            names = tree.names(params)
+            self._resolved[key] = self._by_structure_seen[treedef] = names, self._resolve(params, names)
+        return self._resolved[key]
+
+    def _resolve(self, params: PyTree, names: list[str]) -> list[Any]:
+        given = self.given
+        if isinstance(given, Predicate):
+            given = dict.fromkeys(names, False) | {info.name: given(info) for info in read_params(params)}
+        elif callable(given) and not isinstance(given, Mapping):
+            given = given(params)
+        if isinstance(given, Mapping) and all(isinstance(value, self.kinds) for value in given.values()):
+            values = self._by_name(given, names)
+        else:
+            values = self._by_structure(given, params)
+        for name, value in zip(names, values, strict=True):
+            if not isinstance(value, self.kinds):
+                raise TypeError(f"{self.what}: the value for {name!r} is {value!r}, expected {self._expected}")
+        return values
+
+    @property
+    def _expected(self) -> str:
+        kinds = self.kinds if isinstance(self.kinds, tuple) else (self.kinds,)
+        return " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
+
+    def _by_name(self, given: Mapping[str, Any], names: list[str]) -> list[Any]:
+        missing = [name for name in names if name not in given]
+        if missing:
+            raise ValueError(f"{self.what}: no value for {_some(missing)}; every parameter needs one")
+        return [given[name] for name in names]
+
+    def _by_structure(self, given: PyTree, params: PyTree) -> list[Any]:
+        if tree.flatten(given)[1] != tree.flatten(params)[1]:
+            raise ValueError(
+                f"{self.what}: expected a tree of the structure of the parameters or a mapping by their dotted names, "
+                f"found a tree with leaves {_some(tree.names(given))}, for parameters {_some(tree.names(params))}"
+            )
+        return tree.leaves(given)
+
+
+def _some(names: Iterable[str]) -> str:
+    names = list(names)
+    return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _shapes(updates: PyTree, params: PyTree) -> PyTree:
+    """The tree to resolve labels on: the parameters, else the updates."""
+    return updates if params is None else params
+
+
+def _part(names: list[str], chosen: list[Any], value: Any, values: PyTree) -> dict[str, Any]:
+    """The leaves for which a value was chosen, by name."""
+    return {
+        name: leaf
+        for name, choice, leaf in zip(names, chosen, tree.leaves(values), strict=True)
+        if choice is not None and choice == value
+    }
+
+
+def _locality(transforms: Mapping[str, Transform], labels: Any) -> Any:
+    return widest(transforms.values())
+
+
+@transform(locality=_locality)
+def partition(
+    transforms: dict[str, Transform], labels: PyTree | Mapping[str, str | None] | Callable[[PyTree], PyTree]
+):
+    """Apply to each parameter the transform that its label names.
+
+    The state is a dict from label to the state of that label's transform, which holds only its own leaves. Follows Optax's
+    ``partition``.
+
+    Args:
+        transforms: one transform for each label.
+        labels: a tree of strings like the parameters, a mapping from dotted name to label (such as `default_labels` makes),
+            or a function of the parameters that returns either and looks at names, shapes and dtypes only. The label
+            ``None`` leaves a parameter out: no state, and an update of ``None``.
+
+    Raises:
+        TypeError: a label is neither a string nor None; an entry is not a transform.
+        ValueError: a parameter has no label, or a label no transform; the message names it.
+
+    Warns:
+        UserWarning: a transform has no parameter, at `init`.
+
+    Example:
+        >>> import muonfx as mfx
+        >>> tx = mfx.partition({"slow": mfx.scale(-0.1), "fast": mfx.scale(-1.0)}, {"w": "slow", "b": "fast"})
+        >>> params = {"w": torch.ones(1), "b": torch.ones(1)}
+        >>> tx.update(params, tx.init(params))[0]
+        {'w': tensor([-0.1000]), 'b': tensor([-1.])}
+    """
+    for label, tx in transforms.items():
+        if not isinstance(tx, Transform):
+            raise TypeError(f"partition: the entry for label {label!r} must be a Transform, found {tx!r}")
+    assign = _Assignment("partition: labels", labels, (str, type(None)))
+
+    def resolve(params: PyTree) -> tuple[list[str], list[Any]]:
+        names, chosen = assign(params)
+        for name, label in zip(names, chosen, strict=True):
+            if label is not None and label not in transforms:
+                raise ValueError(f"partition: {name!r} has the label {label!r}; the transforms are for {_some(transforms)}")
+        return names, chosen
+
+    def init(params: PyTree) -> dict[str, PyTree]:
+        names, chosen = resolve(params)
+        for label in transforms:
+            if label not in chosen:
+                warnings.warn(f"partition: no parameter has the label {label!r}; its transform does nothing", stacklevel=2)
+        return {
+            label: tx._functions[0](_part(names, chosen, label, params)) for label, tx in transforms.items()
+        }
+
+    def update(
+        updates: PyTree, state: dict[str, PyTree], params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any
+    ):
+        names, chosen = resolve(_shapes(updates, params))
+        results: dict[str, Any] = {}
+        new_state: dict[str, PyTree] = {}
+        for label, tx in transforms.items():
+            mine = None if params is None else _part(names, chosen, label, params)
+            out, new_state[label] = tx.run(
+                _part(names, chosen, label, updates), state[label], mine, donate=donate, **extras
+            )
+            results.update(out)
+        treedef = tree.flatten(updates)[1]
+        return tree.unflatten(treedef, [results.get(name) for name in names]), new_state
+
+    return init, update
+
+
+@transform(locality=lambda inner, mask: inner.locality)
+def masked(inner: Transform, mask: PyTree | Mapping[str, bool] | Predicate | Callable[[PyTree], PyTree]):
+    """Apply a transform to some parameters and pass the updates of the others on unchanged.
+
+    The state is the inner transform's, over a flat dict of just its leaves. Follows Optax's ``masked``.
+
+    Args:
+        inner: the transform for the parameters whose mask is true.
+        mask: a tree of bools like the parameters, a mapping from dotted name to bool, a predicate of `muonfx.select`, or a
+            function of the parameters that returns a tree or mapping and looks at names, shapes and dtypes only.
+
+    Raises:
+        TypeError: a mask value is not a bool.
+        ValueError: a parameter has no mask value; the message names it.
+
+    Example:
+        >>> import muonfx as mfx
+        >>> tx = mfx.masked(mfx.scale(-1.0), mfx.select.ndim(min=2))
+        >>> params = {"w": torch.ones(1, 1), "b": torch.ones(1)}
+        >>> tx.update(params, tx.init(params))[0]
+        {'w': tensor([[-1.]]), 'b': tensor([1.])}
+    """
+    if not isinstance(inner, Transform):
+        raise TypeError(f"masked: inner must be a Transform, found {inner!r}")
+    assign = _Assignment("masked: mask", mask, bool)
+
+    def init(params: PyTree) -> PyTree:
+        names, chosen = assign(params)
+        return inner._functions[0](_part(names, chosen, True, params))
+
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
+        names, chosen = assign(_shapes(updates, params))
+        mine = None if params is None else _part(names, chosen, True, params)
+        results, state = inner.run(_part(names, chosen, True, updates), state, mine, donate=donate, **extras)
+        leaves, treedef = tree.flatten(updates)
+        merged = [results[name] if use else leaf for name, use, leaf in zip(names, chosen, leaves, strict=True)]
+        return tree.unflatten(treedef, merged), state
+
+    return init, update
+
+
+def resolve_mask(what: str, mask: Any) -> Callable[[PyTree], list[bool]]:
+    """Turn any mask that `masked` takes into a function from parameters to one bool per leaf; ``None`` is all true."""
+    if mask is None:
+        return lambda params: [True] * len(tree.leaves(params))
+    assign = _Assignment(what, mask, bool)
+    return lambda params: assign(params)[1]

@@ -1,0 +1,37 @@
+"""Orthogonal polar factors of matrices: pure functions on tensors `(..., m, n)` that know no trees and no optimizer."""
+
+from muonfx.polar.bands import Band, band, scalar_polynomial
+from muonfx.polar.coefficients import (
+    CANS_RAW,
+    KNOWN,
+    POLAR_EXPRESS_RAW,
+    Coefficients,
+    CoefficientsLike,
+    coefficients,
+    with_safety,
+)
+from muonfx.polar.exact import polar_factor
+from muonfx.polar.many import orthogonalize_many
+from muonfx.polar.orthogonalize import orthogonalize
+from muonfx.polar.policy import DTypeLike, compute_dtype
+
+__all__ = [
+    # the polar factor: fast, in batches, exact
+    "orthogonalize",
+    "orthogonalize_many",
+    "polar_factor",
+    # polynomials
+    "KNOWN",
+    "CANS_RAW",
+    "POLAR_EXPRESS_RAW",
+    "Coefficients",
+    "CoefficientsLike",
+    "coefficients",
+    "with_safety",
+    "Band",
+    "band",
+    "scalar_polynomial",
+    # dtypes
+    "DTypeLike",
+    "compute_dtype",
+]

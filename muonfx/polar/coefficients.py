@@ -1,0 +1,254 @@
+"""Polynomial coefficients of the Newton-Schulz iteration, as data.
+
+Step `i` sends every singular value `s` (scaled into [0, 1] first) to `a_i s + b_i s^3 + c_i s^5`. A set is a frozen
+value that names its source and the normalisation that it was fitted for; `muonfx.polar.bands` says what it does to `s`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+import torch
+
+Step = tuple[float, float, float]
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """A schedule of odd polynomials `a s + b s^3 + c s^5`, applied in order.
+
+    Args:
+        name: what the set is called, in errors and in `KNOWN`.
+        steps: one `(a, b, c)` a step; `(a, b)` is accepted and means `c = 0`, which saves one matrix product a step.
+        source: the paper or project that published the numbers.
+        norm_safety: the input is divided by `norm_safety` times its Frobenius norm.
+        row_scaling: first scale each row by the inverse square root of its row sum of `|X X^T|` (almost-orthogonal
+            layers, arXiv 2208.03160). The spectral norm is then at most 1, so `norm_safety` plays no part.
+
+    Raises:
+        ValueError: no steps, a step that is not 2 or 3 finite numbers, a `norm_safety` that is not finite and above 0.
+        TypeError: a coefficient that is not a number.
+
+    >>> Coefficients("halley-like", ((1.5, -0.5),)).steps
+    ((1.5, -0.5, 0.0),)
+    """
+
+    name: str
+    steps: tuple[Step, ...]
+    source: str = ""
+    norm_safety: float = 1.0
+    row_scaling: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "steps", _checked_steps(self.steps, self.name))
+        if not (math.isfinite(self.norm_safety) and self.norm_safety > 0):
+            raise ValueError(
+                f"coefficients {self.name!r}: norm_safety is {self.norm_safety!r}, expected a finite number above 0"
+            )
+
+
+CoefficientsLike = str | Coefficients | Sequence[Sequence[float]]
+"""What `coefficients` resolves: a name of `KNOWN`, a set, or its `(a, b[, c])` alone."""
+
+
+def _checked_steps(steps: Sequence[Sequence[float]], name: str) -> tuple[Step, ...]:
+    if len(steps) == 0:
+        raise ValueError(f"coefficients {name!r}: no steps; give at least one (a, b, c)")
+    return tuple(_checked_step(step, i, name) for i, step in enumerate(steps))
+
+
+def _checked_step(step: Sequence[float], i: int, name: str) -> Step:
+    where = f"coefficients {name!r}, step {i}"
+    if not isinstance(step, Sequence) or isinstance(step, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"{where}: found {step!r}, expected a sequence (a, b) or (a, b, c), one for each step")
+    if len(step) not in (2, 3):
+        raise ValueError(f"{where}: found {len(step)} numbers, {step!r}; expected (a, b) or (a, b, c)")
+    for number in step:
+        if isinstance(number, str | torch.Tensor):
+            raise TypeError(
+                f"{where}: found {type(number).__name__} {number!r}, expected a Python number; "
+                "to differentiate or map over coefficients, pass them all as one tensor of shape (steps, 3)"
+            )
+        if not math.isfinite(number):
+            raise ValueError(f"{where}: found {number!r} in {step!r}, expected finite numbers")
+    return float(step[0]), float(step[1]), float(step[2]) if len(step) == 3 else 0.0
+
+
+def coefficients(value: CoefficientsLike) -> Coefficients:
+    """Resolve a name, a `Coefficients` or a sequence of `(a, b[, c])` to a `Coefficients`.
+
+    Raises:
+        ValueError: an unknown name (the error lists the known ones) or malformed numbers.
+        TypeError: anything else.
+
+    >>> len(coefficients("keller").steps)
+    5
+    >>> coefficients([(1.5, -0.5)]).steps
+    ((1.5, -0.5, 0.0),)
+    """
+    if isinstance(value, Coefficients):
+        return value
+    if isinstance(value, str):
+        if value not in KNOWN:
+            raise ValueError(
+                f"unknown coefficients {value!r}; known: {', '.join(KNOWN)}; or give a sequence of (a, b, c)"
+            )
+        return KNOWN[value]
+    if not isinstance(value, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(
+            f"coefficients: found {type(value).__name__}, expected a name ({', '.join(KNOWN)}), a Coefficients "
+            "or a sequence of (a, b, c)"
+        )
+    return Coefficients("explicit", tuple(value), "given by the caller")  # type: ignore[arg-type]
+
+
+def with_safety(value: CoefficientsLike, safety: float) -> Coefficients:
+    """The set that first divides by `safety` on every step but the last: `(a/s, b/s^3, c/s^5)`.
+
+    A low-precision product can push a singular value above the interval that the next polynomial was fitted for, where
+    it grows fast; this keeps a margin (arXiv 2505.16932, section on finite precision).
+
+    Raises:
+        ValueError: `safety` is not finite and positive.
+
+    >>> with_safety([(2.0, -1.0), (2.0, -1.0)], 2.0).steps
+    ((1.0, -0.125, 0.0), (2.0, -1.0, 0.0))
+    """
+    base = coefficients(value)
+    if not (math.isfinite(safety) and safety > 0):
+        raise ValueError(f"with_safety: safety is {safety!r}, expected a finite number above 0, such as 1.01")
+    head = tuple((a / safety, b / safety**3, c / safety**5) for a, b, c in base.steps[:-1])
+    return replace(base, steps=(*head, base.steps[-1]))
+
+
+def schedule(value: Coefficients, steps: int | None = None) -> tuple[Step, ...]:
+    """The `steps` polynomials to apply: the first ones of the set, its last one repeated beyond its length.
+
+    Args:
+        value: the set.
+        steps: how many; None means the set's own length.
+
+    Raises:
+        ValueError: `steps` is below 1.
+        TypeError: `steps` is not an int.
+
+    >>> schedule(Coefficients("two", ((3.0, -3.0), (1.5, -0.5))), 3)
+    ((3.0, -3.0, 0.0), (1.5, -0.5, 0.0), (1.5, -0.5, 0.0))
+    """
+    return tuple(value.steps[i] for i in step_indices(len(value.steps), steps))
+
+
+def step_indices(length: int, steps: int | None) -> list[int]:
+    """Which of `length` polynomials each step uses; see `schedule`.
+
+    >>> step_indices(2, 4)
+    [0, 1, 1, 1]
+    """
+    if steps is None:
+        return list(range(length))
+    if not isinstance(steps, int) or isinstance(steps, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"steps: found {steps!r}, expected an int of at least 1, or None for the set's own length")
+    if steps < 1:
+        raise ValueError(f"steps: found {steps}, expected at least 1, or None for the set's own length")
+    return [min(i, length - 1) for i in range(steps)]
+
+
+_KELLER: Step = (3.4445, -4.7750, 2.0315)
+
+POLAR_EXPRESS_RAW = Coefficients(
+    "polar_express_raw",
+    (
+        (8.28721201814563, -23.595886519098837, 17.300387312530933),
+        (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+        (3.9486908534822946, -2.908902115956949, 0.5518191394370137),
+        (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+        (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+        (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+        (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+        (1.875, -1.25, 0.375),
+    ),
+    "Polar Express, arXiv 2505.16932, lower bound 1e-3, before any safety factor",
+)
+"""The published Polar Express table without its safety factor: exact arithmetic only."""
+
+CANS_RAW = Coefficients(
+    "cans_raw",
+    (
+        (8.4703, -25.1081, 18.6293),
+        (4.1828, -3.1087, 0.5806),
+        (3.9619, -2.9541, 0.5630),
+        (3.2866, -2.4647, 0.5074),
+        (2.2737, -1.6447, 0.4162),
+    ),
+    "CANS: Newton-Schulz accelerated by Chebyshev-type polynomials, arXiv 2506.10935",
+)
+"""The published CANS table, for exact arithmetic only: it sends 1.0005, which is 1 with a rounding error, to 1e14."""
+
+KNOWN: Mapping[str, Coefficients] = MappingProxyType(
+    {
+        known.name: known
+        for known in (
+            Coefficients("keller", (_KELLER,) * 5, "Keller Jordan's Muon; also torch.optim.Muon and Moonlight"),
+            Coefficients(
+                "quintic",
+                (
+                    (4.0848, -6.8946, 2.9270),
+                    (3.9505, -6.3029, 2.6377),
+                    (3.7418, -5.5913, 2.3037),
+                    (2.8769, -3.1427, 1.2046),
+                    (2.8366, -3.0525, 1.2012),
+                ),
+                "You Jiacheng, for modded-nanogpt; optax calls it dion",
+            ),
+            replace(
+                with_safety(POLAR_EXPRESS_RAW, 1.01),
+                name="polar_express",
+                source="Polar Express, arXiv 2505.16932, with its safety factor 1.01 on all but the last step",
+            ),
+            Coefficients(
+                "polar_express_5",
+                (
+                    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+                    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+                    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+                    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+                    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+                ),
+                "Polar Express, arXiv 2505.16932, fitted for 5 steps with safety 2e-2; modded-nanogpt, Dion",
+                norm_safety=1.02,
+            ),
+            replace(
+                with_safety(CANS_RAW, 1.01),
+                name="cans",
+                source=CANS_RAW.source + "; our safety factor 1.01 on all but the last step, or bf16 diverges",
+            ),
+            Coefficients(
+                "aol",
+                (
+                    (4.6051, -9.6552, 5.6769),
+                    (4.7505, -6.0861, 2.1790),
+                    (2.7763, -2.3190, 0.5523),
+                    (2.4231, -2.2861, 0.8193),
+                ),
+                "Turbo-Muon; the row scaling is that of almost-orthogonal layers, arXiv 2208.03160",
+                row_scaling=True,
+            ),
+            Coefficients("deepseek_v4", (_KELLER,) * 8 + ((2.0, -1.5, 0.5),) * 2, "DeepSeek-V4"),
+            Coefficients(
+                "cubic",
+                (
+                    (3.3657, -3.3421, 0.0),
+                    (2.5744, -1.4957, 0.0),
+                    (2.5369, -1.4313, 0.0),
+                    (2.4419, -1.2764, 0.0),
+                    (2.2230, -0.9631, 0.0),
+                ),
+                "arXiv 2606.00371; one matrix product a step fewer",
+            ),
+        )
+    }
+)
+"""Every named set, by its name."""

@@ -1,0 +1,115 @@
+"""The polar factors of many matrices of many shapes, in few batches."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+
+from muonfx.polar.coefficients import CoefficientsLike
+from muonfx.polar.iteration import iteration
+from muonfx.polar.orthogonalize import check_matrix, run
+from muonfx.polar.policy import DTypeLike, compute_dtype
+
+_Kind = tuple[int, int, torch.dtype, torch.device]
+
+
+def orthogonalize_many(
+    xs: Sequence[torch.Tensor],
+    *,
+    coefficients: CoefficientsLike | torch.Tensor = "polar_express_5",
+    steps: int | None = None,
+    dtype: DTypeLike = "auto",
+    max_scratch_bytes: int = 1 << 28,
+) -> list[torch.Tensor]:
+    """`[orthogonalize(x, ...) for x in xs]`, with matrices of one shape, or of its transpose, batched together.
+
+    Equal to that loop within the rounding of another summation order: about 1e-13 in fp64, 1e-5 in fp32 (elementwise,
+    sides up to 128), and bitwise where the batched kernel sums as the single one does.
+
+    Args:
+        xs: tensors `(..., m, n)` as `orthogonalize` takes them, of any mix of shapes, dtypes and devices.
+        coefficients: as in `orthogonalize`.
+        steps: as in `orthogonalize`.
+        dtype: as in `orthogonalize`; "auto" is resolved for each input dtype and device.
+        max_scratch_bytes: about how many bytes of intermediates one batch may take; one matrix always goes through.
+
+    Returns:
+        One tensor for each of `xs`, in order, with its shape, dtype and device. Results of one batch are views that
+        share one buffer (they do not overlap), and those of tall matrices are transposed views.
+
+    Raises:
+        TypeError, ValueError: as `orthogonalize`, naming the position in `xs`.
+        ValueError: `max_scratch_bytes` is below 1.
+
+    >>> a, b = orthogonalize_many([torch.eye(2, 3), torch.eye(3, 2)])
+    >>> a.shape, b.shape, torch.equal(a, b.mT)
+    (torch.Size([2, 3]), torch.Size([3, 2]), True)
+    """
+    if max_scratch_bytes < 1:
+        raise ValueError(f"max_scratch_bytes: found {max_scratch_bytes}, expected at least 1")
+    method = iteration(coefficients, steps)
+    groups: defaultdict[_Kind, list[int]] = defaultdict(list)
+    for i, x in enumerate(xs):
+        check_matrix(x, f"xs[{i}]")
+        m, n = x.shape[-2:]
+        groups[min(m, n), max(m, n), x.dtype, x.device].append(i)
+
+    results = [x.clone() if x.numel() == 0 else x for x in xs]
+    for (rows, columns, held, device), members in groups.items():
+        compute = compute_dtype(held, device, dtype)
+        members = [i for i in members if xs[i].numel() > 0]
+        limit = max(1, max_scratch_bytes // max(1, scratch_bytes(rows, columns, compute)))
+        flats = [_flat(xs[i], rows, columns) for i in members]
+        outputs: list[torch.Tensor] = []
+        for batch in packed(flats, limit):
+            y = run(method, torch.cat(batch), compute).to(held)
+            outputs.extend(y.split([piece.shape[0] for piece in batch]))
+        pieces = iter(outputs)
+        for i, flat in zip(members, flats, strict=True):
+            own = [next(pieces) for _ in range(-(-flat.shape[0] // limit))]
+            results[i] = _unflat(own[0] if len(own) == 1 else torch.cat(own), xs[i].shape, rows)
+    return results
+
+
+def _flat(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """`x` as `(k, rows, columns)`, transposed where it is tall."""
+    return (x if x.shape[-2] == rows else x.mT).reshape(-1, rows, columns)
+
+
+def _unflat(y: torch.Tensor, shape: torch.Size, rows: int) -> torch.Tensor:
+    """The inverse of `_flat`."""
+    if shape[-2] == rows:
+        return y.reshape(shape)
+    return y.reshape(*shape[:-2], shape[-1], shape[-2]).mT
+
+
+def scratch_bytes(rows: int, columns: int, compute: torch.dtype) -> int:
+    """About how many bytes of intermediates one `rows x columns` matrix needs: three of its size, two of its Gram's.
+
+    >>> scratch_bytes(2, 4, torch.bfloat16)
+    128
+    """
+    wide = max(4, compute.itemsize)  # norms are taken in fp32 at least
+    return (3 * rows * columns + 2 * rows * rows) * wide
+
+
+def packed(flats: Sequence[torch.Tensor], limit: int) -> list[list[torch.Tensor]]:
+    """`flats`, each `(k, ...)`, in order, in lists of at most `limit` rows in all; one longer than `limit` is cut.
+
+    A flat is cut at its own multiples of `limit`, so that it owns `ceil(k / limit)` consecutive pieces.
+
+    >>> [[len(piece) for piece in batch] for batch in packed([torch.ones(2), torch.ones(5), torch.ones(1)], 3)]
+    [[2], [3], [2, 1]]
+    """
+    batches: list[list[torch.Tensor]] = []
+    room = 0
+    for flat in flats:
+        for piece in flat.split(limit) if flat.shape[0] > limit else (flat,):
+            if piece.shape[0] > room:
+                batches.append([])
+                room = limit
+            batches[-1].append(piece)
+            room -= piece.shape[0]
+    return batches

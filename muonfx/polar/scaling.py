@@ -1,0 +1,98 @@
+"""Bringing a matrix into the interval that the iteration needs, for any magnitude of its entries.
+
+Three steps, in this order. *Round once*: to the compute dtype, so that a matrix which arrives in that dtype (over a
+wire, say) and one that arrives wider take the same path from here on. *Scale by a power of two*: exact, so the result
+is bitwise the same for `x` and `2^k x`, and no later square under- or overflows. *Normalise*: by the Frobenius norm, in
+fp32 at least.
+"""
+
+from __future__ import annotations
+
+import torch
+
+# dtype -> (integer dtype of the same width, bits of the fraction, exponent bias)
+_BITS = {torch.float32: (torch.int32, 23, 127), torch.float64: (torch.int64, 52, 1023)}
+_LIFT = 60  # a subnormal times 2^60 is normal in fp32 and in fp64
+
+
+def wide_dtype(compute: torch.dtype) -> torch.dtype:
+    """The dtype for norms and sums beside products in `compute`: fp64 for fp64, else fp32.
+
+    >>> wide_dtype(torch.bfloat16)
+    torch.float32
+    """
+    return torch.float64 if compute == torch.float64 else torch.float32
+
+
+def power_of_two_scaled(x: torch.Tensor) -> torch.Tensor:
+    """`x` times a power of two for each matrix, after which the largest magnitude is in [1, 2).
+
+    The exponent is read from the bits of the largest magnitude: `ldexp` and `pow` round. Where the power itself would
+    not be a normal number (largest magnitude subnormal or in the top binade) the nearest one that is stands in, and the
+    largest magnitude ends up in [2^-51, 4): still safe to square. A zero matrix is multiplied by 1. The power is a
+    constant to autograd, which is right for every caller that divides it out again.
+
+    Shapes, dtypes: `(..., m, n)`, not empty, fp32 or fp64; the same come back.
+
+    >>> power_of_two_scaled(torch.tensor([[0.0, 3.0e-39], [-1.5e-39, 0.0]])).abs().max().item() > 2**-23
+    True
+    >>> power_of_two_scaled(torch.tensor([[5.0, -12.0]]))
+    tensor([[ 0.6250, -1.5000]])
+    """
+    integer, fraction, bias = _BITS[x.dtype]
+    largest = x.detach().abs().amax((-2, -1), keepdim=True)
+    small = largest < 2.0**-_LIFT
+    bits = torch.where(small, largest * 2.0**_LIFT, largest).view(integer)
+    exponent = (bits >> fraction) - bias
+    exponent = torch.where(small, exponent - _LIFT, exponent)
+    exponent = torch.where(largest == 0, torch.zeros_like(exponent), exponent)
+    factor = (bias - exponent).clamp(1, 2 * bias) << fraction
+    return x * factor.view(x.dtype)
+
+
+def rounded_and_scaled(x: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
+    """`x` rounded to `compute`, times a power of two, held in the wide dtype.
+
+    Where `compute` has a smaller exponent range than `x` the power of two comes first, lest rounding turn a whole
+    matrix into zeros or infinities. bf16 and fp32 share their range, except that fp32 above 3.396e38 rounds to infinity
+    in bf16 and below 4.6e-41 to zero.
+    """
+    wide = wide_dtype(compute)
+    if torch.finfo(compute).smallest_normal <= torch.finfo(x.dtype).smallest_normal:
+        return power_of_two_scaled(x.to(compute).to(wide))
+    x = x.to(torch.promote_types(x.dtype, wide))
+    # Twice: the first power is only the nearest normal one for subnormal input, which fp16 would not survive.
+    return power_of_two_scaled(power_of_two_scaled(x)).to(compute).to(wide)
+
+
+def frobenius_normalized(x: torch.Tensor, compute: torch.dtype, safety: float = 1.0) -> torch.Tensor:
+    """`x / (safety * ||x||_F)` in `compute`, any magnitude of `x`; zero for a zero matrix, with finite derivatives.
+
+    Shapes: `(..., m, n)`, not empty; the same comes back.
+
+    >>> frobenius_normalized(torch.tensor([[3e-30, 4e-30]]), torch.float32)
+    tensor([[0.6000, 0.8000]])
+    """
+    x = rounded_and_scaled(x, compute)
+    total = (x * x).sum((-2, -1), keepdim=True)
+    # where, not an eps: an eps would change the answer for small matrices; and it must be inside the root, whose
+    # derivative at zero is infinite and would reach the gradient as 0 * inf.
+    scale = torch.where(total == 0, torch.ones_like(total), total).rsqrt()
+    if safety != 1.0:
+        scale = scale / safety
+    return (x * scale).to(compute)
+
+
+def row_normalized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of `x` over the square roots of the row sums of `|x x^T|`, and the Gram matrix of the result.
+
+    The spectral norm is then at most 1 (Gershgorin; arXiv 2208.03160), and nearer to 1 than after the Frobenius norm.
+    The singular vectors change, so the iteration then finds the polar factor of another matrix. A zero row stays zero.
+
+    Shapes: `(b, n, m)` gives `(b, n, m)` and `(b, n, n)`.
+    """
+    gram = torch.bmm(x, x.mT)
+    wide = wide_dtype(x.dtype)
+    sums = gram.abs().sum(-1, keepdim=True, dtype=wide)
+    scale = torch.where(sums == 0, torch.ones_like(sums), sums).rsqrt()
+    return (x * scale).to(x.dtype), (gram * scale * scale.mT).to(x.dtype)

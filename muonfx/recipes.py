@@ -1,0 +1,209 @@
+"""Well-known optimizers as short chains, to use or to copy and change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from muonfx import polar
+from muonfx.core import Transform, chain
+from muonfx.partition import partition
+from muonfx.schedules import Schedule
+from muonfx.select import Predicate, default_labels
+from muonfx.transforms import (
+    add_decayed_weights,
+    momentum,
+    normalize_neurons,
+    orthogonalize,
+    scale_by_adam,
+    scale_by_learning_rate,
+    scale_by_lion,
+    scale_by_shape,
+)
+from muonfx.tree import PyTree
+
+__all__ = ["adamw", "lion", "muon", "muon_with_adamw", "normuon"]
+
+Rate = float | Schedule | Callable[[Tensor], Tensor]
+Mask = PyTree | Mapping[str, bool] | Predicate | Callable[[PyTree], PyTree] | None
+CoefficientsLike = str | polar.Coefficients | tuple[tuple[float, ...], ...] | Tensor
+
+
+def muon(
+    learning_rate: Rate = 0.02,
+    *,
+    decay: float = 0.95,
+    nesterov: bool = True,
+    weight_decay: float = 0.0,
+    coefficients: CoefficientsLike = "polar_express_5",
+    steps: int | None = None,
+    dtype: torch.dtype | str = "auto",
+    rule: str = "match_rms_adamw",
+    mask: Mask = None,
+) -> Transform:
+    """Muon, for parameters that are all matrices: momentum, orthogonalized, scaled by shape, with decoupled weight decay.
+
+    Args:
+        learning_rate: a number or a schedule.
+        decay: of the momentum.
+        nesterov: whether momentum looks ahead.
+        weight_decay: decoupled; parameters shrink by ``learning_rate * weight_decay``.
+        coefficients: of the Newton-Schulz iteration, as in `orthogonalize`.
+        steps: of the iteration, as in `orthogonalize`.
+        dtype: of the iteration, as in `orthogonalize`.
+        rule: as in `scale_by_shape`.
+        mask: which parameters decay, as in `add_decayed_weights`.
+
+    Follows Keller Jordan's Muon and Moonlight (arXiv 2502.16982). ``torch.optim.Muon(lr, weight_decay)`` is
+    ``muon(lr, weight_decay=weight_decay, coefficients="keller", rule="original")``.
+
+    >>> muon(0.02)  # doctest: +NORMALIZE_WHITESPACE
+    chain(momentum(), orthogonalize(), scale_by_shape(), add_decayed_weights(),
+          scale_by_learning_rate(learning_rate=0.02))
+    """
+    return chain(
+        momentum(decay, nesterov=nesterov),
+        orthogonalize(coefficients=coefficients, steps=steps, dtype=dtype),
+        scale_by_shape(rule),
+        add_decayed_weights(weight_decay, mask),
+        scale_by_learning_rate(learning_rate),
+    )
+
+
+def normuon(
+    learning_rate: Rate = 0.02,
+    *,
+    decay: float = 0.95,
+    neuron_decay: float = 0.95,
+    weight_decay: float = 0.0,
+    coefficients: CoefficientsLike = "polar_express_5",
+    dtype: torch.dtype | str = "auto",
+    mask: Mask = None,
+) -> Transform:
+    """NorMuon, for parameters that are all matrices: Muon with each neuron's update normalized by its running size.
+
+    Args:
+        learning_rate: a number or a schedule.
+        decay: of the momentum.
+        neuron_decay: of the rows' second moment.
+        weight_decay: decoupled, as in `muon`.
+        coefficients: as in `orthogonalize`.
+        dtype: as in `orthogonalize`.
+        mask: which parameters decay, as in `add_decayed_weights`.
+
+    Follows NorMuon (arXiv 2510.05491).
+
+    >>> list(normuon(0.02).init({"w": torch.zeros(4, 4)}))[:3]
+    ['momentum', 'orthogonalize', 'normalize_neurons']
+    """
+    return chain(
+        momentum(decay),
+        orthogonalize(coefficients=coefficients, dtype=dtype),
+        normalize_neurons(neuron_decay),
+        scale_by_shape("match_rms_adamw"),
+        add_decayed_weights(weight_decay, mask),
+        scale_by_learning_rate(learning_rate),
+    )
+
+
+def adamw(
+    learning_rate: Rate = 1e-3,
+    *,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 1e-2,
+    mask: Mask = None,
+) -> Transform:
+    """AdamW, equal to ``torch.optim.AdamW``.
+
+    Args:
+        learning_rate: a number or a schedule.
+        b1: decay of the first moment.
+        b2: decay of the second moment.
+        eps: added to the root.
+        weight_decay: decoupled, as in `muon`.
+        mask: which parameters decay, as in `add_decayed_weights`.
+
+    >>> adamw(1e-3)
+    chain(scale_by_adam(), add_decayed_weights(weight_decay=0.01), scale_by_learning_rate(learning_rate=0.001))
+    """
+    return chain(
+        scale_by_adam(b1, b2, eps), add_decayed_weights(weight_decay, mask), scale_by_learning_rate(learning_rate)
+    )
+
+
+def lion(
+    learning_rate: Rate = 1e-4, *, b1: float = 0.9, b2: float = 0.99, weight_decay: float = 0.0, mask: Mask = None
+) -> Transform:
+    """Lion: signs of an interpolated momentum, with decoupled weight decay.
+
+    Args:
+        learning_rate: a number or a schedule; a third to a tenth of AdamW's.
+        b1: weight of the average in the update.
+        b2: decay of the average.
+        weight_decay: decoupled, as in `muon`.
+        mask: which parameters decay, as in `add_decayed_weights`.
+
+    Follows Chen et al. (arXiv 2302.06675).
+
+    >>> lion(1e-4)
+    chain(scale_by_lion(), add_decayed_weights(), scale_by_learning_rate(learning_rate=0.0001))
+    """
+    return chain(scale_by_lion(b1, b2), add_decayed_weights(weight_decay, mask), scale_by_learning_rate(learning_rate))
+
+
+def muon_with_adamw(
+    learning_rate: Rate = 0.02,
+    adamw_learning_rate: Rate = 3e-4,
+    *,
+    weight_decay: float = 0.1,
+    adamw_weight_decay: float = 0.1,
+    decay: float = 0.95,
+    b1: float = 0.9,
+    b2: float = 0.95,
+    rule: str = "match_rms_adamw",
+    coefficients: CoefficientsLike = "polar_express_5",
+    dtype: torch.dtype | str = "auto",
+    labels: Any = default_labels,
+    mask: Mask = None,
+) -> Transform:
+    """Muon for hidden matrices and AdamW for the rest, each with its own learning rate and weight decay.
+
+    Args:
+        learning_rate: Muon's, a number or a schedule.
+        adamw_learning_rate: AdamW's, a number or a schedule.
+        weight_decay: Muon's, decoupled.
+        adamw_weight_decay: AdamW's, decoupled.
+        decay: of Muon's momentum.
+        b1: AdamW's first decay.
+        b2: AdamW's second decay.
+        rule: as in `scale_by_shape`.
+        coefficients: as in `orthogonalize`.
+        dtype: as in `orthogonalize`.
+        labels: "muon", "adamw" or None for each parameter, as in `partition`. ``default_labels(model)`` decides by module
+            type; the default here sees names and shapes only.
+        mask: which parameters decay, as in `add_decayed_weights`.
+
+    >>> tx = muon_with_adamw(0.02, 3e-4)
+    >>> list(tx.init({"h.0.fc.weight": torch.zeros(4, 4), "wte.weight": torch.zeros(8, 4)}))
+    ['muon', 'adamw']
+    """
+    return partition(
+        {
+            "muon": muon(
+                learning_rate,
+                decay=decay,
+                weight_decay=weight_decay,
+                coefficients=coefficients,
+                dtype=dtype,
+                rule=rule,
+                mask=mask,
+            ),
+            "adamw": adamw(adamw_learning_rate, b1=b1, b2=b2, weight_decay=adamw_weight_decay, mask=mask),
+        },
+        labels,
+    )

@@ -1,0 +1,354 @@
+"""Values that remember how they were made.
+
+A `Recorded` value holds a *factory* (a decorated constructor) and the arguments it was called with, and nothing else that
+matters. From that alone come a ``repr`` that evaluates back, equality, pickling, ``replace``, a fingerprint, and a pytree view
+whose leaves are the numeric arguments, so that ``torch.func`` can batch over a value or differentiate with respect to it.
+
+Two kinds of argument: a *part* (a float, a tensor, or another recorded value) is visible in the pytree view; the rest (ints,
+strings, dtypes, functions, and floats inside containers) is fixed structure. Which argument is which is decided once, when
+the factory is called, and carried through unflattening as a *skeleton* with holes: ``torch.func.vmap`` unflattens with
+arbitrary objects, so deciding again from the values would give another structure.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self, cast
+
+import optree
+import torch
+import torch.utils._pytree as torch_pytree
+from torch import Tensor
+
+from muonfx.tree import NAMESPACE
+
+__all__ = ["Recorded", "make_factory", "parts_of"]
+
+
+class _Hole:
+    """Stands in a skeleton where a part was; there is one of it."""
+
+    def __repr__(self) -> str:
+        return "*"
+
+    def __reduce__(self) -> str:
+        return "_HOLE"
+
+
+_HOLE = _Hole()
+
+
+def _split(value: Any, parts: list[Any], *, top: bool = False) -> Any:
+    """Return the skeleton of an argument and append its parts, in order, to a list."""
+    if isinstance(value, Recorded | Tensor) or (top and isinstance(value, float)):
+        parts.append(value)
+        return _HOLE
+    if type(value) in (tuple, list):
+        return type(value)(_split(item, parts) for item in value)
+    if type(value) is dict:
+        return {key: _split(item, parts) for key, item in value.items()}
+    return value
+
+
+def _join(skeleton: Any, parts: Iterator[Any]) -> Any:
+    """Put parts back into a skeleton; the inverse of `_split`."""
+    if skeleton is _HOLE:
+        return next(parts)
+    if type(skeleton) in (tuple, list):
+        return type(skeleton)(_join(item, parts) for item in skeleton)
+    if type(skeleton) is dict:
+        return {key: _join(item, parts) for key, item in skeleton.items()}
+    return skeleton
+
+
+def _names_of_parts(skeleton: Any, prefix: str) -> Iterator[str]:
+    if skeleton is _HOLE:
+        yield prefix
+    elif type(skeleton) in (tuple, list):
+        for index, item in enumerate(skeleton):
+            yield from _names_of_parts(item, f"{prefix}.{index}")
+    elif type(skeleton) is dict:
+        for key, item in skeleton.items():
+            yield from _names_of_parts(item, f"{prefix}.{key}" if prefix else str(key))
+
+
+@dataclass(frozen=True)
+class _Context:
+    """What a recorded value is apart from its parts: the pytree context."""
+
+    kind: type
+    factory: Callable[..., Any]
+    skeleton: dict[str, Any] = field(hash=False)
+    derived: dict[str, Any] = field(default_factory=dict, hash=False, compare=False, repr=False)
+    """What follows from the rest, computed once where it is made and shared by all values of this structure."""
+
+
+class Recorded:
+    """A value that is its factory and the arguments of the call; see the module's docstring.
+
+    Not made directly: a decorator such as `muonfx.transform` turns a function into a factory that returns one.
+    """
+
+    _context: _Context
+    _parts: tuple[Any, ...]
+
+    @classmethod
+    def record(cls, factory: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Self:
+        """Record a call of a factory; ints become floats where the factory's annotation says float.
+
+        Raises:
+            TypeError: the arguments do not fit the factory's signature.
+        """
+        parameters: dict[str, inspect.Parameter] = cast("Any", factory).parameters
+        bound = inspect.Signature(list(parameters.values())).bind(*args, **kwargs)
+        bound.apply_defaults()
+        parts: list[Any] = []
+        skeleton: dict[str, Any] = {}
+        for name, value in bound.arguments.items():
+            if isinstance(value, int) and not isinstance(value, bool) and "float" in str(parameters[name].annotation):
+                value = float(value)
+            skeleton[name] = _split(value, parts, top=True)
+        return cls._from(_Context(cls, factory, skeleton), parts)
+
+    @classmethod
+    def _from(cls, context: _Context, parts: Any) -> Self:
+        value = object.__new__(context.kind)
+        object.__setattr__(value, "_context", context)
+        object.__setattr__(value, "_parts", tuple(parts))
+        return value
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Register every kind of recorded value as a pytree node, with optree and with torch."""
+        super().__init_subclass__(**kwargs)
+        optree.register_pytree_node(cls, _flatten, _unflatten, namespace=NAMESPACE)
+        torch_pytree.register_pytree_node(
+            cls, _flatten_for_torch, _unflatten_for_torch, serialized_type_name=f"{cls.__module__}.{cls.__qualname__}"
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse: a recorded value does not change; `replace` makes another."""
+        raise AttributeError(f"{self._context.factory.__name__}(...) is a value and cannot be changed; use .replace({name}=...)")
+
+    @property
+    def factory(self) -> Callable[..., Any]:
+        """The function that made this value."""
+        return self._context.factory
+
+    @property
+    def _arguments(self) -> dict[str, Any]:
+        parts = iter(self._parts)
+        return {name: _join(skeleton, parts) for name, skeleton in self._context.skeleton.items()}
+
+    @property
+    def arguments(self) -> Mapping[str, Any]:
+        """The arguments of the call by name, defaults included."""
+        return dict(self._arguments)
+
+    def _call(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+        """Call a function of the factory's signature with recorded arguments."""
+        positional: list[Any] = []
+        named: dict[str, Any] = {}
+        for name, kind in cast("Any", self.factory).kinds:
+            if kind == "VAR_POSITIONAL":
+                positional.extend(arguments[name])
+            elif kind == "VAR_KEYWORD":
+                named.update(arguments[name])
+            elif kind == "KEYWORD_ONLY":
+                named[name] = arguments[name]
+            else:
+                positional.append(arguments[name])
+        return function(*positional, **named)
+
+    def build(self) -> Any:
+        """Call the constructor with the recorded arguments."""
+        return self._call(cast("Any", self.factory).constructor, self._arguments)
+
+    @property
+    def built(self) -> Any:
+        """What the constructor returns for the recorded arguments, built on first use."""
+        kept = self.__dict__.get("_built")
+        if kept is None:
+            kept = self.build()
+            # Tracing must not store closures on an object that may outlive it.
+            if not torch.compiler.is_compiling():
+                self.__dict__["_built"] = kept
+        return kept
+
+    def prepare(self) -> None:
+        """Build now, as a factory does, so that bad arguments fail at the call and tracing finds everything ready."""
+        _ = self.built
+
+    def replace(self, **changes: Any) -> Self:
+        """Make the value anew with some arguments changed.
+
+        Raises:
+            TypeError: an argument that the factory does not have; the message lists those it has.
+        """
+        unknown = changes.keys() - self._arguments.keys()
+        if unknown:
+            raise TypeError(
+                f"{self.factory.__name__} has no argument {', '.join(sorted(unknown))}; it has {', '.join(self._arguments)}"
+            )
+        return self._call(self.factory, {**self._arguments, **changes})
+
+    def __repr__(self) -> str:
+        """Print as the code that builds the value; arguments that equal their default are left out."""
+        written: list[str] = []
+        named = False
+        for name, parameter in cast("Any", self.factory).parameters.items():
+            value = self._arguments[name]
+            if parameter.kind is parameter.VAR_POSITIONAL:
+                written.extend(_literal(item) for item in value)
+            elif parameter.kind is parameter.VAR_KEYWORD:
+                written.extend(f"{key}={_literal(item)}" for key, item in value.items())
+            elif not _same(value, parameter.default):
+                # Numbers by name; the transforms and labels that a combinator is given, by place.
+                required = parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+                by_place = required and not isinstance(value, int | float | Tensor) and not named
+                named = named or not by_place
+                written.append(_literal(value) if by_place else f"{name}={_literal(value)}")
+        return f"{self.factory.__name__}({', '.join(written)})"
+
+    def __eq__(self, other: object) -> bool:
+        """Two values are equal when the same factory was called with equal arguments."""
+        if not isinstance(other, Recorded):
+            return NotImplemented
+        return self._context == other._context and _same(self._parts, other._parts)
+
+    def __hash__(self) -> int:
+        """Hash by factory and structure; equal values hash alike."""
+        return hash((self.factory.__module__, self.factory.__qualname__, len(self._parts)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as factory, skeleton and parts; closures, which do not pickle, are built again on first use."""
+        return _rebuild, (type(self), self.factory, self._context.skeleton, self._parts)
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the factories and fixed arguments, the same in every process; numeric arguments do not count.
+
+        Two values with one fingerprint have states of one meaning, so a run may resume with another learning rate.
+        """
+        return hashlib.sha256(_structure(self).encode()).hexdigest()[:16]
+
+
+def make_factory(kind: type[Recorded], constructor: Callable[..., Any], **described: Any) -> Callable[..., Any]:
+    """Turn a function into a factory of recorded values, with the function's name, signature and docstring.
+
+    The attributes of a factory: ``constructor`` (the function), ``parameters`` and ``kinds`` (its signature, read once, in a
+    form that can be traced), and whatever else is described.
+    """
+
+    @functools.wraps(constructor)
+    def factory(*args: Any, **kwargs: Any) -> Any:
+        made = kind.record(factory, *args, **kwargs)
+        made.prepare()
+        return made
+
+    parameters = dict(inspect.signature(constructor).parameters)
+    kinds = tuple((name, parameter.kind.name) for name, parameter in parameters.items())
+    for name, value in {"constructor": constructor, "parameters": parameters, "kinds": kinds, **described}.items():
+        setattr(factory, name, value)
+    return factory
+
+
+def parts_of(value: Recorded) -> Iterator[tuple[str, Any]]:
+    """Iterate over the numeric arguments of a recorded value, those of nested values included, as (dotted name, number).
+
+    A factory may name its own parts by an attribute ``name_parts``, a function of the value (a chain does).
+
+    >>> import muonfx as mfx
+    >>> [name for name, _ in parts_of(mfx.chain(mfx.momentum(0.9), mfx.scale(2.0)))]
+    ['momentum.decay', 'scale.factor']
+    """
+    for name, part in zip(_part_names(value), value._parts, strict=True):
+        if isinstance(part, Recorded):
+            yield from ((f"{name}.{inner}", number) for inner, number in parts_of(part))
+        else:
+            yield name, part
+
+
+def _part_names(value: Recorded) -> tuple[str, ...]:
+    chosen = getattr(value.factory, "name_parts", None)
+    if chosen is not None:
+        return tuple(chosen(value))
+    skeleton = value._context.skeleton
+    return tuple(
+        name
+        for argument, item in skeleton.items()
+        for name in _names_of_parts(item, "" if type(item) is dict else argument)
+    )
+
+
+def _flatten(value: Recorded) -> tuple[tuple[Any, ...], _Context, tuple[str, ...]]:
+    return value._parts, value._context, _part_names(value)
+
+
+def _unflatten(context: _Context, parts: Any) -> Recorded:
+    return Recorded._from(context, parts)
+
+
+def _flatten_for_torch(value: Recorded) -> tuple[list[Any], _Context]:
+    return list(value._parts), value._context
+
+
+def _unflatten_for_torch(parts: Any, context: _Context) -> Recorded:
+    return Recorded._from(context, parts)
+
+
+def _rebuild(kind: type, factory: Callable[..., Any], skeleton: dict[str, Any], parts: tuple[Any, ...]) -> Recorded:
+    return Recorded._from(_Context(kind, factory, skeleton), parts)
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Equality that sees into containers and compares tensors by value and dtype."""
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return (
+            isinstance(a, Tensor)
+            and isinstance(b, Tensor)
+            and a.dtype == b.dtype
+            and a.shape == b.shape
+            and bool(torch.equal(a, b))
+        )
+    if type(a) in (tuple, list) and type(a) is type(b):
+        return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
+    return bool(type(a) is type(b) and a == b)
+
+
+def _literal(value: Any) -> str:
+    """Python code for an argument."""
+    if isinstance(value, Tensor):
+        try:
+            return f"torch.tensor({value.tolist()!r}, dtype={value.dtype})"
+        except RuntimeError:  # a tensor inside a torch.func transform has no values to print
+            return repr(value)
+    if isinstance(value, float) and value - value != 0.0:
+        return f"float({str(value)!r})"
+    if type(value) is tuple:
+        return f"({', '.join(map(_literal, value))}{',' if len(value) == 1 else ''})"
+    if type(value) is list:
+        return f"[{', '.join(map(_literal, value))}]"
+    if type(value) is dict:
+        return f"{{{', '.join(f'{key!r}: {_literal(item)}' for key, item in value.items())}}}"
+    if inspect.isfunction(value) or inspect.isclass(value):
+        return value.__qualname__
+    return repr(value)
+
+
+def _structure(value: Any) -> str:
+    """A text of everything in a value but its numeric parts."""
+    if isinstance(value, Recorded):
+        nested = ",".join(_structure(part) for part in value._parts if isinstance(part, Recorded))
+        fixed = ",".join(f"{name}={_structure(item)}" for name, item in value._context.skeleton.items())
+        return f"{value.factory.__module__}.{value.factory.__qualname__}({fixed})[{nested}]"
+    if type(value) in (tuple, list):
+        return f"({','.join(map(_structure, value))})"
+    if type(value) is dict:
+        return f"{{{','.join(f'{key!r}:{_structure(item)}' for key, item in value.items())}}}"
+    if inspect.isfunction(value) or inspect.isclass(value):
+        return f"{value.__module__}.{value.__qualname__}"
+    return repr(value)

@@ -1,0 +1,45 @@
+"""Routing: which parameter goes where, by shape, name and module type, and a report that says why.
+
+- A `Predicate` is a question about one parameter, as a value: ``ndim(2) & ~path("*head*")``.
+- `labels` applies your own ordered rules, `default_labels` the customary ones after yours; both give `Labels`, a
+  frozen mapping from parameter name to label that ``partition`` takes, with the rule behind each.
+- `describe` prints them.
+
+>>> from torch import nn
+>>> model = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+>>> describe(default_labels(model, [(path("2.*"), "sgd")]), model)
+parameter  shape   label  rule
+0.weight   16 x 8  adamw  embedding (module type Embedding)
+1.weight   8 x 8   muon   hidden matrix (2-D)
+2.weight   8 x 8   sgd    user rule 1: path('2.*')
+<BLANKLINE>
+label  tensors  elements   share
+adamw        1       128   50.0%
+muon         1        64   25.0%
+sgd          1        64   25.0%
+total        3       256  100.0%
+"""
+
+from muonfx.select.defaults import default_labels
+from muonfx.select.params import ParamInfo
+from muonfx.select.predicates import Predicate, frozen, module_type, ndim, numel, path, shape, tied, where
+from muonfx.select.report import describe, format_labels
+from muonfx.select.rules import Labels, labels
+
+__all__ = [
+    "Labels",
+    "ParamInfo",
+    "Predicate",
+    "default_labels",
+    "describe",
+    "format_labels",
+    "frozen",
+    "labels",
+    "module_type",
+    "ndim",
+    "numel",
+    "path",
+    "shape",
+    "tied",
+    "where",
+]

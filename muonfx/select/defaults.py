@@ -1,0 +1,275 @@
+"""The default routing: hidden matrices to Muon, everything else to AdamW, and for each parameter the reason.
+
+Types decide first, where a model is given: an embedding is one whatever it is called. Names decide between what types
+cannot tell apart, since a hidden layer, an output head and a router are all ``nn.Linear``. Shapes decide the rest. A
+name is read by its components and their words, never by substrings: ``gate`` is a router and ``gate_proj`` is not,
+``embed_tokens`` is an embedding and ``embedder_proj`` is not. In doubt a parameter goes to AdamW, which is never wrong,
+only sometimes slower.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence, Set
+from math import prod
+
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
+
+from muonfx.select.params import ParamInfo, Params, plain_name, read_names
+from muonfx.select.rules import Label, Labels, Rule, apply_rules, make_labels
+
+__all__ = ["default_labels"]
+
+_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
+# Class names of layers written elsewhere: VocabParallelEmbedding, Embedding4bit; LlamaRMSNorm, LayerNorm2d,
+# RMSNormGated, but not LayerNormLinear, whose matrix is a hidden one.
+_EMBEDDING_CLASS = re.compile(r"Embedding(s|Bag|\d+bit|NF4|FP4)?$")
+_NORM_CLASS = re.compile(r"Norm(\dd|Act|Gated|[Ff][Pp]\d+)*$")
+
+_EMBEDDING_WORDS = frozenset(
+    {"embed", "embeds", "embedding", "embeddings", "embedder", "emb", "embs", "embd", "wte", "wpe"}
+)
+# What may follow: embed_tokens, embed_positions, embed_in, ...
+_EMBEDDED = frozenset({"token", "tokens", "tok", "position", "positions", "pos", "in", "out"})
+_HEAD_WORDS = frozenset({"head", "classifier", "unembed", "unembedding", "unembedder"})
+_HEADS = frozenset({"score", "cls_score", "output_layer", "vocab_projector", "vocab_proj", "logits", "qa_outputs"})
+# Too common to mean a head anywhere, but as a layer of the model itself they do: torchtitan, ResNet, Whisper.
+_TOP_HEADS = frozenset({"output", "fc", "out", "proj_out"})
+_ROUTERS = frozenset({"gate", "gating", "gating_network", "gate_network", "shared_expert_gate"})
+_ELEMENTWISE = frozenset({"a_log", "time_decay", "time_first", "time_faaaa"})  # rates of state-space and RWKV layers
+# Rows that stand in for tokens: cls_token, register_tokens, a Perceiver's latents.
+_TABLES = frozenset({"token", "tokens", "latents", "queries"})
+_NORM_WORDS = frozenset({"norm", "norms", "layernorm", "rmsnorm", "batchnorm", "groupnorm", "ln", "bn", "gn"})
+
+_PLAIN_LEAVES = frozenset({"weight", "kernel", "w", "weight_v", "weight_orig"})
+_TOPS = frozenset({"module", "model", "base_model", "net", "network"})
+_IMAGE_CHANNELS = 3
+_KERNEL_SIDE = 32
+
+
+def default_labels(
+    model_or_params: Params, rules: Sequence[Rule] = (), *, muon: Label = "muon", other: Label = "adamw"
+) -> Labels:
+    """Label hidden matrices ``muon``, everything else ``other``, and frozen or absent parameters None.
+
+    The first of these that fits a parameter decides:
+
+    1. your own rules, in their order;
+    2. frozen (``requires_grad=False``): left out;
+    3. a module that owns it, under any of its names, is an embedding: ``other``, and so is a head that is tied to one;
+    4. such a module is a norm: ``other``;
+    5. a low-rank adapter by name (``lora_A``, ...): ``other``, for the product of the factors is the matrix, not the
+      factor;
+    6. fewer than two dimensions, or a bias by name: ``other``;
+    7. by name an embedding, token or position table, an output head, a MoE router, or a norm: ``other``;
+    8. a shape without a matrix to orthogonalize: a side of 1 once flattened to (first dim, rest), a depthwise
+       convolution (one vector a channel), a convolution from or to an image's (at most 3) channels: ``other``;
+    9. what is left is a hidden matrix, a stack of them, a packed one, or a convolution: ``muon``.
+
+    Given a model, types and names decide; given named tensors alone, as when ``partition`` calls this function, names
+    and shapes. A component ``gate`` is a router, unless it lies inside an expert or beside an ``up`` or ``down``
+    matrix with as many dims, where it is the gate of a gated MLP.
+
+    Args:
+        model_or_params: an ``nn.Module``; a mapping or iterable of names and tensors; or any pytree of tensors.
+        rules: your own (predicate, label) pairs; they win over everything below.
+        muon: the label of hidden matrices.
+        other: the label of the rest.
+
+    Raises:
+        TypeError: a rule is no (Predicate, label) pair, or a parameter no tensor.
+        ValueError: a name occurs twice, or a parameter has no shape yet.
+
+    Warns:
+        UserWarning: one of ``rules`` matches no parameter.
+
+    Follows Keller Jordan's Muon (hidden layers; not the embedding, the head, the first convolution, gains and biases)
+    and Moonlight, arXiv 2502.16982. To train routers with Muon is one rule: ``(path("*.gate.weight"), "muon")``.
+
+    >>> from torch import nn
+    >>> model = nn.Sequential(nn.Embedding(16, 8), nn.LayerNorm(8), nn.Linear(8, 32))
+    >>> default_labels(model)["2.weight"], default_labels(model).reason("0.weight")
+    ('muon', 'embedding (module type Embedding)')
+    >>> from muonfx.select import path
+    >>> default_labels(model, [(path("2.*"), None)])["2.weight"] is None
+    True
+    """
+    infos, absent = read_names(model_or_params)
+    decided = apply_rules(infos, rules, "user rule", stacklevel=3)
+    gated = _gated_mlps(infos)
+    for info in infos:
+        if info.name in decided:
+            continue
+        if not info.requires_grad:
+            decided[info.name] = (None, "frozen")
+        elif reason := _not_hidden(info, gated):
+            decided[info.name] = (other, reason)
+        else:
+            decided[info.name] = (muon, f"hidden matrix ({info.ndim}-D)")
+    return make_labels(infos, decided, absent)
+
+
+def _not_hidden(info: ParamInfo, gated: frozenset[tuple[str, int]]) -> str | None:
+    """Why the parameter is no hidden matrix, or None."""
+    return _by_type(info) or _by_adapter(info) or _by_rank(info) or _by_name(info, gated) or _by_shape(info)
+
+
+def _by_type(info: ParamInfo) -> str | None:
+    for module in info.modules:
+        if _is_embedding(module):
+            tied = f", tied with {info.tied[0]!r}" if info.tied else ""
+            return f"embedding (module type {module.__name__}{tied})"
+    for module in info.modules:
+        if _is_norm(module):
+            return f"norm (module type {module.__name__})"
+    return None
+
+
+def _is_embedding(module: type) -> bool:
+    return issubclass(module, nn.Embedding | nn.EmbeddingBag) or _class_name_fits(module, _EMBEDDING_CLASS)
+
+
+def _is_norm(module: type) -> bool:
+    if issubclass(module, nn.Linear | _ConvNd):
+        return False
+    return issubclass(module, _NORMS) or _class_name_fits(module, _NORM_CLASS)
+
+
+def _is_conv(module: type) -> bool:
+    return issubclass(module, _ConvNd) or _class_name_fits(module, re.compile(r"Conv"))
+
+
+def _class_name_fits(module: type, pattern: re.Pattern[str]) -> bool:
+    return any(pattern.search(base.__name__) for base in module.__mro__)
+
+
+def _by_adapter(info: ParamInfo) -> str | None:
+    parts = [part for name in info.names for part in name.split(".")]
+    factor = next((part for part in parts if "lora" in _words(part)), None)
+    return f"low-rank factor (name component {factor!r})" if factor else None
+
+
+def _by_rank(info: ParamInfo) -> str | None:
+    return f"{info.ndim}-D" if info.ndim < 2 else None
+
+
+def _by_name(info: ParamInfo, gated: frozenset[tuple[str, int]]) -> str | None:
+    for name in info.names:  # all names of a tied tensor count
+        parts = _components(name)
+        if _words(parts[-1])[-1:] == ["bias"]:
+            return f"bias (name component {parts[-1]!r})"
+        named = (
+            _embedding_component(parts)
+            or _head_component(parts)
+            or _router_component(parts, info.ndim, gated)
+            # A module whose type is known and is no norm is not one because of its name.
+            or (_norm_component(parts) if info.module is None else None)
+        )
+        if named:
+            return f"name component {named!r}"
+    return None
+
+
+def _embedding_component(parts: list[str]) -> str | None:
+    held, own = _own_component(parts)
+    words = _words(own)
+    if _ends_in(words, _EMBEDDING_WORDS) or words[-2:] in (["embedding", "table"], ["bias", "table"]):
+        return own
+    if words[:1] and words[0] in _EMBEDDING_WORDS and _EMBEDDED.issuperset(words[1:2]):
+        return own
+    if own.lower() in _ELEMENTWISE or own == "relative_attention_bias" or (not held and _ends_in(words, _TABLES)):
+        return own
+    if held and parts[-2:-1] == ["shared"]:  # what T5 and BART call the embedding of encoder and decoder
+        return own
+    # The layer that embeds patches may lie deeper: patch_embed.proj, to_patch_embedding.2.
+    return next((part for part in parts if "patch" in _words(part) and _ends_in(_words(part), _EMBEDDING_WORDS)), None)
+
+
+def _head_component(parts: list[str]) -> str | None:
+    held, own = _own_component(parts)
+    for part in parts:
+        words = _words(part)
+        of_attention = words[-1:] == ["head"] and not {"attn", "attention", "multi"}.isdisjoint(words)
+        if "_".join(words) in _HEADS or (_ends_in(words, _HEAD_WORDS) and not of_attention):
+            return part
+    if held and parts[-2:-1] == ["decoder"]:  # a decoder that is one layer: BERT's, from features to the vocabulary
+        return own
+    path = parts[:-1] if held else parts
+    while len(path) > 1 and path[0] in _TOPS:
+        path = path[1:]
+    return own if len(path) == 1 and path[0] in _TOP_HEADS else None
+
+
+def _router_component(parts: list[str], ndim: int, gated: frozenset[tuple[str, int]]) -> str | None:
+    for at, part in enumerate(parts):
+        words = _words(part)
+        inside_expert = any(_ends_in(_words(above), {"expert", "experts"}) for above in parts[:at])
+        of_mlp = inside_expert or (".".join(parts[:at]), ndim) in gated
+        if _ends_in(words, {"router"}) or ("_".join(words) in _ROUTERS and not of_mlp):
+            return part
+    return None
+
+
+def _norm_component(parts: list[str]) -> str | None:
+    own = _own_component(parts)[1]
+    return own if _ends_in(_words(own), _NORM_WORDS) else None
+
+
+def _gated_mlps(infos: Iterable[ParamInfo]) -> frozenset[tuple[str, int]]:
+    """Where a gate belongs to a gated MLP: the path that holds an up or down matrix, and the number of its dims."""
+    found: set[tuple[str, int]] = set()
+    for info in infos:
+        for name in info.names:
+            parts = _components(name)
+            for at, part in enumerate(parts):
+                if {"up", "down"} & set(_words(part)):
+                    found.add((".".join(parts[:at]), info.ndim))
+    return frozenset(found)
+
+
+def _by_shape(info: ParamInfo) -> str | None:
+    rows, columns = info.shape[0], prod(info.shape[1:])
+    if rows == 1 or columns == 1:
+        return "a side of 1: a vector"
+    if info.ndim > 2 and info.shape[1] == 1:
+        return "depthwise: one vector a channel"
+    kernel = info.shape[2:]
+    if info.module is None:
+        # A stack of stacks has four dims too, but not sides as short as a kernel's.
+        conv = info.ndim >= 4 and max(kernel) <= _KERNEL_SIDE
+    else:
+        conv = info.ndim > 2 and _is_conv(info.module)
+    if conv and min(info.shape[:2]) <= _IMAGE_CHANNELS:
+        return f"convolution from or to {min(info.shape[:2])} channels"
+    return None
+
+
+def _components(name: str) -> list[str]:
+    """The components of a name that say something: not those in which adapters keep the layer that they adapt."""
+    parts = plain_name(name).split(".")
+    if "modules_to_save" in parts[:-1]:
+        at = parts.index("modules_to_save")
+        parts = [*parts[:at], *parts[at + 2 :]]
+    return [part for part in parts if part not in ("base_layer", "original_module")] or [name]
+
+
+def _own_component(parts: list[str]) -> tuple[bool, str]:
+    """Whether a layer holds the parameter as its weight, and the component that names it: the layer's, or its own."""
+    if parts[-1] not in _PLAIN_LEAVES:
+        return False, parts[-1]
+    return True, next((part for part in reversed(parts[:-1]) if not part.isdigit()), parts[-1])
+
+
+def _words(component: str) -> list[str]:
+    """The words of a component, in lower case and without numbers.
+
+    >>> _words("lora_A"), _words("tokEmbedding2"), _words("gate_up_proj")
+    (['lora', 'a'], ['tok', 'embedding'], ['gate', 'up', 'proj'])
+    """
+    return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", component)]
+
+
+def _ends_in(words: Sequence[str], wanted: Set[str]) -> bool:
+    return bool(words) and words[-1] in wanted

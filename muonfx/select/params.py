@@ -1,0 +1,206 @@
+"""What a rule may know of a parameter, and how it is read from a model or from named tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from muonfx import tree
+
+__all__ = ["ParamInfo", "Params", "plain_name", "read_names", "read_params"]
+
+Params: TypeAlias = nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | object
+"""A model, named tensors as a mapping or as pairs, or any pytree of tensors."""
+
+# Components that wrappers put into a name (torch.compile, FSDP1, activation checkpointing): the same parameter without
+# them.
+_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+
+
+@dataclass(frozen=True)
+class ParamInfo:
+    """All that a rule may look at to decide where one parameter goes.
+
+    It holds no tensor and no module, so it can be kept, compared and pickled, and a rule cannot depend on values.
+
+    Attributes:
+        name: the dotted name, as the model or the caller gives it.
+        shape: the global shape, also where the tensor at hand is a shard.
+        dtype: the tensor's dtype.
+        requires_grad: False only for an ``nn.Parameter`` that was frozen. A plain tensor counts as trainable: in
+            functional code no parameter requires grad, and that says nothing.
+        module: the type of the module that owns the parameter; None when no model was given.
+        tied: the other names of the same tensor.
+        tied_modules: the types that own it under those names, in their order; empty when no model was given.
+
+    >>> ParamInfo("blocks.0.attn.weight", (8, 4)).module_path
+    'blocks.0.attn'
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    requires_grad: bool = True
+    module: type | None = None
+    tied: tuple[str, ...] = ()
+    tied_modules: tuple[type, ...] = ()
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name of the tensor: its own first, those it is tied to, and each without its wrappers' components."""
+        own = (self.name, *self.tied)
+        return tuple(dict.fromkeys((*own, *map(plain_name, own))))
+
+    @property
+    def modules(self) -> tuple[type, ...]:
+        """The types of all modules that own the tensor; empty when no model was given."""
+        return () if self.module is None else (self.module, *self.tied_modules)
+
+    @property
+    def module_path(self) -> str:
+        """The dotted path of the owning module, without wrappers; empty for a parameter of the model itself."""
+        return plain_name(self.name).rpartition(".")[0]
+
+
+def plain_name(name: str) -> str:
+    """The name without what wrappers and parametrizations add to it.
+
+    >>> plain_name("_orig_mod.wte.weight"), plain_name("fc.parametrizations.weight.original0")
+    ('wte.weight', 'fc.weight')
+    """
+    parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    if "parametrizations" in parts[:-2]:
+        at = parts.index("parametrizations")
+        parts = [*parts[:at], parts[at + 1]]
+    return ".".join(parts) or name
+
+
+def read_params(params: Params) -> tuple[ParamInfo, ...]:
+    """One ``ParamInfo`` for every parameter, in the order given.
+
+    A tensor that a model reaches under several names is listed once, under the name that ``named_parameters`` reports.
+    Named tensors are listed under every name they are given with. A None in place of a tensor is left out.
+
+    Args:
+        params: an ``nn.Module``; a mapping or an iterable of names and tensors; or any pytree of tensors.
+
+    Raises:
+        TypeError: a value is no tensor, or ``params`` is none of the above.
+        ValueError: a name occurs twice, or a parameter has no shape yet (a lazy module).
+
+    >>> [info.name for info in read_params(nn.Sequential(nn.Linear(2, 3)))]
+    ['0.weight', '0.bias']
+    """
+    return read_names(params)[0]
+
+
+def read_names(params: Params) -> tuple[tuple[ParamInfo, ...], tuple[str, ...]]:
+    """What ``read_params`` gives, and the names at which there is None in place of a tensor.
+
+    >>> read_names({"frozen": None})
+    ((), ('frozen',))
+    """
+    if isinstance(params, nn.Module):
+        return _read_model(params), ()
+    named = list(_named_values(params))
+    absent = tuple(name for name, value in named if value is None)
+    pairs = [(name, _tensor(name, value)) for name, value in named if value is not None]
+    names_of: dict[int, list[str]] = {}
+    seen: set[str] = set()
+    for name, tensor in pairs:
+        if name in seen:
+            raise ValueError(
+                f"parameter {name!r} is given more than once; expected distinct names: rename one, or pass the model"
+            )
+        seen.add(name)
+        names_of.setdefault(id(tensor), []).append(name)
+    infos = tuple(
+        _info(name, tensor, tied=tuple(other for other in names_of[id(tensor)] if other != name))
+        for name, tensor in pairs
+    )
+    return infos, absent
+
+
+def _read_model(model: nn.Module) -> tuple[ParamInfo, ...]:
+    found: dict[int, tuple[nn.Parameter, list[str], list[type]]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        # The tensors of a parametrized weight live in a list below the module that they stand for.
+        above, found_list, _ = f".{path}.".partition(".parametrizations.")
+        owner = model.get_submodule(above.strip(".")) if found_list else module
+        for leaf, tensor in module.named_parameters(recurse=False, remove_duplicate=False):
+            _, names, types = found.setdefault(id(tensor), (tensor, [], []))
+            names.append(f"{path}.{leaf}" if path else leaf)
+            types.append(_written_type(owner))
+    return tuple(
+        _info(names[0], tensor, module=types[0], tied=tuple(names[1:]), tied_modules=tuple(types[1:]))
+        for tensor, names, types in found.values()
+    )
+
+
+def _written_type(module: nn.Module) -> type:
+    """The class that was written, where parametrize or FSDP2 put a generated subclass in its place."""
+    kind: type = parametrize.type_before_parametrizations(module)
+    names = [base.__name__ for base in kind.__bases__]
+    if "FSDPModule" in names and len(names) == 2:
+        return kind.__bases__[1 - names.index("FSDPModule")]
+    return kind
+
+
+def _tensor(name: str, value: object) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(
+            f"parameter {name!r} is a {type(value).__name__}; expected a torch.Tensor: "
+            "pass a model, a dict of name to tensor, (name, tensor) pairs, or a pytree of tensors"
+        )
+    return value
+
+
+def _named_values(params: object) -> Iterable[tuple[str, object]]:
+    if isinstance(params, Mapping):
+        mapping = cast("Mapping[Any, object]", params)
+        if all(isinstance(name, str) and (v is None or isinstance(v, torch.Tensor)) for name, v in mapping.items()):
+            return mapping.items()  # not by way of the tree, which would sort the names
+        params = dict(mapping)
+    elif isinstance(params, Iterator):
+        params = list(cast("Iterator[object]", params))
+        if not _is_pairs(params):
+            raise TypeError(
+                "an iterator must yield (name, tensor) pairs: use model.named_parameters(), not model.parameters()"
+            )
+    if _is_pairs(params):
+        return cast("list[tuple[str, object]]", params)
+    return zip(tree.names(params), tree.leaves(params), strict=True)
+
+
+def _is_pairs(params: object) -> bool:
+    if not isinstance(params, list | tuple):
+        return False
+    items = cast("tuple[object, ...]", params)
+    return all(isinstance(i, tuple) and len(cast("tuple[object]", i)) == 2 and isinstance(i[0], str) for i in items)
+
+
+def _info(name: str, tensor: torch.Tensor, **known: Any) -> ParamInfo:
+    if isinstance(tensor, nn.UninitializedParameter):
+        raise ValueError(
+            f"parameter {name!r} has no shape yet (lazy module): run one forward pass before choosing labels"
+        )
+    # ZeRO-3 leaves an empty stand-in between uses and keeps the shape of the whole parameter beside it.
+    shape = cast("Iterable[int]", getattr(tensor, "ds_shape", tensor.shape))
+    trainable = tensor.requires_grad or not isinstance(tensor, nn.Parameter)
+    return ParamInfo(name, tuple(int(side) for side in shape), tensor.dtype, trainable, **known)

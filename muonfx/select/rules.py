@@ -1,0 +1,180 @@
+"""Labels: which parameter goes where, decided by an ordered list of rules."""
+
+from __future__ import annotations
+
+import enum
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final, TypeAlias, cast
+
+from muonfx.select.params import ParamInfo, Params, read_names
+from muonfx.select.predicates import Predicate
+
+__all__ = ["NO_DEFAULT", "Label", "Labels", "Rule", "apply_rules", "labels", "listing", "make_labels"]
+
+Label: TypeAlias = str | None
+Rule: TypeAlias = tuple[Predicate, Label]
+
+_LISTED = 20  # names in one error message
+
+
+class _Unset(enum.Enum):
+    """The type of ``NO_DEFAULT``: None is a label, so it cannot say that there is none."""
+
+    NO_DEFAULT = enum.auto()
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+NO_DEFAULT: Final = _Unset.NO_DEFAULT
+
+
+class Labels(Mapping[str, Label]):
+    """A frozen mapping from parameter name to label, which remembers the rule behind each.
+
+    The label None leaves a parameter out of every group. Two ``Labels`` are equal when they give the same labels, in
+    any order; the reasons are notes for the reader and take no part in equality, hash or repr. It pickles as two plain
+    dicts.
+
+    Args:
+        labels: name to label.
+        reasons: name to the rule that decided; a name without one shows as "given".
+
+    Raises:
+        TypeError: a name is no string, or a label neither a string nor None.
+        ValueError: a reason is given for a name that has no label.
+
+    >>> labels = Labels({"fc.weight": "muon", "fc.bias": None}, {"fc.bias": "frozen"})
+    >>> labels["fc.weight"], labels.reason("fc.bias")
+    ('muon', 'frozen')
+    >>> eval(repr(labels)) == labels
+    True
+    """
+
+    __slots__ = ("_labels", "_reasons")
+
+    def __init__(self, labels: Mapping[str, Label], reasons: Mapping[str, str] | None = None) -> None:
+        self._labels = dict(labels)
+        self._reasons = dict(reasons or {})
+        for name, label in self._labels.items():
+            if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise TypeError(f"found {name!r} as a parameter name, expected a string")
+            _check_label(label, f"parameter {name!r}")
+        if unknown := [name for name in self._reasons if name not in self._labels]:
+            raise ValueError(f"reasons are given for parameters without a label: {listing(unknown)}")
+
+    def __getitem__(self, name: str) -> Label:
+        return self._labels[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._labels)
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            self._labels == dict(cast("Mapping[str, Label]", other)) if isinstance(other, Mapping) else NotImplemented
+        )
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._labels.items()))
+
+    def __repr__(self) -> str:
+        return f"Labels({self._labels!r})"
+
+    def __reduce__(self) -> tuple[type[Labels], tuple[dict[str, Label], dict[str, str]]]:
+        return Labels, (self._labels, self._reasons)
+
+    def reason(self, name: str) -> str:
+        """The rule that decided the label of a parameter."""
+        if name not in self._labels:
+            raise KeyError(name)
+        return self._reasons.get(name, "given")
+
+
+def labels(model_or_params: Params, rules: Sequence[Rule], default: Label | _Unset = NO_DEFAULT) -> Labels:
+    """Label every parameter by the first rule whose predicate it satisfies.
+
+    A leaf that is None instead of a tensor gets the label None.
+
+    Args:
+        model_or_params: an ``nn.Module``; a mapping or iterable of names and tensors; or any pytree of tensors.
+        rules: (predicate, label) pairs, tried in order. The label None leaves a parameter out.
+        default: the label of parameters that no rule matches; without it every parameter must be matched.
+
+    Raises:
+        TypeError: a rule is no (Predicate, label) pair, or a parameter no tensor.
+        ValueError: a parameter is matched by no rule and there is no default, or a name occurs twice.
+
+    Warns:
+        UserWarning: a rule matches no parameter, which is most often a misspelt path.
+
+    >>> import torch
+    >>> from muonfx.select import ndim, path
+    >>> params = {"fc.weight": torch.zeros(4, 4), "head.weight": torch.zeros(2, 4), "fc.bias": torch.zeros(4)}
+    >>> labels(params, [(path("head.*"), "adamw"), (ndim(2), "muon")], default="adamw")
+    Labels({'fc.weight': 'muon', 'head.weight': 'adamw', 'fc.bias': 'adamw'})
+    """
+    infos, absent = read_names(model_or_params)
+    decided = apply_rules(infos, rules, "rule", stacklevel=3)
+    if default is not NO_DEFAULT:
+        _check_label(default, "default")
+        decided |= {info.name: (default, "default") for info in infos if info.name not in decided}
+    if open_names := [info.name for info in infos if info.name not in decided]:
+        raise ValueError(
+            f"{len(open_names)} of {len(infos)} parameters match no rule: {listing(open_names)}; "
+            "add a rule for them, or give a default (None leaves them out)"
+        )
+    return make_labels(infos, decided, absent)
+
+
+def apply_rules(
+    infos: Sequence[ParamInfo], rules: Sequence[Rule], kind: str, *, stacklevel: int
+) -> dict[str, tuple[Label, str]]:
+    """Label and reason of every parameter that some rule matches; ``kind`` is what the reasons call a rule."""
+    for number, rule in enumerate(rules, 1):
+        _check_rule(rule, number)
+    decided: dict[str, tuple[Label, str]] = {}
+    for number, (predicate, label) in enumerate(rules, 1):
+        matching = [info.name for info in infos if predicate(info)]
+        if infos and not matching:
+            warnings.warn(
+                f"{kind} {number}: {predicate!r} -> {label!r} matches none of the {len(infos)} parameters "
+                f"({infos[0].name!r}, ...); correct or remove it",
+                UserWarning,
+                stacklevel=stacklevel,
+            )
+        for name in matching:
+            decided.setdefault(name, (label, f"{kind} {number}: {predicate!r}"))
+    return decided
+
+
+def make_labels(infos: Sequence[ParamInfo], decided: Mapping[str, tuple[Label, str]], absent: Sequence[str]) -> Labels:
+    """``Labels`` in the order of the parameters, and None for the leaves of a tree that hold no tensor."""
+    known = {info.name: decided[info.name] for info in infos} | dict.fromkeys(absent, (None, "absent"))
+    return Labels(
+        {name: label for name, (label, _) in known.items()}, {name: reason for name, (_, reason) in known.items()}
+    )
+
+
+def _check_rule(rule: object, number: int) -> None:
+    pair = cast("tuple[object, ...]", rule) if isinstance(rule, tuple | list) else ()
+    if len(pair) != 2 or not isinstance(pair[0], Predicate):
+        raise TypeError(
+            f"rule {number} is {rule!r}; expected a (Predicate, label) pair such as (path('*.gate.*'), 'adamw'); "
+            "wrap a function of your own as where(fn)"
+        )
+    _check_label(pair[1], f"rule {number}")
+
+
+def _check_label(label: object, where: str) -> None:
+    if not (label is None or isinstance(label, str)):
+        raise TypeError(f"{where}: found the label {label!r}; expected a string, or None to leave parameters out")
+
+
+def listing(names: Sequence[str]) -> str:
+    """The names of an error message: the first of them, and how many more there are."""
+    more = len(names) - _LISTED
+    return ", ".join(map(repr, names[:_LISTED])) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,145 @@
+"""How a leaf is seen as matrices: which dims are rows and columns, and which blocks are matrices of their own.
+
+Shared by every transform that works on matrices, so that they all cut a leaf in the same way. Both settings are one value for
+all leaves, or a mapping from glob over the dotted name to a value (the first match counts; no match means no setting).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from muonfx.core import Locality
+
+__all__ = ["Blocks", "Dims", "MatrixView", "matrix_locality", "view_as_matrices"]
+
+Dims = tuple[tuple[int, ...], tuple[int, ...]]
+"""Dims that form the rows and dims that form the columns; dims in neither are a batch."""
+
+Blocks = int | tuple[int, ...]
+"""How many equal blocks, or their sizes, along the block axis."""
+
+
+def matrix_locality(dims: Any) -> Locality:
+    """MATRIX when matrices are the last two dims of a leaf and the rest a batch; else LEAF, which for a 2-D leaf is the same."""
+    return Locality.MATRIX if dims == ((-2,), (-1,)) else Locality.LEAF
+
+
+class MatrixView(NamedTuple):
+    """The settings, validated; `split` takes a leaf apart and `join` puts it together again."""
+
+    dims: Any = None
+    blocks: Any = None
+    block_axis: int = -2
+
+    def of(self, names: list[str]) -> list[MatrixView]:
+        """Resolve the settings for each named leaf."""
+        if not isinstance(self.dims, Mapping) and not isinstance(self.blocks, Mapping):
+            return [self] * len(names)
+        return [self._replace(dims=_pick(self.dims, name), blocks=_pick(self.blocks, name)) for name in names]
+
+    @property
+    def needs_names(self) -> bool:
+        """Whether a setting depends on a leaf's name."""
+        return isinstance(self.dims, Mapping) or isinstance(self.blocks, Mapping)
+
+    def split(self, leaf: Tensor, name: str) -> list[Tensor]:
+        """View a leaf as matrices of shape (..., rows, columns): one tensor, or one for each of unequal blocks."""
+        matrix = self._to_matrix(leaf, name)
+        if self.blocks is None:
+            return [matrix]
+        size = matrix.shape[self.block_axis]
+        if isinstance(self.blocks, int):
+            if size % self.blocks:
+                raise ValueError(f"{name!r}: {size} {self._axis_name} cannot be cut into {self.blocks} equal blocks")
+            return [_stack_blocks(matrix, self.blocks, self.block_axis)]
+        if sum(self.blocks) != size:
+            raise ValueError(f"{name!r}: blocks {self.blocks} add up to {sum(self.blocks)}, the leaf has {size} {self._axis_name}")
+        return list(matrix.split(list(self.blocks), dim=self.block_axis))
+
+    def join(self, matrices: list[Tensor], leaf: Tensor) -> Tensor:
+        """Undo `split`, for a leaf of the given shape."""
+        if self.blocks is None:
+            matrix = matrices[0]
+        elif isinstance(self.blocks, int):
+            matrix = _unstack_blocks(matrices[0], self.block_axis)
+        else:
+            import torch
+
+            matrix = torch.cat(matrices, dim=self.block_axis)
+        if self.dims is None:
+            return matrix.reshape(leaf.shape)
+        batch, rows, columns = self._dims_of(leaf, "")
+        order = [*batch, *rows, *columns]
+        permuted = matrix.reshape([leaf.shape[dim] for dim in order])
+        return permuted.permute([order.index(dim) for dim in range(leaf.ndim)])
+
+    @property
+    def _axis_name(self) -> str:
+        return "rows" if self.block_axis == -2 else "columns"
+
+    def _to_matrix(self, leaf: Tensor, name: str) -> Tensor:
+        if self.dims is None:
+            if leaf.ndim < 2:
+                raise ValueError(
+                    f"{name!r} has shape {tuple(leaf.shape)}; a matrix is needed. Route vectors elsewhere with "
+                    "muonfx.partition and muonfx.default_labels"
+                )
+            return leaf if leaf.ndim == 2 else leaf.reshape(leaf.shape[0], math.prod(leaf.shape[1:]))
+        batch, rows, columns = self._dims_of(leaf, name)
+        shape = [leaf.shape[dim] for dim in batch]
+        shape += [math.prod(leaf.shape[dim] for dim in side) for side in (rows, columns)]
+        return leaf.permute([*batch, *rows, *columns]).reshape(shape)
+
+    def _dims_of(self, leaf: Tensor, name: str) -> tuple[list[int], list[int], list[int]]:
+        sides = [[dim % leaf.ndim if -leaf.ndim <= dim < leaf.ndim else -1 for dim in side] for side in self.dims]
+        taken = [dim for side in sides for dim in side]
+        if -1 in taken or len(set(taken)) < len(taken):
+            raise ValueError(f"{name!r} has shape {tuple(leaf.shape)}; dims {self.dims} repeat a dim or name one that it has not")
+        return [dim for dim in range(leaf.ndim) if dim not in taken], sides[0], sides[1]
+
+
+def _pick(setting: Any, name: str) -> Any:
+    if not isinstance(setting, Mapping):
+        return setting
+    return next((value for pattern, value in setting.items() if fnmatchcase(name, pattern)), None)
+
+
+def _stack_blocks(matrix: Tensor, count: int, axis: int) -> Tensor:
+    *batch, rows, columns = matrix.shape
+    if axis == -2:
+        return matrix.reshape(*batch, count, rows // count, columns)
+    return matrix.reshape(*batch, rows, count, columns // count).movedim(-2, -3)
+
+
+def _unstack_blocks(stacked: Tensor, axis: int) -> Tensor:
+    *batch, count, rows, columns = stacked.shape
+    if axis == -2:
+        return stacked.reshape(*batch, count * rows, columns)
+    return stacked.movedim(-3, -2).reshape(*batch, rows, count * columns)
+
+
+def view_as_matrices(dims: Any, blocks: Any, block_axis: int) -> MatrixView:
+    """Validate the settings and return the view.
+
+    Raises:
+        ValueError: a setting is malformed; the message says what is expected.
+    """
+    for value in dims.values() if isinstance(dims, Mapping) else (dims,):
+        if value is not None and not (
+            isinstance(value, tuple) and len(value) == 2 and all(isinstance(side, tuple) and side for side in value)
+        ):
+            raise ValueError(f"dims must be None or (row dims, column dims) such as ((0,), (1, 2)), found {value!r}")
+    for value in blocks.values() if isinstance(blocks, Mapping) else (blocks,):
+        sizes = (value,) if isinstance(value, int) else value
+        if value is not None and not (
+            isinstance(sizes, tuple) and sizes and all(type(size) is int and size > 0 for size in sizes)
+        ):
+            raise ValueError(f"blocks must be None, a count, or a tuple of sizes, each at least 1, found {value!r}")
+    if block_axis not in (-2, -1):
+        raise ValueError(f"block_axis must be -2 (rows) or -1 (columns), found {block_axis!r}")
+    return MatrixView(dims, blocks, block_axis)

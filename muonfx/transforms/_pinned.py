@@ -1,0 +1,51 @@
+"""Arithmetic with states of a pinned dtype: compute wide, store as pinned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from muonfx import elementwise as ew
+from muonfx.tree import PyTree, map
+
+__all__ = ["new_count", "power", "store", "widen", "zeros"]
+
+
+def zeros(params: PyTree, dtype: torch.dtype | None) -> PyTree:
+    """Zeros like the parameters, in a pinned dtype; None pins each parameter's own."""
+    return map(lambda p: torch.zeros_like(p, dtype=dtype or p.dtype, requires_grad=False), params)
+
+
+def widen(updates: list[Tensor], stored: list[Tensor]) -> tuple[list[Tensor], list[Tensor], bool]:
+    """Bring updates and a state to the dtype to compute in: the wider of the two, and at least fp32.
+
+    Returns:
+        The updates, the state, and whether every tensor of the updates is a fresh copy.
+    """
+    wide = [_wide(x.dtype, y.dtype) for x, y in zip(updates, stored, strict=True)]
+    new = ew.cast(updates, wide)
+    return new, ew.cast(stored, wide), all(a is not b for a, b in zip(new, updates, strict=True))
+
+
+def _wide(a: torch.dtype, b: torch.dtype) -> torch.dtype:
+    return torch.promote_types(torch.promote_types(a, b), torch.float32)
+
+
+def store(values: list[Tensor], old: Sequence[Tensor], *, reuse: bool) -> list[Tensor]:
+    """Round values to the pinned dtypes of the old state; with ``reuse``, into its storage."""
+    if reuse and not all(value is kept for value, kept in zip(values, old, strict=True)):
+        if not torch._C._are_functorch_transforms_active():
+            return ew.copy(values, into=old)
+    return ew.cast(values, [kept.dtype for kept in old])
+
+
+def new_count(device: torch.device) -> Tensor:
+    """A step count: a 0-d int64 tensor."""
+    return torch.zeros((), dtype=torch.int64, device=device)
+
+
+def power(base: float | Tensor, count: Tensor) -> Tensor:
+    """Raise to a step count, in fp64 where the device has it."""
+    return torch.pow(base, count.to(torch.float32 if count.device.type == "mps" else torch.float64))

@@ -1,0 +1,190 @@
+"""Gradient accumulation: one update for several micro-batches."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from muonfx import checks
+from muonfx import elementwise as ew
+from muonfx import tree
+from muonfx.core import NOTHING, Donation, Transform, transform
+from muonfx.hyperparams import device_of
+from muonfx.transforms._pinned import store, widen, zeros
+from muonfx.tree import Present, PyTree
+
+__all__ = ["AccumulateState", "accumulate"]
+
+
+class AccumulateState(NamedTuple):
+    """State of `accumulate`."""
+
+    count: Tensor
+    """Micro-batches since the last update, int64; in host memory, so that asking whether it is time costs no device sync."""
+    seen: Tensor
+    """For each leaf, the micro-batches since the last update that had a gradient for it, int64, in host memory."""
+    sums: PyTree
+    """The sums of gradients, like the parameters, in the pinned dtype."""
+    inner: PyTree
+    """The inner transform's state."""
+
+
+@transform(locality=lambda inner, every, mean, dtype: inner.locality)
+def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: torch.dtype | None = torch.float32):
+    """Gather the gradients of several micro-batches and run the inner transform only on the last.
+
+    In between, updates are zero. The caller may say where the last micro-batch is, with the extra ``boundary``:
+    ``update(grads, state, params, boundary=True)``; a plain bool makes the choice in Python. Without it a counter in the
+    state decides: in Python while it is a plain host tensor, by ``torch.cond`` under ``torch.compile``, and by selecting
+    between both outcomes under ``torch.func.vmap`` of the state, where the inner transform therefore runs at every call.
+
+    A parameter whose gradient was None in some micro-batches counts those as zero; one whose gradient was None in all
+    gets None.
+
+    Args:
+        inner: the transform to run on the gathered gradient.
+        every: how many micro-batches make one update.
+        mean: divide the sum by the number of micro-batches gathered.
+        dtype: pinned dtype of the sums; None pins each parameter's own.
+
+    Raises:
+        ValueError: ``every`` is not an int of 1 or more.
+
+    Example:
+        >>> import muonfx as mfx
+        >>> tx = mfx.accumulate(mfx.scale(-1.0), every=2)
+        >>> state = tx.init({"w": torch.zeros(1)})
+        >>> first, state = tx.update({"w": torch.tensor([1.0])}, state)
+        >>> second, state = tx.update({"w": torch.tensor([3.0])}, state)
+        >>> first["w"], second["w"]
+        (tensor([0.]), tensor([-2.]))
+    """
+    checks.positive_int("every", every)
+    checks.floating_dtype("dtype", dtype)
+    if not isinstance(inner, Transform):
+        raise TypeError(f"accumulate: inner must be a Transform, found {inner!r}")
+
+    def init(params: PyTree) -> AccumulateState:
+        host = torch.device("meta") if device_of(params).type == "meta" else torch.device("cpu")
+        number = len(tree.leaves(params))
+        return AccumulateState(
+            torch.zeros((), dtype=torch.int64, device=host),
+            torch.zeros(number, dtype=torch.int64, device=host),
+            zeros(params, dtype),
+            inner._functions[0](params),
+        )
+
+    def update(
+        updates: PyTree,
+        state: AccumulateState,
+        params: PyTree = None,
+        *,
+        boundary: bool | Tensor | None = None,
+        donate: Donation = NOTHING,
+        **extras: Any,
+    ):
+        at = Present(updates)
+        grads, old = at.pick(updates), at.pick(state.sums)
+        wide, sums, _ = widen(grads, old)
+        sums = store(ew.add(sums, wide, reuse=donate.state), old, reuse=donate.state)
+        present = torch.tensor([leaf is not None for leaf in tree.leaves(updates)], device=state.seen.device)
+        gathered = AccumulateState(
+            state.count + 1, state.seen + present, at.fill(sums, state.sums), state.inner
+        )
+        due = gathered.count >= every if boundary is None else boundary
+        tracing = torch.compiler.is_compiling() or _is_traced(due)
+        # Which leaves get an update must be known in Python; a traced call takes those that have a gradient now.
+        places = tree.leaves(updates) if tracing else _ever_seen(updates, gathered)
+        act = _Act(inner, updates, places, mean, params, extras)
+        if not tracing:
+            return act.step(gathered, donate) if bool(due) else act.wait(gathered)
+        if torch.compiler.is_compiling() and isinstance(due, Tensor):
+            return act.cond(due, gathered)
+        return act.select(due, gathered) if isinstance(due, Tensor) else (
+            act.step(gathered, NOTHING) if due else act.wait(gathered)
+        )
+
+    return init, update
+
+
+def _is_traced(due: bool | Tensor) -> bool:
+    return isinstance(due, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(due)
+
+
+def _ever_seen(updates: PyTree, gathered: AccumulateState) -> list[Any]:
+    leaves = tree.leaves(updates)
+    if all(leaf is not None for leaf in leaves):
+        return leaves
+    seen = gathered.seen.tolist()  # host memory
+    sums = tree.leaves(gathered.sums)
+    return [s if leaf is None and n and s is not None else leaf for leaf, n, s in zip(leaves, seen, sums, strict=True)]
+
+
+class _Act(NamedTuple):
+    """The two things that one call can do, and the ways to choose between them."""
+
+    inner: Transform
+    updates: PyTree
+    places: list[Any]
+    mean: bool
+    params: PyTree
+    extras: dict[str, Any]
+
+    def _dtypes(self) -> list[torch.dtype | None]:
+        params = tree.leaves(self.updates if self.params is None else self.params)
+        return [
+            None if place is None else (own.dtype if own is not None else (place if param is None else param).dtype)
+            for place, own, param in zip(self.places, tree.leaves(self.updates), params, strict=True)
+        ]
+
+    def step(self, gathered: AccumulateState, donate: Donation) -> tuple[PyTree, AccumulateState]:
+        """Run the inner transform on what was gathered and start anew."""
+        treedef = tree.flatten(self.updates)[1]
+        number = gathered.count.to(torch.float64)
+        combined = [
+            None if dtype is None else ((total / number.to(total.device, total.dtype)) if self.mean else total).to(dtype)
+            for dtype, total in zip(self._dtypes(), tree.leaves(gathered.sums), strict=True)
+        ]
+        out, inner_state = self.inner.run(
+            tree.unflatten(treedef, combined),
+            gathered.inner,
+            self.params,
+            donate=Donation(self.mean and donate.state, donate.state),
+            **self.extras,
+        )
+        places = iter(self.places)
+        cleared = tree.unflatten(
+            tree.flatten(gathered.sums)[1],
+            [total if next(places) is None else torch.zeros_like(total) for total in tree.leaves(gathered.sums)],
+        )
+        return out, AccumulateState(
+            torch.zeros_like(gathered.count), torch.zeros_like(gathered.seen), cleared, inner_state
+        )
+
+    def wait(self, gathered: AccumulateState) -> tuple[PyTree, AccumulateState]:
+        """Update nothing and keep what was gathered."""
+        return tree.map(torch.zeros_like, self.updates), gathered
+
+    def select(self, due: Tensor, gathered: AccumulateState) -> tuple[PyTree, AccumulateState]:
+        """Do both and select, for a batch of states."""
+        taken, waited = self.step(gathered, NOTHING), self.wait(gathered)
+        return tree.map(lambda a, b: torch.where(due.to(a.device), a, b), taken, waited)
+
+    def cond(self, due: Tensor, gathered: AccumulateState) -> tuple[PyTree, AccumulateState]:
+        """Let a compiled graph choose."""
+        leaves, treedef = tree.flatten(gathered)
+        shape = tree.flatten(self.wait(gathered))[1]
+
+        def run(function: Any) -> Any:
+            def branch(*leaves: Any) -> tuple[Tensor, ...]:
+                outcome = function(tree.unflatten(treedef, leaves))
+                return tuple(leaf.clone() for leaf in tree.leaves(outcome) if leaf is not None)
+
+            return branch
+
+        present = torch.cond(due, run(lambda g: self.step(g, NOTHING)), run(self.wait), tuple(leaves))
+        found = iter(present)
+        template = tree.leaves((self.updates, gathered))
+        return tree.unflatten(shape, [None if leaf is None else next(found) for leaf in template])

@@ -1,0 +1,101 @@
+"""Adam's scaling of updates by running first and second moments."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from muonfx import checks
+from muonfx import elementwise as ew
+from muonfx.core import NOTHING, Donation, Locality, transform
+from muonfx.hyperparams import device_of
+from muonfx.transforms._pinned import new_count, power, store, widen, zeros
+from muonfx.tree import Present, PyTree
+
+__all__ = ["AdamState", "scale_by_adam"]
+
+
+class AdamState(NamedTuple):
+    """State of `scale_by_adam`."""
+
+    count: Tensor
+    """Updates so far, int64."""
+    mu: PyTree
+    """First moments, like the parameters, in the pinned dtype."""
+    nu: PyTree
+    """Second moments, like the parameters, in the pinned dtype."""
+
+
+@transform(locality=Locality.ELEMENT)
+def scale_by_adam(
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    *,
+    eps_root: float = 0.0,
+    mu_dtype: torch.dtype | None = torch.float32,
+    nu_dtype: torch.dtype | None = torch.float32,
+):
+    r"""Divide the averaged gradient by the root of the averaged squared gradient.
+
+    $m_t = \beta_1 m_{t-1} + (1 - \beta_1) g_t$, $v_t = \beta_2 v_{t-1} + (1 - \beta_2) g_t^2$, and the update is
+    $\hat m_t / (\sqrt{\hat v_t + \epsilon_{root}} + \epsilon)$ with $\hat m_t = m_t / (1 - \beta_1^t)$,
+    $\hat v_t = v_t / (1 - \beta_2^t)$.
+
+    Args:
+        b1: decay of the first moment, in [0, 1).
+        b2: decay of the second moment, in [0, 1).
+        eps: added outside the root, not negative.
+        eps_root: added inside the root, not negative; give a small one to differentiate through updates whose gradients
+            can be exactly zero, where the root has no derivative.
+        mu_dtype: pinned dtype of the first moment; None pins each parameter's own.
+        nu_dtype: pinned dtype of the second moment; None pins each parameter's own.
+
+    Raises:
+        ValueError: an argument is out of range.
+        TypeError: a dtype is not floating point.
+
+    Follows Kingma and Ba (arXiv 1412.6980); equal to ``torch.optim.AdamW`` without its weight decay.
+
+    Example:
+        >>> import muonfx as mfx
+        >>> tx = mfx.scale_by_adam()
+        >>> updates, state = tx.update({"w": torch.tensor([3.0, -0.01])}, tx.init({"w": torch.zeros(2)}))
+        >>> updates["w"]
+        tensor([ 1.0000, -1.0000])
+    """
+    checks.in_unit_interval("b1", b1)
+    checks.in_unit_interval("b2", b2)
+    checks.at_least("eps", eps, 0.0)
+    checks.at_least("eps_root", eps_root, 0.0)
+    checks.floating_dtype("mu_dtype", mu_dtype)
+    checks.floating_dtype("nu_dtype", nu_dtype)
+
+    def init(params: PyTree) -> AdamState:
+        return AdamState(new_count(device_of(params)), zeros(params, mu_dtype), zeros(params, nu_dtype))
+
+    def update(updates: PyTree, state: AdamState, params: PyTree = None, *, donate: Donation = NOTHING):
+        at = Present(updates)
+        given, old_mu, old_nu = at.pick(updates), at.pick(state.mu), at.pick(state.nu)
+        count = state.count + 1
+        grads, mu, _ = widen(given, old_mu)
+        mu = ew.lerp(mu, grads, 1.0 - b1, reuse=donate.state)
+        squared, nu, _ = widen(given, old_nu)
+        nu = ew.addcmul(ew.mul(nu, b2, reuse=donate.state), squared, squared, 1.0 - b2, reuse=True)
+
+        # m / c1 / (sqrt(v / c2 + eps_root) + eps), with one pass fewer: both sides of the division times sqrt(c2)
+        c1, c2 = 1.0 - power(b1, count), 1.0 - power(b2, count)
+        inside = nu if isinstance(eps_root, float) and eps_root == 0.0 else ew.shift(nu, eps_root * c2)
+        denominators = ew.sqrt(inside, plus=eps * c2.sqrt())
+        numerators, denominators, _ = widen(mu, denominators)
+        scaled = ew.mul(ew.div(numerators, denominators), c2.sqrt() / c1, reuse=True)
+        new_state = AdamState(
+            count,
+            at.fill(store(mu, old_mu, reuse=donate.state), state.mu),
+            at.fill(store(nu, old_nu, reuse=donate.state), state.nu),
+        )
+        return at.fill(ew.cast(scaled, [u.dtype for u in given])), new_state
+
+    return init, update

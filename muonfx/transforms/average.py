@@ -1,0 +1,130 @@
+"""Copies of the parameters in the state: a running average, and a master of higher precision."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from muonfx import checks
+from muonfx import elementwise as ew
+from muonfx.core import NOTHING, Donation, Locality, Transform, apply_updates, transform
+from muonfx.transforms._pinned import store
+from muonfx.tree import Present, PyTree, map
+
+__all__ = ["EmaParamsState", "MasterParamsState", "ema_params", "master_params"]
+
+
+class EmaParamsState(NamedTuple):
+    """State of `ema_params`."""
+
+    average: PyTree
+    """The averaged parameters, in the pinned dtype."""
+
+
+@transform(locality=Locality.ELEMENT)
+def ema_params(decay: float = 0.999, *, dtype: torch.dtype | None = torch.float32):
+    """Keep a running average of the parameters as they are after each update; pass the updates on unchanged.
+
+    It belongs at the end of a chain, where the updates are what will be added. The average starts at the parameters.
+
+    Args:
+        decay: weight of the old average, in [0, 1).
+        dtype: pinned dtype of the average; None pins each parameter's own.
+
+    Raises:
+        ValueError: ``decay`` is out of range; at `update`, ``params`` is missing.
+
+    Example:
+        >>> import muonfx as mfx
+        >>> tx = mfx.ema_params(0.9)
+        >>> params = {"w": torch.zeros(1)}
+        >>> tx.update({"w": torch.ones(1)}, tx.init(params), params)[1].average
+        {'w': tensor([0.1000])}
+    """
+    checks.in_unit_interval("decay", decay)
+    checks.floating_dtype("dtype", dtype)
+
+    def init(params: PyTree) -> EmaParamsState:
+        return EmaParamsState(map(lambda p: p.detach().to(dtype or p.dtype, copy=True), params))
+
+    def update(updates: PyTree, state: EmaParamsState, params: PyTree = None, *, donate: Donation = NOTHING):
+        if params is None:
+            raise ValueError("ema_params needs the parameters: call update(updates, state, params)")
+        at = Present(updates)
+        old = at.pick(state.average)
+        after = at.pick(apply_updates(params, updates))
+        wide = [torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32) for a, b in zip(after, old, strict=True)]
+        average = ew.lerp(ew.cast(old, wide), ew.cast(after, wide), 1.0 - decay, reuse=donate.state)
+        return updates, EmaParamsState(at.fill(store(average, old, reuse=donate.state), state.average))
+
+    return init, update
+
+
+class MasterParamsState(NamedTuple):
+    """State of `master_params`."""
+
+    master: PyTree
+    """The parameters in the master dtype: the truth, of which the model holds a rounding."""
+    inner: PyTree
+    """The inner transform's state, over the master."""
+
+
+@transform(locality=lambda inner, dtype: inner.locality)
+def master_params(inner: Transform, dtype: torch.dtype = torch.float32):
+    """Run a chain on a copy of the parameters in higher precision, so that low-precision training loses no small update.
+
+    The inner chain sees gradients and parameters in the master dtype. The updates are the difference between the rounding
+    of the new master and the parameters, in the master dtype, so that ``apply_updates`` lands on that rounding: also where
+    each single update is below half a unit in the last place of a bf16 parameter.
+
+    Args:
+        inner: the whole chain, the learning rate included.
+        dtype: the master's dtype.
+
+    Returns:
+        A transform of the inner one's locality whose updates have the master's dtype, not the gradients'.
+
+    Raises:
+        ValueError: at `update`, ``params`` is missing.
+
+    Example:
+        >>> import muonfx as mfx
+        >>> tx = mfx.master_params(mfx.scale(-1.0))
+        >>> params = {"w": torch.ones(1, dtype=torch.bfloat16)}
+        >>> state = tx.init(params)
+        >>> for _ in range(4):
+        ...     updates, state = tx.update({"w": torch.full((1,), 1e-3, dtype=torch.bfloat16)}, state, params)
+        ...     params = mfx.apply_updates(params, updates)
+        >>> params["w"], round(float(state.master["w"]), 4)
+        (tensor([0.9961], dtype=torch.bfloat16), 0.996)
+    """
+    checks.floating_dtype("dtype", dtype)
+    if not isinstance(inner, Transform):
+        raise TypeError(f"master_params: inner must be a Transform, found {inner!r}")
+
+    def init(params: PyTree) -> MasterParamsState:
+        master = map(lambda p: p.detach().to(dtype, copy=True), params)
+        return MasterParamsState(master, inner._functions[0](master))
+
+    def update(
+        updates: PyTree, state: MasterParamsState, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any
+    ):
+        if params is None:
+            raise ValueError("master_params needs the parameters: call update(updates, state, params)")
+        at = Present(updates)
+        grads = at.pick(updates)
+        wide = ew.cast(grads, dtype)
+        fresh = all(a is not b for a, b in zip(wide, grads, strict=True))
+        out, inner_state = inner.run(
+            at.fill(wide), state.inner, state.master, donate=Donation(donate.updates or fresh, donate.state), **extras
+        )
+        master = apply_updates(state.master, out, donate=donate.state)
+
+        def difference(update: Tensor, master: Tensor, param: Tensor) -> Tensor:
+            return master.to(param.dtype).to(dtype) - param.to(dtype)
+
+        return map(difference, out, master, params), MasterParamsState(master, inner_state)
+
+    return init, update

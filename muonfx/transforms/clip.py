@@ -1,0 +1,147 @@
+"""Clipping: of elements, of leaves, and of the whole tree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from muonfx import checks
+from muonfx import elementwise as ew
+from muonfx.core import NOTHING, Donation, EmptyState, Locality, sum_over_leaves, transform
+from muonfx.tree import Present, PyTree, map
+
+__all__ = ["clip_by_block_rms", "clip_by_global_norm", "clip_by_value", "global_norm"]
+
+SumOverLeaves = Callable[[PyTree], Tensor]
+
+
+def _no_state(params: PyTree) -> EmptyState:
+    return EmptyState()
+
+
+def _positive(name: str, value: float | Tensor) -> None:
+    checks.at_least(name, value, 0.0)
+    if not isinstance(value, Tensor) and value == 0.0:
+        raise ValueError(f"{name} must be above 0, found {value!r}")
+
+
+@transform(locality=Locality.ELEMENT)
+def clip_by_value(limit: float):
+    """Limit every element to [-limit, limit]. NaN stays NaN.
+
+    Args:
+        limit: positive.
+
+    Raises:
+        ValueError: ``limit`` is not positive and finite.
+
+    >>> import muonfx as mfx
+    >>> mfx.clip_by_value(1.0).update({"w": torch.tensor([-3.0, 0.5])}, mfx.EmptyState())[0]
+    {'w': tensor([-1.0000,  0.5000])}
+    """
+    _positive("limit", limit)
+
+    def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
+        at = Present(updates)
+        return at.fill(ew.clamp(at.pick(updates), -limit, limit)), state
+
+    return _no_state, update
+
+
+@transform(locality=Locality.LEAF)
+def clip_by_block_rms(threshold: float):
+    """Scale down each leaf whose root mean square exceeds a threshold.
+
+    Args:
+        threshold: positive.
+
+    Raises:
+        ValueError: ``threshold`` is not positive and finite.
+
+    Follows Adafactor's update clipping (arXiv 1804.04235) and Optax's transform of this name.
+
+    >>> import muonfx as mfx
+    >>> mfx.clip_by_block_rms(1.0).update({"w": torch.full((2,), 3.0)}, mfx.EmptyState())[0]
+    {'w': tensor([1., 1.])}
+    """
+    _positive("threshold", threshold)
+
+    def clip(leaf: Tensor) -> Tensor:
+        if leaf.numel() == 0:
+            return leaf
+        wide = leaf.to(torch.promote_types(leaf.dtype, torch.float32))
+        ratio = _root(wide.square().mean()) / threshold
+        return (wide / ratio.clamp(min=1.0)).to(leaf.dtype)
+
+    def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
+        return map(clip, updates), state
+
+    return _no_state, update
+
+
+@transform(locality=Locality.TREE)
+def clip_by_global_norm(max_norm: float):
+    """Scale all updates down together when the norm of the whole tree exceeds a bound.
+
+    Args:
+        max_norm: positive; the 2-norm over all elements of all leaves, accumulated in fp32 within a leaf and fp64 over
+            leaves. A NaN anywhere makes all updates NaN: put `skip_nonfinite` around the chain.
+
+    Raises:
+        ValueError: ``max_norm`` is not positive and finite.
+
+    >>> import muonfx as mfx
+    >>> mfx.clip_by_global_norm(1.0).update({"w": torch.tensor([3.0, 4.0])}, mfx.EmptyState())[0]
+    {'w': tensor([0.6000, 0.8000])}
+    """
+    _positive("max_norm", max_norm)
+
+    def update(
+        updates: PyTree,
+        state: EmptyState,
+        params: PyTree = None,
+        *,
+        sum_over_leaves: SumOverLeaves,
+        donate: Donation = NOTHING,
+    ):
+        at = Present(updates)
+        leaves = at.pick(updates)
+        if not leaves:
+            return updates, state
+        norm = _root(sum_over_leaves(squared_norms(updates)))
+        # Exactly 1 where nothing is to be done.
+        factor = torch.where(norm > max_norm, max_norm / torch.where(norm > 0, norm, 1.0), torch.ones_like(norm))
+        factor = torch.where(norm.isnan(), norm, factor)
+        return at.fill(ew.cast(ew.mul(leaves, factor, reuse=donate.updates), [leaf.dtype for leaf in leaves])), state
+
+    return _no_state, update
+
+
+def squared_norms(updates: PyTree) -> PyTree:
+    """The squared 2-norm of each leaf, as a tree of 0-d tensors, fp64 where the device has it."""
+    at = Present(updates)
+    return at.fill([_precise(norm).square() for norm in ew.norms(at.pick(updates))])
+
+
+def global_norm(updates: PyTree) -> Tensor:
+    """The 2-norm over all elements of all leaves of a tree.
+
+    Returns:
+        A 0-d tensor, fp64 where the device has it.
+
+    >>> float(global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])}))
+    5.0
+    """
+    return _root(sum_over_leaves(squared_norms(updates)))
+
+
+def _precise(x: Tensor) -> Tensor:
+    return x if x.device.type == "mps" else x.double()
+
+
+def _root(x: Tensor) -> Tensor:
+    """A square root whose derivative at zero is zero, not infinite."""
+    positive = x > 0
+    return torch.where(positive, torch.where(positive, x, 1.0).sqrt(), x)

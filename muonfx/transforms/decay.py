@@ -1,0 +1,105 @@
+"""Weight decay, and caution about the direction of updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from muonfx import checks
+from muonfx import elementwise as ew
+from muonfx import tree
+from muonfx.core import NOTHING, Donation, Locality, Transform, transform
+from muonfx.partition import resolve_mask
+from muonfx.schedules import Schedule
+from muonfx.select.predicates import Predicate
+from muonfx.transforms.scale import scheduled
+from muonfx.tree import Present, PyTree
+
+__all__ = ["add_decayed_weights", "cautious"]
+
+
+@transform(locality=Locality.ELEMENT)
+def add_decayed_weights(
+    weight_decay: float | Schedule | Callable[[Tensor], Tensor] = 0.0,
+    mask: PyTree | Mapping[str, bool] | Predicate | Callable[[PyTree], PyTree] | None = None,
+):
+    """Add the parameters, times a factor, to the updates.
+
+    Before `scale_by_learning_rate` this is the decoupled decay of AdamW: parameters shrink by ``learning_rate * weight_decay``.
+
+    Args:
+        weight_decay: a number of 0 or more, or a schedule.
+        mask: which parameters decay, as in `masked`; None: all.
+
+    Raises:
+        ValueError: the factor is negative or not finite; at `update`, ``params`` is missing.
+
+    Follows Loshchilov and Hutter (arXiv 1711.05101) and Optax's transform of this name.
+
+    Example:
+        >>> import muonfx as mfx
+        >>> tx = mfx.add_decayed_weights(0.1, mask=mfx.select.ndim(min=2))
+        >>> params = {"w": torch.ones(1, 1), "b": torch.ones(1)}
+        >>> tx.update(mfx.tree.map(torch.zeros_like, params), tx.init(params), params)[0]
+        {'w': tensor([[0.1000]]), 'b': tensor([0.])}
+    """
+    if not callable(weight_decay):
+        checks.at_least("weight_decay", weight_decay, 0.0)
+    decays = resolve_mask("add_decayed_weights: mask", mask)
+
+    def decay(updates: PyTree, params: PyTree, factor: Any, donate: Donation) -> PyTree:
+        if params is None:
+            raise ValueError("add_decayed_weights needs the parameters: call update(updates, state, params)")
+        leaves, treedef = tree.flatten(updates)
+        at = Present([leaf if use else None for leaf, use in zip(leaves, decays(params), strict=True)])
+        chosen, weights = at.pick(leaves), at.pick(tree.leaves(params))
+        dtypes = [leaf.dtype for leaf in chosen]
+        added = ew.cast(ew.add(chosen, ew.cast(weights, dtypes), factor, reuse=donate.updates), dtypes)
+        return tree.unflatten(treedef, at.fill(added, leaves))
+
+    return scheduled(weight_decay, decay)
+
+
+@transform(locality=lambda inner, min_share: max(Locality.LEAF, inner.locality))
+def cautious(inner: Transform, min_share: float = 1e-3):
+    """Keep only those elements of a transform's updates that point the way of the gradient, and scale these up.
+
+    The elements whose sign differs from the incoming gradient's are set to zero and the rest of the leaf is divided by the
+    share that is kept. The inner transform must return updates in ascent direction: leave the learning rate outside.
+
+    Args:
+        inner: the transform whose updates are filtered.
+        min_share: the share is taken to be at least this, so that few survivors do not blow up.
+
+    Raises:
+        ValueError: ``min_share`` is not finite or not positive.
+
+    Follows Cautious Optimizers (arXiv 2411.16085).
+
+    Example:
+        >>> import muonfx as mfx
+        >>> tx = mfx.cautious(mfx.identity())
+        >>> tx.update({"w": torch.tensor([1.0, -1.0, 0.0, 2.0])}, tx.init({"w": torch.zeros(4)}))[0]["w"].tolist()
+        [1.3333333730697632, -1.3333333730697632, 0.0, 2.6666667461395264]
+    """
+    checks.at_least("min_share", min_share, 0.0)
+    if not isinstance(min_share, Tensor) and min_share == 0.0:
+        raise ValueError("min_share must be above 0, found 0.0")
+
+    def init(params: PyTree) -> PyTree:
+        return inner._functions[0](params)
+
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
+        # The gradient is needed again after the inner transform: it cannot be donated on.
+        out, state = inner.run(updates, state, params, donate=Donation(False, donate.state), **extras)
+
+        def keep(update: Tensor, gradient: Tensor) -> Tensor:
+            agrees = (update * gradient > 0).to(update.dtype)
+            share = agrees.float().mean() if agrees.numel() else agrees.float().sum()
+            return (update * agrees / share.clamp(min=min_share)).to(update.dtype)
+
+        return tree.map(keep, out, updates), state
+
+    return init, update

@@ -1,0 +1,154 @@
+"""Named scalars about updates, kept in the state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from muonfx import tree
+from muonfx.core import NOTHING, Donation, Locality, sum_over_leaves, transform
+from muonfx.hyperparams import device_of
+from muonfx.transforms.clip import _root, squared_norms
+from muonfx.tree import PyTree
+
+__all__ = ["METRICS", "MonitorState", "metrics", "monitor"]
+
+
+class MonitorState(NamedTuple):
+    """State of `monitor`."""
+
+    values: dict[str, Tensor]
+    """The latest value of each metric as "name/metric": 0-d, fp32."""
+
+
+Sum = Callable[[PyTree], Tensor]
+
+
+def _norm(updates: PyTree, total: Sum) -> Tensor:
+    return _root(total(squared_norms(updates)))
+
+
+def _rms(updates: PyTree, total: Sum) -> Tensor:
+    elements = total(tree.map(lambda u: torch.tensor(float(u.numel()), dtype=torch.float32, device=u.device), updates))
+    return _norm(updates, total) / elements.clamp(min=1.0).sqrt()
+
+
+def _matrices(updates: PyTree) -> list[Tensor]:
+    """The leaves of two dims and more as (rows, columns) with rows <= columns, in fp32 at least, at spectral scale."""
+    wide = [
+        u.reshape(u.shape[0], -1).to(torch.promote_types(u.dtype, torch.float32))
+        for u in tree.tensors(updates)
+        if u.ndim >= 2 and u.numel()
+    ]
+    return [m.mT if m.shape[0] > m.shape[1] else m for m in wide]
+
+
+def _mean(values: list[Tensor], like: PyTree) -> Tensor:
+    if not values:
+        return torch.zeros((), device=device_of(like))
+    return torch.stack([value.to(values[0].device) for value in values]).mean()
+
+
+def _orthogonality_error(updates: PyTree, total: Sum) -> Tensor:
+    def error(m: Tensor) -> Tensor:
+        gram = m @ m.mT
+        return torch.linalg.vector_norm(gram - torch.eye(len(gram), dtype=m.dtype, device=m.device)) / len(gram) ** 0.5
+
+    return _mean([error(m) for m in _matrices(updates)], updates)
+
+
+def _spectral_norm(updates: PyTree, total: Sum) -> Tensor:
+    def estimate(m: Tensor) -> Tensor:
+        # Power iteration from a fixed vector with no symmetry that a matrix is likely to share: no hidden randomness.
+        v = torch.arange(1, len(m) + 1, dtype=m.dtype, device=m.device).mul(0.7548776662466927).frac() - 0.5
+        v = v + (v.abs() < 1e-3)
+        for _ in range(12):
+            v = m @ (m.mT @ (v / torch.linalg.vector_norm(v).clamp(min=torch.finfo(m.dtype).tiny)))
+        return torch.linalg.vector_norm(v).sqrt()
+
+    found = [estimate(m) for m in _matrices(updates)]
+    if not found:
+        return torch.zeros((), device=device_of(updates))
+    return torch.stack([value.to(found[0].device) for value in found]).amax()
+
+
+METRICS: dict[str, Callable[[PyTree, Sum], Tensor]] = {
+    "norm": _norm,
+    "rms": _rms,
+    "orthogonality_error": _orthogonality_error,
+    "spectral_norm": _spectral_norm,
+}
+"""What `monitor` can measure."""
+
+_SUMS = {"norm", "rms"}
+
+
+@transform(locality=Locality.TREE)
+def monitor(name: str = "updates", metrics: tuple[str, ...] = ("norm", "rms")):
+    r"""Measure the updates that pass by, and pass them on unchanged.
+
+    Put it where the thing to measure is: first in a chain for the gradient norm, behind `orthogonalize` for the
+    orthogonality error, last for the size of the steps. `metrics` collects the values from a state.
+
+    Args:
+        name: prefix of the values' names; give each monitor of a chain its own.
+        metrics: any of "norm" (2-norm of the whole tree), "rms" (root mean square of all elements), "orthogonality_error"
+            (mean over matrices of $\|UU^T - I\|_F / \sqrt{r}$, on the smaller side r), "spectral_norm" (largest singular
+            value over all matrices, estimated from below by 12 power iterations).
+
+    Raises:
+        ValueError: an unknown metric; the message lists those known.
+
+    Example:
+        >>> import muonfx as mfx
+        >>> tx = mfx.chain(mfx.monitor("grad", ("norm",)), mfx.scale(2.0))
+        >>> _, state = tx.update({"w": torch.tensor([3.0, 4.0])}, tx.init({"w": torch.zeros(2)}))
+        >>> mfx.metrics(state)
+        {'grad/norm': tensor(5.)}
+    """
+    unknown = [metric for metric in metrics if metric not in METRICS]
+    if unknown or not metrics:
+        raise ValueError(f"monitor: unknown metrics {unknown}; there are {', '.join(map(repr, METRICS))}")
+
+    def init(params: PyTree) -> MonitorState:
+        device = device_of(params)
+        return MonitorState({f"{name}/{m}": torch.zeros((), dtype=torch.float32, device=device) for m in metrics})
+
+    def measured(updates: PyTree, total: Sum) -> MonitorState:
+        return MonitorState({f"{name}/{m}": METRICS[m](updates, total).to(torch.float32) for m in metrics})
+
+    def update_by_sums(
+        updates: PyTree, state: MonitorState, params: PyTree = None, *, sum_over_leaves: Sum, donate: Donation = NOTHING
+    ):
+        return updates, measured(updates, sum_over_leaves)
+
+    def update(updates: PyTree, state: MonitorState, params: PyTree = None, *, donate: Donation = NOTHING):
+        return updates, measured(updates, sum_over_leaves)
+
+    return init, update_by_sums if set(metrics) <= _SUMS else update
+
+
+def metrics(state: Any) -> dict[str, Tensor]:
+    """Collect the values of all monitors in a state, by name.
+
+    >>> import muonfx as mfx
+    >>> list(metrics(mfx.chain(mfx.monitor("grad")).init({"w": torch.zeros(2)})))
+    ['grad/norm', 'grad/rms']
+    """
+    found: dict[str, Tensor] = {}
+
+    def visit(node: Any) -> None:
+        if isinstance(node, MonitorState):
+            found.update(node.values)
+        elif isinstance(node, dict):
+            for item in node.values():
+                visit(item)
+        elif isinstance(node, tuple | list):
+            for item in node:
+                visit(item)
+
+    visit(state)
+    return found

@@ -1,0 +1,83 @@
+"""Steps with NaN or infinite gradients, skipped whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from muonfx import elementwise as ew
+from muonfx.core import NOTHING, Donation, Locality, Transform, transform
+from muonfx.hyperparams import device_of
+from muonfx.transforms._pinned import new_count
+from muonfx.tree import Present, PyTree, map
+
+__all__ = ["SkipNonfiniteState", "skip_nonfinite"]
+
+
+class SkipNonfiniteState(NamedTuple):
+    """State of `skip_nonfinite`."""
+
+    skipped: Tensor
+    """Steps skipped in all, int64."""
+    in_a_row: Tensor
+    """Steps skipped since the last good one, int64."""
+    inner: PyTree
+    """The inner transform's state."""
+
+
+@transform(locality=Locality.TREE)
+def skip_nonfinite(inner: Transform):
+    """Leave the state of a transform bitwise as it was, and update nothing, when any gradient is NaN or infinite.
+
+    Nothing is read back from the device: old or new is selected there. So the inner transform runs at every step, on zeros
+    where the step is skipped, and its old state cannot be donated to it.
+
+    Args:
+        inner: usually the whole chain, so that one bad leaf skips the whole step.
+
+    Example:
+        >>> import muonfx as mfx
+        >>> tx = mfx.skip_nonfinite(mfx.momentum(0.9, nesterov=False))
+        >>> state = tx.init({"w": torch.zeros(1)})
+        >>> updates, state = tx.update({"w": torch.tensor([float("nan")])}, state)
+        >>> updates, int(state.skipped), state.inner.trace
+        ({'w': tensor([0.])}, 1, {'w': tensor([0.])})
+    """
+    if not isinstance(inner, Transform):
+        raise TypeError(f"skip_nonfinite: inner must be a Transform, found {inner!r}")
+
+    def init(params: PyTree) -> SkipNonfiniteState:
+        device = device_of(params)
+        return SkipNonfiniteState(new_count(device), new_count(device), inner._functions[0](params))
+
+    def update(
+        updates: PyTree,
+        state: SkipNonfiniteState,
+        params: PyTree = None,
+        *,
+        sum_over_leaves: Callable[[PyTree], Tensor],
+        donate: Donation = NOTHING,
+        **extras: Any,
+    ):
+        at = Present(updates)
+        leaves = at.pick(updates)
+        bad = sum_over_leaves(at.fill([(~peak.isfinite()).to(torch.float32) for peak in ew.peaks(leaves)]))
+        good = bad.to(state.skipped.device) == 0
+        # Where, not multiplication: zero times NaN is NaN. It also keeps derivatives finite.
+        clean = at.fill([torch.where(good.to(leaf.device), leaf, torch.zeros_like(leaf)) for leaf in leaves])
+        extras["sum_over_leaves"] = sum_over_leaves
+        out, new_inner = inner.run(clean, state.inner, params, donate=Donation(True, False), **extras)
+
+        def select(new: Any, old: Any) -> Any:
+            return torch.where(good.to(new.device), new, old) if isinstance(new, Tensor) else new
+
+        skipped = (~good).to(torch.int64)
+        new_state = SkipNonfiniteState(
+            state.skipped + skipped, (state.in_a_row + 1) * skipped, map(select, new_inner, state.inner)
+        )
+        return map(lambda u: torch.where(good.to(u.device), u, torch.zeros_like(u)), out), new_state
+
+    return init, update

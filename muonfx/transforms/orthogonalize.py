@@ -1,0 +1,80 @@
+"""Orthogonalization: replace each matrix by the nearest one with orthonormal rows or columns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from muonfx import polar
+from muonfx.core import NOTHING, Donation, EmptyState, transform
+from muonfx.transforms._matrices import Blocks, Dims, matrix_locality, view_as_matrices
+from muonfx.tree import Present, PyTree
+
+__all__ = ["orthogonalize"]
+
+
+@transform(locality=lambda coefficients, steps, dtype, dims, blocks, block_axis: matrix_locality(dims))
+def orthogonalize(
+    *,
+    coefficients: str | polar.Coefficients | tuple[tuple[float, ...], ...] | Tensor = "polar_express_5",
+    steps: int | None = None,
+    dtype: torch.dtype | str = "auto",
+    dims: Dims | Mapping[str, Dims] | None = None,
+    blocks: Blocks | Mapping[str, Blocks] | None = None,
+    block_axis: int = -2,
+):
+    """Replace each matrix $G = U S V^T$ by about $U V^T$, with a Newton-Schulz iteration.
+
+    Args:
+        coefficients: the name of a set (see `muonfx.polar`), the set itself, or its steps (a, b, c).
+        steps: how many steps; None takes the set's own number.
+        dtype: what to compute in; "auto" decides by the device. Updates come back in their own dtype.
+        dims: which dims of a leaf are rows and which are columns, the others being a batch: ``((-2,), (-1,))`` treats a stack
+            of expert matrices one by one. None: a leaf of more than two dims is flattened behind the first, as a
+            convolution wants it. A mapping gives a value for each glob over the leaf's dotted name.
+        blocks: cut each matrix along ``block_axis`` into this many equal blocks, or into blocks of these sizes, and treat
+            each alone: ``{"*.qkv.weight": 3}`` for a fused QKV, the number of heads for per-head updates.
+        block_axis: -2 cuts rows (output features), -1 columns (input features).
+
+    Returns:
+        A stateless transform; of locality MATRIX where ``dims`` says that matrices are the last two dims, else LEAF.
+
+    Raises:
+        ValueError: a setting is malformed; at `update`, a leaf is no matrix or does not fit ``dims`` or ``blocks``.
+
+    Follows Keller Jordan's Muon; see `muonfx.polar.orthogonalize` for the iteration and its sources.
+
+    Example:
+        >>> import muonfx as mfx
+        >>> u = mfx.orthogonalize().update({"w": torch.diag(torch.tensor([5.0, 0.5]))}, mfx.EmptyState())[0]["w"]
+        >>> bool((u.diagonal() - 1).abs().max() < 0.2)
+        True
+    """
+    view = view_as_matrices(dims, blocks, block_axis)
+    settings: dict[str, Any] = {"coefficients": coefficients, "steps": steps, "dtype": dtype}
+    polar.orthogonalize(torch.empty(0, 0), **settings)  # names what is wrong with the settings
+
+    def init(params: PyTree) -> EmptyState:
+        at = Present(params)
+        names = at.names()
+        for leaf, name, own in zip(at.pick(params), names, view.of(names), strict=True):
+            own.split(leaf, name)
+        return EmptyState()
+
+    def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
+        at = Present(updates)
+        leaves = at.pick(updates)
+        names = at.names() if view.needs_names else [""] * len(leaves)
+        views = view.of(names)
+        split = [own.split(leaf, name) for own, leaf, name in zip(views, leaves, names, strict=True)]
+        done = iter(polar.orthogonalize_many([matrix for matrices in split for matrix in matrices], **settings))
+        out = [
+            own.join([next(done) for _ in matrices], leaf)
+            for own, matrices, leaf in zip(views, split, leaves, strict=True)
+        ]
+        return at.fill(out), state
+
+    return init, update

@@ -1,0 +1,187 @@
+"""Scaling of updates: by a constant, a schedule, a learning rate, or each matrix by its shape."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from muonfx import checks
+from muonfx import elementwise as ew
+from muonfx.core import NOTHING, Donation, EmptyState, Locality, transform
+from muonfx.hyperparams import device_of
+from muonfx.schedules import Schedule
+from muonfx.transforms._matrices import Blocks, Dims, matrix_locality, view_as_matrices
+from muonfx.transforms._pinned import new_count
+from muonfx.tree import Present, PyTree
+
+__all__ = [
+    "SHAPE_RULES",
+    "ScheduleState",
+    "scale",
+    "scale_by_learning_rate",
+    "scale_by_schedule",
+    "scale_by_shape",
+]
+
+
+class ScheduleState(NamedTuple):
+    """State of a transform that follows a schedule."""
+
+    count: Tensor
+    """Updates so far, int64."""
+
+
+def scheduled(value: Any, apply: Callable[[PyTree, PyTree, Any, Donation], PyTree]):
+    """Build init and update for a number or a schedule; only a schedule needs a count."""
+    if callable(value):
+
+        def init_count(params: PyTree) -> ScheduleState:
+            return ScheduleState(new_count(device_of(params)))
+
+        def update_count(updates: PyTree, state: ScheduleState, params: PyTree = None, *, donate: Donation = NOTHING):
+            return apply(updates, params, value(state.count), donate), ScheduleState(state.count + 1)
+
+        return init_count, update_count
+
+    def init(params: PyTree) -> EmptyState:
+        return EmptyState()
+
+    def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
+        return apply(updates, params, value, donate), state
+
+    return init, update
+
+
+def _multiply(updates: PyTree, factor: Any, donate: Donation) -> PyTree:
+    at = Present(updates)
+    leaves = at.pick(updates)
+    return at.fill(ew.cast(ew.mul(leaves, factor, reuse=donate.updates), [leaf.dtype for leaf in leaves]))
+
+
+@transform(locality=Locality.ELEMENT)
+def scale(factor: float):
+    """Multiply updates by a constant.
+
+    Args:
+        factor: any finite number.
+
+    Raises:
+        ValueError: ``factor`` is not finite.
+
+    >>> import muonfx as mfx
+    >>> mfx.scale(-0.5).update({"w": torch.ones(2)}, mfx.EmptyState())[0]
+    {'w': tensor([-0.5000, -0.5000])}
+    """
+    checks.finite("factor", factor)
+    return scheduled(factor, lambda updates, params, value, donate: _multiply(updates, value, donate))
+
+
+@transform(locality=Locality.ELEMENT)
+def scale_by_schedule(schedule: Schedule | Callable[[Tensor], Tensor]):
+    """Multiply updates by a schedule of the step count; the first update uses step 0.
+
+    Args:
+        schedule: a `Schedule`, or any pure function from a 0-d count tensor to a 0-d tensor.
+
+    Raises:
+        TypeError: ``schedule`` is not callable.
+
+    >>> import muonfx as mfx
+    >>> tx = mfx.scale_by_schedule(mfx.schedules.linear(1.0, 0.0, 10))
+    >>> state = tx.init({"w": torch.ones(1)})
+    >>> updates, state = tx.update({"w": torch.ones(1)}, state)
+    >>> tx.update({"w": torch.ones(1)}, state)[0]
+    {'w': tensor([0.9000])}
+    """
+    if not callable(schedule):
+        raise TypeError(f"scale_by_schedule: schedule must be callable, found {schedule!r}; for a number use scale")
+    return scheduled(schedule, lambda updates, params, value, donate: _multiply(updates, value, donate))
+
+
+@transform(locality=Locality.ELEMENT)
+def scale_by_learning_rate(
+    learning_rate: float | Schedule | Callable[[Tensor], Tensor], *, flip_sign: bool = True
+):
+    """Multiply updates by a learning rate and turn them downhill: by default the factor is minus the rate.
+
+    Args:
+        learning_rate: a number of 0 or more, or a schedule.
+        flip_sign: False keeps the sign.
+
+    Raises:
+        ValueError: the rate is negative or not finite.
+
+    >>> import muonfx as mfx
+    >>> mfx.scale_by_learning_rate(0.1).update({"w": torch.ones(1)}, mfx.EmptyState())[0]
+    {'w': tensor([-0.1000])}
+    """
+    if not callable(learning_rate):
+        checks.at_least("learning_rate", learning_rate, 0.0)
+    sign = -1.0 if flip_sign else 1.0
+    return scheduled(learning_rate, lambda updates, params, value, donate: _multiply(updates, sign * value, donate))
+
+
+SHAPE_RULES: dict[str, Callable[[int, int], float]] = {
+    "original": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
+    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+    "spectral": lambda rows, columns: math.sqrt(rows / columns),
+}
+"""Factor by rows (output features) and columns (input features): Keller Jordan's, Moonlight's, Dion's and Scion's."""
+
+
+@transform(locality=lambda rule, dims, blocks, block_axis: matrix_locality(dims))
+def scale_by_shape(
+    rule: str = "match_rms_adamw",
+    *,
+    dims: Dims | Mapping[str, Dims] | None = None,
+    blocks: Blocks | Mapping[str, Blocks] | None = None,
+    block_axis: int = -2,
+):
+    """Scale each matrix by a function of its shape, so that one learning rate suits all.
+
+    Args:
+        rule: "original" $\\sqrt{\\max(1, r/c)}$, "match_rms_adamw" $0.2 \\sqrt{\\max(r, c)}$ or "spectral" $\\sqrt{r/c}$, for r
+            rows (output features) and c columns (input features) of the matrix, or of each block.
+        dims: as in `orthogonalize`, and the same value.
+        blocks: as in `orthogonalize`, and the same value.
+        block_axis: as in `orthogonalize`.
+
+    Raises:
+        ValueError: an unknown rule (the message lists those known); at `update`, a leaf that is no matrix.
+
+    Follows ``torch.optim.Muon``'s ``adjust_lr_fn`` ("original", "match_rms_adamw"), Moonlight (arXiv 2502.16982), Dion.
+
+    Example:
+        >>> import muonfx as mfx
+        >>> mfx.scale_by_shape("spectral").update({"w": torch.ones(4, 1)}, mfx.EmptyState())[0]["w"].T
+        tensor([[2., 2., 2., 2.]])
+    """
+    if rule not in SHAPE_RULES:
+        raise ValueError(f"scale_by_shape: unknown rule {rule!r}; there are {', '.join(map(repr, SHAPE_RULES))}")
+    view, factor = view_as_matrices(dims, blocks, block_axis), SHAPE_RULES[rule]
+
+    def factor_of(matrix: Tensor) -> float:
+        rows, columns = matrix.shape[-2:]
+        return factor(rows, columns) if rows and columns else 1.0
+
+    def init(params: PyTree) -> EmptyState:
+        return EmptyState()
+
+    def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
+        at = Present(updates)
+        leaves = at.pick(updates)
+        names = at.names() if view.needs_names else [""] * len(leaves)
+        views = view.of(names)
+        split = [own.split(leaf, name) for own, leaf, name in zip(views, leaves, names, strict=True)]
+        if all(len(matrices) == 1 for matrices in split):
+            return at.fill(ew.mul_each(leaves, [factor_of(m) for (m,) in split], reuse=donate.updates)), state
+        out = [
+            own.join([matrix * factor_of(matrix) for matrix in matrices], leaf)
+            for own, matrices, leaf in zip(views, split, leaves, strict=True)
+        ]
+        return at.fill(out), state
+
+    return init, update

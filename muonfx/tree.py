@@ -1,0 +1,155 @@
+"""Pytrees of tensors, on optree: leaves, names, and maps that leave ``None`` alone.
+
+The words are optree's. A *tree* is any nest of dict, tuple, list and NamedTuple; a *leaf* is what hangs at its ends. ``None``
+is a leaf here and means *absent*: a gradient that was not computed, a parameter that is frozen. Dictionaries are walked in
+sorted order of their keys, so two trees that differ only in insertion order are the same tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+__all__ = ["NAMESPACE", "Present", "Spec", "flatten", "leaves", "map", "names", "spec", "tensors", "unflatten"]
+
+NAMESPACE = "muonfx"
+"""The optree namespace in which muonfx registers its own nodes (transforms and schedules)."""
+
+PyTree = Any
+
+
+class Spec(NamedTuple):
+    """Shape and dtype of a tensor, without its values.
+
+    >>> Spec((2, 3), torch.float32)
+    Spec(shape=(2, 3), dtype=torch.float32)
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def flatten(tree: PyTree) -> tuple[list[Any], optree.PyTreeSpec]:
+    """Take a tree apart into its leaves (``None`` included) and its structure.
+
+    >>> flatten({"b": 2, "a": None})[0]
+    [None, 2]
+    """
+    return optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
+
+
+def unflatten(treedef: optree.PyTreeSpec, leaves: Iterable[Any]) -> PyTree:
+    """Put leaves back into a structure; the inverse of `flatten`.
+
+    >>> leaves, treedef = flatten({"b": 2, "a": (1, None)})
+    >>> unflatten(treedef, leaves)
+    {'b': 2, 'a': (1, None)}
+    """
+    return optree.tree_unflatten(treedef, leaves)
+
+
+def leaves(tree: PyTree) -> list[Any]:
+    """List the leaves of a tree, ``None`` included.
+
+    >>> leaves({"b": 2, "a": (1, None)})
+    [1, None, 2]
+    """
+    return optree.tree_leaves(tree, none_is_leaf=True, namespace=NAMESPACE)
+
+
+def tensors(tree: PyTree) -> Iterator[Tensor]:
+    """Iterate over the leaves of a tree that are tensors.
+
+    >>> [t.ndim for t in tensors({"a": torch.ones(2), "b": None, "c": 3})]
+    [1]
+    """
+    return (leaf for leaf in leaves(tree) if isinstance(leaf, Tensor))
+
+
+def names(tree: PyTree) -> list[str]:
+    """Name the leaves by the dotted path that leads to them, in the order of `leaves`.
+
+    The names of ``dict(model.named_parameters())`` are PyTorch's own. A tree that is one leaf has the empty name.
+
+    >>> names({"blocks": [{"q": 1.0}, {"q": 2.0}], "head": None})
+    ['blocks.0.q', 'blocks.1.q', 'head']
+    """
+    accessors = optree.tree_accessors(tree, none_is_leaf=True, namespace=NAMESPACE)
+    return [".".join(str(getattr(entry, "field", entry.entry)) for entry in accessor) for accessor in accessors]
+
+
+def map(function: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
+    """Apply a function to corresponding leaves; where the first tree has ``None`` the result is ``None``.
+
+    The rest must have the structure of the first; their own ``None`` leaves reach the function.
+
+    >>> map(lambda x, y: x + y, {"a": 1, "b": None}, {"a": 10, "b": 20})
+    {'a': 11, 'b': None}
+    """
+
+    def at(leaf: Any, *others: Any) -> Any:
+        return None if leaf is None else function(leaf, *others)
+
+    return optree.tree_map(at, tree, *rest, none_is_leaf=True, namespace=NAMESPACE)
+
+
+def spec(tree: PyTree) -> PyTree:
+    """Replace every tensor of a tree by its `Spec`.
+
+    >>> spec({"w": torch.ones(2, 3), "b": None})
+    {'w': Spec(shape=(2, 3), dtype=torch.float32), 'b': None}
+    """
+    return map(lambda leaf: Spec(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf, tree)
+
+
+class Present:
+    """The places at which a tree holds something, so that work can be done on plain lists of tensors.
+
+    ``pick`` reads another tree (of the same structure) at these places, ``fill`` writes a list back to them. A gradient of
+    ``None`` is thus skipped without a word in any transform:
+
+    >>> at = Present({"a": torch.ones(2), "b": None})
+    >>> at.pick({"a": 1, "b": 2})
+    [1]
+    >>> at.fill([5], old={"a": 1, "b": 2})
+    {'a': 5, 'b': 2}
+    >>> at.fill([5])
+    {'a': 5, 'b': None}
+    """
+
+    def __init__(self, tree: PyTree) -> None:
+        self._leaves, self._treedef = flatten(tree)
+        self._places = [place for place, leaf in enumerate(self._leaves) if leaf is not None]
+        self._everywhere = len(self._places) == len(self._leaves)
+
+    def pick(self, tree: PyTree) -> list[Any]:
+        """Read the leaves of another tree at these places.
+
+        Raises:
+            ValueError: the other tree has not the same number of leaves.
+        """
+        found = leaves(tree)
+        if len(found) != len(self._leaves):
+            raise ValueError(
+                f"expected a tree with the {len(self._leaves)} leaves of the updates, found one with {len(found)}; "
+                "updates, state and params must have one structure"
+            )
+        return found if self._everywhere else [found[place] for place in self._places]
+
+    def fill(self, values: Sequence[Any], old: PyTree = None) -> PyTree:
+        """Build a tree with the values at these places, and with the leaves of ``old`` (or ``None``) elsewhere."""
+        if self._everywhere:
+            return unflatten(self._treedef, values)
+        merged = [None] * len(self._leaves) if old is None else leaves(old)
+        for place, value in zip(self._places, values, strict=True):
+            merged[place] = value
+        return unflatten(self._treedef, merged)
+
+    def names(self) -> list[str]:
+        """Name these places, as the function `names` does."""
+        everything = names(unflatten(self._treedef, self._leaves))
+        return everything if self._everywhere else [everything[place] for place in self._places]

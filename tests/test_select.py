@@ -1,0 +1,790 @@
+"""Routing: the algebra of predicates, the laws of labels, and the models that people train."""
+
+import io
+import pickle
+import random
+from collections import OrderedDict
+from types import MappingProxyType
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from muonfx.select import (
+    Labels,
+    ParamInfo,
+    default_labels,
+    describe,
+    format_labels,
+    frozen,
+    labels,
+    module_type,
+    ndim,
+    numel,
+    path,
+    shape,
+    tied,
+    where,
+)
+
+
+def is_tall(info: ParamInfo) -> bool:
+    return info.ndim == 2 and info.shape[0] > info.shape[1]
+
+
+SCOPE = {"torch": torch, "is_tall": is_tall, "Labels": Labels} | {
+    f.__name__: f for f in (frozen, module_type, ndim, numel, path, shape, tied, where)
+}
+
+# ------------------------------------------------------------------------------------------------------- strategies
+
+sides = st.integers(0, 5)
+components = st.sampled_from(
+    ["blocks", "0", "1", "attn", "gate", "gate_proj", "up", "norm", "wte", "lm_head", "weight", "bias"]
+)
+names = st.lists(components, min_size=1, max_size=4).map(".".join)
+module_types = st.sampled_from([nn.Embedding, nn.Linear, nn.LayerNorm, nn.Conv2d, nn.Module])
+shapes = st.lists(sides, max_size=4).map(tuple)
+
+
+@st.composite
+def param_infos(draw: st.DrawFn) -> ParamInfo:
+    module = draw(st.none() | module_types)
+    others = tuple(draw(st.lists(names, max_size=2)))
+    return ParamInfo(
+        draw(names),
+        draw(shapes),
+        draw(st.sampled_from([torch.float32, torch.bfloat16])),
+        draw(st.booleans()),
+        module,
+        others,
+        () if module is None else tuple(draw(module_types) for _ in others),
+    )
+
+
+bounds = st.tuples(sides, sides) | st.tuples(sides, st.none()) | st.tuples(st.none(), sides)
+
+
+@st.composite
+def shape_predicates(draw: st.DrawFn):
+    pattern = draw(st.lists(st.none() | sides, max_size=3))
+    if draw(st.booleans()):
+        pattern.insert(draw(st.integers(0, len(pattern))), ...)
+    low = draw(st.none() | sides)
+    high = draw(st.none() | sides if pattern or low is not None else sides)
+    return shape(*pattern, min_side=low, max_side=high)
+
+
+atoms = st.one_of(
+    sides.map(ndim),
+    bounds.map(lambda b: ndim(min=b[0], max=b[1])),
+    bounds.map(lambda b: numel(min=b[0], max=b[1])),
+    shape_predicates(),
+    st.lists(st.sampled_from(["*", "*.weight", "blocks.*", "*gate*", "wte", "?.gate"]), min_size=1, max_size=2).map(
+        lambda patterns: path(*patterns)
+    ),
+    st.lists(module_types | st.sampled_from(["*Norm*", "Linear"]), min_size=1, max_size=2).map(
+        lambda t: module_type(*t)
+    ),
+    st.sampled_from([tied(), frozen(), where(is_tall), where(is_tall, "tall")]),
+)
+predicates = st.recursive(
+    atoms,
+    lambda inner: st.one_of(
+        inner.map(lambda p: ~p),
+        st.tuples(inner, inner).map(lambda pq: pq[0] & pq[1]),
+        st.tuples(inner, inner).map(lambda pq: pq[0] | pq[1]),
+    ),
+    max_leaves=5,
+)
+named_tensors = st.dictionaries(names, shapes, max_size=6).map(lambda d: {k: torch.zeros(s) for k, s in d.items()})
+rule_lists = st.lists(st.tuples(predicates, st.sampled_from(["a", "b", None])), max_size=4)
+quiet = pytest.mark.filterwarnings("ignore:.*matches none of the:UserWarning")
+
+# ------------------------------------------------------------------------------------------------ laws of predicates
+
+
+@given(predicates, predicates, predicates, param_infos())
+def test_predicates_are_a_boolean_algebra(p, q, r, info):
+    def same(left, right):
+        return left(info) is right(info)
+
+    assert same(~~p, p)
+    assert same(~(p & q), ~p | ~q)
+    assert same(~(p | q), ~p & ~q)
+    assert same(p & q, q & p)
+    assert same(p | q, q | p)
+    assert same(p & (q & r), (p & q) & r)
+    assert same(p | (q | r), (p | q) | r)
+    assert same(p & (q | r), (p & q) | (p & r))
+    assert same(p | (q & r), (p | q) & (p | r))
+    assert same(p & (p | q), p)
+    assert (p | ~p)(info) is True
+    assert (p & ~p)(info) is False
+
+
+@given(predicates, param_infos())
+def test_a_predicate_survives_repr_and_pickle(p, info):
+    for again in (eval(repr(p), dict(SCOPE)), pickle.loads(pickle.dumps(p))):
+        assert again == p
+        assert hash(again) == hash(p)
+        assert again(info) == p(info)
+
+
+@given(predicates, predicates)
+def test_predicates_that_print_alike_are_equal(p, q):
+    assert (repr(p) == repr(q)) == (p == q)
+
+
+@given(param_infos())
+def test_a_param_info_survives_pickle(info):
+    assert pickle.loads(pickle.dumps(info)) == info
+
+
+@given(shapes)
+def test_a_shape_fits_itself_and_its_wildcards(sides):
+    info = ParamInfo("x", sides)
+    assert shape(...)(info)
+    assert shape(*sides, ...)(info)
+    assert shape(..., *sides)(info)
+    assert shape(..., None)(info) == (len(sides) > 0)
+    if sides:
+        assert shape(*sides)(info)
+        assert shape(*(None for _ in sides))(info)
+        assert not shape(sides[0] + 1, ...)(info)
+        assert not shape(*sides, None)(info)
+        assert shape(min_side=min(sides), max_side=max(sides))(info)
+        assert not shape(min_side=min(sides) + 1)(info)
+
+
+# ---------------------------------------------------------------------------------------------------- laws of labels
+
+
+@quiet
+@given(named_tensors, rule_lists, st.sampled_from(["rest", None]))
+def test_the_first_rule_that_matches_wins(params, rules, default):
+    found = labels(params, rules, default)
+    for name, tensor in params.items():
+        info = ParamInfo(name, tuple(tensor.shape))
+        wanted = next(((n, label) for n, (p, label) in enumerate(rules, 1) if p(info)), (0, default))
+        assert found[name] == wanted[1]
+        assert found.reason(name).startswith(f"rule {wanted[0]}: " if wanted[0] else "default")
+
+
+@quiet
+@given(named_tensors, rule_lists)
+def test_rules_of_the_user_are_never_overwritten(params, rules):
+    own = labels(params, rules, "untouched")
+    found = default_labels(params, rules)
+    plain = default_labels(params)
+    for name in params:
+        by_rule = own.reason(name) != "default"
+        assert found[name] == (own[name] if by_rule else plain[name])
+        assert found.reason(name) == (f"user {own.reason(name)}" if by_rule else plain.reason(name))
+
+
+@given(named_tensors)
+def test_every_trainable_parameter_gets_exactly_one_label(params):
+    found = default_labels(params)
+    assert list(found) == list(params)
+    assert set(found.values()) <= {"muon", "adamw"}
+    assert all(params[name].ndim >= 2 for name, label in found.items() if label == "muon")
+
+
+@given(named_tensors, st.randoms(use_true_random=False))
+def test_the_order_of_parameters_is_irrelevant(params, rng: random.Random):
+    shuffled = list(params.items())
+    rng.shuffle(shuffled)
+    one, two = default_labels(params), default_labels(shuffled)
+    assert one == two
+    assert hash(one) == hash(two)
+    assert {name: one.reason(name) for name in one} == {name: two.reason(name) for name in two}
+
+
+@given(st.dictionaries(names, st.sampled_from(["a", "b", None])))
+def test_labels_survive_repr_and_pickle_and_equal_their_mapping(mapping):
+    value = Labels(mapping, dict.fromkeys(mapping, "why"))
+    assert value == mapping
+    assert eval(repr(value), dict(SCOPE)) == value
+    again = pickle.loads(pickle.dumps(value))
+    assert (again, hash(again)) == (value, hash(value))
+    assert all(again.reason(name) == "why" for name in mapping)
+    assert value != {**mapping, "another": "a"}
+
+
+@given(named_tensors)
+def test_all_ways_to_give_named_tensors_agree(params):
+    wanted = default_labels(params)
+    for given_as in (list(params.items()), iter(params.items()), OrderedDict(params), MappingProxyType(params)):
+        assert default_labels(given_as) == wanted
+        assert describe_text(wanted, params) == describe_text(wanted, list(params.items()))
+
+
+def test_labels_do_not_follow_the_mapping_they_were_made_from():
+    mapping = {"w": "a"}
+    value = Labels(mapping)
+    mapping["w"] = "b"
+    assert value["w"] == "a"
+    assert value.reason("w") == "given"
+    with pytest.raises(KeyError):
+        value.reason("v")
+
+
+# ------------------------------------------------------------------------------------------------- stand-in models
+
+
+class Conv1D(nn.Module):
+    """GPT-2's linear layer, whose weight is (in, out)."""
+
+    def __init__(self, out: int, inp: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(inp, out))
+        self.bias = nn.Parameter(torch.zeros(out))
+
+
+class LlamaRMSNorm(nn.Module):
+    def __init__(self, *size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(*size))
+
+
+class LayerNormLinear(nn.Linear):
+    """As in Transformer Engine: a norm and a hidden matrix in one layer."""
+
+
+class Holder(nn.Module):
+    """A module that holds parameters directly."""
+
+    def __init__(self, **shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        for name, size in shapes.items():
+            setattr(self, name, nn.Parameter(torch.zeros(size)))
+
+
+class TopkRouter(Holder):
+    pass
+
+
+class TokenEmbedding(Holder):
+    pass
+
+
+def build(tree: dict) -> nn.Module:
+    """A model from nested names; a digit makes a list-like child."""
+    model = nn.Module()
+    for name, child in tree.items():
+        model.add_module(name, build(child) if isinstance(child, dict) else child)
+    return model
+
+
+def lin(out: int, inp: int, bias: bool = False) -> nn.Linear:
+    return nn.Linear(inp, out, bias=bias)
+
+
+D, V = 8, 32
+
+
+def gpt2(layers: int = 1, d: int = D, v: int = V) -> nn.Module:
+    def block() -> dict:
+        return {
+            "ln_1": nn.LayerNorm(d),
+            "attn": {"c_attn": Conv1D(3 * d, d), "c_proj": Conv1D(d, d)},
+            "ln_2": nn.LayerNorm(d),
+            "mlp": {"c_fc": Conv1D(4 * d, d), "c_proj": Conv1D(d, 4 * d)},
+        }
+
+    model = build(
+        {
+            "transformer": {
+                "wte": nn.Embedding(v, d),
+                "wpe": nn.Embedding(16, d),
+                "h": {str(n): block() for n in range(layers)},
+                "ln_f": nn.LayerNorm(d),
+            },
+            "lm_head": lin(v, d),
+        }
+    )
+    model.lm_head.weight = model.transformer.wte.weight
+    return model
+
+
+def nanogpt() -> nn.Module:
+    block = {
+        "attn": {"c_attn": lin(3 * D, D), "c_proj": lin(D, D)},
+        "mlp": {"c_fc": lin(4 * D, D), "c_proj": lin(D, 4 * D)},
+    }
+    return build({"transformer": {"wte": nn.Embedding(V, D), "h": {"0": block}}, "lm_head": lin(V, D)})
+
+
+def llama3() -> nn.Module:
+    attn = {f"{n}_proj": lin(D, D) for n in "qkvo"}
+    mlp = {"gate_proj": lin(16, D), "up_proj": lin(16, D), "down_proj": lin(D, 16)}
+    layer = {"self_attn": attn, "mlp": mlp, "input_layernorm": LlamaRMSNorm(D)}
+    return build(
+        {
+            "model": {"embed_tokens": nn.Embedding(V, D), "layers": {"0": layer}, "norm": LlamaRMSNorm(D)},
+            "lm_head": lin(V, D),
+        }
+    )
+
+
+def torchtitan() -> nn.Module:
+    attention = {n: lin(D, D) for n in ("wq", "wk", "wv", "wo")}
+    moe = {"router": {"gate": lin(4, D)}, "experts": Holder(w1=(4, 16, D), w2=(4, D, 16), w3=(4, 16, D))}
+    layers = {
+        "0": {"attention": attention, "feed_forward": {"w1": lin(16, D)}, "attention_norm": nn.RMSNorm(D)},
+        "1": {"moe": moe},
+    }
+    return build({"tok_embeddings": nn.Embedding(V, D), "layers": layers, "norm": nn.RMSNorm(D), "output": lin(V, D)})
+
+
+def mixtral() -> nn.Module:
+    expert = {"w1": lin(16, D), "w2": lin(D, 16), "w3": lin(16, D)}
+    moe = {"gate": lin(4, D), "experts": {"0": expert}}
+    return build(
+        {
+            "model": {"embed_tokens": nn.Embedding(V, D), "layers": {"0": {"block_sparse_moe": moe}}},
+            "lm_head": lin(V, D),
+        }
+    )
+
+
+def deepseek_v3() -> nn.Module:
+    def mlp() -> dict:
+        return {"gate_proj": lin(16, D), "up_proj": lin(16, D), "down_proj": lin(D, 16)}
+
+    attn = {
+        "q_a_proj": lin(4, D),
+        "q_a_layernorm": LlamaRMSNorm(4),
+        "q_b_proj": lin(D, 4),
+        "kv_a_proj_with_mqa": lin(4, D),
+    }
+    moe = {
+        "gate": TopkRouter(weight=(4, D), e_score_correction_bias=(4,)),
+        "experts": {"0": mlp()},
+        "shared_experts": mlp(),
+    }
+    mtp = {"eh_proj": lin(D, 2 * D), "embed_tokens": nn.Embedding(V, D), "shared_head": {"head": lin(V, D)}}
+    layers = {"0": {"self_attn": attn, "mlp": mlp()}, "1": {"mlp": moe}, "2": mtp}
+    return build({"model": {"embed_tokens": nn.Embedding(V, D), "layers": layers}, "lm_head": lin(V, D)})
+
+
+def vit() -> nn.Module:
+    model = Holder(cls_token=(1, 1, D), reg_token=(1, 4, D), pos_embed=(1, 17, D))
+    model.add_module("patch_embed", build({"proj": nn.Conv2d(3, D, 4)}))
+    block = {
+        "norm1": nn.LayerNorm(D),
+        "attn": {"qkv": lin(3 * D, D, True), "proj": lin(D, D)},
+        "mlp": {"fc1": lin(16, D)},
+    }
+    model.add_module("blocks", build({"0": block}))
+    model.add_module("head", lin(10, D))
+    return model
+
+
+def resnet() -> nn.Module:
+    block = {"conv1": nn.Conv2d(8, 8, 3), "bn1": nn.BatchNorm2d(8), "downsample": {"0": nn.Conv2d(8, 16, 1)}}
+    return build(
+        {"conv1": nn.Conv2d(3, 8, 7), "bn1": nn.BatchNorm2d(8), "layer1": {"0": block}, "fc": lin(10, 16, True)}
+    )
+
+
+def whisper() -> nn.Module:
+    attn = {"k_proj": lin(D, D), "q_proj": lin(D, D, True)}
+    encoder = {
+        "conv1": nn.Conv1d(80, D, 3),
+        "conv2": nn.Conv1d(D, D, 3),
+        "embed_positions": nn.Embedding(16, D),
+        "layers": {"0": {"self_attn": attn, "fc1": lin(16, D), "self_attn_layer_norm": nn.LayerNorm(D)}},
+    }
+    decoder = {"embed_tokens": nn.Embedding(V, D), "layers": {"0": {"encoder_attn": {"out_proj": lin(D, D)}}}}
+    model = build({"model": {"encoder": encoder, "decoder": decoder}, "proj_out": lin(V, D)})
+    model.proj_out.weight = model.model.decoder.embed_tokens.weight
+    return model
+
+
+def lora() -> nn.Module:
+    q = {"base_layer": lin(D, D), "lora_A": {"default": lin(4, D)}, "lora_B": {"default": lin(D, 4)}}
+    embedding = build({"base_layer": nn.Embedding(V, D)})
+    embedding.lora_embedding_A = nn.ParameterDict({"default": nn.Parameter(torch.zeros(4, V))})
+    head = {"original_module": lin(V, D), "modules_to_save": {"default": lin(V, D)}}
+    inner = {"embed_tokens": embedding, "layers": {"0": {"self_attn": {"q_proj": q}}}}
+    model = build({"base_model": {"model": {"model": inner, "lm_head": head}}})
+    for name, p in model.named_parameters():
+        p.requires_grad = "lora_" in name or "modules_to_save" in name
+    return model
+
+
+# What each model sends to Muon; all else goes to AdamW or, frozen, nowhere.
+MODELS = {
+    gpt2: {
+        "transformer.h.0.attn.c_attn",
+        "transformer.h.0.attn.c_proj",
+        "transformer.h.0.mlp.c_fc",
+        "transformer.h.0.mlp.c_proj",
+    },
+    nanogpt: {
+        "transformer.h.0.attn.c_attn",
+        "transformer.h.0.attn.c_proj",
+        "transformer.h.0.mlp.c_fc",
+        "transformer.h.0.mlp.c_proj",
+    },
+    llama3: {f"model.layers.0.self_attn.{n}_proj" for n in "qkvo"}
+    | {f"model.layers.0.mlp.{n}_proj" for n in ("gate", "up", "down")},
+    torchtitan: {f"layers.0.attention.w{n}" for n in "qkvo"}
+    | {"layers.0.feed_forward.w1", *(f"layers.1.moe.experts.w{n}" for n in "123")},
+    mixtral: {f"model.layers.0.block_sparse_moe.experts.0.w{n}" for n in "123"},
+    deepseek_v3: {f"model.layers.0.self_attn.{n}" for n in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa")}
+    | {
+        f"model.layers.{at}.{n}_proj"
+        for at in ("0.mlp", "1.mlp.experts.0", "1.mlp.shared_experts")
+        for n in ("gate", "up", "down")
+    }
+    | {"model.layers.2.eh_proj"},
+    vit: {"blocks.0.attn.qkv", "blocks.0.attn.proj", "blocks.0.mlp.fc1"},
+    resnet: {"layer1.0.conv1", "layer1.0.downsample.0"},
+    whisper: {
+        *(f"model.encoder.{n}" for n in ("conv1", "conv2", "layers.0.self_attn.k_proj", "layers.0.self_attn.q_proj")),
+        "model.encoder.layers.0.fc1",
+        "model.decoder.layers.0.encoder_attn.out_proj",
+    },
+    lora: set(),
+}
+
+
+@pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("by_name_alone", [False, True])
+def test_models_are_routed_as_in_practice(make, by_name_alone):
+    model = make()
+    params = dict(model.named_parameters())
+    found = default_labels(params if by_name_alone else model)
+    assert list(found) == list(params)
+    assert {name.removesuffix(".weight") for name, label in found.items() if label == "muon"} == MODELS[make]
+    assert {name for name, label in found.items() if label is None} == {
+        name for name, p in params.items() if not p.requires_grad
+    }
+
+
+@pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
+def test_wrappers_change_names_and_no_label(make):
+    model = make()
+    wrapped = nn.Module()
+    wrapped.add_module("_orig_mod", model)
+    inner = default_labels(model)
+    assert default_labels(wrapped) == {f"_orig_mod.{name}": label for name, label in inner.items()}
+
+
+def reasons(model) -> dict[str, str]:
+    found = default_labels(model)
+    return {name: found.reason(name) for name in found}
+
+
+def test_the_reason_names_the_rule():
+    found = reasons(gpt2())
+    assert found["transformer.wte.weight"] == "embedding (module type Embedding, tied with 'lm_head.weight')"
+    assert found["transformer.wpe.weight"] == "embedding (module type Embedding)"
+    assert found["transformer.ln_f.weight"] == "norm (module type LayerNorm)"
+    assert found["transformer.h.0.mlp.c_fc.weight"] == "hidden matrix (2-D)"
+    assert found["transformer.h.0.mlp.c_fc.bias"] == "1-D"
+    found = reasons(lora())
+    assert found["base_model.model.lm_head.original_module.weight"] == "frozen"
+    assert found["base_model.model.lm_head.modules_to_save.default.weight"] == "name component 'lm_head'"
+    assert found["base_model.model.model.embed_tokens.lora_embedding_A.default"] == (
+        "low-rank factor (name component 'lora_embedding_A')"
+    )
+    found = reasons(resnet())
+    assert found["conv1.weight"] == "convolution from or to 3 channels"
+    assert found["fc.weight"] == "name component 'fc'"
+    assert reasons(mixtral())["model.layers.0.block_sparse_moe.gate.weight"] == "name component 'gate'"
+
+
+def test_a_tied_head_goes_with_its_embedding_under_any_name():
+    head_first = build({"proj": lin(V, D), "tokens": nn.Embedding(V, D)})
+    head_first.tokens.weight = head_first.proj.weight
+    assert default_labels(head_first) == {"proj.weight": "adamw"}
+    weight = torch.zeros(V, D)
+    assert default_labels({"proj.weight": weight, "wte.weight": weight}) == {
+        "proj.weight": "adamw",
+        "wte.weight": "adamw",
+    }
+
+
+def test_types_win_over_names():
+    model = build(
+        {
+            "up_proj": nn.Embedding(V, D),
+            "table": TokenEmbedding(weight=(V, D)),
+            "scale": LlamaRMSNorm(D, D),
+            "norm": LayerNormLinear(D, D, bias=False),
+            "embedder_proj": lin(D, D),
+        }
+    )
+    found = default_labels(model)
+    assert [name.removesuffix(".weight") for name in found if found[name] == "muon"] == ["norm", "embedder_proj"]
+    assert default_labels({"norm.weight": torch.zeros(4, 4)}) == {"norm.weight": "adamw"}
+
+
+MUON_NAMES = """
+    model.layers.0.mlp.gate_proj.weight mlp.gate_up_proj.weight experts.gate_up_proj experts.w_gate mlp.w_gate
+    embedder_proj.weight embedding_projection.weight time_emb_proj.weight
+    albert.embedding_hidden_mapping_in.weight blocks.0.sa.heads.0.key.weight attn.multi_head.weight
+    attn.in_proj_weight attention.output.dense.weight experts.3.gate.weight shared_experts.gate.weight
+    rnn.weight_ih_l0 conv2.weight attn.headwise.weight cls.predictions.transform.dense.weight token_mixer.weight
+    aggregate.weight decoder.0.weight block.fc.weight transformer.h.0.mlp.fc_out.weight
+    blocks.0.attn.to_out.0.weight layers.0.fc.parametrizations.weight.original
+"""
+ADAMW_NAMES = """
+    transformer.wte.weight wpe.weight tok_embeddings.weight embed_tokens.weight gpt_neox.embed_in.weight
+    embed_out.weight pos_embed pos_embedding positional_embedding class_embedding mask_token register_tokens
+    value_embeds.0.weight shared.weight to_patch_embedding.2.weight
+    vit.embeddings.patch_embeddings.projection.weight tokEmbedding.weight token_embedding_table.weight
+    lm_head.weight head.weight heads.head.weight classifier.1.weight score.weight output_layer.weight
+    unembed.weight lmHead.weight cls.predictions.decoder.weight lm_head.dense.weight mtp_head.0.weight
+    output.weight model.output.weight fc.weight proj_out.weight mlp.gate.weight block_sparse_moe.gate.weight
+    mlp.router.weight moe.router.gate.weight ffn.router.layer.weight gate.wg.weight router.classifier.weight
+    mlp.shared_expert_gate.weight experts.gate_up_proj_bias relative_position_bias_table
+    block.0.relative_attention_bias.weight q_proj.lora_A.default.weight wq.lora_a.weight lora.down.weight
+    mixer.A_log embed_tokens.parametrizations.weight.original0 _orig_mod.wte.weight
+    lm_head.modules_to_save.mine.weight query_embed.weight
+"""
+
+
+@pytest.mark.parametrize(
+    ("label", "name"), [("muon", n) for n in MUON_NAMES.split()] + [("adamw", n) for n in ADAMW_NAMES.split()]
+)
+def test_names_are_read_by_component(label, name):
+    assert default_labels({name: torch.zeros(6, 4)})[name] == label
+
+
+def test_a_gate_beside_up_and_down_belongs_to_the_mlp():
+    mlp = {f"layers.0.mlp.{n}.weight": torch.zeros(4, 4) for n in ("gate", "up", "down")}
+    assert set(default_labels(mlp).values()) == {"muon"}
+    moe = {
+        "moe.gate.weight": torch.zeros(4, 8),
+        "moe.up_proj": torch.zeros(4, 16, 8),
+        "moe.down_proj": torch.zeros(4, 8, 16),
+    }
+    assert default_labels(moe) == {"moe.gate.weight": "adamw", "moe.up_proj": "muon", "moe.down_proj": "muon"}
+
+
+@pytest.mark.parametrize(
+    ("size", "label"),
+    [
+        ((4, 8), "muon"),
+        ((1, 8), "adamw"),
+        ((8, 1), "adamw"),
+        ((1, 7, 8), "adamw"),
+        ((8, 1, 4), "adamw"),
+        ((8, 1, 3, 3), "adamw"),
+        ((8, 4, 1, 1), "muon"),
+        ((8, 4, 3), "muon"),
+        ((8, 4, 3, 3), "muon"),
+        ((8, 3, 7, 7), "adamw"),
+        ((2, 3, 64, 64), "muon"),
+        ((0, 4), "muon"),
+        ((4,), "adamw"),
+        ((), "adamw"),
+    ],
+)
+def test_a_vector_in_disguise_is_no_matrix(size, label):
+    assert default_labels({"x": torch.zeros(size)}) == {"x": label}
+
+
+def test_packed_attention_is_a_matrix_and_a_depthwise_convolution_is_not():
+    model = build({"attn": nn.MultiheadAttention(8, 2), "dw": nn.Conv1d(8, 8, 4, groups=8), "pw": nn.Conv1d(8, 8, 1)})
+    found = default_labels(model)
+    assert {n for n in found if found[n] == "muon"} == {"attn.in_proj_weight", "attn.out_proj.weight", "pw.weight"}
+    assert found.reason("dw.weight") == "depthwise: one vector a channel"
+
+
+def test_parametrized_layers_keep_their_type():
+    model = build(
+        {"table": parametrizations.orthogonal(nn.Embedding(8, 4)), "fc1": parametrizations.weight_norm(lin(8, 4))}
+    )
+    found = default_labels(model)
+    assert found["table.parametrizations.weight.original"] == "adamw"
+    assert found.reason("table.parametrizations.weight.original") == "embedding (module type Embedding)"
+    assert found["fc1.parametrizations.weight.original1"] == "muon"
+    assert found["fc1.parametrizations.weight.original0"] == "adamw"
+
+
+def test_a_class_that_fully_shard_generates_counts_as_the_one_written():
+    class FSDPModule:
+        pass
+
+    model = build({"table": nn.Embedding(8, 4)})
+    model.table.__class__ = type("FSDPEmbedding", (FSDPModule, nn.Embedding), {})
+    assert default_labels(model).reason("table.weight") == "embedding (module type Embedding)"
+
+
+def test_the_shape_that_zero_3_took_away_is_the_one_that_counts():
+    model = build({"fc1": lin(8, 4)})
+    model.fc1.weight.ds_shape = torch.Size([8, 4])
+    model.fc1.weight.data = torch.empty(0)
+    assert default_labels(model) == {"fc1.weight": "muon"}
+
+
+def test_frozen_parameters_are_left_out_and_plain_tensors_are_not_frozen():
+    model = build({"fc1": lin(8, 4)})
+    plain = {name: p.detach() for name, p in model.named_parameters()}
+    model.requires_grad_(False)
+    assert default_labels(model) == {"fc1.weight": None}
+    assert default_labels(plain) == {"fc1.weight": "muon"}
+    assert default_labels(model, [(frozen(), "sgd")]) == {"fc1.weight": "sgd"}
+
+
+def test_labels_can_be_renamed():
+    found = default_labels(nanogpt(), muon="matrix", other=None)
+    assert set(found.values()) == {"matrix", None}
+
+
+class Pair(NamedTuple):
+    wte: Tensor
+    hidden: Tensor
+
+
+def test_any_pytree_is_named_by_its_paths():
+    x = [torch.zeros(4, 4) for _ in range(4)]
+    found = default_labels({"blocks": [{"q": x[0]}, {"q": x[1]}], "pair": Pair(x[2], x[3]), "absent": None})
+    assert found == {
+        "blocks.0.q": "muon",
+        "blocks.1.q": "muon",
+        "pair.wte": "adamw",
+        "pair.hidden": "muon",
+        "absent": None,
+    }
+    assert default_labels([torch.zeros(2, 2), torch.zeros(2)]) == {"0": "muon", "1": "adamw"}
+
+
+def test_an_absent_leaf_is_labelled_none_and_not_reported():
+    params = {"fc1.weight": torch.zeros(4, 4), "gone": None}
+    for found in (default_labels(params), labels(params, [(ndim(2), "muon")])):
+        assert found == {"fc1.weight": "muon", "gone": None}
+        assert found.reason("gone") == "absent"
+        assert "gone" not in describe_text(found, params)
+
+
+@pytest.mark.parametrize("nothing", [{}, [], (), nn.Module()])
+def test_no_parameters_give_no_labels_and_no_warning(nothing):
+    assert default_labels(nothing, [(path("*"), "a")]) == {}
+
+
+def test_predicates_see_all_names_and_owners_of_a_tied_tensor():
+    rules = [(path("lm_head.*"), "head"), (tied(), "never")]
+    assert labels(gpt2(), rules, "rest")["transformer.wte.weight"] == "head"
+    found = labels(gpt2(), [(module_type(nn.Linear), "linear"), (module_type("Conv1D"), "conv")], None)
+    assert found["transformer.wte.weight"] == "linear"
+    assert found["transformer.h.0.mlp.c_fc.weight"] == "conv"
+
+
+# ------------------------------------------------------------------------------------------------------------ report
+
+
+def describe_text(chosen, params) -> str:
+    out = io.StringIO()
+    assert describe(chosen, params, file=out) is None
+    return out.getvalue()
+
+
+def test_the_report_has_a_line_for_every_parameter_and_totals(capsys):
+    model = gpt2(2)
+    chosen = default_labels(model, [(path("*.bias"), None)])
+    lines = format_labels(chosen, model).splitlines()
+    assert [line.split()[0] for line in lines[1 : len(chosen) + 1]] == list(chosen)
+    starts = {line.index(chosen.reason(name)) for line, name in zip(lines[1:], chosen, strict=False)}
+    assert len(starts) == 1
+    assert len({len(line) for line in lines[len(chosen) + 2 :]}) == 1
+    count = sum(p.numel() for p in model.parameters())
+    assert lines[-1].split() == ["total", str(len(chosen)), f"{count:,}", "100.0%"]
+    assert lines[-2].startswith("- (left out)")
+    describe(chosen, model)
+    assert capsys.readouterr().out == "\n".join(lines) + "\n"
+
+
+def test_the_report_takes_labels_mappings_and_functions():
+    params = {"wte.weight": torch.zeros(4, 2), "fc1.weight": torch.zeros(4, 2)}
+    by_function = format_labels(default_labels, params)
+    assert by_function == format_labels(default_labels(params), params)
+    assert by_function == format_labels(default_labels, iter(params.items()))
+    assert "given" in format_labels(dict(default_labels(params)), params)
+
+
+@pytest.mark.parametrize(("chosen", "complaint"), [({}, "no label for 'w'"), ({"w": "a", "v": "a"}, "labels for 'v'")])
+def test_the_report_wants_one_label_a_parameter(chosen, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        describe(chosen, {"w": torch.zeros(1)})
+
+
+# ------------------------------------------------------------------------------------------------------------ errors
+
+
+@pytest.mark.parametrize(
+    ("params", "error", "complaint"),
+    [
+        ([("w", torch.zeros(1)), ("w", torch.zeros(1))], ValueError, "'w' is given more than once"),
+        ({"a": {"b": torch.zeros(1)}, "a.b": torch.zeros(1)}, ValueError, "'a.b' is given more than once"),
+        ([("w", 3.0)], TypeError, "'w' is a float"),
+        ({"a": {"b": "text"}}, TypeError, "'a.b' is a str"),
+        (object(), TypeError, "is a object"),
+        (iter([torch.zeros(1)]), TypeError, "named_parameters"),
+        (nn.LazyLinear(3), ValueError, "'weight' has no shape yet"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
+def test_bad_parameters_are_named(params, error, complaint):
+    with pytest.raises(error, match=complaint):
+        default_labels(params)
+
+
+@pytest.mark.parametrize(
+    "rule", [path("*"), (path("*"),), ("*.weight", "a"), (is_tall, "a"), (path("*"), 3), (path("*"), "a", "b"), None]
+)
+def test_a_rule_that_is_no_pair_is_named(rule):
+    for route in (default_labels, lambda p, r: labels(p, r, "x")):
+        with pytest.raises(TypeError, match="rule 2"):
+            route({"w": torch.zeros(1)}, [(path("*"), "a"), rule])
+
+
+def test_parameters_without_a_rule_are_listed():
+    params = {f"w{n}": torch.zeros(1) for n in range(30)}
+    with pytest.raises(ValueError, match=r"29 of 30 parameters match no rule: 'w1', .* and 9 more; add"):
+        labels(params, [(path("w0"), "a")])
+    with pytest.raises(TypeError, match="default: found the label 3"):
+        labels(params, [], 3)  # pyright: ignore
+
+
+def test_a_rule_that_matches_nothing_is_warned_of_where_it_is_written():
+    for route, kind in ((default_labels, "user rule"), (lambda p, r: labels(p, r, "x"), "rule")):
+        with pytest.warns(UserWarning, match=rf"^{kind} 1: path\('typo.*'\) -> 'a' matches none of the 1") as caught:
+            route({"w": torch.zeros(1)}, [(path("typo.*"), "a")])
+        assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [
+        (lambda: ndim(), ValueError),
+        (lambda: ndim(2, min=1), ValueError),
+        (lambda: numel(), ValueError),
+        (lambda: shape(), ValueError),
+        (lambda: shape(..., 1, ...), ValueError),
+        (lambda: shape("x"), TypeError),
+        (lambda: path(), ValueError),
+        (lambda: path(["a"]), TypeError),
+        (lambda: module_type(), ValueError),
+        (lambda: module_type(3), TypeError),
+        (lambda: where("x"), TypeError),
+        (lambda: ndim(2) and path("*"), TypeError),
+        (lambda: ndim(2) & is_tall, TypeError),
+        (lambda: ndim(2) | "x", TypeError),
+        (lambda: Labels({"w": 3}), TypeError),
+        (lambda: Labels({3: "w"}), TypeError),
+        (lambda: Labels({}, {"w": "why"}), ValueError),
+    ],
+)
+def test_a_question_that_makes_no_sense_is_refused(make, error):
+    with pytest.raises(error):
+        make()
