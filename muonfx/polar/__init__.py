@@ -11,6 +11,7 @@ from muonfx.polar.coefficients import (
     with_safety,
 )
 from muonfx.polar.exact import polar_factor
+from muonfx.polar.fit import fit_coefficients
 from muonfx.polar.many import orthogonalize_many
 from muonfx.polar.orthogonalize import orthogonalize
 from muonfx.polar.policy import DTypeLike, compute_dtype
@@ -28,6 +29,7 @@ __all__ = [
     "CoefficientsLike",
     "coefficients",
     "with_safety",
+    "fit_coefficients",
     "Band",
     "band",
     "scalar_polynomial",

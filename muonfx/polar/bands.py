@@ -36,7 +36,7 @@ def scalar_polynomial(value: CoefficientsLike, s: torch.Tensor, steps: int | Non
 
 
 def band(value: CoefficientsLike, lower: float = 0.01, *, steps: int | None = None, points: int = 200_001) -> Band:
-    """The band that singular values land in, from the scalar polynomial on a fine float64 grid.
+    """The band that singular values land in, from the scalar polynomial on a fine float64 grid (so to about 1e-7).
 
     Args:
         value: a name, a `Coefficients` or a sequence of `(a, b[, c])`.

@@ -17,6 +17,7 @@ SUPPORTED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """The dtypes of inputs and of matrix products."""
 
 DTypeLike = torch.dtype | Literal["auto"]
+"""How the dtype of matrix products is asked for: by itself, or "auto" for what `compute_dtype` says."""
 
 
 def compute_dtype(dtype: torch.dtype, device: torch.device, requested: DTypeLike = "auto") -> torch.dtype:

@@ -1,0 +1,96 @@
+"""Coefficients fitted to an interval: the best composition of odd quintics, one step at a time."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from muonfx.polar.coefficients import Coefficients, Step
+
+_TAYLOR: Step = (1.875, -1.25, 0.375)  # the limit of the best quintic as its interval shrinks to the point 1
+
+
+def fit_coefficients(
+    steps: int, lower: float = 1e-3, *, cushion: float = 0.02407327424182761, safety: float = 1.0
+) -> Coefficients:
+    """The composition of `steps` odd quintics that is nearest to 1 on `[lower, 1]`.
+
+    Each polynomial is the best uniform approximation of 1 on the interval where the ones before it left the singular
+    values; with `cushion=0` that greedy choice is the best composition of all (arXiv 2505.16932, theorem 3.1).
+
+    Args:
+        steps: how many polynomials, at least 1.
+        lower: the smallest singular value, over the Frobenius norm, to bring near 1; in (0, 1).
+        cushion: fit on no wider an interval than `[cushion u, u]`, then centre on the true one. It gives up a little of
+            the convergence from `lower` for polynomials that stay away from zero inside the interval. 0 turns it off.
+        safety: as in `with_safety`, and accounted for in the fit of the steps that follow.
+
+    Raises:
+        ValueError: an argument outside its range.
+
+    >>> round(fit_coefficients(2, 0.1, cushion=0).steps[0][0], 4)
+    5.6037
+    """
+    if steps < 1:
+        raise ValueError(f"fit_coefficients: steps is {steps}, expected at least 1")
+    if not 0 < lower < 1:
+        raise ValueError(f"fit_coefficients: lower is {lower!r}, expected a number in (0, 1)")
+    if not 0 <= cushion < 1:
+        raise ValueError(f"fit_coefficients: cushion is {cushion!r}, expected a number in [0, 1)")
+    if not (math.isfinite(safety) and safety >= 1):
+        raise ValueError(f"fit_coefficients: safety is {safety!r}, expected a finite number of at least 1")
+
+    low, high = lower, 1.0
+    fitted: list[Step] = []
+    for i in range(steps):
+        a, b, c = best_quintic(max(low, cushion * high), high)
+        if low < cushion * high:  # centre: the two ends equally far from 1
+            centre = 2.0 / (_value((a, b, c), low) + _value((a, b, c), high))
+            a, b, c = a * centre, b * centre, c * centre
+        if i < steps - 1:
+            a, b, c = a / safety, b / safety**3, c / safety**5
+        fitted.append((a, b, c))
+        low = _value((a, b, c), low)
+        high = 2.0 - low
+    return Coefficients(
+        "fitted",
+        tuple(fitted),
+        f"fit_coefficients({steps}, {lower!r}, cushion={cushion!r}, safety={safety!r}), after arXiv 2505.16932",
+    )
+
+
+def best_quintic(low: float, high: float) -> Step:
+    """The quintic `a s + b s^3 + c s^5` that is uniformly nearest to 1 on `[low, high]`, by Remez exchange.
+
+    The error of the nearest one is `+e`, `-e`, `+e`, `-e` at four points: both ends and the two extrema between them.
+
+    Raises:
+        ValueError: not `0 < low < high`.
+
+    >>> [round(x, 4) for x in best_quintic(0.999999999, 1.000000001)]
+    [1.875, -1.25, 0.375]
+    """
+    if not 0 < low < high:
+        raise ValueError(f"best_quintic: found [{low!r}, {high!r}], expected 0 < low < high")
+    if low > (1 - 5e-6) * high:  # the four points are one to double precision
+        middle = (low + high) / 2
+        return _TAYLOR[0] / middle, _TAYLOR[1] / middle**3, _TAYLOR[2] / middle**5
+    inner = [(3 * low + high) / 4, (low + 3 * high) / 4]
+    previous = math.inf
+    for _ in range(100):
+        s = torch.tensor([low, *inner, high], dtype=torch.float64)
+        signs = torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
+        a, b, c, error = torch.linalg.solve(torch.stack([s, s**3, s**5, signs], dim=1), torch.ones_like(s)).tolist()
+        if abs(error - previous) <= 1e-15:
+            break
+        previous = error
+        # Extrema: a + 3 b t + 5 c t^2 = 0 for t = s^2, by the formula that does not cancel.
+        half = -1.5 * b + math.copysign(math.sqrt(max(2.25 * b * b - 5 * a * c, 0.0)), -b)
+        inner = sorted((math.sqrt(a / half), math.sqrt(half / (5 * c))))
+    return a, b, c  # pyright: ignore[reportPossiblyUnboundVariable]
+
+
+def _value(step: Step, s: float) -> float:
+    a, b, c = step
+    return s * (a + s * s * (b + c * s * s))

@@ -1,0 +1,63 @@
+"""What is refused at the door, and in which words."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from muonfx.polar import orthogonalize, orthogonalize_many, polar_factor
+
+GOOD = torch.eye(3)
+BAD = [
+    (torch.ones(3), ValueError, r"found shape \(3,\), expected \(\.\.\., m, n\)"),
+    (torch.ones(()), ValueError, r"found shape \(\)"),
+    (torch.ones(3, 3, dtype=torch.int64), TypeError, "found dtype torch.int64"),
+    (torch.ones(3, 3, dtype=torch.bool), TypeError, "found dtype torch.bool"),
+    (torch.ones(3, 3, dtype=torch.complex64), TypeError, "found dtype torch.complex64"),
+    (torch.ones(3, 3).to(torch.float8_e4m3fn), TypeError, ".*expected one of torch.float64"),
+    ([[1.0]], TypeError, "found list"),
+    (None, TypeError, "found NoneType"),
+]
+
+
+@pytest.mark.parametrize(("x", "error", "words"), BAD)
+def test_what_is_not_a_floating_matrix_is_refused(x, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match="x: " + words):
+        orthogonalize(x)
+    with pytest.raises(error, match=r"xs\[1\]: " + words):
+        orthogonalize_many([GOOD, x])
+    with pytest.raises(error, match="x: " + words):
+        polar_factor(x)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"steps": 0}, ValueError, "steps: found 0, expected at least 1"),
+        ({"steps": -2}, ValueError, "steps: found -2"),
+        ({"steps": 2.0}, TypeError, "steps: found 2.0"),
+        ({"steps": True}, TypeError, "steps: found True"),
+        ({"steps": 0, "coefficients": torch.ones(2, 3)}, ValueError, "steps: found 0"),
+        ({"dtype": "bfloat16"}, ValueError, "dtype: found 'bfloat16', expected 'auto' or a torch.dtype"),
+        ({"dtype": torch.int8}, TypeError, "dtype: found torch.int8"),
+        ({"dtype": torch.complex64}, TypeError, "dtype: found torch.complex64"),
+        ({"dtype": None}, TypeError, "dtype: found None"),
+    ],
+)
+@pytest.mark.parametrize("x", [GOOD, torch.ones(0, 3)])
+def test_malformed_options_are_refused(x: torch.Tensor, options: dict, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        orthogonalize(x, **options)
+    with pytest.raises(error, match=words):
+        orthogonalize_many([x], **options)
+
+
+def test_scratch_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="max_scratch_bytes: found 0"):
+        orthogonalize_many([GOOD], max_scratch_bytes=0)
+
+
+@pytest.mark.parametrize("rtol", [-0.1, 1.0, float("nan")])
+def test_rtol_must_be_a_fraction(rtol: float) -> None:
+    with pytest.raises(ValueError, match="rtol"):
+        polar_factor(GOOD, rtol=rtol)

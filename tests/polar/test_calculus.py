@@ -1,0 +1,134 @@
+"""Derivatives, and the transforms of torch.func."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch.func import grad, jacfwd, jacrev, jvp, vjp, vmap
+
+from muonfx.polar import KNOWN, orthogonalize, orthogonalize_many
+
+from .strategies import gap, problem
+
+# torch's own forward-mode tables go through torch.jit, which announces its end.
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+
+NAMES = ["polar_express_5", "aol", "cubic"]
+SHAPES = [(2, 3), (3, 2), (2, 2), (1, 3)]
+
+
+def matrix(*shape: int, batch: tuple[int, ...] = ()) -> torch.Tensor:
+    """A well-conditioned float64 matrix, so that finite differences mean something."""
+    x = problem(3, *shape, "gaussian", batch).x
+    eye = torch.eye(*shape, dtype=torch.float64)
+    return x + eye
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_first_derivatives_in_both_modes(shape: tuple[int, int], name: str) -> None:
+    x = matrix(*shape, batch=(2,)).requires_grad_()
+    assert torch.autograd.gradcheck(
+        lambda z: orthogonalize(z, coefficients=name, steps=2), (x,), check_forward_ad=True, check_batched_grad=True
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_second_derivatives(shape: tuple[int, int], name: str) -> None:
+    x = matrix(*shape).requires_grad_()
+    assert torch.autograd.gradgradcheck(lambda z: orthogonalize(z, coefficients=name, steps=2), (x,))
+
+
+@pytest.mark.parametrize("width", [2, 3])
+def test_derivatives_with_respect_to_coefficients(width: int) -> None:
+    table = torch.tensor([[3.0, -3.0, 1.0], [1.5, -0.5, 0.1]], dtype=torch.float64)[:, :width].requires_grad_()
+    x = matrix(2, 3).requires_grad_()
+
+    def run(z: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        return orthogonalize(z, coefficients=t, steps=3)
+
+    assert torch.autograd.gradcheck(run, (x, table), check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(run, (x, table))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_tensor_of_coefficients_is_the_same_numbers(dtype: torch.dtype) -> None:
+    x = problem(0, 8, 12, "clustered").x
+    steps = KNOWN["keller"].steps
+    table = torch.tensor(steps, dtype=torch.float64)
+    y = orthogonalize(x, coefficients=table, dtype=dtype)
+    assert gap(y, orthogonalize(x, coefficients=steps, dtype=dtype)) < {torch.float64: 1e-12, torch.float32: 2e-5}.get(
+        dtype, 0.2
+    )
+
+
+def test_coefficients_can_be_mapped_over() -> None:
+    x = problem(0, 5, 7, batch=(2,)).x.float()
+    tables = torch.randn(4, 3, 3, generator=torch.Generator().manual_seed(0))
+    for dtype in (torch.float32, torch.bfloat16):
+        run = functools.partial(lambda d, t: orthogonalize(x, coefficients=t, dtype=d), dtype)
+        mapped = vmap(run)(tables)
+        loop = torch.stack([run(t) for t in tables])
+        assert mapped.dtype == torch.float32
+        bound = 1e-4 if dtype == torch.float32 else 0.2
+        torch.testing.assert_close(mapped, loop, rtol=bound, atol=bound)
+    slopes = vmap(grad(lambda t: orthogonalize(x, coefficients=t, dtype=torch.float32).sum()))(tables)
+    assert slopes.shape == tables.shape
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("shape", [(4, 6), (6, 4)])
+def test_vmap_equals_a_loop(shape: tuple[int, int], name: str) -> None:
+    x = problem(1, *shape, "gaussian", (3, 2)).x
+    run = functools.partial(orthogonalize, coefficients=name)
+    loop = torch.stack([run(z) for z in x])
+    assert gap(vmap(run)(x), loop) < 1e-12
+    assert gap(vmap(vmap(run))(x), loop) < 1e-12
+    assert gap(vmap(run, in_dims=-1, out_dims=-1)(x.movedim(0, -1)).movedim(-1, 0), loop) < 1e-12
+    many = vmap(lambda z, w: orthogonalize_many([z, w.mT, z], coefficients=name))(x, x)
+    for found, expected in zip(many, (loop, loop.mT, loop), strict=True):
+        if name != "aol" or expected is loop or shape[0] != shape[1]:
+            assert gap(found, expected if expected is loop else run(x.mT)) < 1e-12
+
+
+def test_jacobians_agree_and_compose_with_vmap() -> None:
+    x = matrix(2, 3, batch=(3,))
+    run = functools.partial(orthogonalize, steps=2)
+    reverse = torch.stack([jacrev(run)(z) for z in x])
+    assert gap(vmap(jacrev(run))(x), reverse) < 1e-11
+    assert gap(vmap(jacfwd(run))(x), reverse) < 1e-11
+    hessian = jacfwd(jacrev(lambda z: run(z).sum()))(x[0])
+    assert gap(hessian, jacrev(jacrev(lambda z: run(z).sum()))(x[0])) < 1e-10
+
+
+def test_the_result_does_not_change_along_the_input() -> None:
+    x = matrix(3, 4)
+    _, tangent = jvp(functools.partial(orthogonalize), (x,), (x,))
+    assert tangent.abs().max() < 1e-11  # scaling x moves nothing
+
+
+@pytest.mark.parametrize("name", list(KNOWN))
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_derivatives_at_zero_are_finite(dtype: torch.dtype, name: str) -> None:
+    zero = torch.zeros(2, 3, 4)
+    zero[1, 1, 1] = 1.0  # beside a matrix that is not zero
+    run = functools.partial(orthogonalize, coefficients=name, dtype=dtype)
+    _, tangent = jvp(run, (zero,), (torch.ones_like(zero),))
+    _, pull = vjp(run, zero)
+    assert tangent.isfinite().all()
+    assert pull(torch.ones_like(zero))[0].isfinite().all()
+    x = zero.requires_grad_()
+    (once,) = torch.autograd.grad(run(x).sum(), x, create_graph=True)
+    (twice,) = torch.autograd.grad(once.square().sum(), x)
+    assert twice[0].isfinite().all()
+
+
+def test_many_is_differentiable() -> None:
+    xs = [matrix(2, 3).requires_grad_(), matrix(3, 2).requires_grad_(), matrix(2, 3, batch=(2,)).requires_grad_()]
+    assert torch.autograd.gradcheck(lambda *z: tuple(orthogonalize_many(z, steps=2)), tuple(xs), check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(lambda *z: tuple(orthogonalize_many(z, steps=1)), tuple(xs))
+    small = grad(lambda z: sum(y.sum() for y in orthogonalize_many([z, z.mT], max_scratch_bytes=1)))(xs[0].detach())
+    assert gap(small, grad(lambda z: 2 * orthogonalize(z).sum())(xs[0].detach())) < 1e-11

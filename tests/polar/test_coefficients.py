@@ -1,0 +1,145 @@
+"""The sets of coefficients: what they are, what they do to a singular value, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+
+from muonfx.polar import (
+    CANS_RAW,
+    KNOWN,
+    POLAR_EXPRESS_RAW,
+    Coefficients,
+    band,
+    coefficients,
+    orthogonalize,
+    scalar_polynomial,
+    with_safety,
+)
+from muonfx.polar.coefficients import schedule
+
+EVERY = [*KNOWN.values(), CANS_RAW, POLAR_EXPRESS_RAW]
+
+# Quoted to three decimals: minimum and maximum for normalised singular values of at least 0.01, overall maximum.
+QUOTED = [
+    ("keller", None, (0.682, 1.134, 1.202)),
+    ("quintic", None, (0.978, 1.032, 1.145)),
+    (POLAR_EXPRESS_RAW, 5, (0.876, 1.124, 1.124)),
+    (CANS_RAW, None, (0.884, 1.120, 1.120)),
+    ("cans", None, (0.867, 1.113, 1.113)),
+    ("polar_express", 5, (0.870, 1.124, 1.124)),
+    ("polar_express", None, (1.0, 1.0, 1.0)),
+    ("polar_express_5", None, (0.859, 1.141, 1.141)),
+    ("aol", None, (0.941, 1.050, 1.050)),
+    ("deepseek_v4", None, (1.0, 1.001, 1.002)),
+    ("cubic", None, (0.773, 1.300, 1.300)),
+]
+
+
+@pytest.mark.parametrize(("value", "steps", "quoted"), QUOTED)
+def test_quoted_bands_are_those_of_the_scalar_polynomial(value, steps, quoted) -> None:
+    assert band(value, 0.01, steps=steps) == pytest.approx(quoted, abs=5.1e-4)
+    s = torch.linspace(0.01, 1, 30_011, dtype=torch.float64)  # our own composition, on another grid
+    chosen = coefficients(value)
+    y = s if chosen.row_scaling else s / chosen.norm_safety
+    for a, b, c in schedule(chosen, steps):
+        y = a * y + b * y**3 + c * y**5
+    assert (y.min().item(), y.max().item()) == pytest.approx(quoted[:2], abs=1e-3)
+
+
+def test_slope_of_keller_at_zero() -> None:
+    assert math.prod(a for a, _, _ in KNOWN["keller"].steps) == pytest.approx(484.9, abs=0.1)
+
+
+def test_every_named_set_is_there() -> None:
+    lengths = {name: len(known.steps) for name, known in KNOWN.items()}
+    assert lengths == {
+        "keller": 5,
+        "quintic": 5,
+        "polar_express": 8,
+        "polar_express_5": 5,
+        "cans": 5,
+        "aol": 4,
+        "deepseek_v4": 10,
+        "cubic": 5,
+    }
+    assert [name for name, known in KNOWN.items() if known.row_scaling] == ["aol"]
+    assert {name: k.norm_safety for name, k in KNOWN.items() if k.norm_safety != 1} == {"polar_express_5": 1.02}
+    assert all(c == 0 for _, _, c in KNOWN["cubic"].steps)
+    assert all(known.source for known in EVERY)
+    with pytest.raises(TypeError):
+        KNOWN["mine"] = KNOWN["keller"]  # pyright: ignore[reportIndexIssue]
+
+
+@pytest.mark.parametrize("value", EVERY, ids=lambda value: value.name)
+def test_a_set_is_a_value(value: Coefficients) -> None:
+    assert eval(repr(value)) == value
+    assert pickle.loads(pickle.dumps(value)) == value
+    assert copy.deepcopy(value) == value
+    assert hash(pickle.loads(pickle.dumps(value))) == hash(value)
+    assert coefficients(value) is value
+
+
+def test_lists_and_ints_become_tuples_of_floats() -> None:
+    value = Coefficients("mine", [[3, -3], (1.5, -0.5, 0)])  # type: ignore[arg-type]
+    assert value == Coefficients("mine", ((3.0, -3.0, 0.0), (1.5, -0.5, 0.0)))
+    assert hash(value) == hash(Coefficients("mine", ((3.0, -3.0, 0.0), (1.5, -0.5, 0.0))))
+
+
+def test_safety_divides_the_input_of_every_step_but_the_last() -> None:
+    safe = with_safety("keller", 1.05)
+    s = torch.linspace(0, 1, 101, dtype=torch.float64)
+    y = s
+    for i, step in enumerate(KNOWN["keller"].steps):
+        y = scalar_polynomial([step], y if i == 4 else y / 1.05)
+    torch.testing.assert_close(scalar_polynomial(safe, s), y, rtol=1e-12, atol=1e-12)
+    assert safe.steps[-1] == KNOWN["keller"].steps[-1]
+
+
+def test_polar_express_is_its_table_with_safety() -> None:
+    assert KNOWN["polar_express"].steps == with_safety(POLAR_EXPRESS_RAW, 1.01).steps
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "words"),
+    [
+        ("newton", ValueError, "keller, quintic, polar_express, polar_express_5, cans, aol, deepseek_v4, cubic"),
+        ([], ValueError, "no steps"),
+        ((), ValueError, "no steps"),
+        ([(1.0,)], ValueError, "found 1 numbers"),
+        ([(1.0, 2.0, 3.0, 4.0)], ValueError, "found 4 numbers"),
+        ([(1.5, -0.5), (math.nan, 1.0, 1.0)], ValueError, "step 1: found nan"),
+        ([(math.inf, 1.0, 1.0)], ValueError, "finite"),
+        ((1.5, -0.5, 0.0), TypeError, "one for each step"),
+        ([("1.5", "-0.5")], TypeError, "found str"),
+        (["ab"], TypeError, "found 'ab'"),
+        ([(torch.tensor(1.5), -0.5)], TypeError, "one tensor of shape"),
+        (3, TypeError, "found int"),
+        (None, TypeError, "found NoneType"),
+        (torch.ones(3), ValueError, "expected \\(steps, 3\\)"),
+        (torch.ones(0, 3), ValueError, "steps >= 1"),
+        (torch.ones(2, 4), ValueError, "found a tensor of shape \\(2, 4\\)"),
+        (torch.ones(2, 3, dtype=torch.int32), TypeError, "floating"),
+    ],
+)
+def test_malformed_coefficients_are_refused(value, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        orthogonalize(torch.eye(3), coefficients=value)
+
+
+@pytest.mark.parametrize("safety", [0.0, -1.0, math.nan, math.inf])
+def test_safety_must_be_finite_and_positive(safety: float) -> None:
+    with pytest.raises(ValueError, match="above 0"):
+        with_safety("keller", safety)
+    with pytest.raises(ValueError, match="above 0"):
+        Coefficients("mine", ((1.5, -0.5, 0.0),), norm_safety=safety)
+
+
+@pytest.mark.parametrize("lower", [0.0, -0.1, 1.5, math.nan])
+def test_band_wants_a_lower_end_in_the_unit_interval(lower: float) -> None:
+    with pytest.raises(ValueError, match="lower"):
+        band("keller", lower)

@@ -1,0 +1,146 @@
+"""Magnitudes, zeros, non-finite entries, and shapes at the edge."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from muonfx.polar import KNOWN, orthogonalize, orthogonalize_many, polar_factor
+from muonfx.polar.scaling import power_of_two_scaled
+
+from .strategies import DTYPES, coarse, gap, problem
+
+WORKING = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", WORKING)
+@pytest.mark.parametrize("held", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("magnitude", [1e-38, 1e-30, 1e-20, 1e-7, 1e7, 1e20, 1e30, 1e38])
+def test_no_magnitude_vanishes_or_overflows(held: torch.dtype, dtype: torch.dtype, magnitude: float) -> None:
+    x = coarse(problem(1, 12, 16, "clustered").x)
+    x = x / x.abs().max()
+    reference = orthogonalize(x, dtype=torch.float64)
+    found = orthogonalize((x * magnitude).to(held), dtype=dtype)
+    assert found.isfinite().all()
+    assert gap(found, reference) < 0.2
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, *WORKING])
+@pytest.mark.parametrize("magnitude", [1e-305, 1e-300, 1e-100, 1e100, 1e300, 1.7e308])
+def test_float64_input_beyond_the_range_of_the_compute_dtype(dtype: torch.dtype, magnitude: float) -> None:
+    x = coarse(problem(1, 12, 16, "clustered").x)
+    x = x / x.abs().max()
+    found = orthogonalize(x * magnitude, dtype=dtype)
+    reference = orthogonalize(x)
+    assert gap(found, reference) < {torch.float64: 1e-12, torch.float32: 1e-4}.get(dtype, 0.2)
+
+
+@pytest.mark.parametrize(("held", "magnitude"), [(torch.float64, 1e-320), (torch.float32, 1e-42)])
+def test_subnormal_input_loses_only_the_bits_it_never_had(held: torch.dtype, magnitude: float) -> None:
+    x = coarse(problem(1, 12, 16, "clustered").x)
+    x = (x / x.abs().max() * magnitude).to(held)
+    ulp = torch.finfo(held).smallest_normal * torch.finfo(held).eps
+    reference = orthogonalize((x / ulp).double())  # the same matrix, in whole units of the last place
+    assert gap(orthogonalize(x, dtype=torch.float64), reference) < (1e-11 if held == torch.float64 else 1e-6)
+    assert gap(orthogonalize(x, dtype=torch.float16), reference) < 0.05
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_power_of_two_is_exact_over_the_whole_range(dtype: torch.dtype) -> None:
+    info = torch.finfo(dtype)
+    exponents = range(-149, 128) if dtype == torch.float32 else range(-1074, 1024, 7)
+    x = torch.stack([torch.full((1, 1), 2.0**k, dtype=dtype) for k in exponents])
+    y = power_of_two_scaled(x)
+    normal = (x >= info.smallest_normal) & (x < 2.0 ** (max(exponents) - 1))
+    assert (y[normal] == 1).all()
+    assert (y.log2() == y.log2().round()).all()
+    assert (y >= 2.0**-51).all()
+    assert (y < 4).all()
+    assert power_of_two_scaled(torch.full((1, 1), info.max, dtype=dtype)).item() < 4
+
+
+@pytest.mark.parametrize(
+    ("wide", "narrow"),
+    [(torch.float32, torch.bfloat16), (torch.float64, torch.bfloat16), (torch.float64, torch.float32)],
+)
+@pytest.mark.parametrize("name", ["polar_express_5", "aol"])
+def test_rounding_before_the_door_changes_no_bit(wide: torch.dtype, narrow: torch.dtype, name: str) -> None:
+    # What lets an exchange in the compute dtype equal one in the dtype of the gradients.
+    x = problem(6, 12, 17, "gaussian", (2,)).x.to(wide) * 1e-9
+    y = orthogonalize(x, coefficients=name, dtype=narrow)
+    assert torch.equal(orthogonalize(x.to(narrow).to(wide), coefficients=name, dtype=narrow), y)
+    assert torch.equal(orthogonalize(x.to(narrow), coefficients=name, dtype=narrow), y.to(narrow))
+
+
+def test_exponent_is_that_of_each_matrix() -> None:
+    x = coarse(problem(2, 5, 7, batch=(3,)).x).float()
+    scales = torch.tensor([2.0**-90, 1.0, 2.0**90]).reshape(3, 1, 1)
+    assert torch.equal(orthogonalize(x * scales), orthogonalize(x))
+
+
+@pytest.mark.parametrize(("held", "dtype"), list(itertools.product(DTYPES, DTYPES)))
+@pytest.mark.parametrize("name", list(KNOWN))
+def test_zero_gives_zero(held: torch.dtype, dtype: torch.dtype, name: str) -> None:
+    assert torch.equal(
+        orthogonalize(torch.zeros(2, 3, 4, dtype=held), coefficients=name, dtype=dtype),
+        torch.zeros(2, 3, 4, dtype=held),
+    )
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["keller", "polar_express_5", "aol", "cubic"])
+def test_a_non_finite_entry_stays_in_its_matrix(bad: float, dtype: torch.dtype, name: str) -> None:
+    x = problem(4, 5, 6, batch=(3,)).x.float()
+    clean = orthogonalize(x, coefficients=name, dtype=dtype)
+    x[1, 2, 3] = bad
+    found = orthogonalize(x, coefficients=name, dtype=dtype)
+    assert torch.equal(found[0], clean[0])
+    assert torch.equal(found[2], clean[2])
+    assert not found[1].isfinite().all()
+    many = orthogonalize_many(list(x), coefficients=name, dtype=dtype)
+    assert many[0].isfinite().all()
+    assert not many[1].isfinite().all()
+
+
+@given(
+    st.lists(st.integers(0, 3), max_size=2),
+    st.integers(0, 33),
+    st.integers(0, 33),
+    st.sampled_from(DTYPES),
+    st.sampled_from(["keller", "aol", "cubic"]),
+)
+def test_every_shape_comes_back(batch: list[int], m: int, n: int, dtype: torch.dtype, name: str) -> None:
+    x = torch.randn(*batch, m, n, generator=torch.Generator().manual_seed(m + 100 * n)).to(dtype)
+    for y in (orthogonalize(x, coefficients=name), orthogonalize_many([x], coefficients=name)[0], polar_factor(x)):
+        assert (y.shape, y.dtype) == (x.shape, x.dtype)
+        assert y.isfinite().all()
+        assert y is not x
+
+
+@pytest.mark.parametrize("shape", [(1, 7), (7, 1), (1, 1)])
+def test_a_vector_is_normalised(shape: tuple[int, int]) -> None:
+    x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 1e-30
+    assert gap(orthogonalize(x, coefficients="polar_express"), x / x.norm()) < 1e-12
+
+
+def test_meta_tensors_go_through() -> None:
+    for y in (
+        orthogonalize(torch.empty(3, 5, 4, device="meta")),
+        *orthogonalize_many([torch.empty(5, 4, device="meta")]),
+    ):
+        assert y.device.type == "meta"
+        assert y.shape[-2:] == (5, 4)
+
+
+def test_autocast_changes_nothing() -> None:
+    x = problem(0, 6, 9).x.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = orthogonalize(x, dtype=torch.float32)
+        (many,) = orthogonalize_many([x], dtype=torch.float32)
+    assert torch.equal(inside, orthogonalize(x, dtype=torch.float32))
+    assert torch.equal(many, inside)

@@ -1,0 +1,80 @@
+"""Fitted coefficients: the published tables again, and the equioscillation that makes a fit the best one."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from muonfx.polar import KNOWN, POLAR_EXPRESS_RAW, Coefficients, band, fit_coefficients, scalar_polynomial
+from muonfx.polar.fit import best_quintic
+
+
+@pytest.mark.parametrize(
+    ("fitted", "published"),
+    [
+        (fit_coefficients(8), POLAR_EXPRESS_RAW),
+        (fit_coefficients(5, cushion=0.02, safety=1.02), KNOWN["polar_express_5"]),
+    ],
+)
+def test_fit_finds_the_published_tables(fitted: Coefficients, published: Coefficients) -> None:
+    torch.testing.assert_close(
+        torch.tensor(fitted.steps, dtype=torch.float64),
+        torch.tensor(published.steps, dtype=torch.float64),
+        rtol=0,
+        atol=1e-10,
+    )
+
+
+@pytest.mark.parametrize("low", [1e-3, 0.1, 0.5, 0.9])
+@pytest.mark.parametrize("high", [1.0, 1.7])
+def test_error_of_the_best_quintic_alternates_four_times(low: float, high: float) -> None:
+    step = best_quintic(low, high)
+    s = torch.linspace(low, high, 400_001, dtype=torch.float64)
+    error = 1 - scalar_polynomial([step], s)
+    worst = error.abs().max()
+    touched = s[error.abs() > worst * (1 - 1e-5)]
+    runs = error[error.abs() > worst * (1 - 1e-5)].sign()
+    assert touched[0] == low
+    assert touched[-1] == high
+    assert (runs[1:] != runs[:-1]).sum() == 3
+
+
+@pytest.mark.parametrize("lower", [1e-4, 1e-3, 1e-2])
+def test_composition_is_symmetric_about_one_and_better_than_the_published_sets(lower: float) -> None:
+    low, high, _ = band(fit_coefficients(5, lower, cushion=0), lower)
+    assert low + high == pytest.approx(2, abs=1e-6)
+    for name in ("keller", "quintic", "polar_express_5", "cans"):
+        other = band(name, lower)
+        assert high - 1 < max(1 - other.minimum, other.maximum - 1)
+    cushioned = band(fit_coefficients(5, lower), lower)
+    assert cushioned.minimum + cushioned.maximum == pytest.approx(2, abs=1e-6)
+    assert cushioned.maximum >= high - 1e-9
+
+
+def test_fit_is_a_value_that_says_how_it_was_made() -> None:
+    fitted = fit_coefficients(3, 0.01)
+    assert eval(repr(fitted)) == fitted
+    assert "fit_coefficients(3, 0.01" in fitted.source
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        ({"steps": 0}, "steps"),
+        ({"steps": 3, "lower": 0.0}, "lower"),
+        ({"steps": 3, "lower": 1.0}, "lower"),
+        ({"steps": 3, "cushion": 1.0}, "cushion"),
+        ({"steps": 3, "safety": 0.9}, "safety"),
+        ({"steps": 3, "safety": math.nan}, "safety"),
+    ],
+)
+def test_ranges_are_checked(arguments: dict, word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        fit_coefficients(**arguments)
+
+
+def test_an_empty_interval_is_refused() -> None:
+    with pytest.raises(ValueError, match="0 < low < high"):
+        best_quintic(1.0, 1.0)
