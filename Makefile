@@ -1,0 +1,92 @@
+# Everything below runs in one virtual environment, .venv, that the first command makes. Needed beforehand: make, Python 3.11 or
+# later with its venv module, and a package index that pip can reach.
+PYTHON ?= python3
+ARGS ?=
+WORKERS ?= 2
+
+VENV := .venv
+PY := $(VENV)/bin/python
+MADE := $(VENV)/.made
+EXAMPLES := $(VENV)/.installed-examples
+DEV := $(VENV)/.installed-dev
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test test-deep lint format types docs docs-serve notebooks bench clean clean-all
+
+help: ## print this list
+	@echo 'usage: make <target> [ARGS="..."] [PYTHON=python3.12] [WORKERS=2]'
+	@echo
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+train: $(EXAMPLES) ## train a small GPT with Muon on this machine (ARGS="--help" lists the options)
+	@$(PY) examples/train_gpt.py $(ARGS)
+
+test: $(DEV) ## run the tests, doctests and documentation checks
+	@$(PY) -m pytest -n $(WORKERS) --timeout 300 $(ARGS)
+
+test-deep: $(DEV) ## the same with many more random examples: minutes become hours
+	@MUONFX_HYPOTHESIS_PROFILE=deep $(PY) -m pytest -n $(WORKERS) $(ARGS)
+
+lint: $(DEV) ## ruff: lint and format check
+	@$(PY) -m ruff check --output-format concise .
+	@$(PY) -m ruff format --check .
+
+format: $(DEV) ## ruff: mend what it can mend by itself
+	@$(PY) -m ruff check --fix .
+	@$(PY) -m ruff format .
+
+types: $(DEV) ## basedpyright, strict, over muonfx/
+	@$(PY) -m basedpyright --pythonpath $(PY)
+
+docs: $(DEV) ## build the documentation into site/; a warning is an error
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
+	@echo 'open site/index.html'
+
+docs-serve: $(DEV) ## serve the documentation on this machine, rebuilt on every change
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs serve
+
+notebooks: $(DEV) ## execute the notebooks (ARGS=--write keeps the new outputs)
+	@$(PY) scripts/run_notebooks.py $(ARGS)
+
+bench: $(DEV) ## run the benchmarks
+	@$(PY) -m benchmarks $(ARGS)
+
+setup: $(DEV) ## make the development environment and nothing else
+
+clean: ## remove what the commands above wrote, but not .venv
+	rm -rf site build dist .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+clean-all: clean ## remove .venv too
+	rm -rf $(VENV)
+
+# The environment, and a stamp for each set of packages in it. A changed pyproject.toml or constraints.txt makes a stamp stale;
+# an up-to-date stamp costs nothing.
+$(MADE):
+	@command -v $(PYTHON) >/dev/null 2>&1 || { \
+	  echo 'error: no "$(PYTHON)" on this machine: install Python 3.11 or later, or say make PYTHON=/path/to/python' >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "error: muonfx needs Python 3.11 or later, and $(PYTHON) is $$($(PYTHON) -V 2>&1): say make PYTHON=/path/to/python" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo 'error: $(PYTHON) cannot make virtual environments (on Debian and Ubuntu: apt install python3-venv)' >&2; exit 1; }
+	@echo '==> making a virtual environment in $(VENV) ('"$$($(PYTHON) -V 2>&1)"')'
+	@$(PYTHON) -m venv --clear $(VENV)
+	@touch $@
+
+# $(call install,extra,what it amounts to). Chatty on a terminal, so that a person sees the downloads move; quiet in a log.
+define install
+@echo '==> installing muonfx[$(1)] and its dependencies: $(2)'
+@if [ -t 1 ]; then quiet=; else quiet=-qq; fi; $(PY) -m pip install $$quiet -c constraints.txt -e '.[$(1)]'
+endef
+
+$(EXAMPLES): $(MADE) pyproject.toml constraints.txt
+	$(call install,examples,a minute or two$(comma) about 300 MB where torch comes as its CPU build)
+	@touch $@
+
+$(DEV): $(MADE) pyproject.toml constraints.txt
+	$(call install,dev,two to four minutes$(comma) about 500 MB where torch comes as its CPU build)
+	@touch $(EXAMPLES) $@
+
+comma := ,

@@ -1,0 +1,30 @@
+"""What every test and doctest runs under: one thread, a fixed seed, warnings as errors, and a hypothesis profile."""
+
+import os
+
+# Before torch is imported. One thread: sums come out in one order on every machine, and two pytest workers do not fight
+# over two cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import hypothesis
+import pytest
+import torch
+
+import muonfx as mfx
+
+torch.set_num_threads(1)
+
+# `ci` draws the same examples every time, so that a red run is its own fault; `deep` looks for new ones.
+# Neither looks at the clock: a busy machine is not a failure.
+_common = {"deadline": None, "print_blob": True, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("ci", derandomize=True, max_examples=25, **_common)
+hypothesis.settings.register_profile("deep", max_examples=1000, **_common)
+hypothesis.settings.load_profile(os.environ.get("MUONFX_HYPOTHESIS_PROFILE", "ci"))
+
+
+@pytest.fixture(autouse=True)
+def _seed(doctest_namespace: dict[str, object]) -> None:
+    """Seed torch before each test, and put the two names into doctests that every example starts with."""
+    torch.manual_seed(0)
+    doctest_namespace["torch"] = torch
+    doctest_namespace["mfx"] = mfx

@@ -1,0 +1,146 @@
+"""The documentation's laws: every public name is documented, shown and has an example, and every code block runs."""
+
+import doctest
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import griffe
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+import public_api  # noqa: E402
+
+SYMBOLS = public_api.symbols(public_api.load())
+
+
+def _needs_example(symbol: public_api.Symbol) -> bool:
+    """Functions and classes do; an exception, an enumeration or a plain record of fields is used by what does."""
+    if isinstance(symbol.object, griffe.Class):
+        bases = {str(base).rpartition(".")[2] for base in symbol.object.bases}
+        return not bases & {"NamedTuple", "Enum", "Protocol"} and not any(base.endswith("Error") for base in bases)
+    return isinstance(symbol.object, griffe.Function)
+
+
+@pytest.mark.parametrize("symbol", SYMBOLS, ids=lambda symbol: symbol.path)
+def test_a_public_name_is_documented(symbol: public_api.Symbol):
+    where = f"{symbol.path} ({symbol.object.relative_filepath}:{symbol.object.lineno})"
+    assert symbol.object.docstring, f"{where} has no docstring"
+    first, *rest = symbol.object.docstring.value.splitlines()
+    assert first.endswith("."), f"{where}: the docstring's first line is not one sentence: {first!r}"
+    assert not rest or not rest[0].strip(), f"{where}: the docstring's second line is not blank: {rest[0]!r}"
+    if _needs_example(symbol):
+        assert ">>> " in symbol.object.docstring.value, f"{where} has no example (a line that starts with >>>)"
+
+
+def test_every_public_name_is_in_the_api_pages():
+    pages = {name: text for name, (_, text) in public_api.pages().items()}
+    index = pages.pop("api/index.md")
+    for symbol in SYMBOLS:
+        shown = [name for name, text in pages.items() if f"::: {symbol.object.path}\n" in text]
+        assert len(shown) == 1, f"{symbol.path} is on {len(shown)} pages: {shown}"
+        assert f"][{symbol.object.path}]" in index
+
+
+def test_the_static_reading_agrees_with_the_import():
+    import muonfx
+
+    read = {symbol.path for symbol in SYMBOLS}
+    missing = {name for name in muonfx.__all__ if not name.startswith("_") and f"muonfx.{name}" not in read}
+    assert missing == {name for name in missing if isinstance(getattr(muonfx, name), type(sys))}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of Python: its text and the line that it starts on."""
+
+    line: int
+    text: str
+
+    @property
+    def is_session(self) -> bool:
+        """Whether it is a session with prompts, to be compared with what it shows."""
+        return self.text.lstrip().startswith(">>>")
+
+
+FENCE = re.compile(
+    r"^(?P<skip><!-- not run: \S.*-->\n\s*)?(?P<indent> *)```(?:python|pycon)[^\n]*\n(?P<text>.*?)^(?P=indent)``` *$",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+def blocks(text: str) -> list[Block]:
+    """The Python blocks of a page in order, but those under a comment `<!-- not run: the reason -->`."""
+    found: list[Block] = []
+    for match in FENCE.finditer(text):
+        if not match["skip"]:
+            indent = match["indent"]
+            lines = [line.removeprefix(indent) for line in match["text"].splitlines()]
+            found.append(Block(text[: match.start("text")].count("\n") + 1, "\n".join(lines) + "\n"))
+    return found
+
+
+def run_page(path: Path) -> int:
+    """Run a page's blocks in order in one namespace, as a reader would who types them in; give how many there were."""
+    namespace: dict[str, object] = {"__name__": "__page__"}
+    found = blocks(path.read_text(encoding="utf-8"))
+    flags = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
+    for block in found:
+        if block.is_session:
+            example = doctest.DocTestParser().get_doctest(block.text, namespace, path.name, str(path), block.line - 1)
+            runner = doctest.DebugRunner(optionflags=flags)
+            runner.run(example, clear_globs=False)
+            namespace.update(example.globs)
+        else:
+            padded = "\n" * (block.line - 1) + block.text  # so that a traceback names the page's own line
+            exec(compile(padded, str(path), "exec"), namespace)
+    return len(found)
+
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_code_of_a_page_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    run_page(path)
+
+
+def test_the_readme_shows_code():
+    assert blocks((ROOT / "README.md").read_text(encoding="utf-8"))
+
+
+def test_blocks_are_found_run_and_skipped(tmp_path: Path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```python\na = 1\n```\n\n<!-- not run: needs a cluster -->\n```python\n1 / 0\n```\n"
+        "\n- item\n\n  ```python\n  b = a + 1\n  ```\n\n```sh\nfalse\n```\n\n```pycon\n>>> a + b\n3\n```\n"
+    )
+    assert [block.line for block in blocks(page.read_text())] == [2, 13, 21]
+    assert run_page(page) == 3
+    page.write_text("text\n\n```python\nraise ValueError('line 4')\n```\n")
+    with pytest.raises(ValueError, match="line 4") as caught:
+        run_page(page)
+    assert caught.traceback[-1].lineno == 3  # counted from zero
+    page.write_text("```pycon\n>>> 1 + 1\n3\n```\n")
+    with pytest.raises(doctest.DocTestFailure):
+        run_page(page)
+
+
+NOTEBOOKS = sorted(path for path in (ROOT / "examples").rglob("*.ipynb") if ".ipynb_checkpoints" not in path.parts)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_a_notebook_is_committed_with_its_outputs(path: Path):
+    import nbformat
+
+    notebook = nbformat.read(path, as_version=4)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code" and cell.source.strip()]
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1)), (
+        f"{path.name}: not run from top to bottom: make notebooks ARGS=--write"
+    )
+    assert not [output for cell in cells for output in cell.outputs if output.output_type == "error"]

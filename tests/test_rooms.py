@@ -1,0 +1,137 @@
+"""The rooms' law: imports go down only.
+
+`FLOORS` is the list. A module may import from a lower floor, from its own room, and from a neighbour on its own floor
+as long as no circle of rooms comes of it. An import for types only (under `TYPE_CHECKING`) may close such a circle, but
+may not go up either. Nobody imports the roof, `muonfx/__init__.py`, from inside.
+"""
+
+import ast
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parent.parent / "muonfx"
+
+FLOORS = {
+    "tree": 0,
+    "recorded": 0,
+    "elementwise": 0,
+    "polar": 0,
+    "checks": 1,
+    "core": 1,
+    "partition": 1,
+    "hyperparams": 1,
+    "select": 1,
+    "schedules": 1,
+    "transforms": 2,
+    "recipes": 3,
+    "optimizer": 3,
+    "sharding": 3,
+    "checkpoint": 3,
+    "engines": 4,
+    "testing": 4,
+}
+ROOF = "muonfx"
+
+# `polar` is linear algebra: it knows tensors, not trees of them.
+STRANGERS = {("polar", other) for other in ("tree", "recorded", "elementwise")}
+
+
+def rooms_of(package: Path) -> Iterator[tuple[Path, str]]:
+    """Every module of the package but the roof, with the room that it lies in."""
+    for path in sorted(package.rglob("*.py")):
+        first = path.relative_to(package).parts[0].removesuffix(".py")
+        if first != "__init__":
+            yield path, first
+
+
+def imported_rooms(path: Path, package: Path) -> Iterator[tuple[int, str, bool]]:
+    """Line and room of every import of our own, at any depth of the file, and whether it is for types only."""
+    here = (package.name, *path.relative_to(package).with_suffix("").parts)
+    names = {file.stem if file.suffix == ".py" else file.name for file in package.iterdir()}
+    module = ast.parse(path.read_text(encoding="utf-8"))
+    for_types = {
+        child
+        for node in ast.walk(module)
+        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+        for statement in node.body
+        for child in ast.walk(statement)
+    }
+    for node in ast.walk(module):
+        if isinstance(node, ast.Import):
+            targets = [tuple(alias.name.split(".")) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = here[: len(here) - node.level] if node.level else ()
+            base += tuple(node.module.split(".")) if node.module else ()
+            targets = [(*base, alias.name) for alias in node.names]
+        else:
+            continue
+        for target in targets:
+            if target[0] == package.name:
+                room = target[1] if len(target) > 1 and target[1] in names else ROOF
+                yield node.lineno, room, node in for_types
+
+
+def complaints(package: Path, floors: dict[str, int]) -> list[str]:
+    """What breaks the law, one sentence each."""
+    found: list[str] = []
+    neighbours: dict[str, set[str]] = {}
+    for path, room in rooms_of(package):
+        where = path.relative_to(package.parent)
+        if room not in floors:
+            found.append(f"{where}: no floor is known for the room {room!r}: add it to FLOORS in tests/test_rooms.py")
+            continue
+        for line, other, for_types in imported_rooms(path, package):
+            if other == ROOF:
+                found.append(f"{where}:{line}: imports {ROOF} itself: import from the room that defines the name")
+            elif other != room and other in floors:
+                if not for_types:
+                    neighbours.setdefault(room, set()).add(other)
+                here, there = floors[room], floors[other]
+                if there > here:
+                    found.append(f"{where}:{line}: {room} (floor {here}) imports {other} (floor {there})")
+                elif (room, other) in STRANGERS:
+                    found.append(f"{where}:{line}: {room} must not know {other}")
+    try:
+        TopologicalSorter(neighbours).prepare()
+    except CycleError as error:
+        found.append(f"rooms in a circle: {' -> '.join(error.args[1])}")
+    return found
+
+
+def test_imports_go_down_only():
+    found = complaints(PACKAGE, FLOORS)
+    assert not found, "\n".join(found)
+
+
+TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    "
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "complaint"),
+    [
+        ("low.py", "from toy.high import x", "low (floor 0) imports high (floor 1)"),
+        ("low.py", "from toy import high", "low (floor 0) imports high (floor 1)"),
+        ("low.py", "def f():\n    from .high.part import x", "low (floor 0) imports high (floor 1)"),
+        ("low.py", "import toy.high.part", "low (floor 0) imports high (floor 1)"),
+        ("low.py", TYPES + "from toy.high import x", "low (floor 0) imports high (floor 1)"),
+        ("low.py", "import toy", "imports muonfx itself"),
+        ("high/part.py", "from .. import chain", "imports muonfx itself"),
+        ("new.py", "", "no floor is known for the room 'new'"),
+        ("beside.py", "from . import low", "rooms in a circle"),
+    ],
+)
+def test_a_breach_is_found(tmp_path: Path, file: str, text: str, complaint: str):
+    package = tmp_path / "toy"
+    (package / "high").mkdir(parents=True)
+    for name in ("__init__.py", "low.py", "high/__init__.py", "high/part.py"):
+        (package / name).write_text("")
+    (package / "low.py").write_text("from . import beside")
+    (package / "beside.py").write_text(TYPES + "from toy import low")
+    (package / "high" / "part.py").write_text("from ..low import y\nfrom . import z\nimport torch")
+    floors = {"low": 0, "beside": 0, "high": 1}
+    assert complaints(package, floors) == []
+    (package / file).write_text(text)
+    assert any(complaint in line for line in complaints(package, floors))
