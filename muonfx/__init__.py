@@ -5,10 +5,10 @@ An optimizer is a `Transform`, two pure functions over trees of tensors::
     init(params) -> state
     update(updates, state, params=None) -> (updates, state)
 
-Small transforms make larger ones: `chain` applies them one after another, `partition` and `masked` to different parameters.
-`apply_updates` adds the result to the parameters. `TransformOptimizer` turns any transform into a ``torch.optim.Optimizer``.
-What is listed in ``__all__``, here and in the public modules ``polar``, ``schedules``, ``select``, ``testing`` and ``tree``, is the public face;
-everything else is private.
+Small transforms make larger ones: `chain` applies them one after another, `partition` and `masked` to different
+parameters. `apply_updates` adds the result to the parameters. `TransformOptimizer` turns any transform into a
+``torch.optim.Optimizer``. What is listed in ``__all__``, here and in the public modules ``polar``, ``schedules``,
+``select``, ``testing`` and ``tree``, is the public face; everything else is private.
 """
 
 from muonfx import checks, polar, schedules, select, tree
@@ -32,6 +32,7 @@ from muonfx.hyperparams import (
     stack,
     with_hyperparams,
 )
+from muonfx.optimizer import Muon, TransformOptimizer
 from muonfx.partition import masked, partition
 from muonfx.recipes import adamw, lion, muon, muon_with_adamw, normuon
 from muonfx.schedules import (
@@ -82,7 +83,7 @@ from muonfx.transforms import (
 
 __version__ = "0.1.0"
 
-__all__ = [  # noqa: RUF022 - grouped by what they are for
+__all__ = [
     # modules
     "checks",
     "polar",
@@ -157,6 +158,9 @@ __all__ = [  # noqa: RUF022 - grouped by what they are for
     "schedule",
     "warmup_cosine",
     "warmup_stable_decay",
+    # as a torch optimizer
+    "Muon",
+    "TransformOptimizer",
     # recipes
     "adamw",
     "lion",

@@ -1,7 +1,7 @@
 """Bad input, caught at the door: each error names the leaf or argument, what was found, and what was expected.
 
-Argument checks look at Python numbers only. A tensor (a batch of hyperparameters, a traced value) passes: its value must not
-decide anything in Python.
+Argument checks look at Python numbers only. A tensor (a batch of hyperparameters, a traced value) passes: its value
+must not decide anything in Python.
 """
 
 from __future__ import annotations

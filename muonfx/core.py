@@ -3,12 +3,14 @@
 A `Transform` is two pure functions and a declaration:
 
 - ``init(params) -> state`` builds a state for a tree of parameters;
-- ``update(updates, state, params=None) -> (updates, state)`` maps gradients, or another transform's output, to new updates;
+- ``update(updates, state, params=None) -> (updates, state)`` maps gradients, or another transform's output, to new
+  updates;
 - ``locality`` says how much of the tree one output element depends on, which is all that a sharding layer must know.
 
-Neither function writes to its inputs, remembers anything, or looks at values to decide what to do. States are nests of dict,
-tuple, NamedTuple and tensors, so optree, ``torch.utils._pytree`` and ``torch.func`` see one and the same tree. A leaf of
-``None`` is absent: it gets no update and its state does not change. Updates come back in the dtype they came in.
+Neither function writes to its inputs, remembers anything, or looks at values to decide what to do. States are nests
+of dict, tuple, NamedTuple and tensors, so optree, ``torch.utils._pytree`` and ``torch.func`` see one and the same
+tree. A leaf of ``None`` is absent: it gets no update and its state does not change. Updates come back in the dtype
+they came in.
 """
 
 from __future__ import annotations
@@ -59,9 +61,9 @@ class Locality(IntEnum):
 class Donation(NamedTuple):
     """What the caller of ``update`` promises not to use again, so that its storage may be overwritten.
 
-    ``update(..., donate=True)`` donates both, as does ``Donation(updates=True, state=True)``. A transform that names ``donate``
-    in its ``update`` signature receives this value, and promises in turn: its updates never share storage with its new state,
-    nor with the incoming updates unless these were donated or it returns the very same tensor.
+    ``update(..., donate=True)`` donates both, as does ``Donation(updates=True, state=True)``. A transform that names
+    ``donate`` in its ``update`` signature receives this value, and promises in turn: its updates never share storage
+    with its new state, nor with the incoming updates unless these were donated or it returns the very same tensor.
 
     >>> Donation.of(True)
     Donation(updates=True, state=True)
@@ -219,15 +221,15 @@ def transform(
 ) -> Any:
     """Make a factory of transforms from a function that returns ``init`` and ``update``.
 
-    The numeric arguments of a call (floats, tensors, nested transforms) become the leaves of the transform's pytree view.
-    Validate arguments in the body with the functions of `muonfx.checks`, which pass tensors by: the body runs at the
-    call, and again with traced values wherever ``torch.func`` has rebuilt the transform.
+    The numeric arguments of a call (floats, tensors, nested transforms) become the leaves of the transform's pytree
+    view. Validate arguments in the body with the functions of `muonfx.checks`, which pass tensors by: the body runs
+    at the call, and again with traced values wherever ``torch.func`` has rebuilt the transform.
 
     Args:
-        constructor: the function; its name becomes the transform's name. Its ``update`` takes ``(updates, state, params)``
-            and, keyword-only, the extras that it wants to receive.
-        locality: a `Locality`, or a function of the constructor's arguments that returns one. Undeclared means TREE, which
-            is always correct.
+        constructor: the function; its name becomes the transform's name. Its ``update`` takes ``(updates, state,
+            params)`` and, keyword-only, the extras that it wants to receive.
+        locality: a `Locality`, or a function of the constructor's arguments that returns one. Undeclared means TREE,
+            which is always correct.
 
     Returns:
         A factory with the constructor's name, signature and docstring.
@@ -238,8 +240,10 @@ def transform(
         ... def sign_descent(rate: float = 0.1):
         ...     def init(params):
         ...         return mfx.EmptyState()
+        ...
         ...     def update(updates, state, params=None):
         ...         return mfx.tree.map(lambda u: -rate * u.sign(), updates), state
+        ...
         ...     return init, update
         >>> sign_descent(rate=0.5)
         sign_descent(rate=0.5)
@@ -325,6 +329,11 @@ def _entries(transforms: tuple[Transform | tuple[str, Transform], ...]) -> dict[
     return entries
 
 
+def chain_entries(tx: Transform) -> dict[str, Transform] | None:
+    """The transforms of a chain by name; None for any other transform."""
+    return _entries(tx.arguments["transforms"]) if tx.factory is chain else None
+
+
 def _name_parts_of_chain(value: Recorded) -> list[str]:
     return list(_entries(value.arguments["transforms"]))
 
@@ -368,7 +377,9 @@ def chain(*transforms: Transform | tuple[str, Transform]):
         new_state: dict[str, PyTree] = {}
         may_write = donate.updates
         for name, tx in entries.items():
-            out, new_state[name] = tx.run(updates, state[name], params, donate=Donation(may_write, donate.state), **extras)
+            out, new_state[name] = tx.run(
+                updates, state[name], params, donate=Donation(may_write, donate.state), **extras
+            )
             # What a transform that keeps the promise has made anew belongs to this chain alone.
             may_write = donate.state and tx.keeps_donation_promise and (may_write or _owned(out, updates))
             updates = out

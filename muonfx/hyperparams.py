@@ -1,8 +1,9 @@
 """The numeric arguments of a transform as data: listed, replaced, batched, differentiated, or kept in the state.
 
-A transform is a pytree whose leaves are its numeric arguments. `stack` makes one transform of several, with batched leaves, for
-``torch.func.vmap``; `as_tensors` makes the leaves tensors, for ``torch.func.grad``; `inject_hyperparams` moves them into the
-state, where a training loop can change them between steps without rebuilding or recompiling anything.
+A transform is a pytree whose leaves are its numeric arguments. `stack` makes one transform of several, with batched
+leaves, for ``torch.func.vmap``; `as_tensors` makes the leaves tensors, for ``torch.func.grad``; `inject_hyperparams`
+moves them into the state, where a training loop can change them between steps without rebuilding or recompiling
+anything.
 """
 
 from __future__ import annotations
@@ -142,7 +143,9 @@ def inject_hyperparams(inner: Transform):
         device = device_of(params)
         dtype = torch.float32 if device.type == "mps" else torch.float64
         values = {
-            name: torch.as_tensor(value, dtype=value.dtype if isinstance(value, Tensor) else dtype).to(device, copy=True)
+            name: torch.as_tensor(value, dtype=value.dtype if isinstance(value, Tensor) else dtype).to(
+                device, copy=True
+            )
             for name, value in parts_of(inner)
         }
         return InjectHyperparamsState(values, inner._functions[0](params))

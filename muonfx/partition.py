@@ -1,29 +1,31 @@
 """Different transforms for different parameters: `partition` and `masked`.
 
-Both hand the inner transform a flat dict of just its leaves under their dotted names, whatever the shape of the outer tree: a
-label's state holds only its leaves, reads as ``state["muon"]["momentum"].trace["blocks.0.attn.q.weight"]``, and has no
-placeholders that ``torch.func.vmap`` would trip over.
+Both hand the inner transform a flat dict of just its leaves under their dotted names, whatever the shape of the outer
+tree: a label's state holds only its leaves, reads as ``state["muon"]["momentum"].trace["blocks.0.attn.q.weight"]``,
+and has no placeholders that ``torch.func.vmap`` would trip over.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from muonfx import tree
 from muonfx.core import NOTHING, Donation, Transform, transform, widest
+from muonfx.recorded import part_names
 from muonfx.select.params import read_params
 from muonfx.select.predicates import Predicate
 from muonfx.tree import PyTree
 
-__all__ = ["masked", "partition", "resolve_mask"]
+__all__ = ["masked", "partition", "resolve_mask", "routes"]
 
 
 class _Assignment:
-    """Resolves labels (a tree, a mapping by name, or a function of the parameters) to one value per leaf, once per structure.
+    """Resolves labels to one value per leaf, once for each structure of parameters.
 
-    A function of the parameters may look at names, shapes and dtypes only; its answer is remembered for these.
+    Labels are a tree, a mapping by name, or a function of the parameters that returns either. A function of the
+    parameters may look at names, shapes and dtypes only; its answer is remembered for these.
     """
 
     def __init__(self, what: str, given: Any, kinds: type | tuple[type, ...]) -> None:
@@ -100,19 +102,17 @@ def _locality(transforms: Mapping[str, Transform], labels: Any) -> Any:
 
 
 @transform(locality=_locality)
-def partition(
-    transforms: dict[str, Transform], labels: PyTree | Mapping[str, str | None] | Callable[[PyTree], PyTree]
-):
+def partition(transforms: dict[str, Transform], labels: PyTree | Mapping[str, str | None] | Callable[[PyTree], PyTree]):
     """Apply to each parameter the transform that its label names.
 
-    The state is a dict from label to the state of that label's transform, which holds only its own leaves. Follows Optax's
-    ``partition``.
+    The state is a dict from label to the state of that label's transform, which holds only its own leaves. Follows
+    Optax's ``partition``.
 
     Args:
         transforms: one transform for each label.
-        labels: a tree of strings like the parameters, a mapping from dotted name to label (such as `default_labels` makes),
-            or a function of the parameters that returns either and looks at names, shapes and dtypes only. The label
-            ``None`` leaves a parameter out: no state, and an update of ``None``.
+        labels: a tree of strings like the parameters, a mapping from dotted name to label (such as `default_labels`
+            makes), or a function of the parameters that returns either and looks at names, shapes and dtypes only.
+            The label ``None`` leaves a parameter out: no state, and an update of ``None``.
 
     Raises:
         TypeError: a label is neither a string nor None; an entry is not a transform.
@@ -137,17 +137,19 @@ def partition(
         names, chosen = assign(params)
         for name, label in zip(names, chosen, strict=True):
             if label is not None and label not in transforms:
-                raise ValueError(f"partition: {name!r} has the label {label!r}; the transforms are for {_some(transforms)}")
+                raise ValueError(
+                    f"partition: {name!r} has the label {label!r}; the transforms are for {_some(transforms)}"
+                )
         return names, chosen
 
     def init(params: PyTree) -> dict[str, PyTree]:
         names, chosen = resolve(params)
         for label in transforms:
             if label not in chosen:
-                warnings.warn(f"partition: no parameter has the label {label!r}; its transform does nothing", stacklevel=2)
-        return {
-            label: tx._functions[0](_part(names, chosen, label, params)) for label, tx in transforms.items()
-        }
+                warnings.warn(
+                    f"partition: no parameter has the label {label!r}; its transform does nothing", stacklevel=2
+                )
+        return {label: tx._functions[0](_part(names, chosen, label, params)) for label, tx in transforms.items()}
 
     def update(
         updates: PyTree, state: dict[str, PyTree], params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any
@@ -175,8 +177,8 @@ def masked(inner: Transform, mask: PyTree | Mapping[str, bool] | Predicate | Cal
 
     Args:
         inner: the transform for the parameters whose mask is true.
-        mask: a tree of bools like the parameters, a mapping from dotted name to bool, a predicate of `muonfx.select`, or a
-            function of the parameters that returns a tree or mapping and looks at names, shapes and dtypes only.
+        mask: a tree of bools like the parameters, a mapping from dotted name to bool, a predicate of `muonfx.select`,
+            or a function of the parameters that returns a tree or mapping and looks at names, shapes and dtypes only.
 
     Raises:
         TypeError: a mask value is not a bool.
@@ -206,6 +208,30 @@ def masked(inner: Transform, mask: PyTree | Mapping[str, bool] | Predicate | Cal
         return tree.unflatten(treedef, merged), state
 
     return init, update
+
+
+def routes(tx: Transform, params: PyTree, prefix: str = "") -> Iterator[tuple[str, list[str], list[Any]]]:
+    """Find the partitions and masks within a transform, and what they choose for each parameter that reaches them.
+
+    Yields:
+        The dotted name of the partition or mask within the transform, the names of the parameters that reach it, and
+        their labels or mask values.
+    """
+    arguments = tx.arguments
+    inner = prefix + "." if prefix else ""
+    if tx.factory is partition:
+        names, chosen = _Assignment("partition: labels", arguments["labels"], (str, type(None)))(params)
+        yield prefix, names, chosen
+        for label, part in arguments["transforms"].items():
+            yield from routes(part, _part(names, chosen, label, params), f"{inner}{label}")
+    elif tx.factory is masked:
+        names, chosen = _Assignment("masked: mask", arguments["mask"], bool)(params)
+        yield prefix, names, chosen
+        yield from routes(arguments["inner"], _part(names, chosen, True, params), f"{inner}inner")
+    else:
+        for name, part in zip(part_names(tx), tx._parts, strict=True):
+            if isinstance(part, Transform):
+                yield from routes(part, params, f"{inner}{name}")
 
 
 def resolve_mask(what: str, mask: Any) -> Callable[[PyTree], list[bool]]:

@@ -33,7 +33,7 @@ CoefficientsLike = str | polar.Coefficients | tuple[tuple[float, ...], ...] | Te
 
 
 def muon(
-    learning_rate: Rate = 0.02,
+    learning_rate: Rate = 2e-3,
     *,
     decay: float = 0.95,
     nesterov: bool = True,
@@ -44,10 +44,11 @@ def muon(
     rule: str = "match_rms_adamw",
     mask: Mask = None,
 ) -> Transform:
-    """Muon, for parameters that are all matrices: momentum, orthogonalized, scaled by shape, with decoupled weight decay.
+    """Muon, for parameters that are all matrices: orthogonalized momentum, scaled by shape, with decoupled decay.
 
     Args:
-        learning_rate: a number or a schedule.
+        learning_rate: a number or a schedule. With the rule "match_rms_adamw" it is of AdamW's size; with "original",
+            Keller Jordan's 0.02 is customary.
         decay: of the momentum.
         nesterov: whether momentum looks ahead.
         weight_decay: decoupled; parameters shrink by ``learning_rate * weight_decay``.
@@ -74,7 +75,7 @@ def muon(
 
 
 def normuon(
-    learning_rate: Rate = 0.02,
+    learning_rate: Rate = 2e-3,
     *,
     decay: float = 0.95,
     neuron_decay: float = 0.95,
@@ -157,8 +158,8 @@ def lion(
 
 
 def muon_with_adamw(
-    learning_rate: Rate = 0.02,
-    adamw_learning_rate: Rate = 3e-4,
+    learning_rate: Rate = 2e-3,
+    adamw_learning_rate: Rate | None = None,
     *,
     weight_decay: float = 0.1,
     adamw_weight_decay: float = 0.1,
@@ -175,7 +176,8 @@ def muon_with_adamw(
 
     Args:
         learning_rate: Muon's, a number or a schedule.
-        adamw_learning_rate: AdamW's, a number or a schedule.
+        adamw_learning_rate: AdamW's, a number or a schedule; None: Muon's, which suits where the rule is
+            "match_rms_adamw".
         weight_decay: Muon's, decoupled.
         adamw_weight_decay: AdamW's, decoupled.
         decay: of Muon's momentum.
@@ -184,8 +186,8 @@ def muon_with_adamw(
         rule: as in `scale_by_shape`.
         coefficients: as in `orthogonalize`.
         dtype: as in `orthogonalize`.
-        labels: "muon", "adamw" or None for each parameter, as in `partition`. ``default_labels(model)`` decides by module
-            type; the default here sees names and shapes only.
+        labels: "muon", "adamw" or None for each parameter, as in `partition`. ``default_labels(model)`` decides by
+            module type; the default here sees names and shapes only.
         mask: which parameters decay, as in `add_decayed_weights`.
 
     >>> tx = muon_with_adamw(0.02, 3e-4)
@@ -203,7 +205,13 @@ def muon_with_adamw(
                 rule=rule,
                 mask=mask,
             ),
-            "adamw": adamw(adamw_learning_rate, b1=b1, b2=b2, weight_decay=adamw_weight_decay, mask=mask),
+            "adamw": adamw(
+                learning_rate if adamw_learning_rate is None else adamw_learning_rate,
+                b1=b1,
+                b2=b2,
+                weight_decay=adamw_weight_decay,
+                mask=mask,
+            ),
         },
         labels,
     )

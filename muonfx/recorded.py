@@ -1,13 +1,14 @@
 """Values that remember how they were made.
 
-A `Recorded` value holds a *factory* (a decorated constructor) and the arguments it was called with, and nothing else that
-matters. From that alone come a ``repr`` that evaluates back, equality, pickling, ``replace``, a fingerprint, and a pytree view
-whose leaves are the numeric arguments, so that ``torch.func`` can batch over a value or differentiate with respect to it.
+A `Recorded` value holds a *factory* (a decorated constructor) and the arguments it was called with, and nothing else
+that matters. From that alone come a ``repr`` that evaluates back, equality, pickling, ``replace``, a fingerprint, and
+a pytree view whose leaves are the numeric arguments, so that ``torch.func`` can batch over a value or differentiate
+with respect to it.
 
-Two kinds of argument: a *part* (a float, a tensor, or another recorded value) is visible in the pytree view; the rest (ints,
-strings, dtypes, functions, and floats inside containers) is fixed structure. Which argument is which is decided once, when
-the factory is called, and carried through unflattening as a *skeleton* with holes: ``torch.func.vmap`` unflattens with
-arbitrary objects, so deciding again from the values would give another structure.
+Two kinds of argument: a *part* (a float, a tensor, or another recorded value) is visible in the pytree view; the rest
+(ints, strings, dtypes, functions, and floats inside containers) is fixed structure. Which argument is which is
+decided once, when the factory is called, and carried through unflattening as a *skeleton* with holes:
+``torch.func.vmap`` unflattens with arbitrary objects, so deciding again from the values would give another structure.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from muonfx.tree import NAMESPACE
 
-__all__ = ["Recorded", "make_factory", "parts_of"]
+__all__ = ["Recorded", "make_factory", "part_names", "parts_of"]
 
 
 class _Hole:
@@ -131,7 +132,9 @@ class Recorded:
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuse: a recorded value does not change; `replace` makes another."""
-        raise AttributeError(f"{self._context.factory.__name__}(...) is a value and cannot be changed; use .replace({name}=...)")
+        raise AttributeError(
+            f"{self._context.factory.__name__}(...) is a value and cannot be changed; use .replace({name}=...)"
+        )
 
     @property
     def factory(self) -> Callable[..., Any]:
@@ -190,9 +193,8 @@ class Recorded:
         """
         unknown = changes.keys() - self._arguments.keys()
         if unknown:
-            raise TypeError(
-                f"{self.factory.__name__} has no argument {', '.join(sorted(unknown))}; it has {', '.join(self._arguments)}"
-            )
+            wrong, known = ", ".join(sorted(unknown)), ", ".join(self._arguments)
+            raise TypeError(f"{self.factory.__name__} has no argument {wrong}; it has {known}")
         return self._call(self.factory, {**self._arguments, **changes})
 
     def __repr__(self) -> str:
@@ -239,8 +241,8 @@ class Recorded:
 def make_factory(kind: type[Recorded], constructor: Callable[..., Any], **described: Any) -> Callable[..., Any]:
     """Turn a function into a factory of recorded values, with the function's name, signature and docstring.
 
-    The attributes of a factory: ``constructor`` (the function), ``parameters`` and ``kinds`` (its signature, read once, in a
-    form that can be traced), and whatever else is described.
+    The attributes of a factory: ``constructor`` (the function), ``parameters`` and ``kinds`` (its signature, read
+    once, in a form that can be traced), and whatever else is described.
     """
 
     @functools.wraps(constructor)
@@ -257,7 +259,7 @@ def make_factory(kind: type[Recorded], constructor: Callable[..., Any], **descri
 
 
 def parts_of(value: Recorded) -> Iterator[tuple[str, Any]]:
-    """Iterate over the numeric arguments of a recorded value, those of nested values included, as (dotted name, number).
+    """Iterate over the numeric arguments of a recorded value as (dotted name, number), nested values included.
 
     A factory may name its own parts by an attribute ``name_parts``, a function of the value (a chain does).
 
@@ -265,14 +267,15 @@ def parts_of(value: Recorded) -> Iterator[tuple[str, Any]]:
     >>> [name for name, _ in parts_of(mfx.chain(mfx.momentum(0.9), mfx.scale(2.0)))]
     ['momentum.decay', 'scale.factor']
     """
-    for name, part in zip(_part_names(value), value._parts, strict=True):
+    for name, part in zip(part_names(value), value._parts, strict=True):
         if isinstance(part, Recorded):
             yield from ((f"{name}.{inner}", number) for inner, number in parts_of(part))
         else:
             yield name, part
 
 
-def _part_names(value: Recorded) -> tuple[str, ...]:
+def part_names(value: Recorded) -> tuple[str, ...]:
+    """The dotted names of a value's own parts, in order."""
     chosen = getattr(value.factory, "name_parts", None)
     if chosen is not None:
         return tuple(chosen(value))
@@ -285,7 +288,7 @@ def _part_names(value: Recorded) -> tuple[str, ...]:
 
 
 def _flatten(value: Recorded) -> tuple[tuple[Any, ...], _Context, tuple[str, ...]]:
-    return value._parts, value._context, _part_names(value)
+    return value._parts, value._context, part_names(value)
 
 
 def _unflatten(context: _Context, parts: Any) -> Recorded:

@@ -1,15 +1,16 @@
 """Schedules: a hyperparameter as a function of the step count.
 
-A `Schedule` is a recorded value like a transform: it prints as the code that built it, compares, pickles, and its numeric
-arguments are leaves that can be batched or differentiated. Called with the count held in a transform's state (a 0-d integer
-tensor) it returns a 0-d tensor and branches on nothing; called with an int it returns a float, for a look or a plot.
-Step 0 is the first update.
+A `Schedule` is a recorded value like a transform: it prints as the code that built it, compares, pickles, and its
+numeric arguments are leaves that can be batched or differentiated. Called with the count held in a transform's state
+(a 0-d integer tensor) it returns a 0-d tensor and branches on nothing; called with an int it returns a float, for a
+look or a plot. Step 0 is the first update.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -52,7 +53,6 @@ def schedule(constructor: Callable[..., Callable[[Tensor], Any]]) -> Callable[..
     >>> inverse_sqrt(2.0)(3)
     1.0
     """
-
     return make_factory(Schedule, constructor)
 
 
@@ -179,7 +179,7 @@ def join(schedules: list[Schedule], boundaries: list[int]):
     """
     if len(schedules) != len(boundaries) + 1:
         raise ValueError(f"expected one schedule more than boundaries, found {len(schedules)} and {len(boundaries)}")
-    if any(later <= earlier for earlier, later in zip(boundaries, boundaries[1:], strict=False)):
+    if any(later <= earlier for earlier, later in pairwise(boundaries)):
         raise ValueError(f"boundaries must rise, found {boundaries}")
     return _joined(schedules, boundaries)
 

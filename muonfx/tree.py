@@ -1,8 +1,8 @@
 """Pytrees of tensors, on optree: leaves, names, and maps that leave ``None`` alone.
 
-The words are optree's. A *tree* is any nest of dict, tuple, list and NamedTuple; a *leaf* is what hangs at its ends. ``None``
-is a leaf here and means *absent*: a gradient that was not computed, a parameter that is frozen. Dictionaries are walked in
-sorted order of their keys, so two trees that differ only in insertion order are the same tree.
+The words are optree's. A *tree* is any nest of dict, tuple, list and NamedTuple; a *leaf* is what hangs at its ends.
+``None`` is a leaf here and means *absent*: a gradient that was not computed, a parameter that is frozen. Dictionaries
+are walked in sorted order of their keys, so two trees that differ only in insertion order are the same tree.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import optree
 import torch
 from torch import Tensor
 
-__all__ = ["NAMESPACE", "Present", "Spec", "flatten", "leaves", "map", "names", "spec", "tensors", "unflatten"]
+__all__ = ["NAMESPACE", "Present", "Spec", "flatten", "leaves", "map", "names", "paths", "spec", "tensors", "unflatten"]
 
 NAMESPACE = "muonfx"
 """The optree namespace in which muonfx registers its own nodes (transforms and schedules)."""
@@ -78,8 +78,17 @@ def names(tree: PyTree) -> list[str]:
     >>> names({"blocks": [{"q": 1.0}, {"q": 2.0}], "head": None})
     ['blocks.0.q', 'blocks.1.q', 'head']
     """
+    return [".".join(map(str, path)) for path in paths(tree)]
+
+
+def paths(tree: PyTree) -> list[tuple[Any, ...]]:
+    """List the keys, indices and field names that lead to each leaf, in the order of `leaves`.
+
+    >>> paths({"blocks": [{"q": 1.0}]})
+    [('blocks', 0, 'q')]
+    """
     accessors = optree.tree_accessors(tree, none_is_leaf=True, namespace=NAMESPACE)
-    return [".".join(str(getattr(entry, "field", entry.entry)) for entry in accessor) for accessor in accessors]
+    return [tuple(getattr(entry, "field", entry.entry) for entry in accessor) for accessor in accessors]
 
 
 def map(function: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
@@ -109,8 +118,8 @@ def spec(tree: PyTree) -> PyTree:
 class Present:
     """The places at which a tree holds something, so that work can be done on plain lists of tensors.
 
-    ``pick`` reads another tree (of the same structure) at these places, ``fill`` writes a list back to them. A gradient of
-    ``None`` is thus skipped without a word in any transform:
+    ``pick`` reads another tree (of the same structure) at these places, ``fill`` writes a list back to them. A
+    gradient of ``None`` is thus skipped without a word in any transform:
 
     >>> at = Present({"a": torch.ones(2), "b": None})
     >>> at.pick({"a": 1, "b": 2})

@@ -1,7 +1,8 @@
 """How a leaf is seen as matrices: which dims are rows and columns, and which blocks are matrices of their own.
 
-Shared by every transform that works on matrices, so that they all cut a leaf in the same way. Both settings are one value for
-all leaves, or a mapping from glob over the dotted name to a value (the first match counts; no match means no setting).
+Shared by every transform that works on matrices, so that they all cut a leaf in the same way. Both settings are one
+value for all leaves, or a mapping from glob over the dotted name to a value (the first match counts; no match means
+no setting).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Blocks = int | tuple[int, ...]
 
 
 def matrix_locality(dims: Any) -> Locality:
-    """MATRIX when matrices are the last two dims of a leaf and the rest a batch; else LEAF, which for a 2-D leaf is the same."""
+    """Say MATRIX where matrices are the last two dims and the rest a batch; else LEAF, for a 2-D leaf the same."""
     return Locality.MATRIX if dims == ((-2,), (-1,)) else Locality.LEAF
 
 
@@ -58,7 +59,9 @@ class MatrixView(NamedTuple):
                 raise ValueError(f"{name!r}: {size} {self._axis_name} cannot be cut into {self.blocks} equal blocks")
             return [_stack_blocks(matrix, self.blocks, self.block_axis)]
         if sum(self.blocks) != size:
-            raise ValueError(f"{name!r}: blocks {self.blocks} add up to {sum(self.blocks)}, the leaf has {size} {self._axis_name}")
+            raise ValueError(
+                f"{name!r}: blocks {self.blocks} add up to {sum(self.blocks)}, the leaf has {size} {self._axis_name}"
+            )
         return list(matrix.split(list(self.blocks), dim=self.block_axis))
 
     def join(self, matrices: list[Tensor], leaf: Tensor) -> Tensor:
@@ -99,7 +102,9 @@ class MatrixView(NamedTuple):
         sides = [[dim % leaf.ndim if -leaf.ndim <= dim < leaf.ndim else -1 for dim in side] for side in self.dims]
         taken = [dim for side in sides for dim in side]
         if -1 in taken or len(set(taken)) < len(taken):
-            raise ValueError(f"{name!r} has shape {tuple(leaf.shape)}; dims {self.dims} repeat a dim or name one that it has not")
+            raise ValueError(
+                f"{name!r} has shape {tuple(leaf.shape)}; dims {self.dims} repeat a dim or name one that it has not"
+            )
         return [dim for dim in range(leaf.ndim) if dim not in taken], sides[0], sides[1]
 
 

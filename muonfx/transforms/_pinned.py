@@ -36,8 +36,7 @@ def _wide(a: torch.dtype, b: torch.dtype) -> torch.dtype:
 def store(values: list[Tensor], old: Sequence[Tensor], *, reuse: bool) -> list[Tensor]:
     """Round values to the pinned dtypes of the old state; with ``reuse``, into its storage."""
     if reuse and not all(value is kept for value, kept in zip(values, old, strict=True)):
-        if not torch._C._are_functorch_transforms_active():
-            return ew.copy(values, into=old)
+        return ew.copy(values, into=old)
     return ew.cast(values, [kept.dtype for kept in old])
 
 

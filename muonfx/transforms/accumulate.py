@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from muonfx import checks
+from muonfx import checks, tree
 from muonfx import elementwise as ew
-from muonfx import tree
-from muonfx.core import NOTHING, Donation, Transform, transform
+from muonfx.core import NOTHING, Donation, Locality, Transform, transform
 from muonfx.hyperparams import device_of
 from muonfx.transforms._pinned import store, widen, zeros
 from muonfx.tree import Present, PyTree
@@ -22,7 +21,7 @@ class AccumulateState(NamedTuple):
     """State of `accumulate`."""
 
     count: Tensor
-    """Micro-batches since the last update, int64; in host memory, so that asking whether it is time costs no device sync."""
+    """Micro-batches since the last update, int64, in host memory: to ask whether it is time costs no device sync."""
     seen: Tensor
     """For each leaf, the micro-batches since the last update that had a gradient for it, int64, in host memory."""
     sums: PyTree
@@ -31,14 +30,15 @@ class AccumulateState(NamedTuple):
     """The inner transform's state."""
 
 
-@transform(locality=lambda inner, every, mean, dtype: inner.locality)
+@transform(locality=Locality.TREE)  # a None among the gradients is not "no such leaf" here: it may have had one before
 def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: torch.dtype | None = torch.float32):
     """Gather the gradients of several micro-batches and run the inner transform only on the last.
 
     In between, updates are zero. The caller may say where the last micro-batch is, with the extra ``boundary``:
-    ``update(grads, state, params, boundary=True)``; a plain bool makes the choice in Python. Without it a counter in the
-    state decides: in Python while it is a plain host tensor, by ``torch.cond`` under ``torch.compile``, and by selecting
-    between both outcomes under ``torch.func.vmap`` of the state, where the inner transform therefore runs at every call.
+    ``update(grads, state, params, boundary=True)``; a plain bool makes the choice in Python. Without it a counter in
+    the state decides: in Python while it is a plain host tensor, by ``torch.cond`` under ``torch.compile``, and by
+    selecting between both outcomes under ``torch.func.vmap`` of the state, where the inner transform therefore runs
+    at every call.
 
     A parameter whose gradient was None in some micro-batches counts those as zero; one whose gradient was None in all
     gets None.
@@ -90,9 +90,7 @@ def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: torch.
         wide, sums, _ = widen(grads, old)
         sums = store(ew.add(sums, wide, reuse=donate.state), old, reuse=donate.state)
         present = torch.tensor([leaf is not None for leaf in tree.leaves(updates)], device=state.seen.device)
-        gathered = AccumulateState(
-            state.count + 1, state.seen + present, at.fill(sums, state.sums), state.inner
-        )
+        gathered = AccumulateState(state.count + 1, state.seen + present, at.fill(sums, state.sums), state.inner)
         due = gathered.count >= every if boundary is None else boundary
         tracing = torch.compiler.is_compiling() or _is_traced(due)
         # Which leaves get an update must be known in Python; a traced call takes those that have a gradient now.
@@ -102,8 +100,10 @@ def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: torch.
             return act.step(gathered, donate) if bool(due) else act.wait(gathered)
         if torch.compiler.is_compiling() and isinstance(due, Tensor):
             return act.cond(due, gathered)
-        return act.select(due, gathered) if isinstance(due, Tensor) else (
-            act.step(gathered, NOTHING) if due else act.wait(gathered)
+        return (
+            act.select(due, gathered)
+            if isinstance(due, Tensor)
+            else (act.step(gathered, NOTHING) if due else act.wait(gathered))
         )
 
     return init, update
@@ -144,7 +144,9 @@ class _Act(NamedTuple):
         treedef = tree.flatten(self.updates)[1]
         number = gathered.count.to(torch.float64)
         combined = [
-            None if dtype is None else ((total / number.to(total.device, total.dtype)) if self.mean else total).to(dtype)
+            None
+            if dtype is None
+            else ((total / number.to(total.device, total.dtype)) if self.mean else total).to(dtype)
             for dtype, total in zip(self._dtypes(), tree.leaves(gathered.sums), strict=True)
         ]
         out, inner_state = self.inner.run(

@@ -55,7 +55,10 @@ def ema_params(decay: float = 0.999, *, dtype: torch.dtype | None = torch.float3
         at = Present(updates)
         old = at.pick(state.average)
         after = at.pick(apply_updates(params, updates))
-        wide = [torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32) for a, b in zip(after, old, strict=True)]
+        wide = [
+            torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
+            for a, b in zip(after, old, strict=True)
+        ]
         average = ew.lerp(ew.cast(old, wide), ew.cast(after, wide), 1.0 - decay, reuse=donate.state)
         return updates, EmaParamsState(at.fill(store(average, old, reuse=donate.state), state.average))
 
@@ -73,11 +76,11 @@ class MasterParamsState(NamedTuple):
 
 @transform(locality=lambda inner, dtype: inner.locality)
 def master_params(inner: Transform, dtype: torch.dtype = torch.float32):
-    """Run a chain on a copy of the parameters in higher precision, so that low-precision training loses no small update.
+    """Run a chain on a copy of the parameters in higher precision, so that no small update is lost.
 
-    The inner chain sees gradients and parameters in the master dtype. The updates are the difference between the rounding
-    of the new master and the parameters, in the master dtype, so that ``apply_updates`` lands on that rounding: also where
-    each single update is below half a unit in the last place of a bf16 parameter.
+    The inner chain sees gradients and parameters in the master dtype. The updates are the difference between the
+    rounding of the new master and the parameters, in the master dtype, so that ``apply_updates`` lands on that
+    rounding: also where each single update is below half a unit in the last place of a bf16 parameter.
 
     Args:
         inner: the whole chain, the learning rate included.

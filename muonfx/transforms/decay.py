@@ -7,9 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from muonfx import checks
+from muonfx import checks, tree
 from muonfx import elementwise as ew
-from muonfx import tree
 from muonfx.core import NOTHING, Donation, Locality, Transform, transform
 from muonfx.partition import resolve_mask
 from muonfx.schedules import Schedule
@@ -27,7 +26,8 @@ def add_decayed_weights(
 ):
     """Add the parameters, times a factor, to the updates.
 
-    Before `scale_by_learning_rate` this is the decoupled decay of AdamW: parameters shrink by ``learning_rate * weight_decay``.
+    Before `scale_by_learning_rate` this is the decoupled decay of AdamW: parameters shrink by ``learning_rate *
+    weight_decay``.
 
     Args:
         weight_decay: a number of 0 or more, or a schedule.
@@ -66,8 +66,9 @@ def add_decayed_weights(
 def cautious(inner: Transform, min_share: float = 1e-3):
     """Keep only those elements of a transform's updates that point the way of the gradient, and scale these up.
 
-    The elements whose sign differs from the incoming gradient's are set to zero and the rest of the leaf is divided by the
-    share that is kept. The inner transform must return updates in ascent direction: leave the learning rate outside.
+    The elements whose sign differs from the incoming gradient's are set to zero and the rest of the leaf is divided
+    by the share that is kept. The inner transform must return updates in ascent direction: leave the learning rate
+    outside.
 
     Args:
         inner: the transform whose updates are filtered.

@@ -44,17 +44,18 @@ def momentum(
 ):
     r"""Average gradients over time.
 
-    $m_t = \beta m_{t-1} + (1 - \beta) g_t$ and the update is $\beta m_t + (1 - \beta) g_t$ with Nesterov's look-ahead, else
-    $m_t$. With ``heavy_ball`` the average is a sum, $m_t = \beta m_{t-1} + g_t$, and the look-ahead $g_t + \beta m_t$.
+    $m_t = \beta m_{t-1} + (1 - \beta) g_t$ and the update is $\beta m_t + (1 - \beta) g_t$ with Nesterov's look-ahead,
+    else $m_t$. With ``heavy_ball`` the average is a sum, $m_t = \beta m_{t-1} + g_t$, and the look-ahead $g_t + \beta
+    m_t$.
 
     Args:
         decay: $\beta$, in [0, 1).
         nesterov: look one step ahead.
-        debias: divide by the weight that the average has gathered, as Adam does; with Nesterov both terms, as NAdam does:
-            $\beta m_t / (1 - \beta^{t+1}) + (1 - \beta) g_t / (1 - \beta^t)$.
+        debias: divide by the weight that the average has gathered, as Adam does; with Nesterov both terms, as NAdam
+            does: $\beta m_t / (1 - \beta^{t+1}) + (1 - \beta) g_t / (1 - \beta^t)$.
         heavy_ball: sum instead of averaging; it has no bias to correct.
-        dtype: the dtype of the state, pinned at `init`; None pins each parameter's own. The arithmetic is done in the wider
-            of gradient and state, at least fp32.
+        dtype: the dtype of the state, pinned at `init`; None pins each parameter's own. The arithmetic is done in the
+            wider of gradient and state, at least fp32.
 
     Returns:
         A transform of locality ELEMENT with a `MomentumState`, or a `DebiasedMomentumState`.
@@ -63,7 +64,8 @@ def momentum(
         ValueError: ``decay`` is out of range, or ``debias`` is combined with ``heavy_ball``.
         TypeError: ``dtype`` is not a floating-point dtype.
 
-    Follows ``torch.optim.Muon`` (EMA form), ``torch.optim.SGD`` (heavy ball) and ``optax.contrib.muon`` (bias correction).
+    Follows ``torch.optim.Muon`` (EMA form), ``torch.optim.SGD`` (heavy ball) and ``optax.contrib.muon`` (bias
+    correction).
 
     Example:
         >>> import muonfx as mfx

@@ -95,9 +95,9 @@ def monitor(name: str = "updates", metrics: tuple[str, ...] = ("norm", "rms")):
 
     Args:
         name: prefix of the values' names; give each monitor of a chain its own.
-        metrics: any of "norm" (2-norm of the whole tree), "rms" (root mean square of all elements), "orthogonality_error"
-            (mean over matrices of $\|UU^T - I\|_F / \sqrt{r}$, on the smaller side r), "spectral_norm" (largest singular
-            value over all matrices, estimated from below by 12 power iterations).
+        metrics: any of "norm" (2-norm of the whole tree), "rms" (root mean square of all elements),
+            "orthogonality_error" (mean over matrices of $\|UU^T - I\|_F / \sqrt{r}$, on the smaller side r),
+            "spectral_norm" (largest singular value over all matrices, estimated from below by 12 power iterations).
 
     Raises:
         ValueError: an unknown metric; the message lists those known.

@@ -11,7 +11,7 @@ from torch import Tensor
 from muonfx import checks
 from muonfx.core import NOTHING, Donation, transform
 from muonfx.transforms._matrices import Dims, matrix_locality, view_as_matrices
-from muonfx.tree import Present, PyTree, map
+from muonfx.tree import Present, PyTree
 
 __all__ = ["NeuronsState", "normalize_neurons"]
 
@@ -34,9 +34,9 @@ def normalize_neurons(
 ):
     r"""Divide each row of a matrix by the root of its running mean square.
 
-    $v_t = \beta v_{t-1} + (1 - \beta)\,\mathrm{mean}_j(u_{ij}^2)$ for each row i, and the update is $u_{ij} / (\sqrt{v_i} + \epsilon)$,
-    scaled so that each matrix keeps its Frobenius norm. It follows `orthogonalize` in a chain, and works on whole matrices
-    also where orthogonalization is done by blocks.
+    $v_t = \beta v_{t-1} + (1 - \beta)\,\mathrm{mean}_j(u_{ij}^2)$ for each row i, and the update is
+    $u_{ij} / (\sqrt{v_i} + \epsilon)$, scaled so that each matrix keeps its Frobenius norm. It follows
+    `orthogonalize` in a chain, and works on whole matrices also where orthogonalization is done by blocks.
 
     Args:
         decay: $\beta$, in [0, 1).
@@ -68,9 +68,10 @@ def normalize_neurons(
         at = Present(params)
         names, leaves = at.names(), at.pick(params)
         moments = [
-            own.split(leaf.detach(), name)[0][..., :1].new_zeros((), dtype=dtype or leaf.dtype).expand(
-                (*own.split(leaf.detach(), name)[0].shape[:-1], 1)
-            ).clone()
+            own.split(leaf.detach(), name)[0][..., :1]
+            .new_zeros((), dtype=dtype or leaf.dtype)
+            .expand((*own.split(leaf.detach(), name)[0].shape[:-1], 1))
+            .clone()
             for own, leaf, name in zip(view.of(names), leaves, names, strict=True)
         ]
         return NeuronsState(at.fill(moments))

@@ -32,8 +32,8 @@ class SkipNonfiniteState(NamedTuple):
 def skip_nonfinite(inner: Transform):
     """Leave the state of a transform bitwise as it was, and update nothing, when any gradient is NaN or infinite.
 
-    Nothing is read back from the device: old or new is selected there. So the inner transform runs at every step, on zeros
-    where the step is skipped, and its old state cannot be donated to it.
+    Nothing is read back from the device: old or new is selected there. So the inner transform runs at every step, on
+    zeros where the step is skipped, and its old state cannot be donated to it.
 
     Args:
         inner: usually the whole chain, so that one bad leaf skips the whole step.

@@ -32,11 +32,11 @@ def orthogonalize(
         coefficients: the name of a set (see `muonfx.polar`), the set itself, or its steps (a, b, c).
         steps: how many steps; None takes the set's own number.
         dtype: what to compute in; "auto" decides by the device. Updates come back in their own dtype.
-        dims: which dims of a leaf are rows and which are columns, the others being a batch: ``((-2,), (-1,))`` treats a stack
-            of expert matrices one by one. None: a leaf of more than two dims is flattened behind the first, as a
-            convolution wants it. A mapping gives a value for each glob over the leaf's dotted name.
-        blocks: cut each matrix along ``block_axis`` into this many equal blocks, or into blocks of these sizes, and treat
-            each alone: ``{"*.qkv.weight": 3}`` for a fused QKV, the number of heads for per-head updates.
+        dims: which dims of a leaf are rows and which are columns, the others being a batch: ``((-2,), (-1,))`` treats
+            a stack of expert matrices one by one. None: a leaf of more than two dims is flattened behind the first,
+            as a convolution wants it. A mapping gives a value for each glob over the leaf's dotted name.
+        blocks: cut each matrix along ``block_axis`` into this many equal blocks, or into blocks of these sizes, and
+            treat each alone: ``{"*.qkv.weight": 3}`` for a fused QKV, the number of heads for per-head updates.
         block_axis: -2 cuts rows (output features), -1 columns (input features).
 
     Returns:

@@ -102,9 +102,7 @@ def scale_by_schedule(schedule: Schedule | Callable[[Tensor], Tensor]):
 
 
 @transform(locality=Locality.ELEMENT)
-def scale_by_learning_rate(
-    learning_rate: float | Schedule | Callable[[Tensor], Tensor], *, flip_sign: bool = True
-):
+def scale_by_learning_rate(learning_rate: float | Schedule | Callable[[Tensor], Tensor], *, flip_sign: bool = True):
     """Multiply updates by a learning rate and turn them downhill: by default the factor is minus the rate.
 
     Args:
@@ -140,11 +138,12 @@ def scale_by_shape(
     blocks: Blocks | Mapping[str, Blocks] | None = None,
     block_axis: int = -2,
 ):
-    """Scale each matrix by a function of its shape, so that one learning rate suits all.
+    r"""Scale each matrix by a function of its shape, so that one learning rate suits all.
 
     Args:
-        rule: "original" $\\sqrt{\\max(1, r/c)}$, "match_rms_adamw" $0.2 \\sqrt{\\max(r, c)}$ or "spectral" $\\sqrt{r/c}$, for r
-            rows (output features) and c columns (input features) of the matrix, or of each block.
+        rule: "original" $\sqrt{\max(1, r/c)}$, "match_rms_adamw" $0.2 \sqrt{\max(r, c)}$ or "spectral"
+            $\sqrt{r/c}$, for r rows (output features) and c columns (input features) of the matrix, or of each
+            block.
         dims: as in `orthogonalize`, and the same value.
         blocks: as in `orthogonalize`, and the same value.
         block_axis: as in `orthogonalize`.

@@ -1,0 +1,183 @@
+"""A chain is, step for step, the optimizer that it writes down: torch's Muon, AdamW, SGD; Optax's Muon by formula."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import muonfx as mfx
+
+SHAPES = {"square": (16, 16), "wide": (8, 24), "tall": (24, 8), "row": (1, 12), "big": (64, 48)}
+STEPS = 10
+
+
+def draw(dtype: torch.dtype = torch.float32) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+    generator = torch.Generator().manual_seed(1)
+    params = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
+    steps = [
+        {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
+        for _ in range(STEPS)
+    ]
+    return params, steps
+
+
+def run_torch(make, params: dict[str, Tensor], steps: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    live = {name: torch.nn.Parameter(value.clone()) for name, value in params.items()}
+    optimizer = make(list(live.values()))
+    seen = []
+    for grads in steps:
+        for name, param in live.items():
+            param.grad = grads[name].clone()
+        optimizer.step()
+        seen.append({name: param.detach().clone() for name, param in live.items()})
+    return seen
+
+
+def run_ours(tx: mfx.Transform, params: dict[str, Tensor], steps: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    state, seen = tx.init(params), []
+    for grads in steps:
+        updates, state = tx.update(grads, state, params)
+        params = mfx.apply_updates(params, updates)
+        seen.append(params)
+    return seen
+
+
+def assert_close(ours: list[dict[str, Tensor]], theirs: list[dict[str, Tensor]], rtol: float, atol: float) -> None:
+    for step, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        for name in a:
+            where = f"step {step}, {name}: "
+            torch.testing.assert_close(a[name], b[name], rtol=rtol, atol=atol, msg=lambda m, where=where: where + m)
+
+
+@pytest.mark.parametrize("rule", ["original", "match_rms_adamw"])
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_muon_is_torch_optim_muon(rule, nesterov, weight_decay, precision, monkeypatch):
+    params, steps = draw()
+    if precision == "fp32":  # torch hard-codes bf16; in fp32 the bound can be tight. It writes to the copy, so copy.
+        monkeypatch.setattr(torch.Tensor, "bfloat16", lambda x: x.to(torch.float32, copy=True))
+    theirs = run_torch(
+        lambda ps: torch.optim.Muon(
+            ps, lr=0.02, weight_decay=weight_decay, momentum=0.9, nesterov=nesterov, adjust_lr_fn=rule
+        ),
+        params,
+        steps,
+    )
+    monkeypatch.undo()
+    tx = mfx.muon(
+        0.02,
+        decay=0.9,
+        nesterov=nesterov,
+        weight_decay=weight_decay,
+        coefficients="keller",
+        rule=rule,
+        dtype=torch.float32 if precision == "fp32" else torch.bfloat16,
+    )
+    ours = run_ours(tx, params, steps)
+    if precision == "fp32":
+        assert_close(ours, theirs, rtol=1e-4, atol=2e-5)
+        return
+    for name, (rows, columns) in SHAPES.items():
+        # bf16 products round differently when batched or summed in another order: singular values near the steep
+        # start of the polynomial (slope 485) carry that on. Per step an update moves an element by at most lr *
+        # scale.
+        moved = torch.linalg.matrix_norm(theirs[-1][name] - params[name])
+        assert torch.linalg.matrix_norm(ours[-1][name] - theirs[-1][name]) < 0.05 * moved, (name, rows, columns)
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("foreach", [True, False])
+def test_adamw_is_torch_optim_adamw(weight_decay, foreach):
+    params, steps = draw()
+    theirs = run_torch(
+        lambda ps: torch.optim.AdamW(ps, lr=1e-2, betas=(0.8, 0.95), weight_decay=weight_decay, foreach=foreach),
+        params,
+        steps,
+    )
+    ours = run_ours(mfx.adamw(1e-2, b1=0.8, b2=0.95, weight_decay=weight_decay), params, steps)
+    assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_scale_by_adam_is_torch_optim_adam_in_double_precision():
+    params, steps = draw(torch.float64)
+    theirs = run_torch(lambda ps: torch.optim.Adam(ps, lr=1e-2), params, steps)
+    tx = mfx.chain(mfx.scale_by_adam(mu_dtype=None, nu_dtype=None), mfx.scale_by_learning_rate(1e-2))
+    assert_close(run_ours(tx, params, steps), theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_heavy_ball_is_torch_optim_sgd(nesterov):
+    params, steps = draw()
+    theirs = run_torch(lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, nesterov=nesterov), params, steps)
+    tx = mfx.chain(mfx.momentum(0.9, nesterov=nesterov, heavy_ball=True), mfx.scale_by_learning_rate(0.1))
+    assert_close(run_ours(tx, params, steps), theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_global_norm_clipping_is_torch_clip_grad_norm():
+    params, steps = draw()
+    tx = mfx.clip_by_global_norm(1.0)
+    for grads in steps:
+        live = {name: torch.nn.Parameter(value) for name, value in params.items()}
+        for name, param in live.items():
+            param.grad = grads[name].clone()
+        torch.nn.utils.clip_grad_norm_(live.values(), 1.0)
+        ours, _ = tx.update(grads, tx.init(params))
+        for name in ours:
+            torch.testing.assert_close(ours[name], live[name].grad, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_debiased_momentum_follows_optax_definition(nesterov):
+    """optax.contrib.muon: mu_hat = beta * mu / (1 - beta**(t + 1)) + (1 - beta) * g / (1 - beta**t), t from 1."""
+    beta = 0.9
+    params, steps = draw(torch.float64)
+    tx = mfx.momentum(beta, nesterov=nesterov, debias=True, dtype=None)
+    state = tx.init(params)
+    mu = {name: torch.zeros_like(value) for name, value in params.items()}
+    for t, grads in enumerate(steps, start=1):
+        updates, state = tx.update(grads, state, params)
+        for name, g in grads.items():
+            mu[name] = beta * mu[name] + (1 - beta) * g
+            expected = mu[name] / (1 - beta**t)
+            if nesterov:
+                expected = beta * mu[name] / (1 - beta ** (t + 1)) + (1 - beta) * g / (1 - beta**t)
+            torch.testing.assert_close(updates[name], expected, rtol=1e-12, atol=1e-14)
+
+
+def test_lion_follows_its_definition():
+    params, steps = draw(torch.float64)
+    tx = mfx.lion(1e-3, b1=0.9, b2=0.99, weight_decay=0.1)
+    tx = mfx.chain(
+        mfx.scale_by_lion(0.9, 0.99, mu_dtype=None), mfx.add_decayed_weights(0.1), mfx.scale_by_learning_rate(1e-3)
+    )
+    ours = run_ours(tx, params, steps)
+    m = {name: torch.zeros_like(value) for name, value in params.items()}
+    for step, grads in enumerate(steps):
+        for name, g in grads.items():
+            update = (0.9 * m[name] + 0.1 * g).sign() + 0.1 * params[name]
+            params[name] = params[name] - 1e-3 * update
+            m[name] = 0.99 * m[name] + 0.01 * g
+            torch.testing.assert_close(ours[step][name], params[name], rtol=1e-12, atol=1e-14)
+
+
+def test_normuon_follows_its_definition():
+    """NorMuon, algorithm 1: rows over the root of their second moment, then 0.2 sqrt(mn) / norm."""
+    params, steps = draw(torch.float64)
+    tx = mfx.chain(
+        mfx.momentum(0.95, nesterov=False, dtype=None),
+        mfx.orthogonalize(coefficients=((1.875, -1.25, 0.375),), steps=40, dtype=torch.float64),
+        mfx.normalize_neurons(0.9, 1e-12, dtype=None),
+        mfx.scale_by_shape("match_rms_adamw"),
+    )
+    state = tx.init(params)
+    m = {name: torch.zeros_like(value) for name, value in params.items()}
+    v = {name: torch.zeros(value.shape[0], 1, dtype=torch.float64) for name, value in params.items()}
+    for grads in steps:
+        updates, state = tx.update(grads, state, params)
+        for name, g in grads.items():
+            m[name] = 0.95 * m[name] + 0.05 * g
+            o = mfx.polar.polar_factor(m[name])
+            v[name] = 0.9 * v[name] + 0.1 * o.square().mean(dim=1, keepdim=True)
+            normalized = o / (v[name].sqrt() + 1e-12)
+            expected = normalized * 0.2 * normalized.numel() ** 0.5 / torch.linalg.matrix_norm(normalized)
+            torch.testing.assert_close(updates[name], expected, rtol=1e-6, atol=1e-8)

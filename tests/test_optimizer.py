@@ -1,0 +1,442 @@
+"""Any transform as a torch optimizer: the numbers of the functional form, and all that torch expects of one."""
+
+import copy
+import io
+import itertools
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+import muonfx as mfx
+
+
+def make_model(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Embedding(8, 6), nn.Linear(6, 10), nn.LayerNorm(10), nn.Linear(10, 4)).to(dtype)
+
+
+def set_grads(model: nn.Module, seed: int, skip: tuple[str, ...] = ()) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for name, param in model.named_parameters():
+        drawn = torch.randn(param.shape, generator=generator).to(param.dtype)
+        param.grad = None if name in skip else drawn
+
+
+def grads_of(model: nn.Module) -> dict[str, Tensor | None]:
+    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+
+def params_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def assert_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+def chains(model: nn.Module) -> dict[str, mfx.Transform]:
+    labels = mfx.default_labels(model)
+    muon = mfx.muon_with_adamw(0.02, 1e-3, labels=labels, mask=mfx.select.ndim(min=2))
+    return {
+        "muon": muon,
+        "adamw": mfx.adamw(1e-2),
+        "lion": mfx.lion(1e-3, weight_decay=0.1),
+        "clipped": mfx.chain(mfx.clip_by_global_norm(0.5), mfx.monitor("grad"), muon, mfx.monitor("step")),
+        "skipping": mfx.skip_nonfinite(muon),
+        "averaged": mfx.chain(muon, mfx.ema_params(0.9)),
+        "accumulated": mfx.accumulate(mfx.adamw(1e-2), every=2),
+        "scheduled": mfx.chain(mfx.momentum(), mfx.scale_by_learning_rate(mfx.warmup_cosine(0.1, 2, 10))),
+        "injected": mfx.inject_hyperparams(mfx.adamw(1e-2)),
+        "masked": mfx.chain(
+            mfx.scale_by_adam(), mfx.masked(mfx.clip_by_value(0.5), mfx.select.ndim(1)), mfx.scale(-0.1)
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", chains(make_model()))
+@pytest.mark.parametrize("bucket_bytes", [1, 300, 1 << 28])
+@pytest.mark.parametrize("donate_grads", [False, True])
+def test_steps_are_those_of_the_functional_form(name, bucket_bytes, donate_grads):
+    model = make_model()
+    tx = chains(model)[name]
+    optimizer = mfx.TransformOptimizer(model, tx, bucket_bytes=bucket_bytes, donate_grads=donate_grads)
+    params = params_of(model)
+    state = tx.init(params)
+    for step in range(5):
+        set_grads(model, step, skip=("1.weight", "1.bias") if step == 2 else ())
+        grads = grads_of(model)
+        updates, state = tx.update(grads, state, params)
+        params = mfx.apply_updates(params, updates)
+        optimizer.step()
+        if not donate_grads:
+            for key, grad in grads_of(model).items():
+                assert grad is None or torch.equal(grad, grads[key]), key
+        ours = params_of(model)
+        for key in ours:  # batches of other sizes may round differently in the Newton-Schulz products
+            torch.testing.assert_close(ours[key], params[key], rtol=1e-5, atol=1e-6)
+    ours = mfx.tree.leaves(optimizer.transform_state)
+    for a, b in zip(ours, mfx.tree.leaves(state), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_groups_follow_the_labels_and_hold_the_hyperparameters():
+    model = make_model()
+    optimizer = mfx.Muon(model, lr=0.02, adamw_lr=1e-3, weight_decay=0.2, momentum=0.9)
+    by_label = {group["label"]: group for group in optimizer.param_groups}
+    assert by_label.keys() == {"muon", "adamw"}
+    assert by_label["muon"]["param_names"] == ["1.weight", "3.weight"]
+    assert by_label["muon"]["lr"] == 0.02
+    assert by_label["adamw"]["lr"] == 1e-3
+    assert by_label["muon"]["momentum.decay"] == 0.9
+    assert by_label["adamw"]["scale_by_adam.b2"] == 0.95
+    assert by_label["adamw"]["weight_decay"] == 0.2
+
+
+def test_schedulers_keep_each_groups_own_base_rate():
+    model = make_model()
+    optimizer = mfx.Muon(model, lr=0.02, adamw_lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    for step in range(3):
+        rates = {group["label"]: group["lr"] for group in optimizer.param_groups}
+        assert rates == pytest.approx({"muon": 0.02 * 0.5**step, "adamw": 1e-3 * 0.5**step})
+        set_grads(model, step)
+        before = params_of(model)
+        optimizer.step()
+        scheduler.step()
+        bias = "1.bias"
+        assert (model.get_parameter(bias) - before[bias]).abs().max() < 3 * rates["adamw"]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 5),
+        lambda o: torch.optim.lr_scheduler.OneCycleLR(o, [0.1, 0.01], total_steps=10, cycle_momentum=False),
+        lambda o: torch.optim.lr_scheduler.SequentialLR(
+            o,
+            [torch.optim.lr_scheduler.LinearLR(o, 0.1, total_iters=2), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)],
+            [2],
+        ),
+        lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o),
+    ],
+)
+def test_every_kind_of_scheduler_drives_the_rate(make):
+    model = make_model()
+    optimizer = mfx.Muon(model, lr=0.02)
+    scheduler = make(optimizer)
+    plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+    for step in range(6):
+        set_grads(model, step)
+        optimizer.step()
+        scheduler.step(*([1.0] if plateau else []))
+    assert all(group["lr"] >= 0 for group in optimizer.param_groups)
+
+
+def test_a_groups_rate_scales_its_own_updates_only():
+    model, twin = make_model(), make_model()
+    groups = [
+        {"params": [(n, p) for n, p in model.named_parameters() if p.ndim == 1], "lr": 0.1},
+        {"params": [(n, p) for n, p in model.named_parameters() if p.ndim > 1], "lr": 0.01, "weight_decay": 0.5},
+    ]
+    optimizer = mfx.TransformOptimizer(groups, mfx.adamw(1.0, weight_decay=0.0))
+    reference = torch.optim.AdamW(
+        [
+            {"params": [p for p in twin.parameters() if p.ndim == 1], "lr": 0.1, "weight_decay": 0.0},
+            {"params": [p for p in twin.parameters() if p.ndim > 1], "lr": 0.01, "weight_decay": 0.5},
+        ]
+    )
+    for step in range(4):
+        set_grads(model, step)
+        set_grads(twin, step)
+        optimizer.step()
+        reference.step()
+        if step == 1:  # read live
+            for group in [optimizer.param_groups[0], reference.param_groups[0]]:
+                group["lr"] = 0.05
+    for (name, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_groups_that_disagree_about_a_tree_wide_argument_are_an_error_and_change_nothing():
+    model = make_model()
+    optimizer = mfx.TransformOptimizer(
+        [{"params": model[1].named_parameters()}, {"params": [("w", model[3].weight), ("b", model[3].bias)]}],
+        mfx.chain(mfx.clip_by_global_norm(1.0), mfx.scale(-0.1)),
+    )
+    optimizer.param_groups[0]["clip_by_global_norm.max_norm"] = 2.0
+    set_grads(model, 0)
+    before = params_of(model)
+    with pytest.raises(ValueError, match=r"disagree about 'clip_by_global_norm\.max_norm'"):
+        optimizer.step()
+    assert_equal(params_of(model), before)
+
+
+def test_closures_run_with_gradients_and_their_loss_is_returned():
+    model = make_model()
+    optimizer = mfx.Muon(model)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.arange(8)).square().mean()
+        loss.backward()
+        return loss
+
+    first = optimizer.step(closure)
+    assert first.requires_grad
+    assert optimizer.step(closure) < first
+
+
+def test_extras_reach_the_transform():
+    @mfx.transform(locality=mfx.Locality.ELEMENT)
+    def scaled_by_value():
+        def update(updates, state, params=None, *, value):
+            return mfx.tree.map(lambda u: -value * u, updates), state
+
+        return (lambda params: mfx.EmptyState()), update
+
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = mfx.TransformOptimizer(model, scaled_by_value())
+    set_grads(model, 0)
+    before, grad = model.weight.detach().clone(), model.weight.grad
+    optimizer.step(value=3.0)
+    torch.testing.assert_close(model.weight.detach(), before - 3.0 * grad)
+
+
+# ------------------------------------------------------------------------------------------------------ persistence
+
+
+@pytest.mark.parametrize("name", chains(make_model()))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_save_load_step_is_bitwise_step(name, dtype):
+    model = make_model(dtype=dtype)
+    optimizer = mfx.TransformOptimizer(model, chains(model)[name])
+    for step in range(3):
+        set_grads(model, step)
+        optimizer.step()
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    other = make_model(1, dtype)
+    resumed = mfx.TransformOptimizer(other, chains(other)[name])
+    other.load_state_dict(loaded["model"])
+    resumed.load_state_dict(loaded["optimizer"])
+    for step in range(3, 6):
+        for m, o in ((model, optimizer), (other, resumed)):
+            set_grads(m, step)
+            o.step()
+        assert_equal(params_of(model), params_of(other))
+    a, b = optimizer.state_dict()["state"], resumed.state_dict()["state"]
+    for index in a:
+        assert_equal(a[index], b[index])
+
+
+def test_loading_keeps_pinned_dtypes_and_copies():
+    model = make_model(dtype=torch.bfloat16)
+    optimizer = mfx.Muon(model)
+    set_grads(model, 0)
+    optimizer.step()
+    state = copy.deepcopy(optimizer.state_dict())
+    other = make_model(dtype=torch.bfloat16)
+    resumed = mfx.Muon(other)
+    storage = {key: leaf.data_ptr() for key, leaf in resumed.state[other[1].weight].items()}
+    resumed.load_state_dict(state)
+    for key, leaf in resumed.state[other[1].weight].items():
+        assert leaf.data_ptr() == storage[key]
+        assert not leaf.is_floating_point() or leaf.dtype == torch.float32
+    set_grads(other, 1)
+    resumed.step()  # must not write to the loaded tensors
+    for index, saved in optimizer.state_dict()["state"].items():
+        assert_equal(saved, state["state"][index])
+
+
+def test_loading_widens_but_never_narrows():
+    model = make_model()
+    low = mfx.TransformOptimizer(model, mfx.momentum(0.9, dtype=torch.bfloat16))
+    high = mfx.TransformOptimizer(model, mfx.momentum(0.9, dtype=torch.float32))
+    set_grads(model, 0)
+    low.step()
+    high.load_state_dict(low.state_dict())
+    weight = model[1].weight
+    assert high.state[weight]["trace"].dtype == torch.float32
+    assert torch.equal(high.state[weight]["trace"], low.state[weight]["trace"].float())
+    with pytest.raises(ValueError, match=r"'1\.weight': 'trace' would narrow from torch\.float32 to torch\.bfloat16"):
+        low.load_state_dict(high.state_dict())
+
+
+def test_a_state_that_does_not_fit_is_refused_whole():
+    model = make_model()
+    optimizer = mfx.TransformOptimizer(model, mfx.momentum(0.9))
+    set_grads(model, 0)
+    optimizer.step()
+    kept = copy.deepcopy(optimizer.state_dict())
+    other = mfx.TransformOptimizer(model, mfx.scale_by_adam()).state_dict()
+    with pytest.raises(ValueError, match=r"nothing was loaded: .*'0\.weight' has an unexpected 'mu'.*has no 'trace'"):
+        optimizer.load_state_dict(other)
+    damaged = copy.deepcopy(kept)
+    damaged["state"][0]["trace"] = torch.zeros(3)
+    with pytest.raises(ValueError, match=r"a tensor of shape \(3,\), expected a tensor of shape \(8, 6\)"):
+        optimizer.load_state_dict(damaged)
+    del damaged["param_groups"][0]["params"][-1]
+    with pytest.raises(ValueError, match="groups of"):
+        optimizer.load_state_dict(damaged)
+    for index, leaves in optimizer.state_dict()["state"].items():
+        assert_equal(leaves, kept["state"][index])
+
+
+def test_distributed_checkpoints_state_dict_goes_there_and_back():
+    model = make_model()
+    optimizer = mfx.Muon(model)
+    set_grads(model, 0)
+    optimizer.step()
+    saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
+    assert "muon/momentum/trace" in saved["state"]["1.weight"]
+    other = make_model()
+    other.load_state_dict(model.state_dict())
+    resumed = mfx.Muon(other)
+    set_optimizer_state_dict(other, resumed, saved)
+    for m, o in ((model, optimizer), (other, resumed)):
+        set_grads(m, 1)
+        o.step()
+    assert_equal(params_of(model), params_of(other))
+
+
+def test_a_new_group_keeps_the_state_of_the_old():
+    model = make_model()
+    optimizer = mfx.TransformOptimizer([{"params": [("w", model[1].weight)]}], mfx.momentum(0.9))
+    set_grads(model, 0)
+    optimizer.step()
+    trace = optimizer.state[model[1].weight]["trace"].clone()
+    optimizer.add_param_group({"params": [("v", model[3].weight)], "decay": 0.5})
+    assert torch.equal(optimizer.state[model[1].weight]["trace"], trace)
+    assert optimizer.state[model[3].weight]["trace"].abs().max() == 0
+    set_grads(model, 1)
+    optimizer.step()
+    torch.testing.assert_close(optimizer.state[model[3].weight]["trace"], 0.5 * model[3].weight.grad)
+
+
+# -------------------------------------------------------------------------------------------------- torch's machinery
+
+
+def test_a_step_that_the_grad_scaler_skips_advances_nothing():
+    model = make_model()
+    optimizer = mfx.Muon(model)
+    set_grads(model, 0)
+    optimizer.step()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    kept, before = copy.deepcopy(optimizer.state_dict()), params_of(model)
+    scaler.scale(model(torch.arange(8)).square().mean() * float("inf")).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert_equal(params_of(model), before)
+    for index, leaves in optimizer.state_dict()["state"].items():
+        assert_equal(leaves, kept["state"][index])
+    optimizer.zero_grad()
+    scaler.scale(model(torch.arange(8)).square().mean()).backward()
+    scaler.step(optimizer)
+    assert not torch.equal(params_of(model)["1.weight"], before["1.weight"])
+
+
+@pytest.mark.slow
+def test_a_compiled_step_is_the_eager_step():
+    model, twin = make_model(), make_model()
+    eager = mfx.Muon(model, dtype=torch.float32)
+    traced = mfx.Muon(twin, dtype=torch.float32)
+    step = torch.compile(traced.step)
+    for seed in range(4):
+        set_grads(model, seed)
+        set_grads(twin, seed)
+        eager.step()
+        step()
+        for (name, a), b in zip(model.named_parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_hooks_run():
+    model, called = make_model(), []
+    optimizer = mfx.Muon(model)
+    optimizer.register_step_pre_hook(lambda *_: called.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: called.append("post"))
+    optimizer.register_load_state_dict_pre_hook(lambda *_: called.append("load"))
+    optimizer.register_load_state_dict_post_hook(lambda *_: called.append("loaded"))
+    set_grads(model, 0)
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert called == ["pre", "post", "load", "loaded"]
+
+
+def test_an_optimizer_can_be_copied():
+    model = make_model()
+    optimizer = mfx.Muon(model)
+    twin_model, twin = copy.deepcopy((model, optimizer))
+    for m, o in ((model, optimizer), (twin_model, twin)):
+        set_grads(m, 0)
+        o.step()
+    assert_equal(params_of(model), params_of(twin_model))
+
+
+# --------------------------------------------------------------------------------------------------------- bad input
+
+
+def test_bad_parameters_and_groups_are_named():
+    model = make_model()
+    with pytest.raises(TypeError, match="expected named parameters"):
+        mfx.Muon(list(model.parameters()))
+    with pytest.raises(ValueError, match=r"unknown hyperparameter learning_rate; there are .*lr"):
+        mfx.TransformOptimizer([{"params": model, "learning_rate": 0.1}], mfx.adamw())
+    with pytest.raises(TypeError, match=r"tx must be a muonfx\.Transform"):
+        mfx.TransformOptimizer(model, mfx.adamw)
+    with pytest.raises(ValueError, match=r"two parameters are named '1\.weight'"):
+        mfx.Muon(itertools.chain(model.named_parameters(), [("1.weight", nn.Parameter(torch.zeros(2, 2)))]))
+    with pytest.raises(TypeError, match=r"'z' must be real floating point, found torch\.complex64"):
+        mfx.TransformOptimizer({"z": torch.zeros(2, dtype=torch.complex64)}, mfx.adamw())
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("lr", -1.0), ("lr", float("nan")), ("weight_decay", -0.1), ("momentum.decay", 1.5)]
+)
+def test_a_bad_hyperparameter_set_later_is_refused_before_anything_changes(key, value):
+    model = make_model()
+    optimizer = mfx.Muon(model)
+    optimizer.param_groups[[g["label"] for g in optimizer.param_groups].index("muon")][key] = value
+    set_grads(model, 0)
+    before, kept = params_of(model), copy.deepcopy(optimizer.state_dict()["state"])
+    with pytest.raises(ValueError, match="must be"):
+        optimizer.step()
+    assert_equal(params_of(model), before)
+    for index, leaves in optimizer.state_dict()["state"].items():
+        assert_equal(leaves, kept[index])
+
+
+def test_a_gradient_for_a_left_out_parameter_is_an_error():
+    model = make_model()
+    model[1].weight.requires_grad_(False)
+    optimizer = mfx.Muon(model)
+    model[1].weight.requires_grad_(True)
+    set_grads(model, 0)
+    with pytest.raises(ValueError, match=r"'1\.weight' has a gradient, but the labels leave it out"):
+        optimizer.step()
+
+
+def test_sparse_gradients_are_refused():
+    embedding = nn.Embedding(4, 2, sparse=True)
+    optimizer = mfx.TransformOptimizer(embedding, mfx.adamw())
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(TypeError, match="must be dense"):
+        optimizer.step()
+
+
+def test_frozen_models_and_missing_gradients_do_nothing():
+    model = make_model()
+    optimizer = mfx.Muon(model)
+    before = params_of(model)
+    optimizer.step()
+    assert_equal(params_of(model), before)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        mfx.Muon(model.requires_grad_(False)).step()
