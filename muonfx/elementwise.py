@@ -19,6 +19,7 @@ __all__ = [
     "add",
     "addcmul",
     "cast",
+    "cast_like",
     "clamp",
     "clone",
     "copy",
@@ -55,15 +56,25 @@ def _fit(scalar: Scalar, xs: Sequence[Tensor]) -> Scalar:
     return scalar
 
 
-def cast(xs: Sequence[Tensor], dtype: torch.dtype | Sequence[torch.dtype] | None) -> Tensors:
+def cast(xs: Sequence[Tensor], dtype: torch.dtype | Sequence[torch.dtype]) -> Tensors:
     """Convert each tensor to a dtype, or each to its own; tensors that have it already are returned as they are.
 
     >>> [x.dtype for x in cast([torch.ones(2)], torch.bfloat16)]
     [torch.bfloat16]
     """
-    if dtype is None or isinstance(dtype, torch.dtype):
-        return list(xs) if dtype is None else [x if x.dtype == dtype else x.to(dtype) for x in xs]
-    return [x if x.dtype == d else x.to(d) for x, d in zip(xs, dtype, strict=True)]
+    if not isinstance(dtype, torch.dtype):
+        return [x if x.dtype == d else x.to(d) for x, d in zip(xs, dtype, strict=True)]
+    return list(xs) if {x.dtype for x in xs} <= {dtype} else [x if x.dtype == dtype else x.to(dtype) for x in xs]
+
+
+def cast_like(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Tensors:
+    """Convert each tensor to the dtype of its counterpart.
+
+    >>> cast_like([torch.ones(1)], [torch.zeros(1, dtype=torch.float64)])
+    [tensor([1.], dtype=torch.float64)]
+    """
+    wanted = {y.dtype for y in ys}
+    return cast(xs, wanted.pop() if len(wanted) == 1 else [y.dtype for y in ys])
 
 
 def clone(xs: Sequence[Tensor]) -> Tensors:

@@ -58,7 +58,23 @@ def leaves(tree: PyTree) -> list[Any]:
     >>> leaves({"b": 2, "a": (1, None)})
     [1, None, 2]
     """
+    if is_flat(tree):
+        return [tree[key] for key in sorted(tree)]
     return optree.tree_leaves(tree, none_is_leaf=True, namespace=NAMESPACE)
+
+
+_PLAIN_LEAVES = frozenset({Tensor, torch.nn.Parameter, type(None)})
+
+
+def is_flat(tree: PyTree) -> bool:
+    """Whether a tree is a dict from strings to tensors and None, as ``dict(model.named_parameters())`` is.
+
+    Such a tree needs no walk: transforms meet it several times a step, and a model has hundreds of leaves.
+
+    >>> is_flat({"w": torch.ones(1)}), is_flat({"block": {"w": torch.ones(1)}})
+    (True, False)
+    """
+    return type(tree) is dict and {type(leaf) for leaf in tree.values()} <= _PLAIN_LEAVES and {type(key) for key in tree} == {str}
 
 
 def tensors(tree: PyTree) -> Iterator[Tensor]:
@@ -131,9 +147,36 @@ class Present:
     """
 
     def __init__(self, tree: PyTree) -> None:
-        self._leaves, self._treedef = flatten(tree)
-        self._places = [place for place, leaf in enumerate(self._leaves) if leaf is not None]
-        self._everywhere = len(self._places) == len(self._leaves)
+        self._keys = list(tree) if is_flat(tree) else None
+        if self._keys is None:
+            self._leaves, self._treedef = flatten(tree)
+        else:
+            self._leaves = list(tree.values())
+        self._everywhere = type(None) not in {type(leaf) for leaf in self._leaves}
+        self._places = (
+            range(len(self._leaves))
+            if self._everywhere
+            else [place for place, leaf in enumerate(self._leaves) if leaf is not None]
+        )
+
+    def _all(self, tree: PyTree) -> list[Any]:
+        """The leaves of a tree of this structure, in the order of this one's."""
+        if self._keys is not None and type(tree) is dict and len(tree) == len(self._keys):
+            try:
+                return [tree[key] for key in self._keys]
+            except KeyError:
+                found = []
+        else:
+            found = leaves(tree)
+        if len(found) != len(self._leaves):
+            raise ValueError(
+                f"expected a tree with the {len(self._leaves)} leaves of the updates, found one with {len(found)}; "
+                "updates, state and params must have one structure"
+            )
+        return found
+
+    def _tree(self, leaves: Sequence[Any]) -> PyTree:
+        return unflatten(self._treedef, leaves) if self._keys is None else dict(zip(self._keys, leaves, strict=True))
 
     def pick(self, tree: PyTree) -> list[Any]:
         """Read the leaves of another tree at these places.
@@ -141,24 +184,19 @@ class Present:
         Raises:
             ValueError: the other tree has not the same number of leaves.
         """
-        found = leaves(tree)
-        if len(found) != len(self._leaves):
-            raise ValueError(
-                f"expected a tree with the {len(self._leaves)} leaves of the updates, found one with {len(found)}; "
-                "updates, state and params must have one structure"
-            )
+        found = self._all(tree)
         return found if self._everywhere else [found[place] for place in self._places]
 
     def fill(self, values: Sequence[Any], old: PyTree = None) -> PyTree:
         """Build a tree with the values at these places, and with the leaves of ``old`` (or ``None``) elsewhere."""
         if self._everywhere:
-            return unflatten(self._treedef, values)
-        merged = [None] * len(self._leaves) if old is None else leaves(old)
+            return self._tree(values)
+        merged = [None] * len(self._leaves) if old is None else self._all(old)
         for place, value in zip(self._places, values, strict=True):
             merged[place] = value
-        return unflatten(self._treedef, merged)
+        return self._tree(merged)
 
     def names(self) -> list[str]:
         """Name these places, as the function `names` does."""
-        everything = names(unflatten(self._treedef, self._leaves))
+        everything = names(self._tree(self._leaves)) if self._keys is None else self._keys
         return everything if self._everywhere else [everything[place] for place in self._places]

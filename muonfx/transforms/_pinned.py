@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import is_
 
 import torch
 from torch import Tensor
 
 from muonfx import elementwise as ew
-from muonfx.tree import PyTree, map
+from muonfx import tree
+from muonfx.tree import PyTree
 
 __all__ = ["new_count", "power", "store", "widen", "zeros"]
 
 
 def zeros(params: PyTree, dtype: torch.dtype | None) -> PyTree:
     """Zeros like the parameters, in a pinned dtype; None pins each parameter's own."""
-    return map(lambda p: torch.zeros_like(p, dtype=dtype or p.dtype, requires_grad=False), params)
+    return tree.map(lambda p: torch.zeros_like(p, dtype=dtype or p.dtype, requires_grad=False), params)
 
 
 def widen(updates: list[Tensor], stored: list[Tensor]) -> tuple[list[Tensor], list[Tensor], bool]:
@@ -24,9 +26,14 @@ def widen(updates: list[Tensor], stored: list[Tensor]) -> tuple[list[Tensor], li
     Returns:
         The updates, the state, and whether every tensor of the updates is a fresh copy.
     """
-    wide = [_wide(x.dtype, y.dtype) for x, y in zip(updates, stored, strict=True)]
-    new = ew.cast(updates, wide)
-    return new, ew.cast(stored, wide), all(a is not b for a, b in zip(new, updates, strict=True))
+    kinds = {(x.dtype, y.dtype) for x, y in zip(updates, stored, strict=True)}
+    if len(kinds) == 1:
+        ((given, kept),) = kinds
+        wide = _wide(given, kept)
+        return ew.cast(updates, wide), ew.cast(stored, wide), given != wide
+    each = [_wide(x.dtype, y.dtype) for x, y in zip(updates, stored, strict=True)]
+    new = ew.cast(updates, each)
+    return new, ew.cast(stored, each), all(a is not b for a, b in zip(new, updates, strict=True))
 
 
 def _wide(a: torch.dtype, b: torch.dtype) -> torch.dtype:
@@ -35,9 +42,9 @@ def _wide(a: torch.dtype, b: torch.dtype) -> torch.dtype:
 
 def store(values: list[Tensor], old: Sequence[Tensor], *, reuse: bool) -> list[Tensor]:
     """Round values to the pinned dtypes of the old state; with ``reuse``, into its storage."""
-    if reuse and not all(value is kept for value, kept in zip(values, old, strict=True)):
+    if reuse and not all(map(is_, values, old)):
         return ew.copy(values, into=old)
-    return ew.cast(values, [kept.dtype for kept in old])
+    return ew.cast_like(values, old)
 
 
 def new_count(device: torch.device) -> Tensor:

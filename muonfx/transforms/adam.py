@@ -96,6 +96,6 @@ def scale_by_adam(
             at.fill(store(mu, old_mu, reuse=donate.state), state.mu),
             at.fill(store(nu, old_nu, reuse=donate.state), state.nu),
         )
-        return at.fill(ew.cast(scaled, [u.dtype for u in given])), new_state
+        return at.fill(ew.cast_like(scaled, given)), new_state
 
     return init, update

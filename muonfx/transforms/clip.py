@@ -114,7 +114,7 @@ def clip_by_global_norm(max_norm: float):
         # Exactly 1 where nothing is to be done.
         factor = torch.where(norm > max_norm, max_norm / torch.where(norm > 0, norm, 1.0), torch.ones_like(norm))
         factor = torch.where(norm.isnan(), norm, factor)
-        return at.fill(ew.cast(ew.mul(leaves, factor, reuse=donate.updates), [leaf.dtype for leaf in leaves])), state
+        return at.fill(ew.cast_like(ew.mul(leaves, factor, reuse=donate.updates), leaves)), state
 
     return _no_state, update
 

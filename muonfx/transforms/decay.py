@@ -55,8 +55,7 @@ def add_decayed_weights(
         leaves, treedef = tree.flatten(updates)
         at = Present([leaf if use else None for leaf, use in zip(leaves, decays(params), strict=True)])
         chosen, weights = at.pick(leaves), at.pick(tree.leaves(params))
-        dtypes = [leaf.dtype for leaf in chosen]
-        added = ew.cast(ew.add(chosen, ew.cast(weights, dtypes), factor, reuse=donate.updates), dtypes)
+        added = ew.cast_like(ew.add(chosen, ew.cast_like(weights, chosen), factor, reuse=donate.updates), chosen)
         return tree.unflatten(treedef, at.fill(added, leaves))
 
     return scheduled(weight_decay, decay)

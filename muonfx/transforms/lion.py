@@ -56,6 +56,6 @@ def scale_by_lion(b1: float = 0.9, b2: float = 0.99, *, mu_dtype: torch.dtype | 
         grads, mu, _ = widen(given, old)
         signs = ew.sign(ew.lerp(mu, grads, 1.0 - b1), reuse=True)
         mu = store(ew.lerp(mu, grads, 1.0 - b2, reuse=donate.state), old, reuse=donate.state)
-        return at.fill(ew.cast(signs, [u.dtype for u in given])), LionState(at.fill(mu, state.mu))
+        return at.fill(ew.cast_like(signs, given)), LionState(at.fill(mu, state.mu))
 
     return init, update

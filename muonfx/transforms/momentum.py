@@ -109,7 +109,7 @@ def momentum(
             else:
                 looked = ew.lerp(grads, trace, decay, reuse=may_write) if nesterov else copied(trace)
         kept = at.fill(store(trace, old, reuse=donate.state), state.trace)
-        out = at.fill(ew.cast(looked, [u.dtype for u in given]))
+        out = at.fill(ew.cast_like(looked, given))
         return out, DebiasedMomentumState(state.count + 1, kept) if debias else MomentumState(kept)
 
     return init, update

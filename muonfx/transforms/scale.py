@@ -58,7 +58,7 @@ def scheduled(value: Any, apply: Callable[[PyTree, PyTree, Any, Donation], PyTre
 def _multiply(updates: PyTree, factor: Any, donate: Donation) -> PyTree:
     at = Present(updates)
     leaves = at.pick(updates)
-    return at.fill(ew.cast(ew.mul(leaves, factor, reuse=donate.updates), [leaf.dtype for leaf in leaves]))
+    return at.fill(ew.cast_like(ew.mul(leaves, factor, reuse=donate.updates), leaves))
 
 
 @transform(locality=Locality.ELEMENT)
