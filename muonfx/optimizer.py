@@ -95,7 +95,19 @@ class TransformOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy needs: torch's part and ours."""
-        ours = ("tx", "donate_grads", "bucket_bytes", "_ready", "_routes", "_state", "_slots", "_keys", "_segments")
+        ours = (
+            "tx",
+            "donate_grads",
+            "bucket_bytes",
+            "_ready",
+            "_routes",
+            "_state",
+            "_keys",
+            "_segments",
+            "_slots",
+            "_shown",
+            "_left_out",
+        )
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in ours}, "_values": None}
 
     # ------------------------------------------------------------------------------------------------ construction
@@ -132,11 +144,12 @@ class TransformOptimizer(torch.optim.Optimizer):
         old = _by_path(self._state) if self._ready else {}
         self._state: PyTree = self.tx.init(named)
         self._adopt({path: leaf for path, leaf in old.items() if path in _by_path(self._state)})
-        self._keys = [
+        self._keys: list[dict[str, str]] = [
             {key: name for key, (name, _) in _hyperparams_of(self.tx, self._routes_of(group)).items()}
             for group in self.param_groups
         ]
         self._segments = _segments(self.tx)
+        self._left_out = {name for name, route in self._routes.items() if None in route.values()}
         self._values: list[dict[str, Any]] | None = None
         self._ready = True
         self._refresh()
@@ -152,6 +165,7 @@ class TransformOptimizer(torch.optim.Optimizer):
             *above, last = accessor
             owner = named.get(str(last)) if isinstance(last, str) else None
             self._slots.append((owner, "/".join(map(str, above if owner is not None else accessor))))
+        self._shown = found
         for param in named.values():
             self.state[param] = {}
         for (owner, key), leaf in zip(self._slots, found, strict=True):
@@ -242,12 +256,11 @@ class TransformOptimizer(torch.optim.Optimizer):
         self._check(updates)
         self._refresh()
         donate = Donation(self.donate_grads, True)
-        old = tree.leaves(self._state)
         for place, (segment, plan) in enumerate(zip(self._segments, self._plans, strict=True)):
             last = place == len(self._segments) - 1
             updates = self._run(segment, plan, updates, params, donate, extras, apply=last)
             donate = Donation(donate.updates or (segment.tx.keeps_donation_promise and _fresh(updates, params)), True)
-        self._publish(old)
+        self._publish()
         return loss
 
     def _run(
@@ -262,38 +275,47 @@ class TransformOptimizer(torch.optim.Optimizer):
         apply: bool,
     ) -> dict[str, Tensor | None]:
         state = segment.state_of(self._state)
-        before = tree.leaves(state)
-        after = list(before)
-        results: dict[str, Tensor | None] = {}
-        treedef = tree.flatten(state)[1]
-        for piece in plan:
-            mine = (
-                updates if piece.names is None else {**dict.fromkeys(updates), **{n: updates[n] for n in piece.names}}
-            )
-            out, new = piece.tx.run(mine, state, params, donate=donate, **extras)
-            for place, leaf in enumerate(tree.leaves(new)):
-                if leaf is not before[place]:
-                    after[place] = leaf
+        if len(plan) == 1:
+            results, after = plan[0].tx.run(updates, state, params, donate=donate, **extras)
             if apply:
-                _add_in_place(params, out)
-            else:
-                results.update(out if piece.names is None else {name: out[name] for name in piece.names})
-        self._state = segment.with_state(self._state, tree.unflatten(treedef, after))
+                _add_in_place(params, results)
+        else:
+            results = {}
+            before, treedef = tree.flatten(state)
+            leaves = list(before)
+            for piece in plan:
+                mine = {**dict.fromkeys(updates), **{name: updates[name] for name in piece.names or updates}}
+                out, new = piece.tx.run(mine, state, params, donate=donate, **extras)
+                leaves = [
+                    now if now is not was else kept
+                    for now, was, kept in zip(tree.leaves(new), before, leaves, strict=True)
+                ]
+                if apply:
+                    _add_in_place(params, out)
+                else:
+                    results.update({name: out[name] for name in piece.names or updates})
+            after = tree.unflatten(treedef, leaves)
+        self._state = segment.with_state(self._state, after)
         return results
 
-    def _publish(self, old: list[Any]) -> None:
+    def _publish(self) -> None:
         """Show the leaves that are new objects in ``self.state``."""
-        for (owner, key), new, before in zip(self._slots, tree.leaves(self._state), old, strict=True):
-            if new is not before:
+        leaves = tree.leaves(self._state)
+        for (owner, key), new, shown in zip(self._slots, leaves, self._shown, strict=True):
+            if new is not shown:
                 self._place(owner, key, new)
+        self._shown = leaves
 
     def _check(self, updates: Mapping[str, Tensor | None]) -> None:
+        grads = [grad for grad in updates.values() if grad is not None]
+        if all(grad.layout is torch.strided and grad.is_floating_point() for grad in grads) and not self._left_out:
+            return
         for name, grad in updates.items():
             if grad is None:
                 continue
             if grad.layout is not torch.strided or not grad.is_floating_point():
                 raise TypeError(f"the gradient of {name!r} must be dense and real, found {grad.layout}, {grad.dtype}")
-            if None in self._routes[name].values():
+            if name in self._left_out:
                 raise ValueError(
                     f"{name!r} has a gradient, but the labels leave it out (label None); was it unfrozen after they "
                     "were made? Make the labels and the optimizer anew"

@@ -18,6 +18,7 @@ import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, Self, cast
 
 import optree
@@ -329,6 +330,8 @@ def _literal(value: Any) -> str:
             return f"torch.tensor({value.tolist()!r}, dtype={value.dtype})"
         except RuntimeError:  # a tensor inside a torch.func transform has no values to print
             return repr(value)
+    if isinstance(value, Enum):
+        return f"{type(value).__qualname__}.{value.name}"
     if isinstance(value, float) and value - value != 0.0:
         return f"float({str(value)!r})"
     if type(value) is tuple:

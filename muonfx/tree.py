@@ -74,7 +74,9 @@ def is_flat(tree: PyTree) -> bool:
     >>> is_flat({"w": torch.ones(1)}), is_flat({"block": {"w": torch.ones(1)}})
     (True, False)
     """
-    return type(tree) is dict and {type(leaf) for leaf in tree.values()} <= _PLAIN_LEAVES and {type(key) for key in tree} == {str}
+    if type(tree) is not dict:
+        return False
+    return {type(leaf) for leaf in tree.values()} <= _PLAIN_LEAVES and {type(key) for key in tree} <= {str}
 
 
 def tensors(tree: PyTree) -> Iterator[Tensor]:

@@ -19,9 +19,7 @@ def _notebook_pages() -> dict[str, str]:
     from nbconvert import MarkdownExporter
 
     titles: dict[str, str] = {}
-    for path in sorted(public_api.ROOT.glob("examples/**/*.ipynb")):
-        if ".ipynb_checkpoints" in path.parts:
-            continue
+    for path in sorted(public_api.ROOT.glob("notebooks/*.ipynb")):
         notebook: Any = nbformat.read(path, as_version=4)
         text, resources = MarkdownExporter().from_notebook_node(
             notebook, resources={"output_files_dir": path.stem, "unique_key": path.stem}

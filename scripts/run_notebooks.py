@@ -18,8 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def find(paths: list[Path]) -> list[Path]:
-    hits = [path for folder in ("examples", "docs") for path in (ROOT / folder).rglob("*.ipynb")]
-    return paths or sorted(path for path in hits if ".ipynb_checkpoints" not in path.parts)
+    return paths or sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
 def execute(path: Path, *, write: bool) -> str | None:
@@ -45,7 +44,7 @@ def execute(path: Path, *, write: bool) -> str | None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("notebooks", nargs="*", type=Path, help="default: all under examples/ and docs/")
+    parser.add_argument("notebooks", nargs="*", type=Path, help="default: all in notebooks/")
     parser.add_argument("--write", action="store_true", help="keep the new outputs")
     arguments = parser.parse_args()
     failed = False

@@ -89,7 +89,8 @@ def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: torch.
         grads, old = at.pick(updates), at.pick(state.sums)
         wide, sums, _ = widen(grads, old)
         sums = store(ew.add(sums, wide, reuse=donate.state), old, reuse=donate.state)
-        present = torch.tensor([leaf is not None for leaf in tree.leaves(updates)], device=state.seen.device)
+        present = [leaf is not None for leaf in tree.leaves(updates)]
+        present = torch.tensor(present, dtype=torch.int64, device=state.seen.device)
         gathered = AccumulateState(state.count + 1, state.seen + present, at.fill(sums, state.sums), state.inner)
         due = gathered.count >= every if boundary is None else boundary
         tracing = torch.compiler.is_compiling() or _is_traced(due)

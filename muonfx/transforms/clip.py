@@ -108,8 +108,7 @@ def clip_by_global_norm(max_norm: float):
     ):
         at = Present(updates)
         leaves = at.pick(updates)
-        if not leaves:
-            return updates, state
+        # Also where there are no leaves: on other ranks there may be some, and a sum over ranks takes all ranks.
         norm = _root(sum_over_leaves(squared_norms(updates)))
         # Exactly 1 where nothing is to be done.
         factor = torch.where(norm > max_norm, max_norm / torch.where(norm > 0, norm, 1.0), torch.ones_like(norm))
