@@ -188,16 +188,15 @@ def addcmul(xs: Tensors, ys: Tensors, zs: Tensors, c: Scalar = 1.0, *, reuse: bo
 
 
 def div(xs: Tensors, ys: Tensors, *, reuse: bool = False) -> Tensors:
-    """Divide list by list.
+    """Divide list by list; ``reuse`` overwrites the second list, the divisors.
 
     >>> div([torch.ones(2)], [torch.full((2,), 4.0)])
     [tensor([0.2500, 0.2500])]
     """
     if _leafwise(xs, ys):
         return [x / y for x, y in zip(xs, ys, strict=True)]
-    if reuse:
-        torch._foreach_div_(xs, ys)
-        return xs
+    if reuse and all(y.device.type == "cpu" for y in ys):  # no foreach form writes there; elsewhere launches cost more
+        return [torch.div(x, y, out=y) for x, y in zip(xs, ys, strict=True)]
     return list(torch._foreach_div(xs, ys))
 
 

@@ -50,7 +50,8 @@ class TransformOptimizer(torch.optim.Optimizer):
         donate_grads: let updates be written into the gradients' storage. Saves memory where a transform looks at the
             whole tree (such as `clip_by_global_norm`), and leaves no meaningful ``.grad`` behind.
         bucket_bytes: run the transform on at most about this many bytes of parameters at a time, where it looks at one
-            leaf at a time. More is faster where leaves are small; less takes less memory.
+            leaf at a time. More is faster where leaves are small; less takes less memory. None: as many as the
+            largest parameter has, or 4 MiB if that is more.
 
     Raises:
         TypeError: unnamed parameters, or tensors that cannot be optimized.
@@ -75,11 +76,11 @@ class TransformOptimizer(torch.optim.Optimizer):
         tx: Transform,
         *,
         donate_grads: bool = False,
-        bucket_bytes: int = 1 << 28,
+        bucket_bytes: int | None = None,
     ) -> None:
         if not isinstance(tx, Transform):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"tx must be a muonfx.Transform, found {tx!r}")
-        if bucket_bytes < 1:
+        if bucket_bytes is not None and bucket_bytes < 1:
             raise ValueError(f"bucket_bytes must be at least 1, found {bucket_bytes}")
         self.tx = tx
         self.donate_grads = donate_grads
@@ -228,7 +229,8 @@ class TransformOptimizer(torch.optim.Optimizer):
         if segment.tx.locality is Locality.TREE:
             return [_Piece(runs[0][0], None)]
         named = self._named()
-        pieces = [_Piece(tx, names) for tx, members in runs for names in _buckets(members, named, self.bucket_bytes)]
+        limit = self.bucket_bytes or max([_SMALL_BUCKET, *map(_bytes, named.values())])
+        pieces = [_Piece(tx, names) for tx, members in runs for names in _buckets(members, named, limit)]
         return [_Piece(pieces[0].tx, None)] if len(pieces) == 1 else pieces
 
     @torch.no_grad()
@@ -294,6 +296,7 @@ class TransformOptimizer(torch.optim.Optimizer):
                     _add_in_place(params, out)
                 else:
                     results.update({name: out[name] for name in piece.names or updates})
+                del mine, out  # not beside those of the next piece
             after = tree.unflatten(treedef, leaves)
         self._state = segment.with_state(self._state, after)
         return results
@@ -396,7 +399,7 @@ class Muon(TransformOptimizer):
         dtype: torch.dtype | str = "auto",
         rules: Iterable[tuple[Any, str | None]] = (),
         donate_grads: bool = False,
-        bucket_bytes: int = 1 << 28,
+        bucket_bytes: int | None = None,
     ) -> None:
         if not isinstance(params, nn.Module):
             params = _groups(params)
@@ -548,12 +551,19 @@ def _short(name: str, route: Mapping[str, Any]) -> str | None:
     return name
 
 
+_SMALL_BUCKET = 1 << 22
+
+
+def _bytes(param: Tensor) -> int:
+    return param.numel() * param.element_size()
+
+
 def _buckets(names: list[str], named: Mapping[str, Tensor], limit: int) -> list[list[str]]:
     """Cut names, in order, into lists of at most so many bytes of parameters; a single larger one stands alone."""
     buckets: list[list[str]] = []
     room = 0
     for name in names:
-        size = named[name].numel() * named[name].element_size()
+        size = _bytes(named[name])
         if not buckets or size > room:
             buckets.append([])
             room = limit

@@ -38,7 +38,8 @@ def _decisions(docs: Path) -> list[dict[str, str]]:
     pages = sorted((docs / "decisions").glob("0*.md"))
     headings = [page.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ") for page in pages]
     return [
-        {heading.partition(": ")[2]: f"decisions/{page.name}"} for heading, page in zip(headings, pages, strict=True)
+        {heading.partition(": ")[2].replace("`", ""): f"decisions/{page.name}"}
+        for heading, page in zip(headings, pages, strict=True)
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -11,8 +12,17 @@ from muonfx.polar.coefficients import CoefficientsLike, Step, schedule, step_ind
 from muonfx.polar.coefficients import coefficients as resolve
 from muonfx.polar.scaling import frobenius_normalized, row_normalized
 
-Method = Callable[[torch.Tensor, torch.dtype], torch.Tensor]
-"""`(x, compute dtype) -> y` on non-empty batches `(b, n, m)`, n <= m: any magnitude in, compute dtype out."""
+class Method(NamedTuple):
+    """Coefficients and a number of steps, resolved: divide by `safety * ||x||_F`, then `apply`."""
+
+    apply: Callable[..., torch.Tensor]
+    """`(x, *, reuse=False)` on non-empty batches `(b, n, m)`, n <= m, of norm at most 1; the same shape and dtype."""
+    safety: float = 1.0
+
+    def __call__(self, x: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
+        """Do both, on non-empty batches `(b, n, m)` of any magnitude; `compute` comes back."""
+        return self.apply(frobenius_normalized(x, compute, self.safety))
+
 
 
 def iteration(value: CoefficientsLike | torch.Tensor, steps: int | None = None) -> Method:
@@ -30,15 +40,17 @@ def iteration(value: CoefficientsLike | torch.Tensor, steps: int | None = None) 
     """
     if isinstance(value, torch.Tensor):
         _check_tensor_coefficients(value)
-        return partial(_tensor_method, table=value, indices=step_indices(value.shape[0], steps))
+        return Method(partial(newton_schulz_with_tensor, table=value, indices=step_indices(value.shape[0], steps)))
     chosen = resolve(value)
     polynomials = schedule(chosen, steps)
     if chosen.row_scaling:
-        return partial(_row_scaled_method, polynomials=polynomials)
-    return partial(_standard_method, polynomials=polynomials, safety=chosen.norm_safety)
+        return Method(partial(_row_scaled_newton_schulz, steps=polynomials))
+    return Method(partial(newton_schulz, steps=polynomials), chosen.norm_safety)
 
 
-def newton_schulz(x: torch.Tensor, steps: Sequence[Step], gram: torch.Tensor | None = None) -> torch.Tensor:
+def newton_schulz(
+    x: torch.Tensor, steps: Sequence[Step], gram: torch.Tensor | None = None, *, reuse: bool = False
+) -> torch.Tensor:
     """Apply the polynomials `steps` to the singular values of `x`, in `x`'s dtype.
 
     Three matrix products a step, two where `c` is 0, each fused with its sum.
@@ -47,10 +59,14 @@ def newton_schulz(x: torch.Tensor, steps: Sequence[Step], gram: torch.Tensor | N
         x: `(b, n, m)`, singular values at most about 1; cheapest for n <= m.
         steps: one `(a, b, c)` of Python floats a step.
         gram: `x x^T`, `(b, n, n)`, where the caller has it already.
+        reuse: `x` may be overwritten, and every product goes into one of four buffers, `x` among them: the least room,
+            and on a CPU, where fresh memory is slow, the most speed. Not for autograd or `torch.func`.
 
     >>> newton_schulz(torch.tensor([[[0.5]]]), [(1.5, -0.5, 0.0)] * 6)
     tensor([[[1.]]])
     """
+    if reuse:
+        return _newton_schulz_in_buffers(x, steps, gram)
     for a, b, c in steps:
         square = torch.bmm(x, x.mT) if gram is None else gram
         gram = None
@@ -62,7 +78,27 @@ def newton_schulz(x: torch.Tensor, steps: Sequence[Step], gram: torch.Tensor | N
     return x
 
 
-def newton_schulz_with_tensor(x: torch.Tensor, table: torch.Tensor, indices: Sequence[int]) -> torch.Tensor:
+def _newton_schulz_in_buffers(x: torch.Tensor, steps: Sequence[Step], gram: torch.Tensor | None) -> torch.Tensor:
+    spare = torch.empty_like(x)
+    square = x.new_empty(*x.shape[:-1], x.shape[-2])
+    weight = torch.empty_like(square)
+    for a, b, c in steps:
+        if gram is None:
+            torch.bmm(x, x.mT, out=square)
+        else:
+            square, gram = gram, None
+        if c == 0:
+            torch.baddbmm(x, square, x, beta=a, alpha=b, out=spare)
+        else:
+            torch.baddbmm(square, square, square, beta=b, alpha=c, out=weight)
+            torch.baddbmm(x, weight, x, beta=a, out=spare)
+        x, spare = spare, x
+    return x
+
+
+def newton_schulz_with_tensor(
+    x: torch.Tensor, table: torch.Tensor, indices: Sequence[int], *, reuse: bool = False
+) -> torch.Tensor:
     """`newton_schulz` with the coefficients in a tensor, so that they can be differentiated and mapped over.
 
     Fused products take plain numbers only, so this is a little slower.
@@ -71,6 +107,7 @@ def newton_schulz_with_tensor(x: torch.Tensor, table: torch.Tensor, indices: Seq
         x: `(b, n, m)`.
         table: `(k, 3)`, or `(k, 2)` for `c = 0`, floating point.
         indices: which row of `table` each step uses.
+        reuse: as in `newton_schulz`; nothing is reused here.
     """
     for i in indices:
         square = torch.bmm(x, x.mT)
@@ -82,22 +119,10 @@ def newton_schulz_with_tensor(x: torch.Tensor, table: torch.Tensor, indices: Seq
     return x
 
 
-def _standard_method(
-    x: torch.Tensor, compute: torch.dtype, *, polynomials: Sequence[Step], safety: float
-) -> torch.Tensor:
-    return newton_schulz(frobenius_normalized(x, compute, safety), polynomials)
-
-
-def _row_scaled_method(x: torch.Tensor, compute: torch.dtype, *, polynomials: Sequence[Step]) -> torch.Tensor:
-    # The Frobenius norm first, though row scaling would undo it: it keeps fp16 row sums in range.
-    x, gram = row_normalized(frobenius_normalized(x, compute))
-    return newton_schulz(x, polynomials, gram)
-
-
-def _tensor_method(
-    x: torch.Tensor, compute: torch.dtype, *, table: torch.Tensor, indices: Sequence[int]
-) -> torch.Tensor:
-    return newton_schulz_with_tensor(frobenius_normalized(x, compute), table, indices)
+def _row_scaled_newton_schulz(x: torch.Tensor, steps: Sequence[Step], *, reuse: bool = False) -> torch.Tensor:
+    # The Frobenius norm has come first, though row scaling undoes it: it keeps fp16 row sums in range.
+    x, gram = row_normalized(x)
+    return newton_schulz(x, steps, gram, reuse=reuse)
 
 
 def _check_tensor_coefficients(table: torch.Tensor) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
 from muonfx.polar.coefficients import CoefficientsLike
-from muonfx.polar.iteration import iteration
+from muonfx.polar.iteration import Method, iteration
 from muonfx.polar.orthogonalize import check_matrix, run
 from muonfx.polar.policy import DTypeLike, compute_dtype
+from muonfx.polar.scaling import frobenius_normalized_in_place, wide_dtype
 
 _CPU_SCRATCH, _DEVICE_SCRATCH = 1 << 25, 1 << 28
 
@@ -24,6 +26,7 @@ def orthogonalize_many(
     steps: int | None = None,
     dtype: DTypeLike = "auto",
     max_scratch_bytes: int | None = None,
+    donate: bool = False,
 ) -> list[torch.Tensor]:
     """`[orthogonalize(x, ...) for x in xs]`, with matrices of one shape, or of its transpose, batched together.
 
@@ -37,10 +40,12 @@ def orthogonalize_many(
         dtype: as in `orthogonalize`; "auto" is resolved for each input dtype and device.
         max_scratch_bytes: about how many bytes of intermediates one batch may take; one matrix always goes through.
             None: 32 MiB on a CPU, which its cache likes best, 256 MiB elsewhere.
+        donate: the caller's promise not to use `xs` again: each that is contiguous is then overwritten by its result and
+            returned, which saves the room of the results and, for large matrices, of the intermediates. Same values.
 
     Returns:
         One tensor for each of `xs`, in order, with its shape, dtype and device. Results of one batch are views that
-        share one buffer (they do not overlap), and those of tall matrices are transposed views.
+        share one buffer (they do not overlap), and those of tall matrices are transposed views; not so with `donate`.
 
     Raises:
         TypeError, ValueError: as `orthogonalize`, naming the position in `xs`.
@@ -67,14 +72,57 @@ def orthogonalize_many(
         limit = max(1, scratch // max(1, scratch_bytes(rows, columns, compute)))
         flats = [_flat(xs[i], rows, columns) for i in members]
         outputs: list[torch.Tensor] = []
+        plain = not _is_traced(flats)
         for batch in packed(flats, limit):
-            y = run(method, batch[0] if len(batch) == 1 else torch.cat(batch), compute).to(held)
-            outputs.extend(y.split([piece.shape[0] for piece in batch]))
+            sizes = [piece.shape[0] for piece in batch]
+            if plain and _is_large(rows, columns, held, compute):
+                y = _run_in_place(method, batch, compute, donate)
+            else:
+                y = run(method, batch[0] if len(batch) == 1 else torch.cat(batch), compute)
+            if plain and donate:
+                torch._foreach_copy_(batch, list(y.split(sizes)))
+            else:
+                outputs.extend(y.to(held).split(sizes))
+            del y  # not beside the next batch
+        if plain and donate:
+            for i, flat in zip(members, flats, strict=True):
+                own = flat.data_ptr() == xs[i].data_ptr()
+                results[i] = xs[i] if own else _unflat(flat, xs[i].shape, rows)
+            continue
         pieces = iter(outputs)
         for i, flat in zip(members, flats, strict=True):
             own = [next(pieces) for _ in range(-(-flat.shape[0] // limit))]
             results[i] = _unflat(own[0] if len(own) == 1 else torch.cat(own), xs[i].shape, rows)
     return results
+
+
+_LARGE = 1 << 16  # elements from which a pass over one matrix costs more than a call
+
+
+def _is_large(rows: int, columns: int, held: torch.dtype, compute: torch.dtype) -> bool:
+    """Whether matrices are normalised one by one in place; not for a compute dtype of smaller range than their own."""
+    same_range = torch.finfo(compute).smallest_normal <= torch.finfo(held).smallest_normal
+    return rows * columns >= _LARGE and same_range
+
+
+def _is_traced(xs: Sequence[torch.Tensor]) -> bool:
+    """Whether tensors must not be written to: autograd, `torch.func` or the compiler is watching."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return True
+    return torch.is_grad_enabled() and any(x.requires_grad for x in xs)
+
+
+def _run_in_place(method: Method, batch: list[torch.Tensor], compute: torch.dtype, donate: bool) -> torch.Tensor:
+    """`method` on large matrices, with no intermediate but the batch that the products need."""
+    wide = wide_dtype(compute)
+    matrices = [
+        matrix if donate and matrix.dtype == wide else matrix.to(wide, copy=True)
+        for piece in batch
+        for matrix in piece.unbind()
+    ]
+    normalized = frobenius_normalized_in_place(matrices, compute, method.safety)
+    del matrices
+    return run(partial(method.apply, reuse=True), normalized)
 
 
 def _flat(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:

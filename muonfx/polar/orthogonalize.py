@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from muonfx.polar.coefficients import CoefficientsLike
-from muonfx.polar.iteration import Method, iteration
+from muonfx.polar.iteration import iteration
 from muonfx.polar.policy import SUPPORTED, DTypeLike, compute_dtype
 
 
@@ -54,13 +57,13 @@ def orthogonalize(
     return (y.mT if tall else y).to(x.dtype).contiguous()
 
 
-def run(method: Method, x: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
-    """`method(x, compute)` outside any autocast region, which would choose another dtype for the products."""
+def run(function: Callable[..., torch.Tensor], x: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """`function(x, *rest)` outside any autocast region, which would choose another dtype for the products."""
     kind = x.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return method(x, compute)
+        return function(x, *rest)
     with torch.autocast(kind, enabled=False):
-        return method(x, compute)
+        return function(x, *rest)
 
 
 def check_matrix(x: torch.Tensor, name: str) -> None:

@@ -39,15 +39,23 @@ def power_of_two_scaled(x: torch.Tensor) -> torch.Tensor:
     >>> power_of_two_scaled(torch.tensor([[5.0, -12.0]]))
     tensor([[ 0.6250, -1.5000]])
     """
-    integer, fraction, bias = _BITS[x.dtype]
-    largest = x.detach().abs().amax((-2, -1), keepdim=True)
+    return x * power_of_two(x.detach().abs().amax((-2, -1), keepdim=True))
+
+
+def power_of_two(largest: torch.Tensor) -> torch.Tensor:
+    """The power of two for each of some largest magnitudes, fp32 or fp64; see `power_of_two_scaled`.
+
+    >>> power_of_two(torch.tensor([12.0, 0.0, 0.3]))
+    tensor([0.1250, 1.0000, 4.0000])
+    """
+    integer, fraction, bias = _BITS[largest.dtype]
     small = largest < 2.0**-_LIFT
     bits = torch.where(small, largest * 2.0**_LIFT, largest).view(integer)
     exponent = (bits >> fraction) - bias
     exponent = torch.where(small, exponent - _LIFT, exponent)
     exponent = torch.where(largest == 0, torch.zeros_like(exponent), exponent)
     factor = (bias - exponent).clamp(1, 2 * bias) << fraction
-    return x * factor.view(x.dtype)
+    return factor.view(largest.dtype)
 
 
 def rounded_and_scaled(x: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
@@ -75,12 +83,43 @@ def frobenius_normalized(x: torch.Tensor, compute: torch.dtype, safety: float = 
     """
     x = rounded_and_scaled(x, compute)
     total = (x * x).sum((-2, -1), keepdim=True)
+    return (x * _inverse_root(total, safety)).to(compute)
+
+
+def _inverse_root(total: torch.Tensor, safety: float) -> torch.Tensor:
     # where, not an eps: an eps would change the answer for small matrices; and it must be inside the root, whose
     # derivative at zero is infinite and would reach the gradient as 0 * inf.
     scale = torch.where(total == 0, torch.ones_like(total), total).rsqrt()
-    if safety != 1.0:
-        scale = scale / safety
-    return (x * scale).to(compute)
+    return scale if safety == 1.0 else scale / safety
+
+
+def frobenius_normalized_in_place(xs: list[torch.Tensor], compute: torch.dtype, safety: float) -> torch.Tensor:
+    """`frobenius_normalized` of a list of matrices as one batch, which overwrites the matrices and needs no other room.
+
+    For large matrices, and without autograd or `torch.func`. Where `compute` has the exponent range of the matrices.
+
+    Args:
+        xs: b matrices `(n, m)`, not empty, of the wide dtype; overwritten.
+        compute: dtype of the result.
+        safety: as in `frobenius_normalized`.
+
+    Returns:
+        A new tensor `(b, n, m)` of dtype `compute`.
+
+    >>> frobenius_normalized_in_place([torch.tensor([[3e-30, 4e-30]])], torch.float32, 1.0)
+    tensor([[[0.6000, 0.8000]]])
+    """
+    batch = torch.empty(len(xs), *xs[0].shape, dtype=compute, device=xs[0].device)
+    slots = list(batch.unbind())
+    if compute != xs[0].dtype:  # round at the door
+        torch._foreach_copy_(slots, xs)
+        torch._foreach_copy_(xs, slots)
+    powers = power_of_two(torch.stack(torch._foreach_norm(xs, float("inf"))))
+    torch._foreach_mul_(xs, list(powers.unbind()))
+    totals = torch.stack(torch._foreach_norm(xs, 2)).square()
+    torch._foreach_mul_(xs, list(_inverse_root(totals, safety).unbind()))
+    torch._foreach_copy_(slots, xs)
+    return batch
 
 
 def row_normalized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

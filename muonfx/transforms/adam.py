@@ -90,7 +90,7 @@ def scale_by_adam(
         inside = nu if isinstance(eps_root, float) and eps_root == 0.0 else ew.shift(nu, eps_root * c2)
         denominators = ew.sqrt(inside, plus=eps * c2.sqrt())
         numerators, denominators, _ = widen(mu, denominators)
-        scaled = ew.mul(ew.div(numerators, denominators), c2.sqrt() / c1, reuse=True)
+        scaled = ew.mul(ew.div(numerators, denominators, reuse=True), c2.sqrt() / c1, reuse=True)
         new_state = AdamState(
             count,
             at.fill(store(mu, old_mu, reuse=donate.state), state.mu),

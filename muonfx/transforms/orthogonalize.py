@@ -70,7 +70,8 @@ def orthogonalize(
         names = at.names() if view.needs_names else [""] * len(leaves)
         views = view.of(names)
         split = [own.split(leaf, name) for own, leaf, name in zip(views, leaves, names, strict=True)]
-        done = iter(polar.orthogonalize_many([matrix for matrices in split for matrix in matrices], **settings))
+        flat = [matrix for matrices in split for matrix in matrices]
+        done = iter(polar.orthogonalize_many(flat, donate=donate.updates, **settings))
         out = [
             own.join([next(done) for _ in matrices], leaf)
             for own, matrices, leaf in zip(views, split, leaves, strict=True)
