@@ -59,7 +59,11 @@ def speed(rounds: int) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for case, shapes in {**MANY_SMALL, "4 x 512^2, 2 x 2048x512, 2 x 512x2048": LAYERS}.items():
         for name, (theirs, ours) in PAIRS.items():
-            steps = {"torch": theirs(make(shapes)).step, "muonfx": ours(make(shapes)).step, "torch again": theirs(make(shapes)).step}
+            steps = {
+                "torch": theirs(make(shapes)).step,
+                "muonfx": ours(make(shapes)).step,
+                "torch again": theirs(make(shapes)).step,
+            }
             rows.append({"case": case, "optimizer": name, **summary(interleaved(steps, rounds=rounds), "torch")})
     return rows
 
@@ -67,7 +71,11 @@ def speed(rounds: int) -> list[dict[str, Any]]:
 def memory() -> list[dict[str, Any]]:
     """Bytes that one step holds at its peak, beyond parameters, gradients and state."""
     rows: list[dict[str, Any]] = []
-    for case, shapes in {**MANY_SMALL, "4 x 512^2, 2 x 2048x512, 2 x 512x2048": LAYERS, "2 x 4096x1024": [(4096, 1024)] * 2}.items():
+    for case, shapes in {
+        **MANY_SMALL,
+        "4 x 512^2, 2 x 2048x512, 2 x 512x2048": LAYERS,
+        "2 x 4096x1024": [(4096, 1024)] * 2,
+    }.items():
         for name, (theirs, ours) in PAIRS.items():
             row: dict[str, Any] = {"case": case, "optimizer": name, "parameters": sum(4 * r * c for r, c in shapes)}
             for who, build in (("torch", theirs), ("muonfx", ours)):

@@ -28,7 +28,9 @@ import muonfx
 RESULTS = Path(__file__).parent / "results"
 
 
-def interleaved(candidates: Mapping[str, Callable[[], object]], *, rounds: int, warmup: int = 3) -> dict[str, list[float]]:
+def interleaved(
+    candidates: Mapping[str, Callable[[], object]], *, rounds: int, warmup: int = 3
+) -> dict[str, list[float]]:
     """Time each candidate once a round, in turns; the seconds of every round after the warm-up."""
     times: dict[str, list[float]] = {name: [] for name in candidates}
     for turn in range(warmup + rounds):
@@ -73,7 +75,9 @@ class PeakBytes(TorchDispatchMode):
         self._seen: dict[int, weakref.finalize[Any, Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        before = {
+            leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
+        }
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor):

@@ -56,6 +56,11 @@ def _fit(scalar: Scalar, xs: Sequence[Tensor]) -> Scalar:
     return scalar
 
 
+def _rounds_numbers(xs: Sequence[Tensor]) -> bool:
+    """Whether ``_foreach_mul_`` would round a Python number to the tensors' dtype first, as it does on CPUs (torch 2.13)."""
+    return any(x.dtype.itemsize < 4 and x.device.type == "cpu" for x in xs)
+
+
 def cast(xs: Sequence[Tensor], dtype: torch.dtype | Sequence[torch.dtype]) -> Tensors:
     """Convert each tensor to a dtype, or each to its own; tensors that have it already are returned as they are.
 
@@ -106,6 +111,8 @@ def mul(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
     """
     if _leafwise(xs) or _records(c):
         return [x * c for x in xs]
+    if reuse and _rounds_numbers(xs):
+        return [x.mul_(c) for x in xs]
     if reuse:
         torch._foreach_mul_(xs, _fit(c, xs))
         return xs
@@ -120,6 +127,8 @@ def mul_each(xs: Tensors, cs: list[float], *, reuse: bool = False) -> Tensors:
     """
     if _leafwise(xs):
         return [x * c for x, c in zip(xs, cs, strict=True)]
+    if reuse and _rounds_numbers(xs):
+        return [x.mul_(c) for x, c in zip(xs, cs, strict=True)]
     if reuse:
         torch._foreach_mul_(xs, cs)
         return xs

@@ -11,6 +11,8 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
+
 from muonfx import tree
 from muonfx.core import NOTHING, Donation, Transform, transform, widest
 from muonfx.recorded import part_names
@@ -31,16 +33,19 @@ class _Assignment:
     def __init__(self, what: str, given: Any, kinds: type | tuple[type, ...]) -> None:
         self.what, self.given, self.kinds = what, given, kinds
         self._resolved: dict[Any, tuple[list[str], list[Any]]] = {}
-        self._by_structure_seen: dict[Any, tuple[list[str], list[Any]]] = {}
+        self._by_names: dict[tuple[str, ...], tuple[list[str], list[Any]]] = {}
 
     def __call__(self, params: PyTree) -> tuple[list[str], list[Any]]:
+        if torch.compiler.is_compiling():  # a structure cannot be hashed there; init has resolved these names already
+            names = tree.names(params)
+            return self._by_names.get(tuple(names)) or (names, self._resolve(params, names))
         leaves, treedef = tree.flatten(params)
         key = (treedef, tuple(None if leaf is None else (leaf.shape, leaf.dtype) for leaf in leaves))
         if key not in self._resolved:
-            if None in leaves and callable(self.given) and treedef in self._by_structure_seen:
-                return self._by_structure_seen[treedef]  # gradients stand for the parameters, and some are absent
             names = tree.names(params)
-            self._resolved[key] = self._by_structure_seen[treedef] = names, self._resolve(params, names)
+            if None in leaves and callable(self.given) and tuple(names) in self._by_names:
+                return self._by_names[tuple(names)]  # gradients stand for the parameters, and some are absent
+            self._resolved[key] = self._by_names[tuple(names)] = names, self._resolve(params, names)
         return self._resolved[key]
 
     def _resolve(self, params: PyTree, names: list[str]) -> list[Any]:

@@ -96,7 +96,9 @@ def names(tree: PyTree) -> list[str]:
     >>> names({"blocks": [{"q": 1.0}, {"q": 2.0}], "head": None})
     ['blocks.0.q', 'blocks.1.q', 'head']
     """
-    return [".".join(map(str, path)) for path in paths(tree)]
+    if is_flat(tree):
+        return sorted(tree)
+    return [".".join([str(entry) for entry in path]) for path in paths(tree)]
 
 
 def paths(tree: PyTree) -> list[tuple[Any, ...]]:
@@ -105,8 +107,25 @@ def paths(tree: PyTree) -> list[tuple[Any, ...]]:
     >>> paths({"blocks": [{"q": 1.0}]})
     [('blocks', 0, 'q')]
     """
+    if torch.compiler.is_compiling():
+        return list(_paths(tree, ()))
     accessors = optree.tree_accessors(tree, none_is_leaf=True, namespace=NAMESPACE)
     return [tuple(getattr(entry, "field", entry.entry) for entry in accessor) for accessor in accessors]
+
+
+def _paths(tree: PyTree, above: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+    """`paths` in plain Python, which can be traced."""
+    if isinstance(tree, dict):
+        children = [(key, tree[key]) for key in sorted(tree)]
+    elif isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        children = [(field, getattr(tree, field)) for field in tree._fields]
+    elif isinstance(tree, tuple | list):
+        children = list(enumerate(tree))
+    else:
+        yield above
+        return
+    for entry, child in children:
+        yield from _paths(child, (*above, entry))
 
 
 def map(function: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:

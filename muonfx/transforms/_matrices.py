@@ -95,7 +95,7 @@ class MatrixView(NamedTuple):
             return leaf if leaf.ndim == 2 else leaf.reshape(leaf.shape[0], math.prod(leaf.shape[1:]))
         batch, rows, columns = self._dims_of(leaf, name)
         shape = [leaf.shape[dim] for dim in batch]
-        shape += [math.prod(leaf.shape[dim] for dim in side) for side in (rows, columns)]
+        shape += [math.prod([leaf.shape[dim] for dim in side]) for side in (rows, columns)]
         return leaf.permute([*batch, *rows, *columns]).reshape(shape)
 
     def _dims_of(self, leaf: Tensor, name: str) -> tuple[list[int], list[int], list[int]]:

@@ -58,7 +58,7 @@ def add_decayed_weights(
         added = ew.cast_like(ew.add(chosen, ew.cast_like(weights, chosen), factor, reuse=donate.updates), chosen)
         return tree.unflatten(treedef, at.fill(added, leaves))
 
-    return scheduled(weight_decay, decay)
+    return scheduled(weight_decay, decay, prepare=decays)
 
 
 @transform(locality=lambda inner, min_share: max(Locality.LEAF, inner.locality))

@@ -71,7 +71,7 @@ def normalize_neurons(
             own.split(leaf.detach(), name)[0][..., :1]
             .new_zeros((), dtype=dtype or leaf.dtype)
             .expand((*own.split(leaf.detach(), name)[0].shape[:-1], 1))
-            .clone()
+            .clone(memory_format=torch.contiguous_format)
             for own, leaf, name in zip(view.of(names), leaves, names, strict=True)
         ]
         return NeuronsState(at.fill(moments))

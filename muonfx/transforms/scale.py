@@ -34,11 +34,16 @@ class ScheduleState(NamedTuple):
     """Updates so far, int64."""
 
 
-def scheduled(value: Any, apply: Callable[[PyTree, PyTree, Any, Donation], PyTree]):
-    """Build init and update for a number or a schedule; only a schedule needs a count."""
+def scheduled(
+    value: Any,
+    apply: Callable[[PyTree, PyTree, Any, Donation], PyTree],
+    prepare: Callable[[PyTree], object] = lambda params: None,
+):
+    """Build init and update for a number or a schedule; only a schedule needs a count. ``prepare`` is called by init."""
     if callable(value):
 
         def init_count(params: PyTree) -> ScheduleState:
+            prepare(params)
             return ScheduleState(new_count(device_of(params)))
 
         def update_count(updates: PyTree, state: ScheduleState, params: PyTree = None, *, donate: Donation = NOTHING):
@@ -47,6 +52,7 @@ def scheduled(value: Any, apply: Callable[[PyTree, PyTree, Any, Donation], PyTre
         return init_count, update_count
 
     def init(params: PyTree) -> EmptyState:
+        prepare(params)
         return EmptyState()
 
     def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
