@@ -1,4 +1,4 @@
-"""What it costs to run a chain as a torch optimizer: time and memory of a whole step, against torch's own optimizers."""
+"""What it costs to run a chain as a torch optimizer: time and memory of a step, against torch's own optimizers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """How things are measured here.
 
-Times: the candidates take turns within each round, so that whatever else the machine does hits all of them alike; a result is
-the median over rounds, a ratio is the median of the ratios within rounds, and the spread is the 10th to 90th percentile.
+Times: the candidates take turns within each round, so that whatever else the machine does hits all of them alike; a
+result is the median over rounds, a ratio is the median of the ratios within rounds, and the spread is the 10th to
+90th percentile.
 
 Memory: the bytes of storage that a call holds at its peak beyond what was there before it, counted at the dispatcher
 (`PeakBytes`); what an operator takes and gives back inside itself is not seen. On CUDA the allocator is asked instead.

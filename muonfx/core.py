@@ -388,7 +388,7 @@ def chain(*transforms: Transform | tuple[str, Transform]):
     return init, update
 
 
-cast("Any", chain).name_parts = _name_parts_of_chain
+chain.name_parts = _name_parts_of_chain
 
 
 def apply_updates(params: PyTree, updates: PyTree, *, donate: bool = False) -> PyTree:

@@ -126,7 +126,10 @@ class Recorded:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Register every kind of recorded value as a pytree node, with optree and with torch."""
         super().__init_subclass__(**kwargs)
-        optree.register_pytree_node(cls, _flatten, _unflatten, namespace=NAMESPACE)
+        # optree's types ask for a collection; any class will do
+        optree.register_pytree_node(
+            cast("Any", cls), cast("Any", _flatten), cast("Any", _unflatten), namespace=NAMESPACE
+        )
         torch_pytree.register_pytree_node(
             cls, _flatten_for_torch, _unflatten_for_torch, serialized_type_name=f"{cls.__module__}.{cls.__qualname__}"
         )

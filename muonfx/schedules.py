@@ -18,6 +18,7 @@ from torch import Tensor
 
 from muonfx import checks
 from muonfx.recorded import Recorded, make_factory
+from muonfx.tracing import is_wrapped
 
 __all__ = ["Schedule", "constant", "cosine", "join", "linear", "schedule", "warmup_cosine", "warmup_stable_decay"]
 
@@ -41,7 +42,7 @@ class Schedule(Recorded):
 
 
 def _is_traced(value: Tensor) -> bool:
-    return value.requires_grad or torch._C._functorch.is_functorch_wrapped_tensor(value)
+    return value.requires_grad or is_wrapped(value)
 
 
 def schedule(constructor: Callable[..., Callable[[Tensor], Any]]) -> Callable[..., Schedule]:
@@ -56,9 +57,9 @@ def schedule(constructor: Callable[..., Callable[[Tensor], Any]]) -> Callable[..
     return make_factory(Schedule, constructor)
 
 
-def evaluate(value: Any, count: Tensor | None) -> Any:
-    """Resolve a number or a schedule at a count."""
-    return value(count) if callable(value) else value
+def _function(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Give a lambda its type."""
+    return function
 
 
 @schedule
@@ -69,7 +70,7 @@ def constant(value: float):
     0.5
     """
     checks.finite("value", value)
-    return lambda count: value + 0.0 * count
+    return _function(lambda count: value + 0.0 * count)
 
 
 def _fraction(count: Tensor, steps: int) -> Tensor:
@@ -97,7 +98,7 @@ def linear(start: float, end: float, steps: int):
     checks.finite("start", start)
     checks.finite("end", end)
     _whole("steps", steps)
-    return lambda count: start + (end - start) * _fraction(count, steps)
+    return _function(lambda count: start + (end - start) * _fraction(count, steps))
 
 
 @schedule
@@ -110,7 +111,7 @@ def cosine(start: float, steps: int, end: float = 0.0):
     checks.finite("start", start)
     checks.finite("end", end)
     _whole("steps", steps)
-    return lambda count: end + (start - end) * 0.5 * (1.0 + torch.cos(math.pi * _fraction(count, steps)))
+    return _function(lambda count: end + (start - end) * 0.5 * (1.0 + torch.cos(math.pi * _fraction(count, steps))))
 
 
 @schedule

@@ -117,7 +117,7 @@ def _paths(tree: PyTree, above: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
     """`paths` in plain Python, which can be traced."""
     if isinstance(tree, dict):
         children = [(key, tree[key]) for key in sorted(tree)]
-    elif isinstance(tree, tuple) and hasattr(tree, "_fields"):
+    elif optree.is_namedtuple(tree):
         children = [(field, getattr(tree, field)) for field in tree._fields]
     elif isinstance(tree, tuple | list):
         children = list(enumerate(tree))

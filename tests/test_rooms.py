@@ -18,6 +18,7 @@ FLOORS = {
     "tree": 0,
     "recorded": 0,
     "elementwise": 0,
+    "tracing": 0,
     "polar": 0,
     "checks": 1,
     "core": 1,
@@ -36,7 +37,7 @@ FLOORS = {
 ROOF = "muonfx"
 
 # `polar` is linear algebra: it knows tensors, not trees of them.
-STRANGERS = {("polar", other) for other in ("tree", "recorded", "elementwise")}
+STRANGERS = {("polar", other) for other in ("tree", "recorded", "elementwise", "tracing")}
 
 
 def rooms_of(package: Path) -> Iterator[tuple[Path, str]]:

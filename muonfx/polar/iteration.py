@@ -12,6 +12,7 @@ from muonfx.polar.coefficients import CoefficientsLike, Step, schedule, step_ind
 from muonfx.polar.coefficients import coefficients as resolve
 from muonfx.polar.scaling import frobenius_normalized, row_normalized
 
+
 class Method(NamedTuple):
     """Coefficients and a number of steps, resolved: divide by `safety * ||x||_F`, then `apply`."""
 
@@ -22,7 +23,6 @@ class Method(NamedTuple):
     def __call__(self, x: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
         """Do both, on non-empty batches `(b, n, m)` of any magnitude; `compute` comes back."""
         return self.apply(frobenius_normalized(x, compute, self.safety))
-
 
 
 def iteration(value: CoefficientsLike | torch.Tensor, steps: int | None = None) -> Method:

@@ -40,8 +40,9 @@ def orthogonalize_many(
         dtype: as in `orthogonalize`; "auto" is resolved for each input dtype and device.
         max_scratch_bytes: about how many bytes of intermediates one batch may take; one matrix always goes through.
             None: 32 MiB on a CPU, which its cache likes best, 256 MiB elsewhere.
-        donate: the caller's promise not to use `xs` again: each that is contiguous is then overwritten by its result and
-            returned, which saves the room of the results and, for large matrices, of the intermediates. Same values.
+        donate: the caller's promise not to use `xs` again: each that is contiguous is then overwritten by its result
+            and returned, which saves the room of the results and, for large matrices, of the intermediates. Same
+            values.
 
     Returns:
         One tensor for each of `xs`, in order, with its shape, dtype and device. Results of one batch are views that

@@ -11,6 +11,7 @@ from muonfx import checks, tree
 from muonfx import elementwise as ew
 from muonfx.core import NOTHING, Donation, Locality, Transform, transform
 from muonfx.hyperparams import device_of
+from muonfx.tracing import is_wrapped
 from muonfx.transforms._pinned import store, widen, zeros
 from muonfx.tree import Present, PyTree
 
@@ -20,7 +21,7 @@ __all__ = ["AccumulateState", "accumulate"]
 class AccumulateState(NamedTuple):
     """State of `accumulate`."""
 
-    count: Tensor
+    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     """Micro-batches since the last update, int64, in host memory: to ask whether it is time costs no device sync."""
     seen: Tensor
     """For each leaf, the micro-batches since the last update that had a gradient for it, int64, in host memory."""
@@ -111,7 +112,7 @@ def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: torch.
 
 
 def _is_traced(due: bool | Tensor) -> bool:
-    return isinstance(due, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(due)
+    return isinstance(due, Tensor) and is_wrapped(due)
 
 
 def _ever_seen(updates: PyTree, gathered: AccumulateState) -> list[Any]:

@@ -20,7 +20,7 @@ __all__ = ["AdamState", "scale_by_adam"]
 class AdamState(NamedTuple):
     """State of `scale_by_adam`."""
 
-    count: Tensor
+    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     """Updates so far, int64."""
     mu: PyTree
     """First moments, like the parameters, in the pinned dtype."""

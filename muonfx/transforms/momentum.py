@@ -27,7 +27,7 @@ class MomentumState(NamedTuple):
 class DebiasedMomentumState(NamedTuple):
     """State of `momentum` with ``debias=True``."""
 
-    count: Tensor
+    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     """Updates so far, int64."""
     trace: PyTree
     """The average, like the parameters, in the pinned dtype."""
@@ -94,6 +94,7 @@ def momentum(
         given, old = at.pick(updates), at.pick(state.trace)
         grads, trace, fresh = widen(given, old)
         may_write = donate.updates or fresh
+        count = state.count + 1 if isinstance(state, DebiasedMomentumState) else None
 
         def copied(trace: list[Tensor]) -> list[Tensor]:
             return ew.copy(trace, into=grads) if may_write else ew.clone(trace)
@@ -103,14 +104,13 @@ def momentum(
             looked = ew.add(grads, trace, decay, reuse=may_write) if nesterov else copied(trace)
         else:
             trace = ew.lerp(trace, grads, 1.0 - decay, reuse=donate.state)
-            if debias:
-                count = state.count + 1
+            if count is not None:
                 looked = _debiased(trace, grads, decay, count, nesterov, may_write)
             else:
                 looked = ew.lerp(grads, trace, decay, reuse=may_write) if nesterov else copied(trace)
         kept = at.fill(store(trace, old, reuse=donate.state), state.trace)
         out = at.fill(ew.cast_like(looked, given))
-        return out, DebiasedMomentumState(state.count + 1, kept) if debias else MomentumState(kept)
+        return out, MomentumState(kept) if count is None else DebiasedMomentumState(count, kept)
 
     return init, update
 

@@ -30,7 +30,7 @@ __all__ = [
 class ScheduleState(NamedTuple):
     """State of a transform that follows a schedule."""
 
-    count: Tensor
+    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     """Updates so far, int64."""
 
 
@@ -39,7 +39,7 @@ def scheduled(
     apply: Callable[[PyTree, PyTree, Any, Donation], PyTree],
     prepare: Callable[[PyTree], object] = lambda params: None,
 ):
-    """Build init and update for a number or a schedule; only a schedule needs a count. ``prepare`` is called by init."""
+    """Build init, which calls ``prepare``, and update for a number or a schedule; only a schedule needs a count."""
     if callable(value):
 
         def init_count(params: PyTree) -> ScheduleState:
