@@ -162,6 +162,25 @@ def test_a_groups_rate_scales_its_own_updates_only():
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
 
 
+def test_a_group_that_mixes_labels_is_split_so_that_each_part_has_its_rate():
+    model = make_model()
+    head = [(n, p) for n, p in model.named_parameters() if n.startswith("3.")]
+    rest = [(n, p) for n, p in model.named_parameters() if not n.startswith("3.")]
+    optimizer = mfx.Muon([{"params": head, "lr": 1e-3}, {"params": rest, "scale_by_adam.b2": 0.9}], lr=0.02)
+    assert [(g["label"], g["lr"]) for g in optimizer.param_groups] == [
+        ("muon", 1e-3),
+        ("adamw", 1e-3),
+        ("muon", 0.02),
+        ("adamw", 0.02),
+    ]
+    assert [g.get("scale_by_adam.b2") for g in optimizer.param_groups] == [None, 0.95, None, 0.9]
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    set_grads(model, 0)
+    optimizer.step()
+    scheduler.step()
+    assert [g["lr"] for g in optimizer.param_groups] == [5e-4, 5e-4, 0.01, 0.01]
+
+
 def test_groups_that_disagree_about_a_tree_wide_argument_are_an_error_and_change_nothing():
     model = make_model()
     optimizer = mfx.TransformOptimizer(

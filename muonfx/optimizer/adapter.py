@@ -11,30 +11,37 @@ hyperparameter, and at most so many bytes, so that the updates in memory at one 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from muonfx import polar, tree
-from muonfx.core import Donation, Locality, Transform, chain, chain_entries
+from muonfx import tree
+from muonfx.core import Donation, Locality, Transform
 from muonfx.hyperparams import hyperparams, with_hyperparams
-from muonfx.partition import routes
-from muonfx.recipes import muon_with_adamw
+from muonfx.optimizer.groups import (
+    NOT_HYPERPARAMS,
+    NamedParameters,
+    hyperparams_of,
+    label_of,
+    named_pairs,
+    resolve_groups,
+    routes_of,
+    split_by_route,
+)
+from muonfx.optimizer.pieces import SMALL_BUCKET, Piece, Segment, buckets, bytes_of, segments
+from muonfx.optimizer.state import by_path, matched, path_of
 from muonfx.recorded import Recorded
-from muonfx.select import default_labels
 from muonfx.tree import PyTree
 
-__all__ = ["Muon", "TransformOptimizer"]
-
-NamedParameters = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
+__all__ = ["TransformOptimizer"]
 
 
 class TransformOptimizer(torch.optim.Optimizer):
     """A transform as a ``torch.optim.Optimizer``, for training loops, schedulers and scalers that expect one.
 
-    Parameters are grouped by their labels in the transform's partitions (one group if there are none), and every
+    Parameters are grouped by their labels in the transform's partitions (given groups are split further), and every
     numeric argument of the transform is an entry of the groups whose parameters meet it, under the dotted name that
     `muonfx.hyperparams` gives, without the label. The learning rate is called ``lr`` and the weight decay
     ``weight_decay``. Entries are read at every step, so learning-rate schedulers work, on each group's own base rate.
@@ -86,11 +93,9 @@ class TransformOptimizer(torch.optim.Optimizer):
         self.donate_grads = donate_grads
         self.bucket_bytes = bucket_bytes
         self._ready = False
-        groups = _groups(params)
+        groups = resolve_groups(params)
         named = {name: param for group in groups for name, param in group["params"]}
-        self._routes = _routes(tx, named)
-        if len(groups) == 1 and groups[0].keys() == {"params"}:
-            groups = _split_by_route(groups[0]["params"], self._routes)
+        self._routes = routes_of(tx, named)
         super().__init__(groups, {})
         self._start()
 
@@ -117,39 +122,40 @@ class TransformOptimizer(torch.optim.Optimizer):
         """Add parameters; their state is made at once, that of the others is kept.
 
         Args:
-            param_group: "params" (named) and values for some hyperparameters.
+            param_group: "params" (named) and values for some hyperparameters; it is split where labels differ.
+
+        Raises:
+            ValueError: a hyperparameter that none of these parameters meets; the message lists those they do.
         """
         group = dict(param_group)
-        pairs = _named_pairs(group["params"])
+        pairs = named_pairs(group.pop("params"))
         if self._ready:
-            named = {**self._named(), **dict(pairs)}
-            self._routes = _routes(self.tx, named)
-        group["params"] = pairs
-        group.setdefault("label", _label(self._routes, pairs))
-        own = _hyperparams_of(self.tx, [self._routes[name] for name, _ in pairs])
-        unknown = group.keys() - own.keys() - {"params", "label", "param_names", "initial_lr"}
+            self._routes = routes_of(self.tx, {**self._named(), **dict(pairs)})
+        parts = split_by_route(pairs, self._routes)
+        own = [hyperparams_of(self.tx, [self._routes[name] for name, _ in part]) for part in parts]
+        known = {key for keys in own for key in keys}
+        unknown = group.keys() - known - NOT_HYPERPARAMS
         if unknown:
-            raise ValueError(
-                f"group {group['label']!r}: unknown hyperparameter {', '.join(sorted(unknown))}; "
-                f"there are {', '.join(own) or 'none'}"
-            )
-        for key, (_, value) in own.items():
-            group.setdefault(key, value)
-        super().add_param_group(group)
+            wrong, there = ", ".join(sorted(unknown)), ", ".join(sorted(known)) or "none"
+            raise ValueError(f"param_groups: unknown hyperparameter {wrong}; there are {there}")
+        for part, keys in zip(parts, own, strict=True):
+            values = {key: group.get(key, default) for key, (_, default) in keys.items()}
+            rest = {key: group[key] for key in group.keys() & NOT_HYPERPARAMS}
+            super().add_param_group({"label": label_of(self._routes, part), **rest, **values, "params": part})
         if self._ready:
             self._start()
 
     def _start(self) -> None:
         """Make the state for all parameters, keeping what there was, and everything that follows from the groups."""
         named = self._named()
-        old = _by_path(self._state) if self._ready else {}
+        old = by_path(self._state) if self._ready else {}
         self._state: PyTree = self.tx.init(named)
-        self._adopt({path: leaf for path, leaf in old.items() if path in _by_path(self._state)})
+        self._adopt({path: leaf for path, leaf in old.items() if path in by_path(self._state)})
         self._keys: list[dict[str, str]] = [
-            {key: name for key, (name, _) in _hyperparams_of(self.tx, self._routes_of(group)).items()}
+            {key: name for key, (name, _) in hyperparams_of(self.tx, self._routes_of(group)).items()}
             for group in self.param_groups
         ]
-        self._segments = _segments(self.tx)
+        self._segments = segments(self.tx)
         self._left_out = {name for name, route in self._routes.items() if None in route.values()}
         self._values: list[dict[str, Any]] | None = None
         self._ready = True
@@ -157,15 +163,15 @@ class TransformOptimizer(torch.optim.Optimizer):
 
     def _adopt(self, leaves: Mapping[str, Any]) -> None:
         """Put leaves into the state by path, and the state's leaves into ``self.state``."""
-        accessors, found, treedef = _accessors(self._state)
-        found = [leaves.get(_path(accessor), leaf) for accessor, leaf in zip(accessors, found, strict=True)]
+        paths = tree.paths(self._state)
+        found, treedef = tree.flatten(self._state)
+        found = [leaves.get(path_of(path), leaf) for path, leaf in zip(paths, found, strict=True)]
         self._state = tree.unflatten(treedef, found)
         named = self._named()
         self._slots: list[tuple[Tensor | None, str]] = []
-        for accessor in accessors:
-            *above, last = accessor
-            owner = named.get(str(last)) if isinstance(last, str) else None
-            self._slots.append((owner, "/".join(map(str, above if owner is not None else accessor))))
+        for path in paths:
+            owner = named.get(path[-1]) if path and isinstance(path[-1], str) else None
+            self._slots.append((owner, path_of(path if owner is None else path[:-1])))
         self._shown = found
         for param in named.values():
             self.state[param] = {}
@@ -199,13 +205,9 @@ class TransformOptimizer(torch.optim.Optimizer):
         self._plans = [self._plan(segment, values) for segment in self._segments]
         self._values = [dict(group) for group in values]
 
-    def _plan(self, segment: _Segment, values: list[dict[str, Any]]) -> list[_Piece]:
-        names = hyperparams(segment.tx)
-        local = [{segment.prefix + name for name in names} & group.keys() for group in values]
-        chosen = [
-            {name.removeprefix(segment.prefix): group[name] for name in mine}
-            for group, mine in zip(values, local, strict=True)
-        ]
+    def _plan(self, segment: Segment, values: list[dict[str, Any]]) -> list[Piece]:
+        names = hyperparams(segment.tx).keys()
+        chosen = [{name: group[name] for name in names & group.keys()} for group in values]
         agreed: dict[str, Any] = {}
         conflicts: list[str] = []
         for group in chosen:
@@ -227,11 +229,11 @@ class TransformOptimizer(torch.optim.Optimizer):
         else:
             runs = [(_valid(with_hyperparams(segment.tx, agreed)), [name for group in own for name in group])]
         if segment.tx.locality is Locality.TREE:
-            return [_Piece(runs[0][0], None)]
+            return [Piece(runs[0][0], None)]
         named = self._named()
-        limit = self.bucket_bytes or max([_SMALL_BUCKET, *map(_bytes, named.values())])
-        pieces = [_Piece(tx, names) for tx, members in runs for names in _buckets(members, named, limit)]
-        return [_Piece(pieces[0].tx, None)] if len(pieces) == 1 else pieces
+        limit = self.bucket_bytes or max([SMALL_BUCKET, *map(bytes_of, named.values())])
+        pieces = [Piece(tx, names) for tx, members in runs for names in buckets(members, named, limit)]
+        return [Piece(pieces[0].tx, None)] if len(pieces) == 1 else pieces
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **extras: Any) -> Any:
@@ -267,8 +269,8 @@ class TransformOptimizer(torch.optim.Optimizer):
 
     def _run(
         self,
-        segment: _Segment,
-        plan: list[_Piece],
+        segment: Segment,
+        plan: list[Piece],
         updates: dict[str, Tensor | None],
         params: dict[str, Tensor],
         donate: Donation,
@@ -340,7 +342,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         for hook in cast("Any", self)._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, given)
             given = given if changed is None else changed
-        values = _matched(self, given)
+        values = matched(self.param_groups, self.state, given)
         for leaf, value in values:
             leaf.copy_(value)
         for group, saved in zip(self.param_groups, given["param_groups"], strict=True):
@@ -355,221 +357,6 @@ class TransformOptimizer(torch.optim.Optimizer):
     def transform_state(self) -> PyTree:
         """The transform's state as the functional API sees it; its storage is reused by the next step."""
         return self._state
-
-
-class Muon(TransformOptimizer):
-    """Muon for the hidden matrices of a model and AdamW for everything else, as one optimizer.
-
-    Args:
-        params: a model (best: parameters are then routed by module type), named parameters, or groups of these.
-        lr: the learning rate of Muon, scaled by ``rule``.
-        weight_decay: decoupled, of Muon.
-        momentum: decay of Muon's average.
-        adamw_lr: the learning rate of AdamW; None: ``lr``, which suits where the rule is "match_rms_adamw".
-        adamw_weight_decay: decoupled, of AdamW; None: ``weight_decay``.
-        betas: AdamW's.
-        rule: as in `muonfx.scale_by_shape`.
-        coefficients: of the Newton-Schulz iteration, as in `muonfx.orthogonalize`.
-        dtype: of the iteration, as in `muonfx.orthogonalize`.
-        rules: (predicate, label) pairs that come before the default routing; labels are "muon", "adamw" and None.
-        donate_grads: as in `TransformOptimizer`.
-        bucket_bytes: as in `TransformOptimizer`.
-
-    Example:
-        >>> model = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 8))
-        >>> optimizer = Muon(model, lr=0.01, weight_decay=0.1)
-        >>> scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=10)
-        >>> model(torch.arange(8)).square().sum().backward()
-        >>> optimizer.step()
-        >>> scheduler.step()
-    """
-
-    def __init__(
-        self,
-        params: NamedParameters,
-        lr: float = 2e-3,
-        *,
-        weight_decay: float = 0.1,
-        momentum: float = 0.95,
-        adamw_lr: float | None = None,
-        adamw_weight_decay: float | None = None,
-        betas: tuple[float, float] = (0.9, 0.95),
-        rule: str = "match_rms_adamw",
-        coefficients: str | polar.Coefficients = "polar_express_5",
-        dtype: torch.dtype | str = "auto",
-        rules: Iterable[tuple[Any, str | None]] = (),
-        donate_grads: bool = False,
-        bucket_bytes: int | None = None,
-    ) -> None:
-        if not isinstance(params, nn.Module):
-            params = _groups(params)
-        named = params if isinstance(params, nn.Module) else {n: p for group in params for n, p in group["params"]}
-        tx = muon_with_adamw(
-            lr,
-            adamw_lr,
-            weight_decay=weight_decay,
-            adamw_weight_decay=weight_decay if adamw_weight_decay is None else adamw_weight_decay,
-            decay=momentum,
-            b1=betas[0],
-            b2=betas[1],
-            rule=rule,
-            coefficients=coefficients,
-            dtype=dtype,
-            labels=default_labels(named, list(rules)),
-        )
-        super().__init__(params, tx, donate_grads=donate_grads, bucket_bytes=bucket_bytes)
-
-
-class _Piece(NamedTuple):
-    """A transform and the leaves to run it on at once; None: all of them."""
-
-    tx: Transform
-    names: list[str] | None
-
-
-class _Segment(NamedTuple):
-    """Neighbouring transforms of a chain that run together; ``names`` is None where the transform is no chain."""
-
-    tx: Transform
-    names: list[str] | None
-
-    @property
-    def prefix(self) -> str:
-        return ""
-
-    def state_of(self, state: PyTree) -> PyTree:
-        return state if self.names is None else {name: state[name] for name in self.names}
-
-    def with_state(self, state: PyTree, part: PyTree) -> PyTree:
-        return part if self.names is None else {**state, **part}
-
-
-def _segments(tx: Transform) -> list[_Segment]:
-    entries = chain_entries(tx)
-    if tx.locality is not Locality.TREE or entries is None:
-        return [_Segment(tx, None)]
-    runs: list[list[tuple[str, Transform]]] = []
-    for name, part in entries.items():
-        local = part.locality is not Locality.TREE
-        if local and runs and runs[-1][0][1].locality is not Locality.TREE:
-            runs[-1].append((name, part))
-        else:
-            runs.append([(name, part)])
-    return [_Segment(chain(*run), [name for name, _ in run]) for run in runs]
-
-
-def _groups(params: Any) -> list[dict[str, Any]]:
-    """Resolve what the caller gave to groups whose "params" are lists of (name, tensor)."""
-    if isinstance(params, nn.Module | Mapping):
-        return [{"params": _named_pairs(params)}]
-    items: list[Any] = list(params)
-    if not items or not all(isinstance(item, dict) for item in items):
-        items = [{"params": items}]
-    groups: list[dict[str, Any]] = [{**item, "params": _named_pairs(item["params"])} for item in items]
-    names = [name for group in groups for name, _ in group["params"]]
-    if len(set(names)) < len(names):
-        twice = sorted({name for name in names if names.count(name) > 1})
-        raise ValueError(f"two parameters are named {twice[0]!r}; names must differ over all groups")
-    return groups
-
-
-def _named_pairs(params: Any) -> list[tuple[str, Tensor]]:
-    if isinstance(params, nn.Module):
-        return list(params.named_parameters())
-    pairs: list[Any] = list(params.items()) if isinstance(params, Mapping) else list(params)
-    for pair in pairs:
-        if not (
-            isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], Tensor)
-        ):
-            raise TypeError(
-                f"expected named parameters, found {type(pair).__name__}; pass the model, or model.named_parameters(): "
-                "labels, masks and checkpoints go by name"
-            )
-    return pairs
-
-
-def _routes(tx: Transform, named: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
-    """For each parameter the label that it has in each partition of the transform, by the partition's prefix."""
-    found: dict[str, dict[str, Any]] = {name: {} for name in named}
-    for prefix, names, labels in routes(tx, dict(named)):
-        for name, label in zip(names, labels, strict=True):
-            found[name][prefix] = label
-    return found
-
-
-def _split_by_route(pairs: list[tuple[str, Tensor]], routes: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    groups: dict[tuple[Any, ...], list[tuple[str, Tensor]]] = {}
-    for name, param in pairs:
-        groups.setdefault(tuple(routes[name].items()), []).append((name, param))
-    return [{"params": members} for members in groups.values()] or [{"params": []}]
-
-
-def _label(routes: Mapping[str, Mapping[str, Any]], pairs: list[tuple[str, Tensor]]) -> str | None:
-    """The labels that all parameters of a group share, for a person to read."""
-    shared = {tuple(routes[name].values()) for name, _ in pairs}
-    labels = [label for label in next(iter(shared)) if isinstance(label, str)] if len(shared) == 1 else []
-    return "/".join(labels) or None
-
-
-ALIASES = {"scale_by_learning_rate.learning_rate": "lr", "add_decayed_weights.weight_decay": "weight_decay"}
-
-
-def _hyperparams_of(tx: Transform, of: list[dict[str, Any]]) -> dict[str, tuple[str, Any]]:
-    """The hyperparameters that parameters of these routes meet: key in the group -> (dotted name, default)."""
-    met: dict[str, Any] = {}
-    stripped: dict[str, str] = {}
-    for name, value in hyperparams(tx).items():
-        for route in of:
-            short = _short(name, route)
-            if short is not None:
-                met[name], stripped[name] = value, short
-    keys: dict[str, tuple[str, Any]] = {}
-    for name, value in met.items():
-        key = stripped[name]
-        if sum(other == key for other in stripped.values()) > 1:
-            key = name  # a group that mixes routes keeps the labels in its keys
-        alias = next((alias for end, alias in ALIASES.items() if key == end or key.endswith("." + end)), None)
-        same = sum(other.endswith(tuple(end for end, a in ALIASES.items() if a == alias)) for other in met)
-        keys[alias if alias and same == 1 else key] = (name, value)
-    return keys
-
-
-def _short(name: str, route: Mapping[str, Any]) -> str | None:
-    """A hyperparameter's name without the labels of a route; None where the route does not come by."""
-    for prefix in sorted(route, key=len, reverse=True):
-        label = route[prefix]
-        if prefix and not name.startswith(prefix + "."):
-            continue
-        rest = name[len(prefix) + 1 :] if prefix else name
-        if isinstance(label, bool):
-            if not label and rest.startswith("inner."):
-                return None
-            continue
-        if label is None or not rest.startswith(f"{label}."):
-            return None
-        name = (f"{prefix}." if prefix else "") + rest[len(label) + 1 :]
-    return name
-
-
-_SMALL_BUCKET = 1 << 22
-
-
-def _bytes(param: Tensor) -> int:
-    return param.numel() * param.element_size()
-
-
-def _buckets(names: list[str], named: Mapping[str, Tensor], limit: int) -> list[list[str]]:
-    """Cut names, in order, into lists of at most so many bytes of parameters; a single larger one stands alone."""
-    buckets: list[list[str]] = []
-    room = 0
-    for name in names:
-        size = _bytes(named[name])
-        if not buckets or size > room:
-            buckets.append([])
-            room = limit
-        buckets[-1].append(name)
-        room -= size
-    return buckets or [[]]
 
 
 def _add_in_place(params: Mapping[str, Tensor], updates: Mapping[str, Tensor | None]) -> None:
@@ -599,57 +386,3 @@ def _unchanged(new: list[dict[str, Any]], old: list[dict[str, Any]]) -> bool:
     return len(new) == len(old) and all(
         a.keys() == b.keys() and all(_equal(a[name], b[name]) for name in a) for a, b in zip(new, old, strict=True)
     )
-
-
-def _accessors(state: PyTree) -> tuple[list[tuple[Any, ...]], list[Any], Any]:
-    leaves, treedef = tree.flatten(state)
-    return tree.paths(state), leaves, treedef
-
-
-def _path(accessor: tuple[Any, ...]) -> str:
-    return "/".join(map(str, accessor))
-
-
-def _by_path(state: PyTree) -> dict[str, Any]:
-    accessors, leaves, _ = _accessors(state)
-    return {_path(accessor): leaf for accessor, leaf in zip(accessors, leaves, strict=True)}
-
-
-def _matched(optimizer: TransformOptimizer, given: Mapping[str, Any]) -> list[tuple[Tensor, Tensor]]:
-    """Pair this optimizer's state leaves with the given values, or raise an error that lists every difference."""
-    groups, saved = optimizer.param_groups, given["param_groups"]
-    if [len(group["params"]) for group in groups] != [len(group["params"]) for group in saved]:
-        raise ValueError(
-            f"the state has groups of {[len(group['params']) for group in saved]} parameters, this optimizer of "
-            f"{[len(group['params']) for group in groups]}; was it made by another optimizer or for another model?"
-        )
-    wrong: list[str] = []
-    pairs: list[tuple[Tensor, Tensor]] = []
-    for group, old in zip(groups, saved, strict=True):
-        wrong += [
-            f"unknown hyperparameter {key!r}" for key in old.keys() - group.keys() - {"initial_lr", "param_names"}
-        ]
-        wrong += [
-            f"missing hyperparameter {key!r}"
-            for key in group.keys() - old.keys() - {"initial_lr", "param_names", "label"}
-        ]
-        for name, param, index in zip(group["param_names"], group["params"], old["params"], strict=True):
-            have, want = given["state"].get(index, {}), optimizer.state[param]
-            wrong += [f"{name!r} has no {key!r}" for key in want.keys() - have.keys()]
-            wrong += [f"{name!r} has an unexpected {key!r}" for key in have.keys() - want.keys()]
-            for key in want.keys() & have.keys():
-                leaf, value = want[key], have[key]
-                if not isinstance(value, Tensor) or value.shape != leaf.shape:
-                    wrong.append(f"{name!r}: {key!r} is {_described(value)}, expected {_described(leaf)}")
-                elif torch.promote_types(value.dtype, leaf.dtype) != leaf.dtype:
-                    wrong.append(f"{name!r}: {key!r} would narrow from {value.dtype} to {leaf.dtype}")
-                else:
-                    pairs.append((leaf, value))
-    if wrong:
-        shown = "; ".join(sorted(wrong)[:20]) + (f"; and {len(wrong) - 20} more" if len(wrong) > 20 else "")
-        raise ValueError(f"the state does not fit this optimizer, nothing was loaded: {shown}")
-    return pairs
-
-
-def _described(value: Any) -> str:
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)

@@ -1,0 +1,80 @@
+"""Muon for a whole model, as a torch optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from muonfx import polar
+from muonfx.optimizer.adapter import TransformOptimizer
+from muonfx.optimizer.groups import NamedParameters, resolve_groups
+from muonfx.recipes import muon_with_adamw
+from muonfx.select import default_labels
+
+__all__ = ["Muon"]
+
+
+class Muon(TransformOptimizer):
+    """Muon for the hidden matrices of a model and AdamW for everything else, as one optimizer.
+
+    Args:
+        params: a model (best: parameters are then routed by module type), named parameters, or groups of these.
+        lr: the learning rate of Muon, scaled by ``rule``.
+        weight_decay: decoupled, of Muon.
+        momentum: decay of Muon's average.
+        adamw_lr: the learning rate of AdamW; None: ``lr``, which suits where the rule is "match_rms_adamw".
+        adamw_weight_decay: decoupled, of AdamW; None: ``weight_decay``.
+        betas: AdamW's.
+        rule: as in `muonfx.scale_by_shape`.
+        coefficients: of the Newton-Schulz iteration, as in `muonfx.orthogonalize`.
+        dtype: of the iteration, as in `muonfx.orthogonalize`.
+        rules: (predicate, label) pairs that come before the default routing; labels are "muon", "adamw" and None.
+        donate_grads: as in `TransformOptimizer`.
+        bucket_bytes: as in `TransformOptimizer`.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 8))
+        >>> optimizer = Muon(model, lr=0.01, weight_decay=0.1)
+        >>> scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=10)
+        >>> model(torch.arange(8)).square().sum().backward()
+        >>> optimizer.step()
+        >>> scheduler.step()
+    """
+
+    def __init__(
+        self,
+        params: NamedParameters,
+        lr: float = 2e-3,
+        *,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        adamw_lr: float | None = None,
+        adamw_weight_decay: float | None = None,
+        betas: tuple[float, float] = (0.9, 0.95),
+        rule: str = "match_rms_adamw",
+        coefficients: str | polar.Coefficients = "polar_express_5",
+        dtype: torch.dtype | str = "auto",
+        rules: Iterable[tuple[Any, str | None]] = (),
+        donate_grads: bool = False,
+        bucket_bytes: int | None = None,
+    ) -> None:
+        if not isinstance(params, nn.Module):
+            params = resolve_groups(params)
+        named = params if isinstance(params, nn.Module) else {n: p for group in params for n, p in group["params"]}
+        tx = muon_with_adamw(
+            lr,
+            adamw_lr,
+            weight_decay=weight_decay,
+            adamw_weight_decay=weight_decay if adamw_weight_decay is None else adamw_weight_decay,
+            decay=momentum,
+            b1=betas[0],
+            b2=betas[1],
+            rule=rule,
+            coefficients=coefficients,
+            dtype=dtype,
+            labels=default_labels(named, list(rules)),
+        )
+        super().__init__(params, tx, donate_grads=donate_grads, bucket_bytes=bucket_bytes)
