@@ -32,14 +32,24 @@ def _number(name: str, value: Any) -> float | None:
 
 
 def finite(name: str, value: Any) -> None:
-    """Require a number that is neither NaN nor infinite."""
+    """Require a number that is neither NaN nor infinite.
+
+    >>> finite("factor", float("nan"))
+    Traceback (most recent call last):
+    ValueError: factor must be finite, found nan
+    """
     number = _number(name, value)
     if number is not None and not math.isfinite(number):
         raise ValueError(f"{name} must be finite, found {value!r}")
 
 
 def at_least(name: str, value: Any, low: float) -> None:
-    """Require a finite number not below a bound."""
+    """Require a finite number not below a bound.
+
+    >>> at_least("learning_rate", -0.1, 0.0)
+    Traceback (most recent call last):
+    ValueError: learning_rate must be at least 0, found -0.1
+    """
     finite(name, value)
     number = _number(name, value)
     if number is not None and number < low:
@@ -47,7 +57,12 @@ def at_least(name: str, value: Any, low: float) -> None:
 
 
 def in_unit_interval(name: str, value: Any) -> None:
-    """Require a number in [0, 1)."""
+    """Require a number in [0, 1).
+
+    >>> in_unit_interval("decay", 1.0)
+    Traceback (most recent call last):
+    ValueError: decay must be in [0, 1), found 1.0
+    """
     finite(name, value)
     number = _number(name, value)
     if number is not None and not 0.0 <= number < 1.0:
@@ -55,13 +70,23 @@ def in_unit_interval(name: str, value: Any) -> None:
 
 
 def positive_int(name: str, value: Any) -> None:
-    """Require an int of 1 or more."""
+    """Require an int of 1 or more.
+
+    >>> positive_int("every", 0)
+    Traceback (most recent call last):
+    ValueError: every must be an int of 1 or more, found 0
+    """
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} must be an int of 1 or more, found {value!r}")
 
 
 def floating_dtype(name: str, value: Any) -> None:
-    """Require a real floating-point torch dtype, or None."""
+    """Require a real floating-point torch dtype, or None.
+
+    >>> floating_dtype("mu_dtype", torch.int8)
+    Traceback (most recent call last):
+    TypeError: mu_dtype must be a floating-point torch.dtype or None, found torch.int8
+    """
     if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
         raise TypeError(f"{name} must be a floating-point torch.dtype or None, found {value!r}")
 
@@ -81,14 +106,17 @@ def _check_leaves(what: str, given: Any) -> list[Any]:
     name, leaf = next((name, leaf) for name, leaf in zip(tree.names(given), leaves, strict=True) if not _good(leaf))
     if not isinstance(leaf, Tensor):
         raise TypeError(f"{what}: {_shown(name)} must be a tensor or None, found {type(leaf).__name__}")
-    raise TypeError(
-        f"{what}: {_shown(name)} must be real floating point, found {leaf.dtype}; leave it out, or view a complex "
-        "tensor as real with torch.view_as_real"
-    )
+    advice = "view it as real with torch.view_as_real" if leaf.is_complex() else "leave it out"
+    raise TypeError(f"{what}: {_shown(name)} must be real floating point, found {leaf.dtype}; {advice}")
 
 
 def check_params(params: Any) -> None:
-    """Require a tree of real floating-point tensors (or None) whose leaves have different names."""
+    """Require a tree of real floating-point tensors (or None) whose leaves have different names.
+
+    >>> check_params({"table": torch.zeros(2, dtype=torch.int64)})
+    Traceback (most recent call last):
+    TypeError: params: 'table' must be real floating point, found torch.int64; leave it out
+    """
     _check_leaves("params", params)
     names = tree.names(params)
     if len(set(names)) < len(names):
@@ -113,7 +141,13 @@ def _list(names: list[str]) -> str:
 
 
 def check_update(tx: Transform, updates: Any, state: Any, params: Any) -> None:
-    """Require that updates, state and params belong together and to this transform."""
+    """Require that updates, state and params belong together and to this transform.
+
+    >>> import muonfx as mfx
+    >>> check_update(mfx.momentum(), {"w": torch.zeros(2)}, mfx.EmptyState(), {"w": torch.zeros(3)})
+    Traceback (most recent call last):
+    ValueError: updates: 'w' has shape (2,), its parameter has (3,)
+    """
     leaves = _check_leaves("updates", updates)
     if params is not None:
         _check_structure("updates", updates, "params", params)

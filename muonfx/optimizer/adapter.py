@@ -150,7 +150,8 @@ class TransformOptimizer(torch.optim.Optimizer):
         named = self._named()
         old = by_path(self._state) if self._ready else {}
         self._state: PyTree = self.tx.init(named)
-        self._adopt({path: leaf for path, leaf in old.items() if path in by_path(self._state)})
+        new = by_path(self._state)
+        self._adopt({path: leaf for path, leaf in old.items() if path in new and leaf.shape == new[path].shape})
         self._keys: list[dict[str, str]] = [
             {key: name for key, (name, _) in hyperparams_of(self.tx, self._routes_of(group)).items()}
             for group in self.param_groups

@@ -1,0 +1,336 @@
+"""Chains, names, extras, errors and donation, by example; the laws are in tests/laws."""
+
+import copy
+import pickle
+import re
+
+import pytest
+import torch
+from torch import Tensor
+
+import muonfx as mfx
+from muonfx.hyperparams import with_hyperparams
+from muonfx.recorded import parts_of
+
+NAMESPACE = {**vars(mfx), "torch": torch}
+
+
+def test_a_chains_state_is_keyed_by_the_transforms_names():
+    params = {"w": torch.zeros(2, 2)}
+    tx = mfx.chain(mfx.momentum(), mfx.scale(2.0), ("rate", mfx.scale(3.0)), mfx.scale(4.0))
+    assert list(tx.init(params)) == ["momentum", "scale", "rate", "scale_2"]
+    assert tx.init(params)["momentum"].trace["w"].shape == (2, 2)
+
+
+def test_names_of_a_chain_must_differ():
+    with pytest.raises(ValueError, match=r"'rate' is empty, has a '.' or '/', or is taken"):
+        mfx.chain(("rate", mfx.scale(1.0)), ("rate", mfx.scale(2.0)))
+    with pytest.raises(TypeError, match=r"argument 0 must be a Transform .* call the factory to get a transform"):
+        mfx.chain(mfx.momentum)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        mfx.muon(0.02, weight_decay=0.1),
+        mfx.muon_with_adamw(mfx.warmup_cosine(0.1, 2, 10), 1e-3),
+        mfx.normuon(0.02, mask=mfx.select.ndim(min=2) & ~mfx.select.path("*head*")),
+        mfx.chain(("a", mfx.scale(float("1e-3"))), mfx.accumulate(mfx.lion(), every=3)),
+        mfx.partition({"a": mfx.momentum(0.5)}, {"w": "a"}),
+        mfx.orthogonalize(coefficients=((2.0, -1.5, 0.5),), blocks={"*.qkv.weight": 3}, dims=((0,), (1, 2))),
+        mfx.stack([mfx.scale(1.0), mfx.scale(2.0)]),
+        mfx.stateless(torch.nn.functional.relu, mfx.Locality.ELEMENT),
+    ],
+)
+def test_a_transform_prints_as_the_code_that_builds_it_and_pickles(tx):
+    if tx.factory is not mfx.stateless:
+        built = eval(repr(tx), {**NAMESPACE, "select": mfx.select, **vars(mfx.select)})
+        assert built == tx
+        assert repr(built) == repr(tx)
+    loaded = pickle.loads(pickle.dumps(tx))
+    assert loaded == tx
+    assert hash(loaded) == hash(tx)
+    assert loaded.fingerprint == tx.fingerprint
+    assert copy.deepcopy(tx) == tx
+
+
+def test_fingerprints_see_structure_and_not_numbers():
+    assert mfx.muon(0.1).fingerprint == mfx.muon(0.2).fingerprint
+    assert mfx.muon(0.1).fingerprint != mfx.muon(0.1, nesterov=False).fingerprint
+    assert mfx.muon(0.1).fingerprint != mfx.normuon(0.1).fingerprint
+    assert mfx.momentum(dtype=None).fingerprint != mfx.momentum().fingerprint
+
+
+def test_replace_makes_another_value_and_names_what_there_is():
+    tx = mfx.momentum(0.9)
+    assert tx.replace(decay=0.5) == mfx.momentum(0.5)
+    assert tx == mfx.momentum(0.9)
+    with pytest.raises(TypeError, match=r"momentum has no argument beta; it has decay, nesterov"):
+        tx.replace(beta=0.5)
+    with pytest.raises(AttributeError, match=re.escape("use .replace(decay=...)")):
+        tx.decay = 0.5
+    with pytest.raises(ValueError, match=r"decay must be in \[0, 1\), found 2.0"):
+        tx.replace(decay=2.0)
+
+
+def test_numeric_arguments_are_listed_by_dotted_name():
+    masked = mfx.chain(mfx.masked(mfx.scale_by_adam(), {"w": True}), mfx.scale_by_learning_rate(mfx.constant(1)))
+    assert list(dict(parts_of(masked))) == [
+        "masked.inner.b1",
+        "masked.inner.b2",
+        "masked.inner.eps",
+        "masked.inner.eps_root",
+        "scale_by_learning_rate.learning_rate.value",
+    ]
+    named = mfx.hyperparams(mfx.chain(mfx.momentum(0.5), ("rate", mfx.scale(-1))))
+    assert named == {"momentum.decay": 0.5, "rate.factor": -1.0}
+    assert all(isinstance(value, float) for value in named.values())
+    with pytest.raises(KeyError, match=r"no hyperparameter rate; there are momentum.decay, rate.factor"):
+        with_hyperparams(mfx.chain(mfx.momentum(0.5), ("rate", mfx.scale(-1))), {"rate": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: mfx.momentum(-0.1), r"decay must be in \[0, 1\), found -0.1"),
+        (lambda: mfx.momentum(float("nan")), "decay must be finite, found nan"),
+        (lambda: mfx.momentum(heavy_ball=True, debias=True), "no bias to correct"),
+        (lambda: mfx.momentum(dtype=torch.int8), "dtype must be a floating-point"),
+        (lambda: mfx.scale_by_learning_rate(-1.0), "learning_rate must be at least 0"),
+        (lambda: mfx.scale(float("inf")), "factor must be finite"),
+        (lambda: mfx.scale_by_adam(b2=1.0), r"b2 must be in \[0, 1\)"),
+        (lambda: mfx.scale_by_adam(eps=-1.0), "eps must be at least 0"),
+        (lambda: mfx.add_decayed_weights(-0.1), "weight_decay must be at least 0"),
+        (lambda: mfx.clip_by_global_norm(0.0), "max_norm must be above 0"),
+        (lambda: mfx.scale_by_shape("moonshot"), "unknown rule 'moonshot'; there are 'original'"),
+        (lambda: mfx.orthogonalize(coefficients="kellr"), "keller"),
+        (lambda: mfx.orthogonalize(blocks=0), "blocks must be None, a count"),
+        (lambda: mfx.orthogonalize(dims=(0, 1)), "dims must be None or"),
+        (lambda: mfx.accumulate(mfx.momentum(), 0), "every must be an int of 1 or more"),
+        (lambda: mfx.monitor(metrics=("size",)), "unknown metrics"),
+        (lambda: mfx.warmup_cosine(1.0, 20, 10), "warmup_steps must be at most total_steps"),
+        (lambda: mfx.join([mfx.constant(1.0)], [3]), "one schedule more than boundaries"),
+        (lambda: mfx.momentum("0.9"), "decay must be a number"),
+    ],
+)
+def test_bad_arguments_are_named_at_the_call(make, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        make()
+
+
+PARAMS = {"a": torch.ones(2, 3), "b": {"c": torch.ones(3)}}
+
+
+@pytest.mark.parametrize(
+    ("updates", "message"),
+    [
+        ({"a": torch.ones(2, 3)}, "updates must have the structure of params: missing 'b.c'"),
+        ({"a": torch.ones(2, 3), "b": {"c": torch.ones(3), "d": torch.ones(1)}}, "unexpected 'b.d'"),
+        ({"a": torch.ones(3, 2), "b": {"c": torch.ones(3)}}, r"'a' has shape \(3, 2\), its parameter has \(2, 3\)"),
+        ({"a": torch.ones(2, 3), "b": {"c": torch.ones(3, dtype=torch.int64)}}, "'b.c' must be real floating point"),
+        ({"a": torch.ones(2, 3), "b": {"c": torch.ones(3, dtype=torch.complex64)}}, "view_as_real"),
+        ({"a": torch.ones(2, 3), "b": {"c": 1.0}}, "'b.c' must be a tensor or None, found float"),
+    ],
+)
+def test_bad_updates_are_named_and_change_nothing(updates, message):
+    tx = mfx.chain(mfx.momentum(), mfx.scale(-0.1))
+    state = tx.init(PARAMS)
+    before = copy.deepcopy(state)
+    with pytest.raises((ValueError, TypeError), match=message):
+        tx.update(updates, state, PARAMS, donate=True)
+    for old, new in zip(mfx.tree.leaves(before), mfx.tree.leaves(state), strict=True):
+        assert torch.equal(old, new)
+
+
+def test_a_state_of_another_chain_or_other_parameters_is_refused():
+    tx, other = mfx.chain(mfx.momentum()), mfx.chain(mfx.scale_by_adam())
+    with pytest.raises(ValueError, match=r"state: was it made by another transform .*missing 'momentum.trace.a'"):
+        tx.update(PARAMS, other.init(PARAMS), PARAMS)
+    smaller = {"a": torch.ones(1, 3), "b": {"c": torch.ones(3)}}
+    with pytest.raises(ValueError, match=r"'momentum.trace.a' has shape \(1, 3\) .* expected \(2, 3\)"):
+        tx.update(PARAMS, tx.init(smaller), PARAMS)
+    low = mfx.chain(mfx.momentum(dtype=torch.bfloat16)).init(PARAMS)
+    with pytest.raises(ValueError, match=r"'momentum.trace.a' .* dtype torch.bfloat16, expected .* torch.float32"):
+        tx.update(PARAMS, low, PARAMS)
+
+
+def test_parameters_that_cannot_be_optimized_are_refused_at_init():
+    with pytest.raises(TypeError, match=r"params: 'table' must be real floating point, found torch.int64"):
+        mfx.momentum().init({"table": torch.zeros(2, dtype=torch.int64)})
+    with pytest.raises(ValueError, match=r"two leaves are named 'a.b'"):
+        mfx.momentum().init({"a": {"b": torch.zeros(1)}, "a.b": torch.zeros(1)})
+    with pytest.raises(ValueError, match=r"'bias' has shape \(3,\); a matrix is needed. Route vectors elsewhere"):
+        mfx.muon().init({"w": torch.zeros(3, 3), "bias": torch.zeros(3)})
+
+
+def test_labels_and_transforms_must_meet():
+    params = {"w": torch.zeros(2), "b": torch.zeros(2)}
+    with pytest.raises(ValueError, match=r"'b' has the label 'fast'; the transforms are for 'slow'"):
+        mfx.partition({"slow": mfx.scale(1.0)}, {"w": "slow", "b": "fast"}).init(params)
+    with pytest.raises(ValueError, match=r"no value for 'b'"):
+        mfx.partition({"slow": mfx.scale(1.0)}, {"w": "slow"}).init(params)
+    with pytest.warns(UserWarning, match=r"no parameter has the label 'fast'"):
+        mfx.partition({"slow": mfx.scale(1.0), "fast": mfx.scale(1.0)}, {"w": "slow", "b": "slow"}).init(params)
+    with pytest.raises(TypeError, match=r"the value for 'b' is 'yes', expected bool"):
+        mfx.masked(mfx.scale(1.0), {"w": True, "b": "yes"}).init(params)
+    with pytest.raises(TypeError, match=r"the entry for label 'slow' must be a Transform"):
+        mfx.partition({"slow": mfx.scale}, {"w": "slow"})
+
+
+def test_each_labels_state_holds_only_its_leaves_by_dotted_name():
+    params = {"blocks": [{"q": torch.zeros(2, 2), "b": torch.zeros(2)}]}
+    tx = mfx.partition(
+        {"m": mfx.chain(mfx.momentum()), "a": mfx.scale_by_adam()},
+        lambda p: mfx.tree.map(lambda x: "m" if x.ndim == 2 else "a", p),
+    )
+    state = tx.init(params)
+    assert list(state["m"]["momentum"].trace) == ["blocks.0.q"]
+    assert list(state["a"].mu) == ["blocks.0.b"]
+    updates, _ = tx.update(mfx.tree.map(torch.ones_like, params), state, params)
+    assert mfx.tree.names(updates) == ["blocks.0.b", "blocks.0.q"]
+
+
+def test_a_label_of_none_leaves_a_parameter_out():
+    params = {"w": torch.zeros(2), "frozen": torch.zeros(2)}
+    tx = mfx.partition({"slow": mfx.momentum()}, {"w": "slow", "frozen": None})
+    state = tx.init(params)
+    assert list(state["slow"].trace) == ["w"]
+    updates, _ = tx.update(mfx.tree.map(torch.ones_like, params), state, params)
+    assert updates["frozen"] is None
+    assert mfx.apply_updates(params, updates)["frozen"] is params["frozen"]
+
+
+def test_a_transform_receives_the_extras_that_it_names_and_a_chain_passes_all_on():
+    seen: dict[str, object] = {}
+
+    @mfx.transform(locality=mfx.Locality.ELEMENT)
+    def listening():
+        def update(updates, state, params=None, *, value, step=None):
+            seen.update(value=value, step=step)
+            return updates, state
+
+        return (lambda params: mfx.EmptyState()), update
+
+    tx = mfx.chain(mfx.scale(1.0), mfx.masked(mfx.chain(listening()), {"w": True}))
+    params = {"w": torch.ones(1)}
+    tx.update(params, tx.init(params), params, value=3, nobody=5)
+    assert seen == {"value": 3, "step": None}
+
+
+def test_sums_over_leaves_can_be_taken_over_ranks():
+    """Two ranks hold a leaf each; the extra adds what the other holds, and both clip by the whole norm."""
+    tx = mfx.clip_by_global_norm(1.0)
+    ours, theirs = {"a": torch.tensor([3.0])}, {"b": torch.tensor([4.0])}
+    other = theirs["b"].double().square().sum()
+    updates, _ = tx.update(ours, tx.init(ours), sum_over_leaves=lambda scalars: sum(mfx.tree.tensors(scalars)) + other)
+    torch.testing.assert_close(updates["a"], torch.tensor([0.6]))
+
+
+@pytest.mark.parametrize("donate", [True, mfx.Donation(updates=False, state=True), mfx.Donation(updates=True)])
+def test_donation_gives_the_same_values_and_reuses_storage(donate):
+    tx = mfx.chain(mfx.momentum(0.9), mfx.scale_by_adam(), mfx.add_decayed_weights(0.1), mfx.scale(-0.1))
+    torch.manual_seed(0)
+    params = {"w": torch.randn(4, 4), "b": torch.randn(4)}
+    plain = donated = tx.init(params)
+    donated = copy.deepcopy(donated)
+    for _ in range(3):
+        grads = mfx.tree.map(torch.randn_like, params)
+        given = copy.deepcopy(grads)
+        expected, plain = tx.update(grads, plain, params)
+        trace = donated["momentum"].trace["w"]
+        updates, donated = tx.update(given, donated, params, donate=donate)
+        for name in params:
+            assert torch.equal(updates[name], expected[name])
+            if not mfx.Donation.of(donate).updates:
+                assert torch.equal(given[name], grads[name])
+        assert (donated["momentum"].trace["w"] is trace) == mfx.Donation.of(donate).state
+
+
+def test_a_transform_that_does_not_promise_is_never_written_behind():
+    """It returns its own state as the updates: the next in the chain must not write into them."""
+
+    @mfx.transform(locality=mfx.Locality.ELEMENT)
+    def careless():
+        def update(updates, state, params=None):
+            total = mfx.tree.map(torch.add, state, updates)
+            return total, total
+
+        return (lambda params: mfx.tree.map(torch.zeros_like, params)), update
+
+    tx = mfx.chain(careless(), mfx.scale(-0.1))
+    params = {"w": torch.ones(2)}
+    state = tx.init(params)
+    for step in range(1, 4):
+        _, state = tx.update({"w": torch.ones(2)}, state, params, donate=True)
+        assert torch.equal(state["careless"]["w"], torch.full((2,), float(step)))
+
+
+def test_an_undeclared_transform_sees_the_whole_tree():
+    @mfx.transform
+    def undeclared():
+        return (lambda params: mfx.EmptyState()), (lambda updates, state, params=None: (updates, state))
+
+    assert undeclared().locality is mfx.Locality.TREE
+    assert mfx.chain(mfx.momentum(), undeclared()).locality is mfx.Locality.TREE
+    assert mfx.chain(mfx.momentum()).locality is mfx.Locality.ELEMENT
+    assert mfx.muon().locality is mfx.Locality.LEAF
+    assert mfx.orthogonalize(dims=((-2,), (-1,))).locality is mfx.Locality.MATRIX
+
+
+def test_blocks_are_as_separate_parameters():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(4, 6, dtype=torch.float64) for _ in range(3))
+    fused = {"attn.qkv.weight": torch.cat([q, k, v]), "out.weight": torch.randn(6, 6, dtype=torch.float64)}
+    settings = {"dtype": torch.float64, "coefficients": "quintic"}
+
+    def run(params: dict[str, Tensor], **blocks) -> dict[str, Tensor]:
+        tx = mfx.chain(mfx.orthogonalize(**settings, **blocks), mfx.scale_by_shape("original", **blocks))
+        return tx.update(params, tx.init(params))[0]
+
+    apart = run({"q": q, "k": k, "v": v, "out.weight": fused["out.weight"]})
+    for blocks in (3, (4, 4, 4)):
+        together = run(fused, blocks={"*.qkv.*": blocks})
+        for mine, name in zip(together["attn.qkv.weight"].split(4), "qkv", strict=True):
+            torch.testing.assert_close(mine, apart[name], rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(together["out.weight"], apart["out.weight"], rtol=1e-10, atol=1e-10)
+    turned = run({"w": fused["attn.qkv.weight"].mT.contiguous()}, blocks=3, block_axis=-1)["w"]
+    torch.testing.assert_close(turned[:, :4], run({"q": q.mT.contiguous()})["q"], rtol=1e-10, atol=1e-10)
+    with pytest.raises(ValueError, match=r"blocks \(4, 4\) add up to 8, the leaf has 12 rows"):
+        mfx.orthogonalize(blocks={"*.qkv.*": (4, 4)}).init(fused)
+    with pytest.raises(ValueError, match=r"6 rows cannot be cut into 5 equal blocks"):
+        mfx.orthogonalize(blocks={"out*": 5}).init(fused)
+
+
+def test_convolutions_are_flattened_and_expert_stacks_are_batches():
+    torch.manual_seed(0)
+    settings = {"dtype": torch.float64}
+    conv = {"w": torch.randn(4, 3, 2, 2, dtype=torch.float64)}
+    flat = {"w": conv["w"].reshape(4, 12)}
+    tx = mfx.orthogonalize(**settings)
+    torch.testing.assert_close(
+        tx.update(conv, tx.init(conv))[0]["w"].reshape(4, 12), tx.update(flat, tx.init(flat))[0]["w"]
+    )
+    assert mfx.scale_by_shape("spectral").update(conv, mfx.EmptyState())[0]["w"].equal(conv["w"] * (4 / 12) ** 0.5)
+    experts = {"w": torch.randn(5, 4, 6, dtype=torch.float64)}
+    stacked = mfx.orthogonalize(dims=((-2,), (-1,)), **settings)
+    together = stacked.update(experts, stacked.init(experts))[0]["w"]
+    for mine, expert in zip(together, experts["w"], strict=True):
+        torch.testing.assert_close(mine, tx.update({"w": expert}, mfx.EmptyState())[0]["w"], rtol=1e-12, atol=1e-12)
+    turned = mfx.orthogonalize(dims=((2,), (0,)), **settings).update(experts, mfx.EmptyState())[0]["w"]
+    torch.testing.assert_close(
+        turned[:, 1], tx.update({"w": experts["w"][:, 1].mT}, mfx.EmptyState())[0]["w"].mT, rtol=1e-12, atol=1e-12
+    )
+
+
+def test_master_parameters_lose_no_small_update():
+    params = {"w": torch.ones(4, dtype=torch.bfloat16)}
+    tx = mfx.master_params(mfx.scale(-1.0))
+    state, low = tx.init(params), params
+    small = {"w": torch.full((4,), 2.0**-10, dtype=torch.bfloat16)}
+    for _ in range(64):
+        updates, state = tx.update(small, state, params)
+        params = mfx.apply_updates(params, updates)
+        assert torch.equal(params["w"], state.master["w"].bfloat16())
+        low = mfx.apply_updates(low, mfx.tree.map(torch.neg, small))
+    assert torch.equal(params["w"], torch.full((4,), 1 - 64 * 2.0**-10, dtype=torch.bfloat16))
+    assert torch.equal(low["w"], torch.ones(4, dtype=torch.bfloat16))  # what happens without
