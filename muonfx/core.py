@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
+from muonfx.checks import check_params, check_update
 from muonfx.recorded import Recorded, make_factory
 from muonfx.tree import PyTree
 
@@ -170,8 +171,6 @@ class Transform(Recorded):
             TypeError: a leaf is not a floating-point tensor; the message names it.
             ValueError: two leaves have one name.
         """
-        from muonfx.checks import check_params
-
         if not torch.compiler.is_compiling():
             check_params(params)
         return self._functions[0](params)
@@ -196,8 +195,6 @@ class Transform(Recorded):
             ValueError: the trees differ in structure or shape, or the state belongs to another transform or other
                 parameters. Each message names the leaf. Nothing has been changed when an error is raised.
         """
-        from muonfx.checks import check_update
-
         if not torch.compiler.is_compiling():
             check_update(self, updates, state, params)
         return self.run(updates, state, params, donate=Donation.of(donate), **extras)

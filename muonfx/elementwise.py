@@ -31,6 +31,7 @@ __all__ = [
     "mul_each",
     "norms",
     "peaks",
+    "safe_sqrt",
     "shift",
     "sign",
     "sqrt",
@@ -270,3 +271,13 @@ def peaks(xs: Tensors) -> Tensors:
     if _leafwise(xs) or not all(x.numel() for x in xs):
         return [x.abs().amax() if x.numel() else x.new_zeros(()) for x in xs]
     return list(torch._foreach_norm(xs, float("inf")))
+
+
+def safe_sqrt(x: Tensor) -> Tensor:
+    """Take a square root whose derivative at zero is zero, not infinite; NaN stays NaN.
+
+    >>> torch.func.grad(safe_sqrt)(torch.tensor(0.0))
+    tensor(0.)
+    """
+    positive = x > 0
+    return torch.where(positive, torch.where(positive, x, 1.0).sqrt(), x)

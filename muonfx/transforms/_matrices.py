@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from muonfx.core import Locality
@@ -71,8 +72,6 @@ class MatrixView(NamedTuple):
         elif isinstance(self.blocks, int):
             matrix = _unstack_blocks(matrices[0], self.block_axis)
         else:
-            import torch
-
             matrix = torch.cat(matrices, dim=self.block_axis)
         if self.dims is None:
             return matrix.reshape(leaf.shape)

@@ -94,28 +94,22 @@ def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: torch.
         present = torch.tensor(present, dtype=torch.int64, device=state.seen.device)
         gathered = AccumulateState(state.count + 1, state.seen + present, at.fill(sums, state.sums), state.inner)
         due = gathered.count >= every if boundary is None else boundary
-        tracing = torch.compiler.is_compiling() or _is_traced(due)
+        compiling = torch.compiler.is_compiling()
+        batched = not compiling and isinstance(due, Tensor) and is_wrapped(due)
         # Which leaves get an update must be known in Python; a traced call takes those that have a gradient now.
-        places = tree.leaves(updates) if tracing else _ever_seen(updates, gathered)
+        places = tree.leaves(updates) if compiling or batched else _ever_seen(updates, gathered)
         act = _Act(inner, updates, places, mean, params, extras)
-        if not tracing:
-            return act.step(gathered, donate) if bool(due) else act.wait(gathered)
-        if torch.compiler.is_compiling() and isinstance(due, Tensor):
+        if isinstance(due, Tensor) and compiling:
             return act.cond(due, gathered)
-        return (
-            act.select(due, gathered)
-            if isinstance(due, Tensor)
-            else (act.step(gathered, NOTHING) if due else act.wait(gathered))
-        )
+        if isinstance(due, Tensor) and batched:
+            return act.select(due, gathered)
+        return act.step(gathered, donate) if due else act.wait(gathered)
 
     return init, update
 
 
-def _is_traced(due: bool | Tensor) -> bool:
-    return isinstance(due, Tensor) and is_wrapped(due)
-
-
 def _ever_seen(updates: PyTree, gathered: AccumulateState) -> list[Any]:
+    """The leaves that had a gradient in any micro-batch since the last update: something at their places, else None."""
     leaves = tree.leaves(updates)
     if all(leaf is not None for leaf in leaves):
         return leaves

@@ -72,7 +72,7 @@ def clip_by_block_rms(threshold: float):
         if leaf.numel() == 0:
             return leaf
         wide = leaf.to(torch.promote_types(leaf.dtype, torch.float32))
-        ratio = _root(wide.square().mean()) / threshold
+        ratio = ew.safe_sqrt(wide.square().mean()) / threshold
         return (wide / ratio.clamp(min=1.0)).to(leaf.dtype)
 
     def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
@@ -109,7 +109,7 @@ def clip_by_global_norm(max_norm: float):
         at = Present(updates)
         leaves = at.pick(updates)
         # Also where there are no leaves: on other ranks there may be some, and a sum over ranks takes all ranks.
-        norm = _root(sum_over_leaves(squared_norms(updates)))
+        norm = ew.safe_sqrt(sum_over_leaves(squared_norms(updates)))
         # Exactly 1 where nothing is to be done.
         factor = torch.where(norm > max_norm, max_norm / torch.where(norm > 0, norm, 1.0), torch.ones_like(norm))
         factor = torch.where(norm.isnan(), norm, factor)
@@ -133,14 +133,8 @@ def global_norm(updates: PyTree) -> Tensor:
     >>> float(global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])}))
     5.0
     """
-    return _root(sum_over_leaves(squared_norms(updates)))
+    return ew.safe_sqrt(sum_over_leaves(squared_norms(updates)))
 
 
 def _precise(x: Tensor) -> Tensor:
     return x if x.device.type == "mps" else x.double()
-
-
-def _root(x: Tensor) -> Tensor:
-    """A square root whose derivative at zero is zero, not infinite."""
-    positive = x > 0
-    return torch.where(positive, torch.where(positive, x, 1.0).sqrt(), x)

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from muonfx import elementwise as ew
 from muonfx import tree
 from muonfx.core import NOTHING, Donation, Locality, sum_over_leaves, transform
 from muonfx.hyperparams import device_of
-from muonfx.transforms.clip import _root, squared_norms
+from muonfx.transforms.clip import squared_norms
 from muonfx.tree import PyTree
 
 __all__ = ["METRICS", "MonitorState", "metrics", "monitor"]
@@ -28,11 +29,13 @@ Sum = Callable[[PyTree], Tensor]
 
 
 def _norm(updates: PyTree, total: Sum) -> Tensor:
-    return _root(total(squared_norms(updates)))
+    return ew.safe_sqrt(total(squared_norms(updates)))
 
 
 def _rms(updates: PyTree, total: Sum) -> Tensor:
-    elements = total(tree.map(lambda u: torch.tensor(float(u.numel()), dtype=torch.float32, device=u.device), updates))
+    elements = total(
+        tree.map(lambda u: torch.full((), float(u.numel()), dtype=torch.float32, device=u.device), updates)
+    )
     return _norm(updates, total) / elements.clamp(min=1.0).sqrt()
 
 

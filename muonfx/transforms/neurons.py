@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from muonfx import checks
+from muonfx import elementwise as ew
 from muonfx.core import NOTHING, Donation, transform
 from muonfx.transforms._matrices import Dims, matrix_locality, view_as_matrices
 from muonfx.tree import Present, PyTree
@@ -67,14 +68,8 @@ def normalize_neurons(
     def init(params: PyTree) -> NeuronsState:
         at = Present(params)
         names, leaves = at.names(), at.pick(params)
-        moments = [
-            own.split(leaf.detach(), name)[0][..., :1]
-            .new_zeros((), dtype=dtype or leaf.dtype)
-            .expand((*own.split(leaf.detach(), name)[0].shape[:-1], 1))
-            .clone(memory_format=torch.contiguous_format)
-            for own, leaf, name in zip(view.of(names), leaves, names, strict=True)
-        ]
-        return NeuronsState(at.fill(moments))
+        matrices = [own.split(leaf, name)[0] for own, leaf, name in zip(view.of(names), leaves, names, strict=True)]
+        return NeuronsState(at.fill([m.new_zeros((*m.shape[:-1], 1), dtype=dtype or m.dtype) for m in matrices]))
 
     def update(updates: PyTree, state: NeuronsState, params: PyTree = None, *, donate: Donation = NOTHING):
         at = Present(updates)
@@ -102,9 +97,7 @@ def _normalize(
     mean_square = u.square().mean(dim=-1, keepdim=True)
     moment = old + (1.0 - decay) * (mean_square - old)
     # Where a row has been zero so far, its root has no derivative and 0 / (0 + eps) is 0 whatever the root.
-    positive = moment > 0
-    root = torch.where(positive, torch.where(positive, moment, 1.0).sqrt(), 0.0)
-    divisor = root + eps
+    divisor = ew.safe_sqrt(moment) + eps
     normalized = torch.where(divisor > 0, u / torch.where(divisor > 0, divisor, 1.0), 0.0)
     if keep_norm:
         before, after = (x.square().sum(dim=(-2, -1), keepdim=True) for x in (u, normalized))
