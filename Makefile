@@ -41,7 +41,7 @@ types: $(DEV) ## basedpyright, strict, over muonfx/
 	@$(PY) -m basedpyright --pythonpath $(PY)
 
 docs: $(DEV) ## build the documentation into site/; a warning is an error
-	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 	@echo 'open site/index.html'
 
 docs-serve: $(DEV) ## serve the documentation on this machine, rebuilt on every change

@@ -192,7 +192,7 @@ def muon_with_adamw(
 
     >>> tx = muon_with_adamw(0.02, 3e-4)
     >>> list(tx.init({"h.0.fc.weight": torch.zeros(4, 4), "wte.weight": torch.zeros(8, 4)}))
-    ['muon', 'adamw']
+    ['adamw', 'muon']
     """
     return partition(
         {

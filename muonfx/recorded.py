@@ -52,7 +52,12 @@ def _split(value: Any, parts: list[Any], *, top: bool = False) -> Any:
     if type(value) in (tuple, list):
         return type(value)(_split(item, parts) for item in value)
     if type(value) is dict:
-        return {key: _split(item, parts) for key, item in value.items()}
+        items = list(value.items())
+        if items and all(isinstance(item, Recorded) for _, item in items):
+            items.sort(
+                key=lambda pair: str(pair[0])
+            )  # transforms by name: their order means nothing, so it must not show. Patterns' order does.
+        return {key: _split(item, parts) for key, item in items}
     return value
 
 
@@ -78,15 +83,33 @@ def _names_of_parts(skeleton: Any, prefix: str) -> Iterator[str]:
             yield from _names_of_parts(item, f"{prefix}.{key}" if prefix else str(key))
 
 
-@dataclass(frozen=True)
+def _ordered(skeleton: Any) -> Any:
+    """The skeleton in a form whose equality sees the order of dicts, which decides what their parts mean."""
+    if type(skeleton) in (tuple, list):
+        return type(skeleton), tuple(_ordered(item) for item in skeleton)
+    if type(skeleton) is dict:
+        return dict, tuple((key, _ordered(item)) for key, item in skeleton.items())
+    return skeleton
+
+
+@dataclass(frozen=True, eq=False)
 class _Context:
     """What a recorded value is apart from its parts: the pytree context."""
 
     kind: type
     factory: Callable[..., Any]
-    skeleton: dict[str, Any] = field(hash=False)
-    derived: dict[str, Any] = field(default_factory=dict, hash=False, compare=False, repr=False)
+    skeleton: dict[str, Any]
+    derived: dict[str, Any] = field(default_factory=dict, repr=False)
     """What follows from the rest, computed once where it is made and shared by all values of this structure."""
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Context):
+            return NotImplemented
+        same_call = self.kind is other.kind and self.factory is other.factory
+        return same_call and _ordered(self.skeleton) == _ordered(other.skeleton)
+
+    def __hash__(self) -> int:
+        return hash((self.kind, self.factory))
 
 
 class Recorded:
@@ -359,5 +382,7 @@ def _structure(value: Any) -> str:
     if type(value) is dict:
         return f"{{{','.join(f'{key!r}:{_structure(item)}' for key, item in value.items())}}}"
     if inspect.isfunction(value) or inspect.isclass(value):
-        return f"{value.__module__}.{value.__qualname__}"
+        code = value.__code__ if "<lambda>" in value.__qualname__ else None  # all lambdas of a place share one name
+        body = f"{code.co_code.hex()}{code.co_names}{code.co_consts}" if code is not None else ""
+        return f"{value.__module__}.{value.__qualname__}{body}"
     return repr(value)

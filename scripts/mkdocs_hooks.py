@@ -72,3 +72,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name, content in _made.items():
         files.append(File.generated(config, name, content=content))
     return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Show a blank line where a doctest of a page has to say that there is one."""
+    return markdown.replace("\n<BLANKLINE>\n", "\n\n")

@@ -89,7 +89,7 @@ def resolve(module: griffe.Module, name: str) -> griffe.Object:
 
 def public_modules(package: griffe.Module) -> list[griffe.Module]:
     """The package itself, its folders, and the files that their `__all__` name."""
-    folders = [module for module in package.modules.values() if not module.is_alias and module.is_package]
+    folders = [module for module in package.modules.values() if not module.is_alias and module.is_subpackage]
     found = [package, *(folder for folder in folders if not folder.name.startswith("_"))]
     for face in tuple(found):
         named = [resolve(face, name) for name in map(str, face.exports or [])]

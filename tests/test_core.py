@@ -61,6 +61,23 @@ def test_fingerprints_see_structure_and_not_numbers():
     assert mfx.momentum(dtype=None).fingerprint != mfx.momentum().fingerprint
 
 
+def test_the_order_of_a_partitions_transforms_means_nothing_and_their_labels_do():
+    one, two = mfx.scale(1.0), mfx.scale(2.0)
+    labels = {"w": "a", "v": "b"}
+    assert mfx.partition({"a": one, "b": two}, labels) == mfx.partition({"b": two, "a": one}, labels)
+    assert (
+        mfx.partition({"a": one, "b": two}, labels).fingerprint
+        == mfx.partition({"b": two, "a": one}, labels).fingerprint
+    )
+    assert mfx.partition({"a": one, "b": two}, labels) != mfx.partition({"b": one, "a": two}, labels)
+    assert mfx.orthogonalize(blocks={"q*": 2, "*": 1}) != mfx.orthogonalize(blocks={"*": 1, "q*": 2})
+    sweep = mfx.stack([mfx.partition({"a": one, "b": two}, labels), mfx.partition({"b": one, "a": two}, labels)])
+    params = {"w": torch.ones(1), "v": torch.ones(1)}
+    updates = torch.func.vmap(lambda tx: tx.update(params, tx.init(params), params)[0])(sweep)
+    assert updates["w"].flatten().tolist() == [1.0, 2.0]
+    assert updates["v"].flatten().tolist() == [2.0, 1.0]
+
+
 def test_replace_makes_another_value_and_names_what_there_is():
     tx = mfx.momentum(0.9)
     assert tx.replace(decay=0.5) == mfx.momentum(0.5)

@@ -131,7 +131,7 @@ def test_blocks_are_found_run_and_skipped(tmp_path: Path):
         run_page(page)
 
 
-NOTEBOOKS = sorted(path for path in (ROOT / "examples").rglob("*.ipynb") if ".ipynb_checkpoints" not in path.parts)
+NOTEBOOKS = sorted(path for path in (ROOT / "notebooks").rglob("*.ipynb") if ".ipynb_checkpoints" not in path.parts)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
