@@ -16,7 +16,7 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import NOTHING, Donation, Transform, transform
-from muonfx.recorded import Recorded, parts_of
+from muonfx.recorded import Recorded, part_names, parts_of
 from muonfx.tree import PyTree
 
 __all__ = [
@@ -163,6 +163,20 @@ def inject_hyperparams(inner: Transform):
         return updates, InjectHyperparamsState(state.hyperparams, inner_state)
 
     return init, update
+
+
+def injected(tx: Recorded, prefix: str = "") -> set[str]:
+    """The names of the numeric arguments that `inject_hyperparams` has moved into the state, where alone they count.
+
+    >>> import muonfx as mfx
+    >>> injected(mfx.chain(mfx.inject_hyperparams(mfx.scale(2.0)), mfx.momentum()))
+    {'inject_hyperparams.inner.factor'}
+    """
+    if isinstance(tx, Transform) and tx.factory is inject_hyperparams:
+        return {prefix + name for name, _ in parts_of(tx)}
+    nested = zip(part_names(tx), tx._parts, strict=True)
+    found = [injected(part, f"{prefix}{name}.") for name, part in nested if isinstance(part, Recorded)]
+    return set().union(*found)
 
 
 def device_of(params: PyTree) -> torch.device:

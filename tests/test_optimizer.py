@@ -181,6 +181,18 @@ def test_a_group_that_mixes_labels_is_split_so_that_each_part_has_its_rate():
     assert [g["lr"] for g in optimizer.param_groups] == [5e-4, 5e-4, 0.01, 0.01]
 
 
+def test_what_is_injected_into_the_state_is_not_shown_in_the_groups():
+    model = make_model()
+    optimizer = mfx.TransformOptimizer(model, mfx.chain(mfx.inject_hyperparams(mfx.adamw(0.5)), mfx.scale(1.0)))
+    (group,) = optimizer.param_groups
+    assert group.keys() == {"params", "param_names", "label", "scale.factor"}
+    optimizer.transform_state["inject_hyperparams"].hyperparams["scale_by_learning_rate.learning_rate"].zero_()
+    before = params_of(model)
+    set_grads(model, 0)
+    optimizer.step()
+    assert_equal(params_of(model), before)
+
+
 def test_groups_that_disagree_about_a_tree_wide_argument_are_an_error_and_change_nothing():
     model = make_model()
     optimizer = mfx.TransformOptimizer(

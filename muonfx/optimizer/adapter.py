@@ -45,6 +45,7 @@ class TransformOptimizer(torch.optim.Optimizer):
     numeric argument of the transform is an entry of the groups whose parameters meet it, under the dotted name that
     `muonfx.hyperparams` gives, without the label. The learning rate is called ``lr`` and the weight decay
     ``weight_decay``. Entries are read at every step, so learning-rate schedulers work, on each group's own base rate.
+    What `inject_hyperparams` keeps in the state is not in the groups: it counts there alone.
 
     The state is made at construction. Each parameter's part of it is in ``optimizer.state[parameter]``, under names
     such as "momentum/trace", with the scalars that all share. Its storage is reused from step to step; gradients are

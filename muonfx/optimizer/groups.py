@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from muonfx.core import Transform
-from muonfx.hyperparams import hyperparams
+from muonfx.hyperparams import hyperparams, injected
 from muonfx.partition import routes
 
 __all__ = [
@@ -96,8 +96,9 @@ def hyperparams_of(tx: Transform, of: list[dict[str, Any]]) -> dict[str, tuple[s
     """The hyperparameters that parameters of these routes meet: key in the group -> (dotted name, default)."""
     met: dict[str, Any] = {}
     stripped: dict[str, str] = {}
+    in_state = injected(tx)
     for name, value in hyperparams(tx).items():
-        for route in of:
+        for route in of if name not in in_state else ():
             short = _short(name, route)
             if short is not None:
                 met[name], stripped[name] = value, short
