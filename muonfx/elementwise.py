@@ -54,8 +54,9 @@ def _records(scalar: Any) -> bool:
 
 def _fit(scalar: Scalar, xs: Sequence[Tensor]) -> Scalar:
     """A 0-d tensor in the dtype of a list of one precise dtype, where CUDA's foreach kernels are one launch."""
-    if isinstance(scalar, Tensor) and scalar.dtype != xs[0].dtype and xs[0].dtype in (torch.float32, torch.float64):
-        return scalar.to(xs[0].dtype)
+    if isinstance(scalar, Tensor) and scalar.dtype != xs[0].dtype:
+        held = {x.dtype for x in xs}  # of a mixed list none may round the scalar for the others
+        return scalar.to(*held) if held in ({torch.float32}, {torch.float64}) else scalar
     return scalar
 
 
@@ -115,6 +116,7 @@ def mul(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
     if _leafwise(xs) or _records(c):
         return [x * c for x in xs]
     if reuse and _rounds_numbers(xs):
+        c = _fit(c, xs)
         return [x.mul_(c) for x in xs]
     if reuse:
         torch._foreach_mul_(xs, _fit(c, xs))
