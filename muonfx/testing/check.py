@@ -1,0 +1,267 @@
+"""Checking one transform against all laws that apply to it, on drawn examples."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import hypothesis
+import hypothesis.errors
+import torch
+from hypothesis import strategies as st
+
+from muonfx import tree
+from muonfx.core import Transform
+from muonfx.testing import laws as _  # noqa: F401 - fills LAWS
+from muonfx.testing.examples import Example
+from muonfx.testing.law import LAWS, Law, LawFunction
+from muonfx.testing.strategies import params_and_grads
+from muonfx.testing.violation import LawViolation
+
+__all__ = ["Report", "check_transform", "laws_for", "suitable_params"]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `check_transform` found to hold, and what it did not ask.
+
+    Attributes:
+        tx: the transform, printed.
+        held: how many examples each law held on.
+        left_out: why a law was not asked.
+
+    >>> print(Report("scale(factor=2.0)", {"identity_is_neutral": 10}, {"pickle_gives_an_equal_transform": "skipped"}))
+    scale(factor=2.0): 1 law holds
+      identity_is_neutral (10 examples)
+    left out
+      pickle_gives_an_equal_transform: skipped
+    """
+
+    tx: str
+    held: dict[str, int]
+    left_out: dict[str, str]
+
+    def __str__(self) -> str:
+        """Print a line for each law."""
+        lines = [f"{self.tx}: {len(self.held)} {'law holds' if len(self.held) == 1 else 'laws hold'}"]
+        lines += [f"  {name} ({count} example{'s' * (count != 1)})" for name, count in self.held.items()]
+        lines += ["left out"] * bool(self.left_out)
+        lines += [f"  {name}: {why}" for name, why in self.left_out.items()]
+        return "\n".join(lines)
+
+
+def laws_for(tx: Transform) -> dict[str, str | None]:
+    """List every law with None where it applies to a transform, else with the reason why it does not.
+
+    >>> import muonfx as mfx
+    >>> found = laws_for(mfx.clip_by_global_norm(1.0))
+    >>> found["update_remembers_nothing"] is None, found["element_transforms_see_one_element"]
+    (True, 'its locality is TREE')
+    """
+    return {law.name: law.why_not(tx) for law in LAWS.values()}
+
+
+def _chosen(laws: Iterable[str | LawFunction] | None) -> list[Law]:
+    if laws is None:
+        return list(LAWS.values())
+    names = [given if isinstance(given, str) else given.__name__ for given in laws]
+    unknown = [name for name in names if name not in LAWS]
+    if unknown:
+        raise ValueError(f"no law is called {', '.join(map(repr, unknown))}; there are {', '.join(LAWS)}")
+    return [LAWS[name] for name in LAWS if name in names]
+
+
+# Every rank of leaf, and matrices only.
+_GENERAL = {"w": (2, 3), "b": (2,), "s": (), "k": (2, 1, 2), "empty": (0, 3)}
+_MATRICES = {"w": (2, 3), "k": (2, 1, 2), "empty": (0, 3)}
+
+
+@functools.cache
+def _strategy(ranks: tuple[int, int]) -> st.SearchStrategy[Example]:
+    return params_and_grads(ranks=ranks)
+
+
+def suitable_params(tx: Transform) -> st.SearchStrategy[Example]:
+    """Find what a transform takes by trying it: any tree, or one whose leaves have two dims and more.
+
+    Raises:
+        TypeError: it takes neither; the message shows both errors.
+
+    >>> import muonfx as mfx
+    >>> from hypothesis import find
+    >>> find(suitable_params(mfx.orthogonalize()), lambda e: e.params == {} or True).params
+    {}
+    """
+    errors: list[str] = []
+    for shapes, ranks in ((_GENERAL, (0, 4)), (_MATRICES, (2, 4))):
+        params, steps = Example.of(shapes, steps=1)
+        try:
+            tx.update(steps[0], tx.init(params), params)
+        except Exception as error:
+            errors.append(f"on leaves of {ranks[0]} to {ranks[1]} dims, {type(error).__name__}: {error}")
+        else:
+            return _strategy(ranks)
+    raise TypeError(
+        f"{tx!r} takes neither a general tree nor matrices; give check_transform a strategy of examples, "
+        "params=params_and_grads(...) or any other. It raised " + "; ".join(errors)
+    )
+
+
+def check_transform(
+    tx: Transform,
+    *,
+    laws: Iterable[str | LawFunction] | None = None,
+    skip: Iterable[str | LawFunction] = (),
+    params: st.SearchStrategy[Example] | None = None,
+    max_examples: int | None = None,
+    seed: int | None = None,
+    updates_dtype: torch.dtype | None = None,
+) -> Report:
+    """Check a transform against every law that applies to it, on drawn trees of parameters and gradients.
+
+    Args:
+        tx: the transform.
+        laws: names of laws, or the functions; None: all.
+        skip: those to leave out.
+        params: a strategy of `Example` values, such as ``params_and_grads(ranks=(2, 2))``; None: what the transform
+            takes, found by trying.
+        max_examples: examples for each law (fewer for the slow ones, such as compilation); None: as the hypothesis
+            profile says.
+        seed: of the examples; None: the hypothesis profile decides.
+        updates_dtype: the dtype that the transform is documented to give to all updates, instead of the gradients'.
+
+    Returns:
+        What held on how many examples, and what was left out and why. It prints.
+
+    Raises:
+        LawViolation: a law does not hold; the message names the law, the leaf and what was found, and shows the
+            smallest example.
+        ValueError: no law has a given name.
+
+    >>> import muonfx as mfx
+    >>> report = check_transform(
+    ...     mfx.scale(2.0), laws=["identity_is_neutral", "update_remembers_nothing"], max_examples=5
+    ... )
+    >>> list(report.held)
+    ['update_remembers_nothing', 'identity_is_neutral']
+    """
+    skipped = {law.name for law in _chosen(skip)}
+    chosen = _chosen(laws)
+    number = max_examples or hypothesis.settings().max_examples
+    held: dict[str, int] = {}
+    left_out: dict[str, str] = {}
+    pool: list[Example] = []
+    for law in chosen:
+        why_not = "skipped" if law.name in skipped else law.why_not(tx)
+        if why_not is not None:
+            left_out[law.name] = why_not
+            continue
+        if not pool:
+            params = suitable_params(tx) if params is None else params
+            pool = _drawn(params, number, seed)
+        assert params is not None
+        options: dict[str, Any] = {"updates_dtype": updates_dtype} if "updates_dtype" in law.options else {}
+        taken = _spread(pool, math.ceil(len(pool) * law.share))
+        try:
+            for example in taken:
+                law.check(tx, *example, **options)
+        except LawViolation as violation:
+            if law.share < SLOW:
+                smallest = _smallest_of(pool, law, tx, options, violation)
+            else:
+                smallest = _smallest(law, tx, params, number, seed, options, violation)
+            raise smallest from violation.__cause__
+        held[law.name] = len(taken)
+    return Report(repr(tx), held, left_out)
+
+
+def _spread(pool: list[Example], number: int) -> list[Example]:
+    """Some of the examples, evenly spread; the last one is among them, since the first ones are the plainest."""
+    return [pool[-1 - place * len(pool) // number] for place in range(number)]
+
+
+def _settings(number: int, seed: int | None) -> hypothesis.settings:
+    return hypothesis.settings(
+        max_examples=number,
+        deadline=None,
+        database=None,
+        derandomize=seed is None and hypothesis.settings().derandomize,
+        phases=(hypothesis.Phase.generate, hypothesis.Phase.shrink),
+        suppress_health_check=list(hypothesis.HealthCheck),  # pyright: ignore[reportArgumentType] - an Enum of its own kind
+        report_multiple_bugs=False,
+        print_blob=False,
+    )
+
+
+_pools: dict[Any, list[Example]] = {}
+
+
+def _drawn(strategy: st.SearchStrategy[Example], number: int, seed: int | None) -> list[Example]:
+    """Draw examples for all laws at once: a law copies what it is given, and drawing costs more than most laws.
+
+    Drawn the same again where the seed or the profile says so; these are kept.
+    """
+    fixed = seed is not None or hypothesis.settings().derandomize
+    if fixed and (strategy, number, seed) in _pools:
+        return _pools[strategy, number, seed]
+    pool: list[Example] = []
+
+    @_settings(number, seed)
+    @hypothesis.given(strategy)
+    def draw(example: Example) -> None:
+        pool.append(example)
+
+    (draw if seed is None else hypothesis.seed(seed)(draw))()
+    if fixed:
+        _pools[strategy, number, seed] = pool
+    return pool
+
+
+SLOW = 0.1
+"""A law that takes less than this share of the examples is too slow for hypothesis to shrink what breaks it."""
+
+
+def _smallest_of(
+    pool: list[Example], law: Law, tx: Transform, options: dict[str, Any], found: LawViolation
+) -> LawViolation:
+    """The smallest of the drawn examples on which a law breaks, among the ten smallest; else what was found first."""
+
+    def size(example: Example) -> tuple[int, int]:
+        tensors = list(tree.tensors(example))
+        return sum(leaf.numel() for leaf in tensors), len(tensors)
+
+    for example in sorted((example for example in pool if any(size(example))), key=size)[:10]:
+        try:
+            law.check(tx, *example, **options)
+        except LawViolation as smaller:
+            return smaller
+    return found
+
+
+def _smallest(
+    law: Law,
+    tx: Transform,
+    strategy: st.SearchStrategy[Example],
+    number: int,
+    seed: int | None,
+    options: dict[str, Any],
+    found: LawViolation,
+) -> LawViolation:
+    """Let hypothesis look for the smallest example on which a law breaks; what was found first, where it finds none."""
+
+    @_settings(max(number, 100), seed)
+    @hypothesis.given(strategy)
+    def holds(example: Example) -> None:
+        law.check(tx, *example, **options)
+
+    try:
+        (holds if seed is None else hypothesis.seed(seed)(holds))()
+    except LawViolation as smallest:
+        # Made anew, so that it does not carry hypothesis' own account of the same example.
+        return LawViolation(smallest.law, smallest.tx, smallest.leaf, smallest.found, smallest.example)
+    except hypothesis.errors.Flaky:  # the transform does not give the same result twice: there is no smallest example
+        pass
+    return found

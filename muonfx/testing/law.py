@@ -1,0 +1,133 @@
+"""What a law is: a function that raises `LawViolation`, and what it needs to know before it runs."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from muonfx.core import Transform
+from muonfx.testing.examples import Example
+from muonfx.testing.violation import Breach, LawViolation
+from muonfx.tree import PyTree
+
+__all__ = ["LAWS", "Law", "LawFunction", "law"]
+
+
+class LawFunction(Protocol):
+    """A law as a user calls it."""
+
+    __name__: str
+
+    def __call__(self, tx: Transform, params: PyTree, steps: list[PyTree], **options: Any) -> None:
+        """Check a transform on one example.
+
+        Raises:
+            LawViolation: the law does not hold.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Law:
+    """A law and what a runner must know of it.
+
+    Attributes:
+        name: a sentence with underscores.
+        check: the function ``(tx, params, steps, **options)``.
+        family: the file that it lies in.
+        why_not: why the law does not apply to a transform, or None where it does.
+        share: which part of the examples is enough for it; less for what is slow.
+        options: the keyword arguments that the function takes.
+
+    >>> from muonfx.testing import LAWS
+    >>> LAWS["identity_is_neutral"].family
+    'algebra'
+    """
+
+    name: str
+    check: LawFunction
+    family: str
+    why_not: Callable[[Transform], str | None]
+    share: float
+    options: frozenset[str]
+
+
+LAWS: dict[str, Law] = {}
+"""Every law by name, in the order of checking: the earlier ones explain failures of the later ones."""
+
+
+@contextmanager
+def without_torchs_own_warnings() -> Generator[None]:
+    """Pass over torch 2.13's warnings of its own use of ``torch.jit``, in what forward mode and inductor load.
+
+    >>> with without_torchs_own_warnings():
+    ...     pass
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".torch.jit", DeprecationWarning)
+        yield
+
+
+def law(
+    *,
+    on: Callable[[Example], Example] = Example.clone,
+    unless: Callable[[Transform], str | None] = lambda tx: None,
+    share: float = 1.0,
+) -> Callable[[Callable[..., None]], LawFunction]:
+    """Register a function as a law.
+
+    Args:
+        on: what the law makes of an example before it looks at it.
+        unless: why it does not apply to a transform, or None.
+        share: which part of the examples is enough.
+
+    Returns:
+        A decorator; the decorated function adapts and copies its example, and turns whatever goes wrong into
+        `LawViolation`.
+
+    Example:
+        >>> import muonfx as mfx
+        >>> @law()
+        ... def updates_are_small(tx, params, steps):
+        ...     updates, _ = tx.update(steps[0], tx.init(params), params)
+        ...     assert mfx.global_norm(updates) < 1, "an update is large"
+        >>> updates_are_small(mfx.scale(9.0), *Example.of({"w": (3,)}))
+        Traceback (most recent call last):
+            ...
+        muonfx.testing.violation.LawViolation: updates_are_small does not hold for scale(factor=9.0)
+          raised AssertionError: an update is large
+          ...
+        >>> del LAWS["updates_are_small"]
+    """
+
+    def decorate(function: Callable[..., None]) -> LawFunction:
+        @functools.wraps(function)
+        def checked(tx: Transform, params: PyTree, steps: list[PyTree], **options: Any) -> None:
+            example = on(Example(params, list(steps)))
+            try:
+                function(tx, *example.clone(), **options)
+            except LawViolation:
+                raise
+            except Breach as breach:
+                raise LawViolation(function.__name__, tx, breach.leaf, breach.found, example) from None
+            except Exception as error:
+                # Tracers append pages of advice; the whole is the cause's own message.
+                first = " ".join(str(error).split("\n\n")[0].split())
+                found = f"raised {type(error).__name__}: {first}"
+                raise LawViolation(function.__name__, tx, None, found, example) from error
+
+        names = frozenset(
+            name
+            for name, parameter in inspect.signature(function).parameters.items()
+            if parameter.kind is parameter.KEYWORD_ONLY
+        )
+        family = function.__module__.rpartition(".")[2]
+        LAWS[function.__name__] = Law(function.__name__, checked, family, unless, share, names)
+        return checked
+
+    return decorate

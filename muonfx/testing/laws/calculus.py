@@ -1,0 +1,182 @@
+"""Laws of calculus, in float64: derivatives with respect to gradients and hyperparameters, through several steps.
+
+Transforms that take signs or clip are differentiable piece by piece; examples keep away from zero, and hit another kink
+with probability zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+
+from muonfx import tree
+from muonfx.core import Transform
+from muonfx.recorded import Recorded
+from muonfx.testing.examples import Example, history
+from muonfx.testing.law import law, without_torchs_own_warnings
+from muonfx.testing.laws.batching import _has_no_numbers
+from muonfx.testing.violation import Breach
+from muonfx.tree import PyTree
+
+__all__ = [
+    "derivatives_by_gradients_are_right",
+    "derivatives_by_hyperparameters_are_right",
+    "forward_mode_agrees_with_reverse_mode",
+    "second_derivatives_are_right",
+    "widened",
+]
+
+
+def widened(value: Any) -> Any:
+    """Replace every floating dtype among a transform's arguments by float64, in which derivatives can be compared.
+
+    >>> import muonfx as mfx
+    >>> widened(mfx.chain(mfx.momentum(0.5), mfx.scale(2.0)))
+    chain(momentum(decay=0.5, dtype=torch.float64), scale(factor=2.0))
+    """
+    if isinstance(value, Recorded):
+        return value.replace(**{name: widened(argument) for name, argument in value.arguments.items()})
+    if isinstance(value, torch.dtype):
+        return torch.float64 if value.is_floating_point else value
+    if type(value) in (tuple, list):
+        return type(value)(map(widened, value))
+    if type(value) is dict:
+        return {key: widened(item) for key, item in value.items()}
+    return value
+
+
+def _state_is_narrow(tx: Transform) -> str | None:
+    probe = {"w": torch.zeros(2, 2, dtype=torch.float64, device="meta")}
+    try:
+        state = widened(tx).init(probe)
+    except Exception:  # a transform for other trees: the example will tell
+        return None
+    held = [leaf.dtype for leaf in tree.tensors(state) if leaf.ndim and leaf.is_floating_point()]
+    if all(dtype == torch.float64 for dtype in held):
+        return None
+    return f"its state is {held[0]} for float64 parameters: rounding has no derivative"
+
+
+def _state_is_narrow_or_no_numbers(tx: Transform) -> str | None:
+    return _has_no_numbers(tx) or _state_is_narrow(tx)
+
+
+def _joined(trees: PyTree) -> Tensor:
+    """All elements of all tensors of a tree as one vector."""
+    found = [leaf.reshape(-1) for leaf in tree.tensors(trees) if leaf.is_floating_point()]
+    return torch.cat(found) if found else torch.zeros(0, dtype=torch.float64)
+
+
+def _cut(vector: Tensor, like: PyTree) -> PyTree:
+    """The inverse of `_joined`."""
+    leaves, treedef = tree.flatten(like)
+    pieces = vector.split([leaf.numel() for leaf in leaves])
+    return tree.unflatten(treedef, [piece.reshape(leaf.shape) for piece, leaf in zip(pieces, leaves, strict=True)])
+
+
+Function = Callable[[Tensor], Tensor]
+
+
+def _of_gradients(tx: Transform, params: PyTree, steps: list[PyTree]) -> tuple[Function, Tensor]:
+    tx = widened(tx)
+
+    def function(vector: Tensor) -> Tensor:
+        return _joined([updates for updates, _ in history(tx, params, _cut(vector, steps))])
+
+    return function, _joined(steps)
+
+
+def _of_numbers(tx: Transform, params: PyTree, steps: list[PyTree]) -> tuple[Function, Tensor]:
+    leaves, treedef = tree.flatten(widened(tx))
+    numbers = [torch.as_tensor(leaf, dtype=torch.float64) for leaf in leaves]
+    values = _joined(numbers)
+    # In units of each number, so that the steps of finite differences are small steps for an eps of 1e-8 too.
+    units = torch.where(values == 0, 1e-3, values.abs())
+
+    def function(vector: Tensor) -> Tensor:
+        tx = tree.unflatten(treedef, _cut(values + units * vector, numbers))
+        return _joined([updates for updates, _ in history(tx, params, steps)])
+
+    return function, torch.zeros_like(values)
+
+
+def _smooth(example: Example) -> Example:
+    return example.smooth(2)
+
+
+@law(on=_smooth, unless=_state_is_narrow, share=0.2)
+def derivatives_by_gradients_are_right(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+    """The updates of two steps have the derivatives by all gradients that finite differences give.
+
+    >>> import muonfx as mfx
+    >>> from muonfx.testing import Example
+    >>> derivatives_by_gradients_are_right(mfx.momentum(), *Example.of({"w": (2, 3)}))
+    """
+    function, at = _of_gradients(tx, params, steps)
+    if at.numel() and function(at).numel():
+        gradcheck(_connected(function), at.clone().requires_grad_(), fast_mode=True)
+
+
+@law(on=_smooth, unless=_state_is_narrow_or_no_numbers, share=0.2)
+def derivatives_by_hyperparameters_are_right(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+    """The updates of two steps have the derivatives by all numeric arguments that finite differences give.
+
+    >>> import muonfx as mfx
+    >>> from muonfx.testing import Example
+    >>> derivatives_by_hyperparameters_are_right(mfx.momentum(), *Example.of({"w": (2, 3)}))
+    """
+    function, at = _of_numbers(tx, params, steps)
+    if function(at).numel():
+        gradcheck(_connected(function), at.clone().requires_grad_(), fast_mode=True)
+
+
+@law(on=_smooth, unless=_state_is_narrow, share=0.2)
+def forward_mode_agrees_with_reverse_mode(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+    """``torch.func.jvp`` and ``torch.func.vjp`` are each other's transpose: by gradients, and by hyperparameters.
+
+    >>> import muonfx as mfx
+    >>> from muonfx.testing import Example
+    >>> forward_mode_agrees_with_reverse_mode(mfx.momentum(), *Example.of({"w": (2, 3)}))
+    """
+    ways = {"gradients": _of_gradients(tx, params, steps)}
+    if _has_no_numbers(tx) is None:
+        ways["hyperparameters"] = _of_numbers(tx, params, steps)
+    for by, (function, at) in ways.items():
+        if not at.numel():
+            continue
+        generator = torch.Generator().manual_seed(1)
+        tangent = torch.randn(at.shape, dtype=at.dtype, generator=generator)
+        with without_torchs_own_warnings():
+            out, forward = torch.func.jvp(function, (at,), (tangent,))[:2]
+        cotangent = torch.randn(out.shape, dtype=out.dtype, generator=generator)
+        (backward,) = torch.func.vjp(function, at)[1](cotangent)
+        along, back = forward.dot(cotangent), tangent.dot(backward)
+        # A derivative that is zero in exact arithmetic is noise in both, on the scale of the values.
+        noise = 1e-11 * (1.0 + float(out.norm() * cotangent.norm()))
+        size = float(forward.norm() * cotangent.norm() + tangent.norm() * backward.norm())
+        if not abs(float(along - back)) <= 1e-9 * size + noise:  # NaN fails too
+            raise Breach(
+                None, f"by {by}, forward mode gives {float(along):.9g} where reverse mode gives {float(back):.9g}"
+            )
+
+
+@law(on=lambda example: example.smooth(1), unless=_state_is_narrow, share=0.1)
+def second_derivatives_are_right(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+    """The derivatives by gradients have the derivatives that finite differences give.
+
+    >>> import muonfx as mfx
+    >>> from muonfx.testing import Example
+    >>> second_derivatives_are_right(mfx.scale_by_adam(), *Example.of({"w": (2, 2)}))
+    """
+    function, at = _of_gradients(tx, params, steps)
+    if at.numel() and function(at).numel():
+        gradgradcheck(_connected(function), at.clone().requires_grad_(), fast_mode=True, atol=1e-4)
+
+
+def _connected(function: Function) -> Function:
+    """Keep a constant function in the graph, which the checks insist on; a first derivative of zero too."""
+    return lambda x: function(x) + 0.0 * x.square().sum()

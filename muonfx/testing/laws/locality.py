@@ -1,0 +1,244 @@
+"""Laws of locality: what a transform declares is all that it looks at."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from muonfx import tree
+from muonfx.core import Locality, Transform
+from muonfx.recorded import Recorded
+from muonfx.testing.examples import Example, history
+from muonfx.testing.law import law
+from muonfx.testing.violation import Breach, require_close, tolerance_of
+from muonfx.tree import PyTree
+
+__all__ = [
+    "element_transforms_see_one_element",
+    "leaf_transforms_see_one_leaf",
+    "matrix_transforms_see_one_matrix",
+    "tree_transforms_see_sums_over_leaves",
+]
+
+
+def _wider_than(locality: Locality) -> Callable[[Transform], str | None]:
+    def why_not(tx: Transform) -> str | None:
+        return f"its locality is {tx.locality.name}" if tx.locality > locality else None
+
+    return why_not
+
+
+def _updates(tx: Transform, example: Example) -> list[PyTree]:
+    return [updates for updates, _ in history(tx, *example)]
+
+
+def _precise(example: Example) -> Example:
+    return example.precise().prolonged(2)
+
+
+@law(on=_precise, unless=_wider_than(Locality.ELEMENT), share=0.4)
+def element_transforms_see_one_element(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+    """A transform declared ELEMENT commutes with cutting leaves in two, and with permuting the elements of a leaf.
+
+    >>> import muonfx as mfx
+    >>> from muonfx.testing import Example
+    >>> element_transforms_see_one_element(mfx.scale_by_adam(), *Example.of({"w": (2, 3)}))
+    """
+    example = Example(params, steps)
+    whole = _updates(tx, example)
+    tolerance = tolerance_of(tx, history(tx, params, steps))
+    # Two runs on trees of the same names and ranks, as two ranks of a sharded run have them.
+    halves = [_updates(tx, example.map(piece)) for piece in (_first_half, _second_half)]
+    wanted = [[tree.map(piece, updates) for updates in whole] for piece in (_first_half, _second_half)]
+    for which, found, expected in zip(("first", "second"), halves, wanted, strict=True):
+        what = f"updates of the {which} half of each leaf"
+        require_close(what, found, expected, "that half of the whole's", _relative(tolerance, whole, expected))
+    shuffled = _updates(tx, example.map(_shuffled))
+    expected = [tree.map(_shuffled, updates) for updates in whole]
+    require_close("updates of leaves with permuted elements", shuffled, expected, "the whole's, permuted", tolerance)
+
+
+def _relative(tolerance: float, whole: PyTree, pieces: PyTree) -> float:
+    """The tolerance is relative to a leaf's largest magnitude, which a piece may lack."""
+    return tolerance * 1e3 if tolerance < 1e-6 else tolerance
+
+
+def _first_half(leaf: Tensor) -> Tensor:
+    return leaf if leaf.ndim == 0 else leaf.narrow(0, 0, (leaf.shape[0] + 1) // 2).contiguous()
+
+
+def _second_half(leaf: Tensor) -> Tensor:
+    kept = leaf.shape[0] // 2 if leaf.ndim else 0
+    return leaf if leaf.ndim == 0 else leaf.narrow(0, leaf.shape[0] - kept, kept).contiguous()
+
+
+def _shuffled(leaf: Tensor) -> Tensor:
+    order = torch.randperm(leaf.numel(), generator=torch.Generator().manual_seed(leaf.numel()))
+    return leaf.reshape(-1)[order].reshape(leaf.shape)
+
+
+def _batched(example: Example) -> Example:
+    """Make a batch of two different matrices of every leaf of fewer than three dims."""
+
+    def widen(leaf: Tensor) -> Tensor:
+        if leaf.ndim >= 3:
+            return leaf
+        matrix = leaf if leaf.ndim == 2 else leaf.reshape(1, -1)
+        return torch.stack([matrix, (7.0 * matrix.roll(1, -1) + 0.5).flip(-1)])
+
+    return _precise(example).map(widen)
+
+
+@law(on=_batched, unless=_wider_than(Locality.MATRIX), share=0.4)
+def matrix_transforms_see_one_matrix(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+    """A transform declared MATRIX commutes with cutting leaves along a batch dim (any dim but the last two).
+
+    >>> import muonfx as mfx
+    >>> from muonfx.testing import Example
+    >>> matrix_transforms_see_one_matrix(mfx.orthogonalize(dims=((-2,), (-1,))), *Example.of({"w": (2, 2, 3)}))
+    """
+    example = Example(params, steps)
+    whole = _updates(tx, example)
+    tolerance = tolerance_of(tx, history(tx, params, steps))
+    for which, piece in (("first", _first_half), ("second", _second_half)):
+        found = _updates(tx, example.map(piece))
+        expected = [tree.map(piece, updates) for updates in whole]
+        what = f"updates of the {which} half of each batch"
+        require_close(what, found, expected, "that half of the whole's", _relative(tolerance, whole, expected))
+
+
+@law(on=_precise, unless=_wider_than(Locality.LEAF), share=0.4)
+def leaf_transforms_see_one_leaf(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+    """In a transform declared LEAF, or narrower, a leaf's updates do not change when other leaves change or are absent.
+
+    >>> import muonfx as mfx
+    >>> from muonfx.testing import Example
+    >>> leaf_transforms_see_one_leaf(mfx.clip_by_block_rms(0.1), *Example.of({"w": (2, 3), "b": (3,)}))
+    """
+    whole = history(tx, params, steps)
+    tolerance = tolerance_of(tx, whole)
+    names, treedef = tree.names(params), tree.flatten(params)[1]
+    for place, name in enumerate(names):
+
+        def others(values: PyTree, change: Callable[[Tensor], Any], place: int = place) -> PyTree:
+            kept = [leaf if at == place else change(leaf) for at, leaf in enumerate(tree.leaves(values))]
+            return tree.unflatten(treedef, kept)
+
+        changed = Example(
+            others(params, lambda p: 5.0 * p + 1.0), [others(grads, lambda g: 7.0 * g - 3.0) for grads in steps]
+        )
+        absent = Example(params, [others(grads, lambda g: None) for grads in steps])
+        for how, other in (("other leaves have other values", changed), ("other gradients are None", absent)):
+            for step, (updates, (expected, _)) in enumerate(zip(_updates(tx, other), whole, strict=True)):
+                found, wanted = ({name: tree.leaves(values)[place]} for values in (updates, expected))
+                require_close(f"step {step}, when {how}, the update of", found, wanted, "before", tolerance)
+
+
+def _needs_more_than_sums(tx: Transform) -> str | None:
+    if tx.locality < Locality.TREE:
+        return f"its locality is {tx.locality.name}"
+    wide = [part for part in _transforms_within(tx) if part.locality == Locality.TREE]
+    unnamed = [part for part in wide if "sum_over_leaves" not in part._extras[0] and not part._extras[1]]
+    if unnamed or not any("sum_over_leaves" in part._extras[0] for part in wide):
+        name = (unnamed or wide)[0].name
+        return f"{name} is TREE and does not name sum_over_leaves: it gets the gathered tree"
+    return None
+
+
+def _transforms_within(tx: Recorded) -> list[Transform]:
+    inner = [found for part in tx._parts if isinstance(part, Recorded) for found in _transforms_within(part)]
+    return [tx, *inner] if isinstance(tx, Transform) else inner
+
+
+@law(on=_precise, unless=_needs_more_than_sums, share=0.2)
+def tree_transforms_see_sums_over_leaves(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+    """A TREE transform that names ``sum_over_leaves`` needs no more than these sums of what is on other ranks.
+
+    Two ranks, played by two threads, hold different leaves; the sums go over both.
+
+    >>> import muonfx as mfx
+    >>> from muonfx.testing import Example
+    >>> tree_transforms_see_sums_over_leaves(mfx.clip_by_global_norm(0.1), *Example.of({"w": (2, 3), "b": (3,)}))
+    """
+    whole = history(tx, params, steps)
+    tolerance = tolerance_of(tx, whole)
+    for what, holder in (("every other leaf", lambda place: place % 2), ("all leaves or none", lambda place: 0)):
+        held = _on_two_ranks(tx, params, steps, holder)
+        for step, (expected, _) in enumerate(whole):
+            for place, (name, leaf) in enumerate(zip(tree.names(expected), tree.leaves(expected), strict=True)):
+                found = {name: tree.leaves(held[holder(place)][step])[place]}
+                title = f"step {step}, on two ranks that hold {what}, update"
+                require_close(title, found, {name: leaf}, "on one rank", tolerance)
+
+
+def _on_two_ranks(
+    tx: Transform, params: PyTree, steps: list[PyTree], holder: Callable[[int], int]
+) -> list[list[PyTree]]:
+    ranks = _Ranks(2)
+
+    def run(rank: int) -> list[PyTree]:
+        def mine(values: PyTree) -> PyTree:
+            leaves, treedef = tree.flatten(values)
+            return tree.unflatten(treedef, [x if holder(place) == rank else None for place, x in enumerate(leaves)])
+
+        state = tx.init(params)
+        found: list[PyTree] = []
+        for grads in steps:
+            updates, state = tx.update(mine(grads), state, params, sum_over_leaves=lambda t: ranks.sum(rank, t))
+            found.append(updates)
+        return found
+
+    return ranks.run(run)
+
+
+class _Ranks:
+    """Threads that add up scalars with each other, as ranks do."""
+
+    def __init__(self, number: int) -> None:
+        self.changed = threading.Condition()
+        self.given: list[list[Tensor]] = [[] for _ in range(number)]
+        self.done = [False] * number
+
+    def sum(self, rank: int, scalars: PyTree) -> Tensor:
+        """Add up the scalars of all ranks: each rank's n-th call meets the others' n-th."""
+        own = [leaf.double() for leaf in tree.tensors(scalars)]
+        with self.changed:
+            self.given[rank].append(torch.stack(own).sum() if own else torch.zeros((), dtype=torch.float64))
+            call = len(self.given[rank])
+            self.changed.notify_all()
+            self.changed.wait_for(lambda: all(map(bool, self._here(call))), timeout=60)
+            if any(len(given) < call for given in self.given):
+                raise Breach(
+                    None, f"one rank takes sum {call} and another does not: they would wait for each other for ever"
+                )
+            return torch.stack([given[call - 1] for given in self.given]).sum()
+
+    def _here(self, call: int) -> list[bool]:
+        return [done or len(given) >= call for done, given in zip(self.done, self.given, strict=True)]
+
+    def run(self, function: Callable[[int], Any]) -> list[Any]:
+        """Run a function of the rank on every rank at once; the first error of any is raised."""
+        results: list[Any] = [None] * len(self.done)
+        errors: list[Exception] = []
+
+        def work(rank: int) -> None:
+            try:
+                results[rank] = function(rank)
+            except Exception as error:
+                errors.append(error)
+            with self.changed:
+                self.done[rank] = True
+                self.changed.notify_all()
+
+        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(self.done))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+        return results

@@ -1,0 +1,196 @@
+"""Laws of purity: nothing is written to, nothing is remembered, nothing is shared that could be written to later."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from muonfx import tree
+from muonfx.core import Transform
+from muonfx.testing.examples import copied, copied_tree, history
+from muonfx.testing.law import law
+from muonfx.testing.violation import Breach, bits_equal, require_same, shown
+from muonfx.tree import PyTree
+
+__all__ = [
+    "interleaved_states_are_independent",
+    "outputs_share_no_storage_with_inputs",
+    "unknown_extras_are_ignored",
+    "update_leaves_its_inputs_unchanged",
+    "update_remembers_nothing",
+    "updates_do_not_overlap",
+]
+
+
+class Witness:
+    """Remembers trees as they are, and tells when a leaf, a version or a container has changed."""
+
+    def __init__(self, **trees: PyTree) -> None:
+        self.trees = trees
+        self.before = {name: self._look(value) for name, value in trees.items()}
+
+    @staticmethod
+    def _look(value: PyTree) -> tuple[Any, list[Any], list[tuple[Any, int]]]:
+        leaves, treedef = tree.flatten(value)
+        return treedef, leaves, [(copied(x), x._version) if isinstance(x, Tensor) else (x, 0) for x in leaves]
+
+    def require_unchanged(self, when: str) -> None:
+        """Raise `Breach` where something is not as it was."""
+        for title, value in self.trees.items():
+            treedef, leaves, kept = self.before[title]
+            now, now_def = tree.flatten(value)
+            if now_def != treedef or any(a is not b for a, b in zip(now, leaves, strict=True)):
+                raise Breach(title, f"{when} has put other leaves into its container")
+            for name, leaf, (old, version) in zip(tree.names(value), leaves, kept, strict=True):
+                if not isinstance(leaf, Tensor):
+                    continue
+                if not bits_equal(leaf, old):
+                    raise Breach(f"{title} {name!r}", f"{when} has changed it from {shown(old)} to {shown(leaf)}")
+                if leaf._version != version and leaf.numel():
+                    raise Breach(
+                        f"{title} {name!r}", f"{when} has written to it (its _version rose), if only what it held"
+                    )
+
+
+@law()
+def update_leaves_its_inputs_unchanged(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+    """Neither `init` nor `update` writes to parameters, gradients or state, or changes a container.
+
+    >>> import muonfx as mfx
+    >>> from muonfx.testing import Example
+    >>> update_leaves_its_inputs_unchanged(mfx.momentum(), *Example.of({"w": (2, 3)}))
+    """
+    witness = Witness(params=params)
+    state = tx.init(params)
+    witness.require_unchanged("init")
+    for step, grads in enumerate(steps):
+        witness = Witness(gradients=grads, state=state, params=params)
+        _, new_state = tx.update(grads, state, params)
+        witness.require_unchanged(f"update, at step {step},")
+        state = new_state
+
+
+def _storages(values: PyTree) -> dict[int, tuple[str, Tensor]]:
+    return {
+        leaf.untyped_storage().data_ptr(): (name, leaf)
+        for name, leaf in zip(tree.names(values), tree.leaves(values), strict=True)
+        if isinstance(leaf, Tensor) and leaf.numel()
+    }
+
+
+def _require_apart(what: str, found: PyTree, other_is: str, other: PyTree, *, unless_same: bool) -> None:
+    theirs = _storages(other)
+    same = {id(leaf) for leaf in tree.tensors(other)} if unless_same else set()
+    for name, leaf in zip(tree.names(found), tree.leaves(found), strict=True):
+        if not isinstance(leaf, Tensor) or not leaf.numel() or id(leaf) in same:
+            continue
+        shared = theirs.get(leaf.untyped_storage().data_ptr())
+        if shared is not None:
+            raise Breach(
+                f"{what} {name!r}", f"shares its storage with {other_is} {shared[0]!r}; writing to one changes both"
+            )
+
+
+@law()
+def outputs_share_no_storage_with_inputs(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+    """No output shares its storage with an input, nor updates theirs with the state.
+
+    A tensor may be passed on as the very same object: a gradient as its update, a leaf of the state as itself.
+
+    >>> import muonfx as mfx
+    >>> from muonfx.testing import Example
+    >>> outputs_share_no_storage_with_inputs(mfx.master_params(mfx.scale(-1.0)), *Example.of({"w": (2, 3)}))
+    """
+    state = tx.init(params)
+    _require_apart("state from init", state, "params", params, unless_same=False)
+    for step, grads in enumerate(steps):
+        updates, new_state = tx.update(grads, state, params)
+        at = f"step {step},"
+        _require_apart(f"{at} updates", updates, "the gradient", grads, unless_same=True)
+        _require_apart(f"{at} updates", updates, "params", params, unless_same=False)
+        _require_apart(f"{at} updates", updates, "the old state", state, unless_same=False)
+        _require_apart(f"{at} updates", updates, "the new state", new_state, unless_same=False)
+        _require_apart(f"{at} new state", new_state, "the old state", state, unless_same=True)
+        _require_apart(f"{at} new state", new_state, "the gradient", grads, unless_same=False)
+        _require_apart(f"{at} new state", new_state, "params", params, unless_same=False)
+        state = new_state
+
+
+@law()
+def updates_do_not_overlap(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+    """Each update, unless it is the gradient itself, can be written to without changing another one.
+
+    >>> import muonfx as mfx
+    >>> from muonfx.testing import Example
+    >>> updates_do_not_overlap(mfx.orthogonalize(), *Example.of({"q": (2, 3), "k": (3, 2)}))
+    """
+    for grads, (updates, _) in zip(steps, history(tx, params, steps), strict=True):
+        given = {id(leaf) for leaf in tree.leaves(grads)}
+        made = [
+            (name, leaf)
+            for name, leaf in zip(tree.names(updates), tree.leaves(updates), strict=True)
+            if isinstance(leaf, Tensor) and id(leaf) not in given and leaf.numel()
+        ]
+        before = [leaf.clone() for _, leaf in made]
+        for place, (name, leaf) in enumerate(made):
+            try:
+                leaf.add_(1.0)
+            except RuntimeError as error:
+                raise Breach(f"updates {name!r}", f"cannot be written to, strides {leaf.stride()}: {error}") from None
+            for later in range(place + 1, len(made)):
+                if not bits_equal(made[later][1], before[later]):
+                    raise Breach(f"updates {name!r}", f"overlaps the update {made[later][0]!r}")
+
+
+@law()
+def update_remembers_nothing(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+    """The same call gives the same result bit for bit, however many calls came before.
+
+    >>> import muonfx as mfx
+    >>> from muonfx.testing import Example
+    >>> update_remembers_nothing(mfx.momentum(), *Example.of({"w": (2, 3)}))
+    """
+    state = tx.init(params)
+    for step, grads in enumerate(steps):
+        first = copied_tree(tx.update(grads, state, params))
+        require_same(
+            f"step {step}, (updates, state)", tx.update(grads, state, params), first, "in the first of two calls"
+        )
+        state = first[1]
+    first = history(tx, params, steps)
+    require_same("a second run's (updates, state)", history(tx, params, steps), first, "in the first run")
+
+
+@law()
+def interleaved_states_are_independent(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+    """Two runs of one transform in turns give what each gives alone.
+
+    >>> import muonfx as mfx
+    >>> from muonfx.testing import Example
+    >>> interleaved_states_are_independent(mfx.momentum(), *Example.of({"w": (2, 3)}))
+    """
+    runs = [steps, [tree.map(lambda g: g * -2, grads) for grads in reversed(steps)]]
+    alone = [copied_tree(history(tx, params, run)) for run in runs]
+    states = [tx.init(params) for _ in runs]
+    for step in range(len(steps)):
+        for which, run in enumerate(runs):
+            updates, states[which] = tx.update(run[step], states[which], params)
+            expected = alone[which][step]
+            require_same(f"step {step}, (updates, state)", (updates, states[which]), expected, "when run alone")
+
+
+@law(share=0.2)
+def unknown_extras_are_ignored(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+    """An extra that no signature names changes nothing, so that a chain can pass all extras to all.
+
+    >>> import muonfx as mfx
+    >>> from muonfx.testing import Example
+    >>> unknown_extras_are_ignored(mfx.momentum(), *Example.of({"w": (2, 3)}))
+    """
+    state = tx.init(params)
+    for grads in steps[:1]:
+        plain = copied_tree(tx.update(grads, state, params))
+        other = tx.update(grads, state, params, an_extra_that_nobody_names=torch.ones(()))
+        require_same("(updates, state)", other, plain, "without the extra")

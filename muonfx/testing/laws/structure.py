@@ -1,0 +1,175 @@
+"""Laws of structure: what `init` fixes stays, updates look like gradients, and what is absent is left alone."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from muonfx import tree
+from muonfx.core import Transform
+from muonfx.recorded import Recorded
+from muonfx.testing.examples import copied_tree, history
+from muonfx.testing.law import law
+from muonfx.testing.violation import Breach, bits_equal, require_same, shown
+from muonfx.tree import PyTree
+
+__all__ = [
+    "absent_leaves_are_left_alone",
+    "empty_trees_are_taken",
+    "init_on_meta_gives_the_same_spec",
+    "init_returns_a_state_that_needs_no_grad",
+    "state_keeps_its_structure_and_dtypes",
+    "updates_look_like_the_gradients",
+]
+
+
+@law()
+def absent_leaves_are_left_alone(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+    """Where the gradient is None there is no update, and the state of that leaf is bitwise as before.
+
+    `accumulate` gathers over steps: there, a leaf counts as absent that had no gradient in any step so far.
+
+    >>> import muonfx as mfx
+    >>> absent_leaves_are_left_alone(mfx.momentum(), {"w": torch.ones(2), "b": None}, [{"w": None, "b": None}])
+    """
+    gathers = any(value.factory.__name__ == "accumulate" for value in _within(tx))
+    names = tree.names(params)
+    state = tx.init(params)
+    seen: set[str] = set()
+    for step, grads in enumerate(steps):
+        before = copied_tree(state)
+        updates, state = tx.run(grads, state, params)
+        leaves = dict(zip(names, tree.leaves(grads), strict=True))
+        seen |= {name for name, grad in leaves.items() if grad is not None and gathers}
+        absent = {name for name, grad in leaves.items() if grad is None and name not in seen}
+        if tree.flatten(updates)[1] != tree.flatten(grads)[1]:
+            raise Breach(f"step {step}", f"updates {updates!r} have not the structure of the gradients {grads!r}")
+        for name, update in zip(names, tree.leaves(updates), strict=True):
+            if name in absent and update is not None:
+                raise Breach(f"step {step}, updates {name!r}", f"found {shown(update)} where the gradient is None")
+            if name not in absent and leaves[name] is not None and update is None:
+                raise Breach(f"step {step}, updates {name!r}", f"found None for the gradient {shown(leaves[name])}")
+        if tree.flatten(state)[1] != tree.flatten(before)[1]:
+            raise Breach(f"step {step}, state", "the structure has changed")
+        for place, old, new in zip(tree.names(state), tree.leaves(before), tree.leaves(state), strict=True):
+            owner = _owner(place, names)
+            same = (isinstance(old, Tensor) and isinstance(new, Tensor) and bits_equal(old, new)) or old is new
+            if owner in absent and not same:
+                found = f"found {shown(new)}, expected as before {shown(old)}: its gradient is None"
+                raise Breach(f"step {step}, state {place!r}", found)
+
+
+def _owner(place: str, names: list[str]) -> str | None:
+    """The parameter that a leaf of the state belongs to: the one with the longest name that ends the leaf's name."""
+    found = [name for name in names if name and (place == name or place.endswith(f".{name}"))]
+    return max(found, key=len, default=None)
+
+
+def _within(value: Recorded) -> list[Recorded]:
+    return [value, *(inner for part in value._parts if isinstance(part, Recorded) for inner in _within(part))]
+
+
+@law()
+def state_keeps_its_structure_and_dtypes(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+    """Structure, shapes, dtypes and devices of the state are those that `init` gave it, step after step.
+
+    >>> import muonfx as mfx
+    >>> from muonfx.testing import Example
+    >>> params, steps = Example.of({"w": (2,)}, dtype=torch.bfloat16)
+    >>> state_keeps_its_structure_and_dtypes(mfx.momentum(dtype=torch.float32), params, steps)
+    """
+    wanted = state = tx.init(params)
+    for step, grads in enumerate(steps):
+        _, state = tx.run(grads, state, params)
+        _require_spec(f"step {step}, state", state, wanted, "init's")
+
+
+@law(on=lambda example: example.dense())
+def updates_look_like_the_gradients(
+    tx: Transform, params: PyTree, steps: list[PyTree], *, updates_dtype: torch.dtype | None = None
+) -> None:
+    """Updates have the gradients' structure, shapes, dtypes and devices.
+
+    Args:
+        tx: the transform.
+        params: the parameters.
+        steps: the gradients of each step.
+        updates_dtype: the dtype that the transform is documented to give to all updates instead.
+
+    >>> import muonfx as mfx
+    >>> from muonfx.testing import Example
+    >>> updates_look_like_the_gradients(mfx.momentum(), *Example.of({"w": (2, 3)}))
+    """
+    for step, (grads, (updates, _)) in enumerate(zip(steps, history(tx, params, steps), strict=True)):
+        wanted = tree.map(lambda g: torch.empty(g.shape, dtype=updates_dtype or g.dtype, device=g.device), grads)
+        _require_spec(f"step {step}, updates", updates, wanted, "the gradients")
+
+
+@law(share=0.05)
+def empty_trees_are_taken(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+    """A tree without leaves, or with none that is present, gives updates without leaves.
+
+    >>> import muonfx as mfx
+    >>> empty_trees_are_taken(mfx.momentum(), {}, [])
+    """
+    leaves, treedef = tree.flatten(params)
+    for empty in ({}, (), tree.unflatten(treedef, [None] * len(leaves))):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that nothing has a certain label is no surprise here
+            state = tx.init(empty)
+        for _ in range(2):
+            updates, state = tx.update(empty, state, empty)
+            require_same("updates", updates, empty, "the empty gradients")
+
+
+@law()
+def init_on_meta_gives_the_same_spec(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+    """`init` on meta tensors gives meta tensors with the structure, shapes and dtypes that it gives on real ones.
+
+    >>> import muonfx as mfx
+    >>> from muonfx.testing import Example
+    >>> init_on_meta_gives_the_same_spec(mfx.scale_by_adam(), *Example.of({"w": (2, 3)}))
+    """
+    on_meta = tree.map(lambda p: torch.empty(p.shape, dtype=p.dtype, device="meta"), params)
+    state = tx.init(on_meta)
+    if any(True for leaf in tree.leaves(params) if leaf is not None):
+        for name, leaf in zip(tree.names(state), tree.leaves(state), strict=True):
+            if isinstance(leaf, Tensor) and leaf.ndim and leaf.device.type != "meta":
+                raise Breach(f"state {name!r}", f"found {shown(leaf)} in memory, for parameters on the meta device")
+    wanted = tx.init(params)
+    _require_spec("state of meta parameters", state, wanted, "init's on real ones", devices=False)
+
+
+@law()
+def init_returns_a_state_that_needs_no_grad(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+    """The state of parameters that require grad is no part of their graph.
+
+    >>> import muonfx as mfx
+    >>> from muonfx.testing import Example
+    >>> init_returns_a_state_that_needs_no_grad(mfx.master_params(mfx.scale(-1.0)), *Example.of({"w": (2, 3)}))
+    """
+    state = tx.init(tree.map(lambda p: p.detach().requires_grad_(), params))
+    for name, leaf in zip(tree.names(state), tree.leaves(state), strict=True):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            raise Breach(f"state {name!r}", "requires grad: every step would keep the graphs of all steps before")
+
+
+def _require_spec(what: str, found: PyTree, wanted: PyTree, wanted_is: str, *, devices: bool = True) -> None:
+    have, have_def = tree.flatten(found)
+    want, want_def = tree.flatten(wanted)
+    if have_def != want_def:
+        raise Breach(what, f"the tree is {have_def}, expected that of {wanted_is}, {want_def}")
+    for name, a, b in zip(tree.names(wanted), have, want, strict=True):
+        if not isinstance(b, Tensor):
+            if a is not b:
+                raise Breach(f"{what} {name!r}", f"found {shown(a)}, expected as {wanted_is} {shown(b)}")
+            continue
+        if not isinstance(a, Tensor):
+            raise Breach(f"{what} {name!r}", f"found {shown(a)}, expected a tensor")
+        for trait in ("shape", "dtype", "device") if devices else ("shape", "dtype"):
+            if getattr(a, trait) != getattr(b, trait):
+                raise Breach(
+                    f"{what} {name!r}", f"has {trait} {getattr(a, trait)}, expected as {wanted_is} {getattr(b, trait)}"
+                )

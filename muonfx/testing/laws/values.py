@@ -1,0 +1,157 @@
+"""Laws of values: a transform is its factory and arguments, so it prints, compares, pickles and flattens."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+import pickle
+import sys
+from typing import Any
+
+import torch
+import torch.utils._pytree as torch_pytree
+
+from muonfx import polar, schedules, select, tree
+from muonfx.core import Locality, Transform
+from muonfx.hyperparams import hyperparams
+from muonfx.recorded import Recorded
+from muonfx.testing.examples import history
+from muonfx.testing.law import law
+from muonfx.testing.violation import Breach, require_same
+from muonfx.tree import PyTree
+
+__all__ = [
+    "fingerprint_ignores_numbers",
+    "pickle_gives_an_equal_transform",
+    "pytree_views_round_trip",
+    "replacing_nothing_changes_nothing",
+    "repr_evaluates_to_an_equal_transform",
+]
+
+
+def names_within(value: Any) -> dict[str, Any]:
+    """Factories, functions and classes in a recorded value, by the names under which its repr shows them.
+
+    >>> import muonfx as mfx
+    >>> sorted(names_within(mfx.chain(mfx.scale(1.0))))
+    ['chain', 'scale']
+    """
+    if isinstance(value, Recorded):
+        own = {value.factory.__name__: value.factory}
+        return own | {
+            key: item for argument in value.arguments.values() for key, item in names_within(argument).items()
+        }
+    if isinstance(value, dict | tuple | list):
+        items = value.values() if isinstance(value, dict) else value
+        return {key: found for item in items for key, found in names_within(item).items()}
+    if inspect.isfunction(value) or inspect.isclass(value):
+        return {value.__qualname__: value}
+    return {type(value).__name__: type(value)} if type(value).__module__ not in ("builtins", "torch") else {}
+
+
+def _has_a_nameless_function(tx: Transform) -> str | None:
+    nameless = [name for name in names_within(tx) if not name.isidentifier()]
+    return f"an argument is {nameless[0]}, which has no name to print" if nameless else None
+
+
+@law(share=0.05, unless=_has_a_nameless_function)
+def repr_evaluates_to_an_equal_transform(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+    """``eval(repr(tx)) == tx`` where the names of factories and functions are known.
+
+    >>> import muonfx as mfx
+    >>> repr_evaluates_to_an_equal_transform(mfx.chain(mfx.momentum(0.9), mfx.scale(-0.1)), {}, [])
+    """
+    known = {**vars(select), **vars(polar), **vars(schedules), "Locality": Locality, "torch": torch, "math": math}
+    printed = eval(repr(tx), {**known, **names_within(tx)})
+    if printed != tx:
+        raise Breach(None, f"its repr evaluates to {printed!r}, which is not equal to it")
+    if hash(printed) != hash(tx):
+        raise Breach(None, "its repr evaluates to an equal value with another hash")
+
+
+def is_in_no_module(tx: Transform) -> str | None:
+    """Why a transform can be neither pickled nor compiled: both look up its factory in the module that it names.
+
+    >>> import muonfx as mfx
+    >>> is_in_no_module(mfx.momentum()) is None
+    True
+    """
+    homeless = [value for value in names_within(tx).values() if value.__module__ not in sys.modules]
+    return f"{homeless[0].__qualname__} is in no module that could be imported" if homeless else None
+
+
+@law(share=0.1, unless=is_in_no_module)
+def pickle_gives_an_equal_transform(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+    """A transform survives `pickle` and `copy.deepcopy` as an equal one that computes the same.
+
+    >>> import muonfx as mfx
+    >>> from muonfx.testing import Example
+    >>> pickle_gives_an_equal_transform(mfx.momentum(), *Example.of({"w": (2, 3)}))
+    """
+    expected = history(tx, params, steps)
+    for how, other in (("pickle", pickle.loads(pickle.dumps(tx))), ("copy.deepcopy", copy.deepcopy(tx))):
+        if other != tx or repr(other) != repr(tx):
+            raise Breach(None, f"{how} gives {other!r}, which is not equal to it")
+        if other.fingerprint != tx.fingerprint or other.locality != tx.locality:
+            raise Breach(None, f"{how} gives a transform with another fingerprint or locality")
+        require_same(f"(updates, state) after {how}", history(other, params, steps), expected, "of the original")
+
+
+@law(share=0.05)
+def replacing_nothing_changes_nothing(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+    """``tx.replace(**tx.arguments) == tx``, and an argument that the factory does not have is an error.
+
+    >>> import muonfx as mfx
+    >>> replacing_nothing_changes_nothing(mfx.momentum(), {}, [])
+    """
+    other = tx.replace(**tx.arguments)
+    if other != tx:
+        raise Breach(None, f"replace with its own arguments gives {other!r}")
+    try:
+        tx.replace(an_argument_that_it_does_not_have=1)
+    except TypeError:
+        return
+    raise Breach(None, "replace takes an argument that the factory does not have")
+
+
+@law(share=0.05)
+def fingerprint_ignores_numbers(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+    """The fingerprint is that of any transform which differs in numbers only.
+
+    >>> import muonfx as mfx
+    >>> fingerprint_ignores_numbers(mfx.momentum(), {}, [])
+    """
+    leaves, treedef = tree.flatten(tx)
+    other = tree.unflatten(treedef, [leaf * 0.5 + 0.1 for leaf in leaves])
+    if other.fingerprint != tx.fingerprint:
+        raise Breach(
+            None, f"the fingerprint {tx.fingerprint} becomes {other.fingerprint} with other numbers, {other!r}"
+        )
+
+
+@law(share=0.05)
+def pytree_views_round_trip(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+    """Optree and torch see the same leaves, put them back to an equal transform, and take any object as a leaf.
+
+    >>> import muonfx as mfx
+    >>> pytree_views_round_trip(mfx.momentum(), {}, [])
+    """
+    leaves, treedef = tree.flatten(tx)
+    torch_leaves, torch_def = torch_pytree.tree_flatten(tx)
+    if len(leaves) != len(torch_leaves) or any(a is not b for a, b in zip(leaves, torch_leaves, strict=True)):
+        raise Breach(None, f"optree sees the leaves {leaves}, torch {torch_leaves}")
+    if len(hyperparams(tx)) != len(leaves):
+        raise Breach(None, f"has {len(leaves)} leaves but the hyperparameters {list(hyperparams(tx))}: names repeat")
+    if tree.unflatten(treedef, leaves) != tx or torch_pytree.tree_unflatten(torch_leaves, torch_def) != tx:
+        raise Breach(None, "taken apart and put together again it is not equal to itself")
+    anything = [object() for _ in leaves]
+    for how, flatten, strange in (
+        ("optree", tree.flatten, tree.unflatten(treedef, anything)),
+        ("torch", torch_pytree.tree_flatten, torch_pytree.tree_unflatten(anything, torch_def)),
+    ):
+        back, back_def = flatten(strange)
+        if any(a is not b for a, b in zip(back, anything, strict=True)) or len(back) != len(anything):
+            raise Breach(None, f"with arbitrary objects as leaves, {how} gets others back")
+        if back_def != (treedef if how == "optree" else torch_def):
+            raise Breach(None, f"with arbitrary objects as leaves, {how} sees another structure")

@@ -1,0 +1,312 @@
+"""Hypothesis strategies: matrices with a chosen spectrum, trees of tensors, and parameters with gradients.
+
+Values come from a drawn seed, not element by element: an example is made fast and shrinks to few and small leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from muonfx import tree
+from muonfx.testing.examples import Example
+from muonfx.tree import PyTree
+
+__all__ = ["DTYPES", "Pair", "Spectrum", "matrices", "params_and_grads", "spectra", "trees"]
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+"""The floating dtypes, the plainest first."""
+
+SPECTRA = ("geometric", "clustered", "deficient", "zero")
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """A kind of singular values.
+
+    Attributes:
+        kind: "geometric" falls evenly on a log scale, "clustered" takes three values, "deficient" is zero in its second
+            half, "zero" is all zero.
+        smallest: the least singular value that is not zero, the largest being 1.
+
+    >>> Spectrum("geometric", 0.01).values(3)
+    tensor([1.0000, 0.1000, 0.0100], dtype=torch.float64)
+    """
+
+    kind: str = "geometric"
+    smallest: float = 1e-3
+
+    def values(self, rank: int) -> Tensor:
+        """Singular values, the largest first; a float64 vector."""
+        if self.kind == "zero":
+            return torch.zeros(rank, dtype=torch.float64)
+        kept = (rank + 1) // 2 if self.kind == "deficient" else rank
+        exponents = torch.linspace(0, 1, kept, dtype=torch.float64)
+        if self.kind == "clustered":
+            exponents = (exponents * 2).round() / 2
+        return torch.cat([self.smallest**exponents, torch.zeros(rank - kept, dtype=torch.float64)])
+
+
+def spectra(kinds: Sequence[str] = SPECTRA) -> st.SearchStrategy[Spectrum]:
+    """Draw a `Spectrum`.
+
+    Args:
+        kinds: which kinds, the simplest first.
+
+    >>> from hypothesis import find
+    >>> find(spectra(), lambda spectrum: spectrum.kind == "clustered")
+    Spectrum(kind='clustered', smallest=0.5)
+    """
+    return st.builds(Spectrum, st.sampled_from(tuple(kinds)), st.sampled_from((0.5, 1e-1, 1e-3, 1e-6)))
+
+
+def matrix(seed: int, shape: Sequence[int], spectrum: Spectrum) -> Tensor:
+    """A float64 batch of matrices with given singular values and seeded singular vectors, from a QR.
+
+    >>> torch.linalg.svdvals(matrix(0, (3, 2), Spectrum("clustered", 0.5)))
+    tensor([1.0000, 0.5000], dtype=torch.float64)
+    """
+    generator = torch.Generator().manual_seed(seed)
+    *batch, rows, columns = shape
+    rank = min(rows, columns)
+    if 0 in shape:
+        return torch.zeros(*shape, dtype=torch.float64)
+    left, right = (
+        torch.linalg.qr(torch.randn(*batch, side, rank, dtype=torch.float64, generator=generator))[0]
+        for side in (rows, columns)
+    )
+    return (left * spectrum.values(rank)) @ right.mT
+
+
+def matrices(
+    *,
+    min_side: int = 0,
+    max_side: int = 33,
+    max_batch_rank: int = 2,
+    dtypes: Sequence[torch.dtype] = DTYPES,
+    kinds: Sequence[str] = SPECTRA,
+    exponents: tuple[int, int] = (-100, 100),
+) -> st.SearchStrategy[Tensor]:
+    """Draw a matrix or a batch of matrices whose singular values follow a drawn `Spectrum`.
+
+    Args:
+        min_side: the least number of rows and of columns.
+        max_side: the largest number of rows and of columns.
+        max_batch_rank: how many batch dims at most.
+        dtypes: drawn from; the first is the simplest.
+        kinds: of spectra.
+        exponents: the matrix is multiplied by two to a power between these; fp16 keeps within its own range.
+
+    >>> from hypothesis import find
+    >>> find(matrices(min_side=1), lambda x: x.ndim == 3 and x.shape[-1] > 2).shape
+    torch.Size([1, 1, 3])
+    """
+    sides = st.integers(min_side, max_side)
+
+    def build(
+        seed: int, batch: list[int], rows: int, columns: int, spectrum: Spectrum, power: int, dtype: torch.dtype
+    ) -> Tensor:
+        return _scaled(matrix(seed, (*batch, rows, columns), spectrum), power, dtype)
+
+    return st.builds(
+        build,
+        _seeds(),
+        st.lists(st.integers(1, 3), max_size=max_batch_rank),
+        sides,
+        sides,
+        spectra(kinds),
+        _near_zero(*exponents),
+        st.sampled_from(tuple(dtypes)),
+    )
+
+
+def _seeds() -> st.SearchStrategy[int]:
+    return st.integers(0, 2**16)
+
+
+def _near_zero(low: int, high: int) -> st.SearchStrategy[int]:
+    """Integers that shrink to zero, or to the bound next to it."""
+    return st.integers(low, high)
+
+
+def _scaled(values: Tensor, power: int, dtype: torch.dtype) -> Tensor:
+    if dtype == torch.float16:
+        power = max(-8, min(8, power))
+    return (values * 2.0**power).to(dtype)
+
+
+class Pair(NamedTuple):
+    """A NamedTuple node, for trees."""
+
+    first: Any
+    second: Any
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How to make a leaf: everything but the seed."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    layout: str
+    fill: str
+    power: int
+
+    def build(self, seed: int, dtype: torch.dtype | None = None, layout: str | None = None) -> Tensor:
+        dtype = dtype or self.dtype
+        if self.fill == "lowrank" and len(self.shape) >= 2:
+            values = matrix(seed, self.shape, Spectrum("deficient"))
+        elif self.fill == "zeros":
+            values = torch.zeros(self.shape, dtype=torch.float64)
+        else:
+            values = torch.randn(self.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        return _laid_out(_scaled(values, self.power, dtype), layout or self.layout)
+
+
+def _laid_out(values: Tensor, layout: str) -> Tensor:
+    """The same values behind other strides."""
+    if layout == "transposed" and values.ndim >= 2:
+        return values.mT.contiguous().mT
+    if layout == "gaps" and values.ndim:
+        return torch.stack([values, values + 1], dim=-1)[..., 0]
+    if layout == "offset":
+        return torch.cat([values.new_zeros(3), values.reshape(-1)])[3:].view(values.shape)
+    return values
+
+
+# The plainest side first; an empty one last and seldom.
+_SIDES = (1, 2, 3, 4, 5, 2, 3, 4, 6, 7, 2, 0)
+
+
+def _plans(
+    ranks: tuple[int, int], dtypes: Sequence[torch.dtype], exponents: tuple[int, int], layouts: bool
+) -> st.SearchStrategy[_Plan]:
+    return st.builds(
+        _Plan,
+        st.lists(st.sampled_from(_SIDES), min_size=ranks[0], max_size=ranks[1]).map(tuple),
+        st.sampled_from(tuple(dtypes)),
+        st.sampled_from(("contiguous", "transposed", "gaps", "offset") if layouts else ("contiguous",)),
+        st.sampled_from(("normal", "normal", "lowrank", "zeros")),
+        _near_zero(*exponents),
+    )
+
+
+_KEYS = ("w", "b", "blocks.0.q", "head")
+
+
+def _nested(leaf: st.SearchStrategy[Any], max_leaves: int) -> st.SearchStrategy[PyTree]:
+    def extend(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+        return st.one_of(
+            st.dictionaries(st.sampled_from(_KEYS), children, max_size=3),
+            st.lists(children, max_size=3),
+            st.lists(children, max_size=3).map(tuple),
+            st.builds(Pair, children, children),
+        )
+
+    # The whole is a container: `None` alone means that there is no tree.
+    return extend(st.recursive(leaf, extend, max_leaves=max_leaves))
+
+
+def _plan_trees(
+    ranks: tuple[int, int],
+    dtypes: Sequence[torch.dtype],
+    exponents: tuple[int, int],
+    nones: bool,
+    layouts: bool,
+    max_leaves: int,
+) -> st.SearchStrategy[PyTree]:
+    leaf: st.SearchStrategy[Any] = _plans(ranks, dtypes, exponents, layouts)
+    if nones:
+        leaf = st.one_of(leaf, leaf, leaf, st.none())
+    return _nested(leaf, max_leaves)
+
+
+def trees(
+    *,
+    ranks: tuple[int, int] = (0, 4),
+    dtypes: Sequence[torch.dtype] = DTYPES,
+    exponents: tuple[int, int] = (-2, 2),
+    nones: bool = True,
+    layouts: bool = True,
+    max_leaves: int = 5,
+) -> st.SearchStrategy[PyTree]:
+    """Draw a nest of dict, tuple, list and NamedTuple with tensors (or None) as leaves.
+
+    Args:
+        ranks: least and largest number of dims of a leaf; sides are 1 to 7, seldom 0.
+        dtypes: drawn from; the first is the simplest.
+        exponents: each leaf is scaled by two to a power between these.
+        nones: whether a leaf may be None.
+        layouts: whether leaves may be transposed, have gaps between elements, or start within a buffer.
+        max_leaves: about how many leaves at most in each branch of the root.
+
+    >>> from hypothesis import find
+    >>> find(trees(), lambda drawn: len(tree.leaves(drawn)) == 2 and type(drawn) is dict)
+    {'w': tensor(...), 'b': tensor(...)}
+    """
+    plans = _plan_trees(ranks, dtypes, exponents, nones, layouts, max_leaves)
+    return st.builds(_build, plans, _seeds())
+
+
+def _build(plans: PyTree, seed: int, dtype: torch.dtype | None = None, layout: str | None = None) -> PyTree:
+    leaves, treedef = tree.flatten(plans)
+    built = [None if plan is None else plan.build(seed + place, dtype, layout) for place, plan in enumerate(leaves)]
+    return tree.unflatten(treedef, built)
+
+
+@st.composite
+def _examples(
+    draw: st.DrawFn, plan_trees: st.SearchStrategy[PyTree], steps: tuple[int, int], nones: bool, layouts: bool
+) -> Example:
+    plans = draw(plan_trees)
+    seed = draw(_seeds())
+    number = len(tree.leaves(plans))
+    dtype = draw(st.sampled_from((None, None, None, torch.float32)))
+    taken: list[PyTree] = []
+    for step in range(draw(st.integers(*steps))):
+        layout = draw(st.sampled_from((None, "contiguous"))) if layouts else None
+        grads = _build(plans, seed + 1000 * (step + 1), dtype, layout)
+        if nones:
+            absent = draw(st.lists(st.sampled_from((False, False, False, True)), min_size=number, max_size=number))
+            leaves, treedef = tree.flatten(grads)
+            kept = [None if gone else leaf for gone, leaf in zip(absent, leaves, strict=True)]
+            grads = tree.unflatten(treedef, kept)
+        taken.append(grads)
+    return Example(_build(plans, seed), taken)
+
+
+def params_and_grads(
+    *,
+    steps: tuple[int, int] = (1, 3),
+    ranks: tuple[int, int] = (0, 4),
+    dtypes: Sequence[torch.dtype] = DTYPES,
+    exponents: tuple[int, int] = (-2, 2),
+    nones: bool = True,
+    layouts: bool = True,
+    max_leaves: int = 4,
+) -> st.SearchStrategy[Example]:
+    """Draw an `Example`: a tree of parameters and, for each of some steps, a tree of gradients like it.
+
+    Gradients have the dtypes of their parameters, or all of them float32, as mixed-precision training gives them.
+
+    Args:
+        steps: least and largest number of steps.
+        ranks: as in `trees`; ``(2, 4)`` for transforms that take matrices only.
+        dtypes: as in `trees`.
+        exponents: as in `trees`.
+        nones: whether a parameter, or a gradient in some steps, may be None.
+        layouts: as in `trees`.
+        max_leaves: as in `trees`.
+
+    >>> from hypothesis import find
+    >>> params, steps = find(params_and_grads(nones=False), lambda e: type(e.params) is dict and len(e.steps) == 2)
+    >>> tree.flatten(params)[1] == tree.flatten(steps[1])[1]
+    True
+    """
+    plans = _plan_trees(ranks, dtypes, exponents, nones, layouts, max_leaves)
+    return _examples(plans, steps, nones, layouts)

@@ -1,0 +1,198 @@
+"""Strategies for transforms: every public one with drawn arguments, and chains of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from muonfx import recipes, select, tree
+from muonfx import schedules as sch
+from muonfx import transforms as tfs
+from muonfx.core import Locality, Transform, chain, identity, set_to_zero, stateless
+from muonfx.hyperparams import inject_hyperparams
+from muonfx.partition import masked, partition
+from muonfx.tree import PyTree
+
+__all__ = ["MATRIX_ONLY", "arguments", "chains", "schedules", "transforms"]
+
+
+def schedules() -> st.SearchStrategy[sch.Schedule]:
+    """Draw a schedule: any public one, with small valid arguments.
+
+    >>> from hypothesis import find
+    >>> find(schedules(), lambda drawn: drawn(0) != drawn(1))
+    linear(start=0.0, end=0.125, steps=1)
+    """
+    values = st.sampled_from((0.0, 0.125, 0.5, 1.0))
+    lengths = st.integers(0, 4)
+
+    def trapezoid(peak: float, up: int, down: int, flat: int) -> sch.Schedule:
+        return sch.warmup_stable_decay(peak, up, down, up + flat + down)
+
+    simple: st.SearchStrategy[Any] = st.one_of(
+        st.builds(sch.constant, values),
+        st.builds(sch.linear, values, values, lengths),
+        st.builds(sch.cosine, values, lengths, values),
+        st.builds(lambda peak, up, more: sch.warmup_cosine(peak, up, up + more), values, lengths, lengths),
+        st.builds(trapezoid, values, lengths, lengths, lengths),
+    )
+    joined = st.builds(lambda a, b, at: sch.join([a, b], [at]), simple, simple, st.integers(1, 3))
+    return simple | joined
+
+
+def halve(updates: PyTree, params: PyTree) -> PyTree:
+    """A function for `stateless`, in a module so that it pickles.
+
+    >>> halve({"w": 2.0}, None)
+    {'w': 1.0}
+    """
+    return tree.map(lambda u: u / 2, updates)
+
+
+def by_rank(params: PyTree) -> PyTree:
+    """Labels for `partition` that fit every tree: "matrices" and "rest".
+
+    >>> by_rank({"w": torch.zeros(2, 2), "b": torch.zeros(2)})
+    {'w': 'matrices', 'b': 'rest'}
+    """
+    return tree.map(lambda leaf: "matrices" if leaf.ndim >= 2 else "rest", params)
+
+
+_SHARES = st.sampled_from((0.9, 0.0, 0.5, 0.99))
+_SCALES = st.sampled_from((1.0, -0.5, 0.0, 3.0))
+_POSITIVE = st.sampled_from((1.0, 0.01, 0.3, 10.0))
+_TINY = st.sampled_from((1e-8, 1e-3))
+_PINNED = st.sampled_from((torch.float32, None, torch.float64, torch.bfloat16))
+_RATES: st.SearchStrategy[Any] = st.sampled_from((0.1, 0.0)) | schedules()
+_DIMS = st.sampled_from((None, ((-2,), (-1,)), ((0,), (1,))))
+_NAMES = st.sampled_from(("polar_express_5", "keller", "cubic"))
+_COMPUTE = st.sampled_from(("auto", torch.float32, torch.float64))
+_RULES = st.sampled_from(("match_rms_adamw", "original", "spectral"))
+_MASKS = st.sampled_from((None, select.ndim(min=2)))
+
+
+def _momenta() -> st.SearchStrategy[Any]:
+    return st.builds(
+        lambda decay, nesterov, debias, heavy, dtype: tfs.momentum(
+            decay, nesterov=nesterov, debias=debias and not heavy, heavy_ball=heavy, dtype=dtype
+        ),
+        _SHARES,
+        st.booleans(),
+        st.booleans(),
+        st.booleans(),
+        _PINNED,
+    )
+
+
+def _adams() -> st.SearchStrategy[Any]:
+    return st.builds(
+        tfs.scale_by_adam,
+        _SHARES,
+        _SHARES,
+        _TINY,
+        eps_root=st.sampled_from((0.0, 1e-6)),
+        mu_dtype=_PINNED,
+        nu_dtype=_PINNED,
+    )
+
+
+_INNER: st.SearchStrategy[Any] = st.one_of(
+    _momenta(), _adams(), st.builds(tfs.clip_by_global_norm, _POSITIVE), st.builds(tfs.scale, _SCALES)
+)
+
+_ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
+    "identity": st.builds(identity),
+    "set_to_zero": st.builds(set_to_zero),
+    "stateless": st.builds(stateless, st.just(halve), st.sampled_from((Locality.ELEMENT, Locality.TREE))),
+    "chain": st.lists(_INNER, max_size=3).map(lambda members: chain(*members)),
+    "partition": st.builds(lambda a, b: partition({"matrices": a, "rest": b}, by_rank), _INNER, _INNER),
+    "masked": st.builds(masked, _INNER, st.just(select.ndim(min=2))),
+    "inject_hyperparams": st.builds(inject_hyperparams, _INNER),
+    "accumulate": st.builds(tfs.accumulate, _INNER, st.integers(1, 3), mean=st.booleans(), dtype=_PINNED),
+    "add_decayed_weights": st.builds(tfs.add_decayed_weights, _RATES, _MASKS),
+    "cautious": st.builds(tfs.cautious, _INNER),
+    "clip_by_block_rms": st.builds(tfs.clip_by_block_rms, _POSITIVE),
+    "clip_by_global_norm": st.builds(tfs.clip_by_global_norm, _POSITIVE),
+    "clip_by_value": st.builds(tfs.clip_by_value, _POSITIVE),
+    "ema_params": st.builds(tfs.ema_params, _SHARES, dtype=_PINNED),
+    "master_params": st.builds(tfs.master_params, _INNER),
+    "momentum": _momenta(),
+    "monitor": st.builds(
+        tfs.monitor,
+        st.just("seen"),
+        st.sampled_from((("norm", "rms"), ("norm", "orthogonality_error", "spectral_norm"))),
+    ),
+    "normalize_neurons": st.builds(
+        tfs.normalize_neurons, _SHARES, _TINY, keep_norm=st.booleans(), dtype=_PINNED, dims=_DIMS
+    ),
+    "orthogonalize": st.builds(
+        tfs.orthogonalize,
+        coefficients=_NAMES,
+        steps=st.sampled_from((None, 3)),
+        dtype=_COMPUTE,
+        dims=_DIMS,
+        blocks=st.sampled_from((None, 1)),
+        block_axis=st.sampled_from((-2, -1)),
+    ),
+    "scale": st.builds(tfs.scale, _SCALES),
+    "scale_by_adam": _adams(),
+    "scale_by_learning_rate": st.builds(tfs.scale_by_learning_rate, _RATES, flip_sign=st.booleans()),
+    "scale_by_lion": st.builds(tfs.scale_by_lion, _SHARES, _SHARES, mu_dtype=_PINNED),
+    "scale_by_schedule": st.builds(tfs.scale_by_schedule, schedules()),
+    "scale_by_shape": st.builds(tfs.scale_by_shape, _RULES, dims=_DIMS),
+    "skip_nonfinite": st.builds(tfs.skip_nonfinite, _INNER),
+    "adamw": st.builds(recipes.adamw, _RATES, b1=_SHARES, b2=_SHARES, mask=_MASKS),
+    "lion": st.builds(recipes.lion, _RATES, b1=_SHARES, b2=_SHARES),
+    "muon": st.builds(recipes.muon, _RATES, decay=_SHARES, nesterov=st.booleans(), dtype=_COMPUTE, rule=_RULES),
+    "normuon": st.builds(recipes.normuon, _RATES, decay=_SHARES, neuron_decay=_SHARES, dtype=_COMPUTE),
+    "muon_with_adamw": st.builds(recipes.muon_with_adamw, _RATES, _RATES, weight_decay=_SHARES),
+}
+
+MATRIX_ONLY = frozenset({"orthogonalize", "normalize_neurons", "scale_by_shape", "muon", "normuon"})
+"""The factories whose transforms take leaves of two dims and more only."""
+
+
+def arguments() -> dict[str, st.SearchStrategy[Any]]:
+    """For the name of every public factory and recipe, a strategy of the transforms that it makes.
+
+    >>> from hypothesis import find
+    >>> find(arguments()["clip_by_value"], lambda tx: True)
+    clip_by_value(limit=1.0)
+    """
+    return dict(_ARGUMENTS)
+
+
+def transforms(names: Iterable[str] | None = None, *, matrices: bool = False) -> st.SearchStrategy[Transform]:
+    """Draw a public transform with valid arguments.
+
+    Args:
+        names: of the factories to draw from; None: all that take any tree.
+        matrices: also those that take leaves of two dims and more only, where ``names`` is None.
+
+    >>> from hypothesis import find
+    >>> find(transforms(["momentum", "scale"]), lambda tx: tx.name == "scale")
+    scale(factor=1.0)
+    """
+    if names is None:
+        names = [name for name in _ARGUMENTS if matrices or name not in MATRIX_ONLY]
+    return st.one_of([_ARGUMENTS[name] for name in names])
+
+
+def chains(*, min_size: int = 0, max_size: int = 4, matrices: bool = False) -> st.SearchStrategy[list[Transform]]:
+    """Draw a list of transforms, to be put into a `chain`.
+
+    Args:
+        min_size: least number.
+        max_size: largest number.
+        matrices: as in `transforms`.
+
+    >>> from hypothesis import find
+    >>> find(chains(), lambda drawn: len(drawn) == 1)
+    [identity()]
+    """
+    # A master keeps the parameters that a whole chain sees; it is no member of another chain.
+    names = [name for name in _ARGUMENTS if name != "master_params" and (matrices or name not in MATRIX_ONLY)]
+    return st.lists(transforms(names), min_size=min_size, max_size=max_size)

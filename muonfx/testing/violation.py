@@ -1,0 +1,160 @@
+"""What a broken law says, and the comparisons that find it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from muonfx import tree
+from muonfx.recorded import Recorded
+from muonfx.tree import PyTree
+
+__all__ = [
+    "Breach",
+    "LawViolation",
+    "bits_equal",
+    "is_close",
+    "require_close",
+    "require_same",
+    "shown",
+]
+
+
+class LawViolation(AssertionError):
+    """A transform breaks a law; the message names the law, the transform, the leaf, what was found, and the example.
+
+    Attributes:
+        law: the law's name.
+        leaf: where it was broken, or None where no leaf is at fault.
+        found: what was found and what was expected.
+    """
+
+    def __init__(self, law: str, tx: object, leaf: str | None, found: str, example: object = None) -> None:
+        self.law, self.tx, self.leaf, self.found, self.example = law, tx, leaf, found, example
+        lines = [f"{law} does not hold for {tx!r}", f"  {f'at {leaf}: ' if leaf else ''}{found}"]
+        if example is not None:
+            lines.append("  on the example")
+            lines.extend(f"    {line}" for line in repr(example).splitlines())
+        super().__init__("\n".join(lines))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LawViolation, (self.law, repr(self.tx), self.leaf, self.found)
+
+
+class Breach(Exception):
+    """Raised inside a law, which puts its name and the transform's to it."""
+
+    def __init__(self, leaf: str | None, found: str) -> None:
+        super().__init__(leaf, found)
+        self.leaf, self.found = leaf, found
+
+
+def shown(leaf: Any) -> str:
+    """Describe a leaf in one line: dtype, shape, and the values if there are few.
+
+    >>> shown(torch.ones(2, 1)), shown(None), shown(torch.zeros(99))
+    ('float32 (2, 1) [[1.0], [1.0]]', 'None', 'float32 (99,)')
+    """
+    if not isinstance(leaf, Tensor):
+        return repr(leaf)
+    text = f"{str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape)}"
+    if leaf.device.type != "cpu":
+        return f"{text} on {leaf.device}"
+    if not leaf.is_contiguous():
+        text += f" strides {leaf.stride()}"
+    return f"{text} {_rounded(leaf.detach().tolist())}" if 0 < leaf.numel() <= 12 else text
+
+
+def _rounded(values: Any) -> Any:
+    if isinstance(values, list):
+        return [_rounded(value) for value in values]
+    return float(f"{values:.5g}") if isinstance(values, float) else values
+
+
+def bits_equal(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are the same bit for bit, NaN and the sign of zero included.
+
+    >>> bits_equal(torch.tensor(0.0), torch.tensor(-0.0))
+    False
+    """
+    if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
+        return False
+    if a.device.type == "meta":
+        return True
+    as_integers = _INTEGERS[a.dtype.itemsize]
+    return torch.equal(a.detach().view(as_integers), b.detach().view(as_integers))
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def is_close(a: Tensor, b: Tensor, tolerance: float) -> bool:
+    """Whether two tensors differ by at most a share of the larger one's largest magnitude; NaN equals NaN.
+
+    >>> is_close(torch.tensor([100.0, 0.0]), torch.tensor([100.0, 0.1]), 1e-2)
+    True
+    """
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if a.numel() == 0:
+        return True
+    x, y = a.detach().double(), b.detach().double()
+    same = (x == y) | (x.isnan() & y.isnan())
+    x, y = x[~same], y[~same]
+    if x.numel() == 0:
+        return True
+    if not (x.isfinite().all() and y.isfinite().all()):
+        return False
+    largest = max(float(torch.nan_to_num(v.detach().double(), 0.0, 0.0, 0.0).abs().max()) for v in (a, b))
+    return float((x - y).abs().max()) <= tolerance * largest
+
+
+def _compare(what: str, found: PyTree, expected: PyTree, expected_is: str, same: Any) -> None:
+    have, have_def = tree.flatten(found)
+    want, want_def = tree.flatten(expected)
+    if have_def != want_def:
+        raise Breach(what, f"the tree is {have_def}, expected that of {expected_is}, {want_def}")
+    for name, a, b in zip(tree.names(expected), have, want, strict=True):
+        tensors = isinstance(a, Tensor), isinstance(b, Tensor)
+        if (all(tensors) and same(a, b)) or (not any(tensors) and (a is b or a == b)):
+            continue
+        raise Breach(f"{what} {name!r}", f"found {shown(a)}, expected as {expected_is} {shown(b)}")
+
+
+def require_same(what: str, found: PyTree, expected: PyTree, expected_is: str) -> None:
+    """Raise `Breach` unless two trees are the same bit for bit."""
+    _compare(what, found, expected, expected_is, bits_equal)
+
+
+def require_close(what: str, found: PyTree, expected: PyTree, expected_is: str, tolerance: float) -> None:
+    """Raise `Breach` unless two trees agree within a tolerance relative to each leaf's largest magnitude."""
+    _compare(what, found, expected, expected_is, lambda a, b: is_close(a, b, tolerance))
+
+
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.25}
+"""For two ways to compute the same, by the narrowest dtype on the way; relative to a leaf's largest magnitude."""
+
+
+def tolerance_of(tx: Recorded, *trees: PyTree) -> float:
+    """The tolerance for a transform: by the narrowest dtype of some trees and of the transform's arguments."""
+    held = {leaf.dtype for held in trees for leaf in tree.tensors(held) if leaf.is_floating_point() and leaf.ndim}
+    return max((TOLERANCES.get(dtype, 0.25) for dtype in held | dtypes_in(tx)), default=TOLERANCES[torch.float64])
+
+
+def dtypes_in(value: Any) -> set[torch.dtype]:
+    """Every dtype among the arguments of a recorded value and of those within it.
+
+    >>> import muonfx as mfx
+    >>> dtypes_in(mfx.chain(mfx.momentum(dtype=torch.bfloat16)))
+    {torch.bfloat16}
+    """
+    if isinstance(value, torch.dtype):
+        return {value}
+    if isinstance(value, Recorded):
+        value = value.arguments
+    if isinstance(value, dict | tuple | list):
+        items = value.values() if isinstance(value, dict) else value
+        return {dtype for item in items for dtype in dtypes_in(item)}
+    return set()

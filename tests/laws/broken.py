@@ -1,0 +1,269 @@
+"""Transforms with one deliberate bug each, in a module so that they pickle; see `test_broken_transforms.py`."""
+
+import random
+
+import torch
+
+import muonfx as mfx
+from muonfx import tree
+
+NOTHING = mfx.Donation()
+
+
+def no_state(params):
+    return mfx.EmptyState()
+
+
+@mfx.transform(locality=mfx.Locality.ELEMENT)
+def writes_to_its_gradients(factor: float = 2.0):
+    def update(updates, state, params=None):
+        return tree.map(lambda u: u.mul_(factor), updates), state
+
+    return no_state, update
+
+
+@mfx.transform(locality=mfx.Locality.ELEMENT)
+def writes_to_its_state(decay: float = 0.9):
+    def init(params):
+        return mfx.MomentumState(tree.map(torch.zeros_like, params))
+
+    def update(updates, state, params=None):
+        def step(u, trace):
+            return trace.mul_(decay).add_(u).to(u.dtype, copy=True)
+
+        return tree.map(step, updates, state.trace), state
+
+    return init, update
+
+
+@mfx.transform(locality=mfx.Locality.ELEMENT)
+def keeps_hidden_python_state(factor: float = 0.5):
+    calls = [0]
+
+    def update(updates, state, params=None):
+        calls[0] += 1
+        return tree.map(lambda u: u * (-factor) ** (calls[0] % 2), updates), state
+
+    return no_state, update
+
+
+@mfx.transform(locality=mfx.Locality.ELEMENT)
+def draws_hidden_randomness():
+    def update(updates, state, params=None):
+        return tree.map(lambda u: u + random.random(), updates), state
+
+    return no_state, update
+
+
+@mfx.transform(locality=mfx.Locality.ELEMENT)
+def returns_another_dtype():
+    def update(updates, state, params=None):
+        return tree.map(lambda u: u.float() * 2, updates), state
+
+    return no_state, update
+
+
+@mfx.transform(locality=mfx.Locality.ELEMENT)
+def lets_its_state_drift(decay: float = 0.5):
+    def init(params):
+        return mfx.MomentumState(tree.map(lambda p: torch.zeros_like(p, dtype=torch.float64), params))
+
+    def update(updates, state, params=None):
+        trace = tree.map(lambda u, old: u if old is None else (decay * old).to(u.dtype) + u, updates, state.trace)
+        kept = tree.map(lambda old, new: old if new is None else new, state.trace, trace)
+        return tree.map(torch.clone, trace), mfx.MomentumState(kept)
+
+    return init, update
+
+
+@mfx.transform(locality=mfx.Locality.ELEMENT)
+def returns_its_state_as_updates(decay: float = 0.5):
+    def init(params):
+        return mfx.MomentumState(tree.map(torch.zeros_like, params))
+
+    def update(updates, state, params=None):
+        trace = tree.map(lambda u, old: (decay * old + u).to(old.dtype), updates, state.trace)
+        kept = tree.map(lambda old, new: old if new is None else new, state.trace, trace)
+        return tree.map(lambda new, u: new.to(u.dtype), trace, updates), mfx.MomentumState(kept)
+
+    return init, update
+
+
+@mfx.transform(locality=mfx.Locality.ELEMENT)
+def keeps_the_parameters_themselves():
+    def init(params):
+        return mfx.EmaParamsState(params)
+
+    def update(updates, state, params=None):
+        return tree.map(lambda u, p: u - p.to(u.dtype), updates, state.average), state
+
+    return init, update
+
+
+@mfx.transform(locality=mfx.Locality.ELEMENT)
+def forgets_absent_gradients(factor: float = 2.0):
+    def update(updates, state, params=None):
+        leaves, treedef = tree.flatten(updates)
+        return tree.unflatten(treedef, [leaf * factor for leaf in leaves]), state
+
+    return no_state, update
+
+
+@mfx.transform(locality=mfx.Locality.ELEMENT)
+def decays_the_state_of_absent_gradients(decay: float = 0.5):
+    def init(params):
+        return mfx.MomentumState(tree.map(torch.zeros_like, params))
+
+    def update(updates, state, params=None):
+        def step(old, u):
+            return old * decay + (0.0 if u is None else u.to(old.dtype))
+
+        trace = tree.map(step, state.trace, updates)
+        return tree.map(lambda u, new: new.to(u.dtype, copy=True), updates, trace), mfx.MomentumState(trace)
+
+    return init, update
+
+
+@mfx.transform(locality=mfx.Locality.LEAF)
+def branches_on_values(limit: float = 1.0):
+    def clip(u):
+        norm = u.norm()
+        return u * (limit / norm).to(u.dtype) if norm > limit else u
+
+    def update(updates, state, params=None):
+        return tree.map(clip, updates), state
+
+    return no_state, update
+
+
+@mfx.transform(locality=mfx.Locality.ELEMENT)
+def is_not_elementwise():
+    def update(updates, state, params=None):
+        return tree.map(lambda u: u - u.mean() if u.numel() else u, updates), state
+
+    return no_state, update
+
+
+@mfx.transform(locality=mfx.Locality.MATRIX)
+def is_not_matrixwise():
+    def update(updates, state, params=None):
+        return tree.map(lambda u: u / (1 + u.abs().sum()), updates), state
+
+    return no_state, update
+
+
+@mfx.transform(locality=mfx.Locality.LEAF)
+def is_not_leafwise():
+    def update(updates, state, params=None):
+        total = mfx.global_norm(updates)
+        return tree.map(lambda u: (u / (1 + total)).to(u.dtype), updates), state
+
+    return no_state, update
+
+
+@mfx.transform
+def takes_sums_only_where_it_has_leaves():
+    def update(updates, state, params=None, *, sum_over_leaves):
+        if not list(tree.tensors(updates)):
+            return updates, state
+        total = sum_over_leaves(tree.map(lambda u: u.abs().sum(dtype=torch.float64), updates))
+        return tree.map(lambda u: (u / (1 + total)).to(u.dtype), updates), state
+
+    return no_state, update
+
+
+@mfx.transform(locality=mfx.Locality.ELEMENT)
+def breaks_its_donation_promise(decay: float = 0.5):
+    def update(updates, state, params=None, *, donate=None):
+        # A view is another tensor, but not another storage.
+        return tree.map(lambda u: u.view(u.shape), updates), state
+
+    return no_state, update
+
+
+@mfx.transform(locality=mfx.Locality.ELEMENT)
+def donates_more_than_it_was_given(factor: float = 2.0):
+    def update(updates, state, params=None, *, donate=NOTHING):
+        if donate.state:
+            return tree.map(lambda u: u.mul_(factor), updates), state
+        return tree.map(lambda u: u * factor, updates), state
+
+    return no_state, update
+
+
+@mfx.transform(locality=mfx.Locality.ELEMENT)
+def computes_differently_when_donated(factor: float = 2.0):
+    def update(updates, state, params=None, *, donate=NOTHING):
+        if donate.updates and donate.state:
+            return tree.map(lambda u: u.mul_(factor * 1.5), updates), state
+        return tree.map(lambda u: u * factor, updates), state
+
+    return no_state, update
+
+
+@mfx.transform(locality=mfx.Locality.ELEMENT)
+def cuts_the_graph(factor: float = 2.0):
+    def update(updates, state, params=None):
+        return tree.map(lambda u: u.detach() * u * factor, updates), state
+
+    return no_state, update
+
+
+@mfx.transform(locality=mfx.Locality.ELEMENT)
+def cuts_the_graph_of_its_number(factor: float = 2.0):
+    def update(updates, state, params=None):
+        fixed = factor.detach() if isinstance(factor, torch.Tensor) else factor
+        return tree.map(lambda u: (u * fixed).to(u.dtype), updates), state
+
+    return no_state, update
+
+
+@mfx.transform(locality=mfx.Locality.ELEMENT)
+def allocates_state_in_memory():
+    def init(params):
+        return mfx.MomentumState(tree.map(lambda p: torch.zeros(p.shape, dtype=p.dtype), params))
+
+    def update(updates, state, params=None):
+        return tree.map(torch.clone, updates), state
+
+    return init, update
+
+
+@mfx.transform(locality=mfx.Locality.ELEMENT)
+def keeps_the_graph_of_parameters():
+    def init(params):
+        return mfx.EmaParamsState(tree.map(lambda p: p * 1.0, params))
+
+    def update(updates, state, params=None):
+        return tree.map(torch.clone, updates), state
+
+    return init, update
+
+
+@mfx.transform(locality=mfx.Locality.ELEMENT)
+def counts_in_python(rate: float = 0.5):
+    def init(params):
+        return mfx.InjectHyperparamsState({"step": 0}, mfx.EmptyState())
+
+    def update(updates, state, params=None):
+        step = state.hyperparams["step"] + 1
+        out = tree.map(lambda u: u * rate**step, updates)
+        return out, mfx.InjectHyperparamsState({"step": step}, state.inner)
+
+    return init, update
+
+
+@mfx.transform(locality=mfx.Locality.ELEMENT)
+def shares_one_buffer_between_updates():
+    def update(updates, state, params=None):
+        leaves, treedef = tree.flatten(updates)
+        return tree.unflatten(treedef, [x if x is None else x.new_zeros(()).expand(x.shape) for x in leaves]), state
+
+    return no_state, update
+
+
+def a_closure():
+    def halves(updates, params):
+        return tree.map(lambda u: u / 2, updates)
+
+    return mfx.stateless(halves, mfx.Locality.ELEMENT)

@@ -1,0 +1,218 @@
+"""Gradient accumulation: k micro-batches make one step, and the inner transform runs once."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import muonfx as mfx
+from muonfx import testing as kit
+from muonfx import tree
+from muonfx.testing.laws.compiling import Counter
+from muonfx.testing.violation import bits_equal, is_close, tolerance_of
+
+CALLS: list[Any] = []
+
+
+@mfx.transform(locality=mfx.Locality.ELEMENT)
+def probe():
+    """Write down what it is given, and pass it on."""
+
+    def init(params):
+        return mfx.EmptyState()
+
+    def update(updates, state, params=None, *, donate=None, value=None):
+        CALLS.append((updates, value))
+        return updates, state
+
+    return init, update
+
+
+@pytest.fixture(autouse=True)
+def _no_calls_yet():
+    CALLS.clear()
+
+
+dense = kit.params_and_grads(nones=False, steps=(1, 1))
+inner_transforms = kit.transforms(
+    ["momentum", "scale_by_adam", "clip_by_global_norm", "scale", "scale_by_lion", "chain"]
+)
+
+
+@given(inner_transforms, st.sampled_from([1, 2, 4]), dense)
+def test_equal_micro_batches_make_one_step(inner: mfx.Transform, every: int, example: kit.Example):
+    # Two, or four, equal numbers add up exactly, and a power of two divides exactly.
+    params, (grads,) = example.precise()
+    tx = mfx.accumulate(inner, every, dtype=torch.float64)
+    state, inner_state = tx.init(params), inner.init(params)
+    for _ in range(2):
+        expected, inner_state = inner.update(grads, inner_state, params)
+        for micro in range(every):
+            updates, state = tx.update(grads, state, params)
+            if micro < every - 1:
+                assert not any(leaf.any() for leaf in tree.tensors(updates))
+        for found, wanted in zip(
+            tree.leaves((updates, state.inner)), tree.leaves((expected, inner_state)), strict=True
+        ):
+            assert found is wanted or is_close(found, wanted, tolerance_of(inner, expected, inner_state))
+
+
+@given(st.integers(1, 5), dense)
+def test_a_sum_is_the_sum(every: int, example: kit.Example):
+    params, (grads,) = example.precise()
+    tx = mfx.accumulate(mfx.identity(), every, mean=False, dtype=torch.float64)
+    state = tx.init(params)
+    for micro in range(every):
+        updates, state = tx.update(tree.map(lambda g, m=micro: g * m, grads), state, params)
+    for found, grad in zip(tree.leaves(updates), tree.leaves(grads), strict=True):
+        assert is_close(found, grad * sum(range(every)), 1e-12)
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 5])
+def test_the_inner_transform_runs_once_for_each_update(every: int):
+    tx = mfx.accumulate(probe(), every)
+    params = {"w": torch.zeros(3)}
+    state = tx.init(params)
+    for step in range(4 * every):
+        _, state = tx.update({"w": torch.full((3,), float(step))}, state, params)
+        assert len(CALLS) == (step + 1) // every
+    means = [float(updates["w"][0]) for updates, _ in CALLS]
+    assert means == [group * every + (every - 1) / 2 for group in range(4)]
+
+
+def test_the_caller_may_say_where_the_last_micro_batch_is():
+    tx = mfx.accumulate(probe(), 100)
+    state = tx.init({"w": torch.zeros(1)})
+    for value, boundary in ((1.0, False), (3.0, True), (5.0, True), (1.0, False), (2.0, False), (6.0, True)):
+        updates, state = tx.update({"w": torch.tensor([value])}, state, boundary=boundary)
+        assert bool(updates["w"].any()) == boundary
+    assert [float(updates["w"]) for updates, _ in CALLS] == [2.0, 5.0, 3.0]
+    assert int(state.count) == 0
+
+
+def test_a_boundary_before_every_is_too_early_for_nobody():
+    tx = mfx.accumulate(probe(), 2)
+    state = tx.init({"w": torch.zeros(1)})
+    for boundary in (False, False, False, True):
+        _, state = tx.update({"w": torch.ones(1)}, state, boundary=boundary)
+    assert [float(updates["w"]) for updates, _ in CALLS] == [1.0]
+
+
+def test_extras_reach_the_inner_transform():
+    tx = mfx.accumulate(probe(), 2)
+    state = tx.init({"w": torch.zeros(1)})
+    for value in (7.0, 8.0):
+        _, state = tx.update({"w": torch.ones(1)}, state, value=value)
+    assert [value for _, value in CALLS] == [8.0]
+
+
+def test_a_gradient_that_is_absent_in_some_micro_batches_counts_as_zero_there():
+    params = {"a": torch.zeros(2), "b": torch.zeros(2), "never": torch.zeros(2)}
+    tx = mfx.accumulate(mfx.momentum(0.5, nesterov=False), 2)
+    start = state = tx.init(params)
+    first, state = tx.update({"a": torch.ones(2), "b": None, "never": None}, state, params)
+    assert first["b"] is None
+    assert first["never"] is None
+    second, state = tx.update({"a": None, "b": torch.ones(2), "never": None}, state, params)
+    # Half of one half: the mean of one gradient and one zero, half of which enters the average.
+    assert second["a"].tolist() == second["b"].tolist() == [0.25, 0.25]
+    assert second["never"] is None
+    assert bits_equal(state.inner.trace["never"], start.inner.trace["never"])
+    third, state = tx.update({"a": torch.ones(2), "b": torch.ones(2), "never": torch.ones(2)}, state, params)
+    assert not third["never"].any()
+
+
+@given(st.integers(1, 3), kit.params_and_grads(steps=(3, 3)))
+def test_updates_come_in_the_gradients_dtypes(every: int, example: kit.Example):
+    kit.laws.updates_look_like_the_gradients(mfx.accumulate(mfx.momentum(), every), *example)
+
+
+def sums_in_bf16_would_be_wrong(dtype: torch.dtype | None) -> float:
+    params = {"w": torch.zeros(1, dtype=torch.bfloat16)}
+    tx = mfx.accumulate(mfx.identity(), 256, mean=False, dtype=dtype)
+    state = tx.init(params)
+    for micro in range(256):
+        updates, state = tx.update({"w": torch.ones(1, dtype=torch.bfloat16)}, state, params, boundary=micro == 255)
+    return float(updates["w"])
+
+
+def test_sums_are_kept_in_fp32_by_default():
+    assert sums_in_bf16_would_be_wrong(torch.float32) == 256.0
+    torch.manual_seed(0)
+    thirds = [torch.tensor([1.0 + k / 64], dtype=torch.bfloat16) for k in range(64)]
+    exact = float(sum(third.double() for third in thirds)) / 64
+    tx = mfx.accumulate(mfx.identity(), 64)
+    state = tx.init({"w": thirds[0]})
+    for third in thirds:
+        updates, state = tx.update({"w": third}, state)
+    assert float(updates["w"]) == float(torch.tensor(exact).to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_compiled_accumulation_equals_eager_and_compiles_once(every: int):
+    tx = mfx.accumulate(mfx.scale_by_adam(), every)
+    params, steps = kit.Example.of({"w": (2, 3), "b": (3,)}, steps=7)
+    torch._dynamo.reset()
+    counter = Counter()
+    compiled = torch.compile(lambda g, s, p: tx.update(g, s, p), fullgraph=True, backend=counter)
+    state = eager = tx.init(params)
+    for grads in steps:
+        found, state = compiled(grads, state, params)
+        expected, eager = tx.update(grads, eager, params)
+        for a, b in zip(tree.leaves((found, state)), tree.leaves((expected, eager)), strict=True):
+            torch.testing.assert_close(a, b)
+    assert counter.graphs == 1
+
+
+@pytest.mark.slow
+def test_inductor_compiles_accumulation():
+    tx = mfx.accumulate(mfx.chain(mfx.momentum(), mfx.scale_by_learning_rate(0.1)), 2)
+    kit.laws.compiled_update_equals_eager(tx, *kit.Example.of({"w": (2, 3)}, steps=5), backend="inductor")
+
+
+def test_vmap_over_states_that_are_at_different_micro_batches():
+    tx = mfx.accumulate(mfx.momentum(), 2)
+    params, steps = kit.Example.of({"w": (2, 3)}, steps=4)
+    early = tx.init(params)
+    late = tx.update(steps[3], early, params)[1]
+    stacked = tree.map(lambda *leaves: torch.stack(leaves), early, late)
+    expected = [early, late]
+    for grads in steps[:3]:
+        found, stacked = torch.func.vmap(lambda state, grads=grads: tx.update(grads, state, params))(stacked)
+        for place in (0, 1):
+            updates, expected[place] = tx.update(grads, expected[place], params)
+            torch.testing.assert_close(found["w"][place], updates["w"])
+    assert stacked.count.tolist() == [int(state.count) for state in expected]
+
+
+def test_vmap_over_the_inner_numbers():
+    params, steps = kit.Example.of({"w": (2, 3)}, steps=4)
+    several = [mfx.accumulate(mfx.scale_by_adam(b1), 2) for b1 in (0.5, 0.9, 0.99)]
+
+    def run(tx: mfx.Transform) -> torch.Tensor:
+        state = tx.init(params)
+        for grads in steps:
+            updates, state = tx.update(grads, state, params)
+        return updates["w"]
+
+    found = torch.func.vmap(run)(mfx.stack(several))
+    for place, tx in enumerate(several):
+        torch.testing.assert_close(found[place], run(tx), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("every", [0, -1, 1.5, True, "2"])
+def test_every_must_be_a_positive_int(every: Any):
+    with pytest.raises(ValueError, match="every must be an int of 1 or more"):
+        mfx.accumulate(mfx.identity(), every)
+
+
+def test_donation_reuses_the_sums():
+    tx = mfx.accumulate(mfx.momentum(), 4)
+    params = {"w": torch.zeros(8)}
+    state = tx.init(params)
+    where = state.sums["w"].data_ptr()
+    for _ in range(3):
+        _, state = tx.update({"w": torch.ones(8)}, state, params, donate=True)
+        assert state.sums["w"].data_ptr() == where

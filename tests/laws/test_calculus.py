@@ -1,0 +1,228 @@
+"""Calculus on whole chains: sweeps by vmap, derivatives by a transform and through training steps, compiled steps."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import muonfx as mfx
+from muonfx import testing as kit
+from muonfx import tree
+from muonfx.testing.laws.compiling import Counter
+
+RATES = torch.linspace(0.01, 0.3, 16, dtype=torch.float64)
+
+
+def muon_like(rate: Any = 0.1, decay: Any = 0.9) -> mfx.Transform:
+    return mfx.chain(
+        mfx.clip_by_global_norm(5.0),
+        mfx.momentum(decay, dtype=None),
+        mfx.orthogonalize(coefficients="cubic", dtype=torch.float64),
+        mfx.scale_by_shape(),
+        mfx.add_decayed_weights(0.1),
+        mfx.scale_by_learning_rate(rate),
+    )
+
+
+def adam_like(rate: Any = 0.1, b1: Any = 0.9) -> mfx.Transform:
+    return mfx.chain(
+        mfx.scale_by_adam(b1, 0.95, eps_root=1e-12, mu_dtype=None, nu_dtype=None),
+        mfx.add_decayed_weights(0.1),
+        mfx.scale_by_learning_rate(rate),
+    )
+
+
+def nor_like(rate: Any = 0.1, decay: Any = 0.9) -> mfx.Transform:
+    return mfx.chain(
+        mfx.momentum(decay, debias=True, dtype=None),
+        mfx.orthogonalize(coefficients="keller", steps=3, dtype=torch.float64),
+        mfx.normalize_neurons(0.9, dtype=None),
+        mfx.ema_params(0.9, dtype=None),
+        mfx.scale_by_learning_rate(rate),
+    )
+
+
+BUILDERS = [muon_like, adam_like, nor_like]
+
+
+def regression() -> tuple[dict[str, Tensor], Any, Any]:
+    """Weights of two layers, and a training and a validation loss of them."""
+    generator = torch.Generator().manual_seed(3)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+    params = {"first": normal(5, 4) / 2, "second": normal(3, 5) / 2}
+    inputs, targets = normal(16, 4), normal(16, 3)
+
+    def loss_on(rows: slice) -> Any:
+        def loss(params: dict[str, Tensor]) -> Tensor:
+            hidden = torch.tanh(inputs[rows] @ params["first"].mT)
+            return (hidden @ params["second"].mT - targets[rows]).square().mean()
+
+        return loss
+
+    return params, loss_on(slice(0, 10)), loss_on(slice(10, 16))
+
+
+def trained(tx: mfx.Transform, params: Any, loss: Any, steps: int = 3) -> Any:
+    state = tx.init(params)
+    for _ in range(steps):
+        updates, state = tx.update(torch.func.grad(loss)(params), state, params)
+        params = mfx.apply_updates(params, updates)
+    return params
+
+
+@pytest.mark.parametrize("build", BUILDERS)
+def test_vmap_over_sixteen_learning_rates_is_a_loop(build: Any):
+    params, loss, _ = regression()
+    found = torch.func.vmap(lambda rate: trained(build(rate), params, loss))(RATES)
+    for place, rate in enumerate(RATES):
+        expected = trained(build(float(rate)), params, loss)
+        for name in params:
+            torch.testing.assert_close(found[name][place], expected[name], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("build", BUILDERS)
+def test_vmap_over_stacked_transforms_is_a_loop(build: Any):
+    params, loss, _ = regression()
+    several = [build(float(rate), 0.5 + float(rate)) for rate in RATES]
+    found = torch.func.vmap(lambda tx: trained(tx, params, loss))(mfx.stack(several))
+    for place, tx in enumerate(several):
+        expected = trained(tx, params, loss)
+        for name in params:
+            torch.testing.assert_close(found[name][place], expected[name], rtol=1e-9, atol=1e-9)
+
+
+def differences(function: Any, tx: mfx.Transform) -> dict[str, float]:
+    """Central differences with respect to each number of a transform."""
+    found = {}
+    for name, value in mfx.hyperparams(tx).items():
+        if name.endswith((".eps", ".eps_root")):  # a step of 1e-6 around 1e-8 is no small step
+            continue
+        step = 1e-6 * max(1.0, abs(float(value)))
+        up, down = (function(mfx.with_hyperparams(tx, {name: value + sign * step})) for sign in (1, -1))
+        found[name] = float(up - down) / (2 * step)
+    return found
+
+
+@pytest.mark.parametrize("build", BUILDERS)
+def test_grad_of_a_validation_loss_by_the_transform_is_a_transform_of_derivatives(build: Any):
+    params, loss, validation = regression()
+
+    def after_training(tx: mfx.Transform) -> Tensor:
+        return validation(trained(tx, params, loss))
+
+    tx = build()
+    slope = torch.func.grad(after_training)(mfx.as_tensors(tx))
+    assert isinstance(slope, mfx.Transform)
+    found = mfx.hyperparams(slope)
+    assert list(found) == list(mfx.hyperparams(tx))
+    for name, expected in differences(after_training, tx).items():
+        assert float(found[name]) == pytest.approx(expected, rel=1e-5, abs=1e-8), name
+    assert any(float(value) for value in found.values())
+
+
+@pytest.mark.parametrize("build", BUILDERS)
+def test_grad_through_three_steps_by_the_initial_parameters(build: Any):
+    params, loss, validation = regression()
+
+    def after_training(first: Tensor) -> Tensor:
+        return validation(trained(build(), {**params, "first": first}, loss))
+
+    slope = torch.func.grad(after_training)(params["first"])
+    direction = torch.randn(slope.shape, dtype=torch.float64)
+    up, down = (after_training(params["first"] + sign * 1e-6 * direction) for sign in (1, -1))
+    assert float((slope * direction).sum()) == pytest.approx(float(up - down) / 2e-6, rel=1e-4, abs=1e-8)
+
+
+def test_grad_by_a_learning_rate_schedule():
+    params, loss, validation = regression()
+
+    def after_training(peak: Any) -> Tensor:
+        # The schedule is fixed structure; its numbers are leaves like those of transforms.
+        rate = mfx.with_hyperparams(mfx.warmup_cosine(0.1, 1, 5), {"peak": peak})
+        return validation(trained(adam_like(rate), params, loss))
+
+    slope = torch.func.grad(after_training)(torch.tensor(0.1, dtype=torch.float64))
+    expected = (after_training(0.1 + 1e-6) - after_training(0.1 - 1e-6)) / 2e-6
+    assert float(slope) == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_grad_of_a_vmap_over_transforms():
+    params, loss, validation = regression()
+
+    def mean_loss(stacked: mfx.Transform) -> Tensor:
+        return torch.func.vmap(lambda tx: validation(trained(tx, params, loss)))(stacked).mean()
+
+    several = [adam_like(rate) for rate in (0.05, 0.1, 0.2)]
+    slopes = mfx.hyperparams(torch.func.grad(mean_loss)(mfx.stack(several)))
+    for place, tx in enumerate(several):
+        alone = torch.func.grad(lambda tx: validation(trained(tx, params, loss)))(mfx.as_tensors(tx))
+        for name, slope in mfx.hyperparams(alone).items():
+            assert float(slopes[name][place]) == pytest.approx(float(slope) / 3, rel=1e-7), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("build", BUILDERS)
+def test_inductor_equals_eager_and_compiles_once(build: Any):
+    params, loss, _ = regression()
+    steps = [torch.func.grad(loss)(tree.map(lambda p, k=k: p + 0.1 * k, params)) for k in range(5)]
+    kit.laws.compiled_update_equals_eager(build(), params, steps, backend="inductor")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("build", BUILDERS)
+def test_an_injected_learning_rate_may_change_without_recompiling_by_inductor(build: Any):
+    params, loss, _ = regression()
+    steps = [torch.func.grad(loss)(tree.map(lambda p, k=k: p + 0.1 * k, params)) for k in range(4)]
+    kit.laws.changing_an_injected_number_does_not_recompile(build(), params, steps, backend="inductor")
+
+
+@pytest.mark.slow
+def test_a_whole_training_step_compiles_once():
+    params, loss, _ = regression()
+    tx = mfx.inject_hyperparams(muon_like(mfx.linear(0.1, 0.01, 3)))
+    torch._dynamo.reset()
+    counter = Counter("inductor")
+
+    def step(params: Any, state: Any) -> Any:
+        updates, state = tx.update(torch.func.grad(loss)(params), state, params)
+        return mfx.apply_updates(params, updates), state
+
+    compiled = torch.compile(step, fullgraph=True, backend=counter)
+    state, eager, eager_state = tx.init(params), params, tx.init(params)
+    graphs: list[int] = []
+    for number in range(5):
+        params, state = compiled(params, state)
+        eager, eager_state = step(eager, eager_state)
+        for name in params:
+            torch.testing.assert_close(params[name], eager[name], rtol=1e-9, atol=1e-9)
+        faster = dict(state.hyperparams)
+        faster["scale_by_learning_rate.learning_rate.start"] = torch.tensor(0.1 + 0.01 * number, dtype=torch.float64)
+        state, eager_state = state._replace(hyperparams=faster), eager_state._replace(hyperparams=faster)
+        graphs.append(counter.graphs)
+    assert len(set(graphs)) == 1
+
+
+def test_hyperparameters_as_tensor_arguments_do_not_recompile():
+    params, loss, _ = regression()
+    grads = torch.func.grad(loss)(params)
+    torch._dynamo.reset()
+    counter = Counter()
+
+    def step(tx: mfx.Transform, grads: Any, state: Any, params: Any) -> Any:
+        return tx.update(grads, state, params)
+
+    compiled = torch.compile(step, fullgraph=True, backend=counter)
+    tx = mfx.as_tensors(adam_like())
+    state = tx.init(params)
+    for rate in (0.1, 0.2, 0.3):
+        rate = torch.tensor(rate, dtype=torch.float64)
+        faster = mfx.with_hyperparams(tx, {"scale_by_learning_rate.learning_rate": rate})
+        found, _ = compiled(faster, grads, state, params)
+        expected, _ = step(faster, grads, state, params)
+        for name in params:
+            torch.testing.assert_close(found[name], expected[name], rtol=1e-9, atol=1e-9)
+    assert counter.graphs == 1

@@ -1,0 +1,173 @@
+"""The algebra of combinators: chains associate, identity is neutral, partition and mask are what their names say."""
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import muonfx as mfx
+from muonfx import testing as kit
+from muonfx import tree
+from muonfx.testing.violation import bits_equal
+
+pytestmark = pytest.mark.filterwarnings("ignore:partition. no parameter has the label")
+
+examples = kit.params_and_grads()
+members = kit.transforms()
+
+
+def updates_of(tx: mfx.Transform, example: kit.Example) -> list[Any]:
+    state = tx.init(example.params)
+    found = []
+    for grads in example.steps:
+        updates, state = tx.update(grads, state, example.params)
+        found.append(updates)
+    return found
+
+
+def assert_same(a: Any, b: Any) -> None:
+    found, found_def = tree.flatten(a)
+    expected, expected_def = tree.flatten(b)
+    assert found_def == expected_def
+    for name, x, y in zip(tree.names(b), found, expected, strict=True):
+        assert (x is None and y is None) or bits_equal(x, y), f"{name}: {x} is not {y}"
+
+
+def bracketed(members: Sequence[mfx.Transform], cuts: Sequence[int]) -> mfx.Transform:
+    """The chain of some members with brackets around the runs between the cuts."""
+    bounds = [0, *sorted(min(cut, len(members)) for cut in cuts), len(members)]
+    return mfx.chain(*(mfx.chain(*members[a:b]) for a, b in itertools.pairwise(bounds)))
+
+
+@given(kit.chains(), st.lists(st.integers(0, 4), max_size=3), examples)
+def test_brackets_do_not_matter(members: list[mfx.Transform], cuts: list[int], example: kit.Example):
+    assert_same(updates_of(bracketed(members, cuts), example), updates_of(mfx.chain(*members), example))
+
+
+@given(kit.chains(), st.integers(0, 4), examples)
+def test_identity_may_stand_anywhere(members: list[mfx.Transform], place: int, example: kit.Example):
+    with_identity = [*members[:place], mfx.identity(), *members[place:]]
+    assert_same(updates_of(mfx.chain(*with_identity), example), updates_of(mfx.chain(*members), example))
+
+
+@given(examples)
+def test_the_empty_chain_is_identity(example: kit.Example):
+    assert_same(updates_of(mfx.chain(), example), example.steps)
+    assert mfx.chain().init(example.params) == {}
+
+
+@given(kit.chains(), examples)
+def test_a_chain_is_the_fold_of_its_members(members: list[mfx.Transform], example: kit.Example):
+    states = [tx.init(example.params) for tx in members]
+    expected = []
+    for grads in example.steps:
+        updates = grads
+        for place, tx in enumerate(members):
+            updates, states[place] = tx.update(updates, states[place], example.params)
+        expected.append(updates)
+    assert_same(updates_of(mfx.chain(*members), example), expected)
+
+
+@given(kit.chains(min_size=1))
+def test_a_chain_is_as_wide_as_its_widest_member(members: list[mfx.Transform]):
+    assert mfx.chain(*members).locality == max(tx.locality for tx in members)
+
+
+@given(kit.chains(), kit.chains(), examples)
+def test_a_chain_of_two_chains_feeds_one_into_the_other(
+    first: list[mfx.Transform], second: list[mfx.Transform], example: kit.Example
+):
+    between = kit.Example(example.params, updates_of(mfx.chain(*first), example))
+    assert_same(updates_of(mfx.chain(*first, *second), example), updates_of(mfx.chain(*second), between))
+
+
+LABELS = ("left", "right", None)
+
+
+def labelled(params: Any, choices: Sequence[int]) -> dict[str, str | None]:
+    return {name: LABELS[choices[place % len(choices)]] for place, name in enumerate(tree.names(params))}
+
+
+def only(values: Any, wanted: Sequence[bool]) -> Any:
+    """The leaves at some places as a flat dict by name."""
+    pairs = zip(tree.names(values), tree.leaves(values), wanted, strict=True)
+    return {name: leaf for name, leaf, use in pairs if use}
+
+
+@given(members, members, st.lists(st.integers(0, 2), min_size=4, max_size=4), examples, st.booleans())
+def test_partition_is_a_loop_over_its_groups_in_any_order(
+    left: mfx.Transform, right: mfx.Transform, choices: list[int], example: kit.Example, swap: bool
+):
+    labels = labelled(example.params, choices)
+    groups = {"left": left, "right": right}
+    if swap:
+        groups = dict(reversed(groups.items()))
+    found = updates_of(mfx.partition(groups, labels), example)
+    expected = [dict.fromkeys(tree.names(example.params)) for _ in example.steps]
+    for label, tx in reversed(groups.items()):
+        wanted = [own == label for own in labels.values()]
+        group = kit.Example(only(example.params, wanted), [only(grads, wanted) for grads in example.steps])
+        for step, updates in enumerate(updates_of(tx, group)):
+            expected[step].update(updates)
+    treedef = tree.flatten(example.params)[1]
+    assert_same(found, [tree.unflatten(treedef, list(step.values())) for step in expected])
+
+
+@given(members, examples)
+def test_partition_with_one_label_is_its_transform(tx: mfx.Transform, example: kit.Example):
+    labels = dict.fromkeys(tree.names(example.params), "all")
+    whole = kit.Example(
+        only(example.params, [True] * len(labels)), [only(grads, [True] * len(labels)) for grads in example.steps]
+    )
+    found = updates_of(mfx.partition({"all": tx}, labels), example)
+    assert_same([tree.leaves(step) for step in found], [[u[n] for n in labels] for u in updates_of(tx, whole)])
+
+
+@given(members, examples)
+def test_a_mask_all_true_is_the_inner_transform(tx: mfx.Transform, example: kit.Example):
+    mask = dict.fromkeys(tree.names(example.params), True)
+    flat = kit.Example(only(example.params, list(mask.values())), [only(g, list(mask.values())) for g in example.steps])
+    found = [tree.leaves(step) for step in updates_of(mfx.masked(tx, mask), example)]
+    assert_same(found, [[updates[name] for name in mask] for updates in updates_of(tx, flat)])
+
+
+@given(members, examples)
+def test_a_mask_all_false_is_identity(tx: mfx.Transform, example: kit.Example):
+    mask = dict.fromkeys(tree.names(example.params), False)
+    assert_same(updates_of(mfx.masked(tx, mask), example), example.steps)
+
+
+@given(members, st.lists(st.booleans(), min_size=4, max_size=4), examples)
+def test_a_mask_is_a_partition_with_identity(tx: mfx.Transform, choices: list[bool], example: kit.Example):
+    names = tree.names(example.params)
+    mask = {name: choices[place % 4] for place, name in enumerate(names)}
+    labels = {name: "in" if use else "out" for name, use in mask.items()}
+    split = mfx.partition({"in": tx, "out": mfx.identity()}, labels)
+    assert_same(updates_of(mfx.masked(tx, mask), example), updates_of(split, example))
+
+
+@given(st.lists(st.sampled_from([0.5, 2.0, -1.0, 4.0]), max_size=4), examples)
+def test_powers_of_two_multiply(factors: list[float], example: kit.Example):
+    product = functools.reduce(lambda a, b: a * b, factors, 1.0)
+    chained = mfx.chain(*(mfx.scale(factor) for factor in factors))
+    assert_same(updates_of(chained, example), updates_of(mfx.scale(product), example))
+
+
+@given(members, examples)
+def test_zeroed_updates_stay_zero_or_absent(tx: mfx.Transform, example: kit.Example):
+    for updates in updates_of(mfx.chain(tx, mfx.set_to_zero()), example):
+        assert all(not leaf.any() for leaf in tree.tensors(updates))
+
+
+@given(members, examples)
+def test_injected_hyperparameters_left_alone_change_nothing(tx: mfx.Transform, example: kit.Example):
+    # Numbers become 0-d float64 tensors, and with them the order of roundings.
+    precise = example.precise()
+    for found, expected in zip(updates_of(mfx.inject_hyperparams(tx), precise), updates_of(tx, precise), strict=True):
+        for a, b in zip(tree.leaves(found), tree.leaves(expected), strict=True):
+            torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)

@@ -1,0 +1,175 @@
+"""Faults: a step with a NaN or an infinity changes no state and updates nothing, wherever the bad value is."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import muonfx as mfx
+from muonfx import testing as kit
+from muonfx import tree
+from muonfx.testing.examples import copied_tree
+from muonfx.testing.violation import bits_equal
+
+BAD = (float("nan"), float("inf"), -float("inf"))
+inner_transforms = kit.transforms(
+    [
+        "momentum",
+        "scale_by_adam",
+        "scale_by_lion",
+        "clip_by_global_norm",
+        "chain",
+        "accumulate",
+        "monitor",
+        "ema_params",
+    ]
+)
+
+
+def poisoned(grads: Any, place: int, element: int, bad: float) -> Any:
+    """The same gradients with one bad element in one leaf, or None where there is no element at all."""
+    leaves, treedef = tree.flatten(grads)
+    full = [at for at, leaf in enumerate(leaves) if leaf is not None and leaf.numel()]
+    if not full:
+        return None
+    at = full[place % len(full)]
+    leaf = leaves[at].clone(memory_format=torch.contiguous_format)
+    leaf.view(-1)[element % leaf.numel()] = bad
+    return tree.unflatten(treedef, [leaf if i == at else other for i, other in enumerate(leaves)])
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    for a, b in zip(tree.leaves(found), tree.leaves(expected), strict=True):
+        assert a is b or bits_equal(a, b)
+
+
+@given(inner_transforms, kit.params_and_grads(), st.integers(0, 99), st.integers(0, 99), st.sampled_from(BAD))
+def test_a_bad_step_leaves_the_state_bitwise_unchanged_and_updates_nothing(
+    inner: mfx.Transform, example: kit.Example, place: int, element: int, bad: float
+):
+    params, steps = example
+    tx = mfx.skip_nonfinite(inner)
+    state = tx.init(params)
+    skipped = 0
+    for grads in steps:
+        spoilt = poisoned(grads, place, element, bad)
+        if spoilt is not None:
+            before = copied_tree(state.inner)
+            updates, state = tx.update(spoilt, state, params)
+            skipped += 1
+            assert_same(state.inner, before)
+            for update, grad in zip(tree.leaves(updates), tree.leaves(grads), strict=True):
+                assert (update is None) == (grad is None)
+                assert update is None or (update.dtype == grad.dtype and not update.any())
+            assert (int(state.skipped), int(state.in_a_row)) == (skipped, 1)
+        updates, state = tx.update(grads, state, params)
+        assert (int(state.skipped), int(state.in_a_row)) == (skipped, 0)
+
+
+@given(inner_transforms, kit.params_and_grads(steps=(2, 3)), st.integers(0, 99), st.sampled_from(BAD))
+def test_a_run_with_bad_steps_is_the_run_without_them(
+    inner: mfx.Transform, example: kit.Example, place: int, bad: float
+):
+    params, steps = example
+    tx = mfx.skip_nonfinite(inner)
+    clean = spoilt = tx.init(params)
+    for grads in steps:
+        bad_grads = poisoned(grads, place, place, bad)
+        if bad_grads is not None:
+            _, spoilt = tx.update(bad_grads, spoilt, params)
+        expected, clean = tx.update(grads, clean, params)
+        found, spoilt = tx.update(grads, spoilt, params)
+        assert_same((found, spoilt.inner), (expected, clean.inner))
+
+
+@given(inner_transforms, kit.params_and_grads(layouts=False))  # another layout is another order of sums
+def test_without_bad_steps_it_is_the_inner_transform(inner: mfx.Transform, example: kit.Example):
+    params, steps = example
+    tx = mfx.skip_nonfinite(inner)
+    state, inner_state = tx.init(params), inner.init(params)
+    for grads in steps:
+        found, state = tx.update(grads, state, params)
+        expected, inner_state = inner.update(grads, inner_state, params)
+        assert_same((found, state.inner), (expected, inner_state))
+    assert int(state.skipped) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("bad", BAD)
+def test_one_bad_leaf_skips_the_whole_step(dtype: torch.dtype, bad: float):
+    tx = mfx.skip_nonfinite(mfx.chain(mfx.clip_by_global_norm(1.0), mfx.momentum(), mfx.scale(-0.1)))
+    params = {"w": torch.ones(2, 2, dtype=dtype), "b": torch.ones(2, dtype=dtype)}
+    state = tx.init(params)
+    good = tree.map(torch.ones_like, params)
+    _, state = tx.update(good, state, params)
+    trace = copied_tree(state.inner["momentum"].trace)
+    updates, state = tx.update({"w": good["w"], "b": torch.tensor([1.0, bad], dtype=dtype)}, state, params)
+    assert not updates["w"].any()
+    assert not updates["b"].any()
+    assert_same(state.inner["momentum"].trace, trace)
+
+
+def test_large_finite_gradients_are_no_fault():
+    largest = torch.finfo(torch.float16).max
+    tx = mfx.skip_nonfinite(mfx.identity())
+    updates, state = tx.update({"w": torch.full((9,), largest, dtype=torch.float16)}, tx.init({"w": torch.zeros(9)}))
+    assert int(state.skipped) == 0
+    assert float(updates["w"][0]) == largest
+
+
+def test_counters_count_in_all_and_in_a_row():
+    tx = mfx.skip_nonfinite(mfx.identity())
+    state = tx.init({"w": torch.zeros(1)})
+    seen = []
+    for value in (1.0, float("nan"), float("inf"), 1.0, float("nan")):
+        _, state = tx.update({"w": torch.tensor([value])}, state)
+        seen.append((int(state.skipped), int(state.in_a_row)))
+    assert seen == [(0, 0), (1, 1), (2, 2), (2, 0), (3, 1)]
+
+
+def test_a_fault_on_another_rank_skips_the_step_here():
+    tx = mfx.skip_nonfinite(mfx.momentum())
+    state = tx.init({"w": torch.zeros(1)})
+    # As the sharding layer would: what the other ranks have found is added.
+    updates, state = tx.update({"w": torch.ones(1)}, state, sum_over_leaves=lambda scalars: torch.tensor(1.0))
+    assert not updates["w"].any()
+    assert int(state.skipped) == 1
+
+
+def test_derivatives_stay_finite_where_a_step_is_skipped():
+    tx = mfx.skip_nonfinite(mfx.scale(2.0))
+    state = tx.init({"w": torch.zeros(2)})
+
+    def total(w: torch.Tensor) -> torch.Tensor:
+        return tx.update({"w": w}, state)[0]["w"].sum()
+
+    assert torch.func.grad(total)(torch.tensor([1.0, 2.0])).tolist() == [2.0, 2.0]
+    assert torch.func.grad(total)(torch.tensor([1.0, float("inf")])).tolist() == [0.0, 0.0]
+
+
+def test_vmap_skips_each_member_of_a_batch_by_itself():
+    tx = mfx.skip_nonfinite(mfx.momentum(0.5, nesterov=False))
+    state = tx.init({"w": torch.zeros(1)})
+    grads = {"w": torch.tensor([[1.0], [float("nan")], [2.0]])}
+    updates, states = torch.func.vmap(lambda g: tx.update(g, state))(grads)
+    assert updates["w"].flatten().tolist() == [0.5, 0.0, 1.0]
+    assert states.skipped.tolist() == [0, 1, 0]
+
+
+def test_compiled_skipping_needs_no_second_graph():
+    tx = mfx.skip_nonfinite(mfx.scale_by_adam())
+    params, steps = kit.Example.of({"w": (2, 3)}, steps=4)
+    steps[1] = {"w": torch.full((2, 3), float("nan"))}
+    kit.laws.compiled_update_equals_eager(tx, params, steps)
+
+
+def test_accumulation_within_skipping_drops_the_bad_micro_batch_only():
+    tx = mfx.skip_nonfinite(mfx.accumulate(mfx.identity(), 2))
+    state = tx.init({"w": torch.zeros(1)})
+    found = []
+    for value in (1.0, float("nan"), 3.0):
+        updates, state = tx.update({"w": torch.tensor([value])}, state)
+        found.append(float(updates["w"]))
+    assert found == [0.0, 0.0, 2.0]
