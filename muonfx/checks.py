@@ -18,15 +18,24 @@ from muonfx import tree
 if TYPE_CHECKING:
     from muonfx.core import Transform
 
-__all__ = ["at_least", "check_params", "check_update", "finite", "floating_dtype", "in_unit_interval", "positive_int"]
+__all__ = [
+    "at_least",
+    "check_params",
+    "check_update",
+    "check_updates_fit",
+    "finite",
+    "floating_dtype",
+    "in_unit_interval",
+    "positive_int",
+]
 
 
 def _number(name: str, value: Any) -> float | None:
     if isinstance(value, Tensor):
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
-        if type(value).__module__.startswith(("torch", "builtins")) and not isinstance(value, str | bytes | type(None)):
-            return None  # a symbolic number, or the placeholder that a pytree library puts in a leaf's place
+        if type(value) is object or type(value).__module__.startswith("torch"):
+            return None  # the placeholder that a pytree library puts in a leaf's place, or a symbolic number
         raise TypeError(f"{name} must be a number or a 0-d tensor, found {value!r}")
     return float(value)
 
@@ -148,17 +157,27 @@ def check_update(tx: Transform, updates: Any, state: Any, params: Any) -> None:
     Traceback (most recent call last):
     ValueError: updates: 'w' has shape (2,), its parameter has (3,)
     """
-    leaves = _check_leaves("updates", updates)
+    _check_leaves("updates", updates)
     if params is not None:
-        _check_structure("updates", updates, "params", params)
-        for place, (update, param) in enumerate(zip(leaves, tree.leaves(params), strict=True)):
-            if update is None or (param is not None and update.shape == param.shape):
-                continue
-            name = _shown(tree.names(updates)[place])
-            if param is None:
-                raise ValueError(f"updates: {name} has an update but its parameter is None")
-            raise ValueError(f"updates: {name} has shape {tuple(update.shape)}, its parameter has {tuple(param.shape)}")
+        check_updates_fit(params, updates)
     _check_state(tx, state, updates if params is None else params, with_dtypes=params is not None)
+
+
+def check_updates_fit(params: Any, updates: Any) -> None:
+    """Require that updates have the structure and the shapes of the parameters.
+
+    >>> check_updates_fit({"w": torch.zeros(3)}, {"w": torch.zeros(2)})
+    Traceback (most recent call last):
+    ValueError: updates: 'w' has shape (2,), its parameter has (3,)
+    """
+    _check_structure("updates", updates, "params", params)
+    for place, (update, param) in enumerate(zip(tree.leaves(updates), tree.leaves(params), strict=True)):
+        if update is None or (param is not None and update.shape == param.shape):
+            continue
+        name = _shown(tree.names(updates)[place])
+        if param is None:
+            raise ValueError(f"updates: {name} has an update but its parameter is None")
+        raise ValueError(f"updates: {name} has shape {tuple(update.shape)}, its parameter has {tuple(param.shape)}")
 
 
 def _check_state(tx: Transform, state: Any, params: Any, *, with_dtypes: bool) -> None:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.checks import check_params, check_update
+from muonfx.checks import check_params, check_update, check_updates_fit
 from muonfx.recorded import Recorded, make_factory
 from muonfx.tree import PyTree
 
@@ -197,7 +197,13 @@ class Transform(Recorded):
         """
         if not torch.compiler.is_compiling():
             check_update(self, updates, state, params)
-        return self.run(updates, state, params, donate=Donation.of(donate), **extras)
+        given = Donation.of(donate)
+        if given.updates and any(_overlaps(update) for update in tree.tensors(updates)):
+            given = Donation(
+                updates=False, state=given.state
+            )  # an expanded gradient has no storage of its own to reuse
+        out, new_state = self.run(updates, state, params, donate=given, **extras)
+        return out, new_state if given.state else _apart(new_state, state)
 
     def run(self, updates: PyTree, state: PyTree, params: PyTree, *, donate: Donation = NOTHING, **extras: Any) -> Any:
         """Call the update function without checking the trees, with the extras that its signature names."""
@@ -208,6 +214,20 @@ class Transform(Recorded):
         if "sum_over_leaves" in names:
             given.setdefault("sum_over_leaves", sum_over_leaves)
         return self._functions[1](updates, state, params, **given)
+
+
+def _overlaps(x: Tensor) -> bool:
+    return any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True))
+
+
+def _apart(new: PyTree, old: PyTree) -> PyTree:
+    """Copy what a new state has kept of the old one, lest a later donation of the new one write into the old."""
+    leaves, before = tree.leaves(new), tree.leaves(old)
+    kept = [mine is theirs and isinstance(mine, Tensor) for mine, theirs in zip(leaves, before, strict=True)]
+    if not any(kept):
+        return new
+    copied = [leaf.clone() if same else leaf for leaf, same in zip(leaves, kept, strict=True)]
+    return tree.unflatten(tree.flatten(new)[1], copied)
 
 
 Constructor = Callable[..., tuple[Callable[..., Any], Callable[..., Any]]]
@@ -396,6 +416,10 @@ def apply_updates(params: PyTree, updates: PyTree, *, donate: bool = False) -> P
         updates: a tree of the same structure; a parameter whose update is ``None`` is returned as it is.
         donate: the caller's promise not to use ``params`` again; they are then overwritten and returned.
 
+    Raises:
+        ValueError: an update has not the shape of its parameter, or the trees differ in structure; the message names the
+            leaf.
+
     >>> apply_updates({"w": torch.ones(2), "b": torch.ones(1)}, {"w": torch.ones(2), "b": None})
     {'w': tensor([2., 2.]), 'b': tensor([1.])}
     """
@@ -403,8 +427,14 @@ def apply_updates(params: PyTree, updates: PyTree, *, donate: bool = False) -> P
     def add(param: Tensor | None, update: Tensor | None) -> Tensor | None:
         if param is None or update is None:
             return param
+        if update.shape != param.shape:
+            check_updates_fit(params, updates)
         if donate:
             return param.add_(update)
         return (param + update).to(param.dtype)
 
-    return tree.map(add, params, updates)
+    try:
+        return tree.map(add, params, updates)
+    except ValueError:
+        check_updates_fit(params, updates)
+        raise

@@ -33,20 +33,33 @@ class _Assignment:
     def __init__(self, what: str, given: Any, kinds: type | tuple[type, ...]) -> None:
         self.what, self.given, self.kinds = what, given, kinds
         self._resolved: dict[Any, tuple[list[str], list[Any]]] = {}
-        self._by_names: dict[tuple[str, ...], tuple[list[str], list[Any]]] = {}
+        self._latest: dict[tuple[str, ...], tuple[list[str], list[Any]]] = {}
 
     def __call__(self, params: PyTree) -> tuple[list[str], list[Any]]:
-        if torch.compiler.is_compiling():  # a structure cannot be hashed there; init has resolved these names already
-            names = tree.names(params)
-            return self._by_names.get(tuple(names)) or (names, self._resolve(params, names))
-        leaves, treedef = tree.flatten(params)
-        key = (treedef, tuple(None if leaf is None else (leaf.shape, leaf.dtype) for leaf in leaves))
+        """The names of the leaves, and the value of each."""
+        names = tree.names(params)
+        # Not by the tree's structure: compilation cannot hash one.
+        key = tuple((name, None if leaf is None else (leaf.shape, leaf.dtype)) for name, leaf in _named(params, names))
         if key not in self._resolved:
-            names = tree.names(params)
-            if None in leaves and callable(self.given) and tuple(names) in self._by_names:
-                return self._by_names[tuple(names)]  # gradients stand for the parameters, and some are absent
-            self._resolved[key] = self._by_names[tuple(names)] = names, self._resolve(params, names)
+            found = names, self._resolve(params, names)
+            if torch.compiler.is_compiling():
+                return found
+            self._resolved[key] = found
+            self._latest[tuple(names)] = found
         return self._resolved[key]
+
+    def of_updates(self, updates: PyTree, params: PyTree) -> tuple[list[str], list[Any]]:
+        """The same at an update, where gradients must stand for the parameters if these are not given.
+
+        An absent gradient has no shape to decide by: then what was decided last for these names counts, if a function
+        decides.
+        """
+        if params is not None:
+            return self(params)
+        names = tree.names(updates)
+        if callable(self.given) and None in tree.leaves(updates) and tuple(names) in self._latest:
+            return self._latest[tuple(names)]
+        return self(updates)
 
     def _resolve(self, params: PyTree, names: list[str]) -> list[Any]:
         given = self.given
@@ -88,9 +101,8 @@ def _some(names: Iterable[str]) -> str:
     return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def _shapes(updates: PyTree, params: PyTree) -> PyTree:
-    """The tree to resolve labels on: the parameters, else the updates."""
-    return updates if params is None else params
+def _named(params: PyTree, names: list[str]) -> Iterable[tuple[str, Any]]:
+    return zip(names, tree.leaves(params), strict=True)
 
 
 def _part(names: list[str], chosen: list[Any], value: Any, values: PyTree) -> dict[str, Any]:
@@ -138,8 +150,8 @@ def partition(transforms: dict[str, Transform], labels: PyTree | Mapping[str, st
             raise TypeError(f"partition: the entry for label {label!r} must be a Transform, found {tx!r}")
     assign = _Assignment("partition: labels", labels, (str, type(None)))
 
-    def resolve(params: PyTree) -> tuple[list[str], list[Any]]:
-        names, chosen = assign(params)
+    def checked(found: tuple[list[str], list[Any]]) -> tuple[list[str], list[Any]]:
+        names, chosen = found
         for name, label in zip(names, chosen, strict=True):
             if label is not None and label not in transforms:
                 raise ValueError(
@@ -148,7 +160,7 @@ def partition(transforms: dict[str, Transform], labels: PyTree | Mapping[str, st
         return names, chosen
 
     def init(params: PyTree) -> dict[str, PyTree]:
-        names, chosen = resolve(params)
+        names, chosen = checked(assign(params))
         for label in transforms:
             if label not in chosen:
                 warnings.warn(
@@ -159,7 +171,7 @@ def partition(transforms: dict[str, Transform], labels: PyTree | Mapping[str, st
     def update(
         updates: PyTree, state: dict[str, PyTree], params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any
     ):
-        names, chosen = resolve(_shapes(updates, params))
+        names, chosen = checked(assign.of_updates(updates, params))
         results: dict[str, Any] = {}
         new_state: dict[str, PyTree] = {}
         for label, tx in transforms.items():
@@ -205,7 +217,7 @@ def masked(inner: Transform, mask: PyTree | Mapping[str, bool] | Predicate | Cal
         return inner._functions[0](_part(names, chosen, True, params))
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
-        names, chosen = assign(_shapes(updates, params))
+        names, chosen = assign.of_updates(updates, params)
         mine = None if params is None else _part(names, chosen, True, params)
         results, state = inner.run(_part(names, chosen, True, updates), state, mine, donate=donate, **extras)
         leaves, treedef = tree.flatten(updates)

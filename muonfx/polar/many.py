@@ -45,8 +45,8 @@ def orthogonalize_many(
             values.
 
     Returns:
-        One tensor for each of `xs`, in order, with its shape, dtype and device. Results of one batch are views that
-        share one buffer (they do not overlap), and those of tall matrices are transposed views; not so with `donate`.
+        One contiguous tensor for each of `xs`, in order, with its shape, dtype and device. Those of one batch of wide
+        matrices are views that share one buffer (they do not overlap); not so with `donate`.
 
     Raises:
         TypeError, ValueError: as `orthogonalize`, naming the position in `xs`.

@@ -96,7 +96,8 @@ def cautious(inner: Transform, min_share: float = 1e-3):
         out, state = inner.run(updates, state, params, donate=Donation(False, donate.state), **extras)
 
         def keep(update: Tensor, gradient: Tensor) -> Tensor:
-            agrees = (update * gradient > 0).to(update.dtype)
+            # Signs, not the product: that can underflow to zero everywhere.
+            agrees = (update.sign() * gradient.sign() > 0).to(update.dtype)
             share = agrees.float().mean() if agrees.numel() else agrees.float().sum()
             return (update * agrees / share.clamp(min=min_share)).to(update.dtype)
 
