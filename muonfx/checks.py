@@ -206,7 +206,9 @@ def _check_state(tx: Transform, state: Any, params: Any, *, with_dtypes: bool) -
 def _expected_state(tx: Transform, params: Any) -> tuple[list[Any], Any, Any]:
     leaves, treedef = tree.flatten(params)
     key = (treedef, tuple(None if leaf is None else (leaf.shape, leaf.dtype) for leaf in leaves))
-    remembered: dict[Any, Any] = tx.__dict__.setdefault("_expected_states", {})
+    numbers = tuple(tuple(part.shape) for part in tree.leaves(tx) if isinstance(part, Tensor))
+    key = (*key, numbers)  # injected numbers are in the state
+    remembered: dict[Any, Any] = tx._context.derived.setdefault("expected_states", {})
     if key not in remembered:
         if any(leaf is None for leaf in leaves) and treedef.num_leaves:
             # A None may stand for an absent parameter or, where gradients stand for the parameters, say nothing.

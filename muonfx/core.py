@@ -16,7 +16,7 @@ they came in.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import IntEnum
 from typing import Any, NamedTuple, cast
 
@@ -126,14 +126,30 @@ class Transform(Recorded):
         return self.built
 
     @property
-    def _extras(self) -> tuple[frozenset[str], bool]:
-        """The named extras in the signature of the update function, and whether it takes all others as well."""
+    def _extras(self) -> tuple[frozenset[str], bool, frozenset[str]]:
+        """The named extras in the update function's signature, whether it takes all others, and those it must have."""
         return self._derived("extras", self._find_extras)
 
-    def _find_extras(self) -> tuple[frozenset[str], bool]:
+    def _find_extras(self) -> tuple[frozenset[str], bool, frozenset[str]]:
         parameters = inspect.signature(self._functions[1]).parameters.values()
-        names = frozenset(parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY)
-        return names, any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        named = [parameter for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        required = {parameter.name for parameter in named if parameter.default is parameter.empty}
+        for part in self._parts if takes_all else ():
+            if isinstance(part, Transform):
+                required |= part._extras[2]
+        return frozenset(parameter.name for parameter in named), takes_all, frozenset(required - {"sum_over_leaves"})
+
+    def check_extras(self, extras: Mapping[str, Any]) -> None:
+        """Require the named extras without which some transform within cannot run.
+
+        Raises:
+            TypeError: one is missing; the message names it.
+        """
+        missing = sorted(self._extras[2] - extras.keys())
+        if missing:
+            name = missing[0]
+            raise TypeError(f"{self.name} needs the named extra {name}: update(..., {name}=...)")
 
     @property
     def keeps_donation_promise(self) -> bool:
@@ -197,18 +213,21 @@ class Transform(Recorded):
         """
         if not torch.compiler.is_compiling():
             check_update(self, updates, state, params)
+            self.check_extras(extras)
         given = Donation.of(donate)
         if given.updates and any(_overlaps(update) for update in tree.tensors(updates)):
             given = Donation(
                 updates=False, state=given.state
             )  # an expanded gradient has no storage of its own to reuse
         out, new_state = self.run(updates, state, params, donate=given, **extras)
-        return out, new_state if given.state else _apart(new_state, state)
+        if given.state or torch.compiler.is_compiling():
+            return out, new_state
+        return out, _apart(new_state, state)
 
     def run(self, updates: PyTree, state: PyTree, params: PyTree, *, donate: Donation = NOTHING, **extras: Any) -> Any:
         """Call the update function without checking the trees, with the extras that its signature names."""
         given = {**extras, "donate": donate}
-        names, takes_all = self._extras
+        names, takes_all, _ = self._extras
         if not takes_all:
             given = {name: value for name, value in given.items() if name in names}
         if "sum_over_leaves" in names:
@@ -274,7 +293,7 @@ def transform(
     return decorate if constructor is None else decorate(constructor)
 
 
-def _no_state(params: PyTree) -> EmptyState:
+def no_state(params: PyTree) -> EmptyState:
     return EmptyState()
 
 
@@ -289,7 +308,7 @@ def identity():
     def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
         return updates, state
 
-    return _no_state, update
+    return no_state, update
 
 
 @transform(locality=Locality.ELEMENT)
@@ -303,7 +322,7 @@ def set_to_zero():
     def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
         return tree.map(torch.zeros_like, updates), state
 
-    return _no_state, update
+    return no_state, update
 
 
 @transform(locality=lambda function, locality=Locality.TREE: locality)
@@ -322,7 +341,7 @@ def stateless(function: Callable[[PyTree, PyTree], PyTree], locality: Locality =
     def update(updates: PyTree, state: EmptyState, params: PyTree = None):
         return function(updates, params), state
 
-    return _no_state, update
+    return no_state, update
 
 
 def _entries(transforms: tuple[Transform | tuple[str, Transform], ...]) -> dict[str, Transform]:
@@ -417,8 +436,7 @@ def apply_updates(params: PyTree, updates: PyTree, *, donate: bool = False) -> P
         donate: the caller's promise not to use ``params`` again; they are then overwritten and returned.
 
     Raises:
-        ValueError: an update has not the shape of its parameter, or the trees differ in structure; the message names the
-            leaf.
+        ValueError: an update has not the shape of its parameter, or the trees differ in structure; the leaf is named.
 
     >>> apply_updates({"w": torch.ones(2), "b": torch.ones(1)}, {"w": torch.ones(2), "b": None})
     {'w': tensor([2., 2.]), 'b': tensor([1.])}

@@ -35,6 +35,7 @@ __all__ = [
     "shift",
     "sign",
     "sqrt",
+    "wide_dtype",
 ]
 
 Scalar = float | Tensor
@@ -56,7 +57,7 @@ def _fit(scalar: Scalar, xs: Sequence[Tensor]) -> Scalar:
     """A 0-d tensor in the dtype of a list of one precise dtype, where CUDA's foreach kernels are one launch."""
     if isinstance(scalar, Tensor) and scalar.dtype != xs[0].dtype:
         held = {x.dtype for x in xs}  # of a mixed list none may round the scalar for the others
-        return scalar.to(*held) if held in ({torch.float32}, {torch.float64}) else scalar
+        return scalar.to(dtype=xs[0].dtype) if held in ({torch.float32}, {torch.float64}) else scalar
     return scalar
 
 
@@ -84,6 +85,18 @@ def cast_like(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Tensors:
     """
     wanted = {y.dtype for y in ys}
     return cast(xs, wanted.pop() if len(wanted) == 1 else [y.dtype for y in ys])
+
+
+def wide_dtype(*dtypes: torch.dtype) -> torch.dtype:
+    """The dtype to compute in: the widest of these, and at least fp32.
+
+    >>> wide_dtype(torch.bfloat16, torch.float16)
+    torch.float32
+    """
+    widest = torch.float32
+    for dtype in dtypes:
+        widest = torch.promote_types(widest, dtype)
+    return widest
 
 
 def clone(xs: Sequence[Tensor]) -> Tensors:
@@ -258,7 +271,7 @@ def norms(xs: Tensors) -> Tensors:
     >>> norms([torch.tensor([3.0, 4.0])])
     [tensor(5.)]
     """
-    wide = [torch.promote_types(x.dtype, torch.float32) for x in xs]
+    wide = [wide_dtype(x.dtype) for x in xs]
     if _leafwise(xs) or len(set(wide)) > 1:
         return [torch.linalg.vector_norm(x, dtype=d) for x, d in zip(xs, wide, strict=True)]
     return list(torch._foreach_norm(xs, 2, dtype=wide[0]))

@@ -140,7 +140,7 @@ def inject_hyperparams(inner: Transform):
         raise TypeError(f"inject_hyperparams: inner must be a Transform, found {inner!r}")
 
     def init(params: PyTree) -> InjectHyperparamsState:
-        device = device_of(params)
+        device = tree.device_of(params)
         dtype = torch.float32 if device.type == "mps" else torch.float64
         values = {
             name: torch.as_tensor(value, dtype=value.dtype if isinstance(value, Tensor) else dtype).to(
@@ -177,9 +177,3 @@ def injected(tx: Recorded, prefix: str = "") -> set[str]:
     nested = zip(part_names(tx), tx._parts, strict=True)
     found = [injected(part, f"{prefix}{name}.") for name, part in nested if isinstance(part, Recorded)]
     return set().union(*found)
-
-
-def device_of(params: PyTree) -> torch.device:
-    """The device of a tree's first tensor, else the default device: where a state's scalars live."""
-    first = next(tree.tensors(params), None)
-    return torch.get_default_device() if first is None else first.device

@@ -8,6 +8,7 @@ and has no placeholders that ``torch.func.vmap`` would trip over.
 from __future__ import annotations
 
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -33,33 +34,39 @@ class _Assignment:
     def __init__(self, what: str, given: Any, kinds: type | tuple[type, ...]) -> None:
         self.what, self.given, self.kinds = what, given, kinds
         self._resolved: dict[Any, tuple[list[str], list[Any]]] = {}
-        self._latest: dict[tuple[str, ...], tuple[list[str], list[Any]]] = {}
 
     def __call__(self, params: PyTree) -> tuple[list[str], list[Any]]:
         """The names of the leaves, and the value of each."""
         names = tree.names(params)
         # Not by the tree's structure: compilation cannot hash one.
-        key = tuple((name, None if leaf is None else (leaf.shape, leaf.dtype)) for name, leaf in _named(params, names))
+        if callable(self.given):
+            shown = [None if leaf is None else (leaf.shape, leaf.dtype) for leaf in tree.leaves(params)]
+            key = tuple(zip(names, shown, strict=True))
+        else:
+            key = tuple(names)
         if key not in self._resolved:
             found = names, self._resolve(params, names)
             if torch.compiler.is_compiling():
                 return found
             self._resolved[key] = found
-            self._latest[tuple(names)] = found
         return self._resolved[key]
 
     def of_updates(self, updates: PyTree, params: PyTree) -> tuple[list[str], list[Any]]:
-        """The same at an update, where gradients must stand for the parameters if these are not given.
+        """The same at an update, where gradients stand for parameters that are not given.
 
-        An absent gradient has no shape to decide by: then what was decided last for these names counts, if a function
-        decides.
+        Raises:
+            ValueError: a function decides, and an absent gradient has no shape to decide by.
         """
-        if params is not None:
-            return self(params)
-        names = tree.names(updates)
-        if callable(self.given) and None in tree.leaves(updates) and tuple(names) in self._latest:
-            return self._latest[tuple(names)]
-        return self(updates)
+        if params is None and callable(self.given):
+            absent = [
+                name for name, leaf in zip(tree.names(updates), tree.leaves(updates), strict=True) if leaf is None
+            ]
+            if absent:
+                raise ValueError(
+                    f"{self.what}: a function decides by shapes, and {absent[0]!r} has no gradient: give parameters, "
+                    "update(updates, state, params)"
+                )
+        return self(updates if params is None else params)
 
     def _resolve(self, params: PyTree, names: list[str]) -> list[Any]:
         given = self.given
@@ -96,13 +103,27 @@ class _Assignment:
         return tree.leaves(given)
 
 
+_KEPT: OrderedDict[tuple[str, int], _Assignment] = OrderedDict()
+"""Assignments by functions, with what these have decided, for transforms that are rebuilt at every step."""
+
+
+def _assignment(what: str, given: Any, kinds: type | tuple[type, ...]) -> _Assignment:
+    if not callable(given):
+        return _Assignment(what, given, kinds)
+    key = (what, id(given))
+    found = _KEPT.get(key)
+    if found is None or found.given is not given:
+        found = _Assignment(what, given, kinds)
+        if not torch.compiler.is_compiling():
+            _KEPT[key] = found
+            if len(_KEPT) > 64:
+                _KEPT.popitem(last=False)
+    return found
+
+
 def _some(names: Iterable[str]) -> str:
     names = list(names)
     return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
-def _named(params: PyTree, names: list[str]) -> Iterable[tuple[str, Any]]:
-    return zip(names, tree.leaves(params), strict=True)
 
 
 def _part(names: list[str], chosen: list[Any], value: Any, values: PyTree) -> dict[str, Any]:
@@ -148,7 +169,7 @@ def partition(transforms: dict[str, Transform], labels: PyTree | Mapping[str, st
     for label, tx in transforms.items():
         if not isinstance(tx, Transform):
             raise TypeError(f"partition: the entry for label {label!r} must be a Transform, found {tx!r}")
-    assign = _Assignment("partition: labels", labels, (str, type(None)))
+    assign = _assignment("partition: labels", labels, (str, type(None)))
 
     def checked(found: tuple[list[str], list[Any]]) -> tuple[list[str], list[Any]]:
         names, chosen = found
@@ -210,7 +231,7 @@ def masked(inner: Transform, mask: PyTree | Mapping[str, bool] | Predicate | Cal
     """
     if not isinstance(inner, Transform):
         raise TypeError(f"masked: inner must be a Transform, found {inner!r}")
-    assign = _Assignment("masked: mask", mask, bool)
+    assign = _assignment("masked: mask", mask, bool)
 
     def init(params: PyTree) -> PyTree:
         names, chosen = assign(params)
@@ -255,5 +276,5 @@ def resolve_mask(what: str, mask: Any) -> Callable[[PyTree], list[bool]]:
     """Turn any mask that `masked` takes into a function from parameters to one bool per leaf; ``None`` is all true."""
     if mask is None:
         return lambda params: [True] * len(tree.leaves(params))
-    assign = _Assignment(what, mask, bool)
+    assign = _assignment(what, mask, bool)
     return lambda params: assign(params)[1]

@@ -23,6 +23,7 @@ from muonfx.transforms import (
     scale_by_lion,
     scale_by_shape,
 )
+from muonfx.transforms._matrices import Blocks, Dims
 from muonfx.tree import PyTree
 
 __all__ = ["adamw", "lion", "muon", "muon_with_adamw", "normuon"]
@@ -42,6 +43,8 @@ def muon(
     steps: int | None = None,
     dtype: torch.dtype | str = "auto",
     rule: str = "match_rms_adamw",
+    dims: Dims | Mapping[str, Dims] | None = None,
+    blocks: Blocks | Mapping[str, Blocks] | None = None,
     mask: Mask = None,
 ) -> Transform:
     """Muon, for parameters that are all matrices: orthogonalized momentum, scaled by shape, with decoupled decay.
@@ -56,6 +59,8 @@ def muon(
         steps: of the iteration, as in `orthogonalize`.
         dtype: of the iteration, as in `orthogonalize`.
         rule: as in `scale_by_shape`.
+        dims: as in `orthogonalize`: ``{"*.experts.*": ((-2,), (-1,))}`` for stacks of matrices.
+        blocks: as in `orthogonalize`: ``{"*.qkv.weight": 3}`` for fused matrices.
         mask: which parameters decay, as in `add_decayed_weights`.
 
     Follows Keller Jordan's Muon and Moonlight (arXiv 2502.16982). ``torch.optim.Muon(lr, weight_decay)`` is
@@ -67,8 +72,8 @@ def muon(
     """
     return chain(
         momentum(decay, nesterov=nesterov),
-        orthogonalize(coefficients=coefficients, steps=steps, dtype=dtype),
-        scale_by_shape(rule),
+        orthogonalize(coefficients=coefficients, steps=steps, dtype=dtype, dims=dims, blocks=blocks),
+        scale_by_shape(rule, dims=dims, blocks=blocks),
         add_decayed_weights(weight_decay, mask),
         scale_by_learning_rate(learning_rate),
     )
@@ -169,6 +174,8 @@ def muon_with_adamw(
     rule: str = "match_rms_adamw",
     coefficients: CoefficientsLike = "polar_express_5",
     dtype: torch.dtype | str = "auto",
+    dims: Dims | Mapping[str, Dims] | None = None,
+    blocks: Blocks | Mapping[str, Blocks] | None = None,
     labels: Any = default_labels,
     mask: Mask = None,
 ) -> Transform:
@@ -186,6 +193,8 @@ def muon_with_adamw(
         rule: as in `scale_by_shape`.
         coefficients: as in `orthogonalize`.
         dtype: as in `orthogonalize`.
+        dims: as in `muon`.
+        blocks: as in `muon`.
         labels: "muon", "adamw" or None for each parameter, as in `partition`. ``default_labels(model)`` decides by
             module type; the default here sees names and shapes only.
         mask: which parameters decay, as in `add_decayed_weights`.
@@ -203,6 +212,8 @@ def muon_with_adamw(
                 coefficients=coefficients,
                 dtype=dtype,
                 rule=rule,
+                dims=dims,
+                blocks=blocks,
                 mask=mask,
             ),
             "adamw": adamw(

@@ -382,7 +382,9 @@ def _structure(value: Any) -> str:
     if type(value) is dict:
         return f"{{{','.join(f'{key!r}:{_structure(item)}' for key, item in value.items())}}}"
     if inspect.isfunction(value) or inspect.isclass(value):
-        code = value.__code__ if "<lambda>" in value.__qualname__ else None  # all lambdas of a place share one name
+        code = (
+            value.__code__ if inspect.isfunction(value) and value.__name__ == "<lambda>" else None
+        )  # all lambdas of a place share one name
         body = f"{code.co_code.hex()}{code.co_names}{code.co_consts}" if code is not None else ""
         return f"{value.__module__}.{value.__qualname__}{body}"
     return repr(value)

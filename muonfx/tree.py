@@ -14,7 +14,20 @@ import optree
 import torch
 from torch import Tensor
 
-__all__ = ["NAMESPACE", "Present", "Spec", "flatten", "leaves", "map", "names", "paths", "spec", "tensors", "unflatten"]
+__all__ = [
+    "NAMESPACE",
+    "Present",
+    "Spec",
+    "device_of",
+    "flatten",
+    "leaves",
+    "map",
+    "names",
+    "paths",
+    "spec",
+    "tensors",
+    "unflatten",
+]
 
 NAMESPACE = "muonfx"
 """The optree namespace in which muonfx registers its own nodes (transforms and schedules)."""
@@ -141,6 +154,16 @@ def map(function: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
         return None if leaf is None else function(leaf, *others)
 
     return optree.tree_map(at, tree, *rest, none_is_leaf=True, namespace=NAMESPACE)
+
+
+def device_of(tree: PyTree) -> torch.device:
+    """Find the device of a tree's first tensor, else the default device: where a state's scalars live.
+
+    >>> device_of({"w": torch.zeros(2, device="meta")})
+    device(type='meta')
+    """
+    first = next(tensors(tree), None)
+    return torch.get_default_device() if first is None else first.device
 
 
 def spec(tree: PyTree) -> PyTree:

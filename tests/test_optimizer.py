@@ -97,6 +97,30 @@ def test_groups_follow_the_labels_and_hold_the_hyperparameters():
     assert by_label["adamw"]["weight_decay"] == 0.2
 
 
+def test_stacks_and_fused_matrices_are_taken_apart_where_the_caller_says_so():
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Parameter(torch.randn(3, 6, 4))
+            self.qkv = nn.Linear(4, 12, bias=False)
+
+    torch.manual_seed(0)
+    model = Experts()
+    alone = {f"up.{i}": nn.Parameter(model.up[i].detach().clone()) for i in range(3)}
+    alone |= {f"qkv.{i}": nn.Parameter(piece.clone()) for i, piece in enumerate(model.qkv.weight.detach().split(4))}
+    whole = mfx.Muon(model, dtype=torch.float32, dims={"up": ((-2,), (-1,))}, blocks={"qkv.*": 3})
+    apart = mfx.TransformOptimizer(alone, mfx.muon(2e-3, weight_decay=0.1, dtype=torch.float32))
+    set_grads(model, 0)
+    for i in range(3):
+        alone[f"up.{i}"].grad = model.up.grad[i].clone()
+        alone[f"qkv.{i}"].grad = model.qkv.weight.grad[4 * i : 4 * i + 4].clone()
+    whole.step()
+    apart.step()
+    for i in range(3):
+        torch.testing.assert_close(model.up[i], alone[f"up.{i}"])
+        torch.testing.assert_close(model.qkv.weight[4 * i : 4 * i + 4], alone[f"qkv.{i}"])
+
+
 def test_schedulers_keep_each_groups_own_base_rate():
     model = make_model()
     optimizer = mfx.Muon(model, lr=0.02, adamw_lr=1e-3)
@@ -185,7 +209,8 @@ def test_what_is_injected_into_the_state_is_not_shown_in_the_groups():
     model = make_model()
     optimizer = mfx.TransformOptimizer(model, mfx.chain(mfx.inject_hyperparams(mfx.adamw(0.5)), mfx.scale(1.0)))
     (group,) = optimizer.param_groups
-    assert group.keys() == {"params", "param_names", "label", "scale.factor"}
+    assert group.keys() == {"params", "param_names", "label", "scale.factor", "lr"}
+    assert group["lr"] == 0.0  # for schedulers that want one; read by nobody
     optimizer.transform_state["inject_hyperparams"].hyperparams["scale_by_learning_rate.learning_rate"].zero_()
     before = params_of(model)
     set_grads(model, 0)
@@ -313,11 +338,44 @@ def test_a_state_that_does_not_fit_is_refused_whole():
     damaged["state"][0]["trace"] = torch.zeros(3)
     with pytest.raises(ValueError, match=r"a tensor of shape \(3,\), expected a tensor of shape \(8, 6\)"):
         optimizer.load_state_dict(damaged)
-    del damaged["param_groups"][0]["params"][-1]
-    with pytest.raises(ValueError, match="groups of"):
+    damaged = copy.deepcopy(kept)
+    damaged["param_groups"][0]["param_names"][1] = "other"
+    with pytest.raises(ValueError, match=r"nothing was loaded: .* it has no '1\.weight'"):
         optimizer.load_state_dict(damaged)
+    del damaged["param_groups"][0]["param_names"], damaged["param_groups"][0]["params"][-1]
+    with pytest.raises(ValueError, match="the state has groups of"):
+        optimizer.load_state_dict(damaged)
+    with pytest.raises(ValueError, match=r"expected a state dict with 'state' and 'param_groups', found the keys \[\]"):
+        optimizer.load_state_dict({})
     for index, leaves in optimizer.state_dict()["state"].items():
         assert_equal(leaves, kept["state"][index])
+
+
+def test_a_state_is_loaded_by_name_whatever_the_order_of_parameters():
+    class Model(nn.Module):
+        def __init__(self, *names: str) -> None:
+            super().__init__()
+            for name in names:
+                self.register_parameter(name, nn.Parameter(torch.zeros(3, 3)))
+
+    first, second = Model("q", "k"), Model("k", "q")
+    old, new = (mfx.TransformOptimizer(m, mfx.momentum(0.9)) for m in (first, second))
+    set_grads(first, 0)
+    old.step()
+    new.load_state_dict(old.state_dict())
+    for name in "qk":
+        theirs = old.state[first.get_parameter(name)]["trace"]
+        assert torch.equal(new.state[second.get_parameter(name)]["trace"], theirs)
+
+
+def test_what_schedulers_put_into_groups_is_loaded_too():
+    model = make_model()
+    optimizer = mfx.Muon(model)
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10, cycle_momentum=False)
+    other = mfx.Muon(model)
+    other.load_state_dict(optimizer.state_dict())
+    assert other.param_groups[0]["max_lr"] == 0.1
+    optimizer.load_state_dict(mfx.Muon(model).state_dict())
 
 
 def test_distributed_checkpoints_state_dict_goes_there_and_back():
@@ -428,6 +486,90 @@ def test_bad_parameters_and_groups_are_named():
         mfx.TransformOptimizer({"z": torch.zeros(2, dtype=torch.complex64)}, mfx.adamw())
 
 
+def test_a_tensor_for_a_number_must_have_no_dims():
+    model = make_model()
+    optimizer = mfx.Muon(model)
+    optimizer.param_groups[0]["lr"] = torch.tensor([0.01])
+    set_grads(model, 0)
+    kept = copy.deepcopy(optimizer.state_dict()["state"])
+    with pytest.raises(ValueError, match=r"learning_rate must be a number or a tensor of shape \(\), found \(1,\)"):
+        optimizer.step()
+    for index, leaves in optimizer.state_dict()["state"].items():
+        assert_equal(leaves, kept[index])
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.01)
+    optimizer.step()
+
+
+def test_adding_a_group_is_all_or_nothing():
+    model = make_model()
+    optimizer = mfx.Muon([("1.weight", model[1].weight), ("1.bias", model[1].bias)])
+    with pytest.raises(ValueError, match=r"learning_rate must be at least 0"):
+        optimizer.add_param_group({"params": [("3.weight", model[3].weight)], "lr": -1.0})
+    with pytest.raises(ValueError, match=r"a parameter named '1\.weight' is in a group already"):
+        optimizer.add_param_group({"params": [("1.weight", model[3].weight)]})
+    assert [group["param_names"] for group in optimizer.param_groups] == [["1.weight"], ["1.bias"]]
+    optimizer.add_param_group({"params": [("3.weight", model[3].weight), ("3.bias", model[3].bias)]})
+    assert [group["label"] for group in optimizer.param_groups] == ["muon", "adamw", "muon", "adamw"]
+    set_grads(model, 0)
+    before = params_of(model)
+    optimizer.step()
+    for name in ("1.weight", "3.weight", "3.bias"):
+        assert not torch.equal(model.get_parameter(name), before[name])
+    matrices = mfx.TransformOptimizer([("1.weight", model[1].weight)], mfx.muon())
+    with pytest.raises(ValueError, match=r"'3\.bias' has shape \(4,\); a matrix is needed"):
+        matrices.add_param_group({"params": [("3.bias", model[3].bias)]})
+    assert len(matrices.param_groups) == 1
+    matrices.step()
+
+
+def test_no_parameters_is_an_error_and_an_empty_group_is_none():
+    with pytest.raises(ValueError, match="found no parameters"):
+        mfx.Muon(nn.ReLU())
+    model = make_model()
+    optimizer = mfx.TransformOptimizer([{"params": [], "lr": 0.5}, {"params": model}], mfx.adamw(1e-3))
+    assert [len(group["params"]) for group in optimizer.param_groups] == [0, 7]
+    set_grads(model, 0)
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("fixed", ["set_to_zero", "frozen"])
+def test_schedulers_work_beside_groups_that_have_no_rate(fixed):
+    model = make_model()
+    if fixed == "frozen":
+        model[0].requires_grad_(False)
+        optimizer = mfx.Muon(model, lr=0.1)
+    else:
+        labels = {name: "fixed" if name.startswith("0") else "trained" for name, _ in model.named_parameters()}
+        tx = mfx.partition({"trained": mfx.adamw(0.1), "fixed": mfx.set_to_zero()}, labels)
+        optimizer = mfx.TransformOptimizer(model, tx)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    set_grads(model, 0, skip=("0.weight",) if fixed == "frozen" else ())
+    before = params_of(model)
+    optimizer.step()
+    scheduler.step()
+    assert torch.equal(model[0].weight, before["0.weight"])
+    assert {group["lr"] for group in optimizer.param_groups} == {0.0, 0.05}
+
+
+def test_a_rate_is_called_lr_whatever_the_transforms_name_and_place():
+    model = make_model()
+    for tx in (
+        mfx.scale_by_learning_rate(0.5),
+        mfx.chain(mfx.momentum(), ("rate", mfx.scale_by_learning_rate(0.5))),
+        mfx.skip_nonfinite(mfx.chain(mfx.momentum(), mfx.scale_by_learning_rate(0.5))),
+    ):
+        (group,) = mfx.TransformOptimizer(model, tx).param_groups
+        assert group["lr"] == 0.5
+
+
+def test_many_groups_of_few_values_run_in_few_pieces():
+    model = make_model()
+    groups = [{"params": [(n, p)], "lr": 0.1 if p.ndim > 1 else 0.2} for n, p in model.named_parameters()]
+    optimizer = mfx.TransformOptimizer(groups, mfx.adamw())
+    assert [len(plan) for plan in optimizer._plans] == [2]
+
+
 @pytest.mark.parametrize(
     ("key", "value"), [("lr", -1.0), ("lr", float("nan")), ("weight_decay", -0.1), ("momentum.decay", 1.5)]
 )
@@ -452,6 +594,22 @@ def test_a_gradient_for_a_left_out_parameter_is_an_error():
     set_grads(model, 0)
     with pytest.raises(ValueError, match=r"'1\.weight' has a gradient, but the labels leave it out"):
         optimizer.step()
+
+
+def test_a_missing_extra_is_refused_before_anything_changes():
+    @mfx.transform(locality=mfx.Locality.ELEMENT)
+    def needs_value():
+        def update(updates, state, params=None, *, value):
+            return updates, state
+
+        return (lambda params: mfx.EmptyState()), update
+
+    model = make_model()
+    optimizer = mfx.TransformOptimizer(model, mfx.chain(mfx.momentum(), needs_value()))
+    set_grads(model, 0)
+    with pytest.raises(TypeError, match=r"needs the named extra value: update\(\.\.\., value=\.\.\.\)"):
+        optimizer.step()
+    assert all(leaf.abs().max() == 0 for leaf in mfx.tree.leaves(optimizer.transform_state))
 
 
 def test_sparse_gradients_are_refused():

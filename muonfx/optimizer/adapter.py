@@ -23,6 +23,7 @@ from muonfx.hyperparams import hyperparams, with_hyperparams
 from muonfx.optimizer.groups import (
     NOT_HYPERPARAMS,
     NamedParameters,
+    Route,
     hyperparams_of,
     label_of,
     named_pairs,
@@ -31,7 +32,7 @@ from muonfx.optimizer.groups import (
     split_by_route,
 )
 from muonfx.optimizer.pieces import SMALL_BUCKET, Piece, Segment, buckets, bytes_of, segments
-from muonfx.optimizer.state import by_path, matched, path_of
+from muonfx.optimizer.state import by_path, matched, path_of, saved_groups
 from muonfx.recorded import Recorded
 from muonfx.tree import PyTree
 
@@ -96,6 +97,8 @@ class TransformOptimizer(torch.optim.Optimizer):
         self._ready = False
         groups = resolve_groups(params)
         named = {name: param for group in groups for name, param in group["params"]}
+        if not named:
+            raise ValueError("params: found no parameters; pass a model that has some, or model.named_parameters()")
         self._routes = routes_of(tx, named)
         super().__init__(groups, {})
         self._start()
@@ -115,7 +118,8 @@ class TransformOptimizer(torch.optim.Optimizer):
             "_shown",
             "_left_out",
         )
-        return {**super().__getstate__(), **{name: self.__dict__[name] for name in ours}, "_values": None}
+        kept = {name: self.__dict__[name] for name in (*ours, "_rules") if name in self.__dict__}
+        return {**super().__getstate__(), **kept, "_values": None}
 
     # ------------------------------------------------------------------------------------------------ construction
 
@@ -130,21 +134,46 @@ class TransformOptimizer(torch.optim.Optimizer):
         """
         group = dict(param_group)
         pairs = named_pairs(group.pop("params"))
+        routes = self._routes
         if self._ready:
-            self._routes = routes_of(self.tx, {**self._named(), **dict(pairs)})
-        parts = split_by_route(pairs, self._routes)
-        own = [hyperparams_of(self.tx, [self._routes[name] for name, _ in part]) for part in parts]
+            named = self._named()
+            if taken := [name for name, _ in pairs if name in named]:
+                raise ValueError(
+                    f"a parameter named {taken[0]!r} is in a group already; names must differ over all groups"
+                )
+            together = {**named, **dict(pairs)}
+            routes = routes_of(self.tx, together)
+            self.tx.init(
+                tree.map(lambda p: torch.empty_like(p, device="meta"), together)
+            )  # refuses what it cannot take
+        parts = split_by_route(pairs, routes)
+        own = [hyperparams_of(self.tx, routes[part[0][0]] if part else {}) for part in parts]
         known = {key for keys in own for key in keys}
-        unknown = group.keys() - known - NOT_HYPERPARAMS
-        if unknown:
-            wrong, there = ", ".join(sorted(unknown)), ", ".join(sorted(known)) or "none"
-            raise ValueError(f"param_groups: unknown hyperparameter {wrong}; there are {there}")
-        for part, keys in zip(parts, own, strict=True):
-            values = {key: group.get(key, default) for key, (_, default) in keys.items()}
-            rest = {key: group[key] for key in group.keys() & NOT_HYPERPARAMS}
-            super().add_param_group({"label": label_of(self._routes, part), **rest, **values, "params": part})
+        if pairs and (unknown := sorted(group.keys() - known - NOT_HYPERPARAMS)):
+            there = ", ".join(sorted(known)) or "none"
+            raise ValueError(f"param_groups: unknown hyperparameter {', '.join(unknown)}; there are {there}")
+        made = [{key: group.get(key, default) for key, (_, default) in keys.items()} for keys in own]
+        for keys, values in zip(own, made, strict=True):
+            self._check_values({name: values[key] for key, (name, _) in keys.items()})
+        rest = {key: group[key] for key in group.keys() & NOT_HYPERPARAMS}
+        self._routes = routes
+        for part, values in zip(parts, made, strict=True):
+            unnamed = {} if part else {"param_names": []}  # torch finds names in the parameters, where there are any
+            # torch's schedulers want a rate in every group, also where none applies: nothing here reads that one
+            complete = {"label": label_of(routes, part), "lr": 0.0, **unnamed, **rest, **values}
+            super().add_param_group({**complete, "params": part})
         if self._ready:
             self._start()
+
+    def _check_values(self, values: Mapping[str, Any]) -> None:
+        """Raise for a hyperparameter that no transform takes, before anything is changed."""
+        defaults = hyperparams(self.tx)
+        for name, value in values.items():
+            default = defaults[name]
+            wanted = tuple(default.shape) if isinstance(default, Tensor) else ()
+            if isinstance(value, Tensor) and tuple(value.shape) != wanted:
+                raise ValueError(f"{name} must be a number or a tensor of shape {wanted}, found {tuple(value.shape)}")
+        _valid(with_hyperparams(self.tx, values))
 
     def _start(self) -> None:
         """Make the state for all parameters, keeping what there was, and everything that follows from the groups."""
@@ -154,7 +183,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         new = by_path(self._state)
         self._adopt({path: leaf for path, leaf in old.items() if path in new and leaf.shape == new[path].shape})
         self._keys: list[dict[str, str]] = [
-            {key: name for key, (name, _) in hyperparams_of(self.tx, self._routes_of(group)).items()}
+            {key: name for key, (name, _) in hyperparams_of(self.tx, self._route_of(group)).items()}
             for group in self.param_groups
         ]
         self._segments = segments(self.tx)
@@ -191,8 +220,8 @@ class TransformOptimizer(torch.optim.Optimizer):
             for name, param in zip(group["param_names"], group["params"], strict=True)
         }
 
-    def _routes_of(self, group: Mapping[str, Any]) -> list[dict[str, Any]]:
-        return [self._routes[name] for name in group["param_names"]]
+    def _route_of(self, group: Mapping[str, Any]) -> Route:
+        return self._routes[group["param_names"][0]] if group["param_names"] else {}
 
     # ----------------------------------------------------------------------------------------------------- stepping
 
@@ -204,6 +233,8 @@ class TransformOptimizer(torch.optim.Optimizer):
         ]
         if self._values is not None and _unchanged(values, self._values):
             return
+        for group in values:
+            self._check_values(group)
         self._plans = [self._plan(segment, values) for segment in self._segments]
         self._values = [dict(group) for group in values]
 
@@ -222,19 +253,20 @@ class TransformOptimizer(torch.optim.Optimizer):
                 f"the groups disagree about {conflicts[0]!r}, which belongs to a transform that looks at all "
                 "parameters together; give it one value in all groups"
             )
-        own = [list(group["param_names"]) for group in self.param_groups]
-        if conflicts:
-            runs = [
-                (_valid(with_hyperparams(segment.tx, {**agreed, **mine})), mine_names)
-                for mine, mine_names in zip(chosen, own, strict=True)
-            ]
-        else:
-            runs = [(_valid(with_hyperparams(segment.tx, agreed)), [name for group in own for name in group])]
+        runs: list[tuple[dict[str, Any], list[str]]] = []
+        for mine, group in zip(chosen, self.param_groups, strict=True):
+            values_of_all = {**agreed, **mine} if conflicts else agreed
+            same = next((run for run in runs if _all_equal(run[0], values_of_all)), None)
+            if same is None:
+                runs.append((values_of_all, list(group["param_names"])))
+            else:
+                same[1].extend(group["param_names"])
+        made = [(_valid(with_hyperparams(segment.tx, run)), members) for run, members in runs]
         if segment.tx.locality is Locality.TREE:
-            return [Piece(runs[0][0], None)]
+            return [Piece(made[0][0], None)]
         named = self._named()
         limit = self.bucket_bytes or max([SMALL_BUCKET, *map(bytes_of, named.values())])
-        pieces = [Piece(tx, names) for tx, members in runs for names in buckets(members, named, limit)]
+        pieces = [Piece(tx, names) for tx, members in made for names in buckets(members, named, limit)]
         return [Piece(pieces[0].tx, None)] if len(pieces) == 1 else pieces
 
     @torch.no_grad()
@@ -259,7 +291,12 @@ class TransformOptimizer(torch.optim.Optimizer):
                 loss = closure()
         params = self._named()
         updates: dict[str, Tensor | None] = {name: param.grad for name, param in params.items()}
+        if len(self.state) != len(params):
+            raise ValueError(
+                "optimizer.state was cleared, but the state lives in transform_state: make the optimizer anew"
+            )
         self._check(updates)
+        self.tx.check_extras(extras)
         self._refresh()
         donate = Donation(self.donate_grads, True)
         for place, (segment, plan) in enumerate(zip(self._segments, self._plans, strict=True)):
@@ -290,7 +327,7 @@ class TransformOptimizer(torch.optim.Optimizer):
             before, treedef = tree.flatten(state)
             leaves = list(before)
             for piece in plan:
-                mine = {**dict.fromkeys(updates), **{name: updates[name] for name in piece.names or updates}}
+                mine = {**dict.fromkeys(updates), **{name: updates[name] for name in piece.members(updates)}}
                 out, new = piece.tx.run(mine, state, params, donate=donate, **extras)
                 leaves = [
                     now if now is not was else kept
@@ -299,7 +336,7 @@ class TransformOptimizer(torch.optim.Optimizer):
                 if apply:
                     _add_in_place(params, out)
                 else:
-                    results.update({name: out[name] for name in piece.names or updates})
+                    results.update({name: out[name] for name in piece.members(updates)})
                 del mine, out  # not beside those of the next piece
             after = tree.unflatten(treedef, leaves)
         self._state = segment.with_state(self._state, after)
@@ -333,21 +370,22 @@ class TransformOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what ``state_dict()`` returned, into the storage and the dtypes of this optimizer's state.
 
-        Values are copied. A dtype may widen; it never follows the parameter's dtype, as ``torch.optim`` lets it.
+        Parameters are found by name. Values are copied. A dtype may widen; it never follows the parameter's dtype, as
+        ``torch.optim`` lets it.
 
         Raises:
             ValueError: other groups or parameters, a missing, unexpected or reshaped state leaf, a narrowing dtype,
-                or an unknown hyperparameter; the message names them all. Nothing has been changed when an error is
+                or a missing hyperparameter; the message names them all. Nothing has been changed when an error is
                 raised.
         """
         given: dict[str, Any] = dict(state_dict)
         for hook in cast("Any", self)._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, given)
             given = given if changed is None else changed
-        values = matched(self.param_groups, self.state, given)
+        values = matched(self.param_groups, self._keys, self.state, given)
         for leaf, value in values:
             leaf.copy_(value)
-        for group, saved in zip(self.param_groups, given["param_groups"], strict=True):
+        for group, saved in zip(self.param_groups, saved_groups(self.param_groups, given), strict=True):
             group.update(
                 copy.deepcopy({key: value for key, value in saved.items() if key not in ("params", "param_names")})
             )
@@ -384,7 +422,9 @@ def _equal(a: Any, b: Any) -> bool:
     return a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b)
 
 
+def _all_equal(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    return a.keys() == b.keys() and all(_equal(a[name], b[name]) for name in a)
+
+
 def _unchanged(new: list[dict[str, Any]], old: list[dict[str, Any]]) -> bool:
-    return len(new) == len(old) and all(
-        a.keys() == b.keys() and all(_equal(a[name], b[name]) for name in a) for a, b in zip(new, old, strict=True)
-    )
+    return len(new) == len(old) and all(_all_equal(a, b) for a, b in zip(new, old, strict=True))

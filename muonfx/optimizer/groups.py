@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from muonfx.core import Transform
 from muonfx.hyperparams import hyperparams, injected
 from muonfx.partition import routes
+from muonfx.recorded import Recorded, part_names
 
 __all__ = [
     "NOT_HYPERPARAMS",
@@ -87,30 +88,43 @@ def label_of(routes: Mapping[str, Mapping[str, Any]], pairs: list[tuple[str, Ten
     return "/".join(labels) or None
 
 
-NOT_HYPERPARAMS = {"label", "param_names", "initial_lr"}
+NOT_HYPERPARAMS = {"label", "param_names", "lr", "initial_lr"}
+"""Entries of a group that need not be a number of the transform; "lr" is one where it has a learning rate."""
 
-_ALIASES = {"scale_by_learning_rate.learning_rate": "lr", "add_decayed_weights.weight_decay": "weight_decay"}
 
+def hyperparams_of(tx: Transform, route: Route) -> dict[str, tuple[str, Any]]:
+    """The hyperparameters that parameters of a route meet: key in the group -> (dotted name, default).
 
-def hyperparams_of(tx: Transform, of: list[dict[str, Any]]) -> dict[str, tuple[str, Any]]:
-    """The hyperparameters that parameters of these routes meet: key in the group -> (dotted name, default)."""
-    met: dict[str, Any] = {}
-    stripped: dict[str, str] = {}
+    The key is the dotted name without the route's labels; "lr" and "weight_decay" where there is one such.
+    """
     in_state = injected(tx)
-    for name, value in hyperparams(tx).items():
-        for route in of if name not in in_state else ():
-            short = _short(name, route)
-            if short is not None:
-                met[name], stripped[name] = value, short
-    keys: dict[str, tuple[str, Any]] = {}
-    for name, value in met.items():
-        key = stripped[name]
-        if sum(other == key for other in stripped.values()) > 1:
-            key = name  # a group that mixes routes keeps the labels in its keys
-        alias = next((alias for end, alias in _ALIASES.items() if key == end or key.endswith("." + end)), None)
-        same = sum(other.endswith(tuple(end for end, a in _ALIASES.items() if a == alias)) for other in met)
-        keys[alias if alias and same == 1 else key] = (name, value)
+    met = {
+        name: (short, value)
+        for name, value in hyperparams(tx).items()
+        if name not in in_state and (short := _short(name, route)) is not None
+    }
+    keys: dict[str, tuple[str, Any]] = {short: (name, value) for name, (short, value) in met.items()}
+    for alias, found in _aliased(tx).items():
+        here = [name for name in found if name in met]
+        if len(here) == 1:
+            keys[alias] = keys.pop(met[here[0]][0])
     return keys
+
+
+_ALIASES = {"lr": ("scale_by_learning_rate", "learning_rate"), "weight_decay": ("add_decayed_weights", "weight_decay")}
+
+
+def _aliased(tx: Transform, prefix: str = "") -> dict[str, list[str]]:
+    """The dotted names of the numbers that have a short key: which transform they belong to decides, not its name."""
+    found: dict[str, list[str]] = {alias: [] for alias in _ALIASES}
+    for name, part in zip(part_names(tx), tx._parts, strict=True):
+        if isinstance(part, Transform):
+            for alias, names in _aliased(part, f"{prefix}{name}.").items():
+                found[alias] += names
+        for alias, (factory, argument) in _ALIASES.items():
+            if (tx.name, name) == (factory, argument) and not isinstance(part, Recorded):
+                found[alias].append(prefix + name)
+    return found
 
 
 def _short(name: str, route: Mapping[str, Any]) -> str | None:

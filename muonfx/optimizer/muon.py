@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,9 +11,10 @@ from torch import nn
 
 from muonfx import polar
 from muonfx.optimizer.adapter import TransformOptimizer
-from muonfx.optimizer.groups import NamedParameters, resolve_groups
+from muonfx.optimizer.groups import NamedParameters, named_pairs, resolve_groups
 from muonfx.recipes import muon_with_adamw
-from muonfx.select import default_labels
+from muonfx.select import Labels, default_labels
+from muonfx.transforms._matrices import Blocks, Dims
 
 __all__ = ["Muon"]
 
@@ -31,6 +33,9 @@ class Muon(TransformOptimizer):
         rule: as in `muonfx.scale_by_shape`.
         coefficients: of the Newton-Schulz iteration, as in `muonfx.orthogonalize`.
         dtype: of the iteration, as in `muonfx.orthogonalize`.
+        dims: as in `muonfx.orthogonalize`: ``{"*.experts.*": ((-2,), (-1,))}`` for stacks of matrices, which would
+            otherwise be flattened as convolutions are.
+        blocks: as in `muonfx.orthogonalize`: ``{"*.qkv.weight": 3}`` for fused matrices.
         rules: (predicate, label) pairs that come before the default routing; labels are "muon", "adamw" and None.
         donate_grads: as in `TransformOptimizer`.
         bucket_bytes: as in `TransformOptimizer`.
@@ -57,13 +62,18 @@ class Muon(TransformOptimizer):
         rule: str = "match_rms_adamw",
         coefficients: str | polar.Coefficients = "polar_express_5",
         dtype: torch.dtype | str = "auto",
+        dims: Dims | Mapping[str, Dims] | None = None,
+        blocks: Blocks | Mapping[str, Blocks] | None = None,
         rules: Iterable[tuple[Any, str | None]] = (),
         donate_grads: bool = False,
         bucket_bytes: int | None = None,
     ) -> None:
+        if len(betas) != 2:
+            raise ValueError(f"betas must be AdamW's two decays, found {betas!r}")
         if not isinstance(params, nn.Module):
             params = resolve_groups(params)
         named = params if isinstance(params, nn.Module) else {n: p for group in params for n, p in group["params"]}
+        self._rules = list(rules)
         tx = muon_with_adamw(
             lr,
             adamw_lr,
@@ -75,6 +85,22 @@ class Muon(TransformOptimizer):
             rule=rule,
             coefficients=coefficients,
             dtype=dtype,
-            labels=default_labels(named, list(rules)),
+            dims=dims,
+            blocks=blocks,
+            labels=default_labels(named, self._rules),
         )
-        super().__init__(params, tx, donate_grads=donate_grads, bucket_bytes=bucket_bytes)
+        with warnings.catch_warnings():  # a model without embeddings, or without matrices, is nothing to warn of here
+            warnings.filterwarnings("ignore", message="partition: no parameter has the label")
+            super().__init__(params, tx, donate_grads=donate_grads, bucket_bytes=bucket_bytes)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, routed as at construction; see `TransformOptimizer.add_param_group`."""
+        before = self.tx
+        if self._ready:
+            new = default_labels(dict(named_pairs(param_group["params"])), self._rules)
+            self.tx = self.tx.replace(labels=Labels({**self.tx.arguments["labels"], **new}))
+        try:
+            super().add_param_group(param_group)
+        except Exception:
+            self.tx = before
+            raise

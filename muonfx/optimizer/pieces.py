@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from torch import Tensor
@@ -18,6 +18,10 @@ class Piece(NamedTuple):
 
     tx: Transform
     names: list[str] | None
+
+    def members(self, updates: Mapping[str, Tensor | None]) -> Iterable[str]:
+        """The names of its leaves, among those of all updates."""
+        return updates if self.names is None else self.names
 
 
 class Segment(NamedTuple):

@@ -11,7 +11,7 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.tree import PyTree
 
-__all__ = ["by_path", "matched", "path_of"]
+__all__ = ["by_path", "matched", "path_of", "saved_groups"]
 
 
 def path_of(entries: tuple[Any, ...]) -> str:
@@ -24,27 +24,59 @@ def by_path(state: PyTree) -> dict[str, Any]:
     return {path_of(path): leaf for path, leaf in zip(tree.paths(state), tree.leaves(state), strict=True)}
 
 
-def matched(
-    groups: list[dict[str, Any]], state: Mapping[Tensor, dict[str, Any]], given: Mapping[str, Any]
-) -> list[tuple[Tensor, Tensor]]:
-    """Pair this optimizer's state leaves with the given values, or raise an error that lists every difference."""
-    saved = given["param_groups"]
-    if [len(group["params"]) for group in groups] != [len(group["params"]) for group in saved]:
+def saved_groups(groups: list[dict[str, Any]], given: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The groups of a state dict in the order of an optimizer's own, matched by the names of their parameters.
+
+    Raises:
+        ValueError: the state dict is none, or its groups hold other parameters.
+    """
+    if not {"state", "param_groups"} <= given.keys():
+        raise ValueError(f"expected a state dict with 'state' and 'param_groups', found the keys {sorted(given)}")
+    saved: list[dict[str, Any]] = list(given["param_groups"])
+    if not all("param_names" in old for old in saved):
+        if [len(group["params"]) for group in groups] == [len(old["params"]) for old in saved]:
+            return saved
         raise ValueError(
-            f"the state has groups of {[len(group['params']) for group in saved]} parameters, this optimizer of "
+            f"the state has groups of {[len(old['params']) for old in saved]} parameters, this optimizer of "
             f"{[len(group['params']) for group in groups]}; was it made by another optimizer or for another model?"
         )
+    left, found = list(saved), list[dict[str, Any]]()
+    for group in groups:
+        names = set(group["param_names"])
+        match = next((old for old in left if set(old["param_names"]) == names), None)
+        if match is None:
+            absent = sorted(names - {name for old in saved for name in old["param_names"]})
+            detail = f"it has no {', '.join(map(repr, absent[:5]))}" if absent else "it groups them in another way"
+            raise ValueError(
+                f"nothing was loaded: the state has no group of the {len(names)} parameters "
+                f"{', '.join(sorted(names)[:3])}, ...: {detail}; was it made by another optimizer or for another model?"
+            )
+        left.remove(match)
+        found.append(match)
+    if left:
+        further = ", ".join(left[0]["param_names"][:5])
+        raise ValueError(f"nothing was loaded: the state has a further group, of {further}")
+    return found
+
+
+def matched(
+    groups: list[dict[str, Any]],
+    keys: list[dict[str, str]],
+    state: Mapping[Tensor, dict[str, Any]],
+    given: Mapping[str, Any],
+) -> list[tuple[Tensor, Tensor]]:
+    """Pair an optimizer's state leaves with the values of a state dict, or raise an error that lists every difference.
+
+    Parameters are found by name, in whatever order, where the state dict has names; else by position. Of the entries of
+    a group only the hyperparameters, ``keys``, must be there: schedulers add entries of their own.
+    """
     wrong: list[str] = []
     pairs: list[tuple[Tensor, Tensor]] = []
-    for group, old in zip(groups, saved, strict=True):
-        wrong += [
-            f"unknown hyperparameter {key!r}" for key in old.keys() - group.keys() - {"initial_lr", "param_names"}
-        ]
-        wrong += [
-            f"missing hyperparameter {key!r}"
-            for key in group.keys() - old.keys() - {"initial_lr", "param_names", "label"}
-        ]
-        for name, param, index in zip(group["param_names"], group["params"], old["params"], strict=True):
+    for group, own, old in zip(groups, keys, saved_groups(groups, given), strict=True):
+        wrong += [f"missing hyperparameter {key!r}" for key in own.keys() - old.keys()]
+        index_of = dict(zip(old.get("param_names", group["param_names"]), old["params"], strict=True))
+        for name, param in zip(group["param_names"], group["params"], strict=True):
+            index = index_of[name]
             have, want = given["state"].get(index, {}), state[param]
             wrong += [f"{name!r} has no {key!r}" for key in want.keys() - have.keys()]
             wrong += [f"{name!r} has an unexpected {key!r}" for key in have.keys() - want.keys()]

@@ -29,15 +29,11 @@ def widen(updates: list[Tensor], stored: list[Tensor]) -> tuple[list[Tensor], li
     kinds = {(x.dtype, y.dtype) for x, y in zip(updates, stored, strict=True)}
     if len(kinds) == 1:
         ((given, kept),) = kinds
-        wide = _wide(given, kept)
+        wide = ew.wide_dtype(given, kept)
         return ew.cast(updates, wide), ew.cast(stored, wide), given != wide
-    each = [_wide(x.dtype, y.dtype) for x, y in zip(updates, stored, strict=True)]
+    each = [ew.wide_dtype(x.dtype, y.dtype) for x, y in zip(updates, stored, strict=True)]
     new = ew.cast(updates, each)
     return new, ew.cast(stored, each), all(a is not b for a, b in zip(new, updates, strict=True))
-
-
-def _wide(a: torch.dtype, b: torch.dtype) -> torch.dtype:
-    return torch.promote_types(torch.promote_types(a, b), torch.float32)
 
 
 def store(values: list[Tensor], old: Sequence[Tensor], *, reuse: bool) -> list[Tensor]:

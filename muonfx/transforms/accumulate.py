@@ -10,10 +10,9 @@ from torch import Tensor
 from muonfx import checks, tree
 from muonfx import elementwise as ew
 from muonfx.core import NOTHING, Donation, Locality, Transform, transform
-from muonfx.hyperparams import device_of
 from muonfx.tracing import is_wrapped
 from muonfx.transforms._pinned import store, widen, zeros
-from muonfx.tree import Present, PyTree
+from muonfx.tree import Present, PyTree, device_of
 
 __all__ = ["AccumulateState", "accumulate"]
 
@@ -118,6 +117,11 @@ def _ever_seen(updates: PyTree, gathered: AccumulateState) -> list[Any]:
     return [s if leaf is None and n and s is not None else leaf for leaf, n, s in zip(leaves, seen, sums, strict=True)]
 
 
+def _beside(number: Tensor, total: Tensor) -> Tensor:
+    """A host scalar to compute with a device tensor: as a kernel's argument, with no copy to the device and no wait."""
+    return number if torch.compiler.is_compiling() or not is_wrapped(number) else number.to(total.device)
+
+
 class _Act(NamedTuple):
     """The two things that one call can do, and the ways to choose between them."""
 
@@ -140,9 +144,7 @@ class _Act(NamedTuple):
         treedef = tree.flatten(self.updates)[1]
         number = gathered.count.to(torch.float64)
         combined = [
-            None
-            if dtype is None
-            else ((total / number.to(total.device, total.dtype)) if self.mean else total).to(dtype)
+            None if dtype is None else ((total / _beside(number, total)) if self.mean else total.clone()).to(dtype)
             for dtype, total in zip(self._dtypes(), tree.leaves(gathered.sums), strict=True)
         ]
         out, inner_state = self.inner.run(

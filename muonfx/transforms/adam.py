@@ -10,9 +10,8 @@ from torch import Tensor
 from muonfx import checks
 from muonfx import elementwise as ew
 from muonfx.core import NOTHING, Donation, Locality, transform
-from muonfx.hyperparams import device_of
 from muonfx.transforms._pinned import new_count, power, store, widen, zeros
-from muonfx.tree import Present, PyTree
+from muonfx.tree import Present, PyTree, device_of
 
 __all__ = ["AdamState", "scale_by_adam"]
 
@@ -57,7 +56,9 @@ def scale_by_adam(
         ValueError: an argument is out of range.
         TypeError: a dtype is not floating point.
 
-    Follows Kingma and Ba (arXiv 1412.6980); equal to ``torch.optim.AdamW`` without its weight decay.
+    Follows Kingma and Ba (arXiv 1412.6980); equal to ``torch.optim.AdamW`` without its weight decay wherever every
+    parameter has a gradient at every step. The count t is one for all parameters, as in Optax: one that gets its first
+    gradient late is corrected for steps that it did not see, which torch, with a count for each, does not do.
 
     Example:
         >>> import muonfx as mfx

@@ -86,6 +86,9 @@ def master_params(inner: Transform, dtype: torch.dtype = torch.float32):
         inner: the whole chain, the learning rate included.
         dtype: the master's dtype.
 
+    The master counts: parameters that are written to from outside after `init`, say by loading weights, are brought
+    back to it by the next update. Load first, or `init` again.
+
     Returns:
         A transform of the inner one's locality whose updates have the master's dtype, not the gradients'.
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from muonfx import checks
 from muonfx import elementwise as ew
-from muonfx.core import NOTHING, Donation, EmptyState, Locality, sum_over_leaves, transform
+from muonfx.core import NOTHING, Donation, EmptyState, Locality, no_state, sum_over_leaves, transform
 from muonfx.tree import Present, PyTree, map
 
 __all__ = ["clip_by_block_rms", "clip_by_global_norm", "clip_by_value", "global_norm"]
@@ -17,11 +17,8 @@ __all__ = ["clip_by_block_rms", "clip_by_global_norm", "clip_by_value", "global_
 SumOverLeaves = Callable[[PyTree], Tensor]
 
 
-def _no_state(params: PyTree) -> EmptyState:
-    return EmptyState()
-
-
-def _positive(name: str, value: float | Tensor) -> None:
+def positive(name: str, value: float | Tensor) -> None:
+    """Require a finite number above 0."""
     checks.at_least(name, value, 0.0)
     if not isinstance(value, Tensor) and value == 0.0:
         raise ValueError(f"{name} must be above 0, found {value!r}")
@@ -41,13 +38,13 @@ def clip_by_value(limit: float):
     >>> mfx.clip_by_value(1.0).update({"w": torch.tensor([-3.0, 0.5])}, mfx.EmptyState())[0]
     {'w': tensor([-1.0000,  0.5000])}
     """
-    _positive("limit", limit)
+    positive("limit", limit)
 
     def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
         at = Present(updates)
         return at.fill(ew.clamp(at.pick(updates), -limit, limit)), state
 
-    return _no_state, update
+    return no_state, update
 
 
 @transform(locality=Locality.LEAF)
@@ -66,19 +63,19 @@ def clip_by_block_rms(threshold: float):
     >>> mfx.clip_by_block_rms(1.0).update({"w": torch.full((2,), 3.0)}, mfx.EmptyState())[0]
     {'w': tensor([1., 1.])}
     """
-    _positive("threshold", threshold)
+    positive("threshold", threshold)
 
     def clip(leaf: Tensor) -> Tensor:
         if leaf.numel() == 0:
             return leaf
-        wide = leaf.to(torch.promote_types(leaf.dtype, torch.float32))
+        wide = leaf.to(ew.wide_dtype(leaf.dtype))
         ratio = ew.safe_sqrt(wide.square().mean()) / threshold
         return (wide / ratio.clamp(min=1.0)).to(leaf.dtype)
 
     def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
         return map(clip, updates), state
 
-    return _no_state, update
+    return no_state, update
 
 
 @transform(locality=Locality.TREE)
@@ -87,7 +84,8 @@ def clip_by_global_norm(max_norm: float):
 
     Args:
         max_norm: positive; the 2-norm over all elements of all leaves, accumulated in fp32 within a leaf and fp64 over
-            leaves. A NaN anywhere makes all updates NaN: put `skip_nonfinite` around the chain.
+            leaves, as ``torch.nn.utils.clip_grad_norm_`` does: elements beyond about 1e19 make it infinite, and all
+            updates zero. A NaN anywhere makes all updates NaN: put `skip_nonfinite` around the chain.
 
     Raises:
         ValueError: ``max_norm`` is not positive and finite.
@@ -96,7 +94,7 @@ def clip_by_global_norm(max_norm: float):
     >>> mfx.clip_by_global_norm(1.0).update({"w": torch.tensor([3.0, 4.0])}, mfx.EmptyState())[0]
     {'w': tensor([0.6000, 0.8000])}
     """
-    _positive("max_norm", max_norm)
+    positive("max_norm", max_norm)
 
     def update(
         updates: PyTree,
@@ -115,13 +113,18 @@ def clip_by_global_norm(max_norm: float):
         factor = torch.where(norm.isnan(), norm, factor)
         return at.fill(ew.cast_like(ew.mul(leaves, factor, reuse=donate.updates), leaves)), state
 
-    return _no_state, update
+    return no_state, update
 
 
 def squared_norms(updates: PyTree) -> PyTree:
     """The squared 2-norm of each leaf, as a tree of 0-d tensors, fp64 where the device has it."""
     at = Present(updates)
-    return at.fill([_precise(norm).square() for norm in ew.norms(at.pick(updates))])
+    found = ew.norms(at.pick(updates))
+    if (
+        len({norm.device for norm in found}) == 1 and not torch.compiler.is_compiling()
+    ):  # three launches, not three a leaf
+        return at.fill(list(_precise(torch.stack(found)).square().unbind()))
+    return at.fill([_precise(norm).square() for norm in found])
 
 
 def global_norm(updates: PyTree) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +13,7 @@ from muonfx.core import NOTHING, Donation, Locality, Transform, transform
 from muonfx.partition import resolve_mask
 from muonfx.schedules import Schedule
 from muonfx.select.predicates import Predicate
+from muonfx.transforms.clip import positive
 from muonfx.transforms.scale import scheduled
 from muonfx.tree import Present, PyTree
 
@@ -52,6 +53,8 @@ def add_decayed_weights(
     def decay(updates: PyTree, params: PyTree, factor: Any, donate: Donation) -> PyTree:
         if params is None:
             raise ValueError("add_decayed_weights needs the parameters: call update(updates, state, params)")
+        if isinstance(factor, float) and factor == 0.0:
+            return updates
         leaves, treedef = tree.flatten(updates)
         at = Present([leaf if use else None for leaf, use in zip(leaves, decays(params), strict=True)])
         chosen, weights = at.pick(leaves), at.pick(tree.leaves(params))
@@ -59,6 +62,13 @@ def add_decayed_weights(
         return tree.unflatten(treedef, at.fill(added, leaves))
 
     return scheduled(weight_decay, decay, prepare=decays)
+
+
+def _within(tx: Transform) -> Iterator[Transform]:
+    yield tx
+    for part in tx._parts:
+        if isinstance(part, Transform):
+            yield from _within(part)
 
 
 @transform(locality=lambda inner, min_share: max(Locality.LEAF, inner.locality))
@@ -74,7 +84,7 @@ def cautious(inner: Transform, min_share: float = 1e-3):
         min_share: the share is taken to be at least this, so that few survivors do not blow up.
 
     Raises:
-        ValueError: ``min_share`` is not finite or not positive.
+        ValueError: ``min_share`` is not finite or not positive, or the inner transform has a learning rate.
 
     Follows Cautious Optimizers (arXiv 2411.16085).
 
@@ -84,9 +94,12 @@ def cautious(inner: Transform, min_share: float = 1e-3):
         >>> tx.update({"w": torch.tensor([1.0, -1.0, 0.0, 2.0])}, tx.init({"w": torch.zeros(4)}))[0]["w"].tolist()
         [1.3333333730697632, -1.3333333730697632, 0.0, 2.6666667461395264]
     """
-    checks.at_least("min_share", min_share, 0.0)
-    if not isinstance(min_share, Tensor) and min_share == 0.0:
-        raise ValueError("min_share must be above 0, found 0.0")
+    positive("min_share", min_share)
+    if "scale_by_learning_rate" in {part.name for part in _within(inner)}:
+        raise ValueError(
+            "cautious: inner turns downhill (scale_by_learning_rate), so all that agrees with the gradient would be "
+            "dropped; put the learning rate behind: chain(cautious(...), scale_by_learning_rate(...))"
+        )
 
     def init(params: PyTree) -> PyTree:
         return inner._functions[0](params)

@@ -10,9 +10,8 @@ from torch import Tensor
 from muonfx import checks
 from muonfx import elementwise as ew
 from muonfx.core import NOTHING, Donation, Locality, transform
-from muonfx.hyperparams import device_of
 from muonfx.transforms._pinned import new_count, power, store, widen, zeros
-from muonfx.tree import Present, PyTree
+from muonfx.tree import Present, PyTree, device_of
 
 __all__ = ["DebiasedMomentumState", "MomentumState", "momentum"]
 
@@ -53,6 +52,7 @@ def momentum(
         nesterov: look one step ahead.
         debias: divide by the weight that the average has gathered, as Adam does; with Nesterov both terms, as NAdam
             does: $\beta m_t / (1 - \beta^{t+1}) + (1 - \beta) g_t / (1 - \beta^t)$.
+            The count t is one for all parameters.
         heavy_ball: sum instead of averaging; it has no bias to correct.
         dtype: the dtype of the state, pinned at `init`; None pins each parameter's own. The arithmetic is done in the
             wider of gradient and state, at least fp32.

@@ -11,9 +11,8 @@ from torch import Tensor
 from muonfx import elementwise as ew
 from muonfx import tree
 from muonfx.core import NOTHING, Donation, Locality, sum_over_leaves, transform
-from muonfx.hyperparams import device_of
 from muonfx.transforms.clip import squared_norms
-from muonfx.tree import PyTree
+from muonfx.tree import PyTree, device_of
 
 __all__ = ["METRICS", "MonitorState", "metrics", "monitor"]
 
@@ -42,9 +41,7 @@ def _rms(updates: PyTree, total: Sum) -> Tensor:
 def _matrices(updates: PyTree) -> list[Tensor]:
     """The leaves of two dims and more as (rows, columns) with rows <= columns, in fp32 at least, at spectral scale."""
     wide = [
-        u.reshape(u.shape[0], -1).to(torch.promote_types(u.dtype, torch.float32))
-        for u in tree.tensors(updates)
-        if u.ndim >= 2 and u.numel()
+        u.reshape(u.shape[0], -1).to(ew.wide_dtype(u.dtype)) for u in tree.tensors(updates) if u.ndim >= 2 and u.numel()
     ]
     return [m.mT if m.shape[0] > m.shape[1] else m for m in wide]
 

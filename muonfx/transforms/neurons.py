@@ -90,7 +90,7 @@ def normalize_neurons(
 def _normalize(
     matrix: Tensor, nu: Tensor, decay: float | Tensor, eps: float | Tensor, keep_norm: bool
 ) -> tuple[Tensor, Tensor]:
-    wide = torch.promote_types(torch.promote_types(matrix.dtype, nu.dtype), torch.float32)
+    wide = ew.wide_dtype(matrix.dtype, nu.dtype)
     u, old = matrix.to(wide), nu.to(wide)
     if u.numel() == 0:
         return u, old

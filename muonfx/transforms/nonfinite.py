@@ -10,9 +10,8 @@ from torch import Tensor
 
 from muonfx import elementwise as ew
 from muonfx.core import NOTHING, Donation, Locality, Transform, transform
-from muonfx.hyperparams import device_of
 from muonfx.transforms._pinned import new_count
-from muonfx.tree import Present, PyTree, map
+from muonfx.tree import Present, PyTree, device_of, map
 
 __all__ = ["SkipNonfiniteState", "skip_nonfinite"]
 
@@ -33,7 +32,8 @@ def skip_nonfinite(inner: Transform):
     """Leave the state of a transform bitwise as it was, and update nothing, when any gradient is NaN or infinite.
 
     Nothing is read back from the device: old or new is selected there. So the inner transform runs at every step, on
-    zeros where the step is skipped, and its old state cannot be donated to it.
+    zeros where the step is skipped, and its old state cannot be donated to it. Around `accumulate`, whose counters
+    are in host memory, the selection waits for the device: ``accumulate(skip_nonfinite(...), k)`` does not.
 
     Args:
         inner: usually the whole chain, so that one bad leaf skips the whole step.

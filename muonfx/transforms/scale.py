@@ -11,11 +11,10 @@ from torch import Tensor
 from muonfx import checks
 from muonfx import elementwise as ew
 from muonfx.core import NOTHING, Donation, EmptyState, Locality, transform
-from muonfx.hyperparams import device_of
 from muonfx.schedules import Schedule
 from muonfx.transforms._matrices import Blocks, Dims, matrix_locality, view_as_matrices
 from muonfx.transforms._pinned import new_count
-from muonfx.tree import Present, PyTree
+from muonfx.tree import Present, PyTree, device_of
 
 __all__ = [
     "SHAPE_RULES",
