@@ -1,0 +1,144 @@
+"""The config of a run, and the command line that makes one."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from gpt import HEAD
+from runs import CHECKPOINT, cores, read_metrics
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+# Peak learning rates of the hidden matrices and of all the rest: each optimizer's best on one grid (see README.md).
+TUNED = {"muon": (0.01, 0.06), "adamw": (0.005, 0.06), "normuon": (0.01, 0.06), "torch-muon": (0.01, 0.06)}
+COMPARED = ("muon", "adamw", "torch-muon")
+
+
+@dataclass(frozen=True)
+class Config:
+    """What a run computes follows from this alone. A checkpoint stores it, and ``--resume`` takes it from there."""
+
+    optimizer: str = "muon"
+    lr: float = TUNED["muon"][0]
+    rest_lr: float = TUNED["muon"][1]
+    weight_decay: float = 0.1
+    max_norm: float = 1.0
+    steps: int = 600
+    batch: int = 16
+    context: int = 256
+    width: int = 128
+    depth: int = 4
+    dtype: str = "fp32"
+    seed: int = 0
+    validate_every: int = 50
+    validation_batches: int = 16
+    threads: int = 2
+    text: str = ""  # "": the standard library
+
+
+DEFAULT = Config()
+QUICK = {"steps": 40, "batch": 8, "context": 64, "width": 64, "depth": 2, "validate_every": 10, "validation_batches": 4}
+
+
+def tuned(config: Config, optimizer: str) -> Config:
+    """The same config for another optimizer, with that one's learning rates."""
+    lr, rest_lr = TUNED[optimizer]
+    return dataclasses.replace(config, optimizer=optimizer, lr=lr, rest_lr=rest_lr)
+
+
+def parse(arguments: list[str] | None) -> tuple[Config, Path, argparse.Namespace]:
+    """Resolve the command line, or exit with code 2 and a sentence that says what is wrong."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    given = {name: value for name, value in vars(options).items() if name in DEFAULT.__dataclass_fields__}
+    if options.compare and (clash := sorted(given.keys() & {"optimizer", "lr", "rest_lr"})):
+        parser.error(f"--compare has its own optimizers and learning rates: leave out {', '.join(map(_flag, clash))}")
+    if given.get("width", HEAD) % HEAD:
+        parser.error(f"--width must be a multiple of {HEAD}, the size of an attention head, found {given['width']}")
+
+    optimizer = given.get("optimizer", DEFAULT.optimizer)
+    changes: dict[str, Any] = (QUICK if options.quick else {}) | given
+    config = dataclasses.replace(tuned(DEFAULT, optimizer), threads=cores(), **changes)
+    name = f"{'quick' if options.quick else 'gpt'}-{'compare' if options.compare else optimizer}"
+    out = getattr(options, "out", Path("runs") / name)
+    if options.resume and not options.compare:
+        config = _resumed(parser, out, given)
+    elif not options.resume:
+        for stale in [*out.glob(CHECKPOINT), *out.glob(f"*/{CHECKPOINT}")]:
+            stale.unlink()  # a new run begins here: what --resume finds later is to be this one's
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        parser.error(f"--out {out}: {problem.strerror}")
+    return config, out, options
+
+
+def _parser() -> argparse.ArgumentParser:
+    about = "Train a small byte-level GPT with Muon on the source of Python's standard library."
+    parser = argparse.ArgumentParser(description=about, argument_default=argparse.SUPPRESS)
+
+    def add(name: str, kind: Any, what: str, **more: Any) -> None:
+        default = getattr(DEFAULT, name.strip("-").replace("-", "_"), None)
+        parser.add_argument(
+            name, type=kind, help=what + ("" if default in (None, "") else f"; default: {default}"), **more
+        )
+
+    def switch(name: str, what: str) -> None:
+        parser.add_argument(name, action="store_true", default=False, help=what)
+
+    add("--optimizer", str, "which one", choices=list(TUNED))
+    switch("--compare", f"train with each of {', '.join(COMPARED)}, on one picture and in one table")
+    switch("--quick", "a tiny model and a few seconds, to see that everything works")
+    tune = {"type": _positive(float), "metavar": "RATE"}
+    parser.add_argument("--lr", help="peak learning rate of the hidden matrices; default: tuned", **tune)
+    parser.add_argument("--rest-lr", help="peak learning rate of all other parameters; default: tuned", **tune)
+    add("--dtype", str, "of the parameters; bf16 keeps an fp32 master of them", choices=list(DTYPES))
+    add("--steps", _positive(int), "training steps")
+    add("--batch", _positive(int), "sequences a step")
+    add("--context", _positive(int), "bytes a sequence")
+    add("--width", _positive(int), f"of the model, a multiple of {HEAD}")
+    add("--depth", _positive(int), "blocks of the model")
+    add("--seed", int, "of weights, batches and sample")
+    add("--text", str, "train on the .py, .txt and .md files of a folder instead", metavar="FOLDER")
+    add("--out", Path, "where to write; default: runs/gpt-<optimizer>", metavar="FOLDER")
+    parser.add_argument(
+        "--save-every", type=_positive(int), default=100, metavar="STEPS", help="checkpoint; default: %(default)s"
+    )
+    switch("--resume", "go on from the checkpoint in the folder, bit for bit as if never stopped")
+    return parser
+
+
+def _resumed(parser: argparse.ArgumentParser, out: Path, given: dict[str, Any]) -> Config:
+    """The config of the run in a folder, which the options that were given must not contradict."""
+
+    def fail(what: str) -> NoReturn:
+        parser.error(f"--resume: {what}")
+
+    if not (out / CHECKPOINT).exists():
+        fail(f"there is no {CHECKPOINT} in {out}; name the run's folder with --out, or leave out --resume")
+    config = Config(**read_metrics(out / CHECKPOINT)["config"])
+    for name, value in given.items():
+        if value != getattr(config, name):
+            fail(f"the run in {out} has {_flag(name)} {getattr(config, name)}, found {value}; leave it out")
+    return config
+
+
+def _positive(kind: type[int] | type[float]) -> Any:
+    """Parse a number above zero."""
+
+    def number(text: str) -> float:
+        if not kind(text) > 0:
+            raise ValueError
+        return kind(text)
+
+    number.__name__ = f"{kind.__name__} above 0"  # argparse says: invalid int above 0 value
+    return number
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,187 @@
+"""A run: what it measures, how it is shown, and how it is kept on disk.
+
+A checkpoint is one safetensors file: parameters and optimizer state under their dotted names, and everything else as
+JSON in its header. Every file is written beside its name and then moved there, so that a run that is killed while it
+writes leaves the old one whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from text import Corpus
+from tqdm import tqdm
+
+import muonfx as mfx
+
+CHECKPOINT = "checkpoint.safetensors"
+TRAINING = ("forward and backward", "optimizer")
+
+
+@dataclass
+class Run:
+    """What a run has measured so far."""
+
+    config: Any
+    corpus: Corpus
+    parameters: int
+    train_losses: list[float] = field(default_factory=list)
+    validation: list[dict[str, float]] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*TRAINING, "validation", "wall"), 0.0))
+    _seen: float = field(default_factory=time.perf_counter)
+
+    @property
+    def step(self) -> int:
+        """How many steps are done."""
+        return len(self.train_losses)
+
+    @property
+    def training_seconds(self) -> float:
+        """Seconds spent in training steps."""
+        return sum(self.seconds[part] for part in TRAINING)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Bytes trained on, by second of training step."""
+        return self.step * self.config.batch * self.config.context / (self.training_seconds or 1.0)
+
+    @contextmanager
+    def timing(self, what: str) -> Iterator[None]:
+        """Add the seconds that the block takes."""
+        started = time.perf_counter()
+        yield
+        self.seconds[what] += time.perf_counter() - started
+
+    def add_validation(self, loss: float) -> None:
+        """Note a validation loss, and the step and the training seconds at which it was measured."""
+        self.validation.append({"step": self.step, "loss": loss, "seconds": round(self.training_seconds, 3)})
+
+    def metrics(self) -> dict[str, Any]:
+        """All that there is to tell, for a JSON file."""
+        now = time.perf_counter()
+        self.seconds["wall"] += now - self._seen
+        self._seen = now
+        shares = self.training_seconds or 1.0
+        return {
+            "config": dataclasses.asdict(self.config),
+            "versions": {"python": platform.python_version(), "torch": torch.__version__, "muonfx": mfx.__version__},
+            "text": {
+                "digest": self.corpus.digest,
+                "train_bytes": len(self.corpus.train),
+                "train_files": len(self.corpus.train_files),
+                "validation_bytes": len(self.corpus.validation),
+                "validation_files": len(self.corpus.validation_files),
+            },
+            "parameters": self.parameters,
+            "steps_done": self.step,
+            "final_train_loss": self.train_losses[-1] if self.train_losses else None,
+            "final_validation_loss": self.validation[-1]["loss"] if self.validation else None,
+            "tokens_per_second": round(self.tokens_per_second, 1),
+            "optimizer_share_of_step": round(self.seconds["optimizer"] / shares, 4),
+            "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
+            "validation": self.validation,
+            "train_losses": self.train_losses,
+        }
+
+    def save(self, path: Path, tensors: Any) -> None:
+        """Write a checkpoint: the tensors of a tree under their names, and the metrics."""
+        leaves = (leaf.contiguous() for leaf in mfx.tree.leaves(tensors))
+        part = path.with_suffix(".part")
+        save_file(
+            dict(zip(mfx.tree.names(tensors), leaves, strict=True)), part, {"metrics": json.dumps(self.metrics())}
+        )
+        os.replace(part, path)
+
+    def load(self, path: Path, tensors: Any) -> None:
+        """Fill a freshly made tree from a checkpoint, and take over its history.
+
+        Raises:
+            ValueError: the checkpoint has other tensors or another text; nothing has been filled then.
+        """
+        past = read_metrics(path)
+        if past["text"]["digest"] != self.corpus.digest:
+            raise ValueError(f"{path.name} was trained on another text than is here now (another Python version?)")
+        with safe_open(path, framework="pt") as file:
+            saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+        fresh = dict(zip(mfx.tree.names(tensors), mfx.tree.leaves(tensors), strict=True))
+        if mfx.tree.spec(fresh) != mfx.tree.spec(saved):
+            raise ValueError(f"{path.name} has tensors of other names, shapes or dtypes than this model and optimizer")
+        for name, leaf in fresh.items():
+            leaf.copy_(saved[name])
+        self.train_losses, self.validation, self.seconds = past["train_losses"], past["validation"], past["seconds"]
+
+
+def read_metrics(path: Path) -> dict[str, Any]:
+    """Read the metrics in a checkpoint's header, and none of its tensors."""
+    with safe_open(path, framework="pt") as file:
+        return json.loads(file.metadata()["metrics"])
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file, whole or not at all."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file, whole or not at all; a list of numbers takes one line."""
+    lines = [f"  {json.dumps(key)}: {json.dumps(item)}" for key, item in value.items()]
+    write_text(path, "{\n" + ",\n".join(lines) + "\n}\n")
+
+
+@contextmanager
+def ctrl_c() -> Iterator[Callable[[], bool]]:
+    """Turn Ctrl-C into a question to ask between steps, so that no step is left half done; the second ends at once."""
+    pressed: list[int] = []
+
+    def handle(number: int, frame: Any) -> None:
+        pressed.append(number)
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield lambda: bool(pressed)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def progress_bar(run: Run) -> Iterator[Callable[[float], None]]:
+    """Show a bar; what it yields takes the learning rate of the step that is done."""
+    name = f"{run.config.optimizer:<10}"
+    with tqdm(total=run.config.steps, initial=run.step, desc=name, unit="step", dynamic_ncols=True) as bar:
+
+        def show(lr: float) -> None:
+            parts = [f"loss {run.train_losses[-1]:.3f}", f"lr {lr:.1e}", f"{run.tokens_per_second / 1e3:.1f}k tok/s"]
+            parts += [f"val {run.validation[-1]['loss']:.3f}"] if run.validation else []
+            bar.set_postfix_str(", ".join(parts), refresh=False)
+            bar.update()
+
+        yield show
+
+
+def cores(most: int = 4) -> int:
+    """How many threads to use: what OMP_NUM_THREADS says, else the cores that this process may use, up to ``most``."""
+    if "OMP_NUM_THREADS" in os.environ:
+        return torch.get_num_threads()
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:  # a container's share of the machine; threads beyond it only wait for each other
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        usable = min(usable, max(1, round(int(quota) / int(period))))
+    except (OSError, ValueError):
+        pass
+    return min(usable, most)

@@ -1,0 +1,178 @@
+"""Train a small byte-level GPT with Muon on the source of Python's standard library: two minutes on two CPU cores.
+
+``python examples/train_gpt.py`` starts it and ``--help`` lists the options. `make_optimizer` is the optimizer, `train`
+the loop. The model is in gpt.py, the text in text.py, what surrounds a run in runs.py and options.py.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+# Before torch is imported: threads that wait for each other sleep and do not spin. On two cores of which another
+# program takes one, that is five times faster; on idle ones it costs a few per cent.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import torch
+from baseline import TorchMuon
+from gpt import GPT, generate
+from options import COMPARED, DTYPES, Config, parse, tuned
+from plots import NAMES, plot_comparison, plot_run
+from runs import CHECKPOINT, Run, ctrl_c, progress_bar, write_json, write_text
+from text import Corpus, NoText, read_corpus
+from torch import Tensor
+from torch.func import functional_call, grad_and_value
+from torch.nn import functional as F
+
+import muonfx as mfx
+
+
+def schedule(config: Config, peak: float) -> mfx.Schedule:
+    """Warm up for a twentieth of the steps, hold, and fall to zero over the second half."""
+    warmup = max(1, config.steps // 20)
+    return mfx.warmup_stable_decay(peak, warmup, config.steps // 2, config.steps, start=peak / warmup)
+
+
+def make_optimizer(config: Config, labels: mfx.Labels) -> mfx.Transform | TorchMuon:
+    """Clip; a direction for the hidden matrices and one for the rest; decay; a learning rate for each of the two."""
+    hidden_rate, rest_rate = schedule(config, config.lr), schedule(config, config.rest_lr)
+    if config.optimizer == "torch-muon":
+        return TorchMuon(labels, hidden_rate, rest_rate, weight_decay=config.weight_decay, max_norm=config.max_norm)
+
+    # fp32 and not "auto", which times this CPU once a process: a resumed run must go on in what it began with.
+    muon = [mfx.momentum(0.95, nesterov=True), mfx.orthogonalize(dtype=torch.float32)]
+    hidden = {
+        "muon": mfx.chain(*muon, mfx.scale_by_shape("match_rms_adamw")),
+        "normuon": mfx.chain(*muon, mfx.normalize_neurons(0.95), mfx.scale_by_shape("match_rms_adamw")),
+        "adamw": mfx.scale_by_adam(0.9, 0.95),
+    }
+    rates = {"hidden": mfx.scale_by_learning_rate(hidden_rate), "rest": mfx.scale_by_learning_rate(rest_rate)}
+    tx = mfx.chain(
+        mfx.clip_by_global_norm(config.max_norm),
+        mfx.partition({"hidden": hidden[config.optimizer], "rest": mfx.scale_by_adam(0.9, 0.95)}, labels),
+        mfx.add_decayed_weights(config.weight_decay, mask=mfx.select.ndim(min=2)),
+        mfx.partition(rates, labels),
+    )
+    return tx if config.dtype == "fp32" else mfx.master_params(tx)
+
+
+def train(config: Config, out: Path, *, resume: bool = False, save_every: int = 100) -> dict[str, Any]:
+    """Train, validate, save, and return the metrics. Ctrl-C ends it between two steps, with a checkpoint."""
+    torch.set_num_threads(config.threads)
+    corpus = read_corpus(Path(config.text) if config.text else None)
+    judge = corpus.validation_batches(config.validation_batches, config.batch, config.context)
+    model = GPT(width=config.width, depth=config.depth, context=config.context, seed=config.seed)
+    labels = mfx.default_labels(model, muon="hidden", other="rest")
+    announce(config, corpus, labels, model)
+
+    params = {name: p.detach().to(DTYPES[config.dtype], copy=True) for name, p in model.named_parameters()}
+    tx = make_optimizer(config, labels)
+    state = tx.init(params)
+    run = Run(config, corpus, sum(p.numel() for p in params.values()))
+    if resume:
+        run.load(out / CHECKPOINT, {"params": params, "state": state})
+
+    def loss_of(params: dict[str, Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
+        logits = functional_call(model, params, (inputs,))
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+    with ctrl_c() as pressed, progress_bar(run) as show:
+        for step in range(run.step, config.steps):
+            inputs, targets = corpus.batch(config.seed, step, config.batch, config.context)
+            with run.timing("forward and backward"):
+                grads, loss = grad_and_value(loss_of)(params, inputs, targets)
+            with run.timing("optimizer"):
+                # Donated: nobody needs these gradients or the old state again, so their storage becomes the new ones'.
+                updates, state = tx.update(grads, state, params, donate=True)
+                params = mfx.apply_updates(params, updates, donate=True)
+            run.train_losses.append(loss.item())
+
+            last, stop = run.step == config.steps, pressed()
+            if last or run.step % config.validate_every == 0:
+                with run.timing("validation"):
+                    run.add_validation(sum(loss_of(params, *batch).item() for batch in judge) / len(judge))
+            if last or stop or run.step % save_every == 0:
+                run.save(out / CHECKPOINT, {"params": params, "state": state})
+            show(schedule(config, config.lr)(step))
+            if stop:
+                break
+    sample = generate(lambda text: functional_call(model, params, (text,)), config.context, config.seed)
+    return run.metrics() | {"sample": sample}
+
+
+def compare(config: Config, out: Path, *, resume: bool, save_every: int) -> bool:
+    """Train the same model with each optimizer, from the same weights on the same batches; False if stopped early."""
+    runs: dict[str, dict[str, Any]] = {}
+    for name in COMPARED:
+        own = out / name
+        own.mkdir(parents=True, exist_ok=True)
+        again = resume and (own / CHECKPOINT).exists()
+        runs[name] = train(tuned(config, name), own, resume=again, save_every=save_every)
+        if not finish(runs[name], own):
+            return False
+    write_json(out / "comparison.json", runs)
+    plot_comparison(runs, out / "comparison.png")
+    print(f"\n{'optimizer':<18}{'lr':>8}{'rest lr':>9}{'val loss':>10}{'seconds':>9}{'optimizer':>11}{'tokens/s':>10}")
+    for name, run in runs.items():
+        seconds = run["seconds"]["forward and backward"] + run["seconds"]["optimizer"]
+        print(
+            f"{NAMES[name]:<18}{run['config']['lr']:>8.4g}{run['config']['rest_lr']:>9.4g}"
+            f"{run['final_validation_loss']:>10.4f}{seconds:>9.1f}{run['optimizer_share_of_step']:>11.1%}"
+            f"{run['tokens_per_second']:>10.0f}"
+        )
+    print("seconds and optimizer: those spent in training steps, and the optimizer's share of them\n")
+    print(f"plot:       {out / 'comparison.png'}\nmetrics:    {out / 'comparison.json'}")
+    return True
+
+
+def announce(config: Config, corpus: Corpus, labels: mfx.Labels, model: GPT) -> None:
+    """Print what is about to be trained, on what, and which parameter goes where."""
+    print(f"{NAMES[config.optimizer]}, seed {config.seed}, {config.threads} threads: {corpus}\n")
+    rows, totals = mfx.select.format_labels(labels, model).split("\n\n")
+    shown = [row for row in rows.splitlines() if not row.startswith("blocks.") or row.startswith("blocks.0.")]
+    print("\n".join([*shown, f"... and so in each of {config.depth} blocks", "", totals, ""]), flush=True)
+
+
+def finish(metrics: dict[str, Any], out: Path) -> bool:
+    """Write metrics, sample and plot, print where they are, and say whether all steps are done."""
+    files = {"plot": "loss.png", "metrics": "metrics.json", "sample": "sample.txt", "checkpoint": CHECKPOINT}
+    write_json(out / files["metrics"], metrics)
+    write_text(out / files["sample"], metrics["sample"] + "\n")
+    plot_run(metrics, out / files["plot"])
+    complete = metrics["steps_done"] == metrics["config"]["steps"]
+    loss = metrics["final_validation_loss"]
+    if complete:
+        print(f"\n{' a sample of what it writes ':-^80}\n{metrics['sample']}\n{'':-^80}")
+    print(
+        f"\n{metrics['steps_done']} of {metrics['config']['steps']} steps, "
+        + (f"validation loss {loss:.4f} nats per byte, " if loss is not None else "")
+        + f"{metrics['tokens_per_second'] / 1e3:.1f}k tokens/s, {metrics['seconds']['wall']:.0f} s in all, "
+        f"optimizer {metrics['optimizer_share_of_step']:.1%} of a training step\n"
+    )
+    print("\n".join(f"{what + ':':<12}{out / name}" for what, name in files.items()), flush=True)
+    return complete
+
+
+def main(arguments: list[str] | None = None) -> int:
+    config, out, options = parse(arguments)
+    run = {"resume": options.resume, "save_every": options.save_every}
+    try:
+        complete = compare(config, out, **run) if options.compare else finish(train(config, out, **run), out)
+    except (NoText, ValueError) as problem:
+        print(f"train_gpt.py: error: {problem}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        return 130
+    if not complete:
+        again = [word for word in (sys.argv[1:] if arguments is None else arguments) if word != "--resume"]
+        print(f"\nstopped; to go on: python {shlex.join([sys.argv[0], *again, '--resume'])}")
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

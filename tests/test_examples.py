@@ -1,0 +1,318 @@
+"""The examples run, resume bit for bit, survive Ctrl-C, and say clearly what is wrong."""
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("tqdm")
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+CHECKPOINT = "checkpoint.safetensors"
+OPTIMIZERS = ["muon", "adamw", "normuon", "torch-muon"]
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch):
+    """Import a module of the examples, as train_gpt.py itself finds its neighbours."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    threads = torch.get_num_threads()
+    yield importlib.import_module
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def train_gpt(module):
+    return module("train_gpt")
+
+
+def start(*arguments: object) -> subprocess.Popen[str]:
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")]),
+    }
+    command = [sys.executable, str(EXAMPLES / "train_gpt.py"), *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def run(*arguments: object) -> tuple[int, str, str]:
+    process = start(*arguments)
+    out, err = process.communicate(timeout=240)
+    return process.returncode, out, err
+
+
+def metrics_of(folder: Path) -> dict:
+    return json.loads((folder / "metrics.json").read_text())
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    first, second = load_file(one / CHECKPOINT), load_file(other / CHECKPOINT)
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]), name
+    one_metrics, other_metrics = metrics_of(one), metrics_of(other)
+    for key in ("train_losses", "sample", "config", "steps_done", "final_validation_loss"):
+        assert one_metrics[key] == other_metrics[key], key
+    assert [(v["step"], v["loss"]) for v in one_metrics["validation"]] == [
+        (v["step"], v["loss"]) for v in other_metrics["validation"]
+    ]
+
+
+def interrupt_at(module: ModuleType, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """Press Ctrl-C while the batch of a step is drawn."""
+    batch = module.Corpus.batch
+
+    def press(self, seed, at, *sizes):
+        if at == step:
+            signal.raise_signal(signal.SIGINT)
+        return batch(self, seed, at, *sizes)
+
+    monkeypatch.setattr(module.Corpus, "batch", press)
+
+
+# ---------------------------------------------------------------------------------------------------- whole runs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_quick_run_learns_and_leaves_its_files(tmp_path: Path, optimizer: str) -> None:
+    code, out, err = run("--quick", "--optimizer", optimizer, "--out", tmp_path)
+    assert code == 0, err
+    for name in ("loss.png", "metrics.json", "sample.txt", CHECKPOINT):
+        assert (tmp_path / name).stat().st_size > 100
+        assert f"{tmp_path / name}\n" in out
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert not list(tmp_path.glob("*.part"))
+    assert "blocks.0.mlp.up.weight" in out
+    assert "step/s" in err  # the progress bar
+    assert "tok/s" in err
+    metrics = metrics_of(tmp_path)
+    assert metrics["config"]["optimizer"] == optimizer
+    assert metrics["config"]["seed"] == 0
+    assert metrics["versions"].keys() == {"python", "torch", "muonfx"}
+    assert len(metrics["train_losses"]) == metrics["steps_done"] == metrics["config"]["steps"]
+    assert metrics["train_losses"][0] == pytest.approx(5.545, abs=0.01)  # the head starts at zero: log 256
+    assert metrics["final_validation_loss"] < 3.3
+    assert [point["step"] for point in metrics["validation"]] == [10, 20, 30, 40]
+    assert metrics["final_validation_loss"] == metrics["validation"][-1]["loss"] < metrics["validation"][0]["loss"]
+    assert metrics["tokens_per_second"] > 0
+    assert 0 < metrics["optimizer_share_of_step"] < 1
+    assert metrics["seconds"]["wall"] >= metrics["seconds"]["validation"] > 0
+    assert metrics["sample"].startswith("def ")
+
+
+def test_bf16_parameters_learn_with_a_master_in_fp32(tmp_path: Path, train_gpt) -> None:
+    assert train_gpt.main(["--quick", "--steps", "15", "--dtype", "bf16", "--out", str(tmp_path)]) == 0
+    tensors = load_file(tmp_path / CHECKPOINT)
+    weight, master = (tensors[f"{part}.blocks.0.mlp.up.weight"] for part in ("params", "state.master"))
+    assert weight.dtype == torch.bfloat16
+    assert master.dtype == torch.float32
+    assert torch.equal(master.bfloat16(), weight)
+    assert metrics_of(tmp_path)["final_validation_loss"] < 4
+
+
+@pytest.mark.slow
+def test_a_comparison_has_one_table_and_one_picture(tmp_path: Path, train_gpt, capsys) -> None:
+    assert train_gpt.main(["--quick", "--compare", "--steps", "12", "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "comparison.png").exists()
+    runs = json.loads((tmp_path / "comparison.json").read_text())
+    assert list(runs) == ["muon", "adamw", "torch-muon"]
+    assert len({metrics["train_losses"][0] for metrics in runs.values()}) == 1  # the same weights, the same first batch
+    table = capsys.readouterr().out.split("val loss")[-1]
+    for metrics in runs.values():
+        assert f"{metrics['final_validation_loss']:.4f}" in table
+
+
+@pytest.mark.slow
+def test_an_interrupted_comparison_goes_on_where_it_stopped(tmp_path: Path, train_gpt, module, monkeypatch) -> None:
+    arguments = ["--quick", "--compare", "--steps", "6", "--out"]
+    with monkeypatch.context() as patched:
+        calls = iter(range(100))
+        original = module("text").Corpus.batch
+
+        def press(self, *given):
+            if next(calls) == 8:  # the third step of the second optimizer
+                signal.raise_signal(signal.SIGINT)
+            return original(self, *given)
+
+        patched.setattr(module("text").Corpus, "batch", press)
+        assert train_gpt.main([*arguments, str(tmp_path / "stopped")]) == 130
+    assert not (tmp_path / "stopped" / "comparison.json").exists()
+    assert train_gpt.main([*arguments, str(tmp_path / "stopped"), "--resume"]) == 0
+    assert train_gpt.main([*arguments, str(tmp_path / "whole")]) == 0
+    for name in ("muon", "adamw", "torch-muon"):
+        assert_same_run(tmp_path / "stopped" / name, tmp_path / "whole" / name)
+
+
+def test_the_torch_baseline_and_muonfx_with_its_coefficients_go_the_same_way(
+    tmp_path: Path, train_gpt, monkeypatch
+) -> None:
+    original = train_gpt.mfx.orthogonalize
+    monkeypatch.setattr(train_gpt.mfx, "orthogonalize", lambda **more: original(coefficients="keller", **more))
+    losses = {}
+    for name in ("muon", "torch-muon"):
+        assert train_gpt.main(["--quick", "--steps", "8", "--optimizer", name, "--out", str(tmp_path / name)]) == 0
+        losses[name] = metrics_of(tmp_path / name)["train_losses"]
+    # torch.optim.Muon iterates in bf16.
+    assert losses["muon"] == pytest.approx(losses["torch-muon"], abs=5e-3)
+
+
+# ---------------------------------------------------------------------------------------------------- stop and resume
+
+
+@pytest.mark.parametrize(("optimizer", "dtype"), [("muon", "fp32"), ("normuon", "bf16"), ("torch-muon", "fp32")])
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(
+    tmp_path: Path, train_gpt, module, monkeypatch, capsys, optimizer: str, dtype: str
+) -> None:
+    arguments = ["--quick", "--steps", "14", "--optimizer", optimizer, "--dtype", dtype, "--out"]
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    assert train_gpt.main([*arguments, str(whole)]) == 0
+    with monkeypatch.context() as patched:
+        interrupt_at(module("text"), patched, step=6)
+        assert train_gpt.main([*arguments, str(stopped)]) == 130
+    assert metrics_of(stopped)["steps_done"] == 7  # the step that was under way is done
+    assert "--resume" in capsys.readouterr().out
+    assert (stopped / "loss.png").exists()
+    assert train_gpt.main(["--resume", "--out", str(stopped)]) == 0
+    assert_same_run(whole, stopped)
+
+
+def test_two_runs_with_one_seed_are_bitwise_equal_and_another_seed_differs(tmp_path: Path, train_gpt) -> None:
+    for folder, seed in (("a", "1"), ("b", "1"), ("c", "2")):
+        assert train_gpt.main(["--quick", "--steps", "4", "--seed", seed, "--out", str(tmp_path / folder)]) == 0
+    assert_same_run(tmp_path / "a", tmp_path / "b")
+    assert metrics_of(tmp_path / "a")["train_losses"] != metrics_of(tmp_path / "c")["train_losses"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="sends SIGINT to another process")
+def test_ctrl_c_leaves_a_checkpoint_from_which_the_run_goes_on(tmp_path: Path) -> None:
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    process = start("--quick", "--steps", 150, "--save-every", 3, "--out", stopped)
+    until = time.monotonic() + 120
+    while not (stopped / CHECKPOINT).exists() and process.poll() is None and time.monotonic() < until:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err
+    assert "to go on: python" in out
+    done = metrics_of(stopped)["steps_done"]
+    assert 3 <= done < 150
+    assert "params.head.weight" in load_file(stopped / CHECKPOINT)
+    assert run("--resume", "--out", stopped)[0] == 0
+    assert run("--quick", "--steps", 150, "--out", whole)[0] == 0
+    assert_same_run(whole, stopped)
+
+
+# ---------------------------------------------------------------------------------------------------- the text
+
+
+def test_the_split_is_the_same_every_time_and_disjoint(module) -> None:
+    text = module("text")
+    one, other = text.read_corpus(), text.read_corpus()
+    assert one.digest == other.digest
+    assert torch.equal(one.train, other.train)
+    assert torch.equal(one.validation, other.validation)
+    assert not set(one.train_files) & set(one.validation_files)
+    assert one.train_files == sorted(one.train_files)
+    assert 0.02 < len(one.validation) / len(one.train) < 0.3
+    assert "argparse.py" in one.train_files + one.validation_files
+    assert not [name for name in one.train_files if "test" in name.split("/") or "site-packages" in name]
+
+
+def test_the_split_depends_on_the_path_alone(tmp_path: Path, module) -> None:
+    text = module("text")
+    for name in [f"part{i}/file{j}.py" for i in range(6) for j in range(10)]:
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("x = 1\n" * 2000)
+    before = text.read_corpus(tmp_path)
+    for name in (*before.train_files[::2], *before.validation_files[1:]):
+        (tmp_path / name).write_text("y = 2\n" * 5000)
+    (tmp_path / "part0" / "new.py").write_text("z = 3\n")
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "excluded.py").write_text("no\n")
+    after = text.read_corpus(tmp_path)
+    files = set(after.train_files + after.validation_files)
+    assert files == set(before.train_files + before.validation_files) | {"part0/new.py"}
+    assert set(after.validation_files) - {"part0/new.py"} == set(before.validation_files)
+    assert after.digest != before.digest
+
+
+def test_a_batch_is_a_function_of_seed_and_step(module) -> None:
+    corpus = module("text").read_corpus()
+    inputs, targets = corpus.batch(0, 5, 4, 32)
+    assert inputs.shape == targets.shape == (4, 32)
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    assert torch.equal(inputs, corpus.batch(0, 5, 4, 32)[0])
+    for seed, step in ((0, 6), (1, 5), (2**32, 5)):  # a torch generator would take the last seed for the first
+        assert not torch.equal(inputs, corpus.batch(seed, step, 4, 32)[0])
+
+
+def test_validation_windows_cover_the_text_evenly(module) -> None:
+    corpus = module("text").read_corpus()
+    batches = corpus.validation_batches(3, 4, 16)
+    assert len(batches) == 3
+    assert torch.equal(batches[0][0][0], corpus.validation[:16].long())
+    assert len({tuple(row.tolist()) for inputs, _ in batches for row in inputs}) == 12
+
+
+# ---------------------------------------------------------------------------------------------------- what is wrong
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--optimizer", "sgd"], "invalid choice: 'sgd'"),
+        (["--steps", "0"], "int above 0"),
+        (["--width", "100"], "multiple of 32"),
+        (["--compare", "--lr", "0.1"], "leave out --lr"),
+        (["--resume"], "there is no checkpoint.safetensors"),
+    ],
+)
+def test_a_bad_option_is_named_and_the_exit_code_is_2(tmp_path: Path, train_gpt, capsys, arguments, message) -> None:
+    with pytest.raises(SystemExit) as caught:
+        train_gpt.main([*arguments, "--out", str(tmp_path / "run")])
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_resume_does_not_accept_an_option_that_contradicts_the_run(tmp_path: Path, train_gpt, capsys) -> None:
+    assert train_gpt.main(["--quick", "--steps", "3", "--out", str(tmp_path)]) == 0
+    with pytest.raises(SystemExit) as caught:
+        train_gpt.main(["--resume", "--width", "128", "--out", str(tmp_path)])
+    assert caught.value.code == 2
+    assert "has --width 64, found 128" in capsys.readouterr().err
+
+
+def test_a_folder_without_text_is_a_clear_error(tmp_path: Path, train_gpt, capsys) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert train_gpt.main(["--quick", "--text", str(empty), "--out", str(tmp_path / "run")]) == 2
+    assert "too little text" in capsys.readouterr().err
+
+
+def test_a_standard_library_in_a_zip_file_is_a_clear_error(tmp_path: Path, module, monkeypatch) -> None:
+    text = module("text")
+    monkeypatch.setattr(text.sysconfig, "get_path", lambda name: str(tmp_path / "python311.zip"))
+    with pytest.raises(text.NoText, match=r"zip file.*--text FOLDER"):
+        text.read_corpus()
+
+
+@pytest.mark.slow
+def test_the_program_itself_exits_with_2(tmp_path: Path) -> None:
+    code, out, err = run("--resume", "--out", tmp_path)
+    assert (code, out) == (2, "")
+    assert "there is no checkpoint.safetensors" in err
+    assert "Traceback" not in err
