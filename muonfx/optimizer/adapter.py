@@ -95,6 +95,8 @@ class TransformOptimizer(torch.optim.Optimizer):
         self.donate_grads = donate_grads
         self.bucket_bytes = bucket_bytes
         self._ready = False
+        # In a dict: torch.compile replays what is put into one, but not what is assigned to an optimizer's attributes.
+        self._live: dict[str, Any] = {}
         groups = resolve_groups(params)
         named = {name: param for group in groups for name, param in group["params"]}
         if not named:
@@ -111,11 +113,10 @@ class TransformOptimizer(torch.optim.Optimizer):
             "bucket_bytes",
             "_ready",
             "_routes",
-            "_state",
+            "_live",
             "_keys",
             "_segments",
             "_slots",
-            "_shown",
             "_left_out",
         )
         kept = {name: self.__dict__[name] for name in (*ours, "_rules") if name in self.__dict__}
@@ -179,7 +180,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         """Make the state for all parameters, keeping what there was, and everything that follows from the groups."""
         named = self._named()
         old = by_path(self._state) if self._ready else {}
-        self._state: PyTree = self.tx.init(named)
+        self._live["state"] = self.tx.init(named)
         new = by_path(self._state)
         self._adopt({path: leaf for path, leaf in old.items() if path in new and leaf.shape == new[path].shape})
         self._keys: list[dict[str, str]] = [
@@ -197,13 +198,13 @@ class TransformOptimizer(torch.optim.Optimizer):
         paths = tree.paths(self._state)
         found, treedef = tree.flatten(self._state)
         found = [leaves.get(path_of(path), leaf) for path, leaf in zip(paths, found, strict=True)]
-        self._state = tree.unflatten(treedef, found)
+        self._live["state"] = tree.unflatten(treedef, found)
         named = self._named()
         self._slots: list[tuple[Tensor | None, str]] = []
         for path in paths:
             owner = named.get(path[-1]) if path and isinstance(path[-1], str) else None
             self._slots.append((owner, path_of(path if owner is None else path[:-1])))
-        self._shown = found
+        self._live["shown"] = found
         for param in named.values():
             self.state[param] = {}
         for (owner, key), leaf in zip(self._slots, found, strict=True):
@@ -222,6 +223,10 @@ class TransformOptimizer(torch.optim.Optimizer):
 
     def _route_of(self, group: Mapping[str, Any]) -> Route:
         return self._routes[group["param_names"][0]] if group["param_names"] else {}
+
+    @property
+    def _state(self) -> PyTree:
+        return self._live["state"]
 
     # ----------------------------------------------------------------------------------------------------- stepping
 
@@ -339,16 +344,16 @@ class TransformOptimizer(torch.optim.Optimizer):
                     results.update({name: out[name] for name in piece.members(updates)})
                 del mine, out  # not beside those of the next piece
             after = tree.unflatten(treedef, leaves)
-        self._state = segment.with_state(self._state, after)
+        self._live["state"] = segment.with_state(self._state, after)
         return results
 
     def _publish(self) -> None:
         """Show the leaves that are new objects in ``self.state``."""
         leaves = tree.leaves(self._state)
-        for (owner, key), new, shown in zip(self._slots, leaves, self._shown, strict=True):
+        for (owner, key), new, shown in zip(self._slots, leaves, self._live["shown"], strict=True):
             if new is not shown:
                 self._place(owner, key, new)
-        self._shown = leaves
+        self._live["shown"] = leaves
 
     def _check(self, updates: Mapping[str, Tensor | None]) -> None:
         grads = [grad for grad in updates.values() if grad is not None]
