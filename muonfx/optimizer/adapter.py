@@ -1,4 +1,4 @@
-"""Any transform as a ``torch.optim.Optimizer``.
+"""Any transform as a ``torch.optim.Optimizer``: one class, long because torch's interface is wide.
 
 The names of this file: a *route* is what a parameter's labels are in the transform's partitions; parameters of one
 route form a *group*, unless the caller gave groups. A *hyperparameter* is a numeric argument of the transform; each
