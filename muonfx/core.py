@@ -1,4 +1,4 @@
-"""Transforms of updates, and how they are put together: long, because the contract and what rests on it are read together.
+"""Transforms of updates and how they are put together; long, as the contract is read with what rests on it.
 
 A `Transform` is two pure functions and a declaration:
 
