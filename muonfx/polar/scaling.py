@@ -114,7 +114,8 @@ def frobenius_normalized_in_place(xs: list[torch.Tensor], compute: torch.dtype, 
     if compute != xs[0].dtype:  # round at the door
         torch._foreach_copy_(slots, xs)
         torch._foreach_copy_(xs, slots)
-    powers = power_of_two(torch.stack(torch._foreach_norm(xs, float("inf"))))
+    low, high = zip(*(torch.aminmax(x) for x in xs), strict=True)  # on CPUs the infinity norm takes 30 times as long
+    powers = power_of_two(torch.maximum(torch.stack(high), -torch.stack(low)))
     torch._foreach_mul_(xs, list(powers.unbind()))
     totals = torch.stack(torch._foreach_norm(xs, 2)).square()
     torch._foreach_mul_(xs, list(_inverse_root(totals, safety).unbind()))
