@@ -216,9 +216,7 @@ class Transform(Recorded):
             self.check_extras(extras)
         given = Donation.of(donate)
         if given.updates and any(_overlaps(update) for update in tree.tensors(updates)):
-            given = Donation(
-                updates=False, state=given.state
-            )  # an expanded gradient has no storage of its own to reuse
+            given = given._replace(updates=False)  # an expanded gradient has no storage of its own to reuse
         out, new_state = self.run(updates, state, params, donate=given, **extras)
         if given.state or torch.compiler.is_compiling():
             return out, new_state

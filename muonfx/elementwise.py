@@ -1,10 +1,10 @@
 """Elementwise arithmetic on lists of tensors: one call for a whole model.
 
-Every function takes lists of equal length and returns a list. With ``reuse=True`` the first list is overwritten and
-returned: the caller has been given its storage (donation). Plain tensors go through torch's ``_foreach_`` operators,
-which pay Python and launch overhead once for the list; ``torch.func`` transforms and autograd, which those operators
-do not support everywhere, go leaf by leaf. Both ways compute the same formula. A scalar is a Python number or a 0-d
-tensor.
+Every function takes lists of equal length and returns a list. With ``reuse=True`` the first list (in `div` the
+second) is overwritten and returned: the caller has been given its storage (donation). Plain tensors go through
+torch's ``_foreach_`` operators, which pay Python and launch overhead once for the list; ``torch.func`` transforms and
+autograd, which those operators do not support everywhere, go leaf by leaf. Both ways compute the same formula. A
+scalar is a Python number or a 0-d tensor.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from muonfx.core import NOTHING, Donation, Transform, transform, widest
 from muonfx.recorded import part_names
 from muonfx.select.params import read_params
 from muonfx.select.predicates import Predicate
+from muonfx.select.rules import listing
 from muonfx.tree import PyTree
 
 __all__ = ["masked", "partition", "resolve_mask", "routes"]
@@ -91,14 +92,14 @@ class _Assignment:
     def _by_name(self, given: Mapping[str, Any], names: list[str]) -> list[Any]:
         missing = [name for name in names if name not in given]
         if missing:
-            raise ValueError(f"{self.what}: no value for {_some(missing)}; every parameter needs one")
+            raise ValueError(f"{self.what}: no value for {listing(missing)}; every parameter needs one")
         return [given[name] for name in names]
 
     def _by_structure(self, given: PyTree, params: PyTree) -> list[Any]:
         if tree.flatten(given)[1] != tree.flatten(params)[1]:
             raise ValueError(
                 f"{self.what}: expected a tree of the structure of the parameters or a mapping by their dotted names, "
-                f"found a tree with leaves {_some(tree.names(given))}, for parameters {_some(tree.names(params))}"
+                f"found a tree with leaves {listing(tree.names(given))}, for parameters {listing(tree.names(params))}"
             )
         return tree.leaves(given)
 
@@ -119,11 +120,6 @@ def _assignment(what: str, given: Any, kinds: type | tuple[type, ...]) -> _Assig
             if len(_KEPT) > 64:
                 _KEPT.popitem(last=False)
     return found
-
-
-def _some(names: Iterable[str]) -> str:
-    names = list(names)
-    return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _part(names: list[str], chosen: list[Any], value: Any, values: PyTree) -> dict[str, Any]:
@@ -176,7 +172,7 @@ def partition(transforms: dict[str, Transform], labels: PyTree | Mapping[str, st
         for name, label in zip(names, chosen, strict=True):
             if label is not None and label not in transforms:
                 raise ValueError(
-                    f"partition: {name!r} has the label {label!r}; the transforms are for {_some(transforms)}"
+                    f"partition: {name!r} has the label {label!r}; the transforms are for {listing(list(transforms))}"
                 )
         return names, chosen
 

@@ -146,19 +146,27 @@ def test_schedulers_keep_each_groups_own_base_rate():
             [torch.optim.lr_scheduler.LinearLR(o, 0.1, total_iters=2), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)],
             [2],
         ),
-        lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o),
+        lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=2),
     ],
 )
-def test_every_kind_of_scheduler_drives_the_rate(make):
-    model = make_model()
-    optimizer = mfx.Muon(model, lr=0.02)
-    scheduler = make(optimizer)
-    plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+def test_every_kind_of_scheduler_drives_the_rate_as_it_drives_torchs_own(make):
+    model, twin = make_model(), make_model()
+    optimizer = mfx.Muon(model, lr=0.02, adamw_lr=1e-3)
+    rates = [
+        {"params": [param], "lr": g["lr"]} for g, param in zip(optimizer.param_groups, twin.parameters(), strict=False)
+    ]
+    reference = torch.optim.SGD(rates)
+    start = [group["lr"] for group in optimizer.param_groups]
+    ours, theirs = make(optimizer), make(reference)
+    plateau = [1.0] if isinstance(ours, torch.optim.lr_scheduler.ReduceLROnPlateau) else []
     for step in range(6):
         set_grads(model, step)
         optimizer.step()
-        scheduler.step(*([1.0] if plateau else []))
-    assert all(group["lr"] >= 0 for group in optimizer.param_groups)
+        reference.step()
+        ours.step(*plateau)
+        theirs.step(*plateau)
+        assert [g["lr"] for g in optimizer.param_groups] == [g["lr"] for g in reference.param_groups]
+    assert [group["lr"] for group in optimizer.param_groups] != start
 
 
 def test_a_groups_rate_scales_its_own_updates_only():

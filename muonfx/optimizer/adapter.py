@@ -87,7 +87,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         donate_grads: bool = False,
         bucket_bytes: int | None = None,
     ) -> None:
-        if not isinstance(tx, Transform):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not isinstance(tx, Transform):
             raise TypeError(f"tx must be a muonfx.Transform, found {tx!r}")
         if bucket_bytes is not None and bucket_bytes < 1:
             raise ValueError(f"bucket_bytes must be at least 1, found {bucket_bytes}")
@@ -144,9 +144,8 @@ class TransformOptimizer(torch.optim.Optimizer):
                 )
             together = {**named, **dict(pairs)}
             routes = routes_of(self.tx, together)
-            self.tx.init(
-                tree.map(lambda p: torch.empty_like(p, device="meta"), together)
-            )  # refuses what it cannot take
+            # Refuses what the transform cannot take, before anything is changed.
+            self.tx.init(tree.map(lambda p: torch.empty_like(p, device="meta"), together))
         parts = split_by_route(pairs, routes)
         own = [hyperparams_of(self.tx, routes[part[0][0]] if part else {}) for part in parts]
         known = {key for keys in own for key in keys}
@@ -155,7 +154,9 @@ class TransformOptimizer(torch.optim.Optimizer):
             raise ValueError(f"param_groups: unknown hyperparameter {', '.join(unknown)}; there are {there}")
         made = [{key: group.get(key, default) for key, (_, default) in keys.items()} for keys in own]
         for keys, values in zip(own, made, strict=True):
-            self._check_values({name: values[key] for key, (name, _) in keys.items()})
+            named_values = {name: values[key] for key, (name, _) in keys.items()}
+            self._check_shapes(named_values)
+            _valid(with_hyperparams(self.tx, named_values))
         rest = {key: group[key] for key in group.keys() & NOT_HYPERPARAMS}
         self._routes = routes
         for part, values in zip(parts, made, strict=True):
@@ -166,15 +167,14 @@ class TransformOptimizer(torch.optim.Optimizer):
         if self._ready:
             self._start()
 
-    def _check_values(self, values: Mapping[str, Any]) -> None:
-        """Raise for a hyperparameter that no transform takes, before anything is changed."""
+    def _check_shapes(self, values: Mapping[str, Any]) -> None:
+        """Refuse a tensor of other shape than the number that it stands for."""
         defaults = hyperparams(self.tx)
         for name, value in values.items():
             default = defaults[name]
             wanted = tuple(default.shape) if isinstance(default, Tensor) else ()
             if isinstance(value, Tensor) and tuple(value.shape) != wanted:
                 raise ValueError(f"{name} must be a number or a tensor of shape {wanted}, found {tuple(value.shape)}")
-        _valid(with_hyperparams(self.tx, values))
 
     def _start(self) -> None:
         """Make the state for all parameters, keeping what there was, and everything that follows from the groups."""
@@ -239,7 +239,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         if self._values is not None and _unchanged(values, self._values):
             return
         for group in values:
-            self._check_values(group)
+            self._check_shapes(group)
         self._plans = [self._plan(segment, values) for segment in self._segments]
         self._values = [dict(group) for group in values]
 
