@@ -1,0 +1,313 @@
+# pyright: basic, reportMissingImports=false
+# A kernel is Python's syntax with Triton's meaning, and Triton may not be there: strict types would only be in the way.
+"""The Triton kernel for symmetric products, and its launch.
+
+**What is computed.** `alpha P Q^T + beta C + identity I` for a batch of matrices, known by the caller to be symmetric. Of
+the `n x n` result only the tiles that hold something on or above the diagonal are computed, and each is stored twice:
+where it stands, and transposed at its mirror image. With `T = n / BLOCK_N` tiles a side that is `T (T + 1) / 2` tiles
+in place of `T^2`: `(1 + 1 / T) n^2 k` FLOPs in place of `2 n^2 k`.
+
+**Bitwise symmetry.** What lies below the diagonal is never a result of its own but a copy of what lies above: a tile
+off the diagonal is copied whole, and a tile on the diagonal overwrites its lower half with its transposed upper half.
+So the result is the upper triangle of the formula, mirrored, whatever the caller's promise was worth.
+
+**Order of the tiles.** A linear program id is matrix, then tile, then row block of the tile (a tile is `BLOCK_N` wide and
+high, a program computes `BLOCK_M` of its rows). The triangle is folded into a full rectangle of `(T + 1) // 2` rows: the
+rows of its lower half fit, turned round, exactly into the gap left of its upper half, so that integer divisions alone
+give a tile's place, and no program is launched in vain. The rectangle is walked in groups of `GROUP` rows, column by
+column, so that the programs that run at the same time share row and column panels of P and Q in the L2 cache.
+
+**Memory.** Loads follow the stride that is 1 (Triton specializes on it), for P as it is and for a transposed view alike;
+sides that are a multiple of the block need no mask (`EVEN_N`, `EVEN_K`). A transposed tile goes through `tl.trans`, that
+is through shared memory, so that both stores run along rows. On a diagonal tile of a Gram matrix one panel is loaded and
+used for both sides. Offsets are 64-bit wherever a stride or a batch index takes part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from muonfx.polar.kernels.tiles import BY_HAND, TILES, Tile, bucket, suited
+
+INTEGERS = (
+    *("n", "k", "p_batch", "p_stride", "q_batch", "q_stride"),
+    *("addend_batch", "addend_stride", "out_batch", "out_stride"),
+    *("n_bucket", "k_bucket", "batch_bucket"),
+)
+
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+"""Whether Triton's interpreter was on when this module was imported: its kernels are then numpy, on any device."""
+
+
+@triton.jit
+def upper_tile(index, tiles, GROUP: tl.constexpr):
+    """Row and column, `row <= column`, of tile number `index` of the `tiles * (tiles + 1) / 2` on or above the diagonal."""
+    even = 1 - tiles % 2
+    width = tiles + even
+    height = (tiles + 1) // 2
+    first = index // (GROUP * width) * GROUP
+    within = index % (GROUP * width)
+    rows = tl.minimum(height - first, GROUP)
+    row = first + within % rows
+    column = within // rows
+    if column < row + even:  # the part of the rectangle that holds the lower half of the triangle, turned round
+        i = tiles - row - even
+        j = tiles - 1 - column
+    else:
+        i = row
+        j = column - even
+    return i, j
+
+
+@triton.jit
+def _panel(matrix, rows, columns, stride, ALONG_COLUMNS: tl.constexpr):
+    """Pointers to a block of a matrix whose unit stride is along the columns, or else along the rows; 64 bits wide."""
+    if ALONG_COLUMNS:
+        return matrix + rows.to(tl.int64)[:, None] * stride + columns[None, :]
+    else:
+        return matrix + rows[:, None] + columns.to(tl.int64)[None, :] * stride
+
+
+@triton.jit
+def _inside(indices, size, EVEN: tl.constexpr):
+    """Which indices are there; where the blocks come out even, the compiler sees that all are, and drops the mask."""
+    return (indices < size) | EVEN
+
+
+@triton.jit
+def _dot(a, b, total):
+    """`total + a b^T`, summed in fp32; the interpreter multiplies the bit patterns of bf16, so there they are widened."""
+    if INTERPRETED:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, tl.trans(b), total, input_precision="ieee")
+
+
+@triton.jit(do_not_specialize=INTEGERS)
+def _kernel(
+    p,
+    q,
+    addend,
+    out,
+    n,
+    k,
+    p_batch,
+    p_stride,
+    q_batch,
+    q_stride,
+    addend_batch,
+    addend_stride,
+    out_batch,
+    out_stride,
+    alpha,
+    beta,
+    identity,
+    n_bucket,
+    k_bucket,
+    batch_bucket,
+    GRAM: tl.constexpr,
+    ADDEND: tl.constexpr,
+    P_ALONG_K: tl.constexpr,
+    Q_ALONG_K: tl.constexpr,
+    ADDEND_ALONG_COLUMNS: tl.constexpr,
+    ALIGN_N: tl.constexpr,
+    ALIGN_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    SHARE: tl.constexpr,
+):
+    n *= ALIGN_N
+    k *= ALIGN_K
+    SPLIT: tl.constexpr = BLOCK_N // BLOCK_M
+    tiles = tl.cdiv(n, BLOCK_N)
+    programs = tiles * (tiles + 1) // 2 * SPLIT
+    batch = (tl.program_id(0) // programs).to(tl.int64)
+    within = tl.program_id(0) % programs
+    i, j = upper_tile(within // SPLIT, tiles, GROUP)
+    on_diagonal = i == j
+    rows = i * BLOCK_N + within % SPLIT * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = j * BLOCK_N + tl.arange(0, BLOCK_N)
+    depths = tl.arange(0, BLOCK_K)
+    rows_inside = _inside(rows, n, EVEN_N)
+    columns_inside = _inside(columns, n, EVEN_N)
+
+    p_stride = p_stride.to(tl.int64) * ALIGN_K
+    q_stride = q_stride.to(tl.int64) * ALIGN_K
+    left = _panel(p + batch * p_batch * ALIGN_K, rows, depths, p_stride, P_ALONG_K)
+    right = _panel(q + batch * q_batch * ALIGN_K, columns, depths, q_stride, Q_ALONG_K)
+    left_step = BLOCK_K if P_ALONG_K else BLOCK_K * p_stride
+    right_step = BLOCK_K if Q_ALONG_K else BLOCK_K * q_stride
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    if GRAM and SHARE and SPLIT == 1 and on_diagonal:
+        for start in range(0, k, BLOCK_K):
+            depths_inside = _inside(depths, k - start, EVEN_K)
+            a = tl.load(left, mask=rows_inside[:, None] & depths_inside[None, :], other=0.0)
+            total = _dot(a, a, total)
+            left += left_step
+    else:
+        for start in range(0, k, BLOCK_K):
+            depths_inside = _inside(depths, k - start, EVEN_K)
+            a = tl.load(left, mask=rows_inside[:, None] & depths_inside[None, :], other=0.0)
+            b = tl.load(right, mask=columns_inside[:, None] & depths_inside[None, :], other=0.0)
+            total = _dot(a, b, total)
+            left += left_step
+            right += right_step
+
+    inside = rows_inside[:, None] & columns_inside[None, :]
+    total *= alpha
+    if ADDEND:
+        addend_stride = addend_stride.to(tl.int64) * ALIGN_N
+        c = _panel(addend + batch * addend_batch * ALIGN_N, rows, columns, addend_stride, ADDEND_ALONG_COLUMNS)
+        total += beta * tl.load(c, mask=inside, other=0.0).to(tl.float32)
+    total = tl.where(rows[:, None] == columns[None, :], total + identity, total)
+    value = total.to(out.dtype.element_ty)
+
+    out += batch * out_batch * ALIGN_N
+    out_stride = out_stride.to(tl.int64) * ALIGN_N
+    here = _panel(out, rows, columns, out_stride, True)
+    mirrored = _panel(out, columns, rows, out_stride, True)
+    mirrored_inside = columns_inside[:, None] & rows_inside[None, :]
+    if not on_diagonal:
+        tl.store(here, value, mask=inside)
+        tl.store(mirrored, tl.trans(value), mask=mirrored_inside)
+    elif SPLIT == 1:
+        upper = rows[:, None] <= columns[None, :]
+        tl.store(here, tl.where(upper, value, tl.trans(value)), mask=inside)
+    else:  # not square, so its mirror image lies partly in another program's tile: only the upper part is stored, twice
+        tl.store(here, value, mask=inside & (rows[:, None] <= columns[None, :]))
+        tl.store(mirrored, tl.trans(value), mask=mirrored_inside & (rows[None, :] <= columns[:, None]))
+
+
+def _even_n(args: dict[str, Any]) -> bool:
+    return args["n"] * args["ALIGN_N"] % args["BLOCK_N"] == 0
+
+
+def _even_k(args: dict[str, Any]) -> bool:
+    return args["k"] * args["ALIGN_K"] % args["BLOCK_K"] == 0
+
+
+_cut = triton.heuristics({"EVEN_N": _even_n, "EVEN_K": _even_k})(_kernel)
+
+
+def _config(tile: Tile) -> triton.Config:
+    return triton.Config(_blocks(tile), num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers)
+
+
+def _blocks(tile: Tile) -> dict[str, Any]:
+    return {
+        "BLOCK_M": tile.rows,
+        "BLOCK_N": tile.columns,
+        "BLOCK_K": tile.depth,
+        "GROUP": tile.group,
+        "SHARE": tile.share,
+    }
+
+
+def _suited(configs: list[triton.Config], args: dict[str, Any], **_: Any) -> list[triton.Config]:
+    chosen = {str(_config(tile)) for tile in suited(args["p"].dtype, args["n_bucket"])}
+    return [config for config in configs if str(config) in chosen]
+
+
+_tuned = triton.autotune(
+    [_config(tile) for tile in dict.fromkeys(tile for tiles in TILES.values() for tile in tiles)],
+    key=["n_bucket", "k_bucket", "batch_bucket", "ALIGN_K"],
+    prune_configs_by={"early_config_prune": _suited},
+    cache_results=True,
+)(_cut)
+
+
+class _Layout(NamedTuple):
+    """A batch of matrices that has a unit stride: where the next matrix and the next line begin."""
+
+    tensor: torch.Tensor
+    batch: int
+    stride: int
+    along_columns: bool
+
+
+def _layout(x: torch.Tensor) -> _Layout:
+    """Find the unit stride; where there is none, copy. A stride that no step is taken along counts as 0."""
+    batches, rows, columns = x.shape
+    if rows > 1 and columns > 1 and 1 not in x.stride()[1:]:
+        x = x.contiguous()
+    by_batch, by_row, by_column = x.stride()
+    along_columns = columns == 1 or by_column == 1
+    lines, stride = (rows, by_row) if along_columns else (columns, by_column)
+    return _Layout(x, by_batch if batches > 1 else 0, stride if lines > 1 else 0, along_columns)
+
+
+def _alignment(*numbers: int) -> int:
+    """The largest of 1, 2, 4, 8 that divides all: eight elements are 16 bytes at least, the widest load there is."""
+    return math.gcd(8, *numbers)
+
+
+def launch(
+    p: torch.Tensor,
+    q: torch.Tensor | None,
+    addend: torch.Tensor | None,
+    alpha: float,
+    beta: float,
+    identity: float,
+    out: torch.Tensor,
+    tile: Tile | None = None,
+) -> None:
+    """Enqueue the kernel: the checked arguments of `symmetric_matmul`, none of the tensors empty but along the sum.
+
+    Args:
+        p: `(b, n, k)`.
+        q: `(b, n, k)`, or None for `p`.
+        addend: `(b, n, n)`, or None.
+        alpha: the factor of the product.
+        beta: the factor of `addend`.
+        identity: what is added to the diagonal.
+        out: `(b, n, n)`, unit stride along the columns.
+        tile: how to cut the product; None takes the tile that was measured to be the fastest for such shapes, or
+            measures it now, and under the interpreter a small one.
+    """
+    batches, n, k = p.shape
+    left = _layout(p)
+    right = left if q is None else _layout(q)
+    result = _layout(out)
+    added = result if addend is None else _layout(addend)
+    align_k = _alignment(k, left.batch, left.stride, right.batch, right.stride)
+    align_n = _alignment(n, added.batch, added.stride, result.batch, result.stride)
+
+    def grid(meta: dict[str, Any]) -> tuple[int]:
+        tiles = triton.cdiv(n, meta["BLOCK_N"])
+        return (batches * (tiles * (tiles + 1) // 2) * (meta["BLOCK_N"] // meta["BLOCK_M"]),)
+
+    if tile is None and INTERPRETED.value:
+        tile = BY_HAND
+    chosen = {} if tile is None else {**_blocks(tile), "num_warps": tile.warps, "num_stages": tile.stages}
+    with _current(p.device):
+        (_tuned if tile is None else _cut)[grid](
+            *(left.tensor, right.tensor, added.tensor, out),
+            *(n // align_n, k // align_k),
+            *(left.batch // align_k, left.stride // align_k, right.batch // align_k, right.stride // align_k),
+            *(added.batch // align_n, added.stride // align_n, result.batch // align_n, result.stride // align_n),
+            *(alpha, beta, identity),
+            *(bucket(n), bucket(k), bucket(batches)),
+            GRAM=q is None,
+            ADDEND=addend is not None,
+            P_ALONG_K=left.along_columns,
+            Q_ALONG_K=right.along_columns,
+            ADDEND_ALONG_COLUMNS=added.along_columns,
+            ALIGN_N=align_n,
+            ALIGN_K=align_k,
+            **chosen,
+        )
+
+
+def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches on the current device, which need not be the tensors'."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
