@@ -10,6 +10,11 @@ import hypothesis
 import pytest
 import torch
 
+# Before muonfx is imported, which by way of torch.compile imports Triton: where no GPU is at hand, Triton's kernels run
+# in its interpreter.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 import muonfx as mfx
 
 torch.set_num_threads(1)

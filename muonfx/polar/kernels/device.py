@@ -1,4 +1,4 @@
-"""Whether the kernels can run on a device. Triton is imported only where the answer depends on it."""
+"""Whether the kernels can run on a device. They are imported, and Triton with them, where the answer depends on it."""
 
 from __future__ import annotations
 

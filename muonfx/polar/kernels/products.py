@@ -26,9 +26,9 @@ def symmetric_matmul(
 ) -> torch.Tensor:
     """`alpha p q^T + beta addend + identity I`, known to be symmetric, at half the FLOPs of a product.
 
-    Computed is the upper triangle of the formula; the lower one is its mirror image, so the result is bitwise symmetric,
-    and of `addend` only the upper triangle counts. Sums are in fp32, and fp32 products are IEEE: no tf32. NaN and
-    infinity stay in their matrix. One rounding, at the end.
+    Computed is the upper triangle of the formula; the lower one is its mirror image, so the result is bitwise
+    symmetric, and of `addend` only the upper triangle counts. Sums are in fp32, and fp32 products are IEEE: no tf32.
+    The result is rounded once, at the end. NaN and infinity stay in their matrix.
 
     For `A = x x^T` leave out `q`; for `a I + b A + c A^2` with a symmetric `A`, `symmetric_matmul(A, addend=A,
     alpha=c, beta=b, identity=a)`; a product of two symmetric matrices that commute is `symmetric_matmul(A, B)`. The
@@ -105,7 +105,8 @@ def _changes_nothing_but_out(*_: object) -> None:
 # Not torch.library.custom_op, whose layers in Python take longer (20 against 8 us) than many a product does.
 _LIBRARY = torch.library.Library("muonfx", "FRAGMENT")
 _LIBRARY.define(
-    "symmetric_matmul(Tensor p, Tensor? q, Tensor? addend, float alpha, float beta, float identity, Tensor(a!) out) -> ()",
+    "symmetric_matmul(Tensor p, Tensor? q, Tensor? addend, float alpha, float beta, float identity, Tensor(a!) out)"
+    " -> ()",
     tags=[torch.Tag.pt2_compliant_tag],
 )
 _LIBRARY.impl("symmetric_matmul", _launch, "CPU")
@@ -200,4 +201,5 @@ def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _span(x: torch.Tensor) -> tuple[int, int]:
     steps = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return x.storage_offset(), x.storage_offset() + steps
+    first = int(x.storage_offset())
+    return first, first + int(steps)

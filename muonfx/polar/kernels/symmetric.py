@@ -2,25 +2,28 @@
 # A kernel is Python's syntax with Triton's meaning, and Triton may not be there: strict types would only be in the way.
 """The Triton kernel for symmetric products, and its launch.
 
-**What is computed.** `alpha P Q^T + beta C + identity I` for a batch of matrices, known by the caller to be symmetric. Of
-the `n x n` result only the tiles that hold something on or above the diagonal are computed, and each is stored twice:
-where it stands, and transposed at its mirror image. With `T = n / BLOCK_N` tiles a side that is `T (T + 1) / 2` tiles
-in place of `T^2`: `(1 + 1 / T) n^2 k` FLOPs in place of `2 n^2 k`.
+**What is computed.** `alpha P Q^T + beta C + identity I` for a batch of matrices, known by the caller to be symmetric.
+Of the `n x n` result only the tiles that hold something on or above the diagonal are computed, and each is stored
+twice: where it stands, and transposed at its mirror image. With `T = n / BLOCK_N` tiles a side that is `T (T + 1) / 2`
+tiles in place of `T^2`: `(1 + 1 / T) n^2 k` FLOPs in place of `2 n^2 k`.
 
 **Bitwise symmetry.** What lies below the diagonal is never a result of its own but a copy of what lies above: a tile
 off the diagonal is copied whole, and a tile on the diagonal overwrites its lower half with its transposed upper half.
 So the result is the upper triangle of the formula, mirrored, whatever the caller's promise was worth.
 
-**Order of the tiles.** A linear program id is matrix, then tile, then row block of the tile (a tile is `BLOCK_N` wide and
-high, a program computes `BLOCK_M` of its rows). The triangle is folded into a full rectangle of `(T + 1) // 2` rows: the
-rows of its lower half fit, turned round, exactly into the gap left of its upper half, so that integer divisions alone
-give a tile's place, and no program is launched in vain. The rectangle is walked in groups of `GROUP` rows, column by
-column, so that the programs that run at the same time share row and column panels of P and Q in the L2 cache.
+**Order of the tiles.** A linear program id is matrix, then tile, then row block of the tile (a tile is `BLOCK_N` wide
+and high, a program computes `BLOCK_M` of its rows). The triangle is folded into a full rectangle of `(T + 1) // 2`
+rows: the rows of its lower half fit, turned round, exactly into the gap left of its upper half, so that integer
+divisions alone give a tile's place, and no program is launched in vain. The rectangle is walked in groups of `GROUP`
+rows, column by column, so that programs that run at the same time share panels of P and Q in the L2 cache.
 
-**Memory.** Loads follow the stride that is 1 (Triton specializes on it), for P as it is and for a transposed view alike;
-sides that are a multiple of the block need no mask (`EVEN_N`, `EVEN_K`). A transposed tile goes through `tl.trans`, that
-is through shared memory, so that both stores run along rows. On a diagonal tile of a Gram matrix one panel is loaded and
-used for both sides. Offsets are 64-bit wherever a stride or a batch index takes part.
+**Memory.** Loads follow the stride that is 1, for P as it is and for a transposed view alike. Sizes and strides arrive
+divided by their largest common power of two up to 8 (`ALIGN_N`, `ALIGN_K`) and are multiplied again here: so the
+compiler knows that a multiple of 8 is one, and moves 16 bytes at a time; with odd sizes the loads are narrow, and the
+kernel is slow and right. A side that is a multiple of the block needs no mask (`EVEN_N`, `EVEN_K`). A transposed tile
+goes through `tl.trans`, that is through shared memory, so that both stores run along rows. On a diagonal tile of a Gram
+matrix one panel may be loaded for both sides (`SHARE`). Offsets are 64-bit wherever a stride or a batch index takes
+part.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton import knobs
 
 from muonfx.polar.kernels.tiles import BY_HAND, TILES, Tile, bucket, suited
 
@@ -41,13 +45,13 @@ INTEGERS = (
     *("n_bucket", "k_bucket", "batch_bucket"),
 )
 
-INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
 """Whether Triton's interpreter was on when this module was imported: its kernels are then numpy, on any device."""
 
 
 @triton.jit
 def upper_tile(index, tiles, GROUP: tl.constexpr):
-    """Row and column, `row <= column`, of tile number `index` of the `tiles * (tiles + 1) / 2` on or above the diagonal."""
+    """Row and column, `row <= column`, of number `index` of the `tiles * (tiles + 1) / 2` on or above the diagonal."""
     even = 1 - tiles % 2
     width = tiles + even
     height = (tiles + 1) // 2
@@ -80,12 +84,35 @@ def _inside(indices, size, EVEN: tl.constexpr):
     return (indices < size) | EVEN
 
 
+# The interpreter multiplies the bit patterns of bf16 in place of its values, cuts where it should round, and gets
+# subnormal numbers wrong: there, bf16 is widened before a product, and both conversions are done on the bits.
+
+
+@triton.jit
+def _widened(x):
+    """`x` in fp32, exactly."""
+    if INTERPRETED and x.dtype == tl.bfloat16:
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _narrowed(x, DTYPE: tl.constexpr):
+    """`x`, which is fp32, rounded to nearest, ties to even."""
+    if INTERPRETED and tl.bfloat16 == DTYPE:
+        bits = x.to(tl.uint32, bitcast=True)
+        nearest = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
+        nan = 0x7FC0
+        return tl.where(x == x, nearest, nan).to(tl.uint16).to(DTYPE, bitcast=True)
+    return x.to(DTYPE)
+
+
 @triton.jit
 def _dot(a, b, total):
-    """`total + a b^T`, summed in fp32; the interpreter multiplies the bit patterns of bf16, so there they are widened."""
+    """`total + a b^T`, summed in fp32 without tf32."""
     if INTERPRETED:
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
+        a = _widened(a)
+        b = _widened(b)
     return tl.dot(a, tl.trans(b), total, input_precision="ieee")
 
 
@@ -168,9 +195,9 @@ def _kernel(
     if ADDEND:
         addend_stride = addend_stride.to(tl.int64) * ALIGN_N
         c = _panel(addend + batch * addend_batch * ALIGN_N, rows, columns, addend_stride, ADDEND_ALONG_COLUMNS)
-        total += beta * tl.load(c, mask=inside, other=0.0).to(tl.float32)
+        total += beta * _widened(tl.load(c, mask=inside, other=0.0))
     total = tl.where(rows[:, None] == columns[None, :], total + identity, total)
-    value = total.to(out.dtype.element_ty)
+    value = _narrowed(total, out.dtype.element_ty)
 
     out += batch * out_batch * ALIGN_N
     out_stride = out_stride.to(tl.int64) * ALIGN_N

@@ -1,11 +1,11 @@
 """How a product is cut into tiles: the candidates, and which of them a shape is tried with.
 
-The candidates are what the shared memory and the registers of compute capability 8.0 to 10.0 hold: a tile's loads take
-`stages * (rows + columns) * depth` elements of shared memory (96 to 228 KiB a multiprocessor), its sums `rows * columns`
-of the 65,536 registers. Each was compiled for 8.0, 9.0 and 10.0 and the listing read: loads are asynchronous and
-16 bytes wide, products run on the tensor cores (fp32: on the ordinary ones, as IEEE arithmetic demands), and no main
-loop spills. Which is fastest nobody can read from a listing, so Triton times the suited ones, once for each bucket of
-shapes, and remembers the winner on disk.
+The candidates are what the shared memory and the registers of compute capability 8.0 to 10.0 hold: a tile's loads
+take `stages * (rows + columns) * depth` elements of shared memory (99 to 227 KiB a program at most), its sums
+`rows * columns` of the 65,536 registers. Each was compiled for 8.0, 9.0 and 10.0 by Triton 3.7 and the listing read:
+where sizes are multiples of 8, loads are asynchronous and 16 bytes wide, products run on the tensor cores (fp32: on the
+ordinary ones, as IEEE arithmetic demands), and no main loop spills. Which is fastest nobody can read from a listing, so
+Triton times the suited ones, once for each bucket of shapes, and remembers the winner on disk.
 """
 
 from __future__ import annotations
