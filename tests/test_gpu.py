@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import muonfx as mfx
+from muonfx.polar.kernels import available, symmetric_matmul
+from muonfx.polar.kernels.tiles import TILES
 
 pytestmark = [
     pytest.mark.gpu,
@@ -107,3 +109,125 @@ def test_a_donated_step_takes_no_more_memory_than_torch_muon():
     theirs = peak(lambda params: torch.optim.Muon(list(params.values())))
     ours = peak(lambda params: mfx.TransformOptimizer(params, mfx.muon(1e-3, coefficients="keller", rule="original")))
     assert ours <= 1.1 * theirs, (ours, theirs)
+
+
+# ----------------------------------------------------------------------------------- symmetric products, by the kernels
+
+HALF = [torch.bfloat16, torch.float16]
+with_kernels = pytest.mark.skipif(
+    torch.cuda.is_available() and not available(torch.device("cuda")), reason="Triton is missing, or the GPU is too old"
+)
+
+
+def symmetric_case(b: int, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`p`, a symmetric addend, and `p p^T / 2 - addend + I` in float64 with the error that a result may have."""
+    p = torch.randn(b, n, k, device="cuda").to(dtype)
+    addend = torch.randn(b, n, n, device="cuda")
+    addend = (addend + addend.mT).to(dtype)
+    eye = torch.eye(n, device="cuda", dtype=torch.float64)
+    exact = p.double() @ p.double().mT / 2 - addend.double() + eye
+    size = p.double().abs() @ p.double().abs().mT / 2 + addend.double().abs() + eye
+    sums = 2 * (k + 4) * torch.finfo(torch.float32).eps * size
+    narrow = torch.finfo(dtype)
+    return p, addend, exact, sums + narrow.eps / 2 * (exact.abs() + sums) + narrow.smallest_normal * narrow.eps
+
+
+def assert_symmetric_and_close(found: Tensor, exact: Tensor, bound: Tensor) -> None:
+    assert torch.equal(found, found.mT)
+    assert ((found.double() - exact).abs() <= bound).all()
+
+
+@with_kernels
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32])
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 4096, 2048), (64, 512, 512), (2, 1000, 3000), (3, 129, 77), (1, 2047, 4001), (5, 3, 1), (1, 1, 5000)],
+    ids=str,
+)
+def test_a_symmetric_product_is_that_of_float64(shape: tuple[int, int, int], dtype: torch.dtype):
+    p, addend, exact, bound = symmetric_case(*shape, dtype)
+    for x in (p, p.mT.contiguous().mT, torch.stack([p, p], -1)[..., 0]):
+        assert_symmetric_and_close(symmetric_matmul(x, addend=addend, alpha=0.5, beta=-1.0, identity=1.0), exact, bound)
+    apart = symmetric_matmul(p, p.clone(), addend=addend.mT, alpha=0.5, beta=-1.0, identity=1.0)
+    assert_symmetric_and_close(apart, exact, bound)
+
+
+@with_kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(2, 512, 256), (2, 515, 259), (2, 520, 264)], ids=str)
+def test_every_tile_gives_the_symmetric_product(shape: tuple[int, int, int], dtype: torch.dtype):
+    from triton.runtime.errors import OutOfResources
+
+    from muonfx.polar.kernels.symmetric import launch
+
+    p, addend, exact, bound = symmetric_case(*shape, dtype)
+    fitted = 0
+    for tile in TILES[dtype]:
+        for q in (None, p.clone()):
+            out = torch.full_like(addend, torch.nan)
+            try:
+                launch(p, q, addend, 0.5, -1.0, 1.0, out, tile)
+            except OutOfResources:  # a smaller device than the tile is for
+                continue
+            fitted += 1
+            assert_symmetric_and_close(out, exact, bound)
+    assert fitted >= 4
+
+
+@with_kernels
+@pytest.mark.parametrize(("b", "n"), [(1, 47_104), (40, 8192)])
+def test_a_symmetric_product_may_have_more_entries_than_32_bits_count(b: int, n: int):
+    k = 64
+    if torch.cuda.mem_get_info()[0] < 4 * b * n * n:
+        pytest.skip("needs more memory")
+    p = torch.randn(b, n, k, device="cuda", dtype=torch.bfloat16)
+    found = symmetric_matmul(p)
+    some = torch.tensor([0, 1, n // 2, n - 129, n - 1], device="cuda")
+    for i in (0, b - 1):
+        exact = p[i, some].double() @ p[i].double().mT
+        torch.testing.assert_close(found[i, some].double(), exact, rtol=2**-8, atol=1e-3)
+        assert torch.equal(found[i, some], found[i][:, some].mT)
+
+
+@with_kernels
+def test_what_is_not_finite_stays_in_its_matrix_of_a_symmetric_product():
+    p = torch.randn(4, 300, 200, device="cuda", dtype=torch.bfloat16)
+    clean = symmetric_matmul(p)
+    p[2, 17, 5] = torch.nan
+    found = symmetric_matmul(p)
+    assert torch.equal(found[[0, 1, 3]], clean[[0, 1, 3]])
+    assert not found[2, 17].isfinite().any()
+
+
+@with_kernels
+def test_a_symmetric_product_never_waits_once_it_is_tuned():
+    p = torch.randn(8, 256, 320, device="cuda", dtype=torch.bfloat16)
+    expected = symmetric_matmul(p)
+    torch.cuda.synchronize()
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = symmetric_matmul(p)
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    assert torch.equal(found, expected)
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = symmetric_matmul(p)
+    p.mul_(2)
+    graph.replay()
+    assert torch.equal(captured, 4 * expected)
+
+
+@with_kernels
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_a_symmetric_product_compiles_into_one_graph():
+    def step(x: Tensor) -> Tensor:
+        gram = symmetric_matmul(x)
+        return symmetric_matmul(gram, addend=gram, alpha=2.0, beta=-4.5, identity=3.5) @ x
+
+    x = torch.randn(4, 256, 512, device="cuda", dtype=torch.bfloat16) / 40
+    torch.compiler.reset()
+    torch.testing.assert_close(torch.compile(step, fullgraph=True)(x), step(x))
+    torch.compiler.reset()

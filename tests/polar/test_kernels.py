@@ -5,6 +5,7 @@ The law is one: a result is the upper triangle of `alpha p q^T + beta addend + i
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -351,6 +352,13 @@ def test_without_grad_mode_parameters_are_welcome() -> None:
 
 
 # -------------------------------------------------------------------------------------------------------- availability
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is missing")
+def test_where_triton_is_there_the_kernels_are() -> None:
+    """Without this, a kernel that Triton refuses would be a run of skipped tests."""
+    old = DEVICE.type == "cuda" and torch.cuda.get_device_capability()[0] < 8
+    assert available(DEVICE) != old
 
 
 def test_other_devices_have_no_kernels() -> None:

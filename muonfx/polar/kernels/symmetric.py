@@ -315,7 +315,7 @@ def launch(
 
     if tile is None and INTERPRETED.value:
         tile = BY_HAND
-    chosen = {} if tile is None else {**_blocks(tile), "num_warps": tile.warps, "num_stages": tile.stages}
+    chosen: dict[str, Any] = {} if tile is None else _config(tile).all_kwargs()
     with _current(p.device):
         (_tuned if tile is None else _cut)[grid](
             *(left.tensor, right.tensor, added.tensor, out),

@@ -1,0 +1,144 @@
+"""Symmetric products on a CUDA device, against cuBLAS: ``python -m benchmarks.kernels [--rounds N] [--dtype D]``.
+
+TFLOP/s count the whole product, `2 b n^2 k`, for both sides, so that a kernel that leaves half of it out can pass the
+peak. The peak is what `torch.mm` reaches here on large squares, in the same process. A run is several calls enqueued
+one after the other, so that neither the clock nor an idle device is measured; the time to enqueue is, where it is
+longer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks.measure import interleaved, save, summary
+from muonfx.polar.kernels import available, symmetric_matmul
+
+CASES = ((64, 512, 512), (16, 1024, 1024), (1, 4096, 4096), (1, 4096, 16384), (1, 8192, 8192))
+"""`(b, n, k)`; the polynomial's matrices are `(b, n, n)`."""
+
+LINEAR, SQUARE = -4.7750, 2.0315
+"""The polynomial's `b` and `c`."""
+
+ENQUEUED = 1e13
+"""FLOPs in a run."""
+
+
+def repeated(call: Callable[[], object], flops: float) -> tuple[Callable[[], None], int]:
+    """The call so often in a row that `ENQUEUED` FLOPs are due, and how often that is."""
+    times = max(1, round(ENQUEUED / flops))
+
+    def run() -> None:
+        for _ in range(times):
+            call()
+
+    return run, times
+
+
+def peak(sizes: tuple[int, ...], dtype: torch.dtype, rounds: int, device: str) -> float:
+    """The most TFLOP/s of `torch.mm` on squares of some sizes."""
+    rates: list[float] = []
+    for n in sizes:
+        a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
+        run, times = repeated(partial(torch.mm, a, b, out=torch.empty_like(a)), 2 * n**3)
+        seconds = statistics.median(interleaved({"mm": run}, rounds=rounds)["mm"]) / times
+        rates.append(2e-12 * n**3 / seconds)
+    return max(rates)
+
+
+def error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """The relative Frobenius distance of the first matrix from its float64 counterpart."""
+    return ((found[0].double() - exact).norm() / exact.norm()).item()
+
+
+def measure(
+    name: str, shape: tuple[int, int, int], dtype: torch.dtype, rounds: int, best: float, device: str
+) -> dict[str, Any]:
+    """One row: the Gram matrix of `x`, or the polynomial of a symmetric matrix of the size of one."""
+    b, n, k = shape
+    x = torch.randn(shape, device=device, dtype=dtype) / k**0.5
+    out = {side: x.new_empty(b, n, n) for side in ("torch", "torch again", "muonfx")}
+    if name == "x x^T":
+        exact = x[0].double() @ x[0].double().mT
+        ours = partial(symmetric_matmul, x, out=out["muonfx"])
+        theirs = [partial(torch.bmm, x, x.mT, out=out[side]) for side in ("torch", "torch again")]
+    else:
+        x, k = torch.bmm(x, x.mT), n
+        x = (x + x.mT) / 2
+        wide = x[0].double()
+        exact = SQUARE * wide @ wide + LINEAR * wide
+        theirs = [
+            partial(torch.baddbmm, x, x, x, alpha=SQUARE, beta=LINEAR, out=out[side])
+            for side in ("torch", "torch again")
+        ]
+        ours = partial(symmetric_matmul, x, addend=x, alpha=SQUARE, beta=LINEAR, out=out["muonfx"])
+    flops = 2.0 * b * n * n * k
+    runs = {side: repeated(call, flops) for side, call in zip(out, (*theirs, ours), strict=True)}
+    found = summary(interleaved({side: run for side, (run, _) in runs.items()}, rounds=rounds), "torch")
+    row: dict[str, Any] = {"product": name, "shape": [b, n, k], "dtype": str(dtype), "peak TFLOP/s": best}
+    for side, times in found.items():
+        milliseconds = times["milliseconds"]["median"] / runs[side][1]
+        rate = 1e-9 * flops / milliseconds
+        row[side] = times | {"calls": runs[side][1], "milliseconds a call": milliseconds, "TFLOP/s": rate}
+        row[side] |= {"share of peak": rate / best, "error": error(out[side], exact)}
+    row["muonfx"]["symmetric"] = torch.equal(out["muonfx"], out["muonfx"].mT)
+    return row
+
+
+def clocks() -> str | None:
+    """Driver, clocks and power as the driver's own tool gives them; None where it cannot be asked."""
+    wanted = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit"
+    command = ["nvidia-smi", f"--query-gpu={wanted}", "--format=csv", f"--id={torch.cuda.current_device()}"]
+    try:
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row as a line of the printed table."""
+    ours, theirs = row["muonfx"], row["torch"]
+    ratio = ours["ratio"]
+    return (
+        f"{row['product']:14} {'x'.join(map(str, row['shape'])):>15}"
+        f" {theirs['milliseconds a call']:9.3f} {theirs['TFLOP/s']:7.0f} {theirs['share of peak']:6.0%}"
+        f" {ours['milliseconds a call']:9.3f} {ours['TFLOP/s']:7.0f} {ours['share of peak']:6.0%}"
+        f"   {ratio['median']:.2f} ({ratio['p10']:.2f} to {ratio['p90']:.2f})"
+        f"   {theirs['error']:.1e} {ours['error']:.1e}"
+    )
+
+
+def main() -> None:
+    """Measure, save and print."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=40, help="rounds in which all candidates take turns")
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.exit(2, "found no CUDA device, and nothing else is worth timing: an interpreter says nothing of a GPU\n")
+    if not available(torch.device("cuda")):
+        parser.exit(2, "found no Triton that works, or a GPU of capability below 8.0: there are no kernels to time\n")
+    import triton
+
+    dtype = getattr(torch, options.dtype)
+    best = peak((4096, 8192, 16384), dtype, options.rounds, "cuda")
+    machine = {"triton": triton.__version__, "cuda": torch.version.cuda, "before": clocks()}
+    print(f"{torch.cuda.get_device_name()}, {options.dtype}; the peak is {best:.0f} TFLOP/s")
+    print("product, b x n x k; torch: ms, TFLOP/s, of the peak; muonfx: the same; muonfx / torch; errors")
+    rows: list[dict[str, Any]] = []
+    for shape in CASES:
+        for name in ("x x^T", "b A + c A^2"):
+            rows.append(measure(name, shape, dtype, options.rounds, best, "cuda"))
+            print(line(rows[-1]), flush=True)
+    rows[0]["driver"] = machine | {"after": clocks()}
+    print(f"saved as {save(f'kernels_{options.dtype}', rows).name}")
+
+
+if __name__ == "__main__":
+    main()
