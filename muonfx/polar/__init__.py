@@ -14,7 +14,8 @@ from muonfx.polar.exact import polar_factor
 from muonfx.polar.fit import fit_coefficients
 from muonfx.polar.many import orthogonalize_many
 from muonfx.polar.orthogonalize import orthogonalize
-from muonfx.polar.policy import DTypeLike, compute_dtype
+from muonfx.polar.policy import DTypeLike, MethodLike, Plan, compute_dtype, explain
+from muonfx.polar.products import ProductsLike
 
 __all__ = [
     # the polar factor: fast, in batches, exact
@@ -33,7 +34,11 @@ __all__ = [
     "Band",
     "band",
     "scalar_polynomial",
-    # dtypes
-    "DTypeLike",
+    # how it is done, and why
+    "explain",
+    "Plan",
     "compute_dtype",
+    "DTypeLike",
+    "MethodLike",
+    "ProductsLike",
 ]

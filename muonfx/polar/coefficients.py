@@ -27,9 +27,12 @@ class Coefficients:
         norm_safety: the input is divided by `norm_safety` times its Frobenius norm.
         row_scaling: first scale each row by the inverse square root of its row sum of `|X X^T|` (almost-orthogonal
             layers, arXiv 2208.03160). The spectral norm is then at most 1, so `norm_safety` plays no part.
+        restarts: the numbers of steps after which the Gram form of the iteration goes back to the whole matrix, where
+            other ones than 2, 3, 5, 6, ... were measured to round less; see `muonfx.polar.stages`.
 
     Raises:
-        ValueError: no steps, a step that is not 2 or 3 finite numbers, a `norm_safety` that is not finite and above 0.
+        ValueError: no steps, a step that is not 2 or 3 finite numbers, a `norm_safety` that is not finite and above 0,
+            `restarts` that do not ascend from 1 on.
         TypeError: a coefficient that is not a number.
 
     >>> Coefficients("halley-like", ((1.5, -0.5),)).steps
@@ -41,6 +44,7 @@ class Coefficients:
     source: str = ""
     norm_safety: float = 1.0
     row_scaling: bool = False
+    restarts: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "steps", _checked_steps(self.steps, self.name))
@@ -48,6 +52,8 @@ class Coefficients:
             raise ValueError(
                 f"coefficients {self.name!r}: norm_safety is {self.norm_safety!r}, expected a finite number above 0"
             )
+        if self.restarts is not None:
+            object.__setattr__(self, "restarts", checked_restarts(self.restarts, None, f"coefficients {self.name!r}: "))
 
 
 CoefficientsLike = str | Coefficients | Sequence[Sequence[float]]
@@ -75,6 +81,23 @@ def _checked_step(step: Sequence[float], i: int, name: str) -> Step:
         if not math.isfinite(number):
             raise ValueError(f"{where}: found {number!r} in {step!r}, expected finite numbers")
     return float(step[0]), float(step[1]), float(step[2]) if len(step) == 3 else 0.0
+
+
+def checked_restarts(restarts: Sequence[int], steps: int | None, where: str = "") -> tuple[int, ...]:
+    """The restarts as a tuple, if they are ints that ascend from 1 on, below `steps` where that is given.
+
+    Raises:
+        ValueError: they do not, or are no ints.
+
+    >>> checked_restarts([2, 3], 5)
+    (2, 3)
+    """
+    found = tuple(restarts)
+    whole = all(type(k) is int for k in found)
+    if not whole or any(a >= b for a, b in zip((0, *found), found, strict=False)) or (steps and found[-1:] >= (steps,)):
+        bound = "" if steps is None else f" and below the number of steps, {steps}"
+        raise ValueError(f"{where}restarts: found {restarts!r}, expected ascending numbers of steps, from 1 on{bound}")
+    return found
 
 
 def coefficients(value: CoefficientsLike) -> Coefficients:
@@ -191,7 +214,12 @@ KNOWN: Mapping[str, Coefficients] = MappingProxyType(
     {
         known.name: known
         for known in (
-            Coefficients("keller", (_KELLER,) * 5, "Keller Jordan's Muon; also torch.optim.Muon and Moonlight"),
+            Coefficients(
+                "keller",
+                (_KELLER,) * 5,
+                "Keller Jordan's Muon; also torch.optim.Muon and Moonlight",
+                restarts=(2, 4),
+            ),
             Coefficients(
                 "quintic",
                 (

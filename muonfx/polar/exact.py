@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from muonfx.polar.orthogonalize import check_matrix
+from muonfx.polar.engine import check_matrix
 
 
 def polar_factor(x: torch.Tensor, *, rtol: float | None = None) -> torch.Tensor:

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
 from muonfx.polar.coefficients import CoefficientsLike
-from muonfx.polar.iteration import Method, iteration
-from muonfx.polar.orthogonalize import check_matrix, run
-from muonfx.polar.policy import DTypeLike, compute_dtype
-from muonfx.polar.scaling import frobenius_normalized_in_place, wide_dtype
+from muonfx.polar.engine import (
+    as_function,
+    check_matrix,
+    check_out,
+    goes_in_place,
+    in_place,
+    is_watched,
+    outside_autocast,
+)
+from muonfx.polar.policy import DTypeLike, MethodLike, Plan, plan
+from muonfx.polar.polynomials import Polynomials, polynomials
+from muonfx.polar.products import ProductsLike
 
 _CPU_SCRATCH, _DEVICE_SCRATCH = 1 << 25, 1 << 28
-
-_Kind = tuple[int, int, torch.dtype, torch.device]
 
 
 def orthogonalize_many(
@@ -24,11 +30,16 @@ def orthogonalize_many(
     *,
     coefficients: CoefficientsLike | torch.Tensor = "polar_express_5",
     steps: int | None = None,
+    method: MethodLike = "auto",
+    restarts: Sequence[int] | None = None,
     dtype: DTypeLike = "auto",
+    products: ProductsLike = "auto",
     max_scratch_bytes: int | None = None,
     donate: bool = False,
+    out: Sequence[torch.Tensor] | None = None,
+    names: Sequence[str] | None = None,
 ) -> list[torch.Tensor]:
-    """`[orthogonalize(x, ...) for x in xs]`, with matrices of one shape, or of its transpose, batched together.
+    """`[orthogonalize(x, ...) for x in xs]`, with small matrices of one shape, or of its transpose, batched together.
 
     Equal to that loop within the rounding of another summation order: elementwise 1e-12 in fp64, 2e-5 in fp32 and 0.2
     in bf16 on Gaussian matrices with sides 8 to 128. Bitwise wherever the batched product sums as the single one does.
@@ -37,20 +48,26 @@ def orthogonalize_many(
         xs: tensors `(..., m, n)` as `orthogonalize` takes them, of any mix of shapes, dtypes and devices.
         coefficients: as in `orthogonalize`.
         steps: as in `orthogonalize`.
+        method: as in `orthogonalize`.
+        restarts: as in `orthogonalize`.
         dtype: as in `orthogonalize`; "auto" is resolved for each input dtype and device.
+        products: as in `orthogonalize`.
         max_scratch_bytes: about how many bytes of intermediates one batch may take; one matrix always goes through.
             None: 32 MiB on a CPU, which its cache likes best, 256 MiB elsewhere.
         donate: the caller's promise not to use `xs` again: each that is contiguous is then overwritten by its result
-            and returned, which saves the room of the results and, for large matrices, of the intermediates. Same
-            values.
+            and returned, which saves the room of the results and, where dtypes agree, a copy. Same values.
+        out: tensors to write the results to, one for each of `xs`, of its shape, dtype and device; contiguous ones
+            take them without a temporary. An `out` that is its own `x` is like `donate`; one that overlaps another's
+            `x` gives garbage.
+        names: what errors call `xs`; None: `xs[0]`, `xs[1]`, ...
 
     Returns:
-        One contiguous tensor for each of `xs`, in order, with its shape, dtype and device. Those of one batch of wide
-        matrices are views that share one buffer (they do not overlap); not so with `donate`.
+        One tensor for each of `xs`, in order, with its shape, dtype and device: those of `out`; or, with `donate`, of
+        `xs`; or else new contiguous ones. New results of one batch may be views of one buffer; they do not overlap.
 
     Raises:
-        TypeError, ValueError: as `orthogonalize`, naming the position in `xs`.
-        ValueError: `max_scratch_bytes` is below 1.
+        TypeError, ValueError, RuntimeError: as `orthogonalize`, naming the position in `xs`.
+        ValueError: `max_scratch_bytes` is below 1; `out` beside `donate`.
 
     >>> a, b = orthogonalize_many([torch.eye(2, 3), torch.eye(3, 2)])
     >>> a.shape, b.shape, torch.equal(a, b.mT)
@@ -58,94 +75,184 @@ def orthogonalize_many(
     """
     if max_scratch_bytes is not None and max_scratch_bytes < 1:
         raise ValueError(f"max_scratch_bytes: found {max_scratch_bytes}, expected at least 1")
-    method = iteration(coefficients, steps)
+    resolved = polynomials(coefficients, steps, restarts)
     groups: defaultdict[_Kind, list[int]] = defaultdict(list)
     for i, x in enumerate(xs):
-        check_matrix(x, f"xs[{i}]")
-        m, n = x.shape[-2:]
-        groups[min(m, n), max(m, n), x.dtype, x.device].append(i)
+        check_matrix(x, f"xs[{i}]" if names is None else names[i])
+        groups[_Kind(*sorted(x.shape[-2:]), x.dtype, x.device)].append(i)
+    watched = is_watched(*xs, *([] if resolved.table is None else [resolved.table]))
+    targets = _targets(xs, donate, out, watched)
 
-    results = [x.clone() if x.numel() == 0 else x for x in xs]
-    for (rows, columns, held, device), members in groups.items():
-        compute = compute_dtype(held, device, dtype)
-        members = [i for i in members if xs[i].numel() > 0]
-        scratch = max_scratch_bytes or (_CPU_SCRATCH if device.type == "cpu" else _DEVICE_SCRATCH)
-        limit = max(1, scratch // max(1, scratch_bytes(rows, columns, compute)))
-        flats = [_flat(xs[i], rows, columns) for i in members]
-        outputs: list[torch.Tensor] = []
-        plain = not _is_traced(flats)
-        for batch in packed(flats, limit):
-            sizes = [piece.shape[0] for piece in batch]
-            if plain and _is_large(rows, columns, held, compute):
-                y = _run_in_place(method, batch, compute, donate)
-            else:
-                y = run(method, batch[0] if len(batch) == 1 else torch.cat(batch), compute)
-            if plain and donate:
-                torch._foreach_copy_(batch, list(y.split(sizes)))
-            else:
-                outputs.extend(y.to(held).split(sizes))
-            del y  # not beside the next batch
-        if plain and donate:
-            for i, flat in zip(members, flats, strict=True):
-                own = flat.data_ptr() == xs[i].data_ptr()
-                results[i] = xs[i] if own else _unflat(flat, xs[i].shape, rows)
-            continue
-        pieces = iter(outputs)
-        for i, flat in zip(members, flats, strict=True):
-            own = [next(pieces) for _ in range(-(-flat.shape[0] // limit))]
-            results[i] = _unflat(own[0] if len(own) == 1 else torch.cat(own), xs[i].shape, rows)
+    # All plans before any result: what is wrong with the settings is said before anything is written.
+    plans = {kind: plan(*kind, resolved, method=method, dtype=dtype, products=products) for kind in groups}
+    results: list[torch.Tensor] = list(xs)
+    for kind, members in groups.items():
+        for batchable, run in _ways(kind, members, xs, plans[kind], resolved, watched):
+            scratch = max_scratch_bytes or (_CPU_SCRATCH if kind.device.type == "cpu" else _DEVICE_SCRATCH)
+            done = run(
+                [xs[i] for i in batchable], [targets[i] for i in batchable], kind, plans[kind], resolved, scratch
+            )
+            for i, y in zip(batchable, done, strict=True):
+                results[i] = y
     return results
 
 
-_LARGE = 1 << 16  # elements from which a pass over one matrix costs more than a call
+class _Kind(NamedTuple):
+    """What matrices of one plan have in common."""
+
+    short: int
+    long: int
+    dtype: torch.dtype
+    device: torch.device
 
 
-def _is_large(rows: int, columns: int, held: torch.dtype, compute: torch.dtype) -> bool:
-    """Whether matrices are normalised one by one in place; not for a compute dtype of smaller range than their own."""
-    same_range = torch.finfo(compute).smallest_normal <= torch.finfo(held).smallest_normal
-    return rows * columns >= _LARGE and same_range
+_Run = Callable[[list[torch.Tensor], list[torch.Tensor | None], _Kind, Plan, Polynomials, int], list[torch.Tensor]]
 
 
-def _is_traced(xs: Sequence[torch.Tensor]) -> bool:
-    """Whether tensors must not be written to: autograd, `torch.func` or the compiler is watching."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return True
-    return torch.is_grad_enabled() and any(x.requires_grad for x in xs)
+def _ways(
+    kind: _Kind, members: list[int], xs: Sequence[torch.Tensor], own: Plan, resolved: Polynomials, watched: bool
+) -> list[tuple[list[int], _Run]]:
+    """Which of a group's matrices are done together, and how."""
+    empty = [i for i in members if xs[i].numel() == 0]
+    rest = [i for i in members if xs[i].numel() > 0]
+    if watched or not goes_in_place(kind.short, kind.long, kind.dtype, own, resolved):
+        return [(empty, _run_empty), (rest, _run_as_function)]
+    tall = [i for i in rest if xs[i].shape[-2] > xs[i].shape[-1]]
+    wide = [i for i in rest if xs[i].shape[-2] <= xs[i].shape[-1]]
+    return [(empty, _run_empty), (wide, _run_in_place), (tall, _run_in_place)]
 
 
-def _run_in_place(method: Method, batch: list[torch.Tensor], compute: torch.dtype, donate: bool) -> torch.Tensor:
-    """`method` on large matrices, with no intermediate but the batch that the products need."""
-    wide = wide_dtype(compute)
-    matrices = [
-        matrix if donate and matrix.dtype == wide else matrix.to(wide, copy=True)
-        for piece in batch
-        for matrix in piece.unbind()
+def _targets(
+    xs: Sequence[torch.Tensor], donate: bool, out: Sequence[torch.Tensor] | None, watched: bool
+) -> list[torch.Tensor | None]:
+    """Where each result is to be written, or None for a new tensor."""
+    if out is None:
+        return [x if donate and not watched and x.is_contiguous() else None for x in xs]
+    if donate:
+        raise ValueError(
+            "out: found beside donate=True, expected one of them: donated inputs take the results themselves"
+        )
+    check_out(out, xs, ["out" if len(xs) == 1 else f"out[{i}]" for i in range(len(out))])
+    if watched or any(y.requires_grad for y in out):
+        raise RuntimeError(
+            "out: found under autograd, torch.func or torch.compile, which do not follow what is written to a tensor; "
+            "leave it out, or call under torch.no_grad()"
+        )
+    return list(out)
+
+
+def _run_empty(
+    xs: list[torch.Tensor],
+    targets: list[torch.Tensor | None],
+    kind: _Kind,
+    own: Plan,
+    resolved: Polynomials,
+    scratch: int,
+) -> list[torch.Tensor]:
+    """Matrices without elements."""
+    return [
+        x.clone(memory_format=torch.contiguous_format) if target is None else target
+        for x, target in zip(xs, targets, strict=True)
     ]
-    normalized = frobenius_normalized_in_place(matrices, compute, method.safety)
-    del matrices
-    return run(partial(method.apply, reuse=True), normalized)
 
 
-def _flat(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """`x` as `(k, rows, columns)`, transposed where it is tall."""
-    return (x if x.shape[-2] == rows else x.mT).reshape(-1, rows, columns)
+def _run_as_function(
+    xs: list[torch.Tensor],
+    targets: list[torch.Tensor | None],
+    kind: _Kind,
+    own: Plan,
+    resolved: Polynomials,
+    scratch: int,
+) -> list[torch.Tensor]:
+    """Small or watched matrices: wide and tall ones together, in batches that are copied together."""
+    flats = [(x if x.shape[-2] == kind.short else x.mT).reshape(-1, kind.short, kind.long) for x in xs]
+    limit = max(1, scratch // scratch_bytes(kind.short, kind.long, own.dtype))
+    outputs: list[torch.Tensor] = []
+    for batch in packed(flats, limit):
+        joined = batch[0] if len(batch) == 1 else torch.cat(batch)
+        y = outside_autocast(as_function, joined, own, resolved)
+        outputs.extend(y.to(kind.dtype).split([piece.shape[0] for piece in batch]))
+        del y  # not beside the next batch
+    pieces = iter(outputs)
+    results: list[torch.Tensor] = []
+    for x, target, flat in zip(xs, targets, flats, strict=True):
+        y = [next(pieces) for _ in range(-(-flat.shape[0] // limit))]
+        y = _unflat(y[0] if len(y) == 1 else torch.cat(y), x.shape, kind.short)
+        results.append(y.contiguous() if target is None else target.copy_(y))
+    return results
+
+
+def _run_in_place(
+    xs: list[torch.Tensor],
+    targets: list[torch.Tensor | None],
+    kind: _Kind,
+    own: Plan,
+    resolved: Polynomials,
+    scratch: int,
+) -> list[torch.Tensor]:
+    """Large matrices, all wide or all tall: each batch is one buffer, and results go straight to where they belong."""
+    if not xs:
+        return []
+    m, n = xs[0].shape[-2:]
+    limit = min(max(1, scratch // own.scratch_bytes), own.at_once or len(xs) * max(x.numel() for x in xs))
+    flats = [x.reshape(-1, m, n) for x in xs]
+    # A matrix that is cut into several batches, or rounded, needs a place for its result from the start.
+    places = [
+        target
+        if target is not None and target.is_contiguous()
+        else None
+        if flat.shape[0] <= limit
+        else torch.empty_like(x, memory_format=torch.contiguous_format)
+        for x, flat, target in zip(xs, flats, targets, strict=True)
+    ]
+    # The place of a new result is known by its input, which is then not written to.
+    homes = [flat if place is None else place.view(-1, m, n) for flat, place in zip(flats, places, strict=True)]
+    new = iter([place is None for place, flat in zip(places, flats, strict=True) for _ in flat.split(limit)])
+    fresh: list[torch.Tensor] = []
+    for given, taken in zip(packed(flats, limit), packed(homes, limit), strict=True):
+        is_new = [next(new) for _ in given]
+        buffer = _buffer(given, None if any(is_new) else taken, own.dtype)
+        y = outside_autocast(in_place, buffer, own, resolved, tall=m > n)
+        for piece, home, alone in zip(y.split([len(piece) for piece in given]), taken, is_new, strict=True):
+            if alone:
+                fresh.append(piece.to(kind.dtype))
+            elif piece.data_ptr() != home.data_ptr():
+                home.copy_(piece)
+        del buffer, y, piece  # not beside the next batch
+    made = iter(fresh)
+    results: list[torch.Tensor] = []
+    for x, target, place in zip(xs, targets, places, strict=True):
+        y = next(made).view(x.shape) if place is None else place
+        results.append(y if target is None or target is place else target.copy_(y))
+    return results
+
+
+def _buffer(given: list[torch.Tensor], taken: list[torch.Tensor] | None, compute: torch.dtype) -> torch.Tensor:
+    """The batch to work in, rounded to the compute dtype: the one input itself where its result will overwrite it."""
+    first = given[0]
+    same = taken is not None and first.data_ptr() == taken[0].data_ptr() and first.is_contiguous()
+    if same and len(given) == 1 and first.dtype == compute:
+        return first
+    batch = torch.empty(sum(map(len, given)), *first.shape[1:], dtype=compute, device=first.device)
+    torch._foreach_copy_(list(batch.split([len(piece) for piece in given])), given)
+    return batch
 
 
 def _unflat(y: torch.Tensor, shape: torch.Size, rows: int) -> torch.Tensor:
-    """The inverse of `_flat`."""
+    """`y`, `(k, rows, columns)`, as `shape`, transposed where that is tall."""
     if shape[-2] == rows:
         return y.reshape(shape)
     return y.reshape(*shape[:-2], shape[-1], shape[-2]).mT
 
 
 def scratch_bytes(rows: int, columns: int, compute: torch.dtype) -> int:
-    """About how many bytes of intermediates one `rows x columns` matrix needs: three of its size, two of its Gram's.
+    """About how many bytes of intermediates one small `rows x columns` matrix needs, as a function.
 
     >>> scratch_bytes(2, 4, torch.bfloat16)
-    128
+    160
     """
     wide = max(4, compute.itemsize)  # norms are taken in fp32 at least
-    return (3 * rows * columns + 2 * rows * rows) * wide
+    return max(1, (3 * rows * columns + 4 * rows * rows) * wide)
 
 
 def packed(flats: Sequence[torch.Tensor], limit: int) -> list[list[torch.Tensor]]:

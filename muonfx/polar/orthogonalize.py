@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 from muonfx.polar.coefficients import CoefficientsLike
-from muonfx.polar.iteration import iteration
-from muonfx.polar.policy import SUPPORTED, DTypeLike, compute_dtype
+from muonfx.polar.many import orthogonalize_many
+from muonfx.polar.policy import DTypeLike, MethodLike
+from muonfx.polar.products import ProductsLike
 
 
 def orthogonalize(
@@ -17,7 +17,12 @@ def orthogonalize(
     *,
     coefficients: CoefficientsLike | torch.Tensor = "polar_express_5",
     steps: int | None = None,
+    method: MethodLike = "auto",
+    restarts: Sequence[int] | None = None,
     dtype: DTypeLike = "auto",
+    products: ProductsLike = "auto",
+    max_scratch_bytes: int | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Send every singular value of `x` near 1 and keep its singular vectors, by Newton-Schulz.
 
@@ -30,52 +35,43 @@ def orthogonalize(
         coefficients: a name of `KNOWN`, a `Coefficients`, a sequence of `(a, b[, c])`, or a floating tensor `(k, 3)` or
             `(k, 2)` on `x`'s device, which may be differentiated or mapped over and whose values are not checked.
         steps: how many polynomials: the first ones, the last repeated beyond the set's length; None means that length.
+        method: "standard" multiplies the whole matrix at every step; "gram" takes several steps on its Gram matrix,
+            which is cheaper the longer the matrix is; "auto" for what `explain` says.
+        restarts: for the Gram form: the numbers of steps after which it goes back to the whole matrix, such as
+            `(2, 3)`; None for the set's own. More of them round less and cost more.
         dtype: the dtype of the matrix products, or "auto" for `compute_dtype`'s choice.
+        products: "batched", "blocks" or "triton": how symmetric products are done; "auto" for what `explain` says.
+            Under autograd, `torch.func` and the compiler, and for small matrices, they are always batched.
+        max_scratch_bytes: about how many bytes of intermediates may be taken at a time; see `orthogonalize_many`.
+        out: where to write the result: a tensor of `x`'s shape, dtype and device, possibly `x` itself.
 
     Returns:
-        A new contiguous tensor of `x`'s shape, dtype and device.
+        A new contiguous tensor of `x`'s shape, dtype and device; or `out`.
 
     Raises:
-        TypeError: `x` is not a floating tensor of a supported dtype, or an argument has the wrong type.
-        ValueError: `x` has fewer than two dims, or coefficients, steps or dtype are malformed.
+        TypeError: `x` or `out` is not a floating tensor of a supported dtype, or an argument has the wrong type.
+        ValueError: `x` has fewer than two dims, or another argument is malformed.
+        RuntimeError: `products="triton"` where the kernels do not run; `out` under autograd, `torch.func` or the
+            compiler.
 
-    Follows Keller Jordan's Muon, with the scaling of this package (see `muonfx.polar.scaling`).
+    Follows Keller Jordan's Muon, with the scaling of this package (see `muonfx.polar.scaling`), and Gram Newton-Schulz
+    of Dao-AILab with changes (see `muonfx.polar.stages`).
 
     >>> g = torch.tensor([[3e-20, 0.0, 0.0], [0.0, -5e-20, 0.0]])
     >>> orthogonalize(g, coefficients="polar_express", dtype=torch.float64).round(decimals=5) + 0.0
     tensor([[ 1.,  0.,  0.],
             [ 0., -1.,  0.]])
     """
-    check_matrix(x, "x")
-    method = iteration(coefficients, steps)
-    compute = compute_dtype(x.dtype, x.device, dtype)
-    if x.numel() == 0:
-        return x.clone(memory_format=torch.contiguous_format)
-    tall = x.shape[-2] > x.shape[-1]
-    wide = x.mT if tall else x
-    y = run(method, wide.reshape(-1, *wide.shape[-2:]), compute).reshape(wide.shape)
-    return (y.mT if tall else y).to(x.dtype).contiguous()
-
-
-def run(function: Callable[..., torch.Tensor], x: torch.Tensor, *rest: Any) -> torch.Tensor:
-    """`function(x, *rest)` outside any autocast region, which would choose another dtype for the products."""
-    kind = x.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return function(x, *rest)
-    with torch.autocast(kind, enabled=False):
-        return function(x, *rest)
-
-
-def check_matrix(x: torch.Tensor, name: str) -> None:
-    """Raise unless `x` is a tensor `(..., m, n)` of a supported floating dtype; `name` is its name in the error."""
-    if not isinstance(x, torch.Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"{name}: found {type(x).__name__}, expected a torch.Tensor of shape (..., m, n)")
-    if x.dtype not in SUPPORTED:
-        raise TypeError(
-            f"{name}: found dtype {x.dtype} (shape {tuple(x.shape)}), expected one of {', '.join(map(str, SUPPORTED))}"
-        )
-    if x.ndim < 2:
-        raise ValueError(
-            f"{name}: found shape {tuple(x.shape)}, expected (..., m, n); "
-            "flatten it to a matrix, or leave vectors and scalars to another transform"
-        )
+    (y,) = orthogonalize_many(
+        [x],
+        coefficients=coefficients,
+        steps=steps,
+        method=method,
+        restarts=restarts,
+        dtype=dtype,
+        products=products,
+        max_scratch_bytes=max_scratch_bytes,
+        out=None if out is None else [out],
+        names=("x",),
+    )
+    return y

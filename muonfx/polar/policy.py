@@ -1,23 +1,180 @@
-"""Which dtype the matrix products run in.
+"""How a matrix is orthogonalized: in which dtype, by which method, with which products. `explain` says why.
 
-bf16 is what Muon uses on accelerators, but on a CPU without bf16 hardware it is hundreds of times slower than fp32, and
-on one with it a build may still lack the kernels. So a CPU is asked for the feature and then timed, once a process.
+*Dtype.* bf16 is what Muon uses on accelerators, but on a CPU without bf16 hardware it is hundreds of times slower than
+fp32, and on one with it a build may still lack the kernels. So a CPU is asked for the feature and then timed, once a
+process.
+
+*Method.* The standard iteration multiplies the long side twice a step, its Gram form twice a stage, for some more small
+products (`muonfx.polar.stages`). Both are counted in multiply-adds, and the cheaper one is taken; a symmetric product
+counts as the share of a full one that it takes, and a pass over a small matrix as the multiply-adds of the same time.
+
+*Products.* Half of a symmetric product can be left out, by blocks on a CPU and by a kernel on CUDA, from the size on at
+which that pays.
+
+The choice depends on the shape of one matrix, on dtypes and on the device: not on the batch and on no value, so that a
+matrix gets the same answer wherever it is computed.
 """
 
 from __future__ import annotations
 
-import functools
-import threading
-import time
-from typing import Literal
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
 import torch
+
+from muonfx.polar import kernels
+from muonfx.polar.coefficients import CoefficientsLike
+from muonfx.polar.hardware import cpu_bf16_is_faster, cpu_has_amx, cpu_has_bf16, cuda_capability
+from muonfx.polar.polynomials import Polynomials, polynomials
+from muonfx.polar.products import ProductsLike
+from muonfx.polar.stages import Stage, staged, standard
 
 SUPPORTED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """The dtypes of inputs and of matrix products."""
 
 DTypeLike = torch.dtype | Literal["auto"]
 """How the dtype of matrix products is asked for: by itself, or "auto" for what `compute_dtype` says."""
+
+MethodLike = Literal["auto", "standard", "gram"]
+"""How the method is asked for."""
+
+SMALLEST_GRAM = 256
+"""The shortest side for which the Gram form is taken by itself.
+
+Its rounding errors fall with the side; from here on they were measured at no more than 1.5 times those of the standard
+iteration. Below, calls and not arithmetic take the time.
+"""
+
+
+class Rates(NamedTuple):
+    """What a device does with symmetric products; multiply-adds unless said otherwise."""
+
+    halved_from: float
+    """How large a product must be, `n^2 k`, for leaving out its half to pay."""
+    share: float
+    """The time that it then takes, over that of the full product."""
+    pass_cost: float
+    """What the device multiplies in the time that one element of a small matrix is read and written again."""
+    source: str
+    """Where the numbers come from."""
+
+
+_AVX = "measured on 2 cores of an AVX512-BF16 CPU, torch 2.13"
+_RATES = {
+    ("cpu", torch.bfloat16): Rates(4e8, 0.8, 80, _AVX),
+    ("cpu", torch.float32): Rates(6e7, 0.75, 25, _AVX),
+    ("cpu", torch.float64): Rates(6e7, 0.75, 25, "taken over from fp32, not measured"),
+    ("amx", torch.bfloat16): Rates(1e9, 0.8, 200, "those of AVX512-BF16 at 2.4 times its product rate, not measured"),
+    ("cuda", torch.bfloat16): Rates(1e9, 0.6, 1000, "from an H200's data sheet, not measured"),
+    ("cuda", torch.float16): Rates(1e9, 0.6, 1000, "from an H200's data sheet, not measured"),
+    ("cuda", torch.float32): Rates(1e9, 0.6, 100, "from an H200's data sheet, not measured"),
+}
+_UNKNOWN = Rates(float("inf"), 1.0, 100, "a guess: nothing is known about this device and dtype")
+
+
+class Plan(NamedTuple):
+    """How matrices of one shape are orthogonalized. Prints as an explanation."""
+
+    shape: tuple[int, int]
+    """The short side and the long side."""
+    dtype: torch.dtype
+    """Of the products."""
+    method: Literal["standard", "gram"]
+    stages: tuple[Stage, ...]
+    """Empty where the coefficients are a tensor."""
+    products: Literal["batched", "blocks", "triton"]
+    """How the Gram matrix of the whole matrix is made."""
+    small_products: Literal["batched", "blocks", "triton"]
+    """How products of small matrices are done: as those, or batched where the others do not pay."""
+    reasons: tuple[str, ...]
+    """Why that dtype, that method and those products."""
+
+    @property
+    def at_once(self) -> int | None:
+        """How many matrices go into one batch at most, or None for no limit: by blocks, one at a time is best."""
+        return 1 if self.products == "blocks" else None
+
+    @property
+    def scratch_bytes(self) -> int:
+        """The bytes of intermediates that one matrix takes: two of its own size, and some of its Gram matrix's."""
+        n, m = self.shape
+        longest = max((len(stage.steps) for stage in self.stages), default=1)
+        small = 3 if longest == 1 else 6 if longest == 2 else 8  # as `products.Buffered` holds them, and an identity
+        return (2 * n * m + small * n * n) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        n, m = self.shape
+        cut = " + ".join(str(len(stage.steps)) for stage in self.stages)
+        steps = f", steps in stages of {cut}" if self.method == "gram" else ""
+        name = str(self.dtype).removeprefix("torch.")
+        lines = [f"{n} x {m}: {self.method}, {name}, {self.products}{steps}"]
+        lines += [f"  {what:9}{why}" for what, why in zip(("dtype", "method", "products"), self.reasons, strict=True)]
+        return "\n".join(lines)
+
+
+def explain(
+    shape: tuple[int, int],
+    device: torch.device | str = "cpu",
+    *,
+    held: torch.dtype = torch.float32,
+    coefficients: CoefficientsLike | torch.Tensor = "polar_express_5",
+    steps: int | None = None,
+    method: MethodLike = "auto",
+    restarts: Sequence[int] | None = None,
+    dtype: DTypeLike = "auto",
+    products: ProductsLike = "auto",
+) -> Plan:
+    """What `orthogonalize` does with a matrix of this shape, and why; print it to read it.
+
+    Args:
+        shape: (rows, columns), either side the longer one.
+        device: where the matrix is.
+        held: the matrix's own dtype.
+        coefficients: as in `orthogonalize`.
+        steps: as in `orthogonalize`.
+        method: as in `orthogonalize`.
+        restarts: as in `orthogonalize`.
+        dtype: as in `orthogonalize`.
+        products: as in `orthogonalize`.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as `orthogonalize`.
+
+    >>> print(explain((768, 3072), dtype=torch.float32))
+    768 x 3072: gram, float32, blocks, steps in stages of 2 + 1 + 2
+      dtype    as asked for
+      method   ... multiply-adds in stages of 2 + 1 + 2 steps, against ... in the standard form
+      products by blocks, which leave out half of symmetric ones: ...
+    """
+    short, long = sorted(shape)
+    resolved = polynomials(coefficients, steps, restarts)
+    return plan(short, long, held, torch.device(device), resolved, method=method, dtype=dtype, products=products)
+
+
+def plan(
+    short: int,
+    long: int,
+    held: torch.dtype,
+    device: torch.device,
+    resolved: Polynomials,
+    *,
+    method: MethodLike = "auto",
+    dtype: DTypeLike = "auto",
+    products: ProductsLike = "auto",
+) -> Plan:
+    """`explain`, for settings that are already resolved.
+
+    >>> plan(2, 3, torch.float32, torch.device("cpu"), polynomials("keller")).method
+    'standard'
+    """
+    compute = compute_dtype(held, device, dtype)
+    if not isinstance(method, str) or method not in ("auto", "standard", "gram"):
+        raise ValueError(f"method: found {method!r}, expected 'auto', 'standard' or 'gram'")
+    done, why_products = _choose_products(short, long, compute, device, products)
+    small = _choose_products(short, short, compute, device, products)[0]
+    taken, stages, why_method = _choose_method(short, long, compute, device, resolved, method, (done, small))
+    reasons = (_why_dtype(held, device, dtype), why_method, why_products)
+    return Plan((short, long), compute, taken, stages, done, small, reasons)
 
 
 def compute_dtype(dtype: torch.dtype, device: torch.device, requested: DTypeLike = "auto") -> torch.dtype:
@@ -50,48 +207,105 @@ def compute_dtype(dtype: torch.dtype, device: torch.device, requested: DTypeLike
 def _fastest(kind: str, index: int | None) -> torch.dtype:
     """The fastest dtype that is good enough for an input of at most fp32."""
     if kind == "cpu":
-        fast = _cpu_has_bf16() and _cpu_bf16_is_faster()
+        fast = cpu_has_bf16() and cpu_bf16_is_faster()
     elif kind == "cuda":
-        fast = _cuda_capability(index)[0] >= 8
+        fast = cuda_capability(index)[0] >= 8
     else:
         fast = False
     return torch.bfloat16 if fast else torch.float32
 
 
-@functools.cache
-def _cuda_capability(index: int | None) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(index)
+@torch.compiler.assume_constant_result  # the facts are not for a tracer to look into
+def _why_dtype(held: torch.dtype, device: torch.device, requested: DTypeLike) -> str:
+    if requested != "auto":
+        return "as asked for"
+    if held == torch.float64:
+        return "float64 stays float64"
+    if device.type == "cpu":
+        if not cpu_has_bf16():
+            return "this CPU has no bf16 products"
+        return "this CPU has bf16 products, measured " + ("faster" if cpu_bf16_is_faster() else "slower") + " than fp32"
+    if device.type == "cuda":
+        major, minor = cuda_capability(device.index)
+        return f"compute capability {major}.{minor}; bf16 from 8.0 on"
+    return f"fp32 on devices of type {device.type!r}"
 
 
-@functools.cache
-def _cpu_has_bf16() -> bool:
-    """Whether the CPU says that it multiplies bf16 matrices; False where this torch cannot be asked."""
-    for query in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"):
-        ask = getattr(torch.cpu, query, None)  # private, so it may go away
-        if ask is not None and ask():
-            return True
-    return False
+def _choose_products(
+    short: int, long: int, compute: torch.dtype, device: torch.device, requested: ProductsLike
+) -> tuple[Literal["batched", "blocks", "triton"], str]:
+    if requested not in ("auto", "batched", "blocks", "triton"):
+        raise ValueError(f"products: found {requested!r}, expected 'auto', 'batched', 'blocks' or 'triton'")
+    if requested == "triton":
+        if compute == torch.float64:
+            raise ValueError(
+                "products: found 'triton' for float64, expected 'batched' or 'blocks': the kernels have none"
+            )
+        if not kernels.available(device):
+            raise RuntimeError(
+                f"products: found 'triton' on {device}, where the kernels do not run (CUDA with capability 8.0 or more "
+                "and an installed Triton); use 'auto' or 'batched'"
+            )
+    if requested != "auto":
+        return requested, "as asked for"
+    rates, size = _rates(device, compute), float(short) ** 2 * long
+    bound = f"{size:.1e} multiply-adds against a bound of {rates.halved_from:.1e} ({rates.source})"
+    if size < rates.halved_from:
+        return "batched", f"in batches by the BLAS: halving symmetric ones does not pay at {bound}"
+    if device.type == "cuda":
+        if kernels.available(device):
+            return "triton", f"by a kernel that leaves out half of symmetric ones: {bound}"
+        return "batched", "in batches by the BLAS: no kernels here (they need capability 8.0 and Triton)"
+    return "blocks", f"by blocks, which leave out half of symmetric ones: {bound}"
 
 
-@functools.cache
-def _cpu_bf16_is_faster() -> bool:
-    """Time a 512 x 512 x 512 product in bf16 and in fp32, best of five after one to warm up: a few milliseconds."""
-    seconds: dict[torch.dtype, float] = {}
+def _choose_method(
+    short: int,
+    long: int,
+    compute: torch.dtype,
+    device: torch.device,
+    resolved: Polynomials,
+    requested: MethodLike,
+    products: tuple[str, str],
+) -> tuple[Literal["standard", "gram"], tuple[Stage, ...], str]:
+    if resolved.table is not None:
+        if requested == "gram":
+            raise ValueError("method: found 'gram' with a tensor of coefficients, which only the standard form takes")
+        return "standard", (), "coefficients that are a tensor are for the standard form"
+    plain = standard(resolved.steps)
+    if requested == "standard":
+        return "standard", plain, "as asked for"
+    if requested == "auto" and short < SMALLEST_GRAM:
+        return "standard", plain, f"the Gram form rounds more below a side of {SMALLEST_GRAM}"
+    if requested == "auto" and resolved.row_scaling:
+        return "standard", plain, "row scaling makes the first Gram matrix anyway, and its eigenvalues are not known"
+    mean = None if resolved.row_scaling else 1 / (max(short, 1) * resolved.safety**2)
+    stages = staged(resolved.steps, resolved.restarts, mean, max(long, 1) / max(short, 1))
+    if requested == "gram":
+        return "gram", stages, "as asked for"
+    rates = _rates(device, compute)
+    costs = [_cost(way, short, long, rates, products) for way in (stages, plain)]
+    cut = " + ".join(str(len(stage.steps)) for stage in stages)
+    counted = f"{costs[0]:.2e} multiply-adds in stages of {cut} steps, against {costs[1]:.2e} in the standard form"
+    return ("gram", stages, counted) if costs[0] < costs[1] else ("standard", plain, counted)
 
-    def measure() -> None:
-        for dtype in (torch.float32, torch.bfloat16):
-            x = torch.ones(512, 512, dtype=dtype, device="cpu")
-            torch.mm(x, x)
-            seconds[dtype] = min(_timed(x) for _ in range(5))
 
-    # Modes (vmap levels, fake tensors, tracing, autocast) belong to a thread, so a new thread measures real products.
-    thread = threading.Thread(target=measure, name="muonfx-bf16-measurement")
-    thread.start()
-    thread.join()
-    return torch.bfloat16 in seconds and seconds[torch.bfloat16] < seconds[torch.float32]
+def _cost(stages: Sequence[Stage], n: int, m: int, rates: Rates, products: tuple[str, str]) -> float:
+    """Multiply-adds, with the symmetric products and the passes over small matrices weighted by their time."""
+    gram, small = (1.0 if how == "batched" else rates.share for how in products)
+    total = 0.0
+    for stage in stages:
+        extra = len(stage.steps) - 1
+        squares = sum(1 for step in stage.steps if step[2] != 0)
+        total += (1 + gram) * n * n * m + small * n**3 * (squares + 3 * extra) + 3 * extra * rates.pass_cost * n * n
+    return total
 
 
-def _timed(x: torch.Tensor) -> float:
-    start = time.perf_counter()
-    torch.mm(x, x)
-    return time.perf_counter() - start
+def _rates(device: torch.device, compute: torch.dtype) -> Rates:
+    tiles = device.type == "cpu" and compute == torch.bfloat16 and _has_tiles()
+    return _RATES.get(("amx" if tiles else device.type, compute), _UNKNOWN)
+
+
+@torch.compiler.assume_constant_result  # a tracer calls this once and keeps the answer
+def _has_tiles() -> bool:
+    return cpu_has_amx()

@@ -16,12 +16,16 @@ from muonfx.tree import Present, PyTree
 __all__ = ["orthogonalize"]
 
 
-@transform(locality=lambda coefficients, steps, dtype, dims, blocks, block_axis: matrix_locality(dims))
+@transform(
+    locality=lambda coefficients, steps, method, dtype, products, dims, blocks, block_axis: matrix_locality(dims)
+)
 def orthogonalize(
     *,
     coefficients: str | polar.Coefficients | tuple[tuple[float, ...], ...] | Tensor = "polar_express_5",
     steps: int | None = None,
+    method: str = "auto",
     dtype: torch.dtype | str = "auto",
+    products: str = "auto",
     dims: Dims | Mapping[str, Dims] | None = None,
     blocks: Blocks | Mapping[str, Blocks] | None = None,
     block_axis: int = -2,
@@ -31,7 +35,9 @@ def orthogonalize(
     Args:
         coefficients: the name of a set (see `muonfx.polar`), the set itself, or its steps (a, b, c).
         steps: how many steps; None takes the set's own number.
+        method: "standard" or "gram"; "auto" takes the cheaper one by shape (`muonfx.polar.explain` says which and why).
         dtype: what to compute in; "auto" decides by the device. Updates come back in their own dtype.
+        products: "batched", "blocks" or "triton", how symmetric products are done; "auto" decides by shape and device.
         dims: which dims of a leaf are rows and which are columns, the others being a batch: ``((-2,), (-1,))`` treats
             a stack of expert matrices one by one. None: a leaf of more than two dims is flattened behind the first,
             as a convolution wants it. A mapping gives a value for each glob over the leaf's dotted name.
@@ -54,7 +60,13 @@ def orthogonalize(
         True
     """
     view = view_as_matrices(dims, blocks, block_axis)
-    settings: dict[str, Any] = {"coefficients": coefficients, "steps": steps, "dtype": dtype}
+    settings: dict[str, Any] = {
+        "coefficients": coefficients,
+        "steps": steps,
+        "method": method,
+        "dtype": dtype,
+        "products": products,
+    }
     polar.orthogonalize(torch.empty(0, 0), **settings)  # names what is wrong with the settings
 
     def init(params: PyTree) -> EmptyState:

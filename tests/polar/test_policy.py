@@ -7,6 +7,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from muonfx.polar import compute_dtype, orthogonalize, policy
+from muonfx.polar.hardware import cpu_bf16_is_faster
 from muonfx.polar.policy import SUPPORTED
 
 CPU = torch.device("cpu")
@@ -16,9 +17,9 @@ CPU = torch.device("cpu")
 def hardware(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     """Set what the policy is told: `bf16`, `faster`, `capability`."""
     told: dict[str, object] = {"bf16": False, "faster": False, "capability": (8, 0)}
-    monkeypatch.setattr(policy, "_cpu_has_bf16", lambda: told["bf16"])
-    monkeypatch.setattr(policy, "_cpu_bf16_is_faster", lambda: told["faster"])
-    monkeypatch.setattr(policy, "_cuda_capability", lambda index: told["capability"])
+    monkeypatch.setattr(policy, "cpu_has_bf16", lambda: told["bf16"])
+    monkeypatch.setattr(policy, "cpu_bf16_is_faster", lambda: told["faster"])
+    monkeypatch.setattr(policy, "cuda_capability", lambda index: told["capability"])
     return told
 
 
@@ -58,16 +59,16 @@ def test_other_devices_use_fp32() -> None:
 
 def test_measurement_runs_outside_modes_and_maps() -> None:
     for context in ("fake", "vmap", "inference"):
-        policy._cpu_bf16_is_faster.cache_clear()
+        cpu_bf16_is_faster.cache_clear()
         if context == "fake":
             with FakeTensorMode():
-                assert isinstance(policy._cpu_bf16_is_faster(), bool)
+                assert isinstance(cpu_bf16_is_faster(), bool)
         elif context == "vmap":
-            torch.func.vmap(lambda x: x + float(policy._cpu_bf16_is_faster()))(torch.ones(3))
+            torch.func.vmap(lambda x: x + float(cpu_bf16_is_faster()))(torch.ones(3))
         else:
             with torch.inference_mode():
-                policy._cpu_bf16_is_faster()
-        assert policy._cpu_bf16_is_faster.cache_info().currsize == 1
+                cpu_bf16_is_faster()
+        assert cpu_bf16_is_faster.cache_info().currsize == 1
 
 
 def test_auto_is_what_orthogonalize_uses(hardware: dict[str, object]) -> None:

@@ -1,0 +1,119 @@
+"""One batch of matrices of one shape, orthogonalized as a plan says: as a function, or in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from muonfx.polar.iteration import newton_schulz, newton_schulz_with_tensor
+from muonfx.polar.policy import SUPPORTED, Plan
+from muonfx.polar.polynomials import Polynomials
+from muonfx.polar.products import Buffered
+from muonfx.polar.scaling import frobenius_normalized, normalize_, row_normalized, same_range
+
+_LARGE = 1 << 16  # elements from which a pass over one matrix costs more than a call
+
+
+def as_function(x: torch.Tensor, plan: Plan, resolved: Polynomials) -> torch.Tensor:
+    """Orthogonalize without writing to anything: goes through autograd, `torch.func` and the compiler.
+
+    Shapes, dtypes: `(b, n, m)` of any magnitude and supported dtype, n <= m, not empty; `plan.dtype` comes back.
+
+    >>> from muonfx.polar.policy import explain
+    >>> from muonfx.polar.polynomials import polynomials
+    >>> as_function(torch.eye(2)[None], explain((2, 2), steps=1), polynomials("keller", 1)).shape
+    torch.Size([1, 2, 2])
+    """
+    x = frobenius_normalized(x, plan.dtype, resolved.safety)
+    if resolved.table is not None:
+        return newton_schulz_with_tensor(x, resolved.table, resolved.indices)
+    if not resolved.row_scaling:
+        return newton_schulz(x, plan.stages)
+    # The Frobenius norm has come first, though row scaling undoes it: it keeps fp16 row sums in range.
+    x, gram = row_normalized(x)
+    return newton_schulz(x, plan.stages, gram=gram)
+
+
+def in_place(batch: torch.Tensor, plan: Plan, resolved: Polynomials, *, tall: bool) -> torch.Tensor:
+    """Orthogonalize `batch`, already rounded to `plan.dtype`, in its own memory and a few buffers.
+
+    Shapes: `(b, n, m)`, or `(b, m, n)` where `tall`; the same comes back, in `batch` or in another buffer.
+    """
+    normalize_(batch, resolved.safety)
+    return newton_schulz(batch, plan.stages, Buffered(batch, tall=tall, how=plan.products, small=plan.small_products))
+
+
+def goes_in_place(short: int, long: int, held: torch.dtype, plan: Plan, resolved: Polynomials) -> bool:
+    """Whether `in_place` is for matrices of this shape and dtype: large ones, of no larger range than the products'.
+
+    >>> from muonfx.polar.policy import explain
+    >>> from muonfx.polar.polynomials import polynomials
+    >>> goes_in_place(512, 512, torch.float32, explain((512, 512)), polynomials("keller"))
+    True
+    """
+    plain = resolved.table is None and not resolved.row_scaling
+    return plain and short * long >= _LARGE and same_range(held, plan.dtype)
+
+
+def is_watched(*xs: torch.Tensor) -> bool:
+    """Whether autograd, `torch.func` or the compiler follows what is done with tensors: none may be overwritten.
+
+    >>> is_watched(torch.zeros(2)), is_watched(torch.zeros(2, requires_grad=True))
+    (False, True)
+    """
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return True
+    return torch.is_grad_enabled() and any(x.requires_grad for x in xs)
+
+
+def outside_autocast(function: Callable[..., torch.Tensor], x: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
+    """`function(x, ...)` outside any autocast region, which would choose another dtype for the products.
+
+    >>> outside_autocast(torch.abs, torch.tensor(-1.0))
+    tensor(1.)
+    """
+    kind = x.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return function(x, *rest, **named)
+    with torch.autocast(kind, enabled=False):
+        return function(x, *rest, **named)
+
+
+def check_matrix(x: torch.Tensor, name: str) -> None:
+    """Raise unless `x` is a tensor `(..., m, n)` of a supported floating dtype; `name` is its name in the error."""
+    if not isinstance(x, torch.Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"{name}: found {type(x).__name__}, expected a torch.Tensor of shape (..., m, n)")
+    if x.dtype not in SUPPORTED:
+        raise TypeError(
+            f"{name}: found dtype {x.dtype} (shape {tuple(x.shape)}), expected one of {', '.join(map(str, SUPPORTED))}"
+        )
+    if x.ndim < 2:
+        raise ValueError(
+            f"{name}: found shape {tuple(x.shape)}, expected (..., m, n); "
+            "flatten it to a matrix, or leave vectors and scalars to another transform"
+        )
+
+
+def check_out(out: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+    """Raise unless every tensor of `out` can take the result of its partner in `xs`.
+
+    Raises:
+        TypeError: no tensor, or another dtype.
+        ValueError: another number of tensors, another shape or device, or one that overlaps itself.
+    """
+    if len(out) != len(xs):
+        raise ValueError(f"out: found {len(out)} tensors for {len(xs)} inputs, expected one for each")
+    for y, x, name in zip(out, xs, names, strict=True):
+        if not isinstance(y, torch.Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"{name}: found {type(y).__name__}, expected a torch.Tensor")
+        if y.dtype != x.dtype:
+            raise TypeError(f"{name}: found dtype {y.dtype}, expected that of its input, {x.dtype}")
+        if y.shape != x.shape or y.device != x.device:
+            raise ValueError(
+                f"{name}: found shape {tuple(y.shape)} on {y.device}, "
+                f"expected those of its input, {tuple(x.shape)} on {x.device}"
+            )
+        if any(stride == 0 and size > 1 for stride, size in zip(y.stride(), y.shape, strict=True)):
+            raise ValueError(f"{name}: found an expanded tensor, whose elements share memory; expected one to write to")

@@ -1,0 +1,66 @@
+"""What `coefficients` and `steps` come to: polynomials, and what has to be done to a matrix before they apply."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from muonfx.polar.coefficients import CoefficientsLike, Step, checked_restarts, schedule, step_indices
+from muonfx.polar.coefficients import coefficients as resolve
+from muonfx.polar.stages import default_restarts
+
+
+class Polynomials(NamedTuple):
+    """Resolved and checked; hashable where there is no `table`."""
+
+    steps: tuple[Step, ...]
+    """One `(a, b, c)` a step; empty where the coefficients are a tensor."""
+    restarts: tuple[int, ...]
+    """Where the Gram form goes back to the whole matrix."""
+    safety: float = 1.0
+    """The input is divided by this times its Frobenius norm."""
+    row_scaling: bool = False
+    """Whether rows are scaled next."""
+    table: torch.Tensor | None = None
+    """Coefficients as a tensor `(k, 2 or 3)`."""
+    indices: tuple[int, ...] = ()
+    """Which row of `table` each step uses."""
+
+
+def polynomials(
+    value: CoefficientsLike | torch.Tensor, steps: int | None = None, restarts: Sequence[int] | None = None
+) -> Polynomials:
+    """Resolve the settings of `orthogonalize`.
+
+    Raises:
+        ValueError, TypeError: as `orthogonalize`.
+
+    >>> polynomials("quintic", 4).restarts
+    (2, 3)
+    """
+    if isinstance(value, torch.Tensor):
+        _check_table(value)
+        if restarts is not None:
+            raise ValueError("restarts: found some beside a tensor of coefficients, which only the standard form takes")
+        return Polynomials((), (), table=value, indices=tuple(step_indices(value.shape[0], steps)))
+    chosen = resolve(value)
+    taken = schedule(chosen, steps)
+    if restarts is None:
+        own = default_restarts(len(taken)) if chosen.restarts is None else chosen.restarts
+        restarts = tuple(k for k in own if k < len(taken))
+    else:
+        restarts = checked_restarts(restarts, len(taken))
+    safety = 1.0 if chosen.row_scaling else chosen.norm_safety
+    return Polynomials(taken, restarts, safety, chosen.row_scaling)
+
+
+def _check_table(table: torch.Tensor) -> None:
+    if not table.dtype.is_floating_point:
+        raise TypeError(f"coefficients: found a tensor of {table.dtype}, expected a floating dtype")
+    if table.ndim != 2 or table.shape[0] == 0 or table.shape[1] not in (2, 3):
+        raise ValueError(
+            f"coefficients: found a tensor of shape {tuple(table.shape)}, "
+            "expected (steps, 3) or (steps, 2) with steps >= 1"
+        )

@@ -1,0 +1,183 @@
+"""The products that the iteration is made of, on a batch of matrices: as plain functions, or in reused buffers.
+
+Two forms with the same methods. `Functional` allocates every result and goes through autograd, `torch.func` and the
+compiler. `Buffered` overwrites: on a CPU fresh memory is slow, and everywhere the scratch stays small and known; it
+also leaves out half of each product that is known to be symmetric, by blocks (`"blocks"`) or by a kernel (`"triton"`).
+
+A batch is `(b, n, m)` with n <= m, or, where it is `tall`, its transpose `(b, m, n)`: large matrices are never
+transposed in memory. The small matrices beside it are `(b, n, n)`, symmetric, and commute with each other.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+
+from muonfx.polar import kernels
+
+ProductsLike = Literal["auto", "batched", "blocks", "triton"]
+"""How products are done: in batches by the BLAS, symmetric ones by blocks, or by Triton kernels."""
+
+
+class Shifted(NamedTuple):
+    """The symmetric matrix `shift * I + scale * rest`, whose diagonal need not be rounded to `rest`'s dtype."""
+
+    shift: float
+    scale: float
+    rest: torch.Tensor
+
+
+class Products(Protocol):
+    """What the iteration needs."""
+
+    def gram(self, x: torch.Tensor, shift: float) -> torch.Tensor:
+        """`x x^T + shift * I`."""
+        ...
+
+    def symmetric(
+        self, addend: torch.Tensor, p: torch.Tensor, q: torch.Tensor, *, beta: float, alpha: float
+    ) -> torch.Tensor:
+        """`beta * addend + alpha * p q`, which is symmetric because `p` and `q` are and commute."""
+        ...
+
+    def sum(self, a: torch.Tensor, b: torch.Tensor, weight: float) -> torch.Tensor:
+        """`a + weight * b`, good until the next sum."""
+        ...
+
+    def weighted(self, x: torch.Tensor, q: Shifted) -> torch.Tensor:
+        """`q x`; `x` is not needed any more."""
+        ...
+
+    def keep(self, *live: torch.Tensor) -> None:
+        """Of all small matrices that were returned, only these are still needed."""
+        ...
+
+
+class Functional:
+    """Every result is new. For wide batches; a view of a tall one does."""
+
+    def gram(self, x: torch.Tensor, shift: float) -> torch.Tensor:
+        """`x x^T + shift * I`."""
+        if shift == 0:
+            return torch.bmm(x, x.mT)
+        identity = torch.eye(x.shape[-2], dtype=x.dtype, device=x.device).expand(x.shape[0], -1, -1)
+        return torch.baddbmm(identity, x, x.mT, beta=shift)
+
+    def symmetric(
+        self, addend: torch.Tensor, p: torch.Tensor, q: torch.Tensor, *, beta: float, alpha: float
+    ) -> torch.Tensor:
+        """`beta * addend + alpha * p q`."""
+        return torch.baddbmm(addend, p, q, beta=beta, alpha=alpha)
+
+    def sum(self, a: torch.Tensor, b: torch.Tensor, weight: float) -> torch.Tensor:
+        """`a + weight * b`."""
+        return torch.add(a, b, alpha=weight)
+
+    def weighted(self, x: torch.Tensor, q: Shifted) -> torch.Tensor:
+        """`q x`."""
+        return torch.baddbmm(x, q.rest, x, beta=q.shift, alpha=q.scale)
+
+    def keep(self, *live: torch.Tensor) -> None:
+        """Nothing to do: what is not referred to is freed."""
+
+
+class Buffered:
+    """Results go into buffers that are made once and used again; the batch itself is one of them.
+
+    Args:
+        x: the batch, `(b, n, m)`, or `(b, m, n)` where `tall`; overwritten.
+        tall: whether the short side is the columns.
+        how: "batched", "blocks" or "triton", for the Gram matrix of the batch.
+        small: the same, for products of small matrices.
+    """
+
+    def __init__(self, x: torch.Tensor, *, tall: bool, how: str, small: str) -> None:
+        self._tall, self._how, self._small = tall, how, small
+        self._spare = torch.empty_like(x)
+        self._n = min(x.shape[-2:])
+        self._free: list[torch.Tensor] = []
+        self._lent: list[torch.Tensor] = []
+        self._sum: torch.Tensor | None = None
+        self._identity: torch.Tensor | None = None
+
+    def gram(self, x: torch.Tensor, shift: float) -> torch.Tensor:
+        """`x x^T + shift * I`."""
+        wide, out = (x.mT if self._tall else x), self._take()
+        if self._how == "triton":
+            return kernels.symmetric_matmul(wide, None, identity=shift, out=out)
+        if self._how == "blocks":
+            for one, square in zip(wide.unbind(), out.unbind(), strict=True):
+                _by_blocks(square, self._eye() if shift else None, one, one.mT, beta=shift, alpha=1.0)
+            return out
+        if shift == 0:
+            return torch.bmm(wide, wide.mT, out=out)
+        return torch.baddbmm(self._eye().expand_as(out), wide, wide.mT, beta=shift, out=out)
+
+    def symmetric(
+        self, addend: torch.Tensor, p: torch.Tensor, q: torch.Tensor, *, beta: float, alpha: float
+    ) -> torch.Tensor:
+        """`beta * addend + alpha * p q`."""
+        out = self._take()
+        if self._small == "triton":
+            return kernels.symmetric_matmul(p, q, addend=addend, alpha=alpha, beta=beta, out=out)
+        if self._small == "blocks":
+            for square, *given in zip(out.unbind(), addend.unbind(), p.unbind(), q.unbind(), strict=True):
+                _by_blocks(square, *given, beta=beta, alpha=alpha)
+            return out
+        return torch.baddbmm(addend, p, q, beta=beta, alpha=alpha, out=out)
+
+    def sum(self, a: torch.Tensor, b: torch.Tensor, weight: float) -> torch.Tensor:
+        """`a + weight * b`, in one place that the next sum overwrites."""
+        if self._sum is None:
+            self._sum = torch.empty_like(a)
+        return torch.add(a, b, alpha=weight, out=self._sum)
+
+    def weighted(self, x: torch.Tensor, q: Shifted) -> torch.Tensor:
+        """`q x`, which is `x q` where the batch is tall."""
+        left, right = (x, q.rest) if self._tall else (q.rest, x)
+        y = torch.baddbmm(x, left, right, beta=q.shift, alpha=q.scale, out=self._spare)
+        self._spare = x
+        return y
+
+    def keep(self, *live: torch.Tensor) -> None:
+        """Take back all small matrices but these."""
+        kept = {id(one) for one in live}
+        self._free += [one for one in self._lent if id(one) not in kept]
+        self._lent = [one for one in self._lent if id(one) in kept]
+
+    def _take(self) -> torch.Tensor:
+        own = self._free.pop() if self._free else self._spare.new_empty(self._spare.shape[0], self._n, self._n)
+        self._lent.append(own)
+        return own
+
+    def _eye(self) -> torch.Tensor:
+        if self._identity is None:
+            self._identity = torch.eye(self._n, dtype=self._spare.dtype, device=self._spare.device)
+        return self._identity
+
+
+def block_side(n: int) -> int:
+    """The side of the blocks for an `n x n` product: an eighth to a quarter of it, 128 at least.
+
+    >>> [block_side(n) for n in (300, 512, 1024, 4096)]
+    [128, 128, 256, 512]
+    """
+    return min(512, max(128, n // 4 // 128 * 128))
+
+
+def _by_blocks(
+    out: torch.Tensor, addend: torch.Tensor | None, p: torch.Tensor, q: torch.Tensor, *, beta: float, alpha: float
+) -> None:
+    """`out = beta * addend + alpha * p q`, symmetric: rows of blocks from the diagonal on, the rest mirrored.
+
+    Shapes: `p` `(n, k)`, `q` `(k, n)`, `out` and `addend` `(n, n)`; for no addend `beta` and `alpha` are not used.
+    """
+    n, side = out.shape[-1], block_side(out.shape[-1])
+    for start in range(0, n, side):
+        rows, columns = slice(start, start + side), slice(start, n)
+        if addend is None:
+            torch.mm(p[rows], q[:, columns], out=out[rows, columns])
+        else:
+            torch.addmm(addend[rows, columns], p[rows], q[:, columns], beta=beta, alpha=alpha, out=out[rows, columns])
+        out[rows, :start].copy_(out[:start, rows].mT)

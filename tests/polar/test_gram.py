@@ -1,0 +1,209 @@
+"""The Gram form of the iteration, symmetric products by blocks, and results written in place."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from muonfx.polar import KNOWN, band, explain, orthogonalize, orthogonalize_many
+from muonfx.polar.iteration import newton_schulz
+from muonfx.polar.policy import SMALLEST_GRAM
+from muonfx.polar.products import Buffered, Functional, block_side
+from muonfx.polar.stages import staged, standard
+
+from .strategies import DTYPES, Problem, gap, orthogonal, problems, relative, tolerance
+
+EQUIVARIANT = tuple(name for name in KNOWN if name != "aol")
+sets = st.sampled_from(EQUIVARIANT)
+LOW = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@given(problems(), sets, st.randoms(use_true_random=False))
+def test_gram_is_the_same_polynomial_under_any_restarts(p: Problem, name: str, random) -> None:
+    steps = len(KNOWN[name].steps)
+    restarts = sorted(random.sample(range(1, steps), random.randint(0, min(2, steps - 1))))
+    # Without restarts a float64 run of ten steps amplifies its rounding by the square of all slopes: keep stages short.
+    restarts = sorted({*restarts, *range(3, steps, 3)})
+    y = orthogonalize(p.x, coefficients=name, method="gram", restarts=restarts)
+    assert relative(y, orthogonalize(p.x, coefficients=name, method="standard")) < 1e-6
+
+
+@given(problems(), st.sampled_from(list(KNOWN)), st.sampled_from([torch.float64, torch.float32]))
+def test_gram_equals_standard_within_the_dtype(p: Problem, name: str, dtype: torch.dtype) -> None:
+    x = p.x.to(dtype)
+    gram, plain = (orthogonalize(x, coefficients=name, method=m, dtype=dtype) for m in ("gram", "standard"))
+    assert relative(gram, plain) < 10 * tolerance("polar_express", dtype)
+
+
+@given(problems(), sets)
+def test_one_step_a_stage_without_centers_is_the_standard_iteration_bitwise(p: Problem, name: str) -> None:
+    x = p.x.reshape(-1, *p.x.shape[-2:])
+    x = x if x.shape[-2] <= x.shape[-1] else x.mT
+    steps = KNOWN[name].steps
+    cut = staged(steps, range(1, len(steps)), None, 1.0)
+    assert cut == standard(steps)
+
+
+def spectra(n: int) -> dict[str, torch.Tensor]:
+    """The spectra on which errors are compared."""
+    kept = n // 2
+    return {
+        "geometric": torch.logspace(0, -4, n, dtype=torch.float64),
+        "clustered": torch.tensor([(1.0, 0.3, 0.02)[3 * i // n] for i in range(n)], dtype=torch.float64),
+        "deficient": torch.cat([torch.logspace(0, -1, kept, dtype=torch.float64), torch.zeros(n - kept)]),
+    }
+
+
+def matrices(n: int, m: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(n + m)
+    u, v = orthogonal(n, n, generator=generator), orthogonal(m, n, generator=generator)
+    made = {kind: (u * s) @ v.mT for kind, s in spectra(n).items()}
+    return {**made, "gaussian": torch.randn(n, m, dtype=torch.float64, generator=generator)}
+
+
+CASES = [(torch.bfloat16, (256, 512)), (torch.bfloat16, (256, 4096)), (torch.bfloat16, (512, 1024)), (torch.float32, (256, 512))]
+
+
+@pytest.mark.parametrize("name", EQUIVARIANT)
+@pytest.mark.parametrize(("dtype", "shape"), CASES)
+def test_gram_rounds_no_more_than_half_as_much_again_as_standard(
+    name: str, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    peak = band(name).peak
+    for kind, x in matrices(*shape).items():
+        x = x.to(dtype)
+        exact = orthogonalize(x.double(), coefficients=name, method="standard")
+        gram, plain = (orthogonalize(x, coefficients=name, method=m, dtype=dtype) for m in ("gram", "standard"))
+        assert relative(gram, exact) <= 1.5 * relative(plain, exact), kind
+        assert torch.linalg.matrix_norm(gram.double(), 2) <= 1.05 * peak, kind
+
+
+def test_policy_stays_with_standard_where_gram_would_round_more_or_cost_more() -> None:
+    def taken(shape: tuple[int, int], **settings) -> str:
+        return explain(shape, **{"dtype": torch.bfloat16, **settings}).method
+
+    assert taken((512, 2048)) == taken((2048, 512)) == "gram"
+    assert taken((512, 512)) == taken((1024, 1024)) == "standard"
+    assert taken((SMALLEST_GRAM - 1, 4096)) == "standard"
+    assert taken((512, 2048), coefficients="aol") == "standard"
+    assert taken((512, 2048), coefficients=torch.ones(3, 3)) == "standard"
+
+
+def test_explanations_say_what_is_done() -> None:
+    plan = explain((1024, 4096), dtype=torch.float32, coefficients="keller")
+    assert (plan.method, plan.products) == ("gram", "blocks")
+    assert [len(stage.steps) for stage in plan.stages] == [2, 2, 1]
+    text = str(plan)
+    assert text.startswith("1024 x 4096: gram, float32, blocks, steps in stages of 2 + 2 + 1")
+    assert all(word in text for word in ("as asked for", "multiply-adds", "measured on"))
+    assert str(explain((4, 4), "meta")).startswith("4 x 4: standard, float32, batched")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tall", [False, True])
+@pytest.mark.parametrize("how", ["batched", "blocks"])
+@pytest.mark.parametrize("n", [1, 100, 128, 200, 300])
+def test_buffered_products_equal_functional_ones(n: int, how: str, tall: bool, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(n)
+    x = torch.randn(2, n, n + 17, dtype=torch.float64, generator=generator)
+    x = (x / torch.linalg.matrix_norm(x, keepdim=True)).to(dtype)
+    stages = staged(KNOWN["quintic"].steps, (2, 3), 1 / n, (n + 17) / n)
+    expected = newton_schulz(x, stages, Functional())
+    given = (x.mT if tall else x).contiguous().clone()
+    found = newton_schulz(given, stages, Buffered(given, tall=tall, how=how, small=how))
+    assert gap(found.mT if tall else found, expected) < {torch.float64: 1e-11, torch.float32: 1e-4}.get(dtype, 0.1)
+
+
+@pytest.mark.parametrize("n", [1, 127, 128, 129, 300, 517])
+def test_products_by_blocks_are_symmetric_bitwise_off_the_diagonal_blocks(n: int) -> None:
+    x = torch.randn(1, n, n + 3, generator=torch.Generator().manual_seed(n))
+    found = Buffered(x, tall=False, how="blocks", small="blocks").gram(x, 0.5)[0]
+    assert gap(found, (x[0] @ x[0].mT) + 0.5 * torch.eye(n)) < 1e-3
+    side = block_side(n)
+    for i, j in itertools.combinations(range(0, n, side), 2):
+        assert torch.equal(found[i : i + side, j : j + side], found[j : j + side, i : i + side].mT)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES])
+@pytest.mark.parametrize("shape", [(300, 400), (400, 300), (2, 260, 300), (300, 300)])
+def test_large_matrices_take_the_same_path_alone_and_among_others(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    compute = torch.float32 if dtype == torch.float16 else dtype  # fp16 products take minutes on a CPU
+    generator = torch.Generator().manual_seed(0)
+    x, other = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
+    copy = x.clone()
+    alone = orthogonalize(x, dtype=compute)
+    assert torch.equal(x, copy)
+    assert torch.equal(orthogonalize_many([other, x, x.mT], dtype=compute)[1], alone)
+    assert torch.equal(orthogonalize_many([x, other], dtype=compute, max_scratch_bytes=1)[0], alone)
+    small = {torch.float64: 1e-10, torch.float32: 1e-3}.get(compute, 0.1)
+    assert gap(orthogonalize(x.requires_grad_(), dtype=compute).detach(), alone) < small
+
+
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "shapes", [[(5, 8)], [(300, 400), (400, 300), (300, 400)], [(3, 300, 300), (300, 300), (0, 4)]]
+)
+def test_out_and_donated_inputs_take_the_results(shapes: list[tuple[int, ...]], compute: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    xs = [torch.randn(shape, generator=generator) for shape in shapes]
+    expected = orthogonalize_many(xs, dtype=compute)
+    out = [torch.empty_like(x) for x in xs]
+    found = orthogonalize_many(xs, dtype=compute, out=out, max_scratch_bytes=1 << 20)
+    assert all(y is own for y, own in zip(found, out, strict=True))
+    strided = [torch.empty(*x.shape[:-2], *x.shape[:-3:-1]).mT for x in xs]
+    views = orthogonalize_many(xs, dtype=compute, out=strided)
+    for y, z, e, view in zip(found, views, expected, strided, strict=True):
+        assert torch.equal(y, e)
+        assert torch.equal(z, e)
+        assert z is view
+    for how in ({"donate": True}, {"out": [x.clone() for x in xs]}):
+        own = [x.clone() for x in xs] if "donate" in how else how["out"]
+        done = orthogonalize_many(own, dtype=compute, **how)
+        assert all(y is x and torch.equal(y, e) for y, x, e in zip(done, own, expected, strict=True))
+    one = xs[0].clone()
+    assert orthogonalize(one, dtype=compute, out=one) is one
+    assert torch.equal(one, orthogonalize(xs[0], dtype=compute))
+
+
+def test_what_cannot_take_a_result_is_refused() -> None:
+    x = torch.ones(2, 3)
+    for out, error, words in (
+        (torch.ones(3, 2), ValueError, r"out: found shape \(3, 2\)"),
+        (torch.ones(2, 3).double(), TypeError, "out: found dtype torch.float64"),
+        (torch.ones(1).expand(2, 3), ValueError, "out: found an expanded tensor"),
+        ([x], TypeError, "out: found list"),
+        (torch.ones(2, 3, requires_grad=True), RuntimeError, "out: found under autograd"),
+    ):
+        with pytest.raises(error, match=words):
+            orthogonalize(x, out=out)
+    with pytest.raises(ValueError, match="out: found 2 tensors for 1 inputs"):
+        orthogonalize_many([x], out=[x, x])
+    with pytest.raises(ValueError, match="out: found beside donate=True"):
+        orthogonalize_many([x], out=[x], donate=True)
+    assert torch.equal(x, torch.ones(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"method": "fast"}, ValueError, "method: found 'fast', expected 'auto', 'standard' or 'gram'"),
+        ({"method": None}, ValueError, "method: found None"),
+        ({"products": "cublas"}, ValueError, "products: found 'cublas'"),
+        ({"products": "triton", "dtype": torch.float64}, ValueError, "products: found 'triton' for float64"),
+        ({"restarts": (0, 2)}, ValueError, r"restarts: found \(0, 2\), expected ascending"),
+        ({"restarts": (3, 2)}, ValueError, "restarts: found"),
+        ({"restarts": (2, 5)}, ValueError, "below the number of steps, 5"),
+        ({"restarts": (1.5,)}, ValueError, "restarts: found"),
+        ({"restarts": (1,), "coefficients": torch.ones(2, 3)}, ValueError, "restarts: found some beside a tensor"),
+        ({"method": "gram", "coefficients": torch.ones(2, 3)}, ValueError, "method: found 'gram' with a tensor"),
+    ],
+)
+def test_malformed_methods_are_refused(options: dict, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        orthogonalize(torch.eye(3), **options)
+    with pytest.raises(error, match=words):
+        orthogonalize_many([torch.eye(3), torch.ones(4, 5)], **options)
