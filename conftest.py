@@ -1,5 +1,6 @@
 """What every test and doctest runs under: one thread, a fixed seed, warnings as errors, and a hypothesis profile."""
 
+import importlib.util
 import os
 
 # Before torch is imported. One thread: sums come out in one order on every machine, and two pytest workers do not fight
@@ -18,6 +19,10 @@ if not torch.cuda.is_available():
 import muonfx as mfx
 
 torch.set_num_threads(1)
+
+# Modules that cannot be imported without Triton have no doctests to look for where it is missing.
+if importlib.util.find_spec("triton") is None:
+    collect_ignore = ["muonfx/polar/kernels/symmetric.py", "tests/polar/pretended_gpu.py"]
 
 # `ci` draws the same examples every time, so that a red run is its own fault; `deep` looks for new ones.
 # Neither looks at the clock: a busy machine is not a failure.
