@@ -79,7 +79,8 @@ def orthogonalize_many(
     groups: defaultdict[_Kind, list[int]] = defaultdict(list)
     for i, x in enumerate(xs):
         check_matrix(x, f"xs[{i}]" if names is None else names[i])
-        groups[_Kind(*sorted(x.shape[-2:]), x.dtype, x.device)].append(i)
+        rows, columns = x.shape[-2:]
+        groups[_Kind(min(rows, columns), max(rows, columns), x.dtype, x.device)].append(i)
     watched = is_watched(*xs, *([] if resolved.table is None else [resolved.table]))
     targets = _targets(xs, donate, out, watched)
 
@@ -87,12 +88,11 @@ def orthogonalize_many(
     plans = {kind: plan(*kind, resolved, method=method, dtype=dtype, products=products) for kind in groups}
     results: list[torch.Tensor] = list(xs)
     for kind, members in groups.items():
-        for batchable, run in _ways(kind, members, xs, plans[kind], resolved, watched):
-            scratch = max_scratch_bytes or (_CPU_SCRATCH if kind.device.type == "cpu" else _DEVICE_SCRATCH)
-            done = run(
-                [xs[i] for i in batchable], [targets[i] for i in batchable], kind, plans[kind], resolved, scratch
-            )
-            for i, y in zip(batchable, done, strict=True):
+        scratch = max_scratch_bytes or (_CPU_SCRATCH if kind.device.type == "cpu" else _DEVICE_SCRATCH)
+        job = _Job(kind, plans[kind], resolved, scratch)
+        for together, run in _ways(job, members, xs, watched):
+            done = run([xs[i] for i in together], [targets[i] for i in together], job)
+            for i, y in zip(together, done, strict=True):
                 results[i] = y
     return results
 
@@ -106,16 +106,24 @@ class _Kind(NamedTuple):
     device: torch.device
 
 
-_Run = Callable[[list[torch.Tensor], list[torch.Tensor | None], _Kind, Plan, Polynomials, int], list[torch.Tensor]]
+class _Job(NamedTuple):
+    """What is to be done with matrices of one kind."""
+
+    kind: _Kind
+    plan: Plan
+    resolved: Polynomials
+    scratch: int
 
 
-def _ways(
-    kind: _Kind, members: list[int], xs: Sequence[torch.Tensor], own: Plan, resolved: Polynomials, watched: bool
-) -> list[tuple[list[int], _Run]]:
+_Run = Callable[[list[torch.Tensor], list[torch.Tensor | None], _Job], list[torch.Tensor]]
+
+
+def _ways(job: _Job, members: list[int], xs: Sequence[torch.Tensor], watched: bool) -> list[tuple[list[int], _Run]]:
     """Which of a group's matrices are done together, and how."""
+    short, long, held, _ = job.kind
     empty = [i for i in members if xs[i].numel() == 0]
     rest = [i for i in members if xs[i].numel() > 0]
-    if watched or not goes_in_place(kind.short, kind.long, kind.dtype, own, resolved):
+    if watched or not goes_in_place(short, long, held, job.plan, job.resolved):
         return [(empty, _run_empty), (rest, _run_as_function)]
     tall = [i for i in rest if xs[i].shape[-2] > xs[i].shape[-1]]
     wide = [i for i in rest if xs[i].shape[-2] <= xs[i].shape[-1]]
@@ -141,14 +149,7 @@ def _targets(
     return list(out)
 
 
-def _run_empty(
-    xs: list[torch.Tensor],
-    targets: list[torch.Tensor | None],
-    kind: _Kind,
-    own: Plan,
-    resolved: Polynomials,
-    scratch: int,
-) -> list[torch.Tensor]:
+def _run_empty(xs: list[torch.Tensor], targets: list[torch.Tensor | None], job: _Job) -> list[torch.Tensor]:
     """Matrices without elements."""
     return [
         x.clone(memory_format=torch.contiguous_format) if target is None else target
@@ -156,75 +157,68 @@ def _run_empty(
     ]
 
 
-def _run_as_function(
-    xs: list[torch.Tensor],
-    targets: list[torch.Tensor | None],
-    kind: _Kind,
-    own: Plan,
-    resolved: Polynomials,
-    scratch: int,
-) -> list[torch.Tensor]:
+def _run_as_function(xs: list[torch.Tensor], targets: list[torch.Tensor | None], job: _Job) -> list[torch.Tensor]:
     """Small or watched matrices: wide and tall ones together, in batches that are copied together."""
-    flats = [(x if x.shape[-2] == kind.short else x.mT).reshape(-1, kind.short, kind.long) for x in xs]
-    limit = max(1, scratch // scratch_bytes(kind.short, kind.long, own.dtype))
+    short, long, held, _ = job.kind
+    flats = [(x if x.shape[-2] == short else x.mT).reshape(-1, short, long) for x in xs]
+    limit = max(1, job.scratch // scratch_bytes(short, long, job.plan.dtype))
     outputs: list[torch.Tensor] = []
     for batch in packed(flats, limit):
         joined = batch[0] if len(batch) == 1 else torch.cat(batch)
-        y = outside_autocast(as_function, joined, own, resolved)
-        outputs.extend(y.to(kind.dtype).split([piece.shape[0] for piece in batch]))
+        y = outside_autocast(as_function, joined, job.plan, job.resolved)
+        outputs.extend(y.to(held).split([piece.shape[0] for piece in batch]))
         del y  # not beside the next batch
     pieces = iter(outputs)
     results: list[torch.Tensor] = []
     for x, target, flat in zip(xs, targets, flats, strict=True):
         y = [next(pieces) for _ in range(-(-flat.shape[0] // limit))]
-        y = _unflat(y[0] if len(y) == 1 else torch.cat(y), x.shape, kind.short)
+        y = _unflat(y[0] if len(y) == 1 else torch.cat(y), x.shape, short)
         results.append(y.contiguous() if target is None else target.copy_(y))
     return results
 
 
-def _run_in_place(
-    xs: list[torch.Tensor],
-    targets: list[torch.Tensor | None],
-    kind: _Kind,
-    own: Plan,
-    resolved: Polynomials,
-    scratch: int,
-) -> list[torch.Tensor]:
+def _run_in_place(xs: list[torch.Tensor], targets: list[torch.Tensor | None], job: _Job) -> list[torch.Tensor]:
     """Large matrices, all wide or all tall: each batch is one buffer, and results go straight to where they belong."""
     if not xs:
         return []
     m, n = xs[0].shape[-2:]
-    limit = min(max(1, scratch // own.scratch_bytes), own.at_once or len(xs) * max(x.numel() for x in xs))
     flats = [x.reshape(-1, m, n) for x in xs]
-    # A matrix that is cut into several batches, or rounded, needs a place for its result from the start.
-    places = [
-        target
-        if target is not None and target.is_contiguous()
-        else None
-        if flat.shape[0] <= limit
-        else torch.empty_like(x, memory_format=torch.contiguous_format)
-        for x, flat, target in zip(xs, flats, targets, strict=True)
-    ]
+    limit = max(1, min(job.scratch // job.plan.scratch_bytes, job.plan.at_once or sum(map(len, flats))))
+    places = [_place(x, target, whole=len(flat) <= limit) for x, target, flat in zip(xs, targets, flats, strict=True)]
     # The place of a new result is known by its input, which is then not written to.
     homes = [flat if place is None else place.view(-1, m, n) for flat, place in zip(flats, places, strict=True)]
     new = iter([place is None for place, flat in zip(places, flats, strict=True) for _ in flat.split(limit)])
     fresh: list[torch.Tensor] = []
     for given, taken in zip(packed(flats, limit), packed(homes, limit), strict=True):
         is_new = [next(new) for _ in given]
-        buffer = _buffer(given, None if any(is_new) else taken, own.dtype)
-        y = outside_autocast(in_place, buffer, own, resolved, tall=m > n)
-        for piece, home, alone in zip(y.split([len(piece) for piece in given]), taken, is_new, strict=True):
-            if alone:
-                fresh.append(piece.to(kind.dtype))
-            elif piece.data_ptr() != home.data_ptr():
-                home.copy_(piece)
-        del buffer, y, piece  # not beside the next batch
+        buffer = _buffer(given, None if any(is_new) else taken, job.plan.dtype)
+        y = outside_autocast(in_place, buffer, job.plan, job.resolved, tall=m > n)
+        fresh += _settled(y, taken, is_new, job.kind.dtype)
+        del buffer, y  # not beside the next batch
     made = iter(fresh)
     results: list[torch.Tensor] = []
     for x, target, place in zip(xs, targets, places, strict=True):
         y = next(made).view(x.shape) if place is None else place
         results.append(y if target is None or target is place else target.copy_(y))
     return results
+
+
+def _place(x: torch.Tensor, target: torch.Tensor | None, *, whole: bool) -> torch.Tensor | None:
+    """Where the result of `x` is written, batch by batch; None where a whole new result comes out of one batch."""
+    if target is not None and target.is_contiguous():
+        return target
+    return None if whole else torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _settled(y: torch.Tensor, homes: list[torch.Tensor], is_new: list[bool], held: torch.dtype) -> list[torch.Tensor]:
+    """Write the pieces of a batch to their homes; those that are new results come back."""
+    fresh: list[torch.Tensor] = []
+    for piece, home, new in zip(y.split([len(home) for home in homes]), homes, is_new, strict=True):
+        if new:
+            fresh.append(piece.to(held))
+        elif piece.data_ptr() != home.data_ptr():
+            home.copy_(piece)
+    return fresh
 
 
 def _buffer(given: list[torch.Tensor], taken: list[torch.Tensor] | None, compute: torch.dtype) -> torch.Tensor:
