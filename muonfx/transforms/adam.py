@@ -27,13 +27,14 @@ class AdamState(NamedTuple):
     """Second moments, like the parameters, in the pinned dtype; a `CompactState` for a compact one."""
 
 
-@transform(locality=lambda b1, b2, eps, *, eps_root, mu_dtype, nu_dtype: locality_of(mu_dtype, nu_dtype))
+@transform(locality=lambda b1, b2, eps, *, eps_root, nesterov, mu_dtype, nu_dtype: locality_of(mu_dtype, nu_dtype))
 def scale_by_adam(
     b1: float = 0.9,
     b2: float = 0.999,
     eps: float = 1e-8,
     *,
     eps_root: float = 0.0,
+    nesterov: bool = False,
     mu_dtype: StateDtype = torch.float32,
     nu_dtype: StateDtype = torch.float32,
 ):
@@ -49,6 +50,8 @@ def scale_by_adam(
         eps: added outside the root, not negative.
         eps_root: added inside the root, not negative; give a small one to differentiate through updates whose gradients
             can be exactly zero, where the root has no derivative.
+        nesterov: look one step ahead, as NAdam does:
+            $\hat m_t = \beta_1 m_t / (1 - \beta_1^{t+1}) + (1 - \beta_1) g_t / (1 - \beta_1^t)$.
         mu_dtype: pinned dtype of the first moment; None pins each parameter's own, `int8` or `fp8` store eight bits.
         nu_dtype: pinned dtype of the second moment, likewise.
 
@@ -90,7 +93,8 @@ def scale_by_adam(
         c1, c2 = 1.0 - power(b1, count), 1.0 - power(b2, count)
         inside = nu if isinstance(eps_root, float) and eps_root == 0.0 else ew.shift(nu, eps_root * c2)
         denominators = ew.sqrt(inside, plus=eps * c2.sqrt())
-        numerators, denominators, _ = widen(mu, denominators)
+        looked = mu if not nesterov else ew.add(ew.mul(mu, b1 * c1 / (1.0 - power(b1, count + 1))), grads, 1.0 - b1)
+        numerators, denominators, _ = widen(looked, denominators)
         scaled = ew.mul(ew.div(numerators, denominators, reuse=True), c2.sqrt() / c1, reuse=True)
         new_state = AdamState(
             count,

@@ -1,0 +1,1 @@
+"""Checkpoints: states that survive, and conversion from and to other optimizers."""
