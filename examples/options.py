@@ -16,12 +16,13 @@ import muonfx as mfx
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-# Of momentum and of both moments of AdamW. Second moments change by little at a time: they are rounded stochastically.
+# Of momentum and of AdamW's two moments. AdamW divides small first moments by small roots, so these need levels near
+# zero; second moments change by little at a time and are rounded stochastically.
 STATE_DTYPES = {
-    "fp32": (torch.float32, torch.float32),
-    "bf16": (torch.bfloat16, torch.bfloat16),
-    "int8": (mfx.int8(), mfx.int8(stochastic=True)),
-    "fp8": (mfx.fp8(), mfx.fp8(stochastic=True)),
+    "fp32": (torch.float32,) * 3,
+    "bf16": (torch.bfloat16,) * 3,
+    "int8": (mfx.int8(), mfx.int8(code="dynamic"), mfx.int8(stochastic=True)),
+    "fp8": (mfx.fp8(), mfx.fp8(), mfx.fp8(stochastic=True)),
 }
 
 # Peak learning rates of the hidden matrices and of all the rest: each optimizer's best on one grid (see README.md).

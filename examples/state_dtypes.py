@@ -22,10 +22,12 @@ import muonfx as mfx
 
 RESULTS = Path(__file__).parent / "results"
 
-# Beyond what train_gpt.py offers: the other book, and second moments that are rounded to the nearest level.
+# Beyond what train_gpt.py offers: one book for all, and second moments that are rounded to the nearest level.
+DYNAMIC = mfx.int8(code="dynamic")
 FURTHER = {
-    "int8, dynamic": (mfx.int8(code="dynamic"), mfx.int8(code="dynamic", stochastic=True)),
-    "int8, nearest": (mfx.int8(), mfx.int8()),
+    "int8, all linear": (mfx.int8(), mfx.int8(), mfx.int8(stochastic=True)),
+    "int8, all dynamic": (DYNAMIC, DYNAMIC, DYNAMIC.replace(stochastic=True)),
+    "int8, nearest": (mfx.int8(), DYNAMIC, mfx.int8()),
 }
 
 

@@ -42,10 +42,10 @@ def make_optimizer(config: Config, labels: mfx.Labels) -> mfx.Transform | TorchM
     if config.optimizer == "torch-muon":
         return TorchMuon(labels, hidden_rate, rest_rate, weight_decay=config.weight_decay, max_norm=config.max_norm)
 
-    first, second = STATE_DTYPES[config.state_dtype]
+    average, first, second = STATE_DTYPES[config.state_dtype]
     adam = mfx.scale_by_adam(0.9, 0.95, mu_dtype=first, nu_dtype=second)
     # fp32 and not "auto", which times this CPU once a process: a resumed run must go on in what it began with.
-    muon = [mfx.momentum(0.95, nesterov=True, dtype=first), mfx.orthogonalize(dtype=torch.float32)]
+    muon = [mfx.momentum(0.95, nesterov=True, dtype=average), mfx.orthogonalize(dtype=torch.float32)]
     hidden = {
         "muon": mfx.chain(*muon, mfx.scale_by_shape("match_rms_adamw")),
         "normuon": mfx.chain(*muon, mfx.normalize_neurons(0.95), mfx.scale_by_shape("match_rms_adamw")),

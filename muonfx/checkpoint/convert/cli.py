@@ -37,8 +37,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--key", default="", help="where in the file the optimizer's state dict is, as in 'optimizer'")
     parser.add_argument("--names", type=Path, help="a JSON list: the parameters' names in the optimizer's order")
     parser.add_argument("--step", type=int, help="how many steps were taken, where the optimizer does not count")
-    parser.add_argument("--muon", type=json.loads, default={}, help='of DeepSpeed, as JSON: {"lr": 0.02, ...}')
-    parser.add_argument("--adam", type=json.loads, default={}, help='of DeepSpeed, as JSON: {"lr": 3e-4, ...}')
+    parser.add_argument("--config", type=Path, help="DeepSpeed's config, a JSON file")
     return parser
 
 
@@ -58,7 +57,10 @@ def _convert(options: argparse.Namespace) -> tuple[Transform, PyTree, dict[str, 
     if options.kind == "deepspeed":
         source = deepspeed.read_deepspeed(options.input)
         params = {name: leaf for name, leaf in params.items() if name in source}
-        tx = deepspeed.deepspeed_recipe(source, params, options.muon, options.adam)
+        if options.config is None:
+            raise ValueError("DeepSpeed's checkpoint does not hold the learning rates: give its config with --config")
+        config = json.loads(options.config.read_text(encoding="utf-8"))
+        tx = deepspeed.deepspeed_recipe(source, params, config["optimizer"]["params"])
         return tx, deepspeed.from_deepspeed(source, tx, params, step=options.step), params
     source = _load(options.input)
     for key in filter(None, options.key.split(".")):

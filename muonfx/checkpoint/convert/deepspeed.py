@@ -115,33 +115,46 @@ def _shaped(value: Tensor | None, shape: torch.Size | None) -> Tensor | None:
 def deepspeed_recipe(
     source: str | Path | Entries,
     params: PyTree,
-    muon: Mapping[str, Any],
-    adam: Mapping[str, Any] | None = None,
+    optimizer: Mapping[str, Any],
     *,
     dtype: torch.dtype | str = "auto",
 ) -> Transform:
-    """Make the chain that DeepSpeed's Muon computes.
+    """Make the chain that DeepSpeed's Muon computes, from what stands in the run's config.
 
-    A universal checkpoint does not keep the groups' numbers in a form that loads without running code, so give them:
-    they are in the run's config. DeepSpeed's iteration is Keller Jordan's polynomial, in fp16 and in Gram form where
-    the device allows it.
+    What has a momentum in the checkpoint goes to Muon, the rest to Adam. DeepSpeed's iteration is Keller Jordan's
+    polynomial, in its Gram form and in fp16 where the device allows it.
 
     Args:
-        source: as in `from_deepspeed`: what has a momentum goes to Muon.
+        source: as in `from_deepspeed`.
         params: as in `from_deepspeed`.
-        muon: "lr", "momentum" and "weight_decay" of the Muon group.
-        adam: "lr", "betas", "eps" and "weight_decay" of the Adam group; what is missing has DeepSpeed's default.
+        optimizer: ``config["optimizer"]["params"]``: "lr", or "muon_lr" and "adam_lr"; "momentum", "betas", "eps" and
+            "weight_decay". What is missing has DeepSpeed's default.
         dtype: of the iteration.
+
+    Raises:
+        ValueError: the checkpoint has a parameter of another name.
 
     Example:
         >>> source = {"up.weight": {"momentum_buffer": torch.ones(6)}}
-        >>> deepspeed_recipe(source, {"up.weight": torch.zeros(2, 3)}, {"lr": 0.02})  # doctest: +NORMALIZE_WHITESPACE
+        >>> deepspeed_recipe(source, {"up.weight": torch.zeros(2, 3)}, {"muon_lr": 0.02})
+        ... # doctest: +NORMALIZE_WHITESPACE
         chain(momentum(), orthogonalize(coefficients='keller'), scale_by_shape(rule='original'),
               add_decayed_weights(), scale_by_learning_rate(learning_rate=0.02))
     """
+    given = dict(optimizer)
+    both = {"weight_decay": given.get("weight_decay", 0.0)}
     groups: dict[str, Mapping[str, Any]] = {
-        "muon": {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0, **muon},
-        "adamw": {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0, **(adam or {})},
+        "muon": {
+            **both,
+            "lr": given.get("muon_lr", given.get("lr", 0.02)),
+            "momentum": given.get("momentum", 0.95),
+        },
+        "adamw": {
+            **both,
+            "lr": given.get("adam_lr", given.get("lr", 3e-4)),
+            "betas": given.get("betas", (0.9, 0.95)),
+            "eps": given.get("eps", 1e-10),
+        },
     }
     shapes = {name: param.shape for name, param in flat(params).items()}
     found: dict[str, tuple[str, Transform]] = {}
