@@ -80,7 +80,8 @@ def int8(block: int = 2048, *, code: str = "linear", min_size: int = 4096, stoch
     Args:
         block: elements a scale, so $1 + 4 / block$ bytes an element. Smaller is more accurate.
         code: "linear" for evenly spaced levels, 1/127 of the scale apart (without a sign: fourth powers of 255 even
-            steps), or "dynamic" for the tree of Dettmers et al., whose levels lie closer together near zero.
+            steps), or "dynamic" for the tree of Dettmers et al., whose levels lie closer together near zero: better
+            for Adam's first moments, whose small elements are divided by small roots.
         min_size: leaves of fewer elements are stored in fp32.
         stochastic: round up or down at random so that the mean is kept. The noise is a function of a key in the state,
             one for each leaf, which every update of that leaf raises by one; so a run is reproducible. Without it an

@@ -165,10 +165,10 @@ def test_deepspeeds_folder_cannot_run_code(tmp_path: Path):
     folder = tmp_path / "zero" / "w"
     folder.mkdir(parents=True)
     torch.save(Surprise(), folder / "momentum_buffer.pt")
-    with pytest.raises(ValueError, match=r"momentum_buffer.pt: expected a tensor and plain values"):
+    with pytest.raises(ValueError, match=r"momentum_buffer.pt: expected tensors and plain values"):
         convert.read_deepspeed(tmp_path)
     (folder / "momentum_buffer.pt").write_bytes(b"not a file of torch")
-    with pytest.raises(ValueError, match=r"momentum_buffer.pt: expected a tensor and plain values"):
+    with pytest.raises(ValueError, match=r"momentum_buffer.pt: expected tensors and plain values"):
         convert.read_deepspeed(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"ds_to_universal.py"):
         convert.read_deepspeed(tmp_path / "elsewhere")

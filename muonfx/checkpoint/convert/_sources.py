@@ -67,6 +67,8 @@ class Source:
             kind = self.kind(group, entry)
             try:
                 found[name] = kind, self.recipe(group, kind, shapes[name], options)
+            except KeyError as missing:
+                raise ValueError(f"{name!r}: its group in {self.name} has no {missing}, only {sorted(group)}") from None
             except ValueError as problem:
                 raise ValueError(f"{name!r}: {problem}") from None
         return composed(found)

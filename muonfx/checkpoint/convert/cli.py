@@ -5,16 +5,16 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import pickle
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from muonfx.checkpoint.convert import deepspeed, dion, keller, moonlight, torch_optim
+from muonfx.checkpoint.convert._files import read_plain
 from muonfx.core import Transform
 from muonfx.tree import PyTree
 
@@ -42,14 +42,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _load(path: Path) -> Any:
-    """Read tensors and plain values; nothing else is unpickled."""
-    if path.suffix == ".safetensors":
-        return load_file(path)
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as problem:
-        reason = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
-        raise ValueError(f"{path} holds more than tensors and plain values, or is broken: {reason}") from None
+    return load_file(path) if path.suffix == ".safetensors" else read_plain(path)
 
 
 def _convert(options: argparse.Namespace) -> tuple[Transform, PyTree, dict[str, Any]]:
@@ -60,6 +53,8 @@ def _convert(options: argparse.Namespace) -> tuple[Transform, PyTree, dict[str, 
         if options.config is None:
             raise ValueError("DeepSpeed's checkpoint does not hold the learning rates: give its config with --config")
         config = json.loads(options.config.read_text(encoding="utf-8"))
+        if "params" not in config.get("optimizer", {}):
+            raise ValueError(f"{options.config}: expected a config with 'optimizer' and its 'params'")
         tx = deepspeed.deepspeed_recipe(source, params, config["optimizer"]["params"])
         return tx, deepspeed.from_deepspeed(source, tx, params, step=options.step), params
     source = _load(options.input)
@@ -93,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         tx, state, _ = _convert(options)
         save = importlib.import_module("muonfx.checkpoint").save
         save(options.output, state, tx=tx, step=options.step)
-    except (OSError, ValueError, TypeError) as problem:
+    except (OSError, ValueError, TypeError, SafetensorError) as problem:
         print(f"convert: error: {problem}", file=sys.stderr)
         return 2
     print(tx)

@@ -6,7 +6,6 @@ states. Converters before DeepSpeed's pull request 8609 know Adam's states only,
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from muonfx.checkpoint.convert._files import read_plain
 from muonfx.checkpoint.convert._leaves import Leaf, filled, flat
 from muonfx.checkpoint.convert._sources import composed
 from muonfx.checkpoint.convert.keller import keller_chain
@@ -63,11 +63,8 @@ def read_deepspeed(path: str | Path) -> dict[str, dict[str, Any]]:
 
 
 def _read(file: Path) -> Any:
-    try:
-        value = torch.load(file, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as problem:
-        raise ValueError(f"{file}: expected a tensor and plain values, found something else: {problem}") from None
-    return value["param"] if isinstance(value, Mapping) else value
+    value = read_plain(file)
+    return value["param"] if isinstance(value, Mapping) and "param" in value else value
 
 
 def _entries(source: str | Path | Entries) -> Entries:
