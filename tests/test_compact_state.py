@@ -220,6 +220,13 @@ def test_an_update_has_its_derivative_and_what_is_stored_has_none():
     assert float(mfx.hyperparams(slope)["decay"]) == pytest.approx(float(by_hand), rel=1e-3)
 
 
+@pytest.mark.parametrize("dtype", COMPACT)
+def test_a_leaf_of_any_rank_compiles(dtype: mfx.Compact):
+    example = kit.Example.of({"s": (), "b": (3,), "k": (2, 1, 5)}, steps=3, dtype=torch.float64)
+    tiny = dtype.replace(block=4, min_size=0)
+    kit.laws.compiled_update_equals_eager(mfx.scale_by_adam(mu_dtype=tiny, nu_dtype=tiny), *example)
+
+
 # ----------------------------------------------------------------------------------------------- as a torch optimizer
 
 

@@ -34,7 +34,7 @@ class Book:
         """Round to one of the two neighbouring levels, to the upper one with the probability that keeps the mean."""
         levels = table(self.levels, magnitudes.device)
         below = (torch.bucketize(magnitudes, levels, right=True) - 1).clamp(0, len(self.levels) - 2)
-        low, high = levels[below], levels[below + 1]
+        low, high = _look_up(levels, below), _look_up(levels, below + 1)
         return below + (noise < (magnitudes - low) / (high - low)).to(torch.int64)
 
     def fractions(self, codes: Tensor) -> Tensor:
@@ -83,9 +83,10 @@ class Listed(Book):
     def fractions(self, codes: Tensor) -> Tensor:
         """Look codes up; -128, as which nothing is encoded, is NaN."""
         if not self.signed:
-            return table(self.levels, codes.device)[codes.to(torch.int32)]
+            return _look_up(table(self.levels, codes.device), codes.to(torch.int32))
         negative = tuple(-level for level in reversed(self.levels[1:]))
-        return table((float("nan"), *negative, *self.levels), codes.device)[codes.to(torch.int32) + 128]
+        both = table((float("nan"), *negative, *self.levels), codes.device)
+        return _look_up(both, codes.to(torch.int32) + 128)
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class Float8(Book):
 
     def between(self, magnitudes: Tensor, noise: Tensor) -> Tensor:
         """As every book, but a code is the number itself and not its place."""
-        return self.nearest(table(self.levels, magnitudes.device)[super().between(magnitudes, noise)])
+        return self.nearest(_look_up(table(self.levels, magnitudes.device), super().between(magnitudes, noise)))
 
     def fractions(self, codes: Tensor) -> Tensor:
         """Divide by the largest number and undo the roots."""
@@ -171,6 +172,11 @@ def float8(format: str, *, signed: bool) -> Float8:
 
 
 _tables: dict[tuple[tuple[float, ...], torch.device], Tensor] = {}
+
+
+def _look_up(numbers: Tensor, places: Tensor) -> Tensor:
+    """``numbers[places]``, also where the places are 0-d: for such an index a compiler asks the value."""
+    return numbers.index_select(0, places.reshape(-1)).reshape(places.shape)
 
 
 def table(numbers: tuple[float, ...], device: torch.device) -> Tensor:
