@@ -114,7 +114,8 @@ def int8(block: int = 2048, *, code: str = "linear", min_size: int = 4096, stoch
 def fp8(block: int = 2048, *, format: str = "e4m3", min_size: int = 4096, stochastic: bool = False, seed: int = 0):
     """Store a state as 8-bit floats with an fp32 scale for each block of elements.
 
-    As `int8`, but the levels are a float type's finite numbers over the largest of them.
+    As `int8`, but the levels are a float type's finite numbers over the largest of them. (torch 2.13 has float8 in
+    ``torch.save``, but not in ``pickle.dumps``, ``torch.equal`` and ``torch.promote_types``.)
 
     Args:
         block: as in `int8`.
