@@ -12,7 +12,18 @@ import torch
 from gpt import HEAD
 from runs import CHECKPOINT, cores, read_metrics
 
+import muonfx as mfx
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+# Of momentum and of AdamW's two moments. AdamW divides small first moments by small roots, so these need levels near
+# zero; second moments change by little at a time and are rounded stochastically.
+STATE_DTYPES = {
+    "fp32": (torch.float32,) * 3,
+    "bf16": (torch.bfloat16,) * 3,
+    "int8": (mfx.int8(), mfx.int8(code="dynamic"), mfx.int8(stochastic=True)),
+    "fp8": (mfx.fp8(), mfx.fp8(), mfx.fp8(stochastic=True)),
+}
 
 # Peak learning rates of the hidden matrices and of all the rest: each optimizer's best on one grid (see README.md).
 TUNED = {"muon": (0.01, 0.06), "adamw": (0.005, 0.06), "normuon": (0.01, 0.06), "torch-muon": (0.01, 0.06)}
@@ -34,6 +45,7 @@ class Config:
     width: int = 128
     depth: int = 4
     dtype: str = "fp32"
+    state_dtype: str = "fp32"
     seed: int = 0
     validate_every: int = 50
     validation_batches: int = 16
@@ -58,6 +70,8 @@ def parse(arguments: list[str] | None) -> tuple[Config, Path, argparse.Namespace
     given = {name: value for name, value in vars(options).items() if name in DEFAULT.__dataclass_fields__}
     if options.compare and (clash := sorted(given.keys() & {"optimizer", "lr", "rest_lr"})):
         parser.error(f"--compare has its own optimizers and learning rates: leave out {', '.join(map(_flag, clash))}")
+    if "state_dtype" in given and (options.compare or given.get("optimizer") == "torch-muon"):
+        parser.error("torch.optim.Muon has no choice of its state's dtype: leave out --state-dtype")
     if given.get("width", HEAD) % HEAD:
         parser.error(f"--width must be a multiple of {HEAD}, the size of an attention head, found {given['width']}")
 
@@ -98,6 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--lr", help="peak learning rate of the hidden matrices; default: tuned", **tune)
     parser.add_argument("--rest-lr", help="peak learning rate of all other parameters; default: tuned", **tune)
     add("--dtype", str, "of the parameters; bf16 keeps an fp32 master of them", choices=list(DTYPES))
+    add("--state-dtype", str, "of momentum and moments, for muonfx's optimizers", choices=list(STATE_DTYPES))
     add("--steps", _positive(int), "training steps")
     add("--batch", _positive(int), "sequences a step")
     add("--context", _positive(int), "bytes a sequence")

@@ -19,7 +19,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import torch
 from baseline import TorchMuon
 from gpt import GPT, generate
-from options import COMPARED, DTYPES, Config, parse, tuned
+from options import COMPARED, DTYPES, STATE_DTYPES, Config, parse, tuned
 from plots import NAMES, plot_comparison, plot_run
 from runs import CHECKPOINT, Run, ctrl_c, progress_bar, write_json, write_text
 from text import Corpus, NoText, read_corpus
@@ -42,17 +42,19 @@ def make_optimizer(config: Config, labels: mfx.Labels) -> mfx.Transform | TorchM
     if config.optimizer == "torch-muon":
         return TorchMuon(labels, hidden_rate, rest_rate, weight_decay=config.weight_decay, max_norm=config.max_norm)
 
+    average, first, second = STATE_DTYPES[config.state_dtype]
+    adam = mfx.scale_by_adam(0.9, 0.95, mu_dtype=first, nu_dtype=second)
     # fp32 and not "auto", which times this CPU once a process: a resumed run must go on in what it began with.
-    muon = [mfx.momentum(0.95, nesterov=True), mfx.orthogonalize(dtype=torch.float32)]
+    muon = [mfx.momentum(0.95, nesterov=True, dtype=average), mfx.orthogonalize(dtype=torch.float32)]
     hidden = {
         "muon": mfx.chain(*muon, mfx.scale_by_shape("match_rms_adamw")),
         "normuon": mfx.chain(*muon, mfx.normalize_neurons(0.95), mfx.scale_by_shape("match_rms_adamw")),
-        "adamw": mfx.scale_by_adam(0.9, 0.95),
+        "adamw": adam,
     }
     rates = {"hidden": mfx.scale_by_learning_rate(hidden_rate), "rest": mfx.scale_by_learning_rate(rest_rate)}
     tx = mfx.chain(
         mfx.clip_by_global_norm(config.max_norm),
-        mfx.partition({"hidden": hidden[config.optimizer], "rest": mfx.scale_by_adam(0.9, 0.95)}, labels),
+        mfx.partition({"hidden": hidden[config.optimizer], "rest": adam}, labels),
         mfx.add_decayed_weights(config.weight_decay, mask=mfx.select.ndim(min=2)),
         mfx.partition(rates, labels),
     )

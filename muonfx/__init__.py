@@ -12,6 +12,7 @@ parameters. `apply_updates` adds the result to the parameters. `TransformOptimiz
 """
 
 from muonfx import checks, polar, schedules, select, tree
+from muonfx.compact import Compact, CompactState, KeyedCompactState, fp8, int8
 from muonfx.core import (
     Donation,
     EmptyState,
@@ -103,6 +104,12 @@ __all__ = [
     "set_to_zero",
     "stateless",
     "transform",
+    # state in eight bits
+    "Compact",
+    "CompactState",
+    "KeyedCompactState",
+    "fp8",
+    "int8",
     # hyperparameters
     "InjectHyperparamsState",
     "as_tensors",

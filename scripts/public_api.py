@@ -16,6 +16,7 @@ TITLES = {
     "core": "Transforms and chains",
     "partition": "Partitions and masks",
     "transforms": "Transforms by family",
+    "compact": "State in eight bits",
     "recipes": "Recipes",
     "optimizer": "torch.optim optimizer",
     "hyperparams": "Hyperparameters",

@@ -122,6 +122,25 @@ def test_bf16_parameters_learn_with_a_master_in_fp32(tmp_path: Path, train_gpt) 
     assert metrics_of(tmp_path)["final_validation_loss"] < 4
 
 
+@pytest.mark.parametrize(("state_dtype", "code"), [("int8", torch.int8), ("fp8", torch.float8_e4m3fn)])
+def test_a_run_with_its_state_in_eight_bits_learns_and_resumes_bit_for_bit(
+    tmp_path: Path, train_gpt, module, monkeypatch, state_dtype: str, code: torch.dtype
+) -> None:
+    arguments = ["--quick", "--steps", "12", "--state-dtype", state_dtype, "--out"]
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    assert train_gpt.main([*arguments, str(whole)]) == 0
+    with monkeypatch.context() as patched:
+        interrupt_at(module("text"), patched, step=5)
+        assert train_gpt.main([*arguments, str(stopped)]) == 130
+    assert train_gpt.main(["--resume", "--out", str(stopped)]) == 0
+    first, second = (load_file(folder / CHECKPOINT) for folder in (whole, stopped))
+    assert first.keys() == second.keys()
+    for name, leaf in first.items():  # torch cannot compare float8
+        assert torch.equal(leaf.reshape(-1).view(torch.uint8), second[name].reshape(-1).view(torch.uint8)), name
+    assert first["state.partition.hidden.momentum.trace.codes.blocks.0.mlp.up.weight"].dtype == code
+    assert metrics_of(whole)["final_validation_loss"] < 4
+
+
 @pytest.mark.slow
 def test_a_comparison_has_one_table_and_one_picture(tmp_path: Path, train_gpt, capsys) -> None:
     assert train_gpt.main(["--quick", "--compare", "--steps", "12", "--out", str(tmp_path)]) == 0
@@ -278,6 +297,8 @@ def test_validation_windows_cover_the_text_evenly(module) -> None:
         (["--steps", "0"], "int above 0"),
         (["--width", "100"], "multiple of 32"),
         (["--compare", "--lr", "0.1"], "leave out --lr"),
+        (["--state-dtype", "int4"], "invalid choice: 'int4'"),
+        (["--state-dtype", "int8", "--optimizer", "torch-muon"], "leave out --state-dtype"),
         (["--resume"], "there is no checkpoint.safetensors"),
     ],
 )

@@ -21,6 +21,7 @@ FLOORS = {
     "tracing": 0,
     "polar": 0,
     "checks": 1,
+    "compact": 1,
     "core": 1,
     "partition": 1,
     "hyperparams": 1,

@@ -84,6 +84,8 @@ def matched(
                 leaf, value = want[key], have[key]
                 if not isinstance(value, Tensor) or value.shape != leaf.shape:
                     wrong.append(f"{name!r}: {key!r} is {_described(value)}, expected {_described(leaf)}")
+                elif _is_code(value.dtype, leaf.dtype):
+                    wrong.append(f"{name!r}: {key!r} holds codes of {value.dtype}, expected {leaf.dtype}")
                 elif torch.promote_types(value.dtype, leaf.dtype) != leaf.dtype:
                     wrong.append(f"{name!r}: {key!r} would narrow from {value.dtype} to {leaf.dtype}")
                 else:
@@ -92,6 +94,11 @@ def matched(
         shown = "; ".join(sorted(wrong)[:20]) + (f"; and {len(wrong) - 20} more" if len(wrong) > 20 else "")
         raise ValueError(f"the state does not fit this optimizer, nothing was loaded: {shown}")
     return pairs
+
+
+def _is_code(*dtypes: torch.dtype) -> bool:
+    """Whether dtypes differ and one of them is of eight bits: those hold codes, which mean nothing in another dtype."""
+    return len(set(dtypes)) > 1 and any(dtype.itemsize == 1 for dtype in dtypes)
 
 
 def _described(value: Any) -> str:

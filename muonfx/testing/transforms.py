@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from muonfx import recipes, select, tree
 from muonfx import schedules as sch
 from muonfx import transforms as tfs
+from muonfx.compact import fp8, int8
 from muonfx.core import Locality, Transform, chain, identity, set_to_zero, stateless
 from muonfx.hyperparams import inject_hyperparams
 from muonfx.partition import masked, partition
@@ -66,6 +67,15 @@ _SCALES = st.sampled_from((1.0, -0.5, 0.0, 3.0))
 _POSITIVE = st.sampled_from((1.0, 0.01, 0.3, 10.0))
 _TINY = st.sampled_from((1e-8, 1e-3))
 _PINNED = st.sampled_from((torch.float32, None, torch.float64, torch.bfloat16))
+# Blocks of a few elements, so that the small leaves of examples have several, with a tail.
+_COMPACT = st.builds(
+    int8,
+    st.sampled_from((4, 5, 2048)),
+    code=st.sampled_from(("linear", "dynamic")),
+    min_size=st.sampled_from((0, 4)),
+    stochastic=st.booleans(),
+) | st.builds(fp8, st.just(4), format=st.sampled_from(("e4m3", "e5m2")), min_size=st.just(0), stochastic=st.booleans())
+_STATE: st.SearchStrategy[Any] = st.one_of(_PINNED, _PINNED, _COMPACT)
 _RATES: st.SearchStrategy[Any] = st.sampled_from((0.1, 0.0)) | schedules()
 _DIMS = st.sampled_from((None, ((-2,), (-1,)), ((0,), (1,))))
 _NAMES = st.sampled_from(("polar_express_5", "keller", "cubic"))
@@ -83,7 +93,7 @@ def _momenta() -> st.SearchStrategy[Any]:
         st.booleans(),
         st.booleans(),
         st.booleans(),
-        _PINNED,
+        _STATE,
     )
 
 
@@ -94,8 +104,8 @@ def _adams() -> st.SearchStrategy[Any]:
         _SHARES,
         _TINY,
         eps_root=st.sampled_from((0.0, 1e-6)),
-        mu_dtype=_PINNED,
-        nu_dtype=_PINNED,
+        mu_dtype=_STATE,
+        nu_dtype=_STATE,
     )
 
 
@@ -117,7 +127,7 @@ _ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
     "clip_by_block_rms": st.builds(tfs.clip_by_block_rms, _POSITIVE),
     "clip_by_global_norm": st.builds(tfs.clip_by_global_norm, _POSITIVE),
     "clip_by_value": st.builds(tfs.clip_by_value, _POSITIVE),
-    "ema_params": st.builds(tfs.ema_params, _SHARES, dtype=_PINNED),
+    "ema_params": st.builds(tfs.ema_params, _SHARES, dtype=_STATE),
     "master_params": st.builds(tfs.master_params, _INNER),
     "momentum": _momenta(),
     "monitor": st.builds(
@@ -140,7 +150,7 @@ _ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
     "scale": st.builds(tfs.scale, _SCALES),
     "scale_by_adam": _adams(),
     "scale_by_learning_rate": st.builds(tfs.scale_by_learning_rate, _RATES, flip_sign=st.booleans()),
-    "scale_by_lion": st.builds(tfs.scale_by_lion, _SHARES, _SHARES, mu_dtype=_PINNED),
+    "scale_by_lion": st.builds(tfs.scale_by_lion, _SHARES, _SHARES, mu_dtype=_STATE),
     "scale_by_schedule": st.builds(tfs.scale_by_schedule, schedules()),
     "scale_by_shape": st.builds(tfs.scale_by_shape, _RULES, dims=_DIMS),
     "skip_nonfinite": st.builds(tfs.skip_nonfinite, _INNER),

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
+from muonfx.compact import Compact
 from muonfx.recorded import Recorded
 from muonfx.tree import PyTree
 
@@ -134,7 +135,8 @@ def require_close(what: str, found: PyTree, expected: PyTree, expected_is: str, 
 
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.25}
-"""For two ways to compute the same, by the narrowest dtype on the way; relative to a leaf's largest magnitude."""
+"""For two ways to compute the same, by the narrowest dtype on the way; relative to a leaf's largest magnitude. Codes of
+eight bits, where a last bit of fp32 can decide between two neighbours, have that of bf16."""
 
 
 def tolerance_of(tx: Recorded, *trees: PyTree) -> float:
@@ -149,7 +151,11 @@ def dtypes_in(value: Any) -> set[torch.dtype]:
     >>> import muonfx as mfx
     >>> dtypes_in(mfx.chain(mfx.momentum(dtype=torch.bfloat16)))
     {torch.bfloat16}
+    >>> sorted(map(str, dtypes_in(mfx.scale_by_adam(mu_dtype=mfx.int8()))))
+    ['torch.float32', 'torch.int8', 'torch.uint8']
     """
+    if isinstance(value, Compact):
+        return {codec.book.dtype for codec in value.resolved[:2]}
     if isinstance(value, torch.dtype):
         return {value}
     if isinstance(value, Recorded):

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from muonfx import checks
 from muonfx import elementwise as ew
-from muonfx.core import NOTHING, Donation, Locality, transform
-from muonfx.transforms._pinned import new_count, power, store, widen, zeros
+from muonfx.core import NOTHING, Donation, transform
+from muonfx.transforms._pinned import Pinned, StateDtype, locality_of, new_count, power, widen
 from muonfx.tree import Present, PyTree, device_of
 
 __all__ = ["AdamState", "scale_by_adam"]
@@ -22,20 +22,21 @@ class AdamState(NamedTuple):
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     """Updates so far, int64."""
     mu: PyTree
-    """First moments, like the parameters, in the pinned dtype."""
+    """First moments, like the parameters, in the pinned dtype; a `CompactState` for a compact one."""
     nu: PyTree
-    """Second moments, like the parameters, in the pinned dtype."""
+    """Second moments, like the parameters, in the pinned dtype; a `CompactState` for a compact one."""
 
 
-@transform(locality=Locality.ELEMENT)
+@transform(locality=lambda b1, b2, eps, *, eps_root, nesterov, mu_dtype, nu_dtype: locality_of(mu_dtype, nu_dtype))
 def scale_by_adam(
     b1: float = 0.9,
     b2: float = 0.999,
     eps: float = 1e-8,
     *,
     eps_root: float = 0.0,
-    mu_dtype: torch.dtype | None = torch.float32,
-    nu_dtype: torch.dtype | None = torch.float32,
+    nesterov: bool = False,
+    mu_dtype: StateDtype = torch.float32,
+    nu_dtype: StateDtype = torch.float32,
 ):
     r"""Divide the averaged gradient by the root of the averaged squared gradient.
 
@@ -49,12 +50,14 @@ def scale_by_adam(
         eps: added outside the root, not negative.
         eps_root: added inside the root, not negative; give a small one to differentiate through updates whose gradients
             can be exactly zero, where the root has no derivative.
-        mu_dtype: pinned dtype of the first moment; None pins each parameter's own.
-        nu_dtype: pinned dtype of the second moment; None pins each parameter's own.
+        nesterov: look one step ahead, as NAdam does:
+            $\hat m_t = \beta_1 m_t / (1 - \beta_1^{t+1}) + (1 - \beta_1) g_t / (1 - \beta_1^t)$.
+        mu_dtype: pinned dtype of the first moment; None pins each parameter's own, `int8` or `fp8` store eight bits.
+        nu_dtype: pinned dtype of the second moment, likewise.
 
     Raises:
         ValueError: an argument is out of range.
-        TypeError: a dtype is not floating point.
+        TypeError: a dtype is neither floating point nor compact.
 
     Follows Kingma and Ba (arXiv 1412.6980); equal to ``torch.optim.AdamW`` without its weight decay wherever every
     parameter has a gradient at every step. The count t is one for all parameters, as in Optax: one that gets its first
@@ -71,31 +74,32 @@ def scale_by_adam(
     checks.in_unit_interval("b2", b2)
     checks.at_least("eps", eps, 0.0)
     checks.at_least("eps_root", eps_root, 0.0)
-    checks.floating_dtype("mu_dtype", mu_dtype)
-    checks.floating_dtype("nu_dtype", nu_dtype)
+    first = Pinned("mu_dtype", mu_dtype, "mu")
+    second = Pinned("nu_dtype", nu_dtype, "nu", signed=False)
 
     def init(params: PyTree) -> AdamState:
-        return AdamState(new_count(device_of(params)), zeros(params, mu_dtype), zeros(params, nu_dtype))
+        return AdamState(new_count(device_of(params)), first.zeros(params), second.zeros(params))
 
     def update(updates: PyTree, state: AdamState, params: PyTree = None, *, donate: Donation = NOTHING):
         at = Present(updates)
-        given, old_mu, old_nu = at.pick(updates), at.pick(state.mu), at.pick(state.nu)
+        given, old_mu, old_nu = at.pick(updates), first.read(at, state.mu), second.read(at, state.nu)
         count = state.count + 1
         grads, mu, _ = widen(given, old_mu)
-        mu = ew.lerp(mu, grads, 1.0 - b1, reuse=donate.state)
+        mu = ew.lerp(mu, grads, 1.0 - b1, reuse=donate.state or first.is_fresh)
         squared, nu, _ = widen(given, old_nu)
-        nu = ew.addcmul(ew.mul(nu, b2, reuse=donate.state), squared, squared, 1.0 - b2, reuse=True)
+        nu = ew.addcmul(ew.mul(nu, b2, reuse=donate.state or second.is_fresh), squared, squared, 1.0 - b2, reuse=True)
 
         # m / c1 / (sqrt(v / c2 + eps_root) + eps), with one pass fewer: both sides of the division times sqrt(c2)
         c1, c2 = 1.0 - power(b1, count), 1.0 - power(b2, count)
         inside = nu if isinstance(eps_root, float) and eps_root == 0.0 else ew.shift(nu, eps_root * c2)
         denominators = ew.sqrt(inside, plus=eps * c2.sqrt())
-        numerators, denominators, _ = widen(mu, denominators)
+        looked = mu if not nesterov else ew.add(ew.mul(mu, b1 * c1 / (1.0 - power(b1, count + 1))), grads, 1.0 - b1)
+        numerators, denominators, _ = widen(looked, denominators)
         scaled = ew.mul(ew.div(numerators, denominators, reuse=True), c2.sqrt() / c1, reuse=True)
         new_state = AdamState(
             count,
-            at.fill(store(mu, old_mu, reuse=donate.state), state.mu),
-            at.fill(store(nu, old_nu, reuse=donate.state), state.nu),
+            first.write(at, mu, old_mu, state.mu, reuse=donate.state),
+            second.write(at, nu, old_nu, state.nu, reuse=donate.state),
         )
         return at.fill(ew.cast_like(scaled, given)), new_state
 

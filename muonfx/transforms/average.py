@@ -9,8 +9,8 @@ from torch import Tensor
 
 from muonfx import checks
 from muonfx import elementwise as ew
-from muonfx.core import NOTHING, Donation, Locality, Transform, apply_updates, transform
-from muonfx.transforms._pinned import store
+from muonfx.core import NOTHING, Donation, Transform, apply_updates, transform
+from muonfx.transforms._pinned import Pinned, StateDtype, locality_of
 from muonfx.tree import Present, PyTree, map
 
 __all__ = ["EmaParamsState", "MasterParamsState", "ema_params", "master_params"]
@@ -20,18 +20,18 @@ class EmaParamsState(NamedTuple):
     """State of `ema_params`."""
 
     average: PyTree
-    """The averaged parameters, in the pinned dtype."""
+    """The averaged parameters, in the pinned dtype; a `CompactState` for a compact one."""
 
 
-@transform(locality=Locality.ELEMENT)
-def ema_params(decay: float = 0.999, *, dtype: torch.dtype | None = torch.float32):
+@transform(locality=lambda decay, *, dtype: locality_of(dtype))
+def ema_params(decay: float = 0.999, *, dtype: StateDtype = torch.float32):
     """Keep a running average of the parameters as they are after each update; pass the updates on unchanged.
 
     It belongs at the end of a chain, where the updates are what will be added. The average starts at the parameters.
 
     Args:
         decay: weight of the old average, in [0, 1).
-        dtype: pinned dtype of the average; None pins each parameter's own.
+        dtype: pinned dtype of the average; None pins each parameter's own, `int8` or `fp8` store eight bits.
 
     Raises:
         ValueError: ``decay`` is out of range; at `update`, ``params`` is missing.
@@ -44,23 +44,23 @@ def ema_params(decay: float = 0.999, *, dtype: torch.dtype | None = torch.float3
         {'w': tensor([0.1000])}
     """
     checks.in_unit_interval("decay", decay)
-    checks.floating_dtype("dtype", dtype)
+    held = Pinned("dtype", dtype, "average")
 
     def init(params: PyTree) -> EmaParamsState:
-        return EmaParamsState(map(lambda p: p.detach().to(dtype or p.dtype, copy=True), params))
+        return EmaParamsState(held.of(params))
 
     def update(updates: PyTree, state: EmaParamsState, params: PyTree = None, *, donate: Donation = NOTHING):
         if params is None:
             raise ValueError("ema_params needs the parameters: call update(updates, state, params)")
         at = Present(updates)
-        old = at.pick(state.average)
+        old = held.read(at, state.average)
         after = at.pick(apply_updates(params, updates))
         wide = [
             torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
             for a, b in zip(after, old, strict=True)
         ]
-        average = ew.lerp(ew.cast(old, wide), ew.cast(after, wide), 1.0 - decay, reuse=donate.state)
-        return updates, EmaParamsState(at.fill(store(average, old, reuse=donate.state), state.average))
+        average = ew.lerp(ew.cast(old, wide), ew.cast(after, wide), 1.0 - decay, reuse=donate.state or held.is_fresh)
+        return updates, EmaParamsState(held.write(at, average, old, state.average, reuse=donate.state))
 
     return init, update
 

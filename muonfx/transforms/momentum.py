@@ -9,8 +9,8 @@ from torch import Tensor
 
 from muonfx import checks
 from muonfx import elementwise as ew
-from muonfx.core import NOTHING, Donation, Locality, transform
-from muonfx.transforms._pinned import new_count, power, store, widen, zeros
+from muonfx.core import NOTHING, Donation, transform
+from muonfx.transforms._pinned import Pinned, StateDtype, locality_of, new_count, power, widen
 from muonfx.tree import Present, PyTree, device_of
 
 __all__ = ["DebiasedMomentumState", "MomentumState", "momentum"]
@@ -20,7 +20,7 @@ class MomentumState(NamedTuple):
     """State of `momentum`."""
 
     trace: PyTree
-    """The average, like the parameters, in the pinned dtype."""
+    """The average, like the parameters, in the pinned dtype; a `CompactState` for a compact one."""
 
 
 class DebiasedMomentumState(NamedTuple):
@@ -29,17 +29,17 @@ class DebiasedMomentumState(NamedTuple):
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     """Updates so far, int64."""
     trace: PyTree
-    """The average, like the parameters, in the pinned dtype."""
+    """The average, like the parameters, in the pinned dtype; a `CompactState` for a compact one."""
 
 
-@transform(locality=Locality.ELEMENT)
+@transform(locality=lambda decay, *, nesterov, debias, heavy_ball, dtype: locality_of(dtype))
 def momentum(
     decay: float = 0.95,
     *,
     nesterov: bool = True,
     debias: bool = False,
     heavy_ball: bool = False,
-    dtype: torch.dtype | None = torch.float32,
+    dtype: StateDtype = torch.float32,
 ):
     r"""Average gradients over time.
 
@@ -54,15 +54,16 @@ def momentum(
             does: $\beta m_t / (1 - \beta^{t+1}) + (1 - \beta) g_t / (1 - \beta^t)$.
             The count t is one for all parameters.
         heavy_ball: sum instead of averaging; it has no bias to correct.
-        dtype: the dtype of the state, pinned at `init`; None pins each parameter's own. The arithmetic is done in the
-            wider of gradient and state, at least fp32.
+        dtype: the dtype of the state, pinned at `init`; None pins each parameter's own, and `int8` or `fp8` store it in
+            eight bits. The arithmetic is done in the wider of gradient and state, at least fp32.
 
     Returns:
-        A transform of locality ELEMENT with a `MomentumState`, or a `DebiasedMomentumState`.
+        A transform with a `MomentumState`, or a `DebiasedMomentumState`; of locality ELEMENT, or LEAF with a compact
+        dtype.
 
     Raises:
         ValueError: ``decay`` is out of range, or ``debias`` is combined with ``heavy_ball``.
-        TypeError: ``dtype`` is not a floating-point dtype.
+        TypeError: ``dtype`` is neither a floating-point dtype nor a compact one.
 
     Follows ``torch.optim.Muon`` (EMA form), ``torch.optim.SGD`` (heavy ball) and ``optax.contrib.muon`` (bias
     correction).
@@ -75,12 +76,12 @@ def momentum(
         tensor([0.1000, 0.1000])
     """
     checks.in_unit_interval("decay", decay)
-    checks.floating_dtype("dtype", dtype)
+    held = Pinned("dtype", dtype, "trace")
     if debias and heavy_ball:
         raise ValueError("debias corrects an average; a heavy-ball sum (heavy_ball=True) has no bias to correct")
 
     def init(params: PyTree) -> MomentumState | DebiasedMomentumState:
-        trace = zeros(params, dtype)
+        trace = held.zeros(params)
         return DebiasedMomentumState(new_count(device_of(params)), trace) if debias else MomentumState(trace)
 
     def update(
@@ -91,24 +92,24 @@ def momentum(
         donate: Donation = NOTHING,
     ):
         at = Present(updates)
-        given, old = at.pick(updates), at.pick(state.trace)
+        given, old = at.pick(updates), held.read(at, state.trace)
         grads, trace, fresh = widen(given, old)
-        may_write = donate.updates or fresh
+        may_write, may_reuse = donate.updates or fresh, donate.state or held.is_fresh
         count = state.count + 1 if isinstance(state, DebiasedMomentumState) else None
 
         def copied(trace: list[Tensor]) -> list[Tensor]:
             return ew.copy(trace, into=grads) if may_write else ew.clone(trace)
 
         if heavy_ball:
-            trace = ew.add(ew.mul(trace, decay, reuse=donate.state), grads, reuse=donate.state)
+            trace = ew.add(ew.mul(trace, decay, reuse=may_reuse), grads, reuse=may_reuse)
             looked = ew.add(grads, trace, decay, reuse=may_write) if nesterov else copied(trace)
         else:
-            trace = ew.lerp(trace, grads, 1.0 - decay, reuse=donate.state)
+            trace = ew.lerp(trace, grads, 1.0 - decay, reuse=may_reuse)
             if count is not None:
                 looked = _debiased(trace, grads, decay, count, nesterov, may_write)
             else:
                 looked = ew.lerp(grads, trace, decay, reuse=may_write) if nesterov else copied(trace)
-        kept = at.fill(store(trace, old, reuse=donate.state), state.trace)
+        kept = held.write(at, trace, old, state.trace, reuse=may_reuse)
         out = at.fill(ew.cast_like(looked, given))
         return out, MomentumState(kept) if count is None else DebiasedMomentumState(count, kept)
 

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:partition. no parameter has the 
 ROWS_AND_COLUMNS = ((-2,), (-1,))
 A_SCHEDULE = mfx.linear(1.0, 0.1, 3)
 MOMENTUM = mfx.momentum(0.9)
+TINY = {"block": 4, "min_size": 0}  # the leaves of examples have a few elements
 
 CASES: dict[str, list[mfx.Transform]] = {
     "identity": [mfx.identity()],
@@ -42,7 +43,11 @@ CASES: dict[str, list[mfx.Transform]] = {
     "clip_by_block_rms": [mfx.clip_by_block_rms(0.3)],
     "clip_by_global_norm": [mfx.clip_by_global_norm(1.0)],
     "clip_by_value": [mfx.clip_by_value(0.5)],
-    "ema_params": [mfx.ema_params(0.9), mfx.ema_params(0.5, dtype=None)],
+    "ema_params": [
+        mfx.ema_params(0.9),
+        mfx.ema_params(0.5, dtype=None),
+        mfx.ema_params(0.5, dtype=mfx.int8(**TINY, code="dynamic", stochastic=True)),
+    ],
     "master_params": [mfx.master_params(mfx.chain(MOMENTUM, mfx.scale(-0.1)))],
     "momentum": [
         mfx.momentum(),
@@ -51,6 +56,11 @@ CASES: dict[str, list[mfx.Transform]] = {
         mfx.momentum(0.9, debias=True, nesterov=False),
         mfx.momentum(0.9, heavy_ball=True),
         mfx.momentum(0.9, heavy_ball=True, nesterov=False, dtype=torch.float64),
+        mfx.momentum(0.9, dtype=mfx.int8(**TINY)),
+        mfx.momentum(0.9, dtype=mfx.int8(5, code="dynamic", min_size=3)),
+        mfx.momentum(0.9, dtype=mfx.int8(**TINY, stochastic=True)),
+        mfx.momentum(0.9, debias=True, nesterov=False, dtype=mfx.fp8(**TINY)),
+        mfx.momentum(0.9, heavy_ball=True, dtype=mfx.fp8(**TINY, format="e5m2", stochastic=True)),
     ],
     "monitor": [mfx.monitor(), mfx.monitor("u", ("rms", "orthogonality_error", "spectral_norm"))],
     "normalize_neurons": [
@@ -66,12 +76,19 @@ CASES: dict[str, list[mfx.Transform]] = {
     "scale_by_adam": [
         mfx.scale_by_adam(),
         mfx.scale_by_adam(0.5, 0.9, 1e-3, eps_root=1e-6, mu_dtype=torch.bfloat16, nu_dtype=None),
+        mfx.scale_by_adam(mu_dtype=mfx.int8(**TINY), nu_dtype=mfx.int8(**TINY, stochastic=True)),
+        mfx.scale_by_adam(mu_dtype=mfx.fp8(**TINY), nu_dtype=mfx.fp8(**TINY, stochastic=True)),
+        mfx.scale_by_adam(mu_dtype=mfx.int8(), nu_dtype=mfx.int8(**TINY, code="dynamic")),
     ],
     "scale_by_learning_rate": [
         mfx.scale_by_learning_rate(0.1),
         mfx.scale_by_learning_rate(A_SCHEDULE, flip_sign=False),
     ],
-    "scale_by_lion": [mfx.scale_by_lion(), mfx.scale_by_lion(0.5, 0.5, mu_dtype=None)],
+    "scale_by_lion": [
+        mfx.scale_by_lion(),
+        mfx.scale_by_lion(0.5, 0.5, mu_dtype=None),
+        mfx.scale_by_lion(mu_dtype=mfx.int8(**TINY)),
+    ],
     "scale_by_schedule": [mfx.scale_by_schedule(A_SCHEDULE), mfx.scale_by_schedule(mfx.warmup_cosine(1.0, 1, 4))],
     "scale_by_shape": [mfx.scale_by_shape(), mfx.scale_by_shape("spectral", dims=ROWS_AND_COLUMNS)],
     "skip_nonfinite": [
@@ -97,15 +114,15 @@ def public_factories() -> set[str]:
     found = set()
     for name in mfx.__all__:
         value = getattr(mfx, name)
-        makes_a_transform = hasattr(value, "constructor") and not _makes_a_schedule(value)
+        makes_a_transform = hasattr(value, "constructor") and not _makes_another_value(value)
         is_a_recipe = inspect.isfunction(value) and value.__module__ == recipes.__name__
         if makes_a_transform or is_a_recipe:
             found.add(name)
     return found
 
 
-def _makes_a_schedule(factory: Callable[..., Any]) -> bool:
-    return factory.__module__ == schedules.__name__
+def _makes_another_value(factory: Callable[..., Any]) -> bool:
+    return factory.__module__ in (schedules.__name__, mfx.Compact.__module__)
 
 
 def test_every_public_transform_has_a_case():

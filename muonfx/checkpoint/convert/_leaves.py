@@ -1,0 +1,215 @@
+"""What every source is turned into: for each parameter the tensors that its optimizer keeps, and the state made of it.
+
+The words of this folder: a *source* is another optimizer's state; an *entry* is what it keeps for one parameter, under
+its own keys; a `Leaf` is the same under ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from muonfx import tree
+from muonfx.compact import CompactState, KeyedCompactState
+from muonfx.core import EmptyState, Transform
+from muonfx.hyperparams import InjectHyperparamsState
+from muonfx.transforms import (
+    AdamState,
+    DebiasedMomentumState,
+    LionState,
+    MomentumState,
+    ScheduleState,
+    momentum,
+)
+from muonfx.tree import PyTree
+
+__all__ = ["Leaf", "filled", "flat", "gathered"]
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """What an optimizer keeps for one parameter.
+
+    Attributes:
+        kind: "muon", "adamw" or "lion".
+        first: the momentum, or the first moment; None: as before the first step.
+        second: the second moment, for "adamw".
+        step: how many steps it has taken; None where the source does not count.
+    """
+
+    kind: str
+    first: Tensor | None = None
+    second: Tensor | None = None
+    step: int | None = None
+
+
+def flat(params: PyTree) -> dict[str, Tensor]:
+    """The parameters by dotted name, in the order in which the tree holds them where it is a flat dict."""
+    if tree.is_flat(params):
+        return {name: leaf for name, leaf in params.items() if leaf is not None}
+    pairs = zip(tree.names(params), tree.leaves(params), strict=True)
+    return {name: leaf for name, leaf in pairs if leaf is not None}
+
+
+class _Kind(NamedTuple):
+    """A state of ours: the optimizer that it belongs to, and its trees in the order (first, second)."""
+
+    name: str
+    trees: tuple[str, ...]
+
+
+_KINDS: dict[type, _Kind] = {
+    MomentumState: _Kind("muon", ("trace",)),
+    DebiasedMomentumState: _Kind("muon", ("trace",)),
+    AdamState: _Kind("adamw", ("mu", "nu")),
+    LionState: _Kind("lion", ("mu",)),
+}
+
+
+def _walk(node: Any, path: str, visit: Callable[[Any, str], Any]) -> Any:
+    """Rebuild a state, with what ``visit`` makes of the states that a source has something for."""
+    if type(node) in _KINDS or isinstance(node, ScheduleState):
+        return visit(node, path)
+    if isinstance(node, EmptyState) or node is None:
+        return node
+    if isinstance(node, InjectHyperparamsState):  # its numbers are the transform's own
+        return node._replace(inner=_walk(node.inner, f"{path}inner/", visit))
+    if isinstance(node, dict):
+        return {key: _walk(item, f"{path}{key}/", visit) for key, item in node.items()}
+    raise ValueError(
+        f"{path.rstrip('/') or 'the state'} is a {type(node).__name__}, for which another optimizer has nothing; "
+        "convert into the chain without it and put its own init(params) beside the converted state"
+    )
+
+
+def filled(tx: Transform, params: PyTree, leaves: Mapping[str, Leaf], *, heavy_ball: bool, step: int | None) -> PyTree:
+    """Make the state of a transform from what another optimizer keeps.
+
+    Args:
+        tx: the transform.
+        params: the parameters.
+        leaves: a `Leaf` for every parameter by dotted name.
+        heavy_ball: whether the momenta are sums instead of averages.
+        step: how many steps were taken, for schedules; None: as the leaves say.
+
+    Raises:
+        ValueError: the transform is not of the kind of the source; the message names everything that does not fit.
+    """
+    _check_form(tx, heavy_ball)
+    shown: set[str] = set()
+    wrong: list[str] = []
+    steps = {name: leaf.step for name, leaf in leaves.items() if leaf.step is not None}
+
+    def visit(node: Any, path: str) -> Any:
+        changes: dict[str, Any] = {}
+        if type(node) in _KINDS:
+            kind = _KINDS[type(node)]
+            names = tree.names(_codes_of(getattr(node, kind.trees[0]), path))
+            shown.update(names)
+            for place, title in enumerate(kind.trees):
+                changes[title] = _tree(getattr(node, title), f"{path}{title}", kind.name, place, leaves, wrong)
+            own = {name: steps[name] for name in names if name in steps}
+        else:
+            own = {}
+        if "count" in node._fields:
+            changes["count"] = torch.full_like(node.count, _agreed(f"{path}count", own or steps, step, wrong))
+        return node._replace(**changes)
+
+    state = _walk(tx.init(params), "", visit)
+    wrong += [
+        f"{name!r} has a {leaves[name].kind} state that the transform does not keep" for name in leaves.keys() - shown
+    ]
+    if wrong:
+        raise ValueError("the source does not fit the transform: " + "; ".join(sorted(set(wrong))))
+    return state
+
+
+def _codes_of(held: PyTree, path: str) -> PyTree:
+    if isinstance(held, CompactState | KeyedCompactState):
+        raise ValueError(f"{path}: states in eight bits are made from others by a step; convert into an fp32 state")
+    return held
+
+
+def _agreed(where: str, steps: Mapping[str, int], given: int | None, wrong: list[str]) -> int:
+    """The one number of steps that some parameters have taken, or that the caller says they have."""
+    different = sorted(set(steps.values()))
+    if len(different) == 1:
+        return different[0]
+    if given is None and different:
+        firsts = [next(name for name, step in steps.items() if step == number) for number in different]
+        listed = ", ".join(f"{number} ({name!r})" for number, name in zip(different, firsts, strict=True))
+        wrong.append(f"{where} is one for all parameters, the source has {listed}; give step= to choose")
+    elif given is None:
+        wrong.append(f"{where}: the source does not count steps; give step=")
+    return given or 0
+
+
+def _tree(fresh: PyTree, path: str, kind: str, place: int, leaves: Mapping[str, Leaf], wrong: list[str]) -> PyTree:
+    values: list[Any] = []
+    for name, zero in zip(tree.names(fresh), tree.leaves(fresh), strict=True):
+        found = leaves.get(name)
+        if zero is None:
+            values.append(None)
+            continue
+        values.append(zero)
+        if found is None:
+            wrong.append(f"{path}/{name}: missing in the source")
+        elif found.kind != kind:
+            wrong.append(f"{path}/{name}: the source has a {found.kind} state")
+        else:
+            value = found.second if place else found.first
+            if value is not None:
+                values[-1] = _cast(value, zero, f"{path}/{name}", wrong)
+    return tree.unflatten(tree.flatten(fresh)[1], values)
+
+
+def _cast(value: Tensor, like: Tensor, where: str, wrong: list[str]) -> Tensor:
+    if value.shape != like.shape:
+        wrong.append(f"{where}: shape {tuple(value.shape)}, expected {tuple(like.shape)}")
+    elif torch.promote_types(value.dtype, like.dtype) != like.dtype:
+        wrong.append(f"{where}: would narrow from {value.dtype} to {like.dtype}")
+    return value.detach().to(dtype=like.dtype, device=like.device, copy=True)
+
+
+def _check_form(tx: Transform, heavy_ball: bool) -> None:
+    for part in _within(tx):
+        if part.factory is momentum and part.arguments["heavy_ball"] != heavy_ball:
+            source, ours = ("a sum", "an average") if heavy_ball else ("an average", "a sum")
+            raise ValueError(
+                f"the source's momentum is {source} of gradients, that of {part!r} {ours}: "
+                f"give it heavy_ball={heavy_ball}"
+            )
+
+
+def _within(tx: Transform) -> Iterator[Transform]:
+    yield tx
+    for part in tx._parts:
+        if isinstance(part, Transform):
+            yield from _within(part)
+
+
+def gathered(state: PyTree) -> dict[str, Leaf]:
+    """Read a state of ours: the inverse of `filled`.
+
+    Raises:
+        ValueError: it holds something that no other optimizer has.
+    """
+    found: dict[str, Leaf] = {}
+
+    def visit(node: Any, path: str) -> Any:
+        if type(node) not in _KINDS:
+            return node
+        kind = _KINDS[type(node)]
+        trees = [_codes_of(getattr(node, title), path) for title in kind.trees]
+        step = int(node.count) if "count" in node._fields else None
+        for name, *values in zip(tree.names(trees[0]), *map(tree.leaves, trees), strict=True):
+            if values[0] is not None:
+                found[name] = Leaf(kind.name, values[0], values[1] if len(values) > 1 else None, step)
+        return node
+
+    _walk(state, "", visit)
+    return found

@@ -1,0 +1,196 @@
+"""Optimizers of PyTorch's kind: param_groups, and a state for each parameter under keys of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from muonfx.checkpoint.convert._leaves import Leaf, filled, flat, gathered
+from muonfx.core import Transform, chain
+from muonfx.partition import partition
+from muonfx.transforms import add_decayed_weights, momentum, orthogonalize, scale_by_learning_rate, scale_by_shape
+from muonfx.tree import PyTree
+
+__all__ = ["Given", "Group", "Keys", "Source", "composed", "muon_chain", "number"]
+
+Group = Mapping[str, Any]
+Given = torch.optim.Optimizer | Mapping[str, Any] | Sequence[torch.optim.Optimizer | Mapping[str, Any]]
+"""An optimizer, its ``state_dict()``, or several of these that share out one model's parameters."""
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Under which keys an entry of one kind holds its tensors; ``step`` is None where steps are not counted."""
+
+    first: str
+    second: str | None = None
+    step: str | None = None
+
+
+@dataclass(frozen=True)
+class Source:
+    """How one optimizer class keeps its state.
+
+    Attributes:
+        name: of the optimizer, for errors.
+        kind: of a parameter, from its group and its entry: "muon", "adamw" or "lion".
+        keys: of the entries of each kind.
+        heavy_ball: whether momenta are sums.
+        recipe: the chain that a group's hyperparameters mean for a parameter of a kind; of (group, kind, shape,
+            options).
+        make_step: what the entry holds for a number of steps.
+    """
+
+    name: str
+    kind: Callable[[Group, Mapping[str, Any]], str]
+    keys: Mapping[str, Keys]
+    heavy_ball: bool
+    recipe: Callable[[Group, str, torch.Size, Mapping[str, Any]], Transform]
+    make_step: Callable[[int], Any] = int
+
+    def read(
+        self, given: Given, tx: Transform, params: PyTree, names: Sequence[str] | None, step: int | None
+    ) -> PyTree:
+        """The state of a transform from that of the optimizer."""
+        leaves = {name: self._leaf(group, entry) for name, group, entry in self._entries(given, params, names)}
+        return filled(tx, params, leaves, heavy_ball=self.heavy_ball, step=step)
+
+    def transform(self, given: Given, params: PyTree, names: Sequence[str] | None, **options: Any) -> Transform:
+        """The chain that the optimizer corresponds to."""
+        shapes = {name: param.shape for name, param in flat(params).items()}
+        found: dict[str, tuple[str, Transform]] = {}
+        for name, group, entry in self._entries(given, params, names):
+            kind = self.kind(group, entry)
+            try:
+                found[name] = kind, self.recipe(group, kind, shapes[name], options)
+            except KeyError as missing:
+                raise ValueError(f"{name!r}: its group in {self.name} has no {missing}, only {sorted(group)}") from None
+            except ValueError as problem:
+                raise ValueError(f"{name!r}: {problem}") from None
+        return composed(found)
+
+    def write(self, state: PyTree, given: Any, params: PyTree, names: Sequence[str] | None) -> dict[str, Any]:
+        """A state dict of the optimizer, with its groups as they are and the state of a transform."""
+        found = gathered(state)
+        saved, of_names = _named(given, flat(params), names, self.name)
+        entries: dict[int, dict[str, Any]] = {}
+        for group, group_names in zip(saved["param_groups"], of_names, strict=True):
+            for index, name in zip(group["params"], group_names, strict=True):
+                old = saved["state"].get(index, {})
+                kind = self.kind(group, old)
+                leaf = found.get(name)
+                if leaf is None or leaf.kind != kind:
+                    has = "nothing" if leaf is None else f"a {leaf.kind} state"
+                    raise ValueError(f"{name!r} has a {kind} state in {self.name}; the muonfx state has {has} for it")
+                entries[index] = {**old, **self._entry(leaf)}
+        return {**saved, "state": entries}
+
+    def _entries(
+        self, given: Given, params: PyTree, names: Sequence[str] | None
+    ) -> list[tuple[str, Group, Mapping[str, Any]]]:
+        several = list(given) if isinstance(given, Sequence) else [given]
+        found: list[tuple[str, Group, Mapping[str, Any]]] = []
+        for one in several:
+            saved, of_names = _named(one, flat(params), names, self.name)
+            for group, group_names in zip(saved["param_groups"], of_names, strict=True):
+                for index, name in zip(group["params"], group_names, strict=True):
+                    found.append((name, group, saved["state"].get(index, {})))
+        seen = [name for name, _, _ in found]
+        if twice := sorted({name for name in seen if seen.count(name) > 1}):
+            raise ValueError(f"{self.name}: {twice[0]!r} is in two optimizers or groups")
+        return found
+
+    def _leaf(self, group: Group, entry: Mapping[str, Any]) -> Leaf:
+        kind = self.kind(group, entry)
+        keys = self.keys[kind]
+        counted = None if keys.step is None else entry.get(keys.step, group.get(keys.step))
+        second = None if keys.second is None else entry.get(keys.second)
+        return Leaf(kind, entry.get(keys.first), second, None if counted is None else int(counted))
+
+    def _entry(self, leaf: Leaf) -> dict[str, Any]:
+        keys = self.keys[leaf.kind]
+        assert leaf.first is not None
+        entry: dict[str, Any] = {keys.first: leaf.first.clone()}
+        if keys.second is not None and leaf.second is not None:
+            entry[keys.second] = leaf.second.clone()
+        if keys.step is not None and leaf.step is not None:
+            entry[keys.step] = self.make_step(leaf.step)
+        return entry
+
+
+def _named(
+    given: Any, params: Mapping[str, Tensor], names: Sequence[str] | None, what: str
+) -> tuple[dict[str, Any], list[list[str]]]:
+    """A state dict, and the names of the parameters in each of its groups."""
+    if isinstance(given, torch.optim.Optimizer):
+        known = {id(param): name for name, param in params.items()}
+        members = [param for group in given.param_groups for param in group["params"]]
+        if all(id(param) in known for param in members):
+            names = [known[id(param)] for param in members]
+        given = given.state_dict()
+    if not isinstance(given, Mapping) or not {"state", "param_groups"} <= given.keys():
+        raise TypeError(f"{what}: expected an optimizer or its state_dict(), found {type(given).__name__}")
+    saved = dict(given)
+    groups: list[Group] = list(saved["param_groups"])
+    if names is None and all("param_names" in group for group in groups):
+        found = [list(group["param_names"]) for group in groups]
+    else:
+        count = sum(len(group["params"]) for group in groups)
+        if names is None or len(names) != count:
+            have = "none" if names is None else str(len(names))
+            raise ValueError(
+                f"{what}: its {count} parameters have no names; give names=, their names in the optimizer's order "
+                f"(found {have}), or the optimizer itself with the parameters that it holds"
+            )
+        rest = iter(names)
+        found = [[next(rest) for _ in group["params"]] for group in groups]
+    if unknown := sorted({name for group in found for name in group} - params.keys()):
+        raise ValueError(f"{what}: no parameter is called {', '.join(map(repr, unknown[:5]))}")
+    return saved, found
+
+
+def composed(found: Mapping[str, tuple[str, Transform]]) -> Transform:
+    """One transform from one for each parameter: itself where all are equal, else a partition by their kinds."""
+    labels: dict[str, str] = {}
+    made: dict[str, Transform] = {}
+    for name, (kind, tx) in found.items():
+        label = next((label for label, known in made.items() if known == tx), None)
+        if label is None:
+            number = sum(1 for known in made if known.partition("_")[0] == kind)
+            label = f"{kind}_{number + 1}" if number else kind
+            made[label] = tx
+        labels[name] = label
+    return next(iter(made.values())) if len(made) == 1 else partition(made, labels)
+
+
+def number(value: Any) -> float:
+    """A hyperparameter as a float: some optimizers hold theirs in tensors."""
+    return float(value)
+
+
+def muon_chain(
+    decay: Any,
+    *,
+    nesterov: bool,
+    heavy_ball: bool,
+    rule: str | None,
+    lr: Any,
+    weight_decay: Any,
+    options: Mapping[str, Any],
+    debias: bool = False,
+    **more: Any,
+) -> Transform:
+    """Muon's chain; ``more`` goes to `orthogonalize`, its dims and blocks to `scale_by_shape` too."""
+    where = {key: more[key] for key in ("dims", "blocks") if key in more}
+    kept = momentum(number(decay), nesterov=nesterov, heavy_ball=heavy_ball, debias=debias)
+    return chain(
+        kept,
+        orthogonalize(**{**more, **options}),
+        *([scale_by_shape(rule, **where)] if rule is not None else []),
+        add_decayed_weights(number(weight_decay)),
+        scale_by_learning_rate(number(lr)),
+    )

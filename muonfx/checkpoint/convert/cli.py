@@ -1,0 +1,95 @@
+"""``python -m muonfx.checkpoint convert``: another optimizer's checkpoint to one of ours."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from muonfx.checkpoint.convert import deepspeed, dion, keller, moonlight, torch_optim
+from muonfx.checkpoint.convert._files import read_plain
+from muonfx.core import Transform
+from muonfx.tree import PyTree
+
+__all__ = ["main"]
+
+_SOURCES = {
+    "torch": (torch_optim.from_torch_optimizer, torch_optim.torch_recipe),
+    "keller": (keller.from_keller, keller.keller_recipe),
+    "moonlight": (moonlight.from_moonlight, moonlight.moonlight_recipe),
+    "dion": (dion.from_dion, dion.dion_recipe),
+}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m muonfx.checkpoint convert", description=__doc__)
+    parser.add_argument("kind", choices=[*_SOURCES, "deepspeed"], help="whose checkpoint it is")
+    parser.add_argument("input", type=Path, help="a file of torch.save, or DeepSpeed's universal folder")
+    parser.add_argument("output", type=Path, help="where to write")
+    parser.add_argument("--params", type=Path, required=True, help="the model's weights: .safetensors, or a state dict")
+    parser.add_argument("--key", default="", help="where in the file the optimizer's state dict is, as in 'optimizer'")
+    parser.add_argument("--names", type=Path, help="a JSON list: the parameters' names in the optimizer's order")
+    parser.add_argument("--step", type=int, help="how many steps were taken, where the optimizer does not count")
+    parser.add_argument("--config", type=Path, help="DeepSpeed's config, a JSON file")
+    return parser
+
+
+def _load(path: Path) -> Any:
+    return load_file(path) if path.suffix == ".safetensors" else read_plain(path)
+
+
+def _convert(options: argparse.Namespace) -> tuple[Transform, PyTree, dict[str, Any]]:
+    params = {name: leaf for name, leaf in _load(options.params).items() if leaf.is_floating_point()}
+    if options.kind == "deepspeed":
+        source = deepspeed.read_deepspeed(options.input)
+        params = {name: leaf for name, leaf in params.items() if name in source}
+        if options.config is None:
+            raise ValueError("DeepSpeed's checkpoint does not hold the learning rates: give its config with --config")
+        config = json.loads(options.config.read_text(encoding="utf-8"))
+        if "params" not in config.get("optimizer", {}):
+            raise ValueError(f"{options.config}: expected a config with 'optimizer' and its 'params'")
+        tx = deepspeed.deepspeed_recipe(source, params, config["optimizer"]["params"])
+        return tx, deepspeed.from_deepspeed(source, tx, params, step=options.step), params
+    source = _load(options.input)
+    for key in filter(None, options.key.split(".")):
+        if not isinstance(source, dict) or key not in source:
+            found = ", ".join(map(str, source)) if isinstance(source, dict) else type(source).__name__
+            raise ValueError(f"--key {options.key}: no {key!r} in {options.input}; there is {found}")
+        source = source[key]
+    names = json.loads(options.names.read_text(encoding="utf-8")) if options.names else None
+    read, recipe = _SOURCES[options.kind]
+    known = names or [name for group in source.get("param_groups", []) for name in group.get("param_names", [])]
+    params = {name: leaf for name, leaf in params.items() if name in known} if known else params
+    tx = recipe(source, params, names=names)
+    return tx, read(source, tx, params, names=names, step=options.step), params
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Convert, write a checkpoint with `muonfx.checkpoint.save`, and print the chain that goes on from it.
+
+    Args:
+        argv: the arguments; None: those of the process.
+
+    Returns:
+        The exit status: 0, or 2 with a sentence on stderr.
+
+    >>> main(["torch", "nowhere.pt", "out", "--params", "nowhere.safetensors"])
+    2
+    """
+    options = _parser().parse_args(argv)
+    try:
+        tx, state, _ = _convert(options)
+        save = importlib.import_module("muonfx.checkpoint").save
+        save(options.output, state, tx=tx, step=options.step)
+    except (OSError, ValueError, TypeError, SafetensorError) as problem:
+        print(f"convert: error: {problem}", file=sys.stderr)
+        return 2
+    print(tx)
+    return 0

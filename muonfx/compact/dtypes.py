@@ -1,0 +1,141 @@
+"""The compact dtypes: values to give where a transform asks for the dtype of its state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from muonfx import checks
+from muonfx.compact.books import FLOAT8, Book, dynamic, float8, grid
+from muonfx.compact.codec import Codec
+from muonfx.recorded import Recorded, make_factory
+
+__all__ = ["Compact", "fp8", "int8"]
+
+
+class Resolved(NamedTuple):
+    """What a compact dtype amounts to."""
+
+    signed: Codec
+    """For values of either sign."""
+    unsigned: Codec
+    """For values that are never negative, such as second moments."""
+    seed: int | None
+    """Of stochastic rounding; None: to the nearest."""
+
+
+class Compact(Recorded):
+    """A dtype of a state that takes eight bits an element and a scale a block; made by `int8` or `fp8`.
+
+    A frozen value: it prints as the code that makes it, compares, hashes and pickles, and is part of the fingerprint
+    of a transform that it is given to.
+
+    >>> import muonfx as mfx
+    >>> mfx.int8() == mfx.int8(block=2048), mfx.momentum(dtype=mfx.int8(block=256))
+    (True, momentum(dtype=int8(block=256)))
+    """
+
+    @property
+    def resolved(self) -> Resolved:
+        """What it amounts to."""
+        return self.built
+
+
+def _compact(constructor: Callable[..., Resolved]) -> Callable[..., Compact]:
+    return make_factory(Compact, constructor)
+
+
+def _resolve(books: tuple[Book, Book], block: int, min_size: int, stochastic: bool, seed: int) -> Resolved:
+    checks.positive_int("block", block)
+    for name, value, kind in (("min_size", min_size, int), ("seed", seed, int), ("stochastic", stochastic, bool)):
+        if type(value) is not kind or value < 0:
+            raise ValueError(
+                f"{name} must be {'True or False' if kind is bool else 'an int of 0 or more'}, found {value!r}"
+            )
+    signed, unsigned = (Codec(book, block, min_size) for book in books)
+    return Resolved(signed, unsigned, seed if stochastic else None)
+
+
+_BOOKS: dict[str, tuple[Book, Book]] = {
+    "linear": (grid(signed=True), grid(signed=False)),
+    "dynamic": (dynamic(signed=True), dynamic(signed=False)),
+    **{format: (float8(format, signed=True), float8(format, signed=False)) for format in FLOAT8},
+}
+
+
+def _choose(name: str, value: str, among: tuple[str, ...]) -> tuple[Book, Book]:
+    if value not in among:
+        raise ValueError(f"{name} must be {' or '.join(map(repr, among))}, found {value!r}")
+    return _BOOKS[value]
+
+
+@_compact
+def int8(block: int = 2048, *, code: str = "linear", min_size: int = 4096, stochastic: bool = False, seed: int = 0):
+    r"""Store a state as 8-bit integers with an fp32 scale for each block of elements.
+
+    An element is stored as the nearest of at most 255 levels between plus and minus the largest magnitude of its
+    block, which is the scale; blocks are runs of the flattened leaf. What is never negative, such as Adam's second
+    moments, has levels without a sign, and only zero is stored as zero.
+
+    Args:
+        block: elements a scale, so $1 + 4 / block$ bytes an element. Smaller is more accurate.
+        code: "linear" for evenly spaced levels, 1/127 of the scale apart (without a sign: fourth powers of 255 even
+            steps), or "dynamic" for the tree of Dettmers et al., whose levels lie closer together near zero: better
+            for Adam's first moments, whose small elements are divided by small roots.
+        min_size: leaves of fewer elements are stored in fp32.
+        stochastic: round up or down at random so that the mean is kept. The noise is a function of a key in the state,
+            one for each leaf, which every update of that leaf raises by one; so a run is reproducible. Without it an
+            average does not move by less than half a step: for second moments, or averaged parameters, with decays
+            above about 0.99, give it.
+        seed: of the first keys, with the leaf's name.
+
+    Returns:
+        A value to give as ``dtype`` to `momentum` or `ema_params`, and as ``mu_dtype`` or ``nu_dtype`` to
+        `scale_by_adam` and `scale_by_lion`.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Follows Dettmers et al., "8-bit optimizers via block-wise quantization" (arXiv 2110.02861).
+
+    Example:
+        >>> import muonfx as mfx
+        >>> import torch
+        >>> tx = mfx.momentum(0.9, nesterov=False, dtype=mfx.int8(block=4, min_size=0))
+        >>> grads = {"w": torch.tensor([10.0, -5.0, 0.1, 0.0])}
+        >>> updates, state = tx.update(grads, tx.init(grads))
+        >>> state.trace.codes, state.trace.scales
+        ({'w': tensor([127, -64,   1,   0], dtype=torch.int8)}, {'w': tensor([1.])})
+    """
+    return _resolve(_choose("code", code, ("linear", "dynamic")), block, min_size, stochastic, seed)
+
+
+@_compact
+def fp8(block: int = 2048, *, format: str = "e4m3", min_size: int = 4096, stochastic: bool = False, seed: int = 0):
+    """Store a state as 8-bit floats with an fp32 scale for each block of elements.
+
+    As `int8`, but the levels are a float type's finite numbers over the largest of them. (torch 2.13 has float8 in
+    ``torch.save``, but not in ``pickle.dumps``, ``torch.equal`` and ``torch.promote_types``.)
+
+    Args:
+        block: as in `int8`.
+        format: "e4m3", rounding by at most 1/16 of an element, down to 3e-5 of the scale; or "e5m2", by at most 1/8,
+            down to 1e-9. Without a sign, e4m3 stores square roots and reaches down to 1e-9 too.
+        min_size: as in `int8`.
+        stochastic: as in `int8`.
+        seed: as in `int8`.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Follows Micikevicius et al., "FP8 formats for deep learning" (arXiv 2209.05433).
+
+    Example:
+        >>> import muonfx as mfx
+        >>> import torch
+        >>> tx = mfx.momentum(0.9, nesterov=False, dtype=mfx.fp8(block=4, min_size=0))
+        >>> grads = {"w": torch.tensor([10.0, -5.0, 0.1, 0.0])}
+        >>> tx.update(grads, tx.init(grads))[1].trace.codes
+        {'w': tensor([ 448.0000, -224.0000,    4.5000,    0.0000], dtype=torch.float8_e4m3fn)}
+    """
+    return _resolve(_choose("format", format, ("e4m3", "e5m2")), block, min_size, stochastic, seed)

@@ -1,0 +1,93 @@
+"""A tree of leaves in eight bits, as part of a transform's state: trees of codes and scales, each like the parameters.
+
+Codes, scales and keys are trees of the parameters' own structure, not pairs at each leaf: a leaf's name still ends in
+its parameter's (``trace.codes.blocks.0.up.weight``), by which checkpoints, layouts and the torch optimizer find it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from muonfx.compact.codec import Codec, Encoded
+from muonfx.compact.dtypes import Compact
+from muonfx.compact.noise import key_of
+from muonfx.tree import Present, PyTree
+
+__all__ = ["CompactState", "Holder", "KeyedCompactState"]
+
+
+class CompactState(NamedTuple):
+    """Leaves in eight bits."""
+
+    codes: PyTree
+    """Like the parameters, in the code's dtype; fp32 where a leaf is too small to gain."""
+    scales: PyTree
+    """For each parameter the largest magnitude of each block, fp32: shape (blocks,), or (0,) for a leaf in fp32."""
+
+
+class KeyedCompactState(NamedTuple):
+    """Leaves in eight bits, rounded stochastically."""
+
+    codes: PyTree
+    """As in `CompactState`."""
+    scales: PyTree
+    """As in `CompactState`."""
+    keys: PyTree
+    """For each parameter the key of its next rounding: 0-d int64, raised by one whenever the leaf is stored."""
+
+
+class Holder:
+    """Reads and writes one tree of a transform's state that has a compact dtype.
+
+    Args:
+        dtype: the compact dtype.
+        role: what the tree is in its transform, such as "mu": two trees of one parameter get different noise.
+        signed: whether its elements may be negative.
+    """
+
+    def __init__(self, dtype: Compact, role: str, *, signed: bool) -> None:
+        resolved = dtype.resolved
+        self.codec: Codec = resolved.signed if signed else resolved.unsigned
+        self.seed = resolved.seed
+        self.role = role
+
+    def zeros(self, params: PyTree) -> CompactState | KeyedCompactState:
+        """Zeros like the parameters."""
+        at = Present(params)
+        return self._fresh(at, [self.codec.zeros(param) for param in at.pick(params)])
+
+    def of(self, values: PyTree) -> CompactState | KeyedCompactState:
+        """The nearest to a tree of values."""
+        at = Present(values)
+        return self._fresh(at, [self.codec.encode(value) for value in at.pick(values)])
+
+    def _fresh(self, at: Present, leaves: list[Encoded]) -> CompactState | KeyedCompactState:
+        codes, scales = at.fill([leaf.codes for leaf in leaves]), at.fill([leaf.scales for leaf in leaves])
+        if self.seed is None:
+            return CompactState(codes, scales)
+        numbers = [key_of(f"{self.seed}/{self.role}/{name}") for name in at.names()]
+        keys = [
+            torch.full((), number, dtype=torch.int64, device=leaf.codes.device)
+            for number, leaf in zip(numbers, leaves, strict=True)
+        ]
+        return KeyedCompactState(codes, scales, at.fill(keys))
+
+    def read(self, at: Present, held: CompactState | KeyedCompactState) -> list[Tensor]:
+        """The values at some places: new tensors, fp32."""
+        pairs = zip(at.pick(held.codes), at.pick(held.scales), strict=True)
+        return [self.codec.decode(codes, scales) for codes, scales in pairs]
+
+    def write(
+        self, at: Present, values: list[Tensor], held: CompactState | KeyedCompactState
+    ) -> CompactState | KeyedCompactState:
+        """Store values at some places; what is held elsewhere stays."""
+        keys = at.pick(held.keys) if isinstance(held, KeyedCompactState) else [None] * len(values)
+        leaves = [self.codec.encode(value, key) for value, key in zip(values, keys, strict=True)]
+        codes = at.fill([leaf.codes for leaf in leaves], held.codes)
+        scales = at.fill([leaf.scales for leaf in leaves], held.scales)
+        if not isinstance(held, KeyedCompactState):
+            return CompactState(codes, scales)
+        return KeyedCompactState(codes, scales, at.fill([key + 1 for key in keys if key is not None], held.keys))

@@ -1,0 +1,88 @@
+"""The command line of conversions: what it writes, and what it says when it cannot."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import muonfx.checkpoint
+from muonfx.checkpoint import convert
+
+
+@pytest.fixture
+def saves(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What would have been written."""
+    found: list[Any] = []
+    monkeypatch.setattr(
+        muonfx.checkpoint,
+        "save",
+        lambda path, state, *, tx, step=None: found.append((path, state, tx, step)),
+        raising=False,
+    )
+    return found
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> tuple[Path, nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(4, 3, bias=False))
+    optimizer = torch.optim.Muon(model.parameters(), lr=0.1)
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    torch.save({"training": {"optimizer": optimizer.state_dict()}}, tmp_path / "run.pt")
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    (tmp_path / "names.json").write_text('["0.weight"]')
+    return tmp_path, model, optimizer
+
+
+def test_a_torch_optimizer_becomes_a_checkpoint(run: Any, saves: list[Any], capsys: pytest.CaptureFixture[str]):
+    folder, model, optimizer = run
+    arguments = ["torch", folder / "run.pt", folder / "out", "--params", folder / "model.safetensors"]
+    arguments += ["--key", "training.optimizer", "--names", folder / "names.json", "--step", 1]
+    assert convert.main(list(map(str, arguments))) == 0
+    ((path, state, tx, step),) = saves
+    assert (path, step) == (folder / "out", 1)
+    assert torch.equal(state["momentum"].trace["0.weight"], optimizer.state[model[0].weight]["momentum_buffer"])
+    assert capsys.readouterr().out.strip() == repr(tx)
+
+
+def test_a_universal_folder_becomes_a_checkpoint(tmp_path: Path, saves: list[Any]):
+    folder = tmp_path / "zero" / "w"
+    folder.mkdir(parents=True)
+    torch.save({"param": torch.ones(6)}, folder / "momentum_buffer.pt")
+    torch.save({"w": torch.zeros(2, 3), "steps": torch.tensor(3)}, tmp_path / "model.pt")
+    (tmp_path / "ds.json").write_text(json.dumps({"optimizer": {"params": {"lr": 0.5}}}))
+    arguments = ["deepspeed", tmp_path, tmp_path / "out", "--params", tmp_path / "model.pt"]
+    assert convert.main([*map(str, arguments)]) == 2
+    assert convert.main([*map(str, arguments), "--config", str(tmp_path / "ds.json")]) == 0
+    assert saves[0][1]["momentum"].trace["w"].shape == (2, 3)
+    assert "learning_rate=0.5" in repr(saves[0][2])
+
+
+class Surprise:
+    """Runs code when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return exec, ("raise SystemExit('code ran')",)
+
+
+def test_what_is_wrong_is_one_sentence(run: Any, saves: list[Any], capsys: pytest.CaptureFixture[str]):
+    folder, _, _ = run
+    torch.save({"optimizer": Surprise()}, folder / "surprise.pt")
+    (folder / "noise.pt").write_bytes(b"\x80\x04noise")
+    (folder / "noise.safetensors").write_bytes(bytes(range(64)))
+    params = ["--params", str(folder / "model.safetensors")]
+    for name, more, message in (
+        ("run.pt", ["--key", "elsewhere"], "no 'elsewhere' in"),
+        ("run.pt", ["--key", "training.optimizer"], "have no names; give names="),
+        ("surprise.pt", [], "expected tensors and plain values, found something else"),
+        ("noise.pt", [], "expected tensors and plain values, found something else"),
+        ("nothing.pt", [], "No such file"),
+        ("noise.safetensors", [], "header too large"),
+    ):
+        assert convert.main(["torch", str(folder / name), str(folder / "out"), *params, *more]) == 2
+        assert message in capsys.readouterr().err
+    assert saves == []

@@ -1,0 +1,252 @@
+"""torch.optim's Muon and AdamW, live: each run is handed over after three steps, in either direction."""
+
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import muonfx as mfx
+from muonfx.checkpoint import convert
+
+
+def model_of(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    layers = OrderedDict(up=nn.Linear(6, 9), act=nn.Tanh(), down=nn.Linear(9, 4))
+    return nn.Sequential(layers).to(dtype)
+
+
+def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices, in two groups, and AdamW for the rest."""
+    groups = [
+        {"params": [model.up.weight]},
+        {"params": [model.down.weight], "lr": 0.03, "adjust_lr_fn": "match_rms_adamw"},
+    ]
+    biases = [model.up.bias, model.down.bias]
+    return [torch.optim.Muon(groups, lr=0.02), torch.optim.AdamW(biases, lr=0.01, betas=(0.8, 0.9), eps=1e-7)]
+
+
+def loss_of(params: dict[str, Tensor], model: nn.Module, step: int) -> Tensor:
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+    return (torch.func.functional_call(model, params, (x,)) - x[:, :4].sin()).square().mean()
+
+
+def run_torch(model: nn.Module, optimizers: list[torch.optim.Optimizer], steps: range) -> None:
+    for step in steps:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss_of(dict(model.named_parameters()), model, step).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def run_ours(tx: mfx.Transform, state: Any, params: dict[str, Tensor], model: nn.Module, steps: range) -> Any:
+    for step in steps:
+        grads = torch.func.grad(lambda params, step=step: loss_of(params, model, step))(params)
+        updates, state = tx.update(grads, state, params)
+        params = mfx.apply_updates(params, updates)
+    return params, state
+
+
+def copied(model: nn.Module) -> dict[str, Tensor]:
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+@pytest.fixture(autouse=True)
+def iterate_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch iterates in bf16, in which a wrong momentum can look right."""
+    monkeypatch.setattr(Tensor, "bfloat16", Tensor.float)
+
+
+def near(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    for name, value in wanted.items():
+        torch.testing.assert_close(
+            found[name], value.detach(), rtol=2e-5, atol=2e-5, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+def test_from_torch_the_run_goes_on_as_torch_does():
+    model = model_of()
+    optimizers = optimizers_of(model)
+    run_torch(model, optimizers, range(3))
+    params = dict(model.named_parameters())
+    tx = convert.torch_recipe(optimizers, params, dtype=torch.float32)
+    state = convert.from_torch_optimizer(optimizers, tx, params)
+    ours, state = run_ours(tx, state, copied(model), model, range(3, 8))
+    run_torch(model, optimizers, range(3, 8))
+    near(ours, dict(model.named_parameters()))
+    again = convert.from_torch_optimizer(optimizers, tx, params)
+    for found, wanted in zip(mfx.tree.leaves(state), mfx.tree.leaves(again), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_to_torch_the_run_goes_on_as_ours_does():
+    model = model_of()
+    optimizers = optimizers_of(model)
+    params = dict(model.named_parameters())
+    tx = convert.torch_recipe(optimizers, params, dtype=torch.float32)
+    ours, state = run_ours(tx, tx.init(params), copied(model), model, range(3))
+    model.load_state_dict(ours)
+    for optimizer in optimizers:
+        optimizer.load_state_dict(convert.to_torch_optimizer(state, optimizer, params))
+    run_torch(model, optimizers, range(3, 8))
+    ours, _ = run_ours(tx, state, ours, model, range(3, 8))
+    near(ours, dict(model.named_parameters()))
+
+
+def test_the_recipe_has_a_chain_for_each_set_of_numbers():
+    model = model_of()
+    params = dict(model.named_parameters())
+    tx = convert.torch_recipe(optimizers_of(model), params)
+    assert list(tx.arguments["transforms"]) == ["adamw", "muon", "muon_2"]
+    labels = {"up.weight": "muon", "down.weight": "muon_2", "up.bias": "adamw", "down.bias": "adamw"}
+    assert tx.arguments["labels"] == labels
+    numbers = mfx.hyperparams(tx)
+    assert numbers["muon_2.scale_by_learning_rate.learning_rate"] == 0.03
+    assert numbers["adamw.scale_by_adam.b1"] == 0.8
+    assert numbers["adamw.scale_by_adam.eps"] == 1e-7
+    own = torch.optim.Muon([model.up.weight], ns_steps=3, ns_coefficients=(2.0, -1.5, 0.5), nesterov=False)
+    chain = convert.torch_recipe(own, params)
+    assert repr(chain).startswith("chain(momentum(nesterov=False), orthogonalize(coefficients=((2.0, -1.5, 0.5),")
+
+
+def test_a_state_dict_has_its_names_or_is_given_them():
+    model = model_of()
+    params = dict(model.named_parameters())
+    named = torch.optim.AdamW(model.named_parameters())
+    unnamed = torch.optim.AdamW(model.parameters())
+    for optimizer in (named, unnamed):
+        run_torch(model, [optimizer], range(1))
+    tx = convert.torch_recipe(named.state_dict(), params)
+    state = convert.from_torch_optimizer(named.state_dict(), tx, params)
+    assert torch.equal(state["scale_by_adam"].mu["up.bias"], named.state[model.up.bias]["exp_avg"])
+    with pytest.raises(ValueError, match=r"its 4 parameters have no names; give names="):
+        convert.from_torch_optimizer(unnamed.state_dict(), tx, params)
+    with pytest.raises(ValueError, match=r"\(found 3\)"):
+        convert.from_torch_optimizer(unnamed.state_dict(), tx, params, names=list(params)[1:])
+    state = convert.from_torch_optimizer(unnamed.state_dict(), tx, params, names=list(params))
+    assert torch.equal(state["scale_by_adam"].nu["down.weight"], unnamed.state[model.down.weight]["exp_avg_sq"])
+    with pytest.raises(ValueError, match=r"no parameter is called 'elsewhere'"):
+        convert.from_torch_optimizer(unnamed.state_dict(), tx, params, names=["elsewhere", *list(params)[1:]])
+
+
+def test_a_wider_state_is_exact_and_a_narrower_one_refused():
+    model = model_of(torch.bfloat16)
+    params = dict(model.named_parameters())
+    optimizer = torch.optim.AdamW(model.parameters())
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    wide = mfx.scale_by_adam()
+    state = convert.from_torch_optimizer(optimizer, wide, params)
+    assert state.mu["up.weight"].dtype == torch.float32
+    assert torch.equal(state.mu["up.weight"], optimizer.state[model.up.weight]["exp_avg"].float())
+    optimizer.state[model.up.weight]["exp_avg"] = torch.zeros(9, 6)
+    with pytest.raises(ValueError, match=r"mu/up.weight: would narrow from torch.float32 to torch.bfloat16"):
+        convert.from_torch_optimizer(optimizer, mfx.scale_by_adam(mu_dtype=None, nu_dtype=None), params)
+
+
+def saved(entry: Any, group: Any = None) -> dict[str, Any]:
+    adamw = {"params": [0], "param_names": ["w"], "amsgrad": False, "lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8}
+    return {"state": {0: entry}, "param_groups": [{**adamw, "weight_decay": 0.0, **(group or {})}]}
+
+
+ENTRY = {"exp_avg": torch.ones(3), "exp_avg_sq": torch.ones(3), "step": torch.tensor(2.0)}
+PARAMS = {"w": torch.zeros(3)}
+NAMED = {"params": [0], "param_names": ["w"]}
+
+
+@pytest.mark.parametrize(
+    ("source", "tx", "message"),
+    [
+        (saved({**ENTRY, "exp_avg": torch.ones(4)}), mfx.scale_by_adam(), r"mu/w: shape \(4,\), expected \(3,\)"),
+        (saved(ENTRY), mfx.momentum(), r"trace/w: the source has a adamw state"),
+        (saved(ENTRY), mfx.scale(1.0), r"'w' has a adamw state that the transform does not keep"),
+        (saved(ENTRY), mfx.momentum(heavy_ball=True), r"average of gradients.* a sum: give it heavy_ball=False"),
+        (saved(ENTRY), mfx.chain(mfx.scale_by_adam(), mfx.ema_params()), r"ema_params is a EmaParamsState"),
+        (saved(ENTRY), mfx.scale_by_adam(mu_dtype=mfx.int8()), r"states in eight bits"),
+        (saved({}, {"amsgrad": True}), mfx.scale_by_adam(), r"count: the source does not count steps; give step="),
+        ({"state": {}, "param_groups": [{**NAMED, "nesterov": 1}]}, mfx.momentum(), r"found one with the keys"),
+        ([saved(ENTRY), saved(ENTRY)], mfx.scale_by_adam(), r"'w' is in two optimizers or groups"),
+    ],
+)
+def test_what_does_not_fit_is_named(source: Any, tx: mfx.Transform, message: str):
+    with pytest.raises(ValueError, match=message):
+        convert.from_torch_optimizer(source, tx, PARAMS)
+
+
+def test_a_parameter_that_the_source_does_not_have_is_named():
+    with pytest.raises(ValueError, match=r"nu/v: missing in the source"):
+        convert.from_torch_optimizer(saved(ENTRY), mfx.scale_by_adam(), {**PARAMS, "v": torch.zeros(1)})
+
+
+def test_what_is_no_optimizer_is_a_type_error():
+    with pytest.raises(TypeError, match=r"expected an optimizer or its state_dict\(\), found dict"):
+        convert.from_torch_optimizer({"model": 1}, mfx.momentum(), PARAMS)
+
+
+@pytest.mark.parametrize("setting", ["amsgrad", "maximize"])
+def test_a_setting_without_a_chain_is_refused(setting: str):
+    with pytest.raises(ValueError, match=f"'w': there is no chain for {setting}"):
+        convert.torch_recipe(saved(ENTRY, {setting: True}), PARAMS)
+
+
+def test_a_group_without_its_numbers_is_named():
+    source = {"state": {}, "param_groups": [{**NAMED, "amsgrad": False}]}
+    with pytest.raises(ValueError, match=r"'w': its group in torch.optim has no 'betas', only"):
+        convert.torch_recipe(source, PARAMS)
+
+
+def test_parameters_at_different_steps_need_a_decision():
+    both = {"v": torch.zeros(3), "w": torch.zeros(3)}
+    source = saved(ENTRY, {"params": [0, 1], "param_names": ["w", "v"]})
+    source["state"][1] = {**ENTRY, "step": torch.tensor(7.0)}
+    with pytest.raises(ValueError, match=r"count is one for all parameters, the source has 2 \('w'\), 7 \('v'\)"):
+        convert.from_torch_optimizer(source, mfx.scale_by_adam(), both)
+    assert int(convert.from_torch_optimizer(source, mfx.scale_by_adam(), both, step=7).count) == 7
+
+
+def test_a_schedule_goes_on_where_it_was():
+    tx = mfx.chain(mfx.scale_by_adam(), mfx.scale_by_learning_rate(mfx.cosine(1.0, 10)))
+    state = convert.from_torch_optimizer(saved(ENTRY), tx, PARAMS)
+    assert int(state["scale_by_learning_rate"].count) == 2
+    tx = mfx.chain(mfx.momentum(), mfx.scale_by_learning_rate(mfx.cosine(1.0, 10)))
+    group = {"params": [0], "param_names": ["w"], "ns_coefficients": (3.4445, -4.775, 2.0315)}
+    muon = {"state": {0: {"momentum_buffer": torch.ones(3)}}, "param_groups": [group]}
+    with pytest.raises(ValueError, match=r"scale_by_learning_rate/count: the source does not count steps; give step="):
+        convert.from_torch_optimizer(muon, tx, PARAMS)
+    assert int(convert.from_torch_optimizer(muon, tx, PARAMS, step=5)["scale_by_learning_rate"].count) == 5
+
+
+def test_injected_numbers_are_the_transforms_own():
+    tx = mfx.inject_hyperparams(mfx.chain(mfx.scale_by_adam(), mfx.scale_by_learning_rate(0.5)))
+    state = convert.from_torch_optimizer(saved(ENTRY), tx, PARAMS)
+    assert float(state.hyperparams["scale_by_learning_rate.learning_rate"]) == 0.5
+    assert torch.equal(state.inner["scale_by_adam"].mu["w"], ENTRY["exp_avg"])
+
+
+def test_nested_parameters_go_by_their_dotted_names():
+    params = {"block": [{"w": torch.zeros(3)}]}
+    source = saved(ENTRY, {"param_names": ["block.0.w"]})
+    state = convert.from_torch_optimizer(source, mfx.scale_by_adam(), params)
+    assert torch.equal(state.mu["block"][0]["w"], ENTRY["exp_avg"])
+    assert convert.to_torch_optimizer(state, source, params)["state"][0]["step"] == 2
+
+
+def test_what_a_torch_optimizer_would_not_get_is_named():
+    with pytest.raises(
+        ValueError, match=r"'w' has a adamw state in torch.optim; the muonfx state has a muon state for it"
+    ):
+        convert.to_torch_optimizer(mfx.momentum().init(PARAMS), saved(ENTRY), PARAMS)
+
+
+def test_a_convolution_of_kellers_has_no_chain_but_a_state():
+    group = {"params": [0], "use_muon": True, "lr": 0.02, "momentum": 0.95, "weight_decay": 0.0}
+    source = {"state": {0: {"momentum_buffer": torch.ones(4, 3, 2, 2)}}, "param_groups": [group]}
+    params = {"conv": torch.zeros(4, 3, 2, 2)}
+    with pytest.raises(
+        ValueError, match=r"'conv': shape \(4, 3, 2, 2\): its updates are scaled by the sides of the kernel"
+    ):
+        convert.keller_recipe(source, params, names=["conv"])
+    assert convert.from_keller(source, mfx.momentum(), params, names=["conv"]).trace["conv"].sum() == 48

@@ -1,0 +1,292 @@
+"""State in eight bits, as transforms and the torch optimizer keep it."""
+
+import io
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import muonfx as mfx
+from muonfx import testing as kit
+
+COMPACT = [
+    mfx.int8(),
+    mfx.int8(block=256, code="dynamic"),
+    mfx.int8(block=64, stochastic=True),
+    mfx.fp8(),
+    mfx.fp8(block=64, format="e5m2", stochastic=True),
+]
+
+
+def tree_of(seed: int = 0, steps: int = 6) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+    """One leaf above the size from which leaves are stored in eight bits, and one below."""
+    return kit.Example.of({"w": (70, 90), "b": (9,)}, steps=steps, seed=seed)
+
+
+def after(tx: mfx.Transform, params: Any, steps: Any) -> tuple[Any, Any]:
+    state, updates = tx.init(params), None
+    for grads in steps:
+        updates, state = tx.update(grads, state, params)
+    return updates, state
+
+
+def same_bits(one: Any, other: Any) -> bool:
+    pairs = zip(mfx.tree.leaves(one), mfx.tree.leaves(other), strict=True)
+    return all(kit.violation.bits_equal(a, b) for a, b in pairs)
+
+
+# ------------------------------------------------------------------------------------------------------- as a value
+
+
+@pytest.mark.parametrize("dtype", COMPACT)
+def test_a_compact_dtype_is_a_value(dtype: mfx.Compact):
+    import pickle
+
+    assert eval(repr(dtype), vars(mfx)) == dtype == pickle.loads(pickle.dumps(dtype))
+    assert len({dtype, pickle.loads(pickle.dumps(dtype))}) == 1
+    assert [dtype == other for other in COMPACT].count(True) == 1
+    with pytest.raises(AttributeError, match=r"use \.replace"):
+        dtype.block = 1  # type: ignore[attr-defined]
+
+
+def test_what_a_state_means_is_in_the_fingerprint():
+    told = [*COMPACT, mfx.int8(block=64), mfx.int8(min_size=0), mfx.int8(stochastic=True, seed=1), torch.float32]
+    assert len({mfx.momentum(dtype=dtype).fingerprint for dtype in told}) == len(told)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: mfx.int8(block=0), "block must be an int of 1 or more, found 0"),
+        (lambda: mfx.int8(block=2.5), r"block must be an int of 1 or more, found 2\.5"),
+        (lambda: mfx.int8(min_size=-1), "min_size must be an int of 0 or more, found -1"),
+        (lambda: mfx.int8(seed=True), "seed must be an int of 0 or more, found True"),
+        (lambda: mfx.int8(stochastic=1), "stochastic must be True or False, found 1"),
+        (lambda: mfx.int8(code="log"), "code must be 'linear' or 'dynamic', found 'log'"),
+        (lambda: mfx.fp8(format="e3m4"), "format must be 'e4m3' or 'e5m2', found 'e3m4'"),
+    ],
+)
+def test_a_bad_argument_is_refused(make: Any, message: str):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        make()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda dtype: mfx.normalize_neurons(dtype=dtype),
+        lambda dtype: mfx.accumulate(mfx.scale(1.0), 2, dtype=dtype),
+        lambda dtype: mfx.master_params(mfx.scale(1.0), dtype=dtype),
+    ],
+)
+def test_where_eight_bits_would_do_harm_or_no_good_they_are_refused(make: Any):
+    with pytest.raises(TypeError, match=r"dtype must be a floating-point torch.dtype or None, found int8\(\)"):
+        make(mfx.int8())
+
+
+# ------------------------------------------------------------------------------------------------------ as a state
+
+
+def test_the_state_is_named_trees_like_the_parameters():
+    params, _ = tree_of()
+    state = mfx.chain(mfx.momentum(dtype=mfx.int8(block=1000, stochastic=True))).init(params)
+    spec = dict(zip(mfx.tree.names(state), mfx.tree.leaves(state), strict=True))
+    assert {name: (tuple(leaf.shape), leaf.dtype) for name, leaf in spec.items()} == {
+        "momentum.trace.codes.w": ((70, 90), torch.int8),
+        "momentum.trace.codes.b": ((9,), torch.float32),
+        "momentum.trace.scales.w": ((7,), torch.float32),
+        "momentum.trace.scales.b": ((0,), torch.float32),
+        "momentum.trace.keys.w": ((), torch.int64),
+        "momentum.trace.keys.b": ((), torch.int64),
+    }
+
+
+@pytest.mark.parametrize("block", [64, 256, 2048])
+def test_an_element_takes_a_byte_and_its_share_of_a_scale(block: int):
+    params = {"w": torch.empty(4096, 1000, device="meta")}
+    for make, moments in (
+        (lambda d: mfx.momentum(dtype=d), 1),
+        (lambda d: mfx.scale_by_adam(mu_dtype=d, nu_dtype=d), 2),
+    ):
+        held = sum(leaf.nbytes for leaf in mfx.tree.leaves(make(mfx.int8(block)).init(params)))
+        assert held / params["w"].numel() == pytest.approx(moments * (1 + 4 / block), abs=1e-5)
+
+
+@pytest.mark.parametrize("dtype", COMPACT)
+def test_a_small_leaf_is_as_in_fp32(dtype: mfx.Compact):
+    params, steps = tree_of()
+    for make in (
+        lambda d: mfx.momentum(0.9, dtype=d),
+        lambda d: mfx.scale_by_adam(mu_dtype=d, nu_dtype=d),
+        lambda d: mfx.scale_by_lion(mu_dtype=d),
+        lambda d: mfx.ema_params(0.9, dtype=d),
+    ):
+        (updates, _), (expected, _) = after(make(dtype), params, steps), after(make(torch.float32), params, steps)
+        assert torch.equal(updates["b"], expected["b"])
+
+
+@pytest.mark.parametrize("dtype", COMPACT)
+@given(seed=st.integers(0, 1000), decay=st.sampled_from((0.0, 0.5, 0.9, 0.95)))
+def test_momentum_stays_within_what_roundings_add_up_to(dtype: mfx.Compact, seed: int, decay: float):
+    params, steps = tree_of(seed, steps=5)
+    tx = mfx.momentum(decay, nesterov=False, dtype=dtype)
+    exact, state = tx.replace(dtype=torch.float64), tx.init(params)
+    exact_state = exact.init(params)
+    codec = dtype.resolved.signed
+    gaps = torch.tensor(codec.book.levels).diff().max() * (1.0 if dtype.resolved.seed is not None else 0.5)
+    allowed = 0.0
+    for grads in steps:
+        (updates, state), (_, exact_state) = tx.update(grads, state), exact.update(grads, exact_state)
+        error = (updates["w"].double() - exact_state.trace["w"]).abs().max()
+        assert error <= decay * allowed + 1e-5  # what was stored before; this step's rounding shows in the next
+        allowed = decay * allowed + float(gaps * state.trace.scales["w"].max())
+
+
+def test_nothing_is_random():
+    params, steps = tree_of()
+    tx = mfx.momentum(dtype=mfx.int8(stochastic=True))
+    one, other = after(tx, params, steps), after(tx, params, steps)
+    assert same_bits(one, other)
+    assert not same_bits(one, after(mfx.momentum(dtype=mfx.int8(stochastic=True, seed=1)), params, steps))
+
+
+def test_noise_differs_by_name_by_role_and_by_step_and_not_by_company():
+    dtype = mfx.int8(block=64, min_size=0, stochastic=True)
+    one = torch.rand(64)
+    tx = mfx.scale_by_adam(0.0, 0.0, mu_dtype=dtype, nu_dtype=dtype)
+    state = tx.init({"v": one, "w": one})
+    keys = [int(key) for moment in (state.mu, state.nu) for key in moment.keys.values()]
+    assert len(set(keys)) == 4
+    _, state = tx.update({"v": one, "w": None}, state)
+    assert int(state.mu.keys["v"]) == keys[0] + 1  # after v come w of mu, and both of nu
+    assert int(state.mu.keys["w"]) == keys[1]
+    _, alone = tx.update({"w": one}, tx.init({"w": one}))
+    _, beside = tx.update({"v": one, "w": one}, tx.init({"v": one, "w": one}))
+    assert torch.equal(alone.mu.codes["w"], beside.mu.codes["w"])
+    assert not torch.equal(beside.mu.codes["v"], beside.mu.codes["w"])
+
+
+@pytest.mark.parametrize(("stochastic", "moves"), [(False, False), (True, True)])
+def test_a_slow_average_moves_in_the_mean_only_if_rounding_is_stochastic(stochastic: bool, moves: bool):
+    # Half of each block falls from 1 to 0.25 while the other half holds the scale at 1.
+    grads = {"w": torch.cat([torch.ones(32, 64), torch.full((32, 64), 0.5)])}
+    start = {"w": torch.ones(64, 64)}
+    tx = mfx.ema_params(0.999, dtype=mfx.int8(block=4096, min_size=0, stochastic=stochastic))
+    state = tx.init(start)
+    for _ in range(1000):
+        _, state = tx.update({"w": torch.zeros(64, 64)}, state, grads)
+    average = float((state.average.codes["w"][32:].float() / 127).mean())
+    expected = 0.5 + 0.5 * 0.999**1000
+    assert average == pytest.approx(expected if moves else 1.0, abs=0.01)
+
+
+@pytest.mark.parametrize("dtype", [mfx.int8(min_size=0), mfx.int8(min_size=0, code="dynamic"), mfx.fp8(min_size=0)])
+def test_no_second_moment_becomes_zero_and_no_update_explodes(dtype: mfx.Compact):
+    tx = mfx.scale_by_adam(0.9, 0.999, mu_dtype=dtype, nu_dtype=dtype)
+    grads = {"w": torch.logspace(0, -15, 2048)}
+    state = tx.init(grads)
+    for _ in range(20):
+        updates, state = tx.update(grads, state)
+        # Where fp32 has 1: half a step above the smallest of the fourth powers, a root is too small by (2 / 3) ** 2.
+        assert updates["w"].abs().max() <= 2.25 + 0.05
+
+
+# ------------------------------------------------------------------------------------------------------- derivatives
+
+
+def test_an_update_has_its_derivative_and_what_is_stored_has_none():
+    params, steps = tree_of(steps=2)
+    compact, plain = (mfx.momentum(0.9, nesterov=False, dtype=d) for d in (mfx.int8(), torch.float32))
+
+    def of_the_second(tx: mfx.Transform, first: Tensor, second: Tensor) -> Tensor:
+        _, state = tx.update({**steps[0], "w": first}, tx.init(params))
+        updates, _ = tx.update({**steps[1], "w": second}, state)
+        return (updates["w"] * params["w"]).sum()
+
+    pair = steps[0]["w"], steps[1]["w"]
+    by_both = torch.func.grad(lambda pair: of_the_second(compact, *pair))(pair)
+    expected = torch.func.grad(lambda pair: of_the_second(plain, *pair))(pair)
+    assert torch.equal(by_both[1], expected[1])
+    assert not by_both[0].any()
+    slope = torch.func.grad(lambda tx: of_the_second(tx, *pair))(mfx.as_tensors(compact))
+    # The product rule without the old state's own derivative.
+    _, state = compact.update(steps[0], compact.init(params))
+    decoded = compact.arguments["dtype"].resolved.signed.decode(state.trace.codes["w"], state.trace.scales["w"])
+    by_hand = ((decoded - steps[1]["w"]) * params["w"]).sum()
+    assert float(mfx.hyperparams(slope)["decay"]) == pytest.approx(float(by_hand), rel=1e-3)
+
+
+@pytest.mark.parametrize("dtype", COMPACT)
+def test_a_leaf_of_any_rank_compiles(dtype: mfx.Compact):
+    example = kit.Example.of({"s": (), "b": (3,), "k": (2, 1, 5)}, steps=3, dtype=torch.float64)
+    tiny = dtype.replace(block=4, min_size=0)
+    kit.laws.compiled_update_equals_eager(mfx.scale_by_adam(mu_dtype=tiny, nu_dtype=tiny), *example)
+
+
+# ----------------------------------------------------------------------------------------------- as a torch optimizer
+
+
+def optimized(dtype: Any, **options: Any) -> tuple[nn.Module, mfx.TransformOptimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(80, 90), nn.Tanh(), nn.Linear(90, 70))
+    adam = mfx.scale_by_adam(mu_dtype=dtype, nu_dtype=dtype)
+    tx = mfx.chain(mfx.momentum(0.5, dtype=dtype), adam, mfx.scale_by_learning_rate(1e-2))
+    return model, mfx.TransformOptimizer(model, tx, **options)
+
+
+def run(model: nn.Module, optimizer: mfx.TransformOptimizer, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        x = torch.randn(16, 80, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        loss = (model(x) - x[:, :70].sin()).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("dtype", COMPACT)
+def test_buckets_do_not_change_what_is_stored(dtype: mfx.Compact):
+    one, other = optimized(dtype), optimized(dtype, bucket_bytes=1)
+    assert run(*one, range(4)) == run(*other, range(4))
+    assert same_bits(one[1].transform_state, other[1].transform_state)
+
+
+@pytest.mark.parametrize("dtype", COMPACT)
+def test_save_load_step_is_step(dtype: mfx.Compact):
+    model, optimizer = optimized(dtype)
+    run(model, optimizer, range(3))
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    expected = run(model, optimizer, range(3, 6))
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    other, loaded = optimized(dtype)
+    other.load_state_dict(saved["model"])
+    loaded.load_state_dict(saved["optimizer"])
+    assert run(other, loaded, range(3, 6)) == expected
+    assert same_bits(loaded.transform_state, optimizer.transform_state)
+
+
+@pytest.mark.parametrize(
+    ("saved", "own"), [(torch.float32, mfx.int8()), (mfx.int8(), torch.float32), (mfx.int8(), mfx.fp8())]
+)
+def test_a_state_of_another_dtype_is_not_loaded(saved: Any, own: Any):
+    old, new = optimized(saved)[1], optimized(own)[1]
+    before = new.state_dict()
+    with pytest.raises(ValueError, match="nothing was loaded"):
+        new.load_state_dict(old.state_dict())
+    assert same_bits(before["state"], new.state_dict()["state"])
+
+
+@pytest.mark.parametrize("dtype", COMPACT)
+def test_training_ends_near_where_fp32_ends(dtype: mfx.Compact):
+    expected = run(*optimized(torch.float32), range(60))[-1]
+    found = run(*optimized(dtype), range(60))[-1]
+    assert found == pytest.approx(expected, rel=0.05)
+    assert math.isfinite(found)
