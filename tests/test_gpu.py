@@ -236,3 +236,31 @@ def test_a_symmetric_product_compiles_into_one_graph():
     torch.compiler.reset()
     torch.testing.assert_close(torch.compile(step, fullgraph=True)(x), step(x))
     torch.compiler.reset()
+
+
+@pytest.mark.parametrize("shape", [(3, 1024, 1024), (2048, 4096), (4096, 1000), (64, 512, 512), (1000, 1001)], ids=str)
+@pytest.mark.parametrize("products", ["batched", "triton", "auto"])
+@pytest.mark.parametrize("method", ["standard", "gram", "auto"])
+def test_every_way_to_orthogonalize_gives_the_polynomial(shape: tuple[int, ...], products: str, method: str):
+    if products == "triton" and not available(torch.device("cuda")):
+        pytest.skip("needs Triton and capability 8.0")
+    x = torch.randn(shape, device="cuda")
+    exact = mfx.polar.orthogonalize(x.double(), method="standard")
+    for dtype, bound in ((torch.float32, 1e-4), (torch.bfloat16, 0.03), (torch.float16, 0.01)):
+        found = mfx.polar.orthogonalize(x, method=method, products=products, dtype=dtype)
+        assert (found - exact).norm() < bound * exact.norm(), dtype
+        out = torch.empty_like(x)
+        mfx.polar.orthogonalize(x * 2.0**60, method=method, products=products, dtype=dtype, out=out)
+        assert torch.equal(out, found), dtype
+
+
+def test_orthogonalize_never_waits_for_the_device():
+    x = torch.randn(2, 1024, 2048, device="cuda")
+    mfx.polar.orthogonalize(x)  # compiles and tunes
+    torch.cuda.synchronize()
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        mfx.polar.orthogonalize(x)
+    finally:
+        torch.cuda.set_sync_debug_mode(before)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muonfx.polar import KNOWN, band, explain, orthogonalize, orthogonalize_many
+from muonfx.polar import KNOWN, band, explain, kernels, orthogonalize, orthogonalize_many
 from muonfx.polar.iteration import newton_schulz
 from muonfx.polar.policy import SMALLEST_GRAM
 from muonfx.polar.products import Buffered, Functional, block_side
@@ -121,6 +121,19 @@ def test_buffered_products_equal_functional_ones(n: int, how: str, tall: bool, d
     given = (x.mT if tall else x).contiguous().clone()
     found = newton_schulz(given, stages, Buffered(given, tall=tall, how=how, small=how))
     assert gap(found.mT if tall else found, expected) < {torch.float64: 1e-11, torch.float32: 1e-4}.get(dtype, 0.1)
+
+
+@pytest.mark.skipif(not kernels.available(torch.device("cpu")), reason="needs Triton's interpreter")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("n", "tall"), [(5, False), (40, True), (40, False)])
+def test_kernels_run_the_whole_iteration(n: int, tall: bool, dtype: torch.dtype) -> None:
+    x = torch.randn(2, n, 2 * n, generator=torch.Generator().manual_seed(n))
+    x = (x / torch.linalg.matrix_norm(x, keepdim=True)).to(dtype)
+    stages = staged(KNOWN["quintic"].steps, (2, 3), 1 / n, 2.0)
+    given = (x.mT if tall else x).contiguous().clone()
+    found = newton_schulz(given, stages, Buffered(given, tall=tall, how="triton", small="triton"))
+    assert gap(found.mT if tall else found, newton_schulz(x, stages)) < {torch.float32: 1e-4}.get(dtype, 0.1)
+    assert explain((n, 2 * n), products="triton", dtype=dtype).products == "triton"
 
 
 @pytest.mark.parametrize("n", [1, 127, 128, 129, 300, 517])
