@@ -11,7 +11,7 @@ from muonfx.polar.iteration import newton_schulz, newton_schulz_with_tensor
 from muonfx.polar.policy import SUPPORTED, Plan
 from muonfx.polar.polynomials import Polynomials
 from muonfx.polar.products import Buffered
-from muonfx.polar.scaling import frobenius_normalized, normalize_, row_normalized, same_range
+from muonfx.polar.scaling import frobenius_normalized, normalize_, row_normalized
 
 _LARGE = 1 << 16  # elements from which a pass over one matrix costs more than a call
 
@@ -45,16 +45,14 @@ def in_place(batch: torch.Tensor, plan: Plan, resolved: Polynomials, *, tall: bo
     return newton_schulz(batch, plan.stages, Buffered(batch, tall=tall, how=plan.products, small=plan.small_products))
 
 
-def goes_in_place(short: int, long: int, held: torch.dtype, plan: Plan, resolved: Polynomials) -> bool:
-    """Whether `in_place` is for matrices of this shape and dtype: large ones, of no larger range than the products'.
+def goes_in_place(short: int, long: int, resolved: Polynomials) -> bool:
+    """Whether `in_place` is for matrices of this shape: for large ones.
 
-    >>> from muonfx.polar.policy import explain
     >>> from muonfx.polar.polynomials import polynomials
-    >>> goes_in_place(512, 512, torch.float32, explain((512, 512)), polynomials("keller"))
-    True
+    >>> goes_in_place(512, 512, polynomials("keller")), goes_in_place(8, 8, polynomials("keller"))
+    (True, False)
     """
-    plain = resolved.table is None and not resolved.row_scaling
-    return plain and short * long >= _LARGE and same_range(held, plan.dtype)
+    return resolved.table is None and not resolved.row_scaling and short * long >= _LARGE
 
 
 def is_watched(*xs: torch.Tensor) -> bool:

@@ -21,6 +21,7 @@ from muonfx.polar.engine import (
 from muonfx.polar.policy import DTypeLike, MethodLike, Plan, plan
 from muonfx.polar.polynomials import Polynomials, polynomials
 from muonfx.polar.products import ProductsLike
+from muonfx.polar.scaling import rounded_and_scaled, same_range
 
 _CPU_SCRATCH, _DEVICE_SCRATCH = 1 << 25, 1 << 28
 
@@ -120,10 +121,9 @@ _Run = Callable[[list[torch.Tensor], list[torch.Tensor | None], _Job], list[torc
 
 def _ways(job: _Job, members: list[int], xs: Sequence[torch.Tensor], watched: bool) -> list[tuple[list[int], _Run]]:
     """Which of a group's matrices are done together, and how."""
-    short, long, held, _ = job.kind
     empty = [i for i in members if xs[i].numel() == 0]
     rest = [i for i in members if xs[i].numel() > 0]
-    if watched or not goes_in_place(short, long, held, job.plan, job.resolved):
+    if watched or not goes_in_place(job.kind.short, job.kind.long, job.resolved):
         return [(empty, _run_empty), (rest, _run_as_function)]
     tall = [i for i in rest if xs[i].shape[-2] > xs[i].shape[-1]]
     wide = [i for i in rest if xs[i].shape[-2] <= xs[i].shape[-1]]
@@ -228,6 +228,8 @@ def _buffer(given: list[torch.Tensor], taken: list[torch.Tensor] | None, compute
     if same and len(given) == 1 and first.dtype == compute:
         return first
     batch = torch.empty(sum(map(len, given)), *first.shape[1:], dtype=compute, device=first.device)
+    if not same_range(first.dtype, compute):  # then a power of two comes before the rounding
+        given = [rounded_and_scaled(piece, compute) for piece in given]
     torch._foreach_copy_(list(batch.split([len(piece) for piece in given])), given)
     return batch
 

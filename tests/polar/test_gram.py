@@ -187,6 +187,15 @@ def test_out_and_donated_inputs_take_the_results(shapes: list[tuple[int, ...]], 
     assert torch.equal(one, orthogonalize(xs[0], dtype=compute))
 
 
+@pytest.mark.parametrize("magnitude", [1e-36, 1e-20, 1.0, 1e20, 1e38])
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16, torch.float16])
+def test_large_matrices_of_any_magnitude_keep_their_polynomial(magnitude: float, compute: torch.dtype) -> None:
+    x = torch.randn(256, 257, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) / 8
+    x = (x * magnitude).float()
+    found = orthogonalize(x, dtype=compute, steps=1)
+    assert gap(found, orthogonalize(x.double(), steps=1)) < {torch.float32: 1e-5}.get(compute, 0.02)
+
+
 def test_what_cannot_take_a_result_is_refused() -> None:
     x = torch.ones(2, 3)
     for out, error, words in (
