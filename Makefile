@@ -86,7 +86,7 @@ $(EXAMPLES): $(MADE) pyproject.toml constraints.txt
 	@touch $@
 
 $(DEV): $(MADE) pyproject.toml constraints.txt
-	$(call install,dev,two to four minutes$(comma) about 500 MB where torch comes as its CPU build)
+	$(call install,dev,two to four minutes$(comma) about 700 MB where torch comes as its CPU build)
 	@touch $(EXAMPLES) $@
 
 comma := ,

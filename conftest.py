@@ -22,7 +22,8 @@ torch.set_num_threads(1)
 
 # Modules that cannot be imported without Triton have no doctests to look for where it is missing.
 if importlib.util.find_spec("triton") is None:
-    collect_ignore = ["muonfx/polar/kernels/symmetric.py", "tests/polar/pretended_gpu.py"]
+    _kernels = [f"muonfx/polar/kernels/{name}.py" for name in ("launch", "symmetric")]
+    collect_ignore = [*_kernels, "tests/polar/pretended_gpu.py"]
 
 # `ci` draws the same examples every time, so that a red run is its own fault; `deep` looks for new ones.
 # Neither looks at the clock: a busy machine is not a failure.

@@ -163,7 +163,7 @@ def test_a_symmetric_product_is_that_of_float64(shape: tuple[int, int, int], dty
 def test_every_tile_gives_the_symmetric_product(shape: tuple[int, int, int], dtype: torch.dtype):
     from triton.runtime.errors import OutOfResources
 
-    from muonfx.polar.kernels.symmetric import launch
+    from muonfx.polar.kernels.launch import launch
 
     p, addend, exact, bound = symmetric_case(*shape, dtype)
     fitted = 0

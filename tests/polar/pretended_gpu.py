@@ -82,15 +82,16 @@ class Driver:
 
 def main(capability: int, kibibytes: int) -> dict[str, Any]:
     driver.set_active(Driver(capability, kibibytes))
-    from muonfx.polar.kernels import symmetric
+    from muonfx.polar.kernels import launch as launching
+    from muonfx.polar.kernels.symmetric import INTERPRETED, symmetric_kernel
 
-    assert not symmetric.INTERPRETED.value
+    assert not INTERPRETED.value
 
     def launch(batch: int, n: int, k: int, dtype: torch.dtype, *, q: bool = False, addend: bool = False) -> list[Any]:
         before = len(LAUNCHES)
         p, out = torch.zeros(batch, n, k, dtype=dtype), torch.zeros(batch, n, n, dtype=dtype)
         given = p.clone() if q else None, out.clone() if addend else None
-        symmetric.launch(p, *given, 1.0, float(addend), 1.0, out)
+        launching.launch(p, *given, 1.0, float(addend), 1.0, out)
         for made in LAUNCHES[before:]:
             tiles = triton.cdiv(n, made["columns"])
             made["expected grid"] = [batch * tiles * (tiles + 1) // 2 * made["columns"] // made["rows"], 1, 1]
@@ -105,7 +106,7 @@ def main(capability: int, kibibytes: int) -> dict[str, Any]:
         "single": launch(2, 60, 200, torch.float32, q=True, addend=True),
     }
     kernels = []
-    for cache, *_ in symmetric._kernel.device_caches.values():
+    for cache, *_ in symmetric_kernel.device_caches.values():
         for kernel in cache.values():
             names = kernel.src.fn.arg_names
             constants = {names[place[0]]: value for place, value in kernel.src.constants.items()}

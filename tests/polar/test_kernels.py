@@ -123,7 +123,7 @@ def run(case: Case, tile: Tile | None = None) -> torch.Tensor:
     """The call, or the kernel cut in a given way."""
     if tile is None or case.p.shape[0] == 0:
         return symmetric_matmul(case.p, case.q, **case.options())
-    from muonfx.polar.kernels.symmetric import launch
+    from muonfx.polar.kernels.launch import launch
 
     out = case.p.new_full((case.p.shape[0], case.p.shape[1], case.p.shape[1]), torch.nan)
     launch(case.p, case.q, case.addend, *case.factors, out, tile)
@@ -373,7 +373,11 @@ def test_without_a_working_triton_there_are_none(monkeypatch: pytest.MonkeyPatch
             if name == "triton":
                 raise error
 
-    for name in [name for name in sys.modules if name.partition(".")[0] == "triton" or name.endswith(".symmetric")]:
+    for name in [
+        name
+        for name in sys.modules
+        if name.partition(".")[0] == "triton" or name.endswith((".kernels.launch", ".kernels.symmetric"))
+    ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
     assert device._interpreted.__wrapped__() is None

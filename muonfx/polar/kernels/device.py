@@ -44,7 +44,7 @@ def _is_capable(index: int | None) -> bool:
 def _interpreted() -> bool | None:
     """Whether the kernels go through Triton's interpreter; None where Triton is missing or broken."""
     try:
-        from muonfx.polar.kernels.symmetric import INTERPRETED
+        from muonfx.polar.kernels.launch import INTERPRETED
 
         return INTERPRETED.value
     except Exception:  # whatever it is that is wrong with Triton, plain products work

@@ -31,9 +31,11 @@ def symmetric_matmul(
     The result is rounded once, at the end. NaN and infinity stay in their matrix.
 
     For `A = x x^T` leave out `q`; for `a I + b A + c A^2` with a symmetric `A`, `symmetric_matmul(A, addend=A,
-    alpha=c, beta=b, identity=a)`; a product of two symmetric matrices that commute is `symmetric_matmul(A, B)`. The
-    first call for a size, rounded up to a power of two, times several ways to cut the product and keeps the fastest; it
-    waits for the device, and no later one does. Two ways may differ in the last bit of a sum.
+    alpha=c, beta=b, identity=a)`; a product of two symmetric matrices that commute is `symmetric_matmul(A, B)`.
+
+    The first call for a size, rounded up to a power of two, times several ways to cut the product and keeps the
+    fastest: it waits for the device and cannot be captured in a CUDA graph, which all later calls can. Two ways may
+    differ in the last bit of a sum.
 
     Args:
         p: `(b, n, k)`, fp32, bf16 or fp16, any strides: a transposed view is read as fast as a contiguous tensor, and a
@@ -90,7 +92,7 @@ def _launch(
     identity: float,
     out: torch.Tensor,
 ) -> None:
-    from muonfx.polar.kernels.symmetric import launch  # Triton is imported where it is used, and only there
+    from muonfx.polar.kernels.launch import launch  # Triton is imported where it is used, and only there
 
     for name, other in (("p", p), ("q", q), ("addend", addend)):
         if other is not None and _overlap(out, other):
