@@ -69,6 +69,7 @@ CASES = [
     (torch.bfloat16, (256, 512)),
     (torch.bfloat16, (256, 4096)),
     (torch.bfloat16, (512, 1024)),
+    (torch.float16, (256, 512)),
     (torch.float32, (256, 512)),
 ]
 
