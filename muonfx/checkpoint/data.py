@@ -1,0 +1,259 @@
+"""Data files: safetensors, written and read leaf by leaf, with a checksum of every block.
+
+The format is eight bytes with the length of the header, the header (JSON: name to dtype, shape and byte range), and
+the bytes of the tensors without gaps. It is read here with plain reads and not through a memory map: a map of a file
+that is cut short while it is in use ends the process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from io import FileIO
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from muonfx.checkpoint.atomic import fresh_file, write_all
+from muonfx.checkpoint.boxes import Box
+from muonfx.checkpoint.dtypes import safetensors_name
+from muonfx.checkpoint.errors import CheckpointError, CorruptError
+from muonfx.checkpoint.index import BLOCK, Chunk, DataFile, Index, Leaf
+
+__all__ = ["Part", "Progress", "Reader", "bytes_of", "write_data"]
+
+Progress = Callable[[int, int], object]
+"""Called with the bytes that are done and those of all."""
+
+
+class Part(NamedTuple):
+    """A box of a leaf to be written: the tensor is asked for when its turn comes, so that one is held at a time."""
+
+    name: str
+    dtype: torch.dtype
+    box: Box
+    whole: bool
+    tensor: Callable[[], Tensor]
+
+    @property
+    def key(self) -> str:
+        """Its name in the data file: the leaf's, and for a part of a leaf the slice, which no name contains."""
+        slices = ",".join(f"{a}:{b}" for a, b in zip(self.box.offsets, self.box.ends, strict=True))
+        return self.name if self.whole else f"{self.name}~[{slices}]"
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        return self.box.numel * self.dtype.itemsize
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a dense tensor in host memory as bytes; the tensor must be kept alive by the caller."""
+    if not tensor.nbytes:
+        return memoryview(b"")
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def _blocks(data: memoryview) -> Iterator[memoryview]:
+    return (data[begin : begin + BLOCK] for begin in range(0, len(data), BLOCK))
+
+
+def _checksum(data: bytes | bytearray | memoryview) -> str:
+    return f"{zlib.crc32(data):08x}"
+
+
+def check_byte_order() -> None:
+    """Require a little-endian machine, as the files are.
+
+    Raises:
+        CheckpointError: it is not one.
+    """
+    if sys.byteorder != "little":
+        raise CheckpointError("checkpoints hold little-endian numbers, and this machine is big-endian")
+
+
+def write_data(path: Path, parts: Sequence[Part], progress: Progress | None = None) -> tuple[DataFile, list[Chunk]]:
+    """Write a new data file and flush it to the disk.
+
+    Args:
+        path: must not exist.
+        parts: what to write, in any order.
+        progress: called after each block.
+
+    Returns:
+        The file, and a chunk for each part; they take their file to be the first.
+
+    Raises:
+        OSError: the disk is full, say. Nothing is left behind.
+    """
+    check_byte_order()
+    # Wide elements first, so that each leaf begins at a multiple of its element's size.
+    order = sorted(range(len(parts)), key=lambda place: (-parts[place].dtype.itemsize, parts[place].key))
+    begins: dict[int, int] = {}
+    total = 0
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    for place in order:
+        part = parts[place]
+        begins[place] = total
+        total += part.nbytes
+        kind = safetensors_name(part.dtype)
+        header[part.key] = {
+            "dtype": kind or "U8",
+            "shape": part.box.sizes if kind else [part.nbytes],
+            "data_offsets": [begins[place], total],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    chunks: dict[int, Chunk] = {}
+    done = 0
+    with fresh_file(path) as file:
+        write_all(file, head)
+        for place in order:
+            part = parts[place]
+            tensor = _dense(part)
+            checksums: list[str] = []
+            for block in _blocks(bytes_of(tensor)):
+                checksums.append(_checksum(block))
+                write_all(file, block)
+                done += len(block)
+                if progress is not None:
+                    progress(done, total)
+            begin = len(head) + begins[place]
+            chunks[place] = Chunk(0, begin, part.box.offsets, part.box.sizes, tuple(checksums))
+    described = DataFile(path.name, len(head) + total, len(head), _checksum(head))
+    return described, [chunks[place] for place in range(len(parts))]
+
+
+def _dense(part: Part) -> Tensor:
+    """The part's values, row by row in host memory; a copy only where they are not already."""
+    tensor = part.tensor().detach().resolve_conj().resolve_neg().cpu().contiguous()
+    if tuple(tensor.shape) != part.box.sizes or tensor.dtype != part.dtype:
+        raise ValueError(
+            f"{part.name!r} is {tuple(tensor.shape)} {tensor.dtype} now, and was {part.box.sizes} {part.dtype} when "
+            "the save began: a state must not change while it is saved"
+        )
+    return tensor
+
+
+class Reader:
+    """Reads leaves from the data files of a checkpoint and checks every byte that it hands out.
+
+    Opening it checks that all files are there, with the length and the header that the index says.
+
+    Raises:
+        CorruptError: a file is missing, is shorter or longer, or has another header.
+    """
+
+    def __init__(self, folder: Path, index: Index) -> None:
+        check_byte_order()
+        self.folder, self.index = folder, index
+        self._stack = ExitStack()
+        with ExitStack() as opened:
+            self._files = [opened.enter_context(self._open(file)) for file in index.files]
+            self._stack = opened.pop_all()
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _open(self, described: DataFile) -> FileIO:
+        path = self.folder / described.name
+        try:
+            file = FileIO(path)
+        except OSError as error:
+            raise CorruptError(f"{path}: the data file is missing or cannot be read: {error.strerror}") from error
+        try:
+            found = file.seek(0, 2)
+            if found != described.nbytes:
+                raise CorruptError(f"{path}: the data file has {found} bytes, expected {described.nbytes}")
+            head = bytearray(described.header_nbytes)
+            file.seek(0)
+            self._fill(file, memoryview(head), path)
+            if _checksum(head) != described.header_crc32:
+                raise CorruptError(f"{path}: the header of the data file is damaged")
+        except BaseException:
+            file.close()
+            raise
+        return file
+
+    @staticmethod
+    def _fill(file: FileIO, into: memoryview, path: Path) -> None:
+        while into:
+            try:
+                got = file.readinto(into)
+            except OSError as error:
+                raise CorruptError(f"{path}: cannot be read: {error.strerror}") from error
+            if not got:
+                raise CorruptError(f"{path}: the data file ends too early")
+            into = into[got:]
+
+    def _blocks(self, name: str, chunk: Chunk, into: memoryview, first: int) -> None:
+        """Read blocks of a chunk, from the first on, and check them."""
+        file, described = self._files[chunk.file], self.index.files[chunk.file]
+        path = self.folder / described.name
+        file.seek(chunk.begin + first * BLOCK)
+        for place, block in enumerate(_blocks(into), first):
+            self._fill(file, block, path)
+            if _checksum(block) != chunk.crc32[place]:
+                begin = chunk.begin + place * BLOCK
+                where = f"bytes {begin} to {begin + len(block)} of the file"
+                raise CorruptError(f"{path}: the leaf {name!r} is damaged, somewhere in {where}")
+
+    def read(self, name: str) -> Tensor:
+        """Read a leaf: a new tensor in host memory.
+
+        Raises:
+            CorruptError: its bytes are not those that were written.
+        """
+        leaf = self.index.leaves[name]
+        out = torch.empty(leaf.spec.shape, dtype=leaf.spec.dtype)
+        self.read_into(name, out)
+        return out
+
+    def read_into(self, name: str, out: Tensor) -> None:
+        """Read a leaf into a tensor of its shape; other dtypes, devices and strides take a copy of one chunk."""
+        leaf = self.index.leaves[name]
+        for chunk in leaf.chunks:
+            part = out[tuple(map(slice, chunk.offsets, chunk.box.ends))] if chunk.sizes else out
+            self.read_box(name, leaf, chunk, Box((0,) * len(chunk.sizes), chunk.sizes), part)
+
+    def read_box(self, name: str, leaf: Leaf, chunk: Chunk, box: Box, out: Tensor) -> None:
+        """Read a box of a chunk (offsets from the chunk's) into a tensor of its size, by the blocks that hold it."""
+        if not box.numel:
+            return
+        dtype, whole = leaf.spec.dtype, box.sizes == chunk.sizes
+        if whole and out.dtype == dtype and out.device.type == "cpu" and out.is_contiguous():
+            self._blocks(name, chunk, bytes_of(out), 0)
+            return
+        strides = [prod(chunk.sizes[dim + 1 :]) for dim in range(len(chunk.sizes))]
+        start = sum(map(int.__mul__, box.offsets, strides))
+        stop = sum(stride * (end - 1) for stride, end in zip(strides, box.ends, strict=True)) + 1
+        first = start * dtype.itemsize // BLOCK
+        nbytes = prod(chunk.sizes) * dtype.itemsize
+        end = min(nbytes, -(-stop * dtype.itemsize // BLOCK) * BLOCK)
+        held = torch.empty((end - first * BLOCK) // dtype.itemsize, dtype=dtype)
+        self._blocks(name, chunk, bytes_of(held), first)
+        out.copy_(held.as_strided(box.sizes, strides, start - first * BLOCK // dtype.itemsize))
+
+    def verify(self) -> None:
+        """Read everything and keep nothing.
+
+        Raises:
+            CorruptError: a leaf's bytes are not those that were written; the message names it.
+        """
+        buffer = memoryview(bytearray(BLOCK))
+        for name, leaf in self.index.leaves.items():
+            for chunk in leaf.chunks:
+                nbytes = prod(chunk.sizes) * leaf.spec.dtype.itemsize
+                for place in range(len(chunk.crc32)):
+                    self._blocks(name, chunk, buffer[: min(BLOCK, nbytes - place * BLOCK)], place)
