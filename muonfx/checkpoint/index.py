@@ -132,11 +132,13 @@ def parse(data: bytes, where: str) -> Index:
         where: its path, for messages.
 
     Raises:
-        FormatError: it is no index, or one of a newer format.
-        CorruptError: it was changed after it was written, or contradicts itself.
+        FormatError: it is the index of a newer format.
+        CorruptError: it is no index, was changed after it was written, or contradicts itself.
     """
     if not data.startswith(_HEAD):
-        raise FormatError(f"{where} is no index of a muonfx checkpoint: it does not begin with {_HEAD.decode()!r}")
+        raise CorruptError(
+            f"{where} is damaged, or no index of a muonfx checkpoint: one begins with {_HEAD.decode()!r}"
+        )
     digest, text = data[len(_HEAD) : len(_HEAD) + 64], data[_START : -len(_TAIL)]
     if (
         hashlib.sha256(text).hexdigest().encode() != digest
@@ -243,6 +245,8 @@ def _leaf(name: str, entry: Any, files: tuple[DataFile, ...]) -> Leaf:
     if dtype is None:
         raise _Wrong(f"{name} has the unknown dtype {entry['dtype']!r:.80}")
     shape = _naturals(entry, "shape", name)
+    if prod(side or 1 for side in shape) * dtype.itemsize > _BIGGEST:
+        raise _Wrong(f"{name} has the shape {shape}, beyond all memory")
     chunks = tuple(_chunk(name, part, dtype.itemsize, files) for part in _get(entry, "chunks", list, name))
     if problem := cover(shape, [chunk.box for chunk in chunks]):
         raise _Wrong(f"the chunks of {name}, of shape {shape}, {problem}")

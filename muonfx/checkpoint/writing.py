@@ -19,9 +19,9 @@ from muonfx.checkpoint.atomic import replace_file, sync_folder
 from muonfx.checkpoint.boxes import Box
 from muonfx.checkpoint.data import Part, Progress, write_data
 from muonfx.checkpoint.dtypes import name_of_dtype
-from muonfx.checkpoint.errors import WriteError
+from muonfx.checkpoint.errors import CheckpointError, WriteError
 from muonfx.checkpoint.index import INDEX, Index, Leaf, text_of
-from muonfx.checkpoint.keep import before, clean, prune, step_of
+from muonfx.checkpoint.keep import before, clean, prune, read_index, step_of
 from muonfx.checkpoint.names import PARAMS, named_leaves
 from muonfx.checkpoint.spec import spec_of
 from muonfx.core import Transform
@@ -190,10 +190,9 @@ def write(
         return Part(name, leaf.dtype, Box((0,) * len(shape), shape), True, lambda: leaf)
 
     save_id = secrets.token_hex(8)
-    with writing(path):
-        file, chunks = write_data(
-            path / data_name(save_id, 0, 1), [part(name, leaf) for name, leaf in leaves.items()], progress
-        )
+    data = data_name(save_id, 0, 1)
+    with writing(path, data):
+        file, chunks = write_data(path / data, [part(name, leaf) for name, leaf in leaves.items()], progress)
         found = {
             name: Leaf(Spec(tuple(leaf.shape), leaf.dtype), (chunk,))
             for (name, leaf), chunk in zip(leaves.items(), chunks, strict=True)
@@ -207,32 +206,51 @@ def data_name(save_id: str, rank: int, ranks: int) -> str:
 
 
 @contextmanager
-def writing(path: Path) -> Generator[None]:
-    """Make a checkpoint's folder, and turn what the system says into a `WriteError`."""
+def writing(path: Path, data: str) -> Generator[None]:
+    """Make a checkpoint's folder; where the writing of a data file or of the index fails, leave what was there.
+
+    Raises:
+        WriteError: the system refused something.
+    """
     made = not path.exists()
     try:
         path.mkdir(parents=True, exist_ok=True)
         yield
-    except OSError as error:
-        with suppress(OSError):
-            if not (path / INDEX).exists():
-                clean(path, [])
+    except BaseException as error:
+        committed = _names(path, data)
+        if not committed:
+            with suppress(OSError):
+                (path / data).unlink()
             if made:
-                path.rmdir()
-        raise WriteError(_not_written(path, error)) from error
+                with suppress(OSError):
+                    path.rmdir()
+        if isinstance(error, OSError):
+            raise WriteError(_refused(path, error, committed)) from error
+        raise
 
 
-def _not_written(path: Path, error: OSError) -> str:
+def _names(path: Path, data: str) -> bool:
+    """Whether the index at a path names a data file."""
+    try:
+        return any(file.name == data for file in read_index(path).files)
+    except CheckpointError:
+        return False
+
+
+def _refused(path: Path, error: OSError, committed: bool) -> str:
+    why = error.strerror or str(error)
+    if committed:
+        return f"{path} was written, but what follows failed, so that it may not survive a loss of power: {why}"
     free = ""
     with suppress(OSError):
         there = next(folder for folder in (path, *path.parents) if folder.is_dir())
         free = f" ({shutil.disk_usage(there).free / 2**30:.2f} GiB are free)"
-    what = f"{path} was not written: {error.strerror or error}{free}"
+    what = f"{path} was not written: {why}{free}"
     if path.is_file():
         return f"{what}; a checkpoint is a folder, and there is a file of this name"
     if (path / INDEX).exists():
         return f"{what}; the checkpoint that was there is as it was"
-    previous = before(path) if path.parent.is_dir() else None
+    previous = before(path)
     return f"{what}; the newest good one is {previous}" if previous is not None else what
 
 

@@ -1,5 +1,7 @@
 """Boxes and dtypes: exact covers, and casts that are exact where we say so."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -32,7 +34,7 @@ def test_the_boxes_of_an_interval_hold_its_elements_in_order(shape, data):
 def test_a_cut_array_is_covered_and_nothing_less_or_more_is(shape, data):
     numel = torch.Size(shape).numel()
     cuts = sorted({0, numel, *data.draw(st.lists(st.integers(0, numel), max_size=4))})
-    boxes = [box for a, b in zip(cuts, cuts[1:], strict=False) for box in boxes_of_interval(shape, a, b)]
+    boxes = [box for a, b in pairwise(cuts) for box in boxes_of_interval(shape, a, b)]
     boxes = data.draw(st.permutations(boxes))
     assert cover(shape, boxes) is None
     if boxes:

@@ -56,9 +56,7 @@ def test_the_data_are_ordinary_safetensors(values):
 def test_the_strides_are_those_of_like(values):
     with folder() as path:
         ck.save(path, values)
-        for leaf, like in zip(
-            mfx.tree.leaves(ck.load(path, like=values)), mfx.tree.leaves(values), strict=True
-        ):
+        for leaf, like in zip(mfx.tree.leaves(ck.load(path, like=values)), mfx.tree.leaves(values), strict=True):
             assert leaf.stride() == torch.empty_like(like).stride()
 
 
@@ -261,7 +259,9 @@ def json_values(draw):
     return draw(st.recursive(plain, lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=3), inner)))
 
 
-@given(st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), json_values(), max_size=3), st.integers(0, 2**60))
+@given(
+    st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), json_values(), max_size=3), st.integers(0, 2**60)
+)
 def test_step_and_extra_come_back(extra, step):
     with folder() as path:
         ck.save(path, None, step=step, extra=extra)
