@@ -35,34 +35,40 @@ draw = random.Random(int(sys.argv[4]))
 def state(step):
     return {"trace": {"w": torch.full((100_000,), float(step)), "b": torch.full((3,), step, dtype=torch.int8)}}
 
-def writer(step):
+def steps(step):
+    ck.save(ck.step_path(folder + "/steps", step), state(step % 100), step=step, keep=2)
+
+def one(step):
+    ck.save(folder + "/one", state(step % 100), step=step)
+
+def writer(step, first, second):
     while True:
-        ck.save(ck.step_path(folder + "/steps", step), state(step % 100), step=step, keep=2)
-        ck.save(folder + "/one", state(step % 100), step=step)
+        first(step), second(step)
         step += 1
 
-seen = {"steps": -1, "one": -1}
-begun = unfinished = 0
+started = time.perf_counter()
+steps(0), one(0)
+took = time.perf_counter() - started  # a disk may be slow today
+seen = {"steps": 0, "one": 0}
+unfinished = 0
 for _ in range(tries):
+    order = draw.sample([steps, one], 2)
     pid = os.fork()
     if pid == 0:
-        writer(seen["steps"] + 1)
-    time.sleep(draw.uniform(0.0, 0.02))
+        writer(max(seen.values()) + 1, *order)
+    time.sleep(draw.uniform(0.0, 1.5 * took))
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     newest = {"steps": ck.latest(folder + "/steps", verify=True), "one": folder + "/one"}
     for which, path in newest.items():
-        if path is None or not os.path.exists(path + "/index.json" if which == "one" else path):
-            assert seen[which] == -1, f"{which}: nothing is left"
-            continue
+        assert path is not None, f"{which}: nothing is left"
         step = ck.verify(path).step
         assert step >= seen[which], f"{which}: back from {seen[which]} to {step}"
         seen[which] = step
         for name, leaf in ck.load(path, like=state(0))["trace"].items():
             assert (leaf == step % 100).all(), name
-    found = os.listdir(folder + "/one") if os.path.isdir(folder + "/one") else []
-    unfinished += len(found) > 2 or any(name.endswith(".part") for name in found)
-ck.save(ck.step_path(folder + "/steps", seen["steps"] + 1), state(0), keep=2)
+    unfinished += len(os.listdir(folder + "/one")) > 2
+ck.save(ck.step_path(folder + "/steps", max(seen.values()) + 1), state(0), keep=2)
 assert len(os.listdir(folder + "/steps")) == 2
 ck.save(folder + "/one", state(0))
 assert len(os.listdir(folder + "/one")) == 2
@@ -77,14 +83,14 @@ def kill(tmp_path: Path, tries: int, seed: int) -> None:
         command, capture_output=True, text=True, timeout=280, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
     assert done.returncode == 0, done.stderr
-    steps, one, unfinished = map(int, done.stdout.split())
-    assert min(steps, one) > tries // 20  # they did write in between
-    assert unfinished > tries // 20  # and were caught at it
+    step, other, unfinished = map(int, done.stdout.split())
+    assert min(step, other) > tries // 50  # they did write in between
+    assert unfinished > tries // 50  # and were caught at it
 
 
 @pytest.mark.skipif(os.name == "nt", reason="forks")
 def test_a_writer_killed_at_any_time_leaves_the_previous_one(tmp_path: Path):
-    kill(tmp_path, 400, seed=0)
+    kill(tmp_path, 120, seed=0)
 
 
 @pytest.mark.deep
@@ -94,7 +100,7 @@ def test_many_writers_killed_at_any_time_leave_the_previous_one(tmp_path: Path, 
     kill(tmp_path, 2000, seed)
 
 
-# ---------------------------------------------------------------------------------------------------- the system says no
+# -------------------------------------------------------------------------------------------------- the system says no
 
 
 class Countdown:
@@ -235,7 +241,7 @@ def test_an_interrupt_while_writing_leaves_what_was_there(tmp_path: Path):
     assert copies(tmp_path) == before
 
 
-# ------------------------------------------------------------------------------------------------ a folder of checkpoints
+# ---------------------------------------------------------------------------------------------- a folder of checkpoints
 
 
 def steps(folder: Path) -> list[int]:

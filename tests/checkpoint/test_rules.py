@@ -108,7 +108,7 @@ def test_nothing_else_is_cast_without_a_word(tmp_path: Path, old: torch.dtype, n
     assert torch.equal(back["a"], torch.ones(2, dtype=new))
 
 
-# ------------------------------------------------------------------------------------------- one error, and its remedies
+# ----------------------------------------------------------------------------------------- one error, and its remedies
 
 
 def test_one_error_lists_everything_that_does_not_fit(saved):
