@@ -5,6 +5,7 @@ one error what does not fit. A checkpoint is a folder with an index (JSON) and s
 tensors and no rank's private buffer, so any number of processes can load it. Nothing is ever unpickled.
 """
 
+from muonfx.checkpoint.background import Saving, save_async
 from muonfx.checkpoint.errors import (
     CheckpointError,
     CorruptError,
@@ -13,6 +14,7 @@ from muonfx.checkpoint.errors import (
     NotFoundError,
     WriteError,
 )
+from muonfx.checkpoint.flat import FlatPiece
 from muonfx.checkpoint.index import Index
 from muonfx.checkpoint.keep import checkpoints, latest, prune, step_path
 from muonfx.checkpoint.loading import load, load_params
@@ -26,12 +28,17 @@ __all__ = [
     "load",
     "load_params",
     "read",
+    # while training goes on
+    "save_async",
+    "Saving",
     # looking
     "inspect",
     "verify",
     "Index",
     "spec",
     "StateSpec",
+    # pieces
+    "FlatPiece",
     # a folder of them
     "step_path",
     "checkpoints",

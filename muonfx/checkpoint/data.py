@@ -146,22 +146,32 @@ def _dense(part: Part) -> Tensor:
 class Reader:
     """Reads leaves from the data files of a checkpoint and checks every byte that it hands out.
 
-    Opening it checks that all files are there, with the length and the header that the index says.
-
-    Raises:
-        CorruptError: a file is missing, is shorter or longer, or has another header.
+    A file is opened when it is first needed, and then checked for the length and the header that the index says.
     """
 
     def __init__(self, folder: Path, index: Index) -> None:
         check_byte_order()
         self.folder, self.index = folder, index
         self._stack = ExitStack()
-        with ExitStack() as opened:
-            self._files = [opened.enter_context(self._open(file)) for file in index.files]
-            self._stack = opened.pop_all()
+        self._files: dict[int, FileIO] = {}
 
     def __enter__(self) -> Reader:
         return self
+
+    def check_files(self) -> Reader:
+        """Open all files.
+
+        Raises:
+            CorruptError: one is missing, is shorter or longer, or has another header.
+        """
+        for number in range(len(self.index.files)):
+            self._file(number)
+        return self
+
+    def _file(self, number: int) -> FileIO:
+        if number not in self._files:
+            self._files[number] = self._stack.enter_context(self._open(self.index.files[number]))
+        return self._files[number]
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
@@ -199,7 +209,7 @@ class Reader:
 
     def _blocks(self, name: str, chunk: Chunk, into: memoryview, first: int) -> None:
         """Read blocks of a chunk, from the first on, and check them."""
-        file, described = self._files[chunk.file], self.index.files[chunk.file]
+        file, described = self._file(chunk.file), self.index.files[chunk.file]
         path = self.folder / described.name
         file.seek(chunk.begin + first * BLOCK)
         for place, block in enumerate(_blocks(into), first):
@@ -251,6 +261,7 @@ class Reader:
         Raises:
             CorruptError: a leaf's bytes are not those that were written; the message names it.
         """
+        self.check_files()
         buffer = memoryview(bytearray(BLOCK))
         for name, leaf in self.index.leaves.items():
             for chunk in leaf.chunks:

@@ -92,6 +92,7 @@ def _by_step(folder: Path) -> list[Path]:
 def _problem(path: Path, *, verify: bool) -> CheckpointError | None:
     try:
         with Reader(path, parse((path / INDEX).read_bytes(), str(path / INDEX))) as reader:
+            reader.check_files()
             if verify:
                 reader.verify()
     except CheckpointError as error:

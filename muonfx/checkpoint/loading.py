@@ -140,6 +140,7 @@ def _load(
     found = match(index, want, rules, section=section, where=str(path))
     leaves: dict[str, Any] = {}
     with offering(path), Reader(path, index) as reader:
+        reader.check_files()
         for name, (old, fresh) in targets.items():
             source = found[name]
             if source is None:

@@ -28,6 +28,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """
     index = read_index(path)
     with offering(Path(path)), Reader(Path(path), index) as reader:
+        reader.check_files()
         return {name: reader.read(name) for name in index.leaves}
 
 

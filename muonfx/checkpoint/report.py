@@ -83,7 +83,8 @@ def of_folder(folder: Path) -> str:
     for path in checkpoints(folder):
         try:
             index = read_index(path)
-            with Reader(path, index):
+            with Reader(path, index) as reader:
+                reader.check_files()
                 rows.append((path.name, str(index.step), str(len(index.leaves)), size(index.nbytes), "looks whole"))
         except CheckpointError as error:
             rows.append((path.name, "?", "?", "?", str(error)))

@@ -121,6 +121,18 @@ class StateSpec:
         if wrong := self.differences(state):
             raise MismatchError("the state is not what the spec says:\n  " + "\n  ".join(wrong), wrong)
 
+    @classmethod
+    def of(cls, state: PyTree) -> StateSpec:
+        """The spec of a state that is there.
+
+        Raises:
+            TypeError: a leaf is not a tensor; the message names it.
+
+        >>> print(StateSpec.of({"w": torch.zeros(2)}))
+        w  (2,)  float32
+        """
+        return spec_of(state)
+
     def unflatten(self, leaves: dict[str, Any]) -> PyTree:
         """Put leaves, by name, into the structure of the state; what is not given is None."""
         return tree.unflatten(self._treedef, [leaves.get(name) for name in self._names])

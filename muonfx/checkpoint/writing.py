@@ -30,7 +30,7 @@ from muonfx.tree import PyTree, Spec
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["About", "checked_leaves", "commit", "data_name", "save", "write", "writing"]
+__all__ = ["Request", "commit", "data_name", "discard", "save", "write", "writing"]
 
 
 class About(NamedTuple):
@@ -109,6 +109,34 @@ def checked_leaves(state: PyTree, params: PyTree, *, whole: bool) -> dict[str, A
     return found
 
 
+class Request(NamedTuple):
+    """What the caller of ``save`` wants to be written; looked at only when asked for the leaves."""
+
+    path: Path
+    state: PyTree
+    params: PyTree
+    tx: Transform | None
+    step: int | None
+    extra: Mapping[str, Any] | None
+    keep: int | None
+
+    def about(self) -> About:
+        """What the checkpoint is to say; see `About.of`."""
+        return About.of(self.tx, self.step, self.extra)
+
+    def leaves(self, *, whole: bool) -> dict[str, Any]:
+        """The leaves; raises whatever is wrong with what the caller gave."""
+        self.about()
+        if self.keep is not None:
+            if isinstance(self.keep, bool) or not isinstance(self.keep, int) or self.keep < 1:
+                raise ValueError(f"keep must be an int of 1 or more, or None, found {self.keep!r}")
+            if step_of(self.path) is None:
+                raise ValueError(
+                    f"keep= goes by the steps in the names: save to step_path({str(self.path.parent)!r}, step)"
+                )
+        return checked_leaves(self.state, self.params, whole=whole)
+
+
 def save(
     path: str | os.PathLike[str],
     state: PyTree,
@@ -161,28 +189,17 @@ def save(
         >>> mfx.checkpoint.load(path, like=mfx.spec(tx, params)).trace["w"].dtype
         torch.float32
     """
-    path = Path(path)
-    about = About.of(tx, step, extra)
-    _check_keep(path, keep)
+    request = Request(Path(path), state, params, tx, step, extra, keep)
     if group is not None:
         from muonfx.checkpoint.distributed import save_together
 
-        save_together(path, checked_leaves(state, params, whole=False), about, keep, progress, group)
+        save_together(request.path, request, progress, group)
     else:
-        write(path, checked_leaves(state, params, whole=True), about, keep, progress)
-    return path
+        write(request.path, request.leaves(whole=True), request, progress)
+    return request.path
 
 
-def _check_keep(path: Path, keep: int | None) -> None:
-    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
-        raise ValueError(f"keep must be an int of 1 or more, or None, found {keep!r}")
-    if keep is not None and step_of(path) is None:
-        raise ValueError(f"keep= goes by the steps in the names: save to step_path({str(path.parent)!r}, step)")
-
-
-def write(
-    path: Path, leaves: Mapping[str, Tensor], about: About, keep: int | None, progress: Progress | None = None
-) -> None:
+def write(path: Path, leaves: Mapping[str, Tensor], request: Request, progress: Progress | None = None) -> None:
     """Write leaves, in this process alone."""
 
     def part(name: str, leaf: Tensor) -> Part:
@@ -197,7 +214,7 @@ def write(
             name: Leaf(Spec(tuple(leaf.shape), leaf.dtype), (chunk,))
             for (name, leaf), chunk in zip(leaves.items(), chunks, strict=True)
         }
-        commit(path, about.to_index(save_id, [file], found), keep)
+        commit(path, request.about().to_index(save_id, [file], found), request.keep)
 
 
 def data_name(save_id: str, rank: int, ranks: int) -> str:
@@ -219,14 +236,19 @@ def writing(path: Path, data: str) -> Generator[None]:
     except BaseException as error:
         committed = _names(path, data)
         if not committed:
-            with suppress(OSError):
-                (path / data).unlink()
-            if made:
-                with suppress(OSError):
-                    path.rmdir()
+            discard(path, data, made=made)
         if isinstance(error, OSError):
             raise WriteError(_refused(path, error, committed)) from error
         raise
+
+
+def discard(path: Path, data: str, *, made: bool) -> None:
+    """Remove a data file that no index will name, and the folder if it was made for it and is empty."""
+    with suppress(OSError):
+        (path / data).unlink()
+    if made:
+        with suppress(OSError):
+            path.rmdir()
 
 
 def _names(path: Path, data: str) -> bool:

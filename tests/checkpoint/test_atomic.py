@@ -224,6 +224,7 @@ def test_a_reader_of_the_old_one_is_not_disturbed_by_the_new(tmp_path: Path):
 
     ck.save(tmp_path, STATE)
     with Reader(tmp_path, ck.inspect(tmp_path)) as reader:
+        reader.check_files()
         ck.save(tmp_path, LATER)
         assert torch.equal(reader.read("trace/w"), STATE["trace"]["w"])
     assert_same_tree(ck.load(tmp_path, like=STATE), LATER)
