@@ -7,11 +7,11 @@ that is cut short while it is in use ends the process.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from io import FileIO
 from math import prod
@@ -26,8 +26,9 @@ from muonfx.checkpoint.boxes import Box
 from muonfx.checkpoint.dtypes import safetensors_name
 from muonfx.checkpoint.errors import CheckpointError, CorruptError
 from muonfx.checkpoint.index import BLOCK, Chunk, DataFile, Index, Leaf
+from muonfx.checkpoint.memory import bytes_of, room_for
 
-__all__ = ["Part", "Progress", "Reader", "bytes_of", "write_data"]
+__all__ = ["Part", "Progress", "Reader", "write_data"]
 
 Progress = Callable[[int, int], object]
 """Called with the bytes that are done and those of all."""
@@ -54,19 +55,30 @@ class Part(NamedTuple):
         return self.box.numel * self.dtype.itemsize
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a dense tensor in host memory as bytes; the tensor must be kept alive by the caller."""
-    if not tensor.nbytes:
-        return memoryview(b"")
-    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
-
-
 def _blocks(data: memoryview) -> Iterator[memoryview]:
     return (data[begin : begin + BLOCK] for begin in range(0, len(data), BLOCK))
 
 
 def _checksum(data: bytes | bytearray | memoryview) -> str:
     return f"{zlib.crc32(data):08x}"
+
+
+class _Checksums(ExitStack):
+    """Computes checksums beside the reading or writing: those of whole blocks in a thread of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._thread: ThreadPoolExecutor | None = None
+
+    def start(self, block: memoryview) -> Callable[[], str]:
+        """Begin with a block, which must stay as it is; what is returned waits for the checksum."""
+        if len(block) < BLOCK:
+            value = _checksum(block)
+            return lambda: value
+        if self._thread is None:
+            # Of this save or load alone: a thread does not survive a fork.
+            self._thread = self.enter_context(ThreadPoolExecutor(1, thread_name_prefix="muonfx-crc32"))
+        return self._thread.submit(_checksum, block).result
 
 
 def check_byte_order() -> None:
@@ -114,20 +126,22 @@ def write_data(path: Path, parts: Sequence[Part], progress: Progress | None = No
     head = len(text).to_bytes(8, "little") + text
     chunks: dict[int, Chunk] = {}
     done = 0
-    with fresh_file(path) as file:
+    with fresh_file(path) as file, _Checksums() as checksums:
         write_all(file, head)
         for place in order:
             part = parts[place]
             tensor = _dense(part)
-            checksums: list[str] = []
+            crc32: list[str] = []
             for block in _blocks(bytes_of(tensor)):
-                checksums.append(_checksum(block))
+                checksum = checksums.start(block)
                 write_all(file, block)
+                crc32.append(checksum())
                 done += len(block)
                 if progress is not None:
                     progress(done, total)
+            del tensor  # not beside the next
             begin = len(head) + begins[place]
-            chunks[place] = Chunk(0, begin, part.box.offsets, part.box.sizes, tuple(checksums))
+            chunks[place] = Chunk(0, begin, part.box.offsets, part.box.sizes, tuple(crc32))
     described = DataFile(path.name, len(head) + total, len(head), _checksum(head))
     return described, [chunks[place] for place in range(len(parts))]
 
@@ -153,6 +167,7 @@ class Reader:
         check_byte_order()
         self.folder, self.index = folder, index
         self._stack = ExitStack()
+        self._checksums = self._stack.enter_context(_Checksums())
         self._files: dict[int, FileIO] = {}
 
     def __enter__(self) -> Reader:
@@ -212,9 +227,12 @@ class Reader:
         file, described = self._file(chunk.file), self.index.files[chunk.file]
         path = self.folder / described.name
         file.seek(chunk.begin + first * BLOCK)
-        for place, block in enumerate(_blocks(into), first):
+        found: list[tuple[memoryview, Callable[[], str]]] = []
+        for block in _blocks(into):
             self._fill(file, block, path)
-            if _checksum(block) != chunk.crc32[place]:
+            found.append((block, self._checksums.start(block)))
+        for place, (block, checksum) in enumerate(found, first):
+            if checksum() != chunk.crc32[place]:
                 begin = chunk.begin + place * BLOCK
                 where = f"bytes {begin} to {begin + len(block)} of the file"
                 raise CorruptError(f"{path}: the leaf {name!r} is damaged, somewhere in {where}")
@@ -226,7 +244,7 @@ class Reader:
             CorruptError: its bytes are not those that were written.
         """
         leaf = self.index.leaves[name]
-        out = torch.empty(leaf.spec.shape, dtype=leaf.spec.dtype)
+        out = room_for(torch.empty(leaf.spec.shape, dtype=leaf.spec.dtype, device="meta"), "cpu")
         self.read_into(name, out)
         return out
 
