@@ -228,9 +228,14 @@ class Reader:
         path = self.folder / described.name
         file.seek(chunk.begin + first * BLOCK)
         found: list[tuple[memoryview, Callable[[], str]]] = []
-        for block in _blocks(into):
-            self._fill(file, block, path)
-            found.append((block, self._checksums.start(block)))
+        try:
+            for block in _blocks(into):
+                self._fill(file, block, path)
+                found.append((block, self._checksums.start(block)))
+        except BaseException:
+            for _, checksum in found:  # the memory must not go while the other thread reads it
+                checksum()
+            raise
         for place, (block, checksum) in enumerate(found, first):
             if checksum() != chunk.crc32[place]:
                 begin = chunk.begin + place * BLOCK

@@ -79,7 +79,24 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Index:
-    """All that a checkpoint says about itself."""
+    """All that a checkpoint says about itself; `inspect` reads it.
+
+    Attributes:
+        save_id: drawn for each save.
+        step: how many steps were done; None if it was not said.
+        extra: what the caller gave.
+        fingerprint: of the transform; None if it was not said.
+        chain: the transform as code; None if it was not said.
+        versions: of muonfx and torch.
+        files: the data files.
+        leaves: name to `Leaf`, with a ``spec`` (shape and dtype) and the chunks that hold it.
+
+    >>> import tempfile
+    >>> import muonfx as mfx
+    >>> index = mfx.checkpoint.inspect(mfx.checkpoint.save(tempfile.mkdtemp(), {"w": torch.ones(2, 3)}, step=7))
+    >>> index.step, index.nbytes, index.leaves["w"].spec.shape
+    (7, 24, (2, 3))
+    """
 
     save_id: str
     step: int | None

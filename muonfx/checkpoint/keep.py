@@ -113,6 +113,9 @@ def latest(folder: str | os.PathLike[str], *, verify: bool = False) -> Path | No
     Returns:
         Its path; None if there is none.
 
+    Raises:
+        FormatError: the newest was written by a newer version of muonfx.
+
     Warns:
         UserWarning: a newer one is damaged; the message says what is wrong with it.
 

@@ -74,6 +74,32 @@ def test_every_dtype_is_kept(tmp_path: Path, name: str):
     load_file(next(tmp_path.glob("*.safetensors")))  # anybody can open it
 
 
+def test_a_state_goes_where_like_is_or_where_it_is_told_to(tmp_path: Path):
+    state = {"w": torch.randn(3, 4), "half": torch.ones(2).bfloat16()}
+    ck.save(tmp_path, state)
+    blank = mfx.tree.map(lambda leaf: leaf.to("meta"), state)
+    assert_same_tree(ck.load(tmp_path, like=blank), state)
+    assert_same_tree(ck.load(tmp_path, like=ck.StateSpec.of(state), device="cpu"), state)
+    assert ck.load(tmp_path, like=state, device="meta")["w"].device.type == "meta"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_a_state_on_a_device_goes_on_there(tmp_path: Path, name: str):
+    for place, tx in enumerate(CASES[name]):
+        for dtype in kit.DTYPES:
+            example = kit.Example.of({"w": (4, 3), "k": (3, 2, 2)}, steps=2, dtype=dtype).map(lambda leaf: leaf.cuda())
+            params, steps = example
+            _, state = tx.update(steps[0], tx.init(params), params)
+            path = ck.save(tmp_path / f"{place}{dtype}", state, tx=tx, params=params)
+            loaded = ck.load(path, like=tx.init(params), tx=tx)
+            devices = [leaf.device for leaf in mfx.tree.tensors(state)]
+            assert [leaf.device for leaf in mfx.tree.tensors(loaded)] == devices
+            assert_same_tree(loaded, state)
+            assert_same_tree(tx.update(steps[1], loaded, params), tx.update(steps[1], state, params))
+            assert_same_tree(ck.load(path, like=mfx.spec(tx, params)), mfx.tree.map(lambda leaf: leaf.cpu(), state))
+
+
 def test_leaves_that_share_storage_are_written_one_by_one(tmp_path: Path):
     leaf = torch.arange(6.0)
     state = {"a": leaf, "b": leaf, "c": leaf[2:], "d": leaf[:1].expand(4)}
