@@ -37,6 +37,11 @@ def _ratio(value: dict[str, float]) -> str:
     return f"{value['median']:.2f} ({value['p10']:.2f} to {value['p90']:.2f})"
 
 
+def _throughput(times: dict[str, float]) -> str:
+    """Ratios of times as ratios of throughput."""
+    return f"{1 / times['median']:.2f} ({1 / times['p90']:.2f} to {1 / times['p10']:.2f})"
+
+
 def _bytes(value: int) -> str:
     return f"{value / 2**20:.2f} MiB"
 
@@ -67,6 +72,30 @@ def tables() -> str:
         ]
         head = ["peak beyond parameters, gradients, state", "parameters", "largest parameter", "torch", "muonfx"]
         parts += ["### Memory of a step\n", _table(head, rows), f"\n{_machine(memory)}\n"]
+    if speed := _load("checkpoint_speed"):
+        rows = [
+            [
+                f"{row['what']} of {_bytes(row['bytes'])} in {row['leaves']} leaves",
+                *(f"{row[who]['milliseconds']['median']:.0f}" for who in ("safetensors", "muonfx")),
+                *(_throughput(row[who]["ratio"]) for who in ("muonfx", "safetensors again")),
+            ]
+            for row in speed["rows"]
+        ]
+        head = [
+            "a checkpoint",
+            "safetensors, ms",
+            "muonfx, ms",
+            "throughput, muonfx / safetensors",
+            "again / safetensors",
+        ]
+        parts += ["### Checkpoints: time\n", _table(head, rows), f"\n{_machine(speed)}\n"]
+    if memory := _load("checkpoint_memory"):
+        rows = [
+            [row["what"], *(_bytes(row[key]) for key in ("bytes", "largest leaf", "peak beyond"))]
+            for row in memory["rows"]
+        ]
+        head = ["peak of the process beyond the state", "state", "largest leaf", "muonfx"]
+        parts += ["### Checkpoints: memory\n", _table(head, rows), f"\n{_machine(memory)}\n"]
     return "\n".join(parts)
 
 

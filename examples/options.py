@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from gpt import HEAD
-from runs import CHECKPOINT, cores, read_metrics
+from runs import CHECKPOINTS, cores, newest, read_metrics
+
+from muonfx import checkpoint
 
 import muonfx as mfx
 
@@ -63,7 +66,7 @@ def tuned(config: Config, optimizer: str) -> Config:
     return dataclasses.replace(config, optimizer=optimizer, lr=lr, rest_lr=rest_lr)
 
 
-def parse(arguments: list[str] | None) -> tuple[Config, Path, argparse.Namespace]:
+def parse(arguments: list[str] | None) -> tuple[Config, Path, Path, argparse.Namespace]:
     """Resolve the command line, or exit with code 2 and a sentence that says what is wrong."""
     parser = _parser()
     options = parser.parse_args(arguments)
@@ -80,16 +83,18 @@ def parse(arguments: list[str] | None) -> tuple[Config, Path, argparse.Namespace
     config = dataclasses.replace(tuned(DEFAULT, optimizer), threads=cores(), **changes)
     name = f"{'quick' if options.quick else 'gpt'}-{'compare' if options.compare else optimizer}"
     out = getattr(options, "out", Path("runs") / name)
+    kept = getattr(options, "checkpoint", out / CHECKPOINTS)
     if options.resume and not options.compare:
-        config = _resumed(parser, out, given)
+        config = _resumed(parser, kept, given)
     elif not options.resume:
-        for stale in [*out.glob(CHECKPOINT), *out.glob(f"*/{CHECKPOINT}")]:
-            stale.unlink()  # a new run begins here: what --resume finds later is to be this one's
+        for folder in [kept, *(kept / name for name in TUNED)]:
+            for stale in checkpoint.checkpoints(folder):
+                shutil.rmtree(stale)  # a new run begins here: what --resume finds later is to be this one's
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
         parser.error(f"--out {out}: {problem.strerror}")
-    return config, out, options
+    return config, out, kept, options
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -121,25 +126,34 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", int, "of weights, batches and sample")
     add("--text", str, "train on the .py, .txt and .md files of a folder instead", metavar="FOLDER")
     add("--out", Path, "where to write; default: runs/gpt-<optimizer>", metavar="FOLDER")
+    add(
+        "--checkpoint",
+        Path,
+        "where to keep checkpoints, instead of those of an older run; default: in --out",
+        metavar="FOLDER",
+    )
     parser.add_argument(
         "--save-every", type=_positive(int), default=100, metavar="STEPS", help="checkpoint; default: %(default)s"
     )
-    switch("--resume", "go on from the checkpoint in the folder, bit for bit as if never stopped")
+    switch("--resume", "go on from the newest checkpoint in the folder, bit for bit as if never stopped")
     return parser
 
 
-def _resumed(parser: argparse.ArgumentParser, out: Path, given: dict[str, Any]) -> Config:
-    """The config of the run in a folder, which the options that were given must not contradict."""
+def _resumed(parser: argparse.ArgumentParser, kept: Path, given: dict[str, Any]) -> Config:
+    """The config of the run whose checkpoints are in a folder, which the options given must not contradict."""
 
     def fail(what: str) -> NoReturn:
         parser.error(f"--resume: {what}")
 
-    if not (out / CHECKPOINT).exists():
-        fail(f"there is no {CHECKPOINT} in {out}; name the run's folder with --out, or leave out --resume")
-    config = Config(**read_metrics(out / CHECKPOINT)["config"])
+    try:
+        config = Config(**read_metrics(newest(kept))["config"])
+    except checkpoint.NotFoundError as problem:
+        fail(f"{problem}; name the run's folder with --out or --checkpoint, or leave out --resume")
+    except checkpoint.CheckpointError as problem:
+        fail(str(problem))
     for name, value in given.items():
         if value != getattr(config, name):
-            fail(f"the run in {out} has {_flag(name)} {getattr(config, name)}, found {value}; leave it out")
+            fail(f"the run in {kept} has {_flag(name)} {getattr(config, name)}, found {value}; leave it out")
     return config
 
 

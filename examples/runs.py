@@ -1,8 +1,8 @@
 """A run: what it measures, how it is shown, and how it is kept on disk.
 
-A checkpoint is one safetensors file: parameters and optimizer state under their dotted names, and everything else as
-JSON in its header. Every file is written beside its name and then moved there, so that a run that is killed while it
-writes leaves the old one whole.
+A checkpoint (`muonfx.checkpoint`) holds parameters and optimizer state under their names, and everything else as JSON;
+the newest two of a run are kept. The other files are written beside their names and then moved there, so that a run
+that is killed while it writes leaves the old ones whole.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from text import Corpus
 from tqdm import tqdm
 
 import muonfx as mfx
+from muonfx import checkpoint
 
-CHECKPOINT = "checkpoint.safetensors"
+CHECKPOINTS = "checkpoints"
+KEPT = 2
 TRAINING = ("forward and backward", "optimizer")
 
 
@@ -96,38 +96,52 @@ class Run:
             "train_losses": self.train_losses,
         }
 
-    def save(self, path: Path, tensors: Any) -> None:
-        """Write a checkpoint: the tensors of a tree under their names, and the metrics."""
-        leaves = (leaf.contiguous() for leaf in mfx.tree.leaves(tensors))
-        part = path.with_suffix(".part")
-        save_file(
-            dict(zip(mfx.tree.names(tensors), leaves, strict=True)), part, {"metrics": json.dumps(self.metrics())}
+    def save(self, folder: Path, tx: Any, params: Any, state: Any) -> None:
+        """Write a checkpoint of the step that is done."""
+        checkpoint.save(
+            checkpoint.step_path(folder, self.step),
+            state,
+            tx=tx if isinstance(tx, mfx.Transform) else None,
+            params=params,
+            step=self.step,
+            extra={"metrics": json.dumps(self.metrics())},  # as text: a run that diverges has losses that JSON has not
+            keep=KEPT,
         )
-        os.replace(part, path)
 
-    def load(self, path: Path, tensors: Any) -> None:
-        """Fill a freshly made tree from a checkpoint, and take over its history.
+    def load(self, folder: Path, tx: Any, params: Any, state: Any) -> None:
+        """Fill fresh parameters and a fresh state from the newest checkpoint, and take over its history.
 
         Raises:
-            ValueError: the checkpoint has other tensors or another text; nothing has been filled then.
+            CheckpointError: the checkpoint has other tensors, belongs to another chain, or is damaged.
+            ValueError: it was trained on another text. Nothing has been filled then.
         """
+        path = newest(folder)
         past = read_metrics(path)
         if past["text"]["digest"] != self.corpus.digest:
-            raise ValueError(f"{path.name} was trained on another text than is here now (another Python version?)")
-        with safe_open(path, framework="pt") as file:
-            saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
-        fresh = dict(zip(mfx.tree.names(tensors), mfx.tree.leaves(tensors), strict=True))
-        if mfx.tree.spec(fresh) != mfx.tree.spec(saved):
-            raise ValueError(f"{path.name} has tensors of other names, shapes or dtypes than this model and optimizer")
-        for name, leaf in fresh.items():
-            leaf.copy_(saved[name])
+            raise ValueError(f"{path} was trained on another text than is here now (another Python version?)")
+        saved = (
+            checkpoint.load_params(path, like=params),
+            checkpoint.load(path, like=state, tx=tx if isinstance(tx, mfx.Transform) else None),
+        )
+        mfx.tree.map(lambda fresh, old: fresh.copy_(old), (params, state), saved)
         self.train_losses, self.validation, self.seconds = past["train_losses"], past["validation"], past["seconds"]
 
 
+def newest(folder: Path) -> Path:
+    """The newest good checkpoint in a folder.
+
+    Raises:
+        NotFoundError: there is none.
+    """
+    path = checkpoint.latest(folder)
+    if path is None:
+        raise checkpoint.NotFoundError(f"there is no checkpoint in {folder}")
+    return path
+
+
 def read_metrics(path: Path) -> dict[str, Any]:
-    """Read the metrics in a checkpoint's header, and none of its tensors."""
-    with safe_open(path, framework="pt") as file:
-        return json.loads(file.metadata()["metrics"])
+    """Read the metrics in a checkpoint, and none of its tensors."""
+    return json.loads(checkpoint.inspect(path).extra["metrics"])
 
 
 def write_text(path: Path, text: str) -> None:

@@ -21,7 +21,7 @@ from baseline import TorchMuon
 from gpt import GPT, generate
 from options import COMPARED, DTYPES, STATE_DTYPES, Config, parse, tuned
 from plots import NAMES, plot_comparison, plot_run
-from runs import CHECKPOINT, Run, ctrl_c, progress_bar, write_json, write_text
+from runs import Run, ctrl_c, progress_bar, write_json, write_text
 from text import Corpus, NoText, read_corpus
 from torch import Tensor
 from torch.func import functional_call, grad_and_value
@@ -61,7 +61,7 @@ def make_optimizer(config: Config, labels: mfx.Labels) -> mfx.Transform | TorchM
     return tx if config.dtype == "fp32" else mfx.master_params(tx)
 
 
-def train(config: Config, out: Path, *, resume: bool = False, save_every: int = 100) -> dict[str, Any]:
+def train(config: Config, kept: Path, *, resume: bool = False, save_every: int = 100) -> dict[str, Any]:
     """Train, validate, save, and return the metrics. Ctrl-C ends it between two steps, with a checkpoint."""
     torch.set_num_threads(config.threads)
     corpus = read_corpus(Path(config.text) if config.text else None)
@@ -75,7 +75,7 @@ def train(config: Config, out: Path, *, resume: bool = False, save_every: int = 
     state = tx.init(params)
     run = Run(config, corpus, sum(p.numel() for p in params.values()))
     if resume:
-        run.load(out / CHECKPOINT, {"params": params, "state": state})
+        run.load(kept, tx, params, state)
 
     def loss_of(params: dict[str, Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
         logits = functional_call(model, params, (inputs,))
@@ -97,7 +97,7 @@ def train(config: Config, out: Path, *, resume: bool = False, save_every: int = 
                 with run.timing("validation"):
                     run.add_validation(sum(loss_of(params, *batch).item() for batch in judge) / len(judge))
             if last or stop or run.step % save_every == 0:
-                run.save(out / CHECKPOINT, {"params": params, "state": state})
+                run.save(kept, tx, params, state)
             show(schedule(config, config.lr)(step))
             if stop:
                 break
@@ -105,15 +105,15 @@ def train(config: Config, out: Path, *, resume: bool = False, save_every: int = 
     return run.metrics() | {"sample": sample}
 
 
-def compare(config: Config, out: Path, *, resume: bool, save_every: int) -> bool:
+def compare(config: Config, out: Path, kept: Path, *, resume: bool, save_every: int) -> bool:
     """Train the same model with each optimizer, from the same weights on the same batches; False if stopped early."""
     runs: dict[str, dict[str, Any]] = {}
     for name in COMPARED:
         own = out / name
         own.mkdir(parents=True, exist_ok=True)
-        again = resume and (own / CHECKPOINT).exists()
-        runs[name] = train(tuned(config, name), own, resume=again, save_every=save_every)
-        if not finish(runs[name], own):
+        again = resume and bool(mfx.checkpoint.checkpoints(kept / name))
+        runs[name] = train(tuned(config, name), kept / name, resume=again, save_every=save_every)
+        if not finish(runs[name], own, kept / name):
             return False
     write_json(out / "comparison.json", runs)
     plot_comparison(runs, out / "comparison.png")
@@ -138,12 +138,13 @@ def announce(config: Config, corpus: Corpus, labels: mfx.Labels, model: GPT) -> 
     print("\n".join([*shown, f"... and so in each of {config.depth} blocks", "", totals, ""]), flush=True)
 
 
-def finish(metrics: dict[str, Any], out: Path) -> bool:
+def finish(metrics: dict[str, Any], out: Path, kept: Path) -> bool:
     """Write metrics, sample and plot, print where they are, and say whether all steps are done."""
-    files = {"plot": "loss.png", "metrics": "metrics.json", "sample": "sample.txt", "checkpoint": CHECKPOINT}
-    write_json(out / files["metrics"], metrics)
-    write_text(out / files["sample"], metrics["sample"] + "\n")
-    plot_run(metrics, out / files["plot"])
+    files = {"plot": out / "loss.png", "metrics": out / "metrics.json", "sample": out / "sample.txt"}
+    write_json(files["metrics"], metrics)
+    write_text(files["sample"], metrics["sample"] + "\n")
+    plot_run(metrics, files["plot"])
+    files["checkpoint"] = mfx.checkpoint.checkpoints(kept)[-1]
     complete = metrics["steps_done"] == metrics["config"]["steps"]
     loss = metrics["final_validation_loss"]
     if complete:
@@ -154,16 +155,18 @@ def finish(metrics: dict[str, Any], out: Path) -> bool:
         + f"{metrics['tokens_per_second'] / 1e3:.1f}k tokens/s, {metrics['seconds']['wall']:.0f} s in all, "
         f"optimizer {metrics['optimizer_share_of_step']:.1%} of a training step\n"
     )
-    print("\n".join(f"{what + ':':<12}{out / name}" for what, name in files.items()), flush=True)
+    print("\n".join(f"{what + ':':<12}{path}" for what, path in files.items()), flush=True)
     return complete
 
 
 def main(arguments: list[str] | None = None) -> int:
-    config, out, options = parse(arguments)
+    config, out, kept, options = parse(arguments)
     run = {"resume": options.resume, "save_every": options.save_every}
     try:
-        complete = compare(config, out, **run) if options.compare else finish(train(config, out, **run), out)
-    except (NoText, ValueError) as problem:
+        complete = (
+            compare(config, out, kept, **run) if options.compare else finish(train(config, kept, **run), out, kept)
+        )
+    except (NoText, ValueError, mfx.checkpoint.CheckpointError) as problem:
         print(f"train_gpt.py: error: {problem}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -7,11 +7,12 @@ An optimizer is a `Transform`, two pure functions over trees of tensors::
 
 Small transforms make larger ones: `chain` applies them one after another, `partition` and `masked` to different
 parameters. `apply_updates` adds the result to the parameters. `TransformOptimizer` turns any transform into a
-``torch.optim.Optimizer``. What is listed in ``__all__``, here and in the public modules ``polar``, ``schedules``,
-``select``, ``testing`` and ``tree``, is the public face; everything else is private.
+``torch.optim.Optimizer``. What is listed in ``__all__``, here and in the public modules ``checkpoint``, ``polar``,
+``schedules``, ``select``, ``testing`` and ``tree``, is the public face; everything else is private.
 """
 
-from muonfx import checks, polar, schedules, select, tree
+from muonfx import checkpoint, checks, polar, schedules, select, tree
+from muonfx.checkpoint import spec
 from muonfx.compact import Compact, CompactState, KeyedCompactState, fp8, int8
 from muonfx.core import (
     Donation,
@@ -86,6 +87,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     # modules
+    "checkpoint",
     "checks",
     "polar",
     "schedules",
@@ -102,6 +104,7 @@ __all__ = [
     "masked",
     "partition",
     "set_to_zero",
+    "spec",
     "stateless",
     "transform",
     # state in eight bits

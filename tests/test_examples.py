@@ -12,13 +12,14 @@ from types import ModuleType
 
 import pytest
 import torch
-from safetensors.torch import load_file
+
+import muonfx as mfx
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("tqdm")
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-CHECKPOINT = "checkpoint.safetensors"
+CHECKPOINTS = "checkpoints"
 OPTIMIZERS = ["muon", "adamw", "normuon", "torch-muon"]
 
 
@@ -56,8 +57,12 @@ def metrics_of(folder: Path) -> dict:
     return json.loads((folder / "metrics.json").read_text())
 
 
-def assert_same_run(one: Path, other: Path) -> None:
-    first, second = load_file(one / CHECKPOINT), load_file(other / CHECKPOINT)
+def tensors_of(checkpoints: Path) -> dict[str, torch.Tensor]:
+    return mfx.checkpoint.read(mfx.checkpoint.latest(checkpoints))
+
+
+def assert_same_run(one: Path, other: Path, one_kept: Path | None = None, other_kept: Path | None = None) -> None:
+    first, second = tensors_of(one_kept or one / CHECKPOINTS), tensors_of(other_kept or other / CHECKPOINTS)
     assert first.keys() == second.keys()
     for name, tensor in first.items():
         assert torch.equal(tensor, second[name]), name
@@ -89,9 +94,12 @@ def interrupt_at(module: ModuleType, monkeypatch: pytest.MonkeyPatch, step: int)
 def test_a_quick_run_learns_and_leaves_its_files(tmp_path: Path, optimizer: str) -> None:
     code, out, err = run("--quick", "--optimizer", optimizer, "--out", tmp_path)
     assert code == 0, err
-    for name in ("loss.png", "metrics.json", "sample.txt", CHECKPOINT):
+    for name in ("loss.png", "metrics.json", "sample.txt"):
         assert (tmp_path / name).stat().st_size > 100
         assert f"{tmp_path / name}\n" in out
+    newest = mfx.checkpoint.latest(tmp_path / CHECKPOINTS, verify=True)
+    assert f"{newest}\n" in out
+    assert mfx.checkpoint.inspect(newest).step == 40
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert not list(tmp_path.glob("*.part"))
     assert "blocks.0.mlp.up.weight" in out
@@ -114,8 +122,8 @@ def test_a_quick_run_learns_and_leaves_its_files(tmp_path: Path, optimizer: str)
 
 def test_bf16_parameters_learn_with_a_master_in_fp32(tmp_path: Path, train_gpt) -> None:
     assert train_gpt.main(["--quick", "--steps", "15", "--dtype", "bf16", "--out", str(tmp_path)]) == 0
-    tensors = load_file(tmp_path / CHECKPOINT)
-    weight, master = (tensors[f"{part}.blocks.0.mlp.up.weight"] for part in ("params", "state.master"))
+    tensors = tensors_of(tmp_path / CHECKPOINTS)
+    weight, master = (tensors[f"{part}/blocks.0.mlp.up.weight"] for part in ("params", "master"))
     assert weight.dtype == torch.bfloat16
     assert master.dtype == torch.float32
     assert torch.equal(master.bfloat16(), weight)
@@ -171,7 +179,8 @@ def test_an_interrupted_comparison_goes_on_where_it_stopped(tmp_path: Path, trai
     assert train_gpt.main([*arguments, str(tmp_path / "stopped"), "--resume"]) == 0
     assert train_gpt.main([*arguments, str(tmp_path / "whole")]) == 0
     for name in ("muon", "adamw", "torch-muon"):
-        assert_same_run(tmp_path / "stopped" / name, tmp_path / "whole" / name)
+        kept = [tmp_path / which / CHECKPOINTS / name for which in ("stopped", "whole")]
+        assert_same_run(tmp_path / "stopped" / name, tmp_path / "whole" / name, *kept)
 
 
 def test_the_torch_baseline_and_muonfx_with_its_coefficients_go_the_same_way(
@@ -218,9 +227,10 @@ def test_two_runs_with_one_seed_are_bitwise_equal_and_another_seed_differs(tmp_p
 @pytest.mark.skipif(os.name == "nt", reason="sends SIGINT to another process")
 def test_ctrl_c_leaves_a_checkpoint_from_which_the_run_goes_on(tmp_path: Path) -> None:
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    process = start("--quick", "--steps", 150, "--save-every", 3, "--out", stopped)
+    kept = tmp_path / "elsewhere"
+    process = start("--quick", "--steps", 150, "--save-every", 3, "--out", stopped, "--checkpoint", kept)
     until = time.monotonic() + 120
-    while not (stopped / CHECKPOINT).exists() and process.poll() is None and time.monotonic() < until:
+    while not mfx.checkpoint.checkpoints(kept) and process.poll() is None and time.monotonic() < until:
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=120)
@@ -228,10 +238,30 @@ def test_ctrl_c_leaves_a_checkpoint_from_which_the_run_goes_on(tmp_path: Path) -
     assert "to go on: python" in out
     done = metrics_of(stopped)["steps_done"]
     assert 3 <= done < 150
-    assert "params.head.weight" in load_file(stopped / CHECKPOINT)
-    assert run("--resume", "--out", stopped)[0] == 0
+    assert mfx.checkpoint.verify(mfx.checkpoint.latest(kept)).step == done
+    assert "params/head.weight" in tensors_of(kept)
+    assert len(mfx.checkpoint.checkpoints(kept)) <= 2
+    assert run("--resume", "--out", stopped, "--checkpoint", kept)[0] == 0
     assert run("--quick", "--steps", 150, "--out", whole)[0] == 0
-    assert_same_run(whole, stopped)
+    assert_same_run(stopped, whole, kept)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="kills another process")
+def test_a_killed_run_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    process = start("--quick", "--steps", 60, "--save-every", 1, "--out", killed)
+    until = time.monotonic() + 120
+    while len(mfx.checkpoint.checkpoints(killed / CHECKPOINTS)) < 2 and process.poll() is None:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    process.kill()
+    process.communicate(timeout=120)
+    assert process.returncode == -signal.SIGKILL
+    assert mfx.checkpoint.verify(mfx.checkpoint.latest(killed / CHECKPOINTS)).step < 60
+    assert run("--resume", "--out", killed)[0] == 0
+    assert run("--quick", "--steps", 60, "--out", whole)[0] == 0
+    assert_same_run(whole, killed)
 
 
 # ---------------------------------------------------------------------------------------------------- the text
@@ -299,7 +329,7 @@ def test_validation_windows_cover_the_text_evenly(module) -> None:
         (["--compare", "--lr", "0.1"], "leave out --lr"),
         (["--state-dtype", "int4"], "invalid choice: 'int4'"),
         (["--state-dtype", "int8", "--optimizer", "torch-muon"], "leave out --state-dtype"),
-        (["--resume"], "there is no checkpoint.safetensors"),
+        (["--resume"], "there is no checkpoint in"),
     ],
 )
 def test_a_bad_option_is_named_and_the_exit_code_is_2(tmp_path: Path, train_gpt, capsys, arguments, message) -> None:
@@ -335,5 +365,5 @@ def test_a_standard_library_in_a_zip_file_is_a_clear_error(tmp_path: Path, modul
 def test_the_program_itself_exits_with_2(tmp_path: Path) -> None:
     code, out, err = run("--resume", "--out", tmp_path)
     assert (code, out) == (2, "")
-    assert "there is no checkpoint.safetensors" in err
+    assert "there is no checkpoint in" in err
     assert "Traceback" not in err

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import sys
 from collections.abc import Sequence
@@ -15,6 +14,8 @@ from safetensors.torch import load_file
 
 from muonfx.checkpoint.convert import deepspeed, dion, keller, moonlight, torch_optim
 from muonfx.checkpoint.convert._files import read_plain
+from muonfx.checkpoint.errors import CheckpointError
+from muonfx.checkpoint.writing import save
 from muonfx.core import Transform
 from muonfx.tree import PyTree
 
@@ -86,9 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
         tx, state, _ = _convert(options)
-        save = importlib.import_module("muonfx.checkpoint").save
         save(options.output, state, tx=tx, step=options.step)
-    except (OSError, ValueError, TypeError, SafetensorError) as problem:
+    except (OSError, ValueError, TypeError, SafetensorError, CheckpointError) as problem:
         print(f"convert: error: {problem}", file=sys.stderr)
         return 2
     print(tx)

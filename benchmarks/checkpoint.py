@@ -1,0 +1,146 @@
+"""What it costs to save and load a state: time against plain safetensors, and memory beyond the state.
+
+Both sides give the same: after a save, bytes on the disk (flushed: ours always does, plain safetensors is asked to);
+after a load, tensors that own their memory and can be trained on (plain safetensors maps the file and is asked to
+copy). Ours checks every byte on the way in, and writes the checksums for that. The file cache is warm in all loads.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import muonfx as mfx
+from benchmarks.measure import interleaved, summary
+
+
+def make(megabytes: int, device: str = "cpu") -> dict[str, Any]:
+    """A state of about so many megabytes: momentum of square matrices, two moments of vectors."""
+    side = 4096 if megabytes >= 512 else 1024
+    number = max(1, round(megabytes * 2**20 / (4 * side * side)))
+    torch.manual_seed(0)
+    return {
+        "momentum": {"trace": {f"blocks.{i}.weight": torch.randn(side, side, device=device) for i in range(number)}},
+        "adam": {
+            moment: {f"blocks.{i}.bias": torch.randn(side, device=device) for i in range(number)}
+            for moment in ("mu", "nu")
+        },
+    }
+
+
+def flat(state: dict[str, Any]) -> dict[str, Tensor]:
+    """The same tensors by name, as plain safetensors wants them."""
+    return dict(zip(mfx.tree.names(state), mfx.tree.leaves(state), strict=True))
+
+
+def flush(path: Path) -> None:
+    """Have the bytes of a file on the disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def speed(megabytes: int, rounds: int, folder: str | None = None) -> list[dict[str, Any]]:
+    """Time of a save and of a load; and plain safetensors against itself, to show what the noise is."""
+    state = make(megabytes)
+    tensors = flat(state)
+    where = Path(tempfile.mkdtemp(dir=folder))
+    plain = where / "plain.safetensors"
+    ours = where / "ours"
+
+    def save_plainly(name: str) -> Callable[[], object]:
+        def run() -> None:
+            part = where / f"{name}.part"
+            save_file(tensors, part)
+            flush(part)
+            os.replace(part, where / f"{name}.safetensors")
+
+        return run
+
+    def load_plainly() -> dict[str, Tensor]:
+        return {name: leaf.clone() for name, leaf in load_file(plain).items()}
+
+    like = mfx.checkpoint.StateSpec.of(state)
+    try:
+        saves = {
+            "safetensors": save_plainly("plain"),
+            "muonfx": lambda: mfx.checkpoint.save(ours, state),
+            "safetensors again": save_plainly("again"),
+        }
+        loads = {
+            "safetensors": load_plainly,
+            "muonfx": lambda: mfx.checkpoint.load(ours, like=like),
+            "safetensors again": load_plainly,
+        }
+        found: list[dict[str, Any]] = []
+        for what, candidates in (("save", saves), ("load", loads)):
+            times = interleaved(candidates, rounds=rounds, warmup=1)
+            found.append({"what": what, "bytes": like.nbytes, "leaves": len(like), **summary(times, "safetensors")})
+        return found
+    finally:
+        shutil.rmtree(where)
+
+
+PEAK = """
+import resource, sys
+import torch
+sys.path.insert(0, sys.argv[1])
+torch.set_num_threads(1)
+import muonfx as mfx
+from benchmarks.checkpoint import make
+
+def status(key):
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(key))
+
+def reset():
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # the peak is that of now
+
+what, megabytes, path = sys.argv[2], int(sys.argv[3]), sys.argv[4]
+mfx.checkpoint.save(path + "-small", {"w": torch.zeros(4)})
+mfx.checkpoint.load(path + "-small", like={"w": torch.zeros(4)})
+if what == "load":
+    like = make(megabytes, "meta")
+    reset()
+    before = status("VmRSS")
+    state = mfx.checkpoint.load(path, like=like)
+    print(status("VmHWM") - before - sum(leaf.nbytes for leaf in mfx.tree.leaves(state)))
+else:
+    state = make(megabytes)
+    if what == "save transposed":
+        state = mfx.tree.map(lambda leaf: leaf.t().contiguous().t() if leaf.ndim == 2 else leaf, state)
+    reset()
+    before = status("VmRSS")
+    mfx.checkpoint.save(path, state)
+    print(status("VmHWM") - before)
+"""
+
+
+def memory(megabytes: int, folder: str | None = None) -> list[dict[str, Any]]:
+    """Bytes that a fresh process holds at its peak beyond the state: the most of resident memory, on Linux."""
+    rows: list[dict[str, Any]] = []
+    where = Path(tempfile.mkdtemp(dir=folder))
+    state = make(megabytes)
+    largest = max(leaf.nbytes for leaf in mfx.tree.leaves(state))
+    total = sum(leaf.nbytes for leaf in mfx.tree.leaves(state))
+    mfx.checkpoint.save(where / "state", state)
+    del state
+    try:
+        for what in ("save", "save transposed", "load"):
+            path = where / ("state" if what == "load" else "other")
+            command = [sys.executable, "-c", PEAK, str(Path(__file__).parent.parent), what, str(megabytes), str(path)]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            rows.append({"what": what, "bytes": total, "largest leaf": largest, "peak beyond": int(done.stdout)})
+    finally:
+        shutil.rmtree(where)
+    return rows

@@ -1,0 +1,94 @@
+"""Look at checkpoints from the command line: ``python -m muonfx.checkpoint`` inspect, diff, verify, convert.
+
+The exit code is 0 if all is well, 1 if checkpoints differ or are damaged, and 2 if there was nothing to look at.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from muonfx.checkpoint import convert
+from muonfx.checkpoint.errors import CheckpointError, CorruptError
+from muonfx.checkpoint.keep import checkpoints, read_index
+from muonfx.checkpoint.looking import verify
+from muonfx.checkpoint.report import differences, of_checkpoint, of_folder, readable, size
+
+__all__ = ["main"]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; the exit code is returned, but for wrong usage, which ends the process with 2."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if arguments[:1] == ["convert"]:
+        return convert.main(arguments[1:])
+    options = _parser().parse_args(arguments)
+    try:
+        return options.run(options)
+    except CorruptError as error:
+        print(f"damaged: {readable(error)}", file=sys.stderr)
+        return 1
+    except CheckpointError as error:
+        print(f"error: {readable(error)}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader of a pipe has seen enough
+        sys.stderr.close()
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m muonfx.checkpoint", description="Look at checkpoints.")
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    command = commands.add_parser("inspect", help="what a checkpoint says about itself, or a folder of them")
+    command.add_argument("path", type=Path)
+    command.add_argument(
+        "--match", default="*", metavar="PATTERN", help="leaves: a name, levels it begins with, a glob"
+    )
+    command.set_defaults(run=_inspect)
+
+    command = commands.add_parser("diff", help="what differs between two, down to the bits")
+    command.add_argument("first", type=Path)
+    command.add_argument("second", type=Path)
+    command.set_defaults(run=_diff)
+
+    command = commands.add_parser("verify", help="read every byte and compare the checksums")
+    command.add_argument("paths", type=Path, nargs="+", metavar="path", help="a checkpoint, or a folder of them")
+    command.set_defaults(run=_verify)
+
+    commands.add_parser("convert", help="make one of another optimizer's checkpoint", add_help=False)
+    return parser
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    path: Path = options.path
+    if checkpoints(path):
+        print(of_folder(path))
+    else:
+        print(of_checkpoint(path, read_index(path), options.match))
+    return 0
+
+
+def _diff(options: argparse.Namespace) -> int:
+    found = differences(options.first, options.second)
+    print("\n".join(found) if found else "no difference")
+    return 1 if found else 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    code = 0
+    given: list[Path] = options.paths
+    for path in [inner for outer in given for inner in checkpoints(outer) or [outer]]:
+        try:
+            index = verify(path)
+        except CorruptError as error:
+            print(f"{path}: damaged: {readable(error)}")
+            code = 1
+        else:
+            print(f"{path}: good, {len(index.leaves)} leaves, {size(index.nbytes)}")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""What can be wrong with a checkpoint: one family of errors, each of which says what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+__all__ = ["CheckpointError", "CorruptError", "FormatError", "MismatchError", "NotFoundError", "WriteError"]
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written, read or used; the base of all errors of this kind."""
+
+
+class NotFoundError(CheckpointError):
+    """There is no checkpoint at a path."""
+
+
+class FormatError(CheckpointError):
+    """What is there was not written in a format that this version of muonfx reads."""
+
+
+class WriteError(CheckpointError):
+    """Nothing was written: the disk is full, say. What was there before is as it was."""
+
+
+class CorruptError(CheckpointError):
+    """A checkpoint is damaged: a file is missing, cut short, or holds other bytes than were written."""
+
+    def __init__(self, message: str, previous: Path | None = None) -> None:
+        offer = f"; the one before it looks whole: {previous}" if previous is not None else ""
+        super().__init__(message + offer)
+        self.previous = previous
+        """An earlier checkpoint beside it, the newest that looks whole, if there is one."""
+        self.bare = message
+
+    def __reduce__(self) -> tuple[type[CorruptError], tuple[str, Path | None]]:
+        """Pickle by both arguments: torch carries errors from one rank to the others."""
+        return type(self), (self.bare, self.previous)
+
+
+class MismatchError(CheckpointError, ValueError):
+    """A whole checkpoint, or a state, is not what was asked for; all differences are listed."""
+
+    def __init__(self, message: str, problems: Iterable[str] = ()) -> None:
+        super().__init__(message)
+        self.problems = tuple(problems)
+        """The differences, one sentence each."""
+
+    def __reduce__(self) -> tuple[type[MismatchError], tuple[str, tuple[str, ...]]]:
+        """Pickle by both arguments."""
+        return type(self), (str(self), self.problems)

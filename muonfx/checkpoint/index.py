@@ -1,0 +1,298 @@
+"""The index of a checkpoint: what is in which file, and the text that it is written as.
+
+A checkpoint is a folder with an index, ``index.json``, and data files, which are ordinary safetensors files. The index
+says where the bytes of each leaf lie, in one *chunk* (a box of the leaf) or several, and carries a checksum of every
+*block* of them. It is written last: its rename is the moment from which the checkpoint is there.
+
+The text of an index is one JSON object with two members, laid out so that the second can be checked before it is
+parsed: ``{"sha256": "<64 hex digits>",`` line feed ``"index": <text>}`` line feed. The digest is that of ``<text>``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from math import prod
+from typing import Any
+
+from muonfx.checkpoint.boxes import Box, cover
+from muonfx.checkpoint.dtypes import dtype_named, name_of_dtype
+from muonfx.checkpoint.errors import CheckpointError, CorruptError, FormatError
+from muonfx.checkpoint.names import is_name
+from muonfx.tree import Spec
+
+__all__ = ["BLOCK", "FORMAT", "INDEX", "VERSION", "Chunk", "DataFile", "Index", "Leaf", "parse", "text_of"]
+
+FORMAT = "muonfx checkpoint"
+VERSION = 1
+INDEX = "index.json"
+BLOCK = 1 << 22
+"""Bytes with one checksum, 4 MiB: the last block of a chunk may be shorter."""
+
+_HEAD = b'{"sha256": "'
+_BETWEEN = b'",\n"index": '
+_TAIL = b"}\n"
+_START = len(_HEAD) + 64 + len(_BETWEEN)
+_BIGGEST = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """A data file: its name in the folder, its length, and the CRC-32 of its header, which is all before the leaves."""
+
+    name: str
+    nbytes: int
+    header_nbytes: int
+    header_crc32: str
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a leaf: the file, where in it the bytes begin, and the CRC-32 of each block of them."""
+
+    file: int
+    begin: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    crc32: tuple[str, ...]
+
+    @property
+    def box(self) -> Box:
+        """The part of the leaf that the chunk holds."""
+        return Box(self.offsets, self.sizes)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A leaf: its dtype, its global shape, and the chunks that hold every element once."""
+
+    spec: Spec
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        return prod(self.spec.shape) * self.spec.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Index:
+    """All that a checkpoint says about itself; `inspect` reads it.
+
+    Attributes:
+        save_id: drawn for each save.
+        step: how many steps were done; None if it was not said.
+        extra: what the caller gave.
+        fingerprint: of the transform; None if it was not said.
+        chain: the transform as code; None if it was not said.
+        versions: of muonfx and torch.
+        files: the data files.
+        leaves: name to `Leaf`, with a ``spec`` (shape and dtype) and the chunks that hold it.
+
+    >>> import tempfile
+    >>> import muonfx as mfx
+    >>> index = mfx.checkpoint.inspect(mfx.checkpoint.save(tempfile.mkdtemp(), {"w": torch.ones(2, 3)}, step=7))
+    >>> index.step, index.nbytes, index.leaves["w"].spec.shape
+    (7, 24, (2, 3))
+    """
+
+    save_id: str
+    step: int | None
+    extra: dict[str, Any]
+    fingerprint: str | None
+    chain: str | None
+    versions: dict[str, str]
+    files: tuple[DataFile, ...]
+    leaves: dict[str, Leaf]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all leaves."""
+        return sum(leaf.nbytes for leaf in self.leaves.values())
+
+
+def text_of(index: Index) -> bytes:
+    """Write an index down."""
+    body = {
+        "format": FORMAT,
+        "version": VERSION,
+        "save_id": index.save_id,
+        "step": index.step,
+        "extra": index.extra,
+        "chain": None if index.fingerprint is None else {"fingerprint": index.fingerprint, "repr": index.chain},
+        "versions": index.versions,
+        "files": [asdict(file) for file in index.files],
+        "leaves": {
+            name: {
+                "dtype": name_of_dtype(leaf.spec.dtype),
+                "shape": leaf.spec.shape,
+                "chunks": [asdict(chunk) for chunk in leaf.chunks],
+            }
+            for name, leaf in index.leaves.items()
+        },
+    }
+    text = json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
+    return _HEAD + hashlib.sha256(text).hexdigest().encode() + _BETWEEN + text + _TAIL
+
+
+class _Wrong(Exception):
+    """Something in an index is not as it must be."""
+
+
+def parse(data: bytes, where: str) -> Index:
+    """Read an index.
+
+    Args:
+        data: the bytes of the file.
+        where: its path, for messages.
+
+    Raises:
+        FormatError: it is the index of a newer format.
+        CorruptError: it is no index, was changed after it was written, or contradicts itself.
+    """
+    if not data.startswith(_HEAD):
+        raise CorruptError(
+            f"{where} is damaged, or no index of a muonfx checkpoint: one begins with {_HEAD.decode()!r}"
+        )
+    digest, text = data[len(_HEAD) : len(_HEAD) + 64], data[_START : -len(_TAIL)]
+    if (
+        hashlib.sha256(text).hexdigest().encode() != digest
+        or data[len(_HEAD) + 64 : _START] != _BETWEEN
+        or not data.endswith(_TAIL)
+    ):
+        raise CorruptError(f"{where} is damaged: its text is not the one that its checksum was made of")
+    try:
+        body = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+        version = _get(body, "version", int, "index") if isinstance(body, dict) else None
+        if _get(body, "format", str, "index") != FORMAT:
+            raise FormatError(f"{where} is of the format {body['format']!r}, expected {FORMAT!r}")
+        if version != VERSION:
+            raise FormatError(
+                f"{where} is of version {version} of the format, and this muonfx reads version {VERSION}: it was "
+                "written by another muonfx, upgrade to that one"
+            )
+        return _index(body)
+    except (_Wrong, ValueError, RecursionError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CorruptError(f"{where} makes no sense: {error}") from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise _Wrong("an object has one name twice")
+    return found
+
+
+def _no_constant(name: str) -> None:
+    raise _Wrong(f"{name} is no JSON")
+
+
+def _get(holder: Any, key: str, kind: Any, where: str) -> Any:
+    """A member of an object, of a kind; a bool is no int."""
+    if not isinstance(holder, dict):
+        raise _Wrong(f"{where} must be an object, found {type(holder).__name__}")
+    if key not in holder:
+        raise _Wrong(f"{where} has no {key!r}")
+    value = holder[key]
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
+        raise _Wrong(f"{key!r} of {where} is {value!r:.80}")
+    return value
+
+
+def _natural(holder: Any, key: str, where: str) -> int:
+    value: int = _get(holder, key, int, where)
+    if not 0 <= value <= _BIGGEST:
+        raise _Wrong(f"{key!r} of {where} is {value!r:.80}, expected a size")
+    return value
+
+
+def _naturals(holder: Any, key: str, where: str) -> tuple[int, ...]:
+    values = _get(holder, key, list, where)
+    return tuple(_natural({key: value}, key, where) for value in values)
+
+
+def _crc(value: Any, where: str) -> str:
+    if not isinstance(value, str) or len(value) != 8 or set(value) - set("0123456789abcdef"):
+        raise _Wrong(f"a checksum of {where} is {value!r:.80}, expected 8 hex digits")
+    return value
+
+
+def _index(body: dict[str, Any]) -> Index:
+    step = None if body.get("step") is None else _natural(body, "step", "index")
+    chain = None if body.get("chain") is None else _get(body, "chain", dict, "index")
+    versions: Mapping[str, Any] = _get(body, "versions", dict, "index")
+    if not all(isinstance(value, str) for value in versions.values()):
+        raise _Wrong("the versions must be strings")
+    files = tuple(_file(entry) for entry in _get(body, "files", list, "index"))
+    if len({file.name for file in files}) < len(files):
+        raise _Wrong("two data files have one name")
+    leaves = {name: _leaf(name, entry, files) for name, entry in _get(body, "leaves", dict, "index").items()}
+    _check_no_overlap(leaves, files)
+    return Index(
+        _get(body, "save_id", str, "index"),
+        step,
+        _get(body, "extra", dict, "index"),
+        None if chain is None else _get(chain, "fingerprint", str, "chain"),
+        None if chain is None else _get(chain, "repr", str, "chain"),
+        dict(versions),
+        files,
+        leaves,
+    )
+
+
+def _file(entry: Any) -> DataFile:
+    name: str = _get(entry, "name", str, "a data file")
+    # A plain name: a checkpoint must not make us read elsewhere.
+    if not name.endswith(".safetensors") or set(name) & set("/\\:\0") or name.startswith("."):
+        raise _Wrong(f"{name!r:.80} is no name of a data file")
+    nbytes, header = _natural(entry, "nbytes", name), _natural(entry, "header_nbytes", name)
+    if header > nbytes:
+        raise _Wrong(f"the header of {name} is longer than the file")
+    return DataFile(name, nbytes, header, _crc(_get(entry, "header_crc32", str, name), name))
+
+
+def _leaf(name: str, entry: Any, files: tuple[DataFile, ...]) -> Leaf:
+    if not is_name(name):
+        raise _Wrong(f"{name!r:.80} is not the name of a leaf")
+    dtype = dtype_named(_get(entry, "dtype", str, name))
+    if dtype is None:
+        raise _Wrong(f"{name} has the unknown dtype {entry['dtype']!r:.80}")
+    shape = _naturals(entry, "shape", name)
+    if prod(side or 1 for side in shape) * dtype.itemsize > _BIGGEST:
+        raise _Wrong(f"{name} has the shape {shape}, beyond all memory")
+    chunks = tuple(_chunk(name, part, dtype.itemsize, files) for part in _get(entry, "chunks", list, name))
+    if problem := cover(shape, [chunk.box for chunk in chunks]):
+        raise _Wrong(f"the chunks of {name}, of shape {shape}, {problem}")
+    return Leaf(Spec(shape, dtype), chunks)
+
+
+def _chunk(name: str, entry: Any, itemsize: int, files: tuple[DataFile, ...]) -> Chunk:
+    offsets, sizes = _naturals(entry, "offsets", name), _naturals(entry, "sizes", name)
+    file, begin = _natural(entry, "file", name), _natural(entry, "begin", name)
+    nbytes = prod(sizes) * itemsize
+    if file >= len(files) or begin < files[file].header_nbytes or begin + nbytes > files[file].nbytes:
+        raise _Wrong(f"a chunk of {name} lies outside of the data files")
+    crc32 = tuple(_crc(value, name) for value in _get(entry, "crc32", list, name))
+    if len(crc32) != -(-nbytes // BLOCK):
+        raise _Wrong(f"a chunk of {name} has {len(crc32)} checksums, expected one for each {BLOCK} of {nbytes} bytes")
+    return Chunk(file, begin, offsets, sizes, crc32)
+
+
+def _check_no_overlap(leaves: Mapping[str, Leaf], files: tuple[DataFile, ...]) -> None:
+    """Require that no byte of a file belongs to two leaves, and each byte behind its header to one."""
+    ends = [file.header_nbytes for file in files]
+    spans = sorted(
+        (chunk.file, chunk.begin, prod(chunk.sizes) * leaf.spec.dtype.itemsize, name)
+        for name, leaf in leaves.items()
+        for chunk in leaf.chunks
+    )
+    for file, begin, nbytes, name in spans:
+        if begin != ends[file]:
+            raise _Wrong(f"the bytes of {name} do not follow on those of its neighbour")
+        ends[file] += nbytes
+    if ends != [file.nbytes for file in files]:
+        raise _Wrong("a data file has bytes that belong to no leaf")

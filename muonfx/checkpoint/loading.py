@@ -1,0 +1,197 @@
+"""Loading: from the leaves of a checkpoint to a state of another's structure."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from muonfx.checkpoint.data import Reader
+from muonfx.checkpoint.keep import offering, read_index
+from muonfx.checkpoint.memory import room_for
+from muonfx.checkpoint.names import PARAMS, named_leaves
+from muonfx.checkpoint.rules import Allow, Rules, match
+from muonfx.checkpoint.spec import StateSpec, spec_of
+from muonfx.core import Transform
+from muonfx.tree import PyTree, Spec, flatten, unflatten
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["kept", "load", "load_params", "rebuilt", "targets_like"]
+
+
+def load(
+    path: str | os.PathLike[str],
+    like: PyTree | StateSpec,
+    *,
+    tx: Transform | None = None,
+    allow_missing: Allow = False,
+    allow_extra: Allow = False,
+    allow_other_chain: bool = False,
+    cast: Mapping[str, torch.dtype] | None = None,
+    rename: Mapping[str, str] | None = None,
+    device: torch.device | str | None = None,
+    group: ProcessGroup | None = None,
+) -> PyTree:
+    """Read a state from a checkpoint, under whatever layout it was written.
+
+    Nothing is unpickled, and every byte that is used is checked. The state has the structure, dtypes, strides and
+    devices of ``like``, and shares storage with nothing. Values come back bit for bit; a leaf may be of a wider dtype
+    than in the file, which is exact.
+
+    Patterns, in what follows, are names of leaves, the levels that names begin with ("momentum/trace"), or globs.
+
+    Args:
+        path: of the checkpoint.
+        like: a state (it is not written to), or a `StateSpec` as `muonfx.spec` makes it, for a state in host memory.
+            Where leaves are `DTensor` or `FlatPiece`, each rank reads its part, and ``group`` must be given.
+        tx: the transform that the state is for: its fingerprint is compared. A `StateSpec` brings its own.
+        allow_missing: leaves (True, or patterns) that need not be in the checkpoint; they are copied from ``like``.
+        allow_extra: leaves of the checkpoint (True, or patterns) that need not be in ``like``.
+        allow_other_chain: do not compare fingerprints.
+        cast: pattern to dtype: leaves that may be rounded to that dtype, which must be that of ``like``.
+        rename: names, or levels that names begin with, from those in the checkpoint to those in ``like``.
+        device: put all leaves there, instead of where those of ``like`` are.
+        group: a process group, all of whose ranks call this together; if one of them fails, all do.
+
+    Raises:
+        NotFoundError: there is no checkpoint at the path.
+        MismatchError: leaves are missing, left over, of another shape or would be narrowed, or the chain is another;
+            the message lists all of it, with what to do.
+        CorruptError: the checkpoint is damaged; the message names the file, the leaf, and an older good checkpoint.
+        FormatError: it was written by a newer version of muonfx.
+
+    Example:
+        >>> import tempfile
+        >>> import muonfx as mfx
+        >>> params = {"w": torch.ones(2, 3)}
+        >>> path = mfx.checkpoint.save(tempfile.mkdtemp(), mfx.momentum().init(params))
+        >>> half = mfx.spec(mfx.momentum(dtype=torch.bfloat16), params)
+        >>> mfx.checkpoint.load(path, like=half)
+        Traceback (most recent call last):
+        muonfx.checkpoint.errors.MismatchError: ... does not fit, nothing was loaded:
+          narrowing: 'trace/w' is torch.float32 in the checkpoint, and torch.bfloat16 is wanted
+        what to do:
+          to round: cast={'trace/w': torch.bfloat16} ...
+        >>> mfx.checkpoint.load(path, like=half, cast={"trace": torch.bfloat16}).trace["w"].dtype
+        torch.bfloat16
+    """
+    rules = Rules(allow_missing, allow_extra, allow_other_chain, dict(cast or {}), dict(rename or {}))
+    return _load(Path(path), like, tx, rules, device, group, section="")
+
+
+def load_params(
+    path: str | os.PathLike[str],
+    like: PyTree,
+    *,
+    allow_missing: Allow = False,
+    allow_extra: Allow = False,
+    cast: Mapping[str, torch.dtype] | None = None,
+    rename: Mapping[str, str] | None = None,
+    device: torch.device | str | None = None,
+    group: ProcessGroup | None = None,
+) -> PyTree:
+    """Read the parameters from a checkpoint; `load` says what the arguments mean.
+
+    Args:
+        path: of the checkpoint.
+        like: the parameters: a tree of tensors, which is not written to; meta tensors for parameters in host memory.
+        allow_missing: parameters that need not be in the checkpoint.
+        allow_extra: parameters in the checkpoint that need not be in ``like``.
+        cast: pattern to dtype: parameters that may be rounded.
+        rename: from names in the checkpoint to names in ``like``; both begin with "params/".
+        device: put all parameters there.
+        group: a process group, all of whose ranks call this together.
+
+    Raises:
+        NotFoundError: there is no checkpoint at the path.
+        MismatchError: the parameters are not those of ``like``; the message lists all differences.
+        CorruptError: the checkpoint is damaged.
+        FormatError: it was written by a newer version of muonfx.
+
+    Example:
+        >>> import tempfile
+        >>> path = mfx.checkpoint.save(tempfile.mkdtemp(), None, params={"w": torch.ones(2)})
+        >>> mfx.checkpoint.load_params(path, like={"w": torch.zeros(2)})
+        {'w': tensor([1., 1.])}
+    """
+    rules = Rules(allow_missing, allow_extra, True, dict(cast or {}), dict(rename or {}))
+    return _load(Path(path), like, None, rules, device, group, section=PARAMS)
+
+
+def _load(
+    path: Path, like: Any, tx: Transform | None, rules: Rules, device: Any, group: Any, *, section: str
+) -> PyTree:
+    if tx is not None and not isinstance(tx, Transform):
+        raise TypeError(f"tx must be a muonfx.Transform or None, found {tx!r}")
+    if group is not None:
+        from muonfx.checkpoint.distributed import load_together
+
+        return load_together(path, like, tx, rules, device, group, section=section)
+    index = read_index(path)
+    want, targets = targets_like(like, tx, device, section)
+    for name, (old, _) in targets.items():
+        if hasattr(old, "__create_chunk_list__"):
+            raise TypeError(f"the leaf {name!r} is a {type(old).__name__}, of which each rank holds a part: say group=")
+    found = match(index, want, rules, section=section, where=str(path))
+    leaves: dict[str, Any] = {}
+    with offering(path), Reader(path, index) as reader:
+        reader.check_files()
+        for name, (old, fresh) in targets.items():
+            source = found[name]
+            if source is None:
+                leaves[name] = kept(name, old, fresh)
+            else:
+                leaves[name] = fresh()
+                reader.read_into(source, leaves[name])
+    return rebuilt(like, leaves, section)
+
+
+Targets = dict[str, tuple[Any, Callable[[], Any]]]
+
+
+def targets_like(like: Any, tx: Transform | None, device: Any, section: str) -> tuple[StateSpec, Targets]:
+    """What is wanted, and for each leaf of it the old one (or None) and a function that makes room for the new one."""
+
+    def room(leaf: Any) -> Callable[[], Any]:
+        if not isinstance(leaf, Tensor) and not isinstance(leaf, Spec):
+            return leaf.empty_like
+        if isinstance(leaf, Spec):
+            meta = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+            return lambda: room_for(meta, device or "cpu")
+        where = device or (leaf.device if leaf.device.type != "meta" else "cpu")
+        return lambda: room_for(leaf, where)
+
+    if isinstance(like, StateSpec):
+        want = like if tx is None else StateSpec(like.leaves, tx.fingerprint, repr(tx))
+        return want, {name: (None, room(leaf)) for name, leaf in like.leaves.items()}
+    named = [(name, leaf) for name, leaf in named_leaves(like, section) if leaf is not None]
+    return spec_of(like, section, tx), {name: (leaf, room(leaf)) for name, leaf in named}
+
+
+def kept(name: str, old: Any, fresh: Callable[[], Any]) -> Any:
+    """A copy of what ``like`` has for a leaf that is missing in a checkpoint.
+
+    Raises:
+        ValueError: it has no values.
+    """
+    if old is None or (isinstance(old, Tensor) and old.device.type == "meta"):
+        raise ValueError(
+            f"the leaf {name!r} is missing in the checkpoint, which is allowed, but like= has no values to keep: give "
+            "a state, tx.init(params), instead of a spec"
+        )
+    new = fresh()
+    new.copy_(old.detach() if isinstance(old, Tensor) else old)
+    return new
+
+
+def rebuilt(like: Any, leaves: dict[str, Any], section: str) -> PyTree:
+    """The leaves in the structure of ``like``."""
+    if isinstance(like, StateSpec):
+        return like.unflatten(leaves)
+    return unflatten(flatten(like)[1], [leaves.get(name) for name, _ in named_leaves(like, section)])

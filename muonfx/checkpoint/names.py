@@ -1,0 +1,132 @@
+"""Names of leaves in a checkpoint: '/' between the levels of a tree, and an exact inverse.
+
+A state's leaf is called by the way to it, ``momentum/trace/blocks.0.attn.q.weight``; a parameter's name stands behind
+``params/``. A chain's state is a dict by name, so a leaf keeps its name when another transform joins the chain.
+
+What an entry may not contain as it is, it contains escaped: ``~0`` stands for ``~`` and ``~1`` for ``/`` (as in JSON
+Pointer, RFC 6901). ``~2`` in front says that the rest is meant literally: a string that is empty or that reads as an
+integer (an index is written as its digits), and a state's own top-level entry ``params`` or ``__metadata__``. ``~``
+alone is a tree that is one leaf.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from muonfx import tree
+from muonfx.tree import PyTree
+
+__all__ = ["PARAMS", "in_section", "is_name", "name_of", "named_leaves", "path_of"]
+
+PARAMS = "params"
+"""The top level under which parameters stand."""
+
+_RESERVED = frozenset({PARAMS, "__metadata__"})
+_INTEGER = re.compile(r"0|-?[1-9][0-9]*")
+_ESCAPES = {"~0": "~", "~1": "/"}
+_ROOT = "~"
+
+
+def name_of(path: tuple[Any, ...]) -> str:
+    """Write the way to a leaf of a state as its name.
+
+    Args:
+        path: keys, indices and field names, as `muonfx.tree.paths` lists them.
+
+    Raises:
+        TypeError: an entry is neither a string nor an int.
+        ValueError: a string is no valid Unicode.
+
+    >>> name_of(("momentum", "trace", "blocks.0.attn.q.weight"))
+    'momentum/trace/blocks.0.attn.q.weight'
+    >>> name_of(("trace", "a/b", 0, "0"))
+    'trace/a~1b/0/~20'
+    """
+    if not path:
+        return _ROOT
+    entries = [_escaped(entry) for entry in path]
+    if entries[0] in _RESERVED:
+        entries[0] = "~2" + entries[0]
+    return "/".join(entries)
+
+
+def _escaped(entry: Any) -> str:
+    if isinstance(entry, bool) or not isinstance(entry, str | int):
+        raise TypeError(
+            f"the key {entry!r} cannot be part of a leaf's name in a checkpoint: keys must be strings or ints, found "
+            f"{type(entry).__name__}"
+        )
+    if isinstance(entry, int):
+        return str(int(entry))
+    try:
+        entry.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the key {entry!r} cannot be part of a leaf's name: it is no valid Unicode") from error
+    literal = "~2" if not entry or _INTEGER.fullmatch(entry) else ""
+    return literal + entry.replace("~", "~0").replace("/", "~1")
+
+
+def path_of(name: str) -> tuple[str | int, ...]:
+    """Read a name back into the way to the leaf; the inverse of `name_of`.
+
+    Raises:
+        ValueError: no path has this name.
+
+    >>> path_of("trace/a~1b/0/~20")
+    ('trace', 'a/b', 0, '0')
+    """
+    if name == _ROOT:
+        return ()
+    path = tuple(_read(entry) for entry in name.split("/"))
+    if name_of(path) != name:
+        raise ValueError(f"{name!r} is not the name of a leaf")
+    return path
+
+
+def _read(entry: str) -> str | int:
+    if _INTEGER.fullmatch(entry):
+        return int(entry)
+    return re.sub("~[01]", lambda found: _ESCAPES[found[0]], entry.removeprefix("~2"))
+
+
+def named_leaves(values: PyTree, section: str = "") -> list[tuple[str, Any]]:
+    """List the leaves of a tree with their names, in the order of `muonfx.tree.leaves`; None is a leaf, and absent.
+
+    Args:
+        values: a tree.
+        section: a top level to put in front; "" for a state.
+
+    Raises:
+        TypeError: a key is neither a string nor an int.
+        ValueError: a key is no valid Unicode, or two leaves have one name.
+    """
+    if section:
+        found = [section + "".join(f"/{_escaped(entry)}" for entry in path) for path in tree.paths(values)]
+    else:
+        found = [name_of(path) for path in tree.paths(values)]
+    if len(set(found)) < len(found):
+        twice = next(name for place, name in enumerate(found) if name in found[:place])
+        raise ValueError(f"two leaves are called {twice!r}: a dict has a key as an int and as a string, say")
+    return list(zip(found, tree.leaves(values), strict=True))
+
+
+def in_section(name: str, section: str) -> bool:
+    """Whether a name stands under a top level; "" is the state, which is everything but the parameters."""
+    of_params = name == PARAMS or name.startswith(PARAMS + "/")
+    return of_params == (section == PARAMS)
+
+
+def is_name(name: str) -> bool:
+    """Whether a text is the name of a leaf, of a state or of parameters.
+
+    >>> is_name("momentum/trace/w"), is_name("params/w"), is_name("params/~9")
+    (True, True, False)
+    """
+    try:
+        if not in_section(name, PARAMS):
+            return name_of(path_of(name)) == name
+        entries = name.split("/")[1:]
+        return [_escaped(_read(entry)) for entry in entries] == entries
+    except ValueError:
+        return False

@@ -1,0 +1,167 @@
+"""What may be loaded into what: the rules, and one error that lists everything that breaks them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+
+from muonfx.checkpoint.dtypes import widens
+from muonfx.checkpoint.errors import MismatchError
+from muonfx.checkpoint.index import Index
+from muonfx.checkpoint.names import in_section
+from muonfx.checkpoint.spec import StateSpec, described
+
+__all__ = ["Allow", "Rules", "match", "matches"]
+
+Allow = bool | str | Collection[str]
+"""True, False, or patterns of names."""
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a pattern means a leaf: by its name, by the levels that its name begins with, or as a glob.
+
+    >>> matches("momentum/trace", "momentum/trace/up.weight"), matches("momentum/tra", "momentum/trace/up.weight")
+    (True, False)
+    >>> matches("*/up.*", "momentum/trace/up.weight")
+    True
+    """
+    return name == pattern or name.startswith(pattern.rstrip("/") + "/") or fnmatchcase(name, pattern)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What the caller of ``load`` allows; see there."""
+
+    allow_missing: Allow = False
+    allow_extra: Allow = False
+    allow_other_chain: bool = False
+    cast: Mapping[str, torch.dtype] = field(default_factory=dict)
+    rename: Mapping[str, str] = field(default_factory=dict)
+
+
+def _allowed(given: Allow, name: str) -> bool:
+    if isinstance(given, bool):
+        return given
+    return any(matches(pattern, name) for pattern in ([given] if isinstance(given, str) else given))
+
+
+def renamed(name: str, rename: Mapping[str, str]) -> tuple[str, str | None]:
+    """A leaf's new name, and the entry that gave it: the one of most levels that the old name begins with."""
+    fitting = [old for old in rename if name == old or name.startswith(old.rstrip("/") + "/")]
+    if not fitting:
+        return name, None
+    old = max(fitting, key=len)
+    return rename[old].rstrip("/") + name[len(old.rstrip("/")) :], old
+
+
+def match(index: Index, want: StateSpec, rules: Rules, *, section: str, where: str) -> dict[str, str | None]:
+    """Find for each leaf that is wanted the name that it has in a checkpoint.
+
+    Args:
+        index: of the checkpoint.
+        want: the leaves that are wanted.
+        rules: what is allowed.
+        section: "" to load a state, "params" to load parameters; leaves of the other kind are not looked at.
+        where: the checkpoint's path, for messages.
+
+    Returns:
+        Name wanted to name in the checkpoint; None for one that is missing and may be.
+
+    Raises:
+        MismatchError: something is missing, left over, of another shape, would be narrowed, or belongs to another
+            chain, and is not allowed to; the message lists all of it, with what to do.
+    """
+    problems: list[str] = []
+    advice: list[str] = []
+    there, used = _names_in(index, rules.rename, section, problems)
+    problems += [f"rename:    the checkpoint has no leaf {old!r}" for old in sorted(rules.rename.keys() - used)]
+    if problems:
+        advice.append("rename= takes names, or the levels they begin with, from the checkpoint to those wanted")
+    _check_chain(index, want, rules, problems, advice)
+
+    missing = [name for name in want if name not in there and not _allowed(rules.allow_missing, name)]
+    extra = [name for name in there if name not in want and not _allowed(rules.allow_extra, name)]
+    problems += [f"missing:   {name!r}, {described(want[name])}, is not in the checkpoint" for name in missing]
+    problems += [f"extra:     {name!r} is in the checkpoint and not wanted" for name in extra]
+    if missing and extra:
+        advice.append("if leaves have other names only: rename={name in the checkpoint: name wanted}")
+    if missing:
+        advice.append(f"to keep what `like` has where leaves are missing: allow_missing={_shown(missing)}, or True")
+    if extra:
+        advice.append(f"to leave leaves of the checkpoint out: allow_extra={_shown(extra)}, or True")
+    _check_leaves(index, want, rules, there, problems, advice)
+    if problems:
+        lines = "\n  ".join(problems)
+        hints = "\n  ".join(advice)
+        raise MismatchError(
+            f"{where} does not fit, nothing was loaded:\n  {lines}" + (f"\nwhat to do:\n  {hints}" if hints else ""),
+            problems,
+        )
+    return {name: there.get(name) for name in want}
+
+
+def _names_in(
+    index: Index, rename: Mapping[str, str], section: str, problems: list[str]
+) -> tuple[dict[str, str], set[str]]:
+    """The leaves of a section by their new names, and the entries of ``rename`` that were of use."""
+    there: dict[str, str] = {}
+    used: set[str] = set()
+    for old in index.leaves:
+        new, entry = renamed(old, rename)
+        if entry is not None:
+            used.add(entry)
+        if in_section(new, section):
+            if new in there:
+                problems.append(f"rename:    both {there[new]!r} and {old!r} would be {new!r}")
+            there[new] = old
+    return there, used
+
+
+def _check_chain(index: Index, want: StateSpec, rules: Rules, problems: list[str], advice: list[str]) -> None:
+    known = index.fingerprint is not None and want.fingerprint is not None
+    if known and index.fingerprint != want.fingerprint and not rules.allow_other_chain:
+        problems.append(
+            f"chain:     the checkpoint was made by {index.chain} (fingerprint {index.fingerprint}), expected "
+            f"{want.chain} (fingerprint {want.fingerprint})"
+        )
+        advice.append("if the state means the same to this chain: allow_other_chain=True")
+
+
+def _check_leaves(
+    index: Index, want: StateSpec, rules: Rules, there: Mapping[str, str], problems: list[str], advice: list[str]
+) -> None:
+    used: set[str] = set()
+    narrowed: dict[str, torch.dtype] = {}
+    for name, spec in want.leaves.items():
+        chosen = [pattern for pattern in rules.cast if matches(pattern, name)]
+        used.update(chosen)
+        if name not in there:
+            continue
+        have = index.leaves[there[name]].spec
+        if have.shape != spec.shape:
+            problems.append(f"reshaped:  {name!r} has shape {have.shape}, expected {spec.shape}")
+        if chosen and {rules.cast[pattern] for pattern in chosen} != {spec.dtype}:
+            asked = ", ".join(sorted({str(rules.cast[pattern]) for pattern in chosen}))
+            problems.append(f"cast:      {name!r} is wanted as {spec.dtype}, and cast= says {asked}")
+            advice.append("cast= allows the dtype that `like` has, and does not change it: make `like` with that dtype")
+        elif not chosen and not widens(have.dtype, spec.dtype):
+            problems.append(f"narrowing: {name!r} is {have.dtype} in the checkpoint, and {spec.dtype} is wanted")
+            narrowed[name] = spec.dtype
+    if unused := sorted(rules.cast.keys() - used):
+        problems += [f"cast:      no leaf that is wanted is meant by {pattern!r}" for pattern in unused]
+    if narrowed:
+        name, dtype = next(iter(narrowed.items()))
+        rest = ", ..." if len(narrowed) > 1 else ""
+        advice.append(
+            f"to round: cast={{{name!r}: {dtype}{rest}}} (by names, by the levels they begin with, or by globs); to "
+            "keep the values: a chain with the state dtype of the checkpoint"
+        )
+
+
+def _shown(names: Iterable[Any]) -> str:
+    listed = list(names)
+    return f"[{listed[0]!r}{', ...' if len(listed) > 1 else ''}]"

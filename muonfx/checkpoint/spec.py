@@ -1,0 +1,193 @@
+"""What a state consists of, without the state: names, global shapes and dtypes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from muonfx import tree
+from muonfx.checkpoint.errors import MismatchError
+from muonfx.checkpoint.names import named_leaves
+from muonfx.core import Transform
+from muonfx.tree import PyTree, Spec
+
+__all__ = ["StateSpec", "described", "is_leaf", "spec", "spec_of"]
+
+
+def is_leaf(value: Any) -> bool:
+    """Whether a value can be a leaf of a saved state: a tensor, or a piece of one that a rank holds."""
+    return isinstance(value, Tensor) or hasattr(value, "__create_chunk_list__")
+
+
+def described(leaf: Any) -> str:
+    """Shape and dtype of a leaf or of its `Spec`, for messages."""
+    if not isinstance(leaf, Spec) and not is_leaf(leaf):
+        return f"a {type(leaf).__name__}" if leaf is not None else "None"
+    return f"{tuple(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}"
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """The leaves of a state: their names, global shapes and dtypes, and the chain that they belong to.
+
+    Made by `muonfx.spec`, and taken by `muonfx.checkpoint.load` in place of a state. Iterates over the names.
+
+    Attributes:
+        leaves: name to `muonfx.tree.Spec`, in the order of the state's leaves. An absent leaf, None, is not in it.
+        fingerprint: of the transform; None if it is not known.
+        chain: the transform as code; None if it is not known.
+
+    >>> import muonfx as mfx
+    >>> spec = mfx.spec(mfx.momentum(), {"w": torch.zeros(2, 3, dtype=torch.bfloat16)})
+    >>> print(spec)
+    trace/w  (2, 3)  float32
+    >>> spec["trace/w"].dtype, spec.nbytes
+    (torch.float32, 24)
+    """
+
+    leaves: dict[str, Spec]
+    fingerprint: str | None = None
+    chain: str | None = None
+    _treedef: Any = field(default=None, repr=False)
+    _names: tuple[str, ...] = field(default=(), repr=False)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.leaves)
+
+    def __len__(self) -> int:
+        return len(self.leaves)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.leaves
+
+    def __getitem__(self, name: str) -> Spec:
+        return self.leaves[name]
+
+    def __str__(self) -> str:
+        """One line a leaf: name, shape, dtype."""
+        shapes = {name: str(spec.shape) for name, spec in self.leaves.items()}
+        wide = max((len(name) for name in shapes), default=0), max((len(shape) for shape in shapes.values()), default=0)
+        return "\n".join(
+            f"{name:{wide[0]}}  {shapes[name]:{wide[1]}}  {str(spec.dtype).removeprefix('torch.')}"
+            for name, spec in self.leaves.items()
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all leaves together, on however many ranks they lie."""
+        return sum(prod(leaf.shape) * leaf.dtype.itemsize for leaf in self.leaves.values())
+
+    def differences(self, state: PyTree) -> list[str]:
+        """List in what a state differs, one sentence a leaf; an empty list if in nothing.
+
+        >>> import muonfx as mfx
+        >>> spec = mfx.spec(mfx.momentum(), {"w": torch.zeros(2)})
+        >>> spec.differences(mfx.MomentumState({"w": torch.zeros(2, dtype=torch.bfloat16)}))
+        ["'trace/w' is (2,) bfloat16, expected (2,) float32"]
+        """
+        found = dict(named_leaves(state))
+        wrong: list[str] = []
+        for name, want in self.leaves.items():
+            have = found.get(name)
+            if have is None:
+                wrong.append(f"{name!r} is missing, expected {described(want)}")
+            elif not is_leaf(have) or (tuple(have.shape), have.dtype) != (want.shape, want.dtype):
+                wrong.append(f"{name!r} is {described(have)}, expected {described(want)}")
+        wrong += [
+            f"{name!r} is {described(have)}, and the spec has no such leaf"
+            for name, have in found.items()
+            if have is not None and name not in self.leaves
+        ]
+        if not wrong and self._treedef is not None and tree.flatten(state)[1] != self._treedef:
+            wrong.append("the leaves are the same, but the containers that hold them are not: a list for a tuple, say")
+        return wrong
+
+    def check(self, state: PyTree) -> None:
+        """Require that a state is what the spec says.
+
+        Raises:
+            MismatchError: it is not; the message names every difference.
+
+        >>> import muonfx as mfx
+        >>> tx, params = mfx.momentum(), {"w": torch.zeros(2)}
+        >>> mfx.spec(tx, params).check(tx.init(params))
+        """
+        if wrong := self.differences(state):
+            raise MismatchError("the state is not what the spec says:\n  " + "\n  ".join(wrong), wrong)
+
+    @classmethod
+    def of(cls, state: PyTree) -> StateSpec:
+        """The spec of a state that is there.
+
+        Raises:
+            TypeError: a leaf is not a tensor; the message names it.
+
+        >>> print(StateSpec.of({"w": torch.zeros(2)}))
+        w  (2,)  float32
+        """
+        return spec_of(state)
+
+    def unflatten(self, leaves: dict[str, Any]) -> PyTree:
+        """Put leaves, by name, into the structure of the state; what is not given is None."""
+        return tree.unflatten(self._treedef, [leaves.get(name) for name in self._names])
+
+
+def spec_of(values: PyTree, section: str = "", tx: Transform | None = None) -> StateSpec:
+    """The spec of a tree that is there.
+
+    Raises:
+        TypeError: a leaf is not a tensor; the message names it.
+    """
+    named = named_leaves(values, section)
+    for name, leaf in named:
+        if leaf is not None and not is_leaf(leaf):
+            raise TypeError(
+                f"the leaf {name!r} is a {type(leaf).__name__}, expected a tensor: a checkpoint holds tensors and "
+                "JSON; keep a number as a 0-d tensor, or give it in extra="
+            )
+    return StateSpec(
+        {name: Spec(tuple(leaf.shape), leaf.dtype) for name, leaf in named if leaf is not None},
+        None if tx is None else tx.fingerprint,
+        None if tx is None else repr(tx),
+        tree.flatten(values)[1],
+        tuple(name for name, _ in named),
+    )
+
+
+def spec(tx: Transform, params: PyTree) -> StateSpec:
+    """Find the leaves of a transform's state without allocating it: `init` is run on meta tensors.
+
+    Args:
+        tx: the transform.
+        params: the parameters, on any device (meta too); only global shapes and dtypes are looked at.
+
+    Raises:
+        TypeError: ``tx`` is no transform, or a parameter is no floating-point tensor.
+
+    Example:
+        >>> import muonfx as mfx
+        >>> params = {
+        ...     "up.weight": torch.empty(50_000, 8_000, device="meta"),
+        ...     "up.bias": torch.empty(50_000, device="meta"),
+        ... }
+        >>> spec = mfx.spec(mfx.muon_with_adamw(1e-2), params)
+        >>> print(spec)
+        adamw/scale_by_adam/count       ()             int64
+        adamw/scale_by_adam/mu/up.bias  (50000,)       float32
+        adamw/scale_by_adam/nu/up.bias  (50000,)       float32
+        muon/momentum/trace/up.weight   (50000, 8000)  float32
+        >>> spec.nbytes
+        1600400008
+    """
+    if not isinstance(tx, Transform):
+        raise TypeError(f"tx must be a muonfx.Transform, found {tx!r}")
+    meta = tree.map(lambda leaf: torch.empty(tuple(leaf.shape), dtype=leaf.dtype, device="meta"), params)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of labels without a parameter: what makes the state says so
+        return spec_of(tx.init(meta), tx=tx)

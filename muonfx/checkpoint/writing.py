@@ -1,0 +1,286 @@
+"""Saving: what is checked before anything is written, and the order in which it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import sys
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from muonfx.checkpoint.atomic import replace_file, sync_folder
+from muonfx.checkpoint.boxes import Box
+from muonfx.checkpoint.data import Part, Progress, write_data
+from muonfx.checkpoint.dtypes import name_of_dtype
+from muonfx.checkpoint.errors import CheckpointError, WriteError
+from muonfx.checkpoint.index import INDEX, Index, Leaf, text_of
+from muonfx.checkpoint.keep import before, clean, prune, read_index, step_of
+from muonfx.checkpoint.names import PARAMS, named_leaves
+from muonfx.checkpoint.spec import spec_of
+from muonfx.core import Transform
+from muonfx.tree import PyTree, Spec
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["Request", "commit", "data_name", "discard", "save", "write", "writing"]
+
+
+class About(NamedTuple):
+    """What a checkpoint is to say beside its leaves; checked before anything is written."""
+
+    tx: Transform | None
+    step: int | None
+    extra: dict[str, Any]
+
+    @classmethod
+    def of(cls, tx: Transform | None, step: int | None, extra: Mapping[str, Any] | None) -> About:
+        """Check what the caller gave.
+
+        Raises:
+            TypeError: ``tx`` is no transform, or ``extra`` holds what JSON cannot.
+            ValueError: ``step`` is negative, or ``extra`` would not come back as it is.
+        """
+        if tx is not None and not isinstance(tx, Transform):
+            raise TypeError(f"tx must be a muonfx.Transform or None, found {tx!r}")
+        if step is not None and (isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**63):
+            raise ValueError(f"step must be an int of 0 or more, or None, found {step!r}")
+        return cls(tx, step, _as_json(dict(extra or {})))
+
+    def to_index(self, save_id: str, files: Any, leaves: dict[str, Leaf]) -> Index:
+        """The index of a checkpoint with these files and leaves."""
+        # The package's own version: at the roof, which nothing inside may import.
+        roof = sys.modules[__name__.partition(".")[0]]
+        versions = {"muonfx": str(getattr(roof, "__version__", "unknown")), "torch": str(torch.__version__)}
+        chain = (None, None) if self.tx is None else (self.tx.fingerprint, repr(self.tx))
+        return Index(save_id, self.step, self.extra, *chain, versions, tuple(files), leaves)
+
+
+def _as_json(extra: dict[str, Any]) -> dict[str, Any]:
+    try:
+        back: dict[str, Any] = json.loads(json.dumps(extra, allow_nan=False))
+    except TypeError as error:
+        raise TypeError(f"extra must be JSON (dicts, lists, strings, numbers, bools, None): {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"extra must be JSON, which has no NaN, infinity or circle: {error}") from error
+    if back != extra:
+        changed = sorted(str(key) for key in extra if key not in back or back[key] != extra[key])
+        raise ValueError(
+            f"extra would not come back as it is: {', '.join(changed)}; JSON has lists and no tuples, and all keys are "
+            "strings"
+        )
+    return back
+
+
+def checked_leaves(state: PyTree, params: PyTree, *, whole: bool) -> dict[str, Any]:
+    """The leaves of a state and of parameters by name, all of them fit to be written.
+
+    Args:
+        state: a tree, or None.
+        params: a tree, or None.
+        whole: only whole tensors in this process, and no pieces of them.
+
+    Raises:
+        TypeError: a leaf is no tensor, or of a kind that cannot be written; the message names it.
+    """
+    found: dict[str, Any] = {}
+    for tree, section in ((state, ""), (params, PARAMS)):
+        if tree is None:
+            continue
+        spec_of(tree, section)  # refuses leaves that are no tensors
+        found |= {name: leaf for name, leaf in named_leaves(tree, section) if leaf is not None}
+    for name, leaf in found.items():
+        if name_of_dtype(leaf.dtype) is None:
+            raise TypeError(f"the leaf {name!r} has the dtype {leaf.dtype}, which a checkpoint cannot hold")
+        if whole and hasattr(leaf, "__create_chunk_list__"):
+            raise TypeError(
+                f"the leaf {name!r} is a {type(leaf).__name__}, of which each rank holds a part: say group=, on all "
+                "ranks"
+            )
+        if isinstance(leaf, Tensor) and (leaf.layout is not torch.strided or leaf.device.type == "meta"):
+            raise TypeError(f"the leaf {name!r} must be a dense tensor with values, found {leaf.layout}, {leaf.device}")
+    return found
+
+
+class Request(NamedTuple):
+    """What the caller of ``save`` wants to be written; looked at only when asked for the leaves."""
+
+    path: Path
+    state: PyTree
+    params: PyTree
+    tx: Transform | None
+    step: int | None
+    extra: Mapping[str, Any] | None
+    keep: int | None
+
+    def about(self) -> About:
+        """What the checkpoint is to say; see `About.of`."""
+        return About.of(self.tx, self.step, self.extra)
+
+    def leaves(self, *, whole: bool) -> dict[str, Any]:
+        """The leaves; raises whatever is wrong with what the caller gave."""
+        self.about()
+        if self.keep is not None:
+            if isinstance(self.keep, bool) or not isinstance(self.keep, int) or self.keep < 1:
+                raise ValueError(f"keep must be an int of 1 or more, or None, found {self.keep!r}")
+            if step_of(self.path) is None:
+                raise ValueError(
+                    f"keep= goes by the steps in the names: save to step_path({str(self.path.parent)!r}, step)"
+                )
+        return checked_leaves(self.state, self.params, whole=whole)
+
+
+def save(
+    path: str | os.PathLike[str],
+    state: PyTree,
+    *,
+    tx: Transform | None = None,
+    params: PyTree = None,
+    step: int | None = None,
+    extra: Mapping[str, Any] | None = None,
+    keep: int | None = None,
+    progress: Progress | None = None,
+    group: ProcessGroup | None = None,
+) -> Path:
+    """Write a checkpoint: a state, and parameters beside it; whole or not at all.
+
+    The path becomes a folder with ``index.json`` and safetensors files. Everything is flushed to the disk before the
+    index gets its name, by a rename: a writer that is stopped at any point leaves what was at the path before. One
+    process at a time may write to a path.
+
+    Args:
+        path: where; `step_path` names one for each step. A checkpoint that is there is replaced at the end.
+        state: a tree of tensors of any dtype and device, such as ``tx.init`` and ``tx.update`` return; None for none.
+            Leaves that share storage are written one by one. At most one leaf is copied at a time.
+        tx: the transform: its fingerprint and code are noted, and the fingerprint is compared on load.
+        params: parameters, to go into the same checkpoint.
+        step: how many steps are done.
+        extra: anything that JSON can hold: a seed, the place in the data, losses.
+        keep: afterwards, remove all checkpoints beside this one but the newest so many (see `prune`); the path must be
+            one that `step_path` names.
+        progress: called with the bytes that are written and those of all, about every 4 MiB.
+        group: a process group, all of whose ranks call this together: each writes its part. Leaves may then be
+            `torch.distributed.tensor.DTensor` or `FlatPiece`; plain tensors must be the same on all ranks. The ranks
+            must see one file system. None: this process alone writes.
+
+    Returns:
+        The path.
+
+    Raises:
+        TypeError: a leaf is no dense tensor, or ``extra`` is no JSON. Nothing has been written.
+        WriteError: the disk is full, say. What was at the path before is still there.
+
+    Example:
+        >>> import tempfile
+        >>> import muonfx as mfx
+        >>> params = {"w": torch.ones(2, 3)}
+        >>> tx = mfx.momentum()
+        >>> path = mfx.checkpoint.step_path(tempfile.mkdtemp(), 10)
+        >>> path = mfx.checkpoint.save(path, tx.init(params), tx=tx, params=params, step=10)
+        >>> sorted(mfx.checkpoint.read(path))
+        ['params/w', 'trace/w']
+        >>> mfx.checkpoint.load(path, like=mfx.spec(tx, params)).trace["w"].dtype
+        torch.float32
+    """
+    request = Request(Path(path), state, params, tx, step, extra, keep)
+    if group is not None:
+        from muonfx.checkpoint.distributed import save_together
+
+        save_together(request.path, request, progress, group)
+    else:
+        write(request.path, request.leaves(whole=True), request, progress)
+    return request.path
+
+
+def write(path: Path, leaves: Mapping[str, Tensor], request: Request, progress: Progress | None = None) -> None:
+    """Write leaves, in this process alone."""
+
+    def part(name: str, leaf: Tensor) -> Part:
+        shape = tuple(leaf.shape)
+        return Part(name, leaf.dtype, Box((0,) * len(shape), shape), True, lambda: leaf)
+
+    save_id = secrets.token_hex(8)
+    data = data_name(save_id, 0, 1)
+    with writing(path, data):
+        file, chunks = write_data(path / data, [part(name, leaf) for name, leaf in leaves.items()], progress)
+        found = {
+            name: Leaf(Spec(tuple(leaf.shape), leaf.dtype), (chunk,))
+            for (name, leaf), chunk in zip(leaves.items(), chunks, strict=True)
+        }
+        commit(path, request.about().to_index(save_id, [file], found), request.keep)
+
+
+def data_name(save_id: str, rank: int, ranks: int) -> str:
+    """Name a data file: no two saves share a name, so a save never writes to a file that an index refers to."""
+    return f"data-{save_id}-{rank:05}-of-{ranks:05}.safetensors"
+
+
+@contextmanager
+def writing(path: Path, data: str) -> Generator[None]:
+    """Make a checkpoint's folder; where the writing of a data file or of the index fails, leave what was there.
+
+    Raises:
+        WriteError: the system refused something.
+    """
+    made = not path.exists()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException as error:
+        committed = _names(path, data)
+        if not committed:
+            discard(path, data, made=made)
+        if isinstance(error, OSError):
+            raise WriteError(_refused(path, error, committed)) from error
+        raise
+
+
+def discard(path: Path, data: str, *, made: bool) -> None:
+    """Remove a data file that no index will name, and the folder if it was made for it and is empty."""
+    with suppress(OSError):
+        (path / data).unlink()
+    if made:
+        with suppress(OSError):
+            path.rmdir()
+
+
+def _names(path: Path, data: str) -> bool:
+    """Whether the index at a path names a data file."""
+    try:
+        return any(file.name == data for file in read_index(path).files)
+    except CheckpointError:
+        return False
+
+
+def _refused(path: Path, error: OSError, committed: bool) -> str:
+    why = error.strerror or str(error)
+    if committed:
+        return f"{path} was written, but what follows failed, so that it may not survive a loss of power: {why}"
+    free = ""
+    with suppress(OSError):
+        there = next(folder for folder in (path, *path.parents) if folder.is_dir())
+        free = f" ({shutil.disk_usage(there).free / 2**30:.2f} GiB are free)"
+    what = f"{path} was not written: {why}{free}"
+    if path.is_file():
+        return f"{what}; a checkpoint is a folder, and there is a file of this name"
+    if (path / INDEX).exists():
+        return f"{what}; the checkpoint that was there is as it was"
+    previous = before(path)
+    return f"{what}; the newest good one is {previous}" if previous is not None else what
+
+
+def commit(path: Path, index: Index, keep: int | None) -> None:
+    """Write the index, which makes the checkpoint what is at the path, and remove what nobody needs any more."""
+    sync_folder(path)
+    replace_file(path / INDEX, text_of(index))
+    sync_folder(path.parent)
+    clean(path, [file.name for file in index.files])
+    if keep is not None:
+        prune(path.parent, keep)

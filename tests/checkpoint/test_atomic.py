@@ -1,0 +1,301 @@
+"""Never lose the last good one: killed writers, full disks, and folders of checkpoints."""
+
+import errno
+import os
+import resource
+import subprocess
+import sys
+from io import FileIO
+from pathlib import Path
+
+import pytest
+import torch
+
+import muonfx as mfx
+from muonfx.checkpoint import WriteError, atomic
+from muonfx.checkpoint.index import INDEX
+from tests.checkpoint.common import assert_same_tree, copies
+
+ck = mfx.checkpoint
+STATE = {"trace": {"w": torch.arange(1000.0), "b": torch.zeros(3)}}
+LATER = mfx.tree.map(lambda leaf: leaf + 1, STATE)
+
+# Forks writers and kills them at random times; every time the newest checkpoint must be there, whole, and no older than
+# what was seen before. Without torch's threads, so that forking is safe.
+KILLER = """
+import os, random, signal, sys, time
+import torch
+sys.path.insert(0, sys.argv[3])
+torch.set_num_threads(1)
+import muonfx as mfx
+ck = mfx.checkpoint
+folder, tries = sys.argv[1], int(sys.argv[2])
+draw = random.Random(int(sys.argv[4]))
+
+def state(step):
+    return {"trace": {"w": torch.full((100_000,), float(step)), "b": torch.full((3,), step, dtype=torch.int8)}}
+
+def steps(step):
+    ck.save(ck.step_path(folder + "/steps", step), state(step % 100), step=step, keep=2)
+
+def one(step):
+    ck.save(folder + "/one", state(step % 100), step=step)
+
+def writer(step, first, second):
+    while True:
+        first(step), second(step)
+        step += 1
+
+started = time.perf_counter()
+steps(0), one(0)
+took = time.perf_counter() - started  # a disk may be slow today
+seen = {"steps": 0, "one": 0}
+unfinished = 0
+for _ in range(tries):
+    order = draw.sample([steps, one], 2)
+    pid = os.fork()
+    if pid == 0:
+        writer(max(seen.values()) + 1, *order)
+    time.sleep(draw.uniform(0.0, 1.5 * took))
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    newest = {"steps": ck.latest(folder + "/steps", verify=True), "one": folder + "/one"}
+    for which, path in newest.items():
+        assert path is not None, f"{which}: nothing is left"
+        step = ck.verify(path).step
+        assert step >= seen[which], f"{which}: back from {seen[which]} to {step}"
+        seen[which] = step
+        for name, leaf in ck.load(path, like=state(0))["trace"].items():
+            assert (leaf == step % 100).all(), name
+    unfinished += len(os.listdir(folder + "/one")) > 2
+ck.save(ck.step_path(folder + "/steps", max(seen.values()) + 1), state(0), keep=2)
+assert len(os.listdir(folder + "/steps")) == 2
+ck.save(folder + "/one", state(0))
+assert len(os.listdir(folder + "/one")) == 2
+print(seen["steps"], seen["one"], unfinished)
+"""
+
+
+def kill(tmp_path: Path, tries: int, seed: int) -> None:
+    root = Path(__file__).resolve().parents[2]
+    command = [sys.executable, "-W", "error", "-c", KILLER, str(tmp_path), str(tries), str(root), str(seed)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=280, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    step, other, unfinished = map(int, done.stdout.split())
+    assert min(step, other) > tries // 50  # they did write in between
+    assert unfinished > tries // 50  # and were caught at it
+
+
+@pytest.mark.skipif(os.name == "nt", reason="forks")
+def test_a_writer_killed_at_any_time_leaves_the_previous_one(tmp_path: Path):
+    kill(tmp_path, 120, seed=0)
+
+
+@pytest.mark.deep
+@pytest.mark.skipif(os.name == "nt", reason="forks")
+@pytest.mark.parametrize("seed", range(1, 5))
+def test_many_writers_killed_at_any_time_leave_the_previous_one(tmp_path: Path, seed: int):
+    kill(tmp_path, 2000, seed)
+
+
+# -------------------------------------------------------------------------------------------------- the system says no
+
+
+class Countdown:
+    """Lets a number of calls pass and fails the next, and all after it, with "no space left"."""
+
+    def __init__(self, passing: int, *, always: bool) -> None:
+        self.left, self.always, self.failed = passing, always, False
+
+    def __call__(self, function):
+        def counted(*args, **kwargs):
+            self.left -= 1
+            if self.left == -1 or (self.left < 0 and self.always):
+                self.failed = True
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return function(*args, **kwargs)
+
+        return counted
+
+
+class CountedFile(FileIO):
+    """A file whose writes are counted, and take at most 1000 bytes at a time."""
+
+    countdown: Countdown
+
+    def write(self, data):
+        return self.countdown(super().write)(bytes(data[:1000]))
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, passing: int, *, always: bool) -> Countdown:
+    countdown = Countdown(passing, always=always)
+    CountedFile.countdown = countdown
+    monkeypatch.setattr(atomic, "FileIO", CountedFile)
+    monkeypatch.setattr(os, "fsync", countdown(os.fsync))
+    monkeypatch.setattr(os, "replace", countdown(os.replace))
+    monkeypatch.setattr(Path, "mkdir", countdown(Path.mkdir))
+    return countdown
+
+
+@pytest.mark.parametrize("always", [True, False], ids=["from then on", "once"])
+def test_a_disk_that_fills_up_at_any_moment_leaves_what_was_there(tmp_path: Path, monkeypatch, always: bool):
+    here = ck.step_path(tmp_path, 2)
+    ck.save(ck.step_path(tmp_path, 1), STATE, step=1)
+    moment = 0
+    while True:
+        ck.save(here, STATE, step=2)
+        before = copies(here)
+        with monkeypatch.context() as patched:
+            countdown = failing(patched, moment, always=always)
+            message = ""
+            try:
+                ck.save(here, LATER, step=3)
+            except WriteError as error:
+                message = str(error)
+        assert bool(message) == countdown.failed
+        found = ck.load(here, like=STATE)
+        if not countdown.failed:
+            assert_same_tree(found, LATER)
+            break
+        assert "No space left" in message
+        assert str(here) in message
+        # Behind the commit, only the flush of the folder can fail: then the new one is there.
+        committed = ck.inspect(here).step == 3
+        assert ("was written, but" if committed else "the checkpoint that was there is as it was") in message
+        assert_same_tree(found, LATER if committed else STATE)
+        assert committed or copies(here) == before
+        moment += 1
+    assert moment > 10
+
+
+def test_a_new_checkpoint_that_does_not_fit_leaves_no_trace(tmp_path: Path, monkeypatch):
+    ck.save(ck.step_path(tmp_path, 1), STATE, step=1)
+    for moment in range(6):
+        with monkeypatch.context() as patched:
+            failing(patched, moment, always=True)
+            with pytest.raises(WriteError, match=r"GiB are free\); the newest good one is .*step-000000001"):
+                ck.save(ck.step_path(tmp_path, 2), STATE, step=2)
+        assert [path.name for path in tmp_path.iterdir()] == ["step-000000001"]
+
+
+def test_a_real_limit_of_the_system_is_a_write_error(tmp_path: Path):
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2048, limit[1]))
+    try:
+        with pytest.raises(WriteError, match="File too large"):
+            ck.save(tmp_path / "new", STATE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_is_not_ours_is_a_write_error(tmp_path: Path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(WriteError, match="Permission denied"):
+        ck.save(tmp_path / "new", STATE)
+
+
+def test_data_are_on_the_disk_before_the_index_gets_its_name(tmp_path: Path, monkeypatch):
+    calls: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def named(handle: int) -> str:
+        return Path(os.readlink(f"/proc/self/fd/{handle}")).name
+
+    monkeypatch.setattr(os, "fsync", lambda handle: (calls.append(f"flush {named(handle)}"), fsync(handle))[1])
+    monkeypatch.setattr(os, "replace", lambda a, b: (calls.append(f"rename to {Path(b).name}"), replace(a, b))[1])
+    ck.save(tmp_path / "here", STATE)
+    (data,) = (tmp_path / "here").glob("*.safetensors")
+    assert calls == [
+        f"flush {data.name}",
+        "flush here",
+        f"flush .{INDEX}.part",
+        f"rename to {INDEX}",
+        "flush here",
+        f"flush {tmp_path.name}",
+    ]
+
+
+def test_a_reader_of_the_old_one_is_not_disturbed_by_the_new(tmp_path: Path):
+    from muonfx.checkpoint.data import Reader
+
+    ck.save(tmp_path, STATE)
+    with Reader(tmp_path, ck.inspect(tmp_path)) as reader:
+        reader.check_files()
+        ck.save(tmp_path, LATER)
+        assert torch.equal(reader.read("trace/w"), STATE["trace"]["w"])
+    assert_same_tree(ck.load(tmp_path, like=STATE), LATER)
+
+
+def test_an_interrupt_while_writing_leaves_what_was_there(tmp_path: Path):
+    ck.save(tmp_path, STATE)
+    before = copies(tmp_path)
+
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ck.save(tmp_path, LATER, progress=interrupt)
+    assert copies(tmp_path) == before
+
+
+# ---------------------------------------------------------------------------------------------- a folder of checkpoints
+
+
+def steps(folder: Path) -> list[int]:
+    return [int(path.name.removeprefix("step-")) for path in ck.checkpoints(folder)]
+
+
+def test_the_newest_are_kept(tmp_path: Path):
+    for step in (1, 2, 30, 4_000_000_000, 12_000_000_000):
+        ck.save(ck.step_path(tmp_path, step), STATE, step=step, keep=3)
+    assert steps(tmp_path) == [30, 4_000_000_000, 12_000_000_000]
+    assert ck.latest(tmp_path) == ck.step_path(tmp_path, 12_000_000_000)
+    assert ck.prune(tmp_path, 5) == []
+    assert ck.prune(tmp_path, 1) == [ck.step_path(tmp_path, 30), ck.step_path(tmp_path, 4_000_000_000)]
+    assert steps(tmp_path) == [12_000_000_000]
+    for bad in (0, -1, True, "3"):
+        with pytest.raises(ValueError, match="keep must be"):
+            ck.prune(tmp_path, bad)
+
+
+def test_damaged_ones_do_not_count_as_kept(tmp_path: Path):
+    for step in range(1, 5):
+        ck.save(ck.step_path(tmp_path, step), STATE, step=step)
+    for step in (2, 4):
+        next(ck.step_path(tmp_path, step).glob("*.safetensors")).unlink()
+    assert ck.prune(tmp_path, 2) == []
+    ck.save(ck.step_path(tmp_path, 5), STATE, step=5, keep=2)
+    assert steps(tmp_path) == [3, 4, 5]
+
+
+def test_what_a_stopped_writer_left_is_removed_and_nothing_of_others(tmp_path: Path):
+    for step in (1, 2, 3):
+        ck.save(ck.step_path(tmp_path, step), STATE, step=step)
+    (ck.step_path(tmp_path, 2) / INDEX).unlink()  # as if it had not been done
+    (ck.step_path(tmp_path, 1) / "notes.txt").write_text("mine")
+    (tmp_path / "step-7.txt").write_text("mine")
+    (tmp_path / "step-x").mkdir()
+    assert steps(tmp_path) == [1, 3]
+    ck.prune(tmp_path, 1)
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["step-000000001", "step-000000003", "step-7.txt", "step-x"]
+    assert [path.name for path in ck.step_path(tmp_path, 1).iterdir()] == ["notes.txt"]
+    assert steps(tmp_path) == [3]
+
+
+def test_an_unfinished_one_of_a_later_step_is_left_alone(tmp_path: Path):
+    ck.save(ck.step_path(tmp_path, 3), STATE, step=3)
+    (ck.step_path(tmp_path, 3) / INDEX).unlink()
+    ck.save(ck.step_path(tmp_path, 2), STATE, step=2, keep=1)
+    assert ck.step_path(tmp_path, 3).exists()
+    assert ck.latest(tmp_path) == ck.step_path(tmp_path, 2)
+
+
+def test_bad_steps_are_refused():
+    for bad in (-1, 1.0, True, "1"):
+        with pytest.raises(ValueError, match="step must be"):
+            ck.step_path("folder", bad)

@@ -1,0 +1,141 @@
+"""The command line: plain tables, and exit codes that a script can use."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import muonfx as mfx
+from muonfx.checkpoint.__main__ import main
+from tests.checkpoint.common import small_params, trained
+
+ck = mfx.checkpoint
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tx = mfx.chain(mfx.momentum(), mfx.scale_by_adam(mu_dtype=torch.bfloat16))
+    for step in (1, 2):
+        params, state = trained(tx, small_params(), step)
+        ck.save(ck.step_path(tmp_path, step), state, tx=tx, params=params, step=step, extra={"seed": 7})
+    return tmp_path
+
+
+def test_inspect_shows_what_is_in_it(folder: Path, capsys):
+    assert main(["inspect", str(ck.step_path(folder, 2))]) == 0
+    out = capsys.readouterr().out
+    for expected in (
+        "step        2\n",
+        "chain       chain(momentum(), scale_by_adam(mu_dtype=torch.bfloat16)) (fingerprint ",
+        f"written by  muonfx {mfx.__version__}, torch {torch.__version__}\n",
+        'extra       {"seed": 7}\n',
+        "momentum/trace/blocks.0.up.weight    (6, 4)  float32    96 B      1\n",
+        "scale_by_adam/mu/blocks.0.up.weight  (6, 4)  bfloat16   48 B      1\n",
+        "params/scale                         ()      float32     4 B      1\n",
+        "\n17 leaves, 890 B\n",
+    ):
+        assert expected in out
+    assert main(["inspect", str(ck.step_path(folder, 2)), "--match", "*/blocks.0.up.bias"]) == 0
+    assert "\n4 leaves, 84 B\n" in capsys.readouterr().out
+
+
+def test_inspect_lists_a_folder(folder: Path, capsys):
+    next(ck.step_path(folder, 1).glob("*.safetensors")).unlink()
+    assert main(["inspect", str(folder)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["checkpoint", "step", "leaves", "bytes", "state"]
+    assert "the data file is missing" in lines[1]
+    assert lines[2] == "step-000000002     2      17  890 B  looks whole"
+
+
+def test_diff_names_every_difference(folder: Path, tmp_path: Path, capsys):
+    one, two = ck.step_path(folder, 1), ck.step_path(folder, 2)
+    assert main(["diff", str(one), str(one)]) == 0
+    assert capsys.readouterr().out == "no difference\n"
+    state = {
+        "a": torch.tensor([0.0, 1.0]),
+        "b": torch.ones(2),
+        "c": torch.ones(2),
+        "d": torch.ones(3),
+        "e": torch.ones(1),
+    }
+    other = {
+        "a": torch.tensor([-0.0, 1.0]),
+        "b": torch.tensor([1.0, 3.5]),
+        "c": torch.ones(2).half(),
+        "d": torch.ones(3),
+    }
+    ck.save(tmp_path / "x", state, step=1)
+    ck.save(tmp_path / "y", {**other, "f": torch.zeros(1)}, step=1, extra={"a": 1})
+    assert main(["diff", str(tmp_path / "x"), str(tmp_path / "y")]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        'extra: {} -> {"a": 1}',
+        "leaf  difference",
+        "a     equal numbers, other bits (the sign of a zero, or the kind of a NaN)",
+        "b     1 of 2 elements differ, by at most 2.5",
+        "c     (2,) float32 -> (2,) float16",
+        "e     only in the first: (1,) float32",
+        "f     only in the second: (1,) float32",
+    ]
+    assert main(["diff", str(one), str(two)]) == 1
+    out = capsys.readouterr().out
+    assert "step: 1 -> 2" in out
+    assert "scale_by_adam/count" in out
+
+
+@pytest.mark.parametrize("name", ["complex64", "bool", "float8_e5m2", "float8_e8m0fnu", "uint64", "int8"])
+def test_diff_compares_every_kind_of_number(tmp_path: Path, capsys, name: str):
+    dtype = getattr(torch, name)
+    ck.save(tmp_path / "x", {"a": torch.tensor([1, 1]).to(dtype)})
+    ck.save(tmp_path / "y", {"a": torch.tensor([1, 0 if dtype is torch.bool else 2]).to(dtype)})
+    assert main(["diff", str(tmp_path / "x"), str(tmp_path / "y")]) == 1
+    assert "elements differ, by at most 1" in capsys.readouterr().out
+
+
+def test_verify_reads_every_byte(folder: Path, capsys):
+    assert main(["verify", str(folder)]) == 0
+    assert capsys.readouterr().out.count(": good, 17 leaves, 890 B\n") == 2
+    data = next(ck.step_path(folder, 2).glob("*.safetensors"))
+    data.write_bytes(data.read_bytes()[:-1] + b"\xff")
+    assert main(["verify", str(ck.step_path(folder, 1)), str(ck.step_path(folder, 2))]) == 1
+    out = capsys.readouterr().out
+    assert "step-000000001: good" in out
+    assert "step-000000002: damaged" in out
+    assert main(["diff", *[str(ck.step_path(folder, step)) for step in (1, 2)]]) == 1
+    assert "damaged: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_nothing_there_is_exit_code_2(tmp_path: Path, capsys, command: str):
+    assert main([command, str(tmp_path / "nowhere")]) == 2
+    assert "no such folder" in capsys.readouterr().err
+
+
+def test_names_from_a_stranger_cannot_write_to_the_terminal(tmp_path: Path, capsys):
+    ck.save(tmp_path, {"\x1b[2J\nfake": torch.ones(1)}, extra={"\x1b": "\x9b"})
+    main(["inspect", str(tmp_path)])
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert "\x9b" not in out
+    assert r"\x1b[2J\nfake" in out
+
+
+def test_every_command_is_offered(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["--help"])
+    assert caught.value.code == 0
+    out = capsys.readouterr().out
+    assert all(f"    {command} " in out for command in ("inspect", "diff", "verify", "convert"))
+
+
+@pytest.mark.slow
+def test_the_program_itself(folder: Path):
+    command = [sys.executable, "-m", "muonfx.checkpoint"]
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([*command, "verify", str(folder)], capture_output=True, text=True, cwd=root, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    done = subprocess.run([*command, "sing"], capture_output=True, text=True, cwd=root, timeout=120)
+    assert done.returncode == 2
+    assert "invalid choice" in done.stderr

@@ -1,0 +1,360 @@
+"""Whatever happens to the files: an error of ours, or no harm; never another error, a hang, or a wrong tensor."""
+
+import hashlib
+import io
+import json
+import pickle
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import muonfx as mfx
+from muonfx.checkpoint import CheckpointError, CorruptError, FormatError, MismatchError
+from muonfx.checkpoint.index import BLOCK, INDEX
+from tests.checkpoint.common import assert_same_tree, copies, grads_like
+
+ck = mfx.checkpoint
+PARAMS = {
+    "embed.weight": torch.zeros(8, 4, dtype=torch.bfloat16),
+    "up.weight": torch.zeros(6, 4),
+    "none": torch.zeros(0),
+}
+TX = mfx.chain(mfx.momentum(dtype=None), mfx.scale_by_adam(), mfx.add_decayed_weights(0.1))
+
+
+@pytest.fixture
+def good(tmp_path: Path):
+    _, state = TX.update(grads_like(PARAMS, 0), TX.init(PARAMS), PARAMS)
+    path = ck.save(tmp_path / "here", state, tx=TX, params=PARAMS, step=1, extra={"seed": 3, "losses": [1.0, 0.5]})
+    return path, state
+
+
+def use(path: Path, state: Any) -> str:
+    """Load and look; "fine" if all is as it was saved, else the name of our error. Other errors pass through."""
+    try:
+        ck.inspect(path)
+        loaded = ck.load(path, like=state, tx=TX)
+        params = ck.load_params(path, like=PARAMS)
+    except CheckpointError as error:
+        found = error
+    else:
+        found = None
+    if found is not None:
+        assert str(path.parent) in str(found)
+        return type(found).__name__
+    assert_same_tree(loaded, state)
+    assert_same_tree(params, PARAMS)
+    ck.read(path)
+    return "fine"
+
+
+def restore(path: Path, files: dict[str, bytes]) -> None:
+    shutil.rmtree(path)
+    path.mkdir()
+    for name, data in files.items():
+        (path / name).write_bytes(data)
+
+
+def damages(files: dict[str, bytes], seed: int, number: int) -> Iterator[tuple[str, dict[str, bytes]]]:
+    """Copies of the files with something wrong."""
+    draw = random.Random(seed)
+
+    def some(data: bytes) -> tuple[int, int]:
+        a, b = draw.randrange(len(data)), draw.randrange(len(data))
+        return min(a, b), max(a, b) + 1
+
+    for _ in range(number):
+        name = draw.choice(sorted(files))
+        data = bytearray(files[name])
+        a, b = some(data)
+        kind = draw.choice(["bit", "bit", "bit", "byte", "zeros", "noise", "cut", "cut in", "double", "longer", "swap"])
+        if kind == "bit":
+            data[a] ^= 1 << draw.randrange(8)
+        elif kind == "byte":
+            data[a] = draw.randrange(256)
+        elif kind == "zeros":
+            data[a:b] = bytes(b - a)
+        elif kind == "noise":
+            data[a:b] = draw.randbytes(b - a)
+        elif kind == "cut":
+            data = data[:a]
+        elif kind == "cut in":
+            data = data[:a] + data[b:]
+        elif kind == "double":
+            data = data[:b] + data[a:]
+        elif kind == "longer":
+            data += draw.randbytes(draw.choice([1, 8, 100]))
+        elif len(data) > 16:
+            c = draw.randrange(len(data) - 8)
+            a = draw.randrange(len(data) - 8)
+            data[a : a + 8], data[c : c + 8] = data[c : c + 8], data[a : a + 8]
+        yield f"{kind} in {name}", {**files, name: bytes(data)}
+
+
+def fuzz(path: Path, state: Any, seed: int, number: int) -> dict[str, int]:
+    files = copies(path)
+    outcomes: dict[str, int] = {}
+    for what, damaged in damages(files, seed, number):
+        changed = damaged != files
+        for name, data in damaged.items():
+            (path / name).write_bytes(data)
+        outcome = use(path, state)
+        # Every byte counts: what was changed is noticed.
+        assert (outcome == "fine") == (not changed), what
+        outcomes[outcome] = outcomes.get(outcome, 0) + 1
+    restore(path, files)
+    assert use(path, state) == "fine"
+    return outcomes
+
+
+def test_thousands_of_damages_are_noticed(good):
+    outcomes = fuzz(*good, seed=0, number=3000)
+    assert outcomes["CorruptError"] > 2800
+    assert outcomes.keys() <= {"CorruptError", "fine"}
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("seed", range(1, 11))
+def test_many_thousands_of_damages_are_noticed(good, seed: int):
+    fuzz(*good, seed=seed, number=20_000)
+
+
+# -------------------------------------------------------------------------------- by somebody who knows how to sign it
+
+
+def signed(body: Any) -> bytes:
+    text = (body if isinstance(body, str) else json.dumps(body)).encode()
+    return b'{"sha256": "' + hashlib.sha256(text).hexdigest().encode() + b'",\n"index": ' + text + b"}\n"
+
+
+VALUES = [
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    3,
+    2**31,
+    2**63,
+    2**64,
+    10**400,
+    0.5,
+    1e308,
+    "",
+    "x",
+    "../x.safetensors",
+    [],
+    {},
+    [0],
+]
+VALUES += [
+    "float32",
+    "int8",
+    "float99",
+    [2**62, 0],
+    [2, -2],
+    "a\0b",
+    "\ud800",
+    [[]],
+    {"a": 1},
+    "zzzzzzzz",
+    "00000000",
+    32,
+    8,
+    4,
+]
+
+
+def places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [at, *(place for key, item in inner for place in places(item, (*at, key)))]
+
+
+def edited(body: Any, draw: random.Random) -> Any:
+    """Put something else in some place, leave it out, move it, or have it twice."""
+    body = json.loads(json.dumps(body))
+    *way, last = draw.choice(places(body)[1:])
+    holder = body
+    for key in way:
+        holder = holder[key]
+    kind = draw.choice(["value", "value", "value", "drop", "rename", "twice", "number"])
+    if kind == "drop":
+        del holder[last]
+    elif kind == "rename" and isinstance(holder, dict):
+        holder[draw.choice(["", "x", "__proto__", "a//b", last * 2, "trace/w", "params"])] = holder.pop(last)
+    elif kind == "twice" and isinstance(holder, list):
+        holder.append(holder[last])
+    elif kind == "number" and isinstance(holder[last], int):
+        holder[last] += draw.choice([-8, -4, -1, 1, 4, 8, 64])
+    else:
+        holder[last] = draw.choice(VALUES)
+    return body
+
+
+# What may be told in another way without any harm to tensors.
+TOLD = {"save_id", "step", "extra", "chain", "versions"}
+
+
+def fuzz_index(path: Path, state: Any, seed: int, number: int) -> dict[str, int]:
+    text = (path / INDEX).read_bytes()
+    body = json.loads(text)["index"]
+    draw = random.Random(seed)
+    outcomes: dict[str, int] = {}
+    for _ in range(number):
+        other = body
+        for _ in range(draw.choice([1, 1, 1, 2, 3])):
+            other = edited(other, draw)
+        (path / INDEX).write_bytes(signed(other))
+        outcome = use(path, state)
+        outcomes[outcome] = outcomes.get(outcome, 0) + 1
+        if outcome == "fine" and isinstance(other, dict):
+            # Nothing that decides about bytes has changed, but for keys that nobody reads and boxes of no elements.
+            same = {key: value for key, value in body.items() if key not in TOLD and key != "leaves"}
+            assert {key: other[key] for key in same} == same
+    (path / INDEX).write_bytes(text)
+    assert use(path, state) == "fine"
+    return outcomes
+
+
+def test_thousands_of_signed_edits_are_noticed_or_harmless(good):
+    outcomes = fuzz_index(*good, seed=0, number=3000)
+    assert set(outcomes) == {"CorruptError", "MismatchError", "FormatError", "fine"}
+    assert outcomes["CorruptError"] > 1500
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("seed", range(1, 11))
+def test_many_thousands_of_signed_edits_are_noticed_or_harmless(good, seed: int):
+    fuzz_index(*good, seed=seed, number=20_000)
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("[" * 200_000, CorruptError),
+        ('{"a":' * 200_000, CorruptError),
+        ("{}", CorruptError),
+        ("[]", CorruptError),
+        ("null", CorruptError),
+        ("9" * 10_000, CorruptError),
+        ('{"format": "muonfx checkpoint", "version": 2}', FormatError),
+        ('{"format": "muonfx checkpoint", "version": 1, "version": 1}', CorruptError),
+        ('{"format": "something else", "version": 1}', FormatError),
+        ('{"format": "muonfx checkpoint", "version": NaN}', CorruptError),
+        ('{"format": "muonfx checkpoint", "version": 1}', CorruptError),
+    ],
+)
+def test_texts_that_are_no_index(good, text: str, error: type[Exception]):
+    path, state = good
+    (path / INDEX).write_bytes(signed(text))
+    with pytest.raises(error, match=str(path)):
+        ck.load(path, like=state)
+
+
+def test_a_newer_format_says_to_upgrade(good):
+    path, state = good
+    body = json.loads((path / INDEX).read_bytes())["index"]
+    (path / INDEX).write_bytes(signed({**body, "version": 2, "leaves": "of another kind"}))
+    with pytest.raises(FormatError, match=r"version 2 of the format, and this muonfx reads version 1: .* upgrade"):
+        ck.load(path, like=state)
+
+
+def test_a_checkpoint_cannot_run_code(good, tmp_path: Path):
+    class Trap:
+        def __reduce__(self):
+            return (tmp_path / "trapped").write_text, ("x",)
+
+    path, state = good
+    bomb = pickle.dumps(Trap())
+    archive = io.BytesIO()
+    torch.save(Trap(), archive)
+    for data in (bomb, archive.getvalue()):
+        for name, whole in copies(path).items():
+            (path / name).write_bytes(data)
+            for act in (ck.inspect, ck.verify, ck.read, lambda p: ck.load(p, like=state)):
+                if name != INDEX and act is ck.inspect:
+                    continue
+                with pytest.raises(CheckpointError):
+                    act(path)
+            (path / name).write_bytes(whole)
+    assert not (tmp_path / "trapped").exists()
+    for source in Path(ck.__file__).parent.glob("*.py"):
+        text = source.read_text()
+        assert "import pickle" not in text
+        assert "torch.load(" not in text
+
+
+# ------------------------------------------------------------------------------------------ named, and the previous one
+
+
+def test_what_is_damaged_is_named_and_the_previous_one_offered(tmp_path: Path):
+    state = {"trace": {"w": torch.randn(3 * BLOCK // 4 + 5), "b": torch.randn(7)}}
+    for step in (1, 2, 3):
+        ck.save(ck.step_path(tmp_path, step), state, step=step)
+    last = ck.step_path(tmp_path, 3)
+    index = ck.inspect(last)
+    data = last / index.files[0].name
+    whole = data.read_bytes()
+    chunk = index.leaves["trace/w"].chunks[0]
+
+    def damaged(offset: int) -> None:
+        data.write_bytes(whole[:offset] + bytes([whole[offset] ^ 1]) + whole[offset + 1 :])
+
+    damaged(chunk.begin + 2 * BLOCK + 100)
+    where = f"bytes {chunk.begin + 2 * BLOCK} to {chunk.begin + 3 * BLOCK}"
+    message = f"{data}: the leaf 'trace/w' is damaged, somewhere in {where} .*looks whole: {ck.step_path(tmp_path, 2)}"
+    for act in (lambda: ck.load(last, like=state), lambda: ck.read(last), lambda: ck.verify(last)):
+        with pytest.raises(CorruptError, match=message) as caught:
+            act()
+        assert caught.value.previous == ck.step_path(tmp_path, 2)
+    assert ck.latest(tmp_path) == last  # which reads no leaf
+    with pytest.warns(UserWarning, match=r"step-000000003 is not used.*'trace/w' is damaged"):
+        assert ck.latest(tmp_path, verify=True) == ck.step_path(tmp_path, 2)
+
+    damaged(20)
+    with pytest.raises(CorruptError, match="the header of the data file is damaged"):
+        ck.load(last, like=state)
+    data.write_bytes(whole[:-1])
+    with pytest.raises(CorruptError, match=f"has {len(whole) - 1} bytes, expected {len(whole)}"):
+        ck.load(last, like=state)
+    data.unlink()
+    with pytest.raises(CorruptError, match=r"missing or cannot be read: No such file.*step-000000002"):
+        ck.load(last, like=state)
+    with pytest.warns(UserWarning, match="step-000000003 is not used"):
+        assert ck.latest(tmp_path) == ck.step_path(tmp_path, 2)
+
+    previous = ck.step_path(tmp_path, 2)
+    (previous / INDEX).write_bytes((previous / INDEX).read_bytes()[:-3])
+    with pytest.raises(CorruptError, match=rf"{INDEX} is damaged.*step-000000001"):
+        ck.inspect(previous)
+    with pytest.raises(CorruptError) as caught:
+        ck.load(last, like=state)
+    assert caught.value.previous == ck.step_path(tmp_path, 1)
+    assert_same_tree(ck.load(caught.value.previous, like=state), state)
+
+
+def test_a_file_that_is_cut_short_while_it_is_read(tmp_path: Path):
+    """The length is right when the file is opened, and no longer when a leaf is read."""
+    from muonfx.checkpoint.data import Reader
+
+    ck.save(tmp_path, {"w": torch.randn(5 * BLOCK // 4)})
+    with Reader(tmp_path, ck.inspect(tmp_path)) as reader:
+        data = next(tmp_path.glob("*.safetensors"))
+        reader.check_files()
+        with data.open("r+b") as file:
+            file.truncate(4 * BLOCK + 1000)
+        with pytest.raises(CorruptError, match="ends too early"):
+            reader.read("w")
+
+
+def test_errors_survive_pickling():
+    one = pickle.loads(pickle.dumps(CorruptError("broken", Path("a/step-1"))))
+    assert (str(one), one.previous) == ("broken; the one before it looks whole: a/step-1", Path("a/step-1"))
+    two = pickle.loads(pickle.dumps(MismatchError("all wrong", ["a", "b"])))
+    assert (str(two), two.problems) == ("all wrong", ("a", "b"))

@@ -1,0 +1,102 @@
+"""Names of leaves: readable, unique, with an exact inverse, and unmoved by what else is in the chain."""
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import muonfx as mfx
+from muonfx import testing as kit
+from muonfx.checkpoint.names import PARAMS, in_section, is_name, name_of, named_leaves, path_of
+
+ENTRIES = st.one_of(
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=6),
+    st.text("~/012-. _", max_size=5),
+    st.integers(-(10**25), 10**25),
+    st.sampled_from(["params", "__metadata__", "~2params", "0", "-1", "00", "", "~"]),
+)
+PATHS = st.lists(ENTRIES, max_size=4).map(tuple)
+
+
+@given(PATHS)
+@example(("params",))
+@example(("__metadata__",))
+@example(("",))
+@example(("a", "", "b"))
+@example((0, "0"))
+def test_a_name_reads_back_as_its_path(path):
+    name = name_of(path)
+    assert path_of(name) == path
+    assert [type(entry) for entry in path_of(name)] == [type(entry) for entry in path]
+    assert is_name(name)
+    assert not in_section(name, PARAMS)
+    assert name
+    assert name != "__metadata__"
+
+
+@given(PATHS, PATHS)
+def test_two_paths_have_two_names(one, other):
+    same = one == other and [type(entry) for entry in one] == [type(entry) for entry in other]
+    assert (name_of(one) == name_of(other)) == same
+
+
+@given(st.text(max_size=12))
+@example("a//b")
+@example("~3")
+@example("~2x")
+@example("momentum/")
+def test_a_text_is_a_name_only_if_a_path_has_it(text):
+    if in_section(text, PARAMS):
+        return
+    try:
+        path = path_of(text)
+    except ValueError:
+        assert not is_name(text)
+    else:
+        assert is_name(text)
+        assert name_of(path) == text
+
+
+def test_names_are_readable():
+    params = {"blocks.0.attn.q.weight": torch.zeros(2, 2)}
+    tx = mfx.chain(mfx.momentum(), mfx.orthogonalize())
+    assert list(mfx.spec(tx, params)) == ["momentum/trace/blocks.0.attn.q.weight"]
+
+
+def test_parameters_stand_under_a_level_of_their_own():
+    leaf = torch.zeros(1)
+    assert [name for name, _ in named_leaves({"w": leaf, "params": leaf, "a/b": leaf}, PARAMS)] == [
+        "params/a~1b",
+        "params/params",
+        "params/w",
+    ]
+    assert [name for name, _ in named_leaves({"w": leaf, "params": {"w": leaf}})] == ["~2params/w", "w"]
+    assert [name for name, _ in named_leaves(leaf, PARAMS)] == ["params"]
+    assert all(is_name(name) for name, _ in named_leaves({"a/b": leaf, "0": leaf, "~": leaf}, PARAMS))
+
+
+@pytest.mark.filterwarnings("ignore:partition. no parameter has the label")
+@given(
+    kit.chains(max_size=3),
+    st.integers(0, 3),
+    st.sampled_from([mfx.clip_by_value(1.0), mfx.monitor("seen"), mfx.ema_params(0.5)]),
+)
+def test_names_do_not_change_when_another_transform_joins_the_chain(members, place, new):
+    params = {"w": torch.zeros(2, 3), "b": torch.zeros(3)}
+    if new.name in {tx.name for tx in members}:
+        return
+    before = mfx.spec(mfx.chain(*members), params)
+    after = mfx.spec(mfx.chain(*members[:place], new, *members[place:]), params)
+    assert {name: after[name] for name in before} == before.leaves
+    assert all(name.startswith(f"{new.name}/") for name in after if name not in before)
+
+
+@pytest.mark.parametrize("key", [True, 1.5, (1, 2), b"x", None])
+def test_a_key_that_is_no_name_is_refused(key):
+    with pytest.raises(TypeError, match="keys must be strings or ints"):
+        name_of(("trace", key))
+
+
+def test_a_key_that_is_no_unicode_is_refused():
+    with pytest.raises(ValueError, match="no valid Unicode"):
+        name_of(("\ud800",))

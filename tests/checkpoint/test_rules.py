@@ -1,0 +1,309 @@
+"""What may be loaded into what: widening yes, all else by name only, and one error that lists all of it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import muonfx as mfx
+from muonfx.checkpoint import MismatchError, NotFoundError
+from muonfx.checkpoint.rules import matches
+from tests.checkpoint.common import assert_same_tree, bits, folder, grads_like, small_params, trained
+
+ck = mfx.checkpoint
+W, B = "blocks.0.up.weight", "blocks.0.up.bias"
+
+
+@pytest.fixture
+def saved(tmp_path: Path):
+    tx = mfx.chain(mfx.momentum(), mfx.scale_by_adam())
+    params, state = trained(tx, small_params())
+    path = ck.save(tmp_path / "step-000000002", state, tx=tx, params=params, step=2)
+    return path, tx, params, state
+
+
+# ------------------------------------------------------------------------------------ the story of DeepSpeed issue 7746
+
+
+def test_issue_7746_a_bf16_model_with_fp32_momentum_resumes(tmp_path: Path):
+    """bf16 parameters and gradients, momentum pinned to fp32: saved, loaded, and the next step is the next step."""
+    tx = mfx.muon(1e-2, dtype=torch.float32)
+    params, state = trained(tx, {"w": torch.randn(6, 4).bfloat16()})
+    ck.save(tmp_path, state, tx=tx, params=params, step=2)
+    params_again = ck.load_params(tmp_path, like={"w": torch.empty(6, 4, dtype=torch.bfloat16)})
+    again = ck.load(tmp_path, like=mfx.spec(tx, params_again))
+    assert again["momentum"].trace["w"].dtype == torch.float32
+    assert_same_tree(again, state)
+    grads = grads_like(params, 5)
+    assert grads["w"].dtype == torch.bfloat16
+    updates, after = tx.update(grads, again, params_again)
+    assert updates["w"].dtype == torch.bfloat16
+    assert after["momentum"].trace["w"].dtype == torch.float32
+    assert_same_tree((updates, after), tx.update(grads, state, params))
+
+
+def test_issue_7746_mirrored_bf16_momentum_in_an_fp32_run(tmp_path: Path):
+    """bf16 momentum stays bf16 in an fp32 run that pins it so, widens into one that pins fp32, and never turns back."""
+    half = mfx.momentum(dtype=torch.bfloat16)
+    full = mfx.momentum(dtype=torch.float32)
+    params, state = trained(half, {"w": torch.randn(6, 4)})
+    assert state.trace["w"].dtype == torch.bfloat16
+    ck.save(tmp_path / "half", state, params=params)
+    again = ck.load(tmp_path / "half", like=mfx.spec(half, params))
+    assert again.trace["w"].dtype == torch.bfloat16
+    grads = grads_like(params, 5)
+    assert_same_tree(half.update(grads, again, params), half.update(grads, state, params))
+
+    wide = ck.load(tmp_path / "half", like=mfx.spec(full, params), allow_other_chain=True)
+    assert wide.trace["w"].dtype == torch.float32
+    assert torch.equal(wide.trace["w"], state.trace["w"].float())
+    _, after = full.update(grads, wide, params)
+    assert after.trace["w"].dtype == torch.float32
+
+    ck.save(tmp_path / "full", after)
+    with pytest.raises(MismatchError, match=r"narrowing: 'trace/w' is torch.float32 .* torch.bfloat16 is wanted"):
+        ck.load(tmp_path / "full", like=mfx.spec(half, params))
+    rounded = ck.load(tmp_path / "full", like=mfx.spec(half, params), cast={"trace": torch.bfloat16})
+    assert torch.equal(rounded.trace["w"], after.trace["w"].bfloat16())
+
+
+# ----------------------------------------------------------------------------------------------------------- widening
+
+
+@given(st.sampled_from([torch.float16, torch.bfloat16, torch.float32]), st.sampled_from([torch.float32, torch.float64]))
+def test_widening_is_exact_and_needs_no_word(old, new):
+    state = {"w": torch.randn(5, 3).to(old)}
+    with folder() as path:
+        ck.save(path, state)
+        if old == new or old.itemsize < new.itemsize:
+            back = ck.load(path, like={"w": torch.empty(5, 3, dtype=new)})
+            assert bits(back["w"]) == bits(state["w"].to(new))
+        assert_same_tree(ck.load(path, like=state), state)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (torch.float64, torch.float32),
+        (torch.float16, torch.bfloat16),
+        (torch.bfloat16, torch.float16),
+        (torch.int64, torch.float64),
+        (torch.int64, torch.int32),
+        (torch.uint8, torch.int8),
+        (torch.bool, torch.int64),
+        (torch.float32, torch.complex64),
+    ],
+)
+def test_nothing_else_is_cast_without_a_word(tmp_path: Path, old: torch.dtype, new: torch.dtype):
+    state = {"a": torch.ones(2, dtype=old), "b": torch.ones(2)}
+    ck.save(tmp_path, state)
+    like = {"a": torch.zeros(2, dtype=new), "b": torch.zeros(2)}
+    with pytest.raises(MismatchError) as caught:
+        ck.load(tmp_path, like=like)
+    assert caught.value.problems == (f"narrowing: 'a' is {old} in the checkpoint, and {new} is wanted",)
+    assert f"cast={{'a': {new}}}" in str(caught.value)
+    back = ck.load(tmp_path, like=like, cast={"a": new})
+    assert torch.equal(back["a"], torch.ones(2, dtype=new))
+
+
+# ----------------------------------------------------------------------------------------- one error, and its remedies
+
+
+def test_one_error_lists_everything_that_does_not_fit(saved):
+    path, tx, params, _ = saved
+    other = mfx.chain(mfx.momentum(dtype=torch.bfloat16), mfx.scale_by_lion())
+    wanted = {**{name: p for name, p in params.items() if name != B}, "embed.weight": torch.zeros(9, 4)}
+    with pytest.raises(MismatchError) as caught:
+        ck.load(path, like=mfx.spec(other, wanted))
+    problems = "\n".join(caught.value.problems)
+    for expected in (
+        f"chain:     the checkpoint was made by {tx!r} (fingerprint {tx.fingerprint}), expected {other!r}",
+        "missing:   'scale_by_lion/mu/embed.weight', (9, 4) float32, is not in the checkpoint",
+        "extra:     'scale_by_adam/count' is in the checkpoint and not wanted",
+        f"extra:     'momentum/trace/{B}' is in the checkpoint and not wanted",
+        "reshaped:  'momentum/trace/embed.weight' has shape (8, 4), expected (9, 4)",
+        f"narrowing: 'momentum/trace/{W}' is torch.float32 in the checkpoint, and torch.bfloat16 is wanted",
+    ):
+        assert expected in problems
+    assert len(caught.value.problems) == 1 + 3 + (1 + 8 + 1) + 1 + 3
+    message = str(caught.value)
+    for remedy in ("allow_missing=", "allow_extra=", "allow_other_chain=True", "cast=", "rename="):
+        assert remedy in message
+    assert str(path) in message
+    assert "nothing was loaded" in message
+
+
+def test_a_missing_leaf_keeps_what_like_has(saved):
+    path, tx, params, state = saved
+    grown = {**params, "new": torch.ones(2, 2)}
+    like = mfx.tree.map(lambda leaf: leaf + 3, tx.init(grown))
+    with pytest.raises(MismatchError, match="missing"):
+        ck.load(path, like=like)
+    for allowed in (True, "*/new", ["momentum/trace/new", "scale_by_adam/mu/new", "*/nu/new"]):
+        back = ck.load(path, like=like, allow_missing=allowed)
+        assert torch.equal(back["momentum"].trace["new"], torch.full((2, 2), 3.0))
+        assert back["momentum"].trace["new"] is not like["momentum"].trace["new"]
+        assert torch.equal(back["momentum"].trace[W], state["momentum"].trace[W])
+    with pytest.raises(MismatchError, match="scale_by_adam/mu/new"):
+        ck.load(path, like=like, allow_missing="momentum")
+    with pytest.raises(ValueError, match=r"no values to keep: give a state"):
+        ck.load(path, like=mfx.spec(tx, grown), allow_missing=True)
+
+
+def test_an_extra_leaf_is_left_out_on_request(saved):
+    path, tx, params, state = saved
+    fewer = {name: p for name, p in params.items() if name != W}
+    with pytest.raises(MismatchError, match="extra"):
+        ck.load(path, like=mfx.spec(tx, fewer))
+    back = ck.load(path, like=mfx.spec(tx, fewer), allow_extra=f"*/{W}")
+    assert torch.equal(back["momentum"].trace[B], state["momentum"].trace[B])
+    only = mfx.chain(mfx.momentum())
+    back = ck.load(path, like=mfx.spec(only, params), allow_extra="scale_by_adam", allow_other_chain=True)
+    assert_same_tree(back, {"momentum": state["momentum"]})
+    with pytest.raises(MismatchError, match=f"'params/{W}' is in the checkpoint and not wanted"):
+        ck.load_params(path, like=fewer)
+    assert ck.load_params(path, like=fewer, allow_extra=True).keys() == fewer.keys()
+
+
+def test_leaves_are_renamed_by_name_or_by_level(saved):
+    path, _, params, state = saved
+    moved = mfx.chain(("first", mfx.momentum()), ("second", mfx.scale_by_adam()))
+    levels = {"momentum": "first", "scale_by_adam": "second"}
+    back = ck.load(path, like=mfx.spec(moved, params), rename=levels, allow_other_chain=True)
+    assert_same_tree(back, {"first": state["momentum"], "second": state["scale_by_adam"]})
+    new = {"renamed" if name == W else name: p for name, p in params.items()}
+    rename = {f"params/{W}": "params/renamed"}
+    assert torch.equal(ck.load_params(path, like=new, rename=rename)["renamed"], params[W])
+    # of two that fit, the one of more levels
+    rename = {**levels, f"momentum/trace/{W}": "first/trace/renamed"}
+    like = mfx.spec(mfx.chain(("first", mfx.momentum())), new)
+    back = ck.load(path, like=like, rename=rename, allow_extra="second", allow_other_chain=True)
+    assert torch.equal(back["first"].trace["renamed"], state["momentum"].trace[W])
+
+
+def test_a_word_that_means_no_leaf_is_an_error(saved):
+    path, tx, params, _ = saved
+    like = mfx.spec(tx, params)
+    with pytest.raises(MismatchError, match=r"rename: .* no leaf 'momentun'"):
+        ck.load(path, like=like, rename={"momentun": "momentum"})
+    with pytest.raises(MismatchError, match=r"cast: .* 'momentun'"):
+        ck.load(path, like=like, cast={"momentun": torch.float32})
+    with pytest.raises(MismatchError, match=r"both 'scale_by_adam/mu/.* and 'scale_by_adam/nu/.* would be"):
+        ck.load(path, like=like, rename={"scale_by_adam/nu": "scale_by_adam/mu"})
+
+
+def test_cast_allows_a_dtype_and_does_not_change_it(saved):
+    path, tx, params, state = saved
+    with pytest.raises(MismatchError, match=r"is wanted as torch.float32, and cast= says torch.bfloat16"):
+        ck.load(path, like=mfx.spec(tx, params), cast={"momentum": torch.bfloat16})
+    assert_same_tree(ck.load(path, like=state, cast={"momentum": torch.float32}), state)
+
+
+def test_a_fingerprint_is_compared_where_both_sides_have_one(saved, tmp_path: Path):
+    path, tx, params, state = saved
+    other = mfx.chain(mfx.momentum(nesterov=False), mfx.scale_by_adam())
+    for arguments in ({"like": mfx.spec(other, params)}, {"like": state, "tx": other}):
+        with pytest.raises(MismatchError, match=r"chain: .*nesterov=False"):
+            ck.load(path, **arguments)
+        assert_same_tree(ck.load(path, **arguments, allow_other_chain=True), state)
+    assert_same_tree(ck.load(path, like=state), state)
+    assert_same_tree(ck.load(path, like=mfx.spec(other, params), tx=tx), state)
+    another_rate = mfx.chain(mfx.momentum(0.5), mfx.scale_by_adam(0.1))
+    assert_same_tree(ck.load(path, like=state, tx=another_rate), state)
+    ck.save(tmp_path / "unsigned", state)
+    assert_same_tree(ck.load(tmp_path / "unsigned", like=state, tx=other), state)
+
+
+def test_an_absent_leaf_is_no_leaf(tmp_path: Path):
+    state = {"a": torch.ones(2), "b": None}
+    ck.save(tmp_path, state)
+    assert list(ck.read(tmp_path)) == ["a"]
+    assert_same_tree(ck.load(tmp_path, like=state), state)
+    with pytest.raises(MismatchError, match="missing"):
+        ck.load(tmp_path, like={"a": torch.ones(2), "b": torch.ones(2)})
+    with pytest.raises(MismatchError, match="extra"):
+        ck.load(tmp_path, like={"a": None, "b": None})
+
+
+# ------------------------------------------------------------------------------------------------------ specs, patterns
+
+
+def test_a_spec_names_every_difference():
+    tx, params = mfx.chain(mfx.momentum(), mfx.scale_by_adam()), small_params()
+    spec = mfx.spec(tx, params)
+    state = tx.init(params)
+    spec.check(state)
+    assert spec.leaves == mfx.spec(tx, mfx.tree.map(lambda p: p.to("meta"), params)).leaves
+    assert sum(leaf.nbytes for leaf in mfx.tree.leaves(state)) == spec.nbytes
+    trace = {**state["momentum"].trace, W: torch.zeros(6, 4, dtype=torch.float16), "new": torch.zeros(1)}
+    del trace["scale"]
+    wrong = {**state, "momentum": mfx.MomentumState({**trace, B: 1.0})}
+    with pytest.raises(MismatchError) as caught:
+        spec.check(wrong)
+    assert sorted(caught.value.problems) == [
+        f"'momentum/trace/{B}' is a float, expected (6,) float32",
+        f"'momentum/trace/{W}' is (6, 4) float16, expected (6, 4) float32",
+        "'momentum/trace/new' is (1,) float32, and the spec has no such leaf",
+        "'momentum/trace/scale' is missing, expected () float32",
+    ]
+    with pytest.raises(MismatchError, match="containers"):
+        spec.check({"momentum": {"trace": state["momentum"].trace}, "scale_by_adam": state["scale_by_adam"]})
+
+
+def test_patterns_mean_names_levels_and_globs():
+    name = f"momentum/trace/{W}"
+    for pattern in (name, "momentum", "momentum/", "momentum/trace", "*", f"*/{W}", "momentum/*.weight"):
+        assert matches(pattern, name), pattern
+    for pattern in ("", "mom", "momentum/tra", "trace", W, "Momentum"):
+        assert not matches(pattern, name), pattern
+
+
+# ---------------------------------------------------------------------------------------------- bad arguments, no files
+
+
+def test_what_cannot_be_saved_is_named_and_nothing_is_written(tmp_path: Path):
+    path = tmp_path / "here"
+    for bad, message in (
+        ({"a": {"b": 1.0}}, "'a/b' is a float, expected a tensor"),
+        ({"a": torch.ones(1).to_sparse()}, "'a' must be a dense tensor"),
+        ({"a": torch.ones(1, device="meta")}, "'a' must be a dense tensor with values"),
+        ({1.5: torch.ones(1)}, "keys must be strings or ints"),
+        ({"a": torch.empty(2, dtype=torch.float4_e2m1fn_x2)}, "dtype torch.float4_e2m1fn_x2"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            ck.save(path, bad)
+    for extra, error, message in (
+        ({"x": {1, 2}}, TypeError, "extra must be JSON"),
+        ({"x": float("nan")}, ValueError, "no NaN"),
+        ({"x": (1, 2)}, ValueError, "would not come back as it is: x"),
+        ({"x": {1: 2}}, ValueError, "would not come back as it is: x"),
+    ):
+        with pytest.raises(error, match=message):
+            ck.save(path, {}, extra=extra)
+    with pytest.raises(ValueError, match="step must be"):
+        ck.save(path, {}, step=-1)
+    with pytest.raises(TypeError, match="tx must be"):
+        ck.save(path, {}, tx="momentum")
+    with pytest.raises(ValueError, match="keep must be"):
+        ck.save(path, {}, keep=0)
+    with pytest.raises(ValueError, match="step_path"):
+        ck.save(path, {}, keep=1)
+    assert not path.exists()
+
+
+def test_what_is_not_there_is_said(tmp_path: Path, saved):
+    path, *_ = saved
+    with pytest.raises(NotFoundError, match="no such folder"):
+        ck.load(tmp_path / "nowhere", like={})
+    with pytest.raises(NotFoundError, match=f"the newest is {path}"):
+        ck.load(path.parent, like={})
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(NotFoundError, match="stopped before it was done"):
+        ck.inspect(tmp_path / "empty")
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(NotFoundError, match="this is a file"):
+        ck.verify(tmp_path / "file")
+    with pytest.raises(ck.WriteError, match="a checkpoint is a folder"):
+        ck.save(tmp_path / "file", {})

@@ -1,0 +1,306 @@
+"""Worker processes with torch.distributed (gloo), and what the tests have them do.
+
+One world of four processes serves all tests; a test with fewer ranks uses the group of the first so many.
+"""
+
+import os
+import random
+import tempfile
+import time
+import traceback
+from datetime import timedelta
+from math import prod
+from multiprocessing import get_context
+from pathlib import Path
+from queue import Empty
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import muonfx as mfx
+from muonfx.checkpoint import FlatPiece
+from tests.checkpoint.common import bits
+
+ck = mfx.checkpoint
+WORLD = 4
+SIZES = (1, 2, 4)
+
+
+class World:
+    """Worker processes that run functions of this module by name, each with its rank."""
+
+    def __init__(self) -> None:
+        context = get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory()
+        self._inboxes = [context.Queue() for _ in range(WORLD)]
+        self._outbox = context.Queue()
+        store = str(Path(self._folder.name) / "store")
+        self._processes = [
+            context.Process(target=_serve, args=(rank, store, inbox, self._outbox), daemon=True)
+            for rank, inbox in enumerate(self._inboxes)
+        ]
+        for process in self._processes:
+            process.start()
+
+    def run(self, size: int, function: str, **arguments: Any) -> list[Any]:
+        """Call a function on so many ranks; what each returned, or the error that it raised, by rank."""
+        for inbox in self._inboxes[:size]:
+            inbox.put((function, size, arguments))
+        found: dict[int, Any] = {}
+        until = time.monotonic() + 120
+        while len(found) < size:
+            try:
+                rank, result = self._outbox.get(timeout=1)
+            except Empty:
+                dead = [process.exitcode for process in self._processes if not process.is_alive()]
+                assert not dead, f"workers ended with {dead}"
+                assert time.monotonic() < until, f"{function}: only ranks {sorted(found)} have answered"
+            else:
+                found[rank] = result
+        return [found[rank] for rank in range(size)]
+
+    def check(self, size: int, function: str, **arguments: Any) -> list[Any]:
+        """The same, where no error is expected."""
+        results = self.run(size, function, **arguments)
+        for result in results:
+            assert not isinstance(result, Failed), result.trace
+        return results
+
+    def close(self) -> None:
+        for inbox in self._inboxes:
+            inbox.put(None)
+        for process in self._processes:
+            process.join(20)
+            if process.is_alive():
+                process.kill()
+        self._folder.cleanup()
+
+
+class Failed:
+    """An error on a worker."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error, self.trace = error, traceback.format_exc()
+
+
+def _serve(rank: int, store: str, inbox: Any, outbox: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, WORLD), rank=rank, world_size=WORLD, timeout=timedelta(seconds=60)
+    )
+    groups = {size: dist.new_group(list(range(size))) for size in SIZES}
+    background = {size: dist.new_group(list(range(size)), backend="gloo") for size in SIZES}
+    grid = DeviceMesh("cpu", [[0, 1], [2, 3]])
+    while (task := inbox.get()) is not None:
+        function, size, arguments = task
+        here = Here(rank, size, groups[size], background[size], grid)
+        try:
+            outbox.put((rank, globals()[function](here, **arguments)))
+        except BaseException as error:
+            outbox.put((rank, Failed(error)))
+    dist.destroy_process_group()
+
+
+class Here:
+    """One rank of a group."""
+
+    def __init__(self, rank: int, size: int, group: Any, background: Any, grid: DeviceMesh) -> None:
+        self.rank, self.size, self.group, self.background, self.grid = rank, size, group, background, grid
+        self.mesh = DeviceMesh.from_group(group, "cpu")
+
+
+# ------------------------------------------------------------------------------------------------------- trees, layouts
+
+
+def tree_of(seed: int) -> dict[str, Any]:
+    """A state of many kinds of leaves, the same in every process."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def some(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        if dtype in (torch.int8, torch.int64):
+            return torch.randint(-100, 100, shape, generator=draw, dtype=dtype)
+        return torch.randn(shape, generator=draw).to(dtype)
+
+    side = random.Random(seed).randrange(1, 9)
+    return {
+        "momentum": mfx.MomentumState(
+            {
+                "matrix": some(8, 6),
+                "odd": some(7, 5, dtype=torch.bfloat16),
+                "any": some(side, 11 - side),
+                "thin": some(1, 9),
+                "stack": some(3, 4, 5),
+                "vector": some(13),
+                "empty": some(0, 3),
+                "codes": some(6, 10, dtype=torch.int8),
+                "double": some(4, 4, dtype=torch.float64),
+            }
+        ),
+        "count": some(dtype=torch.int64),
+        "fp8": some(5, 7).to(torch.float8_e4m3fn),
+    }
+
+
+def cuts(numel: int, size: int, seed: int | None) -> list[int]:
+    """Where to cut a flat buffer: evenly, or anywhere."""
+    if seed is None:
+        step = -(-numel // size)
+        return [min(numel, step * rank) for rank in range(size)] + [numel]
+    return [0, *sorted(random.Random(seed).randrange(numel + 1) for _ in range(size - 1)), numel]
+
+
+def laid_out(whole: Tensor, kind: str, here: Here, seed: int) -> Any:
+    """This rank's part of a tensor."""
+    if kind == "plain":
+        return whole.clone()
+    if kind == "flat" or whole.dtype is torch.float8_e4m3fn:
+        at = cuts(whole.numel(), here.size, seed if seed % 2 else None)
+        return FlatPiece.cut(whole.clone(), at[here.rank], at[here.rank + 1])
+    if kind == "grid" and here.size == 4 and whole.ndim >= 2:
+        placements = [Shard(0), Shard(1)] if seed % 2 else [Replicate(), Shard(1)]
+        return distribute_tensor(whole.clone(), here.grid, placements, src_data_rank=None)
+    dim = {"rows": 0, "columns": 1}.get(kind)
+    placement = Replicate() if dim is None or dim >= whole.ndim else Shard(dim)
+    return distribute_tensor(whole.clone(), here.mesh, [placement], src_data_rank=None)
+
+
+KINDS = ("plain", "flat", "rows", "columns", "replicated", "grid")
+
+
+def mixed(tree: Any, here: Here, kinds: tuple[str, ...], seed: int) -> Any:
+    """A tree whose leaves are laid out in drawn ways."""
+    draw = random.Random(seed)
+    leaves, treedef = mfx.tree.flatten(tree)
+    return mfx.tree.unflatten(
+        treedef, [laid_out(leaf, draw.choice(kinds), here, draw.randrange(99)) for leaf in leaves]
+    )
+
+
+def assert_is_layout_of(found: Any, whole: Any, wanted: Any) -> None:
+    """That each leaf is laid out as wanted, and holds this rank's part of the whole."""
+    for name, leaf, full, like in zip(
+        mfx.tree.names(whole), mfx.tree.leaves(found), mfx.tree.leaves(whole), mfx.tree.leaves(wanted), strict=True
+    ):
+        assert type(leaf) is type(like), name
+        if isinstance(like, FlatPiece):
+            assert (leaf.shape, leaf.start, leaf.stop) == (like.shape, like.start, like.stop), name
+            assert bits(leaf.data) == bits(full.reshape(-1)[like.start : like.stop]), name
+        elif isinstance(like, DTensor):
+            assert leaf.placements == like.placements, name
+            assert bits(leaf.to_local()) == bits(like.to_local()), name
+        else:
+            assert bits(leaf) == bits(full), name
+
+
+# --------------------------------------------------------------------------------------------------------- what they do
+
+
+def save_mixed(here: Here, path: Path, seed: int, kinds: tuple[str, ...] = KINDS, **more: Any) -> Path:
+    state, params = tree_of(seed), tree_of(seed + 1)["momentum"].trace
+    state, params = (mixed(tree, here, kinds, seed) for tree in (state, params))
+    return ck.save(path, state, params=params, group=here.group, **more)
+
+
+def load_mixed(here: Here, path: Path, seed: int, layout: int, kinds: tuple[str, ...] = KINDS, **more: Any) -> None:
+    state, params = tree_of(seed), tree_of(seed + 1)["momentum"].trace
+    like = mixed(state, here, kinds, layout)
+    blank = mfx.tree.map(
+        lambda leaf: leaf.empty_like() if isinstance(leaf, FlatPiece) else torch.empty_like(leaf), like
+    )
+    assert_is_layout_of(ck.load(path, like=blank, group=here.group, **more), state, like)
+    like = mixed(params, here, kinds, layout + 1)
+    assert_is_layout_of(ck.load_params(path, like=like, group=here.group), params, like)
+
+
+def random_pieces(here: Here, path: Path, seeds: range) -> None:
+    """Arrays of drawn shapes, cut in drawn ways, saved and loaded under other cuts."""
+    for seed in seeds:
+        draw = random.Random(seed)
+        whole = {
+            str(number): torch.randn([draw.choice((0, 1, 2, 3, 4, 5)) for _ in range(draw.randrange(4))])
+            for number in range(6)
+        }
+        # the same in every process
+        for number, leaf in whole.items():
+            leaf.copy_(torch.arange(leaf.numel()).reshape(leaf.shape) + 1000.0 * int(number))
+        cut = [
+            {
+                name: FlatPiece.cut(
+                    leaf, *cuts(prod(leaf.shape), here.size, 7 * seed + turn + int(name))[here.rank :][:2]
+                )
+                for name, leaf in whole.items()
+            }
+            for turn in (0, 1)
+        ]
+        ck.save(path / str(seed), cut[0], group=here.group)
+        assert_is_layout_of(ck.load(path / str(seed), like=cut[1], group=here.group), whole, cut[1])
+
+
+def save_in_background(here: Here, path: Path, seed: int, bad_rank: int | None = None) -> tuple[int, bool]:
+    """Save in the background, overwrite the state at once, and wait."""
+    state = mixed(tree_of(seed), here, KINDS, seed)
+    if here.rank == bad_rank:
+        state["bad"] = "no tensor"
+    seen: list[tuple[int, int]] = []
+    saving = ck.save_async(
+        path, state, group=here.background, step=seed, progress=lambda done, total: seen.append((done, total))
+    )
+    for leaf in mfx.tree.leaves(state):
+        if not isinstance(leaf, str):
+            local = leaf.data if isinstance(leaf, FlatPiece) else leaf.to_local() if isinstance(leaf, DTensor) else leaf
+            local.copy_(torch.zeros_like(local))
+    assert saving.wait(60) == path
+    assert saving.done
+    assert all(done <= total for done, total in seen)
+    return (seen[-1][0] if seen else 0), seen == sorted(seen)
+
+
+def save_with_trouble(here: Here, path: Path, seed: int, trouble: str, on: int) -> None:
+    """Save, with something wrong on one rank."""
+    from muonfx.checkpoint import data, distributed
+
+    state = mixed(tree_of(seed), here, ("plain", "flat"), seed)
+    original = distributed.write_data
+    if here.rank == on:
+        if trouble == "no tensor":
+            state["bad"] = 1.0
+        elif trouble == "other shape":
+            state["momentum"].trace["matrix"] = torch.zeros(9, 6)
+        elif trouble == "other dtype":
+            state["momentum"].trace["matrix"] = torch.zeros(8, 6, dtype=torch.float64)
+        elif trouble == "no space":
+
+            def full(*_: Any) -> None:
+                raise OSError(28, os.strerror(28))
+
+            distributed.write_data = full
+    if trouble == "hole":
+        state["piece"] = FlatPiece((8,), 4 * here.rank, torch.zeros(3))
+    if trouble == "overlap":
+        state["piece"] = FlatPiece((4, 2), 2 * here.rank, torch.zeros(5))
+    if trouble == "not shared":
+        path = path / str(here.rank)
+    try:
+        ck.save(path, state, group=here.group, step=seed + 1)
+    finally:
+        distributed.write_data = original
+    assert data.write_data is original
+
+
+def load_with_trouble(here: Here, path: Path, seed: int, on: int | None = None) -> None:
+    """Load, where one rank (or all) wants something else."""
+    like = mixed(tree_of(seed), here, ("plain", "flat"), seed)
+    if on in (None, here.rank):
+        like["new"] = torch.zeros(2)
+    ck.load(path, like=like, group=here.group)
+
+
+def load_plainly(here: Here, path: Path, seed: int) -> None:
+    """Load whole tensors on every rank."""
+    state = tree_of(seed)
+    found = ck.load(path, like=mfx.checkpoint.StateSpec.of(state), group=here.group)
+    assert_is_layout_of(found, state, state)
