@@ -14,7 +14,8 @@ import muonfx as mfx
 
 def bits(tensor: Tensor) -> bytes:
     """Shape, dtype and bytes: equal for tensors that cannot be told apart, NaN and -0.0 included."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    # Copied: a tensor of one element counts as contiguous with any stride.
+    flat = torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.detach().reshape(-1))
     values = flat.view(torch.uint8).tolist() if flat.numel() else []
     return repr((tuple(tensor.shape), tensor.dtype)).encode() + bytes(values)
 
