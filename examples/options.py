@@ -13,9 +13,8 @@ import torch
 from gpt import HEAD
 from runs import CHECKPOINTS, cores, newest, read_metrics
 
-from muonfx import checkpoint
-
 import muonfx as mfx
+from muonfx import checkpoint
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
