@@ -1,4 +1,4 @@
-"""Run the benchmarks and write their results and tables: ``python -m benchmarks [adapter] [--rounds N]``."""
+"""Run the benchmarks and write their results, tables and plot: ``python -m benchmarks [adapter polar step]``."""
 
 from __future__ import annotations
 
@@ -7,23 +7,46 @@ import os
 
 import torch
 
-from benchmarks import adapter, report
+from benchmarks import adapter, plots, polar, report, step
 from benchmarks.measure import save
 
+WHAT = {
+    "adapter": "adapter_speed adapter_memory",
+    "polar": "polar_speed polar_quality polar_scratch",
+    "step": "step_speed step_quality",
+}
+"""What can be asked for, and the results that it writes; one of these can be asked for by itself."""
 
-def main() -> None:
+
+def main(arguments: list[str] | None = None) -> None:
     """Measure, save, print and rewrite the tables of the documentation."""
+    results = [name for names in WHAT.values() for name in names.split()]
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("what", nargs="*", default=["adapter"], choices=["adapter"], help="which benchmarks to run")
+    parser.add_argument("what", nargs="*", default=[*WHAT], metavar="what", help=f"{', '.join([*WHAT, *results])}")
     parser.add_argument("--rounds", type=int, default=60, help="rounds in which all candidates take turns")
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="threads for torch")
-    options = parser.parse_args()
+    parser.add_argument("--no-compile", action="store_true", help="leave out what goes through torch.compile")
+    parser.add_argument("--no-report", action="store_true", help="leave the documentation alone: results only")
+    options = parser.parse_args(arguments)
+    if unknown := set(options.what) - {*WHAT, *results}:
+        parser.error(f"what: found {', '.join(sorted(unknown))}, expected some of {', '.join([*WHAT, *results])}")
     torch.set_num_threads(options.threads)
-    if "adapter" in options.what:
-        save("adapter_speed", adapter.speed(options.rounds))
-        save("adapter_memory", adapter.memory())
-    print(report.tables())
-    report.rewrite()
+    rounds, compiled = options.rounds, not options.no_compile
+    measures = {
+        "adapter_speed": lambda: adapter.speed(rounds),
+        "adapter_memory": adapter.memory,
+        "polar_speed": lambda: polar.speed(rounds, compiled=compiled),
+        "polar_quality": lambda: polar.quality(compiled=compiled),
+        "polar_scratch": polar.scratch,
+        "step_speed": lambda: step.speed(rounds, compiled=compiled),
+        "step_quality": lambda: step.quality(compiled=compiled),
+    }
+    for name in [one for asked in options.what for one in WHAT.get(asked, asked).split()]:
+        print(f"saved {save(name, measures[name]()).name}", flush=True)
+    if not options.no_report:
+        print(report.tables())
+        report.rewrite()
+        plots.draw()
 
 
 if __name__ == "__main__":

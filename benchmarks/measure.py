@@ -49,7 +49,7 @@ def summary(times: Mapping[str, list[float]], baseline: str) -> dict[str, dict[s
     """Median milliseconds of each candidate, and its ratio to a baseline, with 10th and 90th percentiles."""
 
     def spread(values: list[float]) -> dict[str, float]:
-        cuts = statistics.quantiles(values, n=10)
+        cuts = statistics.quantiles(values, n=10, method="inclusive")  # between what was seen, however few
         return {"median": statistics.median(values), "p10": cuts[0], "p90": cuts[-1]}
 
     return {

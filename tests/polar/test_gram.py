@@ -65,7 +65,12 @@ def matrices(n: int, m: int) -> dict[str, torch.Tensor]:
     return {**made, "gaussian": torch.randn(n, m, dtype=torch.float64, generator=generator)}
 
 
-CASES = [(torch.bfloat16, (256, 512)), (torch.bfloat16, (256, 4096)), (torch.bfloat16, (512, 1024)), (torch.float32, (256, 512))]
+CASES = [
+    (torch.bfloat16, (256, 512)),
+    (torch.bfloat16, (256, 4096)),
+    (torch.bfloat16, (512, 1024)),
+    (torch.float32, (256, 512)),
+]
 
 
 @pytest.mark.parametrize("name", EQUIVARIANT)
