@@ -97,7 +97,11 @@ def plain(x: torch.Tensor, dtype: torch.dtype = torch.bfloat16, coefficients: st
 
 
 def functions(*, compiled: bool = True) -> Iterator[Function]:
-    """Everything but muonfx; `compiled`: also what goes through `torch.compile`, which takes a minute to warm up."""
+    """Everything but muonfx; `compiled`: also what goes through `torch.compile`, which takes a minute to warm up.
+
+    What was compiled before is dropped: a function gets eight shapes, then it runs uncompiled or not at all.
+    """
+    torch.compiler.reset()
     yield from _torch_functions(compiled)
     yield from _pytorch_optimizer_functions()
     if compiled:  # HeavyBall compiles by itself
@@ -138,7 +142,8 @@ def _heavyball_functions() -> Iterator[Function]:
 
 
 def optimizers(*, compiled: bool = True) -> Iterator[Optimizer]:
-    """Everything but muonfx, with weight decay 0.1 everywhere and the package's own settings otherwise."""
+    """Everything but muonfx, with weight decay 0.1 and the package's own settings otherwise; see `functions`."""
+    torch.compiler.reset()
     build = partial(torch.optim.Muon, lr=1e-3, weight_decay=0.1)
     yield Optimizer("torch.optim.Muon", build, COMMON, True, "torch")
     if compiled:
