@@ -24,6 +24,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("what", nargs="*", default=[*WHAT], metavar="what", help=f"{', '.join([*WHAT, *results])}")
     parser.add_argument("--rounds", type=int, default=60, help="rounds in which all candidates take turns")
+    parser.add_argument("--seconds", type=float, default=60, help="for one case, if it has had ten rounds by then")
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="threads for torch")
     parser.add_argument("--no-compile", action="store_true", help="leave out what goes through torch.compile")
     parser.add_argument("--no-report", action="store_true", help="leave the documentation alone: results only")
@@ -35,10 +36,10 @@ def main(arguments: list[str] | None = None) -> None:
     measures = {
         "adapter_speed": lambda: adapter.speed(rounds),
         "adapter_memory": adapter.memory,
-        "polar_speed": lambda: polar.speed(rounds, compiled=compiled),
+        "polar_speed": lambda: polar.speed(rounds, compiled=compiled, seconds=options.seconds),
         "polar_quality": lambda: polar.quality(compiled=compiled),
         "polar_scratch": polar.scratch,
-        "step_speed": lambda: step.speed(rounds, compiled=compiled),
+        "step_speed": lambda: step.speed(rounds, compiled=compiled, seconds=options.seconds),
         "step_quality": lambda: step.quality(compiled=compiled),
     }
     for name in [one for asked in options.what for one in WHAT.get(asked, asked).split()]:

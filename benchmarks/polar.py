@@ -6,6 +6,7 @@ quality of each is measured on the same shapes (`benchmarks.quality`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
@@ -59,15 +60,20 @@ def about(one: Function, shape: Shape) -> dict[str, Any]:
     return row
 
 
-def speed(rounds: int, shapes: Sequence[Shape] = SHAPES, *, compiled: bool = True) -> list[dict[str, Any]]:
-    """Milliseconds for each candidate at each shape, and the ratio to torch's; torch's again shows the noise."""
+def speed(
+    rounds: int, shapes: Sequence[Shape] = SHAPES, *, compiled: bool = True, seconds: float = math.inf
+) -> list[dict[str, Any]]:
+    """Milliseconds for each candidate at each shape, and the ratio to torch's; torch's again shows the noise.
+
+    `seconds`: for one case, see `interleaved`.
+    """
     rows: list[dict[str, Any]] = []
     for shape in shapes:
         x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         them = candidates(shape, compiled)
         runs: dict[str, Callable[[], object]] = {one.name: partial(one.call, x) for one in them}
         runs[f"{BASELINE} again"] = runs[BASELINE]
-        times = summary(interleaved(runs, rounds=rounds), BASELINE)
+        times = summary(interleaved(runs, rounds=rounds, seconds=seconds), BASELINE)
         again = them[0]._replace(name=f"{BASELINE} again")
         rows += [{**about(one, shape), **times[one.name]} for one in (*them, again)]
     return rows

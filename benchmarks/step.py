@@ -12,6 +12,7 @@ times a number, which is the rule's business and divided out. It is the worst ov
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -92,15 +93,20 @@ def stepper(build: Build, gradients: Sequence[torch.Tensor], *, zero: bool = Fal
     return params, step
 
 
-def speed(rounds: int, sets: dict[str, list[Shape]] = SETS, *, compiled: bool = True) -> list[dict[str, Any]]:
-    """Milliseconds of a step for each candidate and set, and the ratio to torch's; torch's again shows the noise."""
+def speed(
+    rounds: int, sets: dict[str, list[Shape]] = SETS, *, compiled: bool = True, seconds: float = math.inf
+) -> list[dict[str, Any]]:
+    """Milliseconds of a step for each candidate and set, and the ratio to torch's; torch's again shows the noise.
+
+    `seconds`: for one case, see `interleaved`.
+    """
     rows: list[dict[str, Any]] = []
     for case, shapes in sets.items():
         gradients = [matrix("gaussian", shape, seed) for seed, shape in enumerate(shapes)]
         them = candidates(compiled)
         them.append(them[0]._replace(name=f"{BASELINE} again"))
         runs = {one.name: stepper(one.build, gradients)[1] for one in them}
-        times = summary(interleaved(runs, rounds=rounds), BASELINE)
+        times = summary(interleaved(runs, rounds=rounds, seconds=seconds), BASELINE)
         rows += [{**about(one, case), **times[one.name]} for one in them]
     return rows
 
