@@ -9,6 +9,7 @@ PY := $(VENV)/bin/python
 MADE := $(VENV)/.made
 EXAMPLES := $(VENV)/.installed-examples
 DEV := $(VENV)/.installed-dev
+BENCH := $(VENV)/.installed-bench
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -50,7 +51,7 @@ docs-serve: $(DEV) ## serve the documentation on this machine, rebuilt on every 
 notebooks: $(DEV) ## execute the notebooks (ARGS=--write keeps the new outputs)
 	@$(PY) scripts/run_notebooks.py $(ARGS)
 
-bench: $(DEV) ## run the benchmarks
+bench: $(BENCH) ## run the benchmarks, against other packages
 	@$(PY) -m benchmarks $(ARGS)
 
 setup: $(DEV) ## make the development environment and nothing else
@@ -88,5 +89,9 @@ $(EXAMPLES): $(MADE) pyproject.toml constraints.txt
 $(DEV): $(MADE) pyproject.toml constraints.txt
 	$(call install,dev,two to four minutes$(comma) about 700 MB where torch comes as its CPU build)
 	@touch $(EXAMPLES) $@
+
+$(BENCH): $(DEV)
+	$(call install,bench,the packages to compare with$(comma) a few MB)
+	@touch $@
 
 comma := ,

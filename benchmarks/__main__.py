@@ -1,4 +1,4 @@
-"""Run the benchmarks and write their results and tables: ``python -m benchmarks [adapter] [checkpoint]``."""
+"""Run the benchmarks and write their results, tables and plot: ``python -m benchmarks [adapter polar step checkpoint]``."""
 
 from __future__ import annotations
 
@@ -7,29 +7,52 @@ import os
 
 import torch
 
-from benchmarks import adapter, checkpoint, report
+from benchmarks import adapter, checkpoint, plots, polar, report, step
 from benchmarks.measure import save
 
+WHAT = {
+    "adapter": "adapter_speed adapter_memory",
+    "polar": "polar_speed polar_quality polar_scratch",
+    "step": "step_speed step_quality",
+    "checkpoint": "checkpoint_speed checkpoint_memory",
+}
+"""What can be asked for, and the results that it writes; one of these can be asked for by itself."""
 
-def main() -> None:
+
+def main(arguments: list[str] | None = None) -> None:
     """Measure, save, print and rewrite the tables of the documentation."""
+    results = [name for names in WHAT.values() for name in names.split()]
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    known = ["adapter", "checkpoint"]
-    parser.add_argument("what", nargs="*", default=known, choices=known, help="which benchmarks to run")
+    parser.add_argument("what", nargs="*", default=[*WHAT], metavar="what", help=f"{', '.join([*WHAT, *results])}")
     parser.add_argument("--rounds", type=int, default=60, help="rounds in which all candidates take turns")
+    parser.add_argument("--seconds", type=float, default=60, help="for one case, if it has had ten rounds by then")
     parser.add_argument("--megabytes", type=int, default=1024, help="of the state in the benchmark of checkpoints")
     parser.add_argument("--folder", help="where to write checkpoints; default: where temporary files go")
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="threads for torch")
-    options = parser.parse_args()
+    parser.add_argument("--no-compile", action="store_true", help="leave out what goes through torch.compile")
+    parser.add_argument("--no-report", action="store_true", help="leave the documentation alone: results only")
+    options = parser.parse_args(arguments)
+    if unknown := set(options.what) - {*WHAT, *results}:
+        parser.error(f"what: found {', '.join(sorted(unknown))}, expected some of {', '.join([*WHAT, *results])}")
     torch.set_num_threads(options.threads)
-    if "adapter" in options.what:
-        save("adapter_speed", adapter.speed(options.rounds))
-        save("adapter_memory", adapter.memory())
-    if "checkpoint" in options.what:
-        save("checkpoint_speed", checkpoint.speed(options.megabytes, min(options.rounds, 10), options.folder))
-        save("checkpoint_memory", checkpoint.memory(options.megabytes, options.folder))
-    print(report.tables())
-    report.rewrite()
+    rounds, compiled = options.rounds, not options.no_compile
+    measures = {
+        "adapter_speed": lambda: adapter.speed(rounds),
+        "adapter_memory": adapter.memory,
+        "polar_speed": lambda: polar.speed(rounds, compiled=compiled, seconds=options.seconds),
+        "polar_quality": lambda: polar.quality(compiled=compiled),
+        "polar_scratch": polar.scratch,
+        "step_speed": lambda: step.speed(rounds, compiled=compiled, seconds=options.seconds),
+        "step_quality": lambda: step.quality(compiled=compiled),
+        "checkpoint_speed": lambda: checkpoint.speed(options.megabytes, min(rounds, 10), options.folder),
+        "checkpoint_memory": lambda: checkpoint.memory(options.megabytes, options.folder),
+    }
+    for name in [one for asked in options.what for one in WHAT.get(asked, asked).split()]:
+        print(f"saved {save(name, measures[name]()).name}", flush=True)
+    if not options.no_report:
+        print(report.tables())
+        report.rewrite()
+        plots.draw()
 
 
 if __name__ == "__main__":

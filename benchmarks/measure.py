@@ -11,6 +11,7 @@ Memory: the bytes of storage that a call holds at its peak beyond what was there
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import statistics
@@ -29,12 +30,22 @@ import muonfx
 RESULTS = Path(__file__).parent / "results"
 
 
+LEAST = 10
+"""Rounds that are taken whatever they take, for percentiles to mean something."""
+
+
 def interleaved(
-    candidates: Mapping[str, Callable[[], object]], *, rounds: int, warmup: int = 3
+    candidates: Mapping[str, Callable[[], object]], *, rounds: int, warmup: int = 3, seconds: float = math.inf
 ) -> dict[str, list[float]]:
-    """Time each candidate once a round, in turns; the seconds of every round after the warm-up."""
+    """Time each candidate once a round, in turns; the seconds of every round after the warm-up.
+
+    `rounds` are taken, or `LEAST` and those that begin within `seconds`.
+    """
     times: dict[str, list[float]] = {name: [] for name in candidates}
+    began = time.perf_counter()
     for turn in range(warmup + rounds):
+        if turn >= warmup + LEAST and time.perf_counter() - began > seconds:
+            break
         for name, run in candidates.items():
             start = time.perf_counter()
             run()
@@ -49,11 +60,12 @@ def summary(times: Mapping[str, list[float]], baseline: str) -> dict[str, dict[s
     """Median milliseconds of each candidate, and its ratio to a baseline, with 10th and 90th percentiles."""
 
     def spread(values: list[float]) -> dict[str, float]:
-        cuts = statistics.quantiles(values, n=10)
+        cuts = statistics.quantiles(values, n=10, method="inclusive")  # between what was seen, however few
         return {"median": statistics.median(values), "p10": cuts[0], "p90": cuts[-1]}
 
     return {
         name: {
+            "rounds": len(own),
             "milliseconds": spread([1e3 * t for t in own]),
             "ratio": spread([a / b for a, b in zip(own, times[baseline], strict=True)]),
         }

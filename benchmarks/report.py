@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import RESULTS
+from benchmarks.quality import SPECTRA
 
 PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
-BEGIN, END = "<!-- tables: written by python -m benchmarks -->", "<!-- end of tables -->"
+BEGIN, END = "<!-- tables: {}, written by python -m benchmarks -->", "<!-- end of tables -->"
+
+WORSE = 1.1
+"""How many times torch's error a candidate may have before being faster is called a different thing."""
+BASELINE = "torch.optim.Muon"
 
 
-def _load(name: str) -> dict[str, Any] | None:
+def load(name: str) -> dict[str, Any] | None:
+    """A result, or None where it was not measured yet."""
     path = RESULTS / f"{name}.json"
     return json.loads(path.read_text()) if path.exists() else None
 
@@ -26,7 +34,9 @@ def _machine(found: dict[str, Any]) -> str:
     m = found["machine"]
     bf16 = f" ({', '.join(m['bf16'])})" if m["bf16"] else ""
     where = m["gpu"] or f"{m['cpu']}{bf16}, {m['threads']} threads"
-    return f"{where}; torch {m['torch']}, Python {m['python']}, load average at the end {m['load']:.1f}."
+    packages = {row["package"] for row in found["rows"] if "package" in row}
+    peers = "".join(f", {one}" for one in sorted(packages) if one.split()[0] not in ("torch", "muonfx"))
+    return f"{where}; torch {m['torch']}{peers}, Python {m['python']}, load average at the end {m['load']:.1f}."
 
 
 def _milliseconds(value: dict[str, float]) -> str:
@@ -46,10 +56,22 @@ def _bytes(value: int) -> str:
     return f"{value / 2**20:.2f} MiB"
 
 
-def tables() -> str:
-    """All tables as Markdown."""
+def shape_name(shape: Iterable[int]) -> str:
+    """A shape as people write it.
+
+    >>> shape_name([64, 128, 128])
+    '64 x 128 x 128'
+    """
+    return " x ".join(map(str, shape))
+
+
+# ------------------------------------------------------------------------------------------------------- adapter
+
+
+def adapter() -> str:
+    """Time and memory of a chain as a torch optimizer."""
     parts: list[str] = []
-    if speed := _load("adapter_speed"):
+    if speed := load("adapter_speed"):
         rows = [
             [
                 f"{row['optimizer']}: {row['case']}",
@@ -62,7 +84,7 @@ def tables() -> str:
         ]
         head = ["one optimizer step, fp32", "torch, ms", "muonfx, ms", "muonfx / torch", "torch / torch"]
         parts += ["### Time of a step\n", _table(head, rows), f"\n{_machine(speed)}\n"]
-    if memory := _load("adapter_memory"):
+    if memory := load("adapter_memory"):
         rows = [
             [
                 f"{row['optimizer']}: {row['case']}",
@@ -72,7 +94,19 @@ def tables() -> str:
         ]
         head = ["peak beyond parameters, gradients, state", "parameters", "largest parameter", "torch", "muonfx"]
         parts += ["### Memory of a step\n", _table(head, rows), f"\n{_machine(memory)}\n"]
-    if speed := _load("checkpoint_speed"):
+    return "\n".join(parts)
+
+
+# -------------------------------------------------------------------------------------------- speed beside quality
+
+Quality = dict[str, dict[str, Any]]
+"""The rows of one candidate by spectrum."""
+
+
+def checkpoint() -> str:
+    """Time and memory of a checkpoint, against plain safetensors."""
+    parts: list[str] = []
+    if speed := load("checkpoint_speed"):
         rows = [
             [
                 f"{row['what']} of {_bytes(row['bytes'])} in {row['leaves']} leaves",
@@ -89,7 +123,7 @@ def tables() -> str:
             "again / safetensors",
         ]
         parts += ["### Checkpoints: time\n", _table(head, rows), f"\n{_machine(speed)}\n"]
-    if memory := _load("checkpoint_memory"):
+    if memory := load("checkpoint_memory"):
         rows = [
             [row["what"], *(_bytes(row[key]) for key in ("bytes", "largest leaf", "peak beyond"))]
             for row in memory["rows"]
@@ -99,8 +133,95 @@ def tables() -> str:
     return "\n".join(parts)
 
 
-def rewrite() -> None:
-    """Put the tables into the documentation page, between its two marks."""
-    text = PAGE.read_text()
-    before, rest = text.split(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n\n{tables()}\n{END}{rest.split(END)[1]}")
+def judged(found: dict[str, Any] | None, case: str, key: Callable[[dict[str, Any]], str]) -> dict[str, Quality]:
+    """The quality of every candidate at a case, from the rows of a result."""
+    qualities: dict[str, Quality] = {}
+    for row in found["rows"] if found else ():
+        if key(row) == case:
+            qualities.setdefault(row["candidate"], {})[row["spectrum"]] = row
+    return qualities
+
+
+def faster_and_worse(row: dict[str, Any], quality: dict[str, Quality]) -> bool:
+    """Whether a candidate is faster than torch's, but its error on some spectrum above `WORSE` times torch's."""
+    own, theirs = quality.get(row["candidate"]), quality.get(BASELINE)
+    if own is None or theirs is None or row["ratio"]["median"] >= 1:
+        return False
+    return any(own[spectrum]["error"] > WORSE * theirs[spectrum]["error"] for spectrum in SPECTRA)
+
+
+def _beside(speed: str, quality: str, heading: str, key: Callable[[dict[str, Any]], str]) -> str:
+    """A table for each case: time, ratio, errors and singular values, the fastest first."""
+    times, qualities = load(speed), load(quality)
+    if times is None:
+        return ""
+    head = [heading, "coefficients", "ms", "time / torch", "error, Gaussian", "error, geometric"]
+    head += [f"singular values, {name}" for name in ("Gaussian", "geometric")]
+    parts: list[str] = []
+    for case in dict.fromkeys(map(key, times["rows"])):
+        own = [row for row in times["rows"] if key(row) == case]
+        quality_of = judged(qualities, case, key)
+        lines: list[list[str]] = []
+        for row in sorted(own, key=lambda row: row["milliseconds"]["median"]):
+            found = quality_of.get(row["candidate"], {})
+            mark = " †" if faster_and_worse(row, quality_of) else ""
+            star = " \\*" if row["default"] else ""
+            errors = [f"{found[s]['error']:.1e}" if s in found else "" for s in SPECTRA]
+            bands = [f"{found[s]['smallest']:.3f} to {found[s]['largest']:.3f}" if s in found else "" for s in SPECTRA]
+            spent = [_milliseconds(row["milliseconds"]), _ratio(row["ratio"])]
+            lines.append([f"{row['candidate']}{star}{mark}", row["coefficients"], *spent, *errors, *bands])
+        parts += [f"### {case}\n", _table(head, lines), ""]
+    return "\n".join([*parts, f"{_machine(times)}\n"])
+
+
+def polar() -> str:
+    """Orthogonalization by shape."""
+    return _beside("polar_speed", "polar_quality", "orthogonalize", lambda row: shape_name(row["shape"]))
+
+
+def step() -> str:
+    """The optimizer step by set of matrices."""
+    return _beside("step_speed", "step_quality", "one step", lambda row: row["case"])
+
+
+def scratch() -> str:
+    """Scratch by limit."""
+    found = load("polar_scratch")
+    if found is None:
+        return ""
+    limits = [name for name in found["rows"][0] if name.isdigit()]
+    names = ["1 byte" if limit == "1" else f"{int(limit) >> 20} MiB" for limit in limits]
+    head = ["matrices", "products", "results", "one matrix needs", *(f"limit {name}" for name in names)]
+    rows: list[list[str]] = []
+    for row in found["rows"]:
+        cells = [f"**{_bytes(row[k])}**" if row[k] > max(int(k), row["one matrix"]) else _bytes(row[k]) for k in limits]
+        dtype = row["dtype"].removeprefix("torch.")
+        rows.append([row["list"], dtype, row["results"], _bytes(row["one matrix"]), *cells])
+    return "\n".join([_table(head, rows), f"\n{_machine(found)}\n"])
+
+
+SECTIONS: dict[str, Callable[[], str]] = {
+    "adapter": adapter,
+    "checkpoint": checkpoint,
+    "polar": polar,
+    "step": step,
+    "scratch": scratch,
+}
+
+
+def tables() -> str:
+    """All tables as Markdown."""
+    return "\n".join(make() for make in SECTIONS.values())
+
+
+def rewrite(page: Path = PAGE) -> None:
+    """Put the tables into the documentation page, each section between its two marks."""
+    text = page.read_text()
+    for name, make in SECTIONS.items():
+        begin = BEGIN.format(name)
+        if begin not in text:
+            raise ValueError(f"{page.name}: found no line {begin!r}, expected one for each of {', '.join(SECTIONS)}")
+        pattern = re.escape(begin) + ".*?" + re.escape(END)
+        made = f"{begin}\n\n{make()}\n{END}"
+        text = re.sub(pattern, lambda _, made=made: made, text, count=1, flags=re.DOTALL)
+    page.write_text(text)

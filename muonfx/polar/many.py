@@ -90,8 +90,8 @@ def orthogonalize_many(
     results: list[torch.Tensor] = list(xs)
     for kind, members in groups.items():
         scratch = max_scratch_bytes or (_CPU_SCRATCH if kind.device.type == "cpu" else _DEVICE_SCRATCH)
-        job = _Job(kind, plans[kind], resolved, scratch)
-        for together, run in _ways(job, members, xs, watched):
+        job = _Job(kind, plans[kind], resolved, scratch, watched)
+        for together, run in _ways(job, members, xs):
             done = run([xs[i] for i in together], [targets[i] for i in together], job)
             for i, y in zip(together, done, strict=True):
                 results[i] = y
@@ -114,16 +114,18 @@ class _Job(NamedTuple):
     plan: Plan
     resolved: Polynomials
     scratch: int
+    watched: bool
+    """Whether tensors must not be written to."""
 
 
 _Run = Callable[[list[torch.Tensor], list[torch.Tensor | None], _Job], list[torch.Tensor]]
 
 
-def _ways(job: _Job, members: list[int], xs: Sequence[torch.Tensor], watched: bool) -> list[tuple[list[int], _Run]]:
+def _ways(job: _Job, members: list[int], xs: Sequence[torch.Tensor]) -> list[tuple[list[int], _Run]]:
     """Which of a group's matrices are done together, and how."""
     empty = [i for i in members if xs[i].numel() == 0]
     rest = [i for i in members if xs[i].numel() > 0]
-    if watched or not goes_in_place(job.kind.short, job.kind.long, job.resolved):
+    if job.watched or not goes_in_place(job.kind.short, job.kind.long, job.resolved):
         return [(empty, _run_empty), (rest, _run_as_function)]
     tall = [i for i in rest if xs[i].shape[-2] > xs[i].shape[-1]]
     wide = [i for i in rest if xs[i].shape[-2] <= xs[i].shape[-1]]
@@ -158,22 +160,38 @@ def _run_empty(xs: list[torch.Tensor], targets: list[torch.Tensor | None], job: 
 
 
 def _run_as_function(xs: list[torch.Tensor], targets: list[torch.Tensor | None], job: _Job) -> list[torch.Tensor]:
-    """Small or watched matrices: wide and tall ones together, in batches that are copied together."""
+    """Small or watched matrices: wide and tall ones together, in batches that are copied together.
+
+    Each batch is brought to where it belongs before the next one is made: beyond the results, one batch is held.
+    """
     short, long, held, _ = job.kind
     flats = [(x if x.shape[-2] == short else x.mT).reshape(-1, short, long) for x in xs]
     limit = max(1, job.scratch // scratch_bytes(short, long, job.plan.dtype))
-    outputs: list[torch.Tensor] = []
+    places = [
+        _place(x, target, whole=len(flat) <= limit or job.watched)
+        for x, target, flat in zip(xs, targets, flats, strict=True)
+    ]
+    owners = iter([(i, start) for i, flat in enumerate(flats) for start in range(0, len(flat), limit)])
+    parts: list[list[torch.Tensor]] = [[] for _ in xs]
+    results = list(xs)
     for batch in packed(flats, limit):
         joined = batch[0] if len(batch) == 1 else torch.cat(batch)
-        y = outside_autocast(as_function, joined, job.plan, job.resolved)
-        outputs.extend(y.to(held).split([piece.shape[0] for piece in batch]))
-        del y  # not beside the next batch
-    pieces = iter(outputs)
-    results: list[torch.Tensor] = []
-    for x, target, flat in zip(xs, targets, flats, strict=True):
-        y = [next(pieces) for _ in range(-(-flat.shape[0] // limit))]
-        y = _unflat(y[0] if len(y) == 1 else torch.cat(y), x.shape, short)
-        results.append(y.contiguous() if target is None else target.copy_(y))
+        y = outside_autocast(as_function, joined, job.plan, job.resolved).to(held)
+        for part in y.split([piece.shape[0] for piece in batch]):
+            i, start = next(owners)
+            x, target, place = xs[i], targets[i], places[i]
+            part = part if x.shape[-2] == short else part.mT
+            if place is not None:
+                place.view(-1, *x.shape[-2:])[start : start + part.shape[0]].copy_(part)
+                results[i] = place if target is None or target is place else target.copy_(place)
+                continue
+            parts[i].append(part)
+            if start + part.shape[0] == flats[i].shape[0]:
+                whole = parts[i][0] if len(parts[i]) == 1 else torch.cat(parts[i])
+                whole = whole.reshape(x.shape)
+                results[i] = whole.contiguous() if target is None else target.copy_(whole)
+                parts[i].clear()
+        del joined, y  # not beside the next batch
     return results
 
 
@@ -232,13 +250,6 @@ def _buffer(given: list[torch.Tensor], taken: list[torch.Tensor] | None, compute
         given = [rounded_and_scaled(piece, compute) for piece in given]
     torch._foreach_copy_(list(batch.split([len(piece) for piece in given])), given)
     return batch
-
-
-def _unflat(y: torch.Tensor, shape: torch.Size, rows: int) -> torch.Tensor:
-    """`y`, `(k, rows, columns)`, as `shape`, transposed where that is tall."""
-    if shape[-2] == rows:
-        return y.reshape(shape)
-    return y.reshape(*shape[:-2], shape[-1], shape[-2]).mT
 
 
 def scratch_bytes(rows: int, columns: int, compute: torch.dtype) -> int:
