@@ -1,4 +1,4 @@
-"""Run the benchmarks and write their results, tables and plot: ``python -m benchmarks [adapter polar step checkpoint]``."""
+"""Run the benchmarks and write results, tables and plot: ``python -m benchmarks [adapter polar step checkpoint]``."""
 
 from __future__ import annotations
 

@@ -28,10 +28,11 @@ class Coefficients:
         row_scaling: first scale each row by the inverse square root of its row sum of `|X X^T|` (almost-orthogonal
             layers, arXiv 2208.03160). The spectral norm is then at most 1, so `norm_safety` plays no part.
         restarts: the numbers of steps after which the Gram form of the iteration goes back to the whole matrix, where
-            other ones than 2, 3, 5, 6, ... were measured to round less; see `muonfx.polar.stages`.
+            other ones than 2, 3, 5, 6, ... were measured to round less; see `muonfx.polar.stages`. With more steps they
+            go on at their last distance.
 
     Raises:
-        ValueError: no steps, a step that is not 2 or 3 finite numbers, a `norm_safety` that is not finite and above 0,
+        ValueError: no steps, a step that is not 2 or 3 finite numbers, a `norm_safety` outside [0.001, 1000],
             `restarts` that do not ascend from 1 on.
         TypeError: a coefficient that is not a number.
 
@@ -48,9 +49,9 @@ class Coefficients:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "steps", _checked_steps(self.steps, self.name))
-        if not (math.isfinite(self.norm_safety) and self.norm_safety > 0):
+        if not 1e-3 <= self.norm_safety <= 1e3:
             raise ValueError(
-                f"coefficients {self.name!r}: norm_safety is {self.norm_safety!r}, expected a finite number above 0"
+                f"coefficients {self.name!r}: norm_safety is {self.norm_safety!r}, expected a number from 0.001 to 1000"
             )
         if self.restarts is not None:
             object.__setattr__(self, "restarts", checked_restarts(self.restarts, None, f"coefficients {self.name!r}: "))
@@ -88,10 +89,13 @@ def checked_restarts(restarts: Sequence[int], steps: int | None, where: str = ""
 
     Raises:
         ValueError: they do not, or are no ints.
+        TypeError: no sequence.
 
     >>> checked_restarts([2, 3], 5)
     (2, 3)
     """
+    if not isinstance(restarts, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"{where}restarts: found {restarts!r}, expected a sequence of ints such as (2, 3)")
     found = tuple(restarts)
     whole = all(type(k) is int for k in found)
     if not whole or any(a >= b for a, b in zip((0, *found), found, strict=False)) or (steps and found[-1:] >= (steps,)):

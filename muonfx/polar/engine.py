@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from muonfx.polar.iteration import newton_schulz, newton_schulz_with_tensor
 from muonfx.polar.policy import SUPPORTED, Plan
@@ -63,6 +64,8 @@ def is_watched(*xs: torch.Tensor) -> bool:
     """
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return True
+    if forward_ad._current_level >= 0:  # within forward_ad.dual_level(), a tensor may carry a tangent
+        return True
     return torch.is_grad_enabled() and any(x.requires_grad for x in xs)
 
 
@@ -87,6 +90,8 @@ def check_matrix(x: torch.Tensor, name: str) -> None:
         raise TypeError(
             f"{name}: found dtype {x.dtype} (shape {tuple(x.shape)}), expected one of {', '.join(map(str, SUPPORTED))}"
         )
+    if x.layout != torch.strided:
+        raise TypeError(f"{name}: found layout {x.layout}, expected a dense tensor: x.to_dense()")
     if x.ndim < 2:
         raise ValueError(
             f"{name}: found shape {tuple(x.shape)}, expected (..., m, n); "
@@ -99,7 +104,8 @@ def check_out(out: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], names: Se
 
     Raises:
         TypeError: no tensor, or another dtype.
-        ValueError: another number of tensors, another shape or device, or one that overlaps itself.
+        ValueError: another number of tensors, another shape or device, or one whose elements or those of another share
+            memory, except that it may be its own input.
     """
     if len(out) != len(xs):
         raise ValueError(f"out: found {len(out)} tensors for {len(xs)} inputs, expected one for each")
@@ -115,3 +121,40 @@ def check_out(out: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], names: Se
             )
         if any(stride == 0 and size > 1 for stride, size in zip(y.stride(), y.shape, strict=True)):
             raise ValueError(f"{name}: found an expanded tensor, whose elements share memory; expected one to write to")
+    others = [x for x, y in zip(xs, out, strict=True) if not _is_same(x, y)]
+    for i in sharing([*out, *others]):
+        if i < len(out):
+            raise ValueError(
+                f"{names[i]}: found memory shared with another input or output, expected its own, or exactly that of "
+                "its own input"
+            )
+
+
+def _is_same(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two tensors of one shape are the same elements in memory."""
+    same = x.untyped_storage()._cdata == y.untyped_storage()._cdata
+    return same and x.storage_offset() == y.storage_offset() and x.stride() == y.stride()
+
+
+def sharing(xs: Sequence[torch.Tensor]) -> set[int]:
+    """The places of the tensors whose span of memory overlaps that of another.
+
+    >>> x = torch.zeros(4, 2)
+    >>> sharing([x[:2], x[2:], torch.zeros(1)]), sharing([x[:3], torch.zeros(1), x[2:]])
+    (set(), {0, 2})
+    """
+    spans: list[tuple[int, int, int, int]] = []
+    for i, x in enumerate(xs):
+        if x.numel() > 0:
+            start = x.storage_offset()
+            last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+            size = x.itemsize
+            spans.append((x.untyped_storage()._cdata, start * size, (start + last + 1) * size, i))
+    found: set[int] = set()
+    storage, end, holder = -1, -1, -1
+    for own, start, stop, i in sorted(spans):
+        if own == storage and start < end:
+            found |= {i, holder}
+        if own != storage or stop > end:
+            storage, end, holder = own, stop, i
+    return found

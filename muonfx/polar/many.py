@@ -17,6 +17,7 @@ from muonfx.polar.engine import (
     in_place,
     is_watched,
     outside_autocast,
+    sharing,
 )
 from muonfx.polar.policy import DTypeLike, MethodLike, Plan, plan
 from muonfx.polar.polynomials import Polynomials, polynomials
@@ -55,16 +56,17 @@ def orthogonalize_many(
         products: as in `orthogonalize`.
         max_scratch_bytes: about how many bytes of intermediates one batch may take; one matrix always goes through.
             None: 32 MiB on a CPU, which its cache likes best, 256 MiB elsewhere.
-        donate: the caller's promise not to use `xs` again: each that is contiguous is then overwritten by its result
-            and returned, which saves the room of the results and, where dtypes agree, a copy. Same values.
+        donate: the caller's promise not to use `xs` again: each that is contiguous, and shares memory with no other, is
+            then overwritten by its result and returned, which saves the room of the results and, where dtypes agree, a
+            copy. Same values.
         out: tensors to write the results to, one for each of `xs`, of its shape, dtype and device; contiguous ones
-            take them without a temporary. An `out` that is its own `x` is like `donate`; one that overlaps another's
-            `x` gives garbage.
+            take them without a temporary. It may be its own `x`, and share memory with no other.
         names: what errors call `xs`; None: `xs[0]`, `xs[1]`, ...
 
     Returns:
         One tensor for each of `xs`, in order, with its shape, dtype and device: those of `out`; or, with `donate`, of
-        `xs`; or else new contiguous ones. New results of one batch may be views of one buffer; they do not overlap.
+        `xs`; or else new contiguous ones. New results of one batch may be views of one buffer; they do not overlap, but
+        autograd takes a change in place of one for a change of all.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `orthogonalize`, naming the position in `xs`.
@@ -85,7 +87,10 @@ def orthogonalize_many(
     watched = is_watched(*xs, *([] if resolved.table is None else [resolved.table]))
     targets = _targets(xs, donate, out, watched)
 
-    # All plans before any result: what is wrong with the settings is said before anything is written.
+    # All plans before any result: what is wrong with the settings is said before anything is written, or even without
+    # anything to write.
+    if not groups:
+        plan(1, 1, torch.float32, torch.device("cpu"), resolved, method=method, dtype=dtype, products=products)
     plans = {kind: plan(*kind, resolved, method=method, dtype=dtype, products=products) for kind in groups}
     results: list[torch.Tensor] = list(xs)
     for kind, members in groups.items():
@@ -137,13 +142,16 @@ def _targets(
 ) -> list[torch.Tensor | None]:
     """Where each result is to be written, or None for a new tensor."""
     if out is None:
-        return [x if donate and not watched and x.is_contiguous() else None for x in xs]
+        if not donate or watched:
+            return [None] * len(xs)
+        shared = sharing(xs)  # what another still has to read must not be overwritten
+        return [x if x.is_contiguous() and i not in shared else None for i, x in enumerate(xs)]
     if donate:
         raise ValueError(
             "out: found beside donate=True, expected one of them: donated inputs take the results themselves"
         )
     check_out(out, xs, ["out" if len(xs) == 1 else f"out[{i}]" for i in range(len(out))])
-    if watched or any(y.requires_grad for y in out):
+    if watched or (torch.is_grad_enabled() and any(y.requires_grad for y in out)):
         raise RuntimeError(
             "out: found under autograd, torch.func or torch.compile, which do not follow what is written to a tensor; "
             "leave it out, or call under torch.no_grad()"
@@ -174,24 +182,32 @@ def _run_as_function(xs: list[torch.Tensor], targets: list[torch.Tensor | None],
     owners = iter([(i, start) for i, flat in enumerate(flats) for start in range(0, len(flat), limit)])
     parts: list[list[torch.Tensor]] = [[] for _ in xs]
     results = list(xs)
+    # The result of a wide matrix is a view of its batch, and of a tall one a copy: both would be held.
+    mixed = not job.watched and len({x.shape[-2] > x.shape[-1] for x in xs}) > 1
+
+    def deliver(part: torch.Tensor) -> None:
+        i, start = next(owners)
+        x, target, place = xs[i], targets[i], places[i]
+        part = part if x.shape[-2] == short else part.mT
+        if place is not None:
+            place.view(-1, *x.shape[-2:])[start : start + part.shape[0]].copy_(part)
+            results[i] = place if target is None or target is place else target.copy_(place)
+            return
+        parts[i].append(part)
+        if start + part.shape[0] == flats[i].shape[0]:
+            whole = (parts[i][0] if len(parts[i]) == 1 else torch.cat(parts[i])).reshape(x.shape)
+            if target is not None:
+                results[i] = target.copy_(whole)
+            else:
+                results[i] = whole.clone(memory_format=torch.contiguous_format) if mixed else whole.contiguous()
+            parts[i].clear()
+
     for batch in packed(flats, limit):
         joined = batch[0] if len(batch) == 1 else torch.cat(batch)
         y = outside_autocast(as_function, joined, job.plan, job.resolved).to(held)
         for part in y.split([piece.shape[0] for piece in batch]):
-            i, start = next(owners)
-            x, target, place = xs[i], targets[i], places[i]
-            part = part if x.shape[-2] == short else part.mT
-            if place is not None:
-                place.view(-1, *x.shape[-2:])[start : start + part.shape[0]].copy_(part)
-                results[i] = place if target is None or target is place else target.copy_(place)
-                continue
-            parts[i].append(part)
-            if start + part.shape[0] == flats[i].shape[0]:
-                whole = parts[i][0] if len(parts[i]) == 1 else torch.cat(parts[i])
-                whole = whole.reshape(x.shape)
-                results[i] = whole.contiguous() if target is None else target.copy_(whole)
-                parts[i].clear()
-        del joined, y  # not beside the next batch
+            deliver(part)
+        del joined, y, part  # not beside the next batch
     return results
 
 

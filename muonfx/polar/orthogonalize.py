@@ -26,9 +26,9 @@ def orthogonalize(
 ) -> torch.Tensor:
     """Send every singular value of `x` near 1 and keep its singular vectors, by Newton-Schulz.
 
-    How near is what `band(coefficients)` says. The result is bitwise the same for `2^k x`, and is zero for zero. NaN or
-    infinity in one matrix of a batch stays in that matrix. Goes through `torch.func` transforms and
-    `torch.compile(fullgraph=True)`; an autocast region around it changes nothing.
+    How near is what `band(coefficients)` says. The result is bitwise the same for `2^k x`, as long as its entries are
+    normal numbers, and is zero for zero. NaN or infinity in one matrix of a batch stays in that matrix. Goes through
+    `torch.func` transforms and `torch.compile(fullgraph=True)`; an autocast region around it changes nothing.
 
     Args:
         x: `(..., m, n)`, any batch dims, any of them zero, fp64, fp32, bf16 or fp16. Never written to.

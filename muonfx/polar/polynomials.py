@@ -47,13 +47,26 @@ def polynomials(
         return Polynomials((), (), table=value, indices=tuple(step_indices(value.shape[0], steps)))
     chosen = resolve(value)
     taken = schedule(chosen, steps)
-    if restarts is None:
-        own = default_restarts(len(taken)) if chosen.restarts is None else chosen.restarts
-        restarts = tuple(k for k in own if k < len(taken))
-    else:
+    if restarts is not None:
         restarts = checked_restarts(restarts, len(taken))
+    elif chosen.restarts is None:
+        restarts = default_restarts(len(taken))
+    else:
+        restarts = _continued(chosen.restarts, len(taken))
     safety = 1.0 if chosen.row_scaling else chosen.norm_safety
     return Polynomials(taken, restarts, safety, chosen.row_scaling)
+
+
+def _continued(restarts: tuple[int, ...], steps: int) -> tuple[int, ...]:
+    """A set's own restarts for any number of steps: beyond the last one, stages go on as long as the last whole one.
+
+    >>> _continued((2, 4), 9), _continued((2, 3), 3), _continued((), 3)
+    ((2, 4, 6, 8), (2,), ())
+    """
+    if not restarts:
+        return ()
+    last = restarts[-1] - (restarts[-2] if len(restarts) > 1 else 0)
+    return tuple(k for k in (*restarts, *range(restarts[-1] + last, steps, last)) if k < steps)
 
 
 def _check_table(table: torch.Tensor) -> None:

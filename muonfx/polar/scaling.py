@@ -117,7 +117,7 @@ def normalize_(batch: torch.Tensor, safety: float) -> None:
     wide = wide_dtype(batch.dtype)
     _multiply_(batch, power_of_two(_peaks(batch).to(wide)))
     rows = torch.linalg.vector_norm(batch, dim=-1, dtype=wide)  # by rows: over a whole bf16 matrix CPUs make a copy
-    _multiply_(batch, _inverse_root(torch.linalg.vector_norm(rows, dim=-1).square(), safety))
+    _multiply_(batch, _inverse_root(rows.square().sum(-1), safety))  # sums are pairwise, norms are not
 
 
 def _peaks(batch: torch.Tensor) -> torch.Tensor:

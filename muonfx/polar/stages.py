@@ -95,7 +95,7 @@ def _mean_after_cached(steps: tuple[Step, ...], mean: float, aspect: float) -> f
         total += weight
         weighted += weight * _eigenvalue_after(steps, min(mean * eigenvalue, 1.0))
     center = weighted / total
-    return center if math.isfinite(center) else 0.0  # polynomials that diverge do so without help
+    return center if 0 <= center <= 4 else 0.0  # polynomials that diverge do so without help
 
 
 def _eigenvalue_after(steps: Sequence[Step], r: float) -> float:

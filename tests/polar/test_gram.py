@@ -8,8 +8,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.autograd import forward_ad
 
-from muonfx.polar import KNOWN, band, explain, kernels, orthogonalize, orthogonalize_many
+from muonfx.polar import KNOWN, Coefficients, band, explain, kernels, orthogonalize, orthogonalize_many
 from muonfx.polar.iteration import newton_schulz
 from muonfx.polar.policy import SMALLEST_GRAM
 from muonfx.polar.products import Buffered, Functional, block_side
@@ -235,3 +236,63 @@ def test_malformed_methods_are_refused(options: dict, error: type[Exception], wo
         orthogonalize(torch.eye(3), **options)
     with pytest.raises(error, match=words):
         orthogonalize_many([torch.eye(3), torch.ones(4, 5)], **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("steps", [6, 7, 8, 10, 12])
+@pytest.mark.parametrize("name", ["keller", "polar_express_5"])
+def test_more_steps_than_a_set_has_keep_short_stages(name: str, steps: int, dtype: torch.dtype) -> None:
+    # keller's own restarts (2, 4) once ended there: a stage of four steps and more, garbage on a matrix of low rank
+    assert max(len(stage.steps) for stage in explain((256, 512), coefficients=name, steps=steps).stages) <= 2
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(256, 16, generator=generator) @ torch.randn(16, 512, generator=generator)
+    exact = orthogonalize(x.double(), coefficients=name, steps=steps, method="standard")
+    gram, plain = (
+        orthogonalize(x, coefficients=name, steps=steps, method=m, dtype=dtype) for m in ("gram", "standard")
+    )
+    assert relative(gram, exact) < 2 * relative(plain, exact)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # what torch derives products with
+def test_large_matrices_carry_tangents() -> None:
+    x, t = torch.randn(2, 256, 260, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).unbind()
+    with forward_ad.dual_level():
+        y, tangent = forward_ad.unpack_dual(orthogonalize(forward_ad.make_dual(x, t)))
+    expected, wanted = torch.func.jvp(orthogonalize, (x,), (t,))
+    assert torch.equal(y, expected)
+    assert gap(tangent, wanted) < 1e-9
+
+
+@pytest.mark.parametrize("side", [8, 300])
+def test_donated_inputs_that_share_memory_have_the_same_values(side: int) -> None:
+    stack = torch.randn(2, side, side, generator=torch.Generator().manual_seed(0))
+    for views in ([0, 0], [slice(None), 0], [slice(None), slice(None)], [0, 1]):
+        base = stack.clone()
+        expected = orthogonalize_many([stack[i] for i in views], dtype=torch.float32)
+        found = orthogonalize_many([base[i] for i in views], dtype=torch.float32, donate=True)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    x = torch.randn(3, side, side)
+    for out in ([x[1:]], [x[:2].mT]):
+        with pytest.raises(ValueError, match="out: found memory shared"):
+            orthogonalize_many([x[:2]], out=out)
+    parameter = torch.nn.Parameter(stack[0].clone())
+    with torch.no_grad():
+        assert orthogonalize(parameter, out=parameter) is parameter
+
+
+def test_settings_are_checked_without_anything_to_do() -> None:
+    with pytest.raises(ValueError, match="method: found 'bogus'"):
+        orthogonalize_many([], method="bogus")
+    with pytest.raises(TypeError, match="restarts: found 5"):
+        orthogonalize(torch.eye(2), restarts=5)
+    with pytest.raises(TypeError, match=r"layout torch\.sparse_coo"):
+        orthogonalize(torch.eye(2).to_sparse())
+    with pytest.raises(ValueError, match="norm_safety is 1e-200"):
+        Coefficients("mine", ((1.0, 0.0, 0.0),), norm_safety=1e-200)
+
+
+@pytest.mark.parametrize("steps", [[(10.0, -30.0, 40.0)] * 8, [(10.0, 0.0, 0.0)] * 60])
+def test_polynomials_that_diverge_give_what_they_give(steps: list) -> None:
+    x = torch.randn(256, 512, generator=torch.Generator().manual_seed(0))
+    for method in ("gram", "standard"):
+        assert not orthogonalize(x, coefficients=steps, method=method, dtype=torch.float32).isfinite().all()
