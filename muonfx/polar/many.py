@@ -185,8 +185,11 @@ def _run_as_function(xs: list[torch.Tensor], targets: list[torch.Tensor | None],
     # The result of a wide matrix is a view of its batch, and of a tall one a copy: both would be held.
     mixed = not job.watched and len({x.shape[-2] > x.shape[-1] for x in xs}) > 1
 
-    def deliver(part: torch.Tensor) -> None:
-        i, start = next(owners)
+    def deliver(pieces: list[torch.Tensor]) -> None:
+        for piece in pieces:
+            deliver_one(piece, *next(owners))
+
+    def deliver_one(part: torch.Tensor, i: int, start: int) -> None:
         x, target, place = xs[i], targets[i], places[i]
         part = part if x.shape[-2] == short else part.mT
         if place is not None:
@@ -205,9 +208,8 @@ def _run_as_function(xs: list[torch.Tensor], targets: list[torch.Tensor | None],
     for batch in packed(flats, limit):
         joined = batch[0] if len(batch) == 1 else torch.cat(batch)
         y = outside_autocast(as_function, joined, job.plan, job.resolved).to(held)
-        for part in y.split([piece.shape[0] for piece in batch]):
-            deliver(part)
-        del joined, y, part  # not beside the next batch
+        deliver(list(y.split([piece.shape[0] for piece in batch])))
+        del joined, y  # not beside the next batch
     return results
 
 

@@ -63,10 +63,10 @@ def _continued(restarts: tuple[int, ...], steps: int) -> tuple[int, ...]:
     >>> _continued((2, 4), 9), _continued((2, 3), 3), _continued((), 3)
     ((2, 4, 6, 8), (2,), ())
     """
-    if not restarts:
+    if len(restarts) == 0:
         return ()
-    last = restarts[-1] - (restarts[-2] if len(restarts) > 1 else 0)
-    return tuple(k for k in (*restarts, *range(restarts[-1] + last, steps, last)) if k < steps)
+    *_, before, last = (0, *restarts)
+    return tuple(k for k in (*restarts, *range(2 * last - before, steps, last - before)) if k < steps)
 
 
 def _check_table(table: torch.Tensor) -> None:
