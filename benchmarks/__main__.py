@@ -26,7 +26,7 @@ def main() -> None:
         save("adapter_speed", adapter.speed(options.rounds))
         save("adapter_memory", adapter.memory())
     if "checkpoint" in options.what:
-        save("checkpoint_speed", checkpoint.speed(options.megabytes, min(options.rounds, 10), options.folder))
+        save("checkpoint_speed", checkpoint.speed(options.megabytes, min(options.rounds, 20), options.folder))
         save("checkpoint_memory", checkpoint.memory(options.megabytes, options.folder))
     print(report.tables())
     report.rewrite()

@@ -39,12 +39,13 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from muonfx.checkpoint.boxes import Box, cover
-from muonfx.checkpoint.data import Part, Progress, Reader, write_data
+from muonfx.checkpoint.data import Part, Progress, write_data
 from muonfx.checkpoint.errors import CheckpointError, CorruptError, MismatchError, WriteError
 from muonfx.checkpoint.flat import FlatPiece
 from muonfx.checkpoint.index import Chunk, DataFile, Index, Leaf
 from muonfx.checkpoint.keep import before, read_index
 from muonfx.checkpoint.loading import kept, rebuilt, targets_like
+from muonfx.checkpoint.reading import Reader
 from muonfx.checkpoint.rules import Rules, match
 from muonfx.checkpoint.spec import described
 from muonfx.checkpoint.writing import Request, commit, data_name, discard, writing

@@ -10,9 +10,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from muonfx.checkpoint.atomic import PART
-from muonfx.checkpoint.data import Reader
 from muonfx.checkpoint.errors import CheckpointError, CorruptError, FormatError, NotFoundError
 from muonfx.checkpoint.index import INDEX, Index, parse
+from muonfx.checkpoint.reading import Reader
 
 __all__ = ["checkpoints", "latest", "offering", "prune", "read_index", "remove", "step_path"]
 
