@@ -99,7 +99,7 @@ def save_async(
         >>> mfx.checkpoint.load(saving.wait(), like=state)
         {'w': tensor([1., 1., 1.])}
     """
-    request = Request(Path(path), state, params, tx, step, extra, keep)
+    request = Request.of(path, state, params, tx, step, extra, keep)
     if group is not None:
         from muonfx.checkpoint.distributed import save_together_in_background
 

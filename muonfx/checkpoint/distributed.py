@@ -14,6 +14,7 @@ import os
 import secrets
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future as Background
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -39,12 +40,13 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from muonfx.checkpoint.boxes import Box, cover
-from muonfx.checkpoint.data import Part, Progress, Reader, write_data
+from muonfx.checkpoint.data import Part, Progress, write_data
 from muonfx.checkpoint.errors import CheckpointError, CorruptError, MismatchError, WriteError
 from muonfx.checkpoint.flat import FlatPiece
 from muonfx.checkpoint.index import Chunk, DataFile, Index, Leaf
 from muonfx.checkpoint.keep import before, read_index
 from muonfx.checkpoint.loading import kept, rebuilt, targets_like
+from muonfx.checkpoint.reading import Reader
 from muonfx.checkpoint.rules import Rules, match
 from muonfx.checkpoint.spec import described
 from muonfx.checkpoint.writing import Request, commit, data_name, discard, writing
@@ -234,6 +236,8 @@ def save_together_in_background(
     path: Path, request: Request, progress: Progress | None, group: dist.ProcessGroup
 ) -> Background[Any]:
     """Copy the leaves now and save them in a thread, on all ranks of a group together."""
+    with suppress(TypeError, ValueError):  # what is wrong with it is said later, on all ranks alike
+        request = request._replace(extra=request.about().extra)
     job = _Job(path, request, progress)
     saving: Any = dcp.async_save(
         {}, storage_writer=_Writer(job), planner=_SavePlanner(job), process_group=group, async_stager=_Stager(job)

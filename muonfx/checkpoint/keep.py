@@ -10,9 +10,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from muonfx.checkpoint.atomic import PART
-from muonfx.checkpoint.data import Reader
 from muonfx.checkpoint.errors import CheckpointError, CorruptError, FormatError, NotFoundError
-from muonfx.checkpoint.index import INDEX, Index, parse
+from muonfx.checkpoint.index import FORMAT, INDEX, Index, parse
+from muonfx.checkpoint.reading import Reader
 
 __all__ = ["checkpoints", "latest", "offering", "prune", "read_index", "remove", "step_path"]
 
@@ -85,7 +85,8 @@ def checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def _by_step(folder: Path) -> list[Path]:
-    found = [(step, path) for path in folder.iterdir() if (step := step_of(path)) is not None and path.is_dir()]
+    inside = (path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
+    found = [(step, path) for path in inside if (step := step_of(path)) is not None]
     return [path for _, path in sorted(found)]
 
 
@@ -154,14 +155,17 @@ def offering(path: Path) -> Generator[None]:
         raise
 
 
-def prune(folder: str | os.PathLike[str], keep: int) -> list[Path]:
-    """Remove all checkpoints in a folder but the newest good ones, and what stopped writers left before these.
+def prune(folder: str | os.PathLike[str], keep: int, *, written: Path | None = None) -> list[Path]:
+    """Remove all checkpoints in a folder but the good ones of the highest steps, and what stopped writers left before.
 
-    Only what `muonfx.checkpoint.save` has written is removed; any other file stays, and its folder with it.
+    Only what `muonfx.checkpoint.save` has written is removed; any other file stays, and its folder with it. Links are
+    left alone.
 
     Args:
         folder: where checkpoints named by `step_path` are.
         keep: how many good ones to keep, at least 1.
+        written: one to keep in any case, as `save` does with its own: a run that went back to an earlier step has
+            others of higher steps beside it.
 
     Returns:
         Those removed.
@@ -179,9 +183,20 @@ def prune(folder: str | os.PathLike[str], keep: int) -> list[Path]:
     good = [path for path in all_of_them if (path / INDEX).exists() and _problem(path, verify=False) is None]
     if not good:
         return []
-    oldest, newest = (all_of_them.index(good[place]) for place in (-min(keep, len(good)), -1))
-    doomed = all_of_them[:oldest] if len(good) > keep else []
-    doomed += [path for path in all_of_them[len(doomed) : newest] if not (path / INDEX).exists()]
+    own = [path for path in good if path == written]
+    rest = [path for path in good if path != written]
+    kept = rest[len(rest) - min(len(rest), keep - len(own)) :] + own
+    order = {path: place for place, path in enumerate(all_of_them)}
+    first, newest = min(order[path] for path in kept), order[good[-1]]
+
+    def goes(path: Path) -> bool:
+        if path in kept:
+            return False
+        if path in good or (len(good) > keep and order[path] < first):
+            return True
+        return order[path] < newest and not (path / INDEX).exists()
+
+    doomed = [path for path in all_of_them if goes(path)]
     for path in doomed:
         remove(path)
     return doomed
@@ -190,10 +205,16 @@ def prune(folder: str | os.PathLike[str], keep: int) -> list[Path]:
 def remove(path: Path) -> None:
     """Remove a checkpoint: the index first, so that half of it is never taken for one."""
     with suppress(FileNotFoundError):
-        (path / INDEX).unlink()
+        if not _is_foreign(path / INDEX):
+            (path / INDEX).unlink()
     clean(path, [])
     with suppress(OSError):  # somebody keeps something of his own in there
         path.rmdir()
+
+
+def _is_foreign(index: Path) -> bool:
+    """Whether somebody else has written a file of this name: it does not name our format, be it whole or damaged."""
+    return FORMAT.encode() not in index.read_bytes()
 
 
 def clean(path: Path, used: list[str]) -> None:

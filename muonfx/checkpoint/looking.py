@@ -7,9 +7,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from muonfx.checkpoint.data import Reader
 from muonfx.checkpoint.index import Index
 from muonfx.checkpoint.keep import offering, read_index
+from muonfx.checkpoint.reading import Reader
 
 __all__ = ["inspect", "read", "verify"]
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from muonfx.checkpoint.data import Reader
 from muonfx.checkpoint.errors import CheckpointError
 from muonfx.checkpoint.index import Index, Leaf
 from muonfx.checkpoint.keep import checkpoints, offering, read_index
 from muonfx.checkpoint.memory import bytes_of
+from muonfx.checkpoint.reading import Reader
 from muonfx.checkpoint.rules import matches
 from muonfx.checkpoint.spec import described
 

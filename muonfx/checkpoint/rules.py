@@ -144,6 +144,10 @@ def _check_leaves(
         have = index.leaves[there[name]].spec
         if have.shape != spec.shape:
             problems.append(f"reshaped:  {name!r} has shape {have.shape}, expected {spec.shape}")
+        if have.dtype != spec.dtype and _holds_codes(there[name], index):
+            problems.append(f"codes:     {name!r} holds codes of {have.dtype}, which mean nothing as {spec.dtype}")
+            advice.append("to read codes: the chain with the compact dtype that wrote them")
+            continue
         if chosen and {rules.cast[pattern] for pattern in chosen} != {spec.dtype}:
             asked = ", ".join(sorted({str(rules.cast[pattern]) for pattern in chosen}))
             problems.append(f"cast:      {name!r} is wanted as {spec.dtype}, and cast= says {asked}")
@@ -160,6 +164,13 @@ def _check_leaves(
             f"to round: cast={{{name!r}: {dtype}{rest}}} (by names, by the levels they begin with, or by globs); to "
             "keep the values: a chain with the state dtype of the checkpoint"
         )
+
+
+def _holds_codes(name: str, index: Index) -> bool:
+    """Whether a leaf of a checkpoint is the codes of a compact state: its scales are beside it."""
+    levels = name.split("/")
+    beside = ("/".join([*levels[:i], "scales", *levels[i + 1 :]]) for i, level in enumerate(levels) if level == "codes")
+    return any(other in index.leaves for other in beside)
 
 
 def _shown(names: Iterable[Any]) -> str:

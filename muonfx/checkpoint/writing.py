@@ -120,6 +120,13 @@ class Request(NamedTuple):
     extra: Mapping[str, Any] | None
     keep: int | None
 
+    @classmethod
+    def of(cls, path: str | os.PathLike[str], *rest: Any) -> Request:
+        """A request with a path that stays what it is when the process goes to another folder."""
+        if not os.fspath(path):
+            raise ValueError("path must name a folder, found an empty one")
+        return cls(Path(path).absolute(), *rest)
+
     def about(self) -> About:
         """What the checkpoint is to say; see `About.of`."""
         return About.of(self.tx, self.step, self.extra)
@@ -163,8 +170,8 @@ def save(
         params: parameters, to go into the same checkpoint.
         step: how many steps are done.
         extra: anything that JSON can hold: a seed, the place in the data, losses.
-        keep: afterwards, remove all checkpoints beside this one but the newest so many (see `prune`); the path must be
-            one that `step_path` names.
+        keep: afterwards, remove all checkpoints beside this one but those of the highest steps, so many in all (see
+            `prune`); the path must be one that `step_path` names.
         progress: called with the bytes that are written and those of all, about every 4 MiB.
         group: a process group, all of whose ranks call this together: each writes its part. Leaves may then be
             `torch.distributed.tensor.DTensor` or `FlatPiece`; plain tensors must be the same on all ranks. The ranks
@@ -189,7 +196,7 @@ def save(
         >>> mfx.checkpoint.load(path, like=mfx.spec(tx, params)).trace["w"].dtype
         torch.float32
     """
-    request = Request(Path(path), state, params, tx, step, extra, keep)
+    request = Request.of(path, state, params, tx, step, extra, keep)
     if group is not None:
         from muonfx.checkpoint.distributed import save_together
 
@@ -283,4 +290,4 @@ def commit(path: Path, index: Index, keep: int | None) -> None:
     sync_folder(path.parent)
     clean(path, [file.name for file in index.files])
     if keep is not None:
-        prune(path.parent, keep)
+        prune(path.parent, keep, written=path)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from muonfx.tracing import functorch_is_active
 
@@ -181,7 +182,8 @@ def _look_up(numbers: Tensor, places: Tensor) -> Tensor:
 
 def table(numbers: tuple[float, ...], device: torch.device) -> Tensor:
     """Numbers as an fp32 vector on a device; kept, unless whoever is tracing would find it there later."""
-    if torch.compiler.is_compiling() or functorch_is_active() or torch.is_inference_mode_enabled():
+    watched = torch.compiler.is_compiling() or functorch_is_active() or _get_current_dispatch_mode() is not None
+    if watched or torch.is_inference_mode_enabled():
         return torch.tensor(numbers, dtype=torch.float32, device=device)
     if (numbers, device) not in _tables:
         _tables[numbers, device] = torch.tensor(numbers, dtype=torch.float32, device=device)

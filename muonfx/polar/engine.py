@@ -146,7 +146,7 @@ def sharing(xs: Sequence[torch.Tensor]) -> set[int]:
     spans: list[tuple[int, int, int, int]] = []
     for i, x in enumerate(xs):
         if x.numel() > 0:
-            start = x.storage_offset()
+            start = int(x.storage_offset())
             last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
             size = x.itemsize
             spans.append((x.untyped_storage()._cdata, start * size, (start + last + 1) * size, i))

@@ -42,6 +42,17 @@ def copies(path: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in path.iterdir()}
 
 
+@contextmanager
+def threads(number: int) -> Iterator[None]:
+    """So many threads for torch, and for reading."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def small_params(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = {"embed.weight": (8, 4), "blocks.0.up.weight": (6, 4), "blocks.0.up.bias": (6,), "scale": ()}

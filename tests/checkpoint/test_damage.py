@@ -16,7 +16,7 @@ import torch
 import muonfx as mfx
 from muonfx.checkpoint import CheckpointError, CorruptError, FormatError, MismatchError
 from muonfx.checkpoint.index import BLOCK, INDEX
-from tests.checkpoint.common import assert_same_tree, copies, grads_like
+from tests.checkpoint.common import assert_same_tree, copies, grads_like, threads
 
 ck = mfx.checkpoint
 PARAMS = {
@@ -293,7 +293,13 @@ def test_a_checkpoint_cannot_run_code(good, tmp_path: Path):
 # ------------------------------------------------------------------------------------------ named, and the previous one
 
 
-def test_what_is_damaged_is_named_and_the_previous_one_offered(tmp_path: Path):
+@pytest.mark.parametrize("number", [1, 3])
+def test_what_is_damaged_is_named_and_the_previous_one_offered(tmp_path: Path, number: int):
+    with threads(number):
+        names_what_is_damaged(tmp_path)
+
+
+def names_what_is_damaged(tmp_path: Path) -> None:
     state = {"trace": {"w": torch.randn(3 * BLOCK // 4 + 5), "b": torch.randn(7)}}
     for step in (1, 2, 3):
         ck.save(ck.step_path(tmp_path, step), state, step=step)
@@ -339,12 +345,13 @@ def test_what_is_damaged_is_named_and_the_previous_one_offered(tmp_path: Path):
     assert_same_tree(ck.load(caught.value.previous, like=state), state)
 
 
-def test_a_file_that_is_cut_short_while_it_is_read(tmp_path: Path):
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_file_that_is_cut_short_while_it_is_read(tmp_path: Path, number: int):
     """The length is right when the file is opened, and no longer when a leaf is read."""
-    from muonfx.checkpoint.data import Reader
+    from muonfx.checkpoint.reading import Reader
 
     ck.save(tmp_path, {"w": torch.randn(5 * BLOCK // 4)})
-    with Reader(tmp_path, ck.inspect(tmp_path)) as reader:
+    with threads(number), Reader(tmp_path, ck.inspect(tmp_path)) as reader:
         data = next(tmp_path.glob("*.safetensors"))
         reader.check_files()
         with data.open("r+b") as file:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 import muonfx as mfx
 from muonfx import testing as kit
 from muonfx.checkpoint.dtypes import dtype_named, name_of_dtype
-from tests.checkpoint.common import assert_same_tree, bits, folder, grads_like, small_params, trained
+from tests.checkpoint.common import assert_same_tree, bits, folder, grads_like, small_params, threads, trained
 from tests.laws.test_every_transform import CASES
 
 pytestmark = pytest.mark.filterwarnings("ignore:partition. no parameter has the label")
@@ -108,17 +108,20 @@ def test_leaves_that_share_storage_are_written_one_by_one(tmp_path: Path):
     assert len({tensor.untyped_storage().data_ptr() for tensor in back.values()}) == 5
 
 
-def test_a_leaf_of_many_blocks(tmp_path: Path):
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_leaf_of_many_blocks(tmp_path: Path, number: int):
     state = {"big": torch.randn(3, 700_001), "odd": torch.randint(-128, 127, (9_000_001,), dtype=torch.int8)}
     seen: list[tuple[int, int]] = []
     ck.save(tmp_path, state, progress=lambda done, total: seen.append((done, total)))
-    assert_same_tree(ck.load(tmp_path, like=state), state)
+    turned = {"big": state["big"].t().contiguous().t(), "odd": state["odd"]}
+    with threads(number):
+        assert_same_tree(ck.load(tmp_path, like=state), state)
+        assert_same_tree(ck.load(tmp_path, like=turned), turned)
+        ck.verify(tmp_path)
     total = sum(leaf.nbytes for leaf in state.values())
     assert [done for done, _ in seen] == sorted({done for done, _ in seen})
     assert seen[-1] == (total, total)
     assert len(seen) == 6
-    turned = {"big": state["big"].t().contiguous().t(), "odd": state["odd"]}
-    assert_same_tree(ck.load(tmp_path, like=turned), turned)
 
 
 def continues(tx: mfx.Transform, example: kit.Example, path: Path) -> None:

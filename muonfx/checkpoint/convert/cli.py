@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
@@ -46,8 +47,22 @@ def _load(path: Path) -> Any:
     return load_file(path) if path.suffix == ".safetensors" else read_plain(path)
 
 
+def _load_params(path: Path) -> dict[str, torch.Tensor]:
+    found = _load(path)
+    if not isinstance(found, dict) or not all(isinstance(leaf, torch.Tensor) for leaf in found.values()):
+        raise ValueError(f"{path}: expected a state dict, names to tensors, found something else")
+    return {name: leaf for name, leaf in found.items() if leaf.is_floating_point()}
+
+
+def _load_names(path: Path) -> list[str]:
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+        raise ValueError(f"{path}: expected a JSON list of names, found something else")
+    return found
+
+
 def _convert(options: argparse.Namespace) -> tuple[Transform, PyTree, dict[str, Any]]:
-    params = {name: leaf for name, leaf in _load(options.params).items() if leaf.is_floating_point()}
+    params = _load_params(options.params)
     if options.kind == "deepspeed":
         source = deepspeed.read_deepspeed(options.input)
         params = {name: leaf for name, leaf in params.items() if name in source}
@@ -64,7 +79,7 @@ def _convert(options: argparse.Namespace) -> tuple[Transform, PyTree, dict[str, 
             found = ", ".join(map(str, source)) if isinstance(source, dict) else type(source).__name__
             raise ValueError(f"--key {options.key}: no {key!r} in {options.input}; there is {found}")
         source = source[key]
-    names = json.loads(options.names.read_text(encoding="utf-8")) if options.names else None
+    names = _load_names(options.names) if options.names else None
     read, recipe = _SOURCES[options.kind]
     known = names or [name for group in source.get("param_groups", []) for name in group.get("param_names", [])]
     params = {name: leaf for name, leaf in params.items() if name in known} if known else params

@@ -32,15 +32,17 @@ def keller_chain(group: Group, kind: str, shape: torch.Size, options: Mapping[st
             "flattened matrix, so no chain goes on in the same way; the state itself can be converted"
         )
     stacked: dict[str, Any] = {"dims": ((-2,), (-1,))} if len(shape) == 3 else {}
+    steps: dict[str, Any] = {"steps": group["ns_steps"]} if group.get("ns_steps", 5) != 5 else {}  # older releases
     return muon_chain(
         group["momentum"],
-        nesterov=True,
+        nesterov=group.get("nesterov", True),
         heavy_ball=False,
         rule="original",
         lr=group["lr"],
         weight_decay=group["weight_decay"],
         options=options,
         coefficients="keller",
+        **steps,
         **stacked,
     )
 

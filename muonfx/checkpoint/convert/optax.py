@@ -149,7 +149,7 @@ def to_optax(state: PyTree, opt_state: Any, *, transpose: bool, names: Mapping[s
             counts.append(leaf.step)
             value = leaf.second if second else leaf.first
             assert value is not None
-            return _tensor(value, transpose).numpy().astype(array.dtype)
+            return _tensor(value, transpose).double().cpu().numpy().astype(array.dtype)
 
         changes = {"mu": _renewed(node.mu, "", lambda array, name: replaced(array, name, False))}
         if kind == "adamw":

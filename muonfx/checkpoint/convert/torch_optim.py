@@ -15,6 +15,7 @@ from muonfx.tree import PyTree
 __all__ = ["from_torch_optimizer", "to_torch_optimizer", "torch_recipe"]
 
 _KELLER = (3.4445, -4.7750, 2.0315)
+_EPS = 1e-7
 
 
 def _kind(group: Group, entry: Mapping[str, Any]) -> str:
@@ -38,6 +39,8 @@ def _recipe(group: Group, kind: str, shape: torch.Size, options: Mapping[str, An
         return adamw(
             number(group["lr"]), b1=b1, b2=b2, eps=number(group["eps"]), weight_decay=number(group["weight_decay"])
         )
+    if number(group["eps"]) != _EPS:
+        raise ValueError(f"there is no chain for eps={group['eps']}: muonfx divides by the norm alone; expected {_EPS}")
     steps = (tuple(group["ns_coefficients"]),) * group["ns_steps"]
     return muon_chain(
         group["momentum"],

@@ -1,0 +1,176 @@
+"""Reading leaves from data files, every byte checked.
+
+With plain reads, and not through a memory map: a map of a file that is cut short while it is in use ends the process.
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from io import FileIO
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from muonfx.checkpoint.boxes import Box
+from muonfx.checkpoint.data import blocks_of, check_byte_order, checksum_of
+from muonfx.checkpoint.errors import CorruptError
+from muonfx.checkpoint.index import BLOCK, Chunk, DataFile, Index, Leaf
+from muonfx.checkpoint.memory import bytes_of
+
+__all__ = ["Reader"]
+
+
+class Reader:
+    """Reads leaves from the data files of a checkpoint and checks every byte that it hands out.
+
+    A file is opened when it is first needed, and then checked for the length and the header that the index says. Large
+    leaves are read by as many threads as torch uses.
+    """
+
+    def __init__(self, folder: Path, index: Index) -> None:
+        check_byte_order()
+        self.folder, self.index = folder, index
+        self._stack = ExitStack()
+        self._files: dict[int, FileIO] = {}
+        self._pool: ThreadPoolExecutor | None = None
+        self._threads = torch.get_num_threads() if hasattr(os, "preadv") else 1
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def check_files(self) -> Reader:
+        """Open all files.
+
+        Raises:
+            CorruptError: one is missing, is shorter or longer, or has another header.
+        """
+        for number in range(len(self.index.files)):
+            self._file(number)
+        return self
+
+    def _file(self, number: int) -> FileIO:
+        if number not in self._files:
+            self._files[number] = self._stack.enter_context(self._open(self.index.files[number]))
+        return self._files[number]
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _open(self, described: DataFile) -> FileIO:
+        path = self.folder / described.name
+        try:
+            file = FileIO(path)
+        except OSError as error:
+            raise CorruptError(f"{path}: the data file is missing or cannot be read: {error.strerror}") from error
+        try:
+            found = file.seek(0, 2)
+            if found != described.nbytes:
+                raise CorruptError(f"{path}: the data file has {found} bytes, expected {described.nbytes}")
+            head = bytearray(described.header_nbytes)
+            self._fill(file, 0, memoryview(head), path)
+            if checksum_of(head) != described.header_crc32:
+                raise CorruptError(f"{path}: the header of the data file is damaged")
+        except BaseException:
+            file.close()
+            raise
+        return file
+
+    def _fill(self, file: FileIO, at: int, into: memoryview, path: Path) -> None:
+        """Read from a place on; several threads may do so on one file, where the system can."""
+        while into:
+            try:
+                if hasattr(os, "preadv"):
+                    got = os.preadv(file.fileno(), [into], at)
+                else:
+                    file.seek(at)
+                    got = file.readinto(into) or 0
+            except OSError as error:
+                raise CorruptError(f"{path}: cannot be read: {error.strerror}") from error
+            if not got:
+                raise CorruptError(f"{path}: the data file ends too early")
+            at, into = at + got, into[got:]
+
+    def _block(self, name: str, chunk: Chunk, place: int, into: memoryview) -> None:
+        """Read one block of a chunk and check it."""
+        file, path = self._file(chunk.file), self.folder / self.index.files[chunk.file].name
+        begin = chunk.begin + place * BLOCK
+        self._fill(file, begin, into, path)
+        if checksum_of(into) != chunk.crc32[place]:
+            where = f"bytes {begin} to {begin + len(into)} of the file"
+            raise CorruptError(f"{path}: the leaf {name!r} is damaged, somewhere in {where}")
+
+    def _blocks(self, name: str, chunk: Chunk, into: memoryview, first: int) -> None:
+        """Read blocks of a chunk, from the first on, side by side where there are several."""
+        self._file(chunk.file)
+        parts = list(enumerate(blocks_of(into), first))
+        if len(parts) == 1 or self._threads == 1:
+            for place, part in parts:
+                self._block(name, chunk, place, part)
+            return
+        if self._pool is None:
+            # Of this load alone: threads do not survive a fork.
+            self._pool = self._stack.enter_context(ThreadPoolExecutor(self._threads, thread_name_prefix="muonfx-read"))
+        reads = [self._pool.submit(self._block, name, chunk, place, part) for place, part in parts]
+        try:
+            for read in reads:
+                read.result()
+        except BaseException:
+            for read in reads:
+                read.cancel()
+            wait(reads)  # the memory must not go while a thread writes to it
+            raise
+
+    def read(self, name: str) -> Tensor:
+        """Read a leaf: a new tensor in host memory.
+
+        Raises:
+            CorruptError: its bytes are not those that were written.
+        """
+        leaf = self.index.leaves[name]
+        out = torch.empty(leaf.spec.shape, dtype=leaf.spec.dtype)
+        self.read_into(name, out)
+        return out
+
+    def read_into(self, name: str, out: Tensor) -> None:
+        """Read a leaf into a tensor of its shape; other dtypes, devices and strides take a copy of one chunk."""
+        leaf = self.index.leaves[name]
+        for chunk in leaf.chunks:
+            part = out[tuple(map(slice, chunk.offsets, chunk.box.ends))] if chunk.sizes else out
+            self.read_box(name, leaf, chunk, Box((0,) * len(chunk.sizes), chunk.sizes), part)
+
+    def read_box(self, name: str, leaf: Leaf, chunk: Chunk, box: Box, out: Tensor) -> None:
+        """Read a box of a chunk (offsets from the chunk's) into a tensor of its size, by the blocks that hold it."""
+        if not box.numel:
+            return
+        dtype, whole = leaf.spec.dtype, box.sizes == chunk.sizes
+        if whole and out.dtype == dtype and out.device.type == "cpu" and out.is_contiguous():
+            self._blocks(name, chunk, bytes_of(out), 0)
+            return
+        strides = [prod(chunk.sizes[dim + 1 :]) for dim in range(len(chunk.sizes))]
+        start = sum(map(int.__mul__, box.offsets, strides))
+        stop = sum(stride * (end - 1) for stride, end in zip(strides, box.ends, strict=True)) + 1
+        first = start * dtype.itemsize // BLOCK
+        nbytes = prod(chunk.sizes) * dtype.itemsize
+        end = min(nbytes, -(-stop * dtype.itemsize // BLOCK) * BLOCK)
+        held = torch.empty((end - first * BLOCK) // dtype.itemsize, dtype=dtype)
+        self._blocks(name, chunk, bytes_of(held), first)
+        out.copy_(held.as_strided(box.sizes, strides, start - first * BLOCK // dtype.itemsize))
+
+    def verify(self) -> None:
+        """Read everything and keep nothing.
+
+        Raises:
+            CorruptError: a leaf's bytes are not those that were written; the message names it.
+        """
+        self.check_files()
+        many = 2 * self._threads
+        buffer = memoryview(bytearray(many * BLOCK))
+        for name, leaf in self.index.leaves.items():
+            for chunk in leaf.chunks:
+                nbytes = prod(chunk.sizes) * leaf.spec.dtype.itemsize
+                for place in range(0, len(chunk.crc32), many):
+                    self._blocks(name, chunk, buffer[: min(len(buffer), nbytes - place * BLOCK)], place)
