@@ -186,30 +186,42 @@ def _run_as_function(xs: list[torch.Tensor], targets: list[torch.Tensor | None],
     mixed = not job.watched and len({x.shape[-2] > x.shape[-1] for x in xs}) > 1
 
     def deliver(pieces: list[torch.Tensor]) -> None:
+        sources: list[torch.Tensor] = []
+        homes: list[torch.Tensor] = []
         for piece in pieces:
-            deliver_one(piece, *next(owners))
+            i, start = next(owners)
+            part = piece if xs[i].shape[-2] == short else piece.mT
+            place = places[i]
+            if place is None:
+                deliver_new(part, i, start)
+                continue
+            sources.append(part)
+            home = place.view(-1, *part.shape[1:])
+            homes.append(home if len(home) == len(part) else home[start : start + len(part)])
+            results[i] = place
+        if homes:
+            torch._foreach_copy_(homes, sources)
 
-    def deliver_one(part: torch.Tensor, i: int, start: int) -> None:
-        x, target, place = xs[i], targets[i], places[i]
-        part = part if x.shape[-2] == short else part.mT
-        if place is not None:
-            place.view(-1, *x.shape[-2:])[start : start + part.shape[0]].copy_(part)
-            results[i] = place if target is None or target is place else target.copy_(place)
-            return
+    def deliver_new(part: torch.Tensor, i: int, start: int) -> None:
         parts[i].append(part)
-        if start + part.shape[0] == flats[i].shape[0]:
-            whole = (parts[i][0] if len(parts[i]) == 1 else torch.cat(parts[i])).reshape(x.shape)
-            if target is not None:
-                results[i] = target.copy_(whole)
-            else:
-                results[i] = whole.clone(memory_format=torch.contiguous_format) if mixed else whole.contiguous()
-            parts[i].clear()
+        if start + part.shape[0] < flats[i].shape[0]:
+            return
+        target = targets[i]
+        whole = (parts[i][0] if len(parts[i]) == 1 else torch.cat(parts[i])).reshape(xs[i].shape)
+        if target is not None:
+            results[i] = target.copy_(whole)
+        else:
+            results[i] = whole.clone(memory_format=torch.contiguous_format) if mixed else whole.contiguous()
+        parts[i].clear()
 
     for batch in packed(flats, limit):
         joined = batch[0] if len(batch) == 1 else torch.cat(batch)
         y = outside_autocast(as_function, joined, job.plan, job.resolved).to(held)
         deliver(list(y.split([piece.shape[0] for piece in batch])))
         del joined, y  # not beside the next batch
+    for i, (target, place) in enumerate(zip(targets, places, strict=True)):
+        if target is not None and place is not None and target is not place:
+            results[i] = target.copy_(place)
     return results
 
 

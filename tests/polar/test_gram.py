@@ -164,10 +164,14 @@ def test_large_matrices_take_the_same_path_alone_and_among_others(shape: tuple[i
 
 
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scratch", [None, 1])
 @pytest.mark.parametrize(
-    "shapes", [[(5, 8)], [(300, 400), (400, 300), (300, 400)], [(3, 300, 300), (300, 300), (0, 4)]]
+    "shapes",
+    [[(5, 8)], [(4, 5, 8), (8, 5)], [(300, 400), (400, 300), (300, 400)], [(3, 300, 300), (300, 300), (0, 4)]],
 )
-def test_out_and_donated_inputs_take_the_results(shapes: list[tuple[int, ...]], compute: torch.dtype) -> None:
+def test_out_and_donated_inputs_take_the_results(
+    shapes: list[tuple[int, ...]], scratch: int | None, compute: torch.dtype
+) -> None:
     generator = torch.Generator().manual_seed(0)
     xs = [torch.randn(shape, generator=generator) for shape in shapes]
     expected = orthogonalize_many(xs, dtype=compute)
@@ -175,7 +179,7 @@ def test_out_and_donated_inputs_take_the_results(shapes: list[tuple[int, ...]], 
     found = orthogonalize_many(xs, dtype=compute, out=out, max_scratch_bytes=1 << 20)
     assert all(y is own for y, own in zip(found, out, strict=True))
     strided = [torch.empty(*x.shape[:-2], *x.shape[:-3:-1]).mT for x in xs]
-    views = orthogonalize_many(xs, dtype=compute, out=strided)
+    views = orthogonalize_many(xs, dtype=compute, out=strided, max_scratch_bytes=scratch)
     for y, z, e, view in zip(found, views, expected, strided, strict=True):
         assert torch.equal(y, e)
         assert torch.equal(z, e)
