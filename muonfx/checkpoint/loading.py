@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from muonfx.checkpoint.keep import offering, read_index
-from muonfx.checkpoint.memory import room_for
 from muonfx.checkpoint.names import PARAMS, named_leaves
 from muonfx.checkpoint.reading import Reader
 from muonfx.checkpoint.rules import Allow, Rules, match
@@ -162,10 +161,9 @@ def targets_like(like: Any, tx: Transform | None, device: Any, section: str) -> 
         if not isinstance(leaf, Tensor) and not isinstance(leaf, Spec):
             return leaf.empty_like
         if isinstance(leaf, Spec):
-            meta = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
-            return lambda: room_for(meta, device or "cpu")
+            return lambda: torch.empty(leaf.shape, dtype=leaf.dtype, device=device or "cpu")
         where = device or (leaf.device if leaf.device.type != "meta" else "cpu")
-        return lambda: room_for(leaf, where)
+        return lambda: torch.empty_like(leaf, device=where, requires_grad=False)
 
     if isinstance(like, StateSpec):
         want = like if tx is None else StateSpec(like.leaves, tx.fingerprint, repr(tx))

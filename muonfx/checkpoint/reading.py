@@ -19,7 +19,7 @@ from muonfx.checkpoint.boxes import Box
 from muonfx.checkpoint.data import blocks_of, check_byte_order, checksum_of
 from muonfx.checkpoint.errors import CorruptError
 from muonfx.checkpoint.index import BLOCK, Chunk, DataFile, Index, Leaf
-from muonfx.checkpoint.memory import bytes_of, room_for
+from muonfx.checkpoint.memory import bytes_of
 
 __all__ = ["Reader"]
 
@@ -131,7 +131,7 @@ class Reader:
             CorruptError: its bytes are not those that were written.
         """
         leaf = self.index.leaves[name]
-        out = room_for(torch.empty(leaf.spec.shape, dtype=leaf.spec.dtype, device="meta"), "cpu")
+        out = torch.empty(leaf.spec.shape, dtype=leaf.spec.dtype)
         self.read_into(name, out)
         return out
 
