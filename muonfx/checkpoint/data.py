@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from muonfx.checkpoint.atomic import fresh_file, write_all
-from muonfx.checkpoint.boxes import Box
+from muonfx.boxes import Box
 from muonfx.checkpoint.dtypes import safetensors_name
 from muonfx.checkpoint.errors import CheckpointError
 from muonfx.checkpoint.index import BLOCK, Chunk, DataFile

@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from muonfx.checkpoint.boxes import Box, cover
+from muonfx.boxes import Box, cover
 from muonfx.checkpoint.data import Part, Progress, write_data
 from muonfx.checkpoint.errors import CheckpointError, CorruptError, MismatchError, WriteError
 from muonfx.checkpoint.flat import FlatPiece

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muonfx.checkpoint.boxes import Box, boxes_of_interval
+from muonfx.boxes import Box, boxes_of_interval
 
 __all__ = ["FlatPiece"]
 

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
-from muonfx.checkpoint.boxes import Box, cover
+from muonfx.boxes import Box, cover
 from muonfx.checkpoint.dtypes import dtype_named, name_of_dtype
 from muonfx.checkpoint.errors import CheckpointError, CorruptError, FormatError
 from muonfx.checkpoint.names import is_name

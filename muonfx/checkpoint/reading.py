@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from muonfx.checkpoint.boxes import Box
+from muonfx.boxes import Box
 from muonfx.checkpoint.data import blocks_of, check_byte_order, checksum_of
 from muonfx.checkpoint.errors import CorruptError
 from muonfx.checkpoint.index import BLOCK, Chunk, DataFile, Index, Leaf

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from muonfx.checkpoint.atomic import replace_file, sync_folder
-from muonfx.checkpoint.boxes import Box
+from muonfx.boxes import Box
 from muonfx.checkpoint.data import Part, Progress, write_data
 from muonfx.checkpoint.dtypes import name_of_dtype
 from muonfx.checkpoint.errors import CheckpointError, WriteError

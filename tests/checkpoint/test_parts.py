@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muonfx.checkpoint.boxes import Box, boxes_of_interval, cover, intersection
+from muonfx.boxes import Box, boxes_of_interval, cover, intersection
 from muonfx.checkpoint.dtypes import dtype_named, name_of_dtype, safetensors_name, widens
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)

@@ -1,0 +1,1 @@
+"""One chain under every shard layout, with the same answer."""
