@@ -170,6 +170,7 @@ sharded: Any = make_factory(
     reads_params=True,
     resolve=None,
     rounds_to=None,
+    on_stacks=None,
     transparent=True,
 )
 sharded.__name__ = sharded.__qualname__ = "sharded"

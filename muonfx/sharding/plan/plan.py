@@ -19,14 +19,13 @@ import torch
 from torch import Tensor
 
 from muonfx.boxes import Box, boxes_of_interval
-from muonfx.core import Locality
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.pieces import Piece
 from muonfx.sharding.plan.balance import assign
 from muonfx.sharding.plan.costs import Run, cost_of
 from muonfx.tree import Spec
 
-__all__ = ["Leg", "Machine", "RunPlan", "Settings", "Share", "plan_run"]
+__all__ = ["Leg", "Machine", "RunPlan", "Settings", "Share", "on_stacks", "plan_run"]
 
 
 class Machine(NamedTuple):
@@ -81,7 +80,7 @@ class Share:
     """The first element, in the flattened parameter."""
     stop: int
     shape: tuple[int, ...]
-    """In which the owner computes: the parameter's own, or (how many, rows, columns)."""
+    """In which the owner computes: the parameter's own, or (how many, rows, columns) of a stack."""
     whole: tuple[int, ...]
     """The parameter's shape."""
     owner: int | None
@@ -105,7 +104,7 @@ class Share:
 
     def local(self, tensor: Tensor) -> Tensor:
         """A tensor of the share's shape as the local tensor of its piece."""
-        return tensor if self.shape == self.whole else tensor.view(-1)
+        return tensor if self.shape == self.whole else tensor.reshape(-1)
 
     @cached_property
     def comes(self) -> bool:
@@ -133,6 +132,9 @@ class RunPlan:
     """Who computes what of one run, and when."""
 
     run: Run = field(repr=False)
+    """The transforms, for the stacks as stacks."""
+    stacks: tuple[str, ...]
+    """The parameters that are stacks of independent matrices to all transforms of the run."""
     size: int
     shares: tuple[Share, ...]
     buckets: tuple[tuple[int, ...], ...]
@@ -198,7 +200,9 @@ def plan_run(
     """
     specs = {name: layout._specs[name] for name in names}
     machine = settings.machine or Machine.of(device.type)
-    parts = [part for name in names for part in _parts(run, name, layout)]
+    matrices = _matrices(run, {name: spec.shape for name, spec in specs.items()})
+    run = on_stacks(run, {name: specs[name].shape for name in matrices})
+    parts = [part for name in names for part in _parts(matrices.get(name), name, layout)]
 
     def cost(part: _Part) -> float:
         return cost_of(run, part.name, part.shape, specs[part.name].dtype, device.type, compute)
@@ -212,7 +216,7 @@ def plan_run(
         _share(part, None if alone[i] else given[i], costs[i], layout, machine) for i, part in enumerate(parts)
     )
     buckets = tuple(_buckets(shares, specs, layout.size, settings.bucket_bytes))
-    return RunPlan(run, layout.size, shares, buckets, specs, device, settings.exchange_dtype)
+    return RunPlan(run, tuple(matrices), layout.size, shares, buckets, specs, device, settings.exchange_dtype)
 
 
 class _Part(NamedTuple):
@@ -231,25 +235,40 @@ class _Part(NamedTuple):
         return self.stop - self.start
 
 
-def _parts(run: Run, name: str, layout: Layout) -> Iterator[_Part]:
+def _matrices(run: Run, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
+    """The leaves that are stacks of the same matrices to all transforms of a run, and the shape of one."""
+    found = [tx.on_stacks(shapes)[1] for _, tx in run]
+    return {
+        name: matrix
+        for name, matrix in found[0].items()
+        if prod(shapes[name]) and all(other.get(name) == matrix for other in found)
+    }
+
+
+def on_stacks(run: Run, shapes: dict[str, tuple[int, ...]]) -> Run:
+    """The same transforms, for some leaves as stacks of matrices."""
+    return tuple((name, tx.on_stacks(shapes)[0]) for name, tx in run)
+
+
+def _parts(matrix: tuple[int, int] | None, name: str, layout: Layout) -> Iterator[_Part]:
     """Cut a parameter where its matrices allow it: a stack between ranks, or into as many ranges as ranks may own."""
     shape = layout._specs[name].shape
-    locality = max(tx.locality for _, tx in run)
-    stacked = locality is Locality.MATRIX and len(shape) > 2 and prod(shape) > 0
-    each = prod(shape[-2:]) if stacked else prod(shape)
     holders = layout.holders(name)
-    if not stacked:
-        whole = [rank for piece, ranks in holders.items() if piece.numel == each for rank in ranks]
+    if matrix is None:
+        numel = prod(shape)
+        whole = [rank for piece, ranks in holders.items() if piece.numel == numel for rank in ranks]
         some = sorted(rank for ranks in holders.values() for rank in ranks) or list(range(layout.size))
-        yield _Part(name, 0, each, shape, tuple(sorted(whole) or some), bool(whole))
+        yield _Part(name, 0, numel, shape, tuple(sorted(whole) or some), bool(whole))
         return
+    each = prod(matrix)
     ranges = _ranges(layout, name, shape, each)
     owners = [owner for _, _, owner, _ in ranges]
     if len(set(owners)) < len(owners):  # the state of a rank's part of a stack must be one range
-        yield _Part(name, 0, prod(shape), shape, tuple(sorted(set(owners))), False)
+        number = prod(shape) // each
+        yield _Part(name, 0, prod(shape), (number, *matrix), tuple(sorted(set(owners))), False)
         return
     for first, last, owner, complete in ranges:
-        yield _Part(name, first * each, last * each, (last - first, *shape[-2:]), (owner,), complete)
+        yield _Part(name, first * each, last * each, (last - first, *matrix), (owner,), complete)
 
 
 class _Held(NamedTuple):
