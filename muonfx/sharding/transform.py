@@ -77,7 +77,7 @@ def _sharded(
     layout: Layout,
     *,
     replicas: str = "auto",
-    bucket_bytes: int = 1 << 26,
+    bucket_bytes: int = 1 << 28,
     exchange_dtype: torch.dtype | None = None,
     machine: Machine | None = None,
 ):
@@ -93,7 +93,8 @@ def _sharded(
         layout: who holds what.
         replicas: for matrices that several ranks hold whole: "split" lets one compute and send the result, "everyone"
             lets all compute, "auto" takes what is quicker.
-        bucket_bytes: about how many bytes of whole matrices a rank holds at a time.
+        bucket_bytes: about how many bytes an exchange takes at a time, matrices and messages together; a single larger
+            matrix goes through alone.
         exchange_dtype: in which dtype matrices travel. None: the one to which they are rounded first of all anyway, so
             that no value changes.
         machine: operations and bytes a second, for "auto"; None: a guess by the kind of device.

@@ -51,8 +51,9 @@ class Settings(NamedTuple):
 
     replicas: str = "auto"
     """What is done with matrices that several ranks hold whole: "split", "everyone" or "auto"."""
-    bucket_bytes: int = 1 << 26
-    """About how many bytes of whole matrices a rank holds at a time; a single larger one stands alone."""
+    bucket_bytes: int = 1 << 28
+    """About how many bytes an exchange takes at a time: matrices and messages together, of the bucket that is computed,
+    of the next, and of the one before; a single larger matrix goes through alone."""
     exchange_dtype: torch.dtype | None = None
     """In which dtype matrices travel; None: in that to which their transform rounds them anyway."""
     machine: Machine | None = None
@@ -142,6 +143,7 @@ class RunPlan:
     specs: dict[str, Spec] = field(repr=False)
     device: torch.device
     exchange_dtype: torch.dtype | None
+    _travels: dict[torch.dtype, tuple[torch.dtype, torch.dtype]] = field(default_factory=dict, repr=False)
 
     @property
     def flops(self) -> list[float]:
@@ -174,15 +176,21 @@ class RunPlan:
 
     def travels(self, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
         """In which dtypes updates of a dtype go to the owner and come back: no value changes, unless asked for."""
-        if self.exchange_dtype is not None:
-            return self.exchange_dtype, self.exchange_dtype
-        return self._narrowed(0, dtype), self._narrowed(-1, dtype)
+        if dtype not in self._travels:
+            asked = self.exchange_dtype
+            self._travels[dtype] = (asked or self._narrowed(0, dtype), asked or self._narrowed(-1, dtype))
+        return self._travels[dtype]
 
     def _narrowed(self, place: int, dtype: torch.dtype) -> torch.dtype:
         tx = self.run[place][1]
         declared = cast("Any", tx.factory).rounds_to
         rounded = dtype if declared is None else declared(tx, dtype, self.device)
         return rounded if rounded.itemsize < dtype.itemsize else dtype
+
+
+_AT_A_TIME = 6
+"""How many times the bytes of a bucket's matrices are there at a time: the matrices; what was sent and came, of the
+next bucket and of the results of the one before; and a result beside its matrix."""
 
 
 def plan_run(
@@ -215,7 +223,7 @@ def plan_run(
     shares = tuple(
         _share(part, None if alone[i] else given[i], costs[i], layout, machine) for i, part in enumerate(parts)
     )
-    buckets = tuple(_buckets(shares, specs, layout.size, settings.bucket_bytes))
+    buckets = tuple(_buckets(shares, specs, layout.size, max(1, settings.bucket_bytes // _AT_A_TIME)))
     return RunPlan(run, tuple(matrices), layout.size, shares, buckets, specs, device, settings.exchange_dtype)
 
 
