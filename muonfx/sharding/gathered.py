@@ -14,6 +14,7 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Donation, Transform, chain
+from muonfx.sharding.gram import Slab, orthogonalize_slabs, slab_of
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.messages import Exchange, copied
 from muonfx.sharding.plan.plan import RunPlan, Share
@@ -87,6 +88,7 @@ def update_run(
         if (shares := [plan.shares[i] for i in bucket if local[plan.shares[i].name] is not None])
     ]
     results = _Results(layout, local)
+    _update_spread(plan, run, layout, local, results)
     counters = _Counters(state, updates) if len(buckets) > 1 else None
     ahead = _begin(plan, layout, buckets[0], local, weights) if buckets else None
     before: _Going | None = None
@@ -113,6 +115,37 @@ def update_run(
     if before is not None:
         before.wait()
     return tree.unflatten(treedef, [None if local[name] is None else results.of[name] for name in names]), state
+
+
+def _update_spread(
+    plan: RunPlan,
+    run: Sequence[tuple[str, Transform]],
+    layout: Layout,
+    local: Mapping[str, Tensor | None],
+    results: _Results,
+) -> None:
+    """Orthogonalize by the Gram route what goes that way: each rank its own pieces, all together."""
+    slabs: dict[str, Slab] = {}
+    wide: set[str] = set()
+    for share in plan.spread:
+        tensor = local[share.name]
+        if tensor is None:
+            continue
+        piece = layout.piece(share.name)
+        rows, columns = share.whole
+        nothing = tensor.new_empty((rows, 0) if rows <= columns else (0, columns))
+        window = piece.window(tensor, piece.boxes[0]) if piece.boxes else nothing
+        slabs[share.name] = slab_of(run, window, share.whole, plan.compute)
+        if rows <= columns:
+            wide.add(share.name)
+    for kind in dict.fromkeys((slab.plan.dtype, slab.x.dtype) for slab in slabs.values()):
+        names = [name for name, slab in slabs.items() if (slab.plan.dtype, slab.x.dtype) == kind]
+        assert layout.group is not None
+        done = orthogonalize_slabs([slabs[name] for name in names], layout.group)
+        for name, result in zip(names, done, strict=True):
+            if result.numel():
+                shape = results.like(name).shape
+                results.of[name] = (result if name in wide else result.mT).reshape(shape).contiguous()
 
 
 def _begin(

@@ -80,6 +80,7 @@ def _sharded(
     bucket_bytes: int = 1 << 28,
     exchange_dtype: torch.dtype | None = None,
     machine: Machine | None = None,
+    gram: bool = False,
 ):
     """Make a transform over local tensors of one over whole ones: the same update under any layout.
 
@@ -98,6 +99,8 @@ def _sharded(
         exchange_dtype: in which dtype matrices travel. None: the one to which they are rounded first of all anyway, so
             that no value changes.
         machine: operations and bytes a second, for "auto"; None: a guess by the kind of device.
+        gram: orthogonalize matrices that are cut along their long side where their pieces are, if that sends less: for
+            few ranks and long matrices. The result is then within rounding, never bitwise that of one process.
 
     Returns:
         A transform over trees of local tensors, or of DTensors: then its updates, and the leaves of its state that are
@@ -128,7 +131,7 @@ def _sharded(
         raise ValueError(f"replicas: found {replicas!r}, expected 'auto', 'split' or 'everyone'")
     if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
         raise ValueError(f"bucket_bytes: found {bucket_bytes!r}, expected an int of 1 or more")
-    settings = Settings(replicas, bucket_bytes, exchange_dtype, machine)
+    settings = Settings(replicas, bucket_bytes, exchange_dtype, machine, gram)
 
     def init(params: PyTree) -> PyTree:
         walk = walk_of(layout.of(params), settings)

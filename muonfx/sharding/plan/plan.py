@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from muonfx.boxes import Box, boxes_of_interval
+from muonfx.sharding.gram import gram_bytes, gram_plan, is_for_gram, wide_of
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.pieces import Piece
 from muonfx.sharding.plan.balance import assign
@@ -58,6 +59,8 @@ class Settings(NamedTuple):
     """In which dtype matrices travel; None: in that to which their transform rounds them anyway."""
     machine: Machine | None = None
     """What routes are chosen by; None: a guess by the kind of device."""
+    gram: bool = False
+    """Whether matrices may be orthogonalized where their pieces are, by sums of Gram matrices."""
 
 
 class Leg(NamedTuple):
@@ -138,10 +141,14 @@ class RunPlan:
     """The parameters that are stacks of independent matrices to all transforms of the run."""
     size: int
     shares: tuple[Share, ...]
+    spread: tuple[Share, ...]
+    """Those that all ranks compute together, each its own piece, by the Gram route."""
     buckets: tuple[tuple[int, ...], ...]
     """Places of shares, all of one dtype, that travel together; in this order."""
     specs: dict[str, Spec] = field(repr=False)
     device: torch.device
+    compute: torch.dtype
+    """What a dtype of "auto" stands for."""
     exchange_dtype: torch.dtype | None
     _travels: dict[torch.dtype, tuple[torch.dtype, torch.dtype]] = field(default_factory=dict, repr=False)
 
@@ -152,19 +159,26 @@ class RunPlan:
         for share in self.shares:
             for rank in range(self.size) if share.owner is None else (share.owner,):
                 loads[rank] += share.cost
+        for share in self.spread:
+            for leg in share.legs:
+                loads[leg.ranks[0]] += share.cost * leg.numel / share.numel
         return loads
 
     @property
     def sent(self) -> list[int]:
         """The bytes that each rank sends, there and back."""
         total = [0] * self.size
-        for share in self.shares:
+        for share in self.shares + self.spread:
             for rank, nbytes in enumerate(self.bytes_of(share)):
                 total[rank] += nbytes
         return total
 
     def bytes_of(self, share: Share) -> list[int]:
         """The bytes that each rank sends for a share."""
+        if share.route == "gram":
+            dtype = self.specs[share.name].dtype
+            stages = len(gram_plan(self.run, share.whole, dtype, self.device, self.compute).stages)
+            return [round(gram_bytes(min(share.whole), stages, self.size, wide_of(dtype)))] * self.size
         there, back = self.travels(self.specs[share.name].dtype)
         sent = [0] * self.size
         if share.owner is not None:
@@ -210,7 +224,13 @@ def plan_run(
     machine = settings.machine or Machine.of(device.type)
     matrices = _matrices(run, {name: spec.shape for name, spec in specs.items()})
     run = on_stacks(run, {name: specs[name].shape for name in matrices})
-    parts = [part for name in names for part in _parts(matrices.get(name), name, layout)]
+    spread = [
+        share
+        for name in (names if settings.gram and is_for_gram(run) else ())
+        if (share := _spread(run, name, layout, device, compute)) is not None
+    ]
+    rest = [name for name in names if name not in {share.name for share in spread}]
+    parts = [part for name in rest for part in _parts(matrices.get(name), name, layout)]
 
     def cost(part: _Part) -> float:
         return cost_of(run, part.name, part.shape, specs[part.name].dtype, device.type, compute)
@@ -224,7 +244,10 @@ def plan_run(
         _share(part, None if alone[i] else given[i], costs[i], layout, machine) for i, part in enumerate(parts)
     )
     buckets = tuple(_buckets(shares, specs, layout.size, max(1, settings.bucket_bytes // _AT_A_TIME)))
-    return RunPlan(run, tuple(matrices), layout.size, shares, buckets, specs, device, settings.exchange_dtype)
+    stacks = tuple(matrices)
+    return RunPlan(
+        run, stacks, layout.size, shares, tuple(spread), buckets, specs, device, compute, settings.exchange_dtype
+    )
 
 
 class _Part(NamedTuple):
@@ -329,6 +352,35 @@ def _held(holders: dict[Piece, list[int]], boxes: Sequence[Box], each: int) -> _
     whole = sorted(rank for numel, rank in have if numel == each)
     some = sorted(rank for numel, rank in have if numel)
     return _Held(tuple(whole or some), bool(whole), min((-numel, rank) for numel, rank in have)[1])
+
+
+def _spread(run: Run, name: str, layout: Layout, device: torch.device, compute: torch.dtype) -> Share | None:
+    """The share of a matrix for the Gram route, where that sends less; None where it does not, or cannot be.
+
+    It can be where the long side alone is cut, and each piece is held once.
+    """
+    spec, holders = layout._specs[name], layout.holders(name)
+    if len(spec.shape) != 2 or len(holders) < 2 or not prod(spec.shape):
+        return None
+    short = 0 if spec.shape[0] <= spec.shape[1] else 1
+    for piece, ranks in holders.items():
+        if len(ranks) > 1 or len(piece.boxes) != 1 or piece.boxes[0].sizes[short] != spec.shape[short]:
+            return None
+    chosen = gram_plan(run, spec.shape, spec.dtype, device, compute)
+    if not chosen.stages:
+        return None
+    ranks, long = layout.size, max(spec.shape)
+    by_owner = 2 * prod(spec.shape) * spec.dtype.itemsize * (ranks - 1) / ranks**2
+    by_gram = gram_bytes(spec.shape[short], len(chosen.stages), ranks, wide_of(spec.dtype))
+    if by_gram >= by_owner:
+        return None
+    legs = [Leg(tuple(r), r[0], p.boxes, p.numel) for p, r in holders.items()]
+    cost = cost_of(run, name, spec.shape, spec.dtype, device.type, compute)
+    reason = (
+        f"its long side, {long}, is cut: {len(chosen.stages)} sums of Gram matrices take {by_gram / by_owner:.0%} of "
+        "the bytes of the way to an owner and back"
+    )
+    return Share(name, 0, prod(spec.shape), spec.shape, spec.shape, None, "gram", reason, cost, tuple(legs))
 
 
 def _everyone(part: _Part, cost: float, nbytes: int, layout: Layout, machine: Machine, settings: Settings) -> bool:
