@@ -1,4 +1,4 @@
-"""A plan on paper as a table of a hundred columns, and as JSON."""
+"""A plan on paper: the figures of each scheme, and a table that explains itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from muonfx.sharding.plan.schemes import Scheme, Setting, Tally
 
 __all__ = ["Machine", "Row", "rows", "table"]
 
-WIDTH = 100
+WIDTH = 96
+"""Columns of a report: what a page of the docs shows without scrolling."""
 
 
 class Machine(NamedTuple):
@@ -196,13 +197,13 @@ _COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("compute", "compute", _seconds),
     ("step", "step", _seconds),
 )
-_WIDTHS = (9, 9, 6, 7, 9, 9, 9, 10)
+_WIDTHS = (8, 8, 6, 7, 8, 8, 9, 10)
 
 _KEY = (
-    "sent      bytes that the busiest rank sends a step beyond averaging gradients and gathering weights",
+    "sent      bytes a step from the busiest rank, averaging gradients and gathering weights aside",
     "NS work   floating-point operations of Newton-Schulz at the busiest rank",
     "/mean     its load (the time of that work) over the mean of all ranks: the balance",
-    "/least    its load over the least that is possible with each matrix computed once by any one rank",
+    "/least    its load over the least that is possible with each matrix computed once, by any rank",
     "state     momentum, and Adam's moments of all other parameters, at the fullest rank",
     "scratch   Newton-Schulz's intermediates and the buffers of what is sent and received",
     "compute   seconds for the NS work;  step: with sending, if nothing overlaps",
