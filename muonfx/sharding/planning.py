@@ -24,6 +24,12 @@ class Plan:
     Attributes:
         runs: one plan for each run of neighbouring transforms that need whole matrices.
         size: how many ranks there are.
+
+    >>> import muonfx as mfx
+    >>> layout = mfx.sharding.zero({"w": torch.zeros(64, 64)}, 2, partition="flat")
+    >>> plan = plan_for(mfx.muon(0.1, dtype=torch.float32), layout)
+    >>> plan.owners(), sum(plan.sent)
+    ({'w': [0]}, 16384)
     """
 
     runs: tuple[RunPlan, ...]

@@ -72,7 +72,14 @@ class Sharded(Transform):
         return out, new_state if given.state else _apart(new_state, state)
 
 
-def _sharded(
+def _factory(constructor: Any) -> Any:
+    """A factory of `Sharded`, whose values stand for the transform that they shard."""
+    undeclared = dict.fromkeys(("own_locality", "resolve", "rounds_to", "on_stacks"))
+    return make_factory(Sharded, constructor, locality=Locality.TREE, reads_params=True, transparent=True, **undeclared)
+
+
+@_factory
+def sharded(
     tx: Transform,
     layout: Layout,
     *,
@@ -164,20 +171,6 @@ def _sharded(
         return walk.layout.dressed(out), dressed(walk, tx, updates, after)
 
     return init, update
-
-
-sharded: Any = make_factory(
-    Sharded,
-    _sharded,
-    locality=Locality.TREE,
-    own_locality=None,
-    reads_params=True,
-    resolve=None,
-    rounds_to=None,
-    on_stacks=None,
-    transparent=True,
-)
-sharded.__name__ = sharded.__qualname__ = "sharded"
 
 
 def settings_of(tx: Sharded) -> Settings:
