@@ -205,7 +205,7 @@ class Case:
 
 
 def distinct(shapes: Sequence[tuple[int, ...]]) -> bool:
-    """Whether no two matrices have one shape up to transposition: those are multiplied in one batch, in another order."""
+    """Whether no two matrices have one shape up to transposition: those are multiplied in one batch."""
     kinds = [tuple(sorted((shape[0], prod(shape[1:])))) for shape in shapes]
     return len(set(kinds)) == len(kinds)
 

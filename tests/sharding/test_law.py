@@ -111,7 +111,8 @@ def test_on_the_grid_too(world: World, name: str):
         mfx.chain(mfx.clip_by_global_norm(0.1), EXACT),
         mfx.chain(mfx.monitor("before"), EXACT, mfx.monitor("after")),
         mfx.masked(EXACT, mfx.select.ndim(min=1)),
-        mfx.ema_params(EXACT, 0.9),
+        mfx.chain(EXACT, mfx.ema_params(0.9)),
+        mfx.master_params(EXACT),
         mfx.chain(EXACT, mfx.stateless(mfx.testing.transforms.halve)),
         mfx.partition(
             {
@@ -152,7 +153,7 @@ def test_computing_in_bf16_may_travel_in_bf16(world: World):
     """Rounded once, at the door: as many bits are the same as in one process."""
     half = model(a=(9, 5), b=(4, 16), c=(33, 2), d=Leaf((7,)))
     tx = two_groups(half.labels, mfx.chain(mfx.momentum(), mfx.orthogonalize(dtype=torch.bfloat16)))
-    some = [Zero(1, "flat"), Zero(1, "whole"), Replicated(), Placed({n: ("0",) for n in half.leaves})]
+    some = [Zero(1, "flat"), Zero(1, "whole"), Replicated(), Placed(dict.fromkeys(half.leaves, ("0",)))]
     check(world, 4, [Case(half, tx, layout, exact=True) for layout in some])
 
 
