@@ -1,4 +1,4 @@
-"""What went wrong elsewhere: each scheme is shown to be wrong (`tests.sharding.naive`), and the same case right here."""
+"""What went wrong elsewhere: each scheme is shown to be wrong (`tests.sharding.naive`), and its case right here."""
 
 from typing import Any
 
