@@ -88,10 +88,9 @@ def muon(**more: Any) -> mfx.Transform:
 
 def two_groups(labels: dict[str, str], matrices: mfx.Transform | None = None) -> mfx.Transform:
     """Muon for some parameters, AdamW for others, nothing for the frozen ones."""
+    parts = {"muon": matrices or muon(), "adamw": mfx.scale_by_adam(0.9, 0.95), "frozen": mfx.set_to_zero()}
     return mfx.chain(
-        mfx.partition(
-            {"muon": matrices or muon(), "adamw": mfx.scale_by_adam(0.9, 0.95), "frozen": mfx.set_to_zero()}, labels
-        ),
+        mfx.partition({label: part for label, part in parts.items() if label in labels.values()}, labels),
         mfx.add_decayed_weights(0.1),
         mfx.scale_by_learning_rate(0.1),
     )

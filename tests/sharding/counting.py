@@ -103,10 +103,9 @@ def counting(here: Here) -> Iterator[Counted]:
         counted.matrices += sum(prod(x.shape[:-2]) for x in xs if x.numel())
         return many(xs, **settings)
 
-    with mock.patch.multiple(dist, **{name: watched(name) for name in _COLLECTIVES}):
-        with mock.patch.multiple(dist, **dict.fromkeys(_OBJECTS, refused)):
-            with mock.patch.object(polar, "orthogonalize_many", counted_many):
-                yield counted
+    calls = {name: watched(name) for name in _COLLECTIVES} | dict.fromkeys(_OBJECTS, refused)
+    with mock.patch.multiple(dist, **calls), mock.patch.object(polar, "orthogonalize_many", counted_many):
+        yield counted
 
 
 def count_steps(here: Here, model: Model, tx: mfx.Transform, case: LayoutCase) -> list[Counted]:

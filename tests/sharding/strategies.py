@@ -99,10 +99,10 @@ def pretended(model: Model, size: int) -> st.SearchStrategy[Any]:
 
 def layouts(model: Model, size: int) -> st.SearchStrategy[Any]:
     """Layouts of all kinds, over so many ranks."""
-    kinds = [pretended(model, size), placed(model, 1)]
+    kinds = [zeros(), flats(model, size), placed(model, 1), st.just(Replicated())]
     if size == 4:
         kinds += [placed(model, 2), fully_sharded(model)]
-    return st.one_of(kinds)
+    return st.sampled_from(kinds).flatmap(lambda kind: kind)
 
 
 def _is_compact(tx: mfx.Transform) -> bool:

@@ -36,7 +36,7 @@ def test_owners_get_and_give_2s_times_p_minus_1_over_p_squared(world: World, siz
         drawn = model(steps=2, **{f"m{i}": (5, 2 * size) for i in range(2 * size)})
     if kind == "flat":
         # each matrix is cut into equal intervals: an engine with a buffer for each
-        drawn = model(steps=2, **{"m0": (size, 6)})
+        drawn = model(steps=2, m0=(size, 6))
     layout = {
         "rows": Placed(dict.fromkeys(drawn.leaves, ("0",))),
         "columns": Placed(dict.fromkeys(drawn.leaves, ("1",))),
@@ -102,7 +102,7 @@ def test_bf16_products_need_half_the_bytes(world: World):
 def test_nothing_is_exchanged_and_no_matrix_computed_between_updates(world: World, layout: str):
     """With accumulation: once per optimizer step, never per micro-batch."""
     drawn = Model(evenly(3).leaves, 0, (frozenset(),) * 6)
-    case = {"rows": Placed(dict.fromkeys(drawn.leaves, ("0",))), "whole": Zero(1), "flat": Zero(1, "flat")}[layout]
+    case = {"rows": Placed(dict.fromkeys(drawn.leaves, ("0",))), "whole": Zero(1), "flat": Zero(1, "flat", 64)}[layout]
     found = world.check(3, counting.count_steps, model=drawn, tx=mfx.accumulate(muon(), 3), case=case)
     for step in range(6):
         last = step % 3 == 2

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import muonfx as mfx
+from muonfx.testing.transforms import halve
 from tests.processes import World
 from tests.sharding import law
 from tests.sharding.cases import (
@@ -45,7 +46,9 @@ def dtensor_cases(draw: st.DrawFn, size: int) -> Case:
     made = draw(models())
     tx = draw(grouped_chains(made))
     kinds = [placed(made, 1)] + ([placed(made, 2), fully_sharded(made)] if size == 4 else [])
-    return Case(made, tx, draw(st.one_of(kinds)), is_exact(tx, made), draw(st.booleans()))
+    return Case(
+        made, tx, draw(st.sampled_from(kinds).flatmap(lambda kind: kind)), is_exact(tx, made), draw(st.booleans())
+    )
 
 
 @settings(max_examples=settings.default.max_examples // 2)
@@ -113,7 +116,7 @@ def test_on_the_grid_too(world: World, name: str):
         mfx.masked(EXACT, mfx.select.ndim(min=1)),
         mfx.chain(EXACT, mfx.ema_params(0.9)),
         mfx.master_params(EXACT),
-        mfx.chain(EXACT, mfx.stateless(mfx.testing.transforms.halve)),
+        mfx.chain(EXACT, mfx.stateless(halve)),
         mfx.partition(
             {
                 "muon": mfx.chain(mfx.momentum(), mfx.normalize_neurons(), muon(), mfx.normalize_neurons()),
