@@ -9,6 +9,7 @@ import torch
 
 from muonfx.core import Transform
 from muonfx.polar import compute_dtype
+from muonfx.recorded import bare
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.costs import runs_of
 from muonfx.sharding.plan.plan import RunPlan, Settings, plan_run
@@ -121,9 +122,7 @@ def plan_for(
     if params is not None:
         layout = layout.of(params)
     device = torch.device(device)
-    if tx.factory.__name__ == "sharded":
-        tx = tx.arguments["tx"]
     compute = compute_dtype(torch.float32, device)
     given = Settings(**settings)
-    runs = [plan_run(run, names, layout, device, given, compute) for run, names in runs_of(tx, layout.meta())]
+    runs = [plan_run(run, names, layout, device, given, compute) for run, names in runs_of(bare(tx), layout.meta())]
     return Plan(tuple(runs), layout.size)
