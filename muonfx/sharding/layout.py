@@ -289,10 +289,8 @@ class Layout:
         if name in self.dtensors:
             return as_dtensor(leaf, self.dtensors[name])
         piece, shape = self.piece(name), self._specs[name].shape
-        if piece.start is not None:
-            return FlatPiece(shape, piece.start, leaf)
-        if piece.numel == prod(shape) and len(self.holders(name).get(piece, [])) == 1:
-            return FlatPiece(shape, 0, leaf.reshape(-1))
+        if self.kind in ("zero", "flat"):
+            return FlatPiece(shape, piece.start or 0, leaf.reshape(-1))
         return leaf
 
 

@@ -221,9 +221,10 @@ class Walk:
         return sum_over_leaves(list(stacked.unbind()))
 
     def _whole(self, values: PyTree) -> PyTree:
-        if values is None or all(leaf is None or leaf.is_meta for leaf in tree.leaves(values)):
-            return None if values is None else self.global_like(values)
-        return gathered(self.layout, values)
+        present = [leaf for leaf in tree.leaves(values) if leaf is not None]
+        if present and all(leaf.is_meta for leaf in present):
+            return self.global_like(values)
+        return gathered(self.layout, values) if present else values
 
     def _pieces(self, whole: PyTree) -> PyTree:
         return self.layout.shard(whole)
