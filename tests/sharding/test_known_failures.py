@@ -50,7 +50,6 @@ def test_gradients_that_are_none_on_some_ranks_count_as_zero(world: World):
     assert apart({"a": found["a"]}, {"a": wanted}) < 1e-6
 
 
-@pytest.mark.xfail(strict=True, reason="reduce_scatter gives DTensors where shard gives local tensors")
 def test_reduced_gradients_are_local_tensors_as_shards_are(world: World):
     drawn = model(steps=1, a=(4, 5))
     for shard, reduced in world.check(2, ranks.kinds_of_pieces, model=drawn, case=Placed({"a": ("0",)})):

@@ -165,20 +165,17 @@ def test_computing_in_bf16_may_travel_in_bf16(world: World):
     check(world, 4, [Case(half, tx, layout, exact=True) for layout in some])
 
 
-@pytest.mark.xfail(strict=True, reason="a replicated matrix is computed in one batch with what a rank owns besides")
 def test_replicated_beside_sharded_is_identical_on_every_rank(world: World):
     """Two of one shape: the owner of the sharded one must not batch it with the one that every rank computes."""
     beside = model(a=(13, 7), b=(13, 7))
     check(world, 4, [Case(beside, muon(), Placed({"a": ("r",), "b": ("1",)}), exact=False)])
 
 
-@pytest.mark.xfail(strict=True, reason="weight decay in bf16 rounds by an element's place in its tensor")
 def test_bf16_weights_that_decay_are_bitwise_the_same(world: World):
     half = model(a=Leaf((75, 4), "adamw", torch.bfloat16))
     check(world, 4, [Case(half, mfx.add_decayed_weights(0.1), Placed({"a": ("0",)}), exact=True)])
 
 
-@pytest.mark.xfail(strict=True, reason="fully_shard leaves a local tensor of shape (0, 0) where placements say (3, 0)")
 def test_fewer_columns_than_ranks_under_tensor_parallel():
     thin = model(b=(5, 1))
     own = World(4, timeout=6)  # ranks that refuse leave others waiting
