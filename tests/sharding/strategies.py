@@ -146,8 +146,8 @@ def is_exact(tx: mfx.Transform, model: Model) -> bool:
     """Whether sharding changes no order of summation: no sum over leaves, and no two matrices in a batch.
 
     Two more things make a last bit differ, in one process too. In a sum with a factor, as weight decay is, torch rounds
-    bf16 otherwise in the last few elements of a tensor than in those that it adds in vectors. And a 0-d tensor, which in
-    a flat piece is one of one element, computes with injected numbers in their dtype.
+    bf16 otherwise in the last few elements of a tensor than in those that it adds in vectors. And a 0-d tensor, which
+    in a flat piece is one of one element, computes with injected numbers in their dtype.
     """
     text = repr(tx)
     if any(leaf.dtype == torch.bfloat16 or not leaf.shape for leaf in model.leaves.values()):

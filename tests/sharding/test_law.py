@@ -185,6 +185,13 @@ def test_fewer_columns_than_ranks_under_tensor_parallel():
         own.close()
 
 
+@pytest.mark.xfail(strict=True, reason="a tree of None only is taken for one of meta tensors, which come out")
+@pytest.mark.parametrize("rest", [[], [mfx.scale_by_adam()]], ids=["alone", "before adam"])
+def test_an_undeclared_transform_sees_a_step_without_any_gradient(world: World, rest: list[mfx.Transform]):
+    silent = Model({"a": Leaf((5, 4))}, 0, (frozenset(), frozenset({"a"})))
+    check(world, 2, [Case(silent, mfx.chain(mfx.stateless(halve), *rest), Zero(1, "whole"), exact=False)])
+
+
 @pytest.mark.deep
 @settings(max_examples=200, phases=RUN)
 @given(st.lists(cases(4), min_size=20, max_size=20))
