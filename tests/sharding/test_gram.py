@@ -76,7 +76,7 @@ def test_it_is_taken_only_where_it_sends_less(world: World):
         params = {"w": torch.zeros(shape), "long": torch.zeros(4, 400)}
         cut = sharding.flat(params, size, order=["w", "long"], cuts=[0, *[500 * r for r in range(1, size)], 2080])
         assert {share.route for run in sharding.plan_for(muon(), cut, gram=True).runs for share in run.spread} == set()
-    columns = {name: ("1",) for name in ("w", "long")}
+    columns = dict.fromkeys(("w", "long"), ("1",))
     drawn = model(steps=1, w=(12, 40), long=(4, 400))
     found = world.check(4, routes, case=Case(drawn, muon(), Placed(columns), exact=False))
     assert found == [{"w": "owner", "long": "gram"}] * 4
