@@ -17,7 +17,8 @@ from muonfx.core import Donation, Transform, chain
 from muonfx.sharding.gram import Slab, orthogonalize_slabs, slab_of
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.messages import Exchange, copied
-from muonfx.sharding.plan.plan import RunPlan, Share
+from muonfx.sharding.plan.plan import RunPlan
+from muonfx.sharding.plan.shares import Share
 from muonfx.tree import PyTree
 
 __all__ = ["init_run", "update_run"]

@@ -21,7 +21,8 @@ from muonfx.sharding.kinds import Kind, groups_of, kind_of, with_parts
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.messages import collective
 from muonfx.sharding.plan.costs import Run
-from muonfx.sharding.plan.plan import RunPlan, Settings, on_stacks, plan_run
+from muonfx.sharding.plan.parts import on_stacks
+from muonfx.sharding.plan.plan import RunPlan, Settings, plan_run
 from muonfx.tree import PyTree
 
 __all__ = ["Walk"]

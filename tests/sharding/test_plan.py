@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 import muonfx as mfx
 from muonfx import sharding
 from muonfx.sharding.plan.balance import lower_bound
-from muonfx.sharding.plan.plan import Machine, RunPlan, Share
+from muonfx.sharding.plan.plan import Machine, RunPlan
+from muonfx.sharding.plan.shares import Share
 
 EXPERTS = ((-2,), (-1,))
 FP32 = mfx.orthogonalize(dtype=torch.float32)

@@ -11,22 +11,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
 
-from muonfx.boxes import Box, boxes_of_interval
+from muonfx.boxes import boxes_of_interval
 from muonfx.sharding.gram import gram_bytes, gram_plan, is_for_gram, wide_of
 from muonfx.sharding.layout import Layout
-from muonfx.sharding.pieces import Piece
 from muonfx.sharding.plan.balance import assign
 from muonfx.sharding.plan.costs import Run, cost_of
+from muonfx.sharding.plan.parts import Part, matrices_of, on_stacks, parts_of
+from muonfx.sharding.plan.shares import Leg, Share
 from muonfx.tree import Spec
 
-__all__ = ["Leg", "Machine", "RunPlan", "Settings", "Share", "on_stacks", "plan_run"]
+__all__ = ["Machine", "RunPlan", "Settings", "plan_run"]
 
 
 class Machine(NamedTuple):
@@ -61,74 +60,6 @@ class Settings(NamedTuple):
     """What routes are chosen by; None: a guess by the kind of device."""
     gram: bool = False
     """Whether matrices may be orthogonalized where their pieces are, by sums of Gram matrices."""
-
-
-class Leg(NamedTuple):
-    """What of a share lies in one piece."""
-
-    ranks: tuple[int, ...]
-    """That hold the piece."""
-    sender: int
-    """Of these the one that sends it to the owner: the owner itself, or the one of the nearest rank."""
-    boxes: tuple[Box, ...]
-    """Of the whole parameter."""
-    numel: int
-
-
-@dataclass(frozen=True)
-class Share:
-    """Some whole matrices of one parameter, computed by one rank or, with the owner None, by every rank."""
-
-    name: str
-    start: int
-    """The first element, in the flattened parameter."""
-    stop: int
-    shape: tuple[int, ...]
-    """In which the owner computes: the parameter's own, or (how many, rows, columns) of a stack."""
-    whole: tuple[int, ...]
-    """The parameter's shape."""
-    owner: int | None
-    route: str
-    reason: str
-    cost: float
-    """Floating-point operations."""
-    legs: tuple[Leg, ...] = field(repr=False)
-
-    @property
-    def numel(self) -> int:
-        """How many elements it has."""
-        return self.stop - self.start
-
-    @property
-    def piece(self) -> Piece:
-        """The share as a piece of the parameter."""
-        return (
-            Piece.whole(self.whole) if self.shape == self.whole else Piece.interval(self.whole, self.start, self.stop)
-        )
-
-    def local(self, tensor: Tensor) -> Tensor:
-        """A tensor of the share's shape as the local tensor of its piece."""
-        return tensor if self.shape == self.whole else tensor.reshape(-1)
-
-    @cached_property
-    def comes(self) -> bool:
-        """Whether anything must be sent to the owner."""
-        return self.owner is not None and any(leg.sender != self.owner for leg in self.legs)
-
-    @cached_property
-    def goes(self) -> bool:
-        """Whether anything must be sent back."""
-        return self.owner is not None and any(leg.ranks != (self.owner,) for leg in self.legs)
-
-    def elements_sent(self, size: int) -> list[int]:
-        """What each rank sends, there and back, in elements: to itself nothing."""
-        sent = [0] * size
-        if self.owner is not None:
-            for leg in self.legs:
-                if leg.sender != self.owner:
-                    sent[leg.sender] += leg.numel
-                sent[self.owner] += leg.numel * sum(1 for rank in leg.ranks if rank != self.owner)
-        return sent
 
 
 @dataclass(frozen=True)
@@ -222,7 +153,7 @@ def plan_run(
     """
     specs = {name: layout._specs[name] for name in names}
     machine = settings.machine or Machine.of(device.type)
-    matrices = _matrices(run, {name: spec.shape for name, spec in specs.items()})
+    matrices = matrices_of(run, {name: spec.shape for name, spec in specs.items()})
     run = on_stacks(run, {name: specs[name].shape for name in matrices})
     spread = [
         share
@@ -230,9 +161,9 @@ def plan_run(
         if (share := _spread(run, name, layout, device, compute)) is not None
     ]
     rest = [name for name in names if name not in {share.name for share in spread}]
-    parts = [part for name in rest for part in _parts(matrices.get(name), name, layout)]
+    parts = [part for name in rest for part in parts_of(matrices.get(name), name, layout)]
 
-    def cost(part: _Part) -> float:
+    def cost(part: Part) -> float:
         return cost_of(run, part.name, part.shape, specs[part.name].dtype, device.type, compute)
 
     costs = [cost(part) for part in parts]
@@ -240,118 +171,12 @@ def plan_run(
     alone = [_everyone(part, c, b, layout, machine, settings) for part, c, b in zip(parts, costs, nbytes, strict=True)]
     shared = [i for i, all_compute in enumerate(alone) if not all_compute]
     given = dict(zip(shared, _owners([parts[i] for i in shared], [costs[i] for i in shared], layout.size), strict=True))
-    shares = tuple(
-        _share(part, None if alone[i] else given[i], costs[i], layout, machine) for i, part in enumerate(parts)
-    )
+    shares = tuple(_share(part, None if alone[i] else given[i], costs[i], layout) for i, part in enumerate(parts))
     buckets = tuple(_buckets(shares, specs, layout.size, max(1, settings.bucket_bytes // _AT_A_TIME)))
     stacks = tuple(matrices)
     return RunPlan(
         run, stacks, layout.size, shares, tuple(spread), buckets, specs, device, compute, settings.exchange_dtype
     )
-
-
-class _Part(NamedTuple):
-    """Matrices of one parameter that may go to one owner, and the ranks that may be it."""
-
-    name: str
-    start: int
-    stop: int
-    shape: tuple[int, ...]
-    candidates: tuple[int, ...]
-    complete: bool
-    """Whether each candidate holds all of it."""
-
-    @property
-    def numel(self) -> int:
-        return self.stop - self.start
-
-
-def _matrices(run: Run, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
-    """The leaves that are stacks of the same matrices to all transforms of a run, and the shape of one."""
-    found = [tx.on_stacks(shapes)[1] for _, tx in run]
-    return {
-        name: matrix
-        for name, matrix in found[0].items()
-        if prod(shapes[name]) and all(other.get(name) == matrix for other in found)
-    }
-
-
-def on_stacks(run: Run, shapes: dict[str, tuple[int, ...]]) -> Run:
-    """The same transforms, for some leaves as stacks of matrices."""
-    return tuple((name, tx.on_stacks(shapes)[0]) for name, tx in run)
-
-
-def _parts(matrix: tuple[int, int] | None, name: str, layout: Layout) -> Iterator[_Part]:
-    """Cut a parameter where its matrices allow it: a stack between ranks, or into as many ranges as ranks may own."""
-    shape = layout._specs[name].shape
-    holders = layout.holders(name)
-    if matrix is None:
-        numel = prod(shape)
-        whole = [rank for piece, ranks in holders.items() if piece.numel == numel for rank in ranks]
-        some = sorted(rank for ranks in holders.values() for rank in ranks) or list(range(layout.size))
-        yield _Part(name, 0, numel, shape, tuple(sorted(whole) or some), bool(whole))
-        return
-    each = prod(matrix)
-    ranges = _ranges(layout, name, shape, each)
-    owners = [owner for _, _, owner, _ in ranges]
-    if len(set(owners)) < len(owners):  # the state of a rank's part of a stack must be one range
-        number = prod(shape) // each
-        yield _Part(name, 0, prod(shape), (number, *matrix), tuple(sorted(set(owners))), False)
-        return
-    for first, last, owner, complete in ranges:
-        yield _Part(name, first * each, last * each, (last - first, *matrix), (owner,), complete)
-
-
-class _Held(NamedTuple):
-    """Who holds one matrix of a stack."""
-
-    ranks: tuple[int, ...]
-    """Those that hold all of it, or else those that hold some."""
-    complete: bool
-    most: int
-    """The rank that holds most of it."""
-
-
-def _ranges(layout: Layout, name: str, shape: tuple[int, ...], each: int) -> list[tuple[int, int, int, bool]]:
-    """Share out the matrices of a stack: first, last + 1, owner, whether the owner holds them already.
-
-    What one rank holds alone it keeps. What several hold is divided evenly among them, in ranges; a few that cross a
-    boundary go to the rank that has most of each.
-    """
-    holders = layout.holders(name)
-    found: list[tuple[int, int, int, bool]] = []
-
-    def give(first: int, last: int, owner: int, complete: bool) -> None:
-        if found and found[-1][1] == first and found[-1][2] == owner:
-            found[-1] = (found[-1][0], last, owner, found[-1][3] and complete)
-        elif last > first:
-            found.append((first, last, owner, complete))
-
-    matrices = [
-        _held(holders, boxes_of_interval(shape, i * each, (i + 1) * each), each) for i in range(prod(shape) // each)
-    ]
-    first = 0
-    while first < len(matrices):
-        held = matrices[first]
-        last = first + 1
-        while last < len(matrices) and matrices[last][:2] == held[:2]:
-            last += 1
-        if last - first < len(held.ranks):
-            for i in range(first, last):
-                give(i, i + 1, matrices[i].most, held.complete)
-        else:
-            for i, owner in enumerate(held.ranks):
-                begin, end = ((last - first) * j // len(held.ranks) for j in (i, i + 1))
-                give(first + begin, first + end, owner, held.complete)
-        first = last
-    return found
-
-
-def _held(holders: dict[Piece, list[int]], boxes: Sequence[Box], each: int) -> _Held:
-    have = [(sum(box.numel for box in piece.shared(boxes)), rank) for piece, ranks in holders.items() for rank in ranks]
-    whole = sorted(rank for numel, rank in have if numel == each)
-    some = sorted(rank for numel, rank in have if numel)
-    return _Held(tuple(whole or some), bool(whole), min((-numel, rank) for numel, rank in have)[1])
 
 
 def _spread(run: Run, name: str, layout: Layout, device: torch.device, compute: torch.dtype) -> Share | None:
@@ -383,20 +208,20 @@ def _spread(run: Run, name: str, layout: Layout, device: torch.device, compute: 
     return Share(name, 0, prod(spec.shape), spec.shape, spec.shape, None, "gram", reason, cost, tuple(legs))
 
 
-def _everyone(part: _Part, cost: float, nbytes: int, layout: Layout, machine: Machine, settings: Settings) -> bool:
+def _everyone(part: Part, cost: float, nbytes: int, layout: Layout, machine: Machine, settings: Settings) -> bool:
     """Whether all ranks compute a part that all hold: where that takes less time than to send the result."""
     if layout.size == 1 or len(part.candidates) < layout.size or not part.complete or settings.replicas == "split":
         return False
     return settings.replicas == "everyone" or cost / machine.flops < nbytes / machine.bandwidth
 
 
-def _owners(parts: Sequence[_Part], costs: Sequence[float], size: int) -> list[int]:
+def _owners(parts: Sequence[Part], costs: Sequence[float], size: int) -> list[int]:
     groups: dict[tuple[int, ...], tuple[int, ...] | None] = {tuple(range(size)): None}
     candidates = [groups.setdefault(part.candidates, part.candidates) for part in parts]
     return assign(costs, candidates, size, sizes=[part.numel for part in parts])
 
 
-def _share(part: _Part, owner: int | None, cost: float, layout: Layout, machine: Machine) -> Share:
+def _share(part: Part, owner: int | None, cost: float, layout: Layout) -> Share:
     shape = layout._specs[part.name].shape
     boxes = boxes_of_interval(shape, part.start, part.stop)
     legs: list[Leg] = []
@@ -405,13 +230,11 @@ def _share(part: _Part, owner: int | None, cost: float, layout: Layout, machine:
         if common:
             nearest = min(ranks, key=lambda rank: (abs(rank - (owner or 0)), rank))
             legs.append(Leg(tuple(ranks), nearest, common, sum(box.numel for box in common)))
-    route, reason = _route(part, owner, legs, layout, machine, cost)
+    route, reason = _route(part, owner, legs, layout, cost)
     return Share(part.name, part.start, part.stop, part.shape, shape, owner, route, reason, cost, tuple(legs))
 
 
-def _route(
-    part: _Part, owner: int | None, legs: Sequence[Leg], layout: Layout, machine: Machine, cost: float
-) -> tuple[str, str]:
+def _route(part: Part, owner: int | None, legs: Sequence[Leg], layout: Layout, cost: float) -> tuple[str, str]:
     if owner is None:
         return "everyone", f"all {layout.size} ranks hold it, and {cost:.1e} operations take less time than to send it"
     if all(leg.ranks == (owner,) for leg in legs):
