@@ -8,10 +8,10 @@ An optimizer is a `Transform`, two pure functions over trees of tensors::
 Small transforms make larger ones: `chain` applies them one after another, `partition` and `masked` to different
 parameters. `apply_updates` adds the result to the parameters. `TransformOptimizer` turns any transform into a
 ``torch.optim.Optimizer``. What is listed in ``__all__``, here and in the public modules ``checkpoint``, ``polar``,
-``schedules``, ``select``, ``testing`` and ``tree``, is the public face; everything else is private.
+``schedules``, ``select``, ``sharding``, ``testing`` and ``tree``, is the public face; everything else is private.
 """
 
-from muonfx import checkpoint, checks, polar, schedules, select, tree
+from muonfx import checkpoint, checks, polar, schedules, select, sharding, tree
 from muonfx.checkpoint import spec
 from muonfx.compact import Compact, CompactState, KeyedCompactState, fp8, int8
 from muonfx.core import (
@@ -92,6 +92,7 @@ __all__ = [
     "polar",
     "schedules",
     "select",
+    "sharding",
     "tree",
     # core
     "Donation",

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "at_least",
+    "check_floating",
     "check_params",
+    "check_state_like",
     "check_update",
     "check_updates_fit",
     "finite",
@@ -119,6 +121,16 @@ def _check_leaves(what: str, given: Any) -> list[Any]:
     raise TypeError(f"{what}: {_shown(name)} must be real floating point, found {leaf.dtype}; {advice}")
 
 
+def check_floating(what: str, given: Any) -> None:
+    """Require a tree of real floating-point tensors or None.
+
+    >>> check_floating("updates", {"w": 1.0})
+    Traceback (most recent call last):
+    TypeError: updates: 'w' must be a tensor or None, found float
+    """
+    _check_leaves(what, given)
+
+
 def check_params(params: Any) -> None:
     """Require a tree of real floating-point tensors (or None) whose leaves have different names.
 
@@ -183,22 +195,33 @@ def check_updates_fit(params: Any, updates: Any) -> None:
 def _check_state(tx: Transform, state: Any, params: Any, *, with_dtypes: bool) -> None:
     """Compare a state with what `init` makes of these parameters, on the meta device, so that nothing is allocated."""
     wanted, wanted_def, expected = _expected_state(tx, params)
-    if expected is None:
-        return
+    if expected is not None:
+        check_state_like(tx.name, state, (wanted, wanted_def, expected), with_dtypes=with_dtypes)
+
+
+def check_state_like(name: str, state: Any, expected: tuple[list[Any], Any, Any], *, with_dtypes: bool) -> None:
+    """Require that a state has the structure, shapes and dtypes of another, given as leaves, structure and tree.
+
+    >>> expected = {"trace": torch.zeros(2)}
+    >>> check_state_like("momentum", {"trace": torch.zeros(3)}, (*tree.flatten(expected), expected), with_dtypes=True)
+    Traceback (most recent call last):
+    ValueError: state: 'trace' has shape (3,) and dtype torch.float32, expected (2,) and torch.float32; shape and ...
+    """
+    wanted, wanted_def, whole = expected
     found, found_def = tree.flatten(state)
     if found_def != wanted_def:
-        what = f"state: was it made by another transform or for other parameters? The state of {tx.name}"
-        _check_structure(what, state, f"{tx.name}.init(params)", expected)
+        what = f"state: was it made by another transform or for other parameters? The state of {name}"
+        _check_structure(what, state, f"{name}.init(params)", whole)
     for place, (have, want) in enumerate(zip(found, wanted, strict=True)):
         if not isinstance(want, Tensor):
             continue
         if isinstance(have, Tensor) and have.shape == want.shape and (have.dtype == want.dtype or not with_dtypes):
             continue
-        name = _shown(tree.names(state)[place])
+        leaf = _shown(tree.names(state)[place])
         if not isinstance(have, Tensor):
-            raise TypeError(f"state: {name} must be a tensor, found {type(have).__name__}")
+            raise TypeError(f"state: {leaf} must be a tensor, found {type(have).__name__}")
         raise ValueError(
-            f"state: {name} has shape {tuple(have.shape)} and dtype {have.dtype}, expected {tuple(want.shape)} and "
+            f"state: {leaf} has shape {tuple(have.shape)} and dtype {have.dtype}, expected {tuple(want.shape)} and "
             f"{want.dtype}; shape and dtype are fixed by init"
         )
 

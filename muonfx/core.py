@@ -122,6 +122,25 @@ class Transform(Recorded):
         return declared if isinstance(declared, Locality) else self._call(declared, self._arguments)
 
     @property
+    def reads_params(self) -> bool:
+        """Whether the update looks at the values of the parameters."""
+        declared = cast("Any", self.factory).reads_params
+        return declared if isinstance(declared, bool) else self._call(declared, self._arguments)
+
+    def resolve(self, params: PyTree) -> Transform:
+        """The same for parameters of just these names and shapes, with all decided that these decide.
+
+        Only of this transform itself, not of those within it.
+
+        >>> import muonfx as mfx
+        >>> tx = mfx.masked(mfx.scale(2.0), mfx.select.ndim(min=2))
+        >>> tx.resolve({"w": torch.zeros(2, 2), "b": torch.zeros(2)})
+        masked(scale(factor=2.0), {'b': False, 'w': True})
+        """
+        declared = cast("Any", self.factory).resolve
+        return self if declared is None else declared(self, params)
+
+    @property
     def _functions(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
         return self.built
 
@@ -251,7 +270,13 @@ Constructor = Callable[..., tuple[Callable[..., Any], Callable[..., Any]]]
 
 
 def transform(
-    constructor: Constructor | None = None, *, locality: Locality | Callable[..., Locality] = Locality.TREE
+    constructor: Constructor | None = None,
+    *,
+    locality: Locality | Callable[..., Locality] = Locality.TREE,
+    own_locality: Locality | None = None,
+    reads_params: bool | Callable[..., bool] = True,
+    resolve: Callable[[Any, PyTree], Transform] | None = None,
+    rounds_to: Callable[[Any, torch.dtype, torch.device], torch.dtype] | None = None,
 ) -> Any:
     """Make a factory of transforms from a function that returns ``init`` and ``update``.
 
@@ -259,11 +284,21 @@ def transform(
     view. Validate arguments in the body with the functions of `muonfx.checks`, which pass tensors by: the body runs
     at the call, and again with traced values wherever ``torch.func`` has rebuilt the transform.
 
+    Only ``locality`` must be thought of; the rest tells the sharding layer where it can save work, and leaving it out
+    is always correct.
+
     Args:
         constructor: the function; its name becomes the transform's name. Its ``update`` takes ``(updates, state,
             params)`` and, keyword-only, the extras that it wants to receive.
         locality: a `Locality`, or a function of the constructor's arguments that returns one. Undeclared means TREE,
             which is always correct.
+        own_locality: for a transform that calls others, the locality of its own work apart from theirs, where it hands
+            them trees of some of the very leaves that it was given. The others may then be replaced by sharded ones.
+        reads_params: whether ``update`` looks at the values of the parameters; a bool or a function of the arguments.
+        resolve: ``(transform, params) -> transform``: the same for parameters of just these names and shapes, with all
+            decided that names and shapes decide, so that it can be used on pieces of them. The state stays as it is.
+        rounds_to: ``(transform, dtype, device) -> dtype``: what updates of a dtype are rounded to before anything else
+            is done with them; the result has no more digits than that either.
 
     Returns:
         A factory with the constructor's name, signature and docstring.
@@ -284,9 +319,16 @@ def transform(
         >>> sign_descent().locality.name
         'ELEMENT'
     """
+    declared: dict[str, Any] = {
+        "locality": locality,
+        "own_locality": own_locality,
+        "reads_params": reads_params,
+        "resolve": resolve,
+        "rounds_to": rounds_to,
+    }
 
     def decorate(constructor: Constructor) -> Callable[..., Transform]:
-        return make_factory(Transform, constructor, locality=locality)
+        return make_factory(Transform, constructor, **declared)
 
     return decorate if constructor is None else decorate(constructor)
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.core import NOTHING, Donation, Transform, transform
-from muonfx.recorded import Recorded, part_names, parts_of
+from muonfx.core import NOTHING, Donation, Locality, Transform, transform
+from muonfx.recorded import Recorded, dotted, part_names, parts_of
 from muonfx.tree import PyTree
 
 __all__ = [
@@ -121,7 +121,7 @@ class InjectHyperparamsState(NamedTuple):
     """The inner transform's state."""
 
 
-@transform(locality=lambda inner: inner.locality)
+@transform(locality=lambda inner: inner.locality, own_locality=Locality.ELEMENT)
 def inject_hyperparams(inner: Transform):
     """Keep a transform's numeric arguments in its state, where they can be changed between steps.
 
@@ -175,5 +175,5 @@ def injected(tx: Recorded, prefix: str = "") -> set[str]:
     if isinstance(tx, Transform) and tx.factory is inject_hyperparams:
         return {prefix + name for name, _ in parts_of(tx)}
     nested = zip(part_names(tx), tx._parts, strict=True)
-    found = [injected(part, f"{prefix}{name}.") for name, part in nested if isinstance(part, Recorded)]
+    found = [injected(part, f"{prefix}{dotted(name)}") for name, part in nested if isinstance(part, Recorded)]
     return set().union(*found)

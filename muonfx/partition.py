@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from muonfx import tree
-from muonfx.core import NOTHING, Donation, Transform, transform, widest
+from muonfx.core import NOTHING, Donation, Locality, Transform, transform, widest
 from muonfx.recorded import part_names
 from muonfx.select.params import read_params
 from muonfx.select.predicates import Predicate
@@ -135,7 +135,17 @@ def _locality(transforms: Mapping[str, Transform], labels: Any) -> Any:
     return widest(transforms.values())
 
 
-@transform(locality=_locality)
+def _resolve_partition(tx: Transform, params: PyTree) -> Transform:
+    names, chosen = _assignment("partition: labels", tx.arguments["labels"], (str, type(None)))(params)
+    return tx.replace(labels=dict(zip(names, chosen, strict=True)))
+
+
+def _resolve_masked(tx: Transform, params: PyTree) -> Transform:
+    names, chosen = _assignment("masked: mask", tx.arguments["mask"], bool)(params)
+    return tx.replace(mask=dict(zip(names, chosen, strict=True)))
+
+
+@transform(locality=_locality, own_locality=Locality.ELEMENT, resolve=_resolve_partition)
 def partition(transforms: dict[str, Transform], labels: PyTree | Mapping[str, str | None] | Callable[[PyTree], PyTree]):
     """Apply to each parameter the transform that its label names.
 
@@ -203,7 +213,7 @@ def partition(transforms: dict[str, Transform], labels: PyTree | Mapping[str, st
     return init, update
 
 
-@transform(locality=lambda inner, mask: inner.locality)
+@transform(locality=lambda inner, mask: inner.locality, own_locality=Locality.ELEMENT, resolve=_resolve_masked)
 def masked(inner: Transform, mask: PyTree | Mapping[str, bool] | Predicate | Callable[[PyTree], PyTree]):
     """Apply a transform to some parameters and pass the updates of the others on unchanged.
 
@@ -265,7 +275,7 @@ def routes(tx: Transform, params: PyTree, prefix: str = "") -> Iterator[tuple[st
     else:
         for name, part in zip(part_names(tx), tx._parts, strict=True):
             if isinstance(part, Transform):
-                yield from routes(part, params, f"{inner}{name}")
+                yield from routes(part, params, f"{inner}{name}".removesuffix("."))
 
 
 def resolve_mask(what: str, mask: Any) -> Callable[[PyTree], list[bool]]:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from muonfx.tree import NAMESPACE
 
-__all__ = ["Recorded", "make_factory", "part_names", "parts_of"]
+__all__ = ["Recorded", "dotted", "make_factory", "part_names", "parts_of"]
 
 
 class _Hole:
@@ -288,7 +288,8 @@ def make_factory(kind: type[Recorded], constructor: Callable[..., Any], **descri
 def parts_of(value: Recorded) -> Iterator[tuple[str, Any]]:
     """Iterate over the numeric arguments of a recorded value as (dotted name, number), nested values included.
 
-    A factory may name its own parts by an attribute ``name_parts``, a function of the value (a chain does).
+    A factory may name its own parts by an attribute ``name_parts``, a function of the value (a chain does). One with a
+    true attribute ``transparent`` makes values that stand for their only part: its name is empty, and does not show.
 
     >>> import muonfx as mfx
     >>> [name for name, _ in parts_of(mfx.chain(mfx.momentum(0.9), mfx.scale(2.0)))]
@@ -296,13 +297,24 @@ def parts_of(value: Recorded) -> Iterator[tuple[str, Any]]:
     """
     for name, part in zip(part_names(value), value._parts, strict=True):
         if isinstance(part, Recorded):
-            yield from ((f"{name}.{inner}", number) for inner, number in parts_of(part))
+            yield from ((f"{dotted(name)}{inner}", number) for inner, number in parts_of(part))
         else:
             yield name, part
 
 
+def dotted(name: str) -> str:
+    """The name of a part as the beginning of a longer name.
+
+    >>> dotted("inner"), dotted("")
+    ('inner.', '')
+    """
+    return f"{name}." if name else ""
+
+
 def part_names(value: Recorded) -> tuple[str, ...]:
     """The dotted names of a value's own parts, in order."""
+    if getattr(value.factory, "transparent", False):
+        return ("",)
     chosen = getattr(value.factory, "name_parts", None)
     if chosen is not None:
         return tuple(chosen(value))
@@ -374,6 +386,8 @@ def _literal(value: Any) -> str:
 def _structure(value: Any) -> str:
     """A text of everything in a value but its numeric parts."""
     if isinstance(value, Recorded):
+        if getattr(value.factory, "transparent", False):
+            return _structure(value._parts[0])
         nested = ",".join(_structure(part) for part in value._parts if isinstance(part, Recorded))
         fixed = ",".join(f"{name}={_structure(item)}" for name, item in value._context.skeleton.items())
         return f"{value.factory.__module__}.{value.factory.__qualname__}({fixed})[{nested}]"

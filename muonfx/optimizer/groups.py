@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from muonfx.core import Transform
 from muonfx.hyperparams import hyperparams, injected
 from muonfx.partition import routes
-from muonfx.recorded import Recorded, part_names
+from muonfx.recorded import Recorded, dotted, part_names
 
 __all__ = [
     "NOT_HYPERPARAMS",
@@ -119,7 +119,7 @@ def _aliased(tx: Transform, prefix: str = "") -> dict[str, list[str]]:
     found: dict[str, list[str]] = {alias: [] for alias in _ALIASES}
     for name, part in zip(part_names(tx), tx._parts, strict=True):
         if isinstance(part, Transform):
-            for alias, names in _aliased(part, f"{prefix}{name}.").items():
+            for alias, names in _aliased(part, f"{prefix}{dotted(name)}").items():
                 found[alias] += names
         for alias, (factory, argument) in _ALIASES.items():
             if (tx.name, name) == (factory, argument) and not isinstance(part, Recorded):

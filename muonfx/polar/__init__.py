@@ -16,6 +16,7 @@ from muonfx.polar.many import orthogonalize_many
 from muonfx.polar.orthogonalize import orthogonalize
 from muonfx.polar.policy import DTypeLike, MethodLike, Plan, compute_dtype, explain
 from muonfx.polar.products import ProductsLike
+from muonfx.polar.scaling import same_range
 
 __all__ = [
     # the polar factor: fast, in batches, exact
@@ -38,6 +39,7 @@ __all__ = [
     "explain",
     "Plan",
     "compute_dtype",
+    "same_range",
     "DTypeLike",
     "MethodLike",
     "ProductsLike",

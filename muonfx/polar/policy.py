@@ -69,6 +69,17 @@ _RATES = {
     ("cuda", torch.float16): Rates(1e9, 0.6, 1000, "from an H200's data sheet, not measured"),
     ("cuda", torch.float32): Rates(1e9, 0.6, 100, "from an H200's data sheet, not measured"),
 }
+
+
+class Facts(NamedTuple):
+    """What the choice asks a machine: given beforehand, a plan is the same wherever it is made."""
+
+    tiles: bool
+    """Whether a CPU has tile registers (AMX)."""
+    kernels: bool
+    """Whether the Triton kernels run on the device."""
+
+
 _UNKNOWN = Rates(float("inf"), 1.0, 100, "a guess: nothing is known about this device and dtype")
 
 
@@ -161,8 +172,11 @@ def plan(
     method: MethodLike = "auto",
     dtype: DTypeLike = "auto",
     products: ProductsLike = "auto",
+    facts: Facts | None = None,
 ) -> Plan:
     """`explain`, for settings that are already resolved.
+
+    With `facts`, and `dtype` a dtype, nothing depends on the machine that runs this. None: the machine is asked.
 
     >>> plan(2, 3, torch.float32, torch.device("cpu"), polynomials("keller")).method
     'standard'
@@ -170,9 +184,10 @@ def plan(
     compute = compute_dtype(held, device, dtype)
     if not isinstance(method, str) or method not in ("auto", "standard", "gram"):
         raise ValueError(f"method: found {method!r}, expected 'auto', 'standard' or 'gram'")
-    done, why_products = _choose_products(short, long, compute, device, products)
-    small = _choose_products(short, short, compute, device, products)[0]
-    taken, stages, why_method = _choose_method(short, long, compute, device, resolved, method, (done, small))
+    done, why_products = _choose_products(short, long, compute, device, products, facts)
+    small = _choose_products(short, short, compute, device, products, facts)[0]
+    rates = _rates(device, compute, facts)
+    taken, stages, why_method = _choose_method(short, long, rates, resolved, method, (done, small))
     reasons = (_why_dtype(held, device, dtype), why_method, why_products)
     return Plan((short, long), compute, taken, stages, done, small, reasons)
 
@@ -232,7 +247,12 @@ def _why_dtype(held: torch.dtype, device: torch.device, requested: DTypeLike) ->
 
 
 def _choose_products(
-    short: int, long: int, compute: torch.dtype, device: torch.device, requested: ProductsLike
+    short: int,
+    long: int,
+    compute: torch.dtype,
+    device: torch.device,
+    requested: ProductsLike,
+    facts: Facts | None,
 ) -> tuple[Literal["batched", "blocks", "triton"], str]:
     if requested not in ("auto", "batched", "blocks", "triton"):
         raise ValueError(f"products: found {requested!r}, expected 'auto', 'batched', 'blocks' or 'triton'")
@@ -241,19 +261,19 @@ def _choose_products(
             raise ValueError(
                 "products: found 'triton' for float64, expected 'batched' or 'blocks': the kernels have none"
             )
-        if not kernels.available(device):
+        if not _has_kernels(device, facts):
             raise RuntimeError(
                 f"products: found 'triton' on {device}, where the kernels do not run (CUDA with capability 8.0 or more "
                 "and an installed Triton); use 'auto' or 'batched'"
             )
     if requested != "auto":
         return requested, "as asked for"
-    rates, size = _rates(device, compute), float(short) ** 2 * long
+    rates, size = _rates(device, compute, facts), float(short) ** 2 * long
     bound = f"{size:.1e} multiply-adds against a bound of {rates.halved_from:.1e} ({rates.source})"
     if size < rates.halved_from:
         return "batched", f"in batches by the BLAS: halving symmetric ones does not pay at {bound}"
     if device.type == "cuda":
-        if kernels.available(device):
+        if _has_kernels(device, facts):
             return "triton", f"by a kernel that leaves out half of symmetric ones: {bound}"
         return "batched", "in batches by the BLAS: no kernels here (they need capability 8.0 and Triton)"
     return "blocks", f"by blocks, which leave out half of symmetric ones: {bound}"
@@ -262,8 +282,7 @@ def _choose_products(
 def _choose_method(
     short: int,
     long: int,
-    compute: torch.dtype,
-    device: torch.device,
+    rates: Rates,
     resolved: Polynomials,
     requested: MethodLike,
     products: tuple[str, str],
@@ -283,11 +302,21 @@ def _choose_method(
     stages = staged(resolved.steps, resolved.restarts, mean, max(long, 1) / max(short, 1))
     if requested == "gram":
         return "gram", stages, "as asked for"
-    rates = _rates(device, compute)
     costs = [_cost(way, short, long, rates, products) for way in (stages, plain)]
     cut = " + ".join(str(len(stage.steps)) for stage in stages)
     counted = f"{costs[0]:.2e} multiply-adds in stages of {cut} steps, against {costs[1]:.2e} in the standard form"
     return ("gram", stages, counted) if costs[0] < costs[1] else ("standard", plain, counted)
+
+
+def work(plan: Plan, device: torch.device, facts: Facts | None = None) -> float:
+    """Multiply-adds of full products that take the time of orthogonalizing one matrix by this plan.
+
+    >>> matrix = explain((64, 128), method="standard", products="batched", dtype=torch.float32)
+    >>> work(matrix, torch.device("cpu")) / 64**3
+    25.0
+    """
+    ways = (plan.products, plan.small_products)
+    return _cost(plan.stages, *plan.shape, _rates(device, plan.dtype, facts), ways)
 
 
 def _cost(stages: Sequence[Stage], n: int, m: int, rates: Rates, products: tuple[str, str]) -> float:
@@ -301,8 +330,13 @@ def _cost(stages: Sequence[Stage], n: int, m: int, rates: Rates, products: tuple
     return total
 
 
-def _rates(device: torch.device, compute: torch.dtype) -> Rates:
-    tiles = device.type == "cpu" and compute == torch.bfloat16 and _has_tiles()
+def _has_kernels(device: torch.device, facts: Facts | None) -> bool:
+    return kernels.available(device) if facts is None else facts.kernels
+
+
+def _rates(device: torch.device, compute: torch.dtype, facts: Facts | None) -> Rates:
+    amx = device.type == "cpu" and compute == torch.bfloat16
+    tiles = amx and (_has_tiles() if facts is None else facts.tiles)
     return _RATES.get(("amx" if tiles else device.type, compute), _UNKNOWN)
 
 

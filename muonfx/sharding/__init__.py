@@ -1,1 +1,35 @@
-"""One chain under every shard layout, with the same answer."""
+"""One chain under every shard layout, with the same answer.
+
+A *layout* says which piece of each parameter each rank holds; `sharded` makes of any transform one over these pieces,
+which gives the same update. See the page "Sharding" of the documentation.
+"""
+
+from muonfx.sharding.errors import ShardingError
+from muonfx.sharding.layout import Buffer, Layout
+from muonfx.sharding.layouts import flat, from_dtensors, replicated, zero
+from muonfx.sharding.pieces import Piece
+from muonfx.sharding.plan.plan import Machine
+from muonfx.sharding.planning import Plan, plan_for
+from muonfx.sharding.saving import local, logical
+from muonfx.sharding.transform import sharded
+
+__all__ = [
+    # who holds what
+    "Layout",
+    "Piece",
+    "Buffer",
+    "replicated",
+    "from_dtensors",
+    "zero",
+    "flat",
+    # the same update
+    "sharded",
+    "ShardingError",
+    # who computes what
+    "plan_for",
+    "Plan",
+    "Machine",
+    # checkpoints
+    "logical",
+    "local",
+]

@@ -30,7 +30,8 @@ class AccumulateState(NamedTuple):
     """The inner transform's state."""
 
 
-@transform(locality=Locality.TREE)  # a None among the gradients is not "no such leaf" here: it may have had one before
+# TREE though it adds leaf by leaf: a None among the gradients is not "no such leaf" here, it may have had one before.
+@transform(locality=Locality.TREE, own_locality=Locality.ELEMENT)
 def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: torch.dtype | None = torch.float32):
     """Gather the gradients of several micro-batches and run the inner transform only on the last.
 

@@ -27,7 +27,10 @@ class AdamState(NamedTuple):
     """Second moments, like the parameters, in the pinned dtype; a `CompactState` for a compact one."""
 
 
-@transform(locality=lambda b1, b2, eps, *, eps_root, nesterov, mu_dtype, nu_dtype: locality_of(mu_dtype, nu_dtype))
+@transform(
+    locality=lambda b1, b2, eps, *, eps_root, nesterov, mu_dtype, nu_dtype: locality_of(mu_dtype, nu_dtype),
+    reads_params=False,
+)
 def scale_by_adam(
     b1: float = 0.9,
     b2: float = 0.999,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from muonfx import checks
 from muonfx import elementwise as ew
-from muonfx.core import NOTHING, Donation, Transform, apply_updates, transform
+from muonfx.core import NOTHING, Donation, Locality, Transform, apply_updates, transform
 from muonfx.transforms._pinned import Pinned, StateDtype, locality_of
 from muonfx.tree import Present, PyTree, map
 
@@ -74,7 +74,7 @@ class MasterParamsState(NamedTuple):
     """The inner transform's state, over the master."""
 
 
-@transform(locality=lambda inner, dtype: inner.locality)
+@transform(locality=lambda inner, dtype: inner.locality, own_locality=Locality.ELEMENT)
 def master_params(inner: Transform, dtype: torch.dtype = torch.float32):
     """Run a chain on a copy of the parameters in higher precision, so that no small update is lost.
 

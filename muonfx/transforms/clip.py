@@ -47,7 +47,7 @@ def clip_by_value(limit: float):
     return no_state, update
 
 
-@transform(locality=Locality.LEAF)
+@transform(locality=Locality.LEAF, reads_params=False)
 def clip_by_block_rms(threshold: float):
     """Scale down each leaf whose root mean square exceeds a threshold.
 

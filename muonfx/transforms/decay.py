@@ -20,7 +20,15 @@ from muonfx.tree import Present, PyTree
 __all__ = ["add_decayed_weights", "cautious"]
 
 
-@transform(locality=Locality.ELEMENT)
+def _resolve_decay(tx: Transform, params: PyTree) -> Transform:
+    mask = tx.arguments["mask"]
+    if mask is None:
+        return tx
+    chosen = resolve_mask("add_decayed_weights: mask", mask)(params)
+    return tx.replace(mask=dict(zip(tree.names(params), chosen, strict=True)))
+
+
+@transform(locality=Locality.ELEMENT, resolve=_resolve_decay)
 def add_decayed_weights(
     weight_decay: float | Schedule | Callable[[Tensor], Tensor] = 0.0,
     mask: PyTree | Mapping[str, bool] | Predicate | Callable[[PyTree], PyTree] | None = None,
@@ -71,7 +79,10 @@ def _within(tx: Transform) -> Iterator[Transform]:
             yield from _within(part)
 
 
-@transform(locality=lambda inner, min_share: max(Locality.LEAF, inner.locality))
+@transform(
+    locality=lambda inner, min_share: max(Locality.LEAF, inner.locality),
+    reads_params=lambda inner, min_share: inner.reads_params,
+)
 def cautious(inner: Transform, min_share: float = 1e-3):
     """Keep only those elements of a transform's updates that point the way of the gradient, and scale these up.
 

@@ -22,7 +22,7 @@ class LionState(NamedTuple):
     """The average gradient, like the parameters, in the pinned dtype; a `CompactState` for a compact one."""
 
 
-@transform(locality=lambda b1, b2, *, mu_dtype: locality_of(mu_dtype))
+@transform(locality=lambda b1, b2, *, mu_dtype: locality_of(mu_dtype), reads_params=False)
 def scale_by_lion(b1: float = 0.9, b2: float = 0.99, *, mu_dtype: StateDtype = torch.float32):
     r"""Take the sign of $\beta_1 m_{t-1} + (1 - \beta_1) g_t$, then average with $\beta_2$.
 

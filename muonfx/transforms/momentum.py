@@ -32,7 +32,7 @@ class DebiasedMomentumState(NamedTuple):
     """The average, like the parameters, in the pinned dtype; a `CompactState` for a compact one."""
 
 
-@transform(locality=lambda decay, *, nesterov, debias, heavy_ball, dtype: locality_of(dtype))
+@transform(locality=lambda decay, *, nesterov, debias, heavy_ball, dtype: locality_of(dtype), reads_params=False)
 def momentum(
     decay: float = 0.95,
     *,

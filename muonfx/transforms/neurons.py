@@ -24,7 +24,7 @@ class NeuronsState(NamedTuple):
     """Second moment of each row, in the pinned dtype: shape (..., rows, 1) for a leaf of shape (..., rows, columns)."""
 
 
-@transform(locality=lambda decay, eps, keep_norm, dtype, dims: matrix_locality(dims))
+@transform(locality=lambda decay, eps, keep_norm, dtype, dims: matrix_locality(dims), reads_params=False)
 def normalize_neurons(
     decay: float = 0.95,
     eps: float = 1e-8,

@@ -27,7 +27,7 @@ class SkipNonfiniteState(NamedTuple):
     """The inner transform's state."""
 
 
-@transform(locality=Locality.TREE)
+@transform(locality=Locality.TREE, own_locality=Locality.TREE)
 def skip_nonfinite(inner: Transform):
     """Leave the state of a transform bitwise as it was, and update nothing, when any gradient is NaN or infinite.
 

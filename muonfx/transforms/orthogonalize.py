@@ -9,15 +9,23 @@ import torch
 from torch import Tensor
 
 from muonfx import polar
-from muonfx.core import NOTHING, Donation, EmptyState, transform
+from muonfx.core import NOTHING, Donation, EmptyState, Transform, transform
 from muonfx.transforms._matrices import Blocks, Dims, matrix_locality, view_as_matrices
 from muonfx.tree import Present, PyTree
 
 __all__ = ["orthogonalize"]
 
 
+def _rounds_to(tx: Transform, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype of the products, unless a power of two comes before the rounding to it."""
+    compute = polar.compute_dtype(dtype, device, tx.arguments["dtype"])
+    return compute if polar.same_range(dtype, compute) else dtype
+
+
 @transform(
-    locality=lambda coefficients, steps, method, dtype, products, dims, blocks, block_axis: matrix_locality(dims)
+    locality=lambda coefficients, steps, method, dtype, products, dims, blocks, block_axis: matrix_locality(dims),
+    reads_params=False,
+    rounds_to=_rounds_to,
 )
 def orthogonalize(
     *,

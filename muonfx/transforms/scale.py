@@ -10,7 +10,7 @@ from torch import Tensor
 
 from muonfx import checks
 from muonfx import elementwise as ew
-from muonfx.core import NOTHING, Donation, EmptyState, Locality, transform
+from muonfx.core import NOTHING, Donation, EmptyState, Locality, Transform, transform
 from muonfx.schedules import Schedule
 from muonfx.transforms._matrices import Blocks, Dims, matrix_locality, view_as_matrices
 from muonfx.transforms._pinned import new_count
@@ -135,7 +135,51 @@ SHAPE_RULES: dict[str, Callable[[int, int], float]] = {
 """Factor by rows (output features) and columns (input features): Keller Jordan's, Moonlight's, Dion's and Scion's."""
 
 
-@transform(locality=lambda rule, dims, blocks, block_axis: matrix_locality(dims))
+@transform(locality=Locality.ELEMENT)
+def scale_each(factors: Mapping[str, float]):
+    """Multiply each leaf by a number of its own: what `scale_by_shape` comes to once the shapes are known.
+
+    Args:
+        factors: by dotted name; one for each leaf.
+
+    >>> scale_each({"w": 2.0}).update({"w": torch.ones(1)}, EmptyState())[0]
+    {'w': tensor([2.])}
+    """
+
+    def init(params: PyTree) -> EmptyState:
+        return EmptyState()
+
+    def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
+        at = Present(updates)
+        leaves = at.pick(updates)
+        return at.fill(ew.mul_each(leaves, [factors[name] for name in at.names()], reuse=donate.updates)), state
+
+    return init, update
+
+
+def _resolve_by_shape(tx: Transform, params: PyTree) -> Transform:
+    """One factor for each leaf; the transform itself where blocks of several shapes need several."""
+    rule, dims, blocks, axis = (tx.arguments[name] for name in ("rule", "dims", "blocks", "block_axis"))
+    at = Present(params)
+    names, leaves = at.names(), at.pick(params)
+    views = view_as_matrices(dims, blocks, axis).of(names)
+    split = [own.split(leaf, name) for own, leaf, name in zip(views, leaves, names, strict=True)]
+    if any(len(matrices) > 1 for matrices in split):
+        return tx
+    return scale_each({name: shape_factor(rule, matrices[0]) for name, matrices in zip(names, split, strict=True)})
+
+
+def shape_factor(rule: str, matrix: Tensor) -> float:
+    """What a rule says for a matrix; 1 where a side is 0."""
+    rows, columns = matrix.shape[-2:]
+    return SHAPE_RULES[rule](rows, columns) if rows and columns else 1.0
+
+
+@transform(
+    locality=lambda rule, dims, blocks, block_axis: matrix_locality(dims),
+    reads_params=False,
+    resolve=_resolve_by_shape,
+)
 def scale_by_shape(
     rule: str = "match_rms_adamw",
     *,
@@ -165,11 +209,7 @@ def scale_by_shape(
     """
     if rule not in SHAPE_RULES:
         raise ValueError(f"scale_by_shape: unknown rule {rule!r}; there are {', '.join(map(repr, SHAPE_RULES))}")
-    view, factor = view_as_matrices(dims, blocks, block_axis), SHAPE_RULES[rule]
-
-    def factor_of(matrix: Tensor) -> float:
-        rows, columns = matrix.shape[-2:]
-        return factor(rows, columns) if rows and columns else 1.0
+    view = view_as_matrices(dims, blocks, block_axis)
 
     def init(params: PyTree) -> EmptyState:
         return EmptyState()
@@ -181,9 +221,9 @@ def scale_by_shape(
         views = view.of(names)
         split = [own.split(leaf, name) for own, leaf, name in zip(views, leaves, names, strict=True)]
         if all(len(matrices) == 1 for matrices in split):
-            return at.fill(ew.mul_each(leaves, [factor_of(m) for (m,) in split], reuse=donate.updates)), state
+            return at.fill(ew.mul_each(leaves, [shape_factor(rule, m) for (m,) in split], reuse=donate.updates)), state
         out = [
-            own.join([matrix * factor_of(matrix) for matrix in matrices], leaf)
+            own.join([matrix * shape_factor(rule, matrix) for matrix in matrices], leaf)
             for own, matrices, leaf in zip(views, split, leaves, strict=True)
         ]
         return at.fill(out), state

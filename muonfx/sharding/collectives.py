@@ -1,0 +1,196 @@
+"""What a ZeRO loop does with whole trees: gather the pieces of all ranks, and reduce gradients to pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from muonfx import elementwise as ew
+from muonfx import tree
+from muonfx.sharding.agreement import agree
+from muonfx.sharding.errors import ShardingError
+from muonfx.sharding.layout import Layout, as_dtensor, local_of
+from muonfx.sharding.layouts import equal_cut
+from muonfx.sharding.messages import Exchange
+from muonfx.sharding.pieces import part
+from muonfx.tree import PyTree
+
+__all__ = ["gathered", "reduce_scattered"]
+
+BUCKET = 1 << 25
+
+
+def gathered(
+    layout: Layout,
+    local: PyTree,
+    *,
+    names: Sequence[str] | None = None,
+    op: str = "mean",
+    differentiable: bool = False,
+    bucket_bytes: int = BUCKET,
+) -> PyTree:
+    """Make whole leaves of local ones, of all or of some names."""
+    _check_op(op)
+    leaves, treedef = tree.flatten(local)
+    every = tree.names(local)
+    chosen = [
+        place for place, leaf in enumerate(leaves) if leaf is not None and (names is None or every[place] in names)
+    ]
+    if unknown := sorted(set(names or ()) - set(every)):
+        raise ShardingError(f"names: {unknown[0]!r} is no leaf of the tree")
+    mine = [local_of(leaves[place]) for place in chosen]
+    labels = [every[place] for place in chosen]
+    for name, leaf in zip(labels, mine, strict=True):
+        if tuple(leaf.shape) != layout.piece(name).shape:
+            raise ShardingError(
+                f"{name!r} has shape {tuple(leaf.shape)}, this rank's piece of it has {layout.piece(name).shape}"
+            )
+    if differentiable and torch.is_grad_enabled():
+        wholes = list(_Gather.apply(layout, labels, op, bucket_bytes, *mine))
+    else:
+        wholes = _gather(layout, labels, mine, bucket_bytes)
+    for place, whole in zip(chosen, wholes, strict=True):
+        leaves[place] = whole
+    return tree.unflatten(treedef, leaves)
+
+
+@torch.no_grad()
+def _gather(layout: Layout, names: Sequence[str], locals_: Sequence[Tensor], bucket_bytes: int) -> list[Tensor]:
+    wholes = [local.new_empty(layout._specs[name].shape) for name, local in zip(names, locals_, strict=True)]
+    if layout.group is None and layout.size > 1:
+        raise ShardingError(f"{layout!r} has no process group: it is only to look at; use assemble()")
+    for places in _buckets(wholes, bucket_bytes):
+        first = wholes[places[0]]
+        outgoing: list[list[Tensor]] = [[] for _ in range(layout.size)]
+        incoming: list[list[Tensor]] = [[] for _ in range(layout.size)]
+        crossing = False
+        for place in places:
+            for piece, ranks in layout.holders(names[place]).items():
+                crossing = crossing or len(ranks) < layout.size
+                if layout.rank in ranks:
+                    piece.paste(locals_[place], wholes[place])
+                for taker in set(range(layout.size)) - set(ranks):
+                    sender = ranks[taker % len(ranks)]
+                    if sender == layout.rank:
+                        outgoing[taker] += [piece.window(locals_[place], box) for box in piece.boxes]
+                    if taker == layout.rank:
+                        incoming[sender] += [part(wholes[place], box) for box in piece.boxes]
+        if crossing and layout.group is not None:
+            Exchange(
+                outgoing, incoming, dtype=first.dtype, device=first.device, group=layout.group, what="gathering"
+            ).wait()
+    return wholes
+
+
+class _Gather(torch.autograd.Function):
+    """Gathering, whose derivative is to reduce and scatter."""
+
+    @staticmethod
+    def forward(layout: Layout, names: Sequence[str], op: str, bucket_bytes: int, *locals_: Tensor) -> Any:
+        return tuple(_gather(layout, names, locals_, bucket_bytes))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.layout, ctx.names, ctx.op, ctx.bucket_bytes = inputs[:4]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        pieces = _reduce(ctx.layout, ctx.names, list(grads), ctx.op, ctx.bucket_bytes)
+        return None, None, None, None, *pieces
+
+
+def reduce_scattered(layout: Layout, grads: PyTree, op: str, bucket_bytes: int) -> PyTree:
+    """Reduce whole gradients, different on each rank, to this rank's pieces of their sum or mean."""
+    _check_op(op)
+    leaves, treedef = tree.flatten(grads)
+    names = tree.names(grads)
+    problem: Exception | None = None
+    for name, leaf in zip(names, leaves, strict=True):
+        if leaf is not None and tuple(leaf.shape) != layout.piece(name).shape and name not in layout.names:
+            problem = ShardingError(f"{name!r} is no parameter of {layout!r}")
+        elif leaf is not None and tuple(leaf.shape) != layout._specs[name].shape:
+            problem = ShardingError(
+                f"the gradient of {name!r} has shape {tuple(leaf.shape)}, the parameter {layout._specs[name].shape}: "
+                "reduce_scatter takes whole gradients"
+            )
+    if layout.group is not None:
+        anywhere = agree([int(leaf is not None) for leaf in leaves], layout.group, problem)
+    elif problem is None:
+        anywhere = [int(leaf is not None) for leaf in leaves]
+    else:
+        raise problem
+    device = tree.device_of(grads)
+    places = [place for place, there in enumerate(anywhere) if there]
+    full = [
+        torch.zeros(layout._specs[names[place]].shape, dtype=layout._specs[names[place]].dtype, device=device)
+        if leaves[place] is None
+        else leaves[place].detach()
+        for place in places
+    ]
+    pieces = _reduce(layout, [names[place] for place in places], full, op, bucket_bytes)
+    for place, piece in zip(places, pieces, strict=True):
+        leaves[place] = as_dtensor(piece, layout.dtensors[names[place]]) if names[place] in layout.dtensors else piece
+    return tree.unflatten(treedef, leaves)
+
+
+@torch.no_grad()
+def _reduce(layout: Layout, names: Sequence[str], full: list[Tensor], op: str, bucket_bytes: int) -> list[Tensor]:
+    if all(len(ranks) == layout.size for name in names for ranks in layout.holders(name).values()) and layout.size > 1:
+        # All ranks want all: reduce to equal parts, and gather these.
+        cut = equal_cut(layout, names)
+        return _gather(cut, names, _reduce(cut, names, full, op, bucket_bytes), bucket_bytes)
+    if layout.group is None and layout.size > 1:
+        raise ShardingError(f"{layout!r} has no process group: it is only to look at")
+    results: list[Any] = [None] * len(full)
+    for places in _buckets(full, bucket_bytes):
+        outgoing: list[list[Tensor]] = [[] for _ in range(layout.size)]
+        parts: list[list[Tensor]] = [[] for _ in range(layout.size)]
+        for place in places:
+            own = layout.piece(names[place])
+            for rank in range(layout.size):
+                outgoing[rank].append(layout.piece(names[place], rank).cut(full[place]))
+                parts[rank].append(own.blank(full[place]))
+        if layout.group is not None:
+            first = full[places[0]]
+            Exchange(
+                outgoing, parts, dtype=first.dtype, device=first.device, group=layout.group, what="reducing gradients"
+            ).wait()
+        else:
+            parts = outgoing
+        for index, place in enumerate(places):
+            results[place] = _sum([theirs[index] for theirs in parts], op)
+    return results
+
+
+def _sum(parts: list[Tensor], op: str) -> Tensor:
+    """Add in the order of the ranks, wide, and round once."""
+    total = parts[0].to(ew.wide_dtype(parts[0].dtype), copy=True)
+    for theirs in parts[1:]:
+        total += theirs
+    return (total / len(parts) if op == "mean" else total).to(parts[0].dtype)
+
+
+def _buckets(tensors: Sequence[Tensor], limit: int) -> Iterator[list[int]]:
+    """Places of tensors of one dtype, of at most so many bytes; a single larger one stands alone."""
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        held: list[int] = []
+        room = limit
+        for place, tensor in enumerate(tensors):
+            if tensor.dtype != dtype:
+                continue
+            size = tensor.numel() * tensor.element_size()
+            if held and size > room:
+                yield held
+                held, room = [], limit
+            held.append(place)
+            room -= size
+        if held:
+            yield held
+
+
+def _check_op(op: str) -> None:
+    if op not in ("mean", "sum"):
+        raise ValueError(f"op: found {op!r}, expected 'mean' or 'sum'")

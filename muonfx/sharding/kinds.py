@@ -1,0 +1,70 @@
+"""How each transform of a chain is done on pieces: the one place where that is decided.
+
+*pieces*: as it is, on the local tensors; where it sums over leaves, the sum goes over all ranks. *run*: matrices are
+made whole at an owner. *inside*: it calls others, which are replaced by sharded ones, and its own work is of the first
+sort. *everything*: nothing is known about it, so every rank makes the whole tree.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, cast
+
+from muonfx.core import Locality, Transform, chain_entries
+from muonfx.recorded import Recorded
+
+__all__ = ["Kind", "groups_of", "kind_of", "with_parts"]
+
+
+class Kind(Enum):
+    """How a transform is done on pieces."""
+
+    CHAIN = "chain"
+    PIECES = "pieces"
+    INSIDE = "inside"
+    RUN = "run"
+    EVERYTHING = "everything"
+
+
+def kind_of(tx: Transform) -> Kind:
+    """How a transform, resolved for its parameters, is done.
+
+    >>> import muonfx as mfx
+    >>> [kind_of(tx).value for tx in (mfx.momentum(), mfx.orthogonalize(), mfx.skip_nonfinite(mfx.scale(2.0)))]
+    ['pieces', 'run', 'inside']
+    """
+    if chain_entries(tx) is not None:
+        return Kind.CHAIN
+    sums = "sum_over_leaves" in tx._extras[0]
+    calls = any(isinstance(part, Transform) for part in tx._parts)
+    own = cast("Any", tx.factory).own_locality
+    if calls and (own is Locality.ELEMENT or (own is Locality.TREE and sums)):
+        return Kind.INSIDE
+    if tx.locality is Locality.ELEMENT or (tx.locality is Locality.TREE and sums and not calls):
+        return Kind.PIECES
+    return Kind.RUN if tx.locality in (Locality.MATRIX, Locality.LEAF) else Kind.EVERYTHING
+
+
+def groups_of(entries: dict[str, Transform]) -> list[list[tuple[str, Transform]]]:
+    """Cut the transforms of a chain, resolved, into runs that go to an owner together, and single others.
+
+    >>> import muonfx as mfx
+    >>> entries = {"m": mfx.momentum(), "o": mfx.orthogonalize(), "n": mfx.normalize_neurons(), "s": mfx.scale(2.0)}
+    >>> [[name for name, _ in group] for group in groups_of(entries)]
+    [['m'], ['o', 'n'], ['s']]
+    """
+    groups: list[list[tuple[str, Transform]]] = []
+    for name, tx in entries.items():
+        if groups and kind_of(tx) is Kind.RUN and kind_of(groups[-1][-1][1]) is Kind.RUN:
+            groups[-1].append((name, tx))
+        else:
+            groups.append([(name, tx)])
+    return groups
+
+
+def with_parts(tx: Transform, function: Callable[[Transform], Transform]) -> Any:
+    """A transform like another, with the transforms that it calls replaced."""
+    parts = [function(part) if isinstance(part, Transform) else part for part in tx._parts]
+    return Recorded._from(dataclasses.replace(tx._context, derived={}), parts)

@@ -1,0 +1,321 @@
+"""A layout: for every parameter, which piece of it each rank holds; and what follows from that alone.
+
+A *whole tree* has the parameters as one process would hold them, a *local tree* a rank's local tensors in their place.
+Leaves are known by their dotted names, so a tree of any structure will do, and gradients, updates and copies of the
+parameters go the same way as the parameters do. None stays None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from muonfx import tree
+from muonfx.checkpoint import FlatPiece
+from muonfx.sharding.errors import ShardingError
+from muonfx.sharding.pieces import Piece
+from muonfx.tree import PyTree, Spec
+
+__all__ = ["Buffer", "Layout"]
+
+
+class Buffer(NamedTuple):
+    """How pieces lie in the flat buffers of an engine; in elements."""
+
+    starts: dict[str, int]
+    """Where each parameter begins: in the one buffer that is cut, or in that of the rank that has it."""
+    lengths: tuple[int, ...]
+    """Of each rank's part, with its padding."""
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Which piece of each parameter each rank holds: a value, made by the functions of `muonfx.sharding`.
+
+    Every element lies on exactly one rank, or in pieces of several ranks that are the same.
+
+    Attributes:
+        kind: what it was made by: "replicated", "from_dtensors", "zero" or "flat".
+        specs: global shape and dtype of each parameter by name; None for `replicated` before it has met parameters.
+        size: how many ranks there are.
+        rank: this process's place among them; 0 where there is no group.
+        group: the process group; None for a layout that is only looked at.
+        stage: of ZeRO: 1 shards the optimizer's state, 2 gradients too, 3 parameters too; None elsewhere.
+        buffer: for `zero` and `flat`, how the pieces lie in flat buffers.
+    """
+
+    kind: str
+    specs: Mapping[str, Spec] | None
+    pieces: Mapping[str, tuple[Piece, ...]] = field(repr=False)
+    size: int
+    rank: int = 0
+    group: dist.ProcessGroup | None = field(default=None, repr=False)
+    stage: int | None = None
+    buffer: Buffer | None = field(default=None, repr=False)
+    dtensors: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """For `from_dtensors`: the DTensor spec of each parameter that is one."""
+    derived: dict[Any, Any] = field(default_factory=dict, repr=False)
+    """What follows from the layout, found out once."""
+
+    def __repr__(self) -> str:
+        what = "" if self.specs is None else f" of {len(self.specs)} parameters"
+        stage = "" if self.stage is None else f", stage {self.stage}"
+        return f"<{self.kind}{what} over {self.size} rank{'s' * (self.size != 1)}{stage}>"
+
+    def __eq__(self, other: object) -> bool:
+        """Whether the same pieces lie on the same ranks."""
+        if not isinstance(other, Layout):
+            return NotImplemented
+        return self is other or (
+            self._key == other._key and self.specs == other.specs and dict(self.pieces) == dict(other.pieces)
+        )
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @property
+    def _key(self) -> tuple[Any, ...]:
+        return self.kind, self.size, self.rank, self.stage, id(self.group)
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a layout belongs to a running process group and cannot be pickled: make it anew over there")
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the parameters.
+
+        Raises:
+            ShardingError: the layout has not met any.
+        """
+        return list(self._specs)
+
+    @property
+    def _specs(self) -> Mapping[str, Spec]:
+        if self.specs is None:
+            raise ShardingError(f"{self!r} does not know the parameters yet: use layout.of(params)")
+        return self.specs
+
+    def of(self, params: PyTree) -> Layout:
+        """The layout for some parameters: itself where it knows them, else the one in which every rank has all."""
+        if self.specs is not None:
+            return self
+        specs = specs_of(params)
+        for known in self.derived.get("of", ()):  # a tree in which some gradients are None is of the same parameters
+            if all(name in known.specs and known.specs[name].shape == spec.shape for name, spec in specs.items()):
+                return known
+        pieces = {name: (Piece.whole(spec.shape),) * self.size for name, spec in specs.items()}
+        made = replace(self, specs=specs, pieces=pieces, derived={})
+        self.derived.setdefault("of", []).append(made)
+        return made
+
+    def piece(self, name: str, rank: int | None = None) -> Piece:
+        """What a rank, by default this one, holds of a parameter.
+
+        Raises:
+            ShardingError: there is no such parameter; the message names some that there are.
+        """
+        if name not in self._specs:
+            known = ", ".join(map(repr, list(self._specs)[:5])) or "none"
+            raise ShardingError(f"{self!r} has no parameter {name!r}; it was made for {known}, ...")
+        return self.pieces[name][self.rank if rank is None else rank]
+
+    def holders(self, name: str) -> dict[Piece, list[int]]:
+        """The different pieces of a parameter that have elements, and the ranks that hold each."""
+        found: dict[Piece, list[int]] | None = self.derived.get(("holders", name))
+        if found is None:
+            found = {}
+            for rank, piece in enumerate(self.pieces[name]):
+                if piece.numel:
+                    found.setdefault(piece, []).append(rank)
+            self.derived["holders", name] = found
+        return found
+
+    def counts(self, name: str, rank: int | None = None) -> bool:
+        """Whether a rank is the one that counts its piece in sums over all ranks: the first of those that hold it."""
+        rank = self.rank if rank is None else rank
+        piece = self.piece(name, rank)
+        return piece.numel > 0 and self.holders(name)[piece][0] == rank
+
+    def nbytes(self, rank: int | None = None) -> int:
+        """The bytes of a rank's pieces of the parameters."""
+        return sum(self.piece(name, rank).numel * spec.dtype.itemsize for name, spec in self._specs.items())
+
+    def meta(self, names: Sequence[str] | None = None) -> dict[str, Tensor]:
+        """Meta tensors of the global shapes and dtypes, by name."""
+        chosen = self._specs if names is None else names
+        return {n: torch.empty(self._specs[n].shape, dtype=self._specs[n].dtype, device="meta") for n in chosen}
+
+    # ---------------------------------------------------------------------------------------- trees, in one process
+
+    def shard(self, whole: PyTree, rank: int | None = None) -> PyTree:
+        """Copy a rank's pieces out of whole tensors.
+
+        Args:
+            whole: a tree whose leaves have the names and global shapes of the parameters, in any dtype; None is kept.
+            rank: whose; by default this one's.
+
+        Returns:
+            A tree of local tensors.
+
+        Raises:
+            ShardingError: a leaf is no parameter, or has another shape than it.
+        """
+        layout = self.of(whole)
+        return _by_name(whole, lambda name, leaf: layout._cut(name, leaf, rank))
+
+    def _cut(self, name: str, leaf: Tensor, rank: int | None) -> Tensor:
+        piece = self.piece(name, rank)
+        if tuple(leaf.shape) != self._specs[name].shape:
+            raise ShardingError(f"{name!r} has shape {tuple(leaf.shape)}, in the layout {self._specs[name].shape}")
+        return piece.cut(leaf.detach())
+
+    def assemble(self, locals_: Sequence[PyTree]) -> PyTree:
+        """Put the local trees of all ranks together: the inverse of `shard`, in one process.
+
+        Args:
+            locals_: the local tree of each rank, in order.
+
+        Raises:
+            ValueError: another number of trees than ranks.
+        """
+        if len(locals_) != self.size:
+            raise ValueError(f"locals_: found {len(locals_)} trees, expected one for each of {self.size} ranks")
+        layout = self.of(locals_[0])
+        columns = [tree.leaves(local) for local in locals_]
+        at = dict(zip(tree.names(locals_[0]), zip(*columns, strict=True), strict=True))
+        return _by_name(locals_[0], lambda name, leaf: layout._paste(name, at[name]))
+
+    def _paste(self, name: str, locals_: Sequence[Tensor]) -> Tensor:
+        whole = torch.zeros(self._specs[name].shape, dtype=locals_[0].dtype, device=locals_[0].device)
+        for piece, ranks in self.holders(name).items():
+            piece.paste(locals_[ranks[0]], whole)
+        return whole
+
+    # ------------------------------------------------------------------------------------------- trees, on all ranks
+
+    def gather(self, local: PyTree) -> PyTree:
+        """Make the whole tree on every rank; all ranks must call it together.
+
+        Raises:
+            ShardingError: a leaf is no parameter or has another shape than the rank's piece; a rank is gone.
+        """
+        from muonfx.sharding.collectives import gathered
+
+        return gathered(self.of(local), local)
+
+    def all_gather(self, local: PyTree, names: Sequence[str] | None = None, *, op: str = "mean") -> PyTree:
+        """`gather`, through which gradients flow: they are reduced over the ranks as `reduce_scatter` does it.
+
+        So ``grad(lambda local: loss(layout.all_gather(local)))`` gives a ZeRO-3 loop its sharded gradients.
+
+        Args:
+            local: a tree of local tensors.
+            names: gather the leaves of these names only and leave the others as they are; None: all.
+            op: what becomes of gradients: "mean" or "sum" over the ranks.
+
+        Raises:
+            ShardingError: as `gather`.
+            ValueError: an unknown ``op``.
+        """
+        from muonfx.sharding.collectives import gathered
+
+        return gathered(self.of(local), local, names=names, op=op, differentiable=True)
+
+    def reduce_scatter(self, grads: PyTree, op: str = "mean", *, bucket_bytes: int = 1 << 25) -> PyTree:
+        """Reduce every rank's own whole gradients over all ranks, and return this rank's pieces.
+
+        Values are added in the order of the ranks, in fp32 at least, and rounded once, so that the sum does not depend
+        on how many ranks hold a piece. Each rank sends S(P-1)/P bytes for S bytes of gradients; twice that where every
+        rank gets all of them.
+
+        Args:
+            grads: whole gradients, different on every rank. A leaf that is None on some ranks counts there as zero;
+                one that is None on all stays None.
+            op: "mean" divides by the number of ranks; "sum" does not.
+            bucket_bytes: about how many bytes of gradients go at a time.
+
+        Returns:
+            A tree of local tensors, in the gradients' dtypes.
+
+        Raises:
+            ShardingError: a leaf is no parameter or has another shape; a rank is gone.
+            ValueError: an unknown ``op``.
+        """
+        from muonfx.sharding.collectives import reduce_scattered
+
+        return reduce_scattered(self.of(grads), grads, op, bucket_bytes)
+
+    # ------------------------------------------------------------------------------------------------- checkpoints
+
+    def logical(self, local: PyTree) -> PyTree:
+        """A tree of what a checkpoint understands: `DTensor`, `muonfx.checkpoint.FlatPiece`, or a tensor that all have.
+
+        ``muonfx.checkpoint.save(path, state, params=layout.logical(local))`` stores the whole tensors; they load under
+        any other layout.
+        """
+        layout = self.of(local)
+        return _by_name(local, lambda name, leaf: layout.described(name, leaf))
+
+    def local(self, logical: PyTree) -> PyTree:
+        """The local tree that a logical one describes: the inverse of `logical`."""
+
+        def at(name: str, leaf: Any) -> Tensor:
+            return leaf.data.view(self.piece(name).shape) if isinstance(leaf, FlatPiece) else local_of(leaf)
+
+        return _by_name(logical, at)
+
+    def dressed(self, local: PyTree) -> PyTree:
+        """A local tree with DTensors in the place of local tensors of parameters that are DTensors."""
+        return _by_name(
+            local, lambda name, leaf: as_dtensor(leaf, self.dtensors[name]) if name in self.dtensors else leaf
+        )
+
+    def described(self, name: str, leaf: Tensor) -> Any:
+        """One leaf of `logical`."""
+        if name in self.dtensors:
+            return as_dtensor(leaf, self.dtensors[name])
+        piece, shape = self.piece(name), self._specs[name].shape
+        if piece.start is not None:
+            return FlatPiece(shape, piece.start, leaf)
+        if piece.numel == prod(shape) and len(self.holders(name).get(piece, [])) == 1:
+            return FlatPiece(shape, 0, leaf.reshape(-1))
+        return leaf
+
+
+def as_dtensor(local: Tensor, spec: Any) -> Any:
+    """A local tensor as the DTensor that a spec describes."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(local, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride)
+
+
+def local_of(leaf: Any) -> Any:
+    """The local tensor of a DTensor; any other leaf as it is."""
+    return leaf._local_tensor if is_dtensor(leaf) else leaf
+
+
+def is_dtensor(leaf: Any) -> bool:
+    """Whether a leaf is a DTensor; asks without importing what nobody has used."""
+    return isinstance(leaf, Tensor) and type(leaf) is not Tensor and hasattr(leaf, "_local_tensor")
+
+
+def specs_of(params: PyTree) -> dict[str, Spec]:
+    """Shape and dtype of every leaf by name; of a DTensor the global shape.
+
+    >>> specs_of({"w": torch.zeros(2, 3)})
+    {'w': Spec(shape=(2, 3), dtype=torch.float32)}
+    """
+    named = zip(tree.names(params), tree.leaves(params), strict=True)
+    return {name: Spec(tuple(leaf.shape), leaf.dtype) for name, leaf in named if leaf is not None}
+
+
+def _by_name(values: PyTree, function: Callable[[str, Any], Any]) -> PyTree:
+    leaves, treedef = tree.flatten(values)
+    named = zip(tree.names(values), leaves, strict=True)
+    return tree.unflatten(treedef, [None if leaf is None else function(name, leaf) for name, leaf in named])

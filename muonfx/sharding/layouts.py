@@ -1,0 +1,329 @@
+"""The layouts that there are: replicated, by DTensor placements, ZeRO's partitions, and any flat buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from muonfx import tree
+from muonfx.core import Transform
+from muonfx.sharding.errors import ShardingError
+from muonfx.sharding.layout import Buffer, Layout, is_dtensor, specs_of
+from muonfx.sharding.pieces import Piece, Span
+from muonfx.sharding.plan.balance import assign_by_bytes
+from muonfx.tree import PyTree, Spec
+
+__all__ = ["flat", "from_dtensors", "replicated", "zero"]
+
+Group = dist.ProcessGroup | int | None
+"""A process group; None for the default one; a number of ranks for a layout that is only looked at."""
+
+
+def replicated(group: Group = None) -> Layout:
+    """Every rank holds all of every parameter, as under `DistributedDataParallel`.
+
+    Gradients are expected to be reduced already. The transforms' matrices are shared out among the ranks.
+
+    Args:
+        group: the process group; None: the default one; an int: that many ranks, without processes.
+
+    >>> replicated(4).of({"w": torch.zeros(2)})
+    <replicated of 1 parameters over 4 ranks>
+    """
+    size, rank, group = _ranks(group)
+    return Layout("replicated", None, {}, size, rank, group)
+
+
+def zero(
+    params: PyTree,
+    group: Group = None,
+    *,
+    stage: int = 1,
+    partition: str = "whole",
+    alignment: int = 1,
+    tx: Transform | None = None,
+) -> Layout:
+    """ZeRO's partitions of the parameters.
+
+    "whole" gives each rank complete parameters, so that no matrix crosses a boundary and the update needs no
+    communication of its own; each rank's buffer is padded by itself. "flat" lays all parameters of a dtype one behind
+    the other and cuts the buffer into equal parts, across matrices and rows, as DeepSpeed and FSDP1 do.
+
+    Args:
+        params: the whole parameters, on any device; only names, shapes and dtypes count.
+        group: as in `replicated`.
+        stage: 1, 2 or 3: what the training loop keeps as pieces only: the optimizer's state; gradients too; parameters
+            too. The pieces are the same.
+        partition: "whole" or "flat".
+        alignment: in elements. "whole": where each parameter begins in its rank's buffer, and how long that is;
+            "flat": the length of a rank's part. Multiples of it.
+        tx: the transform: "whole" then balances the cost of its matrices, and bytes by what costs nothing.
+            None: every leaf of two dims and more counts as a matrix.
+
+    Raises:
+        ValueError: a setting is none of those above.
+
+    >>> layout = zero({"w": torch.zeros(4, 5), "b": torch.zeros(3)}, 2, partition="flat", alignment=4)
+    >>> [layout.piece("w", rank).shape for rank in range(2)], layout.buffer.lengths
+    ([(9,), (11,)], (12, 12))
+    """
+    if stage not in (1, 2, 3):
+        raise ValueError(f"stage: found {stage!r}, expected 1, 2 or 3")
+    if partition not in ("whole", "flat"):
+        raise ValueError(f"partition: found {partition!r}, expected 'whole' or 'flat'")
+    if isinstance(alignment, bool) or not isinstance(alignment, int) or alignment < 1:
+        raise ValueError(f"alignment: found {alignment!r}, expected an int of 1 or more, in elements")
+    size, rank, process_group = _ranks(group)
+    specs = specs_of(params)
+    if partition == "whole":
+        pieces, buffer = _whole(specs, size, alignment, tx)
+    else:
+        pieces, buffer = _equal_cut(specs, size, alignment)
+    return Layout("zero", specs, pieces, size, rank, process_group, stage, buffer)
+
+
+def equal_cut(layout: Layout, names: Sequence[str]) -> Layout:
+    """Equal parts of some of a layout's parameters: the way of values that all ranks are to have."""
+    specs = {name: layout._specs[name] for name in names}
+    pieces, buffer = _equal_cut(specs, layout.size, 1)
+    return Layout("flat", specs, pieces, layout.size, layout.rank, layout.group, None, buffer)
+
+
+def flat(
+    params: PyTree,
+    group: Group = None,
+    *,
+    cuts: Sequence[int],
+    order: Sequence[str] | None = None,
+    starts: Mapping[str, int] | None = None,
+    stage: int = 1,
+) -> Layout:
+    """Any flat buffer, cut anywhere: an engine's own partition, said in its own numbers.
+
+    Args:
+        params: the whole parameters; only names, shapes and dtypes count.
+        group: as in `replicated`.
+        cuts: P + 1 places in the buffer, in elements, from 0 on and not falling: rank r holds ``cuts[r]:cuts[r + 1]``.
+        order: the parameters' names in the order of the buffer; None: the order of the tree.
+        starts: where each parameter begins, which leaves room for padding; None: one behind the other.
+        stage: as in `zero`.
+
+    Raises:
+        ValueError: cuts do not rise from 0, are not one more than the ranks, or leave out the end of a parameter; an
+            order that does not name every parameter once; parameters that overlap.
+
+    >>> layout = flat({"a": torch.zeros(2, 2), "b": torch.zeros(6)}, 3, order=["b", "a"], cuts=[0, 4, 9, 10])
+    >>> [layout.piece("a", rank).numel for rank in range(3)]
+    [0, 3, 1]
+    """
+    size, rank, process_group = _ranks(group)
+    specs = specs_of(params)
+    order = list(specs) if order is None else list(order)
+    if sorted(order) != sorted(specs):
+        different = sorted(set(order) ^ set(specs)) or sorted({name for name in order if order.count(name) > 1})
+        raise ValueError(f"order: must name every parameter once; look at {', '.join(map(repr, different[:5]))}")
+    if starts is None:
+        starts = _behind_each_other(specs, order)
+    _check_cuts(specs, order, starts, cuts, size)
+    pieces = {
+        name: tuple(_between(specs[name], starts[name], cuts[r], cuts[r + 1]) for r in range(size)) for name in specs
+    }
+    lengths = tuple(cuts[r + 1] - cuts[r] for r in range(size))
+    return Layout("flat", specs, pieces, size, rank, process_group, stage, Buffer(dict(starts), lengths))
+
+
+def from_dtensors(params: PyTree, group: dist.ProcessGroup | None = None) -> Layout:
+    """The pieces that DTensor parameters have: FSDP2, HSDP, tensor and expert parallelism, on any mesh.
+
+    Args:
+        params: a tree of DTensors; a plain tensor among them is held by every rank.
+        group: a process group of all ranks of the meshes; None: that of the mesh, of all its dims, or the default one.
+
+    Raises:
+        TypeError: no leaf is a DTensor, or one has a placement that is neither Shard nor Replicate.
+        ShardingError: meshes that no one group covers.
+    """
+    named = {n: p for n, p in zip(tree.names(params), tree.leaves(params), strict=True) if p is not None}
+    dtensors = {name: leaf._spec for name, leaf in named.items() if is_dtensor(leaf)}
+    if not dtensors:
+        raise TypeError("params: found no DTensor; shard the model first, or use replicated() or zero()")
+    if group is None:
+        group = _group_of([spec.mesh for spec in dtensors.values()])
+    ranks = dist.get_process_group_ranks(group)
+    specs = specs_of(params)
+    pieces: dict[str, tuple[Piece, ...]] = {}
+    for name, spec in specs.items():
+        if name in dtensors:
+            pieces[name] = _pieces_of(name, spec, dtensors[name], ranks)
+        else:
+            pieces[name] = (Piece.whole(spec.shape),) * len(ranks)
+    rank = dist.get_rank(group)
+    for name in dtensors:
+        local, wanted = tuple(named[name]._local_tensor.shape), pieces[name][rank].shape
+        if local != wanted:
+            raise ShardingError(f"{name!r} has a local tensor of shape {local}, its placements say {wanted}")
+    return Layout("from_dtensors", specs, pieces, len(ranks), rank, group, dtensors=dtensors)
+
+
+def _ranks(group: Group) -> tuple[int, int, dist.ProcessGroup | None]:
+    """Size, this process's rank, and the group itself."""
+    if isinstance(group, int):
+        if isinstance(group, bool) or group < 1:
+            raise ValueError(f"group: found {group!r}, expected a process group or a number of ranks, 1 or more")
+        return group, 0, None
+    if group is None:
+        if not dist.is_initialized():
+            raise ShardingError(
+                "group: torch.distributed is not initialized; call init_process_group, or give a number of ranks for a "
+                "layout to look at"
+            )
+        group = dist.group.WORLD
+        assert group is not None
+    return dist.get_world_size(group), dist.get_rank(group), group
+
+
+# ---------------------------------------------------------------------------------------------------------------- ZeRO
+
+
+def _whole(
+    specs: Mapping[str, Spec], size: int, alignment: int, tx: Transform | None
+) -> tuple[dict[str, tuple[Piece, ...]], Buffer]:
+    from muonfx.sharding.plan.costs import costs_of
+
+    costs = costs_of(specs, tx)
+    nbytes = [prod(spec.shape) * spec.dtype.itemsize for spec in specs.values()]
+    owners = assign_by_bytes([costs[name] for name in specs], nbytes, size)
+    pieces: dict[str, tuple[Piece, ...]] = {}
+    starts: dict[str, int] = {}
+    lengths = [0] * size
+    for (name, spec), owner in zip(specs.items(), owners, strict=True):
+        none, everything = Piece.interval(spec.shape, 0, 0), Piece.whole(spec.shape)
+        pieces[name] = tuple(everything if rank == owner else none for rank in range(size))
+        starts[name] = lengths[owner]
+        lengths[owner] += _padded(prod(spec.shape), alignment)
+    return pieces, Buffer(starts, tuple(lengths))
+
+
+def _equal_cut(specs: Mapping[str, Spec], size: int, alignment: int) -> tuple[dict[str, tuple[Piece, ...]], Buffer]:
+    """One buffer for each dtype, since an engine casts them apart; each is cut equally."""
+    pieces: dict[str, tuple[Piece, ...]] = {}
+    starts: dict[str, int] = {}
+    lengths = [0] * size
+    for dtype in dict.fromkeys(spec.dtype for spec in specs.values()):
+        names = [name for name, spec in specs.items() if spec.dtype == dtype]
+        begin = _behind_each_other(specs, names)
+        total = sum(prod(specs[name].shape) for name in names)
+        step = _padded(-(-total // size), alignment)
+        for name in names:
+            pieces[name] = tuple(_between(specs[name], begin[name], r * step, (r + 1) * step) for r in range(size))
+            starts[name] = begin[name]
+        lengths = [length + step for length in lengths]
+    return {name: pieces[name] for name in specs}, Buffer(starts, tuple(lengths))
+
+
+def _padded(length: int, alignment: int) -> int:
+    return -(-length // alignment) * alignment
+
+
+def _behind_each_other(specs: Mapping[str, Spec], order: Sequence[str]) -> dict[str, int]:
+    starts: dict[str, int] = {}
+    end = 0
+    for name in order:
+        starts[name] = end
+        end += prod(specs[name].shape)
+    return starts
+
+
+def _between(spec: Spec, start: int, begin: int, end: int) -> Piece:
+    """What of a parameter that begins at a place of the buffer lies between two others."""
+    numel = prod(spec.shape)
+    low, high = min(max(begin - start, 0), numel), min(max(end - start, 0), numel)
+    return Piece.interval(spec.shape, low, high)
+
+
+def _check_cuts(
+    specs: Mapping[str, Spec], order: Sequence[str], starts: Mapping[str, int], cuts: Sequence[int], size: int
+) -> None:
+    if len(cuts) != size + 1 or cuts[0] != 0 or any(a > b for a, b in pairwise(cuts)):
+        raise ValueError(f"cuts: found {list(cuts)}, expected {size + 1} places that rise from 0, one more than ranks")
+    end, before = 0, "the beginning"
+    for name in order:
+        if name not in starts or starts[name] < end:
+            found = starts.get(name)
+            raise ValueError(f"starts: {name!r} begins at {found}, expected {end} or more, where {before} ends")
+        end, before = starts[name] + prod(specs[name].shape), repr(name)
+    if end > cuts[-1]:
+        raise ValueError(f"cuts: the last is {cuts[-1]}, but {before} ends at {end}: nobody would hold the rest")
+
+
+# ------------------------------------------------------------------------------------------------------------ DTensors
+
+
+def _pieces_of(name: str, spec: Spec, placed: Any, ranks: Sequence[int]) -> tuple[Piece, ...]:
+    """The piece of each rank, found by cutting the indices of each dim as the placements cut a tensor."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    coordinates = {int(rank): tuple(at) for at, rank in _enumerated(placed.mesh.mesh)}
+    known: dict[tuple[int, ...], Piece] = {}
+    found: list[Piece] = []
+    for rank in ranks:
+        if rank not in coordinates:
+            found.append(Piece.interval(spec.shape, 0, 0))
+            continue
+        at = coordinates[rank]
+        if at not in known:
+            indices = [torch.arange(size) for size in spec.shape]
+            for place, placement, parts in zip(at, placed.placements, placed.mesh.shape, strict=True):
+                if isinstance(placement, Shard | _StridedShard):
+                    dim = placement.dim
+                    shards = _split(placement, indices[dim], parts)
+                    indices[dim] = shards[place] if place < len(shards) else indices[dim][:0]
+                elif not isinstance(placement, Replicate):
+                    raise TypeError(f"{name!r} has the placement {placement}, expected Shard or Replicate")
+            known[at] = Piece.grid([_spans(index) for index in indices])
+        found.append(known[at])
+    return tuple(found)
+
+
+def _split(placement: Any, index: torch.Tensor, parts: int) -> list[torch.Tensor]:
+    """Cut the indices of a dim as the same placement cuts the first dim of a tensor."""
+    kind: Any = type(placement)
+    factor = getattr(placement, "split_factor", None)
+    first = kind(0) if factor is None else kind(0, split_factor=factor)
+    return list(first._split_tensor(index, parts, with_padding=False, contiguous=True)[0])
+
+
+def _enumerated(mesh: torch.Tensor) -> list[tuple[tuple[int, ...], int]]:
+    at = torch.cartesian_prod(*[torch.arange(size) for size in mesh.shape]).reshape(-1, mesh.ndim)
+    return [(tuple(place.tolist()), int(mesh[tuple(place.tolist())])) for place in at]
+
+
+def _spans(index: torch.Tensor) -> list[Span]:
+    """Runs of neighbouring indices."""
+    if not len(index):
+        return []
+    breaks = (torch.nonzero(index.diff() != 1).flatten() + 1).tolist()
+    begins, ends = [0, *breaks], [*breaks, len(index)]
+    return [(int(index[begin]), int(index[end - 1]) + 1) for begin, end in zip(begins, ends, strict=True)]
+
+
+def _group_of(meshes: Sequence[Any]) -> dist.ProcessGroup:
+    """A group of all ranks of some meshes."""
+    ranks = sorted({int(rank) for mesh in meshes for rank in mesh.mesh.flatten().tolist()})
+    if ranks == list(range(dist.get_world_size())):
+        world = dist.group.WORLD
+        assert world is not None
+        return world
+    for mesh in meshes:
+        if sorted(mesh.mesh.flatten().tolist()) == ranks:
+            return mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
+    found = dist.new_group(ranks, use_local_synchronization=True)
+    if not isinstance(found, dist.ProcessGroup):
+        raise ShardingError(f"this process is not among the ranks {ranks} of the parameters' meshes")
+    return found

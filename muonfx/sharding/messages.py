@@ -1,0 +1,112 @@
+"""The one exchange between ranks: each sends to each as many bytes as it has for it, in one packed buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from muonfx.sharding.errors import ShardingError
+
+__all__ = ["Exchange", "collective"]
+
+
+class Exchange:
+    """An exchange under way: made, it has been begun; `wait` ends it.
+
+    What is sent is copied into one buffer, and what is received out of one, each as long as its values: nothing is
+    padded. What a rank has for itself is copied directly.
+
+    Args:
+        outgoing: for each rank of the group, the tensors for it, in an order that both know.
+        incoming: for each rank of the group, the tensors that take what comes from it, in that order.
+        dtype: in which values travel; they are rounded to it, and from it to the dtype of what takes them.
+        group: the ranks; every one of them must begin the same exchanges in the same order.
+        what: what this is, for an error.
+
+    Raises:
+        ShardingError: another rank is gone, or did not come within the group's timeout.
+    """
+
+    def __init__(
+        self,
+        outgoing: Sequence[Sequence[Tensor]],
+        incoming: Sequence[Sequence[Tensor]],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        what: str,
+    ) -> None:
+        me = dist.get_rank(group)
+        copied(outgoing[me], incoming[me])
+        self._incoming = [takers if rank != me else [] for rank, takers in enumerate(incoming)]
+        sent = [tensors if rank != me else [] for rank, tensors in enumerate(outgoing)]
+        self.what = what
+        sizes = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
+        self._sizes = [sum(tensor.numel() for tensor in tensors) for tensors in self._incoming]
+        self._sent = torch.empty(sum(sizes), dtype=dtype, device=device)
+        _copy_through(self._sent, [tensor for tensors in sent for tensor in tensors], into=True)
+        self._received = torch.empty(sum(self._sizes), dtype=dtype, device=device)
+        with collective(what):
+            self._work: Any = dist.all_to_all_single(
+                self._received, self._sent, self._sizes, sizes, group=group, async_op=True
+            )
+
+    def wait(self) -> None:
+        """Wait for what comes, and copy it to where it belongs."""
+        with collective(self.what):
+            self._work.wait()
+        _copy_through(self._received, [tensor for tensors in self._incoming for tensor in tensors], into=False)
+        del self._sent, self._received, self._incoming
+
+
+def copied(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    """Copy tensors to others, in few calls; one that is its own target is left alone.
+
+    >>> target = torch.zeros(2)
+    >>> copied([torch.ones(2)], [target])
+    >>> target
+    tensor([1., 1.])
+    """
+    pairs = [(a, b) for a, b in zip(sources, targets, strict=True) if a is not b and a.numel()]
+    if pairs:
+        torch._foreach_copy_([b for _, b in pairs], [a for a, _ in pairs])
+
+
+def _copy_through(buffer: Tensor, tensors: Sequence[Tensor], *, into: bool) -> None:
+    """Copy tensors into a buffer, one behind the other, or out of it."""
+    places = [
+        place.view(tensor.shape)
+        for place, tensor in zip(buffer.split([tensor.numel() for tensor in tensors]), tensors, strict=True)
+    ]
+    if into:
+        copied(tensors, places)
+    else:
+        copied(places, tensors)
+
+
+class collective:
+    """A context in which a failure of torch.distributed becomes a `ShardingError` that says what was going on.
+
+    >>> with collective("the exchange"):
+    ...     raise RuntimeError("Connection closed by peer")
+    Traceback (most recent call last):
+    muonfx.sharding.errors.ShardingError: the exchange failed: another rank has ended, ... Connection closed by peer
+    """
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def __enter__(self) -> None:
+        """Nothing to prepare."""
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """Say it in our words."""
+        if isinstance(error, RuntimeError) and not isinstance(error, ShardingError):
+            raise ShardingError(
+                f"{self.what} failed: another rank has ended, or did not come within the group's timeout: {error}"
+            ) from error

@@ -1,0 +1,216 @@
+"""Which rank computes which matrix: the longest first, each to the rank that has least so far.
+
+That order ends at most a third above the best possible on equal ranks (Graham 1969), and in practice within a few
+percent of `lower_bound`, which nothing can beat: the mean, or the largest item where that is more.
+
+All ranks call this with the same numbers and get the same answer; ties are broken by rank, never by the order of a dict
+or a set.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+
+__all__ = ["assign", "assign_by_bytes", "balance", "lower_bound"]
+
+
+def assign(
+    costs: Sequence[float],
+    candidates: Sequence[Sequence[int] | None] | None,
+    ranks: int,
+    *,
+    loads: Sequence[float] | None = None,
+    sizes: Sequence[int] | None = None,
+) -> list[int]:
+    """Give every item to a rank, so that the sums of costs are about equal.
+
+    Items with one candidate go first, as there is no choice; the others by falling cost, each to the candidate with the
+    least cost so far; of several the one with the fewest bytes, then the lowest.
+
+    Args:
+        costs: of each item, at least 0.
+        candidates: for each item the ranks that may take it, or None for all; None: all for all.
+        ranks: how many there are.
+        loads: what each rank has to do already; None: nothing.
+        sizes: bytes of each item, for ties; None: none.
+
+    Returns:
+        The rank of each item. Takes O(log P) an item, and O(P) for each group of candidates that is another object.
+
+    Raises:
+        ValueError: lengths differ, a cost is negative or not finite, an item has no candidate or one out of range.
+
+    >>> assign([5.0, 4.0, 3.0, 3.0, 3.0], None, 2)
+    [0, 1, 1, 0, 1]
+    >>> assign([5.0, 4.0], [(1,), None], 2)
+    [1, 0]
+    """
+    allowed = [None] * len(costs) if candidates is None else list(candidates)
+    bytes_of = [0] * len(costs) if sizes is None else sizes
+    _check(costs, allowed, bytes_of, ranks, loads)
+    board = _Board([0.0] * ranks if loads is None else loads)
+    owners = [0] * len(costs)
+    free: list[int] = []
+    for i, own in enumerate(allowed):
+        if own is not None and len(own) == 1:
+            owners[i] = own[0]
+            board.give(owners[i], costs[i], bytes_of[i])
+        else:
+            free.append(i)
+    free.sort(key=lambda i: (-costs[i], -bytes_of[i], i))
+    queues = _queues(allowed, board)
+    for i in free:
+        owners[i] = queues[id(allowed[i])].least()
+        board.give(owners[i], costs[i], bytes_of[i])
+    return owners
+
+
+def assign_by_bytes(costs: Sequence[float], sizes: Sequence[int], ranks: int) -> list[int]:
+    """Give every item to a rank, so that both the sums of costs and the sums of sizes are about equal.
+
+    For ranks that keep whole parameters: they compute what they keep, and their memory must not differ either. Only
+    ranks that hold no more than `sum(sizes) / ranks` so far may take an item, so that no rank ends above that by more
+    than one item; one such rank there always is. Of these, an item with a cost goes to the one with least cost, the
+    largest first; items without (embeddings, vectors) come last, the largest first, to the one with the fewest bytes.
+
+    Args:
+        costs: of each item, at least 0.
+        sizes: bytes of each item, at least 0.
+        ranks: how many there are.
+
+    Returns:
+        The rank of each item.
+
+    Raises:
+        ValueError: as `assign`.
+
+    >>> assign_by_bytes([4.0, 2.0, 2.0, 0.0], [4, 2, 2, 8], 2)
+    [0, 1, 1, 0]
+    """
+    _check(costs, [None] * len(costs), sizes, ranks, None)
+    total = sum(sizes)
+    owners = [0] * len(costs)
+    board = _Board([0.0] * ranks)
+    queue = _Queue(board, range(ranks))
+    order = sorted(range(len(costs)), key=lambda i: (-costs[i], -sizes[i], i))
+    with_cost = [i for i in order if costs[i] > 0]
+    for i in with_cost:
+        while True:
+            owner = queue.least()
+            if board.bytes[owner] * ranks <= total:
+                break
+            queue.leave()  # full ranks stay full
+        owners[i] = owner
+        board.give(owner, costs[i], sizes[i])
+    by_bytes = [(board.bytes[rank], board.loads[rank], rank) for rank in range(ranks)]
+    heapq.heapify(by_bytes)
+    for i in order[len(with_cost) :]:
+        held, load, owner = by_bytes[0]
+        owners[i] = owner
+        heapq.heapreplace(by_bytes, (held + sizes[i], load, owner))
+    return owners
+
+
+def lower_bound(costs: Iterable[float], ranks: int) -> float:
+    """What the busiest rank has to do at least, however items are given out: the mean, or the largest item.
+
+    >>> lower_bound([3.0, 1.0], 2), lower_bound([1.0, 1.0, 1.0, 1.0], 2)
+    (3.0, 2.0)
+    """
+    every = list(costs)
+    return max(sum(every) / ranks, max(every, default=0.0))
+
+
+def balance(costs: Sequence[float], owners: Sequence[int], ranks: int) -> list[float]:
+    """The sum of costs at each rank.
+
+    >>> balance([3.0, 1.0, 1.0], [0, 1, 1], 3)
+    [3.0, 2.0, 0.0]
+    """
+    loads = [0.0] * ranks
+    for cost, owner in zip(costs, owners, strict=True):
+        loads[owner] += cost
+    return loads
+
+
+class _Board:
+    """What each rank has so far."""
+
+    def __init__(self, loads: Sequence[float]) -> None:
+        self.loads = list(loads)
+        self.bytes = [0] * len(self.loads)
+
+    def standing(self, rank: int) -> tuple[float, int, int]:
+        return self.loads[rank], self.bytes[rank], rank
+
+    def give(self, rank: int, cost: float, size: int) -> None:
+        self.loads[rank] += cost
+        self.bytes[rank] += size
+
+
+class _Queue:
+    """Some ranks, the one that has least in front.
+
+    The heap holds standings of some time. What a rank has only ever grows, so an old standing comes up too early, never
+    too late: it is then replaced by that of now. So queues that share ranks need not know of each other.
+    """
+
+    def __init__(self, board: _Board, ranks: Iterable[int]) -> None:
+        self._board = board
+        self._heap = [board.standing(rank) for rank in ranks]
+        heapq.heapify(self._heap)
+
+    def least(self) -> int:
+        while True:
+            seen = self._heap[0]
+            now = self._board.standing(seen[2])
+            if seen == now:
+                return seen[2]
+            heapq.heapreplace(self._heap, now)
+
+    def leave(self) -> None:
+        """The rank in front goes for good."""
+        heapq.heappop(self._heap)
+
+
+def _queues(allowed: Sequence[Sequence[int] | None], board: _Board) -> dict[int, _Queue]:
+    """A queue for each group of candidates, by the identity of the group's object; equal groups share one."""
+    by_ranks: dict[tuple[int, ...] | None, _Queue] = {}
+    by_id: dict[int, _Queue] = {}
+    for own in allowed:
+        if id(own) not in by_id:
+            key = None if own is None else tuple(own)
+            if key not in by_ranks:
+                by_ranks[key] = _Queue(board, range(len(board.loads)) if key is None else key)
+            by_id[id(own)] = by_ranks[key]
+    return by_id
+
+
+def _check(
+    costs: Sequence[float],
+    candidates: Sequence[Sequence[int] | None],
+    sizes: Sequence[int],
+    ranks: int,
+    loads: Sequence[float] | None,
+) -> None:
+    if ranks < 1:
+        raise ValueError(f"ranks: found {ranks}, expected at least 1")
+    for name, given in (("candidates", candidates), ("sizes", sizes)):
+        if len(given) != len(costs):
+            raise ValueError(f"{name}: found {len(given)}, expected one for each of the {len(costs)} costs")
+    if loads is not None and len(loads) != ranks:
+        raise ValueError(f"loads: found {len(loads)}, expected one for each of the {ranks} ranks")
+    for name, numbers in (("costs", costs), ("sizes", sizes), ("loads", loads or ())):
+        for i, number in enumerate(numbers):
+            if not 0 <= number < float("inf"):
+                raise ValueError(f"{name}[{i}]: found {number}, expected a finite number of at least 0")
+    checked: set[int] = set()  # of large groups there are few, and many items share each
+    for i, own in enumerate(candidates):
+        if own is None or id(own) in checked:
+            continue
+        if len(own) == 0 or min(own) < 0 or max(own) >= ranks:
+            raise ValueError(
+                f"candidates[{i}]: found {list(own)}, expected some of the ranks 0 to {ranks - 1}, or None"
+            )
+        checked.add(id(own))

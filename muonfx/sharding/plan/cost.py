@@ -1,0 +1,141 @@
+"""What it costs to orthogonalize one matrix: counted from its shape alone, alike on every rank.
+
+Owners are chosen by this cost. All ranks must choose alike without talking to each other, so nothing here looks at the
+machine that it runs on: not at its clock, nor at its CPU, nor at what is installed. That is what the arguments say.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import torch
+
+from muonfx.polar import policy
+from muonfx.polar.coefficients import CoefficientsLike
+from muonfx.polar.polynomials import Polynomials, polynomials
+from muonfx.polar.products import ProductsLike, block_side
+
+__all__ = ["Cost", "newton_schulz_cost"]
+
+_TILE = 128
+"""The side of a kernel's tiles, which are not cut at the diagonal; the usual winner of those that are tried."""
+
+
+class Cost(NamedTuple):
+    """What one matrix takes; two for a multiply-add."""
+
+    flops: float
+    """Floating-point operations that are done; half of a symmetric product where its other half is left out."""
+    load: float
+    """Operations of full products that take the same time: halved products save less time than operations, and passes
+    over small matrices take time without any. Owners are balanced by this."""
+    method: Literal["standard", "gram"]
+    """Which form of the iteration."""
+    scratch_bytes: int
+    """Intermediates of one matrix."""
+
+
+def newton_schulz_cost(
+    shape: tuple[int, int],
+    device: str = "cpu",
+    *,
+    held: torch.dtype = torch.float32,
+    dtype: policy.DTypeLike = "auto",
+    coefficients: CoefficientsLike | torch.Tensor = "polar_express_5",
+    steps: int | None = None,
+    restarts: Sequence[int] | None = None,
+    method: policy.MethodLike = "auto",
+    products: ProductsLike = "auto",
+) -> Cost:
+    """What `muonfx.polar.orthogonalize` costs for one matrix, by the policy of `muonfx.polar.explain`.
+
+    Args:
+        shape: (rows, columns), either side the longer one; of no cost where one is zero.
+        device: the kind of device that computes, "cpu" or "cuda" for example; it need not be here. A CPU is taken to
+            have no tile registers, a CUDA device to run the kernels.
+        held: the matrix's own dtype.
+        dtype: of the products; "auto" is float64 for float64, else bf16 on CUDA and fp32 elsewhere. Where ranks compute
+            in what a measurement said, pass that.
+        coefficients: as in `muonfx.polar.orthogonalize`.
+        steps: as there.
+        restarts: as there.
+        method: as there.
+        products: as there.
+
+    Raises:
+        ValueError, TypeError: as `muonfx.polar.orthogonalize`, and a side that is negative.
+
+    >>> newton_schulz_cost((64, 128), steps=1).flops / 64**3  # R = X X^T, R R, and Q X
+    10.0
+    >>> newton_schulz_cost((4096, 1024)) == newton_schulz_cost((1024, 4096))
+    True
+    """
+    short, long = sorted(shape)
+    if short < 0:
+        raise ValueError(f"shape: found {tuple(shape)}, expected two sides of at least 0")
+    resolved = _resolved(coefficients, steps, None if restarts is None else tuple(restarts))
+    kind = torch.device(device).type
+    if dtype == "auto":
+        dtype = torch.float64 if held == torch.float64 else torch.bfloat16 if kind == "cuda" else torch.float32
+    if resolved.table is None:
+        return _cost(short, long, kind, held, dtype, resolved, method, products)
+    # A tensor of coefficients: what they are does not matter for the count, but whether there are two or three.
+    last = 1.0 if resolved.table.shape[1] == 3 else 0.0
+    alike = Polynomials(((1.0, 1.0, last),) * len(resolved.indices), ())
+    if method == "gram":
+        raise ValueError("method: found 'gram' with a tensor of coefficients, which only the standard form takes")
+    return _cost(short, long, kind, held, dtype, alike, "standard", "batched")
+
+
+def _resolved(
+    coefficients: CoefficientsLike | torch.Tensor, steps: int | None, restarts: tuple[int, ...] | None
+) -> Polynomials:
+    if isinstance(coefficients, str):
+        return _resolved_by_name(coefficients, steps, restarts)
+    return polynomials(coefficients, steps, restarts)
+
+
+@functools.lru_cache(maxsize=256)
+def _resolved_by_name(name: str, steps: int | None, restarts: tuple[int, ...] | None) -> Polynomials:
+    return polynomials(name, steps, restarts)
+
+
+@functools.lru_cache(maxsize=65536)  # a model has few shapes and many matrices
+def _cost(
+    short: int,
+    long: int,
+    kind: str,
+    held: torch.dtype,
+    dtype: policy.DTypeLike,
+    resolved: Polynomials,
+    method: policy.MethodLike,
+    products: ProductsLike,
+) -> Cost:
+    facts = policy.Facts(tiles=False, kernels=kind == "cuda")
+    device = torch.device(kind)
+    chosen = policy.plan(
+        short, long, held, device, resolved, method=method, dtype=dtype, products=products, facts=facts
+    )
+    load = 2 * policy.work(chosen, device, facts)
+    return Cost(_flops(chosen), load, chosen.method, chosen.scratch_bytes)
+
+
+def _flops(chosen: policy.Plan) -> float:
+    """What `muonfx.polar.iteration` does: two long products a stage, and at most 4 k - 3 small ones for k steps."""
+    n, m = chosen.shape
+    gram, small = _computed(chosen.products, n), _computed(chosen.small_products, n)
+    total = 0.0
+    for stage in chosen.stages:
+        squares = sum(1 for step in stage.steps if step[2] != 0)
+        total += (1 + gram) * n * n * m + small * n**3 * (squares + 3 * (len(stage.steps) - 1))
+    return 2 * total
+
+
+def _computed(how: str, n: int) -> float:
+    """The part of a symmetric `n x n` product that is computed, and not copied from its other half."""
+    if how == "batched" or n == 0:
+        return 1.0
+    side = min(n, block_side(n) if how == "blocks" else _TILE)
+    return sum(min(side, n - start) * (n - start) for start in range(0, n, side)) / n**2

@@ -1,0 +1,236 @@
+"""A chain, walked on local tensors: each transform of it is done as `kinds` says."""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from muonfx import tree
+from muonfx.core import NOTHING, Donation, Locality, Transform, chain_entries, sum_over_leaves, transform
+from muonfx.sharding.collectives import gathered
+from muonfx.sharding.errors import ShardingError
+from muonfx.sharding.gathered import init_run, update_run
+from muonfx.sharding.kinds import Kind, groups_of, kind_of, with_parts
+from muonfx.sharding.layout import Layout
+from muonfx.sharding.messages import collective
+from muonfx.sharding.plan.costs import Run
+from muonfx.sharding.plan.plan import RunPlan, Settings, plan_run
+from muonfx.tree import PyTree
+
+__all__ = ["Walk"]
+
+
+@transform(locality=Locality.TREE)
+def within(tx: Transform, walk: Any):
+    """A transform of a chain, as the transforms around it see it: done on pieces."""
+
+    def init(params: PyTree) -> PyTree:
+        return walk.init(tx, params)
+
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
+        return walk.update(tx, updates, state, params, donate, extras)
+
+    return init, update
+
+
+within.transparent = True
+
+
+@dataclass(eq=False)
+class Walk:
+    """How the transforms of a chain are done under a layout; what follows from shapes alone is found out once.
+
+    Attributes:
+        layout: who holds what.
+        settings: what the caller has chosen.
+        compute: what a dtype of "auto" stands for on all ranks.
+    """
+
+    layout: Layout
+    settings: Settings
+    compute: torch.dtype = torch.float32
+    met: dict[int, Any] = field(default_factory=dict)
+    """The structures of the chains that the ranks have compared, by id."""
+    like: PyTree = None
+    """Meta tensors in the tree of the local parameters, once there have been some."""
+    derived: dict[Any, Any] = field(default_factory=dict)
+    """What else follows from shapes, found out once."""
+    _plans: dict[Any, RunPlan] = field(default_factory=dict)
+    _resolved: OrderedDict[Any, tuple[Transform, Transform]] = field(default_factory=OrderedDict)
+    _warned: set[Any] = field(default_factory=set)
+
+    def init(self, tx: Transform, params: PyTree) -> PyTree:
+        """The state of a transform for local tensors."""
+        tx = self.resolved(tx, params)
+        kind = kind_of(tx)
+        if kind is Kind.CHAIN:
+            state: dict[str, PyTree] = {}
+            for group in self.groups(tx, params):
+                if kind_of(group[0][1]) is Kind.RUN:
+                    state |= init_run(self.plan(group, params), self.layout, params)
+                else:
+                    state[group[0][0]] = self.init(group[0][1], params)
+            return state
+        if kind is Kind.RUN:
+            run = ((tx.name, tx),)
+            return init_run(self.plan(run, params), self.layout, params)[tx.name]
+        if kind is Kind.EVERYTHING:
+            self._warn(tx, params)
+            return tx._functions[0](self._whole(params))
+        return tx._functions[0](params)
+
+    def update(
+        self,
+        tx: Transform,
+        updates: PyTree,
+        state: PyTree,
+        params: PyTree,
+        donate: Donation,
+        extras: Mapping[str, Any],
+    ) -> tuple[PyTree, PyTree]:
+        """Update by a transform on local tensors; all ranks together, with the same leaves present."""
+        like = updates if params is None else params
+        tx = self.resolved(tx, like)
+        kind = kind_of(tx)
+        extras = {**extras, "sum_over_leaves": self.sum_over_leaves}
+        if kind is Kind.CHAIN:
+            return self._update_chain(tx, updates, state, params, donate, extras)
+        if kind is Kind.RUN:
+            run = ((tx.name, tx),)
+            out, after = update_run(
+                self.plan(run, like), run, self.layout, updates, {tx.name: state}, params, donate, extras
+            )
+            return out, after[tx.name]
+        if kind is Kind.EVERYTHING:
+            own_sum: Any = {**extras, "sum_over_leaves": sum_over_leaves}
+            out, after = tx.run(self._whole(updates), state, self._whole(params), **own_sum)
+            return self._pieces(out), after
+        return tx.run(updates, state, params, donate=donate, **extras)
+
+    def _update_chain(
+        self,
+        tx: Transform,
+        updates: PyTree,
+        state: dict[str, PyTree],
+        params: PyTree,
+        donate: Donation,
+        extras: Mapping[str, Any],
+    ) -> tuple[PyTree, PyTree]:
+        after: dict[str, PyTree] = {}
+        may_write = donate.updates
+        for group in self.groups(tx, updates if params is None else params):
+            given = Donation(may_write, donate.state)
+            name, part = group[0]
+            if kind_of(part) is Kind.RUN:
+                plan = self.plan(group, updates if params is None else params)
+                own = {name: state[name] for name, _ in group}
+                out, new = update_run(plan, group, self.layout, updates, own, params, given, extras)
+                after |= new
+            else:
+                out, after[name] = self.update(part, updates, state[name], params, given, extras)
+            promised = all(part.keeps_donation_promise for _, part in group)
+            may_write = donate.state and promised and (may_write or _is_new(out, updates))
+            updates = out
+        return updates, {name: after[name] for name in state}
+
+    # ---------------------------------------------------------------------------------------- found out once
+
+    def resolved(self, tx: Transform, params: PyTree) -> Transform:
+        """A transform with all decided that names and global shapes decide, and with those that it calls on pieces."""
+        names = tuple(tree.names(params))
+        key = (id(tx), names)
+        if key not in self._resolved:
+            made = tx.resolve(self.global_like(params))
+            if kind_of(made) is Kind.INSIDE:
+                made = with_parts(made, lambda part: within(part, self))
+            self._resolved[key] = (tx, made)
+            self._resolved[id(made), names] = (made, made)  # it is what it is to become
+            while len(self._resolved) > 1024:
+                self._resolved.popitem(last=False)
+            return made
+        return self._resolved[key][1]
+
+    def groups(self, tx: Transform, params: PyTree) -> list[Run]:
+        """The transforms of a chain in groups: runs that go to an owner together, and single others."""
+        entries = chain_entries(tx)
+        assert entries is not None
+        return [tuple(group) for group in groups_of({n: self.resolved(part, params) for n, part in entries.items()})]
+
+    def plan(self, run: Run, params: PyTree) -> RunPlan:
+        """The plan of a run for some parameters."""
+        names = [name for name in tree.names(params) if name in self.layout._specs]
+        device = tree.device_of(params)
+        kind = torch.device("cpu") if device.type == "meta" else device
+        key = (tuple(names), tuple((name, tree.flatten(tx)[1]) for name, tx in run), str(kind))
+        if key not in self._plans:
+            self._plans[key] = plan_run(run, names, self.layout, kind, self.settings, self.compute)
+        return self._plans[key]
+
+    def global_like(self, params: PyTree) -> PyTree:
+        """Meta tensors of the global shapes in the place of local ones."""
+        leaves, treedef = tree.flatten(params)
+        specs = self.layout._specs
+        meta: list[Any] = []
+        for name, leaf in zip(tree.names(params), leaves, strict=True):
+            if name not in specs:
+                if leaf is not None:
+                    raise ShardingError(f"{name!r} is no parameter of {self.layout!r}")
+                meta.append(None)
+            else:
+                meta.append(torch.empty(specs[name].shape, dtype=specs[name].dtype, device="meta"))
+        return tree.unflatten(treedef, meta)
+
+    # ------------------------------------------------------------------------------------------- over all ranks
+
+    def sum_over_leaves(self, scalars: PyTree) -> Tensor:
+        """Add scalars, one for each leaf, over all leaves and ranks; a piece that several ranks hold counts once."""
+        leaves = tree.leaves(scalars)
+        names = [name for name, leaf in zip(tree.names(scalars), leaves, strict=True) if leaf is not None]
+        found = [leaf for leaf in leaves if leaf is not None]
+        if not found:
+            return torch.zeros(())
+        stacked = torch.stack(
+            [
+                leaf.to(found[0].device) if self.layout.counts(name) else torch.zeros_like(leaf, device=found[0].device)
+                for name, leaf in zip(names, found, strict=True)
+            ]
+        )
+        if self.layout.group is not None and self.layout.size > 1:
+            with collective("summing over all ranks"):
+                dist.all_reduce(stacked, group=self.layout.group)
+        return sum_over_leaves(list(stacked.unbind()))
+
+    def _whole(self, values: PyTree) -> PyTree:
+        if values is None or all(leaf is None or leaf.is_meta for leaf in tree.leaves(values)):
+            return None if values is None else self.global_like(values)
+        return gathered(self.layout, values)
+
+    def _pieces(self, whole: PyTree) -> PyTree:
+        return self.layout.shard(whole)
+
+    def _warn(self, tx: Transform, params: PyTree) -> None:
+        key = (tx.name, tuple(tree.names(params)))
+        if key in self._warned or self.layout.size == 1:
+            return
+        self._warned.add(key)
+        specs = [self.layout._specs[name] for name in tree.names(params)]
+        nbytes = sum(spec.dtype.itemsize * torch.Size(spec.shape).numel() for spec in specs)
+        warnings.warn(
+            f"{tx.name} declares no locality narrower than the whole tree, so every rank gathers all updates and "
+            f"parameters, {nbytes / 2**20:.1f} MiB each, at every step, and computes alike: declare its locality, or "
+            "name sum_over_leaves in its update if all that it needs of the tree is a sum",
+            stacklevel=2,
+        )
+
+
+def _is_new(new: PyTree, old: PyTree) -> bool:
+    """Whether no leaf of a tree is one of another."""
+    given = {id(leaf) for leaf in tree.leaves(old) if leaf is not None}
+    return not any(id(leaf) in given for leaf in tree.leaves(new))
