@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from muonfx import elementwise as ew
@@ -79,9 +80,7 @@ def _gather(layout: Layout, names: Sequence[str], locals_: Sequence[Tensor], buc
                     if taker == layout.rank:
                         incoming[sender] += [part(wholes[place], box) for box in piece.boxes]
         if crossing and layout.group is not None:
-            Exchange(
-                outgoing, incoming, dtype=first.dtype, device=first.device, group=layout.group, what="gathering"
-            ).wait()
+            exchange(outgoing, incoming, first, layout.group, "gathering")
     return wholes
 
 
@@ -155,14 +154,24 @@ def _reduce(layout: Layout, names: Sequence[str], full: list[Tensor], op: str, b
                 parts[rank].append(own.blank(full[place]))
         if layout.group is not None:
             first = full[places[0]]
-            Exchange(
-                outgoing, parts, dtype=first.dtype, device=first.device, group=layout.group, what="reducing gradients"
-            ).wait()
+            exchange(outgoing, parts, first, layout.group, "reducing gradients")
         else:
             parts = outgoing
         for index, place in enumerate(places):
             results[place] = _sum([theirs[index] for theirs in parts], op)
     return results
+
+
+def exchange(
+    outgoing: Sequence[Sequence[Tensor]],
+    incoming: Sequence[Sequence[Tensor]],
+    like: Tensor,
+    group: dist.ProcessGroup,
+    what: str,
+) -> None:
+    """Exchange, and wait for it."""
+    expected = [sum(tensor.numel() for tensor in tensors) for tensors in incoming]
+    Exchange(outgoing, expected, dtype=like.dtype, device=like.device, group=group, what=what).wait(incoming)
 
 
 def _sum(parts: list[Tensor], op: str) -> Tensor:

@@ -48,6 +48,14 @@ class Layout:
         group: the process group; None for a layout that is only looked at.
         stage: of ZeRO: 1 shards the optimizer's state, 2 gradients too, 3 parameters too; None elsewhere.
         buffer: for `zero` and `flat`, how the pieces lie in flat buffers.
+
+    >>> import muonfx as mfx
+    >>> params = {"w": torch.arange(6.0).reshape(2, 3)}
+    >>> layout = mfx.sharding.zero(params, 2, partition="flat")
+    >>> [layout.shard(params, rank)["w"].tolist() for rank in range(2)]
+    [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+    >>> layout.assemble([layout.shard(params, rank) for rank in range(2)])["w"].shape
+    torch.Size([2, 3])
     """
 
     kind: str

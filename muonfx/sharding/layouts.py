@@ -147,6 +147,13 @@ def from_dtensors(params: PyTree, group: dist.ProcessGroup | None = None) -> Lay
     Raises:
         TypeError: no leaf is a DTensor, or one has a placement that is neither Shard nor Replicate.
         ShardingError: meshes that no one group covers.
+
+    >>> from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> mesh = init_device_mesh("cpu", (1,))
+    >>> from_dtensors({"w": distribute_tensor(torch.zeros(4, 2), mesh, [Shard(0)])})
+    <from_dtensors of 1 parameters over 1 rank>
+    >>> dist.destroy_process_group()
     """
     named = {n: p for n, p in zip(tree.names(params), tree.leaves(params), strict=True) if p is not None}
     dtensors = {name: leaf._spec for name, leaf in named.items() if is_dtensor(leaf)}

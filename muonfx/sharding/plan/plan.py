@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 
 from muonfx.boxes import Box, boxes_of_interval
-from muonfx.core import Locality
+from muonfx.sharding.gram import gram_bytes, gram_plan, is_for_gram, wide_of
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.pieces import Piece
 from muonfx.sharding.plan.balance import assign
 from muonfx.sharding.plan.costs import Run, cost_of
 from muonfx.tree import Spec
 
-__all__ = ["Leg", "Machine", "RunPlan", "Settings", "Share", "plan_run"]
+__all__ = ["Leg", "Machine", "RunPlan", "Settings", "Share", "on_stacks", "plan_run"]
 
 
 class Machine(NamedTuple):
@@ -52,12 +52,15 @@ class Settings(NamedTuple):
 
     replicas: str = "auto"
     """What is done with matrices that several ranks hold whole: "split", "everyone" or "auto"."""
-    bucket_bytes: int = 1 << 26
-    """About how many bytes of whole matrices a rank holds at a time; a single larger one stands alone."""
+    bucket_bytes: int = 1 << 28
+    """About how many bytes an exchange takes at a time: matrices and messages together, of the bucket that is computed,
+    of the next, and of the one before; a single larger matrix goes through alone."""
     exchange_dtype: torch.dtype | None = None
     """In which dtype matrices travel; None: in that to which their transform rounds them anyway."""
     machine: Machine | None = None
     """What routes are chosen by; None: a guess by the kind of device."""
+    gram: bool = False
+    """Whether matrices may be orthogonalized where their pieces are, by sums of Gram matrices."""
 
 
 class Leg(NamedTuple):
@@ -81,7 +84,7 @@ class Share:
     """The first element, in the flattened parameter."""
     stop: int
     shape: tuple[int, ...]
-    """In which the owner computes: the parameter's own, or (how many, rows, columns)."""
+    """In which the owner computes: the parameter's own, or (how many, rows, columns) of a stack."""
     whole: tuple[int, ...]
     """The parameter's shape."""
     owner: int | None
@@ -105,7 +108,7 @@ class Share:
 
     def local(self, tensor: Tensor) -> Tensor:
         """A tensor of the share's shape as the local tensor of its piece."""
-        return tensor if self.shape == self.whole else tensor.view(-1)
+        return tensor if self.shape == self.whole else tensor.reshape(-1)
 
     @cached_property
     def comes(self) -> bool:
@@ -133,13 +136,21 @@ class RunPlan:
     """Who computes what of one run, and when."""
 
     run: Run = field(repr=False)
+    """The transforms, for the stacks as stacks."""
+    stacks: tuple[str, ...]
+    """The parameters that are stacks of independent matrices to all transforms of the run."""
     size: int
     shares: tuple[Share, ...]
+    spread: tuple[Share, ...]
+    """Those that all ranks compute together, each its own piece, by the Gram route."""
     buckets: tuple[tuple[int, ...], ...]
     """Places of shares, all of one dtype, that travel together; in this order."""
     specs: dict[str, Spec] = field(repr=False)
     device: torch.device
+    compute: torch.dtype
+    """What a dtype of "auto" stands for."""
     exchange_dtype: torch.dtype | None
+    _travels: dict[torch.dtype, tuple[torch.dtype, torch.dtype]] = field(default_factory=dict, repr=False)
 
     @property
     def flops(self) -> list[float]:
@@ -148,19 +159,26 @@ class RunPlan:
         for share in self.shares:
             for rank in range(self.size) if share.owner is None else (share.owner,):
                 loads[rank] += share.cost
+        for share in self.spread:
+            for leg in share.legs:
+                loads[leg.ranks[0]] += share.cost * leg.numel / share.numel
         return loads
 
     @property
     def sent(self) -> list[int]:
         """The bytes that each rank sends, there and back."""
         total = [0] * self.size
-        for share in self.shares:
+        for share in self.shares + self.spread:
             for rank, nbytes in enumerate(self.bytes_of(share)):
                 total[rank] += nbytes
         return total
 
     def bytes_of(self, share: Share) -> list[int]:
         """The bytes that each rank sends for a share."""
+        if share.route == "gram":
+            dtype = self.specs[share.name].dtype
+            stages = len(gram_plan(self.run, share.whole, dtype, self.device, self.compute).stages)
+            return [round(gram_bytes(min(share.whole), stages, self.size, wide_of(dtype)))] * self.size
         there, back = self.travels(self.specs[share.name].dtype)
         sent = [0] * self.size
         if share.owner is not None:
@@ -172,15 +190,21 @@ class RunPlan:
 
     def travels(self, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
         """In which dtypes updates of a dtype go to the owner and come back: no value changes, unless asked for."""
-        if self.exchange_dtype is not None:
-            return self.exchange_dtype, self.exchange_dtype
-        return self._narrowed(0, dtype), self._narrowed(-1, dtype)
+        if dtype not in self._travels:
+            asked = self.exchange_dtype
+            self._travels[dtype] = (asked or self._narrowed(0, dtype), asked or self._narrowed(-1, dtype))
+        return self._travels[dtype]
 
     def _narrowed(self, place: int, dtype: torch.dtype) -> torch.dtype:
         tx = self.run[place][1]
         declared = cast("Any", tx.factory).rounds_to
         rounded = dtype if declared is None else declared(tx, dtype, self.device)
         return rounded if rounded.itemsize < dtype.itemsize else dtype
+
+
+_AT_A_TIME = 6
+"""How many times the bytes of a bucket's matrices are there at a time: the matrices; what was sent and came, of the
+next bucket and of the results of the one before; and a result beside its matrix."""
 
 
 def plan_run(
@@ -198,7 +222,15 @@ def plan_run(
     """
     specs = {name: layout._specs[name] for name in names}
     machine = settings.machine or Machine.of(device.type)
-    parts = [part for name in names for part in _parts(run, name, layout)]
+    matrices = _matrices(run, {name: spec.shape for name, spec in specs.items()})
+    run = on_stacks(run, {name: specs[name].shape for name in matrices})
+    spread = [
+        share
+        for name in (names if settings.gram and is_for_gram(run) else ())
+        if (share := _spread(run, name, layout, device, compute)) is not None
+    ]
+    rest = [name for name in names if name not in {share.name for share in spread}]
+    parts = [part for name in rest for part in _parts(matrices.get(name), name, layout)]
 
     def cost(part: _Part) -> float:
         return cost_of(run, part.name, part.shape, specs[part.name].dtype, device.type, compute)
@@ -211,8 +243,11 @@ def plan_run(
     shares = tuple(
         _share(part, None if alone[i] else given[i], costs[i], layout, machine) for i, part in enumerate(parts)
     )
-    buckets = tuple(_buckets(shares, specs, layout.size, settings.bucket_bytes))
-    return RunPlan(run, layout.size, shares, buckets, specs, device, settings.exchange_dtype)
+    buckets = tuple(_buckets(shares, specs, layout.size, max(1, settings.bucket_bytes // _AT_A_TIME)))
+    stacks = tuple(matrices)
+    return RunPlan(
+        run, stacks, layout.size, shares, tuple(spread), buckets, specs, device, compute, settings.exchange_dtype
+    )
 
 
 class _Part(NamedTuple):
@@ -231,25 +266,40 @@ class _Part(NamedTuple):
         return self.stop - self.start
 
 
-def _parts(run: Run, name: str, layout: Layout) -> Iterator[_Part]:
+def _matrices(run: Run, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
+    """The leaves that are stacks of the same matrices to all transforms of a run, and the shape of one."""
+    found = [tx.on_stacks(shapes)[1] for _, tx in run]
+    return {
+        name: matrix
+        for name, matrix in found[0].items()
+        if prod(shapes[name]) and all(other.get(name) == matrix for other in found)
+    }
+
+
+def on_stacks(run: Run, shapes: dict[str, tuple[int, ...]]) -> Run:
+    """The same transforms, for some leaves as stacks of matrices."""
+    return tuple((name, tx.on_stacks(shapes)[0]) for name, tx in run)
+
+
+def _parts(matrix: tuple[int, int] | None, name: str, layout: Layout) -> Iterator[_Part]:
     """Cut a parameter where its matrices allow it: a stack between ranks, or into as many ranges as ranks may own."""
     shape = layout._specs[name].shape
-    locality = max(tx.locality for _, tx in run)
-    stacked = locality is Locality.MATRIX and len(shape) > 2 and prod(shape) > 0
-    each = prod(shape[-2:]) if stacked else prod(shape)
     holders = layout.holders(name)
-    if not stacked:
-        whole = [rank for piece, ranks in holders.items() if piece.numel == each for rank in ranks]
+    if matrix is None:
+        numel = prod(shape)
+        whole = [rank for piece, ranks in holders.items() if piece.numel == numel for rank in ranks]
         some = sorted(rank for ranks in holders.values() for rank in ranks) or list(range(layout.size))
-        yield _Part(name, 0, each, shape, tuple(sorted(whole) or some), bool(whole))
+        yield _Part(name, 0, numel, shape, tuple(sorted(whole) or some), bool(whole))
         return
+    each = prod(matrix)
     ranges = _ranges(layout, name, shape, each)
     owners = [owner for _, _, owner, _ in ranges]
     if len(set(owners)) < len(owners):  # the state of a rank's part of a stack must be one range
-        yield _Part(name, 0, prod(shape), shape, tuple(sorted(set(owners))), False)
+        number = prod(shape) // each
+        yield _Part(name, 0, prod(shape), (number, *matrix), tuple(sorted(set(owners))), False)
         return
     for first, last, owner, complete in ranges:
-        yield _Part(name, first * each, last * each, (last - first, *shape[-2:]), (owner,), complete)
+        yield _Part(name, first * each, last * each, (last - first, *matrix), (owner,), complete)
 
 
 class _Held(NamedTuple):
@@ -302,6 +352,35 @@ def _held(holders: dict[Piece, list[int]], boxes: Sequence[Box], each: int) -> _
     whole = sorted(rank for numel, rank in have if numel == each)
     some = sorted(rank for numel, rank in have if numel)
     return _Held(tuple(whole or some), bool(whole), min((-numel, rank) for numel, rank in have)[1])
+
+
+def _spread(run: Run, name: str, layout: Layout, device: torch.device, compute: torch.dtype) -> Share | None:
+    """The share of a matrix for the Gram route, where that sends less; None where it does not, or cannot be.
+
+    It can be where the long side alone is cut, and each piece is held once.
+    """
+    spec, holders = layout._specs[name], layout.holders(name)
+    if len(spec.shape) != 2 or len(holders) < 2 or not prod(spec.shape):
+        return None
+    short = 0 if spec.shape[0] <= spec.shape[1] else 1
+    for piece, ranks in holders.items():
+        if len(ranks) > 1 or len(piece.boxes) != 1 or piece.boxes[0].sizes[short] != spec.shape[short]:
+            return None
+    chosen = gram_plan(run, spec.shape, spec.dtype, device, compute)
+    if not chosen.stages:
+        return None
+    ranks, long = layout.size, max(spec.shape)
+    by_owner = 2 * prod(spec.shape) * spec.dtype.itemsize * (ranks - 1) / ranks**2
+    by_gram = gram_bytes(spec.shape[short], len(chosen.stages), ranks, wide_of(spec.dtype))
+    if by_gram >= by_owner:
+        return None
+    legs = [Leg(tuple(r), r[0], p.boxes, p.numel) for p, r in holders.items()]
+    cost = cost_of(run, name, spec.shape, spec.dtype, device.type, compute)
+    reason = (
+        f"its long side, {long}, is cut: {len(chosen.stages)} sums of Gram matrices take {by_gram / by_owner:.0%} of "
+        "the bytes of the way to an owner and back"
+    )
+    return Share(name, 0, prod(spec.shape), spec.shape, spec.shape, None, "gram", reason, cost, tuple(legs))
 
 
 def _everyone(part: _Part, cost: float, nbytes: int, layout: Layout, machine: Machine, settings: Settings) -> bool:
