@@ -27,7 +27,7 @@ import muonfx as mfx
 from benchmarks import sharding_peers as peers
 from benchmarks import world
 from benchmarks.measure import summary
-from benchmarks.peers import COMMON, installed, versioned
+from benchmarks.peers import COMMON, versioned
 
 ITERATIONS = 3
 """After which parameters are compared."""
@@ -100,7 +100,7 @@ def tokens(size: Size, rank: int) -> Tensor:
 
 
 def labels(model: nn.Module) -> mfx.Labels:
-    """ "muon" or "adamw" for each parameter."""
+    """What is done with each parameter, "muon" or "adamw"."""
     return mfx.default_labels(model)
 
 
@@ -142,7 +142,7 @@ def fsdp2(size: Size) -> Iterator[Candidate]:
     for name, package, build in (
         ("full_tensor() on every rank", "torch", peers.full_tensor),
         ("full_tensor() of update and parameter, distribute_tensor", "torch", peers.full_tensor_twice),
-        ("muonfx", "muonfx", lambda model, _: mfx.TransformOptimizer(model, chain(model))),
+        ("muonfx", "muonfx", Sharded),
         ("full_tensor() on every rank, again", "torch", peers.full_tensor),
     ):
         model = peers.fully_sharded(make(size))
@@ -155,6 +155,30 @@ def fsdp2(size: Size) -> Iterator[Candidate]:
             timed=optimizer.step,
             whole=lambda model=model: {name: p.full_tensor().detach() for name, p in model.named_parameters()},
         )
+
+
+class Sharded:
+    """Ours over DTensor parameters, as a function and in place."""
+
+    def __init__(self, model: nn.Module, muon: list[str]) -> None:
+        self.params = dict(model.named_parameters())
+        held = {name: param.detach() for name, param in self.params.items()}
+        self.tx = mfx.sharding.sharded(chain(model), mfx.sharding.from_dtensors(held))
+        self.state = self.tx.init(held)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update every parameter."""
+        grads = {name: param.grad for name, param in self.params.items()}
+        held = {name: param.detach() for name, param in self.params.items()}
+        updates, self.state = self.tx.update(grads, self.state, held)
+        local = [[t.to_local() for t in trees.values()] for trees in (held, updates)]
+        torch._foreach_add_(*local)
+
+    def zero_grad(self) -> None:
+        """Forget gradients."""
+        for param in self.params.values():
+            param.grad = None
 
 
 def _step_of(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> Callable[[], None]:
@@ -178,7 +202,7 @@ def zero(size: Size, stage: int) -> Iterator[Candidate]:
         model.zero_grad()
         model(batch).backward()
 
-    yield Candidate("forward and backward alone", "torch", alone, alone, lambda: {})
+    yield Candidate("forward and backward alone", "torch", alone, alone, dict)
 
 
 def deepspeed(name: str, size: Size, stage: int) -> Candidate:
@@ -208,10 +232,7 @@ def ours(name: str, size: Size, stage: int, partition: str) -> Candidate:
 
     def iterate() -> None:
         nonlocal held, state, whole
-        if stage == 3:
-            grads = gradients_of(held)
-        else:
-            grads = layout.reduce_scatter(gradients_of(whole))
+        grads = gradients_of(held) if stage == 3 else layout.reduce_scatter(gradients_of(whole))
         updates, state = tx.update(grads, state, held)
         held = mfx.apply_updates(held, updates)
         if stage < 3:
@@ -228,26 +249,26 @@ def measure(size: Size, case: str, rounds: int, seconds: float) -> list[dict[str
     candidates = list(fsdp2(size) if case == "FSDP2" else zero(size, int(case[-1])))
     processes = dist.get_world_size()
     start, wanted = trained(size, processes)
+    matrices = sum(label == "muon" for label in labels(make(size)).values())
     rows: list[dict[str, Any]] = []
     for one in candidates:
         for _ in range(ITERATIONS):
             one.iterate()
         found = one.whole()
+        apart = distance(found, wanted) / distance(start, wanted) if found else None
         about = {"case": case, "processes": processes, "candidate": one.name, "package": versioned(one.package)}
-        apart = _norm(found, wanted) / _norm(start, wanted) if found else None
-        rows.append(
-            {**about, "apart": apart, **_counted(one), "of": sum(v == "muon" for v in labels(make(size)).values())}
-        )
+        rows.append({**about, "apart": apart, **counted(one), "of": matrices})
     calls = {one.name: one.timed for one in candidates}
     times = summary(world.interleaved(calls, rounds=rounds, seconds=seconds), candidates[0].name)
     return [{**row, **times[row["candidate"]]} for row in rows]
 
 
-def _norm(a: Params, b: Params) -> float:
+def distance(a: Params, b: Params) -> float:
+    """Between two sets of parameters, over all of them."""
     return math.sqrt(sum((a[name] - b[name]).double().square().sum().item() for name in b))
 
 
-def _counted(one: Candidate) -> dict[str, Any]:
+def counted(one: Candidate) -> dict[str, Any]:
     """Bytes that a rank must send, collectives of a rank, both on average, and matrices orthogonalized by all ranks."""
     with peers.counted() as matrices, world.Sent() as sent, torch.compiler.set_stance("force_eager"):
         one.timed()

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import distribute_tensor
 
 from benchmarks.peers import COMMON, installed
 from muonfx import polar
@@ -123,8 +123,8 @@ def deepspeed(
 ) -> tuple[Callable[[], None], Callable[[], dict[str, Tensor]]]:
     """An iteration of DeepSpeed's engine, and its whole parameters.
 
-    Its settings are its defaults, apart from those of the optimizer, and from ``reduce_scatter``, which its Muon forbids
-    at stage 3.
+    Its settings are its defaults, apart from those of the optimizer, from ``reduce_scatter``, which its Muon forbids at
+    stage 3, and from clipping: by default it clips the orthogonalized update to a norm of 1.
     """
     os.environ["DS_ACCELERATOR"] = "cpu"
     rank, size = str(dist.get_rank()), str(dist.get_world_size())
@@ -140,6 +140,7 @@ def deepspeed(
     config = {
         "train_micro_batch_size_per_gpu": len(batch),
         "optimizer": {"type": "Muon", "params": optimizer},
+        "gradient_clipping": 0.0,
         "zero_optimization": {"stage": stage, **({"reduce_scatter": False} if stage == 3 else {})},
     }
     logging.disable(logging.WARNING)

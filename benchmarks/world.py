@@ -28,7 +28,8 @@ def run(processes: int, function: Callable[..., Any], *arguments: Any) -> Any:
 
     Args:
         processes: how many.
-        function: one that can be pickled, as can its arguments.
+        function: one that can be pickled.
+        *arguments: for it; these can be, too.
 
     Raises:
         torch.multiprocessing.ProcessRaisedException: a rank raised; the others are ended.
