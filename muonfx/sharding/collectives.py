@@ -13,7 +13,7 @@ from muonfx import elementwise as ew
 from muonfx import tree
 from muonfx.sharding.agreement import agree
 from muonfx.sharding.errors import ShardingError
-from muonfx.sharding.layout import Layout, as_dtensor, local_of
+from muonfx.sharding.layout import Layout, local_of
 from muonfx.sharding.layouts import equal_cut
 from muonfx.sharding.messages import Exchange
 from muonfx.sharding.pieces import part
@@ -45,7 +45,7 @@ def gathered(
     mine = [local_of(leaves[place]) for place in chosen]
     labels = [every[place] for place in chosen]
     for name, leaf in zip(labels, mine, strict=True):
-        if tuple(leaf.shape) != layout.piece(name).shape:
+        if not layout.piece(name).fits(leaf):
             raise ShardingError(
                 f"{name!r} has shape {tuple(leaf.shape)}, this rank's piece of it has {layout.piece(name).shape}"
             )
@@ -131,7 +131,7 @@ def reduce_scattered(layout: Layout, grads: PyTree, op: str, bucket_bytes: int) 
     ]
     pieces = _reduce(layout, [names[place] for place in places], full, op, bucket_bytes)
     for place, piece in zip(places, pieces, strict=True):
-        leaves[place] = as_dtensor(piece, layout.dtensors[names[place]]) if names[place] in layout.dtensors else piece
+        leaves[place] = piece
     return tree.unflatten(treedef, leaves)
 
 

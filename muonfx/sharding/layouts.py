@@ -171,9 +171,11 @@ def from_dtensors(params: PyTree, group: dist.ProcessGroup | None = None) -> Lay
             pieces[name] = (Piece.whole(spec.shape),) * len(ranks)
     rank = dist.get_rank(group)
     for name in dtensors:
-        local, wanted = tuple(named[name]._local_tensor.shape), pieces[name][rank].shape
-        if local != wanted:
-            raise ShardingError(f"{name!r} has a local tensor of shape {local}, its placements say {wanted}")
+        local, piece = named[name]._local_tensor, pieces[name][rank]
+        if not piece.fits(local):
+            raise ShardingError(
+                f"{name!r} has a local tensor of shape {tuple(local.shape)}, its placements say {piece.shape}"
+            )
     return Layout("from_dtensors", specs, pieces, len(ranks), rank, group, dtensors=dtensors)
 
 

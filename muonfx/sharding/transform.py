@@ -233,7 +233,7 @@ def _meet(walk: Walk, tx: Transform, local: PyTree) -> None:
 
 def _check_pieces(layout: Layout, local: PyTree) -> None:
     for name, leaf in zip(tree.names(local), tree.leaves(local), strict=True):
-        if leaf is not None and tuple(leaf.shape) != layout.piece(name).shape:
+        if leaf is not None and not layout.piece(name).fits(leaf):
             raise ShardingError(
                 f"{name!r} has a local tensor of shape {tuple(leaf.shape)}, the layout says "
                 f"{layout.piece(name).shape}: was the tree sharded by this layout?"

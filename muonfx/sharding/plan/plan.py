@@ -422,14 +422,32 @@ def _route(
     return "owner", f"it lies in {len(legs)} pieces; its owner holds {held / max(part.numel, 1):.0%} of it"
 
 
+def _alone(places: Sequence[int], shares: Sequence[Share], dtype: torch.dtype, limit: int) -> Iterator[tuple[int, ...]]:
+    held: list[int] = []
+    room = limit
+    for i in sorted(places, key=lambda i: (tuple(sorted(shares[i].shape[-2:])), i)):
+        nbytes = shares[i].numel * dtype.itemsize
+        if held and nbytes > room:
+            yield tuple(held)
+            held, room = [], limit
+        held.append(i)
+        room -= nbytes
+    if held:
+        yield tuple(held)
+
+
 def _buckets(shares: Sequence[Share], specs: dict[str, Spec], size: int, limit: int) -> Iterator[tuple[int, ...]]:
     """Every owner's shares of a dtype in lists of so many bytes; the first lists of all owners travel together."""
     for dtype in dict.fromkeys(specs[share.name].dtype for share in shares):
         lists: list[list[list[int]]] = [[] for _ in range(size)]
         room = [0] * size
         mine = [i for i, share in enumerate(shares) if specs[share.name].dtype == dtype]
+        # What every rank computes goes alone: in one batch with a rank's own matrices it could differ in the last bit.
+        yield from _alone([i for i in mine if shares[i].owner is None], shares, dtype, limit)
         for i in sorted(mine, key=lambda i: (tuple(sorted(shares[i].shape[-2:])), i)):
-            owner, nbytes = shares[i].owner or 0, shares[i].numel * dtype.itemsize
+            owner, nbytes = shares[i].owner, shares[i].numel * dtype.itemsize
+            if owner is None:
+                continue
             if not lists[owner] or nbytes > room[owner]:
                 lists[owner].append([])
                 room[owner] = limit
