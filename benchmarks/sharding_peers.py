@@ -6,6 +6,7 @@ import contextlib
 import io
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -187,7 +188,7 @@ def counted() -> Iterator[Matrices]:
     """Count matrices that anybody here orthogonalizes, by wrapping the functions that do it for the time being."""
     matrices = Matrices()
     places = [("torch.optim._muon", "_zeropower_via_newtonschulz"), ("muonfx.polar", "orthogonalize_many")]
-    if dist.is_initialized() and "DS_ACCELERATOR" in os.environ and installed("deepspeed"):
+    if "deepspeed" in sys.modules:
         places.append(("deepspeed.runtime.zero.muon.original_muon", "muon_update"))
     with contextlib.ExitStack() as stack:
         for module, name in places:
