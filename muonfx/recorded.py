@@ -288,8 +288,8 @@ def make_factory(kind: type[Recorded], constructor: Callable[..., Any], **descri
 def parts_of(value: Recorded) -> Iterator[tuple[str, Any]]:
     """Iterate over the numeric arguments of a recorded value as (dotted name, number), nested values included.
 
-    A factory may name its own parts by an attribute ``name_parts``, a function of the value (a chain does). One that has
-    a true attribute ``transparent`` makes values that stand for their only part: its name is empty, and does not show.
+    A factory may name its own parts by an attribute ``name_parts``, a function of the value (a chain does). One with a
+    true attribute ``transparent`` makes values that stand for their only part: its name is empty, and does not show.
 
     >>> import muonfx as mfx
     >>> [name for name, _ in parts_of(mfx.chain(mfx.momentum(0.9), mfx.scale(2.0)))]

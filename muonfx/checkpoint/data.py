@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from muonfx.checkpoint.atomic import fresh_file, write_all
 from muonfx.boxes import Box
+from muonfx.checkpoint.atomic import fresh_file, write_all
 from muonfx.checkpoint.dtypes import safetensors_name
 from muonfx.checkpoint.errors import CheckpointError
 from muonfx.checkpoint.index import BLOCK, Chunk, DataFile

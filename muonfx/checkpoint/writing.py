@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from muonfx.checkpoint.atomic import replace_file, sync_folder
 from muonfx.boxes import Box
+from muonfx.checkpoint.atomic import replace_file, sync_folder
 from muonfx.checkpoint.data import Part, Progress, write_data
 from muonfx.checkpoint.dtypes import name_of_dtype
 from muonfx.checkpoint.errors import CheckpointError, WriteError

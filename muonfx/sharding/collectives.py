@@ -6,11 +6,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from muonfx import tree
 from muonfx import elementwise as ew
+from muonfx import tree
 from muonfx.sharding.agreement import agree
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout, as_dtensor, local_of

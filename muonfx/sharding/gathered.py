@@ -256,7 +256,9 @@ def _exchange(
     what: str,
 ) -> Exchange:
     group = layout.group
-    assert isinstance(group, dist.ProcessGroup) and wire is not None and device is not None
+    assert isinstance(group, dist.ProcessGroup)
+    assert wire is not None
+    assert device is not None
     return Exchange(outgoing, incoming, dtype=wire, device=device, group=group, what=what)
 
 

@@ -102,7 +102,7 @@ class Layout:
         return self.specs
 
     def of(self, params: PyTree) -> Layout:
-        """The layout for some parameters: itself where it knows them, else that in which every rank holds all of them."""
+        """The layout for some parameters: itself where it knows them, else the one in which every rank has all."""
         if self.specs is not None:
             return self
         specs = specs_of(params)
@@ -256,8 +256,8 @@ class Layout:
     def logical(self, local: PyTree) -> PyTree:
         """A tree of what a checkpoint understands: `DTensor`, `muonfx.checkpoint.FlatPiece`, or a tensor that all have.
 
-        ``muonfx.checkpoint.save(path, state, params=layout.logical(local))`` stores the whole tensors; they can be loaded
-        under any other layout.
+        ``muonfx.checkpoint.save(path, state, params=layout.logical(local))`` stores the whole tensors; they load under
+        any other layout.
         """
         layout = self.of(local)
         return _by_name(local, lambda name, leaf: layout.described(name, leaf))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -61,7 +62,7 @@ def zero(
         partition: "whole" or "flat".
         alignment: in elements. "whole": where each parameter begins in its rank's buffer, and how long that is;
             "flat": the length of a rank's part. Multiples of it.
-        tx: the transform: "whole" then balances the cost of its matrices first, and bytes among those that cost nothing.
+        tx: the transform: "whole" then balances the cost of its matrices, and bytes by what costs nothing.
             None: every leaf of two dims and more counts as a matrix.
 
     Raises:
@@ -87,7 +88,7 @@ def zero(
 
 
 def equal_cut(layout: Layout, names: Sequence[str]) -> Layout:
-    """Equal parts of some of a layout's parameters on the same ranks: a way for values that all ranks are to have."""
+    """Equal parts of some of a layout's parameters: the way of values that all ranks are to have."""
     specs = {name: layout._specs[name] for name in names}
     pieces, buffer = _equal_cut(specs, layout.size, 1)
     return Layout("flat", specs, pieces, layout.size, layout.rank, layout.group, None, buffer)
@@ -141,7 +142,7 @@ def from_dtensors(params: PyTree, group: dist.ProcessGroup | None = None) -> Lay
 
     Args:
         params: a tree of DTensors; a plain tensor among them is held by every rank.
-        group: a process group of all ranks of the meshes; None: that of the mesh, or of all its dims, or the default one.
+        group: a process group of all ranks of the meshes; None: that of the mesh, of all its dims, or the default one.
 
     Raises:
         TypeError: no leaf is a DTensor, or one has a placement that is neither Shard nor Replicate.
@@ -248,7 +249,7 @@ def _between(spec: Spec, start: int, begin: int, end: int) -> Piece:
 def _check_cuts(
     specs: Mapping[str, Spec], order: Sequence[str], starts: Mapping[str, int], cuts: Sequence[int], size: int
 ) -> None:
-    if len(cuts) != size + 1 or cuts[0] != 0 or any(a > b for a, b in zip(cuts, cuts[1:], strict=False)):
+    if len(cuts) != size + 1 or cuts[0] != 0 or any(a > b for a, b in pairwise(cuts)):
         raise ValueError(f"cuts: found {list(cuts)}, expected {size + 1} places that rise from 0, one more than ranks")
     end, before = 0, "the beginning"
     for name in order:
@@ -284,9 +285,7 @@ def _pieces_of(name: str, spec: Spec, placed: Any, ranks: Sequence[int]) -> tupl
                     shards = _split(placement, indices[dim], parts)
                     indices[dim] = shards[place] if place < len(shards) else indices[dim][:0]
                 elif not isinstance(placement, Replicate):
-                    raise TypeError(
-                        f"{name!r} has the placement {placement}, expected Shard or Replicate: parameters are never partial"
-                    )
+                    raise TypeError(f"{name!r} has the placement {placement}, expected Shard or Replicate")
             known[at] = Piece.grid([_spans(index) for index in indices])
         found.append(known[at])
     return tuple(found)

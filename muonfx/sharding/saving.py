@@ -9,8 +9,8 @@ import torch
 from muonfx.core import Transform
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout
-from muonfx.sharding.transform import Sharded, settings_of, walk_of
 from muonfx.sharding.state import local_state, logical_state
+from muonfx.sharding.transform import Sharded, settings_of, walk_of
 from muonfx.sharding.walk import Walk
 from muonfx.tree import PyTree
 

@@ -1,7 +1,7 @@
-"""What the leaves of a sharded state are: pieces like the parameters', matrices' states at their owners, or counters.
+"""What the leaves of a sharded state are: pieces like the parameters', matrices' states at owners, or counters.
 
-That is found by running `init` on meta tensors, with a marker in the place of each inner transform, never by the names of
-fields.
+That is found by running `init` on meta tensors, with a marker in the place of each inner transform, never by the names
+of fields.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def dressed(walk: Walk, tx: Transform, params: PyTree, state: PyTree) -> PyTree:
     specs = walk.layout.dtensors
 
     def at(about: Any, leaf: Any) -> Any:
-        if not isinstance(about, Held) or about.owned or about.name not in specs or leaf is None:
+        if leaf is None or not isinstance(about, Held) or about.owned or about.name is None or about.name not in specs:
             return leaf
         return as_dtensor(leaf, specs[about.name])
 

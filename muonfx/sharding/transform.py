@@ -16,8 +16,8 @@ from muonfx.recorded import make_factory
 from muonfx.sharding.agreement import agree, compare
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout, is_dtensor, local_of
-from muonfx.sharding.state import dressed
 from muonfx.sharding.plan.plan import Machine, Settings
+from muonfx.sharding.state import dressed
 from muonfx.sharding.walk import Walk
 from muonfx.tree import PyTree
 
@@ -41,8 +41,8 @@ class Sharded(Transform):
             another rank owns, and the same counters on all ranks. Of DTensor parameters, DTensors.
 
         Raises:
-            ShardingError: the ranks have different trees, chains or layouts, a local tensor is not what the layout says,
-                or something is wrong on another rank.
+            ShardingError: the ranks have different trees, chains or layouts, a local tensor is not what the layout
+                says, or something is wrong on another rank.
             TypeError: a leaf is not a floating-point tensor.
         """
         return self._functions[0](params)
@@ -85,7 +85,8 @@ def _sharded(
 
     ``layout.gather(sharded(tx, layout).update(layout.shard(grads), ...))`` equals ``tx.update(grads, ...)``: bitwise
     where the same kernels work on the same matrices, else within rounding. What looks at single elements is done on the
-    pieces as they are; what needs whole matrices gets them, once each, at an owner; sums over the tree go over all ranks.
+    pieces as they are; what needs whole matrices gets them, once each, at an owner; sums over the tree go over all
+    ranks.
 
     Args:
         tx: any transform. Its numbers, its state's structure and its fingerprint are those of the result too.
@@ -236,8 +237,8 @@ def _check_pieces(layout: Layout, local: PyTree) -> None:
     for name, leaf in zip(tree.names(local), tree.leaves(local), strict=True):
         if leaf is not None and tuple(leaf.shape) != layout.piece(name).shape:
             raise ShardingError(
-                f"{name!r} has a local tensor of shape {tuple(leaf.shape)}; the layout says {layout.piece(name).shape}: "
-                "was the tree sharded by this layout?"
+                f"{name!r} has a local tensor of shape {tuple(leaf.shape)}, the layout says "
+                f"{layout.piece(name).shape}: was the tree sharded by this layout?"
             )
 
 

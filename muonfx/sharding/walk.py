@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import NOTHING, Donation, Locality, Transform, chain_entries, sum_over_leaves, transform
+from muonfx.sharding.collectives import gathered
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.gathered import init_run, update_run
 from muonfx.sharding.kinds import Kind, groups_of, kind_of, with_parts
@@ -21,7 +22,6 @@ from muonfx.sharding.layout import Layout
 from muonfx.sharding.messages import collective
 from muonfx.sharding.plan.costs import Run
 from muonfx.sharding.plan.plan import RunPlan, Settings, plan_run
-from muonfx.sharding.collectives import gathered
 from muonfx.tree import PyTree
 
 __all__ = ["Walk"]
@@ -109,7 +109,8 @@ class Walk:
             )
             return out, after[tx.name]
         if kind is Kind.EVERYTHING:
-            out, after = tx.run(self._whole(updates), state, self._whole(params), **{**extras, **_OWN_SUM})
+            own_sum: Any = {**extras, "sum_over_leaves": sum_over_leaves}
+            out, after = tx.run(self._whole(updates), state, self._whole(params), **own_sum)
             return self._pieces(out), after
         return tx.run(updates, state, params, donate=donate, **extras)
 
@@ -227,9 +228,6 @@ class Walk:
             "name sum_over_leaves in its update if all that it needs of the tree is a sum",
             stacklevel=2,
         )
-
-
-_OWN_SUM: dict[str, Callable[[PyTree], Tensor]] = {"sum_over_leaves": sum_over_leaves}
 
 
 def _is_new(new: PyTree, old: PyTree) -> bool:

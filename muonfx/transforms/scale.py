@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from muonfx import checks

@@ -1,8 +1,8 @@
 """The plan of a run: which rank computes which matrices, by which route, in which order.
 
-Four words. A *run* is what needs whole matrices: neighbouring transforms of a chain. A *share* is some whole matrices of
-one parameter that one rank, its *owner*, computes: the parameter itself, or a range of a stack. A *leg* is what of a
-share lies in one piece, and so on the way to the owner and back. A *bucket* is the shares that travel together.
+Four words. A *run* is what needs whole matrices: neighbouring transforms of a chain. A *share* is some whole matrices
+of one parameter that one rank, its *owner*, computes: the parameter itself, or a range of a stack. A *leg* is what of
+a share lies in one piece, and so on the way to the owner and back. A *bucket* is the shares that travel together.
 
 A plan follows from the layout, the chain and shapes alone, so that all ranks make the same one without a word.
 """
@@ -171,7 +171,7 @@ class RunPlan:
         return sent
 
     def travels(self, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
-        """In which dtypes updates of a dtype go to the owner and come back: none that changes a value, unless asked for."""
+        """In which dtypes updates of a dtype go to the owner and come back: no value changes, unless asked for."""
         if self.exchange_dtype is not None:
             return self.exchange_dtype, self.exchange_dtype
         return self._narrowed(0, dtype), self._narrowed(-1, dtype)
