@@ -187,6 +187,14 @@ class Walk:
                 meta.append(torch.empty(specs[name].shape, dtype=specs[name].dtype, device="meta"))
         return tree.unflatten(treedef, meta)
 
+    def local_like(self, params: PyTree) -> PyTree:
+        """Meta tensors of this rank's pieces in the place of parameters or of what stands for them."""
+        meta = self.global_like(params)
+        leaves, treedef = tree.flatten(meta)
+        named = zip(tree.names(meta), leaves, strict=True)
+        pieces = [leaf if leaf is None else self.layout.piece(name).blank(leaf) for name, leaf in named]
+        return tree.unflatten(treedef, pieces)
+
     # ------------------------------------------------------------------------------------------- over all ranks
 
     def sum_over_leaves(self, scalars: PyTree) -> Tensor:
