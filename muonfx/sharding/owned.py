@@ -1,7 +1,7 @@
 """State that lies at owners, as DTensors: at one rank, on a mesh of that rank alone; at several, as the parameter lies.
 
-torch knows DTensors on a part of the ranks: elsewhere such a one has no elements, and torch.distributed.checkpoint neither
-asks nor gives those ranks anything.
+torch knows DTensors on a part of the ranks: elsewhere such a one has no elements, and torch.distributed.checkpoint
+neither asks nor gives those ranks anything.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def like_parameter(layout: Layout, name: str, shares: Sequence[Share], local: Te
 
 
 def _own_what_they_hold(layout: Layout, name: str, shares: Sequence[Share], like: Tensor) -> bool:
-    """Whether every rank owns a range of a stack's first dim, the very one that it holds, and the state has this dim."""
+    """Whether every rank owns of a stack's first dim just the range that it holds, and the state has this dim."""
     spec = layout.dtensors[name]
     if like.shape[:1] != spec.shape[:1] or any(getattr(placement, "dim", 0) for placement in spec.placements):
         return False

@@ -31,6 +31,7 @@ __all__ = [
     "dressed",
     "dressed_leaf",
     "held",
+    "interval_of",
     "local_state",
     "logical_leaf",
     "logical_state",
@@ -132,6 +133,7 @@ def _described(walk: Walk, state: PyTree, params: PyTree, plan: RunPlan | None =
     """A leaf belongs to the parameter whose path ends its own; a piece of one has its shape too.
 
     Args:
+        walk: the layout and its plans.
         state: made of meta tensors of the global shapes.
         params: those tensors.
         plan: who owns what, where the state lies at owners.
@@ -182,7 +184,9 @@ def dressed(walk: Walk, tx: Transform, params: PyTree, state: PyTree) -> PyTree:
 
 def dressed_leaf(walk: Walk, what: Any, leaf: Any) -> Any:
     """One leaf of `dressed`."""
-    if not isinstance(what, Held) or what.name not in walk.layout.dtensors or is_dtensor(leaf):
+    if not isinstance(what, Held) or what.name is None or is_dtensor(leaf):
+        return leaf
+    if what.name not in walk.layout.dtensors:
         return leaf
     if not what.owned:
         return None if leaf is None else as_dtensor(leaf, walk.layout.dtensors[what.name])
@@ -233,9 +237,13 @@ def logical_leaf(walk: Walk, device: torch.device, what: Any, leaf: Any) -> Any:
         return FlatPiece(what.shape, 0, torch.empty(0, dtype=what.dtype, device=device))
     if what.share.owner is None or leaf is None:
         return leaf
-    # A range of a stack has that range of the state, whose matrices are as many.
-    start = what.share.start * prod(what.shape) // max(prod(what.share.whole), 1)
-    return FlatPiece(what.shape, start, leaf.reshape(-1))
+    return FlatPiece(what.shape, interval_of(what, what.share)[0], leaf.reshape(-1))
+
+
+def interval_of(what: Held, share: Share) -> tuple[int, int]:
+    """What of a flattened state leaf the owner of a share has: a range of a stack has that range of the state."""
+    each = max(prod(share.whole), 1)
+    return share.start * prod(what.shape) // each, share.stop * prod(what.shape) // each
 
 
 def local_state(walk: Walk, tx: Transform, params: PyTree, logical: PyTree) -> PyTree:
