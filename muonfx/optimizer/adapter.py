@@ -50,9 +50,9 @@ class TransformOptimizer(torch.optim.Optimizer):
     ``weight_decay``. Entries are read at every step, so learning-rate schedulers work, on each group's own base rate.
     What `inject_hyperparams` keeps in the state is not in the groups: it counts there alone.
 
-    Over ranks (DTensor parameters, as of ``fully_shard``ed or tensor-parallel models, or a ``layout``) each step is one
-    of `muonfx.sharding.sharded`, with the update of one process. All ranks construct the optimizer, step, add groups and
-    load states together; what is wrong on one is raised on all.
+    Over ranks (DTensor parameters, as of ``fully_shard``ed or tensor-parallel models, or a ``layout``) each step is
+    one of `muonfx.sharding.sharded`, with the update of one process. All ranks construct the optimizer, step, add
+    groups and load states together; what is wrong on one is raised on all.
 
     The state is made at construction. Each parameter's part of it is in ``optimizer.state[parameter]``, under names
     such as "momentum/trace", with the scalars that all share. Its storage is reused from step to step; gradients are

@@ -63,8 +63,8 @@ def matched(
     """Pair an optimizer's state leaves with the values of a state dict, or raise an error that lists every difference.
 
     Parameters are found by name, in whatever order, where the state dict has names; else by position. Of the entries of
-    a group only the hyperparameters, ``keys``, must be there: schedulers add entries of their own. The pairs are what this
-    rank has of the leaves; a plain tensor stands for all of a leaf that is sharded.
+    a group only the hyperparameters, ``keys``, must be there: schedulers add entries of their own. The pairs are what
+    this rank has of the leaves; a plain tensor stands for all of a leaf that is sharded.
     """
     wrong: list[str] = []
     pairs: list[tuple[Tensor, Tensor]] = []
@@ -77,9 +77,9 @@ def matched(
             wrong += [f"{name!r} has no {key!r}" for key in want.keys() - have.keys()]
             wrong += [f"{name!r} has an unexpected {key!r}" for key in have.keys() - want.keys()]
             for key in want.keys() & have.keys():
-                leaf, value = want[key], have[key]
-                if leaf is None and value is None:
+                if want[key] is None and have[key] is None:
                     continue
+                leaf, value = want[key], have[key]
                 if not isinstance(value, Tensor | FlatPiece) or tuple(value.shape) != tuple(leaf.shape):
                     wrong.append(f"{name!r}: {key!r} is {_described(value)}, expected {_described(leaf)}")
                 elif _is_code(value.dtype, leaf.dtype):

@@ -174,8 +174,8 @@ def about(walk: Walk, tx: Transform, params: PyTree) -> list[Any]:
 def dressed(walk: Walk, tx: Transform, params: PyTree, state: PyTree) -> PyTree:
     """A state with DTensors in the place of local tensors that belong to parameters that are DTensors.
 
-    What lies at an owner is a DTensor too, on every rank; but for ranges of a stack that DTensors cannot say: those stay
-    local tensors at their owners and None elsewhere.
+    What lies at an owner is a DTensor too, on every rank; but for ranges of a stack that DTensors cannot say: those
+    stay local tensors at their owners and None elsewhere.
     """
     leaves, treedef = tree.flatten(state)
     pairs = zip(about(walk, tx, params), leaves, strict=True)
