@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import muonfx as mfx
 from muonfx import sharding
 from muonfx.checkpoint import FlatPiece
+from muonfx.sharding.intervals import IntervalTensor
 from tests.processes import Here
 
 
@@ -216,7 +217,10 @@ def by_given_gradients(here: Here, kind: str, chain: str, groups: str) -> None:
             optimizer.step()
             other.step()
             for name, param in params.items():
-                assert torch.equal(whole(param), wanted[name].detach()), (step, name)
+                if chain == "outer":  # its norm of all gradients is added up in another order
+                    close(param, wanted[name], f"step {step}, {name}")
+                else:
+                    assert torch.equal(whole(param), wanted[name].detach()), (step, name)
 
 
 def set_gradients(params: Any, wanted: Any, step: int, *, absent_here: bool = False) -> None:
@@ -320,7 +324,7 @@ def round_trip(here: Here, kind: str) -> dict[str, str]:
         train(net, optimizer, range(2))
         saved = {
             "state": {
-                index: {key: copied(value) for key, value in held.items()}
+                index: {key: value.clone() for key, value in held.items()}
                 for index, held in optimizer.state_dict()["state"].items()
             },
             "param_groups": optimizer.state_dict()["param_groups"],
@@ -345,13 +349,9 @@ def leaves_of(optimizer: Any) -> list[Any]:
 
 
 def local(leaf: Any) -> Tensor:
-    return leaf.data if isinstance(leaf, FlatPiece) else leaf.to_local() if isinstance(leaf, DTensor) else leaf
-
-
-def copied(leaf: Any) -> Any:
-    if isinstance(leaf, FlatPiece):
-        return FlatPiece(leaf.shape, leaf.start, leaf.data.clone())
-    return leaf.clone()
+    if isinstance(leaf, IntervalTensor):
+        return leaf.piece.data
+    return leaf.to_local() if isinstance(leaf, DTensor) else leaf
 
 
 def add_a_group(here: Here, kind: str) -> None:
@@ -480,7 +480,7 @@ def functional_state(here: Here) -> list[str]:
     params = {
         name: distribute_tensor(leaf, here.mesh, [Shard(0)], src_data_rank=None) for name, leaf in whole_params.items()
     }
-    tx = mfx.chain(mfx.normalize_neurons(dims={"experts": ((-2,), (-1,)), "*": None}), mfx.momentum())
+    tx = mfx.chain(mfx.normalize_neurons(dims=((-2,), (-1,))), mfx.momentum())
     over = sharding.sharded(tx, sharding.from_dtensors(params))
     state, wanted = over.init(params), tx.init(whole_params)
     for _ in range(2):

@@ -12,11 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muonfx import tree
+from muonfx.checkpoint import FlatPiece
 from muonfx.core import Donation, Transform
 from muonfx.optimizer.stepping import Check, Stepping, add_in_place
 from muonfx.optimizer.values import check_shapes, standing, unchanged, valid
 from muonfx.optimizer.versions import for_groups
 from muonfx.sharding.agreement import agree
+from muonfx.sharding.intervals import IntervalTensor
 from muonfx.sharding.layout import Layout, is_dtensor, local_of
 from muonfx.sharding.layouts import from_dtensors
 from muonfx.sharding.messages import collective
@@ -81,36 +83,42 @@ class SteppingOverRanks(Stepping):
 
     def taken_from(self, other: Stepping, state: PyTree, old: PyTree) -> PyTree:
         """A new state with the leaves of an old one; matrices' states go to where their owners are now."""
-        if not isinstance(other, SteppingOverRanks):
-            raise TypeError(
-                "add_param_group: these parameters are DTensors and those before are not; give all to one constructor"
-            )
-        before = dict(zip(tree.paths(old), zip(tree.leaves(old), other._about, strict=True), strict=True))
+        described = other._about if isinstance(other, SteppingOverRanks) else [None] * len(tree.leaves(old))
+        before = dict(zip(tree.paths(old), zip(tree.leaves(old), described, strict=True), strict=True))
         leaves, treedef = tree.flatten(state)
-        kept: list[Any] = []
-        for path, leaf, what in zip(tree.paths(state), leaves, self._about, strict=True):
-            had, was = before.get(path, (None, None))
-            if not isinstance(was, Held) or was.shape != what.shape:
-                kept.append(leaf)
-            elif was.owned:
-                kept.append(self._moved(other, had, was, what))
-            else:
-                kept.append(had if had is not None and leaf is not None and had.shape == leaf.shape else leaf)
-        return tree.unflatten(treedef, kept)
+        return tree.unflatten(
+            treedef,
+            [
+                self._kept(other, *before[path], leaf, what) if path in before else leaf
+                for path, leaf, what in zip(tree.paths(state), leaves, self._about, strict=True)
+            ],
+        )
+
+    def _kept(self, other: Stepping, had: Any, was: Held | None, leaf: Any, what: Any) -> Any:
+        if not isinstance(what, Held) or (was is not None and was.shape != what.shape):
+            return leaf
+        if not what.owned:
+            return had if had is not None and leaf is not None and had.shape == leaf.shape else leaf
+        if not isinstance(other, SteppingOverRanks) or was is None:  # every rank had all of it
+            return self._of_whole(had.reshape(-1), what) if tuple(had.shape) == what.shape else leaf
+        return self._moved(other, had, was, what)
 
     def _moved(self, other: SteppingOverRanks, had: Tensor | None, was: Held, what: Held) -> Tensor | None:
         """What lies at an owner, from where it was to where it is now; every rank hears of all: this is seldom."""
         whole = torch.empty(prod(was.shape), dtype=was.dtype, device=self._device)
-        group = self.layout.group
+        group = other.layout.group  # every rank has been in one; there may be several, each with all of the state
         for share in was.shares:
             start, stop = interval_of(was, share)
             if share.owner in (None, other.layout.rank):
                 assert had is not None
                 whole[start:stop] = had.reshape(-1)
-            if share.owner is not None and group is not None and other.layout.group is not None and stop > start:
-                sender = dist.get_global_rank(other.layout.group, share.owner)
+            if share.owner is not None and group is not None and stop > start:
                 with collective("moving the optimizer's state"):
-                    dist.broadcast(whole[start:stop], sender, group=group)
+                    dist.broadcast(whole[start:stop], dist.get_global_rank(group, share.owner), group=group)
+        return self._of_whole(whole, what)
+
+    def _of_whole(self, whole: Tensor, what: Held) -> Tensor | None:
+        """What this rank owns of a flattened state leaf."""
         if what.local is None or what.share is None:
             return None
         start, stop = interval_of(what, what.share)
@@ -120,9 +128,10 @@ class SteppingOverRanks(Stepping):
         """A leaf of the state as ``optimizer.state`` has it: a DTensor, or another thing that says which part it is."""
         what = self._about[place]
         found = dressed_leaf(self.walk, what, leaf)
-        if is_dtensor(found) or not isinstance(what, Held) or not what.owned:
+        if is_dtensor(found) or not isinstance(what, Held) or what.name is None:
             return found
-        return logical_leaf(self.walk, self._device, what, leaf)
+        piece = logical_leaf(self.walk, self._device, what, leaf)
+        return IntervalTensor.of(piece) if isinstance(piece, FlatPiece) else piece
 
     def shown(self, state: PyTree) -> PyTree:
         """The state as the functional API has it."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muonfx.checkpoint import FlatPiece
+from muonfx.sharding.intervals import IntervalTensor
 from muonfx.sharding.layout import is_dtensor, local_of
 
 __all__ = ["matched", "path_of", "saved_groups"]
@@ -80,7 +80,7 @@ def matched(
                 if want[key] is None and have[key] is None:
                     continue
                 leaf, value = want[key], have[key]
-                if not isinstance(value, Tensor | FlatPiece) or tuple(value.shape) != tuple(leaf.shape):
+                if not isinstance(value, Tensor) or value.shape != leaf.shape:
                     wrong.append(f"{name!r}: {key!r} is {_described(value)}, expected {_described(leaf)}")
                 elif _is_code(value.dtype, leaf.dtype):
                     wrong.append(f"{name!r}: {key!r} holds codes of {value.dtype}, expected {leaf.dtype}")
@@ -101,14 +101,16 @@ def matched(
 
 def _on_this_rank(leaf: Any, value: Any) -> tuple[Tensor, Tensor] | None:
     """What this rank has of a leaf, and of a value for it; None where the value is other ranks' part of the whole."""
-    if isinstance(leaf, FlatPiece):
-        if isinstance(value, FlatPiece):
-            return (leaf.data, value.data) if (leaf.start, leaf.stop) == (value.start, value.stop) else None
-        return None if is_dtensor(value) else (leaf.data, value.reshape(-1)[leaf.start : leaf.stop])
-    if not is_dtensor(leaf):
-        return None if is_dtensor(value) or isinstance(value, FlatPiece) else (leaf, value)
-    if isinstance(value, FlatPiece):
+    if isinstance(leaf, IntervalTensor):
+        own = leaf.piece
+        if isinstance(value, IntervalTensor):
+            same = (own.start, own.stop) == (value.piece.start, value.piece.stop)
+            return (own.data, value.piece.data) if same else None
+        return None if is_dtensor(value) else (own.data, value.reshape(-1)[own.start : own.stop])
+    if isinstance(value, IntervalTensor):
         return None
+    if not is_dtensor(leaf):
+        return None if is_dtensor(value) else (leaf, value)
     if not is_dtensor(value):
         from torch.distributed.tensor import distribute_tensor
 
@@ -118,7 +120,13 @@ def _on_this_rank(leaf: Any, value: Any) -> tuple[Tensor, Tensor] | None:
 
 
 def _lies(value: Any) -> str:
-    return f"{value.placements} on {value.device_mesh}" if is_dtensor(value) else repr(type(value).__name__)
+    return (
+        f"{value.placements} on {value.device_mesh}"
+        if is_dtensor(value)
+        else repr(value)
+        if isinstance(value, IntervalTensor)
+        else "a plain tensor"
+    )
 
 
 def _is_code(*dtypes: torch.dtype) -> bool:

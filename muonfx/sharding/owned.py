@@ -55,8 +55,7 @@ def like_parameter(layout: Layout, name: str, shares: Sequence[Share], local: Te
 
     spec = layout.dtensors[name]
     if all(share.owner is None for share in shares):
-        covers = sorted(spec.mesh.mesh.flatten().tolist()) == sorted(_ranks(layout))
-        return _dtensor(local, spec.mesh, [Replicate()] * spec.mesh.ndim, like) if covers else None
+        return _dtensor(local, spec.mesh, [Replicate()] * spec.mesh.ndim, like)
     if not _own_what_they_hold(layout, name, shares, like):
         return None
     if local is None:

@@ -17,6 +17,7 @@ from muonfx.recorded import make_factory, parts_of
 from muonfx.sharding.agreement import agree, compare
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout, is_dtensor, local_of
+from muonfx.sharding.layouts import ALIKE
 from muonfx.sharding.plan.plan import Machine, Settings
 from muonfx.sharding.state import bare, dressed
 from muonfx.sharding.walk import Walk
@@ -255,10 +256,12 @@ def _meet(walk: Walk, tx: Transform, local: PyTree) -> None:
                 "kinds of device": device.type,
                 "settings": repr(walk.settings),
                 "own dtype": fastest,
+                "own sums of bits": _sums_of_bits(layout, local),
             },
             layout.group,
             problem,
         )
+        _check_alike(layout, [theirs["own sums of bits"] for theirs in said])
         dtypes = [theirs["own dtype"] for theirs in said]
         if len(set(dtypes)) > 1:
             # On CPUs it is a measurement, which may come out differently: fp32 suits all.
@@ -273,6 +276,30 @@ def _meet(walk: Walk, tx: Transform, local: PyTree) -> None:
     walk.compute = fastest
     walk.like = tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), local)
     walk.met[key] = tx._context  # kept, so that no other can have its id
+
+
+def _sums_of_bits(layout: Layout, local: PyTree) -> dict[str, int]:
+    """A checksum of the local tensors of parameters that lie on different meshes on different ranks."""
+    named = dict(zip(tree.names(local), tree.leaves(local), strict=True))
+    found = {name: named.get(name) for name in layout.derived.get(ALIKE, ())}
+    return {
+        name: int(leaf.contiguous().view(torch.uint8).sum(dtype=torch.int64)) if leaf.numel() else 0
+        for name, leaf in found.items()
+        if isinstance(leaf, Tensor) and not leaf.is_meta
+    }
+
+
+def _check_alike(layout: Layout, said: list[dict[str, int]]) -> None:
+    """Require that what lies on several meshes is the same, as far as the same pieces have the same checksum."""
+    for name in said[0]:
+        for ranks in layout.holders(name).values():
+            odd = next((rank for rank in ranks if said[rank].get(name) != said[ranks[0]].get(name)), None)
+            if odd is not None:
+                raise ShardingError(
+                    f"{name!r} lies on different meshes on different ranks and has other values on rank {odd} than on "
+                    f"rank {ranks[0]}: if these are different parameters, give them different names, or place them on one "
+                    "mesh of more dims"
+                )
 
 
 def _check_pieces(layout: Layout, local: PyTree) -> None:
