@@ -74,6 +74,8 @@ def matched(
         for name, param in zip(group["param_names"], group["params"], strict=True):
             index = index_of[name]
             have, want = given["state"].get(index, {}), state[param]
+            if not have and not param.requires_grad:
+                continue  # torch.distributed.checkpoint.state_dict leaves frozen parameters out
             wrong += [f"{name!r} has no {key!r}" for key in want.keys() - have.keys()]
             wrong += [f"{name!r} has an unexpected {key!r}" for key in have.keys() - want.keys()]
             for key in want.keys() & have.keys():
@@ -120,13 +122,9 @@ def _on_this_rank(leaf: Any, value: Any) -> tuple[Tensor, Tensor] | None:
 
 
 def _lies(value: Any) -> str:
-    return (
-        f"{value.placements} on {value.device_mesh}"
-        if is_dtensor(value)
-        else repr(value)
-        if isinstance(value, IntervalTensor)
-        else "a plain tensor"
-    )
+    if is_dtensor(value):
+        return f"{value.placements} on {value.device_mesh}"
+    return repr(value) if isinstance(value, IntervalTensor) else "a plain tensor"
 
 
 def _is_code(*dtypes: torch.dtype) -> bool:

@@ -19,8 +19,8 @@ class IntervalTensor(Tensor):
     """A `muonfx.checkpoint.FlatPiece` where a tensor has to be: in the state of a torch optimizer.
 
     Its shape is that of the whole, its storage that of the piece. torch.distributed.checkpoint asks it, by the protocol
-    of ``torch.distributed._checkpointable``, what of the whole there is. Nothing can be computed with it, but that it can
-    be copied, moved, and filled; ``piece`` has the values.
+    of ``torch.distributed._checkpointable``, what of the whole there is. It can be copied, moved and filled; nothing
+    else can be computed with it: ``piece`` has the values.
 
     >>> tensor = IntervalTensor.of(FlatPiece((4, 5), 3, torch.arange(5.0)))
     >>> tensor

@@ -142,8 +142,8 @@ def from_dtensors(params: PyTree, group: dist.ProcessGroup | None = None) -> Lay
     """The pieces that DTensor parameters have: FSDP2, HSDP, tensor and expert parallelism, on any mesh.
 
     Parameters may lie on different meshes, and one parameter on different ones on different ranks: under FSDP2 with
-    tensor parallelism, what is not tensor-parallel lies on each rank's own mesh of the data-parallel dim. All ranks must
-    then call this together. What several meshes hold counts as the same, which `sharded` checks by a sum of its bits.
+    tensor parallelism, what is not tensor-parallel lies on each rank's own mesh of the data-parallel dim. All ranks
+    must then call this together. What several meshes hold counts as the same, which `sharded` checks by a sum of bits.
 
     Args:
         params: a tree of DTensors; a plain tensor among them is held by every rank.

@@ -297,8 +297,8 @@ def _check_alike(layout: Layout, said: list[dict[str, int]]) -> None:
             if odd is not None:
                 raise ShardingError(
                     f"{name!r} lies on different meshes on different ranks and has other values on rank {odd} than on "
-                    f"rank {ranks[0]}: if these are different parameters, give them different names, or place them on one "
-                    "mesh of more dims"
+                    f"rank {ranks[0]}: if these are different parameters, give them different names, or place them on "
+                    "one mesh of more dims"
                 )
 
 
