@@ -496,3 +496,14 @@ def functional_state(here: Here) -> list[str]:
             assert torch.equal(full, wanted["normalize_neurons"].nu[name])
         found.append(f"{name} {here_is_owner and leaf.to_local().numel() > 0}")
     return found
+
+
+def copies_that_differ(here: Here) -> None:
+    """One name for two parameters: on each row of the grid another, on the row's own mesh."""
+    from torch.distributed.tensor import Shard
+
+    own = distribute_tensor(
+        torch.full((4, 3), float(here.rank // 2)), here.grid["inner"], [Shard(0)], src_data_rank=None
+    )
+    both = distribute_tensor(torch.ones(4, 3), here.grid, [Shard(0), Shard(1)], src_data_rank=None)
+    mfx.TransformOptimizer({"own": nn.Parameter(own), "both": nn.Parameter(both)}, mfx.momentum())

@@ -1,11 +1,15 @@
 """`TransformOptimizer` over sharded models, with real processes: the parameters and states of one process."""
 
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from muonfx.checkpoint import FlatPiece
 from muonfx.sharding import ShardingError
+from muonfx.sharding.intervals import IntervalTensor
 from tests import sharded_optimizers as ranks
 from tests.processes import Failed, World
 
@@ -45,7 +49,8 @@ def test_plain_tensors_and_dtensors_on_several_meshes_go_together(world: World):
 
 @pytest.mark.parametrize("how", ["dcp", "ours"])
 @pytest.mark.parametrize(
-    ("saver", "loader"), [("fsdp", "hsdp"), ("hsdp", "fsdp"), ("fsdp", "fsdp+tp"), ("fsdp+tp", "tp")]
+    ("saver", "loader"),
+    [("fsdp", "hsdp"), ("hsdp", "fsdp"), ("fsdp", "fsdp+tp"), ("fsdp+tp", "tp"), ("ddp", "hsdp"), ("tp", "ddp")],
 )
 def test_what_one_mesh_saves_another_loads(world: World, tmp_path: Path, saver: str, loader: str, how: str):
     world.check(SIZES[saver], ranks.save, kind=saver, path=tmp_path / "saved", how=how)
@@ -123,3 +128,25 @@ def test_owned_state_is_a_dtensor_on_its_owners_mesh(world: World):
     owners = [(a.endswith("True"), b.endswith("True")) for a, b in zip(first, second, strict=True)]
     assert sum(owners[0]) == sum(owners[1]) == 1  # a matrix has one owner
     assert owners[2] == (True, True)  # experts stay where they are
+
+
+def test_copies_on_different_meshes_that_differ_are_an_error(world: World):
+    for error in failures(world.run(4, ranks.copies_that_differ)):
+        assert isinstance(error, ShardingError)
+        assert "'own' lies on different meshes" in str(error)
+
+
+def test_an_interval_is_copied_and_filled_and_nothing_else():
+    tensor = IntervalTensor.of(FlatPiece((4, 5), 3, torch.arange(5.0)))
+    assert tensor.shape == (4, 5)
+    copy = pickle.loads(pickle.dumps(tensor.clone()))
+    tensor.fill_(1.0)
+    assert tensor.piece.data.tolist() == [1.0] * 5
+    assert copy.piece.data.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert tensor.copy_(copy) is tensor
+    assert torch.equal(tensor.piece.data, copy.piece.data)
+    assert tensor.to(torch.float64).piece.dtype == torch.float64
+    elsewhere = IntervalTensor.of(FlatPiece((4, 5), 4, torch.arange(5.0)))
+    for refused in (lambda: tensor + 1, lambda: tensor.copy_(elsewhere), lambda: tensor.copy_(torch.zeros(4, 5))):
+        with pytest.raises(NotImplementedError, match="only a part of the whole"):
+            refused()

@@ -48,9 +48,7 @@ class IntervalTensor(Tensor):
     ) -> Any:
         """Do on the values what keeps each where it is; refuse the rest."""
         first, *rest = args
-        if func not in _ON_VALUES or any(
-            isinstance(other, IntervalTensor) and not _same_place(first, other) for other in rest
-        ):
+        if func not in _ON_VALUES or any(isinstance(other, Tensor) and not _same_place(first, other) for other in rest):
             raise NotImplementedError(f"{func} on {first!r}: only a part of the whole is here; use its piece")
         values = func(
             first.piece.data, *[other.piece.data if isinstance(other, cls) else other for other in rest], **kwargs or {}
@@ -74,12 +72,9 @@ class IntervalTensor(Tensor):
         return _rebuild, (self.piece.shape, self.piece.start, self.piece.data)
 
 
-def _same_place(one: Any, other: IntervalTensor) -> bool:
-    return isinstance(one, IntervalTensor) and (one.piece.start, one.piece.stop, one.shape) == (
-        other.piece.start,
-        other.piece.stop,
-        other.shape,
-    )
+def _same_place(one: Any, other: Any) -> bool:
+    places = [(it.shape, it.piece.start, it.piece.stop) for it in (one, other) if isinstance(it, IntervalTensor)]
+    return len(places) == 2 and places[0] == places[1]
 
 
 def _rebuild(shape: tuple[int, ...], start: int, data: Tensor) -> IntervalTensor:
