@@ -22,10 +22,16 @@ def _resolve(tx: Any, params: PyTree) -> Transform:
     return tx.replace(versions=tuple(version.resolve(params) for version in tx.arguments["versions"]))
 
 
+def _on_stacks(tx: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Transform, dict[str, tuple[int, int]]]:
+    done = [version.on_stacks(shapes) for version in tx.arguments["versions"]]
+    return tx.replace(versions=tuple(version for version, _ in done)), done[0][1]
+
+
 @transform(
     locality=lambda versions, members: widest(versions),
     reads_params=lambda versions, members: any(version.reads_params for version in versions),
     resolve=_resolve,
+    on_stacks=_on_stacks,
 )
 def by_groups(versions: tuple[Transform, ...], members: tuple[tuple[str, ...], ...]):
     """A transform that is another for each of some groups but for its numbers; the state is that of one.

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muonfx.sharding.layout import Layout
-from muonfx.sharding.plan.plan import Share
+from muonfx.sharding.plan.shares import Share
 
 __all__ = ["at_owner", "like_parameter"]
 

@@ -126,8 +126,8 @@ def test_replicated_matrices_are_computed_once_or_by_all(world: World, size: int
     """Where computing is cheaper than sending all compute; large ones are split and their results sent."""
     drawn = model(steps=1, **{f"m{i}": (5 + i, 7) for i in range(4)})
     found = world.check(size, counting.count_replicated, model=drawn, tx=muon())
-    computed = sum(counted.matrices for counted, _ in found)
-    sent = sum(counted.exchanged for counted, _ in found)
+    computed = sum(counted.matrices for counted in found)
+    sent = sum(counted.exchanged for counted in found)
     assert 4 <= computed <= 4 * size
     # each matrix: at one owner who sends it to all others, or at every rank
     once = (4 * size - computed) // (size - 1) if size > 1 else 4
