@@ -270,8 +270,8 @@ def mixed_parameters(here: Here) -> None:
         set_gradients(params, wanted, step)
         optimizer.step()
         other.step()
-    for name, param in params.items():
-        assert torch.equal(whole(param), wanted[name].detach()), name
+    for name, param in params.items():  # one process multiplies the five as one batch, which may round otherwise
+        close(param, wanted[name], name)
 
 
 def save(here: Here, kind: str, path: Path, how: str) -> None:
