@@ -5,7 +5,7 @@ While the matrices of one bucket are computed, those of the next are on their wa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -63,6 +63,7 @@ def update_run(
     params: PyTree,
     donate: Donation,
     extras: Mapping[str, Any],
+    turns: Callable[..., Any] | None = None,
 ) -> tuple[PyTree, PyTree]:
     """Update by a run; all ranks of the layout must call it together, with the same leaves present.
 
@@ -75,6 +76,8 @@ def update_run(
         params: local tensors, for a run that reads them.
         donate: what may be overwritten.
         extras: named values for the transforms.
+        turns: ``(updates, state, buckets, donate)``, with the names of each bucket's parameters that this rank owns, makes
+            what brings the state in by buckets; None: it is there.
     """
     tx = transform_of(plan, run)
     treedef = tree.flatten(updates)[1]
@@ -88,31 +91,39 @@ def update_run(
         if (shares := [plan.shares[i] for i in bucket if local[plan.shares[i].name] is not None])
     ]
     results = _Results(layout, local)
-    counters = _Counters(state, updates) if len(buckets) > 1 else None
+    if turns is None:
+        by_turns: Any = _There(state, updates, len(buckets), donate)
+    else:
+        mine = [[share.name for share in shares if share.owner in (None, layout.rank)] for shares in buckets]
+        by_turns = turns(updates, state, mine, donate)
     ahead = _begin(plan, layout, buckets[0], local, weights) if buckets else None
     before: _Going | None = None
-    for turn, shares in enumerate(buckets or [[]]):
-        given, values = ({}, {}) if ahead is None else (ahead[0].wait(), ahead[1].wait() if ahead[1] else {})
-        fresh = ahead is None or ahead[0].is_fresh
-        ahead = _begin(plan, layout, buckets[turn + 1], local, weights) if turn + 1 < len(buckets) else None
-        if counters is not None:
-            state = counters.restored(state, copy=donate.state and turn + 1 < len(buckets))
-        out, state = tx.run(
-            tree.unflatten(treedef, [given.get(name) for name in names]),
-            state,
-            tree.unflatten(treedef, [values.get(name) for name in names]) if reads else None,
-            donate=Donation(donate.updates or fresh, donate.state),
-            **extras,
-        )
-        done = dict(zip(names, tree.leaves(out), strict=True))
-        del given, values, out
-        after = _Going(plan, layout, shares, done, results)
-        if before is not None:
-            before.wait()
-        before = after
+    try:
+        for turn, shares in enumerate(buckets or [[]]):
+            given, values = ({}, {}) if ahead is None else (ahead[0].wait(), ahead[1].wait() if ahead[1] else {})
+            fresh = ahead is None or ahead[0].is_fresh
+            ahead = _begin(plan, layout, buckets[turn + 1], local, weights) if turn + 1 < len(buckets) else None
+            out = by_turns.run(
+                turn,
+                tx.run,
+                tree.unflatten(treedef, [given.get(name) for name in names]),
+                by_turns.near(tree.unflatten(treedef, [values.get(name) for name in names])) if reads else None,
+                extras,
+                may_write=donate.updates or fresh,
+            )
+            done = dict(zip(names, tree.leaves(out), strict=True))
+            del given, values, out
+            after = _Going(plan, layout, shares, done, results)
+            if before is not None:
+                before.wait()
+            before = after
+    except BaseException:
+        by_turns.abandon()
+        raise
     if before is not None:
         before.wait()
-    return tree.unflatten(treedef, [None if local[name] is None else results.of[name] for name in names]), state
+    out = tree.unflatten(treedef, [None if local[name] is None else results.of[name] for name in names])
+    return out, by_turns.end()
 
 
 def _begin(
@@ -129,24 +140,46 @@ def _begin(
     )
 
 
-class _Counters:
-    """The leaves of a state that belong to no parameter: each of several buckets starts from the same ones."""
+class _There:
+    """A state that is where it is needed: each of several buckets starts from the same counters.
 
-    def __init__(self, state: PyTree, params: PyTree) -> None:
-        ends = set(tree.paths(params))
-        depths = {len(end) for end in ends}
+    A counter is a leaf that belongs to no parameter.
+    """
+
+    def __init__(self, state: PyTree, params: PyTree, turns: int, donate: Donation) -> None:
+        self._state, self._donate, self._last = state, donate, max(turns, 1) - 1
         self._old = tree.leaves(state)
-        self._shared = [
-            place for place, path in enumerate(tree.paths(state)) if not any(path[-n:] in ends for n in depths if n)
-        ]
+        self._counters: list[int] = []
+        if turns > 1:
+            ends = set(tree.paths(params))
+            depths = {len(end) for end in ends}
+            self._counters = [
+                place for place, path in enumerate(tree.paths(state)) if not any(path[-n:] in ends for n in depths if n)
+            ]
 
-    def restored(self, state: PyTree, *, copy: bool) -> PyTree:
-        """A state with the old counters; copies, where they may be overwritten and are needed again."""
-        leaves, treedef = tree.flatten(state)
-        for place in self._shared:
+    def run(
+        self, turn: int, tx: Any, updates: PyTree, params: PyTree, extras: Mapping[str, Any], *, may_write: bool
+    ) -> PyTree:
+        """Update one bucket, with the counters as they were; copies, where they may be overwritten and are needed again."""
+        leaves, treedef = tree.flatten(self._state)
+        for place in self._counters:
             old = self._old[place]
-            leaves[place] = old.clone() if copy and isinstance(old, Tensor) else old
-        return tree.unflatten(treedef, leaves)
+            again = self._donate.state and turn < self._last
+            leaves[place] = old.clone() if again and isinstance(old, Tensor) else old
+        state = tree.unflatten(treedef, leaves)
+        out, self._state = tx(updates, state, params, donate=Donation(may_write, self._donate.state), **extras)
+        return out
+
+    def near(self, values: PyTree) -> PyTree:
+        """Values where the transform computes."""
+        return values
+
+    def end(self) -> PyTree:
+        """The next state."""
+        return self._state
+
+    def abandon(self) -> None:
+        """Do nothing: nothing is under way."""
 
 
 class _Coming:

@@ -47,7 +47,9 @@ def kind_of(tx: Transform) -> Kind:
     return Kind.RUN if tx.locality in (Locality.MATRIX, Locality.LEAF) else Kind.EVERYTHING
 
 
-def groups_of(entries: dict[str, Transform]) -> list[list[tuple[str, Transform]]]:
+def groups_of(
+    entries: dict[str, Transform], kind: Callable[[Transform], Kind] = kind_of
+) -> list[list[tuple[str, Transform]]]:
     """Cut the transforms of a chain, resolved, into runs that go to an owner together, and single others.
 
     >>> import muonfx as mfx
@@ -57,7 +59,7 @@ def groups_of(entries: dict[str, Transform]) -> list[list[tuple[str, Transform]]
     """
     groups: list[list[tuple[str, Transform]]] = []
     for name, tx in entries.items():
-        if groups and kind_of(tx) is Kind.RUN and kind_of(groups[-1][-1][1]) is Kind.RUN:
+        if groups and kind(tx) is Kind.RUN and kind(groups[-1][-1][1]) is Kind.RUN:
             groups[-1].append((name, tx))
         else:
             groups.append([(name, tx)])

@@ -17,6 +17,9 @@ from muonfx.sharding.agreement import agree, compare
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout, is_dtensor, local_of
 from muonfx.sharding.plan.plan import Machine, Settings
+from muonfx.sharding.offload.home import Home
+from muonfx.sharding.offload.transform import home_of, inner_of
+from muonfx.sharding.offload.walk import Streaming
 from muonfx.sharding.state import dressed
 from muonfx.sharding.walk import Walk
 from muonfx.tree import PyTree
@@ -128,15 +131,16 @@ def _sharded(
     if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
         raise ValueError(f"bucket_bytes: found {bucket_bytes!r}, expected an int of 1 or more")
     settings = Settings(replicas, bucket_bytes, exchange_dtype, machine)
+    inner, home = inner_of(tx), home_of(tx)
 
     def init(params: PyTree) -> PyTree:
-        walk = walk_of(layout.of(params), settings)
+        walk = walk_of(layout.of(params), settings, home)
         local = tree.map(local_of, params)
         if all(leaf is None or leaf.is_meta for leaf in tree.leaves(local)):
-            return walk.init(tx, local)
-        _meet(walk, tx, local)
-        state = walk.init(tx, local)
-        return dressed(walk, tx, params, state) if walk.layout.dtensors else state
+            return walk.init(inner, local)
+        _meet(walk, inner, local)
+        state = walk.init(inner, local) if home is None else _offloaded(walk, inner, local)
+        return dressed(walk, inner, params, state) if walk.layout.dtensors else state
 
     @torch.no_grad()
     def update(
@@ -148,16 +152,16 @@ def _sharded(
         check: bool = False,
         **extras: Any,
     ) -> tuple[PyTree, PyTree]:
-        walk = walk_of(layout.of(updates if params is None else params), settings)
+        walk = walk_of(layout.of(updates if params is None else params), settings, home)
         wears = any(is_dtensor(leaf) for values in (updates, params) for leaf in tree.leaves(values))
         given = _placed(walk.layout, updates)
         local, weights, own = (tree.map(local_of, values) for values in (given, params, state))
-        _meet(walk, tx, local if params is None else weights)
-        local = _agreed(walk, tx, local, own, weights, extras, check=check)
-        out, after = walk.update(tx, local, own, weights, donate, extras)
+        _meet(walk, inner, local if params is None else weights)
+        local = _agreed(walk, inner, local, own, weights, donate, extras, check=check)
+        out, after = walk.update(inner, local, own, weights, donate, extras)
         if not wears:
             return out, after
-        return walk.layout.dressed(out), dressed(walk, tx, updates, after)
+        return walk.layout.dressed(out), dressed(walk, inner, updates, after)
 
     return init, update
 
@@ -181,12 +185,27 @@ def settings_of(tx: Sharded) -> Settings:
     return Settings(*(tx.arguments[name] for name in Settings._fields))
 
 
-def walk_of(layout: Layout, settings: Settings) -> Walk:
-    """The walk of a layout with some settings; there is one."""
-    key = ("walk", settings)
+def walk_of(layout: Layout, settings: Settings, home: Home | None = None) -> Walk:
+    """The walk of a layout with some settings, and with the state at some home; there is one."""
+    key = ("walk", settings, home)
     if key not in layout.derived:
-        layout.derived[key] = Walk(layout, settings)
+        layout.derived[key] = Walk(layout, settings) if home is None else Streaming(layout, settings, home=home)
     return layout.derived[key]
+
+
+def _offloaded(walk: Walk, tx: Transform, local: PyTree) -> PyTree:
+    """A new state at home, on all ranks or on none."""
+    problem: OSError | None = None
+    state: PyTree = None
+    try:
+        state = walk.init(tx, local)
+    except OSError as error:
+        problem = error
+    if walk.layout.group is not None and walk.layout.size > 1:
+        agree([], walk.layout.group, problem)
+    elif problem is not None:
+        raise problem
+    return state
 
 
 def _meet(walk: Walk, tx: Transform, local: PyTree) -> None:
@@ -269,7 +288,15 @@ def _placed(layout: Layout, updates: PyTree) -> PyTree:
 
 
 def _agreed(
-    walk: Walk, tx: Transform, local: PyTree, state: PyTree, params: PyTree, extras: dict[str, Any], *, check: bool
+    walk: Walk,
+    tx: Transform,
+    local: PyTree,
+    state: PyTree,
+    params: PyTree,
+    donate: Donation,
+    extras: dict[str, Any],
+    *,
+    check: bool,
 ) -> PyTree:
     """The updates that all ranks agree on: what is there on any rank is there on all, as zeros where it was not."""
     layout = walk.layout
@@ -279,7 +306,9 @@ def _agreed(
         if check:
             _check_step(walk, tx, local, state, params)
             tx.check_extras(extras)
-    except (TypeError, ValueError, ShardingError) as error:
+        if isinstance(walk, Streaming):
+            walk.require_room(state, local if params is None else params, donate)
+    except (TypeError, ValueError, OSError, ShardingError) as error:
         problem = error
     leaves, treedef = tree.flatten(local)
     if layout.group is None or layout.size == 1:

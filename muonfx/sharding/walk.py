@@ -62,6 +62,8 @@ class Walk:
     """Meta tensors in the tree of the local parameters, once there have been some."""
     derived: dict[Any, Any] = field(default_factory=dict)
     """What else follows from shapes, found out once."""
+    turns: Callable[..., Any] | None = None
+    """Makes what brings the state of a run in by turns; None: it is there."""
     _plans: dict[Any, RunPlan] = field(default_factory=dict)
     _resolved: OrderedDict[Any, tuple[Transform, Transform]] = field(default_factory=OrderedDict)
     _stacked: OrderedDict[Any, tuple[Run, Run]] = field(default_factory=OrderedDict)
@@ -70,18 +72,17 @@ class Walk:
     def init(self, tx: Transform, params: PyTree) -> PyTree:
         """The state of a transform for local tensors."""
         tx = self.resolved(tx, params)
-        kind = kind_of(tx)
+        kind = self.kind(tx)
         if kind is Kind.CHAIN:
             state: dict[str, PyTree] = {}
             for group in self.groups(tx, params):
-                if kind_of(group[0][1]) is Kind.RUN:
-                    state |= init_run(self.plan(group, params), self.layout, params)
+                if self.kind(group[0][1]) is Kind.RUN:
+                    state |= self.init_run(group, params)
                 else:
                     state[group[0][0]] = self.init(group[0][1], params)
             return state
         if kind is Kind.RUN:
-            run = ((tx.name, tx),)
-            return init_run(self.plan(run, params), self.layout, params)[tx.name]
+            return self.init_run(((tx.name, tx),), params)[tx.name]
         if kind is Kind.EVERYTHING:
             self._warn(tx, params)
             return tx._functions[0](self._whole(params))
@@ -99,21 +100,40 @@ class Walk:
         """Update by a transform on local tensors; all ranks together, with the same leaves present."""
         like = updates if params is None else params
         tx = self.resolved(tx, like)
-        kind = kind_of(tx)
+        kind = self.kind(tx)
         extras = {**extras, "sum_over_leaves": self.sum_over_leaves}
         if kind is Kind.CHAIN:
             return self._update_chain(tx, updates, state, params, donate, extras)
         if kind is Kind.RUN:
-            run = ((tx.name, tx),)
-            plan = self.plan(run, like)
-            own = {tx.name: state}
-            out, after = update_run(plan, self._at_owner(plan, run), self.layout, updates, own, params, donate, extras)
+            out, after = self.update_run(((tx.name, tx),), updates, {tx.name: state}, params, donate, extras)
             return out, after[tx.name]
         if kind is Kind.EVERYTHING:
             own_sum: Any = {**extras, "sum_over_leaves": sum_over_leaves}
             out, after = tx.run(self._whole(updates), state, self._whole(params), **own_sum)
             return self._pieces(out), after
         return tx.run(updates, state, params, donate=donate, **extras)
+
+    def kind(self, tx: Transform) -> Kind:
+        """How a transform is done."""
+        return kind_of(tx)
+
+    def init_run(self, run: Run, params: PyTree) -> dict[str, PyTree]:
+        """The states of the transforms of a run."""
+        return init_run(self.plan(run, params), self.layout, params)
+
+    def update_run(
+        self,
+        run: Run,
+        updates: PyTree,
+        state: dict[str, PyTree],
+        params: PyTree,
+        donate: Donation,
+        extras: Mapping[str, Any],
+    ) -> tuple[PyTree, dict[str, PyTree]]:
+        """Update by a run, with the states of its transforms."""
+        plan = self.plan(run, updates if params is None else params)
+        now = self._at_owner(plan, run)
+        return update_run(plan, now, self.layout, updates, state, params, donate, extras, self.turns)
 
     def _update_chain(
         self,
@@ -129,11 +149,9 @@ class Walk:
         for group in self.groups(tx, updates if params is None else params):
             given = Donation(may_write, donate.state)
             name, part = group[0]
-            if kind_of(part) is Kind.RUN:
-                plan = self.plan(group, updates if params is None else params)
+            if self.kind(part) is Kind.RUN:
                 own = {name: state[name] for name, _ in group}
-                now = self._at_owner(plan, group)
-                out, new = update_run(plan, now, self.layout, updates, own, params, given, extras)
+                out, new = self.update_run(group, updates, own, params, given, extras)
                 after |= new
             else:
                 out, after[name] = self.update(part, updates, state[name], params, given, extras)
@@ -150,7 +168,7 @@ class Walk:
         key = (id(tx), names)
         if key not in self._resolved:
             made = tx.resolve(self.global_like(params))
-            if kind_of(made) is Kind.INSIDE:
+            if self.kind(made) is Kind.INSIDE:
                 made = with_parts(made, lambda part: within(part, self))
             self._resolved[key] = (tx, made)
             self._resolved[id(made), names] = (made, made)  # it is what it is to become
@@ -163,17 +181,24 @@ class Walk:
         """The transforms of a chain in groups: runs that go to an owner together, and single others."""
         entries = chain_entries(tx)
         assert entries is not None
-        return [tuple(group) for group in groups_of({n: self.resolved(part, params) for n, part in entries.items()})]
+        return [
+            tuple(group)
+            for group in groups_of({n: self.resolved(part, params) for n, part in entries.items()}, self.kind)
+        ]
 
     def plan(self, run: Run, params: PyTree) -> RunPlan:
         """The plan of a run for some parameters."""
         names = [name for name in tree.names(params) if name in self.layout._specs]
         device = tree.device_of(params)
-        kind = torch.device("cpu") if device.type == "meta" else device
+        kind = torch.device("cpu") if device.type == "meta" else self.device(device)
         key = (tuple(names), tuple((name, tree.flatten(tx)[1]) for name, tx in run), str(kind))
         if key not in self._plans:
             self._plans[key] = plan_run(run, names, self.layout, kind, self.settings, self.compute)
         return self._plans[key]
+
+    def device(self, given: torch.device) -> torch.device:
+        """Where to compute with updates that are on a device."""
+        return given
 
     def _at_owner(self, plan: RunPlan, run: Run) -> Run:
         """The transforms of a run, with the numbers of now, as they are done at an owner."""
