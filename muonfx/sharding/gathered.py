@@ -76,8 +76,8 @@ def update_run(
         params: local tensors, for a run that reads them.
         donate: what may be overwritten.
         extras: named values for the transforms.
-        turns: ``(updates, state, buckets, donate)``, with the names of each bucket's parameters that this rank owns, makes
-            what brings the state in by buckets; None: it is there.
+        turns: ``(updates, state, buckets, donate)``, with the names of each bucket's parameters that this rank owns,
+            makes what brings the state in by buckets; None: it is there.
     """
     tx = transform_of(plan, run)
     treedef = tree.flatten(updates)[1]
@@ -160,7 +160,7 @@ class _There:
     def run(
         self, turn: int, tx: Any, updates: PyTree, params: PyTree, extras: Mapping[str, Any], *, may_write: bool
     ) -> PyTree:
-        """Update one bucket, with the counters as they were; copies, where they may be overwritten and are needed again."""
+        """Update one bucket, with the counters as they were; with copies, where they may be overwritten too early."""
         leaves, treedef = tree.flatten(self._state)
         for place in self._counters:
             old = self._old[place]

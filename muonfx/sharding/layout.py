@@ -292,6 +292,13 @@ def as_dtensor(local: Tensor, spec: Any) -> Any:
     """A local tensor as the DTensor that a spec describes."""
     from torch.distributed.tensor import DTensor
 
+    if local.device.type not in (spec.mesh.device_type, "meta"):
+        # Offloaded: from_local would bring it to the mesh's devices.
+        from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+        about = TensorMeta(torch.Size(spec.shape), spec.stride, local.dtype)
+        made: Any = DTensor
+        return made(local, DTensorSpec(spec.mesh, spec.placements, tensor_meta=about), requires_grad=False)
     return DTensor.from_local(local, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride)
 
 

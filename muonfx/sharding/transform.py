@@ -16,10 +16,10 @@ from muonfx.recorded import make_factory
 from muonfx.sharding.agreement import agree, compare
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout, is_dtensor, local_of
-from muonfx.sharding.plan.plan import Machine, Settings
 from muonfx.sharding.offload.home import Home
 from muonfx.sharding.offload.transform import home_of, inner_of
 from muonfx.sharding.offload.walk import Streaming
+from muonfx.sharding.plan.plan import Machine, Settings
 from muonfx.sharding.state import dressed
 from muonfx.sharding.walk import Walk
 from muonfx.tree import PyTree

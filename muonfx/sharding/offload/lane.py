@@ -1,9 +1,8 @@
-"""The way between home and the device: two rooms, each for the state of one bucket, and one worker that fills and
-empties them.
+"""The way between home and the device: two rooms, each for the state of one bucket.
 
-While a transform computes in one room, the worker writes the other's state back and reads that of the bucket after next
-into it. All that it does, it does in the order in which it was asked, on CUDA in one stream: so no room is filled before
-it was emptied, and there are never more than two.
+While a transform computes in one room, a worker writes the other's state back and reads that of the bucket after next
+into it. All that it does, it does in the order in which it was asked, on CUDA in one stream: so no room is filled
+before it was emptied, and there are never more than two.
 """
 
 from __future__ import annotations

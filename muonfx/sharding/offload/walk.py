@@ -1,8 +1,8 @@
 """A chain, walked with its state away from home: each transform of it gets its state by buckets, or all at once.
 
-By buckets: what looks at one leaf at a time (within one process), or at single elements (on pieces), as a whole, with all
-that it calls; runs of matrices, by the buckets in which they are exchanged; and the wrappers of `wrappers`. All at once:
-what looks at the whole tree and has a state like the parameters; that costs memory, and there is a warning.
+By buckets: what looks at one leaf at a time (within one process), or at single elements (on pieces), with all that it
+calls; runs of matrices, by the buckets in which they are exchanged; and the wrappers of `wrappers`. All at once: what
+looks at the whole tree and has a state like the parameters; that costs memory, and there is a warning.
 """
 
 from __future__ import annotations
@@ -310,8 +310,8 @@ class Streaming(Walk):
         nbytes = sum(sizes_of([o for o in owners if o is not None], state, owners).values())
         warnings.warn(
             f"{tx.name} looks at the whole tree and keeps a state of its own like the parameters, so all of that, "
-            f"{nbytes / 2**20:.1f} MiB, is brought in at once at every step: offload the transforms around it instead, or "
-            "declare its locality",
+            f"{nbytes / 2**20:.1f} MiB, is brought in at once at every step: offload the transforms around it instead, "
+            "or declare its locality",
             stacklevel=2,
         )
 
