@@ -152,7 +152,7 @@ class Turns:
             may_write: whether the updates are donated.
         """
         own = self._donate.state if self._lane is None else True
-        leaves = self._given(turn, copy=own and not (self._donate.state and turn == self._last))
+        leaves = self._given(turn, own=own)
         out, after = tx(
             self.near(updates),
             tree.unflatten(self._treedef, leaves),
@@ -178,26 +178,31 @@ class Turns:
         if self._lane is not None:
             self._lane.abandon()
 
-    def _given(self, turn: int, *, copy: bool) -> list[Any]:
+    def _given(self, turn: int, *, own: bool) -> list[Any]:
+        """The state for a bucket; copies of what may be overwritten, but is the caller's or is needed again."""
+
+        def at(old: Any, whose: int | None) -> Any:
+            if whose not in (None, turn):
+                return None
+            free = self._donate.state and (whose is not None or turn == self._last)
+            return old.clone() if own and not free and isinstance(old, Tensor) else old
+
+        moving = set(self._places[turn]) if self._lane is not None else set[int]()
         leaves = [
-            (old.clone() if copy and isinstance(old, Tensor) else old)
-            if whose is None
-            else old
-            if whose == turn
-            else None
-            for old, whose in zip(self._old, self._turn_of, strict=True)
+            None if place in moving else at(old, whose)
+            for place, (old, whose) in enumerate(zip(self._old, self._turn_of, strict=True))
         ]
-        if self._lane is not None and self._places:
+        if self._lane is not None:
             for place, leaf in zip(self._places[turn], self._lane.fetched(turn), strict=True):
                 leaves[place] = leaf
         return leaves
 
     def _take(self, turn: int, after: list[Any]) -> None:
-        mine = set(self._places[turn]) if self._lane is not None and self._places else set[int]()
+        mine = set(self._places[turn]) if self._lane is not None else set[int]()
         for place, (leaf, whose) in enumerate(zip(after, self._turn_of, strict=True)):
             if (whose is None or whose == turn) and place not in mine:
                 self._new[place] = leaf
-        if self._lane is not None and self._places:
+        if self._lane is not None:
             places = self._places[turn]
             targets = [self._targets[place] for place in places]
             self._lane.put(turn, [after[place] for place in places], targets)

@@ -162,7 +162,8 @@ class Streaming(Walk):
         if self._streams(tx, like):
             return super().update(tx, updates, state, params, donate, extras)
         owners = owners_of(state, like)
-        self._warn_of_bringing(tx, state, owners)
+        if not self.home.is_direct(self.device(given)):
+            self._warn_of_bringing(tx, state, owners)
         turns = Turns(self.home, given, state, owners, [tree.names(updates)], donate)
         try:
             out = turns.run(
