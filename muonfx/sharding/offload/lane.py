@@ -74,6 +74,11 @@ class Lane:
             done.record(torch.cuda.current_stream(self._device))
         self._do(lambda: self._write(turn, leaves, targets, done))
 
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in one of the rooms."""
+        storage = tensor.untyped_storage().data_ptr()
+        return any(room.untyped_storage().data_ptr() == storage for room in self._rooms)
+
     def finish(self) -> None:
         """Wait until all is at home, for anybody to read there."""
         for future in self._under_way:

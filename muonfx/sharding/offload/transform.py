@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable
-from functools import lru_cache
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
 
 from muonfx.core import NOTHING, Donation, Transform
 from muonfx.recorded import make_factory
-from muonfx.sharding.layout import Layout
+from muonfx.sharding.layout import specs_of
 from muonfx.sharding.layouts import replicated
 from muonfx.sharding.offload.home import Home
 from muonfx.sharding.offload.walk import Streaming
 from muonfx.sharding.plan.plan import Settings
-from muonfx.tree import PyTree
+from muonfx.tree import PyTree, Spec
 
 __all__ = ["Offloaded", "home_of", "inner_of", "offload"]
 
@@ -150,15 +150,23 @@ def _home(to: str, bucket_bytes: int, compute: str) -> Home:
     return Home(None if to == "cpu" else os.path.abspath(to), bucket_bytes, compute == "cpu")
 
 
-@lru_cache(maxsize=32)
-def _here(home: Home) -> Layout:
-    """One process; kept, as it is what is found out once for parameters."""
-    return replicated(1)
+_WALKS: OrderedDict[Any, Streaming] = OrderedDict()
+"""What is found out once for the parameters of one process."""
 
 
 def _walk(home: Home, params: PyTree) -> Streaming:
-    layout = _here(home).of(params)
-    key = ("walk", home)
-    if key not in layout.derived:
-        layout.derived[key] = Streaming(layout, Settings(), home=home)
-    return layout.derived[key]
+    specs = specs_of(params)
+    key = (home, tuple(specs.items()))
+    if key not in _WALKS:
+        _WALKS[key] = _known(home, specs) or Streaming(replicated(1).of(params), Settings(), home=home)
+        while len(_WALKS) > 64:
+            _WALKS.popitem(last=False)
+    return _WALKS[key]
+
+
+def _known(home: Home, specs: Mapping[str, Spec]) -> Streaming | None:
+    """The walk for parameters of which these are some: where there are no others, some of the gradients may be None."""
+    for walk in reversed(_WALKS.values()):
+        if walk.home == home and specs.items() < walk.layout._specs.items():
+            return walk
+    return None

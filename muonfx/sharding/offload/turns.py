@@ -161,11 +161,17 @@ class Turns:
             **extras,
         )
         self._take(turn, tree.leaves(after))
-        return out if self._device == self._from else tree.map(lambda leaf: leaf.to(self._from), out)
+        return tree.map(self._away, out)
 
     def near(self, values: PyTree) -> PyTree:
         """Values where the transform computes."""
         return values if values is None else tree.map(lambda leaf: leaf.to(self._device), values)
+
+    def _away(self, update: Tensor) -> Tensor:
+        """An update where the others are, and not in a room that is used again."""
+        if self._device != self._from:
+            return update.to(self._from)
+        return update.clone() if self._lane is not None and self._lane.holds(update) else update
 
     def end(self) -> PyTree:
         """The next state, when all of it is at home."""

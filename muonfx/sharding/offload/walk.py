@@ -47,6 +47,7 @@ class Streaming(Walk):
     def __post_init__(self) -> None:
         self.turns = self._turns_of_run
         self._near = _Near(self.layout, self.settings)
+        self._near._warned = self._warned
 
     @property
     def near(self) -> Walk:
@@ -76,7 +77,7 @@ class Streaming(Walk):
         """The state of a transform, at home."""
         given = _device_of(params)
         if given.type == "meta":
-            return super().init(tx, params)
+            return self.near.init(tx, params)
         tx = self.resolved(tx, params)
         if self.is_unit(tx):
             return self.init_pieces(tx, params)
@@ -84,8 +85,9 @@ class Streaming(Walk):
             return wrapper.init(self, tx, params)
         if self._streams(tx, params):
             return super().init(tx, params)
-        state = self.near.init(_unwrapped(tx), _on(self.device(given), params))
-        return settled(self.home, self.device(given), state, owners_of(state, params), copy=False)
+        home = self._home_at_once
+        state = self.near.init(_unwrapped(tx), _on(home.device(given), params))
+        return settled(home, home.device(given), state, owners_of(state, params), copy=False)
 
     def init_pieces(self, tx: Transform, params: PyTree) -> PyTree:
         """The state of a transform that looks at one leaf at a time, made by buckets.
@@ -162,9 +164,10 @@ class Streaming(Walk):
         if self._streams(tx, like):
             return super().update(tx, updates, state, params, donate, extras)
         owners = owners_of(state, like)
-        if not self.home.is_direct(self.device(given)):
+        home = self._home_at_once
+        if not home.is_direct(home.device(given)):
             self._warn_of_bringing(tx, state, owners)
-        turns = Turns(self.home, given, state, owners, [tree.names(updates)], donate)
+        turns = Turns(home, given, state, owners, [tree.names(updates)], donate)
         try:
             out = turns.run(
                 0, self._runs(_unwrapped(tx)), updates, turns.near(params), extras, may_write=donate.updates
@@ -186,6 +189,8 @@ class Streaming(Walk):
         """Update by a run."""
         if any(tx.reads_params for _, tx in run):
             params = _on(_device_of(updates, params), params)
+        device = self.device(_device_of(updates, params))
+        run = tuple((name, _with_numbers_on(device, tx)) for name, tx in run)
         return super().update_run(run, updates, state, params, donate, extras)
 
     def stream(
@@ -275,9 +280,15 @@ class Streaming(Walk):
 
     def _runs(self, tx: Transform) -> Callable[..., Any]:
         def run(updates: PyTree, state: PyTree, params: PyTree, *, donate: Donation = NOTHING, **extras: Any) -> Any:
-            return self.near.update(tx, updates, state, params, donate, extras)
+            here = _with_numbers_on(self.device(_device_of(updates, params)), tx)
+            return self.near.update(here, updates, state, params, donate, extras)
 
         return run
+
+    @property
+    def _home_at_once(self) -> Home:
+        """For what is not streamed: on several ranks it may have to send, which only the gradients' device can."""
+        return self.home if self.layout.size == 1 else self.home._replace(on_host=False)
 
     def _turns_of_run(
         self, updates: PyTree, state: PyTree, buckets: Sequence[Sequence[str]], donate: Donation
@@ -322,6 +333,14 @@ def _unwrapped(tx: Transform) -> Transform:
     if kind_of(tx) is not Kind.INSIDE:
         return tx
     return with_parts(tx, lambda part: part.arguments["tx"] if part.factory is within else part)
+
+
+def _with_numbers_on(device: torch.device, tx: Transform) -> Transform:
+    """A transform whose numbers, where they are tensors, can be used on a device: those of `inject_hyperparams`."""
+    strange = [leaf for leaf in tree.tensors(tx) if leaf.device != device]
+    if not strange or device.type != "cpu":
+        return tx
+    return tree.map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, tx)
 
 
 def _device_of(*values: PyTree) -> torch.device:
