@@ -126,6 +126,15 @@ class _Running:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         for process in self._processes:
             process.start()
+        self._await_all()
+
+    def _await_all(self) -> None:
+        """Let them connect only when all are there: how long one takes to import torch is not to count as a fault."""
+        until = time.monotonic() + 180
+        for _ in self._processes:
+            self._outbox.get(timeout=max(0.1, until - time.monotonic()))
+        for inbox in self._inboxes:
+            inbox.put("connect")
 
     def run(self, size: int, function: Callable[..., Any], arguments: dict[str, Any], patience: float) -> list[Any]:
         """What each rank answers; `Failed` for one that ended, or did not answer while another had failed."""
@@ -172,6 +181,8 @@ class ProcessEnded(RuntimeError):
 
 def _serve(rank: int, world: int, timeout: float, store: str, inbox: Any, outbox: Any) -> None:
     torch.set_num_threads(1)
+    outbox.put(rank)
+    inbox.get()
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
     )

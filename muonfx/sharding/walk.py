@@ -21,7 +21,8 @@ from muonfx.sharding.kinds import Kind, groups_of, kind_of, with_parts
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.messages import collective
 from muonfx.sharding.plan.costs import Run
-from muonfx.sharding.plan.plan import RunPlan, Settings, on_stacks, plan_run
+from muonfx.sharding.plan.parts import on_stacks
+from muonfx.sharding.plan.plan import RunPlan, Settings, plan_run
 from muonfx.tree import PyTree
 
 __all__ = ["Walk"]
@@ -246,9 +247,10 @@ class Walk:
         return sum_over_leaves(list(stacked.unbind()))
 
     def _whole(self, values: PyTree) -> PyTree:
-        if values is None or all(leaf is None or leaf.is_meta for leaf in tree.leaves(values)):
-            return None if values is None else self.global_like(values)
-        return gathered(self.layout, values)
+        present = [leaf for leaf in tree.leaves(values) if leaf is not None]
+        if present and all(leaf.is_meta for leaf in present):
+            return self.global_like(values)
+        return gathered(self.layout, values) if present else values
 
     def _pieces(self, whole: PyTree) -> PyTree:
         return self.layout.shard(whole)

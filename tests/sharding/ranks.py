@@ -10,6 +10,7 @@ import muonfx as mfx
 from muonfx import polar, sharding
 from tests.processes import Here
 from tests.sharding.cases import LayoutCase, Model, bits, laid_out
+from tests.sharding.law import plain
 
 
 def from_own_gradients(
@@ -28,7 +29,7 @@ def from_own_gradients(
     return layout.gather(updates)
 
 
-def reduced(here: Here, model: Model, case: LayoutCase, op: str) -> dict[str, Any]:
+def reduced_by_own(here: Here, model: Model, case: LayoutCase, op: str) -> dict[str, Any]:
     """Gradients of its own on each rank, reduced and put together again."""
     layout = laid_out(case, model.params(), here).of(model.params())
     return layout.gather(layout.reduce_scatter(model.grads(0, here.rank), op))
@@ -122,7 +123,9 @@ def soak(here: Here, model: Model, tx: mfx.Transform, case: LayoutCase, steps: i
     local, sharded = layout.shard(params), sharding.sharded(mfx.skip_nonfinite(tx), layout)
     state = sharded.init(local)
     for step in range(steps):
-        updates, state = sharded.update(layout.reduce_scatter(troubled(model, step, here.rank)), state, local)
+        reduced = layout.reduce_scatter(troubled(model, step, here.rank))
+        grads = {name: None if leaf is None else plain(leaf) for name, leaf in reduced.items()}
+        updates, state = sharded.update(grads, state, local)
         local = mfx.apply_updates(local, updates)
     whole = layout.gather(local)
     return {name: bits(leaf) for name, leaf in whole.items()}, int(state.skipped)
@@ -150,3 +153,11 @@ def none_on_some(here: Here, model: Model, case: LayoutCase) -> dict[str, Any]:
     first, second, *_ = grads
     grads |= {second: None} | ({first: None} if here.rank == 0 else {})
     return layout.gather(layout.reduce_scatter(grads, "mean"))
+
+
+def kinds_of_pieces(here: Here, model: Model, case: LayoutCase) -> tuple[list[str], list[str]]:
+    """What `shard` and `reduce_scatter` give: the types of their leaves."""
+    layout = laid_out(case, model.params(), here).of(model.params())
+    trees = layout.shard(model.params()), layout.reduce_scatter(model.grads(0))
+    shard, reduced = ([type(leaf).__name__ for leaf in mfx.tree.leaves(tree)] for tree in trees)
+    return shard, reduced

@@ -38,7 +38,7 @@ def test_each_rank_gets_its_pieces_of_the_reduced_gradients(world: World, layout
     drawn = model(steps=1, a=(7, 5), b=(3, 13))
     own = own_gradients(drawn, 3)
     wanted = {name: sum(tree[name] for tree in own) / (3 if op == "mean" else 1) for name in own[0]}
-    for found in world.check(3, ranks.reduced, model=drawn, case=layout, op=op):
+    for found in world.check(3, ranks.reduced_by_own, model=drawn, case=layout, op=op):
         assert apart(found, wanted) < 1e-6
 
 
@@ -48,6 +48,12 @@ def test_gradients_that_are_none_on_some_ranks_count_as_zero(world: World):
     assert found["b"] is None
     wanted = sum(own["a"] for own in own_gradients(drawn, 3)[1:]) / 3
     assert apart({"a": found["a"]}, {"a": wanted}) < 1e-6
+
+
+def test_reduced_gradients_are_local_tensors_as_shards_are(world: World):
+    drawn = model(steps=1, a=(4, 5))
+    for shard, reduced in world.check(2, ranks.kinds_of_pieces, model=drawn, case=Placed({"a": ("0",)})):
+        assert shard == reduced
 
 
 def test_matrices_that_cross_a_boundary_under_reduce_scatter(world: World):
@@ -155,7 +161,7 @@ def test_all_but_one_group_frozen(world: World, left: str, how: str):
     drawn = Model(leaves, 0, (frozen if how == "no gradient" else frozenset(),) * 2)
     grads = {name: grad for name, grad in drawn.grads(0).items() if name not in frozen}
     empty = [{n: grads[n] for n in grads if leaves[n].label == label} for label in ("muon", "adamw")]
-    with pytest.raises(RuntimeError):
+    with pytest.raises((RuntimeError, ValueError), match="non-empty"):
         naive.one_buffer_for_each_group(empty)
     layouts = (Zero(1, "whole"), Zero(2, "flat"), Replicated(), Placed(dict.fromkeys(leaves, ("0",))))
     holds(world, 3, *[Case(drawn, two_groups(drawn.labels), layout, exact=True) for layout in layouts])

@@ -110,7 +110,8 @@ class Streaming(Walk):
             names = dict.fromkeys(plan.shares[i].name for i in bucket)
             buckets.append([name for name in names if name not in seen])
             seen |= set(names)
-        return self._init_by(buckets or [[]], params, lambda some: init_run(plan, self.layout, some), outside=None)
+        buckets.append(list(dict.fromkeys(share.name for share in plan.shares if share.name not in seen)))
+        return self._init_by(buckets, params, lambda some: init_run(plan, self.layout, some), outside=None)
 
     def _init_by(
         self,
