@@ -219,7 +219,7 @@ def _meet(walk: Walk, tx: Transform, local: PyTree) -> None:
         problem = error
     if layout.size > 1 and layout.group is None:
         raise ShardingError(f"{layout!r} has no process group: it is only to look at and to plan with")
-    device = tree.device_of(local)
+    device = walk.device(tree.device_of(local))
     fastest = compute_dtype(torch.float32, device)
     if layout.group is not None and layout.size > 1:
         said = compare(
@@ -227,7 +227,7 @@ def _meet(walk: Walk, tx: Transform, local: PyTree) -> None:
                 "chains": repr(tx),
                 "parameters": {name: f"{spec.shape} {spec.dtype}" for name, spec in layout._specs.items()},
                 "layouts": _digest(layout),
-                "kinds of device": device.type,
+                "kinds of device to compute on": device.type,
                 "settings": repr(walk.settings),
                 "own dtype": fastest,
             },

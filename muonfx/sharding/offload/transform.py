@@ -48,7 +48,21 @@ class Offloaded(Transform):
         return self.arguments["tx"].name
 
 
-def _offload(
+def _factory(constructor: Any) -> Any:
+    """A factory of `Offloaded`, whose values stand for the transform that they offload."""
+    undeclared = dict.fromkeys(("own_locality", "resolve", "rounds_to", "on_stacks"))
+    return make_factory(
+        Offloaded,
+        constructor,
+        locality=lambda tx, to, *, bucket_bytes, compute: tx.locality,
+        reads_params=lambda tx, to, *, bucket_bytes, compute: tx.reads_params,
+        transparent=True,
+        **undeclared,
+    )
+
+
+@_factory
+def offload(
     tx: Transform,
     to: str = "cpu",
     *,
@@ -58,9 +72,9 @@ def _offload(
     """Keep a transform's state in host memory or on disk, and bring it to the device by buckets.
 
     While one bucket is computed, the next one's state is read and the last one's written: the device holds the state of
-    two buckets at a time. Updates and states are bitwise those of ``tx`` on the same device, and as many matrices are
-    orthogonalized. Leaves of the state that belong to a parameter are offloaded; counters and other single values stay
-    where they are.
+    two buckets at a time. As many matrices are orthogonalized, and updates and states are those of ``tx`` on the same
+    device: bitwise, where buckets do not part matrices of one shape, which are multiplied in one batch. Leaves of the
+    state that belong to a parameter are offloaded; counters and other single values stay where they are.
 
     With ``donate=True``, as `TransformOptimizer` gives it, the state is written in place. Without, the next state is a
     second one, in host memory or in a file of its own; the old one's room is given back with its last tensor.
@@ -111,19 +125,6 @@ def _offload(
         return walk.update(tx, updates, state, params, donate, extras)
 
     return init, update
-
-
-offload: Any = make_factory(
-    Offloaded,
-    _offload,
-    locality=lambda tx, to, *, bucket_bytes, compute: tx.locality,
-    own_locality=None,
-    reads_params=lambda tx, to, *, bucket_bytes, compute: tx.reads_params,
-    resolve=None,
-    rounds_to=None,
-    transparent=True,
-)
-offload.__name__ = offload.__qualname__ = "offload"
 
 
 def home_of(tx: Transform) -> Home | None:
