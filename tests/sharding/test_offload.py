@@ -83,11 +83,6 @@ def test_offloading_changes_no_bit(tx: mfx.Transform, example: Any, home: str, b
         away = sharding.offload(tx, to, bucket_bytes=bucket_bytes)
         assert mfx.hyperparams(away) == mfx.hyperparams(tx)
         assert away.fingerprint == tx.fingerprint
-        try:
-            wanted = tx.init(params), [tx.update(grads, tx.init(params), params) for grads in steps]
-        except (TypeError, ValueError):  # such as a learning rate within `cautious`
-            return
-        del wanted
         check(tx, away, params, steps, donate=donate)
 
 
