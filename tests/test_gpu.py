@@ -266,7 +266,7 @@ def test_orthogonalize_never_waits_for_the_device():
         torch.cuda.set_sync_debug_mode(before)
 
 
-# ------------------------------------------------------------------------------------------------------ offloaded states
+# ----------------------------------------------------------------------------------------------------- offloaded states
 
 
 def offloads(tmp_path) -> dict[str, str]:
@@ -339,7 +339,8 @@ def test_the_device_holds_two_buckets_of_the_state(home, tmp_path):
     peak = torch.cuda.max_memory_allocated() - held
     # The updates, 128 MiB; two rooms of 16 MiB; what Adam takes for one bucket's arithmetic.
     assert peak <= (128 + 2 * 16 + 48) << 20, peak / 2**20
-    assert torch.cuda.memory_allocated() - held <= (128 + 1) << 20
+    del updates
+    assert torch.cuda.memory_allocated() - held <= 1 << 20
 
 
 def test_offloaded_and_computed_on_the_host():
