@@ -225,6 +225,15 @@ def test_it_is_a_value_like_others(tmp_path: Path):
     assert not tx.reads_params
 
 
+@pytest.mark.filterwarnings("always:partition. no parameter has the label")
+def test_what_init_warns_of_is_said_once():
+    tx = mfx.partition({"muon": mfx.momentum(), "adamw": mfx.scale_by_adam(), "none": mfx.identity()}, LABELS)
+    with at_home("disk") as to, pytest.warns(UserWarning, match="'none'") as caught:
+        state = sharding.offload(tx, to, bucket_bytes=1).init(PARAMS)
+        del state
+    assert len(caught) == 1
+
+
 def test_around_what_is_sharded_it_goes_inside():
     layout = sharding.zero(PARAMS, 1)
     outside = sharding.offload(sharding.sharded(MUON, layout, bucket_bytes=7), "cpu", bucket_bytes=5)

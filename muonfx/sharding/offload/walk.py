@@ -19,8 +19,10 @@ from muonfx import tree
 from muonfx.core import NOTHING, Donation, Locality, Transform, identity, sum_over_leaves
 from muonfx.sharding.gathered import init_run
 from muonfx.sharding.kinds import Kind, kind_of, with_parts
-from muonfx.sharding.offload.files import nbytes_of
 from muonfx.sharding.offload.home import Home
+from muonfx.sharding.offload.making import made_by
+from muonfx.sharding.offload.near import device_of, on_device, with_numbers_on
+from muonfx.sharding.offload.stream import streamed
 from muonfx.sharding.offload.turns import Turns, cut, moves, owners_of, settled, sizes_of, spec_of
 from muonfx.sharding.offload.wrappers import wrapper_of
 from muonfx.sharding.plan.costs import Run
@@ -75,7 +77,7 @@ class Streaming(Walk):
 
     def init(self, tx: Transform, params: PyTree) -> PyTree:
         """The state of a transform, at home."""
-        given = _device_of(params)
+        given = device_of(params)
         if given.type == "meta":
             return self.near.init(tx, params)
         tx = self.resolved(tx, params)
@@ -86,7 +88,7 @@ class Streaming(Walk):
         if self._streams(tx, params):
             return super().init(tx, params)
         home = self._home_at_once
-        state = self.near.init(_unwrapped(tx), _on(home.device(given), params))
+        state = self.near.init(_unwrapped(tx), on_device(home.device(given), params))
         return settled(home, home.device(given), state, owners_of(state, params), copy=False)
 
     def init_pieces(self, tx: Transform, params: PyTree) -> PyTree:
@@ -94,14 +96,15 @@ class Streaming(Walk):
 
         The other leaves are meta tensors meanwhile, so that whatever depends on names and shapes is as always.
         """
-        leaves = tree.leaves(params)
-        named = {n: leaf for n, leaf in zip(tree.names(params), leaves, strict=True) if leaf is not None}
-        buckets = cut({name: nbytes_of(spec_of(leaf)) for name, leaf in named.items()}, self.home.bucket_bytes)
-        return self._init_by(buckets, params, lambda some: self.near.init(tx, some), outside="meta")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            shown = self.near.init(tx, tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), params))
+        buckets = cut(sizes_of(tree.names(params), shown, owners_of(shown, params)), self.home.bucket_bytes)
+        return made_by(self.home, buckets, params, lambda some: self.near.init(tx, some), outside="meta")
 
     def init_run(self, run: Run, params: PyTree) -> dict[str, PyTree]:
         """The states of the transforms of a run, made by the buckets of its plan."""
-        if _device_of(params).type == "meta":
+        if device_of(params).type == "meta":
             return super().init_run(run, params)
         plan = self.plan(run, params)
         seen: set[str] = set()
@@ -111,34 +114,7 @@ class Streaming(Walk):
             buckets.append([name for name in names if name not in seen])
             seen |= set(names)
         buckets.append(list(dict.fromkeys(share.name for share in plan.shares if share.name not in seen)))
-        return self._init_by(buckets, params, lambda some: init_run(plan, self.layout, some), outside=None)
-
-    def _init_by(
-        self,
-        buckets: Sequence[Sequence[str]],
-        params: PyTree,
-        init: Callable[[PyTree], PyTree],
-        *,
-        outside: str | None,
-    ) -> PyTree:
-        leaves, treedef = tree.flatten(params)
-        names = tree.names(params)
-        device = self.device(_device_of(params))
-        found: list[Any] = []
-        state_def: Any = None
-        for bucket in buckets:
-            some = [_only(leaf, name in bucket, device, outside) for name, leaf in zip(names, leaves, strict=True)]
-            state = init(tree.unflatten(treedef, some))
-            owners = owners_of(state, params)
-            mine = [
-                leaf if owner is None or owner in bucket else None
-                for leaf, owner in zip(tree.leaves(state), owners, strict=True)
-            ]
-            state_def = tree.flatten(state)[1]
-            state = settled(self.home, device, tree.unflatten(state_def, mine), owners, copy=False)
-            new = tree.leaves(state)
-            found = [_better(a, b) for a, b in zip(found or [None] * len(new), new, strict=True)]
-        return tree.unflatten(state_def, found)
+        return made_by(self.home, buckets, params, lambda some: init_run(plan, self.layout, some), outside=None)
 
     # ----------------------------------------------------------------------------------------------------- update
 
@@ -155,13 +131,13 @@ class Streaming(Walk):
         like = updates if params is None else params
         tx = self.resolved(tx, like)
         extras = {**extras, "sum_over_leaves": self.sum_over_leaves}
-        given = _device_of(updates, params)
+        given = device_of(updates, params)
         if self.is_unit(tx):
-            return self.stream(tx, self._runs(tx), updates, state, params, donate, extras)
+            return streamed(self.home, tx, self._runs(tx), updates, state, params, donate, extras)
         if (wrapper := wrapper_of(tx)) is not None:
             return wrapper.update(self, tx, updates, state, params, donate, extras)
         if tx.reads_params and not self._calls(tx):
-            params = _on(given, params)
+            params = on_device(given, params)
         if self._streams(tx, like):
             return super().update(tx, updates, state, params, donate, extras)
         owners = owners_of(state, like)
@@ -189,75 +165,16 @@ class Streaming(Walk):
     ) -> tuple[PyTree, dict[str, PyTree]]:
         """Update by a run."""
         if any(tx.reads_params for _, tx in run):
-            params = _on(_device_of(updates, params), params)
-        device = self.device(_device_of(updates, params))
-        run = tuple((name, _with_numbers_on(device, tx)) for name, tx in run)
+            params = on_device(device_of(updates, params), params)
+        device = self.device(device_of(updates, params))
+        run = tuple((name, with_numbers_on(device, tx)) for name, tx in run)
         return super().update_run(run, updates, state, params, donate, extras)
-
-    def stream(
-        self,
-        tx: Transform,
-        run: Callable[..., Any],
-        updates: PyTree,
-        state: PyTree,
-        params: PyTree,
-        donate: Donation,
-        extras: Mapping[str, Any],
-        *,
-        absent: bool = False,
-    ) -> tuple[PyTree, PyTree]:
-        """Update by buckets of leaves.
-
-        Args:
-            tx: the transform.
-            run: a function like its `run`.
-            updates: the whole tree of them.
-            state: the whole state.
-            params: the whole tree of them, or None.
-            donate: what is given.
-            extras: named values.
-            absent: run it also on leaves that have no update.
-        """
-        leaves, treedef = tree.flatten(updates)
-        names = tree.names(updates)
-        weights = [None] * len(leaves) if params is None else tree.leaves(params)
-        owners = owners_of(state, updates)
-        chosen = [
-            n
-            for n, leaf, w in zip(names, leaves, weights, strict=True)
-            if leaf is not None or (absent and w is not None)
-        ]
-        if absent and params is None:
-            chosen = names
-        sizes = sizes_of(chosen, state, owners)
-        device, given = self.device(_device_of(updates, params)), _device_of(updates, params)
-        far = any(w is not None and w.device != device for w in weights)
-        at_once = not any(sizes.values()) and device == given and not (far and tx.reads_params)
-        buckets = [chosen] if at_once else cut(sizes, self.home.bucket_bytes)
-        turns = Turns(self.home, given, state, owners, buckets, donate)
-        results: dict[str, Any] = {}
-        try:
-            for turn, bucket in enumerate(buckets):
-                mine = set(bucket)
-                some = [leaf if name in mine else None for name, leaf in zip(names, leaves, strict=True)]
-                values = params
-                if far and tx.reads_params:
-                    near = [
-                        w.to(device) if n in mine and w is not None else w for n, w in zip(names, weights, strict=True)
-                    ]
-                    values = tree.unflatten(treedef, near)
-                out = turns.run(turn, run, tree.unflatten(treedef, some), values, extras, may_write=donate.updates)
-                results |= {n: leaf for n, leaf in zip(names, tree.leaves(out), strict=True) if n in mine}
-        except BaseException:
-            turns.abandon()
-            raise
-        return tree.unflatten(treedef, [results.get(name) for name in names]), turns.end()
 
     def kept(self, state: PyTree, params: PyTree, donate: Donation) -> PyTree:
         """A state that does not change; a copy, where the caller goes on to own the old one."""
         if donate.state:
             return state
-        return settled(self.home, self.device(_device_of(params)), state, owners_of(state, params), copy=True)
+        return settled(self.home, self.device(device_of(params)), state, owners_of(state, params), copy=True)
 
     def require_room(self, state: PyTree, params: PyTree, donate: Donation) -> None:
         """Require the room that the next state takes beside this one.
@@ -267,7 +184,7 @@ class Streaming(Walk):
         """
         if self.home.folder is None:
             return
-        device = self.device(_device_of(params))
+        device = self.device(device_of(params))
         pairs = zip(tree.leaves(state), owners_of(state, params), strict=True)
         self.home.require(
             [
@@ -281,7 +198,7 @@ class Streaming(Walk):
 
     def _runs(self, tx: Transform) -> Callable[..., Any]:
         def run(updates: PyTree, state: PyTree, params: PyTree, *, donate: Donation = NOTHING, **extras: Any) -> Any:
-            here = _with_numbers_on(self.device(_device_of(updates, params)), tx)
+            here = with_numbers_on(self.device(device_of(updates, params)), tx)
             return self.near.update(here, updates, state, params, donate, extras)
 
         return run
@@ -294,14 +211,14 @@ class Streaming(Walk):
     def _turns_of_run(
         self, updates: PyTree, state: PyTree, buckets: Sequence[Sequence[str]], donate: Donation
     ) -> Turns:
-        return Turns(self.home, _device_of(updates), state, owners_of(state, updates), buckets, donate)
+        return Turns(self.home, device_of(updates), state, owners_of(state, updates), buckets, donate)
 
     def _streams(self, tx: Transform, like: PyTree) -> bool:
         """Whether all of a transform's state is that of others that it calls, or of single values."""
         kind = kind_of(tx)
         if kind in (Kind.CHAIN, Kind.RUN):
             return True
-        key = ("streams", id(tx), tuple(tree.names(like)))
+        key = ("streams", tree.flatten(tx)[1], tuple(tree.names(like)))
         if key not in self.derived:
             bare = with_parts(tx, lambda part: identity()) if kind is Kind.INSIDE else tx
             whole = self.global_like(like)
@@ -309,8 +226,8 @@ class Streaming(Walk):
                 warnings.simplefilter("ignore")
                 own = bare._functions[0](whole)
             owned = zip(tree.leaves(own), owners_of(own, whole), strict=True)
-            self.derived[key] = tx, not any(moves(leaf, owner) for leaf, owner in owned)
-        return self.derived[key][1]
+            self.derived[key] = not any(moves(leaf, owner) for leaf, owner in owned)
+        return self.derived[key]
 
     def _calls(self, tx: Transform) -> bool:
         return kind_of(tx) in (Kind.CHAIN, Kind.INSIDE)
@@ -334,37 +251,3 @@ def _unwrapped(tx: Transform) -> Transform:
     if kind_of(tx) is not Kind.INSIDE:
         return tx
     return with_parts(tx, lambda part: part.arguments["tx"] if part.factory is within else part)
-
-
-def _with_numbers_on(device: torch.device, tx: Transform) -> Transform:
-    """A transform whose numbers, where they are tensors, can be used on a device: those of `inject_hyperparams`."""
-    strange = [leaf for leaf in tree.tensors(tx) if leaf.device != device]
-    if not strange or device.type != "cpu":
-        return tx
-    return tree.map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, tx)
-
-
-def _device_of(*values: PyTree) -> torch.device:
-    """Where the first tensor is that is not on meta."""
-    found = [leaf.device for some in values if some is not None for leaf in tree.tensors(some)]
-    real = next((device for device in found if device.type != "meta"), None)
-    return real or (found[0] if found else torch.get_default_device())
-
-
-def _only(leaf: Any, inside: bool, device: torch.device, outside: str | None) -> Any:
-    if leaf is None:
-        return None
-    if inside:
-        return leaf.to(device)
-    return None if outside is None else torch.empty_like(leaf, device=outside)
-
-
-def _better(one: Any, other: Any) -> Any:
-    """Of what two buckets have made for one place: what is real."""
-    return other if one is None or (isinstance(one, Tensor) and one.is_meta) else one
-
-
-def _on(device: torch.device, params: PyTree) -> PyTree:
-    if params is None:
-        return None
-    return tree.map(lambda leaf: leaf.to(device), params)

@@ -14,6 +14,7 @@ import torch
 from muonfx import tree
 from muonfx.core import NOTHING, Donation, EmptyState, Locality, Transform, identity, transform
 from muonfx.sharding.kinds import with_parts
+from muonfx.sharding.offload.stream import streamed
 from muonfx.transforms.accumulate import accumulate
 from muonfx.transforms.average import master_params
 from muonfx.transforms.nonfinite import skip_nonfinite
@@ -68,8 +69,8 @@ def _accumulate(
 ) -> tuple[PyTree, PyTree]:
     """Add to the sums by buckets; what comes out when it is time is the gradient for the inner transform."""
     bare = _bare(tx)
-    combined, after = walk.stream(
-        bare, bare.run, updates, state._replace(inner=EmptyState()), params, donate, extras, absent=True
+    combined, after = streamed(
+        walk.home, bare, bare.run, updates, state._replace(inner=EmptyState()), params, donate, extras, absent=True
     )
     extras = {name: value for name, value in extras.items() if name != "boundary"}
     if int(after.count):  # host memory; not yet time
@@ -141,8 +142,8 @@ def _master(
         wide, state.inner, state.master, donate=Donation(donate.updates or fresh, donate.state), **extras
     )
     around = with_parts(tx, lambda part: _already(_Done(out)))
-    differences, after = walk.stream(
-        around, around.run, updates, state._replace(inner=EmptyState()), params, donate, extras
+    differences, after = streamed(
+        walk.home, around, around.run, updates, state._replace(inner=EmptyState()), params, donate, extras
     )
     return differences, after._replace(inner=inner)
 
