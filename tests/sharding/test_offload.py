@@ -228,9 +228,10 @@ def test_it_is_a_value_like_others(tmp_path: Path):
 @pytest.mark.filterwarnings("always:partition. no parameter has the label")
 def test_what_init_warns_of_is_said_once():
     tx = mfx.partition({"muon": mfx.momentum(), "adamw": mfx.scale_by_adam(), "none": mfx.identity()}, LABELS)
-    with at_home("disk") as to, pytest.warns(UserWarning, match="'none'") as caught:
-        state = sharding.offload(tx, to, bucket_bytes=1).init(PARAMS)
-        del state
+    with at_home("disk") as to:
+        away = sharding.offload(tx, to, bucket_bytes=1)
+        with pytest.warns(UserWarning, match="'none'") as caught:
+            away.init(PARAMS)
     assert len(caught) == 1
 
 
