@@ -24,7 +24,7 @@ from muonfx.sharding.layouts import from_dtensors
 from muonfx.sharding.messages import collective
 from muonfx.sharding.plan.plan import Settings
 from muonfx.sharding.state import Held, about, dressed, dressed_leaf, interval_of, logical_leaf
-from muonfx.sharding.transform import advance, introduce, meet, sharded, walk_of
+from muonfx.sharding.transform import advance, begin, introduce, sharded, walk_of
 from muonfx.sharding.walk import Walk
 from muonfx.tree import PyTree
 
@@ -74,7 +74,7 @@ class SteppingOverRanks(Stepping):
     def init(self, params: Mapping[str, Tensor], groups: Sequence[Mapping[str, Any]]) -> PyTree:
         """Make the state of local tensors, once the ranks have found that they mean the same."""
         local = {name: local_of(param) for name, param in params.items()}
-        state = meet(self.walk, self.tx, local)
+        state = begin(self.walk, self.tx, local)
         self._device = tree.device_of(local)
         self._like = self.walk.global_like(local)
         self._about = about(self.walk, self.tx, self._like)

@@ -7,6 +7,7 @@ which gives the same update. See the page "Sharding" of the documentation.
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Buffer, Layout
 from muonfx.sharding.layouts import flat, from_dtensors, replicated, zero
+from muonfx.sharding.offload import offload
 from muonfx.sharding.pieces import Piece
 from muonfx.sharding.plan.plan import Machine
 from muonfx.sharding.planning import Plan, plan_for
@@ -25,6 +26,8 @@ __all__ = [
     # the same update
     "sharded",
     "ShardingError",
+    # where the state lies
+    "offload",
     # who computes what
     "plan_for",
     "Plan",

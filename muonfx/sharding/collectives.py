@@ -11,12 +11,13 @@ from torch import Tensor
 
 from muonfx import elementwise as ew
 from muonfx import tree
-from muonfx.sharding.agreement import agree
+from muonfx.sharding.alike import DTYPES, agree_on_leaves
 from muonfx.sharding.errors import ShardingError
-from muonfx.sharding.layout import Layout, local_of
+from muonfx.sharding.layout import Layout, is_dtensor, local_of
 from muonfx.sharding.layouts import equal_cut
 from muonfx.sharding.messages import Exchange
 from muonfx.sharding.pieces import part
+from muonfx.sharding.placed import check_pieces
 from muonfx.tree import PyTree
 
 __all__ = ["gathered", "reduce_scattered"]
@@ -35,20 +36,25 @@ def gathered(
 ) -> PyTree:
     """Make whole leaves of local ones, of all or of some names."""
     _check_op(op)
+    problem: Exception | None = None
+    try:
+        check_pieces(layout, local)
+        if unknown := sorted(set(names or ()) - set(tree.names(local))):
+            raise ShardingError(f"names: {unknown[0]!r} is no leaf of the tree")
+    except (TypeError, ShardingError) as error:
+        problem = error
+    there = _there(layout, local, problem)
     leaves, treedef = tree.flatten(local)
     every = tree.names(local)
+    for name, leaf, code in zip(every, leaves, there, strict=True):
+        if (leaf is None) != (code == 0):
+            raise ShardingError(f"{name!r} is None on some ranks only: a whole tensor needs the pieces of all")
     chosen = [
         place for place, leaf in enumerate(leaves) if leaf is not None and (names is None or every[place] in names)
     ]
-    if unknown := sorted(set(names or ()) - set(every)):
-        raise ShardingError(f"names: {unknown[0]!r} is no leaf of the tree")
-    mine = [local_of(leaves[place]) for place in chosen]
+    # Through to_local() a gradient finds its way back to a DTensor.
+    mine = [leaves[i].to_local() if differentiable and is_dtensor(leaves[i]) else local_of(leaves[i]) for i in chosen]
     labels = [every[place] for place in chosen]
-    for name, leaf in zip(labels, mine, strict=True):
-        if not layout.piece(name).fits(leaf):
-            raise ShardingError(
-                f"{name!r} has shape {tuple(leaf.shape)}, this rank's piece of it has {layout.piece(name).shape}"
-            )
     if differentiable and torch.is_grad_enabled():
         wholes = list(_Gather.apply(layout, labels, op, bucket_bytes, *mine))
     else:
@@ -56,6 +62,15 @@ def gathered(
     for place, whole in zip(chosen, wholes, strict=True):
         leaves[place] = whole
     return tree.unflatten(treedef, leaves)
+
+
+def _there(layout: Layout, values: PyTree, problem: Exception | None) -> list[int]:
+    """Which leaves are there on any rank, by a code of their dtype; the same on all ranks."""
+    if layout.group is not None and layout.size > 1:
+        return agree_on_leaves(values, layout, problem)[0]
+    if problem is not None:
+        raise problem
+    return [0 if leaf is None else 1 + DTYPES.index(leaf.dtype) for leaf in tree.leaves(values)]
 
 
 @torch.no_grad()
@@ -108,23 +123,18 @@ def reduce_scattered(layout: Layout, grads: PyTree, op: str, bucket_bytes: int) 
     names = tree.names(grads)
     problem: Exception | None = None
     for name, leaf in zip(names, leaves, strict=True):
-        if leaf is not None and tuple(leaf.shape) != layout.piece(name).shape and name not in layout.names:
+        if name not in layout.names:
             problem = ShardingError(f"{name!r} is no parameter of {layout!r}")
         elif leaf is not None and tuple(leaf.shape) != layout._specs[name].shape:
             problem = ShardingError(
                 f"the gradient of {name!r} has shape {tuple(leaf.shape)}, the parameter {layout._specs[name].shape}: "
                 "reduce_scatter takes whole gradients"
             )
-    if layout.group is not None:
-        anywhere = agree([int(leaf is not None) for leaf in leaves], layout.group, problem)
-    elif problem is None:
-        anywhere = [int(leaf is not None) for leaf in leaves]
-    else:
-        raise problem
+    there = _there(layout, grads, problem)
     device = tree.device_of(grads)
-    places = [place for place, there in enumerate(anywhere) if there]
+    places = [place for place, code in enumerate(there) if code]
     full = [
-        torch.zeros(layout._specs[names[place]].shape, dtype=layout._specs[names[place]].dtype, device=device)
+        torch.zeros(layout._specs[names[place]].shape, dtype=DTYPES[there[place] - 1], device=device)
         if leaves[place] is None
         else leaves[place].detach()
         for place in places
@@ -137,7 +147,8 @@ def reduce_scattered(layout: Layout, grads: PyTree, op: str, bucket_bytes: int) 
 
 @torch.no_grad()
 def _reduce(layout: Layout, names: Sequence[str], full: list[Tensor], op: str, bucket_bytes: int) -> list[Tensor]:
-    if all(len(ranks) == layout.size for name in names for ranks in layout.holders(name).values()) and layout.size > 1:
+    held = [ranks for name in names for ranks in layout.holders(name).values()]
+    if held and all(len(ranks) == layout.size for ranks in held) and layout.size > 1:
         # All ranks want all: reduce to equal parts, and gather these.
         cut = equal_cut(layout, names)
         return _gather(cut, names, _reduce(cut, names, full, op, bucket_bytes), bucket_bytes)

@@ -5,7 +5,8 @@ While the matrices of one bucket are computed, those of the next are on their wa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Donation, Transform, chain
+from muonfx.sharding.belonging import owners_of
 from muonfx.sharding.gram import Slab, orthogonalize_slabs, slab_of
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.messages import Exchange, copied
@@ -24,11 +26,12 @@ from muonfx.tree import PyTree
 __all__ = ["init_run", "update_run"]
 
 
-def init_run(plan: RunPlan, layout: Layout, params: PyTree) -> PyTree:
+def init_run(plan: RunPlan, run: Sequence[tuple[str, Transform]], layout: Layout, params: PyTree) -> PyTree:
     """The state of a run: at the owner of a share that of its matrices, elsewhere None.
 
     Args:
         plan: who owns what.
+        run: the transforms, with the numbers of now.
         layout: who holds what.
         params: local tensors; meta ones are not exchanged.
     """
@@ -36,7 +39,7 @@ def init_run(plan: RunPlan, layout: Layout, params: PyTree) -> PyTree:
     names = tree.names(params)
     mine = [share for share in plan.shares if share.owner in (None, layout.rank)]
     by_name = dict(zip(names, leaves, strict=True))
-    reads = any(tx.reads_params for _, tx in plan.run)
+    reads = any(tx.reads_params for _, tx in run)
     on_meta = any(leaf.is_meta for leaf in leaves if leaf is not None)
     given: dict[str, Tensor] = {}
     if reads and not on_meta:
@@ -47,12 +50,28 @@ def init_run(plan: RunPlan, layout: Layout, params: PyTree) -> PyTree:
         for share in mine:
             if (like := by_name[share.name]) is not None:
                 given[share.name] = torch.zeros((), dtype=like.dtype, device=like.device).expand(share.shape)
-    return transform_of(plan)._functions[0](tree.unflatten(treedef, [given.get(name) for name in names]))
+    tx = chain(*run)
+    state = tx._functions[0](tree.unflatten(treedef, [given.get(name) for name in names]))
+    return _completed(state, tx, plan, params)
 
 
-def transform_of(plan: RunPlan, run: Sequence[tuple[str, Transform]] | None = None) -> Transform:
-    """The transforms of a run as a chain."""
-    return chain(*(plan.run if run is None else run))
+def _completed(state: PyTree, tx: Transform, plan: RunPlan, params: PyTree) -> PyTree:
+    """A state with the structure that it has where everything is there: a record of a parameter is one of None."""
+    shapes: dict[str, tuple[int, ...]] = {share.name: share.shape for share in plan.shares}
+    leaves, treedef = tree.flatten(params)
+    meta = [
+        None
+        if leaf is None
+        else torch.empty(shapes[name] if name in shapes else tuple(leaf.shape), dtype=leaf.dtype, device="meta")
+        for name, leaf in zip(tree.names(params), leaves, strict=True)
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        whole = tx._functions[0](tree.unflatten(treedef, meta))
+    if tree.flatten(whole)[1] == tree.flatten(state)[1]:
+        return state
+    found = dict(zip(tree.paths(state), tree.leaves(state), strict=True))
+    return tree.unflatten(tree.flatten(whole)[1], [found.get(path) for path in tree.paths(whole)])
 
 
 def update_run(
@@ -64,6 +83,7 @@ def update_run(
     params: PyTree,
     donate: Donation,
     extras: Mapping[str, Any],
+    turns: Callable[..., Any] | None = None,
 ) -> tuple[PyTree, PyTree]:
     """Update by a run; all ranks of the layout must call it together, with the same leaves present.
 
@@ -76,8 +96,10 @@ def update_run(
         params: local tensors, for a run that reads them.
         donate: what may be overwritten.
         extras: named values for the transforms.
+        turns: ``(updates, state, buckets, donate)``, with the names of each bucket's parameters that this rank owns,
+            makes what brings the state in by buckets; None: it is there.
     """
-    tx = transform_of(plan, run)
+    tx = chain(*run)
     treedef = tree.flatten(updates)[1]
     names = tree.names(updates)
     local = dict(zip(names, tree.leaves(updates), strict=True))
@@ -90,32 +112,40 @@ def update_run(
     ]
     results = _Results(layout, local)
     _update_spread(plan, run, layout, local, results)
-    counters = _Counters(state, updates) if len(buckets) > 1 else None
+    if turns is None:
+        by_turns: Any = _There(state, updates, len(buckets), donate)
+    else:
+        mine = [[share.name for share in shares if share.owner in (None, layout.rank)] for shares in buckets]
+        by_turns = turns(updates, state, mine, donate)
     ahead = _begin(plan, layout, buckets[0], local, weights) if buckets else None
     before: _Going | None = None
-    for turn, shares in enumerate(buckets or [[]]):
-        given, values = ({}, {}) if ahead is None else (ahead[0].wait(), ahead[1].wait() if ahead[1] else {})
-        fresh = ahead is None or ahead[0].is_fresh
-        ahead = _begin(plan, layout, buckets[turn + 1], local, weights) if turn + 1 < len(buckets) else None
-        if counters is not None:
-            state = counters.restored(state, copy=donate.state and turn + 1 < len(buckets))
-        out, state = tx.run(
-            tree.unflatten(treedef, [given.get(name) for name in names]),
-            state,
-            tree.unflatten(treedef, [values.get(name) for name in names]) if reads else None,
-            donate=Donation(donate.updates or fresh, donate.state),
-            **extras,
-        )
-        done = dict(zip(names, tree.leaves(out), strict=True))
-        del given, values, out
-        after = _Going(plan, layout, shares, done, results)
-        del done
-        if before is not None:
-            before.wait()
-        before = after
+    try:
+        for turn, shares in enumerate(buckets or [[]]):
+            given, values = ({}, {}) if ahead is None else (ahead[0].wait(), ahead[1].wait() if ahead[1] else {})
+            fresh = ahead is None or ahead[0].is_fresh
+            ahead = _begin(plan, layout, buckets[turn + 1], local, weights) if turn + 1 < len(buckets) else None
+            out = by_turns.run(
+                turn,
+                tx.run,
+                tree.unflatten(treedef, [given.get(name) for name in names]),
+                by_turns.near(tree.unflatten(treedef, [values.get(name) for name in names])) if reads else None,
+                extras,
+                may_write=donate.updates or fresh,
+            )
+            done = dict(zip(names, tree.leaves(out), strict=True))
+            del given, values, out
+            after = _Going(plan, layout, shares, done, results)
+            del done
+            if before is not None:
+                before.wait()
+            before = after
+    except BaseException:
+        by_turns.abandon()
+        raise
     if before is not None:
         before.wait()
-    return tree.unflatten(treedef, [None if local[name] is None else results.of[name] for name in names]), state
+    out = tree.unflatten(treedef, [None if local[name] is None else results.of[name] for name in names])
+    return out, by_turns.end()
 
 
 def _update_spread(
@@ -163,24 +193,42 @@ def _begin(
     )
 
 
-class _Counters:
-    """The leaves of a state that belong to no parameter: each of several buckets starts from the same ones."""
+class _There:
+    """A state that is where it is needed: each of several buckets starts from the same counters.
 
-    def __init__(self, state: PyTree, params: PyTree) -> None:
-        ends = set(tree.paths(params))
-        depths = {len(end) for end in ends}
+    A counter is a leaf that belongs to no parameter.
+    """
+
+    def __init__(self, state: PyTree, params: PyTree, turns: int, donate: Donation) -> None:
+        self._state, self._donate, self._last = state, donate, max(turns, 1) - 1
         self._old = tree.leaves(state)
-        self._shared = [
-            place for place, path in enumerate(tree.paths(state)) if not any(path[-n:] in ends for n in depths if n)
-        ]
+        self._counters: list[int] = []
+        if turns > 1:
+            self._counters = [place for place, owner in enumerate(owners_of(state, params)) if owner is None]
 
-    def restored(self, state: PyTree, *, copy: bool) -> PyTree:
-        """A state with the old counters; copies, where they may be overwritten and are needed again."""
-        leaves, treedef = tree.flatten(state)
-        for place in self._shared:
+    def run(
+        self, turn: int, tx: Any, updates: PyTree, params: PyTree, extras: Mapping[str, Any], *, may_write: bool
+    ) -> PyTree:
+        """Update one bucket, with the counters as they were; with copies, where they may be overwritten too early."""
+        leaves, treedef = tree.flatten(self._state)
+        for place in self._counters:
             old = self._old[place]
-            leaves[place] = old.clone() if copy and isinstance(old, Tensor) else old
-        return tree.unflatten(treedef, leaves)
+            again = self._donate.state and turn < self._last
+            leaves[place] = old.clone() if again and isinstance(old, Tensor) else old
+        state = tree.unflatten(treedef, leaves)
+        out, self._state = tx(updates, state, params, donate=Donation(may_write, self._donate.state), **extras)
+        return out
+
+    def near(self, values: PyTree) -> PyTree:
+        """Values where the transform computes."""
+        return values
+
+    def end(self) -> PyTree:
+        """The next state."""
+        return self._state
+
+    def abandon(self) -> None:
+        """Do nothing: nothing is under way."""
 
 
 class _Coming:
@@ -338,7 +386,9 @@ class _Results:
         """Take a result that was computed here for here."""
         like = self.like(share.name)
         if share.numel == like.numel():
-            self.of[share.name] = result.reshape(like.shape).to(like.dtype)
+            straight = result.reshape(like.shape).to(like.dtype)
+            # What is passed on unchanged is the very same tensor, so that nobody takes it for a new one to write to.
+            self.of[share.name] = like if straight.data_ptr() == like.data_ptr() and like.numel() else straight
         else:
             windows = self.windows(share, share.piece.boxes)
             copied([share.piece.window(share.local(result), box) for box in share.piece.boxes], windows)

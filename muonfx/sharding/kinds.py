@@ -12,10 +12,13 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any, cast
 
+from muonfx import tree
 from muonfx.core import Locality, Transform, chain_entries
+from muonfx.partition import masked, partition
 from muonfx.recorded import Recorded
+from muonfx.tree import PyTree
 
-__all__ = ["Kind", "groups_of", "kind_of", "planned_as", "with_parts"]
+__all__ = ["Kind", "groups_of", "kind_of", "planned_as", "resolved_within", "with_parts"]
 
 
 class Kind(Enum):
@@ -55,7 +58,9 @@ def planned_as(tx: Transform) -> Transform:
     return cast("Transform", tx._parts[0]) if getattr(tx.factory, "many_of_one", False) else tx
 
 
-def groups_of(entries: dict[str, Transform]) -> list[list[tuple[str, Transform]]]:
+def groups_of(
+    entries: dict[str, Transform], kind: Callable[[Transform], Kind] = kind_of
+) -> list[list[tuple[str, Transform]]]:
     """Cut the transforms of a chain, resolved, into runs that go to an owner together, and single others.
 
     >>> import muonfx as mfx
@@ -65,11 +70,35 @@ def groups_of(entries: dict[str, Transform]) -> list[list[tuple[str, Transform]]
     """
     groups: list[list[tuple[str, Transform]]] = []
     for name, tx in entries.items():
-        if groups and kind_of(tx) is Kind.RUN and kind_of(groups[-1][-1][1]) is Kind.RUN:
+        if groups and kind(tx) is Kind.RUN and kind(groups[-1][-1][1]) is Kind.RUN:
             groups[-1].append((name, tx))
         else:
             groups.append([(name, tx)])
     return groups
+
+
+def resolved_within(tx: Transform, params: PyTree) -> Transform:
+    """A transform with all decided that names and shapes decide, also by those that it calls.
+
+    For one that is done as a whole on some of the leaves, where those within would see the others as None.
+    """
+    tx = tx.resolve(params)
+    if not any(isinstance(part, Transform) for part in tx._parts):
+        return tx
+    named = dict(zip(tree.names(params), tree.leaves(params), strict=True))
+    if tx.factory is partition:
+        labels, parts = tx.arguments["labels"], tx.arguments["transforms"]
+        return tx.replace(
+            transforms={
+                label: resolved_within(part, {name: leaf for name, leaf in named.items() if labels[name] == label})
+                for label, part in parts.items()
+            }
+        )
+    if tx.factory is masked:
+        mask = tx.arguments["mask"]
+        inner = {name: leaf for name, leaf in named.items() if mask[name]}
+        return tx.replace(inner=resolved_within(tx.arguments["inner"], inner))
+    return with_parts(tx, lambda part: resolved_within(part, params))
 
 
 def with_parts(tx: Transform, function: Callable[[Transform], Transform]) -> Any:

@@ -112,13 +112,23 @@ class Layout:
         """The layout for some parameters: itself where it knows them, else the one in which every rank has all."""
         if self.specs is not None:
             return self
-        specs = specs_of(params)
-        for known in self.derived.get("of", ()):  # a tree in which some gradients are None is of the same parameters
-            if all(name in known.specs and known.specs[name].shape == spec.shape for name, spec in specs.items()):
-                return known
+        specs, names = specs_of(params), tuple(tree.names(params))
+        known: list[tuple[tuple[str, ...], Layout]] = self.derived.setdefault("of", [])
+        for same in (_same_specs, _same_shapes):  # a gradient may have another dtype than its parameter
+            for theirs, layout in known:
+                if theirs == names and same(layout._specs, specs):
+                    return layout
+        for _, layout in known:  # some gradients of a tree are None, or some of its leaves are looked at
+            if _same_shapes(layout._specs, specs):
+                return layout
+        if len(specs) < len(names):
+            absent = next(name for name in names if name not in specs)
+            raise ShardingError(
+                f"{self!r} has not met {absent!r}, which is None here: use layout.of(params), or init the state first"
+            )
         pieces = {name: (Piece.whole(spec.shape),) * self.size for name, spec in specs.items()}
         made = replace(self, specs=specs, pieces=pieces, derived={})
-        self.derived.setdefault("of", []).append(made)
+        known.append((names, made))
         return made
 
     def piece(self, name: str, rank: int | None = None) -> Piece:
@@ -277,11 +287,22 @@ class Layout:
 
         return _by_name(logical, at)
 
-    def dressed(self, local: PyTree) -> PyTree:
-        """A local tree with DTensors in the place of local tensors of parameters that are DTensors."""
-        return _by_name(
-            local, lambda name, leaf: as_dtensor(leaf, self.dtensors[name]) if name in self.dtensors else leaf
-        )
+    def dressed(self, local: PyTree, like: PyTree = None) -> PyTree:
+        """A local tree with DTensors in the place of local tensors of parameters that are DTensors.
+
+        Args:
+            local: the tree.
+            like: DTensors: one whose local tensor is a leaf takes its place itself.
+        """
+        given = {} if like is None else dict(zip(tree.names(like), tree.leaves(like), strict=True))
+
+        def at(name: str, leaf: Tensor) -> Any:
+            if name not in self.dtensors:
+                return leaf
+            same: Any = given.get(name)
+            return same if is_dtensor(same) and same._local_tensor is leaf else as_dtensor(leaf, self.dtensors[name])
+
+        return _by_name(local, at)
 
     def described(self, name: str, leaf: Tensor) -> Any:
         """One leaf of `logical`."""
@@ -297,6 +318,13 @@ def as_dtensor(local: Tensor, spec: Any) -> Any:
     """A local tensor as the DTensor that a spec describes."""
     from torch.distributed.tensor import DTensor
 
+    if local.device.type not in (spec.mesh.device_type, "meta"):
+        # Offloaded: from_local would bring it to the mesh's devices.
+        from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+        about = TensorMeta(torch.Size(spec.shape), spec.stride, local.dtype)
+        made: Any = DTensor
+        return made(local, DTensorSpec(spec.mesh, spec.placements, tensor_meta=about), requires_grad=False)
     return DTensor.from_local(local, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride)
 
 
@@ -318,6 +346,14 @@ def specs_of(params: PyTree) -> dict[str, Spec]:
     """
     named = zip(tree.names(params), tree.leaves(params), strict=True)
     return {name: Spec(tuple(leaf.shape), leaf.dtype) for name, leaf in named if leaf is not None}
+
+
+def _same_specs(known: Mapping[str, Spec], specs: Mapping[str, Spec]) -> bool:
+    return all(known.get(name) == spec for name, spec in specs.items())
+
+
+def _same_shapes(known: Mapping[str, Spec], specs: Mapping[str, Spec]) -> bool:
+    return all(name in known and known[name].shape == spec.shape for name, spec in specs.items())
 
 
 def _by_name(values: PyTree, function: Callable[[str, Any], Any]) -> PyTree:

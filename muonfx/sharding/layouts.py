@@ -175,6 +175,8 @@ def from_dtensors(params: PyTree, group: dist.ProcessGroup | None = None) -> Lay
         else:
             pieces[name] = (Piece.whole(spec.shape),) * len(ranks)
     rank = dist.get_rank(group)
+    if rank < 0:
+        raise ShardingError(f"this process is not among the ranks {ranks} of the parameters' meshes")
     derived: dict[Any, Any] = {}
     if len({_ranks_of(spec.mesh) for spec in dtensors.values()}) > 1:
         pieces, derived[ALIKE] = _each_by_its_own(pieces, {n: _ranks_of(s.mesh) for n, s in dtensors.items()}, group)

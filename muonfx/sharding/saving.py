@@ -9,6 +9,7 @@ import torch
 from muonfx.core import Transform
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout
+from muonfx.sharding.offload.transform import home_of, inner_of
 from muonfx.sharding.state import local_state, logical_state
 from muonfx.sharding.transform import Sharded, settings_of, walk_of
 from muonfx.sharding.walk import Walk
@@ -77,13 +78,13 @@ def _met(tx: Transform, params: PyTree) -> tuple[Walk, Transform, Any]:
     if params is not None:
         layout = layout.of(params)
     elif layout.specs is None:
-        known: list[Layout] = layout.derived.get("of", [])
+        known = [bound for _, bound in layout.derived.get("of", [])]
         if len(known) != 1:
             raise ShardingError("params: a replicated layout has to be told which parameters are meant")
         layout = known[0]
-    walk = walk_of(layout, settings_of(tx))
-    like = params if params is not None else walk.like
+    walk = walk_of(layout, settings_of(tx), home_of(tx.arguments["tx"]))
+    like = params if params is not None else walk.likes.get(id(inner_of(tx.arguments["tx"])._context))
     if like is None:
         specs = layout._specs
         like = {n: torch.empty(layout.piece(n).shape, dtype=specs[n].dtype, device="meta") for n in specs}
-    return walk, tx.arguments["tx"], like
+    return walk, inner_of(tx.arguments["tx"]), like

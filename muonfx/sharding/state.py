@@ -16,6 +16,7 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.checkpoint import FlatPiece
 from muonfx.core import Locality, Transform, chain_entries, transform
+from muonfx.sharding.belonging import owners_of
 from muonfx.sharding.kinds import Kind, kind_of, with_parts
 from muonfx.sharding.layout import as_dtensor, is_dtensor, local_of
 from muonfx.sharding.owned import at_owner, like_parameter
@@ -131,7 +132,7 @@ def _by_name(plan: RunPlan) -> dict[str, tuple[Share, ...]]:
 
 
 def _described(walk: Walk, state: PyTree, params: PyTree, plan: RunPlan | None = None) -> PyTree:
-    """A leaf belongs to the parameter whose path ends its own; a piece of one has its shape too.
+    """Say of each leaf which parameter it belongs to; a piece of one has its shape too.
 
     Args:
         walk: the layout and its plans.
@@ -140,15 +141,14 @@ def _described(walk: Walk, state: PyTree, params: PyTree, plan: RunPlan | None =
         plan: who owns what, where the state lies at owners.
     """
     shares = None if plan is None else _by_name(plan)
-    ends = dict(zip(tree.paths(params), zip(tree.names(params), tree.leaves(params), strict=True), strict=True))
-    depths = sorted({len(end) for end in ends}, reverse=True)
+    by_name = dict(zip(tree.names(params), tree.leaves(params), strict=True))
     leaves, treedef = tree.flatten(state)
     described: list[Any] = []
-    for path, leaf in zip(tree.paths(state), leaves, strict=True):
+    for owner, leaf in zip(owners_of(state, params) if by_name else [None] * len(leaves), leaves, strict=True):
         if not isinstance(leaf, Tensor):
             described.append(leaf)
             continue
-        name, param = next((ends[path[-n:]] for n in depths if path[-n:] in ends), (None, None))
+        name, param = owner, None if owner is None else by_name[owner]
         owned = shares is not None and name is not None
         if not owned and param is not None and leaf.shape != param.shape:
             name = None

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import hashlib
-import zlib
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from muonfx import checks, tree
-from muonfx.core import NOTHING, Donation, Locality, Transform, _apart
-from muonfx.polar import compute_dtype
-from muonfx.polar.hardware import settle_cpu_bf16
-from muonfx.recorded import make_factory, parts_of
-from muonfx.sharding.agreement import agree, compare
-from muonfx.sharding.errors import ShardingError
+from muonfx import tree
+from muonfx.core import NOTHING, Donation, Locality, Transform, _apart, _overlaps
+from muonfx.recorded import make_factory
+from muonfx.sharding.agreement import agree
 from muonfx.sharding.layout import Layout, is_dtensor, local_of
-from muonfx.sharding.layouts import ALIKE
+from muonfx.sharding.meeting import meet
+from muonfx.sharding.offload.home import Home
+from muonfx.sharding.offload.transform import home_of, inner_of
+from muonfx.sharding.offload.walk import Streaming
 from muonfx.sharding.plan.plan import Machine, Settings
 from muonfx.sharding.state import bare, dressed
+from muonfx.sharding.steps import agreed_updates
 from muonfx.sharding.walk import Walk
 from muonfx.tree import PyTree
 
-__all__ = ["Sharded", "sharded"]
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+__all__ = ["Sharded", "advance", "begin", "introduce", "settings_of", "sharded", "walk_of"]
 
 
 class Sharded(Transform):
@@ -70,8 +66,7 @@ class Sharded(Transform):
                 unless a rank is gone.
         """
         given = Donation.of(donate)
-        out, new_state = self._functions[1](updates, state, params, donate=given, check=True, **extras)
-        return out, new_state if given.state else _apart(new_state, state)
+        return self._functions[1](updates, state, params, donate=given, check=True, **extras)
 
 
 def _factory(constructor: Any) -> Any:
@@ -141,14 +136,24 @@ def sharded(
     if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
         raise ValueError(f"bucket_bytes: found {bucket_bytes!r}, expected an int of 1 or more")
     settings = Settings(replicas, bucket_bytes, exchange_dtype, machine, gram)
+    if exchange_dtype is not None and not (
+        isinstance(exchange_dtype, torch.dtype) and exchange_dtype.is_floating_point
+    ):
+        raise ValueError(f"exchange_dtype: found {exchange_dtype!r}, expected a floating-point torch.dtype or None")
+    if machine is not None and not isinstance(machine, Machine):
+        raise TypeError(f"machine: found {machine!r}, expected a muonfx.sharding.Machine or None")
+    if not isinstance(gram, bool):
+        raise TypeError(f"gram: found {gram!r}, expected True or False")
+    inner, home = inner_of(tx), home_of(tx)
 
     def init(params: PyTree) -> PyTree:
-        walk = walk_of(layout.of(params), settings)
+        walk = walk_of(layout.of(params), settings, home)
         local = tree.map(local_of, params)
-        if all(leaf is None or leaf.is_meta for leaf in tree.leaves(local)):
-            return walk.init(tx, local)
-        state = meet(walk, tx, local)
-        return dressed(walk, tx, params, state) if walk.layout.dtensors else state
+        present = [leaf for leaf in tree.leaves(local) if leaf is not None]
+        if present and all(leaf.is_meta for leaf in present):
+            return walk.init(inner, local)
+        state = begin(walk, inner, params)
+        return dressed(walk, inner, params, state) if walk.layout.dtensors else state
 
     @torch.no_grad()
     def update(
@@ -160,17 +165,35 @@ def sharded(
         check: bool = False,
         **extras: Any,
     ) -> tuple[PyTree, PyTree]:
-        walk = walk_of(layout.of(updates if params is None else params), settings)
-        wears = any(is_dtensor(leaf) for values in (updates, params) for leaf in tree.leaves(values))
-        own = bare(walk, tx, updates if params is None else params, state)
-        out, after = advance(
-            walk, tx, updates, own, tree.map(local_of, params), donate=donate, extras=extras, check=check
-        )
-        if not wears:
+        like = updates if params is None else params
+        walk = walk_of(layout.of(like), settings, home)
+        own = bare(walk, inner, like, state)
+        out, after = advance(walk, inner, updates, own, params, donate=donate, extras=extras, check=check)
+        if check and not donate.state:
+            after = _apart(after, own)
+        if not any(is_dtensor(leaf) for values in (updates, params) for leaf in tree.leaves(values)):
             return out, after
-        return walk.layout.dressed(out), dressed(walk, tx, updates, after)
+        return walk.layout.dressed(out, updates), dressed(walk, inner, updates, after)
 
-    return init, update
+    # Collectives among processes are nothing that a graph could hold.
+    return torch.compiler.disable(init), torch.compiler.disable(update)
+
+
+def begin(walk: Walk, tx: Transform, params: PyTree) -> PyTree:
+    """Compare chains, parameters and layouts between ranks, and make the state of local tensors; on all or on none."""
+    meet(walk, tx, params)
+    problem: OSError | None = None
+    state: PyTree = None
+    try:
+        state = walk.init(tx, tree.map(local_of, params))
+    except OSError as error:  # of a home on disk
+        problem = error
+    if not isinstance(walk, Streaming) or walk.layout.group is None or walk.layout.size == 1:
+        if problem is not None:
+            raise problem
+        return state
+    agree([], walk.layout.group, problem)
+    return state
 
 
 def advance(
@@ -185,24 +208,24 @@ def advance(
     check: bool = False,
     problem: Exception | None = None,
 ) -> tuple[PyTree, PyTree]:
-    """One step on local tensors; the updates only may be DTensors. What is wrong on one rank is raised on all.
+    """One step on local tensors; updates and parameters may be DTensors. What is wrong on one rank is raised on all.
 
     Args:
         walk: the layout and its plans.
         tx: the transform, with the numbers of now.
-        updates: local gradients.
+        updates: gradients.
         state: of local tensors.
-        params: local parameters.
+        params: parameters.
         donate: what may be overwritten.
         extras: named values for the transforms.
         check: whether to look at the trees first, which takes time.
         problem: what the caller has found to be wrong on this rank.
     """
-    given = _placed(walk.layout, updates)
-    local = tree.map(local_of, given)
-    _meet(walk, tx, local if params is None else params)
-    local = _agreed(walk, tx, local, state, params, extras, check=check, problem=problem)
-    return walk.update(tx, local, state, params, donate, extras)
+    meet(walk, tx, updates if params is None else params)
+    if donate.updates and any(_overlaps(leaf) for leaf in map(local_of, tree.leaves(updates)) if leaf is not None):
+        donate = donate._replace(updates=False)  # an expanded gradient has no storage of its own to reuse
+    local = agreed_updates(walk, tx, updates, state, params, donate=donate, extras=extras, check=check, problem=problem)
+    return walk.update(tx, local, state, tree.map(local_of, params), donate, extras)
 
 
 def introduce(walk: Walk, tx: Transform) -> None:
@@ -210,195 +233,14 @@ def introduce(walk: Walk, tx: Transform) -> None:
     walk.met.setdefault(id(tx._context), tx._context)
 
 
-def meet(walk: Walk, tx: Transform, local: PyTree) -> PyTree:
-    """Compare chains, parameters and layouts between ranks, and make the state of local tensors."""
-    _meet(walk, tx, local)
-    return walk.init(tx, local)
-
-
 def settings_of(tx: Sharded) -> Settings:
     """What the caller of `sharded` has chosen."""
     return Settings(*(tx.arguments[name] for name in Settings._fields))
 
 
-def walk_of(layout: Layout, settings: Settings) -> Walk:
-    """The walk of a layout with some settings; there is one."""
-    key = ("walk", settings)
+def walk_of(layout: Layout, settings: Settings, home: Home | None = None) -> Walk:
+    """The walk of a layout with some settings, and with the state at some home; there is one."""
+    key = ("walk", settings, home)
     if key not in layout.derived:
-        layout.derived[key] = Walk(layout, settings)
+        layout.derived[key] = Walk(layout, settings) if home is None else Streaming(layout, settings, home=home)
     return layout.derived[key]
-
-
-def _meet(walk: Walk, tx: Transform, local: PyTree) -> None:
-    """Require, once, that all ranks have the same chain, parameters and layout; settle what "auto" stands for."""
-    layout = walk.layout
-    key = id(tx._context)
-    if key in walk.met:
-        return
-    problem: Exception | None = None
-    try:
-        checks.check_params(local)
-        _check_pieces(layout, local)
-    except (TypeError, ValueError, ShardingError) as error:
-        problem = error
-    if layout.size > 1 and layout.group is None:
-        raise ShardingError(f"{layout!r} has no process group: it is only to look at and to plan with")
-    device = tree.device_of(local)
-    fastest = compute_dtype(torch.float32, device)
-    if layout.group is not None and layout.size > 1:
-        said = compare(
-            {
-                "chains": repr(tx),
-                "parameters": {name: f"{spec.shape} {spec.dtype}" for name, spec in layout._specs.items()},
-                "layouts": _digest(layout),
-                "kinds of device": device.type,
-                "settings": repr(walk.settings),
-                "own dtype": fastest,
-                "own sums of bits": _sums_of_bits(layout, local),
-            },
-            layout.group,
-            problem,
-        )
-        _check_alike(layout, [theirs["own sums of bits"] for theirs in said])
-        dtypes = [theirs["own dtype"] for theirs in said]
-        if len(set(dtypes)) > 1:
-            # On CPUs it is a measurement, which may come out differently: fp32 suits all.
-            if device.type != "cpu":
-                raise ShardingError(
-                    f"the ranks' devices compute in different dtypes, {dtypes}: give orthogonalize a dtype"
-                )
-            settle_cpu_bf16(False)
-            fastest = torch.float32
-    elif problem is not None:
-        raise problem
-    walk.compute = fastest
-    walk.like = tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), local)
-    walk.met[key] = tx._context  # kept, so that no other can have its id
-
-
-def _sums_of_bits(layout: Layout, local: PyTree) -> dict[str, int]:
-    """A checksum of the local tensors of parameters that lie on different meshes on different ranks."""
-    named = dict(zip(tree.names(local), tree.leaves(local), strict=True))
-    found = {name: named.get(name) for name in layout.derived.get(ALIKE, ())}
-    return {
-        name: int(leaf.contiguous().view(torch.uint8).sum(dtype=torch.int64)) if leaf.numel() else 0
-        for name, leaf in found.items()
-        if isinstance(leaf, Tensor) and not leaf.is_meta
-    }
-
-
-def _check_alike(layout: Layout, said: list[dict[str, int]]) -> None:
-    """Require that what lies on several meshes is the same, as far as the same pieces have the same checksum."""
-    for name in said[0]:
-        for ranks in layout.holders(name).values():
-            odd = next((rank for rank in ranks if said[rank].get(name) != said[ranks[0]].get(name)), None)
-            if odd is not None:
-                raise ShardingError(
-                    f"{name!r} lies on different meshes on different ranks and has other values on rank {odd} than on "
-                    f"rank {ranks[0]}: if these are different parameters, give them different names, or place them on "
-                    "one mesh of more dims"
-                )
-
-
-def _check_pieces(layout: Layout, local: PyTree) -> None:
-    for name, leaf in zip(tree.names(local), tree.leaves(local), strict=True):
-        if leaf is not None and not layout.piece(name).fits(leaf):
-            raise ShardingError(
-                f"{name!r} has a local tensor of shape {tuple(leaf.shape)}, the layout says "
-                f"{layout.piece(name).shape}: was the tree sharded by this layout?"
-            )
-
-
-def _digest(layout: Layout) -> str:
-    text = repr([(name, layout.pieces[name]) for name in layout._specs])
-    return f"{layout!r} ({hashlib.sha256(text.encode()).hexdigest()[:12]})"
-
-
-def _placed(layout: Layout, updates: PyTree) -> PyTree:
-    """Gradients with the placements of their parameters; those of tensor parallelism may still have to be reduced."""
-    if not layout.dtensors:
-        return updates
-
-    def at(leaf: Any, name: str) -> Any:
-        wanted = layout.dtensors.get(name)
-        if wanted is None or not is_dtensor(leaf) or leaf.placements == wanted.placements:
-            return leaf
-        return leaf.redistribute(placements=wanted.placements)
-
-    return tree.unflatten(
-        tree.flatten(updates)[1],
-        [
-            None if leaf is None else at(leaf, name)
-            for name, leaf in zip(tree.names(updates), tree.leaves(updates), strict=True)
-        ],
-    )
-
-
-def _agreed(
-    walk: Walk,
-    tx: Transform,
-    local: PyTree,
-    state: PyTree,
-    params: PyTree,
-    extras: dict[str, Any],
-    *,
-    check: bool,
-    problem: Exception | None,
-) -> PyTree:
-    """The updates that all ranks agree on: what is there on any rank is there on all, as zeros where it was not."""
-    layout = walk.layout
-    try:
-        _check_pieces(layout, local)
-        tx.check_extras(extras)
-        if check:
-            _check_step(walk, tx, local, state, params)
-    except (TypeError, ValueError, ShardingError) as error:
-        problem = problem or error
-    leaves, treedef = tree.flatten(local)
-    if layout.group is None or layout.size == 1:
-        if problem is not None:
-            raise problem
-        return local
-    boundary = extras.get("boundary")
-    codes = [
-        0 if not isinstance(leaf, Tensor) or leaf.dtype not in _DTYPES else 1 + _DTYPES.index(leaf.dtype)
-        for leaf in leaves
-    ]
-    names = tree.names(local)
-    if problem is not None:  # what is wrong may be the number of leaves
-        known = layout.names
-        codes, names = [0] * len(known), known
-    flags = [isinstance(boundary, bool) and boundary, isinstance(boundary, bool) and not boundary]
-    mine = _numbers(tx)
-    digest = zlib.crc32(repr(mine).encode()) & 0x7FFFFFFF
-    *found, yes, no, most, least = agree([*codes, *flags, digest, 0x7FFFFFFF - digest], layout.group, problem)
-    if most != 0x7FFFFFFF - least:
-        compare({"numbers in their chains": mine}, layout.group)
-    if yes and no:
-        raise ShardingError("boundary: some ranks say True and some False; it must be the same on all")
-    device = tree.device_of(local)
-    for place, (code, leaf) in enumerate(zip(found, leaves, strict=True)):
-        if code and leaf is None:
-            shape = layout.piece(names[place]).shape
-            leaves[place] = torch.zeros(shape, dtype=_DTYPES[code - 1], device=device)
-    return tree.unflatten(treedef, leaves)
-
-
-def _numbers(tx: Transform) -> dict[str, float | str]:
-    """The numeric arguments, as far as they can be known without waiting for a device."""
-    return {name: value if isinstance(value, float) else "a tensor" for name, value in parts_of(tx)}
-
-
-def _check_step(walk: Walk, tx: Transform, updates: PyTree, state: PyTree, params: PyTree) -> None:
-    checks.check_floating("updates", updates)
-    if params is not None:
-        checks.check_updates_fit(params, updates)
-    like = updates if params is None else params
-    if any(leaf is None for leaf in tree.leaves(like)):
-        return
-    key = ("state", id(tx._context), tuple(tree.names(like)), tuple(leaf.dtype for leaf in tree.leaves(like)))
-    derived = walk.derived
-    if key not in derived:
-        meta = walk.init(tx, tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), like))
-        derived[key] = (*tree.flatten(meta), meta)
-    checks.check_state_like(tx.name, state, derived[key], with_dtypes=params is not None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from muonfx.core import NOTHING, Donation, Locality, Transform, chain_entries, s
 from muonfx.sharding.collectives import gathered
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.gathered import init_run, update_run
-from muonfx.sharding.kinds import Kind, groups_of, kind_of, planned_as, with_parts
+from muonfx.sharding.kinds import Kind, groups_of, kind_of, planned_as, resolved_within, with_parts
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.messages import collective
 from muonfx.sharding.plan.costs import Run
@@ -59,10 +59,12 @@ class Walk:
     compute: torch.dtype = torch.float32
     met: dict[int, Any] = field(default_factory=dict)
     """The structures of the chains that the ranks have compared, by id."""
-    like: PyTree = None
-    """Meta tensors in the tree of the local parameters, once there have been some."""
+    likes: dict[int, PyTree] = field(default_factory=dict)
+    """For each of these, meta tensors in the tree of the local parameters."""
     derived: dict[Any, Any] = field(default_factory=dict)
     """What else follows from shapes, found out once."""
+    turns: Callable[..., Any] | None = None
+    """Makes what brings the state of a run in by turns; None: it is there."""
     _plans: dict[Any, RunPlan] = field(default_factory=dict)
     _resolved: OrderedDict[Any, tuple[Transform, Transform]] = field(default_factory=OrderedDict)
     _stacked: OrderedDict[Any, tuple[Run, Run]] = field(default_factory=OrderedDict)
@@ -71,18 +73,17 @@ class Walk:
     def init(self, tx: Transform, params: PyTree) -> PyTree:
         """The state of a transform for local tensors."""
         tx = self.resolved(tx, params)
-        kind = kind_of(tx)
+        kind = self.kind(tx)
         if kind is Kind.CHAIN:
             state: dict[str, PyTree] = {}
             for group in self.groups(tx, params):
-                if kind_of(group[0][1]) is Kind.RUN:
-                    state |= init_run(self.plan(group, params), self.layout, params)
+                if self.kind(group[0][1]) is Kind.RUN:
+                    state |= self.init_run(group, params)
                 else:
                     state[group[0][0]] = self.init(group[0][1], params)
             return state
         if kind is Kind.RUN:
-            run = ((tx.name, tx),)
-            return init_run(self.plan(run, params), self.layout, params)[tx.name]
+            return self.init_run(((tx.name, tx),), params)[tx.name]
         if kind is Kind.EVERYTHING:
             self._warn(tx, params)
             return tx._functions[0](self._whole(params))
@@ -100,21 +101,41 @@ class Walk:
         """Update by a transform on local tensors; all ranks together, with the same leaves present."""
         like = updates if params is None else params
         tx = self.resolved(tx, like)
-        kind = kind_of(tx)
+        kind = self.kind(tx)
         extras = {**extras, "sum_over_leaves": self.sum_over_leaves}
         if kind is Kind.CHAIN:
             return self._update_chain(tx, updates, state, params, donate, extras)
         if kind is Kind.RUN:
-            run = ((tx.name, tx),)
-            plan = self.plan(run, like)
-            own = {tx.name: state}
-            out, after = update_run(plan, self._at_owner(plan, run), self.layout, updates, own, params, donate, extras)
+            out, after = self.update_run(((tx.name, tx),), updates, {tx.name: state}, params, donate, extras)
             return out, after[tx.name]
         if kind is Kind.EVERYTHING:
             own_sum: Any = {**extras, "sum_over_leaves": sum_over_leaves}
             out, after = tx.run(self._whole(updates), state, self._whole(params), **own_sum)
             return self._pieces(out), after
         return tx.run(updates, state, params, donate=donate, **extras)
+
+    def kind(self, tx: Transform) -> Kind:
+        """How a transform is done."""
+        return kind_of(tx)
+
+    def init_run(self, run: Run, params: PyTree) -> dict[str, PyTree]:
+        """The states of the transforms of a run."""
+        plan = self.plan(run, params)
+        return init_run(plan, self._at_owner(plan, run), self.layout, params)
+
+    def update_run(
+        self,
+        run: Run,
+        updates: PyTree,
+        state: dict[str, PyTree],
+        params: PyTree,
+        donate: Donation,
+        extras: Mapping[str, Any],
+    ) -> tuple[PyTree, dict[str, PyTree]]:
+        """Update by a run, with the states of its transforms."""
+        plan = self.plan(run, updates if params is None else params)
+        now = self._at_owner(plan, run)
+        return update_run(plan, now, self.layout, updates, state, params, donate, extras, self.turns)
 
     def _update_chain(
         self,
@@ -130,11 +151,9 @@ class Walk:
         for group in self.groups(tx, updates if params is None else params):
             given = Donation(may_write, donate.state)
             name, part = group[0]
-            if kind_of(part) is Kind.RUN:
-                plan = self.plan(group, updates if params is None else params)
+            if self.kind(part) is Kind.RUN:
                 own = {name: state[name] for name, _ in group}
-                now = self._at_owner(plan, group)
-                out, new = update_run(plan, now, self.layout, updates, own, params, given, extras)
+                out, new = self.update_run(group, updates, own, params, given, extras)
                 after |= new
             else:
                 out, after[name] = self.update(part, updates, state[name], params, given, extras)
@@ -150,8 +169,11 @@ class Walk:
         names = tuple(tree.names(params))
         key = (id(tx), names)
         if key not in self._resolved:
-            made = tx.resolve(self.global_like(params))
-            if kind_of(made) is Kind.INSIDE:
+            meta = self.global_like(params)
+            made = tx.resolve(meta)
+            if self.kind(made) is Kind.RUN:
+                made = resolved_within(made, meta)
+            if self.kind(made) is Kind.INSIDE:
                 made = with_parts(made, lambda part: within(part, self))
             self._resolved[key] = (tx, made)
             self._resolved[id(made), names] = (made, made)  # it is what it is to become
@@ -164,18 +186,25 @@ class Walk:
         """The transforms of a chain in groups: runs that go to an owner together, and single others."""
         entries = chain_entries(tx)
         assert entries is not None
-        return [tuple(group) for group in groups_of({n: self.resolved(part, params) for n, part in entries.items()})]
+        return [
+            tuple(group)
+            for group in groups_of({n: self.resolved(part, params) for n, part in entries.items()}, self.kind)
+        ]
 
     def plan(self, run: Run, params: PyTree) -> RunPlan:
         """The plan of a run for some parameters."""
         run = tuple((name, planned_as(tx)) for name, tx in run)
         names = [name for name in tree.names(params) if name in self.layout._specs]
         device = tree.device_of(params)
-        kind = torch.device("cpu") if device.type == "meta" else device
+        kind = torch.device("cpu") if device.type == "meta" else self.device(device)
         key = (tuple(names), tuple((name, tree.flatten(tx)[1]) for name, tx in run), str(kind))
         if key not in self._plans:
             self._plans[key] = plan_run(run, names, self.layout, kind, self.settings, self.compute)
         return self._plans[key]
+
+    def device(self, given: torch.device) -> torch.device:
+        """Where to compute with updates that are on a device."""
+        return given
 
     def _at_owner(self, plan: RunPlan, run: Run) -> Run:
         """The transforms of a run, with the numbers of now, as they are done at an owner."""
@@ -219,16 +248,17 @@ class Walk:
         found = [leaf for leaf in leaves if leaf is not None]
         if not found:
             return torch.zeros(())
-        stacked = torch.stack(
-            [
-                leaf.to(found[0].device) if self.layout.counts(name) else torch.zeros_like(leaf, device=found[0].device)
-                for name, leaf in zip(names, found, strict=True)
-            ]
-        )
+        stacked = torch.stack([self._counted(n, x.to(found[0].device)) for n, x in zip(names, found, strict=True)])
         if self.layout.group is not None and self.layout.size > 1:
             with collective("summing over all ranks"):
                 dist.all_reduce(stacked, group=self.layout.group)
         return sum_over_leaves(list(stacked.unbind()))
+
+    def _counted(self, name: str, scalar: Tensor) -> Tensor:
+        """What a rank adds for a leaf: of several holders one adds; but of what is not finite, all hear."""
+        if self.layout.counts(name):
+            return scalar
+        return torch.where(scalar.isfinite(), torch.zeros_like(scalar), scalar)
 
     def _whole(self, values: PyTree) -> PyTree:
         present = [leaf for leaf in tree.leaves(values) if leaf is not None]

@@ -64,7 +64,11 @@ def skip_nonfinite(inner: Transform):
     ):
         at = Present(updates)
         leaves = at.pick(updates)
-        bad = sum_over_leaves(at.fill([(~peak.isfinite()).to(torch.float32) for peak in ew.peaks(leaves)]))
+        # Infinite where something is bad: that every rank of a sharded model hears of, whoever counts in sums.
+        peaks = ew.peaks(leaves)
+        bad = sum_over_leaves(
+            at.fill([torch.where(p.isfinite(), 0.0, torch.inf).to(device=p.device, dtype=torch.float32) for p in peaks])
+        )
         good = bad.to(state.skipped.device) == 0
         # Where, not multiplication: zero times NaN is NaN. It also keeps derivatives finite.
         clean = at.fill([torch.where(good.to(leaf.device), leaf, torch.zeros_like(leaf)) for leaf in leaves])

@@ -212,5 +212,5 @@ def distinct(shapes: Sequence[tuple[int, ...]]) -> bool:
 def bits(tensor: Tensor) -> tuple[Any, ...]:
     """Equal for tensors that cannot be told apart."""
     plain = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    flat = plain.detach().reshape(-1).clone()
+    flat = plain.detach().reshape(-1).clone(memory_format=torch.contiguous_format)
     return tuple(plain.shape), plain.dtype, bytes(chain(flat.view(torch.uint8).tolist())) if flat.numel() else b""

@@ -1,0 +1,173 @@
+"""`offload`: a transform whose state lies in host memory or on disk."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+
+from muonfx.core import NOTHING, Donation, Transform
+from muonfx.recorded import make_factory
+from muonfx.sharding.layout import specs_of
+from muonfx.sharding.layouts import replicated
+from muonfx.sharding.offload.home import Home
+from muonfx.sharding.offload.walk import Streaming
+from muonfx.sharding.plan.plan import Settings
+from muonfx.tree import PyTree, Spec
+
+__all__ = ["Offloaded", "home_of", "inner_of", "offload"]
+
+DEVICES = {"cuda", "meta", "mps", "xpu", "disk", "gpu", "nvme"}
+
+
+class Offloaded(Transform):
+    """What `offload` makes."""
+
+    @classmethod
+    def record(cls, factory: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Record a call of `offload`; around what is sharded it goes inside."""
+        from muonfx.sharding.transform import Sharded, sharded
+
+        bound = inspect.Signature(list(cast("Any", factory).parameters.values())).bind(*args, **kwargs)
+        given = bound.arguments
+        if isinstance(given.get("to"), os.PathLike):
+            given["to"] = os.fspath(given["to"])
+        if not isinstance(given["tx"], Sharded):
+            return super().record(factory, *bound.args, **bound.kwargs)
+        arguments = dict(given["tx"].arguments)
+        given["tx"] = arguments.pop("tx")
+        return sharded(factory(*bound.args, **bound.kwargs), **arguments)
+
+    @property
+    def name(self) -> str:
+        """The name of the transform that is offloaded, so that its state in a chain keeps its key."""
+        return self.arguments["tx"].name
+
+
+def _factory(constructor: Any) -> Any:
+    """A factory of `Offloaded`, whose values stand for the transform that they offload."""
+    undeclared = dict.fromkeys(("own_locality", "resolve", "rounds_to", "on_stacks"))
+    return make_factory(
+        Offloaded,
+        constructor,
+        locality=lambda tx, to, *, bucket_bytes, compute: tx.locality,
+        reads_params=lambda tx, to, *, bucket_bytes, compute: tx.reads_params,
+        transparent=True,
+        **undeclared,
+    )
+
+
+@_factory
+def offload(
+    tx: Transform,
+    to: str = "cpu",
+    *,
+    bucket_bytes: int = 1 << 26,
+    compute: str = "auto",
+):
+    """Keep a transform's state in host memory or on disk, and bring it to the device by buckets.
+
+    While one bucket is computed, the next one's state is read and the last one's written: the device holds the state of
+    two buckets at a time. As many matrices are orthogonalized, and updates and states are those of ``tx`` on the same
+    device: bitwise, where buckets do not part matrices of one shape, which are multiplied in one batch. Leaves of the
+    state that belong to a parameter are offloaded; counters and other single values stay where they are.
+
+    With ``donate=True``, as `TransformOptimizer` gives it, the state is written in place. Without, the next state is a
+    second one, in host memory or in a file of its own; the old one's room is given back with its last tensor.
+
+    Args:
+        tx: any transform. What `muonfx.sharding.sharded` has made may be given too: ``offload(sharded(tx, layout))`` is
+            ``sharded(offload(tx), layout)``.
+        to: "cpu" for host memory, pinned where parameters are on a CUDA device; or a folder on the disk to use, made if
+            there is none. In it lie files without a name, which take up room until the state is no more or the process
+            ends, however it does, and which ranks and runs can share a folder for.
+        bucket_bytes: about how many bytes of state are brought in at a time; a single larger leaf stands alone. Runs of
+            matrices of a sharded transform go by the buckets of their exchange instead.
+        compute: "device" computes where the gradients are; "auto" does too, as only that gives the same bits; "cpu"
+            brings the gradients to the CPU, and no state to the device. A matrix is orthogonalized there in the dtype
+            that is best on that CPU: fp32, unless it multiplies bf16 in hardware.
+
+    Returns:
+        A transform with the numbers, the fingerprint and the structure of state of ``tx``.
+
+    Raises:
+        TypeError: ``tx`` is no transform, or ``to`` no path.
+        ValueError: a setting is none of those above.
+        OSError: at `init`, or at an `update` that makes a second state: the folder cannot be made or written to, or its
+            disk has no room. Nothing has been changed then.
+
+    Follows ZeRO-Offload (arXiv 2101.06840) and ZeRO-Infinity (arXiv 2104.07857) in what lies where.
+
+    Example:
+        >>> import muonfx as mfx
+        >>> tx = offload(mfx.momentum(0.9, nesterov=False), "cpu")
+        >>> params = {"w": torch.zeros(2)}
+        >>> updates, state = tx.update({"w": torch.ones(2)}, tx.init(params), params)
+        >>> state.trace["w"].device, updates["w"]
+        (device(type='cpu'), tensor([0.1000, 0.1000]))
+    """
+    if not isinstance(tx, Transform):
+        raise TypeError(f"tx must be a muonfx.Transform, found {tx!r}")
+    home = _home(to, bucket_bytes, compute)
+
+    def init(params: PyTree) -> PyTree:
+        return _walk(home, params).init(tx, params)
+
+    @torch.no_grad()
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
+        like = updates if params is None else params
+        walk = _walk(home, like)
+        walk.require_room(state, like, donate)
+        return walk.update(tx, updates, state, params, donate, extras)
+
+    return init, update
+
+
+def home_of(tx: Transform) -> Home | None:
+    """Where a transform's state lies; None for one that is not offloaded."""
+    if not isinstance(tx, Offloaded):
+        return None
+    return _home(**{name: value for name, value in tx.arguments.items() if name != "tx"})
+
+
+def inner_of(tx: Transform) -> Transform:
+    """The transform that is offloaded; any other as it is."""
+    return tx.arguments["tx"] if isinstance(tx, Offloaded) else tx
+
+
+def _home(to: str, bucket_bytes: int, compute: str) -> Home:
+    if not isinstance(to, str):
+        raise TypeError(f'to must be "cpu" or the path of a folder, found {to!r}')
+    if not to or to.split(":")[0] in DEVICES:
+        raise ValueError(f'to: found {to!r}, expected "cpu" or the path of a folder; one of that name is "./{to}"')
+    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
+        raise ValueError(f"bucket_bytes: found {bucket_bytes!r}, expected an int of 1 or more")
+    if compute not in ("auto", "device", "cpu"):
+        raise ValueError(f"compute: found {compute!r}, expected 'auto', 'device' or 'cpu'")
+    return Home(None if to == "cpu" else os.path.abspath(to), bucket_bytes, compute == "cpu")
+
+
+_WALKS: OrderedDict[Any, Streaming] = OrderedDict()
+"""What is found out once for the parameters of one process."""
+
+
+def _walk(home: Home, params: PyTree) -> Streaming:
+    specs = specs_of(params)
+    key = (home, tuple(specs.items()))
+    if key not in _WALKS:
+        _WALKS[key] = _known(home, specs) or Streaming(replicated(1).of(params), Settings(), home=home)
+        while len(_WALKS) > 64:
+            _WALKS.popitem(last=False)
+    return _WALKS[key]
+
+
+def _known(home: Home, specs: Mapping[str, Spec]) -> Streaming | None:
+    """The walk for parameters of which these are some: where there are no others, some of the gradients may be None."""
+    for walk in reversed(_WALKS.values()):
+        if walk.home == home and specs.items() < walk.layout._specs.items():
+            return walk
+    return None

@@ -1,0 +1,120 @@
+"""What the tests of offloading share, here and on ranks: homes to try, and comparisons."""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+import muonfx as mfx
+from muonfx import sharding
+from muonfx.sharding.offload import files, home
+from tests.processes import Here
+from tests.sharding import law
+from tests.sharding.cases import Case, bits, laid_out
+from tests.sharding.counting import counting
+
+HOMES = ("memory", "lane", "disk")
+"""Host memory, worked in where it lies; host memory behind a lane, as for a GPU; and a disk whose pages are tiny."""
+
+
+@contextmanager
+def at_home(kind: str) -> Iterator[str]:
+    """What to give as ``to``."""
+    with tempfile.TemporaryDirectory() as folder:
+        if kind == "memory":
+            yield "cpu"
+        elif kind == "lane":
+            with mock.patch.object(home.Home, "is_direct", return_value=False):
+                yield "cpu"
+        else:
+            with mock.patch.object(home, "PAGE", 1):  # also what is smaller than a page goes to the disk
+                yield folder
+            assert os.listdir(folder) == []  # files without a name
+
+
+def on_disk(tree: Any) -> list[bool]:
+    return [files.folder_of(leaf) is not None for leaf in mfx.tree.tensors(tree)]
+
+
+def all_bits(tree: Any) -> list[Any]:
+    return [None if leaf is None else bits(law.plain(leaf)) for leaf in mfx.tree.leaves(tree)]
+
+
+def check_cases(here: Here, cases: list[Case], kind: str, bucket_bytes: int, compute: str, dtensors: bool) -> int:
+    """Check that each case, offloaded, is what it is without: bits, bytes on the wire, and matrices computed."""
+    for case in cases:
+        try:
+            check_case(here, case, kind, bucket_bytes, compute, dtensors)
+        except BaseException as error:
+            error.add_note(f"in {case!r}")
+            raise
+    return len(cases)
+
+
+def check_case(here: Here, case: Case, kind: str, bucket_bytes: int, compute: str, dtensors: bool) -> None:
+    params = case.model.params()
+    layout = laid_out(case.layout, params, here, case.tx).of(params)
+
+    def enter(whole: Any) -> Any:
+        local = layout.shard(whole)
+        return law.as_dtensors(local, layout, here, case, params) if dtensors else local
+
+    with at_home(kind) as to:
+        plain = sharding.sharded(case.tx, layout, bucket_bytes=bucket_bytes)
+        away = sharding.sharded(
+            sharding.offload(case.tx, to, bucket_bytes=bucket_bytes, compute=compute), layout, bucket_bytes=bucket_bytes
+        )
+        wanted_state, state = plain.init(enter(params)), away.init(enter(params))
+        assert all_bits(state) == all_bits(wanted_state)
+        for step in range(case.model.steps):
+            grads, weights = enter(case.model.grads(step)), enter(params)
+            with counting(here) as wanted_counts:
+                wanted, wanted_state = plain.update(grads, wanted_state, weights)
+            before = all_bits((grads, weights, state))
+            old = state
+            with counting(here) as counts:
+                updates, state = away.update(grads, state, weights, donate=mfx.Donation(False, case.donate))
+            assert all_bits((grads, weights)) == before[: len(all_bits((grads, weights)))], "inputs changed"
+            assert case.donate or all_bits((grads, weights, old)) == before, "inputs changed"
+            del old
+            assert counts == wanted_counts
+            assert all_bits(updates) == all_bits(wanted), f"step {step}"
+            assert mfx.tree.flatten(state)[1] == mfx.tree.flatten(wanted_state)[1]
+            assert all_bits(state) == all_bits(wanted_state), f"state after step {step}"
+        again = sharding.local(away, sharding.logical(away, state))
+        assert all_bits(again) == all_bits(state)
+        del state, again
+
+
+def init_in(here: Here, folders: list[str]) -> None:
+    """Make a state in a folder, on each rank another; errors are the caller's to look at."""
+    params = {"w": torch.zeros(64, 64), "v": torch.zeros(5000)}
+    layout = sharding.zero(params, here.group, partition="whole")
+    tx = sharding.sharded(sharding.offload(mfx.scale_by_adam(), folders[here.rank]), layout)
+    tx.init(layout.shard(params))
+
+
+def saved_and_loaded(here: Here, folder: str) -> Any:
+    """Steps with the state on disk, saved and gone on with elsewhere; the whole update of the last step of each."""
+    torch.manual_seed(0)
+    params = {"w": torch.randn(64, 40), "u": torch.randn(40, 64), "v": torch.randn(5000)}
+    chain = mfx.chain(
+        mfx.momentum(), mfx.masked(mfx.orthogonalize(dtype=torch.float32), mfx.select.ndim(min=2)), mfx.scale(0.1)
+    )
+    layout = sharding.zero(params, here.group, partition="flat")
+    local = layout.shard(params)
+    tx = sharding.sharded(sharding.offload(chain, f"{folder}/state", bucket_bytes=4096), layout)
+    state = tx.init(local)
+    _, state = tx.update(local, state, local, donate=mfx.Donation(False, True))
+    mfx.checkpoint.save(f"{folder}/saved", sharding.logical(tx, state), tx=tx, group=here.group)
+    wanted, _ = tx.update(local, state, local)
+    like = sharding.logical(tx, tx.init(local))
+    found = sharding.local(tx, mfx.checkpoint.load(f"{folder}/saved", like=like, tx=tx, group=here.group))
+    updates, found = tx.update(local, found, local, donate=mfx.Donation(False, True))
+    whole, other = layout.gather(wanted), layout.gather(updates)
+    big = [leaf for leaf in mfx.tree.tensors(found) if leaf.numel() * 4 >= files.PAGE]
+    return all_bits(whole) == all_bits(other), [files.folder_of(leaf) == f"{folder}/state" for leaf in big]
