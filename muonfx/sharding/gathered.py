@@ -57,12 +57,12 @@ def init_run(plan: RunPlan, run: Sequence[tuple[str, Transform]], layout: Layout
 
 def _completed(state: PyTree, tx: Transform, plan: RunPlan, params: PyTree) -> PyTree:
     """A state with the structure that it has where everything is there: a record of a parameter is one of None."""
-    shapes: dict[str, tuple[int, ...]] = {share.name: share.shape for share in plan.shares}
+    shapes = {name: spec.shape for name, spec in plan.specs.items()} | {
+        share.name: share.shape for share in plan.shares
+    }
     leaves, treedef = tree.flatten(params)
     meta = [
-        None
-        if leaf is None
-        else torch.empty(shapes[name] if name in shapes else tuple(leaf.shape), dtype=leaf.dtype, device="meta")
+        None if leaf is None else torch.empty(shapes[name], dtype=leaf.dtype, device="meta")
         for name, leaf in zip(tree.names(params), leaves, strict=True)
     ]
     with warnings.catch_warnings():

@@ -19,8 +19,8 @@ def evenly(size: int, count: int | None = None) -> Model:
 
 
 def facts(drawn: Model) -> int:
-    """Bytes that ranks may tell each other in a step: a number for each leaf, and a few more."""
-    return 2 * 8 * (len(drawn.leaves) + 4)
+    """Bytes that ranks may tell each other in a step: three numbers for each leaf, and a few more."""
+    return 2 * 4 * (3 * len(drawn.leaves) + 12)
 
 
 def total(drawn: Model) -> int:
