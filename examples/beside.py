@@ -85,15 +85,17 @@ def describe(way: OneProcess, tx: mfx.Transform, state: Any) -> None:
     if layout is None or rank() > 0:
         return
     plan = sharding.plan_for(tx, layout)
-    everything = mfx.spec(tx.arguments["tx"], layout.meta())
     owners = [owner for owners in plan.owners().values() for owner in owners]
+    own = sum(owner in (0, None) for owner in owners)
+    weights, all_weights = layout.nbytes(), sum(map(nbytes, layout.meta().values()))
+    states = sum(map(nbytes, mfx.tree.leaves(state)))
+    all_states = mfx.spec(tx.arguments["tx"], layout.meta()).nbytes
     print(
-        f"{layout}\n"
-        f"  parameters, between steps   {kib(layout.nbytes())} here, {kib(sum(map(nbytes, layout.meta().values())))} in all\n"
-        f"  the optimizer's state       {kib(sum(map(nbytes, mfx.tree.leaves(state))))} here, {kib(everything.nbytes)} in all\n"
-        f"  matrices                    {len(owners)}, of which {sum(owner in (0, None) for owner in owners)} are "
-        f"computed here; the most that any process computes is {plan.balance:.3f} of the mean\n"
-        f"  sent from here for them     {kib(plan.sent[0])} a step\n",
+        f"{layout}; this process, one of {size()}:\n"
+        f"  parameters, between steps  {kib(weights)} of {kib(all_weights)}\n"
+        f"  the optimizer's state      {kib(states)} of {kib(all_states)}\n"
+        f"  matrices to compute        {own} of {len(owners)}; the most that one has is {plan.balance:.2f} of the mean\n"
+        f"  sent for that in a step    {kib(plan.sent[0])}\n",
         flush=True,
     )
 

@@ -43,8 +43,7 @@ def evenly(tokens: Tensor, dim: int, option: str) -> Tensor:
 def mean(loss: Tensor) -> float:
     """The mean over all processes."""
     total = loss.detach().clone()
-    if size() > 1:
-        dist.all_reduce(total)
+    dist.all_reduce(total)
     return total.item() / size()
 
 
@@ -62,16 +61,19 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(own: Tensor, dim: int) -> Tensor:
+        """Gather."""
         parts = [torch.empty_like(own, memory_format=torch.contiguous_format) for _ in range(size())]
         dist.all_gather(parts, own.contiguous())
         return torch.cat(parts, dim)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
+        """Keep the dim."""
         ctx.dim = inputs[1]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """Add what all processes want of each tensor, and take the own part."""
         total = grad.contiguous().clone()
         dist.all_reduce(total)
         return total.chunk(size(), ctx.dim)[rank()], None

@@ -4,18 +4,18 @@ The loop in train_gpt.py is the same for all. A way brings the ``layout`` that s
 process keeps, ``params``, this process's pieces, and ``grads``, which gives the gradient of the whole batch in the same
 pieces. The optimizer is that of one process under ``muonfx.sharding.sharded``, and so is its update.
 
-| way | parameters between steps | gradients | the batch |
+| way | parameters | gradients | of a batch |
 | --- | --- | --- | --- |
-| ``ddp`` | whole | whole | a part of the sequences each |
-| ``zero1`` | pieces; whole during a step | whole, then pieces | so |
-| ``zero2`` | pieces; whole during a step | pieces; whole for one block at a time | so |
-| ``zero3`` | pieces; whole for one block at a time | as zero2 | so |
-| ``fsdp2``, ``hsdp`` | as zero3, by torch's ``fully_shard``: DTensors | so | so |
-| ``tp`` | slices of the blocks' matrices, each computed with where it lies | slices | all of it |
+| ``ddp`` | whole | whole | some of the sequences |
+| ``zero1`` | pieces; whole during a step | whole, then pieces | some of the sequences |
+| ``zero2`` | pieces; whole during a step | pieces; whole for one block at a time | some of the sequences |
+| ``zero3`` | pieces; whole for one block at a time | as zero2 | some of the sequences |
+| ``fsdp2``, ``hsdp`` | as zero3, by torch's ``fully_shard``: DTensors | as zero2 | some of the sequences |
+| ``tp`` | slices of the blocks' matrices, used where they lie | slices | all of it |
 | ``cp`` | whole | whole | a part of each sequence |
 
-In ``zero1`` and ``zero2`` the pieces are whole matrices, so nothing crosses for Newton-Schulz; in ``zero3`` one buffer is
-cut into equal parts, across matrices. Both work with any of the three.
+In ``zero1`` and ``zero2`` pieces are whole matrices, so that nothing crosses for Newton-Schulz; in ``zero3`` one buffer
+is cut into equal parts, across matrices. Either goes with any of the three.
 """
 
 from __future__ import annotations
@@ -63,6 +63,10 @@ class OneProcess:
         """This process's part of a batch."""
         return tokens
 
+    def mean(self, loss: Tensor) -> float:
+        """The mean over all parts of a batch."""
+        return loss.item()
+
     def logits(self, params: Params, tokens: Tensor) -> Tensor:
         """The model's output for a part of a batch."""
         return functional_call(self.model, params, (tokens,))
@@ -75,12 +79,12 @@ class OneProcess:
     @torch.no_grad()
     def loss(self, params: Params, inputs: Tensor, targets: Tensor) -> float:
         """The mean loss of a whole batch."""
-        return mean(self.own_loss(self.unsharded(params), inputs, targets))
+        return self.mean(self.own_loss(self.unsharded(params), inputs, targets))
 
     def grads(self, params: Params, inputs: Tensor, targets: Tensor) -> tuple[Params, float]:
         """The gradient and the loss of a whole batch."""
         grads, loss = grad_and_value(self.own_loss)(params, inputs, targets)
-        return grads, mean(loss)
+        return grads, self.mean(loss)
 
 
 class Replicated(OneProcess):
@@ -103,10 +107,14 @@ class Replicated(OneProcess):
         """This process's part of a batch."""
         return evenly(tokens, 0, "--batch")
 
+    def mean(self, loss: Tensor) -> float:
+        """The mean over all parts of a batch."""
+        return mean(loss)
+
     def grads(self, params: Params, inputs: Tensor, targets: Tensor) -> tuple[Params, float]:
         """The gradient of the own part, whole; then the pieces of the mean over all processes."""
         grads, loss = grad_and_value(self.own_loss)(self.unsharded(params), inputs, targets)
-        return self.layout.reduce_scatter(grads), mean(loss)
+        return self.layout.reduce_scatter(grads), self.mean(loss)
 
 
 class Zero1(Replicated):
@@ -154,7 +162,7 @@ class Zero2(Replicated):
         """The gradient and the loss of a whole batch."""
         leaves = {name: piece.detach().requires_grad_() for name, piece in params.items()}
         loss = self.own_loss(leaves, inputs, targets)
-        return dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True)), mean(loss)
+        return dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True)), self.mean(loss)
 
 
 class Zero3(Zero2):
@@ -190,6 +198,10 @@ class FSDP2(OneProcess):
         """This process's part of a batch."""
         return evenly(tokens, 0, "--batch")
 
+    def mean(self, loss: Tensor) -> float:
+        """The mean over all parts of a batch."""
+        return mean(loss)
+
     def logits(self, params: Params, tokens: Tensor) -> Tensor:
         """The model's output for a part of a batch."""
         return self.model(tokens)  # which has the parameters
@@ -199,7 +211,7 @@ class FSDP2(OneProcess):
         self.model.zero_grad()
         loss = self.own_loss(params, inputs, targets)
         loss.backward()
-        return {name: p.grad for name, p in self.model.named_parameters()}, mean(loss)
+        return {name: p.grad for name, p in self.model.named_parameters()}, self.mean(loss)
 
 
 class HSDP(FSDP2):
