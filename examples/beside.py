@@ -94,7 +94,7 @@ def describe(way: OneProcess, tx: mfx.Transform, state: Any) -> None:
         f"{layout}; this process, one of {size()}:\n"
         f"  parameters, between steps  {kib(weights)} of {kib(all_weights)}\n"
         f"  the optimizer's state      {kib(states)} of {kib(all_states)}\n"
-        f"  matrices to compute        {own} of {len(owners)}; the most that one has is {plan.balance:.2f} of the mean\n"
+        f"  matrices to compute        {own} of {len(owners)}; the longest list costs {plan.balance:.2f} of the mean\n"
         f"  sent for that in a step    {kib(plan.sent[0])}\n",
         flush=True,
     )

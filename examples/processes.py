@@ -23,14 +23,14 @@ def rank() -> int:
 
 @contextmanager
 def processes(shard: str | None) -> Iterator[None]:
-    """Join the processes that torchrun has started, where the run is to be shared out."""
-    if shard is not None:
-        dist.init_process_group("gloo")
-    try:
+    """Join the processes that torchrun has started, where the run is to be shared out; all leave together."""
+    if shard is None:
         yield
-    finally:
-        if shard is not None:
-            dist.destroy_process_group()
+        return
+    dist.init_process_group("gloo")
+    yield
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def evenly(tokens: Tensor, dim: int, option: str) -> Tensor:
