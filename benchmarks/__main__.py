@@ -1,4 +1,7 @@
-"""Run the benchmarks and write results, tables and plot: ``python -m benchmarks [adapter polar step checkpoint]``."""
+"""Run the benchmarks and write results, tables and plot.
+
+``python -m benchmarks [adapter polar step checkpoint sharding]``
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import os
 
 import torch
 
-from benchmarks import adapter, checkpoint, plots, polar, report, step
+from benchmarks import adapter, checkpoint, plots, polar, report, sharding, step
 from benchmarks.measure import save
 
 WHAT = {
@@ -15,6 +18,7 @@ WHAT = {
     "polar": "polar_speed polar_quality polar_scratch",
     "step": "step_speed step_quality",
     "checkpoint": "checkpoint_speed checkpoint_memory",
+    "sharding": "sharding_speed",
 }
 """What can be asked for, and the results that it writes; one of these can be asked for by itself."""
 
@@ -46,6 +50,7 @@ def main(arguments: list[str] | None = None) -> None:
         "step_quality": lambda: step.quality(compiled=compiled),
         "checkpoint_speed": lambda: checkpoint.speed(options.megabytes, min(rounds, 10), options.folder),
         "checkpoint_memory": lambda: checkpoint.memory(options.megabytes, options.folder),
+        "sharding_speed": lambda: sharding.speed(rounds, seconds=options.seconds),
     }
     for name in [one for asked in options.what for one in WHAT.get(asked, asked).split()]:
         print(f"saved {save(name, measures[name]()).name}", flush=True)

@@ -30,10 +30,11 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _machine(found: dict[str, Any]) -> str:
+def _machine(found: dict[str, Any], threads: str = "") -> str:
     m = found["machine"]
+    threads = threads or f"{m['threads']} threads"
     bf16 = f" ({', '.join(m['bf16'])})" if m["bf16"] else ""
-    where = m["gpu"] or f"{m['cpu']}{bf16}, {m['threads']} threads"
+    where = m["gpu"] or f"{m['cpu']}{bf16}, {threads}"
     packages = {row["package"] for row in found["rows"] if "package" in row}
     peers = "".join(f", {one}" for one in sorted(packages) if one.split()[0] not in ("torch", "muonfx"))
     return f"{where}; torch {m['torch']}{peers}, Python {m['python']}, load average at the end {m['load']:.1f}."
@@ -200,12 +201,40 @@ def scratch() -> str:
     return "\n".join([_table(head, rows), f"\n{_machine(found)}\n"])
 
 
+def sharding() -> str:
+    """Several processes, a table for each case: time, what was sent, what was computed, and how far off it is."""
+    found = load("sharding_speed")
+    if found is None:
+        return ""
+    head = ["ms", "time / first line", "sent by a rank", "matrices orthogonalized", "apart"]
+    parts: list[str] = []
+    for case in dict.fromkeys(row["case"] for row in found["rows"]):
+        what = "the optimizer step" if case == "FSDP2" else "an iteration"
+        for processes in dict.fromkeys(row["processes"] for row in found["rows"] if row["case"] == case):
+            lines = [
+                [
+                    row["candidate"],
+                    _milliseconds(row["milliseconds"]),
+                    _ratio(row["ratio"]),
+                    _bytes(row["sent"]),
+                    f"{row['matrices']} for {row['of']}",
+                    "" if row["apart"] is None else f"{row['apart']:.1e}",
+                ]
+                for row in found["rows"]
+                if (row["case"], row["processes"]) == (case, processes)
+            ]
+            parts += [f"### {case}, {processes} processes: {what}\n", _table(["", *head], lines), ""]
+    cores = found["machine"]["cores"]
+    return "\n".join([*parts, f"{_machine(found, f'{cores} cores, a thread for each process')}\n"])
+
+
 SECTIONS: dict[str, Callable[[], str]] = {
     "adapter": adapter,
     "checkpoint": checkpoint,
     "polar": polar,
     "step": step,
     "scratch": scratch,
+    "sharding": sharding,
 }
 
 

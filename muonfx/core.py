@@ -140,6 +140,25 @@ class Transform(Recorded):
         declared = cast("Any", self.factory).resolve
         return self if declared is None else declared(self, params)
 
+    def on_stacks(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Transform, dict[str, tuple[int, int]]]:
+        """The same for those leaves that are stacks of matrices, as such: ``(how many, rows, columns)``.
+
+        Args:
+            shapes: of some leaves, by name.
+
+        Returns:
+            The transform, and the shape of one matrix of each leaf that is a stack.
+
+        >>> import muonfx as mfx
+        >>> mfx.orthogonalize(blocks={"*.qkv": 3}).on_stacks({"attn.qkv": (6, 4), "out": (4, 4)})[1]
+        {'attn.qkv': (2, 4)}
+        """
+        declared = cast("Any", self.factory).on_stacks
+        if declared is not None:
+            return declared(self, shapes)
+        of_matrices = self.locality is Locality.MATRIX
+        return self, {n: (s[-2], s[-1]) for n, s in shapes.items() if of_matrices and len(s) > 2}
+
     @property
     def _functions(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
         return self.built
@@ -277,6 +296,8 @@ def transform(
     reads_params: bool | Callable[..., bool] = True,
     resolve: Callable[[Any, PyTree], Transform] | None = None,
     rounds_to: Callable[[Any, torch.dtype, torch.device], torch.dtype] | None = None,
+    on_stacks: Callable[[Any, Mapping[str, tuple[int, ...]]], tuple[Transform, dict[str, tuple[int, int]]]]
+    | None = None,
 ) -> Any:
     """Make a factory of transforms from a function that returns ``init`` and ``update``.
 
@@ -299,6 +320,9 @@ def transform(
             decided that names and shapes decide, so that it can be used on pieces of them. The state stays as it is.
         rounds_to: ``(transform, dtype, device) -> dtype``: what updates of a dtype are rounded to before anything else
             is done with them; the result has no more digits than that either.
+        on_stacks: ``(transform, shapes) -> (transform, matrices)``: of some leaves, by name, those that are independent
+            matrices one behind another in memory, with the shape of one, and the same transform for these leaves as
+            stacks ``(how many, rows, columns)``. None: the leading dims of locality MATRIX, no others.
 
     Returns:
         A factory with the constructor's name, signature and docstring.
@@ -325,6 +349,7 @@ def transform(
         "reads_params": reads_params,
         "resolve": resolve,
         "rounds_to": rounds_to,
+        "on_stacks": on_stacks,
     }
 
     def decorate(constructor: Constructor) -> Callable[..., Transform]:

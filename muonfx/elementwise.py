@@ -172,6 +172,12 @@ def add(xs: Tensors, ys: Tensors, c: Scalar = 1.0, *, reuse: bool = False) -> Te
         return [x + c * y for x, y in zip(xs, ys, strict=True)]
     if isinstance(c, Tensor):
         ys, c = list(torch._foreach_mul(ys, _fit(c, ys))), 1.0
+    if c != 1.0 and _rounds_numbers(xs):
+        # CPUs round once in the vectorized part of a tensor and twice in its tail: a piece would differ from the whole.
+        wide = [
+            torch.add(x.to(w), y.to(w), alpha=c) for x, y in zip(xs, ys, strict=True) for w in [wide_dtype(x.dtype)]
+        ]
+        return copy(wide, into=xs) if reuse else cast_like(wide, xs)
     if reuse:
         torch._foreach_add_(xs, ys, alpha=c)
         return xs

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from muonfx.tree import NAMESPACE
 
-__all__ = ["Recorded", "dotted", "make_factory", "part_names", "parts_of"]
+__all__ = ["Recorded", "bare", "dotted", "make_factory", "part_names", "parts_of"]
 
 
 class _Hole:
@@ -300,6 +300,17 @@ def parts_of(value: Recorded) -> Iterator[tuple[str, Any]]:
             yield from ((f"{dotted(name)}{inner}", number) for inner, number in parts_of(part))
         else:
             yield name, part
+
+
+def bare(value: Any) -> Any:
+    """What a transparent value stands for; any other value as it is.
+
+    >>> bare("anything")
+    'anything'
+    """
+    while isinstance(value, Recorded) and getattr(value.factory, "transparent", False):
+        (value,) = value._parts
+    return value
 
 
 def dotted(name: str) -> str:

@@ -1,9 +1,12 @@
-"""Which marked tests run: `gpu` where there is a device, `deep` only in a deep run."""
+"""Which marked tests run (`gpu` on a device, `deep` only in a deep run), and the processes that tests share."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
+
+from tests.processes import World
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -15,3 +18,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         deep = [item for item in items if "deep" in item.keywords]
         config.hook.pytest_deselected(items=deep)
         items[:] = [item for item in items if item not in deep]
+
+
+@pytest.fixture(scope="session")
+def world() -> Iterator[World]:
+    """Four processes that run what a test hands them; started by the first test that does."""
+    made = World()
+    yield made
+    made.close()

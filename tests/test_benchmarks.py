@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from benchmarks import measure, peers, plots, polar, report, step
+from benchmarks import measure, peers, plots, polar, report, sharding, step, world
 from benchmarks.__main__ import main
 from benchmarks.quality import judge, matrix, up_to_scale
 from muonfx.polar import KNOWN, orthogonalize
@@ -117,3 +118,85 @@ def test_unknown_benchmarks_are_refused(capsys: pytest.CaptureFixture[str]) -> N
     with pytest.raises(SystemExit):
         main(["speed"])
     assert "what: found speed, expected some of adapter, polar, step" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------- several processes
+
+TINY_MODEL = sharding.Size(width=16, blocks=1, vocabulary=32, tokens=8)
+
+
+def must_send() -> dict[str, float]:
+    """What `Sent` counts on this rank for 12 floats a rank."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    x, out = torch.zeros(12), torch.zeros(12 * ranks)
+    calls = {
+        "all_reduce": lambda: dist.all_reduce(x),
+        "all_gather": lambda: dist.all_gather([torch.zeros(12) for _ in range(ranks)], x),
+        "gather in one": lambda: dist.all_gather_into_tensor(out, x),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(torch.zeros(12), out),
+        "all_to_all": lambda: dist.all_to_all_single(torch.zeros(12), x),
+        "uneven": lambda: dist.all_to_all_single(  # rank 0 sends all that it has to rank 1
+            torch.zeros(12 * rank), torch.zeros(12 * (1 - rank)), [12 * rank, 0], [0, 12 * (1 - rank)]
+        ),
+        "broadcast": lambda: dist.broadcast(x, 0),
+        "barrier": dist.barrier,
+    }
+    found = {}
+    for name, call in calls.items():
+        with world.Sent() as sent:
+            call()
+        found[name] = sent.bytes
+    return found
+
+
+@pytest.mark.dist
+def test_bytes_are_those_that_a_rank_must_send() -> None:
+    assert world.run(2, must_send) == {
+        "all_reduce": 48,
+        "all_gather": 48,
+        "gather in one": 48,
+        "reduce_scatter": 48,
+        "all_to_all": 24,
+        "uneven": 48,
+        "broadcast": 48,
+        "barrier": 0,
+    }
+
+
+LOOPS = ((1, "whole"), (2, "flat"), (3, "whole"), (3, "flat"))
+
+
+def ours_against_one_process() -> list[tuple[float, int]]:
+    """How far each loop is from one process after three iterations, and how many matrices all ranks orthogonalized."""
+    start, wanted = sharding.trained(TINY_MODEL, dist.get_world_size())
+    found = []
+    for stage, partition in LOOPS:
+        one = sharding.ours("ours", TINY_MODEL, stage, partition)
+        for _ in range(sharding.ITERATIONS):
+            one.iterate()
+        apart = sharding.distance(one.whole(), wanted) / sharding.distance(start, wanted)
+        found.append((apart, sharding.counted(one)["matrices"]))
+    return found
+
+
+@pytest.mark.dist
+def test_our_loops_train_as_one_process_does() -> None:
+    for apart, matrices in world.run(2, ours_against_one_process):
+        assert apart < 0.02  # bf16 inside
+        assert matrices == 6
+
+
+@pytest.mark.dist
+def test_sharded_rows_say_what_was_sent_and_computed(results: Path, tmp_path: Path) -> None:
+    rows = sharding.speed(3, processes=(2,), size=TINY_MODEL, cases=("FSDP2",))
+    found = {row["candidate"]: row for row in rows}
+    theirs, ours = found["full_tensor() on every rank"], found["muonfx"]
+    assert (theirs["matrices"], ours["matrices"]) == (12, 6)
+    assert ours["sent"] < theirs["sent"]
+    for row in rows:
+        assert row["apart"] < 0.05
+        assert row["rounds"] == 3
+    measure.save("sharding_speed", rows)
+    table = report.sharding()
+    assert "### FSDP2, 2 processes: the optimizer step" in table
+    assert "12 for 6" in table

@@ -15,6 +15,7 @@ from muonfx import tree
 from muonfx.checkpoint.errors import MismatchError
 from muonfx.checkpoint.names import named_leaves
 from muonfx.core import Transform
+from muonfx.recorded import bare
 from muonfx.tree import PyTree, Spec
 
 __all__ = ["StateSpec", "described", "is_leaf", "spec", "spec_of"]
@@ -154,7 +155,7 @@ def spec_of(values: PyTree, section: str = "", tx: Transform | None = None) -> S
     return StateSpec(
         {name: Spec(tuple(leaf.shape), leaf.dtype) for name, leaf in named if leaf is not None},
         None if tx is None else tx.fingerprint,
-        None if tx is None else repr(tx),
+        None if tx is None else repr(bare(tx)),
         tree.flatten(values)[1],
         tuple(name for name, _ in named),
     )
@@ -190,4 +191,4 @@ def spec(tx: Transform, params: PyTree) -> StateSpec:
     meta = tree.map(lambda leaf: torch.empty(tuple(leaf.shape), dtype=leaf.dtype, device="meta"), params)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of labels without a parameter: what makes the state says so
-        return spec_of(tx.init(meta), tx=tx)
+        return spec_of(bare(tx).init(meta), tx=tx)

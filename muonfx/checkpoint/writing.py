@@ -25,6 +25,7 @@ from muonfx.checkpoint.keep import before, clean, prune, read_index, step_of
 from muonfx.checkpoint.names import PARAMS, named_leaves
 from muonfx.checkpoint.spec import spec_of
 from muonfx.core import Transform
+from muonfx.recorded import bare
 from muonfx.tree import PyTree, Spec
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class About(NamedTuple):
         # The package's own version: at the roof, which nothing inside may import.
         roof = sys.modules[__name__.partition(".")[0]]
         versions = {"muonfx": str(getattr(roof, "__version__", "unknown")), "torch": str(torch.__version__)}
-        chain = (None, None) if self.tx is None else (self.tx.fingerprint, repr(self.tx))
+        chain = (None, None) if self.tx is None else (self.tx.fingerprint, repr(bare(self.tx)))
         return Index(save_id, self.step, self.extra, *chain, versions, tuple(files), leaves)
 
 

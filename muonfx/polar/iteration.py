@@ -31,13 +31,13 @@ def newton_schulz(
     on = Functional() if products is None else products
     for stage in stages:
         start = on.gram(x, -stage.center) if gram is None else gram
-        x = on.weighted(x, _composed(on, Shifted(stage.center, 1.0, start), stage.steps))
+        x = on.weighted(x, composed(on, Shifted(stage.center, 1.0, start), stage.steps))
         gram = None
         on.keep()
     return x
 
 
-def _composed(on: Products, r: Shifted, steps: Sequence[Step]) -> Shifted:
+def composed(on: Products, r: Shifted, steps: Sequence[Step]) -> Shifted:
     """The matrix `Q` such that `Q X` is `X` after `steps`, given `R = X X^T`."""
     q: Shifted | None = None
     for i, step in enumerate(steps):

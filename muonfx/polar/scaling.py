@@ -92,10 +92,15 @@ def frobenius_normalized(x: torch.Tensor, compute: torch.dtype, safety: float = 
     """
     x = rounded_and_scaled(x, compute)
     total = (x * x).sum((-2, -1), keepdim=True)
-    return (x * _inverse_root(total, safety)).to(compute)
+    return (x * inverse_root(total, safety)).to(compute)
 
 
-def _inverse_root(total: torch.Tensor, safety: float) -> torch.Tensor:
+def inverse_root(total: torch.Tensor, safety: float) -> torch.Tensor:
+    """`1 / (safety * sqrt(total))`, and `1 / safety` where the total is zero, with finite derivatives there.
+
+    >>> inverse_root(torch.tensor([4.0, 0.0]), 1.0)
+    tensor([0.5000, 1.0000])
+    """
     # where, not an eps: an eps would change the answer for small matrices; and it must be inside the root, whose
     # derivative at zero is infinite and would reach the gradient as 0 * inf.
     scale = torch.where(total == 0, torch.ones_like(total), total).rsqrt()
@@ -117,7 +122,7 @@ def normalize_(batch: torch.Tensor, safety: float) -> None:
     wide = wide_dtype(batch.dtype)
     _multiply_(batch, power_of_two(_peaks(batch).to(wide)))
     rows = torch.linalg.vector_norm(batch, dim=-1, dtype=wide)  # by rows: over a whole bf16 matrix CPUs make a copy
-    _multiply_(batch, _inverse_root(rows.square().sum(-1), safety))  # sums are pairwise, norms are not
+    _multiply_(batch, inverse_root(rows.square().sum(-1), safety))  # sums are pairwise, norms are not
 
 
 def _peaks(batch: torch.Tensor) -> torch.Tensor:

@@ -6,13 +6,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from muonfx import elementwise as ew
 from muonfx import tree
 from muonfx.sharding.agreement import agree
 from muonfx.sharding.errors import ShardingError
-from muonfx.sharding.layout import Layout, as_dtensor, local_of
+from muonfx.sharding.layout import Layout, local_of
 from muonfx.sharding.layouts import equal_cut
 from muonfx.sharding.messages import Exchange
 from muonfx.sharding.pieces import part
@@ -44,7 +45,7 @@ def gathered(
     mine = [local_of(leaves[place]) for place in chosen]
     labels = [every[place] for place in chosen]
     for name, leaf in zip(labels, mine, strict=True):
-        if tuple(leaf.shape) != layout.piece(name).shape:
+        if not layout.piece(name).fits(leaf):
             raise ShardingError(
                 f"{name!r} has shape {tuple(leaf.shape)}, this rank's piece of it has {layout.piece(name).shape}"
             )
@@ -79,9 +80,7 @@ def _gather(layout: Layout, names: Sequence[str], locals_: Sequence[Tensor], buc
                     if taker == layout.rank:
                         incoming[sender] += [part(wholes[place], box) for box in piece.boxes]
         if crossing and layout.group is not None:
-            Exchange(
-                outgoing, incoming, dtype=first.dtype, device=first.device, group=layout.group, what="gathering"
-            ).wait()
+            exchange(outgoing, incoming, first, layout.group, "gathering")
     return wholes
 
 
@@ -132,7 +131,7 @@ def reduce_scattered(layout: Layout, grads: PyTree, op: str, bucket_bytes: int) 
     ]
     pieces = _reduce(layout, [names[place] for place in places], full, op, bucket_bytes)
     for place, piece in zip(places, pieces, strict=True):
-        leaves[place] = as_dtensor(piece, layout.dtensors[names[place]]) if names[place] in layout.dtensors else piece
+        leaves[place] = piece
     return tree.unflatten(treedef, leaves)
 
 
@@ -155,14 +154,24 @@ def _reduce(layout: Layout, names: Sequence[str], full: list[Tensor], op: str, b
                 parts[rank].append(own.blank(full[place]))
         if layout.group is not None:
             first = full[places[0]]
-            Exchange(
-                outgoing, parts, dtype=first.dtype, device=first.device, group=layout.group, what="reducing gradients"
-            ).wait()
+            exchange(outgoing, parts, first, layout.group, "reducing gradients")
         else:
             parts = outgoing
         for index, place in enumerate(places):
             results[place] = _sum([theirs[index] for theirs in parts], op)
     return results
+
+
+def exchange(
+    outgoing: Sequence[Sequence[Tensor]],
+    incoming: Sequence[Sequence[Tensor]],
+    like: Tensor,
+    group: dist.ProcessGroup,
+    what: str,
+) -> None:
+    """Exchange, and wait for it."""
+    expected = [sum(tensor.numel() for tensor in tensors) for tensors in incoming]
+    Exchange(outgoing, expected, dtype=like.dtype, device=like.device, group=group, what=what).wait(incoming)
 
 
 def _sum(parts: list[Tensor], op: str) -> Tensor:

@@ -10,14 +10,15 @@ from math import prod
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Donation, Transform, chain
+from muonfx.sharding.gram import Slab, orthogonalize_slabs, slab_of
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.messages import Exchange, copied
-from muonfx.sharding.plan.plan import RunPlan, Share
+from muonfx.sharding.plan.plan import RunPlan
+from muonfx.sharding.plan.shares import Share
 from muonfx.tree import PyTree
 
 __all__ = ["init_run", "update_run"]
@@ -88,6 +89,7 @@ def update_run(
         if (shares := [plan.shares[i] for i in bucket if local[plan.shares[i].name] is not None])
     ]
     results = _Results(layout, local)
+    _update_spread(plan, run, layout, local, results)
     counters = _Counters(state, updates) if len(buckets) > 1 else None
     ahead = _begin(plan, layout, buckets[0], local, weights) if buckets else None
     before: _Going | None = None
@@ -107,12 +109,44 @@ def update_run(
         done = dict(zip(names, tree.leaves(out), strict=True))
         del given, values, out
         after = _Going(plan, layout, shares, done, results)
+        del done
         if before is not None:
             before.wait()
         before = after
     if before is not None:
         before.wait()
     return tree.unflatten(treedef, [None if local[name] is None else results.of[name] for name in names]), state
+
+
+def _update_spread(
+    plan: RunPlan,
+    run: Sequence[tuple[str, Transform]],
+    layout: Layout,
+    local: Mapping[str, Tensor | None],
+    results: _Results,
+) -> None:
+    """Orthogonalize by the Gram route what goes that way: each rank its own pieces, all together."""
+    slabs: dict[str, Slab] = {}
+    wide: set[str] = set()
+    for share in plan.spread:
+        tensor = local[share.name]
+        if tensor is None:
+            continue
+        piece = layout.piece(share.name)
+        rows, columns = share.whole
+        nothing = tensor.new_empty((rows, 0) if rows <= columns else (0, columns))
+        window = piece.window(tensor, piece.boxes[0]) if piece.boxes else nothing
+        slabs[share.name] = slab_of(run, window, share.whole, plan.compute)
+        if rows <= columns:
+            wide.add(share.name)
+    for kind in dict.fromkeys((slab.plan.dtype, slab.x.dtype) for slab in slabs.values()):
+        names = [name for name, slab in slabs.items() if (slab.plan.dtype, slab.x.dtype) == kind]
+        assert layout.group is not None
+        done = orthogonalize_slabs([slabs[name] for name in names], layout.group)
+        for name, result in zip(names, done, strict=True):
+            if result.numel():
+                shape = results.like(name).shape
+                results.of[name] = (result if name in wide else result.mT).reshape(shape).contiguous()
 
 
 def _begin(
@@ -161,47 +195,55 @@ class _Coming:
         *,
         as_given: bool = False,
     ) -> None:
+        self._plan, self._layout = plan, layout
         me = layout.rank
         outgoing: list[list[Tensor]] = [[] for _ in range(layout.size)]
-        incoming: list[list[Tensor]] = [[] for _ in range(layout.size)]
-        self._shares: dict[str, Tensor] = {}
-        self.is_fresh = True
-        crossing = False
+        expected = [0] * layout.size
+        self._here: dict[str, Tensor] = {}
+        self._rooms: list[tuple[Share, torch.dtype]] = []
+        self._like: Tensor | None = None
         wire: torch.dtype | None = None
-        device = None
         for share in shares:
             tensor = local[share.name]
             assert tensor is not None
+            if not share.comes:
+                if share.owner in (None, me):
+                    self._here[share.name] = _held(share, layout, tensor)
+                continue
             there = tensor.dtype if as_given else plan.travels(tensor.dtype)[0]
             wire = there if wire is None else torch.promote_types(wire, there)
-            device = tensor.device
-            crossing = crossing or share.comes
-            here = share.owner in (None, me)
-            if not share.comes:
-                if here:
-                    self._shares[share.name] = _held(share, layout, tensor)
-                    self.is_fresh = False
-                continue
-            room = None
-            if here:
+            self._like = tensor
+            if share.owner == me:
                 # A run of one transform that rounds first can work in what was sent; a longer one wants its own dtype.
-                held = there if len(plan.run) == 1 else tensor.dtype
-                room = torch.empty(share.shape, dtype=held, device=tensor.device)
-                self._shares[share.name] = room
+                self._rooms.append((share, there if len(plan.run) == 1 else tensor.dtype))
             own = layout.piece(share.name)
             for leg in share.legs:
                 assert share.owner is not None
                 if leg.sender == me:
                     outgoing[share.owner] += [own.window(tensor, box) for box in leg.boxes]
-                if room is not None:
-                    incoming[leg.sender] += [share.piece.window(share.local(room), box) for box in leg.boxes]
-        self._exchange = _exchange(outgoing, incoming, wire, device, layout, "gathering matrices") if crossing else None
+                if share.owner == me:
+                    expected[leg.sender] += leg.numel
+        self._exchange = _exchange(outgoing, expected, wire, self._like, layout, "gathering matrices")
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether no matrix is a view of what was given."""
+        return not self._here
 
     def wait(self) -> dict[str, Tensor]:
         """The whole matrices that this rank owns, by the parameter's name."""
+        found = self._here
         if self._exchange is not None:
-            self._exchange.wait()
-        return self._shares
+            assert self._like is not None
+            incoming: list[list[Tensor]] = [[] for _ in range(self._layout.size)]
+            for share, held in self._rooms:
+                room = torch.empty(share.shape, dtype=held, device=self._like.device)
+                found[share.name] = room
+                for leg in share.legs:
+                    incoming[leg.sender] += [share.piece.window(share.local(room), box) for box in leg.boxes]
+            self._exchange.wait(incoming)
+            self._exchange = None
+        return found
 
 
 class _Going:
@@ -217,49 +259,49 @@ class _Going:
     ) -> None:
         me = layout.rank
         outgoing: list[list[Tensor]] = [[] for _ in range(layout.size)]
-        incoming: list[list[Tensor]] = [[] for _ in range(layout.size)]
-        crossing = False
+        expected = [0] * layout.size
+        self._incoming: list[list[Tensor]] = [[] for _ in range(layout.size)]
         wire: torch.dtype | None = None
-        device = None
+        like: Tensor | None = None
         for share in shares:
             result = done[share.name] if share.owner in (None, me) else None
             if not share.goes:
                 if result is not None:
                     results.put(share, result)
                 continue
-            crossing = True
             like = results.like(share.name)
-            _, back = plan.travels(like.dtype)
+            back = plan.travels(like.dtype)[1]
             wire = back if wire is None else torch.promote_types(wire, back)
-            device = like.device
             for leg in share.legs:
                 assert share.owner is not None
                 if result is not None:
                     for rank in leg.ranks:
                         outgoing[rank] += [share.piece.window(share.local(result), box) for box in leg.boxes]
                 if me in leg.ranks:
-                    incoming[share.owner] += results.windows(share, leg.boxes)
-        self._exchange = _exchange(outgoing, incoming, wire, device, layout, "returning matrices") if crossing else None
+                    self._incoming[share.owner] += results.windows(share, leg.boxes)
+                    expected[share.owner] += leg.numel
+        self._exchange = _exchange(outgoing, expected, wire, like, layout, "returning matrices")
 
     def wait(self) -> None:
         """Wait for the results that come here."""
         if self._exchange is not None:
-            self._exchange.wait()
+            self._exchange.wait(self._incoming)
+            self._exchange = None
 
 
 def _exchange(
     outgoing: list[list[Tensor]],
-    incoming: list[list[Tensor]],
+    expected: list[int],
     wire: torch.dtype | None,
-    device: torch.device | None,
+    like: Tensor | None,
     layout: Layout,
     what: str,
-) -> Exchange:
-    group = layout.group
-    assert isinstance(group, dist.ProcessGroup)
-    assert wire is not None
-    assert device is not None
-    return Exchange(outgoing, incoming, dtype=wire, device=device, group=group, what=what)
+) -> Exchange | None:
+    """Begin an exchange; None where nobody has anything for anybody, which all ranks know alike."""
+    if wire is None or like is None:
+        return None
+    assert layout.group is not None
+    return Exchange(outgoing, expected, dtype=wire, device=like.device, group=layout.group, what=what)
 
 
 def _held(share: Share, layout: Layout, tensor: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -48,6 +47,14 @@ class Layout:
         group: the process group; None for a layout that is only looked at.
         stage: of ZeRO: 1 shards the optimizer's state, 2 gradients too, 3 parameters too; None elsewhere.
         buffer: for `zero` and `flat`, how the pieces lie in flat buffers.
+
+    >>> import muonfx as mfx
+    >>> params = {"w": torch.arange(6.0).reshape(2, 3)}
+    >>> layout = mfx.sharding.zero(params, 2, partition="flat")
+    >>> [layout.shard(params, rank)["w"].tolist() for rank in range(2)]
+    [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+    >>> layout.assemble([layout.shard(params, rank) for rank in range(2)])["w"].shape
+    torch.Size([2, 3])
     """
 
     kind: str
@@ -281,10 +288,8 @@ class Layout:
         if name in self.dtensors:
             return as_dtensor(leaf, self.dtensors[name])
         piece, shape = self.piece(name), self._specs[name].shape
-        if piece.start is not None:
-            return FlatPiece(shape, piece.start, leaf)
-        if piece.numel == prod(shape) and len(self.holders(name).get(piece, [])) == 1:
-            return FlatPiece(shape, 0, leaf.reshape(-1))
+        if self.kind in ("zero", "flat"):
+            return FlatPiece(shape, piece.start or 0, leaf.reshape(-1))
         return leaf
 
 

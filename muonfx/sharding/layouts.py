@@ -147,6 +147,13 @@ def from_dtensors(params: PyTree, group: dist.ProcessGroup | None = None) -> Lay
     Raises:
         TypeError: no leaf is a DTensor, or one has a placement that is neither Shard nor Replicate.
         ShardingError: meshes that no one group covers.
+
+    >>> from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> mesh = init_device_mesh("cpu", (1,))
+    >>> from_dtensors({"w": distribute_tensor(torch.zeros(4, 2), mesh, [Shard(0)])})
+    <from_dtensors of 1 parameters over 1 rank>
+    >>> dist.destroy_process_group()
     """
     named = {n: p for n, p in zip(tree.names(params), tree.leaves(params), strict=True) if p is not None}
     dtensors = {name: leaf._spec for name, leaf in named.items() if is_dtensor(leaf)}
@@ -164,9 +171,11 @@ def from_dtensors(params: PyTree, group: dist.ProcessGroup | None = None) -> Lay
             pieces[name] = (Piece.whole(spec.shape),) * len(ranks)
     rank = dist.get_rank(group)
     for name in dtensors:
-        local, wanted = tuple(named[name]._local_tensor.shape), pieces[name][rank].shape
-        if local != wanted:
-            raise ShardingError(f"{name!r} has a local tensor of shape {local}, its placements say {wanted}")
+        local, piece = named[name]._local_tensor, pieces[name][rank]
+        if not piece.fits(local):
+            raise ShardingError(
+                f"{name!r} has a local tensor of shape {tuple(local.shape)}, its placements say {piece.shape}"
+            )
     return Layout("from_dtensors", specs, pieces, len(ranks), rank, group, dtensors=dtensors)
 
 

@@ -22,7 +22,7 @@ class Exchange:
 
     Args:
         outgoing: for each rank of the group, the tensors for it, in an order that both know.
-        incoming: for each rank of the group, the tensors that take what comes from it, in that order.
+        expected: for each rank of the group, how many elements come from it.
         dtype: in which values travel; they are rounded to it, and from it to the dtype of what takes them.
         group: the ranks; every one of them must begin the same exchanges in the same order.
         what: what this is, for an error.
@@ -34,20 +34,19 @@ class Exchange:
     def __init__(
         self,
         outgoing: Sequence[Sequence[Tensor]],
-        incoming: Sequence[Sequence[Tensor]],
+        expected: Sequence[int],
         *,
         dtype: torch.dtype,
         device: torch.device,
         group: dist.ProcessGroup,
         what: str,
     ) -> None:
-        me = dist.get_rank(group)
-        copied(outgoing[me], incoming[me])
-        self._incoming = [takers if rank != me else [] for rank, takers in enumerate(incoming)]
+        self._me = me = dist.get_rank(group)
+        self._own = list(outgoing[me])
         sent = [tensors if rank != me else [] for rank, tensors in enumerate(outgoing)]
         self.what = what
         sizes = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
-        self._sizes = [sum(tensor.numel() for tensor in tensors) for tensors in self._incoming]
+        self._sizes = [number if rank != me else 0 for rank, number in enumerate(expected)]
         self._sent = torch.empty(sum(sizes), dtype=dtype, device=device)
         _copy_through(self._sent, [tensor for tensors in sent for tensor in tensors], into=True)
         self._received = torch.empty(sum(self._sizes), dtype=dtype, device=device)
@@ -56,12 +55,19 @@ class Exchange:
                 self._received, self._sent, self._sizes, sizes, group=group, async_op=True
             )
 
-    def wait(self) -> None:
-        """Wait for what comes, and copy it to where it belongs."""
+    def wait(self, incoming: Sequence[Sequence[Tensor]]) -> None:
+        """Wait for what comes, and copy it to where it belongs.
+
+        Args:
+            incoming: for each rank of the group, the tensors that take what comes from it, in the order of its sender.
+        """
         with collective(self.what):
             self._work.wait()
-        _copy_through(self._received, [tensor for tensors in self._incoming for tensor in tensors], into=False)
-        del self._sent, self._received, self._incoming
+        del self._sent
+        copied(self._own, incoming[self._me])
+        takers = [tensor for rank, tensors in enumerate(incoming) if rank != self._me for tensor in tensors]
+        _copy_through(self._received, takers, into=False)
+        del self._received, self._own
 
 
 def copied(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:

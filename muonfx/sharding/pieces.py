@@ -79,6 +79,14 @@ class Piece(NamedTuple):
         """How many elements it has."""
         return prod(self.shape)
 
+    def fits(self, local: Tensor) -> bool:
+        """Whether a tensor has the shape of the local tensor; of a piece without elements, whether it has none.
+
+        >>> Piece.whole((0, 3)).fits(torch.zeros(0, 0)), Piece.whole((1, 3)).fits(torch.zeros(3))
+        (True, False)
+        """
+        return tuple(local.shape) == self.shape or (self.numel == 0 and local.numel() == 0)
+
     def blank(self, like: Tensor) -> Tensor:
         """A local tensor with room for the piece, of another tensor's dtype and device.
 

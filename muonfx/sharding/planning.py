@@ -9,6 +9,7 @@ import torch
 
 from muonfx.core import Transform
 from muonfx.polar import compute_dtype
+from muonfx.recorded import bare
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.costs import runs_of
 from muonfx.sharding.plan.plan import RunPlan, Settings, plan_run
@@ -24,6 +25,12 @@ class Plan:
     Attributes:
         runs: one plan for each run of neighbouring transforms that need whole matrices.
         size: how many ranks there are.
+
+    >>> import muonfx as mfx
+    >>> layout = mfx.sharding.zero({"w": torch.zeros(64, 64)}, 2, partition="flat")
+    >>> plan = plan_for(mfx.muon(0.1, dtype=torch.float32), layout)
+    >>> plan.owners(), sum(plan.sent)
+    ({'w': [0]}, 16384)
     """
 
     runs: tuple[RunPlan, ...]
@@ -49,7 +56,7 @@ class Plan:
         """The owners of each parameter's matrices; None stands for all ranks."""
         found: dict[str, list[int | None]] = {}
         for run in self.runs:
-            for share in run.shares:
+            for share in run.shares + run.spread:
                 found.setdefault(share.name, []).append(share.owner)
         return found
 
@@ -59,12 +66,12 @@ class Plan:
         for run in self.runs:
             lines.append("run of " + ", ".join(name for name, _ in run.run) + f", {len(run.buckets)} buckets")
             rows = [("parameter", "matrices", "owner", "route", "GFLOP", "KiB sent", "why")]
-            for share in run.shares:
+            for share in run.shares + run.spread:
                 rows.append(
                     (
                         share.name,
                         " x ".join(map(str, share.shape)),
-                        "all" if share.owner is None else str(share.owner),
+                        "each" if share.route == "gram" else "all" if share.owner is None else str(share.owner),
                         share.route,
                         f"{share.cost / 1e9:.4g}",
                         f"{sum(run.bytes_of(share)) / 1024:.4g}",
@@ -115,9 +122,7 @@ def plan_for(
     if params is not None:
         layout = layout.of(params)
     device = torch.device(device)
-    if tx.factory.__name__ == "sharded":
-        tx = tx.arguments["tx"]
     compute = compute_dtype(torch.float32, device)
     given = Settings(**settings)
-    runs = [plan_run(run, names, layout, device, given, compute) for run, names in runs_of(tx, layout.meta())]
+    runs = [plan_run(run, names, layout, device, given, compute) for run, names in runs_of(bare(tx), layout.meta())]
     return Plan(tuple(runs), layout.size)

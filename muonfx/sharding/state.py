@@ -18,7 +18,8 @@ from muonfx.checkpoint import FlatPiece
 from muonfx.core import Locality, Transform, chain_entries, transform
 from muonfx.sharding.kinds import Kind, kind_of, with_parts
 from muonfx.sharding.layout import as_dtensor, local_of
-from muonfx.sharding.plan.plan import RunPlan, Share
+from muonfx.sharding.plan.plan import RunPlan
+from muonfx.sharding.plan.shares import Share
 from muonfx.sharding.walk import Walk
 from muonfx.tree import PyTree
 

@@ -21,6 +21,7 @@ from muonfx.sharding.kinds import Kind, groups_of, kind_of, with_parts
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.messages import collective
 from muonfx.sharding.plan.costs import Run
+from muonfx.sharding.plan.parts import on_stacks
 from muonfx.sharding.plan.plan import RunPlan, Settings, plan_run
 from muonfx.tree import PyTree
 
@@ -64,6 +65,7 @@ class Walk:
     """What else follows from shapes, found out once."""
     _plans: dict[Any, RunPlan] = field(default_factory=dict)
     _resolved: OrderedDict[Any, tuple[Transform, Transform]] = field(default_factory=OrderedDict)
+    _stacked: OrderedDict[Any, tuple[Run, Run]] = field(default_factory=OrderedDict)
     _warned: set[Any] = field(default_factory=set)
 
     def init(self, tx: Transform, params: PyTree) -> PyTree:
@@ -104,9 +106,9 @@ class Walk:
             return self._update_chain(tx, updates, state, params, donate, extras)
         if kind is Kind.RUN:
             run = ((tx.name, tx),)
-            out, after = update_run(
-                self.plan(run, like), run, self.layout, updates, {tx.name: state}, params, donate, extras
-            )
+            plan = self.plan(run, like)
+            own = {tx.name: state}
+            out, after = update_run(plan, self._at_owner(plan, run), self.layout, updates, own, params, donate, extras)
             return out, after[tx.name]
         if kind is Kind.EVERYTHING:
             own_sum: Any = {**extras, "sum_over_leaves": sum_over_leaves}
@@ -131,7 +133,8 @@ class Walk:
             if kind_of(part) is Kind.RUN:
                 plan = self.plan(group, updates if params is None else params)
                 own = {name: state[name] for name, _ in group}
-                out, new = update_run(plan, group, self.layout, updates, own, params, given, extras)
+                now = self._at_owner(plan, group)
+                out, new = update_run(plan, now, self.layout, updates, own, params, given, extras)
                 after |= new
             else:
                 out, after[name] = self.update(part, updates, state[name], params, given, extras)
@@ -173,6 +176,17 @@ class Walk:
             self._plans[key] = plan_run(run, names, self.layout, kind, self.settings, self.compute)
         return self._plans[key]
 
+    def _at_owner(self, plan: RunPlan, run: Run) -> Run:
+        """The transforms of a run, with the numbers of now, as they are done at an owner."""
+        if not plan.stacks:
+            return run
+        key = tuple(id(tx) for _, tx in run), plan.stacks
+        if key not in self._stacked:
+            self._stacked[key] = run, on_stacks(run, {name: plan.specs[name].shape for name in plan.stacks})
+            while len(self._stacked) > 256:
+                self._stacked.popitem(last=False)
+        return self._stacked[key][1]
+
     def global_like(self, params: PyTree) -> PyTree:
         """Meta tensors of the global shapes in the place of local ones."""
         leaves, treedef = tree.flatten(params)
@@ -208,9 +222,10 @@ class Walk:
         return sum_over_leaves(list(stacked.unbind()))
 
     def _whole(self, values: PyTree) -> PyTree:
-        if values is None or all(leaf is None or leaf.is_meta for leaf in tree.leaves(values)):
-            return None if values is None else self.global_like(values)
-        return gathered(self.layout, values)
+        present = [leaf for leaf in tree.leaves(values) if leaf is not None]
+        if present and all(leaf.is_meta for leaf in present):
+            return self.global_like(values)
+        return gathered(self.layout, values) if present else values
 
     def _pieces(self, whole: PyTree) -> PyTree:
         return self.layout.shard(whole)

@@ -10,14 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from glob import escape
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from muonfx.core import Locality
+from muonfx.core import Locality, Transform
 
-__all__ = ["Blocks", "Dims", "MatrixView", "matrix_locality", "view_as_matrices"]
+__all__ = ["Blocks", "Dims", "MatrixView", "matrix_locality", "on_stacks", "view_as_matrices"]
 
 Dims = tuple[tuple[int, ...], tuple[int, ...]]
 """Dims that form the rows and dims that form the columns; dims in neither are a batch."""
@@ -80,6 +81,20 @@ class MatrixView(NamedTuple):
         permuted = matrix.reshape([leaf.shape[dim] for dim in order])
         return permuted.permute([order.index(dim) for dim in range(leaf.ndim)])
 
+    def matrices(self, shape: tuple[int, ...]) -> tuple[int, int] | None:
+        """The shape of one matrix, where a leaf is a number of independent ones, one behind another in memory."""
+        if self.dims is not None:
+            sides = [tuple(dim % len(shape) for dim in side) for side in self.dims]
+            if sides != [(len(shape) - 2,), (len(shape) - 1,)]:
+                return None
+        elif len(shape) != 2:
+            return None
+        if self.blocks is None:
+            return (shape[-2], shape[-1]) if len(shape) > 2 else None
+        if not isinstance(self.blocks, int) or self.block_axis != -2 or shape[-2] % self.blocks:
+            return None
+        return shape[-2] // self.blocks, shape[-1]
+
     @property
     def _axis_name(self) -> str:
         return "rows" if self.block_axis == -2 else "columns"
@@ -125,6 +140,27 @@ def _unstack_blocks(stacked: Tensor, axis: int) -> Tensor:
     if axis == -2:
         return stacked.reshape(*batch, count * rows, columns)
     return stacked.movedim(-3, -2).reshape(*batch, rows, count * columns)
+
+
+def on_stacks(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Transform, dict[str, tuple[int, int]]]:
+    """What `muonfx.transform` asks for under this name, for transforms with ``dims`` and perhaps ``blocks``."""
+    given = tx.arguments
+    settings = given["dims"], given.get("blocks")
+    views = view_as_matrices(*settings, given.get("block_axis", -2)).of(list(shapes))
+    found = [(name, own.matrices(shape)) for own, (name, shape) in zip(views, shapes.items(), strict=True)]
+    matrices = {name: matrix for name, matrix in found if matrix is not None}
+    if not matrices:
+        return tx, {}
+
+    def but(setting: Any, value: Any) -> dict[str, Any]:
+        others = dict(setting) if isinstance(setting, Mapping) else {"*": setting}
+        ours = {escape(name): value for name in matrices}  # in front: the first match counts
+        return ours | {pattern: other for pattern, other in others.items() if pattern not in ours}
+
+    changes: dict[str, Any] = {"dims": but(settings[0], ((-2,), (-1,)))}
+    if settings[1] is not None:
+        changes["blocks"] = but(settings[1], None)
+    return tx.replace(**changes), matrices
 
 
 def view_as_matrices(dims: Any, blocks: Any, block_axis: int) -> MatrixView:

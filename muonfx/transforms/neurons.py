@@ -11,7 +11,7 @@ from torch import Tensor
 from muonfx import checks
 from muonfx import elementwise as ew
 from muonfx.core import NOTHING, Donation, transform
-from muonfx.transforms._matrices import Dims, matrix_locality, view_as_matrices
+from muonfx.transforms._matrices import Dims, matrix_locality, on_stacks, view_as_matrices
 from muonfx.tree import Present, PyTree
 
 __all__ = ["NeuronsState", "normalize_neurons"]
@@ -24,7 +24,11 @@ class NeuronsState(NamedTuple):
     """Second moment of each row, in the pinned dtype: shape (..., rows, 1) for a leaf of shape (..., rows, columns)."""
 
 
-@transform(locality=lambda decay, eps, keep_norm, dtype, dims: matrix_locality(dims), reads_params=False)
+@transform(
+    locality=lambda decay, eps, keep_norm, dtype, dims: matrix_locality(dims),
+    reads_params=False,
+    on_stacks=on_stacks,
+)
 def normalize_neurons(
     decay: float = 0.95,
     eps: float = 1e-8,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from muonfx import polar
 from muonfx.core import NOTHING, Donation, EmptyState, Transform, transform
-from muonfx.transforms._matrices import Blocks, Dims, matrix_locality, view_as_matrices
+from muonfx.transforms._matrices import Blocks, Dims, matrix_locality, on_stacks, view_as_matrices
 from muonfx.tree import Present, PyTree
 
 __all__ = ["orthogonalize"]
@@ -26,6 +26,7 @@ def _rounds_to(tx: Transform, dtype: torch.dtype, device: torch.device) -> torch
     locality=lambda coefficients, steps, method, dtype, products, dims, blocks, block_axis: matrix_locality(dims),
     reads_params=False,
     rounds_to=_rounds_to,
+    on_stacks=on_stacks,
 )
 def orthogonalize(
     *,

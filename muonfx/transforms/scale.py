@@ -12,7 +12,7 @@ from muonfx import checks
 from muonfx import elementwise as ew
 from muonfx.core import NOTHING, Donation, EmptyState, Locality, Transform, transform
 from muonfx.schedules import Schedule
-from muonfx.transforms._matrices import Blocks, Dims, matrix_locality, view_as_matrices
+from muonfx.transforms._matrices import Blocks, Dims, matrix_locality, on_stacks, view_as_matrices
 from muonfx.transforms._pinned import new_count
 from muonfx.tree import Present, PyTree, device_of
 
@@ -179,6 +179,7 @@ def shape_factor(rule: str, matrix: Tensor) -> float:
     locality=lambda rule, dims, blocks, block_axis: matrix_locality(dims),
     reads_params=False,
     resolve=_resolve_by_shape,
+    on_stacks=on_stacks,
 )
 def scale_by_shape(
     rule: str = "match_rms_adamw",

@@ -8,18 +8,13 @@ import torch
 import muonfx as mfx
 from muonfx.checkpoint import CorruptError, FlatPiece, MismatchError, WriteError
 from muonfx.checkpoint.index import INDEX
+from tests.checkpoint import workers
 from tests.checkpoint.common import assert_same_tree, copies
-from tests.checkpoint.workers import SIZES, Failed, World, tree_of
+from tests.checkpoint.workers import SIZES, tree_of
+from tests.processes import Failed, World
 
 ck = mfx.checkpoint
 dist = pytest.mark.dist
-
-
-@pytest.fixture(scope="module")
-def world():
-    made = World()
-    yield made
-    made.close()
 
 
 @dist
@@ -27,7 +22,7 @@ def world():
 def test_what_some_ranks_save_any_number_loads(world: World, tmp_path: Path, savers: int):
     for seed in range(3):
         path = tmp_path / str(seed)
-        world.check(savers, "save_mixed", path=path, seed=seed, step=seed, extra={"ranks": savers})
+        world.check(savers, workers.save_mixed, path=path, seed=seed, step=seed, extra={"ranks": savers})
         state, params = tree_of(seed), tree_of(seed + 1)["momentum"].trace
         # one process, no group
         assert_same_tree(ck.load(path, like=state), state)
@@ -35,8 +30,8 @@ def test_what_some_ranks_save_any_number_loads(world: World, tmp_path: Path, sav
         found = ck.verify(path)
         assert (found.step, found.extra) == (seed, {"ranks": savers})
         for loaders in SIZES:
-            world.check(loaders, "load_mixed", path=path, seed=seed, layout=10 * seed + loaders)
-        world.check(2, "load_plainly", path=path, seed=seed)
+            world.check(loaders, workers.load_mixed, path=path, seed=seed, layout=10 * seed + loaders)
+        world.check(2, workers.load_plainly, path=path, seed=seed)
 
 
 @dist
@@ -44,14 +39,14 @@ def test_what_one_process_saves_any_number_loads(world: World, tmp_path: Path):
     state, params = tree_of(5), tree_of(6)["momentum"].trace
     ck.save(tmp_path, state, params=params)
     for loaders in SIZES:
-        world.check(loaders, "load_mixed", path=tmp_path, seed=5, layout=loaders)
+        world.check(loaders, workers.load_mixed, path=tmp_path, seed=5, layout=loaders)
 
 
 @dist
 @pytest.mark.parametrize("kind", ["plain", "flat", "rows", "columns", "replicated", "grid"])
 def test_each_layout_stores_the_logical_tensors(world: World, tmp_path: Path, kind: str):
     """Names, shapes and dtypes are those that one process writes, and every element is stored once."""
-    world.check(4, "save_mixed", path=tmp_path / "many", seed=3, kinds=(kind,))
+    world.check(4, workers.save_mixed, path=tmp_path / "many", seed=3, kinds=(kind,))
     ck.save(tmp_path / "one", tree_of(3), params=tree_of(4)["momentum"].trace)
     many, one = ck.inspect(tmp_path / "many"), ck.inspect(tmp_path / "one")
     assert {name: leaf.spec for name, leaf in many.leaves.items()} == {
@@ -60,13 +55,13 @@ def test_each_layout_stores_the_logical_tensors(world: World, tmp_path: Path, ki
     stored = sum(file.nbytes - file.header_nbytes for file in many.files)
     assert stored == one.nbytes
     assert_same_tree(dict(sorted(ck.read(tmp_path / "many").items())), dict(sorted(ck.read(tmp_path / "one").items())))
-    world.check(4, "load_mixed", path=tmp_path / "many", seed=3, layout=3, kinds=(kind,))
+    world.check(4, workers.load_mixed, path=tmp_path / "many", seed=3, layout=3, kinds=(kind,))
 
 
 @dist
 @pytest.mark.parametrize("size", SIZES)
 def test_pieces_of_any_shape_and_cut_go_there_and_back(world: World, tmp_path: Path, size: int):
-    world.check(size, "random_pieces", path=tmp_path, seeds=range(12))
+    world.check(size, workers.random_pieces, path=tmp_path, seeds=range(12))
 
 
 @dist
@@ -74,13 +69,13 @@ def test_pieces_of_any_shape_and_cut_go_there_and_back(world: World, tmp_path: P
 @pytest.mark.parametrize("size", SIZES)
 def test_many_pieces_of_any_shape_and_cut_go_there_and_back(world: World, tmp_path: Path, size: int):
     for start in range(0, 1000, 50):
-        world.check(size, "random_pieces", path=tmp_path, seeds=range(start, start + 50))
+        world.check(size, workers.random_pieces, path=tmp_path, seeds=range(start, start + 50))
 
 
 @dist
 def test_a_save_in_the_background_keeps_what_was_there_when_it_began(world: World, tmp_path: Path):
     for seed in (1, 2):
-        results = world.check(4, "save_in_background", path=tmp_path / str(seed), seed=seed)
+        results = world.check(4, workers.save_in_background, path=tmp_path / str(seed), seed=seed)
         assert_same_tree(ck.load(tmp_path / str(seed), like=tree_of(seed)), tree_of(seed))
         assert sum(written for written, _ in results) == ck.inspect(tmp_path / str(seed)).nbytes
         assert all(in_order for _, in_order in results)
@@ -113,23 +108,23 @@ def test_trouble_on_one_rank_is_an_error_on_all_and_changes_nothing(
     world: World, tmp_path: Path, trouble, kind, message
 ):
     path = tmp_path / "here"
-    world.check(2, "save_mixed", path=path, seed=4, kinds=("plain", "flat"))
+    world.check(2, workers.save_mixed, path=path, seed=4, kinds=("plain", "flat"))
     before = copies(path)
-    error, _ = errors(world.run(2, "save_with_trouble", path=path, seed=4, trouble=trouble, on=1))
+    error, _ = errors(world.run(2, workers.save_with_trouble, path=path, seed=4, trouble=trouble, on=1))
     assert type(error) is kind
     assert error.args
     with pytest.raises(kind, match=message):
         raise error
     assert copies(path) == before
     new = tmp_path / "new"
-    errors(world.run(2, "save_with_trouble", path=new, seed=4, trouble=trouble, on=1))
+    errors(world.run(2, workers.save_with_trouble, path=new, seed=4, trouble=trouble, on=1))
     assert not new.exists() or not (new / INDEX).exists()
     assert not list(new.glob("*.safetensors"))
 
 
 @dist
 def test_ranks_that_see_other_file_systems_are_found_out(world: World, tmp_path: Path):
-    error, _ = errors(world.run(2, "save_with_trouble", path=tmp_path, seed=4, trouble="not shared", on=1))
+    error, _ = errors(world.run(2, workers.save_with_trouble, path=tmp_path, seed=4, trouble="not shared", on=1))
     assert isinstance(error, WriteError)
     assert "do all see one file system?" in str(error)
     assert not list(tmp_path.glob(f"*/{INDEX}"))
@@ -137,39 +132,39 @@ def test_ranks_that_see_other_file_systems_are_found_out(world: World, tmp_path:
 
 @dist
 def test_trouble_in_the_background_is_raised_by_wait_on_all(world: World, tmp_path: Path):
-    error, *_ = errors(world.run(4, "save_in_background", path=tmp_path / "x", seed=1, bad_rank=2))
+    error, *_ = errors(world.run(4, workers.save_in_background, path=tmp_path / "x", seed=1, bad_rank=2))
     assert "rank 2: " in str(error)
     assert "'bad' is a str, expected a tensor" in str(error)
 
 
 @dist
 def test_a_load_that_does_not_fit_is_one_error_on_all(world: World, tmp_path: Path):
-    world.check(2, "save_mixed", path=tmp_path, seed=4, kinds=("plain", "flat"))
+    world.check(2, workers.save_mixed, path=tmp_path, seed=4, kinds=("plain", "flat"))
     for on, ranks in ((None, "ranks 0, 1: "), (1, "rank 1: ")):
-        error, _ = errors(world.run(2, "load_with_trouble", path=tmp_path, seed=4, on=on))
+        error, _ = errors(world.run(2, workers.load_with_trouble, path=tmp_path, seed=4, on=on))
         assert isinstance(error, MismatchError)
         assert str(error).startswith(ranks)
         assert error.problems == ("missing:   'new', (2,) float32, is not in the checkpoint",)
-    error, _ = errors(world.run(2, "load_with_trouble", path=tmp_path / "nowhere", seed=4))
+    error, _ = errors(world.run(2, workers.load_with_trouble, path=tmp_path / "nowhere", seed=4))
     assert isinstance(error, ck.NotFoundError)
 
 
 @dist
 def test_a_missing_or_damaged_shard_is_named_on_all_and_the_previous_one_offered(world: World, tmp_path: Path):
     for step in (1, 2):
-        world.check(4, "save_mixed", path=ck.step_path(tmp_path, step), seed=4, step=step)
+        world.check(4, workers.save_mixed, path=ck.step_path(tmp_path, step), seed=4, step=step)
     path = ck.step_path(tmp_path, 2)
     shards = sorted(path.glob("*.safetensors"))
     assert len(shards) == 4
     whole = shards[2].read_bytes()
     shards[2].write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    found = world.run(4, "load_mixed", path=path, seed=4, layout=1, kinds=("plain",))
+    found = world.run(4, workers.load_mixed, path=path, seed=4, layout=1, kinds=("plain",))
     error, *_ = errors(found)
     assert isinstance(error, CorruptError)
     assert "is damaged, somewhere in" in str(error)
     assert error.previous == ck.step_path(tmp_path, 1)
     shards[2].unlink()
-    error, *_ = errors(world.run(4, "load_mixed", path=path, seed=4, layout=1, kinds=("plain",)))
+    error, *_ = errors(world.run(4, workers.load_mixed, path=path, seed=4, layout=1, kinds=("plain",)))
     assert isinstance(error, CorruptError)
     assert f"{shards[2].name}: the data file is missing" in str(error)
     with pytest.raises(CorruptError, match=shards[2].name):
@@ -181,12 +176,12 @@ def test_a_missing_or_damaged_shard_is_named_on_all_and_the_previous_one_offered
 @dist
 def test_the_newest_are_kept_by_ranks_too(world: World, tmp_path: Path):
     for step in range(4):
-        world.check(2, "save_mixed", path=ck.step_path(tmp_path, step), seed=4, step=step, keep=2)
+        world.check(2, workers.save_mixed, path=ck.step_path(tmp_path, step), seed=4, step=step, keep=2)
     assert [path.name for path in ck.checkpoints(tmp_path)] == ["step-000000002", "step-000000003"]
     assert sorted(tmp_path.iterdir()) == ck.checkpoints(tmp_path)
     # at one path, more than once, by fewer ranks: nothing of the larger save is left
-    world.check(4, "save_mixed", path=tmp_path / "one", seed=1)
-    world.check(1, "save_mixed", path=tmp_path / "one", seed=2)
+    world.check(4, workers.save_mixed, path=tmp_path / "one", seed=1)
+    world.check(1, workers.save_mixed, path=tmp_path / "one", seed=2)
     assert len(list((tmp_path / "one").iterdir())) == 2
     assert_same_tree(ck.load(tmp_path / "one", like=tree_of(2)), tree_of(2))
 

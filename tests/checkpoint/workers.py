@@ -1,116 +1,22 @@
-"""Worker processes with torch.distributed (gloo), and what the tests have them do.
-
-One world of four processes serves all tests; a test with fewer ranks uses the group of the first so many.
-"""
+"""What the tests of checkpoints have worker processes do."""
 
 import os
 import random
-import tempfile
-import time
-import traceback
-from datetime import timedelta
 from math import prod
-from multiprocessing import get_context
 from pathlib import Path
-from queue import Empty
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import muonfx as mfx
 from muonfx.checkpoint import FlatPiece
 from tests.checkpoint.common import bits
+from tests.processes import Here
 
 ck = mfx.checkpoint
-WORLD = 4
 SIZES = (1, 2, 4)
-
-
-class World:
-    """Worker processes that run functions of this module by name, each with its rank."""
-
-    def __init__(self) -> None:
-        context = get_context("spawn")
-        self._folder = tempfile.TemporaryDirectory()
-        self._inboxes = [context.Queue() for _ in range(WORLD)]
-        self._outbox = context.Queue()
-        store = str(Path(self._folder.name) / "store")
-        self._processes = [
-            context.Process(target=_serve, args=(rank, store, inbox, self._outbox), daemon=True)
-            for rank, inbox in enumerate(self._inboxes)
-        ]
-        for process in self._processes:
-            process.start()
-
-    def run(self, size: int, function: str, **arguments: Any) -> list[Any]:
-        """Call a function on so many ranks; what each returned, or the error that it raised, by rank."""
-        for inbox in self._inboxes[:size]:
-            inbox.put((function, size, arguments))
-        found: dict[int, Any] = {}
-        until = time.monotonic() + 120
-        while len(found) < size:
-            try:
-                rank, result = self._outbox.get(timeout=1)
-            except Empty:
-                dead = [process.exitcode for process in self._processes if not process.is_alive()]
-                assert not dead, f"workers ended with {dead}"
-                assert time.monotonic() < until, f"{function}: only ranks {sorted(found)} have answered"
-            else:
-                found[rank] = result
-        return [found[rank] for rank in range(size)]
-
-    def check(self, size: int, function: str, **arguments: Any) -> list[Any]:
-        """The same, where no error is expected."""
-        results = self.run(size, function, **arguments)
-        for result in results:
-            assert not isinstance(result, Failed), result.trace
-        return results
-
-    def close(self) -> None:
-        for inbox in self._inboxes:
-            inbox.put(None)
-        for process in self._processes:
-            process.join(20)
-            if process.is_alive():
-                process.kill()
-        self._folder.cleanup()
-
-
-class Failed:
-    """An error on a worker."""
-
-    def __init__(self, error: BaseException) -> None:
-        self.error, self.trace = error, traceback.format_exc()
-
-
-def _serve(rank: int, store: str, inbox: Any, outbox: Any) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(store, WORLD), rank=rank, world_size=WORLD, timeout=timedelta(seconds=60)
-    )
-    groups = {size: dist.new_group(list(range(size))) for size in SIZES}
-    background = {size: dist.new_group(list(range(size)), backend="gloo") for size in SIZES}
-    grid = DeviceMesh("cpu", [[0, 1], [2, 3]])
-    while (task := inbox.get()) is not None:
-        function, size, arguments = task
-        here = Here(rank, size, groups[size], background[size], grid)
-        try:
-            outbox.put((rank, globals()[function](here, **arguments)))
-        except BaseException as error:
-            outbox.put((rank, Failed(error)))
-    dist.destroy_process_group()
-
-
-class Here:
-    """One rank of a group."""
-
-    def __init__(self, rank: int, size: int, group: Any, background: Any, grid: DeviceMesh) -> None:
-        self.rank, self.size, self.group, self.background, self.grid = rank, size, group, background, grid
-        self.mesh = DeviceMesh.from_group(group, "cpu")
 
 
 # ------------------------------------------------------------------------------------------------------- trees, layouts

@@ -35,6 +35,10 @@ class Cost(NamedTuple):
     """Which form of the iteration."""
     scratch_bytes: int
     """Intermediates of one matrix."""
+    stages: int
+    """How often the matrix's Gram matrix is made."""
+    long_share: float
+    """The share of `flops` in products with the long side; the others are of small square matrices."""
 
 
 def newton_schulz_cost(
@@ -119,18 +123,22 @@ def _cost(
         short, long, held, device, resolved, method=method, dtype=dtype, products=products, facts=facts
     )
     load = 2 * policy.work(chosen, device, facts)
-    return Cost(_flops(chosen), load, chosen.method, chosen.scratch_bytes)
+    flops, on_long_side = _flops(chosen)
+    share = on_long_side / flops if flops else 0.0
+    return Cost(flops, load, chosen.method, chosen.scratch_bytes, len(chosen.stages), share)
 
 
-def _flops(chosen: policy.Plan) -> float:
-    """What `muonfx.polar.iteration` does: two long products a stage, and at most 4 k - 3 small ones for k steps."""
+def _flops(chosen: policy.Plan) -> tuple[float, float]:
+    """What `muonfx.polar.iteration` does: two long products a stage, and at most 4 k - 3 small ones for k steps.
+
+    All of it, and the long ones.
+    """
     n, m = chosen.shape
     gram, small = _computed(chosen.products, n), _computed(chosen.small_products, n)
-    total = 0.0
-    for stage in chosen.stages:
-        squares = sum(1 for step in stage.steps if step[2] != 0)
-        total += (1 + gram) * n * n * m + small * n**3 * (squares + 3 * (len(stage.steps) - 1))
-    return 2 * total
+    long = len(chosen.stages) * (1 + gram) * n * n * m
+    squares = sum(1 for stage in chosen.stages for step in stage.steps if step[2] != 0)
+    extra = sum(len(stage.steps) - 1 for stage in chosen.stages)
+    return 2 * (long + small * n**3 * (squares + 3 * extra)), 2 * long
 
 
 def _computed(how: str, n: int) -> float:

@@ -11,22 +11,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
 
-from muonfx.boxes import Box, boxes_of_interval
-from muonfx.core import Locality
+from muonfx.boxes import boxes_of_interval
+from muonfx.sharding.gram import gram_bytes, gram_plan, is_for_gram, wide_of
 from muonfx.sharding.layout import Layout
-from muonfx.sharding.pieces import Piece
 from muonfx.sharding.plan.balance import assign
 from muonfx.sharding.plan.costs import Run, cost_of
+from muonfx.sharding.plan.parts import Part, matrices_of, on_stacks, parts_of
+from muonfx.sharding.plan.shares import Leg, Share
 from muonfx.tree import Spec
 
-__all__ = ["Leg", "Machine", "RunPlan", "Settings", "Share", "plan_run"]
+__all__ = ["Machine", "RunPlan", "Settings", "plan_run"]
 
 
 class Machine(NamedTuple):
@@ -52,80 +51,15 @@ class Settings(NamedTuple):
 
     replicas: str = "auto"
     """What is done with matrices that several ranks hold whole: "split", "everyone" or "auto"."""
-    bucket_bytes: int = 1 << 26
-    """About how many bytes of whole matrices a rank holds at a time; a single larger one stands alone."""
+    bucket_bytes: int = 1 << 28
+    """About how many bytes an exchange takes at a time: matrices and messages together, of the bucket that is computed,
+    of the next, and of the one before; a single larger matrix goes through alone."""
     exchange_dtype: torch.dtype | None = None
     """In which dtype matrices travel; None: in that to which their transform rounds them anyway."""
     machine: Machine | None = None
     """What routes are chosen by; None: a guess by the kind of device."""
-
-
-class Leg(NamedTuple):
-    """What of a share lies in one piece."""
-
-    ranks: tuple[int, ...]
-    """That hold the piece."""
-    sender: int
-    """Of these the one that sends it to the owner: the owner itself, or the one of the nearest rank."""
-    boxes: tuple[Box, ...]
-    """Of the whole parameter."""
-    numel: int
-
-
-@dataclass(frozen=True)
-class Share:
-    """Some whole matrices of one parameter, computed by one rank or, with the owner None, by every rank."""
-
-    name: str
-    start: int
-    """The first element, in the flattened parameter."""
-    stop: int
-    shape: tuple[int, ...]
-    """In which the owner computes: the parameter's own, or (how many, rows, columns)."""
-    whole: tuple[int, ...]
-    """The parameter's shape."""
-    owner: int | None
-    route: str
-    reason: str
-    cost: float
-    """Floating-point operations."""
-    legs: tuple[Leg, ...] = field(repr=False)
-
-    @property
-    def numel(self) -> int:
-        """How many elements it has."""
-        return self.stop - self.start
-
-    @property
-    def piece(self) -> Piece:
-        """The share as a piece of the parameter."""
-        return (
-            Piece.whole(self.whole) if self.shape == self.whole else Piece.interval(self.whole, self.start, self.stop)
-        )
-
-    def local(self, tensor: Tensor) -> Tensor:
-        """A tensor of the share's shape as the local tensor of its piece."""
-        return tensor if self.shape == self.whole else tensor.view(-1)
-
-    @cached_property
-    def comes(self) -> bool:
-        """Whether anything must be sent to the owner."""
-        return self.owner is not None and any(leg.sender != self.owner for leg in self.legs)
-
-    @cached_property
-    def goes(self) -> bool:
-        """Whether anything must be sent back."""
-        return self.owner is not None and any(leg.ranks != (self.owner,) for leg in self.legs)
-
-    def elements_sent(self, size: int) -> list[int]:
-        """What each rank sends, there and back, in elements: to itself nothing."""
-        sent = [0] * size
-        if self.owner is not None:
-            for leg in self.legs:
-                if leg.sender != self.owner:
-                    sent[leg.sender] += leg.numel
-                sent[self.owner] += leg.numel * sum(1 for rank in leg.ranks if rank != self.owner)
-        return sent
+    gram: bool = False
+    """Whether matrices may be orthogonalized where their pieces are, by sums of Gram matrices."""
 
 
 @dataclass(frozen=True)
@@ -133,13 +67,21 @@ class RunPlan:
     """Who computes what of one run, and when."""
 
     run: Run = field(repr=False)
+    """The transforms, for the stacks as stacks."""
+    stacks: tuple[str, ...]
+    """The parameters that are stacks of independent matrices to all transforms of the run."""
     size: int
     shares: tuple[Share, ...]
+    spread: tuple[Share, ...]
+    """Those that all ranks compute together, each its own piece, by the Gram route."""
     buckets: tuple[tuple[int, ...], ...]
     """Places of shares, all of one dtype, that travel together; in this order."""
     specs: dict[str, Spec] = field(repr=False)
     device: torch.device
+    compute: torch.dtype
+    """What a dtype of "auto" stands for."""
     exchange_dtype: torch.dtype | None
+    _travels: dict[torch.dtype, tuple[torch.dtype, torch.dtype]] = field(default_factory=dict, repr=False)
 
     @property
     def flops(self) -> list[float]:
@@ -148,19 +90,26 @@ class RunPlan:
         for share in self.shares:
             for rank in range(self.size) if share.owner is None else (share.owner,):
                 loads[rank] += share.cost
+        for share in self.spread:
+            for leg in share.legs:
+                loads[leg.ranks[0]] += share.cost * leg.numel / share.numel
         return loads
 
     @property
     def sent(self) -> list[int]:
         """The bytes that each rank sends, there and back."""
         total = [0] * self.size
-        for share in self.shares:
+        for share in self.shares + self.spread:
             for rank, nbytes in enumerate(self.bytes_of(share)):
                 total[rank] += nbytes
         return total
 
     def bytes_of(self, share: Share) -> list[int]:
         """The bytes that each rank sends for a share."""
+        if share.route == "gram":
+            dtype = self.specs[share.name].dtype
+            stages = len(gram_plan(self.run, share.whole, dtype, self.device, self.compute).stages)
+            return [round(gram_bytes(min(share.whole), stages, self.size, wide_of(dtype)))] * self.size
         there, back = self.travels(self.specs[share.name].dtype)
         sent = [0] * self.size
         if share.owner is not None:
@@ -172,15 +121,21 @@ class RunPlan:
 
     def travels(self, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
         """In which dtypes updates of a dtype go to the owner and come back: no value changes, unless asked for."""
-        if self.exchange_dtype is not None:
-            return self.exchange_dtype, self.exchange_dtype
-        return self._narrowed(0, dtype), self._narrowed(-1, dtype)
+        if dtype not in self._travels:
+            asked = self.exchange_dtype
+            self._travels[dtype] = (asked or self._narrowed(0, dtype), asked or self._narrowed(-1, dtype))
+        return self._travels[dtype]
 
     def _narrowed(self, place: int, dtype: torch.dtype) -> torch.dtype:
         tx = self.run[place][1]
         declared = cast("Any", tx.factory).rounds_to
         rounded = dtype if declared is None else declared(tx, dtype, self.device)
         return rounded if rounded.itemsize < dtype.itemsize else dtype
+
+
+_AT_A_TIME = 6
+"""How many times the bytes of a bucket's matrices are there at a time: the matrices; what was sent and came, of the
+next bucket and of the results of the one before; and a result beside its matrix."""
 
 
 def plan_run(
@@ -198,9 +153,17 @@ def plan_run(
     """
     specs = {name: layout._specs[name] for name in names}
     machine = settings.machine or Machine.of(device.type)
-    parts = [part for name in names for part in _parts(run, name, layout)]
+    matrices = matrices_of(run, {name: spec.shape for name, spec in specs.items()})
+    run = on_stacks(run, {name: specs[name].shape for name in matrices})
+    spread = [
+        share
+        for name in (names if settings.gram and is_for_gram(run) else ())
+        if (share := _spread(run, name, layout, device, compute)) is not None
+    ]
+    rest = [name for name in names if name not in {share.name for share in spread}]
+    parts = [part for name in rest for part in parts_of(matrices.get(name), name, layout)]
 
-    def cost(part: _Part) -> float:
+    def cost(part: Part) -> float:
         return cost_of(run, part.name, part.shape, specs[part.name].dtype, device.type, compute)
 
     costs = [cost(part) for part in parts]
@@ -208,116 +171,57 @@ def plan_run(
     alone = [_everyone(part, c, b, layout, machine, settings) for part, c, b in zip(parts, costs, nbytes, strict=True)]
     shared = [i for i, all_compute in enumerate(alone) if not all_compute]
     given = dict(zip(shared, _owners([parts[i] for i in shared], [costs[i] for i in shared], layout.size), strict=True))
-    shares = tuple(
-        _share(part, None if alone[i] else given[i], costs[i], layout, machine) for i, part in enumerate(parts)
+    shares = tuple(_share(part, None if alone[i] else given[i], costs[i], layout) for i, part in enumerate(parts))
+    buckets = tuple(_buckets(shares, specs, layout.size, max(1, settings.bucket_bytes // _AT_A_TIME)))
+    stacks = tuple(matrices)
+    return RunPlan(
+        run, stacks, layout.size, shares, tuple(spread), buckets, specs, device, compute, settings.exchange_dtype
     )
-    buckets = tuple(_buckets(shares, specs, layout.size, settings.bucket_bytes))
-    return RunPlan(run, layout.size, shares, buckets, specs, device, settings.exchange_dtype)
 
 
-class _Part(NamedTuple):
-    """Matrices of one parameter that may go to one owner, and the ranks that may be it."""
+def _spread(run: Run, name: str, layout: Layout, device: torch.device, compute: torch.dtype) -> Share | None:
+    """The share of a matrix for the Gram route, where that sends less; None where it does not, or cannot be.
 
-    name: str
-    start: int
-    stop: int
-    shape: tuple[int, ...]
-    candidates: tuple[int, ...]
-    complete: bool
-    """Whether each candidate holds all of it."""
-
-    @property
-    def numel(self) -> int:
-        return self.stop - self.start
-
-
-def _parts(run: Run, name: str, layout: Layout) -> Iterator[_Part]:
-    """Cut a parameter where its matrices allow it: a stack between ranks, or into as many ranges as ranks may own."""
-    shape = layout._specs[name].shape
-    locality = max(tx.locality for _, tx in run)
-    stacked = locality is Locality.MATRIX and len(shape) > 2 and prod(shape) > 0
-    each = prod(shape[-2:]) if stacked else prod(shape)
-    holders = layout.holders(name)
-    if not stacked:
-        whole = [rank for piece, ranks in holders.items() if piece.numel == each for rank in ranks]
-        some = sorted(rank for ranks in holders.values() for rank in ranks) or list(range(layout.size))
-        yield _Part(name, 0, each, shape, tuple(sorted(whole) or some), bool(whole))
-        return
-    ranges = _ranges(layout, name, shape, each)
-    owners = [owner for _, _, owner, _ in ranges]
-    if len(set(owners)) < len(owners):  # the state of a rank's part of a stack must be one range
-        yield _Part(name, 0, prod(shape), shape, tuple(sorted(set(owners))), False)
-        return
-    for first, last, owner, complete in ranges:
-        yield _Part(name, first * each, last * each, (last - first, *shape[-2:]), (owner,), complete)
-
-
-class _Held(NamedTuple):
-    """Who holds one matrix of a stack."""
-
-    ranks: tuple[int, ...]
-    """Those that hold all of it, or else those that hold some."""
-    complete: bool
-    most: int
-    """The rank that holds most of it."""
-
-
-def _ranges(layout: Layout, name: str, shape: tuple[int, ...], each: int) -> list[tuple[int, int, int, bool]]:
-    """Share out the matrices of a stack: first, last + 1, owner, whether the owner holds them already.
-
-    What one rank holds alone it keeps. What several hold is divided evenly among them, in ranges; a few that cross a
-    boundary go to the rank that has most of each.
+    It can be where the long side alone is cut, and each piece is held once.
     """
-    holders = layout.holders(name)
-    found: list[tuple[int, int, int, bool]] = []
-
-    def give(first: int, last: int, owner: int, complete: bool) -> None:
-        if found and found[-1][1] == first and found[-1][2] == owner:
-            found[-1] = (found[-1][0], last, owner, found[-1][3] and complete)
-        elif last > first:
-            found.append((first, last, owner, complete))
-
-    matrices = [
-        _held(holders, boxes_of_interval(shape, i * each, (i + 1) * each), each) for i in range(prod(shape) // each)
-    ]
-    first = 0
-    while first < len(matrices):
-        held = matrices[first]
-        last = first + 1
-        while last < len(matrices) and matrices[last][:2] == held[:2]:
-            last += 1
-        if last - first < len(held.ranks):
-            for i in range(first, last):
-                give(i, i + 1, matrices[i].most, held.complete)
-        else:
-            for i, owner in enumerate(held.ranks):
-                begin, end = ((last - first) * j // len(held.ranks) for j in (i, i + 1))
-                give(first + begin, first + end, owner, held.complete)
-        first = last
-    return found
+    spec, holders = layout._specs[name], layout.holders(name)
+    if len(spec.shape) != 2 or len(holders) < 2 or not prod(spec.shape):
+        return None
+    short = 0 if spec.shape[0] <= spec.shape[1] else 1
+    for piece, ranks in holders.items():
+        if len(ranks) > 1 or len(piece.boxes) != 1 or piece.boxes[0].sizes[short] != spec.shape[short]:
+            return None
+    chosen = gram_plan(run, spec.shape, spec.dtype, device, compute)
+    if not chosen.stages:
+        return None
+    ranks, long = layout.size, max(spec.shape)
+    by_owner = 2 * prod(spec.shape) * spec.dtype.itemsize * (ranks - 1) / ranks**2
+    by_gram = gram_bytes(spec.shape[short], len(chosen.stages), ranks, wide_of(spec.dtype))
+    if by_gram >= by_owner:
+        return None
+    legs = [Leg(tuple(r), r[0], p.boxes, p.numel) for p, r in holders.items()]
+    cost = cost_of(run, name, spec.shape, spec.dtype, device.type, compute)
+    reason = (
+        f"its long side, {long}, is cut: {len(chosen.stages)} sums of Gram matrices take {by_gram / by_owner:.0%} of "
+        "the bytes of the way to an owner and back"
+    )
+    return Share(name, 0, prod(spec.shape), spec.shape, spec.shape, None, "gram", reason, cost, tuple(legs))
 
 
-def _held(holders: dict[Piece, list[int]], boxes: Sequence[Box], each: int) -> _Held:
-    have = [(sum(box.numel for box in piece.shared(boxes)), rank) for piece, ranks in holders.items() for rank in ranks]
-    whole = sorted(rank for numel, rank in have if numel == each)
-    some = sorted(rank for numel, rank in have if numel)
-    return _Held(tuple(whole or some), bool(whole), min((-numel, rank) for numel, rank in have)[1])
-
-
-def _everyone(part: _Part, cost: float, nbytes: int, layout: Layout, machine: Machine, settings: Settings) -> bool:
+def _everyone(part: Part, cost: float, nbytes: int, layout: Layout, machine: Machine, settings: Settings) -> bool:
     """Whether all ranks compute a part that all hold: where that takes less time than to send the result."""
     if layout.size == 1 or len(part.candidates) < layout.size or not part.complete or settings.replicas == "split":
         return False
     return settings.replicas == "everyone" or cost / machine.flops < nbytes / machine.bandwidth
 
 
-def _owners(parts: Sequence[_Part], costs: Sequence[float], size: int) -> list[int]:
+def _owners(parts: Sequence[Part], costs: Sequence[float], size: int) -> list[int]:
     groups: dict[tuple[int, ...], tuple[int, ...] | None] = {tuple(range(size)): None}
     candidates = [groups.setdefault(part.candidates, part.candidates) for part in parts]
     return assign(costs, candidates, size, sizes=[part.numel for part in parts])
 
 
-def _share(part: _Part, owner: int | None, cost: float, layout: Layout, machine: Machine) -> Share:
+def _share(part: Part, owner: int | None, cost: float, layout: Layout) -> Share:
     shape = layout._specs[part.name].shape
     boxes = boxes_of_interval(shape, part.start, part.stop)
     legs: list[Leg] = []
@@ -326,13 +230,11 @@ def _share(part: _Part, owner: int | None, cost: float, layout: Layout, machine:
         if common:
             nearest = min(ranks, key=lambda rank: (abs(rank - (owner or 0)), rank))
             legs.append(Leg(tuple(ranks), nearest, common, sum(box.numel for box in common)))
-    route, reason = _route(part, owner, legs, layout, machine, cost)
+    route, reason = _route(part, owner, legs, layout, cost)
     return Share(part.name, part.start, part.stop, part.shape, shape, owner, route, reason, cost, tuple(legs))
 
 
-def _route(
-    part: _Part, owner: int | None, legs: Sequence[Leg], layout: Layout, machine: Machine, cost: float
-) -> tuple[str, str]:
+def _route(part: Part, owner: int | None, legs: Sequence[Leg], layout: Layout, cost: float) -> tuple[str, str]:
     if owner is None:
         return "everyone", f"all {layout.size} ranks hold it, and {cost:.1e} operations take less time than to send it"
     if all(leg.ranks == (owner,) for leg in legs):
@@ -343,14 +245,32 @@ def _route(
     return "owner", f"it lies in {len(legs)} pieces; its owner holds {held / max(part.numel, 1):.0%} of it"
 
 
+def _alone(places: Sequence[int], shares: Sequence[Share], dtype: torch.dtype, limit: int) -> Iterator[tuple[int, ...]]:
+    held: list[int] = []
+    room = limit
+    for i in sorted(places, key=lambda i: (tuple(sorted(shares[i].shape[-2:])), i)):
+        nbytes = shares[i].numel * dtype.itemsize
+        if held and nbytes > room:
+            yield tuple(held)
+            held, room = [], limit
+        held.append(i)
+        room -= nbytes
+    if held:
+        yield tuple(held)
+
+
 def _buckets(shares: Sequence[Share], specs: dict[str, Spec], size: int, limit: int) -> Iterator[tuple[int, ...]]:
     """Every owner's shares of a dtype in lists of so many bytes; the first lists of all owners travel together."""
     for dtype in dict.fromkeys(specs[share.name].dtype for share in shares):
         lists: list[list[list[int]]] = [[] for _ in range(size)]
         room = [0] * size
         mine = [i for i, share in enumerate(shares) if specs[share.name].dtype == dtype]
+        # What every rank computes goes alone: in one batch with a rank's own matrices it could differ in the last bit.
+        yield from _alone([i for i in mine if shares[i].owner is None], shares, dtype, limit)
         for i in sorted(mine, key=lambda i: (tuple(sorted(shares[i].shape[-2:])), i)):
-            owner, nbytes = shares[i].owner or 0, shares[i].numel * dtype.itemsize
+            owner, nbytes = shares[i].owner, shares[i].numel * dtype.itemsize
+            if owner is None:
+                continue
             if not lists[owner] or nbytes > room[owner]:
                 lists[owner].append([])
                 room[owner] = limit

@@ -1,0 +1,297 @@
+"""Muon on several processes: muonfx against DTensor's ``full_tensor()`` on every rank, and against DeepSpeed's Muon.
+
+One small GPT, float32, everything in bf16 inside Newton-Schulz, `keller` for five steps, AdamW for what is no hidden
+matrix, no clipping. All candidates of a case run in the same processes and begin at the same weights; each rank has a
+micro-batch of its own.
+
+What is timed is what both sides do alike and cannot be told apart further. Under FSDP2 it is ``optimizer.step()`` on
+gradients that are there. Under ZeRO it is a whole iteration, from the tokens to the next parameters: DeepSpeed
+orthogonalizes within ``backward`` at stages 1 and 2, and gathers parameters in ``step`` there, in ``forward`` at stage
+3. The model sees few tokens, so that the update and what it sends are most of it; "forward and backward alone" is the
+rest. What is sent in the timed part is counted beside, and how many matrices are orthogonalized on all ranks together,
+and how far the parameters are after three iterations from those of one process, over how far they have moved.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import muonfx as mfx
+from benchmarks import sharding_peers as peers
+from benchmarks import world
+from benchmarks.measure import summary
+from benchmarks.peers import COMMON, versioned
+
+ITERATIONS = 3
+"""After which parameters are compared."""
+
+Params = dict[str, Tensor]
+
+
+class Size(NamedTuple):
+    """Of the model, and of a rank's micro-batch."""
+
+    width: int = 512
+    blocks: int = 2
+    vocabulary: int = 512
+    tokens: int = 16
+
+
+class Candidate(NamedTuple):
+    """A way to train the model, alive in this process."""
+
+    name: str
+    package: str
+    iterate: Callable[[], object]
+    """From the tokens to the next parameters."""
+    timed: Callable[[], object]
+    whole: Callable[[], Params]
+    """The parameters as one process would have them; a collective."""
+
+
+class Block(nn.Module):
+    """Attention with one head, and an MLP; six matrices."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.before_attention, self.before_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Activations `(batch, tokens, width)` in and out."""
+        y = self.before_attention(x)
+        x = x + self.o(F.scaled_dot_product_attention(self.q(y), self.k(y), self.v(y), is_causal=True))
+        return x + self.down(F.relu(self.up(self.before_mlp(x))))
+
+
+class GPT(nn.Module):
+    """Its loss on tokens; `embed` and `lm_head` are named so that DeepSpeed gives them to AdamW."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(size.vocabulary, size.width)
+        self.blocks = nn.Sequential(*(Block(size.width) for _ in range(size.blocks)))
+        self.norm = nn.LayerNorm(size.width)
+        self.lm_head = nn.Linear(size.width, size.vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """The mean loss of tokens `(batch, tokens)`."""
+        logits = self.lm_head(self.norm(self.blocks(self.embed(tokens))))
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def make(size: Size) -> GPT:
+    """The model at its first weights, the same everywhere."""
+    torch.manual_seed(0)
+    return GPT(size)
+
+
+def tokens(size: Size, rank: int) -> Tensor:
+    """A rank's micro-batch, the same in every iteration."""
+    return torch.randint(size.vocabulary, (1, size.tokens), generator=torch.Generator().manual_seed(rank))
+
+
+def labels(model: nn.Module) -> mfx.Labels:
+    """What is done with each parameter, "muon" or "adamw"."""
+    return mfx.default_labels(model)
+
+
+def chain(model: nn.Module) -> mfx.Transform:
+    """The optimizer that all candidates are."""
+    return mfx.muon_with_adamw(
+        peers.RATE,
+        adamw_weight_decay=peers.DECAY,
+        weight_decay=peers.DECAY,
+        rule="original",
+        coefficients=COMMON,
+        dtype=torch.bfloat16,
+        labels=labels(model),
+    )
+
+
+def trained(size: Size, processes: int) -> tuple[Params, Params]:
+    """The parameters at the beginning, and those that one process would have after `ITERATIONS`."""
+    model = make(size)
+    tx = chain(model)
+    start = params = {name: param.detach().clone() for name, param in model.named_parameters()}
+    state = tx.init(params)
+    batches = torch.cat([tokens(size, rank) for rank in range(processes)])  # of equal length: the mean of means
+
+    def loss(params: Params) -> Tensor:
+        return torch.func.functional_call(model, params, (batches,))
+
+    for _ in range(ITERATIONS):
+        updates, state = tx.update(torch.func.grad(loss)(params), state, params)
+        params = mfx.apply_updates(params, updates)
+    return start, params
+
+
+# ------------------------------------------------------------------------------------------------------ candidates
+
+
+def fsdp2(size: Size) -> Iterator[Candidate]:
+    """An optimizer over DTensor parameters: gathered everywhere, and ours."""
+    for name, package, build in (
+        ("full_tensor() on every rank", "torch", peers.full_tensor),
+        ("full_tensor() of update and parameter, distribute_tensor", "torch", peers.full_tensor_twice),
+        ("muonfx", "muonfx", Sharded),
+        ("full_tensor() on every rank, again", "torch", peers.full_tensor),
+    ):
+        model = peers.fully_sharded(make(size))
+        muon = [name for name, label in labels(make(size)).items() if label == "muon"]
+        optimizer = build(model, muon)
+        yield Candidate(
+            name,
+            package,
+            iterate=_step_of(model, optimizer, tokens(size, dist.get_rank())),
+            timed=optimizer.step,
+            whole=lambda model=model: {name: p.full_tensor().detach() for name, p in model.named_parameters()},
+        )
+
+
+class Sharded:
+    """Ours over DTensor parameters, as a function and in place."""
+
+    def __init__(self, model: nn.Module, muon: list[str]) -> None:
+        self.params = dict(model.named_parameters())
+        held = {name: param.detach() for name, param in self.params.items()}
+        self.tx = mfx.sharding.sharded(chain(model), mfx.sharding.from_dtensors(held))
+        self.state = self.tx.init(held)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update every parameter."""
+        grads = {name: param.grad for name, param in self.params.items()}
+        held = {name: param.detach() for name, param in self.params.items()}
+        updates, self.state = self.tx.update(grads, self.state, held)
+        local = [[t.to_local() for t in trees.values()] for trees in (held, updates)]
+        torch._foreach_add_(*local)
+
+    def zero_grad(self) -> None:
+        """Forget gradients."""
+        for param in self.params.values():
+            param.grad = None
+
+
+def _step_of(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> Callable[[], None]:
+    def iterate() -> None:
+        optimizer.zero_grad()
+        model(batch).backward()
+        optimizer.step()
+
+    return iterate
+
+
+def zero(size: Size, stage: int) -> Iterator[Candidate]:
+    """DeepSpeed at a stage, and the loops of ours."""
+    yield deepspeed("DeepSpeed", size, stage)
+    yield ours("muonfx, whole", size, stage, "whole")
+    yield ours("muonfx, flat", size, stage, "flat")
+    yield deepspeed("DeepSpeed again", size, stage)
+    model, batch = make(size), tokens(size, dist.get_rank())
+
+    def alone() -> None:
+        model.zero_grad()
+        model(batch).backward()
+
+    yield Candidate("forward and backward alone", "torch", alone, alone, dict)
+
+
+def deepspeed(name: str, size: Size, stage: int) -> Candidate:
+    """DeepSpeed's engine."""
+    iterate, whole = peers.deepspeed(make(size), tokens(size, dist.get_rank()), stage)
+    return Candidate(name, "deepspeed", iterate, iterate, whole)
+
+
+def ours(name: str, size: Size, stage: int, partition: str) -> Candidate:
+    """The loop of a stage as the documentation has it: five lines each."""
+    model, batch = make(size), tokens(size, dist.get_rank())
+    whole: Params = {name: param.detach() for name, param in model.named_parameters()}
+    plain = chain(model)
+    layout = mfx.sharding.zero(whole, stage=stage, partition=partition, tx=plain)
+    tx = mfx.sharding.sharded(plain, layout)
+    held = layout.shard(whole)
+    state = tx.init(held)
+
+    def loss(params: Params) -> Tensor:
+        return torch.func.functional_call(model, params, (batch,))
+
+    def gradients_of(params: Params) -> Params:
+        leaves = {name: param.detach().requires_grad_() for name, param in params.items()}
+        given = layout.all_gather(leaves) if stage == 3 else leaves
+        grads = torch.autograd.grad(loss(given), list(leaves.values()))
+        return dict(zip(leaves, grads, strict=True))
+
+    def iterate() -> None:
+        nonlocal held, state, whole
+        grads = gradients_of(held) if stage == 3 else layout.reduce_scatter(gradients_of(whole))
+        updates, state = tx.update(grads, state, held)
+        held = mfx.apply_updates(held, updates)
+        if stage < 3:
+            whole = layout.gather(held)
+
+    return Candidate(name, "muonfx", iterate, iterate, lambda: layout.gather(held))
+
+
+# ------------------------------------------------------------------------------------------------------------- rows
+
+
+def measure(size: Size, case: str, rounds: int, seconds: float) -> list[dict[str, Any]]:
+    """The rows of a case; called on every rank."""
+    candidates = list(fsdp2(size) if case == "FSDP2" else zero(size, int(case[-1])))
+    processes = dist.get_world_size()
+    start, wanted = trained(size, processes)
+    matrices = sum(label == "muon" for label in labels(make(size)).values())
+    rows: list[dict[str, Any]] = []
+    for one in candidates:
+        for _ in range(ITERATIONS):
+            one.iterate()
+        found = one.whole()
+        apart = distance(found, wanted) / distance(start, wanted) if found else None
+        about = {"case": case, "processes": processes, "candidate": one.name, "package": versioned(one.package)}
+        rows.append({**about, "apart": apart, **counted(one), "of": matrices})
+    calls = {one.name: one.timed for one in candidates}
+    times = summary(world.interleaved(calls, rounds=rounds, seconds=seconds), candidates[0].name)
+    return [{**row, **times[row["candidate"]]} for row in rows]
+
+
+def distance(a: Params, b: Params) -> float:
+    """Between two sets of parameters, over all of them."""
+    return math.sqrt(sum((a[name] - b[name]).double().square().sum().item() for name in b))
+
+
+def counted(one: Candidate) -> dict[str, Any]:
+    """Bytes that a rank must send, collectives of a rank, both on average, and matrices orthogonalized by all ranks."""
+    with peers.counted() as matrices, world.Sent() as sent, torch.compiler.set_stance("force_eager"):
+        one.timed()
+    total = torch.tensor([sent.bytes, sent.calls, matrices.number], dtype=torch.float64)
+    dist.all_reduce(total)
+    ranks = dist.get_world_size()
+    return {"sent": total[0].item() / ranks, "collectives": total[1].item() / ranks, "matrices": int(total[2].item())}
+
+
+CASES = ("FSDP2", "ZeRO-1", "ZeRO-2", "ZeRO-3")
+
+
+def speed(
+    rounds: int,
+    *,
+    processes: tuple[int, ...] = (2, 4),
+    size: Size = Size(),  # noqa: B008  a frozen value
+    cases: tuple[str, ...] = CASES,
+    seconds: float = math.inf,
+) -> list[dict[str, Any]]:
+    """Milliseconds for each case, number of processes and candidate, with what was sent and computed."""
+    if not peers.deepspeed_runs():
+        cases = tuple(case for case in cases if not case.startswith("ZeRO"))
+    return [
+        row for number in processes for case in cases for row in world.run(number, measure, size, case, rounds, seconds)
+    ]

@@ -1,0 +1,197 @@
+"""What the sharding layer is measured against, each as its users run it: DTensor's ``full_tensor()``, and DeepSpeed."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from math import prod
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
+
+from benchmarks.peers import COMMON, installed
+from muonfx import polar
+
+RATE, DECAY = 1e-3, 0.1
+BETAS, EPSILON, MOMENTUM = (0.9, 0.95), 1e-8, 0.95
+
+Build = Callable[[nn.Module, list[str]], torch.optim.Optimizer]
+
+
+# ------------------------------------------------------------------------------------------------------------- torch
+
+
+def fully_sharded(model: nn.Module) -> nn.Module:
+    """A model under FSDP2, a unit for each block."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def newton_schulz(x: Tensor) -> Tensor:
+    """The function of torch.optim.Muon."""
+    (step,) = set(polar.coefficients(COMMON).steps)
+    return import_module("torch.optim._muon")._zeropower_via_newtonschulz(x, step, 5, 1e-7)
+
+
+class Gathered(torch.optim.Optimizer):
+    """torch.optim.Muon over DTensors: momentum on the shards, then every rank gathers and orthogonalizes everything."""
+
+    def __init__(self, params: list[nn.Parameter], *, twice: bool) -> None:
+        super().__init__(params, {})
+        self.twice = twice
+        """Whether parameters are gathered as well, and distributed again by rank 0."""
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        """Update every parameter."""
+        for param in self.param_groups[0]["params"]:
+            trace = self.state[param].setdefault("trace", torch.zeros_like(param.grad))
+            trace.lerp_(param.grad, 1 - MOMENTUM)
+            update = newton_schulz(param.grad.lerp(trace, MOMENTUM).full_tensor())
+            rate = RATE * max(1, param.shape[0] / param.shape[1]) ** 0.5
+            if self.twice:
+                whole = param.full_tensor() * (1 - RATE * DECAY) - rate * update
+                param.to_local().copy_(distribute_tensor(whole, param.device_mesh, param.placements).to_local())
+            else:  # every rank has all of the update: its part is taken out without a word
+                own = distribute_tensor(update, param.device_mesh, param.placements, src_data_rank=None)
+                param.to_local().mul_(1 - RATE * DECAY).sub_(own.to_local(), alpha=rate)
+
+
+class Together:
+    """Two optimizers in one."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self.optimizers = optimizers
+
+    def step(self) -> None:
+        """Update every parameter."""
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        """Forget gradients."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+
+def full_tensor(model: nn.Module, muon: list[str], *, twice: bool = False) -> Any:
+    """Every rank gathers every update and orthogonalizes it; AdamW for the rest, on DTensors, its multi-tensor form."""
+    params = dict(model.named_parameters())
+    rest = [param for name, param in params.items() if name not in muon]
+    adamw = torch.optim.AdamW(rest, lr=RATE, betas=BETAS, eps=EPSILON, weight_decay=DECAY, foreach=True)
+    return Together(Gathered([params[name] for name in muon], twice=twice), adamw)
+
+
+def full_tensor_twice(model: nn.Module, muon: list[str]) -> Any:
+    """The same, and parameters are gathered too and distributed from rank 0: how LLaMA-Factory v1 does it."""
+    return full_tensor(model, muon, twice=True)
+
+
+# --------------------------------------------------------------------------------------------------------- DeepSpeed
+
+
+def deepspeed_runs() -> bool:
+    """Whether DeepSpeed can be measured here; if not, a printed line says why."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when it is imported, here and in the processes
+    if installed("deepspeed") is None:
+        return False
+    from torch._inductor import cpp_builder, exc
+
+    try:
+        cpp_builder.get_cpp_compiler()
+    except exc.InvalidCxxCompiler:
+        print("DeepSpeed is left out: its Muon is compiled when it runs, and there is no C++ compiler")
+        return False
+    return True
+
+
+def deepspeed(
+    model: nn.Module, batch: Tensor, stage: int
+) -> tuple[Callable[[], None], Callable[[], dict[str, Tensor]]]:
+    """An iteration of DeepSpeed's engine, and its whole parameters.
+
+    Its settings are its defaults, apart from those of the optimizer, from ``reduce_scatter``, which its Muon forbids at
+    stage 3, and from clipping: by default it clips the orthogonalized update to a norm of 1.
+    """
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size)
+    optimizer = {
+        "lr": RATE,
+        "weight_decay": DECAY,
+        "momentum": MOMENTUM,
+        "ns_method": "standard",
+        "betas": BETAS,
+        "eps": EPSILON,
+    }
+    config = {
+        "train_micro_batch_size_per_gpu": len(batch),
+        "optimizer": {"type": "Muon", "params": optimizer},
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": stage, **({"reduce_scatter": False} if stage == 3 else {})},
+    }
+    logging.disable(logging.WARNING)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    with contextlib.redirect_stdout(io.StringIO()):
+        import deepspeed as package
+
+        package.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
+        engine = package.initialize(model=model, config=config)[0]
+    logging.disable(logging.NOTSET)
+
+    def iterate() -> None:
+        engine.backward(engine(batch))
+        engine.step()
+
+    def whole() -> dict[str, Tensor]:
+        params = dict(engine.module.named_parameters())
+        with package.zero.GatheredParameters(list(params.values()), enabled=stage == 3):
+            return {name: param.detach().clone() for name, param in params.items()}
+
+    return iterate, whole
+
+
+# ---------------------------------------------------------------------------------------------------------- counting
+
+
+class Matrices:
+    """How many matrices were orthogonalized on this rank."""
+
+    number = 0
+
+    def of(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that counts the matrices in its first argument: a tensor, or a list of them."""
+
+        def counting(x: Any, *args: Any, **kwargs: Any) -> Any:
+            self.number += sum(prod(one.shape[:-2]) for one in ([x] if isinstance(x, Tensor) else x))
+            return function(x, *args, **kwargs)
+
+        return counting
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[Matrices]:
+    """Count matrices that anybody here orthogonalizes, by wrapping the functions that do it for the time being."""
+    matrices = Matrices()
+    places = [("torch.optim._muon", "_zeropower_via_newtonschulz"), ("muonfx.polar", "orthogonalize_many")]
+    if "deepspeed" in sys.modules:
+        places.append(("deepspeed.runtime.zero.muon.original_muon", "muon_update"))
+    with contextlib.ExitStack() as stack:
+        for module, name in places:
+            found = import_module(module)
+            stack.enter_context(mock.patch.object(found, name, matrices.of(getattr(found, name))))
+        yield matrices

@@ -1,0 +1,103 @@
+"""Plan Muon on paper: ``python -m muonfx.sharding.plan --model llama-70b --mesh dp=8,shard=64``.
+
+Prints what each scheme sends, computes and keeps, ours and other libraries'. No tensor is made, no process started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+import torch
+
+from muonfx.sharding.plan.mesh import Mesh, matrices
+from muonfx.sharding.plan.models import MODELS, model
+from muonfx.sharding.plan.peers import SCHEMES
+from muonfx.sharding.plan.report import Machine, rows, table
+from muonfx.sharding.plan.schemes import Setting
+
+__all__ = ["main"]
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_LAYOUTS = ("fsdp2", "hsdp", "zero-whole", "zero-flat", "ddp")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the plan and return 0; wrong usage ends the process with 2.
+
+    >>> main(["--model", "gpt2-xl", "--mesh", "shard=8", "--layout", "zero-whole"])
+    gpt2-xl: 1.558 billion parameters; 192 matrices, 1.475 billion, go to Muon
+    shapes: config.json of openai-community/gpt2-xl
+    mesh: shard=8: 8 ranks, nodes of 8
+    ...
+    """
+    parser = _parser()
+    options = parser.parse_args(argv)
+    try:
+        mesh = Mesh.parse(options.mesh)
+        machine = Machine(*_rates(options.flops, options.bandwidth), node=options.node)
+    except ValueError as error:
+        parser.error(str(error))
+    chosen, dtype = model(options.model), _DTYPES[options.dtype]
+    setting = Setting(
+        chosen,
+        mesh,
+        matrices(chosen, mesh, options.device, dtype),
+        options.device,
+        dtype,
+        _DTYPES[options.state].itemsize,
+        options.bucket * 2**20,
+    )
+    layout = {"hsdp": "fsdp2"}.get(options.layout, options.layout)
+    schemes = [scheme for scheme in SCHEMES if layout in (None, scheme.layout)]
+    if options.json:
+        about = {"model": chosen.name, "parameters": chosen.numel, "matrices": len(setting.matrices)}
+        figures = [{**row._asdict(), "step": row.step} for row in rows(setting, machine, schemes)]
+        settings = {"mesh": mesh._asdict(), "machine": machine._asdict(), "dtype": options.dtype}
+        print(json.dumps({**about, **settings, "schemes": figures}, indent=2))
+    else:
+        print(table(setting, machine, schemes))
+    return 0
+
+
+def _rates(flops: float, bandwidth: str) -> tuple[float, float, float]:
+    try:
+        intra, inter = (float(part) * 1e9 for part in bandwidth.split(","))
+    except ValueError:
+        raise ValueError(f"bandwidth: found {bandwidth!r}, expected two numbers of GB/s such as '300,40'") from None
+    if not (intra > 0 and inter > 0 and flops > 0):
+        raise ValueError(f"bandwidth, flops: found {bandwidth!r} and {flops:g}, expected more than 0")
+    return flops * 1e12, intra, inter
+
+
+def _size(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected a whole number of at least 1")
+    return int(text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m muonfx.sharding.plan",
+        description="What Muon sends, computes and keeps on many ranks, by each scheme, on paper.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--model", choices=MODELS, required=True, help="whose shapes")
+    parser.add_argument("--mesh", required=True, metavar="dp=64,shard=8", help="sizes of dp, shard, tp and ep")
+    parser.add_argument("--layout", choices=_LAYOUTS, help="only schemes of this one; hsdp is fsdp2 with dp > 1")
+    parser.add_argument("--dtype", choices=_DTYPES, default="bf16", help="on the wire and in Newton-Schulz")
+    parser.add_argument("--state", choices=_DTYPES, default="fp32", help="of momentum and moments")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="what computes")
+    parser.add_argument("--flops", type=float, default=400.0, help="TFLOP/s of a rank's products")
+    parser.add_argument(
+        "--bandwidth", default="300,40", metavar="INTRA,INTER", help="GB/s of a rank, in and out of its node"
+    )
+    parser.add_argument("--node", type=_size, default=8, help="ranks of a node")
+    parser.add_argument("--bucket", type=_size, default=256, help="MiB of a bucket")
+    parser.add_argument("--json", action="store_true", help="figures instead of a table")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,210 @@
+"""A plan on paper: the figures of each scheme, and a table that explains itself."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from muonfx.sharding.plan.balance import lower_bound
+from muonfx.sharding.plan.schemes import Scheme, Setting, Tally
+
+__all__ = ["Machine", "Row", "rows", "table"]
+
+WIDTH = 96
+"""Columns of a report: what a page of the docs shows without scrolling."""
+
+
+class Machine(NamedTuple):
+    """What predicted times rest on."""
+
+    flops: float = 400e12
+    """Of products in the dtype of Newton-Schulz, reached by one rank, a second."""
+    intra: float = 300e9
+    """Bytes that a rank sends within its node, a second."""
+    inter: float = 40e9
+    """Bytes that a rank sends out of its node, a second."""
+    node: int = 8
+    """Ranks of a node."""
+
+
+class Row(NamedTuple):
+    """One scheme's figures."""
+
+    scheme: str
+    layout: str
+    ours: bool
+    sent_max: float
+    """Bytes that the busiest rank sends, a step."""
+    sent_mean: float
+    """Bytes that a rank sends on average, a step."""
+    flops_max: float
+    """Newton-Schulz at the busiest rank, a step."""
+    flops_mean: float
+    """Newton-Schulz of a rank on average, a step."""
+    over_mean: float
+    """The busiest rank's load over the mean load."""
+    over_least: float
+    """The busiest rank's load over the least that is possible, with each matrix computed once by any rank."""
+    state: float
+    """Bytes of momentum and moments at the fullest rank."""
+    scratch: float
+    """Bytes of intermediates and buffers at the busiest rank."""
+    compute: float
+    """Seconds of the busiest rank's Newton-Schulz."""
+    wire: float
+    """Seconds of sending, at the busiest rank of each kind of group."""
+
+    @property
+    def step(self) -> float:
+        """Seconds, if nothing overlaps; overlapped, no less than the longer of the two."""
+        return self.compute + self.wire
+
+
+def rows(on: Setting, machine: Machine, schemes: Sequence[Scheme]) -> list[Row]:
+    """The figures of those schemes that fit the mesh.
+
+    A group that spans more than a node sends all at the rate between nodes.
+    """
+    least = lower_bound(on.loads, on.mesh.ranks)
+    return [_row(scheme, scheme.tally(on), machine, least) for scheme in schemes if scheme.fits(on.mesh)]
+
+
+def _row(scheme: Scheme, tally: Tally, machine: Machine, least: float) -> Row:
+    ranks, busiest = len(tally.load), max(tally.load)
+    sent = tally.sent
+    wire = sum(max(w.sent) / (machine.intra if w.reach <= machine.node else machine.inter) for w in tally.wires)
+    return Row(
+        scheme=scheme.name,
+        layout=scheme.layout,
+        ours=scheme.ours,
+        sent_max=max(sent),
+        sent_mean=sum(sent) / ranks,
+        flops_max=max(tally.flops),
+        flops_mean=sum(tally.flops) / ranks,
+        over_mean=busiest * ranks / sum(tally.load),
+        over_least=busiest / least,
+        state=max(tally.state),
+        scratch=tally.scratch,
+        compute=busiest / machine.flops,
+        wire=wire,
+    )
+
+
+def table(on: Setting, machine: Machine, schemes: Sequence[Scheme]) -> str:
+    """The report: what is planned, a line for each scheme, what the columns mean, and why a balance is what it is."""
+    found = rows(on, machine, schemes)
+    lines = [*_heading(on, machine), "", _line([name for name, _, _ in _COLUMNS], "scheme")]
+    for title, ours in (("muonfx", True), ("other libraries, as their code has it", False)):
+        group = [row for row in found if row.ours is ours]
+        lines += ["-" * WIDTH, title] if group else []
+        lines += [
+            _line([show(getattr(row, field)) for _, field, show in _COLUMNS], f"  {row.scheme}", row.layout)
+            for row in group
+        ]
+    lines += ["-" * WIDTH, "", *_KEY, ""]
+    fitting = {row.scheme for row in found}
+    lines += ["Schemes:"]
+    lines += [f"  {scheme.name:<18} {scheme.about}" for scheme in schemes if scheme.name in fitting]
+    left_out = [scheme.name for scheme in schemes if scheme.name not in fitting]
+    if left_out:
+        lines += _wrapped(f"Not on this mesh: {', '.join(left_out)}.")
+    return "\n".join([*lines, "", *_why_uneven(on)])
+
+
+def _heading(on: Setting, machine: Machine) -> list[str]:
+    numel = sum(matrix.numel for matrix in on.matrices)
+    dtype = str(on.dtype).removeprefix("torch.")
+    muon = f"{len(on.matrices):,} matrices, {_count(numel)}, go to Muon"
+    return [
+        f"{on.model.name}: {_count(on.model.numel)} parameters; {muon}",
+        f"shapes: {on.model.source}",
+        f"mesh: {on.mesh}: {on.mesh.ranks:,} ranks, nodes of {machine.node}",
+        f"sent and multiplied in {dtype}; state of {on.state_size} bytes an element; "
+        f"buckets of {on.bucket // 2**20} MiB",
+        f"a rank: {machine.flops / 1e12:g} TFLOP/s; sends {machine.intra / 1e9:g} GB/s in its node, "
+        f"{machine.inter / 1e9:g} GB/s beyond",
+    ]
+
+
+def _line(cells: Sequence[str], name: str, layout: str = "layout") -> str:
+    return f"{name:<21}{layout:<11}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, _WIDTHS, strict=True))
+
+
+def _why_uneven(on: Setting) -> list[str]:
+    """Where no way to deal out the matrices comes near the mean, the reason."""
+    mean, ranks, count = sum(on.loads) / on.mesh.ranks, on.mesh.ranks, len(on.matrices)
+    least = lower_bound(on.loads, ranks)
+    if least <= 1.05 * mean:
+        return _wrapped(f"Dealt out over all ranks, matrices can at best come to {least / mean:.2f} of the mean.")
+    because = (
+        f"there are {count:,} matrices for {ranks:,} ranks, and some have none"
+        if count < ranks
+        else "one matrix is more than a rank's share"
+        if max(on.loads) >= least
+        else f"{count:,} matrices of these sizes do not go evenly into {ranks:,} ranks"
+    )
+    return _wrapped(
+        f"Dealt out over all ranks, matrices can at best come to {least / mean:.2f} of the mean: {because}."
+    )
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH)
+
+
+def _scaled(value: float, unit: str, digits: int = 3) -> str:
+    """With a decimal prefix, three digits.
+
+    >>> _scaled(1234567.0, "B"), _scaled(0.0, "B"), _scaled(0.0021, "s")
+    ('1.23 MB', '0', '2.1 ms')
+    """
+    if value == 0:
+        return "0"
+    prefixes = {-6: "u", -3: "m", 0: "", 3: "k", 6: "M", 9: "G", 12: "T", 15: "P", 18: "E"}
+    rounded = float(f"{value:.{digits - 1}e}")
+    power = max(power for power in prefixes if power == -6 or rounded >= 10.0**power)
+    return f"{rounded / 10.0**power:.{digits}g} {prefixes[power]}{unit}"
+
+
+def _bytes(value: float) -> str:
+    return _scaled(value, "B")
+
+
+def _operations(value: float) -> str:
+    return _scaled(value, "F")
+
+
+def _seconds(value: float) -> str:
+    return _scaled(value, "s") if value < 1000 else f"{float(f'{value:.2e}'):,.0f} s"
+
+
+def _ratio(value: float) -> str:
+    return f"{value:.2f}" if value < 99.5 else f"{value:.0f}"
+
+
+def _count(value: float) -> str:
+    return f"{value / 1e9:.4g} billion"
+
+
+_COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("sent", "sent_max", _bytes),
+    ("NS work", "flops_max", _operations),
+    ("/mean", "over_mean", _ratio),
+    ("/least", "over_least", _ratio),
+    ("state", "state", _bytes),
+    ("scratch", "scratch", _bytes),
+    ("compute", "compute", _seconds),
+    ("step", "step", _seconds),
+)
+_WIDTHS = (8, 8, 6, 7, 8, 8, 9, 10)
+
+_KEY = (
+    "sent      bytes a step from the busiest rank, averaging gradients and gathering weights aside",
+    "NS work   floating-point operations of Newton-Schulz at the busiest rank",
+    "/mean     its load (the time of that work) over the mean of all ranks: the balance",
+    "/least    its load over the least that is possible with each matrix computed once, by any rank",
+    "state     momentum, and Adam's moments of all other parameters, at the fullest rank",
+    "scratch   Newton-Schulz's intermediates and the buffers of what is sent and received",
+    "compute   seconds for the NS work;  step: with sending, if nothing overlaps",
+)

@@ -1,0 +1,147 @@
+"""Count what a rank sends to others, at the collectives, and how many matrices it orthogonalizes."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+import muonfx as mfx
+from muonfx import polar, sharding
+from tests.processes import Here
+from tests.sharding.cases import LayoutCase, Model, laid_out
+
+
+@dataclass
+class Counted:
+    """Bytes to others by collective, and Newton-Schulz iterations."""
+
+    sent: dict[str, int] = field(default_factory=dict)
+    calls: dict[str, int] = field(default_factory=dict)
+    matrices: int = 0
+
+    def add(self, what: str, nbytes: int) -> None:
+        self.sent[what] = self.sent.get(what, 0) + nbytes
+        self.calls[what] = self.calls.get(what, 0) + 1
+
+    @property
+    def exchanged(self) -> int:
+        return self.sent.get("all_to_all_single", 0)
+
+    @property
+    def else_sent(self) -> int:
+        return sum(self.sent.values()) - self.exchanged
+
+
+def _nbytes(tensors: Any) -> int:
+    return sum(t.numel() * t.element_size() for t in (tensors if isinstance(tensors, list | tuple) else [tensors]))
+
+
+def _to_others(name: str, args: tuple[Any, ...], rank: int, size: int) -> int:
+    """What a rank sends in one call, by the best algorithm that there is."""
+    if name == "all_to_all_single":
+        _, given, _, splits = (*args, None, None)[:4]
+        rows = splits or [given.shape[0] // size] * size
+        row = prod(given.shape[1:]) * given.element_size()
+        return row * (sum(rows) - rows[rank])
+    if name == "all_to_all":
+        return _nbytes([tensor for to, tensor in enumerate(args[1]) if to != rank])
+    if name == "all_reduce":
+        return 2 * _nbytes(args[0]) * (size - 1) // size
+    if name in ("all_gather", "all_gather_into_tensor"):
+        return _nbytes(args[1]) * (size - 1)
+    if name in ("reduce_scatter", "reduce_scatter_tensor"):
+        return _nbytes(args[1]) * (size - 1) // size
+    assert name in ("broadcast", "send", "isend", "gather", "scatter", "reduce"), name
+    return _nbytes(args[0]) * (size - 1)
+
+
+_COLLECTIVES = (
+    "all_to_all_single",
+    "all_to_all",
+    "all_reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "broadcast",
+    "send",
+    "isend",
+    "gather",
+    "scatter",
+    "reduce",
+)
+_OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
+
+
+@contextmanager
+def counting(here: Here) -> Iterator[Counted]:
+    """Count in this context; objects may not be sent at all, as they have no place in a step."""
+    counted = Counted()
+
+    def watched(name: str) -> Any:
+        real = getattr(dist, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            order = {"all_to_all_single": ("output", "input", "output_split_sizes", "input_split_sizes")}.get(name, ())
+            given = (*args, *[kwargs[key] for key in order[len(args) :] if key in kwargs])
+            counted.add(name, _to_others(name, given, here.rank, here.size))
+            return real(*args, **kwargs)
+
+        return call
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise AssertionError("an object was sent in a step")
+
+    many = polar.orthogonalize_many
+
+    def counted_many(xs: Any, **settings: Any) -> Any:
+        counted.matrices += sum(prod(x.shape[:-2]) for x in xs if x.numel())
+        return many(xs, **settings)
+
+    calls = {name: watched(name) for name in _COLLECTIVES} | dict.fromkeys(_OBJECTS, refused)
+    with mock.patch.multiple(dist, **calls), mock.patch.object(polar, "orthogonalize_many", counted_many):
+        yield counted
+
+
+def count_steps(here: Here, model: Model, tx: mfx.Transform, case: LayoutCase) -> list[Counted]:
+    """What is sent and computed in each step."""
+    params = model.params()
+    layout = laid_out(case, params, here, tx).of(params)
+    local, sharded = layout.shard(params), sharding.sharded(tx, layout)
+    state = sharded.init(local)
+    found: list[Counted] = []
+    for step in range(model.steps):
+        grads = layout.shard(model.grads(step))
+        with counting(here) as counted:
+            _, state = sharded.update(grads, state, local)
+        found.append(counted)
+    return found
+
+
+def count_reductions(here: Here, model: Model, case: LayoutCase) -> tuple[Counted, Counted]:
+    """What a ZeRO loop itself sends: to reduce gradients, and to gather parameters."""
+    params = model.params()
+    layout = laid_out(case, params, here).of(params)
+    local = layout.shard(params)
+    grads = {name: torch.ones_like(leaf) for name, leaf in params.items()}
+    with counting(here) as reducing:
+        layout.reduce_scatter(grads)
+    with counting(here) as gathering:
+        layout.gather(local)
+    return reducing, gathering
+
+
+def count_replicated(here: Here, model: Model, tx: mfx.Transform) -> Counted:
+    """One step where every rank holds everything."""
+    params = model.params()
+    layout = sharding.replicated(here.group).of(params)
+    sharded = sharding.sharded(tx, layout)
+    state = sharded.init(params)
+    with counting(here) as counted:
+        sharded.update(model.grads(0), state, params)
+    return counted

@@ -1,0 +1,174 @@
+"""Owners: balanced within a few percent of what is possible, alike everywhere, and never outside their candidates."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from muonfx import polar
+from muonfx.polar import policy
+from muonfx.sharding.plan import balance as module
+from muonfx.sharding.plan.balance import assign, assign_by_bytes, balance, lower_bound
+from muonfx.sharding.plan.cost import newton_schulz_cost
+from muonfx.sharding.plan.models import MODELS, model
+
+COSTS = st.lists(st.one_of(st.floats(0, 100), st.sampled_from([1.0, 3.0, 5.0])), max_size=40)
+RANKS = st.integers(1, 9)
+
+
+def busiest(costs: list[float], owners: list[int], ranks: int) -> float:
+    return max(balance(costs, owners, ranks))
+
+
+def best_possible(costs: list[float], ranks: int) -> float:
+    return min(busiest(costs, list(owners), ranks) for owners in itertools.product(range(ranks), repeat=len(costs)))
+
+
+@given(COSTS, RANKS)
+def test_no_rank_is_above_the_mean_and_one_item(costs: list[float], ranks: int):
+    owners = assign(costs, None, ranks)
+    assert len(owners) == len(costs)
+    assert all(0 <= owner < ranks for owner in owners)
+    assert busiest(costs, owners, ranks) <= sum(costs) / ranks + max(costs, default=0) + 1e-9
+
+
+@given(st.lists(st.integers(0, 12).map(float), max_size=7), st.integers(1, 3))
+def test_the_bounds_hold_against_all_ways_to_give_out(costs: list[float], ranks: int):
+    best = best_possible(costs, ranks)
+    assert lower_bound(costs, ranks) <= best + 1e-9
+    assert busiest(costs, assign(costs, None, ranks), ranks) <= best * 4 / 3 + 1e-9  # Graham
+
+
+@given(st.data(), COSTS, RANKS)
+def test_an_item_goes_to_a_candidate(data: st.DataObject, costs: list[float], ranks: int):
+    groups = st.lists(st.integers(0, ranks - 1), min_size=1, unique=True).map(tuple)
+    candidates = [data.draw(st.none() | groups) for _ in costs]
+    owners = assign(costs, candidates, ranks, sizes=[1] * len(costs))
+    assert all(own is None or owner in own for owner, own in zip(owners, candidates, strict=True))
+    copies = [None if own is None else list(own) for own in candidates]
+    assert assign(costs, copies, ranks, sizes=[1] * len(costs)) == owners, "equal groups, other objects"
+
+
+@given(COSTS, RANKS)
+def test_all_ranks_by_name_are_all_ranks(costs: list[float], ranks: int):
+    assert assign(costs, [range(ranks)] * len(costs), ranks) == assign(costs, None, ranks)
+
+
+@given(COSTS, st.lists(st.floats(0, 100), min_size=1, max_size=9))
+def test_what_ranks_have_to_do_already_counts(costs: list[float], loads: list[float]):
+    ranks = len(loads)
+    after = [a + b for a, b in zip(loads, balance(costs, assign(costs, None, ranks, loads=loads), ranks), strict=True)]
+    mean = (sum(loads) + sum(costs)) / ranks
+    assert max(after) <= max(max(loads), mean + max(costs, default=0)) + 1e-9
+
+
+@given(st.lists(st.tuples(st.floats(0, 100) | st.just(0.0), st.integers(0, 1000)), max_size=40), RANKS)
+def test_bytes_end_within_one_item_of_the_mean(items: list[tuple[float, int]], ranks: int):
+    costs, sizes = [cost for cost, _ in items], [size for _, size in items]
+    owners = assign_by_bytes(costs, sizes, ranks)
+    held = balance(sizes, owners, ranks)
+    assert max(held) <= sum(sizes) / ranks + max(sizes, default=0)
+
+
+def test_items_of_one_candidate_come_first():
+    assert assign([1.0, 1.0, 9.0], [None, None, (0,)], 2) == [1, 1, 0]
+
+
+def test_ties_go_to_fewer_bytes_then_to_the_lowest_rank():
+    assert assign([1.0, 1.0, 0.0], None, 2, sizes=[10, 4, 1]) == [0, 1, 1]
+    assert assign([0.0, 0.0], None, 3) == [0, 0]
+
+
+def test_packing_beats_the_longest_first():
+    assert busiest([3.0, 3.0, 2.0, 2.0, 2.0], assign([3.0, 3.0, 2.0, 2.0, 2.0], None, 2), 2) == 6.0
+
+
+def test_packing_is_left_out_where_it_would_take_long(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "_MOST_WORK", 0)
+    assert busiest([3.0, 3.0, 2.0, 2.0, 2.0], assign([3.0, 3.0, 2.0, 2.0, 2.0], None, 2), 2) == 7.0
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", MODELS)
+def test_models_are_balanced_at_all_sizes(name: str, device: str):
+    costs = [newton_schulz_cost(kind.shape, device).load for kind in model(name).matrices for _ in range(kind.repeats)]
+    for ranks in (8, 16, 32, 64, 128, 256, 512):
+        assert busiest(costs, assign(costs, None, ranks), ranks) <= 1.05 * lower_bound(costs, ranks), ranks
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", MODELS)
+def test_whole_parameters_are_balanced_too(name: str, device: str):
+    kinds = [kind for kind in model(name).kinds for _ in range(kind.repeats)]
+    costs = [newton_schulz_cost(kind.shape, device).load if kind.muon else 0.0 for kind in kinds]
+    sizes = [kind.numel for kind in kinds]
+    for ranks in (8, 64, 512):
+        owners = assign_by_bytes(costs, sizes, ranks)
+        assert busiest(costs, owners, ranks) <= 1.08 * lower_bound(costs, ranks)
+        assert max(balance(sizes, owners, ranks)) <= sum(sizes) / ranks + max(sizes)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: assign([1.0], None, 0), "ranks: found 0"),
+        (lambda: assign([-1.0], None, 1), r"costs\[0\]: found -1.0"),
+        (lambda: assign([float("nan")], None, 1), r"costs\[0\]: found nan"),
+        (lambda: assign([1.0], [], 1), "candidates: found 0, expected one for each of the 1 costs"),
+        (lambda: assign([1.0], [()], 1), r"candidates\[0\]: found \[\]"),
+        (lambda: assign([1.0], [(2,)], 2), r"candidates\[0\]: found \[2\], expected some of the ranks 0 to 1"),
+        (lambda: assign([1.0], None, 2, loads=[0.0]), "loads: found 1"),
+        (lambda: assign_by_bytes([1.0], [1, 2], 2), "sizes: found 2"),
+        (lambda: newton_schulz_cost((-1, 4)), r"shape: found \(-1, 4\)"),
+        (lambda: newton_schulz_cost((4, 4), coefficients=torch.ones(2, 3), method="gram"), "method: found 'gram'"),
+    ],
+)
+def test_bad_input_is_named(call, message: str):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@given(st.integers(0, 3000), st.integers(0, 3000), st.sampled_from(["standard", "gram"]))
+def test_the_cost_counts_products(rows: int, columns: int, method):
+    n, m = sorted((rows, columns))
+    cost = newton_schulz_cost((rows, columns), coefficients="keller", method=method, products="batched")
+    # 20 n^2 m + 10 n^3 in the standard form; 12 n^2 m + 22 n^3 with two restarts.
+    want = 20 * n**2 * m + 10 * n**3 if method == "standard" else 12 * n**2 * m + 22 * n**3
+    assert cost.flops == want
+
+
+@pytest.mark.parametrize("shape", [(2048, 2048), (1024, 8192)])
+def test_halved_products_cost_between_half_and_all(shape: tuple[int, int]):
+    ways = {how: newton_schulz_cost(shape, "cuda", products=how, method="standard") for how in ("batched", "triton")}
+    assert 0.5 < ways["triton"].flops / ways["batched"].flops < 0.85
+    assert ways["triton"].flops <= ways["triton"].load <= ways["batched"].load
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (300, 3000), (4096, 1024)])
+def test_the_cost_is_of_the_policy_of_this_machine(shape: tuple[int, int]):
+    """Where the machine is as the facts say: a CPU that computes in fp32."""
+    here = polar.explain(shape, "cpu", dtype=torch.float32)
+    cost = newton_schulz_cost(shape, "cpu", dtype=torch.float32)
+    assert (cost.method, cost.scratch_bytes) == (here.method, here.scratch_bytes)
+    assert cost.load == 2 * policy.work(here, torch.device("cpu"))
+
+
+def test_the_cost_asks_no_machine(monkeypatch: pytest.MonkeyPatch):
+    def asked(*_: object) -> bool:
+        raise AssertionError("looked at this machine")
+
+    for name in ("_fastest", "_has_tiles", "cpu_has_bf16", "cpu_bf16_is_faster", "cuda_capability"):
+        monkeypatch.setattr(policy, name, asked)
+    monkeypatch.setattr(policy.kernels, "available", asked)
+    for device in ("cpu", "cuda", "meta"):
+        for dtype in ("auto", torch.bfloat16):
+            assert newton_schulz_cost((1111, 1300), device, dtype=dtype).flops > 0
+    assert newton_schulz_cost((1111, 1300), "cuda", held=torch.float64) != newton_schulz_cost((1111, 1300), "cuda")
+
+
+def test_coefficients_may_be_a_tensor():
+    as_numbers = newton_schulz_cost((64, 128), coefficients="keller", method="standard", products="batched")
+    assert newton_schulz_cost((64, 128), coefficients=torch.ones(5, 3)) == as_numbers
+    assert newton_schulz_cost((64, 128), coefficients=torch.ones(5, 2)).flops < as_numbers.flops

@@ -1,0 +1,147 @@
+"""What goes over the wire, counted at the collectives, is the formula; and each matrix is computed once."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import muonfx as mfx
+from tests.processes import World
+from tests.sharding import counting
+from tests.sharding.cases import Flat, Leaf, Model, Placed, Zero, model, muon, two_groups
+
+pytestmark = pytest.mark.dist
+
+
+def evenly(size: int, count: int | None = None) -> Model:
+    """Matrices that are cut evenly, and as many for each owner."""
+    return model(steps=2, **{f"m{i}": (4 * size, 6) for i in range(count or 2 * size)})
+
+
+def facts(drawn: Model) -> int:
+    """Bytes that ranks may tell each other in a step: a number for each leaf, and a few more."""
+    return 2 * 8 * (len(drawn.leaves) + 4)
+
+
+def total(drawn: Model) -> int:
+    return sum(leaf.numel * leaf.dtype.itemsize for leaf in drawn.leaves.values())
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("kind", ["rows", "columns", "flat"])
+def test_owners_get_and_give_2s_times_p_minus_1_over_p_squared(world: World, size: int, kind: str):
+    """For an even cut; S bytes in all."""
+    drawn = evenly(size)
+    if kind == "columns":
+        drawn = model(steps=2, **{f"m{i}": (5, 2 * size) for i in range(2 * size)})
+    if kind == "flat":
+        # each matrix is cut into equal intervals: an engine with a buffer for each
+        drawn = model(steps=2, m0=(size, 6))
+    layout = {
+        "rows": Placed(dict.fromkeys(drawn.leaves, ("0",))),
+        "columns": Placed(dict.fromkeys(drawn.leaves, ("1",))),
+        "flat": Flat(("m0",), tuple(6 * rank for rank in range(size + 1))),
+    }[kind]
+    found = world.check(size, counting.count_steps, model=drawn, tx=muon(), case=layout)
+    expected = 2 * total(drawn) * (size - 1) // size**2
+    for step in range(drawn.steps):
+        by_rank = [counted[step].exchanged for counted in found]
+        assert sum(by_rank) == expected * size
+        if kind != "flat":  # one matrix has one owner
+            assert by_rank == [expected] * size
+        assert all(counted[step].else_sent <= facts(drawn) for counted in found)
+        assert sum(counted[step].matrices for counted in found) == len(drawn.leaves)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_with_remainders_no_more_is_sent_than_what_the_owner_lacks(world: World, size: int):
+    drawn = model(steps=1, a=(7, 5), b=(2, 9), c=(5, 3), d=(1, 4), e=Leaf((11,)))
+    layout = Placed(dict.fromkeys(drawn.leaves, ("0",)))
+    found = world.check(size, counting.count_steps, model=drawn, tx=two_groups(drawn.labels), case=layout)
+    sent = sum(counted[0].exchanged for counted in found)
+    # chunks of ceil(rows / P) rows, in order; an owner that has as much as any of them, or as little
+    most = least = 0
+    for shape in [leaf.shape for leaf in drawn.leaves.values() if leaf.label == "muon"]:
+        chunk = -(-shape[0] // size)
+        rows = [max(0, min(shape[0] - rank * chunk, chunk)) for rank in range(size)]
+        least += 2 * 4 * shape[1] * (shape[0] - max(rows))
+        most += 2 * 4 * shape[1] * (shape[0] - min(rows))
+    assert least <= sent <= most
+    assert sum(counted[0].matrices for counted in found) == 4
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_whole_partitions_send_nothing(world: World, size: int, stage: int):
+    drawn = model(steps=2, a=(7, 5), b=(2, 9), c=(5, 3), d=(6, 4), e=Leaf((11,)))
+    case = Zero(stage, "whole", 8)
+    found = world.check(size, counting.count_steps, model=drawn, tx=two_groups(drawn.labels), case=case)
+    assert [counted.exchanged for steps in found for counted in steps] == [0] * 2 * size
+    assert all(counted.else_sent <= facts(drawn) for steps in found for counted in steps)
+    assert sum(steps[0].matrices for steps in found) == 4
+
+
+@pytest.mark.parametrize("dims", [((-2,), (-1,))])
+def test_stacks_sharded_on_the_batch_dim_stay_where_they_are(world: World, dims: Any):
+    drawn = model(steps=1, up=(8, 5, 3), down=(4, 3, 5))
+    case = Placed(dict.fromkeys(drawn.leaves, ("0",)))
+    found = world.check(4, counting.count_steps, model=drawn, tx=muon(dims=dims), case=case)
+    assert [steps[0].exchanged for steps in found] == [0] * 4
+    assert sum(steps[0].matrices for steps in found) == 12
+
+
+def test_bf16_products_need_half_the_bytes(world: World):
+    drawn = evenly(4)
+    case = Placed(dict.fromkeys(drawn.leaves, ("0",)))
+    tx = mfx.chain(mfx.momentum(), mfx.orthogonalize(dtype=torch.bfloat16), mfx.scale_by_shape())
+    found = world.check(4, counting.count_steps, model=drawn, tx=tx, case=case)
+    assert {steps[1].exchanged for steps in found} == {total(drawn) * 3 // 16}
+
+
+@pytest.mark.parametrize("layout", ["rows", "whole", "flat"])
+def test_nothing_is_exchanged_and_no_matrix_computed_between_updates(world: World, layout: str):
+    """With accumulation: once per optimizer step, never per micro-batch."""
+    drawn = Model(evenly(3).leaves, 0, (frozenset(),) * 6)
+    case = {"rows": Placed(dict.fromkeys(drawn.leaves, ("0",))), "whole": Zero(1), "flat": Zero(1, "flat", 64)}[layout]
+    found = world.check(3, counting.count_steps, model=drawn, tx=mfx.accumulate(muon(), 3), case=case)
+    for step in range(6):
+        last = step % 3 == 2
+        assert sum(steps[step].matrices for steps in found) == (len(drawn.leaves) if last else 0)
+        assert layout == "whole" or (sum(steps[step].exchanged for steps in found) > 0) == last
+
+
+def test_matrices_without_a_gradient_are_neither_sent_nor_computed(world: World):
+    leaves = evenly(2).leaves
+    drawn = Model(leaves, 0, (frozenset(), frozenset(leaves), frozenset({"m0", "m1", "m2"})))
+    case = Placed(dict.fromkeys(leaves, ("0",)))
+    found = world.check(2, counting.count_steps, model=drawn, tx=muon(), case=case)
+    assert [sum(steps[step].matrices for steps in found) for step in range(3)] == [4, 0, 1]
+    one = total(drawn) // 4
+    # of two ranks, the one sends its half to the owner, who sends that half back
+    assert [sum(steps[step].exchanged for steps in found) for step in range(3)] == [4 * one, 0, one]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_replicated_matrices_are_computed_once_or_by_all(world: World, size: int):
+    """Where computing is cheaper than sending all compute; large ones are split and their results sent."""
+    drawn = model(steps=1, **{f"m{i}": (5 + i, 7) for i in range(4)})
+    found = world.check(size, counting.count_replicated, model=drawn, tx=muon())
+    computed = sum(counted.matrices for counted in found)
+    sent = sum(counted.exchanged for counted in found)
+    assert 4 <= computed <= 4 * size
+    # each matrix: at one owner who sends it to all others, or at every rank
+    once = (4 * size - computed) // (size - 1) if size > 1 else 4
+    assert computed == once + (4 - once) * size
+    assert (sent > 0) == (once > 0)
+    assert sent <= total(drawn) * (size - 1)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("partition", ["whole", "flat"])
+def test_reducing_and_gathering_send_what_zero_sends(world: World, size: int, partition: str):
+    """S (P - 1) / P per rank each, on average."""
+    drawn = model(steps=1, a=(4 * size, 3), b=(7, 5), c=(5,))
+    found = world.check(size, counting.count_reductions, model=drawn, case=Zero(2, partition))
+    for way in (0, 1):
+        sent = [counted[way].exchanged for counted in found]
+        assert sum(sent) == total(drawn) * (size - 1)

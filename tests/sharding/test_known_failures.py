@@ -1,0 +1,191 @@
+"""What went wrong elsewhere: each scheme is shown to be wrong (`tests.sharding.naive`), and its case right here."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import muonfx as mfx
+from tests.processes import World
+from tests.sharding import law, naive, ranks
+from tests.sharding.cases import Case, Flat, Leaf, Model, Placed, Replicated, Zero, model, muon, two_groups
+
+pytestmark = pytest.mark.dist
+
+NS = mfx.orthogonalize(dtype=torch.float32)
+FAR, NEAR = 0.05, 2e-5  # a wrong answer is nowhere near
+
+
+def apart(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    """The largest difference of an element; infinite where one is NaN."""
+    off = max(float((found[name] - wanted[name]).abs().max()) for name in wanted)
+    return off if off == off else float("inf")
+
+
+def holds(world: World, size: int, *cases: Case) -> None:
+    digests = world.check(size, law.check_cases, cases=list(cases))
+    assert digests == [digests[0]] * size
+
+
+def own_gradients(drawn: Model, size: int) -> list[dict[str, Any]]:
+    return [drawn.grads(drawn.steps - 1, rank) for rank in range(size)]
+
+
+@pytest.mark.parametrize("op", ["mean", "sum"])
+@pytest.mark.parametrize("layout", [Zero(2, "flat"), Zero(2, "whole"), Flat(("b", "a"), (0, 0, 20, 74)), Replicated()])
+def test_each_rank_gets_its_pieces_of_the_reduced_gradients(world: World, layout: Any, op: str):
+    drawn = model(steps=1, a=(7, 5), b=(3, 13))
+    own = own_gradients(drawn, 3)
+    wanted = {name: sum(tree[name] for tree in own) / (3 if op == "mean" else 1) for name in own[0]}
+    for found in world.check(3, ranks.reduced_by_own, model=drawn, case=layout, op=op):
+        assert apart(found, wanted) < 1e-6
+
+
+def test_gradients_that_are_none_on_some_ranks_count_as_zero(world: World):
+    drawn = model(steps=1, a=(4, 5), b=(3, 3), c=(2,))
+    found, *_ = world.check(3, ranks.none_on_some, model=drawn, case=Zero(2, "flat"))
+    assert found["b"] is None
+    wanted = sum(own["a"] for own in own_gradients(drawn, 3)[1:]) / 3
+    assert apart({"a": found["a"]}, {"a": wanted}) < 1e-6
+
+
+def test_reduced_gradients_are_local_tensors_as_shards_are(world: World):
+    drawn = model(steps=1, a=(4, 5))
+    for shard, reduced in world.check(2, ranks.kinds_of_pieces, model=drawn, case=Placed({"a": ("0",)})):
+        assert shard == reduced
+
+
+def test_matrices_that_cross_a_boundary_under_reduce_scatter(world: World):
+    """DeepSpeed issue 7807."""
+    drawn = model(steps=1, a=(6, 5), b=(7, 4))
+    own = own_gradients(drawn, 2)
+    wanted = naive.whole(naive.mean(own))
+    assert apart(naive.on_partly_reduced_gradients(own, [0, 29, 58]), wanted) > FAR
+    for layout in (Zero(2, "flat"), Flat(("a", "b"), (0, 29, 58))):
+        for found in world.check(2, ranks.from_own_gradients, model=drawn, tx=NS, case=layout):
+            assert apart(found, wanted) < NEAR
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 7])
+def test_fewer_matrices_than_ranks_and_a_last_chunk_that_is_not_full(world: World, count: int):
+    """DeepSpeed pull requests 7919 and 7939: one tensor as several outputs of an all_gather."""
+    drawn = model(steps=2, **{f"m{i}": (i + 2, 9) for i in range(count)})
+    grads = drawn.grads(0)
+    assert apart(naive.in_padded_chunks(grads, 4), naive.whole(grads)) > FAR
+    layouts = (Zero(1, "whole"), Zero(3, "flat"), Replicated(), Placed(dict.fromkeys(drawn.leaves, ("0",))))
+    holds(world, 4, *[Case(drawn, two_groups(drawn.labels), layout, exact=True) for layout in layouts])
+
+
+def test_partitions_of_four_five_and_one(world: World):
+    """Sizes that differ, gathered as if they did not."""
+    drawn = model(steps=2, a=(2, 2), b=(1, 5), c=Leaf((1,)))
+    buffer = torch.cat([grad.reshape(-1) for grad in drawn.grads(0).values()])
+    pieces = buffer.split([4, 5, 1])
+    assert not torch.equal(naive.padded_at_the_tail(pieces, 10), buffer)
+    layout = Flat(("a", "b", "c"), (0, 4, 9, 10))
+    crossing = model(steps=2, one=(2, 5))
+    holds(
+        world,
+        3,
+        Case(drawn, two_groups(drawn.labels), layout, exact=True),
+        Case(crossing, muon(), Flat(("one",), (0, 4, 9, 10)), exact=True),
+    )
+
+
+def test_odd_sizes_in_bf16_with_alignment(world: World):
+    """Padding at the tail of all keeps neither parameters whole nor their beginnings aligned."""
+    shapes = {"a": (7, 3), "b": (5, 5), "c": (3, 11), "d": (9, 2)}
+    drawn = Model({n: Leaf(s, "muon", torch.bfloat16) for n, s in shapes.items()} | {"e": Leaf((13,))}, 0)
+    drawn = Model(drawn.leaves, 0, (frozenset(),) * 2)
+    starts, cuts = naive.aligned_as_a_whole(drawn.grads(0), 3, 8)
+    assert any(start % 8 for start in starts)
+    ends = [start + drawn.leaves[name].numel for start, name in zip(starts, drawn.leaves, strict=True)]
+    assert any(start < cut < end for start, end in zip(starts, ends, strict=True) for cut in cuts)
+
+    layout = Zero(1, "whole", 8).of(drawn.params(), 3)
+    assert not any(start % 8 for start in layout.buffer.starts.values())
+    for name, leaf in drawn.leaves.items():
+        assert [layout.piece(name, rank).numel for rank in range(3)].count(leaf.numel) == 1
+    tx = two_groups(drawn.labels)
+    holds(world, 3, *[Case(drawn, tx, Zero(1, kind, 8), exact=True) for kind in ("whole", "flat")])
+
+
+@pytest.mark.parametrize("first", ["adamw", "muon"])
+def test_groups_in_any_order(world: World, first: str):
+    """AdamW's parameters in front of Muon's, in the tree and in the buffer; matrices among AdamW's."""
+    leaves = {
+        "a": Leaf((4, 6), "adamw"),
+        "b": Leaf((5,), "adamw"),
+        "y": Leaf((3, 5), "muon"),
+        "z": Leaf((6, 2), "muon"),
+    }
+    names = sorted(leaves, key=lambda name: (leaves[name].label != first, name))
+    drawn = Model({name: leaves[name] for name in names}, 0)
+    grads = drawn.grads(0)
+    groups = [{n: grads[n] for n in names if leaves[n].label == label} for label in ("adamw", "muon")]
+    right = naive.by_position(groups[::-1], 1)
+    assert apart(naive.by_position(groups, 1), right) > FAR
+    cuts = (0, 20, 40, drawn.numel)
+    layouts = (Flat(tuple(names), cuts), Flat(tuple(reversed(names)), cuts), Zero(2, "flat"), Zero(1, "whole"))
+    holds(world, 3, *[Case(drawn, two_groups(drawn.labels), layout, exact=True) for layout in layouts])
+
+
+@pytest.mark.parametrize("rows", [8, 7, 2])
+def test_newton_schulz_on_shards(world: World, rows: int):
+    """LLaMA-Factory pull request 10618: each rank its own rows; wrong from the first step, NaN from the second."""
+    drawn = model(steps=3, w=(rows, 9))
+    grad = drawn.grads(0)["w"]
+    wanted = naive.whole({"w": grad})
+    assert apart({"w": naive.on_shards(grad, 4)}, wanted) > FAR
+    if rows % -(-rows // 4):  # a shard that is not full
+        assert apart({"w": naive.on_shards_of_fixed_size(grad, 4)}, wanted) == float("inf")
+    case = Case(drawn, muon(), Placed({"w": ("0",)}), exact=True)
+    holds(world, 4, case)
+    digests = world.check(4, law.check_cases, cases=[case], dtensors=True)
+    assert len(set(map(tuple, digests))) == 1
+
+
+@pytest.mark.parametrize("left", ["muon", "adamw"])
+@pytest.mark.parametrize("how", ["no gradient", "zero update"])
+def test_all_but_one_group_frozen(world: World, left: str, how: str):
+    leaves = {
+        "a": Leaf((4, 5), "muon"),
+        "b": Leaf((5,), "adamw"),
+        "c": Leaf((6, 3), "muon"),
+        "d": Leaf((3, 3), "adamw"),
+    }
+    frozen = frozenset(name for name, leaf in leaves.items() if leaf.label != left)
+    if how == "zero update":
+        leaves = {n: Leaf(leaf.shape, "frozen") if n in frozen else leaf for n, leaf in leaves.items()}
+    drawn = Model(leaves, 0, (frozen if how == "no gradient" else frozenset(),) * 2)
+    grads = {name: grad for name, grad in drawn.grads(0).items() if name not in frozen}
+    empty = [{n: grads[n] for n in grads if leaves[n].label == label} for label in ("muon", "adamw")]
+    with pytest.raises((RuntimeError, ValueError), match="non-empty"):
+        naive.one_buffer_for_each_group(empty)
+    layouts = (Zero(1, "whole"), Zero(2, "flat"), Replicated(), Placed(dict.fromkeys(leaves, ("0",))))
+    holds(world, 3, *[Case(drawn, two_groups(drawn.labels), layout, exact=True) for layout in layouts])
+
+
+@pytest.mark.parametrize(
+    "layout", [Zero(1, "whole"), Zero(2, "flat"), Replicated(), Placed({"a": ("0",), "b": ("1",)})]
+)
+def test_newton_schulz_once_a_step_with_accumulation(world: World, layout: Any):
+    drawn = model(steps=6, a=(6, 5), b=(3, 9))
+    micro = [drawn.grads(step)["a"] for step in range(3)]
+    added, times = naive.every_micro_batch(micro)
+    assert times == 3
+    assert apart({"a": added}, {"a": naive.newton_schulz(sum(micro) / 3)}) > FAR
+    holds(world, 3, Case(drawn, mfx.accumulate(muon(), 3), layout, exact=True))
+
+
+def test_the_wrong_schemes_are_right_where_nothing_is_uneven():
+    """So it is the case that breaks them, not a slip in how they are written down here."""
+    drawn = model(steps=1, a=(6, 5), b=(7, 4))
+    same = [drawn.grads(0)] * 2
+    # where all ranks have the same gradients, partly reduced ones are fully reduced: the scheme is then right
+    assert apart(naive.on_partly_reduced_gradients(same, [0, 29, 58]), naive.whole(naive.mean(same))) < NEAR
+    grads = drawn.grads(0)
+    assert apart(naive.in_padded_chunks(grads, 2), naive.whole(grads)) < NEAR  # a full chunk
+    buffer = torch.arange(9.0)
+    assert torch.equal(naive.padded_at_the_tail(buffer.split(3), 9), buffer)  # equal sizes

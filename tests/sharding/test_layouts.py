@@ -1,0 +1,173 @@
+"""Laws of layouts, which hold before any process runs: what each rank holds, and what follows from that alone."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from muonfx import boxes, sharding
+from tests.sharding.cases import Flat, Leaf, Model, Zero, bits, model
+from tests.sharding.strategies import models, pretended, zeros
+
+SIZES = st.integers(1, 5)
+
+
+@st.composite
+def looked_at(draw: st.DrawFn, kinds: Any = pretended) -> tuple[Model, Any]:
+    """A model, and a layout of it that no process runs."""
+    drawn, size = draw(models()), draw(SIZES)
+    kind = draw(kinds(drawn, size))
+    return drawn, kind.of(drawn.params(), size)
+
+
+def trees(drawn: Model) -> tuple[dict[str, Any], dict[str, Any]]:
+    return drawn.params(), drawn.grads(0)
+
+
+@given(looked_at())
+def test_every_element_is_held_once_or_by_all(case: tuple[Model, Any]):
+    drawn, layout = case
+    if layout.specs is None:  # `replicated` has not met the parameters
+        return
+    for name in drawn.leaves:
+        shape = layout.specs[name].shape
+        assert shape == drawn.leaves[name].shape
+        held = {piece.boxes for rank in range(layout.size) if (piece := layout.piece(name, rank)).numel}
+        assert boxes.cover(shape, [box for part in held for box in part]) is None
+        for rank in range(layout.size):
+            piece = layout.piece(name, rank)
+            assert sum(box.numel for box in piece.boxes) == piece.numel == torch.Size(piece.shape).numel()
+
+
+@given(looked_at())
+def test_assemble_undoes_shard(case: tuple[Model, Any]):
+    drawn, layout = case
+    for whole in trees(drawn):
+        locals_ = [layout.shard(whole, rank) for rank in range(layout.size)]
+        again = layout.assemble(locals_)
+        assert list(again) == list(whole)
+        for name, leaf in whole.items():
+            assert (again[name] is None) == (leaf is None)
+            assert leaf is None or bits(again[name]) == bits(leaf)
+        assert [local[name] is None for local in locals_ for name in whole] == [
+            leaf is None for leaf in whole.values()
+        ] * layout.size
+
+
+@given(looked_at())
+def test_local_tensors_are_copies_with_the_shape_and_the_dtype_that_the_layout_says(case: tuple[Model, Any]):
+    drawn, layout = case
+    params = drawn.params()
+    before = {name: bits(leaf) for name, leaf in params.items()}
+    for rank in range(layout.size):
+        local = layout.shard(params, rank)
+        for name, leaf in local.items():
+            assert leaf.dtype == drawn.leaves[name].dtype
+            if layout.specs is not None:
+                assert tuple(leaf.shape) == tuple(layout.piece(name, rank).shape)
+            leaf.fill_(7)
+    assert {name: bits(leaf) for name, leaf in params.items()} == before
+
+
+@given(looked_at(lambda drawn, size: zeros()), st.sampled_from((1, 2, 8)))
+def test_alignment_holds_for_each_rank_of_its_own(case: tuple[Model, Any], alignment: int):
+    drawn, layout = case
+    for partition in ("whole", "flat"):
+        layout = Zero(1, partition, alignment).of(drawn.params(), layout.size)
+        assert all(length % alignment == 0 for length in layout.buffer.lengths)
+        if partition == "flat":
+            continue
+        spans: dict[int, list[tuple[int, int]]] = {rank: [] for rank in range(layout.size)}
+        for name, leaf in drawn.leaves.items():
+            owners = [rank for rank in range(layout.size) if layout.piece(name, rank).numel]
+            assert len(owners) == (leaf.numel > 0)  # whole, at one rank
+            assert layout.buffer.starts[name] % alignment == 0
+            if owners:
+                assert tuple(layout.piece(name, owners[0]).shape) == leaf.shape
+                start = layout.buffer.starts[name]
+                spans[owners[0]].append((start, start + leaf.numel))
+        for rank, found in spans.items():
+            found.sort()
+            assert all(a[1] <= b[0] for a, b in pairwise(found))
+            assert not found or found[-1][1] <= layout.buffer.lengths[rank]
+
+
+@given(models(), SIZES, st.sampled_from((1, 4)))
+def test_a_flat_partition_is_the_equal_cut(drawn: Model, size: int, alignment: int):
+    """For parameters of one dtype: all parts equal, up to the end and the alignment."""
+    drawn = Model({name: Leaf(leaf.shape) for name, leaf in drawn.leaves.items()})
+    layout = Zero(2, "flat", alignment).of(drawn.params(), size)
+    held = [sum(layout.piece(name, rank).numel for name in drawn.leaves) for rank in range(size)]
+    part = -(-drawn.numel // size)
+    part = -(-part // alignment) * alignment
+    assert held == [max(0, min(drawn.numel - rank * part, part)) for rank in range(size)]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_whole_partitions_are_balanced_by_cost_and_bytes(size: int):
+    """Per block of a transformer; more blocks than ranks: no rank has more than an average and one parameter."""
+    blocks = {
+        f"blocks.{i}.{name}": Leaf(shape, "muon" if len(shape) > 1 else "adamw")
+        for i in range(12)
+        for name, shape in {"qkv": (48, 16), "out": (16, 16), "up": (64, 16), "down": (16, 64), "norm": (16,)}.items()
+    }
+    drawn = Model({**blocks, "embed": Leaf((100, 16), "adamw")})
+    layout = Zero(1, "whole").of(drawn.params(), size)
+    held = [sum(layout.piece(name, rank).numel for name in drawn.leaves) for rank in range(size)]
+    largest = max(leaf.numel for leaf in drawn.leaves.values())
+    assert sum(held) == drawn.numel
+    assert max(held) <= drawn.numel / size + largest
+
+
+def test_pieces_of_an_engine_s_own_buffer():
+    """Sizes 4, 5 and 1 over three ranks, in an order that is not that of the tree."""
+    drawn = model(a=(2, 2), b=(2, 3))
+    layout = Flat(("b", "a"), (0, 4, 9, 10)).of(drawn.params(), 3)
+    assert [layout.piece("b", rank).numel for rank in range(3)] == [4, 2, 0]
+    assert [layout.piece("a", rank).numel for rank in range(3)] == [0, 3, 1]
+    whole = {"a": torch.arange(4.0).view(2, 2), "b": torch.arange(6.0).view(2, 3)}
+    assert [layout.shard(whole, rank)["a"].tolist() for rank in range(3)] == [[], [0, 1, 2], [3]]
+    assert [layout.shard(whole, rank)["b"].tolist() for rank in range(3)] == [[0, 1, 2, 3], [4, 5], []]
+
+
+@pytest.mark.parametrize(
+    ("cuts", "order", "message"),
+    [
+        ([0, 4, 9], ["b", "a"], "cuts"),
+        ([0, 4, 3, 10], ["b", "a"], "cuts"),
+        ([1, 4, 9, 10], ["b", "a"], "cuts"),
+        ([0, 4, 8, 9], ["b", "a"], "'a'"),
+        ([0, 4, 9, 10], ["b"], "'a'"),
+        ([0, 4, 9, 10], ["b", "a", "a"], "'a'"),
+    ],
+)
+def test_a_layout_that_does_not_hold_everything_once_is_refused(cuts: list[int], order: list[str], message: str):
+    params = model(a=(2, 2), b=(2, 3)).params()
+    with pytest.raises(ValueError, match=message):
+        sharding.flat(params, 3, order=order, cuts=cuts)
+
+
+def test_parameters_that_overlap_in_a_buffer_are_refused():
+    params = model(a=(2, 2), b=(2, 3)).params()
+    with pytest.raises(ValueError, match="'b'"):
+        sharding.flat(params, 1, order=["a", "b"], cuts=[0, 12], starts={"a": 0, "b": 3})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"stage": 4}, "stage"), ({"partition": "rows"}, "partition"), ({"alignment": 0}, "alignment")],
+)
+def test_zero_names_a_setting_that_it_does_not_know(settings: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        sharding.zero(model(a=(2, 2)).params(), 2, **settings)
+
+
+def test_a_layout_names_a_leaf_that_does_not_fit():
+    layout = sharding.zero(model(a=(2, 2)).params(), 2)
+    with pytest.raises(sharding.ShardingError, match="'other'"):
+        layout.shard({"other": torch.zeros(2, 2)})
+    with pytest.raises(sharding.ShardingError, match=r"'a' has shape \(2, 3\)"):
+        layout.shard({"a": torch.zeros(2, 3)})

@@ -1,0 +1,218 @@
+"""Plans, on shapes alone: owners, routes, stacks, buckets, and what is said about them."""
+
+import re
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import muonfx as mfx
+from muonfx import sharding
+from muonfx.sharding.plan.balance import lower_bound
+from muonfx.sharding.plan.plan import Machine, RunPlan
+from muonfx.sharding.plan.shares import Share
+
+EXPERTS = ((-2,), (-1,))
+FP32 = mfx.orthogonalize(dtype=torch.float32)
+
+
+def run_of(tx: mfx.Transform, layout: sharding.Layout, **settings: object) -> RunPlan:
+    (run,) = sharding.plan_for(tx, layout, **settings).runs
+    return run
+
+
+def covered(shares: tuple[Share, ...], name: str) -> list[int]:
+    """How often each element of a parameter is computed by an owner."""
+    own = [share for share in shares if share.name == name]
+    count = [0] * prod(own[0].whole)
+    for share in own:
+        for i in range(share.start, share.stop):
+            count[i] += 1
+    return count
+
+
+@st.composite
+def stacks(draw: st.DrawFn) -> tuple[dict[str, torch.Tensor], sharding.Layout]:
+    size = draw(st.integers(1, 5))
+    batch = draw(st.lists(st.integers(1, 4), min_size=1, max_size=2))
+    params = {"stack": torch.zeros(*batch, draw(st.integers(1, 4)), draw(st.integers(1, 4))), "w": torch.zeros(5, 3)}
+    total = sum(p.numel() for p in params.values())
+    inner = sorted(draw(st.lists(st.integers(0, total), min_size=size - 1, max_size=size - 1)))
+    layout = draw(
+        st.sampled_from(
+            [
+                sharding.replicated(size).of(params),
+                sharding.zero(params, size, partition="whole"),
+                sharding.zero(params, size, partition="flat"),
+                sharding.flat(params, size, cuts=[0, *inner, total]),
+            ]
+        )
+    )
+    return params, layout
+
+
+@given(stacks(), st.sampled_from(["split", "everyone"]))
+def test_every_matrix_is_computed_once_by_a_rank_that_has_one_range_of_a_stack(drawn, replicas: str):
+    params, layout = drawn
+    run = run_of(mfx.orthogonalize(dims=EXPERTS, dtype=torch.float32), layout, replicas=replicas)
+    for name in params:
+        assert set(covered(run.shares, name)) == {1}
+    owners = [(share.name, share.owner) for share in run.shares]
+    assert len(set(owners)) == len(owners)
+    assert sorted(i for bucket in run.buckets for i in bucket) == list(range(len(run.shares)))
+    for share in run.shares:
+        assert sum(leg.numel for leg in share.legs) == share.numel
+        assert share.numel % prod(share.shape[-2:]) == 0
+
+
+@given(stacks())
+def test_what_a_rank_has_whole_and_alone_it_keeps(drawn):
+    _, layout = drawn
+    for share in run_of(mfx.orthogonalize(dims=EXPERTS, dtype=torch.float32), layout).shares:
+        if share.route == "local":
+            assert not share.comes
+            assert not share.goes
+        elif share.route == "owner":
+            assert share.comes
+            assert share.goes
+
+
+def test_heads_that_are_whole_on_a_rank_stay_there():
+    params = {"qkv": torch.zeros(24, 6), "out": torch.zeros(6, 24)}
+    # six rows of qkv on each, and out on the last
+    layout = sharding.flat(params, 4, order=["qkv", "out"], cuts=[0, 36, 72, 108, 288])
+    heads = run_of(mfx.orthogonalize(blocks={"qkv": 12}, dtype=torch.float32), layout)
+    assert [(s.name, s.shape, s.owner, s.route) for s in heads.shares] == [
+        ("out", (6, 24), 3, "local"),
+        *[("qkv", (3, 2, 6), rank, "local") for rank in range(4)],
+    ]
+    assert heads.sent == [0] * 4
+    whole = run_of(mfx.orthogonalize(dtype=torch.float32), layout)
+    assert sum(whole.sent) == 2 * 3 * 36 * 4
+
+
+def test_a_stack_that_all_hold_is_divided():
+    layout = sharding.replicated(4).of({"up": torch.zeros(10, 3, 5)})
+    run = run_of(mfx.orthogonalize(dims=EXPERTS, dtype=torch.float32), layout, replicas="split")
+    assert [(s.owner, s.shape[0]) for s in run.shares] == [(0, 2), (1, 3), (2, 2), (3, 3)]
+
+
+def test_replicated_matrices_are_split_or_computed_by_all_by_cost():
+    layout = sharding.replicated(4).of({"small": torch.zeros(4, 4), "large": torch.zeros(256, 256)})
+    run = run_of(FP32, layout, machine=Machine(flops=1e9, bandwidth=1e9))
+    routes = {share.name: share.route for share in run.shares}
+    assert routes["large"] == "split"
+    quick = run_of(FP32, layout, machine=Machine(flops=1e15, bandwidth=1e3))
+    assert {share.route for share in quick.shares} == {"everyone"}
+    assert quick.sent == [0] * 4
+
+
+def test_what_every_rank_computes_is_in_no_bucket_with_what_one_owns():
+    layout = sharding.replicated(3).of({f"w{i}": torch.zeros(4 + i % 2 * 200, 4 + i % 2 * 200) for i in range(6)})
+    run = run_of(FP32, layout, machine=Machine(flops=1e9, bandwidth=1e9))
+    kinds = [{run.shares[i].owner is None for i in bucket} for bucket in run.buckets]
+    assert all(len(kind) == 1 for kind in kinds)
+
+
+@pytest.mark.parametrize("limit", [1, 6 * 400, 6 * 1000, 1 << 28])
+def test_an_owner_has_no_more_of_a_bucket_than_its_share_of_the_bound(limit: int):
+    params = {f"w{i}": torch.zeros(10, 10) for i in range(30)}
+    run = run_of(FP32, sharding.zero(params, 3, partition="flat"), bucket_bytes=limit)
+    for bucket in run.buckets:
+        for owner in range(3):
+            mine = [run.shares[i].numel * 4 for i in bucket if run.shares[i].owner == owner]
+            assert len(mine) <= 1 or sum(mine) <= limit // 6
+
+
+def test_a_bucket_has_one_dtype():
+    params = {f"w{i}": torch.zeros(4, 4, dtype=(torch.float32, torch.bfloat16)[i % 2]) for i in range(6)}
+    run = run_of(FP32, sharding.zero(params, 2, partition="flat"))
+    assert all(len({params[run.shares[i].name].dtype for i in bucket}) == 1 for bucket in run.buckets)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "held", "wire"),
+    [
+        (torch.bfloat16, torch.float32, torch.bfloat16),  # rounded to it first of all anyway
+        (torch.float32, torch.bfloat16, torch.bfloat16),  # never wider than they are
+        (torch.float16, torch.float32, torch.float32),  # a power of two comes before that rounding
+        (torch.float64, torch.float32, torch.float32),
+    ],
+)
+def test_matrices_travel_in_what_they_are_rounded_to(dtype: torch.dtype, held: torch.dtype, wire: torch.dtype):
+    run = run_of(
+        mfx.orthogonalize(dtype=dtype), sharding.zero({"w": torch.zeros(4, 4, dtype=held)}, 2, partition="flat")
+    )
+    assert run.travels(held) == (wire, wire)
+    longer = run_of(
+        mfx.chain(mfx.orthogonalize(dtype=dtype), mfx.normalize_neurons()),
+        sharding.zero({"w": torch.zeros(4, 4, dtype=held)}, 2, partition="flat"),
+    )
+    assert longer.travels(held) == (wire, held)  # what is normalized has all its digits
+    asked = run_of(FP32, sharding.zero({"w": torch.zeros(4, 4)}, 2, partition="flat"), exchange_dtype=torch.float16)
+    assert asked.travels(torch.float32) == (torch.float16, torch.float16)
+
+
+GPT2 = {
+    f"h.{i}.{n}": s
+    for i in range(12)
+    for n, s in {"qkv": (96, 32), "o": (32, 32), "up": (128, 32), "down": (32, 128)}.items()
+}
+
+
+@pytest.mark.parametrize("size", [2, 3, 8, 16])
+def test_owners_are_balanced(size: int):
+    params = {name: torch.empty(shape, device="meta") for name, shape in GPT2.items()}
+    plan = sharding.plan_for(mfx.muon(0.1, dtype=torch.float32), sharding.zero(params, size, partition="flat"))
+    costs = [share.cost for run in plan.runs for share in run.shares]
+    # the flat cut leaves most matrices whole on one rank, which keeps them: only those across a cut can be dealt out
+    assert max(plan.flops) <= 2 * lower_bound(costs, size)
+    split = sharding.plan_for(
+        mfx.muon(0.1, dtype=torch.float32), sharding.replicated(size).of(params), replicas="split"
+    )
+    assert max(split.flops) <= 1.05 * lower_bound(costs, size)
+
+
+@given(st.integers(1, 8), st.lists(st.tuples(st.integers(0, 33), st.integers(0, 33)), min_size=1, max_size=12))
+def test_whole_partitions_hold_the_bytes_of_all_over_ranks_within_one_matrix(size: int, shapes: list[tuple[int, int]]):
+    params = {f"w{i}": torch.empty(shape, device="meta") for i, shape in enumerate(shapes)}
+    layout = sharding.zero(params, size, partition="whole")
+    total = sum(4 * p.numel() for p in params.values())
+    largest = max(4 * p.numel() for p in params.values())
+    assert all(layout.nbytes(rank) <= total / size + largest for rank in range(size))
+    flat = sharding.zero(params, size, partition="flat")
+    assert all(flat.nbytes(rank) <= total / size + 4 for rank in range(size))
+
+
+def test_the_plan_can_be_read():
+    params = {"w": torch.zeros(64, 64), "stack": torch.zeros(6, 8, 8), "b": torch.zeros(5)}
+    tx = mfx.partition(
+        {
+            "muon": mfx.chain(mfx.momentum(), mfx.orthogonalize(dims={"stack": EXPERTS}, dtype=torch.float32)),
+            "rest": mfx.scale_by_adam(),
+        },
+        {"w": "muon", "stack": "muon", "b": "rest"},
+    )
+    plan = sharding.plan_for(tx, sharding.zero(params, 4, partition="flat"))
+    text = plan.explain()
+    assert text == str(plan)
+    rows = [line.split() for line in text.splitlines() if re.match(r"(w|stack) ", line)]
+    assert {row[0] for row in rows} == {"w", "stack"}
+    assert "b" not in {row[0] for row in rows}  # no matrix
+    assert f"balance: the most that a rank computes is {plan.balance:.3f} of the mean" in text
+    assert plan.owners()["w"] == [next(s.owner for s in plan.runs[0].shares if s.name == "w")]
+    assert sum(plan.sent) == sum(sum(plan.runs[0].bytes_of(s)) for s in plan.runs[0].shares)
+
+
+def test_a_plan_of_what_is_sharded_already_is_that_of_the_chain():
+    params = {"w": torch.zeros(8, 8), "v": torch.zeros(4, 8)}
+    layout, tx = sharding.zero(params, 2, partition="flat"), mfx.muon(0.1, dtype=torch.float32)
+    assert sharding.plan_for(sharding.sharded(tx, layout), layout).owners() == sharding.plan_for(tx, layout).owners()
+
+
+def test_no_matrices_is_an_empty_plan():
+    plan = sharding.plan_for(mfx.adamw(0.1), sharding.zero({"w": torch.zeros(8, 8)}, 2))
+    assert (plan.runs, plan.flops, plan.sent, plan.balance) == ((), [0.0, 0.0], [0, 0], 1.0)
+    assert "balance" in plan.explain()

@@ -1,0 +1,72 @@
+"""The pool of processes that other tests rely on: errors come back whole, and it is made anew after a loss."""
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.processes import Failed, Here, ProcessEnded, World
+
+pytestmark = pytest.mark.dist
+
+
+class Unsendable(Exception):
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+def add_up(here: Here, start: int) -> tuple[int, int]:
+    total = torch.tensor(start + here.rank)
+    dist.all_reduce(total, group=here.group)
+    return int(total), torch.get_num_threads()
+
+
+def fail(here: Here, on: int | None, kind: str = "plain") -> None:
+    if on in (None, here.rank):
+        raise Unsendable(1, 2) if kind == "unsendable" else ValueError("none of that")
+
+
+def end(here: Here, on: int) -> None:
+    if here.rank == on:
+        os._exit(3)
+    add_up(here, 0)
+
+
+def process(here: Here) -> int:
+    return os.getpid()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_each_size_has_a_group_of_its_own(world: World, size: int):
+    assert world.check(size, add_up, start=1) == [(size + sum(range(size)), 1)] * size
+
+
+def test_an_error_comes_back_with_its_trace(world: World):
+    before = world.check(2, process)
+    for found in world.run(2, fail, on=None):
+        assert isinstance(found, Failed)
+        assert type(found.error) is ValueError
+        assert "none of that" in found.trace
+        assert "in fail" in found.trace
+    (found, _) = world.run(2, fail, on=None, kind="unsendable")
+    assert str(found.error) == "Unsendable: 1 and 2"
+    assert world.check(2, process) == before  # an error on all alike leaves nothing half done
+    with pytest.raises(AssertionError, match="none of that"):
+        world.check(2, fail, on=None)
+
+
+def test_after_a_death_the_others_fail_in_time_and_the_pool_is_made_anew():
+    small = World(2, timeout=5)
+    try:
+        before = small.check(2, process)
+        started = time.monotonic()
+        alive, dead = small.run(2, end, on=1)
+        assert isinstance(alive, Failed)
+        assert isinstance(dead.error, ProcessEnded)
+        assert time.monotonic() - started < 60
+        assert not set(before) & set(small.check(2, process))
+        assert small.check(2, add_up, start=1) == [(3, 1)] * 2
+    finally:
+        small.close()
