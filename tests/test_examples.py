@@ -288,12 +288,6 @@ def torchrun(processes: int, *arguments: object) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-def together(processes: int, *arguments: object) -> str:
-    code, out, err = torchrun(processes, "--quick", *arguments)
-    assert code == 0, err
-    return out
-
-
 def losses_beside(folder: Path) -> tuple[list[float], list[float]]:
     """The losses of a run that was shared out, and those of the same steps in one process."""
     metrics = metrics_of(folder)
@@ -365,19 +359,19 @@ def test_two_processes_have_the_losses_of_one_in_every_way(tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_a_run_goes_on_in_another_way_on_another_number_of_processes(tmp_path: Path) -> None:
+def test_a_run_goes_on_in_another_way_on_another_number_of_processes(tmp_path: Path, train_gpt) -> None:
     """ZeRO-1 on two, HSDP on four, one: the losses are those of a run that was never shared out."""
     whole, moved = tmp_path / "whole", tmp_path / "moved"
-    assert run(*TINY, "--steps", 9, "--out", whole)[0] == 0
-    together(2, *TINY, "--steps", 9, "--save-every", 3, "--shard", "zero1", "--out", moved)
+    assert train_gpt.main([*TINY, "--steps", "9", "--out", str(whole)]) == 0
+    code, _, err = torchrun(2, *TINY, "--steps", 9, "--save-every", 3, "--shard", "zero1", "--out", moved)
+    assert code == 0, err
     rewind(moved, to=6)
     code, out, err = torchrun(4, "--resume", "--save-every", 2, "--shard", "hsdp", "--out", moved)
     assert code == 0, err
     assert len(losses_beside(moved)[0]) == 3  # the seventh to the ninth
     assert "hsdp, 4 processes" in out
     rewind(moved, to=8)
-    code, _, err = run("--resume", "--out", moved)
-    assert code == 0, err
+    assert train_gpt.main(["--resume", "--out", str(moved)]) == 0
     assert metrics_of(moved)["train_losses"] == pytest.approx(metrics_of(whole)["train_losses"], abs=5e-5)
     assert metrics_of(moved)["steps_done"] == 9
 
@@ -390,12 +384,19 @@ def rewind(folder: Path, *, to: int) -> None:
     assert mfx.checkpoint.inspect(mfx.checkpoint.latest(folder / CHECKPOINTS)).step == to
 
 
-@pytest.mark.slow
-@pytest.mark.dist
-def test_too_few_processes_are_a_clear_error(tmp_path: Path) -> None:
-    code, _, err = torchrun(2, *TINY, "--shard", "hsdp", "--out", tmp_path)
-    assert code != 0
-    assert "hsdp: found 2 processes, expected an even number, 4 or more" in err
+@pytest.mark.parametrize(("way", "found"), [("hsdp", 2), ("hsdp", 5), ("tp", 3)])
+def test_a_number_of_processes_that_does_not_fit_is_a_clear_error(module, monkeypatch, way: str, found: int) -> None:
+    sharded, gpt = module("sharded"), module("gpt")
+    monkeypatch.setattr(sharded, "size", lambda: found)
+    with pytest.raises(ValueError, match=f"--shard {way}: found {found} processes.*expected"):
+        sharded.WAYS[way](gpt.GPT(width=64, depth=1, context=8, seed=0), torch.float32)
+
+
+def test_a_batch_that_does_not_divide_is_a_clear_error(module, monkeypatch) -> None:
+    processes = module("processes")
+    monkeypatch.setattr(processes, "size", lambda: 3)
+    with pytest.raises(ValueError, match="--batch: found 4, expected a multiple of the 3 processes"):
+        processes.evenly(torch.zeros(4, 6), 0, "--batch")
 
 
 # ---------------------------------------------------------------------------------------------------- the text
