@@ -392,6 +392,20 @@ def test_a_number_of_processes_that_does_not_fit_is_a_clear_error(module, monkey
         sharded.WAYS[way](gpt.GPT(width=64, depth=1, context=8, seed=0), torch.float32)
 
 
+def test_under_torchrun_a_second_interrupt_is_the_first_one_passed_on(module, monkeypatch) -> None:
+    runs = module("runs")
+    monkeypatch.setenv("RANK", "0")
+    with runs.ctrl_c() as pressed:
+        assert not pressed()
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        assert pressed()
+    monkeypatch.delenv("RANK")
+    with pytest.raises(KeyboardInterrupt), runs.ctrl_c():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+
 def test_a_batch_that_does_not_divide_is_a_clear_error(module, monkeypatch) -> None:
     processes = module("processes")
     monkeypatch.setattr(processes, "size", lambda: 3)
