@@ -586,7 +586,7 @@ def test_many_groups_of_few_values_run_in_few_pieces():
     model = make_model()
     groups = [{"params": [(n, p)], "lr": 0.1 if p.ndim > 1 else 0.2} for n, p in model.named_parameters()]
     optimizer = mfx.TransformOptimizer(groups, mfx.adamw())
-    assert [len(plan) for plan in optimizer._plans] == [2]
+    assert [len(plan) for plan in optimizer._stepping.plans] == [2]
 
 
 @pytest.mark.parametrize(

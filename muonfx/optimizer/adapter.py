@@ -2,10 +2,8 @@
 
 The names of this file: a *route* is what a parameter's labels are in the transform's partitions; parameters of one
 route form a *group*, unless the caller gave groups. A *hyperparameter* is a numeric argument of the transform; each
-group holds those that its parameters meet, and what stands there counts at every step. A *segment* is a run of
-neighbouring transforms of a chain that each look at one leaf at a time, or one transform that looks at the whole
-tree. A *piece* is the part of the leaves on which a segment runs at once: one group where groups disagree about a
-hyperparameter, and at most so many bytes, so that the updates in memory at one time are those of a piece.
+group holds those that its parameters meet, and what stands there counts at every step. A *stepping* makes the state
+and takes the steps: in one process, or over ranks where parameters are sharded.
 """
 
 from __future__ import annotations
@@ -18,8 +16,8 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.core import Donation, Locality, Transform
-from muonfx.hyperparams import hyperparams, with_hyperparams
+from muonfx.core import Transform
+from muonfx.hyperparams import with_hyperparams
 from muonfx.optimizer.groups import (
     NOT_HYPERPARAMS,
     NamedParameters,
@@ -31,9 +29,13 @@ from muonfx.optimizer.groups import (
     routes_of,
     split_by_route,
 )
-from muonfx.optimizer.pieces import SMALL_BUCKET, Piece, Segment, buckets, bytes_of, segments
-from muonfx.optimizer.state import by_path, matched, path_of, saved_groups
-from muonfx.recorded import Recorded
+from muonfx.optimizer.over_ranks import SteppingOverRanks, layout_for
+from muonfx.optimizer.state import matched, path_of, saved_groups
+from muonfx.optimizer.stepping import Stepping
+from muonfx.optimizer.values import check_shapes, valid
+from muonfx.sharding.layout import Layout
+from muonfx.sharding.plan.plan import Settings
+from muonfx.sharding.transform import Sharded, settings_of
 from muonfx.tree import PyTree
 
 __all__ = ["TransformOptimizer"]
@@ -48,6 +50,10 @@ class TransformOptimizer(torch.optim.Optimizer):
     ``weight_decay``. Entries are read at every step, so learning-rate schedulers work, on each group's own base rate.
     What `inject_hyperparams` keeps in the state is not in the groups: it counts there alone.
 
+    Over ranks (DTensor parameters, as of ``fully_shard``ed or tensor-parallel models, or a ``layout``) each step is
+    one of `muonfx.sharding.sharded`, with the update of one process. All ranks construct the optimizer, step, add
+    groups and load states together; what is wrong on one is raised on all.
+
     The state is made at construction. Each parameter's part of it is in ``optimizer.state[parameter]``, under names
     such as "momentum/trace", with the scalars that all share. Its storage is reused from step to step; gradients are
     only read.
@@ -60,10 +66,14 @@ class TransformOptimizer(torch.optim.Optimizer):
             whole tree (such as `clip_by_global_norm`), and leaves no meaningful ``.grad`` behind.
         bucket_bytes: run the transform on at most about this many bytes of parameters at a time, where it looks at one
             leaf at a time. More is faster where leaves are small; less takes less memory. None: as many as the
-            largest parameter has, or 4 MiB if that is more.
+            largest parameter has, or 4 MiB if that is more. Over ranks: as in `muonfx.sharding.sharded`.
+        layout: who holds what, where parameters are plain tensors: ``muonfx.sharding.replicated()`` under
+            `DistributedDataParallel` shares the matrices out among the ranks. None: parameters that are DTensors say so
+            themselves, and others are this process's own.
 
     Raises:
-        TypeError: unnamed parameters, or tensors that cannot be optimized.
+        TypeError: unnamed parameters, or tensors that cannot be optimized; a layout for parameters that are DTensors.
+        ShardingError: the ranks have different parameters, chains, layouts or hyperparameters.
         ValueError: two parameters with one name, an unknown hyperparameter in a group (the message lists those
             known), or a value out of range.
 
@@ -86,7 +96,15 @@ class TransformOptimizer(torch.optim.Optimizer):
         *,
         donate_grads: bool = False,
         bucket_bytes: int | None = None,
+        layout: Layout | None = None,
     ) -> None:
+        self._settings = Settings()
+        if isinstance(tx, Sharded):
+            if layout is not None:
+                raise TypeError(f"layout: tx is sharded already, over {tx.arguments['layout']!r}; leave layout out")
+            tx, layout, self._settings = tx.arguments["tx"], tx.arguments["layout"], settings_of(tx)
+        if layout is not None and not isinstance(layout, Layout):
+            raise TypeError(f"layout must be a muonfx.sharding layout, found {layout!r}")
         if not isinstance(tx, Transform):
             raise TypeError(f"tx must be a muonfx.Transform, found {tx!r}")
         if bucket_bytes is not None and bucket_bytes < 1:
@@ -101,7 +119,9 @@ class TransformOptimizer(torch.optim.Optimizer):
         named = {name: param for group in groups for name, param in group["params"]}
         if not named:
             raise ValueError("params: found no parameters; pass a model that has some, or model.named_parameters()")
-        self._routes = routes_of(tx, named)
+        self._given_layout = layout
+        self._layout = layout_for(named, layout)
+        self._routes = self._routes_of(named, self._layout)
         super().__init__(groups, {})
         self._start()
 
@@ -115,12 +135,15 @@ class TransformOptimizer(torch.optim.Optimizer):
             "_routes",
             "_live",
             "_keys",
-            "_segments",
+            "_given_layout",
+            "_layout",
+            "_settings",
+            "_stepping",
             "_slots",
             "_left_out",
         )
         kept = {name: self.__dict__[name] for name in (*ours, "_rules") if name in self.__dict__}
-        return {**super().__getstate__(), **kept, "_values": None}
+        return {**super().__getstate__(), **kept}
 
     # ------------------------------------------------------------------------------------------------ construction
 
@@ -135,7 +158,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         """
         group = dict(param_group)
         pairs = named_pairs(group.pop("params"))
-        routes = self._routes
+        routes, layout = self._routes, self._layout
         if self._ready:
             named = self._named()
             if taken := [name for name, _ in pairs if name in named]:
@@ -143,9 +166,10 @@ class TransformOptimizer(torch.optim.Optimizer):
                     f"a parameter named {taken[0]!r} is in a group already; names must differ over all groups"
                 )
             together = {**named, **dict(pairs)}
-            routes = routes_of(self.tx, together)
+            layout = layout_for(together, self._given_layout)
+            routes = self._routes_of(together, layout)
             # Refuses what the transform cannot take, before anything is changed.
-            self.tx.init(tree.map(lambda p: torch.empty_like(p, device="meta"), together))
+            self.tx.init(_wholes(together, layout))
         parts = split_by_route(pairs, routes)
         own = [hyperparams_of(self.tx, routes[part[0][0]] if part else {}) for part in parts]
         known = {key for keys in own for key in keys}
@@ -155,10 +179,10 @@ class TransformOptimizer(torch.optim.Optimizer):
         made = [{key: group.get(key, default) for key, (_, default) in keys.items()} for keys in own]
         for keys, values in zip(own, made, strict=True):
             named_values = {name: values[key] for key, (name, _) in keys.items()}
-            self._check_shapes(named_values)
-            _valid(with_hyperparams(self.tx, named_values))
+            check_shapes(self.tx, named_values)
+            valid(with_hyperparams(self.tx, named_values))
         rest = {key: group[key] for key in group.keys() & NOT_HYPERPARAMS}
-        self._routes = routes
+        self._routes, self._layout = routes, layout
         for part, values in zip(parts, made, strict=True):
             unnamed = {} if part else {"param_names": []}  # torch finds names in the parameters, where there are any
             # torch's schedulers want a rate in every group, also where none applies: nothing here reads that one
@@ -167,48 +191,47 @@ class TransformOptimizer(torch.optim.Optimizer):
         if self._ready:
             self._start()
 
-    def _check_shapes(self, values: Mapping[str, Any]) -> None:
-        """Refuse a tensor of other shape than the number that it stands for."""
-        defaults = hyperparams(self.tx)
-        for name, value in values.items():
-            default = defaults[name]
-            wanted = tuple(default.shape) if isinstance(default, Tensor) else ()
-            if isinstance(value, Tensor) and tuple(value.shape) != wanted:
-                raise ValueError(f"{name} must be a number or a tensor of shape {wanted}, found {tuple(value.shape)}")
+    def _routes_of(self, named: Mapping[str, Tensor], layout: Layout | None) -> dict[str, Route]:
+        return routes_of(self.tx, named if layout is None else _wholes(named, layout))
 
     def _start(self) -> None:
         """Make the state for all parameters, keeping what there was, and everything that follows from the groups."""
         named = self._named()
-        old = by_path(self._state) if self._ready else {}
-        self._live["state"] = self.tx.init(named)
-        new = by_path(self._state)
-        self._adopt({path: leaf for path, leaf in old.items() if path in new and leaf.shape == new[path].shape})
-        self._keys: list[dict[str, str]] = [
+        keys = [
             {key: name for key, (name, _) in hyperparams_of(self.tx, self._route_of(group)).items()}
             for group in self.param_groups
         ]
-        self._segments = segments(self.tx)
+        made = self._stepping_for(keys)
+        state = made.init(named, self.param_groups)
+        if self._ready:
+            state = made.taken_from(self._stepping, state, self._state)
+        self._keys, self._stepping = keys, made
+        self._live["state"] = state
+        self._show_all()
         self._left_out = {name for name, route in self._routes.items() if None in route.values()}
-        self._values: list[dict[str, Any]] | None = None
         self._ready = True
-        self._refresh()
 
-    def _adopt(self, leaves: Mapping[str, Any]) -> None:
-        """Put leaves into the state by path, and the state's leaves into ``self.state``."""
-        paths = tree.paths(self._state)
-        found, treedef = tree.flatten(self._state)
-        found = [leaves.get(path_of(path), leaf) for path, leaf in zip(paths, found, strict=True)]
-        self._live["state"] = tree.unflatten(treedef, found)
+    def _stepping_for(self, keys: list[dict[str, str]]) -> Stepping:
+        if self._layout is None:
+            return Stepping(self.tx, keys, self.bucket_bytes)
+        settings = (
+            self._settings if self.bucket_bytes is None else self._settings._replace(bucket_bytes=self.bucket_bytes)
+        )
+        return SteppingOverRanks(self.tx, keys, self._layout, settings)
+
+    def _show_all(self) -> None:
+        """Put the state's leaves into ``self.state``."""
         named = self._named()
+        leaves = tree.leaves(self._state)
         self._slots: list[tuple[Tensor | None, str]] = []
-        for path in paths:
+        for path in tree.paths(self._state):
             owner = named.get(path[-1]) if path and isinstance(path[-1], str) else None
             self._slots.append((owner, path_of(path if owner is None else path[:-1])))
-        self._live["shown"] = found
+        self._live["shown"] = leaves
         for param in named.values():
             self.state[param] = {}
-        for (owner, key), leaf in zip(self._slots, found, strict=True):
-            self._place(owner, key, leaf)
+        for place, ((owner, key), leaf) in enumerate(zip(self._slots, leaves, strict=True)):
+            self._place(owner, key, self._stepping.show(place, leaf))
 
     def _place(self, owner: Tensor | None, key: str, leaf: Any) -> None:
         for param in self.state if owner is None else (owner,):
@@ -229,50 +252,6 @@ class TransformOptimizer(torch.optim.Optimizer):
         return self._live["state"]
 
     # ----------------------------------------------------------------------------------------------------- stepping
-
-    def _refresh(self) -> None:
-        """Build the transforms for the hyperparameters that stand in the groups now, and the pieces they run on."""
-        values = [
-            {name: group[key] for key, name in keys.items()}
-            for group, keys in zip(self.param_groups, self._keys, strict=True)
-        ]
-        if self._values is not None and _unchanged(values, self._values):
-            return
-        for group in values:
-            self._check_shapes(group)
-        self._plans = [self._plan(segment, values) for segment in self._segments]
-        self._values = [dict(group) for group in values]
-
-    def _plan(self, segment: Segment, values: list[dict[str, Any]]) -> list[Piece]:
-        names = hyperparams(segment.tx).keys()
-        chosen = [{name: group[name] for name in names & group.keys()} for group in values]
-        agreed: dict[str, Any] = {}
-        conflicts: list[str] = []
-        for group in chosen:
-            for name, value in group.items():
-                if name in agreed and not _equal(agreed[name], value):
-                    conflicts.append(name)
-                agreed.setdefault(name, value)
-        if conflicts and segment.tx.locality is Locality.TREE:
-            raise ValueError(
-                f"the groups disagree about {conflicts[0]!r}, which belongs to a transform that looks at all "
-                "parameters together; give it one value in all groups"
-            )
-        runs: list[tuple[dict[str, Any], list[str]]] = []
-        for mine, group in zip(chosen, self.param_groups, strict=True):
-            values_of_all = {**agreed, **mine} if conflicts else agreed
-            same = next((run for run in runs if _all_equal(run[0], values_of_all)), None)
-            if same is None:
-                runs.append((values_of_all, list(group["param_names"])))
-            else:
-                same[1].extend(group["param_names"])
-        made = [(_valid(with_hyperparams(segment.tx, run)), members) for run, members in runs]
-        if segment.tx.locality is Locality.TREE:
-            return [Piece(made[0][0], None)]
-        named = self._named()
-        limit = self.bucket_bytes or max([SMALL_BUCKET, *map(bytes_of, named.values())])
-        pieces = [Piece(tx, names) for tx, members in made for names in buckets(members, named, limit)]
-        return [Piece(pieces[0].tx, None)] if len(pieces) == 1 else pieces
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **extras: Any) -> Any:
@@ -296,66 +275,31 @@ class TransformOptimizer(torch.optim.Optimizer):
                 loss = closure()
         params = self._named()
         updates: dict[str, Tensor | None] = {name: param.grad for name, param in params.items()}
-        if len(self.state) != len(params):
-            raise ValueError(
-                "optimizer.state was cleared, but the state lives in transform_state: make the optimizer anew"
-            )
-        self._check(updates)
-        self.tx.check_extras(extras)
-        self._refresh()
-        donate = Donation(self.donate_grads, True)
-        for place, (segment, plan) in enumerate(zip(self._segments, self._plans, strict=True)):
-            last = place == len(self._segments) - 1
-            updates = self._run(segment, plan, updates, params, donate, extras, apply=last)
-            donate = Donation(donate.updates or (segment.tx.keeps_donation_promise and _fresh(updates, params)), True)
+        self._live["state"] = self._stepping.step(
+            self.param_groups,
+            params,
+            updates,
+            self._state,
+            donate=self.donate_grads,
+            extras=extras,
+            check=self._check,
+        )
         self._publish()
         return loss
-
-    def _run(
-        self,
-        segment: Segment,
-        plan: list[Piece],
-        updates: dict[str, Tensor | None],
-        params: dict[str, Tensor],
-        donate: Donation,
-        extras: dict[str, Any],
-        *,
-        apply: bool,
-    ) -> dict[str, Tensor | None]:
-        state = segment.state_of(self._state)
-        if len(plan) == 1:
-            results, after = plan[0].tx.run(updates, state, params, donate=donate, **extras)
-            if apply:
-                _add_in_place(params, results)
-        else:
-            results = {}
-            before, treedef = tree.flatten(state)
-            leaves = list(before)
-            for piece in plan:
-                mine = {**dict.fromkeys(updates), **{name: updates[name] for name in piece.members(updates)}}
-                out, new = piece.tx.run(mine, state, params, donate=donate, **extras)
-                leaves = [
-                    now if now is not was else kept
-                    for now, was, kept in zip(tree.leaves(new), before, leaves, strict=True)
-                ]
-                if apply:
-                    _add_in_place(params, out)
-                else:
-                    results.update({name: out[name] for name in piece.members(updates)})
-                del mine, out  # not beside those of the next piece
-            after = tree.unflatten(treedef, leaves)
-        self._live["state"] = segment.with_state(self._state, after)
-        return results
 
     def _publish(self) -> None:
         """Show the leaves that are new objects in ``self.state``."""
         leaves = tree.leaves(self._state)
-        for (owner, key), new, shown in zip(self._slots, leaves, self._live["shown"], strict=True):
+        for place, (new, shown) in enumerate(zip(leaves, self._live["shown"], strict=True)):
             if new is not shown:
-                self._place(owner, key, new)
+                self._place(*self._slots[place], self._stepping.show(place, new))
         self._live["shown"] = leaves
 
     def _check(self, updates: Mapping[str, Tensor | None]) -> None:
+        if len(self.state) != len(updates):
+            raise ValueError(
+                "optimizer.state was cleared, but the state lives in transform_state: make the optimizer anew"
+            )
         grads = [grad for grad in updates.values() if grad is not None]
         if all(grad.layout is torch.strided and grad.is_floating_point() for grad in grads) and not self._left_out:
             return
@@ -387,49 +331,35 @@ class TransformOptimizer(torch.optim.Optimizer):
         for hook in cast("Any", self)._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, given)
             given = given if changed is None else changed
-        values = matched(self.param_groups, self._keys, self.state, given)
+        values: list[tuple[Tensor, Tensor]] = []
+        problem: Exception | None = None
+        try:
+            values = matched(self.param_groups, self._keys, self.state, given)
+        except ValueError as error:
+            problem = error
+        self._stepping.agree(problem)
         for leaf, value in values:
             leaf.copy_(value)
         for group, saved in zip(self.param_groups, saved_groups(self.param_groups, given), strict=True):
             group.update(
                 copy.deepcopy({key: value for key, value in saved.items() if key not in ("params", "param_names")})
             )
-        self._values = None
         for hook in cast("Any", self)._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
     @property
     def transform_state(self) -> PyTree:
-        """The transform's state as the functional API sees it; its storage is reused by the next step."""
-        return self._state
+        """The state of `transform` as the functional API sees it; its storage is reused by the next step."""
+        return self._stepping.shown(self._state)
+
+    @property
+    def transform(self) -> Transform:
+        """The transform over what this optimizer holds: ``tx``, or what `muonfx.sharding.sharded` makes of it."""
+        return self._stepping.transform
 
 
-def _add_in_place(params: Mapping[str, Tensor], updates: Mapping[str, Tensor | None]) -> None:
-    present = [(params[name], update) for name, update in updates.items() if update is not None]
-    if present:
-        torch._foreach_add_([param for param, _ in present], [update for _, update in present])
-
-
-def _fresh(updates: Mapping[str, Tensor | None], params: Mapping[str, Tensor]) -> bool:
-    return not any(update is not None and update is params[name].grad for name, update in updates.items())
-
-
-def _valid(tx: Recorded) -> Any:
-    """Build a transform and all within it now, so that a bad value is found before anything is changed."""
-    _ = tx.built
-    for part in tx._parts:
-        if isinstance(part, Recorded):
-            _valid(part)
-    return tx
-
-
-def _equal(a: Any, b: Any) -> bool:
-    return a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b)
-
-
-def _all_equal(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    return a.keys() == b.keys() and all(_equal(a[name], b[name]) for name in a)
-
-
-def _unchanged(new: list[dict[str, Any]], old: list[dict[str, Any]]) -> bool:
-    return len(new) == len(old) and all(_all_equal(a, b) for a, b in zip(new, old, strict=True))
+def _wholes(named: Mapping[str, Tensor], layout: Layout | None) -> dict[str, Tensor]:
+    """Meta tensors of the shapes that parameters have as one process holds them."""
+    if layout is not None:
+        return layout.meta(list(named))
+    return {name: torch.empty_like(param, device="meta") for name, param in named.items()}

@@ -14,6 +14,7 @@ from muonfx.optimizer.adapter import TransformOptimizer
 from muonfx.optimizer.groups import NamedParameters, named_pairs, resolve_groups
 from muonfx.recipes import muon_with_adamw
 from muonfx.select import Labels, default_labels
+from muonfx.sharding.layout import Layout
 from muonfx.transforms._matrices import Blocks, Dims
 
 __all__ = ["Muon"]
@@ -39,6 +40,7 @@ class Muon(TransformOptimizer):
         rules: (predicate, label) pairs that come before the default routing; labels are "muon", "adamw" and None.
         donate_grads: as in `TransformOptimizer`.
         bucket_bytes: as in `TransformOptimizer`.
+        layout: as in `TransformOptimizer`.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 8))
@@ -67,6 +69,7 @@ class Muon(TransformOptimizer):
         rules: Iterable[tuple[Any, str | None]] = (),
         donate_grads: bool = False,
         bucket_bytes: int | None = None,
+        layout: Layout | None = None,
     ) -> None:
         if len(betas) != 2:
             raise ValueError(f"betas must be AdamW's two decays, found {betas!r}")
@@ -91,7 +94,7 @@ class Muon(TransformOptimizer):
         )
         with warnings.catch_warnings():  # a model without embeddings, or without matrices, is nothing to warn of here
             warnings.filterwarnings("ignore", message="partition: no parameter has the label")
-            super().__init__(params, tx, donate_grads=donate_grads, bucket_bytes=bucket_bytes)
+            super().__init__(params, tx, donate_grads=donate_grads, bucket_bytes=bucket_bytes, layout=layout)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, routed as at construction; see `TransformOptimizer.add_param_group`."""

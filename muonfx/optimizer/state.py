@@ -8,20 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muonfx import tree
-from muonfx.tree import PyTree
+from muonfx.sharding.intervals import IntervalTensor
+from muonfx.sharding.layout import is_dtensor, local_of
 
-__all__ = ["by_path", "matched", "path_of", "saved_groups"]
+__all__ = ["matched", "path_of", "saved_groups"]
 
 
 def path_of(entries: tuple[Any, ...]) -> str:
     """Write the way to a leaf as it is shown in ``optimizer.state``."""
     return "/".join(map(str, entries))
-
-
-def by_path(state: PyTree) -> dict[str, Any]:
-    """The leaves of a state by path."""
-    return {path_of(path): leaf for path, leaf in zip(tree.paths(state), tree.leaves(state), strict=True)}
 
 
 def saved_groups(groups: list[dict[str, Any]], given: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -68,7 +63,8 @@ def matched(
     """Pair an optimizer's state leaves with the values of a state dict, or raise an error that lists every difference.
 
     Parameters are found by name, in whatever order, where the state dict has names; else by position. Of the entries of
-    a group only the hyperparameters, ``keys``, must be there: schedulers add entries of their own.
+    a group only the hyperparameters, ``keys``, must be there: schedulers add entries of their own. The pairs are what
+    this rank has of the leaves; a plain tensor stands for all of a leaf that is sharded.
     """
     wrong: list[str] = []
     pairs: list[tuple[Tensor, Tensor]] = []
@@ -78,9 +74,13 @@ def matched(
         for name, param in zip(group["param_names"], group["params"], strict=True):
             index = index_of[name]
             have, want = given["state"].get(index, {}), state[param]
+            if not have and not param.requires_grad:
+                continue  # torch.distributed.checkpoint.state_dict leaves frozen parameters out
             wrong += [f"{name!r} has no {key!r}" for key in want.keys() - have.keys()]
             wrong += [f"{name!r} has an unexpected {key!r}" for key in have.keys() - want.keys()]
             for key in want.keys() & have.keys():
+                if want[key] is None and have[key] is None:
+                    continue
                 leaf, value = want[key], have[key]
                 if not isinstance(value, Tensor) or value.shape != leaf.shape:
                     wrong.append(f"{name!r}: {key!r} is {_described(value)}, expected {_described(leaf)}")
@@ -88,12 +88,43 @@ def matched(
                     wrong.append(f"{name!r}: {key!r} holds codes of {value.dtype}, expected {leaf.dtype}")
                 elif torch.promote_types(value.dtype, leaf.dtype) != leaf.dtype:
                     wrong.append(f"{name!r}: {key!r} would narrow from {value.dtype} to {leaf.dtype}")
+                elif (pair := _on_this_rank(leaf, value)) is None:
+                    wrong.append(
+                        f"{name!r}: {key!r} lies as {_lies(value)}, here as {_lies(leaf)}: load through "
+                        "torch.distributed.checkpoint or muonfx.checkpoint, which move values between layouts"
+                    )
                 else:
-                    pairs.append((leaf, value))
+                    pairs.append(pair)
     if wrong:
         shown = "; ".join(sorted(wrong)[:20]) + (f"; and {len(wrong) - 20} more" if len(wrong) > 20 else "")
         raise ValueError(f"the state does not fit this optimizer, nothing was loaded: {shown}")
     return pairs
+
+
+def _on_this_rank(leaf: Any, value: Any) -> tuple[Tensor, Tensor] | None:
+    """What this rank has of a leaf, and of a value for it; None where the value is other ranks' part of the whole."""
+    if isinstance(leaf, IntervalTensor):
+        own = leaf.piece
+        if isinstance(value, IntervalTensor):
+            same = (own.start, own.stop) == (value.piece.start, value.piece.stop)
+            return (own.data, value.piece.data) if same else None
+        return None if is_dtensor(value) else (own.data, value.reshape(-1)[own.start : own.stop])
+    if isinstance(value, IntervalTensor):
+        return None
+    if not is_dtensor(leaf):
+        return None if is_dtensor(value) else (leaf, value)
+    if not is_dtensor(value):
+        from torch.distributed.tensor import distribute_tensor
+
+        value = distribute_tensor(value.to(leaf.device), leaf.device_mesh, leaf.placements, src_data_rank=None)
+    same = value.device_mesh == leaf.device_mesh and value.placements == leaf.placements
+    return (local_of(leaf), local_of(value)) if same else None
+
+
+def _lies(value: Any) -> str:
+    if is_dtensor(value):
+        return f"{value.placements} on {value.device_mesh}"
+    return repr(value) if isinstance(value, IntervalTensor) else "a plain tensor"
 
 
 def _is_code(*dtypes: torch.dtype) -> bool:

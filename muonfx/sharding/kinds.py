@@ -15,7 +15,7 @@ from typing import Any, cast
 from muonfx.core import Locality, Transform, chain_entries
 from muonfx.recorded import Recorded
 
-__all__ = ["Kind", "groups_of", "kind_of", "with_parts"]
+__all__ = ["Kind", "groups_of", "kind_of", "planned_as", "with_parts"]
 
 
 class Kind(Enum):
@@ -45,6 +45,14 @@ def kind_of(tx: Transform) -> Kind:
     if tx.locality is Locality.ELEMENT or (tx.locality is Locality.TREE and sums and not calls):
         return Kind.PIECES
     return Kind.RUN if tx.locality in (Locality.MATRIX, Locality.LEAF) else Kind.EVERYTHING
+
+
+def planned_as(tx: Transform) -> Transform:
+    """What a transform is planned as: one that is the same for all leaves but for numbers, as any one of it.
+
+    Its factory says so by an attribute ``many_of_one``; the first of its parts is one.
+    """
+    return cast("Transform", tx._parts[0]) if getattr(tx.factory, "many_of_one", False) else tx
 
 
 def groups_of(entries: dict[str, Transform]) -> list[list[tuple[str, Transform]]]:

@@ -14,6 +14,7 @@ from muonfx import tree
 from muonfx.core import Transform
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Buffer, Layout, is_dtensor, specs_of
+from muonfx.sharding.messages import collective
 from muonfx.sharding.pieces import Piece, Span
 from muonfx.sharding.plan.balance import assign_by_bytes
 from muonfx.tree import PyTree, Spec
@@ -140,6 +141,10 @@ def flat(
 def from_dtensors(params: PyTree, group: dist.ProcessGroup | None = None) -> Layout:
     """The pieces that DTensor parameters have: FSDP2, HSDP, tensor and expert parallelism, on any mesh.
 
+    Parameters may lie on different meshes, and one parameter on different ones on different ranks: under FSDP2 with
+    tensor parallelism, what is not tensor-parallel lies on each rank's own mesh of the data-parallel dim. All ranks
+    must then call this together. What several meshes hold counts as the same, which `sharded` checks by a sum of bits.
+
     Args:
         params: a tree of DTensors; a plain tensor among them is held by every rank.
         group: a process group of all ranks of the meshes; None: that of the mesh, of all its dims, or the default one.
@@ -170,13 +175,39 @@ def from_dtensors(params: PyTree, group: dist.ProcessGroup | None = None) -> Lay
         else:
             pieces[name] = (Piece.whole(spec.shape),) * len(ranks)
     rank = dist.get_rank(group)
+    derived: dict[Any, Any] = {}
+    if len({_ranks_of(spec.mesh) for spec in dtensors.values()}) > 1:
+        pieces, derived[ALIKE] = _each_by_its_own(pieces, {n: _ranks_of(s.mesh) for n, s in dtensors.items()}, group)
     for name in dtensors:
         local, piece = named[name]._local_tensor, pieces[name][rank]
         if not piece.fits(local):
             raise ShardingError(
                 f"{name!r} has a local tensor of shape {tuple(local.shape)}, its placements say {piece.shape}"
             )
-    return Layout("from_dtensors", specs, pieces, len(ranks), rank, group, dtensors=dtensors)
+    return Layout("from_dtensors", specs, pieces, len(ranks), rank, group, dtensors=dtensors, derived=derived)
+
+
+ALIKE = "pieces taken for the same"
+"""The key of `Layout.derived` for the parameters that lie on different meshes on different ranks."""
+
+
+def _ranks_of(mesh: Any) -> tuple[int, ...]:
+    return tuple(sorted(int(rank) for rank in mesh.mesh.flatten().tolist()))
+
+
+def _each_by_its_own(
+    pieces: Mapping[str, tuple[Piece, ...]], meshes: Mapping[str, tuple[int, ...]], group: dist.ProcessGroup
+) -> tuple[dict[str, tuple[Piece, ...]], tuple[str, ...]]:
+    """For each rank the pieces that it says it has; and the names of parameters on meshes that differ."""
+    rank = dist.get_rank(group)
+    mine = {name: (meshes.get(name), theirs[rank]) for name, theirs in pieces.items()}
+    said: list[Any] = [None] * dist.get_world_size(group)
+    with collective("finding out who holds what"):
+        dist.all_gather_object(said, mine, group=group)
+    if any(theirs.keys() != mine.keys() for theirs in said):
+        return dict(pieces), ()  # whoever compares the layouts says so
+    alike = tuple(name for name in pieces if len({theirs[name][0] for theirs in said}) > 1)
+    return {name: tuple(theirs[name][1] for theirs in said) for name in pieces}, alike
 
 
 def _ranks(group: Group) -> tuple[int, int, dist.ProcessGroup | None]:

@@ -6,7 +6,7 @@ of fields.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -17,13 +17,26 @@ from muonfx import tree
 from muonfx.checkpoint import FlatPiece
 from muonfx.core import Locality, Transform, chain_entries, transform
 from muonfx.sharding.kinds import Kind, kind_of, with_parts
-from muonfx.sharding.layout import as_dtensor, local_of
+from muonfx.sharding.layout import as_dtensor, is_dtensor, local_of
+from muonfx.sharding.owned import at_owner, like_parameter
 from muonfx.sharding.plan.plan import RunPlan
 from muonfx.sharding.plan.shares import Share
 from muonfx.sharding.walk import Walk
 from muonfx.tree import PyTree
 
-__all__ = ["Held", "dressed", "held", "local_state", "logical_state"]
+__all__ = [
+    "Held",
+    "about",
+    "bare",
+    "bare_leaf",
+    "dressed",
+    "dressed_leaf",
+    "held",
+    "interval_of",
+    "local_state",
+    "logical_leaf",
+    "logical_state",
+]
 
 
 @dataclass(frozen=True)
@@ -36,9 +49,13 @@ class Held:
     """Whether it lies at an owner."""
     share: Share | None
     """For a leaf at an owner, this rank's share of the parameter; None: it has none."""
+    shares: tuple[Share, ...]
+    """Those of all owners."""
     shape: tuple[int, ...]
     """Of the whole leaf, as one process would hold it."""
     dtype: torch.dtype
+    local: tuple[int, ...] | None = None
+    """The shape of what this rank has of it; None: it has nothing."""
 
 
 def held(walk: Walk, tx: Transform, params: PyTree) -> PyTree:
@@ -55,17 +72,18 @@ def held(walk: Walk, tx: Transform, params: PyTree) -> PyTree:
         state: dict[str, Any] = {}
         for group in walk.groups(tx, params):
             if kind_of(group[0][1]) is Kind.RUN:
-                mine = _mine(walk, walk.plan(group, params))
-                state |= {name: _described(part._functions[0](params), params, mine) for name, part in group}
+                state |= {
+                    name: _described(walk, part._functions[0](params), params, walk.plan(group, params))
+                    for name, part in group
+                }
             else:
                 state[group[0][0]] = held(walk, entries[group[0][0]], params)
         return state
     if kind is Kind.RUN:
-        mine = _mine(walk, walk.plan(((tx.name, tx),), params))
-        return _described(tx._functions[0](params), params, mine)
+        return _described(walk, tx._functions[0](params), params, walk.plan(((tx.name, tx),), params))
     if kind is Kind.INSIDE:
         return _around(walk, tx, params)
-    return _described(tx._functions[0](params), {} if kind is Kind.EVERYTHING else params, None)
+    return _described(walk, tx._functions[0](params), {} if kind is Kind.EVERYTHING else params)
 
 
 class _Here:
@@ -101,22 +119,27 @@ def _around(walk: Walk, tx: Transform, params: PyTree) -> PyTree:
     state = with_parts(tx, lambda part: _marker(part, found))._functions[0](params)
     return tree.map(
         lambda leaf: held(walk, *found[leaf.number]) if isinstance(leaf, _Here) else leaf,
-        _described(state, params, None),
+        _described(walk, state, params),
     )
 
 
-def _mine(walk: Walk, plan: RunPlan) -> dict[str, Share]:
-    return {share.name: share for share in plan.shares if share.owner in (None, walk.layout.rank)}
+def _by_name(plan: RunPlan) -> dict[str, tuple[Share, ...]]:
+    found: dict[str, tuple[Share, ...]] = {}
+    for share in plan.shares:
+        found[share.name] = (*found.get(share.name, ()), share)
+    return found
 
 
-def _described(state: PyTree, params: PyTree, shares: dict[str, Share] | None) -> PyTree:
+def _described(walk: Walk, state: PyTree, params: PyTree, plan: RunPlan | None = None) -> PyTree:
     """A leaf belongs to the parameter whose path ends its own; a piece of one has its shape too.
 
     Args:
+        walk: the layout and its plans.
         state: made of meta tensors of the global shapes.
         params: those tensors.
-        shares: of this rank, where the state lies at owners.
+        plan: who owns what, where the state lies at owners.
     """
+    shares = None if plan is None else _by_name(plan)
     ends = dict(zip(tree.paths(params), zip(tree.names(params), tree.leaves(params), strict=True), strict=True))
     depths = sorted({len(end) for end in ends}, reverse=True)
     leaves, treedef = tree.flatten(state)
@@ -129,53 +152,99 @@ def _described(state: PyTree, params: PyTree, shares: dict[str, Share] | None) -
         owned = shares is not None and name is not None
         if not owned and param is not None and leaf.shape != param.shape:
             name = None
-        share = shares.get(name) if shares is not None and name is not None else None
-        described.append(Held(name, owned, share, tuple(leaf.shape), leaf.dtype))
+        of_all = shares.get(name, ()) if shares is not None and name is not None else ()
+        share = next((share for share in of_all if share.owner in (None, walk.layout.rank)), None)
+        described.append(Held(name, owned, share, of_all, tuple(leaf.shape), leaf.dtype))
     return tree.unflatten(treedef, described)
 
 
-def _about(walk: Walk, tx: Transform, params: PyTree) -> list[Any]:
+def about(walk: Walk, tx: Transform, params: PyTree) -> list[Any]:
+    """What the leaves of a state are, in order: `Held` for a tensor."""
     key = ("held", id(tx._context), tuple(tree.names(params)))
     if key not in walk.derived:
         walk.met.setdefault(id(tx._context), tx._context)  # so that no other can have its id
-        walk.derived[key] = tree.leaves(held(walk, tx, walk.global_like(params)))
+        here = tree.leaves(walk.init(tx, walk.local_like(params)))
+        found = tree.leaves(held(walk, tx, walk.global_like(params)))
+        walk.derived[key] = [
+            replace(what, local=None if leaf is None else tuple(leaf.shape)) if isinstance(what, Held) else what
+            for what, leaf in zip(found, here, strict=True)
+        ]
     return walk.derived[key]
 
 
 def dressed(walk: Walk, tx: Transform, params: PyTree, state: PyTree) -> PyTree:
-    """A state with DTensors in the place of local tensors that are like parameters that are DTensors."""
-    specs = walk.layout.dtensors
+    """A state with DTensors in the place of local tensors that belong to parameters that are DTensors.
 
-    def at(about: Any, leaf: Any) -> Any:
-        if leaf is None or not isinstance(about, Held) or about.owned or about.name is None or about.name not in specs:
-            return leaf
-        return as_dtensor(leaf, specs[about.name])
-
+    What lies at an owner is a DTensor too, on every rank; but for ranges of a stack that DTensors cannot say: those
+    stay local tensors at their owners and None elsewhere.
+    """
     leaves, treedef = tree.flatten(state)
-    pairs = zip(_about(walk, tx, params), leaves, strict=True)
-    return tree.unflatten(treedef, [at(about, leaf) for about, leaf in pairs])
+    pairs = zip(about(walk, tx, params), leaves, strict=True)
+    return tree.unflatten(treedef, [dressed_leaf(walk, what, leaf) for what, leaf in pairs])
+
+
+def dressed_leaf(walk: Walk, what: Any, leaf: Any) -> Any:
+    """One leaf of `dressed`."""
+    if not isinstance(what, Held) or what.name is None or is_dtensor(leaf):
+        return leaf
+    if what.name not in walk.layout.dtensors:
+        return leaf
+    if not what.owned:
+        return None if leaf is None else as_dtensor(leaf, walk.layout.dtensors[what.name])
+    if leaf is None and what.local is not None:
+        return None  # a transform that keeps nothing there
+    like = torch.empty(what.shape, dtype=what.dtype, device="meta")
+    if len(what.shares) == 1 and what.shares[0].owner is not None:
+        return at_owner(walk.layout, what.shares[0].owner, leaf, like)
+    found = like_parameter(walk.layout, what.name, what.shares, leaf, like)
+    return leaf if found is None else found
+
+
+def bare(walk: Walk, tx: Transform, params: PyTree, state: PyTree) -> PyTree:
+    """The local tensors of a state of DTensors: the inverse of `dressed`."""
+    if not walk.layout.dtensors:
+        return state
+    leaves, treedef = tree.flatten(state)
+    if not any(is_dtensor(leaf) for leaf in leaves):
+        return state
+    described = about(walk, tx, params)
+    if len(described) != len(leaves):
+        return tree.map(local_of, state)  # of another transform: whoever checks the state says so
+    return tree.unflatten(treedef, [bare_leaf(what, leaf) for what, leaf in zip(described, leaves, strict=True)])
+
+
+def bare_leaf(what: Any, leaf: Any) -> Any:
+    """One leaf of `bare`."""
+    if not is_dtensor(leaf) or not isinstance(what, Held) or not what.owned:
+        return local_of(leaf)
+    return None if what.local is None else leaf._local_tensor.view(what.local)
 
 
 def logical_state(walk: Walk, tx: Transform, params: PyTree, state: PyTree) -> PyTree:
     """A state in which every leaf says which part of which whole it is."""
     leaves, treedef = tree.flatten(state)
-    pairs = zip(_about(walk, tx, params), leaves, strict=True)
+    pairs = zip(about(walk, tx, params), leaves, strict=True)
     device = tree.device_of(state)
-    return tree.unflatten(treedef, [_logical(walk, device, about, local_of(leaf)) for about, leaf in pairs])
+    return tree.unflatten(treedef, [logical_leaf(walk, device, what, bare_leaf(what, leaf)) for what, leaf in pairs])
 
 
-def _logical(walk: Walk, device: torch.device, about: Any, leaf: Any) -> Any:
-    if not isinstance(about, Held) or about.name is None:
+def logical_leaf(walk: Walk, device: torch.device, what: Any, leaf: Any) -> Any:
+    """One leaf of `logical_state`."""
+    if not isinstance(what, Held) or what.name is None:
         return leaf
-    if not about.owned:
-        return None if leaf is None else walk.layout.described(about.name, leaf)
-    if about.share is None:
-        return FlatPiece(about.shape, 0, torch.empty(0, dtype=about.dtype, device=device))
-    if about.share.owner is None:
+    if not what.owned:
+        return None if leaf is None else walk.layout.described(what.name, leaf)
+    if what.share is None:
+        return FlatPiece(what.shape, 0, torch.empty(0, dtype=what.dtype, device=device))
+    if what.share.owner is None or leaf is None:
         return leaf
-    # A range of a stack has that range of the state, whose matrices are as many.
-    start = about.share.start * prod(about.shape) // max(prod(about.share.whole), 1)
-    return FlatPiece(about.shape, start, leaf.reshape(-1))
+    return FlatPiece(what.shape, interval_of(what, what.share)[0], leaf.reshape(-1))
+
+
+def interval_of(what: Held, share: Share) -> tuple[int, int]:
+    """What of a flattened state leaf the owner of a share has: a range of a stack has that range of the state."""
+    each = max(prod(share.whole), 1)
+    return share.start * prod(what.shape) // each, share.stop * prod(what.shape) // each
 
 
 def local_state(walk: Walk, tx: Transform, params: PyTree, logical: PyTree) -> PyTree:
@@ -184,9 +253,9 @@ def local_state(walk: Walk, tx: Transform, params: PyTree, logical: PyTree) -> P
     leaves, treedef = tree.flatten(logical)
 
     def at(wanted: Any, leaf: Any) -> Any:
-        if isinstance(leaf, FlatPiece):
-            return None if wanted is None else leaf.data.view(wanted.shape)
-        return local_of(leaf)
+        if wanted is None:
+            return None
+        return leaf.data.view(wanted.shape) if isinstance(leaf, FlatPiece) else local_of(leaf)
 
     local = [at(wanted, leaf) for wanted, leaf in zip(tree.leaves(meta), leaves, strict=True)]
     state = tree.unflatten(treedef, local)

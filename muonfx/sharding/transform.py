@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import zlib
 from typing import Any
 
 import torch
@@ -12,12 +13,13 @@ from muonfx import checks, tree
 from muonfx.core import NOTHING, Donation, Locality, Transform, _apart
 from muonfx.polar import compute_dtype
 from muonfx.polar.hardware import settle_cpu_bf16
-from muonfx.recorded import make_factory
+from muonfx.recorded import make_factory, parts_of
 from muonfx.sharding.agreement import agree, compare
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout, is_dtensor, local_of
+from muonfx.sharding.layouts import ALIKE
 from muonfx.sharding.plan.plan import Machine, Settings
-from muonfx.sharding.state import dressed
+from muonfx.sharding.state import bare, dressed
 from muonfx.sharding.walk import Walk
 from muonfx.tree import PyTree
 
@@ -145,8 +147,7 @@ def sharded(
         local = tree.map(local_of, params)
         if all(leaf is None or leaf.is_meta for leaf in tree.leaves(local)):
             return walk.init(tx, local)
-        _meet(walk, tx, local)
-        state = walk.init(tx, local)
+        state = meet(walk, tx, local)
         return dressed(walk, tx, params, state) if walk.layout.dtensors else state
 
     @torch.no_grad()
@@ -161,16 +162,58 @@ def sharded(
     ) -> tuple[PyTree, PyTree]:
         walk = walk_of(layout.of(updates if params is None else params), settings)
         wears = any(is_dtensor(leaf) for values in (updates, params) for leaf in tree.leaves(values))
-        given = _placed(walk.layout, updates)
-        local, weights, own = (tree.map(local_of, values) for values in (given, params, state))
-        _meet(walk, tx, local if params is None else weights)
-        local = _agreed(walk, tx, local, own, weights, extras, check=check)
-        out, after = walk.update(tx, local, own, weights, donate, extras)
+        own = bare(walk, tx, updates if params is None else params, state)
+        out, after = advance(
+            walk, tx, updates, own, tree.map(local_of, params), donate=donate, extras=extras, check=check
+        )
         if not wears:
             return out, after
         return walk.layout.dressed(out), dressed(walk, tx, updates, after)
 
     return init, update
+
+
+def advance(
+    walk: Walk,
+    tx: Transform,
+    updates: PyTree,
+    state: PyTree,
+    params: PyTree,
+    *,
+    donate: Donation,
+    extras: dict[str, Any],
+    check: bool = False,
+    problem: Exception | None = None,
+) -> tuple[PyTree, PyTree]:
+    """One step on local tensors; the updates only may be DTensors. What is wrong on one rank is raised on all.
+
+    Args:
+        walk: the layout and its plans.
+        tx: the transform, with the numbers of now.
+        updates: local gradients.
+        state: of local tensors.
+        params: local parameters.
+        donate: what may be overwritten.
+        extras: named values for the transforms.
+        check: whether to look at the trees first, which takes time.
+        problem: what the caller has found to be wrong on this rank.
+    """
+    given = _placed(walk.layout, updates)
+    local = tree.map(local_of, given)
+    _meet(walk, tx, local if params is None else params)
+    local = _agreed(walk, tx, local, state, params, extras, check=check, problem=problem)
+    return walk.update(tx, local, state, params, donate, extras)
+
+
+def introduce(walk: Walk, tx: Transform) -> None:
+    """Take a transform as known to all ranks, which have made it alike of one that they have compared."""
+    walk.met.setdefault(id(tx._context), tx._context)
+
+
+def meet(walk: Walk, tx: Transform, local: PyTree) -> PyTree:
+    """Compare chains, parameters and layouts between ranks, and make the state of local tensors."""
+    _meet(walk, tx, local)
+    return walk.init(tx, local)
 
 
 def settings_of(tx: Sharded) -> Settings:
@@ -211,10 +254,12 @@ def _meet(walk: Walk, tx: Transform, local: PyTree) -> None:
                 "kinds of device": device.type,
                 "settings": repr(walk.settings),
                 "own dtype": fastest,
+                "own sums of bits": _sums_of_bits(layout, local),
             },
             layout.group,
             problem,
         )
+        _check_alike(layout, [theirs["own sums of bits"] for theirs in said])
         dtypes = [theirs["own dtype"] for theirs in said]
         if len(set(dtypes)) > 1:
             # On CPUs it is a measurement, which may come out differently: fp32 suits all.
@@ -229,6 +274,30 @@ def _meet(walk: Walk, tx: Transform, local: PyTree) -> None:
     walk.compute = fastest
     walk.like = tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), local)
     walk.met[key] = tx._context  # kept, so that no other can have its id
+
+
+def _sums_of_bits(layout: Layout, local: PyTree) -> dict[str, int]:
+    """A checksum of the local tensors of parameters that lie on different meshes on different ranks."""
+    named = dict(zip(tree.names(local), tree.leaves(local), strict=True))
+    found = {name: named.get(name) for name in layout.derived.get(ALIKE, ())}
+    return {
+        name: int(leaf.contiguous().view(torch.uint8).sum(dtype=torch.int64)) if leaf.numel() else 0
+        for name, leaf in found.items()
+        if isinstance(leaf, Tensor) and not leaf.is_meta
+    }
+
+
+def _check_alike(layout: Layout, said: list[dict[str, int]]) -> None:
+    """Require that what lies on several meshes is the same, as far as the same pieces have the same checksum."""
+    for name in said[0]:
+        for ranks in layout.holders(name).values():
+            odd = next((rank for rank in ranks if said[rank].get(name) != said[ranks[0]].get(name)), None)
+            if odd is not None:
+                raise ShardingError(
+                    f"{name!r} lies on different meshes on different ranks and has other values on rank {odd} than on "
+                    f"rank {ranks[0]}: if these are different parameters, give them different names, or place them on "
+                    "one mesh of more dims"
+                )
 
 
 def _check_pieces(layout: Layout, local: PyTree) -> None:
@@ -266,18 +335,25 @@ def _placed(layout: Layout, updates: PyTree) -> PyTree:
 
 
 def _agreed(
-    walk: Walk, tx: Transform, local: PyTree, state: PyTree, params: PyTree, extras: dict[str, Any], *, check: bool
+    walk: Walk,
+    tx: Transform,
+    local: PyTree,
+    state: PyTree,
+    params: PyTree,
+    extras: dict[str, Any],
+    *,
+    check: bool,
+    problem: Exception | None,
 ) -> PyTree:
     """The updates that all ranks agree on: what is there on any rank is there on all, as zeros where it was not."""
     layout = walk.layout
-    problem: Exception | None = None
     try:
         _check_pieces(layout, local)
+        tx.check_extras(extras)
         if check:
             _check_step(walk, tx, local, state, params)
-            tx.check_extras(extras)
     except (TypeError, ValueError, ShardingError) as error:
-        problem = error
+        problem = problem or error
     leaves, treedef = tree.flatten(local)
     if layout.group is None or layout.size == 1:
         if problem is not None:
@@ -293,7 +369,11 @@ def _agreed(
         known = layout.names
         codes, names = [0] * len(known), known
     flags = [isinstance(boundary, bool) and boundary, isinstance(boundary, bool) and not boundary]
-    *found, yes, no = agree([*codes, *flags], layout.group, problem)
+    mine = _numbers(tx)
+    digest = zlib.crc32(repr(mine).encode()) & 0x7FFFFFFF
+    *found, yes, no, most, least = agree([*codes, *flags, digest, 0x7FFFFFFF - digest], layout.group, problem)
+    if most != 0x7FFFFFFF - least:
+        compare({"numbers in their chains": mine}, layout.group)
     if yes and no:
         raise ShardingError("boundary: some ranks say True and some False; it must be the same on all")
     device = tree.device_of(local)
@@ -302,6 +382,11 @@ def _agreed(
             shape = layout.piece(names[place]).shape
             leaves[place] = torch.zeros(shape, dtype=_DTYPES[code - 1], device=device)
     return tree.unflatten(treedef, leaves)
+
+
+def _numbers(tx: Transform) -> dict[str, float | str]:
+    """The numeric arguments, as far as they can be known without waiting for a device."""
+    return {name: value if isinstance(value, float) else "a tensor" for name, value in parts_of(tx)}
 
 
 def _check_step(walk: Walk, tx: Transform, updates: PyTree, state: PyTree, params: PyTree) -> None:

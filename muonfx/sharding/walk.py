@@ -17,7 +17,7 @@ from muonfx.core import NOTHING, Donation, Locality, Transform, chain_entries, s
 from muonfx.sharding.collectives import gathered
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.gathered import init_run, update_run
-from muonfx.sharding.kinds import Kind, groups_of, kind_of, with_parts
+from muonfx.sharding.kinds import Kind, groups_of, kind_of, planned_as, with_parts
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.messages import collective
 from muonfx.sharding.plan.costs import Run
@@ -168,6 +168,7 @@ class Walk:
 
     def plan(self, run: Run, params: PyTree) -> RunPlan:
         """The plan of a run for some parameters."""
+        run = tuple((name, planned_as(tx)) for name, tx in run)
         names = [name for name in tree.names(params) if name in self.layout._specs]
         device = tree.device_of(params)
         kind = torch.device("cpu") if device.type == "meta" else device
@@ -200,6 +201,14 @@ class Walk:
             else:
                 meta.append(torch.empty(specs[name].shape, dtype=specs[name].dtype, device="meta"))
         return tree.unflatten(treedef, meta)
+
+    def local_like(self, params: PyTree) -> PyTree:
+        """Meta tensors of this rank's pieces in the place of parameters or of what stands for them."""
+        meta = self.global_like(params)
+        leaves, treedef = tree.flatten(meta)
+        named = zip(tree.names(meta), leaves, strict=True)
+        pieces = [leaf if leaf is None else self.layout.piece(name).blank(leaf) for name, leaf in named]
+        return tree.unflatten(treedef, pieces)
 
     # ------------------------------------------------------------------------------------------- over all ranks
 
