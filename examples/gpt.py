@@ -48,10 +48,10 @@ class GPT(nn.Module):
                     weight, std=1.0 if name == "embed.weight" else weight.shape[1] ** -0.5, generator=generator
                 )
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of the byte that follows each byte."""
+    def forward(self, tokens: Tensor, start: int = 0) -> Tensor:
+        """Logits of the byte that follows each byte; the first is at the position ``start``."""
         x = self.embed(tokens)
-        rotation = self.rotation[:, : tokens.shape[1]].to(x.dtype)
+        rotation = self.rotation[:, start : start + tokens.shape[1]].to(x.dtype)
         for block in self.blocks:
             x = block(x, rotation)
         return self.head(self.norm(x))
@@ -88,8 +88,12 @@ class Attention(nn.Module):
         query, key, value = (
             layer(x).unflatten(-1, (-1, HEAD)).transpose(1, 2) for layer in (self.query, self.key, self.value)
         )
-        mixed = F.scaled_dot_product_attention(rotate(query, rotation), rotate(key, rotation), value, is_causal=True)
+        mixed = self.attend(rotate(query, rotation), rotate(key, rotation), value)
         return self.out(mixed.transpose(1, 2).flatten(-2))
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Mix values by position: each is (batch, heads, time, `HEAD`)."""
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
 class MLP(nn.Module):

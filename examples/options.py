@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 from gpt import HEAD
 from runs import CHECKPOINTS, cores, newest, read_metrics
+from sharded import WAYS
 
 import muonfx as mfx
 from muonfx import checkpoint
@@ -29,6 +31,7 @@ STATE_DTYPES = {
 
 # Peak learning rates of the hidden matrices and of all the rest: each optimizer's best on one grid (see README.md).
 TUNED = {"muon": (0.01, 0.06), "adamw": (0.005, 0.06), "normuon": (0.01, 0.06), "torch-muon": (0.01, 0.06)}
+RANK = int(os.environ.get("RANK", "0"))  # torchrun's
 COMPARED = ("muon", "adamw", "torch-muon")
 
 
@@ -74,18 +77,19 @@ def parse(arguments: list[str] | None) -> tuple[Config, Path, Path, argparse.Nam
         parser.error(f"--compare has its own optimizers and learning rates: leave out {', '.join(map(_flag, clash))}")
     if "state_dtype" in given and (options.compare or given.get("optimizer") == "torch-muon"):
         parser.error("torch.optim.Muon has no choice of its state's dtype: leave out --state-dtype")
+    _check_shard(parser, options, given)
     if given.get("width", HEAD) % HEAD:
         parser.error(f"--width must be a multiple of {HEAD}, the size of an attention head, found {given['width']}")
 
     optimizer = given.get("optimizer", DEFAULT.optimizer)
     changes: dict[str, Any] = (QUICK if options.quick else {}) | given
     config = dataclasses.replace(tuned(DEFAULT, optimizer), threads=cores(), **changes)
-    name = f"{'quick' if options.quick else 'gpt'}-{'compare' if options.compare else optimizer}"
+    name = f"{'quick' if options.quick else 'gpt'}-{'compare' if options.compare else options.shard or optimizer}"
     out = getattr(options, "out", Path("runs") / name)
     kept = getattr(options, "checkpoint", out / CHECKPOINTS)
     if options.resume and not options.compare:
         config = _resumed(parser, kept, given)
-    elif not options.resume:
+    elif not options.resume and RANK == 0:
         for folder in [kept, *(kept / name for name in TUNED)]:
             for stale in checkpoint.checkpoints(folder):
                 shutil.rmtree(stale)  # a new run begins here: what --resume finds later is to be this one's
@@ -115,6 +119,9 @@ def _parser() -> argparse.ArgumentParser:
     tune = {"type": _positive(float), "metavar": "RATE"}
     parser.add_argument("--lr", help="peak learning rate of the hidden matrices; default: tuned", **tune)
     parser.add_argument("--rest-lr", help="peak learning rate of all other parameters; default: tuned", **tune)
+    parser.add_argument(
+        "--shard", choices=list(WAYS), default=None, help="share it out among the processes that torchrun starts"
+    )
     add("--dtype", str, "of the parameters; bf16 keeps an fp32 master of them", choices=list(DTYPES))
     add("--state-dtype", str, "of momentum and moments, for muonfx's optimizers", choices=list(STATE_DTYPES))
     add("--steps", _positive(int), "training steps")
@@ -154,6 +161,20 @@ def _resumed(parser: argparse.ArgumentParser, kept: Path, given: dict[str, Any])
         if value != getattr(config, name):
             fail(f"the run in {kept} has {_flag(name)} {getattr(config, name)}, found {value}; leave it out")
     return config
+
+
+def _check_shard(parser: argparse.ArgumentParser, options: argparse.Namespace, given: dict[str, Any]) -> None:
+    if options.shard is None:
+        if "RANK" in os.environ:
+            parser.error("torchrun has started several processes, which would all do the same: choose a --shard")
+        return
+    if "RANK" not in os.environ:
+        parser.error(
+            "--shard needs several processes: torchrun --nproc_per_node 2 examples/train_gpt.py "
+            f"--shard {options.shard} ..."
+        )
+    if options.compare or given.get("optimizer") == "torch-muon":
+        parser.error("--shard is for muonfx's optimizers, one at a time: leave out --compare and torch-muon")
 
 
 def _positive(kind: type[int] | type[float]) -> Any:

@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from processes import rank
 from text import Corpus
 from tqdm import tqdm
 
 import muonfx as mfx
-from muonfx import checkpoint
+from muonfx import checkpoint, sharding
 
 CHECKPOINTS = "checkpoints"
 KEPT = 2
@@ -96,20 +97,23 @@ class Run:
             "train_losses": self.train_losses,
         }
 
-    def save(self, folder: Path, tx: Any, params: Any, state: Any) -> None:
-        """Write a checkpoint of the step that is done."""
+    def save(self, folder: Path, tx: Any, params: Any, state: Any, layout: sharding.Layout | None = None) -> None:
+        """Write a checkpoint of the step that is done; all processes together, each its pieces."""
         checkpoint.save(
             checkpoint.step_path(folder, self.step),
-            state,
+            sharding.logical(tx, state) if layout else state,
             tx=tx if isinstance(tx, mfx.Transform) else None,
-            params=params,
+            params=layout.logical(params) if layout else params,
+            group=layout.group if layout else None,
             step=self.step,
             extra={"metrics": json.dumps(self.metrics())},  # as text: a run that diverges has losses that JSON has not
             keep=KEPT,
         )
 
-    def load(self, folder: Path, tx: Any, params: Any, state: Any) -> None:
+    def load(self, folder: Path, tx: Any, params: Any, state: Any, layout: sharding.Layout | None = None) -> None:
         """Fill fresh parameters and a fresh state from the newest checkpoint, and take over its history.
+
+        However the run was shared out that wrote it, it is read as this one is.
 
         Raises:
             CheckpointError: the checkpoint has other tensors, belongs to another chain, or is damaged.
@@ -119,12 +123,22 @@ class Run:
         past = read_metrics(path)
         if past["text"]["digest"] != self.corpus.digest:
             raise ValueError(f"{path} was trained on another text than is here now (another Python version?)")
-        saved = (
-            checkpoint.load_params(path, like=params),
-            checkpoint.load(path, like=state, tx=tx if isinstance(tx, mfx.Transform) else None),
-        )
-        mfx.tree.map(lambda fresh, old: fresh.copy_(old), (params, state), saved)
+        fill(path, tx, params, state, layout)
         self.train_losses, self.validation, self.seconds = past["train_losses"], past["validation"], past["seconds"]
+
+
+def fill(path: Path, tx: Any, params: Any, state: Any, layout: sharding.Layout | None = None) -> None:
+    """Overwrite parameters and state with those of a checkpoint."""
+    own = tx if isinstance(tx, mfx.Transform) else None
+    if layout is None:
+        saved = (checkpoint.load_params(path, like=params), checkpoint.load(path, like=state, tx=own))
+    else:
+        group = layout.group
+        saved = (
+            layout.local(checkpoint.load_params(path, like=layout.logical(params), group=group)),
+            sharding.local(tx, checkpoint.load(path, like=sharding.logical(tx, state), tx=own, group=group)),
+        )
+    mfx.tree.map(lambda fresh, old: fresh if fresh is None else fresh.copy_(old), (params, state), saved)
 
 
 def newest(folder: Path) -> Path:
@@ -159,12 +173,16 @@ def write_json(path: Path, value: Any) -> None:
 
 @contextmanager
 def ctrl_c() -> Iterator[Callable[[], bool]]:
-    """Turn Ctrl-C into a question to ask between steps, so that no step is left half done; the second ends at once."""
+    """Turn Ctrl-C into a question to ask between steps, so that no step is left half done; the second ends at once.
+
+    Not under torchrun, which passes on to its processes what they have got from the terminal already.
+    """
     pressed: list[int] = []
 
     def handle(number: int, frame: Any) -> None:
         pressed.append(number)
-        signal.signal(signal.SIGINT, before)
+        if "RANK" not in os.environ:
+            signal.signal(signal.SIGINT, before)
 
     before = signal.signal(signal.SIGINT, handle)
     try:
@@ -177,7 +195,9 @@ def ctrl_c() -> Iterator[Callable[[], bool]]:
 def progress_bar(run: Run) -> Iterator[Callable[[float], None]]:
     """Show a bar; what it yields takes the learning rate of the step that is done."""
     name = f"{run.config.optimizer:<10}"
-    with tqdm(total=run.config.steps, initial=run.step, desc=name, unit="step", dynamic_ncols=True) as bar:
+    with tqdm(
+        total=run.config.steps, initial=run.step, desc=name, unit="step", dynamic_ncols=True, disable=rank() > 0
+    ) as bar:
 
         def show(lr: float) -> None:
             parts = [f"loss {run.train_losses[-1]:.3f}", f"lr {lr:.1e}", f"{run.tokens_per_second / 1e3:.1f}k tok/s"]

@@ -18,14 +18,16 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 from baseline import TorchMuon
+from beside import Beside, describe
 from gpt import GPT, generate
-from options import COMPARED, DTYPES, STATE_DTYPES, Config, parse, tuned
+from options import COMPARED, DTYPES, RANK, STATE_DTYPES, Config, parse, tuned
 from plots import NAMES, plot_comparison, plot_run
-from runs import Run, ctrl_c, progress_bar, write_json, write_text
+from processes import anywhere, processes, rank
+from runs import Run, ctrl_c, newest, progress_bar, write_json, write_text
+from sharded import WAYS, OneProcess
 from text import Corpus, NoText, read_corpus
 from torch import Tensor
-from torch.func import functional_call, grad_and_value
-from torch.nn import functional as F
+from torch.func import functional_call
 
 import muonfx as mfx
 
@@ -61,48 +63,60 @@ def make_optimizer(config: Config, labels: mfx.Labels) -> mfx.Transform | TorchM
     return tx if config.dtype == "fp32" else mfx.master_params(tx)
 
 
-def train(config: Config, kept: Path, *, resume: bool = False, save_every: int = 100) -> dict[str, Any]:
-    """Train, validate, save, and return the metrics. Ctrl-C ends it between two steps, with a checkpoint."""
+def train(
+    config: Config, kept: Path, *, shard: str | None = None, resume: bool = False, save_every: int = 100
+) -> dict[str, Any]:
+    """Train, validate, save, and return the metrics. Ctrl-C ends it between two steps, with a checkpoint.
+
+    With ``shard``, all processes together; `sharded` has the ways. In one process, ``way.grads`` is one call of
+    `torch.func.grad_and_value`.
+    """
     torch.set_num_threads(config.threads)
     corpus = read_corpus(Path(config.text) if config.text else None)
     judge = corpus.validation_batches(config.validation_batches, config.batch, config.context)
     model = GPT(width=config.width, depth=config.depth, context=config.context, seed=config.seed)
     labels = mfx.default_labels(model, muon="hidden", other="rest")
     announce(config, corpus, labels, model)
+    beside = Beside(config, corpus, make_optimizer(config, labels), newest(kept) if resume else None, shard)
 
-    params = {name: p.detach().to(DTYPES[config.dtype], copy=True) for name, p in model.named_parameters()}
-    tx = make_optimizer(config, labels)
+    way = (OneProcess if shard is None else WAYS[shard])(model, DTYPES[config.dtype])
+    params, tx = way.params, way.optimizer(make_optimizer(config, labels))
     state = tx.init(params)
     run = Run(config, corpus, sum(p.numel() for p in params.values()))
     if resume:
-        run.load(kept, tx, params, state)
-
-    def loss_of(params: dict[str, Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
-        logits = functional_call(model, params, (inputs,))
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        run.load(kept, tx, params, state, way.layout)
+    describe(way, tx, state)
 
     with ctrl_c() as pressed, progress_bar(run) as show:
         for step in range(run.step, config.steps):
             inputs, targets = corpus.batch(config.seed, step, config.batch, config.context)
             with run.timing("forward and backward"):
-                grads, loss = grad_and_value(loss_of)(params, inputs, targets)
+                grads, loss = way.grads(params, inputs, targets)
             with run.timing("optimizer"):
                 # Donated: nobody needs these gradients or the old state again, so their storage becomes the new ones'.
                 updates, state = tx.update(grads, state, params, donate=True)
                 params = mfx.apply_updates(params, updates, donate=True)
-            run.train_losses.append(loss.item())
+            run.train_losses.append(loss)
 
-            last, stop = run.step == config.steps, pressed()
+            last, stop = run.step == config.steps, anywhere(pressed())
             if last or run.step % config.validate_every == 0:
                 with run.timing("validation"):
-                    run.add_validation(sum(loss_of(params, *batch).item() for batch in judge) / len(judge))
+                    run.add_validation(sum(way.loss(params, *batch) for batch in judge) / len(judge))
             if last or stop or run.step % save_every == 0:
-                run.save(kept, tx, params, state)
+                run.save(kept, tx, params, state, way.layout)
             show(schedule(config, config.lr)(step))
             if stop:
                 break
-    sample = generate(lambda text: functional_call(model, params, (text,)), config.context, config.seed)
-    return run.metrics() | {"sample": sample}
+    beside.show(run.train_losses)
+    return run.metrics() | beside.metrics() | {"sample": sample(config, way.whole(params))}
+
+
+def sample(config: Config, params: dict[str, Tensor]) -> str:
+    """What the model writes; the first process asks it, for all."""
+    if rank() > 0:
+        return ""
+    model = GPT(width=config.width, depth=config.depth, context=config.context, seed=config.seed)
+    return generate(lambda text: functional_call(model, params, (text,)), config.context, config.seed)
 
 
 def compare(config: Config, out: Path, kept: Path, *, resume: bool, save_every: int) -> bool:
@@ -132,6 +146,8 @@ def compare(config: Config, out: Path, kept: Path, *, resume: bool, save_every: 
 
 def announce(config: Config, corpus: Corpus, labels: mfx.Labels, model: GPT) -> None:
     """Print what is about to be trained, on what, and which parameter goes where."""
+    if rank() > 0:
+        return
     print(f"{NAMES[config.optimizer]}, seed {config.seed}, {config.threads} threads: {corpus}\n")
     rows, totals = mfx.select.format_labels(labels, model).split("\n\n")
     shown = [row for row in rows.splitlines() if not row.startswith("blocks.") or row.startswith("blocks.0.")]
@@ -140,12 +156,14 @@ def announce(config: Config, corpus: Corpus, labels: mfx.Labels, model: GPT) -> 
 
 def finish(metrics: dict[str, Any], out: Path, kept: Path) -> bool:
     """Write metrics, sample and plot, print where they are, and say whether all steps are done."""
+    complete = metrics["steps_done"] == metrics["config"]["steps"]
+    if rank() > 0:
+        return complete
     files = {"plot": out / "loss.png", "metrics": out / "metrics.json", "sample": out / "sample.txt"}
     write_json(files["metrics"], metrics)
     write_text(files["sample"], metrics["sample"] + "\n")
     plot_run(metrics, files["plot"])
     files["checkpoint"] = mfx.checkpoint.checkpoints(kept)[-1]
-    complete = metrics["steps_done"] == metrics["config"]["steps"]
     loss = metrics["final_validation_loss"]
     if complete:
         print(f"\n{' a sample of what it writes ':-^80}\n{metrics['sample']}\n{'':-^80}")
@@ -163,21 +181,30 @@ def main(arguments: list[str] | None = None) -> int:
     config, out, kept, options = parse(arguments)
     run = {"resume": options.resume, "save_every": options.save_every}
     try:
-        complete = (
-            compare(config, out, kept, **run) if options.compare else finish(train(config, kept, **run), out, kept)
-        )
+        with processes(options.shard):
+            complete = (
+                compare(config, out, kept, **run)
+                if options.compare
+                else finish(train(config, kept, shard=options.shard, **run), out, kept)
+            )
     except (NoText, ValueError, mfx.checkpoint.CheckpointError) as problem:
         print(f"train_gpt.py: error: {problem}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         return 130
-    if not complete:
+    if not complete and RANK == 0:
         again = [word for word in (sys.argv[1:] if arguments is None else arguments) if word != "--resume"]
-        print(f"\nstopped; to go on: python {shlex.join([sys.argv[0], *again, '--resume'])}")
-        return 130
-    return 0
+        start = f"torchrun --nproc_per_node {os.environ['WORLD_SIZE']}" if options.shard else "python"
+        print(f"\nstopped; to go on: {start} {shlex.join([sys.argv[0], *again, '--resume'])}")
+    return 0 if complete else 130
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    if "RANK" in os.environ:
+        # torch's own threads may outlive the interpreter and then abort it: seen after 1 of 20 runs of --shard tp.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)

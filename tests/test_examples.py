@@ -3,10 +3,13 @@
 import importlib
 import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
 
@@ -264,6 +267,153 @@ def test_a_killed_run_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None
     assert_same_run(whole, killed)
 
 
+# ---------------------------------------------------------------------------------------------------- several processes
+
+
+def torchrun(processes: int, *arguments: object) -> tuple[int, str, str]:
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")]),
+    }
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    done = subprocess.run(
+        [*launcher, str(EXAMPLES / "train_gpt.py"), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=environment,
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def losses_beside(folder: Path) -> tuple[list[float], list[float]]:
+    """The losses of a run that was shared out, and those of the same steps in one process."""
+    metrics = metrics_of(folder)
+    alone = metrics["one_process"]
+    return metrics["train_losses"][alone["begin"] :], alone["losses"]
+
+
+TINY = ["--quick", "--steps", "5", "--batch", "4", "--context", "32"]
+
+
+# One start of Python for all ways: each joins anew, at a port of its own.
+EACH_WAY = """
+import os, sys
+import train_gpt
+ways, ports, folder, *options = sys.argv[1:]
+for way, port in zip(ways.split(), ports.split()):
+    os.environ["MASTER_PORT"] = port
+    code = train_gpt.main([*options, "--shard", way, "--out", os.path.join(folder, way)])
+    if code:
+        break
+sys.stdout.flush()
+os._exit(code)
+"""
+
+
+def free_ports(count: int) -> list[str]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("localhost", 0))
+        return [str(one.getsockname()[1]) for one in sockets]
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_two_processes_have_the_losses_of_one_in_every_way(tmp_path: Path) -> None:
+    ways = ["ddp", "zero1", "zero2", "zero3", "fsdp2", "tp", "cp"]
+    search = [str(EXAMPLES), str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")]
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", EACH_WAY, " ".join(ways), " ".join(ports), str(tmp_path), *TINY],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": os.pathsep.join(search),
+                "MASTER_ADDR": "localhost",
+                "WORLD_SIZE": "2",
+                "RANK": str(rank),
+            },
+        )
+        for ports in [free_ports(len(ways))]
+        for rank in range(2)
+    ]
+    said = [process.communicate(timeout=240) for process in both]
+    assert [process.returncode for process in both] == [0, 0], said[0][1] + said[1][1]
+    for way in ways:
+        here, alone = losses_beside(tmp_path / way)
+        assert len(here) == len(alone) == 5
+        assert here == pytest.approx(alone, abs=2e-5), way
+        assert here[-1] < here[0] - 1  # or nothing would have to be the same
+        assert f"{way}, 2 processes" in said[0][0]
+        newest = mfx.checkpoint.latest(tmp_path / way / CHECKPOINTS, verify=True)
+        assert mfx.checkpoint.inspect(newest).step == 5
+    assert said[1][0] == ""  # one process speaks for both
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_a_run_goes_on_in_another_way_on_another_number_of_processes(tmp_path: Path, train_gpt) -> None:
+    """ZeRO-1 on two, HSDP on four, one: the losses are those of a run that was never shared out."""
+    whole, moved = tmp_path / "whole", tmp_path / "moved"
+    assert train_gpt.main([*TINY, "--steps", "9", "--out", str(whole)]) == 0
+    code, _, err = torchrun(2, *TINY, "--steps", 9, "--save-every", 3, "--shard", "zero1", "--out", moved)
+    assert code == 0, err
+    rewind(moved, to=6)
+    code, out, err = torchrun(4, "--resume", "--save-every", 2, "--shard", "hsdp", "--out", moved)
+    assert code == 0, err
+    assert len(losses_beside(moved)[0]) == 3  # the seventh to the ninth
+    assert "hsdp, 4 processes" in out
+    rewind(moved, to=8)
+    assert train_gpt.main(["--resume", "--out", str(moved)]) == 0
+    assert metrics_of(moved)["train_losses"] == pytest.approx(metrics_of(whole)["train_losses"], abs=5e-5)
+    assert metrics_of(moved)["steps_done"] == 9
+
+
+def rewind(folder: Path, *, to: int) -> None:
+    """Take away the checkpoints that were made later."""
+    for path in mfx.checkpoint.checkpoints(folder / CHECKPOINTS):
+        if mfx.checkpoint.inspect(path).step > to:
+            shutil.rmtree(path)
+    assert mfx.checkpoint.inspect(mfx.checkpoint.latest(folder / CHECKPOINTS)).step == to
+
+
+@pytest.mark.parametrize(("way", "found"), [("hsdp", 2), ("hsdp", 5), ("tp", 3)])
+def test_a_number_of_processes_that_does_not_fit_is_a_clear_error(module, monkeypatch, way: str, found: int) -> None:
+    sharded, gpt = module("sharded"), module("gpt")
+    monkeypatch.setattr(sharded, "size", lambda: found)
+    with pytest.raises(ValueError, match=f"--shard {way}: found {found} processes.*expected"):
+        sharded.WAYS[way](gpt.GPT(width=64, depth=1, context=8, seed=0), torch.float32)
+
+
+def test_under_torchrun_a_second_interrupt_is_the_first_one_passed_on(module, monkeypatch) -> None:
+    runs = module("runs")
+    monkeypatch.setenv("RANK", "0")
+    with runs.ctrl_c() as pressed:
+        assert not pressed()
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        assert pressed()
+    monkeypatch.delenv("RANK")
+    with runs.ctrl_c():
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_a_batch_that_does_not_divide_is_a_clear_error(module, monkeypatch) -> None:
+    processes = module("processes")
+    monkeypatch.setattr(processes, "size", lambda: 3)
+    with pytest.raises(ValueError, match="--batch: found 4, expected a multiple of the 3 processes"):
+        processes.evenly(torch.zeros(4, 6), 0, "--batch")
+
+
 # ---------------------------------------------------------------------------------------------------- the text
 
 
@@ -330,6 +480,8 @@ def test_validation_windows_cover_the_text_evenly(module) -> None:
         (["--state-dtype", "int4"], "invalid choice: 'int4'"),
         (["--state-dtype", "int8", "--optimizer", "torch-muon"], "leave out --state-dtype"),
         (["--resume"], "there is no checkpoint in"),
+        (["--shard", "zero4"], "invalid choice: 'zero4'"),
+        (["--shard", "zero1"], "torchrun --nproc_per_node 2 examples/train_gpt.py --shard zero1"),
     ],
 )
 def test_a_bad_option_is_named_and_the_exit_code_is_2(tmp_path: Path, train_gpt, capsys, arguments, message) -> None:

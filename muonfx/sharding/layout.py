@@ -280,10 +280,10 @@ class Layout:
         return _by_name(local, lambda name, leaf: layout.described(name, leaf))
 
     def local(self, logical: PyTree) -> PyTree:
-        """The local tree that a logical one describes: the inverse of `logical`."""
+        """The local tree that a logical one describes: the inverse of `logical`. DTensors stay what they are."""
 
         def at(name: str, leaf: Any) -> Tensor:
-            return leaf.data.view(self.piece(name).shape) if isinstance(leaf, FlatPiece) else local_of(leaf)
+            return leaf.data.view(self.piece(name).shape) if isinstance(leaf, FlatPiece) else leaf
 
         return _by_name(logical, at)
 
@@ -315,7 +315,9 @@ class Layout:
 
 
 def as_dtensor(local: Tensor, spec: Any) -> Any:
-    """A local tensor as the DTensor that a spec describes."""
+    """A local tensor as the DTensor that a spec describes; a DTensor as it is."""
+    if is_dtensor(local):
+        return local
     from torch.distributed.tensor import DTensor
 
     if local.device.type not in (spec.mesh.device_type, "meta"):

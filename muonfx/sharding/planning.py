@@ -94,10 +94,10 @@ class Plan:
 def _table(rows: list[tuple[str, ...]]) -> list[str]:
     """Lines with columns as wide as they must be; numbers to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    numbers = {place for place, title in enumerate(rows[0]) if title in ("owner", "rank", "GFLOP", "KiB sent")}
 
     def cell(text: str, width: int, place: int) -> str:
-        number = rows[1][place][:1].isdigit() if len(rows) > 1 else False
-        return text.rjust(width) if number else text.ljust(width)
+        return text.rjust(width) if place in numbers else text.ljust(width)
 
     return ["  ".join(cell(t, w, i) for i, (t, w) in enumerate(zip(row, widths, strict=True))).rstrip() for row in rows]
 

@@ -124,3 +124,18 @@ def test_what_is_saved_does_not_tell_the_layout(world: World, tmp_path: Path):
 def straight(kind: str) -> Params:
     tx, params = chain_of(kind), DRAWN.params()
     return steps(tx, tx.init(params), params, lambda grads: grads, DRAWN, range(4))[0]
+
+
+def dtensors_there_and_back(here: Here) -> None:
+    params = DRAWN.params()
+    layout = laid_out(LAYOUTS["rows"], params, here)
+    placed = layout.dressed(layout.shard(params))
+    back = layout.local(layout.logical(placed))
+    for name, param in placed.items():
+        assert type(back[name]) is type(param) is not torch.Tensor
+        assert torch.equal(back[name].full_tensor(), params[name])
+
+
+def test_parameters_that_are_dtensors_are_logical_as_they_are(world: World):
+    """`Layout.logical` wrapped a DTensor into another, which torch refuses; `local` undressed it."""
+    world.check(2, dtensors_there_and_back)
