@@ -78,6 +78,8 @@ def parse(arguments: list[str] | None) -> tuple[Config, Path, Path, argparse.Nam
     if "state_dtype" in given and (options.compare or given.get("optimizer") == "torch-muon"):
         parser.error("torch.optim.Muon has no choice of its state's dtype: leave out --state-dtype")
     _check_shard(parser, options, given)
+    if options.offload and (options.compare or given.get("optimizer") == "torch-muon"):
+        parser.error("--offload is for muonfx's optimizers, one at a time: leave out --compare and torch-muon")
     if given.get("width", HEAD) % HEAD:
         parser.error(f"--width must be a multiple of {HEAD}, the size of an attention head, found {given['width']}")
 
@@ -121,6 +123,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rest-lr", help="peak learning rate of all other parameters; default: tuned", **tune)
     parser.add_argument(
         "--shard", choices=list(WAYS), default=None, help="share it out among the processes that torchrun starts"
+    )
+    parser.add_argument(
+        "--offload", choices=["cpu", "disk"], default=None, help="keep the optimizer's state in host memory or in files"
     )
     add("--dtype", str, "of the parameters; bf16 keeps an fp32 master of them", choices=list(DTYPES))
     add("--state-dtype", str, "of momentum and moments, for muonfx's optimizers", choices=list(STATE_DTYPES))

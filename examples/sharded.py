@@ -47,8 +47,9 @@ class OneProcess:
         self.model = model
         self.params: Params = {name: p.detach().to(dtype, copy=True) for name, p in model.named_parameters()}
 
-    def optimizer(self, tx: Any) -> Any:
-        """The same optimizer, for what this process keeps."""
+    def optimizer(self, tx: Any, offload: str | None = None) -> Any:
+        """The same optimizer, for what this process keeps; with its state in host memory ("cpu") or in a folder."""
+        tx = tx if offload is None else sharding.offload(tx, offload)
         return tx if self.layout is None else sharding.sharded(tx, self.layout)
 
     def whole(self, params: Params) -> Params:

@@ -64,7 +64,13 @@ def make_optimizer(config: Config, labels: mfx.Labels) -> mfx.Transform | TorchM
 
 
 def train(
-    config: Config, kept: Path, *, shard: str | None = None, resume: bool = False, save_every: int = 100
+    config: Config,
+    kept: Path,
+    *,
+    shard: str | None = None,
+    offload: str | None = None,
+    resume: bool = False,
+    save_every: int = 100,
 ) -> dict[str, Any]:
     """Train, validate, save, and return the metrics. Ctrl-C ends it between two steps, with a checkpoint.
 
@@ -80,7 +86,8 @@ def train(
     beside = Beside(config, corpus, make_optimizer(config, labels), newest(kept) if resume else None, shard)
 
     way = (OneProcess if shard is None else WAYS[shard])(model, DTYPES[config.dtype])
-    params, tx = way.params, way.optimizer(make_optimizer(config, labels))
+    home = str(kept.parent / "offload") if offload == "disk" else offload
+    params, tx = way.params, way.optimizer(make_optimizer(config, labels), home)
     state = tx.init(params)
     run = Run(config, corpus, sum(p.numel() for p in params.values()))
     if resume:
@@ -185,7 +192,7 @@ def main(arguments: list[str] | None = None) -> int:
             complete = (
                 compare(config, out, kept, **run)
                 if options.compare
-                else finish(train(config, kept, shard=options.shard, **run), out, kept)
+                else finish(train(config, kept, shard=options.shard, offload=options.offload, **run), out, kept)
             )
     except (NoText, ValueError, mfx.checkpoint.CheckpointError) as problem:
         print(f"train_gpt.py: error: {problem}", file=sys.stderr)
