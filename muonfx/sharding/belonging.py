@@ -39,7 +39,9 @@ def owners_of(state: PyTree, params: PyTree) -> list[str | None]:
     depths = sorted({len(end) for end in ends}, reverse=True)
 
     def below(path: Path, k: int) -> tuple[int, str] | None:
-        return next(((n, ends[path[k : k + n]]) for n in depths if path[k : k + n] in ends), None)
+        return next(
+            ((n, ends[path[k : k + n]]) for n in depths if k + n <= len(path) and path[k : k + n] in ends), None
+        )
 
     others = {path[:k] for path in paths for k in range(len(path) + 1) if below(path, k) is None}
 
