@@ -22,6 +22,7 @@ from muonfx.sharding.intervals import IntervalTensor
 from muonfx.sharding.layout import Layout, is_dtensor, local_of
 from muonfx.sharding.layouts import from_dtensors
 from muonfx.sharding.messages import collective
+from muonfx.sharding.offload.transform import home_of, inner_of
 from muonfx.sharding.plan.plan import Settings
 from muonfx.sharding.state import Held, about, dressed, dressed_leaf, interval_of, logical_leaf
 from muonfx.sharding.transform import advance, begin, introduce, sharded, walk_of
@@ -61,8 +62,9 @@ class SteppingOverRanks(Stepping):
     def __init__(self, tx: Transform, keys: Sequence[Mapping[str, str]], layout: Layout, settings: Settings) -> None:
         super().__init__(tx, keys, None)
         self.layout, self._settings = layout, settings
-        self.walk: Walk = walk_of(layout, settings)
-        self._now = tx
+        self._inner = inner_of(tx)
+        self.walk: Walk = walk_of(layout, settings, home_of(tx))
+        self._now = self._inner
         self._known: list[optree.PyTreeSpec] = []
         self._like: dict[str, Any] = {}
 
@@ -74,10 +76,10 @@ class SteppingOverRanks(Stepping):
     def init(self, params: Mapping[str, Tensor], groups: Sequence[Mapping[str, Any]]) -> PyTree:
         """Make the state of local tensors, once the ranks have found that they mean the same."""
         local = {name: local_of(param) for name, param in params.items()}
-        state = begin(self.walk, self.tx, local)
+        state = begin(self.walk, self._inner, local)
         self._device = tree.device_of(local)
         self._like = self.walk.global_like(local)
-        self._about = about(self.walk, self.tx, self._like)
+        self._about = about(self.walk, self._inner, self._like)
         self.refresh(groups, params)
         return state
 
@@ -135,7 +137,7 @@ class SteppingOverRanks(Stepping):
 
     def shown(self, state: PyTree) -> PyTree:
         """The state as the functional API has it."""
-        return dressed(self.walk, self.tx, self._like, state) if self.layout.dtensors else state
+        return dressed(self.walk, self._inner, self._like, state) if self.layout.dtensors else state
 
     def agree(self, problem: Exception | None) -> None:
         """Raise on all ranks what is wrong on one."""
@@ -151,7 +153,7 @@ class SteppingOverRanks(Stepping):
         for group in values:
             check_shapes(self.tx, group)
         own = [(group, held["param_names"]) for group, held in zip(values, groups, strict=True) if held["param_names"]]
-        self._now = self._known_alike(valid(for_groups(self.tx, [v for v, _ in own], [names for _, names in own])))
+        self._now = self._known_alike(valid(for_groups(self._inner, [v for v, _ in own], [names for _, names in own])))
         self._values = [dict(group) for group in values]
 
     def _known_alike(self, tx: Transform) -> Transform:

@@ -318,16 +318,23 @@ def as_dtensor(local: Tensor, spec: Any) -> Any:
     """A local tensor as the DTensor that a spec describes; a DTensor as it is."""
     if is_dtensor(local):
         return local
+    return dtensor_of(local, spec.mesh, spec.placements, spec.shape, spec.stride)
+
+
+def dtensor_of(
+    local: Tensor, mesh: Any, placements: Sequence[Any], shape: Sequence[int], stride: tuple[int, ...]
+) -> Any:
+    """A local tensor, where it lies, as a DTensor of a global shape."""
     from torch.distributed.tensor import DTensor
 
-    if local.device.type not in (spec.mesh.device_type, "meta"):
-        # Offloaded: from_local would bring it to the mesh's devices.
-        from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+    if local.device.type in (mesh.device_type, "meta"):
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+    # Offloaded: from_local would bring it to the mesh's devices.
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-        about = TensorMeta(torch.Size(spec.shape), spec.stride, local.dtype)
-        made: Any = DTensor
-        return made(local, DTensorSpec(spec.mesh, spec.placements, tensor_meta=about), requires_grad=False)
-    return DTensor.from_local(local, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride)
+    about = TensorMeta(torch.Size(shape), stride, local.dtype)
+    made: Any = DTensor
+    return made(local, DTensorSpec(mesh, tuple(placements), tensor_meta=about), requires_grad=False)
 
 
 def local_of(leaf: Any) -> Any:

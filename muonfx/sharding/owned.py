@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muonfx.sharding.layout import Layout
+from muonfx.sharding.layout import Layout, dtensor_of
 from muonfx.sharding.plan.shares import Share
 
 __all__ = ["at_owner", "like_parameter"]
@@ -77,10 +77,8 @@ def _own_what_they_hold(layout: Layout, name: str, shares: Sequence[Share], like
 
 
 def _dtensor(local: Tensor | None, mesh: Any, placements: Sequence[Any], like: Tensor) -> Any:
-    from torch.distributed.tensor import DTensor
-
     assert local is not None
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+    return dtensor_of(local, mesh, placements, like.shape, like.stride())
 
 
 def _mesh_of(layout: Layout, owner: int) -> Any:

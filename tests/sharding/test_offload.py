@@ -587,3 +587,10 @@ def test_a_sharded_state_on_disk_is_saved_and_gone_on_with(world: World, tmp_pat
         assert same
         assert filed
         assert all(filed)
+
+
+@pytest.mark.dist
+def test_the_torch_optimizer_over_ranks(world: World, tmp_path: Path):
+    for filed in world.check(2, offloaded.optimized, folder=str(tmp_path)):
+        assert filed
+        assert all(filed)

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 
+from muonfx import tree
 from muonfx.core import NOTHING, Donation, Transform
 from muonfx.recorded import make_factory
 from muonfx.sharding.layout import specs_of
@@ -159,7 +160,9 @@ def _walk(home: Home, params: PyTree) -> Streaming:
     specs = specs_of(params)
     key = (home, tuple(specs.items()))
     if key not in _WALKS:
-        _WALKS[key] = _known(home, specs) or Streaming(replicated(1).of(params), Settings(), home=home)
+        # By name, as None is no parameter here: there are no other ranks that might have one.
+        present = {n: leaf for n, leaf in zip(tree.names(params), tree.leaves(params), strict=True) if leaf is not None}
+        _WALKS[key] = _known(home, specs) or Streaming(replicated(1).of(present), Settings(), home=home)
         while len(_WALKS) > 64:
             _WALKS.popitem(last=False)
     return _WALKS[key]
