@@ -74,8 +74,8 @@ def offload(
 
     While one bucket is computed, the next one's state is read and the last one's written: the device holds the state of
     two buckets at a time. As many matrices are orthogonalized, and updates and states are those of ``tx`` on the same
-    device: bitwise, where buckets do not part matrices of one shape, which are multiplied in one batch. Leaves of the
-    state that belong to a parameter are offloaded; counters and other single values stay where they are.
+    device: bitwise, where buckets do not part what would be computed in one call, such as matrices of one shape. Leaves
+    of the state that belong to a parameter are offloaded; counters and other single values stay where they are.
 
     With ``donate=True``, as `TransformOptimizer` gives it, the state is written in place. Without, the next state is a
     second one, in host memory or in a file of its own; the old one's room is given back with its last tensor.
@@ -121,7 +121,7 @@ def offload(
     @torch.no_grad()
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
         like = updates if params is None else params
-        walk = _walk(home, like)
+        walk = _walk(home, like, complete=params is not None)
         walk.require_room(state, like, donate)
         return walk.update(tx, updates, state, params, donate, extras)
 
@@ -156,20 +156,22 @@ _WALKS: OrderedDict[Any, Streaming] = OrderedDict()
 """What is found out once for the parameters of one process."""
 
 
-def _walk(home: Home, params: PyTree) -> Streaming:
+def _walk(home: Home, params: PyTree, *, complete: bool = True) -> Streaming:
+    """The walk for some parameters; where these are not complete but gradients, a None may stand for a parameter."""
     specs = specs_of(params)
-    key = (home, tuple(specs.items()))
+    key = (home, complete, tuple(specs.items()))
     if key not in _WALKS:
         # By name, as None is no parameter here: there are no other ranks that might have one.
         present = {n: leaf for n, leaf in zip(tree.names(params), tree.leaves(params), strict=True) if leaf is not None}
-        _WALKS[key] = _known(home, specs) or Streaming(replicated(1).of(present), Settings(), home=home)
+        known = None if complete else _known(home, specs)
+        _WALKS[key] = known or Streaming(replicated(1).of(present), Settings(), home=home)
         while len(_WALKS) > 64:
             _WALKS.popitem(last=False)
     return _WALKS[key]
 
 
 def _known(home: Home, specs: Mapping[str, Spec]) -> Streaming | None:
-    """The walk for parameters of which these are some: where there are no others, some of the gradients may be None."""
+    """The walk for parameters of which these are some, if one has been met."""
     for walk in reversed(_WALKS.values()):
         if walk.home == home and specs.items() < walk.layout._specs.items():
             return walk

@@ -36,8 +36,7 @@ class _Near(Walk):
     """The walk of what is done within one bucket, where all that it needs is at hand."""
 
     def kind(self, tx: Transform) -> Kind:
-        kind = kind_of(tx)
-        return Kind.PIECES if kind is Kind.RUN and self.layout.size == 1 else kind
+        return _kind_among(self.layout.size, tx)
 
 
 @dataclass(eq=False)
@@ -59,7 +58,7 @@ class Streaming(Walk):
 
     def kind(self, tx: Transform) -> Kind:
         """How a transform is done; what can be streamed as one, with all that it calls, is done on pieces."""
-        return Kind.PIECES if self.is_unit(tx) else kind_of(tx)
+        return Kind.PIECES if self.is_unit(tx) else _kind_among(self.layout.size, tx)
 
     def is_unit(self, tx: Transform) -> bool:
         """Whether a transform, with all that it calls, can be run on some leaves at a time, for any choice of them."""
@@ -245,6 +244,12 @@ class Streaming(Walk):
             "or declare its locality",
             stacklevel=2,
         )
+
+
+def _kind_among(size: int, tx: Transform) -> Kind:
+    """How a transform is done among some ranks; one alone has nothing to gather and nobody to send to."""
+    kind = kind_of(tx)
+    return Kind.PIECES if size == 1 and kind in (Kind.RUN, Kind.EVERYTHING) else kind
 
 
 def _unwrapped(tx: Transform) -> Transform:
