@@ -43,11 +43,11 @@ def gathered(
             raise ShardingError(f"names: {unknown[0]!r} is no leaf of the tree")
     except (TypeError, ShardingError) as error:
         problem = error
-    there = _there(layout, local, problem)
+    there, missing = _there(layout, local, problem)
     leaves, treedef = tree.flatten(local)
     every = tree.names(local)
-    for name, leaf, code in zip(every, leaves, there, strict=True):
-        if (leaf is None) != (code == 0):
+    for name, code, gone in zip(every, there, missing, strict=True):
+        if code and gone:  # which all ranks know alike
             raise ShardingError(f"{name!r} is None on some ranks only: a whole tensor needs the pieces of all")
     chosen = [
         place for place, leaf in enumerate(leaves) if leaf is not None and (names is None or every[place] in names)
@@ -64,13 +64,14 @@ def gathered(
     return tree.unflatten(treedef, leaves)
 
 
-def _there(layout: Layout, values: PyTree, problem: Exception | None) -> list[int]:
-    """Which leaves are there on any rank, by a code of their dtype; the same on all ranks."""
+def _there(layout: Layout, values: PyTree, problem: Exception | None) -> tuple[list[int], list[bool]]:
+    """Which leaves are there on any rank, by a code of their dtype, and absent on any; the same on all ranks."""
     if layout.group is not None and layout.size > 1:
-        return agree_on_leaves(values, layout, problem)[0]
+        return agree_on_leaves(values, layout, problem)
     if problem is not None:
         raise problem
-    return [0 if leaf is None else 1 + DTYPES.index(leaf.dtype) for leaf in tree.leaves(values)]
+    leaves = tree.leaves(values)
+    return [0 if leaf is None else 1 + DTYPES.index(leaf.dtype) for leaf in leaves], [leaf is None for leaf in leaves]
 
 
 @torch.no_grad()
@@ -130,7 +131,7 @@ def reduce_scattered(layout: Layout, grads: PyTree, op: str, bucket_bytes: int) 
                 f"the gradient of {name!r} has shape {tuple(leaf.shape)}, the parameter {layout._specs[name].shape}: "
                 "reduce_scatter takes whole gradients"
             )
-    there = _there(layout, grads, problem)
+    there, _ = _there(layout, grads, problem)
     device = tree.device_of(grads)
     places = [place for place, code in enumerate(there) if code]
     full = [
