@@ -392,8 +392,10 @@ def test_a_number_of_processes_that_does_not_fit_is_a_clear_error(module, monkey
         sharded.WAYS[way](gpt.GPT(width=64, depth=1, context=8, seed=0), torch.float32)
 
 
-def test_under_torchrun_a_second_interrupt_is_the_first_one_passed_on(module, monkeypatch) -> None:
+def test_under_torchrun_a_second_interrupt_is_the_first_one_passed_on(module, monkeypatch, request) -> None:
     runs = module("runs")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     monkeypatch.setenv("RANK", "0")
     with runs.ctrl_c() as pressed:
         assert not pressed()
