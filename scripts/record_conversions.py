@@ -9,7 +9,8 @@ With TORCHDYNAMO_DISABLE=1,
     python scripts/record_conversions.py optax
 
 runs the original's own code on the parameters and gradients below and writes its state after three steps, and its
-parameters after three and after eight, into tests/convert/recorded/. What else those files import is replaced by stubs,
+parameters after three and after eight, into tests/checkpoint/convert/recorded/.
+What else those files import is replaced by stubs,
 and bf16 by fp32: to one rounding in two hundred, a wrong momentum can look right.
 """
 
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
-FOLDER = Path(__file__).resolve().parent.parent / "tests" / "convert" / "recorded"
+FOLDER = Path(__file__).resolve().parent.parent / "tests" / "checkpoint" / "convert" / "recorded"
 SHAPES = {"up": (6, 4), "down": (4, 7), "bias": (5,)}
 BEFORE, AFTER = 3, 5
 NUMBERS = {"lr": 0.03, "weight_decay": 0.1, "adam_lr": 0.01}

@@ -1,4 +1,4 @@
-"""Chains, names, extras, errors and donation, by example; the laws are in tests/laws."""
+"""Chains, names, extras, errors and donation, by example; the laws are in tests/transforms."""
 
 import copy
 import pickle

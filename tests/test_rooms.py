@@ -104,6 +104,13 @@ def complaints(package: Path, floors: dict[str, int]) -> list[str]:
     return found
 
 
+def test_tests_mirror_the_package():
+    tests = Path(__file__).resolve().parent
+    tested = {path.parent.relative_to(tests) for path in tests.rglob("test_*.py")}
+    missing = sorted(str(folder) for folder in tested if not (PACKAGE / folder).is_dir())
+    assert not missing, f"tests/ has folders that muonfx/ has not: {missing}; a test lies where its subject lies"
+
+
 def test_imports_go_down_only():
     found = complaints(PACKAGE, FLOORS)
     assert not found, "\n".join(found)

@@ -16,7 +16,7 @@ import muonfx as mfx
 from muonfx import testing as kit
 from muonfx.checkpoint.dtypes import dtype_named, name_of_dtype
 from tests.checkpoint.common import assert_same_tree, bits, folder, grads_like, small_params, threads, trained
-from tests.laws.test_every_transform import CASES
+from tests.transforms.test_every_transform import CASES
 
 pytestmark = pytest.mark.filterwarnings("ignore:partition. no parameter has the label")
 

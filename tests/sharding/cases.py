@@ -214,3 +214,20 @@ def bits(tensor: Tensor) -> tuple[Any, ...]:
     plain = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     flat = plain.detach().reshape(-1).clone(memory_format=torch.contiguous_format)
     return tuple(plain.shape), plain.dtype, bytes(chain(flat.view(torch.uint8).tolist())) if flat.numel() else b""
+
+
+def some(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def flat(here: Here, params: dict[str, Tensor]) -> Any:
+    layout = sharding.zero(params, here.group, partition="flat")
+    return layout, layout.shard(params)
+
+
+def all_same_bits(results: list[Any]) -> bool:
+    return len({tuple(sorted((name, bits(leaf)) for name, leaf in tree.items())) for tree in results}) == 1
+
+
+def placed(here: Here, tensor: Tensor, *placements: Any) -> DTensor:
+    return distribute_tensor(tensor, here.mesh, list(placements), src_data_rank=None)

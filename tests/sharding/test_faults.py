@@ -5,12 +5,28 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import muonfx as mfx
+from muonfx import sharding
 from muonfx.sharding import ShardingError
-from tests.processes import Failed, ProcessEnded, World
+from tests.processes import Failed, Here, ProcessEnded, World
 from tests.sharding import ranks
-from tests.sharding.cases import Flat, Leaf, Model, Placed, Replicated, Zero, bits, model, two_groups
+from tests.sharding.cases import (
+    Flat,
+    Leaf,
+    Model,
+    Placed,
+    Replicated,
+    Zero,
+    all_same_bits,
+    bits,
+    flat,
+    model,
+    some,
+    two_groups,
+)
 
 pytestmark = pytest.mark.dist
 
@@ -122,3 +138,97 @@ def test_a_short_soak_with_none_and_nan_here_and_there(world: World, layout: Any
 @pytest.mark.parametrize("layout", [*SOAKS, Flat(tuple("dacb"), (0, 3, 20, 30))], ids=lambda kind: repr(kind)[:20])
 def test_a_thousand_steps_with_none_and_nan_here_and_there(world: World, layout: Any):
     soaked(world, layout, 1000)
+
+
+def differing(here: Here, trouble: str) -> None:
+    params = {"a": some(4, 4), "b": some(6, 3)}
+    layout, local = flat(here, params)
+    odd = here.rank == 1
+    tx = sharding.sharded(mfx.chain(mfx.orthogonalize(dtype=torch.float32), mfx.add_decayed_weights(0.1)), layout)
+    state = tx.init(local)
+    if trouble == "dtype":
+        tx.update({n: x.bfloat16() if odd else x for n, x in local.items()}, state, local)
+    elif trouble == "a leaf fewer":
+        tx.update({n: x for n, x in local.items() if not (odd and n == "b")}, state, local)
+    elif trouble == "no tensor":
+        tx.update(local | ({"a": 1.0} if odd else {}), state, local)
+    elif trouble == "no params":
+        tx.update(local, state, None if odd else local)
+    elif trouble == "gather none":
+        layout.gather(local | ({"a": None} if odd else {}))
+    elif trouble == "gather shape":
+        layout.gather(local | ({"a": torch.zeros(1)} if odd else {}))
+    elif trouble == "reduce a name":
+        layout.reduce_scatter(params | ({"c": torch.zeros(1)} if odd else {}))
+    elif trouble == "reduce a leaf fewer":
+        layout.reduce_scatter({n: x for n, x in params.items() if not (odd and n == "b")})
+    elif trouble == "init none":
+        sharding.sharded(mfx.ema_params(dtype=mfx.int8()), layout).init(local | ({"a": None} if odd else {}))
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        "dtype",
+        "a leaf fewer",
+        "no tensor",
+        "no params",
+        "gather none",
+        "gather shape",
+        "reduce a name",
+        "reduce a leaf fewer",
+        "init none",
+    ],
+)
+def test_what_differs_on_one_rank_is_an_error_on_all(world: World, trouble: str):
+    found = world.run(3, differing, trouble=trouble)
+    assert all(isinstance(result, Failed) for result in found), found
+    for rank in (0, 2):
+        assert isinstance(found[rank].error, ShardingError), found[rank].trace
+        assert "has ended" not in str(found[rank].error)
+    assert isinstance(found[1].error, ShardingError | TypeError | ValueError), found[1].trace
+
+
+def one_replica(here: Here, trouble: str) -> dict[str, Tensor]:
+    params = {"a": some(4, 4), "b": some(3)}
+    layout = sharding.replicated(here.group)
+    tx = sharding.sharded(mfx.skip_nonfinite(mfx.momentum(0.9)), layout)
+    grads: dict[str, Any] = {"a": torch.ones(4, 4), "b": torch.ones(3)}
+    if here.rank == 1:
+        grads["a"] = None if trouble == "none" else torch.full((4, 4), float("nan"))
+    updates, state = tx.update(grads, tx.init(params), params)
+    return {**updates, "trace": state.inner.trace["a"], "skipped": state.skipped}
+
+
+@pytest.mark.parametrize("trouble", ["none", "nan"])
+def test_replicas_stay_the_same_whatever_one_of_them_has(world: World, trouble: str):
+    found = world.check(3, one_replica, trouble=trouble)
+    assert all_same_bits(found)
+    assert int(found[0]["skipped"]) == (trouble == "nan")
+    if trouble == "none":
+        assert bool((found[1]["a"] != 0).all())
+
+
+def moved(here: Here) -> None:
+    weights = some(4, 4)
+    params = {"a": distribute_tensor(weights, here.grid, [Replicate(), Shard(0)], src_data_rank=None)}
+    layout = sharding.from_dtensors(params)
+    tx = sharding.sharded(mfx.add_decayed_weights(0.1), layout)
+    state = tx.init(params)
+    other = {"a": params["a"].redistribute(placements=[Shard(0), Replicate()])}
+    tx.update(other, state, other)
+
+
+def test_parameters_whose_placements_have_changed_are_an_error(world: World):
+    for result in world.run(4, moved):
+        assert isinstance(result, Failed)
+        assert isinstance(result.error, ShardingError), result.trace
+        assert "placed" in str(result.error)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("exchange_dtype", torch.int8), ("exchange_dtype", "bf16"), ("machine", 3), ("gram", 1)]
+)
+def test_settings_are_looked_at_when_they_are_given(setting: str, value: Any):
+    with pytest.raises((TypeError, ValueError), match=setting):
+        sharding.sharded(mfx.momentum(), sharding.replicated(2), **{setting: value})

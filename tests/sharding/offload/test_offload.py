@@ -20,9 +20,9 @@ from muonfx import polar, sharding
 from muonfx.sharding.offload import files, lane
 from muonfx.testing import chains, params_and_grads, transforms
 from tests.processes import World
-from tests.sharding import offloaded
 from tests.sharding.cases import Case, Leaf, Replicated, Zero, model, muon, two_groups
-from tests.sharding.offloaded import HOMES, all_bits, at_home, on_disk
+from tests.sharding.offload import offloaded
+from tests.sharding.offload.offloaded import HOMES, all_bits, at_home, on_disk
 from tests.sharding.strategies import cases
 from tests.sharding.test_law import dtensor_cases
 

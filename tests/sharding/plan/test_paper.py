@@ -21,7 +21,7 @@ from muonfx.sharding.plan.peers import SCHEMES
 from muonfx.sharding.plan.report import WIDTH
 from muonfx.sharding.plan.schemes import Setting, Tally, flat_cuts
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+DOCS = Path(__file__).resolve().parents[3] / "docs"
 BY_NAME = {scheme.name: scheme for scheme in SCHEMES}
 PUBLISHED = {"gpt2-xl": 1.558e9, "llama-8b": 8.03e9, "llama-70b": 70.6e9, "deepseek-v3": 671.0e9, "gpt-1t": 1.008e12}
 

@@ -1,5 +1,6 @@
 """The command line of conversions: what it writes, and what it says when it cannot."""
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -78,3 +79,12 @@ def test_what_is_wrong_is_one_sentence(run: Any, capsys: pytest.CaptureFixture[s
         assert convert.main(["torch", str(folder / name), str(folder / "out"), *params, *more]) == 2
         assert message in capsys.readouterr().err
     assert not (folder / "out").exists()
+
+
+def test_what_is_no_state_dict_is_one_sentence(tmp_path: Path, capsys):
+    file = io.BytesIO()
+    torch.save({"model": {"w": torch.ones(2)}}, file)
+    (tmp_path / "run.pt").write_bytes(file.getvalue())
+    (tmp_path / "names.json").write_text("5")
+    assert convert.main(["torch", str(tmp_path / "run.pt"), "out", "--params", str(tmp_path / "run.pt")]) == 2
+    assert "expected a state dict" in capsys.readouterr().err

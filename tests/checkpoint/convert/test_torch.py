@@ -250,3 +250,9 @@ def test_a_convolution_of_kellers_has_no_chain_but_a_state():
     ):
         convert.keller_recipe(source, params, names=["conv"])
     assert convert.from_keller(source, mfx.momentum(), params, names=["conv"]).trace["conv"].sum() == 48
+
+
+def test_torch_muon_with_another_eps_has_no_chain():
+    weight = torch.nn.Parameter(torch.randn(8, 4))
+    with pytest.raises(ValueError, match="there is no chain for eps=1000"):
+        convert.torch_recipe(torch.optim.Muon([weight], lr=0.1, eps=1e3), {"w": weight})

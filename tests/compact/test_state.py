@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 import muonfx as mfx
 from muonfx import testing as kit
@@ -290,3 +291,14 @@ def test_training_ends_near_where_fp32_ends(dtype: mfx.Compact):
     found = run(*optimized(dtype), range(60))[-1]
     assert found == pytest.approx(expected, rel=0.05)
     assert math.isfinite(found)
+
+
+def test_compact_states_survive_fake_tensors():
+    tx = mfx.momentum(dtype=mfx.int8(code="dynamic", min_size=0, block=64))
+    for _ in range(2):
+        with FakeTensorMode():
+            params = {"w": torch.zeros(128)}
+            tx.update(params, tx.init(params), params)
+        params = {"w": torch.randn(128)}
+        updates, _ = tx.update(params, tx.init(params), params)
+        assert type(updates["w"]) is torch.Tensor

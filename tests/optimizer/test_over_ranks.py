@@ -10,7 +10,7 @@ import torch
 from muonfx.checkpoint import FlatPiece
 from muonfx.sharding import ShardingError
 from muonfx.sharding.intervals import IntervalTensor
-from tests import sharded_optimizers as ranks
+from tests.optimizer import sharded_optimizers as ranks
 from tests.processes import Failed, World
 
 pytestmark = pytest.mark.dist

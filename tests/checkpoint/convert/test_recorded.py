@@ -21,7 +21,7 @@ TOLERANCE = 1e-4
 
 
 def _recorder() -> ModuleType:
-    path = HERE.parent.parent / "scripts" / "record_conversions.py"
+    path = HERE.parents[2] / "scripts" / "record_conversions.py"
     spec = importlib.util.spec_from_file_location("record_conversions", path)
     assert spec is not None
     assert spec.loader is not None
@@ -252,3 +252,10 @@ def test_optax_there_and_back_is_the_same():
 def test_an_optax_tree_without_muon_is_named():
     with pytest.raises(ValueError, match=r"found no state of optax.contrib.muon"):
         convert.from_optax({"count": 3}, mfx.momentum(), {"w": torch.zeros(2, 2)}, transpose=False)
+
+
+def test_older_groups_of_keller_keep_their_numbers():
+    group = {"params": [0], "lr": 0.02, "momentum": 0.95, "nesterov": False, "ns_steps": 3, "weight_decay": 0.0}
+    found = repr(convert.keller_recipe({"state": {}, "param_groups": [group]}, {"w": torch.zeros(3, 2)}, names=["w"]))
+    assert "nesterov=False" in found
+    assert "steps=3" in found
