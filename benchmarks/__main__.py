@@ -1,6 +1,6 @@
 """Run the benchmarks and write results, tables and plot.
 
-``python -m benchmarks [adapter polar step checkpoint sharding]``
+``python -m benchmarks [adapter polar step checkpoint sharding planner]``
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 
 import torch
 
-from benchmarks import adapter, checkpoint, plots, polar, report, sharding, step
+from benchmarks import adapter, checkpoint, planner, plots, polar, report, sharding, step
 from benchmarks.measure import save
 
 WHAT = {
@@ -19,6 +19,7 @@ WHAT = {
     "step": "step_speed step_quality",
     "checkpoint": "checkpoint_speed checkpoint_memory",
     "sharding": "sharding_speed",
+    "planner": "planner_speed",
 }
 """What can be asked for, and the results that it writes; one of these can be asked for by itself."""
 
@@ -50,6 +51,7 @@ def main(arguments: list[str] | None = None) -> None:
         "step_quality": lambda: step.quality(compiled=compiled),
         "checkpoint_speed": lambda: checkpoint.speed(options.megabytes, min(rounds, 10), options.folder),
         "checkpoint_memory": lambda: checkpoint.memory(options.megabytes, options.folder),
+        "planner_speed": lambda: planner.speed(rounds, seconds=options.seconds),
         "sharding_speed": lambda: sharding.speed(rounds, seconds=options.seconds),
     }
     for name in [one for asked in options.what for one in WHAT.get(asked, asked).split()]:

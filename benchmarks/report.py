@@ -228,6 +228,24 @@ def sharding() -> str:
     return "\n".join([*parts, f"{_machine(found, f'{cores} cores, a thread for each process')}\n"])
 
 
+def planner() -> str:
+    """Steps of two processes as predicted on paper, and as measured."""
+    found = load("planner_speed")
+    if found is None:
+        return ""
+    lines = [
+        [
+            row["case"],
+            f"{row['predicted']:.1f}",
+            _milliseconds(row["milliseconds"]),
+            f"{row['predicted over measured']:.2f}",
+        ]
+        for row in found["rows"]
+    ]
+    table = _table(["a step of two processes", "predicted, ms", "measured, ms", "predicted / measured"], lines)
+    return f"{table}\n\n{_machine(found, 'two processes, a thread for each')}\n"
+
+
 SECTIONS: dict[str, Callable[[], str]] = {
     "adapter": adapter,
     "checkpoint": checkpoint,
@@ -235,6 +253,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "step": step,
     "scratch": scratch,
     "sharding": sharding,
+    "planner": planner,
 }
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import measure, peers, plots, polar, report, sharding, step, world
+from benchmarks import measure, peers, planner, plots, polar, report, sharding, step, world
 from benchmarks.__main__ import main
 from benchmarks.quality import judge, matrix, up_to_scale
 from muonfx.polar import KNOWN, orthogonalize
@@ -200,3 +200,17 @@ def test_sharded_rows_say_what_was_sent_and_computed(results: Path, tmp_path: Pa
     table = report.sharding()
     assert "### FSDP2, 2 processes: the optimizer step" in table
     assert "12 for 6" in table
+
+
+@pytest.mark.dist
+def test_the_planner_predicts_from_the_machine_that_was_measured(results: Path) -> None:
+    cases = tuple(planner.Case(32, torch.float32, route) for route in planner.ROUTES)
+    rows = planner.speed(3, cases=cases, sides=(16, 32))
+    measure.save("planner_speed", rows)
+    for case, row in zip(cases, rows, strict=True):
+        machine = planner.Machine(**row["machine"])
+        assert all(rate > 0 for _, rate in machine.flops)
+        assert machine.latency > 0
+        assert machine.intra > 0
+        assert row["predicted"] == pytest.approx(1e3 * planner.predicted(case, machine, 2))
+        assert f"| 32 wide, float32, {case.route} | {row['predicted']:.1f} |" in report.planner()

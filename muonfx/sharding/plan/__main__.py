@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
+from itertools import pairwise
 
 import torch
 
@@ -36,7 +38,13 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         mesh = Mesh.parse(options.mesh)
-        machine = Machine(*_rates(options.flops, options.bandwidth), node=options.node)
+        machine = Machine(
+            _flops(options.flops),
+            *_bandwidths(options.bandwidth),
+            node=options.node,
+            latency=options.latency / 1e6,
+            overhead=options.overhead / 1e6,
+        )
     except ValueError as error:
         parser.error(str(error))
     chosen, dtype = model(options.model), _DTYPES[options.dtype]
@@ -61,14 +69,41 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _rates(flops: float, bandwidth: str) -> tuple[float, float, float]:
+def _bandwidths(text: str) -> tuple[float, float]:
     try:
-        intra, inter = (float(part) * 1e9 for part in bandwidth.split(","))
+        intra, inter = (float(part) * 1e9 for part in text.split(","))
     except ValueError:
-        raise ValueError(f"bandwidth: found {bandwidth!r}, expected two numbers of GB/s such as '300,40'") from None
-    if not (intra > 0 and inter > 0 and flops > 0):
-        raise ValueError(f"bandwidth, flops: found {bandwidth!r} and {flops:g}, expected more than 0")
-    return flops * 1e12, intra, inter
+        raise ValueError(f"bandwidth: found {text!r}, expected two numbers of GB/s such as '300,40'") from None
+    if not (0 < intra < math.inf and 0 < inter < math.inf):
+        raise ValueError(f"bandwidth: found {text!r}, expected two finite numbers of more than 0")
+    return intra, inter
+
+
+def _flops(text: str) -> tuple[tuple[int, float], ...]:
+    """One rate, or rates by side."""
+    points: list[tuple[int, float]] = []
+    try:
+        for part in text.split(","):
+            side, colon, rate = part.rpartition(":")
+            points.append((int(side) if colon else 1, float(rate) * 1e12))
+    except ValueError:
+        points = []
+    sides = [side for side, _ in points]
+    if not points or sides[0] < 1 or any(a >= b for a, b in pairwise(sides)):
+        raise ValueError(f"flops: found {text!r}, expected TFLOP/s such as '400', or by rising sides '128:50,1024:400'")
+    if not all(0 < rate < math.inf for _, rate in points):
+        raise ValueError(f"flops: found {text!r}, expected finite rates of more than 0")
+    return tuple(points)
+
+
+def _microseconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected microseconds, 0 or more")
+    return value
 
 
 def _size(text: str) -> int:
@@ -89,10 +124,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=_DTYPES, default="bf16", help="on the wire and in Newton-Schulz")
     parser.add_argument("--state", choices=_DTYPES, default="fp32", help="of momentum and moments")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="what computes")
-    parser.add_argument("--flops", type=float, default=400.0, help="TFLOP/s of a rank's products")
+    parser.add_argument(
+        "--flops",
+        default="400",
+        metavar="400|128:50,1024:400",
+        help="TFLOP/s of a rank's products; by the short side of matrices if need be",
+    )
     parser.add_argument(
         "--bandwidth", default="300,40", metavar="INTRA,INTER", help="GB/s of a rank, in and out of its node"
     )
+    parser.add_argument("--latency", type=_microseconds, default=0.0, metavar="US", help="of an exchange")
+    parser.add_argument("--overhead", type=_microseconds, default=0.0, metavar="US", help="of a matrix")
     parser.add_argument("--node", type=_size, default=8, help="ranks of a node")
     parser.add_argument("--bucket", type=_size, default=256, help="MiB of a bucket")
     parser.add_argument("--json", action="store_true", help="figures instead of a table")

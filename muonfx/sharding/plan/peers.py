@@ -66,7 +66,9 @@ def gather_everywhere(on: Setting) -> Tally:
                 replicated.add(here, size)
     wires = [*sent.wires(), Wire(replicated.by_rank(), mesh.ranks)]
     scratch = on.intermediates + 2 * max(on.sizes)
-    return Tally(wires, *work.by_rank(), state.by_rank(), scratch)
+    # for each matrix a gather, and a broadcast or scatter along every dim of the mesh that has more than one rank
+    dims = sum(size > 1 for size in (mesh.dp, mesh.shard, mesh.tp))
+    return Tally(wires, *work.by_rank(), state.by_rank(), scratch, len(on.matrices) * (1 + dims))
 
 
 def _scattered(ranks: range, tp: int, size: float) -> Iterator[tuple[int, float]]:
@@ -81,18 +83,21 @@ def _scattered(ranks: range, tp: int, size: float) -> Iterator[tuple[int, float]
 def four_gathers(on: Setting) -> Tally:
     """Gradients and momentum to all, results and momentum to all: `4 S (N - 1) / N` a rank, and padding."""
     ranks, work, sent = on.mesh.ranks, Work(on.mesh.ranks), 0.0
-    most = 0
+    most = exchanges = 0
     for bucket in _buckets(on.matrices):
         most = max(most, sum(matrix.numel for matrix in bucket))
         sent += 2 * sum(-(-matrix.numel // ranks) for matrix in bucket) * (ranks - 1)
+        exchanges += 2
         for start in range(0, len(bucket), ranks):
+            exchanges += 2
             one_round = bucket[start : start + ranks]
             sent += 2 * max(matrix.numel for matrix in one_round) * (ranks - 1)
             for rank, matrix in enumerate(one_round):
                 work.add(rank, matrix)
     wires = [Wire([sent * on.dtype.itemsize] * ranks, ranks)]
     # each of two gathers has its buffer and its result
-    return Tally(wires, *work.by_rank(), even_state(on), on.intermediates + 4 * most * on.dtype.itemsize)
+    scratch = on.intermediates + 4 * most * on.dtype.itemsize
+    return Tally(wires, *work.by_rank(), even_state(on), scratch, exchanges if ranks > 1 else 0)
 
 
 def _buckets(matrices: Sequence[Matrix]) -> Iterator[list[Matrix]]:
@@ -121,14 +126,16 @@ def duplicates(on: Setting) -> Tally:
 def batches_of_one_shape(on: Setting) -> Tally:
     """A batch of `P` matrices costs `2 S (P - 1) / P` and one Newton-Schulz a rank, however many are real."""
     mesh, work, sent = on.mesh, Work(on.mesh.pieces), Sending(on.mesh.pieces)
-    largest = max(on.sizes)
+    largest, exchanges = max(on.sizes), 0
     for matrix, count in Counter(on.matrices).items():
         ranks = matrix.holders(mesh)
         batches = -(-count // len(ranks))
+        exchanges += 2 * batches
         work.add(ranks, matrix, batches)
         size = matrix.numel * on.dtype.itemsize
         sent.add(ranks, batches * 2 * size * (len(ranks) - 1) / len(ranks), len(ranks))
-    return Tally(sent.wires(mesh.dp), *work.by_rank(mesh.dp), sharded_state(on), on.intermediates + 4 * largest)
+    scratch = on.intermediates + 4 * largest
+    return Tally(sent.wires(mesh.dp), *work.by_rank(mesh.dp), sharded_state(on), scratch, exchanges)
 
 
 def _several_replicas(mesh: Mesh) -> bool:

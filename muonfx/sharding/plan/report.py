@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import math
 import textwrap
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -16,16 +18,34 @@ WIDTH = 96
 
 
 class Machine(NamedTuple):
-    """What predicted times rest on."""
+    """What predicted times rest on; `benchmarks/planner.py` measures it."""
 
-    flops: float = 400e12
-    """Of products in the dtype of Newton-Schulz, reached by one rank, a second."""
+    flops: tuple[tuple[int, float], ...] = ((1, 400e12),)
+    """Operations a second that a rank reaches in Newton-Schulz, by the short side of the matrix: points with rising
+    sides, between which the logarithm of the side counts; beyond them the nearest point holds."""
     intra: float = 300e9
     """Bytes that a rank sends within its node, a second."""
     inter: float = 40e9
     """Bytes that a rank sends out of its node, a second."""
     node: int = 8
     """Ranks of a node."""
+    latency: float = 0.0
+    """Seconds that an exchange takes however little it carries."""
+    overhead: float = 0.0
+    """Seconds that a matrix takes beyond its products."""
+
+    def rate(self, side: int) -> float:
+        """Operations a second for matrices with this short side.
+
+        >>> Machine(((128, 50e9), (512, 100e9))).rate(256) / 1e9
+        75.0
+        """
+        sides, rates = zip(*self.flops, strict=True)
+        at = bisect.bisect_left(sides, side)
+        if at == 0 or at == len(sides):
+            return rates[min(at, len(sides) - 1)]
+        part = math.log(side / sides[at - 1]) / math.log(sides[at] / sides[at - 1])
+        return (1 - part) * rates[at - 1] + part * rates[at]
 
 
 class Row(NamedTuple):
@@ -53,7 +73,7 @@ class Row(NamedTuple):
     compute: float
     """Seconds of the busiest rank's Newton-Schulz."""
     wire: float
-    """Seconds of sending, at the busiest rank of each kind of group."""
+    """Seconds of sending, at the busiest rank of each kind of group, and of its exchanges' latency."""
 
     @property
     def step(self) -> float:
@@ -74,6 +94,10 @@ def _row(scheme: Scheme, tally: Tally, machine: Machine, least: float) -> Row:
     ranks, busiest = len(tally.load), max(tally.load)
     sent = tally.sent
     wire = sum(max(w.sent) / (machine.intra if w.reach <= machine.node else machine.inter) for w in tally.wires)
+    rates = {side: machine.rate(side) for side in tally.sides}
+    seconds = [machine.overhead * count for count in tally.matrices]
+    for side, loads in tally.sides.items():
+        seconds = [total + load / rates[side] for total, load in zip(seconds, loads, strict=True)]
     return Row(
         scheme=scheme.name,
         layout=scheme.layout,
@@ -86,8 +110,8 @@ def _row(scheme: Scheme, tally: Tally, machine: Machine, least: float) -> Row:
         over_least=busiest / least,
         state=max(tally.state),
         scratch=tally.scratch,
-        compute=busiest / machine.flops,
-        wire=wire,
+        compute=max(seconds),
+        wire=wire + tally.exchanges * machine.latency,
     )
 
 
@@ -122,9 +146,23 @@ def _heading(on: Setting, machine: Machine) -> list[str]:
         f"mesh: {on.mesh}: {on.mesh.ranks:,} ranks, nodes of {machine.node}",
         f"sent and multiplied in {dtype}; state of {on.state_size} bytes an element; "
         f"buckets of {on.bucket // 2**20} MiB",
-        f"a rank: {machine.flops / 1e12:g} TFLOP/s; sends {machine.intra / 1e9:g} GB/s in its node, "
-        f"{machine.inter / 1e9:g} GB/s beyond",
+        *_wrapped(
+            f"a rank: {_rates(machine)} TFLOP/s; sends {machine.intra / 1e9:g} GB/s in its node, "
+            f"{machine.inter / 1e9:g} GB/s beyond{_delays(machine)}"
+        ),
     ]
+
+
+def _rates(machine: Machine) -> str:
+    if len(machine.flops) == 1:
+        return f"{machine.flops[0][1] / 1e12:g}"
+    return ", ".join(f"{rate / 1e12:g} at a side of {side:,}" for side, rate in machine.flops)
+
+
+def _delays(machine: Machine) -> str:
+    if not machine.latency and not machine.overhead:
+        return ""
+    return f"; {machine.latency * 1e6:g} us an exchange, {machine.overhead * 1e6:g} us a matrix"
 
 
 def _line(cells: Sequence[str], name: str, layout: str = "layout") -> str:

@@ -62,6 +62,18 @@ class Setting(NamedTuple):
         """Scratch where matrices are sent in buckets: two buckets, each as sent and as received."""
         return self.intermediates + 4 * max(self.bucket, *self.sizes)
 
+    @property
+    def agreement(self) -> int:
+        """The small all-reduce in which ranks agree before a step, where there are several."""
+        return int(self.mesh.ranks > 1)
+
+    def rounds(self, owners: Sequence[int], ranks: int) -> int:
+        """Buckets that are exchanged one after another: as many as the fullest owner fills."""
+        owned = [0] * ranks
+        for size, rank in zip(self.sizes, owners, strict=True):
+            owned[rank] += size
+        return -(-max(owned) // self.bucket)
+
 
 class Wire(NamedTuple):
     """What each rank sends in groups of one kind."""
@@ -80,10 +92,16 @@ class Tally(NamedTuple):
     """Newton-Schulz, by rank."""
     load: list[float]
     """The time of that, as operations of full products, by rank."""
+    sides: dict[int, list[float]]
+    """The same load by the matrices' short side: small products run at a lower rate than large ones."""
+    matrices: list[float]
+    """How many of them each rank computes."""
     state: list[float]
     """Bytes of momentum and moments, by rank."""
     scratch: float
     """Bytes at the busiest rank."""
+    exchanges: float = 0.0
+    """Collectives that a rank takes part in, one after another; of ours one a step is the agreement of all ranks."""
 
     @property
     def sent(self) -> list[float]:
@@ -156,16 +174,21 @@ class Work:
     """Newton-Schulz by rank."""
 
     def __init__(self, ranks: int) -> None:
-        self._flops, self._load = Ledger(ranks), Ledger(ranks)
+        self._ranks = ranks
+        self._flops, self._load, self._count = Ledger(ranks), Ledger(ranks), Ledger(ranks)
+        self._sides: dict[int, Ledger] = {}
 
-    def add(self, ranks: int | range, matrix: Matrix, share: float = 1.0) -> None:
-        """Each of the ranks does this share of a matrix."""
+    def add(self, ranks: int | range, matrix: Matrix, share: float = 1.0, *, count: float | None = None) -> None:
+        """Each of the ranks does this share of a matrix, or of so many of them."""
         self._flops.add(ranks, matrix.cost.flops * share)
         self._load.add(ranks, matrix.cost.load * share)
+        self._count.add(ranks, share if count is None else count)
+        self._sides.setdefault(min(matrix.shape), Ledger(self._ranks)).add(ranks, matrix.cost.load * share)
 
-    def by_rank(self, copies: int = 1) -> tuple[list[float], list[float]]:
-        """Operations and load, the ranks repeated so many times."""
-        return self._flops.by_rank() * copies, self._load.by_rank() * copies
+    def by_rank(self, copies: int = 1) -> tuple[list[float], list[float], dict[int, list[float]], list[float]]:
+        """Operations, load, load by side and matrices, the ranks repeated so many times."""
+        flops, load, count = (ledger.by_rank() * copies for ledger in (self._flops, self._load, self._count))
+        return flops, load, {side: ledger.by_rank() * copies for side, ledger in self._sides.items()}, count
 
 
 def sharded_state(on: Setting) -> list[float]:
@@ -201,7 +224,9 @@ def owner(on: Setting) -> Tally:
         work.add(rank, matrix)
     wires = owned_pieces(on, owners, mesh.pieces).wires(mesh.dp)
     scratch = on.exchanged if mesh.pieces > 1 else on.intermediates
-    return Tally(wires, *work.by_rank(mesh.dp), sharded_state(on), scratch)
+    rounds = on.rounds(owners, mesh.pieces)
+    exchanges = on.agreement + (2 * rounds if mesh.pieces > 1 else 0)
+    return Tally(wires, *work.by_rank(mesh.dp), sharded_state(on), scratch, exchanges)
 
 
 def shared_owner(on: Setting) -> Tally:
@@ -223,7 +248,9 @@ def shared_owner(on: Setting) -> Tally:
         not_passed.add(range(last + part.start, last + part.stop), size / len(part))
     across = [a - b for a, b in zip(passed.by_rank() * mesh.dp, not_passed.by_rank(), strict=True)]
     wires = [*owned_pieces(on, owners, mesh.ranks).wires(), Wire(across, mesh.ranks)]
-    return Tally(wires, *work.by_rank(), sharded_state(on), on.exchanged)
+    # there, back, and on to the other replicas
+    exchanges = on.agreement + 3 * on.rounds(owners, mesh.ranks)
+    return Tally(wires, *work.by_rank(), sharded_state(on), on.exchanged, exchanges)
 
 
 def gram(on: Setting) -> Tally:
@@ -232,14 +259,17 @@ def gram(on: Setting) -> Tally:
     `K` stages sum an `n x n` matrix each, of which a triangle is sent, in a ring: `K n (n + 1) (P - 1) / P` elements a
     rank, less than the owner's route where `m / n > K P / 2`. Ranks share the long products and repeat the small ones.
     """
-    mesh, work, sent = on.mesh, Work(on.mesh.pieces), Sending(on.mesh.pieces)
+    mesh, work, sent, sums = on.mesh, Work(on.mesh.pieces), Sending(on.mesh.pieces), 0
     for matrix in on.matrices:
         n, ranks = min(matrix.shape), matrix.holders(mesh)
         cost = newton_schulz_cost(matrix.shape, on.device, dtype=on.dtype, method="gram")
-        work.add(ranks, matrix._replace(cost=cost), cost.long_share / len(ranks) + 1 - cost.long_share)
+        share = cost.long_share / len(ranks) + 1 - cost.long_share
+        work.add(ranks, matrix._replace(cost=cost), share, count=1.0)
+        sums += cost.stages
         numel = cost.stages * n * (n + 1) * (len(ranks) - 1) / len(ranks)
         sent.add(ranks, numel * on.dtype.itemsize, len(ranks))
-    return Tally(sent.wires(mesh.dp), *work.by_rank(mesh.dp), sharded_state(on), on.intermediates)
+    done = work.by_rank(mesh.dp)
+    return Tally(sent.wires(mesh.dp), *done, sharded_state(on), on.intermediates, sums + on.agreement)
 
 
 def whole(on: Setting) -> Tally:
@@ -254,7 +284,8 @@ def whole(on: Setting) -> Tally:
         state.add(rank, size)
     for matrix, rank in zip(on.matrices, owners, strict=False):
         work.add(rank, matrix)
-    return Tally([Wire([0.0] * ranks, ranks)], *work.by_rank(), state.by_rank(), on.intermediates)
+    wires = [Wire([0.0] * ranks, ranks)]
+    return Tally(wires, *work.by_rank(), state.by_rank(), on.intermediates, on.agreement)
 
 
 def flat(on: Setting) -> Tally:
@@ -268,7 +299,8 @@ def flat(on: Setting) -> Tally:
             away = numel if holder != rank else matrix.numel - numel
             sent.add(holder, away * on.dtype.itemsize)
     scratch = on.exchanged if ranks > 1 else on.intermediates
-    return Tally([Wire(sent.by_rank(), ranks)], *work.by_rank(), even_state(on), scratch)
+    exchanges = on.agreement + (2 * on.rounds(owners, ranks) if any(len(held) > 1 for held in cuts) else 0)
+    return Tally([Wire(sent.by_rank(), ranks)], *work.by_rank(), even_state(on), scratch, exchanges)
 
 
 def split(on: Setting) -> Tally:
@@ -280,7 +312,8 @@ def split(on: Setting) -> Tally:
     for matrix, size, rank in zip(on.matrices, on.sizes, owners, strict=True):
         work.add(rank, matrix)
         sent.add((rank - 1) % ranks, -size)  # the ring ends before the owner
-    return Tally([Wire(sent.by_rank(), ranks)], *work.by_rank(), replicated_state(on), on.exchanged)
+    exchanges = on.agreement + (on.rounds(owners, ranks) if ranks > 1 else 0)
+    return Tally([Wire(sent.by_rank(), ranks)], *work.by_rank(), replicated_state(on), on.exchanged, exchanges)
 
 
 def everyone(on: Setting) -> Tally:
@@ -288,7 +321,8 @@ def everyone(on: Setting) -> Tally:
     ranks, work = on.mesh.ranks, Work(on.mesh.ranks)
     for matrix in on.matrices:
         work.add(range(ranks), matrix)
-    return Tally([Wire([0.0] * ranks, ranks)], *work.by_rank(), replicated_state(on), on.intermediates)
+    wires = [Wire([0.0] * ranks, ranks)]
+    return Tally(wires, *work.by_rank(), replicated_state(on), on.intermediates, on.agreement)
 
 
 def even_state(on: Setting) -> list[float]:

@@ -18,7 +18,7 @@ from muonfx.sharding.plan.balance import assign
 from muonfx.sharding.plan.mesh import Mesh, matrices
 from muonfx.sharding.plan.models import MODELS, Kind, Model, model
 from muonfx.sharding.plan.peers import SCHEMES
-from muonfx.sharding.plan.report import WIDTH
+from muonfx.sharding.plan.report import WIDTH, Machine, rows
 from muonfx.sharding.plan.schemes import Setting, Tally, flat_cuts
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
@@ -281,11 +281,64 @@ def test_a_wrong_model_is_named():
         model("gpt-5")
 
 
-@pytest.mark.parametrize("wrong", [["--bandwidth", "300"], ["--bandwidth", "0,1"], ["--flops", "-1"], ["--node", "0"]])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--bandwidth", "300"],
+        ["--bandwidth", "0,1"],
+        ["--bandwidth", "nan,1"],
+        ["--flops", "-1"],
+        ["--flops", "inf"],
+        ["--flops", "512:1,128:2"],
+        ["--flops", "0:1"],
+        ["--flops", "128:x"],
+        ["--flops", ""],
+        ["--latency", "-1"],
+        ["--overhead", "nan"],
+        ["--node", "0"],
+    ],
+)
 def test_wrong_rates_are_named(wrong: list[str], capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         main(["--model", "gpt2-xl", "--mesh", "shard=8", *wrong])
     assert "found" in capsys.readouterr().err
+
+
+POINTS = st.lists(st.tuples(st.integers(1, 4096), st.floats(1.0, 1e15)), min_size=1, unique_by=lambda point: point[0])
+
+
+@given(POINTS.map(sorted), st.integers(1, 8192))
+def test_a_rate_lies_between_its_neighbours_and_is_theirs_at_the_points(points: list[tuple[int, float]], side: int):
+    machine = Machine(tuple(points))
+    assert all(machine.rate(at) == pytest.approx(rate) for at, rate in points)
+    below = [rate for at, rate in points if at <= side][-1:] or [points[0][1]]
+    above = [rate for at, rate in points if at >= side][:1] or [points[-1][1]]
+    low, high = sorted([*below, *above])
+    assert low * (1 - 1e-9) <= machine.rate(side) <= high * (1 + 1e-9)
+
+
+@given(SETTINGS, st.floats(0, 1), st.floats(0, 1))
+def test_every_exchange_and_every_matrix_takes_its_time(on: Setting, latency: float, overhead: float):
+    """Ours by hand: what a bucket takes there and back, the agreement before a step, and the matrices of a rank."""
+    plain, slow = (rows(on, Machine(latency=x, overhead=y), SCHEMES) for x, y in ((0, 0), (latency, overhead)))
+    exchanges = {"owner": 3, "split": 2, "whole parameters": 1, "everyone": 1}
+    for before, after in zip(plain, slow, strict=True):
+        tally = BY_NAME[after.scheme].tally(on)
+        assert sum(map(sum, tally.sides.values())) == pytest.approx(sum(tally.load))
+        assert after.wire == pytest.approx(before.wire + latency * exchanges.get(after.scheme, tally.exchanges))
+        assert after.compute <= before.compute + overhead * max(tally.matrices) + 1e-9
+        if after.scheme == "everyone":
+            assert after.compute == pytest.approx(before.compute + overhead * len(on.matrices))
+
+
+def test_small_matrices_run_at_their_own_rate():
+    def compute(*more: str) -> float:
+        found = json.loads(printed("--model", "gpt2-xl", "--mesh", "dp=1", "--json", "--layout", "ddp", *more))
+        return found["schemes"][-1]["compute"]
+
+    assert compute("--flops", "1600:200") == pytest.approx(2 * compute())
+    assert compute("--flops", "800:100,3200:300") == pytest.approx(2 * compute())  # 1600 is halfway: 200
+    assert compute("--overhead", "1000") == pytest.approx(compute() + 192e-3)
 
 
 # ------------------------------------------------------------------------------------------------------------ output

@@ -1,0 +1,192 @@
+"""The planner on paper against the clock: predicted and measured steps of sharded Newton-Schulz on two processes.
+
+First the machine is measured as the planner asks for it: the rate of Newton-Schulz by side, what a matrix and an
+exchange take beyond that, and how many bytes a second pass. Then whole steps of ``sharded(orthogonalize(), layout)``
+are timed, for GPT blocks of several widths, and held against ``python -m muonfx.sharding.plan`` for the same shapes.
+Both are measured with all processes at work, since they share the memory's bandwidth.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import muonfx as mfx
+from benchmarks import world
+from benchmarks.measure import summary
+from muonfx.sharding.messages import Exchange
+from muonfx.sharding.plan.cost import newton_schulz_cost
+from muonfx.sharding.plan.mesh import Mesh, matrices
+from muonfx.sharding.plan.models import Kind, Model
+from muonfx.sharding.plan.peers import SCHEMES
+from muonfx.sharding.plan.report import Machine, rows
+from muonfx.sharding.plan.schemes import Setting
+
+Call = Callable[[], object]
+
+SIDES = (64, 128, 256, 512, 1024)
+"""At which the rate is measured; between them the planner goes by the logarithm of the side."""
+SMALL, LARGE = 2**10, 2**22
+"""Bytes of the two exchanges that tell latency and bandwidth apart."""
+FEW, MANY = 4, 36
+"""Tiny matrices of the two steps that tell what a matrix and what a step take beyond products."""
+BLOCKS = 2
+
+
+class Case(NamedTuple):
+    """One step that is predicted and measured."""
+
+    width: int
+    dtype: torch.dtype
+    route: str
+
+    def __str__(self) -> str:
+        return f"{self.width} wide, {str(self.dtype).removeprefix('torch.')}, {self.route}"
+
+
+ROUTES = {"owner": "owner", "split": "split", "whole": "whole parameters"}
+"""Routes as they are called here, and the planner's schemes."""
+
+CASES = (
+    *(Case(512, dtype, route) for dtype in (torch.float32, torch.bfloat16) for route in ROUTES),
+    Case(768, torch.bfloat16, "owner"),
+    Case(128, torch.float32, "owner"),
+)
+
+
+def shapes(width: int) -> dict[str, tuple[int, int]]:
+    """The matrices of some GPT blocks: four of attention, two of the MLP."""
+    block = {**dict.fromkeys("qkvo", (width, width)), "up": (4 * width, width), "down": (width, 4 * width)}
+    return {f"{i}.{name}": shape for i in range(BLOCKS) for name, shape in block.items()}
+
+
+def weights(wanted: dict[str, tuple[int, int]]) -> dict[str, Tensor]:
+    """Random matrices, the same on all ranks."""
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator) for name, shape in wanted.items()}
+
+
+# ------------------------------------------------------------------------------------------------------ the machine
+
+
+def machine(dtype: torch.dtype, sides: tuple[int, ...], rounds: int, seconds: float) -> Machine:
+    """Measure what the planner asks for; called on every rank."""
+    tx = mfx.orthogonalize(dtype=dtype)
+    calls: dict[str, Call] = {}
+    loads: dict[str, float] = {}
+    for side in sides:
+        for shape in ((side, side), (side, 4 * side)):
+            given, name = weights({"a": shape, "b": shape}), f"{side} {shape}"
+            state = tx.init(given)
+            calls[name] = lambda given=given, state=state: tx.update(given, state)
+            loads[name] = 2 * newton_schulz_cost(shape, dtype=dtype).load
+    for number in (FEW, MANY):
+        calls[f"{number} tiny"] = step(tx, weights({str(i): (2 + i % 4, 8) for i in range(number)}), "whole")
+    for nbytes in (SMALL, LARGE):
+        calls[f"{nbytes} bytes"] = exchange(nbytes)
+    times = world.interleaved(calls, rounds=rounds, seconds=seconds)
+    took = {name: statistics.median(own) for name, own in times.items()}
+    rates = [
+        (side, math.sqrt(math.prod(loads[name] / took[name] for name in loads if name.split()[0] == str(side))))
+        for side in sides
+    ]
+    small, large = took[f"{SMALL} bytes"], took[f"{LARGE} bytes"]
+    bandwidth = (LARGE - SMALL) / (large - small) if large > small else math.inf
+    # A step of tiny matrices is the agreement of all ranks and, for each matrix of a rank, what is not its products.
+    each = (FEW / dist.get_world_size(), MANY / dist.get_world_size())
+    overhead = max(0.0, (took[f"{MANY} tiny"] - took[f"{FEW} tiny"]) / (each[1] - each[0]))
+    latency = max(small, took[f"{FEW} tiny"] - each[0] * overhead)
+    return Machine(tuple(rates), bandwidth, bandwidth, latency=latency, overhead=overhead)
+
+
+def exchange(nbytes: int) -> Call:
+    """Every rank sends so many bytes to its neighbour."""
+    ranks, me = dist.get_world_size(), dist.get_rank()
+    here, there = torch.randn(nbytes // 4), torch.empty(nbytes // 4)
+
+    def call() -> None:
+        outgoing: list[list[Tensor]] = [[] for _ in range(ranks)]
+        incoming: list[list[Tensor]] = [[] for _ in range(ranks)]
+        expected = [0] * ranks
+        outgoing[(me + 1) % ranks], incoming[(me - 1) % ranks] = [here], [there]
+        expected[(me - 1) % ranks] = here.numel()
+        group = dist.group.WORLD
+        assert group is not None
+        Exchange(
+            outgoing, expected, dtype=here.dtype, device=here.device, group=group, what="measuring an exchange"
+        ).wait(incoming)
+
+    return call
+
+
+# ------------------------------------------------------------------------------------------------------------ a step
+
+
+def step(tx: mfx.Transform, whole: dict[str, Tensor], route: str) -> Call:
+    """One update of a sharded transform by a route."""
+    if route == "owner":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        held: dict[str, Any] = {name: distribute_tensor(leaf, mesh, [Shard(0)]) for name, leaf in whole.items()}
+        own = mfx.sharding.sharded(tx, mfx.sharding.from_dtensors(held))
+    elif route == "split":
+        held = whole
+        own = mfx.sharding.sharded(tx, mfx.sharding.replicated(), replicas="split")
+    else:
+        layout = mfx.sharding.zero(whole, partition="whole", tx=tx)
+        held = layout.shard(whole)
+        own = mfx.sharding.sharded(tx, layout)
+    state = own.init(held)
+    return lambda: own.update(held, state, held)
+
+
+def predicted(case: Case, machine: Machine, ranks: int) -> float:
+    """Seconds of a step, by the planner."""
+    kinds = tuple(Kind(name, shape, 1, muon=True) for name, shape in shapes(case.width).items())
+    model, mesh = Model("GPT blocks", "benchmarks/planner.py", kinds), Mesh(shard=ranks)
+    setting = Setting(model, mesh, matrices(model, mesh, "cpu", case.dtype), "cpu", case.dtype)
+    (row,) = rows(setting, machine, [scheme for scheme in SCHEMES if scheme.name == ROUTES[case.route]])
+    return row.step
+
+
+def measure(cases: tuple[Case, ...], sides: tuple[int, ...], rounds: int, seconds: float) -> list[dict[str, Any]]:
+    """The rows; called on every rank."""
+    machines = {dtype: machine(dtype, sides, rounds, seconds) for dtype in dict.fromkeys(case.dtype for case in cases)}
+    calls = {
+        str(case): step(mfx.orthogonalize(dtype=case.dtype), weights(shapes(case.width)), case.route) for case in cases
+    }
+    times = world.interleaved(calls, rounds=rounds, seconds=seconds)
+    spread = summary(times, str(cases[0]))
+    found: list[dict[str, Any]] = []
+    for case in cases:
+        on, name = machines[case.dtype], str(case)
+        guess = predicted(case, on, dist.get_world_size())
+        found.append(
+            {
+                "case": name,
+                "predicted": 1e3 * guess,
+                "milliseconds": spread[name]["milliseconds"],
+                "predicted over measured": guess / statistics.median(times[name]),
+                "machine": on._asdict(),
+            }
+        )
+    return found
+
+
+def speed(
+    rounds: int,
+    *,
+    processes: int = 2,
+    cases: tuple[Case, ...] = CASES,
+    sides: tuple[int, ...] = SIDES,
+    seconds: float = math.inf,
+) -> list[dict[str, Any]]:
+    """Predicted and measured milliseconds of each case, and the machine that the prediction rests on."""
+    return world.run(processes, measure, cases, sides, rounds, seconds)
