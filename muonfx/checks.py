@@ -6,8 +6,10 @@ must not decide anything in Python.
 
 from __future__ import annotations
 
+import difflib
 import math
 import warnings
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +27,7 @@ __all__ = [
     "check_state_like",
     "check_update",
     "check_updates_fit",
+    "did_you_mean",
     "finite",
     "floating_dtype",
     "in_unit_interval",
@@ -100,6 +103,16 @@ def floating_dtype(name: str, value: Any) -> None:
     """
     if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
         raise TypeError(f"{name} must be a floating-point torch.dtype or None, found {value!r}")
+
+
+def did_you_mean(wrong: str, known: Iterable[str]) -> str:
+    """Names like a misspelt one, as the end of a clause of an error message; nothing where none is like it.
+
+    >>> did_you_mean("boundry", ["boundary", "value"]), did_you_mean("x", ["boundary"])
+    (" (did you mean 'boundary'?)", '')
+    """
+    close = difflib.get_close_matches(wrong, list(known), n=3, cutoff=0.6)
+    return f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""
 
 
 def _shown(name: str) -> str:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.checks import check_params, check_update, check_updates_fit
+from muonfx.checks import check_params, check_update, check_updates_fit, did_you_mean
 from muonfx.recorded import Recorded, make_factory
 from muonfx.tree import PyTree
 
@@ -80,6 +80,9 @@ class Donation(NamedTuple):
 
 
 NOTHING = Donation()
+
+_OUR_EXTRAS = frozenset({"donate", "sum_over_leaves"})
+"""Named in signatures, and given by those who call transforms, not by training loops."""
 
 
 class EmptyState(NamedTuple):
@@ -178,16 +181,54 @@ class Transform(Recorded):
                 required |= part._extras[2]
         return frozenset(parameter.name for parameter in named), takes_all, frozenset(required - {"sum_over_leaves"})
 
+    @property
+    def understood_extras(self) -> frozenset[str] | None:
+        """The named extras that this transform or one within it reads; None: any, as only its own code knows.
+
+        A transform that takes ``**extras`` passes them on to those within it, and names what it reads itself. Where
+        it has none within, its ``**extras`` are for itself.
+
+        >>> import muonfx as mfx
+        >>> sorted(mfx.chain(mfx.accumulate(mfx.momentum(), 2), mfx.scale(-0.1)).understood_extras)
+        ['boundary']
+        """
+        return self._derived("understood", self._find_understood)
+
+    def _find_understood(self) -> frozenset[str] | None:
+        named, takes_all, _ = self._extras
+        if takes_all and self.factory is not chain:  # of an empty chain it is known that it reads none
+            within = [part for part in self._parts if isinstance(part, Transform)]
+            if not within:
+                return None
+        found = set(named - _OUR_EXTRAS)
+        for part in self._parts if takes_all else ():
+            if isinstance(part, Transform):
+                inner = part.understood_extras
+                if inner is None:
+                    return None
+                found |= inner
+        return frozenset(found)
+
     def check_extras(self, extras: Mapping[str, Any]) -> None:
-        """Require the named extras without which some transform within cannot run.
+        """Require the named extras without which some transform within cannot run, and no others than it knows.
 
         Raises:
-            TypeError: one is missing; the message names it.
+            TypeError: one is missing, or no transform within reads it; the message names it and those that are read.
         """
         missing = sorted(self._extras[2] - extras.keys())
         if missing:
             name = missing[0]
             raise TypeError(f"{self.name} needs the named extra {name}: update(..., {name}=...)")
+        understood = self.understood_extras
+        if understood is None:
+            return
+        unknown = sorted(extras.keys() - understood - _OUR_EXTRAS)
+        if unknown:
+            there = ", ".join(sorted(understood)) or "none"
+            raise TypeError(
+                f"{self.name}: nothing in it reads the named extra {unknown[0]}{did_you_mean(unknown[0], understood)}; "
+                f"it reads {there}. A transform reads the extras that its update's signature names"
+            )
 
     @property
     def keeps_donation_promise(self) -> bool:
@@ -209,7 +250,7 @@ class Transform(Recorded):
     def prepare(self) -> None:
         """Build now and derive what tracing needs."""
         super().prepare()
-        _ = self.locality, self._extras, self.keeps_donation_promise
+        _ = self.locality, self._extras, self.understood_extras, self.keeps_donation_promise
 
     def init(self, params: PyTree) -> PyTree:
         """Build the state for a tree of parameters.
@@ -245,13 +286,14 @@ class Transform(Recorded):
             The new updates, in structure, shape and dtype like the incoming ones, and the next state.
 
         Raises:
-            TypeError: a leaf of the updates is not a floating-point tensor, or differs in kind from its parameter.
+            TypeError: a leaf of the updates is not a floating-point tensor, or differs in kind from its parameter; an
+                extra that no transform within reads (the message lists those read), or one that is missing.
             ValueError: the trees differ in structure or shape, or the state belongs to another transform or other
                 parameters. Each message names the leaf. Nothing has been changed when an error is raised.
         """
         if not torch.compiler.is_compiling():
             check_update(self, updates, state, params)
-            self.check_extras(extras)
+        self.check_extras(extras)
         given = Donation.of(donate)
         if given.updates and any(_overlaps(update) for update in tree.tensors(updates)):
             given = given._replace(updates=False)  # an expanded gradient has no storage of its own to reuse
