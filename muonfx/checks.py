@@ -90,7 +90,9 @@ def positive_int(name: str, value: Any) -> None:
     Traceback (most recent call last):
     ValueError: every must be an int of 1 or more, found 0
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int of 1 or more, found {value!r}")
+    if value < 1:
         raise ValueError(f"{name} must be an int of 1 or more, found {value!r}")
 
 

@@ -75,8 +75,15 @@ class Donation(NamedTuple):
 
     @classmethod
     def of(cls, donate: bool | Donation) -> Donation:
-        """Resolve what ``update`` was given."""
-        return donate if isinstance(donate, Donation) else cls(donate, donate)
+        """Resolve what ``update`` was given.
+
+        Raises:
+            TypeError: it is neither a bool nor a `Donation` of bools: "no" must not count as a promise.
+        """
+        given = donate if isinstance(donate, Donation) else cls(donate, donate)
+        if type(given.updates) is not bool or type(given.state) is not bool:
+            raise TypeError(f"donate must be True, False or a muonfx.Donation of these, found {donate!r}")
+        return given
 
 
 NOTHING = Donation()
@@ -122,7 +129,10 @@ class Transform(Recorded):
 
     def _find_locality(self) -> Locality:
         declared = cast("Any", self.factory).locality
-        return declared if isinstance(declared, Locality) else self._call(declared, self._arguments)
+        found = declared if isinstance(declared, Locality) else self._call(declared, self._arguments)
+        if not isinstance(found, Locality):
+            raise TypeError(f"{self.name}: its declared locality must be a Locality, found {found!r}")
+        return found
 
     @property
     def reads_params(self) -> bool:
@@ -385,6 +395,10 @@ def transform(
         >>> sign_descent().locality.name
         'ELEMENT'
     """
+    _check_declared(locality=locality, own_locality=own_locality, reads_params=reads_params)
+    for name, function in {"resolve": resolve, "rounds_to": rounds_to, "on_stacks": on_stacks}.items():
+        if function is not None and not callable(function):
+            raise TypeError(f"transform: {name} must be a function or None, found {function!r}")
     declared: dict[str, Any] = {
         "locality": locality,
         "own_locality": own_locality,
@@ -398,6 +412,21 @@ def transform(
         return make_factory(Transform, constructor, **declared)
 
     return decorate if constructor is None else decorate(constructor)
+
+
+def _check_declared(*, locality: Any, own_locality: Any, reads_params: Any) -> None:
+    if not (isinstance(locality, Locality) or callable(locality)):
+        raise TypeError(
+            f"transform: locality must be a Locality, such as Locality.MATRIX, or a function of the arguments that "
+            f"returns one, found {locality!r}"
+        )
+    if not (own_locality is None or isinstance(own_locality, Locality)):
+        raise TypeError(f"transform: own_locality must be a Locality or None, found {own_locality!r}")
+    if not (isinstance(reads_params, bool) or callable(reads_params)):
+        raise TypeError(
+            f"transform: reads_params must be True, False or a function of the arguments that returns one, "
+            f"found {reads_params!r}"
+        )
 
 
 def no_state(params: PyTree) -> EmptyState:
@@ -543,11 +572,14 @@ def apply_updates(params: PyTree, updates: PyTree, *, donate: bool = False) -> P
         donate: the caller's promise not to use ``params`` again; they are then overwritten and returned.
 
     Raises:
+        TypeError: ``donate`` is no bool.
         ValueError: an update has not the shape of its parameter, or the trees differ in structure; the leaf is named.
 
     >>> apply_updates({"w": torch.ones(2), "b": torch.ones(1)}, {"w": torch.ones(2), "b": None})
     {'w': tensor([2., 2.]), 'b': tensor([1.])}
     """
+    if type(donate) is not bool:
+        raise TypeError(f"apply_updates: donate must be True or False, found {donate!r}")
 
     def add(param: Tensor | None, update: Tensor | None) -> Tensor | None:
         if param is None or update is None:

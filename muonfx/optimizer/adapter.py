@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
+from muonfx.arguments import plain_arguments
 from muonfx.core import Transform
 from muonfx.hyperparams import with_hyperparams
 from muonfx.optimizer.groups import (
@@ -89,6 +90,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         ['adamw/scale_by_adam/count', 'muon/momentum/trace']
     """
 
+    @plain_arguments
     def __init__(
         self,
         params: NamedParameters,

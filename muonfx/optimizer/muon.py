@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from muonfx import polar
+from muonfx.arguments import plain_arguments
 from muonfx.optimizer.adapter import TransformOptimizer
 from muonfx.optimizer.groups import NamedParameters, named_pairs, resolve_groups
 from muonfx.recipes import muon_with_adamw
@@ -51,6 +52,7 @@ class Muon(TransformOptimizer):
         >>> scheduler.step()
     """
 
+    @plain_arguments
     def __init__(
         self,
         params: NamedParameters,

@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from torch import nn
 
+from muonfx.arguments import plain_arguments
 from muonfx.select.params import ParamInfo
 
 __all__ = ["Predicate", "frozen", "module_type", "ndim", "numel", "path", "shape", "tied", "where"]
@@ -177,6 +178,7 @@ class _Where(Predicate):
         return f"where({getattr(self.fn, '__qualname__', repr(self.fn))}, {self.name!r})"
 
 
+@plain_arguments
 def ndim(n: int | None = None, *, min: int | None = None, max: int | None = None) -> Predicate:
     """Parameters with ``n`` dimensions, or with ``min`` to ``max`` of them, both ends included.
 
@@ -193,6 +195,7 @@ def ndim(n: int | None = None, *, min: int | None = None, max: int | None = None
     return _between("ndim", min, max)
 
 
+@plain_arguments
 def numel(*, min: int | None = None, max: int | None = None) -> Predicate:
     """Parameters with ``min`` to ``max`` elements, both ends included.
 
@@ -205,6 +208,7 @@ def numel(*, min: int | None = None, max: int | None = None) -> Predicate:
     return _between("numel", min, max)
 
 
+@plain_arguments
 def shape(*sides: int | EllipsisType | None, min_side: int | None = None, max_side: int | None = None) -> Predicate:
     """Parameters whose shape fits a pattern and whose sides all lie within bounds.
 
@@ -299,6 +303,7 @@ def frozen() -> Predicate:
     return _Flag("frozen")
 
 
+@plain_arguments
 def where(fn: Callable[[ParamInfo], bool], name: str | None = None) -> Predicate:
     """Parameters for which your own function is true.
 
