@@ -9,8 +9,9 @@ from __future__ import annotations
 import difflib
 import math
 import warnings
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from muonfx.core import Transform
 
 __all__ = [
+    "NamePatterns",
     "at_least",
     "check_floating",
     "check_params",
@@ -32,6 +34,7 @@ __all__ = [
     "floating_dtype",
     "in_unit_interval",
     "positive_int",
+    "warn_of_unmatched",
 ]
 
 
@@ -115,6 +118,55 @@ def did_you_mean(wrong: str, known: Iterable[str]) -> str:
     """
     close = difflib.get_close_matches(wrong, list(known), n=3, cutoff=0.6)
     return f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""
+
+
+class NamePatterns(NamedTuple):
+    """Globs over dotted names that an argument of a transform holds: what `muonfx.transform` asks for by this name."""
+
+    argument: str
+    groups: tuple[tuple[str, ...], ...]
+    """Alternatives that stand together, of which one must match."""
+    first_counts: bool = False
+    """Whether a name belongs to the first group that matches it, and to no other."""
+
+
+def warn_of_unmatched(tx: Transform, params: Any, *, stacklevel: int) -> None:
+    """Warn of patterns in a transform, and in those within it, that do nothing for these parameters.
+
+    The names are those of the whole tree. A transform for some of the parameters (under `partition` or `masked`) may
+    hold patterns for the others, as a mask does that all labels share: only what matches nowhere is a slip.
+    """
+    names = tree.names(params)
+    for argument, groups, first_counts in tx.name_patterns if names else ():
+        taken: set[str] = set()
+        for group in groups:
+            found = {n for n in names if any(fnmatchcase(n, pattern) for pattern in group)}
+            if found and not found <= taken:
+                taken |= found if first_counts else set()
+                continue
+            shown = " and ".join(map(repr, group))
+            if found:
+                said = f"comes behind others that match all that it does, and the first counts: {_list(sorted(found))}"
+            else:
+                close = _close_names(group, names)
+                said = f"matches none of the {len(names)} parameters; "
+                said += f"close: {_list(close)}" if close else f"they are {_list(names)}"
+            warnings.warn(f"{argument}: {shown} {said}; correct or remove it", UserWarning, stacklevel=stacklevel + 1)
+
+
+def _close_names(group: Iterable[str], names: Sequence[str]) -> list[str]:
+    """Names that have a part like the fixed part of a pattern, the most alike first."""
+    found: dict[str, float] = {}
+    for pattern in group:
+        wanted = pattern.strip("*.").lower()
+        length = wanted.count(".") + 1
+        for name in names:
+            parts = name.lower().split(".")
+            windows = [".".join(parts[at : at + length]) for at in range(max(1, len(parts) - length + 1))]
+            alike = max(difflib.SequenceMatcher(None, wanted, window).ratio() for window in windows)
+            if alike >= 0.7:
+                found[name] = max(alike, found.get(name, 0.0))
+    return sorted(found, key=lambda name: -found[name])[:3]
 
 
 def _shown(name: str) -> str:

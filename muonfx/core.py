@@ -16,7 +16,7 @@ they came in.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import IntEnum
 from typing import Any, NamedTuple, cast
 
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.checks import check_params, check_update, check_updates_fit, did_you_mean
+from muonfx.checks import NamePatterns, check_params, check_update, check_updates_fit, did_you_mean, warn_of_unmatched
 from muonfx.recorded import Recorded, make_factory
 from muonfx.tree import PyTree
 
@@ -173,6 +173,24 @@ class Transform(Recorded):
         return self, {n: (s[-2], s[-1]) for n, s in shapes.items() if of_matrices and len(s) > 2}
 
     @property
+    def name_patterns(self) -> tuple[NamePatterns, ...]:
+        """The globs over names among the arguments of this transform and of those within it; each once.
+
+        >>> import muonfx as mfx
+        >>> mfx.muon(blocks={"*.qkv.weight": 3}).name_patterns
+        (NamePatterns(argument='blocks', groups=(('*.qkv.weight',),), first_counts=True),)
+        """
+        return self._derived("name_patterns", self._find_name_patterns)
+
+    def _find_name_patterns(self) -> tuple[NamePatterns, ...]:
+        declared = getattr(self.factory, "name_patterns", None)
+        found = list(declared(self)) if declared is not None else []
+        for part in self._parts:
+            if isinstance(part, Transform):
+                found += part.name_patterns
+        return tuple(dict.fromkeys(found))
+
+    @property
     def _functions(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
         return self.built
 
@@ -275,9 +293,13 @@ class Transform(Recorded):
         Raises:
             TypeError: a leaf is not a floating-point tensor; the message names it.
             ValueError: two leaves have one name.
+
+        Warns:
+            UserWarning: a pattern over names in some argument matches no parameter; the message lists close names.
         """
         if not torch.compiler.is_compiling():
             check_params(params)
+            warn_of_unmatched(self, params, stacklevel=2)
         return self._functions[0](params)
 
     def update(
@@ -350,6 +372,7 @@ def transform(
     rounds_to: Callable[[Any, torch.dtype, torch.device], torch.dtype] | None = None,
     on_stacks: Callable[[Any, Mapping[str, tuple[int, ...]]], tuple[Transform, dict[str, tuple[int, int]]]]
     | None = None,
+    name_patterns: Callable[[Any], Iterable[NamePatterns]] | None = None,
 ) -> Any:
     """Make a factory of transforms from a function that returns ``init`` and ``update``.
 
@@ -375,6 +398,8 @@ def transform(
         on_stacks: ``(transform, shapes) -> (transform, matrices)``: of some leaves, by name, those that are independent
             matrices one behind another in memory, with the shape of one, and the same transform for these leaves as
             stacks ``(how many, rows, columns)``. None: the leading dims of locality MATRIX, no others.
+        name_patterns: ``(transform) -> patterns``: the globs over names that its arguments hold, so that `init` can
+            warn of one that matches nothing.
 
     Returns:
         A factory with the constructor's name, signature and docstring.
@@ -396,7 +421,12 @@ def transform(
         'ELEMENT'
     """
     _check_declared(locality=locality, own_locality=own_locality, reads_params=reads_params)
-    for name, function in {"resolve": resolve, "rounds_to": rounds_to, "on_stacks": on_stacks}.items():
+    for name, function in {
+        "resolve": resolve,
+        "rounds_to": rounds_to,
+        "on_stacks": on_stacks,
+        "name_patterns": name_patterns,
+    }.items():
         if function is not None and not callable(function):
             raise TypeError(f"transform: {name} must be a function or None, found {function!r}")
     declared: dict[str, Any] = {
@@ -406,6 +436,7 @@ def transform(
         "resolve": resolve,
         "rounds_to": rounds_to,
         "on_stacks": on_stacks,
+        "name_patterns": name_patterns,
     }
 
     def decorate(constructor: Constructor) -> Callable[..., Transform]:

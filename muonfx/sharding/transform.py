@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from muonfx import tree
+from muonfx.checks import warn_of_unmatched
 from muonfx.core import NOTHING, Donation, Locality, Transform, _apart, _overlaps
 from muonfx.recorded import make_factory
 from muonfx.sharding.agreement import agree
@@ -190,6 +191,7 @@ def sharded(
 def begin(walk: Walk, tx: Transform, params: PyTree) -> PyTree:
     """Compare chains, parameters and layouts between ranks, and make the state of local tensors; on all or on none."""
     meet(walk, tx, params)
+    warn_of_unmatched(tx, params, stacklevel=3)
     problem: OSError | None = None
     state: PyTree = None
     try:
