@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import UninitializedTensorMixin
 
 from muonfx import tree
 
@@ -33,6 +34,7 @@ __all__ = [
     "finite",
     "floating_dtype",
     "in_unit_interval",
+    "is_usable",
     "positive_int",
     "warn_of_unmatched",
 ]
@@ -173,19 +175,47 @@ def _shown(name: str) -> str:
     return repr(name) if name else "the tree's only leaf"
 
 
-def _good(leaf: Any) -> bool:
-    return leaf is None or (isinstance(leaf, Tensor) and leaf.is_floating_point())
+_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
+
+
+def is_usable(leaf: Any) -> bool:
+    """Whether a leaf is None or a dense tensor of a dtype that can be computed with.
+
+    >>> is_usable(torch.zeros(2)), is_usable(torch.zeros(2).to_sparse()), is_usable(torch.zeros(2, dtype=torch.int8))
+    (True, False, False)
+    """
+    if leaf is None:
+        return True
+    if not isinstance(leaf, Tensor) or isinstance(leaf, UninitializedTensorMixin):
+        return False
+    return leaf.dtype in _DTYPES and leaf.layout is torch.strided and not leaf.is_nested
 
 
 def _check_leaves(what: str, given: Any) -> list[Any]:
     leaves = tree.leaves(given)
-    if all(map(_good, leaves)):
+    if all(map(is_usable, leaves)):
         return leaves
-    name, leaf = next((name, leaf) for name, leaf in zip(tree.names(given), leaves, strict=True) if not _good(leaf))
+    named = zip(tree.names(given), leaves, strict=True)
+    name, leaf = next((name, leaf) for name, leaf in named if not is_usable(leaf))
+    shown = f"{what}: {_shown(name)}"
     if not isinstance(leaf, Tensor):
-        raise TypeError(f"{what}: {_shown(name)} must be a tensor or None, found {type(leaf).__name__}")
-    advice = "view it as real with torch.view_as_real" if leaf.is_complex() else "leave it out"
-    raise TypeError(f"{what}: {_shown(name)} must be real floating point, found {leaf.dtype}; {advice}")
+        raise TypeError(f"{shown} must be a tensor or None, found {type(leaf).__name__}")
+    if isinstance(leaf, UninitializedTensorMixin):
+        raise TypeError(f"{shown} has no shape yet: it is of a lazy module; run one forward pass first")
+    if leaf.is_nested or leaf.layout is not torch.strided:
+        kind = "a nested tensor" if leaf.is_nested else str(leaf.layout)
+        advice = "make its parts leaves of their own" if leaf.is_nested else "make it dense with .to_dense()"
+        raise TypeError(f"{shown} must be dense, found {kind}; {advice}, or leave it out")
+    if leaf.is_complex():
+        advice = "view it as real with torch.view_as_real"
+    elif leaf.is_floating_point():
+        advice = "train a copy in bfloat16 or wider, and round to it after each step"
+    elif leaf.is_quantized:
+        advice = "train a dequantized copy, or leave it out"
+    else:
+        advice = "leave it out"
+    size = " of 16 bits or more" * leaf.is_floating_point()
+    raise TypeError(f"{shown} must be real floating point{size}, found {leaf.dtype}; {advice}")
 
 
 def check_floating(what: str, given: Any) -> None:

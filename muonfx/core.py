@@ -291,7 +291,8 @@ class Transform(Recorded):
             A tree of tensors; dtypes, shapes and devices are fixed here and stay.
 
         Raises:
-            TypeError: a leaf is not a floating-point tensor; the message names it.
+            TypeError: a leaf is not a dense tensor of a floating dtype of 16 bits or more; the message names it, and
+                says what to do with what is sparse, complex, nested, quantized or of eight bits.
             ValueError: two leaves have one name.
 
         Warns:

@@ -113,3 +113,47 @@ def test_monitors_of_one_name_are_an_error_where_they_are_read():
     tx = mfx.chain(mfx.monitor("seen"), mfx.scale(2.0), mfx.monitor("seen"))
     with pytest.raises(ValueError, match="two monitors measure 'seen/norm'"):
         mfx.metrics(tx.init(PARAMS))
+
+
+UNUSABLE = {
+    "fp8": (torch.zeros(2, 2).to(torch.float8_e4m3fn), "found torch.float8_e4m3fn; train a copy in bfloat16 or wider"),
+    "complex": (torch.zeros(2, dtype=torch.complex64), "found torch.complex64; view it as real"),
+    "int": (torch.zeros(2, dtype=torch.int64), "found torch.int64; leave it out"),
+    "bool": (torch.zeros(2, dtype=torch.bool), "found torch.bool; leave it out"),
+    "sparse": (
+        torch.zeros(2, 2).to_sparse(),
+        r"must be dense, found torch.sparse_coo; make it dense with .to_dense\(\)",
+    ),
+    "mkldnn": (torch.zeros(2, 2).to_mkldnn(), "must be dense, found torch._mkldnn"),
+    "jagged": (
+        torch.nested.nested_tensor([torch.zeros(2, 3), torch.zeros(1, 3)], layout=torch.jagged),
+        "must be dense, found a nested tensor",
+    ),
+    "lazy": (nn.UninitializedParameter(), "has no shape yet: it is of a lazy module"),
+    "number": (1.0, "must be a tensor or None, found float"),
+}
+
+
+@pytest.mark.parametrize(("leaf", "message"), [pytest.param(*row, id=kind) for kind, row in UNUSABLE.items()])
+@pytest.mark.parametrize("tx", [mfx.momentum(), mfx.muon(0.1), mfx.scale(1.0)], ids=["momentum", "muon", "scale"])
+def test_a_parameter_that_cannot_be_trained_is_named_at_init(leaf: Any, message: str, tx: mfx.Transform):
+    params = {"good": torch.zeros(2, 2), "blocks": [{"bad": leaf}]}
+    for face in (tx, sharding.offload(tx)):
+        with pytest.raises(TypeError, match=f"params: 'blocks.0.bad' .*{message}"):
+            face.init(params)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in UNUSABLE if kind != "lazy"])
+def test_a_gradient_that_cannot_be_used_is_named_before_anything_changes(kind: str):
+    leaf, message = UNUSABLE[kind]
+    tx = mfx.momentum()
+    params = {"w": torch.zeros(2, 2)}
+    state = tx.init(params)
+    with pytest.raises(TypeError, match=f"updates: 'w' .*{message}"):
+        tx.update({"w": leaf}, state)
+
+
+def test_an_optimizer_names_what_cannot_be_trained():
+    named = {"w": nn.Parameter(torch.zeros(2, 2)), "table": nn.Parameter(torch.zeros(2, 2).to(torch.float8_e5m2))}
+    with pytest.raises(TypeError, match=r"'table' .* found torch.float8_e5m2"):
+        mfx.TransformOptimizer(named, mfx.momentum())
