@@ -6,12 +6,16 @@ must not decide anything in Python.
 
 from __future__ import annotations
 
+import difflib
 import math
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import UninitializedTensorMixin
 
 from muonfx import tree
 
@@ -19,16 +23,20 @@ if TYPE_CHECKING:
     from muonfx.core import Transform
 
 __all__ = [
+    "NamePatterns",
     "at_least",
     "check_floating",
     "check_params",
     "check_state_like",
     "check_update",
     "check_updates_fit",
+    "did_you_mean",
     "finite",
     "floating_dtype",
     "in_unit_interval",
+    "is_usable",
     "positive_int",
+    "warn_of_unmatched",
 ]
 
 
@@ -87,7 +95,9 @@ def positive_int(name: str, value: Any) -> None:
     Traceback (most recent call last):
     ValueError: every must be an int of 1 or more, found 0
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int of 1 or more, found {value!r}")
+    if value < 1:
         raise ValueError(f"{name} must be an int of 1 or more, found {value!r}")
 
 
@@ -102,23 +112,110 @@ def floating_dtype(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be a floating-point torch.dtype or None, found {value!r}")
 
 
+def did_you_mean(wrong: str, known: Iterable[str]) -> str:
+    """Names like a misspelt one, as the end of a clause of an error message; nothing where none is like it.
+
+    >>> did_you_mean("boundry", ["boundary", "value"]), did_you_mean("x", ["boundary"])
+    (" (did you mean 'boundary'?)", '')
+    """
+    close = difflib.get_close_matches(wrong, list(known), n=3, cutoff=0.6)
+    return f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""
+
+
+class NamePatterns(NamedTuple):
+    """Globs over dotted names that an argument of a transform holds: what `muonfx.transform` asks for by this name."""
+
+    argument: str
+    groups: tuple[tuple[str, ...], ...]
+    """Alternatives that stand together, of which one must match."""
+    first_counts: bool = False
+    """Whether a name belongs to the first group that matches it, and to no other."""
+
+
+def warn_of_unmatched(tx: Transform, params: Any, *, stacklevel: int) -> None:
+    """Warn of patterns in a transform, and in those within it, that do nothing for these parameters.
+
+    The names are those of the whole tree. A transform for some of the parameters (under `partition` or `masked`) may
+    hold patterns for the others, as a mask does that all labels share: only what matches nowhere is a slip.
+    """
+    names = tree.names(params)
+    for argument, groups, first_counts in tx.name_patterns if names else ():
+        taken: set[str] = set()
+        for group in groups:
+            found = {n for n in names if any(fnmatchcase(n, pattern) for pattern in group)}
+            if found and not found <= taken:
+                taken |= found if first_counts else set()
+                continue
+            shown = " and ".join(map(repr, group))
+            if found:
+                said = f"comes behind others that match all that it does, and the first counts: {_list(sorted(found))}"
+            else:
+                close = _close_names(group, names)
+                said = f"matches none of the {len(names)} parameters; "
+                said += f"close: {_list(close)}" if close else f"they are {_list(names)}"
+            warnings.warn(f"{argument}: {shown} {said}; correct or remove it", UserWarning, stacklevel=stacklevel + 1)
+
+
+def _close_names(group: Iterable[str], names: Sequence[str]) -> list[str]:
+    """Names that have a part like the fixed part of a pattern, the most alike first."""
+    found: dict[str, float] = {}
+    for pattern in group:
+        wanted = pattern.strip("*.").lower()
+        length = wanted.count(".") + 1
+        for name in names:
+            parts = name.lower().split(".")
+            windows = [".".join(parts[at : at + length]) for at in range(max(1, len(parts) - length + 1))]
+            alike = max(difflib.SequenceMatcher(None, wanted, window).ratio() for window in windows)
+            if alike >= 0.7:
+                found[name] = max(alike, found.get(name, 0.0))
+    return sorted(found, key=lambda name: -found[name])[:3]
+
+
 def _shown(name: str) -> str:
     return repr(name) if name else "the tree's only leaf"
 
 
-def _good(leaf: Any) -> bool:
-    return leaf is None or (isinstance(leaf, Tensor) and leaf.is_floating_point())
+_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
+
+
+def is_usable(leaf: Any) -> bool:
+    """Whether a leaf is None or a dense tensor of a dtype that can be computed with.
+
+    >>> is_usable(torch.zeros(2)), is_usable(torch.zeros(2).to_sparse()), is_usable(torch.zeros(2, dtype=torch.int8))
+    (True, False, False)
+    """
+    if leaf is None:
+        return True
+    if not isinstance(leaf, Tensor) or isinstance(leaf, UninitializedTensorMixin):
+        return False
+    return leaf.dtype in _DTYPES and leaf.layout is torch.strided and not leaf.is_nested
 
 
 def _check_leaves(what: str, given: Any) -> list[Any]:
     leaves = tree.leaves(given)
-    if all(map(_good, leaves)):
+    if all(map(is_usable, leaves)):
         return leaves
-    name, leaf = next((name, leaf) for name, leaf in zip(tree.names(given), leaves, strict=True) if not _good(leaf))
+    named = zip(tree.names(given), leaves, strict=True)
+    name, leaf = next((name, leaf) for name, leaf in named if not is_usable(leaf))
+    shown = f"{what}: {_shown(name)}"
     if not isinstance(leaf, Tensor):
-        raise TypeError(f"{what}: {_shown(name)} must be a tensor or None, found {type(leaf).__name__}")
-    advice = "view it as real with torch.view_as_real" if leaf.is_complex() else "leave it out"
-    raise TypeError(f"{what}: {_shown(name)} must be real floating point, found {leaf.dtype}; {advice}")
+        raise TypeError(f"{shown} must be a tensor or None, found {type(leaf).__name__}")
+    if isinstance(leaf, UninitializedTensorMixin):
+        raise TypeError(f"{shown} has no shape yet: it is of a lazy module; run one forward pass first")
+    if leaf.is_nested or leaf.layout is not torch.strided:
+        kind = "a nested tensor" if leaf.is_nested else str(leaf.layout)
+        advice = "make its parts leaves of their own" if leaf.is_nested else "make it dense with .to_dense()"
+        raise TypeError(f"{shown} must be dense, found {kind}; {advice}, or leave it out")
+    if leaf.is_complex():
+        advice = "view it as real with torch.view_as_real"
+    elif leaf.is_floating_point():
+        advice = "train a copy in bfloat16 or wider, and round to it after each step"
+    elif leaf.is_quantized:
+        advice = "train a dequantized copy, or leave it out"
+    else:
+        advice = "leave it out"
+    size = " of 16 bits or more" * leaf.is_floating_point()
+    raise TypeError(f"{shown} must be real floating point{size}, found {leaf.dtype}; {advice}")
 
 
 def check_floating(what: str, given: Any) -> None:

@@ -16,7 +16,7 @@ they came in.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import IntEnum
 from typing import Any, NamedTuple, cast
 
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.checks import check_params, check_update, check_updates_fit
+from muonfx.checks import NamePatterns, check_params, check_update, check_updates_fit, did_you_mean, warn_of_unmatched
 from muonfx.recorded import Recorded, make_factory
 from muonfx.tree import PyTree
 
@@ -75,11 +75,21 @@ class Donation(NamedTuple):
 
     @classmethod
     def of(cls, donate: bool | Donation) -> Donation:
-        """Resolve what ``update`` was given."""
-        return donate if isinstance(donate, Donation) else cls(donate, donate)
+        """Resolve what ``update`` was given.
+
+        Raises:
+            TypeError: it is neither a bool nor a `Donation` of bools: "no" must not count as a promise.
+        """
+        given = donate if isinstance(donate, Donation) else cls(donate, donate)
+        if type(given.updates) is not bool or type(given.state) is not bool:
+            raise TypeError(f"donate must be True, False or a muonfx.Donation of these, found {donate!r}")
+        return given
 
 
 NOTHING = Donation()
+
+_OUR_EXTRAS = frozenset({"donate", "sum_over_leaves"})
+"""Named in signatures, and given by those who call transforms, not by training loops."""
 
 
 class EmptyState(NamedTuple):
@@ -119,7 +129,10 @@ class Transform(Recorded):
 
     def _find_locality(self) -> Locality:
         declared = cast("Any", self.factory).locality
-        return declared if isinstance(declared, Locality) else self._call(declared, self._arguments)
+        found = declared if isinstance(declared, Locality) else self._call(declared, self._arguments)
+        if not isinstance(found, Locality):
+            raise TypeError(f"{self.name}: its declared locality must be a Locality, found {found!r}")
+        return found
 
     @property
     def reads_params(self) -> bool:
@@ -160,6 +173,24 @@ class Transform(Recorded):
         return self, {n: (s[-2], s[-1]) for n, s in shapes.items() if of_matrices and len(s) > 2}
 
     @property
+    def name_patterns(self) -> tuple[NamePatterns, ...]:
+        """The globs over names among the arguments of this transform and of those within it; each once.
+
+        >>> import muonfx as mfx
+        >>> mfx.muon(blocks={"*.qkv.weight": 3}).name_patterns
+        (NamePatterns(argument='blocks', groups=(('*.qkv.weight',),), first_counts=True),)
+        """
+        return self._derived("name_patterns", self._find_name_patterns)
+
+    def _find_name_patterns(self) -> tuple[NamePatterns, ...]:
+        declared = getattr(self.factory, "name_patterns", None)
+        found = list(declared(self)) if declared is not None else []
+        for part in self._parts:
+            if isinstance(part, Transform):
+                found += part.name_patterns
+        return tuple(dict.fromkeys(found))
+
+    @property
     def _functions(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
         return self.built
 
@@ -178,16 +209,54 @@ class Transform(Recorded):
                 required |= part._extras[2]
         return frozenset(parameter.name for parameter in named), takes_all, frozenset(required - {"sum_over_leaves"})
 
+    @property
+    def understood_extras(self) -> frozenset[str] | None:
+        """The named extras that this transform or one within it reads; None: any, as only its own code knows.
+
+        A transform that takes ``**extras`` passes them on to those within it, and names what it reads itself. Where
+        it has none within, its ``**extras`` are for itself.
+
+        >>> import muonfx as mfx
+        >>> sorted(mfx.chain(mfx.accumulate(mfx.momentum(), 2), mfx.scale(-0.1)).understood_extras)
+        ['boundary']
+        """
+        return self._derived("understood", self._find_understood)
+
+    def _find_understood(self) -> frozenset[str] | None:
+        named, takes_all, _ = self._extras
+        if takes_all and self.factory is not chain:  # of an empty chain it is known that it reads none
+            within = [part for part in self._parts if isinstance(part, Transform)]
+            if not within:
+                return None
+        found = set(named - _OUR_EXTRAS)
+        for part in self._parts if takes_all else ():
+            if isinstance(part, Transform):
+                inner = part.understood_extras
+                if inner is None:
+                    return None
+                found |= inner
+        return frozenset(found)
+
     def check_extras(self, extras: Mapping[str, Any]) -> None:
-        """Require the named extras without which some transform within cannot run.
+        """Require the named extras without which some transform within cannot run, and no others than it knows.
 
         Raises:
-            TypeError: one is missing; the message names it.
+            TypeError: one is missing, or no transform within reads it; the message names it and those that are read.
         """
         missing = sorted(self._extras[2] - extras.keys())
         if missing:
             name = missing[0]
             raise TypeError(f"{self.name} needs the named extra {name}: update(..., {name}=...)")
+        understood = self.understood_extras
+        if understood is None:
+            return
+        unknown = sorted(extras.keys() - understood - _OUR_EXTRAS)
+        if unknown:
+            there = ", ".join(sorted(understood)) or "none"
+            raise TypeError(
+                f"{self.name}: nothing in it reads the named extra {unknown[0]}{did_you_mean(unknown[0], understood)}; "
+                f"it reads {there}. A transform reads the extras that its update's signature names"
+            )
 
     @property
     def keeps_donation_promise(self) -> bool:
@@ -209,7 +278,7 @@ class Transform(Recorded):
     def prepare(self) -> None:
         """Build now and derive what tracing needs."""
         super().prepare()
-        _ = self.locality, self._extras, self.keeps_donation_promise
+        _ = self.locality, self._extras, self.understood_extras, self.keeps_donation_promise
 
     def init(self, params: PyTree) -> PyTree:
         """Build the state for a tree of parameters.
@@ -222,11 +291,16 @@ class Transform(Recorded):
             A tree of tensors; dtypes, shapes and devices are fixed here and stay.
 
         Raises:
-            TypeError: a leaf is not a floating-point tensor; the message names it.
+            TypeError: a leaf is not a dense tensor of a floating dtype of 16 bits or more; the message names it, and
+                says what to do with what is sparse, complex, nested, quantized or of eight bits.
             ValueError: two leaves have one name.
+
+        Warns:
+            UserWarning: a pattern over names in some argument matches no parameter; the message lists close names.
         """
         if not torch.compiler.is_compiling():
             check_params(params)
+            warn_of_unmatched(self, params, stacklevel=2)
         return self._functions[0](params)
 
     def update(
@@ -245,13 +319,14 @@ class Transform(Recorded):
             The new updates, in structure, shape and dtype like the incoming ones, and the next state.
 
         Raises:
-            TypeError: a leaf of the updates is not a floating-point tensor, or differs in kind from its parameter.
+            TypeError: a leaf of the updates is not a floating-point tensor, or differs in kind from its parameter; an
+                extra that no transform within reads (the message lists those read), or one that is missing.
             ValueError: the trees differ in structure or shape, or the state belongs to another transform or other
                 parameters. Each message names the leaf. Nothing has been changed when an error is raised.
         """
         if not torch.compiler.is_compiling():
             check_update(self, updates, state, params)
-            self.check_extras(extras)
+        self.check_extras(extras)
         given = Donation.of(donate)
         if given.updates and any(_overlaps(update) for update in tree.tensors(updates)):
             given = given._replace(updates=False)  # an expanded gradient has no storage of its own to reuse
@@ -298,6 +373,7 @@ def transform(
     rounds_to: Callable[[Any, torch.dtype, torch.device], torch.dtype] | None = None,
     on_stacks: Callable[[Any, Mapping[str, tuple[int, ...]]], tuple[Transform, dict[str, tuple[int, int]]]]
     | None = None,
+    name_patterns: Callable[[Any], Iterable[NamePatterns]] | None = None,
 ) -> Any:
     """Make a factory of transforms from a function that returns ``init`` and ``update``.
 
@@ -323,6 +399,8 @@ def transform(
         on_stacks: ``(transform, shapes) -> (transform, matrices)``: of some leaves, by name, those that are independent
             matrices one behind another in memory, with the shape of one, and the same transform for these leaves as
             stacks ``(how many, rows, columns)``. None: the leading dims of locality MATRIX, no others.
+        name_patterns: ``(transform) -> patterns``: the globs over names that its arguments hold, so that `init` can
+            warn of one that matches nothing.
 
     Returns:
         A factory with the constructor's name, signature and docstring.
@@ -343,6 +421,15 @@ def transform(
         >>> sign_descent().locality.name
         'ELEMENT'
     """
+    _check_declared(locality=locality, own_locality=own_locality, reads_params=reads_params)
+    for name, function in {
+        "resolve": resolve,
+        "rounds_to": rounds_to,
+        "on_stacks": on_stacks,
+        "name_patterns": name_patterns,
+    }.items():
+        if function is not None and not callable(function):
+            raise TypeError(f"transform: {name} must be a function or None, found {function!r}")
     declared: dict[str, Any] = {
         "locality": locality,
         "own_locality": own_locality,
@@ -350,12 +437,28 @@ def transform(
         "resolve": resolve,
         "rounds_to": rounds_to,
         "on_stacks": on_stacks,
+        "name_patterns": name_patterns,
     }
 
     def decorate(constructor: Constructor) -> Callable[..., Transform]:
         return make_factory(Transform, constructor, **declared)
 
     return decorate if constructor is None else decorate(constructor)
+
+
+def _check_declared(*, locality: Any, own_locality: Any, reads_params: Any) -> None:
+    if not (isinstance(locality, Locality) or callable(locality)):
+        raise TypeError(
+            f"transform: locality must be a Locality, such as Locality.MATRIX, or a function of the arguments that "
+            f"returns one, found {locality!r}"
+        )
+    if not (own_locality is None or isinstance(own_locality, Locality)):
+        raise TypeError(f"transform: own_locality must be a Locality or None, found {own_locality!r}")
+    if not (isinstance(reads_params, bool) or callable(reads_params)):
+        raise TypeError(
+            f"transform: reads_params must be True, False or a function of the arguments that returns one, "
+            f"found {reads_params!r}"
+        )
 
 
 def no_state(params: PyTree) -> EmptyState:
@@ -501,11 +604,14 @@ def apply_updates(params: PyTree, updates: PyTree, *, donate: bool = False) -> P
         donate: the caller's promise not to use ``params`` again; they are then overwritten and returned.
 
     Raises:
+        TypeError: ``donate`` is no bool.
         ValueError: an update has not the shape of its parameter, or the trees differ in structure; the leaf is named.
 
     >>> apply_updates({"w": torch.ones(2), "b": torch.ones(1)}, {"w": torch.ones(2), "b": None})
     {'w': tensor([2., 2.]), 'b': tensor([1.])}
     """
+    if type(donate) is not bool:
+        raise TypeError(f"apply_updates: donate must be True or False, found {donate!r}")
 
     def add(param: Tensor | None, update: Tensor | None) -> Tensor | None:
         if param is None or update is None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
+from muonfx.checks import did_you_mean
 from muonfx.core import NOTHING, Donation, Locality, Transform, transform
 from muonfx.recorded import Recorded, dotted, part_names, parts_of
 from muonfx.tree import PyTree
@@ -56,7 +57,8 @@ def with_hyperparams(tx: R, changes: Mapping[str, Any]) -> R:
     names = [name for name, _ in parts_of(tx)]
     unknown = sorted(changes.keys() - set(names))
     if unknown:
-        raise KeyError(f"no hyperparameter {', '.join(unknown)}; there are {', '.join(names) or 'none'}")
+        close = did_you_mean(unknown[0], names)
+        raise KeyError(f"no hyperparameter {', '.join(unknown)}{close}; there are {', '.join(names) or 'none'}")
     leaves, treedef = tree.flatten(tx)
     return tree.unflatten(treedef, [changes.get(name, leaf) for name, leaf in zip(names, leaves, strict=True)])
 

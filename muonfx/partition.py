@@ -15,14 +15,23 @@ from typing import Any
 import torch
 
 from muonfx import tree
+from muonfx.checks import NamePatterns
 from muonfx.core import NOTHING, Donation, Locality, Transform, transform, widest
 from muonfx.recorded import part_names
 from muonfx.select.params import read_params
-from muonfx.select.predicates import Predicate
-from muonfx.select.rules import listing
+from muonfx.select.predicates import Predicate, asks_for_modules, path_patterns
+from muonfx.select.rules import Labels, listing
 from muonfx.tree import PyTree
 
-__all__ = ["masked", "partition", "resolve_mask", "routes"]
+__all__ = ["mask_patterns", "masked", "partition", "resolve_mask", "routes"]
+
+
+class _Reasoned(list[Any]):
+    """Values of leaves that labels have given, with these, which know why."""
+
+    def __init__(self, values: list[Any], labels: Labels) -> None:
+        super().__init__(values)
+        self.labels = labels
 
 
 class _Assignment:
@@ -33,6 +42,11 @@ class _Assignment:
     """
 
     def __init__(self, what: str, given: Any, kinds: type | tuple[type, ...]) -> None:
+        if asks_for_modules(given):
+            raise ValueError(
+                f"{what}: {given!r} asks for module types, and tensors that come by name have none: it would match "
+                "nothing. Decide with the model at hand: muonfx.select.labels(model, [(predicate, 'yes')], 'no')"
+            )
         self.what, self.given, self.kinds = what, given, kinds
         self._resolved: dict[Any, tuple[list[str], list[Any]]] = {}
 
@@ -75,7 +89,9 @@ class _Assignment:
             given = dict.fromkeys(names, False) | {info.name: given(info) for info in read_params(params)}
         elif callable(given) and not isinstance(given, Mapping):
             given = given(params)
-        if isinstance(given, Mapping) and all(isinstance(value, self.kinds) for value in given.values()):
+        if isinstance(given, Labels):
+            values: list[Any] = _Reasoned(self._by_name(given, names), given)
+        elif isinstance(given, Mapping) and all(isinstance(value, self.kinds) for value in given.values()):
             values = self._by_name(given, names)
         else:
             values = self._by_structure(given, params)
@@ -131,6 +147,30 @@ def _part(names: list[str], chosen: list[Any], value: Any, values: PyTree) -> di
     }
 
 
+def _why(names: list[str], chosen: list[Any]) -> str:
+    """The end of a warning: which labels there are instead, and the reasons behind some, where these are known."""
+    if not names:
+        return ": there are no parameters"
+    counts = {label: chosen.count(label) for label in dict.fromkeys(chosen)}
+    there = ", ".join(f"{label!r} for {count}" for label, count in counts.items())
+    if not isinstance(chosen, _Reasoned):
+        return f". The labels of the {len(names)} parameters are {there}"
+    reason = chosen.labels.reason
+    some = "; ".join(f"{n!r} is {label!r}: {reason(n)}" for n, label in list(zip(names, chosen, strict=True))[:5])
+    return f". The labels of the {len(names)} parameters are {there}. {some}" + "; ..." * (len(names) > 5)
+
+
+def mask_patterns(tx: Transform) -> list[NamePatterns]:
+    """The globs in a transform's mask, as `muonfx.transform` asks for them.
+
+    >>> import muonfx as mfx
+    >>> mask_patterns(mfx.masked(mfx.identity(), mfx.select.path("*.bias")))
+    [NamePatterns(argument='mask', groups=(('*.bias',),), first_counts=False)]
+    """
+    groups = path_patterns(tx.arguments["mask"])
+    return [NamePatterns("mask", groups)] if groups else []
+
+
 def _locality(transforms: Mapping[str, Transform], labels: Any) -> Any:
     return widest(transforms.values())
 
@@ -163,7 +203,7 @@ def partition(transforms: dict[str, Transform], labels: PyTree | Mapping[str, st
         ValueError: a parameter has no label, or a label no transform; the message names it.
 
     Warns:
-        UserWarning: a transform has no parameter, at `init`.
+        UserWarning: a transform has no parameter, at `init`; the message says which labels there are, and why.
 
     Example:
         >>> import muonfx as mfx
@@ -191,7 +231,9 @@ def partition(transforms: dict[str, Transform], labels: PyTree | Mapping[str, st
         for label in transforms:
             if label not in chosen:
                 warnings.warn(
-                    f"partition: no parameter has the label {label!r}; its transform does nothing", stacklevel=2
+                    f"partition: no parameter has the label {label!r}; its transform does nothing"
+                    + _why(names, chosen),
+                    stacklevel=2,
                 )
         return {label: tx._functions[0](_part(names, chosen, label, params)) for label, tx in transforms.items()}
 
@@ -213,7 +255,12 @@ def partition(transforms: dict[str, Transform], labels: PyTree | Mapping[str, st
     return init, update
 
 
-@transform(locality=lambda inner, mask: inner.locality, own_locality=Locality.ELEMENT, resolve=_resolve_masked)
+@transform(
+    locality=lambda inner, mask: inner.locality,
+    own_locality=Locality.ELEMENT,
+    resolve=_resolve_masked,
+    name_patterns=mask_patterns,
+)
 def masked(inner: Transform, mask: PyTree | Mapping[str, bool] | Predicate | Callable[[PyTree], PyTree]):
     """Apply a transform to some parameters and pass the updates of the others on unchanged.
 
@@ -226,7 +273,8 @@ def masked(inner: Transform, mask: PyTree | Mapping[str, bool] | Predicate | Cal
 
     Raises:
         TypeError: a mask value is not a bool.
-        ValueError: a parameter has no mask value; the message names it.
+        ValueError: a parameter has no mask value (the message names it), or a predicate asks for module types, which
+            are not known here.
 
     Example:
         >>> import muonfx as mfx

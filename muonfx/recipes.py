@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from muonfx import polar
+from muonfx.arguments import plain_arguments
 from muonfx.core import Transform, chain
 from muonfx.partition import partition
 from muonfx.schedules import Schedule
@@ -33,6 +34,7 @@ Mask = PyTree | Mapping[str, bool] | Predicate | Callable[[PyTree], PyTree] | No
 CoefficientsLike = str | polar.Coefficients | tuple[tuple[float, ...], ...] | Tensor
 
 
+@plain_arguments
 def muon(
     learning_rate: Rate = 2e-3,
     *,
@@ -79,6 +81,7 @@ def muon(
     )
 
 
+@plain_arguments
 def normuon(
     learning_rate: Rate = 2e-3,
     *,
@@ -115,6 +118,7 @@ def normuon(
     )
 
 
+@plain_arguments
 def adamw(
     learning_rate: Rate = 1e-3,
     *,
@@ -142,6 +146,7 @@ def adamw(
     )
 
 
+@plain_arguments
 def lion(
     learning_rate: Rate = 1e-4, *, b1: float = 0.9, b2: float = 0.99, weight_decay: float = 0.0, mask: Mask = None
 ) -> Transform:
@@ -162,6 +167,7 @@ def lion(
     return chain(scale_by_lion(b1, b2), add_decayed_weights(weight_decay, mask), scale_by_learning_rate(learning_rate))
 
 
+@plain_arguments
 def muon_with_adamw(
     learning_rate: Rate = 2e-3,
     adamw_learning_rate: Rate | None = None,

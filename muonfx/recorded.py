@@ -26,6 +26,7 @@ import torch
 import torch.utils._pytree as torch_pytree
 from torch import Tensor
 
+from muonfx.arguments import check_plain, kinds_of
 from muonfx.tree import NAMESPACE
 
 __all__ = ["Recorded", "bare", "dotted", "make_factory", "part_names", "parts_of"]
@@ -126,7 +127,8 @@ class Recorded:
         """Record a call of a factory; ints become floats where the factory's annotation says float.
 
         Raises:
-            TypeError: the arguments do not fit the factory's signature.
+            TypeError: the arguments do not fit the factory's signature, or one whose annotation asks for a bool, an
+                int, a float or a str is none.
         """
         parameters: dict[str, inspect.Parameter] = cast("Any", factory).parameters
         bound = inspect.Signature(list(parameters.values())).bind(*args, **kwargs)
@@ -134,6 +136,7 @@ class Recorded:
         parts: list[Any] = []
         skeleton: dict[str, Any] = {}
         for name, value in bound.arguments.items():
+            check_plain(factory.__name__, name, value, cast("Any", factory).plain_kinds[name])
             if isinstance(value, int) and not isinstance(value, bool) and "float" in str(parameters[name].annotation):
                 value = float(value)
             skeleton[name] = _split(value, parts, top=True)
@@ -268,8 +271,8 @@ class Recorded:
 def make_factory(kind: type[Recorded], constructor: Callable[..., Any], **described: Any) -> Callable[..., Any]:
     """Turn a function into a factory of recorded values, with the function's name, signature and docstring.
 
-    The attributes of a factory: ``constructor`` (the function), ``parameters`` and ``kinds`` (its signature, read
-    once, in a form that can be traced), and whatever else is described.
+    The attributes of a factory: ``constructor`` (the function), ``parameters``, ``kinds`` and ``plain_kinds`` (its
+    signature, read once, in a form that can be traced), and whatever else is described.
     """
 
     @functools.wraps(constructor)
@@ -280,7 +283,8 @@ def make_factory(kind: type[Recorded], constructor: Callable[..., Any], **descri
 
     parameters = dict(inspect.signature(constructor).parameters)
     kinds = tuple((name, parameter.kind.name) for name, parameter in parameters.items())
-    for name, value in {"constructor": constructor, "parameters": parameters, "kinds": kinds, **described}.items():
+    own = {"constructor": constructor, "parameters": parameters, "kinds": kinds, "plain_kinds": kinds_of(parameters)}
+    for name, value in {**own, **described}.items():
         setattr(factory, name, value)
     return factory
 

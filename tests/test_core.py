@@ -230,8 +230,43 @@ def test_a_transform_receives_the_extras_that_it_names_and_a_chain_passes_all_on
 
     tx = mfx.chain(mfx.scale(1.0), mfx.masked(mfx.chain(listening()), {"w": True}))
     params = {"w": torch.ones(1)}
-    tx.update(params, tx.init(params), params, value=3, nobody=5)
+    tx.update(params, tx.init(params), params, value=3)
     assert seen == {"value": 3, "step": None}
+    with pytest.raises(TypeError, match=r"named extra vlaue \(did you mean 'value'\?\); it reads step, value"):
+        tx.update(params, tx.init(params), params, value=3, vlaue=5)
+
+
+@pytest.mark.parametrize("face", [lambda tx: tx, mfx.sharding.offload], ids=["plain", "offloaded"])
+def test_an_extra_that_nothing_reads_is_an_error_that_lists_those_that_are_read(face):
+    inner = mfx.masked(mfx.accumulate(mfx.chain(mfx.momentum(), mfx.scale(-1.0)), 2), mfx.select.ndim(min=1))
+    tx = face(mfx.chain(mfx.clip_by_global_norm(1.0), ("inner", inner)))
+    params = {"w": torch.ones(3)}
+    state = tx.init(params)
+    with pytest.raises(TypeError, match=r"extra boundry \(did you mean 'boundary'\?\); it reads boundary"):
+        tx.update(params, state, params, boundry=True)
+    tx.update(params, state, params, boundary=True)
+    plain = face(mfx.chain(mfx.scale(1.0)))
+    with pytest.raises(TypeError, match="it reads none"):
+        plain.update(params, plain.init(params), params, boundary=True)
+    with pytest.raises(TypeError, match="it reads none"):
+        mfx.chain().update(params, {}, params, boundary=True)
+
+
+def test_a_transform_that_takes_any_extra_is_given_all_and_nothing_is_misspelt():
+    seen: dict[str, object] = {}
+
+    @mfx.transform(locality=mfx.Locality.ELEMENT)
+    def takes_all():
+        def update(updates, state, params=None, *, donate=None, **extras):
+            seen.update(extras)
+            return updates, state
+
+        return (lambda params: mfx.EmptyState()), update
+
+    tx = mfx.chain(mfx.accumulate(takes_all(), 1), mfx.scale(1.0))
+    params = {"w": torch.ones(1)}
+    tx.update(params, tx.init(params), params, boundary=True, anything=3)
+    assert seen == {"anything": 3}
 
 
 def test_sums_over_leaves_can_be_taken_over_ranks():

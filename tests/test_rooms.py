@@ -17,6 +17,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "muonfx"
 FLOORS = {
     "tree": 0,
     "boxes": 0,
+    "arguments": 0,
     "recorded": 0,
     "elementwise": 0,
     "tracing": 0,

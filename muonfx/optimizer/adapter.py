@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
+from muonfx.arguments import plain_arguments
+from muonfx.checks import is_usable
 from muonfx.core import Transform
 from muonfx.hyperparams import with_hyperparams
 from muonfx.optimizer.groups import (
@@ -89,6 +91,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         ['adamw/scale_by_adam/count', 'muon/momentum/trace']
     """
 
+    @plain_arguments
     def __init__(
         self,
         params: NamedParameters,
@@ -301,12 +304,12 @@ class TransformOptimizer(torch.optim.Optimizer):
                 "optimizer.state was cleared, but the state lives in transform_state: make the optimizer anew"
             )
         grads = [grad for grad in updates.values() if grad is not None]
-        if all(grad.layout is torch.strided and grad.is_floating_point() for grad in grads) and not self._left_out:
+        if all(map(is_usable, grads)) and not self._left_out:
             return
         for name, grad in updates.items():
             if grad is None:
                 continue
-            if grad.layout is not torch.strided or not grad.is_floating_point():
+            if not is_usable(grad):
                 raise TypeError(f"the gradient of {name!r} must be dense and real, found {grad.layout}, {grad.dtype}")
             if name in self._left_out:
                 raise ValueError(

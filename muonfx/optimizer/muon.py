@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from muonfx import polar
+from muonfx.arguments import plain_arguments
 from muonfx.optimizer.adapter import TransformOptimizer
 from muonfx.optimizer.groups import NamedParameters, named_pairs, resolve_groups
 from muonfx.recipes import muon_with_adamw
@@ -51,6 +52,7 @@ class Muon(TransformOptimizer):
         >>> scheduler.step()
     """
 
+    @plain_arguments
     def __init__(
         self,
         params: NamedParameters,
@@ -92,8 +94,8 @@ class Muon(TransformOptimizer):
             blocks=blocks,
             labels=default_labels(named, self._rules),
         )
-        with warnings.catch_warnings():  # a model without embeddings, or without matrices, is nothing to warn of here
-            warnings.filterwarnings("ignore", message="partition: no parameter has the label")
+        with warnings.catch_warnings():  # a model without embeddings and vectors is nothing to warn of here
+            warnings.filterwarnings("ignore", message="partition: no parameter has the label 'adamw'")
             super().__init__(params, tx, donate_grads=donate_grads, bucket_bytes=bucket_bytes, layout=layout)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -13,9 +13,22 @@ from typing import NoReturn
 
 from torch import nn
 
+from muonfx.arguments import plain_arguments
 from muonfx.select.params import ParamInfo
 
-__all__ = ["Predicate", "frozen", "module_type", "ndim", "numel", "path", "shape", "tied", "where"]
+__all__ = [
+    "Predicate",
+    "asks_for_modules",
+    "frozen",
+    "module_type",
+    "ndim",
+    "numel",
+    "path",
+    "path_patterns",
+    "shape",
+    "tied",
+    "where",
+]
 
 
 class Predicate:
@@ -177,6 +190,7 @@ class _Where(Predicate):
         return f"where({getattr(self.fn, '__qualname__', repr(self.fn))}, {self.name!r})"
 
 
+@plain_arguments
 def ndim(n: int | None = None, *, min: int | None = None, max: int | None = None) -> Predicate:
     """Parameters with ``n`` dimensions, or with ``min`` to ``max`` of them, both ends included.
 
@@ -193,6 +207,7 @@ def ndim(n: int | None = None, *, min: int | None = None, max: int | None = None
     return _between("ndim", min, max)
 
 
+@plain_arguments
 def numel(*, min: int | None = None, max: int | None = None) -> Predicate:
     """Parameters with ``min`` to ``max`` elements, both ends included.
 
@@ -205,6 +220,7 @@ def numel(*, min: int | None = None, max: int | None = None) -> Predicate:
     return _between("numel", min, max)
 
 
+@plain_arguments
 def shape(*sides: int | EllipsisType | None, min_side: int | None = None, max_side: int | None = None) -> Predicate:
     """Parameters whose shape fits a pattern and whose sides all lie within bounds.
 
@@ -299,6 +315,7 @@ def frozen() -> Predicate:
     return _Flag("frozen")
 
 
+@plain_arguments
 def where(fn: Callable[[ParamInfo], bool], name: str | None = None) -> Predicate:
     """Parameters for which your own function is true.
 
@@ -314,6 +331,33 @@ def where(fn: Callable[[ParamInfo], bool], name: str | None = None) -> Predicate
     if not callable(fn):
         raise TypeError(f"where: found {fn!r}, expected a function of a ParamInfo")
     return _Where(fn, name if name is not None else getattr(fn, "__name__", type(fn).__name__))
+
+
+def path_patterns(predicate: object) -> tuple[tuple[str, ...], ...]:
+    """The patterns of every `path` within a predicate; those of paths that are joined by ``|`` stand together.
+
+    >>> path_patterns(ndim(2) & ~(path("*.ln") | path("*bias", "*scale")))
+    (('*.ln', '*bias', '*scale'),)
+    """
+    if isinstance(predicate, _Path):
+        return (predicate.patterns,)
+    if isinstance(predicate, _Or | _And):
+        left, right = path_patterns(predicate.left), path_patterns(predicate.right)
+        if isinstance(predicate, _Or) and left and right:
+            return (tuple(pattern for group in (*left, *right) for pattern in group),)
+        return (*left, *right)
+    return path_patterns(predicate.inner) if isinstance(predicate, _Not) else ()
+
+
+def asks_for_modules(predicate: object) -> bool:
+    """Whether a predicate looks at the types of modules, which named tensors do not have.
+
+    >>> asks_for_modules(ndim(2) & ~module_type(nn.Embedding))
+    True
+    """
+    if isinstance(predicate, _Or | _And):
+        return asks_for_modules(predicate.left) or asks_for_modules(predicate.right)
+    return asks_for_modules(predicate.inner) if isinstance(predicate, _Not) else isinstance(predicate, _ModuleType)
 
 
 def _between(what: str, low: int | None, high: int | None) -> Predicate:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from muonfx import tree
+from muonfx.arguments import plain_arguments
 from muonfx.core import Transform
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Buffer, Layout, is_dtensor, specs_of
@@ -40,6 +41,7 @@ def replicated(group: Group = None) -> Layout:
     return Layout("replicated", None, {}, size, rank, group)
 
 
+@plain_arguments
 def zero(
     params: PyTree,
     group: Group = None,
@@ -95,6 +97,7 @@ def equal_cut(layout: Layout, names: Sequence[str]) -> Layout:
     return Layout("flat", specs, pieces, layout.size, layout.rank, layout.group, None, buffer)
 
 
+@plain_arguments
 def flat(
     params: PyTree,
     group: Group = None,

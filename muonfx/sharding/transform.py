@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from muonfx import tree
+from muonfx.checks import warn_of_unmatched
 from muonfx.core import NOTHING, Donation, Locality, Transform, _apart, _overlaps
 from muonfx.recorded import make_factory
 from muonfx.sharding.agreement import agree
@@ -65,8 +66,13 @@ class Sharded(Transform):
             TypeError, ValueError: as `Transform.update`. Nothing has been changed on any rank when an error is raised,
                 unless a rank is gone.
         """
-        given = Donation.of(donate)
-        return self._functions[1](updates, state, params, donate=given, check=True, **extras)
+        problem: TypeError | None = None
+        given = NOTHING
+        try:
+            given = Donation.of(donate)
+        except TypeError as error:  # on this rank, perhaps; all ranks hear of it together
+            problem = error
+        return self._functions[1](updates, state, params, donate=given, check=True, problem=problem, **extras)
 
 
 def _factory(constructor: Any) -> Any:
@@ -163,12 +169,15 @@ def sharded(
         *,
         donate: Donation = NOTHING,
         check: bool = False,
+        problem: Exception | None = None,
         **extras: Any,
     ) -> tuple[PyTree, PyTree]:
         like = updates if params is None else params
         walk = walk_of(layout.of(like), settings, home)
         own = bare(walk, inner, like, state)
-        out, after = advance(walk, inner, updates, own, params, donate=donate, extras=extras, check=check)
+        out, after = advance(
+            walk, inner, updates, own, params, donate=donate, extras=extras, check=check, problem=problem
+        )
         if check and not donate.state:
             after = _apart(after, own)
         if not any(is_dtensor(leaf) for values in (updates, params) for leaf in tree.leaves(values)):
@@ -182,6 +191,7 @@ def sharded(
 def begin(walk: Walk, tx: Transform, params: PyTree) -> PyTree:
     """Compare chains, parameters and layouts between ranks, and make the state of local tensors; on all or on none."""
     meet(walk, tx, params)
+    warn_of_unmatched(tx, params, stacklevel=3)
     problem: OSError | None = None
     state: PyTree = None
     try:

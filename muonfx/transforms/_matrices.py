@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from muonfx.checks import NamePatterns
 from muonfx.core import Locality, Transform
 
-__all__ = ["Blocks", "Dims", "MatrixView", "matrix_locality", "on_stacks", "view_as_matrices"]
+__all__ = ["Blocks", "Dims", "MatrixView", "matrix_locality", "name_patterns", "on_stacks", "view_as_matrices"]
 
 Dims = tuple[tuple[int, ...], tuple[int, ...]]
 """Dims that form the rows and dims that form the columns; dims in neither are a batch."""
@@ -161,6 +162,16 @@ def on_stacks(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Tra
     if settings[1] is not None:
         changes["blocks"] = but(settings[1], None)
     return tx.replace(**changes), matrices
+
+
+def name_patterns(tx: Transform) -> list[NamePatterns]:
+    """The globs that a transform with ``dims`` and perhaps ``blocks`` holds, as `muonfx.transform` asks for them."""
+    settings = {name: tx.arguments.get(name) for name in ("dims", "blocks")}
+    return [
+        NamePatterns(name, tuple((pattern,) for pattern in setting), first_counts=True)
+        for name, setting in settings.items()
+        if isinstance(setting, Mapping)
+    ]
 
 
 def view_as_matrices(dims: Any, blocks: Any, block_axis: int) -> MatrixView:

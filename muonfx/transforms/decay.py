@@ -10,7 +10,7 @@ from torch import Tensor
 from muonfx import checks, tree
 from muonfx import elementwise as ew
 from muonfx.core import NOTHING, Donation, Locality, Transform, transform
-from muonfx.partition import resolve_mask
+from muonfx.partition import mask_patterns, resolve_mask
 from muonfx.schedules import Schedule
 from muonfx.select.predicates import Predicate
 from muonfx.transforms.clip import positive
@@ -28,7 +28,7 @@ def _resolve_decay(tx: Transform, params: PyTree) -> Transform:
     return tx.replace(mask=dict(zip(tree.names(params), chosen, strict=True)))
 
 
-@transform(locality=Locality.ELEMENT, resolve=_resolve_decay)
+@transform(locality=Locality.ELEMENT, resolve=_resolve_decay, name_patterns=mask_patterns)
 def add_decayed_weights(
     weight_decay: float | Schedule | Callable[[Tensor], Tensor] = 0.0,
     mask: PyTree | Mapping[str, bool] | Predicate | Callable[[PyTree], PyTree] | None = None,

@@ -134,6 +134,9 @@ def monitor(name: str = "updates", metrics: tuple[str, ...] = ("norm", "rms")):
 def metrics(state: Any) -> dict[str, Tensor]:
     """Collect the values of all monitors in a state, by name.
 
+    Raises:
+        ValueError: two monitors have one name, so that one's values would hide the other's.
+
     >>> import muonfx as mfx
     >>> list(metrics(mfx.chain(mfx.monitor("grad")).init({"w": torch.zeros(2)})))
     ['grad/norm', 'grad/rms']
@@ -142,6 +145,10 @@ def metrics(state: Any) -> dict[str, Tensor]:
 
     def visit(node: Any) -> None:
         if isinstance(node, MonitorState):
+            if twice := found.keys() & node.values.keys():
+                raise ValueError(
+                    f"metrics: two monitors measure {sorted(twice)[0]!r}; give each monitor of a chain its own name"
+                )
             found.update(node.values)
         elif isinstance(node, dict):
             for item in node.values():

@@ -11,7 +11,7 @@ from torch import Tensor
 from muonfx import checks
 from muonfx import elementwise as ew
 from muonfx.core import NOTHING, Donation, transform
-from muonfx.transforms._matrices import Dims, matrix_locality, on_stacks, view_as_matrices
+from muonfx.transforms._matrices import Dims, matrix_locality, name_patterns, on_stacks, view_as_matrices
 from muonfx.tree import Present, PyTree
 
 __all__ = ["NeuronsState", "normalize_neurons"]
@@ -28,6 +28,7 @@ class NeuronsState(NamedTuple):
     locality=lambda decay, eps, keep_norm, dtype, dims: matrix_locality(dims),
     reads_params=False,
     on_stacks=on_stacks,
+    name_patterns=name_patterns,
 )
 def normalize_neurons(
     decay: float = 0.95,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from muonfx import polar
 from muonfx.core import NOTHING, Donation, EmptyState, Transform, transform
-from muonfx.transforms._matrices import Blocks, Dims, matrix_locality, on_stacks, view_as_matrices
+from muonfx.transforms._matrices import Blocks, Dims, matrix_locality, name_patterns, on_stacks, view_as_matrices
 from muonfx.tree import Present, PyTree
 
 __all__ = ["orthogonalize"]
@@ -27,6 +27,7 @@ def _rounds_to(tx: Transform, dtype: torch.dtype, device: torch.device) -> torch
     reads_params=False,
     rounds_to=_rounds_to,
     on_stacks=on_stacks,
+    name_patterns=name_patterns,
 )
 def orthogonalize(
     *,

@@ -12,7 +12,7 @@ from muonfx import checks
 from muonfx import elementwise as ew
 from muonfx.core import NOTHING, Donation, EmptyState, Locality, Transform, transform
 from muonfx.schedules import Schedule
-from muonfx.transforms._matrices import Blocks, Dims, matrix_locality, on_stacks, view_as_matrices
+from muonfx.transforms._matrices import Blocks, Dims, matrix_locality, name_patterns, on_stacks, view_as_matrices
 from muonfx.transforms._pinned import new_count
 from muonfx.tree import Present, PyTree, device_of
 
@@ -180,6 +180,7 @@ def shape_factor(rule: str, matrix: Tensor) -> float:
     reads_params=False,
     resolve=_resolve_by_shape,
     on_stacks=on_stacks,
+    name_patterns=name_patterns,
 )
 def scale_by_shape(
     rule: str = "match_rms_adamw",

@@ -269,6 +269,10 @@ def test_extras_reach_the_transform():
     before, grad = model.weight.detach().clone(), model.weight.grad
     optimizer.step(value=3.0)
     torch.testing.assert_close(model.weight.detach(), before - 3.0 * grad)
+    after = model.weight.detach().clone()
+    with pytest.raises(TypeError, match=r"extra vlaue \(did you mean 'value'\?\); it reads value"):
+        optimizer.step(value=3.0, vlaue=2.0)
+    assert torch.equal(model.weight, after)
 
 
 # ------------------------------------------------------------------------------------------------------ persistence

@@ -87,7 +87,7 @@ def bad_gradients_on_one_rank(here: Here, trouble: str, on: int) -> dict[str, An
         bad = {"x": torch.zeros(1)} if trouble == "structure" else bad
     said = ""
     try:
-        tx.update(bad, state, local)
+        tx.update(bad, state, local, **({"boundry": True} if trouble == "extra" and here.rank == on else {}))
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
     assert [bits(leaf) for leaf in mfx.tree.tensors(state)] == before

@@ -76,7 +76,7 @@ def test_ranks_that_have_something_different_are_told_so_at_init(world: World, w
             raise error
 
 
-@pytest.mark.parametrize("trouble", ["shape", "structure", "none"])
+@pytest.mark.parametrize("trouble", ["shape", "structure", "none", "extra"])
 @pytest.mark.parametrize("on", [0, 1])
 def test_bad_gradients_on_one_rank_are_an_error_on_all_and_change_nothing(world: World, trouble: str, on: int):
     found = world.check(2, ranks.bad_gradients_on_one_rank, trouble=trouble, on=on)
@@ -86,7 +86,7 @@ def test_bad_gradients_on_one_rank_are_an_error_on_all_and_change_nothing(world:
         assert heard in ([True, True], [False, False])
     else:
         assert heard == [True, True]
-        assert any(name in found[on]["said"] for name in ("'a'", "x"))
+        assert any(name in found[on]["said"] for name in ("'a'", "x", "boundry"))
 
 
 @pytest.mark.parametrize("layout", [ROWS, Zero(1, "flat"), Zero(1, "whole"), Replicated()])

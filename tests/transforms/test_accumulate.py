@@ -204,7 +204,7 @@ def test_vmap_over_the_inner_numbers():
 
 @pytest.mark.parametrize("every", [0, -1, 1.5, True, "2"])
 def test_every_must_be_a_positive_int(every: Any):
-    with pytest.raises(ValueError, match="every must be an int of 1 or more"):
+    with pytest.raises((ValueError, TypeError), match="every must be an int"):
         mfx.accumulate(mfx.identity(), every)
 
 

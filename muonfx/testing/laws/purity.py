@@ -185,6 +185,8 @@ def interleaved_states_are_independent(tx: Transform, params: PyTree, steps: lis
 def unknown_extras_are_ignored(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """An extra that no signature names changes nothing, so that a chain can pass all extras to all.
 
+    Given to ``update`` itself it is a misspelt one, and an error, unless some transform takes any.
+
     >>> import muonfx as mfx
     >>> from muonfx.testing import Example
     >>> unknown_extras_are_ignored(mfx.momentum(), *Example.of({"w": (2, 3)}))
@@ -192,5 +194,11 @@ def unknown_extras_are_ignored(tx: Transform, params: PyTree, steps: list[PyTree
     state = tx.init(params)
     for grads in steps[:1]:
         plain = copied_tree(tx.update(grads, state, params))
-        other = tx.update(grads, state, params, an_extra_that_nobody_names=torch.ones(()))
+        other = tx.run(grads, state, params, an_extra_that_nobody_names=torch.ones(()))
         require_same("(updates, state)", other, plain, "without the extra")
+        try:
+            tx.update(grads, state, params, an_extra_that_nobody_names=torch.ones(()))
+        except TypeError:
+            continue
+        if tx.understood_extras is not None:
+            raise Breach(None, "update takes an extra that nothing reads, and says nothing")

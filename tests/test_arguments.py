@@ -1,0 +1,184 @@
+"""An argument of the wrong plain type is an error wherever one can be given: "no" is not true, and True is not 1."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import muonfx as mfx
+from muonfx import compact, schedules, select, sharding
+from muonfx.arguments import plain_kinds
+
+WRONG = {
+    "bool": ("no", "", 1, 0, None, torch.tensor(True)),
+    "int": ("3", True, 2.0, None),
+    "float": ("0.5", True, None),
+    "str": (3, True, b"x", None),
+}
+
+MODEL = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+PARAMS = {"w": torch.zeros(4, 4), "b": torch.zeros(4)}
+TX = mfx.momentum()
+
+REQUIRED: dict[Callable[..., Any], tuple[Any, ...]] = {
+    mfx.accumulate: (TX, 2),
+    mfx.apply_updates: (PARAMS, PARAMS),
+    mfx.cautious: (TX,),
+    mfx.clip_by_block_rms: (1.0,),
+    mfx.clip_by_global_norm: (1.0,),
+    mfx.clip_by_value: (1.0,),
+    mfx.scale: (1.0,),
+    mfx.scale_by_learning_rate: (0.1,),
+    mfx.Muon: (MODEL,),
+    mfx.TransformOptimizer: (MODEL, TX),
+    schedules.constant: (1.0,),
+    schedules.cosine: (1.0, 4),
+    schedules.linear: (1.0, 0.1, 4),
+    schedules.warmup_cosine: (1.0, 1, 4),
+    schedules.warmup_stable_decay: (1.0, 1, 1, 4),
+    select.where: (bool,),
+    sharding.zero: (PARAMS, 1),
+    sharding.flat: (PARAMS, 1),
+    sharding.sharded: (TX, sharding.zero(PARAMS, 1)),
+    sharding.offload: (TX,),
+}
+"""Good values for what must be given; what is in no entry needs nothing."""
+MORE = {sharding.flat: {"cuts": [0, 20], "order": ["b", "w"]}}
+
+NOT_ASKED = {
+    mfx.transform,  # below
+    mfx.as_tensors,  # a device, which torch reads: an int is one too
+    sharding.plan_for,
+    select.ParamInfo,  # made by us, and not from what was typed
+    sharding.Layout,
+    sharding.Plan,
+}
+
+
+def public() -> Iterator[Callable[..., Any]]:
+    seen: set[int] = set()
+    for module in (mfx, compact, schedules, select, sharding):
+        for name in module.__all__:
+            value = getattr(module, name)
+            records = inspect.isclass(value) and issubclass(value, tuple)
+            if callable(value) and not records and id(value) not in seen and value not in NOT_ASKED:
+                seen.add(id(value))
+                yield value
+
+
+def plain_parameters() -> list[Any]:
+    found = []
+    for function in public():
+        try:
+            parameters = inspect.signature(function).parameters.values()
+        except ValueError:  # a class of torch's
+            continue
+        for parameter in parameters:
+            kinds = plain_kinds(parameter.annotation) & WRONG.keys()
+            if kinds and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                found.append(pytest.param(function, parameter, id=f"{function.__name__}-{parameter.name}"))
+    return found
+
+
+def call(function: Callable[..., Any], name: str, value: Any) -> Any:
+    bound = inspect.signature(function).bind(*REQUIRED.get(function, ()), **MORE.get(function, {}))
+    bound.arguments[name] = value
+    given = dict(bound.arguments)
+    return function(**given)
+
+
+def test_there_are_many_such_parameters_and_each_function_can_be_called():
+    assert len(plain_parameters()) > 90
+    for function in {parameter.values[0] for parameter in plain_parameters()} - {
+        select.ndim,
+        select.numel,
+        select.shape,
+    }:
+        function(*REQUIRED.get(function, ()), **MORE.get(function, {}))
+
+
+@pytest.mark.parametrize(("function", "parameter"), plain_parameters())
+def test_an_argument_of_another_plain_type_is_a_type_error_that_names_it(function: Any, parameter: inspect.Parameter):
+    kinds = plain_kinds(parameter.annotation)
+    wrong = [value for kind in sorted(kinds & WRONG.keys()) for value in WRONG[kind]]
+    for value in wrong:
+        fits = {
+            type(value).__name__,
+            "None" if value is None else "",
+            "Tensor" if torch.is_tensor(value) else "",
+        } & kinds
+        if fits or (isinstance(value, int) and not isinstance(value, bool) and "float" in kinds):
+            continue
+        with pytest.raises(TypeError, match=parameter.name):
+            call(function, parameter.name, value)
+
+
+@pytest.mark.parametrize(("function", "parameter"), plain_parameters())
+def test_a_number_that_is_not_finite_is_an_error(function: Any, parameter: inspect.Parameter):
+    if "float" not in plain_kinds(parameter.annotation):
+        return
+    for value in (float("nan"), float("inf"), float("-inf")):
+        with pytest.raises(ValueError, match=r"must be (finite|above)"):
+            call(function, parameter.name, value)
+
+
+@pytest.mark.parametrize("donate", ["yes", "", 1, None, torch.tensor(True), (True, False), mfx.Donation("yes", True)])
+def test_donate_is_a_bool_or_a_donation(donate: Any):
+    tx = mfx.chain(mfx.momentum())
+    state = tx.init(PARAMS)
+    layout = sharding.zero(PARAMS, 1)
+    over = sharding.sharded(tx, layout)
+    away = sharding.offload(tx)
+    for face in (tx, over, away):
+        held = face.init(PARAMS if face is not over else layout.shard(PARAMS))
+        with pytest.raises(TypeError, match=r"donate must be True, False or a muonfx.Donation"):
+            face.update(PARAMS if face is not over else layout.shard(PARAMS), held, donate=donate)
+    assert tx.update(PARAMS, state, donate=mfx.Donation(False, True))
+    with pytest.raises(TypeError, match="donate must be True or False"):
+        mfx.apply_updates(PARAMS, PARAMS, donate=donate)
+
+
+@pytest.mark.parametrize(
+    ("declared", "message"),
+    [
+        ({"locality": "ELEMENT"}, "locality must be a Locality"),
+        ({"locality": 0}, "locality must be a Locality"),
+        ({"own_locality": "TREE"}, "own_locality must be a Locality or None"),
+        ({"reads_params": "no"}, "reads_params must be True, False or a function"),
+        ({"reads_params": 0}, "reads_params must be True, False or a function"),
+        ({"resolve": True}, "resolve must be a function"),
+        ({"rounds_to": torch.bfloat16}, "rounds_to must be a function"),
+        ({"on_stacks": True}, "on_stacks must be a function"),
+    ],
+)
+def test_a_declaration_of_another_type_is_refused(declared: dict[str, Any], message: str):
+    with pytest.raises(TypeError, match=message):
+        mfx.transform(**declared)
+
+
+def test_a_declared_function_that_returns_no_locality_is_refused():
+    @mfx.transform(locality=lambda: "MATRIX")
+    def mistaken():
+        return (lambda params: mfx.EmptyState()), (lambda updates, state, params=None: (updates, state))
+
+    with pytest.raises(TypeError, match="mistaken: its declared locality must be a Locality, found 'MATRIX'"):
+        mistaken()
+
+
+@pytest.mark.parametrize(
+    ("annotation", "kinds"),
+    [
+        ("bool", {"bool"}),
+        (bool, {"bool"}),
+        ("int | None", {"int", "None"}),
+        ("float | Callable[[int | str], Tensor]", {"float", "Callable[[int | str], Tensor]"}),
+        ("Dims | None", set()),
+        ("Any", set()),
+        ("tuple[int, ...]", set()),
+    ],
+)
+def test_what_an_annotation_asks_for_is_read_at_the_top_of_the_union(annotation: Any, kinds: set[str]):
+    assert plain_kinds(annotation) == kinds
