@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.checks import check_params, check_update, check_updates_fit
+from muonfx.checks import check_params, check_structure, check_update, check_updates_fit
 from muonfx.recorded import Recorded, make_factory
 from muonfx.tree import PyTree
 
@@ -252,6 +252,8 @@ class Transform(Recorded):
         if not torch.compiler.is_compiling():
             check_update(self, updates, state, params)
             self.check_extras(extras)
+        elif params is not None:  # what is in another place would be taken for what it is not; values cannot be seen
+            check_structure("updates", updates, "params", params)
         given = Donation.of(donate)
         if given.updates and any(_overlaps(update) for update in tree.tensors(updates)):
             given = given._replace(updates=False)  # an expanded gradient has no storage of its own to reuse
