@@ -28,6 +28,7 @@ __all__ = [
     "check_floating",
     "check_params",
     "check_state_like",
+    "check_structure",
     "check_update",
     "check_updates_fit",
     "did_you_mean",
@@ -242,14 +243,23 @@ def check_params(params: Any) -> None:
         raise ValueError(f"params: two leaves are named {twice[0]!r}; the dotted paths of leaves must differ")
 
 
-def _check_structure(what: str, found: Any, expected_of: str, expected: Any) -> None:
-    if tree.flatten(found)[1] == tree.flatten(expected)[1]:
+def check_structure(what: str, found: Any, expected_of: str, expected: Any) -> None:
+    """Require that two trees have the same containers with the same keys.
+
+    >>> check_structure("updates", {"w": 1}, "params", {"v": 1})
+    Traceback (most recent call last):
+    ValueError: updates must have the structure of params: missing 'v'; unexpected 'w'
+    """
+    if tree.same_structure(found, expected):
         return
     have, want = tree.names(found), tree.names(expected)
     missing = [name for name in want if name not in set(have)]
     extra = [name for name in have if name not in set(want)]
     differences = [f"missing {_list(missing)}"] * bool(missing) + [f"unexpected {_list(extra)}"] * bool(extra)
-    detail = "; ".join(differences) or "the same names in other containers (dict, tuple, list, NamedTuple)"
+    detail = "; ".join(differences) or (
+        "the same names in other containers (dict, OrderedDict, tuple, list, NamedTuple), or in another order of an "
+        "OrderedDict, which counts"
+    )
     raise ValueError(f"{what} must have the structure of {expected_of}: {detail}")
 
 
@@ -279,7 +289,7 @@ def check_updates_fit(params: Any, updates: Any) -> None:
     Traceback (most recent call last):
     ValueError: updates: 'w' has shape (2,), its parameter has (3,)
     """
-    _check_structure("updates", updates, "params", params)
+    check_structure("updates", updates, "params", params)
     for place, (update, param) in enumerate(zip(tree.leaves(updates), tree.leaves(params), strict=True)):
         if update is None or (param is not None and update.shape == param.shape):
             continue
@@ -308,7 +318,7 @@ def check_state_like(name: str, state: Any, expected: tuple[list[Any], Any, Any]
     found, found_def = tree.flatten(state)
     if found_def != wanted_def:
         what = f"state: was it made by another transform or for other parameters? The state of {name}"
-        _check_structure(what, state, f"{name}.init(params)", whole)
+        check_structure(what, state, f"{name}.init(params)", whole)
     for place, (have, want) in enumerate(zip(found, wanted, strict=True)):
         if not isinstance(want, Tensor):
             continue

@@ -24,7 +24,15 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.checks import NamePatterns, check_params, check_update, check_updates_fit, did_you_mean, warn_of_unmatched
+from muonfx.checks import (
+    NamePatterns,
+    check_params,
+    check_structure,
+    check_update,
+    check_updates_fit,
+    did_you_mean,
+    warn_of_unmatched,
+)
 from muonfx.recorded import Recorded, make_factory
 from muonfx.tree import PyTree
 
@@ -326,6 +334,8 @@ class Transform(Recorded):
         """
         if not torch.compiler.is_compiling():
             check_update(self, updates, state, params)
+        elif params is not None:  # what is in another place would be taken for what it is not; values cannot be seen
+            check_structure("updates", updates, "params", params)
         self.check_extras(extras)
         given = Donation.of(donate)
         if given.updates and any(_overlaps(update) for update in tree.tensors(updates)):

@@ -112,7 +112,7 @@ class _Assignment:
         return [given[name] for name in names]
 
     def _by_structure(self, given: PyTree, params: PyTree) -> list[Any]:
-        if tree.flatten(given)[1] != tree.flatten(params)[1]:
+        if not tree.same_structure(given, params):
             raise ValueError(
                 f"{self.what}: expected a tree of the structure of the parameters or a mapping by their dotted names, "
                 f"found a tree with leaves {listing(tree.names(given))}, for parameters {listing(tree.names(params))}"

@@ -2,11 +2,16 @@
 
 The words are optree's. A *tree* is any nest of dict, tuple, list and NamedTuple; a *leaf* is what hangs at its ends.
 ``None`` is a leaf here and means *absent*: a gradient that was not computed, a parameter that is frozen. Dictionaries
-are walked in sorted order of their keys, so two trees that differ only in insertion order are the same tree.
+are walked in sorted order of their keys, so two trees that differ only in insertion order are the same tree; an
+``OrderedDict`` is walked in its own order, which is part of its structure, as optree has it.
+
+Under ``torch.compile`` the trees are walked in plain Python (`_open` and what rests on it), which can be traced
+through every container; optree's own polyfill in torch 2.13 cannot, and both walk in one order.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -24,6 +29,7 @@ __all__ = [
     "map",
     "names",
     "paths",
+    "same_structure",
     "spec",
     "tensors",
     "unflatten",
@@ -46,23 +52,143 @@ class Spec(NamedTuple):
     dtype: torch.dtype
 
 
-def flatten(tree: PyTree) -> tuple[list[Any], optree.PyTreeSpec]:
+Structure = optree.PyTreeSpec
+"""A tree without its leaves; under ``torch.compile`` a `_Node` stands for it."""
+
+
+_DICTS = (dict, OrderedDict, defaultdict)
+
+
+class _Node:
+    """The structure of a tree in plain Python, which can be traced; a leaf has no kind."""
+
+    def __init__(
+        self,
+        kind: type | None = None,
+        entries: Sequence[Any] = (),
+        metadata: Any = None,
+        rebuild: Callable[[list[Any]], PyTree] | None = None,
+        children: Sequence[_Node] = (),
+    ) -> None:
+        self.kind, self.entries, self.metadata, self.rebuild = kind, tuple(entries), metadata, rebuild
+        self.children = tuple(children)
+        self.num_leaves: int = 1 if kind is None else sum([child.num_leaves for child in self.children])
+
+    def same_as(self, other: _Node) -> bool:
+        if self.kind is not other.kind or self.entries != other.entries or self.metadata != other.metadata:
+            return False
+        return all([mine.same_as(theirs) for mine, theirs in zip(self.children, other.children, strict=True)])
+
+    def unflatten(self, leaves: Iterator[Any]) -> PyTree:
+        if self.rebuild is None:
+            return next(leaves)
+        return self.rebuild([child.unflatten(leaves) for child in self.children])
+
+    def paths(self, above: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+        if self.kind is None:
+            return [above]
+        return [
+            path
+            for entry, child in zip(self.entries, self.children, strict=True)
+            for path in child.paths((*above, entry))
+        ]
+
+    def flatten_up_to(self, tree: PyTree) -> list[Any]:
+        if self.kind is None:
+            return [tree]
+        opened, children = _open(tree)
+        if self.kind in _DICTS and type(tree) in _DICTS:  # as optree has it, these stand for one another: by key
+            fits = len(tree) == len(self.entries) and all([entry in tree for entry in self.entries])
+            children = [tree[entry] for entry in self.entries] if fits else []
+        else:
+            fits = opened is not None and opened.kind is self.kind and opened.entries == self.entries
+        if not fits:
+            raise ValueError(f"expected {self.kind.__name__} of {self.entries}, found {type(tree).__name__}")
+        return [
+            leaf for mine, child in zip(self.children, children, strict=True) for leaf in mine.flatten_up_to(child)
+        ]
+
+
+def _open(node: PyTree) -> tuple[_Node | None, list[Any]]:
+    """Take off one level of a tree: a node without its children, and these; None for a leaf.
+
+    Dictionaries are done here, as torch 2.13 cannot trace optree (0.20) through an empty one; for the rest optree's
+    registry knows how.
+    """
+    kind = type(node)
+    if kind is dict or kind is defaultdict:
+        given, entries = list(node), optree.utils.total_order_sorted(node)
+
+        def rebuild(children: list[Any]) -> PyTree:
+            found = dict(zip(entries, children, strict=True))
+            ordered = {key: found[key] for key in given}
+            return ordered if kind is dict else defaultdict(node.default_factory, ordered)
+
+        metadata = None if kind is dict else node.default_factory
+        return _Node(kind, entries, metadata, rebuild), [node[key] for key in entries]
+    if kind is OrderedDict:
+        entries = list(node)
+        children = [node[key] for key in entries]
+        return _Node(kind, entries, None, lambda new: OrderedDict(zip(entries, new, strict=True))), children
+    if node is None or optree.tree_is_leaf(node, none_is_leaf=True, namespace=NAMESPACE):
+        return None, []
+    children, metadata, entries, build = optree.tree_flatten_one_level(node, none_is_leaf=True, namespace=NAMESPACE)
+    if optree.is_namedtuple_class(kind):
+        entries = optree.namedtuple_fields(kind)
+    elif optree.is_structseq_class(kind):
+        entries = optree.structseq_fields(kind)
+    return _Node(kind, entries, metadata, lambda new: build(metadata, new)), list(children)
+
+
+def _traced_flatten(tree: PyTree, leaves: list[Any]) -> _Node:
+    """Append the leaves of a tree to a list and return its structure; `flatten` in plain Python."""
+    node, children = _open(tree)
+    if node is None:
+        leaves.append(tree)
+        return _Node()
+    found = [_traced_flatten(child, leaves) for child in children]
+    return _Node(node.kind, node.entries, node.metadata, node.rebuild, found)
+
+
+def flatten(tree: PyTree) -> tuple[list[Any], Structure]:
     """Take a tree apart into its leaves (``None`` included) and its structure.
 
     >>> flatten({"b": 2, "a": None})[0]
     [None, 2]
     """
+    if torch.compiler.is_compiling():
+        found: list[Any] = []
+        node: Any = _traced_flatten(tree, found)
+        return found, node
     return optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
 
 
-def unflatten(treedef: optree.PyTreeSpec, leaves: Iterable[Any]) -> PyTree:
+def unflatten(treedef: Structure, leaves: Iterable[Any]) -> PyTree:
     """Put leaves back into a structure; the inverse of `flatten`.
+
+    Raises:
+        ValueError: there are more or fewer leaves than the structure has.
 
     >>> leaves, treedef = flatten({"b": 2, "a": (1, None)})
     >>> unflatten(treedef, leaves)
     {'b': 2, 'a': (1, None)}
     """
+    if isinstance(treedef, _Node):
+        given = list(leaves)
+        if len(given) != treedef.num_leaves:
+            raise ValueError(f"expected {treedef.num_leaves} leaves, found {len(given)}")
+        return treedef.unflatten(iter(given))
     return optree.tree_unflatten(treedef, leaves)
+
+
+def same_structure(a: PyTree, b: PyTree) -> bool:
+    """Whether two trees have the same containers with the same keys; the leaves do not matter.
+
+    >>> same_structure({"a": 1, "b": 2}, {"b": None, "a": 3}), same_structure([1], (1,))
+    (True, False)
+    """
+    mine, theirs = flatten(a)[1], flatten(b)[1]
+    return mine.same_as(theirs) if isinstance(mine, _Node) and isinstance(theirs, _Node) else mine == theirs
 
 
 def leaves(tree: PyTree) -> list[Any]:
@@ -73,6 +199,8 @@ def leaves(tree: PyTree) -> list[Any]:
     """
     if is_flat(tree):
         return [tree[key] for key in sorted(tree)]
+    if torch.compiler.is_compiling():
+        return flatten(tree)[0]
     return optree.tree_leaves(tree, none_is_leaf=True, namespace=NAMESPACE)
 
 
@@ -121,24 +249,10 @@ def paths(tree: PyTree) -> list[tuple[Any, ...]]:
     [('blocks', 0, 'q')]
     """
     if torch.compiler.is_compiling():
-        return list(_paths(tree, ()))
+        node: Any = flatten(tree)[1]
+        return node.paths(())
     accessors = optree.tree_accessors(tree, none_is_leaf=True, namespace=NAMESPACE)
     return [tuple(getattr(entry, "field", entry.entry) for entry in accessor) for accessor in accessors]
-
-
-def _paths(tree: PyTree, above: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-    """`paths` in plain Python, which can be traced."""
-    if isinstance(tree, dict):
-        children = [(key, tree[key]) for key in sorted(tree)]
-    elif optree.is_namedtuple(tree):
-        children = [(field, getattr(tree, field)) for field in tree._fields]
-    elif isinstance(tree, tuple | list):
-        children = list(enumerate(tree))
-    else:
-        yield above
-        return
-    for entry, child in children:
-        yield from _paths(child, (*above, entry))
 
 
 def map(function: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
@@ -153,7 +267,15 @@ def map(function: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
     def at(leaf: Any, *others: Any) -> Any:
         return None if leaf is None else function(leaf, *others)
 
+    if torch.compiler.is_compiling():
+        found, node = flatten(tree)
+        return unflatten(node, [at(*both) for both in zip(found, *[_up_to(node, other) for other in rest], strict=True)])
     return optree.tree_map(at, tree, *rest, none_is_leaf=True, namespace=NAMESPACE)
+
+
+def _up_to(treedef: Structure, tree: PyTree) -> list[Any]:
+    """What a tree has at the leaves of a structure, which may be trees themselves; by key, not by place."""
+    return treedef.flatten_up_to(tree)
 
 
 def device_of(tree: PyTree) -> torch.device:
@@ -173,6 +295,10 @@ def spec(tree: PyTree) -> PyTree:
     {'w': Spec(shape=(2, 3), dtype=torch.float32), 'b': None}
     """
     return map(lambda leaf: Spec(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def _some(names: Sequence[str]) -> str:
+    return f"({', '.join([repr(name) for name in names[:5]])}{', ...' if len(names) > 5 else ''})"
 
 
 class Present:
@@ -205,19 +331,18 @@ class Present:
 
     def _all(self, tree: PyTree) -> list[Any]:
         """The leaves of a tree of this structure, in the order of this one's."""
-        if self._keys is not None and type(tree) is dict and len(tree) == len(self._keys):
-            try:
+        try:
+            if self._keys is None:
+                return _up_to(self._treedef, tree)
+            if isinstance(tree, _DICTS) and len(tree) == len(self._keys):
                 return [tree[key] for key in self._keys]
-            except KeyError:
-                found = []
-        else:
-            found = leaves(tree)
-        if len(found) != len(self._leaves):
-            raise ValueError(
-                f"expected a tree with the {len(self._leaves)} leaves of the updates, found one with {len(found)}; "
-                "updates, state and params must have one structure"
-            )
-        return found
+        except (KeyError, ValueError):
+            pass
+        mine, theirs = names(self._tree(self._leaves)), names(tree)
+        raise ValueError(
+            f"expected a tree like the updates, with {len(mine)} leaves {_some(mine)}, found a {type(tree).__name__} with "
+            f"{len(theirs)} leaves {_some(theirs)}; updates, state and params must have one structure"
+        )
 
     def _tree(self, leaves: Sequence[Any]) -> PyTree:
         return unflatten(self._treedef, leaves) if self._keys is None else dict(zip(self._keys, leaves, strict=True))
@@ -226,7 +351,7 @@ class Present:
         """Read the leaves of another tree at these places.
 
         Raises:
-            ValueError: the other tree has not the same number of leaves.
+            ValueError: the other tree has not the same structure; both are described.
         """
         found = self._all(tree)
         return found if self._everywhere else [found[place] for place in self._places]

@@ -5,6 +5,7 @@ Values come from a drawn seed, not element by element: an example is made fast a
 
 from __future__ import annotations
 
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -206,10 +207,20 @@ def _nested(leaf: st.SearchStrategy[Any], max_leaves: int) -> st.SearchStrategy[
             st.lists(children, max_size=3),
             st.lists(children, max_size=3).map(tuple),
             st.builds(Pair, children, children),
+            _insertion_ordered(children),
+            st.dictionaries(st.integers(0, 11), children, max_size=3),
+            st.lists(children, max_size=2).map(deque),
         )
 
     # The whole is a container: `None` alone means that there is no tree.
     return extend(st.recursive(leaf, extend, max_leaves=max_leaves))
+
+
+def _insertion_ordered(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """An OrderedDict, as a ``state_dict()`` is, whose order is not that of its sorted keys."""
+    return st.dictionaries(st.sampled_from(_KEYS), children, max_size=3).map(
+        lambda drawn: OrderedDict(sorted(drawn.items(), reverse=True))
+    )
 
 
 def _plan_trees(
@@ -235,7 +246,7 @@ def trees(
     layouts: bool = True,
     max_leaves: int = 5,
 ) -> st.SearchStrategy[PyTree]:
-    """Draw a nest of dict, tuple, list and NamedTuple with tensors (or None) as leaves.
+    """Draw a nest of dict, tuple, list, NamedTuple, OrderedDict and deque with tensors (or None) as leaves.
 
     Args:
         ranks: least and largest number of dims of a leaf; sides are 1 to 7, seldom 0.

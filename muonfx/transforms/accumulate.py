@@ -23,7 +23,8 @@ class AccumulateState(NamedTuple):
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     """Micro-batches since the last update, int64, in host memory: to ask whether it is time costs no device sync."""
     seen: Tensor
-    """For each leaf, the micro-batches since the last update that had a gradient for it, int64, in host memory."""
+    """For each leaf, sorted by path whatever the containers (a state may move between them), the micro-batches since the
+    last update that had a gradient for it, int64, in host memory."""
     sums: PyTree
     """The sums of gradients, like the parameters, in the pinned dtype."""
     inner: PyTree
@@ -90,9 +91,8 @@ def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: torch.
         grads, old = at.pick(updates), at.pick(state.sums)
         wide, sums, _ = widen(grads, old)
         sums = store(ew.add(sums, wide, reuse=donate.state), old, reuse=donate.state)
-        present = [leaf is not None for leaf in tree.leaves(updates)]
-        present = torch.tensor(present, dtype=torch.int64, device=state.seen.device)
-        gathered = AccumulateState(state.count + 1, state.seen + present, at.fill(sums, state.sums), state.inner)
+        seen = count_seen(state.seen, updates)
+        gathered = AccumulateState(state.count + 1, seen, at.fill(sums, state.sums), state.inner)
         due = gathered.count >= every if boundary is None else boundary
         compiling = torch.compiler.is_compiling()
         batched = not compiling and isinstance(due, Tensor) and is_wrapped(due)
@@ -108,12 +108,32 @@ def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: torch.
     return init, update
 
 
+def count_seen(seen: Tensor, updates: PyTree) -> Tensor:
+    """Count one more micro-batch for the leaves that have a gradient."""
+    leaves = tree.leaves(updates)
+    present = [leaves[place] is not None for place in _by_path(updates)]
+    return seen + torch.tensor(present, dtype=torch.int64, device=seen.device)
+
+
+def _by_path(updates: PyTree) -> list[int]:
+    """The places of the leaves, sorted by path: the order of `AccumulateState.seen`."""
+    if tree.is_flat(updates):
+        return list(range(len(updates)))
+
+    def key(path: tuple[Any, ...]) -> list[tuple[str, Any]]:
+        return [(type(entry).__name__, entry if isinstance(entry, int | str) else str(entry)) for entry in path]
+
+    keys = [key(path) for path in tree.paths(updates)]
+    return sorted(range(len(keys)), key=keys.__getitem__)
+
+
 def _ever_seen(updates: PyTree, gathered: AccumulateState) -> list[Any]:
     """The leaves that had a gradient in any micro-batch since the last update: something at their places, else None."""
     leaves = tree.leaves(updates)
     if all(leaf is not None for leaf in leaves):
         return leaves
-    seen = gathered.seen.tolist()  # host memory
+    counts = gathered.seen.tolist()  # host memory
+    seen = [count for _, count in sorted(zip(_by_path(updates), counts, strict=True))]
     sums = tree.leaves(gathered.sums)
     return [s if leaf is None and n and s is not None else leaf for leaf, n, s in zip(leaves, seen, sums, strict=True)]
 

@@ -1,5 +1,6 @@
 """Gradient accumulation: k micro-batches make one step, and the inner transform runs once."""
 
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -216,3 +217,20 @@ def test_donation_reuses_the_sums():
     for _ in range(3):
         _, state = tx.update({"w": torch.ones(8)}, state, params, donate=True)
         assert state.sums["w"].data_ptr() == where
+
+
+def test_a_state_within_a_step_may_move_to_another_container():
+    tx = mfx.accumulate(mfx.scale(1.0), every=2)
+    names = ("w", "b", "a")
+    first, second = dict.fromkeys(names), dict.fromkeys(names)
+    first["w"] = torch.ones(2)  # and then never again: only `seen` says that it is to be updated
+
+    def begun(container: Any) -> Any:
+        return tx.update(container(first), tx.init(container(dict.fromkeys(names, torch.zeros(2)))))[1]
+
+    moved = begun(dict)._replace(seen=begun(OrderedDict).seen)
+    assert moved.seen.tolist() == begun(dict).seen.tolist()
+    updates, _ = tx.update(second, moved, dict.fromkeys(names, torch.zeros(2)))
+    assert updates["b"] is None
+    assert updates["a"] is None
+    assert torch.equal(updates["w"], torch.full((2,), 0.5))

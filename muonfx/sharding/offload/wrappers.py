@@ -15,7 +15,7 @@ from muonfx import tree
 from muonfx.core import NOTHING, Donation, EmptyState, Locality, Transform, identity, transform
 from muonfx.sharding.kinds import with_parts
 from muonfx.sharding.offload.stream import streamed
-from muonfx.transforms.accumulate import accumulate
+from muonfx.transforms.accumulate import accumulate, count_seen
 from muonfx.transforms.average import master_params
 from muonfx.transforms.nonfinite import skip_nonfinite
 from muonfx.tree import PyTree
@@ -74,8 +74,7 @@ def _accumulate(
     )
     extras = {name: value for name, value in extras.items() if name != "boundary"}
     if int(after.count):  # host memory; not yet time
-        present = [leaf is not None for leaf in tree.leaves(updates)]
-        seen = state.seen + torch.tensor(present, dtype=torch.int64, device=state.seen.device)
+        seen = count_seen(state.seen, updates)
         return combined, after._replace(seen=seen, inner=walk.kept(state.inner, updates, donate))
     out, inner = _inner(tx).run(combined, state.inner, params, donate=Donation(True, donate.state), **extras)
     return out, after._replace(seen=torch.zeros_like(state.seen), inner=inner)

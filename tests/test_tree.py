@@ -1,0 +1,217 @@
+"""Trees: one order of leaves in every container, in eager mode, under `torch.compile`, and as torch.func sees them."""
+
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import optree
+import pytest
+import torch
+import torch.utils._pytree as torch_pytree
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import muonfx as mfx
+from muonfx import testing as kit
+from muonfx import tree
+from muonfx.tree import Present
+
+pytestmark = pytest.mark.filterwarnings("ignore:partition. no parameter has the label")
+
+
+class Fields(NamedTuple):
+    """A NamedTuple whose fields are not in sorted order."""
+
+    weight: Any
+    bias: Any
+
+
+class Registered:
+    """A user's own container, registered with optree and with torch."""
+
+    def __init__(self, second: Any, first: Any) -> None:
+        self.second, self.first = second, first
+
+
+def take_apart(node: Registered) -> tuple[list[Any], None, tuple[str, str]]:
+    return [node.second, node.first], None, ("second", "first")
+
+
+def put_together(metadata: None, children: Any) -> Registered:
+    return Registered(*children)
+
+
+optree.register_pytree_node(Registered, take_apart, put_together, namespace=tree.NAMESPACE)
+torch_pytree.register_pytree_node(
+    Registered,
+    lambda node: ([node.second, node.first], None),
+    lambda children, context: Registered(*children),
+    flatten_with_keys_fn=lambda node: (
+        [(torch_pytree.GetAttrKey("second"), node.second), (torch_pytree.GetAttrKey("first"), node.first)],
+        None,
+    ),
+)
+
+Make = Callable[[Any, Any], Any]
+
+CONTAINERS: dict[str, Make] = {
+    "dict": lambda x, y: {"w": x, "b": y},
+    "dict with int keys": lambda x, y: {10: x, 9: y},
+    "dict with keys of two types": lambda x, y: {"w": x, 3: y},
+    "dict with tuple keys": lambda x, y: {(1, "w"): x, (0, "b"): y},
+    "dict with incomparable keys": lambda x, y: {(1, "w"): x, ("b", 0): y},
+    "OrderedDict": lambda x, y: OrderedDict([("w", x), ("b", y)]),
+    "defaultdict": lambda x, y: defaultdict(list, {"w": x, "b": y}),
+    "list": lambda x, y: [x, y],
+    "tuple": lambda x, y: (x, y),
+    "NamedTuple": Fields,
+    "deque": lambda x, y: deque([x, y]),
+    "bounded deque": lambda x, y: deque([x, y], maxlen=3),
+    "torch.return_types": lambda x, y: torch.return_types.max((x, y)),
+    "registered node": Registered,
+    "beside an empty dict": lambda x, y: {"w": x, "none": {}, "b": [y, OrderedDict(), ()]},
+    "state_dict": lambda x, y: OrderedDict([("head.weight", x), ("blocks.0.bias", y)]),
+}
+
+LEAVES = [pytest.param(make, id=kind) for kind, make in CONTAINERS.items()]
+NESTED = [
+    pytest.param(lambda x, y, o=outer, i=inner: o(i(x, y), x), id=f"{kind} of {within}")
+    for kind, outer in CONTAINERS.items()
+    for within, inner in CONTAINERS.items()
+    if kind in ("dict", "OrderedDict", "NamedTuple", "deque") and within in ("dict", "OrderedDict", "torch.return_types")
+]
+
+
+# Dynamo (torch 2.13) reads any deque's maxlen as None: what it returns is another container, of the same leaves.
+TRACED = [case for case in LEAVES if case.id != "bounded deque"]
+
+
+def compiled(function: Any) -> Any:
+    torch._dynamo.reset()
+    return torch.compile(function, fullgraph=True, backend="eager")
+
+
+def numbered(make: Make) -> Any:
+    return make(torch.tensor([1.0]), torch.tensor([2.0, 2.0]))
+
+
+def entry_of(key: Any) -> Any:
+    return getattr(key, "key", getattr(key, "idx", getattr(key, "name", None)))
+
+
+@pytest.mark.parametrize("make", LEAVES + NESTED)
+def test_torch_finds_each_leaf_under_the_same_path(make: Make):
+    given = numbered(make)
+    ours = {path: id(leaf) for path, leaf in zip(tree.paths(given), tree.leaves(given), strict=True)}
+    theirs = {tuple(map(entry_of, path)): id(leaf) for path, leaf in torch_pytree.tree_flatten_with_path(given)[0]}
+    if "torch.return_types" in str(type(given)) or any("values" in path for path in ours):
+        # torch numbers the fields of these; the leaves are the same.
+        assert sorted(ours.values()) == sorted(theirs.values())
+    else:
+        assert ours == theirs
+
+
+@pytest.mark.parametrize("make", LEAVES + NESTED)
+def test_everything_that_walks_a_tree_walks_in_one_order(make: Make):
+    given = numbered(make)
+    found, treedef = tree.flatten(given)
+    at = Present(given)
+    picked = dict(zip(at.names(), at.pick(given), strict=True))
+    for name, path, leaf, mine in zip(tree.names(given), tree.paths(given), tree.leaves(given), found, strict=True):
+        assert leaf is mine is picked[name]
+        assert name == ".".join(map(str, path))
+    assert tree.same_structure(tree.unflatten(treedef, found), given)
+    assert tree.same_structure(at.fill(at.pick(given)), given)
+
+
+@pytest.mark.parametrize("make", TRACED + NESTED)
+def test_a_compiled_walk_is_the_eager_one(make: Make):
+    def walk(given: Any) -> Any:
+        at = Present(given)
+        found, treedef = tree.flatten(given)
+        doubled = tree.unflatten(treedef, [2 * leaf for leaf in found])
+        mapped = tree.map(lambda leaf, other: leaf + other, given, doubled)
+        filled = at.fill([leaf + 1 for leaf in at.pick(doubled)])
+        leaves = [leaf + 0 for leaf in tree.leaves(given)]
+        return tree.names(given), at.names(), tree.paths(given), leaves, mapped, filled, doubled
+
+    given = numbered(make)
+    expected, found = walk(given), compiled(walk)(given)
+    assert found[:3] == expected[:3]
+    for have, want in zip(found[3:], expected[3:], strict=True):
+        assert tree.same_structure(have, want)
+        assert [x.tolist() for x in tree.leaves(have)] == [x.tolist() for x in tree.leaves(want)]
+
+
+@given(kit.trees(dtypes=[torch.float32], layouts=False))
+@settings(max_examples=15)
+def test_a_compiled_walk_of_any_tree_is_the_eager_one(given: Any):
+    def walk(given: Any) -> Any:
+        return tree.names(given), tree.map(lambda leaf: leaf * 2, given)
+
+    (names, doubled), (expected, wanted) = compiled(walk)(given), walk(given)
+    assert names == expected
+    kit.violation.require_same("the tree", doubled, wanted, "in eager mode")
+
+
+def states(make: Make, shape: tuple[int, ...]) -> Any:
+    generator = torch.Generator().manual_seed(0)
+    return make(torch.randn(shape, generator=generator), torch.randn(shape, generator=generator))
+
+
+@pytest.mark.parametrize("make", TRACED)
+def test_labels_masks_and_decay_fall_on_the_same_leaves_compiled_and_eager(make: Make):
+    params, grads = states(make, (2, 2)), states(make, (2, 2))
+    first, *others = tree.names(params)
+    tx = mfx.chain(
+        mfx.partition(
+            {"up": mfx.chain(mfx.momentum(), mfx.scale(10.0)), "down": mfx.scale_by_adam()},
+            {first: "up"} | dict.fromkeys(others, "down"),
+        ),
+        mfx.masked(mfx.scale(3.0), {first: True} | dict.fromkeys(others, False)),
+        mfx.add_decayed_weights(0.5, mask={first: False} | dict.fromkeys(others, True)),
+    )
+    state = tx.init(params)
+    expected = tx.update(grads, state, params)
+    found = compiled(lambda g, s, p: tx.update(g, s, p))(grads, state, params)
+    kit.violation.require_close("updates and state", found, expected, "in eager mode", 1e-6)
+
+
+@pytest.mark.parametrize("make", LEAVES)
+def test_an_update_does_not_depend_on_the_container(make: Make):
+    params, grads = states(make, (2, 2)), states(make, (2, 2))
+    tx = mfx.chain(mfx.momentum(), mfx.clip_by_global_norm(0.5), mfx.scale_by_adam(), mfx.add_decayed_weights(0.1))
+    updates = tx.update(grads, tx.init(params), params)[0]
+
+    def flat(values: Any) -> Any:
+        return dict(zip(tree.names(values), tree.leaves(values), strict=True))
+
+    expected = tx.update(flat(grads), tx.init(flat(params)), flat(params))[0]
+    kit.violation.require_close("updates", flat(updates), expected, "of a flat dict", 1e-6)
+
+
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+def test_another_order_of_an_ordered_dict_is_an_error_and_never_a_swap(mode: str):
+    tx = mfx.momentum()
+    params = OrderedDict(w=torch.zeros(2), b=torch.zeros(2))
+    grads = OrderedDict(b=torch.ones(2), w=torch.zeros(2))
+    update = tx.update if mode == "eager" else torch.compile(tx.update, backend="eager")
+    with pytest.raises(ValueError, match=r"(?s)structure of params.*OrderedDict"):
+        update(grads, tx.init(params), params)
+
+
+@given(kit.trees(dtypes=[torch.float32]), kit.trees(dtypes=[torch.float32]))
+def test_what_is_picked_comes_from_a_tree_of_the_same_leaves_or_not_at_all(one: Any, other: Any):
+    at = Present(one)
+    if set(tree.names(one)) == set(tree.names(other)):
+        return
+    with pytest.raises(ValueError, match="one structure"):
+        at.pick(other)
+
+
+@pytest.mark.parametrize(
+    "tree_of", [Counter, lambda pairs: torch.nn.ParameterDict(pairs), lambda pairs: {"deep": {1, 2}}]
+)
+def test_what_is_no_container_is_named(tree_of: Any):
+    with pytest.raises(TypeError, match="must be a tensor or None"):
+        mfx.momentum().init(tree_of({"w": torch.nn.Parameter(torch.zeros(2))}))
