@@ -128,7 +128,8 @@ class Transform(Recorded):
     @property
     def name(self) -> str:
         """The factory's name: the key of this transform's state in a chain."""
-        return self.factory.__name__
+        declared: str | None = cast("Any", self.factory).declared_name
+        return self.factory.__name__ if declared is None else declared.rpartition(".")[2]
 
     @property
     def locality(self) -> Locality:
@@ -376,6 +377,7 @@ Constructor = Callable[..., tuple[Callable[..., Any], Callable[..., Any]]]
 def transform(
     constructor: Constructor | None = None,
     *,
+    name: str | None = None,
     locality: Locality | Callable[..., Locality] = Locality.TREE,
     own_locality: Locality | None = None,
     reads_params: bool | Callable[..., bool] = True,
@@ -395,8 +397,11 @@ def transform(
     is always correct.
 
     Args:
-        constructor: the function; its name becomes the transform's name. Its ``update`` takes ``(updates, state,
-            params)`` and, keyword-only, the extras that it wants to receive.
+        constructor: the function; its name becomes the transform's name unless one is declared. Its ``update`` takes
+            ``(updates, state, params)`` and, keyword-only, the extras that it wants to receive.
+        name: a public name that stays when the function moves or is renamed, such as "acme.my_momentum": fingerprints
+            in checkpoints know the transform by it, and its last part is the key of the state in a chain. None: the
+            function's module and name, so that its checkpoints are of another chain once it lies elsewhere.
         locality: a `Locality`, or a function of the constructor's arguments that returns one. Undeclared means TREE,
             which is always correct.
         own_locality: for a transform that calls others, the locality of its own work apart from theirs, where it hands
@@ -414,6 +419,9 @@ def transform(
 
     Returns:
         A factory with the constructor's name, signature and docstring.
+
+    Raises:
+        ValueError: ``name`` is not made of identifiers and dots.
 
     Example:
         >>> import muonfx as mfx
@@ -451,7 +459,7 @@ def transform(
     }
 
     def decorate(constructor: Constructor) -> Callable[..., Transform]:
-        return make_factory(Transform, constructor, **declared)
+        return make_factory(Transform, constructor, name=name, **declared)
 
     return decorate if constructor is None else decorate(constructor)
 

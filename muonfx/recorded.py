@@ -27,9 +27,10 @@ import torch.utils._pytree as torch_pytree
 from torch import Tensor
 
 from muonfx.arguments import check_plain, kinds_of
+from muonfx.identity import public_name, text_of
 from muonfx.tree import NAMESPACE
 
-__all__ = ["Recorded", "bare", "dotted", "make_factory", "part_names", "parts_of"]
+__all__ = ["Recorded", "bare", "dotted", "make_factory", "part_names", "parts_of", "told_arguments"]
 
 
 class _Hole:
@@ -93,6 +94,12 @@ def _ordered(skeleton: Any) -> Any:
     return skeleton
 
 
+def _as_float(parameter: inspect.Parameter, value: Any) -> Any:
+    """An int as a float, where the annotation says float."""
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    return float(value) if is_int and "float" in str(parameter.annotation) else value
+
+
 @dataclass(frozen=True, eq=False)
 class _Context:
     """What a recorded value is apart from its parts: the pytree context."""
@@ -137,9 +144,7 @@ class Recorded:
         skeleton: dict[str, Any] = {}
         for name, value in bound.arguments.items():
             check_plain(factory.__name__, name, value, cast("Any", factory).plain_kinds[name])
-            if isinstance(value, int) and not isinstance(value, bool) and "float" in str(parameters[name].annotation):
-                value = float(value)
-            skeleton[name] = _split(value, parts, top=True)
+            skeleton[name] = _split(_as_float(parameters[name], value), parts, top=True)
         return cls._from(_Context(cls, factory, skeleton), parts)
 
     @classmethod
@@ -157,7 +162,7 @@ class Recorded:
             cast("Any", cls), cast("Any", _flatten), cast("Any", _unflatten), namespace=NAMESPACE
         )
         torch_pytree.register_pytree_node(
-            cls, _flatten_for_torch, _unflatten_for_torch, serialized_type_name=f"{cls.__module__}.{cls.__qualname__}"
+            cls, _flatten_for_torch, _unflatten_for_torch, serialized_type_name=public_name(cls)
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -261,19 +266,29 @@ class Recorded:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the factories and fixed arguments, the same in every process; numeric arguments do not count.
+        """A hash of the factories' public names and the fixed arguments that differ from their defaults.
 
-        Two values with one fingerprint have states of one meaning, so a run may resume with another learning rate.
+        Numeric arguments do not count: two values with one fingerprint have states of one meaning, so a run may resume
+        with another learning rate. It is the same in every process and does not change when code moves or an argument
+        with a default is added. What stands before the colon is the version of this rule; 0.1 had none.
         """
-        return hashlib.sha256(_structure(self).encode()).hexdigest()[:16]
+        return f"2:{hashlib.sha256(_structure(self).encode()).hexdigest()[:16]}"
 
 
-def make_factory(kind: type[Recorded], constructor: Callable[..., Any], **described: Any) -> Callable[..., Any]:
+def make_factory(
+    kind: type[Recorded], constructor: Callable[..., Any], *, name: str | None = None, **described: Any
+) -> Callable[..., Any]:
     """Turn a function into a factory of recorded values, with the function's name, signature and docstring.
 
     The attributes of a factory: ``constructor`` (the function), ``parameters``, ``kinds`` and ``plain_kinds`` (its
-    signature, read once, in a form that can be traced), and whatever else is described.
+    signature, read once, in a form that can be traced), ``declared_name`` (its public name, if one was declared), and
+    whatever else is described.
+
+    Raises:
+        ValueError: ``name`` is not made of identifiers and dots.
     """
+    if name is not None and not (isinstance(name, str) and all(part.isidentifier() for part in name.split("."))):
+        raise ValueError(f"name must be identifiers with dots between them, such as 'acme.my_momentum', found {name!r}")
 
     @functools.wraps(constructor)
     def factory(*args: Any, **kwargs: Any) -> Any:
@@ -282,10 +297,15 @@ def make_factory(kind: type[Recorded], constructor: Callable[..., Any], **descri
         return made
 
     parameters = dict(inspect.signature(constructor).parameters)
-    kinds = tuple((name, parameter.kind.name) for name, parameter in parameters.items())
-    own = {"constructor": constructor, "parameters": parameters, "kinds": kinds, "plain_kinds": kinds_of(parameters)}
-    for name, value in {**own, **described}.items():
-        setattr(factory, name, value)
+    own = {
+        "constructor": constructor,
+        "parameters": parameters,
+        "kinds": tuple((argument, parameter.kind.name) for argument, parameter in parameters.items()),
+        "plain_kinds": kinds_of(parameters),
+        "declared_name": name,
+    }
+    for attribute, value in {**own, **described}.items():
+        setattr(factory, attribute, value)
     return factory
 
 
@@ -398,22 +418,44 @@ def _literal(value: Any) -> str:
     return repr(value)
 
 
-def _structure(value: Any) -> str:
-    """A text of everything in a value but its numeric parts."""
-    if isinstance(value, Recorded):
-        if getattr(value.factory, "transparent", False):
-            return _structure(value._parts[0])
-        nested = ",".join(_structure(part) for part in value._parts if isinstance(part, Recorded))
-        fixed = ",".join(f"{name}={_structure(item)}" for name, item in value._context.skeleton.items())
-        return f"{value.factory.__module__}.{value.factory.__qualname__}({fixed})[{nested}]"
-    if type(value) in (tuple, list):
-        return f"({','.join(map(_structure, value))})"
-    if type(value) is dict:
-        return f"{{{','.join(f'{key!r}:{_structure(item)}' for key, item in value.items())}}}"
-    if inspect.isfunction(value) or inspect.isclass(value):
-        code = (
-            value.__code__ if inspect.isfunction(value) and value.__name__ == "<lambda>" else None
-        )  # all lambdas of a place share one name
-        body = f"{code.co_code.hex()}{code.co_names}{code.co_consts}" if code is not None else ""
-        return f"{value.__module__}.{value.__qualname__}{body}"
-    return repr(value)
+def _structure(value: Recorded) -> str:
+    """Write down everything in a value but its numeric parts and the arguments that are as by default."""
+    value = bare(value)
+    told = [f"{name}={text}" for name, text in told_arguments(value).items()]
+    return f"{public_name(value.factory)}({','.join(told)})"
+
+
+def told_arguments(value: Recorded) -> dict[str, str]:
+    """The arguments that are neither numbers nor as by default, as texts that are the same in every process.
+
+    >>> import muonfx as mfx
+    >>> told_arguments(mfx.momentum(0.5, nesterov=False))
+    {'nesterov': 'False'}
+    """
+    parts = iter(value._parts)
+    written = {name: _text(item, parts) for name, item in value._context.skeleton.items()}
+    parameters = cast("Any", value.factory).parameters
+    return {name: text for name, text in written.items() if text != _default_text(parameters[name])}
+
+
+def _text(skeleton: Any, parts: Iterator[Any]) -> str:
+    if skeleton is _HOLE:
+        part = next(parts)
+        return _structure(part) if isinstance(part, Recorded) else _NUMBER
+    return text_of(skeleton, lambda item: _text(item, parts))
+
+
+_NUMBER = "*"
+
+
+def _default_text(parameter: inspect.Parameter) -> str:
+    """The text of an argument that need not be told: that of its default, or for one without, of any number."""
+    if parameter.kind is parameter.VAR_POSITIONAL:
+        return "()"
+    if parameter.kind is parameter.VAR_KEYWORD:
+        return "{}"
+    if parameter.default is parameter.empty:
+        return _NUMBER
+    parts: list[Any] = []
+    skeleton = _split(_as_float(parameter, parameter.default), parts, top=True)
+    return _text(skeleton, iter(parts))

@@ -45,8 +45,15 @@ def _is_traced(value: Tensor) -> bool:
     return value.requires_grad or is_wrapped(value)
 
 
-def schedule(constructor: Callable[..., Callable[[Tensor], Any]]) -> Callable[..., Schedule]:
+def schedule(constructor: Callable[..., Callable[[Tensor], Any]] | None = None, *, name: str | None = None) -> Any:
     """Make a factory of schedules from a function that returns a function of the count (a 0-d floating tensor).
+
+    Args:
+        constructor: the function.
+        name: a public name that stays when the function moves, as in `muonfx.transform`.
+
+    Raises:
+        ValueError: ``name`` is not made of identifiers and dots.
 
     >>> @schedule
     ... def inverse_sqrt(rate: float):
@@ -54,7 +61,11 @@ def schedule(constructor: Callable[..., Callable[[Tensor], Any]]) -> Callable[..
     >>> inverse_sqrt(2.0)(3)
     1.0
     """
-    return make_factory(Schedule, constructor)
+
+    def decorate(constructor: Callable[..., Callable[[Tensor], Any]]) -> Callable[..., Schedule]:
+        return make_factory(Schedule, constructor, name=name)
+
+    return decorate if constructor is None else decorate(constructor)
 
 
 def _function(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

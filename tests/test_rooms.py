@@ -18,6 +18,7 @@ FLOORS = {
     "tree": 0,
     "boxes": 0,
     "arguments": 0,
+    "identity": 0,
     "recorded": 0,
     "elementwise": 0,
     "tracing": 0,
@@ -40,7 +41,7 @@ FLOORS = {
 ROOF = "muonfx"
 
 # `polar` is linear algebra: it knows tensors, not trees of them.
-STRANGERS = {("polar", other) for other in ("tree", "recorded", "elementwise", "tracing")}
+STRANGERS = {("polar", other) for other in ("tree", "identity", "recorded", "elementwise", "tracing")}
 
 
 def rooms_of(package: Path) -> Iterator[tuple[Path, str]]:

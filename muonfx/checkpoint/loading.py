@@ -16,7 +16,6 @@ from muonfx.checkpoint.reading import Reader
 from muonfx.checkpoint.rules import Allow, Rules, match
 from muonfx.checkpoint.spec import StateSpec, spec_of
 from muonfx.core import Transform
-from muonfx.recorded import bare
 from muonfx.tree import PyTree, Spec, flatten, unflatten
 
 if TYPE_CHECKING:
@@ -167,7 +166,7 @@ def targets_like(like: Any, tx: Transform | None, device: Any, section: str) -> 
         return lambda: torch.empty_like(leaf, device=where, requires_grad=False)
 
     if isinstance(like, StateSpec):
-        want = like if tx is None else StateSpec(like.leaves, tx.fingerprint, repr(bare(tx)))
+        want = like if tx is None else like.of_chain(tx)
         return want, {name: (None, room(leaf)) for name, leaf in like.leaves.items()}
     named = [(name, leaf) for name, leaf in named_leaves(like, section) if leaf is not None]
     return spec_of(like, section, tx), {name: (leaf, room(leaf)) for name, leaf in named}

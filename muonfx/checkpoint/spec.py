@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.checkpoint.errors import MismatchError
+from muonfx.checkpoint.fingerprints import fingerprint_0_1, is_of_0_1
 from muonfx.checkpoint.names import named_leaves
 from muonfx.core import Transform
 from muonfx.recorded import bare
@@ -57,6 +58,7 @@ class StateSpec:
     chain: str | None = None
     _treedef: Any = field(default=None, repr=False)
     _names: tuple[str, ...] = field(default=(), repr=False)
+    _fingerprint_0_1: str | None = field(default=None, repr=False, compare=False)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.leaves)
@@ -134,6 +136,16 @@ class StateSpec:
         """
         return spec_of(state)
 
+    def of_chain(self, tx: Transform) -> StateSpec:
+        """The same leaves as those of a transform, which a load then compares with the checkpoint's."""
+        return replace(
+            self, fingerprint=tx.fingerprint, chain=repr(bare(tx)), _fingerprint_0_1=fingerprint_0_1(bare(tx))
+        )
+
+    def has_fingerprint(self, fingerprint: str) -> bool:
+        """Tell whether a fingerprint, of this version or of 0.1, is that of the transform."""
+        return fingerprint == (self._fingerprint_0_1 if is_of_0_1(fingerprint) else self.fingerprint)
+
     def unflatten(self, leaves: dict[str, Any]) -> PyTree:
         """Put leaves, by name, into the structure of the state; what is not given is None."""
         return tree.unflatten(self._treedef, [leaves.get(name) for name in self._names])
@@ -152,13 +164,9 @@ def spec_of(values: PyTree, section: str = "", tx: Transform | None = None) -> S
                 f"the leaf {name!r} is a {type(leaf).__name__}, expected a tensor: a checkpoint holds tensors and "
                 "JSON; keep a number as a 0-d tensor, or give it in extra="
             )
-    return StateSpec(
-        {name: Spec(tuple(leaf.shape), leaf.dtype) for name, leaf in named if leaf is not None},
-        None if tx is None else tx.fingerprint,
-        None if tx is None else repr(bare(tx)),
-        tree.flatten(values)[1],
-        tuple(name for name, _ in named),
-    )
+    leaves = {name: Spec(tuple(leaf.shape), leaf.dtype) for name, leaf in named if leaf is not None}
+    found = StateSpec(leaves, _treedef=tree.flatten(values)[1], _names=tuple(name for name, _ in named))
+    return found if tx is None else found.of_chain(tx)
 
 
 def spec(tx: Transform, params: PyTree) -> StateSpec:

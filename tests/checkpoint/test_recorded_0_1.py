@@ -1,0 +1,165 @@
+"""What 0.1 wrote: every later version reads it, bit for bit, and goes on from it as 0.1 did.
+
+The files were written once by `scripts/record_0_1.py`, on 0.1. They are never written again.
+"""
+
+import json
+import platform
+import random
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import muonfx as mfx
+from muonfx.checkpoint.fingerprints import fingerprint_0_1
+from muonfx.checkpoint.names import named_leaves
+from muonfx.identity import public_name
+from muonfx.recorded import _default_text
+from muonfx.testing.transforms import by_rank, halve
+from tests.checkpoint.common import bits
+
+ck = mfx.checkpoint
+FOLDER = Path(__file__).parent / "recorded_0_1"
+CASES = json.loads((FOLDER / "cases.json").read_text())
+CHAINS: dict[str, tuple[str, str]] = CASES["chains"]
+BEFORE, AFTER = CASES["steps"]
+NAMES: dict[str, Any] = {
+    **vars(mfx.select),
+    **vars(mfx.polar),
+    **vars(mfx),
+    "torch": torch,
+    "halve": halve,
+    "by_rank": by_rank,
+}
+
+# Another machine rounds elementwise kernels in another way too: fused multiply-adds.
+SAME_MACHINE = CASES["torch"] == torch.__version__ and CASES["machine"] == [
+    platform.machine(),
+    torch.backends.cpu.get_cpu_capability(),
+]
+
+pytestmark = pytest.mark.filterwarnings("ignore:partition. no parameter has the label")
+
+
+def values(what: str, shape: list[int]) -> torch.Tensor:
+    """As in the script that recorded."""
+    draw = random.Random(what)
+    return torch.tensor([draw.gauss(0, 1) for _ in range(prod(shape))], dtype=torch.float32).reshape(shape)
+
+
+def tree_of(kind: str, what: str) -> dict[str, torch.Tensor]:
+    return {name: values(f"{what}/{name}", shape) for name, shape in CASES["shapes"][kind].items()}
+
+
+def transform_of(name: str) -> mfx.Transform:
+    return eval(CHAINS[name][1], dict(NAMES))
+
+
+def assert_as_recorded(found: dict[str, torch.Tensor], recorded: dict[str, torch.Tensor], code: str) -> None:
+    """Bitwise where no product of matrices is in between: those are meant to get better, within their tolerance."""
+    assert found.keys() == recorded.keys()
+    exact = SAME_MACHINE and "orthogonalize" not in code and "muon" not in code
+    for name, leaf in recorded.items():
+        if exact:
+            assert bits(found[name]) == bits(leaf), name
+        elif leaf.is_floating_point() and leaf.dtype.itemsize > 1:
+            torch.testing.assert_close(found[name], leaf, rtol=2e-3, atol=2e-3, msg=lambda text, name=name: name + text)
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_checkpoint_of_0_1_loads_bitwise_and_goes_on_as_it_did(name: str):
+    kind, code = CHAINS[name]
+    tx, path = transform_of(name), FOLDER / "checkpoints" / name
+    blank = tree_of(kind, "nothing")
+    state = ck.load(path, like=tx.init(blank), tx=tx)
+    params = ck.load_params(path, like=blank)
+    # read by another code than ours
+    raw = load_file(next(path.glob("*.safetensors")))
+    loaded = dict([*named_leaves(state), *named_leaves(params, "params")])
+    assert {name for name, leaf in loaded.items() if leaf is not None} == raw.keys()
+    assert all(bits(loaded[name]) == bits(leaf) for name, leaf in raw.items())
+
+    for step in range(BEFORE, BEFORE + AFTER):
+        updates, state = tx.update(tree_of(kind, f"grads/{step}"), state, params)
+        params = mfx.apply_updates(params, updates)
+    found = {n: leaf for n, leaf in [*named_leaves(state), *named_leaves(params, "params")] if leaf is not None}
+    assert_as_recorded(found, load_file(path / "after"), code)
+
+
+@pytest.mark.parametrize("how", ["flat", "rows"])
+@pytest.mark.parametrize("name", CASES["sharded"])
+def test_what_two_ranks_of_0_1_saved_loads_as_one_process_did(name: str, how: str):
+    kind, _ = CHAINS[name]
+    tx, path = transform_of(name), FOLDER / "sharded" / f"{name}-{how}"
+    assert len(ck.verify(path).files) == 2
+    blank = tree_of(kind, "nothing")
+    one = FOLDER / "checkpoints" / name
+    for path_of_one, read in ((one, lambda p: ck.load(p, like=mfx.spec(tx, blank))), (one, ck.read)):
+        expected, found = mfx.tree.leaves(read(path_of_one)), mfx.tree.leaves(read(path))
+        assert [bits(leaf) for leaf in found] == [bits(leaf) for leaf in expected]
+
+
+@pytest.mark.parametrize("name", CASES["optimizers"])
+def test_a_state_dict_of_0_1_loads_without_pickles_and_goes_on_as_it_did(name: str):
+    kind, code = CHAINS[name]
+    saved = torch.load(FOLDER / "optimizers" / f"{name}.pt", weights_only=True)
+    params = {key: torch.nn.Parameter(leaf) for key, leaf in saved["model"].items()}
+    optimizer = mfx.TransformOptimizer(params, transform_of(name))
+    optimizer.load_state_dict(saved["optimizer"])
+    for index, held in saved["optimizer"]["state"].items():
+        now = optimizer.state_dict()["state"][index]
+        assert {key: bits(leaf) for key, leaf in now.items()} == {key: bits(leaf) for key, leaf in held.items()}
+    for step in range(BEFORE, BEFORE + AFTER):
+        for key, grad in tree_of(kind, f"grads/{step}").items():
+            params[key].grad = None if (name, key) == ("partition_by_name", "scale") else grad
+        optimizer.step()
+    found = {"model/" + key: param.detach() for key, param in params.items()}
+    for index, held in optimizer.state_dict()["state"].items():
+        found |= {f"state/{index}/{key}": leaf for key, leaf in held.items()}
+    assert_as_recorded(found, load_file(FOLDER / "optimizers" / f"{name}.after"), code)
+
+
+# --------------------------------------------------------------------------------------------------------- fingerprints
+
+
+def test_every_fingerprint_of_0_1_is_still_known():
+    recorded: dict[str, str] = json.loads((FOLDER / "fingerprints.json").read_text())
+    assert len(recorded) > 300
+    todays: dict[str, set[str]] = {}
+    for code, fingerprint in recorded.items():
+        tx = eval(code, dict(NAMES))
+        assert fingerprint_0_1(tx) == fingerprint, code
+        todays.setdefault(tx.fingerprint, set()).add(fingerprint)
+    # today's tells apart what 0.1 told apart, and nothing else
+    assert all(len(of_0_1) == 1 for of_0_1 in todays.values())
+    assert len(todays) == len(set(recorded.values()))
+
+
+def test_another_chain_is_refused_by_a_checkpoint_of_0_1():
+    tx, path = transform_of("muon"), FOLDER / "checkpoints" / "muon"
+    blank = tree_of("matrices", "nothing")
+    other = mfx.muon(0.1, nesterov=False, dtype=torch.float32)
+    with pytest.raises(ck.MismatchError, match=r"chain: .*nesterov=False"):
+        ck.load(path, like=tx.init(blank), tx=other)
+    ck.load(path, like=tx.init(blank), tx=other, allow_other_chain=True)
+
+
+def test_defaults_that_fingerprints_leave_out_are_those_of_0_1():
+    """One that changes would give a checkpoint another meaning, silently: give the new one another name instead."""
+    recorded: dict[str, dict[str, str | None]] = json.loads((FOLDER / "signatures.json").read_text())
+    known = {public_name(factory): factory for factory in vars(mfx).values() if hasattr(factory, "constructor")}
+    looked_at = 0
+    for path, arguments in recorded.items():
+        factory = known.get(f"muonfx.{path.rpartition('.')[2]}")
+        for argument, default in arguments.items() if factory is not None else ():
+            if default is None or argument not in factory.parameters:
+                continue
+            # what 0.1 wrote as a repr
+            then = {"<Locality.TREE: 3>": "Locality.TREE"}.get(default, default)
+            assert _default_text(factory.parameters[argument]) == then, (path, argument)
+            looked_at += 1
+    assert looked_at > 50
