@@ -6,7 +6,8 @@ plan of its matrices, and what this rank sends and takes of each. What ranks say
 runs in a process of its own, whose largest resident set is told beside that of one that has only imported torch and
 muonfx and made the parameters.
 
-``python -m benchmarks bind``, or one case: ``python -m benchmarks.bind '{"layout": "from_dtensors", "mesh": [512, 8]}'``
+``python -m benchmarks bind``, or one case:
+``python -m benchmarks.bind '{"layout": "from_dtensors", "mesh": [512, 8]}'``
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ class Layout:
 
     @property
     def digest(self) -> str:
-        """A hash of who holds what, the same on all ranks; it takes a word a parameter, however many ranks there are."""
+        """A hash of who holds what, the same on all ranks; made of a word a parameter, however many ranks there are."""
         if "digest" not in self.derived:
             text = repr([(name, self.pieces[name].digest) for name in self._specs])
             self.derived["digest"] = hashlib.sha256(text.encode()).hexdigest()[:12]
