@@ -1,6 +1,6 @@
 """Run the benchmarks and write results, tables and plot.
 
-``python -m benchmarks [adapter polar step checkpoint sharding planner]``
+``python -m benchmarks [adapter polar step checkpoint sharding bind planner]``
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 
 import torch
 
-from benchmarks import adapter, checkpoint, planner, plots, polar, report, sharding, step
+from benchmarks import adapter, bind, checkpoint, planner, plots, polar, report, sharding, step
 from benchmarks.measure import save
 
 WHAT = {
@@ -19,6 +19,7 @@ WHAT = {
     "step": "step_speed step_quality",
     "checkpoint": "checkpoint_speed checkpoint_memory",
     "sharding": "sharding_speed",
+    "bind": "bind_speed",
     "planner": "planner_speed",
 }
 """What can be asked for, and the results that it writes; one of these can be asked for by itself."""
@@ -53,6 +54,7 @@ def main(arguments: list[str] | None = None) -> None:
         "checkpoint_memory": lambda: checkpoint.memory(options.megabytes, options.folder),
         "planner_speed": lambda: planner.speed(rounds, seconds=options.seconds),
         "sharding_speed": lambda: sharding.speed(rounds, seconds=options.seconds),
+        "bind_speed": lambda: bind.speed(min(rounds, 3)),
     }
     for name in [one for asked in options.what for one in WHAT.get(asked, asked).split()]:
         print(f"saved {save(name, measures[name]()).name}", flush=True)

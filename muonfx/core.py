@@ -440,14 +440,14 @@ def transform(
         'ELEMENT'
     """
     _check_declared(locality=locality, own_locality=own_locality, reads_params=reads_params)
-    for name, function in {
+    for option, function in {
         "resolve": resolve,
         "rounds_to": rounds_to,
         "on_stacks": on_stacks,
         "name_patterns": name_patterns,
     }.items():
         if function is not None and not callable(function):
-            raise TypeError(f"transform: {name} must be a function or None, found {function!r}")
+            raise TypeError(f"transform: {option} must be a function or None, found {function!r}")
     declared: dict[str, Any] = {
         "locality": locality,
         "own_locality": own_locality,

@@ -89,12 +89,14 @@ def _gather(layout: Layout, names: Sequence[str], locals_: Sequence[Tensor], buc
                 crossing = crossing or len(ranks) < layout.size
                 if layout.rank in ranks:
                     piece.paste(locals_[place], wholes[place])
-                for taker in set(range(layout.size)) - set(ranks):
-                    sender = ranks[taker % len(ranks)]
-                    if sender == layout.rank:
-                        outgoing[taker] += [piece.window(locals_[place], box) for box in piece.boxes]
-                    if taker == layout.rank:
-                        incoming[sender] += [part(wholes[place], box) for box in piece.boxes]
+                    held = set(ranks)
+                    sent = [piece.window(box).of(locals_[place]) for box in piece.boxes]
+                    # taker t hears from the holder in place t modulo their number
+                    for taker in range(ranks.index(layout.rank), layout.size, len(ranks)):
+                        if taker not in held:
+                            outgoing[taker] += sent
+                else:
+                    incoming[ranks[layout.rank % len(ranks)]] += [part(wholes[place], box) for box in piece.boxes]
         if crossing and layout.group is not None:
             exchange(outgoing, incoming, first, layout.group, "gathering")
     return wholes
@@ -124,7 +126,7 @@ def reduce_scattered(layout: Layout, grads: PyTree, op: str, bucket_bytes: int) 
     names = tree.names(grads)
     problem: Exception | None = None
     for name, leaf in zip(names, leaves, strict=True):
-        if name not in layout.names:
+        if name not in layout._specs:
             problem = ShardingError(f"{name!r} is no parameter of {layout!r}")
         elif leaf is not None and tuple(leaf.shape) != layout._specs[name].shape:
             problem = ShardingError(

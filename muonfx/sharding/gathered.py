@@ -165,7 +165,7 @@ def _update_spread(
         piece = layout.piece(share.name)
         rows, columns = share.whole
         nothing = tensor.new_empty((rows, 0) if rows <= columns else (0, columns))
-        window = piece.window(tensor, piece.boxes[0]) if piece.boxes else nothing
+        window = piece.window(piece.boxes[0]).of(tensor) if piece.boxes else nothing
         slabs[share.name] = slab_of(run, window, share.whole, plan.compute)
         if rows <= columns:
             wide.add(share.name)
@@ -264,13 +264,12 @@ class _Coming:
             if share.owner == me:
                 # A run of one transform that rounds first can work in what was sent; a longer one wants its own dtype.
                 self._rooms.append((share, there if len(plan.run) == 1 else tensor.dtype))
-            own = layout.piece(share.name)
-            for leg in share.legs:
-                assert share.owner is not None
-                if leg.sender == me:
-                    outgoing[share.owner] += [own.window(tensor, box) for box in leg.boxes]
-                if share.owner == me:
-                    expected[leg.sender] += leg.numel
+            moves = share.moves(me)
+            assert share.owner is not None
+            if moves.sends:
+                outgoing[share.owner] += [window.of(tensor) for window in moves.held]
+            for leg, _ in moves.legs:
+                expected[leg.sender] += leg.numel
         self._exchange = _exchange(outgoing, expected, wire, self._like, layout, "gathering matrices")
 
     @property
@@ -287,8 +286,9 @@ class _Coming:
             for share, held in self._rooms:
                 room = torch.empty(share.shape, dtype=held, device=self._like.device)
                 found[share.name] = room
-                for leg in share.legs:
-                    incoming[leg.sender] += [share.piece.window(share.local(room), box) for box in leg.boxes]
+                own = share.local(room)
+                for leg, windows in share.moves(self._layout.rank).legs:
+                    incoming[leg.sender] += [window.of(own) for window in windows]
             self._exchange.wait(incoming)
             self._exchange = None
         return found
@@ -320,14 +320,16 @@ class _Going:
             like = results.like(share.name)
             back = plan.travels(like.dtype)[1]
             wire = back if wire is None else torch.promote_types(wire, back)
-            for leg in share.legs:
-                assert share.owner is not None
-                if result is not None:
+            moves = share.moves(me)
+            assert share.owner is not None
+            if result is not None:
+                own = share.local(result)
+                for leg, windows in moves.legs:
+                    parts = [window.of(own) for window in windows]
                     for rank in leg.ranks:
-                        outgoing[rank] += [share.piece.window(share.local(result), box) for box in leg.boxes]
-                if me in leg.ranks:
-                    self._incoming[share.owner] += results.windows(share, leg.boxes)
-                    expected[share.owner] += leg.numel
+                        outgoing[rank] += parts
+            self._incoming[share.owner] += results.windows(share)
+            expected[share.owner] += moves.numel
         self._exchange = _exchange(outgoing, expected, wire, like, layout, "returning matrices")
 
     def wait(self) -> None:
@@ -362,8 +364,9 @@ def _held(share: Share, layout: Layout, tensor: Tensor) -> Tensor:
     if piece.numel == prod(share.whole):
         return tensor.reshape(-1)[share.start : share.stop].view(share.shape)
     room = tensor.new_empty(share.shape)
-    for box in share.piece.boxes:
-        share.piece.window(share.local(room), box).copy_(piece.window(tensor, box))
+    moves = share.moves(layout.rank)
+    for window, place in zip(moves.held, moves.within, strict=True):
+        place.of(share.local(room)).copy_(window.of(tensor))
     return room
 
 
@@ -390,13 +393,14 @@ class _Results:
             # What is passed on unchanged is the very same tensor, so that nobody takes it for a new one to write to.
             self.of[share.name] = like if straight.data_ptr() == like.data_ptr() and like.numel() else straight
         else:
-            windows = self.windows(share, share.piece.boxes)
-            copied([share.piece.window(share.local(result), box) for box in share.piece.boxes], windows)
+            own = share.local(result)
+            copied([place.of(own) for place in share.moves(self._layout.rank).within], self.windows(share))
 
-    def windows(self, share: Share, boxes: Sequence[Any]) -> list[Tensor]:
-        """Where boxes of a result belong."""
-        room = self._room(share.name)
-        return [self._layout.piece(share.name).window(room, box) for box in boxes]
+    def windows(self, share: Share) -> list[Tensor]:
+        """Where what this rank holds of a result belongs."""
+        moves = share.moves(self._layout.rank)
+        room = self._room(share.name) if moves.held else None
+        return [] if room is None else [window.of(room) for window in moves.held]
 
     def _room(self, name: str) -> Tensor:
         if name not in self.of:

@@ -7,6 +7,7 @@ parameters go the same way as the parameters do. None stays None.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.checkpoint import FlatPiece
+from muonfx.sharding.cut import Cut, Replicas
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.pieces import Piece
 from muonfx.tree import PyTree, Spec
@@ -59,7 +61,7 @@ class Layout:
 
     kind: str
     specs: Mapping[str, Spec] | None
-    pieces: Mapping[str, tuple[Piece, ...]] = field(repr=False)
+    pieces: Mapping[str, Cut] = field(repr=False)
     size: int
     rank: int = 0
     group: dist.ProcessGroup | None = field(default=None, repr=False)
@@ -126,7 +128,8 @@ class Layout:
             raise ShardingError(
                 f"{self!r} has not met {absent!r}, which is None here: use layout.of(params), or init the state first"
             )
-        pieces = {name: (Piece.whole(spec.shape),) * self.size for name, spec in specs.items()}
+        cuts = {shape: Replicas(shape, self.size) for shape in dict.fromkeys(spec.shape for spec in specs.values())}
+        pieces = {name: cuts[spec.shape] for name, spec in specs.items()}
         made = replace(self, specs=specs, pieces=pieces, derived={})
         known.append((names, made))
         return made
@@ -142,22 +145,26 @@ class Layout:
             raise ShardingError(f"{self!r} has no parameter {name!r}; it was made for {known}, ...")
         return self.pieces[name][self.rank if rank is None else rank]
 
-    def holders(self, name: str) -> dict[Piece, list[int]]:
+    @property
+    def digest(self) -> str:
+        """A hash of who holds what, the same on all ranks; made of a word a parameter, however many ranks there are."""
+        if "digest" not in self.derived:
+            text = repr([(name, self.pieces[name].digest) for name in self._specs])
+            self.derived["digest"] = hashlib.sha256(text.encode()).hexdigest()[:12]
+        return self.derived["digest"]
+
+    def holders(self, name: str) -> Mapping[Piece, Sequence[int]]:
         """The different pieces of a parameter that have elements, and the ranks that hold each."""
-        found: dict[Piece, list[int]] | None = self.derived.get(("holders", name))
-        if found is None:
-            found = {}
-            for rank, piece in enumerate(self.pieces[name]):
-                if piece.numel:
-                    found.setdefault(piece, []).append(rank)
-            self.derived["holders", name] = found
-        return found
+        return self.pieces[name].holders
 
     def counts(self, name: str, rank: int | None = None) -> bool:
         """Whether a rank is the one that counts its piece in sums over all ranks: the first of those that hold it."""
         rank = self.rank if rank is None else rank
-        piece = self.piece(name, rank)
-        return piece.numel > 0 and self.holders(name)[piece][0] == rank
+        known: dict[int, bool] = self.pieces[name].derived.setdefault("counts", {})
+        if rank not in known:
+            piece = self.piece(name, rank)
+            known[rank] = piece.numel > 0 and self.holders(name)[piece][0] == rank
+        return known[rank]
 
     def nbytes(self, rank: int | None = None) -> int:
         """The bytes of a rank's pieces of the parameters."""

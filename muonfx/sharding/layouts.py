@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from math import prod
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from muonfx import tree
 from muonfx.arguments import plain_arguments
 from muonfx.core import Transform
+from muonfx.sharding.cut import Cut, Intervals, Listed, OneOwner, OnMesh, Places, Replicas
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Buffer, Layout, is_dtensor, specs_of
 from muonfx.sharding.messages import collective
-from muonfx.sharding.pieces import Piece, Span
 from muonfx.sharding.plan.balance import assign_by_bytes
 from muonfx.tree import PyTree, Spec
 
@@ -134,9 +134,8 @@ def flat(
     if starts is None:
         starts = _behind_each_other(specs, order)
     _check_cuts(specs, order, starts, cuts, size)
-    pieces = {
-        name: tuple(_between(specs[name], starts[name], cuts[r], cuts[r + 1]) for r in range(size)) for name in specs
-    }
+    places = tuple(cuts)
+    pieces = {name: Intervals(spec.shape, starts[name], places) for name, spec in specs.items()}
     lengths = tuple(cuts[r + 1] - cuts[r] for r in range(size))
     return Layout("flat", specs, pieces, size, rank, process_group, stage, Buffer(dict(starts), lengths))
 
@@ -167,22 +166,19 @@ def from_dtensors(params: PyTree, group: dist.ProcessGroup | None = None) -> Lay
     dtensors = {name: leaf._spec for name, leaf in named.items() if is_dtensor(leaf)}
     if not dtensors:
         raise TypeError("params: found no DTensor; shard the model first, or use replicated() or zero()")
+    meshes = {mesh: _ranks_of(mesh) for mesh in dict.fromkeys(spec.mesh for spec in dtensors.values())}
     if group is None:
-        group = _group_of([spec.mesh for spec in dtensors.values()])
+        group = _group_of(meshes)
     ranks = dist.get_process_group_ranks(group)
     specs = specs_of(params)
-    pieces: dict[str, tuple[Piece, ...]] = {}
-    for name, spec in specs.items():
-        if name in dtensors:
-            pieces[name] = _pieces_of(name, spec, dtensors[name], ranks)
-        else:
-            pieces[name] = (Piece.whole(spec.shape),) * len(ranks)
     rank = dist.get_rank(group)
     if rank < 0:
         raise ShardingError(f"this process is not among the ranks {ranks} of the parameters' meshes")
+    places = {mesh: _places(mesh, ranks) for mesh in meshes}
+    pieces = _cuts(specs, dtensors, places, len(ranks))
     derived: dict[Any, Any] = {}
-    if len({_ranks_of(spec.mesh) for spec in dtensors.values()}) > 1:
-        pieces, derived[ALIKE] = _each_by_its_own(pieces, {n: _ranks_of(s.mesh) for n, s in dtensors.items()}, group)
+    if len(set(meshes.values())) > 1:
+        pieces, derived[ALIKE] = _each_by_its_own(specs, dtensors, meshes, places, pieces, group)
     for name in dtensors:
         local, piece = named[name]._local_tensor, pieces[name][rank]
         if not piece.fits(local):
@@ -201,18 +197,53 @@ def _ranks_of(mesh: Any) -> tuple[int, ...]:
 
 
 def _each_by_its_own(
-    pieces: Mapping[str, tuple[Piece, ...]], meshes: Mapping[str, tuple[int, ...]], group: dist.ProcessGroup
-) -> tuple[dict[str, tuple[Piece, ...]], tuple[str, ...]]:
-    """For each rank the pieces that it says it has; and the names of parameters on meshes that differ."""
+    specs: Mapping[str, Spec],
+    dtensors: Mapping[str, Any],
+    meshes: Mapping[Any, tuple[int, ...]],
+    places: Mapping[Any, Places],
+    pieces: dict[str, Cut],
+    group: dist.ProcessGroup,
+) -> tuple[dict[str, Cut], tuple[str, ...]]:
+    """For each rank the pieces that it says it has; and the names of parameters on meshes that differ.
+
+    Where the ranks differ in nothing but the ranks of their meshes, as under FSDP2 with tensor parallelism, a place on
+    each mesh says it all; else each rank lists its pieces.
+    """
     rank = dist.get_rank(group)
-    mine = {name: (meshes.get(name), theirs[rank]) for name, theirs in pieces.items()}
+    number = {mesh: place for place, mesh in enumerate(meshes)}
+    ways = [
+        (name, spec, (number[dtensors[name].mesh], dtensors[name].placements) if name in dtensors else None)
+        for name, spec in specs.items()
+    ]
+    mine = (
+        _digest((ways, [places[mesh].shape for mesh in meshes])),
+        [(_digest(meshes[mesh]), places[mesh].coordinates[rank]) for mesh in meshes],
+    )
+    said = _said(mine, group)
+    if len({digest for digest, _ in said}) == 1:
+        own = {
+            mesh: Places(places[mesh].shape, [theirs[place][1] for _, theirs in said])
+            for place, mesh in enumerate(meshes)
+        }
+        differ = {mesh for place, mesh in enumerate(meshes) if len({theirs[place][0] for _, theirs in said}) > 1}
+        return _cuts(specs, dtensors, own, len(said)), tuple(n for n, spec in dtensors.items() if spec.mesh in differ)
+    listed = {name: (meshes[dtensors[name].mesh] if name in dtensors else None, pieces[name][rank]) for name in specs}
+    lists = _said(listed, group)
+    if any(theirs.keys() != listed.keys() for theirs in lists):
+        return pieces, ()  # whoever compares the layouts says so
+    alike = tuple(name for name in listed if len({theirs[name][0] for theirs in lists}) > 1)
+    return {n: Listed(spec.shape, [theirs[n][1] for theirs in lists]) for n, spec in specs.items()}, alike
+
+
+def _digest(said: Any) -> str:
+    return hashlib.sha256(repr(said).encode()).hexdigest()
+
+
+def _said(mine: Any, group: dist.ProcessGroup) -> list[Any]:
     said: list[Any] = [None] * dist.get_world_size(group)
     with collective("finding out who holds what"):
         dist.all_gather_object(said, mine, group=group)
-    if any(theirs.keys() != mine.keys() for theirs in said):
-        return dict(pieces), ()  # whoever compares the layouts says so
-    alike = tuple(name for name in pieces if len({theirs[name][0] for theirs in said}) > 1)
-    return {name: tuple(theirs[name][1] for theirs in said) for name in pieces}, alike
+    return said
 
 
 def _ranks(group: Group) -> tuple[int, int, dist.ProcessGroup | None]:
@@ -235,28 +266,25 @@ def _ranks(group: Group) -> tuple[int, int, dist.ProcessGroup | None]:
 # ---------------------------------------------------------------------------------------------------------------- ZeRO
 
 
-def _whole(
-    specs: Mapping[str, Spec], size: int, alignment: int, tx: Transform | None
-) -> tuple[dict[str, tuple[Piece, ...]], Buffer]:
+def _whole(specs: Mapping[str, Spec], size: int, alignment: int, tx: Transform | None) -> tuple[dict[str, Cut], Buffer]:
     from muonfx.sharding.plan.costs import costs_of
 
     costs = costs_of(specs, tx)
     nbytes = [prod(spec.shape) * spec.dtype.itemsize for spec in specs.values()]
     owners = assign_by_bytes([costs[name] for name in specs], nbytes, size)
-    pieces: dict[str, tuple[Piece, ...]] = {}
+    pieces: dict[str, Cut] = {}
     starts: dict[str, int] = {}
     lengths = [0] * size
     for (name, spec), owner in zip(specs.items(), owners, strict=True):
-        none, everything = Piece.interval(spec.shape, 0, 0), Piece.whole(spec.shape)
-        pieces[name] = tuple(everything if rank == owner else none for rank in range(size))
+        pieces[name] = OneOwner(spec.shape, size, owner)
         starts[name] = lengths[owner]
         lengths[owner] += _padded(prod(spec.shape), alignment)
     return pieces, Buffer(starts, tuple(lengths))
 
 
-def _equal_cut(specs: Mapping[str, Spec], size: int, alignment: int) -> tuple[dict[str, tuple[Piece, ...]], Buffer]:
+def _equal_cut(specs: Mapping[str, Spec], size: int, alignment: int) -> tuple[dict[str, Cut], Buffer]:
     """One buffer for each dtype, since an engine casts them apart; each is cut equally."""
-    pieces: dict[str, tuple[Piece, ...]] = {}
+    pieces: dict[str, Cut] = {}
     starts: dict[str, int] = {}
     lengths = [0] * size
     for dtype in dict.fromkeys(spec.dtype for spec in specs.values()):
@@ -264,8 +292,9 @@ def _equal_cut(specs: Mapping[str, Spec], size: int, alignment: int) -> tuple[di
         begin = _behind_each_other(specs, names)
         total = sum(prod(specs[name].shape) for name in names)
         step = _padded(-(-total // size), alignment)
+        cuts = tuple(rank * step for rank in range(size + 1))
         for name in names:
-            pieces[name] = tuple(_between(specs[name], begin[name], r * step, (r + 1) * step) for r in range(size))
+            pieces[name] = Intervals(specs[name].shape, begin[name], cuts)
             starts[name] = begin[name]
         lengths = [length + step for length in lengths]
     return {name: pieces[name] for name in specs}, Buffer(starts, tuple(lengths))
@@ -282,13 +311,6 @@ def _behind_each_other(specs: Mapping[str, Spec], order: Sequence[str]) -> dict[
         starts[name] = end
         end += prod(specs[name].shape)
     return starts
-
-
-def _between(spec: Spec, start: int, begin: int, end: int) -> Piece:
-    """What of a parameter that begins at a place of the buffer lies between two others."""
-    numel = prod(spec.shape)
-    low, high = min(max(begin - start, 0), numel), min(max(end - start, 0), numel)
-    return Piece.interval(spec.shape, low, high)
 
 
 def _check_cuts(
@@ -309,64 +331,47 @@ def _check_cuts(
 # ------------------------------------------------------------------------------------------------------------ DTensors
 
 
-def _pieces_of(name: str, spec: Spec, placed: Any, ranks: Sequence[int]) -> tuple[Piece, ...]:
-    """The piece of each rank, found by cutting the indices of each dim as the placements cut a tensor."""
+def _cuts(
+    specs: Mapping[str, Spec], dtensors: Mapping[str, Any], places: Mapping[Any, Places], size: int
+) -> dict[str, Cut]:
+    """How each parameter is cut; those of one shape that are placed alike share a cut."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    coordinates = {int(rank): tuple(at) for at, rank in _enumerated(placed.mesh.mesh)}
-    known: dict[tuple[int, ...], Piece] = {}
-    found: list[Piece] = []
-    for rank in ranks:
-        if rank not in coordinates:
-            found.append(Piece.interval(spec.shape, 0, 0))
-            continue
-        at = coordinates[rank]
-        if at not in known:
-            indices = [torch.arange(size) for size in spec.shape]
-            for place, placement, parts in zip(at, placed.placements, placed.mesh.shape, strict=True):
-                if isinstance(placement, Shard | _StridedShard):
-                    dim = placement.dim
-                    shards = _split(placement, indices[dim], parts)
-                    indices[dim] = shards[place] if place < len(shards) else indices[dim][:0]
-                elif not isinstance(placement, Replicate):
+    made: dict[Any, Cut] = {}
+    cuts: dict[str, Cut] = {}
+    for name, spec in specs.items():
+        placed = dtensors.get(name)
+        key = spec.shape if placed is None else (spec.shape, placed.mesh, placed.placements)
+        if key not in made:
+            for placement in () if placed is None else placed.placements:
+                if not isinstance(placement, Shard | _StridedShard | Replicate):
                     raise TypeError(f"{name!r} has the placement {placement}, expected Shard or Replicate")
-            known[at] = Piece.grid([_spans(index) for index in indices])
-        found.append(known[at])
-    return tuple(found)
+            made[key] = (
+                Replicas(spec.shape, size)
+                if placed is None
+                else OnMesh(spec.shape, places[placed.mesh], placed.placements)
+            )
+        cuts[name] = made[key]
+    return cuts
 
 
-def _split(placement: Any, index: torch.Tensor, parts: int) -> list[torch.Tensor]:
-    """Cut the indices of a dim as the same placement cuts the first dim of a tensor."""
-    kind: Any = type(placement)
-    factor = getattr(placement, "split_factor", None)
-    first = kind(0) if factor is None else kind(0, split_factor=factor)
-    return list(first._split_tensor(index, parts, with_padding=False, contiguous=True)[0])
+def _places(mesh: Any, ranks: Sequence[int]) -> Places:
+    """Where each rank of a group stands on a mesh."""
+    shape = tuple(mesh.shape)
+    at = dict(zip(mesh.mesh.flatten().tolist(), product(*map(range, shape)), strict=True))
+    return Places(shape, [at.get(rank) for rank in ranks])
 
 
-def _enumerated(mesh: torch.Tensor) -> list[tuple[tuple[int, ...], int]]:
-    at = torch.cartesian_prod(*[torch.arange(size) for size in mesh.shape]).reshape(-1, mesh.ndim)
-    return [(tuple(place.tolist()), int(mesh[tuple(place.tolist())])) for place in at]
-
-
-def _spans(index: torch.Tensor) -> list[Span]:
-    """Runs of neighbouring indices."""
-    if not len(index):
-        return []
-    breaks = (torch.nonzero(index.diff() != 1).flatten() + 1).tolist()
-    begins, ends = [0, *breaks], [*breaks, len(index)]
-    return [(int(index[begin]), int(index[end - 1]) + 1) for begin, end in zip(begins, ends, strict=True)]
-
-
-def _group_of(meshes: Sequence[Any]) -> dist.ProcessGroup:
-    """A group of all ranks of some meshes."""
-    ranks = sorted({int(rank) for mesh in meshes for rank in mesh.mesh.flatten().tolist()})
+def _group_of(meshes: Mapping[Any, tuple[int, ...]]) -> dist.ProcessGroup:
+    """A group of all ranks of some meshes, which are given with the ranks of each."""
+    ranks = sorted(set().union(*meshes.values()))
     if ranks == list(range(dist.get_world_size())):
         world = dist.group.WORLD
         assert world is not None
         return world
-    for mesh in meshes:
-        if sorted(mesh.mesh.flatten().tolist()) == ranks:
+    for mesh, own in meshes.items():
+        if list(own) == ranks:
             return mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
     found = dist.new_group(ranks, use_local_synchronization=True)
     if not isinstance(found, dist.ProcessGroup):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import torch
 from torch import Tensor
 
@@ -112,5 +110,4 @@ def _check_alike(layout: Layout, said: list[dict[str, int]]) -> None:
 
 
 def _digest(layout: Layout) -> str:
-    text = repr([(name, layout.pieces[name]) for name in layout._specs])
-    return f"{layout!r} ({hashlib.sha256(text.encode()).hexdigest()[:12]})"
+    return f"{layout!r} ({layout.digest})"

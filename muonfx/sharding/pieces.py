@@ -17,10 +17,35 @@ from torch import Tensor
 
 from muonfx.boxes import Box, boxes_of_interval, intersection
 
-__all__ = ["Piece"]
+__all__ = ["Piece", "Window"]
 
 Span = tuple[int, int]
 """A beginning and the first index behind the end."""
+
+
+class Window(NamedTuple):
+    """The place of a box in local tensors of one piece; found once, used at every step.
+
+    >>> Piece.interval((4, 5), 3, 17).window(Box((1, 1), (2, 2))).of(torch.arange(14))
+    tensor([[3, 4],
+            [8, 9]])
+    """
+
+    interval: tuple[int, int] | None
+    """The elements of a local tensor of one dim; None: of one with the dims of the whole."""
+    sizes: tuple[int, ...]
+    """In which these are viewed."""
+    narrowed: tuple[tuple[int, int, int], ...]
+    """Dim, first index and length, of each dim that is not taken whole."""
+
+    def of(self, local: Tensor) -> Tensor:
+        """The view of a local tensor."""
+        if self.interval is not None:
+            first, numel = self.interval
+            local = (local if numel == local.numel() else local.narrow(0, first, numel)).view(self.sizes)
+        for dim, first, length in self.narrowed:
+            local = local.narrow(dim, first, length)
+        return local
 
 
 class Piece(NamedTuple):
@@ -103,7 +128,7 @@ class Piece(NamedTuple):
         """
         local = self.blank(whole)
         for box in self.boxes:
-            self.window(local, box).copy_(part(whole, box))
+            self.window(box).of(local).copy_(part(whole, box))
         return local
 
     def paste(self, local: Tensor, whole: Tensor) -> None:
@@ -115,7 +140,7 @@ class Piece(NamedTuple):
         tensor([0., 1., 1., 0.])
         """
         for box in self.boxes:
-            part(whole, box).copy_(self.window(local, box))
+            part(whole, box).copy_(self.window(box).of(local))
 
     def shared(self, boxes: Sequence[Box]) -> list[Box]:
         """What the piece has in common with other boxes of the whole, each within one box of the piece.
@@ -125,30 +150,34 @@ class Piece(NamedTuple):
         """
         return [common for own in self.boxes for box in boxes if (common := intersection(own, box)) is not None]
 
-    def window(self, local: Tensor, box: Box) -> Tensor:
-        """The view of a local tensor that holds a box of the whole, which lies within one box of the piece.
+    def window(self, box: Box) -> Window:
+        """The place in a local tensor of a box of the whole, which lies within one box of the piece.
 
         Raises:
             ValueError: it does not.
 
-        >>> Piece.interval((4, 5), 3, 17).window(torch.arange(14), Box((1, 1), (2, 2)))
-        tensor([[3, 4],
-                [8, 9]])
+        >>> Piece.interval((4, 5), 3, 17).window(Box((3, 0), (1, 2)))
+        Window(interval=(12, 2), sizes=(1, 2), narrowed=())
         """
+        before = 0
         for own in self.boxes:
             if all(
                 o <= b and b + n <= e for o, b, n, e in zip(own.offsets, box.offsets, box.sizes, own.ends, strict=True)
             ):
-                inner = Box(tuple(b - o for b, o in zip(box.offsets, own.offsets, strict=True)), box.sizes)
-                return part(self._view(local, own), inner)
+                inner = [b - o for b, o in zip(box.offsets, own.offsets, strict=True)]
+                if self.start is not None:
+                    return Window((before, own.numel), own.sizes, _narrowed(inner, box.sizes, own.sizes))
+                starts = [_place(along, start) for along, start in zip(self.spans, own.offsets, strict=True)]
+                firsts = [start + offset for start, offset in zip(starts, inner, strict=True)]
+                return Window(None, self.shape, _narrowed(firsts, box.sizes, self.shape))
+            before += own.numel
         raise ValueError(f"box {box} does not lie within one box of {self}")
 
-    def _view(self, local: Tensor, own: Box) -> Tensor:
-        if self.start is not None:
-            begin = sum(box.numel for box in self.boxes[: self.boxes.index(own)])
-            return local[begin : begin + own.numel].view(own.sizes)
-        offsets = tuple(_place(along, start) for along, start in zip(self.spans, own.offsets, strict=True))
-        return part(local, Box(offsets, own.sizes))
+
+def _narrowed(firsts: Sequence[int], lengths: Sequence[int], sizes: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
+    """The dims that are not taken whole."""
+    dims = enumerate(zip(firsts, lengths, sizes, strict=True))
+    return tuple((dim, first, length) for dim, (first, length, size) in dims if length != size)
 
 
 def _place(along: tuple[Span, ...], start: int) -> int:

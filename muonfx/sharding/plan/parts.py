@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
 from muonfx.boxes import Box, boxes_of_interval
+from muonfx.sharding.cut import Cut
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.pieces import Piece
 from muonfx.sharding.plan.costs import Run
@@ -48,16 +49,15 @@ def on_stacks(run: Run, shapes: dict[str, tuple[int, ...]]) -> Run:
 
 def parts_of(matrix: tuple[int, int] | None, name: str, layout: Layout) -> Iterator[Part]:
     """Cut a parameter where its matrices allow it: a stack between ranks, or into as many ranges as ranks may own."""
-    shape = layout._specs[name].shape
-    holders = layout.holders(name)
+    shape, cut = layout._specs[name].shape, layout.pieces[name]
     if matrix is None:
-        numel = prod(shape)
-        whole = [rank for piece, ranks in holders.items() if piece.numel == numel for rank in ranks]
-        some = sorted(rank for ranks in holders.values() for rank in ranks) or list(range(layout.size))
-        yield Part(name, 0, numel, shape, tuple(sorted(whole) or some), bool(whole))
+        candidates = cut.complete or cut.taking_part or tuple(range(layout.size))
+        yield Part(name, 0, prod(shape), shape, candidates, bool(cut.complete))
         return
     each = prod(matrix)
-    ranges = _ranges(layout, name, shape, each)
+    ranges: list[tuple[int, int, int, bool]] | None = cut.derived.get(each)
+    if ranges is None:
+        ranges = cut.derived[each] = _ranges(cut, shape, each)
     owners = [owner for _, _, owner, _ in ranges]
     if len(set(owners)) < len(owners):  # the state of a rank's part of a stack must be one range
         number = prod(shape) // each
@@ -77,13 +77,13 @@ class _Held(NamedTuple):
     """The rank that holds most of it."""
 
 
-def _ranges(layout: Layout, name: str, shape: tuple[int, ...], each: int) -> list[tuple[int, int, int, bool]]:
+def _ranges(cut: Cut, shape: tuple[int, ...], each: int) -> list[tuple[int, int, int, bool]]:
     """Share out the matrices of a stack: first, last + 1, owner, whether the owner holds them already.
 
     What one rank holds alone it keeps. What several hold is divided evenly among them, in ranges; a few that cross a
     boundary go to the rank that has most of each.
     """
-    holders = layout.holders(name)
+    holders = cut.holders
     found: list[tuple[int, int, int, bool]] = []
 
     def give(first: int, last: int, owner: int, complete: bool) -> None:
@@ -112,7 +112,7 @@ def _ranges(layout: Layout, name: str, shape: tuple[int, ...], each: int) -> lis
     return found
 
 
-def _held(holders: dict[Piece, list[int]], boxes: Sequence[Box], each: int) -> _Held:
+def _held(holders: Mapping[Piece, Sequence[int]], boxes: Sequence[Box], each: int) -> _Held:
     have = [(sum(box.numel for box in piece.shared(boxes)), rank) for piece, ranks in holders.items() for rank in ranks]
     whole = sorted(rank for numel, rank in have if numel == each)
     some = sorted(rank for numel, rank in have if numel)

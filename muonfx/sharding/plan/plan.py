@@ -16,13 +16,12 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from muonfx.boxes import boxes_of_interval
 from muonfx.sharding.gram import gram_bytes, gram_plan, is_for_gram, wide_of
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.balance import assign
 from muonfx.sharding.plan.costs import Run, cost_of
 from muonfx.sharding.plan.parts import Part, matrices_of, on_stacks, parts_of
-from muonfx.sharding.plan.shares import Leg, Share
+from muonfx.sharding.plan.shares import Share
 from muonfx.tree import Spec
 
 __all__ = ["Machine", "RunPlan", "Settings", "plan_run"]
@@ -199,13 +198,12 @@ def _spread(run: Run, name: str, layout: Layout, device: torch.device, compute: 
     by_gram = gram_bytes(spec.shape[short], len(chosen.stages), ranks, wide_of(spec.dtype))
     if by_gram >= by_owner:
         return None
-    legs = [Leg(tuple(r), r[0], p.boxes, p.numel) for p, r in holders.items()]
     cost = cost_of(run, name, spec.shape, spec.dtype, device.type, compute)
     reason = (
         f"its long side, {long}, is cut: {len(chosen.stages)} sums of Gram matrices take {by_gram / by_owner:.0%} of "
         "the bytes of the way to an owner and back"
     )
-    return Share(name, 0, prod(spec.shape), spec.shape, spec.shape, None, "gram", reason, cost, tuple(legs))
+    return Share(name, 0, prod(spec.shape), spec.shape, spec.shape, None, "gram", cost, layout.pieces[name], reason)
 
 
 def _everyone(part: Part, cost: float, nbytes: int, layout: Layout, machine: Machine, settings: Settings) -> bool:
@@ -222,27 +220,19 @@ def _owners(parts: Sequence[Part], costs: Sequence[float], size: int) -> list[in
 
 
 def _share(part: Part, owner: int | None, cost: float, layout: Layout) -> Share:
-    shape = layout._specs[part.name].shape
-    boxes = boxes_of_interval(shape, part.start, part.stop)
-    legs: list[Leg] = []
-    for piece, ranks in layout.holders(part.name).items():
-        common = tuple(piece.shared(boxes))
-        if common:
-            nearest = min(ranks, key=lambda rank: (abs(rank - (owner or 0)), rank))
-            legs.append(Leg(tuple(ranks), nearest, common, sum(box.numel for box in common)))
-    route, reason = _route(part, owner, legs, layout, cost)
-    return Share(part.name, part.start, part.stop, part.shape, shape, owner, route, reason, cost, tuple(legs))
+    route, because = _route(part, owner, layout, cost)
+    shape, cut = layout._specs[part.name].shape, layout.pieces[part.name]
+    return Share(part.name, part.start, part.stop, part.shape, shape, owner, route, cost, cut, because)
 
 
-def _route(part: Part, owner: int | None, legs: Sequence[Leg], layout: Layout, cost: float) -> tuple[str, str]:
+def _route(part: Part, owner: int | None, layout: Layout, cost: float) -> tuple[str, str]:
     if owner is None:
         return "everyone", f"all {layout.size} ranks hold it, and {cost:.1e} operations take less time than to send it"
-    if all(leg.ranks == (owner,) for leg in legs):
-        return "local", "it is whole on its owner alone"
+    if not part.numel or (part.complete and layout.holders(part.name)[layout.piece(part.name, owner)] == (owner,)):
+        return "local", ""
     if part.complete:
         return "split", f"{len(part.candidates)} ranks hold it whole: one computes and sends the result"
-    held = sum(leg.numel for leg in legs if owner in leg.ranks)
-    return "owner", f"it lies in {len(legs)} pieces; its owner holds {held / max(part.numel, 1):.0%} of it"
+    return "owner", ""
 
 
 def _alone(places: Sequence[int], shares: Sequence[Share], dtype: torch.dtype, limit: int) -> Iterator[tuple[int, ...]]:

@@ -1,0 +1,205 @@
+"""Laws of cuts: the lazy pieces of all ranks are those that a plain loop over ranks makes, and few of them are made."""
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, product
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, init_device_mesh
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import muonfx as mfx
+from muonfx import sharding
+from muonfx.sharding import cut
+from muonfx.sharding.pieces import Piece
+from muonfx.sharding.plan import shares
+
+SHAPES = st.lists(st.integers(0, 13), min_size=1, max_size=3).map(tuple)
+
+
+def held(piece: Piece, shape: Sequence[int]) -> list[int]:
+    """The elements of a piece, in the order of its local tensor."""
+    return piece.cut(torch.arange(prod(shape)).view(*shape)).flatten().tolist()
+
+
+@st.composite
+def on_meshes(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], list[Placement]]:
+    shape = draw(SHAPES)
+    mesh = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
+    ways = st.one_of(
+        st.just(Replicate()),
+        st.integers(0, len(shape) - 1).map(Shard),
+        st.builds(
+            lambda dim, factor: _StridedShard(dim, split_factor=factor),
+            st.integers(0, len(shape) - 1),
+            st.integers(1, 3),
+        ),
+    )
+    return shape, mesh, draw(st.lists(ways, min_size=len(mesh), max_size=len(mesh)))
+
+
+@given(on_meshes(), st.randoms(use_true_random=False))
+def test_pieces_on_a_mesh_are_those_that_torch_cuts_for_each_rank(case: Any, random: Any):
+    shape, mesh, placements = case
+    coordinates: list[Any] = [*product(*map(range, mesh)), None]  # the last is on no mesh
+    random.shuffle(coordinates)
+    found = cut.OnMesh(shape, cut.Places(mesh, coordinates), placements)
+    for rank, at in enumerate(coordinates):
+        whole = torch.arange(prod(shape)).view(shape)
+        for place, placement, parts in zip(at or (), placements, mesh, strict=at is not None):
+            if not isinstance(placement, Replicate):
+                whole = placement._split_tensor(whole, parts, with_padding=False, contiguous=True)[0][place]
+        if at is None:
+            assert found[rank].numel == 0
+        else:
+            assert tuple(found[rank].shape) == tuple(whole.shape)
+            assert held(found[rank], shape) == whole.flatten().tolist()
+
+
+@st.composite
+def cuts(draw: st.DrawFn) -> cut.Cut:
+    shape, size = draw(SHAPES), draw(st.integers(1, 5))
+    start = draw(st.integers(0, 5))
+    places = sorted(draw(st.lists(st.integers(0, start + prod(shape)), min_size=size - 1, max_size=size - 1)))
+    on_mesh = draw(on_meshes())
+    return draw(
+        st.sampled_from(
+            [
+                cut.Replicas(shape, size),
+                cut.OneOwner(shape, size, draw(st.integers(0, size - 1))),
+                cut.Intervals(shape, start, (0, *places, start + prod(shape))),
+                cut.OnMesh(on_mesh[0], cut.Places(on_mesh[1], list(product(*map(range, on_mesh[1])))), on_mesh[2]),
+            ]
+        )
+    )
+
+
+@given(cuts())
+def test_holders_are_found_as_by_a_loop_over_all_ranks(drawn: cut.Cut):
+    naive: dict[Piece, list[int]] = {}
+    for rank in range(len(drawn)):
+        if drawn[rank].numel:
+            naive.setdefault(drawn[rank], []).append(rank)
+    assert list(drawn.holders.items()) == [(piece, tuple(ranks)) for piece, ranks in naive.items()]
+    numel = prod(drawn.shape)
+    assert drawn.complete == tuple(sorted(r for p, ranks in naive.items() if p.numel == numel for r in ranks))
+    assert drawn.taking_part == tuple(rank for rank in range(len(drawn)) if drawn[rank].numel)
+
+
+@given(cuts(), cuts())
+def test_cuts_are_equal_where_all_pieces_are(one: cut.Cut, other: cut.Cut):
+    listed = cut.Listed(one.shape, list(one))
+    assert one == listed
+    assert hash(one) == hash(listed)
+    assert (one == other) == (one.shape == other.shape and list(one) == list(other))
+    if one.key == other.key:
+        assert one == other
+        assert one.digest == other.digest
+
+
+# --------------------------------------------------------------------------------------------- what it takes to bind
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
+    """How many pieces are made, and how many legs."""
+    found = {"pieces": 0, "legs": 0}
+
+    def counted(name: str, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            found[name] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(Piece, "grid", counted("pieces", Piece.grid))
+    monkeypatch.setattr(Piece, "interval", counted("pieces", Piece.interval))
+    monkeypatch.setattr(shares, "Leg", counted("legs", shares.Leg))
+    yield found
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def placed(mesh: Any, shape: tuple[int, ...], placements: Sequence[Placement]) -> Any:
+    """A meta DTensor, without asking torch to cut anything."""
+    stride = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(torch.Size(shape), stride, torch.float32))
+    local = cut.OnMesh(shape, cut.Places(mesh.shape, [tuple(mesh.get_coordinate())]), placements)[0].shape
+    kind: Any = DTensor
+    return kind(torch.empty(local, device="meta"), spec, requires_grad=False)
+
+
+def bound(made: dict[str, int], layers: int, shard: int, parallel: int, kind: str) -> dict[str, int]:
+    """What is made on the way to the plan of a model's step."""
+    made.update(pieces=0, legs=0)
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=shard * parallel)
+    try:
+        mesh = init_device_mesh("cpu", (shard, parallel))
+        columns = [_StridedShard(0, split_factor=parallel), Shard(0)]
+        shapes = {"q": (48, 32), "o": (32, 48), "norm": (48,)}
+        ways = {"q": columns, "o": [Shard(0), Shard(1)], "norm": [Shard(0), Replicate()]}
+        params = {
+            f"{layer}.{name}": placed(mesh, shape, ways[name])
+            if kind == "from_dtensors"
+            else torch.empty(shape, device="meta")
+            for layer in range(layers)
+            for name, shape in shapes.items()
+        }
+        layout = {
+            "from_dtensors": sharding.from_dtensors,
+            "whole": sharding.zero,
+            "flat": lambda params: sharding.zero(params, partition="flat"),
+            "replicated": lambda params: sharding.replicated().of(params),
+        }[kind](params)
+        labels = {name: "adamw" if name.endswith("norm") else "muon" for name in params}
+        tx = mfx.muon_with_adamw(0.1, labels=labels, dtype=torch.float32)
+        local = {
+            name: leaf if kind == "from_dtensors" else torch.empty(layout.piece(name).shape, device="meta")
+            for name, leaf in params.items()
+        }
+        sharding.sharded(tx, layout).init(local)
+        assert layout.digest
+    finally:
+        dist.destroy_process_group()
+    return dict(made)
+
+
+@pytest.mark.parametrize("kind", ["from_dtensors", "whole", "flat", "replicated"])
+def test_what_is_made_to_bind_grows_with_ranks_plus_parameters(made: dict[str, int], kind: str):
+    few = bound(made, 4, 16, 2, kind)
+    deeper = bound(made, 16, 16, 2, kind)
+    wider = bound(made, 4, 64, 2, kind)
+    both = bound(made, 16, 64, 2, kind)
+    ranks, params = 32, 12
+    for found, r, p in ((few, ranks, params), (deeper, ranks, 4 * params), (wider, 4 * ranks, params)):
+        assert sum(found.values()) <= 12 * (r + p) + 50, (kind, found)
+    assert sum(both.values()) <= 12 * 4 * (ranks + params) + 50, (kind, both)  # a product would be 16 times
+
+
+def test_parameters_of_one_shape_that_are_cut_alike_share_a_cut(made: dict[str, int]):
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    mesh = init_device_mesh("cpu", (8,))
+    params = {name: placed(mesh, (16, 4), [Shard(name > "b")]) for name in "abcd"}
+    layout = sharding.from_dtensors(params)
+    assert layout.pieces["a"] is layout.pieces["b"]
+    assert layout.pieces["c"] is layout.pieces["d"]
+    assert layout.pieces["a"] != layout.pieces["c"]
+    replicated = sharding.replicated().of({"a": torch.zeros(2), "b": torch.zeros(2)})
+    assert replicated.pieces["a"] is replicated.pieces["b"]
+
+
+def test_a_flat_buffer_is_cut_without_a_look_at_ranks_far_away(made: dict[str, int]):
+    made.update(pieces=0)
+    shapes = [(3, 5)] * 40
+    starts = [0, *accumulate(map(prod, shapes))]
+    many = tuple(range(0, 601 * 1000, 1000))  # of 600 ranks the first holds all
+    for shape, start in zip(shapes, starts, strict=False):
+        assert list(cut.Intervals(shape, start, many).holders.values()) == [(0,)]
+    assert made["pieces"] == 40
