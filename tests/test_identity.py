@@ -153,7 +153,7 @@ def cases():
         mine(table=functools.partial(named, torch.ones(3))),
         mine(where=torch.device("cuda", 1)), mine(where=mfx.Locality.MATRIX),
         mfx.masked(mfx.scale(1.0), mfx.select.where(lambda info: True)),
-        mfx.masked(mfx.scale(1.0), mfx.select.module_type(Layer)),
+        mine(mfx.select.module_type(Layer)),
         mfx.partition({"a": mfx.scale(1.0)}, named), with_function(named),
     ]
 
