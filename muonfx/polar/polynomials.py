@@ -18,7 +18,7 @@ class Polynomials(NamedTuple):
     steps: tuple[Step, ...]
     """One `(a, b, c)` a step; empty where the coefficients are a tensor."""
     restarts: tuple[int, ...]
-    """Where the Gram form goes back to the whole matrix."""
+    """Where the Gram form goes back to the whole matrix, at the least."""
     safety: float = 1.0
     """The input is divided by this times its Frobenius norm."""
     row_scaling: bool = False
@@ -27,6 +27,8 @@ class Polynomials(NamedTuple):
     """Coefficients as a tensor `(k, 2 or 3)`."""
     indices: tuple[int, ...] = ()
     """Which row of `table` each step uses."""
+    restarts_are_asked: bool = False
+    """The caller has chosen the restarts: they are not changed for the sake of stability."""
 
 
 def polynomials(
@@ -47,6 +49,7 @@ def polynomials(
         return Polynomials((), (), table=value, indices=tuple(step_indices(value.shape[0], steps)))
     chosen = resolve(value)
     taken = schedule(chosen, steps)
+    asked = restarts is not None
     if restarts is not None:
         restarts = checked_restarts(restarts, len(taken))
     elif chosen.restarts is None:
@@ -54,7 +57,7 @@ def polynomials(
     else:
         restarts = _continued(chosen.restarts, len(taken))
     safety = 1.0 if chosen.row_scaling else chosen.norm_safety
-    return Polynomials(taken, restarts, safety, chosen.row_scaling)
+    return Polynomials(taken, restarts, safety, chosen.row_scaling, restarts_are_asked=asked)
 
 
 def _continued(restarts: tuple[int, ...], steps: int) -> tuple[int, ...]:
