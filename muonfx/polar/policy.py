@@ -33,6 +33,7 @@ from muonfx.polar.polynomials import Polynomials, polynomials
 from muonfx.polar.products import ProductsLike
 from muonfx.polar.stability import TOLERANCE, largest, stable_restarts
 from muonfx.polar.stages import Stage, staged, standard
+from muonfx.polar.symbols import fixed
 
 SUPPORTED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """The dtypes of inputs and of matrix products."""
@@ -369,8 +370,9 @@ def _choose_method(
     restarts = _restarts(resolved, compute, requested)
     if requested == "auto" and len(restarts) + 1 == len(plain):
         return "standard", plain, Reason(f"{compute} rounds too much for two steps on one Gram matrix")
-    mean = None if resolved.row_scaling else 1 / (max(int(short), 1) * resolved.safety**2)
-    stages = staged(resolved.steps, restarts, mean, max(int(long), 1) / max(int(short), 1))
+    short, long = fixed(short), fixed(long)  # the centers are numbers in the graph
+    mean = None if resolved.row_scaling else 1 / (max(short, 1) * resolved.safety**2)
+    stages = staged(resolved.steps, restarts, mean, max(long, 1) / max(short, 1))
     if requested == "gram":
         return "gram", stages, Reason("as asked for")
     costs = (_cost(stages, short, long, rates, products), _cost(plain, short, long, rates, products))

@@ -10,6 +10,7 @@ import torch
 from muonfx.polar.coefficients import CoefficientsLike, Step, checked_restarts, schedule, step_indices
 from muonfx.polar.coefficients import coefficients as resolve
 from muonfx.polar.stages import default_restarts
+from muonfx.polar.symbols import fixed
 
 
 class Polynomials(NamedTuple):
@@ -48,7 +49,7 @@ def polynomials(
             raise ValueError("restarts: found some beside a tensor of coefficients, which only the standard form takes")
         return Polynomials((), (), table=value, indices=tuple(step_indices(value.shape[0], steps)))
     chosen = resolve(value)
-    taken = schedule(chosen, steps)
+    taken = tuple((fixed(a), fixed(b), fixed(c)) for a, b, c in schedule(chosen, steps))
     asked = restarts is not None
     if restarts is not None:
         restarts = checked_restarts(restarts, len(taken))
@@ -56,7 +57,7 @@ def polynomials(
         restarts = default_restarts(len(taken))
     else:
         restarts = _continued(chosen.restarts, len(taken))
-    safety = 1.0 if chosen.row_scaling else chosen.norm_safety
+    safety = 1.0 if chosen.row_scaling else fixed(chosen.norm_safety)
     return Polynomials(taken, restarts, safety, chosen.row_scaling, restarts_are_asked=asked)
 
 
