@@ -41,6 +41,7 @@ def muon(
     weight_decay: float = 0.0,
     coefficients: CoefficientsLike = "polar_express_5",
     steps: int | None = None,
+    method: str = "auto",
     dtype: torch.dtype | str = "auto",
     rule: str = "match_rms_adamw",
     dims: Dims | Mapping[str, Dims] | None = None,
@@ -57,6 +58,7 @@ def muon(
         weight_decay: decoupled; parameters shrink by ``learning_rate * weight_decay``.
         coefficients: of the Newton-Schulz iteration, as in `orthogonalize`.
         steps: of the iteration, as in `orthogonalize`.
+        method: "standard", "gram" or "auto", as in `orthogonalize`.
         dtype: of the iteration, as in `orthogonalize`.
         rule: as in `scale_by_shape`.
         dims: as in `orthogonalize`: ``{"*.experts.*": ((-2,), (-1,))}`` for stacks of matrices.
@@ -72,7 +74,7 @@ def muon(
     """
     return chain(
         momentum(decay, nesterov=nesterov),
-        orthogonalize(coefficients=coefficients, steps=steps, dtype=dtype, dims=dims, blocks=blocks),
+        orthogonalize(coefficients=coefficients, steps=steps, method=method, dtype=dtype, dims=dims, blocks=blocks),
         scale_by_shape(rule, dims=dims, blocks=blocks),
         add_decayed_weights(weight_decay, mask),
         scale_by_learning_rate(learning_rate),
@@ -86,6 +88,7 @@ def normuon(
     neuron_decay: float = 0.95,
     weight_decay: float = 0.0,
     coefficients: CoefficientsLike = "polar_express_5",
+    method: str = "auto",
     dtype: torch.dtype | str = "auto",
     mask: Mask = None,
 ) -> Transform:
@@ -97,6 +100,7 @@ def normuon(
         neuron_decay: of the rows' second moment.
         weight_decay: decoupled, as in `muon`.
         coefficients: as in `orthogonalize`.
+        method: as in `orthogonalize`.
         dtype: as in `orthogonalize`.
         mask: which parameters decay, as in `add_decayed_weights`.
 
@@ -107,7 +111,7 @@ def normuon(
     """
     return chain(
         momentum(decay),
-        orthogonalize(coefficients=coefficients, dtype=dtype),
+        orthogonalize(coefficients=coefficients, method=method, dtype=dtype),
         normalize_neurons(neuron_decay),
         scale_by_shape("match_rms_adamw"),
         add_decayed_weights(weight_decay, mask),
@@ -173,6 +177,7 @@ def muon_with_adamw(
     b2: float = 0.95,
     rule: str = "match_rms_adamw",
     coefficients: CoefficientsLike = "polar_express_5",
+    method: str = "auto",
     dtype: torch.dtype | str = "auto",
     dims: Dims | Mapping[str, Dims] | None = None,
     blocks: Blocks | Mapping[str, Blocks] | None = None,
@@ -192,6 +197,7 @@ def muon_with_adamw(
         b2: AdamW's second decay.
         rule: as in `scale_by_shape`.
         coefficients: as in `orthogonalize`.
+        method: as in `orthogonalize`.
         dtype: as in `orthogonalize`.
         dims: as in `muon`.
         blocks: as in `muon`.
@@ -210,6 +216,7 @@ def muon_with_adamw(
                 decay=decay,
                 weight_decay=weight_decay,
                 coefficients=coefficients,
+                method=method,
                 dtype=dtype,
                 rule=rule,
                 dims=dims,

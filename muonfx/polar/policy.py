@@ -266,7 +266,9 @@ def stable_dtype(compute: torch.dtype, resolved: Polynomials, requested: DTypeLi
 
     A dtype that was asked for is kept, with a warning.
 
-    >>> raw = polynomials([(8.28721201814563, -23.595886519098837, 17.300387312530933), (4.1070591, -2.9478499, 0.5448)])
+    >>> raw = polynomials(
+    ...     [(8.28721201814563, -23.595886519098837, 17.300387312530933), (4.1070591, -2.9478499, 0.5448)]
+    ... )
     >>> stable_dtype(torch.bfloat16, polynomials("polar_express")), stable_dtype(torch.bfloat16, raw)
     (torch.bfloat16, torch.float32)
     """

@@ -49,6 +49,7 @@ def test_a_non_finite_matrix_gives_nan_and_spares_its_batch() -> None:
 ORTHONORMAL = torch.linalg.qr(torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))[0]
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # what torch derives products with
 @pytest.mark.parametrize(
     "x",
     [torch.eye(3).double(), ORTHONORMAL, ORTHONORMAL.mT, torch.diag(torch.tensor([2.0, 2.0, 1.0]).double())],
@@ -66,6 +67,7 @@ def test_the_derivative_at_zero_is_zero() -> None:
     assert torch.equal(found, torch.zeros_like(x))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # what torch derives products with
 def test_at_low_rank_the_derivative_is_that_among_matrices_of_that_rank() -> None:
     generator = torch.Generator().manual_seed(0)
     a, b, da, db = (torch.randn(*s, dtype=torch.float64, generator=generator) for s in [(5, 2), (2, 4)] * 2)
