@@ -43,6 +43,7 @@ def muon(
     weight_decay: float = 0.0,
     coefficients: CoefficientsLike = "polar_express_5",
     steps: int | None = None,
+    method: str = "auto",
     dtype: torch.dtype | str = "auto",
     rule: str = "match_rms_adamw",
     dims: Dims | Mapping[str, Dims] | None = None,
@@ -59,6 +60,7 @@ def muon(
         weight_decay: decoupled; parameters shrink by ``learning_rate * weight_decay``.
         coefficients: of the Newton-Schulz iteration, as in `orthogonalize`.
         steps: of the iteration, as in `orthogonalize`.
+        method: "standard", "gram" or "auto", as in `orthogonalize`.
         dtype: of the iteration, as in `orthogonalize`.
         rule: as in `scale_by_shape`.
         dims: as in `orthogonalize`: ``{"*.experts.*": ((-2,), (-1,))}`` for stacks of matrices.
@@ -74,7 +76,7 @@ def muon(
     """
     return chain(
         momentum(decay, nesterov=nesterov),
-        orthogonalize(coefficients=coefficients, steps=steps, dtype=dtype, dims=dims, blocks=blocks),
+        orthogonalize(coefficients=coefficients, steps=steps, method=method, dtype=dtype, dims=dims, blocks=blocks),
         scale_by_shape(rule, dims=dims, blocks=blocks),
         add_decayed_weights(weight_decay, mask),
         scale_by_learning_rate(learning_rate),
@@ -89,6 +91,7 @@ def normuon(
     neuron_decay: float = 0.95,
     weight_decay: float = 0.0,
     coefficients: CoefficientsLike = "polar_express_5",
+    method: str = "auto",
     dtype: torch.dtype | str = "auto",
     mask: Mask = None,
 ) -> Transform:
@@ -100,6 +103,7 @@ def normuon(
         neuron_decay: of the rows' second moment.
         weight_decay: decoupled, as in `muon`.
         coefficients: as in `orthogonalize`.
+        method: as in `orthogonalize`.
         dtype: as in `orthogonalize`.
         mask: which parameters decay, as in `add_decayed_weights`.
 
@@ -110,7 +114,7 @@ def normuon(
     """
     return chain(
         momentum(decay),
-        orthogonalize(coefficients=coefficients, dtype=dtype),
+        orthogonalize(coefficients=coefficients, method=method, dtype=dtype),
         normalize_neurons(neuron_decay),
         scale_by_shape("match_rms_adamw"),
         add_decayed_weights(weight_decay, mask),
@@ -179,6 +183,7 @@ def muon_with_adamw(
     b2: float = 0.95,
     rule: str = "match_rms_adamw",
     coefficients: CoefficientsLike = "polar_express_5",
+    method: str = "auto",
     dtype: torch.dtype | str = "auto",
     dims: Dims | Mapping[str, Dims] | None = None,
     blocks: Blocks | Mapping[str, Blocks] | None = None,
@@ -198,6 +203,7 @@ def muon_with_adamw(
         b2: AdamW's second decay.
         rule: as in `scale_by_shape`.
         coefficients: as in `orthogonalize`.
+        method: as in `orthogonalize`.
         dtype: as in `orthogonalize`.
         dims: as in `muon`.
         blocks: as in `muon`.
@@ -216,6 +222,7 @@ def muon_with_adamw(
                 decay=decay,
                 weight_decay=weight_decay,
                 coefficients=coefficients,
+                method=method,
                 dtype=dtype,
                 rule=rule,
                 dims=dims,

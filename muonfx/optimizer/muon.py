@@ -34,6 +34,7 @@ class Muon(TransformOptimizer):
         betas: AdamW's.
         rule: as in `muonfx.scale_by_shape`.
         coefficients: of the Newton-Schulz iteration, as in `muonfx.orthogonalize`.
+        method: "standard", "gram" or "auto", as in `muonfx.orthogonalize`.
         dtype: of the iteration, as in `muonfx.orthogonalize`.
         dims: as in `muonfx.orthogonalize`: ``{"*.experts.*": ((-2,), (-1,))}`` for stacks of matrices, which would
             otherwise be flattened as convolutions are.
@@ -65,6 +66,7 @@ class Muon(TransformOptimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         rule: str = "match_rms_adamw",
         coefficients: str | polar.Coefficients = "polar_express_5",
+        method: str = "auto",
         dtype: torch.dtype | str = "auto",
         dims: Dims | Mapping[str, Dims] | None = None,
         blocks: Blocks | Mapping[str, Blocks] | None = None,
@@ -89,6 +91,7 @@ class Muon(TransformOptimizer):
             b2=betas[1],
             rule=rule,
             coefficients=coefficients,
+            method=method,
             dtype=dtype,
             dims=dims,
             blocks=blocks,

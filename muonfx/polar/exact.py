@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from muonfx.polar.engine import check_matrix
@@ -10,7 +12,9 @@ from muonfx.polar.engine import check_matrix
 def polar_factor(x: torch.Tensor, *, rtol: float | None = None) -> torch.Tensor:
     """The orthogonal polar factor `U_r V_r^T` of `x = U S V^T`, over its nonzero singular values.
 
-    Computed in float64. A matrix with NaN or infinity gives all NaN and leaves the rest of its batch alone.
+    Computed in float64. Derivatives of any order, in both modes, exist wherever the rank is full, for equal singular
+    values too: they divide by sums of singular values, never by differences. Elsewhere the first derivative is that
+    among matrices of the same rank: the factor jumps where a rank changes. A matrix with NaN or infinity gives all NaN and leaves the rest of its batch alone.
 
     Args:
         x: `(..., m, n)`, any of them zero, fp64, fp32, bf16 or fp16.
@@ -35,7 +39,83 @@ def polar_factor(x: torch.Tensor, *, rtol: float | None = None) -> torch.Tensor:
     if x.numel() == 0:
         return x.clone()
     finite = x.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
-    u, s, vh = torch.linalg.svd(torch.where(finite, x, torch.zeros_like(x)).double(), full_matrices=False)
-    kept = (s > rtol * s.amax(-1, keepdim=True)).to(s.dtype)
-    factor = (u * kept.unsqueeze(-2)) @ vh
+    wide = torch.where(finite, x, torch.zeros_like(x)).double()
+    tall = x.shape[-2] >= x.shape[-1]
+    factor = _Factor.apply(wide, rtol) if tall else _Factor.apply(wide.mT, rtol).mT
     return torch.where(finite, factor, torch.full_like(factor, torch.nan)).to(x.dtype)
+
+
+class _Factor(torch.autograd.Function):
+    """The polar factor `P` of matrices `(..., m, n)`, m >= n."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: torch.Tensor, rtol: float) -> torch.Tensor:
+        u, s, vh = torch.linalg.svd(x, full_matrices=False)
+        kept = (s > rtol * s.amax(-1, keepdim=True)).to(s.dtype)
+        return (u * kept.unsqueeze(-2)) @ vh
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, float], output: torch.Tensor) -> None:
+        x, ctx.rtol = inputs
+        ctx.save_for_backward(x, output)
+        ctx.save_for_forward(x, output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        x, p = ctx.saved_tensors
+        return _derivative(x, p, grads[0], ctx.rtol), None  # a symmetric map: its own adjoint
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> torch.Tensor:
+        x, p = ctx.saved_tensors
+        return _derivative(x, p, tangents[0], ctx.rtol)
+
+
+def _derivative(x: torch.Tensor, p: torch.Tensor, t: torch.Tensor, rtol: float) -> torch.Tensor:
+    """The derivative of the polar factor at `x = P H` along `t`.
+
+    With `x = U S V^T` it is `U K V^T` for `K_ij = (U^T t V - V^T t^T U)_ij / (s_i + s_j)`, and what leaves the spaces
+    of `U` and `V`, over `S`.
+    """
+    h, rows = p.mT @ x, p.mT @ p
+    inside = p.mT @ t @ rows
+    inverse = _Sylvester.apply((h + h.mT) / 2, 2 * rows, rtol)
+    turned = p @ _Sylvester.apply((h + h.mT) / 2, inside - inside.mT, rtol)
+    beyond_columns = t @ inverse - p @ (p.mT @ t @ inverse)
+    beyond_rows = p @ (inverse @ (p.mT @ t - inside))
+    return turned + beyond_columns + beyond_rows
+
+
+class _Sylvester(torch.autograd.Function):
+    """The solution `K` of `H K + K H = C`, for symmetric `H` without negative eigenvalues, on the range of `H`."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(h: torch.Tensor, c: torch.Tensor, rtol: float) -> torch.Tensor:
+        values, v = torch.linalg.eigh(h)
+        kept = values > rtol * values.amax(-1, keepdim=True)
+        both = kept.unsqueeze(-1) & kept.unsqueeze(-2)
+        sums = torch.where(both, values.unsqueeze(-1) + values.unsqueeze(-2), torch.inf)
+        return v @ ((v.mT @ c @ v) / sums) @ v.mT
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, torch.Tensor, float], output: torch.Tensor) -> None:
+        h, _, ctx.rtol = inputs
+        ctx.save_for_backward(h, output)
+        ctx.save_for_forward(h, output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        h, k = ctx.saved_tensors
+        of_c = _Sylvester.apply(h, grads[0], ctx.rtol)
+        return -(of_c @ k.mT + k.mT @ of_c), of_c, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> torch.Tensor:
+        h, k = ctx.saved_tensors
+        of_h, of_c, _ = tangents
+        rest = torch.zeros_like(k) if of_c is None else of_c
+        return _Sylvester.apply(h, rest if of_h is None else rest - of_h @ k - k @ of_h, ctx.rtol)

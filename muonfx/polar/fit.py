@@ -24,14 +24,19 @@ def fit_coefficients(
         lower: the smallest singular value, over the Frobenius norm, to bring near 1; in (0, 1).
         cushion: fit on no wider an interval than `[cushion u, u]`, then centre on the true one. It gives up a little of
             the convergence from `lower` for polynomials that stay away from zero inside the interval. 0 turns it off.
-        safety: as in `with_safety`, and accounted for in the fit of the steps that follow.
+        safety: as in `with_safety`, and accounted for in the fit of the steps that follow. 1 is best in exact
+            arithmetic alone: the polynomials then use their intervals to the very ends, beyond which they grow fast, so
+            that bf16 and fp16 diverge, and `orthogonalize` computes in fp32. 1.01 is enough for bf16.
 
     Raises:
         ValueError: an argument outside its range.
+        TypeError: `steps` is not an int.
 
     >>> round(fit_coefficients(2, 0.1, cushion=0).steps[0][0], 4)
     5.6037
     """
+    if not isinstance(steps, int) or isinstance(steps, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"fit_coefficients: steps is {steps!r}, expected an int of at least 1")
     if steps < 1:
         raise ValueError(f"fit_coefficients: steps is {steps}, expected at least 1")
     if not 0 < lower < 1:
@@ -44,7 +49,7 @@ def fit_coefficients(
     low, high = lower, 1.0
     fitted: list[Step] = []
     for i in range(steps):
-        a, b, c = best_quintic(max(low, cushion * high), high)
+        a, b, c = best_quintic(max(low, cushion * high), high) if low < high else _TAYLOR
         if low < cushion * high:  # centre: the two ends equally far from 1
             centre = 2.0 / (_value((a, b, c), low) + _value((a, b, c), high))
             a, b, c = a * centre, b * centre, c * centre
@@ -52,7 +57,7 @@ def fit_coefficients(
             a, b, c = a / safety, b / safety**3, c / safety**5
         fitted.append((a, b, c))
         low = _value((a, b, c), low)
-        high = 2.0 - low
+        high = 2.0 - low  # both 1 at last, but for rounding errors, and then in either order
     return Coefficients(
         "fitted",
         tuple(fitted),

@@ -23,6 +23,7 @@ from muonfx.polar.policy import DTypeLike, MethodLike, Plan, plan
 from muonfx.polar.polynomials import Polynomials, polynomials
 from muonfx.polar.products import ProductsLike
 from muonfx.polar.scaling import rounded_and_scaled, same_range
+from muonfx.polar.symbols import is_traced
 
 _CPU_SCRATCH, _DEVICE_SCRATCH = 1 << 25, 1 << 28
 
@@ -79,11 +80,9 @@ def orthogonalize_many(
     if max_scratch_bytes is not None and max_scratch_bytes < 1:
         raise ValueError(f"max_scratch_bytes: found {max_scratch_bytes}, expected at least 1")
     resolved = polynomials(coefficients, steps, restarts)
-    groups: defaultdict[_Kind, list[int]] = defaultdict(list)
     for i, x in enumerate(xs):
         check_matrix(x, f"xs[{i}]" if names is None else names[i])
-        rows, columns = x.shape[-2:]
-        groups[_Kind(min(rows, columns), max(rows, columns), x.dtype, x.device)].append(i)
+    groups = _grouped([_kind_of(x) for x in xs])
     watched = is_watched(*xs, *([] if resolved.table is None else [resolved.table]))
     targets = _targets(xs, donate, out, watched)
 
@@ -91,11 +90,11 @@ def orthogonalize_many(
     # anything to write.
     if not groups:
         plan(1, 1, torch.float32, torch.device("cpu"), resolved, method=method, dtype=dtype, products=products)
-    plans = {kind: plan(*kind, resolved, method=method, dtype=dtype, products=products) for kind in groups}
+    plans = [plan(*kind, resolved, method=method, dtype=dtype, products=products) for kind, _ in groups]
     results: list[torch.Tensor] = list(xs)
-    for kind, members in groups.items():
+    for (kind, members), own in zip(groups, plans, strict=True):
         scratch = max_scratch_bytes or (_CPU_SCRATCH if kind.device.type == "cpu" else _DEVICE_SCRATCH)
-        job = _Job(kind, plans[kind], resolved, scratch, watched)
+        job = _Job(kind, own, resolved, scratch, watched)
         for together, run in _ways(job, members, xs):
             done = run([xs[i] for i in together], [targets[i] for i in together], job)
             for i, y in zip(together, done, strict=True):
@@ -110,6 +109,30 @@ class _Kind(NamedTuple):
     long: int
     dtype: torch.dtype
     device: torch.device
+
+
+def _kind_of(x: torch.Tensor) -> _Kind:
+    rows, columns = x.shape[-2:]
+    short, long = (rows, columns) if rows <= columns else (columns, rows)
+    return _Kind(short, long, x.dtype, x.device)
+
+
+def _grouped(kinds: Sequence[_Kind]) -> list[tuple[_Kind, list[int]]]:
+    """The places of each kind, kinds in the order of their first place."""
+    if not any(is_traced(kind.short, kind.long) for kind in kinds):
+        groups: defaultdict[_Kind, list[int]] = defaultdict(list)
+        for i, kind in enumerate(kinds):
+            groups[kind].append(i)
+        return list(groups.items())
+    found: list[tuple[_Kind, list[int]]] = []
+    for i, kind in enumerate(kinds):  # symbols have no hash; comparing them guards the graph
+        for other, members in found:
+            if kind == other:
+                members.append(i)
+                break
+        else:
+            found.append((kind, [i]))
+    return found
 
 
 class _Job(NamedTuple):
@@ -175,6 +198,8 @@ def _run_as_function(xs: list[torch.Tensor], targets: list[torch.Tensor | None],
     short, long, held, _ = job.kind
     flats = [(x if x.shape[-2] == short else x.mT).reshape(-1, short, long) for x in xs]
     limit = max(1, job.scratch // scratch_bytes(short, long, job.plan.dtype))
+    if is_traced(short, long, *map(len, flats)):
+        limit = sum(map(len, flats)) + 1  # a batch that is cut would fix all sizes; a compiler plans memory itself
     places = [
         _place(x, target, whole=len(flat) <= limit or job.watched)
         for x, target, flat in zip(xs, targets, flats, strict=True)

@@ -2,11 +2,14 @@
 
 *Dtype.* bf16 is what Muon uses on accelerators, but on a CPU without bf16 hardware it is hundreds of times slower than
 fp32, and on one with it a build may still lack the kernels. So a CPU is asked for the feature and then timed, once a
-process.
+process. Polynomials that use their interval to its very end diverge in bf16, whatever the matrix; they get a wider dtype.
 
 *Method.* The standard iteration multiplies the long side twice a step, its Gram form twice a stage, for some more small
 products (`muonfx.polar.stages`). Both are counted in multiply-adds, and the cheaper one is taken; a symmetric product
 counts as the share of a full one that it takes, and a pass over a small matrix as the multiply-adds of the same time.
+
+How many steps a stage may take depends on the dtype: see `muonfx.polar.stability`. Nothing that is chosen here lets
+rounding push a singular value far beyond its band, for any finite matrix.
 
 *Products.* Half of a symmetric product can be left out, by blocks on a CPU and by a kernel on CUDA, from the size on at
 which that pays.
@@ -17,6 +20,7 @@ matrix gets the same answer wherever it is computed.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -27,7 +31,9 @@ from muonfx.polar.coefficients import CoefficientsLike
 from muonfx.polar.hardware import cpu_bf16_is_faster, cpu_has_amx, cpu_has_bf16, cuda_capability
 from muonfx.polar.polynomials import Polynomials, polynomials
 from muonfx.polar.products import ProductsLike
+from muonfx.polar.stability import TOLERANCE, largest, stable_restarts
 from muonfx.polar.stages import Stage, staged, standard
+from muonfx.polar.symbols import fixed
 
 SUPPORTED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """The dtypes of inputs and of matrix products."""
@@ -83,6 +89,22 @@ class Facts(NamedTuple):
 _UNKNOWN = Rates(float("inf"), 1.0, 100, "a guess: nothing is known about this device and dtype")
 
 
+class Reason(NamedTuple):
+    """A sentence, and the numbers in it.
+
+    They are put together only when it is read: under a compiler sizes may be symbols, which have no digits yet.
+
+    >>> str(Reason("{:.1e} multiply-adds", (1e6,)))
+    '1.0e+06 multiply-adds'
+    """
+
+    text: str
+    numbers: tuple[float, ...] = ()
+
+    def __str__(self) -> str:
+        return self.text.format(*self.numbers)
+
+
 class Plan(NamedTuple):
     """How matrices of one shape are orthogonalized. Prints as an explanation."""
 
@@ -97,7 +119,7 @@ class Plan(NamedTuple):
     """How the Gram matrix of the whole matrix is made."""
     small_products: Literal["batched", "blocks", "triton"]
     """How products of small matrices are done: as those, or batched where the others do not pay."""
-    reasons: tuple[str, ...]
+    reasons: tuple[Reason, ...]
     """Why that dtype, that method and those products."""
 
     @property
@@ -181,22 +203,30 @@ def plan(
     >>> plan(2, 3, torch.float32, torch.device("cpu"), polynomials("keller")).method
     'standard'
     """
-    compute = compute_dtype(held, device, dtype)
+    compute = stable_dtype(compute_dtype(held, device, dtype), resolved, dtype)
     if not isinstance(method, str) or method not in ("auto", "standard", "gram"):
         raise ValueError(f"method: found {method!r}, expected 'auto', 'standard' or 'gram'")
     done, why_products = _choose_products(short, long, compute, device, products, facts)
     small = _choose_products(short, short, compute, device, products, facts)[0]
     rates = _rates(device, compute, facts)
-    taken, stages, why_method = _choose_method(short, long, rates, resolved, method, (done, small))
-    reasons = (_why_dtype(held, device, dtype), why_method, why_products)
+    taken, stages, why_method = _choose_method(short, long, compute, rates, resolved, method, (done, small))
+    reasons = (_why_dtype(held, device, dtype, compute), why_method, why_products)
     return Plan((short, long), compute, taken, stages, done, small, reasons)
 
 
-def compute_dtype(dtype: torch.dtype, device: torch.device, requested: DTypeLike = "auto") -> torch.dtype:
+def compute_dtype(
+    dtype: torch.dtype,
+    device: torch.device,
+    requested: DTypeLike = "auto",
+    *,
+    coefficients: CoefficientsLike | torch.Tensor | None = None,
+    steps: int | None = None,
+) -> torch.dtype:
     """The dtype for matrix products on inputs of `dtype` on `device`.
 
     `"auto"` keeps float64. Else, on CUDA, bf16 from compute capability 8.0 on; on a CPU, bf16 where the CPU has native
-    bf16 products and a cached measurement finds them faster than fp32; fp32 everywhere else.
+    bf16 products and a cached measurement finds them faster than fp32; fp32 everywhere else. With `coefficients` that
+    would diverge by rounding there, a wider one.
 
     The measurement may come out differently on two hosts: ranks that must agree bit for bit should share one answer.
 
@@ -212,7 +242,8 @@ def compute_dtype(dtype: torch.dtype, device: torch.device, requested: DTypeLike
     if isinstance(requested, str):
         if requested != "auto":
             raise ValueError(f"dtype: found {requested!r}, expected 'auto' or a torch.dtype such as torch.bfloat16")
-        return torch.float64 if dtype == torch.float64 else _fastest(device.type, device.index)
+        fastest = torch.float64 if dtype == torch.float64 else _fastest(device.type, device.index)
+        return fastest if coefficients is None else stable_dtype(fastest, polynomials(coefficients, steps))
     if requested not in SUPPORTED:
         raise TypeError(f"dtype: found {requested!r}, expected 'auto' or one of {', '.join(map(str, SUPPORTED))}")
     return requested
@@ -230,20 +261,57 @@ def _fastest(kind: str, index: int | None) -> torch.dtype:
     return torch.bfloat16 if fast else torch.float32
 
 
-@torch.compiler.assume_constant_result  # the facts are not for a tracer to look into
-def _why_dtype(held: torch.dtype, device: torch.device, requested: DTypeLike) -> str:
+def stable_dtype(compute: torch.dtype, resolved: Polynomials, requested: DTypeLike = "auto") -> torch.dtype:
+    """`compute`, or where rounding in it makes these polynomials diverge, the narrowest wider dtype that is safe.
+
+    A dtype that was asked for is kept, with a warning.
+
+    >>> raw = polynomials(
+    ...     [(8.28721201814563, -23.595886519098837, 17.300387312530933), (4.1070591, -2.9478499, 0.5448)]
+    ... )
+    >>> stable_dtype(torch.bfloat16, polynomials("polar_express")), stable_dtype(torch.bfloat16, raw)
+    (torch.bfloat16, torch.float32)
+    """
+    if resolved.table is not None or _is_stable(resolved, compute):
+        return compute
     if requested != "auto":
-        return "as asked for"
+        _warn_of_rounding(f"in {compute} the standard form of this set may diverge", "with_safety(set, 1.01), or dtype")
+        return compute
+    return next((d for d in (torch.float32, torch.float64) if _is_stable(resolved, d)), torch.float64)
+
+
+def _is_stable(resolved: Polynomials, compute: torch.dtype) -> bool:
+    steps = resolved.steps
+    return largest(steps, tuple(range(1, len(steps))), resolved.safety, compute) <= TOLERANCE
+
+
+@torch.compiler.assume_constant_result  # warns when it is traced
+def _warn_of_rounding(found: str, remedy: str) -> bool:
+    warnings.warn(
+        f"orthogonalize: {found}: rounding can push singular values out of the interval that its polynomials were "
+        f"fitted for, where they grow without bound; use {remedy}='auto'",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return True
+
+
+@torch.compiler.assume_constant_result  # the facts are not for a tracer to look into
+def _why_dtype(held: torch.dtype, device: torch.device, requested: DTypeLike, compute: torch.dtype) -> Reason:
+    if requested != "auto":
+        return Reason("as asked for")
+    if compute != compute_dtype(held, device):
+        return Reason("in a narrower one, rounding would make these polynomials diverge; `with_safety` prevents that")
     if held == torch.float64:
-        return "float64 stays float64"
+        return Reason("float64 stays float64")
     if device.type == "cpu":
         if not cpu_has_bf16():
-            return "this CPU has no bf16 products"
-        return "this CPU has bf16 products, measured " + ("faster" if cpu_bf16_is_faster() else "slower") + " than fp32"
+            return Reason("this CPU has no bf16 products")
+        faster = "faster" if cpu_bf16_is_faster() else "slower"
+        return Reason(f"this CPU has bf16 products, measured {faster} than fp32")
     if device.type == "cuda":
-        major, minor = cuda_capability(device.index)
-        return f"compute capability {major}.{minor}; bf16 from 8.0 on"
-    return f"fp32 on devices of type {device.type!r}"
+        return Reason("compute capability {}.{}; bf16 from 8.0 on", cuda_capability(device.index))
+    return Reason(f"fp32 on devices of type {device.type}")
 
 
 def _choose_products(
@@ -253,7 +321,7 @@ def _choose_products(
     device: torch.device,
     requested: ProductsLike,
     facts: Facts | None,
-) -> tuple[Literal["batched", "blocks", "triton"], str]:
+) -> tuple[Literal["batched", "blocks", "triton"], Reason]:
     if requested not in ("auto", "batched", "blocks", "triton"):
         raise ValueError(f"products: found {requested!r}, expected 'auto', 'batched', 'blocks' or 'triton'")
     if requested == "triton":
@@ -267,45 +335,64 @@ def _choose_products(
                 "and an installed Triton); use 'auto' or 'batched'"
             )
     if requested != "auto":
-        return requested, "as asked for"
-    rates, size = _rates(device, compute, facts), float(short) ** 2 * long
-    bound = f"{size:.1e} multiply-adds against a bound of {rates.halved_from:.1e} ({rates.source})"
+        return requested, Reason("as asked for")
+    rates, size = _rates(device, compute, facts), short * short * long
+    numbers = (size, rates.halved_from)
+    bound = f"{{:.1e}} multiply-adds against a bound of {{:.1e}} ({rates.source})"
     if size < rates.halved_from:
-        return "batched", f"in batches by the BLAS: halving symmetric ones does not pay at {bound}"
+        return "batched", Reason(f"in batches by the BLAS: halving symmetric ones does not pay at {bound}", numbers)
     if device.type == "cuda":
         if _has_kernels(device, facts):
-            return "triton", f"by a kernel that leaves out half of symmetric ones: {bound}"
-        return "batched", "in batches by the BLAS: no kernels here (they need capability 8.0 and Triton)"
-    return "blocks", f"by blocks, which leave out half of symmetric ones: {bound}"
+            return "triton", Reason(f"by a kernel that leaves out half of symmetric ones: {bound}", numbers)
+        return "batched", Reason("in batches by the BLAS: no kernels here (they need capability 8.0 and Triton)")
+    return "blocks", Reason(f"by blocks, which leave out half of symmetric ones: {bound}", numbers)
 
 
 def _choose_method(
     short: int,
     long: int,
+    compute: torch.dtype,
     rates: Rates,
     resolved: Polynomials,
     requested: MethodLike,
     products: tuple[str, str],
-) -> tuple[Literal["standard", "gram"], tuple[Stage, ...], str]:
+) -> tuple[Literal["standard", "gram"], tuple[Stage, ...], Reason]:
     if resolved.table is not None:
         if requested == "gram":
             raise ValueError("method: found 'gram' with a tensor of coefficients, which only the standard form takes")
-        return "standard", (), "coefficients that are a tensor are for the standard form"
+        return "standard", (), Reason("coefficients that are a tensor are for the standard form")
     plain = standard(resolved.steps)
     if requested == "standard":
-        return "standard", plain, "as asked for"
+        return "standard", plain, Reason("as asked for")
     if requested == "auto" and short < SMALLEST_GRAM:
-        return "standard", plain, f"the Gram form rounds more below a side of {SMALLEST_GRAM}"
+        return "standard", plain, Reason(f"the Gram form rounds more below a side of {SMALLEST_GRAM}")
     if requested == "auto" and resolved.row_scaling:
-        return "standard", plain, "row scaling makes the first Gram matrix anyway, and its eigenvalues are not known"
+        why = "row scaling makes the first Gram matrix anyway, and its eigenvalues are not known"
+        return "standard", plain, Reason(why)
+    restarts = _restarts(resolved, compute, requested)
+    if requested == "auto" and len(restarts) + 1 == len(plain):
+        return "standard", plain, Reason(f"{compute} rounds too much for two steps on one Gram matrix")
+    short, long = fixed(short), fixed(long)  # the centers are numbers in the graph
     mean = None if resolved.row_scaling else 1 / (max(short, 1) * resolved.safety**2)
-    stages = staged(resolved.steps, resolved.restarts, mean, max(long, 1) / max(short, 1))
+    stages = staged(resolved.steps, restarts, mean, max(long, 1) / max(short, 1))
     if requested == "gram":
-        return "gram", stages, "as asked for"
-    costs = [_cost(way, short, long, rates, products) for way in (stages, plain)]
+        return "gram", stages, Reason("as asked for")
+    costs = (_cost(stages, short, long, rates, products), _cost(plain, short, long, rates, products))
     cut = " + ".join(str(len(stage.steps)) for stage in stages)
-    counted = f"{costs[0]:.2e} multiply-adds in stages of {cut} steps, against {costs[1]:.2e} in the standard form"
+    text = f"{{:.2e}} multiply-adds in stages of {cut} steps, against {{:.2e}} in the standard form"
+    counted = Reason(text, costs)
     return ("gram", stages, counted) if costs[0] < costs[1] else ("standard", plain, counted)
+
+
+def _restarts(resolved: Polynomials, compute: torch.dtype, requested: MethodLike) -> tuple[int, ...]:
+    """Where the Gram form goes back to the whole matrix, so that rounding in `compute` is harmless for any matrix."""
+    steps, wanted, safety = resolved.steps, resolved.restarts, resolved.safety
+    if not resolved.restarts_are_asked or requested == "auto":
+        return stable_restarts(steps, wanted, safety, compute)
+    if largest(steps, wanted, safety, compute) > TOLERANCE:
+        found = f"restarts {wanted} in {compute} leave too many steps on one rounded Gram matrix"
+        _warn_of_rounding(found, "restarts=None or method")
+    return wanted
 
 
 def work(plan: Plan, device: torch.device, facts: Facts | None = None) -> float:

@@ -10,6 +10,7 @@ import torch
 from muonfx.polar.coefficients import CoefficientsLike, Step, checked_restarts, schedule, step_indices
 from muonfx.polar.coefficients import coefficients as resolve
 from muonfx.polar.stages import default_restarts
+from muonfx.polar.symbols import fixed
 
 
 class Polynomials(NamedTuple):
@@ -18,7 +19,7 @@ class Polynomials(NamedTuple):
     steps: tuple[Step, ...]
     """One `(a, b, c)` a step; empty where the coefficients are a tensor."""
     restarts: tuple[int, ...]
-    """Where the Gram form goes back to the whole matrix."""
+    """Where the Gram form goes back to the whole matrix, at the least."""
     safety: float = 1.0
     """The input is divided by this times its Frobenius norm."""
     row_scaling: bool = False
@@ -27,6 +28,8 @@ class Polynomials(NamedTuple):
     """Coefficients as a tensor `(k, 2 or 3)`."""
     indices: tuple[int, ...] = ()
     """Which row of `table` each step uses."""
+    restarts_are_asked: bool = False
+    """The caller has chosen the restarts: they are not changed for the sake of stability."""
 
 
 def polynomials(
@@ -46,15 +49,16 @@ def polynomials(
             raise ValueError("restarts: found some beside a tensor of coefficients, which only the standard form takes")
         return Polynomials((), (), table=value, indices=tuple(step_indices(value.shape[0], steps)))
     chosen = resolve(value)
-    taken = schedule(chosen, steps)
+    taken = tuple((fixed(a), fixed(b), fixed(c)) for a, b, c in schedule(chosen, steps))
+    asked = restarts is not None
     if restarts is not None:
         restarts = checked_restarts(restarts, len(taken))
     elif chosen.restarts is None:
         restarts = default_restarts(len(taken))
     else:
         restarts = _continued(chosen.restarts, len(taken))
-    safety = 1.0 if chosen.row_scaling else chosen.norm_safety
-    return Polynomials(taken, restarts, safety, chosen.row_scaling)
+    safety = 1.0 if chosen.row_scaling else fixed(chosen.norm_safety)
+    return Polynomials(taken, restarts, safety, chosen.row_scaling, restarts_are_asked=asked)
 
 
 def _continued(restarts: tuple[int, ...], steps: int) -> tuple[int, ...]:

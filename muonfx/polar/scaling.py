@@ -150,8 +150,12 @@ def row_normalized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
     Shapes: `(b, n, m)` gives `(b, n, m)` and `(b, n, n)`.
     """
-    gram = torch.bmm(x, x.mT)
+    # By way of rows of norm 1: the squares of small rows beside large ones are below fp16, whose sums would be zero.
     wide = wide_dtype(x.dtype)
-    sums = gram.abs().sum(-1, keepdim=True, dtype=wide)
-    scale = torch.where(sums == 0, torch.ones_like(sums), sums).rsqrt()
-    return (x * scale).to(x.dtype), (gram * scale * scale.mT).to(x.dtype)
+    norms = torch.linalg.vector_norm(x.detach(), dim=-1, keepdim=True, dtype=wide)
+    norms = torch.where(norms == 0, torch.ones_like(norms), norms)
+    unit = (x / norms).to(x.dtype)
+    gram = torch.bmm(unit, unit.mT)
+    sums = norms * (gram.abs() * norms.mT).sum(-1, keepdim=True)
+    scale = norms * torch.where(sums == 0, torch.ones_like(sums), sums).rsqrt()
+    return (unit * scale).to(x.dtype), (gram * scale * scale.mT).to(x.dtype)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from muonfx.core import Transform
 from muonfx.polar.iteration import composed
-from muonfx.polar.policy import Plan, plan
+from muonfx.polar.policy import Plan, plan, stable_dtype
 from muonfx.polar.polynomials import polynomials
 from muonfx.polar.products import Functional, Shifted
 from muonfx.polar.scaling import inverse_root, power_of_two, same_range, wide_dtype
@@ -57,10 +57,10 @@ def gram_plan(run: Run, shape: Sequence[int], dtype: torch.dtype, device: torch.
         compute: what a dtype of "auto" stands for.
     """
     given = run[0][1].arguments
+    resolved = polynomials(given["coefficients"], given["steps"])
     asked = given["dtype"]
     if asked == "auto":
-        asked = torch.float64 if dtype == torch.float64 else compute
-    resolved = polynomials(given["coefficients"], given["steps"])
+        asked = stable_dtype(torch.float64 if dtype == torch.float64 else compute, resolved)
     return plan(min(shape), max(shape), dtype, device, resolved, method="gram", dtype=asked, products="batched")
 
 

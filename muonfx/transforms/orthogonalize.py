@@ -18,7 +18,10 @@ __all__ = ["orthogonalize"]
 
 def _rounds_to(tx: Transform, dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """The dtype of the products, unless a power of two comes before the rounding to it."""
-    compute = polar.compute_dtype(dtype, device, tx.arguments["dtype"])
+    given = tx.arguments
+    compute = polar.compute_dtype(
+        dtype, device, given["dtype"], coefficients=given["coefficients"], steps=given["steps"]
+    )
     return compute if polar.same_range(dtype, compute) else dtype
 
 

@@ -101,3 +101,70 @@ def gap(a: torch.Tensor, b: torch.Tensor) -> float:
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     """The largest relative Frobenius distance of a matrix of `a` from its partner in `b`."""
     return ((a.double() - b.double()).norm(dim=(-2, -1)) / b.double().norm(dim=(-2, -1))).max().item()
+
+
+SCALINGS = (
+    "rows",
+    "columns",
+    "entries",
+    "cauchy",
+    "one huge row",
+    "rank one",
+    "hilbert",
+    "near orthogonal",
+    "clustered",
+    "parallel rows",
+    "two rows",
+    "diagonal",
+    "rotated pairs",
+    "zero rows",
+    "ones",
+)
+
+
+def scaled(kind: str, seed: int, n: int, m: int, batch: int = 1, spread: float = 3.0) -> torch.Tensor:
+    """Matrices `(batch, n, m)` in fp32 that are far from Gaussian, largest magnitude about 1 (`spread`: of exponents).
+
+    What they have in common: some directions of small singular values lie within rows of large ones.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(batch, *shape, generator=generator)
+
+    x, r = normal(n, m), min(n, m)
+    if kind in ("rows", "columns", "entries"):
+        x = x * torch.exp(spread * normal(*{"rows": (n, 1), "columns": (1, m), "entries": (n, m)}[kind]))
+    elif kind == "cauchy":
+        x = x / normal(n, m)
+    elif kind == "one huge row":
+        x[:, seed % n] *= 10.0**spread
+    elif kind == "rank one":
+        x = normal(n, 1) * normal(1, m)
+    elif kind == "hilbert":
+        x = (1 / (torch.arange(n)[:, None] + torch.arange(m) + 1.0)).expand(batch, n, m)
+    elif kind == "near orthogonal":
+        x = torch.eye(n, m) + 1e-3 * spread * x
+    elif kind == "clustered":
+        u, v = (torch.linalg.qr(normal(side, r))[0] for side in (n, m))
+        x = (u * torch.tensor([(1.0, 0.3, 0.02)[3 * i // r] for i in range(r)])) @ v.mT
+    elif kind == "parallel rows":  # in pairs, as near as anything between 0 and 1
+        x[:, 1::2] = x[:, : 2 * (n // 2) : 2] + torch.rand(batch, n // 2, 1, generator=generator) * x[:, 1::2]
+    elif kind == "two rows":
+        x[:, 1 % n] = x[:, 0] + 0.2 * torch.rand(batch, 1, generator=generator) * x[:, 1 % n]
+        x[:, 2:] *= 1e-4
+    elif kind in ("diagonal", "rotated pairs"):
+        s = torch.exp(spread / 2 * normal(r))
+        x = torch.zeros(batch, n, m)
+        x.diagonal(dim1=-2, dim2=-1).copy_(s)
+        if kind == "rotated pairs":
+            half = n // 2
+            first, second = x[:, :half].clone(), x[:, half : 2 * half].clone()
+            x[:, :half], x[:, half : 2 * half] = (first + second) / 2**0.5, (second - first) / 2**0.5
+    elif kind == "zero rows":
+        x[:, ::2] = 0
+    elif kind == "ones":
+        x = torch.ones(batch, n, m)
+    else:
+        raise AssertionError(kind)
+    return x / x.abs().amax((-2, -1), keepdim=True).clamp(min=1e-30)

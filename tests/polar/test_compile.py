@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from muonfx.polar import KNOWN, orthogonalize, orthogonalize_many
 
@@ -62,6 +63,76 @@ def test_gradient_through_a_traced_function() -> None:
     (found,) = torch.autograd.grad(run(x), x)
     (expected,) = torch.autograd.grad(orthogonalize(x, steps=2).sum(), x)
     assert gap(found, expected) < 1e-11
+
+
+SHAPES = [(8, 12), (16, 40), (40, 16), (20, 20), (24, 9), (2, 8, 12), (3, 13, 9), (10, 11), (12, 31), (31, 12)]
+
+
+@pytest.mark.parametrize("dynamic", [True, None])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"dtype": torch.float32},
+        {"dtype": torch.bfloat16, "method": "standard"},
+        {"dtype": torch.float16, "coefficients": "aol"},
+        {"dtype": torch.float32, "products": "blocks"},
+        {"dtype": torch.float32, "coefficients": [(3.0, -3.0, 1.0), (1.5, -0.5)], "steps": 3},
+        {"dtype": torch.float32, "max_scratch_bytes": 1},
+    ],
+    ids=str,
+)
+def test_more_shapes_than_the_compiler_would_trace_one_by_one(settings: dict, dynamic: bool | None) -> None:
+    traces: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]):
+        traces.append(len(graph.graph.nodes))
+        return graph.forward
+
+    run = torch.compile(lambda x: orthogonalize(x, **settings), fullgraph=True, backend=backend, dynamic=dynamic)
+    for shape in SHAPES:
+        x = torch.randn(shape)
+        assert gap(run(x), orthogonalize(x, **settings)) < (1e-5 if settings.get("dtype") == torch.float32 else 0.2)
+    assert len(traces) <= 5  # wide, tall, square and a batch; without `dynamic`, the first shape too
+
+
+@pytest.mark.parametrize("method", ["auto", "gram"])
+@pytest.mark.parametrize("dynamic", [True, None])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_large_matrices_trace_at_a_second_and_third_shape(
+    method: str, dynamic: bool | None, dtype: torch.dtype
+) -> None:
+    run = torch.compile(
+        lambda x: orthogonalize(x, method=method, dtype=dtype), fullgraph=True, backend="eager", dynamic=dynamic
+    )
+    for shape in [(256, 300), (260, 520), (320, 270), (2, 260, 264)]:
+        x = torch.randn(shape)
+        assert gap(run(x), orthogonalize(x, method=method, dtype=dtype)) < (1e-3 if dtype == torch.float32 else 0.2)
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+@pytest.mark.parametrize("shape", [(8, 12), (12, 8), (260, 300)])
+def test_symbolic_traces_are_right_at_other_shapes(mode: str, shape: tuple[int, int]) -> None:
+    trace = make_fx(lambda x: orthogonalize(x, dtype=torch.float32), tracing_mode=mode)(torch.randn(shape))
+    other = (shape[0] + 1, shape[1] + 2) if mode == "symbolic" and max(shape) < 100 else shape
+    x = torch.randn(other)
+    assert gap(trace(x), orthogonalize(x, dtype=torch.float32)) < 1e-3
+
+
+@pytest.mark.parametrize("dtype", ["auto", torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(6, 9), (3, 9, 6), (260, 400)])
+def test_no_graph_breaks(dtype, shape: tuple[int, ...]) -> None:
+    found = torch._dynamo.explain(lambda x: orthogonalize(x, dtype=dtype))(torch.randn(shape))
+    assert (found.graph_break_count, found.graph_count) == (0, 1)
+    assert not any("item" in str(node.target) for graph in found.graphs for node in graph.graph.nodes)
+
+
+def test_many_of_changing_shapes_trace() -> None:
+    run = torch.compile(lambda *xs: orthogonalize_many(xs, dtype=torch.float32), fullgraph=True, backend="eager")
+    for k in (1, 2, 3, 4):
+        xs = [torch.randn(shape) for shape in ((4 * k, 6 * k), (6 * k, 4 * k), (5, 5 + k), (k, 4, 6))]
+        for found, expected in zip(run(*xs), orthogonalize_many(xs, dtype=torch.float32), strict=True):
+            assert gap(found, expected) < 1e-5
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 
@@ -43,3 +44,44 @@ def test_a_non_finite_matrix_gives_nan_and_spares_its_batch() -> None:
     found = polar_factor(x)
     assert found[1].isnan().all()
     assert gap(found[[0, 2]], clean[[0, 2]]) < 1e-14
+
+
+ORTHONORMAL = torch.linalg.qr(torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))[0]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # what torch derives products with
+@pytest.mark.parametrize(
+    "x",
+    [torch.eye(3).double(), ORTHONORMAL, ORTHONORMAL.mT, torch.diag(torch.tensor([2.0, 2.0, 1.0]).double())],
+    ids=["identity", "tall", "wide", "two equal"],
+)
+def test_derivatives_exist_at_equal_singular_values(x: torch.Tensor) -> None:
+    x = x.clone().requires_grad_()
+    assert torch.autograd.gradcheck(polar_factor, x, check_forward_ad=True, check_batched_grad=True)
+    assert torch.autograd.gradgradcheck(polar_factor, x, check_fwd_over_rev=True)
+
+
+def test_the_derivative_at_zero_is_zero() -> None:
+    x = torch.zeros(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    (found,) = torch.autograd.grad(polar_factor(x).sum(), x)
+    assert torch.equal(found, torch.zeros_like(x))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # what torch derives products with
+def test_at_low_rank_the_derivative_is_that_among_matrices_of_that_rank() -> None:
+    generator = torch.Generator().manual_seed(0)
+    a, b, da, db = (torch.randn(*s, dtype=torch.float64, generator=generator) for s in [(5, 2), (2, 4)] * 2)
+
+    def factor(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return polar_factor(a @ b, rtol=1e-9)
+
+    _, found = torch.func.jvp(factor, (a, b), (da, db))
+    step = 1e-6
+    expected = (factor(a + step * da, b + step * db) - factor(a - step * da, b - step * db)) / (2 * step)
+    assert gap(found, expected) < 1e-7
+
+
+def test_derivatives_of_a_batch_are_those_of_a_loop() -> None:
+    x = problem(0, 4, 5, batch=(3,)).x
+    gradient = torch.func.grad(lambda z: (polar_factor(z) ** 3).sum())
+    assert gap(torch.func.vmap(gradient)(x), torch.stack([gradient(z) for z in x])) < 1e-12

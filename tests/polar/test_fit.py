@@ -78,3 +78,24 @@ def test_ranges_are_checked(arguments: dict, word: str) -> None:
 def test_an_empty_interval_is_refused() -> None:
     with pytest.raises(ValueError, match="0 < low < high"):
         best_quintic(1.0, 1.0)
+
+
+@pytest.mark.parametrize("safety", [1.0, 1.01, 1.1])
+@pytest.mark.parametrize("cushion", [0, 1e-4, 0.024, 0.3, 0.9])
+@pytest.mark.parametrize("lower", [1e-6, 1e-3, 0.1, 0.5, 0.999, 1 - 1e-9])
+@pytest.mark.parametrize("steps", [1, 2, 3, 8, 12, 20])
+def test_every_argument_in_range_has_a_fit(steps: int, lower: float, cushion: float, safety: float) -> None:
+    # Once an interval has shrunk to the point 1, its ends may come out in the wrong order.
+    fitted = fit_coefficients(steps, lower, cushion=cushion, safety=safety)
+    assert len(fitted.steps) == steps
+    low, high, peak = band(fitted, lower, points=2_001)
+    assert 0 < low <= high <= peak <= 2 * safety + 1e-6
+    if steps == 20 and safety == 1 and cushion < 0.1:
+        assert low == pytest.approx(1, abs=1e-9)
+        assert high == pytest.approx(1, abs=1e-9)
+
+
+def test_steps_that_are_no_int_are_named() -> None:
+    for steps in (2.5, True, "3"):
+        with pytest.raises(TypeError, match="fit_coefficients: steps is"):
+            fit_coefficients(steps)

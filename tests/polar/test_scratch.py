@@ -71,6 +71,7 @@ def test_large_matrices_take_no_more_scratch_than_allowed(
         assert excess(LARGE[name], limit, where, held=held, dtype=compute, steps=3)[0] <= 0
 
 
+@pytest.mark.filterwarnings("ignore:orthogonalize. restarts:RuntimeWarning")  # it is bytes that count here
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(256, 400), st.integers(256, 400)), min_size=1, max_size=4),
     st.integers(1, 8 * MiB),

@@ -1,0 +1,173 @@
+"""Rounding pushes no singular value far beyond its band, whatever finite matrix comes in."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import muonfx as mfx
+from muonfx.polar import KNOWN, Coefficients, band, compute_dtype, explain, fit_coefficients, orthogonalize, with_safety
+from muonfx.polar.polynomials import polynomials
+from muonfx.polar.stability import TOLERANCE, largest, stable_restarts
+
+from .strategies import SCALINGS, gap, scaled
+
+LOW = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+FITTED = {
+    f"fitted {steps}, {lower}, {safety}": fit_coefficients(steps, lower, safety=safety)
+    for steps, lower in ((5, 1e-3), (8, 1e-4), (12, 0.1))
+    for safety in (1.01, 1.02)
+}
+SAFER = {f"{name}, safety 1.05": with_safety(name, 1.05) for name in ("keller", "cans", "polar_express")}
+SETS: dict[str, Coefficients] = {**KNOWN, **FITTED, **SAFER}
+
+
+@functools.cache
+def peak(name: str, steps: int | None) -> float:
+    return band(SETS[name], steps=steps, points=20_001).peak
+
+
+def excess(x: torch.Tensor, name: str, steps: int | None = None, **settings) -> float:
+    """The largest singular value of a result over the largest one that its polynomials have."""
+    y = orthogonalize(x, coefficients=SETS[name], steps=steps, **settings)
+    if not y.isfinite().all():
+        return torch.inf
+    return torch.linalg.matrix_norm(y.double(), 2).max().item() / peak(name, steps)
+
+
+@given(
+    st.sampled_from(list(SETS)),
+    st.sampled_from(SCALINGS),
+    st.sampled_from(LOW),
+    st.sampled_from(["standard", "gram", "auto"]),
+    st.sampled_from([None, None, 1, 3, 7, 12]),
+    st.tuples(st.integers(1, 24), st.integers(1, 40)),
+    st.sampled_from([1.0, 3.0]),
+    st.integers(0, 10**6),
+)
+def test_every_method_and_dtype_stays_in_the_band(name, kind, dtype, method, steps, shape, spread, seed) -> None:
+    x = scaled(kind, seed, *shape, batch=8, spread=spread)
+    assert excess(x, name, steps, dtype=dtype, method=method) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", list(KNOWN))
+@pytest.mark.parametrize("kind", SCALINGS)
+def test_no_scaling_leaves_the_band_in_bf16(name: str, kind: str) -> None:
+    x = scaled(kind, 0, 24, 40, batch=64)
+    for method in ("standard", "gram"):
+        assert excess(x, name, dtype=torch.bfloat16, method=method) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["deepseek_v4", "polar_express", "polar_express_5", "keller"])
+@pytest.mark.parametrize("products", ["batched", "blocks"])
+def test_large_matrices_with_scaled_rows_stay_in_the_band(name: str, products: str) -> None:
+    # The largest singular value of deepseek_v4 was 1e15 for the first of these, of polar_express_5 1e5 for the second.
+    for kind, spread in (("rows", 1.0), ("two rows", 1.0), ("parallel rows", 1.0)):
+        x = scaled(kind, 0, 256, 1024, batch=2, spread=spread)
+        for method in ("auto", "gram"):
+            assert excess(x, name, dtype=torch.bfloat16, method=method, products=products) <= TOLERANCE
+
+
+def test_the_reported_update_is_bounded() -> None:
+    torch.manual_seed(0)
+    grads = {"w": torch.randn(256, 1024) * torch.exp(torch.randn(256, 1))}
+    tx = mfx.muon(1e-2, coefficients="deepseek_v4", dtype=torch.bfloat16)
+    updates, _ = tx.update(grads, tx.init(grads), grads)
+    bound = 1.13 * 1e-2 * 0.2 * 1024**0.5  # learning rate, and the scale of the shape
+    assert torch.linalg.matrix_norm(updates["w"], 2) <= bound
+
+
+@pytest.mark.deep
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(KNOWN))
+@pytest.mark.parametrize("shape", [(256, 1024), (300, 3000), (512, 4096)])
+@pytest.mark.parametrize("seed", range(15))
+def test_large_shapes_stay_in_the_band_at_every_seed(name: str, shape: tuple[int, int], seed: int) -> None:
+    for kind, spread in (("rows", 1.0), ("rows", 3.0), ("cauchy", 1.0), ("two rows", 1.0)):
+        x = scaled(kind, seed, *shape, spread=spread)
+        for method in ("auto", "gram"):
+            assert excess(x, name, dtype=torch.bfloat16, method=method) <= TOLERANCE
+
+
+@pytest.mark.parametrize("coefficients", ["deepseek_v4", "polar_express", "polar_express_5"])
+def test_training_on_features_of_lognormal_scale_stays_finite(coefficients: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(64, 300, generator=generator) * torch.exp(3 * torch.randn(300, generator=generator))
+    targets = torch.randn(64, 8, generator=generator)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(300, 256), torch.nn.ReLU(), torch.nn.Linear(256, 8))
+    tx = mfx.muon(1e-2, coefficients=coefficients, dtype=torch.bfloat16, method="gram")
+    params = {name: p for name, p in model.named_parameters() if p.ndim == 2}
+    state = tx.init(params)
+    losses = []
+    for _ in range(60):
+        loss = torch.nn.functional.mse_loss(model(features), targets)
+        grads = dict(zip(params, torch.autograd.grad(loss, list(params.values())), strict=True))
+        with torch.no_grad():
+            updates, state = tx.update(grads, state, params)
+            for name, p in params.items():
+                p += updates[name]
+        losses.append(loss.item())
+    assert all(p.isfinite().all() for p in params.values())
+    assert min(losses[30:]) < losses[0]
+
+
+def test_one_bad_matrix_leaves_its_batch_alone() -> None:
+    clean = scaled("clustered", 0, 24, 40, batch=3)
+    bad = scaled("two rows", 1, 24, 40)
+    for method in ("standard", "gram"):
+        settings = {"dtype": torch.bfloat16, "method": method, "coefficients": "deepseek_v4"}
+        together = orthogonalize(torch.cat([clean, bad * torch.nan]), **settings)[:3]
+        assert torch.equal(together, orthogonalize(torch.cat([clean, bad]), **settings)[:3])
+
+
+RAW = fit_coefficients(8, safety=1.0)
+
+
+def test_auto_gives_polynomials_without_safety_a_wider_dtype() -> None:
+    cpu, x = torch.device("cpu"), torch.ones(4, 6)
+    for coefficients, wide in ((RAW, torch.float32), (fit_coefficients(8, 1e-4), torch.float64)):
+        assert compute_dtype(torch.float32, cpu, coefficients=coefficients) == wide
+        assert explain((4, 6), coefficients=coefficients).dtype == wide
+        assert torch.linalg.matrix_norm(orthogonalize(x, coefficients=coefficients), 2) < 1.01
+    assert "with_safety" in str(explain((4, 6), coefficients=fit_coefficients(8, 1e-4)))
+    assert compute_dtype(torch.float32, cpu, coefficients="keller") == compute_dtype(torch.float32, cpu)
+
+
+def test_what_is_asked_for_and_may_diverge_is_said() -> None:
+    x = torch.ones(4, 6)
+    with pytest.warns(RuntimeWarning, match=r"in torch.bfloat16 the standard form of this set may diverge"):
+        orthogonalize(x, coefficients=RAW, dtype=torch.bfloat16)
+    with pytest.warns(RuntimeWarning, match=r"restarts \(2, 4\) in torch.bfloat16 leave too many steps"):
+        orthogonalize(x, dtype=torch.bfloat16, method="gram", restarts=(2, 4))
+
+
+@pytest.mark.parametrize("name", list(SETS))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_bound_covers_what_is_found(name: str, dtype: torch.dtype) -> None:
+    chosen = polynomials(SETS[name])
+    cut = stable_restarts(chosen.steps, chosen.restarts, chosen.safety, dtype)
+    assert largest(chosen.steps, cut, chosen.safety, dtype) <= TOLERANCE
+    assert dtype != torch.float32 or cut == chosen.restarts
+    for kind in ("diagonal", "rotated pairs", "parallel rows", "rows", "two rows"):
+        x = scaled(kind, 0, 8, 20, batch=100)
+        bound = largest(chosen.steps, cut, chosen.safety, dtype) + 1e-5  # both are found on grids
+        assert excess(x, name, dtype=dtype, method="gram") <= bound, kind
+
+
+def test_the_bound_knows_two_steps_in_bf16_to_be_too_many() -> None:
+    for name in ("deepseek_v4", "polar_express", "polar_express_5", "cans", "quintic"):
+        chosen = polynomials(name)
+        assert largest(chosen.steps, chosen.restarts, chosen.safety, torch.bfloat16) == torch.inf
+        assert largest(chosen.steps, chosen.restarts, chosen.safety, torch.float32) < 1.01
+
+
+def test_small_rows_of_a_row_scaled_matrix_are_scaled_in_fp16() -> None:
+    # Sums of squares of rows of 1e-4 vanish in fp16.
+    x = torch.randn(12, 20, generator=torch.Generator().manual_seed(0)) * 10.0 ** -torch.arange(12.0)[:, None].div(2)
+    found = orthogonalize(x, coefficients="aol", dtype=torch.float16)
+    assert gap(found, orthogonalize(x, coefficients="aol", dtype=torch.float64)) < 0.05
