@@ -16,6 +16,7 @@ they came in.
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from enum import IntEnum
 from typing import Any, NamedTuple, cast
@@ -34,6 +35,7 @@ from muonfx.checks import (
     warn_of_unmatched,
 )
 from muonfx.recorded import Recorded, make_factory
+from muonfx.tracing import functorch_is_active
 from muonfx.tree import PyTree
 
 __all__ = [
@@ -145,7 +147,7 @@ class Transform(Recorded):
 
     @property
     def reads_params(self) -> bool:
-        """Whether the update looks at the values of the parameters."""
+        """Whether `init` or the update looks at the values of the parameters."""
         declared = cast("Any", self.factory).reads_params
         return declared if isinstance(declared, bool) else self._call(declared, self._arguments)
 
@@ -294,7 +296,8 @@ class Transform(Recorded):
 
         Args:
             params: any nest of dict, tuple, list and NamedTuple with floating tensors (or ``None``) as leaves; usually
-                ``dict(model.named_parameters())``. Meta tensors give a state of meta tensors.
+                ``{name: param.detach() for name, param in model.named_parameters()}``: parameters that require grad
+                would record every step. Meta tensors give a state of meta tensors.
 
         Returns:
             A tree of tensors; dtypes, shapes and devices are fixed here and stay.
@@ -332,9 +335,15 @@ class Transform(Recorded):
                 extra that no transform within reads (the message lists those read), or one that is missing.
             ValueError: the trees differ in structure or shape, or the state belongs to another transform or other
                 parameters. Each message names the leaf. Nothing has been changed when an error is raised.
+
+        Warns:
+            UserWarning: the parameters carry the graph of earlier steps and nothing else does, outside of
+                ``torch.func``: a loop over parameters that were not detached, which keeps the graphs of all steps.
         """
         if not torch.compiler.is_compiling():
             check_update(self, updates, state, params)
+            if _carries_a_graph(params) and not _carries_a_graph(None, (updates, state, tree.leaves(self))):
+                _warn_of_growing_graphs("update", params)
         elif params is not None:  # what is in another place would be taken for what it is not; values cannot be seen
             check_structure("updates", updates, "params", params)
         self.check_extras(extras)
@@ -355,6 +364,27 @@ class Transform(Recorded):
         if "sum_over_leaves" in names:
             given.setdefault("sum_over_leaves", sum_over_leaves)
         return self._functions[1](updates, state, params, **given)
+
+
+def _carries_a_graph(params: PyTree, others: PyTree = None) -> bool:
+    """Whether some tensor is the result of recorded operations, or, among others, part of any recording at all."""
+    if not torch.is_grad_enabled() or functorch_is_active():
+        return False
+    return any(leaf.grad_fn is not None for leaf in tree.tensors(params)) or any(
+        leaf.requires_grad for leaf in tree.tensors(others)
+    )
+
+
+def _warn_of_growing_graphs(what: str, params: PyTree) -> None:
+    named = zip(tree.names(params), tree.leaves(params), strict=True)
+    name = next(name for name, leaf in named if leaf is not None and leaf.grad_fn is not None)
+    warnings.warn(
+        f"{what}: the parameters, such as {name!r}, carry the graph of the steps before, and the gradients carry none: "
+        "it grows with every step and takes memory. If nothing is differentiated through the steps, detach the "
+        "parameters once, params = {n: p.detach() for n, p in model.named_parameters()}, or step under torch.no_grad()",
+        UserWarning,
+        stacklevel=3,
+    )
 
 
 def _overlaps(x: Tensor) -> bool:
@@ -406,7 +436,8 @@ def transform(
             which is always correct.
         own_locality: for a transform that calls others, the locality of its own work apart from theirs, where it hands
             them trees of some of the very leaves that it was given. The others may then be replaced by sharded ones.
-        reads_params: whether ``update`` looks at the values of the parameters; a bool or a function of the arguments.
+        reads_params: whether ``init`` or ``update`` looks at the values of the parameters; a bool or a function of the
+            arguments. Where it does not, a sharded run sends none: `init` finds NaN, and ``update`` gets None.
         resolve: ``(transform, params) -> transform``: the same for parameters of just these names and shapes, with all
             decided that names and shapes decide, so that it can be used on pieces of them. The state stays as it is.
         rounds_to: ``(transform, dtype, device) -> dtype``: what updates of a dtype are rounded to before anything else
@@ -625,6 +656,9 @@ def apply_updates(params: PyTree, updates: PyTree, *, donate: bool = False) -> P
         TypeError: ``donate`` is no bool.
         ValueError: an update has not the shape of its parameter, or the trees differ in structure; the leaf is named.
 
+    Warns:
+        UserWarning: the parameters carry the graph of earlier steps and the updates none, as in `Transform.update`.
+
     >>> apply_updates({"w": torch.ones(2), "b": torch.ones(1)}, {"w": torch.ones(2), "b": None})
     {'w': tensor([2., 2.]), 'b': tensor([1.])}
     """
@@ -640,6 +674,8 @@ def apply_updates(params: PyTree, updates: PyTree, *, donate: bool = False) -> P
             return param.add_(update)
         return (param + update).to(param.dtype)
 
+    if not torch.compiler.is_compiling() and _carries_a_graph(params) and not _carries_a_graph(None, updates):
+        _warn_of_growing_graphs("apply_updates", params)
     try:
         return tree.map(add, params, updates)
     except ValueError:
