@@ -151,6 +151,32 @@ class Transform(Recorded):
         declared = cast("Any", self.factory).reads_params
         return declared if isinstance(declared, bool) else self._call(declared, self._arguments)
 
+    @property
+    def turns_downhill(self) -> bool:
+        """Whether a learning rate in it turns some updates from the gradient's direction to the parameters'.
+
+        >>> import muonfx as mfx
+        >>> mfx.adamw(0.1).turns_downhill, mfx.momentum().turns_downhill
+        (True, False)
+        """
+        declared = getattr(self.factory, "turns_downhill", False)
+        own = declared if isinstance(declared, bool) else self._call(declared, self._arguments)
+        return own or any(part.turns_downhill for part in self._parts if isinstance(part, Transform))
+
+    @property
+    def wants_uphill(self) -> tuple[str, ...]:
+        """The names of those in it whose updates must have the gradient's direction still when they come to it."""
+        if getattr(self.factory, "wants_uphill", False):
+            return (self.name,)
+        entries = chain_entries(self)
+        within = [part for part in self._parts if isinstance(part, Transform)] if entries is None else entries.values()
+        found: list[str] = []
+        for part in within:
+            found += part.wants_uphill
+            if entries is not None and part.turns_downhill:
+                break  # behind its own learning rate it has been warned of where that chain was made
+        return tuple(found)
+
     def resolve(self, params: PyTree) -> Transform:
         """The same for parameters of just these names and shapes, with all decided that these decide.
 
@@ -416,6 +442,8 @@ def transform(
     on_stacks: Callable[[Any, Mapping[str, tuple[int, ...]]], tuple[Transform, dict[str, tuple[int, int]]]]
     | None = None,
     name_patterns: Callable[[Any], Iterable[NamePatterns]] | None = None,
+    turns_downhill: bool | Callable[..., bool] = False,
+    wants_uphill: bool = False,
 ) -> Any:
     """Make a factory of transforms from a function that returns ``init`` and ``update``.
 
@@ -447,6 +475,10 @@ def transform(
             stacks ``(how many, rows, columns)``. None: the leading dims of locality MATRIX, no others.
         name_patterns: ``(transform) -> patterns``: the globs over names that its arguments hold, so that `init` can
             warn of one that matches nothing.
+        turns_downhill: whether it is a learning rate, which turns updates from the gradient's direction to that in
+            which parameters go; a bool or a function of the arguments.
+        wants_uphill: whether its incoming updates must still have the gradient's direction. A `chain` warns where they
+            have not.
 
     Returns:
         A factory with the constructor's name, signature and docstring.
@@ -487,6 +519,8 @@ def transform(
         "rounds_to": rounds_to,
         "on_stacks": on_stacks,
         "name_patterns": name_patterns,
+        "turns_downhill": turns_downhill,
+        "wants_uphill": wants_uphill,
     }
 
     def decorate(constructor: Constructor) -> Callable[..., Transform]:
@@ -596,6 +630,32 @@ def widest(transforms: Any) -> Locality:
     return max((tx.locality for tx in transforms), default=Locality.ELEMENT)
 
 
+def _warn_of_order(entries: Mapping[str, Transform]) -> None:
+    """Warn of what a chain has behind a learning rate and would silently do the wrong way round."""
+    turned: str | None = None
+    for name, tx in entries.items():
+        if turned is not None and tx.wants_uphill:
+            warnings.warn(
+                f"chain: {tx.wants_uphill[0]} comes behind the learning rate in {turned!r}, where updates are what is "
+                "added to the parameters: its decay would let them grow, and not by the learning rate. Put it in front",
+                UserWarning,
+                stacklevel=_STACKLEVEL,
+            )
+        if turned is not None and tx.turns_downhill:
+            warnings.warn(
+                f"chain: the learning rates in {turned!r} and {name!r} both turn updates downhill, and so the sum goes "
+                "uphill; give one of them flip_sign=False, or take it out",
+                UserWarning,
+                stacklevel=_STACKLEVEL,
+            )
+        if tx.turns_downhill:
+            turned = name
+
+
+_STACKLEVEL = 9
+"""From the warning to the call of the factory: by way of the constructor, its recording and its building."""
+
+
 def _owned(new: PyTree, old: PyTree) -> bool:
     """Whether no leaf of the new tree is a leaf of the old one."""
     given = {id(leaf) for leaf in tree.leaves(old) if leaf is not None}
@@ -613,6 +673,10 @@ def chain(*transforms: Transform | tuple[str, Transform]):
         TypeError: an argument is not a transform.
         ValueError: two explicit names are alike.
 
+    Warns:
+        UserWarning: weight decay comes behind a learning rate that has turned the updates downhill, so that parameters
+            would grow; or two learning rates turn them, so that they point uphill.
+
     Example:
         >>> import muonfx as mfx
         >>> tx = mfx.chain(mfx.momentum(), ("rate", mfx.scale(-0.1)))
@@ -620,6 +684,8 @@ def chain(*transforms: Transform | tuple[str, Transform]):
         ['momentum', 'rate']
     """
     entries = _entries(transforms)
+    if not torch.compiler.is_compiling():
+        _warn_of_order(entries)
 
     def init(params: PyTree) -> dict[str, PyTree]:
         return {name: tx._functions[0](params) for name, tx in entries.items()}

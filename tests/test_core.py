@@ -453,3 +453,71 @@ def test_differentiating_through_steps_is_not_warned_of():
         return params["w"].sum()
 
     assert torch.func.grad(after, argnums=(0, 1))(torch.tensor(0.5), torch.zeros(3))[0] == 9.0
+
+
+LEARNING_RATE = mfx.scale_by_learning_rate(0.1)
+
+
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        (
+            [mfx.momentum(), LEARNING_RATE, mfx.add_decayed_weights(0.1)],
+            "add_decayed_weights comes behind the learning",
+        ),
+        ([mfx.adamw(0.1), mfx.masked(mfx.add_decayed_weights(0.1), {"w": True})], "comes behind .* in 'chain'"),
+        ([LEARNING_RATE, mfx.chain(mfx.momentum(), mfx.add_decayed_weights(0.1))], "comes behind the learning rate"),
+        ([mfx.muon(0.1, weight_decay=0.0), LEARNING_RATE], "both turn updates downhill"),
+        ([mfx.partition({"a": mfx.lion(0.1)}, {"w": "a"}), LEARNING_RATE], "'partition' and 'scale_by_learning_rate'"),
+    ],
+)
+def test_a_chain_whose_order_turns_decay_or_descent_round_says_so_at_construction(members, message):
+    with pytest.warns(UserWarning, match=message) as caught:
+        tx = mfx.chain(*members)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        params = {"w": torch.ones(2, 2)}
+        tx.update(params, tx.init(params), params)
+
+
+def test_orders_that_are_a_matter_of_choice_are_not_warned_of():
+    decay, shaped = mfx.add_decayed_weights(0.1), mfx.orthogonalize(dtype=torch.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mfx.chain(decay, mfx.momentum(), shaped, LEARNING_RATE)  # decay that is orthogonalized with the gradient
+        mfx.chain(shaped, mfx.momentum(), LEARNING_RATE)
+        mfx.chain(mfx.adamw(0.1), mfx.clip_by_global_norm(1.0), mfx.ema_params(), mfx.monitor("steps"))
+        mfx.chain(mfx.adamw(0.1), mfx.scale(-1.0))  # maximization
+        mfx.chain(mfx.scale(-1.0), mfx.adamw(0.1))
+        mfx.chain(LEARNING_RATE, mfx.scale_by_learning_rate(0.5, flip_sign=False))
+        mfx.accumulate(mfx.skip_nonfinite(mfx.adamw(0.1)), 2)
+        mfx.partition({"a": mfx.adamw(0.1), "b": mfx.lion(0.1)}, {"w": "a"})
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        LEARNING_RATE,
+        mfx.scale(-0.1),
+        mfx.chain(mfx.momentum(), mfx.scale(-0.1)),
+        mfx.scale_by_schedule(mfx.linear(-0.1, 0.0, 10)),
+        mfx.inject_hyperparams(mfx.scale(-0.1)),
+        mfx.partition({"a": mfx.momentum(), "b": mfx.scale(-1.0)}, {"w": "a"}),
+    ],
+)
+def test_cautious_refuses_what_turns_the_update_that_it_compares_with_the_gradient(inner):
+    with pytest.raises(ValueError, match="cautious: inner turns downhill"):
+        mfx.cautious(inner)
+
+
+def test_cautious_takes_what_turns_twice_or_not_at_all_and_may_follow_a_turn():
+    grads = {"w": torch.tensor([1.0, -2.0])}
+    for tx in (
+        mfx.cautious(mfx.chain(mfx.scale(-1.0), mfx.scale(-2.0))),
+        mfx.cautious(mfx.scale_by_learning_rate(2.0, flip_sign=False)),
+        mfx.chain(mfx.scale(-1.0), mfx.cautious(mfx.scale(2.0)), mfx.scale(-1.0)),
+    ):
+        updates, _ = tx.update(grads, tx.init(grads))
+        torch.testing.assert_close(updates["w"], torch.tensor([2.0, -4.0]))
