@@ -16,6 +16,7 @@ they came in.
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from enum import IntEnum
 from typing import Any, NamedTuple, cast
@@ -34,6 +35,7 @@ from muonfx.checks import (
     warn_of_unmatched,
 )
 from muonfx.recorded import Recorded, make_factory
+from muonfx.tracing import functorch_is_active
 from muonfx.tree import PyTree
 
 __all__ = [
@@ -145,9 +147,35 @@ class Transform(Recorded):
 
     @property
     def reads_params(self) -> bool:
-        """Whether the update looks at the values of the parameters."""
+        """Whether `init` or the update looks at the values of the parameters."""
         declared = cast("Any", self.factory).reads_params
         return declared if isinstance(declared, bool) else self._call(declared, self._arguments)
+
+    @property
+    def turns_downhill(self) -> bool:
+        """Whether a learning rate in it turns some updates from the gradient's direction to the parameters'.
+
+        >>> import muonfx as mfx
+        >>> mfx.adamw(0.1).turns_downhill, mfx.momentum().turns_downhill
+        (True, False)
+        """
+        declared = getattr(self.factory, "turns_downhill", False)
+        own = declared if isinstance(declared, bool) else self._call(declared, self._arguments)
+        return own or any(part.turns_downhill for part in self._parts if isinstance(part, Transform))
+
+    @property
+    def wants_uphill(self) -> tuple[str, ...]:
+        """The names of those in it whose updates must have the gradient's direction still when they come to it."""
+        if getattr(self.factory, "wants_uphill", False):
+            return (self.name,)
+        entries = chain_entries(self)
+        within = [part for part in self._parts if isinstance(part, Transform)] if entries is None else entries.values()
+        found: list[str] = []
+        for part in within:
+            found += part.wants_uphill
+            if entries is not None and part.turns_downhill:
+                break  # behind its own learning rate it has been warned of where that chain was made
+        return tuple(found)
 
     def resolve(self, params: PyTree) -> Transform:
         """The same for parameters of just these names and shapes, with all decided that these decide.
@@ -294,7 +322,8 @@ class Transform(Recorded):
 
         Args:
             params: any nest of dict, tuple, list and NamedTuple with floating tensors (or ``None``) as leaves; usually
-                ``dict(model.named_parameters())``. Meta tensors give a state of meta tensors.
+                ``{name: param.detach() for name, param in model.named_parameters()}``: parameters that require grad
+                would record every step. Meta tensors give a state of meta tensors.
 
         Returns:
             A tree of tensors; dtypes, shapes and devices are fixed here and stay.
@@ -332,9 +361,15 @@ class Transform(Recorded):
                 extra that no transform within reads (the message lists those read), or one that is missing.
             ValueError: the trees differ in structure or shape, or the state belongs to another transform or other
                 parameters. Each message names the leaf. Nothing has been changed when an error is raised.
+
+        Warns:
+            UserWarning: the parameters carry the graph of earlier steps and nothing else does, outside of
+                ``torch.func``: a loop over parameters that were not detached, which keeps the graphs of all steps.
         """
         if not torch.compiler.is_compiling():
             check_update(self, updates, state, params)
+            if _carries_a_graph(params) and not _carries_a_graph(None, (updates, state, tree.leaves(self))):
+                _warn_of_growing_graphs("update", params)
         elif params is not None:  # what is in another place would be taken for what it is not; values cannot be seen
             check_structure("updates", updates, "params", params)
         self.check_extras(extras)
@@ -355,6 +390,27 @@ class Transform(Recorded):
         if "sum_over_leaves" in names:
             given.setdefault("sum_over_leaves", sum_over_leaves)
         return self._functions[1](updates, state, params, **given)
+
+
+def _carries_a_graph(params: PyTree, others: PyTree = None) -> bool:
+    """Whether some tensor is the result of recorded operations, or, among others, part of any recording at all."""
+    if not torch.is_grad_enabled() or functorch_is_active():
+        return False
+    return any(leaf.grad_fn is not None for leaf in tree.tensors(params)) or any(
+        leaf.requires_grad for leaf in tree.tensors(others)
+    )
+
+
+def _warn_of_growing_graphs(what: str, params: PyTree) -> None:
+    named = zip(tree.names(params), tree.leaves(params), strict=True)
+    name = next(name for name, leaf in named if leaf is not None and leaf.grad_fn is not None)
+    warnings.warn(
+        f"{what}: the parameters, such as {name!r}, carry the graph of the steps before, and the gradients carry none: "
+        "it grows with every step and takes memory. If nothing is differentiated through the steps, detach the "
+        "parameters once, params = {n: p.detach() for n, p in model.named_parameters()}, or step under torch.no_grad()",
+        UserWarning,
+        stacklevel=3,
+    )
 
 
 def _overlaps(x: Tensor) -> bool:
@@ -386,6 +442,8 @@ def transform(
     on_stacks: Callable[[Any, Mapping[str, tuple[int, ...]]], tuple[Transform, dict[str, tuple[int, int]]]]
     | None = None,
     name_patterns: Callable[[Any], Iterable[NamePatterns]] | None = None,
+    turns_downhill: bool | Callable[..., bool] = False,
+    wants_uphill: bool = False,
 ) -> Any:
     """Make a factory of transforms from a function that returns ``init`` and ``update``.
 
@@ -406,7 +464,8 @@ def transform(
             which is always correct.
         own_locality: for a transform that calls others, the locality of its own work apart from theirs, where it hands
             them trees of some of the very leaves that it was given. The others may then be replaced by sharded ones.
-        reads_params: whether ``update`` looks at the values of the parameters; a bool or a function of the arguments.
+        reads_params: whether ``init`` or ``update`` looks at the values of the parameters; a bool or a function of the
+            arguments. Where it does not, a sharded run sends none: `init` finds NaN, and ``update`` gets None.
         resolve: ``(transform, params) -> transform``: the same for parameters of just these names and shapes, with all
             decided that names and shapes decide, so that it can be used on pieces of them. The state stays as it is.
         rounds_to: ``(transform, dtype, device) -> dtype``: what updates of a dtype are rounded to before anything else
@@ -416,6 +475,10 @@ def transform(
             stacks ``(how many, rows, columns)``. None: the leading dims of locality MATRIX, no others.
         name_patterns: ``(transform) -> patterns``: the globs over names that its arguments hold, so that `init` can
             warn of one that matches nothing.
+        turns_downhill: whether it is a learning rate, which turns updates from the gradient's direction to that in
+            which parameters go; a bool or a function of the arguments.
+        wants_uphill: whether its incoming updates must still have the gradient's direction. A `chain` warns where they
+            have not.
 
     Returns:
         A factory with the constructor's name, signature and docstring.
@@ -456,6 +519,8 @@ def transform(
         "rounds_to": rounds_to,
         "on_stacks": on_stacks,
         "name_patterns": name_patterns,
+        "turns_downhill": turns_downhill,
+        "wants_uphill": wants_uphill,
     }
 
     def decorate(constructor: Constructor) -> Callable[..., Transform]:
@@ -565,6 +630,32 @@ def widest(transforms: Any) -> Locality:
     return max((tx.locality for tx in transforms), default=Locality.ELEMENT)
 
 
+def _warn_of_order(entries: Mapping[str, Transform]) -> None:
+    """Warn of what a chain has behind a learning rate and would silently do the wrong way round."""
+    turned: str | None = None
+    for name, tx in entries.items():
+        if turned is not None and tx.wants_uphill:
+            warnings.warn(
+                f"chain: {tx.wants_uphill[0]} comes behind the learning rate in {turned!r}, where updates are what is "
+                "added to the parameters: its decay would let them grow, and not by the learning rate. Put it in front",
+                UserWarning,
+                stacklevel=_STACKLEVEL,
+            )
+        if turned is not None and tx.turns_downhill:
+            warnings.warn(
+                f"chain: the learning rates in {turned!r} and {name!r} both turn updates downhill, and so the sum goes "
+                "uphill; give one of them flip_sign=False, or take it out",
+                UserWarning,
+                stacklevel=_STACKLEVEL,
+            )
+        if tx.turns_downhill:
+            turned = name
+
+
+_STACKLEVEL = 9
+"""From the warning to the call of the factory: by way of the constructor, its recording and its building."""
+
+
 def _owned(new: PyTree, old: PyTree) -> bool:
     """Whether no leaf of the new tree is a leaf of the old one."""
     given = {id(leaf) for leaf in tree.leaves(old) if leaf is not None}
@@ -582,6 +673,10 @@ def chain(*transforms: Transform | tuple[str, Transform]):
         TypeError: an argument is not a transform.
         ValueError: two explicit names are alike.
 
+    Warns:
+        UserWarning: weight decay comes behind a learning rate that has turned the updates downhill, so that parameters
+            would grow; or two learning rates turn them, so that they point uphill.
+
     Example:
         >>> import muonfx as mfx
         >>> tx = mfx.chain(mfx.momentum(), ("rate", mfx.scale(-0.1)))
@@ -589,6 +684,8 @@ def chain(*transforms: Transform | tuple[str, Transform]):
         ['momentum', 'rate']
     """
     entries = _entries(transforms)
+    if not torch.compiler.is_compiling():
+        _warn_of_order(entries)
 
     def init(params: PyTree) -> dict[str, PyTree]:
         return {name: tx._functions[0](params) for name, tx in entries.items()}
@@ -625,6 +722,9 @@ def apply_updates(params: PyTree, updates: PyTree, *, donate: bool = False) -> P
         TypeError: ``donate`` is no bool.
         ValueError: an update has not the shape of its parameter, or the trees differ in structure; the leaf is named.
 
+    Warns:
+        UserWarning: the parameters carry the graph of earlier steps and the updates none, as in `Transform.update`.
+
     >>> apply_updates({"w": torch.ones(2), "b": torch.ones(1)}, {"w": torch.ones(2), "b": None})
     {'w': tensor([2., 2.]), 'b': tensor([1.])}
     """
@@ -640,6 +740,8 @@ def apply_updates(params: PyTree, updates: PyTree, *, donate: bool = False) -> P
             return param.add_(update)
         return (param + update).to(param.dtype)
 
+    if not torch.compiler.is_compiling() and _carries_a_graph(params) and not _carries_a_graph(None, updates):
+        _warn_of_growing_graphs("apply_updates", params)
     try:
         return tree.map(add, params, updates)
     except ValueError:

@@ -50,8 +50,8 @@ class _Assignment:
         self.what, self.given, self.kinds = what, given, kinds
         self._resolved: dict[Any, tuple[list[str], list[Any]]] = {}
 
-    def __call__(self, params: PyTree) -> tuple[list[str], list[Any]]:
-        """The names of the leaves, and the value of each."""
+    def __call__(self, params: PyTree, *, quiet: bool = False) -> tuple[list[str], list[Any]]:
+        """The names of the leaves, and the value of each; ``quiet`` without the warnings of who decides."""
         names = tree.names(params)
         # Not by the tree's structure: compilation cannot hash one.
         if callable(self.given):
@@ -60,9 +60,12 @@ class _Assignment:
         else:
             key = tuple(names)
         if key not in self._resolved:
-            found = names, self._resolve(params, names)
             if torch.compiler.is_compiling():
-                return found
+                return names, self._resolve(params, names)
+            with warnings.catch_warnings():
+                if quiet:
+                    warnings.simplefilter("ignore")
+                found = names, self._resolve(params, names)
             self._resolved[key] = found
         return self._resolved[key]
 
@@ -81,7 +84,7 @@ class _Assignment:
                     f"{self.what}: a function decides by shapes, and {absent[0]!r} has no gradient: give parameters, "
                     "update(updates, state, params)"
                 )
-        return self(updates if params is None else params)
+        return self(updates if params is None else params, quiet=True)  # init has given them
 
     def _resolve(self, params: PyTree, names: list[str]) -> list[Any]:
         given = self.given

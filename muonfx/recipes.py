@@ -208,10 +208,12 @@ def muon_with_adamw(
         dims: as in `muon`.
         blocks: as in `muon`.
         labels: "muon", "adamw" or None for each parameter, as in `partition`. ``default_labels(model)`` decides by
-            module type; the default here sees names and shapes only.
+            module type; the default here sees names and shapes only, and says so in a warning, which
+            ``muonfx.select.default_labels_by_name`` does without.
         mask: which parameters decay, as in `add_decayed_weights`.
 
-    >>> tx = muon_with_adamw(0.02, 3e-4)
+    >>> from muonfx.select import default_labels_by_name
+    >>> tx = muon_with_adamw(0.02, 3e-4, labels=default_labels_by_name)
     >>> list(tx.init({"h.0.fc.weight": torch.zeros(4, 4), "wte.weight": torch.zeros(8, 4)}))
     ['adamw', 'muon']
     """

@@ -3,6 +3,7 @@
 import copy
 import pickle
 import re
+import warnings
 
 import pytest
 import torch
@@ -386,3 +387,137 @@ def test_master_parameters_lose_no_small_update():
         low = mfx.apply_updates(low, mfx.tree.map(torch.neg, small))
     assert torch.equal(params["w"], torch.full((4,), 1 - 64 * 2.0**-10, dtype=torch.bfloat16))
     assert torch.equal(low["w"], torch.ones(4, dtype=torch.bfloat16))  # what happens without
+
+
+def trained_without_detaching(steps: int, tx: mfx.Transform, params: dict[str, Tensor]) -> dict[str, Tensor]:
+    state = tx.init(params)
+    for _ in range(steps):
+        loss = sum((leaf - 1.0).square().sum() for leaf in params.values())
+        grads = dict(zip(params, torch.autograd.grad(loss, list(params.values())), strict=True))
+        updates, state = tx.update(grads, state, params)
+        params = mfx.apply_updates(params, updates)
+    return params
+
+
+def nodes_of_graph(leaf: Tensor) -> int:
+    seen, front = set(), [leaf.grad_fn]
+    while front:
+        node = front.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            front += [after for after, _ in node.next_functions]
+    return len(seen)
+
+
+@pytest.mark.parametrize("tx", [mfx.adamw(0.1, weight_decay=0.1), mfx.chain(mfx.momentum(), mfx.scale(-0.1))])
+def test_a_loop_over_parameters_that_were_not_detached_is_told_that_it_keeps_every_graph(tx):
+    named = {"w": torch.nn.Parameter(torch.zeros(3, 3))}
+    with pytest.warns(UserWarning, match=r"parameters, such as 'w', carry the graph of the steps before.* detach"):
+        kept = trained_without_detaching(8, tx, named)
+    assert nodes_of_graph(kept["w"]) > 8  # a graph for each step
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trained_without_detaching(1, tx, named)
+        # Leaves anew at each step: what was recorded ends with it.
+        params = {"w": named["w"].detach()}
+        for _ in range(4):
+            params = {
+                n: p.detach() for n, p in trained_without_detaching(1, tx, {"w": params["w"].requires_grad_()}).items()
+            }
+        with torch.no_grad():
+            held, state = {"w": named["w"]}, tx.init(named)
+            for _ in range(4):
+                updates, state = tx.update({"w": torch.ones(3, 3)}, state, held)
+                held = mfx.apply_updates(held, updates)
+        assert held["w"].grad_fn is None
+
+
+def test_differentiating_through_steps_is_not_warned_of():
+    tx = mfx.as_tensors(mfx.chain(mfx.momentum(0.5), mfx.add_decayed_weights(0.1), mfx.scale(-0.1)))
+    tx = mfx.tree.map(lambda number: number.requires_grad_(), tx)
+    start = {"w": torch.zeros(3, requires_grad=True)}
+    for create_graph in (True, False):  # with the gradients as functions of the parameters, and as constants
+        params, state = start, tx.init(start)
+        for _ in range(3):
+            loss = (params["w"] - 1.0).square().sum()
+            (grad,) = torch.autograd.grad(loss, [params["w"]], create_graph=create_graph, retain_graph=True)
+            updates, state = tx.update({"w": grad}, state, params)
+            params = mfx.apply_updates(params, updates)
+        assert torch.autograd.grad(params["w"].sum(), mfx.tree.leaves(tx)[-1])[0] != 0
+
+    def after(rate, w):
+        params, plain = {"w": w}, mfx.scale(rate)
+        for _ in range(3):
+            updates, _ = plain.update({"w": torch.ones(3)}, mfx.EmptyState(), params)
+            params = mfx.apply_updates(params, updates)
+        return params["w"].sum()
+
+    assert torch.func.grad(after, argnums=(0, 1))(torch.tensor(0.5), torch.zeros(3))[0] == 9.0
+
+
+LEARNING_RATE = mfx.scale_by_learning_rate(0.1)
+
+
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        (
+            [mfx.momentum(), LEARNING_RATE, mfx.add_decayed_weights(0.1)],
+            "add_decayed_weights comes behind the learning",
+        ),
+        ([mfx.adamw(0.1), mfx.masked(mfx.add_decayed_weights(0.1), {"w": True})], "comes behind .* in 'chain'"),
+        ([LEARNING_RATE, mfx.chain(mfx.momentum(), mfx.add_decayed_weights(0.1))], "comes behind the learning rate"),
+        ([mfx.muon(0.1, weight_decay=0.0), LEARNING_RATE], "both turn updates downhill"),
+        ([mfx.partition({"a": mfx.lion(0.1)}, {"w": "a"}), LEARNING_RATE], "'partition' and 'scale_by_learning_rate'"),
+    ],
+)
+def test_a_chain_whose_order_turns_decay_or_descent_round_says_so_at_construction(members, message):
+    with pytest.warns(UserWarning, match=message) as caught:
+        tx = mfx.chain(*members)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        params = {"w": torch.ones(2, 2)}
+        tx.update(params, tx.init(params), params)
+
+
+def test_orders_that_are_a_matter_of_choice_are_not_warned_of():
+    decay, shaped = mfx.add_decayed_weights(0.1), mfx.orthogonalize(dtype=torch.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mfx.chain(decay, mfx.momentum(), shaped, LEARNING_RATE)  # decay that is orthogonalized with the gradient
+        mfx.chain(shaped, mfx.momentum(), LEARNING_RATE)
+        mfx.chain(mfx.adamw(0.1), mfx.clip_by_global_norm(1.0), mfx.ema_params(), mfx.monitor("steps"))
+        mfx.chain(mfx.adamw(0.1), mfx.scale(-1.0))  # maximization
+        mfx.chain(mfx.scale(-1.0), mfx.adamw(0.1))
+        mfx.chain(LEARNING_RATE, mfx.scale_by_learning_rate(0.5, flip_sign=False))
+        mfx.accumulate(mfx.skip_nonfinite(mfx.adamw(0.1)), 2)
+        mfx.partition({"a": mfx.adamw(0.1), "b": mfx.lion(0.1)}, {"w": "a"})
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        LEARNING_RATE,
+        mfx.scale(-0.1),
+        mfx.chain(mfx.momentum(), mfx.scale(-0.1)),
+        mfx.scale_by_schedule(mfx.linear(-0.1, 0.0, 10)),
+        mfx.inject_hyperparams(mfx.scale(-0.1)),
+        mfx.partition({"a": mfx.momentum(), "b": mfx.scale(-1.0)}, {"w": "a"}),
+    ],
+)
+def test_cautious_refuses_what_turns_the_update_that_it_compares_with_the_gradient(inner):
+    with pytest.raises(ValueError, match="cautious: inner turns downhill"):
+        mfx.cautious(inner)
+
+
+def test_cautious_takes_what_turns_twice_or_not_at_all_and_may_follow_a_turn():
+    grads = {"w": torch.tensor([1.0, -2.0])}
+    for tx in (
+        mfx.cautious(mfx.chain(mfx.scale(-1.0), mfx.scale(-2.0))),
+        mfx.cautious(mfx.scale_by_learning_rate(2.0, flip_sign=False)),
+        mfx.chain(mfx.scale(-1.0), mfx.cautious(mfx.scale(2.0)), mfx.scale(-1.0)),
+    ):
+        updates, _ = tx.update(grads, tx.init(grads))
+        torch.testing.assert_close(updates["w"], torch.tensor([2.0, -4.0]))

@@ -26,7 +26,9 @@ def draw(dtype: torch.dtype = torch.float32) -> tuple[dict[str, Tensor], list[di
 
 
 def chains() -> dict[str, mfx.Transform]:
-    muon = mfx.muon_with_adamw(0.02, 1e-3, dtype=torch.float32, mask=mfx.select.ndim(min=2))
+    muon = mfx.muon_with_adamw(
+        0.02, 1e-3, dtype=torch.float32, mask=mfx.select.ndim(min=2), labels=mfx.select.default_labels_by_name
+    )
     return {
         "muon": muon,
         "lion": mfx.lion(1e-3, weight_decay=0.1),
@@ -361,7 +363,11 @@ def test_the_adapter_steps_with_an_offloaded_state(home, tmp_path):
     def run(wrap):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 48)).cuda()
-        tx = wrap(mfx.muon_with_adamw(0.02, 1e-3, dtype=torch.float32, mask=mfx.select.ndim(min=2)))
+        tx = wrap(
+            mfx.muon_with_adamw(
+                0.02, 1e-3, dtype=torch.float32, mask=mfx.select.ndim(min=2), labels=mfx.select.default_labels_by_name
+            )
+        )
         optimizer = mfx.TransformOptimizer(model, tx)
         data = torch.randn(16, 64, generator=torch.Generator().manual_seed(1)).cuda()
         for _ in range(5):

@@ -145,7 +145,7 @@ class TransformOptimizer(torch.optim.Optimizer):
             "_slots",
             "_left_out",
         )
-        kept = {name: self.__dict__[name] for name in (*ours, "_rules") if name in self.__dict__}
+        kept = {name: self.__dict__[name] for name in (*ours, "_rules", "_labels") if name in self.__dict__}
         return {**super().__getstate__(), **kept}
 
     # ------------------------------------------------------------------------------------------------ construction

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -40,6 +40,9 @@ class Muon(TransformOptimizer):
             otherwise be flattened as convolutions are.
         blocks: as in `muonfx.orthogonalize`: ``{"*.qkv.weight": 3}`` for fused matrices.
         rules: (predicate, label) pairs that come before the default routing; labels are "muon", "adamw" and None.
+        labels: "muon", "adamw" or None by name, or a function of the named parameters that returns these, instead of
+            the default routing and rules: ``default_labels(model)`` where groups are given and not the model,
+            ``muonfx.select.default_labels_by_name`` where there is none.
         donate_grads: as in `TransformOptimizer`.
         bucket_bytes: as in `TransformOptimizer`.
         layout: as in `TransformOptimizer`.
@@ -71,6 +74,7 @@ class Muon(TransformOptimizer):
         dims: Dims | Mapping[str, Dims] | None = None,
         blocks: Blocks | Mapping[str, Blocks] | None = None,
         rules: Iterable[tuple[Any, str | None]] = (),
+        labels: Mapping[str, str | None] | Callable[[Any], Mapping[str, str | None]] | None = None,
         donate_grads: bool = False,
         bucket_bytes: int | None = None,
         layout: Layout | None = None,
@@ -81,6 +85,9 @@ class Muon(TransformOptimizer):
             params = resolve_groups(params)
         named = params if isinstance(params, nn.Module) else {n: p for group in params for n, p in group["params"]}
         self._rules = list(rules)
+        self._labels = labels
+        if labels is not None and self._rules:
+            raise ValueError("rules come before the default routing, and labels stand in its place: give one of them")
         tx = muon_with_adamw(
             lr,
             adamw_lr,
@@ -95,17 +102,28 @@ class Muon(TransformOptimizer):
             dtype=dtype,
             dims=dims,
             blocks=blocks,
-            labels=default_labels(named, self._rules),
+            labels=self._route(named),
         )
         with warnings.catch_warnings():  # a model without embeddings and vectors is nothing to warn of here
             warnings.filterwarnings("ignore", message="partition: no parameter has the label 'adamw'")
             super().__init__(params, tx, donate_grads=donate_grads, bucket_bytes=bucket_bytes, layout=layout)
 
+    def _route(self, params: Any) -> Mapping[str, str | None]:
+        if self._labels is None:
+            return default_labels(params, self._rules)
+        names = [name for name, _ in named_pairs(params)]
+        found = self._labels if isinstance(self._labels, Mapping) else self._labels(params)
+        if missing := [name for name in names if name not in found]:
+            raise ValueError(f"labels: none for {', '.join(map(repr, missing[:5]))}; every parameter needs one")
+        return Labels({name: found[name] for name in names})
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, routed as at construction; see `TransformOptimizer.add_param_group`."""
         before = self.tx
         if self._ready:
-            new = default_labels(dict(named_pairs(param_group["params"])), self._rules)
+            with warnings.catch_warnings():  # a rule that matches none of these has matched others
+                warnings.filterwarnings("ignore", message="user rule")
+                new = self._route(dict(named_pairs(param_group["params"])))
             self.tx = self.tx.replace(labels=Labels({**self.tx.arguments["labels"], **new}))
         try:
             super().add_param_group(param_group)

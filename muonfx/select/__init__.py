@@ -20,7 +20,7 @@ sgd          1        64   25.0%
 total        3       256  100.0%
 """
 
-from muonfx.select.defaults import default_labels
+from muonfx.select.defaults import default_labels, default_labels_by_name
 from muonfx.select.params import ParamInfo
 from muonfx.select.predicates import Predicate, frozen, module_type, ndim, numel, path, shape, tied, where
 from muonfx.select.report import describe, format_labels
@@ -31,6 +31,7 @@ __all__ = [
     "ParamInfo",
     "Predicate",
     "default_labels",
+    "default_labels_by_name",
     "describe",
     "format_labels",
     "frozen",

@@ -10,17 +10,19 @@ only sometimes slower.
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterable, Sequence, Set
 from math import prod
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
 from muonfx.select.params import ParamInfo, Params, plain_name, read_names
-from muonfx.select.rules import Label, Labels, Rule, apply_rules, make_labels
+from muonfx.select.rules import Label, Labels, Rule, apply_rules, listing, make_labels
 
-__all__ = ["default_labels"]
+__all__ = ["default_labels", "default_labels_by_name"]
 
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
 # Class names of layers written elsewhere: VocabParallelEmbedding, Embedding4bit; LlamaRMSNorm, LayerNorm2d,
@@ -69,8 +71,9 @@ def default_labels(
     9. what is left is a hidden matrix, a stack of them, a packed one, or a convolution: ``muon``.
 
     Given a model, types and names decide; given named tensors alone, as when ``partition`` calls this function, names
-    and shapes. A component ``gate`` is a router, unless it lies inside an expert or beside an ``up`` or ``down``
-    matrix with as many dims, where it is the gate of a gated MLP.
+    and shapes, and a warning says which parameters were taken for hidden matrices so; `default_labels_by_name` does
+    the same without it. A component ``gate`` is a router, unless it lies inside an expert or beside an ``up`` or
+    ``down`` matrix with as many dims, where it is the gate of a gated MLP.
 
     Args:
         model_or_params: an ``nn.Module``; a mapping or iterable of names and tensors; or any pytree of tensors.
@@ -83,7 +86,7 @@ def default_labels(
         ValueError: a name occurs twice, or a parameter has no shape yet.
 
     Warns:
-        UserWarning: one of ``rules`` matches no parameter.
+        UserWarning: one of ``rules`` matches no parameter; or tensors without a model were taken for hidden matrices.
 
     Follows Keller Jordan's Muon (hidden layers; not the embedding, the head, the first convolution, gains and biases)
     and Moonlight, arXiv 2502.16982. To train routers with Muon is one rule: ``(path("*.gate.weight"), "muon")``.
@@ -96,8 +99,44 @@ def default_labels(
     >>> default_labels(model, [(path("2.*"), None)])["2.weight"] is None
     True
     """
+    found = _labels(model_or_params, rules, muon, other)
+    assumed = [
+        name
+        for name, label in found.items()
+        if label == muon and found.reason(name).startswith(_HIDDEN) and not isinstance(model_or_params, nn.Module)
+    ]
+    if assumed and not torch.compiler.is_compiling():
+        warnings.warn(
+            f"default_labels saw names and shapes, and no module types, and took these for hidden matrices: "
+            f"{listing(assumed)}. An embedding or a head whose name does not say so would be among them. Give the "
+            f"model, default_labels(model), or say that names are enough: default_labels_by_name",
+            UserWarning,
+            stacklevel=2,
+        )
+    return found
+
+
+def default_labels_by_name(
+    params: Params, rules: Sequence[Rule] = (), *, muon: Label = "muon", other: Label = "adamw"
+) -> Labels:
+    """Label as `default_labels` does, for named tensors whose names are known to say what they are.
+
+    Without a model no module type is seen: an embedding called ``lookup`` looks like a hidden matrix. This function
+    says that none is. Arguments and errors are those of `default_labels`.
+
+    >>> import torch
+    >>> default_labels_by_name({"wte.weight": torch.zeros(8, 4), "h.fc.weight": torch.zeros(4, 4)})
+    Labels({'wte.weight': 'adamw', 'h.fc.weight': 'muon'})
+    """
+    return _labels(params, rules, muon, other)
+
+
+_HIDDEN = "hidden matrix"
+
+
+def _labels(model_or_params: Params, rules: Sequence[Rule], muon: Label, other: Label) -> Labels:
     infos, absent = read_names(model_or_params)
-    decided = apply_rules(infos, rules, "user rule", stacklevel=3)
+    decided = apply_rules(infos, rules, "user rule", stacklevel=4)
     gated = _gated_mlps(infos)
     for info in infos:
         if info.name in decided:
@@ -107,7 +146,7 @@ def default_labels(
         elif reason := _not_hidden(info, gated):
             decided[info.name] = (other, reason)
         else:
-            decided[info.name] = (muon, f"hidden matrix ({info.ndim}-D)")
+            decided[info.name] = (muon, f"{_HIDDEN} ({info.ndim}-D)")
     return make_labels(infos, decided, absent)
 
 

@@ -26,8 +26,8 @@ def describe(labels: Labelling, params: Params, *, file: TextIO | None = None) -
         ValueError: a parameter has no label, or a label has no parameter.
 
     >>> import torch
-    >>> from muonfx.select import default_labels
-    >>> describe(default_labels, {"wte.weight": torch.zeros(16, 8), "fc.0.weight": torch.zeros(32, 8)})
+    >>> from muonfx.select import default_labels_by_name
+    >>> describe(default_labels_by_name, {"wte.weight": torch.zeros(16, 8), "fc.0.weight": torch.zeros(32, 8)})
     parameter    shape   label  rule
     wte.weight   16 x 8  adamw  name component 'wte'
     fc.0.weight  32 x 8  muon   hidden matrix (2-D)

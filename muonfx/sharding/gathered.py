@@ -5,6 +5,7 @@ While the matrices of one bucket are computed, those of the next are on their wa
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
@@ -49,7 +50,9 @@ def init_run(plan: RunPlan, run: Sequence[tuple[str, Transform]], layout: Layout
     else:
         for share in mine:
             if (like := by_name[share.name]) is not None:
-                given[share.name] = torch.zeros((), dtype=like.dtype, device=like.device).expand(share.shape)
+                # Values that nothing may look at: should it, the state says so.
+                nowhere = torch.full((), math.nan, dtype=like.dtype, device=like.device)
+                given[share.name] = nowhere.expand(share.shape)
     tx = chain(*run)
     state = tx._functions[0](tree.unflatten(treedef, [given.get(name) for name in names]))
     return _completed(state, tx, plan, params)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from muonfx import tree
 from muonfx.arguments import plain_arguments
+from muonfx.checks import did_you_mean
 from muonfx.core import Transform
 from muonfx.sharding.cut import Cut, Intervals, Listed, OneOwner, OnMesh, Places, Replicas
 from muonfx.sharding.errors import ShardingError
@@ -113,13 +114,15 @@ def flat(
         params: the whole parameters; only names, shapes and dtypes count.
         group: as in `replicated`.
         cuts: P + 1 places in the buffer, in elements, from 0 on and not falling: rank r holds ``cuts[r]:cuts[r + 1]``.
-        order: the parameters' names in the order of the buffer; None: the order of the tree.
+        order: the parameters' names in the order of the buffer. None: that of ``starts``, where it is given; else
+            names must be in sorted order in ``params`` as they are in trees, lest the buffer be another than is meant.
         starts: where each parameter begins, which leaves room for padding; None: one behind the other.
         stage: as in `zero`.
 
     Raises:
         ValueError: cuts do not rise from 0, are not one more than the ranks, or leave out the end of a parameter; an
-            order that does not name every parameter once; parameters that overlap.
+            order that does not name every parameter once; starts that do not, or that are in another order; parameters
+            that overlap; no order, where the tree's is not the one in which the parameters were given.
 
     >>> layout = flat({"a": torch.zeros(2, 2), "b": torch.zeros(6)}, 3, order=["b", "a"], cuts=[0, 4, 9, 10])
     >>> [layout.piece("a", rank).numel for rank in range(3)]
@@ -127,12 +130,15 @@ def flat(
     """
     size, rank, process_group = _ranks(group)
     specs = specs_of(params)
-    order = list(specs) if order is None else list(order)
+    order = _order_of_buffer(params, specs, starts) if order is None else list(order)
     if sorted(order) != sorted(specs):
         different = sorted(set(order) ^ set(specs)) or sorted({name for name in order if order.count(name) > 1})
         raise ValueError(f"order: must name every parameter once; look at {', '.join(map(repr, different[:5]))}")
     if starts is None:
         starts = _behind_each_other(specs, order)
+    elif unknown := sorted(starts.keys() - specs.keys()):
+        close = did_you_mean(unknown[0], specs)
+        raise ValueError(f"starts: {unknown[0]!r} is no parameter{close}; there are {', '.join(map(repr, specs))}")
     _check_cuts(specs, order, starts, cuts, size)
     places = tuple(cuts)
     pieces = {name: Intervals(spec.shape, starts[name], places) for name, spec in specs.items()}
@@ -302,6 +308,35 @@ def _equal_cut(specs: Mapping[str, Spec], size: int, alignment: int) -> tuple[di
 
 def _padded(length: int, alignment: int) -> int:
     return -(-length // alignment) * alignment
+
+
+def _order_of_buffer(params: PyTree, specs: Mapping[str, Spec], starts: Mapping[str, int] | None) -> list[str]:
+    """The order that is meant where none is given: that of the starts, or the only one there is.
+
+    Raises:
+        ValueError: the parameters were given in one order, and trees are walked in another, that of sorted names.
+    """
+    if starts is not None:
+        # Of two that begin at one place the empty one is first.
+        return sorted(specs, key=lambda name: (starts.get(name, -1), prod(specs[name].shape)))
+    names = list(specs)
+    given = [name for name in _names_as_given(params, ()) if name in specs]
+    if given != names:
+        raise ValueError(
+            f"order: the parameters are given as {', '.join(map(repr, given[:4]))}, ..., and sorted they are "
+            f"{', '.join(map(repr, names[:4]))}, ...: say which is the buffer's, order=list(params) or "
+            "order=sorted(params) for a flat dict"
+        )
+    return names
+
+
+def _names_as_given(values: PyTree, above: tuple[Any, ...]) -> list[str]:
+    if isinstance(values, Mapping):
+        return [name for key, item in values.items() for name in _names_as_given(item, (*above, key))]
+    if isinstance(values, tuple | list):
+        keys = getattr(values, "_fields", range(len(values)))
+        return [name for key, item in zip(keys, values, strict=True) for name in _names_as_given(item, (*above, key))]
+    return [".".join(map(str, above))]
 
 
 def _behind_each_other(specs: Mapping[str, Spec], order: Sequence[str]) -> dict[str, int]:

@@ -158,7 +158,13 @@ _ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
     "lion": st.builds(recipes.lion, _RATES, b1=_SHARES, b2=_SHARES),
     "muon": st.builds(recipes.muon, _RATES, decay=_SHARES, nesterov=st.booleans(), dtype=_COMPUTE, rule=_RULES),
     "normuon": st.builds(recipes.normuon, _RATES, decay=_SHARES, neuron_decay=_SHARES, dtype=_COMPUTE),
-    "muon_with_adamw": st.builds(recipes.muon_with_adamw, _RATES, _RATES, weight_decay=_SHARES),
+    "muon_with_adamw": st.builds(
+        recipes.muon_with_adamw,
+        _RATES,
+        _RATES,
+        weight_decay=_SHARES,
+        labels=st.just(select.default_labels_by_name),
+    ),
 }
 
 MATRIX_ONLY = frozenset({"orthogonalize", "normalize_neurons", "scale_by_shape", "muon", "normuon"})

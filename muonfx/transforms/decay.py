@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from math import prod
 from typing import Any
 
 from torch import Tensor
 
 from muonfx import checks, tree
 from muonfx import elementwise as ew
-from muonfx.core import NOTHING, Donation, Locality, Transform, transform
+from muonfx.core import NOTHING, Donation, Locality, Transform, chain_entries, transform
 from muonfx.partition import mask_patterns, resolve_mask
+from muonfx.recorded import parts_of
 from muonfx.schedules import Schedule
 from muonfx.select.predicates import Predicate
 from muonfx.transforms.clip import positive
-from muonfx.transforms.scale import scheduled
+from muonfx.transforms.scale import scale, scale_by_learning_rate, scale_by_schedule, scheduled
 from muonfx.tree import Present, PyTree
 
 __all__ = ["add_decayed_weights", "cautious"]
@@ -28,7 +30,7 @@ def _resolve_decay(tx: Transform, params: PyTree) -> Transform:
     return tx.replace(mask=dict(zip(tree.names(params), chosen, strict=True)))
 
 
-@transform(locality=Locality.ELEMENT, resolve=_resolve_decay, name_patterns=mask_patterns)
+@transform(locality=Locality.ELEMENT, resolve=_resolve_decay, name_patterns=mask_patterns, wants_uphill=True)
 def add_decayed_weights(
     weight_decay: float | Schedule | Callable[[Tensor], Tensor] = 0.0,
     mask: PyTree | Mapping[str, bool] | Predicate | Callable[[PyTree], PyTree] | None = None,
@@ -72,11 +74,24 @@ def add_decayed_weights(
     return scheduled(weight_decay, decay, prepare=decays)
 
 
-def _within(tx: Transform) -> Iterator[Transform]:
-    yield tx
-    for part in tx._parts:
-        if isinstance(part, Transform):
-            yield from _within(part)
+def _sign(tx: Transform) -> int:
+    """Whether a transform, as far as its numbers are known, keeps the direction of updates (1) or turns some (-1)."""
+    entries = chain_entries(tx)
+    if entries is not None:
+        return prod(_sign(part) for part in entries.values())
+    if tx.factory is scale:
+        return _sign_of(tx.arguments["factor"])
+    if tx.factory is scale_by_schedule:
+        return _sign_of(tx.arguments["schedule"])
+    if tx.factory is scale_by_learning_rate:
+        return -1 if tx.arguments["flip_sign"] else 1
+    return min((_sign(part) for part in tx._parts if isinstance(part, Transform)), default=1)
+
+
+def _sign_of(value: Any) -> int:
+    numbers = [x for _, x in parts_of(value) if isinstance(x, float)] if isinstance(value, Schedule) else [value]
+    known = [x for x in numbers if isinstance(x, float)]
+    return -1 if any(x < 0 for x in known) and not any(x > 0 for x in known) else 1
 
 
 @transform(
@@ -95,7 +110,8 @@ def cautious(inner: Transform, min_share: float = 1e-3):
         min_share: the share is taken to be at least this, so that few survivors do not blow up.
 
     Raises:
-        ValueError: ``min_share`` is not finite or not positive, or the inner transform has a learning rate.
+        ValueError: ``min_share`` is not finite or not positive, or the inner transform turns updates downhill by a
+            learning rate or a negative scale; one that a tensor or a function gives is taken to be positive.
 
     Follows Cautious Optimizers (arXiv 2411.16085).
 
@@ -106,10 +122,10 @@ def cautious(inner: Transform, min_share: float = 1e-3):
         [1.3333333730697632, -1.3333333730697632, 0.0, 2.6666667461395264]
     """
     positive("min_share", min_share)
-    if "scale_by_learning_rate" in {part.name for part in _within(inner)}:
+    if _sign(inner) < 0:
         raise ValueError(
-            "cautious: inner turns downhill (scale_by_learning_rate), so all that agrees with the gradient would be "
-            "dropped; put the learning rate behind: chain(cautious(...), scale_by_learning_rate(...))"
+            "cautious: inner turns downhill (a learning rate, or a negative scale), so all that agrees with the "
+            "gradient would be dropped; put it behind: chain(cautious(...), scale_by_learning_rate(...))"
         )
 
     def init(params: PyTree) -> PyTree:

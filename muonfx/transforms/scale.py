@@ -106,7 +106,7 @@ def scale_by_schedule(schedule: Schedule | Callable[[Tensor], Tensor]):
     return scheduled(schedule, lambda updates, params, value, donate: _multiply(updates, value, donate))
 
 
-@transform(locality=Locality.ELEMENT)
+@transform(locality=Locality.ELEMENT, turns_downhill=lambda learning_rate, *, flip_sign: flip_sign)
 def scale_by_learning_rate(learning_rate: float | Schedule | Callable[[Tensor], Tensor], *, flip_sign: bool = True):
     """Multiply updates by a learning rate and turn them downhill: by default the factor is minus the rate.
 

@@ -198,7 +198,8 @@ def test_a_group_that_mixes_labels_is_split_so_that_each_part_has_its_rate():
     model = make_model()
     head = [(n, p) for n, p in model.named_parameters() if n.startswith("3.")]
     rest = [(n, p) for n, p in model.named_parameters() if not n.startswith("3.")]
-    optimizer = mfx.Muon([{"params": head, "lr": 1e-3}, {"params": rest, "scale_by_adam.b2": 0.9}], lr=0.02)
+    groups = [{"params": head, "lr": 1e-3}, {"params": rest, "scale_by_adam.b2": 0.9}]
+    optimizer = mfx.Muon(groups, lr=0.02, labels=mfx.select.default_labels_by_name)
     assert [(g["label"], g["lr"]) for g in optimizer.param_groups] == [
         ("muon", 1e-3),
         ("adamw", 1e-3),
@@ -525,7 +526,9 @@ def test_a_tensor_for_a_number_must_have_no_dims():
 
 def test_adding_a_group_is_all_or_nothing():
     model = make_model()
-    optimizer = mfx.Muon([("1.weight", model[1].weight), ("1.bias", model[1].bias)])
+    optimizer = mfx.Muon(
+        [("1.weight", model[1].weight), ("1.bias", model[1].bias)], labels=mfx.select.default_labels_by_name
+    )
     with pytest.raises(ValueError, match=r"learning_rate must be at least 0"):
         optimizer.add_param_group({"params": [("3.weight", model[3].weight)], "lr": -1.0})
     with pytest.raises(ValueError, match=r"a parameter named '1\.weight' is in a group already"):

@@ -3,6 +3,8 @@
 import io
 import pickle
 import random
+import sys
+import warnings
 from collections import OrderedDict
 from types import MappingProxyType
 from typing import NamedTuple
@@ -14,10 +16,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
+import muonfx
 from muonfx.select import (
     Labels,
     ParamInfo,
     default_labels,
+    default_labels_by_name,
     describe,
     format_labels,
     frozen,
@@ -30,6 +34,9 @@ from muonfx.select import (
     tied,
     where,
 )
+
+# Named tensors alone serve many laws; the test of the warning itself asks for it.
+pytestmark = pytest.mark.filterwarnings("ignore:default_labels saw names:UserWarning")
 
 
 def is_tall(info: ParamInfo) -> bool:
@@ -789,3 +796,55 @@ def test_a_rule_that_matches_nothing_is_warned_of_where_it_is_written():
 def test_a_question_that_makes_no_sense_is_refused(make, error):
     with pytest.raises(error):
         make()
+
+
+# ---------------------------------------------------------------------------------------------------- names alone
+
+
+@pytest.mark.filterwarnings("error")
+def test_named_tensors_taken_for_hidden_matrices_are_said_and_by_name_says_that_they_are():
+    model = nn.ModuleDict({"lookup": nn.Embedding(8, 4), "up": nn.Linear(4, 4), "norm": nn.LayerNorm(4)})
+    named = dict(model.named_parameters())
+    with pytest.warns(UserWarning, match=r"no module types, .* hidden matrices: 'lookup.weight', 'up.weight'\. An emb"):
+        by_name = default_labels(named)
+    assert by_name["lookup.weight"] == "muon"
+    assert default_labels(model)["lookup.weight"] == "adamw"  # where the type is seen
+    assert default_labels_by_name(named) == by_name
+    # Nothing is assumed of what a rule has decided, nor where nothing is a hidden matrix.
+    default_labels(named, [(path("lookup.*"), "adamw"), (path("up.*"), "muon")])
+    default_labels({"norm.weight": torch.zeros(4)})
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_partition_by_names_alone_warns_at_init_and_never_at_an_update():
+    params = {"h.fc.weight": torch.ones(4, 4), "h.fc.bias": torch.ones(4)}
+    tx = muonfx.muon_with_adamw(0.1, dtype=torch.float32)
+    with pytest.warns(UserWarning, match="took these for hidden matrices: 'h.fc.weight'"):
+        state = tx.init(params)
+    sys.modules["muonfx.partition"]._KEPT.clear()  # as in another process that has loaded the state
+    tx.replace().update(params, state, params)
+    silent = muonfx.muon_with_adamw(0.1, dtype=torch.float32, labels=default_labels_by_name)
+    silent.update(params, silent.init(params), params)
+
+
+@pytest.mark.filterwarnings("error")
+def test_an_optimizer_of_named_groups_can_be_told_the_labels():
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4, bias=False))
+    groups = [{"params": list(model[0].named_parameters(prefix="0"))}, {"params": [("1.weight", model[1].weight)]}]
+    with pytest.warns(UserWarning, match="took these for hidden matrices: '0.weight', '1.weight'"):
+        muonfx.Muon([dict(group) for group in groups])
+    told = muonfx.Muon([dict(group) for group in groups], labels=default_labels(model))
+    assert [group["label"] for group in told.param_groups] == ["adamw", "muon"]
+    with pytest.raises(ValueError, match=r"labels: none for '1.weight'; every parameter needs one"):
+        muonfx.Muon([dict(group) for group in groups], labels={"0.weight": "adamw"})
+    with pytest.raises(ValueError, match="give one of them"):
+        muonfx.Muon(model, rules=[(path("*"), "muon")], labels=default_labels(model))
+
+
+def test_an_optimizer_for_a_model_without_hidden_matrices_says_why_there_are_none():
+    model = nn.Sequential(nn.Embedding(8, 4), nn.LayerNorm(4))
+    with pytest.warns(UserWarning, match="no parameter has the label 'muon'.*'0.weight' is 'adamw': embedding"):
+        muonfx.Muon(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        muonfx.Muon(nn.Linear(4, 4, bias=False))  # nothing for AdamW is nothing to warn of

@@ -171,3 +171,27 @@ def test_a_layout_names_a_leaf_that_does_not_fit():
         layout.shard({"other": torch.zeros(2, 2)})
     with pytest.raises(sharding.ShardingError, match=r"'a' has shape \(2, 3\)"):
         layout.shard({"a": torch.zeros(2, 3)})
+
+
+def test_the_order_of_a_flat_buffer_is_said_or_there_is_only_one():
+    given = {"b": torch.zeros(2), "a": torch.zeros(3)}
+    with pytest.raises(ValueError, match=r"order: the parameters are given as 'b', 'a', .* sorted they are 'a', 'b'"):
+        sharding.flat(given, 1, cuts=[0, 5])
+    with pytest.raises(ValueError, match=r"given as 'blocks.0.w', 'blocks.0.b', .* sorted they are 'blocks.0.b'"):
+        sharding.flat({"blocks": [{"w": torch.zeros(2), "b": torch.zeros(2)}]}, 1, cuts=[0, 4])
+    as_given = sharding.flat(given, 2, order=list(given), cuts=[0, 2, 5])
+    assert [as_given.piece(name, 0).numel for name in ("a", "b")] == [0, 2]
+    in_order = sharding.flat(dict(sorted(given.items())), 2, cuts=[0, 3, 5])
+    assert [in_order.piece(name, 0).numel for name in ("a", "b")] == [3, 0]
+
+
+def test_starts_say_the_order_of_a_flat_buffer_themselves():
+    params = {"b": torch.zeros(2), "a": torch.zeros(3), "none": torch.zeros(0)}
+    layout = sharding.flat(params, 2, cuts=[0, 4, 8], starts={"b": 0, "a": 4, "none": 4})
+    assert [layout.piece(name, 0).numel for name in ("a", "b")] == [0, 2]
+    with pytest.raises(ValueError, match=r"starts: 'bb' is no parameter"):
+        sharding.flat(params, 1, cuts=[0, 8], starts={"bb": 0, "b": 0, "a": 4, "none": 4})
+    with pytest.raises(ValueError, match=r"starts: 'a' begins at None"):
+        sharding.flat(params, 1, cuts=[0, 8], starts={"b": 0, "none": 4})
+    with pytest.raises(ValueError, match=r"starts: 'a' begins at 1, expected 2 or more, where 'b' ends"):
+        sharding.flat(params, 1, cuts=[0, 8], starts={"b": 0, "a": 1, "none": 4})

@@ -262,6 +262,171 @@ def shares_one_buffer_between_updates():
     return no_state, update
 
 
+# ------------------------------------------------------------------------------------------------ false declarations
+
+
+@mfx.transform(locality=mfx.Locality.ELEMENT, reads_params=False)
+def reads_parameters_that_it_disowns(factor: float = 0.5):
+    def update(updates, state, params=None):
+        if params is None:
+            return tree.map(lambda u: u * 1.0, updates), state
+        return tree.map(lambda u, p: u + factor * p.to(u.dtype), updates, params), state
+
+    return no_state, update
+
+
+@mfx.transform(locality=mfx.Locality.ELEMENT, reads_params=False)
+def reads_parameters_at_init():
+    def init(params):
+        return mfx.EmaParamsState(tree.map(lambda p: p.detach() * 1.0, params))
+
+    def update(updates, state, params=None):
+        return tree.map(lambda u, p: u - p.to(u.dtype), updates, state.average), state
+
+    return init, update
+
+
+@mfx.transform(locality=mfx.Locality.ELEMENT)
+def looks_at_the_number_of_dims(factor: float = 0.5):
+    def update(updates, state, params=None):
+        return tree.map(lambda u: u * (factor if u.ndim >= 2 else 1.0), updates), state
+
+    return no_state, update
+
+
+@mfx.transform(locality=mfx.Locality.ELEMENT)
+def is_not_elementwise_where_leaves_are_large():
+    def update(updates, state, params=None):
+        return tree.map(lambda u: u - u.mean() if u.numel() > 4096 else u * 1.0, updates), state
+
+    return no_state, update
+
+
+@mfx.transform(locality=mfx.Locality.LEAF)
+def is_not_leafwise_where_leaves_are_large():
+    def update(updates, state, params=None):
+        large = [u for u in tree.tensors(updates) if u.numel() > 4096]
+        total = sum(u.double().abs().sum() for u in large)
+        return tree.map(lambda u: (u / (1 + total)).to(u.dtype) if u.numel() > 4096 else u * 1.0, updates), state
+
+    return no_state, update
+
+
+@mfx.transform(locality=mfx.Locality.ELEMENT)
+def depends_on_the_order_of_a_dict(factor: float = 2.0):
+    def update(updates, state, params=None):
+        if not isinstance(updates, dict) or not updates:
+            return tree.map(lambda u: u * 1.0, updates), state
+        first = next(iter(updates))
+        double = tree.map(lambda u: u * factor, updates)
+        single = tree.map(lambda u: u * 1.0, updates)
+        return {key: double[key] if key == first else single[key] for key in updates}, state
+
+    return no_state, update
+
+
+@mfx.transform(locality=mfx.Locality.LEAF)
+def knows_how_many_leaves_there_are():
+    def update(updates, state, params=None):
+        number = sum(1 for _ in tree.tensors(params))
+        return tree.map(lambda u: u / (1 + number), updates), state
+
+    return no_state, update
+
+
+def rounds_in_word_only(tx, dtype, device):
+    return torch.bfloat16
+
+
+@mfx.transform(locality=mfx.Locality.MATRIX, rounds_to=rounds_in_word_only)
+def says_that_it_rounds(factor: float = 0.7):
+    def update(updates, state, params=None):
+        return tree.map(lambda u: u * factor, updates), state
+
+    return no_state, update
+
+
+@mfx.transform(locality=mfx.Locality.MATRIX, rounds_to=rounds_in_word_only)
+def rounds_its_input_only(factor: float = 0.7):
+    def update(updates, state, params=None):
+        return tree.map(lambda u: u.to(torch.bfloat16).to(u.dtype) * factor, updates), state
+
+    return no_state, update
+
+
+def rows_as_stacks(tx, shapes):
+    return tx, {name: (1, shape[-1]) for name, shape in shapes.items() if len(shape) >= 2}
+
+
+@mfx.transform(locality=mfx.Locality.LEAF, on_stacks=rows_as_stacks)
+def calls_its_rows_matrices():
+    def update(updates, state, params=None):
+        return tree.map(lambda u: u / (1 + u.abs().sum()), updates), state
+
+    return no_state, update
+
+
+def resolved_to_another(tx, params):
+    return tx.replace(factor=1.0)
+
+
+@mfx.transform(locality=mfx.Locality.ELEMENT, resolve=resolved_to_another)
+def resolves_to_something_else(factor: float = 2.0):
+    def update(updates, state, params=None):
+        return tree.map(lambda u: u * factor, updates), state
+
+    return no_state, update
+
+
+def resolved_by_values(tx, params):
+    return tx.replace(
+        factor=tx.arguments["factor"]
+        if not list(tree.tensors(params))
+        else float(sum(leaf.double().sum() for leaf in tree.tensors(params)))
+    )
+
+
+@mfx.transform(locality=mfx.Locality.ELEMENT, resolve=resolved_by_values)
+def resolves_by_values(factor: float = 2.0):
+    def update(updates, state, params=None):
+        return tree.map(lambda u: u * factor, updates), state
+
+    return no_state, update
+
+
+@mfx.transform(locality=mfx.Locality.TREE, own_locality=mfx.Locality.ELEMENT)
+def normalizes_around(inner: mfx.Transform):
+    def init(params):
+        return inner.init(params)
+
+    def update(updates, state, params=None, **extras):
+        total = 1 + sum(u.double().abs().sum() for u in tree.tensors(updates))
+        return inner.run(tree.map(lambda u: (u / total).to(u.dtype), updates), state, params, **extras)
+
+    return init, update
+
+
+@mfx.transform(locality=mfx.Locality.TREE, own_locality=mfx.Locality.ELEMENT)
+def hands_on_leaves_of_its_own(inner: mfx.Transform):
+    def init(params):
+        return inner.init({"all": params})
+
+    def update(updates, state, params=None, **extras):
+        out, state = inner.run({"all": updates}, state, {"all": params}, **extras)
+        return out["all"], state
+
+    return init, update
+
+
+@mfx.transform
+def sums_norms_instead_of_squares():
+    def update(updates, state, params=None, *, sum_over_leaves):
+        total = sum_over_leaves(tree.map(lambda u: u.double().square().sum().sqrt(), updates))
+        return tree.map(lambda u: (u / (1 + total)).to(u.dtype), updates), state
+
+    return no_state, update
+
+
 def a_closure():
     def halves(updates, params):
         return tree.map(lambda u: u / 2, updates)

@@ -55,6 +55,22 @@ CAUGHT_BY = [
     (broken.counts_in_python(), {"state_keeps_its_structure_and_dtypes"}),
     (broken.shares_one_buffer_between_updates(), {"updates_do_not_overlap"}),
     (broken.a_closure(), {"pickle_gives_an_equal_transform"}),
+    # false declarations
+    (broken.reads_parameters_that_it_disowns(), {"params_are_not_read_where_declared_so"}),
+    (broken.reads_parameters_at_init(), {"params_are_not_read_where_declared_so"}),
+    (broken.looks_at_the_number_of_dims(), {"element_transforms_see_no_shape"}),
+    (broken.is_not_elementwise_where_leaves_are_large(), {"large_leaves_are_as_small_ones"}),
+    (broken.is_not_leafwise_where_leaves_are_large(), {"large_leaves_are_as_small_ones"}),
+    (broken.depends_on_the_order_of_a_dict(), {"order_of_dicts_means_nothing"}),
+    (broken.knows_how_many_leaves_there_are(), {"leaf_transforms_see_one_leaf"}),
+    (broken.says_that_it_rounds(), {"rounding_first_changes_nothing"}),
+    (broken.rounds_its_input_only(), {"rounding_first_changes_nothing"}),
+    (broken.calls_its_rows_matrices(), {"stacks_are_as_their_matrices"}),
+    (broken.resolves_to_something_else(), {"resolving_changes_nothing", "element_transforms_see_no_shape"}),
+    (broken.resolves_by_values(), {"resolving_changes_nothing", "element_transforms_see_no_shape"}),
+    (broken.normalizes_around(mfx.scale(0.5)), {"own_work_is_of_its_own_locality"}),
+    (broken.hands_on_leaves_of_its_own(mfx.scale(0.5)), {"own_work_is_of_its_own_locality"}),
+    (broken.sums_norms_instead_of_squares(), {"tree_transforms_see_sums_over_leaves"}),
 ]
 
 

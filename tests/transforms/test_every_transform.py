@@ -99,7 +99,9 @@ CASES: dict[str, list[mfx.Transform]] = {
     "lion": [mfx.lion(A_SCHEDULE, weight_decay=0.1)],
     "muon": [mfx.muon(0.1, weight_decay=0.1, dtype=torch.float32)],
     "normuon": [mfx.normuon(A_SCHEDULE, dtype=torch.float32)],
-    "muon_with_adamw": [mfx.muon_with_adamw(0.1, A_SCHEDULE, dtype=torch.float32)],
+    "muon_with_adamw": [
+        mfx.muon_with_adamw(0.1, A_SCHEDULE, dtype=torch.float32, labels=mfx.select.default_labels_by_name)
+    ],
 }
 
 # Rebuilt inside the traced call, a partition asks its labels again, and torch 2.13 cannot trace that on nested trees.

@@ -55,6 +55,18 @@ from muonfx.testing.laws.locality import (
 )
 
 # ruff: isort: split
+from muonfx.testing.laws.declarations import (
+    element_transforms_see_no_shape,
+    large_leaves_are_as_small_ones,
+    order_of_dicts_means_nothing,
+    own_work_is_of_its_own_locality,
+    params_are_not_read_where_declared_so,
+    resolving_changes_nothing,
+    rounding_first_changes_nothing,
+    stacks_are_as_their_matrices,
+)
+
+# ruff: isort: split
 from muonfx.testing.laws.batching import (
     vmap_over_gradients_equals_a_loop,
     vmap_over_the_transform_equals_a_loop,
@@ -108,6 +120,15 @@ __all__ = [
     "matrix_transforms_see_one_matrix",
     "leaf_transforms_see_one_leaf",
     "tree_transforms_see_sums_over_leaves",
+    # declarations
+    "element_transforms_see_no_shape",
+    "large_leaves_are_as_small_ones",
+    "order_of_dicts_means_nothing",
+    "own_work_is_of_its_own_locality",
+    "params_are_not_read_where_declared_so",
+    "resolving_changes_nothing",
+    "rounding_first_changes_nothing",
+    "stacks_are_as_their_matrices",
     # batching
     "vmap_over_gradients_equals_a_loop",
     "vmap_over_the_transform_equals_a_loop",

@@ -12,6 +12,7 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.core import Locality, Transform
 from muonfx.recorded import Recorded
+from muonfx.sharding.kinds import resolved_within
 from muonfx.testing.examples import Example, history
 from muonfx.testing.law import law
 from muonfx.testing.violation import Breach, require_close, tolerance_of
@@ -24,8 +25,10 @@ __all__ = [
     "tree_transforms_see_sums_over_leaves",
 ]
 
+# For the laws of declarations: check_elements, check_sums, enlarged, flattened, precise, wider_than.
 
-def _wider_than(locality: Locality) -> Callable[[Transform], str | None]:
+
+def wider_than(locality: Locality) -> Callable[[Transform], str | None]:
     def why_not(tx: Transform) -> str | None:
         return f"its locality is {tx.locality.name}" if tx.locality > locality else None
 
@@ -36,11 +39,41 @@ def _updates(tx: Transform, example: Example) -> list[PyTree]:
     return [updates for updates, _ in history(tx, *example)]
 
 
-def _precise(example: Example) -> Example:
+def precise(example: Example) -> Example:
+    """Make all float64, dense, and of two steps or more."""
     return example.precise().prolonged(2)
 
 
-@law(on=_precise, unless=_wider_than(Locality.ELEMENT), share=0.4)
+def flattened(example: Example) -> Example:
+    """Make every leaf flat, as pieces of a flat buffer are."""
+    return example.map(lambda leaf: leaf.reshape(-1))
+
+
+def enlarged(example: Example) -> Example:
+    """Repeat leaves along their first dims until they have some thousands of elements; at most three, for speed.
+
+    A half of such a leaf has fewer than 4,096, the whole has more: what changes its way there is caught.
+    """
+    leaves = [leaf for leaf in tree.leaves(example.params) if leaf is not None]
+    chosen = {tuple(leaf.shape) for leaf in leaves if leaf.numel()}
+    kept = sorted(chosen, key=lambda shape: -len(shape))[:3]
+
+    def large(leaf: Tensor) -> Tensor:
+        if tuple(leaf.shape) not in kept or not leaf.ndim:
+            return leaf
+        times = -(-6000 // leaf.numel())
+        rows = -(-70 // leaf.shape[0]) if leaf.ndim >= 2 else times
+        columns = -(-times // rows)
+        repeats = [rows, *[1] * (leaf.ndim - 2), columns] if leaf.ndim >= 2 else [rows]
+        grown = leaf.repeat(repeats)
+        # No two alike, or a mean over some would be that over all.
+        steps = torch.arange(grown.numel(), dtype=grown.dtype).reshape(grown.shape)
+        return grown * (1.0 + 0.37 * torch.sin(steps))
+
+    return example.map(large)
+
+
+@law(on=precise, unless=wider_than(Locality.ELEMENT), share=0.4)
 def element_transforms_see_one_element(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """A transform declared ELEMENT commutes with cutting leaves in two, and with permuting the elements of a leaf.
 
@@ -48,6 +81,11 @@ def element_transforms_see_one_element(tx: Transform, params: PyTree, steps: lis
     >>> from muonfx.testing import Example
     >>> element_transforms_see_one_element(mfx.scale_by_adam(), *Example.of({"w": (2, 3)}))
     """
+    check_elements(tx, params, steps)
+
+
+def check_elements(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+    """Raise `Breach` unless a transform commutes with cutting leaves, and with permuting their elements."""
     example = Example(params, steps)
     whole = _updates(tx, example)
     tolerance = tolerance_of(tx, history(tx, params, steps))
@@ -90,10 +128,10 @@ def _batched(example: Example) -> Example:
         matrix = leaf if leaf.ndim == 2 else leaf.reshape(1, -1)
         return torch.stack([matrix, (7.0 * matrix.roll(1, -1) + 0.5).flip(-1)])
 
-    return _precise(example).map(widen)
+    return precise(example).map(widen)
 
 
-@law(on=_batched, unless=_wider_than(Locality.MATRIX), share=0.4)
+@law(on=_batched, unless=wider_than(Locality.MATRIX), share=0.4)
 def matrix_transforms_see_one_matrix(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """A transform declared MATRIX commutes with cutting leaves along a batch dim (any dim but the last two).
 
@@ -111,7 +149,7 @@ def matrix_transforms_see_one_matrix(tx: Transform, params: PyTree, steps: list[
         require_close(what, found, expected, "that half of the whole's", _relative(tolerance, whole, expected))
 
 
-@law(on=_precise, unless=_wider_than(Locality.LEAF), share=0.4)
+@law(on=precise, unless=wider_than(Locality.LEAF), share=0.4)
 def leaf_transforms_see_one_leaf(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """In a transform declared LEAF, or narrower, a leaf's updates do not change when other leaves change or are absent.
 
@@ -131,8 +169,13 @@ def leaf_transforms_see_one_leaf(tx: Transform, params: PyTree, steps: list[PyTr
         changed = Example(
             others(params, lambda p: 5.0 * p + 1.0), [others(grads, lambda g: 7.0 * g - 3.0) for grads in steps]
         )
-        absent = Example(params, [others(grads, lambda g: None) for grads in steps])
-        for how, other in (("other leaves have other values", changed), ("other gradients are None", absent)):
+        gone = [others(grads, lambda g: None) for grads in steps]
+        cases = {
+            "other leaves have other values": changed,
+            "other gradients are None": Example(params, gone),
+            "other leaves are None": Example(others(params, lambda p: None), gone),  # as an owner has them
+        }
+        for how, other in cases.items():
             for step, (updates, (expected, _)) in enumerate(zip(_updates(tx, other), whole, strict=True)):
                 found, wanted = ({name: tree.leaves(values)[place]} for values in (updates, expected))
                 require_close(f"step {step}, when {how}, the update of", found, wanted, "before", tolerance)
@@ -154,18 +197,30 @@ def _transforms_within(tx: Recorded) -> list[Transform]:
     return [tx, *inner] if isinstance(tx, Transform) else inner
 
 
-@law(on=_precise, unless=_needs_more_than_sums, share=0.2)
+@law(on=precise, unless=_needs_more_than_sums, share=0.2)
 def tree_transforms_see_sums_over_leaves(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """A TREE transform that names ``sum_over_leaves`` needs no more than these sums of what is on other ranks.
 
-    Two ranks, played by two threads, hold different leaves; the sums go over both.
+    Two ranks, played by two threads, hold different leaves, or a half of each; the sums go over both.
 
     >>> import muonfx as mfx
     >>> from muonfx.testing import Example
     >>> tree_transforms_see_sums_over_leaves(mfx.clip_by_global_norm(0.1), *Example.of({"w": (2, 3), "b": (3,)}))
     """
+    check_sums(tx, params, steps)
+
+
+def check_sums(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+    """Raise `Breach` unless two ranks that hold different leaves, or halves of them, have the updates of one."""
     whole = history(tx, params, steps)
     tolerance = tolerance_of(tx, whole)
+    resolved = resolved_within(tx, tree.map(lambda p: p.to("meta"), params))
+    halves = _in_halves(resolved, params, steps)
+    for step, (expected, _) in enumerate(whole):
+        for which, (piece, found) in enumerate(zip((_first_half, _second_half), halves, strict=True)):
+            wanted = tree.map(lambda leaf, piece=piece: piece(leaf) if leaf.ndim else leaf, expected)
+            title = f"step {step}, on two ranks that hold a half of each leaf, updates of rank {which}"
+            require_close(title, found[step], wanted, "that half of one rank's", _relative(tolerance, expected, wanted))
     for what, holder in (("every other leaf", lambda place: place % 2), ("all leaves or none", lambda place: 0)):
         held = _on_two_ranks(tx, params, steps, holder)
         for step, (expected, _) in enumerate(whole):
@@ -173,6 +228,29 @@ def tree_transforms_see_sums_over_leaves(tx: Transform, params: PyTree, steps: l
                 found = {name: tree.leaves(held[holder(place)][step])[place]}
                 title = f"step {step}, on two ranks that hold {what}, update"
                 require_close(title, found, {name: leaf}, "on one rank", tolerance)
+
+
+def _in_halves(tx: Transform, params: PyTree, steps: list[PyTree]) -> list[list[PyTree]]:
+    """The updates of two ranks, of which each holds a half of every leaf; what has no dims is on the first rank."""
+    ranks = _Ranks(2)
+
+    def run(rank: int) -> list[PyTree]:
+        def mine(leaf: Tensor) -> Tensor:
+            return (_first_half, _second_half)[rank](leaf)
+
+        def counted(scalars: PyTree) -> Tensor:
+            own = zip(tree.leaves(scalars), tree.leaves(params), strict=True)
+            return ranks.sum(rank, [x for x, p in own if x is not None and (p.ndim or rank == 0)])
+
+        local = tree.map(mine, params)
+        state = tx.init(local)
+        found: list[PyTree] = []
+        for grads in steps:
+            updates, state = tx.update(tree.map(mine, grads), state, local, sum_over_leaves=counted)
+            found.append(updates)
+        return found
+
+    return ranks.run(run)
 
 
 def _on_two_ranks(

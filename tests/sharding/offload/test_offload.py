@@ -351,7 +351,9 @@ def trained(tx: mfx.Transform, steps: int, start: Any = None, **more: Any) -> An
     return copy.deepcopy(net.state_dict()), copy.deepcopy(optimizer.state_dict()), optimizer
 
 
-TRAINED = mfx.muon_with_adamw(0.02, 0.01, mask=mfx.select.ndim(min=2), dtype=torch.float32)
+TRAINED = mfx.muon_with_adamw(
+    0.02, 0.01, mask=mfx.select.ndim(min=2), dtype=torch.float32, labels=mfx.select.default_labels_by_name
+)
 
 
 @pytest.mark.parametrize("home", HOMES)
