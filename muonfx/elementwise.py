@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muonfx.tracing import functorch_is_active
+from muonfx.tracing import functorch_is_active, is_traced
 
 __all__ = [
     "add",
@@ -241,9 +241,13 @@ def sqrt(xs: Tensors, *, plus: Scalar = 0.0) -> Tensors:
     """
     if _leafwise(xs) or _records(plus):
         return [x.sqrt() + plus for x in xs]
-    roots = torch._foreach_sqrt(xs)
-    torch._foreach_add_(roots, _fit(plus, xs))
-    return list(roots)
+    roots = list(torch._foreach_sqrt(xs))
+    if isinstance(plus, Tensor) and (is_traced() or not all(x.is_cuda for x in xs)):
+        # `_foreach_add_` with one tensor reads its value except in CUDA's own kernel: a sync, and a break when traced.
+        torch._foreach_add_(roots, [_fit(plus, xs)] * len(roots))
+    else:
+        torch._foreach_add_(roots, _fit(plus, xs))
+    return roots
 
 
 def sign(xs: Tensors, *, reuse: bool = False) -> Tensors:

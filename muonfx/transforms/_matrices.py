@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from fnmatch import fnmatchcase
 from glob import escape
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from muonfx.core import Locality, Transform
+from muonfx.tracing import matches
 
 __all__ = ["Blocks", "Dims", "MatrixView", "matrix_locality", "on_stacks", "view_as_matrices"]
 
@@ -125,7 +125,7 @@ class MatrixView(NamedTuple):
 def _pick(setting: Any, name: str) -> Any:
     if not isinstance(setting, Mapping):
         return setting
-    return next((value for pattern, value in setting.items() if fnmatchcase(name, pattern)), None)
+    return next((value for pattern, value in setting.items() if matches(name, pattern)), None)
 
 
 def _stack_blocks(matrix: Tensor, count: int, axis: int) -> Tensor:
