@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muonfx.tracing import functorch_is_active
+from muonfx.tracing import functorch_is_active, is_traced
 
 __all__ = [
     "add",
@@ -241,9 +241,13 @@ def sqrt(xs: Tensors, *, plus: Scalar = 0.0) -> Tensors:
     """
     if _leafwise(xs) or _records(plus):
         return [x.sqrt() + plus for x in xs]
-    roots = torch._foreach_sqrt(xs)
-    torch._foreach_add_(roots, _fit(plus, xs))
-    return list(roots)
+    roots = list(torch._foreach_sqrt(xs))
+    if isinstance(plus, Tensor) and (is_traced() or not all(x.is_cuda for x in xs)):
+        # `_foreach_add_` with one tensor reads its value except in CUDA's own kernel: a sync, and a break when traced.
+        torch._foreach_add_(roots, [_fit(plus, xs)] * len(roots))
+    else:
+        torch._foreach_add_(roots, _fit(plus, xs))
+    return roots
 
 
 def sign(xs: Tensors, *, reuse: bool = False) -> Tensors:
@@ -272,15 +276,28 @@ def clamp(xs: Tensors, low: Scalar, high: Scalar) -> Tensors:
 
 
 def norms(xs: Tensors) -> Tensors:
-    """Take the 2-norm of each tensor, accumulated in fp32 or better; 0-d results.
+    """Take the 2-norm of each tensor, in fp64 where the device has it; 0-d results.
 
-    >>> norms([torch.tensor([3.0, 4.0])])
-    [tensor(5.)]
+    Finite wherever the norm is: squares of fp32 and narrower fit into fp64, fp64 is scaled by its peak first.
+
+    >>> norms([torch.tensor([3.0, 4.0]), torch.tensor([3e38])])
+    [tensor(5., dtype=torch.float64), tensor(3.0000e+38, dtype=torch.float64)]
     """
-    wide = [wide_dtype(x.dtype) for x in xs]
-    if _leafwise(xs) or len(set(wide)) > 1:
-        return [torch.linalg.vector_norm(x, dtype=d) for x, d in zip(xs, wide, strict=True)]
-    return list(torch._foreach_norm(xs, 2, dtype=wide[0]))
+    plain = all(x.dtype != torch.float64 and x.device.type != "mps" for x in xs)
+    if plain and not _leafwise(xs):
+        return list(torch._foreach_norm(xs, 2, dtype=torch.float64))
+    return [_norm(x) for x in xs]
+
+
+def _norm(x: Tensor) -> Tensor:
+    if x.dtype != torch.float64 and x.device.type != "mps":
+        return torch.linalg.vector_norm(x, dtype=torch.float64)
+    if x.numel() == 0:
+        return torch.linalg.vector_norm(x)
+    x = x.to(wide_dtype(x.dtype))
+    peak = x.detach().abs().amax()
+    peak = torch.where((peak > 0) & peak.isfinite(), peak, torch.ones_like(peak))
+    return torch.linalg.vector_norm(x / peak) * peak
 
 
 def peaks(xs: Tensors) -> Tensors:
@@ -289,8 +306,14 @@ def peaks(xs: Tensors) -> Tensors:
     >>> peaks([torch.tensor([3.0, -4.0]), torch.zeros(0)])
     [tensor(4.), tensor(0.)]
     """
-    if _leafwise(xs) or not all(x.numel() and x.is_cuda for x in xs):  # there the infinity norm is fast
+    if _leafwise(xs):
         return [x.abs().amax() if x.numel() else x.new_zeros(()) for x in xs]
+    if not all(x.numel() and x.is_cuda for x in xs):  # there the infinity norm is fast, here it is slow
+        ends = [torch.aminmax(x) if x.numel() else None for x in xs]
+        return [
+            x.new_zeros(()) if both is None else torch.maximum(both[1], -both[0])
+            for x, both in zip(xs, ends, strict=True)
+        ]
     return list(torch._foreach_norm(xs, float("inf")))
 
 

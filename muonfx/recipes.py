@@ -93,6 +93,8 @@ def normuon(
     coefficients: CoefficientsLike = "polar_express_5",
     method: str = "auto",
     dtype: torch.dtype | str = "auto",
+    dims: Dims | Mapping[str, Dims] | None = None,
+    blocks: Blocks | Mapping[str, Blocks] | None = None,
     mask: Mask = None,
 ) -> Transform:
     """NorMuon, for parameters that are all matrices: Muon with each neuron's update normalized by its running size.
@@ -105,6 +107,8 @@ def normuon(
         coefficients: as in `orthogonalize`.
         method: as in `orthogonalize`.
         dtype: as in `orthogonalize`.
+        dims: as in `muon`.
+        blocks: as in `muon`; a block is normalized as a parameter of its own.
         mask: which parameters decay, as in `add_decayed_weights`.
 
     Follows NorMuon (arXiv 2510.05491).
@@ -114,9 +118,9 @@ def normuon(
     """
     return chain(
         momentum(decay),
-        orthogonalize(coefficients=coefficients, method=method, dtype=dtype),
-        normalize_neurons(neuron_decay),
-        scale_by_shape("match_rms_adamw"),
+        orthogonalize(coefficients=coefficients, method=method, dtype=dtype, dims=dims, blocks=blocks),
+        normalize_neurons(neuron_decay, dims=dims, blocks=blocks),
+        scale_by_shape("match_rms_adamw", dims=dims, blocks=blocks),
         add_decayed_weights(weight_decay, mask),
         scale_by_learning_rate(learning_rate),
     )

@@ -1,16 +1,18 @@
 """Who is watching: whether tensors at hand belong to a ``torch.func`` transform, so that plain kernels cannot be used.
 
-torch has no public name for these two questions; they are asked here and nowhere else outside `muonfx.polar`.
+torch has no public name for these questions; they are asked here and nowhere else outside `muonfx.polar`.
 """
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-__all__ = ["functorch_is_active", "is_wrapped"]
+__all__ = ["functorch_is_active", "is_traced", "is_wrapped", "matches"]
 
 _C = cast("Any", torch._C)
 
@@ -31,3 +33,23 @@ def is_wrapped(x: Tensor) -> bool:
     (False, tensor([1.]))
     """
     return bool(_C._functorch.is_functorch_wrapped_tensor(x))
+
+
+def is_traced() -> bool:
+    """Whether operators are being recorded, by ``torch.compile`` or ``make_fx``, so that no value can be read.
+
+    >>> from torch.fx.experimental.proxy_tensor import make_fx
+    >>> is_traced(), make_fx(lambda x: x + is_traced())(torch.zeros(1)).code.count("add")
+    (False, 1)
+    """
+    return torch.compiler.is_compiling() or get_proxy_mode() is not None
+
+
+@torch.compiler.assume_constant_result
+def matches(name: str, pattern: str) -> bool:
+    """Whether a name matches a glob as a whole; `fnmatch.fnmatchcase`, which torch.compile cannot trace.
+
+    >>> matches("blocks.0.qkv", "*.qkv")
+    True
+    """
+    return fnmatchcase(name, pattern)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from types import EllipsisType
 from typing import NoReturn
 
@@ -15,6 +14,7 @@ from torch import nn
 
 from muonfx.arguments import plain_arguments
 from muonfx.select.params import ParamInfo
+from muonfx.tracing import matches
 
 __all__ = [
     "Predicate",
@@ -150,7 +150,7 @@ class _Path(Predicate):
     patterns: tuple[str, ...]
 
     def __call__(self, info: ParamInfo) -> bool:
-        return any(fnmatchcase(name, pattern) for name in info.names for pattern in self.patterns)
+        return any(matches(name, pattern) for name in info.names for pattern in self.patterns)
 
     def __repr__(self) -> str:
         return f"path({', '.join(map(repr, self.patterns))})"
@@ -368,7 +368,7 @@ def _between(what: str, low: int | None, high: int | None) -> Predicate:
 
 def _is_a(module: type, wanted: type | str) -> bool:
     if isinstance(wanted, str):
-        return any(fnmatchcase(base.__name__, wanted) for base in module.__mro__)
+        return any(matches(base.__name__, wanted) for base in module.__mro__)
     return issubclass(module, wanted)
 
 

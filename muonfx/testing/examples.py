@@ -82,7 +82,7 @@ class Example(NamedTuple):
 
     def precise(self) -> Example:
         """Convert every tensor to contiguous float64, where two ways to compute the same agree closely."""
-        return self.dense().map(lambda leaf: leaf.detach().double().contiguous().clone())
+        return self.dense().map(lambda leaf: leaf.detach().double().clone(memory_format=torch.contiguous_format))
 
     def smooth(self, steps: int = 2) -> Example:
         """Keep structure and shapes, in dense float64, with values away from zero, where roots have no derivative."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from fnmatch import fnmatchcase
 from glob import escape
 from typing import Any, NamedTuple
 
@@ -18,8 +17,18 @@ from torch import Tensor
 
 from muonfx.checks import NamePatterns
 from muonfx.core import Locality, Transform
+from muonfx.tracing import matches
 
-__all__ = ["Blocks", "Dims", "MatrixView", "matrix_locality", "name_patterns", "on_stacks", "view_as_matrices"]
+__all__ = [
+    "Blocks",
+    "Dims",
+    "MatrixView",
+    "matrix_locality",
+    "name_patterns",
+    "on_stacks",
+    "unstack_blocks",
+    "view_as_matrices",
+]
 
 Dims = tuple[tuple[int, ...], tuple[int, ...]]
 """Dims that form the rows and dims that form the columns; dims in neither are a batch."""
@@ -72,7 +81,7 @@ class MatrixView(NamedTuple):
         if self.blocks is None:
             matrix = matrices[0]
         elif isinstance(self.blocks, int):
-            matrix = _unstack_blocks(matrices[0], self.block_axis)
+            matrix = unstack_blocks(matrices[0], self.block_axis)
         else:
             matrix = torch.cat(matrices, dim=self.block_axis)
         if self.dims is None:
@@ -126,7 +135,7 @@ class MatrixView(NamedTuple):
 def _pick(setting: Any, name: str) -> Any:
     if not isinstance(setting, Mapping):
         return setting
-    return next((value for pattern, value in setting.items() if fnmatchcase(name, pattern)), None)
+    return next((value for pattern, value in setting.items() if matches(name, pattern)), None)
 
 
 def _stack_blocks(matrix: Tensor, count: int, axis: int) -> Tensor:
@@ -136,7 +145,8 @@ def _stack_blocks(matrix: Tensor, count: int, axis: int) -> Tensor:
     return matrix.reshape(*batch, rows, count, columns // count).movedim(-2, -3)
 
 
-def _unstack_blocks(stacked: Tensor, axis: int) -> Tensor:
+def unstack_blocks(stacked: Tensor, axis: int) -> Tensor:
+    """Put equal blocks (..., count, rows, columns) together along rows (-2) or columns (-1)."""
     *batch, count, rows, columns = stacked.shape
     if axis == -2:
         return stacked.reshape(*batch, count * rows, columns)

@@ -10,7 +10,7 @@ from torch import Tensor
 from muonfx import checks, tree
 from muonfx import elementwise as ew
 from muonfx.core import NOTHING, Donation, Locality, Transform, transform
-from muonfx.tracing import is_wrapped
+from muonfx.tracing import is_traced, is_wrapped
 from muonfx.transforms._pinned import store, widen, zeros
 from muonfx.tree import Present, PyTree, device_of
 
@@ -39,8 +39,8 @@ def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: torch.
     In between, updates are zero. The caller may say where the last micro-batch is, with the extra ``boundary``:
     ``update(grads, state, params, boundary=True)``; a plain bool makes the choice in Python. Without it a counter in
     the state decides: in Python while it is a plain host tensor, by ``torch.cond`` under ``torch.compile``, and by
-    selecting between both outcomes under ``torch.func.vmap`` of the state, where the inner transform therefore runs
-    at every call.
+    selecting between both outcomes under ``torch.func.vmap`` of the state and in ``make_fx``, where the inner transform
+    therefore runs at every call.
 
     A parameter whose gradient was None in some micro-batches counts those as zero; one whose gradient was None in all
     gets None.
@@ -95,7 +95,7 @@ def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: torch.
         gathered = AccumulateState(state.count + 1, seen, at.fill(sums, state.sums), state.inner)
         due = gathered.count >= every if boundary is None else boundary
         compiling = torch.compiler.is_compiling()
-        batched = not compiling and isinstance(due, Tensor) and is_wrapped(due)
+        batched = not compiling and isinstance(due, Tensor) and (is_wrapped(due) or is_traced())
         # Which leaves get an update must be known in Python; a traced call takes those that have a gradient now.
         places = tree.leaves(updates) if compiling or batched else _ever_seen(updates, gathered)
         act = _Act(inner, updates, places, mean, params, extras)

@@ -83,9 +83,11 @@ def clip_by_global_norm(max_norm: float):
     """Scale all updates down together when the norm of the whole tree exceeds a bound.
 
     Args:
-        max_norm: positive; the 2-norm over all elements of all leaves, accumulated in fp32 within a leaf and fp64 over
-            leaves, as ``torch.nn.utils.clip_grad_norm_`` does: elements beyond about 1e19 make it infinite, and all
-            updates zero. A NaN anywhere makes all updates NaN: put `skip_nonfinite` around the chain.
+        max_norm: positive; the 2-norm over all elements of all leaves. It is taken in fp64 and cannot overflow unless the
+            norm itself does, where ``torch.nn.utils.clip_grad_norm_`` makes fp32 gradients beyond about 1e19 zero (a
+            norm of more than 1e38 times ``max_norm`` costs fp32 updates their last digits). A NaN
+            anywhere makes all updates NaN, an infinity makes its own element NaN and all others zero: put
+            `skip_nonfinite` around the chain.
 
     Raises:
         ValueError: ``max_norm`` is not positive and finite.
@@ -107,10 +109,10 @@ def clip_by_global_norm(max_norm: float):
         at = Present(updates)
         leaves = at.pick(updates)
         # Also where there are no leaves: on other ranks there may be some, and a sum over ranks takes all ranks.
-        norm = ew.safe_sqrt(sum_over_leaves(squared_norms(updates)))
+        ratio = _ratio(sum_over_leaves(_squared_norms(updates, max_norm)))
         # Exactly 1 where nothing is to be done.
-        factor = torch.where(norm > max_norm, max_norm / torch.where(norm > 0, norm, 1.0), torch.ones_like(norm))
-        factor = torch.where(norm.isnan(), norm, factor)
+        factor = torch.where(ratio > 1, 1 / torch.where(ratio > 1, ratio, 1.0), torch.ones_like(ratio))
+        factor = torch.where(ratio.isnan(), ratio, factor)
         return at.fill(ew.cast_like(ew.mul(leaves, factor, reuse=donate.updates), leaves)), state
 
     return no_state, update
@@ -118,13 +120,40 @@ def clip_by_global_norm(max_norm: float):
 
 def squared_norms(updates: PyTree) -> PyTree:
     """The squared 2-norm of each leaf, as a tree of 0-d tensors, fp64 where the device has it."""
+    return _squared_norms(updates, None)
+
+
+def _squared_norms(updates: PyTree, unit: float | Tensor | None) -> PyTree:
+    """The squared 2-norm of each leaf; with a unit, of its 2-norm in this unit times `_small`."""
     at = Present(updates)
     found = ew.norms(at.pick(updates))
-    if (
-        len({norm.device for norm in found}) == 1 and not torch.compiler.is_compiling()
-    ):  # three launches, not three a leaf
-        return at.fill(list(_precise(torch.stack(found)).square().unbind()))
-    return at.fill([_precise(norm).square() for norm in found])
+
+    def squared(norm: Tensor) -> Tensor:
+        return (norm if unit is None else norm / unit * _small(norm)).square()
+
+    if len({(norm.device, norm.dtype) for norm in found}) == 1 and not torch.compiler.is_compiling():
+        return at.fill(list(squared(torch.stack(found)).unbind()))  # three launches, not three a leaf
+    return at.fill([squared(norm) for norm in found])
+
+
+def _small(like: Tensor) -> float:
+    """A power of two so small that the square of any norm times it is finite; its own square is still a normal number.
+
+    The sum over leaves, which may be one over ranks, is the only thing that a rank hears of the others: a scale by the
+    largest norm of all would take a second one.
+    """
+    return 2.0**-60 if like.device.type == "mps" else 2.0**-510
+
+
+def _ratio(total: Tensor) -> Tensor:
+    """The root of a sum of `_squared_norms` in a unit: the norm in this unit."""
+    small = _small(total)
+    total = total if total.device.type == "mps" else total.double()  # of no leaves at all it is fp32
+    plain = total / small / small  # exact where it is finite, and there its derivatives are of ordinary size
+    fits = plain.isfinite()
+    root = ew.safe_sqrt(torch.where(total.isfinite(), total, torch.ones_like(total))) / small
+    large = torch.where(total.isfinite(), root, total)
+    return torch.where(fits, ew.safe_sqrt(torch.where(fits, plain, torch.ones_like(plain))), large)
 
 
 def global_norm(updates: PyTree) -> Tensor:
@@ -136,8 +165,7 @@ def global_norm(updates: PyTree) -> Tensor:
     >>> float(global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])}))
     5.0
     """
-    return ew.safe_sqrt(sum_over_leaves(squared_norms(updates)))
-
-
-def _precise(x: Tensor) -> Tensor:
-    return x if x.device.type == "mps" else x.double()
+    found = ew.norms(Present(updates).pick(updates))
+    if not found:
+        return sum_over_leaves({})
+    return ew.norms([torch.stack([norm.to(found[0].device) for norm in found])])[0]

@@ -10,8 +10,18 @@ from torch import Tensor
 
 from muonfx import checks
 from muonfx import elementwise as ew
-from muonfx.core import NOTHING, Donation, transform
-from muonfx.transforms._matrices import Dims, matrix_locality, name_patterns, on_stacks, view_as_matrices
+from muonfx.core import NOTHING, Donation, Transform, transform
+from muonfx.polar.scaling import power_of_two
+from muonfx.transforms._matrices import (
+    Blocks,
+    Dims,
+    MatrixView,
+    matrix_locality,
+    name_patterns,
+    on_stacks,
+    unstack_blocks,
+    view_as_matrices,
+)
 from muonfx.tree import Present, PyTree
 
 __all__ = ["NeuronsState", "normalize_neurons"]
@@ -21,13 +31,21 @@ class NeuronsState(NamedTuple):
     """State of `normalize_neurons`."""
 
     nu: PyTree
-    """Second moment of each row, in the pinned dtype: shape (..., rows, 1) for a leaf of shape (..., rows, columns)."""
+    """Second moment of each row, in the pinned dtype: shape (..., rows, 1) for a leaf of shape (..., rows, columns), or
+    (..., rows, blocks) where columns are cut into blocks."""
+
+
+def _on_stacks(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Transform, dict[str, tuple[int, int]]]:
+    # Moments of blocks lie as those of one matrix do, which are not those of a stack: such a leaf is done whole.
+    given = tx.arguments
+    views = view_as_matrices(given["dims"], given["blocks"], given["block_axis"]).of(list(shapes))
+    return on_stacks(tx, {n: s for own, (n, s) in zip(views, shapes.items(), strict=True) if own.blocks is None})
 
 
 @transform(
-    locality=lambda decay, eps, keep_norm, dtype, dims: matrix_locality(dims),
+    locality=lambda decay, eps, keep_norm, dtype, dims, blocks, block_axis: matrix_locality(dims),
     reads_params=False,
-    on_stacks=on_stacks,
+    on_stacks=_on_stacks,
     name_patterns=name_patterns,
 )
 def normalize_neurons(
@@ -37,12 +55,15 @@ def normalize_neurons(
     keep_norm: bool = True,
     dtype: torch.dtype | None = torch.float32,
     dims: Dims | Mapping[str, Dims] | None = None,
+    blocks: Blocks | Mapping[str, Blocks] | None = None,
+    block_axis: int = -2,
 ):
     r"""Divide each row of a matrix by the root of its running mean square.
 
     $v_t = \beta v_{t-1} + (1 - \beta)\,\mathrm{mean}_j(u_{ij}^2)$ for each row i, and the update is
     $u_{ij} / (\sqrt{v_i} + \epsilon)$, scaled so that each matrix keeps its Frobenius norm. It follows
-    `orthogonalize` in a chain, and works on whole matrices also where orthogonalization is done by blocks.
+    `orthogonalize` in a chain. Norms neither overflow nor underflow; a second moment beyond the range of its dtype stays
+    at the largest number.
 
     Args:
         decay: $\beta$, in [0, 1).
@@ -50,6 +71,8 @@ def normalize_neurons(
         keep_norm: give each matrix the norm that it had before.
         dtype: pinned dtype of the second moment; None pins each parameter's own.
         dims: as in `orthogonalize`, and the same value.
+        blocks: as in `orthogonalize`, and the same value: each block keeps its own norm, as a parameter of its own would.
+        block_axis: as in `orthogonalize`.
 
     Raises:
         ValueError: an argument is out of range; at `init`, a leaf is no matrix.
@@ -68,13 +91,16 @@ def normalize_neurons(
     checks.in_unit_interval("decay", decay)
     checks.at_least("eps", eps, 0.0)
     checks.floating_dtype("dtype", dtype)
-    view = view_as_matrices(dims, None, -2)
+    view = view_as_matrices(dims, blocks, block_axis)
 
     def init(params: PyTree) -> NeuronsState:
         at = Present(params)
         names, leaves = at.names(), at.pick(params)
-        matrices = [own.split(leaf, name)[0] for own, leaf, name in zip(view.of(names), leaves, names, strict=True)]
-        return NeuronsState(at.fill([m.new_zeros((*m.shape[:-1], 1), dtype=dtype or m.dtype) for m in matrices]))
+        moments = [
+            _join_moments(own, [m.new_zeros((*m.shape[:-1], 1), dtype=dtype or m.dtype) for m in own.split(leaf, name)])
+            for own, leaf, name in zip(view.of(names), leaves, names, strict=True)
+        ]
+        return NeuronsState(at.fill(moments))
 
     def update(updates: PyTree, state: NeuronsState, params: PyTree = None, *, donate: Donation = NOTHING):
         at = Present(updates)
@@ -83,10 +109,12 @@ def normalize_neurons(
         out: list[Tensor] = []
         kept: list[Tensor] = []
         for own, leaf, nu, name in zip(view.of(names), leaves, moments, names, strict=True):
-            matrix = own.split(leaf, name)[0]
-            normalized, new_nu = _normalize(matrix, nu, decay, eps, keep_norm)
-            out.append(own.join([normalized.to(leaf.dtype)], leaf))
-            kept.append(new_nu.to(nu.dtype))
+            done = [
+                _normalize(matrix, moment, decay, eps, keep_norm)
+                for matrix, moment in zip(own.split(leaf, name), _split_moments(own, nu), strict=True)
+            ]
+            out.append(own.join([normalized.to(leaf.dtype) for normalized, _ in done], leaf))
+            kept.append(_join_moments(own, [moment.to(nu.dtype) for _, moment in done]))
         return at.fill(out), NeuronsState(at.fill(kept, state.nu))
 
     return init, update
@@ -99,14 +127,42 @@ def _normalize(
     u, old = matrix.to(wide), nu.to(wide)
     if u.numel() == 0:
         return u, old
-    mean_square = u.square().mean(dim=-1, keepdim=True)
+    # Squared at a size of about 1, by exact powers of two, so that no square overflows or vanishes.
+    small, power = _to_unit(u)
+    mean_square = (small.square().mean(dim=-1, keepdim=True) / power / power).clamp(max=torch.finfo(nu.dtype).max)
     moment = old + (1.0 - decay) * (mean_square - old)
     # Where a row has been zero so far, its root has no derivative and 0 / (0 + eps) is 0 whatever the root.
     divisor = ew.safe_sqrt(moment) + eps
     normalized = torch.where(divisor > 0, u / torch.where(divisor > 0, divisor, 1.0), 0.0)
     if keep_norm:
-        before, after = (x.square().sum(dim=(-2, -1), keepdim=True) for x in (u, normalized))
+        again, _ = _to_unit(normalized)
+        before, after = (x.square().sum(dim=(-2, -1), keepdim=True) for x in (small, again))
         nonzero = (after > 0) & (before > 0)
         ratio = torch.where(nonzero, before, 1.0) / torch.where(nonzero, after, 1.0)
-        normalized = normalized * ratio.sqrt()
+        normalized = torch.where(nonzero, again * ratio.sqrt() / power, normalized)
     return normalized, moment
+
+
+def _to_unit(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Matrices times a power of two each, after which the largest magnitude is about 1; and the powers."""
+    power = power_of_two(x.detach().abs().amax((-2, -1), keepdim=True))
+    return x * power, power
+
+
+def _of_moments(view: MatrixView, count: int) -> MatrixView:
+    """The view by which moments are cut and joined as their matrices are; columns of a block have one column."""
+    by_sizes = isinstance(view.blocks, tuple) and view.block_axis == -1
+    return view._replace(dims=((-2,), (-1,)), blocks=(1,) * count if by_sizes else view.blocks)
+
+
+def _split_moments(view: MatrixView, moments: Tensor) -> list[Tensor]:
+    return _of_moments(view, moments.shape[-1]).split(moments, "moments")
+
+
+def _join_moments(view: MatrixView, parts: list[Tensor]) -> Tensor:
+    """The moments of a leaf's blocks as one tensor (..., rows, 1), or (..., rows, blocks)."""
+    if view.blocks is None:
+        return parts[0]
+    if isinstance(view.blocks, tuple):
+        return torch.cat(parts, dim=view.block_axis)
+    return unstack_blocks(parts[0], view.block_axis)

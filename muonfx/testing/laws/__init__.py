@@ -84,6 +84,8 @@ from muonfx.testing.laws.calculus import (
 from muonfx.testing.laws.compiling import (
     changing_an_injected_number_does_not_recompile,
     compiled_update_equals_eager,
+    compiled_update_takes_other_shapes,
+    traced_update_equals_eager,
 )
 
 __all__ = [
@@ -140,4 +142,6 @@ __all__ = [
     # compilation
     "compiled_update_equals_eager",
     "changing_an_injected_number_does_not_recompile",
+    "compiled_update_takes_other_shapes",
+    "traced_update_equals_eager",
 ]

@@ -1,0 +1,97 @@
+"""How a leaf is seen as matrices: blocks are as separate parameters, in every transform that takes them."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import muonfx as mfx
+from muonfx.testing.violation import is_close
+
+EXACT = {"dtype": torch.float64, "coefficients": "quintic"}
+
+TAKE_BLOCKS = {
+    "orthogonalize": lambda **kw: mfx.orthogonalize(**EXACT, **kw),
+    "row-scaled orthogonalize": lambda **kw: mfx.orthogonalize(dtype=torch.float64, coefficients="aol", **kw),
+    "normalize_neurons": lambda **kw: mfx.normalize_neurons(0.5, dtype=torch.float64, **kw),
+    "without the norm": lambda **kw: mfx.normalize_neurons(0.5, keep_norm=False, dtype=torch.float64, **kw),
+    "scale_by_shape": lambda **kw: mfx.scale_by_shape("original", **kw),
+    "chain": lambda **kw: mfx.chain(
+        mfx.momentum(0.9, dtype=torch.float64),
+        mfx.orthogonalize(**EXACT, **kw),
+        mfx.normalize_neurons(0.5, dtype=torch.float64, **kw),
+        mfx.scale_by_shape("spectral", **kw),
+    ),
+}
+RECIPES = {
+    "muon": lambda **kw: mfx.muon(0.1, weight_decay=0.1, **EXACT, **kw),
+    "normuon": lambda **kw: mfx.normuon(0.1, weight_decay=0.1, **EXACT, **kw),
+    "muon_with_adamw": lambda **kw: mfx.muon_with_adamw(
+        0.1, labels=lambda params: dict.fromkeys(params, "muon"), adamw_learning_rate=0.1, **EXACT, **kw
+    ),
+}
+
+
+def steps_of(seed: int, shapes: dict[str, tuple[int, int]]) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
+        for _ in range(4)
+    ]
+
+
+def run(tx: mfx.Transform, params: dict[str, Tensor], steps: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    found, state = [], tx.init(params)
+    for grads in steps:
+        updates, state = tx.update(grads, state, params)
+        found.append(updates)
+    return found
+
+
+def fuse(values: dict[str, Tensor], axis: int) -> dict[str, Tensor]:
+    return {"attn.qkv": torch.cat([values[name] for name in "qkv"], dim=axis), "out": values["out"]}
+
+
+@pytest.mark.filterwarnings("ignore:partition. no parameter has the label")
+@pytest.mark.parametrize("name", [*TAKE_BLOCKS, *RECIPES])
+@given(st.integers(0, 99), st.sampled_from([(4, 4, 4), (6, 3, 2)]), st.booleans(), st.sampled_from((-2, -1)))
+def test_blocks_are_as_separate_parameters(name: str, seed: int, sizes: Any, counted: bool, axis: int):
+    if name in RECIPES:
+        axis = -2  # recipes cut rows
+    make = (TAKE_BLOCKS | RECIPES)[name]
+    equal = len(set(sizes)) == 1
+    shapes = {n: (size, 5) if axis == -2 else (5, size) for n, size in zip("qkv", sizes, strict=True)} | {"out": (5, 5)}
+    params, *steps = steps_of(seed, shapes)
+    settings: dict[str, Any] = {} if name in RECIPES else {"block_axis": axis}
+    apart = run(make(), params, steps)
+    blocks = 3 if counted and equal else sizes
+    together = run(
+        make(blocks={"*.qkv": blocks}, **settings), fuse(params, axis), [fuse(grads, axis) for grads in steps]
+    )
+    for step, (mine, expected) in enumerate(zip(together, apart, strict=True)):
+        for leaf, want in fuse(expected, axis).items():
+            assert is_close(mine[leaf], want, 1e-12), (step, leaf)
+
+
+def test_every_transform_and_recipe_with_blocks_is_held_to_it():
+    takes = {name for name in mfx.__all__ if "blocks" in getattr(getattr(mfx, name), "parameters", {})}
+    assert takes == {"orthogonalize", "normalize_neurons", "scale_by_shape"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("exponent", [-100, 60, 100, 120, 1000])
+def test_neurons_keep_their_norm_at_any_size(dtype: torch.dtype, exponent: int):
+    if exponent == 1000 and dtype == torch.float32:
+        return
+    factor = 2.0**exponent
+    generator = torch.Generator().manual_seed(0)
+    tx = mfx.normalize_neurons(dtype=dtype)
+    state = tx.init({"w": torch.zeros(3, 4, dtype=dtype)})
+    for _ in range(3):
+        plain = torch.randn(3, 4, generator=generator, dtype=dtype)
+        updates, state = tx.update({"w": plain * factor}, state)
+        assert state.nu["w"].isfinite().all()
+        assert is_close((updates["w"] / factor).norm(), plain.norm(), 1e-5)
