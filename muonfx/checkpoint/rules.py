@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from muonfx.checkpoint.dtypes import widens
-from muonfx.checkpoint.errors import MismatchError
+from muonfx.checkpoint.errors import MismatchError, first_ones
 from muonfx.checkpoint.index import Index
 from muonfx.checkpoint.names import in_section
 from muonfx.checkpoint.spec import StateSpec, described
@@ -73,7 +73,7 @@ def match(index: Index, want: StateSpec, rules: Rules, *, section: str, where: s
 
     Raises:
         MismatchError: something is missing, left over, of another shape, would be narrowed, or belongs to another
-            chain, and is not allowed to; the message lists all of it, with what to do.
+            chain, and is not allowed to; the message lists the first of each, with what to do.
     """
     problems: list[str] = []
     advice: list[str] = []
@@ -95,7 +95,7 @@ def match(index: Index, want: StateSpec, rules: Rules, *, section: str, where: s
         advice.append(f"to leave leaves of the checkpoint out: allow_extra={_shown(extra)}, or True")
     _check_leaves(index, want, rules, there, problems, advice)
     if problems:
-        lines = "\n  ".join(problems)
+        lines = "\n  ".join(first_ones(problems))
         hints = "\n  ".join(advice)
         raise MismatchError(
             f"{where} does not fit, nothing was loaded:\n  {lines}" + (f"\nwhat to do:\n  {hints}" if hints else ""),
@@ -126,7 +126,7 @@ def _check_chain(index: Index, want: StateSpec, rules: Rules, problems: list[str
         return
     if not want.has_fingerprint(index.fingerprint):
         problems.append(
-            f"chain:     the checkpoint was made by {index.chain} (fingerprint {index.fingerprint}), expected "
+            f"chain:     the checkpoint was made by {index.chain:.2000} (fingerprint {index.fingerprint}), expected "
             f"{want.chain} (fingerprint {want.fingerprint})"
         )
         advice.append("if the state means the same to this chain: allow_other_chain=True")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,10 +10,9 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from muonfx.checkpoint.convert import deepspeed, dion, keller, moonlight, torch_optim
-from muonfx.checkpoint.convert._files import read_plain
+from muonfx.checkpoint.convert._files import read_json, read_plain, read_safetensors
 from muonfx.checkpoint.errors import CheckpointError
 from muonfx.checkpoint.writing import save
 from muonfx.core import Transform
@@ -44,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _load(path: Path) -> Any:
-    return load_file(path) if path.suffix == ".safetensors" else read_plain(path)
+    return read_safetensors(path) if path.suffix == ".safetensors" else read_plain(path)
 
 
 def _load_params(path: Path) -> dict[str, torch.Tensor]:
@@ -55,7 +53,7 @@ def _load_params(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _load_names(path: Path) -> list[str]:
-    found = json.loads(path.read_text(encoding="utf-8"))
+    found = read_json(path)
     if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
         raise ValueError(f"{path}: expected a JSON list of names, found something else")
     return found
@@ -68,10 +66,11 @@ def _convert(options: argparse.Namespace) -> tuple[Transform, PyTree, dict[str, 
         params = {name: leaf for name, leaf in params.items() if name in source}
         if options.config is None:
             raise ValueError("DeepSpeed's checkpoint does not hold the learning rates: give its config with --config")
-        config = json.loads(options.config.read_text(encoding="utf-8"))
-        if "params" not in config.get("optimizer", {}):
+        config = read_json(options.config)
+        optimizer = config.get("optimizer") if isinstance(config, dict) else None
+        if not isinstance(optimizer, dict) or "params" not in optimizer:
             raise ValueError(f"{options.config}: expected a config with 'optimizer' and its 'params'")
-        tx = deepspeed.deepspeed_recipe(source, params, config["optimizer"]["params"])
+        tx = deepspeed.deepspeed_recipe(source, params, optimizer["params"])
         return tx, deepspeed.from_deepspeed(source, tx, params, step=options.step), params
     source = _load(options.input)
     for key in filter(None, options.key.split(".")):
