@@ -60,7 +60,8 @@ def _name_of_script(module: str) -> str:
 def text_of(value: Any, nested: Callable[[Any], str] | None = None) -> str:
     """A text of a value that is no number of a transform: equal values have equal texts, in every process.
 
-    Functions and classes count by their names, a lambda by its code as well; what a closure holds does not count.
+    Functions and classes count by their names, a lambda by its code as well; what a closure holds does not count. A
+    class says otherwise by a method ``__fingerprint__``, which returns what counts.
 
     Args:
         value: an int, string, dtype, function, container, or whatever else is given to a factory.
@@ -70,6 +71,8 @@ def text_of(value: Any, nested: Callable[[Any], str] | None = None) -> str:
     ("{'b':1,'a':(2.5,None)}", "{'x'}", 'partial(builtins.len,(1))')
     """
     within = nested or text_of
+    if hasattr(type(value), "__fingerprint__"):
+        return text_of(value.__fingerprint__())
     if isinstance(value, Tensor):
         return "*"
     if isinstance(value, Enum):
@@ -90,16 +93,14 @@ def text_of(value: Any, nested: Callable[[Any], str] | None = None) -> str:
         )
     if inspect.ismethod(value):
         return f"{public_name(value.__func__)} of {within(value.__self__)}"
+    if inspect.isfunction(value) and value.__name__ == "<lambda>":  # all lambdas of a place share one name
+        return public_name(value) + _text_of_code(value.__code__)
     if inspect.isroutine(value) or inspect.isclass(value):
-        return public_name(value) + (_text_of_code(value.__code__) if _is_lambda(value) else "")
+        return public_name(value)
     return _MAIN.sub(lambda found: _name_of_script(found[0]), _ADDRESS.sub("", repr(value)))
 
 
-def _is_lambda(value: Any) -> bool:
-    return inspect.isfunction(value) and value.__name__ == "<lambda>"
-
-
 def _text_of_code(code: CodeType) -> str:
-    """All lambdas of a place share one name: the instructions, and the names and constants that they use."""
+    """The instructions of a function, and the names and constants that they use."""
     constants = [_text_of_code(item) if inspect.iscode(item) else text_of(item) for item in code.co_consts]
     return f"[{code.co_code.hex()}|{','.join(code.co_names)}|{','.join(constants)}]"

@@ -12,7 +12,8 @@ import torch
 from muonfx.checkpoint.dtypes import widens
 from muonfx.checkpoint.errors import MismatchError, first_ones
 from muonfx.checkpoint.index import Index
-from muonfx.checkpoint.names import in_section
+from muonfx.checkpoint.names import in_section, plain_names
+from muonfx.checkpoint.renaming import Rename, new_names
 from muonfx.checkpoint.spec import StateSpec, described
 
 __all__ = ["Allow", "Rules", "match", "matches"]
@@ -40,22 +41,20 @@ class Rules:
     allow_extra: Allow = False
     allow_other_chain: bool = False
     cast: Mapping[str, torch.dtype] = field(default_factory=dict)
-    rename: Mapping[str, str] = field(default_factory=dict)
+    rename: Rename = field(default_factory=dict)
 
 
 def _allowed(given: Allow, name: str) -> bool:
     if isinstance(given, bool):
         return given
-    return any(matches(pattern, name) for pattern in ([given] if isinstance(given, str) else given))
+    return any(matches(pattern, name) for pattern in patterns_in(given))
 
 
-def renamed(name: str, rename: Mapping[str, str]) -> tuple[str, str | None]:
-    """A leaf's new name, and the entry that gave it: the one of most levels that the old name begins with."""
-    fitting = [old for old in rename if name == old or name.startswith(old.rstrip("/") + "/")]
-    if not fitting:
-        return name, None
-    old = max(fitting, key=len)
-    return rename[old].rstrip("/") + name[len(old.rstrip("/")) :], old
+def patterns_in(given: Allow) -> list[str]:
+    """The patterns that a caller gave; none where he allowed all or nothing."""
+    if isinstance(given, bool):
+        return []
+    return [given] if isinstance(given, str) else list(given)
 
 
 def match(index: Index, want: StateSpec, rules: Rules, *, section: str, where: str) -> dict[str, str | None]:
@@ -77,11 +76,21 @@ def match(index: Index, want: StateSpec, rules: Rules, *, section: str, where: s
     """
     problems: list[str] = []
     advice: list[str] = []
-    there, used = _names_in(index, rules.rename, section, problems)
-    problems += [f"rename:    the checkpoint has no leaf {old!r}" for old in sorted(rules.rename.keys() - used)]
-    if problems:
-        advice.append("rename= takes names, or the levels they begin with, from the checkpoint to those wanted")
+    names, wrong = new_names(plain_names(index.leaves), rules.rename)
+    if wrong:
+        problems += [f"rename:    {problem}" for problem in wrong]
+        advice.append(
+            "rename= goes from names in the checkpoint to those wanted; the documentation of load has its forms"
+        )
+    there = _names_in(names, section, problems)
     _check_chain(index, want, rules, problems, advice)
+    for what, given in (("allow_missing", rules.allow_missing), ("allow_extra", rules.allow_extra)):
+        if unused := [p for p in patterns_in(given) if not any(matches(p, name) for name in (*names.values(), *want))]:
+            problems += [f"{what}: {pattern!r} means no leaf, of the checkpoint or wanted" for pattern in unused]
+            advice.append(
+                f"a pattern is a name, the levels that names begin with, or a glob; leave out what {what}= need "
+                "not mean"
+            )
 
     missing = [name for name in want if name not in there and not _allowed(rules.allow_missing, name)]
     extra = [name for name in there if name not in want and not _allowed(rules.allow_extra, name)]
@@ -104,21 +113,15 @@ def match(index: Index, want: StateSpec, rules: Rules, *, section: str, where: s
     return {name: there.get(name) for name in want}
 
 
-def _names_in(
-    index: Index, rename: Mapping[str, str], section: str, problems: list[str]
-) -> tuple[dict[str, str], set[str]]:
-    """The leaves of a section by their new names, and the entries of ``rename`` that were of use."""
+def _names_in(names: Mapping[str, str], section: str, problems: list[str]) -> dict[str, str]:
+    """The leaves of a section: new name to the name in the checkpoint."""
     there: dict[str, str] = {}
-    used: set[str] = set()
-    for old in index.leaves:
-        new, entry = renamed(old, rename)
-        if entry is not None:
-            used.add(entry)
+    for old, new in names.items():
         if in_section(new, section):
             if new in there:
                 problems.append(f"rename:    both {there[new]!r} and {old!r} would be {new!r}")
             there[new] = old
-    return there, used
+    return there
 
 
 def _check_chain(index: Index, want: StateSpec, rules: Rules, problems: list[str], advice: list[str]) -> None:
