@@ -11,6 +11,7 @@ import torch
 
 from muonfx.checkpoint.dtypes import widens
 from muonfx.checkpoint.errors import MismatchError, first_ones
+from muonfx.checkpoint.fingerprints import is_of_later
 from muonfx.checkpoint.index import Index
 from muonfx.checkpoint.names import in_section, plain_names
 from muonfx.checkpoint.renaming import Rename, new_names
@@ -133,6 +134,10 @@ def _check_chain(index: Index, want: StateSpec, rules: Rules, problems: list[str
             f"{want.chain} (fingerprint {want.fingerprint})"
         )
         advice.append("if the state means the same to this chain: allow_other_chain=True")
+        if is_of_later(index.fingerprint):
+            advice.append(
+                "the fingerprint was made by the rule of a later muonfx, which this one cannot compare: upgrade"
+            )
 
 
 def _check_leaves(

@@ -153,6 +153,15 @@ def test_another_chain_is_refused_by_a_checkpoint_of_0_1():
     ck.load(path, like=tx.init(blank), tx=other, allow_other_chain=True)
 
 
+def test_a_fingerprint_of_a_later_rule_says_to_upgrade(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    tx, blank = mfx.momentum(), {"w": torch.zeros(2, 2)}
+    monkeypatch.setattr(mfx.Transform, "fingerprint", "3:0123456789abcdef")
+    path = ck.save(tmp_path / "a", tx.init(blank), tx=tx)
+    monkeypatch.undo()
+    with pytest.raises(ck.MismatchError, match=r"fingerprint 3:01.*fingerprint 2:(.|\n)*a later muonfx.*upgrade"):
+        ck.load(path, like=mfx.spec(tx, blank))
+
+
 def test_defaults_that_fingerprints_leave_out_are_those_of_0_1():
     """One that changes would give a checkpoint another meaning, silently: give the new one another name instead."""
     recorded: dict[str, dict[str, str | None]] = json.loads((FOLDER / "signatures.json").read_text())
