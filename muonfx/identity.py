@@ -19,6 +19,8 @@ from typing import Any, cast
 
 from torch import Tensor
 
+from muonfx.wrappers import unwrapped
+
 __all__ = ["public_name", "text_of"]
 
 _PACKAGE = __name__.partition(".")[0]
@@ -60,8 +62,8 @@ def _name_of_script(module: str) -> str:
 def text_of(value: Any, nested: Callable[[Any], str] | None = None) -> str:
     """A text of a value that is no number of a transform: equal values have equal texts, in every process.
 
-    Functions and classes count by their names, a lambda by its code as well; what a closure holds does not count. A
-    class says otherwise by a method ``__fingerprint__``, which returns what counts.
+    Functions and classes count by their names, a lambda by its code as well; what a closure holds does not count. Names
+    that are the keys of a mapping, as labels have them, count without wrappers.
 
     Args:
         value: an int, string, dtype, function, container, or whatever else is given to a factory.
@@ -71,8 +73,6 @@ def text_of(value: Any, nested: Callable[[Any], str] | None = None) -> str:
     ("{'b':1,'a':(2.5,None)}", "{'x'}", 'partial(builtins.len,(1))')
     """
     within = nested or text_of
-    if hasattr(type(value), "__fingerprint__"):
-        return text_of(value.__fingerprint__())
     if isinstance(value, Tensor):
         return "*"
     if isinstance(value, Enum):
@@ -80,7 +80,8 @@ def text_of(value: Any, nested: Callable[[Any], str] | None = None) -> str:
     if type(value) in (tuple, list):
         return f"({','.join(map(within, value))})"
     if isinstance(value, Mapping):
-        pairs = [f"{within(key)}:{within(item)}" for key, item in cast("Mapping[Any, Any]", value).items()]
+        held = cast("Mapping[Any, Any]", value)
+        pairs = [f"{within(key)}:{within(item)}" for key, item in zip(_plain_keys(held), held.values(), strict=True)]
         # the order of a dict may have a meaning, as that of patterns has
         return f"{{{','.join(pairs if isinstance(value, dict) else sorted(pairs))}}}"
     if isinstance(value, Set):
@@ -98,6 +99,15 @@ def text_of(value: Any, nested: Callable[[Any], str] | None = None) -> str:
     if inspect.isroutine(value) or inspect.isclass(value):
         return public_name(value)
     return _MAIN.sub(lambda found: _name_of_script(found[0]), _ADDRESS.sub("", repr(value)))
+
+
+def _plain_keys(held: Mapping[Any, Any]) -> list[Any]:
+    """The keys, without what wrappers put into them if they are names of parameters."""
+    keys = list(held)
+    if not all(isinstance(key, str) for key in keys):
+        return keys
+    plain = list(unwrapped(keys).values())
+    return plain if len(set(plain)) == len(keys) else keys
 
 
 def _text_of_code(code: CodeType) -> str:

@@ -9,7 +9,6 @@ from typing import Final, TypeAlias, cast
 
 from muonfx.select.params import ParamInfo, Params, read_names
 from muonfx.select.predicates import Predicate
-from muonfx.wrappers import unwrapped
 
 __all__ = ["NO_DEFAULT", "Label", "Labels", "Rule", "apply_rules", "labels", "listing", "make_labels"]
 
@@ -87,11 +86,6 @@ class Labels(Mapping[str, Label]):
 
     def __reduce__(self) -> tuple[type[Labels], tuple[dict[str, Label], dict[str, str]]]:
         return Labels, (self._labels, self._reasons)
-
-    def __fingerprint__(self) -> dict[str, Label]:
-        """What counts in a fingerprint: no order, and no wrapper around the model."""
-        plain = unwrapped(self._labels)
-        return {plain[name]: self._labels[name] for name in sorted(plain, key=plain.__getitem__)}
 
     def reason(self, name: str) -> str:
         """The rule that decided the label of a parameter."""

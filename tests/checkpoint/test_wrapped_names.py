@@ -139,6 +139,10 @@ def test_labels_are_found_under_any_wrappers():
         assert len(state["adamw"].mu) == 5
         plain = mfx.partition({"muon": mfx.momentum(), "adamw": mfx.scale_by_adam()}, mfx.default_labels(Net()))
         assert tx.fingerprint == plain.fingerprint
+        by_hand = dict.fromkeys(params, "adamw")
+        plainly = {name: "adamw" for name, _ in Net().named_parameters()}
+        parts = {"adamw": mfx.scale_by_adam()}
+        assert mfx.partition(parts, by_hand).fingerprint == mfx.partition(parts, plainly).fingerprint
 
 
 def test_names_that_are_equal_without_wrappers_are_refused(tmp_path: Path):
