@@ -19,6 +19,8 @@ from typing import Any, cast
 
 from torch import Tensor
 
+from muonfx.wrappers import unwrapped
+
 __all__ = ["public_name", "text_of"]
 
 _PACKAGE = __name__.partition(".")[0]
@@ -60,7 +62,8 @@ def _name_of_script(module: str) -> str:
 def text_of(value: Any, nested: Callable[[Any], str] | None = None) -> str:
     """A text of a value that is no number of a transform: equal values have equal texts, in every process.
 
-    Functions and classes count by their names, a lambda by its code as well; what a closure holds does not count.
+    Functions and classes count by their names, a lambda by its code as well; what a closure holds does not count. Names
+    that are the keys of a mapping, as labels have them, count without wrappers.
 
     Args:
         value: an int, string, dtype, function, container, or whatever else is given to a factory.
@@ -77,7 +80,8 @@ def text_of(value: Any, nested: Callable[[Any], str] | None = None) -> str:
     if type(value) in (tuple, list):
         return f"({','.join(map(within, value))})"
     if isinstance(value, Mapping):
-        pairs = [f"{within(key)}:{within(item)}" for key, item in cast("Mapping[Any, Any]", value).items()]
+        held = cast("Mapping[Any, Any]", value)
+        pairs = [f"{within(key)}:{within(item)}" for key, item in zip(_plain_keys(held), held.values(), strict=True)]
         # the order of a dict may have a meaning, as that of patterns has
         return f"{{{','.join(pairs if isinstance(value, dict) else sorted(pairs))}}}"
     if isinstance(value, Set):
@@ -90,16 +94,23 @@ def text_of(value: Any, nested: Callable[[Any], str] | None = None) -> str:
         )
     if inspect.ismethod(value):
         return f"{public_name(value.__func__)} of {within(value.__self__)}"
+    if inspect.isfunction(value) and value.__name__ == "<lambda>":  # all lambdas of a place share one name
+        return public_name(value) + _text_of_code(value.__code__)
     if inspect.isroutine(value) or inspect.isclass(value):
-        return public_name(value) + (_text_of_code(value.__code__) if _is_lambda(value) else "")
+        return public_name(value)
     return _MAIN.sub(lambda found: _name_of_script(found[0]), _ADDRESS.sub("", repr(value)))
 
 
-def _is_lambda(value: Any) -> bool:
-    return inspect.isfunction(value) and value.__name__ == "<lambda>"
+def _plain_keys(held: Mapping[Any, Any]) -> list[Any]:
+    """The keys, without what wrappers put into them if they are names of parameters."""
+    keys = list(held)
+    if not all(isinstance(key, str) for key in keys):
+        return keys
+    plain = list(unwrapped(keys).values())
+    return plain if len(set(plain)) == len(keys) else keys
 
 
 def _text_of_code(code: CodeType) -> str:
-    """All lambdas of a place share one name: the instructions, and the names and constants that they use."""
+    """The instructions of a function, and the names and constants that they use."""
     constants = [_text_of_code(item) if inspect.iscode(item) else text_of(item) for item in code.co_consts]
     return f"[{code.co_code.hex()}|{','.join(code.co_names)}|{','.join(constants)}]"

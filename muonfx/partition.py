@@ -22,6 +22,7 @@ from muonfx.select.params import read_params
 from muonfx.select.predicates import Predicate, asks_for_modules, path_patterns
 from muonfx.select.rules import Labels, listing
 from muonfx.tree import PyTree
+from muonfx.wrappers import unwrapped
 
 __all__ = ["mask_patterns", "masked", "partition", "resolve_mask", "routes"]
 
@@ -109,6 +110,10 @@ class _Assignment:
         return " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
 
     def _by_name(self, given: Mapping[str, Any], names: list[str]) -> list[Any]:
+        if any(name not in given for name in names):  # of the same model under a wrapper, perhaps
+            plain = {new: given[old] for old, new in unwrapped(given).items()}
+            if len(plain) == len(given):
+                given = {**{name: plain[new] for name, new in unwrapped(names).items() if new in plain}, **given}
         missing = [name for name in names if name not in given]
         if missing:
             raise ValueError(f"{self.what}: no value for {listing(missing)}; every parameter needs one")

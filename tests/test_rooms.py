@@ -19,6 +19,7 @@ FLOORS = {
     "boxes": 0,
     "arguments": 0,
     "identity": 0,
+    "wrappers": 0,
     "recorded": 0,
     "elementwise": 0,
     "tracing": 0,
@@ -41,7 +42,7 @@ FLOORS = {
 ROOF = "muonfx"
 
 # `polar` is linear algebra: it knows tensors, not trees of them.
-STRANGERS = {("polar", other) for other in ("tree", "identity", "recorded", "elementwise", "tracing")}
+STRANGERS = {("polar", other) for other in ("tree", "identity", "wrappers", "recorded", "elementwise", "tracing")}
 
 
 def rooms_of(package: Path) -> Iterator[tuple[Path, str]]:

@@ -51,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("diff", help="what differs between two, down to the bits")
     command.add_argument("first", type=Path)
     command.add_argument("second", type=Path)
+    command.add_argument("--all", action="store_true", help="every leaf, instead of the first ten of each kind")
     command.set_defaults(run=_diff)
 
     command = commands.add_parser("verify", help="read every byte and compare the checksums")
@@ -71,7 +72,7 @@ def _inspect(options: argparse.Namespace) -> int:
 
 
 def _diff(options: argparse.Namespace) -> int:
-    found = differences(options.first, options.second)
+    found = differences(options.first, options.second, None if options.all else 10)
     print("\n".join(found) if found else "no difference")
     return 1 if found else 0
 

@@ -22,7 +22,7 @@ from muonfx.boxes import Box
 from muonfx.checkpoint.atomic import fresh_file, write_all
 from muonfx.checkpoint.dtypes import safetensors_name
 from muonfx.checkpoint.errors import CheckpointError
-from muonfx.checkpoint.index import BLOCK, Chunk, DataFile
+from muonfx.checkpoint.index import BLOCK, LONGEST_HEADER, Chunk, DataFile
 from muonfx.checkpoint.memory import bytes_of
 
 __all__ = ["Part", "Progress", "blocks_of", "check_byte_order", "checksum_of", "write_data"]
@@ -107,6 +107,7 @@ def write_data(path: Path, parts: Sequence[Part], progress: Progress | None = No
 
     Raises:
         OSError: the disk is full, say. Nothing is left behind.
+        CheckpointError: there are more leaves than a file can name.
     """
     check_byte_order()
     # Wide elements first, so that each leaf begins at a multiple of its element's size.
@@ -127,6 +128,11 @@ def write_data(path: Path, parts: Sequence[Part], progress: Progress | None = No
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
+    if len(head) > LONGEST_HEADER:
+        raise CheckpointError(
+            f"{path}: the names of {len(parts)} leaves take {len(head)} bytes, and a safetensors file has room for "
+            f"{LONGEST_HEADER}: save with group=, so that each rank writes its own"
+        )
     chunks: dict[int, Chunk] = {}
     done = 0
     with fresh_file(path) as file, _Checksums() as checksums:

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["CheckpointError", "CorruptError", "FormatError", "MismatchError", "NotFoundError", "WriteError"]
+__all__ = [
+    "CheckpointError",
+    "CorruptError",
+    "FormatError",
+    "MismatchError",
+    "NotFoundError",
+    "WriteError",
+    "first_ones",
+]
 
 
 class CheckpointError(RuntimeError):
@@ -40,13 +48,30 @@ class CorruptError(CheckpointError):
 
 
 class MismatchError(CheckpointError, ValueError):
-    """A whole checkpoint, or a state, is not what was asked for; all differences are listed."""
+    """A whole checkpoint, or a state, is not what was asked for; the message has the first differences of each kind."""
 
     def __init__(self, message: str, problems: Iterable[str] = ()) -> None:
         super().__init__(message)
         self.problems = tuple(problems)
-        """The differences, one sentence each."""
+        """All differences, one sentence each."""
 
     def __reduce__(self) -> tuple[type[MismatchError], tuple[str, tuple[str, ...]]]:
         """Pickle by both arguments."""
         return type(self), (str(self), self.problems)
+
+
+def first_ones(problems: Iterable[str], most: int = 10) -> list[str]:
+    """The first lines of each kind, and how many more there are; a kind is what stands before the first colon.
+
+    >>> first_ones(["missing: a", "missing: b", "extra: c", "missing: d"], most=1)
+    ['missing: a', 'missing: ... and 2 more', 'extra: c']
+    """
+    kinds: dict[str, list[str]] = {}
+    for problem in problems:
+        kind, colon, _ = problem.partition(":")
+        kinds.setdefault(f"{kind}{colon}" if colon and kind.isidentifier() else "", []).append(problem)
+    return [
+        line
+        for kind, lines in kinds.items()
+        for line in (*lines[:most], *[f"{kind} ... and {len(lines) - most} more".strip()] * (len(lines) > most))
+    ]

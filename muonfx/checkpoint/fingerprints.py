@@ -14,7 +14,7 @@ from typing import Any
 from muonfx.identity import public_name
 from muonfx.recorded import _HOLE, Recorded, bare, told_arguments
 
-__all__ = ["fingerprint_0_1", "is_of_0_1"]
+__all__ = ["fingerprint_0_1", "is_of_0_1", "is_of_later"]
 
 # Public name -> the module in 0.1, and the arguments in their order with the texts of the defaults; "*" is a number.
 _FACTORIES: dict[str, tuple[str, dict[str, str | None]]] = {
@@ -111,6 +111,15 @@ def is_of_0_1(fingerprint: str) -> bool:
     (True, False)
     """
     return ":" not in fingerprint
+
+
+def is_of_later(fingerprint: str) -> bool:
+    """Tell whether a fingerprint was made by a rule that this version does not know.
+
+    >>> is_of_later("2:b045c683981a2ae2"), is_of_later("3:b045c683981a2ae2")
+    (False, True)
+    """
+    return not is_of_0_1(fingerprint) and not fingerprint.startswith("2:")
 
 
 def fingerprint_0_1(value: Recorded) -> str | None:

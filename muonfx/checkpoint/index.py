@@ -15,21 +15,45 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from math import prod
+from pathlib import Path
 from typing import Any
 
 from muonfx.boxes import Box, cover
 from muonfx.checkpoint.dtypes import dtype_named, name_of_dtype
 from muonfx.checkpoint.errors import CheckpointError, CorruptError, FormatError
+from muonfx.checkpoint.files import read_regular
 from muonfx.checkpoint.names import is_name
 from muonfx.tree import Spec
 
-__all__ = ["BLOCK", "FORMAT", "INDEX", "VERSION", "Chunk", "DataFile", "Index", "Leaf", "parse", "text_of"]
+__all__ = [
+    "BLOCK",
+    "FORMAT",
+    "INDEX",
+    "LONGEST_HEADER",
+    "VERSION",
+    "Chunk",
+    "DataFile",
+    "Index",
+    "Leaf",
+    "parse",
+    "read_parsed",
+    "text_of",
+]
 
 FORMAT = "muonfx checkpoint"
 VERSION = 1
 INDEX = "index.json"
 BLOCK = 1 << 22
 """Bytes with one checksum, 4 MiB: the last block of a chunk may be shorter."""
+
+LONGEST = 1 << 30
+"""Bytes that an index may have: about ten million chunks. A file that claims more is not read."""
+LONGEST_HEADER = 8 + 100_000_000
+"""Bytes before the leaves of a data file: safetensors reads no longer headers."""
+_MOST_DIMS = 64
+"""Of a tensor that torch can compute with."""
+_LONGEST_NAME = 255
+"""Of a file, in any file system."""
 
 _HEAD = b'{"sha256": "'
 _BETWEEN = b'",\n"index": '
@@ -114,7 +138,11 @@ class Index:
 
 
 def text_of(index: Index) -> bytes:
-    """Write an index down."""
+    """Write an index down.
+
+    Raises:
+        CheckpointError: it would be too long to be read again.
+    """
     body = {
         "format": FORMAT,
         "version": VERSION,
@@ -134,14 +162,27 @@ def text_of(index: Index) -> bytes:
         },
     }
     text = json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
+    if _START + len(text) + len(_TAIL) > LONGEST:
+        raise CheckpointError(f"the index would have {len(text)} bytes, and may have {LONGEST}: save fewer pieces")
     return _HEAD + hashlib.sha256(text).hexdigest().encode() + _BETWEEN + text + _TAIL
+
+
+def read_parsed(path: Path) -> Index:
+    """Read the index of the checkpoint in a folder, in bounded time and memory whatever lies there.
+
+    Raises:
+        OSError: there is none, or no ordinary file, or one that is too large.
+        FormatError: as `parse`.
+        CorruptError: as `parse`.
+    """
+    return parse(read_regular(path / INDEX, LONGEST, _HEAD), str(path / INDEX))
 
 
 class _Wrong(Exception):
     """Something in an index is not as it must be."""
 
 
-def parse(data: bytes, where: str) -> Index:
+def parse(data: bytes | bytearray, where: str) -> Index:
     """Read an index.
 
     Args:
@@ -156,7 +197,7 @@ def parse(data: bytes, where: str) -> Index:
         raise CorruptError(
             f"{where} is damaged, or no index of a muonfx checkpoint: one begins with {_HEAD.decode()!r}"
         )
-    digest, text = data[len(_HEAD) : len(_HEAD) + 64], data[_START : -len(_TAIL)]
+    digest, text = data[len(_HEAD) : len(_HEAD) + 64], memoryview(data)[_START : -len(_TAIL)]
     if (
         hashlib.sha256(text).hexdigest().encode() != digest
         or data[len(_HEAD) + 64 : _START] != _BETWEEN
@@ -164,7 +205,7 @@ def parse(data: bytes, where: str) -> Index:
     ):
         raise CorruptError(f"{where} is damaged: its text is not the one that its checksum was made of")
     try:
-        body = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+        body = json.loads(bytes(text), object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite)
         version = _get(body, "version", int, "index") if isinstance(body, dict) else None
         if _get(body, "format", str, "index") != FORMAT:
             raise FormatError(f"{where} is of the format {body['format']!r}, expected {FORMAT!r}")
@@ -189,6 +230,13 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(name: str) -> None:
     raise _Wrong(f"{name} is no JSON")
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if value - value != 0.0:
+        raise _Wrong(f"{digits:.40} is beyond all floats")
+    return value
 
 
 def _get(holder: Any, key: str, kind: Any, where: str) -> Any:
@@ -247,21 +295,26 @@ def _index(body: dict[str, Any]) -> Index:
 def _file(entry: Any) -> DataFile:
     name: str = _get(entry, "name", str, "a data file")
     # A plain name: a checkpoint must not make us read elsewhere.
-    if not name.endswith(".safetensors") or set(name) & set("/\\:\0") or name.startswith("."):
-        raise _Wrong(f"{name!r:.80} is no name of a data file")
+    plain = name.endswith(".safetensors") and not set(name) & set("/\\:\0") and not name.startswith(".")
+    if not plain or len(name) > _LONGEST_NAME:
+        raise _Wrong(f"{name[:80]!r} is no name of a data file")
     nbytes, header = _natural(entry, "nbytes", name), _natural(entry, "header_nbytes", name)
-    if header > nbytes:
-        raise _Wrong(f"the header of {name} is longer than the file")
+    if header > min(nbytes, LONGEST_HEADER):
+        raise _Wrong(
+            f"the header of {name} has {header} bytes, the file {nbytes}, and a header at most {LONGEST_HEADER}"
+        )
     return DataFile(name, nbytes, header, _crc(_get(entry, "header_crc32", str, name), name))
 
 
 def _leaf(name: str, entry: Any, files: tuple[DataFile, ...]) -> Leaf:
     if not is_name(name):
-        raise _Wrong(f"{name!r:.80} is not the name of a leaf")
+        raise _Wrong(f"{name[:80]!r} is not the name of a leaf")
     dtype = dtype_named(_get(entry, "dtype", str, name))
     if dtype is None:
         raise _Wrong(f"{name} has the unknown dtype {entry['dtype']!r:.80}")
     shape = _naturals(entry, "shape", name)
+    if len(shape) > _MOST_DIMS:
+        raise _Wrong(f"{name} has {len(shape)} dims, expected at most {_MOST_DIMS}")
     if prod(side or 1 for side in shape) * dtype.itemsize > _BIGGEST:
         raise _Wrong(f"{name} has the shape {shape}, beyond all memory")
     chunks = tuple(_chunk(name, part, dtype.itemsize, files) for part in _get(entry, "chunks", list, name))

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from muonfx.checkpoint.atomic import PART
 from muonfx.checkpoint.errors import CheckpointError, CorruptError, FormatError, NotFoundError
-from muonfx.checkpoint.index import FORMAT, INDEX, Index, parse
+from muonfx.checkpoint.files import read_regular
+from muonfx.checkpoint.index import FORMAT, INDEX, LONGEST, Index, read_parsed
 from muonfx.checkpoint.reading import Reader
 
 __all__ = ["checkpoints", "latest", "offering", "prune", "read_index", "remove", "step_path"]
@@ -49,13 +50,11 @@ def read_index(path: str | os.PathLike[str]) -> Index:
     """
     path = Path(path)
     try:
-        data = (path / INDEX).read_bytes()
+        return read_parsed(path)
     except (FileNotFoundError, NotADirectoryError):
         raise NotFoundError(_why_not(path)) from None
     except OSError as error:
         raise CorruptError(f"{path / INDEX}: cannot be read: {error.strerror}", before(path)) from error
-    try:
-        return parse(data, str(path / INDEX))
     except CorruptError as error:
         raise CorruptError(error.bare, before(path)) from error
 
@@ -92,7 +91,7 @@ def _by_step(folder: Path) -> list[Path]:
 
 def _problem(path: Path, *, verify: bool) -> CheckpointError | None:
     try:
-        with Reader(path, parse((path / INDEX).read_bytes(), str(path / INDEX))) as reader:
+        with Reader(path, read_parsed(path)) as reader:
             reader.check_files()
             if verify:
                 reader.verify()
@@ -214,7 +213,12 @@ def remove(path: Path) -> None:
 
 def _is_foreign(index: Path) -> bool:
     """Whether somebody else has written a file of this name: it does not name our format, be it whole or damaged."""
-    return FORMAT.encode() not in index.read_bytes()
+    try:
+        return FORMAT.encode() not in read_regular(index, LONGEST)
+    except FileNotFoundError:
+        raise
+    except OSError:  # a pipe, a device, or larger than any index
+        return True
 
 
 def clean(path: Path, used: list[str]) -> None:

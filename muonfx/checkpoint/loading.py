@@ -13,6 +13,7 @@ from torch import Tensor
 from muonfx.checkpoint.keep import offering, read_index
 from muonfx.checkpoint.names import PARAMS, named_leaves
 from muonfx.checkpoint.reading import Reader
+from muonfx.checkpoint.renaming import Rename
 from muonfx.checkpoint.rules import Allow, Rules, match
 from muonfx.checkpoint.spec import StateSpec, spec_of
 from muonfx.core import Transform
@@ -33,7 +34,7 @@ def load(
     allow_extra: Allow = False,
     allow_other_chain: bool = False,
     cast: Mapping[str, torch.dtype] | None = None,
-    rename: Mapping[str, str] | None = None,
+    rename: Rename | None = None,
     device: torch.device | str | None = None,
     group: ProcessGroup | None = None,
 ) -> PyTree:
@@ -43,7 +44,9 @@ def load(
     devices of ``like``, and shares storage with nothing. Values come back bit for bit; a leaf may be of a wider dtype
     than in the file, which is exact.
 
-    Patterns, in what follows, are names of leaves, the levels that names begin with ("momentum/trace"), or globs.
+    Patterns, in what follows, are names of leaves, the levels that names begin with ("momentum/trace"), or globs. One
+    that means no leaf is an error. Names of parameters are those without what wrappers such as ``torch.compile`` put
+    into them, in the checkpoint as in ``like``: a state moves between wrapped and unwrapped models.
 
     Args:
         path: of the checkpoint.
@@ -54,7 +57,10 @@ def load(
         allow_extra: leaves of the checkpoint (True, or patterns) that need not be in ``like``.
         allow_other_chain: do not compare fingerprints.
         cast: pattern to dtype: leaves that may be rounded to that dtype, which must be that of ``like``.
-        rename: names, or levels that names begin with, from those in the checkpoint to those in ``like``.
+        rename: from names in the checkpoint to those in ``like``: a function, or a dict. A key is a name, the levels
+            that names begin with, or a pattern in which each ``*`` stands for any text, which takes the place of the
+            same ``*`` in the value: ``{"*/encoder.*": "*/model.encoder.*"}``. The most exact entry counts. One that
+            means no leaf is an error, as are two leaves of one new name.
         device: put all leaves there, instead of where those of ``like`` are.
         group: a process group, all of whose ranks call this together; if one of them fails, all do.
 
@@ -80,7 +86,7 @@ def load(
         >>> mfx.checkpoint.load(path, like=half, cast={"trace": torch.bfloat16}).trace["w"].dtype
         torch.bfloat16
     """
-    rules = Rules(allow_missing, allow_extra, allow_other_chain, dict(cast or {}), dict(rename or {}))
+    rules = Rules(allow_missing, allow_extra, allow_other_chain, dict(cast or {}), rename or {})
     return _load(Path(path), like, tx, rules, device, group, section="")
 
 
@@ -91,7 +97,7 @@ def load_params(
     allow_missing: Allow = False,
     allow_extra: Allow = False,
     cast: Mapping[str, torch.dtype] | None = None,
-    rename: Mapping[str, str] | None = None,
+    rename: Rename | None = None,
     device: torch.device | str | None = None,
     group: ProcessGroup | None = None,
 ) -> PyTree:
@@ -103,7 +109,7 @@ def load_params(
         allow_missing: parameters that need not be in the checkpoint.
         allow_extra: parameters in the checkpoint that need not be in ``like``.
         cast: pattern to dtype: parameters that may be rounded.
-        rename: from names in the checkpoint to names in ``like``; both begin with "params/".
+        rename: from names in the checkpoint to names in ``like``, as in `load`; both begin with "params/".
         device: put all parameters there.
         group: a process group, all of whose ranks call this together.
 
@@ -119,7 +125,7 @@ def load_params(
         >>> mfx.checkpoint.load_params(path, like={"w": torch.zeros(2)})
         {'w': tensor([1., 1.])}
     """
-    rules = Rules(allow_missing, allow_extra, True, dict(cast or {}), dict(rename or {}))
+    rules = Rules(allow_missing, allow_extra, True, dict(cast or {}), rename or {})
     return _load(Path(path), like, None, rules, device, group, section=PARAMS)
 
 

@@ -12,12 +12,15 @@ alone is a tree that is one leaf.
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 from muonfx import tree
 from muonfx.tree import PyTree
+from muonfx.wrappers import unwrapped
 
-__all__ = ["PARAMS", "in_section", "is_name", "name_of", "named_leaves", "path_of"]
+__all__ = ["PARAMS", "in_section", "is_name", "name_of", "named_leaves", "path_of", "plain_names"]
 
 PARAMS = "params"
 """The top level under which parameters stand."""
@@ -93,22 +96,55 @@ def _read(entry: str) -> str | int:
 def named_leaves(values: PyTree, section: str = "") -> list[tuple[str, Any]]:
     """List the leaves of a tree with their names, in the order of `muonfx.tree.leaves`; None is a leaf, and absent.
 
+    Names of parameters are those without wrappers: see `plain_names`.
+
     Args:
         values: a tree.
         section: a top level to put in front; "" for a state.
 
     Raises:
         TypeError: a key is neither a string nor an int.
-        ValueError: a key is no valid Unicode, or two leaves have one name.
+        ValueError: a key is no valid Unicode, or two leaves have one name, as it may be only without wrappers.
     """
     if section:
         found = [section + "".join(f"/{_escaped(entry)}" for entry in path) for path in tree.paths(values)]
     else:
         found = [name_of(path) for path in tree.paths(values)]
+    plain = plain_names(found)
+    if len(set(plain.values())) < len(plain):
+        twice = next(name for name, times in Counter(plain.values()).items() if times > 1)
+        both = " and ".join(repr(old) for old, name in plain.items() if name == twice)
+        raise ValueError(
+            f"{both} are both {twice!r} without what wrappers (torch.compile, DistributedDataParallel, ...) put into "
+            "names: rename one of them"
+        )
     if len(set(found)) < len(found):
         twice = next(name for place, name in enumerate(found) if name in found[:place])
         raise ValueError(f"two leaves are called {twice!r}: a dict has a key as an int and as a string, say")
-    return list(zip(found, tree.leaves(values), strict=True))
+    return list(zip((plain[name] for name in found), tree.leaves(values), strict=True))
+
+
+def plain_names(names: Iterable[str]) -> dict[str, str]:
+    """For each name of a leaf the one that it has where no wrapper (`muonfx.wrappers`) is in the parameter's name.
+
+    Leaves beside one another, as those of one momentum are, belong to one model.
+
+    >>> list(plain_names(["mu/module._orig_mod.up", "mu/module._orig_mod.down", "count"]).values())
+    ['mu/up', 'mu/down', 'count']
+    """
+    found = {name: name for name in names}
+    beside: dict[str, dict[str, str]] = {}
+    for name in found:
+        above, level, last = name.rpartition("/")
+        entry = _read(last)
+        if isinstance(entry, str):
+            beside.setdefault(above + level, {})[entry] = name
+    for above, group in beside.items():
+        for entry, plain in unwrapped(group).items():
+            if plain != entry:
+                reserved = "~2" if not above and plain in _RESERVED else ""
+                found[group[entry]] = above + reserved + _escaped(plain)
+    return found
 
 
 def in_section(name: str, section: str) -> bool:

@@ -18,10 +18,13 @@ from torch import Tensor
 from muonfx.boxes import Box
 from muonfx.checkpoint.data import blocks_of, check_byte_order, checksum_of
 from muonfx.checkpoint.errors import CorruptError
+from muonfx.checkpoint.files import open_regular
 from muonfx.checkpoint.index import BLOCK, Chunk, DataFile, Index, Leaf
 from muonfx.checkpoint.memory import bytes_of
 
 __all__ = ["Reader"]
+
+_MOST_OPEN = 64
 
 
 class Reader:
@@ -54,16 +57,21 @@ class Reader:
 
     def _file(self, number: int) -> FileIO:
         if number not in self._files:
-            self._files[number] = self._stack.enter_context(self._open(self.index.files[number]))
+            # A process may have few files open, and thousands of ranks have written one each. No thread reads now.
+            if len(self._files) >= _MOST_OPEN:
+                self._files.pop(next(iter(self._files))).close()
+            self._files[number] = self._open(self.index.files[number])
         return self._files[number]
 
     def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        self._stack.close()  # waits for the threads
+        for file in self._files.values():
+            file.close()
 
     def _open(self, described: DataFile) -> FileIO:
         path = self.folder / described.name
         try:
-            file = FileIO(path)
+            file = open_regular(path)
         except OSError as error:
             raise CorruptError(f"{path}: the data file is missing or cannot be read: {error.strerror}") from error
         try:

@@ -55,7 +55,7 @@ def of_checkpoint(path: Path, index: Index, pattern: str = "*") -> str:
         "step": "-" if index.step is None else index.step,
         "chain": f"{index.chain} (fingerprint {index.fingerprint})" if index.fingerprint is not None else "-",
         "written by": ", ".join(f"{name} {version}" for name, version in index.versions.items()),
-        "extra": json.dumps(index.extra) if index.extra else "-",
+        "extra": _as_text(index.extra) if index.extra else "-",
         "files": f"{len(index.files)}, {size(sum(file.nbytes for file in index.files))}",
     }
     wide = max(map(len, said))
@@ -92,31 +92,52 @@ def of_folder(folder: Path) -> str:
     return table(("checkpoint", "step", "leaves", "bytes", "state"), rows, right=(1, 2, 3))
 
 
-def differences(one: Path, other: Path) -> list[str]:
-    """What differs between two checkpoints, one line each; leaves are compared bit for bit."""
+def differences(one: Path, other: Path, most: int | None = 10) -> list[str]:
+    """List what differs between two checkpoints, one line each; leaves are compared bit for bit.
+
+    Args:
+        one: the first.
+        other: the second.
+        most: lines of each kind of difference, behind which stands how many more there are; None: all.
+    """
     a, b = read_index(one), read_index(other)
     found = [
         f"{what}: {_short(readable(before))} -> {_short(readable(after))}"
         for what, before, after in (
             ("step", a.step, b.step),
             ("chain", f"{a.chain} ({a.fingerprint})", f"{b.chain} ({b.fingerprint})"),
-            ("extra", json.dumps(a.extra, sort_keys=True), json.dumps(b.extra, sort_keys=True)),
+            ("extra", _as_text(a.extra), _as_text(b.extra)),
             ("versions", a.versions, b.versions),
         )
         if before != after
     ]
-    rows: list[tuple[str, ...]] = []
+    rows: dict[str, list[tuple[str, str]]] = {}
     with offering(one), Reader(one, a) as first, offering(other), Reader(other, b) as second:
         for name in sorted(a.leaves.keys() | b.leaves.keys()):
             if name not in b.leaves:
-                rows.append((name, f"only in the first: {described(a.leaves[name].spec)}"))
+                kind, how = "only in the first", f"only in the first: {described(a.leaves[name].spec)}"
             elif name not in a.leaves:
-                rows.append((name, f"only in the second: {described(b.leaves[name].spec)}"))
+                kind, how = "only in the second", f"only in the second: {described(b.leaves[name].spec)}"
             elif a.leaves[name].spec != b.leaves[name].spec:
-                rows.append((name, f"{described(a.leaves[name].spec)} -> {described(b.leaves[name].spec)}"))
-            elif how := _values(first.read(name), second.read(name)):
-                rows.append((name, how))
-    return found + (table(("leaf", "difference"), rows).splitlines() if rows else [])
+                kind, how = "of another kind", f"{described(a.leaves[name].spec)} -> {described(b.leaves[name].spec)}"
+            else:
+                kind, how = "with other values", _values(first.read(name), second.read(name))
+            if how:
+                rows.setdefault(kind, []).append((name, how))
+    shown = sorted(row for of_kind in rows.values() for row in of_kind[:most])
+    left = {kind: len(of_kind) - most for kind, of_kind in rows.items() if most is not None and len(of_kind) > most}
+    return [
+        *found,
+        *(table(("leaf", "difference"), shown).splitlines() if shown else []),
+        *(f"... and {number} more {kind}" for kind, number in left.items()),
+    ]
+
+
+def _as_text(extra: object) -> str:
+    try:
+        return json.dumps(extra, sort_keys=True)
+    except RecursionError:  # read with the stack nearly empty, shown with less room
+        return "(nested too deeply to be shown)"
 
 
 def _values(a: Tensor, b: Tensor) -> str:

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 
 from muonfx.checkpoint.dtypes import widens
-from muonfx.checkpoint.errors import MismatchError
+from muonfx.checkpoint.errors import MismatchError, first_ones
+from muonfx.checkpoint.fingerprints import is_of_later
 from muonfx.checkpoint.index import Index
-from muonfx.checkpoint.names import in_section
+from muonfx.checkpoint.names import in_section, plain_names
+from muonfx.checkpoint.renaming import Rename, new_names
 from muonfx.checkpoint.spec import StateSpec, described
 
 __all__ = ["Allow", "Rules", "match", "matches"]
@@ -40,22 +42,20 @@ class Rules:
     allow_extra: Allow = False
     allow_other_chain: bool = False
     cast: Mapping[str, torch.dtype] = field(default_factory=dict)
-    rename: Mapping[str, str] = field(default_factory=dict)
+    rename: Rename = field(default_factory=dict)
 
 
 def _allowed(given: Allow, name: str) -> bool:
     if isinstance(given, bool):
         return given
-    return any(matches(pattern, name) for pattern in ([given] if isinstance(given, str) else given))
+    return any(matches(pattern, name) for pattern in patterns_in(given))
 
 
-def renamed(name: str, rename: Mapping[str, str]) -> tuple[str, str | None]:
-    """A leaf's new name, and the entry that gave it: the one of most levels that the old name begins with."""
-    fitting = [old for old in rename if name == old or name.startswith(old.rstrip("/") + "/")]
-    if not fitting:
-        return name, None
-    old = max(fitting, key=len)
-    return rename[old].rstrip("/") + name[len(old.rstrip("/")) :], old
+def patterns_in(given: Allow) -> list[str]:
+    """The patterns that a caller gave; none where he allowed all or nothing."""
+    if isinstance(given, bool):
+        return []
+    return [given] if isinstance(given, str) else list(given)
 
 
 def match(index: Index, want: StateSpec, rules: Rules, *, section: str, where: str) -> dict[str, str | None]:
@@ -73,15 +73,25 @@ def match(index: Index, want: StateSpec, rules: Rules, *, section: str, where: s
 
     Raises:
         MismatchError: something is missing, left over, of another shape, would be narrowed, or belongs to another
-            chain, and is not allowed to; the message lists all of it, with what to do.
+            chain, and is not allowed to; the message lists the first of each, with what to do.
     """
     problems: list[str] = []
     advice: list[str] = []
-    there, used = _names_in(index, rules.rename, section, problems)
-    problems += [f"rename:    the checkpoint has no leaf {old!r}" for old in sorted(rules.rename.keys() - used)]
-    if problems:
-        advice.append("rename= takes names, or the levels they begin with, from the checkpoint to those wanted")
+    names, wrong = new_names(plain_names(index.leaves), rules.rename)
+    if wrong:
+        problems += [f"rename:    {problem}" for problem in wrong]
+        advice.append(
+            "rename= goes from names in the checkpoint to those wanted; the documentation of load has its forms"
+        )
+    there = _names_in(names, section, problems)
     _check_chain(index, want, rules, problems, advice)
+    for what, given in (("allow_missing", rules.allow_missing), ("allow_extra", rules.allow_extra)):
+        if unused := [p for p in patterns_in(given) if not any(matches(p, name) for name in (*names.values(), *want))]:
+            problems += [f"{what}: {pattern!r} means no leaf, of the checkpoint or wanted" for pattern in unused]
+            advice.append(
+                f"a pattern is a name, the levels that names begin with, or a glob; leave out what {what}= need "
+                "not mean"
+            )
 
     missing = [name for name in want if name not in there and not _allowed(rules.allow_missing, name)]
     extra = [name for name in there if name not in want and not _allowed(rules.allow_extra, name)]
@@ -95,7 +105,7 @@ def match(index: Index, want: StateSpec, rules: Rules, *, section: str, where: s
         advice.append(f"to leave leaves of the checkpoint out: allow_extra={_shown(extra)}, or True")
     _check_leaves(index, want, rules, there, problems, advice)
     if problems:
-        lines = "\n  ".join(problems)
+        lines = "\n  ".join(first_ones(problems))
         hints = "\n  ".join(advice)
         raise MismatchError(
             f"{where} does not fit, nothing was loaded:\n  {lines}" + (f"\nwhat to do:\n  {hints}" if hints else ""),
@@ -104,21 +114,15 @@ def match(index: Index, want: StateSpec, rules: Rules, *, section: str, where: s
     return {name: there.get(name) for name in want}
 
 
-def _names_in(
-    index: Index, rename: Mapping[str, str], section: str, problems: list[str]
-) -> tuple[dict[str, str], set[str]]:
-    """The leaves of a section by their new names, and the entries of ``rename`` that were of use."""
+def _names_in(names: Mapping[str, str], section: str, problems: list[str]) -> dict[str, str]:
+    """The leaves of a section: new name to the name in the checkpoint."""
     there: dict[str, str] = {}
-    used: set[str] = set()
-    for old in index.leaves:
-        new, entry = renamed(old, rename)
-        if entry is not None:
-            used.add(entry)
+    for old, new in names.items():
         if in_section(new, section):
             if new in there:
                 problems.append(f"rename:    both {there[new]!r} and {old!r} would be {new!r}")
             there[new] = old
-    return there, used
+    return there
 
 
 def _check_chain(index: Index, want: StateSpec, rules: Rules, problems: list[str], advice: list[str]) -> None:
@@ -126,10 +130,14 @@ def _check_chain(index: Index, want: StateSpec, rules: Rules, problems: list[str
         return
     if not want.has_fingerprint(index.fingerprint):
         problems.append(
-            f"chain:     the checkpoint was made by {index.chain} (fingerprint {index.fingerprint}), expected "
+            f"chain:     the checkpoint was made by {index.chain:.2000} (fingerprint {index.fingerprint}), expected "
             f"{want.chain} (fingerprint {want.fingerprint})"
         )
         advice.append("if the state means the same to this chain: allow_other_chain=True")
+        if is_of_later(index.fingerprint):
+            advice.append(
+                "the fingerprint was made by the rule of a later muonfx, which this one cannot compare: upgrade"
+            )
 
 
 def _check_leaves(

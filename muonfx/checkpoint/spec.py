@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.checkpoint.errors import MismatchError
+from muonfx.checkpoint.errors import MismatchError, first_ones
 from muonfx.checkpoint.fingerprints import fingerprint_0_1, is_of_0_1
 from muonfx.checkpoint.names import named_leaves
 from muonfx.core import Transform
@@ -122,7 +122,7 @@ class StateSpec:
         >>> mfx.spec(tx, params).check(tx.init(params))
         """
         if wrong := self.differences(state):
-            raise MismatchError("the state is not what the spec says:\n  " + "\n  ".join(wrong), wrong)
+            raise MismatchError("the state is not what the spec says:\n  " + "\n  ".join(first_ones(wrong)), wrong)
 
     @classmethod
     def of(cls, state: PyTree) -> StateSpec:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.arguments import plain_arguments
+from muonfx.checkpoint.renaming import Rename
 from muonfx.checks import is_usable
 from muonfx.core import Transform
 from muonfx.hyperparams import with_hyperparams
@@ -32,7 +33,7 @@ from muonfx.optimizer.groups import (
     split_by_route,
 )
 from muonfx.optimizer.over_ranks import SteppingOverRanks, layout_for
-from muonfx.optimizer.state import matched, path_of, saved_groups
+from muonfx.optimizer.state import matched, path_of, renamed_groups, saved_groups
 from muonfx.optimizer.stepping import Stepping
 from muonfx.optimizer.values import check_shapes, valid
 from muonfx.sharding.layout import Layout
@@ -319,11 +320,16 @@ class TransformOptimizer(torch.optim.Optimizer):
 
     # -------------------------------------------------------------------------------------------------- persistence
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, rename: Rename | None = None) -> None:
         """Load what ``state_dict()`` returned, into the storage and the dtypes of this optimizer's state.
 
-        Parameters are found by name. Values are copied. A dtype may widen; it never follows the parameter's dtype, as
+        Parameters are found by name, without what ``torch.compile``, ``DistributedDataParallel`` and other wrappers put
+        into names. Values are copied. A dtype may widen; it never follows the parameter's dtype, as
         ``torch.optim`` lets it.
+
+        Args:
+            state_dict: of an optimizer of this transform.
+            rename: names of parameters there to names here, as in `muonfx.checkpoint.load`; levels end with a dot.
 
         Raises:
             ValueError: other groups or parameters, a missing, unexpected or reshaped state leaf, a narrowing dtype,
@@ -337,6 +343,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         values: list[tuple[Tensor, Tensor]] = []
         problem: Exception | None = None
         try:
+            given = renamed_groups(self.param_groups, given, rename)
             values = matched(self.param_groups, self._keys, self.state, given)
         except ValueError as error:
             problem = error

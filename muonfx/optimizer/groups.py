@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from muonfx.core import Transform
 from muonfx.hyperparams import hyperparams, injected
 from muonfx.partition import routes
 from muonfx.recorded import Recorded, dotted, part_names
+from muonfx.wrappers import unwrapped
 
 __all__ = [
     "NOT_HYPERPARAMS",
@@ -33,9 +35,7 @@ Route = dict[str, Any]
 
 def resolve_groups(params: Any) -> list[dict[str, Any]]:
     """Resolve what the caller gave to groups whose "params" are lists of (name, tensor)."""
-    if isinstance(params, nn.Module | Mapping):
-        return [{"params": named_pairs(params)}]
-    items: list[Any] = list(params)
+    items: list[Any] = [{"params": params}] if isinstance(params, nn.Module | Mapping) else list(params)
     if not items or not all(isinstance(item, dict) for item in items):
         items = [{"params": items}]
     groups: list[dict[str, Any]] = [{**item, "params": named_pairs(item["params"])} for item in items]
@@ -43,6 +43,13 @@ def resolve_groups(params: Any) -> list[dict[str, Any]]:
     if len(set(names)) < len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
         raise ValueError(f"two parameters are named {twice[0]!r}; names must differ over all groups")
+    plain = unwrapped(names)
+    if twice := [name for name, times in Counter(plain.values()).items() if times > 1]:
+        both = " and ".join(repr(name) for name in names if plain[name] == twice[0])
+        raise ValueError(
+            f"{both} are both {twice[0]!r} without what wrappers (torch.compile, activation checkpointing, ...) put "
+            "into names, by which states are saved: rename one of them"
+        )
     return groups
 
 

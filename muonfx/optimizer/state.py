@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from muonfx.checkpoint.renaming import Rename, new_names
 from muonfx.sharding.intervals import IntervalTensor
 from muonfx.sharding.layout import is_dtensor, local_of
+from muonfx.wrappers import unwrapped
 
-__all__ = ["matched", "path_of", "saved_groups"]
+__all__ = ["matched", "path_of", "renamed_groups", "saved_groups"]
 
 
 def path_of(entries: tuple[Any, ...]) -> str:
@@ -19,14 +22,43 @@ def path_of(entries: tuple[Any, ...]) -> str:
     return "/".join(map(str, entries))
 
 
+def renamed_groups(
+    groups: list[dict[str, Any]], given: Mapping[str, Any], rename: Rename | None = None
+) -> dict[str, Any]:
+    """A state dict with the names that an optimizer's own parameters have, where they differ by wrappers or a renaming.
+
+    Raises:
+        ValueError: the state dict is none or has no names to rename, an entry of ``rename`` means no parameter, or two
+            parameters would have one name.
+    """
+    if not {"state", "param_groups"} <= given.keys():
+        raise ValueError(f"expected a state dict with 'state' and 'param_groups', found the keys {sorted(given)}")
+    saved: list[dict[str, Any]] = list(given["param_groups"])
+    if not all("param_names" in old for old in saved):
+        if rename:
+            raise ValueError("rename: the state dict has no names of parameters, which it means by their order")
+        return dict(given)
+    names, wrong = new_names(
+        unwrapped(name for old in saved for name in old["param_names"]), rename or {}, level=".", what="parameter"
+    )
+    ours = {plain: name for name, plain in unwrapped(name for group in groups for name in group["param_names"]).items()}
+    found = {written: ours.get(name, name) for written, name in names.items()}
+    for name, times in Counter(found.values()).items():
+        if times > 1:
+            both = " and ".join(repr(written) for written, new in found.items() if new == name)
+            wrong.append(f"{both} would both be {name!r}")
+    if wrong:
+        raise ValueError("nothing was loaded: rename: " + "; ".join(wrong[:10]))
+    renamed = [{**old, "param_names": [found[name] for name in old["param_names"]]} for old in saved]
+    return {**given, "param_groups": renamed}
+
+
 def saved_groups(groups: list[dict[str, Any]], given: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The groups of a state dict in the order of an optimizer's own, matched by the names of their parameters.
 
     Raises:
-        ValueError: the state dict is none, or its groups hold other parameters.
+        ValueError: its groups hold other parameters.
     """
-    if not {"state", "param_groups"} <= given.keys():
-        raise ValueError(f"expected a state dict with 'state' and 'param_groups', found the keys {sorted(given)}")
     saved: list[dict[str, Any]] = list(given["param_groups"])
     if not all("param_names" in old for old in saved):
         if [len(group["params"]) for group in groups] == [len(old["params"]) for old in saved]:

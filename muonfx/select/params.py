@@ -12,15 +12,12 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from muonfx import tree
+from muonfx.wrappers import WRAPPERS
 
 __all__ = ["ParamInfo", "Params", "plain_name", "read_names", "read_params"]
 
 Params: TypeAlias = nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | object
 """A model, named tensors as a mapping or as pairs, or any pytree of tensors."""
-
-# Components that wrappers put into a name (torch.compile, FSDP1, activation checkpointing): the same parameter without
-# them.
-_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 
 
 @dataclass(frozen=True)
@@ -84,7 +81,7 @@ def plain_name(name: str) -> str:
     >>> plain_name("_orig_mod.wte.weight"), plain_name("fc.parametrizations.weight.original0")
     ('wte.weight', 'fc.weight')
     """
-    parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    parts = [part for part in name.split(".") if part not in WRAPPERS]
     if "parametrizations" in parts[:-2]:
         at = parts.index("parametrizations")
         parts = [*parts[:at], parts[at + 1]]

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 import muonfx as mfx
 from muonfx.checkpoint.fingerprints import fingerprint_0_1
-from muonfx.checkpoint.names import named_leaves
+from muonfx.checkpoint.names import named_leaves, plain_names
 from muonfx.identity import public_name
 from muonfx.recorded import _default_text
 from muonfx.testing.transforms import by_rank, halve
@@ -70,6 +70,11 @@ def assert_as_recorded(found: dict[str, torch.Tensor], recorded: dict[str, torch
             torch.testing.assert_close(found[name], leaf, rtol=2e-3, atol=2e-3, msg=lambda text, name=name: name + text)
 
 
+def plainly_named(leaves: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """By the names without wrappers, which 0.1 wrote down with them."""
+    return {plain: leaves[name] for name, plain in plain_names(leaves).items()}
+
+
 @pytest.mark.parametrize("name", CHAINS)
 def test_a_checkpoint_of_0_1_loads_bitwise_and_goes_on_as_it_did(name: str):
     kind, code = CHAINS[name]
@@ -78,7 +83,7 @@ def test_a_checkpoint_of_0_1_loads_bitwise_and_goes_on_as_it_did(name: str):
     state = ck.load(path, like=tx.init(blank), tx=tx)
     params = ck.load_params(path, like=blank)
     # read by another code than ours
-    raw = load_file(next(path.glob("*.safetensors")))
+    raw = plainly_named(load_file(next(path.glob("*.safetensors"))))
     loaded = dict([*named_leaves(state), *named_leaves(params, "params")])
     assert {name for name, leaf in loaded.items() if leaf is not None} == raw.keys()
     assert all(bits(loaded[name]) == bits(leaf) for name, leaf in raw.items())
@@ -87,7 +92,7 @@ def test_a_checkpoint_of_0_1_loads_bitwise_and_goes_on_as_it_did(name: str):
         updates, state = tx.update(tree_of(kind, f"grads/{step}"), state, params)
         params = mfx.apply_updates(params, updates)
     found = {n: leaf for n, leaf in [*named_leaves(state), *named_leaves(params, "params")] if leaf is not None}
-    assert_as_recorded(found, load_file(path / "after"), code)
+    assert_as_recorded(found, plainly_named(load_file(path / "after")), code)
 
 
 @pytest.mark.parametrize("how", ["flat", "rows"])
@@ -146,6 +151,15 @@ def test_another_chain_is_refused_by_a_checkpoint_of_0_1():
     with pytest.raises(ck.MismatchError, match=r"chain: .*nesterov=False"):
         ck.load(path, like=tx.init(blank), tx=other)
     ck.load(path, like=tx.init(blank), tx=other, allow_other_chain=True)
+
+
+def test_a_fingerprint_of_a_later_rule_says_to_upgrade(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    tx, blank = mfx.momentum(), {"w": torch.zeros(2, 2)}
+    monkeypatch.setattr(mfx.Transform, "fingerprint", "3:0123456789abcdef")
+    path = ck.save(tmp_path / "a", tx.init(blank), tx=tx)
+    monkeypatch.undo()
+    with pytest.raises(ck.MismatchError, match=r"fingerprint 3:01.*fingerprint 2:(.|\n)*a later muonfx.*upgrade"):
+        ck.load(path, like=mfx.spec(tx, blank))
 
 
 def test_defaults_that_fingerprints_leave_out_are_those_of_0_1():

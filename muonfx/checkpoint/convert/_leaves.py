@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
+from muonfx.checkpoint.errors import first_ones
 from muonfx.compact import CompactState, KeyedCompactState
 from muonfx.core import EmptyState, Transform
 from muonfx.hyperparams import InjectHyperparamsState
@@ -124,7 +125,7 @@ def filled(tx: Transform, params: PyTree, leaves: Mapping[str, Leaf], *, heavy_b
         f"{name!r} has a {leaves[name].kind} state that the transform does not keep" for name in leaves.keys() - shown
     ]
     if wrong:
-        raise ValueError("the source does not fit the transform: " + "; ".join(sorted(set(wrong))))
+        raise ValueError("the source does not fit the transform: " + "; ".join(first_ones(sorted(set(wrong)))))
     return state
 
 

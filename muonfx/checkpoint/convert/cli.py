@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from muonfx.checkpoint.convert import deepspeed, dion, keller, moonlight, torch_optim
-from muonfx.checkpoint.convert._files import read_plain
-from muonfx.checkpoint.errors import CheckpointError
+from muonfx.checkpoint.convert._files import read_json, read_plain, read_safetensors
+from muonfx.checkpoint.errors import CheckpointError, first_ones
+from muonfx.checkpoint.renaming import new_names
 from muonfx.checkpoint.writing import save
 from muonfx.core import Transform
 from muonfx.tree import PyTree
+from muonfx.wrappers import unwrapped
 
 __all__ = ["main"]
 
@@ -38,13 +39,21 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--params", type=Path, required=True, help="the model's weights: .safetensors, or a state dict")
     parser.add_argument("--key", default="", help="where in the file the optimizer's state dict is, as in 'optimizer'")
     parser.add_argument("--names", type=Path, help="a JSON list: the parameters' names in the optimizer's order")
+    parser.add_argument(
+        "--rename",
+        action="append",
+        default=[],
+        metavar="OLD=NEW",
+        help="of parameters, in all files: a name, the dotted levels it begins with, or a pattern with '*', which "
+        "stands for the same text in both; may be given several times",
+    )
     parser.add_argument("--step", type=int, help="how many steps were taken, where the optimizer does not count")
     parser.add_argument("--config", type=Path, help="DeepSpeed's config, a JSON file")
     return parser
 
 
 def _load(path: Path) -> Any:
-    return load_file(path) if path.suffix == ".safetensors" else read_plain(path)
+    return read_safetensors(path) if path.suffix == ".safetensors" else read_plain(path)
 
 
 def _load_params(path: Path) -> dict[str, torch.Tensor]:
@@ -55,23 +64,50 @@ def _load_params(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _load_names(path: Path) -> list[str]:
-    found = json.loads(path.read_text(encoding="utf-8"))
+    found = read_json(path)
     if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
         raise ValueError(f"{path}: expected a JSON list of names, found something else")
     return found
 
 
+def _entries_of(given: Sequence[str]) -> dict[str, str]:
+    """The entries of a renaming from the command line."""
+    if wrong := [text for text in given if not all(text.partition("="))]:
+        raise ValueError(f"--rename {wrong[0]}: expected OLD=NEW")
+    return {old: new for old, _, new in (text.partition("=") for text in given)}
+
+
+def _new_names(rename: Mapping[str, str], *lists: Iterable[str]) -> dict[str, str]:
+    """New names of parameters, without wrappers, for those in some files; an entry must mean one in any of these.
+
+    Raises:
+        ValueError: an entry means nothing, or two names of one file become one.
+    """
+    plain = {old: name for names in map(list, lists) for old, name in unwrapped(names).items()}
+    found, wrong = new_names(plain, rename, level=".", what="parameter")
+    for names in map(list, lists):
+        for name, times in Counter(found[old] for old in names).items():
+            if times > 1:
+                wrong.append(f"{' and '.join(repr(old) for old in names if found[old] == name)} would be {name!r}")
+    if wrong:
+        raise ValueError("--rename: " + "; ".join(first_ones(wrong)))
+    return found
+
+
 def _convert(options: argparse.Namespace) -> tuple[Transform, PyTree, dict[str, Any]]:
-    params = _load_params(options.params)
+    params, rename = _load_params(options.params), _entries_of(options.rename)
     if options.kind == "deepspeed":
         source = deepspeed.read_deepspeed(options.input)
-        params = {name: leaf for name, leaf in params.items() if name in source}
+        new = _new_names(rename, list(params), list(source))
+        source = {new[name]: entry for name, entry in source.items()}
+        params = {new[name]: leaf for name, leaf in params.items() if new[name] in source}
         if options.config is None:
             raise ValueError("DeepSpeed's checkpoint does not hold the learning rates: give its config with --config")
-        config = json.loads(options.config.read_text(encoding="utf-8"))
-        if "params" not in config.get("optimizer", {}):
+        config = read_json(options.config)
+        optimizer = config.get("optimizer") if isinstance(config, dict) else None
+        if not isinstance(optimizer, dict) or "params" not in optimizer:
             raise ValueError(f"{options.config}: expected a config with 'optimizer' and its 'params'")
-        tx = deepspeed.deepspeed_recipe(source, params, config["optimizer"]["params"])
+        tx = deepspeed.deepspeed_recipe(source, params, optimizer["params"])
         return tx, deepspeed.from_deepspeed(source, tx, params, step=options.step), params
     source = _load(options.input)
     for key in filter(None, options.key.split(".")):
@@ -81,8 +117,15 @@ def _convert(options: argparse.Namespace) -> tuple[Transform, PyTree, dict[str, 
         source = source[key]
     names = _load_names(options.names) if options.names else None
     read, recipe = _SOURCES[options.kind]
-    known = names or [name for group in source.get("param_groups", []) for name in group.get("param_names", [])]
-    params = {name: leaf for name, leaf in params.items() if name in known} if known else params
+    groups = source.get("param_groups", []) if isinstance(source, dict) else []
+    known = names or [name for group in groups for name in group.get("param_names", [])]
+    new = _new_names(rename, list(params), known)
+    if isinstance(source, dict) and "param_groups" in source:
+        told = [{**g, "param_names": [new[n] for n in g["param_names"]]} if "param_names" in g else g for g in groups]
+        source = {**source, "param_groups": told if names is None else groups}
+    names = names and [new[name] for name in names]
+    meant = {new[name] for name in known} or set(new.values())
+    params = {new[name]: leaf for name, leaf in params.items() if new[name] in meant}
     tx = recipe(source, params, names=names)
     return tx, read(source, tx, params, names=names, step=options.step), params
 

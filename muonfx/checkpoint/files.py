@@ -1,0 +1,84 @@
+"""Opening files that a stranger may have made: ordinary ones only, of a size that was looked at first.
+
+Opening a pipe waits for somebody to write into it, and reading a device need not ever end.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from io import FileIO
+from pathlib import Path
+
+__all__ = ["open_regular", "read_regular"]
+
+
+def open_regular(path: Path) -> FileIO:
+    """Open an ordinary file for reading; links to one are followed.
+
+    Raises:
+        OSError: there is none, it cannot be read, or it is a folder, a pipe, a socket or a device. Never waits.
+    """
+    _check_regular(path, os.stat(path).st_mode)  # to open a device may do something
+    # What is there may be another by now. Without O_NONBLOCK the call would wait where a pipe has no writer; for
+    # ordinary files it means nothing.
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0) | _CLOEXEC)
+    try:
+        _check_regular(path, os.fstat(handle).st_mode)
+        return FileIO(handle, "rb")
+    except BaseException:
+        os.close(handle)
+        raise
+
+
+_CLOEXEC = getattr(os, "O_CLOEXEC", 0)
+
+
+def _check_regular(path: Path, mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, f"it is {_kind(mode)}, expected an ordinary file", str(path))
+
+
+def _kind(mode: int) -> str:
+    kinds = (
+        (stat.S_ISDIR, "a folder"),
+        (stat.S_ISFIFO, "a pipe"),
+        (stat.S_ISSOCK, "a socket"),
+        (stat.S_ISCHR, "a device"),
+        (stat.S_ISBLK, "a device"),
+    )
+    return next((name for test, name in kinds if test(mode)), "no file")
+
+
+def read_regular(path: Path, most: int, begins: bytes = b"") -> bytearray:
+    """Read an ordinary file that is not larger than it may be, and only its beginning if that is another.
+
+    Args:
+        path: of the file.
+        most: bytes that it may have.
+        begins: what it must begin with to be read on.
+
+    Raises:
+        OSError: as `open_regular`, or the file is larger.
+    """
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        head = _read(file, min(size, len(begins)))
+        if bytes(head) != begins:
+            return head
+        if size > most:
+            raise OSError(errno.EFBIG, f"it has {size} bytes, expected at most {most}", str(path))
+        file.seek(0)
+        return _read(file, size)
+
+
+def _read(file: FileIO, nbytes: int) -> bytearray:
+    """So many bytes, or fewer where the file ends."""
+    found = bytearray(nbytes)
+    view, done = memoryview(found), 0
+    while done < nbytes and (got := file.readinto(view[done : done + (1 << 30)])):
+        done += got
+    view.release()
+    del found[done:]
+    return found

@@ -1,0 +1,103 @@
+"""Other names for leaves or parameters, as the caller of a load gives them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+
+__all__ = ["Rename", "new_names"]
+
+Rename = Mapping[str, str] | Callable[[str], str]
+"""From old names to new: names, the levels they begin with, patterns with ``*``, or a function of one name."""
+
+
+def new_names(
+    names: Mapping[str, str], rename: Rename, level: str = "/", what: str = "leaf"
+) -> tuple[dict[str, str], list[str]]:
+    """Rename.
+
+    An entry ``old: new`` means a name that is ``old``, or that begins with ``old`` and a level's end; or, with ``*`` in
+    it, every name that it fits, where each ``*`` stands for any text, which takes the place of the same ``*`` in
+    ``new``. Of several that mean a name the most exact one counts: the name itself, then the entry with the most
+    characters that are no ``*``.
+
+    Args:
+        names: each name as it is written, with the one that it goes by; an entry may mean either.
+        rename: the entries, or a function that gets the name that a leaf goes by.
+        level: what ends a level of names.
+        what: what the names are of, for messages.
+
+    Returns:
+        For each name as it is written the new one, and what is wrong: entries that mean nothing, or make no sense.
+
+    >>> new_names({"mu/a.w": "mu/a.w", "nu/a.w": "nu/a.w"}, {"*/a.*": "*/b.*", "nu": "second"})[0]
+    {'mu/a.w': 'mu/b.w', 'nu/a.w': 'nu/b.w'}
+    """
+    if callable(rename):
+        return _by_function(names, rename)
+    wrong: list[str] = []
+    entries: list[_Entry] = []
+    for old, new in rename.items():
+        if not isinstance(old, str) or not isinstance(new, str):
+            raise TypeError(f"rename must map strings to strings, found {old!r}: {new!r}")
+        if "*" in old and old.count("*") != new.count("*"):
+            wrong.append(f"{old!r} and {new!r} must have the same number of '*'")
+        elif "*" in new and "*" not in old:
+            wrong.append(f"{new!r} has a '*', and {old!r} has none that could stand for it")
+        else:
+            entries.append(_Entry(old, new, level))
+    used: set[str] = set()
+    fit: set[str] = set()
+    found: dict[str, str] = {}
+    for written, name in names.items():
+        fitting = [
+            (entry.exactness(which), place, made, entry)
+            for place, entry in enumerate(entries)
+            for which in (name, written)
+            if (made := entry.new_name(which)) is not None
+        ]
+        found[written] = name
+        if fitting:
+            *_, found[written], entry = max(fitting, key=lambda one: (one[0], -one[1]))
+            used.add(entry.old)
+            fit.update(other.old for *_, other in fitting)
+    for old in sorted({entry.old for entry in entries} - used):
+        wrong.append(
+            f"{old!r} means only what others mean more exactly" if old in fit else f"there is no {what} {old!r}"
+        )
+    return found, wrong
+
+
+class _Entry:
+    """One entry of a renaming."""
+
+    def __init__(self, old: str, new: str, level: str) -> None:
+        self.old, self._new, self._level = old, new, level
+        parts = [re.escape(part) for part in old.split("*")]
+        self._pattern = re.compile("(.*)".join(parts), re.DOTALL) if len(parts) > 1 else None
+
+    def exactness(self, name: str) -> tuple[bool, int]:
+        """What is compared with that of other entries which mean the same name."""
+        return name == self.old, len(self.old.replace("*", ""))
+
+    def new_name(self, name: str) -> str | None:
+        """The new name; None if the entry does not mean this one."""
+        if self._pattern is not None:
+            found = self._pattern.fullmatch(name)
+            if found is None:
+                return None
+            taken = iter(found.groups())
+            return "".join(next(taken) if part == "*" else part for part in re.split(r"(\*)", self._new))
+        begin = self.old.rstrip(self._level)
+        if name == self.old or name.startswith(begin + self._level):
+            return self._new.rstrip(self._level) + name[len(begin) :]
+        return None
+
+
+def _by_function(names: Mapping[str, str], rename: Callable[[str], str]) -> tuple[dict[str, str], list[str]]:
+    found = {written: rename(name) for written, name in names.items()}
+    for written, new in found.items():
+        if not isinstance(new, str):
+            raise TypeError(f"rename: the function must return a name, found {new!r} for {written!r}")
+    changed = any(found[written] != name for written, name in names.items())
+    return found, [] if changed or not names else ["the function changes no name"]

@@ -1,0 +1,253 @@
+"""The law of wrapped models: what is saved under any wrappers loads under any other, bit for bit."""
+
+import copy
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+import muonfx as mfx
+from muonfx.checkpoint import MismatchError
+from muonfx.checkpoint.__main__ import main
+from tests.checkpoint.common import assert_same_tree, bits, grads_like
+
+ck = mfx.checkpoint
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 4)
+
+
+class Net(nn.Module):
+    """A model with parts that are called as wrappers are, honestly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte, self.module, self.head = nn.Embedding(8, 4), Block(), nn.Linear(4, 8)
+
+
+class Parallel(nn.Module):
+    """What `DistributedDataParallel` does to names."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+def checkpointed(model: nn.Module) -> nn.Module:
+    inner: Any = model
+    while not isinstance(inner, Net):
+        inner = next(iter(inner.children()))
+    inner.module.up = checkpoint_wrapper(inner.module.up)
+    return model
+
+
+WRAPPERS = {
+    "plain": lambda model: model,
+    "parallel": Parallel,
+    "compiled": torch.compile,
+    "checkpointed": checkpointed,
+    "compiled, parallel": lambda model: Parallel(torch.compile(model)),
+    "parallel, compiled": lambda model: torch.compile(Parallel(model)),
+    "averaged": torch.optim.swa_utils.AveragedModel,
+    "all": lambda model: Parallel(torch.compile(Parallel(checkpointed(model)))),
+}
+PAIRS = list(itertools.product(WRAPPERS, WRAPPERS))
+
+
+def model_of(wrapper: str) -> nn.Module:
+    torch.manual_seed(0)
+    return WRAPPERS[wrapper](Net())
+
+
+def transform_for(model: nn.Module) -> mfx.Transform:
+    return mfx.muon_with_adamw(0.1, 0.01, labels=mfx.default_labels(model), dtype=torch.float32)
+
+
+def functional(wrapper: str) -> tuple[mfx.Transform, dict[str, torch.Tensor], Any]:
+    """Parameters by the wrapped names, and a state after a step with the gradients of the plain order."""
+    model = model_of(wrapper)
+    params = {name: param.detach() for name, param in model.named_parameters()}
+    tx = transform_for(model)
+    grads = dict(zip(params, grads_like(list(params.values()), 1), strict=True))
+    _, state = tx.update(grads, tx.init(params), params)
+    return tx, params, state
+
+
+def test_files_name_leaves_as_the_plain_model_does(tmp_path: Path):
+    _, plain, _ = functional("plain")
+    for wrapper in WRAPPERS:
+        tx, params, state = functional(wrapper)
+        names = sorted(ck.read(ck.save(tmp_path / wrapper, state, tx=tx, params=params)))
+        assert [name for name in names if name.startswith("params/")] == sorted(f"params/{name}" for name in plain)
+        assert "muon/momentum/trace/up.weight" in names  # alone there, and within `module`
+        assert list(mfx.spec(tx, params)) == [name for name in names if not name.startswith("params/")]
+
+
+def test_a_checkpoint_under_any_wrappers_loads_under_any_other(tmp_path: Path):
+    made = {wrapper: functional(wrapper) for wrapper in WRAPPERS}
+    for wrapper, (tx, params, state) in made.items():
+        ck.save(tmp_path / wrapper, state, tx=tx, params=params)
+    for one, other in PAIRS:
+        tx, params, state = made[other]
+        assert_same_tree(ck.load(tmp_path / one, like=tx.init(params), tx=tx), state)
+        assert_same_tree(ck.load_params(tmp_path / one, like=params), params)
+
+
+def optimizer_of(wrapper: str) -> tuple[nn.Module, mfx.TransformOptimizer]:
+    model = model_of(wrapper)
+    return model, mfx.TransformOptimizer(model, transform_for(model))
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> list[bytes]:
+    params = list(model.parameters())
+    for param, grad in zip(params, grads_like([param.detach() for param in params], seed), strict=True):
+        param.grad = grad
+    optimizer.step()
+    return [bits(param) for param in params]
+
+
+def test_an_optimizers_state_dict_under_any_wrappers_loads_under_any_other():
+    saved: dict[str, Any] = {}
+    for wrapper in WRAPPERS:
+        model, optimizer = optimizer_of(wrapper)
+        step(model, optimizer, 1)
+        saved[wrapper] = copy.deepcopy(optimizer.state_dict()), [param.detach().clone() for param in model.parameters()]
+    expected = step(model, optimizer, 2)
+    for one, other in PAIRS:
+        model, optimizer = optimizer_of(other)
+        state, values = saved[one]
+        for param, value in zip(model.parameters(), values, strict=True):
+            param.data.copy_(value)
+        optimizer.load_state_dict(state)
+        assert step(model, optimizer, 2) == expected, (one, other)
+
+
+def test_labels_are_found_under_any_wrappers():
+    for one, other in PAIRS:
+        labels = mfx.default_labels(model_of(one))
+        params = dict(model_of(other).named_parameters())
+        tx = mfx.partition({"muon": mfx.momentum(), "adamw": mfx.scale_by_adam()}, labels)
+        state = tx.init({name: param.detach() for name, param in params.items()})
+        assert len(state["muon"].trace) == 2
+        assert len(state["adamw"].mu) == 5
+        plain = mfx.partition({"muon": mfx.momentum(), "adamw": mfx.scale_by_adam()}, mfx.default_labels(Net()))
+        assert tx.fingerprint == plain.fingerprint
+        by_hand = dict.fromkeys(params, "adamw")
+        plainly = {name: "adamw" for name, _ in Net().named_parameters()}
+        parts = {"adamw": mfx.scale_by_adam()}
+        assert mfx.partition(parts, by_hand).fingerprint == mfx.partition(parts, plainly).fingerprint
+
+
+def test_names_that_are_equal_without_wrappers_are_refused(tmp_path: Path):
+    leaf = nn.Parameter(torch.zeros(2))
+    both = {"up": leaf, "_orig_mod.up": nn.Parameter(torch.zeros(2))}
+    with pytest.raises(ValueError, match=r"'_orig_mod.up' are both 'up' without|'up' .* are both 'up' without"):
+        mfx.TransformOptimizer(both, mfx.adamw(0.1))
+    with pytest.raises(ValueError, match="are both 'trace/up' without what wrappers"):
+        ck.save(tmp_path / "a", mfx.momentum().init({name: param.detach() for name, param in both.items()}))
+    assert not (tmp_path / "a").exists()
+
+
+# --------------------------------------------------------------------------------------------------------------- rename
+
+
+def test_an_optimizers_parameters_are_renamed_on_load():
+    old, new = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Module()
+    new.first, new.second = nn.Linear(4, 4), nn.Linear(4, 4)
+    tx = mfx.scale_by_adam()
+    one, other = mfx.TransformOptimizer(old, tx), mfx.TransformOptimizer(new, tx)
+    step(old, one, 1)
+    saved = one.state_dict()
+    before = [bits(leaf) for leaf in mfx.tree.leaves(other.transform_state)]
+    for rename, problem in (
+        (None, "has no 'first.bias'"),
+        ({"0": "first"}, "has no 'second.bias'"),
+        ({"0": "first", "1": "second", "2": "third"}, "there is no parameter '2'"),
+        ({"0": "first", "1": "first"}, "would both be 'first.weight'"),
+        ({"*.weight": "first"}, "same number of"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            other.load_state_dict(saved, rename=rename)
+        assert [bits(leaf) for leaf in mfx.tree.leaves(other.transform_state)] == before
+    for rename in (
+        {"0": "first", "1": "second"},
+        {"0.*": "first.*", "1.*": "second.*"},
+        lambda name: {"0": "first", "1": "second"}[name[0]] + name[1:],
+    ):
+        other.load_state_dict(saved, rename=rename)
+        assert torch.equal(other.state[new.second.weight]["mu"], one.state[old[1].weight]["mu"])
+    unnamed = {
+        **saved,
+        "param_groups": [{k: v for k, v in group.items() if k != "param_names"} for group in saved["param_groups"]],
+    }
+    other.load_state_dict(unnamed)  # by their order
+    with pytest.raises(ValueError, match="has no names of parameters"):
+        other.load_state_dict(unnamed, rename={"0": "first"})
+
+
+def test_leaves_are_renamed_by_patterns_and_functions(tmp_path: Path):
+    tx, leaf = mfx.scale_by_adam(), torch.randn(3)
+    state = tx.init({"encoder.a": leaf, "encoder.b": leaf, "head": leaf})._replace(
+        mu=dict.fromkeys(("encoder.a", "encoder.b", "head"), leaf)
+    )
+    path = ck.save(tmp_path / "a", state)
+    like = tx.init({"model.enc.a": leaf, "model.enc.b": leaf, "model.head": leaf})
+    by_patterns = {"*/encoder.*": "*/model.enc.*", "*/head": "*/model.head"}
+    for rename in (by_patterns, lambda name: name.replace("encoder", "enc").replace("u/", "u/model.")):
+        back = ck.load(path, like=like, rename=rename)
+        assert torch.equal(back.mu["model.enc.b"], leaf)
+    with pytest.raises(MismatchError, match=r"rename: .* no leaf '\*/decoder\.\*'"):
+        ck.load(path, like=like, rename={**by_patterns, "*/decoder.*": "*/x.*"})
+    with pytest.raises(MismatchError, match=r"rename: .*both 'mu/encoder.a' and 'mu/encoder.b' would be 'mu/one'"):
+        ck.load(path, like=like, rename=lambda name: name.replace("encoder.a", "one").replace("encoder.b", "one"))
+    # names with a wrapper, as a file of 0.1 has them, may be said as they are written
+    with pytest.raises(MismatchError, match=r"rename: .* no leaf '_orig_mod"):
+        ck.load(path, like=like, rename={"_orig_mod.x": "y"})
+
+
+@pytest.mark.parametrize("what", ["allow_missing", "allow_extra"])
+def test_a_pattern_that_allows_nothing_is_an_error(tmp_path: Path, what: str):
+    state = {"trace": {"a": torch.zeros(2), "b": torch.zeros(2)}}
+    path = ck.save(tmp_path / "a", state)
+    for pattern in ("tracer", ["trace", "*.c"], "trace/a*z"):
+        with pytest.raises(MismatchError, match=f"{what}: .* means no leaf"):
+            ck.load(path, like=state, **{what: pattern})
+    ck.load(path, like=state, **{what: ["trace/a", "*/b"]})  # they are there: the next checkpoint may lack them
+    fewer = {"trace": {"a": torch.zeros(2)}}
+    ck.load(path, like=fewer, allow_extra="trace/b")
+
+
+def test_the_command_line_renames(tmp_path: Path, capsys):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(model.named_parameters())
+    step(model, optimizer, 1)
+    torch.save(optimizer.state_dict(), tmp_path / "opt.pt")
+    torch.save({f"module._orig_mod.{name}": value for name, value in model.state_dict().items()}, tmp_path / "model.pt")
+    command = [
+        "convert",
+        "torch",
+        str(tmp_path / "opt.pt"),
+        str(tmp_path / "out"),
+        "--params",
+        str(tmp_path / "model.pt"),
+    ]
+    assert main([*command, "--rename", "0=first", "--rename", "1.*=second.*"]) == 0
+    names = list(ck.read(tmp_path / "out"))
+    assert any(name.endswith("/first.weight") for name in names)
+    assert any(name.endswith("/second.bias") for name in names)
+    for bad, problem in (
+        ("2=x", "there is no parameter '2'"),
+        ("0", "expected OLD=NEW"),
+        ("0=1", "would be '1.weight'"),
+    ):
+        capsys.readouterr()
+        assert main([*command, "--rename", bad]) == 2
+        assert problem in capsys.readouterr().err
