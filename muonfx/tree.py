@@ -217,7 +217,12 @@ def is_flat(tree: PyTree) -> bool:
     """
     if type(tree) is not dict:
         return False
-    return {type(leaf) for leaf in tree.values()} <= _PLAIN_LEAVES and {type(key) for key in tree} <= {str}
+    kinds = {type(leaf) for leaf in tree.values()}
+    if not kinds <= _PLAIN_LEAVES and (  # DTensors are leaves, too
+        torch.compiler.is_compiling() or not all(issubclass(kind, Tensor) for kind in kinds - _PLAIN_LEAVES)
+    ):
+        return False
+    return {type(key) for key in tree} <= {str}
 
 
 def tensors(tree: PyTree) -> Iterator[Tensor]:
