@@ -125,10 +125,10 @@ def _around(walk: Walk, tx: Transform, params: PyTree) -> PyTree:
 
 
 def _by_name(plan: RunPlan) -> dict[str, tuple[Share, ...]]:
-    found: dict[str, tuple[Share, ...]] = {}
+    found: dict[str, list[Share]] = {}
     for share in plan.shares:
-        found[share.name] = (*found.get(share.name, ()), share)
-    return found
+        found.setdefault(share.name, []).append(share)
+    return {name: tuple(shares) for name, shares in found.items()}
 
 
 def _described(walk: Walk, state: PyTree, params: PyTree, plan: RunPlan | None = None) -> PyTree:
