@@ -1,6 +1,6 @@
 """Run the benchmarks and write results, tables and plot.
 
-``python -m benchmarks [adapter polar step checkpoint sharding bind planner]``
+``python -m benchmarks [adapter polar step checkpoint sharding bind planner overhead]``
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 
 import torch
 
-from benchmarks import adapter, bind, checkpoint, planner, plots, polar, report, sharding, step
+from benchmarks import adapter, bind, checkpoint, overhead, planner, plots, polar, report, sharding, step
 from benchmarks.measure import save
 
 WHAT = {
@@ -21,6 +21,7 @@ WHAT = {
     "sharding": "sharding_speed",
     "bind": "bind_speed",
     "planner": "planner_speed",
+    "overhead": "overhead_speed",
 }
 """What can be asked for, and the results that it writes; one of these can be asked for by itself."""
 
@@ -55,6 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
         "planner_speed": lambda: planner.speed(rounds, seconds=options.seconds),
         "sharding_speed": lambda: sharding.speed(rounds, seconds=options.seconds),
         "bind_speed": lambda: bind.speed(min(rounds, 3)),
+        "overhead_speed": lambda: overhead.speed(min(rounds, 30), seconds=options.seconds),
     }
     for name in [one for asked in options.what for one in WHAT.get(asked, asked).split()]:
         print(f"saved {save(name, measures[name]()).name}", flush=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.checks import did_you_mean
 from muonfx.core import NOTHING, Donation, Locality, Transform, transform
-from muonfx.recorded import Recorded, dotted, part_names, parts_of
+from muonfx.recorded import Recorded, dotted, part_names, parts_of, with_numbers
 from muonfx.tree import PyTree
 
 __all__ = [
@@ -59,8 +59,7 @@ def with_hyperparams(tx: R, changes: Mapping[str, Any]) -> R:
     if unknown:
         close = did_you_mean(unknown[0], names)
         raise KeyError(f"no hyperparameter {', '.join(unknown)}{close}; there are {', '.join(names) or 'none'}")
-    leaves, treedef = tree.flatten(tx)
-    return tree.unflatten(treedef, [changes.get(name, leaf) for name, leaf in zip(names, leaves, strict=True)])
+    return with_numbers(tx, iter([changes.get(name, number) for name, number in parts_of(tx)]))
 
 
 def stack(transforms: Sequence[R]) -> R:

@@ -19,7 +19,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Self, cast
+from typing import Any, Self, TypeVar, cast
 
 import optree
 import torch
@@ -30,7 +30,7 @@ from muonfx.arguments import check_plain, kinds_of
 from muonfx.identity import public_name, text_of
 from muonfx.tree import NAMESPACE
 
-__all__ = ["Recorded", "bare", "dotted", "make_factory", "part_names", "parts_of", "told_arguments"]
+__all__ = ["Recorded", "bare", "dotted", "make_factory", "part_names", "parts_of", "told_arguments", "with_numbers"]
 
 
 class _Hole:
@@ -94,6 +94,9 @@ def _ordered(skeleton: Any) -> Any:
     return skeleton
 
 
+R = TypeVar("R", bound="Recorded")
+
+
 def _as_float(parameter: inspect.Parameter, value: Any) -> Any:
     """An int as a float, where the annotation says float."""
     is_int = isinstance(value, int) and not isinstance(value, bool)
@@ -113,6 +116,8 @@ class _Context:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Context):
             return NotImplemented
+        if self is other:  # as in all values that differ in numbers only
+            return True
         same_call = self.kind is other.kind and self.factory is other.factory
         return same_call and _ordered(self.skeleton) == _ordered(other.skeleton)
 
@@ -324,6 +329,27 @@ def parts_of(value: Recorded) -> Iterator[tuple[str, Any]]:
             yield from ((f"{dotted(name)}{inner}", number) for inner, number in parts_of(part))
         else:
             yield name, part
+
+
+def with_numbers(value: R, numbers: Iterator[Any]) -> R:
+    """A recorded value with other numbers, in the order of its leaves; what keeps all of its numbers is kept itself.
+
+    So a changed number leaves the closures of everything else built.
+
+    Args:
+        value: the value.
+        numbers: as many as it has leaves, at least; those are taken.
+
+    >>> import muonfx as mfx
+    >>> tx = mfx.chain(mfx.momentum(0.9), mfx.scale(2.0))
+    >>> new = with_numbers(tx, iter([tx._parts[0]._parts[0], 3.0]))
+    >>> new, new._parts[0] is tx._parts[0]
+    (chain(momentum(decay=0.9), scale(factor=3.0)), True)
+    """
+    parts = [with_numbers(part, numbers) if isinstance(part, Recorded) else next(numbers) for part in value._parts]
+    if all(new is old for new, old in zip(parts, value._parts, strict=True)):
+        return value
+    return cast("R", Recorded._from(value._context, parts))
 
 
 def bare(value: Any) -> Any:

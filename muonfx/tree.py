@@ -104,9 +104,7 @@ class _Node:
             fits = opened is not None and opened.kind is self.kind and opened.entries == self.entries
         if not fits:
             raise ValueError(f"expected {self.kind.__name__} of {self.entries}, found {type(tree).__name__}")
-        return [
-            leaf for mine, child in zip(self.children, children, strict=True) for leaf in mine.flatten_up_to(child)
-        ]
+        return [leaf for mine, child in zip(self.children, children, strict=True) for leaf in mine.flatten_up_to(child)]
 
 
 def _open(node: PyTree) -> tuple[_Node | None, list[Any]]:
@@ -217,7 +215,12 @@ def is_flat(tree: PyTree) -> bool:
     """
     if type(tree) is not dict:
         return False
-    return {type(leaf) for leaf in tree.values()} <= _PLAIN_LEAVES and {type(key) for key in tree} <= {str}
+    kinds = {type(leaf) for leaf in tree.values()}
+    if not kinds <= _PLAIN_LEAVES and (  # DTensors are leaves, too
+        torch.compiler.is_compiling() or not all(issubclass(kind, Tensor) for kind in kinds - _PLAIN_LEAVES)
+    ):
+        return False
+    return {type(key) for key in tree} <= {str}
 
 
 def tensors(tree: PyTree) -> Iterator[Tensor]:
@@ -269,7 +272,9 @@ def map(function: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
 
     if torch.compiler.is_compiling():
         found, node = flatten(tree)
-        return unflatten(node, [at(*both) for both in zip(found, *[_up_to(node, other) for other in rest], strict=True)])
+        return unflatten(
+            node, [at(*both) for both in zip(found, *[_up_to(node, other) for other in rest], strict=True)]
+        )
     return optree.tree_map(at, tree, *rest, none_is_leaf=True, namespace=NAMESPACE)
 
 

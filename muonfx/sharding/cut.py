@@ -29,6 +29,8 @@ class Cut(Sequence[Piece]):
         self.size = size
         self.derived: dict[Any, Any] = {}
         """What follows from the cut, computed once."""
+        self._asked: dict[int, Piece] = {}
+        """The pieces that somebody asked for: a rank's own, at every step."""
 
     def _at(self, rank: int) -> Piece:
         """The piece of a rank that there is."""
@@ -79,7 +81,10 @@ class Cut(Sequence[Piece]):
     def __getitem__(self, index: int | slice) -> Piece | tuple[Piece, ...]:
         if isinstance(index, slice):
             return tuple(self._at(rank) for rank in range(self.size)[index])
-        return self._at(range(self.size)[index])
+        found = self._asked.get(index)
+        if found is None:
+            found = self._asked[index] = self._at(range(self.size)[index])
+        return found
 
     def __eq__(self, other: object) -> bool:
         """Whether all ranks hold the same pieces."""

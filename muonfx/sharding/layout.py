@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Parameter
 
 from muonfx import tree
 from muonfx.checkpoint import FlatPiece
@@ -307,14 +308,26 @@ class Layout:
             if name not in self.dtensors:
                 return leaf
             same: Any = given.get(name)
-            return same if is_dtensor(same) and same._local_tensor is leaf else as_dtensor(leaf, self.dtensors[name])
+            return same if is_dtensor(same) and same._local_tensor is leaf else self._as_dtensor(name, leaf)
 
         return _by_name(local, at)
+
+    def _as_dtensor(self, name: str, leaf: Tensor) -> Any:
+        """A local tensor as a DTensor that lies as a parameter does; the spec is made once for a dtype."""
+        if is_dtensor(leaf):
+            return leaf
+        own = self.dtensors[name]
+        if leaf.requires_grad or leaf.device.type not in (own.mesh.device_type, "meta"):
+            return as_dtensor(leaf, own)
+        specs: dict[Any, Any] = self.derived.setdefault("specs of dtensors", {})
+        if (name, leaf.dtype) not in specs:
+            specs[name, leaf.dtype] = as_dtensor(leaf, own)._spec
+        return dtensor_with(leaf, specs[name, leaf.dtype])
 
     def described(self, name: str, leaf: Tensor) -> Any:
         """One leaf of `logical`."""
         if name in self.dtensors:
-            return as_dtensor(leaf, self.dtensors[name])
+            return self._as_dtensor(name, leaf)
         piece, shape = self.piece(name), self._specs[name].shape
         if self.kind in ("zero", "flat"):
             return FlatPiece(shape, piece.start or 0, leaf.reshape(-1))
@@ -326,6 +339,14 @@ def as_dtensor(local: Tensor, spec: Any) -> Any:
     if is_dtensor(local):
         return local
     return dtensor_of(local, spec.mesh, spec.placements, spec.shape, spec.stride)
+
+
+def dtensor_with(local: Tensor, spec: Any) -> Any:
+    """A local tensor as a DTensor with a spec that is known to fit it."""
+    from torch.distributed.tensor import DTensor
+
+    made: Any = DTensor
+    return made(local, spec, requires_grad=False)
 
 
 def dtensor_of(
@@ -340,8 +361,7 @@ def dtensor_of(
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
     about = TensorMeta(torch.Size(shape), stride, local.dtype)
-    made: Any = DTensor
-    return made(local, DTensorSpec(mesh, tuple(placements), tensor_meta=about), requires_grad=False)
+    return dtensor_with(local, DTensorSpec(mesh, tuple(placements), tensor_meta=about))
 
 
 def local_of(leaf: Any) -> Any:
@@ -351,7 +371,8 @@ def local_of(leaf: Any) -> Any:
 
 def is_dtensor(leaf: Any) -> bool:
     """Whether a leaf is a DTensor; asks without importing what nobody has used."""
-    return isinstance(leaf, Tensor) and type(leaf) is not Tensor and hasattr(leaf, "_local_tensor")
+    kind = type(leaf)
+    return kind is not Tensor and kind is not Parameter and isinstance(leaf, Tensor) and hasattr(leaf, "_local_tensor")
 
 
 def specs_of(params: PyTree) -> dict[str, Spec]:

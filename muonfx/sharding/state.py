@@ -18,7 +18,7 @@ from muonfx.checkpoint import FlatPiece
 from muonfx.core import Locality, Transform, chain_entries, transform
 from muonfx.sharding.belonging import owners_of
 from muonfx.sharding.kinds import Kind, kind_of, with_parts
-from muonfx.sharding.layout import as_dtensor, is_dtensor, local_of
+from muonfx.sharding.layout import is_dtensor, local_of
 from muonfx.sharding.owned import at_owner, like_parameter
 from muonfx.sharding.plan.plan import RunPlan
 from muonfx.sharding.plan.shares import Share
@@ -125,10 +125,10 @@ def _around(walk: Walk, tx: Transform, params: PyTree) -> PyTree:
 
 
 def _by_name(plan: RunPlan) -> dict[str, tuple[Share, ...]]:
-    found: dict[str, tuple[Share, ...]] = {}
+    found: dict[str, list[Share]] = {}
     for share in plan.shares:
-        found[share.name] = (*found.get(share.name, ()), share)
-    return found
+        found.setdefault(share.name, []).append(share)
+    return {name: tuple(shares) for name, shares in found.items()}
 
 
 def _described(walk: Walk, state: PyTree, params: PyTree, plan: RunPlan | None = None) -> PyTree:
@@ -190,7 +190,7 @@ def dressed_leaf(walk: Walk, what: Any, leaf: Any) -> Any:
     if what.name not in walk.layout.dtensors:
         return leaf
     if not what.owned:
-        return None if leaf is None else as_dtensor(leaf, walk.layout.dtensors[what.name])
+        return None if leaf is None else walk.layout._as_dtensor(what.name, leaf)
     if leaf is None and what.local is not None:
         return None  # a transform that keeps nothing there
     like = torch.empty(what.shape, dtype=what.dtype, device="meta")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import NOTHING, Donation, Locality, Transform, chain_entries, sum_over_leaves, transform
+from muonfx.recorded import with_numbers
 from muonfx.sharding.collectives import gathered
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.gathered import init_run, update_run
@@ -67,6 +68,8 @@ class Walk:
     """Makes what brings the state of a run in by turns; None: it is there."""
     _plans: dict[Any, RunPlan] = field(default_factory=dict)
     _resolved: OrderedDict[Any, tuple[Transform, Transform]] = field(default_factory=OrderedDict)
+    _of_structure: OrderedDict[Any, Transform] = field(default_factory=OrderedDict)
+    """The last transform of each structure as it is done here; its closures are built."""
     _stacked: OrderedDict[Any, tuple[Run, Run]] = field(default_factory=OrderedDict)
     _warned: set[Any] = field(default_factory=set)
 
@@ -169,18 +172,34 @@ class Walk:
         names = tuple(tree.names(params))
         key = (id(tx), names)
         if key not in self._resolved:
-            meta = self.global_like(params)
-            made = tx.resolve(meta)
-            if self.kind(made) is Kind.RUN:
-                made = resolved_within(made, meta)
-            if self.kind(made) is Kind.INSIDE:
-                made = with_parts(made, lambda part: within(part, self))
+            made = self._resolved_now(tx, params, names)
             self._resolved[key] = (tx, made)
             self._resolved[id(made), names] = (made, made)  # it is what it is to become
             while len(self._resolved) > 1024:
                 self._resolved.popitem(last=False)
             return made
         return self._resolved[key][1]
+
+    def _resolved_now(self, tx: Transform, params: PyTree, names: tuple[str, ...]) -> Transform:
+        """`resolved` of a transform that is new: names and shapes decide nothing by numbers, so these are put in."""
+        numbers, structure = tree.flatten(tx)
+        known = self._of_structure.get((structure, names))
+        if known is not None:
+            made = with_numbers(known, iter(numbers))
+        else:
+            meta = self.global_like(params)
+            made = tx.resolve(meta)
+            if self.kind(made) is Kind.RUN:
+                made = resolved_within(made, meta)
+            if self.kind(made) is Kind.INSIDE:
+                made = with_parts(made, lambda part: within(part, self))
+            found = tree.leaves(made)
+            if len(found) != len(numbers) or any(a is not b for a, b in zip(found, numbers, strict=True)):
+                return made  # its own way to resolve makes other numbers of them
+        self._of_structure[structure, names] = made
+        while len(self._of_structure) > 256:
+            self._of_structure.popitem(last=False)
+        return made
 
     def groups(self, tx: Transform, params: PyTree) -> list[Run]:
         """The transforms of a chain in groups: runs that go to an owner together, and single others."""

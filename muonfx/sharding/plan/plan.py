@@ -9,7 +9,7 @@ A plan follows from the layout, the chain and shapes alone, so that all ranks ma
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple, cast
@@ -33,16 +33,33 @@ class Machine(NamedTuple):
     flops: float
     """Floating-point operations a second in matrix products."""
     bandwidth: float
-    """Bytes a second that a rank sends."""
+    """Bytes a second that a rank sends, packing and unpacking included."""
+    latency: float = 0.0
+    """Seconds that an exchange takes however little is sent."""
+    overhead: float = 0.0
+    """Seconds that a matrix takes however small it is."""
 
     @classmethod
-    def of(cls, device: str) -> Machine:
+    def of(cls, device: str, compute: torch.dtype = torch.float32) -> Machine:
         """A guess for a kind of device: only the order of magnitude counts.
 
-        >>> Machine.of("cpu").flops < Machine.of("cuda").flops
+        On a CPU the ranks are processes of one host that exchange by gloo, where packing, sockets and unpacking come to
+        about 0.7 GB/s and a third of a millisecond; bf16 is chosen there only by CPUs that multiply it faster.
+
+        >>> Machine.of("cpu").flops < Machine.of("cpu", torch.bfloat16).flops < Machine.of("cuda").flops
         True
         """
-        return cls(4e14, 5e10) if device == "cuda" else cls(1e11, 1e9)
+        if device == "cuda":
+            return cls(4e14, 5e10, latency=5e-5, overhead=1e-5)
+        return cls(6e11 if compute == torch.bfloat16 else 1e11, 7e8, latency=3.5e-4, overhead=5e-5)
+
+    def computing(self, cost: float, matrices: int = 1) -> float:
+        """Seconds for matrices that take so many operations together."""
+        return cost / self.flops + matrices * self.overhead
+
+    def sending(self, nbytes: float, exchanges: int = 1) -> float:
+        """Seconds for so many bytes from one rank."""
+        return nbytes / self.bandwidth + exchanges * self.latency
 
 
 class Settings(NamedTuple):
@@ -151,7 +168,7 @@ def plan_run(
         compute: what a dtype of "auto" stands for, on all ranks.
     """
     specs = {name: layout._specs[name] for name in names}
-    machine = settings.machine or Machine.of(device.type)
+    machine = settings.machine or Machine.of(device.type, compute)
     matrices = matrices_of(run, {name: spec.shape for name, spec in specs.items()})
     run = on_stacks(run, {name: specs[name].shape for name in matrices})
     spread = [
@@ -167,10 +184,8 @@ def plan_run(
 
     costs = [cost(part) for part in parts]
     nbytes = [part.numel * specs[part.name].dtype.itemsize for part in parts]
-    alone = [_everyone(part, c, b, layout, machine, settings) for part, c, b in zip(parts, costs, nbytes, strict=True)]
-    shared = [i for i, all_compute in enumerate(alone) if not all_compute]
-    given = dict(zip(shared, _owners([parts[i] for i in shared], [costs[i] for i in shared], layout.size), strict=True))
-    shares = tuple(_share(part, None if alone[i] else given[i], costs[i], layout) for i, part in enumerate(parts))
+    owners = _owners(parts, costs, nbytes, layout, machine, settings)
+    shares = tuple(_share(part, owners[i], costs[i], layout) for i, part in enumerate(parts))
     buckets = tuple(_buckets(shares, specs, layout.size, max(1, settings.bucket_bytes // _AT_A_TIME)))
     stacks = tuple(matrices)
     return RunPlan(
@@ -206,17 +221,68 @@ def _spread(run: Run, name: str, layout: Layout, device: torch.device, compute: 
     return Share(name, 0, prod(spec.shape), spec.shape, spec.shape, None, "gram", cost, layout.pieces[name], reason)
 
 
-def _everyone(part: Part, cost: float, nbytes: int, layout: Layout, machine: Machine, settings: Settings) -> bool:
-    """Whether all ranks compute a part that all hold: where that takes less time than to send the result."""
-    if layout.size == 1 or len(part.candidates) < layout.size or not part.complete or settings.replicas == "split":
-        return False
-    return settings.replicas == "everyone" or cost / machine.flops < nbytes / machine.bandwidth
+def _owners(
+    parts: Sequence[Part],
+    costs: Sequence[float],
+    nbytes: Sequence[int],
+    layout: Layout,
+    machine: Machine,
+    settings: Settings,
+) -> list[int | None]:
+    """The owner of each part, or None for all ranks.
+
+    What all ranks hold whole may be split among them, which takes an exchange, or computed by all. Ways are compared as
+    wholes, by the busiest rank: to split saves nothing where there are fewer matrices than ranks, say, or where all of
+    them together take less time than an exchange. Three are: nothing, all, and what takes longer to compute than to
+    send.
+    """
+    everywhere = [len(part.candidates) == layout.size > 1 and part.complete for part in parts]
+    fixed = [i for i, here in enumerate(everywhere) if not here]
+    free = [i for i, here in enumerate(everywhere) if here]
+    each = [machine.computing(cost, prod(part.shape[:-2])) for cost, part in zip(costs, parts, strict=True)]
+    ways = {
+        "everyone": [[]],
+        "split": [free],
+        "auto": [[], [i for i in free if each[i] > nbytes[i] / machine.bandwidth], free],
+    }[settings.replicas]
+    tried = [(split, _assigned(parts, costs, sorted(fixed + split), layout.size)) for split in ways]
+    if len(tried) == 1 or not free:
+        given = tried[0][1]
+    else:
+        seconds = [
+            _seconds(each, nbytes, free, split, owners, layout.size, machine, settings) for split, owners in tried
+        ]
+        given = tried[seconds.index(min(seconds))][1]
+    return [given.get(i) for i in range(len(parts))]
 
 
-def _owners(parts: Sequence[Part], costs: Sequence[float], size: int) -> list[int]:
+def _seconds(
+    each: Sequence[float],
+    nbytes: Sequence[int],
+    free: Sequence[int],
+    split: Sequence[int],
+    owners: Mapping[int, int],
+    size: int,
+    machine: Machine,
+    settings: Settings,
+) -> float:
+    """The busiest rank's time, with results of split matrices sent to all others; of what is cut nothing is counted."""
+    loads, sent = [0.0] * size, [0] * size
+    for i, owner in owners.items():
+        loads[owner] += each[i]
+    for i in split:
+        sent[owners[i]] += nbytes[i] * (size - 1)
+    by_all = sum(each[i] for i in set(free) - set(split))
+    arriving = sum(sent) / size
+    exchanges = 1 + sum(sent) * _AT_A_TIME // (max(1, size - 1) * size * max(1, settings.bucket_bytes))
+    return max(loads) + by_all + (machine.sending(max(*sent, arriving), exchanges) if split else 0.0)
+
+
+def _assigned(parts: Sequence[Part], costs: Sequence[float], which: Sequence[int], size: int) -> dict[int, int]:
     groups: dict[tuple[int, ...], tuple[int, ...] | None] = {tuple(range(size)): None}
-    candidates = [groups.setdefault(part.candidates, part.candidates) for part in parts]
-    return assign(costs, candidates, size, sizes=[part.numel for part in parts])
+    candidates = [groups.setdefault(parts[i].candidates, parts[i].candidates) for i in which]
+    found = assign([costs[i] for i in which], candidates, size, sizes=[parts[i].numel for i in which])
+    return dict(zip(which, found, strict=True))
 
 
 def _share(part: Part, owner: int | None, cost: float, layout: Layout) -> Share:

@@ -99,14 +99,70 @@ def test_a_stack_that_all_hold_is_divided():
     assert [(s.owner, s.shape[0]) for s in run.shares] == [(0, 2), (1, 3), (2, 2), (3, 3)]
 
 
+def routes_of(shapes: dict[str, tuple[int, int]], machine: Machine, size: int = 4, **settings: object) -> set[str]:
+    layout = sharding.replicated(size).of({name: torch.zeros(shape) for name, shape in shapes.items()})
+    return {share.route for share in run_of(FP32, layout, machine=machine, **settings).shares}
+
+
+LARGE = {f"large{i}": (256, 256) for i in range(4)}
+
+
 def test_replicated_matrices_are_split_or_computed_by_all_by_cost():
-    layout = sharding.replicated(4).of({"small": torch.zeros(4, 4), "large": torch.zeros(256, 256)})
+    layout = sharding.replicated(4).of({"small": torch.zeros(4, 4)} | {n: torch.zeros(s) for n, s in LARGE.items()})
     run = run_of(FP32, layout, machine=Machine(flops=1e9, bandwidth=1e9))
     routes = {share.name: share.route for share in run.shares}
-    assert routes["large"] == "split"
+    assert {routes[name] for name in LARGE} == {"split"}
     quick = run_of(FP32, layout, machine=Machine(flops=1e15, bandwidth=1e3))
     assert {share.route for share in quick.shares} == {"everyone"}
     assert quick.sent == [0] * 4
+
+
+def test_one_matrix_is_computed_by_all_since_nobody_is_done_sooner():
+    assert routes_of({"w": (256, 256)}, Machine(flops=1e9, bandwidth=1e9)) == {"everyone"}
+
+
+def test_what_takes_less_time_than_an_exchange_is_computed_by_all():
+    machine = Machine(flops=1e11, bandwidth=1e12)
+    assert routes_of(LARGE, machine) == {"split"}
+    assert routes_of(LARGE, machine._replace(latency=1.0)) == {"everyone"}
+
+
+def test_what_a_matrix_takes_however_small_counts():
+    small = {f"w{i}": (4, 4) for i in range(400)}
+    machine = Machine(flops=1e12, bandwidth=1e9, latency=1e-3)
+    assert routes_of(small, machine) == {"everyone"}
+    assert routes_of(small, machine._replace(overhead=1e-4)) == {"split"}
+
+
+def predicted(run: RunPlan, machine: Machine) -> float:
+    """Seconds of a plan over replicas, by its own figures: compute at the busiest rank, and one exchange."""
+    loads, sent = [0.0] * run.size, [0] * run.size
+    for share in run.shares:
+        for rank in range(run.size) if share.owner is None else (share.owner,):
+            loads[rank] += machine.computing(share.cost)
+        if share.owner is not None:
+            sent[share.owner] += share.numel * 4 * (run.size - 1)
+    return max(loads) + (machine.sending(max(*sent, sum(sent) / run.size)) if any(sent) else 0.0)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from((4, 64, 256, 700)), st.sampled_from((4, 64, 256))), min_size=1, max_size=12),
+    st.integers(2, 5),
+    st.builds(
+        Machine,
+        st.sampled_from((1e9, 1e11, 1e13)),
+        st.sampled_from((1e6, 1e9, 1e11)),
+        st.sampled_from((0.0, 1e-4, 1e-2)),
+        st.sampled_from((0.0, 1e-5, 1e-3)),
+    ),
+)
+def test_auto_is_predicted_to_be_no_slower_than_either_way(shapes: list[tuple[int, int]], size: int, machine: Machine):
+    layout = sharding.replicated(size).of({f"w{i}": torch.zeros(shape) for i, shape in enumerate(shapes)})
+    seconds = {
+        replicas: predicted(run_of(FP32, layout, machine=machine, replicas=replicas), machine)
+        for replicas in ("auto", "split", "everyone")
+    }
+    assert seconds["auto"] <= min(seconds.values()) * (1 + 1e-9)
 
 
 def test_what_every_rank_computes_is_in_no_bucket_with_what_one_owns():

@@ -1,0 +1,146 @@
+"""Laws of steady steps: what follows from shapes and structure is found at the first step, and never again."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import muonfx as mfx
+from muonfx import sharding
+from muonfx.sharding import walk
+from muonfx.sharding.pieces import Piece
+
+SHAPES = {"a": (6, 4), "b": (4, 6), "bias": (8,)}
+LABELS = {"a": "muon", "b": "muon", "bias": "adamw"}
+
+
+class Arrived:
+    def wait(self) -> None:
+        """Nothing is under way."""
+
+
+def nothing_comes(received: torch.Tensor, *args: Any, **kwargs: Any) -> Arrived:
+    """The pretended group's own refuses a rank that only receives."""
+    received.zero_()
+    return Arrived()
+
+
+@pytest.fixture
+def done(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
+    """How often plans, windows and pieces are made, and constructors called; on one of two pretended ranks."""
+    found: dict[str, int] = {}
+
+    def count(what: str, owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            found[what] = found.get(what, 0) + 1
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, call)
+
+    count("plans", walk, "plan_run")
+    count("windows", Piece, "window")
+    count("grids", Piece, "grid")
+    count("intervals", Piece, "interval")
+    count("resolved", mfx.Transform, "resolve")
+    for factory in (mfx.orthogonalize, mfx.partition, mfx.momentum, mfx.scale_by_adam):
+        count(f"built {factory.__name__}", factory, "constructor")
+    monkeypatch.setattr(dist, "all_to_all_single", nothing_comes)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield found
+    dist.destroy_process_group()
+
+
+def chain(rate: float = 0.1) -> mfx.Transform:
+    return mfx.chain(
+        mfx.partition(
+            {"muon": mfx.chain(mfx.momentum(), mfx.orthogonalize(dtype=torch.float32)), "adamw": mfx.scale_by_adam()},
+            LABELS,
+        ),
+        mfx.scale_by_learning_rate(rate),
+    )
+
+
+def laid_out(kind: str) -> tuple[Any, dict[str, Any]]:
+    """A layout, and local tensors."""
+    if kind == "from_dtensors":
+        mesh = init_device_mesh("cpu", (2,))
+        params = {n: DTensor.from_local(torch.ones(s[0] // 2, *s[1:]), mesh, [Shard(0)]) for n, s in SHAPES.items()}
+        return sharding.from_dtensors(params), params
+    whole = {name: torch.ones(shape) for name, shape in SHAPES.items()}
+    if kind == "replicated":
+        return sharding.replicated().of(whole), whole
+    layout = sharding.zero(whole, partition=kind)
+    return layout, layout.shard(whole)
+
+
+KINDS = pytest.mark.parametrize("kind", ["replicated", "whole", "flat", "from_dtensors"])
+
+
+@KINDS
+def test_a_second_step_makes_no_piece_plan_or_window(done: dict[str, int], kind: str):
+    layout, params = laid_out(kind)
+    tx = sharding.sharded(chain(), layout)
+    state = tx.init(params)
+    _, state = tx.update(params, state, params)
+    assert done["plans"]
+    done.clear()
+    tx.update(params, state, params)
+    assert done == {}
+
+
+@KINDS
+def test_a_changed_number_resolves_plans_and_builds_nothing_but_itself(done: dict[str, int], kind: str):
+    layout, params = laid_out(kind)
+    tx = sharding.sharded(chain(), layout)
+    state = tx.init(params)
+    rate = "scale_by_learning_rate.learning_rate"
+    before, _ = tx.update(params, state, params)
+    done.clear()
+    after, _ = mfx.with_hyperparams(tx, {rate: 0.2}).update(params, state, params)
+    assert done == {}
+    for name in SHAPES:
+        torch.testing.assert_close(2 * before[name], after[name])
+
+
+@KINDS
+def test_a_rate_that_a_scheduler_changes_resolves_plans_and_builds_nothing_but_itself(done: dict[str, int], kind: str):
+    layout, params = laid_out(kind)
+    held = {name: torch.nn.Parameter(leaf) for name, leaf in params.items()}
+    optimizer = mfx.TransformOptimizer(held, sharding.sharded(chain(), layout))
+
+    def step() -> None:
+        for name, param in held.items():
+            param.grad = params[name].clone()
+        optimizer.step()
+
+    step()
+    done.clear()
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.5
+    step()
+    assert done == {}
+
+
+@KINDS
+def test_numbers_put_into_a_known_structure_give_the_transform_made_anew(done: dict[str, int], kind: str):
+    layout, params = laid_out(kind)
+    state = sharding.sharded(chain(), layout).init(params)
+    known = sharding.sharded(chain(0.1), layout)
+    known.update(params, state, params)
+    numbers = {"scale_by_learning_rate.learning_rate": 0.3, "partition.muon.momentum.decay": 0.5}
+    changed, after = mfx.with_hyperparams(known, numbers).update(params, state, params)
+    fresh_layout, fresh_params = laid_out(kind)
+    fresh = mfx.with_hyperparams(sharding.sharded(chain(0.1), fresh_layout), numbers)
+    wanted, later = fresh.update(fresh_params, sharding.sharded(chain(), fresh_layout).init(fresh_params), fresh_params)
+    mine, theirs = (mfx.tree.leaves((u, s)) for u, s in ((changed, after), (wanted, later)))
+    for one, other in zip(mine, theirs, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            one, other = (x._local_tensor if isinstance(x, DTensor) else x for x in (one, other))
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
