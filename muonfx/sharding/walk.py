@@ -14,10 +14,11 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import NOTHING, Donation, Locality, Transform, chain_entries, sum_over_leaves, transform
+from muonfx.polar import compute_dtype
 from muonfx.sharding.collectives import gathered
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.gathered import init_run, update_run
-from muonfx.sharding.kinds import Kind, groups_of, kind_of, planned_as, resolved_within, with_parts
+from muonfx.sharding.kinds import Kind, groups_of, kind_of, planned_as, resolved_within, with_compute_dtype, with_parts
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.messages import collective
 from muonfx.sharding.plan.costs import Run
@@ -51,18 +52,22 @@ class Walk:
     Attributes:
         layout: who holds what.
         settings: what the caller has chosen.
-        compute: what a dtype of "auto" stands for on all ranks.
+        compute: what a dtype of "auto" stands for on all ranks, by the kind of device; empty until they have agreed.
     """
 
     layout: Layout
     settings: Settings
-    compute: torch.dtype = torch.float32
+    compute: dict[str, torch.dtype] = field(default_factory=dict)
     met: dict[int, Any] = field(default_factory=dict)
     """The structures of the chains that the ranks have compared, by id."""
     likes: dict[int, PyTree] = field(default_factory=dict)
     """For each of these, meta tensors in the tree of the local parameters."""
     derived: dict[Any, Any] = field(default_factory=dict)
     """What else follows from shapes, found out once."""
+    steps: int = 0
+    """How many steps have been taken."""
+    is_verified: bool = False
+    """Whether the copies that ranks hold have been compared since there was a state from elsewhere."""
     turns: Callable[..., Any] | None = None
     """Makes what brings the state of a run in by turns; None: it is there."""
     _plans: dict[Any, RunPlan] = field(default_factory=dict)
@@ -167,16 +172,19 @@ class Walk:
     def resolved(self, tx: Transform, params: PyTree) -> Transform:
         """A transform with all decided that names and global shapes decide, and with those that it calls on pieces."""
         names = tuple(tree.names(params))
-        key = (id(tx), names)
+        compute = self.compute_on(tree.device_of(params))
+        key = (id(tx), names, compute)
         if key not in self._resolved:
             meta = self.global_like(params)
             made = tx.resolve(meta)
+            if compute is not None:
+                made = with_compute_dtype(made, compute)
             if self.kind(made) is Kind.RUN:
                 made = resolved_within(made, meta)
             if self.kind(made) is Kind.INSIDE:
                 made = with_parts(made, lambda part: within(part, self))
             self._resolved[key] = (tx, made)
-            self._resolved[id(made), names] = (made, made)  # it is what it is to become
+            self._resolved[id(made), names, compute] = (made, made)  # it is what it is to become
             while len(self._resolved) > 1024:
                 self._resolved.popitem(last=False)
             return made
@@ -199,8 +207,27 @@ class Walk:
         kind = torch.device("cpu") if device.type == "meta" else self.device(device)
         key = (tuple(names), tuple((name, tree.flatten(tx)[1]) for name, tx in run), str(kind))
         if key not in self._plans:
-            self._plans[key] = plan_run(run, names, self.layout, kind, self.settings, self.compute)
+            # On a CPU "auto" is a measurement, and who owns what must not depend on one: balance as for fp32.
+            compute = torch.float32 if kind.type == "cpu" else compute_dtype(torch.float32, kind)
+            self._plans[key] = plan_run(run, names, self.layout, kind, self.settings, compute)
         return self._plans[key]
+
+    @property
+    def is_verification_due(self) -> bool:
+        """Whether the copies that ranks hold are to be compared before the next step."""
+        every = self.settings.verify_every
+        return not self.is_verified or (every is not None and self.steps % every == 0)
+
+    def taken(self, *, verified: bool) -> None:
+        """Count a step that is about to be taken."""
+        self.steps += 1
+        self.is_verified = self.is_verified or verified
+
+    def compute_on(self, device: torch.device) -> torch.dtype | None:
+        """What a dtype of "auto" stands for on all ranks, for updates on a device; None: they have not agreed."""
+        if device.type == "meta":
+            return next(iter(self.compute.values()), None)
+        return self.compute.get(self.device(device).type)
 
     def device(self, given: torch.device) -> torch.device:
         """Where to compute with updates that are on a device."""
