@@ -138,9 +138,7 @@ def raise_difference(facts: Facts, group: dist.ProcessGroup) -> None:
     what, odd, first, other = difference
     if isinstance(first, Mapping) and isinstance(other, Mapping):
         name = next(name for name in [*first, *other] if first.get(name) != other.get(name))
-        detail = (
-            f"{name!r} is {first.get(name, 'missing')} on rank 0 and {other.get(name, 'missing')} on {listed(odd)}"
-        )
+        detail = f"{name!r} is {first.get(name, 'missing')} on rank 0 and {other.get(name, 'missing')} on {listed(odd)}"
     else:
         detail = f"rank 0 has {first}\n  {listed(odd)}: {other}"
     raise ShardingError(f"the ranks have different {what}: {detail}\nAll ranks must make the same one.")

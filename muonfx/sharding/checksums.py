@@ -1,8 +1,8 @@
 """Checksums of tensors' bits, by which ranks find out whether their copies are the same without sending them.
 
-The checksum of words `u_0, u_1, ...` of 32 bits is `sum_j w_j u_j` modulo 2^64, with a pseudo-random odd weight for each
-place: so the order of elements counts, one pass suffices, and two given tensors that differ have the same checksum with
-a probability of about 2^-32. It compares bits: 0.0 and -0.0 differ, and so do two NaNs with other payloads.
+The checksum of words `u_0, u_1, ...` of 32 bits is `sum_j w_j u_j` modulo 2^64, with a pseudo-random odd weight for
+each place: so the order of elements counts, one pass suffices, and two given tensors that differ have the same checksum
+with a probability of about 2^-32. It compares bits: 0.0 and -0.0 differ, and so do two NaNs with other payloads.
 
 Sums are linear, and that makes the comparison cheap: of n copies with checksums `d_0, d_1, ...` the sum
 `sum_i k_i d_i`, with pseudo-random `k_1, k_2, ...` and `k_0 = -(k_1 + k_2 + ...)`, is zero where all are the same. Such

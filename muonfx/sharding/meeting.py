@@ -106,7 +106,7 @@ def _compared(
         fastest = torch.float32
         warnings.warn(
             f'a dtype of "auto" was measured to be {here} on rank 0 and {there} on {odd}: all ranks compute in fp32. '
-            "Give orthogonalize a dtype to choose; a transform of your own that calls muonfx.polar with \"auto\" must",
+            'Give orthogonalize a dtype to choose; a transform of your own that calls muonfx.polar with "auto" must',
             stacklevel=2,
         )
     if own["machine"][0] != own["machine"][1] and _has_copies(layout):

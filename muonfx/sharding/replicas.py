@@ -80,8 +80,8 @@ def verify_params(layout: Layout, local: PyTree) -> None:
 
 
 _ADVICE = (
-    "make them equal with muonfx.sharding.broadcast(params, layout), which returns the first holder's values, or writes "
-    "them in place with donate=True"
+    "make them equal with muonfx.sharding.broadcast(params, layout), which returns the first holder's values, or "
+    "writes them in place with donate=True"
 )
 
 
@@ -113,7 +113,7 @@ def verify_state(walk: Walk, tx: Transform, like: PyTree, state: PyTree) -> None
 
 
 def warn_of_gradients(layout: Layout, local: PyTree) -> None:
-    """Warn where gradients differ of which the layout says that they are the same, as those of a mean over ranks are."""
+    """Warn where gradients differ of which the layout says that they are the same, as a mean over ranks is."""
     found = _find_difference(_copies_of(layout, local), layout)
     if found is not None:
         warnings.warn(
