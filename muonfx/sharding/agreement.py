@@ -158,14 +158,13 @@ def find_difference(facts: Facts, group: dist.ProcessGroup) -> tuple[str, list[i
     for place, what in enumerate(facts):
         odd = [rank for rank, row in enumerate(rows) if row[place] != rows[0][place]]
         if odd:
-            told = [facts[what]]
-            for rank in (0, odd[0]):
-                box = [facts[what]]
-                with collective("telling what differs"):
-                    dist.broadcast_object_list(
-                        box, dist.get_global_rank(group, rank), group=group, device=host_device(group)
-                    )
-                told.append(box[0])
             same = [rank for rank in odd if rows[rank][place] == rows[odd[0]][place]]
-            return what, same, told[1], told[2]
+            return what, same, _told_by(0, facts[what], group), _told_by(odd[0], facts[what], group)
     return None
+
+
+def _told_by(rank: int, mine: Any, group: dist.ProcessGroup) -> Any:
+    box = [mine]
+    with collective("telling what differs"):
+        dist.broadcast_object_list(box, dist.get_global_rank(group, rank), group=group, device=host_device(group))
+    return box[0]

@@ -113,16 +113,16 @@ def with_compute_dtype(tx: Transform, dtype: torch.dtype) -> Transform:
     """
     parts = [with_compute_dtype(part, dtype) if isinstance(part, Transform) else part for part in tx._parts]
     if any(new is not old for new, old in zip(parts, tx._parts, strict=True)):
-        tx = Recorded._from(dataclasses.replace(tx._context, derived={}), parts)
+        tx = Transform._from(dataclasses.replace(tx._context, derived={}), parts)
     declared = getattr(tx.factory, "with_compute_dtype", None)
     if declared is None:
         return tx
     # By structure, since a new learning rate at every step makes a new value of the same structure.
     known = tx._context.derived
-    key = ("with_compute_dtype", dtype)
+    key = f"with_compute_dtype {dtype}"
     if key not in known:
         known[key] = declared(tx, dtype)._context
-    return tx if known[key] is tx._context else Recorded._from(known[key], tx._parts)
+    return tx if known[key] is tx._context else Transform._from(known[key], tx._parts)
 
 
 def with_parts(tx: Transform, function: Callable[[Transform], Transform]) -> Any:

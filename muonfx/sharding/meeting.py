@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import sys
 import warnings
+from typing import Any
 
 import torch
 
@@ -112,7 +113,7 @@ def _compared(
     if own["machine"][0] != own["machine"][1] and _has_copies(layout):
         odd, here, there = _told(machine, layout)
         warnings.warn(
-            f"what each rank computes for itself may differ in the last bit: rank 0 runs {here}, {odd} runs {there}. "
+            f"what each rank computes for itself may differ in the last bit: rank 0 has {here}; {odd}: {there}. "
             "The copies that ranks hold may drift apart; sharded(..., verify_every=k) compares them",
             stacklevel=2,
         )
@@ -128,7 +129,7 @@ def _compared(
     return fastest
 
 
-def _told(facts: Facts, layout: Layout) -> tuple[str, dict[str, str] | str, dict[str, str] | str]:
+def _told(facts: Facts, layout: Layout) -> tuple[str, Any, Any]:
     """The other ranks of a difference that there is, what rank 0 has, and what they have."""
     assert layout.group is not None
     found = find_difference(facts, layout.group)

@@ -93,7 +93,7 @@ def test_what_differs_when_a_chain_is_bound_is_an_error_on_all(world: World, wha
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("torch", "runs torch 9.9"),
+        ("torch", "rank 1: torch 9.9"),
         ("a captured rate", "has captured (0.1) on rank 0 and (0.2) on rank 1"),
         ("gradients", "were gradients reduced over the ranks?"),
     ],
