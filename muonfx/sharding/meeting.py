@@ -160,4 +160,4 @@ def _settings_of_torch() -> dict[str, str]:
 
 
 def _has_copies(layout: Layout) -> bool:
-    return any(len(ranks) > 1 for name in layout.names for ranks in layout.holders(name).values())
+    return any(layout.pieces[name].copies for name in layout.names)

@@ -125,10 +125,7 @@ def warn_of_gradients(layout: Layout, local: PyTree) -> None:
 
 def _copies_of(layout: Layout, local: PyTree) -> list[_Copies]:
     named = dict(zip(tree.names(local), tree.leaves(local), strict=True))
-    return [
-        _Copies(name, named.get(name), [ranks for ranks in layout.holders(name).values() if len(ranks) > 1])
-        for name in layout.names
-    ]
+    return [_Copies(name, named.get(name), layout.pieces[name].copies) for name in layout.names]
 
 
 def _holders_of(layout: Layout, what: Any) -> Sequence[Sequence[int]]:
@@ -137,7 +134,7 @@ def _holders_of(layout: Layout, what: Any) -> Sequence[Sequence[int]]:
         return []
     if what.name is None or any(share.owner is None for share in what.shares):
         return [range(layout.size)]
-    return [] if what.owned else list(layout.holders(what.name).values())
+    return [] if what.owned else layout.pieces[what.name].copies
 
 
 def _find_difference(copies: Sequence[_Copies], layout: Layout) -> _Difference | None:
@@ -246,7 +243,7 @@ def broadcast(params: PyTree, layout: Layout, *, donate: bool = False) -> PyTree
     names = tree.names(params)
     places: dict[str, Tensor] = {}
     for place, (name, leaf, gone) in enumerate(zip(names, leaves, missing, strict=True)):
-        if leaf is None or all(len(ranks) == 1 for ranks in layout.holders(name).values()):
+        if leaf is None or not layout.pieces[name].copies:
             continue
         if gone:  # which all ranks know alike
             raise ShardingError(f"{name!r} is None on some ranks only: give it on all ranks that hold it")
@@ -263,8 +260,8 @@ def _copy(leaf: Any) -> Any:
 
 def _from_first_holders(places: Mapping[str, Tensor], layout: Layout, group: dist.ProcessGroup) -> None:
     """Overwrite tensors by those of the first rank that holds them."""
-    holders = {name: list(layout.holders(name).values()) for name in places}
-    of_all = [name for name in places if len(holders[name]) == 1 and len(holders[name][0]) == layout.size]
+    holders = {name: layout.pieces[name].copies for name in places}
+    of_all = [name for name in places if len(holders[name][0]) == layout.size]
     for bucket in in_buckets([places[name] for name in of_all], BUCKET):
         tensors = [places[of_all[place]] for place in bucket]
         packed = torch.cat([tensor.reshape(-1) for tensor in tensors])
