@@ -143,7 +143,7 @@ class SteppingOverRanks(Stepping):
         """Raise on all ranks what is wrong on one."""
         if self.layout.group is not None and self.layout.size > 1:
             agree([], self.layout.group, problem)
-            self.walk.is_verified = False  # a state has been loaded: the next step compares what several ranks hold
+            self.walk.note_load()
         super().agree(problem)
 
     def refresh(self, groups: Sequence[Mapping[str, Any]], params: Mapping[str, Tensor]) -> None:

@@ -43,7 +43,7 @@ def agree_on_leaves(
         layout: whose ranks are meant, and whose parameters the leaves are.
         problem: what is wrong here, if anything.
         facts: small numbers that must be the same on all ranks, by what they are, for the error.
-        wishes: what all ranks do together, before anything is compared, if any of them wishes it; whether this one
+        wishes: what all ranks do together, once these numbers are the same, if any of them wishes it; whether this one
             does, and what to do.
 
     Returns:
@@ -68,13 +68,13 @@ def agree_on_leaves(
     lowest = [LARGE - code if code else 0 for code in codes]
     absent = [int(code == 0) for code in codes]
     found = agree([*(int(wish) for wish, _ in wishes), *twice, *codes, *lowest, *absent], group, problem)
-    for (_, act), wished in zip(wishes, found, strict=False):
-        if wished:
-            act()
-    found = found[len(wishes) :]
+    wished, found = found[: len(wishes)], found[len(wishes) :]
     for place, what in enumerate(same):
         if found[2 * place] != LARGE - found[2 * place + 1]:
             raise Different(what)
+    for (_, act), by_any in zip(wishes, wished, strict=True):
+        if by_any:
+            act()
     found = found[len(twice) :]
     most, least, some = (found[i * len(codes) : (i + 1) * len(codes)] for i in range(3))
     for name, place in place_of.items():

@@ -68,7 +68,7 @@ def local(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
     tensor([0., 0., 0., 0.])
     """
     walk, inner, like = _met(tx, params)
-    walk.is_verified = False  # it may have been loaded on some ranks only: the next step compares what ranks hold
+    walk.note_load()
     return local_state(walk, inner, like, state)
 
 

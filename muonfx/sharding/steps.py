@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,6 +56,8 @@ def agreed_updates(
             walk.require_room(state, tree.map(local_of, like), donate)
     except PROBLEMS as error:
         problem = problem or error
+    if not walk.met:  # these ranks have agreed on nothing yet, not even on how many parameters there are
+        meet(walk, tx, like)
     is_new = id(tx._context) not in walk.met
     if layout.group is None or layout.size == 1:
         if is_new:
@@ -62,7 +65,8 @@ def agreed_updates(
         if problem is not None:
             raise problem
         return tree.map(local_of, updates)
-    is_due = walk.is_verification_due
+    is_due = walk.is_verification_due(tx)
+    loads: set[bool] = set()
 
     def verify() -> None:
         nonlocal is_due
@@ -71,25 +75,29 @@ def agreed_updates(
             verify_params(layout, tree.map(local_of, params))
         verify_state(walk, tx, tree.map(local_of, like), state)
 
-    facts: dict[str, Any] = {}
+    told, number = {}, 0
     try:
-        facts = _facts(walk, tx, state, like, extras) if problem is None else {}
+        if problem is None:
+            told, number = _facts(walk, tx, state, like, extras)
     except PROBLEMS as error:
         problem = error
-    told = {what: facts.get(what, {}) for what in _COMPARED}
-    numbers = {what: number_of(value) for what, value in told.items()}
     try:
         codes, missing = agree_on_leaves(
             updates,
             layout,
             problem,
-            {_GIVEN: int(params is not None), **numbers},
+            {"arguments: some give params, some do not": int(params is not None), _FACTS: number},
             # A rank may be the only one that has a new chain, or has loaded a state: all do what any of them wishes.
-            wishes=[(is_new, lambda: meet(walk, tx, like)), (is_due, verify)],
+            wishes=[
+                (walk.has_loaded, lambda: loads.add(True)),
+                (not walk.has_loaded, lambda: loads.add(False)),
+                (is_new, lambda: meet(walk, tx, like)),
+                (is_due, verify),
+            ],
         )
     except Different as error:
-        if error.what in told:
-            raise_difference({error.what: told[error.what]}, layout.group)
+        if error.what == _FACTS:
+            raise_difference(told, layout.group)
         raise
     leaves, treedef = tree.flatten(updates)
     names = tree.names(updates)
@@ -104,34 +112,40 @@ def agreed_updates(
     found = tree.unflatten(treedef, local)
     if is_due:
         warn_of_gradients(layout, found)
-    walk.taken(verified=is_due)
+    if len(loads) > 1:
+        warnings.warn(
+            "since the last step a state was loaded on some ranks and not on others (on this one it was "
+            f"{'' if walk.has_loaded else 'not '}loaded): its pieces do not belong together",
+            stacklevel=2,
+        )
+    walk.begin_step(tx)
     return found
 
 
-_GIVEN = "arguments: some give params, some do not"
-_CHAINS, _NUMBERS, _EXTRAS = "chains", "numbers in their chains", "named extras, such as value=loss; reduce them first"
-_STATES = "numbers in their states"
-_COMPARED = (_CHAINS, _NUMBERS, _EXTRAS, _STATES)
+_FACTS = "chains, numbers or extras"
 SMALL = 64
 """Elements of a tensor in host memory that is compared at every step."""
 
 
-def _facts(walk: Walk, tx: Transform, state: PyTree, like: PyTree, extras: dict[str, Any]) -> dict[str, Any]:
-    """What must be the same on all ranks at every step, as far as it can be known without waiting for a device."""
-    return {
-        _CHAINS: _structure(walk, tx),
-        _NUMBERS: {name: _text(number) for name, number in parts_of(tx)},
-        _EXTRAS: {name: _text(value) for name, value in extras.items()},
-        _STATES: _numbers_of_state(walk, tx, state, like),
+def _facts(
+    walk: Walk, tx: Transform, state: PyTree, like: PyTree, extras: dict[str, Any]
+) -> tuple[dict[str, Any], int]:
+    """What must be the same on all ranks at every step, as far as it is known without waiting for a device.
+
+    In words, for an error, and as a number.
+    """
+    numbers: dict[str, Any] = {
+        "numbers in their chains": {name: _text(number) for name, number in parts_of(tx)},
+        "named extras, such as value=loss; reduce them first": {name: _text(value) for name, value in extras.items()},
+        "numbers in their states": _numbers_of_state(walk, tx, state, like),
     }
-
-
-def _structure(walk: Walk, tx: Transform) -> str:
-    """All of a chain but its numbers: also which parameters are in which group."""
+    # All of the chain but its numbers: also which parameters are in which group of an optimizer.
     key = ("structure", id(tx._context))
     if key not in walk.derived:
-        walk.derived[key] = structure_of(tx), tx._context  # kept, so that no other can have its id
-    return walk.derived[key][0]
+        text = structure_of(tx)
+        walk.derived[key] = text, number_of(text), tx._context  # kept, so that no other can have its id
+    structure, its_number, _ = walk.derived[key]
+    return {"chains": structure, **numbers}, number_of([its_number, numbers])
 
 
 def _text(value: Any) -> str:

@@ -66,8 +66,10 @@ class Walk:
     """What else follows from shapes, found out once."""
     steps: int = 0
     """How many steps have been taken."""
-    is_verified: bool = False
-    """Whether the copies that ranks hold have been compared since there was a state from elsewhere."""
+    verified: set[int] = field(default_factory=set)
+    """The chains, as in `met`, before whose steps the copies that ranks hold have been compared."""
+    has_loaded: bool = False
+    """Whether this rank has taken a state from elsewhere since the last step."""
     turns: Callable[..., Any] | None = None
     """Makes what brings the state of a run in by turns; None: it is there."""
     _plans: dict[Any, RunPlan] = field(default_factory=dict)
@@ -212,16 +214,21 @@ class Walk:
             self._plans[key] = plan_run(run, names, self.layout, kind, self.settings, compute)
         return self._plans[key]
 
-    @property
-    def is_verification_due(self) -> bool:
-        """Whether the copies that ranks hold are to be compared before the next step."""
+    def is_verification_due(self, tx: Transform) -> bool:
+        """Whether the copies that ranks hold are to be compared before the next step of a chain."""
         every = self.settings.verify_every
-        return not self.is_verified or (every is not None and self.steps % every == 0)
+        return id(tx._context) not in self.verified or (every is not None and self.steps % every == 0)
 
-    def taken(self, *, verified: bool) -> None:
-        """Count a step that is about to be taken."""
+    def begin_step(self, tx: Transform) -> None:
+        """Count a step that all ranks have agreed to take, with copies compared where that was due."""
         self.steps += 1
-        self.is_verified = self.is_verified or verified
+        self.verified.add(id(tx._context))
+        self.has_loaded = False
+
+    def note_load(self) -> None:
+        """Note that a state has come from elsewhere, perhaps on some ranks only: the next step compares copies."""
+        self.verified.clear()
+        self.has_loaded = True
 
     def compute_on(self, device: torch.device) -> torch.dtype | None:
         """What a dtype of "auto" stands for on all ranks, for updates on a device; None: they have not agreed."""

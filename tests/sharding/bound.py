@@ -345,3 +345,40 @@ def bytes_of_bind(here: Here, count: int) -> tuple[int, int]:
     with counting(here) as counted:
         sharding.sharded(mfx.momentum(), layout).init(params)
     return sum(counted.sent.values()), sum(counted.calls.values())
+
+
+def donating_on_one_rank(here: Here) -> list[Any]:
+    """Three steps in which one rank gives its state and gradients away and the others do not."""
+    params = {"a": some(4, 5), "b": some(3)}
+    layout = sharding.zero(params, here.group, partition="flat")
+    over, local = sharding.sharded(mfx.muon_with_adamw(0.1, labels={"a": "muon", "b": "adamw"}), layout), {}
+    local = layout.shard(params)
+    state, found = over.init(local), []
+    for _ in range(3):
+        grads = {name: leaf.clone() for name, leaf in local.items()}
+        updates, state = over.update(grads, state, local, donate=here.rank == 1)
+        found.append({name: bits(leaf) for name, leaf in layout.gather(updates).items()})
+    return found
+
+
+def loaded_on_one_rank(here: Here, everywhere: bool) -> list[str]:
+    """The warnings of a step behind a load of a state without counters, of which each rank has a piece of its own."""
+    params = {"a": some(4, 5), "b": some(3)}
+    layout = sharding.zero(params, here.group, partition="flat")
+    over, local = sharding.sharded(mfx.momentum(), layout), layout.shard(params)
+    _, state = over.update(local, over.init(local), local)
+    if everywhere or here.rank == 0:
+        state = sharding.local(over, sharding.logical(over, over.init(local) if everywhere else state))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _, state = over.update(local, state, local)
+        over.update(local, state, local)
+    return [str(warning.message) for warning in caught if "muonfx" in warning.filename]
+
+
+def different_layouts_without_init(here: Here) -> None:
+    """A first update, with a parameter more on one rank."""
+    params = {"a": some(4, 5), "b": some(3)} | ({"c": some(2)} if here.rank == 1 else {})
+    layout = sharding.zero(params, here.group, partition="flat")
+    local = layout.shard(params)
+    sharding.sharded(mfx.scale(2.0), layout).update(local, mfx.EmptyState(), local)

@@ -111,7 +111,7 @@ def test_what_may_differ_is_a_warning_on_all(world: World, what: str, said: str)
         ("a tensor", "'scale.factor' is -0.1"),
         ("an extra", "'value' is 1.0 on rank 0 and 2.0 on rank 1"),
         ("a counter", "'scale_by_adam.count' is 1 of torch.int64 on rank 0 and 6 of torch.int64 on rank 1"),
-        ("a new chain", "different chains"),
+        ("a new chain", "'scale.factor' is -0.1 on rank 0 and -0.3 on rank 1"),
     ],
 )
 def test_what_differs_in_a_step_is_an_error_on_all_and_changes_nothing(world: World, what: str, said: str):
@@ -134,3 +134,20 @@ def test_a_bind_sends_the_same_few_bytes_however_many_the_parameters(world: Worl
     for sent, calls in more:
         assert sent <= 256
         assert calls <= 2
+
+
+def test_a_first_update_without_init_compares_what_init_would(world: World):
+    for error in errors(world.run(2, bound.different_layouts_without_init)):
+        assert "different parameters: 'c' is missing on rank 0" in error
+
+
+def test_donation_may_differ_between_ranks(world: World):
+    found = world.check(2, bound.donating_on_one_rank)
+    assert found[0] == found[1]
+
+
+def test_a_state_that_some_ranks_have_loaded_and_others_not_is_a_warning_once(world: World):
+    for warnings in world.check(3, bound.loaded_on_one_rank, everywhere=False):
+        assert len(warnings) == 1
+        assert "loaded on some ranks and not on others" in warnings[0]
+    assert world.check(3, bound.loaded_on_one_rank, everywhere=True) == [[]] * 3
