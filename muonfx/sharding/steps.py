@@ -160,15 +160,16 @@ def _text(value: Any) -> str:
 
 def _numbers_of_state(walk: Walk, tx: Transform, state: PyTree, like: PyTree) -> dict[str, str]:
     """Those leaves of a state that belong to no parameter, such as counters and injected hyperparameters."""
-    described, leaves = about(walk, tx, tree.map(local_of, like)), tree.leaves(state)
-    if len(described) != len(leaves):
-        return {"": f"{len(leaves)} leaves"}
-    key = ("numbers of state", id(described))
+    leaves = tree.leaves(state)
+    key = ("numbers of state", id(tx._context), len(leaves), tuple(tree.names(like)))
     if key not in walk.derived:
+        described = about(walk, tx, tree.map(local_of, like))
         places = [i for i, what in enumerate(described) if isinstance(what, Held) and what.name is None]
         names = tree.names(state)
-        walk.derived[key] = [(place, names[place]) for place in places]
-    return {name: _text(leaves[place]) for place, name in walk.derived[key]}
+        fits = len(described) == len(leaves)
+        walk.derived[key] = [(place, names[place]) for place in places] if fits else None
+    places = walk.derived[key]
+    return {"": f"{len(leaves)} leaves"} if places is None else {name: _text(leaves[place]) for place, name in places}
 
 
 def _placed(layout: Layout, name: str, leaf: Any) -> Any:
