@@ -143,6 +143,7 @@ class SteppingOverRanks(Stepping):
         """Raise on all ranks what is wrong on one."""
         if self.layout.group is not None and self.layout.size > 1:
             agree([], self.layout.group, problem)
+            self.walk.note_load()
         super().agree(problem)
 
     def refresh(self, groups: Sequence[Mapping[str, Any]], params: Mapping[str, Tensor]) -> None:

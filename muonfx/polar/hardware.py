@@ -44,29 +44,13 @@ def _ask(query: str) -> bool:
     return ask is not None and bool(ask())
 
 
-_settled: dict[str, bool] = {}
-
-
-def settle_cpu_bf16(faster: bool) -> None:
-    """Take an answer for `cpu_bf16_is_faster` that others have found: processes that must agree share one.
-
-    >>> settle_cpu_bf16(cpu_bf16_is_faster())
-    """
-    _settled["cpu"] = faster
-    cpu_bf16_is_faster.cache_clear()
-
-
 @functools.cache
 def cpu_bf16_is_faster() -> bool:
     """Time a 512 x 512 x 512 product in bf16 and in fp32, best of five after one to warm up: a few milliseconds.
 
-    What `settle_cpu_bf16` was told comes first.
-
     >>> isinstance(cpu_bf16_is_faster(), bool)
     True
     """
-    if "cpu" in _settled:
-        return _settled["cpu"]
     seconds: dict[torch.dtype, float] = {}
 
     def measure() -> None:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -38,7 +39,21 @@ from muonfx.polar.symbols import fixed
 SUPPORTED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """The dtypes of inputs and of matrix products."""
 
-DTypeLike = torch.dtype | Literal["auto"]
+
+@dataclass(frozen=True)
+class Decided:
+    """A dtype of "auto" that was decided before: float64 stays float64, and all else is computed in one dtype.
+
+    Ranks that must agree decide together and pass this on, so that none of them asks its own machine.
+
+    >>> compute_dtype(torch.float32, torch.device("cpu"), Decided(torch.bfloat16))
+    torch.bfloat16
+    """
+
+    dtype: torch.dtype
+
+
+DTypeLike = torch.dtype | Literal["auto"] | Decided
 """How the dtype of matrix products is asked for: by itself, or "auto" for what `compute_dtype` says."""
 
 MethodLike = Literal["auto", "standard", "gram"]
@@ -239,6 +254,8 @@ def compute_dtype(
     >>> compute_dtype(torch.float32, torch.device("cpu"), torch.bfloat16)
     torch.bfloat16
     """
+    if isinstance(requested, Decided):
+        return torch.float64 if dtype == torch.float64 else requested.dtype
     if isinstance(requested, str):
         if requested != "auto":
             raise ValueError(f"dtype: found {requested!r}, expected 'auto' or a torch.dtype such as torch.bfloat16")

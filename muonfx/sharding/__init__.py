@@ -11,6 +11,7 @@ from muonfx.sharding.offload import offload
 from muonfx.sharding.pieces import Piece
 from muonfx.sharding.plan.plan import Machine
 from muonfx.sharding.planning import Plan, plan_for
+from muonfx.sharding.replicas import broadcast
 from muonfx.sharding.saving import local, logical
 from muonfx.sharding.transform import sharded
 
@@ -23,6 +24,7 @@ __all__ = [
     "from_dtensors",
     "zero",
     "flat",
+    "broadcast",
     # the same update
     "sharded",
     "ShardingError",

@@ -1,27 +1,32 @@
-"""Whether the leaves of a tree are alike on all ranks: their names, which are there, and of which dtype."""
+"""All ranks agree on the leaves of a tree: their names, which are there, and of which dtype."""
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.sharding.agreement import agree
+from muonfx.sharding.agreement import LARGE, agree, number_of
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout, is_dtensor, local_of
 from muonfx.tree import PyTree
 
-__all__ = ["DTYPES", "LARGE", "UNPLACED", "agree_on_leaves"]
+__all__ = ["DTYPES", "UNPLACED", "Different", "agree_on_leaves"]
 
 DTYPES = tuple(sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype) and d.is_floating_point}, key=str))
-LARGE = 0x3FFFFFFF
-"""More than any number that ranks agree on."""
 UNPLACED = 64
 """Added to the code of a gradient that is not placed as its parameter is, but partial, say."""
+
+
+class Different(ShardingError):
+    """A fact that must be the same on all ranks is not; ``what`` says which."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"nothing was changed on any rank: the ranks have different {what}")
+        self.what = what
 
 
 def agree_on_leaves(
@@ -29,6 +34,7 @@ def agree_on_leaves(
     layout: Layout,
     problem: Exception | None = None,
     facts: Mapping[str, int] | None = None,
+    wishes: Sequence[tuple[bool, Callable[[], None]]] = (),
 ) -> tuple[list[int], list[bool]]:
     """Agree on the leaves of a tree: the same names on all ranks, and a leaf's dtype the same wherever it is there.
 
@@ -37,12 +43,15 @@ def agree_on_leaves(
         layout: whose ranks are meant, and whose parameters the leaves are.
         problem: what is wrong here, if anything.
         facts: small numbers that must be the same on all ranks, by what they are, for the error.
+        wishes: what all ranks do together, once these numbers are the same, if any of them wishes it; whether this one
+            does, and what to do.
 
     Returns:
         For each leaf a code of its dtype, 0 where it is absent on all ranks; and whether it is absent on some.
 
     Raises:
-        ShardingError: they differ, or something is wrong on another rank.
+        Different: facts differ.
+        ShardingError: leaves differ, or something is wrong on another rank.
     """
     group = layout.group
     assert group is not None
@@ -53,15 +62,19 @@ def agree_on_leaves(
     for name, leaf in zip(names, leaves, strict=True):
         if name in place_of and isinstance(local_of(leaf), Tensor):
             codes[place_of[name]] = _code(name, leaf, layout)
-    same = {"trees": zlib.crc32("|".join(names).encode()) & LARGE, **(facts or {})}
+    same = {"trees": number_of(names), **(facts or {})}
     twice = [number for fact in same.values() for number in (fact, LARGE - fact)]
     # The largest of a number and of its opposite tell whether all are one.
     lowest = [LARGE - code if code else 0 for code in codes]
     absent = [int(code == 0) for code in codes]
-    found = agree([*twice, *codes, *lowest, *absent], group, problem)
+    found = agree([*(int(wish) for wish, _ in wishes), *twice, *codes, *lowest, *absent], group, problem)
+    wished, found = found[: len(wishes)], found[len(wishes) :]
     for place, what in enumerate(same):
         if found[2 * place] != LARGE - found[2 * place + 1]:
-            raise ShardingError(f"nothing was changed on any rank: the ranks have different {what}")
+            raise Different(what)
+    for (_, act), by_any in zip(wishes, wished, strict=True):
+        if by_any:
+            act()
     found = found[len(twice) :]
     most, least, some = (found[i * len(codes) : (i + 1) * len(codes)] for i in range(3))
     for name, place in place_of.items():

@@ -20,7 +20,7 @@ from muonfx.sharding.pieces import part
 from muonfx.sharding.placed import check_pieces
 from muonfx.tree import PyTree
 
-__all__ = ["gathered", "reduce_scattered"]
+__all__ = ["BUCKET", "exchange", "gathered", "in_buckets", "reduce_scattered"]
 
 BUCKET = 1 << 25
 
@@ -79,7 +79,7 @@ def _gather(layout: Layout, names: Sequence[str], locals_: Sequence[Tensor], buc
     wholes = [local.new_empty(layout._specs[name].shape) for name, local in zip(names, locals_, strict=True)]
     if layout.group is None and layout.size > 1:
         raise ShardingError(f"{layout!r} has no process group: it is only to look at; use assemble()")
-    for places in _buckets(wholes, bucket_bytes):
+    for places in in_buckets(wholes, bucket_bytes):
         first = wholes[places[0]]
         outgoing: list[list[Tensor]] = [[] for _ in range(layout.size)]
         incoming: list[list[Tensor]] = [[] for _ in range(layout.size)]
@@ -158,7 +158,7 @@ def _reduce(layout: Layout, names: Sequence[str], full: list[Tensor], op: str, b
     if layout.group is None and layout.size > 1:
         raise ShardingError(f"{layout!r} has no process group: it is only to look at")
     results: list[Any] = [None] * len(full)
-    for places in _buckets(full, bucket_bytes):
+    for places in in_buckets(full, bucket_bytes):
         outgoing: list[list[Tensor]] = [[] for _ in range(layout.size)]
         parts: list[list[Tensor]] = [[] for _ in range(layout.size)]
         for place in places:
@@ -196,7 +196,7 @@ def _sum(parts: list[Tensor], op: str) -> Tensor:
     return (total / len(parts) if op == "mean" else total).to(parts[0].dtype)
 
 
-def _buckets(tensors: Sequence[Tensor], limit: int) -> Iterator[list[int]]:
+def in_buckets(tensors: Sequence[Tensor], limit: int) -> Iterator[list[int]]:
     """Places of tensors of one dtype, of at most so many bytes; a single larger one stands alone."""
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         held: list[int] = []

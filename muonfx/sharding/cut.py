@@ -61,6 +61,15 @@ class Cut(Sequence[Piece]):
         return {piece: tuple(ranks) for piece, ranks in found.items()}
 
     @cached_property
+    def copies(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks that hold the same piece, for each piece that several ranks hold.
+
+        >>> Replicas((2,), 3).copies, Intervals((4,), 0, (0, 2, 4)).copies
+        (((0, 1, 2),), ())
+        """
+        return tuple(ranks for ranks in self.holders.values() if len(ranks) > 1)
+
+    @cached_property
     def complete(self) -> tuple[int, ...]:
         """The ranks that hold every element, of which there is one at least; rising."""
         numel = prod(self.shape)
@@ -146,6 +155,11 @@ class OneOwner(Cut):
         """The shape, how many ranks there are, and which has it."""
         return "one owner", self.shape, self.size, self.owner
 
+    @cached_property
+    def copies(self) -> tuple[tuple[int, ...], ...]:
+        """None."""
+        return ()
+
     def _ranks(self) -> Iterator[int]:
         yield self.owner
 
@@ -180,6 +194,11 @@ class Intervals(Cut):
         return "intervals", self.shape, self.size, first, last, tuple(place - self.start for place in inner)
 
     @cached_property
+    def copies(self) -> tuple[tuple[int, ...], ...]:
+        """None."""
+        return ()
+
+    @cached_property
     def _between(self) -> tuple[int, int]:
         """The first rank that may hold elements, and the first behind the last."""
         end = self.start + prod(self.shape)
@@ -205,6 +224,12 @@ class Places:
     def key(self) -> tuple[Any, ...]:
         """The shape, and a digest of the coordinates."""
         return self.shape, hashlib.sha256(repr(self.coordinates).encode()).hexdigest()
+
+    @cached_property
+    def are_different(self) -> bool:
+        """Whether no two ranks stand at one place, as they may on meshes of their own."""
+        there = [at for at in self.coordinates if at is not None]
+        return len(set(there)) == len(there)
 
 
 class OnMesh(Cut):
@@ -241,6 +266,13 @@ class OnMesh(Cut):
                 [self._along(dim, tuple(at[along] for along in cutting)) for dim, cutting in enumerate(self._cutting)]
             )
         return self._pieces[deciding]
+
+    @cached_property
+    def copies(self) -> tuple[tuple[int, ...], ...]:
+        """Where every dim of the mesh cuts the tensor there are none, and no piece has to be made to know it."""
+        cutting = {along for dims in self._cutting for along in dims}
+        every = all(parts == 1 or along in cutting for along, parts in enumerate(self.places.shape))
+        return () if every and self.places.are_different else super().copies
 
     def _along(self, dim: int, at: tuple[int, ...]) -> tuple[Span, ...]:
         """The indices along a dim that are left after the first so many mesh dims that cut it."""

@@ -12,13 +12,15 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any, cast
 
+import torch
+
 from muonfx import tree
 from muonfx.core import Locality, Transform, chain_entries
 from muonfx.partition import masked, partition
 from muonfx.recorded import Recorded
 from muonfx.tree import PyTree
 
-__all__ = ["Kind", "groups_of", "kind_of", "planned_as", "resolved_within", "with_parts"]
+__all__ = ["Kind", "groups_of", "kind_of", "planned_as", "resolved_within", "with_compute_dtype", "with_parts"]
 
 
 class Kind(Enum):
@@ -99,6 +101,28 @@ def resolved_within(tx: Transform, params: PyTree) -> Transform:
         inner = {name: leaf for name, leaf in named.items() if mask[name]}
         return tx.replace(inner=resolved_within(tx.arguments["inner"], inner))
     return with_parts(tx, lambda part: resolved_within(part, params))
+
+
+def with_compute_dtype(tx: Transform, dtype: torch.dtype) -> Transform:
+    """A transform in which "auto" is decided, and in all that it calls: float64 stays, all else is computed in a dtype.
+
+    >>> import muonfx as mfx
+    >>> decided = with_compute_dtype(mfx.chain(mfx.momentum(), mfx.orthogonalize()), torch.float32)
+    >>> decided.arguments["transforms"][1].arguments["dtype"]
+    Decided(dtype=torch.float32)
+    """
+    parts = [with_compute_dtype(part, dtype) if isinstance(part, Transform) else part for part in tx._parts]
+    if any(new is not old for new, old in zip(parts, tx._parts, strict=True)):
+        tx = Transform._from(dataclasses.replace(tx._context, derived={}), parts)
+    declared = getattr(tx.factory, "with_compute_dtype", None)
+    if declared is None:
+        return tx
+    # By structure, since a new learning rate at every step makes a new value of the same structure.
+    known = tx._context.derived
+    key = f"with_compute_dtype {dtype}"
+    if key not in known:
+        known[key] = declared(tx, dtype)._context
+    return tx if known[key] is tx._context else Transform._from(known[key], tx._parts)
 
 
 def with_parts(tx: Transform, function: Callable[[Transform], Transform]) -> Any:

@@ -1,19 +1,24 @@
-"""The first time that ranks meet over a chain: they compare what they have."""
+"""Ranks compare what they have when a chain is bound to a group: chains, parameters, layouts, versions, replicas."""
 
 from __future__ import annotations
 
+import platform
+import sys
+import warnings
+from typing import Any
+
 import torch
-from torch import Tensor
 
 from muonfx import checks, tree
 from muonfx.core import Transform
 from muonfx.polar import compute_dtype
-from muonfx.polar.hardware import settle_cpu_bf16
-from muonfx.sharding.agreement import compare
+from muonfx.sharding.agreement import Facts, compare, find_difference, listed, number_of
+from muonfx.sharding.alike import DTYPES
+from muonfx.sharding.description import captured_by, chain_text, functions_of
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout, local_of
-from muonfx.sharding.layouts import ALIKE
 from muonfx.sharding.placed import check_pieces
+from muonfx.sharding.replicas import verify_params
 from muonfx.sharding.walk import Walk
 from muonfx.tree import PyTree
 
@@ -24,7 +29,9 @@ PROBLEMS = (TypeError, ValueError, AttributeError, KeyError, OSError, ShardingEr
 
 
 def meet(walk: Walk, tx: Transform, params: PyTree) -> None:
-    """Require, once, that all ranks have the same chain, parameters and layout; settle what "auto" stands for.
+    """Require that all ranks have the same chain, parameters, layout and versions; agree on what "auto" stands for.
+
+    All ranks call it together. They compare digests, in one all-reduce of fixed size; what differs is told only then.
 
     Args:
         walk: the layout and its plans.
@@ -33,11 +40,12 @@ def meet(walk: Walk, tx: Transform, params: PyTree) -> None:
 
     Raises:
         ShardingError: they have not, or something is wrong on another rank.
+
+    Warns:
+        UserWarning: the ranks run different versions of torch or kinds of machine and hold copies of parameters; they
+            measure differently what "auto" stands for; functions of the chain have captured different values.
     """
     layout = walk.layout
-    key = id(tx._context)
-    if key in walk.met:
-        return
     problem: Exception | None = None
     try:
         checks.check_params(params)
@@ -50,64 +58,106 @@ def meet(walk: Walk, tx: Transform, params: PyTree) -> None:
     device = walk.device(tree.device_of(local))
     fastest = compute_dtype(torch.float32, device)
     if layout.group is not None and layout.size > 1:
-        names = zip(tree.names(local), tree.leaves(local), strict=True)
-        said = compare(
-            {
-                "chains": repr(tx),
-                "parameters": {name: f"{spec.shape} {spec.dtype}" for name, spec in layout._specs.items()},
-                "parameters that are None": {name: "None" for name, leaf in names if leaf is None},
-                "trees": str(tree.flatten(local)[1]),
-                "layouts": _digest(layout),
-                "kinds of device to compute on": device.type,
-                "settings": repr(walk.settings),
-                "own dtype": fastest,
-                "own sums of bits": _sums_of_bits(layout, local) if problem is None else {},
-            },
-            layout.group,
-            problem,
-        )
-        _check_alike(layout, [theirs["own sums of bits"] for theirs in said])
-        fastest = _settled(device, [theirs["own dtype"] for theirs in said])
+        fastest = _compared(walk, tx, local, device, fastest, problem)
     elif problem is not None:
         raise problem
-    walk.compute = fastest
-    walk.likes[key] = tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), local)
-    walk.met[key] = tx._context  # kept, so that no other can have its id
+    walk.compute.setdefault(device.type, fastest)  # what was agreed on first is what plans and states were made for
+    walk.likes[id(tx._context)] = tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), local)
+    walk.met[id(tx._context)] = tx._context  # kept, so that no other can have its id
 
 
-def _settled(device: torch.device, dtypes: list[torch.dtype]) -> torch.dtype:
-    if len(set(dtypes)) == 1:
-        return dtypes[0]
-    # On CPUs it is a measurement, which may come out differently: fp32 suits all.
-    if device.type != "cpu":
-        raise ShardingError(f"the ranks' devices compute in different dtypes, {dtypes}: give orthogonalize a dtype")
-    settle_cpu_bf16(False)
-    return torch.float32
+def _compared(
+    walk: Walk, tx: Transform, local: PyTree, device: torch.device, fastest: torch.dtype, problem: Exception | None
+) -> torch.dtype:
+    """Compare with the other ranks; the dtype that "auto" stands for on all of them."""
+    layout = walk.layout
+    assert layout.group is not None
+    names = zip(tree.names(local), tree.leaves(local), strict=True)
+    # Where this rank runs what every rank runs for itself; on other hardware the last bit may be another.
+    machine: Facts = {"": f"torch {torch.__version__}, {_machine(device)}"}
+    measured: Facts = {"": str(fastest)}
+    captured: Facts = {"values": captured_by(tx)}
+    own = compare(
+        {
+            "versions": {"muonfx": _version(), "Python": ".".join(platform.python_version_tuple()[:2])},
+            "chains": chain_text(tx),
+            "functions in their chains": functions_of(tx),
+            "parameters": {name: f"{spec.shape} {spec.dtype}" for name, spec in layout._specs.items()},
+            "parameters that are None": {name: "None" for name, leaf in names if leaf is None},
+            "trees": str(tree.flatten(local)[1]),
+            "layouts": f"{layout!r} ({layout.digest})",
+            "ranks in their groups": str(torch.distributed.get_process_group_ranks(layout.group)),
+            "kinds of device to compute on": device.type,
+            "settings": repr(walk.settings),
+            "settings of torch": _settings_of_torch(),
+        },
+        layout.group,
+        problem,
+        {"dtype": DTYPES.index(fastest), "machine": number_of(machine), "captured": number_of(captured)},
+    )
+    least, most = own["dtype"]
+    if least != most:
+        # On CPUs it is a measurement, which may come out differently: fp32 suits all.
+        odd, here, there = _told(measured, layout)
+        if device.type != "cpu":
+            raise ShardingError(
+                f"the ranks' devices compute in different dtypes, {here} on rank 0 and {there} on {odd}: give "
+                "orthogonalize a dtype"
+            )
+        fastest = torch.float32
+        warnings.warn(
+            f'a dtype of "auto" was measured to be {here} on rank 0 and {there} on {odd}: all ranks compute in fp32. '
+            'Give orthogonalize a dtype to choose; a transform of your own that calls muonfx.polar with "auto" must',
+            stacklevel=2,
+        )
+    if own["machine"][0] != own["machine"][1] and _has_copies(layout):
+        odd, here, there = _told(machine, layout)
+        warnings.warn(
+            f"what each rank computes for itself may differ in the last bit: rank 0 has {here}; {odd}: {there}. "
+            "The copies that ranks hold may drift apart; sharded(..., verify_every=k) compares them",
+            stacklevel=2,
+        )
+    if own["captured"][0] != own["captured"][1]:
+        odd, here, there = _told(captured, layout)
+        name = next(name for name in here if here[name] != there.get(name))
+        warnings.warn(
+            f"the function {name!r} has captured {here[name]} on rank 0 and {there.get(name)} on {odd}: if what it "
+            "returns depends on that, the ranks drift apart",
+            stacklevel=2,
+        )
+    verify_params(layout, local)
+    return fastest
 
 
-def _sums_of_bits(layout: Layout, local: PyTree) -> dict[str, int]:
-    """A checksum of the local tensors of parameters that lie on different meshes on different ranks."""
-    named = dict(zip(tree.names(local), tree.leaves(local), strict=True))
-    found = {name: named.get(name) for name in layout.derived.get(ALIKE, ())}
+def _told(facts: Facts, layout: Layout) -> tuple[str, Any, Any]:
+    """The other ranks of a difference that there is, what rank 0 has, and what they have."""
+    assert layout.group is not None
+    found = find_difference(facts, layout.group)
+    assert found is not None
+    return listed(found[1]), found[2], found[3]
+
+
+def _version() -> str:
+    roof = sys.modules[__name__.partition(".")[0]]  # nothing inside the package may import it
+    return str(getattr(roof, "__version__", "unknown"))
+
+
+def _machine(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type == "cpu":
+        return f"CPU with {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+    return device.type
+
+
+def _settings_of_torch() -> dict[str, str]:
     return {
-        name: int(leaf.contiguous().view(torch.uint8).sum(dtype=torch.int64)) if leaf.numel() else 0
-        for name, leaf in found.items()
-        if isinstance(leaf, Tensor) and not leaf.is_meta
+        "default dtype": str(torch.get_default_dtype()),
+        "float32 matmul precision": torch.get_float32_matmul_precision(),
+        "deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),
+        "autocast": str(any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))),
     }
 
 
-def _check_alike(layout: Layout, said: list[dict[str, int]]) -> None:
-    """Require that what lies on several meshes is the same, as far as the same pieces have the same checksum."""
-    for name in said[0]:
-        for ranks in layout.holders(name).values():
-            odd = next((rank for rank in ranks if said[rank].get(name) != said[ranks[0]].get(name)), None)
-            if odd is not None:
-                raise ShardingError(
-                    f"{name!r} lies on different meshes on different ranks and has other values on rank {odd} than on "
-                    f"rank {ranks[0]}: if these are different parameters, give them different names, or place them on "
-                    "one mesh of more dims"
-                )
-
-
-def _digest(layout: Layout) -> str:
-    return f"{layout!r} ({layout.digest})"
+def _has_copies(layout: Layout) -> bool:
+    return any(layout.pieces[name].copies for name in layout.names)

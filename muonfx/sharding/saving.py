@@ -68,6 +68,7 @@ def local(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
     tensor([0., 0., 0., 0.])
     """
     walk, inner, like = _met(tx, params)
+    walk.note_load()
     return local_state(walk, inner, like, state)
 
 

@@ -162,14 +162,14 @@ def about(walk: Walk, tx: Transform, params: PyTree) -> list[Any]:
     """What the leaves of a state are, in order: `Held` for a tensor."""
     key = ("held", id(tx._context), tuple(tree.names(params)))
     if key not in walk.derived:
-        walk.met.setdefault(id(tx._context), tx._context)  # so that no other can have its id
         here = tree.leaves(walk.init(tx, walk.local_like(params)))
         found = tree.leaves(held(walk, tx, walk.global_like(params)))
-        walk.derived[key] = [
+        described = [
             replace(what, local=None if leaf is None else tuple(leaf.shape)) if isinstance(what, Held) else what
             for what, leaf in zip(found, here, strict=True)
         ]
-    return walk.derived[key]
+        walk.derived[key] = described, tx._context  # kept, so that no other can have its id
+    return walk.derived[key][0]
 
 
 def dressed(walk: Walk, tx: Transform, params: PyTree, state: PyTree) -> PyTree:

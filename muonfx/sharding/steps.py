@@ -1,8 +1,8 @@
-"""Before each step the ranks agree: on what is there, of which dtype, and whether something is wrong anywhere."""
+"""Before each step the ranks agree: on what is there, of which dtype, on numbers, and whether anything is wrong."""
 
 from __future__ import annotations
 
-import zlib
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,14 +13,17 @@ from torch import Tensor
 from muonfx import checks, tree
 from muonfx.core import Donation, Transform
 from muonfx.recorded import parts_of
-from muonfx.sharding.agreement import compare, host_device
-from muonfx.sharding.alike import DTYPES, LARGE, UNPLACED, agree_on_leaves
+from muonfx.sharding.agreement import host_device, number_of, raise_difference
+from muonfx.sharding.alike import DTYPES, UNPLACED, Different, agree_on_leaves
+from muonfx.sharding.description import structure_of
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout, is_dtensor, local_of
-from muonfx.sharding.meeting import PROBLEMS
+from muonfx.sharding.meeting import PROBLEMS, meet
 from muonfx.sharding.messages import Exchange, collective
 from muonfx.sharding.offload.walk import Streaming
 from muonfx.sharding.placed import check_pieces
+from muonfx.sharding.replicas import verify_params, verify_state, warn_of_gradients
+from muonfx.sharding.state import Held, about
 from muonfx.sharding.walk import Walk
 from muonfx.tree import PyTree
 
@@ -44,31 +47,57 @@ def agreed_updates(
     Where a leaf is absent on some ranks, it is what another holder of the same piece has, or else zeros.
     """
     layout = walk.layout
+    like = updates if params is None else params
     try:
         tx.check_extras(extras)
         checks.check_floating("updates", updates)
         _check_step(walk, tx, updates, state, params, check=check)
         if isinstance(walk, Streaming):
-            like = updates if params is None else params
             walk.require_room(state, tree.map(local_of, like), donate)
     except PROBLEMS as error:
         problem = problem or error
+    if not walk.met:  # these ranks have agreed on nothing yet, not even on how many parameters there are
+        meet(walk, tx, like)
+    is_new = id(tx._context) not in walk.met
     if layout.group is None or layout.size == 1:
+        if is_new:
+            meet(walk, tx, like)
         if problem is not None:
             raise problem
         return tree.map(local_of, updates)
-    boundary = extras.get("boundary")
-    numbers = _numbers(tx)
-    facts = {
-        "values of boundary=": 0 if not isinstance(boundary, bool) else 1 + boundary,
-        "arguments: some give params, some do not": int(params is not None),
-        "numbers in their chains": zlib.crc32(repr(numbers).encode()) & LARGE,
-    }
+    is_due = walk.is_verification_due(tx)
+    loads: set[bool] = set()
+
+    def verify() -> None:
+        nonlocal is_due
+        is_due = True
+        if params is not None:
+            verify_params(layout, tree.map(local_of, params))
+        verify_state(walk, tx, tree.map(local_of, like), state)
+
+    told, number = {}, 0
     try:
-        codes, missing = agree_on_leaves(updates, layout, problem, facts)
-    except ShardingError as error:
-        if "numbers in their chains" in str(error):
-            compare({"numbers in their chains": numbers}, layout.group)
+        if problem is None:
+            told, number = _facts(walk, tx, state, like, extras)
+    except PROBLEMS as error:
+        problem = error
+    try:
+        codes, missing = agree_on_leaves(
+            updates,
+            layout,
+            problem,
+            {"arguments: some give params, some do not": int(params is not None), _FACTS: number},
+            # A rank may be the only one that has a new chain, or has loaded a state: all do what any of them wishes.
+            wishes=[
+                (walk.has_loaded, lambda: loads.add(True)),
+                (not walk.has_loaded, lambda: loads.add(False)),
+                (is_new, lambda: meet(walk, tx, like)),
+                (is_due, verify),
+            ],
+        )
+    except Different as error:
+        if error.what == _FACTS:
+            raise_difference(told, layout.group)
         raise
     leaves, treedef = tree.flatten(updates)
     names = tree.names(updates)
@@ -79,10 +108,68 @@ def agreed_updates(
             )
     local = [local_of(_placed(layout, name, leaf)) for name, leaf in zip(names, leaves, strict=True)]
     if any(code and gone for code, gone in zip(codes, missing, strict=True)):
-        local = _filled(
-            layout, names, local, codes, tree.device_of(tree.map(local_of, updates if params is None else params))
+        local = _filled(layout, names, local, codes, tree.device_of(tree.map(local_of, like)))
+    found = tree.unflatten(treedef, local)
+    if is_due:
+        warn_of_gradients(layout, found)
+    if len(loads) > 1:
+        warnings.warn(
+            "since the last step a state was loaded on some ranks and not on others (on this one it was "
+            f"{'' if walk.has_loaded else 'not '}loaded): its pieces do not belong together",
+            stacklevel=2,
         )
-    return tree.unflatten(treedef, local)
+    walk.begin_step(tx)
+    return found
+
+
+_FACTS = "chains, numbers or extras"
+SMALL = 64
+"""Elements of a tensor in host memory that is compared at every step."""
+
+
+def _facts(
+    walk: Walk, tx: Transform, state: PyTree, like: PyTree, extras: dict[str, Any]
+) -> tuple[dict[str, Any], int]:
+    """What must be the same on all ranks at every step, as far as it is known without waiting for a device.
+
+    In words, for an error, and as a number.
+    """
+    numbers: dict[str, Any] = {
+        "numbers in their chains": {name: _text(number) for name, number in parts_of(tx)},
+        "named extras, such as value=loss; reduce them first": {name: _text(value) for name, value in extras.items()},
+        "numbers in their states": _numbers_of_state(walk, tx, state, like),
+    }
+    # All of the chain but its numbers: also which parameters are in which group of an optimizer.
+    key = ("structure", id(tx._context))
+    if key not in walk.derived:
+        text = structure_of(tx)
+        walk.derived[key] = text, number_of(text), tx._context  # kept, so that no other can have its id
+    structure, its_number, _ = walk.derived[key]
+    return {"chains": structure, **numbers}, number_of([its_number, numbers])
+
+
+def _text(value: Any) -> str:
+    """A value in words: those of host memory; tensors on a device are compared when copies are verified."""
+    if not isinstance(value, Tensor):
+        plain = value is None or isinstance(value, bool | int | float | str)
+        return repr(value) if plain else type(value).__qualname__
+    if value.device.type != "cpu" or value.numel() > SMALL:
+        return f"a tensor {tuple(value.shape)} of {value.dtype}"
+    return f"{value.tolist()} of {value.dtype}"
+
+
+def _numbers_of_state(walk: Walk, tx: Transform, state: PyTree, like: PyTree) -> dict[str, str]:
+    """Those leaves of a state that belong to no parameter, such as counters and injected hyperparameters."""
+    leaves = tree.leaves(state)
+    key = ("numbers of state", id(tx._context), len(leaves), tuple(tree.names(like)))
+    if key not in walk.derived:
+        described = about(walk, tx, tree.map(local_of, like))
+        places = [i for i, what in enumerate(described) if isinstance(what, Held) and what.name is None]
+        names = tree.names(state)
+        fits = len(described) == len(leaves)
+        walk.derived[key] = [(place, names[place]) for place in places] if fits else None
+    places = walk.derived[key]
+    return {"": f"{len(leaves)} leaves"} if places is None else {name: _text(leaves[place]) for place, name in places}
 
 
 def _placed(layout: Layout, name: str, leaf: Any) -> Any:
@@ -128,11 +215,6 @@ def _filled(
                 outgoing, expected, dtype=dtype, device=device, group=layout.group, what="sharing a gradient"
             ).wait(incoming)
     return found
-
-
-def _numbers(tx: Transform) -> dict[str, float | str]:
-    """The numeric arguments, as far as they can be known without waiting for a device."""
-    return {name: value if isinstance(value, float) else "a tensor" for name, value in parts_of(tx)}
 
 
 def _check_step(walk: Walk, tx: Transform, updates: PyTree, state: PyTree, params: PyTree, *, check: bool) -> None:

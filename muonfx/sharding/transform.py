@@ -91,6 +91,7 @@ def sharded(
     exchange_dtype: torch.dtype | None = None,
     machine: Machine | None = None,
     gram: bool = False,
+    verify_every: int | None = None,
 ):
     """Make a transform over local tensors of one over whole ones: the same update under any layout.
 
@@ -111,6 +112,9 @@ def sharded(
         machine: operations and bytes a second, for "auto"; None: a guess by the kind of device.
         gram: orthogonalize matrices that are cut along their long side where their pieces are, if that sends less: for
             few ranks and long matrices. The result is then within rounding, never bitwise that of one process.
+        verify_every: compare what several ranks hold copies of, parameters and state, before every so many steps, bit
+            by bit, by checksums; that reads all of them once and waits for the device. None: at `init` and before the
+            first step, and the first after a state was loaded. Numbers in host memory are compared at every step.
 
     Returns:
         A transform over trees of local tensors, or of DTensors: then its updates, and the leaves of its state that are
@@ -141,7 +145,11 @@ def sharded(
         raise ValueError(f"replicas: found {replicas!r}, expected 'auto', 'split' or 'everyone'")
     if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
         raise ValueError(f"bucket_bytes: found {bucket_bytes!r}, expected an int of 1 or more")
-    settings = Settings(replicas, bucket_bytes, exchange_dtype, machine, gram)
+    if verify_every is not None and (
+        isinstance(verify_every, bool) or not isinstance(verify_every, int) or verify_every < 1
+    ):
+        raise ValueError(f"verify_every: found {verify_every!r}, expected None or an int of 1 or more")
+    settings = Settings(replicas, bucket_bytes, exchange_dtype, machine, gram, verify_every)
     if exchange_dtype is not None and not (
         isinstance(exchange_dtype, torch.dtype) and exchange_dtype.is_floating_point
     ):
@@ -231,7 +239,6 @@ def advance(
         check: whether to look at the trees first, which takes time.
         problem: what the caller has found to be wrong on this rank.
     """
-    meet(walk, tx, updates if params is None else params)
     if donate.updates and any(_overlaps(leaf) for leaf in map(local_of, tree.leaves(updates)) if leaf is not None):
         donate = donate._replace(updates=False)  # an expanded gradient has no storage of its own to reuse
     local = agreed_updates(walk, tx, updates, state, params, donate=donate, extras=extras, check=check, problem=problem)

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import NOTHING, Donation, Locality, Transform, chain_entries, sum_over_leaves, transform
+from muonfx.polar import compute_dtype
 from muonfx.recorded import with_numbers
 from muonfx.sharding.collectives import gathered
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.gathered import init_run, update_run
-from muonfx.sharding.kinds import Kind, groups_of, kind_of, planned_as, resolved_within, with_parts
+from muonfx.sharding.kinds import Kind, groups_of, kind_of, planned_as, resolved_within, with_compute_dtype, with_parts
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.messages import collective
 from muonfx.sharding.plan.costs import Run
@@ -52,18 +53,24 @@ class Walk:
     Attributes:
         layout: who holds what.
         settings: what the caller has chosen.
-        compute: what a dtype of "auto" stands for on all ranks.
+        compute: what a dtype of "auto" stands for on all ranks, by the kind of device; empty until they have agreed.
     """
 
     layout: Layout
     settings: Settings
-    compute: torch.dtype = torch.float32
+    compute: dict[str, torch.dtype] = field(default_factory=dict)
     met: dict[int, Any] = field(default_factory=dict)
     """The structures of the chains that the ranks have compared, by id."""
     likes: dict[int, PyTree] = field(default_factory=dict)
     """For each of these, meta tensors in the tree of the local parameters."""
     derived: dict[Any, Any] = field(default_factory=dict)
     """What else follows from shapes, found out once."""
+    steps: int = 0
+    """How many steps have been taken."""
+    verified: set[int] = field(default_factory=set)
+    """The chains, as in `met`, before whose steps the copies that ranks hold have been compared."""
+    has_loaded: bool = False
+    """Whether this rank has taken a state from elsewhere since the last step."""
     turns: Callable[..., Any] | None = None
     """Makes what brings the state of a run in by turns; None: it is there."""
     _plans: dict[Any, RunPlan] = field(default_factory=dict)
@@ -170,25 +177,31 @@ class Walk:
     def resolved(self, tx: Transform, params: PyTree) -> Transform:
         """A transform with all decided that names and global shapes decide, and with those that it calls on pieces."""
         names = tuple(tree.names(params))
-        key = (id(tx), names)
+        compute = self.compute_on(tree.device_of(params))
+        key = (id(tx), names, compute)
         if key not in self._resolved:
-            made = self._resolved_now(tx, params, names)
+            made = self._resolved_now(tx, params, names, compute)
             self._resolved[key] = (tx, made)
-            self._resolved[id(made), names] = (made, made)  # it is what it is to become
+            self._resolved[id(made), names, compute] = (made, made)  # it is what it is to become
             while len(self._resolved) > 1024:
                 self._resolved.popitem(last=False)
             return made
         return self._resolved[key][1]
 
-    def _resolved_now(self, tx: Transform, params: PyTree, names: tuple[str, ...]) -> Transform:
+    def _resolved_now(
+        self, tx: Transform, params: PyTree, names: tuple[str, ...], compute: torch.dtype | None
+    ) -> Transform:
         """`resolved` of a transform that is new: names and shapes decide nothing by numbers, so these are put in."""
         numbers, structure = tree.flatten(tx)
-        known = self._of_structure.get((structure, names))
+        key = (structure, names, compute)
+        known = self._of_structure.get(key)
         if known is not None:
             made = with_numbers(known, iter(numbers))
         else:
             meta = self.global_like(params)
             made = tx.resolve(meta)
+            if compute is not None:
+                made = with_compute_dtype(made, compute)
             if self.kind(made) is Kind.RUN:
                 made = resolved_within(made, meta)
             if self.kind(made) is Kind.INSIDE:
@@ -196,7 +209,7 @@ class Walk:
             found = tree.leaves(made)
             if len(found) != len(numbers) or any(a is not b for a, b in zip(found, numbers, strict=True)):
                 return made  # its own way to resolve makes other numbers of them
-        self._of_structure[structure, names] = made
+        self._of_structure[key] = made
         while len(self._of_structure) > 256:
             self._of_structure.popitem(last=False)
         return made
@@ -218,8 +231,32 @@ class Walk:
         kind = torch.device("cpu") if device.type == "meta" else self.device(device)
         key = (tuple(names), tuple((name, tree.flatten(tx)[1]) for name, tx in run), str(kind))
         if key not in self._plans:
-            self._plans[key] = plan_run(run, names, self.layout, kind, self.settings, self.compute)
+            # On a CPU "auto" is a measurement, and who owns what must not depend on one: balance as for fp32.
+            compute = torch.float32 if kind.type == "cpu" else compute_dtype(torch.float32, kind)
+            self._plans[key] = plan_run(run, names, self.layout, kind, self.settings, compute)
         return self._plans[key]
+
+    def is_verification_due(self, tx: Transform) -> bool:
+        """Whether the copies that ranks hold are to be compared before the next step of a chain."""
+        every = self.settings.verify_every
+        return id(tx._context) not in self.verified or (every is not None and self.steps % every == 0)
+
+    def begin_step(self, tx: Transform) -> None:
+        """Count a step that all ranks have agreed to take, with copies compared where that was due."""
+        self.steps += 1
+        self.verified.add(id(tx._context))
+        self.has_loaded = False
+
+    def note_load(self) -> None:
+        """Note that a state has come from elsewhere, perhaps on some ranks only: the next step compares copies."""
+        self.verified.clear()
+        self.has_loaded = True
+
+    def compute_on(self, device: torch.device) -> torch.dtype | None:
+        """What a dtype of "auto" stands for on all ranks, for updates on a device; None: they have not agreed."""
+        if device.type == "meta":
+            return next(iter(self.compute.values()), None)
+        return self.compute.get(self.device(device).type)
 
     def device(self, given: torch.device) -> torch.device:
         """Where to compute with updates that are on a device."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from muonfx import polar
 from muonfx.core import NOTHING, Donation, EmptyState, Transform, transform
+from muonfx.polar.policy import Decided
 from muonfx.transforms._matrices import Blocks, Dims, matrix_locality, name_patterns, on_stacks, view_as_matrices
 from muonfx.tree import Present, PyTree
 
@@ -25,10 +26,15 @@ def _rounds_to(tx: Transform, dtype: torch.dtype, device: torch.device) -> torch
     return compute if polar.same_range(dtype, compute) else dtype
 
 
+def _with_compute_dtype(tx: Transform, dtype: torch.dtype) -> Transform:
+    return tx.replace(dtype=Decided(dtype)) if tx.arguments["dtype"] == "auto" else tx
+
+
 @transform(
     locality=lambda coefficients, steps, method, dtype, products, dims, blocks, block_axis: matrix_locality(dims),
     reads_params=False,
     rounds_to=_rounds_to,
+    with_compute_dtype=_with_compute_dtype,
     on_stacks=on_stacks,
     name_patterns=name_patterns,
 )

@@ -20,7 +20,7 @@ def evenly(size: int, count: int | None = None) -> Model:
 
 def facts(drawn: Model) -> int:
     """Bytes that ranks may tell each other in a step: three numbers for each leaf, and a few more."""
-    return 2 * 4 * (3 * len(drawn.leaves) + 12)
+    return 2 * 4 * (3 * len(drawn.leaves) + 16)
 
 
 def total(drawn: Model) -> int:

@@ -88,6 +88,7 @@ def test_holders_are_found_as_by_a_loop_over_all_ranks(drawn: cut.Cut):
         if drawn[rank].numel:
             naive.setdefault(drawn[rank], []).append(rank)
     assert list(drawn.holders.items()) == [(piece, tuple(ranks)) for piece, ranks in naive.items()]
+    assert drawn.copies == tuple(tuple(ranks) for ranks in naive.values() if len(ranks) > 1)
     numel = prod(drawn.shape)
     assert drawn.complete == tuple(sorted(r for p, ranks in naive.items() if p.numel == numel for r in ranks))
     assert drawn.taking_part == tuple(rank for rank in range(len(drawn)) if drawn[rank].numel)

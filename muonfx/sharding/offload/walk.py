@@ -47,13 +47,12 @@ class Streaming(Walk):
 
     def __post_init__(self) -> None:
         self.turns = self._turns_of_run
-        self._near = _Near(self.layout, self.settings)
+        self._near = _Near(self.layout, self.settings, self.compute)
         self._near._warned = self._warned
 
     @property
     def near(self) -> Walk:
         """The walk within a bucket."""
-        self._near.compute = self.compute
         return self._near
 
     def kind(self, tx: Transform) -> Kind:

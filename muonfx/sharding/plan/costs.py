@@ -10,6 +10,7 @@ from torch import Tensor
 
 from muonfx.core import Transform, chain_entries
 from muonfx.partition import masked, partition
+from muonfx.polar.policy import Decided
 from muonfx.sharding.kinds import Kind, groups_of, kind_of
 from muonfx.sharding.plan.cost import newton_schulz_cost
 from muonfx.transforms._matrices import view_as_matrices
@@ -61,7 +62,7 @@ def _of_orthogonalize(
     given = tx.arguments
     (view,) = view_as_matrices(given["dims"], given["blocks"], given["block_axis"]).of([name])
     asked = given["dtype"]
-    if asked == "auto":
+    if asked == "auto" or isinstance(asked, Decided):
         asked = torch.float64 if dtype == torch.float64 else compute
     settings = {key: given[key] for key in ("coefficients", "steps", "method", "products")}
     return sum(

@@ -76,6 +76,8 @@ class Settings(NamedTuple):
     """What routes are chosen by; None: a guess by the kind of device."""
     gram: bool = False
     """Whether matrices may be orthogonalized where their pieces are, by sums of Gram matrices."""
+    verify_every: int | None = None
+    """After how many steps the copies that ranks hold are compared again; None: at the first step only."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,118 @@
+"""A transform in words that are the same in every process which has made the same one."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import re
+from types import CodeType
+from typing import Any
+
+from muonfx import tree
+from muonfx.core import Transform
+from muonfx.recorded import Recorded
+
+__all__ = ["captured_by", "chain_text", "functions_of", "structure_of"]
+
+_DEEPEST = 4
+"""How deep functions within functions are looked into: they may contain themselves."""
+
+
+def chain_text(tx: Transform) -> str:
+    """The code that builds a transform, without addresses in memory, which differ between processes."""
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(tx))
+
+
+def structure_of(tx: Transform) -> str:
+    """All of a transform but its numbers: those that a learning rate changes.
+
+    >>> import muonfx as mfx
+    >>> structure_of(mfx.scale(0.1)) == structure_of(mfx.scale(0.2)) != structure_of(mfx.momentum())
+    True
+    """
+    return chain_text(tree.map(lambda _: 0.0, tx)) + "\n" + "\n".join(functions_of(tx).values())
+
+
+def functions_of(tx: Recorded) -> dict[str, str]:
+    """The functions among the arguments of a transform and of those within it, such as schedules: their code.
+
+    A repr shows a function's name alone, and all lambdas have one name.
+    """
+    return {name: _code_of(function, 0) for name, function in _functions(tx)}
+
+
+def captured_by(tx: Recorded) -> dict[str, str]:
+    """What these functions have captured: numbers, words, and containers and functions of those.
+
+    >>> import muonfx as mfx
+    >>> rate = 0.5
+    >>> captured_by(mfx.scale_by_learning_rate(functools.partial(lambda r, count: r / (count + 1), rate)))
+    {'scale_by_learning_rate.learning_rate': '(), (0.5), {}, '}
+    """
+    return {name: _captured(function, 0) for name, function in _functions(tx)}
+
+
+def _functions(tx: Recorded) -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+
+    def look(name: str, value: Any) -> None:
+        if isinstance(value, Recorded):
+            for argument, inner in value.arguments.items():
+                look(f"{name}.{argument}" if name else f"{value.factory.__name__}.{argument}", inner)
+        elif isinstance(value, tuple | list):
+            for place, item in enumerate(value):
+                look(f"{name}.{place}", item)
+        elif isinstance(value, dict):
+            for key, item in value.items():
+                look(f"{name}.{key}", item)
+        elif inspect.isroutine(value) or isinstance(value, functools.partial):
+            found.append((name, value))
+
+    look("", tx)
+    return found
+
+
+def _code_of(value: Any, depth: int) -> str:
+    if isinstance(value, functools.partial):
+        return f"partial of {_code_of(value.func, depth + 1)}"
+    value = getattr(value, "__func__", value)
+    name = getattr(value, "__qualname__", type(value).__qualname__)
+    code = getattr(value, "__code__", None)
+    return name if code is None else f"{name} (code {_digest(code)})"
+
+
+def _digest(code: CodeType) -> str:
+    digest = hashlib.sha256(code.co_code)
+
+    def add(value: Any) -> None:
+        digest.update((_digest(value) if isinstance(value, CodeType) else repr(value)).encode())
+
+    for value in (code.co_names, *code.co_consts):
+        add(value)
+    return digest.hexdigest()[:12]
+
+
+def _captured(value: Any, depth: int) -> str:
+    if depth > _DEEPEST:
+        return "..."
+    if isinstance(value, functools.partial):
+        return ", ".join(_captured(item, depth + 1) for item in (value.func, value.args, value.keywords)) + ", "
+    if isinstance(value, tuple | list):
+        return f"({', '.join(_captured(item, depth + 1) for item in value)})"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {_captured(item, depth + 1)}' for key, item in value.items())}}}"
+    if inspect.isfunction(value):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        return _captured((*cells, *(value.__defaults__ or ())), depth + 1)
+    if value is None or isinstance(value, bool | int | float | complex | str):
+        return repr(value)
+    return type(value).__qualname__  # what else there is may differ, as a device does
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        _ = cell.cell_contents
+    except ValueError:  # of a function that is not yet defined
+        return False
+    return True

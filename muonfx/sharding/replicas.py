@@ -1,0 +1,285 @@
+"""What several ranks hold is the same on all of them: verified by checksums, and made so by `broadcast`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from muonfx import tree
+from muonfx.core import Transform
+from muonfx.sharding.agreement import host_device, listed
+from muonfx.sharding.alike import agree_on_leaves
+from muonfx.sharding.checksums import checksum, scattered, vanishing
+from muonfx.sharding.collectives import BUCKET, exchange, in_buckets
+from muonfx.sharding.errors import ShardingError
+from muonfx.sharding.layout import Layout, local_of
+from muonfx.sharding.layouts import ALIKE
+from muonfx.sharding.messages import collective, copied
+from muonfx.sharding.placed import check_pieces
+from muonfx.sharding.state import Held, about
+from muonfx.sharding.walk import Walk
+from muonfx.tree import PyTree
+
+__all__ = ["broadcast", "verify_params", "verify_state", "warn_of_gradients"]
+
+
+class _Copies(NamedTuple):
+    """A leaf that several ranks may hold copies of."""
+
+    name: str
+    value: Tensor | None
+    """What this rank has."""
+    holders: Sequence[Sequence[int]]
+    """The ranks that must have the same, for each part of the leaf: on all ranks in the same order."""
+
+
+class _Difference(NamedTuple):
+    """Copies that are not the same."""
+
+    name: str
+    first: int
+    """The rank that the others are compared with."""
+    odd: list[int]
+    more: int
+    """How many other leaves differ too."""
+
+    @property
+    def where(self) -> str:
+        return f"has other values on {listed(self.odd)} than on rank {self.first}"
+
+    def also(self, what: str) -> str:
+        return f" (and {self.more} other {what} differ)" if self.more else ""
+
+
+def verify_params(layout: Layout, local: PyTree) -> None:
+    """Require that the parameters that several ranks hold are the same there, bit by bit.
+
+    The ranks add up one number. A device is waited for.
+
+    Raises:
+        ShardingError: they are not; the message names the first that is not, and the ranks. Raised on all ranks.
+    """
+    found = _find_difference(_copies_of(layout, local), layout)
+    if found is None:
+        return
+    if found.name in layout.derived.get(ALIKE, ()):
+        raise ShardingError(
+            f"{found.name!r} lies on different meshes on different ranks and {found.where}{found.also('parameters')}: "
+            "if these are different parameters, give them different names, or place them on one mesh of more dims; if "
+            f"they are one, {_ADVICE}"
+        )
+    raise ShardingError(
+        f"parameter {found.name!r} {found.where}{found.also('parameters')}, though {layout!r} says that they hold the "
+        f"same; nothing was changed. Was the model made with another seed, or loaded on some ranks only? {_ADVICE}"
+    )
+
+
+_ADVICE = (
+    "make them equal with muonfx.sharding.broadcast(params, layout), which returns the first holder's values, or "
+    "writes them in place with donate=True"
+)
+
+
+def verify_state(walk: Walk, tx: Transform, like: PyTree, state: PyTree) -> None:
+    """Require that what several ranks hold of a state is the same there, bit by bit.
+
+    Args:
+        walk: the layout and its plans.
+        tx: the transform.
+        like: local tensors in the tree of the parameters.
+        state: of local tensors.
+
+    Raises:
+        ShardingError: it is not; the message names the first leaf that is not, and the ranks. Raised on all ranks.
+    """
+    described, leaves = about(walk, tx, like), tree.leaves(state)
+    if len(described) != len(leaves):
+        return  # of another transform: whoever looks at the state says so
+    copies = [
+        _Copies(name, leaf if isinstance(leaf, Tensor) else None, _holders_of(walk.layout, what))
+        for name, leaf, what in zip(tree.names(state), leaves, described, strict=True)
+    ]
+    found = _find_difference(copies, walk.layout)
+    if found is not None:
+        raise ShardingError(
+            f"the state's {found.name!r} {found.where}{found.also('leaves')}, though they hold the same; nothing was "
+            "changed. Was it loaded on some ranks only, or from different checkpoints? Load one state on all ranks"
+        )
+
+
+def warn_of_gradients(layout: Layout, local: PyTree) -> None:
+    """Warn where gradients differ of which the layout says that they are the same, as a mean over ranks is."""
+    found = _find_difference(_copies_of(layout, local), layout)
+    if found is not None:
+        warnings.warn(
+            f"the gradient of {found.name!r} {found.where}{found.also('gradients')}, though {layout!r} says that they "
+            "hold the same: were gradients reduced over the ranks? If not, the copies of the parameter drift apart",
+            stacklevel=2,
+        )
+
+
+def _copies_of(layout: Layout, local: PyTree) -> list[_Copies]:
+    named = dict(zip(tree.names(local), tree.leaves(local), strict=True))
+    return [_Copies(name, named.get(name), layout.pieces[name].copies) for name in layout.names]
+
+
+def _holders_of(layout: Layout, what: Any) -> Sequence[Sequence[int]]:
+    """The ranks that hold the same of a leaf of a state."""
+    if not isinstance(what, Held):
+        return []
+    if what.name is None or any(share.owner is None for share in what.shares):
+        return [range(layout.size)]
+    return [] if what.owned else layout.pieces[what.name].copies
+
+
+def _find_difference(copies: Sequence[_Copies], layout: Layout) -> _Difference | None:
+    """The first leaf whose copies differ; the same answer on all ranks.
+
+    First all ranks add up one number, which is zero where all copies are the same. Only if it is not, they add up one
+    for each leaf, and hear the checksums of one leaf.
+    """
+    group = layout.group
+    if group is None or layout.size == 1 or not any(len(ranks) > 1 for leaf in copies for ranks in leaf.holders):
+        return None
+    mine = [_factor(leaf, layout.rank) for leaf in copies]
+    sums = _checksums([leaf.value if factor else None for leaf, factor in zip(copies, mine, strict=True)])
+    each = [factor * number for factor, number in zip(mine, sums, strict=True)]
+    (total,) = _added_up([sum(scattered(place) * number for place, number in enumerate(each))], group)
+    if not total:
+        return None
+    wrong = [place for place, number in enumerate(_added_up(each, group)) if number]
+    if not wrong:
+        return None
+    place = wrong[0]
+    said = [torch.empty(1, dtype=torch.int64, device=host_device(group)) for _ in range(layout.size)]
+    with collective("finding out which copies differ"):
+        dist.all_gather(said, torch.tensor([sums[place]], dtype=torch.int64, device=host_device(group)), group=group)
+    numbers = [int(number) for number in said]
+    for ranks in copies[place].holders:
+        odd = [rank for rank in ranks if numbers[rank] != numbers[ranks[0]]]
+        if odd:
+            return _Difference(copies[place].name, ranks[0], odd, len(wrong) - 1)
+    return None
+
+
+def _factor(leaf: _Copies, rank: int) -> int:
+    """What this rank's checksum is multiplied by: over copies that are the same the products add up to zero."""
+    ranks = next((ranks for ranks in leaf.holders if len(ranks) > 1 and rank in ranks), None)
+    usable = leaf.value is not None and not leaf.value.is_meta
+    return 0 if ranks is None or not usable else vanishing(len(ranks))[ranks.index(rank)]
+
+
+def _checksums(values: Sequence[Tensor | None]) -> list[int]:
+    """Checksums as numbers, 0 for None; a device is waited for once."""
+    found = [0] * len(values)
+    by_device: dict[torch.device, list[int]] = {}
+    for place, value in enumerate(values):
+        if value is not None:
+            by_device.setdefault(value.device, []).append(place)
+    sums = {
+        device: torch.stack([checksum(value) for place in places if (value := values[place]) is not None])
+        for device, places in by_device.items()
+    }
+    for device, places in by_device.items():
+        for place, number in zip(places, sums[device].tolist(), strict=True):
+            found[place] = number
+    return found
+
+
+def _added_up(numbers: Sequence[int], group: dist.ProcessGroup) -> list[int]:
+    """The sums over all ranks, modulo 2^64."""
+    wrapped = [(number + (1 << 63)) % (1 << 64) - (1 << 63) for number in numbers]
+    said = torch.tensor(wrapped, dtype=torch.int64, device=host_device(group))
+    with collective("comparing checksums between ranks"):
+        dist.all_reduce(said, group=group)
+    return said.tolist()
+
+
+# ----------------------------------------------------------------------------------------------------------- broadcast
+
+
+@torch.no_grad()
+def broadcast(params: PyTree, layout: Layout, *, donate: bool = False) -> PyTree:
+    """Make equal what several ranks hold: every copy becomes that of the first rank that holds it.
+
+    For models that were made with a seed for each rank, or loaded on one rank only. All ranks must call it together.
+
+    Args:
+        params: a tree of local tensors, or of DTensors.
+        layout: who holds what.
+        donate: the caller's promise not to use the old values again: they are overwritten, which makes a model's
+            parameters equal where they are: ``broadcast(dict(model.named_parameters()), layout, donate=True)``.
+
+    Returns:
+        A tree like ``params``; without ``donate``, of new tensors where several ranks hold a leaf. Leaves that this
+        rank alone holds are the very ones.
+
+    Raises:
+        ShardingError: a leaf is not what the layout says, or something is wrong on another rank.
+
+    Example:
+        >>> import muonfx as mfx
+        >>> params = {"w": torch.ones(2)}
+        >>> mfx.sharding.broadcast(params, mfx.sharding.replicated(1))
+        {'w': tensor([1., 1.])}
+    """
+    layout = layout.of(params)
+    problem: Exception | None = None
+    try:
+        check_pieces(layout, params)
+    except (TypeError, ShardingError) as error:
+        problem = error
+    if layout.group is None or layout.size == 1:
+        if problem is not None:
+            raise problem
+        return params
+    _, missing = agree_on_leaves(params, layout, problem)
+    leaves, treedef = tree.flatten(params)
+    names = tree.names(params)
+    places: dict[str, Tensor] = {}
+    for place, (name, leaf, gone) in enumerate(zip(names, leaves, missing, strict=True)):
+        if leaf is None or not layout.pieces[name].copies:
+            continue
+        if gone:  # which all ranks know alike
+            raise ShardingError(f"{name!r} is None on some ranks only: give it on all ranks that hold it")
+        if not donate:
+            leaves[place] = leaf = _copy(leaf)
+        places[name] = local_of(leaf).detach()
+    _from_first_holders(places, layout, layout.group)
+    return tree.unflatten(treedef, leaves)
+
+
+def _copy(leaf: Any) -> Any:
+    return leaf.detach().clone()
+
+
+def _from_first_holders(places: Mapping[str, Tensor], layout: Layout, group: dist.ProcessGroup) -> None:
+    """Overwrite tensors by those of the first rank that holds them."""
+    holders = {name: layout.pieces[name].copies for name in places}
+    of_all = [name for name in places if len(holders[name][0]) == layout.size]
+    for bucket in in_buckets([places[name] for name in of_all], BUCKET):
+        tensors = [places[of_all[place]] for place in bucket]
+        packed = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        with collective("broadcasting parameters"):
+            dist.broadcast(packed, dist.get_global_rank(group, 0), group=group)
+        parts = packed.split([tensor.numel() for tensor in tensors])
+        copied([part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)], tensors)
+    rest = [name for name in places if name not in set(of_all)]
+    most = max((len(ranks) for name in rest for ranks in holders[name]), default=1)
+    like = [torch.empty(layout._specs[name].shape, dtype=places[name].dtype, device="meta") for name in rest]
+    for bucket in in_buckets(like, max(1, BUCKET // most)):
+        outgoing: list[list[Tensor]] = [[] for _ in range(layout.size)]
+        incoming: list[list[Tensor]] = [[] for _ in range(layout.size)]
+        for name in (rest[place] for place in bucket):
+            for first, *others in holders[name]:
+                if layout.rank == first:
+                    for other in others:
+                        outgoing[other].append(places[name])
+                elif layout.rank in others:
+                    incoming[first].append(places[name])
+        exchange(outgoing, incoming, places[rest[bucket[0]]], group, "broadcasting parameters")

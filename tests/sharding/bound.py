@@ -1,0 +1,384 @@
+"""What the tests of what ranks agree on have ranks do."""
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import muonfx as mfx
+from muonfx import polar, sharding
+from muonfx.polar import hardware, policy
+from tests.processes import Here
+from tests.sharding.cases import bits, some
+from tests.sharding.counting import counting
+
+CPU = torch.device("cpu")
+
+
+@contextmanager
+def measured(faster: bool) -> Iterator[None]:
+    """A CPU that multiplies bf16, and whose clock says whether that is faster."""
+
+    def timed(x: Tensor) -> float:
+        return 1.0 if (x.dtype == torch.bfloat16) == faster else 2.0
+
+    hardware.cpu_bf16_is_faster.cache_clear()
+    try:
+        with mock.patch.object(policy, "cpu_has_bf16", return_value=True), mock.patch.object(hardware, "_timed", timed):
+            yield
+    finally:
+        hardware.cpu_bf16_is_faster.cache_clear()
+
+
+def auto_is_of_the_program(here: Here) -> dict[str, bool]:
+    """Rank 0 measures bf16 to be faster, the others fp32; what holds of all that is computed then, by what it is."""
+    own = [dist.new_group([rank]) for rank in range(here.size)][here.rank]
+    params = {"a": some(6, 5), "b": some(7, 4), "long": some(4, 300)}
+    with measured(here.rank == 0):
+        outside = {name: polar.orthogonalize(leaf) for name, leaf in params.items()}
+        narrow = {name: polar.orthogonalize(leaf, dtype=torch.float32) for name, leaf in params.items()}
+        mine = polar.compute_dtype(torch.float32, CPU)
+        tx = mfx.chain(mfx.momentum(0.0, nesterov=False), mfx.orthogonalize())
+        found = {"the measurement differs": (mine == torch.bfloat16) == (here.rank == 0)}
+
+        def step(layout: Any, what: mfx.Transform = tx, **settings: Any) -> Any:
+            over = sharding.sharded(what, layout, **settings)
+            local = layout.shard(params)
+            return layout.gather(over.update(local, over.init(local), local)[0])
+
+        everyone = sharding.replicated(here.group).of(params)
+        alone = sharding.zero(params, own)
+        rows = sharding.from_dtensors(
+            {name: distribute_tensor(leaf, here.mesh, [Shard(1)], src_data_rank=None) for name, leaf in params.items()}
+        )
+        flat = sharding.zero(params, here.group, partition="flat")
+        found["everyone"] = same(step(everyone, replicas="everyone"), narrow)
+        found["a group alone, after the other"] = same(step(alone), outside)
+        found["everyone again"] = same(step(everyone, replicas="everyone"), narrow)
+        found["split"] = same(step(everyone, replicas="split"), narrow)
+        found["owner"] = same(step(flat), narrow)
+        found["offloaded"] = same(step(flat, mfx.sharding.offload(tx, "cpu")), narrow)
+        found["within a wrapper"] = same(step(flat, mfx.skip_nonfinite(mfx.inject_hyperparams(tx))), narrow)
+        gram = step(rows, mfx.orthogonalize(), gram=True)
+        found["gram"] = max(float((gram[name] - narrow[name]).abs().max()) for name in params) < 1e-4
+        doubles = {name: leaf.double() for name, leaf in params.items()}
+        wide = sharding.zero(doubles, here.group, partition="flat")
+        params_of_doubles = {name: polar.orthogonalize(leaf) for name, leaf in doubles.items()}
+        over = sharding.sharded(tx, wide)
+        local = wide.shard(doubles)
+        updates, _ = over.update(local, over.init(local), local)
+        found["float64 stays"] = same(wide.gather(updates), params_of_doubles)
+        found["TransformOptimizer"] = same(optimized(params, tx, here.group), narrow)
+        found["a call outside gives what it gave"] = same(
+            {name: polar.orthogonalize(leaf) for name, leaf in params.items()}, outside
+        )
+        found["the measurement is what it was"] = polar.compute_dtype(torch.float32, CPU) == mine
+    return found
+
+
+def optimized(params: dict[str, Tensor], tx: mfx.Transform, group: Any) -> dict[str, Tensor]:
+    """What a torch optimizer under data parallelism adds to parameters."""
+    weights = {name: nn.Parameter(leaf.clone()) for name, leaf in params.items()}
+    optimizer = mfx.TransformOptimizer(weights.items(), tx, layout=sharding.replicated(group))
+    for name, weight in weights.items():
+        weight.data.zero_()
+        weight.grad = params[name].clone()
+    optimizer.step()
+    return {name: weight.detach() for name, weight in weights.items()}
+
+
+def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
+    return all(bits(found[name]) == bits(wanted[name]) for name in wanted)
+
+
+# ------------------------------------------------------------------------------------------------------------ replicas
+
+
+def laid_out(here: Here, kind: str, seeds: dict[str, int]) -> Any:
+    """A layout and parameters, each drawn from a seed of its own on this rank."""
+    shapes = {"a": (8, 6), "b": (5,), "c": (4, 4)}
+    params: dict[str, Any] = {name: some(*shape, seed=seeds.get(name, 0)) for name, shape in shapes.items()}
+    if kind == "replicated":
+        return sharding.replicated(here.group).of(params), params
+    if kind == "flat":
+        layout = sharding.zero(params, here.group, partition="flat")
+        return layout, layout.shard(params)
+    on, placements = (here.grid, {"hsdp": [Replicate(), Shard(0)]}) if kind == "hsdp" else (here.mesh, {})
+    rows = placements.get(kind, [Shard(0)])
+    plain = kind == "plain beside DTensors"
+    params["a"] = distribute_tensor(params["a"], on, rows, src_data_rank=None)
+    if not plain:
+        params["b"] = distribute_tensor(params["b"], on, [Replicate()] * on.ndim, src_data_rank=None)
+    if kind == "hsdp":
+        params["c"] = distribute_tensor(params["c"], on, [Shard(1), Replicate()], src_data_rank=None)
+    return sharding.from_dtensors(params), params
+
+
+def replicas_differ(here: Here, kind: str, name: str, on: int, how: str) -> list[str]:
+    """What is said where one rank has made a parameter with another seed; then they are made equal."""
+    layout, params = laid_out(here, kind, {name: 17} if here.rank == on else {})
+    tx = mfx.chain(mfx.momentum(), mfx.masked(mfx.orthogonalize(dtype=torch.float32), mfx.select.ndim(min=2)))
+    said: list[str] = []
+    if how == "optimizer":
+        weights = {key: nn.Parameter(leaf) for key, leaf in params.items()}
+        given = layout if kind == "replicated" else None
+        try:
+            mfx.TransformOptimizer(weights, tx, layout=given)
+        except sharding.ShardingError as error:
+            said.append(str(error))
+        sharding.broadcast(weights, layout, donate=True)
+        mfx.TransformOptimizer(weights, tx, layout=given)
+        params = {key: weight.detach() for key, weight in weights.items()}
+    else:
+        over = sharding.sharded(tx, layout)
+        try:
+            over.init(params)
+        except sharding.ShardingError as error:
+            said.append(str(error))
+        before = [bits(leaf.to_local() if hasattr(leaf, "to_local") else leaf) for leaf in params.values()]
+        made = sharding.broadcast(params, layout)
+        assert [bits(leaf.to_local() if hasattr(leaf, "to_local") else leaf) for leaf in params.values()] == before
+        params = made
+        over.update(params, over.init(params), params)
+    plain = {key: leaf.to_local() if hasattr(leaf, "to_local") else leaf for key, leaf in params.items()}
+    for piece, holders in layout.holders(name).items():
+        if here.rank in holders:
+            wanted = piece.cut(some(*layout._specs[name].shape, seed=17 if holders[0] == on else 0))
+            assert torch.equal(plain[name], wanted), "made equal to the first holder's"
+    return said
+
+
+def replicas_drift(here: Here, verify_every: int | None) -> list[int]:
+    """In which of six steps a parameter that one rank changes before the third is noticed."""
+    params = {"a": some(4, 4), "b": some(3)}
+    layout = sharding.replicated(here.group).of(params)
+    over = sharding.sharded(mfx.momentum(), layout, verify_every=verify_every)
+    state = over.init(params)
+    noticed: list[int] = []
+    for step in range(6):
+        if step == 2 and here.rank == 1:
+            params["a"] = params["a"].clone()
+            params["a"][3, 1] += 1e-6
+        try:
+            _, state = over.update(params, state, params)
+        except sharding.ShardingError as error:
+            noticed += [step] if "'a'" in str(error) else []
+    return noticed
+
+
+def states_differ(here: Here, where: str) -> list[str]:
+    """What is said where one rank goes on with another state, and where a good one takes its place again."""
+    params = {"a": some(4, 4), "b": some(3)}
+    layout = sharding.replicated(here.group).of(params)
+    tx = mfx.chain(mfx.inject_hyperparams(mfx.scale_by_adam()), mfx.normalize_neurons(), mfx.scale(0.1))
+    tx = mfx.masked(tx, {"a": True, "b": False})
+    over = sharding.sharded(tx, layout, replicas="everyone")
+    state = over.init(params)
+    if where != "loaded at the start":
+        _, state = over.update(params, state, params)
+    good = mfx.tree.map(torch.clone, state)
+    if here.rank == 1:
+        bad = mfx.tree.map(torch.clone, state)
+        if where == "a counter":
+            bad["inject_hyperparams"].inner.count.add_(1)
+        elif where == "a hyperparameter":
+            bad["inject_hyperparams"].hyperparams["b1"].fill_(0.5)
+        elif where == "at all owners":
+            bad["normalize_neurons"].nu["a"].add_(1)
+        else:
+            bad["inject_hyperparams"].inner.mu["a"].add_(1)
+        state = bad
+    if where in ("at all owners", "taken back"):
+        state = sharding.local(over, sharding.logical(over, state))
+    said: list[str] = []
+    try:
+        over.update(params, state, params)
+    except sharding.ShardingError as error:
+        said.append(str(error))
+    over.update(params, good, params)
+    return said
+
+
+# --------------------------------------------------------------------------------------------- what else may differ
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 6), nn.Linear(6, 4)
+
+
+def by_closure(rate: float) -> Any:
+    return lambda count: rate / (1 + count)
+
+
+def at_bind(here: Here, what: str) -> None:
+    """Make a transform on each rank, with something that differs on rank 1."""
+    odd = here.rank == 1
+    params: Any = {"a": some(4, 5), "b": some(3)}
+    tx, settings = mfx.momentum(0.9), {}
+    if what == "a version":
+        with mock.patch.object(mfx, "__version__", "0.2.0" if odd else mfx.__version__):
+            layout = sharding.zero(params, here.group)
+            sharding.sharded(tx, layout).init(layout.shard(params))
+        return
+    if what == "a default dtype" and odd:
+        torch.set_default_dtype(torch.float64)
+    if what == "a precision" and odd:
+        torch.set_float32_matmul_precision("medium")
+    if what == "bucket_bytes":
+        settings["bucket_bytes"] = 1000 + odd
+    if what == "a lambda's code":
+        tx = mfx.scale_by_learning_rate((lambda count: 0.1 * count) if odd else (lambda count: 0.2 * count))
+    if what == "the order of names":
+        params = OrderedDict(reversed(params.items())) if odd else OrderedDict(params)
+    if what == "labels":
+        labels = {"a": "x", "b": "x" if odd else "y"}
+        tx = mfx.partition({"x": mfx.scale(1.0), "y": mfx.scale(2.0)}, labels)
+    try:
+        layout = sharding.replicated(here.group).of(params)
+        sharding.sharded(tx, layout, **settings).init(params)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_float32_matmul_precision("highest")
+
+
+def warned_at_bind(here: Here, what: str) -> list[str]:
+    """The warnings of a bind with something that differs on rank 1, but is no error."""
+    odd = here.rank == 1
+    params = {"a": some(4, 5)}
+    layout = sharding.replicated(here.group).of(params)
+    tx = mfx.momentum()
+    if what == "a captured rate":
+        tx = mfx.scale_by_learning_rate(by_closure(0.2 if odd else 0.1))
+    version = "9.9" if odd and what == "torch" else torch.__version__
+    with warnings.catch_warnings(record=True) as caught, mock.patch.object(torch, "__version__", version):
+        warnings.simplefilter("always")
+        over = sharding.sharded(tx, layout)
+        state = over.init(params)
+        if what == "gradients":
+            params_ = {"a": params["a"] + here.rank}
+            over.update(params_, state, params)
+    return [str(warning.message) for warning in caught if "muonfx" in warning.filename]
+
+
+def in_a_step(here: Here, what: str) -> None:
+    """A step with something that differs on rank 1; one without it before."""
+    odd = here.rank == 1
+    params = {"a": some(4, 5), "b": some(3)}
+    layout = sharding.zero(params, here.group, partition="flat")
+    tx: mfx.Transform = mfx.chain(mfx.scale_by_adam(), mfx.scale(-0.1))
+    extras: dict[str, Any] = {}
+    if what == "an extra":
+        tx = mfx.chain(tx, reads_value())
+        extras = {"value": 1.0}
+    if what == "a tensor":
+        tx = mfx.chain(mfx.scale_by_adam(), mfx.scale(torch.tensor(-0.1)))
+    over, local = sharding.sharded(tx, layout), layout.shard(params)
+    _, state = over.update(local, over.init(local), local, **extras)
+    before = [bits(leaf) for leaf in mfx.tree.tensors(state)]
+    if odd and what == "a tensor":
+        changed = mfx.with_hyperparams(tx, {"scale.factor": torch.tensor(-0.2)})
+        over = mfx.tree.unflatten(mfx.tree.flatten(over)[1], mfx.tree.leaves(changed))
+    if odd and what == "an extra":
+        extras = {"value": 2.0}
+    if odd and what == "a counter":
+        state["scale_by_adam"].count.add_(5)
+        before = [bits(leaf) for leaf in mfx.tree.tensors(state)]
+    if odd and what == "a new chain":
+        over = sharding.sharded(mfx.chain(mfx.scale_by_adam(), mfx.scale(-0.3)), layout)
+    try:
+        over.update(local, state, local, **extras)
+    finally:
+        assert [bits(leaf) for leaf in mfx.tree.tensors(state)] == before
+
+
+def a_chain_made_anew_on_one_rank(here: Here) -> bool:
+    """The same chain, built again on one rank alone: not an error, and no rank waits for another."""
+    params = {"a": some(4, 5), "b": some(3)}
+    layout = sharding.zero(params, here.group, partition="flat")
+    over, local = sharding.sharded(mfx.momentum(0.9), layout), layout.shard(params)
+    _, state = over.update(local, over.init(local), local)
+    again = sharding.sharded(mfx.momentum(0.9), layout) if here.rank == 1 else over
+    again.update(local, state, local)
+    return True
+
+
+@mfx.transform(locality=mfx.Locality.ELEMENT)
+def reads_value():
+    """Multiplies by the extra ``value``."""
+
+    def init(params: Any) -> mfx.EmptyState:
+        return mfx.EmptyState()
+
+    def update(updates: Any, state: Any, params: Any = None, *, value: float = 1.0):
+        return mfx.tree.map(lambda u: u * value, updates), state
+
+    return init, update
+
+
+def groups_swapped(here: Here) -> None:
+    """A torch optimizer whose groups have the same rates, for other parameters on rank 1."""
+    params = {"a": nn.Parameter(some(4, 5)), "b": nn.Parameter(some(3, 3))}
+    first, second = ("b", "a") if here.rank == 1 else ("a", "b")
+    groups = [
+        {"params": [(first, params[first])], "lr": 0.1},
+        {"params": [(second, params[second])], "lr": 0.2},
+    ]
+    optimizer = mfx.TransformOptimizer(groups, mfx.scale_by_learning_rate(0.1), layout=sharding.replicated(here.group))
+    for param in params.values():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+
+
+def bytes_of_bind(here: Here, count: int) -> tuple[int, int]:
+    """What a rank sends to bind a chain over so many parameters, and in how many calls; no objects may be sent."""
+    params = {f"blocks.{place}.weight": torch.zeros(2, 2) for place in range(count)}
+    layout = sharding.replicated(here.group).of(params)
+    with counting(here) as counted:
+        sharding.sharded(mfx.momentum(), layout).init(params)
+    return sum(counted.sent.values()), sum(counted.calls.values())
+
+
+def donating_on_one_rank(here: Here) -> list[Any]:
+    """Three steps in which one rank gives its state and gradients away and the others do not."""
+    params = {"a": some(4, 5), "b": some(3)}
+    layout = sharding.zero(params, here.group, partition="flat")
+    over, local = sharding.sharded(mfx.muon_with_adamw(0.1, labels={"a": "muon", "b": "adamw"}), layout), {}
+    local = layout.shard(params)
+    state, found = over.init(local), []
+    for _ in range(3):
+        grads = {name: leaf.clone() for name, leaf in local.items()}
+        updates, state = over.update(grads, state, local, donate=here.rank == 1)
+        found.append({name: bits(leaf) for name, leaf in layout.gather(updates).items()})
+    return found
+
+
+def loaded_on_one_rank(here: Here, everywhere: bool) -> list[str]:
+    """The warnings of a step behind a load of a state without counters, of which each rank has a piece of its own."""
+    params = {"a": some(4, 5), "b": some(3)}
+    layout = sharding.zero(params, here.group, partition="flat")
+    over, local = sharding.sharded(mfx.momentum(), layout), layout.shard(params)
+    _, state = over.update(local, over.init(local), local)
+    if everywhere or here.rank == 0:
+        state = sharding.local(over, sharding.logical(over, over.init(local) if everywhere else state))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _, state = over.update(local, state, local)
+        over.update(local, state, local)
+    return [str(warning.message) for warning in caught if "muonfx" in warning.filename]
+
+
+def different_layouts_without_init(here: Here) -> None:
+    """A first update, with a parameter more on one rank."""
+    params = {"a": some(4, 5), "b": some(3)} | ({"c": some(2)} if here.rank == 1 else {})
+    layout = sharding.zero(params, here.group, partition="flat")
+    local = layout.shard(params)
+    sharding.sharded(mfx.scale(2.0), layout).update(local, mfx.EmptyState(), local)
