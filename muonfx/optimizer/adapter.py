@@ -390,7 +390,10 @@ class TransformOptimizer(torch.optim.Optimizer):
         try:
             loads = matched(self.param_groups, self._keys, self.state, places, given, self._stepping.take)
             saved = saved_groups(self.param_groups, given)
-            numbers = [{key: old[key] for key in sorted(own)} for own, old in zip(self._keys, saved, strict=True)]
+            numbers = sorted(  # by name, in whatever order a rank has its groups
+                (sorted(group["param_names"]), [(key, old[key]) for key in sorted(own)])
+                for group, own, old in zip(self.param_groups, self._keys, saved, strict=True)
+            )
         except Exception as error:  # of whatever kind: other ranks wait to hear of it
             problem = error
         with torch.no_grad():

@@ -202,7 +202,9 @@ class SteppingOverRanks(Stepping):
 
         It is small beside the updates that replicas are sent, and on its way while the caller does other things.
         """
-        self._gathering = None
+        if self._gathering is not None:
+            self._gathering.wait()  # long done; nothing is left under way when its buffers go
+            self._gathering = None
         if self.layout.kind == "replicated" and (places := self._owned()):
             leaves = tree.leaves(state)
             self._gathering = Gathering(self.layout, self._device, {p: (self._about[p], leaves[p]) for p in places})
@@ -303,7 +305,9 @@ class SteppingOverRanks(Stepping):
             return
         for group in values:
             check_shapes(self.tx, group)
-        own = [(group, held["param_names"]) for group, held in zip(values, groups, strict=True) if held["param_names"]]
+        filled = [(group, sorted(held["param_names"])) for group, held in zip(values, groups, strict=True)]
+        # By name: ranks may have got their groups in different orders, and are to count the versions alike.
+        own = sorted([(group, names) for group, names in filled if names], key=lambda pair: pair[1])
         self._now = self._known_alike(valid(for_groups(self._inner, [v for v, _ in own], [names for _, names in own])))
         self._values = [dict(group) for group in values]
 

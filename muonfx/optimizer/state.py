@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from muonfx.checkpoint.dtypes import widens
 from muonfx.sharding.intervals import IntervalTensor
 from muonfx.sharding.layout import is_dtensor, local_of
 
@@ -120,15 +121,9 @@ def _misfit(leaf: Any, value: Any) -> str | None:
         return f"is {_described(value)}, expected {_described(leaf)}"
     if _is_code(value.dtype, leaf.dtype):
         return f"holds codes of {value.dtype}, expected {leaf.dtype}"
-    if not _widens(value.dtype, leaf.dtype):
+    if not widens(value.dtype, leaf.dtype):
         return f"would narrow from {value.dtype} to {leaf.dtype}"
     return None
-
-
-def _widens(dtype: torch.dtype, to: torch.dtype) -> bool:
-    """Whether every value of a dtype is one of another of its kind: promotion would round integers to float32."""
-    kinds = {(one.is_floating_point, one.is_complex, one == torch.bool) for one in (dtype, to)}
-    return len(kinds) == 1 and torch.promote_types(dtype, to) == to
 
 
 def on_this_rank(leaf: Any, value: Any) -> tuple[Tensor | None, Tensor, tuple[int, int] | None] | str:

@@ -9,6 +9,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, f
 from torch.nn.parallel import DistributedDataParallel
 
 import muonfx as mfx
+from muonfx import sharding
 from tests.processes import Here
 
 
@@ -31,7 +32,7 @@ def wrapped(model: nn.Module, how: str, here: Here) -> nn.Module:
 def one_step(model: nn.Module, optimizer: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model(torch.ones(3, 4)).square().sum().backward()
+        model(torch.ones(3, 4, dtype=next(model.parameters()).dtype)).square().sum().backward()
     optimizer.step()
 
 
@@ -59,16 +60,23 @@ def trains(here: Here, how: str) -> None:
         optimizer = mfx.Muon(model)
         model = DistributedDataParallel(model, process_group=here.group)
         model = torch.compile(model, backend="eager") if "compiled" in how else model
+    elif how == "replicated, converted":
+        optimizer = mfx.Muon(model, layout=sharding.replicated(here.group))
+        model = DistributedDataParallel(model.bfloat16(), process_group=here.group)
     else:
-        model = wrapped(model, how, here)
+        model = wrapped(model, how.removesuffix(", converted"), here)
         optimizer = mfx.Muon(model)
+        if how.endswith("converted"):
+            model.bfloat16()
     before = [_whole(param).clone() for param in model.parameters()]
     for _ in range(2):
         one_step(model, optimizer)
         optimizer.zero_grad()
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            model(torch.ones(3, 4))  # FSDP2 may leave parameters unsharded behind it
+            model(
+                torch.ones(3, 4, dtype=next(model.parameters()).dtype)
+            )  # FSDP2 may leave parameters unsharded behind it
             optimizer.step()
     for param, was in zip(model.parameters(), before, strict=True):
         assert not torch.equal(_whole(param), was)

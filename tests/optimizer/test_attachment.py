@@ -236,6 +236,18 @@ def test_a_model_under_fsdp1_is_refused(world: World, how: str):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("how", ["fully_shard", "unsharded", "ddp", "compiled ddp", "no_shard", "meta"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "fully_shard",
+        "unsharded",
+        "ddp",
+        "compiled ddp",
+        "no_shard",
+        "meta",
+        "fully_shard, converted",
+        "replicated, converted",
+    ],
+)
 def test_what_trains_a_model_is_let_through(world: World, how: str):
     world.check(2, ranks.trains, how=how)

@@ -87,5 +87,6 @@ def test_ranks_that_load_states_of_different_moments_are_told_and_load_nothing(w
     assert all(" loads other values for '" in str(error) for error in found), found
 
 
-def test_the_order_in_which_a_rank_gives_its_parameters_does_not_matter(world: World):
-    world.check(2, ranks.in_another_order)
+@pytest.mark.parametrize("groups", ["one", "two"])
+def test_the_order_in_which_a_rank_gives_its_parameters_does_not_matter(world: World, groups: str):
+    world.check(2, ranks.in_another_order, groups=groups)

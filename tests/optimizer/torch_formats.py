@@ -190,16 +190,19 @@ def loads_of_two_moments(here: Here, kind: str) -> None:
         optimizer.load_state_dict(found[0 if here.rank == 1 else 1])
 
 
-def in_another_order(here: Here) -> None:
-    """One rank gives its parameters in another order: the same training."""
+def in_another_order(here: Here, groups: str) -> None:
+    """One rank gives its parameters, and its groups, in another order: the same training."""
     with quiet():
         net, _ = sharded("fsdp", here)
         params = named(net)
         if here.rank == 1:
             params = dict(reversed(params.items()))
-        optimizer = mfx.TransformOptimizer(params, chains(made())["by label"])
+        given = groups_of(params, groups)
+        if here.rank == 1 and groups == "two":
+            given = given[::-1]
+        optimizer = mfx.TransformOptimizer(given, chains(made())["by label"])
         one = made()
-        other = mfx.TransformOptimizer(named(one), chains(one)["by label"])
+        other = mfx.TransformOptimizer(groups_of(named(one), groups), chains(one)["by label"])
         for n, o in ((net, optimizer), (one, other)):
             train(n, o, range(3))
         for name, param in named(net).items():
