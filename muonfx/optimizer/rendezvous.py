@@ -35,9 +35,13 @@ class Rendezvous:
     def __init__(self, group: dist.ProcessGroup) -> None:
         name = group.group_name
         _made[name] = _made.get(name, 0) + 1
-        self._group, self._store = group, group.get_group_store()
+        self._group = group
         self._key, self._round = f"muonfx/{_made[name]}", 0
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+
+    @property
+    def _store(self) -> dist.Store:
+        return self._group.get_group_store()
 
     def meet(self, what: str, problem: Exception | None = None, said: bytes = b"") -> None:
         """Wait until all ranks are there; raise on all of them what is wrong on one.
@@ -60,11 +64,15 @@ class Rendezvous:
                 self._store.add(f"{at}/problems", 1)
             if self._store.add(f"{at}/arrived", 1) == self._size:
                 self._store.set(f"{at}/all", "")
-            self._wait(at, what)
+            try:
+                self._wait(at, what)
+            except BaseException:  # of whatever kind, an interrupt too
+                if self._withdraw(at, problem):
+                    raise
             failed = self._store.add(f"{at}/problems", 0)
-        except ShardingError:
-            raise
         except RuntimeError as error:
+            if isinstance(error, ShardingError):
+                raise
             raise ShardingError(f"{what} failed: the ranks' store cannot be reached: {error}") from error
         self._round += 1
         if problem is not None:
@@ -89,13 +97,19 @@ class Rendezvous:
             )
             if self._came(at, whole - first):
                 return
-        missing = self._missing(at)
-        # Take back that this rank came, so that all can meet later; unless the last one came just now.
+        raise ShardingError(
+            f"nothing was changed: all ranks must call {what} together, but {self._missing(at)} did not within {whole}"
+        )
+
+    def _withdraw(self, at: str, problem: Exception | None) -> bool:
+        """Take back that this rank came, so that all can meet later; False: the last one came just now."""
         self._store.add(f"{at}/arrived", -1)
-        if not self._store.check([f"{at}/all"]):
-            raise ShardingError(
-                f"nothing was changed: all ranks must call {what} together, but {missing} did not within {whole}"
-            )
+        if self._store.check([f"{at}/all"]):
+            return False
+        if problem is not None:
+            self._store.add(f"{at}/problems", -1)
+        self._store.delete_key(f"{at}/{self._rank}")
+        return True
 
     def _came(self, at: str, patience: timedelta) -> bool:
         try:

@@ -70,12 +70,14 @@ def test_replicas_may_load_one_anothers_file(world: World, tmp_path: Path):
         assert "expected [" in str(error)
 
 
-@pytest.mark.parametrize(("kind", "what"), [("fsdp", "load_state_dict"), ("ddp", "load_state_dict"), ("fsdp", "save")])
+@pytest.mark.parametrize(
+    ("kind", "what"), [("fsdp", "load"), ("ddp", "load"), ("fsdp", "load what does not fit"), ("fsdp", "save")]
+)
 def test_a_rank_that_comes_alone_is_told_and_disturbs_nobody(world: World, kind: str, what: str):
     said, nothing = world.check(2, ranks.alone_with_patience, kind=kind, what=what, seconds=1.5)
     assert nothing == []
     error, *warned = said
-    called = "load_state_dict" if what == "load_state_dict" else "state_dict()"
+    called = "state_dict()" if what == "save" else "load_state_dict"
     assert f"all ranks must call {called} together, but rank 1 did not" in error
     assert any(f"rank 0 waits in {called} for rank 1" in one for one in warned)
 

@@ -165,7 +165,10 @@ def alone_with_patience(here: Here, kind: str, what: str, seconds: float) -> lis
                 with warnings.catch_warnings(record=True) as caught:
                     warnings.simplefilter("always")
                     try:
-                        optimizer.load_state_dict(saved) if what == "load_state_dict" else optimizer.state_dict()
+                        if what == "save":
+                            optimizer.state_dict()
+                        else:
+                            optimizer.load_state_dict(saved if what == "load" else {**saved, "state": {}})
                     except sharding.ShardingError as error:
                         said = [str(error), *[str(one.message) for one in caught]]
         finally:
