@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from muonfx import tree
 from muonfx.arguments import plain_arguments
@@ -21,6 +21,7 @@ from muonfx.checkpoint.renaming import Rename
 from muonfx.checks import is_usable
 from muonfx.core import Transform
 from muonfx.hyperparams import with_hyperparams
+from muonfx.optimizer.attachment import Attachment, check_usable, models_of
 from muonfx.optimizer.groups import (
     NOT_HYPERPARAMS,
     NamedParameters,
@@ -33,7 +34,7 @@ from muonfx.optimizer.groups import (
     split_by_route,
 )
 from muonfx.optimizer.over_ranks import SteppingOverRanks, layout_for
-from muonfx.optimizer.state import matched, path_of, renamed_groups, saved_groups
+from muonfx.optimizer.state import Load, matched, path_of, renamed_groups, saved_groups
 from muonfx.optimizer.stepping import Stepping
 from muonfx.optimizer.values import check_shapes, valid
 from muonfx.sharding.layout import Layout
@@ -78,7 +79,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         TypeError: unnamed parameters, or tensors that cannot be optimized; a layout for parameters that are DTensors.
         ShardingError: the ranks have different parameters, chains, layouts or hyperparameters.
         ValueError: two parameters with one name, an unknown hyperparameter in a group (the message lists those
-            known), or a value out of range.
+            known), a value out of range, parameters on the meta device, or what FSDP1 leaves of parameters.
 
     Example:
         >>> import muonfx as mfx
@@ -119,12 +120,15 @@ class TransformOptimizer(torch.optim.Optimizer):
         self._ready = False
         # In a dict: torch.compile replays what is put into one, but not what is assigned to an optimizer's attributes.
         self._live: dict[str, Any] = {}
-        groups = resolve_groups(params)
+        given: Any = params if isinstance(params, nn.Module | Mapping) else list(params)
+        groups = resolve_groups(given)
         named = {name: param for group in groups for name, param in group["params"]}
         if not named:
             raise ValueError("params: found no parameters; pass a model that has some, or model.named_parameters()")
+        check_usable(named, layout)
         self._given_layout = layout
         self._layout = layout_for(named, layout)
+        self._attachment = Attachment(models_of(given), named, alone=self._layout is None)
         self._routes = self._routes_of(named, self._layout)
         super().__init__(groups, {})
         self._start()
@@ -149,6 +153,12 @@ class TransformOptimizer(torch.optim.Optimizer):
         kept = {name: self.__dict__[name] for name in (*ours, "_rules", "_labels") if name in self.__dict__}
         return {**super().__getstate__(), **kept}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over what a copy needs; a copy does not know which model its parameters are of."""
+        super().__setstate__(state)
+        if "_keys" in state:
+            self._attachment = Attachment([], self._named(), alone=self._layout is None)
+
     # ------------------------------------------------------------------------------------------------ construction
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -172,6 +182,7 @@ class TransformOptimizer(torch.optim.Optimizer):
             together = {**named, **dict(pairs)}
             layout = layout_for(together, self._given_layout)
             routes = self._routes_of(together, layout)
+            check_usable(dict(pairs), self._given_layout)
             # Refuses what the transform cannot take, before anything is changed.
             self.tx.init(_wholes(together, layout))
         parts = split_by_route(pairs, routes)
@@ -193,6 +204,7 @@ class TransformOptimizer(torch.optim.Optimizer):
             complete = {"label": label_of(routes, part), "lr": 0.0, **unnamed, **rest, **values}
             super().add_param_group({**complete, "params": part})
         if self._ready:
+            self._attachment.add(models_of([param_group]), dict(pairs))
             self._start()
 
     def _routes_of(self, named: Mapping[str, Tensor], layout: Layout | None) -> dict[str, Route]:
@@ -212,6 +224,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         self._keys, self._stepping = keys, made
         self._live["state"] = state
         self._show_all()
+        made.share(state)
         self._left_out = {name for name, route in self._routes.items() if None in route.values()}
         self._ready = True
 
@@ -269,8 +282,9 @@ class TransformOptimizer(torch.optim.Optimizer):
             What the closure returned, else None.
 
         Raises:
-            ValueError: a hyperparameter in a group is out of range, or a parameter that the labels leave out has a
-                gradient.
+            ValueError: a hyperparameter in a group is out of range, a parameter that the labels leave out has a
+                gradient, a parameter was moved or cut since the optimizer was made, or the model trains other
+                parameters and none of these.
             TypeError: a gradient is sparse or complex. Nothing has been changed when an error is raised.
         """
         loss = None
@@ -279,6 +293,12 @@ class TransformOptimizer(torch.optim.Optimizer):
                 loss = closure()
         params = self._named()
         updates: dict[str, Tensor | None] = {name: param.grad for name, param in params.items()}
+
+        def check(updates: Mapping[str, Tensor | None]) -> None:
+            self._check(updates)
+            if not torch.compiler.is_compiling():  # a graph is traced once, and for these parameters
+                self._attachment.check(params, updates)
+
         self._live["state"] = self._stepping.step(
             self.param_groups,
             params,
@@ -286,7 +306,7 @@ class TransformOptimizer(torch.optim.Optimizer):
             self._state,
             donate=self.donate_grads,
             extras=extras,
-            check=self._check,
+            check=check,
         )
         self._publish()
         return loss
@@ -320,12 +340,35 @@ class TransformOptimizer(torch.optim.Optimizer):
 
     # -------------------------------------------------------------------------------------------------- persistence
 
+    def state_dict(self) -> dict[str, Any]:
+        """The state and the groups in torch's own format; see ``torch.optim.Optimizer.state_dict``.
+
+        Where parameters are DTensors, what lies at the owner of a matrix is gathered and cut evenly over the
+        parameter's mesh, so that torch can save, gather and reshard it: a chain with such state (`normalize_neurons`)
+        needs all ranks to call this together, any other does not. Under ``sharding.replicated()`` every rank has all.
+
+        Raises:
+            ShardingError: not all ranks came, where all must.
+        """
+        found = super().state_dict()
+        exported = self._stepping.exported(self._state)
+        if exported:
+            index_of = {id(param): place for place, param in enumerate(self._named().values())}
+            held: dict[Any, Any] = dict(found["state"])
+            for place, leaf in exported.items():
+                owner, key = self._slots[place]
+                index = index_of[id(owner)]
+                held[index] = {**held[index], key: leaf}
+            found["state"] = held
+        return found
+
     def load_state_dict(self, state_dict: Mapping[str, Any], *, rename: Rename | None = None) -> None:
         """Load what ``state_dict()`` returned, into the storage and the dtypes of this optimizer's state.
 
         Parameters are found by name, without what ``torch.compile``, ``DistributedDataParallel`` and other wrappers put
-        into names. Values are copied. A dtype may widen; it never follows the parameter's dtype, as
-        ``torch.optim`` lets it.
+        into names. Values are copied. A dtype may widen within its kind; it never follows the parameter's dtype, as
+        ``torch.optim`` lets it. Over ranks, all must call this together: they wait for one another in the group's
+        store, so that one that comes alone is told so when the group's timeout has passed.
 
         Args:
             state_dict: of an optimizer of this transform.
@@ -333,26 +376,38 @@ class TransformOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: other groups or parameters, a missing, unexpected or reshaped state leaf, a narrowing dtype,
-                or a missing hyperparameter; the message names them all. Nothing has been changed when an error is
-                raised.
+                what another rank had of a sharded leaf, or a missing hyperparameter; the message names them all.
+                Nothing has been changed when an error is raised.
+            ShardingError: something is wrong on another rank, ranks load different states, or not all ranks came.
         """
         given: dict[str, Any] = dict(state_dict)
         for hook in cast("Any", self)._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, given)
             given = given if changed is None else changed
-        values: list[tuple[Tensor, Tensor]] = []
+        places = {
+            (id(param), key): place
+            for place, (owner, key) in enumerate(self._slots)
+            for param in (self.state if owner is None else (owner,))
+        }
+        loads: list[Load] = []
+        saved: list[dict[str, Any]] = []
+        numbers: Any = None
         problem: Exception | None = None
         try:
             given = renamed_groups(self.param_groups, given, rename)
-            values = matched(self.param_groups, self._keys, self.state, given)
-        except ValueError as error:
+            loads = matched(self.param_groups, self._keys, self.state, places, given, self._stepping.take)
+            saved = saved_groups(self.param_groups, given)
+            numbers = sorted(  # by name, in whatever order a rank has its groups
+                (sorted(group["param_names"]), [(key, old[key]) for key in sorted(own)])
+                for group, own, old in zip(self.param_groups, self._keys, saved, strict=True)
+            )
+        except Exception as error:  # of whatever kind: other ranks wait to hear of it
             problem = error
-        self._stepping.agree(problem)
-        for leaf, value in values:
-            leaf.copy_(value)
-        for group, saved in zip(self.param_groups, saved_groups(self.param_groups, given), strict=True):
+        with torch.no_grad():
+            self._stepping.load(loads, numbers, self._state, problem)
+        for group, old in zip(self.param_groups, saved, strict=True):
             group.update(
-                copy.deepcopy({key: value for key, value in saved.items() if key not in ("params", "param_names")})
+                copy.deepcopy({key: value for key, value in old.items() if key not in ("params", "param_names")})
             )
         for hook in cast("Any", self)._optimizer_load_state_dict_post_hooks.values():
             hook(self)

@@ -81,9 +81,12 @@ class Muon(TransformOptimizer):
     ) -> None:
         if len(betas) != 2:
             raise ValueError(f"betas must be AdamW's two decays, found {betas!r}")
+        if not isinstance(params, nn.Module | Mapping):
+            given: Any = list(params)
+            params = given
+        named: Any = params
         if not isinstance(params, nn.Module):
-            params = resolve_groups(params)
-        named = params if isinstance(params, nn.Module) else {n: p for group in params for n, p in group["params"]}
+            named = {name: param for group in resolve_groups(params) for name, param in group["params"]}
         self._rules = list(rules)
         self._labels = labels
         if labels is not None and self._rules:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+import zlib
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
@@ -14,15 +16,28 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.checkpoint import FlatPiece
 from muonfx.core import Donation, Transform
+from muonfx.optimizer.portable import (
+    Gathering,
+    evenly,
+    evenly_box,
+    gathered_whole,
+    other_piece,
+    record,
+    recorded,
+    sum_of_bits,
+)
+from muonfx.optimizer.rendezvous import Rendezvous
+from muonfx.optimizer.state import Load, on_this_rank
 from muonfx.optimizer.stepping import Check, Stepping, add_in_place
 from muonfx.optimizer.values import check_shapes, standing, unchanged, valid
 from muonfx.optimizer.versions import for_groups
-from muonfx.sharding.agreement import agree
+from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.intervals import IntervalTensor
-from muonfx.sharding.layout import Layout, is_dtensor, local_of
+from muonfx.sharding.layout import Layout, dtensor_of, is_dtensor, local_of
 from muonfx.sharding.layouts import from_dtensors
 from muonfx.sharding.messages import collective
 from muonfx.sharding.offload.transform import home_of, inner_of
+from muonfx.sharding.owned import like_parameter
 from muonfx.sharding.plan.plan import Settings
 from muonfx.sharding.state import Held, about, dressed, dressed_leaf, interval_of, logical_leaf
 from muonfx.sharding.transform import advance, begin, introduce, sharded, walk_of
@@ -67,6 +82,13 @@ class SteppingOverRanks(Stepping):
         self._now = self._inner
         self._known: list[optree.PyTreeSpec] = []
         self._like: dict[str, Any] = {}
+        self._records: dict[int, dict[str, Any]] = {}
+        self._gathering: Gathering | None = None
+        self._places_of_owned: list[int] | None = None
+
+    @property
+    def _many(self) -> bool:
+        return self.layout.group is not None and self.layout.size > 1
 
     @property
     def transform(self) -> Transform:
@@ -81,6 +103,9 @@ class SteppingOverRanks(Stepping):
         self._like = self.walk.global_like(local)
         self._about = about(self.walk, self._inner, self._like)
         self.refresh(groups, params)
+        if self._many:
+            assert self.layout.group is not None
+            self._rendezvous = Rendezvous(self.layout.group)
         return state
 
     def taken_from(self, other: Stepping, state: PyTree, old: PyTree) -> PyTree:
@@ -130,21 +155,149 @@ class SteppingOverRanks(Stepping):
         """A leaf of the state as ``optimizer.state`` has it: a DTensor, or another thing that says which part it is."""
         what = self._about[place]
         found = dressed_leaf(self.walk, what, leaf)
+        if is_dtensor(found) and not what.owned:
+            return recorded(found, self._record_of(place))
         if is_dtensor(found) or not isinstance(what, Held) or what.name is None:
             return found
         piece = logical_leaf(self.walk, self._device, what, leaf)
         return IntervalTensor.of(piece) if isinstance(piece, FlatPiece) else piece
 
+    def _record_of(self, place: int) -> dict[str, Any]:
+        """The record of a leaf that is cut as its parameter is, or of one at an owner as a state dict has it."""
+        if place not in self._records:
+            what = self._about[place]
+            boxes = (
+                [evenly_box(self.layout, what.name, what.shape)] if what.owned else self.layout.piece(what.name).boxes
+            )
+            self._records[place] = record(self.layout, what.shape, boxes)
+        return self._records[place]
+
     def shown(self, state: PyTree) -> PyTree:
         """The state as the functional API has it."""
         return dressed(self.walk, self._inner, self._like, state) if self.layout.dtensors else state
 
-    def agree(self, problem: Exception | None) -> None:
-        """Raise on all ranks what is wrong on one."""
-        if self.layout.group is not None and self.layout.size > 1:
-            agree([], self.layout.group, problem)
-            self.walk.note_load()
-        super().agree(problem)
+    # ------------------------------------------------------------------------------------------------- persistence
+
+    def _owned(self) -> list[int]:
+        """The places of leaves that lie at owners, in a way for which torch has no word."""
+        if self._places_of_owned is None:
+            self._places_of_owned = [
+                place
+                for place, what in enumerate(self._about)
+                if self._many and isinstance(what, Held) and what.owned and what.name is not None
+                if any(share.owner is not None for share in what.shares) and not self._is_cut_as_its_parameter(what)
+            ]
+        return self._places_of_owned
+
+    def _is_cut_as_its_parameter(self, what: Held) -> bool:
+        """Whether what all owners have of a stack is a DTensor with its parameter's placements."""
+        if what.name is None or what.name not in self.layout.dtensors or len(what.shares) == 1:
+            return False
+        like = torch.empty(what.shape, dtype=what.dtype, device="meta")
+        local = None if what.local is None else torch.empty(what.local, dtype=what.dtype, device="meta")
+        return like_parameter(self.layout, what.name, what.shares, local, like) is not None
+
+    def share(self, state: PyTree) -> None:
+        """Begin to give every replica the state that lies at owners, so that any rank's state dict is complete.
+
+        It is small beside the updates that replicas are sent, and on its way while the caller does other things.
+        """
+        if self._gathering is not None:
+            self._gathering.wait()  # long done; nothing is left under way when its buffers go
+            self._gathering = None
+        if self.layout.kind == "replicated" and (places := self._owned()):
+            leaves = tree.leaves(state)
+            self._gathering = Gathering(self.layout, self._device, {p: (self._about[p], leaves[p]) for p in places})
+
+    def exported(self, state: PyTree) -> dict[int, Any]:
+        """What lies at owners, whole where every rank has all of everything, else as evenly cut DTensors."""
+        if self._gathering is not None:
+            return dict(self._gathering.wait())
+        places = self._owned() if self.layout.kind == "from_dtensors" else []
+        if not places:
+            return {}
+        self._rendezvous.meet("state_dict()")
+        leaves = tree.leaves(state)
+        found: dict[int, Any] = {}
+        for place, whole in gathered_whole(self.layout, self._device, {p: (self._about[p], leaves[p]) for p in places}):
+            name = self._about[place].name
+            found[place] = evenly(self.layout, name, whole) if name in self.layout.dtensors else whole
+        return found
+
+    def take(self, place: int, leaf: Any, value: Any) -> tuple[Tensor | None, Tensor, tuple[int, int] | None] | str:
+        """What to copy for a leaf of which a state dict has a value, or what is wrong with it."""
+        what = self._about[place]
+        if not isinstance(what, Held) or what.name is None:
+            return on_this_rank(leaf, value)
+        if is_dtensor(leaf) and is_dtensor(value) and leaf is not value:
+            whole_mesh = self.layout.dtensors[what.name].mesh
+            cut_evenly = what.owned and value.device_mesh == whole_mesh != leaf.device_mesh
+            if (other := other_piece(value, self._record_of(place))) and (cut_evenly or not what.owned):
+                return f"{other}: a rank loads what it saved itself"
+        if not what.owned or isinstance(value, IntervalTensor):
+            return on_this_rank(leaf, value)
+        if is_dtensor(value):
+            named = self.layout.dtensors.get(what.name)
+            if (is_dtensor(leaf) and value.device_mesh == leaf.device_mesh) or named is None:
+                return on_this_rank(leaf, value)
+            if value.device_mesh != named.mesh:
+                return on_this_rank(leaf, value)
+        return None, value, (0, 0) if what.share is None else interval_of(what, what.share)
+
+    def load(self, loads: Sequence[Load], numbers: Any, state: PyTree, problem: Exception | None) -> None:
+        """Copy loaded values into the state, once all ranks have found that theirs fit, and fit together."""
+        if not self._many:
+            self._copy(loads, state, problem)
+            return
+        first, mine = self._held_by_several(loads, numbers) if problem is None else ([], [])
+        self._rendezvous.meet("load_state_dict", problem, struct.pack(f"<{len(mine)}I", *mine))
+        theirs = dict(zip(heard := sorted(set(first)), self._rendezvous.heard(heard), strict=True))
+        for place, (rank, own) in enumerate(zip(first, mine, strict=True)):
+            if len(theirs[rank]) != 4 * len(mine) or struct.unpack_from("<I", theirs[rank], 4 * place)[0] != own:
+                what = ["the number of leaves", "the groups' hyperparameters", *[load.name for load in loads]][place]
+                problem = ShardingError(
+                    f"rank {self.layout.rank} loads other values for {what} than rank {rank}, which holds the same "
+                    "piece of it: nothing was changed; all ranks must load the state of one moment"
+                )
+                break
+        self._rendezvous.meet("load_state_dict", problem)
+        self._copy(loads, state, None)
+        self.walk.note_load()
+        self.share(state)
+
+    def _copy(self, loads: Sequence[Load], state: PyTree, problem: Exception | None) -> None:
+        if problem is not None:
+            raise problem
+        leaves = tree.leaves(state)
+        for load in loads:
+            target, source = load.target, load.source
+            if load.interval is not None:
+                target = leaves[load.place]
+                if is_dtensor(source):
+                    # On our own mesh: one that was loaded may think that it is on the rank that saved it.
+                    mesh = self.layout.dtensors[self._about[load.place].name].mesh
+                    found: Any = source
+                    given = dtensor_of(local_of(found), mesh, found.placements, found.shape, found.stride())
+                    source = given.full_tensor()
+                source = source.reshape(-1)[slice(*load.interval)]
+            if target is not None:
+                target.copy_(source.view(target.shape) if load.interval is not None else source)
+
+    def _held_by_several(self, loads: Sequence[Load], numbers: Any) -> tuple[list[int], list[int]]:
+        """For each thing that is loaded, the first rank that has the same of it, and a checksum of what is here."""
+        first, mine = [0, 0], [len(loads), zlib.crc32(repr(numbers).encode())]
+        for load in loads:
+            what = self._about[load.place]
+            holder: int | None = 0
+            if isinstance(what, Held) and what.name is not None:
+                if what.owned:
+                    holder = None if is_dtensor(load.source) or load.interval is None else 0
+                else:
+                    holders = self.layout.holders(what.name).get(self.layout.piece(what.name), [self.layout.rank])
+                    holder = holders[0] if len(holders) > 1 else None
+            first.append(self.layout.rank if holder is None else holder)
+            mine.append(0 if holder is None else sum_of_bits(load.source))
+        return first, mine
 
     def refresh(self, groups: Sequence[Mapping[str, Any]], params: Mapping[str, Tensor]) -> None:
         """Build the transform for the hyperparameters that stand in the groups now."""
@@ -153,7 +306,9 @@ class SteppingOverRanks(Stepping):
             return
         for group in values:
             check_shapes(self.tx, group)
-        own = [(group, held["param_names"]) for group, held in zip(values, groups, strict=True) if held["param_names"]]
+        filled = [(group, sorted(held["param_names"])) for group, held in zip(values, groups, strict=True)]
+        # By name: ranks may have got their groups in different orders, and are to count the versions alike.
+        own = sorted([(group, names) for group, names in filled if names], key=lambda pair: pair[1])
         self._now = self._known_alike(valid(for_groups(self._inner, [v for v, _ in own], [names for _, names in own])))
         self._values = [dict(group) for group in values]
 
@@ -190,4 +345,5 @@ class SteppingOverRanks(Stepping):
             self.walk, self._now, updates, state, local, donate=Donation(donate, True), extras=extras, problem=problem
         )
         add_in_place(local, out)
+        self.share(after)
         return after

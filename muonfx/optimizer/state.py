@@ -3,18 +3,38 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from muonfx.checkpoint.dtypes import widens
 from muonfx.checkpoint.renaming import Rename, new_names
 from muonfx.sharding.intervals import IntervalTensor
 from muonfx.sharding.layout import is_dtensor, local_of
 from muonfx.wrappers import unwrapped
 
-__all__ = ["matched", "path_of", "renamed_groups", "saved_groups"]
+__all__ = ["Load", "Take", "matched", "on_this_rank", "path_of", "renamed_groups", "saved_groups"]
+
+
+class Load(NamedTuple):
+    """What is to be copied where, once all is found to fit."""
+
+    name: str
+    """Of the parameter and of the leaf, for an error."""
+    place: int
+    """Of the leaf, in the transform's state."""
+    target: Tensor | None
+    """The storage here; None: this rank has nothing of it."""
+    source: Tensor
+    """Of the target's elements; with an interval, of all."""
+    interval: tuple[int, int] | None = None
+    """Which elements of the flattened source."""
+
+
+Take = Callable[[int, Any, Any], tuple[Tensor | None, Tensor, tuple[int, int] | None] | str]
+"""From a leaf's place, the leaf as it is shown, and a value for it: the end of a `Load`, or what is wrong."""
 
 
 def path_of(entries: tuple[Any, ...]) -> str:
@@ -90,8 +110,10 @@ def matched(
     groups: list[dict[str, Any]],
     keys: list[dict[str, str]],
     state: Mapping[Tensor, dict[str, Any]],
+    places: Mapping[tuple[int, str], int],
     given: Mapping[str, Any],
-) -> list[tuple[Tensor, Tensor]]:
+    take: Take,
+) -> list[Load]:
     """Pair an optimizer's state leaves with the values of a state dict, or raise an error that lists every difference.
 
     Parameters are found by name, in whatever order, where the state dict has names; else by position. Of the entries of
@@ -99,7 +121,7 @@ def matched(
     this rank has of the leaves; a plain tensor stands for all of a leaf that is sharded.
     """
     wrong: list[str] = []
-    pairs: list[tuple[Tensor, Tensor]] = []
+    loads: list[Load] = []
     for group, own, old in zip(groups, keys, saved_groups(groups, given), strict=True):
         wrong += [f"missing hyperparameter {key!r}" for key in own.keys() - old.keys()]
         index_of = dict(zip(old.get("param_names", group["param_names"]), old["params"], strict=True))
@@ -110,27 +132,40 @@ def matched(
                 continue  # torch.distributed.checkpoint.state_dict leaves frozen parameters out
             wrong += [f"{name!r} has no {key!r}" for key in want.keys() - have.keys()]
             wrong += [f"{name!r} has an unexpected {key!r}" for key in have.keys() - want.keys()]
-            for key in want.keys() & have.keys():
+            for key in sorted(want.keys() & have.keys()):
                 if want[key] is None and have[key] is None:
                     continue
-                leaf, value = want[key], have[key]
-                if not isinstance(value, Tensor) or value.shape != leaf.shape:
-                    wrong.append(f"{name!r}: {key!r} is {_described(value)}, expected {_described(leaf)}")
-                elif _is_code(value.dtype, leaf.dtype):
-                    wrong.append(f"{name!r}: {key!r} holds codes of {value.dtype}, expected {leaf.dtype}")
-                elif torch.promote_types(value.dtype, leaf.dtype) != leaf.dtype:
-                    wrong.append(f"{name!r}: {key!r} would narrow from {value.dtype} to {leaf.dtype}")
-                elif (pair := _on_this_rank(leaf, value)) is None:
-                    wrong.append(
-                        f"{name!r}: {key!r} lies as {_lies(value)}, here as {_lies(leaf)}: load through "
-                        "torch.distributed.checkpoint or muonfx.checkpoint, which move values between layouts"
-                    )
+                leaf, value, place = want[key], have[key], places[id(param), key]
+                found = _misfit(leaf, value) or take(place, leaf, value)
+                if isinstance(found, str):
+                    wrong.append(f"{name!r}: {key!r} {found}")
                 else:
-                    pairs.append(pair)
+                    loads.append(Load(f"{key!r} of {name!r}", place, *found))
     if wrong:
         shown = "; ".join(sorted(wrong)[:20]) + (f"; and {len(wrong) - 20} more" if len(wrong) > 20 else "")
         raise ValueError(f"the state does not fit this optimizer, nothing was loaded: {shown}")
-    return pairs
+    return sorted(loads, key=lambda load: load.name)
+
+
+def _misfit(leaf: Any, value: Any) -> str | None:
+    """What of shape or dtype is wrong with a value for a leaf."""
+    if not isinstance(leaf, Tensor) or not isinstance(value, Tensor) or value.shape != leaf.shape:
+        return f"is {_described(value)}, expected {_described(leaf)}"
+    if _is_code(value.dtype, leaf.dtype):
+        return f"holds codes of {value.dtype}, expected {leaf.dtype}"
+    if not widens(value.dtype, leaf.dtype):
+        return f"would narrow from {value.dtype} to {leaf.dtype}"
+    return None
+
+
+def on_this_rank(leaf: Any, value: Any) -> tuple[Tensor | None, Tensor, tuple[int, int] | None] | str:
+    """The end of a `Load` of what this rank has of a leaf; what is wrong, where the value is other ranks' part."""
+    if (pair := _on_this_rank(leaf, value)) is not None:
+        return *pair, None
+    return (
+        f"lies as {_lies(value)}, here as {_lies(leaf)}: load through torch.distributed.checkpoint or "
+        "muonfx.checkpoint, which move values between layouts"
+    )
 
 
 def _on_this_rank(leaf: Any, value: Any) -> tuple[Tensor, Tensor] | None:

@@ -12,6 +12,7 @@ from muonfx import tree
 from muonfx.core import Donation, Locality, Transform
 from muonfx.hyperparams import hyperparams, with_hyperparams
 from muonfx.optimizer.pieces import SMALL_BUCKET, Piece, Segment, buckets, bytes_of, segments
+from muonfx.optimizer.state import Load, on_this_rank
 from muonfx.optimizer.values import agreement, check_shapes, distinct, standing, unchanged, valid
 from muonfx.tree import PyTree
 
@@ -69,10 +70,31 @@ class Stepping:
         """The state as the functional API has it."""
         return state
 
-    def agree(self, problem: Exception | None) -> None:
-        """Raise what is wrong."""
+    def share(self, state: PyTree) -> None:
+        """Begin to make a new state known to those who must be able to save it."""
+
+    def exported(self, state: PyTree) -> dict[int, Any]:
+        """The leaves, by their places, that a state dict has in another form than `show` gives them."""
+        return {}
+
+    def take(self, place: int, leaf: Any, value: Any) -> tuple[Tensor | None, Tensor, tuple[int, int] | None] | str:
+        """What to copy for a leaf of which a state dict has a value, or what is wrong with it; see `state.Take`."""
+        return on_this_rank(leaf, value)
+
+    def load(self, loads: Sequence[Load], numbers: Any, state: PyTree, problem: Exception | None) -> None:
+        """Copy loaded values into the state.
+
+        Args:
+            loads: what to copy where.
+            numbers: the hyperparameters that are loaded beside them.
+            state: of the transform.
+            problem: what is wrong, if anything; then nothing is copied.
+        """
         if problem is not None:
             raise problem
+        for load in loads:
+            if load.target is not None:
+                load.target.copy_(load.source)
 
     def refresh(self, groups: Sequence[Mapping[str, Any]], params: Mapping[str, Tensor]) -> None:
         """Build the transforms for the hyperparameters that stand in the groups now, and the pieces they run on."""

@@ -338,6 +338,36 @@ def test_loading_widens_but_never_narrows():
         low.load_state_dict(high.state_dict())
 
 
+@pytest.mark.parametrize(
+    ("of", "to", "allowed"),
+    [
+        (torch.int64, torch.float32, False),  # 2**24 + 1 is no float32
+        (torch.int32, torch.float64, False),
+        (torch.bool, torch.int32, False),
+        (torch.int32, torch.int64, True),
+        (torch.bfloat16, torch.float32, True),
+        (torch.float16, torch.bfloat16, False),
+        (torch.float64, torch.float32, False),
+    ],
+)
+def test_a_dtype_widens_within_its_kind_only(of, to, allowed):
+    @mfx.transform(locality=mfx.Locality.ELEMENT)
+    def remembers(dtype):
+        def update(updates, state, params=None):
+            return updates, state
+
+        return (lambda params: mfx.tree.map(lambda p: torch.ones(p.shape, dtype=dtype), params)), update
+
+    model = nn.Linear(2, 2)
+    saved = mfx.TransformOptimizer(model, remembers(of)).state_dict()
+    optimizer = mfx.TransformOptimizer(model, remembers(to))
+    if allowed:
+        optimizer.load_state_dict(saved)
+    else:
+        with pytest.raises(ValueError, match=rf"nothing was loaded: .* {of}(, expected| to) {to}"):
+            optimizer.load_state_dict(saved)
+
+
 def test_a_state_that_does_not_fit_is_refused_whole():
     model = make_model()
     optimizer = mfx.TransformOptimizer(model, mfx.momentum(0.9))
@@ -650,8 +680,11 @@ def test_frozen_models_and_missing_gradients_do_nothing():
     model = make_model()
     optimizer = mfx.Muon(model)
     before = params_of(model)
-    optimizer.step()
+    with pytest.warns(UserWarning, match="found no gradient on any of 7 parameters"):
+        optimizer.step()
+    optimizer.step()  # it is said once
     assert_equal(params_of(model), before)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        mfx.Muon(model.requires_grad_(False)).step()
+        frozen = mfx.Muon(model.requires_grad_(False))
+    frozen.step()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
+from muonfx.checkpoint.dtypes import widens
 from muonfx.checkpoint.errors import first_ones
 from muonfx.compact import CompactState, KeyedCompactState
 from muonfx.core import EmptyState, Transform
@@ -171,7 +172,7 @@ def _tree(fresh: PyTree, path: str, kind: str, place: int, leaves: Mapping[str, 
 def _cast(value: Tensor, like: Tensor, where: str, wrong: list[str]) -> Tensor:
     if value.shape != like.shape:
         wrong.append(f"{where}: shape {tuple(value.shape)}, expected {tuple(like.shape)}")
-    elif torch.promote_types(value.dtype, like.dtype) != like.dtype:
+    elif not widens(value.dtype, like.dtype):
         wrong.append(f"{where}: would narrow from {value.dtype} to {like.dtype}")
     return value.detach().to(dtype=like.dtype, device=like.device, copy=True)
 

@@ -1,0 +1,136 @@
+"""Whether an optimizer's parameters are still those that a model trains."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from muonfx.sharding.layout import Layout
+
+__all__ = ["Attachment", "check_usable", "models_of"]
+
+CAUSES = (
+    "was the model sharded, loaded or converted after the optimizer was made (fully_shard, FullyShardedDataParallel, "
+    "load_state_dict(assign=True), to_empty() of meta parameters, parametrizations)? Make the optimizer after that"
+)
+
+
+def models_of(params: Any) -> list[nn.Module]:
+    """The models among what an optimizer was given: itself, or as the "params" of groups."""
+    if isinstance(params, nn.Module):
+        return [params]
+    if not isinstance(params, list | tuple):
+        return []
+    items: Iterable[Any] = params
+    return [item["params"] for item in items if isinstance(item, dict) and isinstance(item.get("params"), nn.Module)]
+
+
+def check_usable(named: Mapping[str, Tensor], layout: Layout | None) -> None:
+    """Refuse parameters that cannot be trained as the matrices that they are.
+
+    Raises:
+        ValueError: they are on the meta device, or what FSDP1 leaves of parameters.
+    """
+    if meta := [name for name, param in named.items() if param.is_meta]:
+        raise ValueError(
+            f"{meta[0]!r} is on the meta device, as are {len(meta)} of {len(named)} parameters: give them "
+            "storage and values first (model.to_empty(device=...), then the weights), then make the optimizer"
+        )
+    if layout is not None and layout.kind in ("flat", "zero"):
+        return  # the caller says what these pieces are
+    flat = [name for name, param in named.items() if getattr(param, "_is_flat_param", False)]
+    views = {name: param for name, param in named.items() if getattr(param, "_fsdp_flattened", False)}
+    # On one rank, and with NO_SHARD, the original parameters keep their shapes.
+    flat = [name for name in flat if name not in views]
+    if flat or (views and all(param.ndim < 2 for param in views.values())):
+        name = next(iter(flat or views))
+        raise ValueError(
+            f"{name!r} has shape {tuple(named[name].shape)}: it is what FullyShardedDataParallel (FSDP1) leaves of "
+            "parameters, flattened and cut, of which no matrix can be told: shard the model with fully_shard (FSDP2) "
+            "instead, or say with layout=muonfx.sharding.flat(...) which pieces these are"
+        )
+
+
+class Attachment:
+    """What parameters were when the optimizer was made, and which models they are of.
+
+    Args:
+        models: those that were given; they are not kept alive.
+        named: the parameters.
+        alone: whether no other rank may have the gradients that this one lacks.
+    """
+
+    def __init__(self, models: Iterable[nn.Module], named: Mapping[str, Tensor], *, alone: bool) -> None:
+        self._models = [weakref.ref(model) for model in models]
+        self._were = {name: (param.shape, param.device) for name, param in named.items()}
+        self._trained = any(param.requires_grad for param in named.values())
+        self._alone = alone
+        self._seen: tuple[str, ...] | None = None
+        self._warned_of_none = False
+
+    def add(self, models: Iterable[nn.Module], named: Mapping[str, Tensor]) -> None:
+        """Take in parameters of a group that was added."""
+        self._models += [weakref.ref(model) for model in models]
+        self._trained = self._trained or any(param.requires_grad for param in named.values())
+        self._were |= {name: (param.shape, param.device) for name, param in named.items() if name not in self._were}
+        self._seen = None
+
+    def check(self, named: Mapping[str, Tensor], updates: Mapping[str, Tensor | None]) -> None:
+        """Look at parameters, and at their models where some parameter has no gradient.
+
+        Raises:
+            ValueError: a parameter has another shape or device than at construction, or the models train other
+                parameters and none of these.
+        """
+        for name, param in named.items():
+            shape, device = self._were[name]
+            if param.shape != shape:
+                raise ValueError(
+                    f"{name!r} has shape {tuple(param.shape)}, {tuple(shape)} when the optimizer was made: {CAUSES}"
+                )
+            if param.device != device:
+                raise ValueError(
+                    f"{name!r} is on {param.device}, its state on {device}: move the model before the optimizer is made"
+                )
+        absent = tuple(name for name, grad in updates.items() if grad is None)
+        if absent == self._seen:
+            return
+        self._seen = absent
+        none = self._trained and len(absent) == len(updates)
+        strangers = self._strangers(named)
+        if strangers and none:
+            self._seen = None  # to be found at every step
+            raise ValueError(
+                f"none of the {len(named)} parameters has a gradient, but {strangers[0]!r} of the model has one and is "
+                f"not among them: {CAUSES}"
+            )
+        if strangers:
+            lacking = next((name for name in absent if named[name].requires_grad), None)
+            also = "" if lacking is None else f", while {lacking!r} of the optimizer has none"
+            warnings.warn(
+                f"{len(strangers)} parameters of the model have gradients and are not the optimizer's, such as "
+                f"{strangers[0]!r}{also}; they stay as they are: {CAUSES}, or add_param_group",
+                stacklevel=5,
+            )
+        elif none and self._alone and not self._warned_of_none:
+            self._warned_of_none = True
+            warnings.warn(
+                f"step() found no gradient on any of {len(named)} parameters and changes nothing: is backward() called "
+                f"before it, on these parameters? If so: {CAUSES}",
+                stacklevel=5,
+            )
+
+    def _strangers(self, named: Mapping[str, Tensor]) -> list[str]:
+        """The parameters of the models that have a gradient and are not the optimizer's."""
+        ours = {id(param) for param in named.values()}
+        models = [model for ref in self._models if (model := ref()) is not None]
+        return [
+            name
+            for model in models
+            for name, param in model.named_parameters()
+            if id(param) not in ours and param.grad is not None
+        ]

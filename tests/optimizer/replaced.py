@@ -1,0 +1,87 @@
+"""What ranks do in the tests of optimizers whose parameters a model may have lost."""
+
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import muonfx as mfx
+from muonfx import sharding
+from tests.processes import Here
+
+
+def made() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4))
+
+
+def wrapped(model: nn.Module, how: str, here: Here) -> nn.Module:
+    if how in ("fully_shard", "unsharded"):
+        return fully_shard(model, mesh=here.mesh, reshard_after_forward=how == "fully_shard")
+    more: dict[str, Any] = {"process_group": here.group, "device_id": torch.device("cpu")}
+    if how == "no_shard":
+        more["sharding_strategy"] = ShardingStrategy.NO_SHARD
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return FullyShardedDataParallel(model, use_orig_params="original" in how or how == "no_shard", **more)
+
+
+def one_step(model: nn.Module, optimizer: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model(torch.ones(3, 4, dtype=next(model.parameters()).dtype)).square().sum().backward()
+    optimizer.step()
+
+
+def made_before(here: Here, how: str) -> None:
+    model = made()
+    optimizer = mfx.Muon(model)
+    one_step(wrapped(model, how, here), optimizer)
+
+
+def made_after(here: Here, how: str) -> None:
+    mfx.Muon(wrapped(made(), how, here))
+
+
+def trains(here: Here, how: str) -> None:
+    """Two steps, between them a pass without gradients; all parameters have changed."""
+    model = made()
+    if how == "meta":
+        with torch.device("meta"):
+            model = made()
+        model = fully_shard(model, mesh=here.mesh).to_empty(device="cpu")
+        for param in model.parameters():
+            nn.init.normal_(param)
+        optimizer = mfx.Muon(model)
+    elif "ddp" in how:  # the optimizer may come first
+        optimizer = mfx.Muon(model)
+        model = DistributedDataParallel(model, process_group=here.group)
+        model = torch.compile(model, backend="eager") if "compiled" in how else model
+    elif how == "replicated, converted":
+        optimizer = mfx.Muon(model, layout=sharding.replicated(here.group))
+        model = DistributedDataParallel(model.bfloat16(), process_group=here.group)
+    else:
+        model = wrapped(model, how.removesuffix(", converted"), here)
+        optimizer = mfx.Muon(model)
+        if how.endswith("converted"):
+            model.bfloat16()
+    before = [_whole(param).clone() for param in model.parameters()]
+    for _ in range(2):
+        one_step(model, optimizer)
+        optimizer.zero_grad()
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model(
+                torch.ones(3, 4, dtype=next(model.parameters()).dtype)
+            )  # FSDP2 may leave parameters unsharded behind it
+            optimizer.step()
+    for param, was in zip(model.parameters(), before, strict=True):
+        assert not torch.equal(_whole(param), was)
+
+
+def _whole(param: Any) -> torch.Tensor:
+    found = param.full_tensor() if hasattr(param, "full_tensor") else param.detach()
+    return found

@@ -1,0 +1,253 @@
+"""An optimizer that would train nothing, or not what it seems to train, says so."""
+
+import copy
+import gc
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+
+import muonfx as mfx
+from tests.optimizer import replaced as ranks
+from tests.processes import Failed, World
+
+
+def made() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4))
+
+
+def backward(model: nn.Module) -> None:
+    model(torch.randn(3, 4, dtype=next(model.parameters()).dtype)).square().sum().backward()
+
+
+def assigned(model: nn.Module) -> nn.Module:
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    return model
+
+
+def replaced(model: nn.Module) -> nn.Module:
+    for layer in (model[0], model[2]):
+        layer.weight = nn.Parameter(layer.weight.detach().clone())
+        layer.bias = nn.Parameter(layer.bias.detach().clone())
+    return model
+
+
+class LoRA(nn.Module):
+    """A frozen layer and two factors beside it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(2, base.in_features))
+        self.up = nn.Parameter(torch.randn(base.out_features, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + x @ self.down.T @ self.up.T
+
+
+@pytest.mark.parametrize("given", ["model", "groups"])
+@pytest.mark.parametrize("change", [assigned, replaced])
+def test_a_model_whose_parameters_were_all_replaced_is_an_error_at_each_step(change, given):
+    model = made()
+    optimizer = mfx.Muon(model if given == "model" else [{"params": model, "lr": 0.1}])
+    change(model)
+    backward(model)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"none of the 4 parameters has a gradient, but '0\.weight' of the model"):
+            optimizer.step()
+
+
+def test_named_parameters_that_have_no_gradient_are_warned_of_though_no_model_is_known():
+    model = made()
+    optimizer = mfx.Muon(model.named_parameters())
+    assigned(model)
+    backward(model)
+    with pytest.warns(UserWarning, match=r"found no gradient on any of 4 parameters.*load_state_dict\(assign=True\)"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("change", "stranger"),
+    [
+        (lambda model: parametrizations.weight_norm(model[0]), "0.parametrizations.weight.original0"),
+        (lambda model: setattr(model[0], "weight", nn.Parameter(torch.randn(6, 4))), "0.weight"),
+        (lambda model: model.append(nn.Linear(4, 4)), "3.weight"),
+        (lambda model: model.__setitem__(0, LoRA(model[0])), "0.down"),
+    ],
+    ids=["weight_norm", "one parameter", "a new layer", "LoRA"],
+)
+def test_parameters_that_a_model_got_later_are_warned_of_by_name(change, stranger):
+    model = made()
+    optimizer = mfx.Muon(model)
+    change(model)
+    backward(model)
+    with pytest.warns(UserWarning, match=rf"are not the optimizer's, such as '{stranger}'"):
+        optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()  # it is said once
+
+
+def test_a_lora_model_of_which_nothing_of_old_is_trained_is_an_error():
+    model = made()
+    optimizer = mfx.Muon(model)
+    model[0], model[2] = LoRA(model[0]), LoRA(model[2])
+    backward(model)
+    with pytest.raises(
+        ValueError, match=r"none of the 4 parameters has a gradient, but '0\.down' of the model has one"
+    ):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_model_may_be_converted_in_place_and_the_state_keeps_its_dtypes(dtype):
+    model = made()
+    optimizer = mfx.Muon(model)
+    model.to(dtype)
+    before = [param.detach().clone() for param in model.parameters()]
+    kept = {key: leaf.dtype for key, leaf in optimizer.state[model[0].weight].items()}
+    backward(model)
+    optimizer.step()
+    assert all(not torch.equal(param, was) for param, was in zip(model.parameters(), before, strict=True))
+    assert {key: leaf.dtype for key, leaf in optimizer.state[model[0].weight].items()} == kept
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model[2].weight.requires_grad_(False),
+        lambda model: prune.l1_unstructured(model[0], "weight", 0.5),
+        lambda model: parametrizations.orthogonal(nn.Linear(3, 3)),
+        torch.compile,
+        copy.copy,
+        lambda model: setattr(model, "also", model[0]),
+        lambda model: model[0].register_parameter("unused", nn.Parameter(torch.ones(2))),
+    ],
+    ids=["frozen", "pruned", "another", "compiled", "copied", "shared", "unused"],
+)
+def test_what_leaves_parameters_in_place_is_no_fault(change):
+    model = made()
+    optimizer = mfx.Muon(model)
+    change(model)
+    for _ in range(2):
+        backward(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_tied_weights_are_trained_by_the_one_that_is_left():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = mfx.Muon(model)
+    model[1].weight = model[0].weight
+    before = model[0].weight.detach().clone()
+    backward(model)
+    optimizer.step()
+    assert not torch.equal(model[0].weight, before)
+
+
+def test_a_parameter_that_has_moved_or_was_cut_is_an_error_that_names_it():
+    model = made()
+    optimizer = mfx.Muon(dict(model.named_parameters()))
+    backward(model)
+    kept = model[2].weight.data
+    model[2].weight.data = kept[:2]
+    with pytest.raises(ValueError, match=r"'2\.weight' has shape \(2, 6\), \(4, 6\) when the optimizer was made"):
+        optimizer.step()
+    moved = made()
+    optimizer = mfx.TransformOptimizer({"w": moved[0].weight}, mfx.momentum())
+    optimizer._attachment._were["w"] = moved[0].weight.shape, torch.device("meta")  # there is one device here
+    with pytest.raises(ValueError, match=r"'w' is on cpu, its state on meta: move the model before"):
+        optimizer.step()
+
+
+def test_parameters_on_the_meta_device_are_refused():
+    with torch.device("meta"):
+        model = made()
+    with pytest.raises(ValueError, match=r"'0\.weight' is on the meta device, as are 4 of 4 parameters: .*to_empty"):
+        mfx.Muon(model)
+    there = made()
+    optimizer = mfx.Muon(there)
+    with pytest.raises(ValueError, match="'late' is on the meta device"):
+        optimizer.add_param_group({"params": [("late", model[0].weight)]})
+    assert len(optimizer.param_groups) == 2
+
+
+def test_a_model_of_which_nothing_goes_to_muon_is_warned_of():
+    with pytest.warns(UserWarning, match="no parameter has the label 'muon'"):
+        mfx.Muon(nn.LayerNorm(4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mfx.Muon(made())
+
+
+def test_an_optimizer_keeps_no_model_alive_and_a_copy_knows_none():
+    model = made()
+    optimizer = mfx.Muon(model)
+    twin_model, twin = copy.deepcopy((model, optimizer))
+    backward(twin_model)
+    twin.step()
+    (ref,) = optimizer._attachment._models
+    del model
+    gc.collect()
+    assert ref() is None
+
+
+def test_a_group_added_later_belongs_to_the_optimizer():
+    model, late = made(), nn.Linear(4, 4)
+    optimizer = mfx.Muon(model)
+    model.append(late)
+    optimizer.add_param_group({"params": [(f"3.{name}", param) for name, param in late.named_parameters()]})
+    backward(model)
+    optimizer.step()
+
+
+# ------------------------------------------------------------------------------------------------------ real processes
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("how", ["fully_shard", "fsdp1"])
+def test_an_optimizer_made_before_the_model_is_sharded_says_that_it_trains_nothing(world: World, how: str):
+    for result in world.run(2, ranks.made_before, how=how):
+        assert isinstance(result, Failed)
+        assert isinstance(result.error, ValueError)
+        assert "Make the optimizer after that" in str(result.error)
+        assert "fully_shard" in str(result.error)
+
+
+@pytest.mark.dist
+def test_an_optimizer_made_before_original_parameters_are_cut_names_the_shape(world: World):
+    for result in world.run(2, ranks.made_before, how="fsdp1, original parameters"):
+        assert isinstance(result, Failed)
+        assert isinstance(result.error, ValueError)
+        assert "when the optimizer was made" in str(result.error)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("how", ["fsdp1", "fsdp1, original parameters"])
+def test_a_model_under_fsdp1_is_refused(world: World, how: str):
+    for result in world.run(2, ranks.made_after, how=how):
+        assert isinstance(result, Failed)
+        assert isinstance(result.error, ValueError)
+        assert "FSDP1" in str(result.error)
+        assert "fully_shard (FSDP2)" in str(result.error)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "how",
+    [
+        "fully_shard",
+        "unsharded",
+        "ddp",
+        "compiled ddp",
+        "no_shard",
+        "meta",
+        "fully_shard, converted",
+        "replicated, converted",
+    ],
+)
+def test_what_trains_a_model_is_let_through(world: World, how: str):
+    world.check(2, ranks.trains, how=how)
