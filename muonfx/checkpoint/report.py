@@ -11,7 +11,7 @@ from torch import Tensor
 
 from muonfx.checkpoint.errors import CheckpointError
 from muonfx.checkpoint.index import Index, Leaf
-from muonfx.checkpoint.keep import checkpoints, offering, read_index
+from muonfx.checkpoint.keep import checkpoints, with_reader
 from muonfx.checkpoint.memory import bytes_of
 from muonfx.checkpoint.reading import Reader
 from muonfx.checkpoint.rules import matches
@@ -83,10 +83,8 @@ def of_folder(folder: Path) -> str:
     rows: list[tuple[str, ...]] = []
     for path in checkpoints(folder):
         try:
-            index = read_index(path)
-            with Reader(path, index) as reader:
-                reader.check_files()
-                rows.append((path.name, str(index.step), str(len(index.leaves)), size(index.nbytes), "looks whole"))
+            index = with_reader(path, lambda index, reader: index)
+            rows.append((path.name, str(index.step), str(len(index.leaves)), size(index.nbytes), "looks whole"))
         except CheckpointError as error:
             rows.append((path.name, "?", "?", "?", str(error)))
     return table(("checkpoint", "step", "leaves", "bytes", "state"), rows, right=(1, 2, 3))
@@ -94,7 +92,10 @@ def of_folder(folder: Path) -> str:
 
 def differences(one: Path, other: Path) -> list[str]:
     """What differs between two checkpoints, one line each; leaves are compared bit for bit."""
-    a, b = read_index(one), read_index(other)
+    return with_reader(one, lambda a, first: with_reader(other, lambda b, second: _differences(a, first, b, second)))
+
+
+def _differences(a: Index, first: Reader, b: Index, second: Reader) -> list[str]:
     found = [
         f"{what}: {_short(readable(before))} -> {_short(readable(after))}"
         for what, before, after in (
@@ -106,16 +107,15 @@ def differences(one: Path, other: Path) -> list[str]:
         if before != after
     ]
     rows: list[tuple[str, ...]] = []
-    with offering(one), Reader(one, a) as first, offering(other), Reader(other, b) as second:
-        for name in sorted(a.leaves.keys() | b.leaves.keys()):
-            if name not in b.leaves:
-                rows.append((name, f"only in the first: {described(a.leaves[name].spec)}"))
-            elif name not in a.leaves:
-                rows.append((name, f"only in the second: {described(b.leaves[name].spec)}"))
-            elif a.leaves[name].spec != b.leaves[name].spec:
-                rows.append((name, f"{described(a.leaves[name].spec)} -> {described(b.leaves[name].spec)}"))
-            elif how := _values(first.read(name), second.read(name)):
-                rows.append((name, how))
+    for name in sorted(a.leaves.keys() | b.leaves.keys()):
+        if name not in b.leaves:
+            rows.append((name, f"only in the first: {described(a.leaves[name].spec)}"))
+        elif name not in a.leaves:
+            rows.append((name, f"only in the second: {described(b.leaves[name].spec)}"))
+        elif a.leaves[name].spec != b.leaves[name].spec:
+            rows.append((name, f"{described(a.leaves[name].spec)} -> {described(b.leaves[name].spec)}"))
+        elif how := _values(first.read(name), second.read(name)):
+            rows.append((name, how))
     return found + (table(("leaf", "difference"), rows).splitlines() if rows else [])
 
 

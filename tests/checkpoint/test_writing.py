@@ -1,0 +1,145 @@
+"""Whatever fails while a checkpoint is written: the previous or the new one stands, whole, and the error says which."""
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import muonfx as mfx
+from muonfx.checkpoint import CheckpointError, WriteError
+from muonfx.checkpoint.index import INDEX
+from tests.checkpoint.common import assert_same_tree, copies
+from tests.checkpoint.faults import Faults, faults
+from tests.processes import Failed, Here, ProcessEnded, World
+
+ck = mfx.checkpoint
+ROOT = Path(__file__).resolve().parents[2]
+OLD = {"w": torch.arange(1000.0), "b": torch.zeros(3)}
+NEW = {"w": torch.arange(1000.0) + 1, "b": torch.ones(3)}
+
+CASES = {
+    "the first at a path": {},
+    "in place of another": {"replaces": True},
+    "of a series": {"earlier": (1,)},
+    "with keep": {"earlier": (1, 2, 3), "keep": 2},
+    "with keep, in place of another": {"earlier": (1, 2, 3), "replaces": True, "keep": 1},
+}
+
+
+def prepare(folder: Path, *, earlier: tuple[int, ...] = (), replaces: bool = False, keep: int | None = None) -> Path:
+    """An empty folder, in which steps were saved; the path of the next."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    path = ck.step_path(folder, 9)
+    for step in earlier:
+        ck.save(ck.step_path(folder, step), OLD, step=step)
+    if replaces:
+        ck.save(path, OLD, step=8)
+    return path
+
+
+def assert_previous_or_new(path: Path, fault: Faults, error: Exception | None, case: dict[str, Any]) -> bool:
+    """That one of the two stands, and the error says which; whether it is the new one."""
+    try:
+        index = ck.verify(path)
+    except ck.NotFoundError:
+        assert not case.get("replaces"), f"{fault.failed}: lost what was there"
+        new = False
+    else:
+        new = index.step == 9
+        assert new or case.get("replaces"), fault.failed
+        assert_same_tree(ck.load(path, like=OLD), NEW if new else OLD)
+    if not new and case.get("earlier"):
+        newest = ck.latest(path.parent, verify=True)
+        assert newest is not None, f"{fault.failed}: lost the whole series"
+        assert newest == (path if case.get("replaces") else ck.step_path(path.parent, max(case["earlier"])))
+    if error is None:
+        assert new, f"{fault.failed}: nothing was written, and nothing said"
+    else:
+        assert isinstance(error, WriteError), f"{fault.failed}: {error!r}"
+        assert str(path) in str(error)
+        assert error.written in (new, None), f"{fault.failed}: {error}"
+        said = {True: "was written, but", False: "was not written", None: "not known whether"}[error.written]
+        assert said in str(error), f"{fault.failed}: {error}"
+    return new
+
+
+@pytest.fixture
+def no_flushing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These tests end no power supply, and a busy disk takes long to flush."""
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+
+
+@pytest.mark.usefixtures("no_flushing")
+@pytest.mark.parametrize("always", [False, True], ids=["once", "from then on"])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_save_that_fails_at_any_call_leaves_the_previous_or_the_new_one(tmp_path: Path, case: Any, always: bool):
+    at, outcomes = 0, []
+    while True:
+        path = prepare(tmp_path / "runs", **case)
+        error = None
+        with faults(tmp_path / "runs", at, always=always) as fault, warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            try:
+                ck.save(path, NEW, step=9, keep=case.get("keep"))
+            except CheckpointError as caught:
+                error = caught
+        outcomes.append(assert_previous_or_new(path, fault, error, case))
+        if not fault.failed:
+            break
+        # The next save is as good as any, and leaves nothing of the one that failed.
+        ck.save(path, NEW, step=9, keep=case.get("keep"))
+        assert len(list(path.iterdir())) == 2, (fault.failed, told)
+        at += 1
+    assert at > 20
+    assert {True, False} == set(outcomes)
+
+
+KILLED = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import os, torch
+from pathlib import Path
+torch.set_num_threads(1)
+os.fsync = lambda handle: None
+from tests.checkpoint.test_writing import CASES, NEW, assert_previous_or_new, ck, prepare
+from tests.checkpoint.faults import Faults, faults
+
+folder = Path(sys.argv[2]) / "runs"
+for name, case in CASES.items():
+    at = 0
+    while True:
+        path = prepare(folder, **case)
+        child = os.fork()
+        if child == 0:
+            with faults(folder, at, kill=True):
+                ck.save(path, NEW, step=9, keep=case.get("keep"))
+            os._exit(0)
+        survived = os.waitpid(child, 0)[1] == 0
+        new = ck.checkpoints(folder)[-1:] == [path] and ck.verify(path).step == 9
+        assert_previous_or_new(path, Faults(folder, at), None if new else ck.WriteError(f"{path} was not written"), case)
+        ck.save(path, NEW, step=9, keep=case.get("keep"))
+        assert len(list(path.iterdir())) == 2, (name, at, list(path.iterdir()))
+        if survived:
+            break
+        at += 1
+    assert at > 20
+print("done")
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="forks")
+def test_a_writer_killed_at_any_call_leaves_the_previous_or_the_new_one(tmp_path: Path):
+    command = [sys.executable, "-W", "error", "-c", KILLED, str(ROOT), str(tmp_path)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=280, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.stdout == "done\n", done.stderr
