@@ -43,10 +43,13 @@ def folder_named(path: str | os.PathLike[str]) -> Path:
         TypeError: it is no path.
         ValueError: it cannot be one of a folder.
     """
-    text = os.fspath(path)
-    if not isinstance(text, str):
+    if not isinstance(path, str | os.PathLike) or not isinstance(text := os.fspath(path), str):
         raise TypeError(f"path must be a str or a path, found {path!r}")
-    if not text or "\0" in text:
+    try:
+        usable = bool(text) and b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        usable = False
+    if not usable:
         raise ValueError(f"path must name a folder, found {text!r}")
     return Path(text).absolute()
 

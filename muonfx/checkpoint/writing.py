@@ -407,6 +407,8 @@ def _refused(path: Path, error: OSError, written: bool | None) -> str:
             return f"{what}; there is a link of this name, to nowhere"
         if path.is_file():
             return f"{what}; a checkpoint is a folder, and there is a file of this name"
+        if (file := next((folder for folder in path.parents if folder.is_file()), None)) is not None:
+            return f"{what}: {file} is a file"
         if (path / INDEX).exists():
             return f"{what}; the checkpoint that was there is as it was"
         previous = before(path)

@@ -1,7 +1,7 @@
 """Fail, or kill, a process at any one of the calls to the system by which it touches a folder.
 
-What the interpreter audits (opening, listing, renaming, removing, making folders) is caught by an audit hook, so that no
-call goes by unseen, whichever module makes it. What it does not audit (writing, flushing, asking for a status) is
+What the interpreter audits (opening, listing, renaming, removing, making folders) is caught by an audit hook, so that
+no call goes by unseen, whichever module makes it. What it does not audit (writing, flushing, asking for a status) is
 patched.
 """
 

@@ -1,11 +1,12 @@
 """Whatever fails while a checkpoint is written: the previous or the new one stands, whole, and the error says which."""
 
-import errno
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,9 @@ import torch.distributed as dist
 
 import muonfx as mfx
 from muonfx.checkpoint import CheckpointError, WriteError
-from muonfx.checkpoint.index import INDEX
-from tests.checkpoint.common import assert_same_tree, copies
+from tests.checkpoint.common import assert_same_tree
 from tests.checkpoint.faults import Faults, faults
-from tests.processes import Failed, Here, ProcessEnded, World
+from tests.processes import Here, World
 
 ck = mfx.checkpoint
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,20 +73,21 @@ def assert_previous_or_new(path: Path, fault: Faults, error: Exception | None, c
 
 
 @pytest.fixture
-def no_flushing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These tests end no power supply, and a busy disk takes long to flush."""
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
+def in_memory() -> Iterator[Path]:
+    """A folder in memory where the system has such: hundreds of saves, and a disk may be busy."""
+    shared = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as made:
+        yield Path(made).resolve()
 
 
-@pytest.mark.usefixtures("no_flushing")
 @pytest.mark.parametrize("always", [False, True], ids=["once", "from then on"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_a_save_that_fails_at_any_call_leaves_the_previous_or_the_new_one(tmp_path: Path, case: Any, always: bool):
+def test_a_save_that_fails_at_any_call_leaves_the_previous_or_the_new_one(in_memory: Path, case: Any, always: bool):
     at, outcomes = 0, []
     while True:
-        path = prepare(tmp_path / "runs", **case)
+        path = prepare(in_memory / "runs", **case)
         error = None
-        with faults(tmp_path / "runs", at, always=always) as fault, warnings.catch_warnings(record=True) as told:
+        with faults(in_memory / "runs", at, always=always) as fault, warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             try:
                 ck.save(path, NEW, step=9, keep=case.get("keep"))
@@ -109,7 +110,6 @@ sys.path.insert(0, sys.argv[1])
 import os, torch
 from pathlib import Path
 torch.set_num_threads(1)
-os.fsync = lambda handle: None
 from tests.checkpoint.test_writing import CASES, NEW, assert_previous_or_new, ck, prepare
 from tests.checkpoint.faults import Faults, faults
 
@@ -125,7 +125,8 @@ for name, case in CASES.items():
             os._exit(0)
         survived = os.waitpid(child, 0)[1] == 0
         new = ck.checkpoints(folder)[-1:] == [path] and ck.verify(path).step == 9
-        assert_previous_or_new(path, Faults(folder, at), None if new else ck.WriteError(f"{path} was not written"), case)
+        error = None if new else ck.WriteError(f"{path} was not written")
+        assert_previous_or_new(path, Faults(folder, at), error, case)
         ck.save(path, NEW, step=9, keep=case.get("keep"))
         assert len(list(path.iterdir())) == 2, (name, at, list(path.iterdir()))
         if survived:
@@ -137,9 +138,67 @@ print("done")
 
 
 @pytest.mark.skipif(os.name == "nt", reason="forks")
-def test_a_writer_killed_at_any_call_leaves_the_previous_or_the_new_one(tmp_path: Path):
-    command = [sys.executable, "-W", "error", "-c", KILLED, str(ROOT), str(tmp_path)]
+def test_a_writer_killed_at_any_call_leaves_the_previous_or_the_new_one(in_memory: Path):
+    command = [sys.executable, "-W", "error", "-c", KILLED, str(ROOT), str(in_memory)]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=280, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
     assert done.stdout == "done\n", done.stderr
+
+
+# ---------------------------------------------------------------------------------------------------- ranks of a group
+
+
+def halves(here: Here, whole: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Each rank has a part of each leaf."""
+    numels = {name: leaf.numel() // 2 for name, leaf in whole.items()}
+    return {
+        name: ck.FlatPiece.cut(leaf, 0, numels[name]) if here.rank == 0 else ck.FlatPiece.cut(leaf, numels[name], 9999)
+        for name, leaf in whole.items()
+    }
+
+
+def failing_on_one_rank(here: Here, folder: Path, on: int, case: dict[str, Any], always: bool) -> int:
+    """Save again and again, a later call failing on one rank each time, and look at what stands."""
+    at, outcomes = 0, []
+    while True:
+        path = ck.step_path(folder, 9)
+        if here.rank == 0:
+            prepare(folder, **case)
+        dist.barrier(here.group)
+        error = None
+        where = folder if here.rank == on else folder / "nothing"
+        with faults(where, at, always=always) as fault, warnings.catch_warnings(record=True):
+            try:
+                ck.save(path, halves(here, NEW), step=9, keep=case.get("keep"), group=here.group)
+            except CheckpointError as caught:
+                error = caught
+        said: list[Any] = [None, None]
+        dist.all_gather_object(said, (fault.failed, str(error or "")), group=here.group)
+        assert said[0][1] == said[1][1]  # on all ranks alike
+        fault.failed = said[on][0]
+        outcomes.append(assert_previous_or_new(path, fault, error, case))
+        dist.barrier(here.group)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            ck.save(path, halves(here, NEW), step=9, keep=case.get("keep"), group=here.group)
+        assert_same_tree(ck.load(path, like=OLD), NEW)
+        assert len(list(path.iterdir())) == 3, (fault.failed, list(path.iterdir()))
+        dist.barrier(here.group)
+        if not fault.failed:
+            break
+        at += 1
+    assert True in outcomes
+    assert False in outcomes
+    return at
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("always", [False, True], ids=["once", "from then on"])
+@pytest.mark.parametrize("on", [0, 1])
+@pytest.mark.parametrize("case", ["the first at a path", "with keep, in place of another"])
+def test_a_group_save_that_fails_at_any_call_of_any_rank_leaves_the_previous_or_the_new_one(
+    world: World, in_memory: Path, case: str, on: int, always: bool
+):
+    (at, _) = world.check(2, failing_on_one_rank, folder=in_memory / "runs", on=on, case=CASES[case], always=always)
+    assert at > 4
