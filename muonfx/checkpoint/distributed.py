@@ -11,9 +11,10 @@ Everything that can be wrong is looked at within torch's steps, and raised there
 from __future__ import annotations
 
 import os
+import pickle
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -93,6 +94,19 @@ class Job:
         return written if self.commits or written else None
 
 
+@contextmanager
+def _sendable() -> Generator[None]:
+    """Turn an error that cannot be sent to the other ranks, which would wait for it, into one that says the same."""
+    try:
+        yield
+    except Exception as error:
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:
+            raise CheckpointError(f"{type(error).__name__}: {error}") from error
+        raise
+
+
 class _SavePlanner(DefaultSavePlanner):
     """Plans as torch does, for the leaves of a job."""
 
@@ -103,7 +117,8 @@ class _SavePlanner(DefaultSavePlanner):
     def set_up_planner(
         self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        super().set_up_planner(self.job.checked(), storage_meta, is_coordinator)
+        with _sendable():
+            super().set_up_planner(self.job.checked(), storage_meta, is_coordinator)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Require that the ranks mean one and the same leaf by a name; then decide who writes what."""
@@ -172,7 +187,7 @@ class _Writer(StorageWriter):
 
         results: list[WriteResult] = []
         if plan.items:
-            with draft.whole_or_not():
+            with _sendable(), draft.whole_or_not():
                 draft.begin(claiming=False)
                 file, chunks = write_data(self.job.path / name, [part(item) for item in plan.items], self.job.progress)
             results = [
@@ -274,7 +289,8 @@ class _LoadPlanner(DefaultLoadPlanner):
         if isinstance(metadata.planner_data, Exception):
             raise metadata.planner_data
         # Not torch's own set-up, which takes apart what is a dataclass and makes room for meta tensors.
-        self.state_dict = self.original_state_dict = dict(self.prepare(metadata.planner_data))
+        with _sendable():
+            self.state_dict = self.original_state_dict = dict(self.prepare(metadata.planner_data))
         self.metadata, self.is_coordinator = metadata, is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:

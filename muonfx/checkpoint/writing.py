@@ -177,8 +177,8 @@ def save(
     """Write a checkpoint: a state, and parameters beside it; whole or not at all.
 
     The path becomes a folder with ``index.json`` and safetensors files. Everything is flushed to the disk before the
-    index gets its name, by a rename: a writer that is stopped at any point leaves what was at the path before. One
-    process at a time may write to a path.
+    index gets its name, by a rename: a writer that is stopped at any point leaves what was at the path before. Of
+    several writers at a path the last one to be done stands.
 
     Args:
         path: where; `step_path` names one for each step. A checkpoint that is there is replaced at the end.
@@ -200,7 +200,13 @@ def save(
 
     Raises:
         TypeError: a leaf is no dense tensor, or ``extra`` is no JSON. Nothing has been written.
-        WriteError: the disk is full, say. What was at the path before is still there.
+        WriteError: the disk is full, say. What was at the path before is still there, or, where ``written`` is True,
+            the new checkpoint is.
+
+    Warns:
+        UserWarning: the checkpoint is good, but another process is writing to the path, or another rank has, each for
+            itself; older ones cannot be removed; there are later steps beside it, which `latest` finds; or an earlier
+            save in the background has failed and was not waited for.
 
     Example:
         >>> import tempfile

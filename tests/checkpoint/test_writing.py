@@ -1,7 +1,9 @@
 """Whatever fails while a checkpoint is written: the previous or the new one stands, whole, and the error says which."""
 
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,9 +18,9 @@ import torch.distributed as dist
 
 import muonfx as mfx
 from muonfx.checkpoint import CheckpointError, WriteError
-from tests.checkpoint.common import assert_same_tree
+from tests.checkpoint.common import assert_same_tree, copies
 from tests.checkpoint.faults import Faults, faults
-from tests.processes import Here, World
+from tests.processes import Failed, Here, ProcessEnded, World
 
 ck = mfx.checkpoint
 ROOT = Path(__file__).resolve().parents[2]
@@ -202,3 +204,161 @@ def test_a_group_save_that_fails_at_any_call_of_any_rank_leaves_the_previous_or_
 ):
     (at, _) = world.check(2, failing_on_one_rank, folder=in_memory / "runs", on=on, case=CASES[case], always=always)
     assert at > 4
+
+
+# -------------------------------------------------------------------------------------- ranks that end, and bad paths
+
+
+def killed(here: Here, path: Path, on: int, at: str) -> None:
+    """Save or load, one rank being killed at some point of it."""
+    from muonfx.checkpoint import distributed
+
+    if at == "the load":
+        ck.save(path, halves(here, OLD), group=here.group)
+        dist.barrier(here.group)
+    if here.rank == on:
+
+        def die(*_: Any, **__: Any) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        owner, name = {
+            "the plan": (distributed._SavePlanner, "set_up_planner"),
+            "the writing": (distributed, "write_data"),
+            "the commit": (distributed.Draft, "commit"),
+            "after the commit": (distributed.Draft, "tidy"),
+            "the load": (distributed._Reader, "read_data"),
+        }[at]
+        setattr(owner, name, die)
+    whole = halves(here, NEW)
+    if at == "the load":
+        ck.load(path, like=whole, group=here.group)
+    else:
+        ck.save(path, whole, step=9, group=here.group)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("at", "on"),
+    [
+        ("the plan", 1),
+        ("the writing", 0),
+        ("the writing", 1),
+        ("the commit", 0),
+        ("after the commit", 0),
+        ("the load", 1),
+    ],
+)
+def test_a_rank_that_is_killed_makes_the_others_fail_in_time_and_truly(tmp_path: Path, at: str, on: int):
+    path = tmp_path / "one"
+    if at != "the load":
+        ck.save(path, OLD, step=8)
+    own = World(2, timeout=6)
+    try:
+        found = own.run(2, killed, path=path, on=on, at=at)
+    finally:
+        own.close()
+    assert all(isinstance(result, Failed) for result in found), found
+    assert isinstance(found[on].error, ProcessEnded)
+    error = found[1 - on].error
+    assert isinstance(error, CheckpointError), found[1 - on].trace
+    assert str(path) in str(error)
+    assert "another rank has ended" in str(error)
+    new = ck.verify(path).step == 9
+    assert new == (at == "after the commit")
+    if at != "the load":
+        assert isinstance(error, WriteError)
+        # Rank 1 cannot know what rank 0 was about to do.
+        assert error.written in (new, None)
+        assert error.written is not None or on == 0
+    ck.save(path, NEW)
+    assert len(list(path.iterdir())) == 2  # nothing is left of what was broken off
+
+
+BAD_PATHS = {
+    "NUL": ("a\0b", ValueError, "path must name a folder"),
+    "surrogate": ("a\ud800b", ValueError, "path must name a folder"),
+    "too long": ("x" * 300, CheckpointError, "name too long"),
+    "below a file": ("file/x", CheckpointError, "file is a file|no such folder"),
+    "a file": ("file", CheckpointError, "a checkpoint is a folder"),
+    "no path": (None, TypeError, "path must be a str or a path, found None"),
+    "bytes": (b"x", TypeError, "path must be a str or a path, found b'x'"),
+}
+
+
+def attempts(path: Any, group: Any) -> list[BaseException]:
+    """The errors of a save, a save in the background, and a load."""
+    found: list[BaseException] = []
+    for attempt in (
+        lambda: ck.save(path, OLD, group=group),
+        lambda: ck.save_async(path, OLD, group=group).wait(),
+        lambda: ck.load(path, like=OLD, group=group),
+    ):
+        with pytest.raises((CheckpointError, ValueError, TypeError)) as caught:
+            attempt()
+        found.append(caught.value)
+    return found
+
+
+@pytest.mark.parametrize("kind", BAD_PATHS)
+def test_a_path_that_cannot_be_is_an_error_of_ours(tmp_path: Path, kind: str):
+    name, error, message = BAD_PATHS[kind]
+    (tmp_path / "file").write_text("mine")
+    path = os.path.join(str(tmp_path), name) if isinstance(name, str) else name
+    for found in attempts(path, None):
+        assert isinstance(found, error), found
+        assert re.search(message, str(found)), found
+    for look in (ck.read, ck.inspect, ck.verify):
+        with pytest.raises(error, match="name too long" if kind == "too long" else "path|checkpoint"):
+            look(path)
+    for look in (ck.latest, ck.checkpoints, lambda path: ck.prune(path, 1)):
+        if kind in ("below a file", "a file"):
+            assert not look(path)
+        else:
+            with pytest.raises(error, match="name too long" if kind == "too long" else message):
+                look(path)
+
+
+def bad_path_on_one_rank(here: Here, folder: Path, name: Any) -> list[tuple[str, str]]:
+    path = os.path.join(str(folder), name) if isinstance(name, str) else name
+    found = attempts(path if here.rank == 1 else folder / "good", here.background)
+    return [(type(error).__name__, str(error)) for error in found]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("kind", [kind for kind in BAD_PATHS if kind != "a file"])
+def test_a_path_that_cannot_be_on_one_rank_is_an_error_on_all(world: World, tmp_path: Path, kind: str):
+    name, _, message = BAD_PATHS[kind]
+    (tmp_path / "file").write_text("mine")
+    ck.save(tmp_path / "good", OLD)
+    before = copies(tmp_path / "good")
+    one, other = world.check(2, bad_path_on_one_rank, folder=tmp_path, name=name)
+    # A path is in the message, and that is each rank's own.
+    assert [kind for kind, _ in one] == [kind for kind, _ in other]
+    for _, text in one + other:
+        assert "rank 1: " in text
+        assert re.search(message, text), text
+    assert copies(tmp_path / "good") == before
+
+
+class Odd(Exception):
+    """Cannot be made again from what it was pickled as."""
+
+    def __init__(self, one: int, other: int) -> None:
+        super().__init__("odd")
+
+
+def odd_progress(here: Here, path: Path) -> None:
+    def progress(done: int, total: int) -> None:
+        if here.rank == 1:
+            raise Odd(1, 2)
+
+    ck.save(path, halves(here, OLD), group=here.group, progress=progress)
+
+
+@pytest.mark.dist
+def test_an_error_that_cannot_be_sent_reaches_all_ranks_in_words(world: World, tmp_path: Path):
+    for result in world.run(2, odd_progress, path=tmp_path / "one"):
+        assert isinstance(result, Failed)
+        assert isinstance(result.error, CheckpointError), result.trace
+        assert "rank 1: " in str(result.error)
+        assert "Odd: odd" in str(result.error)
