@@ -161,7 +161,7 @@ class _Writer(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Claim the folder, and agree on the names of the data files."""
         save_id = new_save_id()
-        self.job.commits, self.job.draft = True, Draft(self.job.path, save_id)
+        self.job.draft = Draft(self.job.path, save_id)
         with self.job.draft.whole_or_not():
             self.job.draft.begin()
             warn_of_other_writers(self.job.path, save_id)
@@ -232,7 +232,7 @@ class _Writer(StorageWriter):
 def save_together(job: Job, group: dist.ProcessGroup) -> None:
     """Save, on all ranks of a group together."""
     check_group(group, f"the save to {job.path}")
-    job.ranks = dist.get_world_size(group)
+    job.ranks, job.commits = dist.get_world_size(group), dist.get_rank(group) == 0
     try:
         dcp.save({}, storage_writer=_Writer(job), planner=_SavePlanner(job), process_group=group)
     except CheckpointException as error:
@@ -435,6 +435,8 @@ def check_group(group: Any, what: str) -> None:
 
 
 def _ended(error: BaseException) -> str:
+    if isinstance(error, ValueError):  # which torch raises for a group that it does not know
+        return f"the process group was destroyed in the midst of it: {error}"
     return f"another rank has ended, or did not come within the group's timeout: {error}"
 
 

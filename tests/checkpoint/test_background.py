@@ -80,7 +80,7 @@ def many_in_flight(here: Here, path: Path) -> None:
 @pytest.mark.dist
 def test_many_saves_with_one_group_are_done_in_order(world: World, tmp_path: Path):
     world.check(3, many_in_flight, path=tmp_path)
-    assert len(list((tmp_path / "one").iterdir())) == 4
+    assert len(list((tmp_path / "one").iterdir())) == 2  # what is the same on all ranks is written once
 
 
 def with_a_destroyed_group(here: Here, path: Path, when: str) -> str:
