@@ -372,6 +372,9 @@ class Draft:
         try:
             yield
         except BaseException as error:
+            if self._tried and not self._done:
+                with suppress(OSError):  # a rename that is reported as refused, and still on its way, finds nothing
+                    (self.path / part_name(self.save_id)).unlink()
             stands = self.stands()
             if stands is False:
                 self.discard()

@@ -1,5 +1,6 @@
 """Whatever fails while a checkpoint is written: the previous or the new one stands, whole, and the error says which."""
 
+import errno
 import os
 import re
 import shutil
@@ -146,6 +147,41 @@ def test_a_writer_killed_at_any_call_leaves_the_previous_or_the_new_one(in_memor
         command, capture_output=True, text=True, timeout=280, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
     assert done.stdout == "done\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EIO, "Input/output error"), KeyboardInterrupt()], ids=["refused", "^C"]
+)
+@pytest.mark.parametrize("readable", [True, False], ids=["", "unreadable"])
+@pytest.mark.parametrize("done", [True, False], ids=["done all the same", "not done"])
+def test_a_rename_that_may_have_been_done_takes_nothing_back(
+    in_memory: Path, monkeypatch, error: BaseException, done: bool, readable: bool
+):
+    """As network file systems report it, and an interrupt leaves it."""
+    path = in_memory / "one"
+    ck.save(path, OLD, step=8)
+    replace, read = os.replace, Path.read_bytes
+
+    def refused(source: Path, target: Path) -> None:
+        if done:
+            replace(source, target)
+        if not readable:
+            monkeypatch.setattr(Path, "read_bytes", unreadable)
+        raise error
+
+    def unreadable(self: Path) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "replace", refused)
+    with pytest.raises((WriteError, KeyboardInterrupt)) as caught:
+        ck.save(path, NEW, step=9)
+    monkeypatch.setattr(os, "replace", replace)
+    monkeypatch.setattr(Path, "read_bytes", read)
+    assert ck.verify(path).step == (9 if done else 8)
+    if isinstance(caught.value, WriteError):
+        assert caught.value.written is (done if readable else None)
+    ck.save(path, OLD)
+    assert len(list(path.iterdir())) == 2
 
 
 # ---------------------------------------------------------------------------------------------------- ranks of a group
