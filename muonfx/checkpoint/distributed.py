@@ -11,7 +11,6 @@ Everything that can be wrong is looked at within torch's steps, and raised there
 from __future__ import annotations
 
 import os
-import pickle
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -100,11 +99,10 @@ def _sendable() -> Generator[None]:
     try:
         yield
     except Exception as error:
-        try:
-            pickle.loads(pickle.dumps(error))
-        except Exception:
-            raise CheckpointError(f"{type(error).__name__}: {error}") from error
-        raise
+        if isinstance(error, CheckpointError) or type(error).__module__ == "builtins":
+            raise
+        # Classes of others may be local, or not be made again from what they were made of.
+        raise CheckpointError(f"{type(error).__name__}: {error}") from error
 
 
 class _SavePlanner(DefaultSavePlanner):
