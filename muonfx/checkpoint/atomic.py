@@ -6,23 +6,20 @@ file system does at once or not at all. The folder is flushed too: a rename is a
 
 from __future__ import annotations
 
+import errno
 import os
+import warnings
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 
-__all__ = ["PART", "fresh_file", "replace_file", "sync_folder"]
-
-PART = ".part"
-"""What the name of an unfinished file ends in."""
+__all__ = ["fresh_file", "make_folder", "sync_folder", "write_all"]
 
 
 @contextmanager
 def fresh_file(path: Path) -> Generator[FileIO]:
     """Open a new file to write to, flush it to the disk at the end, and remove it if anything fails."""
-    with suppress(FileNotFoundError):
-        path.unlink()  # left by a writer that was killed
     file = FileIO(path, "xb")
     try:
         with file:
@@ -41,25 +38,38 @@ def write_all(file: FileIO, data: bytes | memoryview) -> None:
         left = left[file.write(left) :]
 
 
-def replace_file(path: Path, data: bytes) -> None:
-    """Give a file new contents, at once or not at all."""
-    part = path.with_name(f".{path.name}{PART}")
-    with fresh_file(part) as file:
-        write_all(file, data)
-    try:
-        os.replace(part, path)
-    except BaseException:
-        with suppress(OSError):
-            part.unlink()
-        raise
-    sync_folder(path.parent)
+def make_folder(path: Path) -> None:
+    """Make a folder and those above it where they are missing, and flush their entries to the disk.
+
+    Warns:
+        UserWarning: a folder was made in one that may not be read, and so not be flushed.
+    """
+    there = path.exists()
+    missing = [path]
+    while not missing[-1].parent.exists():
+        missing.append(missing[-1].parent)
+    path.mkdir(parents=True, exist_ok=True)
+    for made in missing:
+        try:
+            sync_folder(made.parent)
+        except PermissionError as error:
+            if not there:
+                warnings.warn(
+                    f"{made} may not survive a loss of power: its entry in {made.parent} cannot be flushed to the "
+                    f"disk: {error.strerror}",
+                    stacklevel=2,
+                )
 
 
 def sync_folder(path: Path) -> None:
-    """Flush a folder's entries to the disk, where the system has folders that can be opened."""
-    if os.name != "nt":
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+    """Flush a folder's entries to the disk, where the system has folders that can be opened and flushed."""
+    if os.name == "nt":
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that cannot flush a folder say this
+            raise
+    finally:
+        os.close(handle)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from muonfx.checkpoint.data import Progress
+from muonfx.checkpoint.unheard import forget_failure, note_failure, warn_of_failed_saves
 from muonfx.checkpoint.writing import Request, write
 from muonfx.core import Transform
 from muonfx.tree import PyTree
@@ -50,7 +51,11 @@ class Saving:
             TimeoutError: it is not done yet.
             CheckpointError: what `save` raises, and whatever ``progress`` raised.
         """
-        self._future.result(timeout)
+        # Whose error: a TimeoutError may be that of waiting, after which the save goes on.
+        error = self._future.exception(timeout)
+        if error is not None:
+            forget_failure(error)
+            raise error
         return self.path
 
 
@@ -69,7 +74,9 @@ def save_async(
     """Copy state and parameters into host memory now, and write them while training goes on.
 
     The state may change, and be donated, as soon as this returns; the copy needs as much host memory as there is to
-    save. Wait for one save before the next to the same folder. A process that ends waits for its saves.
+    save. Saves to one path, to steps in one folder, or with one group are written one after another, in the order of
+    the calls. A process that ends waits for its saves. One that fails, and that nobody waits for, is told of by a
+    warning when the next begins, or on stderr at the end of the process.
 
     Args:
         path: as in `save`, like all that follows.
@@ -81,7 +88,7 @@ def save_async(
         keep: as there.
         progress: as there; called from another thread.
         group: as there. It must have a backend for host memory (gloo), and nothing else may use it until the save is
-            done: make one for this, ``dist.new_group(backend="gloo")``.
+            done: make one for this, ``dist.new_group(backend="gloo")``. Wait before it is destroyed.
 
     Returns:
         The save, to `Saving.wait` for: errors while writing are raised there.
@@ -99,14 +106,36 @@ def save_async(
         >>> mfx.checkpoint.load(saving.wait(), like=state)
         {'w': tensor([1., 1., 1.])}
     """
+    warn_of_failed_saves()
     request = Request.of(path, state, params, tx, step, extra, keep)
     if group is not None:
-        from muonfx.checkpoint.distributed import save_together_in_background
+        from muonfx.checkpoint.distributed import save_together, staged_job
 
-        return Saving(request.path, save_together_in_background(request.path, request, progress, group))
+        job = staged_job(request, progress)
+        return _started(request, group, lambda: save_together(job, group))
     leaves = {name: leaf.detach().to("cpu", copy=True) for name, leaf in request.leaves(whole=True).items()}
     request = request._replace(state=None, params=None, extra=request.about().extra)
-    with_one_thread = ThreadPoolExecutor(1, thread_name_prefix="muonfx-save")
-    future = with_one_thread.submit(write, request.path, leaves, request, progress)
+    return _started(request, None, lambda: write(request.path, leaves, request, progress))
+
+
+def _started(request: Request, group: Any, work: Callable[[], None]) -> Saving:
+    """Begin in a thread, when those before it are done."""
+    turn = request.turn(group)
+
+    def run() -> None:
+        try:
+            with turn:
+                work()
+        except BaseException as error:
+            note_failure(request.path, error)
+            raise
+
+    try:
+        # One of its own: those whose turn it is not only wait.
+        with_one_thread = ThreadPoolExecutor(1, thread_name_prefix="muonfx-save")
+        future = with_one_thread.submit(run)
+    except BaseException:  # the process is at its end and starts no thread any more
+        turn.end()
+        raise
     with_one_thread.shutdown(wait=False)
     return Saving(request.path, future)

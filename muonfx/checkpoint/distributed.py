@@ -11,11 +11,10 @@ Everything that can be wrong is looked at within torch's steps, and raised there
 from __future__ import annotations
 
 import os
-import secrets
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future as Background
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+import time
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,41 +32,47 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
-from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from muonfx.boxes import Box, cover
 from muonfx.checkpoint.data import Part, Progress, write_data
-from muonfx.checkpoint.errors import CheckpointError, CorruptError, MismatchError, WriteError
+from muonfx.checkpoint.errors import CheckpointError, CorruptError, MismatchError, ReplacedError, WriteError
 from muonfx.checkpoint.flat import FlatPiece
 from muonfx.checkpoint.index import Chunk, DataFile, Index, Leaf
-from muonfx.checkpoint.keep import before, read_index
-from muonfx.checkpoint.loading import kept, rebuilt, targets_like
+from muonfx.checkpoint.keep import TRIES, before, folder_named, read_index, reading, replaced_often
+from muonfx.checkpoint.loading import check_transform, kept, rebuilt, targets_like
+from muonfx.checkpoint.others import warn_of_other_writers
 from muonfx.checkpoint.reading import Reader
 from muonfx.checkpoint.rules import Rules, match
 from muonfx.checkpoint.spec import described
-from muonfx.checkpoint.writing import Request, commit, data_name, discard, writing
+from muonfx.checkpoint.turns import Turn
+from muonfx.checkpoint.writing import Draft, Request, data_name, new_save_id
 from muonfx.core import Transform
 from muonfx.tree import PyTree, Spec
 
-__all__ = ["load_together", "save_together", "save_together_in_background"]
+__all__ = ["Job", "load_together", "save_together", "staged_job"]
 
 
 @dataclass
-class _Job:
-    """One save on one rank: what was asked for, and the leaves, once they have been checked."""
+class Job:
+    """One save on one rank: what was asked for, the leaves, once they have been checked, and what is written of it."""
 
-    path: Path
     request: Request
     progress: Progress | None
     leaves: dict[str, Any] | None = None
     problem: Exception | None = None
-    save_id: str = ""
-    written: list[str] = field(default_factory=list)
-    made: bool = False
+    draft: Draft | None = None
+    commits: bool = False
+    ranks: int = 1
+
+    @property
+    def path(self) -> Path:
+        """Where to."""
+        return self.request.path
 
     def checked(self) -> dict[str, Any]:
         """The leaves; raises what is wrong with them, also if that was found out before."""
@@ -77,21 +82,46 @@ class _Job:
             self.leaves = self.request.leaves(whole=False)
         return self.leaves
 
+    def left(self) -> bool | None:
+        """Give up, when nothing more is heard of the other ranks; whether the checkpoint is there, if that is known."""
+        if self.draft is None:
+            return False if self.commits else None
+        written = self.draft.stands() if self.commits else self.draft.is_there()
+        if self.commits and written is False:
+            self.draft.discard()
+        # The rank that commits may be about to: what it will name must stay.
+        return written if self.commits or written else None
+
+
+@contextmanager
+def _sendable() -> Generator[None]:
+    """Turn an error that cannot be sent to the other ranks, which would wait for it, into one that says the same."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, CheckpointError) or type(error).__module__ == "builtins":
+            raise
+        # Classes of others may be local, or not be made again from what they were made of.
+        raise CheckpointError(f"{type(error).__name__}: {error}") from error
+
 
 class _SavePlanner(DefaultSavePlanner):
     """Plans as torch does, for the leaves of a job."""
 
-    def __init__(self, job: _Job) -> None:
+    def __init__(self, job: Job) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.job = job
 
     def set_up_planner(
         self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        super().set_up_planner(self.job.checked(), storage_meta, is_coordinator)
+        with _sendable():
+            super().set_up_planner(self.job.checked(), storage_meta, is_coordinator)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Require that the ranks mean one and the same leaf by a name; then decide who writes what."""
+        if len(all_plans) != self.job.ranks:  # torch saves alone, and says so, if the group is gone by now
+            raise CheckpointError(f"{self.job.path} was not written: the process group was destroyed before")
         seen: dict[str, tuple[Spec, int]] = {}
         for rank, plan in enumerate(all_plans):
             for item in plan.items:
@@ -114,7 +144,7 @@ class _SavePlanner(DefaultSavePlanner):
 class _Writer(StorageWriter):
     """Writes a data file on each rank, and the index on one."""
 
-    def __init__(self, job: _Job) -> None:
+    def __init__(self, job: Job) -> None:
         self.job = job
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -127,14 +157,19 @@ class _Writer(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Agree on the names of the data files."""
-        save_id = secrets.token_hex(8)
+        """Claim the folder, and agree on the names of the data files."""
+        save_id = new_save_id()
+        self.job.draft = Draft(self.job.path, save_id)
+        with self.job.draft.whole_or_not():
+            self.job.draft.begin()
+            warn_of_other_writers(self.job.path, save_id)
         names = [data_name(save_id, rank, len(plans)) for rank in range(len(plans))]
         return [replace(plan, storage_data=(save_id, name)) for plan, name in zip(plans, names, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's boxes."""
-        self.job.save_id, name = plan.storage_data
+        save_id, name = plan.storage_data
+        draft = self.job.draft = self.job.draft or Draft(self.job.path, save_id)
 
         def part(item: Any) -> Part:
             data = item.tensor_data
@@ -150,9 +185,8 @@ class _Writer(StorageWriter):
 
         results: list[WriteResult] = []
         if plan.items:
-            self.job.made = not self.job.path.exists()
-            self.job.written.append(name)
-            with writing(self.job.path, name):
+            with _sendable(), draft.whole_or_not():
+                draft.begin(claiming=False)
                 file, chunks = write_data(self.job.path / name, [part(item) for item in plan.items], self.job.progress)
             results = [
                 WriteResult(item.index, file.nbytes, (file, chunk))
@@ -176,49 +210,55 @@ class _Writer(StorageWriter):
             if problem := cover(spec.shape, [chunk.box for chunk in chunks[name]]):
                 raise ValueError(f"the pieces of {name!r} that the ranks have {problem}, of {described(spec)}")
             leaves[name] = Leaf(spec, tuple(sorted(chunks[name], key=lambda chunk: chunk.offsets)))
-        path = self.job.path
-        # The coordinator may be a rank that has nothing to write.
-        with writing(path, self.job.written[0] if self.job.written else data_name(self.job.save_id, 0, len(results))):
-            for file in files:
-                if not (path / file.name).exists():
-                    raise FileNotFoundError(f"{file.name} is not to be seen from rank 0: do all see one file system?")
-            commit(path, self.job.request.about().to_index(self.job.save_id, files, leaves), self.job.request.keep)
+        draft, request = self.job.draft, self.job.request
+        assert draft is not None
+        try:
+            with draft.whole_or_not():
+                draft.commit(request.about().to_index(draft.save_id, files, leaves))
+            draft.tidy(request.keep)
+        except BaseException as error:
+            if draft.stands() is False or isinstance(error, WriteError):
+                raise
+            # The other ranks must know that their files are not to be taken back.
+            raise WriteError(f"{draft.path} was written, but what follows failed: {error!r}", written=True) from error
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return True
 
 
-def save_together(path: Path, request: Request, progress: Progress | None, group: dist.ProcessGroup) -> None:
+def save_together(job: Job, group: dist.ProcessGroup) -> None:
     """Save, on all ranks of a group together."""
-    job = _Job(path, request, progress)
+    check_group(group, f"the save to {job.path}")
+    job.ranks, job.commits = dist.get_world_size(group), dist.get_rank(group) == 0
     try:
         dcp.save({}, storage_writer=_Writer(job), planner=_SavePlanner(job), process_group=group)
     except CheckpointException as error:
-        for name in job.written:  # some rank has failed, so nobody will name what this one has written
-            discard(path, name, made=job.made)
-        _raise(error, str(path))
+        # Some rank has failed, so nobody will name what this one has written, unless the index was renamed before.
+        if job.draft is not None and _written(error) is False:
+            job.draft.discard()
+        _raise(error, str(job.path))
+    except BaseException as error:
+        written = job.left()
+        if not isinstance(error, _FROM_TORCH):
+            raise
+        state = {True: "was written, whole, but", False: "was not written:", None: "may have been written or not:"}
+        raise WriteError(f"{job.path} {state[written]} {_ended(error)}", written) from error
 
 
-class _Stager(AsyncStager):
-    """Copies the leaves into host memory, where training does not change them."""
+def staged_job(request: Request, progress: Progress | None) -> Job:
+    """Copy the leaves into host memory, where training does not change them.
 
-    def __init__(self, job: _Job) -> None:
-        self.job = job
-
-    def stage(self, state_dict: Any) -> Any:
-        """Copy; an error is kept for the step that carries it to all ranks."""
-        try:
-            self.job.leaves = {name: _copied(leaf) for name, leaf in self.job.checked().items()}
-        except Exception as error:
-            self.job.problem = error
-        return state_dict
-
-    def synchronize_staging(self) -> None:
-        """Copies are finished when `stage` returns."""
-
-    def close(self) -> None:
-        """Nothing is held."""
+    What is wrong with them is kept, and said later on all ranks alike.
+    """
+    with suppress(TypeError, ValueError):
+        request = request._replace(extra=request.about().extra)
+    job = Job(request, progress)
+    try:
+        job.leaves = {name: _copied(leaf) for name, leaf in job.checked().items()}
+    except Exception as error:
+        job.problem = error
+    return job
 
 
 def _copied(leaf: Any) -> Any:
@@ -230,36 +270,6 @@ def _copied(leaf: Any) -> Any:
         stager.close()
         return staged["leaf"]
     return leaf.detach().to("cpu", copy=True)
-
-
-def save_together_in_background(
-    path: Path, request: Request, progress: Progress | None, group: dist.ProcessGroup
-) -> Background[Any]:
-    """Copy the leaves now and save them in a thread, on all ranks of a group together."""
-    with suppress(TypeError, ValueError):  # what is wrong with it is said later, on all ranks alike
-        request = request._replace(extra=request.about().extra)
-    job = _Job(path, request, progress)
-    saving: Any = dcp.async_save(
-        {}, storage_writer=_Writer(job), planner=_SavePlanner(job), process_group=group, async_stager=_Stager(job)
-    )
-    done: Background[Any] = Background()
-
-    def finish(saved: Background[Any]) -> None:
-        error = saved.exception()
-        if isinstance(error, CheckpointException):
-            for name in job.written:
-                discard(path, name, made=job.made)
-            try:
-                _raise(error, str(path))
-            except CheckpointError as ours:
-                error = ours
-        if error is None:
-            done.set_result(path)
-        else:
-            done.set_exception(error)
-
-    saving.add_done_callback(finish)
-    return done
 
 
 # ------------------------------------------------------------------------------------------------------------- loading
@@ -277,7 +287,8 @@ class _LoadPlanner(DefaultLoadPlanner):
         if isinstance(metadata.planner_data, Exception):
             raise metadata.planner_data
         # Not torch's own set-up, which takes apart what is a dataclass and makes room for meta tensors.
-        self.state_dict = self.original_state_dict = dict(self.prepare(metadata.planner_data))
+        with _sendable():
+            self.state_dict = self.original_state_dict = dict(self.prepare(metadata.planner_data))
         self.metadata, self.is_coordinator = metadata, is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
@@ -289,8 +300,8 @@ class _LoadPlanner(DefaultLoadPlanner):
 class _Reader(StorageReader):
     """Reads boxes of chunks; every byte that it reads is checked."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Any, stack: ExitStack) -> None:
+        self.path, self.stack = path, stack
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Nothing to forget: a reader is made for one load."""
@@ -298,8 +309,9 @@ class _Reader(StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The index in torch's words; an error is handed on, since torch would take it for missing metadata."""
         try:
+            self.path = folder_named(self.path)
             self.index = index = read_index(self.path)
-        except CheckpointError as error:
+        except Exception as error:
             return Metadata({}, planner_data=error)
         found: dict[str, Any] = {}
         for name, leaf in index.leaves.items():
@@ -315,21 +327,32 @@ class _Reader(StorageReader):
         """Nothing to do."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
+        """Open what this rank needs, so that it stays when the checkpoint is replaced; say which one it has seen."""
+        with reading(self.path, self.index):
+            self.reader = self.stack.enter_context(Reader(self.path, self.index))
+            self.reader.check_files({self.chunk(item).file for item in plan.items})
+        return replace(plan, storage_data=self.index.save_id)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Require that all ranks read one and the same checkpoint."""
+        if len({plan.storage_data for plan in plans}) > 1:
+            raise ReplacedError(f"{self.path} was replaced while the ranks began to read it")
         return plans
+
+    def chunk(self, item: ReadItem) -> Chunk:
+        """The chunk that an item lies in."""
+        at = tuple(item.storage_index.offset or ())
+        chunks = self.index.leaves[item.storage_index.fqn].chunks
+        return next(chunk for chunk in chunks if chunk.offsets == at and chunk.box.numel)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what this rank needs."""
-        leaves = self.index.leaves
-        with Reader(self.path, self.index) as reader:
+        with reading(self.path, self.index):
             for item in plan.items:
-                name, at = item.storage_index.fqn, tuple(item.storage_index.offset or ())
-                chunk = next(c for c in leaves[name].chunks if c.offsets == at and c.box.numel)
+                name = item.storage_index.fqn
                 box = Box(tuple(item.storage_offsets), tuple(item.lengths))
                 room = planner.resolve_tensor(item).detach()
-                reader.read_box(name, leaves[name], chunk, box, room)
+                self.reader.read_box(name, self.index.leaves[name], self.chunk(item), box, room)
                 planner.commit_tensor(item, room)
         future: Future[None] = Future()
         future.set_result(None)
@@ -341,7 +364,7 @@ class _Reader(StorageReader):
 
 
 def load_together(
-    path: Path,
+    path: Any,
     like: Any,
     tx: Transform | None,
     rules: Rules,
@@ -351,9 +374,11 @@ def load_together(
     section: str,
 ) -> PyTree:
     """Load, on all ranks of a group together."""
+    check_group(group, f"the load of {path}")
     loaded: dict[str, Any] = {}
 
     def prepare(index: Index) -> dict[str, Any]:
+        check_transform(tx)
         want, targets = targets_like(like, tx, device, section)
         found = match(index, want, rules, section=section, where=str(path))
         into: dict[str, Any] = {}
@@ -364,11 +389,53 @@ def load_together(
                 into[source] = loaded[name]
         return into
 
+    def attempt() -> None:
+        loaded.clear()
+        with ExitStack() as stack:
+            reader, planner = _Reader(path, stack), _LoadPlanner(prepare)
+            dcp.load({}, storage_reader=reader, planner=planner, process_group=group)
+
+    with Turn(frozenset([id(group)])):
+        for turn in range(TRIES):
+            try:
+                attempt()
+                return rebuilt(like, loaded, section)
+            except CheckpointException as error:
+                # All ranks have the same failures before them, and so go the same way.
+                if not any(isinstance(problem, ReplacedError) for problem, _ in error.failures.values()):
+                    _raise(error, str(path))
+            except _FROM_TORCH as error:
+                raise CheckpointError(f"{path} was not loaded: {_ended(error)}") from error
+            time.sleep(min(0.5, 0.001 * 2**turn))
+    raise ReplacedError(replaced_often(path))
+
+
+# ----------------------------------------------------------------------------------------------------------- both ways
+
+
+_FROM_TORCH = (RuntimeError, ValueError, AssertionError, OSError)
+"""What torch.distributed raises beside the errors that it carries from rank to rank."""
+
+
+def check_group(group: Any, what: str) -> None:
+    """Require a group of processes that this one is a rank of.
+
+    Raises:
+        CheckpointError: it is none.
+    """
     try:
-        dcp.load({}, storage_reader=_Reader(path), planner=_LoadPlanner(prepare), process_group=group)
-    except CheckpointException as error:
-        _raise(error, str(path))
-    return rebuilt(like, loaded, section)
+        found = dist.get_rank(group) if dist.is_initialized() else None
+    except (ValueError, RuntimeError, TypeError, AttributeError):
+        found = None
+    if found is None or found < 0:
+        why = "it was destroyed, or this process is no rank of it"
+        raise CheckpointError(f"{what}: group={group!r} is not a process group that can be used: {why}")
+
+
+def _ended(error: BaseException) -> str:
+    if isinstance(error, ValueError):  # which torch raises for a group that it does not know
+        return f"the process group was destroyed in the midst of it: {error}"
+    return f"another rank has ended, or did not come within the group's timeout: {error}"
 
 
 def _raise(error: CheckpointException, path: str) -> NoReturn:
@@ -384,6 +451,12 @@ def _raise(error: CheckpointException, path: str) -> NoReturn:
         raise CorruptError(message, before(Path(path))) from first
     if isinstance(first, MismatchError):
         raise MismatchError(message, first.problems) from first
-    if isinstance(first, OSError):
-        raise WriteError(message) from first
+    if isinstance(first, WriteError):
+        raise WriteError(message, _written(error)) from first
     raise (type(first) if isinstance(first, CheckpointError) else CheckpointError)(message) from first
+
+
+def _written(error: CheckpointException) -> bool | None:
+    """Whether a save that failed is what is at the path; only the rank that writes the index can find that it is."""
+    said = [getattr(problem, "written", False) for problem, _ in error.failures.values()]
+    return next((written for written in said if written is not False), False)

@@ -29,7 +29,19 @@ class FormatError(CheckpointError):
 
 
 class WriteError(CheckpointError):
-    """Nothing was written: the disk is full, say. What was there before is as it was."""
+    """A checkpoint could not be written: the disk is full, say.
+
+    Either what was there before is as it was, or the new checkpoint is there, whole, and only what follows failed.
+    """
+
+    def __init__(self, message: str, written: bool | None = False) -> None:
+        super().__init__(message)
+        self.written = written
+        """Whether the new checkpoint is at the path; None if that cannot be known."""
+
+    def __reduce__(self) -> tuple[type[WriteError], tuple[str, bool | None]]:
+        """Pickle by both arguments: torch carries errors from one rank to the others."""
+        return type(self), (str(self), self.written)
 
 
 class CorruptError(CheckpointError):
@@ -45,6 +57,10 @@ class CorruptError(CheckpointError):
     def __reduce__(self) -> tuple[type[CorruptError], tuple[str, Path | None]]:
         """Pickle by both arguments: torch carries errors from one rank to the others."""
         return type(self), (self.bare, self.previous)
+
+
+class ReplacedError(CheckpointError):
+    """A checkpoint was replaced by another while it was read: to be read again from the beginning."""
 
 
 class MismatchError(CheckpointError, ValueError):

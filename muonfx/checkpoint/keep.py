@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import warnings
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
-from muonfx.checkpoint.atomic import PART
-from muonfx.checkpoint.errors import CheckpointError, CorruptError, FormatError, NotFoundError
-from muonfx.checkpoint.files import read_regular
-from muonfx.checkpoint.index import FORMAT, INDEX, LONGEST, Index, read_parsed
+from muonfx.checkpoint.claims import claims, id_of
+from muonfx.checkpoint.errors import CheckpointError, CorruptError, FormatError, NotFoundError, ReplacedError
+from muonfx.checkpoint.files import open_regular
+from muonfx.checkpoint.index import FORMAT, INDEX, Index, read_parsed
 from muonfx.checkpoint.reading import Reader
 
 __all__ = ["checkpoints", "latest", "offering", "prune", "read_index", "remove", "step_path"]
@@ -34,6 +36,24 @@ def step_path(folder: str | os.PathLike[str], step: int) -> Path:
     return Path(folder) / f"step-{step:09}"
 
 
+def folder_named(path: str | os.PathLike[str]) -> Path:
+    """The absolute path of a checkpoint, which may not be there.
+
+    Raises:
+        TypeError: it is no path.
+        ValueError: it cannot be one of a folder.
+    """
+    if not isinstance(path, str | os.PathLike) or not isinstance(text := os.fspath(path), str):
+        raise TypeError(f"path must be a str or a path, found {path!r}")
+    try:
+        usable = bool(text) and b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        usable = False
+    if not usable:
+        raise ValueError(f"path must name a folder, found {text!r}")
+    return Path(text).absolute()
+
+
 def step_of(path: Path) -> int | None:
     """The step in a name that `step_path` made; None for any other."""
     found = _STEP.fullmatch(path.name)
@@ -47,25 +67,86 @@ def read_index(path: str | os.PathLike[str]) -> Index:
         NotFoundError: there is no checkpoint.
         FormatError: it has a format that is not known here.
         CorruptError: its index is damaged.
+        CheckpointError: it may not be read.
     """
-    path = Path(path)
+    path = folder_named(path)
+    with offering(path):
+        return _index_at(path)
+
+
+def _index_at(path: Path) -> Index:
     try:
         return read_parsed(path)
     except (FileNotFoundError, NotADirectoryError):
         raise NotFoundError(_why_not(path)) from None
     except OSError as error:
-        raise CorruptError(f"{path / INDEX}: cannot be read: {error.strerror}", before(path)) from error
+        of_the_path = error.errno in (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP)
+        raise (CheckpointError if of_the_path else CorruptError)(
+            f"{path / INDEX}: cannot be read: {error.strerror}"
+        ) from error
+
+
+TRIES = 100
+"""How often a checkpoint that is being replaced all the time is read again."""
+
+Result = TypeVar("Result")
+
+
+def with_reader(path: Path, work: Callable[[Index, Reader], Result]) -> Result:
+    """Do something with a checkpoint, all of whose files are open: with one and the same, should it be replaced.
+
+    Args:
+        path: of the checkpoint.
+        work: called with the index and a reader; again, if the checkpoint was replaced before it was done.
+
+    Raises:
+        NotFoundError: there is none, or it was removed.
+        CorruptError: it is damaged; an older one is offered.
+        ReplacedError: it was replaced all the time.
+    """
+    with offering(path):
+        return _with_reader(path, work)
+
+
+def _with_reader(path: Path, work: Callable[[Index, Reader], Result]) -> Result:
+    for _ in range(TRIES):
+        index = _index_at(path)
+        with suppress(ReplacedError), reading(path, index), Reader(path, index) as reader:
+            return work(index, reader.check_files())
+    raise ReplacedError(replaced_often(path))
+
+
+def replaced_often(path: Path) -> str:
+    """The message after so many tries."""
+    return f"{path} was replaced by another {TRIES} times while it was read: let its writer wait, or read a copy"
+
+
+@contextmanager
+def reading(path: Path, index: Index) -> Generator[None]:
+    """Tell a checkpoint that is damaged from one whose files are gone because it was replaced or removed.
+
+    Raises:
+        ReplacedError: there is another by now.
+        NotFoundError: there is none any more.
+    """
+    try:
+        yield
     except CorruptError as error:
-        raise CorruptError(error.bare, before(path)) from error
+        if _index_at(path).save_id != index.save_id:
+            raise ReplacedError(f"{path} was replaced while it was read") from error
+        raise
 
 
 def _why_not(path: Path) -> str:
-    if not path.exists():
-        return f"there is no checkpoint at {path}: no such folder"
-    if not path.is_dir():
-        return f"there is no checkpoint at {path}: a checkpoint is a folder, this is a file"
-    if found := checkpoints(path):
-        return f"{path} is no checkpoint but holds some: the newest is {found[-1]}; latest() finds it"
+    with suppress(OSError, CheckpointError):
+        if path.is_symlink() and not path.exists():
+            return f"there is no checkpoint at {path}: it is a link to nowhere"
+        if not path.exists():
+            return f"there is no checkpoint at {path}: no such folder"
+        if not path.is_dir():
+            return f"there is no checkpoint at {path}: a checkpoint is a folder, this is a file"
+        if found := checkpoints(path):
+            return f"{path} is no checkpoint but holds some: the newest is {found[-1]}; latest() finds it"
     return f"there is no checkpoint in {path}: no {INDEX} (was the writer stopped before it was done?)"
 
 
@@ -74,31 +155,38 @@ def checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
 
     One whose writer was stopped before it was done has no index and is not listed. Nothing is checked.
 
+    Raises:
+        CheckpointError: the folder cannot be read.
+
     >>> checkpoints("no/such/folder")
     []
     """
-    folder = Path(folder)
-    if not folder.is_dir():
-        return []
-    return [path for path in _by_step(folder) if (path / INDEX).exists()]
+    return [path for path in _by_step(folder_named(folder)) if _has_index(path)]
+
+
+def _has_index(path: Path) -> bool:
+    try:
+        return (path / INDEX).exists()
+    except OSError:  # whoever reads it will say why it cannot be
+        return True
 
 
 def _by_step(folder: Path) -> list[Path]:
-    inside = (path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
-    found = [(step, path) for path in inside if (step := step_of(path)) is not None]
-    return [path for _, path in sorted(found)]
+    try:
+        inside = [path for path in folder.iterdir() if step_of(path) is not None]
+        inside = [path for path in inside if path.is_dir() and not path.is_symlink()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{folder}: the folder cannot be read: {error.strerror}") from error
+    return sorted(inside, key=lambda path: (step_of(path), path))
 
 
 def _problem(path: Path, *, verify: bool) -> CheckpointError | None:
     try:
-        with Reader(path, read_parsed(path)) as reader:
-            reader.check_files()
-            if verify:
-                reader.verify()
+        _with_reader(path, lambda index, reader: reader.verify() if verify else None)
     except CheckpointError as error:
         return error
-    except OSError as error:
-        return CorruptError(f"{path / INDEX}: cannot be read: {error.strerror}")
     return None
 
 
@@ -128,6 +216,8 @@ def latest(folder: str | os.PathLike[str], *, verify: bool = False) -> Path | No
             return path
         if isinstance(problem, FormatError):
             raise problem
+        if isinstance(problem, NotFoundError):
+            continue  # removed since the folder was listed
         warnings.warn(f"{path.name} is not used, an older checkpoint is looked for: {problem}", stacklevel=2)
     return None
 
@@ -137,9 +227,10 @@ def before(path: Path) -> Path | None:
     step = step_of(path)
     if step is None:
         return None
-    for other in reversed(checkpoints(path.parent)):
-        if (step_of(other) or 0) < step and _problem(other, verify=False) is None:
-            return other
+    with suppress(CheckpointError):
+        for other in reversed(checkpoints(path.parent)):
+            if (step_of(other) or 0) < step and _problem(other, verify=False) is None:
+                return other
     return None
 
 
@@ -171,15 +262,15 @@ def prune(folder: str | os.PathLike[str], keep: int, *, written: Path | None = N
 
     Raises:
         ValueError: ``keep`` is not an int of 1 or more.
+        CheckpointError: one cannot be removed; the others are.
 
     >>> prune("no/such/folder", keep=3)
     []
     """
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
         raise ValueError(f"keep must be an int of 1 or more, found {keep!r}")
-    folder = Path(folder)
-    all_of_them = _by_step(folder) if folder.is_dir() else []
-    good = [path for path in all_of_them if (path / INDEX).exists() and _problem(path, verify=False) is None]
+    all_of_them = _by_step(folder_named(folder))
+    good = [path for path in all_of_them if _has_index(path) and _problem(path, verify=False) is None]
     if not good:
         return []
     own = [path for path in good if path == written]
@@ -193,38 +284,76 @@ def prune(folder: str | os.PathLike[str], keep: int, *, written: Path | None = N
             return False
         if path in good or (len(good) > keep and order[path] < first):
             return True
-        return order[path] < newest and not (path / INDEX).exists()
+        return order[path] < newest and not _has_index(path)
 
-    doomed = [path for path in all_of_them if goes(path)]
-    for path in doomed:
-        remove(path)
-    return doomed
+    removed: list[Path] = []
+    refused: list[str] = []
+    for path in filter(goes, all_of_them):
+        try:
+            if remove(path):
+                removed.append(path)
+        except OSError as error:
+            refused.append(f"{path}: {error.strerror}")
+    if refused:
+        raise CheckpointError("checkpoints that are not to be kept cannot be removed: " + "; ".join(refused))
+    return removed
 
 
-def remove(path: Path) -> None:
-    """Remove a checkpoint: the index first, so that half of it is never taken for one."""
-    with suppress(FileNotFoundError):
-        if not _is_foreign(path / INDEX):
-            (path / INDEX).unlink()
-    clean(path, [])
+def remove(path: Path) -> bool:
+    """Remove a checkpoint: the index first, so that half of it is never taken for one; not if a save is under way.
+
+    Returns:
+        Whether it was removed.
+    """
+    try:
+        if any(live for _, _, _, live in claims(path)):
+            return False
+        with suppress(FileNotFoundError):
+            if not is_foreign(path / INDEX):
+                (path / INDEX).unlink()
+        clean(path)
+    except FileNotFoundError:  # somebody else has removed the folder
+        return True
     with suppress(OSError):  # somebody keeps something of his own in there
         path.rmdir()
+    return True
 
 
-def _is_foreign(index: Path) -> bool:
-    """Whether somebody else has written a file of this name: it does not name our format, be it whole or damaged."""
+def is_foreign(index: Path) -> bool:
+    """Whether somebody else has written a file of this name: it does not name our format, be it whole or damaged.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
     try:
-        return FORMAT.encode() not in read_regular(index, LONGEST)
+        with open_regular(index) as file:
+            begin = file.read(4096)
     except FileNotFoundError:
         raise
-    except OSError:  # a pipe, a device, or larger than any index
+    except OSError:  # a pipe, a device
         return True
+    # Nothing but zeros is what a damaged file system makes of a file.
+    return FORMAT.encode() not in begin and bool(begin.strip(b"\0"))
 
 
-def clean(path: Path, used: list[str]) -> None:
-    """Remove what saves have written into a checkpoint's folder and its index does not name."""
-    for file in path.iterdir():
-        ours = re.fullmatch(r"data-[0-9a-f]{16}-\d+-of-\d+\.safetensors", file.name) or file.name == f".{INDEX}{PART}"
-        if ours and file.name not in used:
-            with suppress(FileNotFoundError):
-                file.unlink()
+def clean(path: Path) -> None:
+    """Remove what saves that have ended left in a checkpoint's folder, and the index there does not name.
+
+    Raises:
+        OSError: the system refused to remove something.
+    """
+    # In this order. A file that is seen here was claimed before; a claim that is gone after that was taken away when
+    # the index had its name; so an index that is read after that is of this save or of a later one.
+    files = [file for file in path.iterdir() if id_of(file.name)]
+    claimed = list(claims(path))
+    try:
+        named = {file.name for file in read_index(path).files}
+    except NotFoundError:
+        named = set[str]()
+    except CheckpointError:
+        return  # it may name anything
+    live = {save_id for _, save_id, _, is_live in claimed if is_live}
+    gone = [file for file in files if file.name not in named and id_of(file.name) not in live]
+    for file in gone + [file for file, save_id, _, _ in claimed if save_id not in live]:
+        with suppress(FileNotFoundError):
+            file.unlink()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from muonfx.checkpoint.keep import offering, read_index
+from muonfx.checkpoint.index import Index
+from muonfx.checkpoint.keep import folder_named, with_reader
 from muonfx.checkpoint.names import PARAMS, named_leaves
 from muonfx.checkpoint.reading import Reader
 from muonfx.checkpoint.renaming import Rename
@@ -22,7 +22,7 @@ from muonfx.tree import PyTree, Spec, flatten, unflatten
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["kept", "load", "load_params", "rebuilt", "targets_like"]
+__all__ = ["check_transform", "kept", "load", "load_params", "rebuilt", "targets_like"]
 
 
 def load(
@@ -87,7 +87,7 @@ def load(
         torch.bfloat16
     """
     rules = Rules(allow_missing, allow_extra, allow_other_chain, dict(cast or {}), rename or {})
-    return _load(Path(path), like, tx, rules, device, group, section="")
+    return _load(path, like, tx, rules, device, group, section="")
 
 
 def load_params(
@@ -126,27 +126,24 @@ def load_params(
         {'w': tensor([1., 1.])}
     """
     rules = Rules(allow_missing, allow_extra, True, dict(cast or {}), rename or {})
-    return _load(Path(path), like, None, rules, device, group, section=PARAMS)
+    return _load(path, like, None, rules, device, group, section=PARAMS)
 
 
-def _load(
-    path: Path, like: Any, tx: Transform | None, rules: Rules, device: Any, group: Any, *, section: str
-) -> PyTree:
-    if tx is not None and not isinstance(tx, Transform):
-        raise TypeError(f"tx must be a muonfx.Transform or None, found {tx!r}")
+def _load(path: Any, like: Any, tx: Transform | None, rules: Rules, device: Any, group: Any, *, section: str) -> PyTree:
     if group is not None:
         from muonfx.checkpoint.distributed import load_together
 
         return load_together(path, like, tx, rules, device, group, section=section)
-    index = read_index(path)
+    path = folder_named(path)
+    check_transform(tx)
     want, targets = targets_like(like, tx, device, section)
     for name, (old, _) in targets.items():
         if hasattr(old, "__create_chunk_list__"):
             raise TypeError(f"the leaf {name!r} is a {type(old).__name__}, of which each rank holds a part: say group=")
-    found = match(index, want, rules, section=section, where=str(path))
-    leaves: dict[str, Any] = {}
-    with offering(path), Reader(path, index) as reader:
-        reader.check_files()
+
+    def loaded(index: Index, reader: Reader) -> dict[str, Any]:
+        found = match(index, want, rules, section=section, where=str(path))
+        leaves: dict[str, Any] = {}
         for name, (old, fresh) in targets.items():
             source = found[name]
             if source is None:
@@ -154,7 +151,15 @@ def _load(
             else:
                 leaves[name] = fresh()
                 reader.read_into(source, leaves[name])
-    return rebuilt(like, leaves, section)
+        return leaves
+
+    return rebuilt(like, with_reader(path, loaded), section)
+
+
+def check_transform(tx: Any) -> None:
+    """Require a transform or None."""
+    if tx is not None and not isinstance(tx, Transform):
+        raise TypeError(f"tx must be a muonfx.Transform or None, found {tx!r}")
 
 
 Targets = dict[str, tuple[Any, Callable[[], Any]]]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from torch import Tensor
 
 from muonfx.checkpoint.index import Index
-from muonfx.checkpoint.keep import offering, read_index
+from muonfx.checkpoint.keep import folder_named, read_index, with_reader
 from muonfx.checkpoint.reading import Reader
 
 __all__ = ["inspect", "read", "verify"]
@@ -26,10 +25,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     >>> mfx.checkpoint.read(mfx.checkpoint.save(tempfile.mkdtemp(), {"trace": {"w": torch.ones(2)}}))
     {'trace/w': tensor([1., 1.])}
     """
-    index = read_index(path)
-    with offering(Path(path)), Reader(Path(path), index) as reader:
-        reader.check_files()
-        return {name: reader.read(name) for name in index.leaves}
+    return with_reader(folder_named(path), lambda index, reader: {name: reader.read(name) for name in index.leaves})
 
 
 def inspect(path: str | os.PathLike[str]) -> Index:
@@ -65,7 +61,9 @@ def verify(path: str | os.PathLike[str]) -> Index:
     >>> mfx.checkpoint.verify(mfx.checkpoint.save(tempfile.mkdtemp(), {"w": torch.ones(2)})).nbytes
     8
     """
-    index = read_index(path)
-    with offering(Path(path)), Reader(Path(path), index) as reader:
+
+    def checked(index: Index, reader: Reader) -> Index:
         reader.verify()
-    return index
+        return index
+
+    return with_reader(folder_named(path), checked)

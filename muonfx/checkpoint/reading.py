@@ -6,6 +6,7 @@ With plain reads, and not through a memory map: a map of a file that is cut shor
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from io import FileIO
@@ -45,13 +46,13 @@ class Reader:
     def __enter__(self) -> Reader:
         return self
 
-    def check_files(self) -> Reader:
-        """Open all files.
+    def check_files(self, numbers: Iterable[int] | None = None) -> Reader:
+        """Open files, by their places in the index; all of them if none are named.
 
         Raises:
             CorruptError: one is missing, is shorter or longer, or has another header.
         """
-        for number in range(len(self.index.files)):
+        for number in range(len(self.index.files)) if numbers is None else sorted(numbers):
             self._file(number)
         return self
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from muonfx.checkpoint.errors import CheckpointError
 from muonfx.checkpoint.index import Index, Leaf
-from muonfx.checkpoint.keep import checkpoints, offering, read_index
+from muonfx.checkpoint.keep import checkpoints, with_reader
 from muonfx.checkpoint.memory import bytes_of
 from muonfx.checkpoint.reading import Reader
 from muonfx.checkpoint.rules import matches
@@ -83,10 +83,8 @@ def of_folder(folder: Path) -> str:
     rows: list[tuple[str, ...]] = []
     for path in checkpoints(folder):
         try:
-            index = read_index(path)
-            with Reader(path, index) as reader:
-                reader.check_files()
-                rows.append((path.name, str(index.step), str(len(index.leaves)), size(index.nbytes), "looks whole"))
+            index = with_reader(path, lambda index, reader: index)
+            rows.append((path.name, str(index.step), str(len(index.leaves)), size(index.nbytes), "looks whole"))
         except CheckpointError as error:
             rows.append((path.name, "?", "?", "?", str(error)))
     return table(("checkpoint", "step", "leaves", "bytes", "state"), rows, right=(1, 2, 3))
@@ -100,7 +98,12 @@ def differences(one: Path, other: Path, most: int | None = 10) -> list[str]:
         other: the second.
         most: lines of each kind of difference, behind which stands how many more there are; None: all.
     """
-    a, b = read_index(one), read_index(other)
+    return with_reader(
+        one, lambda a, first: with_reader(other, lambda b, second: _differences(a, first, b, second, most))
+    )
+
+
+def _differences(a: Index, first: Reader, b: Index, second: Reader, most: int | None) -> list[str]:
     found = [
         f"{what}: {_short(readable(before))} -> {_short(readable(after))}"
         for what, before, after in (
@@ -112,18 +115,17 @@ def differences(one: Path, other: Path, most: int | None = 10) -> list[str]:
         if before != after
     ]
     rows: dict[str, list[tuple[str, str]]] = {}
-    with offering(one), Reader(one, a) as first, offering(other), Reader(other, b) as second:
-        for name in sorted(a.leaves.keys() | b.leaves.keys()):
-            if name not in b.leaves:
-                kind, how = "only in the first", f"only in the first: {described(a.leaves[name].spec)}"
-            elif name not in a.leaves:
-                kind, how = "only in the second", f"only in the second: {described(b.leaves[name].spec)}"
-            elif a.leaves[name].spec != b.leaves[name].spec:
-                kind, how = "of another kind", f"{described(a.leaves[name].spec)} -> {described(b.leaves[name].spec)}"
-            else:
-                kind, how = "with other values", _values(first.read(name), second.read(name))
-            if how:
-                rows.setdefault(kind, []).append((name, how))
+    for name in sorted(a.leaves.keys() | b.leaves.keys()):
+        if name not in b.leaves:
+            kind, how = "only in the first", f"only in the first: {described(a.leaves[name].spec)}"
+        elif name not in a.leaves:
+            kind, how = "only in the second", f"only in the second: {described(b.leaves[name].spec)}"
+        elif a.leaves[name].spec != b.leaves[name].spec:
+            kind, how = "of another kind", f"{described(a.leaves[name].spec)} -> {described(b.leaves[name].spec)}"
+        else:
+            kind, how = "with other values", _values(first.read(name), second.read(name))
+        if how:
+            rows.setdefault(kind, []).append((name, how))
     shown = sorted(row for of_kind in rows.values() for row in of_kind[:most])
     left = {kind: len(of_kind) - most for kind, of_kind in rows.items() if most is not None and len(of_kind) > most}
     return [

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
 import shutil
 import sys
+import warnings
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,14 +18,18 @@ import torch
 from torch import Tensor
 
 from muonfx.boxes import Box
-from muonfx.checkpoint.atomic import replace_file, sync_folder
+from muonfx.checkpoint.atomic import fresh_file, make_folder, sync_folder, write_all
+from muonfx.checkpoint.claims import claim, id_of, part_name, release
 from muonfx.checkpoint.data import Part, Progress, write_data
 from muonfx.checkpoint.dtypes import name_of_dtype
-from muonfx.checkpoint.errors import CheckpointError, WriteError
+from muonfx.checkpoint.errors import CheckpointError, NotFoundError, WriteError
 from muonfx.checkpoint.index import INDEX, Index, Leaf, text_of
-from muonfx.checkpoint.keep import before, clean, prune, read_index, step_of
+from muonfx.checkpoint.keep import before, clean, folder_named, is_foreign, prune, read_index, step_of
 from muonfx.checkpoint.names import PARAMS, named_leaves
+from muonfx.checkpoint.others import note_rank, warn_of_later_steps, warn_of_other_writers
 from muonfx.checkpoint.spec import spec_of
+from muonfx.checkpoint.turns import Turn, keys_of
+from muonfx.checkpoint.unheard import warn_of_failed_saves
 from muonfx.core import Transform
 from muonfx.recorded import bare
 from muonfx.tree import PyTree, Spec
@@ -31,7 +37,7 @@ from muonfx.tree import PyTree, Spec
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Request", "commit", "data_name", "discard", "save", "write", "writing"]
+__all__ = ["Draft", "Request", "data_name", "new_save_id", "save", "write"]
 
 
 class About(NamedTuple):
@@ -120,13 +126,22 @@ class Request(NamedTuple):
     step: int | None
     extra: Mapping[str, Any] | None
     keep: int | None
+    problem: Exception | None = None
 
     @classmethod
     def of(cls, path: str | os.PathLike[str], *rest: Any) -> Request:
-        """A request with a path that stays what it is when the process goes to another folder."""
-        if not os.fspath(path):
-            raise ValueError("path must name a folder, found an empty one")
-        return cls(Path(path).absolute(), *rest)
+        """A request with a path that stays what it is when the process goes to another folder.
+
+        What is wrong with the path is kept, to be raised with what else is wrong: on all ranks alike, if there are any.
+        """
+        try:
+            return cls(folder_named(path), *rest)
+        except (TypeError, ValueError) as error:
+            return cls(Path(), *rest)._replace(problem=error)
+
+    def turn(self, group: Any) -> Turn:
+        """The next turn to write there."""
+        return Turn(keys_of(self.path, group, in_series=step_of(self.path) is not None))
 
     def about(self) -> About:
         """What the checkpoint is to say; see `About.of`."""
@@ -134,6 +149,8 @@ class Request(NamedTuple):
 
     def leaves(self, *, whole: bool) -> dict[str, Any]:
         """The leaves; raises whatever is wrong with what the caller gave."""
+        if self.problem is not None:
+            raise self.problem
         self.about()
         if self.keep is not None:
             if isinstance(self.keep, bool) or not isinstance(self.keep, int) or self.keep < 1:
@@ -160,8 +177,8 @@ def save(
     """Write a checkpoint: a state, and parameters beside it; whole or not at all.
 
     The path becomes a folder with ``index.json`` and safetensors files. Everything is flushed to the disk before the
-    index gets its name, by a rename: a writer that is stopped at any point leaves what was at the path before. One
-    process at a time may write to a path.
+    index gets its name, by a rename: a writer that is stopped at any point leaves what was at the path before. Of
+    several writers at a path the last one to be done stands.
 
     Args:
         path: where; `step_path` names one for each step. A checkpoint that is there is replaced at the end.
@@ -183,7 +200,13 @@ def save(
 
     Raises:
         TypeError: a leaf is no dense tensor, or ``extra`` is no JSON. Nothing has been written.
-        WriteError: the disk is full, say. What was at the path before is still there.
+        WriteError: the disk is full, say. What was at the path before is still there, or, where ``written`` is True,
+            the new checkpoint is.
+
+    Warns:
+        UserWarning: the checkpoint is good, but another process is writing to the path, or another rank has, each for
+            itself; older ones cannot be removed; there are later steps beside it, which `latest` finds; or an earlier
+            save in the background has failed and was not waited for.
 
     Example:
         >>> import tempfile
@@ -198,12 +221,16 @@ def save(
         torch.float32
     """
     request = Request.of(path, state, params, tx, step, extra, keep)
+    warn_of_failed_saves()
     if group is not None:
-        from muonfx.checkpoint.distributed import save_together
+        from muonfx.checkpoint.distributed import Job, save_together
 
-        save_together(request.path, request, progress, group)
+        with request.turn(group):
+            save_together(Job(request, progress), group)
     else:
-        write(request.path, request.leaves(whole=True), request, progress)
+        leaves = request.leaves(whole=True)
+        with request.turn(None):
+            write(request.path, leaves, request, progress)
     return request.path
 
 
@@ -214,81 +241,185 @@ def write(path: Path, leaves: Mapping[str, Tensor], request: Request, progress: 
         shape = tuple(leaf.shape)
         return Part(name, leaf.dtype, Box((0,) * len(shape), shape), True, lambda: leaf)
 
-    save_id = secrets.token_hex(8)
-    data = data_name(save_id, 0, 1)
-    with writing(path, data):
+    draft = Draft(path, new_save_id())
+    with draft.whole_or_not():
+        note_rank(draft.save_id)
+        draft.begin()
+        warn_of_other_writers(path, draft.save_id)
+        data = data_name(draft.save_id, 0, 1)
         file, chunks = write_data(path / data, [part(name, leaf) for name, leaf in leaves.items()], progress)
         found = {
             name: Leaf(Spec(tuple(leaf.shape), leaf.dtype), (chunk,))
             for (name, leaf), chunk in zip(leaves.items(), chunks, strict=True)
         }
-        commit(path, request.about().to_index(save_id, [file], found), request.keep)
+        draft.commit(request.about().to_index(draft.save_id, [file], found))
+    draft.tidy(request.keep)
+
+
+def new_save_id() -> str:
+    """Draw the id of a save: no other save has it, so none writes to a file that an index refers to."""
+    return secrets.token_hex(8)
 
 
 def data_name(save_id: str, rank: int, ranks: int) -> str:
-    """Name a data file: no two saves share a name, so a save never writes to a file that an index refers to."""
+    """Name a data file: no two saves share a name."""
     return f"data-{save_id}-{rank:05}-of-{ranks:05}.safetensors"
 
 
-@contextmanager
-def writing(path: Path, data: str) -> Generator[None]:
-    """Make a checkpoint's folder; where the writing of a data file or of the index fails, leave what was there.
+class Draft:
+    """A save that is being written, on one rank.
 
-    Raises:
-        WriteError: the system refused something.
+    Its files carry its id. Until the rename of its index is tried they are nobody's and may be taken back; from then on
+    a reader may see them, and they stay, whatever fails.
     """
-    made = not path.exists()
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        yield
-    except BaseException as error:
-        committed = _names(path, data)
-        if not committed:
-            discard(path, data, made=made)
-        if isinstance(error, OSError):
-            raise WriteError(_refused(path, error, committed)) from error
-        raise
 
+    def __init__(self, path: Path, save_id: str) -> None:
+        self.path, self.save_id = path, save_id
+        self._made = self._tried = self._done = False
 
-def discard(path: Path, data: str, *, made: bool) -> None:
-    """Remove a data file that no index will name, and the folder if it was made for it and is empty."""
-    with suppress(OSError):
-        (path / data).unlink()
-    if made:
+    def begin(self, *, claiming: bool = True) -> None:
+        """Make the folder, and claim it for this save: one rank of a group does that, before any other begins."""
+        if _has_foreign_index(self.path):
+            raise FileExistsError(
+                errno.EEXIST, f"the folder has an {INDEX} that muonfx has not written: choose another, or move it away"
+            )
+        self._made = not self.path.exists()
+        for attempt in range(10):
+            make_folder(self.path)
+            if not claiming:
+                return
+            try:
+                claim(self.path, self.save_id)
+            except FileNotFoundError:  # whoever else has made the folder takes it away, since his save has failed
+                if attempt == 9:
+                    raise
+            else:
+                break
+
+    def commit(self, index: Index) -> None:
+        """Write the index, which makes this save what is at the path.
+
+        Raises:
+            OSError: something was refused; `stands` knows whether before or after that.
+        """
+        for file in index.files:
+            if not (self.path / file.name).exists():
+                raise FileNotFoundError(
+                    errno.ENOENT, f"{file.name} cannot be seen where the index is written: do all see one file system?"
+                )
+        sync_folder(self.path)
+        part = self.path / part_name(self.save_id)
+        with fresh_file(part) as file:
+            write_all(file, text_of(index))
+        self._tried = True
+        os.replace(part, self.path / INDEX)
+        self._done = True
+        sync_folder(self.path)
+
+    def tidy(self, keep: int | None) -> None:
+        """Remove what nobody needs any more, when the new checkpoint is safe on the disk.
+
+        Warns:
+            UserWarning: the system refused that. The checkpoint is good.
+        """
+        try:
+            release(self.path, self.save_id)
+            clean(self.path)
+            if keep is not None:
+                prune(self.path.parent, keep, written=self.path)
+            warn_of_later_steps(self.path)
+        except (OSError, CheckpointError) as error:
+            warnings.warn(
+                f"{self.path} was written and is good, but what it makes superfluous could not be removed: "
+                f"{_said_by(error)}",
+                stacklevel=2,
+            )
+
+    def stands(self) -> bool | None:
+        """Whether this save is what is at the path; None if that cannot be known."""
+        # A network file system may have done a rename that it reports as refused.
+        return self.is_there() if self._tried and not self._done else self._done
+
+    def is_there(self) -> bool | None:
+        """Whether the index at the path is this save's; None if it cannot be read."""
+        try:
+            return read_index(self.path).save_id == self.save_id
+        except NotFoundError:
+            return False
+        except CheckpointError:
+            return None
+
+    def discard(self) -> None:
+        """Take back what was written, which no index will name."""
         with suppress(OSError):
-            path.rmdir()
+            for file in list(self.path.iterdir()):
+                if id_of(file.name) == self.save_id:
+                    with suppress(OSError):
+                        file.unlink()
+        with suppress(OSError):
+            release(self.path, self.save_id)
+        if self._made:
+            with suppress(OSError):
+                self.path.rmdir()
+
+    @contextmanager
+    def whole_or_not(self) -> Generator[None]:
+        """Where anything fails, take back what no index can name, and say what stands.
+
+        Raises:
+            WriteError: the system refused something.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if self._tried and not self._done:
+                with suppress(OSError):  # a rename that is reported as refused, and still on its way, finds nothing
+                    (self.path / part_name(self.save_id)).unlink()
+            stands = self.stands()
+            if stands is False:
+                self.discard()
+            else:
+                with suppress(OSError):
+                    release(self.path, self.save_id)
+            if isinstance(error, OSError):
+                raise WriteError(_refused(self.path, error, stands), written=stands) from error
+            raise
 
 
-def _names(path: Path, data: str) -> bool:
-    """Whether the index at a path names a data file."""
+def _has_foreign_index(path: Path) -> bool:
     try:
-        return any(file.name == data for file in read_index(path).files)
-    except CheckpointError:
+        return is_foreign(path / INDEX)
+    except (FileNotFoundError, NotADirectoryError):
         return False
 
 
-def _refused(path: Path, error: OSError, committed: bool) -> str:
-    why = error.strerror or str(error)
-    if committed:
+def _said_by(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+def _refused(path: Path, error: OSError, written: bool | None) -> str:
+    why = _said_by(error)
+    if written:
         return f"{path} was written, but what follows failed, so that it may not survive a loss of power: {why}"
+    if written is None:
+        return (
+            f"it is not known whether {path} was written, and nothing was removed: its {INDEX} cannot be read after a "
+            f"rename that failed: {why}"
+        )
     free = ""
     with suppress(OSError):
         there = next(folder for folder in (path, *path.parents) if folder.is_dir())
         free = f" ({shutil.disk_usage(there).free / 2**30:.2f} GiB are free)"
     what = f"{path} was not written: {why}{free}"
-    if path.is_file():
-        return f"{what}; a checkpoint is a folder, and there is a file of this name"
-    if (path / INDEX).exists():
-        return f"{what}; the checkpoint that was there is as it was"
-    previous = before(path)
-    return f"{what}; the newest good one is {previous}" if previous is not None else what
-
-
-def commit(path: Path, index: Index, keep: int | None) -> None:
-    """Write the index, which makes the checkpoint what is at the path, and remove what nobody needs any more."""
-    sync_folder(path)
-    replace_file(path / INDEX, text_of(index))
-    sync_folder(path.parent)
-    clean(path, [file.name for file in index.files])
-    if keep is not None:
-        prune(path.parent, keep, written=path)
+    with suppress(OSError):
+        if path.is_symlink() and not path.exists():
+            return f"{what}; there is a link of this name, to nowhere"
+        if path.is_file():
+            return f"{what}; a checkpoint is a folder, and there is a file of this name"
+        if (file := next((folder for folder in path.parents if folder.is_file()), None)) is not None:
+            return f"{what}: {file} is a file"
+        if (path / INDEX).exists():
+            return f"{what}; the checkpoint that was there is as it was"
+        previous = before(path)
+        return f"{what}; the newest good one is {previous}" if previous is not None else what
+    return what

@@ -210,12 +210,12 @@ def test_data_are_on_the_disk_before_the_index_gets_its_name(tmp_path: Path, mon
     ck.save(tmp_path / "here", STATE)
     (data,) = (tmp_path / "here").glob("*.safetensors")
     assert calls == [
+        f"flush {tmp_path.name}",
         f"flush {data.name}",
         "flush here",
-        f"flush .{INDEX}.part",
+        f"flush .{INDEX}-{ck.inspect(tmp_path / 'here').save_id}.part",
         f"rename to {INDEX}",
         "flush here",
-        f"flush {tmp_path.name}",
     ]
 
 

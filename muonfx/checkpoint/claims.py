@@ -1,0 +1,147 @@
+"""Claims: which saves are being written to a folder, so that no writer removes what belongs to another.
+
+A save has an id that no other has, and all its files carry it in their names; so two writers never write to one file,
+and the rename of an index decides which of them stands. What is left to settle is what may be removed. A writer puts a
+claim, ``.writing-<save id>``, into the folder before its first file and takes it away after its index has been renamed.
+Files belong to a live save, to the index that is there, or to nobody; only the last may go.
+
+Claims and no locks: locks do not work on every network file system, and where they do, not between all machines. A
+claim says which process has made it. On the machine of that process one can look whether it still runs; elsewhere a
+claim counts until it is a day old.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import cache
+from io import FileIO
+from pathlib import Path
+from typing import NamedTuple
+
+from muonfx.checkpoint.atomic import write_all
+from muonfx.checkpoint.index import INDEX
+
+__all__ = ["Claim", "claim", "claim_of", "claims", "id_of", "part_name", "release"]
+
+_OURS = (
+    re.compile(r"data-([0-9a-f]{16})-\d+-of-\d+\.safetensors"),
+    re.compile(rf"\.{re.escape(INDEX)}-([0-9a-f]{{16}})\.part"),
+    re.compile(rf"\.{re.escape(INDEX)}(\.part)"),  # muonfx 0.1 gave every writer's unfinished index this name
+)
+_CLAIM = re.compile(r"\.writing-([0-9a-f]{16})")
+_live: set[str] = set()
+"""The saves of this process that are under way."""
+ABANDONED = 24 * 3600.0
+"""Seconds after which a claim no longer counts, if nobody can look whether its process runs."""
+
+
+class Claim(NamedTuple):
+    """Who says that he is writing: a process on a machine, and its birth, since numbers of processes are reused."""
+
+    save_id: str
+    host: str
+    machine: str
+    pid: int
+    birth: str
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+def id_of(name: str) -> str | None:
+    """The save that a file belongs to, by its name; None if no save has written it."""
+    return next((found[1] for pattern in _OURS if (found := pattern.fullmatch(name))), None)
+
+
+def part_name(save_id: str) -> str:
+    """The name of an index that is not finished."""
+    return f".{INDEX}-{save_id}.part"
+
+
+def claim_of(path: Path, save_id: str) -> Path:
+    """The file that says that a save is under way."""
+    return path / f".writing-{save_id}"
+
+
+def claim(path: Path, save_id: str) -> None:
+    """Say that a save is under way; the folder must exist."""
+    _live.add(save_id)
+    own = Claim(save_id, platform.node(), _machine(), os.getpid(), _birth(os.getpid()) or "")
+    with FileIO(claim_of(path, save_id), "xb") as file:
+        write_all(file, json.dumps(own._asdict()).encode())
+
+
+def release(path: Path, save_id: str) -> None:
+    """Say that a save has ended: to this process in any case, and to others if the claim can be removed."""
+    _live.discard(save_id)
+    with suppress(FileNotFoundError):
+        claim_of(path, save_id).unlink()
+
+
+def claims(path: Path) -> Iterator[tuple[Path, str, Claim | None, bool]]:
+    """The claims in a folder: the file, the id of the save, who has made it if he says so, and whether it is live."""
+    for file in sorted(path.iterdir()):
+        if found := _CLAIM.fullmatch(file.name):
+            try:
+                made, text = file.stat().st_mtime, file.read_bytes()
+            except FileNotFoundError:
+                continue
+            claimed = _parsed(text)
+            yield file, found[1], claimed, time.time() - made < ABANDONED and not _has_ended(claimed)
+
+
+def _parsed(text: bytes) -> Claim | None:
+    """The claim that a file makes; None if it is not written to the end."""
+    try:
+        said = Claim(**json.loads(text))
+    except (ValueError, TypeError):
+        return None
+    return said if isinstance(said.pid, int) else None
+
+
+def _has_ended(claimed: Claim | None) -> bool:
+    """Whether the process that has made a claim is known to be no more."""
+    if claimed is None or claimed.machine != _machine():
+        return False
+    if claimed.pid == os.getpid():
+        return claimed.save_id not in _live
+    birth = _birth(claimed.pid)
+    return birth is None or bool(birth and claimed.birth and birth != claimed.birth)
+
+
+@cache
+def _machine() -> str:
+    """The machine, and the space of process numbers in it: containers have their own."""
+    said = [platform.node()]
+    with suppress(OSError):
+        said.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+    with suppress(OSError):
+        said.append(os.readlink("/proc/self/ns/pid"))
+    return " ".join(said)
+
+
+def _birth(pid: int) -> str | None:
+    """When a process of this machine began, as far as the system tells; None if there is no such process."""
+    with suppress(OSError):
+        return _from_proc(Path(f"/proc/{pid}/stat").read_text())
+    if os.name == "nt":  # where asking with signal 0 would end the process
+        return ""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    except (PermissionError, OverflowError):
+        pass
+    return ""
+
+
+def _from_proc(text: str) -> str | None:
+    """The start time in /proc/<pid>/stat, behind the name, which may hold anything; None for a process that is over."""
+    fields = text.rpartition(")")[2].split()
+    return None if fields[0] in "ZX" else fields[19]

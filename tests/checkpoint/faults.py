@@ -1,0 +1,90 @@
+"""Fail, or kill, a process at any one of the calls to the system by which it touches a folder.
+
+What the interpreter audits (opening, listing, renaming, removing, making folders) is caught by an audit hook, so that
+no call goes by unseen, whichever module makes it. What it does not audit (writing, flushing, asking for a status) is
+patched.
+"""
+
+import errno
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from muonfx.checkpoint import atomic
+
+_AUDITED = {"open", "os.listdir", "os.scandir", "os.mkdir", "os.rmdir", "os.remove", "os.rename", "os.link", "os.chmod"}
+
+
+class Faults:
+    """Counts the calls that touch a folder and fails the one numbered `at`, or that and all after it.
+
+    Attributes:
+        calls: what was called, such as "os.rename index.json".
+        failed: the call that failed; "" if there were not so many.
+    """
+
+    def __init__(self, folder: Path, at: int, *, always: bool = False, code: int = errno.EIO, kill: bool = False):
+        self.folder, self.at, self.always, self.code, self.kill = os.path.realpath(folder), at, always, code, kill
+        self.calls: list[str] = []
+        self.failed = ""
+
+    def touch(self, what: str, path: Any) -> None:
+        """Count a call, and fail it if its turn has come."""
+        if isinstance(path, bytes):
+            path = os.fsdecode(path)
+        if not isinstance(path, str | os.PathLike) or not os.fspath(path).startswith(self.folder):
+            return
+        self.calls.append(f"{what} {Path(path).name}")
+        number = len(self.calls) - 1
+        if number == self.at or (self.always and number > self.at):
+            self.failed = self.failed or self.calls[-1]
+            if self.kill:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise OSError(self.code, os.strerror(self.code))
+
+
+_active: list[Faults] = []
+_hooked = False
+
+
+def _hook(event: str, arguments: tuple[Any, ...]) -> None:
+    if _active and event in _AUDITED:
+        _active[-1].touch(event, arguments[1] if event == "os.rename" else arguments[0])
+
+
+class _CountedFile(FileIO):
+    def write(self, data: Any) -> int:
+        _active[-1].touch("write", self.name)
+        return super().write(bytes(data[:1000]))  # a system may take fewer bytes than it is given
+
+
+@contextmanager
+def faults(folder: Path, at: int, **how: Any) -> Iterator[Faults]:
+    """Fail a call within the block; see `Faults`. Use `at=-1` to count only."""
+    global _hooked
+    if not _hooked:  # a hook cannot be taken away again
+        sys.addaudithook(_hook)
+        _hooked = True
+    made = Faults(folder, at, **how)
+    fsync, stat, file = os.fsync, os.stat, atomic.FileIO
+
+    def counted_fsync(handle: int) -> None:
+        made.touch("fsync", os.readlink(f"/proc/self/fd/{handle}"))
+        fsync(handle)
+
+    def counted_stat(path: Any, *arguments: Any, **more: Any) -> os.stat_result:
+        made.touch("stat", path)
+        return stat(path, *arguments, **more)
+
+    os.fsync, os.stat, atomic.FileIO = counted_fsync, counted_stat, _CountedFile
+    _active.append(made)
+    try:
+        yield made
+    finally:
+        _active.pop()
+        os.fsync, os.stat, atomic.FileIO = fsync, stat, file
