@@ -138,6 +138,13 @@ def warn_of_unmatched(tx: Transform, params: Any, *, stacklevel: int) -> None:
 
     The names are those of the whole tree. A transform for some of the parameters (under `partition` or `masked`) may
     hold patterns for the others, as a mask does that all labels share: only what matches nowhere is a slip.
+
+    >>> import muonfx as mfx
+    >>> with warnings.catch_warnings(record=True, action="always") as caught:
+    ...     mfx.orthogonalize(blocks={"*.qvk": 3}).init({"h.qkv": torch.zeros(6, 2)})
+    EmptyState()
+    >>> str(caught[0].message)
+    "blocks: '*.qvk' matches none of the 1 parameters; close: 'h.qkv'; correct or remove it"
     """
     names = tree.names(params)
     for argument, groups, first_counts in tx.name_patterns if names else ():
@@ -167,7 +174,7 @@ def _close_names(group: Iterable[str], names: Sequence[str]) -> list[str]:
             parts = name.lower().split(".")
             windows = [".".join(parts[at : at + length]) for at in range(max(1, len(parts) - length + 1))]
             alike = max(difflib.SequenceMatcher(None, wanted, window).ratio() for window in windows)
-            if alike >= 0.7:
+            if alike >= 0.6:
                 found[name] = max(alike, found.get(name, 0.0))
     return sorted(found, key=lambda name: -found[name])[:3]
 

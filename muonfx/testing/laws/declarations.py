@@ -79,6 +79,16 @@ def order_of_dicts_means_nothing(tx: Transform, params: PyTree, steps: list[PyTr
     >>> from muonfx.testing import Example
     >>> order_of_dicts_means_nothing(mfx.momentum(), *Example.of({"w": (2, 3), "b": (3,)}))
     """
+    _check_order(tx, params, steps)
+    twice = {"z": params, "a": params}  # a dict of two in any case
+    try:
+        tx.init(twice)
+    except (KeyError, TypeError, ValueError):  # it knows the names that it takes
+        return
+    _check_order(tx, twice, [{"z": grads, "a": grads} for grads in steps])
+
+
+def _check_order(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     found = history(tx, _reversed(params), [_reversed(grads) for grads in steps])
     expected = history(tx, params, steps)
     for step, (one, other) in enumerate(zip(found, expected, strict=True)):

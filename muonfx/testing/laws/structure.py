@@ -10,7 +10,7 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.core import Transform
 from muonfx.recorded import Recorded
-from muonfx.testing.examples import copied_tree, history
+from muonfx.testing.examples import Example, copied_tree, history
 from muonfx.testing.law import law
 from muonfx.testing.violation import Breach, bits_equal, require_same, shown
 from muonfx.tree import PyTree
@@ -25,7 +25,13 @@ __all__ = [
 ]
 
 
-@law()
+def _after_a_full_step(example: Example) -> Example:
+    """Begin with a step in which no gradient is absent, so that there is something in the state to be left alone."""
+    full = tree.map(lambda p: 0.5 * p + 0.5, example.params)
+    return Example(example.params, [full, *example.steps]).clone()
+
+
+@law(on=_after_a_full_step)
 def absent_leaves_are_left_alone(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Where the gradient is None there is no update, and the state of that leaf is bitwise as before.
 
