@@ -104,7 +104,9 @@ class _Node:
             fits = opened is not None and opened.kind is self.kind and opened.entries == self.entries
         if not fits:
             raise ValueError(f"expected {self.kind.__name__} of {self.entries}, found {type(tree).__name__}")
-        return [leaf for mine, child in zip(self.children, children, strict=True) for leaf in mine.flatten_up_to(child)]
+        return [
+            leaf for mine, child in zip(self.children, children, strict=True) for leaf in mine.flatten_up_to(child)
+        ]
 
 
 def _open(node: PyTree) -> tuple[_Node | None, list[Any]]:
@@ -272,9 +274,7 @@ def map(function: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
 
     if torch.compiler.is_compiling():
         found, node = flatten(tree)
-        return unflatten(
-            node, [at(*both) for both in zip(found, *[_up_to(node, other) for other in rest], strict=True)]
-        )
+        return unflatten(node, [at(*both) for both in zip(found, *[_up_to(node, other) for other in rest], strict=True)])
     return optree.tree_map(at, tree, *rest, none_is_leaf=True, namespace=NAMESPACE)
 
 

@@ -78,8 +78,7 @@ NESTED = [
     pytest.param(lambda x, y, o=outer, i=inner: o(i(x, y), x), id=f"{kind} of {within}")
     for kind, outer in CONTAINERS.items()
     for within, inner in CONTAINERS.items()
-    if kind in ("dict", "OrderedDict", "NamedTuple", "deque")
-    and within in ("dict", "OrderedDict", "torch.return_types")
+    if kind in ("dict", "OrderedDict", "NamedTuple", "deque") and within in ("dict", "OrderedDict", "torch.return_types")
 ]
 
 
