@@ -244,7 +244,8 @@ def sqrt(xs: Tensors, *, plus: Scalar = 0.0) -> Tensors:
     roots = list(torch._foreach_sqrt(xs))
     if isinstance(plus, Tensor) and (is_traced() or not all(x.is_cuda for x in xs)):
         # `_foreach_add_` with one tensor reads its value except in CUDA's own kernel: a sync, and a break when traced.
-        torch._foreach_add_(roots, [_fit(plus, xs)] * len(roots))
+        each: list[Any] = [_fit(plus, xs)] * len(roots)
+        torch._foreach_add_(roots, each)
     else:
         torch._foreach_add_(roots, _fit(plus, xs))
     return roots

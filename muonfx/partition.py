@@ -95,7 +95,10 @@ class _Assignment:
             given = given(params)
         if isinstance(given, Labels):
             values: list[Any] = _Reasoned(self._by_name(given, names), given)
-        elif isinstance(given, Mapping) and all(isinstance(value, self.kinds) for value in given.values()):
+        # With keys other than strings it is a tree, whose leaves are named by dotted paths.
+        elif isinstance(given, Mapping) and all(
+            isinstance(key, str) and isinstance(value, self.kinds) for key, value in given.items()
+        ):
             values = self._by_name(given, names)
         else:
             values = self._by_structure(given, params)

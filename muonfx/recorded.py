@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Self, TypeVar, cast
@@ -72,6 +72,19 @@ def _join(skeleton: Any, parts: Iterator[Any]) -> Any:
     if type(skeleton) is dict:
         return {key: _join(item, parts) for key, item in skeleton.items()}
     return skeleton
+
+
+MAX_DEPTH = 64
+"""How many recorded values may lie one within another. Side by side there may be any number."""
+
+
+def _depth(parts: Sequence[Any]) -> int:
+    """How many recorded values lie one within another among some parts, with the one that holds them."""
+    depth, level = 1, [part for part in parts if isinstance(part, Recorded)]
+    while level:
+        depth += 1
+        level = [part for value in level for part in value._parts if isinstance(part, Recorded)]
+    return depth
 
 
 def _names_of_parts(skeleton: Any, prefix: str) -> Iterator[str]:
@@ -141,6 +154,7 @@ class Recorded:
         Raises:
             TypeError: the arguments do not fit the factory's signature, or one whose annotation asks for a bool, an
                 int, a float or a str is none.
+            ValueError: more than `MAX_DEPTH` values would lie one within another.
         """
         parameters: dict[str, inspect.Parameter] = cast("Any", factory).parameters
         bound = inspect.Signature(list(parameters.values())).bind(*args, **kwargs)
@@ -150,6 +164,12 @@ class Recorded:
         for name, value in bound.arguments.items():
             check_plain(factory.__name__, name, value, cast("Any", factory).plain_kinds[name])
             skeleton[name] = _split(_as_float(parameters[name], value), parts, top=True)
+        if (depth := _depth(parts)) > MAX_DEPTH:
+            raise ValueError(
+                f"{cast('Any', factory).__name__}: {depth} values one within another, at most {MAX_DEPTH} may be: "
+                "beyond that Python's own recursion ends printing and pickling; put them side by side, "
+                "chain(a, b, c) and not chain(chain(a, b), c)"
+            )
         return cls._from(_Context(cls, factory, skeleton), parts)
 
     @classmethod

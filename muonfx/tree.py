@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import optree
 import torch
+from optree.utils import total_order_sorted
 from torch import Tensor
 
 __all__ = [
@@ -77,7 +78,7 @@ class _Node:
     def same_as(self, other: _Node) -> bool:
         if self.kind is not other.kind or self.entries != other.entries or self.metadata != other.metadata:
             return False
-        return all([mine.same_as(theirs) for mine, theirs in zip(self.children, other.children, strict=True)])
+        return all(mine.same_as(theirs) for mine, theirs in zip(self.children, other.children, strict=True))
 
     def unflatten(self, leaves: Iterator[Any]) -> PyTree:
         if self.rebuild is None:
@@ -98,15 +99,13 @@ class _Node:
             return [tree]
         opened, children = _open(tree)
         if self.kind in _DICTS and type(tree) in _DICTS:  # as optree has it, these stand for one another: by key
-            fits = len(tree) == len(self.entries) and all([entry in tree for entry in self.entries])
+            fits = len(tree) == len(self.entries) and all(entry in tree for entry in self.entries)
             children = [tree[entry] for entry in self.entries] if fits else []
         else:
             fits = opened is not None and opened.kind is self.kind and opened.entries == self.entries
         if not fits:
             raise ValueError(f"expected {self.kind.__name__} of {self.entries}, found {type(tree).__name__}")
-        return [
-            leaf for mine, child in zip(self.children, children, strict=True) for leaf in mine.flatten_up_to(child)
-        ]
+        return [leaf for mine, child in zip(self.children, children, strict=True) for leaf in mine.flatten_up_to(child)]
 
 
 def _open(node: PyTree) -> tuple[_Node | None, list[Any]]:
@@ -117,7 +116,7 @@ def _open(node: PyTree) -> tuple[_Node | None, list[Any]]:
     """
     kind = type(node)
     if kind is dict or kind is defaultdict:
-        given, entries = list(node), optree.utils.total_order_sorted(node)
+        given, entries = list(node), total_order_sorted(node)
 
         def rebuild(children: list[Any]) -> PyTree:
             found = dict(zip(entries, children, strict=True))
@@ -274,7 +273,9 @@ def map(function: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
 
     if torch.compiler.is_compiling():
         found, node = flatten(tree)
-        return unflatten(node, [at(*both) for both in zip(found, *[_up_to(node, other) for other in rest], strict=True)])
+        return unflatten(
+            node, [at(*both) for both in zip(found, *[_up_to(node, other) for other in rest], strict=True)]
+        )
     return optree.tree_map(at, tree, *rest, none_is_leaf=True, namespace=NAMESPACE)
 
 
@@ -345,8 +346,8 @@ class Present:
             pass
         mine, theirs = names(self._tree(self._leaves)), names(tree)
         raise ValueError(
-            f"expected a tree like the updates, with {len(mine)} leaves {_some(mine)}, found a {type(tree).__name__} with "
-            f"{len(theirs)} leaves {_some(theirs)}; updates, state and params must have one structure"
+            f"expected a tree like the updates, with {len(mine)} leaves {_some(mine)}, found a {type(tree).__name__} "
+            f"with {len(theirs)} leaves {_some(theirs)}; updates, state and params must have one structure"
         )
 
     def _tree(self, leaves: Sequence[Any]) -> PyTree:

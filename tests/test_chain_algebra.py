@@ -1,7 +1,9 @@
 """The algebra of combinators: chains associate, identity is neutral, partition and mask are what their names say."""
 
+import copy
 import functools
 import itertools
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -171,3 +173,40 @@ def test_injected_hyperparameters_left_alone_change_nothing(tx: mfx.Transform, e
     for found, expected in zip(updates_of(mfx.inject_hyperparams(tx), precise), updates_of(tx, precise), strict=True):
         for a, b in zip(tree.leaves(found), tree.leaves(expected), strict=True):
             torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
+
+
+DEEPEST = 64
+
+
+def nested(depth: int) -> mfx.Transform:
+    tx = mfx.scale(2.0)
+    for _ in range(depth - 1):
+        tx = mfx.chain(tx)
+    return tx
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        mfx.chain(*[mfx.scale(1.0 + i / 1e6) for i in range(400)]),
+        mfx.partition({f"l{i}": mfx.momentum() for i in range(400)}, {"w": "l7"}),
+        nested(DEEPEST),
+    ],
+    ids=["chain of 400", "partition with 400 labels", "nested as deep as may be"],
+)
+def test_long_and_deep_transforms_are_values_like_others(tx: mfx.Transform):
+    params = {"w": torch.ones(2)}
+    updates, _ = tx.update(params, tx.init(params), params)
+    assert updates["w"].isfinite().all()
+    assert pickle.loads(pickle.dumps(tx)) == tx == copy.deepcopy(tx) == tx.replace(**tx.arguments)
+    assert hash(tx) == hash(copy.deepcopy(tx))
+    assert eval(repr(tx), dict(vars(mfx))) == tx
+    assert pickle.loads(pickle.dumps(tx)).fingerprint == tx.fingerprint
+    leaves, treedef = tree.flatten(tx)
+    assert tree.unflatten(treedef, leaves) == tx
+    assert len(mfx.hyperparams(tx)) == len(leaves)
+
+
+def test_transforms_too_deep_for_python_are_refused_where_they_are_made():
+    with pytest.raises(ValueError, match=r"chain: 65 values one within another, at most 64 .* chain\(a, b, c\)"):
+        nested(DEEPEST + 1)

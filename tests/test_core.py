@@ -4,6 +4,7 @@ import copy
 import pickle
 import re
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -274,8 +275,14 @@ def test_sums_over_leaves_can_be_taken_over_ranks():
     """Two ranks hold a leaf each; the extra adds what the other holds, and both clip by the whole norm."""
     tx = mfx.clip_by_global_norm(1.0)
     ours, theirs = {"a": torch.tensor([3.0])}, {"b": torch.tensor([4.0])}
-    other = theirs["b"].double().square().sum()
-    updates, _ = tx.update(ours, tx.init(ours), sum_over_leaves=lambda scalars: sum(mfx.tree.tensors(scalars)) + other)
+    given: list[Any] = []
+
+    def heard(scalars: Any) -> Tensor:
+        given.extend(mfx.tree.tensors(scalars))  # in whatever unit the transform sums
+        return torch.stack(given).sum()
+
+    tx.update(theirs, tx.init(theirs), sum_over_leaves=heard)
+    updates, _ = tx.update(ours, tx.init(ours), sum_over_leaves=heard)
     torch.testing.assert_close(updates["a"], torch.tensor([0.6]))
 
 

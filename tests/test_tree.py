@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.utils._pytree as torch_pytree
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import muonfx as mfx
 from muonfx import testing as kit
@@ -78,7 +77,8 @@ NESTED = [
     pytest.param(lambda x, y, o=outer, i=inner: o(i(x, y), x), id=f"{kind} of {within}")
     for kind, outer in CONTAINERS.items()
     for within, inner in CONTAINERS.items()
-    if kind in ("dict", "OrderedDict", "NamedTuple", "deque") and within in ("dict", "OrderedDict", "torch.return_types")
+    if kind in ("dict", "OrderedDict", "NamedTuple", "deque")
+    and within in ("dict", "OrderedDict", "torch.return_types")
 ]
 
 
@@ -215,3 +215,16 @@ def test_what_is_picked_comes_from_a_tree_of_the_same_leaves_or_not_at_all(one: 
 def test_what_is_no_container_is_named(tree_of: Any):
     with pytest.raises(TypeError, match="must be a tensor or None"):
         mfx.momentum().init(tree_of({"w": torch.nn.Parameter(torch.zeros(2))}))
+
+
+@pytest.mark.parametrize("make", LEAVES)
+def test_labels_and_masks_may_be_a_tree_like_the_parameters(make: Make):
+    params = states(make, (2, 2))
+    tx = mfx.chain(
+        mfx.partition({"up": mfx.scale(10.0), "down": mfx.scale(0.5)}, make("up", "down")),
+        mfx.masked(mfx.scale(3.0), make(False, True)),
+    )
+    updates = tx.update(params, tx.init(params), params)[0]
+    expected = make(10.0, 1.5)
+    for found, leaf, factor in zip(tree.leaves(updates), tree.leaves(params), tree.leaves(expected), strict=True):
+        torch.testing.assert_close(found, leaf * factor)

@@ -14,7 +14,9 @@ def polar_factor(x: torch.Tensor, *, rtol: float | None = None) -> torch.Tensor:
 
     Computed in float64. Derivatives of any order, in both modes, exist wherever the rank is full, for equal singular
     values too: they divide by sums of singular values, never by differences. Elsewhere the first derivative is that
-    among matrices of the same rank: the factor jumps where a rank changes. A matrix with NaN or infinity gives all NaN and leaves the rest of its batch alone.
+    among matrices of the same rank: the factor jumps where a rank changes.
+
+    A matrix with NaN or infinity gives all NaN and leaves the rest of its batch alone.
 
     Args:
         x: `(..., m, n)`, any of them zero, fp64, fp32, bf16 or fp16.

@@ -38,7 +38,8 @@ def orthogonalize(
         method: "standard" multiplies the whole matrix at every step; "gram" takes several steps on its Gram matrix,
             which is cheaper the longer the matrix is; "auto" for what `explain` says.
         restarts: for the Gram form: the numbers of steps after which it goes back to the whole matrix, such as
-            `(2, 3)`; None for the set's own. More of them round less and cost more.
+            `(2, 3)`; None for the set's own, or more where rounding in the dtype asks for them: in bf16 nearly every
+            step. Fewer than are safe are taken with a warning, and by `method="auto"` not at all.
         dtype: the dtype of the matrix products, or "auto" for `compute_dtype`'s choice.
         products: "batched", "blocks" or "triton": how symmetric products are done; "auto" for what `explain` says.
             Under autograd, `torch.func` and the compiler, and for small matrices, they are always batched.

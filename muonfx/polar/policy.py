@@ -2,7 +2,7 @@
 
 *Dtype.* bf16 is what Muon uses on accelerators, but on a CPU without bf16 hardware it is hundreds of times slower than
 fp32, and on one with it a build may still lack the kernels. So a CPU is asked for the feature and then timed, once a
-process. Polynomials that use their interval to its very end diverge in bf16, whatever the matrix; they get a wider dtype.
+process. Polynomials that use their interval to its very end diverge in bf16; they get a wider dtype.
 
 *Method.* The standard iteration multiplies the long side twice a step, its Gram form twice a stage, for some more small
 products (`muonfx.polar.stages`). Both are counted in multiply-adds, and the cheaper one is taken; a symmetric product

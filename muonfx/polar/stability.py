@@ -16,6 +16,7 @@ there is no branch on data and no synchronisation. See the decision record on st
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -76,7 +77,7 @@ def stable_restarts(
 def _largest(steps: tuple[Step, ...], restarts: tuple[int, ...], safety: float, unit: float) -> float:
     top = (1 + unit) / safety
     cuts = (0, *restarts, len(steps))
-    for start, end in zip(cuts, cuts[1:], strict=False):
+    for start, end in itertools.pairwise(cuts):
         top = _after(steps[start:end], top, _SHARE * (end - start) * unit)
         if not top <= _DIVERGED:
             return math.inf

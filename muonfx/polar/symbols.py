@@ -32,4 +32,4 @@ def fixed(number: Number) -> Number:
         return number
     from torch.fx.experimental.symbolic_shapes import guard_scalar  # only where a tracer has loaded it anyway
 
-    return guard_scalar(number)
+    return guard_scalar(number)  # pyright: ignore[reportReturnType]

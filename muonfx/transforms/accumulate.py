@@ -23,8 +23,8 @@ class AccumulateState(NamedTuple):
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     """Micro-batches since the last update, int64, in host memory: to ask whether it is time costs no device sync."""
     seen: Tensor
-    """For each leaf, sorted by path whatever the containers (a state may move between them), the micro-batches since the
-    last update that had a gradient for it, int64, in host memory."""
+    """For each leaf, the micro-batches since the last update that had a gradient for it, int64, in host memory. Leaves
+    are sorted by path whatever their containers, so that a state may move between these."""
     sums: PyTree
     """The sums of gradients, like the parameters, in the pinned dtype."""
     inner: PyTree

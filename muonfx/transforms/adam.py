@@ -62,6 +62,10 @@ def scale_by_adam(
         ValueError: an argument is out of range.
         TypeError: a dtype is neither floating point nor compact.
 
+    The square of a gradient beyond 1.8e19 does not fit into fp32 (beyond 1.3e154 not into fp64): its second moment is
+    infinite from then on and the element moves no more, as in torch. `clip_by_global_norm` in front keeps every square
+    finite; `skip_nonfinite` does not see it, as the gradient itself is finite.
+
     Follows Kingma and Ba (arXiv 1412.6980); equal to ``torch.optim.AdamW`` without its weight decay wherever every
     parameter has a gradient at every step. The count t is one for all parameters, as in Optax: one that gets its first
     gradient late is corrected for steps that it did not see, which torch, with a count for each, does not do.

@@ -83,11 +83,11 @@ def clip_by_global_norm(max_norm: float):
     """Scale all updates down together when the norm of the whole tree exceeds a bound.
 
     Args:
-        max_norm: positive; the 2-norm over all elements of all leaves. It is taken in fp64 and cannot overflow unless the
-            norm itself does, where ``torch.nn.utils.clip_grad_norm_`` makes fp32 gradients beyond about 1e19 zero (a
-            norm of more than 1e38 times ``max_norm`` costs fp32 updates their last digits). A NaN
-            anywhere makes all updates NaN, an infinity makes its own element NaN and all others zero: put
-            `skip_nonfinite` around the chain.
+        max_norm: positive; the 2-norm over all elements of all leaves. It is taken in fp64 and cannot overflow unless
+            the norm itself does, where ``torch.nn.utils.clip_grad_norm_`` makes fp32 gradients beyond about 1e19 zero.
+            A norm of more than 1e38 times ``max_norm`` costs fp32 updates their last digits. A NaN anywhere makes all
+            updates NaN, an infinity makes its own element NaN and all others zero: put `skip_nonfinite` around the
+            chain.
 
     Raises:
         ValueError: ``max_norm`` is not positive and finite.

@@ -62,8 +62,8 @@ def normalize_neurons(
 
     $v_t = \beta v_{t-1} + (1 - \beta)\,\mathrm{mean}_j(u_{ij}^2)$ for each row i, and the update is
     $u_{ij} / (\sqrt{v_i} + \epsilon)$, scaled so that each matrix keeps its Frobenius norm. It follows
-    `orthogonalize` in a chain. Norms neither overflow nor underflow; a second moment beyond the range of its dtype stays
-    at the largest number.
+    `orthogonalize` in a chain. Norms neither overflow nor underflow; a second moment beyond the range of its dtype
+    stays at the largest number.
 
     Args:
         decay: $\beta$, in [0, 1).
@@ -71,7 +71,8 @@ def normalize_neurons(
         keep_norm: give each matrix the norm that it had before.
         dtype: pinned dtype of the second moment; None pins each parameter's own.
         dims: as in `orthogonalize`, and the same value.
-        blocks: as in `orthogonalize`, and the same value: each block keeps its own norm, as a parameter of its own would.
+        blocks: as in `orthogonalize`, and the same value: each block keeps its own norm, as a parameter of its own
+            would.
         block_axis: as in `orthogonalize`.
 
     Raises:
@@ -126,7 +127,7 @@ def _normalize(
     wide = ew.wide_dtype(matrix.dtype, nu.dtype)
     u, old = matrix.to(wide), nu.to(wide)
     if u.numel() == 0:
-        return u, old
+        return u, old.clone()
     # Squared at a size of about 1, by exact powers of two, so that no square overflows or vanishes.
     small, power = _to_unit(u)
     mean_square = (small.square().mean(dim=-1, keepdim=True) / power / power).clamp(max=torch.finfo(nu.dtype).max)
