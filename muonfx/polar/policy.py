@@ -254,12 +254,13 @@ def compute_dtype(
     >>> compute_dtype(torch.float32, torch.device("cpu"), torch.bfloat16)
     torch.bfloat16
     """
-    if isinstance(requested, Decided):
-        return torch.float64 if dtype == torch.float64 else requested.dtype
-    if isinstance(requested, str):
-        if requested != "auto":
+    if isinstance(requested, str | Decided):
+        if isinstance(requested, str) and requested != "auto":
             raise ValueError(f"dtype: found {requested!r}, expected 'auto' or a torch.dtype such as torch.bfloat16")
-        fastest = torch.float64 if dtype == torch.float64 else _fastest(device.type, device.index)
+        if dtype == torch.float64:
+            fastest = torch.float64
+        else:
+            fastest = requested.dtype if isinstance(requested, Decided) else _fastest(device.type, device.index)
         return fastest if coefficients is None else stable_dtype(fastest, polynomials(coefficients, steps))
     if requested not in SUPPORTED:
         raise TypeError(f"dtype: found {requested!r}, expected 'auto' or one of {', '.join(map(str, SUPPORTED))}")
@@ -291,7 +292,7 @@ def stable_dtype(compute: torch.dtype, resolved: Polynomials, requested: DTypeLi
     """
     if resolved.table is not None or _is_stable(resolved, compute):
         return compute
-    if requested != "auto":
+    if requested != "auto" and not isinstance(requested, Decided):
         _warn_of_rounding(f"in {compute} the standard form of this set may diverge", "with_safety(set, 1.01), or dtype")
         return compute
     return next((d for d in (torch.float32, torch.float64) if _is_stable(resolved, d)), torch.float64)
@@ -315,12 +316,14 @@ def _warn_of_rounding(found: str, remedy: str) -> bool:
 
 @torch.compiler.assume_constant_result  # the facts are not for a tracer to look into
 def _why_dtype(held: torch.dtype, device: torch.device, requested: DTypeLike, compute: torch.dtype) -> Reason:
-    if requested != "auto":
+    if isinstance(requested, torch.dtype):
         return Reason("as asked for")
-    if compute != compute_dtype(held, device):
+    if compute != compute_dtype(held, device, requested):
         return Reason("in a narrower one, rounding would make these polynomials diverge; `with_safety` prevents that")
     if held == torch.float64:
         return Reason("float64 stays float64")
+    if isinstance(requested, Decided):
+        return Reason("as all ranks have decided together")
     if device.type == "cpu":
         if not cpu_has_bf16():
             return Reason("this CPU has no bf16 products")

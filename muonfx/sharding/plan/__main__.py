@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 
 from muonfx.sharding.plan.mesh import Mesh, matrices
-from muonfx.sharding.plan.models import MODELS, model
+from muonfx.sharding.plan.models import MODELS, from_shapes, model
 from muonfx.sharding.plan.peers import SCHEMES
 from muonfx.sharding.plan.report import Machine, rows, table
 from muonfx.sharding.plan.schemes import Setting
@@ -38,6 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         mesh = Mesh.parse(options.mesh)
+        chosen = model(options.model) if options.shapes is None else from_shapes(_shapes(options.shapes))
         machine = Machine(
             _flops(options.flops),
             *_bandwidths(options.bandwidth),
@@ -45,9 +46,9 @@ def main(argv: list[str] | None = None) -> int:
             latency=options.latency / 1e6,
             overhead=options.overhead / 1e6,
         )
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         parser.error(str(error))
-    chosen, dtype = model(options.model), _DTYPES[options.dtype]
+    dtype = _DTYPES[options.dtype]
     setting = Setting(
         chosen,
         mesh,
@@ -96,6 +97,24 @@ def _flops(text: str) -> tuple[tuple[int, float], ...]:
     return tuple(points)
 
 
+def _shapes(text: str) -> list[tuple[int, ...]]:
+    """The shapes that ``"512x512*8,512x2048"`` says."""
+    shapes: list[tuple[int, ...]] = []
+    for part in text.split(","):
+        sides, _, often = part.strip().partition("*")
+        numbers = [*sides.split("x"), often or "1"]
+        readable = all(number.isdecimal() and 0 < len(number) < 14 for number in numbers)
+        if not readable or not 0 < int(numbers[-1]) <= _MOST:
+            raise ValueError(
+                f"shapes: found {part!r}, expected sides and how often, such as '512x2048*8', at most {_MOST:,} times"
+            )
+        shapes += [tuple(map(int, numbers[:-1]))] * int(numbers[-1])
+    return shapes
+
+
+_MOST = 1_000_000
+
+
 def _microseconds(text: str) -> float:
     try:
         value = float(text)
@@ -107,8 +126,8 @@ def _microseconds(text: str) -> float:
 
 
 def _size(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"found {text!r}, expected a whole number of at least 1")
+    if not text.isdecimal() or len(text) > 9 or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected a whole number from 1 to 999,999,999")
     return int(text)
 
 
@@ -118,7 +137,11 @@ def _parser() -> argparse.ArgumentParser:
         description="What Muon sends, computes and keeps on many ranks, by each scheme, on paper.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--model", choices=MODELS, required=True, help="whose shapes")
+    whose = parser.add_mutually_exclusive_group(required=True)
+    whose.add_argument(
+        "--model", metavar="NAME|config.json", help=f"{', '.join(MODELS)}, or a config.json of Hugging Face"
+    )
+    whose.add_argument("--shapes", metavar="512x512*8,512x2048", help="of the parameters, in place of a model")
     parser.add_argument("--mesh", required=True, metavar="dp=64,shard=8", help="sizes of dp, shard, tp and ep")
     parser.add_argument("--layout", choices=_LAYOUTS, help="only schemes of this one; hsdp is fsdp2 with dp > 1")
     parser.add_argument("--dtype", choices=_DTYPES, default="bf16", help="on the wire and in Newton-Schulz")

@@ -17,6 +17,10 @@ from muonfx.sharding.plan.models import Model
 __all__ = ["Matrix", "Mesh", "matrices"]
 
 
+MOST_RANKS = 1_000_000
+"""More than there are anywhere, and what takes some seconds to count."""
+
+
 class Mesh(NamedTuple):
     """How many ranks there are along each dim."""
 
@@ -34,7 +38,8 @@ class Mesh(NamedTuple):
         """The mesh that ``"dp=64,shard=8"`` says.
 
         Raises:
-            ValueError: a dim is unknown, repeated or not a number of at least 1, or `ep` does not divide `shard`.
+            ValueError: a dim is unknown, repeated or not a number of at least 1, `ep` does not divide `shard`, or there
+                are more than `MOST_RANKS` ranks.
 
         >>> Mesh.parse("dp=64,shard=8,tp=8").ranks
         4096
@@ -42,12 +47,15 @@ class Mesh(NamedTuple):
         sizes: dict[str, int] = {}
         for part in text.split(","):
             name, _, number = part.strip().partition("=")
-            if name not in Mesh._fields or name in sizes or not number.isdecimal() or int(number) < 1:
+            wrong = not number.isdecimal() or len(number) > 9 or int(number) < 1
+            if name not in Mesh._fields or name in sizes or wrong:
                 raise ValueError(f"mesh: found {part!r}, expected dims such as 'dp=64,shard=8,tp=8,ep=8', each once")
             sizes[name] = int(number)
         mesh = Mesh(**sizes)
         if mesh.shard % mesh.ep:
             raise ValueError(f"mesh: found ep={mesh.ep}, expected a divisor of shard={mesh.shard}")
+        if mesh.ranks > MOST_RANKS:
+            raise ValueError(f"mesh: found {mesh.ranks:,} ranks, expected at most {MOST_RANKS:,}")
         return mesh
 
     @property

@@ -24,7 +24,7 @@ from muonfx.sharding.plan.parts import Part, matrices_of, on_stacks, parts_of
 from muonfx.sharding.plan.shares import Share
 from muonfx.tree import Spec
 
-__all__ = ["Machine", "RunPlan", "Settings", "plan_run"]
+__all__ = ["AT_A_TIME", "Machine", "RunPlan", "Settings", "plan_run"]
 
 
 class Machine(NamedTuple):
@@ -151,7 +151,7 @@ class RunPlan:
         return rounded if rounded.itemsize < dtype.itemsize else dtype
 
 
-_AT_A_TIME = 6
+AT_A_TIME = 6
 """How many times the bytes of a bucket's matrices are there at a time: the matrices; what was sent and came, of the
 next bucket and of the results of the one before; and a result beside its matrix."""
 
@@ -188,7 +188,7 @@ def plan_run(
     nbytes = [part.numel * specs[part.name].dtype.itemsize for part in parts]
     owners = _owners(parts, costs, nbytes, layout, machine, settings)
     shares = tuple(_share(part, owners[i], costs[i], layout) for i, part in enumerate(parts))
-    buckets = tuple(_buckets(shares, specs, layout.size, max(1, settings.bucket_bytes // _AT_A_TIME)))
+    buckets = tuple(_buckets(shares, specs, layout.size, max(1, settings.bucket_bytes // AT_A_TIME)))
     stacks = tuple(matrices)
     return RunPlan(
         run, stacks, layout.size, shares, tuple(spread), buckets, specs, device, compute, settings.exchange_dtype
@@ -276,7 +276,7 @@ def _seconds(
         sent[owners[i]] += nbytes[i] * (size - 1)
     by_all = sum(each[i] for i in set(free) - set(split))
     arriving = sum(sent) / size
-    exchanges = 1 + sum(sent) * _AT_A_TIME // (max(1, size - 1) * size * max(1, settings.bucket_bytes))
+    exchanges = 1 + sum(sent) * AT_A_TIME // (max(1, size - 1) * size * max(1, settings.bucket_bytes))
     return max(loads) + by_all + (machine.sending(max(*sent, arriving), exchanges) if split else 0.0)
 
 

@@ -222,7 +222,7 @@ def _ratio(value: float) -> str:
 
 
 def _count(value: float) -> str:
-    return f"{value / 1e9:.4g} billion"
+    return f"{value / 1e9:.4g} billion" if value >= 1e9 else f"{value / 1e6:.4g} million"
 
 
 _COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (

@@ -19,6 +19,7 @@ from muonfx.sharding.plan.balance import assign, assign_by_bytes
 from muonfx.sharding.plan.cost import newton_schulz_cost
 from muonfx.sharding.plan.mesh import Matrix, Mesh
 from muonfx.sharding.plan.models import Model
+from muonfx.sharding.plan.plan import AT_A_TIME
 
 __all__ = ["Ledger", "Scheme", "Setting", "Tally", "Wire"]
 
@@ -35,7 +36,7 @@ class Setting(NamedTuple):
     state_size: int = 4
     """Bytes of an element of momentum and of Adam's moments."""
     bucket: int = 256 * 2**20
-    """Bytes of a bucket; two are in flight."""
+    """Bytes of exchanges under way: matrices and messages of the bucket that is computed, the next, and the last."""
 
     @property
     def sizes(self) -> list[int]:
@@ -59,8 +60,12 @@ class Setting(NamedTuple):
 
     @property
     def exchanged(self) -> int:
-        """Scratch where matrices are sent in buckets: two buckets, each as sent and as received."""
-        return self.intermediates + 4 * max(self.bucket, *self.sizes)
+        """Scratch where matrices are sent in buckets, beside that of Newton-Schulz.
+
+        `bucket` holds for all that is under way at a time, `AT_A_TIME` times the matrices of one bucket; but there is
+        never more than all matrices, nor a bucket of less than the largest one.
+        """
+        return self.intermediates + AT_A_TIME * min(sum(self.sizes), max(self.bucket // AT_A_TIME, *self.sizes, 1))
 
     @property
     def agreement(self) -> int:
@@ -72,7 +77,7 @@ class Setting(NamedTuple):
         owned = [0] * ranks
         for size, rank in zip(self.sizes, owners, strict=True):
             owned[rank] += size
-        return -(-max(owned) // self.bucket)
+        return -(-max(owned) // max(1, self.bucket // AT_A_TIME))
 
 
 class Wire(NamedTuple):
@@ -163,7 +168,9 @@ class Sending:
 
     def add(self, ranks: int | range, amount: float, reach: int) -> None:
         """Each of the ranks sends an amount in a group of this reach."""
-        self._by_reach.setdefault(reach, Ledger(self._ranks)).add(ranks, amount)
+        if reach not in self._by_reach:  # a ledger has a place for every rank: made once, not at every entry
+            self._by_reach[reach] = Ledger(self._ranks)
+        self._by_reach[reach].add(ranks, amount)
 
     def wires(self, copies: int = 1) -> list[Wire]:
         """A wire for each reach, the ranks repeated so many times."""
@@ -183,7 +190,10 @@ class Work:
         self._flops.add(ranks, matrix.cost.flops * share)
         self._load.add(ranks, matrix.cost.load * share)
         self._count.add(ranks, share if count is None else count)
-        self._sides.setdefault(min(matrix.shape), Ledger(self._ranks)).add(ranks, matrix.cost.load * share)
+        side = min(matrix.shape)
+        if side not in self._sides:
+            self._sides[side] = Ledger(self._ranks)
+        self._sides[side].add(ranks, matrix.cost.load * share)
 
     def by_rank(self, copies: int = 1) -> tuple[list[float], list[float], dict[int, list[float]], list[float]]:
         """Operations, load, load by side and matrices, the ranks repeated so many times."""

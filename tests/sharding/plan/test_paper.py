@@ -13,13 +13,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from muonfx.sharding.plan import peers, schemes
 from muonfx.sharding.plan.__main__ import main
 from muonfx.sharding.plan.balance import assign
 from muonfx.sharding.plan.mesh import Mesh, matrices
-from muonfx.sharding.plan.models import MODELS, Kind, Model, model
+from muonfx.sharding.plan.models import MODELS, Kind, Model, from_shapes, model
 from muonfx.sharding.plan.peers import SCHEMES
+from muonfx.sharding.plan.plan import AT_A_TIME
 from muonfx.sharding.plan.report import WIDTH, Machine, rows
-from muonfx.sharding.plan.schemes import Setting, Tally, flat_cuts
+from muonfx.sharding.plan.schemes import Ledger, Setting, Tally, flat_cuts
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 BY_NAME = {scheme.name: scheme for scheme in SCHEMES}
@@ -279,6 +281,166 @@ def test_a_wrong_mesh_is_named(text: str, capsys: pytest.CaptureFixture[str]):
 def test_a_wrong_model_is_named():
     with pytest.raises(ValueError, match="model: found 'gpt-5', expected one of gpt2-xl"):
         model("gpt-5")
+
+
+LLAMA_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "tie_word_embeddings": False,
+}
+CONFIGS: dict[str, tuple[dict[str, object], float]] = {
+    # sizes as published with the models
+    "Llama-3-8B": (LLAMA_8B, 8_030_261_248),
+    "gpt2": (
+        {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_positions": 1024, "vocab_size": 50257, "n_inner": None},
+        124_439_808,
+    ),
+    "Qwen2.5-0.5B": (
+        LLAMA_8B
+        | {"model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24}
+        | {"num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True},
+        494_032_768,
+    ),
+    "Qwen3-0.6B": (
+        LLAMA_8B
+        | {"model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28}
+        | {"num_attention_heads": 16, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True},
+        596_049_920,
+    ),
+    "Mixtral-8x7B": (
+        LLAMA_8B | {"model_type": "mixtral", "num_local_experts": 8, "vocab_size": 32000},
+        46_702_792_704,
+    ),
+}
+
+
+def config(folder: Path, entries: object) -> str:
+    path = folder / "config.json"
+    path.write_text(entries if isinstance(entries, str) else json.dumps(entries))
+    return str(path)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_of_hugging_face_gives_the_published_number_of_parameters(name: str, tmp_path: Path):
+    entries, numel = CONFIGS[name]
+    (tmp_path / name).mkdir()
+    found = model(config(tmp_path / name, entries))
+    assert (found.name, found.numel) == (name, numel)
+    assert f"{name}: " in printed("--model", found.source, "--mesh", "shard=2")
+
+
+def test_a_config_is_what_the_model_of_the_same_sizes_is(tmp_path: Path):
+    assert model(config(tmp_path, LLAMA_8B)).kinds == model("llama-8b").kinds
+    latent = {
+        "model_type": "deepseek_v3",
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "num_hidden_layers": 61,
+        "first_k_dense_replace": 3,
+        "vocab_size": 129280,
+        "n_routed_experts": 256,
+        "moe_intermediate_size": 2048,
+        "n_shared_experts": 1,
+        "num_attention_heads": 128,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+    }
+    assert model(config(tmp_path, latent)).kinds == model("deepseek-v3").kinds
+
+
+@pytest.mark.parametrize(
+    ("entries", "said"),
+    [
+        ("{", "is no JSON"),
+        ([], "is list, expected an object"),
+        ({"model_type": "bert"}, "has the model_type 'bert', expected one of gpt2, llama"),
+        (LLAMA_8B | {"hidden_size": -1}, "hidden_size is -1, expected an int from 1"),
+        (LLAMA_8B | {"hidden_size": 4096.0}, "hidden_size is 4096.0"),
+        (LLAMA_8B | {"num_hidden_layers": 10**30}, "num_hidden_layers is 1"),
+        (LLAMA_8B | {"vocab_size": None}, "vocab_size is None"),
+        (LLAMA_8B | {"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'"),
+        (LLAMA_8B | {"num_attention_heads": 31}, "hidden_size 4096 is no multiple of num_attention_heads 31"),
+    ],
+)
+def test_a_wrong_config_is_named(entries: object, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = config(tmp_path, entries)
+    with pytest.raises(ValueError, match=said):
+        model(path)
+    with pytest.raises(SystemExit):
+        main(["--model", path, "--mesh", "shard=2"])
+    assert said in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["--model", str(tmp_path / "absent.json"), "--mesh", "shard=2"])
+    assert "absent.json" in capsys.readouterr().err
+
+
+def test_shapes_are_a_model():
+    found = from_shapes({"a": (512, 512), "b": (512,), "c": (512, 512), "d": (4, 3, 2)})
+    assert [(kind.shape, kind.repeats, kind.muon) for kind in found.kinds] == [
+        ((512, 512), 2, True),
+        ((512,), 1, False),
+        ((4, 3, 2), 1, False),
+    ]
+    rows = json.loads(printed("--shapes", "512x512*2,512,4x3x2", "--mesh", "shard=2", "--json"))
+    assert (rows["parameters"], rows["matrices"]) == (found.numel, 2)
+
+
+@pytest.mark.parametrize("shapes", [[(0, 4)], [(-1, 4)], [(4, 10**30)], [(True, 4)], [(4.0, 4)], [(4,)], []])
+def test_wrong_shapes_are_named(shapes: list[tuple[int, ...]]):
+    with pytest.raises(ValueError, match=r"expected ints from 1|no matrix"):
+        from_shapes(shapes)
+
+
+@pytest.mark.parametrize("text", ["", "4x", "4x-4", "4x4*0", "4x4*10000000", "9" * 40 + "x2", "4*4*4", "axb"])
+def test_wrong_shapes_on_the_command_line_are_named(text: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        main([f"--shapes={text}", "--mesh", "shard=2"])
+    assert "shapes: " in capsys.readouterr().err
+
+
+def test_an_absurd_mesh_or_bucket_is_refused(capsys: pytest.CaptureFixture[str]):
+    for wrong in (["--mesh", "dp=999999999"], ["--mesh", f"dp={'9' * 5000}"], ["--mesh", "dp=1", "--bucket", "9" * 99]):
+        with pytest.raises(SystemExit):
+            main(["--model", "gpt2-xl", *wrong])
+        assert "expected" in capsys.readouterr().err
+
+
+@given(SETTINGS, st.integers(1, 2**22))
+def test_exchanges_take_a_bucket_or_what_there_is(on: Setting, bucket: int):
+    """All that is under way at a time is bounded by the bucket, by what there is, and by nothing less than a matrix."""
+    on = on._replace(bucket=bucket)
+    scratch = on.exchanged - on.intermediates
+    assert scratch <= AT_A_TIME * sum(on.sizes)
+    assert scratch <= max(bucket, AT_A_TIME * max(on.sizes))
+    assert scratch >= min(bucket - AT_A_TIME, AT_A_TIME * max(on.sizes))
+
+
+def test_entries_for_many_ranks_make_no_ledger_each():
+    """A ledger has a place for every rank: with one an entry, 100,000 ranks would take minutes."""
+    made = []
+
+    class Counting(Ledger):
+        def __init__(self, ranks: int) -> None:
+            made.append(ranks)
+            super().__init__(ranks)
+
+    mesh = Mesh(shard=1000)
+    small = setting(mesh, [(16, 48)] * 3 + [(32, 64)] * 3)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (schemes, peers):
+            patch.setattr(module, "Ledger", Counting)
+        for scheme in SCHEMES:
+            if scheme.fits(mesh):
+                scheme.tally(small)
+    assert len(made) <= 10 * len(SCHEMES)
 
 
 @pytest.mark.parametrize(
