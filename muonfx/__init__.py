@@ -83,7 +83,7 @@ from muonfx.transforms import (
     skip_nonfinite,
 )
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     # modules
