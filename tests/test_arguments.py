@@ -40,6 +40,7 @@ REQUIRED: dict[Callable[..., Any], tuple[Any, ...]] = {
     schedules.warmup_cosine: (1.0, 1, 4),
     schedules.warmup_stable_decay: (1.0, 1, 1, 4),
     select.where: (bool,),
+    sharding.broadcast: (PARAMS, sharding.zero(PARAMS, 1)),
     sharding.zero: (PARAMS, 1),
     sharding.flat: (PARAMS, 1),
     sharding.sharded: (TX, sharding.zero(PARAMS, 1)),

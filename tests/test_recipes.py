@@ -27,7 +27,8 @@ def test_a_method_reaches_the_iteration(make: Callable[..., mfx.Transform]) -> N
     grads = {name: torch.randn(p.shape) for name, p in params.items()}
     updates = {}
     for method in ("auto", "standard", "gram"):
-        tx = make(0.1, method=method, dtype=torch.float32)
+        labels = {"labels": mfx.select.default_labels_by_name} if make is mfx.muon_with_adamw else {}
+        tx = make(0.1, method=method, dtype=torch.float32, **labels)
         updates[method] = tx.update(grads, tx.init(params), params)[0]["w"]
     assert torch.equal(updates["auto"], updates["standard"])  # a small matrix
     assert not torch.equal(updates["gram"], updates["standard"])

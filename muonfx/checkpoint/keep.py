@@ -330,8 +330,10 @@ def is_foreign(index: Path) -> bool:
             begin = file.read(4096)
     except FileNotFoundError:
         raise
-    except OSError:  # a pipe, a device
-        return True
+    except OSError as error:
+        if error.errno == errno.EINVAL:  # a pipe, a device
+            return True
+        raise
     # Nothing but zeros is what a damaged file system makes of a file.
     return FORMAT.encode() not in begin and bool(begin.strip(b"\0"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -113,6 +114,12 @@ _INNER: st.SearchStrategy[Any] = st.one_of(
     _momenta(), _adams(), st.builds(tfs.clip_by_global_norm, _POSITIVE), st.builds(tfs.scale, _SCALES)
 )
 
+
+def _is_negative_scale(tx: Transform) -> bool:
+    factor = tx.arguments["factor"] if tx.name == "scale" else 1.0
+    return isinstance(factor, float) and factor < 0
+
+
 _ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
     "identity": st.builds(identity),
     "set_to_zero": st.builds(set_to_zero),
@@ -123,7 +130,7 @@ _ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
     "inject_hyperparams": st.builds(inject_hyperparams, _INNER),
     "accumulate": st.builds(tfs.accumulate, _INNER, st.integers(1, 3), mean=st.booleans(), dtype=_PINNED),
     "add_decayed_weights": st.builds(tfs.add_decayed_weights, _RATES, _MASKS),
-    "cautious": st.builds(tfs.cautious, _INNER),
+    "cautious": st.builds(tfs.cautious, _INNER.filter(lambda tx: not _is_negative_scale(tx))),
     "clip_by_block_rms": st.builds(tfs.clip_by_block_rms, _POSITIVE),
     "clip_by_global_norm": st.builds(tfs.clip_by_global_norm, _POSITIVE),
     "clip_by_value": st.builds(tfs.clip_by_value, _POSITIVE),
@@ -211,4 +218,15 @@ def chains(*, min_size: int = 0, max_size: int = 4, matrices: bool = False) -> s
     """
     # A master keeps the parameters that a whole chain sees; it is no member of another chain.
     names = [name for name in _ARGUMENTS if name != "master_params" and (matrices or name not in MATRIX_ONLY)]
-    return st.lists(transforms(names), min_size=min_size, max_size=max_size)
+    return st.lists(transforms(names), min_size=min_size, max_size=max_size).filter(_is_sensible)
+
+
+def _is_sensible(members: list[Transform]) -> bool:
+    """Whether a chain of these is made without a warning: no decay behind a learning rate, and no two of these."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        try:
+            chain(*members)
+        except UserWarning:
+            return False
+    return True

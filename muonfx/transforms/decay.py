@@ -85,7 +85,8 @@ def _sign(tx: Transform) -> int:
         return _sign_of(tx.arguments["schedule"])
     if tx.factory is scale_by_learning_rate:
         return -1 if tx.arguments["flip_sign"] else 1
-    return min((_sign(part) for part in tx._parts if isinstance(part, Transform)), default=1)
+    signs = [_sign(part) for part in tx._parts if isinstance(part, Transform)]
+    return min(signs) if signs else 1  # torch 2.13 cannot trace min with a default
 
 
 def _sign_of(value: Any) -> int:

@@ -176,7 +176,8 @@ def test_forged_files_end_in_an_error_of_ours_in_bounded_time_and_memory(tmp_pat
     assert len(outcomes) == len(made)
     for (what, _), lines in zip(made, map(str.splitlines, outcomes), strict=True):
         refused = lines[1:] if "as data" in what else lines  # of damaged data the index is good
-        assert all(line.startswith("PATH") or line == "NotFoundError" for line in refused), (what, lines)
+        of_the_path = {"NotFoundError"} | ({"CheckpointError"} if what.startswith("a link to itself") else set())
+        assert all(line.startswith("PATH") or line in of_the_path for line in refused), (what, lines)
         assert "NotFoundError" not in refused or "nowhere" in what, (what, lines)
     assert last.startswith(f"{whole} ")
 

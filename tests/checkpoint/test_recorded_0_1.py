@@ -42,7 +42,10 @@ SAME_MACHINE = CASES["torch"] == torch.__version__ and CASES["machine"] == [
     torch.backends.cpu.get_cpu_capability(),
 ]
 
-pytestmark = pytest.mark.filterwarnings("ignore:partition. no parameter has the label")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:partition. no parameter has the label"),
+    pytest.mark.filterwarnings("ignore:default_labels saw names"),  # 0.1 had no other way to say it
+]
 
 
 def values(what: str, shape: list[int]) -> torch.Tensor:
@@ -63,6 +66,7 @@ def assert_as_recorded(found: dict[str, torch.Tensor], recorded: dict[str, torch
     """Bitwise where no product of matrices is in between: those are meant to get better, within their tolerance."""
     assert found.keys() == recorded.keys()
     exact = SAME_MACHINE and "orthogonalize" not in code and "muon" not in code
+    exact = exact and "monitor" not in code  # whose norms are summed in float64 by now
     for name, leaf in recorded.items():
         if exact:
             assert bits(found[name]) == bits(leaf), name
@@ -135,10 +139,17 @@ def test_every_fingerprint_of_0_1_is_still_known():
     recorded: dict[str, str] = json.loads((FOLDER / "fingerprints.json").read_text())
     assert len(recorded) > 300
     todays: dict[str, set[str]] = {}
+    refused = 0
     for code, fingerprint in recorded.items():
+        if "cautious(scale(factor=-" in code:  # 0.1 took it, and dropped every update that agreed with the gradient
+            with pytest.raises(ValueError, match="inner turns downhill"):
+                eval(code, dict(NAMES))
+            refused += 1
+            continue
         tx = eval(code, dict(NAMES))
         assert fingerprint_0_1(tx) == fingerprint, code
         todays.setdefault(tx.fingerprint, set()).add(fingerprint)
+    assert refused < 20
     # today's tells apart what 0.1 told apart, and nothing else
     assert all(len(of_0_1) == 1 for of_0_1 in todays.values())
     assert len(todays) == len(set(recorded.values()))

@@ -18,7 +18,11 @@ from muonfx.checkpoint.dtypes import dtype_named, name_of_dtype
 from tests.checkpoint.common import assert_same_tree, bits, folder, grads_like, small_params, threads, trained
 from tests.transforms.test_every_transform import CASES
 
-pytestmark = pytest.mark.filterwarnings("ignore:partition. no parameter has the label")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:partition. no parameter has the label"),
+    pytest.mark.filterwarnings("ignore:dims. .*matches none of"),  # a case has settings by name, for names of all kinds
+    pytest.mark.filterwarnings("ignore:blocks. .*matches none of"),
+]
 
 ck, Donation = mfx.checkpoint, mfx.Donation
 ALL_DTYPES = sorted({name for name in map(name_of_dtype, vars(torch).values()) if name})

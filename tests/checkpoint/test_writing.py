@@ -11,14 +11,14 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import muonfx as mfx
-from muonfx.checkpoint import CheckpointError, WriteError
+from muonfx.checkpoint import CheckpointError, WriteError, keep
 from tests.checkpoint.common import assert_same_tree, copies
 from tests.checkpoint.faults import Faults, faults
 from tests.processes import Failed, Here, ProcessEnded, World
@@ -160,23 +160,23 @@ def test_a_rename_that_may_have_been_done_takes_nothing_back(
     """As network file systems report it, and an interrupt leaves it."""
     path = in_memory / "one"
     ck.save(path, OLD, step=8)
-    replace, read = os.replace, Path.read_bytes
+    replace, read = os.replace, keep.read_parsed
 
     def refused(source: Path, target: Path) -> None:
         if done:
             replace(source, target)
         if not readable:
-            monkeypatch.setattr(Path, "read_bytes", unreadable)
+            monkeypatch.setattr(keep, "read_parsed", unreadable)
         raise error
 
-    def unreadable(self: Path) -> bytes:
+    def unreadable(path: Path) -> NoReturn:
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(os, "replace", refused)
     with pytest.raises((WriteError, KeyboardInterrupt)) as caught:
         ck.save(path, NEW, step=9)
     monkeypatch.setattr(os, "replace", replace)
-    monkeypatch.setattr(Path, "read_bytes", read)
+    monkeypatch.setattr(keep, "read_parsed", read)
     assert ck.verify(path).step == (9 if done else 8)
     if isinstance(caught.value, WriteError):
         assert caught.value.written is (done if readable else None)

@@ -13,6 +13,9 @@ import muonfx as mfx
 from tests.optimizer import replaced as ranks
 from tests.processes import Failed, World
 
+# What is tested here is told with names alone, too.
+pytestmark = pytest.mark.filterwarnings("ignore:default_labels saw names")
+
 
 def made() -> nn.Sequential:
     torch.manual_seed(0)

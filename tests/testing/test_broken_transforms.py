@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+from collections import OrderedDict, deque
 from pathlib import Path
 
 import hypothesis
@@ -184,7 +185,7 @@ def test_drawn_trees_have_every_kind_of_leaf_and_node():
     assert any(leaf.numel() == 0 for leaf in tensors)
     assert any(not leaf.is_contiguous() for leaf in tensors)
     assert any(leaf.storage_offset() for leaf in tensors)
-    assert {type(example.params) for example in examples} == {dict, list, tuple, kit.Pair}
+    assert {type(example.params) for example in examples} == {dict, list, tuple, kit.Pair, OrderedDict, deque}
     gradients = [leaf for example in examples for grads in example.steps for leaf in mfx.tree.leaves(grads)]
     assert gradients.count(None) > leaves.count(None)
     for example in examples:

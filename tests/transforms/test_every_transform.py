@@ -15,7 +15,11 @@ from muonfx import testing as kit
 from muonfx.testing.transforms import by_rank, halve
 
 # A drawn tree may have no leaf for one of the labels.
-pytestmark = pytest.mark.filterwarnings("ignore:partition. no parameter has the label")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:partition. no parameter has the label"),
+    pytest.mark.filterwarnings("ignore:dims. .*matches none of"),  # a case has settings by name, for names of all kinds
+    pytest.mark.filterwarnings("ignore:blocks. .*matches none of"),
+]
 
 ROWS_AND_COLUMNS = ((-2,), (-1,))
 A_SCHEDULE = mfx.linear(1.0, 0.1, 3)
