@@ -144,6 +144,55 @@ def test_every_fingerprint_of_0_1_is_still_known():
     assert len(todays) == len(set(recorded.values()))
 
 
+def test_the_former_default_of_a_states_dtype_is_the_same_chain_as_the_new_one():
+    for make in (
+        lambda **given: mfx.momentum(**given),
+        lambda **given: mfx.ema_params(**given),
+        lambda **given: mfx.accumulate(mfx.scale(2.0), 2, **given),
+        lambda **given: mfx.master_params(mfx.adamw(0.1), **given),
+        lambda **given: mfx.normalize_neurons(**given),
+    ):
+        new, former, other = make(dtype="auto"), make(dtype=torch.float32), make(dtype=torch.bfloat16)
+        assert make() == new != former
+        assert make().fingerprint == new.fingerprint == former.fingerprint != other.fingerprint
+        assert fingerprint_0_1(make()) == fingerprint_0_1(former) != fingerprint_0_1(other)
+        assert repr(new) != repr(former)  # what people read tells them apart
+
+
+def test_fp32_state_of_float64_parameters_loads_by_widening_and_not_back(tmp_path: Path):
+    """0.1 gave float64 parameters a state in fp32; today's is float64."""
+    params = {"w": torch.randn(3, 4, dtype=torch.float64)}
+    now = mfx.adamw(0.1)
+    then = now.replace(transforms=_pinned_as_in_0_1(now))
+    _, state = then.update(params, then.init(params), params)
+    assert state["scale_by_adam"].mu["w"].dtype == torch.float32
+    path = ck.save(tmp_path / "then", state, params=params, tx=then)
+    loaded = ck.load(path, like=now.init(params), tx=now)
+    for found, saved in zip(mfx.tree.leaves(loaded), mfx.tree.leaves(state), strict=True):
+        assert torch.equal(found, saved.to(found.dtype))
+        assert found.dtype == (torch.float64 if saved.is_floating_point() else torch.int64)
+    back = ck.save(tmp_path / "now", loaded, tx=now)
+    with pytest.raises(ck.MismatchError, match=r"narrowing: 'scale_by_adam/mu/w' is torch.float64 in the checkpoint"):
+        ck.load(back, like=then.init(params), tx=then)
+
+    optimizers = [mfx.TransformOptimizer({"w": torch.nn.Parameter(params["w"].clone())}, tx) for tx in (then, now)]
+    for optimizer in optimizers:
+        optimizer.param_groups[0]["params"][0].grad = params["w"]
+        optimizer.step()
+    optimizers[1].load_state_dict(optimizers[0].state_dict())
+    for narrow, wide in zip(optimizers[0].state.values(), optimizers[1].state.values(), strict=True):
+        for key, leaf in narrow.items():
+            assert torch.equal(wide[key], leaf.to(wide[key].dtype))
+            assert wide[key].dtype == (torch.float64 if leaf.is_floating_point() else torch.int64)
+
+
+def _pinned_as_in_0_1(tx: mfx.Transform) -> tuple[mfx.Transform, ...]:
+    wide = {"mu_dtype": torch.float32, "nu_dtype": torch.float32}
+    return tuple(
+        part.replace(**wide) if part.factory is mfx.scale_by_adam else part for part in tx.arguments["transforms"]
+    )
+
+
 def test_another_chain_is_refused_by_a_checkpoint_of_0_1():
     tx, path = transform_of("muon"), FOLDER / "checkpoints" / "muon"
     blank = tree_of("matrices", "nothing")
@@ -162,18 +211,45 @@ def test_a_fingerprint_of_a_later_rule_says_to_upgrade(tmp_path: Path, monkeypat
         ck.load(path, like=mfx.spec(tx, blank))
 
 
+CHANGED_SINCE_0_1 = {
+    # The state's dtype: torch.float32 then, and today "auto", which is another for float64 parameters alone (0045).
+    **dict.fromkeys(
+        [
+            "accumulate.dtype",
+            "ema_params.dtype",
+            "master_params.dtype",
+            "momentum.dtype",
+            "normalize_neurons.dtype",
+            "scale_by_adam.mu_dtype",
+            "scale_by_adam.nu_dtype",
+            "scale_by_lion.mu_dtype",
+        ],
+        ("torch.float32", "'auto'"),
+    )
+}
+"""Defaults that were changed on purpose, with those of 0.1 and of today: each has a decision, and its factory says by
+``former_defaults`` that both mean one state."""
+
+
 def test_defaults_that_fingerprints_leave_out_are_those_of_0_1():
     """One that changes would give a checkpoint another meaning, silently: give the new one another name instead."""
     recorded: dict[str, dict[str, str | None]] = json.loads((FOLDER / "signatures.json").read_text())
     known = {public_name(factory): factory for factory in vars(mfx).values() if hasattr(factory, "constructor")}
     looked_at = 0
+    changed: dict[str, tuple[str, str]] = {}
     for path, arguments in recorded.items():
-        factory = known.get(f"muonfx.{path.rpartition('.')[2]}")
+        name = path.rpartition(".")[2]
+        factory = known.get(f"muonfx.{name}")
         for argument, default in arguments.items() if factory is not None else ():
             if default is None or argument not in factory.parameters:
                 continue
             # what 0.1 wrote as a repr
             then = {"<Locality.TREE: 3>": "Locality.TREE"}.get(default, default)
-            assert _default_text(factory.parameters[argument]) == then, (path, argument)
+            today = _default_text(factory.parameters[argument])
+            if today != then and repr(getattr(factory, "former_defaults", {}).get(argument)) == then:
+                changed[f"{name}.{argument}"] = (then, today)
+            else:
+                assert today == then, (path, argument)
             looked_at += 1
     assert looked_at > 50
+    assert changed == CHANGED_SINCE_0_1
