@@ -42,6 +42,9 @@ SAME_MACHINE = CASES["torch"] == torch.__version__ and CASES["machine"] == [
     torch.backends.cpu.get_cpu_capability(),
 ]
 
+WIDER_TODAY = {"wrapped"}
+"""Where momentum runs over a master in float64: 0.1 held it in fp32, today it is as wide as its parameter (0045)."""
+
 pytestmark = pytest.mark.filterwarnings("ignore:partition. no parameter has the label")
 
 
@@ -59,12 +62,22 @@ def transform_of(name: str) -> mfx.Transform:
     return eval(CHAINS[name][1], dict(NAMES))
 
 
-def assert_as_recorded(found: dict[str, torch.Tensor], recorded: dict[str, torch.Tensor], code: str) -> None:
+def as_recorded(found: torch.Tensor, recorded: torch.Tensor, case: str) -> torch.Tensor:
+    """What was widened by loading, back in the dtype that 0.1 had: of an exact widening the bits are the same."""
+    widened = case in WIDER_TODAY and (found.dtype, recorded.dtype) == (torch.float64, torch.float32)
+    return found.to(recorded.dtype) if widened else found
+
+
+def assert_as_recorded(found: dict[str, torch.Tensor], recorded: dict[str, torch.Tensor], case: str) -> None:
     """Bitwise where no product of matrices is in between: those are meant to get better, within their tolerance."""
     assert found.keys() == recorded.keys()
+    found = {name: as_recorded(leaf, recorded[name], case) for name, leaf in found.items()}
+    code = CHAINS[case][1]
     exact = SAME_MACHINE and "orthogonalize" not in code and "muon" not in code
     for name, leaf in recorded.items():
-        if exact:
+        if case in WIDER_TODAY:  # it rounds less than 0.1 did
+            torch.testing.assert_close(found[name], leaf, rtol=1e-6, atol=1e-7, msg=lambda text, name=name: name + text)
+        elif exact:
             assert bits(found[name]) == bits(leaf), name
         elif leaf.is_floating_point() and leaf.dtype.itemsize > 1:
             torch.testing.assert_close(found[name], leaf, rtol=2e-3, atol=2e-3, msg=lambda text, name=name: name + text)
@@ -77,7 +90,7 @@ def plainly_named(leaves: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", CHAINS)
 def test_a_checkpoint_of_0_1_loads_bitwise_and_goes_on_as_it_did(name: str):
-    kind, code = CHAINS[name]
+    kind, _ = CHAINS[name]
     tx, path = transform_of(name), FOLDER / "checkpoints" / name
     blank = tree_of(kind, "nothing")
     state = ck.load(path, like=tx.init(blank), tx=tx)
@@ -86,13 +99,13 @@ def test_a_checkpoint_of_0_1_loads_bitwise_and_goes_on_as_it_did(name: str):
     raw = plainly_named(load_file(next(path.glob("*.safetensors"))))
     loaded = dict([*named_leaves(state), *named_leaves(params, "params")])
     assert {name for name, leaf in loaded.items() if leaf is not None} == raw.keys()
-    assert all(bits(loaded[name]) == bits(leaf) for name, leaf in raw.items())
+    assert all(bits(as_recorded(loaded[key], leaf, name)) == bits(leaf) for key, leaf in raw.items())
 
     for step in range(BEFORE, BEFORE + AFTER):
         updates, state = tx.update(tree_of(kind, f"grads/{step}"), state, params)
         params = mfx.apply_updates(params, updates)
     found = {n: leaf for n, leaf in [*named_leaves(state), *named_leaves(params, "params")] if leaf is not None}
-    assert_as_recorded(found, plainly_named(load_file(path / "after")), code)
+    assert_as_recorded(found, plainly_named(load_file(path / "after")), name)
 
 
 @pytest.mark.parametrize("how", ["flat", "rows"])
@@ -110,14 +123,16 @@ def test_what_two_ranks_of_0_1_saved_loads_as_one_process_did(name: str, how: st
 
 @pytest.mark.parametrize("name", CASES["optimizers"])
 def test_a_state_dict_of_0_1_loads_without_pickles_and_goes_on_as_it_did(name: str):
-    kind, code = CHAINS[name]
+    kind, _ = CHAINS[name]
     saved = torch.load(FOLDER / "optimizers" / f"{name}.pt", weights_only=True)
     params = {key: torch.nn.Parameter(leaf) for key, leaf in saved["model"].items()}
     optimizer = mfx.TransformOptimizer(params, transform_of(name))
     optimizer.load_state_dict(saved["optimizer"])
     for index, held in saved["optimizer"]["state"].items():
         now = optimizer.state_dict()["state"][index]
-        assert {key: bits(leaf) for key, leaf in now.items()} == {key: bits(leaf) for key, leaf in held.items()}
+        assert {key: bits(as_recorded(leaf, held[key], name)) for key, leaf in now.items()} == {
+            key: bits(leaf) for key, leaf in held.items()
+        }
     for step in range(BEFORE, BEFORE + AFTER):
         for key, grad in tree_of(kind, f"grads/{step}").items():
             params[key].grad = None if (name, key) == ("partition_by_name", "scale") else grad
@@ -125,7 +140,7 @@ def test_a_state_dict_of_0_1_loads_without_pickles_and_goes_on_as_it_did(name: s
     found = {"model/" + key: param.detach() for key, param in params.items()}
     for index, held in optimizer.state_dict()["state"].items():
         found |= {f"state/{index}/{key}": leaf for key, leaf in held.items()}
-    assert_as_recorded(found, load_file(FOLDER / "optimizers" / f"{name}.after"), code)
+    assert_as_recorded(found, load_file(FOLDER / "optimizers" / f"{name}.after"), name)
 
 
 # --------------------------------------------------------------------------------------------------------- fingerprints
