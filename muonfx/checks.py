@@ -33,10 +33,10 @@ __all__ = [
     "check_updates_fit",
     "did_you_mean",
     "finite",
-    "floating_dtype",
     "in_unit_interval",
     "is_usable",
     "positive_int",
+    "state_dtype",
     "warn_of_unmatched",
 ]
 
@@ -102,15 +102,20 @@ def positive_int(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be an int of 1 or more, found {value!r}")
 
 
-def floating_dtype(name: str, value: Any) -> None:
-    """Require a real floating-point torch dtype, or None.
+def state_dtype(name: str, value: Any) -> None:
+    """Require what can pin the dtype of a state: "auto", a real floating-point torch dtype, or None.
 
-    >>> floating_dtype("mu_dtype", torch.int8)
+    >>> state_dtype("mu_dtype", torch.int8)
     Traceback (most recent call last):
-    TypeError: mu_dtype must be a floating-point torch.dtype or None, found torch.int8
+    TypeError: mu_dtype must be "auto", a floating-point torch.dtype or None, found torch.int8
+    >>> state_dtype("mu_dtype", "fp32")
+    Traceback (most recent call last):
+    ValueError: mu_dtype must be "auto", a floating-point torch.dtype or None, found 'fp32'
     """
-    if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
-        raise TypeError(f"{name} must be a floating-point torch.dtype or None, found {value!r}")
+    if value is None or value == "auto" or (isinstance(value, torch.dtype) and value.is_floating_point):
+        return
+    wrong = ValueError if isinstance(value, str) else TypeError
+    raise wrong(f'{name} must be "auto", a floating-point torch.dtype or None, found {value!r}')
 
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:

@@ -445,6 +445,7 @@ def transform(
     name_patterns: Callable[[Any], Iterable[NamePatterns]] | None = None,
     turns_downhill: bool | Callable[..., bool] = False,
     wants_uphill: bool = False,
+    former_defaults: Mapping[str, Any] | None = None,
 ) -> Any:
     """Make a factory of transforms from a function that returns ``init`` and ``update``.
 
@@ -483,12 +484,16 @@ def transform(
             which parameters go; a bool or a function of the arguments.
         wants_uphill: whether its incoming updates must still have the gradient's direction. A `chain` warns where they
             have not.
+        former_defaults: by argument, the default that it had in an earlier version. Fingerprints leave it out as they
+            leave out that of today, so that checkpoints of both are of one chain. Only where the state has one meaning
+            with both, as with a dtype; else give the argument another name.
 
     Returns:
         A factory with the constructor's name, signature and docstring.
 
     Raises:
-        ValueError: ``name`` is not made of identifiers and dots.
+        ValueError: ``name`` is not made of identifiers and dots, or ``former_defaults`` has what is no argument with a
+            default.
 
     Example:
         >>> import muonfx as mfx
@@ -526,6 +531,7 @@ def transform(
         "name_patterns": name_patterns,
         "turns_downhill": turns_downhill,
         "wants_uphill": wants_uphill,
+        "former_defaults": dict(former_defaults or {}),
     }
 
     def decorate(constructor: Constructor) -> Callable[..., Transform]:

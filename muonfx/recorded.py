@@ -310,7 +310,8 @@ def make_factory(
     whatever else is described.
 
     Raises:
-        ValueError: ``name`` is not made of identifiers and dots.
+        ValueError: ``name`` is not made of identifiers and dots, or ``former_defaults`` is described for what is no
+            argument with a default.
     """
     if name is not None and not (isinstance(name, str) and all(part.isidentifier() for part in name.split("."))):
         raise ValueError(f"name must be identifiers with dots between them, such as 'acme.my_momentum', found {name!r}")
@@ -322,6 +323,9 @@ def make_factory(
         return made
 
     parameters = dict(inspect.signature(constructor).parameters)
+    for argument in described.get("former_defaults", {}):
+        if argument not in parameters or parameters[argument].default is inspect.Parameter.empty:
+            raise ValueError(f"former_defaults: {constructor.__name__} has no argument {argument!r} with a default")
     own = {
         "constructor": constructor,
         "parameters": parameters,
@@ -474,14 +478,21 @@ def _structure(value: Recorded) -> str:
 def told_arguments(value: Recorded) -> dict[str, str]:
     """The arguments that are neither numbers nor as by default, as texts that are the same in every process.
 
+    A default that the factory had before, and declares by an attribute ``former_defaults``, counts as the default.
+
     >>> import muonfx as mfx
     >>> told_arguments(mfx.momentum(0.5, nesterov=False))
     {'nesterov': 'False'}
     """
     parts = iter(value._parts)
     written = {name: _text(item, parts) for name, item in value._context.skeleton.items()}
-    parameters = cast("Any", value.factory).parameters
-    return {name: text for name, text in written.items() if text != _default_text(parameters[name])}
+    factory = cast("Any", value.factory)
+    former: Mapping[str, Any] = getattr(factory, "former_defaults", {})
+    return {
+        name: text
+        for name, text in written.items()
+        if text != _default_text(factory.parameters[name]) and not (name in former and text == text_of(former[name]))
+    }
 
 
 def _text(skeleton: Any, parts: Iterator[Any]) -> str:

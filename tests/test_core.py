@@ -114,7 +114,7 @@ def test_numeric_arguments_are_listed_by_dotted_name():
         (lambda: mfx.momentum(-0.1), r"decay must be in \[0, 1\), found -0.1"),
         (lambda: mfx.momentum(float("nan")), "decay must be finite, found nan"),
         (lambda: mfx.momentum(heavy_ball=True, debias=True), "no bias to correct"),
-        (lambda: mfx.momentum(dtype=torch.int8), "dtype must be a floating-point"),
+        (lambda: mfx.momentum(dtype=torch.int8), 'dtype must be "auto", a floating-point'),
         (lambda: mfx.scale_by_learning_rate(-1.0), "learning_rate must be at least 0"),
         (lambda: mfx.scale(float("inf")), "factor must be finite"),
         (lambda: mfx.scale_by_adam(b2=1.0), r"b2 must be in \[0, 1\)"),

@@ -160,9 +160,14 @@ def _structure_of_call(value: Recorded) -> str:
     nested = {name: [next(parts) for _ in range(_holes(item))] for name, item in skeleton.items()}
     name = public_name(value.factory)
     module, arguments = _FACTORIES.get(name, (None, dict.fromkeys(skeleton)))
-    if told_arguments(value).keys() - arguments.keys():
+    told = told_arguments(value)
+    if told.keys() - arguments.keys():
         raise _Later
-    texts = {argument: _structure(item) for argument, item in skeleton.items() if argument in arguments}
+    # by default today: 0.1 wrote down its own default, which may have been another
+    former = {a: v for a, v in getattr(value.factory, "former_defaults", {}).items() if a not in told}
+    texts = {
+        argument: _structure(former.get(argument, item)) for argument, item in skeleton.items() if argument in arguments
+    }
     missing = {argument: text for argument, text in arguments.items() if argument not in texts}
     if None in missing.values():
         raise _Later

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,7 +118,7 @@ def check_transform(
     params: st.SearchStrategy[Example] | None = None,
     max_examples: int | None = None,
     seed: int | None = None,
-    updates_dtype: torch.dtype | None = None,
+    updates_dtype: torch.dtype | Callable[[torch.dtype], torch.dtype] | None = None,
 ) -> Report:
     """Check a transform against every law that applies to it, on drawn trees of parameters and gradients.
 
@@ -131,7 +131,8 @@ def check_transform(
         max_examples: examples for each law (fewer for the slow ones, such as compilation); None: as the hypothesis
             profile says.
         seed: of the examples; None: the hypothesis profile decides.
-        updates_dtype: the dtype that the transform is documented to give to all updates, instead of the gradients'.
+        updates_dtype: the dtype that the transform is documented to give to all updates, instead of the gradients', or
+            a function that returns it for the dtype of a parameter.
 
     Returns:
         What held on how many examples, and what was left out and why. It prints.

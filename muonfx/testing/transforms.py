@@ -67,7 +67,7 @@ _SHARES = st.sampled_from((0.9, 0.0, 0.5, 0.99))
 _SCALES = st.sampled_from((1.0, -0.5, 0.0, 3.0))
 _POSITIVE = st.sampled_from((1.0, 0.01, 0.3, 10.0))
 _TINY = st.sampled_from((1e-8, 1e-3))
-_PINNED = st.sampled_from((torch.float32, None, torch.float64, torch.bfloat16))
+_PINNED = st.sampled_from(("auto", torch.float32, None, torch.float64, torch.bfloat16))
 # Blocks of a few elements, so that the small leaves of examples have several, with a tail.
 _COMPACT = st.builds(
     int8,
@@ -135,7 +135,7 @@ _ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
     "clip_by_global_norm": st.builds(tfs.clip_by_global_norm, _POSITIVE),
     "clip_by_value": st.builds(tfs.clip_by_value, _POSITIVE),
     "ema_params": st.builds(tfs.ema_params, _SHARES, dtype=_STATE),
-    "master_params": st.builds(tfs.master_params, _INNER),
+    "master_params": st.builds(tfs.master_params, _INNER, st.sampled_from(("auto", torch.float32))),
     "momentum": _momenta(),
     "monitor": st.builds(
         tfs.monitor,

@@ -152,7 +152,7 @@ def dtypes_in(value: Any) -> set[torch.dtype]:
     >>> dtypes_in(mfx.chain(mfx.momentum(dtype=torch.bfloat16)))
     {torch.bfloat16}
     >>> sorted(map(str, dtypes_in(mfx.scale_by_adam(mu_dtype=mfx.int8()))))
-    ['torch.float32', 'torch.int8', 'torch.uint8']
+    ['torch.int8', 'torch.uint8']
     """
     if isinstance(value, Compact):
         return {codec.book.dtype for codec in value.resolved[:2]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import is_
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,10 +16,42 @@ from muonfx.compact.state import Holder
 from muonfx.core import Locality
 from muonfx.tree import Present, PyTree
 
-__all__ = ["Pinned", "StateDtype", "locality_of", "new_count", "power", "store", "widen", "zeros"]
+__all__ = [
+    "FORMER_DEFAULT",
+    "Pinned",
+    "StateDtype",
+    "WideStateDtype",
+    "copies",
+    "locality_of",
+    "new_count",
+    "power",
+    "state_dtype",
+    "store",
+    "widen",
+    "zeros",
+]
 
-StateDtype = torch.dtype | Compact | None
-"""What pins a state: a floating dtype, a compact one, or None for each parameter's own."""
+WideStateDtype = torch.dtype | Literal["auto"] | None
+"""What pins a state: "auto" for at least fp32 and never narrower than the parameter, a floating dtype for all, or None
+for each parameter's own."""
+
+StateDtype = WideStateDtype | Compact
+"""What pins a state that may also have a compact dtype."""
+
+FORMER_DEFAULT = torch.float32
+"""The default of 0.1, where "auto" is today's. States differ for float64 parameters only, whose fp32 state of 0.1
+loads by widening: fingerprints take both for the default (``former_defaults`` of `muonfx.transform`)."""
+
+
+def state_dtype(pinned: WideStateDtype, own: torch.dtype) -> torch.dtype:
+    """The dtype of a leaf of a state, where its parameter has a dtype of its own.
+
+    >>> state_dtype("auto", torch.bfloat16), state_dtype("auto", torch.float64), state_dtype(None, torch.float16)
+    (torch.float32, torch.float64, torch.float16)
+    """
+    if pinned is None:
+        return own
+    return ew.wide_dtype(own) if isinstance(pinned, str) else pinned
 
 
 class Pinned:
@@ -32,15 +65,16 @@ class Pinned:
 
     Raises:
         TypeError: the dtype is neither floating point nor compact nor None.
+        ValueError: it is a string other than "auto".
     """
 
     def __init__(self, name: str, dtype: StateDtype, role: str, *, signed: bool = True) -> None:
-        self._dtype: torch.dtype | None = None
+        self._dtype: WideStateDtype = None
         self._holder: Holder | None = None
         if isinstance(dtype, Compact):
             self._holder = Holder(dtype, role, signed=signed)
         else:
-            checks.floating_dtype(name, dtype)
+            checks.state_dtype(name, dtype)
             self._dtype = dtype
 
     @property
@@ -56,8 +90,7 @@ class Pinned:
         """Copies of some values."""
         if self._holder is not None:
             return self._holder.of(values)
-        dtype = self._dtype
-        return tree.map(lambda value: value.detach().to(dtype or value.dtype, copy=True), values)
+        return copies(values, self._dtype)
 
     def read(self, at: Present, held: PyTree) -> list[Tensor]:
         """The values at some places: the state's own tensors, or decoded ones."""
@@ -75,9 +108,14 @@ def locality_of(*dtypes: StateDtype) -> Locality:
     return Locality.LEAF if any(isinstance(dtype, Compact) for dtype in dtypes) else Locality.ELEMENT
 
 
-def zeros(params: PyTree, dtype: torch.dtype | None) -> PyTree:
-    """Zeros like the parameters, in a pinned dtype; None pins each parameter's own."""
-    return tree.map(lambda p: torch.zeros_like(p, dtype=dtype or p.dtype, requires_grad=False), params)
+def zeros(params: PyTree, dtype: WideStateDtype) -> PyTree:
+    """Zeros like the parameters, in a pinned dtype."""
+    return tree.map(lambda p: torch.zeros_like(p, dtype=state_dtype(dtype, p.dtype), requires_grad=False), params)
+
+
+def copies(values: PyTree, dtype: WideStateDtype) -> PyTree:
+    """Copies of some values, in a pinned dtype."""
+    return tree.map(lambda value: value.detach().to(state_dtype(dtype, value.dtype), copy=True), values)
 
 
 def widen(updates: list[Tensor], stored: list[Tensor]) -> tuple[list[Tensor], list[Tensor], bool]:

@@ -11,7 +11,7 @@ from muonfx import checks, tree
 from muonfx import elementwise as ew
 from muonfx.core import NOTHING, Donation, Locality, Transform, transform
 from muonfx.tracing import is_traced, is_wrapped
-from muonfx.transforms._pinned import store, widen, zeros
+from muonfx.transforms._pinned import FORMER_DEFAULT, WideStateDtype, store, widen, zeros
 from muonfx.tree import Present, PyTree, device_of
 
 __all__ = ["AccumulateState", "accumulate"]
@@ -32,8 +32,8 @@ class AccumulateState(NamedTuple):
 
 
 # TREE though it adds leaf by leaf: a None among the gradients is not "no such leaf" here, it may have had one before.
-@transform(locality=Locality.TREE, own_locality=Locality.ELEMENT)
-def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: torch.dtype | None = torch.float32):
+@transform(locality=Locality.TREE, own_locality=Locality.ELEMENT, former_defaults={"dtype": FORMER_DEFAULT})
+def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: WideStateDtype = "auto"):
     """Gather the gradients of several micro-batches and run the inner transform only on the last.
 
     In between, updates are zero. The caller may say where the last micro-batch is, with the extra ``boundary``:
@@ -49,10 +49,11 @@ def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: torch.
         inner: the transform to run on the gathered gradient.
         every: how many micro-batches make one update.
         mean: divide the sum by the number of micro-batches gathered.
-        dtype: pinned dtype of the sums; None pins each parameter's own.
+        dtype: pinned dtype of the sums; "auto" is float32, but float64 for a float64 parameter; None is each
+            parameter's own.
 
     Raises:
-        ValueError: ``every`` is not an int of 1 or more.
+        ValueError: ``every`` is not an int of 1 or more, or ``dtype`` is a string other than "auto".
 
     Example:
         >>> import muonfx as mfx
@@ -64,7 +65,7 @@ def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: torch.
         (tensor([0.]), tensor([-2.]))
     """
     checks.positive_int("every", every)
-    checks.floating_dtype("dtype", dtype)
+    checks.state_dtype("dtype", dtype)
     if not isinstance(inner, Transform):
         raise TypeError(f"accumulate: inner must be a Transform, found {inner!r}")
 

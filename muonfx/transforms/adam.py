@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from muonfx import checks
 from muonfx import elementwise as ew
 from muonfx.core import NOTHING, Donation, transform
-from muonfx.transforms._pinned import Pinned, StateDtype, locality_of, new_count, power, widen
+from muonfx.transforms._pinned import FORMER_DEFAULT, Pinned, StateDtype, locality_of, new_count, power, widen
 from muonfx.tree import Present, PyTree, device_of
 
 __all__ = ["AdamState", "scale_by_adam"]
@@ -30,6 +29,7 @@ class AdamState(NamedTuple):
 @transform(
     locality=lambda b1, b2, eps, *, eps_root, nesterov, mu_dtype, nu_dtype: locality_of(mu_dtype, nu_dtype),
     reads_params=False,
+    former_defaults={"mu_dtype": FORMER_DEFAULT, "nu_dtype": FORMER_DEFAULT},
 )
 def scale_by_adam(
     b1: float = 0.9,
@@ -38,8 +38,8 @@ def scale_by_adam(
     *,
     eps_root: float = 0.0,
     nesterov: bool = False,
-    mu_dtype: StateDtype = torch.float32,
-    nu_dtype: StateDtype = torch.float32,
+    mu_dtype: StateDtype = "auto",
+    nu_dtype: StateDtype = "auto",
 ):
     r"""Divide the averaged gradient by the root of the averaged squared gradient.
 
@@ -55,11 +55,12 @@ def scale_by_adam(
             can be exactly zero, where the root has no derivative.
         nesterov: look one step ahead, as NAdam does:
             $\hat m_t = \beta_1 m_t / (1 - \beta_1^{t+1}) + (1 - \beta_1) g_t / (1 - \beta_1^t)$.
-        mu_dtype: pinned dtype of the first moment; None pins each parameter's own, `int8` or `fp8` store eight bits.
+        mu_dtype: pinned dtype of the first moment; "auto" is float32, but float64 for a float64 parameter; None is
+            each parameter's own; `int8` or `fp8` store eight bits.
         nu_dtype: pinned dtype of the second moment, likewise.
 
     Raises:
-        ValueError: an argument is out of range.
+        ValueError: an argument is out of range, or a dtype is a string other than "auto".
         TypeError: a dtype is neither floating point nor compact.
 
     The square of a gradient beyond 1.8e19 does not fit into fp32 (beyond 1.3e154 not into fp64): its second moment is

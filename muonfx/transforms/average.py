@@ -10,7 +10,7 @@ from torch import Tensor
 from muonfx import checks
 from muonfx import elementwise as ew
 from muonfx.core import NOTHING, Donation, Locality, Transform, apply_updates, transform
-from muonfx.transforms._pinned import Pinned, StateDtype, locality_of
+from muonfx.transforms._pinned import FORMER_DEFAULT, Pinned, StateDtype, WideStateDtype, copies, locality_of
 from muonfx.tree import Present, PyTree, map
 
 __all__ = ["EmaParamsState", "MasterParamsState", "ema_params", "master_params"]
@@ -23,18 +23,20 @@ class EmaParamsState(NamedTuple):
     """The averaged parameters, in the pinned dtype; a `CompactState` for a compact one."""
 
 
-@transform(locality=lambda decay, *, dtype: locality_of(dtype))
-def ema_params(decay: float = 0.999, *, dtype: StateDtype = torch.float32):
+@transform(locality=lambda decay, *, dtype: locality_of(dtype), former_defaults={"dtype": FORMER_DEFAULT})
+def ema_params(decay: float = 0.999, *, dtype: StateDtype = "auto"):
     """Keep a running average of the parameters as they are after each update; pass the updates on unchanged.
 
     It belongs at the end of a chain, where the updates are what will be added. The average starts at the parameters.
 
     Args:
         decay: weight of the old average, in [0, 1).
-        dtype: pinned dtype of the average; None pins each parameter's own, `int8` or `fp8` store eight bits.
+        dtype: pinned dtype of the average; "auto" is float32, but float64 for a float64 parameter; None is each
+            parameter's own; `int8` or `fp8` store eight bits.
 
     Raises:
-        ValueError: ``decay`` is out of range; at `update`, ``params`` is missing.
+        ValueError: ``decay`` is out of range, or ``dtype`` is a string other than "auto"; at `update`, ``params`` is
+            missing.
 
     Example:
         >>> import muonfx as mfx
@@ -74,8 +76,12 @@ class MasterParamsState(NamedTuple):
     """The inner transform's state, over the master."""
 
 
-@transform(locality=lambda inner, dtype: inner.locality, own_locality=Locality.ELEMENT)
-def master_params(inner: Transform, dtype: torch.dtype = torch.float32):
+@transform(
+    locality=lambda inner, dtype: inner.locality,
+    own_locality=Locality.ELEMENT,
+    former_defaults={"dtype": FORMER_DEFAULT},
+)
+def master_params(inner: Transform, dtype: WideStateDtype = "auto"):
     """Run a chain on a copy of the parameters in higher precision, so that no small update is lost.
 
     The inner chain sees gradients and parameters in the master dtype. The updates are the difference between the
@@ -84,7 +90,8 @@ def master_params(inner: Transform, dtype: torch.dtype = torch.float32):
 
     Args:
         inner: the whole chain, the learning rate included.
-        dtype: the master's dtype.
+        dtype: the master's dtype, pinned at `init`; "auto" is float32, but float64 for a float64 parameter; None is
+            each parameter's own.
 
     The master counts: parameters that are written to from outside after `init`, say by loading weights, are brought
     back to it by the next update. Load first, or `init` again.
@@ -93,7 +100,7 @@ def master_params(inner: Transform, dtype: torch.dtype = torch.float32):
         A transform of the inner one's locality whose updates have the master's dtype, not the gradients'.
 
     Raises:
-        ValueError: at `update`, ``params`` is missing.
+        ValueError: ``dtype`` is a string other than "auto"; at `update`, ``params`` is missing.
 
     Example:
         >>> import muonfx as mfx
@@ -106,12 +113,12 @@ def master_params(inner: Transform, dtype: torch.dtype = torch.float32):
         >>> params["w"], round(float(state.master["w"]), 4)
         (tensor([0.9961], dtype=torch.bfloat16), 0.996)
     """
-    checks.floating_dtype("dtype", dtype)
+    checks.state_dtype("dtype", dtype)
     if not isinstance(inner, Transform):
         raise TypeError(f"master_params: inner must be a Transform, found {inner!r}")
 
     def init(params: PyTree) -> MasterParamsState:
-        master = map(lambda p: p.detach().to(dtype, copy=True), params)
+        master = copies(params, dtype)
         return MasterParamsState(master, inner._functions[0](master))
 
     def update(
@@ -121,7 +128,7 @@ def master_params(inner: Transform, dtype: torch.dtype = torch.float32):
             raise ValueError("master_params needs the parameters: call update(updates, state, params)")
         at = Present(updates)
         grads = at.pick(updates)
-        wide = ew.cast(grads, dtype)
+        wide = ew.cast_like(grads, at.pick(state.master))
         fresh = all(a is not b for a, b in zip(wide, grads, strict=True))
         out, inner_state = inner.run(
             at.fill(wide), state.inner, state.master, donate=Donation(donate.updates or fresh, donate.state), **extras
@@ -129,7 +136,7 @@ def master_params(inner: Transform, dtype: torch.dtype = torch.float32):
         master = apply_updates(state.master, out, donate=donate.state)
 
         def difference(update: Tensor, master: Tensor, param: Tensor) -> Tensor:
-            return master.to(param.dtype).to(dtype) - param.to(dtype)
+            return master.to(param.dtype).to(master.dtype) - param.to(master.dtype)
 
         return map(difference, out, master, params), MasterParamsState(master, inner_state)
 

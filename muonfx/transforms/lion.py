@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
-
 from muonfx import checks
 from muonfx import elementwise as ew
 from muonfx.core import NOTHING, Donation, transform
-from muonfx.transforms._pinned import Pinned, StateDtype, locality_of, widen
+from muonfx.transforms._pinned import FORMER_DEFAULT, Pinned, StateDtype, locality_of, widen
 from muonfx.tree import Present, PyTree
 
 __all__ = ["LionState", "scale_by_lion"]
@@ -22,17 +20,22 @@ class LionState(NamedTuple):
     """The average gradient, like the parameters, in the pinned dtype; a `CompactState` for a compact one."""
 
 
-@transform(locality=lambda b1, b2, *, mu_dtype: locality_of(mu_dtype), reads_params=False)
-def scale_by_lion(b1: float = 0.9, b2: float = 0.99, *, mu_dtype: StateDtype = torch.float32):
+@transform(
+    locality=lambda b1, b2, *, mu_dtype: locality_of(mu_dtype),
+    reads_params=False,
+    former_defaults={"mu_dtype": FORMER_DEFAULT},
+)
+def scale_by_lion(b1: float = 0.9, b2: float = 0.99, *, mu_dtype: StateDtype = "auto"):
     r"""Take the sign of $\beta_1 m_{t-1} + (1 - \beta_1) g_t$, then average with $\beta_2$.
 
     Args:
         b1: weight of the average in the update, in [0, 1).
         b2: decay of the average, in [0, 1).
-        mu_dtype: pinned dtype of the average; None pins each parameter's own, `int8` or `fp8` store eight bits.
+        mu_dtype: pinned dtype of the average; "auto" is float32, but float64 for a float64 parameter; None is each
+            parameter's own; `int8` or `fp8` store eight bits.
 
     Raises:
-        ValueError: an argument is out of range.
+        ValueError: an argument is out of range, or a dtype is a string other than "auto".
         TypeError: the dtype is neither floating point nor compact.
 
     Follows Chen et al. (arXiv 2302.06675).

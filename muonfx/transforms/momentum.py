@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from muonfx import checks
 from muonfx import elementwise as ew
 from muonfx.core import NOTHING, Donation, transform
-from muonfx.transforms._pinned import Pinned, StateDtype, locality_of, new_count, power, widen
+from muonfx.transforms._pinned import FORMER_DEFAULT, Pinned, StateDtype, locality_of, new_count, power, widen
 from muonfx.tree import Present, PyTree, device_of
 
 __all__ = ["DebiasedMomentumState", "MomentumState", "momentum"]
@@ -32,14 +31,18 @@ class DebiasedMomentumState(NamedTuple):
     """The average, like the parameters, in the pinned dtype; a `CompactState` for a compact one."""
 
 
-@transform(locality=lambda decay, *, nesterov, debias, heavy_ball, dtype: locality_of(dtype), reads_params=False)
+@transform(
+    locality=lambda decay, *, nesterov, debias, heavy_ball, dtype: locality_of(dtype),
+    reads_params=False,
+    former_defaults={"dtype": FORMER_DEFAULT},
+)
 def momentum(
     decay: float = 0.95,
     *,
     nesterov: bool = True,
     debias: bool = False,
     heavy_ball: bool = False,
-    dtype: StateDtype = torch.float32,
+    dtype: StateDtype = "auto",
 ):
     r"""Average gradients over time.
 
@@ -54,7 +57,8 @@ def momentum(
             does: $\beta m_t / (1 - \beta^{t+1}) + (1 - \beta) g_t / (1 - \beta^t)$.
             The count t is one for all parameters.
         heavy_ball: sum instead of averaging; it has no bias to correct.
-        dtype: the dtype of the state, pinned at `init`; None pins each parameter's own, and `int8` or `fp8` store it in
+        dtype: the dtype of the state, pinned at `init`; "auto" is float32, but float64 for a float64 parameter, so at
+            least fp32 and never narrower than the parameter; None is each parameter's own; `int8` or `fp8` store it in
             eight bits. The arithmetic is done in the wider of gradient and state, at least fp32.
 
     Returns:
@@ -62,7 +66,8 @@ def momentum(
         dtype.
 
     Raises:
-        ValueError: ``decay`` is out of range, or ``debias`` is combined with ``heavy_ball``.
+        ValueError: ``decay`` is out of range, ``debias`` is combined with ``heavy_ball``, or ``dtype`` is a string
+            other than "auto".
         TypeError: ``dtype`` is neither a floating-point dtype nor a compact one.
 
     Follows ``torch.optim.Muon`` (EMA form), ``torch.optim.SGD`` (heavy ball) and ``optax.contrib.muon`` (bias

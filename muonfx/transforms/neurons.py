@@ -22,6 +22,7 @@ from muonfx.transforms._matrices import (
     unstack_blocks,
     view_as_matrices,
 )
+from muonfx.transforms._pinned import FORMER_DEFAULT, WideStateDtype, state_dtype
 from muonfx.tree import Present, PyTree
 
 __all__ = ["NeuronsState", "normalize_neurons"]
@@ -47,13 +48,14 @@ def _on_stacks(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Tr
     reads_params=False,
     on_stacks=_on_stacks,
     name_patterns=name_patterns,
+    former_defaults={"dtype": FORMER_DEFAULT},
 )
 def normalize_neurons(
     decay: float = 0.95,
     eps: float = 1e-8,
     *,
     keep_norm: bool = True,
-    dtype: torch.dtype | None = torch.float32,
+    dtype: WideStateDtype = "auto",
     dims: Dims | Mapping[str, Dims] | None = None,
     blocks: Blocks | Mapping[str, Blocks] | None = None,
     block_axis: int = -2,
@@ -69,14 +71,16 @@ def normalize_neurons(
         decay: $\beta$, in [0, 1).
         eps: added to the root, not negative.
         keep_norm: give each matrix the norm that it had before.
-        dtype: pinned dtype of the second moment; None pins each parameter's own.
+        dtype: pinned dtype of the second moment; "auto" is float32, but float64 for a float64 parameter; None is
+            each parameter's own.
         dims: as in `orthogonalize`, and the same value.
         blocks: as in `orthogonalize`, and the same value: each block keeps its own norm, as a parameter of its own
             would.
         block_axis: as in `orthogonalize`.
 
     Raises:
-        ValueError: an argument is out of range; at `init`, a leaf is no matrix.
+        ValueError: an argument is out of range, or a dtype is a string other than "auto"; at `init`, a leaf is no
+            matrix.
 
     Follows NorMuon (arXiv 2510.05491), whose factor $0.2\sqrt{mn} / \|U\|_F$ is that of
     ``scale_by_shape("match_rms_adamw")`` after ``keep_norm`` where the input is orthogonal.
@@ -91,14 +95,17 @@ def normalize_neurons(
     """
     checks.in_unit_interval("decay", decay)
     checks.at_least("eps", eps, 0.0)
-    checks.floating_dtype("dtype", dtype)
+    checks.state_dtype("dtype", dtype)
     view = view_as_matrices(dims, blocks, block_axis)
 
     def init(params: PyTree) -> NeuronsState:
         at = Present(params)
         names, leaves = at.names(), at.pick(params)
         moments = [
-            _join_moments(own, [m.new_zeros((*m.shape[:-1], 1), dtype=dtype or m.dtype) for m in own.split(leaf, name)])
+            _join_moments(
+                own,
+                [m.new_zeros((*m.shape[:-1], 1), dtype=state_dtype(dtype, m.dtype)) for m in own.split(leaf, name)],
+            )
             for own, leaf, name in zip(view.of(names), leaves, names, strict=True)
         ]
         return NeuronsState(at.fill(moments))

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import muonfx as mfx
+from muonfx import elementwise as ew
 from muonfx import recipes, schedules
 from muonfx import testing as kit
 from muonfx.testing.transforms import by_rank, halve
@@ -149,8 +150,8 @@ def test_every_public_schedule_can_be_drawn():
     assert seen == factories
 
 
-def updates_dtype(name: str) -> torch.dtype | None:
-    return torch.float32 if name == "master_params" else None
+def updates_dtype(name: str) -> Callable[[torch.dtype], torch.dtype] | None:
+    return ew.wide_dtype if name == "master_params" else None
 
 
 @pytest.mark.parametrize(("name", "tx"), EVERY_CASE)

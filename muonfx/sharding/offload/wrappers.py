@@ -15,6 +15,7 @@ from muonfx import tree
 from muonfx.core import NOTHING, Donation, EmptyState, Locality, Transform, identity, transform
 from muonfx.sharding.kinds import with_parts
 from muonfx.sharding.offload.stream import streamed
+from muonfx.transforms._pinned import state_dtype
 from muonfx.transforms.accumulate import accumulate, count_seen
 from muonfx.transforms.average import master_params
 from muonfx.transforms.nonfinite import skip_nonfinite
@@ -125,7 +126,8 @@ class _Done:
 def _init_master(walk: Any, tx: Transform, params: PyTree) -> PyTree:
     own = walk.init_pieces(_bare(tx), params)
     dtype = tx.arguments["dtype"]
-    return own._replace(inner=_inner(tx)._functions[0](tree.map(lambda p: p.detach().to(dtype), params)))
+    master = tree.map(lambda p: p.detach().to(state_dtype(dtype, p.dtype)), params)
+    return own._replace(inner=_inner(tx)._functions[0](master))
 
 
 def _master(
@@ -134,9 +136,8 @@ def _master(
     """Run the inner transform on the master where it lies, then add to it by buckets."""
     if params is None:
         raise ValueError("master_params needs the parameters: call update(updates, state, params)")
-    dtype = tx.arguments["dtype"]
-    wide = tree.map(lambda leaf: leaf.to(dtype), updates)
-    fresh = all(leaf.dtype != dtype for leaf in tree.tensors(updates))
+    wide = tree.map(lambda leaf, master: leaf.to(master.dtype), updates, state.master)
+    fresh = all(new is not old for new, old in zip(tree.tensors(wide), tree.tensors(updates), strict=True))
     out, inner = _inner(tx).run(
         wide, state.inner, state.master, donate=Donation(donate.updates or fresh, donate.state), **extras
     )

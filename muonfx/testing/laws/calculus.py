@@ -35,7 +35,7 @@ def widened(value: Any) -> Any:
     """Replace every floating dtype among a transform's arguments by float64, in which derivatives can be compared.
 
     >>> import muonfx as mfx
-    >>> widened(mfx.chain(mfx.momentum(0.5), mfx.scale(2.0)))
+    >>> widened(mfx.chain(mfx.momentum(0.5, dtype=torch.bfloat16), mfx.scale(2.0)))
     chain(momentum(decay=0.5, dtype=torch.float64), scale(factor=2.0))
     """
     if isinstance(value, Recorded):

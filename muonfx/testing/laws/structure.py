@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -94,7 +95,11 @@ def state_keeps_its_structure_and_dtypes(tx: Transform, params: PyTree, steps: l
 
 @law(on=lambda example: example.dense())
 def updates_look_like_the_gradients(
-    tx: Transform, params: PyTree, steps: list[PyTree], *, updates_dtype: torch.dtype | None = None
+    tx: Transform,
+    params: PyTree,
+    steps: list[PyTree],
+    *,
+    updates_dtype: torch.dtype | Callable[[torch.dtype], torch.dtype] | None = None,
 ) -> None:
     """Updates have the gradients' structure, shapes, dtypes and devices.
 
@@ -102,15 +107,28 @@ def updates_look_like_the_gradients(
         tx: the transform.
         params: the parameters.
         steps: the gradients of each step.
-        updates_dtype: the dtype that the transform is documented to give to all updates instead.
+        updates_dtype: the dtype that the transform is documented to give to all updates instead, or a function that
+            returns it for that of a parameter.
 
     >>> import muonfx as mfx
     >>> from muonfx.testing import Example
     >>> updates_look_like_the_gradients(mfx.momentum(), *Example.of({"w": (2, 3)}))
     """
     for step, (grads, (updates, _)) in enumerate(zip(steps, history(tx, params, steps), strict=True)):
-        wanted = tree.map(lambda g: torch.empty(g.shape, dtype=updates_dtype or g.dtype, device=g.device), grads)
+        wanted = tree.map(
+            lambda g, p: torch.empty(g.shape, dtype=_dtype_of_update(updates_dtype, g, p), device=g.device),
+            grads,
+            params,
+        )
         _require_spec(f"step {step}, updates", updates, wanted, "the gradients")
+
+
+def _dtype_of_update(
+    documented: torch.dtype | Callable[[torch.dtype], torch.dtype] | None, grad: Tensor, param: Tensor
+) -> torch.dtype:
+    if isinstance(documented, torch.dtype):
+        return documented
+    return grad.dtype if documented is None else documented(param.dtype)
 
 
 @law(share=0.05)

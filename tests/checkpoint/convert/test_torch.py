@@ -147,6 +147,25 @@ def test_a_wider_state_is_exact_and_a_narrower_one_refused():
         convert.from_torch_optimizer(optimizer, mfx.scale_by_adam(mu_dtype=None, nu_dtype=None), params)
 
 
+def test_state_of_float64_parameters_arrives_whole_and_goes_on_as_torch_does():
+    generator = torch.Generator().manual_seed(0)
+    param = torch.nn.Parameter(torch.randn(4, 3, generator=generator, dtype=torch.float64))
+    optimizer = torch.optim.AdamW([("w", param)], lr=1e-2)
+    grads = [torch.randn(4, 3, generator=generator, dtype=torch.float64) for _ in range(6)]
+    for grad in grads[:3]:
+        param.grad = grad
+        optimizer.step()
+    params = {"w": param.detach().clone()}
+    tx = convert.torch_recipe(optimizer, params)
+    state = convert.from_torch_optimizer(optimizer, tx, params)
+    for grad in grads[3:]:
+        param.grad = grad
+        optimizer.step()
+        updates, state = tx.update({"w": grad}, state, params)
+        params = mfx.apply_updates(params, updates)
+        torch.testing.assert_close(params["w"], param.detach(), rtol=1e-12, atol=1e-12)
+
+
 def saved(entry: Any, group: Any = None) -> dict[str, Any]:
     adamw = {"params": [0], "param_names": ["w"], "amsgrad": False, "lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8}
     return {"state": {0: entry}, "param_groups": [{**adamw, "weight_decay": 0.0, **(group or {})}]}

@@ -1,0 +1,225 @@
+"""The dtype of a state: by default at least fp32, never narrower than its parameter; else as pinned."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck
+
+import muonfx as mfx
+from muonfx import sharding
+from muonfx import testing as kit
+from muonfx.testing.violation import bits_equal
+from tests.processes import Here, World
+
+pytestmark = pytest.mark.filterwarnings("ignore:partition. no parameter has the label")
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+FACTORIES: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "momentum": (mfx.momentum, ("dtype",)),
+    "debiased momentum": (lambda **given: mfx.momentum(debias=True, **given), ("dtype",)),
+    "scale_by_adam": (mfx.scale_by_adam, ("mu_dtype", "nu_dtype")),
+    "scale_by_lion": (mfx.scale_by_lion, ("mu_dtype",)),
+    "ema_params": (mfx.ema_params, ("dtype",)),
+    "normalize_neurons": (mfx.normalize_neurons, ("dtype",)),
+    "accumulate": (lambda **given: mfx.accumulate(mfx.identity(), 2, **given), ("dtype",)),
+    "master_params": (lambda **given: mfx.master_params(mfx.scale(-0.1), **given), ("dtype",)),
+}
+RECIPES = {
+    "muon": mfx.muon(0.1),
+    "normuon": mfx.normuon(0.1),
+    "adamw": mfx.adamw(0.1),
+    "lion": mfx.lion(0.1),
+    "muon_with_adamw": mfx.muon_with_adamw(0.1, labels=mfx.select.default_labels_by_name),
+    "master of adamw": mfx.master_params(mfx.adamw(0.1)),
+}
+TREES = {
+    **{str(dtype).removeprefix("torch."): (dtype, dtype) for dtype in DTYPES},
+    "mixed": (torch.float64, torch.float32, torch.bfloat16, torch.float16),
+}
+EVERY = [pytest.param(make, names, id=name) for name, (make, names) in FACTORIES.items()]
+EVERY_TREE = [pytest.param(dtypes, id=name) for name, dtypes in TREES.items()]
+
+
+def drawn(dtypes: tuple[torch.dtype, ...], seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        f"w{place}": torch.randn(3, 4, generator=generator, dtype=torch.float64).to(dtype)
+        for place, dtype in enumerate(dtypes)
+    }
+
+
+def found(state: Any, params: dict[str, Tensor]) -> dict[str, set[torch.dtype]]:
+    """The dtypes of the leaves of a state, by the parameter that they belong to."""
+    named = [pair for pair in zip(mfx.tree.names(state), mfx.tree.leaves(state), strict=True) if pair[1] is not None]
+    return {name: {leaf.dtype for place, leaf in named if place.endswith(f".{name}")} for name in params}
+
+
+def by_default(params: dict[str, Tensor]) -> dict[str, set[torch.dtype]]:
+    return {name: {torch.float64 if param.dtype == torch.float64 else torch.float32} for name, param in params.items()}
+
+
+def test_every_argument_that_is_auto_for_a_state_is_asked_here():
+    public = {name: getattr(mfx, name) for name in mfx.__all__ if hasattr(getattr(mfx, name), "former_defaults")}
+    declared = {(name, argument) for name, factory in public.items() for argument in factory.former_defaults}
+    in_signatures = {
+        (name, argument)
+        for name, factory in public.items()
+        for argument, parameter in factory.parameters.items()
+        if "StateDtype" in str(parameter.annotation)
+    }
+    asked = {(name, argument) for name, (_, names) in FACTORIES.items() for argument in names if " " not in name}
+    assert declared == in_signatures == asked
+    for name, argument in declared:
+        assert public[name].parameters[argument].default == "auto"
+
+
+@pytest.mark.parametrize("dtypes", EVERY_TREE)
+@pytest.mark.parametrize(("make", "names"), EVERY)
+def test_by_default_a_state_is_fp32_and_float64_for_float64_parameters(
+    make: Any, names: tuple[str, ...], dtypes: tuple[torch.dtype, ...]
+):
+    params, tx = drawn(dtypes), make()
+    state = tx.init(params)
+    assert found(state, params) == by_default(params)
+    assert found(tx.init(mfx.tree.map(lambda p: p.to("meta"), params)), params) == by_default(params)
+    for seed in (1, 2):
+        _, state = tx.update(drawn(dtypes, seed), state, params)
+        assert found(state, params) == by_default(params)
+
+
+@pytest.mark.parametrize("dtypes", EVERY_TREE)
+@pytest.mark.parametrize("tx", [pytest.param(tx, id=name) for name, tx in RECIPES.items()])
+def test_so_has_every_recipe_and_the_optimizer(tx: mfx.Transform, dtypes: tuple[torch.dtype, ...]):
+    params = drawn(dtypes)
+    assert found(tx.init(params), params) == by_default(params)
+    live = {name: torch.nn.Parameter(param) for name, param in params.items()}
+    optimizer = mfx.TransformOptimizer(live, tx)
+    for name, grad in drawn(dtypes, 1).items():
+        live[name].grad = grad
+    optimizer.step()
+    for param in live.values():
+        held = {leaf.dtype for leaf in optimizer.state[param].values() if leaf.ndim and leaf.is_floating_point()}
+        assert held == {torch.float64 if param.dtype == torch.float64 else torch.float32}
+
+
+@pytest.mark.parametrize("pinned", DTYPES)
+@pytest.mark.parametrize(("make", "names"), EVERY)
+def test_an_explicit_dtype_pins_every_leaf(make: Any, names: tuple[str, ...], pinned: torch.dtype):
+    params = drawn(TREES["mixed"])
+    tx = make(**dict.fromkeys(names, pinned))
+    state = tx.init(params)
+    assert found(state, params) == {name: {pinned} for name in params}
+    assert found(tx.update(drawn(TREES["mixed"], 1), state, params)[1], params) == {name: {pinned} for name in params}
+
+
+@pytest.mark.parametrize(("make", "names"), EVERY)
+def test_none_pins_each_parameters_own(make: Any, names: tuple[str, ...]):
+    params = drawn(TREES["mixed"])
+    tx = make(**dict.fromkeys(names))
+    state = tx.init(params)
+    own = {name: {param.dtype} for name, param in params.items()}
+    assert found(state, params) == own
+    assert found(tx.update(drawn(TREES["mixed"], 1), state, params)[1], params) == own
+
+
+@pytest.mark.parametrize(("make", "names"), EVERY)
+def test_a_dtype_that_pins_nothing_is_refused_at_the_call(make: Any, names: tuple[str, ...]):
+    for name in names:
+        for wrong in ("Auto", "fp32", "float64", ""):
+            with pytest.raises(ValueError, match=rf"{name} must be \"auto\", a floating-point .* found '{wrong}'"):
+                make(**{name: wrong})
+        for wrong in (torch.int8, torch.complex64, 32):
+            with pytest.raises(TypeError, match=rf"{name} must be \"auto\", a floating-point torch.dtype or None"):
+                make(**{name: wrong})
+
+
+@pytest.mark.parametrize(("make", "names"), EVERY)
+def test_a_leaf_is_updated_in_a_mixed_tree_as_alone(make: Any, names: tuple[str, ...]):
+    tx, params = make(), drawn(TREES["mixed"])
+    steps = [drawn(TREES["mixed"], seed) for seed in (1, 2, 3)]
+    together = kit.examples.history(tx, params, steps)
+    for name, param in params.items():
+        alone = kit.examples.history(tx, {name: param}, [{name: grads[name]} for grads in steps])
+        for (updates, _), (own, _) in zip(together, alone, strict=True):
+            assert bits_equal(updates[name], own[name]), name
+
+
+@pytest.mark.parametrize("name", ["momentum", "scale_by_adam", "accumulate", "master_params"])
+def test_mixed_trees_compile(name: str):
+    example = kit.Example(drawn(TREES["mixed"]), [drawn(TREES["mixed"], seed) for seed in (1, 2)])
+    kit.laws.compiled_update_equals_eager(FACTORIES[name][0](), *example)
+
+
+@pytest.mark.parametrize("name", ["momentum", "scale_by_adam", "accumulate", "master_params"])
+def test_mixed_trees_go_through_vmap(name: str):
+    tx, params = FACTORIES[name][0](), drawn(TREES["mixed"])
+    state = tx.init(params)
+    batch = [drawn(TREES["mixed"], seed) for seed in (1, 2, 3)]
+    stacked = mfx.tree.map(lambda *leaves: torch.stack(leaves), *batch)
+    out, after = torch.func.vmap(lambda grads: tx.update(grads, state, params))(stacked)
+    assert found(after, params) == by_default(params)
+    for place, grads in enumerate(batch):
+        expected, _ = tx.update(grads, state, params)
+        for key in params:
+            assert out[key].dtype == expected[key].dtype
+            close = {"rtol": 1e-12, "atol": 1e-12} if params[key].dtype == torch.float64 else {}
+            torch.testing.assert_close(out[key][place], expected[key], **close)
+
+
+@pytest.mark.parametrize("tx", [mfx.momentum(), mfx.scale_by_adam(), mfx.master_params(mfx.adamw(0.1))], ids=repr)
+def test_updates_of_float64_are_differentiable_to_float64(tx: mfx.Transform):
+    """A state in fp32 rounds, and finite differences of a millionth see nothing but that."""
+    params = drawn((torch.float64,))
+
+    def after_two(first: Tensor, second: Tensor) -> Tensor:
+        state = tx.init(params)
+        _, state = tx.update({"w0": first}, state, params)
+        return tx.update({"w0": second}, state, params)[0]["w0"]
+
+    grads = [drawn((torch.float64,), seed)["w0"].requires_grad_() for seed in (1, 2)]
+    assert gradcheck(after_two, grads)
+
+
+SHARDED = {
+    "elements": mfx.chain(mfx.momentum(), mfx.scale_by_adam(), mfx.scale_by_learning_rate(0.1), mfx.ema_params(0.5)),
+    "matrices": mfx.chain(mfx.momentum(), mfx.orthogonalize(), mfx.normalize_neurons()),
+    "master": mfx.master_params(mfx.accumulate(mfx.adamw(0.1), 2)),
+}
+
+
+def run_sharded(here: Here, name: str) -> float:
+    """How far three updates of two ranks are from those of one process; the states have the same dtypes."""
+    tx, params = SHARDED[name], drawn((torch.float64, torch.float32))
+    layout = sharding.zero(params, here.group, partition="flat")
+    local, own = layout.shard(params), sharding.sharded(tx, layout)
+    state, wanted, far = own.init(local), tx.init(params), 0.0
+    for seed in (1, 2, 3):
+        grads = drawn((torch.float64, torch.float32), seed)
+        out, state = own.update(layout.shard(grads), state, local)
+        expected, wanted = tx.update(grads, wanted, params)
+        whole = layout.gather(out)
+        far = max(far, float((whole["w0"] - expected["w0"]).abs().max()))
+        assert found(sharding.logical(own, state), params) == found(wanted, params)
+        assert {n: leaf.dtype for n, leaf in whole.items()} == {n: leaf.dtype for n, leaf in expected.items()}
+    assert found(wanted, params)["w0"] == {torch.float64}
+    return far
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", SHARDED)
+def test_pieces_have_the_dtypes_of_the_whole(world: World, name: str):
+    assert max(world.check(2, run_sharded, name=name)) <= 1e-14
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_an_offloaded_state_has_the_same_dtypes_and_numbers(name: str):
+    tx, params = SHARDED[name], drawn(TREES["mixed"])
+    away = sharding.offload(tx, "cpu", bucket_bytes=64)
+    state, wanted = away.init(params), tx.init(params)
+    for seed in (1, 2, 3):
+        out, state = away.update(drawn(TREES["mixed"], seed), state, params)
+        expected, wanted = tx.update(drawn(TREES["mixed"], seed), wanted, params)
+        assert all(bits_equal(out[n], expected[n]) for n in params)
+        assert found(state, params) == found(wanted, params)
