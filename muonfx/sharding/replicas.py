@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muonfx import tree
+from muonfx.arguments import plain_arguments
 from muonfx.core import Transform
 from muonfx.sharding.agreement import host_device, listed
 from muonfx.sharding.alike import agree_on_leaves
@@ -204,6 +205,7 @@ def _added_up(numbers: Sequence[int], group: dist.ProcessGroup) -> list[int]:
 
 
 @torch.no_grad()
+@plain_arguments
 def broadcast(params: PyTree, layout: Layout, *, donate: bool = False) -> PyTree:
     """Make equal what several ranks hold: every copy becomes that of the first rank that holds it.
 
