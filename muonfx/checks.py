@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import UninitializedTensorMixin  # pyright: ignore[reportAttributeAccessIssue]
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from muonfx import tree
 
@@ -188,6 +188,7 @@ def _shown(name: str) -> str:
     return repr(name) if name else "the tree's only leaf"
 
 
+_LAZY = UninitializedParameter, UninitializedBuffer  # torch.nn.parameter.is_lazy breaks a compiled graph
 _DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
 
 
@@ -199,7 +200,7 @@ def is_usable(leaf: Any) -> bool:
     """
     if leaf is None:
         return True
-    if not isinstance(leaf, Tensor) or isinstance(leaf, UninitializedTensorMixin):
+    if not isinstance(leaf, Tensor) or isinstance(leaf, _LAZY):
         return False
     return leaf.dtype in _DTYPES and leaf.layout is torch.strided and not leaf.is_nested
 
@@ -213,7 +214,7 @@ def _check_leaves(what: str, given: Any) -> list[Any]:
     shown = f"{what}: {_shown(name)}"
     if not isinstance(leaf, Tensor):
         raise TypeError(f"{shown} must be a tensor or None, found {type(leaf).__name__}")
-    if isinstance(leaf, UninitializedTensorMixin):
+    if isinstance(leaf, _LAZY):
         raise TypeError(f"{shown} has no shape yet: it is of a lazy module; run one forward pass first")
     if leaf.is_nested or leaf.layout is not torch.strided:
         kind = "a nested tensor" if leaf.is_nested else str(leaf.layout)
