@@ -106,7 +106,7 @@ def plain_arguments(function: F) -> F:
 
 
 def kinds_of(parameters: Mapping[str, inspect.Parameter]) -> dict[str, frozenset[str]]:
-    """What `plain_kinds` says of each parameter; of one that takes many, or whose default is of another type, nothing.
+    """Find `plain_kinds` of each parameter; none for one that takes many, or whose default is of another type.
 
     >>> def f(a: int, *rest: int, b: float = None): ...
     >>> kinds_of(inspect.signature(f).parameters)

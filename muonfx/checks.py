@@ -135,7 +135,7 @@ class NamePatterns(NamedTuple):
     groups: tuple[tuple[str, ...], ...]
     """Alternatives that stand together, of which one must match."""
     first_counts: bool = False
-    """Whether a name belongs to the first group that matches it, and to no other."""
+    """True if a name belongs to the first group that matches it, and to no other."""
 
 
 def warn_of_unmatched(tx: Transform, params: Any, *, stacklevel: int) -> None:
@@ -193,7 +193,7 @@ _DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64
 
 
 def is_usable(leaf: Any) -> bool:
-    """Whether a leaf is None or a dense tensor of a dtype that can be computed with.
+    """Tell whether a leaf is None or a dense tensor of a dtype that can be computed with.
 
     >>> is_usable(torch.zeros(2)), is_usable(torch.zeros(2).to_sparse()), is_usable(torch.zeros(2, dtype=torch.int8))
     (True, False, False)

@@ -147,13 +147,13 @@ class Transform(Recorded):
 
     @property
     def reads_params(self) -> bool:
-        """Whether `init` or the update looks at the values of the parameters."""
+        """True if `init` or the update looks at the values of the parameters."""
         declared = cast("Any", self.factory).reads_params
         return declared if isinstance(declared, bool) else self._call(declared, self._arguments)
 
     @property
     def turns_downhill(self) -> bool:
-        """Whether a learning rate in it turns some updates from the gradient's direction to the parameters'.
+        """True if a learning rate in it turns some updates from the gradient's direction to the parameters'.
 
         >>> import muonfx as mfx
         >>> mfx.adamw(0.1).turns_downhill, mfx.momentum().turns_downhill
@@ -393,7 +393,7 @@ class Transform(Recorded):
 
 
 def _carries_a_graph(params: PyTree, others: PyTree = None) -> bool:
-    """Whether some tensor is the result of recorded operations, or, among others, part of any recording at all."""
+    """Tell whether a parameter is the result of recorded operations, or another tensor takes part in any."""
     if not torch.is_grad_enabled() or functorch_is_active():
         return False
     return any(leaf.grad_fn is not None for leaf in tree.tensors(params)) or any(

@@ -75,11 +75,11 @@ def _join(skeleton: Any, parts: Iterator[Any]) -> Any:
 
 
 MAX_DEPTH = 64
-"""How many recorded values may lie one within another. Side by side there may be any number."""
+"""The number of recorded values that may lie one within another. Side by side there may be any number."""
 
 
 def _depth(parts: Sequence[Any]) -> int:
-    """How many recorded values lie one within another among some parts, with the one that holds them."""
+    """Count the recorded values that lie one within another among some parts, with the one that holds them."""
     depth, level = 1, [part for part in parts if isinstance(part, Recorded)]
     while level:
         depth += 1

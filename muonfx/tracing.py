@@ -36,7 +36,7 @@ def is_wrapped(x: Tensor) -> bool:
 
 
 def is_traced() -> bool:
-    """Whether operators are being recorded, by ``torch.compile`` or ``make_fx``, so that no value can be read.
+    """Tell whether ``torch.compile`` or ``make_fx`` is recording operators, so that no value can be read.
 
     >>> from torch.fx.experimental.proxy_tensor import make_fx
     >>> is_traced(), make_fx(lambda x: x.neg() if is_traced() else x)(torch.zeros(1)).code.count("aten.neg")
@@ -47,7 +47,7 @@ def is_traced() -> bool:
 
 @torch.compiler.assume_constant_result
 def matches(name: str, pattern: str) -> bool:
-    """Whether a name matches a glob as a whole; `fnmatch.fnmatchcase`, which torch.compile cannot trace.
+    """Match a whole name with a glob, as `fnmatch.fnmatchcase` does, which torch.compile cannot trace.
 
     >>> matches("blocks.0.qkv", "*.qkv")
     True

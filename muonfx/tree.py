@@ -181,7 +181,7 @@ def unflatten(treedef: Structure, leaves: Iterable[Any]) -> PyTree:
 
 
 def same_structure(a: PyTree, b: PyTree) -> bool:
-    """Whether two trees have the same containers with the same keys; the leaves do not matter.
+    """Tell whether two trees have the same containers with the same keys; the leaves do not matter.
 
     >>> same_structure({"a": 1, "b": 2}, {"b": None, "a": 3}), same_structure([1], (1,))
     (True, False)
@@ -280,7 +280,7 @@ def map(function: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
 
 
 def _up_to(treedef: Structure, tree: PyTree) -> list[Any]:
-    """What a tree has at the leaves of a structure, which may be trees themselves; by key, not by place."""
+    """List what a tree has at the leaves of a structure, which may be trees themselves; by key, not by place."""
     return treedef.flatten_up_to(tree)
 
 

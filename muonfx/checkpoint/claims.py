@@ -42,7 +42,7 @@ ABANDONED = 24 * 3600.0
 
 
 class Claim(NamedTuple):
-    """Who says that he is writing: a process on a machine, and its birth, since numbers of processes are reused."""
+    """The process that writes: its number, its machine, and its birth, since numbers of processes are reused."""
 
     save_id: str
     host: str
@@ -106,7 +106,7 @@ def _parsed(text: bytes) -> Claim | None:
 
 
 def _has_ended(claimed: Claim | None) -> bool:
-    """Whether the process that has made a claim is known to be no more."""
+    """Tell whether the process that has made a claim is known to have ended."""
     if claimed is None or claimed.machine != _machine():
         return False
     if claimed.pid == os.getpid():

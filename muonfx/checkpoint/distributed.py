@@ -71,7 +71,7 @@ class Job:
 
     @property
     def path(self) -> Path:
-        """Where to."""
+        """The checkpoint's folder."""
         return self.request.path
 
     def checked(self) -> dict[str, Any]:
@@ -414,7 +414,7 @@ def load_together(
 
 
 _FROM_TORCH = (RuntimeError, ValueError, AssertionError, OSError)
-"""What torch.distributed raises beside the errors that it carries from rank to rank."""
+"""Errors that torch.distributed raises beside those that it carries from rank to rank."""
 
 
 def check_group(group: Any, what: str) -> None:
@@ -457,6 +457,6 @@ def _raise(error: CheckpointException, path: str) -> NoReturn:
 
 
 def _written(error: CheckpointException) -> bool | None:
-    """Whether a save that failed is what is at the path; only the rank that writes the index can find that it is."""
+    """Tell whether a failed save stands at the path; only the rank that writes the index can find that it does."""
     said = [getattr(problem, "written", False) for problem, _ in error.failures.values()]
     return next((written for written in said if written is not False), False)

@@ -37,7 +37,7 @@ class WriteError(CheckpointError):
     def __init__(self, message: str, written: bool | None = False) -> None:
         super().__init__(message)
         self.written = written
-        """Whether the new checkpoint is at the path; None if that cannot be known."""
+        """True if the new checkpoint is at the path; None if that cannot be known."""
 
     def __reduce__(self) -> tuple[type[WriteError], tuple[str, bool | None]]:
         """Pickle by both arguments: torch carries errors from one rank to the others."""

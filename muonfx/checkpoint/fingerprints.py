@@ -179,7 +179,7 @@ def _structure_of_call(value: Recorded) -> str:
 
 
 def _holes(skeleton: Any) -> int:
-    """How many parts an argument has."""
+    """Count the parts of an argument."""
     if skeleton is _HOLE:
         return 1
     if type(skeleton) in (tuple, list):

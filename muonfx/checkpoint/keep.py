@@ -87,7 +87,7 @@ def _index_at(path: Path) -> Index:
 
 
 TRIES = 100
-"""How often a checkpoint that is being replaced all the time is read again."""
+"""The number of times that a checkpoint is read again while it is being replaced."""
 
 Result = TypeVar("Result")
 
@@ -320,7 +320,7 @@ def remove(path: Path) -> bool:
 
 
 def is_foreign(index: Path) -> bool:
-    """Whether somebody else has written a file of this name: it does not name our format, be it whole or damaged.
+    """Tell whether a file of this name is not ours: it does not name our format, be it whole or damaged.
 
     Raises:
         FileNotFoundError: there is no such file.

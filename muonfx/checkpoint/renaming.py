@@ -77,7 +77,7 @@ class _Entry:
         self._pattern = re.compile("(.*)".join(parts), re.DOTALL) if len(parts) > 1 else None
 
     def exactness(self, name: str) -> tuple[bool, int]:
-        """What is compared with that of other entries which mean the same name."""
+        """The rank of an entry among those that match one name: the most exact one counts."""
         return name == self.old, len(self.old.replace("*", ""))
 
     def new_name(self, name: str) -> str | None:

@@ -61,7 +61,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def keys_of(path: Path, group: Any, *, in_series: bool) -> frozenset[Hashable]:
-    """What two saves must not use at one time: a path, the folder of a series of checkpoints, a process group."""
+    """List what only one save may use at a time: a path, the folder of a series of checkpoints, a process group."""
     keys: set[Hashable] = {os.path.realpath(path)}
     if in_series:
         keys.add(os.path.realpath(path.parent))

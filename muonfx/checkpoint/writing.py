@@ -336,12 +336,12 @@ class Draft:
             )
 
     def stands(self) -> bool | None:
-        """Whether this save is what is at the path; None if that cannot be known."""
+        """True if this save is at the path; None if that cannot be known."""
         # A network file system may have done a rename that it reports as refused.
         return self.is_there() if self._tried and not self._done else self._done
 
     def is_there(self) -> bool | None:
-        """Whether the index at the path is this save's; None if it cannot be read."""
+        """Tell whether the index at the path is this save's; None if it cannot be read."""
         try:
             return read_index(self.path).save_id == self.save_id
         except NotFoundError:
@@ -364,7 +364,7 @@ class Draft:
 
     @contextmanager
     def whole_or_not(self) -> Generator[None]:
-        """Where anything fails, take back what no index can name, and say what stands.
+        """Take back what no index can name if anything fails, and say which checkpoint stands.
 
         Raises:
             WriteError: the system refused something.

@@ -1,4 +1,4 @@
-"""Whether an optimizer's parameters are still those that a model trains."""
+"""Compare an optimizer's parameters with those that its model trains now."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def check_usable(named: Mapping[str, Tensor], layout: Layout | None) -> None:
 
 
 class Attachment:
-    """What parameters were when the optimizer was made, and which models they are of.
+    """The parameters as they were when the optimizer was made, and their models.
 
     Args:
         models: those that were given; they are not kept alive.

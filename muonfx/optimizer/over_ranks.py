@@ -190,7 +190,7 @@ class SteppingOverRanks(Stepping):
         return self._places_of_owned
 
     def _is_cut_as_its_parameter(self, what: Held) -> bool:
-        """Whether what all owners have of a stack is a DTensor with its parameter's placements."""
+        """Tell whether the owners' parts of a stack make a DTensor with its parameter's placements."""
         if what.name is None or what.name not in self.layout.dtensors or len(what.shares) == 1:
             return False
         like = torch.empty(what.shape, dtype=what.dtype, device="meta")
@@ -210,7 +210,7 @@ class SteppingOverRanks(Stepping):
             self._gathering = Gathering(self.layout, self._device, {p: (self._about[p], leaves[p]) for p in places})
 
     def exported(self, state: PyTree) -> dict[int, Any]:
-        """What lies at owners, whole where every rank has all of everything, else as evenly cut DTensors."""
+        """Gather the state at owners: whole where every rank has all of everything, else as evenly cut DTensors."""
         if self._gathering is not None:
             return dict(self._gathering.wait())
         places = self._owned() if self.layout.kind == "from_dtensors" else []
@@ -225,7 +225,7 @@ class SteppingOverRanks(Stepping):
         return found
 
     def take(self, place: int, leaf: Any, value: Any) -> tuple[Tensor | None, Tensor, tuple[int, int] | None] | str:
-        """What to copy for a leaf of which a state dict has a value, or what is wrong with it."""
+        """Find the copy that loads a value from a state dict into a leaf, or say what is wrong with the value."""
         what = self._about[place]
         if not isinstance(what, Held) or what.name is None:
             return on_this_rank(leaf, value)

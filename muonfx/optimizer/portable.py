@@ -102,7 +102,7 @@ def evenly(layout: Layout, name: str, whole: Tensor) -> Any:
 
 
 def evenly_box(layout: Layout, name: str, shape: Sequence[int]) -> Box:
-    """What of a leaf this rank has by `evenly`."""
+    """The box of a leaf that this rank has by `evenly`."""
     mesh = layout.dtensors[name].mesh
     shape = tuple(shape)
     if not shape:

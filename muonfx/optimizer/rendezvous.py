@@ -19,14 +19,14 @@ from muonfx.sharding.errors import ShardingError
 __all__ = ["Rendezvous"]
 
 PATIENCE = timedelta(seconds=20)
-"""How long a rank waits for others before it says that it does."""
+"""The time after which a rank that waits for others says so."""
 
 _made: dict[str, int] = {}
-"""How many there are of each group, by its name: all ranks make them together, so they count alike."""
+"""The number made for each group, by its name: all ranks make them together, so they count alike."""
 
 
 class Rendezvous:
-    """Where the ranks of a group meet, as often as they like; they make it together.
+    """A barrier of a group's ranks in its store, used any number of times; they make it together.
 
     Args:
         group: the ranks.
@@ -81,7 +81,7 @@ class Rendezvous:
             raise ShardingError(f"nothing was changed on any rank: {what} failed on another\n{self._problems(at)}")
 
     def heard(self, ranks: Sequence[int]) -> list[bytes]:
-        """What some ranks said when all met last."""
+        """The messages of some ranks at the last meeting."""
         said = [self._store.get(f"{self._key}/{self._round - 1}/{rank}").decode() for rank in ranks]
         return [bytes.fromhex(text[1:]) for text in said]
 
@@ -130,7 +130,7 @@ class Rendezvous:
 
 
 def _timeout(group: Any) -> timedelta:
-    """How long a group waits for its ranks."""
+    """The timeout of a group."""
     try:
         return group._get_backend(host_device(group)).options._timeout
     except (AttributeError, RuntimeError):

@@ -19,7 +19,7 @@ __all__ = ["Load", "Take", "matched", "on_this_rank", "path_of", "renamed_groups
 
 
 class Load(NamedTuple):
-    """What is to be copied where, once all is found to fit."""
+    """One copy of a load, made once all values are found to fit."""
 
     name: str
     """Of the parameter and of the leaf, for an error."""
@@ -30,7 +30,7 @@ class Load(NamedTuple):
     source: Tensor
     """Of the target's elements; with an interval, of all."""
     interval: tuple[int, int] | None = None
-    """Which elements of the flattened source."""
+    """The elements of the flattened source."""
 
 
 Take = Callable[[int, Any, Any], tuple[Tensor | None, Tensor, tuple[int, int] | None] | str]
@@ -148,7 +148,7 @@ def matched(
 
 
 def _misfit(leaf: Any, value: Any) -> str | None:
-    """What of shape or dtype is wrong with a value for a leaf."""
+    """Say what is wrong with a value's shape or dtype for a leaf, or return None."""
     if not isinstance(leaf, Tensor) or not isinstance(value, Tensor) or value.shape != leaf.shape:
         return f"is {_described(value)}, expected {_described(leaf)}"
     if _is_code(value.dtype, leaf.dtype):

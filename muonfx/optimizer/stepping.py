@@ -78,7 +78,7 @@ class Stepping:
         return {}
 
     def take(self, place: int, leaf: Any, value: Any) -> tuple[Tensor | None, Tensor, tuple[int, int] | None] | str:
-        """What to copy for a leaf of which a state dict has a value, or what is wrong with it; see `state.Take`."""
+        """Find the copy that loads a value into a leaf, or say what is wrong with it; see `state.Take`."""
         return on_this_rank(leaf, value)
 
     def load(self, loads: Sequence[Load], numbers: Any, state: PyTree, problem: Exception | None) -> None:

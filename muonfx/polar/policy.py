@@ -405,7 +405,7 @@ def _choose_method(
 
 
 def _restarts(resolved: Polynomials, compute: torch.dtype, requested: MethodLike) -> tuple[int, ...]:
-    """Where the Gram form goes back to the whole matrix, so that rounding in `compute` is harmless for any matrix."""
+    """Choose the Gram form's restarts so that rounding in `compute` is harmless for any matrix."""
     steps, wanted, safety = resolved.steps, resolved.restarts, resolved.safety
     if not resolved.restarts_are_asked or requested == "auto":
         return stable_restarts(steps, wanted, safety, compute)

@@ -19,7 +19,7 @@ class Polynomials(NamedTuple):
     steps: tuple[Step, ...]
     """One `(a, b, c)` a step; empty where the coefficients are a tensor."""
     restarts: tuple[int, ...]
-    """Where the Gram form goes back to the whole matrix, at the least."""
+    """The least restarts of the Gram form: after these steps it goes back to the whole matrix."""
     safety: float = 1.0
     """The input is divided by this times its Frobenius norm."""
     row_scaling: bool = False

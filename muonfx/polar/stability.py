@@ -1,4 +1,4 @@
-"""How far rounding can drive singular values out of the interval that the polynomials were fitted for.
+"""A bound of the singular values that rounding drives out of the interval that polynomials were fitted for.
 
 A good set uses its interval to the ends: just beyond them its polynomials grow fast, and each step multiplies an
 overshoot by the slope there, about 4 to 8. So one percent too much in the first steps is enough to diverge in the last.
@@ -25,7 +25,7 @@ import torch
 from muonfx.polar.coefficients import Step
 
 TOLERANCE = 1.125
-"""How much beyond its largest value in exact arithmetic a result may be, for its stages to count as stable."""
+"""The ratio to the largest value in exact arithmetic up to which stages count as stable."""
 
 _SHARE = 0.25
 """The error of a rounded product, in units roundoff of its largest eigenvalue, for each step that its stage takes.

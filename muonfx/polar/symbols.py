@@ -14,7 +14,7 @@ Number = TypeVar("Number", int, float)
 
 
 def is_traced(*numbers: float) -> bool:
-    """Whether any of these may be a symbol.
+    """Tell whether any of these may be a symbol.
 
     >>> is_traced(2, 3.0)
     False

@@ -350,7 +350,7 @@ def path_patterns(predicate: object) -> tuple[tuple[str, ...], ...]:
 
 
 def asks_for_modules(predicate: object) -> bool:
-    """Whether a predicate looks at the types of modules, which named tensors do not have.
+    """Tell whether a predicate looks at the types of modules, which named tensors do not have.
 
     >>> asks_for_modules(ndim(2) & ~module_type(nn.Embedding))
     True

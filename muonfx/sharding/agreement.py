@@ -19,7 +19,7 @@ LARGE = 0x3FFFFFFF
 """More than any number that ranks agree on."""
 
 WORDS = 4
-"""How many numbers a digest of facts has: 120 bits."""
+"""The numbers of a digest of facts: 120 bits."""
 
 Facts = Mapping[str, str | Mapping[str, str]]
 """Texts, or texts by name, by what they are, in words for an error."""

@@ -28,7 +28,7 @@ class Cut(Sequence[Piece]):
         self.shape = tuple(shape)
         self.size = size
         self.derived: dict[Any, Any] = {}
-        """What follows from the cut, computed once."""
+        """Values that follow from the cut, computed once."""
         self._asked: dict[int, Piece] = {}
         """The pieces that somebody asked for: a rank's own, at every step."""
 
@@ -96,7 +96,7 @@ class Cut(Sequence[Piece]):
         return found
 
     def __eq__(self, other: object) -> bool:
-        """Whether all ranks hold the same pieces."""
+        """Two cuts are equal when all ranks hold the same pieces."""
         if not isinstance(other, Cut):
             return NotImplemented
         if self is other or (type(self) is type(other) and self.key == other.key):
@@ -209,7 +209,7 @@ class Intervals(Cut):
 
 
 class Places:
-    """Where each rank of a group stands on a mesh; one for all parameters on it.
+    """The coordinates of a group's ranks on a mesh; one for all parameters on it.
 
     Args:
         shape: of the mesh.
@@ -227,7 +227,7 @@ class Places:
 
     @cached_property
     def are_different(self) -> bool:
-        """Whether no two ranks stand at one place, as they may on meshes of their own."""
+        """True if no two ranks have the same coordinates, as they may on meshes of their own."""
         there = [at for at in self.coordinates if at is not None]
         return len(set(there)) == len(there)
 
@@ -269,7 +269,7 @@ class OnMesh(Cut):
 
     @cached_property
     def copies(self) -> tuple[tuple[int, ...], ...]:
-        """Where every dim of the mesh cuts the tensor there are none, and no piece has to be made to know it."""
+        """The groups of ranks with equal pieces; none, and no piece is made, if every dim of the mesh cuts."""
         cutting = {along for dims in self._cutting for along in dims}
         every = all(parts == 1 or along in cutting for along, parts in enumerate(self.places.shape))
         return () if every and self.places.are_different else super().copies

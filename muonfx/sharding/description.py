@@ -16,7 +16,7 @@ from muonfx.recorded import Recorded
 __all__ = ["captured_by", "chain_text", "functions_of", "structure_of"]
 
 _DEEPEST = 4
-"""How deep functions within functions are looked into: they may contain themselves."""
+"""The depth to which functions within functions are looked into: they may contain themselves."""
 
 
 def chain_text(tx: Transform) -> str:
@@ -43,7 +43,7 @@ def functions_of(tx: Recorded) -> dict[str, str]:
 
 
 def captured_by(tx: Recorded) -> dict[str, str]:
-    """What these functions have captured: numbers, words, and containers and functions of those.
+    """Describe the values that a chain's functions have captured: numbers, words, containers and functions of those.
 
     >>> import muonfx as mfx
     >>> rate = 0.5

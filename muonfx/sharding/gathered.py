@@ -400,7 +400,7 @@ class _Results:
             copied([place.of(own) for place in share.moves(self._layout.rank).within], self.windows(share))
 
     def windows(self, share: Share) -> list[Tensor]:
-        """Where what this rank holds of a result belongs."""
+        """The places of this rank's part of a result."""
         moves = share.moves(self._layout.rank)
         room = self._room(share.name) if moves.held else None
         return [] if room is None else [window.of(room) for window in moves.held]

@@ -369,7 +369,7 @@ def _check_cuts(
 def _cuts(
     specs: Mapping[str, Spec], dtensors: Mapping[str, Any], places: Mapping[Any, Places], size: int
 ) -> dict[str, Cut]:
-    """How each parameter is cut; those of one shape that are placed alike share a cut."""
+    """Make the cut of each parameter; those of one shape that are placed alike share one."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -392,7 +392,7 @@ def _cuts(
 
 
 def _places(mesh: Any, ranks: Sequence[int]) -> Places:
-    """Where each rank of a group stands on a mesh."""
+    """Find the coordinates of a group's ranks on a mesh."""
     shape = tuple(mesh.shape)
     at = dict(zip(mesh.mesh.flatten().tolist(), product(*map(range, shape)), strict=True))
     return Places(shape, [at.get(rank) for rank in ranks])

@@ -1,4 +1,4 @@
-"""What several ranks hold is the same on all of them: verified by checksums, and made so by `broadcast`."""
+"""Copies on several ranks are verified by checksums, and made equal by `broadcast`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Copies(NamedTuple):
 
     name: str
     value: Tensor | None
-    """What this rank has."""
+    """This rank's copy."""
     holders: Sequence[Sequence[int]]
     """The ranks that must have the same, for each part of the leaf: on all ranks in the same order."""
 
@@ -47,7 +47,7 @@ class _Difference(NamedTuple):
     """The rank that the others are compared with."""
     odd: list[int]
     more: int
-    """How many other leaves differ too."""
+    """The number of other leaves that differ too."""
 
     @property
     def where(self) -> str:
@@ -169,7 +169,7 @@ def _find_difference(copies: Sequence[_Copies], layout: Layout) -> _Difference |
 
 
 def _factor(leaf: _Copies, rank: int) -> int:
-    """What this rank's checksum is multiplied by: over copies that are the same the products add up to zero."""
+    """The factor of this rank's checksum: over copies that are the same the products add up to zero."""
     ranks = next((ranks for ranks in leaf.holders if len(ranks) > 1 and rank in ranks), None)
     usable = leaf.value is not None and not leaf.value.is_meta
     return 0 if ranks is None or not usable else vanishing(len(ranks))[ranks.index(rank)]

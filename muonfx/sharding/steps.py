@@ -130,7 +130,7 @@ SMALL = 64
 def _facts(
     walk: Walk, tx: Transform, state: PyTree, like: PyTree, extras: dict[str, Any]
 ) -> tuple[dict[str, Any], int]:
-    """What must be the same on all ranks at every step, as far as it is known without waiting for a device.
+    """Collect the facts that must be the same on all ranks at a step, as far as no device must be waited for.
 
     In words, for an error, and as a number.
     """

@@ -66,11 +66,11 @@ class Walk:
     derived: dict[Any, Any] = field(default_factory=dict)
     """What else follows from shapes, found out once."""
     steps: int = 0
-    """How many steps have been taken."""
+    """The number of steps taken."""
     verified: set[int] = field(default_factory=set)
     """The chains, as in `met`, before whose steps the copies that ranks hold have been compared."""
     has_loaded: bool = False
-    """Whether this rank has taken a state from elsewhere since the last step."""
+    """True if this rank has taken a state from elsewhere since the last step."""
     turns: Callable[..., Any] | None = None
     """Makes what brings the state of a run in by turns; None: it is there."""
     _plans: dict[Any, RunPlan] = field(default_factory=dict)
@@ -237,7 +237,7 @@ class Walk:
         return self._plans[key]
 
     def is_verification_due(self, tx: Transform) -> bool:
-        """Whether the copies that ranks hold are to be compared before the next step of a chain."""
+        """Tell whether the copies that ranks hold are to be compared before the next step of a chain."""
         every = self.settings.verify_every
         return id(tx._context) not in self.verified or (every is not None and self.steps % every == 0)
 
@@ -253,7 +253,7 @@ class Walk:
         self.has_loaded = True
 
     def compute_on(self, device: torch.device) -> torch.dtype | None:
-        """What a dtype of "auto" stands for on all ranks, for updates on a device; None: they have not agreed."""
+        """The dtype that "auto" stands for on all ranks, for updates on a device; None: they have not agreed."""
         if device.type == "meta":
             return next(iter(self.compute.values()), None)
         return self.compute.get(self.device(device).type)

@@ -222,7 +222,7 @@ def chains(*, min_size: int = 0, max_size: int = 4, matrices: bool = False) -> s
 
 
 def _is_sensible(members: list[Transform]) -> bool:
-    """Whether a chain of these is made without a warning: no decay behind a learning rate, and no two of these."""
+    """Tell whether a chain of these is made without a warning: no decay behind a learning rate, and no two rates."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         try:

@@ -32,11 +32,11 @@ __all__ = [
 ]
 
 WideStateDtype = torch.dtype | Literal["auto"] | None
-"""What pins a state: "auto" for at least fp32 and never narrower than the parameter, a floating dtype for all, or None
-for each parameter's own."""
+"""The dtype that pins a state: "auto" for at least fp32 and never narrower than the parameter, a floating dtype for
+all, or None for each parameter's own."""
 
 StateDtype = WideStateDtype | Compact
-"""What pins a state that may also have a compact dtype."""
+"""The dtype that pins a state that may also be compact."""
 
 FORMER_DEFAULT = torch.float32
 """The default of 0.1, where "auto" is today's. States differ for float64 parameters only, whose fp32 state of 0.1

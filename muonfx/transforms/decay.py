@@ -75,7 +75,7 @@ def add_decayed_weights(
 
 
 def _sign(tx: Transform) -> int:
-    """Whether a transform, as far as its numbers are known, keeps the direction of updates (1) or turns some (-1)."""
+    """Find whether a transform keeps the direction of updates (1) or turns some (-1), as far as numbers are known."""
     entries = chain_entries(tx)
     if entries is not None:
         return prod(_sign(part) for part in entries.values())

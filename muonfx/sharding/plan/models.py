@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 __all__ = ["MODELS", "Kind", "Model", "from_config", "from_shapes", "model"]
 
 MOST = 2**40
-"""What no side and no count of a model comes near: a larger one is a slip."""
+"""The largest side or count of a model; a larger one is a slip."""
 
 
 class Kind(NamedTuple):

@@ -18,7 +18,7 @@ WIDTH = 96
 
 
 class Machine(NamedTuple):
-    """What predicted times rest on; `benchmarks/planner.py` measures it."""
+    """The rates and delays that predicted times rest on; `benchmarks/planner.py` measures them."""
 
     flops: tuple[tuple[int, float], ...] = ((1, 400e12),)
     """Operations a second that a rank reaches in Newton-Schulz, by the short side of the matrix: points with rising

@@ -100,7 +100,7 @@ class Tally(NamedTuple):
     sides: dict[int, list[float]]
     """The same load by the matrices' short side: small products run at a lower rate than large ones."""
     matrices: list[float]
-    """How many of them each rank computes."""
+    """The number of matrices that each rank computes."""
     state: list[float]
     """Bytes of momentum and moments, by rank."""
     scratch: float

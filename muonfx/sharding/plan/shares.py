@@ -31,16 +31,16 @@ class Leg(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """What one rank moves of a share, there and back; the same at every step."""
+    """One rank's transfers of a share, there and back; the same at every step."""
 
     held: tuple[Window, ...]
     """The places, in the rank's own piece, of what it holds of the share."""
     within: tuple[Window, ...]
     """The places of the same in the share."""
     numel: int
-    """How many elements that is."""
+    """The number of elements."""
     sends: bool
-    """Whether the rank sends them to the owner."""
+    """True if the rank sends them to the owner."""
     legs: tuple[tuple[Leg, tuple[Window, ...]], ...]
     """At the owner, the legs of all pieces and their places in the share; elsewhere none."""
 
@@ -65,7 +65,7 @@ class Share:
     cost: float
     """Floating-point operations."""
     cut: Cut = field(repr=False)
-    """Which piece of the parameter each rank holds."""
+    """The piece of the parameter that each rank holds."""
     because: str = field(default="", repr=False)
     """The reason for the route, where it does not follow from the rest."""
     _moves: dict[int, Moves] = field(default_factory=dict, repr=False, compare=False)
@@ -117,7 +117,7 @@ class Share:
         return min(ranks[max(place - 1, 0) : place + 1], key=lambda rank: (abs(rank - owner), rank))
 
     def moves(self, rank: int) -> Moves:
-        """What a rank moves of it."""
+        """The transfers of a rank."""
         if rank not in self._moves:
             leg = self.leg_of(rank)
             boxes = () if leg is None else leg.boxes

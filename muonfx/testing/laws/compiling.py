@@ -175,7 +175,7 @@ def compiled_update_takes_other_shapes(
 
 @law(on=lambda example: example.precise().prolonged(2), unless=is_in_no_module, share=0.08)
 def traced_update_equals_eager(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """What ``make_fx`` records of one update gives the eager values on the next step, and reads no value back.
+    """A graph that ``make_fx`` records of one update gives the eager values on the next step, and reads no value.
 
     >>> import muonfx as mfx
     >>> from muonfx.testing import Example

@@ -50,7 +50,7 @@ def _without(what: str) -> Any:
 
 @law(unless=lambda tx: "it declares that it reads the parameters" if tx.reads_params else None, share=0.3)
 def params_are_not_read_where_declared_so(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Where ``reads_params`` is false, neither `init` nor ``update`` depends on the values of the parameters.
+    """Neither `init` nor ``update`` depends on the values of the parameters if ``reads_params`` is false.
 
     A sharded run gives such a transform no parameters at an update, and none of their values at `init`.
 
@@ -127,7 +127,7 @@ def element_transforms_see_no_shape(tx: Transform, params: PyTree, steps: list[P
 
 @law(on=lambda example: enlarged(precise(example)), share=0.1)
 def large_leaves_are_as_small_ones(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """What is declared holds for leaves of some thousands of elements too, and updates still look like gradients.
+    """Declarations hold for leaves of some thousands of elements too, and updates still look like gradients.
 
     >>> import muonfx as mfx
     >>> from muonfx.testing import Example
