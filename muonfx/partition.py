@@ -133,6 +133,8 @@ class _Assignment:
 
 _KEPT: OrderedDict[tuple[str, int], _Assignment] = OrderedDict()
 """Assignments by functions, with what these have decided, for transforms that are rebuilt at every step."""
+_MOST_KEPT = 4096
+"""More functions than a program has: a compiled step is compiled again if its assignment was dropped and made anew."""
 
 
 def _assignment(what: str, given: Any, kinds: type | tuple[type, ...]) -> _Assignment:
@@ -142,10 +144,11 @@ def _assignment(what: str, given: Any, kinds: type | tuple[type, ...]) -> _Assig
     found = _KEPT.get(key)
     if found is None or found.given is not given:
         found = _Assignment(what, given, kinds)
-        if not torch.compiler.is_compiling():
-            _KEPT[key] = found
-            if len(_KEPT) > 64:
-                _KEPT.popitem(last=False)
+    if not torch.compiler.is_compiling():
+        _KEPT[key] = found
+        _KEPT.move_to_end(key)
+        if len(_KEPT) > _MOST_KEPT:
+            _KEPT.popitem(last=False)
     return found
 
 

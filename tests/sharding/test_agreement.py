@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+import muonfx as mfx
 from muonfx.sharding import ShardingError
 from tests.processes import Failed, World
 from tests.sharding import bound
@@ -76,7 +77,7 @@ def test_states_that_differ_between_ranks_are_an_error_and_change_nothing(world:
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("a version", "'muonfx' is 0.1.0 on rank 0 and 0.2.0 on rank 1"),
+        ("a version", f"'muonfx' is {mfx.__version__} on rank 0 and 0.0.1 on rank 1"),
         ("a default dtype", "'default dtype' is torch.float32 on rank 0 and torch.float64 on rank 1"),
         ("a precision", "'float32 matmul precision' is highest on rank 0 and medium on rank 1"),
         ("bucket_bytes", "bucket_bytes=1001"),
