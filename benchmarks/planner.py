@@ -90,20 +90,23 @@ def machine(dtype: torch.dtype, sides: tuple[int, ...], rounds: int, seconds: fl
             loads[name] = 2 * newton_schulz_cost(shape, dtype=dtype).load
     for number in (FEW, MANY):
         calls[f"{number} tiny"] = step(tx, weights({str(i): (2 + i % 4, 8) for i in range(number)}), "whole")
+    calls["few by owner"] = step(tx, weights({str(i): (2 + i % 4, 8) for i in range(FEW)}), "owner")
     for nbytes in (SMALL, LARGE):
         calls[f"{nbytes} bytes"] = exchange(nbytes)
     times = world.interleaved(calls, rounds=rounds, seconds=seconds)
     took = {name: statistics.median(own) for name, own in times.items()}
-    rates = [
-        (side, math.sqrt(math.prod(loads[name] / took[name] for name in loads if name.split()[0] == str(side))))
-        for side in sides
-    ]
     small, large = took[f"{SMALL} bytes"], took[f"{LARGE} bytes"]
     bandwidth = (LARGE - SMALL) / (large - small) if large > small else math.inf
     # A step of tiny matrices is the agreement of all ranks and, for each matrix of a rank, what is not its products.
-    each = (FEW / dist.get_world_size(), MANY / dist.get_world_size())
-    overhead = max(0.0, (took[f"{MANY} tiny"] - took[f"{FEW} tiny"]) / (each[1] - each[0]))
-    latency = max(small, took[f"{FEW} tiny"] - each[0] * overhead)
+    few, many = FEW / dist.get_world_size(), MANY / dist.get_world_size()
+    overhead = max(0.0, (took[f"{MANY} tiny"] - took[f"{FEW} tiny"]) / (many - few))
+    # By the owner's route it is three exchanges: the agreement, there, and back.
+    latency = max(small, (took["few by owner"] - few * overhead) / 3)
+    products = {name: max(took[name] - 2 * overhead, took[name] / 2) for name in loads}
+    rates = [
+        (side, math.sqrt(math.prod(loads[name] / products[name] for name in loads if name.split()[0] == str(side))))
+        for side in sides
+    ]
     return Machine(tuple(rates), bandwidth, bandwidth, latency=latency, overhead=overhead)
 
 
