@@ -107,7 +107,7 @@ def layout_of(case: dict[str, Any], params: dict[str, Any]) -> Any:
         return mfx.sharding.replicated().of(params)
     if kind == "flat":
         total = sum(leaf.numel() for leaf in params.values())
-        return mfx.sharding.flat(params, cuts=[total * rank // size for rank in range(size + 1)])
+        return mfx.sharding.flat(params, order=list(params), cuts=[total * rank // size for rank in range(size + 1)])
     return mfx.sharding.zero(params, partition=kind.removeprefix("zero, "))
 
 
