@@ -446,6 +446,7 @@ def transform(
     turns_downhill: bool | Callable[..., bool] = False,
     wants_uphill: bool = False,
     former_defaults: Mapping[str, Any] | None = None,
+    remembers: bool = False,
 ) -> Any:
     """Make a factory of transforms from a function that returns ``init`` and ``update``.
 
@@ -487,6 +488,9 @@ def transform(
         former_defaults: by argument, the default that it had in an earlier version. Fingerprints leave it out as they
             leave out that of today, so that checkpoints of both are of one chain. Only where the state has one meaning
             with both, as with a dtype; else give the argument another name.
+        remembers: whether the constructor takes a keyword ``_memory`` beside its arguments: a dict that lives as long
+            as the transform's structure, also where ``torch.func`` or `inject_hyperparams` rebuild the transform at
+            every step. For what names, shapes and dtypes decide; nothing else may depend on it.
 
     Returns:
         A factory with the constructor's name, signature and docstring.
@@ -532,6 +536,7 @@ def transform(
         "turns_downhill": turns_downhill,
         "wants_uphill": wants_uphill,
         "former_defaults": dict(former_defaults or {}),
+        "remembers": remembers,
     }
 
     def decorate(constructor: Constructor) -> Callable[..., Transform]:

@@ -8,7 +8,6 @@ and has no placeholders that ``torch.func.vmap`` would trip over.
 from __future__ import annotations
 
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -39,17 +38,20 @@ class _Assignment:
     """Resolves labels to one value per leaf, once for each structure of parameters.
 
     Labels are a tree, a mapping by name, or a function of the parameters that returns either. A function of the
-    parameters may look at names, shapes and dtypes only; its answer is remembered for these.
+    parameters may look at names, shapes and dtypes only; its answer is remembered for these, where the caller has a
+    memory that outlives a transform which is rebuilt at every step.
     """
 
-    def __init__(self, what: str, given: Any, kinds: type | tuple[type, ...]) -> None:
+    def __init__(
+        self, what: str, given: Any, kinds: type | tuple[type, ...], memory: dict[Any, Any] | None = None
+    ) -> None:
         if asks_for_modules(given):
             raise ValueError(
                 f"{what}: {given!r} asks for module types, and tensors that come by name have none: it would match "
                 "nothing. Decide with the model at hand: muonfx.select.labels(model, [(predicate, 'yes')], 'no')"
             )
         self.what, self.given, self.kinds = what, given, kinds
-        self._resolved: dict[Any, tuple[list[str], list[Any]]] = {}
+        self._resolved: dict[Any, tuple[list[str], list[Any]]] = {} if memory is None else memory
 
     def __call__(self, params: PyTree, *, quiet: bool = False) -> tuple[list[str], list[Any]]:
         """The names of the leaves, and the value of each; ``quiet`` without the warnings of who decides."""
@@ -131,27 +133,6 @@ class _Assignment:
         return tree.leaves(given)
 
 
-_KEPT: OrderedDict[tuple[str, int], _Assignment] = OrderedDict()
-"""Assignments by functions, with what these have decided, for transforms that are rebuilt at every step."""
-_MOST_KEPT = 4096
-"""More functions than a program has: a compiled step is compiled again if its assignment was dropped and made anew."""
-
-
-def _assignment(what: str, given: Any, kinds: type | tuple[type, ...]) -> _Assignment:
-    if not callable(given):
-        return _Assignment(what, given, kinds)
-    key = (what, id(given))
-    found = _KEPT.get(key)
-    if found is None or found.given is not given:
-        found = _Assignment(what, given, kinds)
-    if not torch.compiler.is_compiling():
-        _KEPT[key] = found
-        _KEPT.move_to_end(key)
-        if len(_KEPT) > _MOST_KEPT:
-            _KEPT.popitem(last=False)
-    return found
-
-
 def _part(names: list[str], chosen: list[Any], value: Any, values: PyTree) -> dict[str, Any]:
     """The leaves for which a value was chosen, by name."""
     return {
@@ -190,17 +171,22 @@ def _locality(transforms: Mapping[str, Transform], labels: Any) -> Any:
 
 
 def _resolve_partition(tx: Transform, params: PyTree) -> Transform:
-    names, chosen = _assignment("partition: labels", tx.arguments["labels"], (str, type(None)))(params)
+    names, chosen = _Assignment("partition: labels", tx.arguments["labels"], (str, type(None)))(params)
     return tx.replace(labels=dict(zip(names, chosen, strict=True)))
 
 
 def _resolve_masked(tx: Transform, params: PyTree) -> Transform:
-    names, chosen = _assignment("masked: mask", tx.arguments["mask"], bool)(params)
+    names, chosen = _Assignment("masked: mask", tx.arguments["mask"], bool)(params)
     return tx.replace(mask=dict(zip(names, chosen, strict=True)))
 
 
-@transform(locality=_locality, own_locality=Locality.ELEMENT, resolve=_resolve_partition)
-def partition(transforms: dict[str, Transform], labels: PyTree | Mapping[str, str | None] | Callable[[PyTree], PyTree]):
+@transform(locality=_locality, own_locality=Locality.ELEMENT, resolve=_resolve_partition, remembers=True)
+def partition(
+    transforms: dict[str, Transform],
+    labels: PyTree | Mapping[str, str | None] | Callable[[PyTree], PyTree],
+    *,
+    _memory: dict[Any, Any],
+):
     """Apply to each parameter the transform that its label names.
 
     The state is a dict from label to the state of that label's transform, which holds only its own leaves. Follows
@@ -229,7 +215,7 @@ def partition(transforms: dict[str, Transform], labels: PyTree | Mapping[str, st
     for label, tx in transforms.items():
         if not isinstance(tx, Transform):
             raise TypeError(f"partition: the entry for label {label!r} must be a Transform, found {tx!r}")
-    assign = _assignment("partition: labels", labels, (str, type(None)))
+    assign = _Assignment("partition: labels", labels, (str, type(None)), _memory)
 
     def checked(found: tuple[list[str], list[Any]]) -> tuple[list[str], list[Any]]:
         names, chosen = found
@@ -274,8 +260,14 @@ def partition(transforms: dict[str, Transform], labels: PyTree | Mapping[str, st
     own_locality=Locality.ELEMENT,
     resolve=_resolve_masked,
     name_patterns=mask_patterns,
+    remembers=True,
 )
-def masked(inner: Transform, mask: PyTree | Mapping[str, bool] | Predicate | Callable[[PyTree], PyTree]):
+def masked(
+    inner: Transform,
+    mask: PyTree | Mapping[str, bool] | Predicate | Callable[[PyTree], PyTree],
+    *,
+    _memory: dict[Any, Any],
+):
     """Apply a transform to some parameters and pass the updates of the others on unchanged.
 
     The state is the inner transform's, over a flat dict of just its leaves. Follows Optax's ``masked``.
@@ -299,7 +291,7 @@ def masked(inner: Transform, mask: PyTree | Mapping[str, bool] | Predicate | Cal
     """
     if not isinstance(inner, Transform):
         raise TypeError(f"masked: inner must be a Transform, found {inner!r}")
-    assign = _assignment("masked: mask", mask, bool)
+    assign = _Assignment("masked: mask", mask, bool, _memory)
 
     def init(params: PyTree) -> PyTree:
         names, chosen = assign(params)
@@ -340,9 +332,9 @@ def routes(tx: Transform, params: PyTree, prefix: str = "") -> Iterator[tuple[st
                 yield from routes(part, params, f"{inner}{name}".removesuffix("."))
 
 
-def resolve_mask(what: str, mask: Any) -> Callable[[PyTree], list[bool]]:
+def resolve_mask(what: str, mask: Any, memory: dict[Any, Any] | None = None) -> Callable[[PyTree], list[bool]]:
     """Turn any mask that `masked` takes into a function from parameters to one bool per leaf; ``None`` is all true."""
     if mask is None:
         return lambda params: [True] * len(tree.leaves(params))
-    assign = _assignment(what, mask, bool)
+    assign = _Assignment(what, mask, bool, memory)
     return lambda params: assign(params)[1]

@@ -125,6 +125,8 @@ class _Context:
     skeleton: dict[str, Any]
     derived: dict[str, Any] = field(default_factory=dict, repr=False)
     """What follows from the rest, computed once where it is made and shared by all values of this structure."""
+    memory: dict[Any, Any] = field(default_factory=dict, repr=False)
+    """What a constructor that remembers has found out from structure; it lives as long as the structure does."""
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Context):
@@ -211,10 +213,10 @@ class Recorded:
         """The arguments of the call by name, defaults included."""
         return dict(self._arguments)
 
-    def _call(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-        """Call a function of the factory's signature with recorded arguments."""
+    def _call(self, function: Callable[..., Any], arguments: Mapping[str, Any], **further: Any) -> Any:
+        """Call a function of the factory's signature with recorded arguments, and with further named ones."""
         positional: list[Any] = []
-        named: dict[str, Any] = {}
+        named: dict[str, Any] = dict(further)
         for name, kind in cast("Any", self.factory).kinds:
             if kind == "VAR_POSITIONAL":
                 positional.extend(arguments[name])
@@ -228,7 +230,10 @@ class Recorded:
 
     def build(self) -> Any:
         """Call the constructor with the recorded arguments."""
-        return self._call(cast("Any", self.factory).constructor, self._arguments)
+        constructor = cast("Any", self.factory).constructor
+        if getattr(self.factory, "remembers", False):
+            return self._call(constructor, self._arguments, _memory=self._context.memory)
+        return self._call(constructor, self._arguments)
 
     @property
     def built(self) -> Any:
@@ -323,6 +328,9 @@ def make_factory(
         return made
 
     parameters = dict(inspect.signature(constructor).parameters)
+    if described.get("remembers", False):
+        del parameters["_memory"]
+        cast("Any", factory).__signature__ = inspect.Signature(list(parameters.values()))
     for argument in described.get("former_defaults", {}):
         if argument not in parameters or parameters[argument].default is inspect.Parameter.empty:
             raise ValueError(f"former_defaults: {constructor.__name__} has no argument {argument!r} with a default")

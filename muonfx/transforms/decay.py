@@ -30,10 +30,18 @@ def _resolve_decay(tx: Transform, params: PyTree) -> Transform:
     return tx.replace(mask=dict(zip(tree.names(params), chosen, strict=True)))
 
 
-@transform(locality=Locality.ELEMENT, resolve=_resolve_decay, name_patterns=mask_patterns, wants_uphill=True)
+@transform(
+    locality=Locality.ELEMENT,
+    resolve=_resolve_decay,
+    name_patterns=mask_patterns,
+    wants_uphill=True,
+    remembers=True,
+)
 def add_decayed_weights(
     weight_decay: float | Schedule | Callable[[Tensor], Tensor] = 0.0,
     mask: PyTree | Mapping[str, bool] | Predicate | Callable[[PyTree], PyTree] | None = None,
+    *,
+    _memory: dict[Any, Any],
 ):
     """Add the parameters, times a factor, to the updates.
 
@@ -58,7 +66,7 @@ def add_decayed_weights(
     """
     if not callable(weight_decay):
         checks.at_least("weight_decay", weight_decay, 0.0)
-    decays = resolve_mask("add_decayed_weights: mask", mask)
+    decays = resolve_mask("add_decayed_weights: mask", mask, _memory)
 
     def decay(updates: PyTree, params: PyTree, factor: Any, donate: Donation) -> PyTree:
         if params is None:

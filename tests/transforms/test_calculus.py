@@ -231,7 +231,7 @@ def test_hyperparameters_as_tensor_arguments_do_not_recompile():
 @pytest.mark.slow
 def test_a_compiled_step_is_compiled_once_however_many_other_masks_there_are():
     tx = mfx.masked(mfx.momentum(0.9), mfx.select.ndim(min=2))
-    others = [mfx.masked(mfx.identity(), lambda params, i=i: dict.fromkeys(params, i > 3)) for i in range(100)]
+    others = [mfx.masked(mfx.identity(), lambda params, i=i: dict.fromkeys(params, i > 3)) for i in range(5000)]
     for other in others:
         other.init({"w": torch.zeros(2)})
     kit.check_transform(tx, laws=["changing_an_injected_number_does_not_recompile"], max_examples=5)
