@@ -351,7 +351,7 @@ def _expected_state(tx: Transform, params: Any) -> tuple[list[Any], Any, Any]:
     key = (treedef, tuple(None if leaf is None else (leaf.shape, leaf.dtype) for leaf in leaves))
     numbers = tuple(tuple(part.shape) for part in tree.leaves(tx) if isinstance(part, Tensor))
     key = (*key, numbers)  # injected numbers are in the state
-    remembered: dict[Any, Any] = tx._context.derived.setdefault("expected_states", {})
+    remembered: dict[Any, Any] = tx.structure.derived.setdefault("expected_states", {})
     if key not in remembered:
         if any(leaf is None for leaf in leaves) and treedef.num_leaves:
             # A None may stand for an absent parameter or, where gradients stand for the parameters, say nothing.
@@ -359,6 +359,6 @@ def _expected_state(tx: Transform, params: Any) -> tuple[list[Any], Any, Any]:
         meta = tree.map(lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"), params)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # init has given them already
-            expected = tx._functions[0](meta)
+            expected = tx.functions.init(meta)
         remembered[key] = (*tree.flatten(expected), expected)
     return remembered[key]

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple, cast
 
@@ -98,6 +99,61 @@ class Donation(NamedTuple):
 
 NOTHING = Donation()
 
+
+class Extras(NamedTuple):
+    """The named extras that an update function takes."""
+
+    named: frozenset[str]
+    takes_all: bool
+    """Whether it takes all others too, for those that it calls."""
+    required: frozenset[str]
+    """Without which it, or one that it calls, cannot run."""
+
+
+class Functions(NamedTuple):
+    """The two functions that a constructor returns, which check nothing."""
+
+    init: Callable[..., Any]
+    update: Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """What a transform's author says of it; each field is explained at `transform`."""
+
+    locality: Locality | Callable[..., Locality] = Locality.TREE
+    own_locality: Locality | None = None
+    reads_params: bool | Callable[..., bool] = True
+    resolve: Callable[[Any, PyTree], Transform] | None = None
+    rounds_to: Callable[[Any, torch.dtype, torch.device], torch.dtype] | None = None
+    with_compute_dtype: Callable[[Any, torch.dtype], Transform] | None = None
+    on_stacks: Callable[[Any, Mapping[str, tuple[int, ...]]], tuple[Transform, dict[str, tuple[int, int]]]] | None = (
+        None
+    )
+    name_patterns: Callable[[Any], Iterable[NamePatterns]] | None = None
+    turns_downhill: bool | Callable[..., bool] = False
+    wants_uphill: bool = False
+    many_of_one: bool = False
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.locality, Locality) or callable(self.locality)):
+            raise TypeError(
+                "transform: locality must be a Locality, such as Locality.MATRIX, or a function of the arguments that "
+                f"returns one, found {self.locality!r}"
+            )
+        if not (self.own_locality is None or isinstance(self.own_locality, Locality)):
+            raise TypeError(f"transform: own_locality must be a Locality or None, found {self.own_locality!r}")
+        if not (isinstance(self.reads_params, bool) or callable(self.reads_params)):
+            raise TypeError(
+                f"transform: reads_params must be True, False or a function of the arguments that returns one, "
+                f"found {self.reads_params!r}"
+            )
+        for option in ("resolve", "rounds_to", "with_compute_dtype", "on_stacks", "name_patterns"):
+            function = getattr(self, option)
+            if function is not None and not callable(function):
+                raise TypeError(f"transform: {option} must be a function or None, found {function!r}")
+
+
 _OUR_EXTRAS = frozenset({"donate", "sum_over_leaves"})
 """Named in signatures, and given by those who call transforms, not by training loops."""
 
@@ -130,8 +186,22 @@ class Transform(Recorded):
     @property
     def name(self) -> str:
         """The factory's name: the key of this transform's state in a chain."""
-        declared: str | None = cast("Any", self.factory).declared_name
+        declared = self.factory.definition.name
         return self.factory.__name__ if declared is None else declared.rpartition(".")[2]
+
+    @property
+    def declaration(self) -> Declaration:
+        """What its author has declared."""
+        return cast("Declaration", self.factory.definition.declaration)
+
+    @property
+    def children(self) -> tuple[Transform, ...]:
+        """The transforms among its parts, which it calls."""
+        return tuple(part for part in self.parts if isinstance(part, Transform))
+
+    def with_children(self, function: Callable[[Transform], Transform]) -> Transform:
+        """The same with each of its children replaced by what a function makes of it."""
+        return self.with_parts([function(part) if isinstance(part, Transform) else part for part in self.parts])
 
     @property
     def locality(self) -> Locality:
@@ -139,7 +209,7 @@ class Transform(Recorded):
         return self._derived("locality", self._find_locality)
 
     def _find_locality(self) -> Locality:
-        declared = cast("Any", self.factory).locality
+        declared = self.declaration.locality
         found = declared if isinstance(declared, Locality) else self._call(declared, self._arguments)
         if not isinstance(found, Locality):
             raise TypeError(f"{self.name}: its declared locality must be a Locality, found {found!r}")
@@ -148,7 +218,7 @@ class Transform(Recorded):
     @property
     def reads_params(self) -> bool:
         """True if `init` or the update looks at the values of the parameters."""
-        declared = cast("Any", self.factory).reads_params
+        declared = self.declaration.reads_params
         return declared if isinstance(declared, bool) else self._call(declared, self._arguments)
 
     @property
@@ -159,17 +229,17 @@ class Transform(Recorded):
         >>> mfx.adamw(0.1).turns_downhill, mfx.momentum().turns_downhill
         (True, False)
         """
-        declared = getattr(self.factory, "turns_downhill", False)
+        declared = self.declaration.turns_downhill
         own = declared if isinstance(declared, bool) else self._call(declared, self._arguments)
-        return own or any(part.turns_downhill for part in self._parts if isinstance(part, Transform))
+        return own or any(part.turns_downhill for part in self.children)
 
     @property
     def wants_uphill(self) -> tuple[str, ...]:
         """The names of those in it whose updates must have the gradient's direction still when they come to it."""
-        if getattr(self.factory, "wants_uphill", False):
+        if self.declaration.wants_uphill:
             return (self.name,)
         entries = chain_entries(self)
-        within = [part for part in self._parts if isinstance(part, Transform)] if entries is None else entries.values()
+        within = self.children if entries is None else entries.values()
         found: list[str] = []
         for part in within:
             found += part.wants_uphill
@@ -187,7 +257,7 @@ class Transform(Recorded):
         >>> tx.resolve({"w": torch.zeros(2, 2), "b": torch.zeros(2)})
         masked(scale(factor=2.0), {'b': False, 'w': True})
         """
-        declared = cast("Any", self.factory).resolve
+        declared = self.declaration.resolve
         return self if declared is None else declared(self, params)
 
     def on_stacks(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Transform, dict[str, tuple[int, int]]]:
@@ -203,7 +273,7 @@ class Transform(Recorded):
         >>> mfx.orthogonalize(blocks={"*.qkv": 3}).on_stacks({"attn.qkv": (6, 4), "out": (4, 4)})[1]
         {'attn.qkv': (2, 4)}
         """
-        declared = cast("Any", self.factory).on_stacks
+        declared = self.declaration.on_stacks
         if declared is not None:
             return declared(self, shapes)
         of_matrices = self.locality is Locality.MATRIX
@@ -220,31 +290,31 @@ class Transform(Recorded):
         return self._derived("name_patterns", self._find_name_patterns)
 
     def _find_name_patterns(self) -> tuple[NamePatterns, ...]:
-        declared = getattr(self.factory, "name_patterns", None)
+        declared = self.declaration.name_patterns
         found = list(declared(self)) if declared is not None else []
-        for part in self._parts:
-            if isinstance(part, Transform):
-                found += part.name_patterns
+        for part in self.children:
+            found += part.name_patterns
         return tuple(dict.fromkeys(found))
 
     @property
-    def _functions(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        return self.built
+    def functions(self) -> Functions:
+        """What the constructor returned for the arguments."""
+        return Functions(*self.built)
 
     @property
-    def _extras(self) -> tuple[frozenset[str], bool, frozenset[str]]:
-        """The named extras in the update function's signature, whether it takes all others, and those it must have."""
+    def extras(self) -> Extras:
+        """The named extras in the signature of the update function."""
         return self._derived("extras", self._find_extras)
 
-    def _find_extras(self) -> tuple[frozenset[str], bool, frozenset[str]]:
-        parameters = inspect.signature(self._functions[1]).parameters.values()
+    def _find_extras(self) -> Extras:
+        parameters = inspect.signature(self.functions.update).parameters.values()
         named = [parameter for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
         required = {parameter.name for parameter in named if parameter.default is parameter.empty}
-        for part in self._parts if takes_all else ():
-            if isinstance(part, Transform):
-                required |= part._extras[2]
-        return frozenset(parameter.name for parameter in named), takes_all, frozenset(required - {"sum_over_leaves"})
+        for part in self.children if takes_all else ():
+            required |= part.extras.required
+        names = frozenset(parameter.name for parameter in named)
+        return Extras(names, takes_all, frozenset(required - {"sum_over_leaves"}))
 
     @property
     def understood_extras(self) -> frozenset[str] | None:
@@ -260,18 +330,16 @@ class Transform(Recorded):
         return self._derived("understood", self._find_understood)
 
     def _find_understood(self) -> frozenset[str] | None:
-        named, takes_all, _ = self._extras
-        if takes_all and self.factory is not chain:  # of an empty chain it is known that it reads none
-            within = [part for part in self._parts if isinstance(part, Transform)]
-            if not within:
-                return None
+        named, takes_all, _ = self.extras
+        # Of an empty chain it is known that it reads none.
+        if takes_all and self.factory is not chain and not self.children:
+            return None
         found = set(named - _OUR_EXTRAS)
-        for part in self._parts if takes_all else ():
-            if isinstance(part, Transform):
-                inner = part.understood_extras
-                if inner is None:
-                    return None
-                found |= inner
+        for part in self.children if takes_all else ():
+            inner = part.understood_extras
+            if inner is None:
+                return None
+            found |= inner
         return frozenset(found)
 
     def check_extras(self, extras: Mapping[str, Any]) -> None:
@@ -280,7 +348,7 @@ class Transform(Recorded):
         Raises:
             TypeError: one is missing, or no transform within reads it; the message names it and those that are read.
         """
-        missing = sorted(self._extras[2] - extras.keys())
+        missing = sorted(self.extras.required - extras.keys())
         if missing:
             name = missing[0]
             raise TypeError(f"{self.name} needs the named extra {name}: update(..., {name}=...)")
@@ -301,13 +369,11 @@ class Transform(Recorded):
         return self._derived("promise", self._find_promise)
 
     def _find_promise(self) -> bool:
-        return "donate" in self._extras[0] and all(
-            part.keeps_donation_promise for part in self._parts if isinstance(part, Transform)
-        )
+        return "donate" in self.extras.named and all(part.keeps_donation_promise for part in self.children)
 
     def _derived(self, what: str, find: Callable[[], Any]) -> Any:
         """Look up what follows from the structure alone, so that traced code finds the answer ready."""
-        derived = self._context.derived
+        derived = self.structure.derived
         if what not in derived:
             derived[what] = find()
         return derived[what]
@@ -315,7 +381,7 @@ class Transform(Recorded):
     def prepare(self) -> None:
         """Build now and derive what tracing needs."""
         super().prepare()
-        _ = self.locality, self._extras, self.understood_extras, self.keeps_donation_promise
+        _ = self.locality, self.extras, self.understood_extras, self.keeps_donation_promise
 
     def init(self, params: PyTree) -> PyTree:
         """Build the state for a tree of parameters.
@@ -339,7 +405,7 @@ class Transform(Recorded):
         if not torch.compiler.is_compiling():
             check_params(params)
             warn_of_unmatched(self, params, stacklevel=2)
-        return self._functions[0](params)
+        return self.functions.init(params)
 
     def update(
         self, updates: PyTree, state: PyTree, params: PyTree = None, *, donate: bool | Donation = False, **extras: Any
@@ -384,12 +450,12 @@ class Transform(Recorded):
     def run(self, updates: PyTree, state: PyTree, params: PyTree, *, donate: Donation = NOTHING, **extras: Any) -> Any:
         """Call the update function without checking the trees, with the extras that its signature names."""
         given = {**extras, "donate": donate}
-        names, takes_all, _ = self._extras
+        names, takes_all, _ = self.extras
         if not takes_all:
             given = {name: value for name, value in given.items() if name in names}
         if "sum_over_leaves" in names:
             given.setdefault("sum_over_leaves", sum_over_leaves)
-        return self._functions[1](updates, state, params, **given)
+        return self.functions.update(updates, state, params, **given)
 
 
 def _carries_a_graph(params: PyTree, others: PyTree = None) -> bool:
@@ -447,6 +513,9 @@ def transform(
     wants_uphill: bool = False,
     former_defaults: Mapping[str, Any] | None = None,
     remembers: bool = False,
+    part_names: Callable[[Any], Sequence[str]] | None = None,
+    many_of_one: bool = False,
+    transparent: bool = False,
 ) -> Any:
     """Make a factory of transforms from a function that returns ``init`` and ``update``.
 
@@ -491,6 +560,11 @@ def transform(
         remembers: whether the constructor takes a keyword ``_memory`` beside its arguments: a dict that lives as long
             as the transform's structure, also where ``torch.func`` or `inject_hyperparams` rebuild the transform at
             every step. For what names, shapes and dtypes decide; nothing else may depend on it.
+        many_of_one: whether it is the same transform for all leaves but for numbers, so that costs are those of the
+            first of those it calls.
+        transparent: whether it stands for the one transform that it calls, and does not show in names.
+        part_names: ``(transform) -> names``: of its numeric arguments and of those it calls, in order, where the names
+            of the arguments will not do.
 
     Returns:
         A factory with the constructor's name, signature and docstring.
@@ -515,49 +589,33 @@ def transform(
         >>> sign_descent().locality.name
         'ELEMENT'
     """
-    _check_declared(locality=locality, own_locality=own_locality, reads_params=reads_params)
-    for option, function in {
-        "resolve": resolve,
-        "rounds_to": rounds_to,
-        "on_stacks": on_stacks,
-        "name_patterns": name_patterns,
-    }.items():
-        if function is not None and not callable(function):
-            raise TypeError(f"transform: {option} must be a function or None, found {function!r}")
-    declared: dict[str, Any] = {
-        "locality": locality,
-        "own_locality": own_locality,
-        "reads_params": reads_params,
-        "resolve": resolve,
-        "rounds_to": rounds_to,
-        "with_compute_dtype": with_compute_dtype,
-        "on_stacks": on_stacks,
-        "name_patterns": name_patterns,
-        "turns_downhill": turns_downhill,
-        "wants_uphill": wants_uphill,
-        "former_defaults": dict(former_defaults or {}),
-        "remembers": remembers,
-    }
+    declaration = Declaration(
+        locality=locality,
+        own_locality=own_locality,
+        reads_params=reads_params,
+        resolve=resolve,
+        rounds_to=rounds_to,
+        with_compute_dtype=with_compute_dtype,
+        on_stacks=on_stacks,
+        name_patterns=name_patterns,
+        turns_downhill=turns_downhill,
+        wants_uphill=wants_uphill,
+        many_of_one=many_of_one,
+    )
 
     def decorate(constructor: Constructor) -> Callable[..., Transform]:
-        return make_factory(Transform, constructor, name=name, **declared)
+        return make_factory(
+            Transform,
+            constructor,
+            declaration,
+            name=name,
+            former_defaults=former_defaults,
+            remembers=remembers,
+            part_names=part_names,
+            transparent=transparent,
+        )
 
     return decorate if constructor is None else decorate(constructor)
-
-
-def _check_declared(*, locality: Any, own_locality: Any, reads_params: Any) -> None:
-    if not (isinstance(locality, Locality) or callable(locality)):
-        raise TypeError(
-            f"transform: locality must be a Locality, such as Locality.MATRIX, or a function of the arguments that "
-            f"returns one, found {locality!r}"
-        )
-    if not (own_locality is None or isinstance(own_locality, Locality)):
-        raise TypeError(f"transform: own_locality must be a Locality or None, found {own_locality!r}")
-    if not (isinstance(reads_params, bool) or callable(reads_params)):
-        raise TypeError(
-            f"transform: reads_params must be True, False or a function of the arguments that returns one, "
-            f"found {reads_params!r}"
-        )
 
 
 def no_state(params: PyTree) -> EmptyState:
@@ -637,7 +695,7 @@ def chain_entries(tx: Transform) -> dict[str, Transform] | None:
     return _entries(tx.arguments["transforms"]) if tx.factory is chain else None
 
 
-def _name_parts_of_chain(value: Recorded) -> list[str]:
+def _part_names_of_chain(value: Recorded) -> list[str]:
     return list(_entries(value.arguments["transforms"]))
 
 
@@ -678,7 +736,7 @@ def _owned(new: PyTree, old: PyTree) -> bool:
     return not any(id(leaf) in given for leaf in tree.leaves(new))
 
 
-@transform(locality=lambda *transforms: widest(_entries(transforms).values()))
+@transform(locality=lambda *transforms: widest(_entries(transforms).values()), part_names=_part_names_of_chain)
 def chain(*transforms: Transform | tuple[str, Transform]):
     """Apply transforms one after another.
 
@@ -704,7 +762,7 @@ def chain(*transforms: Transform | tuple[str, Transform]):
         _warn_of_order(entries)
 
     def init(params: PyTree) -> dict[str, PyTree]:
-        return {name: tx._functions[0](params) for name, tx in entries.items()}
+        return {name: tx.functions.init(params) for name, tx in entries.items()}
 
     def update(
         updates: PyTree, state: dict[str, PyTree], params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any
@@ -721,9 +779,6 @@ def chain(*transforms: Transform | tuple[str, Transform]):
         return updates, new_state
 
     return init, update
-
-
-chain.name_parts = _name_parts_of_chain
 
 
 def apply_updates(params: PyTree, updates: PyTree, *, donate: bool = False) -> PyTree:

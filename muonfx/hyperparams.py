@@ -149,7 +149,7 @@ def inject_hyperparams(inner: Transform):
             )
             for name, value in parts_of(inner)
         }
-        return InjectHyperparamsState(values, inner._functions[0](params))
+        return InjectHyperparamsState(values, inner.functions.init(params))
 
     def update(
         updates: PyTree,
@@ -175,6 +175,6 @@ def injected(tx: Recorded, prefix: str = "") -> set[str]:
     """
     if isinstance(tx, Transform) and tx.factory is inject_hyperparams:
         return {prefix + name for name, _ in parts_of(tx)}
-    nested = zip(part_names(tx), tx._parts, strict=True)
+    nested = zip(part_names(tx), tx.parts, strict=True)
     found = [injected(part, f"{prefix}{dotted(name)}") for name, part in nested if isinstance(part, Recorded)]
     return set().union(*found)

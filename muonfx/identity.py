@@ -38,7 +38,7 @@ def public_name(value: Any) -> str:
     >>> public_name(mfx.momentum), public_name(mfx.default_labels), public_name(Path)
     ('muonfx.momentum', 'muonfx.default_labels', 'pathlib.Path')
     """
-    declared = getattr(value, "declared_name", None)
+    declared = getattr(getattr(value, "definition", None), "name", None)
     if declared is not None:
         return str(declared)
     module = str(getattr(value, "__module__", None) or "")

@@ -235,7 +235,7 @@ def partition(
                     + _why(names, chosen),
                     stacklevel=2,
                 )
-        return {label: tx._functions[0](_part(names, chosen, label, params)) for label, tx in transforms.items()}
+        return {label: tx.functions.init(_part(names, chosen, label, params)) for label, tx in transforms.items()}
 
     def update(
         updates: PyTree, state: dict[str, PyTree], params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any
@@ -295,7 +295,7 @@ def masked(
 
     def init(params: PyTree) -> PyTree:
         names, chosen = assign(params)
-        return inner._functions[0](_part(names, chosen, True, params))
+        return inner.functions.init(_part(names, chosen, True, params))
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
         names, chosen = assign.of_updates(updates, params)
@@ -327,7 +327,7 @@ def routes(tx: Transform, params: PyTree, prefix: str = "") -> Iterator[tuple[st
         yield prefix, names, chosen
         yield from routes(arguments["inner"], _part(names, chosen, True, params), f"{inner}inner")
     else:
-        for name, part in zip(part_names(tx), tx._parts, strict=True):
+        for name, part in zip(part_names(tx), tx.parts, strict=True):
             if isinstance(part, Transform):
                 yield from routes(part, params, f"{inner}{name}".removesuffix("."))
 

@@ -13,13 +13,14 @@ decided once, when the factory is called, and carried through unflattening as a 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Protocol, Self, TypeVar, cast
 
 import optree
 import torch
@@ -30,7 +31,19 @@ from muonfx.arguments import check_plain, kinds_of
 from muonfx.identity import public_name, text_of
 from muonfx.tree import NAMESPACE
 
-__all__ = ["Recorded", "bare", "dotted", "make_factory", "part_names", "parts_of", "told_arguments", "with_numbers"]
+__all__ = [
+    "Definition",
+    "Factory",
+    "Recorded",
+    "Structure",
+    "bare",
+    "dotted",
+    "make_factory",
+    "part_names",
+    "parts_of",
+    "told_arguments",
+    "with_numbers",
+]
 
 
 class _Hole:
@@ -83,7 +96,7 @@ def _depth(parts: Sequence[Any]) -> int:
     depth, level = 1, [part for part in parts if isinstance(part, Recorded)]
     while level:
         depth += 1
-        level = [part for value in level for part in value._parts if isinstance(part, Recorded)]
+        level = [part for value in level for part in value.parts if isinstance(part, Recorded)]
     return depth
 
 
@@ -110,6 +123,43 @@ def _ordered(skeleton: Any) -> Any:
 R = TypeVar("R", bound="Recorded")
 
 
+@dataclass(frozen=True, eq=False)
+class Definition:
+    """What there is to know of a factory: its constructor, the signature, read once, and what was declared of it."""
+
+    constructor: Callable[..., Any]
+    parameters: Mapping[str, inspect.Parameter]
+    kinds: tuple[tuple[str, str], ...]
+    """Name and kind of each parameter, in a form that can be traced."""
+    plain: Mapping[str, frozenset[str]]
+    """By parameter, the plain types that its annotation asks for."""
+    name: str | None
+    """The public name, if one was declared."""
+    former_defaults: Mapping[str, Any]
+    """By argument, a default of an earlier version that means the same state."""
+    remembers: bool
+    """Whether the constructor takes the memory of its structure."""
+    transparent: bool
+    """Whether its values stand for their only part, whose names do not show that it is within another."""
+    part_names: Callable[[Any], Sequence[str]] | None
+    """Names the parts of a value, where the names of arguments do not."""
+    declaration: Any
+    """What the decorator was told, in a form of its own."""
+
+
+class Factory(Protocol):
+    """A decorated constructor."""
+
+    definition: Definition
+    __name__: str
+    __qualname__: str
+    __module__: str
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Record a call."""
+        ...
+
+
 def _as_float(parameter: inspect.Parameter, value: Any) -> Any:
     """An int as a float, where the annotation says float."""
     is_int = isinstance(value, int) and not isinstance(value, bool)
@@ -117,11 +167,11 @@ def _as_float(parameter: inspect.Parameter, value: Any) -> Any:
 
 
 @dataclass(frozen=True, eq=False)
-class _Context:
+class Structure:
     """What a recorded value is apart from its parts: the pytree context."""
 
-    kind: type
-    factory: Callable[..., Any]
+    kind: type[Recorded]
+    factory: Factory
     skeleton: dict[str, Any]
     derived: dict[str, Any] = field(default_factory=dict, repr=False)
     """What follows from the rest, computed once where it is made and shared by all values of this structure."""
@@ -129,7 +179,7 @@ class _Context:
     """What a constructor that remembers has found out from structure; it lives as long as the structure does."""
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Context):
+        if not isinstance(other, Structure):
             return NotImplemented
         if self is other:  # as in all values that differ in numbers only
             return True
@@ -146,11 +196,11 @@ class Recorded:
     Not made directly: a decorator such as `muonfx.transform` turns a function into a factory that returns one.
     """
 
-    _context: _Context
-    _parts: tuple[Any, ...]
+    structure: Structure
+    parts: tuple[Any, ...]
 
     @classmethod
-    def record(cls, factory: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Self:
+    def record(cls, factory: Factory, /, *args: Any, **kwargs: Any) -> Self:
         """Record a call of a factory; ints become floats where the factory's annotation says float.
 
         Raises:
@@ -158,27 +208,28 @@ class Recorded:
                 int, a float or a str is none.
             ValueError: more than `MAX_DEPTH` values would lie one within another.
         """
-        parameters: dict[str, inspect.Parameter] = cast("Any", factory).parameters
+        definition = factory.definition
+        parameters = definition.parameters
         bound = inspect.Signature(list(parameters.values())).bind(*args, **kwargs)
         bound.apply_defaults()
         parts: list[Any] = []
         skeleton: dict[str, Any] = {}
         for name, value in bound.arguments.items():
-            check_plain(factory.__name__, name, value, cast("Any", factory).plain_kinds[name])
+            check_plain(factory.__name__, name, value, definition.plain[name])
             skeleton[name] = _split(_as_float(parameters[name], value), parts, top=True)
         if (depth := _depth(parts)) > MAX_DEPTH:
             raise ValueError(
-                f"{cast('Any', factory).__name__}: {depth} values one within another, at most {MAX_DEPTH} may be: "
+                f"{factory.__name__}: {depth} values one within another, at most {MAX_DEPTH} may be: "
                 "beyond that Python's own recursion ends printing and pickling; put them side by side, "
                 "chain(a, b, c) and not chain(chain(a, b), c)"
             )
-        return cls._from(_Context(cls, factory, skeleton), parts)
+        return cls._from(Structure(cls, factory, skeleton), parts)
 
     @classmethod
-    def _from(cls, context: _Context, parts: Any) -> Self:
-        value = object.__new__(context.kind)
-        object.__setattr__(value, "_context", context)
-        object.__setattr__(value, "_parts", tuple(parts))
+    def _from(cls, context: Structure, parts: Any) -> Self:
+        value = cast("Self", object.__new__(context.kind))
+        object.__setattr__(value, "structure", context)
+        object.__setattr__(value, "parts", tuple(parts))
         return value
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -195,18 +246,18 @@ class Recorded:
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuse: a recorded value does not change; `replace` makes another."""
         raise AttributeError(
-            f"{self._context.factory.__name__}(...) is a value and cannot be changed; use .replace({name}=...)"
+            f"{self.structure.factory.__name__}(...) is a value and cannot be changed; use .replace({name}=...)"
         )
 
     @property
-    def factory(self) -> Callable[..., Any]:
+    def factory(self) -> Factory:
         """The function that made this value."""
-        return self._context.factory
+        return self.structure.factory
 
     @property
     def _arguments(self) -> dict[str, Any]:
-        parts = iter(self._parts)
-        return {name: _join(skeleton, parts) for name, skeleton in self._context.skeleton.items()}
+        parts = iter(self.parts)
+        return {name: _join(skeleton, parts) for name, skeleton in self.structure.skeleton.items()}
 
     @property
     def arguments(self) -> Mapping[str, Any]:
@@ -217,7 +268,7 @@ class Recorded:
         """Call a function of the factory's signature with recorded arguments, and with further named ones."""
         positional: list[Any] = []
         named: dict[str, Any] = dict(further)
-        for name, kind in cast("Any", self.factory).kinds:
+        for name, kind in self.factory.definition.kinds:
             if kind == "VAR_POSITIONAL":
                 positional.extend(arguments[name])
             elif kind == "VAR_KEYWORD":
@@ -230,10 +281,10 @@ class Recorded:
 
     def build(self) -> Any:
         """Call the constructor with the recorded arguments."""
-        constructor = cast("Any", self.factory).constructor
-        if getattr(self.factory, "remembers", False):
-            return self._call(constructor, self._arguments, _memory=self._context.memory)
-        return self._call(constructor, self._arguments)
+        definition = self.factory.definition
+        if definition.remembers:
+            return self._call(definition.constructor, self._arguments, _memory=self.structure.memory)
+        return self._call(definition.constructor, self._arguments)
 
     @property
     def built(self) -> Any:
@@ -245,6 +296,10 @@ class Recorded:
             if not torch.compiler.is_compiling():
                 self.__dict__["_built"] = kept
         return kept
+
+    def with_parts(self, parts: Sequence[Any]) -> Self:
+        """The same call with other parts, which may be of other structure than those there are."""
+        return self._from(dataclasses.replace(self.structure, derived={}, memory={}), parts)
 
     def prepare(self) -> None:
         """Build now, as a factory does, so that bad arguments fail at the call and tracing finds everything ready."""
@@ -266,7 +321,7 @@ class Recorded:
         """Print as the code that builds the value; arguments that equal their default are left out."""
         written: list[str] = []
         named = False
-        for name, parameter in cast("Any", self.factory).parameters.items():
+        for name, parameter in self.factory.definition.parameters.items():
             value = self._arguments[name]
             if parameter.kind is parameter.VAR_POSITIONAL:
                 written.extend(_literal(item) for item in value)
@@ -284,15 +339,15 @@ class Recorded:
         """Two values are equal when the same factory was called with equal arguments."""
         if not isinstance(other, Recorded):
             return NotImplemented
-        return self._context == other._context and _same(self._parts, other._parts)
+        return self.structure == other.structure and _same(self.parts, other.parts)
 
     def __hash__(self) -> int:
         """Hash by factory and structure; equal values hash alike."""
-        return hash((self.factory.__module__, self.factory.__qualname__, len(self._parts)))
+        return hash((self.factory.__module__, self.factory.__qualname__, len(self.parts)))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as factory, skeleton and parts; closures, which do not pickle, are built again on first use."""
-        return _rebuild, (type(self), self.factory, self._context.skeleton, self._parts)
+        return _rebuild, (type(self), self.factory, self.structure.skeleton, self.parts)
 
     @property
     def fingerprint(self) -> str:
@@ -306,13 +361,27 @@ class Recorded:
 
 
 def make_factory(
-    kind: type[Recorded], constructor: Callable[..., Any], *, name: str | None = None, **described: Any
-) -> Callable[..., Any]:
+    kind: type[Recorded],
+    constructor: Callable[..., Any],
+    declaration: Any = None,
+    *,
+    name: str | None = None,
+    former_defaults: Mapping[str, Any] | None = None,
+    remembers: bool = False,
+    transparent: bool = False,
+    part_names: Callable[[Any], Sequence[str]] | None = None,
+) -> Any:
     """Turn a function into a factory of recorded values, with the function's name, signature and docstring.
 
-    The attributes of a factory: ``constructor`` (the function), ``parameters``, ``kinds`` and ``plain_kinds`` (its
-    signature, read once, in a form that can be traced), ``declared_name`` (its public name, if one was declared), and
-    whatever else is described.
+    Args:
+        kind: of the values.
+        constructor: the function.
+        declaration: what the kind wants to know of the constructor, as `Definition.declaration`.
+        name: as in `muonfx.transform`.
+        former_defaults: as there.
+        remembers: as there.
+        transparent: as in `Definition`.
+        part_names: as there.
 
     Raises:
         ValueError: ``name`` is not made of identifiers and dots, or ``former_defaults`` is described for what is no
@@ -322,41 +391,46 @@ def make_factory(
         raise ValueError(f"name must be identifiers with dots between them, such as 'acme.my_momentum', found {name!r}")
 
     @functools.wraps(constructor)
-    def factory(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         made = kind.record(factory, *args, **kwargs)
         made.prepare()
         return made
 
+    factory = cast("Factory", call)
     parameters = dict(inspect.signature(constructor).parameters)
-    if described.get("remembers", False):
+    if remembers:
         del parameters["_memory"]
-        cast("Any", factory).__signature__ = inspect.Signature(list(parameters.values()))
-    for argument in described.get("former_defaults", {}):
+        cast("Any", call).__signature__ = inspect.Signature(list(parameters.values()))
+    former = dict(former_defaults or {})
+    for argument in former:
         if argument not in parameters or parameters[argument].default is inspect.Parameter.empty:
             raise ValueError(f"former_defaults: {constructor.__name__} has no argument {argument!r} with a default")
-    own = {
-        "constructor": constructor,
-        "parameters": parameters,
-        "kinds": tuple((argument, parameter.kind.name) for argument, parameter in parameters.items()),
-        "plain_kinds": kinds_of(parameters),
-        "declared_name": name,
-    }
-    for attribute, value in {**own, **described}.items():
-        setattr(factory, attribute, value)
+    factory.definition = Definition(
+        constructor,
+        parameters,
+        tuple((argument, parameter.kind.name) for argument, parameter in parameters.items()),
+        kinds_of(parameters),
+        name,
+        former,
+        remembers,
+        transparent,
+        part_names,
+        declaration,
+    )
     return factory
 
 
 def parts_of(value: Recorded) -> Iterator[tuple[str, Any]]:
     """Iterate over the numeric arguments of a recorded value as (dotted name, number), nested values included.
 
-    A factory may name its own parts by an attribute ``name_parts``, a function of the value (a chain does). One with a
-    true attribute ``transparent`` makes values that stand for their only part: its name is empty, and does not show.
+    A factory may name the parts of its values (a chain does), or make values that stand for their only part: the name
+    of that one is empty, and does not show.
 
     >>> import muonfx as mfx
     >>> [name for name, _ in parts_of(mfx.chain(mfx.momentum(0.9), mfx.scale(2.0)))]
     ['momentum.decay', 'scale.factor']
     """
-    for name, part in zip(part_names(value), value._parts, strict=True):
+    for name, part in zip(part_names(value), value.parts, strict=True):
         if isinstance(part, Recorded):
             yield from ((f"{dotted(name)}{inner}", number) for inner, number in parts_of(part))
         else:
@@ -374,14 +448,14 @@ def with_numbers(value: R, numbers: Iterator[Any]) -> R:
 
     >>> import muonfx as mfx
     >>> tx = mfx.chain(mfx.momentum(0.9), mfx.scale(2.0))
-    >>> new = with_numbers(tx, iter([tx._parts[0]._parts[0], 3.0]))
-    >>> new, new._parts[0] is tx._parts[0]
+    >>> new = with_numbers(tx, iter([tx.parts[0].parts[0], 3.0]))
+    >>> new, new.parts[0] is tx.parts[0]
     (chain(momentum(decay=0.9), scale(factor=3.0)), True)
     """
-    parts = [with_numbers(part, numbers) if isinstance(part, Recorded) else next(numbers) for part in value._parts]
-    if all(new is old for new, old in zip(parts, value._parts, strict=True)):
+    parts = [with_numbers(part, numbers) if isinstance(part, Recorded) else next(numbers) for part in value.parts]
+    if all(new is old for new, old in zip(parts, value.parts, strict=True)):
         return value
-    return cast("R", Recorded._from(value._context, parts))
+    return cast("R", Recorded._from(value.structure, parts))
 
 
 def bare(value: Any) -> Any:
@@ -390,8 +464,8 @@ def bare(value: Any) -> Any:
     >>> bare("anything")
     'anything'
     """
-    while isinstance(value, Recorded) and getattr(value.factory, "transparent", False):
-        (value,) = value._parts
+    while isinstance(value, Recorded) and value.factory.definition.transparent:
+        (value,) = value.parts
     return value
 
 
@@ -406,12 +480,12 @@ def dotted(name: str) -> str:
 
 def part_names(value: Recorded) -> tuple[str, ...]:
     """The dotted names of a value's own parts, in order."""
-    if getattr(value.factory, "transparent", False):
+    if value.factory.definition.transparent:
         return ("",)
-    chosen = getattr(value.factory, "name_parts", None)
+    chosen = value.factory.definition.part_names
     if chosen is not None:
         return tuple(chosen(value))
-    skeleton = value._context.skeleton
+    skeleton = value.structure.skeleton
     return tuple(
         name
         for argument, item in skeleton.items()
@@ -419,24 +493,24 @@ def part_names(value: Recorded) -> tuple[str, ...]:
     )
 
 
-def _flatten(value: Recorded) -> tuple[tuple[Any, ...], _Context, tuple[str, ...]]:
-    return value._parts, value._context, part_names(value)
+def _flatten(value: Recorded) -> tuple[tuple[Any, ...], Structure, tuple[str, ...]]:
+    return value.parts, value.structure, part_names(value)
 
 
-def _unflatten(context: _Context, parts: Any) -> Recorded:
+def _unflatten(context: Structure, parts: Any) -> Recorded:
     return Recorded._from(context, parts)
 
 
-def _flatten_for_torch(value: Recorded) -> tuple[list[Any], _Context]:
-    return list(value._parts), value._context
+def _flatten_for_torch(value: Recorded) -> tuple[list[Any], Structure]:
+    return list(value.parts), value.structure
 
 
-def _unflatten_for_torch(parts: Any, context: _Context) -> Recorded:
+def _unflatten_for_torch(parts: Any, context: Structure) -> Recorded:
     return Recorded._from(context, parts)
 
 
-def _rebuild(kind: type, factory: Callable[..., Any], skeleton: dict[str, Any], parts: tuple[Any, ...]) -> Recorded:
-    return Recorded._from(_Context(kind, factory, skeleton), parts)
+def _rebuild(kind: type[Recorded], factory: Factory, skeleton: dict[str, Any], parts: tuple[Any, ...]) -> Recorded:
+    return Recorded._from(Structure(kind, factory, skeleton), parts)
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -486,20 +560,20 @@ def _structure(value: Recorded) -> str:
 def told_arguments(value: Recorded) -> dict[str, str]:
     """The arguments that are neither numbers nor as by default, as texts that are the same in every process.
 
-    A default that the factory had before, and declares by an attribute ``former_defaults``, counts as the default.
+    A default that the factory had before, and declares as a former one, counts as the default.
 
     >>> import muonfx as mfx
     >>> told_arguments(mfx.momentum(0.5, nesterov=False))
     {'nesterov': 'False'}
     """
-    parts = iter(value._parts)
-    written = {name: _text(item, parts) for name, item in value._context.skeleton.items()}
-    factory = cast("Any", value.factory)
-    former: Mapping[str, Any] = getattr(factory, "former_defaults", {})
+    parts = iter(value.parts)
+    written = {name: _text(item, parts) for name, item in value.structure.skeleton.items()}
+    definition = value.factory.definition
+    former = definition.former_defaults
     return {
         name: text
         for name, text in written.items()
-        if text != _default_text(factory.parameters[name]) and not (name in former and text == text_of(former[name]))
+        if text != _default_text(definition.parameters[name]) and not (name in former and text == text_of(former[name]))
     }
 
 

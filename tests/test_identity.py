@@ -29,7 +29,7 @@ def momentum_like(*, module: str, name: str = "averaged", declared: str | None =
     """A factory as it would be, had it been written in a module of that name, with an argument more or less."""
 
     def older(decay: float = 0.9, nesterov: bool = True, dtype: Any = torch.float32):
-        return mfx.momentum(decay, nesterov=nesterov, dtype=dtype)._functions
+        return mfx.momentum(decay, nesterov=nesterov, dtype=dtype).functions
 
     def later(
         decay: float = 0.9,
@@ -40,7 +40,7 @@ def momentum_like(*, module: str, name: str = "averaged", declared: str | None =
         rate: float | mfx.Schedule = 1.0,
         inner: Any = SCALED,
     ):
-        return mfx.momentum(decay, nesterov=nesterov, dtype=dtype)._functions
+        return mfx.momentum(decay, nesterov=nesterov, dtype=dtype).functions
 
     made = later if newer else older
     made.__module__, made.__name__, made.__qualname__ = module, name, name
@@ -98,7 +98,7 @@ def test_no_two_factories_of_ours_have_one_public_name():
         for name, module in sys.modules.items()
         if name.partition(".")[0] == "muonfx"
         for value in vars(module).values()
-        if hasattr(value, "constructor") and value.__module__.startswith("muonfx")
+        if hasattr(value, "definition") and value.__module__.startswith("muonfx")
     }
     assert len(factories) > 40
     assert [name for name, times in Counter(map(public_name, factories.values())).items() if times > 1] == []
@@ -125,11 +125,11 @@ import functools, operator, torch, muonfx as mfx
 
 @mfx.transform
 def mine(function=None, *, table=(), where="cpu"):
-    return mfx.identity()._functions
+    return mfx.identity().functions
 
 @mfx.transform
 def with_function(function):
-    return mfx.identity()._functions
+    return mfx.identity().functions
 
 class Plain:
     def method(self, x): ...

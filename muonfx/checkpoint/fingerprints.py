@@ -156,7 +156,7 @@ def _structure(value: Any) -> str:
 
 
 def _structure_of_call(value: Recorded) -> str:
-    skeleton, parts = value._context.skeleton, iter(value._parts)
+    skeleton, parts = value.structure.skeleton, iter(value.parts)
     nested = {name: [next(parts) for _ in range(_holes(item))] for name, item in skeleton.items()}
     name = public_name(value.factory)
     module, arguments = _FACTORIES.get(name, (None, dict.fromkeys(skeleton)))
@@ -164,7 +164,7 @@ def _structure_of_call(value: Recorded) -> str:
     if told.keys() - arguments.keys():
         raise _Later
     # by default today: 0.1 wrote down its own default, which may have been another
-    former = {a: v for a, v in getattr(value.factory, "former_defaults", {}).items() if a not in told}
+    former = {a: v for a, v in value.factory.definition.former_defaults.items() if a not in told}
     texts = {
         argument: _structure(former.get(argument, item)) for argument, item in skeleton.items() if argument in arguments
     }

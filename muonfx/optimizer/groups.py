@@ -124,7 +124,7 @@ _ALIASES = {"lr": ("scale_by_learning_rate", "learning_rate"), "weight_decay": (
 def _aliased(tx: Transform, prefix: str = "") -> dict[str, list[str]]:
     """The dotted names of the numbers that have a short key: which transform they belong to decides, not its name."""
     found: dict[str, list[str]] = {alias: [] for alias in _ALIASES}
-    for name, part in zip(part_names(tx), tx._parts, strict=True):
+    for name, part in zip(part_names(tx), tx.parts, strict=True):
         if isinstance(part, Transform):
             for alias, names in _aliased(part, f"{prefix}{dotted(name)}").items():
                 found[alias] += names

@@ -32,7 +32,7 @@ def check_shapes(tx: Transform, values: Mapping[str, Any]) -> None:
 def valid(tx: Recorded) -> Any:
     """Build a transform and all within it now, so that a bad value is found before anything is changed."""
     _ = tx.built
-    for part in tx._parts:
+    for part in tx.parts:
         if isinstance(part, Recorded):
             valid(part)
     return tx

@@ -32,6 +32,7 @@ def _on_stacks(tx: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Transfor
     reads_params=lambda versions, members: any(version.reads_params for version in versions),
     resolve=_resolve,
     on_stacks=_on_stacks,
+    many_of_one=True,
 )
 def by_groups(versions: tuple[Transform, ...], members: tuple[tuple[str, ...], ...]):
     """A transform that is another for each of some groups but for its numbers; the state is that of one.
@@ -43,7 +44,7 @@ def by_groups(versions: tuple[Transform, ...], members: tuple[tuple[str, ...], .
     chosen = [frozenset(names) for names in members]
 
     def init(params: PyTree) -> PyTree:
-        return versions[0]._functions[0](params)
+        return versions[0].functions.init(params)
 
     def update(
         updates: dict[str, Tensor | None],
@@ -69,9 +70,6 @@ def by_groups(versions: tuple[Transform, ...], members: tuple[tuple[str, ...], .
     return init, update
 
 
-by_groups.many_of_one = True
-
-
 def for_groups(
     tx: Transform, values: Sequence[Mapping[str, Any]], members: Sequence[Sequence[str]], prefix: str = ""
 ) -> Transform:
@@ -90,7 +88,7 @@ def for_groups(
     if not conflicts:
         return with_hyperparams(tx, agreed)
     names = part_names(tx)
-    inner = {dotted(name) for name, part in zip(names, tx._parts, strict=True) if isinstance(part, Transform)}
+    inner = {dotted(name) for name, part in zip(names, tx.parts, strict=True) if isinstance(part, Transform)}
     own = [name for name in conflicts if not any(name.startswith(begin) for begin in inner)]
     if own and (inner or tx.locality is Locality.TREE):
         kind = "around others" if inner else "that looks at all parameters together"
@@ -116,6 +114,6 @@ def for_groups(
     rest = with_hyperparams(tx, agreed)
     parts = [
         part_of(name, part) if isinstance(part, Transform) else number
-        for name, part, number in zip(names, tx._parts, rest._parts, strict=True)
+        for name, part, number in zip(names, tx.parts, rest.parts, strict=True)
     ]
-    return Transform._from(dataclasses.replace(tx._context, derived={}), parts)
+    return Transform._from(dataclasses.replace(tx.structure, derived={}), parts)

@@ -54,7 +54,7 @@ def init_run(plan: RunPlan, run: Sequence[tuple[str, Transform]], layout: Layout
                 nowhere = torch.full((), math.nan, dtype=like.dtype, device=like.device)
                 given[share.name] = nowhere.expand(share.shape)
     tx = chain(*run)
-    state = tx._functions[0](tree.unflatten(treedef, [given.get(name) for name in names]))
+    state = tx.functions.init(tree.unflatten(treedef, [given.get(name) for name in names]))
     return _completed(state, tx, plan, params)
 
 
@@ -70,7 +70,7 @@ def _completed(state: PyTree, tx: Transform, plan: RunPlan, params: PyTree) -> P
     ]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        whole = tx._functions[0](tree.unflatten(treedef, meta))
+        whole = tx.functions.init(tree.unflatten(treedef, meta))
     if tree.flatten(whole)[1] == tree.flatten(state)[1]:
         return state
     found = dict(zip(tree.paths(state), tree.leaves(state), strict=True))

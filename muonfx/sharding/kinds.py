@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from enum import Enum
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -42,9 +42,9 @@ def kind_of(tx: Transform) -> Kind:
     """
     if chain_entries(tx) is not None:
         return Kind.CHAIN
-    sums = "sum_over_leaves" in tx._extras[0]
-    calls = any(isinstance(part, Transform) for part in tx._parts)
-    own = cast("Any", tx.factory).own_locality
+    sums = "sum_over_leaves" in tx.extras.named
+    calls = any(isinstance(part, Transform) for part in tx.parts)
+    own = tx.declaration.own_locality
     if calls and (own is Locality.ELEMENT or (own is Locality.TREE and sums)):
         return Kind.INSIDE
     if tx.locality is Locality.ELEMENT or (tx.locality is Locality.TREE and sums and not calls):
@@ -57,7 +57,7 @@ def planned_as(tx: Transform) -> Transform:
 
     Its factory says so by an attribute ``many_of_one``; the first of its parts is one.
     """
-    return cast("Transform", tx._parts[0]) if getattr(tx.factory, "many_of_one", False) else tx
+    return tx.children[0] if tx.declaration.many_of_one else tx
 
 
 def groups_of(
@@ -85,7 +85,7 @@ def resolved_within(tx: Transform, params: PyTree) -> Transform:
     For one that is done as a whole on some of the leaves, where those within would see the others as None.
     """
     tx = tx.resolve(params)
-    if not any(isinstance(part, Transform) for part in tx._parts):
+    if not any(isinstance(part, Transform) for part in tx.parts):
         return tx
     named = dict(zip(tree.names(params), tree.leaves(params), strict=True))
     if tx.factory is partition:
@@ -111,21 +111,21 @@ def with_compute_dtype(tx: Transform, dtype: torch.dtype) -> Transform:
     >>> decided.arguments["transforms"][1].arguments["dtype"]
     Decided(dtype=torch.float32)
     """
-    parts = [with_compute_dtype(part, dtype) if isinstance(part, Transform) else part for part in tx._parts]
-    if any(new is not old for new, old in zip(parts, tx._parts, strict=True)):
-        tx = Transform._from(dataclasses.replace(tx._context, derived={}), parts)
-    declared = getattr(tx.factory, "with_compute_dtype", None)
+    parts = [with_compute_dtype(part, dtype) if isinstance(part, Transform) else part for part in tx.parts]
+    if any(new is not old for new, old in zip(parts, tx.parts, strict=True)):
+        tx = Transform._from(dataclasses.replace(tx.structure, derived={}), parts)
+    declared = tx.declaration.with_compute_dtype
     if declared is None:
         return tx
     # By structure, since a new learning rate at every step makes a new value of the same structure.
-    known = tx._context.derived
+    known = tx.structure.derived
     key = f"with_compute_dtype {dtype}"
     if key not in known:
-        known[key] = declared(tx, dtype)._context
-    return tx if known[key] is tx._context else Transform._from(known[key], tx._parts)
+        known[key] = declared(tx, dtype).structure
+    return tx if known[key] is tx.structure else Transform._from(known[key], tx.parts)
 
 
 def with_parts(tx: Transform, function: Callable[[Transform], Transform]) -> Any:
     """A transform like another, with the transforms that it calls replaced."""
-    parts = [function(part) if isinstance(part, Transform) else part for part in tx._parts]
-    return Recorded._from(dataclasses.replace(tx._context, derived={}), parts)
+    parts = [function(part) if isinstance(part, Transform) else part for part in tx.parts]
+    return Recorded._from(dataclasses.replace(tx.structure, derived={}), parts)

@@ -62,8 +62,8 @@ def meet(walk: Walk, tx: Transform, params: PyTree) -> None:
     elif problem is not None:
         raise problem
     walk.compute.setdefault(device.type, fastest)  # what was agreed on first is what plans and states were made for
-    walk.likes[id(tx._context)] = tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), local)
-    walk.met[id(tx._context)] = tx._context  # kept, so that no other can have its id
+    walk.likes[id(tx.structure)] = tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), local)
+    walk.met[id(tx.structure)] = tx.structure  # kept, so that no other can have its id
 
 
 def _compared(

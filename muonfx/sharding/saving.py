@@ -84,7 +84,7 @@ def _met(tx: Transform, params: PyTree) -> tuple[Walk, Transform, Any]:
             raise ShardingError("params: a replicated layout has to be told which parameters are meant")
         layout = known[0]
     walk = walk_of(layout, settings_of(tx), home_of(tx.arguments["tx"]))
-    like = params if params is not None else walk.likes.get(id(inner_of(tx.arguments["tx"])._context))
+    like = params if params is not None else walk.likes.get(id(inner_of(tx.arguments["tx"]).structure))
     if like is None:
         specs = layout._specs
         like = {n: torch.empty(layout.piece(n).shape, dtype=specs[n].dtype, device="meta") for n in specs}

@@ -74,17 +74,17 @@ def held(walk: Walk, tx: Transform, params: PyTree) -> PyTree:
         for group in walk.groups(tx, params):
             if kind_of(group[0][1]) is Kind.RUN:
                 state |= {
-                    name: _described(walk, part._functions[0](params), params, walk.plan(group, params))
+                    name: _described(walk, part.functions.init(params), params, walk.plan(group, params))
                     for name, part in group
                 }
             else:
                 state[group[0][0]] = held(walk, entries[group[0][0]], params)
         return state
     if kind is Kind.RUN:
-        return _described(walk, tx._functions[0](params), params, walk.plan(((tx.name, tx),), params))
+        return _described(walk, tx.functions.init(params), params, walk.plan(((tx.name, tx),), params))
     if kind is Kind.INSIDE:
         return _around(walk, tx, params)
-    return _described(walk, tx._functions[0](params), {} if kind is Kind.EVERYTHING else params)
+    return _described(walk, tx.functions.init(params), {} if kind is Kind.EVERYTHING else params)
 
 
 class _Here:
@@ -94,7 +94,7 @@ class _Here:
         self.number = number
 
 
-@transform(locality=Locality.TREE)
+@transform(locality=Locality.TREE, transparent=True)
 def _marker(tx: Transform, found: Any):
     """Stands for an inner transform, and notes what `init` gives it."""
 
@@ -108,16 +108,13 @@ def _marker(tx: Transform, found: Any):
     return init, update
 
 
-_marker.transparent = True
-
-
 class _Found(list[tuple[Transform, PyTree]]):
     """What markers have noted; itself and not its elements is an argument."""
 
 
 def _around(walk: Walk, tx: Transform, params: PyTree) -> PyTree:
     found = _Found()
-    state = with_parts(tx, lambda part: _marker(part, found))._functions[0](params)
+    state = with_parts(tx, lambda part: _marker(part, found)).functions.init(params)
     return tree.map(
         lambda leaf: held(walk, *found[leaf.number]) if isinstance(leaf, _Here) else leaf,
         _described(walk, state, params),
@@ -160,7 +157,7 @@ def _described(walk: Walk, state: PyTree, params: PyTree, plan: RunPlan | None =
 
 def about(walk: Walk, tx: Transform, params: PyTree) -> list[Any]:
     """What the leaves of a state are, in order: `Held` for a tensor."""
-    key = ("held", id(tx._context), tuple(tree.names(params)))
+    key = ("held", id(tx.structure), tuple(tree.names(params)))
     if key not in walk.derived:
         here = tree.leaves(walk.init(tx, walk.local_like(params)))
         found = tree.leaves(held(walk, tx, walk.global_like(params)))
@@ -168,7 +165,7 @@ def about(walk: Walk, tx: Transform, params: PyTree) -> list[Any]:
             replace(what, local=None if leaf is None else tuple(leaf.shape)) if isinstance(what, Held) else what
             for what, leaf in zip(found, here, strict=True)
         ]
-        walk.derived[key] = described, tx._context  # kept, so that no other can have its id
+        walk.derived[key] = described, tx.structure  # kept, so that no other can have its id
     return walk.derived[key][0]
 
 

@@ -58,7 +58,7 @@ def agreed_updates(
         problem = problem or error
     if not walk.met:  # these ranks have agreed on nothing yet, not even on how many parameters there are
         meet(walk, tx, like)
-    is_new = id(tx._context) not in walk.met
+    is_new = id(tx.structure) not in walk.met
     if layout.group is None or layout.size == 1:
         if is_new:
             meet(walk, tx, like)
@@ -140,10 +140,10 @@ def _facts(
         "numbers in their states": _numbers_of_state(walk, tx, state, like),
     }
     # All of the chain but its numbers: also which parameters are in which group of an optimizer.
-    key = ("structure", id(tx._context))
+    key = ("structure", id(tx.structure))
     if key not in walk.derived:
         text = structure_of(tx)
-        walk.derived[key] = text, number_of(text), tx._context  # kept, so that no other can have its id
+        walk.derived[key] = text, number_of(text), tx.structure  # kept, so that no other can have its id
     structure, its_number, _ = walk.derived[key]
     return {"chains": structure, **numbers}, number_of([its_number, numbers])
 
@@ -161,7 +161,7 @@ def _text(value: Any) -> str:
 def _numbers_of_state(walk: Walk, tx: Transform, state: PyTree, like: PyTree) -> dict[str, str]:
     """Those leaves of a state that belong to no parameter, such as counters and injected hyperparameters."""
     leaves = tree.leaves(state)
-    key = ("numbers of state", id(tx._context), len(leaves), tuple(tree.names(like)))
+    key = ("numbers of state", id(tx.structure), len(leaves), tuple(tree.names(like)))
     if key not in walk.derived:
         described = about(walk, tx, tree.map(local_of, like))
         places = [i for i, what in enumerate(described) if isinstance(what, Held) and what.name is None]
@@ -229,7 +229,7 @@ def _check_step(walk: Walk, tx: Transform, updates: PyTree, state: PyTree, param
     like = local if params is None else weights
     if any(leaf is None for leaf in tree.leaves(like)):
         return
-    key = ("state", id(tx._context), tuple(tree.names(like)), tuple(leaf.dtype for leaf in tree.leaves(like)))
+    key = ("state", id(tx.structure), tuple(tree.names(like)), tuple(leaf.dtype for leaf in tree.leaves(like)))
     derived = walk.derived
     if key not in derived:
         meta = walk.init(tx, tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), like))

@@ -8,7 +8,7 @@ import torch
 
 from muonfx import tree
 from muonfx.checks import warn_of_unmatched
-from muonfx.core import NOTHING, Donation, Locality, Transform, _apart, _overlaps
+from muonfx.core import NOTHING, Declaration, Donation, Transform, _apart, _overlaps
 from muonfx.recorded import make_factory
 from muonfx.sharding.agreement import agree
 from muonfx.sharding.layout import Layout, is_dtensor, local_of
@@ -44,7 +44,7 @@ class Sharded(Transform):
                 says, or something is wrong on another rank.
             TypeError: a leaf is not a floating-point tensor.
         """
-        return self._functions[0](params)
+        return self.functions.init(params)
 
     def update(
         self, updates: PyTree, state: PyTree, params: PyTree = None, *, donate: bool | Donation = False, **extras: Any
@@ -72,13 +72,12 @@ class Sharded(Transform):
             given = Donation.of(donate)
         except TypeError as error:  # on this rank, perhaps; all ranks hear of it together
             problem = error
-        return self._functions[1](updates, state, params, donate=given, check=True, problem=problem, **extras)
+        return self.functions.update(updates, state, params, donate=given, check=True, problem=problem, **extras)
 
 
 def _factory(constructor: Any) -> Any:
     """A factory of `Sharded`, whose values stand for the transform that they shard."""
-    undeclared = dict.fromkeys(("own_locality", "resolve", "rounds_to", "on_stacks"))
-    return make_factory(Sharded, constructor, locality=Locality.TREE, reads_params=True, transparent=True, **undeclared)
+    return make_factory(Sharded, constructor, Declaration(), transparent=True)
 
 
 @_factory
@@ -247,7 +246,7 @@ def advance(
 
 def introduce(walk: Walk, tx: Transform) -> None:
     """Take a transform as known to all ranks, which have made it alike of one that they have compared."""
-    walk.met.setdefault(id(tx._context), tx._context)
+    walk.met.setdefault(id(tx.structure), tx.structure)
 
 
 def settings_of(tx: Sharded) -> Settings:

@@ -30,7 +30,7 @@ from muonfx.tree import PyTree
 __all__ = ["Walk"]
 
 
-@transform(locality=Locality.TREE)
+@transform(locality=Locality.TREE, transparent=True)
 def within(tx: Transform, walk: Any):
     """A transform of a chain, as the transforms around it see it: done on pieces."""
 
@@ -41,9 +41,6 @@ def within(tx: Transform, walk: Any):
         return walk.update(tx, updates, state, params, donate, extras)
 
     return init, update
-
-
-within.transparent = True
 
 
 @dataclass(eq=False)
@@ -96,8 +93,8 @@ class Walk:
             return self.init_run(((tx.name, tx),), params)[tx.name]
         if kind is Kind.EVERYTHING:
             self._warn(tx, params)
-            return tx._functions[0](self._whole(params))
-        return tx._functions[0](params)
+            return tx.functions.init(self._whole(params))
+        return tx.functions.init(params)
 
     def update(
         self,
@@ -239,12 +236,12 @@ class Walk:
     def is_verification_due(self, tx: Transform) -> bool:
         """Tell whether the copies that ranks hold are to be compared before the next step of a chain."""
         every = self.settings.verify_every
-        return id(tx._context) not in self.verified or (every is not None and self.steps % every == 0)
+        return id(tx.structure) not in self.verified or (every is not None and self.steps % every == 0)
 
     def begin_step(self, tx: Transform) -> None:
         """Count a step that all ranks have agreed to take, with copies compared where that was due."""
         self.steps += 1
-        self.verified.add(id(tx._context))
+        self.verified.add(id(tx.structure))
         self.has_loaded = False
 
     def note_load(self) -> None:

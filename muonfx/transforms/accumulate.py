@@ -76,7 +76,7 @@ def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: WideSt
             torch.zeros((), dtype=torch.int64, device=host),
             torch.zeros(number, dtype=torch.int64, device=host),
             zeros(params, dtype),
-            inner._functions[0](params),
+            inner.functions.init(params),
         )
 
     def update(

@@ -119,7 +119,7 @@ def master_params(inner: Transform, dtype: WideStateDtype = "auto"):
 
     def init(params: PyTree) -> MasterParamsState:
         master = copies(params, dtype)
-        return MasterParamsState(master, inner._functions[0](master))
+        return MasterParamsState(master, inner.functions.init(master))
 
     def update(
         updates: PyTree, state: MasterParamsState, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any

@@ -93,7 +93,7 @@ def _sign(tx: Transform) -> int:
         return _sign_of(tx.arguments["schedule"])
     if tx.factory is scale_by_learning_rate:
         return -1 if tx.arguments["flip_sign"] else 1
-    signs = [_sign(part) for part in tx._parts if isinstance(part, Transform)]
+    signs = [_sign(part) for part in tx.parts if isinstance(part, Transform)]
     return min(signs) if signs else 1  # torch 2.13 cannot trace min with a default
 
 
@@ -138,7 +138,7 @@ def cautious(inner: Transform, min_share: float = 1e-3):
         )
 
     def init(params: PyTree) -> PyTree:
-        return inner._functions[0](params)
+        return inner.functions.init(params)
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
         # The gradient is needed again after the inner transform: it cannot be donated on.

@@ -51,7 +51,7 @@ def skip_nonfinite(inner: Transform):
 
     def init(params: PyTree) -> SkipNonfiniteState:
         device = device_of(params)
-        return SkipNonfiniteState(new_count(device), new_count(device), inner._functions[0](params))
+        return SkipNonfiniteState(new_count(device), new_count(device), inner.functions.init(params))
 
     def update(
         updates: PyTree,

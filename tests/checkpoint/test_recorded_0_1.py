@@ -260,19 +260,19 @@ CHANGED_SINCE_0_1 = {
 def test_defaults_that_fingerprints_leave_out_are_those_of_0_1():
     """One that changes would give a checkpoint another meaning, silently: give the new one another name instead."""
     recorded: dict[str, dict[str, str | None]] = json.loads((FOLDER / "signatures.json").read_text())
-    known = {public_name(factory): factory for factory in vars(mfx).values() if hasattr(factory, "constructor")}
+    known = {public_name(factory): factory for factory in vars(mfx).values() if hasattr(factory, "definition")}
     looked_at = 0
     changed: dict[str, tuple[str, str]] = {}
     for path, arguments in recorded.items():
         name = path.rpartition(".")[2]
         factory = known.get(f"muonfx.{name}")
         for argument, default in arguments.items() if factory is not None else ():
-            if default is None or argument not in factory.parameters:
+            if default is None or argument not in factory.definition.parameters:
                 continue
             # what 0.1 wrote as a repr
             then = {"<Locality.TREE: 3>": "Locality.TREE"}.get(default, default)
-            today = _default_text(factory.parameters[argument])
-            if today != then and repr(getattr(factory, "former_defaults", {}).get(argument)) == then:
+            today = _default_text(factory.definition.parameters[argument])
+            if today != then and repr(factory.definition.former_defaults.get(argument)) == then:
                 changed[f"{name}.{argument}"] = (then, today)
             else:
                 assert today == then, (path, argument)

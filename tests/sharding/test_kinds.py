@@ -27,7 +27,7 @@ def test_every_transform_that_may_say_auto_says_how_it_is_decided():
 
 def asks(tx: Transform) -> bool:
     own = tx.factory is mfx.orthogonalize and tx.arguments["dtype"] == "auto"
-    return own or any(asks(part) for part in tx._parts if isinstance(part, Transform))
+    return own or any(asks(part) for part in tx.parts if isinstance(part, Transform))
 
 
 def test_no_auto_is_left_however_deep_and_no_machine_is_asked():

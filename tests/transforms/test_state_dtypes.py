@@ -61,8 +61,8 @@ def by_default(params: dict[str, Tensor]) -> dict[str, set[torch.dtype]]:
 
 
 def test_every_argument_that_is_auto_for_a_state_is_asked_here():
-    public = {name: getattr(mfx, name) for name in mfx.__all__ if hasattr(getattr(mfx, name), "former_defaults")}
-    declared = {(name, argument) for name, factory in public.items() for argument in factory.former_defaults}
+    public = {name: getattr(mfx, name) for name in mfx.__all__ if hasattr(getattr(mfx, name), "definition")}
+    declared = {(name, argument) for name, factory in public.items() for argument in factory.definition.former_defaults}
     in_signatures = {
         (name, argument)
         for name, factory in public.items()

@@ -189,7 +189,7 @@ def _check_form(tx: Transform, heavy_ball: bool) -> None:
 
 def _within(tx: Transform) -> Iterator[Transform]:
     yield tx
-    for part in tx._parts:
+    for part in tx.parts:
         if isinstance(part, Transform):
             yield from _within(part)
 

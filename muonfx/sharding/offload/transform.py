@@ -5,14 +5,14 @@ from __future__ import annotations
 import inspect
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from typing import Any, cast
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from muonfx import tree
-from muonfx.core import NOTHING, Donation, Transform
-from muonfx.recorded import make_factory
+from muonfx.core import NOTHING, Declaration, Donation, Transform
+from muonfx.recorded import Factory, make_factory
 from muonfx.sharding.layout import specs_of
 from muonfx.sharding.layouts import replicated
 from muonfx.sharding.offload.home import Home
@@ -29,11 +29,11 @@ class Offloaded(Transform):
     """What `offload` makes."""
 
     @classmethod
-    def record(cls, factory: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def record(cls, factory: Factory, /, *args: Any, **kwargs: Any) -> Any:
         """Record a call of `offload`; around what is sharded it goes inside."""
         from muonfx.sharding.transform import Sharded, sharded
 
-        bound = inspect.Signature(list(cast("Any", factory).parameters.values())).bind(*args, **kwargs)
+        bound = inspect.Signature(list(factory.definition.parameters.values())).bind(*args, **kwargs)
         given = bound.arguments
         if isinstance(given.get("to"), os.PathLike):
             given["to"] = os.fspath(given["to"])
@@ -51,15 +51,11 @@ class Offloaded(Transform):
 
 def _factory(constructor: Any) -> Any:
     """A factory of `Offloaded`, whose values stand for the transform that they offload."""
-    undeclared = dict.fromkeys(("own_locality", "resolve", "rounds_to", "on_stacks"))
-    return make_factory(
-        Offloaded,
-        constructor,
+    declaration = Declaration(
         locality=lambda tx, to, *, bucket_bytes, compute: tx.locality,
         reads_params=lambda tx, to, *, bucket_bytes, compute: tx.reads_params,
-        transparent=True,
-        **undeclared,
     )
+    return make_factory(Offloaded, constructor, declaration, transparent=True)
 
 
 @_factory

@@ -223,7 +223,7 @@ class Streaming(Walk):
             whole = self.global_like(like)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                own = bare._functions[0](whole)
+                own = bare.functions.init(whole)
             owned = zip(tree.leaves(own), owners_of(own, whole), strict=True)
             self.derived[key] = not any(moves(leaf, owner) for leaf, owner in owned)
         return self.derived[key]

@@ -62,7 +62,7 @@ def _bare(tx: Transform) -> Transform:
 
 def _init_around(walk: Any, tx: Transform, params: PyTree) -> PyTree:
     own = walk.init_pieces(_bare(tx), params)
-    return own._replace(inner=_inner(tx)._functions[0](params))
+    return own._replace(inner=_inner(tx).functions.init(params))
 
 
 def _accumulate(
@@ -85,8 +85,8 @@ def _accumulate(
 
 
 def _init_skip(walk: Any, tx: Transform, params: PyTree) -> PyTree:
-    own = _bare(tx)._functions[0](params)
-    return own._replace(inner=_inner(tx)._functions[0](params))
+    own = _bare(tx).functions.init(params)
+    return own._replace(inner=_inner(tx).functions.init(params))
 
 
 def _skip(
@@ -127,7 +127,7 @@ def _init_master(walk: Any, tx: Transform, params: PyTree) -> PyTree:
     own = walk.init_pieces(_bare(tx), params)
     dtype = tx.arguments["dtype"]
     master = tree.map(lambda p: p.detach().to(state_dtype(dtype, p.dtype)), params)
-    return own._replace(inner=_inner(tx)._functions[0](master))
+    return own._replace(inner=_inner(tx).functions.init(master))
 
 
 def _master(

@@ -26,7 +26,7 @@ Run = tuple[tuple[str, Transform], ...]
 def within(tx: Transform) -> Iterator[Transform]:
     """A transform and all that it calls."""
     yield tx
-    for part in tx._parts:
+    for part in tx.parts:
         if isinstance(part, Transform):
             yield from within(part)
 
@@ -110,7 +110,7 @@ def _inner(tx: Transform, params: Mapping[str, Tensor]) -> Iterator[tuple[Transf
     elif tx.factory is masked:
         yield tx.arguments["inner"], [name for name in params if tx.arguments["mask"][name]]
     else:
-        for part in tx._parts:
+        for part in tx.parts:
             if isinstance(part, Transform):
                 yield part, list(params)
 

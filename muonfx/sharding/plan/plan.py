@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 
@@ -146,7 +146,7 @@ class RunPlan:
 
     def _narrowed(self, place: int, dtype: torch.dtype) -> torch.dtype:
         tx = self.run[place][1]
-        declared = cast("Any", tx.factory).rounds_to
+        declared = tx.declaration.rounds_to
         rounded = dtype if declared is None else declared(tx, dtype, self.device)
         return rounded if rounded.itemsize < dtype.itemsize else dtype
 

@@ -41,7 +41,7 @@ __all__ = [
 
 
 def _declared(tx: Transform, what: str) -> Any:
-    return getattr(tx.factory, what, None)
+    return getattr(tx.declaration, what)
 
 
 def _without(what: str) -> Any:
@@ -238,7 +238,7 @@ def stacks_are_as_their_matrices(tx: Transform, params: PyTree, steps: list[PyTr
 def _updates(tx: Transform, values: list[PyTree]) -> list[PyTree]:
     """The updates of each step; `init` without its warnings, which are for what a user writes."""
     params, *steps = values
-    state = tx._functions[0](params)
+    state = tx.functions.init(params)
     found: list[PyTree] = []
     for grads in steps:
         updates, state = tx.run(grads, state, params)
@@ -261,7 +261,7 @@ def _stacked(example: Example) -> Example:
 def _calls_none(tx: Transform) -> str | None:
     if _declared(tx, "own_locality") is None:
         return "it declares no own_locality"
-    return None if any(isinstance(part, Transform) for part in tx._parts) else "it calls no transform"
+    return None if any(isinstance(part, Transform) for part in tx.parts) else "it calls no transform"
 
 
 @law(on=precise, unless=_calls_none, share=0.2)
@@ -278,7 +278,7 @@ def own_work_is_of_its_own_locality(tx: Transform, params: PyTree, steps: list[P
     plain = cast("Transform", with_parts(resolved, lambda part: _stand_in(_Seen(shapes))))
     if own is Locality.ELEMENT:
         check_elements(plain, params, steps)
-    elif own is Locality.TREE and "sum_over_leaves" in tx._extras[0]:
+    elif own is Locality.TREE and "sum_over_leaves" in tx.extras.named:
         check_sums(plain, params, steps)
     else:
         history(plain, params, steps)

@@ -185,15 +185,15 @@ def _needs_more_than_sums(tx: Transform) -> str | None:
     if tx.locality < Locality.TREE:
         return f"its locality is {tx.locality.name}"
     wide = [part for part in _transforms_within(tx) if part.locality == Locality.TREE]
-    unnamed = [part for part in wide if "sum_over_leaves" not in part._extras[0] and not part._extras[1]]
-    if unnamed or not any("sum_over_leaves" in part._extras[0] for part in wide):
+    unnamed = [part for part in wide if "sum_over_leaves" not in part.extras.named and not part.extras[1]]
+    if unnamed or not any("sum_over_leaves" in part.extras.named for part in wide):
         name = (unnamed or wide)[0].name
         return f"{name} is TREE and does not name sum_over_leaves: it gets the gathered tree"
     return None
 
 
 def _transforms_within(tx: Recorded) -> list[Transform]:
-    inner = [found for part in tx._parts if isinstance(part, Recorded) for found in _transforms_within(part)]
+    inner = [found for part in tx.parts if isinstance(part, Recorded) for found in _transforms_within(part)]
     return [tx, *inner] if isinstance(tx, Transform) else inner
 
 

@@ -75,7 +75,7 @@ def _owner(place: str, names: list[str]) -> str | None:
 
 
 def _within(value: Recorded) -> list[Recorded]:
-    return [value, *(inner for part in value._parts if isinstance(part, Recorded) for inner in _within(part))]
+    return [value, *(inner for part in value.parts if isinstance(part, Recorded) for inner in _within(part))]
 
 
 @law()

@@ -94,7 +94,7 @@ def test_offloading_changes_no_bit(tx: mfx.Transform, example: Any, home: str, b
 
 
 def factories(tx: Any) -> set[Any]:
-    return {tx.factory}.union(*(factories(part) for part in tx._parts if isinstance(part, mfx.Transform)))
+    return {tx.factory}.union(*(factories(part) for part in tx.parts if isinstance(part, mfx.Transform)))
 
 
 CHAINS = {
