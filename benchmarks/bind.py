@@ -31,9 +31,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import muonfx as mfx
+from muonfx.sharding import transform as sharded_transform
 from muonfx.sharding.cut import OnMesh, Places
 from muonfx.sharding.plan.models import Kind, model
-from muonfx.sharding.transform import settings_of, walk_of
 
 CASES: tuple[dict[str, Any], ...] = (
     {"layout": "from_dtensors", "mesh": [64, 8]},
@@ -138,7 +138,7 @@ def bind(case: dict[str, Any]) -> dict[str, Any]:
     layout.digest  # noqa: B018  what ranks compare
     made = time.perf_counter()
     shares = 0
-    for plan in walk_of(layout, settings_of(tx))._plans.values():
+    for plan in sharded_transform.bind(layout, sharded_transform.settings_of(tx))._plans.values():
         for share in plan.shares:
             share.moves(rank)
             shares += share.owner == rank

@@ -117,6 +117,19 @@ class Functions(NamedTuple):
     update: Callable[..., Any]
 
 
+class InStore(NamedTuple):
+    """How a transform that calls others does its own work where the state is offloaded: by buckets.
+
+    Both functions get the executor, whose `init_in_store`, `update_in_store` and `kept_state` do so, and the transform
+    with those it calls in a form that the executor carries out.
+    """
+
+    init: Callable[..., PyTree]
+    """``(executor, transform, params) -> state``."""
+    update: Callable[..., tuple[PyTree, PyTree]]
+    """``(executor, transform, updates, state, params, donate, extras) -> (updates, state)``."""
+
+
 @dataclass(frozen=True)
 class Declaration:
     """What a transform's author says of it; each field is explained at `transform`."""
@@ -134,6 +147,7 @@ class Declaration:
     turns_downhill: bool | Callable[..., bool] = False
     wants_uphill: bool = False
     many_of_one: bool = False
+    in_store: InStore | None = None
 
     def __post_init__(self) -> None:
         if not (isinstance(self.locality, Locality) or callable(self.locality)):
@@ -202,6 +216,11 @@ class Transform(Recorded):
     def with_children(self, function: Callable[[Transform], Transform]) -> Transform:
         """The same with each of its children replaced by what a function makes of it."""
         return self.with_parts([function(part) if isinstance(part, Transform) else part for part in self.parts])
+
+    @property
+    def stays_outermost(self) -> bool:
+        """Whether what is put around it goes inside instead, as around its argument ``tx``."""
+        return False
 
     @property
     def locality(self) -> Locality:
@@ -516,6 +535,7 @@ def transform(
     part_names: Callable[[Any], Sequence[str]] | None = None,
     many_of_one: bool = False,
     transparent: bool = False,
+    in_store: InStore | None = None,
 ) -> Any:
     """Make a factory of transforms from a function that returns ``init`` and ``update``.
 
@@ -562,6 +582,8 @@ def transform(
             every step. For what names, shapes and dtypes decide; nothing else may depend on it.
         many_of_one: whether it is the same transform for all leaves but for numbers, so that costs are those of the
             first of those it calls.
+        in_store: how a transform that calls others, and keeps state like the parameters of its own, does its own work
+            by buckets where the state is offloaded. None: all of that state is brought in at once.
         transparent: whether it stands for the one transform that it calls, and does not show in names.
         part_names: ``(transform) -> names``: of its numeric arguments and of those it calls, in order, where the names
             of the arguments will not do.
@@ -601,6 +623,7 @@ def transform(
         turns_downhill=turns_downhill,
         wants_uphill=wants_uphill,
         many_of_one=many_of_one,
+        in_store=in_store,
     )
 
     def decorate(constructor: Constructor) -> Callable[..., Transform]:

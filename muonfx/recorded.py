@@ -297,6 +297,15 @@ class Recorded:
                 self.__dict__["_built"] = kept
         return kept
 
+    @property
+    def treedef(self) -> Any:
+        """The structure of the value and of all within it, without numbers: equal for values that differ in these."""
+        kept = self.__dict__.get("_treedef")
+        if kept is None:
+            kept = optree.tree_structure(cast("Any", self), none_is_leaf=True, namespace=NAMESPACE)
+            self.__dict__["_treedef"] = kept
+        return kept
+
     def with_parts(self, parts: Sequence[Any]) -> Self:
         """The same call with other parts, which may be of other structure than those there are."""
         return self._from(dataclasses.replace(self.structure, derived={}, memory={}), parts)

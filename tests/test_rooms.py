@@ -33,6 +33,7 @@ FLOORS = {
     "schedules": 1,
     "transforms": 2,
     "recipes": 3,
+    "program": 3,
     "optimizer": 3,
     "sharding": 3,
     "checkpoint": 3,

@@ -158,6 +158,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         if "_keys" in state:
             self._attachment = Attachment([], self._named(), alone=self._layout is None)
+            self._stepping.refresh(self.param_groups, self._named())  # now, as a first step may be traced
 
     # ------------------------------------------------------------------------------------------------ construction
 

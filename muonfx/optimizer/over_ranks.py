@@ -31,17 +31,17 @@ from muonfx.optimizer.state import Load, on_this_rank
 from muonfx.optimizer.stepping import Check, Stepping, add_in_place
 from muonfx.optimizer.values import check_shapes, standing, unchanged, valid
 from muonfx.optimizer.versions import for_groups
+from muonfx.sharding.binding import Binding
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.intervals import IntervalTensor
 from muonfx.sharding.layout import Layout, dtensor_of, is_dtensor, local_of
 from muonfx.sharding.layouts import from_dtensors
 from muonfx.sharding.messages import collective
-from muonfx.sharding.offload.transform import home_of, inner_of
+from muonfx.sharding.offload.transform import store_of
 from muonfx.sharding.owned import like_parameter
 from muonfx.sharding.plan.plan import Settings
 from muonfx.sharding.state import Held, about, dressed, dressed_leaf, interval_of, logical_leaf
-from muonfx.sharding.transform import advance, begin, introduce, sharded, walk_of
-from muonfx.sharding.walk import Walk
+from muonfx.sharding.transform import advance, begin, bind, introduce, sharded
 from muonfx.tree import PyTree
 
 __all__ = ["SteppingOverRanks", "layout_for"]
@@ -77,9 +77,7 @@ class SteppingOverRanks(Stepping):
     def __init__(self, tx: Transform, keys: Sequence[Mapping[str, str]], layout: Layout, settings: Settings) -> None:
         super().__init__(tx, keys, None)
         self.layout, self._settings = layout, settings
-        self._inner = inner_of(tx)
-        self.walk: Walk = walk_of(layout, settings, home_of(tx))
-        self._now = self._inner
+        self.binding: Binding = bind(layout, settings, store_of(tx))
         self._known: list[optree.PyTreeSpec] = []
         self._like: dict[str, Any] = {}
         self._records: dict[int, dict[str, Any]] = {}
@@ -98,10 +96,10 @@ class SteppingOverRanks(Stepping):
     def init(self, params: Mapping[str, Tensor], groups: Sequence[Mapping[str, Any]]) -> PyTree:
         """Make the state of local tensors, once the ranks have found that they mean the same."""
         local = {name: local_of(param) for name, param in params.items()}
-        state = begin(self.walk, self._inner, local)
+        state = begin(self.binding, self._inner, local)
         self._device = tree.device_of(local)
-        self._like = self.walk.global_like(local)
-        self._about = about(self.walk, self._inner, self._like)
+        self._like = self.binding.global_like(local)
+        self._about = about(self.binding, self._inner, self._like)
         self.refresh(groups, params)
         if self._many:
             assert self.layout.group is not None
@@ -154,12 +152,12 @@ class SteppingOverRanks(Stepping):
     def show(self, place: int, leaf: Any) -> Any:
         """A leaf of the state as ``optimizer.state`` has it: a DTensor, or another thing that says which part it is."""
         what = self._about[place]
-        found = dressed_leaf(self.walk, what, leaf)
+        found = dressed_leaf(self.binding, what, leaf)
         if is_dtensor(found) and not what.owned:
             return recorded(found, self._record_of(place))
         if is_dtensor(found) or not isinstance(what, Held) or what.name is None:
             return found
-        piece = logical_leaf(self.walk, self._device, what, leaf)
+        piece = logical_leaf(self.binding, self._device, what, leaf)
         return IntervalTensor.of(piece) if isinstance(piece, FlatPiece) else piece
 
     def _record_of(self, place: int) -> dict[str, Any]:
@@ -174,7 +172,7 @@ class SteppingOverRanks(Stepping):
 
     def shown(self, state: PyTree) -> PyTree:
         """The state as the functional API has it."""
-        return dressed(self.walk, self._inner, self._like, state) if self.layout.dtensors else state
+        return dressed(self.binding, self._inner, self._like, state) if self.layout.dtensors else state
 
     # ------------------------------------------------------------------------------------------------- persistence
 
@@ -262,7 +260,7 @@ class SteppingOverRanks(Stepping):
                 break
         self._rendezvous.meet("load_state_dict", problem)
         self._copy(loads, state, None)
-        self.walk.note_load()
+        self.binding.note_load()
         self.share(state)
 
     def _copy(self, loads: Sequence[Load], state: PyTree, problem: Exception | None) -> None:
@@ -319,7 +317,7 @@ class SteppingOverRanks(Stepping):
         if known is not None:
             return tree.unflatten(known, leaves)
         self._known.append(treedef)
-        introduce(self.walk, tx)
+        introduce(self.binding, tx)
         return tx
 
     def step(
@@ -342,7 +340,14 @@ class SteppingOverRanks(Stepping):
             problem = error
         local = {name: local_of(param) for name, param in params.items()}
         out, after = advance(
-            self.walk, self._now, updates, state, local, donate=Donation(donate, True), extras=extras, problem=problem
+            self.binding,
+            self._now,
+            updates,
+            state,
+            local,
+            donate=Donation(donate, True),
+            extras=extras,
+            problem=problem,
         )
         add_in_place(local, out)
         self.share(after)

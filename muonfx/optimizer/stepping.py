@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,17 +10,26 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.core import Donation, Locality, Transform
-from muonfx.hyperparams import hyperparams, with_hyperparams
-from muonfx.optimizer.pieces import SMALL_BUCKET, Piece, Segment, buckets, bytes_of, segments
+from muonfx.checks import check_params, warn_of_unmatched
+from muonfx.core import Donation, Transform
 from muonfx.optimizer.state import Load, on_this_rank
-from muonfx.optimizer.values import agreement, check_shapes, distinct, standing, unchanged, valid
+from muonfx.optimizer.values import check_shapes, standing, unchanged, valid
+from muonfx.optimizer.versions import for_groups
+from muonfx.program.buckets import nbytes_of
+from muonfx.program.execute import Executor
+from muonfx.program.nodes import Node
+from muonfx.program.placement import ALONE
+from muonfx.sharding.offload.transform import inner_of, store_of
 from muonfx.tree import PyTree
 
 __all__ = ["Check", "Stepping", "add_in_place"]
 
 Check = Callable[[Mapping[str, Tensor | None]], None]
 """Raises what is wrong with gradients."""
+
+
+SMALL_BUCKET = 1 << 22
+"""The bytes that a bucket may have even where every parameter is smaller: calls cost more than room there."""
 
 
 class Stepping:
@@ -33,13 +43,20 @@ class Stepping:
 
     def __init__(self, tx: Transform, keys: Sequence[Mapping[str, str]], bucket_bytes: int | None) -> None:
         self.tx, self._keys, self._bucket_bytes = tx, keys, bucket_bytes
-        self._segments = segments(tx)
-        self.plans: list[list[Piece]] = []
+        self._inner = inner_of(tx)
+        self._now = self._inner
         self._values: list[dict[str, Any]] | None = None
+        self.executor = Executor(ALONE, store_of(tx))
+        self._node: Node | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the values that stood last: a copy looks at its own groups."""
-        return {**self.__dict__, "_values": None}
+        """Without what was found out: a copy looks at its own groups."""
+        return {**self.__dict__, "_values": None, "_node": None, "executor": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Find out anew, at the next step."""
+        self.__dict__.update(state)
+        self.executor = Executor(ALONE, store_of(self.tx), self._limit)
 
     @property
     def transform(self) -> Transform:
@@ -48,7 +65,11 @@ class Stepping:
 
     def init(self, params: Mapping[str, Tensor], groups: Sequence[Mapping[str, Any]]) -> PyTree:
         """Make the state, and find out what follows from the groups."""
-        state = self.tx.init(params)
+        check_params(params)
+        warn_of_unmatched(self.tx, params, stacklevel=5)
+        self._limit = self._bucket_bytes or max([SMALL_BUCKET, *map(nbytes_of, params.values())])
+        self.executor.bucket_bytes = self._limit
+        state = self.executor.init(self._inner, params)
         self.refresh(groups, params)
         return state
 
@@ -104,31 +125,11 @@ class Stepping:
         for group in values:
             check_shapes(self.tx, group)
         members = [list(group["param_names"]) for group in groups]
-        self.plans = [self._plan(segment, values, members, params) for segment in self._segments]
+        self._now = valid(for_groups(self._inner, values, members))
+        if self._node is None or self._now.structure is not self._inner.structure:
+            self._node = self.executor.program(self._now, params)
+        self.executor.prepare(self._node, self._now)
         self._values = [dict(group) for group in values]
-
-    def _plan(
-        self,
-        segment: Segment,
-        values: Sequence[Mapping[str, Any]],
-        members: Sequence[list[str]],
-        params: Mapping[str, Tensor],
-    ) -> list[Piece]:
-        names = hyperparams(segment.tx).keys()
-        chosen = [{name: group[name] for name in names & group.keys()} for group in values]
-        agreed, conflicts = agreement(chosen)
-        if conflicts and segment.tx.locality is Locality.TREE:
-            raise ValueError(
-                f"the groups disagree about {conflicts[0]!r}, which belongs to a transform that looks at all "
-                "parameters together; give it one value in all groups"
-            )
-        runs = distinct([{**agreed, **mine} if conflicts else agreed for mine in chosen], members)
-        made = [(valid(with_hyperparams(segment.tx, run)), names) for run, names in runs]
-        if segment.tx.locality is Locality.TREE:
-            return [Piece(made[0][0], None)]
-        limit = self._bucket_bytes or max([SMALL_BUCKET, *map(bytes_of, params.values())])
-        pieces = [Piece(tx, part) for tx, names in made for part in buckets(names, params, limit)]
-        return [Piece(pieces[0].tx, None)] if len(pieces) == 1 else pieces
 
     def step(
         self,
@@ -145,47 +146,12 @@ class Stepping:
         check(updates)
         self.tx.check_extras(extras)
         self.refresh(groups, params)
-        given = Donation(donate, True)
-        for place, (segment, plan) in enumerate(zip(self._segments, self.plans, strict=True)):
-            last = place == len(self._segments) - 1
-            updates, state = _run(segment, plan, updates, state, params, given, extras, apply=last)
-            given = Donation(given.updates or (segment.tx.keeps_donation_promise and _fresh(updates, params)), True)
-        return state
-
-
-def _run(
-    segment: Segment,
-    plan: list[Piece],
-    updates: dict[str, Tensor | None],
-    whole_state: PyTree,
-    params: dict[str, Tensor],
-    donate: Donation,
-    extras: dict[str, Any],
-    *,
-    apply: bool,
-) -> tuple[dict[str, Tensor | None], PyTree]:
-    state = segment.state_of(whole_state)
-    if len(plan) == 1:
-        results, after = plan[0].tx.run(updates, state, params, donate=donate, **extras)
-        if apply:
-            add_in_place(params, results)
-    else:
-        results = {}
-        before, treedef = tree.flatten(state)
-        leaves = list(before)
-        for piece in plan:
-            mine = {**dict.fromkeys(updates), **{name: updates[name] for name in piece.members(updates)}}
-            out, new = piece.tx.run(mine, state, params, donate=donate, **extras)
-            leaves = [
-                now if now is not was else kept for now, was, kept in zip(tree.leaves(new), before, leaves, strict=True)
-            ]
-            if apply:
-                add_in_place(params, out)
-            else:
-                results.update({name: out[name] for name in piece.members(updates)})
-            del mine, out  # not beside those of the next piece
-        after = tree.unflatten(treedef, leaves)
-    return results, segment.with_state(whole_state, after)
+        assert self._node is not None
+        apply = functools.partial(add_in_place, params)
+        donated = Donation(donate, True)
+        self.executor.require_room(state, params, donated)
+        _, after = self.executor.update_node(self._node, self._now, updates, state, params, donated, extras, apply)
+        return after
 
 
 def add_in_place(params: Mapping[str, Tensor], updates: Mapping[str, Tensor | None]) -> None:
@@ -193,7 +159,3 @@ def add_in_place(params: Mapping[str, Tensor], updates: Mapping[str, Tensor | No
     present = [(params[name], update) for name, update in updates.items() if update is not None]
     if present:
         torch._foreach_add_([param for param, _ in present], [update for _, update in present])
-
-
-def _fresh(updates: Mapping[str, Tensor | None], params: Mapping[str, Tensor]) -> bool:
-    return not any(update is not None and update is params[name].grad for name, update in updates.items())

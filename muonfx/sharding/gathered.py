@@ -16,7 +16,9 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Donation, Transform, chain
-from muonfx.sharding.belonging import owners_of
+from muonfx.program.buckets import BucketedState, device_of, init_in_buckets
+from muonfx.program.execute import with_numbers_on
+from muonfx.program.placement import Store
 from muonfx.sharding.gram import Slab, orthogonalize_slabs, slab_of
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.messages import Exchange, copied
@@ -27,7 +29,23 @@ from muonfx.tree import PyTree
 __all__ = ["init_run", "update_run"]
 
 
-def init_run(plan: RunPlan, run: Sequence[tuple[str, Transform]], layout: Layout, params: PyTree) -> PyTree:
+def init_run(
+    plan: RunPlan, run: Sequence[tuple[str, Transform]], layout: Layout, params: PyTree, store: Store
+) -> PyTree:
+    """The state of a run, in a store: made by the buckets of its plan, where it does not stay with the parameters."""
+    if store.is_resident:
+        return _init(plan, run, layout, params)
+    seen: set[str] = set()
+    buckets: list[list[str]] = []
+    for bucket in plan.buckets:
+        names = dict.fromkeys(plan.shares[i].name for i in bucket)
+        buckets.append([name for name in names if name not in seen])
+        seen |= set(names)
+    buckets.append(list(dict.fromkeys(share.name for share in plan.shares if share.name not in seen)))
+    return init_in_buckets(store, buckets, params, lambda some: _init(plan, run, layout, some), outside=None)
+
+
+def _init(plan: RunPlan, run: Sequence[tuple[str, Transform]], layout: Layout, params: PyTree) -> PyTree:
     """The state of a run: at the owner of a share that of its matrices, elsewhere None.
 
     Args:
@@ -86,7 +104,8 @@ def update_run(
     params: PyTree,
     donate: Donation,
     extras: Mapping[str, Any],
-    turns: Callable[..., Any] | None = None,
+    store: Store,
+    parameters: Callable[[], list[str | None]],
 ) -> tuple[PyTree, PyTree]:
     """Update by a run; all ranks of the layout must call it together, with the same leaves present.
 
@@ -99,8 +118,8 @@ def update_run(
         params: local tensors, for a run that reads them.
         donate: what may be overwritten.
         extras: named values for the transforms.
-        turns: ``(updates, state, buckets, donate)``, with the names of each bucket's parameters that this rank owns,
-            makes what brings the state in by buckets; None: it is there.
+        store: where the state lies.
+        parameters: finds the parameters that the leaves of the state belong to.
     """
     tx = chain(*run)
     treedef = tree.flatten(updates)[1]
@@ -115,11 +134,15 @@ def update_run(
     ]
     results = _Results(layout, local)
     _update_spread(plan, run, layout, local, results)
-    if turns is None:
-        by_turns: Any = _There(state, updates, len(buckets), donate)
-    else:
-        mine = [[share.name for share in shares if share.owner in (None, layout.rank)] for shares in buckets]
-        by_turns = turns(updates, state, mine, donate)
+    device = device_of(updates, params)
+    if not store.is_resident:
+        weights = {name: None if leaf is None else leaf.to(device) for name, leaf in weights.items()}
+        run = [(name, with_numbers_on(store.device(device), part)) for name, part in run]
+        tx = chain(*run)
+    mine = [[share.name for share in shares if share.owner in (None, layout.rank)] for shares in buckets]
+    at_once = store.is_resident and len(buckets) <= 1
+    of_leaves = [None] * len(tree.leaves(state)) if at_once else parameters()
+    bucketed = BucketedState(store, device, state, of_leaves, mine, donate)
     ahead = _begin(plan, layout, buckets[0], local, weights) if buckets else None
     before: _Going | None = None
     try:
@@ -127,11 +150,13 @@ def update_run(
             given, values = ({}, {}) if ahead is None else (ahead[0].wait(), ahead[1].wait() if ahead[1] else {})
             fresh = ahead is None or ahead[0].is_fresh
             ahead = _begin(plan, layout, buckets[turn + 1], local, weights) if turn + 1 < len(buckets) else None
-            out = by_turns.run(
+            out = bucketed.run(
                 turn,
                 tx.run,
                 tree.unflatten(treedef, [given.get(name) for name in names]),
-                by_turns.near(tree.unflatten(treedef, [values.get(name) for name in names])) if reads else None,
+                bucketed.to_compute_device(tree.unflatten(treedef, [values.get(name) for name in names]))
+                if reads
+                else None,
                 extras,
                 may_write=donate.updates or fresh,
             )
@@ -143,12 +168,12 @@ def update_run(
                 before.wait()
             before = after
     except BaseException:
-        by_turns.abandon()
+        bucketed.abandon()
         raise
     if before is not None:
         before.wait()
     out = tree.unflatten(treedef, [None if local[name] is None else results.of[name] for name in names])
-    return out, by_turns.end()
+    return out, bucketed.end()
 
 
 def _update_spread(
@@ -194,44 +219,6 @@ def _begin(
         _Coming(plan, layout, shares, local),
         _Coming(plan, layout, shares, weights, as_given=True) if weights else None,
     )
-
-
-class _There:
-    """A state that is where it is needed: each of several buckets starts from the same counters.
-
-    A counter is a leaf that belongs to no parameter.
-    """
-
-    def __init__(self, state: PyTree, params: PyTree, turns: int, donate: Donation) -> None:
-        self._state, self._donate, self._last = state, donate, max(turns, 1) - 1
-        self._old = tree.leaves(state)
-        self._counters: list[int] = []
-        if turns > 1:
-            self._counters = [place for place, owner in enumerate(owners_of(state, params)) if owner is None]
-
-    def run(
-        self, turn: int, tx: Any, updates: PyTree, params: PyTree, extras: Mapping[str, Any], *, may_write: bool
-    ) -> PyTree:
-        """Update one bucket, with the counters as they were; with copies, where they may be overwritten too early."""
-        leaves, treedef = tree.flatten(self._state)
-        for place in self._counters:
-            old = self._old[place]
-            again = self._donate.state and turn < self._last
-            leaves[place] = old.clone() if again and isinstance(old, Tensor) else old
-        state = tree.unflatten(treedef, leaves)
-        out, self._state = tx(updates, state, params, donate=Donation(may_write, self._donate.state), **extras)
-        return out
-
-    def near(self, values: PyTree) -> PyTree:
-        """Values where the transform computes."""
-        return values
-
-    def end(self) -> PyTree:
-        """The next state."""
-        return self._state
-
-    def abandon(self) -> None:
-        """Do nothing: nothing is under way."""
 
 
 class _Coming:

@@ -14,12 +14,12 @@ from muonfx.core import Transform
 from muonfx.polar import compute_dtype
 from muonfx.sharding.agreement import Facts, compare, find_difference, listed, number_of
 from muonfx.sharding.alike import DTYPES
+from muonfx.sharding.binding import Binding
 from muonfx.sharding.description import captured_by, chain_text, functions_of
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout, local_of
 from muonfx.sharding.placed import check_pieces
 from muonfx.sharding.replicas import verify_params
-from muonfx.sharding.walk import Walk
 from muonfx.tree import PyTree
 
 __all__ = ["PROBLEMS", "meet"]
@@ -28,13 +28,13 @@ PROBLEMS = (TypeError, ValueError, AttributeError, KeyError, OSError, ShardingEr
 """What may be wrong with what a caller gave on one rank."""
 
 
-def meet(walk: Walk, tx: Transform, params: PyTree) -> None:
+def meet(binding: Binding, tx: Transform, params: PyTree) -> None:
     """Require that all ranks have the same chain, parameters, layout and versions; agree on what "auto" stands for.
 
     All ranks call it together. They compare digests, in one all-reduce of fixed size; what differs is told only then.
 
     Args:
-        walk: the layout and its plans.
+        binding: the layout and its plans.
         tx: the transform.
         params: this rank's parameters, or what has their names and shapes.
 
@@ -45,7 +45,7 @@ def meet(walk: Walk, tx: Transform, params: PyTree) -> None:
         UserWarning: the ranks run different versions of torch or kinds of machine and hold copies of parameters; they
             measure differently what "auto" stands for; functions of the chain have captured different values.
     """
-    layout = walk.layout
+    layout = binding.layout
     problem: Exception | None = None
     try:
         checks.check_params(params)
@@ -55,22 +55,27 @@ def meet(walk: Walk, tx: Transform, params: PyTree) -> None:
     if layout.size > 1 and layout.group is None:
         raise ShardingError(f"{layout!r} has no process group: it is only to look at and to plan with")
     local = tree.map(local_of, params)
-    device = walk.device(tree.device_of(local))
+    device = binding.store.device(tree.device_of(local))
     fastest = compute_dtype(torch.float32, device)
     if layout.group is not None and layout.size > 1:
-        fastest = _compared(walk, tx, local, device, fastest, problem)
+        fastest = _compared(binding, tx, local, device, fastest, problem)
     elif problem is not None:
         raise problem
-    walk.compute.setdefault(device.type, fastest)  # what was agreed on first is what plans and states were made for
-    walk.likes[id(tx.structure)] = tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), local)
-    walk.met[id(tx.structure)] = tx.structure  # kept, so that no other can have its id
+    binding.compute.setdefault(device.type, fastest)  # what was agreed on first is what plans and states were made for
+    binding.likes[tx.treedef] = tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), local)
+    binding.compared.add(tx.treedef)
 
 
 def _compared(
-    walk: Walk, tx: Transform, local: PyTree, device: torch.device, fastest: torch.dtype, problem: Exception | None
+    binding: Binding,
+    tx: Transform,
+    local: PyTree,
+    device: torch.device,
+    fastest: torch.dtype,
+    problem: Exception | None,
 ) -> torch.dtype:
     """Compare with the other ranks; the dtype that "auto" stands for on all of them."""
-    layout = walk.layout
+    layout = binding.layout
     assert layout.group is not None
     names = zip(tree.names(local), tree.leaves(local), strict=True)
     # Where this rank runs what every rank runs for itself; on other hardware the last bit may be another.
@@ -88,7 +93,7 @@ def _compared(
             "layouts": f"{layout!r} ({layout.digest})",
             "ranks in their groups": str(torch.distributed.get_process_group_ranks(layout.group)),
             "kinds of device to compute on": device.type,
-            "settings": repr(walk.settings),
+            "settings": repr(binding.settings),
             "settings of torch": _settings_of_torch(),
         },
         layout.group,

@@ -15,6 +15,7 @@ from muonfx.arguments import plain_arguments
 from muonfx.core import Transform
 from muonfx.sharding.agreement import host_device, listed
 from muonfx.sharding.alike import agree_on_leaves
+from muonfx.sharding.binding import Binding
 from muonfx.sharding.checksums import checksum, scattered, vanishing
 from muonfx.sharding.collectives import BUCKET, exchange, in_buckets
 from muonfx.sharding.errors import ShardingError
@@ -23,7 +24,6 @@ from muonfx.sharding.layouts import ALIKE
 from muonfx.sharding.messages import collective, copied
 from muonfx.sharding.placed import check_pieces
 from muonfx.sharding.state import Held, about
-from muonfx.sharding.walk import Walk
 from muonfx.tree import PyTree
 
 __all__ = ["broadcast", "verify_params", "verify_state", "warn_of_gradients"]
@@ -86,11 +86,11 @@ _ADVICE = (
 )
 
 
-def verify_state(walk: Walk, tx: Transform, like: PyTree, state: PyTree) -> None:
+def verify_state(binding: Binding, tx: Transform, like: PyTree, state: PyTree) -> None:
     """Require that what several ranks hold of a state is the same there, bit by bit.
 
     Args:
-        walk: the layout and its plans.
+        binding: the layout and its plans.
         tx: the transform.
         like: local tensors in the tree of the parameters.
         state: of local tensors.
@@ -98,14 +98,14 @@ def verify_state(walk: Walk, tx: Transform, like: PyTree, state: PyTree) -> None
     Raises:
         ShardingError: it is not; the message names the first leaf that is not, and the ranks. Raised on all ranks.
     """
-    described, leaves = about(walk, tx, like), tree.leaves(state)
+    described, leaves = about(binding, tx, like), tree.leaves(state)
     if len(described) != len(leaves):
         return  # of another transform: whoever looks at the state says so
     copies = [
-        _Copies(name, leaf if isinstance(leaf, Tensor) else None, _holders_of(walk.layout, what))
+        _Copies(name, leaf if isinstance(leaf, Tensor) else None, _holders_of(binding.layout, what))
         for name, leaf, what in zip(tree.names(state), leaves, described, strict=True)
     ]
-    found = _find_difference(copies, walk.layout)
+    found = _find_difference(copies, binding.layout)
     if found is not None:
         raise ShardingError(
             f"the state's {found.name!r} {found.where}{found.also('leaves')}, though they hold the same; nothing was "

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from muonfx.core import Transform
+from muonfx.sharding.binding import Binding
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout
-from muonfx.sharding.offload.transform import home_of, inner_of
+from muonfx.sharding.offload.transform import inner_of, store_of
 from muonfx.sharding.state import local_state, logical_state
-from muonfx.sharding.transform import Sharded, settings_of, walk_of
-from muonfx.sharding.walk import Walk
+from muonfx.sharding.transform import Sharded, bind, settings_of
 from muonfx.tree import PyTree
 
 __all__ = ["local", "logical"]
@@ -43,8 +43,8 @@ def logical(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
     >>> logical(tx, tx.init(layout.shard(params))).trace["w"]
     FlatPiece(elements 0 to 4 of (2, 2), torch.float32)
     """
-    walk, inner, like = _met(tx, params)
-    return logical_state(walk, inner, like, state)
+    binding, inner, like = _met(tx, params)
+    return logical_state(binding, inner, like, state)
 
 
 def local(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
@@ -67,12 +67,12 @@ def local(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
     >>> local(tx, logical(tx, tx.init(layout.shard(params)))).trace["w"]
     tensor([0., 0., 0., 0.])
     """
-    walk, inner, like = _met(tx, params)
-    walk.note_load()
-    return local_state(walk, inner, like, state)
+    binding, inner, like = _met(tx, params)
+    binding.note_load()
+    return local_state(binding, inner, like, state)
 
 
-def _met(tx: Transform, params: PyTree) -> tuple[Walk, Transform, Any]:
+def _met(tx: Transform, params: PyTree) -> tuple[Binding, Transform, Any]:
     if not isinstance(tx, Sharded):
         raise TypeError(f"tx must be what muonfx.sharding.sharded made, found {tx!r}")
     layout: Layout = tx.arguments["layout"]
@@ -83,9 +83,9 @@ def _met(tx: Transform, params: PyTree) -> tuple[Walk, Transform, Any]:
         if len(known) != 1:
             raise ShardingError("params: a replicated layout has to be told which parameters are meant")
         layout = known[0]
-    walk = walk_of(layout, settings_of(tx), home_of(tx.arguments["tx"]))
-    like = params if params is not None else walk.likes.get(id(inner_of(tx.arguments["tx"]).structure))
+    binding = bind(layout, settings_of(tx), store_of(tx.arguments["tx"]))
+    like = params if params is not None else binding.likes.get(inner_of(tx.arguments["tx"]).treedef)
     if like is None:
         specs = layout._specs
         like = {n: torch.empty(layout.piece(n).shape, dtype=specs[n].dtype, device="meta") for n in specs}
-    return walk, inner_of(tx.arguments["tx"]), like
+    return binding, inner_of(tx.arguments["tx"]), like

@@ -6,6 +6,7 @@ of fields.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -15,14 +16,15 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.checkpoint import FlatPiece
-from muonfx.core import Locality, Transform, chain_entries, transform
-from muonfx.sharding.belonging import owners_of
-from muonfx.sharding.kinds import Kind, kind_of, with_parts
+from muonfx.core import Transform
+from muonfx.program.buckets import parameters_of
+from muonfx.program.lower import fill_placeholders, state_around
+from muonfx.program.nodes import Around, Node, Sequence, Stage, WholeTree
+from muonfx.sharding.binding import Binding
 from muonfx.sharding.layout import is_dtensor, local_of
 from muonfx.sharding.owned import at_owner, like_parameter
 from muonfx.sharding.plan.plan import RunPlan
 from muonfx.sharding.plan.shares import Share
-from muonfx.sharding.walk import Walk
 from muonfx.tree import PyTree
 
 __all__ = [
@@ -59,66 +61,46 @@ class Held:
     """The shape of what this rank has of it; None: it has nothing."""
 
 
-def held(walk: Walk, tx: Transform, params: PyTree) -> PyTree:
-    """Describe the state of a transform, leaf by leaf; the structure is the state's own.
+def held(binding: Binding, node: Node) -> PyTree:
+    """Describe the state of a node of a program, leaf by leaf; the structure is the state's own.
 
     Args:
-        walk: the layout and its plans.
-        tx: the transform.
-        params: a tree of meta tensors of the global shapes.
+        binding: the layout and its plans.
+        node: of the program.
     """
-    tx = tx.resolve(params)
-    kind = kind_of(tx)
-    if (entries := chain_entries(tx)) is not None:
+    with warnings.catch_warnings():  # what there is to warn of has been said
+        warnings.simplefilter("ignore")
+        return _held(binding, node)
+
+
+def _held(binding: Binding, node: Node) -> PyTree:
+    if isinstance(node, Stage) and not binding.holds_all:
+        members = _held_at_owners(binding, node)
+        return members[node.members[0].name]
+    if isinstance(node, Sequence):
         state: dict[str, Any] = {}
-        for group in walk.groups(tx, params):
-            if kind_of(group[0][1]) is Kind.RUN:
+        for names, child in node.entries:
+            if isinstance(child, Stage) and not binding.holds_all:
+                state |= _held_at_owners(binding, child)
+            elif isinstance(child, Stage):
                 state |= {
-                    name: _described(walk, part.functions.init(params), params, walk.plan(group, params))
-                    for name, part in group
+                    m.name: _described(binding, m.node.tx.functions.init(node.like), node.like) for m in child.members
                 }
             else:
-                state[group[0][0]] = held(walk, entries[group[0][0]], params)
+                state[names[0]] = _held(binding, child)
         return state
-    if kind is Kind.RUN:
-        return _described(walk, tx.functions.init(params), params, walk.plan(((tx.name, tx),), params))
-    if kind is Kind.INSIDE:
-        return _around(walk, tx, params)
-    return _described(walk, tx.functions.init(params), {} if kind is Kind.EVERYTHING else params)
+    if isinstance(node, Around):
+        state, _ = state_around(node.tx, node.like)
+        described = _described(binding, state, node.like)
+        return fill_placeholders(described, lambda place: _held(binding, node.inner[place]))
+    gathers = isinstance(node, WholeTree) and not binding.holds_all
+    return _described(binding, node.tx.functions.init(node.like), {} if gathers else node.like)
 
 
-class _Here:
-    """A place in a state where that of an inner transform belongs."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-
-@transform(locality=Locality.TREE, transparent=True)
-def _marker(tx: Transform, found: Any):
-    """Stands for an inner transform, and notes what `init` gives it."""
-
-    def init(params: PyTree) -> _Here:
-        found.append((tx, params))
-        return _Here(len(found) - 1)
-
-    def update(updates: PyTree, state: PyTree, params: PyTree = None):
-        raise AssertionError("a marker is never run")
-
-    return init, update
-
-
-class _Found(list[tuple[Transform, PyTree]]):
-    """What markers have noted; itself and not its elements is an argument."""
-
-
-def _around(walk: Walk, tx: Transform, params: PyTree) -> PyTree:
-    found = _Found()
-    state = with_parts(tx, lambda part: _marker(part, found)).functions.init(params)
-    return tree.map(
-        lambda leaf: held(walk, *found[leaf.number]) if isinstance(leaf, _Here) else leaf,
-        _described(walk, state, params),
-    )
+def _held_at_owners(binding: Binding, stage: Stage) -> dict[str, PyTree]:
+    run = tuple((member.name, member.node.tx) for member in stage.members)
+    plan = binding.plan(run, stage.like)
+    return {name: _described(binding, tx.functions.init(stage.like), stage.like, plan) for name, tx in run}
 
 
 def _by_name(plan: RunPlan) -> dict[str, tuple[Share, ...]]:
@@ -128,11 +110,11 @@ def _by_name(plan: RunPlan) -> dict[str, tuple[Share, ...]]:
     return {name: tuple(shares) for name, shares in found.items()}
 
 
-def _described(walk: Walk, state: PyTree, params: PyTree, plan: RunPlan | None = None) -> PyTree:
+def _described(binding: Binding, state: PyTree, params: PyTree, plan: RunPlan | None = None) -> PyTree:
     """Say of each leaf which parameter it belongs to; a piece of one has its shape too.
 
     Args:
-        walk: the layout and its plans.
+        binding: the layout and its plans.
         state: made of meta tensors of the global shapes.
         params: those tensors.
         plan: who owns what, where the state lies at owners.
@@ -141,7 +123,7 @@ def _described(walk: Walk, state: PyTree, params: PyTree, plan: RunPlan | None =
     by_name = dict(zip(tree.names(params), tree.leaves(params), strict=True))
     leaves, treedef = tree.flatten(state)
     described: list[Any] = []
-    for owner, leaf in zip(owners_of(state, params) if by_name else [None] * len(leaves), leaves, strict=True):
+    for owner, leaf in zip(parameters_of(state, params) if by_name else [None] * len(leaves), leaves, strict=True):
         if not isinstance(leaf, Tensor):
             described.append(leaf)
             continue
@@ -150,61 +132,62 @@ def _described(walk: Walk, state: PyTree, params: PyTree, plan: RunPlan | None =
         if not owned and param is not None and leaf.shape != param.shape:
             name = None
         of_all = shares.get(name, ()) if shares is not None and name is not None else ()
-        share = next((share for share in of_all if share.owner in (None, walk.layout.rank)), None)
+        share = next((share for share in of_all if share.owner in (None, binding.layout.rank)), None)
         described.append(Held(name, owned, share, of_all, tuple(leaf.shape), leaf.dtype))
     return tree.unflatten(treedef, described)
 
 
-def about(walk: Walk, tx: Transform, params: PyTree) -> list[Any]:
+def about(binding: Binding, tx: Transform, params: PyTree) -> list[Any]:
     """What the leaves of a state are, in order: `Held` for a tensor."""
-    key = ("held", id(tx.structure), tuple(tree.names(params)))
-    if key not in walk.derived:
-        here = tree.leaves(walk.init(tx, walk.local_like(params)))
-        found = tree.leaves(held(walk, tx, walk.global_like(params)))
+    key = ("held", tx.treedef, tuple(tree.names(params)))
+    if key not in binding.derived:
+        local = binding.local_like(params)
+        here = tree.leaves(binding.executor.init(tx, local))
+        found = tree.leaves(held(binding, binding.executor.program(tx, local)))
         described = [
             replace(what, local=None if leaf is None else tuple(leaf.shape)) if isinstance(what, Held) else what
             for what, leaf in zip(found, here, strict=True)
         ]
-        walk.derived[key] = described, tx.structure  # kept, so that no other can have its id
-    return walk.derived[key][0]
+        binding.derived[key] = described
+    return binding.derived[key]
 
 
-def dressed(walk: Walk, tx: Transform, params: PyTree, state: PyTree) -> PyTree:
+def dressed(binding: Binding, tx: Transform, params: PyTree, state: PyTree) -> PyTree:
     """A state with DTensors in the place of local tensors that belong to parameters that are DTensors.
 
     What lies at an owner is a DTensor too, on every rank; but for ranges of a stack that DTensors cannot say: those
     stay local tensors at their owners and None elsewhere.
     """
     leaves, treedef = tree.flatten(state)
-    pairs = zip(about(walk, tx, params), leaves, strict=True)
-    return tree.unflatten(treedef, [dressed_leaf(walk, what, leaf) for what, leaf in pairs])
+    pairs = zip(about(binding, tx, params), leaves, strict=True)
+    return tree.unflatten(treedef, [dressed_leaf(binding, what, leaf) for what, leaf in pairs])
 
 
-def dressed_leaf(walk: Walk, what: Any, leaf: Any) -> Any:
+def dressed_leaf(binding: Binding, what: Any, leaf: Any) -> Any:
     """One leaf of `dressed`."""
     if not isinstance(what, Held) or what.name is None or is_dtensor(leaf):
         return leaf
-    if what.name not in walk.layout.dtensors:
+    if what.name not in binding.layout.dtensors:
         return leaf
     if not what.owned:
-        return None if leaf is None else walk.layout._as_dtensor(what.name, leaf)
+        return None if leaf is None else binding.layout._as_dtensor(what.name, leaf)
     if leaf is None and what.local is not None:
         return None  # a transform that keeps nothing there
     like = torch.empty(what.shape, dtype=what.dtype, device="meta")
     if len(what.shares) == 1 and what.shares[0].owner is not None:
-        return at_owner(walk.layout, what.shares[0].owner, leaf, like)
-    found = like_parameter(walk.layout, what.name, what.shares, leaf, like)
+        return at_owner(binding.layout, what.shares[0].owner, leaf, like)
+    found = like_parameter(binding.layout, what.name, what.shares, leaf, like)
     return leaf if found is None else found
 
 
-def bare(walk: Walk, tx: Transform, params: PyTree, state: PyTree) -> PyTree:
+def bare(binding: Binding, tx: Transform, params: PyTree, state: PyTree) -> PyTree:
     """The local tensors of a state of DTensors: the inverse of `dressed`."""
-    if not walk.layout.dtensors:
+    if not binding.layout.dtensors:
         return state
     leaves, treedef = tree.flatten(state)
     if not any(is_dtensor(leaf) for leaf in leaves):
         return state
-    described = about(walk, tx, params)
+    described = about(binding, tx, params)
     if len(described) != len(leaves):
         return tree.map(local_of, state)  # of another transform: whoever checks the state says so
     return tree.unflatten(treedef, [bare_leaf(what, leaf) for what, leaf in zip(described, leaves, strict=True)])
@@ -217,20 +200,20 @@ def bare_leaf(what: Any, leaf: Any) -> Any:
     return None if what.local is None else leaf._local_tensor.view(what.local)
 
 
-def logical_state(walk: Walk, tx: Transform, params: PyTree, state: PyTree) -> PyTree:
+def logical_state(binding: Binding, tx: Transform, params: PyTree, state: PyTree) -> PyTree:
     """A state in which every leaf says which part of which whole it is."""
     leaves, treedef = tree.flatten(state)
-    pairs = zip(about(walk, tx, params), leaves, strict=True)
+    pairs = zip(about(binding, tx, params), leaves, strict=True)
     device = tree.device_of(state)
-    return tree.unflatten(treedef, [logical_leaf(walk, device, what, bare_leaf(what, leaf)) for what, leaf in pairs])
+    return tree.unflatten(treedef, [logical_leaf(binding, device, what, bare_leaf(what, leaf)) for what, leaf in pairs])
 
 
-def logical_leaf(walk: Walk, device: torch.device, what: Any, leaf: Any) -> Any:
+def logical_leaf(binding: Binding, device: torch.device, what: Any, leaf: Any) -> Any:
     """One leaf of `logical_state`."""
     if not isinstance(what, Held) or what.name is None:
         return leaf
     if not what.owned:
-        return None if leaf is None else walk.layout.described(what.name, leaf)
+        return None if leaf is None else binding.layout.described(what.name, leaf)
     if what.share is None:
         return FlatPiece(what.shape, 0, torch.empty(0, dtype=what.dtype, device=device))
     if what.share.owner is None or leaf is None:
@@ -244,9 +227,9 @@ def interval_of(what: Held, share: Share) -> tuple[int, int]:
     return share.start * prod(what.shape) // each, share.stop * prod(what.shape) // each
 
 
-def local_state(walk: Walk, tx: Transform, params: PyTree, logical: PyTree) -> PyTree:
+def local_state(binding: Binding, tx: Transform, params: PyTree, logical: PyTree) -> PyTree:
     """The state that a logical one describes."""
-    meta = walk.init(tx, tree.map(lambda leaf: torch.empty_like(local_of(leaf), device="meta"), params))
+    meta = binding.executor.init(tx, tree.map(lambda leaf: torch.empty_like(local_of(leaf), device="meta"), params))
     leaves, treedef = tree.flatten(logical)
 
     def at(wanted: Any, leaf: Any) -> Any:
@@ -256,4 +239,4 @@ def local_state(walk: Walk, tx: Transform, params: PyTree, logical: PyTree) -> P
 
     local = [at(wanted, leaf) for wanted, leaf in zip(tree.leaves(meta), leaves, strict=True)]
     state = tree.unflatten(treedef, local)
-    return dressed(walk, tx, params, state) if walk.layout.dtensors else state
+    return dressed(binding, tx, params, state) if binding.layout.dtensors else state

@@ -15,23 +15,22 @@ from muonfx.core import Donation, Transform
 from muonfx.recorded import parts_of
 from muonfx.sharding.agreement import host_device, number_of, raise_difference
 from muonfx.sharding.alike import DTYPES, UNPLACED, Different, agree_on_leaves
+from muonfx.sharding.binding import Binding
 from muonfx.sharding.description import structure_of
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout, is_dtensor, local_of
 from muonfx.sharding.meeting import PROBLEMS, meet
 from muonfx.sharding.messages import Exchange, collective
-from muonfx.sharding.offload.walk import Streaming
 from muonfx.sharding.placed import check_pieces
 from muonfx.sharding.replicas import verify_params, verify_state, warn_of_gradients
 from muonfx.sharding.state import Held, about
-from muonfx.sharding.walk import Walk
 from muonfx.tree import PyTree
 
 __all__ = ["agreed_updates"]
 
 
 def agreed_updates(
-    walk: Walk,
+    binding: Binding,
     tx: Transform,
     updates: PyTree,
     state: PyTree,
@@ -46,26 +45,25 @@ def agreed_updates(
 
     Where a leaf is absent on some ranks, it is what another holder of the same piece has, or else zeros.
     """
-    layout = walk.layout
+    layout = binding.layout
     like = updates if params is None else params
     try:
         tx.check_extras(extras)
         checks.check_floating("updates", updates)
-        _check_step(walk, tx, updates, state, params, check=check)
-        if isinstance(walk, Streaming):
-            walk.require_room(state, tree.map(local_of, like), donate)
+        _check_step(binding, tx, updates, state, params, check=check)
+        binding.executor.require_room(state, tree.map(local_of, like), donate)
     except PROBLEMS as error:
         problem = problem or error
-    if not walk.met:  # these ranks have agreed on nothing yet, not even on how many parameters there are
-        meet(walk, tx, like)
-    is_new = id(tx.structure) not in walk.met
+    if not binding.compared:  # these ranks have agreed on nothing yet, not even on how many parameters there are
+        meet(binding, tx, like)
+    is_new = tx.treedef not in binding.compared
     if layout.group is None or layout.size == 1:
         if is_new:
-            meet(walk, tx, like)
+            meet(binding, tx, like)
         if problem is not None:
             raise problem
         return tree.map(local_of, updates)
-    is_due = walk.is_verification_due(tx)
+    is_due = binding.is_verification_due(tx)
     loads: set[bool] = set()
 
     def verify() -> None:
@@ -73,12 +71,12 @@ def agreed_updates(
         is_due = True
         if params is not None:
             verify_params(layout, tree.map(local_of, params))
-        verify_state(walk, tx, tree.map(local_of, like), state)
+        verify_state(binding, tx, tree.map(local_of, like), state)
 
     told, number = {}, 0
     try:
         if problem is None:
-            told, number = _facts(walk, tx, state, like, extras)
+            told, number = _facts(binding, tx, state, like, extras)
     except PROBLEMS as error:
         problem = error
     try:
@@ -89,9 +87,9 @@ def agreed_updates(
             {"arguments: some give params, some do not": int(params is not None), _FACTS: number},
             # A rank may be the only one that has a new chain, or has loaded a state: all do what any of them wishes.
             wishes=[
-                (walk.has_loaded, lambda: loads.add(True)),
-                (not walk.has_loaded, lambda: loads.add(False)),
-                (is_new, lambda: meet(walk, tx, like)),
+                (binding.has_loaded, lambda: loads.add(True)),
+                (not binding.has_loaded, lambda: loads.add(False)),
+                (is_new, lambda: meet(binding, tx, like)),
                 (is_due, verify),
             ],
         )
@@ -115,10 +113,10 @@ def agreed_updates(
     if len(loads) > 1:
         warnings.warn(
             "since the last step a state was loaded on some ranks and not on others (on this one it was "
-            f"{'' if walk.has_loaded else 'not '}loaded): its pieces do not belong together",
+            f"{'' if binding.has_loaded else 'not '}loaded): its pieces do not belong together",
             stacklevel=2,
         )
-    walk.begin_step(tx)
+    binding.begin_step(tx)
     return found
 
 
@@ -128,7 +126,7 @@ SMALL = 64
 
 
 def _facts(
-    walk: Walk, tx: Transform, state: PyTree, like: PyTree, extras: dict[str, Any]
+    binding: Binding, tx: Transform, state: PyTree, like: PyTree, extras: dict[str, Any]
 ) -> tuple[dict[str, Any], int]:
     """Collect the facts that must be the same on all ranks at a step, as far as no device must be waited for.
 
@@ -137,14 +135,14 @@ def _facts(
     numbers: dict[str, Any] = {
         "numbers in their chains": {name: _text(number) for name, number in parts_of(tx)},
         "named extras, such as value=loss; reduce them first": {name: _text(value) for name, value in extras.items()},
-        "numbers in their states": _numbers_of_state(walk, tx, state, like),
+        "numbers in their states": _numbers_of_state(binding, tx, state, like),
     }
     # All of the chain but its numbers: also which parameters are in which group of an optimizer.
-    key = ("structure", id(tx.structure))
-    if key not in walk.derived:
+    key = ("structure", tx.treedef)
+    if key not in binding.derived:
         text = structure_of(tx)
-        walk.derived[key] = text, number_of(text), tx.structure  # kept, so that no other can have its id
-    structure, its_number, _ = walk.derived[key]
+        binding.derived[key] = text, number_of(text)
+    structure, its_number = binding.derived[key]
     return {"chains": structure, **numbers}, number_of([its_number, numbers])
 
 
@@ -158,17 +156,17 @@ def _text(value: Any) -> str:
     return f"{value.tolist()} of {value.dtype}"
 
 
-def _numbers_of_state(walk: Walk, tx: Transform, state: PyTree, like: PyTree) -> dict[str, str]:
+def _numbers_of_state(binding: Binding, tx: Transform, state: PyTree, like: PyTree) -> dict[str, str]:
     """Those leaves of a state that belong to no parameter, such as counters and injected hyperparameters."""
     leaves = tree.leaves(state)
-    key = ("numbers of state", id(tx.structure), len(leaves), tuple(tree.names(like)))
-    if key not in walk.derived:
-        described = about(walk, tx, tree.map(local_of, like))
+    key = ("numbers of state", tx.treedef, len(leaves), tuple(tree.names(like)))
+    if key not in binding.derived:
+        described = about(binding, tx, tree.map(local_of, like))
         places = [i for i, what in enumerate(described) if isinstance(what, Held) and what.name is None]
         names = tree.names(state)
         fits = len(described) == len(leaves)
-        walk.derived[key] = [(place, names[place]) for place in places] if fits else None
-    places = walk.derived[key]
+        binding.derived[key] = [(place, names[place]) for place in places] if fits else None
+    places = binding.derived[key]
     return {"": f"{len(leaves)} leaves"} if places is None else {name: _text(leaves[place]) for place, name in places}
 
 
@@ -217,22 +215,24 @@ def _filled(
     return found
 
 
-def _check_step(walk: Walk, tx: Transform, updates: PyTree, state: PyTree, params: PyTree, *, check: bool) -> None:
-    _check_local(walk.layout, updates)
+def _check_step(
+    binding: Binding, tx: Transform, updates: PyTree, state: PyTree, params: PyTree, *, check: bool
+) -> None:
+    _check_local(binding.layout, updates)
     if not check:
         return
     local = tree.map(local_of, updates)
     weights = tree.map(local_of, params)
     if params is not None:
-        check_pieces(walk.layout, params)
+        check_pieces(binding.layout, params)
         checks.check_updates_fit(weights, local)
     like = local if params is None else weights
     if any(leaf is None for leaf in tree.leaves(like)):
         return
-    key = ("state", id(tx.structure), tuple(tree.names(like)), tuple(leaf.dtype for leaf in tree.leaves(like)))
-    derived = walk.derived
+    key = ("state", tx.treedef, tuple(tree.names(like)), tuple(leaf.dtype for leaf in tree.leaves(like)))
+    derived = binding.derived
     if key not in derived:
-        meta = walk.init(tx, tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), like))
+        meta = binding.executor.init(tx, tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), like))
         derived[key] = (*tree.flatten(meta), meta)
     checks.check_state_like(tx.name, state, derived[key], with_dtypes=params is not None)
 

@@ -9,24 +9,28 @@ import torch
 from muonfx import tree
 from muonfx.checks import warn_of_unmatched
 from muonfx.core import NOTHING, Declaration, Donation, Transform, _apart, _overlaps
+from muonfx.program.placement import RESIDENT, Store
 from muonfx.recorded import make_factory
 from muonfx.sharding.agreement import agree
+from muonfx.sharding.binding import Binding
 from muonfx.sharding.layout import Layout, is_dtensor, local_of
 from muonfx.sharding.meeting import meet
-from muonfx.sharding.offload.home import Home
-from muonfx.sharding.offload.transform import home_of, inner_of
-from muonfx.sharding.offload.walk import Streaming
+from muonfx.sharding.offload.transform import inner_of, store_of
 from muonfx.sharding.plan.plan import Machine, Settings
 from muonfx.sharding.state import bare, dressed
 from muonfx.sharding.steps import agreed_updates
-from muonfx.sharding.walk import Walk
 from muonfx.tree import PyTree
 
-__all__ = ["Sharded", "advance", "begin", "introduce", "settings_of", "sharded", "walk_of"]
+__all__ = ["Sharded", "advance", "begin", "introduce", "settings_of", "sharded", "bind"]
 
 
 class Sharded(Transform):
     """What `sharded` makes: a transform whose errors are raised on all ranks alike, before anything is changed."""
+
+    @property
+    def stays_outermost(self) -> bool:
+        """Whether what is put around it goes inside: ranks agree on all of a step before any of it is done."""
+        return True
 
     def init(self, params: PyTree) -> PyTree:
         """Build the state for this rank's pieces; all ranks must call it together.
@@ -157,16 +161,16 @@ def sharded(
         raise TypeError(f"machine: found {machine!r}, expected a muonfx.sharding.Machine or None")
     if not isinstance(gram, bool):
         raise TypeError(f"gram: found {gram!r}, expected True or False")
-    inner, home = inner_of(tx), home_of(tx)
+    inner, store = inner_of(tx), store_of(tx)
 
     def init(params: PyTree) -> PyTree:
-        walk = walk_of(layout.of(params), settings, home)
+        binding = bind(layout.of(params), settings, store)
         local = tree.map(local_of, params)
         present = [leaf for leaf in tree.leaves(local) if leaf is not None]
         if present and all(leaf.is_meta for leaf in present):
-            return walk.init(inner, local)
-        state = begin(walk, inner, params)
-        return dressed(walk, inner, params, state) if walk.layout.dtensors else state
+            return binding.executor.init(inner, local)
+        state = begin(binding, inner, params)
+        return dressed(binding, inner, params, state) if binding.layout.dtensors else state
 
     @torch.no_grad()
     def update(
@@ -180,41 +184,41 @@ def sharded(
         **extras: Any,
     ) -> tuple[PyTree, PyTree]:
         like = updates if params is None else params
-        walk = walk_of(layout.of(like), settings, home)
-        own = bare(walk, inner, like, state)
+        binding = bind(layout.of(like), settings, store)
+        own = bare(binding, inner, like, state)
         out, after = advance(
-            walk, inner, updates, own, params, donate=donate, extras=extras, check=check, problem=problem
+            binding, inner, updates, own, params, donate=donate, extras=extras, check=check, problem=problem
         )
         if check and not donate.state:
             after = _apart(after, own)
         if not any(is_dtensor(leaf) for values in (updates, params) for leaf in tree.leaves(values)):
             return out, after
-        return walk.layout.dressed(out, updates), dressed(walk, inner, updates, after)
+        return binding.layout.dressed(out, updates), dressed(binding, inner, updates, after)
 
     # Collectives among processes are nothing that a graph could hold.
     return torch.compiler.disable(init), torch.compiler.disable(update)
 
 
-def begin(walk: Walk, tx: Transform, params: PyTree) -> PyTree:
+def begin(binding: Binding, tx: Transform, params: PyTree) -> PyTree:
     """Compare chains, parameters and layouts between ranks, and make the state of local tensors; on all or on none."""
-    meet(walk, tx, params)
+    meet(binding, tx, params)
     warn_of_unmatched(tx, params, stacklevel=3)
     problem: OSError | None = None
     state: PyTree = None
     try:
-        state = walk.init(tx, tree.map(local_of, params))
-    except OSError as error:  # of a home on disk
+        state = binding.executor.init(tx, tree.map(local_of, params))
+    except OSError as error:  # of a store on disk
         problem = error
-    if not isinstance(walk, Streaming) or walk.layout.group is None or walk.layout.size == 1:
+    if binding.store.is_resident or binding.layout.group is None or binding.layout.size == 1:
         if problem is not None:
             raise problem
         return state
-    agree([], walk.layout.group, problem)
+    agree([], binding.layout.group, problem)
     return state
 
 
 def advance(
-    walk: Walk,
+    binding: Binding,
     tx: Transform,
     updates: PyTree,
     state: PyTree,
@@ -228,7 +232,7 @@ def advance(
     """One step on local tensors; updates and parameters may be DTensors. What is wrong on one rank is raised on all.
 
     Args:
-        walk: the layout and its plans.
+        binding: the layout and its plans.
         tx: the transform, with the numbers of now.
         updates: gradients.
         state: of local tensors.
@@ -240,13 +244,15 @@ def advance(
     """
     if donate.updates and any(_overlaps(leaf) for leaf in map(local_of, tree.leaves(updates)) if leaf is not None):
         donate = donate._replace(updates=False)  # an expanded gradient has no storage of its own to reuse
-    local = agreed_updates(walk, tx, updates, state, params, donate=donate, extras=extras, check=check, problem=problem)
-    return walk.update(tx, local, state, tree.map(local_of, params), donate, extras)
+    local = agreed_updates(
+        binding, tx, updates, state, params, donate=donate, extras=extras, check=check, problem=problem
+    )
+    return binding.executor.update(tx, local, state, tree.map(local_of, params), donate, extras)
 
 
-def introduce(walk: Walk, tx: Transform) -> None:
+def introduce(binding: Binding, tx: Transform) -> None:
     """Take a transform as known to all ranks, which have made it alike of one that they have compared."""
-    walk.met.setdefault(id(tx.structure), tx.structure)
+    binding.compared.add(tx.treedef)
 
 
 def settings_of(tx: Sharded) -> Settings:
@@ -254,9 +260,9 @@ def settings_of(tx: Sharded) -> Settings:
     return Settings(*(tx.arguments[name] for name in Settings._fields))
 
 
-def walk_of(layout: Layout, settings: Settings, home: Home | None = None) -> Walk:
-    """The walk of a layout with some settings, and with the state at some home; there is one."""
-    key = ("walk", settings, home)
+def bind(layout: Layout, settings: Settings, store: Store = RESIDENT) -> Binding:
+    """The binding of a layout with some settings, and with the state in some store; there is one."""
+    key = ("binding", settings, store)
     if key not in layout.derived:
-        layout.derived[key] = Walk(layout, settings) if home is None else Streaming(layout, settings, home=home)
+        layout.derived[key] = Binding(layout, settings, store)
     return layout.derived[key]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from muonfx import checks, tree
 from muonfx import elementwise as ew
-from muonfx.core import NOTHING, Donation, Locality, Transform, transform
+from muonfx.core import NOTHING, Donation, EmptyState, InStore, Locality, Transform, identity, transform
 from muonfx.tracing import is_traced, is_wrapped
 from muonfx.transforms._pinned import FORMER_DEFAULT, WideStateDtype, store, widen, zeros
 from muonfx.tree import Present, PyTree, device_of
@@ -31,8 +32,39 @@ class AccumulateState(NamedTuple):
     """The inner transform's state."""
 
 
+def _init_in_store(executor: Any, tx: Transform, params: PyTree) -> PyTree:
+    own = executor.init_in_store(tx.with_children(lambda _: identity()), params)
+    return own._replace(inner=tx.children[0].functions.init(params))
+
+
+def _update_in_store(
+    executor: Any,
+    tx: Transform,
+    updates: PyTree,
+    state: AccumulateState,
+    params: PyTree,
+    donate: Donation,
+    extras: Mapping[str, Any],
+) -> tuple[PyTree, AccumulateState]:
+    """Add to the sums by buckets; what comes out when it is time is the gradient for the inner transform."""
+    adding = tx.with_children(lambda _: identity())
+    own = state._replace(inner=EmptyState())
+    combined, after = executor.update_in_store(adding, updates, own, params, donate, extras, absent=True)
+    extras = {name: value for name, value in extras.items() if name != "boundary"}
+    if int(after.count):  # host memory; not yet time
+        inner = executor.kept_state(state.inner, updates, donate)
+        return combined, after._replace(seen=count_seen(state.seen, updates), inner=inner)
+    out, inner = tx.children[0].run(combined, state.inner, params, donate=Donation(True, donate.state), **extras)
+    return out, after._replace(seen=torch.zeros_like(state.seen), inner=inner)
+
+
 # TREE though it adds leaf by leaf: a None among the gradients is not "no such leaf" here, it may have had one before.
-@transform(locality=Locality.TREE, own_locality=Locality.ELEMENT, former_defaults={"dtype": FORMER_DEFAULT})
+@transform(
+    locality=Locality.TREE,
+    own_locality=Locality.ELEMENT,
+    in_store=InStore(_init_in_store, _update_in_store),
+    former_defaults={"dtype": FORMER_DEFAULT},
+)
 def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: WideStateDtype = "auto"):
     """Gather the gradients of several micro-batches and run the inner transform only on the last.
 

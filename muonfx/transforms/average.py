@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -9,9 +10,20 @@ from torch import Tensor
 
 from muonfx import checks
 from muonfx import elementwise as ew
-from muonfx.core import NOTHING, Donation, Locality, Transform, apply_updates, transform
+from muonfx.core import (
+    NOTHING,
+    Donation,
+    EmptyState,
+    InStore,
+    Locality,
+    Transform,
+    apply_updates,
+    identity,
+    no_state,
+    transform,
+)
 from muonfx.transforms._pinned import FORMER_DEFAULT, Pinned, StateDtype, WideStateDtype, copies, locality_of
-from muonfx.tree import Present, PyTree, map
+from muonfx.tree import Present, PyTree, map, tensors
 
 __all__ = ["EmaParamsState", "MasterParamsState", "ema_params", "master_params"]
 
@@ -76,9 +88,54 @@ class MasterParamsState(NamedTuple):
     """The inner transform's state, over the master."""
 
 
+@transform(locality=Locality.ELEMENT)
+def _returned(out: Any):
+    """Stands for a transform that has been run on all leaves, and returned what it holds."""
+
+    def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
+        return map(lambda _, done: done, updates, out.values), state
+
+    return no_state, update
+
+
+class _Done:
+    """What a transform has returned; itself and not its leaves is an argument."""
+
+    def __init__(self, values: PyTree) -> None:
+        self.values = values
+
+
+def _init_in_store(executor: Any, tx: Transform, params: PyTree) -> PyTree:
+    own = executor.init_in_store(tx.with_children(lambda _: identity()), params)
+    return own._replace(inner=tx.children[0].functions.init(copies(params, tx.arguments["dtype"])))
+
+
+def _update_in_store(
+    executor: Any,
+    tx: Transform,
+    updates: PyTree,
+    state: MasterParamsState,
+    params: PyTree,
+    donate: Donation,
+    extras: Mapping[str, Any],
+) -> tuple[PyTree, MasterParamsState]:
+    """Run the inner transform on the master where it lies, then add to it by buckets."""
+    if params is None:
+        raise ValueError("master_params needs the parameters: call update(updates, state, params)")
+    wide = map(lambda leaf, master: leaf.to(master.dtype), updates, state.master)
+    fresh = all(new is not old for new, old in zip(tensors(wide), tensors(updates), strict=True))
+    given = Donation(donate.updates or fresh, donate.state)
+    out, inner = tx.children[0].run(wide, state.inner, state.master, donate=given, **extras)
+    adding = tx.with_children(lambda _: _returned(_Done(out)))
+    own = state._replace(inner=EmptyState())
+    differences, after = executor.update_in_store(adding, updates, own, params, donate, extras)
+    return differences, after._replace(inner=inner)
+
+
 @transform(
     locality=lambda inner, dtype: inner.locality,
     own_locality=Locality.ELEMENT,
+    in_store=InStore(_init_in_store, _update_in_store),
     former_defaults={"dtype": FORMER_DEFAULT},
 )
 def master_params(inner: Transform, dtype: WideStateDtype = "auto"):

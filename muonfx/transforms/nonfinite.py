@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from muonfx import elementwise as ew
-from muonfx.core import NOTHING, Donation, Locality, Transform, transform
+from muonfx.core import NOTHING, Donation, EmptyState, InStore, Locality, Transform, identity, transform
 from muonfx.transforms._pinned import new_count
 from muonfx.tree import Present, PyTree, device_of, map
 
@@ -27,7 +27,30 @@ class SkipNonfiniteState(NamedTuple):
     """The inner transform's state."""
 
 
-@transform(locality=Locality.TREE, own_locality=Locality.TREE)
+def _init_in_store(executor: Any, tx: Transform, params: PyTree) -> PyTree:
+    own = tx.with_children(lambda _: identity()).functions.init(params)
+    return own._replace(inner=tx.children[0].functions.init(params))
+
+
+def _update_in_store(
+    executor: Any,
+    tx: Transform,
+    updates: PyTree,
+    state: SkipNonfiniteState,
+    params: PyTree,
+    donate: Donation,
+    extras: Mapping[str, Any],
+) -> tuple[PyTree, SkipNonfiniteState]:
+    """Ask whether the step is good, and do it or not: to select between two states would bring in both."""
+    looking = tx.with_children(lambda _: identity())
+    clean, after = looking.run(updates, state._replace(inner=EmptyState()), params, donate=donate, **extras)
+    if int(after.in_a_row):
+        return clean, after._replace(inner=executor.kept_state(state.inner, updates, donate))
+    out, inner = tx.children[0].run(clean, state.inner, params, donate=Donation(True, donate.state), **extras)
+    return out, after._replace(inner=inner)
+
+
+@transform(locality=Locality.TREE, own_locality=Locality.TREE, in_store=InStore(_init_in_store, _update_in_store))
 def skip_nonfinite(inner: Transform):
     """Leave the state of a transform bitwise as it was, and update nothing, when any gradient is NaN or infinite.
 

@@ -1,5 +1,6 @@
 """Laws of steady steps: what follows from shapes and structure is found at the first step, and never again."""
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import muonfx as mfx
 from muonfx import sharding
-from muonfx.sharding import walk
+from muonfx.program import execute
+from muonfx.sharding import binding
 from muonfx.sharding.pieces import Piece
 
 SHAPES = {"a": (6, 4), "b": (4, 6), "bias": (8,)}
@@ -34,22 +36,25 @@ def done(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     """How often plans, windows and pieces are made, and constructors called; on one of two pretended ranks."""
     found: dict[str, int] = {}
 
-    def count(what: str, owner: Any, name: str) -> None:
-        function = getattr(owner, name)
-
+    def counted(what: str, function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             found[what] = found.get(what, 0) + 1
             return function(*args, **kwargs)
 
-        monkeypatch.setattr(owner, name, call)
+        return call
 
-    count("plans", walk, "plan_run")
+    def count(what: str, owner: Any, name: str) -> None:
+        monkeypatch.setattr(owner, name, counted(what, getattr(owner, name)))
+
+    count("plans", binding, "plan_run")
+    count("lowered", execute, "lower_node")
     count("windows", Piece, "window")
     count("grids", Piece, "grid")
     count("intervals", Piece, "interval")
     count("resolved", mfx.Transform, "resolve")
     for factory in (mfx.orthogonalize, mfx.partition, mfx.momentum, mfx.scale_by_adam):
-        count(f"built {factory.__name__}", factory, "constructor")
+        constructor = counted(f"built {factory.__name__}", factory.definition.constructor)
+        monkeypatch.setattr(factory, "definition", dataclasses.replace(factory.definition, constructor=constructor))
     monkeypatch.setattr(dist, "all_to_all_single", nothing_comes)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     yield found

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from muonfx.sharding.offload.files import PAGE, folder_of, in_file, nbytes_of, require_room
+from muonfx.sharding.offload.files import PAGE, folder_of, in_file, nbytes_of, release, require_room
+from muonfx.sharding.offload.lane import Lane
 from muonfx.tree import Spec
 
 __all__ = ["Home"]
@@ -63,6 +64,23 @@ class Home(NamedTuple):
             next(mapped) if on_disk else torch.empty(spec.shape, dtype=spec.dtype, device=CPU, pin_memory=pin)
             for spec, on_disk in zip(specs, filed, strict=True)
         ]
+
+    @property
+    def is_resident(self) -> bool:
+        """Never: state is brought in."""
+        return False
+
+    def computing_with_updates(self) -> Home:
+        """The same place, for transforms that compute where the updates are."""
+        return self._replace(on_host=False)
+
+    def transfer(self, device: torch.device, buckets: Sequence[Sequence[Tensor]]) -> Lane:
+        """Begin to bring the leaves of some buckets in."""
+        return Lane(device, buckets, filed=self.folder is not None)
+
+    def release(self, leaf: Tensor) -> None:
+        """Let go of the memory that a leaf's pages take in this process, where it lies in a file."""
+        release(leaf)
 
     def require(self, specs: Sequence[Spec]) -> None:
         """Require that there is room for further tensors, before anything is changed.

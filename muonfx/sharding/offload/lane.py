@@ -58,7 +58,7 @@ class Lane:
         self._coming: dict[int, Future[tuple[list[Tensor], Any]]] = {}
         self._ask_for(0)
 
-    def fetched(self, turn: int) -> list[Tensor]:
+    def fetch(self, turn: int) -> list[Tensor]:
         """A bucket's leaves on the device, to be written to; the next bucket's are on their way."""
         leaves, ready = self._coming.pop(turn).result()
         if ready is not None:

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections import OrderedDict
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from muonfx import tree
 from muonfx.core import NOTHING, Declaration, Donation, Transform
+from muonfx.program.execute import Executor
+from muonfx.program.placement import ALONE, RESIDENT, Store
 from muonfx.recorded import Factory, make_factory
-from muonfx.sharding.layout import specs_of
-from muonfx.sharding.layouts import replicated
 from muonfx.sharding.offload.home import Home
-from muonfx.sharding.offload.walk import Streaming
-from muonfx.sharding.plan.plan import Settings
-from muonfx.tree import PyTree, Spec
+from muonfx.tree import PyTree
 
-__all__ = ["Offloaded", "home_of", "inner_of", "offload"]
+__all__ = ["Offloaded", "inner_of", "offload", "store_of"]
 
 DEVICES = {"cuda", "meta", "mps", "xpu", "disk", "gpu", "nvme"}
 
@@ -31,17 +26,15 @@ class Offloaded(Transform):
     @classmethod
     def record(cls, factory: Factory, /, *args: Any, **kwargs: Any) -> Any:
         """Record a call of `offload`; around what is sharded it goes inside."""
-        from muonfx.sharding.transform import Sharded, sharded
-
         bound = inspect.Signature(list(factory.definition.parameters.values())).bind(*args, **kwargs)
         given = bound.arguments
         if isinstance(given.get("to"), os.PathLike):
             given["to"] = os.fspath(given["to"])
-        if not isinstance(given["tx"], Sharded):
+        outer = given["tx"]
+        if not (isinstance(outer, Transform) and outer.stays_outermost):
             return super().record(factory, *bound.args, **bound.kwargs)
-        arguments = dict(given["tx"].arguments)
-        given["tx"] = arguments.pop("tx")
-        return sharded(factory(*bound.args, **bound.kwargs), **arguments)
+        given["tx"] = outer.arguments["tx"]
+        return outer.replace(tx=factory(*bound.args, **bound.kwargs))
 
     @property
     def name(self) -> str:
@@ -55,7 +48,7 @@ def _factory(constructor: Any) -> Any:
         locality=lambda tx, to, *, bucket_bytes, compute: tx.locality,
         reads_params=lambda tx, to, *, bucket_bytes, compute: tx.reads_params,
     )
-    return make_factory(Offloaded, constructor, declaration, transparent=True)
+    return make_factory(Offloaded, constructor, declaration, transparent=True, remembers=True)
 
 
 @_factory
@@ -65,6 +58,7 @@ def offload(
     *,
     bucket_bytes: int = 1 << 26,
     compute: str = "auto",
+    _memory: dict[Any, Any],
 ):
     """Keep a transform's state in host memory or on disk, and bring it to the device by buckets.
 
@@ -109,26 +103,26 @@ def offload(
     """
     if not isinstance(tx, Transform):
         raise TypeError(f"tx must be a muonfx.Transform, found {tx!r}")
-    home = _home(to, bucket_bytes, compute)
+    store = _store(to, bucket_bytes, compute)
+
+    executor = _memory.get("executor") or _memory.setdefault("executor", Executor(ALONE, store))
 
     def init(params: PyTree) -> PyTree:
-        return _walk(home, params).init(tx, params)
+        return executor.init(tx, params)
 
     @torch.no_grad()
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
-        like = updates if params is None else params
-        walk = _walk(home, like, complete=params is not None)
-        walk.require_room(state, like, donate)
-        return walk.update(tx, updates, state, params, donate, extras)
+        executor.require_room(state, updates if params is None else params, donate)
+        return executor.update(tx, updates, state, params, donate, extras)
 
     return init, update
 
 
-def home_of(tx: Transform) -> Home | None:
-    """Where a transform's state lies; None for one that is not offloaded."""
+def store_of(tx: Transform) -> Store:
+    """Where a transform's state lies between steps."""
     if not isinstance(tx, Offloaded):
-        return None
-    return _home(**{name: value for name, value in tx.arguments.items() if name != "tx"})
+        return RESIDENT
+    return _store(**{name: value for name, value in tx.arguments.items() if name != "tx"})
 
 
 def inner_of(tx: Transform) -> Transform:
@@ -136,7 +130,7 @@ def inner_of(tx: Transform) -> Transform:
     return tx.arguments["tx"] if isinstance(tx, Offloaded) else tx
 
 
-def _home(to: str, bucket_bytes: int, compute: str) -> Home:
+def _store(to: str, bucket_bytes: int, compute: str) -> Home:
     if not isinstance(to, str):
         raise TypeError(f'to must be "cpu" or the path of a folder, found {to!r}')
     if not to or to.split(":")[0] in DEVICES:
@@ -146,29 +140,3 @@ def _home(to: str, bucket_bytes: int, compute: str) -> Home:
     if compute not in ("auto", "device", "cpu"):
         raise ValueError(f"compute: found {compute!r}, expected 'auto', 'device' or 'cpu'")
     return Home(None if to == "cpu" else os.path.abspath(to), bucket_bytes, compute == "cpu")
-
-
-_WALKS: OrderedDict[Any, Streaming] = OrderedDict()
-"""What is found out once for the parameters of one process."""
-
-
-def _walk(home: Home, params: PyTree, *, complete: bool = True) -> Streaming:
-    """The walk for some parameters; where these are not complete but gradients, a None may stand for a parameter."""
-    specs = specs_of(params)
-    key = (home, complete, tuple(specs.items()))
-    if key not in _WALKS:
-        # By name, as None is no parameter here: there are no other ranks that might have one.
-        present = {n: leaf for n, leaf in zip(tree.names(params), tree.leaves(params), strict=True) if leaf is not None}
-        known = None if complete else _known(home, specs)
-        _WALKS[key] = known or Streaming(replicated(1).of(present), Settings(), home=home)
-        while len(_WALKS) > 64:
-            _WALKS.popitem(last=False)
-    return _WALKS[key]
-
-
-def _known(home: Home, specs: Mapping[str, Spec]) -> Streaming | None:
-    """The walk for parameters of which these are some, if one has been met."""
-    for walk in reversed(_WALKS.values()):
-        if walk.home == home and specs.items() < walk.layout._specs.items():
-            return walk
-    return None

@@ -8,10 +8,11 @@ from math import prod
 import torch
 from torch import Tensor
 
-from muonfx.core import Transform, chain_entries
-from muonfx.partition import masked, partition
+from muonfx.core import Transform
 from muonfx.polar.policy import Decided
-from muonfx.sharding.kinds import Kind, groups_of, kind_of
+from muonfx.program.execute import Run
+from muonfx.program.lower import lower
+from muonfx.program.nodes import Stage
 from muonfx.sharding.plan.cost import newton_schulz_cost
 from muonfx.transforms._matrices import view_as_matrices
 from muonfx.transforms.orthogonalize import orthogonalize
@@ -19,16 +20,12 @@ from muonfx.tree import Spec
 
 __all__ = ["Run", "cost_of", "costs_of", "runs_of"]
 
-Run = tuple[tuple[str, Transform], ...]
-"""Neighbouring transforms of a chain that need whole matrices, with their names in it."""
-
 
 def within(tx: Transform) -> Iterator[Transform]:
     """A transform and all that it calls."""
     yield tx
-    for part in tx.parts:
-        if isinstance(part, Transform):
-            yield from within(part)
+    for child in tx.children:
+        yield from within(child)
 
 
 def cost_of(run: Run, name: str, shape: Sequence[int], dtype: torch.dtype, device: str, compute: torch.dtype) -> float:
@@ -84,35 +81,9 @@ def runs_of(tx: Transform, params: Mapping[str, Tensor]) -> Iterator[tuple[Run, 
     >>> [(run[0][0], names) for run, names in runs_of(tx, {"w": torch.zeros(2, 2), "b": torch.zeros(2)})]
     [('orthogonalize', ['w'])]
     """
-    tx = tx.resolve(dict(params))
-    kind = kind_of(tx)
-    entries = chain_entries(tx)
-    if entries is not None:
-        resolved = {name: part.resolve(dict(params)) for name, part in entries.items()}
-        for group in groups_of(resolved):
-            if kind_of(group[0][1]) is Kind.RUN:
-                yield tuple(group), list(params)
-            else:
-                yield from runs_of(group[0][1], params)
-    elif kind is Kind.RUN:
-        yield ((tx.name, tx),), list(params)
-    elif kind is Kind.INSIDE:
-        for part, names in _inner(tx, params):
-            yield from runs_of(part, {name: params[name] for name in names})
-
-
-def _inner(tx: Transform, params: Mapping[str, Tensor]) -> Iterator[tuple[Transform, list[str]]]:
-    """The transforms that another, resolved, calls, and the parameters that it hands to each."""
-    if tx.factory is partition:
-        labels = tx.arguments["labels"]
-        for label, part in tx.arguments["transforms"].items():
-            yield part, [name for name in params if labels[name] == label]
-    elif tx.factory is masked:
-        yield tx.arguments["inner"], [name for name in params if tx.arguments["mask"][name]]
-    else:
-        for part in tx.parts:
-            if isinstance(part, Transform):
-                yield part, list(params)
+    for node in lower(tx, dict(params)).nodes():
+        if isinstance(node, Stage):
+            yield tuple((member.name, member.node.tx) for member in node.members), list(node.names)
 
 
 def costs_of(specs: Mapping[str, Spec], tx: Transform | None, device: str = "cpu") -> dict[str, float]:

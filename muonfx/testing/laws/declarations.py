@@ -14,7 +14,7 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import NOTHING, Donation, EmptyState, Locality, Transform, transform
-from muonfx.sharding.kinds import resolved_within, with_parts
+from muonfx.program.lower import resolve_within
 from muonfx.testing.examples import Example, history
 from muonfx.testing.law import law
 from muonfx.testing.laws.locality import (
@@ -117,7 +117,7 @@ def element_transforms_see_no_shape(tx: Transform, params: PyTree, steps: list[P
     >>> from muonfx.testing import Example
     >>> element_transforms_see_no_shape(mfx.scale_by_adam(), *Example.of({"w": (2, 3)}))
     """
-    resolved = resolved_within(tx, _on_meta(params))
+    resolved = resolve_within(tx, _on_meta(params))
     whole = [updates for updates, _ in history(tx, params, steps)]
     found = [updates for updates, _ in history(resolved, *flattened(Example(params, steps)))]
     expected = [tree.map(lambda leaf: leaf.reshape(-1), updates) for updates in whole]
@@ -275,7 +275,7 @@ def own_work_is_of_its_own_locality(tx: Transform, params: PyTree, steps: list[P
     own = _declared(tx, "own_locality")
     resolved = tx.resolve(_on_meta(params))
     shapes = dict(zip(tree.names(params), (tuple(p.shape) for p in tree.leaves(params)), strict=True))
-    plain = cast("Transform", with_parts(resolved, lambda part: _stand_in(_Seen(shapes))))
+    plain = cast("Transform", resolved.with_children(lambda part: _stand_in(_Seen(shapes))))
     if own is Locality.ELEMENT:
         check_elements(plain, params, steps)
     elif own is Locality.TREE and "sum_over_leaves" in tx.extras.named:

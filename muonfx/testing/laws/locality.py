@@ -11,8 +11,8 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Locality, Transform
+from muonfx.program.lower import resolve_within
 from muonfx.recorded import Recorded
-from muonfx.sharding.kinds import resolved_within
 from muonfx.testing.examples import Example, history
 from muonfx.testing.law import law
 from muonfx.testing.violation import Breach, require_close, tolerance_of
@@ -214,7 +214,7 @@ def check_sums(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Raise `Breach` unless two ranks that hold different leaves, or halves of them, have the updates of one."""
     whole = history(tx, params, steps)
     tolerance = tolerance_of(tx, whole)
-    resolved = resolved_within(tx, tree.map(lambda p: p.to("meta"), params))
+    resolved = resolve_within(tx, tree.map(lambda p: p.to("meta"), params))
     halves = _in_halves(resolved, params, steps)
     for step, (expected, _) in enumerate(whole):
         for which, (piece, found) in enumerate(zip((_first_half, _second_half), halves, strict=True)):

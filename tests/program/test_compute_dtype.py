@@ -7,22 +7,24 @@ import torch
 import muonfx as mfx
 from muonfx.core import Transform
 from muonfx.polar import policy
-from muonfx.sharding.kinds import with_compute_dtype
+from muonfx.program.lower import with_compute_dtype
 
 PARAMS = {"a": torch.ones(3, 4), "b": torch.ones(2, 2, dtype=torch.float64), "c": torch.ones(2)}
 
 
 def test_every_transform_that_may_say_auto_says_how_it_is_decided():
-    found = [getattr(mfx, name) for name in mfx.__all__ if hasattr(getattr(mfx, name), "constructor")]
+    found = [getattr(mfx, name) for name in mfx.__all__ if hasattr(getattr(mfx, name), "definition")]
     # the "auto" of a state's dtype asks no machine: it follows from the parameter's
     asking = [
         factory
         for factory in found
-        if (given := factory.parameters.get("dtype")) and given.default == "auto" and "State" not in given.annotation
+        if (given := factory.definition.parameters.get("dtype"))
+        and given.default == "auto"
+        and "State" not in given.annotation
     ]
     assert [factory.__name__ for factory in asking] == ["orthogonalize"]
     for factory in asking:
-        assert factory.with_compute_dtype is not None, factory.__name__
+        assert factory.definition.declaration.with_compute_dtype is not None, factory.__name__
 
 
 def asks(tx: Transform) -> bool:

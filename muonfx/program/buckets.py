@@ -1,0 +1,323 @@
+"""A state that is brought in bucket by bucket: what of it belongs to which parameter, and where it goes afterwards.
+
+A leaf of a state belongs to the parameter below which it lies. It *moves* if it has a dim; 0-d leaves, such as the keys
+of stochastic rounding, stay where they are. A leaf of no parameter is a *counter*: every bucket starts from the same
+one, so that it advances once.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from muonfx import tree
+from muonfx.core import Donation
+from muonfx.program.placement import Store, Transfer
+from muonfx.tree import PyTree, Spec
+
+__all__ = [
+    "BucketedState",
+    "cut_into_buckets",
+    "device_of",
+    "init_in_buckets",
+    "moves",
+    "nbytes_of",
+    "parameters_of",
+    "sizes_of",
+    "store_away",
+]
+
+Path = tuple[Any, ...]
+
+
+def cut_into_buckets(sizes: Mapping[str, int] | Iterable[tuple[str, int]], limit: int) -> list[list[str]]:
+    """Cut names, in order, into lists of at most so many bytes; a single larger one stands alone.
+
+    >>> cut_into_buckets({"a": 3, "b": 3, "c": 9, "d": 1}, 6)
+    [['a', 'b'], ['c'], ['d']]
+    """
+    found: list[list[str]] = []
+    room = 0
+    for name, size in sizes.items() if isinstance(sizes, Mapping) else sizes:
+        if not found or size > room:
+            found.append([])
+            room = limit
+        found[-1].append(name)
+        room -= size
+    return found or [[]]
+
+
+def parameters_of(state: PyTree, params: PyTree) -> list[str | None]:
+    """For each leaf of a state, the name of the parameter that it belongs to; None for a counter, say.
+
+    Somewhere in the state is a node with the parameters below it, or with some of them, and with nothing else: what
+    lies below one of them there, be it a tensor or a whole record of them, belongs to it.
+
+    >>> import muonfx as mfx
+    >>> import torch
+    >>> params = {"w": torch.zeros(2), "count": torch.zeros(3)}
+    >>> parameters_of(mfx.scale_by_adam().init(params), params)
+    [None, 'count', 'w', 'count', 'w']
+    >>> params = [torch.zeros(2), [torch.zeros(3)]]
+    >>> parameters_of({"trace": params}, params)
+    ['0', '1.0']
+    """
+    names = tree.names(params)
+    ends: dict[Path, str] = {(name,): name for name in names}  # as a partition hands them on
+    ends |= dict(zip(tree.paths(params), names, strict=True))
+    paths = tree.paths(state)
+    if () in ends:
+        shape = tree.leaves(params)[0].shape
+        return [ends[()] if isinstance(x, Tensor) and x.shape == shape else None for x in tree.leaves(state)]
+    depths = sorted({len(end) for end in ends}, reverse=True)
+
+    def below(path: Path, k: int) -> tuple[int, str] | None:
+        return next(
+            ((n, ends[path[k : k + n]]) for n in depths if k + n <= len(path) and path[k : k + n] in ends), None
+        )
+
+    others = {path[:k] for path in paths for k in range(len(path) + 1) if below(path, k) is None}
+
+    def parameter_of(path: Path) -> str | None:
+        # Several nodes may look so: a longer path to a parameter is less of a coincidence, and so is a deeper node.
+        found = [(*hit, k) for k in range(len(path)) if path[:k] not in others and (hit := below(path, k)) is not None]
+        return max(found, key=lambda hit: (hit[0], hit[2]))[1] if found else None
+
+    return [parameter_of(path) for path in paths]
+
+
+def moves(leaf: Any, parameter: str | None) -> bool:
+    """Whether a leaf is brought in and put back."""
+    return parameter is not None and isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.numel() > 0
+
+
+def nbytes_of(leaf: Tensor) -> int:
+    """The bytes of a tensor's elements."""
+    return leaf.numel() * leaf.element_size()
+
+
+def spec_of(leaf: Tensor) -> Spec:
+    """Shape and dtype of a leaf."""
+    return Spec(tuple(leaf.shape), leaf.dtype)
+
+
+def sizes_of(names: Sequence[str], state: PyTree, parameters: Sequence[str | None]) -> dict[str, int]:
+    """The bytes of the state that moves, for each of some parameters."""
+    sizes = dict.fromkeys(names, 0)
+    for leaf, name in zip(tree.leaves(state), parameters, strict=True):
+        if name in sizes and moves(leaf, name):
+            sizes[name] += nbytes_of(leaf)
+    return sizes
+
+
+def device_of(*values: PyTree) -> torch.device:
+    """Where the first tensor is that is not on meta."""
+    found = [leaf.device for some in values if some is not None for leaf in tree.tensors(some)]
+    real = next((device for device in found if device.type != "meta"), None)
+    return real or (found[0] if found else torch.get_default_device())
+
+
+def store_away(
+    store: Store, device: torch.device, state: PyTree, parameters: Sequence[str | None], *, copy: bool
+) -> PyTree:
+    """A state with the leaves that move in the store; with ``copy`` none of them is one of the given."""
+    leaves, treedef = tree.flatten(state)
+    places = [
+        place
+        for place, (leaf, name) in enumerate(zip(leaves, parameters, strict=True))
+        if moves(leaf, name) and not leaf.is_meta and (copy or not store.has(leaf, device))
+    ]
+    rooms = store.rooms([spec_of(leaves[place]) for place in places], device)
+    for place, room in zip(places, rooms, strict=True):
+        leaves[place] = room.copy_(leaves[place])
+        store.release(room)
+    return tree.unflatten(treedef, leaves)
+
+
+def init_in_buckets(
+    store: Store,
+    buckets: Sequence[Sequence[str]],
+    params: PyTree,
+    init: Callable[[PyTree], PyTree],
+    *,
+    outside: str | None,
+) -> PyTree:
+    """Make a state bucket by bucket; each goes to the store before the next is made.
+
+    Args:
+        store: where it is to lie.
+        buckets: names, at least one list of them.
+        params: the whole tree.
+        init: makes a state for a tree like it.
+        outside: the device of what stands for the parameters of the other buckets: "meta", or None for nothing.
+    """
+    leaves, treedef = tree.flatten(params)
+    names = tree.names(params)
+    device = store.device(device_of(params))
+    found: list[Any] = []
+    structure: Any = None
+
+    def at(leaf: Any, name: str, bucket: Sequence[str]) -> Any:
+        if leaf is None or name in bucket:
+            return leaf if leaf is None else leaf.to(device)
+        return None if outside is None else torch.empty_like(leaf, device=outside)
+
+    for turn, bucket in enumerate(buckets):
+        some = [at(leaf, name, bucket) for name, leaf in zip(names, leaves, strict=True)]
+        with warnings.catch_warnings():
+            if turn:  # what there is to warn of has been said
+                warnings.simplefilter("ignore")
+            made = init(tree.unflatten(treedef, some))
+        own, structure = tree.flatten(made)
+        parameters = parameters_of(made, params)
+        own = [leaf if name is None or name in bucket else None for leaf, name in zip(own, parameters, strict=True)]
+        state = store_away(store, device, tree.unflatten(structure, own), parameters, copy=False)
+        del made, own  # not beside that of the next bucket
+        new, structure = tree.flatten(state)
+        found = [_real(a, b) for a, b in zip(found or [None] * len(new), new, strict=True)]
+    return tree.unflatten(structure, found)
+
+
+def _real(one: Any, other: Any) -> Any:
+    """Merge two buckets' results for one place: one of them has it."""
+    return other if one is None or (isinstance(one, Tensor) and one.is_meta) else one
+
+
+class BucketedState:
+    """A state during one step over buckets of leaves.
+
+    Args:
+        store: where the state lies.
+        given: the device of the updates.
+        state: the whole state.
+        parameters: for each of its leaves, the parameter that it belongs to.
+        buckets: names of parameters, for each turn; those that are in none keep their state.
+        donate: what the caller has given.
+
+    Raises:
+        OSError: there is no room for the next state, where the old one is not donated. Nothing has been changed then.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        given: torch.device,
+        state: PyTree,
+        parameters: Sequence[str | None],
+        buckets: Sequence[Sequence[str]],
+        donate: Donation,
+    ) -> None:
+        self._store, self._from, self._donate = store, given, donate
+        self._device = device = store.device(given)
+        self._old, self._treedef = tree.flatten(state)
+        self._new = list(self._old)
+        of = {name: turn for turn, names in enumerate(buckets) for name in names}
+        self._turn_of = [None if name is None else of.get(name, -1) for name in parameters]
+        self._last = max(len(buckets), 1) - 1
+        self._transfer: Transfer | None = None
+        self._places: list[list[int]] = [[] for _ in buckets]
+        self._targets: dict[int, Tensor] = {}
+        if store.is_resident:
+            return
+        moving = [place for place, leaf in enumerate(self._old) if moves(leaf, parameters[place])]
+        if store.is_direct(device):
+            for place in moving:
+                self._old[place] = self._new[place] = self._old[place].to(device)
+            return
+        self._places = [[p for p in moving if self._turn_of[p] == turn] for turn in range(len(buckets))]
+        self._make_room([place for places in self._places for place in places], moving)
+        if any(self._places):
+            self._transfer = store.transfer(device, [[self._old[p] for p in places] for places in self._places])
+
+    def _make_room(self, taken: list[int], moving: list[int]) -> None:
+        given = self._donate.state
+        # What is not in the store comes there: leaves that were loaded from a checkpoint.
+        strange = {p for p in moving if not self._store.has(self._old[p], self._device)}
+        needed = [p for p in moving if (p in strange if given else True)]
+        rooms = self._store.rooms([spec_of(self._old[place]) for place in needed], self._device)
+        self._targets = {place: self._old[place] for place in moving} | dict(zip(needed, rooms, strict=True))
+        for place in set(needed) - set(taken):
+            self._new[place] = self._targets[place].copy_(self._old[place])
+            self._store.release(self._targets[place])
+
+    def run(
+        self, turn: int, tx: Any, updates: PyTree, params: PyTree, extras: Mapping[str, Any], *, may_write: bool
+    ) -> PyTree:
+        """Update one bucket.
+
+        Args:
+            turn: which; they must come in order.
+            tx: a function like `Transform.run`.
+            updates: of this bucket, None elsewhere.
+            params: those that the transform reads must be where it computes: see `to_compute_device`.
+            extras: named values.
+            may_write: whether the updates are donated.
+        """
+        own = self._donate.state if self._transfer is None else True
+        out, after = tx(
+            self.to_compute_device(updates),
+            tree.unflatten(self._treedef, self._given(turn, own=own)),
+            params,
+            donate=Donation(may_write or self._device != self._from, own),
+            **extras,
+        )
+        self._take(turn, tree.leaves(after))
+        if self._device == self._from and self._transfer is None:
+            return out
+        return tree.map(self._away, out)
+
+    def to_compute_device(self, values: PyTree) -> PyTree:
+        """Values where the transform computes."""
+        if values is None or self._device == self._from:
+            return values
+        return tree.map(lambda leaf: leaf.to(self._device), values)
+
+    def _away(self, update: Tensor) -> Tensor:
+        """An update where the others are, and not in memory that is used again."""
+        if self._device != self._from:
+            return update.to(self._from)
+        return update.clone() if self._transfer is not None and self._transfer.holds(update) else update
+
+    def end(self) -> PyTree:
+        """The next state, when all of it is in the store."""
+        if self._transfer is not None:
+            self._transfer.finish()
+        return tree.unflatten(self._treedef, self._new)
+
+    def abandon(self) -> None:
+        """After an error: let what is under way come to its end."""
+        if self._transfer is not None:
+            self._transfer.abandon()
+
+    def _given(self, turn: int, *, own: bool) -> list[Any]:
+        """The state for a bucket; copies of what may be overwritten, but is the caller's or is needed again."""
+
+        def at(old: Any, whose: int | None) -> Any:
+            if whose is not None and whose != turn:
+                return old  # without an update nobody touches it; a wrapper may want to look at its shape
+            free = self._donate.state and (whose is not None or turn == self._last)
+            return old.clone() if own and not free and isinstance(old, Tensor) else old
+
+        fetched = (
+            {} if self._transfer is None else dict(zip(self._places[turn], self._transfer.fetch(turn), strict=True))
+        )
+        return [
+            fetched[place] if place in fetched else at(old, whose)
+            for place, (old, whose) in enumerate(zip(self._old, self._turn_of, strict=True))
+        ]
+
+    def _take(self, turn: int, after: list[Any]) -> None:
+        places = self._places[turn] if self._transfer is not None else []
+        mine = set(places)
+        for place, (leaf, whose) in enumerate(zip(after, self._turn_of, strict=True)):
+            if (whose is None or whose == turn) and place not in mine:
+                self._new[place] = leaf
+        if self._transfer is not None:
+            targets = [self._targets[place] for place in places]
+            self._transfer.put(turn, [after[place] for place in places], targets)
+            for place, target in zip(places, targets, strict=True):
+                self._new[place] = target

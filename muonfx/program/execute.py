@@ -1,0 +1,630 @@
+"""The executor: one loop that carries out a program, whatever the layout and wherever the state lies.
+
+It is given two things: a placement, which knows which piece of each leaf this rank holds and how matrices come to one
+place and back, and a store, which knows where the state lies between steps. In one process, over ranks, offloaded and
+under a torch optimizer it is the same loop with other arguments.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from muonfx import tree
+from muonfx.core import NOTHING, Donation, Locality, Transform, sum_over_leaves, transform
+from muonfx.program.buckets import (
+    BucketedState,
+    cut_into_buckets,
+    device_of,
+    init_in_buckets,
+    moves,
+    nbytes_of,
+    parameters_of,
+    sizes_of,
+    spec_of,
+    store_away,
+)
+from muonfx.program.lower import lower_node, named_chain, resolve_within, state_around
+from muonfx.program.nodes import Around, Node, Sequence, Stage, WholeTree
+from muonfx.program.placement import RESIDENT, Placement, Store
+from muonfx.recorded import Recorded, with_numbers
+from muonfx.tree import PyTree
+
+__all__ = ["Executor", "Run"]
+
+Run = tuple[tuple[str, Transform], ...]
+"""Neighbouring transforms of a chain, with their names in it and the numbers of now."""
+
+Now = Transform | tuple[Transform, ...]
+"""The transform that a node was lowered from, with the numbers of now; for joined units, one each."""
+
+Apply = Callable[[PyTree], None]
+"""Adds the updates of a bucket to the parameters."""
+
+
+class _Span(NamedTuple):
+    """Neighbouring nodes of a chain that are carried out together."""
+
+    names: tuple[str, ...]
+    """Of the transforms of the chain that it stands for."""
+    first: int
+    """The place of the first of them."""
+    node: Node
+
+
+class Executor:
+    """Carries out transforms on trees of one set of parameters; what follows from structure is found out once.
+
+    Args:
+        placement: where the pieces of leaves are.
+        store: where the state lies between steps.
+        bucket_bytes: run what looks at one leaf at a time on at most about so many bytes of parameters at a time, where
+            the state is resident; None: on all at once.
+    """
+
+    def __init__(self, placement: Placement, store: Store = RESIDENT, bucket_bytes: int | None = None) -> None:
+        self.placement, self.store, self.bucket_bytes = placement, store, bucket_bytes
+        self._programs: dict[Any, list[Node]] = {}
+        self._current: dict[int, tuple[tuple[Transform, ...], Transform]] = {}
+        self._spans: dict[int, tuple[_Span, ...]] = {}
+        self._parameters: dict[Any, list[str | None]] = {}
+        self._keeps_leaves: dict[int, bool] = {}
+        self._warned: set[str] = set()
+        self._at_hand: Executor | None = None
+
+    def program(self, tx: Transform, params: PyTree) -> Node:
+        """The program of a transform for a tree, lowered once for each structure of the transform and names."""
+        device = tree.device_of(params)
+        compute = self._compute_on(device)
+        key = (tx.treedef, tuple(tree.names(params)), compute)
+        for known in self._programs.get(key, ()):
+            if self.placement.fits(known.like, params):
+                return known
+        made = lower_node(tx, self.placement.global_like(params), compute=compute)
+        self._programs.setdefault(key, []).append(made)
+        return made
+
+    def _compute_on(self, device: torch.device) -> torch.dtype | None:
+        """The dtype that "auto" stands for where updates are on a device; None: each call decides."""
+        agreed = self.placement.compute
+        if device.type == "meta":
+            return next(iter(agreed.values()), None)
+        return agreed.get(self.store.device(device).type)
+
+    # ------------------------------------------------------------------------------------------------------- init
+
+    def init(self, tx: Transform, params: PyTree) -> PyTree:
+        """The state of a transform for local tensors."""
+        return self.init_node(self.program(tx, params), tx, params)
+
+    def init_node(self, node: Node, now: Now, params: PyTree) -> PyTree:
+        """The state of a node.
+
+        Args:
+            node: of the program.
+            now: the transform that it was lowered from, with the numbers of now.
+            params: local tensors; of meta tensors the state is one, and nothing is exchanged.
+        """
+        on_meta = device_of(params).type == "meta"
+        if self._is_unit(node):
+            tx = self._transform(node, now)
+            return tx.functions.init(params) if self.store.is_resident or on_meta else self.init_in_store(tx, params)
+        if isinstance(node, Sequence):
+            state: dict[str, PyTree] = {}
+            for span in self._spans_of(node):
+                part = self._part(node, span, now)
+                if isinstance(span.node, Stage) and not self._is_unit(span.node):
+                    run = self._run_of(span.node, part)
+                    state |= self.placement.init_stage(span.node, run, params, self._store_for(on_meta=on_meta))
+                elif len(span.names) > 1:
+                    state |= self.init_node(span.node, part, params)
+                else:
+                    state[span.names[0]] = self.init_node(span.node, part[0], params)
+            return state
+        if isinstance(node, Stage):
+            run = self._run_of(node, now if isinstance(now, tuple) else (now,))
+            return self.placement.init_stage(node, run, params, self._store_for(on_meta=on_meta))[run[0][0]]
+        if isinstance(node, WholeTree) and not self.placement.holds_all:
+            self.placement.warn_of_gathering(node.tx, params)
+            whole = self.placement.global_like(params) if on_meta else self.placement.gather(params)
+            return self._transform(node, now).functions.init(whole)
+        if self.store.is_resident or on_meta or not self._keeps_leaf_state(node):
+            return self._transform(node, now).functions.init(params)
+        return self._init_with_own_leaves(node, now, params)
+
+    # ----------------------------------------------------------------------------------------------------- update
+
+    def update(
+        self,
+        tx: Transform,
+        updates: PyTree,
+        state: PyTree,
+        params: PyTree,
+        donate: Donation,
+        extras: Mapping[str, Any],
+        apply: Apply | None = None,
+    ) -> tuple[PyTree, PyTree]:
+        """Update by a transform on local tensors; all ranks together, with the same leaves present.
+
+        Args:
+            tx: the transform, with the numbers of now.
+            updates: local tensors; None is absent.
+            state: what `init` or the previous update returned.
+            params: local tensors, or None.
+            donate: what may be overwritten.
+            extras: named values for the transforms.
+            apply: is called with the updates of each bucket as soon as these are final, and takes them: nothing is
+                returned of them then.
+        """
+        node = self.program(tx, updates if params is None else params)
+        return self.update_node(node, tx, updates, state, params, donate, extras, apply)
+
+    def update_node(
+        self,
+        node: Node,
+        now: Now,
+        updates: PyTree,
+        state: PyTree,
+        params: PyTree,
+        donate: Donation,
+        extras: Mapping[str, Any],
+        apply: Apply | None = None,
+    ) -> tuple[PyTree, PyTree]:
+        """Update by a node; see `update`."""
+        if self._is_unit(node):
+            return self._update_unit(node, now, updates, state, params, donate, extras, apply)
+        if isinstance(node, Sequence):
+            return self._update_sequence(node, now, updates, state, params, donate, extras, apply)
+        if isinstance(node, Stage):
+            run = self._run_of(node, now if isinstance(now, tuple) else (now,))
+            out, after = self.placement.update_stage(
+                node, run, updates, {run[0][0]: state}, params, donate, extras, self.store
+            )
+            after = after[run[0][0]]
+        elif isinstance(node, WholeTree) and not self.placement.holds_all:
+            gather: Any = self.placement.gather
+            own_sum: Any = {**extras, "sum_over_leaves": sum_over_leaves}
+            out, after = self._transform(node, now).run(gather(updates), state, gather(params), **own_sum)
+            out = self.placement.shard(out)
+        else:
+            out, after = self._update_with_own_leaves(node, now, updates, state, params, donate, extras)
+        if apply is not None:
+            apply(out)
+        return out, after
+
+    def _update_sequence(
+        self,
+        node: Sequence,
+        now: Transform,
+        updates: PyTree,
+        state: dict[str, PyTree],
+        params: PyTree,
+        donate: Donation,
+        extras: Mapping[str, Any],
+        apply: Apply | None,
+    ) -> tuple[PyTree, PyTree]:
+        after: dict[str, PyTree] = {}
+        may_write = donate.updates
+        spans = self._spans_of(node)
+        for place, span in enumerate(spans):
+            given = Donation(may_write, donate.state)
+            part = self._part(node, span, now)
+            last = apply if place == len(spans) - 1 else None
+            if isinstance(span.node, Stage) and not self._is_unit(span.node):
+                run = self._run_of(span.node, part)
+                own = {name: state[name] for name in span.names}
+                out, new = self.placement.update_stage(span.node, run, updates, own, params, given, extras, self.store)
+                after |= new
+                if last is not None:
+                    last(out)
+            elif len(span.names) > 1:
+                own = {name: state[name] for name in span.names}
+                out, new = self.update_node(span.node, part, updates, own, params, given, extras, last)
+                after |= new
+            else:
+                (name,) = span.names
+                out, after[name] = self.update_node(
+                    span.node, part[0], updates, state[name], params, given, extras, last
+                )
+            if place < len(spans) - 1:
+                # What a transform that keeps the promise has made anew belongs to this chain alone.
+                may_write = (
+                    donate.state and span.node.tx.keeps_donation_promise and (may_write or _is_new(out, updates))
+                )
+            updates = out
+        return updates, {name: after[name] for name in state}
+
+    def _update_unit(
+        self,
+        node: Node,
+        now: Now,
+        updates: PyTree,
+        state: PyTree,
+        params: PyTree,
+        donate: Donation,
+        extras: Mapping[str, Any],
+        apply: Apply | None,
+    ) -> tuple[PyTree, PyTree]:
+        """Update by what looks at one leaf at a time, bucket by bucket."""
+        tx = self._transform(node, now)
+        extras = {**extras, "sum_over_leaves": self.placement.sum_over_leaves}
+        if self.store.is_resident:
+            buckets = self._resident_buckets(updates, params)
+            if buckets is None or len(buckets) == 1:
+                out, after = tx.run(updates, state, params, donate=donate, **extras)
+                if apply is not None:
+                    apply(out)
+                return out, after
+            parameters = self._parameters_of(node.number, state, updates)
+            return self._in_buckets(
+                tx.run, buckets, parameters, updates, state, params, donate, extras, apply, far=False
+            )
+        here = with_numbers_on(self.store.device(device_of(updates, params)), tx)
+        return self.update_in_store(here, updates, state, params, donate, extras, apply)
+
+    def update_in_store(
+        self,
+        tx: Transform,
+        updates: PyTree,
+        state: PyTree,
+        params: PyTree,
+        donate: Donation,
+        extras: Mapping[str, Any],
+        apply: Apply | None = None,
+        *,
+        absent: bool = False,
+    ) -> tuple[PyTree, PyTree]:
+        """Update by a transform that looks at one leaf at a time, with its state in the store.
+
+        Args:
+            tx: the transform.
+            updates: the whole tree of them.
+            state: the whole state.
+            params: the whole tree of them, or None.
+            donate: what is given.
+            extras: named values.
+            apply: as in `update`.
+            absent: run it also on leaves that have no update.
+        """
+        given = device_of(updates, params)
+        device = self.store.device(given)
+        parameters = self._parameters_of(tx.treedef, state, updates)
+        leaves = tree.leaves(updates)
+        names = [n for n, leaf in zip(tree.names(updates), leaves, strict=True) if absent or leaf is not None]
+        sizes = sizes_of(names, state, parameters)
+        weights = leaves if params is None else tree.leaves(params)
+        far = params is not None and tx.reads_params and any(w is not None and w.device != device for w in weights)
+        at_once = not any(sizes.values()) and device == given and not far
+        buckets = [list(sizes)] if at_once else cut_into_buckets(sizes, self.store.bucket_bytes)
+        return self._in_buckets(tx.run, buckets, parameters, updates, state, params, donate, extras, apply, far=far)
+
+    def _in_buckets(
+        self,
+        run: Callable[..., Any],
+        buckets: list[list[str]],
+        parameters: list[str | None],
+        updates: PyTree,
+        state: PyTree,
+        params: PyTree,
+        donate: Donation,
+        extras: Mapping[str, Any],
+        apply: Apply | None,
+        *,
+        far: bool,
+    ) -> tuple[PyTree, PyTree]:
+        leaves, treedef = tree.flatten(updates)
+        names = tree.names(updates)
+        given = device_of(updates, params)
+        device = self.store.device(given)
+        weights = None if params is None else tree.leaves(params)
+        bucketed = BucketedState(self.store, given, state, parameters, buckets, donate)
+        results: dict[str, Any] = {}
+        try:
+            for turn, bucket in enumerate(buckets):
+                mine = set(bucket)
+                some = [leaf if name in mine else None for name, leaf in zip(names, leaves, strict=True)]
+                there = params
+                if far and weights is not None:  # those of this bucket, where the transform computes
+                    moved = [
+                        w.to(device) if n in mine and w is not None else w for n, w in zip(names, weights, strict=True)
+                    ]
+                    there = tree.unflatten(treedef, moved)
+                out = bucketed.run(turn, run, tree.unflatten(treedef, some), there, extras, may_write=donate.updates)
+                if apply is not None:
+                    apply(out)
+                else:
+                    results |= {n: leaf for n, leaf in zip(names, tree.leaves(out), strict=True) if n in mine}
+                del some, out  # not beside those of the next bucket
+        except BaseException:
+            bucketed.abandon()
+            raise
+        return tree.unflatten(treedef, [results.get(name) for name in names]), bucketed.end()
+
+    def _resident_buckets(self, updates: PyTree, params: PyTree) -> list[list[str]] | None:
+        """Names in buckets of parameters' bytes; None: all at once."""
+        if self.bucket_bytes is None or params is None:
+            return None
+        pairs = [
+            (name, nbytes_of(leaf))
+            for name, leaf in zip(tree.names(params), tree.leaves(params), strict=True)
+            if leaf is not None
+        ]
+        return cut_into_buckets(pairs, self.bucket_bytes)
+
+    # ------------------------------------------------------------- what sums over leaves or calls others, as a whole
+
+    def _init_with_own_leaves(self, node: Node, now: Now, params: PyTree) -> PyTree:
+        declared = node.tx.declaration.in_store
+        if declared is not None:
+            return declared.init(self, self._transform(node, now), params)
+        store = self._store_at_once
+        device = store.device(device_of(params))
+        state = self._plain.init_node(node, now, tree.map(lambda leaf: leaf.to(device), params))
+        return store_away(store, device, state, parameters_of(state, params), copy=False)
+
+    def _update_with_own_leaves(
+        self,
+        node: Node,
+        now: Now,
+        updates: PyTree,
+        state: PyTree,
+        params: PyTree,
+        donate: Donation,
+        extras: Mapping[str, Any],
+    ) -> tuple[PyTree, PyTree]:
+        extras = {**extras, "sum_over_leaves": self.placement.sum_over_leaves}
+        if self.store.is_resident:
+            return self._transform(node, now).run(updates, state, params, donate=donate, **extras)
+        declared = node.tx.declaration.in_store
+        if declared is not None:
+            tx = self._transform(node, now)
+            return declared.update(self, tx, updates, state, params, donate, extras)
+        given = device_of(updates, params)
+        if node.tx.reads_params and not node.children and params is not None:
+            params = tree.map(lambda leaf: leaf.to(given), params)
+        if not self._keeps_leaf_state(node):
+            return self._transform(node, now).run(updates, state, params, donate=donate, **extras)
+        parameters = self._parameters_of(node.number, state, updates)
+        store = self._store_at_once
+        if not store.is_direct(store.device(given)):
+            self._warn_of_bringing(node.tx, state, parameters)
+
+        def run(updates: PyTree, state: PyTree, params: PyTree, *, donate: Donation, **extras: Any) -> Any:
+            return self._plain.update_node(node, now, updates, state, params, donate, extras)
+
+        bucketed = BucketedState(store, given, state, parameters, [tree.names(updates)], donate)
+        try:
+            out = bucketed.run(0, run, updates, bucketed.to_compute_device(params), extras, may_write=donate.updates)
+        except BaseException:
+            bucketed.abandon()
+            raise
+        return out, bucketed.end()
+
+    def init_in_store(self, tx: Transform, params: PyTree) -> PyTree:
+        """The state of a transform that looks at one leaf at a time, made by buckets, in the store.
+
+        The other leaves are meta tensors meanwhile, so that whatever depends on names and shapes is as always.
+        """
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            shown = tx.functions.init(tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), params))
+        sizes = sizes_of(tree.names(params), shown, parameters_of(shown, params))
+        buckets = cut_into_buckets(sizes, self.store.bucket_bytes)
+        return init_in_buckets(self.store, buckets, params, tx.functions.init, outside="meta")
+
+    def kept_state(self, state: PyTree, params: PyTree, donate: Donation) -> PyTree:
+        """A state that does not change; a copy, where the caller goes on to own the old one."""
+        if donate.state:
+            return state
+        device = self.store.device(device_of(params))
+        return store_away(self.store, device, state, parameters_of(state, params), copy=True)
+
+    def require_room(self, state: PyTree, params: PyTree, donate: Donation) -> None:
+        """Require the room that the next state takes beside this one.
+
+        Raises:
+            OSError: the store has not as much.
+        """
+        if self.store.is_resident:
+            return
+        device = self.store.device(device_of(params))
+        pairs = zip(tree.leaves(state), parameters_of(state, params), strict=True)
+        moving = [leaf for leaf, name in pairs if moves(leaf, name)]
+        self.store.require([spec_of(x) for x in moving if not (donate.state and self.store.has(x, device))])
+
+    # --------------------------------------------------------------------------------- found out once, from structure
+
+    def prepare(self, node: Node, now: Now) -> None:
+        """Build the transforms of a node and those within it for the numbers of now, so that a step finds them built.
+
+        Raises:
+            ValueError: a number is out of range.
+        """
+        valid(node.tx)
+        if not self._is_unit(node) and isinstance(node, Sequence) and isinstance(now, Transform):
+            for span in self._spans_of(node):
+                part = self._part(node, span, now)
+                if isinstance(span.node, Stage) and not self._is_unit(span.node):
+                    self._run_of(span.node, part)
+                else:
+                    self.prepare(span.node, part if len(part) > 1 else part[0])
+        elif isinstance(node, Stage) and not self._is_unit(node):
+            self._run_of(node, now if isinstance(now, tuple) else (now,))
+        else:
+            valid(self._transform(node, now))
+            if isinstance(node, Around) and isinstance(now, Transform) and not self._is_unit(node):
+                for child, inner in zip(node.inner, now.children, strict=True):
+                    self.prepare(child, inner)
+
+    def _is_unit(self, node: Node) -> bool:
+        """Whether a node can be carried out, with all within it, on some leaves at a time, for any choice of them."""
+        return node.tx.locality <= (Locality.LEAF if self.placement.holds_all else Locality.ELEMENT)
+
+    def _spans_of(self, node: Sequence) -> tuple[_Span, ...]:
+        """The nodes of a chain, neighbouring units as one: a bucket goes through all of them at once."""
+        if node.number not in self._spans:
+            spans: list[_Span] = []
+            first = 0
+            for names, child in self._entries(node):
+                before = spans[-1] if spans else None
+                if before is not None and self._is_unit(before.node) and self._is_unit(child):
+                    spans[-1] = _Span((*before.names, *names), before.first, _joined(before, names, child))
+                else:
+                    spans.append(_Span(names, first, child))
+                first += len(names)
+            self._spans[node.number] = tuple(spans)
+        return self._spans[node.number]
+
+    def _entries(self, node: Sequence) -> Iterator[tuple[tuple[str, ...], Node]]:
+        """The nodes of a chain; where leaves are whole already, the members of a matrix stage one by one."""
+        for names, child in node.entries:
+            if isinstance(child, Stage) and self._is_unit(child):
+                yield from (((member.name,), member.node) for member in child.members)
+            else:
+                yield names, child
+
+    def _part(self, node: Sequence, span: _Span, now: Transform) -> tuple[Transform, ...]:
+        """The transforms of a chain that a span stands for, with the numbers of now."""
+        return now.children[span.first : span.first + len(span.names)]
+
+    def _run_of(self, stage: Stage, now: tuple[Transform, ...]) -> Run:
+        return tuple(
+            (member.name, self._transform(member.node, part)) for member, part in zip(stage.members, now, strict=True)
+        )
+
+    def _transform(self, node: Node, now: Now) -> Transform:
+        """The transform of a node as it is done here, with the numbers of now; what has not changed stays built."""
+        parts = now if isinstance(now, tuple) else (now,)
+        known = self._current.get(node.number)
+        if known is not None and all(a is b for a, b in zip(known[0], parts, strict=True)):
+            return known[1]
+        if node.keeps_numbers:
+            base = self._base(node) if known is None else known[1]
+            made = with_numbers(base, iter([number for part in parts for number in tree.leaves(part)]))
+        else:
+            assert not isinstance(now, tuple)
+            compute = self._compute_on(torch.device("meta"))
+            made = self._base(lower_node(now, node.like, compute=compute, numbers=node.numbers))
+        self._current[node.number] = parts, made
+        return made
+
+    def _base(self, node: Node) -> Transform:
+        if self._is_unit(node):
+            return resolve_within(node.tx, node.like)
+        if isinstance(node, Around):
+            inner = iter(node.inner)
+            return node.tx.with_children(lambda child: _executed(child, _Bound(self, next(inner))))
+        return node.tx
+
+    def _child_for(self, node: Node, tx: Transform, params: PyTree) -> Node:
+        """The node of a called transform; another, where it is called for other leaves than its `init` was."""
+        return node if tuple(tree.names(params)) == node.names else self.program(tx, params)
+
+    def _parameters_of(self, key: Any, state: PyTree, params: PyTree) -> list[str | None]:
+        """The parameters that the leaves of a state belong to, found out once for a structure."""
+        at = (key, tuple(tree.names(params)), len(tree.leaves(state)))
+        if at not in self._parameters:
+            self._parameters[at] = parameters_of(state, params)
+        return self._parameters[at]
+
+    def _keeps_leaf_state(self, node: Node) -> bool:
+        """Whether a transform has state like the parameters of its own, apart from that of those it calls."""
+        if node.number not in self._keeps_leaves:
+            if isinstance(node, Around):
+                own, _ = state_around(node.tx, node.like)
+            else:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    own = node.tx.functions.init(node.like)
+            pairs = zip(tree.leaves(own), parameters_of(own, node.like), strict=True)
+            self._keeps_leaves[node.number] = any(moves(leaf, name) for leaf, name in pairs)
+        return self._keeps_leaves[node.number]
+
+    @property
+    def _plain(self) -> Executor:
+        """The same with a state that is at hand: for what is brought in at once."""
+        if self._at_hand is None:
+            self._at_hand = Executor(self.placement)
+        return self._at_hand
+
+    @property
+    def _store_at_once(self) -> Store:
+        """For what is brought in at once: on several ranks it may have to send, which only the updates' device can."""
+        return self.store if self.placement.size == 1 else self.store.computing_with_updates()
+
+    def _store_for(self, *, on_meta: bool) -> Store:
+        return RESIDENT if on_meta else self.store
+
+    def _warn_of_bringing(self, tx: Transform, state: PyTree, parameters: list[str | None]) -> None:
+        if tx.name in self._warned:
+            return
+        self._warned.add(tx.name)
+        nbytes = sum(sizes_of([name for name in parameters if name is not None], state, parameters).values())
+        warnings.warn(
+            f"{tx.name} looks at the whole tree and keeps a state of its own like the parameters, so all of that, "
+            f"{nbytes / 2**20:.1f} MiB, is brought in at once at every step: offload the transforms around it instead, "
+            "or declare its locality",
+            stacklevel=2,
+        )
+
+
+class _Bound(NamedTuple):
+    """A node and the executor that carries it out."""
+
+    executor: Executor
+    node: Node
+
+
+@transform(locality=Locality.TREE, transparent=True)
+def _executed(tx: Transform, bound: Any):
+    """A transform that another calls: the executor answers the call."""
+
+    def init(params: PyTree) -> PyTree:
+        return bound.executor.init_node(bound.executor._child_for(bound.node, tx, params), tx, params)
+
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
+        node = bound.executor._child_for(bound.node, tx, updates if params is None else params)
+        return bound.executor.update_node(node, tx, updates, state, params, donate, extras)
+
+    return init, update
+
+
+def _joined(before: _Span, names: tuple[str, ...], child: Node) -> Node:
+    """Two neighbouring units as one."""
+    first = before.node
+    known = first.entries if isinstance(first, _Joined) else ((before.names, first),)
+    entries = (*known, (names, child))
+    tx = named_chain([(name, node.tx) for (name,), node in entries])
+    keeps = all(node.keeps_numbers for _, node in entries)
+    return _Joined(tx, first.names, first.state, first.numbers, first.like, keeps, entries)
+
+
+class _Joined(Sequence):
+    """Neighbouring units of a chain, carried out as one."""
+
+
+def with_numbers_on(device: torch.device, tx: Transform) -> Transform:
+    """A transform whose numbers, where they are tensors, can be used on a device: those of `inject_hyperparams`."""
+    strange = [leaf for leaf in tree.tensors(tx) if leaf.device != device]
+    if not strange or device.type != "cpu":
+        return tx
+    return tree.map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, tx)
+
+
+def valid(tx: Recorded) -> Any:
+    """Build a transform and all within it now, so that a bad value is found before anything is changed."""
+    tx.prepare()
+    for part in tx.parts:
+        if isinstance(part, Recorded):
+            valid(part)
+    return tx
+
+
+def _is_new(new: PyTree, old: PyTree) -> bool:
+    """Whether no leaf of a tree is one of another."""
+    given = {id(leaf) for leaf in tree.leaves(old) if leaf is not None}
+    return not any(id(leaf) in given for leaf in tree.leaves(new))

@@ -1,0 +1,245 @@
+"""From a transform and the leaves of a tree to a program: the one place that decides how each transform is done."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from muonfx import tree
+from muonfx.core import Locality, Transform, chain, chain_entries, transform
+from muonfx.program.nodes import Around, Elementwise, Member, Node, Program, Sequence, Stage, SumOverLeaves, WholeTree
+from muonfx.recorded import dotted, part_names
+from muonfx.tree import PyTree
+
+__all__ = ["Call", "calls_of", "is_around", "lower", "lower_node", "resolve_within", "with_compute_dtype"]
+
+
+def lower(tx: Transform, params: PyTree, *, compute: torch.dtype | None = None) -> Program:
+    """Lower a transform for the leaves of a tree: once, from structure, names, shapes and dtypes, never from values.
+
+    Args:
+        tx: the transform.
+        params: a tree of tensors; meta tensors of global shapes will do.
+        compute: the dtype that a dtype of "auto" stands for, where ranks have agreed on it; None: left to each call.
+
+    >>> import muonfx as mfx
+    >>> tx = mfx.chain(mfx.clip_by_global_norm(1.0), mfx.muon(0.1))
+    >>> print(lower(tx, {"w": torch.zeros(4, 4), "v": torch.zeros(4, 2)}))
+    node                                           locality  leaves  state...
+    chain: chain                                   TREE      2       -...
+      sum over leaves: clip_by_global_norm         TREE      2       clip_by_global_norm...
+      chain: chain                                 MATRIX    2       chain...
+        elementwise: momentum                      ELEMENT   2       chain.momentum...
+        matrix stage: orthogonalize, scale_by_shape...
+    """
+    like = tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), params)
+    return Program(lower_node(tx, like, compute=compute))
+
+
+def lower_node(
+    tx: Transform,
+    like: PyTree,
+    *,
+    compute: torch.dtype | None = None,
+    state: tuple[Any, ...] = (),
+    numbers: str = "",
+) -> Node:
+    """Lower one transform, and those that it calls.
+
+    Args:
+        tx: the transform.
+        like: meta tensors of global shapes, in the tree that it gets.
+        compute: as in `lower`.
+        state: the path of its state.
+        numbers: its dotted name among the parts of the whole.
+    """
+    made = tx.resolve(like)
+    if compute is not None:
+        made = with_compute_dtype(made, compute)
+    names = tuple(tree.names(like))
+    entries = chain_entries(made)
+    if entries is not None:
+        parts = part_names(made)
+        lowered = [
+            (name, lower_node(part, like, compute=compute, state=(*state, name), numbers=dotted(numbers) + where))
+            for (name, part), where in zip(entries.items(), parts, strict=True)
+        ]
+        return Sequence(made, names, state, numbers, like, _same_numbers(tx, made), tuple(_merged(lowered, names)))
+    if is_around(made):
+        calls = calls_of(made, like)
+        inner = tuple(
+            lower_node(
+                call.tx, call.params, compute=compute, state=(*state, *call.state), numbers=dotted(numbers) + call.part
+            )
+            for call in calls
+        )
+        return Around(made, names, state, numbers, like, _same_numbers(tx, made), inner)
+    if made.locality in (Locality.MATRIX, Locality.LEAF):
+        made = resolve_within(made, like)
+        own = Elementwise(made, names, state, numbers, like, _same_numbers(tx, made))
+        return Stage(made, names, state, numbers, like, own.keeps_numbers, (Member(made.name, own),))
+    if made.locality is Locality.ELEMENT:
+        kind: type[Node] = Elementwise
+    else:
+        kind = SumOverLeaves if _sums(made) and not made.children else WholeTree
+    return kind(made, names, state, numbers, like, _same_numbers(tx, made))
+
+
+def is_around(tx: Transform) -> bool:
+    """Whether a transform's own work, apart from that of those it calls, is elementwise or a sum over leaves."""
+    own = tx.declaration.own_locality
+    return bool(tx.children) and (own is Locality.ELEMENT or (own is Locality.TREE and _sums(tx)))
+
+
+def _sums(tx: Transform) -> bool:
+    return "sum_over_leaves" in tx.extras.named
+
+
+def _same_numbers(tx: Transform, made: Transform) -> bool:
+    before, after = tree.leaves(tx), tree.leaves(made)
+    return len(before) == len(after) and all(a is b for a, b in zip(before, after, strict=True))
+
+
+def _merged(lowered: list[tuple[str, Node]], names: tuple[str, ...]) -> list[tuple[tuple[str, ...], Node]]:
+    """The nodes of a chain, neighbouring matrix stages as one: what they need whole goes to its owner once."""
+    found: list[tuple[tuple[str, ...], Node]] = []
+    for name, node in lowered:
+        if isinstance(node, Stage):
+            (member,) = node.members
+            node = _stage([Member(name, member.node)])
+            if found and isinstance(found[-1][1], Stage):
+                before = found.pop()
+                found.append(((*before[0], name), _stage([*before[1].members, *node.members])))
+                continue
+        found.append(((name,), node))
+    return found
+
+
+def _stage(members: list[Member]) -> Stage:
+    first = members[0].node
+    return Stage(
+        first.tx,
+        first.names,
+        first.state,
+        first.numbers,
+        first.like,
+        all(member.node.keeps_numbers for member in members),
+        tuple(members),
+    )
+
+
+class Call(NamedTuple):
+    """A transform that another calls."""
+
+    tx: Transform
+    part: str
+    """Its name among the parts."""
+    params: PyTree
+    """The leaves that it gets, as meta tensors."""
+    state: tuple[Any, ...]
+    """The path of its state in that of the caller."""
+
+
+class _Placeholder:
+    """Stands in a state where that of a called transform belongs."""
+
+    def __init__(self, place: int) -> None:
+        self.place = place
+
+
+class _Noted(list[tuple[int, PyTree]]):
+    """The calls of `init` that recorders have noted; itself and not its elements is an argument."""
+
+
+@transform(locality=Locality.TREE, transparent=True)
+def _recorder(tx: Transform, place: int, noted: Any):
+    """Stands for a called transform and notes what its `init` is given."""
+
+    def init(params: PyTree) -> _Placeholder:
+        noted.append((place, params))
+        return _Placeholder(place)
+
+    def update(updates: PyTree, state: PyTree, params: PyTree = None):
+        raise AssertionError("a recorder is never run")
+
+    return init, update
+
+
+def calls_of(tx: Transform, like: PyTree) -> list[Call]:
+    """Find what a transform gives to each of those that it calls, by running its `init` on placeholders.
+
+    Args:
+        tx: the transform, resolved.
+        like: meta tensors.
+    """
+    state, noted = state_around(tx, like)
+    given = dict(noted)
+    paths = {
+        leaf.place: path
+        for path, leaf in zip(tree.paths(state), tree.leaves(state), strict=True)
+        if isinstance(leaf, _Placeholder)
+    }
+    children = [name for name, part in zip(part_names(tx), tx.parts, strict=True) if isinstance(part, Transform)]
+    return [
+        Call(child, name, given.get(place, like), paths.get(place, ()))
+        for place, (child, name) in enumerate(zip(tx.children, children, strict=True))
+    ]
+
+
+def state_around(tx: Transform, like: PyTree) -> tuple[PyTree, list[tuple[int, PyTree]]]:
+    """A transform's state with placeholders for those of the transforms it calls; what each of these was given."""
+    noted = _Noted()
+    numbered = iter(range(len(tx.children)))
+    recording = tx.with_children(lambda child: _recorder(child, next(numbered), noted))
+    with warnings.catch_warnings():  # what there is to warn of is said where parameters are
+        warnings.simplefilter("ignore")
+        return recording.functions.init(like), noted
+
+
+def fill_placeholders(state: PyTree, function: Callable[[int], PyTree]) -> PyTree:
+    """Put a value, by the number of the called transform, in the place of each placeholder."""
+    return tree.map(lambda leaf: function(leaf.place) if isinstance(leaf, _Placeholder) else leaf, state)
+
+
+def resolve_within(tx: Transform, like: PyTree) -> Transform:
+    """A transform with all decided that names and shapes decide, also by those that it calls.
+
+    For one that is run as a whole on some of the leaves, where those within would see the others as None.
+    """
+    made = tx.resolve(like)
+    if not made.children:
+        return made
+    entries = chain_entries(made)
+    if entries is not None:
+        return named_chain([(name, resolve_within(part, like)) for name, part in entries.items()])
+    calls = iter(calls_of(made, like))
+    return made.with_children(lambda child: resolve_within(child, next(calls).params))
+
+
+def named_chain(entries: Iterable[tuple[str, Transform]]) -> Transform:
+    """A chain of transforms that keep their names, which has been looked at where it was first made."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return chain(*entries)
+
+
+def with_compute_dtype(tx: Transform, dtype: torch.dtype) -> Transform:
+    """A transform in which "auto" is decided, and in all that it calls: float64 stays, all else is computed in a dtype.
+
+    >>> import muonfx as mfx
+    >>> decided = with_compute_dtype(mfx.chain(mfx.momentum(), mfx.orthogonalize()), torch.float32)
+    >>> decided.arguments["transforms"][1].arguments["dtype"]
+    Decided(dtype=torch.float32)
+    """
+    children = [with_compute_dtype(child, dtype) for child in tx.children]
+    if any(new is not old for new, old in zip(children, tx.children, strict=True)):
+        replaced = iter(children)
+        tx = tx.with_children(lambda _: next(replaced))
+    declared = tx.declaration.with_compute_dtype
+    if declared is None:
+        return tx
+    made = declared(tx, dtype)
+    return tx if made.structure == tx.structure else Transform._from(made.structure, tx.parts)  # the very same numbers

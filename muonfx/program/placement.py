@@ -1,0 +1,232 @@
+"""The two things that an executor is given: where the pieces of leaves are, and where the state lies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from muonfx import tree
+from muonfx.core import Donation, Transform, sum_over_leaves
+from muonfx.tree import PyTree, Spec
+
+if TYPE_CHECKING:
+    from muonfx.program.nodes import Stage
+
+__all__ = ["ALONE", "RESIDENT", "Alone", "Placement", "Resident", "Store", "Transfer"]
+
+
+class Placement(Protocol):
+    """Which piece of each leaf this rank holds, and how the ranks do together what one cannot do alone."""
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        ...
+
+    @property
+    def holds_all(self) -> bool:
+        """Whether this rank holds every leaf whole, in its own shape, and nobody else does."""
+        ...
+
+    @property
+    def compute(self) -> Mapping[str, torch.dtype]:
+        """What a dtype of "auto" stands for on all ranks, by kind of device; empty where each call decides."""
+        ...
+
+    def global_like(self, params: PyTree) -> PyTree:
+        """Meta tensors of the global shapes in the place of local tensors."""
+        ...
+
+    def fits(self, like: PyTree, params: PyTree) -> bool:
+        """Whether trees of the same names are of the same parameters: what was lowered for one serves the other."""
+        ...
+
+    def sum_over_leaves(self, scalars: PyTree) -> Tensor:
+        """Add scalars, one for each leaf, over all leaves and ranks."""
+        ...
+
+    def gather(self, values: PyTree) -> PyTree:
+        """Whole leaves of local ones, on every rank."""
+        ...
+
+    def shard(self, values: PyTree) -> PyTree:
+        """Local leaves of whole ones."""
+        ...
+
+    def warn_of_gathering(self, tx: Transform, params: PyTree) -> None:
+        """Warn, once, of a transform for which everything is gathered on every rank."""
+        ...
+
+    def init_stage(self, stage: Stage, run: Any, params: PyTree, store: Store) -> dict[str, PyTree]:
+        """The states of the members of a matrix stage."""
+        ...
+
+    def update_stage(
+        self,
+        stage: Stage,
+        run: Any,
+        updates: PyTree,
+        state: dict[str, PyTree],
+        params: PyTree,
+        donate: Donation,
+        extras: Mapping[str, Any],
+        store: Store,
+    ) -> tuple[PyTree, dict[str, PyTree]]:
+        """Update by a matrix stage: whole matrices at their owners, by buckets."""
+        ...
+
+
+class Alone:
+    """The placement of one process, which holds all."""
+
+    size = 1
+    holds_all = True
+    compute: Mapping[str, torch.dtype] = {}
+
+    def global_like(self, params: PyTree) -> PyTree:
+        """Meta tensors like the parameters."""
+        return tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), params)
+
+    def fits(self, like: PyTree, params: PyTree) -> bool:
+        """Whether all leaves that are there have the shapes of what was lowered; some gradients may be None."""
+        pairs = zip(tree.leaves(like), tree.leaves(params), strict=True)
+        return all(theirs is None or (own is not None and own.shape == theirs.shape) for own, theirs in pairs)
+
+    def sum_over_leaves(self, scalars: PyTree) -> Tensor:
+        """Add scalars."""
+        return sum_over_leaves(scalars)
+
+    def gather(self, values: PyTree) -> PyTree:
+        """The very values."""
+        return values
+
+    def shard(self, values: PyTree) -> PyTree:
+        """The very values."""
+        return values
+
+    def warn_of_gathering(self, tx: Transform, params: PyTree) -> None:
+        """Nothing is gathered."""
+
+    def init_stage(self, stage: Stage, run: Any, params: PyTree, store: Store) -> dict[str, PyTree]:
+        """Never asked: all is leaf by leaf in one process."""
+        raise AssertionError("a stage needs no exchange in one process")
+
+    def update_stage(self, *arguments: Any) -> Any:
+        """Never asked: all is leaf by leaf in one process."""
+        raise AssertionError("a stage needs no exchange in one process")
+
+
+ALONE = Alone()
+
+
+class Transfer(Protocol):
+    """State on its way between where it lies and where a transform computes, bucket by bucket."""
+
+    def fetch(self, turn: int) -> list[Tensor]:
+        """A bucket's leaves where transforms compute, to be written to; the next bucket's are on their way."""
+        ...
+
+    def put(self, turn: int, leaves: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        """Write a bucket's new leaves to where they lie, in the background."""
+        ...
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in memory that is used again for another bucket."""
+        ...
+
+    def finish(self) -> None:
+        """Wait until all is where it lies."""
+        ...
+
+    def abandon(self) -> None:
+        """Wait for what is under way, after an error."""
+        ...
+
+
+class Store(Protocol):
+    """Where the leaves of a state lie between steps."""
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether all of it lies where transforms compute."""
+        ...
+
+    @property
+    def bucket_bytes(self) -> int:
+        """About how many bytes of state are brought in at a time."""
+        ...
+
+    def device(self, given: torch.device) -> torch.device:
+        """Where to compute with updates that are on a device."""
+        ...
+
+    def is_direct(self, device: torch.device) -> bool:
+        """Whether a transform on a device can work in the state where it lies."""
+        ...
+
+    def has(self, leaf: Tensor, device: torch.device) -> bool:
+        """Whether a leaf lies here, for a transform on a device."""
+        ...
+
+    def rooms(self, specs: Sequence[Spec], device: torch.device) -> list[Tensor]:
+        """Make tensors here, with any values."""
+        ...
+
+    def require(self, specs: Sequence[Spec]) -> None:
+        """Require that there is room for further tensors; raises OSError."""
+        ...
+
+    def computing_with_updates(self) -> Store:
+        """The same place, for transforms that compute where the updates are."""
+        ...
+
+    def release(self, leaf: Tensor) -> None:
+        """Let go of the memory that a leaf takes in this process, where it lies in a file."""
+        ...
+
+    def transfer(self, device: torch.device, buckets: Sequence[Sequence[Tensor]]) -> Transfer:
+        """Begin to bring the leaves of some buckets in."""
+        ...
+
+
+class Resident:
+    """The store of a state that lies with the parameters."""
+
+    is_resident = True
+    bucket_bytes = 0
+
+    def device(self, given: torch.device) -> torch.device:
+        """Where the updates are."""
+        return given
+
+    def is_direct(self, device: torch.device) -> bool:
+        """Always."""
+        return True
+
+    def has(self, leaf: Tensor, device: torch.device) -> bool:
+        """Always."""
+        return True
+
+    def rooms(self, specs: Sequence[Spec], device: torch.device) -> list[Tensor]:
+        """Make tensors on the device."""
+        return [torch.empty(spec.shape, dtype=spec.dtype, device=device) for spec in specs]
+
+    def require(self, specs: Sequence[Spec]) -> None:
+        """There is room."""
+
+    def computing_with_updates(self) -> Store:
+        """Itself."""
+        return self
+
+    def release(self, leaf: Tensor) -> None:
+        """It stays."""
+
+    def transfer(self, device: torch.device, buckets: Sequence[Sequence[Tensor]]) -> Transfer:
+        """Never asked."""
+        raise AssertionError("what is resident needs no transfer")
+
+
+RESIDENT = Resident()

@@ -1,0 +1,219 @@
+"""A layout bound to a group of ranks: what they have agreed on, and how they exchange what one cannot do alone."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from muonfx import tree
+from muonfx.core import Donation, Transform, sum_over_leaves
+from muonfx.polar import compute_dtype
+from muonfx.program.buckets import parameters_of
+from muonfx.program.execute import Executor, Run
+from muonfx.program.nodes import Stage
+from muonfx.program.placement import Store
+from muonfx.sharding.collectives import gathered
+from muonfx.sharding.errors import ShardingError
+from muonfx.sharding.gathered import init_run, update_run
+from muonfx.sharding.layout import Layout
+from muonfx.sharding.messages import collective
+from muonfx.sharding.plan.parts import on_stacks
+from muonfx.sharding.plan.plan import RunPlan, Settings, plan_run
+from muonfx.tree import PyTree
+
+__all__ = ["Binding"]
+
+
+@dataclass(eq=False)
+class Binding:
+    """The placement of an executor over ranks, and what these have agreed on.
+
+    Attributes:
+        layout: who holds what.
+        settings: what the caller has chosen.
+        store: where the state lies.
+        compute: what a dtype of "auto" stands for on all ranks, by the kind of device; empty until they have agreed.
+    """
+
+    layout: Layout
+    settings: Settings
+    store: Store
+    compute: dict[str, torch.dtype] = field(default_factory=dict)
+    compared: set[Any] = field(default_factory=set)
+    """The structures of the chains that the ranks have compared."""
+    likes: dict[Any, PyTree] = field(default_factory=dict)
+    """For each of these, meta tensors in the tree of the local parameters."""
+    derived: dict[Any, Any] = field(default_factory=dict)
+    """What else follows from shapes, found out once."""
+    steps: int = 0
+    """The number of steps taken."""
+    verified: set[Any] = field(default_factory=set)
+    """The chains, as in `compared`, before whose steps the copies that ranks hold have been compared."""
+    has_loaded: bool = False
+    """True if this rank has taken a state from elsewhere since the last step."""
+    _plans: dict[Any, RunPlan] = field(default_factory=dict)
+    _stacked: dict[Stage, tuple[Run, Run]] = field(default_factory=dict)
+    _warned: set[Any] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.executor = Executor(self, self.store)
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self.layout.size
+
+    @property
+    def holds_all(self) -> bool:
+        """Whether this rank holds every leaf whole, in its own shape, and nobody else does."""
+        if "holds all" not in self.derived:
+            specs = self.layout._specs
+            self.derived["holds all"] = self.size == 1 and all(
+                self.layout.piece(name).shape == tuple(spec.shape) for name, spec in specs.items()
+            )
+        return self.derived["holds all"]
+
+    def init_stage(self, stage: Stage, run: Run, params: PyTree, store: Store) -> dict[str, PyTree]:
+        """The states of the members of a matrix stage: at the owner of matrices, elsewhere None."""
+        plan = self.plan(run, params)
+        return init_run(plan, self._at_owner(stage, plan, run), self.layout, params, store)
+
+    def update_stage(
+        self,
+        stage: Stage,
+        run: Run,
+        updates: PyTree,
+        state: dict[str, PyTree],
+        params: PyTree,
+        donate: Donation,
+        extras: Mapping[str, Any],
+        store: Store,
+    ) -> tuple[PyTree, dict[str, PyTree]]:
+        """Update by a matrix stage: whole matrices at their owners, by buckets."""
+        plan = self.plan(run, updates if params is None else params)
+
+        def parameters() -> list[str | None]:
+            key = ("parameters of a stage", stage, len(tree.leaves(state)))
+            if key not in self.derived:
+                self.derived[key] = parameters_of(state, updates)
+            return self.derived[key]
+
+        now = self._at_owner(stage, plan, run)
+        return update_run(plan, now, self.layout, updates, state, params, donate, extras, store, parameters)
+
+    # ---------------------------------------------------------------------------------------- found out once
+
+    def plan(self, run: Run, params: PyTree) -> RunPlan:
+        """The plan of a run for some parameters."""
+        run = tuple((name, tx.children[0] if tx.declaration.many_of_one else tx) for name, tx in run)
+        names = [name for name in tree.names(params) if name in self.layout._specs]
+        device = tree.device_of(params)
+        kind = torch.device("cpu") if device.type == "meta" else self.store.device(device)
+        key = (tuple(names), tuple((name, tx.treedef) for name, tx in run), str(kind))
+        if key not in self._plans:
+            # On a CPU "auto" is a measurement, and who owns what must not depend on one: balance as for fp32.
+            compute = torch.float32 if kind.type == "cpu" else compute_dtype(torch.float32, kind)
+            self._plans[key] = plan_run(run, names, self.layout, kind, self.settings, compute)
+        return self._plans[key]
+
+    def is_verification_due(self, tx: Transform) -> bool:
+        """Tell whether the copies that ranks hold are to be compared before the next step of a chain."""
+        every = self.settings.verify_every
+        return tx.treedef not in self.verified or (every is not None and self.steps % every == 0)
+
+    def begin_step(self, tx: Transform) -> None:
+        """Count a step that all ranks have agreed to take, with copies compared where that was due."""
+        self.steps += 1
+        self.verified.add(tx.treedef)
+        self.has_loaded = False
+
+    def note_load(self) -> None:
+        """Note that a state has come from elsewhere, perhaps on some ranks only: the next step compares copies."""
+        self.verified.clear()
+        self.has_loaded = True
+
+    def _at_owner(self, stage: Stage, plan: RunPlan, run: Run) -> Run:
+        """The transforms of a run, with the numbers of now, as they are done at an owner."""
+        if not plan.stacks:
+            return run
+        known = self._stacked.get(stage)
+        if known is None or any(a is not b for (_, a), (_, b) in zip(known[0], run, strict=True)):
+            known = run, on_stacks(run, {name: plan.specs[name].shape for name in plan.stacks})
+            self._stacked[stage] = known
+        return known[1]
+
+    def global_like(self, params: PyTree) -> PyTree:
+        """Meta tensors of the global shapes in the place of local ones."""
+        leaves, treedef = tree.flatten(params)
+        specs = self.layout._specs
+        meta: list[Any] = []
+        for name, leaf in zip(tree.names(params), leaves, strict=True):
+            if name not in specs:
+                if leaf is not None:
+                    raise ShardingError(f"{name!r} is no parameter of {self.layout!r}")
+                meta.append(None)
+            else:
+                meta.append(torch.empty(specs[name].shape, dtype=specs[name].dtype, device="meta"))
+        return tree.unflatten(treedef, meta)
+
+    def fits(self, like: PyTree, params: PyTree) -> bool:
+        """Always: a layout is one of parameters."""
+        return True
+
+    def local_like(self, params: PyTree) -> PyTree:
+        """Meta tensors of this rank's pieces in the place of parameters or of what stands for them."""
+        meta = self.global_like(params)
+        leaves, treedef = tree.flatten(meta)
+        named = zip(tree.names(meta), leaves, strict=True)
+        pieces = [leaf if leaf is None else self.layout.piece(name).blank(leaf) for name, leaf in named]
+        return tree.unflatten(treedef, pieces)
+
+    # ------------------------------------------------------------------------------------------- over all ranks
+
+    def sum_over_leaves(self, scalars: PyTree) -> Tensor:
+        """Add scalars, one for each leaf, over all leaves and ranks; a piece that several ranks hold counts once."""
+        leaves = tree.leaves(scalars)
+        names = [name for name, leaf in zip(tree.names(scalars), leaves, strict=True) if leaf is not None]
+        found = [leaf for leaf in leaves if leaf is not None]
+        if not found:
+            return torch.zeros(())
+        stacked = torch.stack([self._counted(n, x.to(found[0].device)) for n, x in zip(names, found, strict=True)])
+        if self.layout.group is not None and self.layout.size > 1:
+            with collective("summing over all ranks"):
+                dist.all_reduce(stacked, group=self.layout.group)
+        return sum_over_leaves(list(stacked.unbind()))
+
+    def _counted(self, name: str, scalar: Tensor) -> Tensor:
+        """What a rank adds for a leaf: of several holders one adds; but of what is not finite, all hear."""
+        if self.layout.counts(name):
+            return scalar
+        return torch.where(scalar.isfinite(), torch.zeros_like(scalar), scalar)
+
+    def gather(self, values: PyTree) -> PyTree:
+        """Whole leaves of local ones, on every rank."""
+        return gathered(self.layout, values) if any(leaf is not None for leaf in tree.leaves(values)) else values
+
+    def shard(self, values: PyTree) -> PyTree:
+        """Local leaves of whole ones."""
+        return self.layout.shard(values)
+
+    def warn_of_gathering(self, tx: Transform, params: PyTree) -> None:
+        """Warn, once, of a transform for which everything is gathered on every rank."""
+        key = (tx.name, tuple(tree.names(params)))
+        if key in self._warned or self.layout.size == 1:
+            return
+        self._warned.add(key)
+        specs = [self.layout._specs[name] for name in tree.names(params)]
+        nbytes = sum(spec.dtype.itemsize * torch.Size(spec.shape).numel() for spec in specs)
+        warnings.warn(
+            f"{tx.name} declares no locality narrower than the whole tree, so every rank gathers all updates and "
+            f"parameters, {nbytes / 2**20:.1f} MiB each, at every step, and computes alike: declare its locality, or "
+            "name sum_over_leaves in its update if all that it needs of the tree is a sum",
+            stacklevel=2,
+        )
