@@ -8,7 +8,7 @@ one, so that it advances once.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ __all__ = [
 Path = tuple[Any, ...]
 
 
-def cut_into_buckets(sizes: Mapping[str, int] | Iterable[tuple[str, int]], limit: int) -> list[list[str]]:
+def cut_into_buckets(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
     """Cut names, in order, into lists of at most so many bytes; a single larger one stands alone.
 
     >>> cut_into_buckets({"a": 3, "b": 3, "c": 9, "d": 1}, 6)
@@ -42,7 +42,7 @@ def cut_into_buckets(sizes: Mapping[str, int] | Iterable[tuple[str, int]], limit
     """
     found: list[list[str]] = []
     room = 0
-    for name, size in sizes.items() if isinstance(sizes, Mapping) else sizes:
+    for name, size in sizes.items():
         if not found or size > room:
             found.append([])
             room = limit

@@ -30,14 +30,11 @@ from muonfx.program.buckets import (
 )
 from muonfx.program.lower import lower_node, named_chain, resolve_within, state_around
 from muonfx.program.nodes import Around, Node, Sequence, Stage, WholeTree
-from muonfx.program.placement import RESIDENT, Placement, Store
+from muonfx.program.placement import RESIDENT, Placement, Run, Store
 from muonfx.recorded import Recorded, with_numbers
 from muonfx.tree import PyTree
 
 __all__ = ["Executor", "Run"]
-
-Run = tuple[tuple[str, Transform], ...]
-"""Neighbouring transforms of a chain, with their names in it and the numbers of now."""
 
 Now = Transform | tuple[Transform, ...]
 """The transform that a node was lowered from, with the numbers of now; for joined units, one each."""
@@ -116,11 +113,11 @@ class Executor:
         if isinstance(node, Sequence):
             state: dict[str, PyTree] = {}
             for span in self._spans_of(node):
-                part = self._part(node, span, now)
+                part = self._part(span, now)
                 if isinstance(span.node, Stage) and not self._is_unit(span.node):
                     run = self._run_of(span.node, part)
                     state |= self.placement.init_stage(span.node, run, params, self._store_for(on_meta=on_meta))
-                elif len(span.names) > 1:
+                elif isinstance(span.node, _Joined):
                     state |= self.init_node(span.node, part, params)
                 else:
                     state[span.names[0]] = self.init_node(span.node, part[0], params)
@@ -199,7 +196,7 @@ class Executor:
     def _update_sequence(
         self,
         node: Sequence,
-        now: Transform,
+        now: Now,
         updates: PyTree,
         state: dict[str, PyTree],
         params: PyTree,
@@ -212,7 +209,7 @@ class Executor:
         spans = self._spans_of(node)
         for place, span in enumerate(spans):
             given = Donation(may_write, donate.state)
-            part = self._part(node, span, now)
+            part = self._part(span, now)
             last = apply if place == len(spans) - 1 else None
             if isinstance(span.node, Stage) and not self._is_unit(span.node):
                 run = self._run_of(span.node, part)
@@ -221,12 +218,12 @@ class Executor:
                 after |= new
                 if last is not None:
                     last(out)
-            elif len(span.names) > 1:
+            elif isinstance(span.node, _Joined):
                 own = {name: state[name] for name in span.names}
                 out, new = self.update_node(span.node, part, updates, own, params, given, extras, last)
                 after |= new
             else:
-                (name,) = span.names
+                name = span.names[0]
                 out, after[name] = self.update_node(
                     span.node, part[0], updates, state[name], params, given, extras, last
                 )
@@ -348,12 +345,9 @@ class Executor:
         """Names in buckets of parameters' bytes; None: all at once."""
         if self.bucket_bytes is None or params is None:
             return None
-        pairs = [
-            (name, nbytes_of(leaf))
-            for name, leaf in zip(tree.names(params), tree.leaves(params), strict=True)
-            if leaf is not None
-        ]
-        return cut_into_buckets(pairs, self.bucket_bytes)
+        named = zip(tree.names(params), tree.leaves(params), strict=True)
+        sizes = {name: nbytes_of(leaf) for name, leaf in named if leaf is not None}
+        return cut_into_buckets(sizes, self.bucket_bytes)
 
     # ------------------------------------------------------------- what sums over leaves or calls others, as a whole
 
@@ -447,11 +441,11 @@ class Executor:
         valid(node.tx)
         if not self._is_unit(node) and isinstance(node, Sequence) and isinstance(now, Transform):
             for span in self._spans_of(node):
-                part = self._part(node, span, now)
+                part = self._part(span, now)
                 if isinstance(span.node, Stage) and not self._is_unit(span.node):
                     self._run_of(span.node, part)
                 else:
-                    self.prepare(span.node, part if len(part) > 1 else part[0])
+                    self.prepare(span.node, part if isinstance(span.node, _Joined) else part[0])
         elif isinstance(node, Stage) and not self._is_unit(node):
             self._run_of(node, now if isinstance(now, tuple) else (now,))
         else:
@@ -487,9 +481,10 @@ class Executor:
             else:
                 yield names, child
 
-    def _part(self, node: Sequence, span: _Span, now: Transform) -> tuple[Transform, ...]:
+    def _part(self, span: _Span, now: Now) -> tuple[Transform, ...]:
         """The transforms of a chain that a span stands for, with the numbers of now."""
-        return now.children[span.first : span.first + len(span.names)]
+        children = now if isinstance(now, tuple) else now.children
+        return children[span.first : span.first + len(span.names)]
 
     def _run_of(self, stage: Stage, now: tuple[Transform, ...]) -> Run:
         return tuple(
@@ -598,7 +593,7 @@ def _joined(before: _Span, names: tuple[str, ...], child: Node) -> Node:
     first = before.node
     known = first.entries if isinstance(first, _Joined) else ((before.names, first),)
     entries = (*known, (names, child))
-    tx = named_chain([(name, node.tx) for (name,), node in entries])
+    tx = named_chain([(own[0], node.tx) for own, node in entries])
     keeps = all(node.keeps_numbers for _, node in entries)
     return _Joined(tx, first.names, first.state, first.numbers, first.like, keeps, entries)
 

@@ -67,7 +67,7 @@ def lower_node(
             (name, lower_node(part, like, compute=compute, state=(*state, name), numbers=dotted(numbers) + where))
             for (name, part), where in zip(entries.items(), parts, strict=True)
         ]
-        return Sequence(made, names, state, numbers, like, _same_numbers(tx, made), tuple(_merged(lowered, names)))
+        return Sequence(made, names, state, numbers, like, _same_numbers(tx, made), tuple(_merged(lowered)))
     if is_around(made):
         calls = calls_of(made, like)
         inner = tuple(
@@ -103,18 +103,19 @@ def _same_numbers(tx: Transform, made: Transform) -> bool:
     return len(before) == len(after) and all(a is b for a, b in zip(before, after, strict=True))
 
 
-def _merged(lowered: list[tuple[str, Node]], names: tuple[str, ...]) -> list[tuple[tuple[str, ...], Node]]:
+def _merged(lowered: list[tuple[str, Node]]) -> list[tuple[tuple[str, ...], Node]]:
     """The nodes of a chain, neighbouring matrix stages as one: what they need whole goes to its owner once."""
     found: list[tuple[tuple[str, ...], Node]] = []
     for name, node in lowered:
-        if isinstance(node, Stage):
-            (member,) = node.members
-            node = _stage([Member(name, member.node)])
-            if found and isinstance(found[-1][1], Stage):
-                before = found.pop()
-                found.append(((*before[0], name), _stage([*before[1].members, *node.members])))
-                continue
-        found.append(((name,), node))
+        if not isinstance(node, Stage):
+            found.append(((name,), node))
+            continue
+        own = Member(name, node.members[0].node)
+        names, before = found[-1] if found else ((), None)
+        if isinstance(before, Stage):
+            found[-1] = (*names, name), _stage([*before.members, own])
+        else:
+            found.append(((name,), _stage([own])))
     return found
 
 

@@ -15,7 +15,10 @@ from muonfx.tree import PyTree, Spec
 if TYPE_CHECKING:
     from muonfx.program.nodes import Stage
 
-__all__ = ["ALONE", "RESIDENT", "Alone", "Placement", "Resident", "Store", "Transfer"]
+__all__ = ["ALONE", "RESIDENT", "Alone", "Placement", "Resident", "Run", "Store", "Transfer"]
+
+Run = tuple[tuple[str, Transform], ...]
+"""Neighbouring transforms of a chain, with their names in it and the numbers of now."""
 
 
 class Placement(Protocol):
@@ -60,14 +63,14 @@ class Placement(Protocol):
         """Warn, once, of a transform for which everything is gathered on every rank."""
         ...
 
-    def init_stage(self, stage: Stage, run: Any, params: PyTree, store: Store) -> dict[str, PyTree]:
+    def init_stage(self, stage: Stage, run: Run, params: PyTree, store: Store) -> dict[str, PyTree]:
         """The states of the members of a matrix stage."""
         ...
 
     def update_stage(
         self,
         stage: Stage,
-        run: Any,
+        run: Run,
         updates: PyTree,
         state: dict[str, PyTree],
         params: PyTree,
@@ -110,11 +113,21 @@ class Alone:
     def warn_of_gathering(self, tx: Transform, params: PyTree) -> None:
         """Nothing is gathered."""
 
-    def init_stage(self, stage: Stage, run: Any, params: PyTree, store: Store) -> dict[str, PyTree]:
+    def init_stage(self, stage: Stage, run: Run, params: PyTree, store: Store) -> dict[str, PyTree]:
         """Never asked: all is leaf by leaf in one process."""
         raise AssertionError("a stage needs no exchange in one process")
 
-    def update_stage(self, *arguments: Any) -> Any:
+    def update_stage(
+        self,
+        stage: Stage,
+        run: Run,
+        updates: PyTree,
+        state: dict[str, PyTree],
+        params: PyTree,
+        donate: Donation,
+        extras: Mapping[str, Any],
+        store: Store,
+    ) -> tuple[PyTree, dict[str, PyTree]]:
         """Never asked: all is leaf by leaf in one process."""
         raise AssertionError("a stage needs no exchange in one process")
 

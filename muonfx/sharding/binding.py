@@ -15,9 +15,9 @@ from muonfx import tree
 from muonfx.core import Donation, Transform, sum_over_leaves
 from muonfx.polar import compute_dtype
 from muonfx.program.buckets import parameters_of
-from muonfx.program.execute import Executor, Run
+from muonfx.program.execute import Executor
 from muonfx.program.nodes import Stage
-from muonfx.program.placement import Store
+from muonfx.program.placement import Run, Store
 from muonfx.sharding.collectives import gathered
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.gathered import init_run, update_run

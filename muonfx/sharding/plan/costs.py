@@ -10,9 +10,9 @@ from torch import Tensor
 
 from muonfx.core import Transform
 from muonfx.polar.policy import Decided
-from muonfx.program.execute import Run
 from muonfx.program.lower import lower
 from muonfx.program.nodes import Stage
+from muonfx.program.placement import Run
 from muonfx.sharding.plan.cost import newton_schulz_cost
 from muonfx.transforms._matrices import view_as_matrices
 from muonfx.transforms.orthogonalize import orthogonalize

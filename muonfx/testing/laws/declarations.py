@@ -7,7 +7,7 @@ The laws of locality are in their own file; these ask for the rest: `reads_param
 from __future__ import annotations
 
 from math import prod
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -275,7 +275,7 @@ def own_work_is_of_its_own_locality(tx: Transform, params: PyTree, steps: list[P
     own = _declared(tx, "own_locality")
     resolved = tx.resolve(_on_meta(params))
     shapes = dict(zip(tree.names(params), (tuple(p.shape) for p in tree.leaves(params)), strict=True))
-    plain = cast("Transform", resolved.with_children(lambda part: _stand_in(_Seen(shapes))))
+    plain = resolved.with_children(lambda part: _stand_in(_Seen(shapes)))
     if own is Locality.ELEMENT:
         check_elements(plain, params, steps)
     elif own is Locality.TREE and "sum_over_leaves" in tx.extras.named:
