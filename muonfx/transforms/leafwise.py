@@ -35,6 +35,11 @@ Step = Callable[..., tuple["Leaf", PyTree]]
 Constructor = Callable[..., tuple[PyTree, Step]]
 
 
+def _method(function: Callable[..., Leaf]) -> Callable[..., Leaf]:
+    """Give a lambda of a class body a type."""
+    return function
+
+
 class Leaf:
     """One leaf in the arithmetic of a `leafwise` step, in the dtype to compute in.
 
@@ -181,33 +186,15 @@ class Leaf:
     __sub__ = sub
     __mul__ = __rmul__ = mul
     __truediv__ = div
-
-    def __rsub__(self, other: Any) -> Leaf:
-        return self.mul(-1.0).add(other)
-
-    def __neg__(self) -> Leaf:
-        return self.mul(-1.0)
-
-    def __rtruediv__(self, other: Any) -> Leaf:
-        return _each(torch.div, other, self)
-
-    def __pow__(self, other: Any) -> Leaf:
-        return _each(torch.pow, self, other)
-
-    def __abs__(self) -> Leaf:
-        return _each(torch.abs, self)
-
-    def __gt__(self, other: Any) -> Leaf:
-        return _each(torch.gt, self, other)
-
-    def __ge__(self, other: Any) -> Leaf:
-        return _each(torch.ge, self, other)
-
-    def __lt__(self, other: Any) -> Leaf:
-        return _each(torch.lt, self, other)
-
-    def __le__(self, other: Any) -> Leaf:
-        return _each(torch.le, self, other)
+    __neg__ = _method(lambda x: -1.0 * x)
+    __rsub__ = _method(lambda x, y: y + -1.0 * x)
+    __abs__ = _method(lambda x: _each(torch.abs, x))
+    __rtruediv__ = _method(lambda x, y: _each(torch.div, y, x))
+    __pow__ = _method(lambda x, y: _each(torch.pow, x, y))
+    __gt__ = _method(lambda x, y: _each(torch.gt, x, y))
+    __ge__ = _method(lambda x, y: _each(torch.ge, x, y))
+    __lt__ = _method(lambda x, y: _each(torch.lt, x, y))
+    __le__ = _method(lambda x, y: _each(torch.le, x, y))
 
 
 class _Operand(Leaf):
