@@ -19,6 +19,7 @@ from torch import Tensor
 
 from muonfx import checks, tree
 from muonfx import elementwise as ew
+from muonfx.arguments import check_plain, plain_kinds
 from muonfx.compact import Compact
 from muonfx.compact.state import Holder
 from muonfx.core import NOTHING, Donation, Locality, Transform, apply_updates, transform
@@ -245,7 +246,7 @@ class Slot:
         signed: whether elements may be negative; only a compact dtype cares.
 
     Raises:
-        TypeError: the dtype is neither floating point nor compact nor None.
+        TypeError: the dtype is neither floating point nor compact nor None, or another argument has the wrong type.
         ValueError: the dtype is a string other than "auto", or ``start`` is neither "zeros" nor "params".
 
     >>> import muonfx as mfx
@@ -259,7 +260,9 @@ class Slot:
     signed: bool = True
 
     def __post_init__(self) -> None:
-        """Check the dtype."""
+        """Check the arguments."""
+        check_plain("Slot", "argument", self.argument, plain_kinds("str"))
+        check_plain("Slot", "signed", self.signed, plain_kinds("bool"))
         if not isinstance(self.dtype, Compact):
             checks.state_dtype(self.argument, self.dtype)
         if self.start not in ("zeros", "params"):

@@ -42,7 +42,7 @@ def taught(page: str) -> dict[str, Any]:
         for definition in DECORATED.finditer(fence["text"]):
             lines = [line.removeprefix(definition[1]) for line in definition[0].splitlines()]
             exec("\n".join(lines), found)
-    return {name: value for name, value in found.items() if hasattr(value, "constructor")}
+    return {name: value for name, value in found.items() if hasattr(value, "definition")}
 
 
 def test_every_transform_that_a_page_defines_is_checked():
