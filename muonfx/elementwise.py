@@ -20,6 +20,7 @@ from muonfx.tracing import functorch_is_active, is_traced
 __all__ = [
     "add",
     "addcmul",
+    "apply",
     "cast",
     "cast_like",
     "clamp",
@@ -33,8 +34,6 @@ __all__ = [
     "peaks",
     "safe_sqrt",
     "shift",
-    "sign",
-    "sqrt",
     "wide_dtype",
 ]
 
@@ -153,13 +152,21 @@ def mul_each(xs: Tensors, cs: list[float], *, reuse: bool = False) -> Tensors:
     return list(torch._foreach_mul(xs, cs))
 
 
-def shift(xs: Tensors, c: Scalar) -> Tensors:
+def shift(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
     """Add one scalar to every tensor.
 
     >>> shift([torch.ones(2)], 0.5)
     [tensor([1.5000, 1.5000])]
     """
-    return [x + c for x in xs]
+    if not reuse or _leafwise(xs) or _records(c):
+        return [x + c for x in xs]
+    if isinstance(c, Tensor) and (is_traced() or not all(x.is_cuda for x in xs)):
+        # `_foreach_add_` with one tensor reads its value except in CUDA's own kernel: a sync, and a break when traced.
+        each: list[Any] = [_fit(c, xs)] * len(xs)
+        torch._foreach_add_(xs, each)
+    else:
+        torch._foreach_add_(xs, _fit(c, xs))
+    return xs
 
 
 def add(xs: Tensors, ys: Tensors, c: Scalar = 1.0, *, reuse: bool = False) -> Tensors:
@@ -233,36 +240,18 @@ def div(xs: Tensors, ys: Tensors, *, reuse: bool = False) -> Tensors:
     return list(torch._foreach_div(xs, ys))
 
 
-def sqrt(xs: Tensors, *, plus: Scalar = 0.0) -> Tensors:
-    """Compute ``sqrt(x) + plus``.
+def apply(name: str, *lists: Tensors, reuse: bool = False) -> Tensors:
+    """Call a function of torch that has a foreach form, such as "sqrt", "sign" or "mul", on corresponding tensors.
 
-    >>> sqrt([torch.full((2,), 4.0)], plus=1.0)
-    [tensor([3., 3.])]
+    >>> apply("mul", [torch.full((2,), 4.0)], [torch.full((2,), 0.5)])
+    [tensor([2., 2.])]
     """
-    if _leafwise(xs) or _records(plus):
-        return [x.sqrt() + plus for x in xs]
-    roots = list(torch._foreach_sqrt(xs))
-    if isinstance(plus, Tensor) and (is_traced() or not all(x.is_cuda for x in xs)):
-        # `_foreach_add_` with one tensor reads its value except in CUDA's own kernel: a sync, and a break when traced.
-        each: list[Any] = [_fit(plus, xs)] * len(roots)
-        torch._foreach_add_(roots, each)
-    else:
-        torch._foreach_add_(roots, _fit(plus, xs))
-    return roots
-
-
-def sign(xs: Tensors, *, reuse: bool = False) -> Tensors:
-    """Take the sign of every element.
-
-    >>> sign([torch.tensor([-2.0, 0.0, 3.0])])
-    [tensor([-1.,  0.,  1.])]
-    """
-    if _leafwise(xs):
-        return [x.sign() for x in xs]
+    if _leafwise(*lists):
+        return [getattr(torch, name)(*tensors) for tensors in zip(*lists, strict=True)]
     if reuse:
-        torch._foreach_sign_(xs)
-        return xs
-    return list(torch._foreach_sign(xs))
+        getattr(torch, f"_foreach_{name}_")(*lists)
+        return lists[0]
+    return list(getattr(torch, f"_foreach_{name}")(*lists))
 
 
 def clamp(xs: Tensors, low: Scalar, high: Scalar) -> Tensors:

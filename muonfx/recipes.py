@@ -45,6 +45,7 @@ def muon(
     steps: int | None = None,
     method: str = "auto",
     dtype: torch.dtype | str = "auto",
+    newton_schulz: polar.NewtonSchulz | None = None,
     rule: str = "match_rms_adamw",
     dims: Dims | Mapping[str, Dims] | None = None,
     blocks: Blocks | Mapping[str, Blocks] | None = None,
@@ -62,6 +63,7 @@ def muon(
         steps: of the iteration, as in `orthogonalize`.
         method: "standard", "gram" or "auto", as in `orthogonalize`.
         dtype: of the iteration, as in `orthogonalize`.
+        newton_schulz: the iteration as one value, which stands for the four arguments above.
         rule: as in `scale_by_shape`.
         dims: as in `orthogonalize`: ``{"*.experts.*": ((-2,), (-1,))}`` for stacks of matrices.
         blocks: as in `orthogonalize`: ``{"*.qkv.weight": 3}`` for fused matrices.
@@ -74,9 +76,10 @@ def muon(
     chain(momentum(), orthogonalize(), scale_by_shape(), add_decayed_weights(),
           scale_by_learning_rate(learning_rate=0.02))
     """
+    iteration = polar.NewtonSchulz.of(newton_schulz, coefficients=coefficients, steps=steps, method=method, dtype=dtype)
     return chain(
         momentum(decay, nesterov=nesterov),
-        orthogonalize(coefficients=coefficients, steps=steps, method=method, dtype=dtype, dims=dims, blocks=blocks),
+        orthogonalize(**iteration.arguments, dims=dims, blocks=blocks),
         scale_by_shape(rule, dims=dims, blocks=blocks),
         add_decayed_weights(weight_decay, mask),
         scale_by_learning_rate(learning_rate),
@@ -93,6 +96,7 @@ def normuon(
     coefficients: CoefficientsLike = "polar_express_5",
     method: str = "auto",
     dtype: torch.dtype | str = "auto",
+    newton_schulz: polar.NewtonSchulz | None = None,
     dims: Dims | Mapping[str, Dims] | None = None,
     blocks: Blocks | Mapping[str, Blocks] | None = None,
     mask: Mask = None,
@@ -107,6 +111,7 @@ def normuon(
         coefficients: as in `orthogonalize`.
         method: as in `orthogonalize`.
         dtype: as in `orthogonalize`.
+        newton_schulz: as in `muon`.
         dims: as in `muon`.
         blocks: as in `muon`; a block is normalized as a parameter of its own.
         mask: which parameters decay, as in `add_decayed_weights`.
@@ -116,9 +121,10 @@ def normuon(
     >>> list(normuon(0.02).init({"w": torch.zeros(4, 4)}))[:3]
     ['momentum', 'orthogonalize', 'normalize_neurons']
     """
+    iteration = polar.NewtonSchulz.of(newton_schulz, coefficients=coefficients, method=method, dtype=dtype)
     return chain(
         momentum(decay),
-        orthogonalize(coefficients=coefficients, method=method, dtype=dtype, dims=dims, blocks=blocks),
+        orthogonalize(**iteration.arguments, dims=dims, blocks=blocks),
         normalize_neurons(neuron_decay, dims=dims, blocks=blocks),
         scale_by_shape("match_rms_adamw", dims=dims, blocks=blocks),
         add_decayed_weights(weight_decay, mask),
@@ -189,6 +195,7 @@ def muon_with_adamw(
     coefficients: CoefficientsLike = "polar_express_5",
     method: str = "auto",
     dtype: torch.dtype | str = "auto",
+    newton_schulz: polar.NewtonSchulz | None = None,
     dims: Dims | Mapping[str, Dims] | None = None,
     blocks: Blocks | Mapping[str, Blocks] | None = None,
     labels: Any = default_labels,
@@ -209,6 +216,7 @@ def muon_with_adamw(
         coefficients: as in `orthogonalize`.
         method: as in `orthogonalize`.
         dtype: as in `orthogonalize`.
+        newton_schulz: as in `muon`.
         dims: as in `muon`.
         blocks: as in `muon`.
         labels: "muon", "adamw" or None for each parameter, as in `partition`. ``default_labels(model)`` decides by
@@ -227,9 +235,9 @@ def muon_with_adamw(
                 learning_rate,
                 decay=decay,
                 weight_decay=weight_decay,
-                coefficients=coefficients,
-                method=method,
-                dtype=dtype,
+                newton_schulz=polar.NewtonSchulz.of(
+                    newton_schulz, coefficients=coefficients, method=method, dtype=dtype
+                ),
                 rule=rule,
                 dims=dims,
                 blocks=blocks,

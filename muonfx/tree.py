@@ -32,6 +32,7 @@ __all__ = [
     "paths",
     "same_structure",
     "spec",
+    "subtrees",
     "tensors",
     "unflatten",
 ]
@@ -274,13 +275,20 @@ def map(function: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
     if torch.compiler.is_compiling():
         found, node = flatten(tree)
         return unflatten(
-            node, [at(*both) for both in zip(found, *[_up_to(node, other) for other in rest], strict=True)]
+            node, [at(*both) for both in zip(found, *[subtrees(node, other) for other in rest], strict=True)]
         )
     return optree.tree_map(at, tree, *rest, none_is_leaf=True, namespace=NAMESPACE)
 
 
-def _up_to(treedef: Structure, tree: PyTree) -> list[Any]:
-    """List what a tree has at the leaves of a structure, which may be trees themselves; by key, not by place."""
+def subtrees(treedef: Structure, tree: PyTree) -> list[PyTree]:
+    """List what a tree has where a structure has leaves; by key, not by place.
+
+    Raises:
+        ValueError: the containers at the top of the tree are not those of the structure.
+
+    >>> subtrees(flatten({"mu": 0, "nu": 0})[1], {"nu": {"w": 2}, "mu": {"w": 1}})
+    [{'w': 1}, {'w': 2}]
+    """
     return treedef.flatten_up_to(tree)
 
 
@@ -339,7 +347,7 @@ class Present:
         """The leaves of a tree of this structure, in the order of this one's."""
         try:
             if self._keys is None:
-                return _up_to(self._treedef, tree)
+                return subtrees(self._treedef, tree)
             if isinstance(tree, _DICTS) and len(tree) == len(self._keys):
                 return [tree[key] for key in self._keys]
         except (KeyError, ValueError):

@@ -51,6 +51,8 @@ MORE = {sharding.flat: {"cuts": [0, 20], "order": ["b", "w"]}}
 
 NOT_ASKED = {
     mfx.transform,  # below
+    mfx.leafwise,  # passes its name on to transform
+    mfx.Leaf,  # made by us, and not from what was typed
     schedules.schedule,  # a decorator, which looks at its name where it is used
     mfx.as_tensors,  # a device, which torch reads: an int is one too
     sharding.plan_for,

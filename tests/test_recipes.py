@@ -40,3 +40,38 @@ def test_a_method_reaches_the_iteration_of_the_optimizer() -> None:
     assert "method='gram'" in repr(_muon_of(model, method="gram"))
     with pytest.raises(ValueError, match="method: found 'bogus'"):
         _muon_of(model, method="bogus")
+
+
+def test_an_iteration_said_loosely_and_as_a_value_is_one_chain() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 24), torch.nn.Linear(24, 24), torch.nn.Linear(24, 2))
+    loose: dict[str, Any] = {"coefficients": "keller", "method": "gram", "dtype": torch.float32}
+    value = mfx.polar.NewtonSchulz(**loose)
+    named = {"labels": mfx.select.default_labels_by_name}
+    for make, more in (
+        (mfx.muon, {}),
+        (mfx.normuon, {}),
+        (mfx.muon_with_adamw, named),
+        (lambda **given: _muon_of(model, **given), {}),
+    ):
+        first, second = make(**loose, **more), make(newton_schulz=value, **more)
+        assert first == second
+        assert first.fingerprint == second.fingerprint
+        assert repr(first) == repr(second)
+        with pytest.raises(ValueError, match="newton_schulz stands for coefficients, method, dtype too: give one"):
+            make(**loose, newton_schulz=value, **more)
+        with pytest.raises(TypeError, match=r"newton_schulz must be a .*, found 'keller'"):
+            make(newton_schulz="keller", **more)
+
+
+def test_an_iteration_says_what_a_recipe_has_no_argument_for() -> None:
+    made = mfx.normuon(newton_schulz=mfx.polar.NewtonSchulz(steps=3, products="batched"))
+    assert "orthogonalize(steps=3, products='batched')" in repr(made)
+
+
+@pytest.mark.parametrize(
+    ("settings", "wrong"),
+    [({"steps": 0}, "steps"), ({"coefficients": "kellerr"}, "kellerr"), ({"dtype": "fp32"}, "dtype")],
+)
+def test_an_iteration_is_checked_where_it_is_made(settings: dict[str, Any], wrong: str) -> None:
+    with pytest.raises(ValueError, match=wrong):
+        mfx.polar.NewtonSchulz(**settings)

@@ -36,6 +36,7 @@ class Muon(TransformOptimizer):
         coefficients: of the Newton-Schulz iteration, as in `muonfx.orthogonalize`.
         method: "standard", "gram" or "auto", as in `muonfx.orthogonalize`.
         dtype: of the iteration, as in `muonfx.orthogonalize`.
+        newton_schulz: the iteration as one value, which stands for the three arguments above.
         dims: as in `muonfx.orthogonalize`: ``{"*.experts.*": ((-2,), (-1,))}`` for stacks of matrices, which would
             otherwise be flattened as convolutions are.
         blocks: as in `muonfx.orthogonalize`: ``{"*.qkv.weight": 3}`` for fused matrices.
@@ -71,6 +72,7 @@ class Muon(TransformOptimizer):
         coefficients: str | polar.Coefficients = "polar_express_5",
         method: str = "auto",
         dtype: torch.dtype | str = "auto",
+        newton_schulz: polar.NewtonSchulz | None = None,
         dims: Dims | Mapping[str, Dims] | None = None,
         blocks: Blocks | Mapping[str, Blocks] | None = None,
         rules: Iterable[tuple[Any, str | None]] = (),
@@ -103,6 +105,7 @@ class Muon(TransformOptimizer):
             coefficients=coefficients,
             method=method,
             dtype=dtype,
+            newton_schulz=newton_schulz,
             dims=dims,
             blocks=blocks,
             labels=self._route(named),

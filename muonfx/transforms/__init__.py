@@ -5,6 +5,7 @@ from muonfx.transforms.adam import AdamState, scale_by_adam
 from muonfx.transforms.average import EmaParamsState, MasterParamsState, ema_params, master_params
 from muonfx.transforms.clip import clip_by_block_rms, clip_by_global_norm, clip_by_value, global_norm
 from muonfx.transforms.decay import add_decayed_weights, cautious
+from muonfx.transforms.leafwise import Leaf, Slot, StepCount, leafwise
 from muonfx.transforms.lion import LionState, scale_by_lion
 from muonfx.transforms.momentum import DebiasedMomentumState, MomentumState, momentum
 from muonfx.transforms.monitor import MonitorState, metrics, monitor
@@ -18,6 +19,7 @@ __all__ = [
     "AdamState",
     "DebiasedMomentumState",
     "EmaParamsState",
+    "Leaf",
     "LionState",
     "MasterParamsState",
     "MomentumState",
@@ -25,6 +27,8 @@ __all__ = [
     "NeuronsState",
     "ScheduleState",
     "SkipNonfiniteState",
+    "Slot",
+    "StepCount",
     "accumulate",
     "add_decayed_weights",
     "cautious",
@@ -33,6 +37,7 @@ __all__ = [
     "clip_by_value",
     "ema_params",
     "global_norm",
+    "leafwise",
     "master_params",
     "metrics",
     "momentum",

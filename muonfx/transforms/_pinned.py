@@ -9,20 +9,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from muonfx import checks, tree
 from muonfx import elementwise as ew
+from muonfx import tree
 from muonfx.compact import Compact
-from muonfx.compact.state import Holder
-from muonfx.core import Locality
-from muonfx.tree import Present, PyTree
+from muonfx.tree import PyTree
 
 __all__ = [
     "FORMER_DEFAULT",
-    "Pinned",
     "StateDtype",
     "WideStateDtype",
     "copies",
-    "locality_of",
     "new_count",
     "power",
     "state_dtype",
@@ -52,60 +48,6 @@ def state_dtype(pinned: WideStateDtype, own: torch.dtype) -> torch.dtype:
     if pinned is None:
         return own
     return ew.wide_dtype(own) if isinstance(pinned, str) else pinned
-
-
-class Pinned:
-    """One tree of a transform's state, like the parameters: how it is made, read and written in its pinned dtype.
-
-    Args:
-        name: the argument that pins the dtype, for errors.
-        dtype: what was given for it.
-        role: what the tree is called in the state.
-        signed: whether its elements may be negative; only a compact dtype cares.
-
-    Raises:
-        TypeError: the dtype is neither floating point nor compact nor None.
-        ValueError: it is a string other than "auto".
-    """
-
-    def __init__(self, name: str, dtype: StateDtype, role: str, *, signed: bool = True) -> None:
-        self._dtype: WideStateDtype = None
-        self._holder: Holder | None = None
-        if isinstance(dtype, Compact):
-            self._holder = Holder(dtype, role, signed=signed)
-        else:
-            checks.state_dtype(name, dtype)
-            self._dtype = dtype
-
-    @property
-    def is_fresh(self) -> bool:
-        """Whether what `read` returns may be written to, whoever owns the state."""
-        return self._holder is not None
-
-    def zeros(self, params: PyTree) -> PyTree:
-        """Zeros like the parameters."""
-        return zeros(params, self._dtype) if self._holder is None else self._holder.zeros(params)
-
-    def of(self, values: PyTree) -> PyTree:
-        """Copies of some values."""
-        if self._holder is not None:
-            return self._holder.of(values)
-        return copies(values, self._dtype)
-
-    def read(self, at: Present, held: PyTree) -> list[Tensor]:
-        """The values at some places: the state's own tensors, or decoded ones."""
-        return at.pick(held) if self._holder is None else self._holder.read(at, held)
-
-    def write(self, at: Present, values: list[Tensor], old: Sequence[Tensor], held: PyTree, *, reuse: bool) -> PyTree:
-        """Round new values to the pinned dtype; with ``reuse``, into the storage of the old ones that were read."""
-        if self._holder is None:
-            return at.fill(store(values, old, reuse=reuse), held)
-        return self._holder.write(at, values, held)
-
-
-def locality_of(*dtypes: StateDtype) -> Locality:
-    """ELEMENT, but LEAF where some dtype is compact: elements of one block share a scale."""
-    return Locality.LEAF if any(isinstance(dtype, Compact) for dtype in dtypes) else Locality.ELEMENT
 
 
 def zeros(params: PyTree, dtype: WideStateDtype) -> PyTree:

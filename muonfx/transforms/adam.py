@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from muonfx import checks
-from muonfx import elementwise as ew
-from muonfx.core import NOTHING, Donation, transform
-from muonfx.transforms._pinned import FORMER_DEFAULT, Pinned, StateDtype, locality_of, new_count, power, widen
-from muonfx.tree import Present, PyTree, device_of
+from muonfx.transforms._pinned import FORMER_DEFAULT, StateDtype, power
+from muonfx.transforms.leafwise import Leaf, Slot, StepCount, leafwise
+from muonfx.tree import PyTree
 
 __all__ = ["AdamState", "scale_by_adam"]
 
@@ -26,11 +25,7 @@ class AdamState(NamedTuple):
     """Second moments, like the parameters, in the pinned dtype; a `CompactState` for a compact one."""
 
 
-@transform(
-    locality=lambda b1, b2, eps, *, eps_root, nesterov, mu_dtype, nu_dtype: locality_of(mu_dtype, nu_dtype),
-    reads_params=False,
-    former_defaults={"mu_dtype": FORMER_DEFAULT, "nu_dtype": FORMER_DEFAULT},
-)
+@leafwise(former_defaults={"mu_dtype": FORMER_DEFAULT, "nu_dtype": FORMER_DEFAULT})
 def scale_by_adam(
     b1: float = 0.9,
     b2: float = 0.999,
@@ -82,33 +77,18 @@ def scale_by_adam(
     checks.in_unit_interval("b2", b2)
     checks.at_least("eps", eps, 0.0)
     checks.at_least("eps_root", eps_root, 0.0)
-    first = Pinned("mu_dtype", mu_dtype, "mu")
-    second = Pinned("nu_dtype", nu_dtype, "nu", signed=False)
 
-    def init(params: PyTree) -> AdamState:
-        return AdamState(new_count(device_of(params)), first.zeros(params), second.zeros(params))
-
-    def update(updates: PyTree, state: AdamState, params: PyTree = None, *, donate: Donation = NOTHING):
-        at = Present(updates)
-        given, old_mu, old_nu = at.pick(updates), first.read(at, state.mu), second.read(at, state.nu)
-        count = state.count + 1
-        grads, mu, _ = widen(given, old_mu)
-        mu = ew.lerp(mu, grads, 1.0 - b1, reuse=donate.state or first.is_fresh)
-        squared, nu, _ = widen(given, old_nu)
-        nu = ew.addcmul(ew.mul(nu, b2, reuse=donate.state or second.is_fresh), squared, squared, 1.0 - b2, reuse=True)
+    def step(u: Leaf, s: AdamState):
+        count = s.count + 1
+        mu = s.mu.lerp(u, 1.0 - b1)
+        nu = (s.nu * b2).addcmul(u, u, value=1.0 - b2)
 
         # m / c1 / (sqrt(v / c2 + eps_root) + eps), with one pass fewer: both sides of the division times sqrt(c2)
         c1, c2 = 1.0 - power(b1, count), 1.0 - power(b2, count)
-        inside = nu if isinstance(eps_root, float) and eps_root == 0.0 else ew.shift(nu, eps_root * c2)
-        denominators = ew.sqrt(inside, plus=eps * c2.sqrt())
-        looked = mu if not nesterov else ew.add(ew.mul(mu, b1 * c1 / (1.0 - power(b1, count + 1))), grads, 1.0 - b1)
-        numerators, denominators, _ = widen(looked, denominators)
-        scaled = ew.mul(ew.div(numerators, denominators, reuse=True), c2.sqrt() / c1, reuse=True)
-        new_state = AdamState(
-            count,
-            first.write(at, mu, old_mu, state.mu, reuse=donate.state),
-            second.write(at, nu, old_nu, state.nu, reuse=donate.state),
-        )
-        return at.fill(ew.cast_like(scaled, given)), new_state
+        inside = nu if isinstance(eps_root, float) and eps_root == 0.0 else nu + eps_root * c2
+        ahead = (mu * (b1 * c1 / (1.0 - power(b1, count + 1)))).add(u, alpha=1.0 - b1) if nesterov else mu
+        out = ahead / (inside.sqrt() + eps * c2.sqrt()) * (c2.sqrt() / c1)
+        return out, AdamState(count, mu, nu)
 
-    return init, update
+    count: Any = StepCount()
+    return AdamState(count, Slot(mu_dtype, "mu_dtype"), Slot(nu_dtype, "nu_dtype", signed=False)), step

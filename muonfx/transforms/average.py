@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from muonfx import checks
@@ -22,7 +21,8 @@ from muonfx.core import (
     no_state,
     transform,
 )
-from muonfx.transforms._pinned import FORMER_DEFAULT, Pinned, StateDtype, WideStateDtype, copies, locality_of
+from muonfx.transforms._pinned import FORMER_DEFAULT, StateDtype, WideStateDtype, copies
+from muonfx.transforms.leafwise import Leaf, Slot, leafwise
 from muonfx.tree import Present, PyTree, map, tensors
 
 __all__ = ["EmaParamsState", "MasterParamsState", "ema_params", "master_params"]
@@ -35,7 +35,7 @@ class EmaParamsState(NamedTuple):
     """The averaged parameters, in the pinned dtype; a `CompactState` for a compact one."""
 
 
-@transform(locality=lambda decay, *, dtype: locality_of(dtype), former_defaults={"dtype": FORMER_DEFAULT})
+@leafwise(reads_params="updated", former_defaults={"dtype": FORMER_DEFAULT})
 def ema_params(decay: float = 0.999, *, dtype: StateDtype = "auto"):
     """Keep a running average of the parameters as they are after each update; pass the updates on unchanged.
 
@@ -58,25 +58,11 @@ def ema_params(decay: float = 0.999, *, dtype: StateDtype = "auto"):
         {'w': tensor([0.1000])}
     """
     checks.in_unit_interval("decay", decay)
-    held = Pinned("dtype", dtype, "average")
 
-    def init(params: PyTree) -> EmaParamsState:
-        return EmaParamsState(held.of(params))
+    def step(u: Leaf, s: EmaParamsState, p: Leaf):
+        return u, EmaParamsState(s.average.lerp(p, 1.0 - decay))
 
-    def update(updates: PyTree, state: EmaParamsState, params: PyTree = None, *, donate: Donation = NOTHING):
-        if params is None:
-            raise ValueError("ema_params needs the parameters: call update(updates, state, params)")
-        at = Present(updates)
-        old = held.read(at, state.average)
-        after = at.pick(apply_updates(params, updates))
-        wide = [
-            torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
-            for a, b in zip(after, old, strict=True)
-        ]
-        average = ew.lerp(ew.cast(old, wide), ew.cast(after, wide), 1.0 - decay, reuse=donate.state or held.is_fresh)
-        return updates, EmaParamsState(held.write(at, average, old, state.average, reuse=donate.state))
-
-    return init, update
+    return EmaParamsState(Slot(dtype, start="params")), step
 
 
 class MasterParamsState(NamedTuple):

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from muonfx import checks
-from muonfx import elementwise as ew
-from muonfx.core import NOTHING, Donation, transform
-from muonfx.transforms._pinned import FORMER_DEFAULT, Pinned, StateDtype, locality_of, widen
-from muonfx.tree import Present, PyTree
+from muonfx.transforms._pinned import FORMER_DEFAULT, StateDtype
+from muonfx.transforms.leafwise import Leaf, Slot, leafwise
+from muonfx.tree import PyTree
 
 __all__ = ["LionState", "scale_by_lion"]
 
@@ -20,11 +19,7 @@ class LionState(NamedTuple):
     """The average gradient, like the parameters, in the pinned dtype; a `CompactState` for a compact one."""
 
 
-@transform(
-    locality=lambda b1, b2, *, mu_dtype: locality_of(mu_dtype),
-    reads_params=False,
-    former_defaults={"mu_dtype": FORMER_DEFAULT},
-)
+@leafwise(former_defaults={"mu_dtype": FORMER_DEFAULT})
 def scale_by_lion(b1: float = 0.9, b2: float = 0.99, *, mu_dtype: StateDtype = "auto"):
     r"""Take the sign of $\beta_1 m_{t-1} + (1 - \beta_1) g_t$, then average with $\beta_2$.
 
@@ -48,17 +43,8 @@ def scale_by_lion(b1: float = 0.9, b2: float = 0.99, *, mu_dtype: StateDtype = "
     """
     checks.in_unit_interval("b1", b1)
     checks.in_unit_interval("b2", b2)
-    held = Pinned("mu_dtype", mu_dtype, "mu")
 
-    def init(params: PyTree) -> LionState:
-        return LionState(held.zeros(params))
+    def step(u: Leaf, s: LionState):
+        return s.mu.lerp(u, 1.0 - b1).sign(), LionState(s.mu.lerp(u, 1.0 - b2))
 
-    def update(updates: PyTree, state: LionState, params: PyTree = None, *, donate: Donation = NOTHING):
-        at = Present(updates)
-        given, old = at.pick(updates), held.read(at, state.mu)
-        grads, mu, _ = widen(given, old)
-        signs = ew.sign(ew.lerp(mu, grads, 1.0 - b1), reuse=True)
-        mu = ew.lerp(mu, grads, 1.0 - b2, reuse=donate.state or held.is_fresh)
-        return at.fill(ew.cast_like(signs, given)), LionState(held.write(at, mu, old, state.mu, reuse=donate.state))
-
-    return init, update
+    return LionState(Slot(mu_dtype, "mu_dtype")), step

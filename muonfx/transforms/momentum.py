@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from muonfx import checks
-from muonfx import elementwise as ew
-from muonfx.core import NOTHING, Donation, transform
-from muonfx.transforms._pinned import FORMER_DEFAULT, Pinned, StateDtype, locality_of, new_count, power, widen
-from muonfx.tree import Present, PyTree, device_of
+from muonfx.transforms._pinned import FORMER_DEFAULT, StateDtype, power
+from muonfx.transforms.leafwise import Leaf, Slot, StepCount, leafwise
+from muonfx.tree import PyTree
 
 __all__ = ["DebiasedMomentumState", "MomentumState", "momentum"]
 
@@ -31,11 +30,7 @@ class DebiasedMomentumState(NamedTuple):
     """The average, like the parameters, in the pinned dtype; a `CompactState` for a compact one."""
 
 
-@transform(
-    locality=lambda decay, *, nesterov, debias, heavy_ball, dtype: locality_of(dtype),
-    reads_params=False,
-    former_defaults={"dtype": FORMER_DEFAULT},
-)
+@leafwise(former_defaults={"dtype": FORMER_DEFAULT})
 def momentum(
     decay: float = 0.95,
     *,
@@ -81,50 +76,29 @@ def momentum(
         tensor([0.1000, 0.1000])
     """
     checks.in_unit_interval("decay", decay)
-    held = Pinned("dtype", dtype, "trace")
     if debias and heavy_ball:
         raise ValueError("debias corrects an average; a heavy-ball sum (heavy_ball=True) has no bias to correct")
+    slot = Slot(dtype)
 
-    def init(params: PyTree) -> MomentumState | DebiasedMomentumState:
-        trace = held.zeros(params)
-        return DebiasedMomentumState(new_count(device_of(params)), trace) if debias else MomentumState(trace)
+    def average(u: Leaf, s: MomentumState):
+        trace = s.trace.lerp(u, 1.0 - decay)
+        return u.lerp(trace, decay) if nesterov else trace, MomentumState(trace)
 
-    def update(
-        updates: PyTree,
-        state: MomentumState | DebiasedMomentumState,
-        params: PyTree = None,
-        *,
-        donate: Donation = NOTHING,
-    ):
-        at = Present(updates)
-        given, old = at.pick(updates), held.read(at, state.trace)
-        grads, trace, fresh = widen(given, old)
-        may_write, may_reuse = donate.updates or fresh, donate.state or held.is_fresh
-        count = state.count + 1 if isinstance(state, DebiasedMomentumState) else None
+    def sum_up(u: Leaf, s: MomentumState):
+        trace = s.trace * decay + u
+        return u.add(trace, alpha=decay) if nesterov else trace, MomentumState(trace)
 
-        def copied(trace: list[Tensor]) -> list[Tensor]:
-            return ew.copy(trace, into=grads) if may_write else ew.clone(trace)
-
-        if heavy_ball:
-            trace = ew.add(ew.mul(trace, decay, reuse=may_reuse), grads, reuse=may_reuse)
-            looked = ew.add(grads, trace, decay, reuse=may_write) if nesterov else copied(trace)
+    def debiased_average(u: Leaf, s: DebiasedMomentumState):
+        count = s.count + 1
+        trace = s.trace.lerp(u, 1.0 - decay)
+        weight = 1.0 - power(decay, count)
+        if nesterov:
+            out = (u * ((1.0 - decay) / weight)).add(trace, alpha=decay / (1.0 - power(decay, count + 1)))
         else:
-            trace = ew.lerp(trace, grads, 1.0 - decay, reuse=may_reuse)
-            if count is not None:
-                looked = _debiased(trace, grads, decay, count, nesterov, may_write)
-            else:
-                looked = ew.lerp(grads, trace, decay, reuse=may_write) if nesterov else copied(trace)
-        kept = held.write(at, trace, old, state.trace, reuse=may_reuse)
-        out = at.fill(ew.cast_like(looked, given))
-        return out, MomentumState(kept) if count is None else DebiasedMomentumState(count, kept)
+            out = trace * (1.0 / weight)
+        return out, DebiasedMomentumState(count, trace)
 
-    return init, update
-
-
-def _debiased(
-    trace: list[Tensor], grads: list[Tensor], decay: float | Tensor, count: Tensor, nesterov: bool, may_write: bool
-) -> list[Tensor]:
-    if not nesterov:
-        return ew.mul(trace, 1.0 / (1.0 - power(decay, count)))
-    of_grads = (1.0 - decay) / (1.0 - power(decay, count))
-    return ew.add(ew.mul(grads, of_grads, reuse=may_write), trace, decay / (1.0 - power(decay, count + 1)), reuse=True)
+    if debias:
+        count: Any = StepCount()
+        return DebiasedMomentumState(count, slot), debiased_average
+    return MomentumState(slot), sum_up if heavy_ball else average

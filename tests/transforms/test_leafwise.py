@@ -1,0 +1,321 @@
+"""Steps written for one leaf obey every law, whatever they do with their operands, and run on all leaves at once."""
+
+import gc
+from collections import Counter
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import muonfx as mfx
+from muonfx import testing as kit
+
+
+class TwoMoments(NamedTuple):
+    """A state with a scalar between two trees."""
+
+    first: Any
+    steps: Any
+    second: Any
+
+
+@mfx.leafwise
+def rms_scaled(decay: float = 0.9, eps: float = 1e-3, dtype: Any = "auto"):
+    def step(u: mfx.Leaf, s: TwoMoments):
+        second = s.second * decay + (1 - decay) * u * u
+        steps = s.steps + 1
+        bias = 1 - decay ** steps.to(torch.float64)
+        first = 0.5 * (s.first + u)
+        return first / (torch.sqrt(second / bias + eps) + eps), TwoMoments(first, steps, second)
+
+    return TwoMoments(mfx.Slot(dtype), mfx.StepCount(), mfx.Slot(signed=False)), step
+
+
+@mfx.leafwise
+def swaps_its_trees(factor: float = 0.5):
+    def step(u: mfx.Leaf, s: TwoMoments):
+        return s.first + s.second * factor, TwoMoments(s.second, s.steps, s.first + u)
+
+    return TwoMoments(mfx.Slot(None), mfx.StepCount(), mfx.Slot()), step
+
+
+@mfx.leafwise
+def gives_out_one_value_twice(factor: float = 0.5):
+    def step(u: mfx.Leaf, s: Any):
+        both = s["a"] * factor + u
+        return both, {"a": both, "b": both}
+
+    return {"a": mfx.Slot(), "b": mfx.Slot(torch.bfloat16)}, step
+
+
+@mfx.leafwise
+def keeps_the_gradient(factor: float = 0.5):
+    def step(u: mfx.Leaf, s: Any):
+        return u, {"last": u, "last_but_one": s["last"]}
+
+    return {"last": mfx.Slot(None), "last_but_one": mfx.Slot(None)}, step
+
+
+@mfx.leafwise(reads_params=True)
+def gives_out_its_state(factor: float = 0.5):
+    def step(u: mfx.Leaf, s: Any, p: mfx.Leaf):
+        return s["kept"], {"kept": s["kept"], "sum": (s["sum"] + u) * factor, "param": p}
+
+    return {"kept": mfx.Slot(None, start="params"), "sum": mfx.Slot(None), "param": mfx.Slot(None)}, step
+
+
+@mfx.leafwise
+def views_and_writes(factor: float = 0.5):
+    """A result that may be a view of what the next operation could write to."""
+
+    def step(u: mfx.Leaf, s: Any):
+        doubled = u * 2.0
+        same = doubled.contiguous()
+        turned = doubled * factor
+        kept = s["kept"].view_as(u)
+        return same + turned, {"kept": kept, "sum": s["kept"] + u}
+
+    return {"kept": mfx.Slot(), "sum": mfx.Slot()}, step
+
+
+@mfx.leafwise
+def functions_of_torch(floor: float = 0.25):
+    def step(u: mfx.Leaf, s: tuple[Any]):
+        near = torch.where(u > 0, u.clamp(max=3.0), torch.atan(u))
+        kept = torch.maximum(s[0], abs(near) + floor)
+        return -near / (1.0 - (-kept)) - torch.lerp(u, s[0], torch.sigmoid(u)), (kept,)
+
+    return (mfx.Slot(),), step
+
+
+@mfx.leafwise(locality=mfx.Locality.LEAF)
+def normalized(decay: float = 0.9, dtype: Any = "auto"):
+    def step(u: mfx.Leaf, s: Any):
+        trace = s["trace"].lerp(u, 1 - decay)
+        square = (trace * trace).sum()
+        return trace / torch.sqrt(square + 1e-6) + 0.0 * (square + trace), {"trace": trace}
+
+    return {"trace": mfx.Slot(dtype)}, step
+
+
+@mfx.leafwise
+def without_state(limit: float = 2.0):
+    def step(u: mfx.Leaf, s: mfx.EmptyState):
+        return limit * torch.tanh(u / limit), s
+
+    return mfx.EmptyState(), step
+
+
+TINY = {"block": 4, "min_size": 0}
+CASES = [
+    rms_scaled(),
+    rms_scaled(dtype=torch.bfloat16),
+    rms_scaled(dtype=mfx.int8(**TINY)),
+    swaps_its_trees(),
+    gives_out_one_value_twice(),
+    keeps_the_gradient(),
+    gives_out_its_state(),
+    views_and_writes(),
+    functions_of_torch(),
+    normalized(),
+    normalized(dtype=mfx.fp8(**TINY, stochastic=True)),
+    without_state(),
+]
+COMPILED = [name for name, law in kit.LAWS.items() if law.family == "compiling"]
+
+
+@pytest.mark.parametrize("tx", CASES, ids=repr)
+def test_any_step_obeys_every_law(tx: mfx.Transform):
+    report = kit.check_transform(tx, skip=COMPILED, max_examples=15)
+    assert len(report.held) >= 20
+
+
+@pytest.mark.parametrize("tx", [rms_scaled(), functions_of_torch(), views_and_writes()], ids=repr)
+def test_a_step_compiles_into_one_graph(tx: mfx.Transform):
+    kit.check_transform(tx, laws=["compiled_update_equals_eager"], max_examples=5)
+
+
+def plain_rms(u: Tensor, first: Tensor, second: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`rms_scaled` in plain torch, for one leaf."""
+    wide = torch.promote_types(torch.promote_types(u.dtype, first.dtype), second.dtype)
+    x, a, b = u.to(wide), first.to(wide), second.to(wide)
+    b = b * 0.9 + (x * (1 - 0.9)) * x
+    a = (a + x) * 0.5
+    out = a / (torch.sqrt(b / (1 - 0.9 ** torch.tensor(steps).double()) + 1e-3) + 1e-3)
+    return out.to(u.dtype), a.to(first.dtype), b.to(second.dtype)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_step_computes_what_plain_torch_does_for_each_leaf(donate: bool):
+    dtypes = [torch.float32, torch.bfloat16, torch.float64, torch.float16]
+    params = {f"p{i}": torch.randn(3, i, dtype=dtype) for i, dtype in enumerate(dtypes)}
+    tx = rms_scaled(dtype=torch.bfloat16)
+    state = tx.init(params)
+    plain = {name: (state.first[name].clone(), state.second[name].clone()) for name in params}
+    for step in (1, 2, 3):
+        grads = {name: torch.randn_like(p) for name, p in params.items()}
+        expected = {name: plain_rms(grads[name], *plain[name], step) for name in params}
+        updates, state = tx.update(grads, state, params, donate=donate)
+        for name, (out, first, second) in expected.items():
+            for found, wanted in ((updates, out), (state.first, first), (state.second, second)):
+                assert found[name].dtype == wanted.dtype
+                assert torch.equal(found[name], wanted)
+            plain[name] = first, second
+
+
+class Calls(TorchDispatchMode):
+    """Counts the operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("tx", [mfx.momentum(), mfx.scale_by_lion()], ids=repr)
+def test_many_leaves_take_no_more_calls_than_one(tx: mfx.Transform, donate: bool):
+    found = []
+    for number in (1, 7):
+        params = {f"p{i}": torch.randn(2, 2) for i in range(number)}
+        grads = {name: torch.randn(2, 2) for name in params}
+        state = tx.init(params)
+        with Calls() as calls:
+            tx.run(grads, state, params, donate=mfx.Donation(donate, donate))
+        found.append(calls.found)
+    assert found[0] == found[1]
+    assert any("_foreach_" in name for name in found[0])
+
+
+@pytest.mark.parametrize("tx", [mfx.momentum(), mfx.momentum(nesterov=False), mfx.momentum(heavy_ball=True)], ids=repr)
+def test_donated_storage_serves_again(tx: mfx.Transform):
+    params = {"w": torch.randn(4, 3)}
+    grads, state = {"w": torch.randn(4, 3)}, tx.init(params)
+    here = grads["w"].data_ptr(), state.trace["w"].data_ptr()
+    updates, state = tx.update(grads, state, params, donate=True)
+    assert (updates["w"].data_ptr(), state.trace["w"].data_ptr()) == here
+
+
+def test_a_donated_narrow_state_stays_where_it_is():
+    tx, params = mfx.scale_by_adam(mu_dtype=torch.bfloat16), {"w": torch.randn(4, 3)}
+    state = tx.init(params)
+    here = state.mu["w"].data_ptr(), state.nu["w"].data_ptr()
+    state = tx.update({"w": torch.randn(4, 3)}, state, params, donate=True)[1]
+    assert (state.mu["w"].data_ptr(), state.nu["w"].data_ptr()) == here
+
+
+def test_what_the_step_does_not_use_is_not_computed():
+    @mfx.leafwise
+    def wasteful():
+        def step(u: mfx.Leaf, s: Any):
+            torch.exp(u)
+            return u + 1.0, s
+
+        return (), step
+
+    with Calls() as calls:
+        wasteful().run({"w": torch.ones(2)}, (), None)
+    assert not any("exp" in name for name in calls.found)
+
+
+def test_a_step_leaves_no_cycle_that_keeps_tensors_alive():
+    tx, params = mfx.scale_by_adam(), {"w": torch.randn(4, 3, dtype=torch.bfloat16)}
+    state = tx.init(params)
+    tx.update(params, state, params)  # keeps what it expects of a state
+    gc.disable()
+    try:
+        gc.collect()
+        before = sum(issubclass(type(found), Tensor) for found in gc.get_objects())
+        tx.update(params, state, params)
+        assert sum(issubclass(type(found), Tensor) for found in gc.get_objects()) == before
+    finally:
+        gc.enable()
+
+
+GRADS = {"w": torch.ones(2)}
+
+
+def made(step: Any, state: Any = (), **options: Any) -> mfx.Transform:
+    @mfx.leafwise(**options)
+    def bad():
+        return state, step
+
+    return bad()
+
+
+@pytest.mark.parametrize(
+    ("step", "state", "message"),
+    [
+        (lambda u, s: (u if u else -u, s), (), "cannot decide on the values of a leaf.*torch.where"),
+        (lambda u, s: (u / u.shape[0], s), (), "has no shape here.*muonfx.transform"),
+        (lambda u, s: (u.to(u.dtype), s), (), "has no dtype here"),
+        (lambda u, s: (u.mul_(2.0), s), (), "mul_ writes in place; use mul"),
+        (lambda u, s: (torch.ones(2), s), (), "bad: the step returns an update of type Tensor, not one made of"),
+        (lambda u, s: (u, (1.0,)), (mfx.Slot(),), r"returns a float for '0' of its state, declared as Slot"),
+        (lambda u, s: (u, (u,)), (mfx.StepCount(),), r"returns a Leaf for '0' of its state, declared as StepCount"),
+        (lambda u, s: (u, {"a": u}), (mfx.Slot(),), "bad: the step returns a state .*, not in the containers of"),
+    ],
+)
+def test_a_step_that_cannot_be_carried_out_says_why(step: Any, state: Any, message: str):
+    tx = made(step, state)
+    with pytest.raises((TypeError, AttributeError), match=message):
+        tx.update(GRADS, tx.init(GRADS), GRADS)
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ((1.0,), "bad: a leafwise constructor returns a state of Slot and StepCount, found 1.0 at '0'"),
+        ({"p": mfx.Slot(start="params")}, "starts at the parameters, 'p', declares reads_params=True"),
+    ],
+)
+def test_a_state_that_cannot_be_declared_says_why(state: Any, message: str):
+    with pytest.raises(TypeError, match=message):
+        made(lambda u, s: (u, s), state)
+
+
+def test_a_constructor_that_returns_something_else_says_why():
+    @mfx.leafwise
+    def bad():
+        return lambda u, s: (u, s)
+
+    with pytest.raises(TypeError, match="bad: a leafwise constructor returns a state and a step, found"):
+        bad()
+
+
+def test_a_slot_names_the_argument_that_pins_it():
+    with pytest.raises(TypeError, match="mu_dtype must be"):
+        mfx.Slot(torch.int64, "mu_dtype")
+    with pytest.raises(ValueError, match="dtype must be"):
+        mfx.Slot("fp32")
+    with pytest.raises(ValueError, match='start must be "zeros" or "params", found \'ones\''):
+        mfx.Slot(start="ones")
+
+
+def test_a_step_that_reads_parameters_asks_for_them():
+    tx = made(lambda u, s, p: (u + p, s), reads_params=True)
+    assert tx.reads_params
+    assert not made(lambda u, s: (u, s)).reads_params
+    with pytest.raises(ValueError, match=r"bad needs the parameters: call update\(updates, state, params\)"):
+        tx.update(GRADS, ())
+
+
+def test_a_step_may_read_parameters_as_they_will_be():
+    tx = made(lambda u, s, p: (p * 1.0, s), reads_params="updated")
+    params = {"w": torch.tensor([1.0, 2.0], dtype=torch.bfloat16)}
+    updates = {"w": torch.tensor([1e-3, 0.5])}
+    found = tx.update(updates, (), params)[0]["w"]
+    assert torch.equal(found, mfx.apply_updates(params, updates)["w"].float())
+    with pytest.raises(TypeError, match="reads_params must be True, False or \"updated\", found 'after'"):
+        made(lambda u, s, p: (p, s), reads_params="after")
+
+
+def test_a_compact_slot_makes_the_leaf_the_unit():
+    assert rms_scaled().locality is mfx.Locality.ELEMENT
+    assert rms_scaled(dtype=mfx.int8()).locality is mfx.Locality.LEAF
+    assert normalized(dtype=mfx.int8()).locality is mfx.Locality.LEAF
