@@ -119,7 +119,7 @@ def public_factories() -> set[str]:
     found = set()
     for name in mfx.__all__:
         value = getattr(mfx, name)
-        makes_a_transform = hasattr(value, "constructor") and not _makes_another_value(value)
+        makes_a_transform = hasattr(value, "definition") and not _makes_another_value(value)
         is_a_recipe = inspect.isfunction(value) and value.__module__ == recipes.__name__
         if makes_a_transform or is_a_recipe:
             found.add(name)
@@ -139,7 +139,7 @@ def test_every_public_transform_can_be_drawn():
 
 
 def test_every_public_schedule_can_be_drawn():
-    factories = {name for name in schedules.__all__ if hasattr(getattr(schedules, name), "constructor")}
+    factories = {name for name in schedules.__all__ if hasattr(getattr(schedules, name), "definition")}
     seen: set[str] = set()
 
     @given(st.lists(kit.schedules(), min_size=25, max_size=25))
