@@ -24,6 +24,7 @@ FLOORS = {
     "elementwise": 0,
     "tracing": 0,
     "polar": 0,
+    "shards": 1,
     "checks": 1,
     "compact": 1,
     "core": 1,
@@ -34,11 +35,11 @@ FLOORS = {
     "transforms": 2,
     "recipes": 3,
     "program": 3,
-    "optimizer": 3,
-    "sharding": 3,
-    "checkpoint": 3,
-    "engines": 4,
-    "testing": 4,
+    "sharding": 4,
+    "optimizer": 5,
+    "checkpoint": 5,
+    "engines": 6,
+    "testing": 6,
 }
 ROOF = "muonfx"
 

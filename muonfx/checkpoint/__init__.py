@@ -15,13 +15,13 @@ from muonfx.checkpoint.errors import (
     NotFoundError,
     WriteError,
 )
-from muonfx.checkpoint.flat import FlatPiece
 from muonfx.checkpoint.index import Index
 from muonfx.checkpoint.keep import checkpoints, latest, prune, step_path
 from muonfx.checkpoint.loading import load, load_params
 from muonfx.checkpoint.looking import inspect, read, verify
 from muonfx.checkpoint.spec import StateSpec, spec
 from muonfx.checkpoint.writing import save
+from muonfx.shards import FlatPiece
 
 __all__ = [
     # saving and loading

@@ -41,7 +41,6 @@ from torch.futures import Future
 from muonfx.boxes import Box, cover
 from muonfx.checkpoint.data import Part, Progress, write_data
 from muonfx.checkpoint.errors import CheckpointError, CorruptError, MismatchError, ReplacedError, WriteError
-from muonfx.checkpoint.flat import FlatPiece
 from muonfx.checkpoint.index import Chunk, DataFile, Index, Leaf
 from muonfx.checkpoint.keep import TRIES, before, folder_named, read_index, reading, replaced_often
 from muonfx.checkpoint.loading import check_transform, kept, rebuilt, targets_like
@@ -52,6 +51,7 @@ from muonfx.checkpoint.spec import described
 from muonfx.checkpoint.turns import Turn
 from muonfx.checkpoint.writing import Draft, Request, data_name, new_save_id
 from muonfx.core import Transform
+from muonfx.shards import FlatPiece
 from muonfx.tree import PyTree, Spec
 
 __all__ = ["Job", "load_together", "save_together", "staged_job"]

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.checkpoint import FlatPiece
 from muonfx.core import Donation, Transform
 from muonfx.optimizer.portable import (
     Gathering,
@@ -33,7 +32,6 @@ from muonfx.optimizer.values import check_shapes, standing, unchanged, valid
 from muonfx.optimizer.versions import for_groups
 from muonfx.sharding.binding import Binding
 from muonfx.sharding.errors import ShardingError
-from muonfx.sharding.intervals import IntervalTensor
 from muonfx.sharding.layout import Layout, dtensor_of, is_dtensor, local_of
 from muonfx.sharding.layouts import from_dtensors
 from muonfx.sharding.messages import collective
@@ -42,6 +40,7 @@ from muonfx.sharding.owned import like_parameter
 from muonfx.sharding.plan.plan import Settings
 from muonfx.sharding.state import Held, about, dressed, dressed_leaf, interval_of, logical_leaf
 from muonfx.sharding.transform import advance, begin, bind, introduce, sharded
+from muonfx.shards import FlatPiece, IntervalTensor
 from muonfx.tree import PyTree
 
 __all__ = ["SteppingOverRanks", "layout_for"]

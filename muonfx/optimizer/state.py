@@ -11,8 +11,8 @@ from torch import Tensor
 
 from muonfx.checkpoint.dtypes import widens
 from muonfx.checkpoint.renaming import Rename, new_names
-from muonfx.sharding.intervals import IntervalTensor
 from muonfx.sharding.layout import is_dtensor, local_of
+from muonfx.shards import IntervalTensor
 from muonfx.wrappers import unwrapped
 
 __all__ = ["Load", "Take", "matched", "on_this_rank", "path_of", "renamed_groups", "saved_groups"]

@@ -16,8 +16,8 @@ from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout, is_dtensor, local_of
 from muonfx.sharding.layouts import equal_cut
 from muonfx.sharding.messages import Exchange
-from muonfx.sharding.pieces import part
 from muonfx.sharding.placed import check_pieces
+from muonfx.shards import part
 from muonfx.tree import PyTree
 
 __all__ = ["BUCKET", "exchange", "gathered", "in_buckets", "reduce_scattered"]

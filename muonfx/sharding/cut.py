@@ -16,7 +16,7 @@ from typing import Any, overload
 
 import torch
 
-from muonfx.sharding.pieces import Piece, Span
+from muonfx.shards import Piece, Span
 
 __all__ = ["Cut", "Intervals", "Listed", "OnMesh", "OneOwner", "Places", "Replicas"]
 

@@ -18,10 +18,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from muonfx import tree
-from muonfx.checkpoint import FlatPiece
 from muonfx.sharding.cut import Cut, Replicas
 from muonfx.sharding.errors import ShardingError
-from muonfx.sharding.pieces import Piece
+from muonfx.shards import FlatPiece, Piece
 from muonfx.tree import PyTree, Spec
 
 __all__ = ["Buffer", "Layout"]

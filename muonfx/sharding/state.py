@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.checkpoint import FlatPiece
 from muonfx.core import Transform
 from muonfx.program.buckets import parameters_of
 from muonfx.program.lower import fill_placeholders, state_around
@@ -25,6 +24,7 @@ from muonfx.sharding.layout import is_dtensor, local_of
 from muonfx.sharding.owned import at_owner, like_parameter
 from muonfx.sharding.plan.plan import RunPlan
 from muonfx.sharding.plan.shares import Share
+from muonfx.shards import FlatPiece
 from muonfx.tree import PyTree
 
 __all__ = [

@@ -18,8 +18,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import muonfx as mfx
 from muonfx import sharding
 from muonfx.sharding import cut
-from muonfx.sharding.pieces import Piece
 from muonfx.sharding.plan import shares
+from muonfx.shards import Piece
 
 SHAPES = st.lists(st.integers(0, 13), min_size=1, max_size=3).map(tuple)
 

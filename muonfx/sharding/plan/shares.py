@@ -13,7 +13,7 @@ from torch import Tensor
 
 from muonfx.boxes import Box, boxes_of_interval
 from muonfx.sharding.cut import Cut
-from muonfx.sharding.pieces import Piece, Window
+from muonfx.shards import Piece, Window
 
 __all__ = ["Leg", "Moves", "Share"]
 
