@@ -1,8 +1,11 @@
-"""A piece of a tensor: what a rank holds of it.
+"""A piece of a tensor: the part of it that a rank holds.
 
-Four names. The *whole* is the tensor as one process would hold it. A *piece* is the part of it that a rank holds, as
-boxes of the whole. The *local tensor* holds a piece's values: for a piece that is an interval of the flattened whole it
-has one dim, else as many as the whole. A *window* is a view of a local tensor: the place of one box in it.
+The *whole* is the tensor as one process would hold it. A `Piece` says which part of it a rank has, as boxes
+(`muonfx.boxes`) of the whole. The *local tensor* holds the piece's values: for a piece that is an interval of the
+flattened whole it has one dim, else as many as the whole. A `Window` is the place of one box in a local tensor.
+
+A `FlatPiece` is an interval together with its values, as a leaf that a checkpoint understands; an `IntervalTensor` is
+the same where torch insists on a tensor. Nothing here knows a checkpoint or a process group.
 """
 
 from __future__ import annotations
@@ -11,12 +14,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from muonfx.boxes import Box, boxes_of_interval, intersection
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
 
 __all__ = ["FlatPiece", "IntervalTensor", "Piece", "Span", "Window", "part"]
 
@@ -278,13 +285,16 @@ class FlatPiece:
         """The piece as boxes of the whole, in order; a tensor without elements is one, empty, box."""
         if not prod(self.shape):
             return [Box((0,) * len(self.shape), self.shape)]
-        return boxes_of_interval(self.shape, self.start, self.stop)
+        return list(self.piece.boxes)
+
+    @property
+    def piece(self) -> Piece:
+        """Its place in the whole."""
+        return Piece.interval(self.shape, self.start, self.stop)
 
     def part(self, box: Box) -> Tensor:
         """The values of one of its boxes, as a view."""
-        strides = [prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
-        begin = sum(map(int.__mul__, box.offsets, strides)) - self.start if box.numel else 0
-        return self.data[begin : begin + box.numel].view(box.sizes)
+        return self.piece.window(box).of(self.data) if box.numel else self.data.view(box.sizes)
 
     def empty_like(self, device: torch.device | str | None = None) -> FlatPiece:
         """The same piece with room for other values."""
@@ -297,8 +307,8 @@ class FlatPiece:
 
     # ------------------------------------------------------------- the protocol of torch.distributed._checkpointable
 
-    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        """What torch.distributed.checkpoint is to write: one item for each box."""
+    def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
+        """One item to write for each box."""
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -311,18 +321,18 @@ class FlatPiece:
             for chunk in self.__create_chunk_list__()
         ]
 
-    def __create_chunk_list__(self) -> list[Any]:
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """The boxes in torch's words."""
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in self.boxes]
 
-    def __get_tensor_shard__(self, index: Any) -> Tensor:
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         """The values of the box that begins at the offset of an index."""
-        offset: Sequence[int] = index.offset
-        box = next((box for box in self.boxes if box.offsets == tuple(offset)), None)
+        offset = tuple(index.offset or ())
+        box = next((box for box in self.boxes if box.offsets == offset), None)
         if box is None:
-            raise ValueError(f"{self!r} has no box that begins at {tuple(offset)}")
+            raise ValueError(f"{self!r} has no box that begins at {offset}")
         return self.part(box)
 
 
@@ -369,15 +379,15 @@ class IntervalTensor(Tensor):
         )
         return first if values is first.piece.data else cls.of(FlatPiece(first.piece.shape, first.piece.start, values))
 
-    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        """What torch.distributed.checkpoint is to write."""
+    def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
+        """One item to write for each box."""
         return self.piece.__create_write_items__(fqn, object)
 
-    def __create_chunk_list__(self) -> list[Any]:
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """The boxes of the whole that are here."""
         return self.piece.__create_chunk_list__()
 
-    def __get_tensor_shard__(self, index: Any) -> Tensor:
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         """The values of a box."""
         return self.piece.__get_tensor_shard__(index)
 

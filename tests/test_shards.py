@@ -1,11 +1,14 @@
 """Pieces of tensors, and the tensors that stand for them."""
 
 import pickle
+from math import prod
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from muonfx.shards import FlatPiece, IntervalTensor
+from muonfx.shards import FlatPiece, IntervalTensor, part
 
 
 def test_an_interval_is_copied_and_filled_and_nothing_else():
@@ -22,3 +25,13 @@ def test_an_interval_is_copied_and_filled_and_nothing_else():
     for refused in (lambda: tensor + 1, lambda: tensor.copy_(elsewhere), lambda: tensor.copy_(torch.zeros(4, 5))):
         with pytest.raises(NotImplementedError, match="only a part of the whole"):
             refused()
+
+
+@given(st.lists(st.integers(0, 4), max_size=4).map(tuple), st.data())
+def test_the_parts_of_a_flat_piece_are_the_values_of_its_boxes(shape: tuple[int, ...], data: st.DataObject):
+    whole = torch.arange(prod(shape)).reshape(shape)
+    start = data.draw(st.integers(0, whole.numel()))
+    piece = FlatPiece.cut(whole, start, data.draw(st.integers(start, whole.numel())))
+    for box in piece.boxes:
+        assert piece.part(box).equal(part(whole, box))
+    assert sum(box.numel for box in piece.boxes) == piece.data.numel()
