@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 from muonfx.checkpoint import convert
+from muonfx.checkpoint.catalog import checkpoints, read_index
 from muonfx.checkpoint.errors import CheckpointError, CorruptError
-from muonfx.checkpoint.keep import checkpoints, read_index
-from muonfx.checkpoint.looking import verify
+from muonfx.checkpoint.loading import verify
 from muonfx.checkpoint.report import differences, of_checkpoint, of_folder, readable, size
 
 __all__ = ["main"]

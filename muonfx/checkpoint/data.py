@@ -6,6 +6,7 @@ the bytes of the tensors without gaps.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import sys
 import zlib
@@ -23,9 +24,8 @@ from muonfx.checkpoint.atomic import fresh_file, write_all
 from muonfx.checkpoint.dtypes import safetensors_name
 from muonfx.checkpoint.errors import CheckpointError
 from muonfx.checkpoint.index import BLOCK, LONGEST_HEADER, Chunk, DataFile
-from muonfx.checkpoint.memory import bytes_of
 
-__all__ = ["Part", "Progress", "blocks_of", "check_byte_order", "checksum_of", "write_data"]
+__all__ = ["Part", "Progress", "blocks_of", "bytes_of", "check_byte_order", "checksum_of", "write_data"]
 
 Progress = Callable[[int, int], object]
 """Called with the bytes that are done and those of all."""
@@ -50,6 +50,13 @@ class Part(NamedTuple):
     def nbytes(self) -> int:
         """Its bytes."""
         return self.box.numel * self.dtype.itemsize
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a dense tensor in host memory as bytes; the tensor must be kept alive by the caller."""
+    if not tensor.nbytes:
+        return memoryview(b"")
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def blocks_of(data: memoryview) -> Iterator[memoryview]:

@@ -39,16 +39,16 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from muonfx.boxes import Box, cover
+from muonfx.checkpoint.catalog import TRIES, before, folder_named, read_index, reading, replaced_often
+from muonfx.checkpoint.coordination import Turn
 from muonfx.checkpoint.data import Part, Progress, write_data
 from muonfx.checkpoint.errors import CheckpointError, CorruptError, MismatchError, ReplacedError, WriteError
 from muonfx.checkpoint.index import Chunk, DataFile, Index, Leaf
-from muonfx.checkpoint.keep import TRIES, before, folder_named, read_index, reading, replaced_often
 from muonfx.checkpoint.loading import check_transform, kept, rebuilt, targets_like
 from muonfx.checkpoint.others import warn_of_other_writers
 from muonfx.checkpoint.reading import Reader
 from muonfx.checkpoint.rules import Rules, match
 from muonfx.checkpoint.spec import described
-from muonfx.checkpoint.turns import Turn
 from muonfx.checkpoint.writing import Draft, Request, data_name, new_save_id
 from muonfx.core import Transform
 from muonfx.shards import FlatPiece

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from muonfx.checkpoint.claims import claims
+from muonfx.checkpoint.catalog import checkpoints, read_index, step_of
+from muonfx.checkpoint.coordination import claims
 from muonfx.checkpoint.errors import CheckpointError
-from muonfx.checkpoint.keep import checkpoints, read_index, step_of
 
 __all__ = ["note_rank", "warn_of_later_steps", "warn_of_other_writers"]
 

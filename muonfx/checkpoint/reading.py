@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from muonfx.boxes import Box
-from muonfx.checkpoint.data import blocks_of, check_byte_order, checksum_of
+from muonfx.checkpoint.data import blocks_of, bytes_of, check_byte_order, checksum_of
 from muonfx.checkpoint.errors import CorruptError
 from muonfx.checkpoint.files import open_regular
 from muonfx.checkpoint.index import BLOCK, Chunk, DataFile, Index, Leaf
-from muonfx.checkpoint.memory import bytes_of
 
 __all__ = ["Reader"]
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from muonfx.checkpoint.catalog import checkpoints, with_reader
+from muonfx.checkpoint.data import bytes_of
 from muonfx.checkpoint.errors import CheckpointError
 from muonfx.checkpoint.index import Index, Leaf
-from muonfx.checkpoint.keep import checkpoints, with_reader
-from muonfx.checkpoint.memory import bytes_of
 from muonfx.checkpoint.reading import Reader
 from muonfx.checkpoint.rules import matches
 from muonfx.checkpoint.spec import described

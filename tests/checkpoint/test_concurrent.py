@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import muonfx as mfx
-from muonfx.checkpoint import FlatPiece, claims
+from muonfx.checkpoint import FlatPiece, coordination
 from muonfx.checkpoint.index import INDEX
 from tests.checkpoint.common import assert_same_tree
 from tests.processes import Here, World
@@ -121,8 +121,10 @@ def test_a_live_save_of_another_process_is_left_alone(tmp_path: Path):
     path = ck.step_path(tmp_path, 1)
     ck.save(path, state_of(1), step=1)
     other = subprocess.Popen(["sleep", "100"])
-    claimed = claims.Claim("0" * 16, "there", claims._machine(), other.pid, claims._birth(other.pid) or "")
-    claims.claim_of(path, claimed.save_id).write_text(json.dumps(claimed._asdict()))
+    claimed = coordination.Claim(
+        "0" * 16, "there", coordination._machine(), other.pid, coordination._birth(other.pid) or ""
+    )
+    coordination.claim_of(path, claimed.save_id).write_text(json.dumps(claimed._asdict()))
     data = path / f"data-{claimed.save_id}-00000-of-00001.safetensors"
     data.write_bytes(b"unfinished")
     try:
@@ -134,7 +136,7 @@ def test_a_live_save_of_another_process_is_left_alone(tmp_path: Path):
         assert ck.verify(path)
     finally:
         other.kill()
-    while claims._birth(other.pid) is not None:
+    while coordination._birth(other.pid) is not None:
         time.sleep(0.01)  # not waited for: a zombie, which runs no more
     with pytest.warns(UserWarning, match="checkpoints of later steps"):
         ck.save(path, state_of(2), step=2)
@@ -145,7 +147,7 @@ def test_a_live_save_of_another_process_is_left_alone(tmp_path: Path):
 @pytest.mark.parametrize("text", [b"", b"{", b"[]", b'{"pid": 1}', b"\xff"])
 def test_a_claim_that_says_nothing_counts_for_a_day(tmp_path: Path, text: bytes):
     path = ck.save(tmp_path / "one", state_of(1))
-    claim = claims.claim_of(path, "0" * 16)
+    claim = coordination.claim_of(path, "0" * 16)
     claim.write_bytes(text)
     with pytest.warns(UserWarning, match="another process is writing there"):
         ck.save(path, state_of(2))

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import muonfx as mfx
-from muonfx.checkpoint import CheckpointError, WriteError, keep
+from muonfx.checkpoint import CheckpointError, WriteError, catalog
 from tests.checkpoint.common import assert_same_tree, copies
 from tests.checkpoint.faults import Faults, faults
 from tests.processes import Failed, Here, ProcessEnded, World
@@ -160,13 +160,13 @@ def test_a_rename_that_may_have_been_done_takes_nothing_back(
     """As network file systems report it, and an interrupt leaves it."""
     path = in_memory / "one"
     ck.save(path, OLD, step=8)
-    replace, read = os.replace, keep.read_parsed
+    replace, read = os.replace, catalog.read_parsed
 
     def refused(source: Path, target: Path) -> None:
         if done:
             replace(source, target)
         if not readable:
-            monkeypatch.setattr(keep, "read_parsed", unreadable)
+            monkeypatch.setattr(catalog, "read_parsed", unreadable)
         raise error
 
     def unreadable(path: Path) -> NoReturn:
@@ -176,7 +176,7 @@ def test_a_rename_that_may_have_been_done_takes_nothing_back(
     with pytest.raises((WriteError, KeyboardInterrupt)) as caught:
         ck.save(path, NEW, step=9)
     monkeypatch.setattr(os, "replace", replace)
-    monkeypatch.setattr(keep, "read_parsed", read)
+    monkeypatch.setattr(catalog, "read_parsed", read)
     assert ck.verify(path).step == (9 if done else 8)
     if isinstance(caught.value, WriteError):
         assert caught.value.written is (done if readable else None)

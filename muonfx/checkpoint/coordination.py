@@ -1,4 +1,4 @@
-"""Claims: which saves are being written to a folder, so that no writer removes what belongs to another.
+"""Saves beside one another: in one process one after another, in several without harm to what the others write.
 
 A save has an id that no other has, and all its files carry it in their names; so two writers never write to one file,
 and the rename of an index decides which of them stands. What is left to settle is what may be removed. A writer puts a
@@ -8,26 +8,49 @@ Files belong to a live save, to the index that is there, or to nobody; only the 
 Claims and no locks: locks do not work on every network file system, and where they do, not between all machines. A
 claim says which process has made it. On the machine of that process one can look whether it still runs; elsewhere a
 claim counts until it is a day old.
+
+Within a process, saves take turns: what was asked for later ends later, and so is what stands. A save in a thread could
+otherwise be overtaken by the next to the same folder, whose result it would then replace. And two exchanges on one
+process group at a time would take each other's messages.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import platform
 import re
+import sys
+import threading
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Hashable, Iterator
 from contextlib import suppress
 from functools import cache
 from io import FileIO
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from muonfx.checkpoint.atomic import write_all
 from muonfx.checkpoint.index import INDEX
 
-__all__ = ["Claim", "claim", "claim_of", "claims", "id_of", "part_name", "release"]
+__all__ = [
+    "Claim",
+    "Turn",
+    "claim",
+    "claim_of",
+    "claims",
+    "forget_failure",
+    "id_of",
+    "keys_of",
+    "note_failure",
+    "part_name",
+    "release",
+    "warn_of_failed_saves",
+]
+
+# ------------------------------------------------------------------------------------------ claims, between processes
 
 _OURS = (
     re.compile(r"data-([0-9a-f]{16})-\d+-of-\d+\.safetensors"),
@@ -145,3 +168,103 @@ def _from_proc(text: str) -> str | None:
     """The start time in /proc/<pid>/stat, behind the name, which may hold anything; None for a process that is over."""
     fields = text.rpartition(")")[2].split()
     return None if fields[0] in "ZX" else fields[19]
+
+
+# ------------------------------------------------------------------------------------------- turns, within a process
+
+
+class Turn:
+    """A place in the queues of some keys, taken when it is made; a context that waits for those before it."""
+
+    def __init__(self, keys: frozenset[Hashable]) -> None:
+        self._keys, self._over, self._thread = keys, threading.Event(), 0
+        with _Queue.lock:
+            # One that this thread is in the midst of has called us, from `progress` say: it will not end before us.
+            here = threading.get_ident()
+            self._before = [turn for turn in _Queue.turns if turn._keys & keys and turn._thread != here]
+            _Queue.turns.append(self)
+
+    def __enter__(self) -> None:
+        try:
+            for turn in self._before:
+                turn._over.wait()
+        except BaseException:  # an interrupt
+            self.end()
+            raise
+        self._before, self._thread = [], threading.get_ident()
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Let the next one begin."""
+        with _Queue.lock:
+            if self in _Queue.turns:
+                _Queue.turns.remove(self)
+        self._over.set()
+
+
+class _Queue:
+    lock = threading.Lock()
+    turns: ClassVar[list[Turn]] = []
+
+
+def _forget() -> None:
+    """In a forked process: the threads that would end the turns are not there."""
+    _Queue.lock, _Queue.turns = threading.Lock(), []
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
+
+
+def keys_of(path: Path, group: Any, *, in_series: bool) -> frozenset[Hashable]:
+    """List what only one save may use at a time: a path, the folder of a series of checkpoints, a process group."""
+    keys: set[Hashable] = {os.path.realpath(path)}
+    if in_series:
+        keys.add(os.path.realpath(path.parent))
+    if group is not None:
+        keys.add(id(group))
+    return frozenset(keys)
+
+
+# ------------------------------------------------------------- failures in the background that nobody has waited for
+
+
+_failed: list[tuple[Path, BaseException]] = []
+
+
+def note_failure(path: Path, error: BaseException) -> None:
+    """Note that a save has failed; somebody may still wait for it, and hear of it then."""
+    _failed.append((path, error))
+
+
+def forget_failure(error: BaseException | None) -> None:
+    """Note that somebody has waited, and heard."""
+    _failed[:] = [(path, other) for path, other in _failed if other is not error]
+
+
+def warn_of_failed_saves() -> None:
+    """Tell of saves that have failed by now and that nobody has waited for: each once, when the next one begins.
+
+    Warns:
+        UserWarning: there is one.
+    """
+    while _failed:
+        path, error = _failed.pop(0)
+        warnings.warn(f"{_sentence(path, error)}: call wait() on what save_async returns", stacklevel=3)
+
+
+def _sentence(path: Path, error: BaseException) -> str:
+    return f"the save to {path} in the background has failed, and nobody has waited for it: {error!r}"
+
+
+@atexit.register
+def _tell_at_exit() -> None:
+    """All threads have ended by then."""
+    for path, error in _failed:
+        print(f"muonfx: {_sentence(path, error)}", file=sys.stderr)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_failed.clear)  # they are the parent's to tell

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from muonfx.checkpoint.claims import claims, id_of
+from muonfx.checkpoint.coordination import claims, id_of
 from muonfx.checkpoint.errors import CheckpointError, CorruptError, FormatError, NotFoundError, ReplacedError
 from muonfx.checkpoint.files import open_regular
 from muonfx.checkpoint.index import FORMAT, INDEX, Index, read_parsed

@@ -8,8 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from muonfx.checkpoint.coordination import forget_failure, note_failure, warn_of_failed_saves
 from muonfx.checkpoint.data import Progress
-from muonfx.checkpoint.unheard import forget_failure, note_failure, warn_of_failed_saves
 from muonfx.checkpoint.writing import Request, write
 from muonfx.core import Transform
 from muonfx.tree import PyTree
