@@ -17,7 +17,7 @@ from muonfx.checkpoint.files import open_regular
 from muonfx.checkpoint.index import FORMAT, INDEX, Index, read_parsed
 from muonfx.checkpoint.reading import Reader
 
-__all__ = ["checkpoints", "latest", "offering", "prune", "read_index", "remove", "step_path"]
+__all__ = ["checkpoints", "latest", "offering", "prune", "read_index", "remove", "step_path", "warn_of_later_steps"]
 
 _STEP = re.compile(r"step-(\d+)")
 
@@ -317,6 +317,23 @@ def remove(path: Path) -> bool:
     with suppress(OSError):  # somebody keeps something of his own in there
         path.rmdir()
     return True
+
+
+def warn_of_later_steps(path: Path) -> None:
+    """Tell when a run has gone back: what it writes is not what `latest` finds.
+
+    Warns:
+        UserWarning: beside the checkpoint lie others of later steps.
+    """
+    step = step_of(path)
+    if step is not None:
+        later = [other for other in checkpoints(path.parent) if (step_of(other) or 0) > step]
+        if later:
+            warnings.warn(
+                f"{path.name} was written beside checkpoints of later steps, up to {later[-1].name}, which latest() "
+                "finds before it: if the run went back on purpose, move them away",
+                stacklevel=2,
+            )
 
 
 def is_foreign(index: Path) -> bool:

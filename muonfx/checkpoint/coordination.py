@@ -32,8 +32,11 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+import torch.distributed as dist
+
 from muonfx.checkpoint.atomic import write_all
-from muonfx.checkpoint.index import INDEX
+from muonfx.checkpoint.errors import CheckpointError
+from muonfx.checkpoint.index import INDEX, read_parsed
 
 __all__ = [
     "Claim",
@@ -45,9 +48,11 @@ __all__ = [
     "id_of",
     "keys_of",
     "note_failure",
+    "note_rank",
     "part_name",
     "release",
     "warn_of_failed_saves",
+    "warn_of_other_writers",
 ]
 
 # ------------------------------------------------------------------------------------------ claims, between processes
@@ -168,6 +173,68 @@ def _from_proc(text: str) -> str | None:
     """The start time in /proc/<pid>/stat, behind the name, which may hold anything; None for a process that is over."""
     fields = text.rpartition(")")[2].split()
     return None if fields[0] in "ZX" else fields[19]
+
+
+# ------------------------------------------------------------------------------------ other writers to the same path
+
+_ONE_JOB = "if these are the ranks of one job, say group= on all of them, or save on one only"
+
+
+def note_rank(save_id: str) -> None:
+    """Note which rank saves, for itself, in the store by which the ranks of a job have found each other.
+
+    That takes no turn of any other rank: rank 0 may save alone, and each rank to a path of its own.
+    """
+    if (store := _store()) is not None:
+        with suppress(RuntimeError):  # its process has ended, and with it the job
+            store.set(_key(save_id), str(dist.get_rank()))
+
+
+def warn_of_other_writers(path: Path, save_id: str) -> None:
+    """Tell when another process is writing to a path, or another rank of this job has written there for itself.
+
+    Args:
+        path: claimed by this save.
+        save_id: of this save, noted before it was claimed: of two ranks at least the later sees the other.
+
+    Warns:
+        UserWarning: there is one. This save will replace what it has written, or the other way round; both are whole.
+    """
+    live = {other: claimed for _, other, claimed, is_live in claims(path) if is_live and other != save_id}
+    if ranks := _ranks(path, live.keys() - {save_id}):
+        warnings.warn(
+            f"{path}: rank {min(ranks)} saves there and now rank {dist.get_rank()} too, each for itself: the last one "
+            f"stands, and it is assumed that all ranks have the same; {_ONE_JOB}",
+            stacklevel=2,
+        )
+    elif live:
+        who = next((str(claimed) for claimed in live.values() if claimed is not None), "another process")
+        warnings.warn(
+            f"{path}: {who} is writing there at the same time: the last one to be done stands; {_ONE_JOB}", stacklevel=2
+        )
+
+
+def _ranks(path: Path, save_ids: set[str]) -> set[int]:
+    """The other ranks of this job that have made these saves, or the one that is at the path."""
+    store = _store()
+    if store is None:
+        return set()
+    with suppress(OSError, CheckpointError):
+        save_ids = save_ids | {read_parsed(path).save_id}
+    try:
+        keys = [_key(save_id) for save_id in save_ids]
+        return {int(store.get(key)) for key in keys if store.check([key])} - {dist.get_rank()}
+    except RuntimeError:
+        return set()
+
+
+def _store() -> dist.Store | None:
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return dist.distributed_c10d._get_default_store() if several else None
+
+
+def _key(save_id: str) -> str:
+    return f"muonfx save {save_id}"
 
 
 # ------------------------------------------------------------------------------------------- turns, within a process

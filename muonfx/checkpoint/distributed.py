@@ -40,12 +40,11 @@ from torch.futures import Future
 
 from muonfx.boxes import Box, cover
 from muonfx.checkpoint.catalog import TRIES, before, folder_named, read_index, reading, replaced_often
-from muonfx.checkpoint.coordination import Turn
+from muonfx.checkpoint.coordination import Turn, warn_of_other_writers
 from muonfx.checkpoint.data import Part, Progress, write_data
 from muonfx.checkpoint.errors import CheckpointError, CorruptError, MismatchError, ReplacedError, WriteError
 from muonfx.checkpoint.index import Chunk, DataFile, Index, Leaf
 from muonfx.checkpoint.loading import check_transform, kept, rebuilt, targets_like
-from muonfx.checkpoint.others import warn_of_other_writers
 from muonfx.checkpoint.reading import Reader
 from muonfx.checkpoint.rules import Rules, match
 from muonfx.checkpoint.spec import described

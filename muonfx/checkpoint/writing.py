@@ -19,14 +19,32 @@ from torch import Tensor
 
 from muonfx.boxes import Box
 from muonfx.checkpoint.atomic import fresh_file, make_folder, sync_folder, write_all
-from muonfx.checkpoint.catalog import before, clean, folder_named, is_foreign, prune, read_index, step_of
-from muonfx.checkpoint.coordination import Turn, claim, id_of, keys_of, part_name, release, warn_of_failed_saves
+from muonfx.checkpoint.catalog import (
+    before,
+    clean,
+    folder_named,
+    is_foreign,
+    prune,
+    read_index,
+    step_of,
+    warn_of_later_steps,
+)
+from muonfx.checkpoint.coordination import (
+    Turn,
+    claim,
+    id_of,
+    keys_of,
+    note_rank,
+    part_name,
+    release,
+    warn_of_failed_saves,
+    warn_of_other_writers,
+)
 from muonfx.checkpoint.data import Part, Progress, write_data
 from muonfx.checkpoint.dtypes import name_of_dtype
 from muonfx.checkpoint.errors import CheckpointError, NotFoundError, WriteError
 from muonfx.checkpoint.index import INDEX, Index, Leaf, text_of
 from muonfx.checkpoint.names import PARAMS, named_leaves
-from muonfx.checkpoint.others import note_rank, warn_of_later_steps, warn_of_other_writers
 from muonfx.checkpoint.spec import spec_of
 from muonfx.core import Transform
 from muonfx.recorded import bare
