@@ -16,11 +16,23 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+from torch import Tensor
+
 from muonfx import tree
 from muonfx.tree import PyTree
 from muonfx.wrappers import unwrapped
 
-__all__ = ["PARAMS", "in_section", "is_name", "name_of", "named_leaves", "path_of", "plain_names"]
+__all__ = [
+    "PARAMS",
+    "in_section",
+    "is_leaf",
+    "is_name",
+    "name_of",
+    "named_leaves",
+    "named_tensors",
+    "path_of",
+    "plain_names",
+]
 
 PARAMS = "params"
 """The top level under which parameters stand."""
@@ -122,6 +134,27 @@ def named_leaves(values: PyTree, section: str = "") -> list[tuple[str, Any]]:
         twice = next(name for place, name in enumerate(found) if name in found[:place])
         raise ValueError(f"two leaves are called {twice!r}: a dict has a key as an int and as a string, say")
     return list(zip((plain[name] for name in found), tree.leaves(values), strict=True))
+
+
+def is_leaf(value: Any) -> bool:
+    """Whether a value can be a leaf of a saved state: a tensor, or a piece of one that a rank holds."""
+    return isinstance(value, Tensor) or hasattr(value, "__create_chunk_list__")
+
+
+def named_tensors(values: PyTree, section: str = "") -> list[tuple[str, Any]]:
+    """`named_leaves` of a tree whose leaves are tensors, pieces of tensors, or None.
+
+    Raises:
+        TypeError: a leaf is something else; the message names it.
+    """
+    named = named_leaves(values, section)
+    for name, leaf in named:
+        if leaf is not None and not is_leaf(leaf):
+            raise TypeError(
+                f"the leaf {name!r} is a {type(leaf).__name__}, expected a tensor: a checkpoint holds tensors and "
+                "JSON; keep a number as a 0-d tensor, or give it in extra="
+            )
+    return named
 
 
 def plain_names(names: Iterable[str]) -> dict[str, str]:

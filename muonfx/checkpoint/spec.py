@@ -9,22 +9,16 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from muonfx import tree
 from muonfx.checkpoint.errors import MismatchError, first_ones
 from muonfx.checkpoint.fingerprints import fingerprint_0_1, is_of_0_1
-from muonfx.checkpoint.names import named_leaves
+from muonfx.checkpoint.names import is_leaf, named_leaves, named_tensors
 from muonfx.core import Transform
 from muonfx.recorded import bare
 from muonfx.tree import PyTree, Spec
 
-__all__ = ["StateSpec", "described", "is_leaf", "spec", "spec_of"]
-
-
-def is_leaf(value: Any) -> bool:
-    """Whether a value can be a leaf of a saved state: a tensor, or a piece of one that a rank holds."""
-    return isinstance(value, Tensor) or hasattr(value, "__create_chunk_list__")
+__all__ = ["StateSpec", "described", "spec", "spec_of"]
 
 
 def described(leaf: Any) -> str:
@@ -157,13 +151,7 @@ def spec_of(values: PyTree, section: str = "", tx: Transform | None = None) -> S
     Raises:
         TypeError: a leaf is not a tensor; the message names it.
     """
-    named = named_leaves(values, section)
-    for name, leaf in named:
-        if leaf is not None and not is_leaf(leaf):
-            raise TypeError(
-                f"the leaf {name!r} is a {type(leaf).__name__}, expected a tensor: a checkpoint holds tensors and "
-                "JSON; keep a number as a 0-d tensor, or give it in extra="
-            )
+    named = named_tensors(values, section)
     leaves = {name: Spec(tuple(leaf.shape), leaf.dtype) for name, leaf in named if leaf is not None}
     found = StateSpec(leaves, _treedef=tree.flatten(values)[1], _names=tuple(name for name, _ in named))
     return found if tx is None else found.of_chain(tx)

@@ -44,8 +44,7 @@ from muonfx.checkpoint.data import Part, Progress, write_data
 from muonfx.checkpoint.dtypes import name_of_dtype
 from muonfx.checkpoint.errors import CheckpointError, NotFoundError, WriteError
 from muonfx.checkpoint.index import INDEX, Index, Leaf, text_of
-from muonfx.checkpoint.names import PARAMS, named_leaves
-from muonfx.checkpoint.spec import spec_of
+from muonfx.checkpoint.names import PARAMS, named_tensors
 from muonfx.core import Transform
 from muonfx.recorded import bare
 from muonfx.tree import PyTree, Spec
@@ -117,8 +116,7 @@ def checked_leaves(state: PyTree, params: PyTree, *, whole: bool) -> dict[str, A
     for tree, section in ((state, ""), (params, PARAMS)):
         if tree is None:
             continue
-        spec_of(tree, section)  # refuses leaves that are no tensors
-        found |= {name: leaf for name, leaf in named_leaves(tree, section) if leaf is not None}
+        found |= {name: leaf for name, leaf in named_tensors(tree, section) if leaf is not None}
     for name, leaf in found.items():
         if name_of_dtype(leaf.dtype) is None:
             raise TypeError(f"the leaf {name!r} has the dtype {leaf.dtype}, which a checkpoint cannot hold")
