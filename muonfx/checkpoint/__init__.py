@@ -17,9 +17,8 @@ from muonfx.checkpoint.errors import (
 )
 from muonfx.checkpoint.index import Index
 from muonfx.checkpoint.loading import inspect, load, load_params, read, verify
-from muonfx.checkpoint.saving import Saving, save_async
+from muonfx.checkpoint.saving import Saving, save, save_async
 from muonfx.checkpoint.spec import StateSpec, spec
-from muonfx.checkpoint.writing import save
 from muonfx.shards import FlatPiece
 
 __all__ = [

@@ -13,8 +13,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Generator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,63 +33,25 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
-from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from muonfx.boxes import Box, cover
 from muonfx.checkpoint.catalog import TRIES, before, folder_named, read_index, reading, replaced_often
 from muonfx.checkpoint.coordination import Turn, warn_of_other_writers
-from muonfx.checkpoint.data import Part, Progress, write_data
+from muonfx.checkpoint.data import Part, write_data
 from muonfx.checkpoint.errors import CheckpointError, CorruptError, MismatchError, ReplacedError, WriteError
 from muonfx.checkpoint.index import Chunk, DataFile, Index, Leaf
 from muonfx.checkpoint.loading import check_transform, kept, rebuilt, targets_like
 from muonfx.checkpoint.reading import Reader
 from muonfx.checkpoint.rules import Rules, match
 from muonfx.checkpoint.spec import described
-from muonfx.checkpoint.writing import Draft, Request, data_name, new_save_id
+from muonfx.checkpoint.writing import Draft, Job, data_name, new_save_id
 from muonfx.core import Transform
 from muonfx.shards import FlatPiece
 from muonfx.tree import PyTree, Spec
 
-__all__ = ["Job", "load_together", "save_together", "staged_job"]
-
-
-@dataclass
-class Job:
-    """One save on one rank: what was asked for, the leaves, once they have been checked, and what is written of it."""
-
-    request: Request
-    progress: Progress | None
-    leaves: dict[str, Any] | None = None
-    problem: Exception | None = None
-    draft: Draft | None = None
-    commits: bool = False
-    ranks: int = 1
-
-    @property
-    def path(self) -> Path:
-        """The checkpoint's folder."""
-        return self.request.path
-
-    def checked(self) -> dict[str, Any]:
-        """The leaves; raises what is wrong with them, also if that was found out before."""
-        if self.problem is not None:
-            raise self.problem
-        if self.leaves is None:
-            self.leaves = self.request.leaves(whole=False)
-        return self.leaves
-
-    def left(self) -> bool | None:
-        """Give up, when nothing more is heard of the other ranks; whether the checkpoint is there, if that is known."""
-        if self.draft is None:
-            return False if self.commits else None
-        written = self.draft.stands() if self.commits else self.draft.is_there()
-        if self.commits and written is False:
-            self.draft.discard()
-        # The rank that commits may be about to: what it will name must stay.
-        return written if self.commits or written else None
+__all__ = ["load_together", "save_together"]
 
 
 @contextmanager
@@ -107,19 +69,19 @@ def _sendable() -> Generator[None]:
 class _SavePlanner(DefaultSavePlanner):
     """Plans as torch does, for the leaves of a job."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, ranks: int) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.job = job
+        self.job, self.ranks = job, ranks
 
     def set_up_planner(
         self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
         with _sendable():
-            super().set_up_planner(self.job.checked(), storage_meta, is_coordinator)
+            super().set_up_planner(self.job.checked_leaves(), storage_meta, is_coordinator)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Require that the ranks mean one and the same leaf by a name; then decide who writes what."""
-        if len(all_plans) != self.job.ranks:  # torch saves alone, and says so, if the group is gone by now
+        if len(all_plans) != self.ranks:  # torch saves alone, and says so, if the group is gone by now
             raise CheckpointError(f"{self.job.path} was not written: the process group was destroyed before")
         seen: dict[str, tuple[Spec, int]] = {}
         for rank, plan in enumerate(all_plans):
@@ -143,8 +105,20 @@ class _SavePlanner(DefaultSavePlanner):
 class _Writer(StorageWriter):
     """Writes a data file on each rank, and the index on one."""
 
-    def __init__(self, job: Job) -> None:
-        self.job = job
+    def __init__(self, job: Job, *, commits: bool) -> None:
+        self.job, self.commits = job, commits
+        self.draft: Draft | None = None
+        """From when this rank has begun to write."""
+
+    def abandon(self) -> bool | None:
+        """Give up, when nothing more is heard of the other ranks; whether the checkpoint is there, if that is known."""
+        if self.draft is None:
+            return False if self.commits else None
+        written = self.draft.stands() if self.commits else self.draft.is_there()
+        if self.commits and written is False:
+            self.draft.discard()
+        # The rank that commits may be about to: what it will name must stay.
+        return written if self.commits or written else None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Nothing to forget: a writer is made for one save."""
@@ -158,9 +132,9 @@ class _Writer(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Claim the folder, and agree on the names of the data files."""
         save_id = new_save_id()
-        self.job.draft = Draft(self.job.path, save_id)
-        with self.job.draft.whole_or_not():
-            self.job.draft.begin()
+        self.draft = Draft(self.job.path, save_id)
+        with self.draft.whole_or_not():
+            self.draft.begin()
             warn_of_other_writers(self.job.path, save_id)
         names = [data_name(save_id, rank, len(plans)) for rank in range(len(plans))]
         return [replace(plan, storage_data=(save_id, name)) for plan, name in zip(plans, names, strict=True)]
@@ -168,7 +142,7 @@ class _Writer(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's boxes."""
         save_id, name = plan.storage_data
-        draft = self.job.draft = self.job.draft or Draft(self.job.path, save_id)
+        draft = self.draft = self.draft or Draft(self.job.path, save_id)
 
         def part(item: Any) -> Part:
             data = item.tensor_data
@@ -209,12 +183,12 @@ class _Writer(StorageWriter):
             if problem := cover(spec.shape, [chunk.box for chunk in chunks[name]]):
                 raise ValueError(f"the pieces of {name!r} that the ranks have {problem}, of {described(spec)}")
             leaves[name] = Leaf(spec, tuple(sorted(chunks[name], key=lambda chunk: chunk.offsets)))
-        draft, request = self.job.draft, self.job.request
+        draft = self.draft
         assert draft is not None
         try:
             with draft.whole_or_not():
-                draft.commit(request.about().to_index(draft.save_id, files, leaves))
-            draft.tidy(request.keep)
+                draft.commit(self.job.to_index(draft.save_id, files, leaves))
+            draft.tidy(self.job.keep)
         except BaseException as error:
             if draft.stands() is False or isinstance(error, WriteError):
                 raise
@@ -226,49 +200,24 @@ class _Writer(StorageWriter):
         return True
 
 
-def save_together(job: Job, group: dist.ProcessGroup) -> None:
-    """Save, on all ranks of a group together."""
-    check_group(group, f"the save to {job.path}")
-    job.ranks, job.commits = dist.get_world_size(group), dist.get_rank(group) == 0
+def save_together(job: Job) -> None:
+    """Save, on all ranks of the job's group together."""
+    group = check_group(job.group, f"the save to {job.path}")
+    writer = _Writer(job, commits=dist.get_rank(group) == 0)
+    planner = _SavePlanner(job, dist.get_world_size(group))
     try:
-        dcp.save({}, storage_writer=_Writer(job), planner=_SavePlanner(job), process_group=group)
+        dcp.save({}, storage_writer=writer, planner=planner, process_group=group)
     except CheckpointException as error:
         # Some rank has failed, so nobody will name what this one has written, unless the index was renamed before.
-        if job.draft is not None and _written(error) is False:
-            job.draft.discard()
+        if writer.draft is not None and _written(error) is False:
+            writer.draft.discard()
         _raise(error, str(job.path))
     except BaseException as error:
-        written = job.left()
+        written = writer.abandon()
         if not isinstance(error, _FROM_TORCH):
             raise
         state = {True: "was written, whole, but", False: "was not written:", None: "may have been written or not:"}
         raise WriteError(f"{job.path} {state[written]} {_ended(error)}", written) from error
-
-
-def staged_job(request: Request, progress: Progress | None) -> Job:
-    """Copy the leaves into host memory, where training does not change them.
-
-    What is wrong with them is kept, and said later on all ranks alike.
-    """
-    with suppress(TypeError, ValueError):
-        request = request._replace(extra=request.about().extra)
-    job = Job(request, progress)
-    try:
-        job.leaves = {name: _copied(leaf) for name, leaf in job.checked().items()}
-    except Exception as error:
-        job.problem = error
-    return job
-
-
-def _copied(leaf: Any) -> Any:
-    if isinstance(leaf, FlatPiece):
-        return leaf.empty_like("cpu").copy_(leaf)
-    if isinstance(leaf, DTensor):
-        stager = DefaultStager(StagingOptions(False, False, False, False))
-        staged: Any = stager.stage({"leaf": leaf.detach()})
-        stager.close()
-        return staged["leaf"]
-    return leaf.detach().to("cpu", copy=True)
 
 
 # ------------------------------------------------------------------------------------------------------------- loading
@@ -416,7 +365,7 @@ _FROM_TORCH = (RuntimeError, ValueError, AssertionError, OSError)
 """Errors that torch.distributed raises beside those that it carries from rank to rank."""
 
 
-def check_group(group: Any, what: str) -> None:
+def check_group(group: Any, what: str) -> dist.ProcessGroup:
     """Require a group of processes that this one is a rank of.
 
     Raises:
@@ -429,6 +378,7 @@ def check_group(group: Any, what: str) -> None:
     if found is None or found < 0:
         why = "it was destroyed, or this process is no rank of it"
         raise CheckpointError(f"{what}: group={group!r} is not a process group that can be used: {why}")
+    return group
 
 
 def _ended(error: BaseException) -> str:

@@ -1,62 +1,88 @@
-"""Saving while training goes on."""
+"""Saving: `save` writes a checkpoint now, `save_async` copies now and writes while training goes on."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from muonfx.checkpoint.coordination import forget_failure, note_failure, warn_of_failed_saves
+from muonfx.checkpoint.coordination import Turn, forget_failure, note_failure, warn_of_failed_saves
 from muonfx.checkpoint.data import Progress
-from muonfx.checkpoint.writing import Request, write
+from muonfx.checkpoint.distributed import save_together
+from muonfx.checkpoint.writing import Job, write
 from muonfx.core import Transform
 from muonfx.tree import PyTree
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Saving", "save_async"]
+__all__ = ["Saving", "save", "save_async"]
 
 
-class Saving:
-    """A save that is under way, as `save_async` returns it.
+def save(
+    path: str | os.PathLike[str],
+    state: PyTree,
+    *,
+    tx: Transform | None = None,
+    params: PyTree = None,
+    step: int | None = None,
+    extra: Mapping[str, Any] | None = None,
+    keep: int | None = None,
+    progress: Progress | None = None,
+    group: ProcessGroup | None = None,
+) -> Path:
+    """Write a checkpoint: a state, and parameters beside it; whole or not at all.
 
-    >>> import tempfile
-    >>> saving = save_async(tempfile.mkdtemp(), {"w": torch.ones(2)})
-    >>> saving.wait() == saving.path, saving.done
-    (True, True)
+    The path becomes a folder with ``index.json`` and safetensors files. Everything is flushed to the disk before the
+    index gets its name, by a rename: a writer that is stopped at any point leaves what was at the path before. Of
+    several writers at a path the last one to be done stands.
+
+    Args:
+        path: where; `step_path` names one for each step. A checkpoint that is there is replaced at the end.
+        state: a tree of tensors of any dtype and device, such as ``tx.init`` and ``tx.update`` return; None for none.
+            Leaves that share storage are written one by one. At most one leaf is copied at a time.
+        tx: the transform: its fingerprint and code are noted, and the fingerprint is compared on load.
+        params: parameters, to go into the same checkpoint.
+        step: how many steps are done.
+        extra: anything that JSON can hold: a seed, the place in the data, losses.
+        keep: afterwards, remove all checkpoints beside this one but those of the highest steps, so many in all (see
+            `prune`); the path must be one that `step_path` names.
+        progress: called with the bytes that are written and those of all, about every 4 MiB.
+        group: a process group, all of whose ranks call this together: each writes its part. Leaves may then be
+            `torch.distributed.tensor.DTensor` or `FlatPiece`; plain tensors must be the same on all ranks. The ranks
+            must see one file system. None: this process alone writes.
+
+    Returns:
+        The path.
+
+    Raises:
+        TypeError: a leaf is no dense tensor, or ``extra`` is no JSON. Nothing has been written.
+        WriteError: the disk is full, say. What was at the path before is still there, or, where ``written`` is True,
+            the new checkpoint is.
+
+    Warns:
+        UserWarning: the checkpoint is good, but another process is writing to the path, or another rank has, each for
+            itself; older ones cannot be removed; there are later steps beside it, which `latest` finds; or an earlier
+            save in the background has failed and was not waited for.
+
+    Example:
+        >>> import tempfile
+        >>> import muonfx as mfx
+        >>> params = {"w": torch.ones(2, 3)}
+        >>> tx = mfx.momentum()
+        >>> path = mfx.checkpoint.step_path(tempfile.mkdtemp(), 10)
+        >>> path = mfx.checkpoint.save(path, tx.init(params), tx=tx, params=params, step=10)
+        >>> sorted(mfx.checkpoint.read(path))
+        ['params/w', 'trace/w']
+        >>> mfx.checkpoint.load(path, like=mfx.spec(tx, params)).trace["w"].dtype
+        torch.float32
     """
-
-    def __init__(self, path: Path, future: Future[Any]) -> None:
-        self.path = path
-        self._future = future
-
-    @property
-    def done(self) -> bool:
-        """Whether it has ended, well or not; `wait` tells."""
-        return self._future.done()
-
-    def wait(self, timeout: float | None = None) -> Path:
-        """Wait until the checkpoint is there.
-
-        Args:
-            timeout: seconds to wait at most; None: for as long as it takes.
-
-        Returns:
-            Its path.
-
-        Raises:
-            TimeoutError: it is not done yet.
-            CheckpointError: what `save` raises, and whatever ``progress`` raised.
-        """
-        # Whose error: a TimeoutError may be that of waiting, after which the save goes on.
-        error = self._future.exception(timeout)
-        if error is not None:
-            forget_failure(error)
-            raise error
-        return self.path
+    warn_of_failed_saves()
+    job = Job.of(path, state, params, tx=tx, step=step, extra=extra, keep=keep, progress=progress, group=group)
+    _run(job, job.turn())
+    return job.path
 
 
 def save_async(
@@ -107,35 +133,70 @@ def save_async(
         {'w': tensor([1., 1., 1.])}
     """
     warn_of_failed_saves()
-    request = Request.of(path, state, params, tx, step, extra, keep)
-    if group is not None:
-        from muonfx.checkpoint.distributed import save_together, staged_job
-
-        job = staged_job(request, progress)
-        return _started(request, group, lambda: save_together(job, group))
-    leaves = {name: leaf.detach().to("cpu", copy=True) for name, leaf in request.leaves(whole=True).items()}
-    request = request._replace(state=None, params=None, extra=request.about().extra)
-    return _started(request, None, lambda: write(request.path, leaves, request, progress))
-
-
-def _started(request: Request, group: Any, work: Callable[[], None]) -> Saving:
-    """Begin in a thread, when those before it are done."""
-    turn = request.turn(group)
-
-    def run() -> None:
-        try:
-            with turn:
-                work()
-        except BaseException as error:
-            note_failure(request.path, error)
-            raise
-
+    job = Job.of(
+        path, state, params, tx=tx, step=step, extra=extra, keep=keep, progress=progress, group=group, copy=True
+    )
+    turn = job.turn()
     try:
-        # One of its own: those whose turn it is not only wait.
-        with_one_thread = ThreadPoolExecutor(1, thread_name_prefix="muonfx-save")
-        future = with_one_thread.submit(run)
+        # A thread of its own: those whose turn it is not only wait.
+        pool = ThreadPoolExecutor(1, thread_name_prefix="muonfx-save")
+        future = pool.submit(_run_unheard, job, turn)
     except BaseException:  # the process is at its end and starts no thread any more
         turn.end()
         raise
-    with_one_thread.shutdown(wait=False)
-    return Saving(request.path, future)
+    pool.shutdown(wait=False)
+    return Saving(job.path, future)
+
+
+def _run(job: Job, turn: Turn) -> None:
+    """Write, when the saves before it are done."""
+    with turn:
+        write(job) if job.group is None else save_together(job)
+
+
+def _run_unheard(job: Job, turn: Turn) -> None:
+    """`_run` in a thread: nobody may ever ask how it ended."""
+    try:
+        _run(job, turn)
+    except BaseException as error:
+        note_failure(job.path, error)
+        raise
+
+
+class Saving:
+    """A save that is under way, as `save_async` returns it.
+
+    >>> import tempfile
+    >>> saving = save_async(tempfile.mkdtemp(), {"w": torch.ones(2)})
+    >>> saving.wait() == saving.path, saving.done
+    (True, True)
+    """
+
+    def __init__(self, path: Path, future: Future[None]) -> None:
+        self.path = path
+        self._future = future
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not; `wait` tells."""
+        return self._future.done()
+
+    def wait(self, timeout: float | None = None) -> Path:
+        """Wait until the checkpoint is there.
+
+        Args:
+            timeout: seconds to wait at most; None: for as long as it takes.
+
+        Returns:
+            Its path.
+
+        Raises:
+            TimeoutError: it is not done yet.
+            CheckpointError: what `save` raises, and whatever ``progress`` raised.
+        """
+        # Whose error: a TimeoutError may be that of waiting, after which the save goes on.
+        error = self._future.exception(timeout)
+        if error is not None:
+            forget_failure(error)
+            raise error
+        return self.path

@@ -1,4 +1,4 @@
-"""Saving: what is checked before anything is written, and the order in which it is."""
+"""Writing: a save as it was asked for, and the order in which it gets onto the disk."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ import secrets
 import shutil
 import sys
 import warnings
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.tensor import DTensor
 
 from muonfx.boxes import Box
 from muonfx.checkpoint.atomic import fresh_file, make_folder, sync_folder, write_all
@@ -37,46 +40,92 @@ from muonfx.checkpoint.coordination import (
     note_rank,
     part_name,
     release,
-    warn_of_failed_saves,
     warn_of_other_writers,
 )
 from muonfx.checkpoint.data import Part, Progress, write_data
 from muonfx.checkpoint.dtypes import name_of_dtype
 from muonfx.checkpoint.errors import CheckpointError, NotFoundError, WriteError
-from muonfx.checkpoint.index import INDEX, Index, Leaf, text_of
+from muonfx.checkpoint.index import INDEX, DataFile, Index, Leaf, text_of
 from muonfx.checkpoint.names import PARAMS, named_tensors
 from muonfx.core import Transform
 from muonfx.recorded import bare
+from muonfx.shards import FlatPiece
 from muonfx.tree import PyTree, Spec
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Draft", "Request", "data_name", "new_save_id", "save", "write"]
+__all__ = ["Draft", "Job", "data_name", "new_save_id", "write"]
 
 
-class About(NamedTuple):
-    """What a checkpoint is to say beside its leaves; checked before anything is written."""
+@dataclass(frozen=True)
+class Job:
+    """One save as it was asked for: checked, or with what is wrong kept, to be said on all ranks alike."""
 
-    tx: Transform | None
-    step: int | None
-    extra: dict[str, Any]
+    path: Path
+    leaves: dict[str, Any] = field(default_factory=dict)
+    """By name; in host memory if they were copied for a save in the background."""
+    tx: Transform | None = None
+    step: int | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+    keep: int | None = None
+    progress: Progress | None = None
+    group: ProcessGroup | None = None
+    problem: Exception | None = None
 
     @classmethod
-    def of(cls, tx: Transform | None, step: int | None, extra: Mapping[str, Any] | None) -> About:
-        """Check what the caller gave.
+    def of(
+        cls,
+        path: str | os.PathLike[str],
+        state: PyTree,
+        params: PyTree,
+        *,
+        tx: Transform | None,
+        step: int | None,
+        extra: Mapping[str, Any] | None,
+        keep: int | None,
+        progress: Progress | None,
+        group: ProcessGroup | None,
+        copy: bool = False,
+    ) -> Job:
+        """Check what a caller of ``save`` gave; with a group, what is wrong is kept for `checked_leaves` to raise.
+
+        With ``copy``, the leaves are copied into host memory, where training does not change them.
 
         Raises:
-            TypeError: ``tx`` is no transform, or ``extra`` holds what JSON cannot.
-            ValueError: ``step`` is negative, or ``extra`` would not come back as it is.
+            TypeError: a leaf is no tensor, or of a kind that cannot be written; ``tx`` is no transform; ``extra`` holds
+                what JSON cannot.
+            ValueError: ``step`` or ``keep`` is no such number, or ``extra`` would not come back as it is.
         """
-        if tx is not None and not isinstance(tx, Transform):
-            raise TypeError(f"tx must be a muonfx.Transform or None, found {tx!r}")
-        if step is not None and (isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**63):
-            raise ValueError(f"step must be an int of 0 or more, or None, found {step!r}")
-        return cls(tx, step, _as_json(dict(extra or {})))
+        where = Path()
+        try:
+            where = folder_named(path)  # stays what it is when the process goes to another folder
+            if tx is not None and not isinstance(tx, Transform):
+                raise TypeError(f"tx must be a muonfx.Transform or None, found {tx!r}")
+            if step is not None and (isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**63):
+                raise ValueError(f"step must be an int of 0 or more, or None, found {step!r}")
+            said = _as_json(dict(extra or {}))
+            _check_keep(keep, where)
+            leaves = _leaves_of(state, params, whole=group is None)
+            if copy:
+                leaves = {name: _copy(leaf) for name, leaf in leaves.items()}
+        except Exception as error:
+            if group is None:
+                raise
+            return cls(where, group=group, problem=error)
+        return cls(where, leaves, tx, step, said, keep, progress, group)
 
-    def to_index(self, save_id: str, files: Any, leaves: dict[str, Leaf]) -> Index:
+    def turn(self) -> Turn:
+        """The next turn to write there."""
+        return Turn(keys_of(self.path, self.group, in_series=step_of(self.path) is not None))
+
+    def checked_leaves(self) -> dict[str, Any]:
+        """The leaves; raises what is wrong with what the caller gave."""
+        if self.problem is not None:
+            raise self.problem
+        return self.leaves
+
+    def to_index(self, save_id: str, files: Iterable[DataFile], leaves: dict[str, Leaf]) -> Index:
         """The index of a checkpoint with these files and leaves."""
         # The package's own version: at the roof, which nothing inside may import.
         roof = sys.modules[__name__.partition(".")[0]]
@@ -101,17 +150,17 @@ def _as_json(extra: dict[str, Any]) -> dict[str, Any]:
     return back
 
 
-def checked_leaves(state: PyTree, params: PyTree, *, whole: bool) -> dict[str, Any]:
-    """The leaves of a state and of parameters by name, all of them fit to be written.
+def _check_keep(keep: int | None, path: Path) -> None:
+    if keep is None:
+        return
+    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+        raise ValueError(f"keep must be an int of 1 or more, or None, found {keep!r}")
+    if step_of(path) is None:
+        raise ValueError(f"keep= goes by the steps in the names: save to step_path({str(path.parent)!r}, step)")
 
-    Args:
-        state: a tree, or None.
-        params: a tree, or None.
-        whole: only whole tensors in this process, and no pieces of them.
 
-    Raises:
-        TypeError: a leaf is no tensor, or of a kind that cannot be written; the message names it.
-    """
+def _leaves_of(state: PyTree, params: PyTree, *, whole: bool) -> dict[str, Any]:
+    """The leaves of a state and of parameters by name, all of them fit to be written; no pieces if `whole`."""
     found: dict[str, Any] = {}
     for tree, section in ((state, ""), (params, PARAMS)):
         if tree is None:
@@ -130,144 +179,38 @@ def checked_leaves(state: PyTree, params: PyTree, *, whole: bool) -> dict[str, A
     return found
 
 
-class Request(NamedTuple):
-    """What the caller of ``save`` wants to be written; looked at only when asked for the leaves."""
-
-    path: Path
-    state: PyTree
-    params: PyTree
-    tx: Transform | None
-    step: int | None
-    extra: Mapping[str, Any] | None
-    keep: int | None
-    problem: Exception | None = None
-
-    @classmethod
-    def of(cls, path: str | os.PathLike[str], *rest: Any) -> Request:
-        """A request with a path that stays what it is when the process goes to another folder.
-
-        What is wrong with the path is kept, to be raised with what else is wrong: on all ranks alike, if there are any.
-        """
-        try:
-            return cls(folder_named(path), *rest)
-        except (TypeError, ValueError) as error:
-            return cls(Path(), *rest)._replace(problem=error)
-
-    def turn(self, group: Any) -> Turn:
-        """The next turn to write there."""
-        return Turn(keys_of(self.path, group, in_series=step_of(self.path) is not None))
-
-    def about(self) -> About:
-        """What the checkpoint is to say; see `About.of`."""
-        return About.of(self.tx, self.step, self.extra)
-
-    def leaves(self, *, whole: bool) -> dict[str, Any]:
-        """The leaves; raises whatever is wrong with what the caller gave."""
-        if self.problem is not None:
-            raise self.problem
-        self.about()
-        if self.keep is not None:
-            if isinstance(self.keep, bool) or not isinstance(self.keep, int) or self.keep < 1:
-                raise ValueError(f"keep must be an int of 1 or more, or None, found {self.keep!r}")
-            if step_of(self.path) is None:
-                raise ValueError(
-                    f"keep= goes by the steps in the names: save to step_path({str(self.path.parent)!r}, step)"
-                )
-        return checked_leaves(self.state, self.params, whole=whole)
+def _copy(leaf: Any) -> Any:
+    """A copy of a leaf in host memory."""
+    if isinstance(leaf, FlatPiece):
+        return leaf.empty_like("cpu").copy_(leaf)
+    if isinstance(leaf, DTensor):
+        stager = DefaultStager(StagingOptions(False, False, False, False))
+        staged: Any = stager.stage({"leaf": leaf.detach()})
+        stager.close()
+        return staged["leaf"]
+    return leaf.detach().to("cpu", copy=True)
 
 
-def save(
-    path: str | os.PathLike[str],
-    state: PyTree,
-    *,
-    tx: Transform | None = None,
-    params: PyTree = None,
-    step: int | None = None,
-    extra: Mapping[str, Any] | None = None,
-    keep: int | None = None,
-    progress: Progress | None = None,
-    group: ProcessGroup | None = None,
-) -> Path:
-    """Write a checkpoint: a state, and parameters beside it; whole or not at all.
-
-    The path becomes a folder with ``index.json`` and safetensors files. Everything is flushed to the disk before the
-    index gets its name, by a rename: a writer that is stopped at any point leaves what was at the path before. Of
-    several writers at a path the last one to be done stands.
-
-    Args:
-        path: where; `step_path` names one for each step. A checkpoint that is there is replaced at the end.
-        state: a tree of tensors of any dtype and device, such as ``tx.init`` and ``tx.update`` return; None for none.
-            Leaves that share storage are written one by one. At most one leaf is copied at a time.
-        tx: the transform: its fingerprint and code are noted, and the fingerprint is compared on load.
-        params: parameters, to go into the same checkpoint.
-        step: how many steps are done.
-        extra: anything that JSON can hold: a seed, the place in the data, losses.
-        keep: afterwards, remove all checkpoints beside this one but those of the highest steps, so many in all (see
-            `prune`); the path must be one that `step_path` names.
-        progress: called with the bytes that are written and those of all, about every 4 MiB.
-        group: a process group, all of whose ranks call this together: each writes its part. Leaves may then be
-            `torch.distributed.tensor.DTensor` or `FlatPiece`; plain tensors must be the same on all ranks. The ranks
-            must see one file system. None: this process alone writes.
-
-    Returns:
-        The path.
-
-    Raises:
-        TypeError: a leaf is no dense tensor, or ``extra`` is no JSON. Nothing has been written.
-        WriteError: the disk is full, say. What was at the path before is still there, or, where ``written`` is True,
-            the new checkpoint is.
-
-    Warns:
-        UserWarning: the checkpoint is good, but another process is writing to the path, or another rank has, each for
-            itself; older ones cannot be removed; there are later steps beside it, which `latest` finds; or an earlier
-            save in the background has failed and was not waited for.
-
-    Example:
-        >>> import tempfile
-        >>> import muonfx as mfx
-        >>> params = {"w": torch.ones(2, 3)}
-        >>> tx = mfx.momentum()
-        >>> path = mfx.checkpoint.step_path(tempfile.mkdtemp(), 10)
-        >>> path = mfx.checkpoint.save(path, tx.init(params), tx=tx, params=params, step=10)
-        >>> sorted(mfx.checkpoint.read(path))
-        ['params/w', 'trace/w']
-        >>> mfx.checkpoint.load(path, like=mfx.spec(tx, params)).trace["w"].dtype
-        torch.float32
-    """
-    request = Request.of(path, state, params, tx, step, extra, keep)
-    warn_of_failed_saves()
-    if group is not None:
-        from muonfx.checkpoint.distributed import Job, save_together
-
-        with request.turn(group):
-            save_together(Job(request, progress), group)
-    else:
-        leaves = request.leaves(whole=True)
-        with request.turn(None):
-            write(request.path, leaves, request, progress)
-    return request.path
-
-
-def write(path: Path, leaves: Mapping[str, Tensor], request: Request, progress: Progress | None = None) -> None:
-    """Write leaves, in this process alone."""
+def write(job: Job) -> None:
+    """Write a checkpoint, in this process alone."""
 
     def part(name: str, leaf: Tensor) -> Part:
         shape = tuple(leaf.shape)
         return Part(name, leaf.dtype, Box((0,) * len(shape), shape), True, lambda: leaf)
 
-    draft = Draft(path, new_save_id())
+    draft = Draft(job.path, new_save_id())
     with draft.whole_or_not():
         note_rank(draft.save_id)
         draft.begin()
-        warn_of_other_writers(path, draft.save_id)
-        data = data_name(draft.save_id, 0, 1)
-        file, chunks = write_data(path / data, [part(name, leaf) for name, leaf in leaves.items()], progress)
+        warn_of_other_writers(job.path, draft.save_id)
+        parts = [part(name, leaf) for name, leaf in job.leaves.items()]
+        file, chunks = write_data(job.path / data_name(draft.save_id, 0, 1), parts, job.progress)
         found = {
             name: Leaf(Spec(tuple(leaf.shape), leaf.dtype), (chunk,))
-            for (name, leaf), chunk in zip(leaves.items(), chunks, strict=True)
+            for (name, leaf), chunk in zip(job.leaves.items(), chunks, strict=True)
         }
-        draft.commit(request.about().to_index(draft.save_id, [file], found))
-    draft.tidy(request.keep)
+        draft.commit(job.to_index(draft.save_id, [file], found))
+    draft.tidy(job.keep)
 
 
 def new_save_id() -> str:

@@ -16,7 +16,7 @@ from muonfx.checkpoint.convert import deepspeed, dion, keller, moonlight, torch_
 from muonfx.checkpoint.convert._files import read_json, read_plain, read_safetensors
 from muonfx.checkpoint.errors import CheckpointError, first_ones
 from muonfx.checkpoint.renaming import new_names
-from muonfx.checkpoint.writing import save
+from muonfx.checkpoint.saving import save
 from muonfx.core import Transform
 from muonfx.tree import PyTree
 from muonfx.wrappers import unwrapped
