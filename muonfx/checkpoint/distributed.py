@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -41,13 +41,11 @@ from muonfx.checkpoint.catalog import TRIES, before, folder_named, read_index, r
 from muonfx.checkpoint.coordination import Turn, warn_of_other_writers
 from muonfx.checkpoint.data import Part, write_data
 from muonfx.checkpoint.errors import CheckpointError, CorruptError, MismatchError, ReplacedError, WriteError
-from muonfx.checkpoint.index import Chunk, DataFile, Index, Leaf
-from muonfx.checkpoint.loading import check_transform, kept, rebuilt, targets_like
+from muonfx.checkpoint.index import Chunk, DataFile, Leaf
 from muonfx.checkpoint.reading import Reader
-from muonfx.checkpoint.rules import Rules, match
 from muonfx.checkpoint.spec import described
+from muonfx.checkpoint.target import Target
 from muonfx.checkpoint.writing import Draft, Job, data_name, new_save_id
-from muonfx.core import Transform
 from muonfx.shards import FlatPiece
 from muonfx.tree import PyTree, Spec
 
@@ -226,9 +224,9 @@ def save_together(job: Job) -> None:
 class _LoadPlanner(DefaultLoadPlanner):
     """Plans as torch does, for the leaves that the rules find; torch sees them under the checkpoint's names."""
 
-    def __init__(self, prepare: Callable[[Index], Mapping[str, Any]]) -> None:
+    def __init__(self, make_target: Callable[[], Target], where: str) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.prepare = prepare
+        self.make_target, self.where = make_target, where
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
         assert metadata is not None
@@ -236,7 +234,9 @@ class _LoadPlanner(DefaultLoadPlanner):
             raise metadata.planner_data
         # Not torch's own set-up, which takes apart what is a dataclass and makes room for meta tensors.
         with _sendable():
-            self.state_dict = self.original_state_dict = dict(self.prepare(metadata.planner_data))
+            self.target = self.make_target()
+            self.leaves, rooms = self.target.make_room(metadata.planner_data, self.where)
+            self.state_dict = self.original_state_dict = rooms
         self.metadata, self.is_coordinator = metadata, is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
@@ -311,43 +311,26 @@ class _Reader(StorageReader):
         return True
 
 
-def load_together(
-    path: Any,
-    like: Any,
-    tx: Transform | None,
-    rules: Rules,
-    device: Any,
-    group: dist.ProcessGroup,
-    *,
-    section: str,
-) -> PyTree:
-    """Load, on all ranks of a group together."""
+def load_together(path: str | os.PathLike[str], make_target: Callable[[], Target], group: dist.ProcessGroup) -> PyTree:
+    """Load, on all ranks of a group together.
+
+    Args:
+        path: of the checkpoint.
+        make_target: makes the target; called where what it raises reaches all ranks.
+        group: the ranks.
+    """
     check_group(group, f"the load of {path}")
-    loaded: dict[str, Any] = {}
 
-    def prepare(index: Index) -> dict[str, Any]:
-        check_transform(tx)
-        want, targets = targets_like(like, tx, device, section)
-        found = match(index, want, rules, section=section, where=str(path))
-        into: dict[str, Any] = {}
-        for name, (old, fresh) in targets.items():
-            source = found[name]
-            loaded[name] = kept(name, old, fresh) if source is None else fresh()
-            if source is not None:
-                into[source] = loaded[name]
-        return into
-
-    def attempt() -> None:
-        loaded.clear()
+    def attempt() -> PyTree:
+        planner = _LoadPlanner(make_target, str(path))
         with ExitStack() as stack:
-            reader, planner = _Reader(path, stack), _LoadPlanner(prepare)
-            dcp.load({}, storage_reader=reader, planner=planner, process_group=group)
+            dcp.load({}, storage_reader=_Reader(path, stack), planner=planner, process_group=group)
+        return planner.target.rebuild(planner.leaves)
 
     with Turn(frozenset([id(group)])):
         for turn in range(TRIES):
             try:
-                attempt()
-                return rebuilt(like, loaded, section)
+                return attempt()
             except CheckpointException as error:
                 # All ranks have the same failures before them, and so go the same way.
                 if not any(isinstance(problem, ReplacedError) for problem, _ in error.failures.values()):
@@ -355,7 +338,7 @@ def load_together(
             except _FROM_TORCH as error:
                 raise CheckpointError(f"{path} was not loaded: {_ended(error)}") from error
             time.sleep(min(0.5, 0.001 * 2**turn))
-    raise ReplacedError(replaced_often(path))
+    raise ReplacedError(replaced_often(Path(path)))
 
 
 # ----------------------------------------------------------------------------------------------------------- both ways

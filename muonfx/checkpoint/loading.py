@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from muonfx.checkpoint.catalog import folder_named, read_index, with_reader
+from muonfx.checkpoint.distributed import load_together
 from muonfx.checkpoint.index import Index
-from muonfx.checkpoint.names import PARAMS, named_leaves
+from muonfx.checkpoint.names import PARAMS
 from muonfx.checkpoint.reading import Reader
 from muonfx.checkpoint.renaming import Rename
-from muonfx.checkpoint.rules import Allow, Rules, match
-from muonfx.checkpoint.spec import StateSpec, spec_of
+from muonfx.checkpoint.rules import Allow, Rules
+from muonfx.checkpoint.spec import StateSpec
+from muonfx.checkpoint.target import Target
 from muonfx.core import Transform
-from muonfx.tree import PyTree, Spec, flatten, unflatten
+from muonfx.tree import PyTree
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["check_transform", "inspect", "kept", "load", "load_params", "read", "rebuilt", "targets_like", "verify"]
+__all__ = ["inspect", "load", "load_params", "read", "verify"]
 
 
 def load(
@@ -129,81 +131,28 @@ def load_params(
     return _load(path, like, None, rules, device, group, section=PARAMS)
 
 
-def _load(path: Any, like: Any, tx: Transform | None, rules: Rules, device: Any, group: Any, *, section: str) -> PyTree:
+def _load(
+    path: str | os.PathLike[str],
+    like: PyTree | StateSpec,
+    tx: Transform | None,
+    rules: Rules,
+    device: torch.device | str | None,
+    group: ProcessGroup | None,
+    *,
+    section: str,
+) -> PyTree:
     if group is not None:
-        from muonfx.checkpoint.distributed import load_together
-
-        return load_together(path, like, tx, rules, device, group, section=section)
+        return load_together(path, lambda: Target.of(like, tx, rules, device, section, whole=False), group)
     path = folder_named(path)
-    check_transform(tx)
-    want, targets = targets_like(like, tx, device, section)
-    for name, (old, _) in targets.items():
-        if hasattr(old, "__create_chunk_list__"):
-            raise TypeError(f"the leaf {name!r} is a {type(old).__name__}, of which each rank holds a part: say group=")
+    target = Target.of(like, tx, rules, device, section, whole=True)
 
-    def loaded(index: Index, reader: Reader) -> dict[str, Any]:
-        found = match(index, want, rules, section=section, where=str(path))
-        leaves: dict[str, Any] = {}
-        for name, (old, fresh) in targets.items():
-            source = found[name]
-            if source is None:
-                leaves[name] = kept(name, old, fresh)
-            else:
-                leaves[name] = fresh()
-                reader.read_into(source, leaves[name])
+    def read_all(index: Index, reader: Reader) -> dict[str, Any]:
+        leaves, rooms = target.make_room(index, str(path))
+        for source, room in rooms.items():
+            reader.read_into(source, room)
         return leaves
 
-    return rebuilt(like, with_reader(path, loaded), section)
-
-
-def check_transform(tx: Any) -> None:
-    """Require a transform or None."""
-    if tx is not None and not isinstance(tx, Transform):
-        raise TypeError(f"tx must be a muonfx.Transform or None, found {tx!r}")
-
-
-Targets = dict[str, tuple[Any, Callable[[], Any]]]
-
-
-def targets_like(like: Any, tx: Transform | None, device: Any, section: str) -> tuple[StateSpec, Targets]:
-    """What is wanted, and for each leaf of it the old one (or None) and a function that makes room for the new one."""
-
-    def room(leaf: Any) -> Callable[[], Any]:
-        if not isinstance(leaf, Tensor) and not isinstance(leaf, Spec):
-            return leaf.empty_like
-        if isinstance(leaf, Spec):
-            return lambda: torch.empty(leaf.shape, dtype=leaf.dtype, device=device or "cpu")
-        where = device or (leaf.device if leaf.device.type != "meta" else "cpu")
-        return lambda: torch.empty_like(leaf, device=where, requires_grad=False)
-
-    if isinstance(like, StateSpec):
-        want = like if tx is None else like.of_chain(tx)
-        return want, {name: (None, room(leaf)) for name, leaf in like.leaves.items()}
-    named = [(name, leaf) for name, leaf in named_leaves(like, section) if leaf is not None]
-    return spec_of(like, section, tx), {name: (leaf, room(leaf)) for name, leaf in named}
-
-
-def kept(name: str, old: Any, fresh: Callable[[], Any]) -> Any:
-    """A copy of what ``like`` has for a leaf that is missing in a checkpoint.
-
-    Raises:
-        ValueError: it has no values.
-    """
-    if old is None or (isinstance(old, Tensor) and old.device.type == "meta"):
-        raise ValueError(
-            f"the leaf {name!r} is missing in the checkpoint, which is allowed, but like= has no values to keep: give "
-            "a state, tx.init(params), instead of a spec"
-        )
-    new = fresh()
-    new.copy_(old.detach() if isinstance(old, Tensor) else old)
-    return new
-
-
-def rebuilt(like: Any, leaves: dict[str, Any], section: str) -> PyTree:
-    """The leaves in the structure of ``like``."""
-    if isinstance(like, StateSpec):
-        return like.unflatten(leaves)
-    return unflatten(flatten(like)[1], [leaves.get(name) for name, _ in named_leaves(like, section)])
+    return target.rebuild(with_reader(path, read_all))
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
