@@ -292,6 +292,15 @@ class FlatPiece:
         """Its place in the whole."""
         return Piece.interval(self.shape, self.start, self.stop)
 
+    @property
+    def whole(self) -> Tensor | None:
+        """The tensor, as a view of the values, if the piece is all of it; else None.
+
+        >>> FlatPiece((1, 2), 0, torch.ones(2)).whole
+        tensor([[1., 1.]])
+        """
+        return self.data.view(self.shape) if self.data.numel() == prod(self.shape) else None
+
     def part(self, box: Box) -> Tensor:
         """The values of one of its boxes, as a view."""
         return self.piece.window(box).of(self.data) if box.numel else self.data.view(box.sizes)

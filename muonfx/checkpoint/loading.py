@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +19,8 @@ from muonfx.checkpoint.rules import Allow, Rules
 from muonfx.checkpoint.spec import StateSpec
 from muonfx.checkpoint.target import Target
 from muonfx.core import Transform
+from muonfx.sharding.saving import is_logical, layout_of, local, logical, logical_params
+from muonfx.shards import FlatPiece
 from muonfx.tree import PyTree
 
 if TYPE_CHECKING:
@@ -54,7 +56,9 @@ def load(
         path: of the checkpoint.
         like: a state (it is not written to), or a `StateSpec` as `muonfx.spec` makes it, for a state in host memory.
             Where leaves are `DTensor` or `FlatPiece`, each rank reads its part, and ``group`` must be given.
-        tx: the transform that the state is for: its fingerprint is compared. A `StateSpec` brings its own.
+        tx: the transform that the state is for: its fingerprint is compared. A `StateSpec` brings its own. Where
+            `muonfx.sharding.sharded` made it, ``like`` is this rank's state, as ``tx.init`` makes it, and so is what is
+            returned, under whatever layout the checkpoint was written.
         allow_missing: leaves (True, or patterns) that need not be in the checkpoint; they are copied from ``like``.
         allow_extra: leaves of the checkpoint (True, or patterns) that need not be in ``like``.
         allow_other_chain: do not compare fingerprints.
@@ -64,7 +68,8 @@ def load(
             same ``*`` in the value: ``{"*/encoder.*": "*/model.encoder.*"}``. The most exact entry counts. One that
             means no leaf is an error, as are two leaves of one new name.
         device: put all leaves there, instead of where those of ``like`` are.
-        group: a process group, all of whose ranks call this together; if one of them fails, all do.
+        group: a process group, all of whose ranks call this together; if one of them fails, all do. None: this process
+            alone reads, or, where ``tx`` is sharded and ``like`` no `StateSpec`, the ranks of its layout.
 
     Raises:
         NotFoundError: there is no checkpoint at the path.
@@ -89,13 +94,17 @@ def load(
         torch.bfloat16
     """
     rules = Rules(allow_missing, allow_extra, allow_other_chain, dict(cast or {}), rename or {})
-    return _load(path, like, tx, rules, device, group, section="")
+    layout = layout_of(tx)
+    if layout is None or tx is None or isinstance(like, StateSpec) or is_logical(like):
+        return _load(path, lambda: like, tx, rules, device, group, section="")
+    return local(tx, _load(path, lambda: logical(tx, like), tx, rules, device, group or layout.group, section=""))
 
 
 def load_params(
     path: str | os.PathLike[str],
     like: PyTree,
     *,
+    tx: Transform | None = None,
     allow_missing: Allow = False,
     allow_extra: Allow = False,
     cast: Mapping[str, torch.dtype] | None = None,
@@ -108,12 +117,13 @@ def load_params(
     Args:
         path: of the checkpoint.
         like: the parameters: a tree of tensors, which is not written to; meta tensors for parameters in host memory.
+        tx: the transform that they are for: where `muonfx.sharding.sharded` made it, ``like`` holds this rank's pieces.
         allow_missing: parameters that need not be in the checkpoint.
         allow_extra: parameters in the checkpoint that need not be in ``like``.
         cast: pattern to dtype: parameters that may be rounded.
         rename: from names in the checkpoint to names in ``like``, as in `load`; both begin with "params/".
         device: put all parameters there.
-        group: a process group, all of whose ranks call this together.
+        group: a process group, all of whose ranks call this together; where ``tx`` is sharded, that of its layout.
 
     Raises:
         NotFoundError: there is no checkpoint at the path.
@@ -128,12 +138,16 @@ def load_params(
         {'w': tensor([1., 1.])}
     """
     rules = Rules(allow_missing, allow_extra, True, dict(cast or {}), rename or {})
-    return _load(path, like, None, rules, device, group, section=PARAMS)
+    layout = layout_of(tx)
+    if layout is None or is_logical(like):
+        return _load(path, lambda: like, None, rules, device, group, section=PARAMS)
+    group = group or layout.group
+    return layout.local(_load(path, lambda: logical_params(layout, like), None, rules, device, group, section=PARAMS))
 
 
 def _load(
     path: str | os.PathLike[str],
-    like: PyTree | StateSpec,
+    make_like: Callable[[], PyTree | StateSpec],
     tx: Transform | None,
     rules: Rules,
     device: torch.device | str | None,
@@ -142,14 +156,16 @@ def _load(
     section: str,
 ) -> PyTree:
     if group is not None:
-        return load_together(path, lambda: Target.of(like, tx, rules, device, section, whole=False), group)
+        return load_together(path, lambda: Target.of(make_like(), tx, rules, device, section, whole=False), group)
     path = folder_named(path)
-    target = Target.of(like, tx, rules, device, section, whole=True)
+    target = Target.of(make_like(), tx, rules, device, section, whole=True)
 
     def read_all(index: Index, reader: Reader) -> dict[str, Any]:
         leaves, rooms = target.make_room(index, str(path))
         for source, room in rooms.items():
-            reader.read_into(source, room)
+            whole = room.whole if isinstance(room, FlatPiece) else room
+            assert whole is not None  # the target refuses others where there is no group
+            reader.read_into(source, whole)
         return leaves
 
     return target.rebuild(with_reader(path, read_all))

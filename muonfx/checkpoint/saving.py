@@ -43,7 +43,9 @@ def save(
         path: where; `step_path` names one for each step. A checkpoint that is there is replaced at the end.
         state: a tree of tensors of any dtype and device, such as ``tx.init`` and ``tx.update`` return; None for none.
             Leaves that share storage are written one by one. At most one leaf is copied at a time.
-        tx: the transform: its fingerprint and code are noted, and the fingerprint is compared on load.
+        tx: the transform: its fingerprint and code are noted, and the fingerprint is compared on load. Where
+            `muonfx.sharding.sharded` made it, ``state`` and ``params`` are this rank's, and all ranks call this
+            together: the whole tensors are stored, as one process would store them.
         params: parameters, to go into the same checkpoint.
         step: how many steps are done.
         extra: anything that JSON can hold: a seed, the place in the data, losses.
@@ -52,7 +54,8 @@ def save(
         progress: called with the bytes that are written and those of all, about every 4 MiB.
         group: a process group, all of whose ranks call this together: each writes its part. Leaves may then be
             `torch.distributed.tensor.DTensor` or `FlatPiece`; plain tensors must be the same on all ranks. The ranks
-            must see one file system. None: this process alone writes.
+            must see one file system. None: this process alone writes, or, where ``tx`` is sharded, the ranks of its
+            layout.
 
     Returns:
         The path.
@@ -114,7 +117,8 @@ def save_async(
         keep: as there.
         progress: as there; called from another thread.
         group: as there. It must have a backend for host memory (gloo), and nothing else may use it until the save is
-            done: make one for this, ``dist.new_group(backend="gloo")``. Wait before it is destroyed.
+            done: make one for this, ``dist.new_group(backend="gloo")``. Wait before it is destroyed. Where ``tx`` is
+            sharded, it must be given.
 
     Returns:
         The save, to `Saving.wait` for: errors while writing are raised there.
@@ -122,6 +126,7 @@ def save_async(
     Raises:
         TypeError: what is wrong with the arguments is raised at once, as by `save`; with a group, by `Saving.wait`, on
             all ranks alike.
+        ValueError: ``tx`` is sharded among ranks, and no group is given.
 
     Example:
         >>> import tempfile

@@ -51,7 +51,7 @@ class Target:
             return cls(like, like if tx is None else like.of_chain(tx), rules, device, section)
         target = cls(like, spec_of(like, section, tx), rules, device, section)
         for name, leaf in target._leaves().items():
-            if whole and hasattr(leaf, "__create_chunk_list__"):
+            if whole and hasattr(leaf, "__create_chunk_list__") and getattr(leaf, "whole", None) is None:
                 raise TypeError(
                     f"the leaf {name!r} is a {type(leaf).__name__}, of which each rank holds a part: say group="
                 )

@@ -49,6 +49,7 @@ from muonfx.checkpoint.index import INDEX, DataFile, Index, Leaf, text_of
 from muonfx.checkpoint.names import PARAMS, named_tensors
 from muonfx.core import Transform
 from muonfx.recorded import bare
+from muonfx.sharding.saving import layout_of, logical, logical_params
 from muonfx.shards import FlatPiece
 from muonfx.tree import PyTree, Spec
 
@@ -95,9 +96,17 @@ class Job:
         Raises:
             TypeError: a leaf is no tensor, or of a kind that cannot be written; ``tx`` is no transform; ``extra`` holds
                 what JSON cannot.
-            ValueError: ``step`` or ``keep`` is no such number, or ``extra`` would not come back as it is.
+            ValueError: ``step`` or ``keep`` is no such number, ``extra`` would not come back as it is, or a sharded
+                state is to be written in the background and no group is given.
         """
-        where = Path()
+        where, layout = Path(), layout_of(tx)
+        if layout is not None and group is None and layout.group is not None:
+            if copy:  # training goes on, and sends its own messages there
+                raise ValueError(
+                    "a sharded state is saved in the background with a group of its own, which nothing else uses: say "
+                    'group=dist.new_group(backend="gloo")'
+                )
+            group = layout.group
         try:
             where = folder_named(path)  # stays what it is when the process goes to another folder
             if tx is not None and not isinstance(tx, Transform):
@@ -106,6 +115,9 @@ class Job:
                 raise ValueError(f"step must be an int of 0 or more, or None, found {step!r}")
             said = _as_json(dict(extra or {}))
             _check_keep(keep, where)
+            if layout is not None and tx is not None:
+                params = logical_params(layout, params)
+                state = None if state is None else logical(tx, state)
             leaves = _leaves_of(state, params, whole=group is None)
             if copy:
                 leaves = {name: _copy(leaf) for name, leaf in leaves.items()}
@@ -169,7 +181,9 @@ def _leaves_of(state: PyTree, params: PyTree, *, whole: bool) -> dict[str, Any]:
     for name, leaf in found.items():
         if name_of_dtype(leaf.dtype) is None:
             raise TypeError(f"the leaf {name!r} has the dtype {leaf.dtype}, which a checkpoint cannot hold")
-        if whole and hasattr(leaf, "__create_chunk_list__"):
+        if whole and isinstance(leaf, FlatPiece) and leaf.whole is not None:
+            found[name] = leaf.whole
+        elif whole and hasattr(leaf, "__create_chunk_list__"):
             raise TypeError(
                 f"the leaf {name!r} is a {type(leaf).__name__}, of which each rank holds a part: say group=, on all "
                 "ranks"

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
 
+from muonfx import tree
 from muonfx.core import Transform
 from muonfx.sharding.binding import Binding
 from muonfx.sharding.errors import ShardingError
-from muonfx.sharding.layout import Layout
+from muonfx.sharding.layout import Layout, is_dtensor
 from muonfx.sharding.offload.transform import inner_of, store_of
-from muonfx.sharding.state import local_state, logical_state
+from muonfx.sharding.state import Held, about, bare, local_state, logical_state
 from muonfx.sharding.transform import Sharded, bind, settings_of
+from muonfx.shards import FlatPiece
 from muonfx.tree import PyTree
 
-__all__ = ["local", "logical"]
+__all__ = ["is_logical", "layout_of", "local", "logical", "logical_params"]
 
 
 def logical(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
     """Say of every leaf of a sharded transform's state which part of which whole it is.
 
-    ``muonfx.checkpoint.save(path, logical(tx, state), tx=tx, group=group)`` stores whole tensors, under the names that
-    one process would give them; they load under any layout, on any number of ranks, or in one process.
+    `muonfx.checkpoint.save` does this by itself where it is given ``tx``, and stores whole tensors under the names that
+    one process would give them; they load under any layout, on any number of ranks, or in one process. A logical state
+    stays what it is.
 
     Args:
         tx: what `sharded` made.
@@ -35,6 +39,7 @@ def logical(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
 
     Raises:
         TypeError: ``tx`` is not sharded.
+        ShardingError: the state is not one of ``tx`` under its layout; the message names a leaf.
 
     >>> import muonfx as mfx
     >>> params = {"w": torch.ones(2, 2)}
@@ -44,13 +49,17 @@ def logical(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
     FlatPiece(elements 0 to 4 of (2, 2), torch.float32)
     """
     binding, inner, like = _met(tx, params)
-    return logical_state(binding, inner, like, state)
+    if is_logical(state):
+        return state
+    own = bare(binding, inner, like, state)
+    _check_local(binding.layout, about(binding, inner, like), own)
+    return logical_state(binding, inner, like, own)
 
 
 def local(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
     """This rank's state that a logical one describes: the inverse of `logical`.
 
-    ``state = local(tx, muonfx.checkpoint.load(path, like=logical(tx, tx.init(mine)), tx=tx, group=group))``.
+    `muonfx.checkpoint.load` does this by itself where it is given ``tx``. A local state stays what it is.
 
     Args:
         tx: what `sharded` made.
@@ -69,7 +78,67 @@ def local(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
     """
     binding, inner, like = _met(tx, params)
     binding.note_load()
-    return local_state(binding, inner, like, state)
+    return local_state(binding, inner, like, bare(binding, inner, like, state))
+
+
+def is_logical(values: PyTree) -> bool:
+    """Whether a tree says of a leaf which part of which whole it is, as `logical` does.
+
+    Of a tree that does not, each leaf is whole or a DTensor, and `logical` would change none of them.
+    """
+    return any(isinstance(leaf, FlatPiece) for leaf in tree.leaves(values))
+
+
+def layout_of(tx: object) -> Layout | None:
+    """The layout of what `sharded` made; None for anything else.
+
+    >>> import muonfx as mfx
+    >>> layout_of(mfx.momentum()) is None
+    True
+    """
+    return tx.arguments["layout"] if isinstance(tx, Sharded) else None
+
+
+def logical_params(layout: Layout, params: PyTree) -> PyTree:
+    """`Layout.logical` of parameters that are this rank's pieces; whole ones and DTensors stay what they are.
+
+    Raises:
+        ShardingError: a parameter is neither; the message names it.
+    """
+    if params is None or is_logical(params):
+        return params
+    layout = layout.of(params)
+
+    def at(name: str, leaf: Any) -> Any:
+        if leaf is None or is_dtensor(leaf):
+            return leaf
+        piece, whole = layout.piece(name), layout.pieces[name].shape
+        if piece.fits(leaf):
+            return layout.described(name, leaf)
+        if tuple(leaf.shape) == whole:
+            return leaf
+        raise ShardingError(
+            f"{name!r} has shape {tuple(leaf.shape)}; in {layout!r} the whole has {whole} and this rank's piece "
+            f"{piece.shape}: give the parameters that the layout was made for"
+        )
+
+    leaves, treedef = tree.flatten(params)
+    return tree.unflatten(treedef, map(at, tree.names(params), leaves))
+
+
+def _check_local(layout: Layout, described: list[Any], state: PyTree) -> None:
+    """Require as many leaves, of such shapes, as a state has under a layout."""
+    advice = "was it made by this chain, under this layout?"
+    leaves = tree.leaves(state)
+    if len(leaves) != len(described):
+        raise ShardingError(f"the state has {len(leaves)} leaves, expected {len(described)}: {advice}")
+    for name, leaf, what in zip(tree.names(state), leaves, described, strict=True):
+        want = what.local if isinstance(what, Held) else None
+        if leaf is not None and want is not None and tuple(leaf.shape) != want and (leaf.numel() or prod(want)):
+            raise ShardingError(
+                f"the state's {name!r} has shape {tuple(leaf.shape)}, expected {want} on this rank under {layout!r}: "
+                f"{advice}"
+            )
 
 
 def _met(tx: Transform, params: PyTree) -> tuple[Binding, Transform, Any]:

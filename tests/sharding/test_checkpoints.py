@@ -56,18 +56,15 @@ def save(here: Here, path: Path, kind: str, case: LayoutCase) -> None:
     layout, tx = laid_out(case, params, here).of(params), chain_of(kind)
     sharded, local = sharding.sharded(tx, layout), layout.shard(params)
     local, state = steps(sharded, sharded.init(local), local, layout.shard, DRAWN, range(2))
-    mfx.checkpoint.save(
-        path, sharding.logical(sharded, state), params=layout.logical(local), tx=sharded, group=here.group
-    )
+    mfx.checkpoint.save(path, state, params=local, tx=sharded)
 
 
 def go_on(here: Here, path: Path, kind: str, case: LayoutCase) -> Params:
     blank = {name: torch.zeros_like(leaf) for name, leaf in DRAWN.params().items()}
     layout, tx = laid_out(case, blank, here).of(blank), chain_of(kind)
     sharded, local = sharding.sharded(tx, layout), layout.shard(blank)
-    like = sharding.logical(sharded, sharded.init(local))
-    state = sharding.local(sharded, mfx.checkpoint.load(path, like=like, tx=sharded, group=here.group))
-    local = layout.local(mfx.checkpoint.load_params(path, like=layout.logical(local), group=here.group))
+    state = mfx.checkpoint.load(path, like=sharded.init(local), tx=sharded)
+    local = mfx.checkpoint.load_params(path, like=local, tx=sharded)
     local, _ = steps(sharded, state, local, layout.shard, DRAWN, range(2, 4))
     return layout.gather(local)
 
@@ -124,6 +121,100 @@ def test_what_is_saved_does_not_tell_the_layout(world: World, tmp_path: Path):
 def straight(kind: str) -> Params:
     tx, params = chain_of(kind), DRAWN.params()
     return steps(tx, tx.init(params), params, lambda grads: grads, DRAWN, range(4))[0]
+
+
+def by_hand(here: Here, path: Path, case: LayoutCase) -> None:
+    """Save and load by hand and by itself, and compare bits; a view that is taken twice is the same."""
+    params = DRAWN.params()
+    layout, tx = laid_out(case, params, here).of(params), chain_of("plain")
+
+    def enter(whole: Params) -> Params:
+        return layout.dressed(layout.shard(whole))
+
+    sharded, local = sharding.sharded(tx, layout), enter(params)
+    local, state = steps(sharded, sharded.init(local), local, enter, DRAWN, range(2))
+    logical, group = sharding.logical(sharded, state), here.group
+    mfx.checkpoint.save(path / "by hand", logical, params=layout.logical(local), tx=sharded, group=group)
+    with pytest.raises(ValueError, match="say group="):
+        mfx.checkpoint.save_async(path / "by itself", state, params=local, tx=sharded)
+    mfx.checkpoint.save_async(path / "by itself", state, params=local, tx=sharded, group=group).wait()
+    blank = sharded.init(enter(params))
+    again = mfx.checkpoint.load(path / "by hand", like=sharding.logical(sharded, blank), tx=sharded, group=group)
+    again = sharding.local(sharded, again)
+    mine = mfx.checkpoint.load(path / "by itself", like=blank, tx=sharded)
+    for one in (again, sharding.local(sharded, again), mine):
+        assert_trees_equal(one, state)
+    assert_trees_equal(mfx.checkpoint.load_params(path / "by hand", like=local, tx=sharded), local)
+    assert str(mfx.tree.leaves(sharding.logical(sharded, logical))) == str(mfx.tree.leaves(logical))
+
+
+def assert_trees_equal(one: Any, other: Any) -> None:
+    assert mfx.tree.names(one) == mfx.tree.names(other)
+    for name, a, b in zip(mfx.tree.names(one), mfx.tree.leaves(one), mfx.tree.leaves(other), strict=True):
+        assert (a is None) == (b is None), name
+        assert a is None or (type(a) is type(b) and a.dtype == b.dtype and bits(a).equal(bits(b))), name
+
+
+def bits(leaf: Any) -> torch.Tensor:
+    return (leaf._local_tensor if hasattr(leaf, "_local_tensor") else leaf).reshape(-1).view(torch.uint8)
+
+
+@pytest.mark.parametrize("layout", ["replicated", "whole", "flat", "cuts", "rows"])
+def test_the_logical_view_is_the_one_that_is_taken_by_hand(world: World, tmp_path: Path, layout: str):
+    case = LAYOUTS[layout]
+    world.check(4 if layout == "cuts" else 2, by_hand, path=tmp_path, case=case)
+    one, other = (mfx.checkpoint.read(tmp_path / name) for name in ("by hand", "by itself"))
+    assert one.keys() == other.keys()
+    assert all(one[name].equal(other[name]) for name in one)
+
+
+def of_another_layout(here: Here, path: Path, what: str) -> None:
+    params = DRAWN.params()
+    layout = laid_out(LAYOUTS["flat"], params, here)
+    sharded, local = sharding.sharded(chain_of("plain"), layout), layout.shard(params)
+    state = sharded.init(local)
+    mfx.checkpoint.save(path / "good", state, params=local, tx=sharded)
+    if here.rank == 1:  # what is wrong on one rank is said on all
+        if what == "state":
+            leaves, treedef = mfx.tree.flatten(state)
+            leaves[mfx.tree.names(state).index("partition.adamw.mu.c")] = torch.zeros(99)
+            state = mfx.tree.unflatten(treedef, leaves)
+        elif what == "params":
+            local["c"] = torch.zeros(99)
+        else:
+            state = {"trace": local["c"]}
+    if what == "params":
+        with pytest.raises(mfx.checkpoint.CheckpointError, match=r"rank 1: .*'c' has shape \(99,\)"):
+            mfx.checkpoint.save(path / "bad", state, params=local, tx=sharded)
+        with pytest.raises(mfx.checkpoint.CheckpointError, match=r"rank 1: .*'c' has shape \(99,\)"):
+            mfx.checkpoint.load_params(path / "good", like=local, tx=sharded)
+    else:
+        said = r"'partition.adamw.mu.c' has shape \(99,\)" if what == "state" else "leaves, expected"
+        for use in (
+            lambda: mfx.checkpoint.save(path / "bad", state, params=local, tx=sharded),
+            lambda: mfx.checkpoint.load(path / "good", like=state, tx=sharded),
+        ):
+            with pytest.raises(mfx.checkpoint.CheckpointError, match=f"rank 1: .*{said}"):
+                use()
+    assert not (path / "bad").exists()
+
+
+@pytest.mark.parametrize("what", ["state", "params", "structure"])
+def test_a_state_of_another_layout_is_refused_on_all_ranks(world: World, tmp_path: Path, what: str):
+    world.check(2, of_another_layout, path=tmp_path, what=what)
+
+
+def test_one_process_needs_no_group_for_a_layout_of_one_rank(tmp_path: Path):
+    params = DRAWN.params()
+    layout = sharding.zero(params, 1, partition="flat")
+    sharded, local = sharding.sharded(chain_of("plain"), layout), layout.shard(params)
+    local, state = steps(sharded, sharded.init(local), local, layout.shard, DRAWN, range(2))
+    mfx.checkpoint.save(tmp_path / "ck", state, params=local, tx=sharded)
+    assert_trees_equal(mfx.checkpoint.load(tmp_path / "ck", like=sharded.init(local), tx=sharded), state)
+    assert_trees_equal(mfx.checkpoint.load_params(tmp_path / "ck", like=local, tx=sharded), local)
+    tx = chain_of("plain")
+    whole = mfx.checkpoint.load(tmp_path / "ck", like=mfx.spec(tx, params), tx=tx)
+    assert_trees_equal(whole, mfx.checkpoint.load(tmp_path / "ck", like=mfx.spec(tx, params), tx=sharded))
 
 
 def dtensors_there_and_back(here: Here) -> None:
