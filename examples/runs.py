@@ -25,7 +25,7 @@ from text import Corpus
 from tqdm import tqdm
 
 import muonfx as mfx
-from muonfx import checkpoint, sharding
+from muonfx import checkpoint
 
 CHECKPOINTS = "checkpoints"
 KEPT = 2
@@ -97,20 +97,19 @@ class Run:
             "train_losses": self.train_losses,
         }
 
-    def save(self, folder: Path, tx: Any, params: Any, state: Any, layout: sharding.Layout | None = None) -> None:
+    def save(self, folder: Path, tx: Any, params: Any, state: Any) -> None:
         """Write a checkpoint of the step that is done; all processes together, each its pieces."""
         checkpoint.save(
             checkpoint.step_path(folder, self.step),
-            sharding.logical(tx, state) if layout else state,
+            state,
             tx=tx if isinstance(tx, mfx.Transform) else None,
-            params=layout.logical(params) if layout else params,
-            group=layout.group if layout else None,
+            params=params,
             step=self.step,
             extra={"metrics": json.dumps(self.metrics())},  # as text: a run that diverges has losses that JSON has not
             keep=KEPT,
         )
 
-    def load(self, folder: Path, tx: Any, params: Any, state: Any, layout: sharding.Layout | None = None) -> None:
+    def load(self, folder: Path, tx: Any, params: Any, state: Any) -> None:
         """Fill fresh parameters and a fresh state from the newest checkpoint, and take over its history.
 
         However the run was shared out that wrote it, it is read as this one is.
@@ -123,21 +122,14 @@ class Run:
         past = read_metrics(path)
         if past["text"]["digest"] != self.corpus.digest:
             raise ValueError(f"{path} was trained on another text than is here now (another Python version?)")
-        fill(path, tx, params, state, layout)
+        fill(path, tx, params, state)
         self.train_losses, self.validation, self.seconds = past["train_losses"], past["validation"], past["seconds"]
 
 
-def fill(path: Path, tx: Any, params: Any, state: Any, layout: sharding.Layout | None = None) -> None:
+def fill(path: Path, tx: Any, params: Any, state: Any) -> None:
     """Overwrite parameters and state with those of a checkpoint."""
     own = tx if isinstance(tx, mfx.Transform) else None
-    if layout is None:
-        saved = (checkpoint.load_params(path, like=params), checkpoint.load(path, like=state, tx=own))
-    else:
-        group = layout.group
-        saved = (
-            layout.local(checkpoint.load_params(path, like=layout.logical(params), group=group)),
-            sharding.local(tx, checkpoint.load(path, like=sharding.logical(tx, state), tx=own, group=group)),
-        )
+    saved = (checkpoint.load_params(path, like=params, tx=own), checkpoint.load(path, like=state, tx=own))
     mfx.tree.map(lambda fresh, old: fresh if fresh is None else fresh.copy_(old), (params, state), saved)
 
 

@@ -91,7 +91,7 @@ def train(
     state = tx.init(params)
     run = Run(config, corpus, sum(p.numel() for p in params.values()))
     if resume:
-        run.load(kept, tx, params, state, way.layout)
+        run.load(kept, tx, params, state)
     describe(way, tx, state)
 
     with ctrl_c() as pressed, progress_bar(run) as show:
@@ -110,7 +110,7 @@ def train(
                 with run.timing("validation"):
                     run.add_validation(sum(way.loss(params, *batch) for batch in judge) / len(judge))
             if last or stop or run.step % save_every == 0:
-                run.save(kept, tx, params, state, way.layout)
+                run.save(kept, tx, params, state)
             show(schedule(config, config.lr)(step))
             if stop:
                 break
