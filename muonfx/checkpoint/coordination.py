@@ -34,8 +34,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch.distributed as dist
 
-from muonfx.checkpoint.atomic import write_all
 from muonfx.checkpoint.errors import CheckpointError
+from muonfx.checkpoint.files import write_all
 from muonfx.checkpoint.index import INDEX, read_parsed
 
 __all__ = [

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from muonfx.boxes import Box
-from muonfx.checkpoint.atomic import fresh_file, write_all
 from muonfx.checkpoint.dtypes import safetensors_name
 from muonfx.checkpoint.errors import CheckpointError
+from muonfx.checkpoint.files import fresh_file, write_all
 from muonfx.checkpoint.index import BLOCK, LONGEST_HEADER, Chunk, DataFile
 
 __all__ = ["Part", "Progress", "blocks_of", "bytes_of", "check_byte_order", "checksum_of", "write_data"]

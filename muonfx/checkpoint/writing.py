@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
 from muonfx.boxes import Box
-from muonfx.checkpoint.atomic import fresh_file, make_folder, sync_folder, write_all
 from muonfx.checkpoint.catalog import (
     before,
     clean,
@@ -45,6 +44,7 @@ from muonfx.checkpoint.coordination import (
 from muonfx.checkpoint.data import Part, Progress, write_data
 from muonfx.checkpoint.dtypes import name_of_dtype
 from muonfx.checkpoint.errors import CheckpointError, NotFoundError, WriteError
+from muonfx.checkpoint.files import fresh_file, make_folder, sync_folder, write_all
 from muonfx.checkpoint.index import INDEX, DataFile, Index, Leaf, text_of
 from muonfx.checkpoint.names import PARAMS, named_tensors
 from muonfx.core import Transform

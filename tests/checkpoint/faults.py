@@ -15,7 +15,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from muonfx.checkpoint import atomic
+from muonfx.checkpoint import files
 
 _AUDITED = {"open", "os.listdir", "os.scandir", "os.mkdir", "os.rmdir", "os.remove", "os.rename", "os.link", "os.chmod"}
 
@@ -71,7 +71,7 @@ def faults(folder: Path, at: int, **how: Any) -> Iterator[Faults]:
         sys.addaudithook(_hook)
         _hooked = True
     made = Faults(folder, at, **how)
-    fsync, stat, file = os.fsync, os.stat, atomic.FileIO
+    fsync, stat, file = os.fsync, os.stat, files.FileIO
 
     def counted_fsync(handle: int) -> None:
         made.touch("fsync", os.readlink(f"/proc/self/fd/{handle}"))
@@ -81,10 +81,10 @@ def faults(folder: Path, at: int, **how: Any) -> Iterator[Faults]:
         made.touch("stat", path)
         return stat(path, *arguments, **more)
 
-    os.fsync, os.stat, atomic.FileIO = counted_fsync, counted_stat, _CountedFile
+    os.fsync, os.stat, files.FileIO = counted_fsync, counted_stat, _CountedFile
     _active.append(made)
     try:
         yield made
     finally:
         _active.pop()
-        os.fsync, os.stat, atomic.FileIO = fsync, stat, file
+        os.fsync, os.stat, files.FileIO = fsync, stat, file

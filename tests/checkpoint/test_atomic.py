@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import muonfx as mfx
-from muonfx.checkpoint import WriteError, atomic
+from muonfx.checkpoint import WriteError, files
 from muonfx.checkpoint.index import INDEX
 from tests.checkpoint.common import assert_same_tree, copies
 
@@ -132,7 +132,7 @@ class CountedFile(FileIO):
 def failing(monkeypatch: pytest.MonkeyPatch, passing: int, *, always: bool) -> Countdown:
     countdown = Countdown(passing, always=always)
     CountedFile.countdown = countdown
-    monkeypatch.setattr(atomic, "FileIO", CountedFile)
+    monkeypatch.setattr(files, "FileIO", CountedFile)
     monkeypatch.setattr(os, "fsync", countdown(os.fsync))
     monkeypatch.setattr(os, "replace", countdown(os.replace))
     monkeypatch.setattr(Path, "mkdir", countdown(Path.mkdir))
