@@ -9,7 +9,7 @@ Claims and no locks: locks do not work on every network file system, and where t
 claim says which process has made it. On the machine of that process one can look whether it still runs; elsewhere a
 claim counts until it is a day old.
 
-Within a process, saves take turns: what was asked for later ends later, and so is what stands. A save in a thread could
+Within a process, saves queue up: what was asked for later ends later, and so is what stands. A save in a thread could
 otherwise be overtaken by the next to the same folder, whose result it would then replace. And two exchanges on one
 process group at a time would take each other's messages.
 """
@@ -40,7 +40,7 @@ from muonfx.checkpoint.index import INDEX, read_parsed
 
 __all__ = [
     "Claim",
-    "Turn",
+    "Ticket",
     "claim",
     "claim_of",
     "claims",
@@ -183,7 +183,7 @@ _ONE_JOB = "if these are the ranks of one job, say group= on all of them, or sav
 def note_rank(save_id: str) -> None:
     """Note which rank saves, for itself, in the store by which the ranks of a job have found each other.
 
-    That takes no turn of any other rank: rank 0 may save alone, and each rank to a path of its own.
+    That needs nothing of any other rank: rank 0 may save alone, and each rank to a path of its own.
     """
     if (store := _store()) is not None:
         with suppress(RuntimeError):  # its process has ended, and with it the job
@@ -237,10 +237,10 @@ def _key(save_id: str) -> str:
     return f"muonfx save {save_id}"
 
 
-# ------------------------------------------------------------------------------------------- turns, within a process
+# -------------------------------------------------------------------------------------- the queue within a process
 
 
-class Turn:
+class Ticket:
     """A place in the queues of some keys, taken when it is made; a context that waits for those before it."""
 
     def __init__(self, keys: frozenset[Hashable]) -> None:
@@ -248,13 +248,13 @@ class Turn:
         with _Queue.lock:
             # One that this thread is in the midst of has called us, from `progress` say: it will not end before us.
             here = threading.get_ident()
-            self._before = [turn for turn in _Queue.turns if turn._keys & keys and turn._thread != here]
-            _Queue.turns.append(self)
+            self._before = [other for other in _Queue.tickets if other._keys & keys and other._thread != here]
+            _Queue.tickets.append(self)
 
     def __enter__(self) -> None:
         try:
-            for turn in self._before:
-                turn._over.wait()
+            for other in self._before:
+                other._over.wait()
         except BaseException:  # an interrupt
             self.end()
             raise
@@ -266,19 +266,19 @@ class Turn:
     def end(self) -> None:
         """Let the next one begin."""
         with _Queue.lock:
-            if self in _Queue.turns:
-                _Queue.turns.remove(self)
+            if self in _Queue.tickets:
+                _Queue.tickets.remove(self)
         self._over.set()
 
 
 class _Queue:
     lock = threading.Lock()
-    turns: ClassVar[list[Turn]] = []
+    tickets: ClassVar[list[Ticket]] = []
 
 
 def _forget() -> None:
-    """In a forked process: the threads that would end the turns are not there."""
-    _Queue.lock, _Queue.turns = threading.Lock(), []
+    """In a forked process: the threads that would hand the tickets back are not there."""
+    _Queue.lock, _Queue.tickets = threading.Lock(), []
 
 
 if hasattr(os, "register_at_fork"):

@@ -38,7 +38,7 @@ from torch.futures import Future
 
 from muonfx.boxes import Box, cover
 from muonfx.checkpoint.catalog import TRIES, before, folder_named, read_index, reading, replaced_often
-from muonfx.checkpoint.coordination import Turn, warn_of_other_writers
+from muonfx.checkpoint.coordination import Ticket, warn_of_other_writers
 from muonfx.checkpoint.data import Part, write_data
 from muonfx.checkpoint.errors import CheckpointError, CorruptError, MismatchError, ReplacedError, WriteError
 from muonfx.checkpoint.index import Chunk, DataFile, Leaf
@@ -327,8 +327,8 @@ def load_together(path: str | os.PathLike[str], make_target: Callable[[], Target
             dcp.load({}, storage_reader=_Reader(path, stack), planner=planner, process_group=group)
         return planner.target.rebuild(planner.leaves)
 
-    with Turn(frozenset([id(group)])):
-        for turn in range(TRIES):
+    with Ticket(frozenset([id(group)])):
+        for attempts in range(TRIES):
             try:
                 return attempt()
             except CheckpointException as error:
@@ -337,7 +337,7 @@ def load_together(path: str | os.PathLike[str], make_target: Callable[[], Target
                     _raise(error, str(path))
             except _FROM_TORCH as error:
                 raise CheckpointError(f"{path} was not loaded: {_ended(error)}") from error
-            time.sleep(min(0.5, 0.001 * 2**turn))
+            time.sleep(min(0.5, 0.001 * 2**attempts))
     raise ReplacedError(replaced_often(Path(path)))
 
 

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from muonfx.checkpoint.coordination import Turn, forget_failure, note_failure, warn_of_failed_saves
+from muonfx.checkpoint.coordination import Ticket, forget_failure, note_failure, warn_of_failed_saves
 from muonfx.checkpoint.data import Progress
 from muonfx.checkpoint.distributed import save_together
 from muonfx.checkpoint.writing import Job, write
@@ -84,7 +84,7 @@ def save(
     """
     warn_of_failed_saves()
     job = Job.of(path, state, params, tx=tx, step=step, extra=extra, keep=keep, progress=progress, group=group)
-    _run(job, job.turn())
+    _run(job, job.ticket())
     return job.path
 
 
@@ -141,28 +141,28 @@ def save_async(
     job = Job.of(
         path, state, params, tx=tx, step=step, extra=extra, keep=keep, progress=progress, group=group, copy=True
     )
-    turn = job.turn()
+    ticket = job.ticket()
     try:
-        # A thread of its own: those whose turn it is not only wait.
+        # A thread of its own: a save that has to wait for others must not hold up one that need not.
         pool = ThreadPoolExecutor(1, thread_name_prefix="muonfx-save")
-        future = pool.submit(_run_unheard, job, turn)
+        future = pool.submit(_run_in_background, job, ticket)
     except BaseException:  # the process is at its end and starts no thread any more
-        turn.end()
+        ticket.end()
         raise
     pool.shutdown(wait=False)
     return Saving(job.path, future)
 
 
-def _run(job: Job, turn: Turn) -> None:
+def _run(job: Job, ticket: Ticket) -> None:
     """Write, when the saves before it are done."""
-    with turn:
+    with ticket:
         write(job) if job.group is None else save_together(job)
 
 
-def _run_unheard(job: Job, turn: Turn) -> None:
-    """`_run` in a thread: nobody may ever ask how it ended."""
+def _run_in_background(job: Job, ticket: Ticket) -> None:
+    """`_run` in a thread, and a note if it fails: nobody may ever wait for it."""
     try:
-        _run(job, turn)
+        _run(job, ticket)
     except BaseException as error:
         note_failure(job.path, error)
         raise

@@ -32,7 +32,7 @@ from muonfx.checkpoint.catalog import (
     warn_of_later_steps,
 )
 from muonfx.checkpoint.coordination import (
-    Turn,
+    Ticket,
     claim,
     id_of,
     keys_of,
@@ -127,9 +127,9 @@ class Job:
             return cls(where, group=group, problem=error)
         return cls(where, leaves, tx, step, said, keep, progress, group)
 
-    def turn(self) -> Turn:
-        """The next turn to write there."""
-        return Turn(keys_of(self.path, self.group, in_series=step_of(self.path) is not None))
+    def ticket(self) -> Ticket:
+        """The next place in the queue of those that write there."""
+        return Ticket(keys_of(self.path, self.group, in_series=step_of(self.path) is not None))
 
     def checked_leaves(self) -> dict[str, Any]:
         """The leaves; raises what is wrong with what the caller gave."""
