@@ -15,10 +15,28 @@ from muonfx.partition import partition
 from muonfx.transforms import add_decayed_weights, momentum, orthogonalize, scale_by_learning_rate, scale_by_shape
 from muonfx.tree import PyTree
 
-__all__ = ["Given", "Group", "Keys", "Source", "composed", "muon_chain", "number"]
+__all__ = [
+    "Entry",
+    "Given",
+    "Group",
+    "Keys",
+    "Optim",
+    "Options",
+    "Source",
+    "composed",
+    "muon_chain",
+    "number",
+]
 
 Group = Mapping[str, Any]
-Given = torch.optim.Optimizer | Mapping[str, Any] | Sequence[torch.optim.Optimizer | Mapping[str, Any]]
+"""The hyperparameters of some parameters, under the optimizer's own names."""
+Entry = Mapping[str, Any]
+"""All that an optimizer keeps for one parameter, under its own keys."""
+Options = Mapping[str, Any]
+"""Arguments for `orthogonalize` that the caller of a recipe chose."""
+Optim = torch.optim.Optimizer | Mapping[str, Any]
+"""An optimizer, or its ``state_dict()``."""
+Given = Optim | Sequence[Optim]
 """An optimizer, its ``state_dict()``, or several of these that share out one model's parameters."""
 
 
@@ -46,11 +64,11 @@ class Source:
     """
 
     name: str
-    kind: Callable[[Group, Mapping[str, Any]], str]
+    kind: Callable[[Group, Entry], str]
     keys: Mapping[str, Keys]
     heavy_ball: bool
-    recipe: Callable[[Group, str, torch.Size, Mapping[str, Any]], Transform]
-    make_step: Callable[[int], Any] = int
+    recipe: Callable[[Group, str, torch.Size, Options], Transform]
+    make_step: Callable[[int], object] = int
 
     def read(
         self, given: Given, tx: Transform, params: PyTree, names: Sequence[str] | None, step: int | None
@@ -73,7 +91,7 @@ class Source:
                 raise ValueError(f"{name!r}: {problem}") from None
         return composed(found)
 
-    def write(self, state: PyTree, given: Any, params: PyTree, names: Sequence[str] | None) -> dict[str, Any]:
+    def write(self, state: PyTree, given: Optim, params: PyTree, names: Sequence[str] | None) -> dict[str, Any]:
         """A state dict of the optimizer, with its groups as they are and the state of a transform."""
         found = gathered(state)
         saved, of_names = _named(given, flat(params), names, self.name)
@@ -89,11 +107,9 @@ class Source:
                 entries[index] = {**old, **self._entry(leaf)}
         return {**saved, "state": entries}
 
-    def _entries(
-        self, given: Given, params: PyTree, names: Sequence[str] | None
-    ) -> list[tuple[str, Group, Mapping[str, Any]]]:
+    def _entries(self, given: Given, params: PyTree, names: Sequence[str] | None) -> list[tuple[str, Group, Entry]]:
         several = list(given) if isinstance(given, Sequence) else [given]
-        found: list[tuple[str, Group, Mapping[str, Any]]] = []
+        found: list[tuple[str, Group, Entry]] = []
         for one in several:
             saved, of_names = _named(one, flat(params), names, self.name)
             for group, group_names in zip(saved["param_groups"], of_names, strict=True):
@@ -104,7 +120,7 @@ class Source:
             raise ValueError(f"{self.name}: {twice[0]!r} is in two optimizers or groups")
         return found
 
-    def _leaf(self, group: Group, entry: Mapping[str, Any]) -> Leaf:
+    def _leaf(self, group: Group, entry: Entry) -> Leaf:
         kind = self.kind(group, entry)
         keys = self.keys[kind]
         counted = None if keys.step is None else entry.get(keys.step, group.get(keys.step))
@@ -123,7 +139,7 @@ class Source:
 
 
 def _named(
-    given: Any, params: Mapping[str, Tensor], names: Sequence[str] | None, what: str
+    given: Optim, params: Mapping[str, Tensor], names: Sequence[str] | None, what: str
 ) -> tuple[dict[str, Any], list[list[str]]]:
     """A state dict, and the names of the parameters in each of its groups."""
     if isinstance(given, torch.optim.Optimizer):
@@ -180,7 +196,7 @@ def muon_chain(
     rule: str | None,
     lr: Any,
     weight_decay: Any,
-    options: Mapping[str, Any],
+    options: Options,
     debias: bool = False,
     **more: Any,
 ) -> Transform:

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from muonfx.checkpoint.convert._files import read_plain
 from muonfx.checkpoint.convert._leaves import Leaf, filled, flat
-from muonfx.checkpoint.convert._sources import composed
+from muonfx.checkpoint.convert._sources import Entry, Group, composed
 from muonfx.checkpoint.convert.keller import keller_chain
 from muonfx.core import Transform
 from muonfx.tree import PyTree
 
 __all__ = ["deepspeed_recipe", "from_deepspeed", "read_deepspeed"]
 
-Entries = Mapping[str, Mapping[str, Any]]
+Entries = Mapping[str, Entry]
 
 
 def read_deepspeed(path: str | Path) -> dict[str, dict[str, Any]]:
@@ -55,14 +55,14 @@ def read_deepspeed(path: str | Path) -> dict[str, dict[str, Any]]:
             f"{path}: expected a universal checkpoint, a folder with a folder 'zero' of one folder for each parameter; "
             "make one with DeepSpeed's ds_to_universal.py"
         )
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, dict[str, object]] = {}
     for folder in folders:
         files = sorted(file for file in folder.glob("*.pt") if file.stem != "fp32")
         found[folder.name] = {file.stem: _read(file) for file in files}
     return found
 
 
-def _read(file: Path) -> Any:
+def _read(file: Path) -> object:
     value = read_plain(file)
     return value["param"] if isinstance(value, Mapping) and "param" in value else value
 
@@ -71,7 +71,7 @@ def _entries(source: str | Path | Entries) -> Entries:
     return read_deepspeed(source) if isinstance(source, str | Path) else source
 
 
-def _kind(entry: Mapping[str, Any]) -> str:
+def _kind(entry: Entry) -> str:
     return "muon" if "momentum_buffer" in entry else "adamw"
 
 
@@ -112,7 +112,7 @@ def _shaped(value: Tensor | None, shape: torch.Size | None) -> Tensor | None:
 def deepspeed_recipe(
     source: str | Path | Entries,
     params: PyTree,
-    optimizer: Mapping[str, Any],
+    optimizer: Group,
     *,
     dtype: torch.dtype | str = "auto",
 ) -> Transform:
@@ -140,7 +140,7 @@ def deepspeed_recipe(
     """
     given = dict(optimizer)
     both = {"weight_decay": given.get("weight_decay", 0.0)}
-    groups: dict[str, Mapping[str, Any]] = {
+    groups: dict[str, Group] = {
         "muon": {
             **both,
             "lr": given.get("muon_lr", given.get("lr", 0.02)),

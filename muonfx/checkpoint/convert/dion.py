@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from muonfx.checkpoint.convert._sources import Given, Group, Keys, Source, muon_chain, number
+from muonfx.checkpoint.convert._sources import Entry, Given, Group, Keys, Optim, Options, Source, muon_chain, number
 from muonfx.core import Transform
 from muonfx.recipes import adamw, lion
 from muonfx.tree import PyTree
@@ -17,13 +17,13 @@ __all__ = ["dion_recipe", "from_dion", "to_dion"]
 _RULES = {"spectral_norm": "spectral", "rms_norm": "match_rms_adamw", None: None}
 
 
-def _kind(group: Group, entry: Mapping[str, Any]) -> str:
+def _kind(group: Group, entry: Entry) -> str:
     if group.get("algorithm") not in ("muon", "adamw", "lion"):
         raise ValueError(f"expected a group of dion.Muon, found the algorithm {group.get('algorithm')!r}")
     return group["algorithm"]
 
 
-def _recipe(group: Group, kind: str, shape: torch.Size, options: Mapping[str, Any]) -> Transform:
+def _recipe(group: Group, kind: str, shape: torch.Size, options: Options) -> Transform:
     if group.get("cautious_wd"):
         raise ValueError("there is no chain for cautious_wd")
     rate, decay = number(group["lr"]), number(group["weight_decay"])
@@ -86,7 +86,7 @@ def from_dion(
 
 def to_dion(
     state: PyTree,
-    optimizer: torch.optim.Optimizer | Mapping[str, Any],
+    optimizer: Optim,
     params: PyTree,
     *,
     names: Sequence[str] | None = None,

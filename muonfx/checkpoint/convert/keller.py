@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from muonfx.checkpoint.convert._sources import Given, Group, Keys, Source, muon_chain, number
+from muonfx.checkpoint.convert._sources import Entry, Given, Group, Keys, Optim, Options, Source, muon_chain, number
 from muonfx.core import Transform
 from muonfx.recipes import adamw
 from muonfx.tree import PyTree
@@ -15,11 +15,11 @@ from muonfx.tree import PyTree
 __all__ = ["from_keller", "keller_recipe", "to_keller"]
 
 
-def _kind(group: Group, entry: Mapping[str, Any]) -> str:
+def _kind(group: Group, entry: Entry) -> str:
     return "muon" if group.get("use_muon", "momentum" in group) else "adamw"
 
 
-def keller_chain(group: Group, kind: str, shape: torch.Size, options: Mapping[str, Any]) -> Transform:
+def keller_chain(group: Group, kind: str, shape: torch.Size, options: Options) -> Transform:
     """The chain of a group, for a parameter of some shape."""
     if kind == "adamw":
         b1, b2 = map(number, group["betas"])
@@ -86,7 +86,7 @@ def from_keller(
 
 def to_keller(
     state: PyTree,
-    optimizer: torch.optim.Optimizer | Mapping[str, Any],
+    optimizer: Optim,
     params: PyTree,
     *,
     names: Sequence[str] | None = None,

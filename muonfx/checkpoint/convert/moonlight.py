@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from muonfx.checkpoint.convert._sources import Given, Group, Keys, Source, muon_chain, number
+from muonfx.checkpoint.convert._sources import Entry, Given, Group, Keys, Optim, Options, Source, muon_chain, number
 from muonfx.core import Transform
 from muonfx.recipes import adamw
 from muonfx.tree import PyTree
@@ -15,13 +15,13 @@ from muonfx.tree import PyTree
 __all__ = ["from_moonlight", "moonlight_recipe", "to_moonlight"]
 
 
-def _kind(group: Group, entry: Mapping[str, Any]) -> str:
+def _kind(group: Group, entry: Entry) -> str:
     if "use_muon" not in entry:
         raise ValueError("expected Moonlight's Muon, which keeps 'use_muon' for each parameter; found none")
     return "muon" if entry["use_muon"] else "adamw"
 
 
-def _recipe(group: Group, kind: str, shape: torch.Size, options: Mapping[str, Any]) -> Transform:
+def _recipe(group: Group, kind: str, shape: torch.Size, options: Options) -> Transform:
     if kind == "adamw":
         b1, b2 = map(number, group["adamw_betas"])
         return adamw(
@@ -79,7 +79,7 @@ def from_moonlight(
 
 def to_moonlight(
     state: PyTree,
-    optimizer: torch.optim.Optimizer | Mapping[str, Any],
+    optimizer: Optim,
     params: PyTree,
     *,
     names: Sequence[str] | None = None,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from muonfx.checkpoint.convert._sources import Given, Group, Keys, Source, muon_chain, number
+from muonfx.checkpoint.convert._sources import Entry, Given, Group, Keys, Optim, Options, Source, muon_chain, number
 from muonfx.core import Transform
 from muonfx.recipes import adamw
 from muonfx.tree import PyTree
@@ -18,7 +18,7 @@ _KELLER = (3.4445, -4.7750, 2.0315)
 _EPS = 1e-7
 
 
-def _kind(group: Group, entry: Mapping[str, Any]) -> str:
+def _kind(group: Group, entry: Entry) -> str:
     if "ns_coefficients" in group:
         return "muon"
     if "amsgrad" in group:
@@ -28,7 +28,7 @@ def _kind(group: Group, entry: Mapping[str, Any]) -> str:
     )
 
 
-def _recipe(group: Group, kind: str, shape: torch.Size, options: Mapping[str, Any]) -> Transform:
+def _recipe(group: Group, kind: str, shape: torch.Size, options: Options) -> Transform:
     if kind == "adamw":
         refused = [key for key in ("amsgrad", "maximize") if group.get(key)]
         if not group.get("decoupled_weight_decay", True) and number(group["weight_decay"]):
@@ -99,7 +99,7 @@ def from_torch_optimizer(
 
 def to_torch_optimizer(
     state: PyTree,
-    optimizer: torch.optim.Optimizer | Mapping[str, Any],
+    optimizer: Optim,
     params: PyTree,
     *,
     names: Sequence[str] | None = None,
