@@ -49,7 +49,7 @@ from muonfx.checkpoint.index import INDEX, DataFile, Index, Leaf, text_of
 from muonfx.checkpoint.names import PARAMS, named_tensors
 from muonfx.core import Transform
 from muonfx.recorded import bare
-from muonfx.sharding.saving import layout_of, logical, logical_params
+from muonfx.sharding.saving import is_logical, layout_of, logical, logical_params
 from muonfx.shards import FlatPiece
 from muonfx.tree import PyTree, Spec
 
@@ -116,8 +116,9 @@ class Job:
             said = _as_json(dict(extra or {}))
             _check_keep(keep, where)
             if layout is not None and tx is not None:
+                if state is not None and not is_logical(state):
+                    state = logical(tx, state, params if layout.specs is None else None)
                 params = logical_params(layout, params)
-                state = None if state is None else logical(tx, state)
             leaves = _leaves_of(state, params, whole=group is None)
             if copy:
                 leaves = {name: _copy(leaf) for name, leaf in leaves.items()}
@@ -175,9 +176,8 @@ def _leaves_of(state: PyTree, params: PyTree, *, whole: bool) -> dict[str, Any]:
     """The leaves of a state and of parameters by name, all of them fit to be written; no pieces if `whole`."""
     found: dict[str, Any] = {}
     for tree, section in ((state, ""), (params, PARAMS)):
-        if tree is None:
-            continue
-        found |= {name: leaf for name, leaf in named_tensors(tree, section) if leaf is not None}
+        if tree is not None:
+            found |= {name: leaf for name, leaf in named_tensors(tree, section) if leaf is not None}
     for name, leaf in found.items():
         if name_of_dtype(leaf.dtype) is None:
             raise TypeError(f"the leaf {name!r} has the dtype {leaf.dtype}, which a checkpoint cannot hold")

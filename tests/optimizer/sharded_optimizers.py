@@ -285,8 +285,7 @@ def save(here: Here, kind: str, path: Path, how: str) -> None:
             state = {"model": params, "optimizer": get_optimizer_state_dict(net, optimizer)}
             dcp.save(state, checkpoint_id=path, process_group=here.group)
         else:
-            state = sharding.logical(optimizer.transform, optimizer.transform_state)
-            mfx.checkpoint.save(path, state, params=params, tx=optimizer.tx, group=here.group)
+            mfx.checkpoint.save(path, optimizer.transform_state, params=params, tx=optimizer.transform)
 
 
 def load_and_go_on(here: Here, kind: str, path: Path, how: str) -> None:
@@ -302,10 +301,10 @@ def load_and_go_on(here: Here, kind: str, path: Path, how: str) -> None:
             dcp.load(state, checkpoint_id=path, process_group=here.group)
             set_optimizer_state_dict(net, optimizer, state["optimizer"])
         else:
-            own = sharding.logical(optimizer.transform, optimizer.transform_state)
-            saved = mfx.checkpoint.load(path, like=own, tx=optimizer.tx, group=here.group)
-            mfx.tree.map(lambda leaf, value: leaf.copy_(value), own, saved)
-            loaded = mfx.checkpoint.load_params(path, like=params, group=here.group)
+            own = optimizer.transform_state
+            saved = mfx.checkpoint.load(path, like=own, tx=optimizer.transform)
+            mfx.tree.map(lambda leaf, value: leaf if leaf is None else leaf.copy_(value), own, saved)
+            loaded = mfx.checkpoint.load_params(path, like=params, tx=optimizer.transform)
             mfx.tree.map(lambda leaf, value: leaf.copy_(value), params, loaded)
         train(net, optimizer, range(2, 4))
         one = made()
