@@ -19,7 +19,7 @@ from muonfx.checkpoint.rules import Allow, Rules
 from muonfx.checkpoint.spec import StateSpec
 from muonfx.checkpoint.target import Target
 from muonfx.core import Transform
-from muonfx.sharding.saving import is_logical, layout_of, local, logical, logical_params
+from muonfx.sharding.views import is_logical, layout_of, local, logical, logical_params
 from muonfx.shards import FlatPiece
 from muonfx.tree import PyTree
 

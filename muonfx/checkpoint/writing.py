@@ -49,7 +49,7 @@ from muonfx.checkpoint.index import INDEX, DataFile, Index, Leaf, text_of
 from muonfx.checkpoint.names import PARAMS, named_tensors
 from muonfx.core import Transform
 from muonfx.recorded import bare
-from muonfx.sharding.saving import is_logical, layout_of, logical, logical_params
+from muonfx.sharding.views import is_logical, layout_of, logical, logical_params
 from muonfx.shards import FlatPiece
 from muonfx.tree import PyTree, Spec
 

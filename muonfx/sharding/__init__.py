@@ -11,8 +11,8 @@ from muonfx.sharding.offload import offload
 from muonfx.sharding.plan.plan import Machine
 from muonfx.sharding.planning import Plan, plan_for
 from muonfx.sharding.replicas import broadcast
-from muonfx.sharding.saving import local, logical
 from muonfx.sharding.transform import sharded
+from muonfx.sharding.views import local, logical
 from muonfx.shards import Piece
 
 __all__ = [
