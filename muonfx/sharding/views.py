@@ -84,7 +84,7 @@ def local(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
 def is_logical(values: PyTree) -> bool:
     """Whether a tree says of a leaf which part of which whole it is, as `logical` does.
 
-    Of a tree that does not, each leaf is whole or a DTensor, and `logical` would change none of them.
+    A logical tree without such a leaf has DTensors and whole tensors only, and `logical` leaves these as they are.
     """
     return any(isinstance(leaf, FlatPiece) for leaf in tree.leaves(values))
 
@@ -100,7 +100,7 @@ def layout_of(tx: object) -> Layout | None:
 
 
 def logical_params(layout: Layout, params: PyTree) -> PyTree:
-    """`Layout.logical` of parameters that are this rank's pieces; whole ones and DTensors stay what they are.
+    """`Layout.logical` of this rank's pieces of parameters; whole ones, as of ZeRO-1, and DTensors stay as they are.
 
     Raises:
         ShardingError: a parameter is neither; the message names it.
@@ -113,10 +113,11 @@ def logical_params(layout: Layout, params: PyTree) -> PyTree:
         if leaf is None or is_dtensor(leaf):
             return leaf
         piece, whole = layout.piece(name), layout.pieces[name].shape
+        # A whole tensor says so itself: on one rank a piece may be all of it, and on the others the whole is here too.
+        if tuple(leaf.shape) == whole and name not in layout.dtensors:
+            return leaf
         if piece.fits(leaf):
             return layout.described(name, leaf)
-        if tuple(leaf.shape) == whole:
-            return leaf
         raise ShardingError(
             f"{name!r} has shape {tuple(leaf.shape)}; in {layout!r} the whole has {whole} and this rank's piece "
             f"{piece.shape}: give the parameters that the layout was made for"

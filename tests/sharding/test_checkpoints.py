@@ -204,6 +204,22 @@ def test_a_state_of_another_layout_is_refused_on_all_ranks(world: World, tmp_pat
     world.check(2, of_another_layout, path=tmp_path, what=what)
 
 
+def whole_params(here: Here, path: Path, case: LayoutCase) -> None:
+    params = DRAWN.params()
+    sharded = sharding.sharded(chain_of("plain"), laid_out(case, params, here).of(params))
+    mfx.checkpoint.save(path, None, params=params, tx=sharded)
+    blank = {name: torch.zeros_like(leaf) for name, leaf in params.items()}
+    assert_trees_equal(mfx.checkpoint.load_params(path, like=blank, tx=sharded), params)
+
+
+@pytest.mark.parametrize("layout", ["replicated", "whole", "flat"])
+def test_parameters_that_each_rank_has_whole_are_saved_whole(world: World, tmp_path: Path, layout: str):
+    """As ZeRO-1 and 2 leave them: only the state is in pieces."""
+    world.check(2, whole_params, path=tmp_path / "ck", case=LAYOUTS[layout])
+    found = mfx.checkpoint.load_params(tmp_path / "ck", like=DRAWN.params())
+    assert_trees_equal(found, DRAWN.params())
+
+
 def test_one_process_needs_no_group_for_a_layout_of_one_rank(tmp_path: Path):
     params = DRAWN.params()
     layout = sharding.zero(params, 1, partition="flat")
