@@ -6,7 +6,7 @@ tensors and no rank's private buffer, so any number of processes can load it. No
 """
 
 from muonfx.checkpoint import convert
-from muonfx.checkpoint.catalog import checkpoints, latest, prune, step_path
+from muonfx.checkpoint.catalog import checkpoints, inspect, latest, prune, step_path
 from muonfx.checkpoint.errors import (
     CheckpointError,
     CorruptError,
@@ -16,7 +16,7 @@ from muonfx.checkpoint.errors import (
     WriteError,
 )
 from muonfx.checkpoint.index import Index
-from muonfx.checkpoint.loading import inspect, load, load_params, read, verify
+from muonfx.checkpoint.loading import load, load_params, read, verify
 from muonfx.checkpoint.saving import Saving, save, save_async
 from muonfx.checkpoint.spec import StateSpec, spec
 from muonfx.shards import FlatPiece

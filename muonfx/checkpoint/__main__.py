@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from muonfx.checkpoint import convert
-from muonfx.checkpoint.catalog import checkpoints, read_index
+from muonfx.checkpoint.catalog import checkpoints, inspect
 from muonfx.checkpoint.errors import CheckpointError, CorruptError
 from muonfx.checkpoint.loading import verify
 from muonfx.checkpoint.report import differences, of_checkpoint, of_folder, readable, size
@@ -67,7 +67,7 @@ def _inspect(options: argparse.Namespace) -> int:
     if checkpoints(path):
         print(of_folder(path))
     else:
-        print(of_checkpoint(path, read_index(path), options.match))
+        print(of_checkpoint(path, inspect(path), options.match))
     return 0
 
 

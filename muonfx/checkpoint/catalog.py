@@ -17,7 +17,7 @@ from muonfx.checkpoint.files import open_regular
 from muonfx.checkpoint.index import FORMAT, INDEX, Index, read_parsed
 from muonfx.checkpoint.reading import Reader
 
-__all__ = ["checkpoints", "latest", "offering", "prune", "read_index", "remove", "step_path", "warn_of_later_steps"]
+__all__ = ["checkpoints", "latest", "offering", "prune", "inspect", "remove", "step_path", "warn_of_later_steps"]
 
 _STEP = re.compile(r"step-(\d+)")
 
@@ -60,14 +60,21 @@ def step_of(path: Path) -> int | None:
     return int(found[1]) if found else None
 
 
-def read_index(path: str | os.PathLike[str]) -> Index:
-    """Read what a checkpoint says about itself.
+def inspect(path: str | os.PathLike[str]) -> Index:
+    """Read what a checkpoint says about itself: step, extra, chain, versions, and the leaves' shapes and dtypes.
 
     Raises:
-        NotFoundError: there is no checkpoint.
-        FormatError: it has a format that is not known here.
+        NotFoundError: there is no checkpoint at the path.
         CorruptError: its index is damaged.
+        FormatError: it was written by a newer version of muonfx.
         CheckpointError: it may not be read.
+
+    >>> import tempfile
+    >>> index = mfx.checkpoint.inspect(
+    ...     mfx.checkpoint.save(tempfile.mkdtemp(), {"w": torch.ones(2)}, step=3, extra={"seed": 0})
+    ... )
+    >>> index.step, index.extra, index.leaves["w"].spec
+    (3, {'seed': 0}, Spec(shape=(2,), dtype=torch.float32))
     """
     path = folder_named(path)
     with offering(path):
@@ -366,7 +373,7 @@ def clean(path: Path) -> None:
     files = [file for file in path.iterdir() if id_of(file.name)]
     claimed = list(claims(path))
     try:
-        named = {file.name for file in read_index(path).files}
+        named = {file.name for file in inspect(path).files}
     except NotFoundError:
         named = set[str]()
     except CheckpointError:

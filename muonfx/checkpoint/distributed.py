@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from muonfx.boxes import Box, cover
-from muonfx.checkpoint.catalog import TRIES, before, folder_named, read_index, reading, replaced_often
+from muonfx.checkpoint.catalog import TRIES, before, folder_named, inspect, reading, replaced_often
 from muonfx.checkpoint.coordination import Ticket, warn_of_other_writers
 from muonfx.checkpoint.data import Part, write_data
 from muonfx.checkpoint.errors import CheckpointError, CorruptError, MismatchError, ReplacedError, WriteError
@@ -258,7 +258,7 @@ class _Reader(StorageReader):
         """The index in torch's words; an error is handed on, since torch would take it for missing metadata."""
         try:
             self.path = folder_named(self.path)
-            self.index = index = read_index(self.path)
+            self.index = index = inspect(self.path)
         except Exception as error:
             return Metadata({}, planner_data=error)
         found: dict[str, Any] = {}

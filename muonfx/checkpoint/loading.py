@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from muonfx.checkpoint.catalog import folder_named, read_index, with_reader
+from muonfx.checkpoint.catalog import folder_named, with_reader
 from muonfx.checkpoint.distributed import load_together
 from muonfx.checkpoint.index import Index
 from muonfx.checkpoint.names import PARAMS
@@ -19,14 +19,14 @@ from muonfx.checkpoint.rules import Allow, Rules
 from muonfx.checkpoint.spec import StateSpec
 from muonfx.checkpoint.target import Target
 from muonfx.core import Transform
-from muonfx.sharding.views import is_logical, layout_of, local, logical, logical_params
+from muonfx.sharding.views import is_logical, layout_of, local, logical
 from muonfx.shards import FlatPiece
 from muonfx.tree import PyTree
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["inspect", "load", "load_params", "read", "verify"]
+__all__ = ["load", "load_params", "read", "verify"]
 
 
 def load(
@@ -139,10 +139,10 @@ def load_params(
     """
     rules = Rules(allow_missing, allow_extra, True, dict(cast or {}), rename or {})
     layout = layout_of(tx)
-    if layout is None or is_logical(like):
+    if layout is None:
         return _load(path, lambda: like, None, rules, device, group, section=PARAMS)
     group = group or layout.group
-    return layout.local(_load(path, lambda: logical_params(layout, like), None, rules, device, group, section=PARAMS))
+    return layout.local(_load(path, lambda: layout.logical(like), None, rules, device, group, section=PARAMS))
 
 
 def _load(
@@ -186,24 +186,6 @@ def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     return with_reader(folder_named(path), lambda index, reader: {name: reader.read(name) for name in index.leaves})
 
 
-def inspect(path: str | os.PathLike[str]) -> Index:
-    """Read what a checkpoint says about itself: step, extra, chain, versions, and the leaves' shapes and dtypes.
-
-    Raises:
-        NotFoundError: there is no checkpoint at the path.
-        CorruptError: its index is damaged.
-        FormatError: it was written by a newer version of muonfx.
-
-    >>> import tempfile
-    >>> index = mfx.checkpoint.inspect(
-    ...     mfx.checkpoint.save(tempfile.mkdtemp(), {"w": torch.ones(2)}, step=3, extra={"seed": 0})
-    ... )
-    >>> index.step, index.extra, index.leaves["w"].spec
-    (3, {'seed': 0}, Spec(shape=(2,), dtype=torch.float32))
-    """
-    return read_index(path)
-
-
 def verify(path: str | os.PathLike[str]) -> Index:
     """Read every byte of a checkpoint and compare the checksums.
 
@@ -219,9 +201,4 @@ def verify(path: str | os.PathLike[str]) -> Index:
     >>> mfx.checkpoint.verify(mfx.checkpoint.save(tempfile.mkdtemp(), {"w": torch.ones(2)})).nbytes
     8
     """
-
-    def checked(index: Index, reader: Reader) -> Index:
-        reader.verify()
-        return index
-
-    return with_reader(folder_named(path), checked)
+    return with_reader(folder_named(path), lambda _, reader: reader.verify())

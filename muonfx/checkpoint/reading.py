@@ -168,8 +168,8 @@ class Reader:
         self._blocks(name, chunk, bytes_of(held), first)
         out.copy_(held.as_strided(box.sizes, strides, start - first * BLOCK // dtype.itemsize))
 
-    def verify(self) -> None:
-        """Read everything and keep nothing.
+    def verify(self) -> Index:
+        """Read everything, keep nothing, and return the index.
 
         Raises:
             CorruptError: a leaf's bytes are not those that were written; the message names it.
@@ -182,3 +182,4 @@ class Reader:
                 nbytes = prod(chunk.sizes) * leaf.spec.dtype.itemsize
                 for place in range(0, len(chunk.crc32), many):
                     self._blocks(name, chunk, buffer[: min(len(buffer), nbytes - place * BLOCK)], place)
+        return self.index

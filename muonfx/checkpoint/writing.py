@@ -25,9 +25,9 @@ from muonfx.checkpoint.catalog import (
     before,
     clean,
     folder_named,
+    inspect,
     is_foreign,
     prune,
-    read_index,
     step_of,
     warn_of_later_steps,
 )
@@ -49,7 +49,7 @@ from muonfx.checkpoint.index import INDEX, DataFile, Index, Leaf, text_of
 from muonfx.checkpoint.names import PARAMS, named_tensors
 from muonfx.core import Transform
 from muonfx.recorded import bare
-from muonfx.sharding.views import is_logical, layout_of, logical, logical_params
+from muonfx.sharding.views import is_logical, layout_of, logical
 from muonfx.shards import FlatPiece
 from muonfx.tree import PyTree, Spec
 
@@ -118,7 +118,7 @@ class Job:
             if layout is not None and tx is not None:
                 if state is not None and not is_logical(state):
                     state = logical(tx, state, params if layout.specs is None else None)
-                params = logical_params(layout, params)
+                params = None if params is None else layout.logical(params)
             leaves = _leaves_of(state, params, whole=group is None)
             if copy:
                 leaves = {name: _copy(leaf) for name, leaf in leaves.items()}
@@ -314,7 +314,7 @@ class Draft:
     def is_there(self) -> bool | None:
         """Tell whether the index at the path is this save's; None if it cannot be read."""
         try:
-            return read_index(self.path).save_id == self.save_id
+            return inspect(self.path).save_id == self.save_id
         except NotFoundError:
             return False
         except CheckpointError:

@@ -280,11 +280,27 @@ class Layout:
     def logical(self, local: PyTree) -> PyTree:
         """A tree of what a checkpoint understands: `DTensor`, `muonfx.checkpoint.FlatPiece`, or a tensor that all have.
 
-        ``muonfx.checkpoint.save(path, state, params=layout.logical(local))`` stores the whole tensors; they load under
-        any other layout.
+        `muonfx.checkpoint.save` does this by itself where it is given a sharded chain. What is logical already stays as
+        it is, and so does a tensor that is the whole, as under ZeRO-1.
+
+        Raises:
+            ShardingError: a leaf is neither this rank's piece nor the whole; the message names it.
         """
-        layout = self.of(local)
-        return _by_name(local, lambda name, leaf: layout.described(name, leaf))
+        return _by_name(local, self.of(local)._logical_leaf)
+
+    def _logical_leaf(self, name: str, leaf: Any) -> Any:
+        piece, whole = self.piece(name), self.pieces[name].shape
+        if isinstance(leaf, FlatPiece) or is_dtensor(leaf):
+            return leaf
+        # Before the piece: that may be all of it here, and where parameters are whole they must be so on all ranks.
+        if tuple(leaf.shape) == whole and name not in self.dtensors:
+            return leaf
+        if piece.fits(leaf):
+            return self.described(name, leaf)
+        raise ShardingError(
+            f"{name!r} has shape {tuple(leaf.shape)}; in {self!r} the whole has {whole} and this rank's piece "
+            f"{piece.shape}: give the parameters that the layout was made for"
+        )
 
     def local(self, logical: PyTree) -> PyTree:
         """The local tree that a logical one describes: the inverse of `logical`. DTensors stay what they are."""

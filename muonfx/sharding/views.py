@@ -11,14 +11,14 @@ from muonfx import tree
 from muonfx.core import Transform
 from muonfx.sharding.binding import Binding
 from muonfx.sharding.errors import ShardingError
-from muonfx.sharding.layout import Layout, is_dtensor
+from muonfx.sharding.layout import Layout
 from muonfx.sharding.offload.transform import inner_of, store_of
 from muonfx.sharding.state import Held, about, bare, local_state, logical_state
 from muonfx.sharding.transform import Sharded, bind, settings_of
 from muonfx.shards import FlatPiece
 from muonfx.tree import PyTree
 
-__all__ = ["is_logical", "layout_of", "local", "logical", "logical_params"]
+__all__ = ["is_logical", "layout_of", "local", "logical"]
 
 
 def logical(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
@@ -97,34 +97,6 @@ def layout_of(tx: object) -> Layout | None:
     True
     """
     return tx.arguments["layout"] if isinstance(tx, Sharded) else None
-
-
-def logical_params(layout: Layout, params: PyTree) -> PyTree:
-    """`Layout.logical` of this rank's pieces of parameters; whole ones, as of ZeRO-1, and DTensors stay as they are.
-
-    Raises:
-        ShardingError: a parameter is neither; the message names it.
-    """
-    if params is None or is_logical(params):
-        return params
-    layout = layout.of(params)
-
-    def at(name: str, leaf: Any) -> Any:
-        if leaf is None or is_dtensor(leaf):
-            return leaf
-        piece, whole = layout.piece(name), layout.pieces[name].shape
-        # A whole tensor says so itself: on one rank a piece may be all of it, and on the others the whole is here too.
-        if tuple(leaf.shape) == whole and name not in layout.dtensors:
-            return leaf
-        if piece.fits(leaf):
-            return layout.described(name, leaf)
-        raise ShardingError(
-            f"{name!r} has shape {tuple(leaf.shape)}; in {layout!r} the whole has {whole} and this rank's piece "
-            f"{piece.shape}: give the parameters that the layout was made for"
-        )
-
-    leaves, treedef = tree.flatten(params)
-    return tree.unflatten(treedef, map(at, tree.names(params), leaves))
 
 
 def _check_local(layout: Layout, described: list[Any], state: PyTree) -> None:
