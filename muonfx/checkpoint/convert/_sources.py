@@ -15,18 +15,7 @@ from muonfx.partition import partition
 from muonfx.transforms import add_decayed_weights, momentum, orthogonalize, scale_by_learning_rate, scale_by_shape
 from muonfx.tree import PyTree
 
-__all__ = [
-    "Entry",
-    "Given",
-    "Group",
-    "Keys",
-    "Optim",
-    "Options",
-    "Source",
-    "composed",
-    "muon_chain",
-    "number",
-]
+__all__ = ["Entry", "Given", "Group", "Keys", "Optim", "Options", "Source", "composed", "muon_chain"]
 
 Group = Mapping[str, Any]
 """The hyperparameters of some parameters, under the optimizer's own names."""
@@ -183,11 +172,6 @@ def composed(found: Mapping[str, tuple[str, Transform]]) -> Transform:
     return next(iter(made.values())) if len(made) == 1 else partition(made, labels)
 
 
-def number(value: Any) -> float:
-    """A hyperparameter as a float: some optimizers hold theirs in tensors."""
-    return float(value)
-
-
 def muon_chain(
     decay: Any,
     *,
@@ -200,13 +184,16 @@ def muon_chain(
     debias: bool = False,
     **more: Any,
 ) -> Transform:
-    """Muon's chain; ``more`` goes to `orthogonalize`, its dims and blocks to `scale_by_shape` too."""
+    """Muon's chain, of numbers that some optimizers hold in tensors.
+
+    ``more`` goes to `orthogonalize`, its dims and blocks to `scale_by_shape` too.
+    """
     where = {key: more[key] for key in ("dims", "blocks") if key in more}
-    kept = momentum(number(decay), nesterov=nesterov, heavy_ball=heavy_ball, debias=debias)
+    kept = momentum(float(decay), nesterov=nesterov, heavy_ball=heavy_ball, debias=debias)
     return chain(
         kept,
         orthogonalize(**{**more, **options}),
         *([scale_by_shape(rule, **where)] if rule is not None else []),
-        add_decayed_weights(number(weight_decay)),
-        scale_by_learning_rate(number(lr)),
+        add_decayed_weights(float(weight_decay)),
+        scale_by_learning_rate(float(lr)),
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from muonfx.checkpoint.convert._sources import Entry, Given, Group, Keys, Optim, Options, Source, muon_chain, number
+from muonfx.checkpoint.convert._sources import Entry, Given, Group, Keys, Optim, Options, Source, muon_chain
 from muonfx.core import Transform
 from muonfx.recipes import adamw, lion
 from muonfx.tree import PyTree
@@ -26,10 +26,10 @@ def _kind(group: Group, entry: Entry) -> str:
 def _recipe(group: Group, kind: str, shape: torch.Size, options: Options) -> Transform:
     if group.get("cautious_wd"):
         raise ValueError("there is no chain for cautious_wd")
-    rate, decay = number(group["lr"]), number(group["weight_decay"])
-    b1, b2 = (number(group[key]) for key in ("beta1", "beta2"))
+    rate, decay = float(group["lr"]), float(group["weight_decay"])
+    b1, b2 = (float(group[key]) for key in ("beta1", "beta2"))
     if kind == "adamw":
-        return adamw(rate, b1=b1, b2=b2, eps=number(group["epsilon"]), weight_decay=decay)
+        return adamw(rate, b1=b1, b2=b2, eps=float(group["epsilon"]), weight_decay=decay)
     if kind == "lion":
         return lion(rate, b1=b1, b2=b2, weight_decay=decay)
     where: dict[str, Any] = {"dims": ((-2,), (-1,))} if len(shape) > 2 and not group["flatten"] else {}

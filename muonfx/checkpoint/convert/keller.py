@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from muonfx.checkpoint.convert._sources import Entry, Given, Group, Keys, Optim, Options, Source, muon_chain, number
+from muonfx.checkpoint.convert._sources import Entry, Given, Group, Keys, Optim, Options, Source, muon_chain
 from muonfx.core import Transform
 from muonfx.recipes import adamw
 from muonfx.tree import PyTree
@@ -22,9 +22,9 @@ def _kind(group: Group, entry: Entry) -> str:
 def keller_chain(group: Group, kind: str, shape: torch.Size, options: Options) -> Transform:
     """The chain of a group, for a parameter of some shape."""
     if kind == "adamw":
-        b1, b2 = map(number, group["betas"])
+        b1, b2 = map(float, group["betas"])
         return adamw(
-            number(group["lr"]), b1=b1, b2=b2, eps=number(group["eps"]), weight_decay=number(group["weight_decay"])
+            float(group["lr"]), b1=b1, b2=b2, eps=float(group["eps"]), weight_decay=float(group["weight_decay"])
         )
     if len(shape) > 3:
         raise ValueError(

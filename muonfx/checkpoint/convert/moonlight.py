@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from muonfx.checkpoint.convert._sources import Entry, Given, Group, Keys, Optim, Options, Source, muon_chain, number
+from muonfx.checkpoint.convert._sources import Entry, Given, Group, Keys, Optim, Options, Source, muon_chain
 from muonfx.core import Transform
 from muonfx.recipes import adamw
 from muonfx.tree import PyTree
@@ -23,10 +23,8 @@ def _kind(group: Group, entry: Entry) -> str:
 
 def _recipe(group: Group, kind: str, shape: torch.Size, options: Options) -> Transform:
     if kind == "adamw":
-        b1, b2 = map(number, group["adamw_betas"])
-        return adamw(
-            number(group["lr"]), b1=b1, b2=b2, eps=number(group["adamw_eps"]), weight_decay=number(group["wd"])
-        )
+        b1, b2 = map(float, group["adamw_betas"])
+        return adamw(float(group["lr"]), b1=b1, b2=b2, eps=float(group["adamw_eps"]), weight_decay=float(group["wd"]))
     return muon_chain(
         group["momentum"],
         nesterov=group["nesterov"],

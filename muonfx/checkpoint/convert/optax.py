@@ -14,7 +14,7 @@ from torch import Tensor
 
 from muonfx import polar
 from muonfx.checkpoint.convert._leaves import Leaf, filled, flat, gathered
-from muonfx.checkpoint.convert._sources import composed, muon_chain, number
+from muonfx.checkpoint.convert._sources import composed, muon_chain
 from muonfx.core import Transform, chain
 from muonfx.transforms import add_decayed_weights, scale_by_adam, scale_by_learning_rate
 from muonfx.tree import PyTree
@@ -233,9 +233,9 @@ def optax_recipe(
         coefficients=_coefficients(ns_coeffs, ns_steps),
     )
     adam = chain(
-        scale_by_adam(number(adam_b1), number(adam_b2), eps, eps_root=adam_eps_root, nesterov=nesterov),
-        add_decayed_weights(number(adam_weight_decay)),
-        scale_by_learning_rate(number(learning_rate if adam_learning_rate is None else adam_learning_rate)),
+        scale_by_adam(float(adam_b1), float(adam_b2), eps, eps_root=adam_eps_root, nesterov=nesterov),
+        add_decayed_weights(float(adam_weight_decay)),
+        scale_by_learning_rate(float(learning_rate if adam_learning_rate is None else adam_learning_rate)),
     )
     return composed(
         {name: ("muon", muon) if leaf.ndim == 2 else ("adamw", adam) for name, leaf in flat(params).items()}

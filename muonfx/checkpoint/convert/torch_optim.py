@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from muonfx.checkpoint.convert._sources import Entry, Given, Group, Keys, Optim, Options, Source, muon_chain, number
+from muonfx.checkpoint.convert._sources import Entry, Given, Group, Keys, Optim, Options, Source, muon_chain
 from muonfx.core import Transform
 from muonfx.recipes import adamw
 from muonfx.tree import PyTree
@@ -31,15 +31,15 @@ def _kind(group: Group, entry: Entry) -> str:
 def _recipe(group: Group, kind: str, shape: torch.Size, options: Options) -> Transform:
     if kind == "adamw":
         refused = [key for key in ("amsgrad", "maximize") if group.get(key)]
-        if not group.get("decoupled_weight_decay", True) and number(group["weight_decay"]):
+        if not group.get("decoupled_weight_decay", True) and float(group["weight_decay"]):
             refused.append("weight_decay of torch.optim.Adam, which is not decoupled,")
         if refused:
             raise ValueError(f"there is no chain for {' and '.join(refused)}")
-        b1, b2 = map(number, group["betas"])
+        b1, b2 = map(float, group["betas"])
         return adamw(
-            number(group["lr"]), b1=b1, b2=b2, eps=number(group["eps"]), weight_decay=number(group["weight_decay"])
+            float(group["lr"]), b1=b1, b2=b2, eps=float(group["eps"]), weight_decay=float(group["weight_decay"])
         )
-    if number(group["eps"]) != _EPS:
+    if float(group["eps"]) != _EPS:
         raise ValueError(f"there is no chain for eps={group['eps']}: muonfx divides by the norm alone; expected {_EPS}")
     steps = (tuple(group["ns_coefficients"]),) * group["ns_steps"]
     return muon_chain(
