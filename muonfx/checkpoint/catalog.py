@@ -344,16 +344,12 @@ def warn_of_later_steps(path: Path) -> None:
 
 
 def is_foreign(index: Path) -> bool:
-    """Tell whether a file of this name is not ours: it does not name our format, be it whole or damaged.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-    """
+    """Tell whether a file is there that is not ours: it does not name our format, be it whole or damaged."""
     try:
         with open_regular(index) as file:
             begin = file.read(4096)
-    except FileNotFoundError:
-        raise
+    except (FileNotFoundError, NotADirectoryError):
+        return False
     except OSError as error:
         if error.errno == errno.EINVAL:  # a pipe, a device
             return True

@@ -30,7 +30,7 @@ from contextlib import suppress
 from functools import cache
 from io import FileIO
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch.distributed as dist
 
@@ -46,7 +46,6 @@ __all__ = [
     "claims",
     "forget_failure",
     "id_of",
-    "keys_of",
     "note_failure",
     "note_rank",
     "part_name",
@@ -241,14 +240,17 @@ def _key(save_id: str) -> str:
 
 
 class Ticket:
-    """A place in the queues of some keys, taken when it is made; a context that waits for those before it."""
+    """A place in the queues of some keys, taken when it is made; a context that waits for those before it.
 
-    def __init__(self, keys: frozenset[Hashable]) -> None:
-        self._keys, self._over, self._thread = keys, threading.Event(), 0
+    A key is what only one may use at a time: a path, the folder of a series of checkpoints, a process group.
+    """
+
+    def __init__(self, *keys: Hashable) -> None:
+        self._keys, self._over, self._thread = frozenset(keys), threading.Event(), 0
         with _Queue.lock:
             # One that this thread is in the midst of has called us, from `progress` say: it will not end before us.
             here = threading.get_ident()
-            self._before = [other for other in _Queue.tickets if other._keys & keys and other._thread != here]
+            self._before = [other for other in _Queue.tickets if other._keys & self._keys and other._thread != here]
             _Queue.tickets.append(self)
 
     def __enter__(self) -> None:
@@ -283,16 +285,6 @@ def _forget() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget)
-
-
-def keys_of(path: Path, group: Any, *, in_series: bool) -> frozenset[Hashable]:
-    """List what only one save may use at a time: a path, the folder of a series of checkpoints, a process group."""
-    keys: set[Hashable] = {os.path.realpath(path)}
-    if in_series:
-        keys.add(os.path.realpath(path.parent))
-    if group is not None:
-        keys.add(id(group))
-    return frozenset(keys)
 
 
 # ------------------------------------------------------------- failures in the background that nobody has waited for

@@ -45,7 +45,7 @@ from muonfx.checkpoint.index import Chunk, DataFile, Leaf
 from muonfx.checkpoint.reading import Reader
 from muonfx.checkpoint.spec import described
 from muonfx.checkpoint.target import Target
-from muonfx.checkpoint.writing import Draft, Job, data_name, new_save_id
+from muonfx.checkpoint.writing import Draft, Job
 from muonfx.shards import FlatPiece
 from muonfx.tree import PyTree, Spec
 
@@ -129,13 +129,14 @@ class _Writer(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Claim the folder, and agree on the names of the data files."""
-        save_id = new_save_id()
-        self.draft = Draft(self.job.path, save_id)
-        with self.draft.whole_or_not():
-            self.draft.begin()
-            warn_of_other_writers(self.job.path, save_id)
-        names = [data_name(save_id, rank, len(plans)) for rank in range(len(plans))]
-        return [replace(plan, storage_data=(save_id, name)) for plan, name in zip(plans, names, strict=True)]
+        draft = self.draft = Draft(self.job.path)
+        with draft.whole_or_not():
+            draft.begin()
+            warn_of_other_writers(draft.path, draft.save_id)
+        return [
+            replace(plan, storage_data=(draft.save_id, draft.data_name(rank, len(plans))))
+            for rank, plan in enumerate(plans)
+        ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's boxes."""
@@ -312,13 +313,7 @@ class _Reader(StorageReader):
 
 
 def load_together(path: str | os.PathLike[str], make_target: Callable[[], Target], group: dist.ProcessGroup) -> PyTree:
-    """Load, on all ranks of a group together.
-
-    Args:
-        path: of the checkpoint.
-        make_target: makes the target; called where what it raises reaches all ranks.
-        group: the ranks.
-    """
+    """Load, on all ranks of a group together; the target is made where what that raises reaches all of them."""
     check_group(group, f"the load of {path}")
 
     def attempt() -> PyTree:
@@ -327,7 +322,7 @@ def load_together(path: str | os.PathLike[str], make_target: Callable[[], Target
             dcp.load({}, storage_reader=_Reader(path, stack), planner=planner, process_group=group)
         return planner.target.rebuild(planner.leaves)
 
-    with Ticket(frozenset([id(group)])):
+    with Ticket(id(group)):
         for attempts in range(TRIES):
             try:
                 return attempt()

@@ -12,7 +12,7 @@ from torch import Tensor
 from muonfx.checkpoint.catalog import checkpoints, with_reader
 from muonfx.checkpoint.data import bytes_of
 from muonfx.checkpoint.errors import CheckpointError
-from muonfx.checkpoint.index import Index, Leaf
+from muonfx.checkpoint.index import Index
 from muonfx.checkpoint.reading import Reader
 from muonfx.checkpoint.rules import matches
 from muonfx.checkpoint.spec import described
@@ -62,16 +62,18 @@ def of_checkpoint(path: Path, index: Index, pattern: str = "*") -> str:
     lines = [f"{key:{wide}}  {_short(readable(value))}" for key, value in said.items()]
     leaves = {name: leaf for name, leaf in index.leaves.items() if pattern == "*" or matches(pattern, name)}
     rows = [
-        (name, str(leaf.spec.shape), str(leaf.spec.dtype).removeprefix("torch."), size(leaf.nbytes), _parts(leaf))
+        (
+            name,
+            str(leaf.spec.shape),
+            str(leaf.spec.dtype).removeprefix("torch."),
+            size(leaf.nbytes),
+            str(len(leaf.chunks)),
+        )
         for name, leaf in leaves.items()
     ]
     total = size(sum(leaf.nbytes for leaf in leaves.values()))
     body = table(("leaf", "shape", "dtype", "bytes", "parts"), rows, right=(3, 4))
     return "\n".join([*lines, "", body, "", f"{len(leaves)} leaves, {total}"])
-
-
-def _parts(leaf: Leaf) -> str:
-    return str(len(leaf.chunks))
 
 
 def _short(text: str, most: int = 2000) -> str:

@@ -40,11 +40,7 @@ class Target:
         *,
         whole: bool,
     ) -> Target:
-        """Check what a caller of ``load`` gave.
-
-        Raises:
-            TypeError: ``tx`` is no transform, a leaf of ``like`` is no tensor, or, with ``whole``, a piece of one.
-        """
+        """Check what a caller of ``load`` gave; with ``whole``, that ``like`` holds no pieces of tensors."""
         if tx is not None and not isinstance(tx, Transform):
             raise TypeError(f"tx must be a muonfx.Transform or None, found {tx!r}")
         if isinstance(like, StateSpec):
@@ -58,11 +54,7 @@ class Target:
         return target
 
     def make_room(self, index: Index, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Find the wanted leaves in a checkpoint, and make room for their values.
-
-        Args:
-            index: of the checkpoint.
-            where: its path, for messages.
+        """Find the wanted leaves in the checkpoint at ``where``, and make room for their values.
 
         Returns:
             The leaves by name, those that the checkpoint lacks, and may, with the values of ``like``; and those that

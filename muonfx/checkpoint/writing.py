@@ -9,7 +9,7 @@ import secrets
 import shutil
 import sys
 import warnings
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Hashable, Iterable, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +35,6 @@ from muonfx.checkpoint.coordination import (
     Ticket,
     claim,
     id_of,
-    keys_of,
     note_rank,
     part_name,
     release,
@@ -56,7 +55,7 @@ from muonfx.tree import PyTree, Spec
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Draft", "Job", "data_name", "new_save_id", "write"]
+__all__ = ["Draft", "Job", "write"]
 
 
 @dataclass(frozen=True)
@@ -92,12 +91,6 @@ class Job:
         """Check what a caller of ``save`` gave; with a group, what is wrong is kept for `checked_leaves` to raise.
 
         With ``copy``, the leaves are copied into host memory, where training does not change them.
-
-        Raises:
-            TypeError: a leaf is no tensor, or of a kind that cannot be written; ``tx`` is no transform; ``extra`` holds
-                what JSON cannot.
-            ValueError: ``step`` or ``keep`` is no such number, ``extra`` would not come back as it is, or a sharded
-                state is to be written in the background and no group is given.
         """
         where, layout = Path(), layout_of(tx)
         if layout is not None and group is None and layout.group is not None:
@@ -130,7 +123,12 @@ class Job:
 
     def ticket(self) -> Ticket:
         """The next place in the queue of those that write there."""
-        return Ticket(keys_of(self.path, self.group, in_series=step_of(self.path) is not None))
+        keys: set[Hashable] = {os.path.realpath(self.path)}
+        if step_of(self.path) is not None:
+            keys.add(os.path.realpath(self.path.parent))
+        if self.group is not None:
+            keys.add(id(self.group))
+        return Ticket(*keys)
 
     def checked_leaves(self) -> dict[str, Any]:
         """The leaves; raises what is wrong with what the caller gave."""
@@ -212,29 +210,19 @@ def write(job: Job) -> None:
         shape = tuple(leaf.shape)
         return Part(name, leaf.dtype, Box((0,) * len(shape), shape), True, lambda: leaf)
 
-    draft = Draft(job.path, new_save_id())
+    draft = Draft(job.path)
     with draft.whole_or_not():
         note_rank(draft.save_id)
         draft.begin()
         warn_of_other_writers(job.path, draft.save_id)
         parts = [part(name, leaf) for name, leaf in job.leaves.items()]
-        file, chunks = write_data(job.path / data_name(draft.save_id, 0, 1), parts, job.progress)
+        file, chunks = write_data(job.path / draft.data_name(0, 1), parts, job.progress)
         found = {
             name: Leaf(Spec(tuple(leaf.shape), leaf.dtype), (chunk,))
             for (name, leaf), chunk in zip(job.leaves.items(), chunks, strict=True)
         }
         draft.commit(job.to_index(draft.save_id, [file], found))
     draft.tidy(job.keep)
-
-
-def new_save_id() -> str:
-    """Draw the id of a save: no other save has it, so none writes to a file that an index refers to."""
-    return secrets.token_hex(8)
-
-
-def data_name(save_id: str, rank: int, ranks: int) -> str:
-    """Name a data file: no two saves share a name."""
-    return f"data-{save_id}-{rank:05}-of-{ranks:05}.safetensors"
 
 
 class Draft:
@@ -244,13 +232,18 @@ class Draft:
     a reader may see them, and they stay, whatever fails.
     """
 
-    def __init__(self, path: Path, save_id: str) -> None:
-        self.path, self.save_id = path, save_id
+    def __init__(self, path: Path, save_id: str | None = None) -> None:
+        # No other save has this id, so none writes to a file that an index refers to.
+        self.path, self.save_id = path, save_id or secrets.token_hex(8)
         self._made = self._tried = self._done = False
+
+    def data_name(self, rank: int, ranks: int) -> str:
+        """Name a rank's data file: no two saves share a name."""
+        return f"data-{self.save_id}-{rank:05}-of-{ranks:05}.safetensors"
 
     def begin(self, *, claiming: bool = True) -> None:
         """Make the folder, and claim it for this save: one rank of a group does that, before any other begins."""
-        if _has_foreign_index(self.path):
+        if is_foreign(self.path / INDEX):
             raise FileExistsError(
                 errno.EEXIST, f"the folder has an {INDEX} that muonfx has not written: choose another, or move it away"
             )
@@ -355,13 +348,6 @@ class Draft:
             if isinstance(error, OSError):
                 raise WriteError(_refused(self.path, error, stands), written=stands) from error
             raise
-
-
-def _has_foreign_index(path: Path) -> bool:
-    try:
-        return is_foreign(path / INDEX)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
 
 
 def _said_by(error: Exception) -> str:
