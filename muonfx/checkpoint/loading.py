@@ -95,9 +95,12 @@ def load(
     """
     rules = Rules(allow_missing, allow_extra, allow_other_chain, dict(cast or {}), rename or {})
     layout = layout_of(tx)
-    if layout is None or tx is None or isinstance(like, StateSpec) or is_logical(like):
+    if layout is None or tx is None or isinstance(like, StateSpec):
         return _load(path, lambda: like, tx, rules, device, group, section="")
-    return local(tx, _load(path, lambda: logical(tx, like), tx, rules, device, group or layout.group, section=""))
+    group = layout.group if group is None else group
+    if is_logical(like):  # on this rank: others may hold no piece, and must go the same way
+        return _load(path, lambda: like, tx, rules, device, group, section="")
+    return local(tx, _load(path, lambda: logical(tx, like), tx, rules, device, group, section=""))
 
 
 def load_params(
@@ -141,7 +144,7 @@ def load_params(
     layout = layout_of(tx)
     if layout is None:
         return _load(path, lambda: like, None, rules, device, group, section=PARAMS)
-    group = group or layout.group
+    group = layout.group if group is None else group
     return layout.local(_load(path, lambda: layout.logical(like), None, rules, device, group, section=PARAMS))
 
 

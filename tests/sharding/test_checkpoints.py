@@ -139,7 +139,7 @@ def by_hand(here: Here, path: Path, case: LayoutCase) -> None:
         mfx.checkpoint.save_async(path / "by itself", state, params=local, tx=sharded)
     mfx.checkpoint.save_async(path / "by itself", state, params=local, tx=sharded, group=group).wait()
     blank = sharded.init(enter(params))
-    again = mfx.checkpoint.load(path / "by hand", like=sharding.logical(sharded, blank), tx=sharded, group=group)
+    again = mfx.checkpoint.load(path / "by hand", like=sharding.logical(sharded, blank), tx=sharded)
     again = sharding.local(sharded, again)
     mine = mfx.checkpoint.load(path / "by itself", like=blank, tx=sharded)
     for one in (again, sharding.local(sharded, again), mine):
