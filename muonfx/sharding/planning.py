@@ -103,7 +103,13 @@ def _table(rows: list[tuple[str, ...]]) -> list[str]:
 
 
 def plan_for(
-    tx: Transform, layout: Layout, params: PyTree = None, *, device: torch.device | str = "cpu", **settings: Any
+    tx: Transform,
+    layout: Layout,
+    params: PyTree = None,
+    *,
+    device: torch.device | str = "cpu",
+    compute: torch.dtype | None = None,
+    **settings: Any,
 ) -> Plan:
     """Plan a chain under a layout, on shapes alone and without a word to other ranks.
 
@@ -111,7 +117,8 @@ def plan_for(
         tx: the transform, sharded or not.
         layout: who holds what; a pretended one, for any number of ranks, will do.
         params: for a layout that has not met parameters.
-        device: where it will run.
+        device: where it will run; it need not be here if `compute` is given.
+        compute: what a dtype of "auto" stands for; None: what is fastest on the device, found out on this machine.
         **settings: as `sharded` takes them.
 
     >>> import muonfx as mfx
@@ -122,7 +129,7 @@ def plan_for(
     if params is not None:
         layout = layout.of(params)
     device = torch.device(device)
-    compute = compute_dtype(torch.float32, device)
+    compute = compute_dtype(torch.float32, device) if compute is None else compute
     given = Settings(**settings)
     runs = [plan_run(run, names, layout, device, given, compute) for run, names in runs_of(bare(tx), layout.meta())]
     return Plan(tuple(runs), layout.size)

@@ -9,6 +9,7 @@ A plan follows from the layout, the chain and shapes alone, so that all ranks ma
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -21,7 +22,7 @@ from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.balance import assign
 from muonfx.sharding.plan.costs import Run, cost_of
 from muonfx.sharding.plan.parts import Part, matrices_of, on_stacks, parts_of
-from muonfx.sharding.plan.shares import Share
+from muonfx.sharding.plan.shares import Share, nearest
 from muonfx.tree import Spec
 
 __all__ = ["AT_A_TIME", "Machine", "RunPlan", "Settings", "plan_run"]
@@ -104,10 +105,10 @@ class RunPlan:
     @property
     def flops(self) -> list[float]:
         """What each rank computes."""
-        loads = [0.0] * self.size
+        loads = [sum(share.cost for share in self.shares if share.owner is None)] * self.size
         for share in self.shares:
-            for rank in range(self.size) if share.owner is None else (share.owner,):
-                loads[rank] += share.cost
+            if share.owner is not None:
+                loads[share.owner] += share.cost
         for share in self.spread:
             for leg in share.legs:
                 loads[leg.ranks[0]] += share.cost * leg.numel / share.numel
@@ -116,26 +117,52 @@ class RunPlan:
     @property
     def sent(self) -> list[int]:
         """The bytes that each rank sends, there and back."""
-        total = [0] * self.size
+        return [sum(of_rank) for of_rank in zip(*self.sent_by_reach().values(), strict=True)] or [0] * self.size
+
+    def sent_by_reach(self) -> dict[int, list[int]]:
+        """`sent`, by how many neighbouring ranks the pieces of a parameter span."""
+        found: dict[int, list[int]] = {}
+        # Thousands of experts lie in few ways: what follows from the pieces is summed once for all that lie alike.
+        groups: dict[tuple[str, int, int, torch.dtype, bool], list[Share]] = {}
         for share in self.shares + self.spread:
-            for rank, nbytes in enumerate(self.bytes_of(share)):
-                total[rank] += nbytes
-        return total
+            key = (share.cut.digest, share.start, share.stop, self.specs[share.name].dtype, share.route == "gram")
+            groups.setdefault(key, []).append(share)
+        for shares in groups.values():
+            ranks = shares[0].cut.taking_part or (0,)
+            self._add_sent(found.setdefault(ranks[-1] - ranks[0] + 1, [0] * self.size), shares)
+        return found
 
     def bytes_of(self, share: Share) -> list[int]:
         """The bytes that each rank sends for a share."""
-        if share.route == "gram":
-            dtype = self.specs[share.name].dtype
-            stages = len(gram_plan(self.run, share.whole, dtype, self.device, self.compute).stages)
-            return [round(gram_bytes(min(share.whole), stages, self.size, wide_of(dtype)))] * self.size
-        there, back = self.travels(self.specs[share.name].dtype)
         sent = [0] * self.size
-        if share.owner is not None:
-            for leg in share.legs:
-                if leg.sender != share.owner:
-                    sent[leg.sender] += leg.numel * there.itemsize
-                sent[share.owner] += leg.numel * back.itemsize * sum(1 for rank in leg.ranks if rank != share.owner)
+        self._add_sent(sent, [share])
         return sent
+
+    def _add_sent(self, sent: list[int], shares: Sequence[Share]) -> None:
+        """Add the bytes that each rank sends for shares of one range of equally cut parameters of one dtype."""
+        one = shares[0]
+        if one.route == "gram":
+            dtype = self.specs[one.name].dtype
+            stages = len(gram_plan(self.run, one.whole, dtype, self.device, self.compute).stages)
+            nbytes = round(gram_bytes(min(one.whole), stages, self.size, wide_of(dtype)))
+            sent[:] = [before + nbytes * len(shares) for before in sent]
+            return
+        there, back = (dtype.itemsize for dtype in self.travels(self.specs[one.name].dtype))
+        owners = Counter(share.owner for share in shares if share.owner is not None)
+        if not owners:
+            return
+        results = 0
+        for leg in one.legs:
+            results += leg.numel * len(leg.ranks)
+            if len(leg.ranks) == 1:
+                sent[leg.ranks[0]] += leg.numel * there * owners.total()
+            else:
+                for owner, times in owners.items():
+                    sent[nearest(leg.ranks, owner)] += leg.numel * there * times
+        for owner, times in owners.items():
+            leg = one.leg_of(owner)
+            own = 0 if leg is None else leg.numel
+            sent[owner] += times * ((results - own) * back - own * there)  # an owner sends itself nothing
 
     def travels(self, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
         """In which dtypes updates of a dtype go to the owner and come back: no value changes, unless asked for."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -15,7 +15,19 @@ from muonfx.boxes import Box, boxes_of_interval
 from muonfx.sharding.cut import Cut
 from muonfx.sharding.pieces import Piece, Window
 
-__all__ = ["Leg", "Moves", "Share"]
+__all__ = ["Leg", "Moves", "Share", "nearest"]
+
+
+def nearest(ranks: Sequence[int], owner: int) -> int:
+    """Of some rising ranks the one nearest to the owner; of two as near the lower.
+
+    >>> nearest((0, 4, 8), 6), nearest((0, 4, 8), 8)
+    (4, 8)
+    """
+    if len(ranks) == 1:
+        return ranks[0]
+    place = bisect_left(ranks, owner)
+    return min(ranks[max(place - 1, 0) : place + 1], key=lambda rank: (abs(rank - owner), rank))
 
 
 class Leg(NamedTuple):
@@ -109,12 +121,7 @@ class Share:
         return tuple(boxes_of_interval(self.whole, self.start, self.stop))
 
     def _sender(self, ranks: tuple[int, ...]) -> int:
-        """Of some ranks the one nearest to the owner; of two as near the lower."""
-        if self.route == "gram" or len(ranks) == 1:
-            return ranks[0]
-        owner = self.owner or 0
-        place = bisect_left(ranks, owner)
-        return min(ranks[max(place - 1, 0) : place + 1], key=lambda rank: (abs(rank - owner), rank))
+        return ranks[0] if self.route == "gram" else nearest(ranks, self.owner or 0)
 
     def moves(self, rank: int) -> Moves:
         """The transfers of a rank."""
