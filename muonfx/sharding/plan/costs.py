@@ -18,7 +18,7 @@ from muonfx.transforms._matrices import view_as_matrices
 from muonfx.transforms.orthogonalize import orthogonalize
 from muonfx.tree import Spec
 
-__all__ = ["Run", "cost_of", "costs_of", "runs_of"]
+__all__ = ["Run", "RunCost", "costs_of", "runs_of"]
 
 
 def within(tx: Transform) -> Iterator[Transform]:
@@ -28,45 +28,47 @@ def within(tx: Transform) -> Iterator[Transform]:
         yield from within(child)
 
 
-def cost_of(run: Run, name: str, shape: Sequence[int], dtype: torch.dtype, device: str, compute: torch.dtype) -> float:
-    """Floating-point operations that a run takes for a leaf: those of Newton-Schulz, and ten an element for the rest.
+class RunCost:
+    """The cost of a run for a leaf: floating-point operations of Newton-Schulz, and ten an element for the rest.
 
     Args:
         run: the transforms.
-        name: of the leaf.
-        shape: of the leaf, or of some of the matrices in it.
-        dtype: of the updates.
         device: the kind of device that computes.
         compute: what "auto" stands for.
 
     >>> import muonfx as mfx
-    >>> cost_of((("o", mfx.orthogonalize()),), "w", (64, 64), torch.float32, "cpu", torch.float32) > 2 * 64**3 * 15
+    >>> cost = RunCost((("o", mfx.orthogonalize()),), "cpu", torch.float32)
+    >>> cost("w", (64, 64), torch.float32) > 2 * 64**3 * 15
     True
     """
-    total = 0.0
-    leaf = torch.empty(tuple(shape), device="meta")
-    for _, entry in run:
-        for tx in within(entry):
-            total += 10.0 * prod(shape)
-            if tx.factory is orthogonalize:
-                total += _of_orthogonalize(tx, name, leaf, dtype, device, compute)
-    return total
 
+    def __init__(self, run: Run, device: str, compute: torch.dtype) -> None:
+        self._device, self._compute = device, compute
+        called = [tx for _, entry in run for tx in within(entry)]
+        self._each = 10.0 * len(called)
+        # read once: a plan asks for the cost of tens of thousands of matrices
+        given = [tx.arguments for tx in called if tx.factory is orthogonalize]
+        self._products = [
+            (
+                view_as_matrices(own["dims"], own["blocks"], own["block_axis"]),
+                own["dtype"],
+                {key: own[key] for key in ("coefficients", "steps", "method", "products")},
+            )
+            for own in given
+        ]
 
-def _of_orthogonalize(
-    tx: Transform, name: str, leaf: Tensor, dtype: torch.dtype, device: str, compute: torch.dtype
-) -> float:
-    given = tx.arguments
-    (view,) = view_as_matrices(given["dims"], given["blocks"], given["block_axis"]).of([name])
-    asked = given["dtype"]
-    if asked == "auto" or isinstance(asked, Decided):
-        asked = torch.float64 if dtype == torch.float64 else compute
-    settings = {key: given[key] for key in ("coefficients", "steps", "method", "products")}
-    return sum(
-        newton_schulz_cost((m.shape[-2], m.shape[-1]), device, held=dtype, dtype=asked, **settings).load
-        * prod(m.shape[:-2])
-        for m in view.split(leaf, name)
-    )
+    def __call__(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> float:
+        """The cost for a leaf of a shape, or for some of the matrices in it; dtype: of the updates."""
+        total = self._each * prod(shape)
+        leaf = torch.empty(tuple(shape), device="meta")
+        for views, asked, settings in self._products:
+            (view,) = views.of([name])
+            if asked == "auto" or isinstance(asked, Decided):
+                asked = torch.float64 if dtype == torch.float64 else self._compute
+            for m in view.split(leaf, name):
+                cost = newton_schulz_cost((m.shape[-2], m.shape[-1]), self._device, held=dtype, dtype=asked, **settings)
+                total += cost.load * prod(m.shape[:-2])
+        return total
 
 
 def runs_of(tx: Transform, params: Mapping[str, Tensor]) -> Iterator[tuple[Run, list[str]]]:
@@ -96,12 +98,12 @@ def costs_of(specs: Mapping[str, Spec], tx: Transform | None, device: str = "cpu
     costs = dict.fromkeys(specs, 0.0)
     if tx is None:
         run: Run = (("orthogonalize", orthogonalize(dtype=torch.float32)),)
-        for name, spec in specs.items():
-            if len(spec.shape) >= 2:
-                costs[name] = cost_of(run, name, spec.shape, spec.dtype, device, torch.float32)
-        return costs
-    meta = {name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in specs.items()}
-    for run, names in runs_of(tx, meta):
+        runs = [(run, [name for name, spec in specs.items() if len(spec.shape) >= 2])]
+    else:
+        meta = {name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in specs.items()}
+        runs = list(runs_of(tx, meta))
+    for run, names in runs:
+        cost = RunCost(run, device, torch.float32)
         for name in names:
-            costs[name] += cost_of(run, name, specs[name].shape, specs[name].dtype, device, torch.float32)
+            costs[name] += cost(name, specs[name].shape, specs[name].dtype)
     return costs

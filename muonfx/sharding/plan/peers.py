@@ -17,48 +17,71 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+from typing import NamedTuple
 
-from muonfx.sharding.plan.mesh import Matrix, Mesh
-from muonfx.sharding.plan.schemes import (
-    Ledger,
-    Scheme,
-    Sending,
-    Setting,
-    Tally,
-    Wire,
-    Work,
-    even_state,
-    everyone,
-    flat,
-    flat_cuts,
-    gram,
-    owner,
-    sharded_state,
-    shared_owner,
-    split,
-    whole,
-)
+from muonfx.sharding.plan.mesh import Mesh, Setting
+from muonfx.sharding.plan.tally import Ledger, Scheme, Tally, Wire, Work
 
-__all__ = ["SCHEMES"]
+__all__ = ["PEERS"]
 
 REDUCE_BUCKET = 500_000_000
 """Elements of a bucket, DeepSpeed's default."""
 
 
+class Matrix(NamedTuple):
+    """One matrix that Muon takes; its pieces are taken to be of equal size."""
+
+    shape: tuple[int, ...]
+    part: int | None
+    """The part of a replica that holds it, or None: the whole replica."""
+
+    @property
+    def numel(self) -> int:
+        """Its elements."""
+        return prod(self.shape)
+
+    def pieces(self, mesh: Mesh) -> int:
+        """The number of pieces that it is cut into."""
+        return mesh.pieces if self.part is None else mesh.pieces // mesh.ep
+
+    def holders(self, mesh: Mesh) -> range:
+        """The ranks of the first replica that hold a piece of it.
+
+        >>> Matrix((4, 4), part=1).holders(Mesh(shard=8, ep=2))
+        range(4, 8)
+        """
+        pieces = self.pieces(mesh)
+        first = 0 if self.part is None else self.part * pieces
+        return range(first, first + pieces)
+
+
+def matrices_of(on: Setting) -> list[Matrix]:
+    """Every matrix that Muon takes, layer by layer."""
+    return [Matrix(own.kind.shape, own.part) for own in on.matrices]
+
+
+def adam_state(on: Setting) -> int:
+    """Bytes of two moments of all that is not Muon's."""
+    return sum(kind.numel * kind.repeats * on.state_of(kind) for kind in on.model.kinds if not kind.muon)
+
+
 def gather_everywhere(on: Setting) -> Tally:
     """`S (P - 1) / P` a rank to gather; the result once more by the first rank, to all replicas and pieces."""
-    mesh, work, state = on.mesh, Work(on.mesh.ranks), Ledger(on.mesh.ranks)
+    mesh, work, state = on.mesh, Work(on, on.mesh.ranks), Ledger(on.mesh.ranks)
     every = range(mesh.ranks)
     sent, replicated = Sending(mesh.ranks), Ledger(mesh.ranks)
-    state.add(every, on.adam_state / mesh.pieces)
-    for matrix, count in Counter(on.matrices).items():
+    state.add(every, adam_state(on) / mesh.pieces)
+    for matrix, count in Counter(matrices_of(on)).items():
         ranks, holders, size = matrix.pieces(mesh), matrix.holders(mesh), count * matrix.numel * on.dtype.itemsize
         for replica in range(mesh.dp):
             here = range(replica * mesh.pieces + holders.start, replica * mesh.pieces + holders.stop)
             sent.add(here, size * (ranks - 1) / ranks, ranks)
-            work.add(here, matrix, count)
+            work.add(here, matrix.shape, count)
             state.add(here, count * matrix.numel * on.state_size)
             for first, amount in _scattered(here, mesh.tp, size):
                 sent.add(first, amount, ranks)
@@ -82,9 +105,9 @@ def _scattered(ranks: range, tp: int, size: float) -> Iterator[tuple[int, float]
 
 def four_gathers(on: Setting) -> Tally:
     """Gradients and momentum to all, results and momentum to all: `4 S (N - 1) / N` a rank, and padding."""
-    ranks, work, sent = on.mesh.ranks, Work(on.mesh.ranks), 0.0
+    ranks, work, sent = on.mesh.ranks, Work(on, on.mesh.ranks), 0.0
     most = exchanges = 0
-    for bucket in _buckets(on.matrices):
+    for bucket in _buckets(matrices_of(on)):
         most = max(most, sum(matrix.numel for matrix in bucket))
         sent += 2 * sum(-(-matrix.numel // ranks) for matrix in bucket) * (ranks - 1)
         exchanges += 2
@@ -93,7 +116,7 @@ def four_gathers(on: Setting) -> Tally:
             one_round = bucket[start : start + ranks]
             sent += 2 * max(matrix.numel for matrix in one_round) * (ranks - 1)
             for rank, matrix in enumerate(one_round):
-                work.add(rank, matrix)
+                work.add(rank, matrix.shape)
     wires = [Wire([sent * on.dtype.itemsize] * ranks, ranks)]
     # each of two gathers has its buffer and its result
     scratch = on.intermediates + 4 * most * on.dtype.itemsize
@@ -114,32 +137,95 @@ def _buckets(matrices: Sequence[Matrix]) -> Iterator[list[Matrix]]:
 
 def duplicates(on: Setting) -> Tally:
     """Every rank that a matrix touches computes it, and keeps its whole momentum: nothing is sent."""
-    ranks, work, state = on.mesh.ranks, Work(on.mesh.ranks), Ledger(on.mesh.ranks)
-    state.add(range(ranks), on.adam_state / ranks)
-    for matrix, held in zip(on.matrices, flat_cuts([m.numel for m in on.matrices], ranks), strict=True):
+    ranks, work, state = on.mesh.ranks, Work(on, on.mesh.ranks), Ledger(on.mesh.ranks)
+    state.add(range(ranks), adam_state(on) / ranks)
+    matrices = matrices_of(on)
+    for matrix, held in zip(matrices, flat_cuts([matrix.numel for matrix in matrices], ranks), strict=True):
         for rank in held:
-            work.add(rank, matrix)
+            work.add(rank, matrix.shape)
             state.add(rank, matrix.numel * on.state_size)
     return Tally([Wire([0.0] * ranks, ranks)], *work.by_rank(), state.by_rank(), on.intermediates)
 
 
 def batches_of_one_shape(on: Setting) -> Tally:
     """A batch of `P` matrices costs `2 S (P - 1) / P` and one Newton-Schulz a rank, however many are real."""
-    mesh, work, sent = on.mesh, Work(on.mesh.pieces), Sending(on.mesh.pieces)
+    mesh, work, sent = on.mesh, Work(on, on.mesh.pieces), Sending(on.mesh.pieces)
     largest, exchanges = max(on.sizes), 0
-    for matrix, count in Counter(on.matrices).items():
+    for matrix, count in Counter(matrices_of(on)).items():
         ranks = matrix.holders(mesh)
         batches = -(-count // len(ranks))
         exchanges += 2 * batches
-        work.add(ranks, matrix, batches)
+        work.add(ranks, matrix.shape, batches)
         size = matrix.numel * on.dtype.itemsize
         sent.add(ranks, batches * 2 * size * (len(ranks) - 1) / len(ranks), len(ranks))
     scratch = on.intermediates + 4 * largest
     return Tally(sent.wires(mesh.dp), *work.by_rank(mesh.dp), sharded_state(on), scratch, exchanges)
 
 
-def _several_replicas(mesh: Mesh) -> bool:
-    return mesh.dp > 1 and mesh.pieces > 1
+# -------------------------------------------------------------------------------------------------------- sums
+
+
+class Sending:
+    """Bytes by rank, for each reach of groups."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._by_reach: dict[int, Ledger] = {}
+
+    def add(self, ranks: int | range, amount: float, reach: int) -> None:
+        """Each of the ranks sends an amount in a group of this reach."""
+        if reach not in self._by_reach:  # a ledger has a place for every rank: made once, not at every entry
+            self._by_reach[reach] = Ledger(self._ranks)
+        self._by_reach[reach].add(ranks, amount)
+
+    def wires(self, copies: int = 1) -> list[Wire]:
+        """A wire for each reach, the ranks repeated so many times."""
+        return [Wire(ledger.by_rank() * copies, reach) for reach, ledger in self._by_reach.items()]
+
+
+def sharded_state(on: Setting) -> list[float]:
+    """Momentum and moments where the pieces are."""
+    mesh = on.mesh
+    state = Ledger(mesh.pieces)
+    state.add(range(mesh.pieces), adam_state(on) / mesh.pieces)
+    for matrix in matrices_of(on):
+        state.add(matrix.holders(mesh), matrix.numel * on.state_size / matrix.pieces(mesh))
+    return state.by_rank() * mesh.dp
+
+
+def even_state(on: Setting) -> list[float]:
+    """Momentum and moments cut into equal parts."""
+    total = sum(matrix.numel for matrix in matrices_of(on)) * on.state_size + adam_state(on)
+    return [total / on.mesh.ranks] * on.mesh.ranks
+
+
+def flat_cuts(numels: Sequence[int], ranks: int) -> list[dict[int, int]]:
+    """For each matrix of one flat buffer in equal cuts: how many elements each of its holders has.
+
+    >>> flat_cuts([4, 6], 3)
+    [{0: 4}, {1: 4, 2: 2}]
+    """
+    size = -(-sum(numels) // ranks)
+    ends = list(itertools.accumulate(numels))
+    bounds = [size * (rank + 1) for rank in range(ranks)]
+    cuts: list[dict[int, int]] = []
+    for end, numel in zip(ends, numels, strict=True):
+        start, held = end - numel, dict[int, int]()
+        for rank in range(bisect.bisect_right(bounds, start), ranks):
+            if rank * size >= end:
+                break
+            held[rank] = min(end, bounds[rank]) - max(start, rank * size)
+        cuts.append(held)
+    return cuts
+
+
+# ---------------------------------------------------------------------------------------------------- all of them
+
+
+def _peer(
+    name: str, layout: str, about: str, tally: Callable[[Setting], Tally], fits: Callable[[Mesh], bool] | None = None
+) -> Scheme:
+    return Scheme(name, layout, about, lambda on: tally(on) if fits is None or fits(on.mesh) else None)
 
 
 def _cut(mesh: Mesh) -> bool:
@@ -150,51 +236,16 @@ def _one_sharded_dim(mesh: Mesh) -> bool:
     return mesh.pieces > 1 and (mesh.tp == 1 or mesh.shard == 1)
 
 
-SCHEMES = (
-    Scheme(
-        "owner",
-        "fsdp2",
-        True,
-        "in each replica, one of a matrix's holders gets it, computes, sends back",
-        owner,
-        _cut,
-    ),
-    Scheme(
-        "shared owner",
-        "fsdp2",
-        True,
-        "one owner over all replicas; its results go on to the others",
-        shared_owner,
-        _several_replicas,
-    ),
-    Scheme("Gram all-reduce", "fsdp2", True, "only small Gram matrices are summed; long side must be cut", gram, _cut),
-    Scheme("whole parameters", "zero-whole", True, "who keeps a matrix has all of it and computes it", whole),
-    Scheme("owner, flat cuts", "zero-flat", True, "matrices across a cut go to one of their holders and back", flat),
-    Scheme("split", "ddp", True, "each matrix at one rank, results to all", split),
-    Scheme("everyone", "ddp", True, "all ranks compute everything", everyone),
-    Scheme(
-        "LLaMA-Factory v1",
-        "fsdp2",
-        False,
-        "all ranks gather and compute everything",
-        gather_everywhere,
-        _cut,
-    ),
-    Scheme(
+PEERS = (
+    _peer("LLaMA-Factory v1", "fsdp2", "all ranks gather and compute everything", gather_everywhere, _cut),
+    _peer(
         "Dion's Muon",
         "fsdp2",
-        False,
-        "as many matrices of a shape as ranks at a time, filled up",
+        "as many matrices of a shape as ranks at a time, filled up; each replica for itself",
         batches_of_one_shape,
         _one_sharded_dim,
     ),
-    Scheme("DeepSpeed ZeRO-1/2", "zero-flat", False, "all ranks that a matrix touches compute it", duplicates),
-    Scheme(
-        "DeepSpeed ZeRO-3",
-        "zero-flat",
-        False,
-        "gradients, momentum, results, momentum: all to all ranks",
-        four_gathers,
-    ),
+    _peer("DeepSpeed ZeRO-1/2", "zero-flat", "all ranks that a matrix touches compute it", duplicates),
+    _peer("DeepSpeed ZeRO-3", "zero-flat", "gradients, momentum, results, momentum: all to all ranks", four_gathers),
 )
-"""All of them: ours, then the peers'."""
+"""The schemes of other libraries."""

@@ -20,7 +20,7 @@ import torch
 from muonfx.sharding.gram import gram_bytes, gram_plan, is_for_gram, wide_of
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.balance import assign
-from muonfx.sharding.plan.costs import Run, cost_of
+from muonfx.sharding.plan.costs import Run, RunCost
 from muonfx.sharding.plan.parts import Part, matrices_of, on_stacks, parts_of
 from muonfx.sharding.plan.shares import Share, nearest
 from muonfx.tree import Spec
@@ -142,9 +142,8 @@ class RunPlan:
         """Add the bytes that each rank sends for shares of one range of equally cut parameters of one dtype."""
         one = shares[0]
         if one.route == "gram":
-            dtype = self.specs[one.name].dtype
-            stages = len(gram_plan(self.run, one.whole, dtype, self.device, self.compute).stages)
-            nbytes = round(gram_bytes(min(one.whole), stages, self.size, wide_of(dtype)))
+            wide = wide_of(self.specs[one.name].dtype)
+            nbytes = round(gram_bytes(min(one.whole), self.stages_of(one), self.size, wide))
             sent[:] = [before + nbytes * len(shares) for before in sent]
             return
         there, back = (dtype.itemsize for dtype in self.travels(self.specs[one.name].dtype))
@@ -163,6 +162,11 @@ class RunPlan:
             leg = one.leg_of(owner)
             own = 0 if leg is None else leg.numel
             sent[owner] += times * ((results - own) * back - own * there)  # an owner sends itself nothing
+
+    def stages_of(self, share: Share) -> int:
+        """The sums of Gram matrices that a share takes by the Gram route."""
+        dtype = self.specs[share.name].dtype
+        return len(gram_plan(self.run, share.whole, dtype, self.device, self.compute).stages)
 
     def travels(self, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
         """In which dtypes updates of a dtype go to the owner and come back: no value changes, unless asked for."""
@@ -200,18 +204,15 @@ def plan_run(
     machine = settings.machine or Machine.of(device.type, compute)
     matrices = matrices_of(run, {name: spec.shape for name, spec in specs.items()})
     run = on_stacks(run, {name: specs[name].shape for name in matrices})
+    cost = RunCost(run, device.type, compute)
     spread = [
         share
         for name in (names if settings.gram and is_for_gram(run) else ())
-        if (share := _spread(run, name, layout, device, compute)) is not None
+        if (share := _spread(run, name, layout, device, compute, cost)) is not None
     ]
     rest = [name for name in names if name not in {share.name for share in spread}]
     parts = [part for name in rest for part in parts_of(matrices.get(name), name, layout)]
-
-    def cost(part: Part) -> float:
-        return cost_of(run, part.name, part.shape, specs[part.name].dtype, device.type, compute)
-
-    costs = [cost(part) for part in parts]
+    costs = [cost(part.name, part.shape, specs[part.name].dtype) for part in parts]
     nbytes = [part.numel * specs[part.name].dtype.itemsize for part in parts]
     owners = _owners(parts, costs, nbytes, layout, machine, settings)
     shares = tuple(_share(part, owners[i], costs[i], layout) for i, part in enumerate(parts))
@@ -222,7 +223,9 @@ def plan_run(
     )
 
 
-def _spread(run: Run, name: str, layout: Layout, device: torch.device, compute: torch.dtype) -> Share | None:
+def _spread(
+    run: Run, name: str, layout: Layout, device: torch.device, compute: torch.dtype, cost: RunCost
+) -> Share | None:
     """The share of a matrix for the Gram route, where that sends less; None where it does not, or cannot be.
 
     It can be where the long side alone is cut, and each piece is held once.
@@ -242,12 +245,22 @@ def _spread(run: Run, name: str, layout: Layout, device: torch.device, compute: 
     by_gram = gram_bytes(spec.shape[short], len(chosen.stages), ranks, wide_of(spec.dtype))
     if by_gram >= by_owner:
         return None
-    cost = cost_of(run, name, spec.shape, spec.dtype, device.type, compute)
     reason = (
         f"its long side, {long}, is cut: {len(chosen.stages)} sums of Gram matrices take {by_gram / by_owner:.0%} of "
         "the bytes of the way to an owner and back"
     )
-    return Share(name, 0, prod(spec.shape), spec.shape, spec.shape, None, "gram", cost, layout.pieces[name], reason)
+    return Share(
+        name,
+        0,
+        prod(spec.shape),
+        spec.shape,
+        spec.shape,
+        None,
+        "gram",
+        cost(name, spec.shape, spec.dtype),
+        layout.pieces[name],
+        reason,
+    )
 
 
 def _owners(
@@ -308,8 +321,7 @@ def _seconds(
 
 
 def _assigned(parts: Sequence[Part], costs: Sequence[float], which: Sequence[int], size: int) -> dict[int, int]:
-    groups: dict[tuple[int, ...], tuple[int, ...] | None] = {tuple(range(size)): None}
-    candidates = [groups.setdefault(parts[i].candidates, parts[i].candidates) for i in which]
+    candidates = [parts[i].candidates for i in which]
     found = assign([costs[i] for i in which], candidates, size, sizes=[parts[i].numel for i in which])
     return dict(zip(which, found, strict=True))
 
