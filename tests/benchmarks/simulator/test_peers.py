@@ -8,10 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muonfx.sharding.plan import peers, tally
+from benchmarks.simulator import peers
+from benchmarks.simulator.peers import PEERS, flat_cuts, matrices_of
+from muonfx.sharding.plan import tally
 from muonfx.sharding.plan.mesh import Mesh, Setting
 from muonfx.sharding.plan.models import Kind, Model
-from muonfx.sharding.plan.peers import PEERS, flat_cuts, matrices_of
 from muonfx.sharding.plan.tally import Ledger, Tally
 
 BY_NAME = {scheme.name: scheme for scheme in PEERS}
