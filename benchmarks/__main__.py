@@ -2,8 +2,8 @@
 
 ``python -m benchmarks [adapter polar step checkpoint sharding bind planner overhead]``
 
-``python -m benchmarks simulator --model llama-70b --mesh dp=8,shard=64`` measures nothing: it prints our plan for a mesh of
-ranks beside other libraries' schemes.
+``python -m benchmarks simulator --model llama-70b --mesh dp=8,shard=64`` measures nothing: it prints our plan for a
+mesh of ranks beside other libraries' schemes.
 """
 
 from __future__ import annotations

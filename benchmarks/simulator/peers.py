@@ -241,7 +241,7 @@ PEERS = (
     _peer(
         "Dion's Muon",
         "fsdp2",
-        "as many matrices of a shape as ranks at a time, filled up; each replica for itself",
+        "as many matrices of a shape as ranks at a time, filled up",
         batches_of_one_shape,
         _one_sharded_dim,
     ),

@@ -120,7 +120,10 @@ class RunPlan:
         return [sum(of_rank) for of_rank in zip(*self.sent_by_reach().values(), strict=True)] or [0] * self.size
 
     def sent_by_reach(self) -> dict[int, list[int]]:
-        """`sent`, by how many neighbouring ranks the pieces of a parameter span."""
+        """`sent`, by the block of ranks that a parameter's pieces lie in: 1, 2, 4, ... ranks that begin at a multiple.
+
+        A block of no more ranks than a node has does not cross nodes, if these have a power of two.
+        """
         found: dict[int, list[int]] = {}
         # Thousands of experts lie in few ways: what follows from the pieces is summed once for all that lie alike.
         groups: dict[tuple[str, int, int, torch.dtype, bool], list[Share]] = {}
@@ -129,7 +132,8 @@ class RunPlan:
             groups.setdefault(key, []).append(share)
         for shares in groups.values():
             ranks = shares[0].cut.taking_part or (0,)
-            self._add_sent(found.setdefault(ranks[-1] - ranks[0] + 1, [0] * self.size), shares)
+            block = min(1 << (ranks[0] ^ ranks[-1]).bit_length(), self.size)
+            self._add_sent(found.setdefault(block, [0] * self.size), shares)
         return found
 
     def bytes_of(self, share: Share) -> list[int]:

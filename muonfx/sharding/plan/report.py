@@ -93,7 +93,9 @@ def rows(on: Setting, cluster: Cluster, schemes: Sequence[Scheme]) -> list[Row]:
 def _row(scheme: Scheme, tally: Tally, cluster: Cluster, least: float) -> Row:
     ranks, busiest = len(tally.load), max(tally.load)
     sent = tally.sent
-    wire = sum(max(w.sent) / (cluster.intra if w.reach <= cluster.node else cluster.inter) for w in tally.wires)
+    near = [wire.sent for wire in tally.wires if wire.reach <= cluster.node]
+    far = [wire.sent for wire in tally.wires if wire.reach > cluster.node]
+    wire = _busiest(near) / cluster.intra + _busiest(far) / cluster.inter
     rates = {side: cluster.rate(side) for side in tally.sides}
     seconds = [cluster.overhead * count for count in tally.matrices]
     for side, loads in tally.sides.items():
@@ -113,6 +115,11 @@ def _row(scheme: Scheme, tally: Tally, cluster: Cluster, least: float) -> Row:
         compute=max(seconds),
         wire=wire + tally.exchanges * cluster.latency,
     )
+
+
+def _busiest(sent: Sequence[Sequence[float]]) -> float:
+    """The most that a rank sends over all of some wires."""
+    return max(map(sum, zip(*sent, strict=True)), default=0.0)
 
 
 def table(on: Setting, cluster: Cluster, schemes: Sequence[Scheme]) -> str:

@@ -26,7 +26,7 @@ class Wire(NamedTuple):
     sent: list[float]
     """Bytes by rank."""
     reach: int
-    """Neighbouring ranks that such a group spans."""
+    """The block of neighbouring ranks that such a group lies in."""
 
 
 class Tally(NamedTuple):

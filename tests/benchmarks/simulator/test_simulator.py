@@ -34,7 +34,9 @@ def test_our_rows_are_those_of_the_plan(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_a_scheme_that_cannot_be_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    (line,) = (line for line in printed(capsys, "--model", "gpt2-xl", "--mesh", "dp=8").splitlines() if "Not on" in line)
+    (line,) = (
+        line for line in printed(capsys, "--model", "gpt2-xl", "--mesh", "dp=8").splitlines() if "Not on" in line
+    )
     assert "LLaMA-Factory v1" in line
     assert "Dion's Muon" in line
 
