@@ -24,8 +24,9 @@ from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
+from muonfx.sharding.plan.cost import Cost
 from muonfx.sharding.plan.mesh import Mesh, Setting
-from muonfx.sharding.plan.tally import Ledger, Scheme, Tally, Wire, Work
+from muonfx.sharding.plan.tally import Scheme, Tally, Wire
 
 __all__ = ["PEERS"]
 
@@ -91,7 +92,7 @@ def gather_everywhere(on: Setting) -> Tally:
     scratch = on.intermediates + 2 * max(on.sizes)
     # for each matrix a gather, and a broadcast or scatter along every dim of the mesh that has more than one rank
     dims = sum(size > 1 for size in (mesh.dp, mesh.shard, mesh.tp))
-    return Tally(wires, *work.by_rank(), state.by_rank(), scratch, len(on.matrices) * (1 + dims))
+    return Tally(wires, work.by_rank(), state.by_rank(), scratch, len(on.matrices) * (1 + dims))
 
 
 def _scattered(ranks: range, tp: int, size: float) -> Iterator[tuple[int, float]]:
@@ -120,7 +121,7 @@ def four_gathers(on: Setting) -> Tally:
     wires = [Wire([sent * on.dtype.itemsize] * ranks, ranks)]
     # each of two gathers has its buffer and its result
     scratch = on.intermediates + 4 * most * on.dtype.itemsize
-    return Tally(wires, *work.by_rank(), even_state(on), scratch, exchanges if ranks > 1 else 0)
+    return Tally(wires, work.by_rank(), even_state(on), scratch, exchanges if ranks > 1 else 0)
 
 
 def _buckets(matrices: Sequence[Matrix]) -> Iterator[list[Matrix]]:
@@ -144,7 +145,7 @@ def duplicates(on: Setting) -> Tally:
         for rank in held:
             work.add(rank, matrix.shape)
             state.add(rank, matrix.numel * on.state_size)
-    return Tally([Wire([0.0] * ranks, ranks)], *work.by_rank(), state.by_rank(), on.intermediates)
+    return Tally([Wire([0.0] * ranks, ranks)], work.by_rank(), state.by_rank(), on.intermediates)
 
 
 def batches_of_one_shape(on: Setting) -> Tally:
@@ -159,28 +160,80 @@ def batches_of_one_shape(on: Setting) -> Tally:
         size = matrix.numel * on.dtype.itemsize
         sent.add(ranks, batches * 2 * size * (len(ranks) - 1) / len(ranks), len(ranks))
     scratch = on.intermediates + 4 * largest
-    return Tally(sent.wires(mesh.dp), *work.by_rank(mesh.dp), sharded_state(on), scratch, exchanges)
+    return Tally(sent.wires(mesh.dp), work.by_rank(mesh.dp), sharded_state(on), scratch, exchanges)
 
 
 # -------------------------------------------------------------------------------------------------------- sums
 
 
+class Ledger:
+    """Amounts by rank, entered for one rank or for a range of them.
+
+    >>> ledger = Ledger(3)
+    >>> ledger.add(range(3), 1.0)
+    >>> ledger.add(2, 5.0)
+    >>> ledger.by_rank()
+    [1.0, 1.0, 6.0]
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._single = [0.0] * ranks
+        self._ranges: dict[range, float] = {}
+
+    def add(self, ranks: int | range, amount: float) -> None:
+        """Enter an amount for each of the ranks."""
+        if isinstance(ranks, int):
+            self._single[ranks] += amount
+        else:
+            self._ranges[ranks] = self._ranges.get(ranks, 0.0) + amount
+
+    def by_rank(self) -> list[float]:
+        """The sums."""
+        sums = self._single.copy()
+        for ranks, amount in self._ranges.items():
+            for rank in ranks:
+                sums[rank] += amount
+        return sums
+
+
+class Work:
+    """Newton-Schulz by rank."""
+
+    def __init__(self, on: Setting, ranks: int) -> None:
+        self._on, self._ranks = on, ranks
+        self._by_shape: dict[tuple[int, ...], Ledger] = {}
+
+    def add(self, ranks: int | range, shape: tuple[int, ...], times: int = 1) -> None:
+        """Each of the ranks does so many matrices of a shape."""
+        if shape not in self._by_shape:  # a ledger has a place for every rank: made once, not at every entry
+            self._by_shape[shape] = Ledger(self._ranks)
+        self._by_shape[shape].add(ranks, times)
+
+    def by_rank(self, copies: int = 1) -> dict[tuple[int, Cost], list[float]]:
+        """The number of matrices by short side and cost, the ranks repeated so many times."""
+        work: dict[tuple[int, Cost], list[float]] = {}
+        for shape, ledger in self._by_shape.items():
+            done = work.setdefault((min(shape), self._on.cost(shape)), [0.0] * self._ranks * copies)
+            done[:] = [a + b for a, b in zip(done, ledger.by_rank() * copies, strict=True)]
+        return work
+
+
 class Sending:
-    """Bytes by rank, for each reach of groups."""
+    """Bytes by rank, for each block of groups."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
-        self._by_reach: dict[int, Ledger] = {}
+        self._by_block: dict[int, Ledger] = {}
 
-    def add(self, ranks: int | range, amount: float, reach: int) -> None:
-        """Each of the ranks sends an amount in a group of this reach."""
-        if reach not in self._by_reach:  # a ledger has a place for every rank: made once, not at every entry
-            self._by_reach[reach] = Ledger(self._ranks)
-        self._by_reach[reach].add(ranks, amount)
+    def add(self, ranks: int | range, amount: float, block: int) -> None:
+        """Each of the ranks sends an amount in a group of this block."""
+        if block not in self._by_block:
+            self._by_block[block] = Ledger(self._ranks)
+        self._by_block[block].add(ranks, amount)
 
     def wires(self, copies: int = 1) -> list[Wire]:
-        """A wire for each reach, the ranks repeated so many times."""
-        return [Wire(ledger.by_rank() * copies, reach) for reach, ledger in self._by_reach.items()]
+        """A wire for each block, the ranks repeated so many times."""
+        return [Wire(ledger.by_rank() * copies, block) for block, ledger in self._by_block.items()]
 
 
 def sharded_state(on: Setting) -> list[float]:

@@ -117,9 +117,9 @@ class RunPlan:
     @property
     def sent(self) -> list[int]:
         """The bytes that each rank sends, there and back."""
-        return [sum(of_rank) for of_rank in zip(*self.sent_by_reach().values(), strict=True)] or [0] * self.size
+        return [sum(of_rank) for of_rank in zip(*self.sent_by_block().values(), strict=True)] or [0] * self.size
 
-    def sent_by_reach(self) -> dict[int, list[int]]:
+    def sent_by_block(self) -> dict[int, list[int]]:
         """`sent`, by the block of ranks that a parameter's pieces lie in: 1, 2, 4, ... ranks that begin at a multiple.
 
         A block of no more ranks than a node has does not cross nodes, if these have a power of two.

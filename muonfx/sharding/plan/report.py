@@ -91,24 +91,21 @@ def rows(on: Setting, cluster: Cluster, schemes: Sequence[Scheme]) -> list[Row]:
 
 
 def _row(scheme: Scheme, tally: Tally, cluster: Cluster, least: float) -> Row:
-    ranks, busiest = len(tally.load), max(tally.load)
-    sent = tally.sent
-    near = [wire.sent for wire in tally.wires if wire.reach <= cluster.node]
-    far = [wire.sent for wire in tally.wires if wire.reach > cluster.node]
+    sent, load, flops = tally.sent, tally.load, tally.flops
+    ranks, busiest = len(load), max(load)
+    near = [wire.sent for wire in tally.wires if wire.block <= cluster.node]
+    far = [wire.sent for wire in tally.wires if wire.block > cluster.node]
     wire = _busiest(near) / cluster.intra + _busiest(far) / cluster.inter
-    rates = {side: cluster.rate(side) for side in tally.sides}
-    seconds = [cluster.overhead * count for count in tally.matrices]
-    for side, loads in tally.sides.items():
-        seconds = [total + load / rates[side] for total, load in zip(seconds, loads, strict=True)]
+    seconds = tally.weighted(lambda side, cost: cost.load / cluster.rate(side) + cluster.overhead)
     return Row(
         scheme=scheme.name,
         layout=scheme.layout,
         ours=scheme.ours,
         sent_max=max(sent),
         sent_mean=sum(sent) / ranks,
-        flops_max=max(tally.flops),
-        flops_mean=sum(tally.flops) / ranks,
-        over_mean=busiest * ranks / sum(tally.load),
+        flops_max=max(flops),
+        flops_mean=sum(flops) / ranks,
+        over_mean=busiest * ranks / sum(load),
         over_least=busiest / least,
         state=max(tally.state),
         scratch=tally.scratch,

@@ -6,7 +6,8 @@ and the plan that a run of that size would have. All ways are given the same New
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -17,30 +18,24 @@ from muonfx.sharding.plan.mesh import Setting
 from muonfx.sharding.plan.plan import AT_A_TIME, RunPlan
 from muonfx.sharding.planning import Plan
 
-__all__ = ["OURS", "Ledger", "Scheme", "Tally", "Wire", "Work"]
+__all__ = ["OURS", "Scheme", "Tally", "Wire"]
 
 
 class Wire(NamedTuple):
     """What each rank sends in groups of one kind."""
 
-    sent: list[float]
+    sent: Sequence[float]
     """Bytes by rank."""
-    reach: int
-    """The block of neighbouring ranks that such a group lies in."""
+    block: int
+    """Ranks of the block that such a group lies in."""
 
 
 class Tally(NamedTuple):
     """A scheme's account."""
 
     wires: list[Wire]
-    flops: list[float]
-    """Newton-Schulz, by rank."""
-    load: list[float]
-    """The time of that, as operations of full products, by rank."""
-    sides: dict[int, list[float]]
-    """The same load by the matrices' short side: small products run at a lower rate than large ones."""
-    matrices: list[float]
-    """The number of matrices that each rank computes."""
+    work: dict[tuple[int, Cost], list[float]]
+    """How many matrices each rank computes, by their short side and what one of them costs."""
     state: list[float]
     """Bytes of momentum and moments, by rank."""
     scratch: float
@@ -52,6 +47,26 @@ class Tally(NamedTuple):
     def sent(self) -> list[float]:
         """Bytes by rank, over all wires."""
         return [sum(of_rank) for of_rank in zip(*(wire.sent for wire in self.wires), strict=True)]
+
+    def weighted(self, weight: Callable[[int, Cost], float]) -> list[float]:
+        """A sum by rank over its matrices, each with the weight of its short side and cost.
+
+        >>> cost = newton_schulz_cost((4, 8))
+        >>> Tally([], {(4, cost): [1.0, 2.0]}, [], 0.0).weighted(lambda side, cost: side)
+        [4.0, 8.0]
+        """
+        columns = [[weight(*kind) * number for number in numbers] for kind, numbers in self.work.items()]
+        return [sum(of_rank) for of_rank in zip(*columns, strict=True)]
+
+    @property
+    def flops(self) -> list[float]:
+        """Operations of Newton-Schulz by rank."""
+        return self.weighted(lambda _, cost: cost.flops)
+
+    @property
+    def load(self) -> list[float]:
+        """The time of these, as operations of full products, by rank."""
+        return self.weighted(lambda _, cost: cost.load)
 
 
 class Scheme(NamedTuple):
@@ -68,97 +83,39 @@ class Scheme(NamedTuple):
     """Whether it is a route of this package, or another library's."""
 
 
-class Ledger:
-    """Amounts by rank, entered for one rank or for a range of them.
-
-    >>> ledger = Ledger(3)
-    >>> ledger.add(range(3), 1.0)
-    >>> ledger.add(2, 5.0)
-    >>> ledger.by_rank()
-    [1.0, 1.0, 6.0]
-    """
-
-    def __init__(self, ranks: int) -> None:
-        self._single = [0.0] * ranks
-        self._ranges: dict[range, float] = {}
-
-    def add(self, ranks: int | range, amount: float) -> None:
-        """Enter an amount for each of the ranks."""
-        if isinstance(ranks, int):
-            self._single[ranks] += amount
-        else:
-            self._ranges[ranks] = self._ranges.get(ranks, 0.0) + amount
-
-    def by_rank(self) -> list[float]:
-        """The sums."""
-        sums = self._single.copy()
-        for ranks, amount in self._ranges.items():
-            for rank in ranks:
-                sums[rank] += amount
-        return sums
-
-
-class Work:
-    """Newton-Schulz by rank."""
-
-    def __init__(self, on: Setting, ranks: int) -> None:
-        self._on, self._ranks = on, ranks
-        self._flops, self._load, self._count = Ledger(ranks), Ledger(ranks), Ledger(ranks)
-        self._sides: dict[int, Ledger] = {}
-
-    def add(self, ranks: int | range, shape: tuple[int, ...], times: int = 1) -> None:
-        """Each of the ranks does so many matrices of a shape."""
-        self.add_part(ranks, min(shape), self._on.cost(shape), times, times)
-
-    def add_part(self, ranks: int | range, side: int, cost: Cost, part: float, count: int) -> None:
-        """Each of the ranks does a part of a cost, for matrices of a short side, which counts as so many of them."""
-        self._flops.add(ranks, cost.flops * part)
-        self._load.add(ranks, cost.load * part)
-        self._count.add(ranks, count)
-        if side not in self._sides:
-            self._sides[side] = Ledger(self._ranks)
-        self._sides[side].add(ranks, cost.load * part)
-
-    def by_rank(self, copies: int = 1) -> tuple[list[float], list[float], dict[int, list[float]], list[float]]:
-        """Operations, load, load by side and matrices, the ranks repeated so many times."""
-        flops, load, count = (ledger.by_rank() * copies for ledger in (self._flops, self._load, self._count))
-        return flops, load, {side: ledger.by_rank() * copies for side, ledger in self._sides.items()}, count
-
-
 # ---------------------------------------------------------------------------------------------------------------- ours
 
 
 def of_plan(on: Setting, layout: Layout, plan: Plan) -> Tally:
-    """Count a plan under its layout."""
-    wires: dict[int, list[float]] = {}
-    work, exchanges, largest = Work(on, plan.size), int(plan.size > 1), 0  # one exchange: all ranks agree before a step
-    for run in plan.runs:
-        for reach, sent in run.sent_by_reach().items():
-            before = wires.get(reach, [0.0] * plan.size)
-            wires[reach] = [a + b for a, b in zip(before, sent, strict=True)]
-        _add_work(work, on, run)
-        there_and_back, fullest = _exchanged(run)
-        exchanges += there_and_back
-        largest = max(largest, fullest)
+    """Count a plan of one run under its layout."""
+    (run,) = plan.runs
+    exchanges, fullest = _exchanged(run)
     return Tally(
-        [Wire(sent, reach) for reach, sent in wires.items()],
-        *work.by_rank(),
-        state=_state(on, layout),
-        scratch=on.intermediates + AT_A_TIME * largest,
-        exchanges=exchanges,
+        [Wire(sent, block) for block, sent in run.sent_by_block().items()],
+        _work(on, run),
+        _state(on, layout),
+        on.intermediates + AT_A_TIME * fullest,
+        exchanges + (run.size > 1),  # all ranks agree before a step
     )
 
 
-def _add_work(work: Work, on: Setting, run: RunPlan) -> None:
+def _work(on: Setting, run: RunPlan) -> dict[tuple[int, Cost], list[float]]:
+    work: dict[tuple[int, Cost], list[float]] = {}
+    counts = Counter[tuple[int | None, tuple[int, ...]]]()
     for share in run.shares:
-        everyone = range(run.size)
-        work.add(everyone if share.owner is None else share.owner, share.shape[-2:], prod(share.shape[:-2]))
-    for share in run.spread:
+        counts[share.owner, share.shape[-2:]] += prod(share.shape[:-2])
+    for (owner, shape), number in counts.items():
+        done = work.setdefault((min(shape), on.cost(shape)), [0.0] * run.size)
+        for rank in range(run.size) if owner is None else (owner,):
+            done[rank] += number
+    for share in run.spread:  # ranks share the long products and repeat the small ones; the largest piece counts
         rows, columns = share.whole
         cost = newton_schulz_cost((rows, columns), on.device, held=on.dtype, dtype=on.dtype, method="gram")
-        for leg in share.legs:  # ranks share the long products and repeat the small ones
-            part = cost.long_share * leg.numel / share.numel + 1 - cost.long_share
-            work.add_part(leg.ranks[0], min(rows, columns), cost, part, 1)
+        part = 1 - cost.long_share * (1 - max(leg.numel for leg in share.legs) / share.numel)
+        key = min(rows, columns), cost._replace(flops=cost.flops * part, load=cost.load * part)
+        done = work.setdefault(key, [0.0] * run.size)
+        done[:] = [number + 1 for number in done]
+    return work
 
 
 def _exchanged(run: RunPlan) -> tuple[int, int]:

@@ -9,11 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.simulator import peers
-from benchmarks.simulator.peers import PEERS, flat_cuts, matrices_of
-from muonfx.sharding.plan import tally
+from benchmarks.simulator.peers import PEERS, Ledger, flat_cuts, matrices_of
 from muonfx.sharding.plan.mesh import Mesh, Setting
 from muonfx.sharding.plan.models import Kind, Model
-from muonfx.sharding.plan.tally import Ledger, Tally
+from muonfx.sharding.plan.tally import Tally
 
 BY_NAME = {scheme.name: scheme for scheme in PEERS}
 
@@ -157,8 +156,7 @@ def test_entries_for_many_ranks_make_no_ledger_each():
     mesh = Mesh(shard=1000)
     small = setting(mesh, [(16, 48)] * 3 + [(32, 64)] * 3)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (tally, peers):
-            patch.setattr(module, "Ledger", Counting)
+        patch.setattr(peers, "Ledger", Counting)
         for scheme in PEERS:
             scheme.tally(small)
     assert len(made) <= 10 * len(PEERS)
