@@ -299,7 +299,7 @@ def _ranks(group: Group) -> tuple[int, int, dist.ProcessGroup | None]:
 
 
 def _whole(specs: Mapping[str, Spec], size: int, alignment: int, tx: Transform | None) -> tuple[dict[str, Cut], Buffer]:
-    from muonfx.sharding.plan.costs import costs_of
+    from muonfx.sharding.plan.cost import costs_of
 
     costs = costs_of(specs, tx)
     nbytes = [prod(spec.shape) * spec.dtype.itemsize for spec in specs.values()]

@@ -11,7 +11,7 @@ from muonfx.core import Transform
 from muonfx.polar import compute_dtype
 from muonfx.recorded import bare
 from muonfx.sharding.layout import Layout
-from muonfx.sharding.plan.costs import runs_of
+from muonfx.sharding.plan.cost import runs_of
 from muonfx.sharding.plan.plan import RunPlan, Settings, plan_run
 from muonfx.tree import PyTree
 

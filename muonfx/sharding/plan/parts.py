@@ -10,7 +10,7 @@ from muonfx.boxes import Box, boxes_of_interval
 from muonfx.sharding.cut import Cut
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.pieces import Piece
-from muonfx.sharding.plan.costs import Run
+from muonfx.sharding.plan.cost import Run
 
 __all__ = ["Part", "matrices_of", "on_stacks", "parts_of"]
 
