@@ -21,8 +21,7 @@ from muonfx.sharding.gram import gram_bytes, gram_plan, is_for_gram, wide_of
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.balance import assign
 from muonfx.sharding.plan.cost import Run, RunCost
-from muonfx.sharding.plan.parts import Part, matrices_of, on_stacks, parts_of
-from muonfx.sharding.plan.shares import Share, nearest
+from muonfx.sharding.plan.shares import Part, Share, matrices_of, nearest, on_stacks, parts_of
 from muonfx.tree import Spec
 
 __all__ = ["AT_A_TIME", "Machine", "RunPlan", "Settings", "plan_run"]
