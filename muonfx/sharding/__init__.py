@@ -9,8 +9,7 @@ from muonfx.sharding.layout import Buffer, Layout
 from muonfx.sharding.layouts import flat, from_dtensors, replicated, zero
 from muonfx.sharding.offload import offload
 from muonfx.sharding.pieces import Piece
-from muonfx.sharding.plan.plan import Machine
-from muonfx.sharding.planning import Plan, plan_for
+from muonfx.sharding.plan.assignment import Machine, Plan, plan_for
 from muonfx.sharding.replicas import broadcast
 from muonfx.sharding.saving import local, logical
 from muonfx.sharding.transform import sharded

@@ -22,10 +22,10 @@ from muonfx.partition import partition
 from muonfx.sharding.cut import Places
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.layouts import Placed, on_mesh, replicated, zero
+from muonfx.sharding.plan.assignment import Plan, plan_for
 from muonfx.sharding.plan.balance import lower_bound
 from muonfx.sharding.plan.cost import Cost, newton_schulz_cost
 from muonfx.sharding.plan.models import Kind, Model
-from muonfx.sharding.planning import Plan, plan_for
 from muonfx.transforms.adam import scale_by_adam
 from muonfx.transforms.orthogonalize import orthogonalize
 

@@ -13,10 +13,9 @@ from math import prod
 from typing import Any, NamedTuple
 
 from muonfx.sharding.layout import Layout
+from muonfx.sharding.plan.assignment import AT_A_TIME, Plan, RunPlan
 from muonfx.sharding.plan.cost import Cost, newton_schulz_cost
 from muonfx.sharding.plan.mesh import Setting
-from muonfx.sharding.plan.plan import AT_A_TIME, RunPlan
-from muonfx.sharding.planning import Plan
 
 __all__ = ["OURS", "Scheme", "Tally", "Wire"]
 

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muonfx.sharding.plan.__main__ import main
+from muonfx.sharding.plan.assignment import AT_A_TIME
 from muonfx.sharding.plan.mesh import Mesh, Setting
 from muonfx.sharding.plan.models import MODELS, Kind, Model, from_shapes, model
-from muonfx.sharding.plan.plan import AT_A_TIME
 from muonfx.sharding.plan.report import WIDTH, Cluster, rows
 from muonfx.sharding.plan.tally import OURS, Tally
 
