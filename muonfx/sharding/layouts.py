@@ -19,6 +19,7 @@ from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Buffer, Layout, is_dtensor, specs_of
 from muonfx.sharding.messages import collective
 from muonfx.sharding.plan.balance import assign_by_bytes
+from muonfx.sharding.plan.cost import costs_of
 from muonfx.tree import PyTree, Spec
 
 __all__ = ["Placed", "flat", "from_dtensors", "on_mesh", "replicated", "zero"]
@@ -299,8 +300,6 @@ def _ranks(group: Group) -> tuple[int, int, dist.ProcessGroup | None]:
 
 
 def _whole(specs: Mapping[str, Spec], size: int, alignment: int, tx: Transform | None) -> tuple[dict[str, Cut], Buffer]:
-    from muonfx.sharding.plan.cost import costs_of
-
     costs = costs_of(specs, tx)
     nbytes = [prod(spec.shape) * spec.dtype.itemsize for spec in specs.values()]
     owners = assign_by_bytes([costs[name] for name in specs], nbytes, size)
