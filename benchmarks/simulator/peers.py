@@ -96,7 +96,7 @@ def gather_everywhere(on: Setting) -> Tally:
 
 
 def _scattered(ranks: range, tp: int, size: float) -> Iterator[tuple[int, float]]:
-    """What ranks send when a matrix is scattered along the sharding dim and then along the tensor parallel one."""
+    """Bytes from ranks when a matrix is scattered along the sharding dim and then along the tensor parallel one."""
     rows = len(ranks) // tp
     for rank in ranks[:tp]:
         yield rank, size * (rows - 1) / rows

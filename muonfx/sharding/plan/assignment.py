@@ -31,7 +31,7 @@ __all__ = ["AT_A_TIME", "Machine", "Plan", "RunPlan", "Settings", "plan_for", "p
 
 
 class Machine(NamedTuple):
-    """What a rank can do, as far as routes depend on it."""
+    """The rates and delays of a rank that routes are chosen by."""
 
     flops: float
     """Floating-point operations a second in matrix products."""
@@ -66,26 +66,26 @@ class Machine(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """What a caller may choose."""
+    """The choices of a caller."""
 
     replicas: str = "auto"
-    """What is done with matrices that several ranks hold whole: "split", "everyone" or "auto"."""
+    """For matrices that several ranks hold whole: "split", "everyone" or "auto"."""
     bucket_bytes: int = 1 << 28
     """About how many bytes an exchange takes at a time: matrices and messages together, of the bucket that is computed,
     of the next, and of the one before; a single larger matrix goes through alone."""
     exchange_dtype: torch.dtype | None = None
     """In which dtype matrices travel; None: in that to which their transform rounds them anyway."""
     machine: Machine | None = None
-    """What routes are chosen by; None: a guess by the kind of device."""
+    """The rates that routes are chosen by; None: a guess by the kind of device."""
     gram: bool = False
-    """Whether matrices may be orthogonalized where their pieces are, by sums of Gram matrices."""
+    """True if matrices may be orthogonalized where their pieces are, by sums of Gram matrices."""
     verify_every: int | None = None
     """After how many steps the copies that ranks hold are compared again; None: at the first step only."""
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Who computes what of one run, and when."""
+    """The owners of one run's matrices, their routes, and the buckets in which they travel."""
 
     run: Run = field(repr=False)
     """The transforms, for the stacks as stacks."""
@@ -100,13 +100,13 @@ class RunPlan:
     specs: dict[str, Spec] = field(repr=False)
     device: torch.device
     compute: torch.dtype
-    """What a dtype of "auto" stands for."""
+    """The dtype that "auto" stands for."""
     exchange_dtype: torch.dtype | None
     _travels: dict[torch.dtype, tuple[torch.dtype, torch.dtype]] = field(default_factory=dict, repr=False)
 
     @property
     def flops(self) -> list[float]:
-        """What each rank computes."""
+        """Floating-point operations of each rank."""
         loads = [sum(share.cost for share in self.shares if share.owner is None)] * self.size
         for share in self.shares:
             if share.owner is not None:
@@ -189,7 +189,7 @@ class RunPlan:
 
 
 AT_A_TIME = 6
-"""How many times the bytes of a bucket's matrices are there at a time: the matrices; what was sent and came, of the
+"""The bytes that are there at a time, over those of a bucket's matrices: the matrices; what was sent and came, of the
 next bucket and of the results of the one before; and a result beside its matrix."""
 
 
@@ -385,7 +385,7 @@ def _buckets(shares: Sequence[Share], specs: dict[str, Spec], size: int, limit: 
 
 @dataclass(frozen=True)
 class Plan:
-    """Who computes which matrices of a chain, by which route, and what is sent; prints as a table.
+    """The owners and routes of all matrices of a chain, and the bytes that are sent; prints as a table.
 
     Attributes:
         runs: one plan for each run of neighbouring transforms that need whole matrices.

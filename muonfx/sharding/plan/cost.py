@@ -1,4 +1,4 @@
-"""What it costs to orthogonalize a matrix, and what the transforms of a run cost for a parameter: from shapes alone.
+"""The cost of orthogonalizing a matrix, and of a run of transforms for a parameter: from shapes alone.
 
 Owners are chosen by this cost. All ranks must choose alike without talking to each other, so nothing here looks at the
 machine that it runs on: not at its clock, nor at its CPU, nor at what is installed. That is what the arguments say.
@@ -35,7 +35,7 @@ _TILE = 128
 
 
 class Cost(NamedTuple):
-    """What one matrix takes; two for a multiply-add."""
+    """The cost of one matrix; a multiply-add counts as two operations."""
 
     flops: float
     """Floating-point operations that are done; half of a symmetric product where its other half is left out."""
@@ -43,11 +43,11 @@ class Cost(NamedTuple):
     """Operations of full products that take the same time: halved products save less time than operations, and passes
     over small matrices take time without any. Owners are balanced by this."""
     method: Literal["standard", "gram"]
-    """Which form of the iteration."""
+    """The form of the iteration."""
     scratch_bytes: int
     """Intermediates of one matrix."""
     stages: int
-    """How often the matrix's Gram matrix is made."""
+    """The number of times that the matrix's Gram matrix is made."""
     long_share: float
     """The share of `flops` in products with the long side; the others are of small square matrices."""
 
@@ -64,7 +64,7 @@ def newton_schulz_cost(
     method: policy.MethodLike = "auto",
     products: ProductsLike = "auto",
 ) -> Cost:
-    """What `muonfx.polar.orthogonalize` costs for one matrix, by the policy of `muonfx.polar.explain`.
+    """The cost of `muonfx.polar.orthogonalize` for one matrix, by the policy of `muonfx.polar.explain`.
 
     Args:
         shape: (rows, columns), either side the longer one; of no cost where one is zero.
@@ -140,7 +140,7 @@ def _cost(
 
 
 def _flops(chosen: policy.Plan) -> tuple[float, float]:
-    """What `muonfx.polar.iteration` does: two long products a stage, and at most 4 k - 3 small ones for k steps.
+    """Count `muonfx.polar.iteration`: two long products a stage, and at most 4 k - 3 small ones for k steps.
 
     All of it, and the long ones.
     """
@@ -228,7 +228,7 @@ def runs_of(tx: Transform, params: Mapping[str, Tensor]) -> Iterator[tuple[Run, 
 
 
 def costs_of(specs: Mapping[str, Spec], tx: Transform | None, device: str = "cpu") -> dict[str, float]:
-    """What each parameter costs in the runs of a transform; without one, what orthogonalizing its matrices costs.
+    """The cost of each parameter in the runs of a transform; without one, that of orthogonalizing its matrices.
 
     >>> import muonfx as mfx
     >>> costs_of({"w": Spec((4, 4), torch.float32), "b": Spec((4,), torch.float32)}, None)["b"]

@@ -36,7 +36,7 @@ MOST_RANKS = 1_000_000
 
 
 class Mesh(NamedTuple):
-    """How many ranks there are along each dim."""
+    """The number of ranks along each dim."""
 
     dp: int = 1
     """Replicas."""

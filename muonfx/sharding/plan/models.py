@@ -27,11 +27,11 @@ class Kind(NamedTuple):
     name: str
     shape: tuple[int, ...]
     repeats: int
-    """How many of them the model has."""
+    """The number of them in the model."""
     muon: bool
-    """Whether Muon takes it; else AdamW."""
+    """True if Muon takes it; else AdamW does."""
     experts: bool = False
-    """Whether they are experts, which expert parallelism deals out."""
+    """True for experts, which expert parallelism deals out."""
 
     @property
     def numel(self) -> int:
@@ -44,7 +44,7 @@ class Model(NamedTuple):
 
     name: str
     source: str
-    """Where the shapes are from."""
+    """The source of the shapes."""
     kinds: tuple[Kind, ...]
 
     @property
@@ -54,7 +54,7 @@ class Model(NamedTuple):
 
     @property
     def matrices(self) -> tuple[Kind, ...]:
-        """What Muon takes."""
+        """The kinds that Muon takes."""
         return tuple(kind for kind in self.kinds if kind.muon)
 
 

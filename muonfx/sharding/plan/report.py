@@ -174,7 +174,7 @@ def _line(cells: Sequence[str], name: str, layout: str = "layout") -> str:
 
 
 def _why_uneven(on: Setting) -> list[str]:
-    """Where no way to deal out the matrices comes near the mean, the reason."""
+    """The reason why no way to deal out the matrices comes near the mean, where none does."""
     mean, ranks, count = sum(on.loads) / on.mesh.ranks, on.mesh.ranks, len(on.matrices)
     least = on.least
     if least <= 1.05 * mean:

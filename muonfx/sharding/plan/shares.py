@@ -33,7 +33,7 @@ def nearest(ranks: Sequence[int], owner: int) -> int:
 
 
 class Leg(NamedTuple):
-    """What of a share lies in one piece."""
+    """The part of a share that lies in one piece."""
 
     ranks: tuple[int, ...]
     """That hold the piece; rising."""
@@ -86,7 +86,7 @@ class Share:
 
     @property
     def numel(self) -> int:
-        """How many elements it has."""
+        """Its number of elements."""
         return self.stop - self.start
 
     @cached_property
@@ -147,12 +147,12 @@ class Share:
 
     @cached_property
     def comes(self) -> bool:
-        """Whether anything must be sent to the owner."""
+        """True if anything must be sent to the owner."""
         return self.owner is not None and (0 if self._at_owner is None else self._at_owner.numel) < self.numel
 
     @cached_property
     def goes(self) -> bool:
-        """Whether anything must be sent back."""
+        """True if anything must be sent back."""
         return self.comes or (self._at_owner is not None and len(self._at_owner.ranks) > 1)
 
     @property
@@ -174,11 +174,11 @@ class Part(NamedTuple):
     shape: tuple[int, ...]
     candidates: tuple[int, ...]
     complete: bool
-    """Whether each candidate holds all of it."""
+    """True if each candidate holds all of it."""
 
     @property
     def numel(self) -> int:
-        """How many elements it has."""
+        """Its number of elements."""
         return self.stop - self.start
 
 
@@ -218,7 +218,7 @@ def parts_of(matrix: tuple[int, int] | None, name: str, layout: Layout) -> Itera
 
 
 class _Held(NamedTuple):
-    """Who holds one matrix of a stack."""
+    """The holders of one matrix of a stack."""
 
     ranks: tuple[int, ...]
     """Those that hold all of it, or else those that hold some."""

@@ -1,4 +1,4 @@
-"""What each way to run Muon on many ranks sends, computes and keeps, rank by rank; ours as the assignment has it.
+"""Bytes, work and memory of each way to run Muon on many ranks, rank by rank; ours as the assignment has it.
 
 Only what Muon adds is counted: averaging gradients and gathering weights happens anyway. Ours are read off the layout
 and the plan that a run of that size would have. All ways are given the same Newton-Schulz iteration and dtypes.
@@ -21,7 +21,7 @@ __all__ = ["OURS", "Scheme", "Tally", "Wire"]
 
 
 class Wire(NamedTuple):
-    """What each rank sends in groups of one kind."""
+    """The bytes that ranks send in groups of one kind."""
 
     sent: Sequence[float]
     """Bytes by rank."""
@@ -34,7 +34,7 @@ class Tally(NamedTuple):
 
     wires: list[Wire]
     work: dict[tuple[int, Cost], list[float]]
-    """How many matrices each rank computes, by their short side and what one of them costs."""
+    """The number of matrices that each rank computes, by their short side and the cost of one."""
     state: list[float]
     """Bytes of momentum and moments, by rank."""
     scratch: float
@@ -73,13 +73,13 @@ class Scheme(NamedTuple):
 
     name: str
     layout: str
-    """What holds the parameters: fsdp2 (with tensor or expert parallelism or not), zero-whole, zero-flat or ddp."""
+    """The layout: fsdp2 (with tensor or expert parallelism or not), zero-whole, zero-flat or ddp."""
     about: str
-    """What it does, in a line."""
+    """A line that says it."""
     tally: Callable[[Setting], Tally | None]
     """Counts it; None where it cannot be done on a mesh, or is there what another one is."""
     ours: bool = False
-    """Whether it is a route of this package, or another library's."""
+    """True for a route of this package, false for another library's."""
 
 
 # ---------------------------------------------------------------------------------------------------------------- ours
