@@ -121,13 +121,12 @@ def _exchanged(run: RunPlan) -> tuple[int, int]:
     """The number of exchanges of a run, and the most bytes of exchanged matrices that an owner has in a bucket."""
     exchanges, fullest = 0, 0
     for bucket in run.buckets:
-        shares = [run.shares[i] for i in bucket]
-        exchanges += any(share.comes for share in shares) + any(share.goes for share in shares)
-        held: dict[int | None, int] = {}
+        shares = [run.shares[i] for i in bucket if run.shares[i].route in ("owner", "split")]
+        # by the owner's route pieces come and results go; what is split is there already
+        exchanges += any(share.route == "owner" for share in shares) + bool(shares)
+        held = Counter[int | None]()
         for share in shares:
-            if share.comes or share.goes:
-                nbytes = share.numel * run.specs[share.name].dtype.itemsize
-                held[share.owner] = held.get(share.owner, 0) + nbytes
+            held[share.owner] += share.numel * run.specs[share.name].dtype.itemsize
         fullest = max(fullest, *held.values(), 0)
     if run.spread:  # the largest elements, the norms, and the Gram matrices of all, stage by stage
         exchanges += 2 + max(run.stages_of(share) for share in run.spread)
