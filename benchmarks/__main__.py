@@ -1,17 +1,22 @@
 """Run the benchmarks and write results, tables and plot.
 
 ``python -m benchmarks [adapter polar step checkpoint sharding bind planner overhead]``
+
+``python -m benchmarks simulator --model llama-70b --mesh dp=8,shard=64`` measures nothing: it prints our plan for a
+mesh of ranks beside other libraries' schemes.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import sys
 
 import torch
 
 from benchmarks import adapter, bind, checkpoint, overhead, planner, plots, polar, report, sharding, step
 from benchmarks.measure import save
+from benchmarks.simulator.__main__ import main as simulate
 
 WHAT = {
     "adapter": "adapter_speed adapter_memory",
@@ -28,6 +33,10 @@ WHAT = {
 
 def main(arguments: list[str] | None = None) -> None:
     """Measure, save, print and rewrite the tables of the documentation."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["simulator"]:
+        simulate(arguments[1:])
+        return
     results = [name for names in WHAT.values() for name in names.split()]
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("what", nargs="*", default=[*WHAT], metavar="what", help=f"{', '.join([*WHAT, *results])}")

@@ -24,11 +24,10 @@ from benchmarks import world
 from benchmarks.measure import summary
 from muonfx.sharding.messages import Exchange
 from muonfx.sharding.plan.cost import newton_schulz_cost
-from muonfx.sharding.plan.mesh import Mesh, matrices
+from muonfx.sharding.plan.mesh import Mesh, Setting
 from muonfx.sharding.plan.models import Kind, Model
-from muonfx.sharding.plan.peers import SCHEMES
-from muonfx.sharding.plan.report import Machine, rows
-from muonfx.sharding.plan.schemes import Setting
+from muonfx.sharding.plan.report import Cluster, rows
+from muonfx.sharding.plan.tally import OURS
 
 Call = Callable[[], object]
 
@@ -77,7 +76,7 @@ def weights(wanted: dict[str, tuple[int, int]]) -> dict[str, Tensor]:
 # ------------------------------------------------------------------------------------------------------ the machine
 
 
-def machine(dtype: torch.dtype, sides: tuple[int, ...], rounds: int, seconds: float) -> Machine:
+def machine(dtype: torch.dtype, sides: tuple[int, ...], rounds: int, seconds: float) -> Cluster:
     """Measure what the planner asks for; called on every rank."""
     tx = mfx.orthogonalize(dtype=dtype)
     calls: dict[str, Call] = {}
@@ -107,7 +106,7 @@ def machine(dtype: torch.dtype, sides: tuple[int, ...], rounds: int, seconds: fl
         (side, math.sqrt(math.prod(loads[name] / products[name] for name in loads if name.split()[0] == str(side))))
         for side in sides
     ]
-    return Machine(tuple(rates), bandwidth, bandwidth, latency=latency, overhead=overhead)
+    return Cluster(tuple(rates), bandwidth, bandwidth, latency=latency, overhead=overhead)
 
 
 def exchange(nbytes: int) -> Call:
@@ -150,12 +149,12 @@ def step(tx: mfx.Transform, whole: dict[str, Tensor], route: str) -> Call:
     return lambda: own.update(held, state, held)
 
 
-def predicted(case: Case, machine: Machine, ranks: int) -> float:
+def predicted(case: Case, machine: Cluster, ranks: int) -> float:
     """Seconds of a step, by the planner."""
     kinds = tuple(Kind(name, shape, 1, muon=True) for name, shape in shapes(case.width).items())
-    model, mesh = Model("GPT blocks", "benchmarks/planner.py", kinds), Mesh(shard=ranks)
-    setting = Setting(model, mesh, matrices(model, mesh, "cpu", case.dtype), "cpu", case.dtype)
-    (row,) = rows(setting, machine, [scheme for scheme in SCHEMES if scheme.name == ROUTES[case.route]])
+    model = Model("GPT blocks", "benchmarks/planner.py", kinds)
+    setting = Setting(model, Mesh(shard=ranks), "cpu", case.dtype)
+    (row,) = rows(setting, machine, [scheme for scheme in OURS if scheme.name == ROUTES[case.route]])
     return row.step
 
 

@@ -208,7 +208,7 @@ def test_the_planner_predicts_from_the_machine_that_was_measured(results: Path) 
     rows = planner.speed(3, cases=cases, sides=(16, 32))
     measure.save("planner_speed", rows)
     for case, row in zip(cases, rows, strict=True):
-        machine = planner.Machine(**row["machine"])
+        machine = planner.Cluster(**row["machine"])
         assert all(rate > 0 for _, rate in machine.flops)
         assert machine.latency > 0
         assert machine.intra > 0

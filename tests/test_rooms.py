@@ -109,11 +109,13 @@ def complaints(package: Path, floors: dict[str, int]) -> list[str]:
     return found
 
 
-def test_tests_mirror_the_package():
+def test_tests_mirror_the_package_and_the_benchmarks():
     tests = Path(__file__).resolve().parent
     tested = {path.parent.relative_to(tests) for path in tests.rglob("test_*.py")}
-    missing = sorted(str(folder) for folder in tested if not (PACKAGE / folder).is_dir())
-    assert not missing, f"tests/ has folders that muonfx/ has not: {missing}; a test lies where its subject lies"
+    roots = {"benchmarks": tests.parent}  # tests/benchmarks/ mirrors benchmarks/; all others lie in the package
+    subjects = {folder: roots.get(folder.parts[0] if folder.parts else "", PACKAGE) / folder for folder in tested}
+    missing = sorted(str(folder) for folder, subject in subjects.items() if not subject.is_dir())
+    assert not missing, f"neither muonfx/ nor benchmarks/ has {missing}; a test lies where its subject lies"
 
 
 def test_imports_go_down_only():

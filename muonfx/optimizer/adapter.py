@@ -38,7 +38,7 @@ from muonfx.optimizer.state import Load, matched, path_of, renamed_groups, saved
 from muonfx.optimizer.stepping import Stepping
 from muonfx.optimizer.values import check_shapes, valid
 from muonfx.sharding.layout import Layout
-from muonfx.sharding.plan.plan import Settings
+from muonfx.sharding.plan.assignment import Settings
 from muonfx.sharding.transform import Sharded, settings_of
 from muonfx.tree import PyTree
 

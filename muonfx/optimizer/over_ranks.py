@@ -37,7 +37,7 @@ from muonfx.sharding.layouts import from_dtensors
 from muonfx.sharding.messages import collective
 from muonfx.sharding.offload.transform import store_of
 from muonfx.sharding.owned import like_parameter
-from muonfx.sharding.plan.plan import Settings
+from muonfx.sharding.plan.assignment import Settings
 from muonfx.sharding.state import Held, about, dressed, dressed_leaf, interval_of, logical_leaf
 from muonfx.sharding.transform import advance, begin, bind, introduce, sharded
 from muonfx.shards import FlatPiece, IntervalTensor

@@ -8,8 +8,7 @@ from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Buffer, Layout
 from muonfx.sharding.layouts import flat, from_dtensors, replicated, zero
 from muonfx.sharding.offload import offload
-from muonfx.sharding.plan.plan import Machine
-from muonfx.sharding.planning import Plan, plan_for
+from muonfx.sharding.plan.assignment import Machine, Plan, plan_for
 from muonfx.sharding.replicas import broadcast
 from muonfx.sharding.transform import sharded
 from muonfx.sharding.views import local, logical

@@ -23,8 +23,8 @@ from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.gathered import init_run, update_run
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.messages import collective
-from muonfx.sharding.plan.parts import on_stacks
-from muonfx.sharding.plan.plan import RunPlan, Settings, plan_run
+from muonfx.sharding.plan.assignment import RunPlan, Settings, plan_run
+from muonfx.sharding.plan.shares import on_stacks
 from muonfx.tree import PyTree
 
 __all__ = ["Binding"]

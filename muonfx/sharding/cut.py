@@ -226,10 +226,14 @@ class Places:
         return self.shape, hashlib.sha256(repr(self.coordinates).encode()).hexdigest()
 
     @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """Those on the mesh."""
+        return tuple(rank for rank, at in enumerate(self.coordinates) if at is not None)
+
+    @cached_property
     def are_different(self) -> bool:
         """True if no two ranks have the same coordinates, as they may on meshes of their own."""
-        there = [at for at in self.coordinates if at is not None]
-        return len(set(there)) == len(there)
+        return len({self.coordinates[rank] for rank in self.ranks}) == len(self.ranks)
 
 
 class OnMesh(Cut):
@@ -266,6 +270,9 @@ class OnMesh(Cut):
                 [self._along(dim, tuple(at[along] for along in cutting)) for dim, cutting in enumerate(self._cutting)]
             )
         return self._pieces[deciding]
+
+    def _ranks(self) -> Iterator[int]:
+        return iter(self.places.ranks)
 
     @cached_property
     def copies(self) -> tuple[tuple[int, ...], ...]:

@@ -22,7 +22,7 @@ from muonfx.program.placement import Store
 from muonfx.sharding.gram import Slab, orthogonalize_slabs, slab_of
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.messages import Exchange, copied
-from muonfx.sharding.plan.plan import RunPlan
+from muonfx.sharding.plan.assignment import RunPlan
 from muonfx.sharding.plan.shares import Share
 from muonfx.tree import PyTree
 

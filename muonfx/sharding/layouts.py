@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import pairwise, product
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -19,9 +19,10 @@ from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Buffer, Layout, is_dtensor, specs_of
 from muonfx.sharding.messages import collective
 from muonfx.sharding.plan.balance import assign_by_bytes
+from muonfx.sharding.plan.cost import costs_of
 from muonfx.tree import PyTree, Spec
 
-__all__ = ["flat", "from_dtensors", "replicated", "zero"]
+__all__ = ["Placed", "flat", "from_dtensors", "on_mesh", "replicated", "zero"]
 
 Group = dist.ProcessGroup | int | None
 """A process group; None for the default one; a number of ranks for a layout that is only looked at."""
@@ -194,6 +195,32 @@ def from_dtensors(params: PyTree, group: dist.ProcessGroup | None = None) -> Lay
     return Layout("from_dtensors", specs, pieces, len(ranks), rank, group, dtensors=dtensors, derived=derived)
 
 
+class Placed(NamedTuple):
+    """The mesh that a parameter lies on, by a name, and its placements along the dims of that mesh."""
+
+    mesh: Hashable
+    placements: tuple[Any, ...]
+
+
+def on_mesh(params: PyTree, placed: Mapping[str, Placed], places: Mapping[Any, Places]) -> Layout:
+    """The layout that `from_dtensors` finds for DTensors with some placements, without a process: to plan with.
+
+    Args:
+        params: the whole parameters; only names, shapes and dtypes count.
+        placed: by name; of a parameter that is not named every rank holds all.
+        places: by the mesh's name, the coordinates of all ranks on it.
+
+    >>> from torch.distributed.tensor import Shard
+    >>> line = Places((2,), [(0,), (1,)])
+    >>> layout = on_mesh({"w": torch.zeros(3, 4)}, {"w": Placed("line", (Shard(0),))}, {"line": line})
+    >>> [layout.piece("w", rank).shape for rank in range(2)]
+    [(2, 4), (1, 4)]
+    """
+    specs = specs_of(params)
+    size = len(next(iter(places.values())).coordinates)
+    return Layout("from_dtensors", specs, _cuts(specs, placed, places, size), size)
+
+
 ALIKE = "pieces taken for the same"
 """The key of `Layout.derived` for the parameters that lie on different meshes on different ranks."""
 
@@ -273,8 +300,6 @@ def _ranks(group: Group) -> tuple[int, int, dist.ProcessGroup | None]:
 
 
 def _whole(specs: Mapping[str, Spec], size: int, alignment: int, tx: Transform | None) -> tuple[dict[str, Cut], Buffer]:
-    from muonfx.sharding.plan.costs import costs_of
-
     costs = costs_of(specs, tx)
     nbytes = [prod(spec.shape) * spec.dtype.itemsize for spec in specs.values()]
     owners = assign_by_bytes([costs[name] for name in specs], nbytes, size)

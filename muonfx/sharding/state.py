@@ -22,7 +22,7 @@ from muonfx.program.nodes import Around, Node, Sequence, Stage, WholeTree
 from muonfx.sharding.binding import Binding
 from muonfx.sharding.layout import is_dtensor, local_of
 from muonfx.sharding.owned import at_owner, like_parameter
-from muonfx.sharding.plan.plan import RunPlan
+from muonfx.sharding.plan.assignment import RunPlan
 from muonfx.sharding.plan.shares import Share
 from muonfx.shards import FlatPiece
 from muonfx.tree import PyTree

@@ -16,7 +16,7 @@ from muonfx.sharding.binding import Binding
 from muonfx.sharding.layout import Layout, is_dtensor, local_of
 from muonfx.sharding.meeting import meet
 from muonfx.sharding.offload.transform import inner_of, store_of
-from muonfx.sharding.plan.plan import Machine, Settings
+from muonfx.sharding.plan.assignment import Machine, Settings
 from muonfx.sharding.state import bare, dressed
 from muonfx.sharding.steps import agreed_updates
 from muonfx.tree import PyTree

@@ -1,6 +1,7 @@
 """Plan Muon on paper: ``python -m muonfx.sharding.plan --model llama-70b --mesh dp=8,shard=64``.
 
-Prints what each scheme sends, computes and keeps, ours and other libraries'. No tensor is made, no process started.
+Prints what each route sends, computes and keeps, as the assignment of a run of that size has it. No tensor is made, no
+process started.
 """
 
 from __future__ import annotations
@@ -9,15 +10,15 @@ import argparse
 import json
 import math
 import sys
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
 
-from muonfx.sharding.plan.mesh import Mesh, matrices
+from muonfx.sharding.plan.mesh import Mesh, Setting
 from muonfx.sharding.plan.models import MODELS, from_shapes, model
-from muonfx.sharding.plan.peers import SCHEMES
-from muonfx.sharding.plan.report import Machine, rows, table
-from muonfx.sharding.plan.schemes import Setting
+from muonfx.sharding.plan.report import Cluster, rows, table
+from muonfx.sharding.plan.tally import OURS, Scheme
 
 __all__ = ["main"]
 
@@ -25,8 +26,17 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _LAYOUTS = ("fsdp2", "hsdp", "zero-whole", "zero-flat", "ddp")
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(
+    argv: Sequence[str] | None = None,
+    schemes: Sequence[Scheme] = OURS,
+    prog: str = "python -m muonfx.sharding.plan",
+) -> int:
     """Print the plan and return 0; wrong usage ends the process with 2.
+
+    Args:
+        argv: the arguments; None: those of the process.
+        schemes: to print, one line each.
+        prog: the name of the program, for its usage.
 
     >>> main(["--model", "gpt2-xl", "--mesh", "shard=8", "--layout", "zero-whole"])
     gpt2-xl: 1.558 billion parameters; 192 matrices, 1.475 billion, go to Muon
@@ -34,12 +44,12 @@ def main(argv: list[str] | None = None) -> int:
     mesh: shard=8: 8 ranks, nodes of 8
     ...
     """
-    parser = _parser()
+    parser = _parser(prog)
     options = parser.parse_args(argv)
     try:
         mesh = Mesh.parse(options.mesh)
         chosen = model(options.model) if options.shapes is None else from_shapes(_shapes(options.shapes))
-        machine = Machine(
+        cluster = Cluster(
             _flops(options.flops),
             *_bandwidths(options.bandwidth),
             node=options.node,
@@ -48,25 +58,17 @@ def main(argv: list[str] | None = None) -> int:
         )
     except (ValueError, OSError) as error:
         parser.error(str(error))
-    dtype = _DTYPES[options.dtype]
-    setting = Setting(
-        chosen,
-        mesh,
-        matrices(chosen, mesh, options.device, dtype),
-        options.device,
-        dtype,
-        _DTYPES[options.state].itemsize,
-        options.bucket * 2**20,
-    )
+    state_size, bucket = _DTYPES[options.state].itemsize, options.bucket * 2**20
+    on = Setting(chosen, mesh, options.device, _DTYPES[options.dtype], state_size, bucket)
     layout = {"hsdp": "fsdp2"}.get(options.layout, options.layout)
-    schemes = [scheme for scheme in SCHEMES if layout in (None, scheme.layout)]
+    asked = [scheme for scheme in schemes if layout in (None, scheme.layout)]
     if options.json:
-        about = {"model": chosen.name, "parameters": chosen.numel, "matrices": len(setting.matrices)}
-        figures = [{**row._asdict(), "step": row.step} for row in rows(setting, machine, schemes)]
-        settings = {"mesh": mesh._asdict(), "machine": machine._asdict(), "dtype": options.dtype}
+        about = {"model": chosen.name, "parameters": chosen.numel, "matrices": len(on.matrices)}
+        figures = [{**row._asdict(), "step": row.step} for row in rows(on, cluster, asked)]
+        settings = {"mesh": mesh._asdict(), "machine": cluster._asdict(), "dtype": options.dtype}
         print(json.dumps({**about, **settings, "schemes": figures}, indent=2))
     else:
-        print(table(setting, machine, schemes))
+        print(table(on, cluster, asked))
     return 0
 
 
@@ -131,10 +133,10 @@ def _size(text: str) -> int:
     return int(text)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m muonfx.sharding.plan",
-        description="What Muon sends, computes and keeps on many ranks, by each scheme, on paper.",
+        prog=prog,
+        description="What Muon sends, computes and keeps on many ranks, by each scheme.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     whose = parser.add_mutually_exclusive_group(required=True)

@@ -1,4 +1,4 @@
-"""Which rank computes which matrix: the longest first, each to the rank that has least so far.
+"""Owners of matrices: the longest first, each to the rank that has least so far.
 
 That order ends at most a third above the best possible on equal ranks (Graham 1969). Where all ranks are candidates and
 it does not reach the mean, it is compared with what packing ranks up to a common limit gives (MULTIFIT; Coffman, Garey
@@ -126,7 +126,7 @@ def assign_by_bytes(costs: Sequence[float], sizes: Sequence[int], ranks: int) ->
 
 
 def lower_bound(costs: Iterable[float], ranks: int) -> float:
-    """What the busiest rank has to do at least, however items are given out.
+    """A bound from below on the busiest rank's load, however items are given out.
 
     The largest of four: the mean; the largest item; of the `k P + 1` largest items the `k + 1` smallest, as some rank
     gets so many of them; and the least limit that a bound on bin packing does not rule out (Martello and Toth 1990,
@@ -150,7 +150,7 @@ def lower_bound(costs: Iterable[float], ranks: int) -> float:
 
 
 def _is_too_little(limit: float, falling: Sequence[float], sums: Sequence[float], ranks: int) -> bool:
-    """Whether items cannot be given out without a rank going above `limit`: sometimes no when they cannot."""
+    """True only if items cannot be given out without a rank going above `limit`; false may be wrong."""
 
     def above(cost: float) -> int:
         return bisect.bisect_left(falling, -cost, key=operator.neg)
@@ -176,7 +176,7 @@ def balance(costs: Sequence[float], owners: Sequence[int], ranks: int) -> list[f
 
 
 class _Board:
-    """What each rank has so far."""
+    """The load and the bytes of each rank so far."""
 
     def __init__(self, loads: Sequence[float]) -> None:
         self.loads = list(loads)

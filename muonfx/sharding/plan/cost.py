@@ -1,4 +1,4 @@
-"""What it costs to orthogonalize one matrix: counted from its shape alone, alike on every rank.
+"""The cost of orthogonalizing a matrix, and of a run of transforms for a parameter: from shapes alone.
 
 Owners are chosen by this cost. All ranks must choose alike without talking to each other, so nothing here looks at the
 machine that it runs on: not at its clock, nor at its CPU, nor at what is installed. That is what the arguments say.
@@ -7,24 +7,35 @@ machine that it runs on: not at its clock, nor at its CPU, nor at what is instal
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from typing import Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
+from muonfx.core import Transform
 from muonfx.polar import policy
 from muonfx.polar.coefficients import CoefficientsLike
+from muonfx.polar.policy import Decided
 from muonfx.polar.polynomials import Polynomials, polynomials
 from muonfx.polar.products import ProductsLike, block_side
+from muonfx.program.lower import lower
+from muonfx.program.nodes import Stage
+from muonfx.program.placement import Run
+from muonfx.transforms._matrices import view_as_matrices
+from muonfx.transforms.orthogonalize import orthogonalize
+from muonfx.tree import Spec
 
-__all__ = ["Cost", "newton_schulz_cost"]
+__all__ = ["Cost", "Run", "RunCost", "costs_of", "newton_schulz_cost", "runs_of"]
+
 
 _TILE = 128
 """The side of a kernel's tiles, which are not cut at the diagonal; the usual winner of those that are tried."""
 
 
 class Cost(NamedTuple):
-    """What one matrix takes; two for a multiply-add."""
+    """The cost of one matrix; a multiply-add counts as two operations."""
 
     flops: float
     """Floating-point operations that are done; half of a symmetric product where its other half is left out."""
@@ -32,11 +43,11 @@ class Cost(NamedTuple):
     """Operations of full products that take the same time: halved products save less time than operations, and passes
     over small matrices take time without any. Owners are balanced by this."""
     method: Literal["standard", "gram"]
-    """Which form of the iteration."""
+    """The form of the iteration."""
     scratch_bytes: int
     """Intermediates of one matrix."""
     stages: int
-    """How often the matrix's Gram matrix is made."""
+    """The number of times that the matrix's Gram matrix is made."""
     long_share: float
     """The share of `flops` in products with the long side; the others are of small square matrices."""
 
@@ -53,7 +64,7 @@ def newton_schulz_cost(
     method: policy.MethodLike = "auto",
     products: ProductsLike = "auto",
 ) -> Cost:
-    """What `muonfx.polar.orthogonalize` costs for one matrix, by the policy of `muonfx.polar.explain`.
+    """The cost of `muonfx.polar.orthogonalize` for one matrix, by the policy of `muonfx.polar.explain`.
 
     Args:
         shape: (rows, columns), either side the longer one; of no cost where one is zero.
@@ -129,7 +140,7 @@ def _cost(
 
 
 def _flops(chosen: policy.Plan) -> tuple[float, float]:
-    """What `muonfx.polar.iteration` does: two long products a stage, and at most 4 k - 3 small ones for k steps.
+    """Count `muonfx.polar.iteration`: two long products a stage, and at most 4 k - 3 small ones for k steps.
 
     All of it, and the long ones.
     """
@@ -147,3 +158,91 @@ def _computed(how: str, n: int) -> float:
         return 1.0
     side = min(n, block_side(n) if how == "blocks" else _TILE)
     return sum(min(side, n - start) * (n - start) for start in range(0, n, side)) / n**2
+
+
+def within(tx: Transform) -> Iterator[Transform]:
+    """A transform and all that it calls."""
+    yield tx
+    for child in tx.children:
+        yield from within(child)
+
+
+class RunCost:
+    """The cost of a run for a leaf: floating-point operations of Newton-Schulz, and ten an element for the rest.
+
+    Args:
+        run: the transforms.
+        device: the kind of device that computes.
+        compute: what "auto" stands for.
+
+    >>> import muonfx as mfx
+    >>> cost = RunCost((("o", mfx.orthogonalize()),), "cpu", torch.float32)
+    >>> cost("w", (64, 64), torch.float32) > 2 * 64**3 * 15
+    True
+    """
+
+    def __init__(self, run: Run, device: str, compute: torch.dtype) -> None:
+        self._device, self._compute = device, compute
+        called = [tx for _, entry in run for tx in within(entry)]
+        self._each = 10.0 * len(called)
+        # read once: a plan asks for the cost of tens of thousands of matrices
+        given = [tx.arguments for tx in called if tx.factory is orthogonalize]
+        self._products = [
+            (
+                view_as_matrices(own["dims"], own["blocks"], own["block_axis"]),
+                own["dtype"],
+                {key: own[key] for key in ("coefficients", "steps", "method", "products")},
+            )
+            for own in given
+        ]
+
+    def __call__(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> float:
+        """The cost for a leaf of a shape, or for some of the matrices in it; dtype: of the updates."""
+        total = self._each * prod(shape)
+        leaf = torch.empty(tuple(shape), device="meta")
+        for views, asked, settings in self._products:
+            (view,) = views.of([name])
+            if asked == "auto" or isinstance(asked, Decided):
+                asked = torch.float64 if dtype == torch.float64 else self._compute
+            for m in view.split(leaf, name):
+                cost = newton_schulz_cost((m.shape[-2], m.shape[-1]), self._device, held=dtype, dtype=asked, **settings)
+                total += cost.load * prod(m.shape[:-2])
+        return total
+
+
+def runs_of(tx: Transform, params: Mapping[str, Tensor]) -> Iterator[tuple[Run, list[str]]]:
+    """The runs within a transform, and the names of the parameters that each works on.
+
+    Args:
+        tx: the transform.
+        params: tensors of the global shapes, by name; meta will do.
+
+    >>> import muonfx as mfx
+    >>> tx = mfx.muon_with_adamw(0.1, labels={"w": "muon", "b": "adamw"})
+    >>> [(run[0][0], names) for run, names in runs_of(tx, {"w": torch.zeros(2, 2), "b": torch.zeros(2)})]
+    [('orthogonalize', ['w'])]
+    """
+    for node in lower(tx, dict(params)).nodes():
+        if isinstance(node, Stage):
+            yield tuple((member.name, member.node.tx) for member in node.members), list(node.names)
+
+
+def costs_of(specs: Mapping[str, Spec], tx: Transform | None, device: str = "cpu") -> dict[str, float]:
+    """The cost of each parameter in the runs of a transform; without one, that of orthogonalizing its matrices.
+
+    >>> import muonfx as mfx
+    >>> costs_of({"w": Spec((4, 4), torch.float32), "b": Spec((4,), torch.float32)}, None)["b"]
+    0.0
+    """
+    costs = dict.fromkeys(specs, 0.0)
+    if tx is None:
+        run: Run = (("orthogonalize", orthogonalize(dtype=torch.float32)),)
+        runs = [(run, [name for name, spec in specs.items() if len(spec.shape) >= 2])]
+    else:
+        meta = {name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in specs.items()}
+        runs = list(runs_of(tx, meta))
+    for run, names in runs:
+        cost = RunCost(run, device, torch.float32)
+        for name in names:
+            costs[name] += cost(name, specs[name].shape, specs[name].dtype)
+    return costs

@@ -1,28 +1,42 @@
-"""A mesh of ranks on paper, and the matrices of a model laid out on it.
+"""A model on a mesh of ranks, on paper: its parameters, and the layouts that they would have there.
 
 Ranks are numbered with tensor parallelism innermost: `rank = (replica * shard + s) * tp + t`. A replica, `shard * tp`
-neighbouring ranks, holds the model once. There a matrix is cut into `shard * tp` pieces, or, if it is an expert's and
-experts are dealt out over `ep` parts of the replica, into that many fewer. Pieces are taken to be of equal size.
+neighbouring ranks, holds the model once. FSDP cuts a parameter along its first dim, tensor parallelism a matrix along
+its second. An expert, where experts are dealt out over `ep` parts of the replica, is a parameter of its own on the mesh
+of its part.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+from torch.distributed.tensor import Replicate, Shard
 
+from muonfx.core import Transform
+from muonfx.partition import partition
+from muonfx.sharding.cut import Places
+from muonfx.sharding.layout import Layout
+from muonfx.sharding.layouts import Placed, on_mesh, replicated, zero
+from muonfx.sharding.plan.assignment import Plan, plan_for
+from muonfx.sharding.plan.balance import lower_bound
 from muonfx.sharding.plan.cost import Cost, newton_schulz_cost
-from muonfx.sharding.plan.models import Model
+from muonfx.sharding.plan.models import Kind, Model
+from muonfx.transforms.adam import scale_by_adam
+from muonfx.transforms.orthogonalize import orthogonalize
 
-__all__ = ["Matrix", "Mesh", "matrices"]
-
+__all__ = ["Mesh", "Parameter", "Setting"]
 
 MOST_RANKS = 1_000_000
 """More than there are anywhere, and what takes some seconds to count."""
 
 
 class Mesh(NamedTuple):
-    """How many ranks there are along each dim."""
+    """The number of ranks along each dim."""
 
     dp: int = 1
     """Replicas."""
@@ -72,45 +86,134 @@ class Mesh(NamedTuple):
         return ", ".join(f"{name}={size}" for name, size in zip(self._fields, self, strict=True) if size > 1) or "dp=1"
 
 
-class Matrix(NamedTuple):
-    """One matrix that Muon takes."""
+class Parameter(NamedTuple):
+    """One parameter of a model."""
 
-    shape: tuple[int, int]
-    numel: int
-    cost: Cost
-    part: int | None
-    """Which part of a replica holds it, or None: the whole replica."""
+    kind: Kind
+    part: int | None = None
+    """The part of a replica that an expert lies in; None: the whole replica."""
 
-    def pieces(self, mesh: Mesh) -> int:
-        """Into how many pieces it is cut."""
-        return mesh.pieces if self.part is None else mesh.pieces // mesh.ep
-
-    def holders(self, mesh: Mesh) -> range:
-        """The ranks of the first replica that hold a piece of it.
-
-        >>> Matrix((4, 4), 16, newton_schulz_cost((4, 4)), part=1).holders(Mesh(shard=8, ep=2))
-        range(4, 8)
-        """
-        pieces = self.pieces(mesh)
-        first = 0 if self.part is None else self.part * pieces
-        return range(first, first + pieces)
+    @property
+    def numel(self) -> int:
+        """Its elements."""
+        return self.kind.numel
 
 
-def matrices(model: Model, mesh: Mesh, device: str, dtype: torch.dtype) -> list[Matrix]:
-    """Every matrix that Muon takes, layer by layer.
+@dataclass(frozen=True)
+class Setting:
+    """A model, the ranks that train it, and the numbers that a plan of Muon follows from.
 
     >>> from muonfx.sharding.plan.models import model
-    >>> len(matrices(model("gpt2-xl"), Mesh(shard=8), "cuda", torch.bfloat16))
-    192
+    >>> on = Setting(model("gpt2-xl"), Mesh(shard=8))
+    >>> len(on.matrices), on.layout("fsdp2"), on.plan("fsdp2").size
+    (192, <from_dtensors of 339 parameters over 8 ranks>, 8)
     """
-    placed: list[tuple[float, Matrix]] = []
-    for kind in model.matrices:
-        rows, columns = kind.shape
-        cost = newton_schulz_cost((rows, columns), device, dtype=dtype)
-        alike = [
-            Matrix((rows, columns), kind.numel, cost, part if kind.experts and mesh.ep > 1 else None)
-            for part in range(mesh.ep)
-        ]
-        placed += [((i + 0.5) / kind.repeats, alike[i % mesh.ep]) for i in range(kind.repeats)]
-    placed.sort(key=lambda entry: entry[0])  # stable: kinds stay in order within a layer
-    return [matrix for _, matrix in placed]
+
+    model: Model
+    mesh: Mesh
+    device: str = "cuda"
+    dtype: torch.dtype = torch.bfloat16
+    """Of gradients, on the wire and in Newton-Schulz."""
+    state_size: int = 4
+    """Bytes of an element of momentum and of Adam's moments."""
+    bucket: int = 256 * 2**20
+    """Bytes of exchanges under way: matrices and messages of the bucket that is computed, the next, and the last."""
+    _layouts: dict[str, Layout] = field(default_factory=dict, repr=False, compare=False)
+
+    @cached_property
+    def parameters(self) -> Mapping[str, Parameter]:
+        """By name, layer by layer, as the names sort."""
+        placed: list[tuple[float, Parameter]] = []
+        for kind in self.model.kinds:
+            in_parts = kind.experts and self.mesh.ep > 1
+            alike = [Parameter(kind, part if in_parts else None) for part in range(self.mesh.ep)]
+            placed += [((i + 0.5) / kind.repeats, alike[i % self.mesh.ep]) for i in range(kind.repeats)]
+        placed.sort(key=lambda entry: entry[0])  # stable: kinds stay in order within a layer
+        return {f"{place:08d} {own.kind.name}": own for place, (_, own) in enumerate(placed)}
+
+    @cached_property
+    def matrices(self) -> tuple[Parameter, ...]:
+        """Those that Muon takes."""
+        return tuple(own for own in self.parameters.values() if own.kind.muon)
+
+    def cost(self, shape: tuple[int, ...]) -> Cost:
+        """The cost of one matrix."""
+        rows, columns = shape
+        return newton_schulz_cost((rows, columns), self.device, held=self.dtype, dtype=self.dtype)
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Bytes of each matrix as sent."""
+        return [matrix.numel * self.dtype.itemsize for matrix in self.matrices]
+
+    @cached_property
+    def loads(self) -> list[float]:
+        """The load of each matrix."""
+        return [self.cost(matrix.kind.shape).load for matrix in self.matrices]
+
+    @cached_property
+    def least(self) -> float:
+        """The least load of the busiest rank that is possible, with each matrix computed once by any rank."""
+        return lower_bound(self.loads, self.mesh.ranks)
+
+    @cached_property
+    def intermediates(self) -> int:
+        """Scratch of Newton-Schulz itself, one matrix at a time."""
+        return max(self.cost(kind.shape).scratch_bytes for kind in self.model.matrices)
+
+    def state_of(self, kind: Kind) -> int:
+        """Bytes of an element of a parameter: one momentum, or two moments."""
+        return self.state_size * (1 if kind.muon else 2)
+
+    @cached_property
+    def _params(self) -> dict[str, Tensor]:
+        blank = {kind: torch.empty(kind.shape, dtype=self.dtype, device="meta") for kind in self.model.kinds}
+        return {name: blank[own.kind] for name, own in self.parameters.items()}
+
+    @cached_property
+    def _tx(self) -> Transform:
+        labels = {name: "muon" if own.kind.muon else "adam" for name, own in self.parameters.items()}
+        return partition({"muon": orthogonalize(dtype=self.dtype), "adam": scale_by_adam()}, labels)
+
+    def layout(self, kind: str) -> Layout:
+        """The layout "fsdp2" (with replicas, tensor and expert parallelism or not), "zero-whole", "zero-flat" or "ddp".
+
+        ZeRO and DDP have all ranks of the mesh as data ranks.
+        """
+        if kind not in self._layouts:
+            self._layouts[kind] = self._make(kind)
+        return self._layouts[kind]
+
+    def _make(self, kind: str) -> Layout:
+        ranks = self.mesh.ranks
+        if kind == "fsdp2":
+            return self._on_mesh()
+        if kind == "ddp":
+            return replicated(ranks).of(self._params)
+        return zero(self._params, ranks, partition=kind.removeprefix("zero-"), tx=self._tx)
+
+    def _on_mesh(self) -> Layout:
+        mesh, inner = self.mesh, self.mesh.shard // self.mesh.ep
+        at = [(*divmod(rank // mesh.tp, mesh.shard), rank % mesh.tp) for rank in range(mesh.ranks)]
+        places: dict[int | None, Places] = {None: Places((mesh.dp, mesh.shard, mesh.tp), at)}
+        for part in range(mesh.ep) if mesh.ep > 1 else ():
+            own = [(dp, s % inner, tp) if s // inner == part else None for dp, s, tp in at]
+            places[part] = Places((mesh.dp, inner, mesh.tp), own)
+        matrix, vector = (Replicate(), Shard(0), Shard(1)), (Replicate(), Shard(0), Replicate())
+        placed = {
+            name: Placed(own.part, matrix if len(own.kind.shape) > 1 else vector)
+            for name, own in self.parameters.items()
+            if own.kind.shape
+        }
+        return on_mesh(self._params, placed, places)
+
+    def plan(self, layout: str, **settings: Any) -> Plan:
+        """The plan of a step under one of the layouts; settings as `muonfx.sharding.plan_for` takes them."""
+        return plan_for(
+            self._tx,
+            self.layout(layout),
+            device=self.device,
+            compute=self.dtype,
+            bucket_bytes=self.bucket,
+            **settings,
+        )

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,11 +27,11 @@ class Kind(NamedTuple):
     name: str
     shape: tuple[int, ...]
     repeats: int
-    """How many of them the model has."""
+    """The number of them in the model."""
     muon: bool
-    """Whether Muon takes it; else AdamW."""
+    """True if Muon takes it; else AdamW does."""
     experts: bool = False
-    """Whether they are experts, which expert parallelism deals out."""
+    """True for experts, which expert parallelism deals out."""
 
     @property
     def numel(self) -> int:
@@ -43,7 +44,7 @@ class Model(NamedTuple):
 
     name: str
     source: str
-    """Where the shapes are from."""
+    """The source of the shapes."""
     kinds: tuple[Kind, ...]
 
     @property
@@ -53,7 +54,7 @@ class Model(NamedTuple):
 
     @property
     def matrices(self) -> tuple[Kind, ...]:
-        """What Muon takes."""
+        """The kinds that Muon takes."""
         return tuple(kind for kind in self.kinds if kind.muon)
 
 
@@ -67,7 +68,8 @@ def model(name: str) -> Model:
     '8,030,261,248'
     """
     if name in MODELS:
-        return MODELS[name]()
+        source, entries = MODELS[name]
+        return _described(_Config(source, entries), name)
     if name.endswith(".json"):
         return from_config(name)
     raise ValueError(f"model: found {name!r}, expected one of {', '.join(MODELS)}, or the path of a config.json")
@@ -118,42 +120,44 @@ def from_config(path: str | Path) -> Model:
     if not isinstance(given, dict):
         raise ValueError(f"model: {path} is {type(given).__name__}, expected an object with model_type and sizes")
     entries: dict[str, Any] = {str(key): value for key, value in given.items()}  # pyright: ignore[reportUnknownVariableType]
-    kind = entries.get("model_type")
-    if kind not in _ARCHITECTURES:
-        raise ValueError(
-            f"model: {path} has the model_type {kind!r}, expected one of {', '.join(_ARCHITECTURES)}; "
-            "for another, give the shapes of its parameters"
-        )
     name = path.parent.name if path.name == "config.json" and path.parent.name else path.stem
-    return _with_matrices(_ARCHITECTURES[kind](_Config(path, entries), name))
+    return _described(_Config(str(path), entries), name)
 
 
 class _Config:
     """The entries of a config.json, looked at when they are asked for."""
 
-    def __init__(self, path: Path, entries: Mapping[str, Any]) -> None:
-        self.path, self._entries = path, entries
+    def __init__(self, source: str, entries: Mapping[str, Any]) -> None:
+        self.source, self._entries = source, entries
 
     @property
-    def source(self) -> str:
-        return str(self.path)
+    def model_type(self) -> str:
+        found = self._entries.get("model_type")
+        if found not in _ARCHITECTURES:
+            raise ValueError(
+                f"model: {self.source} has the model_type {found!r}, expected one of {', '.join(_ARCHITECTURES)}; "
+                "for another, give the shapes of its parameters"
+            )
+        return found
 
     def size(self, name: str, default: int | None = None, least: int = 1) -> int:
         """An int that is there, or by default."""
         found = self._entries.get(name)
         found = default if found is None else found
         if not isinstance(found, int) or isinstance(found, bool) or not least <= found <= MOST:
-            raise ValueError(f"model: {self.path}: {name} is {found!r}, expected an int from {least} to {MOST:,}")
+            raise ValueError(f"model: {self.source}: {name} is {found!r}, expected an int from {least} to {MOST:,}")
         return found
 
-    def flag(self, name: str, default: bool) -> bool:
-        found = self._entries.get(name, default)
+    def flag(self, name: str) -> bool:
+        """True or false; false where it is not there."""
+        found = self._entries.get(name, False)
         if not isinstance(found, bool):
-            raise ValueError(f"model: {self.path}: {name} is {found!r}, expected true or false")
+            raise ValueError(f"model: {self.source}: {name} is {found!r}, expected true or false")
         return found
 
-    def has(self, name: str) -> bool:
-        return self._entries.get(name) is not None
+
+def _described(config: _Config, name: str) -> Model:
+    return _with_matrices(Model(name, config.source, tuple(_ARCHITECTURES[config.model_type](config))))
 
 
 def _with_matrices(found: Model) -> Model:
@@ -170,239 +174,149 @@ def _other(name: str, *shape: int, repeats: int = 1) -> Kind:
     return Kind(name, shape, repeats, muon=False)
 
 
-def _gpt(name: str, source: str, *, layers: int, width: int, vocabulary: int, context: int) -> Model:
+def _gpt(config: _Config) -> Iterator[Kind]:
     """GPT-2's architecture: fused QKV, an MLP of four times the width, biases, the head tied to the embedding."""
-    kinds = (
-        _linear("attention.qkv", 3 * width, width, layers),
-        _linear("attention.out", width, width, layers),
-        _linear("mlp.up", 4 * width, width, layers),
-        _linear("mlp.down", width, 4 * width, layers),
-        _other("embedding", vocabulary, width),
-        _other("positions", context, width),
-        _other("biases", 9 * width, repeats=layers),
-        _other("norms", 2 * width, repeats=2 * layers + 1),
-    )
-    return Model(name, source, kinds)
+    layers, width = config.size("n_layer"), config.size("n_embd")
+    mlp = config.size("n_inner", 4 * width)
+    if mlp != 4 * width:
+        raise ValueError(f"model: {config.source}: n_inner is {mlp}, expected 4 n_embd = {4 * width}; give the shapes")
+    yield _linear("attention.qkv", 3 * width, width, layers)
+    yield _linear("attention.out", width, width, layers)
+    yield _linear("mlp.up", 4 * width, width, layers)
+    yield _linear("mlp.down", width, 4 * width, layers)
+    yield _other("embedding", config.size("vocab_size"), width)
+    yield _other("positions", config.size("n_positions"), width)
+    yield _other("biases", 9 * width, repeats=layers)
+    yield _other("norms", 2 * width, repeats=2 * layers + 1)
 
 
 def _llama(
-    name: str,
-    source: str,
+    config: _Config,
     *,
-    layers: int,
-    width: int,
-    mlp: int,
-    heads: int,
-    kv_heads: int,
-    head: int | None = None,
-    vocabulary: int = 128256,
-    tied: bool = False,
     biases: bool = False,
     head_norms: bool = False,
-    experts: int = 0,
-) -> Model:
+    experts: str | None = None,
+    mlp: str = "intermediate_size",
+) -> Iterator[Kind]:
     """Llama's architecture: grouped queries, a gated MLP; or as many experts in its place, and a router.
 
     Args:
-        name: of the model.
-        source: of the shapes.
-        layers: blocks.
-        width: of the residual stream.
-        mlp: the inner width, of the MLP or of one expert.
-        heads: of queries.
-        kv_heads: of keys and of values.
-        head: the width of a head; None: `width / heads`.
-        vocabulary: tokens.
-        tied: whether the head is the embedding.
-        biases: whether queries, keys and values have them.
+        config: the sizes.
+        biases: whether queries, keys and values have them in any case.
         head_norms: whether queries and keys are normalized.
-        experts: how many a layer has; 0: an MLP.
+        experts: the entry that says how many a layer has; None: an MLP.
+        mlp: the entry that says the inner width, of the MLP or of one expert.
     """
-    head = width // heads if head is None else head
-    q, kv = head * heads, head * kv_heads
-    attention = (
-        (_linear("attention.q, out", width, width, 2 * layers),)
-        if q == width
-        else (_linear("attention.q", q, width, layers), _linear("attention.out", width, q, layers))
-    )
-    each, experted = layers * (experts or 1), experts > 0
-    kinds = (
-        *attention,
-        _linear("attention.k, v", kv, width, 2 * layers),
-        _linear("experts.gate, up" if experted else "mlp.gate, up", mlp, width, 2 * each, experts=experted),
-        _linear("experts.down" if experted else "mlp.down", width, mlp, each, experts=experted),
-        *((_other("router", experts, width, repeats=layers),) if experted else ()),
-        *((_other("biases of q, k and v", q + 2 * kv, repeats=layers),) if biases else ()),
-        *((_other("norms of q and k", 2 * head, repeats=layers),) if head_norms else ()),
-        _other("embedding" if tied else "embedding, head", vocabulary, width, repeats=1 if tied else 2),
-        _other("norms", width, repeats=2 * layers + 1),
-    )
-    return Model(name, source, kinds)
-
-
-def _gpt_of(config: _Config, name: str) -> Model:
-    width = config.size("n_embd")
-    mlp = config.size("n_inner", 4 * width)
-    if mlp != 4 * width:
-        raise ValueError(f"model: {config.path}: n_inner is {mlp}, expected 4 n_embd = {4 * width}; give the shapes")
-    return _gpt(
-        name,
-        config.source,
-        layers=config.size("n_layer"),
-        width=width,
-        vocabulary=config.size("vocab_size"),
-        context=config.size("n_positions"),
-    )
-
-
-def _llama_of(
-    *, biases: bool = False, head_norms: bool = False, experts: str | None = None, mlp: str = "intermediate_size"
-) -> Callable[[_Config, str], Model]:
-    """Reads Llama's sizes; a model type says which biases, norms and experts there are."""
-
-    def read(config: _Config, name: str) -> Model:
-        heads, width = config.size("num_attention_heads"), config.size("hidden_size")
-        head = config.size("head_dim") if config.has("head_dim") else None
-        if head is None and width % heads:
-            raise ValueError(
-                f"model: {config.path}: hidden_size {width} is no multiple of num_attention_heads {heads}, and there "
-                "is no head_dim"
-            )
-        return _llama(
-            name,
-            config.source,
-            layers=config.size("num_hidden_layers"),
-            width=width,
-            mlp=config.size(mlp),
-            heads=heads,
-            kv_heads=config.size("num_key_value_heads", heads),
-            head=head,
-            vocabulary=config.size("vocab_size"),
-            tied=config.flag("tie_word_embeddings", False),
-            biases=biases or config.flag("attention_bias", False),
-            head_norms=head_norms,
-            experts=config.size(experts) if experts else 0,
+    layers, width = config.size("num_hidden_layers"), config.size("hidden_size")
+    heads = config.size("num_attention_heads")
+    head = config.size("head_dim", 0 if width % heads else width // heads, least=0)
+    if not head:
+        raise ValueError(
+            f"model: {config.source}: hidden_size {width} is no multiple of num_attention_heads {heads}, and there "
+            "is no head_dim"
         )
-
-    return read
-
-
-def _deepseek_v3() -> Model:
-    return _latent(
-        "deepseek-v3",
-        "config.json of deepseek-ai/DeepSeek-V3, without its extra prediction module",
-        layers=61,
-        dense=3,
-        width=7168,
-        mlp=18432,
-        vocabulary=129280,
-        experts=256,
-        expert=2048,
-        shared=1,
-        heads=128,
-        q_rank=1536,
-        kv_rank=512,
-        no_rope=128,
-        rope=64,
-        value=128,
-    )
+    q, kv = head * heads, head * config.size("num_key_value_heads", heads)
+    inner, number = config.size(mlp), config.size(experts) if experts else 0
+    if q == width:
+        yield _linear("attention.q, out", width, width, 2 * layers)
+    else:
+        yield _linear("attention.q", q, width, layers)
+        yield _linear("attention.out", width, q, layers)
+    yield _linear("attention.k, v", kv, width, 2 * layers)
+    name, each = ("experts", layers * number) if number else ("mlp", layers)
+    yield _linear(f"{name}.gate, up", inner, width, 2 * each, experts=number > 0)
+    yield _linear(f"{name}.down", width, inner, each, experts=number > 0)
+    if number:
+        yield _other("router", number, width, repeats=layers)
+    if biases or config.flag("attention_bias"):
+        yield _other("biases of q, k and v", q + 2 * kv, repeats=layers)
+    if head_norms:
+        yield _other("norms of q and k", 2 * head, repeats=layers)
+    tied = config.flag("tie_word_embeddings")
+    yield _other("embedding" if tied else "embedding, head", config.size("vocab_size"), width, repeats=2 - tied)
+    yield _other("norms", width, repeats=2 * layers + 1)
 
 
-def _latent_of(config: _Config, name: str) -> Model:
-    return _latent(
-        name,
-        config.source,
-        layers=config.size("num_hidden_layers"),
-        dense=config.size("first_k_dense_replace", 0, least=0),
-        width=config.size("hidden_size"),
-        mlp=config.size("intermediate_size"),
-        vocabulary=config.size("vocab_size"),
-        experts=config.size("n_routed_experts"),
-        expert=config.size("moe_intermediate_size"),
-        shared=config.size("n_shared_experts", 1),
-        heads=config.size("num_attention_heads"),
-        q_rank=config.size("q_lora_rank"),
-        kv_rank=config.size("kv_lora_rank"),
-        no_rope=config.size("qk_nope_head_dim"),
-        rope=config.size("qk_rope_head_dim"),
-        value=config.size("v_head_dim"),
-    )
-
-
-def _latent(
-    name: str,
-    source: str,
-    *,
-    layers: int,
-    dense: int,
-    width: int,
-    mlp: int,
-    vocabulary: int,
-    experts: int,
-    expert: int,
-    shared: int,
-    heads: int,
-    q_rank: int,
-    kv_rank: int,
-    no_rope: int,
-    rope: int,
-    value: int,
-) -> Model:
-    """DeepSeek V3's: low-rank queries, keys and values; experts and shared ones in all layers but the first `dense`."""
+def _latent(config: _Config) -> Iterator[Kind]:
+    """DeepSeek V3's: low-rank queries, keys and values; experts and shared ones in all layers but some dense ones."""
+    layers, dense = config.size("num_hidden_layers"), config.size("first_k_dense_replace", 0, least=0)
     sparse = layers - dense
     if sparse < 1:
-        raise ValueError(f"model: {source}: {dense} of {layers} layers are dense, expected fewer")
-    kinds = (
-        _linear("attention.q_a", q_rank, width, layers),
-        _linear("attention.q_b", heads * (no_rope + rope), q_rank, layers),
-        _linear("attention.kv_a", kv_rank + rope, width, layers),
-        _linear("attention.kv_b", heads * (no_rope + value), kv_rank, layers),
-        _linear("attention.out", width, heads * value, layers),
-        *((_linear("mlp.gate, up", mlp, width, 2 * dense), _linear("mlp.down", width, mlp, dense)) if dense else ()),
-        _linear("experts.gate, up", expert, width, 2 * sparse * experts, experts=True),
-        _linear("experts.down", width, expert, sparse * experts, experts=True),
-        _linear("shared.gate, up", shared * expert, width, 2 * sparse),
-        _linear("shared.down", width, shared * expert, sparse),
-        _other("router", experts, width, repeats=sparse),
-        _other("router bias", experts, repeats=sparse),
-        _other("embedding, head", vocabulary, width, repeats=2),
-        _other("norms", width, repeats=2 * layers + 1),
-        _other("latent norms", q_rank + kv_rank, repeats=layers),
-    )
-    return Model(name, source, kinds)
+        raise ValueError(f"model: {config.source}: {dense} of {layers} layers are dense, expected fewer")
+    width, heads, mlp = (config.size(n) for n in ("hidden_size", "num_attention_heads", "intermediate_size"))
+    experts, expert = config.size("n_routed_experts"), config.size("moe_intermediate_size")
+    shared = config.size("n_shared_experts", 1) * expert
+    q_rank, kv_rank = config.size("q_lora_rank"), config.size("kv_lora_rank")
+    no_rope, rope, value = (config.size(n) for n in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    yield _linear("attention.q_a", q_rank, width, layers)
+    yield _linear("attention.q_b", heads * (no_rope + rope), q_rank, layers)
+    yield _linear("attention.kv_a", kv_rank + rope, width, layers)
+    yield _linear("attention.kv_b", heads * (no_rope + value), kv_rank, layers)
+    yield _linear("attention.out", width, heads * value, layers)
+    if dense:
+        yield _linear("mlp.gate, up", mlp, width, 2 * dense)
+        yield _linear("mlp.down", width, mlp, dense)
+    yield _linear("experts.gate, up", expert, width, 2 * sparse * experts, experts=True)
+    yield _linear("experts.down", width, expert, sparse * experts, experts=True)
+    yield _linear("shared.gate, up", shared, width, 2 * sparse)
+    yield _linear("shared.down", width, shared, sparse)
+    yield _other("router", experts, width, repeats=sparse)
+    yield _other("router bias", experts, repeats=sparse)
+    yield _other("embedding, head", config.size("vocab_size"), width, repeats=2)
+    yield _other("norms", width, repeats=2 * layers + 1)
+    yield _other("latent norms", q_rank + kv_rank, repeats=layers)
 
 
-_ARCHITECTURES: dict[str, Callable[[_Config, str], Model]] = {
-    "gpt2": _gpt_of,
-    "llama": _llama_of(),
-    "mistral": _llama_of(),
-    "qwen2": _llama_of(biases=True),
-    "qwen3": _llama_of(head_norms=True),
-    "mixtral": _llama_of(experts="num_local_experts"),
-    "qwen3_moe": _llama_of(head_norms=True, experts="num_experts", mlp="moe_intermediate_size"),
-    "deepseek_v3": _latent_of,
+_ARCHITECTURES: dict[str, Callable[[_Config], Iterator[Kind]]] = {
+    "gpt2": _gpt,
+    "llama": _llama,
+    "mistral": _llama,
+    "qwen2": partial(_llama, biases=True),
+    "qwen3": partial(_llama, head_norms=True),
+    "mixtral": partial(_llama, experts="num_local_experts"),
+    "qwen3_moe": partial(_llama, head_norms=True, experts="num_experts", mlp="moe_intermediate_size"),
+    "deepseek_v3": _latent,
 }
-"""By the model_type of a config.json, a function that reads its sizes."""
+"""By the model_type of a config.json, a function that reads its sizes and lists the parameters."""
 
 
-MODELS: dict[str, Callable[[], Model]] = {
-    "gpt2-xl": lambda: _gpt(
-        "gpt2-xl", "config.json of openai-community/gpt2-xl", layers=48, width=1600, vocabulary=50257, context=1024
+def _gpt_sizes(layers: int, width: int, vocabulary: int, context: int) -> dict[str, Any]:
+    sizes = {"n_layer": layers, "n_embd": width, "vocab_size": vocabulary, "n_positions": context}
+    return {"model_type": "gpt2", **sizes}
+
+
+def _llama_3_sizes(layers: int, width: int, mlp: int, heads: int) -> dict[str, Any]:
+    sizes = {"num_hidden_layers": layers, "hidden_size": width, "intermediate_size": mlp, "num_attention_heads": heads}
+    return {"model_type": "llama", **sizes, "num_key_value_heads": 8, "vocab_size": 128256}
+
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2-xl": ("config.json of openai-community/gpt2-xl", _gpt_sizes(48, 1600, 50257, 1024)),
+    "llama-8b": ("config.json of Meta-Llama-3-8B", _llama_3_sizes(32, 4096, 14336, 32)),
+    "llama-70b": ("config.json of Meta-Llama-3-70B", _llama_3_sizes(80, 8192, 28672, 64)),
+    "deepseek-v3": (
+        "config.json of deepseek-ai/DeepSeek-V3, without its extra prediction module",
+        {
+            "model_type": "deepseek_v3",
+            "num_hidden_layers": 61,
+            "first_k_dense_replace": 3,
+            "hidden_size": 7168,
+            "intermediate_size": 18432,
+            "vocab_size": 129280,
+            "n_routed_experts": 256,
+            "moe_intermediate_size": 2048,
+            "n_shared_experts": 1,
+            "num_attention_heads": 128,
+            "q_lora_rank": 1536,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+        },
     ),
-    "llama-8b": lambda: _llama(
-        "llama-8b", "config.json of Meta-Llama-3-8B", layers=32, width=4096, mlp=14336, heads=32, kv_heads=8
-    ),
-    "llama-70b": lambda: _llama(
-        "llama-70b", "config.json of Meta-Llama-3-70B", layers=80, width=8192, mlp=28672, heads=64, kv_heads=8
-    ),
-    "deepseek-v3": _deepseek_v3,
-    "gpt-1t": lambda: _gpt(
-        "gpt-1t",
+    "gpt-1t": (
         "made up: GPT-2's architecture, as large as the largest of arXiv 2104.04473 (Table 1)",
-        layers=128,
-        width=25600,
-        vocabulary=51200,
-        context=2048,
+        _gpt_sizes(128, 25600, 51200, 2048),
     ),
 }
-"""By name, a function that lists the parameters."""
+"""By name, the source of a model's sizes, and the sizes as a config.json has them."""

@@ -8,16 +8,16 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from muonfx.sharding.plan.balance import lower_bound
-from muonfx.sharding.plan.schemes import Scheme, Setting, Tally
+from muonfx.sharding.plan.mesh import Setting
+from muonfx.sharding.plan.tally import Scheme, Tally
 
-__all__ = ["Machine", "Row", "rows", "table"]
+__all__ = ["Cluster", "Row", "rows", "table"]
 
 WIDTH = 96
 """Columns of a report: what a page of the docs shows without scrolling."""
 
 
-class Machine(NamedTuple):
+class Cluster(NamedTuple):
     """The rates and delays that predicted times rest on; `benchmarks/planner.py` measures them."""
 
     flops: tuple[tuple[int, float], ...] = ((1, 400e12),)
@@ -37,7 +37,7 @@ class Machine(NamedTuple):
     def rate(self, side: int) -> float:
         """Operations a second for matrices with this short side.
 
-        >>> Machine(((128, 50e9), (512, 100e9))).rate(256) / 1e9
+        >>> Cluster(((128, 50e9), (512, 100e9))).rate(256) / 1e9
         75.0
         """
         sides, rates = zip(*self.flops, strict=True)
@@ -81,44 +81,48 @@ class Row(NamedTuple):
         return self.compute + self.wire
 
 
-def rows(on: Setting, machine: Machine, schemes: Sequence[Scheme]) -> list[Row]:
-    """The figures of those schemes that fit the mesh.
+def rows(on: Setting, cluster: Cluster, schemes: Sequence[Scheme]) -> list[Row]:
+    """The figures of those schemes that can be done on the mesh.
 
     A group that spans more than a node sends all at the rate between nodes.
     """
-    least = lower_bound(on.loads, on.mesh.ranks)
-    return [_row(scheme, scheme.tally(on), machine, least) for scheme in schemes if scheme.fits(on.mesh)]
+    tallies = [(scheme, scheme.tally(on)) for scheme in schemes]
+    return [_row(scheme, tally, cluster, on.least) for scheme, tally in tallies if tally is not None]
 
 
-def _row(scheme: Scheme, tally: Tally, machine: Machine, least: float) -> Row:
-    ranks, busiest = len(tally.load), max(tally.load)
-    sent = tally.sent
-    wire = sum(max(w.sent) / (machine.intra if w.reach <= machine.node else machine.inter) for w in tally.wires)
-    rates = {side: machine.rate(side) for side in tally.sides}
-    seconds = [machine.overhead * count for count in tally.matrices]
-    for side, loads in tally.sides.items():
-        seconds = [total + load / rates[side] for total, load in zip(seconds, loads, strict=True)]
+def _row(scheme: Scheme, tally: Tally, cluster: Cluster, least: float) -> Row:
+    sent, load, flops = tally.sent, tally.load, tally.flops
+    ranks, busiest = len(load), max(load)
+    near = [wire.sent for wire in tally.wires if wire.block <= cluster.node]
+    far = [wire.sent for wire in tally.wires if wire.block > cluster.node]
+    wire = _busiest(near) / cluster.intra + _busiest(far) / cluster.inter
+    seconds = tally.weighted(lambda side, cost: cost.load / cluster.rate(side) + cluster.overhead)
     return Row(
         scheme=scheme.name,
         layout=scheme.layout,
         ours=scheme.ours,
         sent_max=max(sent),
         sent_mean=sum(sent) / ranks,
-        flops_max=max(tally.flops),
-        flops_mean=sum(tally.flops) / ranks,
-        over_mean=busiest * ranks / sum(tally.load),
+        flops_max=max(flops),
+        flops_mean=sum(flops) / ranks,
+        over_mean=busiest * ranks / sum(load),
         over_least=busiest / least,
         state=max(tally.state),
         scratch=tally.scratch,
         compute=max(seconds),
-        wire=wire + tally.exchanges * machine.latency,
+        wire=wire + tally.exchanges * cluster.latency,
     )
 
 
-def table(on: Setting, machine: Machine, schemes: Sequence[Scheme]) -> str:
+def _busiest(sent: Sequence[Sequence[float]]) -> float:
+    """The most that a rank sends over all of some wires."""
+    return max(map(sum, zip(*sent, strict=True)), default=0.0)
+
+
+def table(on: Setting, cluster: Cluster, schemes: Sequence[Scheme]) -> str:
     """The report: what is planned, a line for each scheme, what the columns mean, and why a balance is what it is."""
-    found = rows(on, machine, schemes)
-    lines = [*_heading(on, machine), "", _line([name for name, _, _ in _COLUMNS], "scheme")]
+    found = rows(on, cluster, schemes)
+    lines = [*_heading(on, cluster), "", _line([name for name, _, _ in _COLUMNS], "scheme")]
     for title, ours in (("muonfx", True), ("other libraries, as their code has it", False)):
         group = [row for row in found if row.ours is ours]
         lines += ["-" * WIDTH, title] if group else []
@@ -136,33 +140,33 @@ def table(on: Setting, machine: Machine, schemes: Sequence[Scheme]) -> str:
     return "\n".join([*lines, "", *_why_uneven(on)])
 
 
-def _heading(on: Setting, machine: Machine) -> list[str]:
+def _heading(on: Setting, cluster: Cluster) -> list[str]:
     numel = sum(matrix.numel for matrix in on.matrices)
     dtype = str(on.dtype).removeprefix("torch.")
     muon = f"{len(on.matrices):,} matrices, {_count(numel)}, go to Muon"
     return [
         f"{on.model.name}: {_count(on.model.numel)} parameters; {muon}",
         f"shapes: {on.model.source}",
-        f"mesh: {on.mesh}: {on.mesh.ranks:,} ranks, nodes of {machine.node}",
+        f"mesh: {on.mesh}: {on.mesh.ranks:,} ranks, nodes of {cluster.node}",
         f"sent and multiplied in {dtype}; state of {on.state_size} bytes an element; "
         f"buckets of {on.bucket // 2**20} MiB",
         *_wrapped(
-            f"a rank: {_rates(machine)} TFLOP/s; sends {machine.intra / 1e9:g} GB/s in its node, "
-            f"{machine.inter / 1e9:g} GB/s beyond{_delays(machine)}"
+            f"a rank: {_rates(cluster)} TFLOP/s; sends {cluster.intra / 1e9:g} GB/s in its node, "
+            f"{cluster.inter / 1e9:g} GB/s beyond{_delays(cluster)}"
         ),
     ]
 
 
-def _rates(machine: Machine) -> str:
-    if len(machine.flops) == 1:
-        return f"{machine.flops[0][1] / 1e12:g}"
-    return ", ".join(f"{rate / 1e12:g} at a side of {side:,}" for side, rate in machine.flops)
+def _rates(cluster: Cluster) -> str:
+    if len(cluster.flops) == 1:
+        return f"{cluster.flops[0][1] / 1e12:g}"
+    return ", ".join(f"{rate / 1e12:g} at a side of {side:,}" for side, rate in cluster.flops)
 
 
-def _delays(machine: Machine) -> str:
-    if not machine.latency and not machine.overhead:
+def _delays(cluster: Cluster) -> str:
+    if not cluster.latency and not cluster.overhead:
         return ""
-    return f"; {machine.latency * 1e6:g} us an exchange, {machine.overhead * 1e6:g} us a matrix"
+    return f"; {cluster.latency * 1e6:g} us an exchange, {cluster.overhead * 1e6:g} us a matrix"
 
 
 def _line(cells: Sequence[str], name: str, layout: str = "layout") -> str:
@@ -170,9 +174,9 @@ def _line(cells: Sequence[str], name: str, layout: str = "layout") -> str:
 
 
 def _why_uneven(on: Setting) -> list[str]:
-    """Where no way to deal out the matrices comes near the mean, the reason."""
+    """The reason why no way to deal out the matrices comes near the mean, where none does."""
     mean, ranks, count = sum(on.loads) / on.mesh.ranks, on.mesh.ranks, len(on.matrices)
-    least = lower_bound(on.loads, ranks)
+    least = on.least
     if least <= 1.05 * mean:
         return _wrapped(f"Dealt out over all ranks, matrices can at best come to {least / mean:.2f} of the mean.")
     because = (

@@ -1,62 +1,35 @@
-"""The planner on paper: its figures against counting every message of a small run, and its output against itself."""
+"""Our plan on paper: its figures by hand and from the executor's own transfers, and its output against itself."""
 
+import dataclasses
 import io
-import itertools
 import json
 import re
-from collections.abc import Callable, Iterable
 from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muonfx.sharding.plan import peers, schemes
 from muonfx.sharding.plan.__main__ import main
-from muonfx.sharding.plan.balance import assign
-from muonfx.sharding.plan.mesh import Mesh, matrices
+from muonfx.sharding.plan.assignment import AT_A_TIME
+from muonfx.sharding.plan.mesh import Mesh, Setting
 from muonfx.sharding.plan.models import MODELS, Kind, Model, from_shapes, model
-from muonfx.sharding.plan.peers import SCHEMES
-from muonfx.sharding.plan.plan import AT_A_TIME
-from muonfx.sharding.plan.report import WIDTH, Machine, rows
-from muonfx.sharding.plan.schemes import Ledger, Setting, Tally, flat_cuts
+from muonfx.sharding.plan.report import WIDTH, Cluster, rows
+from muonfx.sharding.plan.tally import OURS, Tally
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
-BY_NAME = {scheme.name: scheme for scheme in SCHEMES}
+BY_NAME = {scheme.name: scheme for scheme in OURS}
+LAYOUTS = {"owner": "fsdp2", "whole parameters": "zero-whole", "owner, flat cuts": "zero-flat", "split": "ddp"}
 PUBLISHED = {"gpt2-xl": 1.558e9, "llama-8b": 8.03e9, "llama-70b": 70.6e9, "deepseek-v3": 671.0e9, "gpt-1t": 1.008e12}
-
-
-# --------------------------------------------------------------------------------------- a run, message by message
-
-
-class Run:
-    """Ranks that hold named blocks of bytes and send them to each other; what is not held cannot be sent."""
-
-    def __init__(self, ranks: int):
-        self.sent = [0.0] * ranks
-        self.held: list[set[object]] = [set() for _ in range(ranks)]
-
-    def send(self, source: int, target: int, block: object, size: float) -> None:
-        assert block in self.held[source], f"rank {source} does not hold {block}"
-        if source != target:
-            self.sent[source] += size
-            self.held[target].add(block)
-
-    def ring(self, ranks: Iterable[int], first: int, block: object, size: float) -> None:
-        order = list(ranks)
-        at = order.index(first)
-        order = order[at:] + order[:at]
-        for source, target in itertools.pairwise(order):
-            self.send(source, target, block, size)
 
 
 def setting(mesh: Mesh, shapes: list[tuple[int, int]], experts: int = 0) -> Setting:
     kinds = [Kind(f"matrix {i}", shape, 1, muon=True) for i, shape in enumerate(shapes)]
     kinds += [Kind("experts", (16, 48), experts, muon=True, experts=True)] if experts else []
     small = Model("small", "made up", (*kinds, Kind("embedding", (7, 3), 1, muon=False)))
-    return Setting(small, mesh, matrices(small, mesh, "cpu", torch.float32), "cpu", torch.float32)
+    return Setting(small, mesh, "cpu", torch.float32)
 
 
 MESHES = st.builds(
@@ -74,191 +47,146 @@ SETTINGS = st.builds(
 )
 
 
-def owner(on: Setting) -> Run:
-    mesh, run = on.mesh, Run(on.mesh.ranks)
-    holders = [matrix.holders(mesh) for matrix in on.matrices]
-    owners = assign(on.loads, holders, mesh.pieces)
-    for replica in range(mesh.dp):
-        for i, (ranks, own, size) in enumerate(zip(holders, owners, on.sizes, strict=True)):
-            first = replica * mesh.pieces
-            _there_and_back(run, i, [first + rank for rank in ranks], first + own, size)
-    return run
+def tally_of(name: str, on: Setting) -> Tally:
+    found = BY_NAME[name].tally(on)
+    assert found is not None
+    return found
 
 
-def _there_and_back(run: Run, i: int, ranks: list[int], own: int, size: float) -> None:
-    for rank in ranks:
-        run.held[rank].add(("piece", i, rank))
-        run.send(rank, own, ("piece", i, rank), size / len(ranks))
-    assert all(("piece", i, rank) in run.held[own] for rank in ranks)
-    for at, rank in enumerate(ranks):
-        run.held[own].add(("done", i, at))
-        run.send(own, rank, ("done", i, at), size / len(ranks))
+# ------------------------------------------------------------------------------------------------------------- by hand
 
 
-def shared_owner(on: Setting) -> Run:
-    mesh, run = on.mesh, Run(on.mesh.ranks)
-    firsts = [replica * mesh.pieces for replica in range(mesh.dp)]
-    groups = [[first + rank for first in firsts for rank in matrix.holders(mesh)] for matrix in on.matrices]
-    owners = assign(on.loads, groups, mesh.ranks)
-    for i, (matrix, own, size) in enumerate(zip(on.matrices, owners, on.sizes, strict=True)):
-        first, holders = own // mesh.pieces * mesh.pieces, matrix.holders(mesh)
-        _there_and_back(run, i, [first + rank for rank in holders], own, size)
-        for at, rank in enumerate(holders):
-            run.ring([start + rank for start in firsts], first + rank, ("done", i, at), size / len(holders))
-            assert all(("done", i, at) in run.held[start + rank] for start in firsts)
-    return run
+def test_llama_70b_under_fsdp2_by_hand():
+    """Meta-Llama-3-70B over 64 ranks: what they send, compute and keep, from its shapes alone.
+
+    Each of 80 layers has q and out (8192 x 8192), k and v (1024 x 8192), gate and up (28672 x 8192), and down
+    (8192 x 28672). 64 divides all rows, so each rank holds a 64th of each matrix.
+    """
+    ranks, layers = 64, 80
+    square, narrow, wide = 8192 * 8192, 1024 * 8192, 28672 * 8192
+    matrices = layers * (2 * square + 2 * narrow + 3 * wide)
+    assert matrices == 68_451_041_280
+    # Sent: 63 of 64 pieces of a matrix of S bytes (bf16) go to its owner, and as many come back: 2 S (P - 1) / P by all
+    # ranks together, 2 S (P - 1) / P^2 by a rank on average.
+    sent = 2 * (2 * matrices) * (ranks - 1) // ranks
+    assert sent == 269_525_975_040
+    # Kept: momentum of 4 bytes for the matrices, two moments for embedding, head and 161 norms; a 64th of each.
+    others = 2 * 128256 * 8192 + 161 * 8192
+    kept = (4 * matrices + 2 * 4 * others) // ranks
+    assert kept == 4_541_023_232
+    # Computed: t of a symmetric n x n product, in tiles of 128. A square matrix takes five steps, each X X^T, a square
+    # and a product with X. Others take the Gram form: X X^T and a product with X four times, and eight small products.
+    t_square, t_narrow = (1 + 128 / 8192) / 2, (1 + 128 / 1024) / 2
+    flops_square = 2 * 5 * ((1 + t_square) * 8192**3 + t_square * 8192**3)
+    flops_narrow = 2 * (4 * (1 + t_narrow) * 1024 * narrow + 8 * t_narrow * 1024**3)
+    flops_wide = 2 * (4 * (1 + t_square) * 8192 * wide + 8 * t_square * 8192**3)
+    flops = layers * (2 * flops_square + 2 * flops_narrow + 3 * flops_wide)
+    # Scratch: an MLP matrix of 470 MB is larger than a sixth of 256 MiB, so each is a bucket of its own.
+    under_way = 6 * 2 * wide
+
+    on = Setting(model("llama-70b"), Mesh(shard=ranks))
+    (run,) = on.plan("fsdp2").runs
+    assert len(run.shares) == 560
+    assert {share.route for share in run.shares} == {"owner"}
+    assert sum(run.sent) == sent
+    assert sum(on.layout("fsdp2").piece(name, 5).numel for name in on.parameters) == (matrices + others) // ranks
+    # A rank sends its pieces of what others own, and of what it owns all other pieces: by hand for each of them.
+    own = [sum(2 * share.numel for share in run.shares if share.owner == rank) for rank in range(ranks)]
+    assert run.sent == [(2 * matrices - mine) // ranks + mine * (ranks - 1) // ranks for mine in own]
+
+    counted = tally_of("owner", on)
+    assert sum(counted.sent) == sent
+    assert sum(counted.flops) == pytest.approx(flops, rel=1e-12)
+    assert counted.state == [kept] * ranks
+    assert counted.scratch == on.intermediates + under_way
+    assert sum(map(sum, counted.work.values())) == 560
+
+    arguments = ("--model", "llama-70b", "--mesh", "shard=64", "--layout", "fsdp2")
+    row = json.loads(printed(*arguments, "--json"))["schemes"][0]
+    assert (row["sent_mean"], row["sent_max"]) == (sent / ranks, max(run.sent))
+    assert row["flops_mean"] == pytest.approx(flops / ranks, rel=1e-12)
+    assert (row["state"], row["scratch"]) == (kept, on.intermediates + under_way)
+    line = next(line for line in printed(*arguments).splitlines() if line.startswith("  owner  "))
+    assert line.split("fsdp2")[1].split("  ")[-1]
+    assert f"{kept / 1e9:.2f} GB" in line
+    assert f"{max(run.sent) / 1e9:.2f} GB" in line
 
 
-def split(on: Setting) -> Run:
-    run = Run(on.mesh.ranks)
-    for i, (own, size) in enumerate(zip(assign(on.loads, None, on.mesh.ranks), on.sizes, strict=True)):
-        run.held[own].add(i)
-        run.ring(range(on.mesh.ranks), own, i, size)
-    assert all(len(held) == len(on.matrices) for held in run.held)
-    return run
+# ---------------------------------------------------------------------------------------- from what is really assigned
 
 
-def flat(on: Setting) -> Run:
-    run = Run(on.mesh.ranks)
-    numels = [matrix.numel for matrix in on.matrices]
-    each = -(-sum(numels) // on.mesh.ranks)
-    at = 0
-    held: list[dict[int, int]] = []
-    for numel in numels:  # element by element
-        mine: dict[int, int] = {}
-        for element in range(at, at + numel):
-            mine[element // each] = mine.get(element // each, 0) + 1
-        held.append(mine)
-        at += numel
-    assert flat_cuts(numels, on.mesh.ranks) == held
-    for i, (mine, own) in enumerate(zip(held, assign(on.loads, [tuple(m) for m in held], len(run.sent)), strict=True)):
-        for rank, count in mine.items():
-            run.held[rank].add((i, rank))
-            run.send(rank, own, (i, rank), count * 4)
-            run.held[own].add((i, rank, "done"))
-            run.send(own, rank, (i, rank, "done"), count * 4)
-    return run
+def transferred(on: Setting, layout: str, **chosen: object) -> list[int]:
+    """Bytes by rank, from each rank's own transfers of each share, as the executor carries them out."""
+    (run,) = on.plan(layout, **chosen).runs
+    sent = [0] * run.size
+    for share in run.shares:
+        for rank in range(run.size) if share.owner is not None else ():
+            moves = share.moves(rank)
+            if moves.sends and rank != share.owner:
+                sent[rank] += moves.numel * on.dtype.itemsize
+            for leg, _ in moves.legs:
+                sent[rank] += leg.numel * on.dtype.itemsize * sum(other != rank for other in leg.ranks)
+    return sent
 
 
-def gram(on: Setting) -> Run:
-    """A ring all_reduce passes a P-th of n (n + 1) / 2 numbers on P - 1 times to be added to, and as often the sums."""
-    mesh, run = on.mesh, Run(on.mesh.ranks)
-    for matrix in on.matrices:
-        n, ranks = min(matrix.shape), matrix.pieces(mesh)
-        stages = 3  # five steps: two, one, two
-        for replica in range(mesh.dp):
-            for rank in matrix.holders(mesh):
-                for _ in range(stages * 2 * (ranks - 1)):
-                    run.sent[replica * mesh.pieces + rank] += n * (n + 1) / 2 * 4 / ranks
-    return run
-
-
-def everywhere(on: Setting) -> Run:
-    """Rings of all_gather; then the first rank's result along replicas, sharding and tensor parallel dims."""
-    mesh, run = on.mesh, Run(on.mesh.ranks)
-    for i, (matrix, size) in enumerate(zip(on.matrices, on.sizes, strict=True)):
-        holders = matrix.holders(mesh)
-        piece = size / len(holders)
-        for replica in range(mesh.dp):
-            ranks = [replica * mesh.pieces + rank for rank in holders]
-            for rank in ranks:
-                run.held[rank].add((i, rank))
-            # each rank gives its piece to its neighbour, and so on
-            for rank in ranks:
-                run.ring(ranks, rank, (i, rank), piece)
-            assert all((i, rank) in run.held[other] for rank in ranks for other in ranks)
-        for rank in holders:  # broadcast along replicas
-            run.held[rank].add((i, "done", rank))
-            run.ring(range(rank, mesh.ranks, mesh.pieces), rank, (i, "done", rank), size)
-        rows = len(holders) // mesh.tp
-        for replica in range(mesh.dp):
-            grid = [[replica * mesh.pieces + holders[s * mesh.tp + t] for t in range(mesh.tp)] for s in range(rows)]
-            for t in range(mesh.tp):  # scatter along the sharding dim
-                run.sent[grid[0][t]] += (rows - 1) * size / rows
-            for s in range(rows):  # and along the tensor parallel one
-                run.sent[grid[s][0]] += (mesh.tp - 1) * piece
-    return run
-
-
-RUNS: dict[str, Callable[[Setting], Run]] = {
-    "owner": owner,
-    "shared owner": shared_owner,
-    "split": split,
-    "owner, flat cuts": flat,
-    "Gram all-reduce": gram,
-    "LLaMA-Factory v1": everywhere,
-}
-
-
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", LAYOUTS)
+@settings(max_examples=30)
 @given(on=SETTINGS)
-def test_bytes_are_those_of_every_message(name: str, on: Setting):
-    scheme = BY_NAME[name]
-    if scheme.fits(on.mesh):
-        assert scheme.tally(on).sent == pytest.approx(RUNS[name](on).sent, abs=1e-6)
+def test_bytes_are_those_of_every_transfer(name: str, on: Setting):
+    chosen = {"replicas": "split"} if name == "split" else {}
+    assert tally_of(name, on).sent == transferred(on, LAYOUTS[name], **chosen)
 
 
+@settings(max_examples=30)
 @given(SETTINGS)
-def test_the_owner_route_sends_what_its_formula_says(on: Setting):
-    want = sum(
-        2 * size * (p - 1) / p * on.mesh.dp
-        for matrix, size in zip(on.matrices, on.sizes, strict=True)
-        for p in [matrix.pieces(on.mesh)]
-    )
-    assert sum(BY_NAME["owner"].tally(on).sent) == pytest.approx(want)
+def test_each_matrix_is_computed_as_often_as_the_route_says(on: Setting):
+    flops = sum(on.cost(matrix.kind.shape).flops for matrix in on.matrices)
+    for name, copies in {**dict.fromkeys(LAYOUTS, 1), "everyone": on.mesh.ranks}.items():
+        counted = tally_of(name, on)
+        assert sum(counted.flops) == pytest.approx(copies * flops)
+        assert sum(counted.load) == pytest.approx(copies * sum(on.loads))
 
 
-def _copies(on: Setting) -> dict[str, int]:
-    once = dict.fromkeys(("shared owner", "whole parameters", "owner, flat cuts", "split", "DeepSpeed ZeRO-3"), 1)
-    return {**once, "owner": on.mesh.dp, "everyone": on.mesh.ranks}
-
-
-@given(SETTINGS)
-def test_each_matrix_is_computed_as_often_as_the_scheme_says(on: Setting):
-    for name, copies in _copies(on).items():
-        if BY_NAME[name].fits(on.mesh):
-            tally = BY_NAME[name].tally(on)
-            assert sum(tally.flops) == pytest.approx(copies * sum(matrix.cost.flops for matrix in on.matrices))
-            assert sum(tally.load) == pytest.approx(copies * sum(on.loads))
-
-
+@settings(max_examples=30)
 @given(SETTINGS)
 def test_state_is_held_once_in_a_replica_or_once_a_rank(on: Setting):
     all_state = 4 * sum(matrix.numel for matrix in on.matrices) + 2 * 4 * 21
     copies = {"owner": on.mesh.dp, "whole parameters": 1, "owner, flat cuts": 1, "split": on.mesh.ranks}
     for name, often in copies.items():
-        assert sum(BY_NAME[name].tally(on).state) == pytest.approx(often * all_state)
+        assert sum(tally_of(name, on).state) == often * all_state
 
 
-def one(name: str, mesh: Mesh, shapes: list[tuple[int, int]]) -> Tally:
-    return BY_NAME[name].tally(setting(mesh, shapes))
+@settings(max_examples=30)
+@given(SETTINGS, st.integers(1, 2**22))
+def test_exchanges_take_a_bucket_or_what_there_is(on: Setting, bucket: int):
+    """All that is under way at a time is bounded by the bucket, and by what there is; one large matrix goes alone."""
+    on = dataclasses.replace(on, bucket=bucket, _layouts={})
+    scratch = tally_of("owner", on).scratch - on.intermediates
+    assert scratch <= AT_A_TIME * sum(on.sizes)
+    assert scratch <= max(bucket, AT_A_TIME * max(on.sizes))
 
 
-def test_deepspeed_zero_3_pads_rounds():
-    """Matrices of 64, 256 and 64 elements on two ranks: a round is padded to 256, the next has a dummy of 64."""
-    tally = one("DeepSpeed ZeRO-3", Mesh(shard=2), [(8, 8), (8, 32), (8, 8)])
-    assert tally.sent == [4 * (2 * (32 + 128 + 32) + 2 * (256 + 64))] * 2
-    small, large, _ = setting(Mesh(), [(8, 8), (8, 32), (8, 8)]).loads
-    assert tally.load == [2 * small, large]
+def test_an_expert_lies_on_the_mesh_of_its_part():
+    on = setting(Mesh(dp=2, shard=4, ep=2), [(16, 48)], experts=4)
+    layout = on.layout("fsdp2")
+    held = [layout.pieces[name].taking_part for name, own in on.parameters.items() if own.kind.experts]
+    assert held == [(0, 1, 4, 5), (2, 3, 6, 7)] * 2
+    owners = [share.owner for share in on.plan("fsdp2").runs[0].shares if "experts" in share.name]
+    assert all(owner in ranks for owner, ranks in zip(owners, held, strict=True))
 
 
-def test_deepspeed_zero_1_computes_what_crosses_a_cut_twice():
-    tally = one("DeepSpeed ZeRO-1/2", Mesh(shard=2), [(8, 8)] * 3)
-    assert tally.load[0] == tally.load[1]
-    assert sum(tally.load) == pytest.approx(4 / 3 * sum(setting(Mesh(shard=2), [(8, 8)] * 3).loads))
-    assert sum(tally.state) == 4 * 4 * 64 + 2 * 4 * 21
-
-
-def test_dions_batches_are_filled_up():
-    """Three matrices on two ranks are two batches of two: a rank sends half a matrix, there and back, in each."""
-    tally = one("Dion's Muon", Mesh(shard=2), [(8, 8)])
-    alike = one("Dion's Muon", Mesh(shard=2), [(8, 8)] * 3)
-    assert alike.sent == [2 * (2 * 64 * 4 / 2)] * 2
-    assert alike.load == [2 * load for load in tally.load]
+def test_the_gram_route_is_a_row_where_it_sends_less():
+    tall = setting(Mesh(shard=2), [(1024, 16)])
+    counted = BY_NAME["owner or Gram"].tally(tall)
+    assert counted is not None
+    # three stages (five steps: two, one, two) of a triangle of 16 * 17 / 2 floats, from each rank to the other and back
+    assert counted.sent == [3 * 2 * 136 * 4 / 2] * 2
+    assert counted.exchanges == 1 + 2 + 3  # agreement; largest elements and norms; stages
+    assert BY_NAME["owner or Gram"].tally(setting(Mesh(shard=2), [(16, 16)])) is None
 
 
 def test_whole_parameters_send_nothing():
-    assert one("whole parameters", Mesh(dp=2, shard=2), [(8, 8)] * 3).sent == [0.0] * 4
+    assert tally_of("whole parameters", setting(Mesh(dp=2, shard=2), [(8, 8)] * 3)).sent == [0.0] * 4
 
 
 # ------------------------------------------------------------------------------------------------- models and meshes
@@ -413,36 +341,6 @@ def test_an_absurd_mesh_or_bucket_is_refused(capsys: pytest.CaptureFixture[str])
         assert "expected" in capsys.readouterr().err
 
 
-@given(SETTINGS, st.integers(1, 2**22))
-def test_exchanges_take_a_bucket_or_what_there_is(on: Setting, bucket: int):
-    """All that is under way at a time is bounded by the bucket, by what there is, and by nothing less than a matrix."""
-    on = on._replace(bucket=bucket)
-    scratch = on.exchanged - on.intermediates
-    assert scratch <= AT_A_TIME * sum(on.sizes)
-    assert scratch <= max(bucket, AT_A_TIME * max(on.sizes))
-    assert scratch >= min(bucket - AT_A_TIME, AT_A_TIME * max(on.sizes))
-
-
-def test_entries_for_many_ranks_make_no_ledger_each():
-    """A ledger has a place for every rank: with one an entry, 100,000 ranks would take minutes."""
-    made = []
-
-    class Counting(Ledger):
-        def __init__(self, ranks: int) -> None:
-            made.append(ranks)
-            super().__init__(ranks)
-
-    mesh = Mesh(shard=1000)
-    small = setting(mesh, [(16, 48)] * 3 + [(32, 64)] * 3)
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (schemes, peers):
-            patch.setattr(module, "Ledger", Counting)
-        for scheme in SCHEMES:
-            if scheme.fits(mesh):
-                scheme.tally(small)
-    assert len(made) <= 10 * len(SCHEMES)
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -471,24 +369,24 @@ POINTS = st.lists(st.tuples(st.integers(1, 4096), st.floats(1.0, 1e15)), min_siz
 
 @given(POINTS.map(sorted), st.integers(1, 8192))
 def test_a_rate_lies_between_its_neighbours_and_is_theirs_at_the_points(points: list[tuple[int, float]], side: int):
-    machine = Machine(tuple(points))
-    assert all(machine.rate(at) == pytest.approx(rate) for at, rate in points)
+    cluster = Cluster(tuple(points))
+    assert all(cluster.rate(at) == pytest.approx(rate) for at, rate in points)
     below = [rate for at, rate in points if at <= side][-1:] or [points[0][1]]
     above = [rate for at, rate in points if at >= side][:1] or [points[-1][1]]
     low, high = sorted([*below, *above])
-    assert low * (1 - 1e-9) <= machine.rate(side) <= high * (1 + 1e-9)
+    assert low * (1 - 1e-9) <= cluster.rate(side) <= high * (1 + 1e-9)
 
 
+@settings(max_examples=30)
 @given(SETTINGS, st.floats(0, 1), st.floats(0, 1))
 def test_every_exchange_and_every_matrix_takes_its_time(on: Setting, latency: float, overhead: float):
-    """Ours by hand: what a bucket takes there and back, the agreement before a step, and the matrices of a rank."""
-    plain, slow = (rows(on, Machine(latency=x, overhead=y), SCHEMES) for x, y in ((0, 0), (latency, overhead)))
+    """By hand: a bucket goes there and back, or out to all; all ranks agree before a step."""
+    plain, slow = (rows(on, Cluster(latency=x, overhead=y), OURS) for x, y in ((0, 0), (latency, overhead)))
     exchanges = {"owner": 3, "split": 2, "whole parameters": 1, "everyone": 1}
     for before, after in zip(plain, slow, strict=True):
-        tally = BY_NAME[after.scheme].tally(on)
-        assert sum(map(sum, tally.sides.values())) == pytest.approx(sum(tally.load))
-        assert after.wire == pytest.approx(before.wire + latency * exchanges.get(after.scheme, tally.exchanges))
-        assert after.compute <= before.compute + overhead * max(tally.matrices) + 1e-9
+        counted = tally_of(after.scheme, on)
+        assert after.wire == pytest.approx(before.wire + latency * exchanges.get(after.scheme, counted.exchanges))
+        assert after.compute <= before.compute + overhead * max(counted.weighted(lambda side, cost: 1)) + 1e-9
         if after.scheme == "everyone":
             assert after.compute == pytest.approx(before.compute + overhead * len(on.matrices))
 
@@ -513,8 +411,13 @@ def printed(*arguments: str) -> str:
     return out.getvalue()
 
 
-@pytest.mark.parametrize("mesh", ["dp=64,shard=8,tp=8", "dp=2,shard=64,ep=64", "dp=8", "shard=512", "dp=1"])
-@pytest.mark.parametrize("name", MODELS)
+SMALL = [name for name in MODELS if name != "deepseek-v3"]  # whose 45,000 matrices take a while on every mesh
+PAGES = [
+    (name, mesh) for name in SMALL for mesh in ("dp=64,shard=8,tp=8", "dp=2,shard=64", "dp=8", "shard=512", "dp=1")
+]
+
+
+@pytest.mark.parametrize(("name", "mesh"), [*PAGES, ("deepseek-v3", "dp=2,shard=64,ep=64")])
 def test_a_table_fits_a_page(name: str, mesh: str):
     lines = printed("--model", name, "--mesh", mesh).splitlines()
     assert max(map(len, lines)) <= WIDTH
@@ -529,15 +432,16 @@ def test_json_has_the_figures_of_the_table():
     found = json.loads(printed(*arguments, "--json"))
     owner = next(scheme for scheme in found["schemes"] if scheme["scheme"] == "owner")
     matrices_bytes = 2 * (8_030_261_248 - 2 * 128256 * 4096 - 65 * 4096)
-    assert owner["sent_mean"] == pytest.approx(2 * matrices_bytes * 7 / 64)
+    # 7 of 8 pieces come to the owner; the result goes to 16 ranks, but for the owner's own piece
+    assert owner["sent_mean"] == pytest.approx(matrices_bytes * (7 / 8 + 2 - 1 / 8) / 16)
     assert owner["step"] == pytest.approx(owner["compute"] + owner["wire"])
     assert f"{owner['sent_max'] / 1e9:.2f} GB" in printed(*arguments)
 
 
 def test_a_layout_picks_its_schemes():
-    rows = json.loads(printed("--model", "gpt2-xl", "--mesh", "dp=2,shard=2", "--layout", "hsdp", "--json"))["schemes"]
-    assert {row["layout"] for row in rows} == {"fsdp2"}
-    assert "Not on this mesh: owner, shared owner" in printed("--model", "gpt2-xl", "--mesh", "dp=8")
+    found = json.loads(printed("--model", "gpt2-xl", "--mesh", "dp=2,shard=2", "--layout", "hsdp", "--json"))
+    assert {row["layout"] for row in found["schemes"]} == {"fsdp2"}
+    assert "Not on this mesh: owner, owner or Gram" in printed("--model", "gpt2-xl", "--mesh", "dp=8")
 
 
 def test_groups_within_a_node_are_faster():

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 import muonfx as mfx
 from muonfx import sharding
+from muonfx.sharding.plan.assignment import Machine, RunPlan
 from muonfx.sharding.plan.balance import lower_bound
-from muonfx.sharding.plan.plan import Machine, RunPlan
 from muonfx.sharding.plan.shares import Share
 
 EXPERTS = ((-2,), (-1,))

@@ -1,4 +1,4 @@
-"""The plan of a run: which rank computes which matrices, by which route, in which order.
+"""The plan of a run and of a chain: which rank computes which matrices, by which route, in which order.
 
 Four words. A *run* is what needs whole matrices: neighbouring transforms of a chain. A *share* is some whole matrices
 of one parameter that one rank, its *owner*, computes: the parameter itself, or a range of a stack. A *leg* is what of
@@ -9,26 +9,29 @@ A plan follows from the layout, the chain and shapes alone, so that all ranks ma
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from muonfx.core import Transform
+from muonfx.polar import compute_dtype
+from muonfx.recorded import bare
 from muonfx.sharding.gram import gram_bytes, gram_plan, is_for_gram, wide_of
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.balance import assign
-from muonfx.sharding.plan.costs import Run, cost_of
-from muonfx.sharding.plan.parts import Part, matrices_of, on_stacks, parts_of
-from muonfx.sharding.plan.shares import Share
-from muonfx.tree import Spec
+from muonfx.sharding.plan.cost import Run, RunCost, runs_of
+from muonfx.sharding.plan.shares import Part, Share, matrices_of, nearest, on_stacks, parts_of
+from muonfx.tree import PyTree, Spec
 
-__all__ = ["AT_A_TIME", "Machine", "RunPlan", "Settings", "plan_run"]
+__all__ = ["AT_A_TIME", "Machine", "Plan", "RunPlan", "Settings", "plan_for", "plan_run"]
 
 
 class Machine(NamedTuple):
-    """What a rank can do, as far as routes depend on it."""
+    """The rates and delays of a rank that routes are chosen by."""
 
     flops: float
     """Floating-point operations a second in matrix products."""
@@ -63,26 +66,26 @@ class Machine(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """What a caller may choose."""
+    """The choices of a caller."""
 
     replicas: str = "auto"
-    """What is done with matrices that several ranks hold whole: "split", "everyone" or "auto"."""
+    """For matrices that several ranks hold whole: "split", "everyone" or "auto"."""
     bucket_bytes: int = 1 << 28
     """About how many bytes an exchange takes at a time: matrices and messages together, of the bucket that is computed,
     of the next, and of the one before; a single larger matrix goes through alone."""
     exchange_dtype: torch.dtype | None = None
     """In which dtype matrices travel; None: in that to which their transform rounds them anyway."""
     machine: Machine | None = None
-    """What routes are chosen by; None: a guess by the kind of device."""
+    """The rates that routes are chosen by; None: a guess by the kind of device."""
     gram: bool = False
-    """Whether matrices may be orthogonalized where their pieces are, by sums of Gram matrices."""
+    """True if matrices may be orthogonalized where their pieces are, by sums of Gram matrices."""
     verify_every: int | None = None
     """After how many steps the copies that ranks hold are compared again; None: at the first step only."""
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Who computes what of one run, and when."""
+    """The owners of one run's matrices, their routes, and the buckets in which they travel."""
 
     run: Run = field(repr=False)
     """The transforms, for the stacks as stacks."""
@@ -97,17 +100,17 @@ class RunPlan:
     specs: dict[str, Spec] = field(repr=False)
     device: torch.device
     compute: torch.dtype
-    """What a dtype of "auto" stands for."""
+    """The dtype that "auto" stands for."""
     exchange_dtype: torch.dtype | None
     _travels: dict[torch.dtype, tuple[torch.dtype, torch.dtype]] = field(default_factory=dict, repr=False)
 
     @property
     def flops(self) -> list[float]:
-        """What each rank computes."""
-        loads = [0.0] * self.size
+        """Floating-point operations of each rank."""
+        loads = [sum(share.cost for share in self.shares if share.owner is None)] * self.size
         for share in self.shares:
-            for rank in range(self.size) if share.owner is None else (share.owner,):
-                loads[rank] += share.cost
+            if share.owner is not None:
+                loads[share.owner] += share.cost
         for share in self.spread:
             for leg in share.legs:
                 loads[leg.ranks[0]] += share.cost * leg.numel / share.numel
@@ -116,26 +119,60 @@ class RunPlan:
     @property
     def sent(self) -> list[int]:
         """The bytes that each rank sends, there and back."""
-        total = [0] * self.size
+        return [sum(of_rank) for of_rank in zip(*self.sent_by_block().values(), strict=True)] or [0] * self.size
+
+    def sent_by_block(self) -> dict[int, list[int]]:
+        """`sent`, by the block of ranks that a parameter's pieces lie in: 1, 2, 4, ... ranks that begin at a multiple.
+
+        A block of no more ranks than a node has does not cross nodes, if these have a power of two.
+        """
+        found: dict[int, list[int]] = {}
+        # Thousands of experts lie in few ways: what follows from the pieces is summed once for all that lie alike.
+        groups: dict[tuple[str, int, int, torch.dtype, bool], list[Share]] = {}
         for share in self.shares + self.spread:
-            for rank, nbytes in enumerate(self.bytes_of(share)):
-                total[rank] += nbytes
-        return total
+            key = (share.cut.digest, share.start, share.stop, self.specs[share.name].dtype, share.route == "gram")
+            groups.setdefault(key, []).append(share)
+        for shares in groups.values():
+            ranks = shares[0].cut.taking_part or (0,)
+            block = min(1 << (ranks[0] ^ ranks[-1]).bit_length(), self.size)
+            self._add_sent(found.setdefault(block, [0] * self.size), shares)
+        return found
 
     def bytes_of(self, share: Share) -> list[int]:
         """The bytes that each rank sends for a share."""
-        if share.route == "gram":
-            dtype = self.specs[share.name].dtype
-            stages = len(gram_plan(self.run, share.whole, dtype, self.device, self.compute).stages)
-            return [round(gram_bytes(min(share.whole), stages, self.size, wide_of(dtype)))] * self.size
-        there, back = self.travels(self.specs[share.name].dtype)
         sent = [0] * self.size
-        if share.owner is not None:
-            for leg in share.legs:
-                if leg.sender != share.owner:
-                    sent[leg.sender] += leg.numel * there.itemsize
-                sent[share.owner] += leg.numel * back.itemsize * sum(1 for rank in leg.ranks if rank != share.owner)
+        self._add_sent(sent, [share])
         return sent
+
+    def _add_sent(self, sent: list[int], shares: Sequence[Share]) -> None:
+        """Add the bytes that each rank sends for shares of one range of equally cut parameters of one dtype."""
+        one = shares[0]
+        if one.route == "gram":
+            wide = wide_of(self.specs[one.name].dtype)
+            nbytes = round(gram_bytes(min(one.whole), self.stages_of(one), self.size, wide))
+            sent[:] = [before + nbytes * len(shares) for before in sent]
+            return
+        there, back = (dtype.itemsize for dtype in self.travels(self.specs[one.name].dtype))
+        owners = Counter(share.owner for share in shares if share.owner is not None)
+        if not owners:
+            return
+        results = 0
+        for leg in one.legs:
+            results += leg.numel * len(leg.ranks)
+            if len(leg.ranks) == 1:
+                sent[leg.ranks[0]] += leg.numel * there * owners.total()
+            else:
+                for owner, times in owners.items():
+                    sent[nearest(leg.ranks, owner)] += leg.numel * there * times
+        for owner, times in owners.items():
+            leg = one.leg_of(owner)
+            own = 0 if leg is None else leg.numel
+            sent[owner] += times * ((results - own) * back - own * there)  # an owner sends itself nothing
+
+    def stages_of(self, share: Share) -> int:
+        """The sums of Gram matrices that a share takes by the Gram route."""
+        dtype = self.specs[share.name].dtype
+        return len(gram_plan(self.run, share.whole, dtype, self.device, self.compute).stages)
 
     def travels(self, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
         """In which dtypes updates of a dtype go to the owner and come back: no value changes, unless asked for."""
@@ -152,7 +189,7 @@ class RunPlan:
 
 
 AT_A_TIME = 6
-"""How many times the bytes of a bucket's matrices are there at a time: the matrices; what was sent and came, of the
+"""The bytes that are there at a time, over those of a bucket's matrices: the matrices; what was sent and came, of the
 next bucket and of the results of the one before; and a result beside its matrix."""
 
 
@@ -173,18 +210,15 @@ def plan_run(
     machine = settings.machine or Machine.of(device.type, compute)
     matrices = matrices_of(run, {name: spec.shape for name, spec in specs.items()})
     run = on_stacks(run, {name: specs[name].shape for name in matrices})
+    cost = RunCost(run, device.type, compute)
     spread = [
         share
         for name in (names if settings.gram and is_for_gram(run) else ())
-        if (share := _spread(run, name, layout, device, compute)) is not None
+        if (share := _spread(run, name, layout, device, compute, cost)) is not None
     ]
     rest = [name for name in names if name not in {share.name for share in spread}]
     parts = [part for name in rest for part in parts_of(matrices.get(name), name, layout)]
-
-    def cost(part: Part) -> float:
-        return cost_of(run, part.name, part.shape, specs[part.name].dtype, device.type, compute)
-
-    costs = [cost(part) for part in parts]
+    costs = [cost(part.name, part.shape, specs[part.name].dtype) for part in parts]
     nbytes = [part.numel * specs[part.name].dtype.itemsize for part in parts]
     owners = _owners(parts, costs, nbytes, layout, machine, settings)
     shares = tuple(_share(part, owners[i], costs[i], layout) for i, part in enumerate(parts))
@@ -195,7 +229,9 @@ def plan_run(
     )
 
 
-def _spread(run: Run, name: str, layout: Layout, device: torch.device, compute: torch.dtype) -> Share | None:
+def _spread(
+    run: Run, name: str, layout: Layout, device: torch.device, compute: torch.dtype, cost: RunCost
+) -> Share | None:
     """The share of a matrix for the Gram route, where that sends less; None where it does not, or cannot be.
 
     It can be where the long side alone is cut, and each piece is held once.
@@ -215,12 +251,22 @@ def _spread(run: Run, name: str, layout: Layout, device: torch.device, compute: 
     by_gram = gram_bytes(spec.shape[short], len(chosen.stages), ranks, wide_of(spec.dtype))
     if by_gram >= by_owner:
         return None
-    cost = cost_of(run, name, spec.shape, spec.dtype, device.type, compute)
     reason = (
         f"its long side, {long}, is cut: {len(chosen.stages)} sums of Gram matrices take {by_gram / by_owner:.0%} of "
         "the bytes of the way to an owner and back"
     )
-    return Share(name, 0, prod(spec.shape), spec.shape, spec.shape, None, "gram", cost, layout.pieces[name], reason)
+    return Share(
+        name,
+        0,
+        prod(spec.shape),
+        spec.shape,
+        spec.shape,
+        None,
+        "gram",
+        cost(name, spec.shape, spec.dtype),
+        layout.pieces[name],
+        reason,
+    )
 
 
 def _owners(
@@ -281,8 +327,7 @@ def _seconds(
 
 
 def _assigned(parts: Sequence[Part], costs: Sequence[float], which: Sequence[int], size: int) -> dict[int, int]:
-    groups: dict[tuple[int, ...], tuple[int, ...] | None] = {tuple(range(size)): None}
-    candidates = [groups.setdefault(parts[i].candidates, parts[i].candidates) for i in which]
+    candidates = [parts[i].candidates for i in which]
     found = assign([costs[i] for i in which], candidates, size, sizes=[parts[i].numel for i in which])
     return dict(zip(which, found, strict=True))
 
@@ -336,3 +381,120 @@ def _buckets(shares: Sequence[Share], specs: dict[str, Spec], size: int, limit: 
             room[owner] -= nbytes
         for turn in range(max(map(len, lists))):
             yield tuple(sorted(i for own in lists if turn < len(own) for i in own[turn]))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The owners and routes of all matrices of a chain, and the bytes that are sent; prints as a table.
+
+    Attributes:
+        runs: one plan for each run of neighbouring transforms that need whole matrices.
+        size: how many ranks there are.
+
+    >>> import muonfx as mfx
+    >>> layout = mfx.sharding.zero({"w": torch.zeros(64, 64)}, 2, partition="flat")
+    >>> plan = plan_for(mfx.muon(0.1, dtype=torch.float32), layout)
+    >>> plan.owners(), sum(plan.sent)
+    ({'w': [0]}, 16384)
+    """
+
+    runs: tuple[RunPlan, ...]
+    size: int
+
+    @property
+    def flops(self) -> list[float]:
+        """Floating-point operations of each rank in a step; of the matrices alone."""
+        return [sum(loads) for loads in zip(*(run.flops for run in self.runs), strict=True)] or [0.0] * self.size
+
+    @property
+    def sent(self) -> list[int]:
+        """Bytes that each rank sends in a step for matrices, there and back."""
+        return [sum(sent) for sent in zip(*(run.sent for run in self.runs), strict=True)] or [0] * self.size
+
+    @property
+    def balance(self) -> float:
+        """The most that a rank computes over the mean; 1 is perfect."""
+        flops = self.flops
+        return max(flops) * self.size / sum(flops) if sum(flops) else 1.0
+
+    def owners(self) -> dict[str, list[int | None]]:
+        """The owners of each parameter's matrices; None stands for all ranks."""
+        found: dict[str, list[int | None]] = {}
+        for run in self.runs:
+            for share in run.shares + run.spread:
+                found.setdefault(share.name, []).append(share.owner)
+        return found
+
+    def explain(self) -> str:
+        """A table: one line for each share of each parameter, then what each rank computes and sends."""
+        lines: list[str] = []
+        for run in self.runs:
+            lines.append("run of " + ", ".join(name for name, _ in run.run) + f", {len(run.buckets)} buckets")
+            rows = [("parameter", "matrices", "owner", "route", "GFLOP", "KiB sent", "why")]
+            for share in run.shares + run.spread:
+                rows.append(
+                    (
+                        share.name,
+                        " x ".join(map(str, share.shape)),
+                        "each" if share.route == "gram" else "all" if share.owner is None else str(share.owner),
+                        share.route,
+                        f"{share.cost / 1e9:.4g}",
+                        f"{sum(run.bytes_of(share)) / 1024:.4g}",
+                        share.reason,
+                    )
+                )
+            lines += _table(rows)
+        rows = [("rank", "GFLOP", "KiB sent")]
+        rows += [
+            (str(rank), f"{f / 1e9:.4g}", f"{b / 1024:.4g}")
+            for rank, (f, b) in enumerate(zip(self.flops, self.sent, strict=True))
+        ]
+        lines += ["", *_table(rows), "", f"balance: the most that a rank computes is {self.balance:.3f} of the mean"]
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.explain()
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    """Lines with columns as wide as they must be; numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    numbers = {place for place, title in enumerate(rows[0]) if title in ("owner", "rank", "GFLOP", "KiB sent")}
+
+    def cell(text: str, width: int, place: int) -> str:
+        return text.rjust(width) if place in numbers else text.ljust(width)
+
+    return ["  ".join(cell(t, w, i) for i, (t, w) in enumerate(zip(row, widths, strict=True))).rstrip() for row in rows]
+
+
+def plan_for(
+    tx: Transform,
+    layout: Layout,
+    params: PyTree = None,
+    *,
+    device: torch.device | str = "cpu",
+    compute: torch.dtype | None = None,
+    **settings: Any,
+) -> Plan:
+    """Plan a chain under a layout, on shapes alone and without a word to other ranks.
+
+    Args:
+        tx: the transform, sharded or not.
+        layout: who holds what; a pretended one, for any number of ranks, will do.
+        params: for a layout that has not met parameters.
+        device: where it will run; it need not be here if `compute` is given.
+        compute: what a dtype of "auto" stands for; None: what is fastest on the device, found out on this machine.
+        **settings: as `sharded` takes them.
+
+    >>> import muonfx as mfx
+    >>> layout = mfx.sharding.zero({"w": torch.zeros(64, 64), "v": torch.zeros(64, 32)}, 2)
+    >>> plan_for(mfx.muon(0.1), layout).owners()
+    {'v': [1], 'w': [0]}
+    """
+    if params is not None:
+        layout = layout.of(params)
+    device = torch.device(device)
+    compute = compute_dtype(torch.float32, device) if compute is None else compute
+    given = Settings(**settings)
+    runs = [plan_run(run, names, layout, device, given, compute) for run, names in runs_of(bare(tx), layout.meta())]
+    return Plan(tuple(runs), layout.size)

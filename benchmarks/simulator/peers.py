@@ -1,0 +1,304 @@
+"""The schemes of other libraries, counted as ours are; read from their code, with the versions named.
+
+- LLaMA-Factory v1, `v1/plugins/trainer_plugins/muon_optimizer.py` at commit 7374682: `full_tensor()` of the gradient on
+  every rank, momentum of the whole matrix and Newton-Schulz on every rank, and `distribute_tensor` of the result, which
+  broadcasts along replicating dims of the mesh and scatters along sharding ones, from the first rank of each.
+- DeepSpeed 0.19.8, `runtime/zero/stage3.py`, `_apply_muon_to_accumulated_grads` and `_muon_update_sub_group`: gradients
+  and momentum are gathered by all ranks, bucket by bucket; in rounds of as many matrices as ranks, each rank does one;
+  results and momentum are gathered again, padded to the largest of a round and to as many matrices as ranks. Left out:
+  sub-groups, which end buckets earlier; and that it wants gradients all-reduced, not reduce-scattered, which is
+  `S (N - 1) / N` more.
+- DeepSpeed 0.19.8, `runtime/zero/stage_1_and_2.py`, `_get_flat_partition_unpadded`: a rank runs Newton-Schulz on every
+  matrix that its partition touches, so one that crosses a boundary is done on both sides, with its momentum.
+- Dion's Muon (microsoft/dion), as in torchtitan's `experiments/dion_optimizer/muon.py` at commit 175ea57: matrices of
+  one shape in batches of as many as ranks, the last one filled up with zeros, each rank one of them, by all_to_all
+  there and back. One sharded dim only; each replica for itself.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+from typing import NamedTuple
+
+from muonfx.sharding.plan.cost import Cost
+from muonfx.sharding.plan.mesh import Mesh, Setting
+from muonfx.sharding.plan.tally import Scheme, Tally, Wire
+
+__all__ = ["PEERS"]
+
+REDUCE_BUCKET = 500_000_000
+"""Elements of a bucket, DeepSpeed's default."""
+
+
+class Matrix(NamedTuple):
+    """One matrix that Muon takes; its pieces are taken to be of equal size."""
+
+    shape: tuple[int, ...]
+    part: int | None
+    """The part of a replica that holds it, or None: the whole replica."""
+
+    @property
+    def numel(self) -> int:
+        """Its elements."""
+        return prod(self.shape)
+
+    def pieces(self, mesh: Mesh) -> int:
+        """The number of pieces that it is cut into."""
+        return mesh.pieces if self.part is None else mesh.pieces // mesh.ep
+
+    def holders(self, mesh: Mesh) -> range:
+        """The ranks of the first replica that hold a piece of it.
+
+        >>> Matrix((4, 4), part=1).holders(Mesh(shard=8, ep=2))
+        range(4, 8)
+        """
+        pieces = self.pieces(mesh)
+        first = 0 if self.part is None else self.part * pieces
+        return range(first, first + pieces)
+
+
+def matrices_of(on: Setting) -> list[Matrix]:
+    """Every matrix that Muon takes, layer by layer."""
+    return [Matrix(own.kind.shape, own.part) for own in on.matrices]
+
+
+def adam_state(on: Setting) -> int:
+    """Bytes of two moments of all that is not Muon's."""
+    return sum(kind.numel * kind.repeats * on.state_of(kind) for kind in on.model.kinds if not kind.muon)
+
+
+def gather_everywhere(on: Setting) -> Tally:
+    """`S (P - 1) / P` a rank to gather; the result once more by the first rank, to all replicas and pieces."""
+    mesh, work, state = on.mesh, Work(on, on.mesh.ranks), Ledger(on.mesh.ranks)
+    every = range(mesh.ranks)
+    sent, replicated = Sending(mesh.ranks), Ledger(mesh.ranks)
+    state.add(every, adam_state(on) / mesh.pieces)
+    for matrix, count in Counter(matrices_of(on)).items():
+        ranks, holders, size = matrix.pieces(mesh), matrix.holders(mesh), count * matrix.numel * on.dtype.itemsize
+        for replica in range(mesh.dp):
+            here = range(replica * mesh.pieces + holders.start, replica * mesh.pieces + holders.stop)
+            sent.add(here, size * (ranks - 1) / ranks, ranks)
+            work.add(here, matrix.shape, count)
+            state.add(here, count * matrix.numel * on.state_size)
+            for first, amount in _scattered(here, mesh.tp, size):
+                sent.add(first, amount, ranks)
+            if replica < mesh.dp - 1:  # the last one of a ring sends nothing on
+                replicated.add(here, size)
+    wires = [*sent.wires(), Wire(replicated.by_rank(), mesh.ranks)]
+    scratch = on.intermediates + 2 * max(on.sizes)
+    # for each matrix a gather, and a broadcast or scatter along every dim of the mesh that has more than one rank
+    dims = sum(size > 1 for size in (mesh.dp, mesh.shard, mesh.tp))
+    return Tally(wires, work.by_rank(), state.by_rank(), scratch, len(on.matrices) * (1 + dims))
+
+
+def _scattered(ranks: range, tp: int, size: float) -> Iterator[tuple[int, float]]:
+    """Bytes from ranks when a matrix is scattered along the sharding dim and then along the tensor parallel one."""
+    rows = len(ranks) // tp
+    for rank in ranks[:tp]:
+        yield rank, size * (rows - 1) / rows
+    for rank in ranks[::tp]:
+        yield rank, size / rows * (tp - 1) / tp
+
+
+def four_gathers(on: Setting) -> Tally:
+    """Gradients and momentum to all, results and momentum to all: `4 S (N - 1) / N` a rank, and padding."""
+    ranks, work, sent = on.mesh.ranks, Work(on, on.mesh.ranks), 0.0
+    most = exchanges = 0
+    for bucket in _buckets(matrices_of(on)):
+        most = max(most, sum(matrix.numel for matrix in bucket))
+        sent += 2 * sum(-(-matrix.numel // ranks) for matrix in bucket) * (ranks - 1)
+        exchanges += 2
+        for start in range(0, len(bucket), ranks):
+            exchanges += 2
+            one_round = bucket[start : start + ranks]
+            sent += 2 * max(matrix.numel for matrix in one_round) * (ranks - 1)
+            for rank, matrix in enumerate(one_round):
+                work.add(rank, matrix.shape)
+    wires = [Wire([sent * on.dtype.itemsize] * ranks, ranks)]
+    # each of two gathers has its buffer and its result
+    scratch = on.intermediates + 4 * most * on.dtype.itemsize
+    return Tally(wires, work.by_rank(), even_state(on), scratch, exchanges if ranks > 1 else 0)
+
+
+def _buckets(matrices: Sequence[Matrix]) -> Iterator[list[Matrix]]:
+    bucket: list[Matrix] = []
+    numel = 0
+    for matrix in matrices:
+        if bucket and numel + matrix.numel > REDUCE_BUCKET:
+            yield bucket
+            bucket, numel = [], 0
+        bucket.append(matrix)
+        numel += matrix.numel
+    yield bucket
+
+
+def duplicates(on: Setting) -> Tally:
+    """Every rank that a matrix touches computes it, and keeps its whole momentum: nothing is sent."""
+    ranks, work, state = on.mesh.ranks, Work(on, on.mesh.ranks), Ledger(on.mesh.ranks)
+    state.add(range(ranks), adam_state(on) / ranks)
+    matrices = matrices_of(on)
+    for matrix, held in zip(matrices, flat_cuts([matrix.numel for matrix in matrices], ranks), strict=True):
+        for rank in held:
+            work.add(rank, matrix.shape)
+            state.add(rank, matrix.numel * on.state_size)
+    return Tally([Wire([0.0] * ranks, ranks)], work.by_rank(), state.by_rank(), on.intermediates)
+
+
+def batches_of_one_shape(on: Setting) -> Tally:
+    """A batch of `P` matrices costs `2 S (P - 1) / P` and one Newton-Schulz a rank, however many are real."""
+    mesh, work, sent = on.mesh, Work(on, on.mesh.pieces), Sending(on.mesh.pieces)
+    largest, exchanges = max(on.sizes), 0
+    for matrix, count in Counter(matrices_of(on)).items():
+        ranks = matrix.holders(mesh)
+        batches = -(-count // len(ranks))
+        exchanges += 2 * batches
+        work.add(ranks, matrix.shape, batches)
+        size = matrix.numel * on.dtype.itemsize
+        sent.add(ranks, batches * 2 * size * (len(ranks) - 1) / len(ranks), len(ranks))
+    scratch = on.intermediates + 4 * largest
+    return Tally(sent.wires(mesh.dp), work.by_rank(mesh.dp), sharded_state(on), scratch, exchanges)
+
+
+# -------------------------------------------------------------------------------------------------------- sums
+
+
+class Ledger:
+    """Amounts by rank, entered for one rank or for a range of them.
+
+    >>> ledger = Ledger(3)
+    >>> ledger.add(range(3), 1.0)
+    >>> ledger.add(2, 5.0)
+    >>> ledger.by_rank()
+    [1.0, 1.0, 6.0]
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._single = [0.0] * ranks
+        self._ranges: dict[range, float] = {}
+
+    def add(self, ranks: int | range, amount: float) -> None:
+        """Enter an amount for each of the ranks."""
+        if isinstance(ranks, int):
+            self._single[ranks] += amount
+        else:
+            self._ranges[ranks] = self._ranges.get(ranks, 0.0) + amount
+
+    def by_rank(self) -> list[float]:
+        """The sums."""
+        sums = self._single.copy()
+        for ranks, amount in self._ranges.items():
+            for rank in ranks:
+                sums[rank] += amount
+        return sums
+
+
+class Work:
+    """Newton-Schulz by rank."""
+
+    def __init__(self, on: Setting, ranks: int) -> None:
+        self._on, self._ranks = on, ranks
+        self._by_shape: dict[tuple[int, ...], Ledger] = {}
+
+    def add(self, ranks: int | range, shape: tuple[int, ...], times: int = 1) -> None:
+        """Each of the ranks does so many matrices of a shape."""
+        if shape not in self._by_shape:  # a ledger has a place for every rank: made once, not at every entry
+            self._by_shape[shape] = Ledger(self._ranks)
+        self._by_shape[shape].add(ranks, times)
+
+    def by_rank(self, copies: int = 1) -> dict[tuple[int, Cost], list[float]]:
+        """The number of matrices by short side and cost, the ranks repeated so many times."""
+        work: dict[tuple[int, Cost], list[float]] = {}
+        for shape, ledger in self._by_shape.items():
+            done = work.setdefault((min(shape), self._on.cost(shape)), [0.0] * self._ranks * copies)
+            done[:] = [a + b for a, b in zip(done, ledger.by_rank() * copies, strict=True)]
+        return work
+
+
+class Sending:
+    """Bytes by rank, for each block of groups."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._by_block: dict[int, Ledger] = {}
+
+    def add(self, ranks: int | range, amount: float, block: int) -> None:
+        """Each of the ranks sends an amount in a group of this block."""
+        if block not in self._by_block:
+            self._by_block[block] = Ledger(self._ranks)
+        self._by_block[block].add(ranks, amount)
+
+    def wires(self, copies: int = 1) -> list[Wire]:
+        """A wire for each block, the ranks repeated so many times."""
+        return [Wire(ledger.by_rank() * copies, block) for block, ledger in self._by_block.items()]
+
+
+def sharded_state(on: Setting) -> list[float]:
+    """Momentum and moments where the pieces are."""
+    mesh = on.mesh
+    state = Ledger(mesh.pieces)
+    state.add(range(mesh.pieces), adam_state(on) / mesh.pieces)
+    for matrix in matrices_of(on):
+        state.add(matrix.holders(mesh), matrix.numel * on.state_size / matrix.pieces(mesh))
+    return state.by_rank() * mesh.dp
+
+
+def even_state(on: Setting) -> list[float]:
+    """Momentum and moments cut into equal parts."""
+    total = sum(matrix.numel for matrix in matrices_of(on)) * on.state_size + adam_state(on)
+    return [total / on.mesh.ranks] * on.mesh.ranks
+
+
+def flat_cuts(numels: Sequence[int], ranks: int) -> list[dict[int, int]]:
+    """For each matrix of one flat buffer in equal cuts: how many elements each of its holders has.
+
+    >>> flat_cuts([4, 6], 3)
+    [{0: 4}, {1: 4, 2: 2}]
+    """
+    size = -(-sum(numels) // ranks)
+    ends = list(itertools.accumulate(numels))
+    bounds = [size * (rank + 1) for rank in range(ranks)]
+    cuts: list[dict[int, int]] = []
+    for end, numel in zip(ends, numels, strict=True):
+        start, held = end - numel, dict[int, int]()
+        for rank in range(bisect.bisect_right(bounds, start), ranks):
+            if rank * size >= end:
+                break
+            held[rank] = min(end, bounds[rank]) - max(start, rank * size)
+        cuts.append(held)
+    return cuts
+
+
+# ---------------------------------------------------------------------------------------------------- all of them
+
+
+def _peer(
+    name: str, layout: str, about: str, tally: Callable[[Setting], Tally], fits: Callable[[Mesh], bool] | None = None
+) -> Scheme:
+    return Scheme(name, layout, about, lambda on: tally(on) if fits is None or fits(on.mesh) else None)
+
+
+def _cut(mesh: Mesh) -> bool:
+    return mesh.pieces > 1
+
+
+def _one_sharded_dim(mesh: Mesh) -> bool:
+    return mesh.pieces > 1 and (mesh.tp == 1 or mesh.shard == 1)
+
+
+PEERS = (
+    _peer("LLaMA-Factory v1", "fsdp2", "all ranks gather and compute everything", gather_everywhere, _cut),
+    _peer(
+        "Dion's Muon",
+        "fsdp2",
+        "as many matrices of a shape as ranks at a time, filled up",
+        batches_of_one_shape,
+        _one_sharded_dim,
+    ),
+    _peer("DeepSpeed ZeRO-1/2", "zero-flat", "all ranks that a matrix touches compute it", duplicates),
+    _peer("DeepSpeed ZeRO-3", "zero-flat", "gradients, momentum, results, momentum: all to all ranks", four_gathers),
+)
+"""The schemes of other libraries."""
