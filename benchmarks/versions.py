@@ -126,9 +126,7 @@ def commit(checkout: Path) -> str | None:
     return found.stdout.strip() or None
 
 
-def measure(
-    case: Case, workers: dict[str, Worker], sizes: Sizes, rounds: int, steps: int, seconds: float
-) -> list[dict[str, Any]]:
+def measure(case: Case, workers: dict[str, Worker], sizes: Sizes, rounds: int, seconds: float) -> list[dict[str, Any]]:
     """A row of a case for each version."""
     for worker in workers.values():
         worker.ask(prepare=case, sizes=sizes)
@@ -140,7 +138,7 @@ def measure(
             break
         first = turn % len(names)
         for name in names[first:] + names[:first]:
-            found = workers[name].seconds(steps)
+            found = workers[name].seconds(case.steps)
             if turn > 0:  # the first makes plans
                 times[name].append(found)
     bits = {name: worker.ask(digest=True) for name, worker in workers.items()}
@@ -164,17 +162,15 @@ def speed(
     *,
     cases: Sequence[Case] = CASES,
     sizes: Sizes = Sizes(),  # noqa: B008  a frozen value
-    steps: int = 3,
     seconds: float = math.inf,
 ) -> list[dict[str, Any]]:
     """Three rows for each case: the older checkout, this one, and the older one again.
 
     Args:
         before: the folder of the older checkout.
-        rounds: in each of which every version takes `steps` steps, and one before these that is not timed.
+        rounds: in each of which every version takes some steps, and one before these that is not timed.
         cases: to measure.
         sizes: of their models.
-        steps: whose median is the time of a round.
         seconds: for one case, if it has had `LEAST` rounds by then.
 
     Raises:
@@ -193,7 +189,7 @@ def speed(
                 name: stack.enter_context(Worker(checkout, ranks, threads)) for name, checkout in checkouts.items()
             }
             for case in (case for case in cases if case.ranks == ranks):
-                found = measure(case, workers, sizes, rounds, steps, seconds)
+                found = measure(case, workers, sizes, rounds, seconds)
                 rows += [{**row, "commit": commits[row["candidate"]], "threads": threads} for row in found]
                 print(line(found), flush=True)
     return rows

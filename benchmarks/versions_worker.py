@@ -50,6 +50,11 @@ class Case(NamedTuple):
         """How many processes take the step together."""
         return 1 if self.layout == "one process" else 2
 
+    @property
+    def steps(self) -> int:
+        """How many are timed in a turn."""
+        return 3 if self.model == "small" else 1
+
 
 class Sizes(NamedTuple):
     """Of the models, and of what is brought in at a time where the state is offloaded."""
@@ -92,7 +97,7 @@ def prepare(case: Case, sizes: Sizes, folder: Path) -> Stepper:
         fully_shard(model, mesh=mesh)
         placed = {name: param for name, param in model.named_parameters() if isinstance(param, DTensor)}
         grads = {name: distribute_tensor(grad, mesh, placed[name].placements) for name, grad in grads.items()}
-    tx = mfx.muon_with_adamw(RATE, labels=labels, dtype=torch.float32)
+    tx = mfx.muon_with_adamw(RATE, labels=labels)
     if case.state:
         bytes_of_state = sum(param.nbytes for param in model.parameters())
         tx = mfx.sharding.offload(
@@ -112,10 +117,7 @@ def _optimizer(case: Case, model: nn.Module, grads: Mapping[str, Tensor], labels
         pairs = list(params.items())
         half = len(pairs) // 2
         given = [{"params": pairs[:half]}, {"params": pairs[half:], "lr": RATE / 2}]
-    if case.state:
-        optimizer = mfx.TransformOptimizer(given, tx)
-    else:
-        optimizer = mfx.Muon(given, lr=RATE, labels=labels, dtype=torch.float32)
+    optimizer = mfx.TransformOptimizer(given, tx) if case.state else mfx.Muon(given, lr=RATE, labels=labels)
 
     def step() -> None:
         if case.change == "new rate":

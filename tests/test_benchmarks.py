@@ -247,7 +247,7 @@ def test_versions_take_the_same_steps_unless_one_of_them_computes_something_else
     case = versions.Case("function", "small")
     sharded = versions.Case("optimizer", "large", "FSDP2", state="cpu")
     before = another_checkout(tmp_path, twice)  # of which only the cases of functions make use
-    rows = versions.speed(before, 2, cases=(case, sharded), sizes=SMALL, steps=1)
+    rows = versions.speed(before, 2, cases=(case, sharded), sizes=SMALL)
     assert [(row["case"], row["candidate"]) for row in rows] == [
         (one.name, name) for one in (case, sharded) for name in versions.VERSIONS
     ]
@@ -262,4 +262,4 @@ def test_versions_take_the_same_steps_unless_one_of_them_computes_something_else
 def test_a_version_that_cannot_run_a_case_is_told(tmp_path: Path) -> None:
     before = another_checkout(tmp_path, "del muon_with_adamw")
     with pytest.raises(RuntimeError, match="rank 0 has ended without an answer"):
-        versions.speed(before, 2, cases=[versions.Case("function", "small")], sizes=SMALL, steps=1)
+        versions.speed(before, 2, cases=[versions.Case("function", "small")], sizes=SMALL)
