@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import measure, peers, planner, plots, polar, report, sharding, step, world
+from benchmarks import measure, peers, planner, plots, polar, report, sharding, step, versions, world
 from benchmarks.__main__ import main
 from benchmarks.quality import judge, matrix, up_to_scale
 from muonfx.polar import KNOWN, orthogonalize
@@ -120,6 +121,19 @@ def test_unknown_benchmarks_are_refused(capsys: pytest.CaptureFixture[str]) -> N
     assert "what: found speed, expected some of adapter, polar, step" in capsys.readouterr().err
 
 
+def test_a_comparison_of_versions_wants_another_checkout_and_known_cases(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["versions"])
+    assert "say with --before where the other checkout of muonfx lies" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["versions", "--before", str(tmp_path), "--cases", "enormous"])
+    assert "--cases: found none with ['enormous']" in capsys.readouterr().err
+    with pytest.raises(FileNotFoundError, match="found no muonfx"):
+        versions.speed(tmp_path, 1)
+
+
 # ------------------------------------------------------------------------------------------------- several processes
 
 TINY_MODEL = sharding.Size(width=16, blocks=1, vocabulary=32, tokens=8)
@@ -214,3 +228,38 @@ def test_the_planner_predicts_from_the_machine_that_was_measured(results: Path) 
         assert machine.intra > 0
         assert row["predicted"] == pytest.approx(1e3 * planner.predicted(case, machine, 2))
         assert f"| 32 wide, float32, {case.route} | {row['predicted']:.1f} |" in report.planner()
+
+
+SMALL = versions.Sizes(layers=3, width=8, squares=2, wides=1, side=8, buckets=2)
+
+
+def another_checkout(folder: Path, code: str) -> Path:
+    """The package as it is, with some lines more."""
+    shutil.copytree(versions.HERE / "muonfx", folder / "muonfx", ignore=shutil.ignore_patterns("__pycache__"))
+    with (folder / "muonfx" / "__init__.py").open("a") as file:
+        file.write(f"\n{code}\n")
+    return folder
+
+
+@pytest.mark.dist
+def test_versions_take_the_same_steps_unless_one_of_them_computes_something_else(tmp_path: Path) -> None:
+    twice = "once = apply_updates\ndef apply_updates(p, u, **how): return once(once(p, u, **how), u, **how)"
+    case = versions.Case("function", "small")
+    sharded = versions.Case("optimizer", "large", "FSDP2", state="cpu")
+    before = another_checkout(tmp_path, twice)  # of which only the cases of functions make use
+    rows = versions.speed(before, 2, cases=(case, sharded), sizes=SMALL)
+    assert [(row["case"], row["candidate"]) for row in rows] == [
+        (one.name, name) for one in (case, sharded) for name in versions.VERSIONS
+    ]
+    same = {(row["case"], row["candidate"]): row["same bits"] for row in rows}
+    assert [same[case.name, name] for name in versions.VERSIONS] == [True, False, True]
+    assert [same[sharded.name, name] for name in versions.VERSIONS] == [True, True, True]
+    for row in rows:
+        assert row["rounds"] == 2
+        assert 0 < row["least"] <= row["milliseconds"]["median"]
+
+
+def test_a_version_that_cannot_run_a_case_is_told(tmp_path: Path) -> None:
+    before = another_checkout(tmp_path, "del muon_with_adamw")
+    with pytest.raises(RuntimeError, match="rank 0 has ended without an answer"):
+        versions.speed(before, 2, cases=[versions.Case("function", "small")], sizes=SMALL)

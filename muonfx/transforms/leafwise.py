@@ -234,6 +234,10 @@ def _each(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Leaf:
     return Leaf(call, operands, is_fresh=False, has_leafs_shape=False)
 
 
+# Looked up once: a slot is made anew wherever a compiled step rebuilds its transform.
+_STR, _BOOL = plain_kinds("str"), plain_kinds("bool")
+
+
 @dataclass(frozen=True)
 class Slot:
     """A tree of a transform's state, like the parameters, in a pinned dtype.
@@ -261,8 +265,8 @@ class Slot:
 
     def __post_init__(self) -> None:
         """Check the arguments."""
-        check_plain("Slot", "argument", self.argument, plain_kinds("str"))
-        check_plain("Slot", "signed", self.signed, plain_kinds("bool"))
+        check_plain("Slot", "argument", self.argument, _STR)
+        check_plain("Slot", "signed", self.signed, _BOOL)
         if not isinstance(self.dtype, Compact):
             checks.state_dtype(self.argument, self.dtype)
         if self.start not in ("zeros", "params"):
