@@ -109,6 +109,79 @@ def complaints(package: Path, floors: dict[str, int]) -> list[str]:
     return found
 
 
+# Triton may not be installed: what imports it is imported by those who need it, where they need it.
+LAZY = {"muonfx.polar.kernels.launch"}
+
+
+def imported_files(package: Path) -> Iterator[tuple[str, str, str]]:
+    """The imports of each file of a package, as dotted names: who, whom, and "top", "hidden" or "types"."""
+    names = {file: ".".join(file.relative_to(package.parent).with_suffix("").parts) for file in package.rglob("*.py")}
+    names = {file: name.removesuffix(".__init__") for file, name in names.items()}
+    known = set(names.values())
+    for file, name in names.items():
+        module = ast.parse(file.read_text(encoding="utf-8"))
+        top = set(module.body)
+        for_types = {
+            child
+            for node in module.body
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+            for child in ast.walk(node)
+        }
+        for node in ast.walk(module):
+            if isinstance(node, ast.ImportFrom):
+                inside = file.name == "__init__.py"
+                base = name.split(".")[: len(name.split(".")) - node.level + inside] if node.level else []
+                start = ".".join([*base, *(node.module.split(".") if node.module else [])])
+                targets = [
+                    f"{start}.{alias.name}" if f"{start}.{alias.name}" in known else start for alias in node.names
+                ]
+            elif isinstance(node, ast.Import):
+                targets = [alias.name for alias in node.names]
+            else:
+                continue
+            how = "types" if node in for_types else "top" if node in top else "hidden"
+            yield from ((name, target, how) for target in targets if target in known and target != name)
+
+
+def file_complaints(package: Path, lazy: set[str]) -> list[str]:
+    """Imports hidden in functions, and files that import each other in a circle."""
+    neighbours: dict[str, set[str]] = {}
+    found: list[str] = []
+    for who, whom, how in imported_files(package):
+        if how == "hidden" and whom not in lazy:
+            found.append(f"{who} imports {whom} inside a function: import it at the top")
+        if how != "types" and who != package.name:
+            neighbours.setdefault(who, set()).add(whom)
+    try:
+        TopologicalSorter(neighbours).prepare()
+    except CycleError as error:
+        found.append(f"files in a circle: {' -> '.join(error.args[1])}")
+    return found
+
+
+def test_no_file_imports_in_a_circle_or_inside_a_function():
+    found = file_complaints(PACKAGE, LAZY)
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("from toy.b import x", "files in a circle"),
+        ("from . import b", "files in a circle"),
+        ("def f():\n    from toy.c import x", "toy.a imports toy.c inside a function"),
+        ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from toy.b import x", None),
+    ],
+)
+def test_a_circle_of_files_is_found(tmp_path: Path, text: str, complaint: str | None):
+    package = tmp_path / "toy"
+    package.mkdir()
+    for name, content in {"__init__": "", "a": text, "b": "from toy.a import y", "c": ""}.items():
+        (package / f"{name}.py").write_text(content)
+    found = file_complaints(package, set())
+    assert (not found) if complaint is None else any(complaint in line for line in found)
+
+
 def test_tests_mirror_the_package_and_the_benchmarks():
     tests = Path(__file__).resolve().parent
     tested = {path.parent.relative_to(tests) for path in tests.rglob("test_*.py")}

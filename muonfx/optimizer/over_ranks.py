@@ -31,8 +31,9 @@ from muonfx.optimizer.stepping import Check, Stepping, add_in_place
 from muonfx.optimizer.values import check_shapes, standing, unchanged, valid
 from muonfx.optimizer.versions import for_groups
 from muonfx.sharding.binding import Binding
+from muonfx.sharding.dtensors import dtensor_of, is_dtensor, local_of
 from muonfx.sharding.errors import ShardingError
-from muonfx.sharding.layout import Layout, dtensor_of, is_dtensor, local_of
+from muonfx.sharding.layout import Layout
 from muonfx.sharding.layouts import from_dtensors
 from muonfx.sharding.messages import collective
 from muonfx.sharding.offload.transform import store_of

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from muonfx.boxes import Box
-from muonfx.sharding.layout import Layout, dtensor_of, local_of
+from muonfx.sharding.dtensors import dtensor_of, local_of
+from muonfx.sharding.layout import Layout
 from muonfx.sharding.messages import Exchange
 from muonfx.sharding.state import Held, interval_of
 

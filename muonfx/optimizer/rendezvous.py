@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from muonfx.sharding.agreement import host_device
+from muonfx.sharding.consensus import host_device
 from muonfx.sharding.errors import ShardingError
 
 __all__ = ["Rendezvous"]

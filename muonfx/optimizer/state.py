@@ -11,7 +11,7 @@ from torch import Tensor
 
 from muonfx.checkpoint.dtypes import widens
 from muonfx.checkpoint.renaming import Rename, new_names
-from muonfx.sharding.layout import is_dtensor, local_of
+from muonfx.sharding.dtensors import is_dtensor, local_of
 from muonfx.shards import IntervalTensor
 from muonfx.wrappers import unwrapped
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -11,14 +12,16 @@ from torch import Tensor
 
 from muonfx import elementwise as ew
 from muonfx import tree
-from muonfx.sharding.alike import DTYPES, agree_on_leaves
+from muonfx.sharding.consensus import DTYPES, agree_on_leaves, check_pieces
+from muonfx.sharding.cut import equal_intervals
+from muonfx.sharding.dtensors import is_dtensor, local_of
 from muonfx.sharding.errors import ShardingError
-from muonfx.sharding.layout import Layout, is_dtensor, local_of
-from muonfx.sharding.layouts import equal_cut
 from muonfx.sharding.messages import Exchange
-from muonfx.sharding.placed import check_pieces
 from muonfx.shards import part
 from muonfx.tree import PyTree
+
+if TYPE_CHECKING:
+    from muonfx.sharding.layout import Layout
 
 __all__ = ["BUCKET", "exchange", "gathered", "in_buckets", "reduce_scattered"]
 
@@ -153,7 +156,9 @@ def _reduce(layout: Layout, names: Sequence[str], full: list[Tensor], op: str, b
     held = [ranks for name in names for ranks in layout.holders(name).values()]
     if held and all(len(ranks) == layout.size for ranks in held) and layout.size > 1:
         # All ranks want all: reduce to equal parts, and gather these.
-        cut = equal_cut(layout, names)
+        specs = {name: layout._specs[name] for name in names}
+        pieces = equal_intervals(specs, layout.size).pieces
+        cut = replace(layout, kind="flat", specs=specs, pieces=pieces, buffer=None, dtensors={}, derived={})
         return _gather(cut, names, _reduce(cut, names, full, op, bucket_bytes), bucket_bytes)
     if layout.group is None and layout.size > 1:
         raise ShardingError(f"{layout!r} has no process group: it is only to look at")

@@ -12,11 +12,12 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from math import prod
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import torch
 
 from muonfx.shards import Piece, Span
+from muonfx.tree import Spec
 
 __all__ = ["Cut", "Intervals", "Listed", "OnMesh", "OneOwner", "Places", "Replicas"]
 
@@ -337,3 +338,53 @@ def _spans(indices: torch.Tensor) -> tuple[Span, ...]:
     breaks = (torch.nonzero(indices.diff() != 1).flatten() + 1).tolist()
     begins, ends = [0, *breaks], [*breaks, len(indices)]
     return tuple((int(indices[begin]), int(indices[end - 1]) + 1) for begin, end in zip(begins, ends, strict=True))
+
+
+class EqualIntervals(NamedTuple):
+    """Equal parts of a buffer of several parameters."""
+
+    pieces: dict[str, Cut]
+    starts: dict[str, int]
+    """Where each parameter begins in the buffer."""
+    lengths: tuple[int, ...]
+    """Of each rank's part, with its padding."""
+
+
+def equal_intervals(specs: Mapping[str, Spec], size: int, alignment: int = 1) -> EqualIntervals:
+    """Cut parameters, one behind another, equally: one buffer for each dtype, since an engine casts them apart.
+
+    >>> equal_intervals({"w": Spec((2, 3), torch.float32), "b": Spec((3,), torch.float32)}, 2, 4).lengths
+    (8, 8)
+    """
+    pieces: dict[str, Cut] = {}
+    starts: dict[str, int] = {}
+    lengths = [0] * size
+    for dtype in dict.fromkeys(spec.dtype for spec in specs.values()):
+        names = [name for name, spec in specs.items() if spec.dtype == dtype]
+        begin = one_behind_another(specs, names)
+        step = padded(-(-sum(prod(specs[name].shape) for name in names) // size), alignment)
+        cuts = tuple(rank * step for rank in range(size + 1))
+        for name in names:
+            pieces[name] = Intervals(specs[name].shape, begin[name], cuts)
+            starts[name] = begin[name]
+        lengths = [length + step for length in lengths]
+    return EqualIntervals({name: pieces[name] for name in specs}, starts, tuple(lengths))
+
+
+def padded(length: int, alignment: int) -> int:
+    """A length rounded up to a multiple.
+
+    >>> padded(5, 4)
+    8
+    """
+    return -(-length // alignment) * alignment
+
+
+def one_behind_another(specs: Mapping[str, Spec], order: Sequence[str]) -> dict[str, int]:
+    """Where each parameter begins in a buffer without gaps."""
+    starts: dict[str, int] = {}
+    end = 0
+    for name in order:
+        starts[name] = end
+        end += prod(specs[name].shape)
+    return starts

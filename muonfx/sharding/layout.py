@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Parameter
 
 from muonfx import tree
+from muonfx.sharding.collectives import gathered, reduce_scattered
 from muonfx.sharding.cut import Cut, Replicas
+from muonfx.sharding.dtensors import as_dtensor, dtensor_with, is_dtensor
 from muonfx.sharding.errors import ShardingError
 from muonfx.shards import FlatPiece, Piece
 from muonfx.tree import PyTree, Spec
@@ -229,8 +230,6 @@ class Layout:
         Raises:
             ShardingError: a leaf is no parameter or has another shape than the rank's piece; a rank is gone.
         """
-        from muonfx.sharding.collectives import gathered
-
         return gathered(self.of(local), local)
 
     def all_gather(self, local: PyTree, names: Sequence[str] | None = None, *, op: str = "mean") -> PyTree:
@@ -247,8 +246,6 @@ class Layout:
             ShardingError: as `gather`.
             ValueError: an unknown ``op``.
         """
-        from muonfx.sharding.collectives import gathered
-
         return gathered(self.of(local), local, names=names, op=op, differentiable=True)
 
     def reduce_scatter(self, grads: PyTree, op: str = "mean", *, bucket_bytes: int = 1 << 25) -> PyTree:
@@ -271,8 +268,6 @@ class Layout:
             ShardingError: a leaf is no parameter or has another shape; a rank is gone.
             ValueError: an unknown ``op``.
         """
-        from muonfx.sharding.collectives import reduce_scattered
-
         return reduce_scattered(self.of(grads), grads, op, bucket_bytes)
 
     # ------------------------------------------------------------------------------------------------- checkpoints
@@ -347,47 +342,6 @@ class Layout:
         if self.kind in ("zero", "flat"):
             return FlatPiece(shape, piece.start or 0, leaf.reshape(-1))
         return leaf
-
-
-def as_dtensor(local: Tensor, spec: Any) -> Any:
-    """A local tensor as the DTensor that a spec describes; a DTensor as it is."""
-    if is_dtensor(local):
-        return local
-    return dtensor_of(local, spec.mesh, spec.placements, spec.shape, spec.stride)
-
-
-def dtensor_with(local: Tensor, spec: Any) -> Any:
-    """A local tensor as a DTensor with a spec that is known to fit it."""
-    from torch.distributed.tensor import DTensor
-
-    made: Any = DTensor
-    return made(local, spec, requires_grad=False)
-
-
-def dtensor_of(
-    local: Tensor, mesh: Any, placements: Sequence[Any], shape: Sequence[int], stride: tuple[int, ...]
-) -> Any:
-    """A local tensor, where it lies, as a DTensor of a global shape."""
-    from torch.distributed.tensor import DTensor
-
-    if local.device.type in (mesh.device_type, "meta"):
-        return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
-    # Offloaded: from_local would bring it to the mesh's devices.
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-
-    about = TensorMeta(torch.Size(shape), stride, local.dtype)
-    return dtensor_with(local, DTensorSpec(mesh, tuple(placements), tensor_meta=about))
-
-
-def local_of(leaf: Any) -> Any:
-    """The local tensor of a DTensor; any other leaf as it is."""
-    return leaf._local_tensor if is_dtensor(leaf) else leaf
-
-
-def is_dtensor(leaf: Any) -> bool:
-    """Whether a leaf is a DTensor; asks without importing what nobody has used."""
-    kind = type(leaf)
-    return kind is not Tensor and kind is not Parameter and isinstance(leaf, Tensor) and hasattr(leaf, "_local_tensor")
 
 
 def specs_of(params: PyTree) -> dict[str, Spec]:

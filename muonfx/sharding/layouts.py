@@ -14,9 +14,21 @@ from muonfx import tree
 from muonfx.arguments import plain_arguments
 from muonfx.checks import did_you_mean
 from muonfx.core import Transform
-from muonfx.sharding.cut import Cut, Intervals, Listed, OneOwner, OnMesh, Places, Replicas
+from muonfx.sharding.cut import (
+    Cut,
+    Intervals,
+    Listed,
+    OneOwner,
+    OnMesh,
+    Places,
+    Replicas,
+    equal_intervals,
+    one_behind_another,
+    padded,
+)
+from muonfx.sharding.dtensors import is_dtensor
 from muonfx.sharding.errors import ShardingError
-from muonfx.sharding.layout import Buffer, Layout, is_dtensor, specs_of
+from muonfx.sharding.layout import Buffer, Layout, specs_of
 from muonfx.sharding.messages import collective
 from muonfx.sharding.plan.balance import assign_by_bytes
 from muonfx.sharding.plan.cost import costs_of
@@ -88,15 +100,9 @@ def zero(
     if partition == "whole":
         pieces, buffer = _whole(specs, size, alignment, tx)
     else:
-        pieces, buffer = _equal_cut(specs, size, alignment)
+        pieces, starts, lengths = equal_intervals(specs, size, alignment)
+        buffer = Buffer(starts, lengths)
     return Layout("zero", specs, pieces, size, rank, process_group, stage, buffer)
-
-
-def equal_cut(layout: Layout, names: Sequence[str]) -> Layout:
-    """Equal parts of some of a layout's parameters: the way of values that all ranks are to have."""
-    specs = {name: layout._specs[name] for name in names}
-    pieces, buffer = _equal_cut(specs, layout.size, 1)
-    return Layout("flat", specs, pieces, layout.size, layout.rank, layout.group, None, buffer)
 
 
 @plain_arguments
@@ -136,7 +142,7 @@ def flat(
         different = sorted(set(order) ^ set(specs)) or sorted({name for name in order if order.count(name) > 1})
         raise ValueError(f"order: must name every parameter once; look at {', '.join(map(repr, different[:5]))}")
     if starts is None:
-        starts = _behind_each_other(specs, order)
+        starts = one_behind_another(specs, order)
     elif unknown := sorted(starts.keys() - specs.keys()):
         close = did_you_mean(unknown[0], specs)
         raise ValueError(f"starts: {unknown[0]!r} is no parameter{close}; there are {', '.join(map(repr, specs))}")
@@ -309,30 +315,8 @@ def _whole(specs: Mapping[str, Spec], size: int, alignment: int, tx: Transform |
     for (name, spec), owner in zip(specs.items(), owners, strict=True):
         pieces[name] = OneOwner(spec.shape, size, owner)
         starts[name] = lengths[owner]
-        lengths[owner] += _padded(prod(spec.shape), alignment)
+        lengths[owner] += padded(prod(spec.shape), alignment)
     return pieces, Buffer(starts, tuple(lengths))
-
-
-def _equal_cut(specs: Mapping[str, Spec], size: int, alignment: int) -> tuple[dict[str, Cut], Buffer]:
-    """One buffer for each dtype, since an engine casts them apart; each is cut equally."""
-    pieces: dict[str, Cut] = {}
-    starts: dict[str, int] = {}
-    lengths = [0] * size
-    for dtype in dict.fromkeys(spec.dtype for spec in specs.values()):
-        names = [name for name, spec in specs.items() if spec.dtype == dtype]
-        begin = _behind_each_other(specs, names)
-        total = sum(prod(specs[name].shape) for name in names)
-        step = _padded(-(-total // size), alignment)
-        cuts = tuple(rank * step for rank in range(size + 1))
-        for name in names:
-            pieces[name] = Intervals(specs[name].shape, begin[name], cuts)
-            starts[name] = begin[name]
-        lengths = [length + step for length in lengths]
-    return {name: pieces[name] for name in specs}, Buffer(starts, tuple(lengths))
-
-
-def _padded(length: int, alignment: int) -> int:
-    return -(-length // alignment) * alignment
 
 
 def _order_of_buffer(params: PyTree, specs: Mapping[str, Spec], starts: Mapping[str, int] | None) -> list[str]:
@@ -362,15 +346,6 @@ def _names_as_given(values: PyTree, above: tuple[Any, ...]) -> list[str]:
         keys = getattr(values, "_fields", range(len(values)))
         return [name for key, item in zip(keys, values, strict=True) for name in _names_as_given(item, (*above, key))]
     return [".".join(map(str, above))]
-
-
-def _behind_each_other(specs: Mapping[str, Spec], order: Sequence[str]) -> dict[str, int]:
-    starts: dict[str, int] = {}
-    end = 0
-    for name in order:
-        starts[name] = end
-        end += prod(specs[name].shape)
-    return starts
 
 
 def _check_cuts(

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muonfx.sharding.layout import Layout, dtensor_of
+from muonfx.sharding.dtensors import dtensor_of
+from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.shares import Share
 
 __all__ = ["at_owner", "like_parameter"]

@@ -13,16 +13,15 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.arguments import plain_arguments
 from muonfx.core import Transform
-from muonfx.sharding.agreement import host_device, listed
-from muonfx.sharding.alike import agree_on_leaves
 from muonfx.sharding.binding import Binding
 from muonfx.sharding.checksums import checksum, scattered, vanishing
 from muonfx.sharding.collectives import BUCKET, exchange, in_buckets
+from muonfx.sharding.consensus import agree_on_leaves, check_pieces, host_device, listed
+from muonfx.sharding.dtensors import local_of
 from muonfx.sharding.errors import ShardingError
-from muonfx.sharding.layout import Layout, local_of
+from muonfx.sharding.layout import Layout
 from muonfx.sharding.layouts import ALIKE
 from muonfx.sharding.messages import collective, copied
-from muonfx.sharding.placed import check_pieces
 from muonfx.sharding.state import Held, about
 from muonfx.tree import PyTree
 

@@ -20,7 +20,7 @@ from muonfx.program.buckets import parameters_of
 from muonfx.program.lower import fill_placeholders, state_around
 from muonfx.program.nodes import Around, Node, Sequence, Stage, WholeTree
 from muonfx.sharding.binding import Binding
-from muonfx.sharding.layout import is_dtensor, local_of
+from muonfx.sharding.dtensors import is_dtensor, local_of
 from muonfx.sharding.owned import at_owner, like_parameter
 from muonfx.sharding.plan.assignment import RunPlan
 from muonfx.sharding.plan.shares import Share

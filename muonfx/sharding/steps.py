@@ -13,17 +13,25 @@ from torch import Tensor
 from muonfx import checks, tree
 from muonfx.core import Donation, Transform
 from muonfx.recorded import parts_of
-from muonfx.sharding.agreement import host_device, number_of, raise_difference
-from muonfx.sharding.alike import DTYPES, UNPLACED, Different, agree_on_leaves
 from muonfx.sharding.binding import Binding
+from muonfx.sharding.consensus import (
+    DTYPES,
+    UNPLACED,
+    Different,
+    agree_on_leaves,
+    check_pieces,
+    host_device,
+    number_of,
+    raise_difference,
+)
 from muonfx.sharding.description import structure_of
+from muonfx.sharding.dtensors import is_dtensor, local_of
 from muonfx.sharding.errors import ShardingError
-from muonfx.sharding.layout import Layout, is_dtensor, local_of
-from muonfx.sharding.meeting import PROBLEMS, meet
+from muonfx.sharding.layout import Layout
 from muonfx.sharding.messages import Exchange, collective
-from muonfx.sharding.placed import check_pieces
 from muonfx.sharding.replicas import verify_params, verify_state, warn_of_gradients
 from muonfx.sharding.state import Held, about
+from muonfx.sharding.verification import PROBLEMS, verify_ranks
 from muonfx.tree import PyTree
 
 __all__ = ["agreed_updates"]
@@ -55,11 +63,11 @@ def agreed_updates(
     except PROBLEMS as error:
         problem = problem or error
     if not binding.compared:  # these ranks have agreed on nothing yet, not even on how many parameters there are
-        meet(binding, tx, like)
+        verify_ranks(binding, tx, like)
     is_new = tx.treedef not in binding.compared
     if layout.group is None or layout.size == 1:
         if is_new:
-            meet(binding, tx, like)
+            verify_ranks(binding, tx, like)
         if problem is not None:
             raise problem
         return tree.map(local_of, updates)
@@ -89,7 +97,7 @@ def agreed_updates(
             wishes=[
                 (binding.has_loaded, lambda: loads.add(True)),
                 (not binding.has_loaded, lambda: loads.add(False)),
-                (is_new, lambda: meet(binding, tx, like)),
+                (is_new, lambda: verify_ranks(binding, tx, like)),
                 (is_due, verify),
             ],
         )

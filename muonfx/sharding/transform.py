@@ -11,14 +11,15 @@ from muonfx.checks import warn_of_unmatched
 from muonfx.core import NOTHING, Declaration, Donation, Transform, _apart, _overlaps
 from muonfx.program.placement import RESIDENT, Store
 from muonfx.recorded import make_factory
-from muonfx.sharding.agreement import agree
 from muonfx.sharding.binding import Binding
-from muonfx.sharding.layout import Layout, is_dtensor, local_of
-from muonfx.sharding.meeting import meet
+from muonfx.sharding.consensus import agree
+from muonfx.sharding.dtensors import is_dtensor, local_of
+from muonfx.sharding.layout import Layout
 from muonfx.sharding.offload.transform import inner_of, store_of
 from muonfx.sharding.plan.assignment import Machine, Settings
 from muonfx.sharding.state import bare, dressed
 from muonfx.sharding.steps import agreed_updates
+from muonfx.sharding.verification import verify_ranks
 from muonfx.tree import PyTree
 
 __all__ = ["Sharded", "advance", "begin", "introduce", "settings_of", "sharded", "bind"]
@@ -201,7 +202,7 @@ def sharded(
 
 def begin(binding: Binding, tx: Transform, params: PyTree) -> PyTree:
     """Compare chains, parameters and layouts between ranks, and make the state of local tensors; on all or on none."""
-    meet(binding, tx, params)
+    verify_ranks(binding, tx, params)
     warn_of_unmatched(tx, params, stacklevel=3)
     problem: OSError | None = None
     state: PyTree = None

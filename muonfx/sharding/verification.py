@@ -12,23 +12,22 @@ import torch
 from muonfx import checks, tree
 from muonfx.core import Transform
 from muonfx.polar import compute_dtype
-from muonfx.sharding.agreement import Facts, compare, find_difference, listed, number_of
-from muonfx.sharding.alike import DTYPES
 from muonfx.sharding.binding import Binding
+from muonfx.sharding.consensus import DTYPES, Facts, check_pieces, compare, find_difference, listed, number_of
 from muonfx.sharding.description import captured_by, chain_text, functions_of
+from muonfx.sharding.dtensors import local_of
 from muonfx.sharding.errors import ShardingError
-from muonfx.sharding.layout import Layout, local_of
-from muonfx.sharding.placed import check_pieces
+from muonfx.sharding.layout import Layout
 from muonfx.sharding.replicas import verify_params
 from muonfx.tree import PyTree
 
-__all__ = ["PROBLEMS", "meet"]
+__all__ = ["PROBLEMS", "verify_ranks"]
 
 PROBLEMS = (TypeError, ValueError, AttributeError, KeyError, OSError, ShardingError)
 """What may be wrong with what a caller gave on one rank."""
 
 
-def meet(binding: Binding, tx: Transform, params: PyTree) -> None:
+def verify_ranks(binding: Binding, tx: Transform, params: PyTree) -> None:
     """Require that all ranks have the same chain, parameters, layout and versions; agree on what "auto" stands for.
 
     All ranks call it together. They compare digests, in one all-reduce of fixed size; what differs is told only then.
