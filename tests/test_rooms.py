@@ -35,6 +35,7 @@ FLOORS = {
     "transforms": 2,
     "recipes": 3,
     "program": 3,
+    "offload": 4,
     "sharding": 4,
     "optimizer": 5,
     "checkpoint": 5,

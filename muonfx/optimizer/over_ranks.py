@@ -15,6 +15,7 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Donation, Transform
+from muonfx.offload.transform import store_of
 from muonfx.optimizer.portable import (
     Gathering,
     evenly,
@@ -36,7 +37,6 @@ from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.layouts import from_dtensors
 from muonfx.sharding.messages import collective
-from muonfx.sharding.offload.transform import store_of
 from muonfx.sharding.owned import like_parameter
 from muonfx.sharding.plan.assignment import Settings
 from muonfx.sharding.state import Held, about, dressed, dressed_leaf, interval_of, logical_leaf

@@ -12,6 +12,7 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.checks import check_params, warn_of_unmatched
 from muonfx.core import Donation, Transform
+from muonfx.offload.transform import inner_of, store_of
 from muonfx.optimizer.state import Load, on_this_rank
 from muonfx.optimizer.values import check_shapes, standing, unchanged, valid
 from muonfx.optimizer.versions import for_groups
@@ -19,7 +20,6 @@ from muonfx.program.buckets import nbytes_of
 from muonfx.program.execute import Executor
 from muonfx.program.nodes import Node
 from muonfx.program.placement import ALONE
-from muonfx.sharding.offload.transform import inner_of, store_of
 from muonfx.tree import PyTree
 
 __all__ = ["Check", "Stepping", "add_in_place"]

@@ -131,7 +131,7 @@ def store_away(
         for place, (leaf, name) in enumerate(zip(leaves, parameters, strict=True))
         if moves(leaf, name) and not leaf.is_meta and (copy or not store.has(leaf, device))
     ]
-    rooms = store.rooms([spec_of(leaves[place]) for place in places], device)
+    rooms = store.allocate([spec_of(leaves[place]) for place in places], device)
     for place, room in zip(places, rooms, strict=True):
         leaves[place] = room.copy_(leaves[place])
         store.release(room)
@@ -238,7 +238,7 @@ class BucketedState:
         # What is not in the store comes there: leaves that were loaded from a checkpoint.
         strange = {p for p in moving if not self._store.has(self._old[p], self._device)}
         needed = [p for p in moving if (p in strange if given else True)]
-        rooms = self._store.rooms([spec_of(self._old[place]) for place in needed], self._device)
+        rooms = self._store.allocate([spec_of(self._old[place]) for place in needed], self._device)
         self._targets = {place: self._old[place] for place in moving} | dict(zip(needed, rooms, strict=True))
         for place in set(needed) - set(taken):
             self._new[place] = self._targets[place].copy_(self._old[place])

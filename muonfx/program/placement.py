@@ -184,7 +184,7 @@ class Store(Protocol):
         """Whether a leaf lies here, for a transform on a device."""
         ...
 
-    def rooms(self, specs: Sequence[Spec], device: torch.device) -> list[Tensor]:
+    def allocate(self, specs: Sequence[Spec], device: torch.device) -> list[Tensor]:
         """Make tensors here, with any values."""
         ...
 
@@ -223,7 +223,7 @@ class Resident:
         """Always."""
         return True
 
-    def rooms(self, specs: Sequence[Spec], device: torch.device) -> list[Tensor]:
+    def allocate(self, specs: Sequence[Spec], device: torch.device) -> list[Tensor]:
         """Make tensors on the device."""
         return [torch.empty(spec.shape, dtype=spec.dtype, device=device) for spec in specs]
 

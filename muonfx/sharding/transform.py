@@ -9,13 +9,13 @@ import torch
 from muonfx import tree
 from muonfx.checks import warn_of_unmatched
 from muonfx.core import NOTHING, Declaration, Donation, Transform, _apart, _overlaps
+from muonfx.offload.transform import inner_of, store_of
 from muonfx.program.placement import RESIDENT, Store
 from muonfx.recorded import make_factory
 from muonfx.sharding.binding import Binding
 from muonfx.sharding.consensus import agree
 from muonfx.sharding.dtensors import is_dtensor, local_of
 from muonfx.sharding.layout import Layout
-from muonfx.sharding.offload.transform import inner_of, store_of
 from muonfx.sharding.plan.assignment import Machine, Settings
 from muonfx.sharding.state import bare, dressed
 from muonfx.sharding.steps import agreed_updates

@@ -9,10 +9,10 @@ import torch
 
 from muonfx import tree
 from muonfx.core import Transform
+from muonfx.offload.transform import inner_of, store_of
 from muonfx.sharding.binding import Binding
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout
-from muonfx.sharding.offload.transform import inner_of, store_of
 from muonfx.sharding.state import Held, about, bare, local_state, logical_state
 from muonfx.sharding.transform import Sharded, bind, settings_of
 from muonfx.shards import FlatPiece

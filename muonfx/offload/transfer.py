@@ -1,4 +1,4 @@
-"""The way between home and the device: two rooms, each for the state of one bucket.
+"""The way between home and the device: two buffers, each for the state of one bucket.
 
 While a transform computes in one room, a worker writes the other's state back and reads that of the bucket after next
 into it. All that it does, it does in the order in which it was asked, on CUDA in one stream: so no room is filled
@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muonfx.sharding.offload.files import read_ahead, release
+from muonfx.offload.files import read_ahead, release
 
-__all__ = ["Lane"]
+__all__ = ["BucketTransfer"]
 
 ALIGNED = 256
 
@@ -27,12 +27,12 @@ def buffer(nbytes: int, device: torch.device, *, pin: bool = False) -> Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pin)
 
 
-def room_for(leaves: Sequence[Tensor]) -> int:
+def nbytes_in_buffer(leaves: Sequence[Tensor]) -> int:
     """The bytes that a bucket's leaves take in a room."""
     return sum(-(-leaf.numel() * leaf.element_size() // ALIGNED) * ALIGNED for leaf in leaves)
 
 
-class Lane:
+class BucketTransfer:
     """The way for the buckets of one transform, in one step.
 
     Args:
@@ -45,14 +45,14 @@ class Lane:
         self._buckets = buckets
         self._device = device
         self._under_way: list[Future[Any]] = []
-        size = max(map(room_for, buckets), default=0)
+        size = max(map(nbytes_in_buffer, buckets), default=0)
         count = min(2, len(buckets))
-        self._rooms = [buffer(size, device) for _ in range(count)]
+        self._buffers = [buffer(size, device) for _ in range(count)]
         self._stream: Any = None
         self._staging: list[Tensor] = []
         if device.type == "cuda":
             self._stream = _stream_of(device)
-            self._stream.wait_stream(torch.cuda.current_stream(device))  # what had the rooms' memory before
+            self._stream.wait_stream(torch.cuda.current_stream(device))  # what had the buffers' memory before
             if filed:
                 self._staging = [buffer(size, torch.device("cpu"), pin=True) for _ in range(count)]
         self._coming: dict[int, Future[tuple[list[Tensor], Any]]] = {}
@@ -75,9 +75,9 @@ class Lane:
         self._do(lambda: self._write(turn, leaves, targets, done))
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in one of the rooms."""
+        """Whether a tensor lies in one of the buffers."""
         storage = tensor.untyped_storage().data_ptr()
-        return any(room.untyped_storage().data_ptr() == storage for room in self._rooms)
+        return any(room.untyped_storage().data_ptr() == storage for room in self._buffers)
 
     def finish(self) -> None:
         """Wait until all is at home, for anybody to read there."""
@@ -110,14 +110,14 @@ class Lane:
 
     def _read(self, turn: int) -> tuple[list[Tensor], Any]:
         sources = self._buckets[turn]
-        rooms = _cut(self._rooms[turn % 2], sources)
+        buffers = _cut(self._buffers[turn % 2], sources)
         for source in sources:
             read_ahead(source)
         if self._stream is None:
-            for room, source in zip(rooms, sources, strict=True):
+            for room, source in zip(buffers, sources, strict=True):
                 room.copy_(source)
                 release(source)
-            return rooms, None
+            return buffers, None
         if self._staging:
             # What was read here two buckets ago was written home, and so copied from, before.
             staged = _cut(self._staging[turn % 2], sources)
@@ -127,11 +127,11 @@ class Lane:
                 release(source)
             sources = staged
         with torch.cuda.stream(self._stream):
-            for room, source in zip(rooms, sources, strict=True):
+            for room, source in zip(buffers, sources, strict=True):
                 room.copy_(source, non_blocking=True)
             ready = torch.cuda.Event()
             ready.record(self._stream)
-        return rooms, ready
+        return buffers, ready
 
     def _write(self, turn: int, leaves: Sequence[Tensor], targets: Sequence[Tensor], done: Any) -> None:
         if self._stream is None:

@@ -8,16 +8,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from muonfx.sharding.offload.files import PAGE, folder_of, in_file, nbytes_of, release, require_room
-from muonfx.sharding.offload.lane import Lane
+from muonfx.offload.files import PAGE, folder_of, in_file, nbytes_of, release, require_room
+from muonfx.offload.transfer import BucketTransfer
 from muonfx.tree import Spec
 
-__all__ = ["Home"]
+__all__ = ["OffloadStore"]
 
 CPU = torch.device("cpu")
 
 
-class Home(NamedTuple):
+class OffloadStore(NamedTuple):
     """Host memory or a disk, and how state comes from there: what the caller of `offload` has chosen."""
 
     folder: str | None
@@ -43,7 +43,7 @@ class Home(NamedTuple):
             return folder_of(leaf) == self.folder
         return device.type != "cuda" or leaf.is_pinned()
 
-    def rooms(self, specs: Sequence[Spec], device: torch.device) -> list[Tensor]:
+    def allocate(self, specs: Sequence[Spec], device: torch.device) -> list[Tensor]:
         """Make tensors at home, with any values: on disk those of a page or more, in memory the rest.
 
         Args:
@@ -70,13 +70,13 @@ class Home(NamedTuple):
         """Never: state is brought in."""
         return False
 
-    def computing_with_updates(self) -> Home:
+    def computing_with_updates(self) -> OffloadStore:
         """The same place, for transforms that compute where the updates are."""
         return self._replace(on_host=False)
 
-    def transfer(self, device: torch.device, buckets: Sequence[Sequence[Tensor]]) -> Lane:
+    def transfer(self, device: torch.device, buckets: Sequence[Sequence[Tensor]]) -> BucketTransfer:
         """Begin to bring the leaves of some buckets in."""
-        return Lane(device, buckets, filed=self.folder is not None)
+        return BucketTransfer(device, buckets, filed=self.folder is not None)
 
     def release(self, leaf: Tensor) -> None:
         """Let go of the memory that a leaf's pages take in this process, where it lies in a file."""

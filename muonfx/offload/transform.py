@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from muonfx.core import NOTHING, Declaration, Donation, Transform
+from muonfx.offload.store import OffloadStore
 from muonfx.program.execute import Executor
 from muonfx.program.placement import ALONE, RESIDENT, Store
 from muonfx.recorded import Factory, make_factory
-from muonfx.sharding.offload.home import Home
 from muonfx.tree import PyTree
 
 __all__ = ["Offloaded", "inner_of", "offload", "store_of"]
@@ -130,7 +130,7 @@ def inner_of(tx: Transform) -> Transform:
     return tx.arguments["tx"] if isinstance(tx, Offloaded) else tx
 
 
-def _store(to: str, bucket_bytes: int, compute: str) -> Home:
+def _store(to: str, bucket_bytes: int, compute: str) -> OffloadStore:
     if not isinstance(to, str):
         raise TypeError(f'to must be "cpu" or the path of a folder, found {to!r}')
     if not to or to.split(":")[0] in DEVICES:
@@ -139,4 +139,4 @@ def _store(to: str, bucket_bytes: int, compute: str) -> Home:
         raise ValueError(f"bucket_bytes: found {bucket_bytes!r}, expected an int of 1 or more")
     if compute not in ("auto", "device", "cpu"):
         raise ValueError(f"compute: found {compute!r}, expected 'auto', 'device' or 'cpu'")
-    return Home(None if to == "cpu" else os.path.abspath(to), bucket_bytes, compute == "cpu")
+    return OffloadStore(None if to == "cpu" else os.path.abspath(to), bucket_bytes, compute == "cpu")

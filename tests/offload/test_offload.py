@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 
 import muonfx as mfx
 from muonfx import polar, sharding
-from muonfx.sharding.offload import files, lane
+from muonfx.offload import files, transfer
 from muonfx.testing import chains, params_and_grads, transforms
+from tests.offload import offloaded
+from tests.offload.offloaded import HOMES, all_bits, at_home, on_disk
 from tests.processes import World
 from tests.sharding.cases import Case, Leaf, Replicated, Zero, model, muon, two_groups
-from tests.sharding.offload import offloaded
-from tests.sharding.offload.offloaded import HOMES, all_bits, at_home, on_disk
 from tests.sharding.strategies import cases
 from tests.sharding.test_law import dtensor_cases
 
@@ -385,7 +385,7 @@ def test_the_torch_optimizer_steps_alike(home: str, clip: bool):
 def test_two_buckets_at_most_are_on_the_device(monkeypatch: pytest.MonkeyPatch):
     made: list[int] = []
     alive: list[Any] = []
-    real = lane.buffer
+    real = transfer.buffer
 
     def counted(nbytes: int, device: Any, *, pin: bool = False) -> torch.Tensor:
         made.append(nbytes)
@@ -394,7 +394,7 @@ def test_two_buckets_at_most_are_on_the_device(monkeypatch: pytest.MonkeyPatch):
         assert sum(not torch.UntypedStorage._expired(ref) for ref in alive) <= 2
         return room
 
-    monkeypatch.setattr(lane, "buffer", counted)
+    monkeypatch.setattr(transfer, "buffer", counted)
     largest = 64 * 70 * 4
     with at_home("disk") as to:
         for tx in CHAINS.values():
@@ -409,7 +409,7 @@ def test_two_buckets_at_most_are_on_the_device(monkeypatch: pytest.MonkeyPatch):
 
 def test_the_next_bucket_is_read_before_this_one_is_computed(monkeypatch: pytest.MonkeyPatch):
     told: list[str] = []
-    ask, put = lane.Lane._ask_for, lane.Lane.put
+    ask, put = transfer.BucketTransfer._ask_for, transfer.BucketTransfer.put
 
     def asked(self: Any, turn: int) -> None:
         if turn < len(self._buckets):
@@ -420,8 +420,8 @@ def test_the_next_bucket_is_read_before_this_one_is_computed(monkeypatch: pytest
         told.append(f"write {turn}")
         put(self, turn, *rest)
 
-    monkeypatch.setattr(lane.Lane, "_ask_for", asked)
-    monkeypatch.setattr(lane.Lane, "put", putting)
+    monkeypatch.setattr(transfer.BucketTransfer, "_ask_for", asked)
+    monkeypatch.setattr(transfer.BucketTransfer, "put", putting)
     with at_home("disk") as to:
         tx = sharding.offload(mfx.momentum(), to, bucket_bytes=1)
         state = tx.init({name: PARAMS[name] for name in ("a.w", "b.b", "b.w")})

@@ -11,7 +11,7 @@ import torch
 
 import muonfx as mfx
 from muonfx import sharding
-from muonfx.sharding.offload import files, home
+from muonfx.offload import files, store
 from tests.processes import Here
 from tests.sharding import law
 from tests.sharding.cases import Case, bits, laid_out
@@ -28,10 +28,10 @@ def at_home(kind: str) -> Iterator[str]:
         if kind == "memory":
             yield "cpu"
         elif kind == "lane":
-            with mock.patch.object(home.Home, "is_direct", return_value=False):
+            with mock.patch.object(store.OffloadStore, "is_direct", return_value=False):
                 yield "cpu"
         else:
-            with mock.patch.object(home, "PAGE", 1):  # also what is smaller than a page goes to the disk
+            with mock.patch.object(store, "PAGE", 1):  # also what is smaller than a page goes to the disk
                 yield folder
             assert os.listdir(folder) == []  # files without a name
 
@@ -145,7 +145,7 @@ def optimized(here: Here, folder: str) -> Any:
         return [param.detach() for param in params.values()], optimizer, counts
 
     wanted, _, wanted_counts = train(lambda tx: tx)
-    with mock.patch.object(home, "PAGE", 1):
+    with mock.patch.object(store, "PAGE", 1):
         found, optimizer, counts = train(lambda tx: sharding.offload(tx, folder, bucket_bytes=512))
         assert all_bits(found) == all_bits(wanted)
         assert counts == wanted_counts
