@@ -36,7 +36,7 @@ __all__ = [
     "Factory",
     "Recorded",
     "Structure",
-    "bare",
+    "strip_transparent",
     "dotted",
     "make_factory",
     "part_names",
@@ -467,10 +467,10 @@ def with_numbers(value: R, numbers: Iterator[Any]) -> R:
     return cast("R", Recorded._from(value.structure, parts))
 
 
-def bare(value: Any) -> Any:
+def strip_transparent(value: Any) -> Any:
     """What a transparent value stands for; any other value as it is.
 
-    >>> bare("anything")
+    >>> strip_transparent("anything")
     'anything'
     """
     while isinstance(value, Recorded) and value.factory.definition.transparent:
@@ -561,7 +561,7 @@ def _literal(value: Any) -> str:
 
 def _structure(value: Recorded) -> str:
     """Write down everything in a value but its numeric parts and the arguments that are as by default."""
-    value = bare(value)
+    value = strip_transparent(value)
     told = [f"{name}={text}" for name, text in told_arguments(value).items()]
     return f"{public_name(value.factory)}({','.join(told)})"
 

@@ -248,7 +248,7 @@ def offering(path: Path) -> Generator[None]:
         yield
     except CorruptError as error:
         if error.previous is None and (previous := before(path)) is not None:
-            raise CorruptError(error.bare, previous) from error
+            raise CorruptError(error.detail, previous) from error
         raise
 
 

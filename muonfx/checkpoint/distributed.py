@@ -369,7 +369,7 @@ def _raise(error: CheckpointException, path: str) -> NoReturn:
     """Raise what has gone wrong on the ranks as one error of ours, the same on all ranks."""
     said: dict[str, list[int]] = {}
     for rank, (problem, _) in sorted(error.failures.items()):
-        text = problem.bare if isinstance(problem, CorruptError) else str(problem)
+        text = problem.detail if isinstance(problem, CorruptError) else str(problem)
         said.setdefault(text if isinstance(problem, CheckpointError) else f"{path}: {text}", []).append(rank)
     lines = [f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text}" for text, ranks in said.items()]
     message = "\n".join(lines)

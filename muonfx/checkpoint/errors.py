@@ -52,11 +52,11 @@ class CorruptError(CheckpointError):
         super().__init__(message + offer)
         self.previous = previous
         """An earlier checkpoint beside it, the newest that looks whole, if there is one."""
-        self.bare = message
+        self.detail = message
 
     def __reduce__(self) -> tuple[type[CorruptError], tuple[str, Path | None]]:
         """Pickle by both arguments: torch carries errors from one rank to the others."""
-        return type(self), (self.bare, self.previous)
+        return type(self), (self.detail, self.previous)
 
 
 class ReplacedError(CheckpointError):

@@ -12,7 +12,7 @@ import inspect
 from typing import Any
 
 from muonfx.identity import public_name
-from muonfx.recorded import _HOLE, Recorded, bare, told_arguments
+from muonfx.recorded import _HOLE, Recorded, strip_transparent, told_arguments
 
 __all__ = ["fingerprint_0_1", "is_of_0_1", "is_of_later"]
 
@@ -142,7 +142,7 @@ class _Later(Exception):
 def _structure(value: Any) -> str:
     """The text of which 0.1 made a fingerprint; it wrote down all arguments, and nested values behind them."""
     if isinstance(value, Recorded):
-        return _structure_of_call(bare(value))
+        return _structure_of_call(strip_transparent(value))
     if type(value) in (tuple, list):
         return f"({','.join(map(_structure, value))})"
     if type(value) is dict:

@@ -15,7 +15,7 @@ from muonfx.checkpoint.errors import MismatchError, first_ones
 from muonfx.checkpoint.fingerprints import fingerprint_0_1, is_of_0_1
 from muonfx.checkpoint.names import is_leaf, named_leaves, named_tensors
 from muonfx.core import Transform
-from muonfx.recorded import bare
+from muonfx.recorded import strip_transparent
 from muonfx.tree import PyTree, Spec
 
 __all__ = ["StateSpec", "described", "spec", "spec_of"]
@@ -133,7 +133,10 @@ class StateSpec:
     def of_chain(self, tx: Transform) -> StateSpec:
         """The same leaves as those of a transform, which a load then compares with the checkpoint's."""
         return replace(
-            self, fingerprint=tx.fingerprint, chain=repr(bare(tx)), _fingerprint_0_1=fingerprint_0_1(bare(tx))
+            self,
+            fingerprint=tx.fingerprint,
+            chain=repr(strip_transparent(tx)),
+            _fingerprint_0_1=fingerprint_0_1(strip_transparent(tx)),
         )
 
     def has_fingerprint(self, fingerprint: str) -> bool:
@@ -187,4 +190,4 @@ def spec(tx: Transform, params: PyTree) -> StateSpec:
     meta = tree.map(lambda leaf: torch.empty(tuple(leaf.shape), dtype=leaf.dtype, device="meta"), params)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of labels without a parameter: what makes the state says so
-        return spec_of(bare(tx).init(meta), tx=tx)
+        return spec_of(strip_transparent(tx).init(meta), tx=tx)

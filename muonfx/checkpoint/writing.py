@@ -47,7 +47,7 @@ from muonfx.checkpoint.files import fresh_file, make_folder, sync_folder, write_
 from muonfx.checkpoint.index import INDEX, DataFile, Index, Leaf, text_of
 from muonfx.checkpoint.names import PARAMS, named_tensors
 from muonfx.core import Transform
-from muonfx.recorded import bare
+from muonfx.recorded import strip_transparent
 from muonfx.sharding.views import is_logical, layout_of, logical
 from muonfx.shards import FlatPiece
 from muonfx.tree import PyTree, Spec
@@ -141,7 +141,7 @@ class Job:
         # The package's own version: at the roof, which nothing inside may import.
         roof = sys.modules[__name__.partition(".")[0]]
         versions = {"muonfx": str(getattr(roof, "__version__", "unknown")), "torch": str(torch.__version__)}
-        chain = (None, None) if self.tx is None else (self.tx.fingerprint, repr(bare(self.tx)))
+        chain = (None, None) if self.tx is None else (self.tx.fingerprint, repr(strip_transparent(self.tx)))
         return Index(save_id, self.step, self.extra, *chain, versions, tuple(files), leaves)
 
 

@@ -29,7 +29,7 @@ from muonfx.optimizer.portable import (
 from muonfx.optimizer.rendezvous import Rendezvous
 from muonfx.optimizer.state import Load, on_this_rank
 from muonfx.optimizer.stepping import Check, Stepping, add_in_place
-from muonfx.optimizer.values import check_shapes, standing, unchanged, valid
+from muonfx.optimizer.values import check_shapes, current_values, unchanged, valid
 from muonfx.optimizer.versions import for_groups
 from muonfx.sharding.binding import Binding
 from muonfx.sharding.dtensors import dtensor_of, is_dtensor, local_of
@@ -39,7 +39,7 @@ from muonfx.sharding.layouts import from_dtensors
 from muonfx.sharding.messages import collective
 from muonfx.sharding.owned import like_parameter
 from muonfx.sharding.plan.assignment import Settings
-from muonfx.sharding.state import Held, about, dressed, dressed_leaf, interval_of, logical_leaf
+from muonfx.sharding.state import Held, about, interval_of, logical_leaf, to_dtensor, to_dtensors
 from muonfx.sharding.transform import advance, begin, bind, introduce, sharded
 from muonfx.shards import FlatPiece, IntervalTensor
 from muonfx.tree import PyTree
@@ -152,7 +152,7 @@ class SteppingOverRanks(Stepping):
     def show(self, place: int, leaf: Any) -> Any:
         """A leaf of the state as ``optimizer.state`` has it: a DTensor, or another thing that says which part it is."""
         what = self._about[place]
-        found = dressed_leaf(self.binding, what, leaf)
+        found = to_dtensor(self.binding, what, leaf)
         if is_dtensor(found) and not what.owned:
             return recorded(found, self._record_of(place))
         if is_dtensor(found) or not isinstance(what, Held) or what.name is None:
@@ -172,7 +172,7 @@ class SteppingOverRanks(Stepping):
 
     def shown(self, state: PyTree) -> PyTree:
         """The state as the functional API has it."""
-        return dressed(self.binding, self._inner, self._like, state) if self.layout.dtensors else state
+        return to_dtensors(self.binding, self._inner, self._like, state) if self.layout.dtensors else state
 
     # ------------------------------------------------------------------------------------------------- persistence
 
@@ -214,7 +214,7 @@ class SteppingOverRanks(Stepping):
         places = self._owned() if self.layout.kind == "from_dtensors" else []
         if not places:
             return {}
-        self._rendezvous.meet("state_dict()")
+        self._rendezvous.wait_for_all("state_dict()")
         leaves = tree.leaves(state)
         found: dict[int, Any] = {}
         for place, whole in gathered_whole(self.layout, self._device, {p: (self._about[p], leaves[p]) for p in places}):
@@ -248,7 +248,7 @@ class SteppingOverRanks(Stepping):
             self._copy(loads, state, problem)
             return
         first, mine = self._held_by_several(loads, numbers) if problem is None else ([], [])
-        self._rendezvous.meet("load_state_dict", problem, struct.pack(f"<{len(mine)}I", *mine))
+        self._rendezvous.wait_for_all("load_state_dict", problem, struct.pack(f"<{len(mine)}I", *mine))
         theirs = dict(zip(heard := sorted(set(first)), self._rendezvous.heard(heard), strict=True))
         for place, (rank, own) in enumerate(zip(first, mine, strict=True)):
             if len(theirs[rank]) != 4 * len(mine) or struct.unpack_from("<I", theirs[rank], 4 * place)[0] != own:
@@ -258,7 +258,7 @@ class SteppingOverRanks(Stepping):
                     "piece of it: nothing was changed; all ranks must load the state of one moment"
                 )
                 break
-        self._rendezvous.meet("load_state_dict", problem)
+        self._rendezvous.wait_for_all("load_state_dict", problem)
         self._copy(loads, state, None)
         self.binding.note_load()
         self.share(state)
@@ -299,7 +299,7 @@ class SteppingOverRanks(Stepping):
 
     def refresh(self, groups: Sequence[Mapping[str, Any]], params: Mapping[str, Tensor]) -> None:
         """Build the transform for the hyperparameters that stand in the groups now."""
-        values = standing(groups, self._keys)
+        values = current_values(groups, self._keys)
         if self._values is not None and unchanged(values, self._values):
             return
         for group in values:

@@ -43,7 +43,7 @@ class Rendezvous:
     def _store(self) -> dist.Store:
         return self._group.get_group_store()
 
-    def meet(self, what: str, problem: Exception | None = None, said: bytes = b"") -> None:
+    def wait_for_all(self, what: str, problem: Exception | None = None, said: bytes = b"") -> None:
         """Wait until all ranks are there; raise on all of them what is wrong on one.
 
         Args:

@@ -14,7 +14,7 @@ from muonfx.checks import check_params, warn_of_unmatched
 from muonfx.core import Donation, Transform
 from muonfx.offload.transform import inner_of, store_of
 from muonfx.optimizer.state import Load, on_this_rank
-from muonfx.optimizer.values import check_shapes, standing, unchanged, valid
+from muonfx.optimizer.values import check_shapes, current_values, unchanged, valid
 from muonfx.optimizer.versions import for_groups
 from muonfx.program.buckets import nbytes_of
 from muonfx.program.execute import Executor
@@ -119,7 +119,7 @@ class Stepping:
 
     def refresh(self, groups: Sequence[Mapping[str, Any]], params: Mapping[str, Tensor]) -> None:
         """Build the transforms for the hyperparameters that stand in the groups now, and the pieces they run on."""
-        values = standing(groups, self._keys)
+        values = current_values(groups, self._keys)
         if self._values is not None and unchanged(values, self._values):
             return
         for group in values:

@@ -11,10 +11,10 @@ from muonfx.core import Transform
 from muonfx.hyperparams import hyperparams
 from muonfx.recorded import Recorded
 
-__all__ = ["agreement", "check_shapes", "distinct", "standing", "unchanged", "valid"]
+__all__ = ["agreement", "check_shapes", "distinct", "current_values", "unchanged", "valid"]
 
 
-def standing(groups: Sequence[Mapping[str, Any]], keys: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
+def current_values(groups: Sequence[Mapping[str, Any]], keys: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
     """The hyperparameters of each group by dotted name."""
     return [{name: group[key] for key, name in own.items()} for group, own in zip(groups, keys, strict=True)]
 

@@ -305,7 +305,7 @@ class Layout:
 
         return _by_name(logical, at)
 
-    def dressed(self, local: PyTree, like: PyTree = None) -> PyTree:
+    def to_dtensors(self, local: PyTree, like: PyTree = None) -> PyTree:
         """A local tree with DTensors in the place of local tensors of parameters that are DTensors.
 
         Args:

@@ -30,10 +30,10 @@ from muonfx.tree import PyTree
 __all__ = [
     "Held",
     "about",
-    "bare",
-    "bare_leaf",
-    "dressed",
-    "dressed_leaf",
+    "without_dtensors",
+    "from_dtensor",
+    "to_dtensors",
+    "to_dtensor",
     "held",
     "interval_of",
     "local_state",
@@ -152,7 +152,7 @@ def about(binding: Binding, tx: Transform, params: PyTree) -> list[Any]:
     return binding.derived[key]
 
 
-def dressed(binding: Binding, tx: Transform, params: PyTree, state: PyTree) -> PyTree:
+def to_dtensors(binding: Binding, tx: Transform, params: PyTree, state: PyTree) -> PyTree:
     """A state with DTensors in the place of local tensors that belong to parameters that are DTensors.
 
     What lies at an owner is a DTensor too, on every rank; but for ranges of a stack that DTensors cannot say: those
@@ -160,11 +160,11 @@ def dressed(binding: Binding, tx: Transform, params: PyTree, state: PyTree) -> P
     """
     leaves, treedef = tree.flatten(state)
     pairs = zip(about(binding, tx, params), leaves, strict=True)
-    return tree.unflatten(treedef, [dressed_leaf(binding, what, leaf) for what, leaf in pairs])
+    return tree.unflatten(treedef, [to_dtensor(binding, what, leaf) for what, leaf in pairs])
 
 
-def dressed_leaf(binding: Binding, what: Any, leaf: Any) -> Any:
-    """One leaf of `dressed`."""
+def to_dtensor(binding: Binding, what: Any, leaf: Any) -> Any:
+    """One leaf of `to_dtensors`."""
     if not isinstance(what, Held) or what.name is None or is_dtensor(leaf):
         return leaf
     if what.name not in binding.layout.dtensors:
@@ -180,8 +180,8 @@ def dressed_leaf(binding: Binding, what: Any, leaf: Any) -> Any:
     return leaf if found is None else found
 
 
-def bare(binding: Binding, tx: Transform, params: PyTree, state: PyTree) -> PyTree:
-    """The local tensors of a state of DTensors: the inverse of `dressed`."""
+def without_dtensors(binding: Binding, tx: Transform, params: PyTree, state: PyTree) -> PyTree:
+    """The local tensors of a state of DTensors: the inverse of `to_dtensors`."""
     if not binding.layout.dtensors:
         return state
     leaves, treedef = tree.flatten(state)
@@ -190,11 +190,11 @@ def bare(binding: Binding, tx: Transform, params: PyTree, state: PyTree) -> PyTr
     described = about(binding, tx, params)
     if len(described) != len(leaves):
         return tree.map(local_of, state)  # of another transform: whoever checks the state says so
-    return tree.unflatten(treedef, [bare_leaf(what, leaf) for what, leaf in zip(described, leaves, strict=True)])
+    return tree.unflatten(treedef, [from_dtensor(what, leaf) for what, leaf in zip(described, leaves, strict=True)])
 
 
-def bare_leaf(what: Any, leaf: Any) -> Any:
-    """One leaf of `bare`."""
+def from_dtensor(what: Any, leaf: Any) -> Any:
+    """One leaf of `without_dtensors`."""
     if not is_dtensor(leaf) or not isinstance(what, Held) or not what.owned:
         return local_of(leaf)
     return None if what.local is None else leaf._local_tensor.view(what.local)
@@ -205,7 +205,9 @@ def logical_state(binding: Binding, tx: Transform, params: PyTree, state: PyTree
     leaves, treedef = tree.flatten(state)
     pairs = zip(about(binding, tx, params), leaves, strict=True)
     device = tree.device_of(state)
-    return tree.unflatten(treedef, [logical_leaf(binding, device, what, bare_leaf(what, leaf)) for what, leaf in pairs])
+    return tree.unflatten(
+        treedef, [logical_leaf(binding, device, what, from_dtensor(what, leaf)) for what, leaf in pairs]
+    )
 
 
 def logical_leaf(binding: Binding, device: torch.device, what: Any, leaf: Any) -> Any:
@@ -239,4 +241,4 @@ def local_state(binding: Binding, tx: Transform, params: PyTree, logical: PyTree
 
     local = [at(wanted, leaf) for wanted, leaf in zip(tree.leaves(meta), leaves, strict=True)]
     state = tree.unflatten(treedef, local)
-    return dressed(binding, tx, params, state) if binding.layout.dtensors else state
+    return to_dtensors(binding, tx, params, state) if binding.layout.dtensors else state

@@ -17,7 +17,7 @@ from muonfx.sharding.consensus import agree
 from muonfx.sharding.dtensors import is_dtensor, local_of
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import Machine, Settings
-from muonfx.sharding.state import bare, dressed
+from muonfx.sharding.state import to_dtensors, without_dtensors
 from muonfx.sharding.steps import agreed_updates
 from muonfx.sharding.verification import verify_ranks
 from muonfx.tree import PyTree
@@ -171,7 +171,7 @@ def sharded(
         if present and all(leaf.is_meta for leaf in present):
             return binding.executor.init(inner, local)
         state = begin(binding, inner, params)
-        return dressed(binding, inner, params, state) if binding.layout.dtensors else state
+        return to_dtensors(binding, inner, params, state) if binding.layout.dtensors else state
 
     @torch.no_grad()
     def update(
@@ -186,7 +186,7 @@ def sharded(
     ) -> tuple[PyTree, PyTree]:
         like = updates if params is None else params
         binding = bind(layout.of(like), settings, store)
-        own = bare(binding, inner, like, state)
+        own = without_dtensors(binding, inner, like, state)
         out, after = advance(
             binding, inner, updates, own, params, donate=donate, extras=extras, check=check, problem=problem
         )
@@ -194,7 +194,7 @@ def sharded(
             after = _apart(after, own)
         if not any(is_dtensor(leaf) for values in (updates, params) for leaf in tree.leaves(values)):
             return out, after
-        return binding.layout.dressed(out, updates), dressed(binding, inner, updates, after)
+        return binding.layout.to_dtensors(out, updates), to_dtensors(binding, inner, updates, after)
 
     # Collectives among processes are nothing that a graph could hold.
     return torch.compiler.disable(init), torch.compiler.disable(update)

@@ -13,7 +13,7 @@ from muonfx.offload.transform import inner_of, store_of
 from muonfx.sharding.binding import Binding
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout
-from muonfx.sharding.state import Held, about, bare, local_state, logical_state
+from muonfx.sharding.state import Held, about, local_state, logical_state, without_dtensors
 from muonfx.sharding.transform import Sharded, bind, settings_of
 from muonfx.shards import FlatPiece
 from muonfx.tree import PyTree
@@ -48,10 +48,10 @@ def logical(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
     >>> logical(tx, tx.init(layout.shard(params))).trace["w"]
     FlatPiece(elements 0 to 4 of (2, 2), torch.float32)
     """
-    binding, inner, like = _met(tx, params)
+    binding, inner, like = _binding_of(tx, params)
     if is_logical(state):
         return state
-    own = bare(binding, inner, like, state)
+    own = without_dtensors(binding, inner, like, state)
     _check_local(binding.layout, about(binding, inner, like), own)
     return logical_state(binding, inner, like, own)
 
@@ -76,9 +76,9 @@ def local(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
     >>> local(tx, logical(tx, tx.init(layout.shard(params)))).trace["w"]
     tensor([0., 0., 0., 0.])
     """
-    binding, inner, like = _met(tx, params)
+    binding, inner, like = _binding_of(tx, params)
     binding.note_load()
-    return local_state(binding, inner, like, bare(binding, inner, like, state))
+    return local_state(binding, inner, like, without_dtensors(binding, inner, like, state))
 
 
 def is_logical(values: PyTree) -> bool:
@@ -114,7 +114,7 @@ def _check_local(layout: Layout, described: list[Any], state: PyTree) -> None:
             )
 
 
-def _met(tx: Transform, params: PyTree) -> tuple[Binding, Transform, Any]:
+def _binding_of(tx: Transform, params: PyTree) -> tuple[Binding, Transform, Any]:
     if not isinstance(tx, Sharded):
         raise TypeError(f"tx must be what muonfx.sharding.sharded made, found {tx!r}")
     layout: Layout = tx.arguments["layout"]

@@ -129,7 +129,7 @@ def by_hand(here: Here, path: Path, case: LayoutCase) -> None:
     layout, tx = laid_out(case, params, here).of(params), chain_of("plain")
 
     def enter(whole: Params) -> Params:
-        return layout.dressed(layout.shard(whole))
+        return layout.to_dtensors(layout.shard(whole))
 
     sharded, local = sharding.sharded(tx, layout), enter(params)
     local, state = steps(sharded, sharded.init(local), local, enter, DRAWN, range(2))
@@ -236,7 +236,7 @@ def test_one_process_needs_no_group_for_a_layout_of_one_rank(tmp_path: Path):
 def dtensors_there_and_back(here: Here) -> None:
     params = DRAWN.params()
     layout = laid_out(LAYOUTS["rows"], params, here)
-    placed = layout.dressed(layout.shard(params))
+    placed = layout.to_dtensors(layout.shard(params))
     back = layout.local(layout.logical(placed))
     for name, param in placed.items():
         assert type(back[name]) is type(param) is not torch.Tensor

@@ -19,7 +19,7 @@ import torch
 
 from muonfx.core import Transform
 from muonfx.polar import compute_dtype
-from muonfx.recorded import bare
+from muonfx.recorded import strip_transparent
 from muonfx.sharding.gram import gram_bytes, gram_plan, is_for_gram, wide_of
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.balance import assign
@@ -496,5 +496,8 @@ def plan_for(
     device = torch.device(device)
     compute = compute_dtype(torch.float32, device) if compute is None else compute
     given = Settings(**settings)
-    runs = [plan_run(run, names, layout, device, given, compute) for run, names in runs_of(bare(tx), layout.meta())]
+    runs = [
+        plan_run(run, names, layout, device, given, compute)
+        for run, names in runs_of(strip_transparent(tx), layout.meta())
+    ]
     return Plan(tuple(runs), layout.size)

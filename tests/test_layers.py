@@ -1,7 +1,7 @@
-"""The rooms' law: imports go down only.
+"""The law of the layers: imports go down only.
 
-`FLOORS` is the list. A module may import from a lower floor, from its own room, and from a neighbour on its own floor
-as long as no circle of rooms comes of it. An import for types only (under `TYPE_CHECKING`) may close such a circle, but
+`LAYERS` is the list. A module may import from a lower layer, from its own part, and from a neighbour on its own layer
+as long as no circle of parts comes of it. An import for types only (under `TYPE_CHECKING`) may close such a circle, but
 may not go up either. Nobody imports the roof, `muonfx/__init__.py`, from inside.
 """
 
@@ -14,7 +14,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "muonfx"
 
-FLOORS = {
+LAYERS = {
     "tree": 0,
     "boxes": 0,
     "arguments": 0,
@@ -48,16 +48,16 @@ ROOF = "muonfx"
 STRANGERS = {("polar", other) for other in ("tree", "identity", "wrappers", "recorded", "elementwise", "tracing")}
 
 
-def rooms_of(package: Path) -> Iterator[tuple[Path, str]]:
-    """Every module of the package but the roof, with the room that it lies in."""
+def parts_of(package: Path) -> Iterator[tuple[Path, str]]:
+    """Every module of the package but the roof, with the part that it lies in."""
     for path in sorted(package.rglob("*.py")):
         first = path.relative_to(package).parts[0].removesuffix(".py")
         if first != "__init__":
             yield path, first
 
 
-def imported_rooms(path: Path, package: Path) -> Iterator[tuple[int, str, bool]]:
-    """Line and room of every import of our own, at any depth of the file, and whether it is for types only."""
+def imported_parts(path: Path, package: Path) -> Iterator[tuple[int, str, bool]]:
+    """Line and part of every import of our own, at any depth of the file, and whether it is for types only."""
     here = (package.name, *path.relative_to(package).with_suffix("").parts)
     names = {file.stem if file.suffix == ".py" else file.name for file in package.iterdir()}
     module = ast.parse(path.read_text(encoding="utf-8"))
@@ -79,34 +79,34 @@ def imported_rooms(path: Path, package: Path) -> Iterator[tuple[int, str, bool]]
             continue
         for target in targets:
             if target[0] == package.name:
-                room = target[1] if len(target) > 1 and target[1] in names else ROOF
-                yield node.lineno, room, node in for_types
+                part = target[1] if len(target) > 1 and target[1] in names else ROOF
+                yield node.lineno, part, node in for_types
 
 
-def complaints(package: Path, floors: dict[str, int]) -> list[str]:
+def complaints(package: Path, layers: dict[str, int]) -> list[str]:
     """What breaks the law, one sentence each."""
     found: list[str] = []
     neighbours: dict[str, set[str]] = {}
-    for path, room in rooms_of(package):
+    for path, part in parts_of(package):
         where = path.relative_to(package.parent)
-        if room not in floors:
-            found.append(f"{where}: no floor is known for the room {room!r}: add it to FLOORS in tests/test_rooms.py")
+        if part not in layers:
+            found.append(f"{where}: no layer is known for the part {part!r}: add it to LAYERS in tests/test_layers.py")
             continue
-        for line, other, for_types in imported_rooms(path, package):
+        for line, other, for_types in imported_parts(path, package):
             if other == ROOF:
-                found.append(f"{where}:{line}: imports {ROOF} itself: import from the room that defines the name")
-            elif other != room and other in floors:
+                found.append(f"{where}:{line}: imports {ROOF} itself: import from the part that defines the name")
+            elif other != part and other in layers:
                 if not for_types:
-                    neighbours.setdefault(room, set()).add(other)
-                here, there = floors[room], floors[other]
+                    neighbours.setdefault(part, set()).add(other)
+                here, there = layers[part], layers[other]
                 if there > here:
-                    found.append(f"{where}:{line}: {room} (floor {here}) imports {other} (floor {there})")
-                elif (room, other) in STRANGERS:
-                    found.append(f"{where}:{line}: {room} must not know {other}")
+                    found.append(f"{where}:{line}: {part} (layer {here}) imports {other} (layer {there})")
+                elif (part, other) in STRANGERS:
+                    found.append(f"{where}:{line}: {part} must not know {other}")
     try:
         TopologicalSorter(neighbours).prepare()
     except CycleError as error:
-        found.append(f"rooms in a circle: {' -> '.join(error.args[1])}")
+        found.append(f"parts in a circle: {' -> '.join(error.args[1])}")
     return found
 
 
@@ -193,7 +193,7 @@ def test_tests_mirror_the_package_and_the_benchmarks():
 
 
 def test_imports_go_down_only():
-    found = complaints(PACKAGE, FLOORS)
+    found = complaints(PACKAGE, LAYERS)
     assert not found, "\n".join(found)
 
 
@@ -203,15 +203,15 @@ TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    "
 @pytest.mark.parametrize(
     ("file", "text", "complaint"),
     [
-        ("low.py", "from toy.high import x", "low (floor 0) imports high (floor 1)"),
-        ("low.py", "from toy import high", "low (floor 0) imports high (floor 1)"),
-        ("low.py", "def f():\n    from .high.part import x", "low (floor 0) imports high (floor 1)"),
-        ("low.py", "import toy.high.part", "low (floor 0) imports high (floor 1)"),
-        ("low.py", TYPES + "from toy.high import x", "low (floor 0) imports high (floor 1)"),
+        ("low.py", "from toy.high import x", "low (layer 0) imports high (layer 1)"),
+        ("low.py", "from toy import high", "low (layer 0) imports high (layer 1)"),
+        ("low.py", "def f():\n    from .high.part import x", "low (layer 0) imports high (layer 1)"),
+        ("low.py", "import toy.high.part", "low (layer 0) imports high (layer 1)"),
+        ("low.py", TYPES + "from toy.high import x", "low (layer 0) imports high (layer 1)"),
         ("low.py", "import toy", "imports muonfx itself"),
         ("high/part.py", "from .. import chain", "imports muonfx itself"),
-        ("new.py", "", "no floor is known for the room 'new'"),
-        ("beside.py", "from . import low", "rooms in a circle"),
+        ("new.py", "", "no layer is known for the part 'new'"),
+        ("beside.py", "from . import low", "parts in a circle"),
     ],
 )
 def test_a_breach_is_found(tmp_path: Path, file: str, text: str, complaint: str):
@@ -222,7 +222,7 @@ def test_a_breach_is_found(tmp_path: Path, file: str, text: str, complaint: str)
     (package / "low.py").write_text("from . import beside")
     (package / "beside.py").write_text(TYPES + "from toy import low")
     (package / "high" / "part.py").write_text("from ..low import y\nfrom . import z\nimport torch")
-    floors = {"low": 0, "beside": 0, "high": 1}
-    assert complaints(package, floors) == []
+    layers = {"low": 0, "beside": 0, "high": 1}
+    assert complaints(package, layers) == []
     (package / file).write_text(text)
-    assert any(complaint in line for line in complaints(package, floors))
+    assert any(complaint in line for line in complaints(package, layers))
