@@ -1,4 +1,4 @@
-"""Steps in one process: segments of a chain, each on pieces of the leaves."""
+"""How an optimizer steps in one process: groups to numbers, a check of the gradients, and the executor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from muonfx.optimizer.versions import for_groups
 from muonfx.program.buckets import nbytes_of
 from muonfx.program.execute import Executor
 from muonfx.program.nodes import Node
-from muonfx.program.placement import ALONE
+from muonfx.program.placement import ALONE, Call
 from muonfx.tree import PyTree
 
 __all__ = ["Check", "Stepping", "add_in_place"]
@@ -150,7 +150,9 @@ class Stepping:
         apply = functools.partial(add_in_place, params)
         donated = Donation(donate, True)
         self.executor.require_room(state, params, donated)
-        _, after = self.executor.update_node(self._node, self._now, updates, state, params, donated, extras, apply)
+        _, after = self.executor.update_node(
+            self._node, self._now, Call(updates, state, params, donated, extras, apply)
+        )
         return after
 
 

@@ -8,7 +8,7 @@ under a torch optimizer it is the same loop with other arguments.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +30,7 @@ from muonfx.program.buckets import (
 )
 from muonfx.program.lower import lower_node, named_chain, resolve_within, state_around
 from muonfx.program.nodes import Around, Node, Sequence, Stage, WholeTree
-from muonfx.program.placement import RESIDENT, Placement, Run, Store
+from muonfx.program.placement import RESIDENT, Call, Placement, Run, Store
 from muonfx.recorded import Recorded, with_numbers
 from muonfx.tree import PyTree
 
@@ -38,9 +38,6 @@ __all__ = ["Executor", "Run"]
 
 Now = Transform | tuple[Transform, ...]
 """The transform that a node was lowered from, with the numbers of now; for joined units, one each."""
-
-Apply = Callable[[PyTree], None]
-"""Adds the updates of a bucket to the parameters."""
 
 
 class _Span(NamedTuple):
@@ -131,137 +128,83 @@ class Executor:
             return self._transform(node, now).functions.init(whole)
         if self.store.is_resident or on_meta or not self._keeps_leaf_state(node):
             return self._transform(node, now).functions.init(params)
-        return self._init_with_own_leaves(node, now, params)
+        return self._init_at_once(node, now, params)
 
     # ----------------------------------------------------------------------------------------------------- update
 
-    def update(
-        self,
-        tx: Transform,
-        updates: PyTree,
-        state: PyTree,
-        params: PyTree,
-        donate: Donation,
-        extras: Mapping[str, Any],
-        apply: Apply | None = None,
-    ) -> tuple[PyTree, PyTree]:
+    def update(self, tx: Transform, call: Call) -> tuple[PyTree, PyTree]:
         """Update by a transform on local tensors; all ranks together, with the same leaves present.
 
         Args:
             tx: the transform, with the numbers of now.
-            updates: local tensors; None is absent.
-            state: what `init` or the previous update returned.
-            params: local tensors, or None.
-            donate: what may be overwritten.
-            extras: named values for the transforms.
-            apply: is called with the updates of each bucket as soon as these are final, and takes them: nothing is
-                returned of them then.
-        """
-        node = self.program(tx, updates if params is None else params)
-        return self.update_node(node, tx, updates, state, params, donate, extras, apply)
+            call: the arguments.
 
-    def update_node(
-        self,
-        node: Node,
-        now: Now,
-        updates: PyTree,
-        state: PyTree,
-        params: PyTree,
-        donate: Donation,
-        extras: Mapping[str, Any],
-        apply: Apply | None = None,
-    ) -> tuple[PyTree, PyTree]:
-        """Update by a node; see `update`."""
+        Returns:
+            The updates, unless the call applies them, and the next state.
+        """
+        return self.update_node(self.program(tx, call.like), tx, call)
+
+    def update_node(self, node: Node, now: Now, call: Call) -> tuple[PyTree, PyTree]:
+        """Update by a node of a program; see `update`."""
         if self._is_unit(node):
-            return self._update_unit(node, now, updates, state, params, donate, extras, apply)
+            return self._update_unit(node, now, call)
         if isinstance(node, Sequence):
-            return self._update_sequence(node, now, updates, state, params, donate, extras, apply)
+            return self._update_sequence(node, now, call)
         if isinstance(node, Stage):
             run = self._run_of(node, now if isinstance(now, tuple) else (now,))
-            out, after = self.placement.update_stage(
-                node, run, updates, {run[0][0]: state}, params, donate, extras, self.store
-            )
-            after = after[run[0][0]]
+            name = run[0][0]
+            out, states = self.placement.update_stage(node, run, call._replace(state={name: call.state}), self.store)
+            after = states[name]
         elif isinstance(node, WholeTree) and not self.placement.holds_all:
-            gather: Any = self.placement.gather
-            own_sum: Any = {**extras, "sum_over_leaves": sum_over_leaves}
-            out, after = self._transform(node, now).run(gather(updates), state, gather(params), **own_sum)
+            whole = call._replace(
+                updates=self.placement.gather(call.updates), params=self.placement.gather(call.params)
+            )
+            out, after = whole.run(self._transform(node, now), donate=NOTHING, sum_over_leaves=sum_over_leaves)
             out = self.placement.shard(out)
         else:
-            out, after = self._update_with_own_leaves(node, now, updates, state, params, donate, extras)
-        if apply is not None:
-            apply(out)
+            out, after = self._update_at_once(node, now, call)
+        call.finish(out)
         return out, after
 
-    def _update_sequence(
-        self,
-        node: Sequence,
-        now: Now,
-        updates: PyTree,
-        state: dict[str, PyTree],
-        params: PyTree,
-        donate: Donation,
-        extras: Mapping[str, Any],
-        apply: Apply | None,
-    ) -> tuple[PyTree, PyTree]:
+    def _update_sequence(self, node: Sequence, now: Now, call: Call) -> tuple[PyTree, PyTree]:
         after: dict[str, PyTree] = {}
-        may_write = donate.updates
+        updates, may_write = call.updates, call.donate.updates
         spans = self._spans_of(node)
         for place, span in enumerate(spans):
-            given = Donation(may_write, donate.state)
+            last = place == len(spans) - 1
+            own = {name: call.state[name] for name in span.names}
+            donate = Donation(may_write, call.donate.state)
+            given = call._replace(updates=updates, state=own, donate=donate, apply=call.apply if last else None)
             part = self._part(span, now)
-            last = apply if place == len(spans) - 1 else None
             if isinstance(span.node, Stage) and not self._is_unit(span.node):
-                run = self._run_of(span.node, part)
-                own = {name: state[name] for name in span.names}
-                out, new = self.placement.update_stage(span.node, run, updates, own, params, given, extras, self.store)
-                after |= new
-                if last is not None:
-                    last(out)
+                out, new = self.placement.update_stage(span.node, self._run_of(span.node, part), given, self.store)
+                given.finish(out)
             elif isinstance(span.node, _Joined):
-                own = {name: state[name] for name in span.names}
-                out, new = self.update_node(span.node, part, updates, own, params, given, extras, last)
-                after |= new
+                out, new = self.update_node(span.node, part, given)
             else:
                 name = span.names[0]
-                out, after[name] = self.update_node(
-                    span.node, part[0], updates, state[name], params, given, extras, last
-                )
-            if place < len(spans) - 1:
+                out, state = self.update_node(span.node, part[0], given._replace(state=own[name]))
+                new = {name: state}
+            after |= new
+            if not last:
                 # What a transform that keeps the promise has made anew belongs to this chain alone.
-                may_write = (
-                    donate.state and span.node.tx.keeps_donation_promise and (may_write or _is_new(out, updates))
-                )
+                promised = call.donate.state and span.node.tx.keeps_donation_promise
+                may_write = promised and (may_write or _is_new(out, updates))
             updates = out
-        return updates, {name: after[name] for name in state}
+        return updates, {name: after[name] for name in call.state}
 
-    def _update_unit(
-        self,
-        node: Node,
-        now: Now,
-        updates: PyTree,
-        state: PyTree,
-        params: PyTree,
-        donate: Donation,
-        extras: Mapping[str, Any],
-        apply: Apply | None,
-    ) -> tuple[PyTree, PyTree]:
+    def _update_unit(self, node: Node, now: Now, call: Call) -> tuple[PyTree, PyTree]:
         """Update by what looks at one leaf at a time, bucket by bucket."""
         tx = self._transform(node, now)
-        extras = {**extras, "sum_over_leaves": self.placement.sum_over_leaves}
-        if self.store.is_resident:
-            buckets = self._resident_buckets(updates, params)
-            if buckets is None or len(buckets) == 1:
-                out, after = tx.run(updates, state, params, donate=donate, **extras)
-                if apply is not None:
-                    apply(out)
-                return out, after
-            parameters = self._parameters_of(node.number, state, updates)
-            return self._in_buckets(
-                tx.run, buckets, parameters, updates, state, params, donate, extras, apply, far=False
-            )
-        here = with_numbers_on(self.store.device(device_of(updates, params)), tx)
-        return self.update_in_store(here, updates, state, params, donate, extras, apply)
+        if not self.store.is_resident:
+            here = with_numbers_on(self.store.device(device_of(call.updates, call.params)), tx)
+            return self._update_in_store(here, call, absent=False)
+        buckets = self._resident_buckets(call.params)
+        if buckets is not None and len(buckets) > 1:
+            return self._in_buckets(tx, buckets, self._parameters_of(node.number, call.state, call.updates), call)
+        out, after = call.run(tx, sum_over_leaves=self.placement.sum_over_leaves)
+        call.finish(out)
+        return out, after
 
     def update_in_store(
         self,
@@ -271,7 +214,6 @@ class Executor:
         params: PyTree,
         donate: Donation,
         extras: Mapping[str, Any],
-        apply: Apply | None = None,
         *,
         absent: bool = False,
     ) -> tuple[PyTree, PyTree]:
@@ -284,74 +226,70 @@ class Executor:
             params: the whole tree of them, or None.
             donate: what is given.
             extras: named values.
-            apply: as in `update`.
             absent: run it also on leaves that have no update.
         """
-        given = device_of(updates, params)
+        return self._update_in_store(tx, Call(updates, state, params, donate, extras), absent=absent)
+
+    def _update_in_store(self, tx: Transform, call: Call, *, absent: bool) -> tuple[PyTree, PyTree]:
+        given = device_of(call.updates, call.params)
         device = self.store.device(given)
-        parameters = self._parameters_of(tx.treedef, state, updates)
-        leaves = tree.leaves(updates)
-        names = [n for n, leaf in zip(tree.names(updates), leaves, strict=True) if absent or leaf is not None]
-        sizes = sizes_of(names, state, parameters)
-        weights = leaves if params is None else tree.leaves(params)
-        far = params is not None and tx.reads_params and any(w is not None and w.device != device for w in weights)
+        parameters = self._parameters_of(tx.treedef, call.state, call.updates)
+        named = zip(tree.names(call.updates), tree.leaves(call.updates), strict=True)
+        sizes = sizes_of([n for n, leaf in named if absent or leaf is not None], call.state, parameters)
+        weights = tree.leaves(call.params) if call.params is not None and tx.reads_params else []
+        far = any(weight is not None and weight.device != device for weight in weights)
         at_once = not any(sizes.values()) and device == given and not far
         buckets = [list(sizes)] if at_once else cut_into_buckets(sizes, self.store.bucket_bytes)
-        return self._in_buckets(tx.run, buckets, parameters, updates, state, params, donate, extras, apply, far=far)
+        return self._in_buckets(tx, buckets, parameters, call, far=far)
 
     def _in_buckets(
         self,
-        run: Callable[..., Any],
+        tx: Transform,
         buckets: list[list[str]],
         parameters: list[str | None],
-        updates: PyTree,
-        state: PyTree,
-        params: PyTree,
-        donate: Donation,
-        extras: Mapping[str, Any],
-        apply: Apply | None,
+        call: Call,
         *,
-        far: bool,
+        far: bool = False,
     ) -> tuple[PyTree, PyTree]:
-        leaves, treedef = tree.flatten(updates)
-        names = tree.names(updates)
-        given = device_of(updates, params)
+        """Update bucket by bucket; parameters that are read and lie far come to where the transform computes."""
+        leaves, treedef = tree.flatten(call.updates)
+        names = tree.names(call.updates)
+        weights = tree.leaves(call.params) if far else []
+        given = device_of(call.updates, call.params)
         device = self.store.device(given)
-        weights = None if params is None else tree.leaves(params)
-        bucketed = BucketedState(self.store, given, state, parameters, buckets, donate)
+        extras = {**call.extras, "sum_over_leaves": self.placement.sum_over_leaves}
+        bucketed = BucketedState(self.store, given, call.state, parameters, buckets, call.donate)
         results: dict[str, Any] = {}
         try:
             for turn, bucket in enumerate(buckets):
                 mine = set(bucket)
                 some = [leaf if name in mine else None for name, leaf in zip(names, leaves, strict=True)]
-                there = params
-                if far and weights is not None:  # those of this bucket, where the transform computes
-                    moved = [
-                        w.to(device) if n in mine and w is not None else w for n, w in zip(names, weights, strict=True)
-                    ]
+                there = call.params
+                if far:
+                    pairs = zip(names, weights, strict=True)
+                    moved = [w.to(device) if n in mine and w is not None else w for n, w in pairs]
                     there = tree.unflatten(treedef, moved)
-                out = bucketed.run(turn, run, tree.unflatten(treedef, some), there, extras, may_write=donate.updates)
-                if apply is not None:
-                    apply(out)
-                else:
+                updates = tree.unflatten(treedef, some)
+                out = bucketed.run(turn, tx.run, updates, there, extras, may_write=call.donate.updates)
+                if call.apply is None:
                     results |= {n: leaf for n, leaf in zip(names, tree.leaves(out), strict=True) if n in mine}
-                del some, out  # not beside those of the next bucket
+                call.finish(out)
+                del some, updates, out  # not beside those of the next bucket
         except BaseException:
             bucketed.abandon()
             raise
         return tree.unflatten(treedef, [results.get(name) for name in names]), bucketed.end()
 
-    def _resident_buckets(self, updates: PyTree, params: PyTree) -> list[list[str]] | None:
+    def _resident_buckets(self, params: PyTree) -> list[list[str]] | None:
         """Names in buckets of parameters' bytes; None: all at once."""
         if self.bucket_bytes is None or params is None:
             return None
         named = zip(tree.names(params), tree.leaves(params), strict=True)
-        sizes = {name: nbytes_of(leaf) for name, leaf in named if leaf is not None}
-        return cut_into_buckets(sizes, self.bucket_bytes)
+        return cut_into_buckets({name: nbytes_of(x) for name, x in named if x is not None}, self.bucket_bytes)
 
     # ------------------------------------------------------------- what sums over leaves or calls others, as a whole
 
-    def _init_with_own_leaves(self, node: Node, now: Now, params: PyTree) -> PyTree:
+    def _init_at_once(self, node: Node, now: Now, params: PyTree) -> PyTree:
         declared = node.tx.declaration.in_store
         if declared is not None:
             return declared.init(self, self._transform(node, now), params)
@@ -360,39 +298,32 @@ class Executor:
         state = self._plain.init_node(node, now, tree.map(lambda leaf: leaf.to(device), params))
         return store_away(store, device, state, parameters_of(state, params), copy=False)
 
-    def _update_with_own_leaves(
-        self,
-        node: Node,
-        now: Now,
-        updates: PyTree,
-        state: PyTree,
-        params: PyTree,
-        donate: Donation,
-        extras: Mapping[str, Any],
-    ) -> tuple[PyTree, PyTree]:
-        extras = {**extras, "sum_over_leaves": self.placement.sum_over_leaves}
-        if self.store.is_resident:
-            return self._transform(node, now).run(updates, state, params, donate=donate, **extras)
+    def _update_at_once(self, node: Node, now: Now, call: Call) -> tuple[PyTree, PyTree]:
+        """Update by a node that needs all leaves; of its own state like the parameters all is brought in."""
+        tx = self._transform(node, now)
+        total = self.placement.sum_over_leaves
         declared = node.tx.declaration.in_store
-        if declared is not None:
-            tx = self._transform(node, now)
-            return declared.update(self, tx, updates, state, params, donate, extras)
-        given = device_of(updates, params)
-        if node.tx.reads_params and not node.children and params is not None:
-            params = tree.map(lambda leaf: leaf.to(given), params)
-        if not self._keeps_leaf_state(node):
-            return self._transform(node, now).run(updates, state, params, donate=donate, **extras)
-        parameters = self._parameters_of(node.number, state, updates)
+        if not self.store.is_resident and declared is not None:
+            extras = {**call.extras, "sum_over_leaves": total}
+            return declared.update(self, tx, call.updates, call.state, call.params, call.donate, extras)
+        given = device_of(call.updates, call.params)
+        if not self.store.is_resident and node.tx.reads_params and not node.children and call.params is not None:
+            call = call._replace(params=tree.map(lambda leaf: leaf.to(given), call.params))
+        if self.store.is_resident or not self._keeps_leaf_state(node):
+            return call.run(tx, sum_over_leaves=total)
+        parameters = self._parameters_of(node.number, call.state, call.updates)
         store = self._store_at_once
         if not store.is_direct(store.device(given)):
-            self._warn_of_bringing(node.tx, state, parameters)
+            self._warn_of_bringing(node.tx, call.state, parameters)
 
         def run(updates: PyTree, state: PyTree, params: PyTree, *, donate: Donation, **extras: Any) -> Any:
-            return self._plain.update_node(node, now, updates, state, params, donate, extras)
+            return self._plain.update_node(node, now, Call(updates, state, params, donate, extras))
 
-        bucketed = BucketedState(store, given, state, parameters, [tree.names(updates)], donate)
+        bucketed = BucketedState(store, given, call.state, parameters, [tree.names(call.updates)], call.donate)
+        extras = {**call.extras, "sum_over_leaves": total}
         try:
-            out = bucketed.run(0, run, updates, bucketed.to_compute_device(params), extras, may_write=donate.updates)
+            params = bucketed.to_compute_device(call.params)
+            out = bucketed.run(0, run, call.updates, params, extras, may_write=call.donate.updates)
         except BaseException:
             bucketed.abandon()
             raise
@@ -583,7 +514,7 @@ def _executed(tx: Transform, bound: Any):
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
         node = bound.executor._child_for(bound.node, tx, updates if params is None else params)
-        return bound.executor.update_node(node, tx, updates, state, params, donate, extras)
+        return bound.executor.update_node(node, tx, Call(updates, state, params, donate, extras))
 
     return init, update
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,10 +15,40 @@ from muonfx.tree import PyTree, Spec
 if TYPE_CHECKING:
     from muonfx.program.nodes import Stage
 
-__all__ = ["ALONE", "RESIDENT", "Alone", "Placement", "Resident", "Run", "Store", "Transfer"]
+__all__ = ["ALONE", "RESIDENT", "Alone", "Call", "Placement", "Resident", "Run", "Store", "Transfer"]
 
 Run = tuple[tuple[str, Transform], ...]
 """Neighbouring transforms of a chain, with their names in it and the numbers of now."""
+
+
+class Call(NamedTuple):
+    """The arguments of an update."""
+
+    updates: PyTree
+    """Local tensors; None is absent."""
+    state: PyTree
+    params: PyTree
+    """Local tensors, or None."""
+    donate: Donation
+    extras: Mapping[str, Any]
+    """Named values for the transforms."""
+    apply: Callable[[PyTree], None] | None = None
+    """Is called with the updates of each bucket as soon as these are final, and takes them."""
+
+    @property
+    def like(self) -> PyTree:
+        """The parameters, or what stands for them."""
+        return self.updates if self.params is None else self.params
+
+    def run(self, tx: Transform, **changes: Any) -> tuple[PyTree, PyTree]:
+        """Call a transform with these arguments."""
+        given = {**self.extras, "donate": self.donate, **changes}
+        return tx.run(self.updates, self.state, self.params, **given)
+
+    def finish(self, updates: PyTree) -> None:
+        """Apply updates that are final, if they are to be."""
+        if self.apply is not None:
+            self.apply(updates)
 
 
 class Placement(Protocol):
@@ -67,17 +97,7 @@ class Placement(Protocol):
         """The states of the members of a matrix stage."""
         ...
 
-    def update_stage(
-        self,
-        stage: Stage,
-        run: Run,
-        updates: PyTree,
-        state: dict[str, PyTree],
-        params: PyTree,
-        donate: Donation,
-        extras: Mapping[str, Any],
-        store: Store,
-    ) -> tuple[PyTree, dict[str, PyTree]]:
+    def update_stage(self, stage: Stage, run: Run, call: Call, store: Store) -> tuple[PyTree, dict[str, PyTree]]:
         """Update by a matrix stage: whole matrices at their owners, by buckets."""
         ...
 
@@ -117,17 +137,7 @@ class Alone:
         """Never asked: all is leaf by leaf in one process."""
         raise AssertionError("a stage needs no exchange in one process")
 
-    def update_stage(
-        self,
-        stage: Stage,
-        run: Run,
-        updates: PyTree,
-        state: dict[str, PyTree],
-        params: PyTree,
-        donate: Donation,
-        extras: Mapping[str, Any],
-        store: Store,
-    ) -> tuple[PyTree, dict[str, PyTree]]:
+    def update_stage(self, stage: Stage, run: Run, call: Call, store: Store) -> tuple[PyTree, dict[str, PyTree]]:
         """Never asked: all is leaf by leaf in one process."""
         raise AssertionError("a stage needs no exchange in one process")
 

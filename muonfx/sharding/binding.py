@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.core import Donation, Transform, sum_over_leaves
+from muonfx.core import Transform, sum_over_leaves
 from muonfx.polar import compute_dtype
 from muonfx.program.buckets import parameters_of
 from muonfx.program.execute import Executor
 from muonfx.program.nodes import Stage
-from muonfx.program.placement import Run, Store
+from muonfx.program.placement import Call, Run, Store
 from muonfx.sharding.collectives import gathered
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.gathered import init_run, update_run
@@ -84,28 +83,18 @@ class Binding:
         plan = self.plan(run, params)
         return init_run(plan, self._at_owner(stage, plan, run), self.layout, params, store)
 
-    def update_stage(
-        self,
-        stage: Stage,
-        run: Run,
-        updates: PyTree,
-        state: dict[str, PyTree],
-        params: PyTree,
-        donate: Donation,
-        extras: Mapping[str, Any],
-        store: Store,
-    ) -> tuple[PyTree, dict[str, PyTree]]:
+    def update_stage(self, stage: Stage, run: Run, call: Call, store: Store) -> tuple[PyTree, dict[str, PyTree]]:
         """Update by a matrix stage: whole matrices at their owners, by buckets."""
-        plan = self.plan(run, updates if params is None else params)
+        plan = self.plan(run, call.like)
 
         def parameters() -> list[str | None]:
-            key = ("parameters of a stage", stage, len(tree.leaves(state)))
+            key = ("parameters of a stage", stage, len(tree.leaves(call.state)))
             if key not in self.derived:
-                self.derived[key] = parameters_of(state, updates)
+                self.derived[key] = parameters_of(call.state, call.updates)
             return self.derived[key]
 
         now = self._at_owner(stage, plan, run)
-        return update_run(plan, now, self.layout, updates, state, params, donate, extras, store, parameters)
+        return update_run(plan, now, self.layout, call, store, parameters)
 
     # ---------------------------------------------------------------------------------------- found out once
 

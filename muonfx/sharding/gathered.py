@@ -9,16 +9,15 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.core import Donation, Transform, chain
+from muonfx.core import Transform, chain
 from muonfx.program.buckets import BucketedState, device_of, init_in_buckets
 from muonfx.program.execute import with_numbers_on
-from muonfx.program.placement import Store
+from muonfx.program.placement import Call, Store
 from muonfx.sharding.gram import Slab, orthogonalize_slabs, slab_of
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.messages import Exchange, copied
@@ -99,11 +98,7 @@ def update_run(
     plan: RunPlan,
     run: Sequence[tuple[str, Transform]],
     layout: Layout,
-    updates: PyTree,
-    state: PyTree,
-    params: PyTree,
-    donate: Donation,
-    extras: Mapping[str, Any],
+    call: Call,
     store: Store,
     parameters: Callable[[], list[str | None]],
 ) -> tuple[PyTree, PyTree]:
@@ -113,15 +108,12 @@ def update_run(
         plan: who owns what.
         run: the transforms, with the numbers of now.
         layout: who holds what.
-        updates: local tensors; None is absent, on all ranks.
-        state: what `init_run` or the previous update returned.
-        params: local tensors, for a run that reads them.
-        donate: what may be overwritten.
-        extras: named values for the transforms.
+        call: the arguments; what is absent is so on all ranks.
         store: where the state lies.
         parameters: finds the parameters that the leaves of the state belong to.
     """
     tx = chain(*run)
+    updates, state, params, donate, extras, _ = call
     treedef = tree.flatten(updates)[1]
     names = tree.names(updates)
     local = dict(zip(names, tree.leaves(updates), strict=True))

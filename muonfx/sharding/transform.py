@@ -10,7 +10,7 @@ from muonfx import tree
 from muonfx.checks import warn_of_unmatched
 from muonfx.core import NOTHING, Declaration, Donation, Transform, _apart, _overlaps
 from muonfx.offload.transform import inner_of, store_of
-from muonfx.program.placement import RESIDENT, Store
+from muonfx.program.placement import RESIDENT, Call, Store
 from muonfx.recorded import make_factory
 from muonfx.sharding.binding import Binding
 from muonfx.sharding.consensus import agree
@@ -248,7 +248,7 @@ def advance(
     local = agreed_updates(
         binding, tx, updates, state, params, donate=donate, extras=extras, check=check, problem=problem
     )
-    return binding.executor.update(tx, local, state, tree.map(local_of, params), donate, extras)
+    return binding.executor.update(tx, Call(local, state, tree.map(local_of, params), donate, extras))
 
 
 def introduce(binding: Binding, tx: Transform) -> None:
