@@ -753,7 +753,7 @@ _STACKLEVEL = 9
 """From the warning to the call of the factory: by way of the constructor, its recording and its building."""
 
 
-def _owned(new: PyTree, old: PyTree) -> bool:
+def is_new(new: PyTree, old: PyTree) -> bool:
     """Whether no leaf of the new tree is a leaf of the old one."""
     given = {id(leaf) for leaf in tree.leaves(old) if leaf is not None}
     return not any(id(leaf) in given for leaf in tree.leaves(new))
@@ -797,7 +797,7 @@ def chain(*transforms: Transform | tuple[str, Transform]):
                 updates, state[name], params, donate=Donation(may_write, donate.state), **extras
             )
             # What a transform that keeps the promise has made anew belongs to this chain alone.
-            may_write = donate.state and tx.keeps_donation_promise and (may_write or _owned(out, updates))
+            may_write = donate.state and tx.keeps_donation_promise and (may_write or is_new(out, updates))
             updates = out
         return updates, new_state
 

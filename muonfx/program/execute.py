@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.core import NOTHING, Donation, Locality, Transform, sum_over_leaves, transform
+from muonfx.core import NOTHING, Donation, Locality, Transform, is_new, sum_over_leaves, transform
 from muonfx.program.buckets import (
     BucketedState,
     cut_into_buckets,
@@ -189,7 +189,7 @@ class Executor:
             if not last:
                 # What a transform that keeps the promise has made anew belongs to this chain alone.
                 promised = call.donate.state and span.node.tx.keeps_donation_promise
-                may_write = promised and (may_write or _is_new(out, updates))
+                may_write = promised and (may_write or is_new(out, updates))
             updates = out
         return updates, {name: after[name] for name in call.state}
 
@@ -548,9 +548,3 @@ def valid(tx: Recorded) -> Any:
         if isinstance(part, Recorded):
             valid(part)
     return tx
-
-
-def _is_new(new: PyTree, old: PyTree) -> bool:
-    """Whether no leaf of a tree is one of another."""
-    given = {id(leaf) for leaf in tree.leaves(old) if leaf is not None}
-    return not any(id(leaf) in given for leaf in tree.leaves(new))
