@@ -11,7 +11,7 @@ import torch
 from muonfx.core import NOTHING, Declaration, Donation, Transform
 from muonfx.offload.store import OffloadStore
 from muonfx.program.execute import Executor
-from muonfx.program.placement import ALONE, RESIDENT, Call, Store
+from muonfx.program.placement import ALONE, RESIDENT, Arguments, Store
 from muonfx.recorded import Factory, make_factory
 from muonfx.tree import PyTree
 
@@ -113,7 +113,7 @@ def offload(
     @torch.no_grad()
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
         executor.require_room(state, updates if params is None else params, donate)
-        return executor.update(tx, Call(updates, state, params, donate, extras))
+        return executor.update(tx, Arguments(updates, state, params, donate, extras))
 
     return init, update
 

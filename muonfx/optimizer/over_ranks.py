@@ -39,8 +39,8 @@ from muonfx.sharding.layouts import from_dtensors
 from muonfx.sharding.messages import collective
 from muonfx.sharding.owned import like_parameter
 from muonfx.sharding.plan.assignment import Settings
-from muonfx.sharding.state import Held, about, interval_of, logical_leaf, to_dtensor, to_dtensors
-from muonfx.sharding.transform import advance, begin, bind, introduce, sharded
+from muonfx.sharding.state import LeafPlacement, describe_state, interval_of, logical_leaf, to_dtensor, to_dtensors
+from muonfx.sharding.transform import bind, init_sharded, mark_compared, sharded, step_sharded
 from muonfx.shards import FlatPiece, IntervalTensor
 from muonfx.tree import PyTree
 
@@ -96,10 +96,10 @@ class SteppingOverRanks(Stepping):
     def init(self, params: Mapping[str, Tensor], groups: Sequence[Mapping[str, Any]]) -> PyTree:
         """Make the state of local tensors, once the ranks have found that they mean the same."""
         local = {name: local_of(param) for name, param in params.items()}
-        state = begin(self.binding, self._inner, local)
+        state = init_sharded(self.binding, self._inner, local)
         self._device = tree.device_of(local)
         self._like = self.binding.global_like(local)
-        self._about = about(self.binding, self._inner, self._like)
+        self._about = describe_state(self.binding, self._inner, self._like)
         self.refresh(groups, params)
         if self._many:
             assert self.layout.group is not None
@@ -119,8 +119,8 @@ class SteppingOverRanks(Stepping):
             ],
         )
 
-    def _kept(self, other: Stepping, had: Any, was: Held | None, leaf: Any, what: Any) -> Any:
-        if not isinstance(what, Held) or (was is not None and was.shape != what.shape):
+    def _kept(self, other: Stepping, had: Any, was: LeafPlacement | None, leaf: Any, what: Any) -> Any:
+        if not isinstance(what, LeafPlacement) or (was is not None and was.shape != what.shape):
             return leaf
         if not what.owned:
             return had if had is not None and leaf is not None and had.shape == leaf.shape else leaf
@@ -128,7 +128,9 @@ class SteppingOverRanks(Stepping):
             return self._of_whole(had.reshape(-1), what) if tuple(had.shape) == what.shape else leaf
         return self._moved(other, had, was, what)
 
-    def _moved(self, other: SteppingOverRanks, had: Tensor | None, was: Held, what: Held) -> Tensor | None:
+    def _moved(
+        self, other: SteppingOverRanks, had: Tensor | None, was: LeafPlacement, what: LeafPlacement
+    ) -> Tensor | None:
         """What lies at an owner, from where it was to where it is now; every rank hears of all: this is seldom."""
         whole = torch.empty(prod(was.shape), dtype=was.dtype, device=self._device)
         group = other.layout.group  # every rank has been in one; there may be several, each with all of the state
@@ -142,7 +144,7 @@ class SteppingOverRanks(Stepping):
                     dist.broadcast(whole[start:stop], dist.get_global_rank(group, share.owner), group=group)
         return self._of_whole(whole, what)
 
-    def _of_whole(self, whole: Tensor, what: Held) -> Tensor | None:
+    def _of_whole(self, whole: Tensor, what: LeafPlacement) -> Tensor | None:
         """What this rank owns of a flattened state leaf."""
         if what.local is None or what.share is None:
             return None
@@ -155,7 +157,7 @@ class SteppingOverRanks(Stepping):
         found = to_dtensor(self.binding, what, leaf)
         if is_dtensor(found) and not what.owned:
             return recorded(found, self._record_of(place))
-        if is_dtensor(found) or not isinstance(what, Held) or what.name is None:
+        if is_dtensor(found) or not isinstance(what, LeafPlacement) or what.name is None:
             return found
         piece = logical_leaf(self.binding, self._device, what, leaf)
         return IntervalTensor.of(piece) if isinstance(piece, FlatPiece) else piece
@@ -182,12 +184,12 @@ class SteppingOverRanks(Stepping):
             self._places_of_owned = [
                 place
                 for place, what in enumerate(self._about)
-                if self._many and isinstance(what, Held) and what.owned and what.name is not None
+                if self._many and isinstance(what, LeafPlacement) and what.owned and what.name is not None
                 if any(share.owner is not None for share in what.shares) and not self._is_cut_as_its_parameter(what)
             ]
         return self._places_of_owned
 
-    def _is_cut_as_its_parameter(self, what: Held) -> bool:
+    def _is_cut_as_its_parameter(self, what: LeafPlacement) -> bool:
         """Tell whether the owners' parts of a stack make a DTensor with its parameter's placements."""
         if what.name is None or what.name not in self.layout.dtensors or len(what.shares) == 1:
             return False
@@ -225,7 +227,7 @@ class SteppingOverRanks(Stepping):
     def take(self, place: int, leaf: Any, value: Any) -> tuple[Tensor | None, Tensor, tuple[int, int] | None] | str:
         """Find the copy that loads a value from a state dict into a leaf, or say what is wrong with the value."""
         what = self._about[place]
-        if not isinstance(what, Held) or what.name is None:
+        if not isinstance(what, LeafPlacement) or what.name is None:
             return on_this_rank(leaf, value)
         if is_dtensor(leaf) and is_dtensor(value) and leaf is not value:
             whole_mesh = self.layout.dtensors[what.name].mesh
@@ -287,7 +289,7 @@ class SteppingOverRanks(Stepping):
         for load in loads:
             what = self._about[load.place]
             holder: int | None = 0
-            if isinstance(what, Held) and what.name is not None:
+            if isinstance(what, LeafPlacement) and what.name is not None:
                 if what.owned:
                     holder = None if is_dtensor(load.source) or load.interval is None else 0
                 else:
@@ -317,7 +319,7 @@ class SteppingOverRanks(Stepping):
         if known is not None:
             return tree.unflatten(known, leaves)
         self._known.append(treedef)
-        introduce(self.binding, tx)
+        mark_compared(self.binding, tx)
         return tx
 
     def step(
@@ -339,7 +341,7 @@ class SteppingOverRanks(Stepping):
         except (TypeError, ValueError) as error:
             problem = error
         local = {name: local_of(param) for name, param in params.items()}
-        out, after = advance(
+        out, after = step_sharded(
             self.binding,
             self._now,
             updates,

@@ -17,7 +17,7 @@ from muonfx.boxes import Box
 from muonfx.sharding.dtensors import dtensor_of, local_of
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.messages import Exchange
-from muonfx.sharding.state import Held, interval_of
+from muonfx.sharding.state import LeafPlacement, interval_of
 
 __all__ = ["Gathering", "evenly", "evenly_box", "gathered_whole", "other_piece", "record", "recorded", "sum_of_bits"]
 
@@ -34,7 +34,9 @@ class Gathering:
         leaves: what the leaves are, and what of them this rank has, by their places in the state.
     """
 
-    def __init__(self, layout: Layout, device: torch.device, leaves: Mapping[int, tuple[Held, Tensor | None]]) -> None:
+    def __init__(
+        self, layout: Layout, device: torch.device, leaves: Mapping[int, tuple[LeafPlacement, Tensor | None]]
+    ) -> None:
         self._wholes = {
             place: torch.empty(prod(what.shape), dtype=what.dtype, device=device) for place, (what, _) in leaves.items()
         }
@@ -72,10 +74,10 @@ class Gathering:
 
 
 def gathered_whole(
-    layout: Layout, device: torch.device, leaves: Mapping[int, tuple[Held, Tensor | None]]
+    layout: Layout, device: torch.device, leaves: Mapping[int, tuple[LeafPlacement, Tensor | None]]
 ) -> Iterator[tuple[int, Tensor]]:
     """Gather leaves that lie at owners, some at a time, on all ranks together."""
-    bucket: dict[int, tuple[Held, Tensor | None]] = {}
+    bucket: dict[int, tuple[LeafPlacement, Tensor | None]] = {}
     size = 0
     for place, (what, leaf) in leaves.items():
         bucket[place] = what, leaf

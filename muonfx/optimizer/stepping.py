@@ -19,7 +19,7 @@ from muonfx.optimizer.versions import for_groups
 from muonfx.program.buckets import nbytes_of
 from muonfx.program.execute import Executor
 from muonfx.program.nodes import Node
-from muonfx.program.placement import ALONE, Call
+from muonfx.program.placement import ALONE, Arguments
 from muonfx.tree import PyTree
 
 __all__ = ["Check", "Stepping", "add_in_place"]
@@ -151,7 +151,7 @@ class Stepping:
         donated = Donation(donate, True)
         self.executor.require_room(state, params, donated)
         _, after = self.executor.update_node(
-            self._node, self._now, Call(updates, state, params, donated, extras, apply)
+            self._node, self._now, Arguments(updates, state, params, donated, extras, apply)
         )
         return after
 

@@ -29,8 +29,8 @@ from muonfx.program.buckets import (
     store_away,
 )
 from muonfx.program.lower import lower_node, named_chain, resolve_within, state_around
-from muonfx.program.nodes import Around, Node, Sequence, Stage, WholeTree
-from muonfx.program.placement import RESIDENT, Call, Placement, Run, Store
+from muonfx.program.nodes import Around, ChainNode, Node, Stage, WholeTree
+from muonfx.program.placement import RESIDENT, Arguments, Placement, Run, Store
 from muonfx.recorded import Recorded, with_numbers
 from muonfx.tree import PyTree
 
@@ -107,7 +107,7 @@ class Executor:
         if self._is_unit(node):
             tx = self._transform(node, now)
             return tx.functions.init(params) if self.store.is_resident or on_meta else self.init_in_store(tx, params)
-        if isinstance(node, Sequence):
+        if isinstance(node, ChainNode):
             state: dict[str, PyTree] = {}
             for span in self._spans_of(node):
                 part = self._part(span, now)
@@ -132,7 +132,7 @@ class Executor:
 
     # ----------------------------------------------------------------------------------------------------- update
 
-    def update(self, tx: Transform, call: Call) -> tuple[PyTree, PyTree]:
+    def update(self, tx: Transform, call: Arguments) -> tuple[PyTree, PyTree]:
         """Update by a transform on local tensors; all ranks together, with the same leaves present.
 
         Args:
@@ -144,11 +144,11 @@ class Executor:
         """
         return self.update_node(self.program(tx, call.like), tx, call)
 
-    def update_node(self, node: Node, now: Now, call: Call) -> tuple[PyTree, PyTree]:
+    def update_node(self, node: Node, now: Now, call: Arguments) -> tuple[PyTree, PyTree]:
         """Update by a node of a program; see `update`."""
         if self._is_unit(node):
             return self._update_unit(node, now, call)
-        if isinstance(node, Sequence):
+        if isinstance(node, ChainNode):
             return self._update_sequence(node, now, call)
         if isinstance(node, Stage):
             run = self._run_of(node, now if isinstance(now, tuple) else (now,))
@@ -166,7 +166,7 @@ class Executor:
         call.finish(out)
         return out, after
 
-    def _update_sequence(self, node: Sequence, now: Now, call: Call) -> tuple[PyTree, PyTree]:
+    def _update_sequence(self, node: ChainNode, now: Now, call: Arguments) -> tuple[PyTree, PyTree]:
         after: dict[str, PyTree] = {}
         updates, may_write = call.updates, call.donate.updates
         spans = self._spans_of(node)
@@ -193,7 +193,7 @@ class Executor:
             updates = out
         return updates, {name: after[name] for name in call.state}
 
-    def _update_unit(self, node: Node, now: Now, call: Call) -> tuple[PyTree, PyTree]:
+    def _update_unit(self, node: Node, now: Now, call: Arguments) -> tuple[PyTree, PyTree]:
         """Update by what looks at one leaf at a time, bucket by bucket."""
         tx = self._transform(node, now)
         if not self.store.is_resident:
@@ -228,9 +228,9 @@ class Executor:
             extras: named values.
             absent: run it also on leaves that have no update.
         """
-        return self._update_in_store(tx, Call(updates, state, params, donate, extras), absent=absent)
+        return self._update_in_store(tx, Arguments(updates, state, params, donate, extras), absent=absent)
 
-    def _update_in_store(self, tx: Transform, call: Call, *, absent: bool) -> tuple[PyTree, PyTree]:
+    def _update_in_store(self, tx: Transform, call: Arguments, *, absent: bool) -> tuple[PyTree, PyTree]:
         given = device_of(call.updates, call.params)
         device = self.store.device(given)
         parameters = self._parameters_of(tx.treedef, call.state, call.updates)
@@ -247,7 +247,7 @@ class Executor:
         tx: Transform,
         buckets: list[list[str]],
         parameters: list[str | None],
-        call: Call,
+        call: Arguments,
         *,
         far: bool = False,
     ) -> tuple[PyTree, PyTree]:
@@ -298,7 +298,7 @@ class Executor:
         state = self._plain.init_node(node, now, tree.map(lambda leaf: leaf.to(device), params))
         return store_away(store, device, state, parameters_of(state, params), copy=False)
 
-    def _update_at_once(self, node: Node, now: Now, call: Call) -> tuple[PyTree, PyTree]:
+    def _update_at_once(self, node: Node, now: Now, call: Arguments) -> tuple[PyTree, PyTree]:
         """Update by a node that needs all leaves; of its own state like the parameters all is brought in."""
         tx = self._transform(node, now)
         total = self.placement.sum_over_leaves
@@ -317,7 +317,7 @@ class Executor:
             self._warn_of_bringing(node.tx, call.state, parameters)
 
         def run(updates: PyTree, state: PyTree, params: PyTree, *, donate: Donation, **extras: Any) -> Any:
-            return self._plain.update_node(node, now, Call(updates, state, params, donate, extras))
+            return self._plain.update_node(node, now, Arguments(updates, state, params, donate, extras))
 
         bucketed = BucketedState(store, given, call.state, parameters, [tree.names(call.updates)], call.donate)
         extras = {**call.extras, "sum_over_leaves": total}
@@ -370,7 +370,7 @@ class Executor:
             ValueError: a number is out of range.
         """
         valid(node.tx)
-        if not self._is_unit(node) and isinstance(node, Sequence) and isinstance(now, Transform):
+        if not self._is_unit(node) and isinstance(node, ChainNode) and isinstance(now, Transform):
             for span in self._spans_of(node):
                 part = self._part(span, now)
                 if isinstance(span.node, Stage) and not self._is_unit(span.node):
@@ -389,7 +389,7 @@ class Executor:
         """Whether a node can be carried out, with all within it, on some leaves at a time, for any choice of them."""
         return node.tx.locality <= (Locality.LEAF if self.placement.holds_all else Locality.ELEMENT)
 
-    def _spans_of(self, node: Sequence) -> tuple[_Span, ...]:
+    def _spans_of(self, node: ChainNode) -> tuple[_Span, ...]:
         """The nodes of a chain, neighbouring units as one: a bucket goes through all of them at once."""
         if node.number not in self._spans:
             spans: list[_Span] = []
@@ -404,7 +404,7 @@ class Executor:
             self._spans[node.number] = tuple(spans)
         return self._spans[node.number]
 
-    def _entries(self, node: Sequence) -> Iterator[tuple[tuple[str, ...], Node]]:
+    def _entries(self, node: ChainNode) -> Iterator[tuple[tuple[str, ...], Node]]:
         """The nodes of a chain; where leaves are whole already, the members of a matrix stage one by one."""
         for names, child in node.entries:
             if isinstance(child, Stage) and self._is_unit(child):
@@ -514,7 +514,7 @@ def _executed(tx: Transform, bound: Any):
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
         node = bound.executor._child_for(bound.node, tx, updates if params is None else params)
-        return bound.executor.update_node(node, tx, Call(updates, state, params, donate, extras))
+        return bound.executor.update_node(node, tx, Arguments(updates, state, params, donate, extras))
 
     return init, update
 
@@ -529,7 +529,7 @@ def _joined(before: _Span, names: tuple[str, ...], child: Node) -> Node:
     return _Joined(tx, first.names, first.state, first.numbers, first.like, keeps, entries)
 
 
-class _Joined(Sequence):
+class _Joined(ChainNode):
     """Neighbouring units of a chain, carried out as one."""
 
 

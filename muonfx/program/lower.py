@@ -10,11 +10,11 @@ import torch
 
 from muonfx import tree
 from muonfx.core import Locality, Transform, chain, chain_entries, transform
-from muonfx.program.nodes import Around, Elementwise, Member, Node, Program, Sequence, Stage, SumOverLeaves, WholeTree
+from muonfx.program.nodes import Around, ChainNode, Elementwise, Member, Node, Program, Stage, SumOverLeaves, WholeTree
 from muonfx.recorded import dotted, part_names
 from muonfx.tree import PyTree
 
-__all__ = ["Call", "calls_of", "is_around", "lower", "lower_node", "resolve_within", "with_compute_dtype"]
+__all__ = ["ChildCall", "calls_of", "is_around", "lower", "lower_node", "resolve_within", "with_compute_dtype"]
 
 
 def lower(tx: Transform, params: PyTree, *, compute: torch.dtype | None = None) -> Program:
@@ -67,7 +67,7 @@ def lower_node(
             (name, lower_node(part, like, compute=compute, state=(*state, name), numbers=dotted(numbers) + where))
             for (name, part), where in zip(entries.items(), parts, strict=True)
         ]
-        return Sequence(made, names, state, numbers, like, _same_numbers(tx, made), tuple(_merged(lowered)))
+        return ChainNode(made, names, state, numbers, like, _same_numbers(tx, made), tuple(_merged(lowered)))
     if is_around(made):
         calls = calls_of(made, like)
         inner = tuple(
@@ -132,7 +132,7 @@ def _stage(members: list[Member]) -> Stage:
     )
 
 
-class Call(NamedTuple):
+class ChildCall(NamedTuple):
     """A transform that another calls."""
 
     tx: Transform
@@ -169,7 +169,7 @@ def _recorder(tx: Transform, place: int, noted: Any):
     return init, update
 
 
-def calls_of(tx: Transform, like: PyTree) -> list[Call]:
+def calls_of(tx: Transform, like: PyTree) -> list[ChildCall]:
     """Find what a transform gives to each of those that it calls, by running its `init` on placeholders.
 
     Args:
@@ -185,7 +185,7 @@ def calls_of(tx: Transform, like: PyTree) -> list[Call]:
     }
     children = [name for name, part in zip(part_names(tx), tx.parts, strict=True) if isinstance(part, Transform)]
     return [
-        Call(child, name, given.get(place, like), paths.get(place, ()))
+        ChildCall(child, name, given.get(place, like), paths.get(place, ()))
         for place, (child, name) in enumerate(zip(tx.children, children, strict=True))
     ]
 

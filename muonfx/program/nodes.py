@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from muonfx.core import Transform
 from muonfx.tree import PyTree
 
-__all__ = ["Around", "Elementwise", "Member", "Node", "Program", "Sequence", "Stage", "SumOverLeaves", "WholeTree"]
+__all__ = ["Around", "Elementwise", "Member", "Node", "Program", "ChainNode", "Stage", "SumOverLeaves", "WholeTree"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +115,7 @@ class Around(Node):
 
 
 @dataclass(frozen=True, eq=False)
-class Sequence(Node):
+class ChainNode(Node):
     """A chain: one after another."""
 
     kind: ClassVar[str] = "chain"

@@ -15,13 +15,13 @@ from muonfx.tree import PyTree, Spec
 if TYPE_CHECKING:
     from muonfx.program.nodes import Stage
 
-__all__ = ["ALONE", "RESIDENT", "Alone", "Call", "Placement", "Resident", "Run", "Store", "Transfer"]
+__all__ = ["ALONE", "RESIDENT", "Alone", "Arguments", "Placement", "Resident", "Run", "Store", "Transfer"]
 
 Run = tuple[tuple[str, Transform], ...]
 """Neighbouring transforms of a chain, with their names in it and the numbers of now."""
 
 
-class Call(NamedTuple):
+class Arguments(NamedTuple):
     """The arguments of an update."""
 
     updates: PyTree
@@ -41,7 +41,7 @@ class Call(NamedTuple):
         return self.updates if self.params is None else self.params
 
     def run(self, tx: Transform, **changes: Any) -> tuple[PyTree, PyTree]:
-        """Call a transform with these arguments."""
+        """Arguments a transform with these arguments."""
         given = {**self.extras, "donate": self.donate, **changes}
         return tx.run(self.updates, self.state, self.params, **given)
 
@@ -97,7 +97,7 @@ class Placement(Protocol):
         """The states of the members of a matrix stage."""
         ...
 
-    def update_stage(self, stage: Stage, run: Run, call: Call, store: Store) -> tuple[PyTree, dict[str, PyTree]]:
+    def update_stage(self, stage: Stage, run: Run, call: Arguments, store: Store) -> tuple[PyTree, dict[str, PyTree]]:
         """Update by a matrix stage: whole matrices at their owners, by buckets."""
         ...
 
@@ -137,7 +137,7 @@ class Alone:
         """Never asked: all is leaf by leaf in one process."""
         raise AssertionError("a stage needs no exchange in one process")
 
-    def update_stage(self, stage: Stage, run: Run, call: Call, store: Store) -> tuple[PyTree, dict[str, PyTree]]:
+    def update_stage(self, stage: Stage, run: Run, call: Arguments, store: Store) -> tuple[PyTree, dict[str, PyTree]]:
         """Never asked: all is leaf by leaf in one process."""
         raise AssertionError("a stage needs no exchange in one process")
 

@@ -15,12 +15,13 @@ from muonfx.core import Transform, sum_over_leaves
 from muonfx.polar import compute_dtype
 from muonfx.program.buckets import parameters_of
 from muonfx.program.execute import Executor
+from muonfx.program.lower import named_chain
 from muonfx.program.nodes import Stage
-from muonfx.program.placement import Call, Run, Store
+from muonfx.program.placement import Arguments, Run, Store
 from muonfx.sharding.collectives import gathered
 from muonfx.sharding.errors import ShardingError
-from muonfx.sharding.gathered import init_run, update_run
 from muonfx.sharding.layout import Layout
+from muonfx.sharding.matrix_stage import init_run, update_run
 from muonfx.sharding.messages import collective
 from muonfx.sharding.plan.assignment import RunPlan, Settings, plan_run
 from muonfx.sharding.plan.shares import on_stacks
@@ -57,7 +58,7 @@ class Binding:
     has_loaded: bool = False
     """True if this rank has taken a state from elsewhere since the last step."""
     _plans: dict[Any, RunPlan] = field(default_factory=dict)
-    _stacked: dict[Stage, tuple[Run, Run]] = field(default_factory=dict)
+    _at_owners: dict[Stage, tuple[Run, Run, Transform]] = field(default_factory=dict)
     _warned: set[Any] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -81,9 +82,9 @@ class Binding:
     def init_stage(self, stage: Stage, run: Run, params: PyTree, store: Store) -> dict[str, PyTree]:
         """The states of the members of a matrix stage: at the owner of matrices, elsewhere None."""
         plan = self.plan(run, params)
-        return init_run(plan, self._at_owner(stage, plan, run), self.layout, params, store)
+        return init_run(plan, self._at_owner(stage, plan, run)[0], self.layout, params, store)
 
-    def update_stage(self, stage: Stage, run: Run, call: Call, store: Store) -> tuple[PyTree, dict[str, PyTree]]:
+    def update_stage(self, stage: Stage, run: Run, call: Arguments, store: Store) -> tuple[PyTree, dict[str, PyTree]]:
         """Update by a matrix stage: whole matrices at their owners, by buckets."""
         plan = self.plan(run, call.like)
 
@@ -93,8 +94,8 @@ class Binding:
                 self.derived[key] = parameters_of(call.state, call.updates)
             return self.derived[key]
 
-        now = self._at_owner(stage, plan, run)
-        return update_run(plan, now, self.layout, call, store, parameters)
+        now, tx = self._at_owner(stage, plan, run)
+        return update_run(plan, now, tx, self.layout, call, store, parameters)
 
     # ---------------------------------------------------------------------------------------- found out once
 
@@ -127,15 +128,14 @@ class Binding:
         self.verified.clear()
         self.has_loaded = True
 
-    def _at_owner(self, stage: Stage, plan: RunPlan, run: Run) -> Run:
-        """The transforms of a run, with the numbers of now, as they are done at an owner."""
-        if not plan.stacks:
-            return run
-        known = self._stacked.get(stage)
+    def _at_owner(self, stage: Stage, plan: RunPlan, run: Run) -> tuple[Run, Transform]:
+        """The transforms of a run, with the numbers of now, as they are done at an owner; and the chain of them."""
+        known = self._at_owners.get(stage)
         if known is None or any(a is not b for (_, a), (_, b) in zip(known[0], run, strict=True)):
-            known = run, on_stacks(run, {name: plan.specs[name].shape for name in plan.stacks})
-            self._stacked[stage] = known
-        return known[1]
+            shapes = {name: plan.specs[name].shape for name in plan.stacks}
+            now = on_stacks(run, shapes) if shapes else run
+            known = self._at_owners[stage] = run, now, named_chain(now)
+        return known[1:]
 
     def global_like(self, params: PyTree) -> PyTree:
         """Meta tensors of the global shapes in the place of local ones."""

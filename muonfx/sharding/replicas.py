@@ -22,7 +22,7 @@ from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.layouts import ALIKE
 from muonfx.sharding.messages import collective, copied
-from muonfx.sharding.state import Held, about
+from muonfx.sharding.state import LeafPlacement, describe_state
 from muonfx.tree import PyTree
 
 __all__ = ["broadcast", "verify_params", "verify_state", "warn_of_gradients"]
@@ -97,7 +97,7 @@ def verify_state(binding: Binding, tx: Transform, like: PyTree, state: PyTree) -
     Raises:
         ShardingError: it is not; the message names the first leaf that is not, and the ranks. Raised on all ranks.
     """
-    described, leaves = about(binding, tx, like), tree.leaves(state)
+    described, leaves = describe_state(binding, tx, like), tree.leaves(state)
     if len(described) != len(leaves):
         return  # of another transform: whoever looks at the state says so
     copies = [
@@ -130,7 +130,7 @@ def _copies_of(layout: Layout, local: PyTree) -> list[_Copies]:
 
 def _holders_of(layout: Layout, what: Any) -> Sequence[Sequence[int]]:
     """The ranks that hold the same of a leaf of a state."""
-    if not isinstance(what, Held):
+    if not isinstance(what, LeafPlacement):
         return []
     if what.name is None or any(share.owner is None for share in what.shares):
         return [range(layout.size)]

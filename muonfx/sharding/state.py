@@ -18,7 +18,7 @@ from muonfx import tree
 from muonfx.core import Transform
 from muonfx.program.buckets import parameters_of
 from muonfx.program.lower import fill_placeholders, state_around
-from muonfx.program.nodes import Around, Node, Sequence, Stage, WholeTree
+from muonfx.program.nodes import Around, ChainNode, Node, Stage, WholeTree
 from muonfx.sharding.binding import Binding
 from muonfx.sharding.dtensors import is_dtensor, local_of
 from muonfx.sharding.owned import at_owner, like_parameter
@@ -28,8 +28,8 @@ from muonfx.shards import FlatPiece
 from muonfx.tree import PyTree
 
 __all__ = [
-    "Held",
-    "about",
+    "LeafPlacement",
+    "describe_state",
     "without_dtensors",
     "from_dtensor",
     "to_dtensors",
@@ -43,7 +43,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Held:
+class LeafPlacement:
     """What one leaf of a state is; a leaf itself."""
 
     name: str | None
@@ -77,7 +77,7 @@ def _held(binding: Binding, node: Node) -> PyTree:
     if isinstance(node, Stage) and not binding.holds_all:
         members = _held_at_owners(binding, node)
         return members[node.members[0].name]
-    if isinstance(node, Sequence):
+    if isinstance(node, ChainNode):
         state: dict[str, Any] = {}
         for names, child in node.entries:
             if isinstance(child, Stage) and not binding.holds_all:
@@ -133,19 +133,21 @@ def _described(binding: Binding, state: PyTree, params: PyTree, plan: RunPlan | 
             name = None
         of_all = shares.get(name, ()) if shares is not None and name is not None else ()
         share = next((share for share in of_all if share.owner in (None, binding.layout.rank)), None)
-        described.append(Held(name, owned, share, of_all, tuple(leaf.shape), leaf.dtype))
+        described.append(LeafPlacement(name, owned, share, of_all, tuple(leaf.shape), leaf.dtype))
     return tree.unflatten(treedef, described)
 
 
-def about(binding: Binding, tx: Transform, params: PyTree) -> list[Any]:
-    """What the leaves of a state are, in order: `Held` for a tensor."""
+def describe_state(binding: Binding, tx: Transform, params: PyTree) -> list[Any]:
+    """What the leaves of a state are, in order: `LeafPlacement` for a tensor."""
     key = ("held", tx.treedef, tuple(tree.names(params)))
     if key not in binding.derived:
         local = binding.local_like(params)
         here = tree.leaves(binding.executor.init(tx, local))
         found = tree.leaves(held(binding, binding.executor.program(tx, local)))
         described = [
-            replace(what, local=None if leaf is None else tuple(leaf.shape)) if isinstance(what, Held) else what
+            replace(what, local=None if leaf is None else tuple(leaf.shape))
+            if isinstance(what, LeafPlacement)
+            else what
             for what, leaf in zip(found, here, strict=True)
         ]
         binding.derived[key] = described
@@ -159,13 +161,13 @@ def to_dtensors(binding: Binding, tx: Transform, params: PyTree, state: PyTree) 
     stay local tensors at their owners and None elsewhere.
     """
     leaves, treedef = tree.flatten(state)
-    pairs = zip(about(binding, tx, params), leaves, strict=True)
+    pairs = zip(describe_state(binding, tx, params), leaves, strict=True)
     return tree.unflatten(treedef, [to_dtensor(binding, what, leaf) for what, leaf in pairs])
 
 
 def to_dtensor(binding: Binding, what: Any, leaf: Any) -> Any:
     """One leaf of `to_dtensors`."""
-    if not isinstance(what, Held) or what.name is None or is_dtensor(leaf):
+    if not isinstance(what, LeafPlacement) or what.name is None or is_dtensor(leaf):
         return leaf
     if what.name not in binding.layout.dtensors:
         return leaf
@@ -187,7 +189,7 @@ def without_dtensors(binding: Binding, tx: Transform, params: PyTree, state: PyT
     leaves, treedef = tree.flatten(state)
     if not any(is_dtensor(leaf) for leaf in leaves):
         return state
-    described = about(binding, tx, params)
+    described = describe_state(binding, tx, params)
     if len(described) != len(leaves):
         return tree.map(local_of, state)  # of another transform: whoever checks the state says so
     return tree.unflatten(treedef, [from_dtensor(what, leaf) for what, leaf in zip(described, leaves, strict=True)])
@@ -195,7 +197,7 @@ def without_dtensors(binding: Binding, tx: Transform, params: PyTree, state: PyT
 
 def from_dtensor(what: Any, leaf: Any) -> Any:
     """One leaf of `without_dtensors`."""
-    if not is_dtensor(leaf) or not isinstance(what, Held) or not what.owned:
+    if not is_dtensor(leaf) or not isinstance(what, LeafPlacement) or not what.owned:
         return local_of(leaf)
     return None if what.local is None else leaf._local_tensor.view(what.local)
 
@@ -203,7 +205,7 @@ def from_dtensor(what: Any, leaf: Any) -> Any:
 def logical_state(binding: Binding, tx: Transform, params: PyTree, state: PyTree) -> PyTree:
     """A state in which every leaf says which part of which whole it is."""
     leaves, treedef = tree.flatten(state)
-    pairs = zip(about(binding, tx, params), leaves, strict=True)
+    pairs = zip(describe_state(binding, tx, params), leaves, strict=True)
     device = tree.device_of(state)
     return tree.unflatten(
         treedef, [logical_leaf(binding, device, what, from_dtensor(what, leaf)) for what, leaf in pairs]
@@ -212,7 +214,7 @@ def logical_state(binding: Binding, tx: Transform, params: PyTree, state: PyTree
 
 def logical_leaf(binding: Binding, device: torch.device, what: Any, leaf: Any) -> Any:
     """One leaf of `logical_state`."""
-    if not isinstance(what, Held) or what.name is None:
+    if not isinstance(what, LeafPlacement) or what.name is None:
         return leaf
     if not what.owned:
         return None if leaf is None else binding.layout.described(what.name, leaf)
@@ -223,7 +225,7 @@ def logical_leaf(binding: Binding, device: torch.device, what: Any, leaf: Any) -
     return FlatPiece(what.shape, interval_of(what, what.share)[0], leaf.reshape(-1))
 
 
-def interval_of(what: Held, share: Share) -> tuple[int, int]:
+def interval_of(what: LeafPlacement, share: Share) -> tuple[int, int]:
     """What of a flattened state leaf the owner of a share has: a range of a stack has that range of the state."""
     each = max(prod(share.whole), 1)
     return share.start * prod(what.shape) // each, share.stop * prod(what.shape) // each

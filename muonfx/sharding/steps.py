@@ -30,7 +30,7 @@ from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.messages import Exchange, collective
 from muonfx.sharding.replicas import verify_params, verify_state, warn_of_gradients
-from muonfx.sharding.state import Held, about
+from muonfx.sharding.state import LeafPlacement, describe_state
 from muonfx.sharding.verification import PROBLEMS, verify_ranks
 from muonfx.tree import PyTree
 
@@ -169,8 +169,8 @@ def _numbers_of_state(binding: Binding, tx: Transform, state: PyTree, like: PyTr
     leaves = tree.leaves(state)
     key = ("numbers of state", tx.treedef, len(leaves), tuple(tree.names(like)))
     if key not in binding.derived:
-        described = about(binding, tx, tree.map(local_of, like))
-        places = [i for i, what in enumerate(described) if isinstance(what, Held) and what.name is None]
+        described = describe_state(binding, tx, tree.map(local_of, like))
+        places = [i for i, what in enumerate(described) if isinstance(what, LeafPlacement) and what.name is None]
         names = tree.names(state)
         fits = len(described) == len(leaves)
         binding.derived[key] = [(place, names[place]) for place in places] if fits else None

@@ -10,7 +10,7 @@ from muonfx import tree
 from muonfx.checks import warn_of_unmatched
 from muonfx.core import NOTHING, Declaration, Donation, Transform, _apart, _overlaps
 from muonfx.offload.transform import inner_of, store_of
-from muonfx.program.placement import RESIDENT, Call, Store
+from muonfx.program.placement import RESIDENT, Arguments, Store
 from muonfx.recorded import make_factory
 from muonfx.sharding.binding import Binding
 from muonfx.sharding.consensus import agree
@@ -22,7 +22,7 @@ from muonfx.sharding.steps import agreed_updates
 from muonfx.sharding.verification import verify_ranks
 from muonfx.tree import PyTree
 
-__all__ = ["Sharded", "advance", "begin", "introduce", "settings_of", "sharded", "bind"]
+__all__ = ["Sharded", "step_sharded", "init_sharded", "mark_compared", "settings_of", "sharded", "bind"]
 
 
 class Sharded(Transform):
@@ -170,7 +170,7 @@ def sharded(
         present = [leaf for leaf in tree.leaves(local) if leaf is not None]
         if present and all(leaf.is_meta for leaf in present):
             return binding.executor.init(inner, local)
-        state = begin(binding, inner, params)
+        state = init_sharded(binding, inner, params)
         return to_dtensors(binding, inner, params, state) if binding.layout.dtensors else state
 
     @torch.no_grad()
@@ -187,7 +187,7 @@ def sharded(
         like = updates if params is None else params
         binding = bind(layout.of(like), settings, store)
         own = without_dtensors(binding, inner, like, state)
-        out, after = advance(
+        out, after = step_sharded(
             binding, inner, updates, own, params, donate=donate, extras=extras, check=check, problem=problem
         )
         if check and not donate.state:
@@ -200,7 +200,7 @@ def sharded(
     return torch.compiler.disable(init), torch.compiler.disable(update)
 
 
-def begin(binding: Binding, tx: Transform, params: PyTree) -> PyTree:
+def init_sharded(binding: Binding, tx: Transform, params: PyTree) -> PyTree:
     """Compare chains, parameters and layouts between ranks, and make the state of local tensors; on all or on none."""
     verify_ranks(binding, tx, params)
     warn_of_unmatched(tx, params, stacklevel=3)
@@ -218,7 +218,7 @@ def begin(binding: Binding, tx: Transform, params: PyTree) -> PyTree:
     return state
 
 
-def advance(
+def step_sharded(
     binding: Binding,
     tx: Transform,
     updates: PyTree,
@@ -248,10 +248,10 @@ def advance(
     local = agreed_updates(
         binding, tx, updates, state, params, donate=donate, extras=extras, check=check, problem=problem
     )
-    return binding.executor.update(tx, Call(local, state, tree.map(local_of, params), donate, extras))
+    return binding.executor.update(tx, Arguments(local, state, tree.map(local_of, params), donate, extras))
 
 
-def introduce(binding: Binding, tx: Transform) -> None:
+def mark_compared(binding: Binding, tx: Transform) -> None:
     """Take a transform as known to all ranks, which have made it alike of one that they have compared."""
     binding.compared.add(tx.treedef)
 

@@ -13,7 +13,7 @@ from muonfx.offload.transform import inner_of, store_of
 from muonfx.sharding.binding import Binding
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout
-from muonfx.sharding.state import Held, about, local_state, logical_state, without_dtensors
+from muonfx.sharding.state import LeafPlacement, describe_state, local_state, logical_state, without_dtensors
 from muonfx.sharding.transform import Sharded, bind, settings_of
 from muonfx.shards import FlatPiece
 from muonfx.tree import PyTree
@@ -52,7 +52,7 @@ def logical(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
     if is_logical(state):
         return state
     own = without_dtensors(binding, inner, like, state)
-    _check_local(binding.layout, about(binding, inner, like), own)
+    _check_local(binding.layout, describe_state(binding, inner, like), own)
     return logical_state(binding, inner, like, own)
 
 
@@ -106,7 +106,7 @@ def _check_local(layout: Layout, described: list[Any], state: PyTree) -> None:
     if len(leaves) != len(described):
         raise ShardingError(f"the state has {len(leaves)} leaves, expected {len(described)}: {advice}")
     for name, leaf, what in zip(tree.names(state), leaves, described, strict=True):
-        want = what.local if isinstance(what, Held) else None
+        want = what.local if isinstance(what, LeafPlacement) else None
         if leaf is not None and want is not None and tuple(leaf.shape) != want and (leaf.numel() or prod(want)):
             raise ShardingError(
                 f"the state's {name!r} has shape {tuple(leaf.shape)}, expected {want} on this rank under {layout!r}: "

@@ -12,7 +12,7 @@ from muonfx import tree
 from muonfx.core import chain_entries
 from muonfx.hyperparams import hyperparams
 from muonfx.program import lower
-from muonfx.program.nodes import Around, Sequence, Stage
+from muonfx.program.nodes import Around, ChainNode, Stage
 from muonfx.recorded import dotted, parts_of
 
 SHAPES = {"a": (6, 4), "b": (4, 10), "bias": (7,)}
@@ -34,7 +34,7 @@ def leaf_nodes(node):
     """The nodes that do something themselves: members of stages, and what calls nobody."""
     if isinstance(node, Stage):
         return [member.node for member in node.members]
-    if isinstance(node, Sequence | Around):
+    if isinstance(node, ChainNode | Around):
         return [one for child in node.children for one in leaf_nodes(child)]
     return [node]
 

@@ -27,7 +27,7 @@ from muonfx.sharding.plan.cost import Run, RunCost, runs_of
 from muonfx.sharding.plan.shares import Part, Share, matrices_of, nearest, on_stacks, parts_of
 from muonfx.tree import PyTree, Spec
 
-__all__ = ["AT_A_TIME", "Machine", "Plan", "RunPlan", "Settings", "plan_for", "plan_run"]
+__all__ = ["BUFFERS_PER_BUCKET", "Machine", "Plan", "RunPlan", "Settings", "plan_for", "plan_run"]
 
 
 class Machine(NamedTuple):
@@ -102,7 +102,7 @@ class RunPlan:
     compute: torch.dtype
     """The dtype that "auto" stands for."""
     exchange_dtype: torch.dtype | None
-    _travels: dict[torch.dtype, tuple[torch.dtype, torch.dtype]] = field(default_factory=dict, repr=False)
+    _wire_dtypes: dict[torch.dtype, tuple[torch.dtype, torch.dtype]] = field(default_factory=dict, repr=False)
 
     @property
     def flops(self) -> list[float]:
@@ -152,7 +152,7 @@ class RunPlan:
             nbytes = round(gram_bytes(min(one.whole), self.stages_of(one), self.size, wide))
             sent[:] = [before + nbytes * len(shares) for before in sent]
             return
-        there, back = (dtype.itemsize for dtype in self.travels(self.specs[one.name].dtype))
+        there, back = (dtype.itemsize for dtype in self.wire_dtypes(self.specs[one.name].dtype))
         owners = Counter(share.owner for share in shares if share.owner is not None)
         if not owners:
             return
@@ -174,12 +174,12 @@ class RunPlan:
         dtype = self.specs[share.name].dtype
         return len(gram_plan(self.run, share.whole, dtype, self.device, self.compute).stages)
 
-    def travels(self, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
+    def wire_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
         """In which dtypes updates of a dtype go to the owner and come back: no value changes, unless asked for."""
-        if dtype not in self._travels:
+        if dtype not in self._wire_dtypes:
             asked = self.exchange_dtype
-            self._travels[dtype] = (asked or self._narrowed(0, dtype), asked or self._narrowed(-1, dtype))
-        return self._travels[dtype]
+            self._wire_dtypes[dtype] = (asked or self._narrowed(0, dtype), asked or self._narrowed(-1, dtype))
+        return self._wire_dtypes[dtype]
 
     def _narrowed(self, place: int, dtype: torch.dtype) -> torch.dtype:
         tx = self.run[place][1]
@@ -188,7 +188,7 @@ class RunPlan:
         return rounded if rounded.itemsize < dtype.itemsize else dtype
 
 
-AT_A_TIME = 6
+BUFFERS_PER_BUCKET = 6
 """The bytes that are there at a time, over those of a bucket's matrices: the matrices; what was sent and came, of the
 next bucket and of the results of the one before; and a result beside its matrix."""
 
@@ -222,7 +222,7 @@ def plan_run(
     nbytes = [part.numel * specs[part.name].dtype.itemsize for part in parts]
     owners = _owners(parts, costs, nbytes, layout, machine, settings)
     shares = tuple(_share(part, owners[i], costs[i], layout) for i, part in enumerate(parts))
-    buckets = tuple(_buckets(shares, specs, layout.size, max(1, settings.bucket_bytes // AT_A_TIME)))
+    buckets = tuple(_buckets(shares, specs, layout.size, max(1, settings.bucket_bytes // BUFFERS_PER_BUCKET)))
     stacks = tuple(matrices)
     return RunPlan(
         run, stacks, layout.size, shares, tuple(spread), buckets, specs, device, compute, settings.exchange_dtype
@@ -322,7 +322,7 @@ def _seconds(
         sent[owners[i]] += nbytes[i] * (size - 1)
     by_all = sum(each[i] for i in set(free) - set(split))
     arriving = sum(sent) / size
-    exchanges = 1 + sum(sent) * AT_A_TIME // (max(1, size - 1) * size * max(1, settings.bucket_bytes))
+    exchanges = 1 + sum(sent) * BUFFERS_PER_BUCKET // (max(1, size - 1) * size * max(1, settings.bucket_bytes))
     return max(loads) + by_all + (machine.sending(max(*sent, arriving), exchanges) if split else 0.0)
 
 

@@ -13,7 +13,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from muonfx.sharding.layout import Layout
-from muonfx.sharding.plan.assignment import AT_A_TIME, Plan, RunPlan
+from muonfx.sharding.plan.assignment import BUFFERS_PER_BUCKET, Plan, RunPlan
 from muonfx.sharding.plan.cost import Cost, newton_schulz_cost
 from muonfx.sharding.plan.mesh import Setting
 
@@ -93,7 +93,7 @@ def of_plan(on: Setting, layout: Layout, plan: Plan) -> Tally:
         [Wire(sent, block) for block, sent in run.sent_by_block().items()],
         _work(on, run),
         _state(on, layout),
-        on.intermediates + AT_A_TIME * fullest,
+        on.intermediates + BUFFERS_PER_BUCKET * fullest,
         exchanges + (run.size > 1),  # all ranks agree before a step
     )
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muonfx.sharding.plan.__main__ import main
-from muonfx.sharding.plan.assignment import AT_A_TIME
+from muonfx.sharding.plan.assignment import BUFFERS_PER_BUCKET
 from muonfx.sharding.plan.mesh import Mesh, Setting
 from muonfx.sharding.plan.models import MODELS, Kind, Model, from_shapes, model
 from muonfx.sharding.plan.report import WIDTH, Cluster, rows
@@ -162,8 +162,8 @@ def test_exchanges_take_a_bucket_or_what_there_is(on: Setting, bucket: int):
     """All that is under way at a time is bounded by the bucket, and by what there is; one large matrix goes alone."""
     on = dataclasses.replace(on, bucket=bucket, _layouts={})
     scratch = tally_of("owner", on).scratch - on.intermediates
-    assert scratch <= AT_A_TIME * sum(on.sizes)
-    assert scratch <= max(bucket, AT_A_TIME * max(on.sizes))
+    assert scratch <= BUFFERS_PER_BUCKET * sum(on.sizes)
+    assert scratch <= max(bucket, BUFFERS_PER_BUCKET * max(on.sizes))
 
 
 def test_an_expert_lies_on_the_mesh_of_its_part():

@@ -201,14 +201,14 @@ def test_matrices_travel_in_what_they_are_rounded_to(dtype: torch.dtype, held: t
     run = run_of(
         mfx.orthogonalize(dtype=dtype), sharding.zero({"w": torch.zeros(4, 4, dtype=held)}, 2, partition="flat")
     )
-    assert run.travels(held) == (wire, wire)
+    assert run.wire_dtypes(held) == (wire, wire)
     longer = run_of(
         mfx.chain(mfx.orthogonalize(dtype=dtype), mfx.normalize_neurons()),
         sharding.zero({"w": torch.zeros(4, 4, dtype=held)}, 2, partition="flat"),
     )
-    assert longer.travels(held) == (wire, held)  # what is normalized has all its digits
+    assert longer.wire_dtypes(held) == (wire, held)  # what is normalized has all its digits
     asked = run_of(FP32, sharding.zero({"w": torch.zeros(4, 4)}, 2, partition="flat"), exchange_dtype=torch.float16)
-    assert asked.travels(torch.float32) == (torch.float16, torch.float16)
+    assert asked.wire_dtypes(torch.float32) == (torch.float16, torch.float16)
 
 
 GPT2 = {

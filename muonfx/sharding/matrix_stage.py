@@ -17,7 +17,7 @@ from muonfx import tree
 from muonfx.core import Transform, chain
 from muonfx.program.buckets import BucketedState, device_of, init_in_buckets
 from muonfx.program.execute import with_numbers_on
-from muonfx.program.placement import Call, Store
+from muonfx.program.placement import Arguments, Store
 from muonfx.sharding.gram import Slab, orthogonalize_slabs, slab_of
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.messages import Exchange, copied
@@ -63,7 +63,7 @@ def _init(plan: RunPlan, run: Sequence[tuple[str, Transform]], layout: Layout, p
     if reads and not on_meta:
         for bucket in plan.buckets:
             shares = [share for i in bucket if by_name[(share := plan.shares[i]).name] is not None]
-            given.update(_Coming(plan, layout, shares, by_name, as_given=True).wait())
+            given.update(_SendToOwners(plan, layout, shares, by_name, as_given=True).wait())
     else:
         for share in mine:
             if (like := by_name[share.name]) is not None:
@@ -97,8 +97,9 @@ def _completed(state: PyTree, tx: Transform, plan: RunPlan, params: PyTree) -> P
 def update_run(
     plan: RunPlan,
     run: Sequence[tuple[str, Transform]],
+    tx: Transform,
     layout: Layout,
-    call: Call,
+    call: Arguments,
     store: Store,
     parameters: Callable[[], list[str | None]],
 ) -> tuple[PyTree, PyTree]:
@@ -107,12 +108,12 @@ def update_run(
     Args:
         plan: who owns what.
         run: the transforms, with the numbers of now.
+        tx: the same as one chain.
         layout: who holds what.
         call: the arguments; what is absent is so on all ranks.
         store: where the state lies.
         parameters: finds the parameters that the leaves of the state belong to.
     """
-    tx = chain(*run)
     updates, state, params, donate, extras, _ = call
     treedef = tree.flatten(updates)[1]
     names = tree.names(updates)
@@ -129,14 +130,13 @@ def update_run(
     device = device_of(updates, params)
     if not store.is_resident:
         weights = {name: None if leaf is None else leaf.to(device) for name, leaf in weights.items()}
-        run = [(name, with_numbers_on(store.device(device), part)) for name, part in run]
-        tx = chain(*run)
+        tx = with_numbers_on(store.device(device), tx)
     mine = [[share.name for share in shares if share.owner in (None, layout.rank)] for shares in buckets]
     at_once = store.is_resident and len(buckets) <= 1
     of_leaves = [None] * len(tree.leaves(state)) if at_once else parameters()
     bucketed = BucketedState(store, device, state, of_leaves, mine, donate)
     ahead = _begin(plan, layout, buckets[0], local, weights) if buckets else None
-    before: _Going | None = None
+    before: _ReturnResults | None = None
     try:
         for turn, shares in enumerate(buckets or [[]]):
             given, values = ({}, {}) if ahead is None else (ahead[0].wait(), ahead[1].wait() if ahead[1] else {})
@@ -154,7 +154,7 @@ def update_run(
             )
             done = dict(zip(names, tree.leaves(out), strict=True))
             del given, values, out
-            after = _Going(plan, layout, shares, done, results)
+            after = _ReturnResults(plan, layout, shares, done, results)
             del done
             if before is not None:
                 before.wait()
@@ -205,15 +205,15 @@ def _begin(
     shares: list[Share],
     local: Mapping[str, Tensor | None],
     weights: Mapping[str, Tensor | None],
-) -> tuple[_Coming, _Coming | None]:
+) -> tuple[_SendToOwners, _SendToOwners | None]:
     """Send a bucket's updates on their way, and its parameters where they are read."""
     return (
-        _Coming(plan, layout, shares, local),
-        _Coming(plan, layout, shares, weights, as_given=True) if weights else None,
+        _SendToOwners(plan, layout, shares, local),
+        _SendToOwners(plan, layout, shares, weights, as_given=True) if weights else None,
     )
 
 
-class _Coming:
+class _SendToOwners:
     """A bucket's matrices on their way to their owners."""
 
     def __init__(
@@ -240,7 +240,7 @@ class _Coming:
                 if share.owner in (None, me):
                     self._here[share.name] = _held(share, layout, tensor)
                 continue
-            there = tensor.dtype if as_given else plan.travels(tensor.dtype)[0]
+            there = tensor.dtype if as_given else plan.wire_dtypes(tensor.dtype)[0]
             wire = there if wire is None else torch.promote_types(wire, there)
             self._like = tensor
             if share.owner == me:
@@ -276,7 +276,7 @@ class _Coming:
         return found
 
 
-class _Going:
+class _ReturnResults:
     """A bucket's results on their way back."""
 
     def __init__(
@@ -300,7 +300,7 @@ class _Going:
                     results.put(share, result)
                 continue
             like = results.like(share.name)
-            back = plan.travels(like.dtype)[1]
+            back = plan.wire_dtypes(like.dtype)[1]
             wire = back if wire is None else torch.promote_types(wire, back)
             moves = share.moves(me)
             assert share.owner is not None
