@@ -26,14 +26,13 @@ def lower(tx: Transform, params: PyTree, *, compute: torch.dtype | None = None) 
         compute: the dtype that a dtype of "auto" stands for, where ranks have agreed on it; None: left to each call.
 
     >>> import muonfx as mfx
-    >>> tx = mfx.chain(mfx.clip_by_global_norm(1.0), mfx.muon(0.1))
+    >>> tx = mfx.chain(mfx.clip_by_global_norm(1.0), mfx.momentum(), mfx.orthogonalize(), mfx.normalize_neurons())
     >>> print(lower(tx, {"w": torch.zeros(4, 4), "v": torch.zeros(4, 2)}))
-    node                                           locality  leaves  state...
-    chain: chain                                   TREE      2       -...
-      sum over leaves: clip_by_global_norm         TREE      2       clip_by_global_norm...
-      chain: chain                                 MATRIX    2       chain...
-        elementwise: momentum                      ELEMENT   2       chain.momentum...
-        matrix stage: orthogonalize, scale_by_shape...
+    node                                              locality  leaves  state                numbers
+    chain: chain                                      TREE      2       -                    -
+      sum over leaves: clip_by_global_norm            TREE      2       clip_by_global_norm  clip_by_global_norm
+      elementwise: momentum                           ELEMENT   2       momentum             momentum
+      matrix stage: orthogonalize, normalize_neurons  LEAF      2       orthogonalize        orthogonalize
     """
     like = tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), params)
     return Program(lower_node(tx, like, compute=compute))
