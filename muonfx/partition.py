@@ -172,6 +172,8 @@ def _locality(transforms: Mapping[str, Transform], labels: Any) -> Any:
 
 def _resolve_partition(tx: Transform, params: PyTree) -> Transform:
     names, chosen = _Assignment("partition: labels", tx.arguments["labels"], (str, type(None)))(params)
+    if isinstance(chosen, _Reasoned) and all(name in chosen.labels for name in names):
+        return tx.replace(labels=chosen.labels)  # which know why, for a warning
     return tx.replace(labels=dict(zip(names, chosen, strict=True)))
 
 

@@ -59,6 +59,7 @@ __all__ = [
 _OURS = (
     re.compile(r"data-([0-9a-f]{16})-\d+-of-\d+\.safetensors"),
     re.compile(rf"\.{re.escape(INDEX)}-([0-9a-f]{{16}})\.part"),
+    re.compile(r"\.writing-([0-9a-f]{16})\.part"),
     re.compile(rf"\.{re.escape(INDEX)}(\.part)"),  # muonfx 0.1 gave every writer's unfinished index this name
 )
 _CLAIM = re.compile(r"\.writing-([0-9a-f]{16})")
@@ -100,8 +101,18 @@ def claim(path: Path, save_id: str) -> None:
     """Say that a save is under way; the folder must exist."""
     _live.add(save_id)
     own = Claim(save_id, platform.node(), _machine(), os.getpid(), _birth(os.getpid()) or "")
-    with FileIO(claim_of(path, save_id), "xb") as file:
-        write_all(file, json.dumps(own._asdict()).encode())
+    final = claim_of(path, save_id)
+    unfinished = final.with_name(final.name + ".part")
+    # Whole from the first moment: one that a killed writer has left empty would count as live, since nobody can tell.
+    for last in (False,) * 99 + (True,):
+        with FileIO(unfinished, "wb") as file:
+            write_all(file, json.dumps(own._asdict()).encode())
+        try:
+            unfinished.rename(final)
+            return
+        except FileNotFoundError:  # another writer has tidied up just now
+            if last:
+                raise
 
 
 def release(path: Path, save_id: str) -> None:

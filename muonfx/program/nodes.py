@@ -135,6 +135,12 @@ class Program:
 
     Attributes:
         root: the node of the whole transform.
+
+    >>> import torch
+    >>> import muonfx as mfx
+    >>> program = mfx.program.lower(mfx.chain(mfx.momentum(), mfx.orthogonalize()), {"w": torch.zeros(4, 4)})
+    >>> [node.kind for node in program.nodes()]
+    ['chain', 'elementwise', 'matrix stage']
     """
 
     root: Node

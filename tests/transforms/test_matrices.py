@@ -77,7 +77,11 @@ def test_blocks_are_as_separate_parameters(name: str, seed: int, sizes: Any, cou
 
 
 def test_every_transform_and_recipe_with_blocks_is_held_to_it():
-    takes = {name for name in mfx.__all__ if "blocks" in getattr(getattr(mfx, name), "parameters", {})}
+    takes = {
+        name
+        for name in mfx.__all__
+        if hasattr(getattr(mfx, name), "definition") and "blocks" in getattr(mfx, name).definition.parameters
+    }
     assert takes == {"orthogonalize", "normalize_neurons", "scale_by_shape"}
 
 

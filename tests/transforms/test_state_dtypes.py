@@ -66,13 +66,13 @@ def test_every_argument_that_is_auto_for_a_state_is_asked_here():
     in_signatures = {
         (name, argument)
         for name, factory in public.items()
-        for argument, parameter in factory.parameters.items()
+        for argument, parameter in factory.definition.parameters.items()
         if "StateDtype" in str(parameter.annotation)
     }
     asked = {(name, argument) for name, (_, names) in FACTORIES.items() for argument in names if " " not in name}
     assert declared == in_signatures == asked
     for name, argument in declared:
-        assert public[name].parameters[argument].default == "auto"
+        assert public[name].definition.parameters[argument].default == "auto"
 
 
 @pytest.mark.parametrize("dtypes", EVERY_TREE)
