@@ -241,24 +241,29 @@ def another_checkout(folder: Path, code: str) -> Path:
     return folder
 
 
-@pytest.mark.dist
-def test_versions_take_the_same_steps_unless_one_of_them_computes_something_else(tmp_path: Path) -> None:
+FUNCTION = versions.Case("function", "small")
+OVER_RANKS = versions.Case("optimizer", "large", "FSDP2", state="cpu")
+
+
+@pytest.mark.parametrize(
+    "cases", [(FUNCTION,), pytest.param((FUNCTION, OVER_RANKS), marks=[pytest.mark.dist, pytest.mark.deep])]
+)
+def test_versions_take_the_same_steps_unless_one_of_them_computes_something_else(
+    tmp_path: Path, cases: tuple[versions.Case, ...]
+) -> None:
     twice = "once = apply_updates\ndef apply_updates(p, u, **how): return once(once(p, u, **how), u, **how)"
-    case = versions.Case("function", "small")
-    sharded = versions.Case("optimizer", "large", "FSDP2", state="cpu")
     before = another_checkout(tmp_path, twice)  # of which only the cases of functions make use
-    rows = versions.speed(before, 2, cases=(case, sharded), sizes=SMALL)
-    assert [(row["case"], row["candidate"]) for row in rows] == [
-        (one.name, name) for one in (case, sharded) for name in versions.VERSIONS
-    ]
+    rows = versions.speed(before, 2, cases=cases, sizes=SMALL)
     same = {(row["case"], row["candidate"]): row["same bits"] for row in rows}
-    assert [same[case.name, name] for name in versions.VERSIONS] == [True, False, True]
-    assert [same[sharded.name, name] for name in versions.VERSIONS] == [True, True, True]
+    assert list(same) == [(one.name, name) for one in cases for name in versions.VERSIONS]
+    for one in cases:
+        assert [same[one.name, name] for name in versions.VERSIONS] == [True, one is not FUNCTION, True]
     for row in rows:
         assert row["rounds"] == 2
         assert 0 < row["least"] <= row["milliseconds"]["median"]
 
 
+@pytest.mark.deep
 def test_a_version_that_cannot_run_a_case_is_told(tmp_path: Path) -> None:
     before = another_checkout(tmp_path, "del muon_with_adamw")
     with pytest.raises(RuntimeError, match="rank 0 has ended without an answer"):
