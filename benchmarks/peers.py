@@ -31,7 +31,7 @@ class Function(NamedTuple):
     coefficients: str
     """The set whose polynomial it claims to compute."""
     default: bool
-    """Whether its package does it like that if not told otherwise."""
+    """True if its package does it like that if not told otherwise."""
     package: str
 
 

@@ -144,7 +144,7 @@ def judged(found: dict[str, Any] | None, case: str, key: Callable[[dict[str, Any
 
 
 def faster_and_worse(row: dict[str, Any], quality: dict[str, Quality]) -> bool:
-    """Whether a candidate is faster than torch's, but its error on some spectrum above `WORSE` times torch's."""
+    """True if a candidate is faster than torch's, but its error on some spectrum above `WORSE` times torch's."""
     own, theirs = quality.get(row["candidate"]), quality.get(BASELINE)
     if own is None or theirs is None or row["ratio"]["median"] >= 1:
         return False

@@ -53,7 +53,7 @@ class Gathered(torch.optim.Optimizer):
     def __init__(self, params: list[nn.Parameter], *, twice: bool) -> None:
         super().__init__(params, {})
         self.twice = twice
-        """Whether parameters are gathered as well, and distributed again by rank 0."""
+        """True if parameters are gathered as well, and distributed again by rank 0."""
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
@@ -105,7 +105,7 @@ def full_tensor_twice(model: nn.Module, muon: list[str]) -> Any:
 
 
 def deepspeed_runs() -> bool:
-    """Whether DeepSpeed can be measured here; if not, a printed line says why."""
+    """True if DeepSpeed can be measured here; if not, a printed line says why."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when it is imported, here and in the processes
     if installed("deepspeed") is None:
         return False

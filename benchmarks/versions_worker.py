@@ -47,12 +47,12 @@ class Case(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """How many processes take the step together."""
+        """The number of processes that take the step together."""
         return 1 if self.layout == "one process" else 2
 
     @property
     def steps(self) -> int:
-        """How many are timed in a turn."""
+        """The number of steps that are timed in a turn."""
         return 3 if self.model == "small" else 1
 
 
@@ -84,7 +84,7 @@ class Stepper(NamedTuple):
 
     step: Callable[[], object]
     params: Callable[[], Iterable[Tensor]]
-    """What has been updated on this rank."""
+    """The parameters after the steps, as this rank holds them."""
 
 
 def prepare(case: Case, sizes: Sizes, folder: Path) -> Stepper:

@@ -25,7 +25,7 @@ class Box(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """How many elements it has."""
+        """The number of its elements."""
         return prod(self.sizes)
 
     @property

@@ -105,7 +105,7 @@ class Extras(NamedTuple):
 
     named: frozenset[str]
     takes_all: bool
-    """Whether it takes all others too, for those that it calls."""
+    """True if it takes all others too, for those that it calls."""
     required: frozenset[str]
     """Without which it, or one that it calls, cannot run."""
 
@@ -118,7 +118,7 @@ class Functions(NamedTuple):
 
 
 class InStore(NamedTuple):
-    """How a transform that calls others does its own work where the state is offloaded: by buckets.
+    """The way in which a transform that calls others does its own work where the state is offloaded: by buckets.
 
     Both functions get the executor, whose `init_in_store`, `update_in_store` and `kept_state` do so, and the transform
     with those it calls in a form that the executor carries out.
@@ -132,7 +132,7 @@ class InStore(NamedTuple):
 
 @dataclass(frozen=True)
 class Declaration:
-    """What a transform's author says of it; each field is explained at `transform`."""
+    """The declarations of a transform's author; each field is explained at `transform`."""
 
     locality: Locality | Callable[..., Locality] = Locality.TREE
     own_locality: Locality | None = None
@@ -205,7 +205,7 @@ class Transform(Recorded):
 
     @property
     def declaration(self) -> Declaration:
-        """What its author has declared."""
+        """The declarations of its author."""
         return cast("Declaration", self.factory.definition.declaration)
 
     @property
@@ -219,7 +219,7 @@ class Transform(Recorded):
 
     @property
     def stays_outermost(self) -> bool:
-        """Whether what is put around it goes inside instead, as around its argument ``tx``."""
+        """True if what is put around it goes inside instead, as around its argument ``tx``."""
         return False
 
     @property
@@ -317,7 +317,7 @@ class Transform(Recorded):
 
     @property
     def functions(self) -> Functions:
-        """What the constructor returned for the arguments."""
+        """The functions that the constructor returned for the arguments."""
         return Functions(*self.built)
 
     @property
@@ -384,7 +384,7 @@ class Transform(Recorded):
 
     @property
     def keeps_donation_promise(self) -> bool:
-        """Whether this transform and all within it name ``donate`` and so promise what `Donation` says."""
+        """True if this transform and all within it name ``donate`` and so promise what `Donation` says."""
         return self._derived("promise", self._find_promise)
 
     def _find_promise(self) -> bool:
@@ -754,7 +754,7 @@ _STACKLEVEL = 9
 
 
 def is_new(new: PyTree, old: PyTree) -> bool:
-    """Whether no leaf of the new tree is a leaf of the old one."""
+    """True if no leaf of the new tree is a leaf of the old one."""
     given = {id(leaf) for leaf in tree.leaves(old) if leaf is not None}
     return not any(id(leaf) in given for leaf in tree.leaves(new))
 

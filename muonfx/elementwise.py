@@ -42,7 +42,7 @@ Tensors = list[Tensor]
 
 
 def _leafwise(*lists: Sequence[Tensor]) -> bool:
-    """Whether the foreach operators must be avoided: nothing to do, functorch active, or autograd recording."""
+    """True if the foreach operators must be avoided: nothing to do, functorch active, or autograd recording."""
     if not lists[0] or functorch_is_active():
         return True
     return torch.is_grad_enabled() and any(x.requires_grad for xs in lists for x in xs)
@@ -61,7 +61,7 @@ def _fit(scalar: Scalar, xs: Sequence[Tensor]) -> Scalar:
 
 
 def _rounds_numbers(xs: Sequence[Tensor]) -> bool:
-    """Whether ``_foreach_mul_`` would first round a number to the tensors' dtype, as torch 2.13 does on CPUs."""
+    """True if ``_foreach_mul_`` would first round a number to the tensors' dtype, as torch 2.13 does on CPUs."""
     return any(x.dtype.itemsize < 4 and x.device.type == "cpu" for x in xs)
 
 

@@ -125,7 +125,7 @@ R = TypeVar("R", bound="Recorded")
 
 @dataclass(frozen=True, eq=False)
 class Definition:
-    """What there is to know of a factory: its constructor, the signature, read once, and what was declared of it."""
+    """A factory's definition: its constructor, the signature, read once, and what was declared of it."""
 
     constructor: Callable[..., Any]
     parameters: Mapping[str, inspect.Parameter]
@@ -138,13 +138,13 @@ class Definition:
     former_defaults: Mapping[str, Any]
     """By argument, a default of an earlier version that means the same state."""
     remembers: bool
-    """Whether the constructor takes the memory of its structure."""
+    """True if the constructor takes the memory of its structure."""
     transparent: bool
-    """Whether its values stand for their only part, whose names do not show that it is within another."""
+    """True if its values stand for their only part, whose names do not show that it is within another."""
     part_names: Callable[[Any], Sequence[str]] | None
     """Names the parts of a value, where the names of arguments do not."""
     declaration: Any
-    """What the decorator was told, in a form of its own."""
+    """The arguments of the decorator, in a form of its own."""
 
 
 class Factory(Protocol):
@@ -176,7 +176,7 @@ class Structure:
     derived: dict[str, Any] = field(default_factory=dict, repr=False)
     """What follows from the rest, computed once where it is made and shared by all values of this structure."""
     memory: dict[Any, Any] = field(default_factory=dict, repr=False)
-    """What a constructor that remembers has found out from structure; it lives as long as the structure does."""
+    """The answers that a constructor has derived from structure; they live as long as the structure does."""
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Structure):

@@ -71,7 +71,7 @@ class Piece(NamedTuple):
     boxes: tuple[Box, ...]
     """Of the whole, in the order of the local tensor; none of them is empty."""
     start: int | None = None
-    """Where the interval begins in the flattened whole; None for a piece that is no interval."""
+    """The place at which the interval begins in the flattened whole; None for a piece that is no interval."""
     spans: tuple[tuple[Span, ...], ...] = ()
     """For a piece that is no interval: along each dim, the indices of the whole that it has."""
 
@@ -109,11 +109,11 @@ class Piece(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """How many elements it has."""
+        """The number of its elements."""
         return prod(self.shape)
 
     def fits(self, local: Tensor) -> bool:
-        """Whether a tensor has the shape of the local tensor; of a piece without elements, whether it has none.
+        """True if a tensor has the shape of the local tensor; of a piece without elements, whether it has none.
 
         >>> Piece.whole((0, 3)).fits(torch.zeros(0, 0)), Piece.whole((1, 3)).fits(torch.zeros(3))
         (True, False)
@@ -151,7 +151,7 @@ class Piece(NamedTuple):
             part(whole, box).copy_(self.window(box).of(local))
 
     def shared(self, boxes: Sequence[Box]) -> list[Box]:
-        """What the piece has in common with other boxes of the whole, each within one box of the piece.
+        """The boxes that the piece shares with other boxes of the whole, each within one box of the piece.
 
         >>> Piece.interval((4, 5), 3, 17).shared([Box((0, 0), (4, 4))])
         [Box(offsets=(0, 3), sizes=(1, 1)), Box(offsets=(1, 0), sizes=(2, 4)), Box(offsets=(3, 0), sizes=(1, 2))]
@@ -189,7 +189,7 @@ def _narrowed(firsts: Sequence[int], lengths: Sequence[int], sizes: Sequence[int
 
 
 def _place(along: tuple[Span, ...], start: int) -> int:
-    """Where an index of the whole, the first of a span, lies among those that a piece has."""
+    """The place of an index of the whole, the first of a span, among those that a piece has."""
     before = 0
     for span in along:
         if span[0] == start:
@@ -277,7 +277,7 @@ class FlatPiece:
 
     @property
     def device(self) -> torch.device:
-        """Where the values are."""
+        """The device of the values."""
         return self.data.device
 
     @property

@@ -18,7 +18,7 @@ _C = cast("Any", torch._C)
 
 
 def functorch_is_active() -> bool:
-    """Whether the caller runs inside ``vmap``, ``grad``, ``jvp`` or another transform of ``torch.func``.
+    """True if the caller runs inside ``vmap``, ``grad``, ``jvp`` or another transform of ``torch.func``.
 
     >>> functorch_is_active(), torch.func.vmap(lambda x: x + functorch_is_active())(torch.zeros(1))
     (False, tensor([1.]))
@@ -27,7 +27,7 @@ def functorch_is_active() -> bool:
 
 
 def is_wrapped(x: Tensor) -> bool:
-    """Whether a tensor is one of ``torch.func``'s: batched, or tracked by a derivative.
+    """True if a tensor is one of ``torch.func``'s: batched, or tracked by a derivative.
 
     >>> is_wrapped(torch.zeros(1)), torch.func.vmap(lambda x: x + is_wrapped(x))(torch.zeros(1))
     (False, tensor([1.]))

@@ -208,7 +208,7 @@ _PLAIN_LEAVES = frozenset({Tensor, torch.nn.Parameter, type(None)})
 
 
 def is_flat(tree: PyTree) -> bool:
-    """Whether a tree is a dict from strings to tensors and None, as ``dict(model.named_parameters())`` is.
+    """True if a tree is a dict from strings to tensors and None, as ``dict(model.named_parameters())`` is.
 
     Such a tree needs no walk: transforms meet it several times a step, and a model has hundreds of leaves.
 

@@ -84,7 +84,7 @@ def imported_parts(path: Path, package: Path) -> Iterator[tuple[int, str, bool]]
 
 
 def complaints(package: Path, layers: dict[str, int]) -> list[str]:
-    """What breaks the law, one sentence each."""
+    """The breaches of the law, one sentence each."""
     found: list[str] = []
     neighbours: dict[str, set[str]] = {}
     for path, part in parts_of(package):

@@ -83,7 +83,7 @@ def safetensors_name(dtype: torch.dtype) -> str | None:
 
 
 def widens(old: torch.dtype, new: torch.dtype) -> bool:
-    """Whether every value of one dtype is a value of another, of the same kind: whether a cast is exact.
+    """True if every value of one dtype is a value of another, of the same kind: whether a cast is exact.
 
     >>> widens(torch.bfloat16, torch.float32), widens(torch.float32, torch.bfloat16)
     (True, False)

@@ -137,7 +137,7 @@ def named_leaves(values: PyTree, section: str = "") -> list[tuple[str, Any]]:
 
 
 def is_leaf(value: Any) -> bool:
-    """Whether a value can be a leaf of a saved state: a tensor, or a piece of one that a rank holds."""
+    """True if a value can be a leaf of a saved state: a tensor, or a piece of one that a rank holds."""
     return isinstance(value, Tensor) or hasattr(value, "__create_chunk_list__")
 
 
@@ -181,13 +181,13 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def in_section(name: str, section: str) -> bool:
-    """Whether a name stands under a top level; "" is the state, which is everything but the parameters."""
+    """True if a name stands under a top level; "" is the state, which is everything but the parameters."""
     of_params = name == PARAMS or name.startswith(PARAMS + "/")
     return of_params == (section == PARAMS)
 
 
 def is_name(name: str) -> bool:
-    """Whether a text is the name of a leaf, of a state or of parameters.
+    """True if a text is the name of a leaf, of a state or of parameters.
 
     >>> is_name("momentum/trace/w"), is_name("params/w"), is_name("params/~9")
     (True, True, False)

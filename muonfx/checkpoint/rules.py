@@ -24,7 +24,7 @@ Allow = bool | str | Collection[str]
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a pattern means a leaf: by its name, by the levels that its name begins with, or as a glob.
+    """True if a pattern means a leaf: by its name, by the levels that its name begins with, or as a glob.
 
     >>> matches("momentum/trace", "momentum/trace/up.weight"), matches("momentum/tra", "momentum/trace/up.weight")
     (True, False)
@@ -176,7 +176,7 @@ def _check_leaves(
 
 
 def _holds_codes(name: str, index: Index) -> bool:
-    """Whether a leaf of a checkpoint is the codes of a compact state: its scales are beside it."""
+    """True if a leaf of a checkpoint is the codes of a compact state: its scales are beside it."""
     levels = name.split("/")
     beside = ("/".join([*levels[:i], "scales", *levels[i + 1 :]]) for i, level in enumerate(levels) if level == "codes")
     return any(other in index.leaves for other in beside)

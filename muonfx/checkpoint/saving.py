@@ -183,7 +183,7 @@ class Saving:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not; `wait` tells."""
+        """True if it has ended, well or not; `wait` tells."""
         return self._future.done()
 
     def wait(self, timeout: float | None = None) -> Path:

@@ -20,7 +20,7 @@ __all__ = ["Target"]
 
 @dataclass(frozen=True)
 class Target:
-    """What a load is to make, of whatever checkpoint it finds."""
+    """The tree that a load is to make, of whatever checkpoint it finds."""
 
     like: PyTree | StateSpec
     want: StateSpec

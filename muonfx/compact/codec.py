@@ -33,7 +33,7 @@ class Codec:
     min_size: int
 
     def keeps(self, shape: torch.Size) -> bool:
-        """Whether leaves of a shape are stored in fp32."""
+        """True if leaves of a shape are stored in fp32."""
         return prod(shape) < self.min_size
 
     def zeros(self, param: Tensor) -> Encoded:

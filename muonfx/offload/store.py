@@ -25,18 +25,18 @@ class OffloadStore(NamedTuple):
     bucket_bytes: int
     """About how many bytes of state are brought in at a time; a single larger leaf stands alone."""
     on_host: bool
-    """Whether the transform computes on the CPU, wherever the gradients are."""
+    """True if the transform computes on the CPU, wherever the gradients are."""
 
     def device(self, given: torch.device) -> torch.device:
-        """Where to compute with updates that are on a device."""
+        """The device to compute on, with updates that are on a device."""
         return CPU if self.on_host else given
 
     def is_direct(self, device: torch.device) -> bool:
-        """Whether a transform on a device can work in the state where it lies."""
+        """True if a transform on a device can work in the state where it lies."""
         return self.folder is None and device.type == "cpu"
 
     def has(self, leaf: Tensor, device: torch.device) -> bool:
-        """Whether a leaf lies at home, for a transform on a device."""
+        """True if a leaf lies at home, for a transform on a device."""
         if leaf.device.type != "cpu":
             return False
         if self.folder is not None and _on_disk(Spec(tuple(leaf.shape), leaf.dtype)):

@@ -75,7 +75,7 @@ class BucketTransfer:
         self._do(lambda: self._write(turn, leaves, targets, done))
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in one of the buffers."""
+        """True if a tensor lies in one of the buffers."""
         storage = tensor.untyped_storage().data_ptr()
         return any(room.untyped_storage().data_ptr() == storage for room in self._buffers)
 

@@ -119,7 +119,7 @@ def offload(
 
 
 def store_of(tx: Transform) -> Store:
-    """Where a transform's state lies between steps."""
+    """The store of a transform's state."""
     if not isinstance(tx, Offloaded):
         return RESIDENT
     return _store(**{name: value for name, value in tx.arguments.items() if name != "tx"})

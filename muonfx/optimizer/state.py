@@ -195,7 +195,7 @@ def _lies(value: Any) -> str:
 
 
 def _is_code(*dtypes: torch.dtype) -> bool:
-    """Whether dtypes differ and one of them is of eight bits: those hold codes, which mean nothing in another dtype."""
+    """True if dtypes differ and one of them is of eight bits: those hold codes, which mean nothing in another dtype."""
     return len(set(dtypes)) > 1 and any(dtype.itemsize == 1 for dtype in dtypes)
 
 

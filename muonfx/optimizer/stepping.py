@@ -1,4 +1,4 @@
-"""How an optimizer steps in one process: groups to numbers, a check of the gradients, and the executor."""
+"""Steps of an optimizer in one process: groups to numbers, a check of the gradients, and the executor."""
 
 from __future__ import annotations
 

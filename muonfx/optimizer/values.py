@@ -65,7 +65,7 @@ def distinct(
 
 
 def unchanged(new: list[dict[str, Any]], old: list[dict[str, Any]]) -> bool:
-    """Whether all groups have the values that they had."""
+    """True if all groups have the values that they had."""
     return len(new) == len(old) and all(_all_equal(a, b) for a, b in zip(new, old, strict=True))
 
 

@@ -47,7 +47,7 @@ def in_place(batch: torch.Tensor, plan: Plan, resolved: Polynomials, *, tall: bo
 
 
 def goes_in_place(short: int, long: int, resolved: Polynomials) -> bool:
-    """Whether `in_place` is for matrices of this shape: for large ones.
+    """True if `in_place` is for matrices of this shape: for large ones.
 
     >>> from muonfx.polar.polynomials import polynomials
     >>> goes_in_place(512, 512, polynomials("keller")), goes_in_place(8, 8, polynomials("keller"))
@@ -57,7 +57,7 @@ def goes_in_place(short: int, long: int, resolved: Polynomials) -> bool:
 
 
 def is_watched(*xs: torch.Tensor) -> bool:
-    """Whether autograd, `torch.func` or the compiler follows what is done with tensors: none may be overwritten.
+    """True if autograd, `torch.func` or the compiler follows what is done with tensors: none may be overwritten.
 
     >>> is_watched(torch.zeros(2)), is_watched(torch.zeros(2, requires_grad=True))
     (False, True)
@@ -131,7 +131,7 @@ def check_out(out: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], names: Se
 
 
 def _is_same(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether two tensors of one shape are the same elements in memory."""
+    """True if two tensors of one shape are the same elements in memory."""
     same = x.untyped_storage()._cdata == y.untyped_storage()._cdata
     return same and x.storage_offset() == y.storage_offset() and x.stride() == y.stride()
 

@@ -21,7 +21,7 @@ def cuda_capability(index: int | None) -> tuple[int, int]:
 
 @functools.cache
 def cpu_has_bf16() -> bool:
-    """Whether the CPU says that it multiplies bf16 matrices; False where this torch cannot be asked.
+    """True if the CPU says that it multiplies bf16 matrices; False where this torch cannot be asked.
 
     >>> cpu_has_bf16() or not cpu_has_amx()
     True
@@ -31,7 +31,7 @@ def cpu_has_bf16() -> bool:
 
 @functools.cache
 def cpu_has_amx() -> bool:
-    """Whether the CPU has tile registers for matrix products; False where this torch cannot be asked.
+    """True if the CPU has tile registers for matrix products; False where this torch cannot be asked.
 
     >>> isinstance(cpu_has_amx(), bool)
     True

@@ -143,7 +143,7 @@ class _Job(NamedTuple):
     resolved: Polynomials
     scratch: int
     watched: bool
-    """Whether tensors must not be written to."""
+    """True if tensors must not be written to."""
 
 
 _Run = Callable[[list[torch.Tensor], list[torch.Tensor | None], _Job], list[torch.Tensor]]

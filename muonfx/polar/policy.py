@@ -96,9 +96,9 @@ class Facts(NamedTuple):
     """What the choice asks a machine: given beforehand, a plan is the same wherever it is made."""
 
     tiles: bool
-    """Whether a CPU has tile registers (AMX)."""
+    """True if a CPU has tile registers (AMX)."""
     kernels: bool
-    """Whether the Triton kernels run on the device."""
+    """True if the Triton kernels run on the device."""
 
 
 _UNKNOWN = Rates(float("inf"), 1.0, 100, "a guess: nothing is known about this device and dtype")

@@ -23,7 +23,7 @@ class Polynomials(NamedTuple):
     safety: float = 1.0
     """The input is divided by this times its Frobenius norm."""
     row_scaling: bool = False
-    """Whether rows are scaled next."""
+    """True if rows are scaled next."""
     table: torch.Tensor | None = None
     """Coefficients as a tensor `(k, 2 or 3)`."""
     indices: tuple[int, ...] = ()

@@ -59,7 +59,7 @@ def power_of_two(largest: torch.Tensor) -> torch.Tensor:
 
 
 def same_range(held: torch.dtype, compute: torch.dtype) -> bool:
-    """Whether rounding from `held` to `compute` keeps every magnitude that a normal number of `held` can have.
+    """True if rounding from `held` to `compute` keeps every magnitude that a normal number of `held` can have.
 
     >>> same_range(torch.float32, torch.bfloat16), same_range(torch.float32, torch.float16)
     (True, False)

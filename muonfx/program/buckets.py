@@ -91,7 +91,7 @@ def parameters_of(state: PyTree, params: PyTree) -> list[str | None]:
 
 
 def moves(leaf: Any, parameter: str | None) -> bool:
-    """Whether a leaf is brought in and put back."""
+    """True if a leaf is brought in and put back."""
     return parameter is not None and isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.numel() > 0
 
 
@@ -115,7 +115,7 @@ def sizes_of(names: Sequence[str], state: PyTree, parameters: Sequence[str | Non
 
 
 def device_of(*values: PyTree) -> torch.device:
-    """Where the first tensor is that is not on meta."""
+    """The device of the first tensor that is not on meta."""
     found = [leaf.device for some in values if some is not None for leaf in tree.tensors(some)]
     real = next((device for device in found if device.type != "meta"), None)
     return real or (found[0] if found else torch.get_default_device())

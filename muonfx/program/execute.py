@@ -386,7 +386,7 @@ class Executor:
                     self.prepare(child, inner)
 
     def _is_unit(self, node: Node) -> bool:
-        """Whether a node can be carried out, with all within it, on some leaves at a time, for any choice of them."""
+        """True if a node can be carried out, with all within it, on some leaves at a time, for any choice of them."""
         return node.tx.locality <= (Locality.LEAF if self.placement.holds_all else Locality.ELEMENT)
 
     def _spans_of(self, node: ChainNode) -> tuple[_Span, ...]:
@@ -458,7 +458,7 @@ class Executor:
         return self._parameters[at]
 
     def _keeps_leaf_state(self, node: Node) -> bool:
-        """Whether a transform has state like the parameters of its own, apart from that of those it calls."""
+        """True if a transform has state like the parameters of its own, apart from that of those it calls."""
         if node.number not in self._keeps_leaves:
             if isinstance(node, Around):
                 own, _ = state_around(node.tx, node.like)

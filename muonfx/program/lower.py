@@ -88,7 +88,7 @@ def lower_node(
 
 
 def is_around(tx: Transform) -> bool:
-    """Whether a transform's own work, apart from that of those it calls, is elementwise or a sum over leaves."""
+    """True if a transform's own work, apart from that of those it calls, is elementwise or a sum over leaves."""
     own = tx.declaration.own_locality
     return bool(tx.children) and (own is Locality.ELEMENT or (own is Locality.TREE and _sums(tx)))
 

@@ -110,7 +110,7 @@ class Around(Node):
 
     @property
     def is_route(self) -> bool:
-        """Whether some child gets some of the leaves only."""
+        """True if some child gets some of the leaves only."""
         return any(child.names != self.names for child in self.inner)
 
 
@@ -131,7 +131,7 @@ class ChainNode(Node):
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """What a transform does to the leaves of a tree; made by `lower`, printed for a reader.
+    """The nodes that a transform becomes for the leaves of a tree; made by `lower`, printed for a reader.
 
     Attributes:
         root: the node of the whole transform.

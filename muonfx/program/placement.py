@@ -52,21 +52,21 @@ class Arguments(NamedTuple):
 
 
 class Placement(Protocol):
-    """Which piece of each leaf this rank holds, and how the ranks do together what one cannot do alone."""
+    """The pieces of leaves that this rank holds, and the exchanges for what one rank cannot do alone."""
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         ...
 
     @property
     def holds_all(self) -> bool:
-        """Whether this rank holds every leaf whole, in its own shape, and nobody else does."""
+        """True if this rank holds every leaf whole, in its own shape, and nobody else does."""
         ...
 
     @property
     def compute(self) -> Mapping[str, torch.dtype]:
-        """What a dtype of "auto" stands for on all ranks, by kind of device; empty where each call decides."""
+        """The dtype that "auto" stands for on all ranks, by kind of device; empty where each call decides."""
         ...
 
     def global_like(self, params: PyTree) -> PyTree:
@@ -74,7 +74,7 @@ class Placement(Protocol):
         ...
 
     def fits(self, like: PyTree, params: PyTree) -> bool:
-        """Whether trees of the same names are of the same parameters: what was lowered for one serves the other."""
+        """True if trees of the same names are of the same parameters: what was lowered for one serves the other."""
         ...
 
     def sum_over_leaves(self, scalars: PyTree) -> Tensor:
@@ -114,7 +114,7 @@ class Alone:
         return tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), params)
 
     def fits(self, like: PyTree, params: PyTree) -> bool:
-        """Whether all leaves that are there have the shapes of what was lowered; some gradients may be None."""
+        """True if all leaves that are there have the shapes of what was lowered; some gradients may be None."""
         pairs = zip(tree.leaves(like), tree.leaves(params), strict=True)
         return all(theirs is None or (own is not None and own.shape == theirs.shape) for own, theirs in pairs)
 
@@ -157,7 +157,7 @@ class Transfer(Protocol):
         ...
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in memory that is used again for another bucket."""
+        """True if a tensor lies in memory that is used again for another bucket."""
         ...
 
     def finish(self) -> None:
@@ -170,11 +170,11 @@ class Transfer(Protocol):
 
 
 class Store(Protocol):
-    """Where the leaves of a state lie between steps."""
+    """The place of a state's leaves between steps."""
 
     @property
     def is_resident(self) -> bool:
-        """Whether all of it lies where transforms compute."""
+        """True if all of it lies where transforms compute."""
         ...
 
     @property
@@ -183,15 +183,15 @@ class Store(Protocol):
         ...
 
     def device(self, given: torch.device) -> torch.device:
-        """Where to compute with updates that are on a device."""
+        """The device to compute on, with updates that are on a device."""
         ...
 
     def is_direct(self, device: torch.device) -> bool:
-        """Whether a transform on a device can work in the state where it lies."""
+        """True if a transform on a device can work in the state where it lies."""
         ...
 
     def has(self, leaf: Tensor, device: torch.device) -> bool:
-        """Whether a leaf lies here, for a transform on a device."""
+        """True if a leaf lies here, for a transform on a device."""
         ...
 
     def allocate(self, specs: Sequence[Spec], device: torch.device) -> list[Tensor]:
@@ -222,7 +222,7 @@ class Resident:
     bucket_bytes = 0
 
     def device(self, given: torch.device) -> torch.device:
-        """Where the updates are."""
+        """The device of the updates."""
         return given
 
     def is_direct(self, device: torch.device) -> bool:

@@ -295,7 +295,7 @@ def _components(name: str) -> list[str]:
 
 
 def _own_component(parts: list[str]) -> tuple[bool, str]:
-    """Whether a layer holds the parameter as its weight, and the component that names it: the layer's, or its own."""
+    """True if a layer holds the parameter as its weight, and the component that names it: the layer's, or its own."""
     if parts[-1] not in _PLAIN_LEAVES:
         return False, parts[-1]
     return True, next((part for part in reversed(parts[:-1]) if not part.isdigit()), parts[-1])

@@ -50,7 +50,7 @@ class Predicate:
     __slots__ = ()
 
     def __call__(self, info: ParamInfo) -> bool:
-        """Whether the parameter is one of those meant."""
+        """True if the parameter is one of those meant."""
         raise NotImplementedError
 
     def __and__(self, other: object) -> Predicate:

@@ -50,7 +50,7 @@ class Binding:
     likes: dict[Any, PyTree] = field(default_factory=dict)
     """For each of these, meta tensors in the tree of the local parameters."""
     derived: dict[Any, Any] = field(default_factory=dict)
-    """What else follows from shapes, found out once."""
+    """Values that follow from shapes, computed once."""
     steps: int = 0
     """The number of steps taken."""
     verified: set[Any] = field(default_factory=set)
@@ -66,12 +66,12 @@ class Binding:
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return self.layout.size
 
     @property
     def holds_all(self) -> bool:
-        """Whether this rank holds every leaf whole, in its own shape, and nobody else does."""
+        """True if this rank holds every leaf whole, in its own shape, and nobody else does."""
         if "holds all" not in self.derived:
             specs = self.layout._specs
             self.derived["holds all"] = self.size == 1 and all(
@@ -179,7 +179,7 @@ class Binding:
         return sum_over_leaves(list(stacked.unbind()))
 
     def _counted(self, name: str, scalar: Tensor) -> Tensor:
-        """What a rank adds for a leaf: of several holders one adds; but of what is not finite, all hear."""
+        """The number that a rank adds for a leaf: of several holders one adds; but of what is not finite, all hear."""
         if self.layout.counts(name):
             return scalar
         return torch.where(scalar.isfinite(), torch.zeros_like(scalar), scalar)

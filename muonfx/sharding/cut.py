@@ -345,7 +345,7 @@ class EqualIntervals(NamedTuple):
 
     pieces: dict[str, Cut]
     starts: dict[str, int]
-    """Where each parameter begins in the buffer."""
+    """The place at which each parameter begins in the buffer."""
     lengths: tuple[int, ...]
     """Of each rank's part, with its padding."""
 
@@ -381,7 +381,7 @@ def padded(length: int, alignment: int) -> int:
 
 
 def one_behind_another(specs: Mapping[str, Spec], order: Sequence[str]) -> dict[str, int]:
-    """Where each parameter begins in a buffer without gaps."""
+    """The place at which each parameter begins in a buffer without gaps."""
     starts: dict[str, int] = {}
     end = 0
     for name in order:

@@ -48,6 +48,6 @@ def local_of(leaf: Any) -> Any:
 
 
 def is_dtensor(leaf: Any) -> bool:
-    """Whether a leaf is a DTensor; asks without importing what nobody has used."""
+    """True if a leaf is a DTensor; asks without importing what nobody has used."""
     kind = type(leaf)
     return kind is not Tensor and kind is not Parameter and isinstance(leaf, Tensor) and hasattr(leaf, "_local_tensor")

@@ -31,7 +31,7 @@ Run = Sequence[tuple[str, Transform]]
 
 
 def is_for_gram(run: Run) -> bool:
-    """Whether a run is one orthogonalization of whole leaves, by coefficients that the Gram form takes.
+    """True if a run is one orthogonalization of whole leaves, by coefficients that the Gram form takes.
 
     >>> import muonfx as mfx
     >>> is_for_gram([("o", mfx.orthogonalize())]), is_for_gram([("o", mfx.orthogonalize(blocks=2))])

@@ -79,7 +79,7 @@ class Layout:
         return f"<{self.kind}{what} over {self.size} rank{'s' * (self.size != 1)}{stage}>"
 
     def __eq__(self, other: object) -> bool:
-        """Whether the same pieces lie on the same ranks."""
+        """True if the same pieces lie on the same ranks."""
         if not isinstance(other, Layout):
             return NotImplemented
         return self is other or (
@@ -159,7 +159,7 @@ class Layout:
         return self.pieces[name].holders
 
     def counts(self, name: str, rank: int | None = None) -> bool:
-        """Whether a rank is the one that counts its piece in sums over all ranks: the first of those that hold it."""
+        """True if a rank is the one that counts its piece in sums over all ranks: the first of those that hold it."""
         rank = self.rank if rank is None else rank
         known: dict[int, bool] = self.pieces[name].derived.setdefault("counts", {})
         if rank not in known:

@@ -256,7 +256,7 @@ class _SendToOwners:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether no matrix is a view of what was given."""
+        """True if no matrix is a view of what was given."""
         return not self._here
 
     def wait(self) -> dict[str, Tensor]:

@@ -65,7 +65,7 @@ def like_parameter(layout: Layout, name: str, shares: Sequence[Share], local: Te
 
 
 def _own_what_they_hold(layout: Layout, name: str, shares: Sequence[Share], like: Tensor) -> bool:
-    """Whether every rank owns of a stack's first dim just the range that it holds, and the state has this dim."""
+    """True if every rank owns of a stack's first dim just the range that it holds, and the state has this dim."""
     spec = layout.dtensors[name]
     if like.shape[:1] != spec.shape[:1] or any(getattr(placement, "dim", 0) for placement in spec.placements):
         return False

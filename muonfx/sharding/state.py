@@ -49,7 +49,7 @@ class LeafPlacement:
     name: str | None
     """The parameter that it belongs to; None: the same on all ranks, as a counter is."""
     owned: bool
-    """Whether it lies at an owner."""
+    """True if it lies at an owner."""
     share: Share | None
     """For a leaf at an owner, this rank's share of the parameter; None: it has none."""
     shares: tuple[Share, ...]
@@ -138,7 +138,7 @@ def _described(binding: Binding, state: PyTree, params: PyTree, plan: RunPlan | 
 
 
 def describe_state(binding: Binding, tx: Transform, params: PyTree) -> list[Any]:
-    """What the leaves of a state are, in order: `LeafPlacement` for a tensor."""
+    """Describe the leaves of a state, in order: `LeafPlacement` for a tensor."""
     key = ("held", tx.treedef, tuple(tree.names(params)))
     if key not in binding.derived:
         local = binding.local_like(params)

@@ -30,7 +30,7 @@ class Sharded(Transform):
 
     @property
     def stays_outermost(self) -> bool:
-        """Whether what is put around it goes inside: ranks agree on all of a step before any of it is done."""
+        """True if what is put around it goes inside: ranks agree on all of a step before any of it is done."""
         return True
 
     def init(self, params: PyTree) -> PyTree:

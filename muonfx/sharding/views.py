@@ -82,7 +82,7 @@ def local(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
 
 
 def is_logical(values: PyTree) -> bool:
-    """Whether a tree says of a leaf which part of which whole it is, as `logical` does.
+    """True if a tree says of a leaf which part of which whole it is, as `logical` does.
 
     A logical tree without such a leaf has DTensors and whole tensors only, and `logical` leaves these as they are.
     """

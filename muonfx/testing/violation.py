@@ -75,7 +75,7 @@ def _rounded(values: Any) -> Any:
 
 
 def bits_equal(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are the same bit for bit, NaN and the sign of zero included.
+    """True if two tensors are the same bit for bit, NaN and the sign of zero included.
 
     >>> bits_equal(torch.tensor(0.0), torch.tensor(-0.0))
     False
@@ -92,7 +92,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def is_close(a: Tensor, b: Tensor, tolerance: float) -> bool:
-    """Whether two tensors differ by at most a share of the larger one's largest magnitude; NaN equals NaN.
+    """True if two tensors differ by at most a share of the larger one's largest magnitude; NaN equals NaN.
 
     >>> is_close(torch.tensor([100.0, 0.0]), torch.tensor([100.0, 0.1]), 1e-2)
     True

@@ -57,7 +57,7 @@ class MatrixView(NamedTuple):
 
     @property
     def needs_names(self) -> bool:
-        """Whether a setting depends on a leaf's name."""
+        """True if a setting depends on a leaf's name."""
         return isinstance(self.dims, Mapping) or isinstance(self.blocks, Mapping)
 
     def split(self, leaf: Tensor, name: str) -> list[Tensor]:

@@ -85,7 +85,7 @@ def _returned(out: Any):
 
 
 class _Done:
-    """What a transform has returned; itself and not its leaves is an argument."""
+    """The updates that a transform has returned; itself and not its leaves is an argument."""
 
     def __init__(self, values: PyTree) -> None:
         self.values = values

@@ -30,7 +30,7 @@ __all__ = ["Leaf", "Slot", "StepCount", "leafwise"]
 
 Lists = Callable[..., list[Tensor]]
 Casts = torch.dtype | list[torch.dtype] | None
-"""What the tensors of an operand are cast to: all to one dtype, each to its own, or None for as they are."""
+"""The dtypes that the tensors of an operand are cast to: one for all, one for each, or None for as they are."""
 ReadsParams = bool | Literal["updated"]
 Step = Callable[..., tuple["Leaf", PyTree]]
 Constructor = Callable[..., tuple[PyTree, Step]]

@@ -1,4 +1,4 @@
-"""What muonfx wrote before one executor carried out its chains goes on bit by bit: alone, offloaded, sharded, in torch.
+"""Checkpoints from before one executor carried out chains go on bit by bit: alone, offloaded, sharded, in torch.
 
 The files were written once by `scripts/record_0_2.py`, at commit 50332ad. They are never written again.
 """

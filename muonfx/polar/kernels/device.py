@@ -1,4 +1,4 @@
-"""Whether the kernels can run on a device. They are imported, and Triton with them, where the answer depends on it."""
+"""Tell whether the kernels can run on a device. They, and Triton with them, are imported where the answer needs it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def available(device: torch.device) -> bool:
-    """Whether `symmetric_matmul` runs on `device`: a cached answer, and never an error.
+    """True if `symmetric_matmul` runs on `device`: a cached answer, and never an error.
 
     That is so on CUDA devices (NVIDIA's) of capability 8.0 or more where Triton can be imported, and on the CPU where
     Triton's interpreter is on (`TRITON_INTERPRET=1` when Triton is first imported): correct there, and slow.
@@ -42,7 +42,7 @@ def _is_capable(index: int | None) -> bool:
 
 @functools.cache
 def _interpreted() -> bool | None:
-    """Whether the kernels go through Triton's interpreter; None where Triton is missing or broken."""
+    """True if the kernels go through Triton's interpreter; None where Triton is missing or broken."""
     try:
         from muonfx.polar.kernels.launch import INTERPRETED
 

@@ -194,7 +194,7 @@ def _check_plain(tensors: list[torch.Tensor]) -> None:
 
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether the spans from first to last entry of two non-empty tensors meet."""
+    """True if the spans from first to last entry of two non-empty tensors meet."""
     if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr() or b.numel() == 0:
         return False
     first, last = zip(*(_span(x) for x in (a, b)), strict=True)

@@ -39,7 +39,7 @@ INTEGERS = (
 )
 
 INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
-"""Whether Triton's interpreter was on when this module was imported: its kernels are then numpy, on any device."""
+"""True if Triton's interpreter was on when this module was imported: its kernels are then numpy, on any device."""
 
 
 @triton.jit

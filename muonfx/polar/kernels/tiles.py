@@ -30,7 +30,7 @@ class Tile(NamedTuple):
     registers: int | None = None
     """A limit on registers a thread, so that two programs fit on one multiprocessor."""
     share: bool = True
-    """Whether a diagonal tile of a Gram matrix loads its panel once: half the loads, a second loop, more registers."""
+    """True if a diagonal tile of a Gram matrix loads its panel once: half the loads, a second loop, more registers."""
     group: int = 8
     """Rows of tiles that are walked together."""
 
