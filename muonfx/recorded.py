@@ -314,6 +314,14 @@ class Recorded:
         """Build now, as a factory does, so that bad arguments fail at the call and tracing finds everything ready."""
         _ = self.built
 
+    def prepare_all(self) -> Self:
+        """Prepare the value and all within it, so that a bad value is found before anything is changed."""
+        self.prepare()
+        for part in self.parts:
+            if isinstance(part, Recorded):
+                part.prepare_all()
+        return self
+
     def replace(self, **changes: Any) -> Self:
         """Make the value anew with some arguments changed.
 

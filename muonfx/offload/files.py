@@ -131,19 +131,19 @@ def release(tensor: Tensor) -> None:
 
     The kernel writes it to the disk when it sees fit, and keeps a copy as long as it has memory to spare.
     """
-    found = _place_of(tensor)
-    if found is None or not hasattr(mmap, "MADV_DONTNEED"):
-        return
-    mapped, where = found
-    begin = tensor.untyped_storage().data_ptr() - where.start
-    mapped.madvise(mmap.MADV_DONTNEED, begin, -(-tensor.untyped_storage().nbytes() // PAGE) * PAGE)
+    _advise(tensor, "MADV_DONTNEED")
 
 
 def read_ahead(tensor: Tensor) -> None:
     """Ask the kernel to read a tensor's pages soon."""
+    _advise(tensor, "MADV_WILLNEED")
+
+
+def _advise(tensor: Tensor, advice: str) -> None:
+    """Advise the kernel about a tensor's pages; not for one in no file of ours, nor where there is no such advice."""
     found = _place_of(tensor)
-    if found is None or not hasattr(mmap, "MADV_WILLNEED"):
+    if found is None or not hasattr(mmap, advice):
         return
     mapped, where = found
     begin = tensor.untyped_storage().data_ptr() - where.start
-    mapped.madvise(mmap.MADV_WILLNEED, begin, -(-tensor.untyped_storage().nbytes() // PAGE) * PAGE)
+    mapped.madvise(getattr(mmap, advice), begin, -(-tensor.untyped_storage().nbytes() // PAGE) * PAGE)

@@ -36,7 +36,7 @@ from muonfx.optimizer.groups import (
 from muonfx.optimizer.over_ranks import SteppingOverRanks, layout_for
 from muonfx.optimizer.state import Load, matched, path_of, renamed_groups, saved_groups
 from muonfx.optimizer.stepping import Stepping
-from muonfx.optimizer.values import check_shapes, valid
+from muonfx.optimizer.values import check_shapes
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import Settings
 from muonfx.sharding.transform import Sharded, settings_of
@@ -196,7 +196,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         for keys, values in zip(own, made, strict=True):
             named_values = {name: values[key] for key, (name, _) in keys.items()}
             check_shapes(self.tx, named_values)
-            valid(with_hyperparams(self.tx, named_values))
+            with_hyperparams(self.tx, named_values).prepare_all()
         rest = {key: group[key] for key in group.keys() & NOT_HYPERPARAMS}
         self._routes, self._layout = routes, layout
         for part, values in zip(parts, made, strict=True):

@@ -29,7 +29,7 @@ from muonfx.optimizer.portable import (
 from muonfx.optimizer.rendezvous import Rendezvous
 from muonfx.optimizer.state import Load, on_this_rank
 from muonfx.optimizer.stepping import Check, Stepping, add_in_place
-from muonfx.optimizer.values import check_shapes, current_values, unchanged, valid
+from muonfx.optimizer.values import check_shapes, current_values, unchanged
 from muonfx.optimizer.versions import for_groups
 from muonfx.sharding.binding import Binding
 from muonfx.sharding.dtensors import dtensor_of, is_dtensor, local_of
@@ -309,7 +309,8 @@ class SteppingOverRanks(Stepping):
         filled = [(group, sorted(held["param_names"])) for group, held in zip(values, groups, strict=True)]
         # By name: ranks may have got their groups in different orders, and are to count the versions alike.
         own = sorted([(group, names) for group, names in filled if names], key=lambda pair: pair[1])
-        self._now = self._known_alike(valid(for_groups(self._inner, [v for v, _ in own], [names for _, names in own])))
+        made = for_groups(self._inner, [v for v, _ in own], [names for _, names in own])
+        self._now = self._known_alike(made.prepare_all())
         self._values = [dict(group) for group in values]
 
     def _known_alike(self, tx: Transform) -> Transform:

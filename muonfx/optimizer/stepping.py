@@ -14,7 +14,7 @@ from muonfx.checks import check_params, warn_of_unmatched
 from muonfx.core import Donation, Transform
 from muonfx.offload.transform import inner_of, store_of
 from muonfx.optimizer.state import Load, on_this_rank
-from muonfx.optimizer.values import check_shapes, current_values, unchanged, valid
+from muonfx.optimizer.values import check_shapes, current_values, unchanged
 from muonfx.optimizer.versions import for_groups
 from muonfx.program.buckets import nbytes_of
 from muonfx.program.execute import Executor
@@ -125,7 +125,7 @@ class Stepping:
         for group in values:
             check_shapes(self.tx, group)
         members = [list(group["param_names"]) for group in groups]
-        self._now = valid(for_groups(self._inner, values, members))
+        self._now = for_groups(self._inner, values, members).prepare_all()
         if self._node is None or self._now.structure is not self._inner.structure:
             self._node = self.executor.program(self._now, params)
         self.executor.prepare(self._node, self._now)

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from muonfx.core import Transform
 from muonfx.hyperparams import hyperparams
-from muonfx.recorded import Recorded
 
-__all__ = ["agreement", "check_shapes", "distinct", "current_values", "unchanged", "valid"]
+__all__ = ["agreement", "check_shapes", "distinct", "current_values", "unchanged"]
 
 
 def current_values(groups: Sequence[Mapping[str, Any]], keys: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
@@ -27,15 +26,6 @@ def check_shapes(tx: Transform, values: Mapping[str, Any]) -> None:
         wanted = tuple(default.shape) if isinstance(default, Tensor) else ()
         if isinstance(value, Tensor) and tuple(value.shape) != wanted:
             raise ValueError(f"{name} must be a number or a tensor of shape {wanted}, found {tuple(value.shape)}")
-
-
-def valid(tx: Recorded) -> Any:
-    """Build a transform and all within it now, so that a bad value is found before anything is changed."""
-    _ = tx.built
-    for part in tx.parts:
-        if isinstance(part, Recorded):
-            valid(part)
-    return tx
 
 
 def agreement(values: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[str]]:

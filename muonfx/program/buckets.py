@@ -17,7 +17,7 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.core import Donation
 from muonfx.program.placement import Store, Transfer
-from muonfx.tree import PyTree, Spec
+from muonfx.tree import PyTree
 
 __all__ = [
     "BucketedState",
@@ -100,11 +100,6 @@ def nbytes_of(leaf: Tensor) -> int:
     return leaf.numel() * leaf.element_size()
 
 
-def spec_of(leaf: Tensor) -> Spec:
-    """Shape and dtype of a leaf."""
-    return Spec(tuple(leaf.shape), leaf.dtype)
-
-
 def sizes_of(names: Sequence[str], state: PyTree, parameters: Sequence[str | None]) -> dict[str, int]:
     """The bytes of the state that moves, for each of some parameters."""
     sizes = dict.fromkeys(names, 0)
@@ -131,7 +126,7 @@ def store_away(
         for place, (leaf, name) in enumerate(zip(leaves, parameters, strict=True))
         if moves(leaf, name) and not leaf.is_meta and (copy or not store.has(leaf, device))
     ]
-    rooms = store.allocate([spec_of(leaves[place]) for place in places], device)
+    rooms = store.allocate([tree.spec(leaves[place]) for place in places], device)
     for place, room in zip(places, rooms, strict=True):
         leaves[place] = room.copy_(leaves[place])
         store.release(room)
@@ -238,7 +233,7 @@ class BucketedState:
         # What is not in the store comes there: leaves that were loaded from a checkpoint.
         strange = {p for p in moving if not self._store.has(self._old[p], self._device)}
         needed = [p for p in moving if (p in strange if given else True)]
-        rooms = self._store.allocate([spec_of(self._old[place]) for place in needed], self._device)
+        rooms = self._store.allocate([tree.spec(self._old[place]) for place in needed], self._device)
         self._targets = {place: self._old[place] for place in moving} | dict(zip(needed, rooms, strict=True))
         for place in set(needed) - set(taken):
             self._new[place] = self._targets[place].copy_(self._old[place])

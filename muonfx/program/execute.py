@@ -25,16 +25,15 @@ from muonfx.program.buckets import (
     nbytes_of,
     parameters_of,
     sizes_of,
-    spec_of,
     store_away,
 )
 from muonfx.program.lower import lower_node, named_chain, resolve_within, state_around
 from muonfx.program.nodes import Around, ChainNode, Node, Stage, WholeTree
 from muonfx.program.placement import RESIDENT, Arguments, Placement, Run, Store
-from muonfx.recorded import Recorded, with_numbers
+from muonfx.recorded import with_numbers
 from muonfx.tree import PyTree
 
-__all__ = ["Executor", "Run"]
+__all__ = ["Executor", "with_numbers_on"]
 
 Now = Transform | tuple[Transform, ...]
 """The transform that a node was lowered from, with the numbers of now; for joined units, one each."""
@@ -359,7 +358,7 @@ class Executor:
         device = self.store.device(device_of(params))
         pairs = zip(tree.leaves(state), parameters_of(state, params), strict=True)
         moving = [leaf for leaf, name in pairs if moves(leaf, name)]
-        self.store.require([spec_of(x) for x in moving if not (donate.state and self.store.has(x, device))])
+        self.store.require([tree.spec(x) for x in moving if not (donate.state and self.store.has(x, device))])
 
     # --------------------------------------------------------------------------------- found out once, from structure
 
@@ -369,7 +368,7 @@ class Executor:
         Raises:
             ValueError: a number is out of range.
         """
-        valid(node.tx)
+        node.tx.prepare_all()
         if not self._is_unit(node) and isinstance(node, ChainNode) and isinstance(now, Transform):
             for span in self._spans_of(node):
                 part = self._part(span, now)
@@ -380,7 +379,7 @@ class Executor:
         elif isinstance(node, Stage) and not self._is_unit(node):
             self._run_of(node, now if isinstance(now, tuple) else (now,))
         else:
-            valid(self._transform(node, now))
+            self._transform(node, now).prepare_all()
             if isinstance(node, Around) and isinstance(now, Transform) and not self._is_unit(node):
                 for child, inner in zip(node.inner, now.children, strict=True):
                     self.prepare(child, inner)
@@ -539,12 +538,3 @@ def with_numbers_on(device: torch.device, tx: Transform) -> Transform:
     if not strange or device.type != "cpu":
         return tx
     return tree.map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, tx)
-
-
-def valid(tx: Recorded) -> Any:
-    """Build a transform and all within it now, so that a bad value is found before anything is changed."""
-    tx.prepare()
-    for part in tx.parts:
-        if isinstance(part, Recorded):
-            valid(part)
-    return tx

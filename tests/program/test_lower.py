@@ -105,6 +105,8 @@ def test_states_and_numbers_are_where_the_program_says(tx: mfx.Transform, exampl
 def test_a_number_changes_no_program():
     one, other = (lower(mfx.muon_with_adamw(rate, labels=LABELS), PARAMS) for rate in (0.1, 0.2))
     assert str(one) == str(other)
+    assert [n.tx.treedef for n in one.nodes()] == [n.tx.treedef for n in other.nodes()]
+    assert hyperparams(one.root.tx) != hyperparams(other.root.tx)
 
 
 @pytest.mark.parametrize("tx", [WHOLE, mfx.inject_hyperparams(mfx.accumulate(mfx.master_params(WHOLE), 2))])

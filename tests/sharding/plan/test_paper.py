@@ -8,43 +8,21 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muonfx.sharding.plan.__main__ import main
 from muonfx.sharding.plan.assignment import BUFFERS_PER_BUCKET
 from muonfx.sharding.plan.mesh import Mesh, Setting
-from muonfx.sharding.plan.models import MODELS, Kind, Model, from_shapes, model
+from muonfx.sharding.plan.models import MODELS, from_shapes, model
 from muonfx.sharding.plan.report import WIDTH, Cluster, rows
 from muonfx.sharding.plan.tally import OURS, Tally
+from tests.sharding.plan.pretended import SETTINGS, setting
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 BY_NAME = {scheme.name: scheme for scheme in OURS}
 LAYOUTS = {"owner": "fsdp2", "whole parameters": "zero-whole", "owner, flat cuts": "zero-flat", "split": "ddp"}
 PUBLISHED = {"gpt2-xl": 1.558e9, "llama-8b": 8.03e9, "llama-70b": 70.6e9, "deepseek-v3": 671.0e9, "gpt-1t": 1.008e12}
-
-
-def setting(mesh: Mesh, shapes: list[tuple[int, int]], experts: int = 0) -> Setting:
-    kinds = [Kind(f"matrix {i}", shape, 1, muon=True) for i, shape in enumerate(shapes)]
-    kinds += [Kind("experts", (16, 48), experts, muon=True, experts=True)] if experts else []
-    small = Model("small", "made up", (*kinds, Kind("embedding", (7, 3), 1, muon=False)))
-    return Setting(small, mesh, "cpu", torch.float32)
-
-
-MESHES = st.builds(
-    lambda dp, part, ep, tp: Mesh(dp, part * ep, tp, ep),
-    st.integers(1, 3),
-    st.integers(1, 3),
-    st.integers(1, 2),
-    st.integers(1, 2),
-).filter(lambda mesh: mesh.pieces > 1)
-SETTINGS = st.builds(
-    setting,
-    MESHES,
-    st.lists(st.tuples(st.sampled_from([16, 32]), st.sampled_from([16, 48, 64])), min_size=1, max_size=5),
-    st.integers(0, 5),
-)
 
 
 def tally_of(name: str, on: Setting) -> Tally:
