@@ -8,7 +8,7 @@ import torch
 
 from muonfx import tree
 from muonfx.checks import warn_of_unmatched
-from muonfx.core import NOTHING, Declaration, Donation, Transform, _apart, _overlaps
+from muonfx.core import NOTHING, Declaration, Donation, Transform, copy_kept, overlaps_itself
 from muonfx.offload.transform import inner_of, store_of
 from muonfx.program.placement import RESIDENT, Arguments, Store
 from muonfx.recorded import make_factory
@@ -191,7 +191,7 @@ def sharded(
             binding, inner, updates, own, params, donate=donate, extras=extras, check=check, problem=problem
         )
         if check and not donate.state:
-            after = _apart(after, own)
+            after = copy_kept(after, own)
         if not any(is_dtensor(leaf) for values in (updates, params) for leaf in tree.leaves(values)):
             return out, after
         return binding.layout.to_dtensors(out, updates), to_dtensors(binding, inner, updates, after)
@@ -243,7 +243,9 @@ def step_sharded(
         check: whether to look at the trees first, which takes time.
         problem: what the caller has found to be wrong on this rank.
     """
-    if donate.updates and any(_overlaps(leaf) for leaf in map(local_of, tree.leaves(updates)) if leaf is not None):
+    if donate.updates and any(
+        overlaps_itself(leaf) for leaf in map(local_of, tree.leaves(updates)) if leaf is not None
+    ):
         donate = donate._replace(updates=False)  # an expanded gradient has no storage of its own to reuse
     local = agreed_updates(
         binding, tx, updates, state, params, donate=donate, extras=extras, check=check, problem=problem

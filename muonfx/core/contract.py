@@ -1,4 +1,4 @@
-"""Transforms of updates and how they are put together; long, as the contract is read with what rests on it.
+"""The contract of a transform of updates.
 
 A `Transform` is two pure functions and a declaration:
 
@@ -16,8 +16,7 @@ they came in.
 from __future__ import annotations
 
 import inspect
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple, cast
@@ -26,30 +25,24 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.checks import (
-    NamePatterns,
-    check_params,
-    check_structure,
-    check_update,
-    check_updates_fit,
-    did_you_mean,
-    warn_of_unmatched,
-)
-from muonfx.recorded import Recorded, make_factory
-from muonfx.tracing import functorch_is_active
+from muonfx.checks import NamePatterns, check_params, check_structure, check_update, did_you_mean, warn_of_unmatched
+from muonfx.core.graphs import carries_a_graph, warn_of_growing_graphs
+from muonfx.recorded import Recorded
 from muonfx.tree import PyTree
 
 __all__ = [
+    "NOTHING",
+    "Declaration",
     "Donation",
     "EmptyState",
+    "Extras",
+    "Functions",
+    "InStore",
     "Locality",
     "Transform",
-    "apply_updates",
-    "chain",
-    "identity",
-    "set_to_zero",
-    "stateless",
-    "transform",
+    "copy_kept",
+    "overlaps_itself",
+    "sum_over_leaves",
 ]
 
 
@@ -147,6 +140,7 @@ class Declaration:
     turns_downhill: bool | Callable[..., bool] = False
     wants_uphill: bool = False
     many_of_one: bool = False
+    in_sequence: bool = False
     in_store: InStore | None = None
 
     def __post_init__(self) -> None:
@@ -257,12 +251,10 @@ class Transform(Recorded):
         """The names of those in it whose updates must have the gradient's direction still when they come to it."""
         if self.declaration.wants_uphill:
             return (self.name,)
-        entries = chain_entries(self)
-        within = self.children if entries is None else entries.values()
         found: list[str] = []
-        for part in within:
+        for part in self.children:
             found += part.wants_uphill
-            if entries is not None and part.turns_downhill:
+            if self.declaration.in_sequence and part.turns_downhill:
                 break  # behind its own learning rate it has been warned of where that chain was made
         return tuple(found)
 
@@ -350,8 +342,7 @@ class Transform(Recorded):
 
     def _find_understood(self) -> frozenset[str] | None:
         named, takes_all, _ = self.extras
-        # Of an empty chain it is known that it reads none.
-        if takes_all and self.factory is not chain and not self.children:
+        if takes_all and not self.declaration.in_sequence and not self.children:
             return None
         found = set(named - _OUR_EXTRAS)
         for part in self.children if takes_all else ():
@@ -453,18 +444,18 @@ class Transform(Recorded):
         """
         if not torch.compiler.is_compiling():
             check_update(self, updates, state, params)
-            if _carries_a_graph(params) and not _carries_a_graph(None, (updates, state, tree.leaves(self))):
-                _warn_of_growing_graphs("update", params)
+            if carries_a_graph(params) and not carries_a_graph(None, (updates, state, tree.leaves(self))):
+                warn_of_growing_graphs("update", params)
         elif params is not None:  # what is in another place would be taken for what it is not; values cannot be seen
             check_structure("updates", updates, "params", params)
         self.check_extras(extras)
         given = Donation.of(donate)
-        if given.updates and any(_overlaps(update) for update in tree.tensors(updates)):
+        if given.updates and any(overlaps_itself(update) for update in tree.tensors(updates)):
             given = given._replace(updates=False)  # an expanded gradient has no storage of its own to reuse
         out, new_state = self.run(updates, state, params, donate=given, **extras)
         if given.state or torch.compiler.is_compiling():
             return out, new_state
-        return out, _apart(new_state, state)
+        return out, copy_kept(new_state, state)
 
     def run(self, updates: PyTree, state: PyTree, params: PyTree, *, donate: Donation = NOTHING, **extras: Any) -> Any:
         """Call the update function without checking the trees, with the extras that its signature names."""
@@ -477,32 +468,12 @@ class Transform(Recorded):
         return self.functions.update(updates, state, params, **given)
 
 
-def _carries_a_graph(params: PyTree, others: PyTree = None) -> bool:
-    """Tell whether a parameter is the result of recorded operations, or another tensor takes part in any."""
-    if not torch.is_grad_enabled() or functorch_is_active():
-        return False
-    return any(leaf.grad_fn is not None for leaf in tree.tensors(params)) or any(
-        leaf.requires_grad for leaf in tree.tensors(others)
-    )
-
-
-def _warn_of_growing_graphs(what: str, params: PyTree) -> None:
-    named = zip(tree.names(params), tree.leaves(params), strict=True)
-    name = next(name for name, leaf in named if leaf is not None and leaf.grad_fn is not None)
-    warnings.warn(
-        f"{what}: the parameters, such as {name!r}, carry the graph of the steps before, and the gradients carry none: "
-        "it grows with every step and takes memory. If nothing is differentiated through the steps, detach the "
-        "parameters once, params = {n: p.detach() for n, p in model.named_parameters()}, or step under torch.no_grad()",
-        UserWarning,
-        stacklevel=3,
-    )
-
-
-def _overlaps(x: Tensor) -> bool:
+def overlaps_itself(x: Tensor) -> bool:
+    """True if several elements of a tensor lie in one place, as in an expanded one."""
     return any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True))
 
 
-def _apart(new: PyTree, old: PyTree) -> PyTree:
+def copy_kept(new: PyTree, old: PyTree) -> PyTree:
     """Copy what a new state has kept of the old one, lest a later donation of the new one write into the old."""
     leaves, before = tree.leaves(new), tree.leaves(old)
     kept = [mine is theirs and isinstance(mine, Tensor) for mine, theirs in zip(leaves, before, strict=True)]
@@ -510,334 +481,3 @@ def _apart(new: PyTree, old: PyTree) -> PyTree:
         return new
     copied = [leaf.clone() if same else leaf for leaf, same in zip(leaves, kept, strict=True)]
     return tree.unflatten(tree.flatten(new)[1], copied)
-
-
-Constructor = Callable[..., tuple[Callable[..., Any], Callable[..., Any]]]
-
-
-def transform(
-    constructor: Constructor | None = None,
-    *,
-    name: str | None = None,
-    locality: Locality | Callable[..., Locality] = Locality.TREE,
-    own_locality: Locality | None = None,
-    reads_params: bool | Callable[..., bool] = True,
-    resolve: Callable[[Any, PyTree], Transform] | None = None,
-    rounds_to: Callable[[Any, torch.dtype, torch.device], torch.dtype] | None = None,
-    with_compute_dtype: Callable[[Any, torch.dtype], Transform] | None = None,
-    on_stacks: Callable[[Any, Mapping[str, tuple[int, ...]]], tuple[Transform, dict[str, tuple[int, int]]]]
-    | None = None,
-    name_patterns: Callable[[Any], Iterable[NamePatterns]] | None = None,
-    turns_downhill: bool | Callable[..., bool] = False,
-    wants_uphill: bool = False,
-    former_defaults: Mapping[str, Any] | None = None,
-    remembers: bool = False,
-    part_names: Callable[[Any], Sequence[str]] | None = None,
-    many_of_one: bool = False,
-    transparent: bool = False,
-    in_store: InStore | None = None,
-) -> Any:
-    """Make a factory of transforms from a function that returns ``init`` and ``update``.
-
-    The numeric arguments of a call (floats, tensors, nested transforms) become the leaves of the transform's pytree
-    view. Validate arguments in the body with the functions of `muonfx.checks`, which pass tensors by: the body runs
-    at the call, and again with traced values wherever ``torch.func`` has rebuilt the transform.
-
-    Only ``locality`` must be thought of; the rest tells the sharding layer where it can save work, and leaving it out
-    is always correct.
-
-    Args:
-        constructor: the function; its name becomes the transform's name unless one is declared. Its ``update`` takes
-            ``(updates, state, params)`` and, keyword-only, the extras that it wants to receive.
-        name: a public name that stays when the function moves or is renamed, such as "acme.my_momentum": fingerprints
-            in checkpoints know the transform by it, and its last part is the key of the state in a chain. None: the
-            function's module and name, so that its checkpoints are of another chain once it lies elsewhere.
-        locality: a `Locality`, or a function of the constructor's arguments that returns one. Undeclared means TREE,
-            which is always correct.
-        own_locality: for a transform that calls others, the locality of its own work apart from theirs, where it hands
-            them trees of some of the very leaves that it was given. The others may then be replaced by sharded ones.
-        reads_params: whether ``init`` or ``update`` looks at the values of the parameters; a bool or a function of the
-            arguments. Where it does not, a sharded run sends none: `init` finds NaN, and ``update`` gets None.
-        resolve: ``(transform, params) -> transform``: the same for parameters of just these names and shapes, with all
-            decided that names and shapes decide, so that it can be used on pieces of them. The state stays as it is.
-        rounds_to: ``(transform, dtype, device) -> dtype``: what updates of a dtype are rounded to before anything else
-            is done with them; the result has no more digits than that either.
-        with_compute_dtype: ``(transform, dtype) -> transform``: the same with its dtype of "auto", if it has one,
-            decided: float64 stays float64, all else is computed in this dtype. Ranks decide together, since on CPUs
-            "auto" is a measurement. Its numbers stay as they are.
-        on_stacks: ``(transform, shapes) -> (transform, matrices)``: of some leaves, by name, those that are independent
-            matrices one behind another in memory, with the shape of one, and the same transform for these leaves as
-            stacks ``(how many, rows, columns)``. None: the leading dims of locality MATRIX, no others.
-        name_patterns: ``(transform) -> patterns``: the globs over names that its arguments hold, so that `init` can
-            warn of one that matches nothing.
-        turns_downhill: whether it is a learning rate, which turns updates from the gradient's direction to that in
-            which parameters go; a bool or a function of the arguments.
-        wants_uphill: whether its incoming updates must still have the gradient's direction. A `chain` warns where they
-            have not.
-        former_defaults: by argument, the default that it had in an earlier version. Fingerprints leave it out as they
-            leave out that of today, so that checkpoints of both are of one chain. Only where the state has one meaning
-            with both, as with a dtype; else give the argument another name.
-        remembers: whether the constructor takes a keyword ``_memory`` beside its arguments: a dict that lives as long
-            as the transform's structure, also where ``torch.func`` or `inject_hyperparams` rebuild the transform at
-            every step. For what names, shapes and dtypes decide; nothing else may depend on it.
-        many_of_one: whether it is the same transform for all leaves but for numbers, so that costs are those of the
-            first of those it calls.
-        in_store: how a transform that calls others, and keeps state like the parameters of its own, does its own work
-            by buckets where the state is offloaded. None: all of that state is brought in at once.
-        transparent: whether it stands for the one transform that it calls, and does not show in names.
-        part_names: ``(transform) -> names``: of its numeric arguments and of those it calls, in order, where the names
-            of the arguments will not do.
-
-    Returns:
-        A factory with the constructor's name, signature and docstring.
-
-    Raises:
-        ValueError: ``name`` is not made of identifiers and dots, or ``former_defaults`` has what is no argument with a
-            default.
-
-    Example:
-        >>> import muonfx as mfx
-        >>> @mfx.transform(locality=mfx.Locality.ELEMENT)
-        ... def sign_descent(rate: float = 0.1):
-        ...     def init(params):
-        ...         return mfx.EmptyState()
-        ...
-        ...     def update(updates, state, params=None):
-        ...         return mfx.tree.map(lambda u: -rate * u.sign(), updates), state
-        ...
-        ...     return init, update
-        >>> sign_descent(rate=0.5)
-        sign_descent(rate=0.5)
-        >>> sign_descent().locality.name
-        'ELEMENT'
-    """
-    declaration = Declaration(
-        locality=locality,
-        own_locality=own_locality,
-        reads_params=reads_params,
-        resolve=resolve,
-        rounds_to=rounds_to,
-        with_compute_dtype=with_compute_dtype,
-        on_stacks=on_stacks,
-        name_patterns=name_patterns,
-        turns_downhill=turns_downhill,
-        wants_uphill=wants_uphill,
-        many_of_one=many_of_one,
-        in_store=in_store,
-    )
-
-    def decorate(constructor: Constructor) -> Callable[..., Transform]:
-        return make_factory(
-            Transform,
-            constructor,
-            declaration,
-            name=name,
-            former_defaults=former_defaults,
-            remembers=remembers,
-            part_names=part_names,
-            transparent=transparent,
-        )
-
-    return decorate if constructor is None else decorate(constructor)
-
-
-def no_state(params: PyTree) -> EmptyState:
-    return EmptyState()
-
-
-@transform(locality=Locality.ELEMENT)
-def identity():
-    """Pass updates on unchanged.
-
-    >>> identity().update({"w": torch.ones(2)}, EmptyState())
-    ({'w': tensor([1., 1.])}, EmptyState())
-    """
-
-    def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
-        return updates, state
-
-    return no_state, update
-
-
-@transform(locality=Locality.ELEMENT)
-def set_to_zero():
-    """Replace all updates by zeros: what freezes a group in a `partition`.
-
-    >>> set_to_zero().update({"w": torch.ones(2)}, EmptyState())[0]
-    {'w': tensor([0., 0.])}
-    """
-
-    def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
-        return tree.map(torch.zeros_like, updates), state
-
-    return no_state, update
-
-
-@transform(locality=lambda function, locality=Locality.TREE: locality)
-def stateless(function: Callable[[PyTree, PyTree], PyTree], locality: Locality = Locality.TREE):
-    """Make a transform from a function ``(updates, params) -> updates``.
-
-    Args:
-        function: pure; a named function of a module if the transform is to be pickled.
-        locality: what the function must see; TREE unless said otherwise.
-
-    >>> halve = stateless(lambda updates, params: tree.map(lambda u: u / 2, updates))
-    >>> halve.update({"w": torch.ones(2)}, EmptyState())[0]
-    {'w': tensor([0.5000, 0.5000])}
-    """
-
-    def update(updates: PyTree, state: EmptyState, params: PyTree = None):
-        return function(updates, params), state
-
-    return no_state, update
-
-
-def _entries(transforms: tuple[Transform | tuple[str, Transform], ...]) -> dict[str, Transform]:
-    """Name the transforms of a chain: an explicit name, or the transform's own with a suffix where it repeats."""
-    entries: dict[str, Transform] = {}
-    for place, entry in enumerate(transforms):
-        explicit, tx = entry if isinstance(entry, tuple) and len(entry) == 2 else (None, entry)
-        if not isinstance(tx, Transform) or not isinstance(explicit, str | None):
-            raise TypeError(
-                f"chain: argument {place} must be a Transform or a pair (name, Transform), found {entry!r}"
-                + ("; call the factory to get a transform" if callable(entry) else "")
-            )
-        name = explicit or tx.name
-        if explicit is not None and (explicit in entries or not explicit or "." in explicit or "/" in explicit):
-            raise ValueError(f"chain: the name {explicit!r} is empty, has a '.' or '/', or is taken; names must differ")
-        count = 1
-        while name in entries:
-            count += 1
-            name = f"{tx.name}_{count}"
-        entries[name] = tx
-    return entries
-
-
-def chain_entries(tx: Transform) -> dict[str, Transform] | None:
-    """The transforms of a chain by name; None for any other transform."""
-    return _entries(tx.arguments["transforms"]) if tx.factory is chain else None
-
-
-def _part_names_of_chain(value: Recorded) -> list[str]:
-    return list(_entries(value.arguments["transforms"]))
-
-
-def widest(transforms: Any) -> Locality:
-    """The locality of transforms that run one after another or side by side: the widest of theirs."""
-    return max((tx.locality for tx in transforms), default=Locality.ELEMENT)
-
-
-def _warn_of_order(entries: Mapping[str, Transform]) -> None:
-    """Warn of what a chain has behind a learning rate and would silently do the wrong way round."""
-    turned: str | None = None
-    for name, tx in entries.items():
-        if turned is not None and tx.wants_uphill:
-            warnings.warn(
-                f"chain: {tx.wants_uphill[0]} comes behind the learning rate in {turned!r}, where updates are what is "
-                "added to the parameters: its decay would let them grow, and not by the learning rate. Put it in front",
-                UserWarning,
-                stacklevel=_STACKLEVEL,
-            )
-        if turned is not None and tx.turns_downhill:
-            warnings.warn(
-                f"chain: the learning rates in {turned!r} and {name!r} both turn updates downhill, and so the sum goes "
-                "uphill; give one of them flip_sign=False, or take it out",
-                UserWarning,
-                stacklevel=_STACKLEVEL,
-            )
-        if tx.turns_downhill:
-            turned = name
-
-
-_STACKLEVEL = 9
-"""From the warning to the call of the factory: by way of the constructor, its recording and its building."""
-
-
-def is_new(new: PyTree, old: PyTree) -> bool:
-    """True if no leaf of the new tree is a leaf of the old one."""
-    given = {id(leaf) for leaf in tree.leaves(old) if leaf is not None}
-    return not any(id(leaf) in given for leaf in tree.leaves(new))
-
-
-@transform(locality=lambda *transforms: widest(_entries(transforms).values()), part_names=_part_names_of_chain)
-def chain(*transforms: Transform | tuple[str, Transform]):
-    """Apply transforms one after another.
-
-    The state is a dict with the state of each transform under its name; a name that repeats gets a suffix (``scale``,
-    ``scale_2``). A pair ``(name, transform)`` sets the name. Follows Optax's ``chain`` and ``named_chain``.
-
-    Raises:
-        TypeError: an argument is not a transform.
-        ValueError: two explicit names are alike.
-
-    Warns:
-        UserWarning: weight decay comes behind a learning rate that has turned the updates downhill, so that parameters
-            would grow; or two learning rates turn them, so that they point uphill.
-
-    Example:
-        >>> import muonfx as mfx
-        >>> tx = mfx.chain(mfx.momentum(), ("rate", mfx.scale(-0.1)))
-        >>> list(tx.init({"w": torch.zeros(2)}))
-        ['momentum', 'rate']
-    """
-    entries = _entries(transforms)
-    if not torch.compiler.is_compiling():
-        _warn_of_order(entries)
-
-    def init(params: PyTree) -> dict[str, PyTree]:
-        return {name: tx.functions.init(params) for name, tx in entries.items()}
-
-    def update(
-        updates: PyTree, state: dict[str, PyTree], params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any
-    ):
-        new_state: dict[str, PyTree] = {}
-        may_write = donate.updates
-        for name, tx in entries.items():
-            out, new_state[name] = tx.run(
-                updates, state[name], params, donate=Donation(may_write, donate.state), **extras
-            )
-            # What a transform that keeps the promise has made anew belongs to this chain alone.
-            may_write = donate.state and tx.keeps_donation_promise and (may_write or is_new(out, updates))
-            updates = out
-        return updates, new_state
-
-    return init, update
-
-
-def apply_updates(params: PyTree, updates: PyTree, *, donate: bool = False) -> PyTree:
-    """Add updates to parameters: ``params + updates``, rounded once to the parameter's dtype.
-
-    Args:
-        params: a tree of tensors.
-        updates: a tree of the same structure; a parameter whose update is ``None`` is returned as it is.
-        donate: the caller's promise not to use ``params`` again; they are then overwritten and returned.
-
-    Raises:
-        TypeError: ``donate`` is no bool.
-        ValueError: an update has not the shape of its parameter, or the trees differ in structure; the leaf is named.
-
-    Warns:
-        UserWarning: the parameters carry the graph of earlier steps and the updates none, as in `Transform.update`.
-
-    >>> apply_updates({"w": torch.ones(2), "b": torch.ones(1)}, {"w": torch.ones(2), "b": None})
-    {'w': tensor([2., 2.]), 'b': tensor([1.])}
-    """
-    if type(donate) is not bool:
-        raise TypeError(f"apply_updates: donate must be True or False, found {donate!r}")
-
-    def add(param: Tensor | None, update: Tensor | None) -> Tensor | None:
-        if param is None or update is None:
-            return param
-        if update.shape != param.shape:
-            check_updates_fit(params, updates)
-        if donate:
-            return param.add_(update)
-        return (param + update).to(param.dtype)
-
-    if not torch.compiler.is_compiling() and _carries_a_graph(params) and not _carries_a_graph(None, updates):
-        _warn_of_growing_graphs("apply_updates", params)
-    try:
-        return tree.map(add, params, updates)
-    except ValueError:
-        check_updates_fit(params, updates)
-        raise

@@ -1,0 +1,237 @@
+"""The transforms that put others together, and those that do next to nothing."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from muonfx import tree
+from muonfx.checks import check_updates_fit
+from muonfx.core.contract import NOTHING, Donation, EmptyState, Locality, Transform
+from muonfx.core.factory import transform
+from muonfx.core.graphs import carries_a_graph, warn_of_growing_graphs
+from muonfx.recorded import Recorded, part_names
+from muonfx.tree import PyTree
+
+__all__ = [
+    "apply_updates",
+    "chain",
+    "chain_entries",
+    "identity",
+    "is_new",
+    "no_state",
+    "set_to_zero",
+    "stateless",
+    "widest",
+]
+
+
+def no_state(params: PyTree) -> EmptyState:
+    """The ``init`` of a transform that keeps no state."""
+    return EmptyState()
+
+
+@transform(locality=Locality.ELEMENT)
+def identity():
+    """Pass updates on unchanged.
+
+    >>> identity().update({"w": torch.ones(2)}, EmptyState())
+    ({'w': tensor([1., 1.])}, EmptyState())
+    """
+
+    def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
+        return updates, state
+
+    return no_state, update
+
+
+@transform(locality=Locality.ELEMENT)
+def set_to_zero():
+    """Replace all updates by zeros: what freezes a group in a `partition`.
+
+    >>> set_to_zero().update({"w": torch.ones(2)}, EmptyState())[0]
+    {'w': tensor([0., 0.])}
+    """
+
+    def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
+        return tree.map(torch.zeros_like, updates), state
+
+    return no_state, update
+
+
+@transform(locality=lambda function, locality=Locality.TREE: locality)
+def stateless(function: Callable[[PyTree, PyTree], PyTree], locality: Locality = Locality.TREE):
+    """Make a transform from a function ``(updates, params) -> updates``.
+
+    Args:
+        function: pure; a named function of a module if the transform is to be pickled.
+        locality: what the function must see; TREE unless said otherwise.
+
+    >>> halve = stateless(lambda updates, params: tree.map(lambda u: u / 2, updates))
+    >>> halve.update({"w": torch.ones(2)}, EmptyState())[0]
+    {'w': tensor([0.5000, 0.5000])}
+    """
+
+    def update(updates: PyTree, state: EmptyState, params: PyTree = None):
+        return function(updates, params), state
+
+    return no_state, update
+
+
+def _entries(transforms: tuple[Transform | tuple[str, Transform], ...]) -> dict[str, Transform]:
+    """Name the transforms of a chain: an explicit name, or the transform's own with a suffix where it repeats."""
+    entries: dict[str, Transform] = {}
+    for place, entry in enumerate(transforms):
+        explicit, tx = entry if isinstance(entry, tuple) and len(entry) == 2 else (None, entry)
+        if not isinstance(tx, Transform) or not isinstance(explicit, str | None):
+            raise TypeError(
+                f"chain: argument {place} must be a Transform or a pair (name, Transform), found {entry!r}"
+                + ("; call the factory to get a transform" if callable(entry) else "")
+            )
+        name = explicit or tx.name
+        if explicit is not None and (explicit in entries or not explicit or "." in explicit or "/" in explicit):
+            raise ValueError(f"chain: the name {explicit!r} is empty, has a '.' or '/', or is taken; names must differ")
+        count = 1
+        while name in entries:
+            count += 1
+            name = f"{tx.name}_{count}"
+        entries[name] = tx
+    return entries
+
+
+def chain_entries(tx: Transform) -> dict[str, Transform] | None:
+    """The transforms of a chain by name; None for a transform that does not call its parts in sequence."""
+    return dict(zip(part_names(tx), tx.children, strict=True)) if tx.declaration.in_sequence else None
+
+
+def _part_names_of_chain(value: Recorded) -> list[str]:
+    return list(_entries(value.arguments["transforms"]))
+
+
+def widest(transforms: Any) -> Locality:
+    """The locality of transforms that run one after another or side by side: the widest of theirs."""
+    return max((tx.locality for tx in transforms), default=Locality.ELEMENT)
+
+
+def _warn_of_order(entries: Mapping[str, Transform]) -> None:
+    """Warn of what a chain has behind a learning rate and would silently do the wrong way round."""
+    turned: str | None = None
+    for name, tx in entries.items():
+        if turned is not None and tx.wants_uphill:
+            warnings.warn(
+                f"chain: {tx.wants_uphill[0]} comes behind the learning rate in {turned!r}, where updates are what is "
+                "added to the parameters: its decay would let them grow, and not by the learning rate. Put it in front",
+                UserWarning,
+                stacklevel=_STACKLEVEL,
+            )
+        if turned is not None and tx.turns_downhill:
+            warnings.warn(
+                f"chain: the learning rates in {turned!r} and {name!r} both turn updates downhill, and so the sum goes "
+                "uphill; give one of them flip_sign=False, or take it out",
+                UserWarning,
+                stacklevel=_STACKLEVEL,
+            )
+        if tx.turns_downhill:
+            turned = name
+
+
+_STACKLEVEL = 9
+"""From the warning to the call of the factory: by way of the constructor, its recording and its building."""
+
+
+def is_new(new: PyTree, old: PyTree) -> bool:
+    """True if no leaf of the new tree is a leaf of the old one."""
+    given = {id(leaf) for leaf in tree.leaves(old) if leaf is not None}
+    return not any(id(leaf) in given for leaf in tree.leaves(new))
+
+
+@transform(
+    locality=lambda *transforms: widest(_entries(transforms).values()),
+    part_names=_part_names_of_chain,
+    in_sequence=True,
+)
+def chain(*transforms: Transform | tuple[str, Transform]):
+    """Apply transforms one after another.
+
+    The state is a dict with the state of each transform under its name; a name that repeats gets a suffix (``scale``,
+    ``scale_2``). A pair ``(name, transform)`` sets the name. Follows Optax's ``chain`` and ``named_chain``.
+
+    Raises:
+        TypeError: an argument is not a transform.
+        ValueError: two explicit names are alike.
+
+    Warns:
+        UserWarning: weight decay comes behind a learning rate that has turned the updates downhill, so that parameters
+            would grow; or two learning rates turn them, so that they point uphill.
+
+    Example:
+        >>> import muonfx as mfx
+        >>> tx = mfx.chain(mfx.momentum(), ("rate", mfx.scale(-0.1)))
+        >>> list(tx.init({"w": torch.zeros(2)}))
+        ['momentum', 'rate']
+    """
+    entries = _entries(transforms)
+    if not torch.compiler.is_compiling():
+        _warn_of_order(entries)
+
+    def init(params: PyTree) -> dict[str, PyTree]:
+        return {name: tx.functions.init(params) for name, tx in entries.items()}
+
+    def update(
+        updates: PyTree, state: dict[str, PyTree], params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any
+    ):
+        new_state: dict[str, PyTree] = {}
+        may_write = donate.updates
+        for name, tx in entries.items():
+            out, new_state[name] = tx.run(
+                updates, state[name], params, donate=Donation(may_write, donate.state), **extras
+            )
+            # What a transform that keeps the promise has made anew belongs to this chain alone.
+            may_write = donate.state and tx.keeps_donation_promise and (may_write or is_new(out, updates))
+            updates = out
+        return updates, new_state
+
+    return init, update
+
+
+def apply_updates(params: PyTree, updates: PyTree, *, donate: bool = False) -> PyTree:
+    """Add updates to parameters: ``params + updates``, rounded once to the parameter's dtype.
+
+    Args:
+        params: a tree of tensors.
+        updates: a tree of the same structure; a parameter whose update is ``None`` is returned as it is.
+        donate: the caller's promise not to use ``params`` again; they are then overwritten and returned.
+
+    Raises:
+        TypeError: ``donate`` is no bool.
+        ValueError: an update has not the shape of its parameter, or the trees differ in structure; the leaf is named.
+
+    Warns:
+        UserWarning: the parameters carry the graph of earlier steps and the updates none, as in `Transform.update`.
+
+    >>> apply_updates({"w": torch.ones(2), "b": torch.ones(1)}, {"w": torch.ones(2), "b": None})
+    {'w': tensor([2., 2.]), 'b': tensor([1.])}
+    """
+    if type(donate) is not bool:
+        raise TypeError(f"apply_updates: donate must be True or False, found {donate!r}")
+
+    def add(param: Tensor | None, update: Tensor | None) -> Tensor | None:
+        if param is None or update is None:
+            return param
+        if update.shape != param.shape:
+            check_updates_fit(params, updates)
+        if donate:
+            return param.add_(update)
+        return (param + update).to(param.dtype)
+
+    if not torch.compiler.is_compiling() and carries_a_graph(params) and not carries_a_graph(None, updates):
+        warn_of_growing_graphs("apply_updates", params)
+    try:
+        return tree.map(add, params, updates)
+    except ValueError:
+        check_updates_fit(params, updates)
+        raise

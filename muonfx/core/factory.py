@@ -1,0 +1,147 @@
+"""The decorator that makes a factory of transforms from a function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from muonfx.checks import NamePatterns
+from muonfx.core.contract import Declaration, InStore, Locality, Transform
+from muonfx.recorded import make_factory
+from muonfx.tree import PyTree
+
+__all__ = ["transform"]
+
+Constructor = Callable[..., tuple[Callable[..., Any], Callable[..., Any]]]
+
+
+def transform(
+    constructor: Constructor | None = None,
+    *,
+    name: str | None = None,
+    locality: Locality | Callable[..., Locality] = Locality.TREE,
+    own_locality: Locality | None = None,
+    reads_params: bool | Callable[..., bool] = True,
+    resolve: Callable[[Any, PyTree], Transform] | None = None,
+    rounds_to: Callable[[Any, torch.dtype, torch.device], torch.dtype] | None = None,
+    with_compute_dtype: Callable[[Any, torch.dtype], Transform] | None = None,
+    on_stacks: Callable[[Any, Mapping[str, tuple[int, ...]]], tuple[Transform, dict[str, tuple[int, int]]]]
+    | None = None,
+    name_patterns: Callable[[Any], Iterable[NamePatterns]] | None = None,
+    turns_downhill: bool | Callable[..., bool] = False,
+    wants_uphill: bool = False,
+    former_defaults: Mapping[str, Any] | None = None,
+    remembers: bool = False,
+    part_names: Callable[[Any], Sequence[str]] | None = None,
+    many_of_one: bool = False,
+    in_sequence: bool = False,
+    transparent: bool = False,
+    in_store: InStore | None = None,
+) -> Any:
+    """Make a factory of transforms from a function that returns ``init`` and ``update``.
+
+    The numeric arguments of a call (floats, tensors, nested transforms) become the leaves of the transform's pytree
+    view. Validate arguments in the body with the functions of `muonfx.checks`, which pass tensors by: the body runs
+    at the call, and again with traced values wherever ``torch.func`` has rebuilt the transform.
+
+    Only ``locality`` must be thought of; the rest tells the sharding layer where it can save work, and leaving it out
+    is always correct.
+
+    Args:
+        constructor: the function; its name becomes the transform's name unless one is declared. Its ``update`` takes
+            ``(updates, state, params)`` and, keyword-only, the extras that it wants to receive.
+        name: a public name that stays when the function moves or is renamed, such as "acme.my_momentum": fingerprints
+            in checkpoints know the transform by it, and its last part is the key of the state in a chain. None: the
+            function's module and name, so that its checkpoints are of another chain once it lies elsewhere.
+        locality: a `Locality`, or a function of the constructor's arguments that returns one. Undeclared means TREE,
+            which is always correct.
+        own_locality: for a transform that calls others, the locality of its own work apart from theirs, where it hands
+            them trees of some of the very leaves that it was given. The others may then be replaced by sharded ones.
+        reads_params: whether ``init`` or ``update`` looks at the values of the parameters; a bool or a function of the
+            arguments. Where it does not, a sharded run sends none: `init` finds NaN, and ``update`` gets None.
+        resolve: ``(transform, params) -> transform``: the same for parameters of just these names and shapes, with all
+            decided that names and shapes decide, so that it can be used on pieces of them. The state stays as it is.
+        rounds_to: ``(transform, dtype, device) -> dtype``: what updates of a dtype are rounded to before anything else
+            is done with them; the result has no more digits than that either.
+        with_compute_dtype: ``(transform, dtype) -> transform``: the same with its dtype of "auto", if it has one,
+            decided: float64 stays float64, all else is computed in this dtype. Ranks decide together, since on CPUs
+            "auto" is a measurement. Its numbers stay as they are.
+        on_stacks: ``(transform, shapes) -> (transform, matrices)``: of some leaves, by name, those that are independent
+            matrices one behind another in memory, with the shape of one, and the same transform for these leaves as
+            stacks ``(how many, rows, columns)``. None: the leading dims of locality MATRIX, no others.
+        name_patterns: ``(transform) -> patterns``: the globs over names that its arguments hold, so that `init` can
+            warn of one that matches nothing.
+        turns_downhill: whether it is a learning rate, which turns updates from the gradient's direction to that in
+            which parameters go; a bool or a function of the arguments.
+        wants_uphill: whether its incoming updates must still have the gradient's direction. A `chain` warns where they
+            have not.
+        former_defaults: by argument, the default that it had in an earlier version. Fingerprints leave it out as they
+            leave out that of today, so that checkpoints of both are of one chain. Only where the state has one meaning
+            with both, as with a dtype; else give the argument another name.
+        remembers: whether the constructor takes a keyword ``_memory`` beside its arguments: a dict that lives as long
+            as the transform's structure, also where ``torch.func`` or `inject_hyperparams` rebuild the transform at
+            every step. For what names, shapes and dtypes decide; nothing else may depend on it.
+        many_of_one: whether it is the same transform for all leaves but for numbers, so that costs are those of the
+            first of those it calls.
+        in_sequence: whether it does nothing but call its parts one after another, as `chain` does: each with the
+            updates of the one before and all named extras, its state a dict by the names of the parts.
+        in_store: how a transform that calls others, and keeps state like the parameters of its own, does its own work
+            by buckets where the state is offloaded. None: all of that state is brought in at once.
+        transparent: whether it stands for the one transform that it calls, and does not show in names.
+        part_names: ``(transform) -> names``: of its numeric arguments and of those it calls, in order, where the names
+            of the arguments will not do.
+
+    Returns:
+        A factory with the constructor's name, signature and docstring.
+
+    Raises:
+        ValueError: ``name`` is not made of identifiers and dots, or ``former_defaults`` has what is no argument with a
+            default.
+
+    Example:
+        >>> import muonfx as mfx
+        >>> @mfx.transform(locality=mfx.Locality.ELEMENT)
+        ... def sign_descent(rate: float = 0.1):
+        ...     def init(params):
+        ...         return mfx.EmptyState()
+        ...
+        ...     def update(updates, state, params=None):
+        ...         return mfx.tree.map(lambda u: -rate * u.sign(), updates), state
+        ...
+        ...     return init, update
+        >>> sign_descent(rate=0.5)
+        sign_descent(rate=0.5)
+        >>> sign_descent().locality.name
+        'ELEMENT'
+    """
+    declaration = Declaration(
+        locality=locality,
+        own_locality=own_locality,
+        reads_params=reads_params,
+        resolve=resolve,
+        rounds_to=rounds_to,
+        with_compute_dtype=with_compute_dtype,
+        on_stacks=on_stacks,
+        name_patterns=name_patterns,
+        turns_downhill=turns_downhill,
+        wants_uphill=wants_uphill,
+        many_of_one=many_of_one,
+        in_sequence=in_sequence,
+        in_store=in_store,
+    )
+
+    def decorate(constructor: Constructor) -> Callable[..., Transform]:
+        return make_factory(
+            Transform,
+            constructor,
+            declaration,
+            name=name,
+            former_defaults=former_defaults,
+            remembers=remembers,
+            part_names=part_names,
+            transparent=transparent,
+        )
+
+    return decorate if constructor is None else decorate(constructor)
