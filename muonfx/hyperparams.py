@@ -16,7 +16,8 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.checks import did_you_mean
-from muonfx.core import NOTHING, Donation, Locality, Transform, transform
+from muonfx.core import Donation, Locality, Transform, transform
+from muonfx.core.contract import NOTHING
 from muonfx.recorded import Recorded, dotted, part_names, parts_of, with_numbers
 from muonfx.tree import PyTree
 

@@ -15,7 +15,9 @@ import torch
 
 from muonfx import tree
 from muonfx.checks import NamePatterns
-from muonfx.core import NOTHING, Donation, Locality, Transform, transform, widest
+from muonfx.core import Donation, Locality, Transform, transform
+from muonfx.core.combine import widest
+from muonfx.core.contract import NOTHING
 from muonfx.recorded import part_names
 from muonfx.select.params import read_params
 from muonfx.select.predicates import Predicate, asks_for_modules, path_patterns

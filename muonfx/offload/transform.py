@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from muonfx.core import NOTHING, Declaration, Donation, Transform
+from muonfx.core import Donation, Transform
+from muonfx.core.contract import NOTHING, Declaration
 from muonfx.offload.store import OffloadStore
 from muonfx.program.execute import Executor
 from muonfx.program.placement import ALONE, RESIDENT, Arguments, Store

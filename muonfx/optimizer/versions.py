@@ -9,7 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.core import NOTHING, Donation, Locality, Transform, chain, chain_entries, transform, widest
+from muonfx.core import Donation, Locality, Transform, chain, transform
+from muonfx.core.combine import chain_entries, widest
+from muonfx.core.contract import NOTHING
 from muonfx.hyperparams import with_hyperparams
 from muonfx.optimizer.values import agreement, distinct
 from muonfx.recorded import dotted, part_names

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.core import NOTHING, Donation, Locality, Transform, is_new, sum_over_leaves, transform
+from muonfx.core import Donation, Locality, Transform, transform
+from muonfx.core.combine import is_new
+from muonfx.core.contract import NOTHING, sum_over_leaves
 from muonfx.program.buckets import (
     BucketedState,
     cut_into_buckets,

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from muonfx import tree
-from muonfx.core import Locality, Transform, chain, chain_entries, transform
+from muonfx.core import Locality, Transform, chain, transform
+from muonfx.core.combine import chain_entries
 from muonfx.program.nodes import Around, ChainNode, Elementwise, Member, Node, Program, Stage, SumOverLeaves, WholeTree
 from muonfx.recorded import dotted, part_names
 from muonfx.tree import PyTree

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.core import Donation, Transform, sum_over_leaves
+from muonfx.core import Donation, Transform
+from muonfx.core.contract import sum_over_leaves
 from muonfx.tree import PyTree, Spec
 
 if TYPE_CHECKING:

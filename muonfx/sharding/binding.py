@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.core import Transform, sum_over_leaves
+from muonfx.core import Transform
+from muonfx.core.contract import sum_over_leaves
 from muonfx.polar import compute_dtype
 from muonfx.program.buckets import parameters_of
 from muonfx.program.execute import Executor

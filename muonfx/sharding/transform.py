@@ -8,7 +8,8 @@ import torch
 
 from muonfx import tree
 from muonfx.checks import warn_of_unmatched
-from muonfx.core import NOTHING, Declaration, Donation, Transform, copy_kept, overlaps_itself
+from muonfx.core import Donation, Transform
+from muonfx.core.contract import NOTHING, Declaration, copy_kept, overlaps_itself
 from muonfx.offload.transform import inner_of, store_of
 from muonfx.program.placement import RESIDENT, Arguments, Store
 from muonfx.recorded import make_factory

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from muonfx import checks, tree
 from muonfx import elementwise as ew
-from muonfx.core import NOTHING, Donation, EmptyState, InStore, Locality, Transform, identity, transform
+from muonfx.core import Donation, EmptyState, Locality, Transform, identity, transform
+from muonfx.core.contract import NOTHING, InStore
 from muonfx.tracing import is_traced, is_wrapped
 from muonfx.transforms._pinned import FORMER_DEFAULT, WideStateDtype, store, widen, zeros
 from muonfx.tree import Present, PyTree, device_of

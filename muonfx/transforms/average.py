@@ -9,18 +9,9 @@ from torch import Tensor
 
 from muonfx import checks
 from muonfx import elementwise as ew
-from muonfx.core import (
-    NOTHING,
-    Donation,
-    EmptyState,
-    InStore,
-    Locality,
-    Transform,
-    apply_updates,
-    identity,
-    no_state,
-    transform,
-)
+from muonfx.core import Donation, EmptyState, Locality, Transform, apply_updates, identity, transform
+from muonfx.core.combine import no_state
+from muonfx.core.contract import NOTHING, InStore
 from muonfx.transforms._pinned import FORMER_DEFAULT, StateDtype, WideStateDtype, copies
 from muonfx.transforms.leafwise import Leaf, Slot, leafwise
 from muonfx.tree import Present, PyTree, map, tensors

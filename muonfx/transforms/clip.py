@@ -9,7 +9,9 @@ from torch import Tensor
 
 from muonfx import checks
 from muonfx import elementwise as ew
-from muonfx.core import NOTHING, Donation, EmptyState, Locality, no_state, sum_over_leaves, transform
+from muonfx.core import Donation, EmptyState, Locality, transform
+from muonfx.core.combine import no_state
+from muonfx.core.contract import NOTHING, sum_over_leaves
 from muonfx.tree import Present, PyTree, map
 
 __all__ = ["clip_by_block_rms", "clip_by_global_norm", "clip_by_value", "global_norm"]

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from muonfx import checks, tree
 from muonfx import elementwise as ew
-from muonfx.core import NOTHING, Donation, Locality, Transform, chain_entries, transform
+from muonfx.core import Donation, Locality, Transform, transform
+from muonfx.core.combine import chain_entries
+from muonfx.core.contract import NOTHING
 from muonfx.partition import mask_patterns, resolve_mask
 from muonfx.recorded import parts_of
 from muonfx.schedules import Schedule

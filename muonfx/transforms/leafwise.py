@@ -22,7 +22,8 @@ from muonfx import elementwise as ew
 from muonfx.arguments import check_plain, plain_kinds
 from muonfx.compact import Compact
 from muonfx.compact.state import Holder
-from muonfx.core import NOTHING, Donation, Locality, Transform, apply_updates, transform
+from muonfx.core import Donation, Locality, Transform, apply_updates, transform
+from muonfx.core.contract import NOTHING
 from muonfx.transforms._pinned import StateDtype, WideStateDtype, copies, new_count, store, zeros
 from muonfx.tree import Present, PyTree, device_of
 

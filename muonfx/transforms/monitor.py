@@ -10,7 +10,8 @@ from torch import Tensor
 
 from muonfx import elementwise as ew
 from muonfx import tree
-from muonfx.core import NOTHING, Donation, Locality, sum_over_leaves, transform
+from muonfx.core import Donation, Locality, transform
+from muonfx.core.contract import NOTHING, sum_over_leaves
 from muonfx.transforms.clip import squared_norms
 from muonfx.tree import PyTree, device_of
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from muonfx import checks
 from muonfx import elementwise as ew
-from muonfx.core import NOTHING, Donation, Transform, transform
+from muonfx.core import Donation, Transform, transform
+from muonfx.core.contract import NOTHING
 from muonfx.polar.scaling import power_of_two
 from muonfx.transforms._matrices import (
     Blocks,

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from muonfx import elementwise as ew
-from muonfx.core import NOTHING, Donation, EmptyState, InStore, Locality, Transform, identity, transform
+from muonfx.core import Donation, EmptyState, Locality, Transform, identity, transform
+from muonfx.core.contract import NOTHING, InStore
 from muonfx.transforms._pinned import new_count
 from muonfx.tree import Present, PyTree, device_of, map
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from muonfx import polar
-from muonfx.core import NOTHING, Donation, EmptyState, Transform, transform
+from muonfx.core import Donation, EmptyState, Transform, transform
+from muonfx.core.contract import NOTHING
 from muonfx.polar.policy import Decided
 from muonfx.transforms._matrices import Blocks, Dims, matrix_locality, name_patterns, on_stacks, view_as_matrices
 from muonfx.tree import Present, PyTree

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from muonfx import checks
 from muonfx import elementwise as ew
-from muonfx.core import NOTHING, Donation, EmptyState, Locality, Transform, transform
+from muonfx.core import Donation, EmptyState, Locality, Transform, transform
+from muonfx.core.contract import NOTHING
 from muonfx.schedules import Schedule
 from muonfx.transforms._matrices import Blocks, Dims, matrix_locality, name_patterns, on_stacks, view_as_matrices
 from muonfx.transforms._pinned import new_count

@@ -9,7 +9,7 @@ from hypothesis import given
 import muonfx as mfx
 from muonfx import testing as kit
 from muonfx import tree
-from muonfx.core import chain_entries
+from muonfx.core.combine import chain_entries
 from muonfx.hyperparams import hyperparams
 from muonfx.program import lower
 from muonfx.program.nodes import Around, ChainNode, Stage

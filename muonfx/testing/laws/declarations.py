@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.core import NOTHING, Donation, EmptyState, Locality, Transform, transform
+from muonfx.core import Donation, EmptyState, Locality, Transform, transform
+from muonfx.core.contract import NOTHING
 from muonfx.program.lower import resolve_within
 from muonfx.testing.examples import Example, history
 from muonfx.testing.law import law
