@@ -162,7 +162,7 @@ class Declaration:
                 raise TypeError(f"transform: {option} must be a function or None, found {function!r}")
 
 
-_OUR_EXTRAS = frozenset({"donate", "sum_over_leaves"})
+_OUR_EXTRAS = frozenset({"donate", "sum_over_leaves", "workspace"})
 """Named in signatures, and given by those who call transforms, not by training loops."""
 
 

@@ -18,6 +18,7 @@ from muonfx.polar.orthogonalize import orthogonalize
 from muonfx.polar.policy import DTypeLike, MethodLike, Plan, compute_dtype, explain
 from muonfx.polar.products import ProductsLike
 from muonfx.polar.scaling import same_range
+from muonfx.polar.workspace import Workspace
 
 __all__ = [
     # the polar factor: fast, in batches, exact
@@ -25,6 +26,7 @@ __all__ = [
     "orthogonalize_many",
     "polar_factor",
     "NewtonSchulz",
+    "Workspace",
     # polynomials
     "KNOWN",
     "CANS_RAW",

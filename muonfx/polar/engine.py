@@ -13,6 +13,7 @@ from muonfx.polar.policy import SUPPORTED, Plan
 from muonfx.polar.polynomials import Polynomials
 from muonfx.polar.products import Buffered
 from muonfx.polar.scaling import frobenius_normalized, normalize_, row_normalized
+from muonfx.polar.workspace import Workspace
 
 _LARGE = 1 << 16  # elements from which a pass over one matrix costs more than a call
 
@@ -37,13 +38,18 @@ def as_function(x: torch.Tensor, plan: Plan, resolved: Polynomials) -> torch.Ten
     return newton_schulz(x, plan.stages, gram=gram)
 
 
-def in_place(batch: torch.Tensor, plan: Plan, resolved: Polynomials, *, tall: bool) -> torch.Tensor:
+def in_place(
+    batch: torch.Tensor, plan: Plan, resolved: Polynomials, *, tall: bool, workspace: Workspace, results: Workspace
+) -> torch.Tensor:
     """Orthogonalize `batch`, already rounded to `plan.dtype`, in its own memory and a few buffers.
 
-    Shapes: `(b, n, m)`, or `(b, m, n)` where `tall`; the same comes back, in `batch` or in another buffer.
+    Shapes: `(b, n, m)`, or `(b, m, n)` where `tall`; the same comes back, in `batch` or in memory of `results`.
     """
     normalize_(batch, resolved.safety)
-    return newton_schulz(batch, plan.stages, Buffered(batch, tall=tall, how=plan.products, small=plan.small_products))
+    products = Buffered(
+        batch, tall=tall, how=plan.products, small=plan.small_products, workspace=workspace, results=results
+    )
+    return newton_schulz(batch, plan.stages, products)
 
 
 def goes_in_place(short: int, long: int, resolved: Polynomials) -> bool:

@@ -24,6 +24,7 @@ from muonfx.polar.polynomials import Polynomials, polynomials
 from muonfx.polar.products import ProductsLike
 from muonfx.polar.scaling import rounded_and_scaled, same_range
 from muonfx.polar.symbols import is_traced
+from muonfx.polar.workspace import Workspace
 
 _CPU_SCRATCH, _DEVICE_SCRATCH = 1 << 25, 1 << 28
 
@@ -41,6 +42,7 @@ def orthogonalize_many(
     donate: bool = False,
     out: Sequence[torch.Tensor] | None = None,
     names: Sequence[str] | None = None,
+    workspace: Workspace | None = None,
 ) -> list[torch.Tensor]:
     """`[orthogonalize(x, ...) for x in xs]`, with small matrices of one shape, or of its transpose, batched together.
 
@@ -63,6 +65,7 @@ def orthogonalize_many(
         out: tensors to write the results to, one for each of `xs`, of its shape, dtype and device; contiguous ones
             take them without a temporary. It may be its own `x`, and share memory with no other.
         names: what errors call `xs`; None: `xs[0]`, `xs[1]`, ...
+        workspace: memory for intermediates of large matrices, for the next call to use again; None: new memory.
 
     Returns:
         One tensor for each of `xs`, in order, with its shape, dtype and device: those of `out`; or, with `donate`, of
@@ -94,7 +97,7 @@ def orthogonalize_many(
     results: list[torch.Tensor] = list(xs)
     for (kind, members), own in zip(groups, plans, strict=True):
         scratch = max_scratch_bytes or (_CPU_SCRATCH if kind.device.type == "cpu" else _DEVICE_SCRATCH)
-        job = _Job(kind, own, resolved, scratch, watched)
+        job = _Job(kind, own, resolved, scratch, watched, workspace)
         for together, run in _ways(job, members, xs):
             done = run([xs[i] for i in together], [targets[i] for i in together], job)
             for i, y in zip(together, done, strict=True):
@@ -144,6 +147,7 @@ class _Job(NamedTuple):
     scratch: int
     watched: bool
     """True if tensors must not be written to."""
+    workspace: Workspace | None
 
 
 _Run = Callable[[list[torch.Tensor], list[torch.Tensor | None], _Job], list[torch.Tensor]]
@@ -264,8 +268,12 @@ def _run_in_place(xs: list[torch.Tensor], targets: list[torch.Tensor | None], jo
     fresh: list[torch.Tensor] = []
     for given, taken in zip(packed(flats, limit), packed(homes, limit), strict=True):
         is_new = [next(new) for _ in given]
-        buffer = _buffer(given, None if any(is_new) else taken, job.plan.dtype)
-        y = outside_autocast(in_place, buffer, job.plan, job.resolved, tall=m > n)
+        workspace = job.workspace or Workspace()
+        workspace.clear()
+        # What is new and has the dtype of the batch stays where the iteration leaves it.
+        batches = Workspace() if any(is_new) and job.plan.dtype == job.kind.dtype else workspace
+        buffer = _buffer(given, None if any(is_new) else taken, job.plan.dtype, batches)
+        y = outside_autocast(in_place, buffer, job.plan, job.resolved, tall=m > n, workspace=workspace, results=batches)
         fresh += _settled(y, taken, is_new, job.kind.dtype)
         del buffer, y  # not beside the next batch
     made = iter(fresh)
@@ -294,13 +302,15 @@ def _settled(y: torch.Tensor, homes: list[torch.Tensor], is_new: list[bool], hel
     return fresh
 
 
-def _buffer(given: list[torch.Tensor], taken: list[torch.Tensor] | None, compute: torch.dtype) -> torch.Tensor:
+def _buffer(
+    given: list[torch.Tensor], taken: list[torch.Tensor] | None, compute: torch.dtype, workspace: Workspace
+) -> torch.Tensor:
     """The batch to work in, rounded to the compute dtype: the one input itself where its result will overwrite it."""
     first = given[0]
     same = taken is not None and first.data_ptr() == taken[0].data_ptr() and first.is_contiguous()
     if same and len(given) == 1 and first.dtype == compute:
         return first
-    batch = torch.empty(sum(map(len, given)), *first.shape[1:], dtype=compute, device=first.device)
+    batch = workspace.empty((sum(map(len, given)), *first.shape[1:]), compute, first.device)
     if not same_range(first.dtype, compute):  # then a power of two comes before the rounding
         given = [rounded_and_scaled(piece, compute) for piece in given]
     torch._foreach_copy_(list(batch.split([len(piece) for piece in given])), given)

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 
 from muonfx.polar import kernels
+from muonfx.polar.workspace import Workspace
 
 ProductsLike = Literal["auto", "batched", "blocks", "triton"]
 """How products are done: in batches by the BLAS, symmetric ones by blocks, or by Triton kernels."""
@@ -90,11 +91,23 @@ class Buffered:
         tall: whether the short side is the columns.
         how: "batched", "blocks" or "triton", for the Gram matrix of the batch.
         small: the same, for products of small matrices.
+        workspace: has the memory for small matrices; None: new memory.
+        results: has the memory for batches, in which results lie; None: new memory.
     """
 
-    def __init__(self, x: torch.Tensor, *, tall: bool, how: str, small: str) -> None:
+    def __init__(
+        self,
+        x: torch.Tensor,
+        *,
+        tall: bool,
+        how: str,
+        small: str,
+        workspace: Workspace | None = None,
+        results: Workspace | None = None,
+    ) -> None:
         self._tall, self._how, self._small = tall, how, small
-        self._spare = torch.empty_like(x)
+        self._workspace = workspace or Workspace()
+        self._spare = (results or Workspace()).empty(x.shape, x.dtype, x.device)
         self._n = min(x.shape[-2:])
         self._free: list[torch.Tensor] = []
         self._lent: list[torch.Tensor] = []
@@ -130,7 +143,7 @@ class Buffered:
     def sum(self, a: torch.Tensor, b: torch.Tensor, weight: float) -> torch.Tensor:
         """`a + weight * b`, in one place that the next sum overwrites."""
         if self._sum is None:
-            self._sum = torch.empty_like(a)
+            self._sum = self._square(len(a))
         return torch.add(a, b, alpha=weight, out=self._sum)
 
     def weighted(self, x: torch.Tensor, q: Shifted) -> torch.Tensor:
@@ -147,13 +160,16 @@ class Buffered:
         self._lent = [one for one in self._lent if id(one) in kept]
 
     def _take(self) -> torch.Tensor:
-        own = self._free.pop() if self._free else self._spare.new_empty(self._spare.shape[0], self._n, self._n)
+        own = self._free.pop() if self._free else self._square(len(self._spare))
         self._lent.append(own)
         return own
 
+    def _square(self, count: int) -> torch.Tensor:
+        return self._workspace.empty((count, self._n, self._n), self._spare.dtype, self._spare.device)
+
     def _eye(self) -> torch.Tensor:
         if self._identity is None:
-            self._identity = torch.eye(self._n, dtype=self._spare.dtype, device=self._spare.device)
+            self._identity = torch.eye(self._n, out=self._square(1)[0])
         return self._identity
 
 

@@ -18,6 +18,7 @@ from muonfx import tree
 from muonfx.core import Donation, Locality, Transform, transform
 from muonfx.core.combine import is_new
 from muonfx.core.contract import NOTHING, sum_over_leaves
+from muonfx.polar import Workspace
 from muonfx.program.buckets import (
     BucketedState,
     cut_into_buckets,
@@ -70,6 +71,7 @@ class Executor:
         self._keeps_leaves: dict[int, bool] = {}
         self._warned: set[str] = set()
         self._at_hand: Executor | None = None
+        self._workspace = Workspace()
 
     def program(self, tx: Transform, params: PyTree) -> Node:
         """The program of a transform for a tree, lowered once for each structure of the transform and names."""
@@ -147,6 +149,7 @@ class Executor:
 
     def update_node(self, node: Node, now: Now, call: Arguments) -> tuple[PyTree, PyTree]:
         """Update by a node of a program; see `update`."""
+        call = call._replace(extras={"workspace": self._workspace, **call.extras})
         if self._is_unit(node):
             return self._update_unit(node, now, call)
         if isinstance(node, ChainNode):

@@ -96,14 +96,21 @@ def orthogonalize(
             own.split(leaf, name)
         return EmptyState()
 
-    def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
+    def update(
+        updates: PyTree,
+        state: EmptyState,
+        params: PyTree = None,
+        *,
+        donate: Donation = NOTHING,
+        workspace: polar.Workspace | None = None,
+    ):
         at = Present(updates)
         leaves = at.pick(updates)
         names = at.names() if view.needs_names else [""] * len(leaves)
         views = view.of(names)
         split = [own.split(leaf, name) for own, leaf, name in zip(views, leaves, names, strict=True)]
         flat = [matrix for matrices in split for matrix in matrices]
-        done = iter(polar.orthogonalize_many(flat, donate=donate.updates, **settings))
+        done = iter(polar.orthogonalize_many(flat, donate=donate.updates, workspace=workspace, **settings))
         out = [
             own.join([next(done) for _ in matrices], leaf)
             for own, matrices, leaf in zip(views, split, leaves, strict=True)

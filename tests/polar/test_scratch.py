@@ -6,6 +6,7 @@ the dispatcher (`benchmarks.measure.PeakBytes`): what an operator takes and give
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.measure import PeakBytes
-from muonfx.polar import explain, orthogonalize_many
+from muonfx.polar import Workspace, explain, orthogonalize_many
 
 KiB, MiB = 1 << 10, 1 << 20
 LIMITS = (1, 300 * KiB, 2 * MiB, 32 * MiB)
@@ -118,3 +119,40 @@ SMALL: dict[str, tuple[Shapes, str]] = {
 @pytest.mark.parametrize("name", SMALL)
 def test_small_matrices_take_no_more_scratch_than_allowed(name: str, limit: int, compute: torch.dtype) -> None:
     assert excess(SMALL[name][0], limit, SMALL[name][1], dtype=compute)[0] <= NUMBERS * len(SMALL[name][0])
+
+
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("where", ["new", "donate"])
+@pytest.mark.parametrize("name", LARGE)
+def test_with_a_workspace_later_calls_take_no_scratch_and_give_the_same_bits(
+    name: str, where: str, compute: torch.dtype
+) -> None:
+    xs = [torch.randn(shape) for shape in LARGE[name]]
+    wanted = orthogonalize_many(xs, dtype=compute, steps=3)
+    workspace = Workspace()
+    kept: list[torch.Tensor] = []
+    for call in range(4):
+        given = [x.clone() for x in xs]
+        with PeakBytes() as peak:
+            found = orthogonalize_many(
+                given, dtype=compute, steps=3, donate=where == "donate", workspace=workspace, max_scratch_bytes=2 * MiB
+            )
+        assert all(map(torch.equal, found, wanted))
+        kept += found
+        if call == 3:  # by then it has grown to the largest batch
+            results = sum(y.numel() * y.itemsize for y in found) if where == "new" else 0
+            # Results that keep the dtype of the products stay in their batch, and these in what the next took.
+            batches = 2 * results if compute == torch.float32 else 0
+            numbers = 16 * sum(x.numel() // x.shape[-1] for x in xs)  # norms of rows
+            assert peak.most <= results + batches + numbers + 4 * KiB
+    assert all(map(torch.equal, kept, wanted * 4)), "a result lay in memory that a later call has used"
+    largest = max(explain(shape[-2:], dtype=compute, steps=3).scratch_bytes for shape in LARGE[name])
+    assert 0 < workspace.nbytes <= max(2 * MiB, largest) + 4 * KiB
+
+
+def test_a_copy_of_a_workspace_is_empty() -> None:
+    workspace = Workspace()
+    orthogonalize_many([torch.randn(256, 256)], workspace=workspace)
+    orthogonalize_many([torch.randn(256, 256)], workspace=workspace)
+    assert workspace.nbytes > 0
+    assert copy.deepcopy(workspace).nbytes == 0

@@ -1,0 +1,59 @@
+"""Memory for intermediates that is kept from one call to the next."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+_ALIGNMENT = 64
+"""Bytes: a line of the cache, and the widest vector of a CPU."""
+
+
+class Workspace:
+    """One piece of memory on the CPU that batches of matrices take their intermediates from, one batch after another.
+
+    On other devices the allocator of torch keeps memory by itself, and new tensors come from there.
+
+    It holds as much as the largest batch so far has wanted: `orthogonalize_many` bounds a batch by its
+    ``max_scratch_bytes``, or by one matrix where that is more. No result lies in it. A workspace serves one call at a
+    time; a copy of one is empty.
+
+    >>> workspace = Workspace()
+    >>> for _ in range(2):
+    ...     workspace.clear()
+    ...     x = workspace.empty((3, 4), torch.float32, torch.device("cpu"))
+    >>> workspace.nbytes
+    64
+    """
+
+    def __init__(self) -> None:
+        self._memory: torch.Tensor | None = None
+        self._used = 0
+
+    def __reduce__(self) -> tuple[type[Workspace], tuple[()]]:
+        """Copy and pickle without the memory."""
+        return Workspace, ()
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that are kept."""
+        return 0 if self._memory is None else len(self._memory)
+
+    def clear(self) -> None:
+        """Take back all that was given out; where it was more than there is, make as much room before the next."""
+        if self._used > self.nbytes:
+            self._memory = None  # first, so that the old and the new are not there together
+            self._memory = torch.empty(self._used, dtype=torch.uint8)
+        self._used = 0
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Give out a tensor with any values, good until `clear`."""
+        if device.type != "cpu":
+            return torch.empty(shape, dtype=dtype, device=device)
+        start, size = self._used, math.prod(shape) * dtype.itemsize
+        self._used += -(-size // _ALIGNMENT) * _ALIGNMENT
+        if self._memory is None or self._used > self.nbytes:
+            return torch.empty(shape, dtype=dtype)
+        return self._memory[start : start + size].view(dtype).view(shape)
