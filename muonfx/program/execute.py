@@ -38,6 +38,9 @@ from muonfx.tree import PyTree
 
 __all__ = ["Executor", "with_numbers_on"]
 
+MOST_PROGRAMS = 64
+"""The number of structures that are remembered at once: a chain made anew at each step may have a new one each time."""
+
 Now = Transform | tuple[Transform, ...]
 """The transform that a node was lowered from, with the numbers of now; for joined units, one each."""
 
@@ -81,9 +84,16 @@ class Executor:
         for known in self._programs.get(key, ()):
             if self.placement.fits(known.like, params):
                 return known
+        if len(self._programs) >= MOST_PROGRAMS:
+            self._forget()
         made = lower_node(tx, self.placement.global_like(params), compute=compute)
         self._programs.setdefault(key, []).append(made)
         return made
+
+    def _forget(self) -> None:
+        """Forget all that was found out; it is found out again when it is asked for."""
+        for found in (self._programs, self._current, self._spans, self._parameters, self._keeps_leaves):
+            found.clear()
 
     def _compute_on(self, device: torch.device) -> torch.dtype | None:
         """The dtype that "auto" stands for where updates are on a device; None: each call decides."""

@@ -1,11 +1,11 @@
-"""Scratch of matrix products is kept by whoever carries out steps, from one step to the next."""
+"""What an executor keeps from step to step: scratch, and what it has found out from structure."""
 
 import torch
 
 import muonfx as mfx
 from benchmarks.measure import PeakBytes
 from muonfx.polar import explain
-from muonfx.program.execute import Executor
+from muonfx.program.execute import MOST_PROGRAMS, Executor
 from muonfx.program.placement import ALONE, Arguments
 
 
@@ -29,3 +29,21 @@ def test_a_steady_step_takes_no_scratch_for_its_products() -> None:
         if step == 0:
             assert peak.most >= scratch
     assert peak.most <= numbers
+
+
+def test_a_chain_made_anew_at_each_step_is_not_remembered_for_ever() -> None:
+    params = {"a": torch.ones(4, 4), "b": torch.ones(4)}
+
+    def made() -> mfx.Transform:
+        labels = lambda tree: dict.fromkeys(tree, "x")  # noqa: E731  a function of its own at each call
+        return mfx.skip_nonfinite(mfx.partition({"x": mfx.momentum()}, labels))
+
+    executor = Executor(ALONE)
+    state = expected = executor.init(made(), params)
+    for _ in range(2 * MOST_PROGRAMS):
+        tx = made()
+        out, state = executor.update(tx, Arguments(params, state, params, mfx.Donation(), {}))
+        wanted, expected = tx.update(params, expected, params)
+        assert torch.equal(out["a"], wanted["a"])
+    assert len(executor._programs) <= MOST_PROGRAMS
+    assert len(executor._current) <= 3 * MOST_PROGRAMS  # a node for each of the three transforms
