@@ -35,11 +35,18 @@ from muonfx.sharding.binding import Binding
 from muonfx.sharding.dtensors import dtensor_of, is_dtensor, local_of
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout
-from muonfx.sharding.layouts import from_dtensors
+from muonfx.sharding.layouts import from_dtensors, replicated
 from muonfx.sharding.messages import collective
 from muonfx.sharding.owned import like_parameter
 from muonfx.sharding.plan.assignment import Settings
-from muonfx.sharding.state import LeafPlacement, describe_state, interval_of, logical_leaf, to_dtensor, to_dtensors
+from muonfx.sharding.state import (
+    LeafPlacement,
+    describe_state,
+    interval_of,
+    leaf_to_dtensor,
+    logical_leaf,
+    state_to_dtensors,
+)
 from muonfx.sharding.transform import bind, init_sharded, mark_compared, sharded, step_sharded
 from muonfx.shards import FlatPiece, IntervalTensor
 from muonfx.tree import PyTree
@@ -50,18 +57,22 @@ __all__ = ["SteppingOverRanks", "layout_for"]
 def layout_for(params: Mapping[str, Tensor], layout: Layout | None) -> Layout | None:
     """The layout of some parameters: the given one, or that of DTensors; None where nothing is sharded.
 
+    Where every rank holds all of everything, parameters that were added later are held so too.
+
     Raises:
         TypeError: a layout was given that is not that of DTensors, for parameters that are.
     """
     any_dtensor = next((name for name, param in params.items() if is_dtensor(param)), None)
     if layout is None:
         return None if any_dtensor is None else from_dtensors(params)
-    if any_dtensor is not None and layout.kind != "from_dtensors":
+    if any_dtensor is not None and not layout.dtensors:
         raise TypeError(
             f"layout: {layout!r} was given, but {any_dtensor!r} is a DTensor, which says itself where it lies: leave "
             "layout out"
         )
-    return layout.of(params)
+    if layout.is_flat or layout.dtensors or all(name in layout.specs for name in params):
+        return layout
+    return replicated(params, layout.group or layout.size)
 
 
 class SteppingOverRanks(Stepping):
@@ -154,7 +165,7 @@ class SteppingOverRanks(Stepping):
     def show(self, place: int, leaf: Any) -> Any:
         """A leaf of the state as ``optimizer.state`` has it: a DTensor, or another thing that says which part it is."""
         what = self._about[place]
-        found = to_dtensor(self.binding, what, leaf)
+        found = leaf_to_dtensor(self.binding, what, leaf)
         if is_dtensor(found) and not what.owned:
             return recorded(found, self._record_of(place))
         if is_dtensor(found) or not isinstance(what, LeafPlacement) or what.name is None:
@@ -174,7 +185,7 @@ class SteppingOverRanks(Stepping):
 
     def shown(self, state: PyTree) -> PyTree:
         """The state as the functional API has it."""
-        return to_dtensors(self.binding, self._inner, self._like, state) if self.layout.dtensors else state
+        return state_to_dtensors(self.binding, self._inner, self._like, state) if self.layout.dtensors else state
 
     # ------------------------------------------------------------------------------------------------- persistence
 
@@ -205,7 +216,7 @@ class SteppingOverRanks(Stepping):
         if self._gathering is not None:
             self._gathering.wait()  # long done; nothing is left under way when its buffers go
             self._gathering = None
-        if self.layout.kind == "replicated" and (places := self._owned()):
+        if not self.layout.dtensors and self.layout.is_replicated and (places := self._owned()):
             leaves = tree.leaves(state)
             self._gathering = Gathering(self.layout, self._device, {p: (self._about[p], leaves[p]) for p in places})
 
@@ -213,7 +224,7 @@ class SteppingOverRanks(Stepping):
         """Gather the state at owners: whole where every rank has all of everything, else as evenly cut DTensors."""
         if self._gathering is not None:
             return dict(self._gathering.wait())
-        places = self._owned() if self.layout.kind == "from_dtensors" else []
+        places = self._owned() if self.layout.dtensors else []
         if not places:
             return {}
         self._rendezvous.wait_for_all("state_dict()")

@@ -73,7 +73,7 @@ class Binding:
     def holds_all(self) -> bool:
         """True if this rank holds every leaf whole, in its own shape, and nobody else does."""
         if "holds all" not in self.derived:
-            specs = self.layout._specs
+            specs = self.layout.specs
             self.derived["holds all"] = self.size == 1 and all(
                 self.layout.piece(name).shape == tuple(spec.shape) for name, spec in specs.items()
             )
@@ -102,7 +102,7 @@ class Binding:
     def plan(self, run: Run, params: PyTree) -> RunPlan:
         """The plan of a run for some parameters."""
         run = tuple((name, tx.children[0] if tx.declaration.many_of_one else tx) for name, tx in run)
-        names = [name for name in tree.names(params) if name in self.layout._specs]
+        names = [name for name in tree.names(params) if name in self.layout.specs]
         device = tree.device_of(params)
         kind = torch.device("cpu") if device.type == "meta" else self.store.device(device)
         key = (tuple(names), tuple((name, tx.treedef) for name, tx in run), str(kind))
@@ -140,7 +140,7 @@ class Binding:
     def global_like(self, params: PyTree) -> PyTree:
         """Meta tensors of the global shapes in the place of local ones."""
         leaves, treedef = tree.flatten(params)
-        specs = self.layout._specs
+        specs = self.layout.specs
         meta: list[Any] = []
         for name, leaf in zip(tree.names(params), leaves, strict=True):
             if name not in specs:
@@ -198,7 +198,7 @@ class Binding:
         if key in self._warned or self.layout.size == 1:
             return
         self._warned.add(key)
-        specs = [self.layout._specs[name] for name in tree.names(params)]
+        specs = [self.layout.specs[name] for name in tree.names(params)]
         nbytes = sum(spec.dtype.itemsize * torch.Size(spec.shape).numel() for spec in specs)
         warnings.warn(
             f"{tx.name} declares no locality narrower than the whole tree, so every rank gathers all updates and "

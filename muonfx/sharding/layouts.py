@@ -40,19 +40,32 @@ Group = dist.ProcessGroup | int | None
 """A process group; None for the default one; a number of ranks for a layout that is only looked at."""
 
 
-def replicated(group: Group = None) -> Layout:
+def replicated(params: PyTree = None, group: Group = None) -> Layout:
     """Every rank holds all of every parameter, as under `DistributedDataParallel`.
 
     Gradients are expected to be reduced already. The transforms' matrices are shared out among the ranks.
 
     Args:
+        params: the parameters, on any device; only names, shapes and dtypes count.
         group: the process group; None: the default one; an int: that many ranks, without processes.
 
-    >>> replicated(4).of({"w": torch.zeros(2)})
+    Raises:
+        TypeError: ``params`` is left out, or a group is in its place.
+        ShardingError: no group is given, and torch.distributed is not initialized.
+
+    >>> replicated({"w": torch.zeros(2)}, 4)
     <replicated of 1 parameters over 4 ranks>
     """
-    size, rank, group = _ranks(group)
-    return Layout("replicated", None, {}, size, rank, group)
+    if params is None or isinstance(params, int | dist.ProcessGroup):
+        raise TypeError(
+            f"params: found {params!r}, expected the parameters: write replicated(params) or "
+            "replicated(params, group), with params=dict(model.named_parameters()) for a model"
+        )
+    size, rank, process_group = _ranks(group)
+    specs = specs_of(params)
+    cuts = {shape: Replicas(shape, size) for shape in dict.fromkeys(spec.shape for spec in specs.values())}
+    pieces = {name: cuts[spec.shape] for name, spec in specs.items()}
+    return Layout("replicated", specs, pieces, size, rank, process_group)
 
 
 @plain_arguments
@@ -178,7 +191,7 @@ def from_dtensors(params: PyTree, group: dist.ProcessGroup | None = None) -> Lay
     named = {n: p for n, p in zip(tree.names(params), tree.leaves(params), strict=True) if p is not None}
     dtensors = {name: leaf._spec for name, leaf in named.items() if is_dtensor(leaf)}
     if not dtensors:
-        raise TypeError("params: found no DTensor; shard the model first, or use replicated() or zero()")
+        raise TypeError("params: found no DTensor; shard the model first, or use replicated(params) or zero(params)")
     meshes = {mesh: _ranks_of(mesh) for mesh in dict.fromkeys(spec.mesh for spec in dtensors.values())}
     if group is None:
         group = _group_of(meshes)
@@ -189,16 +202,18 @@ def from_dtensors(params: PyTree, group: dist.ProcessGroup | None = None) -> Lay
         raise ShardingError(f"this process is not among the ranks {ranks} of the parameters' meshes")
     places = {mesh: _places(mesh, ranks) for mesh in meshes}
     pieces = _cuts(specs, dtensors, places, len(ranks))
-    derived: dict[Any, Any] = {}
+    on_several: tuple[str, ...] = ()
     if len(set(meshes.values())) > 1:
-        pieces, derived[ALIKE] = _each_by_its_own(specs, dtensors, meshes, places, pieces, group)
+        pieces, on_several = _each_by_its_own(specs, dtensors, meshes, places, pieces, group)
     for name in dtensors:
         local, piece = named[name]._local_tensor, pieces[name][rank]
         if not piece.fits(local):
             raise ShardingError(
                 f"{name!r} has a local tensor of shape {tuple(local.shape)}, its placements say {piece.shape}"
             )
-    return Layout("from_dtensors", specs, pieces, len(ranks), rank, group, dtensors=dtensors, derived=derived)
+    return Layout(
+        "from_dtensors", specs, pieces, len(ranks), rank, group, dtensors=dtensors, on_several_meshes=on_several
+    )
 
 
 class Placed(NamedTuple):
@@ -225,10 +240,6 @@ def on_mesh(params: PyTree, placed: Mapping[str, Placed], places: Mapping[Any, P
     specs = specs_of(params)
     size = len(next(iter(places.values())).coordinates)
     return Layout("from_dtensors", specs, _cuts(specs, placed, places, size), size)
-
-
-ALIKE = "pieces taken for the same"
-"""The key of `Layout.derived` for the parameters that lie on different meshes on different ranks."""
 
 
 def _ranks_of(mesh: Any) -> tuple[int, ...]:

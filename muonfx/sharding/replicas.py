@@ -20,7 +20,6 @@ from muonfx.sharding.consensus import agree_on_leaves, check_pieces, host_device
 from muonfx.sharding.dtensors import local_of
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout
-from muonfx.sharding.layouts import ALIKE
 from muonfx.sharding.messages import collective, copied
 from muonfx.sharding.state import LeafPlacement, describe_state
 from muonfx.tree import PyTree
@@ -67,7 +66,7 @@ def verify_params(layout: Layout, local: PyTree) -> None:
     found = _find_difference(_copies_of(layout, local), layout)
     if found is None:
         return
-    if found.name in layout.derived.get(ALIKE, ()):
+    if found.name in layout.on_several_meshes:
         raise ShardingError(
             f"{found.name!r} lies on different meshes on different ranks and {found.where}{found.also('parameters')}: "
             "if these are different parameters, give them different names, or place them on one mesh of more dims; if "
@@ -226,10 +225,9 @@ def broadcast(params: PyTree, layout: Layout, *, donate: bool = False) -> PyTree
     Example:
         >>> import muonfx as mfx
         >>> params = {"w": torch.ones(2)}
-        >>> mfx.sharding.broadcast(params, mfx.sharding.replicated(1))
+        >>> mfx.sharding.broadcast(params, mfx.sharding.replicated(params, 1))
         {'w': tensor([1., 1.])}
     """
-    layout = layout.of(params)
     problem: Exception | None = None
     try:
         check_pieces(layout, params)
@@ -272,7 +270,7 @@ def _from_first_holders(places: Mapping[str, Tensor], layout: Layout, group: dis
         copied([part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)], tensors)
     rest = [name for name in places if name not in set(of_all)]
     most = max((len(ranks) for name in rest for ranks in holders[name]), default=1)
-    like = [torch.empty(layout._specs[name].shape, dtype=places[name].dtype, device="meta") for name in rest]
+    like = [torch.empty(layout.specs[name].shape, dtype=places[name].dtype, device="meta") for name in rest]
     for bucket in in_buckets(like, max(1, BUCKET // most)):
         outgoing: list[list[Tensor]] = [[] for _ in range(layout.size)]
         incoming: list[list[Tensor]] = [[] for _ in range(layout.size)]

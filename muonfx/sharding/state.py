@@ -20,7 +20,7 @@ from muonfx.program.buckets import parameters_of
 from muonfx.program.lower import fill_placeholders, state_around
 from muonfx.program.nodes import Around, ChainNode, Node, Stage, WholeTree
 from muonfx.sharding.binding import Binding
-from muonfx.sharding.dtensors import is_dtensor, local_of
+from muonfx.sharding.dtensors import is_dtensor, local_of, logical_piece, parameter_like
 from muonfx.sharding.owned import at_owner, like_parameter
 from muonfx.sharding.plan.assignment import RunPlan
 from muonfx.sharding.plan.shares import Share
@@ -32,8 +32,8 @@ __all__ = [
     "describe_state",
     "without_dtensors",
     "from_dtensor",
-    "to_dtensors",
-    "to_dtensor",
+    "state_to_dtensors",
+    "leaf_to_dtensor",
     "held",
     "interval_of",
     "local_state",
@@ -154,7 +154,7 @@ def describe_state(binding: Binding, tx: Transform, params: PyTree) -> list[Any]
     return binding.derived[key]
 
 
-def to_dtensors(binding: Binding, tx: Transform, params: PyTree, state: PyTree) -> PyTree:
+def state_to_dtensors(binding: Binding, tx: Transform, params: PyTree, state: PyTree) -> PyTree:
     """A state with DTensors in the place of local tensors that belong to parameters that are DTensors.
 
     What lies at an owner is a DTensor too, on every rank; but for ranges of a stack that DTensors cannot say: those
@@ -162,17 +162,17 @@ def to_dtensors(binding: Binding, tx: Transform, params: PyTree, state: PyTree) 
     """
     leaves, treedef = tree.flatten(state)
     pairs = zip(describe_state(binding, tx, params), leaves, strict=True)
-    return tree.unflatten(treedef, [to_dtensor(binding, what, leaf) for what, leaf in pairs])
+    return tree.unflatten(treedef, [leaf_to_dtensor(binding, what, leaf) for what, leaf in pairs])
 
 
-def to_dtensor(binding: Binding, what: Any, leaf: Any) -> Any:
-    """One leaf of `to_dtensors`."""
+def leaf_to_dtensor(binding: Binding, what: Any, leaf: Any) -> Any:
+    """One leaf of `state_to_dtensors`."""
     if not isinstance(what, LeafPlacement) or what.name is None or is_dtensor(leaf):
         return leaf
     if what.name not in binding.layout.dtensors:
         return leaf
     if not what.owned:
-        return None if leaf is None else binding.layout._as_dtensor(what.name, leaf)
+        return None if leaf is None else parameter_like(binding.layout, what.name, leaf)
     if leaf is None and what.local is not None:
         return None  # a transform that keeps nothing there
     like = torch.empty(what.shape, dtype=what.dtype, device="meta")
@@ -183,7 +183,7 @@ def to_dtensor(binding: Binding, what: Any, leaf: Any) -> Any:
 
 
 def without_dtensors(binding: Binding, tx: Transform, params: PyTree, state: PyTree) -> PyTree:
-    """The local tensors of a state of DTensors: the inverse of `to_dtensors`."""
+    """The local tensors of a state of DTensors: the inverse of `state_to_dtensors`."""
     if not binding.layout.dtensors:
         return state
     leaves, treedef = tree.flatten(state)
@@ -217,7 +217,7 @@ def logical_leaf(binding: Binding, device: torch.device, what: Any, leaf: Any) -
     if not isinstance(what, LeafPlacement) or what.name is None:
         return leaf
     if not what.owned:
-        return None if leaf is None else binding.layout.described(what.name, leaf)
+        return None if leaf is None else logical_piece(binding.layout, what.name, leaf)
     if what.share is None:
         return FlatPiece(what.shape, 0, torch.empty(0, dtype=what.dtype, device=device))
     if what.share.owner is None or leaf is None:
@@ -243,4 +243,4 @@ def local_state(binding: Binding, tx: Transform, params: PyTree, logical: PyTree
 
     local = [at(wanted, leaf) for wanted, leaf in zip(tree.leaves(meta), leaves, strict=True)]
     state = tree.unflatten(treedef, local)
-    return to_dtensors(binding, tx, params, state) if binding.layout.dtensors else state
+    return state_to_dtensors(binding, tx, params, state) if binding.layout.dtensors else state

@@ -251,7 +251,7 @@ def _check_local(layout: Layout, updates: PyTree) -> None:
         if leaf is None:
             continue
         piece = layout.piece(name)
-        wanted = layout._specs[name].shape if is_dtensor(leaf) else piece.shape
+        wanted = layout.specs[name].shape if is_dtensor(leaf) else piece.shape
         if tuple(leaf.shape) != wanted and (is_dtensor(leaf) or not piece.fits(leaf)):
             raise ShardingError(
                 f"{name!r} has a local tensor of shape {tuple(leaf.shape)}, the layout says {wanted}: was the tree "

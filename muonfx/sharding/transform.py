@@ -14,10 +14,10 @@ from muonfx.program.placement import RESIDENT, Arguments, Store
 from muonfx.recorded import make_factory
 from muonfx.sharding.binding import Binding
 from muonfx.sharding.consensus import agree
-from muonfx.sharding.dtensors import is_dtensor, local_of
+from muonfx.sharding.dtensors import is_dtensor, local_of, to_dtensors
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import Machine, Settings
-from muonfx.sharding.state import to_dtensors, without_dtensors
+from muonfx.sharding.state import state_to_dtensors, without_dtensors
 from muonfx.sharding.steps import agreed_updates
 from muonfx.sharding.verification import verify_ranks
 from muonfx.tree import PyTree
@@ -165,13 +165,13 @@ def sharded(
     inner, store = inner_of(tx), store_of(tx)
 
     def init(params: PyTree) -> PyTree:
-        binding = bind(layout.of(params), settings, store)
+        binding = bind(layout, settings, store)
         local = tree.map(local_of, params)
         present = [leaf for leaf in tree.leaves(local) if leaf is not None]
         if present and all(leaf.is_meta for leaf in present):
             return binding.executor.init(inner, local)
         state = init_sharded(binding, inner, params)
-        return to_dtensors(binding, inner, params, state) if binding.layout.dtensors else state
+        return state_to_dtensors(binding, inner, params, state) if layout.dtensors else state
 
     @torch.no_grad()
     def update(
@@ -185,7 +185,7 @@ def sharded(
         **extras: Any,
     ) -> tuple[PyTree, PyTree]:
         like = updates if params is None else params
-        binding = bind(layout.of(like), settings, store)
+        binding = bind(layout, settings, store)
         own = without_dtensors(binding, inner, like, state)
         out, after = step_sharded(
             binding, inner, updates, own, params, donate=donate, extras=extras, check=check, problem=problem
@@ -194,7 +194,7 @@ def sharded(
             after = _apart(after, own)
         if not any(is_dtensor(leaf) for values in (updates, params) for leaf in tree.leaves(values)):
             return out, after
-        return binding.layout.to_dtensors(out, updates), to_dtensors(binding, inner, updates, after)
+        return to_dtensors(layout, out, updates), state_to_dtensors(binding, inner, updates, after)
 
     # Collectives among processes are nothing that a graph could hold.
     return torch.compiler.disable(init), torch.compiler.disable(update)

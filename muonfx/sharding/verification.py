@@ -86,7 +86,7 @@ def _compared(
             "versions": {"muonfx": _version(), "Python": ".".join(platform.python_version_tuple()[:2])},
             "chains": chain_text(tx),
             "functions in their chains": functions_of(tx),
-            "parameters": {name: f"{spec.shape} {spec.dtype}" for name, spec in layout._specs.items()},
+            "parameters": {name: f"{spec.shape} {spec.dtype}" for name, spec in layout.specs.items()},
             "parameters that are None": {name: "None" for name, leaf in names if leaf is None},
             "trees": str(tree.flatten(local)[1]),
             "layouts": f"{layout!r} ({layout.digest})",

@@ -118,16 +118,9 @@ def _binding_of(tx: Transform, params: PyTree) -> tuple[Binding, Transform, Any]
     if not isinstance(tx, Sharded):
         raise TypeError(f"tx must be what muonfx.sharding.sharded made, found {tx!r}")
     layout: Layout = tx.arguments["layout"]
-    if params is not None:
-        layout = layout.of(params)
-    elif layout.specs is None:
-        known = [bound for _, bound in layout.derived.get("of", [])]
-        if len(known) != 1:
-            raise ShardingError("params: a replicated layout has to be told which parameters are meant")
-        layout = known[0]
     binding = bind(layout, settings_of(tx), store_of(tx.arguments["tx"]))
     like = params if params is not None else binding.likes.get(inner_of(tx.arguments["tx"]).treedef)
     if like is None:
-        specs = layout._specs
+        specs = layout.specs
         like = {n: torch.empty(layout.piece(n).shape, dtype=specs[n].dtype, device="meta") for n in specs}
     return binding, inner_of(tx.arguments["tx"]), like

@@ -53,7 +53,7 @@ def steps(tx: Any, state: Any, local: Any, enter: Any, drawn: Model, turns: rang
 
 def save(here: Here, path: Path, kind: str, case: LayoutCase) -> None:
     params = DRAWN.params()
-    layout, tx = laid_out(case, params, here).of(params), chain_of(kind)
+    layout, tx = laid_out(case, params, here), chain_of(kind)
     sharded, local = sharding.sharded(tx, layout), layout.shard(params)
     local, state = steps(sharded, sharded.init(local), local, layout.shard, DRAWN, range(2))
     mfx.checkpoint.save(path, state, params=local, tx=sharded)
@@ -126,7 +126,7 @@ def straight(kind: str) -> Params:
 def by_hand(here: Here, path: Path, case: LayoutCase) -> None:
     """Save and load by hand and by itself, and compare bits; a view that is taken twice is the same."""
     params = DRAWN.params()
-    layout, tx = laid_out(case, params, here).of(params), chain_of("plain")
+    layout, tx = laid_out(case, params, here), chain_of("plain")
 
     def enter(whole: Params) -> Params:
         return layout.to_dtensors(layout.shard(whole))
@@ -206,7 +206,7 @@ def test_a_state_of_another_layout_is_refused_on_all_ranks(world: World, tmp_pat
 
 def whole_params(here: Here, path: Path, case: LayoutCase) -> None:
     params = DRAWN.params()
-    sharded = sharding.sharded(chain_of("plain"), laid_out(case, params, here).of(params))
+    sharded = sharding.sharded(chain_of("plain"), laid_out(case, params, here))
     mfx.checkpoint.save(path, None, params=params, tx=sharded)
     blank = {name: torch.zeros_like(leaf) for name, leaf in params.items()}
     assert_trees_equal(mfx.checkpoint.load_params(path, like=blank, tx=sharded), params)

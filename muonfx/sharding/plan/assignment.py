@@ -25,7 +25,7 @@ from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.balance import assign
 from muonfx.sharding.plan.cost import Run, RunCost, runs_of
 from muonfx.sharding.plan.shares import Part, Share, matrices_of, nearest, on_stacks, parts_of
-from muonfx.tree import PyTree, Spec
+from muonfx.tree import Spec
 
 __all__ = ["BUFFERS_PER_BUCKET", "Machine", "Plan", "RunPlan", "Settings", "plan_for", "plan_run"]
 
@@ -206,7 +206,7 @@ def plan_run(
         settings: what the caller has chosen.
         compute: what a dtype of "auto" stands for, on all ranks.
     """
-    specs = {name: layout._specs[name] for name in names}
+    specs = {name: layout.specs[name] for name in names}
     machine = settings.machine or Machine.of(device.type, compute)
     matrices = matrices_of(run, {name: spec.shape for name, spec in specs.items()})
     run = on_stacks(run, {name: specs[name].shape for name in matrices})
@@ -236,7 +236,7 @@ def _spread(
 
     It can be where the long side alone is cut, and each piece is held once.
     """
-    spec, holders = layout._specs[name], layout.holders(name)
+    spec, holders = layout.specs[name], layout.holders(name)
     if len(spec.shape) != 2 or len(holders) < 2 or not prod(spec.shape):
         return None
     short = 0 if spec.shape[0] <= spec.shape[1] else 1
@@ -334,7 +334,7 @@ def _assigned(parts: Sequence[Part], costs: Sequence[float], which: Sequence[int
 
 def _share(part: Part, owner: int | None, cost: float, layout: Layout) -> Share:
     route, because = _route(part, owner, layout, cost)
-    shape, cut = layout._specs[part.name].shape, layout.pieces[part.name]
+    shape, cut = layout.specs[part.name].shape, layout.pieces[part.name]
     return Share(part.name, part.start, part.stop, part.shape, shape, owner, route, cost, cut, because)
 
 
@@ -470,7 +470,6 @@ def _table(rows: list[tuple[str, ...]]) -> list[str]:
 def plan_for(
     tx: Transform,
     layout: Layout,
-    params: PyTree = None,
     *,
     device: torch.device | str = "cpu",
     compute: torch.dtype | None = None,
@@ -481,7 +480,6 @@ def plan_for(
     Args:
         tx: the transform, sharded or not.
         layout: who holds what; a pretended one, for any number of ranks, will do.
-        params: for a layout that has not met parameters.
         device: where it will run; it need not be here if `compute` is given.
         compute: what a dtype of "auto" stands for; None: what is fastest on the device, found out on this machine.
         **settings: as `sharded` takes them.
@@ -491,8 +489,6 @@ def plan_for(
     >>> plan_for(mfx.muon(0.1), layout).owners()
     {'v': [1], 'w': [0]}
     """
-    if params is not None:
-        layout = layout.of(params)
     device = torch.device(device)
     compute = compute_dtype(torch.float32, device) if compute is None else compute
     given = Settings(**settings)

@@ -199,7 +199,7 @@ def on_stacks(run: Run, shapes: dict[str, tuple[int, ...]]) -> Run:
 
 def parts_of(matrix: tuple[int, int] | None, name: str, layout: Layout) -> Iterator[Part]:
     """Cut a parameter where its matrices allow it: a stack between ranks, or into as many ranges as ranks may own."""
-    shape, cut = layout._specs[name].shape, layout.pieces[name]
+    shape, cut = layout.specs[name].shape, layout.pieces[name]
     if matrix is None:
         candidates = cut.complete or cut.taking_part or tuple(range(layout.size))
         yield Part(name, 0, prod(shape), shape, candidates, bool(cut.complete))
