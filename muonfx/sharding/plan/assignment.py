@@ -24,7 +24,7 @@ from muonfx.sharding.gram import gram_bytes, gram_plan, is_for_gram, wide_of
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.balance import assign
 from muonfx.sharding.plan.cost import Run, RunCost, runs_of
-from muonfx.sharding.plan.shares import Part, Share, matrices_of, nearest, on_stacks, parts_of
+from muonfx.sharding.plan.shares import Part, Share, apart, matrices_of, nearest, on_stacks, parts_of
 from muonfx.tree import Spec
 
 __all__ = ["BUFFERS_PER_BUCKET", "Machine", "Plan", "RunPlan", "Settings", "plan_for", "plan_run"]
@@ -219,6 +219,7 @@ def plan_run(
     rest = [name for name in names if name not in {share.name for share in spread}]
     parts = [part for name in rest for part in parts_of(matrices.get(name), name, layout)]
     costs = [cost(part.name, part.shape, specs[part.name].dtype) for part in parts]
+    parts = apart(parts, costs, layout.size)
     nbytes = [part.numel * specs[part.name].dtype.itemsize for part in parts]
     owners = _owners(parts, costs, nbytes, layout, machine, settings)
     shares = tuple(_share(part, owners[i], costs[i], layout) for i, part in enumerate(parts))

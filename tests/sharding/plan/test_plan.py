@@ -1,15 +1,19 @@
 """Plans, on shapes alone: owners, routes, stacks, buckets, and what is said about them."""
 
 import re
+from collections import Counter
 from math import prod
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.tensor import Shard
 
 import muonfx as mfx
 from muonfx import sharding
+from muonfx.sharding.cut import Places
+from muonfx.sharding.layouts import Placed, on_mesh
 from muonfx.sharding.plan.assignment import Machine, RunPlan
 from muonfx.sharding.plan.balance import lower_bound
 from muonfx.sharding.plan.shares import Share
@@ -97,6 +101,35 @@ def test_a_stack_that_all_hold_is_divided():
     layout = sharding.replicated({"up": torch.zeros(10, 3, 5)}, 4)
     run = run_of(mfx.orthogonalize(dims=EXPERTS, dtype=torch.float32), layout, replicas="split")
     assert [(s.owner, s.shape[0]) for s in run.shares] == [(0, 2), (1, 3), (2, 2), (3, 3)]
+
+
+def experts_on(size: int, parts: int, stacks: int) -> sharding.Layout:
+    """Four experts a stack, dealt out over some parts, in each of which the rows of an expert are cut."""
+    inner = size // parts
+    places = {"mesh": Places((parts, inner), [divmod(rank, inner) for rank in range(size)])}
+    params = {f"stack{i}": torch.empty(4, 16, 8, device="meta") for i in range(stacks)}
+    return on_mesh(params, dict.fromkeys(params, Placed("mesh", (Shard(0), Shard(1)))), places)
+
+
+@pytest.mark.parametrize(("parts", "stacks"), [(2, 4), (2, 3), (1, 2), (1, 3), (4, 2)])
+def test_experts_that_are_cut_further_than_their_number_go_to_all_ranks_of_their_part(parts: int, stacks: int):
+    layout = experts_on(8, parts, stacks)
+    run = run_of(mfx.orthogonalize(dims=EXPERTS, dtype=torch.float32), layout)
+    for share in run.shares:
+        assert share.leg_of(share.owner) is not None
+    computed = Counter(share.owner for share in run.shares for _ in range(share.shape[0]))
+    assert max(computed[rank] for rank in range(8)) == -(-4 * stacks // 8)
+    owners = [(share.name, share.owner) for share in run.shares]
+    assert len(set(owners)) == len(owners)
+    # There and back, all but what the owner holds.
+    inner = 8 // parts
+    assert sum(run.sent) == 2 * stacks * 4 * 16 * 8 * 4 * (inner - 1) // inner
+
+
+def test_experts_that_all_hold_go_to_the_ranks_with_least_to_do():
+    layout = sharding.replicated({"up": torch.zeros(3, 4, 5), "down": torch.zeros(3, 5, 4)}, 6)
+    run = run_of(mfx.orthogonalize(dims=EXPERTS, dtype=torch.float32), layout, replicas="split")
+    assert sorted(share.owner for share in run.shares) == list(range(6))
 
 
 def routes_of(shapes: dict[str, tuple[int, int]], machine: Machine, size: int = 4, **settings: object) -> set[str]:
