@@ -61,7 +61,7 @@ def save(here: Here, path: Path, kind: str, case: LayoutCase) -> None:
 
 def go_on(here: Here, path: Path, kind: str, case: LayoutCase) -> Params:
     blank = {name: torch.zeros_like(leaf) for name, leaf in DRAWN.params().items()}
-    layout, tx = laid_out(case, blank, here).of(blank), chain_of(kind)
+    layout, tx = laid_out(case, blank, here), chain_of(kind)
     sharded, local = sharding.sharded(tx, layout), layout.shard(blank)
     state = mfx.checkpoint.load(path, like=sharded.init(local), tx=sharded)
     local = mfx.checkpoint.load_params(path, like=local, tx=sharded)

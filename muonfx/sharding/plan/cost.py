@@ -20,8 +20,8 @@ from muonfx.polar.coefficients import CoefficientsLike
 from muonfx.polar.policy import Decided
 from muonfx.polar.polynomials import Polynomials, polynomials
 from muonfx.polar.products import ProductsLike, block_side
-from muonfx.program.lower import lower
-from muonfx.program.nodes import Stage
+from muonfx.program.lower import lower_node
+from muonfx.program.nodes import Program, Stage
 from muonfx.program.placement import Run
 from muonfx.transforms._matrices import view_as_matrices
 from muonfx.transforms.orthogonalize import orthogonalize
@@ -215,14 +215,15 @@ def runs_of(tx: Transform, params: Mapping[str, Tensor]) -> Iterator[tuple[Run, 
 
     Args:
         tx: the transform.
-        params: tensors of the global shapes, by name; meta will do.
+        params: meta tensors of the global shapes, by name.
 
     >>> import muonfx as mfx
     >>> tx = mfx.muon_with_adamw(0.1, labels={"w": "muon", "b": "adamw"})
-    >>> [(run[0][0], names) for run, names in runs_of(tx, {"w": torch.zeros(2, 2), "b": torch.zeros(2)})]
+    >>> like = {"w": torch.empty(2, 2, device="meta"), "b": torch.empty(2, device="meta")}
+    >>> [(run[0][0], names) for run, names in runs_of(tx, like)]
     [('orthogonalize', ['w'])]
     """
-    for node in lower(tx, dict(params)).nodes():
+    for node in Program(lower_node(tx, dict(params))).nodes():
         if isinstance(node, Stage):
             yield tuple((member.name, member.node.tx) for member in node.members), list(node.names)
 
