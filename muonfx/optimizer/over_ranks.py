@@ -33,17 +33,16 @@ from muonfx.optimizer.values import check_shapes, current_values, unchanged
 from muonfx.optimizer.versions import for_groups
 from muonfx.sharding.binding import Binding
 from muonfx.sharding.dtensors import dtensor_of, is_dtensor, local_of
-from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.layouts import from_dtensors, replicated
-from muonfx.sharding.messages import collective
-from muonfx.sharding.owned import like_parameter
+from muonfx.sharding.messages import ShardingError, collective
 from muonfx.sharding.plan.assignment import Settings
 from muonfx.sharding.state import (
     LeafPlacement,
     describe_state,
     interval_of,
     leaf_to_dtensor,
+    like_parameter,
     logical_leaf,
     state_to_dtensors,
 )

@@ -19,10 +19,9 @@ from muonfx.program.lower import named_chain
 from muonfx.program.nodes import Stage
 from muonfx.program.placement import Arguments, Run, Store
 from muonfx.sharding.collectives import gathered
-from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.matrix_stage import init_run, update_run
-from muonfx.sharding.messages import collective
+from muonfx.sharding.messages import ShardingError, collective
 from muonfx.sharding.plan.assignment import RunPlan, Settings, plan_run
 from muonfx.sharding.plan.shares import on_stacks
 from muonfx.tree import PyTree
@@ -62,22 +61,15 @@ class Binding:
     _warned: set[Any] = field(default_factory=set)
 
     def __post_init__(self) -> None:
+        specs, pieces = self.layout.specs, self.layout.pieces
+        self.holds_all = self.size == 1 and all(pieces[name][0].shape == specs[name].shape for name in specs)
+        """True if this rank holds every leaf whole, in its own shape, and nobody else does."""
         self.executor = Executor(self, self.store)
 
     @property
     def size(self) -> int:
         """The number of ranks."""
         return self.layout.size
-
-    @property
-    def holds_all(self) -> bool:
-        """True if this rank holds every leaf whole, in its own shape, and nobody else does."""
-        if "holds all" not in self.derived:
-            specs = self.layout.specs
-            self.derived["holds all"] = self.size == 1 and all(
-                self.layout.piece(name).shape == tuple(spec.shape) for name, spec in specs.items()
-            )
-        return self.derived["holds all"]
 
     def init_stage(self, stage: Stage, run: Run, params: PyTree, store: Store) -> dict[str, PyTree]:
         """The states of the members of a matrix stage: at the owner of matrices, elsewhere None."""

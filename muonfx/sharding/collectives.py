@@ -15,8 +15,7 @@ from muonfx import tree
 from muonfx.sharding.consensus import DTYPES, agree_on_leaves, check_pieces
 from muonfx.sharding.cut import equal_intervals
 from muonfx.sharding.dtensors import is_dtensor, local_of
-from muonfx.sharding.errors import ShardingError
-from muonfx.sharding.messages import Exchange
+from muonfx.sharding.messages import Exchange, ShardingError, cut_places
 from muonfx.shards import part
 from muonfx.tree import PyTree
 
@@ -204,19 +203,7 @@ def _sum(parts: list[Tensor], op: str) -> Tensor:
 def in_buckets(tensors: Sequence[Tensor], limit: int) -> Iterator[list[int]]:
     """Places of tensors of one dtype, of at most so many bytes; a single larger one stands alone."""
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        held: list[int] = []
-        room = limit
-        for place, tensor in enumerate(tensors):
-            if tensor.dtype != dtype:
-                continue
-            size = tensor.numel() * tensor.element_size()
-            if held and size > room:
-                yield held
-                held, room = [], limit
-            held.append(place)
-            room -= size
-        if held:
-            yield held
+        yield from cut_places({i: x.nbytes for i, x in enumerate(tensors) if x.dtype == dtype}, limit)
 
 
 def _check_op(op: str) -> None:

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.sharding.dtensors import is_dtensor, local_of
-from muonfx.sharding.errors import ShardingError
-from muonfx.sharding.messages import collective
+from muonfx.sharding.messages import ShardingError, collective
 from muonfx.tree import PyTree
 
 if TYPE_CHECKING:
@@ -268,11 +267,17 @@ def _code(name: str, leaf: Any, layout: Layout) -> int:
     return 1 + DTYPES.index(leaf.dtype) + (0 if placed else UNPLACED) if leaf.dtype in DTYPES else 0
 
 
-def check_pieces(layout: Layout, values: PyTree) -> None:
+def check_pieces(layout: Layout, values: PyTree, *, as_placed: bool = True) -> None:
     """Require that leaves are this rank's pieces of the layout's parameters, as DTensors placed as these are.
 
+    Args:
+        layout: who holds what.
+        values: a tree of local tensors, or of DTensors; None is kept.
+        as_placed: False for gradients: a DTensor may still have to be reduced, and has the parameter's whole shape.
+
     Raises:
-        ShardingError: one is not; the message names it.
+        TypeError: a leaf is no tensor.
+        ShardingError: one is no such piece; the message names it.
     """
     for name, leaf in zip(tree.names(values), tree.leaves(values), strict=True):
         if leaf is None:
@@ -282,14 +287,18 @@ def check_pieces(layout: Layout, values: PyTree) -> None:
             raise TypeError(f"{name!r} must be a tensor or None, found {type(leaf).__name__}")
         if is_dtensor(leaf):
             wanted = layout.dtensors.get(name)
-            if wanted is None or leaf._spec.mesh != wanted.mesh or leaf._spec.placements != wanted.placements:
+            if as_placed and (
+                wanted is None or leaf.device_mesh != wanted.mesh or leaf.placements != wanted.placements
+            ):
                 raise ShardingError(
-                    f"{name!r} is placed as {leaf._spec.placements} on {leaf._spec.mesh}, in the layout "
+                    f"{name!r} is placed as {leaf.placements} on {leaf.device_mesh}, in the layout "
                     + (f"as {wanted.placements} on {wanted.mesh}" if wanted is not None else "it is no DTensor")
                     + ": make the layout anew after placements have changed"
                 )
-        if not piece.fits(local):
+        whole = is_dtensor(leaf) and not as_placed
+        found, expected = (leaf, layout.specs[name].shape) if whole else (local, piece.shape)
+        if tuple(found.shape) != expected and (whole or not piece.fits(found)):
             raise ShardingError(
-                f"{name!r} has a local tensor of shape {tuple(local.shape)}, the layout says {piece.shape}: was the "
+                f"{name!r} has a local tensor of shape {tuple(found.shape)}, the layout says {expected}: was the "
                 "tree sharded by this layout?"
             )

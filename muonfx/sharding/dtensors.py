@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from muonfx import tree
-from muonfx.sharding.errors import ShardingError
+from muonfx.sharding.messages import ShardingError
 from muonfx.shards import FlatPiece
 from muonfx.tree import PyTree
 
 if TYPE_CHECKING:
+    from torch.distributed.tensor import DeviceMesh, DTensor, Placement
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
     from muonfx.sharding.layout import Layout
 
 __all__ = [
@@ -31,8 +34,8 @@ __all__ = [
 
 
 def dtensor_of(
-    local: Tensor, mesh: Any, placements: Sequence[Any], shape: Sequence[int], stride: tuple[int, ...]
-) -> Any:
+    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], stride: tuple[int, ...]
+) -> DTensor:
     """A local tensor, where it lies, as a DTensor of a global shape."""
     from torch.distributed.tensor import DTensor
 
@@ -50,13 +53,13 @@ def local_of(leaf: Any) -> Any:
     return leaf._local_tensor if is_dtensor(leaf) else leaf
 
 
-def is_dtensor(leaf: Any) -> bool:
+def is_dtensor(leaf: object) -> TypeGuard[DTensor]:
     """True if a leaf is a DTensor; asks without importing what nobody has used."""
     kind = type(leaf)
     return kind is not Tensor and kind is not Parameter and isinstance(leaf, Tensor) and hasattr(leaf, "_local_tensor")
 
 
-def _with_spec(local: Tensor, spec: Any) -> Any:
+def _with_spec(local: Tensor, spec: DTensorSpec) -> DTensor:
     """A local tensor as a DTensor with a spec that is known to fit it."""
     from torch.distributed.tensor import DTensor
 
@@ -67,17 +70,17 @@ def _with_spec(local: Tensor, spec: Any) -> Any:
 # ------------------------------------------------------------------------------------------------- trees under a layout
 
 
-def parameter_like(layout: Layout, name: str, leaf: Any) -> Any:
+def parameter_like(layout: Layout, name: str, leaf: Tensor) -> DTensor:
     """A local tensor as a DTensor that lies as a parameter does; the spec is made once for a dtype."""
     if is_dtensor(leaf):
         return leaf
     own = layout.dtensors[name]
-    specs: dict[Any, Any] = layout.derived.setdefault("specs of dtensors", {})
-    if leaf.requires_grad or leaf.device.type not in (own.mesh.device_type, "meta"):
-        return dtensor_of(leaf, own.mesh, own.placements, own.shape, own.stride)
-    if (name, leaf.dtype) not in specs:
-        specs[name, leaf.dtype] = dtensor_of(leaf, own.mesh, own.placements, own.shape, own.stride)._spec
-    return _with_spec(leaf, specs[name, leaf.dtype])
+    key = ("spec of a DTensor", name, leaf.dtype)
+    if key in layout.derived and not leaf.requires_grad and leaf.device.type in (own.mesh.device_type, "meta"):
+        return _with_spec(leaf, layout.derived[key])
+    found = dtensor_of(leaf, own.mesh, own.placements, own.shape, own.stride)
+    layout.derived[key] = found._spec
+    return found
 
 
 def to_dtensors(layout: Layout, local: PyTree, like: PyTree = None) -> PyTree:
@@ -90,7 +93,7 @@ def to_dtensors(layout: Layout, local: PyTree, like: PyTree = None) -> PyTree:
     """
     given = {} if like is None else dict(zip(tree.names(like), tree.leaves(like), strict=True))
 
-    def at(name: str, leaf: Tensor) -> Any:
+    def at(name: str, leaf: Tensor) -> Tensor:
         if name not in layout.dtensors:
             return leaf
         same = given.get(name)
@@ -99,7 +102,7 @@ def to_dtensors(layout: Layout, local: PyTree, like: PyTree = None) -> PyTree:
     return map_named(at, local)
 
 
-def logical_piece(layout: Layout, name: str, leaf: Tensor) -> Any:
+def logical_piece(layout: Layout, name: str, leaf: Tensor) -> Tensor | FlatPiece:
     """A rank's piece of a parameter as a leaf that says which part of which whole it is."""
     if name in layout.dtensors:
         return parameter_like(layout, name, leaf)
@@ -111,7 +114,7 @@ def logical_piece(layout: Layout, name: str, leaf: Tensor) -> Any:
 def logical_tree(layout: Layout, local: PyTree) -> PyTree:
     """`Layout.logical`."""
 
-    def at(name: str, leaf: Any) -> Any:
+    def at(name: str, leaf: Tensor | FlatPiece) -> Tensor | FlatPiece:
         piece, whole = layout.piece(name), layout.specs[name].shape
         if isinstance(leaf, FlatPiece) or is_dtensor(leaf):
             return leaf
@@ -131,7 +134,7 @@ def logical_tree(layout: Layout, local: PyTree) -> PyTree:
 def local_tree(layout: Layout, logical: PyTree) -> PyTree:
     """`Layout.local`."""
 
-    def at(name: str, leaf: Any) -> Tensor:
+    def at(name: str, leaf: Tensor | FlatPiece) -> Tensor:
         return leaf.data.view(layout.piece(name).shape) if isinstance(leaf, FlatPiece) else leaf
 
     return map_named(at, logical)

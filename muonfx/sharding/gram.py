@@ -25,7 +25,7 @@ from muonfx.polar.scaling import inverse_root, power_of_two, same_range, wide_dt
 from muonfx.sharding.messages import collective
 from muonfx.transforms.orthogonalize import orthogonalize
 
-__all__ = ["Slab", "gram_bytes", "gram_plan", "is_for_gram", "orthogonalize_slabs", "slab_of", "wide_of"]
+__all__ = ["Slab", "gram_bytes", "gram_plan", "is_for_gram", "orthogonalize_slabs", "slab_of"]
 
 Run = Sequence[tuple[str, Transform]]
 
@@ -62,15 +62,6 @@ def gram_plan(run: Run, shape: Sequence[int], dtype: torch.dtype, device: torch.
     if asked == "auto":
         asked = stable_dtype(torch.float64 if dtype == torch.float64 else compute, resolved)
     return plan(min(shape), max(shape), dtype, device, resolved, method="gram", dtype=asked, products="batched")
-
-
-def wide_of(dtype: torch.dtype) -> torch.dtype:
-    """In what sums over ranks are taken and sent.
-
-    >>> wide_of(torch.bfloat16)
-    torch.float32
-    """
-    return wide_dtype(dtype)
 
 
 class Slab(NamedTuple):

@@ -22,7 +22,7 @@ from muonfx import tree
 from muonfx.sharding.collectives import gathered, reduce_scattered
 from muonfx.sharding.cut import Cut
 from muonfx.sharding.dtensors import local_tree, logical_tree, map_named
-from muonfx.sharding.errors import ShardingError
+from muonfx.sharding.messages import ShardingError
 from muonfx.shards import Piece
 from muonfx.tree import PyTree, Spec
 

@@ -27,9 +27,8 @@ from muonfx.sharding.cut import (
     padded,
 )
 from muonfx.sharding.dtensors import is_dtensor
-from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Buffer, Layout, specs_of
-from muonfx.sharding.messages import collective
+from muonfx.sharding.messages import ShardingError, collective
 from muonfx.sharding.plan.balance import assign_by_bytes
 from muonfx.sharding.plan.cost import costs_of
 from muonfx.tree import PyTree, Spec

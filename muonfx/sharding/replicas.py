@@ -18,9 +18,8 @@ from muonfx.sharding.checksums import checksum, scattered, vanishing
 from muonfx.sharding.collectives import BUCKET, exchange, in_buckets
 from muonfx.sharding.consensus import agree_on_leaves, check_pieces, host_device, listed
 from muonfx.sharding.dtensors import local_of
-from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout
-from muonfx.sharding.messages import collective, copied
+from muonfx.sharding.messages import ShardingError, collective, copied
 from muonfx.sharding.state import LeafPlacement, describe_state
 from muonfx.tree import PyTree
 

@@ -7,11 +7,13 @@ of fields.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from muonfx import tree
@@ -20,25 +22,28 @@ from muonfx.program.buckets import parameters_of
 from muonfx.program.lower import fill_placeholders, state_around
 from muonfx.program.nodes import Around, ChainNode, Node, Stage, WholeTree
 from muonfx.sharding.binding import Binding
-from muonfx.sharding.dtensors import is_dtensor, local_of, logical_piece, parameter_like
-from muonfx.sharding.owned import at_owner, like_parameter
+from muonfx.sharding.dtensors import dtensor_of, is_dtensor, local_of, logical_piece, parameter_like
+from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import RunPlan
 from muonfx.sharding.plan.shares import Share
 from muonfx.shards import FlatPiece
 from muonfx.tree import PyTree
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
 __all__ = [
     "LeafPlacement",
     "describe_state",
-    "without_dtensors",
-    "from_dtensor",
-    "state_to_dtensors",
-    "leaf_to_dtensor",
-    "held",
     "interval_of",
+    "leaf_to_dtensor",
+    "like_parameter",
     "local_state",
     "logical_leaf",
     "logical_state",
+    "state_to_dtensors",
+    "without_dtensors",
 ]
 
 
@@ -177,7 +182,7 @@ def leaf_to_dtensor(binding: Binding, what: Any, leaf: Any) -> Any:
         return None  # a transform that keeps nothing there
     like = torch.empty(what.shape, dtype=what.dtype, device="meta")
     if len(what.shares) == 1 and what.shares[0].owner is not None:
-        return at_owner(binding.layout, what.shares[0].owner, leaf, like)
+        return _at_owner(binding.layout, what.shares[0].owner, leaf, like)
     found = like_parameter(binding.layout, what.name, what.shares, leaf, like)
     return leaf if found is None else found
 
@@ -244,3 +249,69 @@ def local_state(binding: Binding, tx: Transform, params: PyTree, logical: PyTree
     local = [at(wanted, leaf) for wanted, leaf in zip(tree.leaves(meta), leaves, strict=True)]
     state = tree.unflatten(treedef, local)
     return state_to_dtensors(binding, tx, params, state) if binding.layout.dtensors else state
+
+
+# ------------------------------------------------------------------------------------------- what lies at owners
+# torch knows DTensors on a part of the ranks: elsewhere such a one has no elements, and torch.distributed.checkpoint
+# neither asks nor gives those ranks anything.
+
+
+def _at_owner(layout: Layout, owner: int, local: Tensor | None, like: Tensor) -> DTensor:
+    """A tensor that one rank has, as a DTensor on the mesh of this rank alone."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Replicate
+
+    meshes: dict[int, DeviceMesh] = layout.derived.setdefault("meshes of owners", {})
+    if owner not in meshes:
+        assert layout.group is not None
+        kind = next(iter(layout.dtensors.values())).mesh.device_type
+        # It has nobody to talk to, so no process group is made for it.
+        meshes[owner] = DeviceMesh(kind, [dist.get_global_rank(layout.group, owner)], _init_backend=False)
+    local = _nothing(meshes[owner], like) if local is None else local.view(like.shape)
+    return dtensor_of(local, meshes[owner], [Replicate()], like.shape, like.stride())
+
+
+def like_parameter(
+    layout: Layout, name: str, shares: Sequence[Share], local: Tensor | None, like: Tensor
+) -> DTensor | None:
+    """State that several ranks own, as a DTensor on the parameter's mesh; None where DTensors cannot say it.
+
+    They can where every rank owns all, and where every rank owns of a stack just what it holds, as of experts that are
+    sharded by the first dim.
+
+    Args:
+        layout: who holds what.
+        name: of the parameter.
+        shares: of the parameter, of all owners.
+        local: this rank's state.
+        like: a meta tensor of the whole state's shape and dtype.
+    """
+    from torch.distributed.tensor import Replicate
+
+    spec = layout.dtensors[name]
+    if all(share.owner is None for share in shares):
+        assert local is not None
+        return dtensor_of(local, spec.mesh, [Replicate()] * spec.mesh.ndim, like.shape, like.stride())
+    if not _own_what_they_hold(layout, name, shares, like):
+        return None
+    local = (_nothing(spec.mesh, like) if local is None else local).reshape(-1, *like.shape[1:])
+    return dtensor_of(local, spec.mesh, spec.placements, like.shape, like.stride())
+
+
+def _own_what_they_hold(layout: Layout, name: str, shares: Sequence[Share], like: Tensor) -> bool:
+    """True if every rank owns of a stack's first dim just the range that it holds, and the state has this dim."""
+    spec = layout.dtensors[name]
+    if like.shape[:1] != spec.shape[:1] or any(getattr(placement, "dim", 0) for placement in spec.placements):
+        return False
+    by_owner = {share.owner: share for share in shares}
+    for rank in range(layout.size):
+        piece, share = layout.piece(name, rank), by_owner.get(rank)
+        if piece.boxes != (() if share is None else share.piece.boxes):
+            return False
+    return len(by_owner) == len(shares)
+
+
+def _nothing(mesh: DeviceMesh, like: Tensor) -> Tensor:
+    kind = mesh.device_type
+    device = torch.device("cpu" if kind == "cpu" else f"{kind}:{torch.get_device_module(kind).current_device()}")
+    return torch.empty(0, dtype=like.dtype, device=device)

@@ -26,9 +26,8 @@ from muonfx.sharding.consensus import (
 )
 from muonfx.sharding.description import structure_of
 from muonfx.sharding.dtensors import is_dtensor, local_of
-from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout
-from muonfx.sharding.messages import Exchange, collective
+from muonfx.sharding.messages import Exchange, ShardingError, collective
 from muonfx.sharding.replicas import verify_params, verify_state, warn_of_gradients
 from muonfx.sharding.state import LeafPlacement, describe_state
 from muonfx.sharding.verification import PROBLEMS, verify_ranks
@@ -226,7 +225,7 @@ def _filled(
 def _check_step(
     binding: Binding, tx: Transform, updates: PyTree, state: PyTree, params: PyTree, *, check: bool
 ) -> None:
-    _check_local(binding.layout, updates)
+    check_pieces(binding.layout, updates, as_placed=False)
     if not check:
         return
     local = tree.map(local_of, updates)
@@ -243,17 +242,3 @@ def _check_step(
         meta = binding.executor.init(tx, tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), like))
         derived[key] = (*tree.flatten(meta), meta)
     checks.check_state_like(tx.name, state, derived[key], with_dtypes=params is not None)
-
-
-def _check_local(layout: Layout, updates: PyTree) -> None:
-    """Require the shapes of this rank's pieces; of a DTensor, which may still be partial, that of the parameter."""
-    for name, leaf in zip(tree.names(updates), tree.leaves(updates), strict=True):
-        if leaf is None:
-            continue
-        piece = layout.piece(name)
-        wanted = layout.specs[name].shape if is_dtensor(leaf) else piece.shape
-        if tuple(leaf.shape) != wanted and (is_dtensor(leaf) or not piece.fits(leaf)):
-            raise ShardingError(
-                f"{name!r} has a local tensor of shape {tuple(leaf.shape)}, the layout says {wanted}: was the tree "
-                "sharded by this layout?"
-            )

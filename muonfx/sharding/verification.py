@@ -16,8 +16,8 @@ from muonfx.sharding.binding import Binding
 from muonfx.sharding.consensus import DTYPES, Facts, check_pieces, compare, find_difference, listed, number_of
 from muonfx.sharding.description import captured_by, chain_text, functions_of
 from muonfx.sharding.dtensors import local_of
-from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout
+from muonfx.sharding.messages import ShardingError
 from muonfx.sharding.replicas import verify_params
 from muonfx.tree import PyTree
 

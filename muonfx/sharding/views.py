@@ -11,8 +11,8 @@ from muonfx import tree
 from muonfx.core import Transform
 from muonfx.offload.transform import inner_of, store_of
 from muonfx.sharding.binding import Binding
-from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout
+from muonfx.sharding.messages import ShardingError
 from muonfx.sharding.state import LeafPlacement, describe_state, local_state, logical_state, without_dtensors
 from muonfx.sharding.transform import Sharded, bind, settings_of
 from muonfx.shards import FlatPiece
