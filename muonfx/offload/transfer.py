@@ -33,13 +33,7 @@ def nbytes_in_buffer(leaves: Sequence[Tensor]) -> int:
 
 
 class BucketTransfer:
-    """The way for the buckets of one transform, in one step.
-
-    Args:
-        device: where the transform computes.
-        buckets: the leaves of each bucket, where they lie.
-        filed: whether home is on disk.
-    """
+    """The way for the buckets of one transform, in one step."""
 
     def __init__(self, device: torch.device, buckets: Sequence[Sequence[Tensor]], *, filed: bool) -> None:
         self._buckets = buckets

@@ -55,11 +55,6 @@ def host_device(group: dist.ProcessGroup) -> torch.device:
 def agree(facts: Sequence[int], group: dist.ProcessGroup, problem: BaseException | None = None) -> list[int]:
     """Find the largest that any rank says; and raise on all ranks if something is wrong on one.
 
-    Args:
-        facts: small numbers, of 0 or more; as many on all ranks.
-        group: the ranks.
-        problem: what is wrong here, if anything.
-
     Raises:
         ShardingError: something is wrong on another rank, or one is gone.
         BaseException: ``problem`` itself, where it was found.

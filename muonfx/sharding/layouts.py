@@ -105,7 +105,7 @@ def zero(
         raise ValueError(f"stage: found {stage!r}, expected 1, 2 or 3")
     if partition not in ("whole", "flat"):
         raise ValueError(f"partition: found {partition!r}, expected 'whole' or 'flat'")
-    if isinstance(alignment, bool) or not isinstance(alignment, int) or alignment < 1:
+    if alignment < 1:
         raise ValueError(f"alignment: found {alignment!r}, expected an int of 1 or more, in elements")
     size, rank, process_group = _ranks(group)
     specs = specs_of(params)

@@ -86,12 +86,6 @@ _ADVICE = (
 def verify_state(binding: Binding, tx: Transform, like: PyTree, state: PyTree) -> None:
     """Require that what several ranks hold of a state is the same there, bit by bit.
 
-    Args:
-        binding: the layout and its plans.
-        tx: the transform.
-        like: local tensors in the tree of the parameters.
-        state: of local tensors.
-
     Raises:
         ShardingError: it is not; the message names the first leaf that is not, and the ranks. Raised on all ranks.
     """

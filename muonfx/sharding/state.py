@@ -66,19 +66,8 @@ class LeafPlacement:
     """The shape of what this rank has of it; None: it has nothing."""
 
 
-def held(binding: Binding, node: Node) -> PyTree:
-    """Describe the state of a node of a program, leaf by leaf; the structure is the state's own.
-
-    Args:
-        binding: the layout and its plans.
-        node: of the program.
-    """
-    with warnings.catch_warnings():  # what there is to warn of has been said
-        warnings.simplefilter("ignore")
-        return _held(binding, node)
-
-
 def _held(binding: Binding, node: Node) -> PyTree:
+    """Describe the state of a node of a program, leaf by leaf; the structure is the state's own."""
     if isinstance(node, Stage) and not binding.holds_all:
         members = _held_at_owners(binding, node)
         return members[node.members[0].name]
@@ -116,14 +105,7 @@ def _by_name(plan: RunPlan) -> dict[str, tuple[Share, ...]]:
 
 
 def _described(binding: Binding, state: PyTree, params: PyTree, plan: RunPlan | None = None) -> PyTree:
-    """Say of each leaf which parameter it belongs to; a piece of one has its shape too.
-
-    Args:
-        binding: the layout and its plans.
-        state: made of meta tensors of the global shapes.
-        params: those tensors.
-        plan: who owns what, where the state lies at owners.
-    """
+    """Say of each leaf which parameter it belongs to; a piece of one has its shape too."""
     shares = None if plan is None else _by_name(plan)
     by_name = dict(zip(tree.names(params), tree.leaves(params), strict=True))
     leaves, treedef = tree.flatten(state)
@@ -148,7 +130,9 @@ def describe_state(binding: Binding, tx: Transform, params: PyTree) -> list[Any]
     if key not in binding.derived:
         local = binding.local_like(params)
         here = tree.leaves(binding.executor.init(tx, local))
-        found = tree.leaves(held(binding, binding.executor.program(tx, local)))
+        with warnings.catch_warnings():  # what there is to warn of has been said
+            warnings.simplefilter("ignore")
+            found = tree.leaves(_held(binding, binding.executor.program(tx, local)))
         described = [
             replace(what, local=None if leaf is None else tuple(leaf.shape))
             if isinstance(what, LeafPlacement)
@@ -278,13 +262,6 @@ def like_parameter(
 
     They can where every rank owns all, and where every rank owns of a stack just what it holds, as of experts that are
     sharded by the first dim.
-
-    Args:
-        layout: who holds what.
-        name: of the parameter.
-        shares: of the parameter, of all owners.
-        local: this rank's state.
-        like: a meta tensor of the whole state's shape and dtype.
     """
     from torch.distributed.tensor import Replicate
 

@@ -147,11 +147,9 @@ def sharded(
         raise TypeError(f"layout must be a muonfx.sharding layout, found {layout!r}")
     if replicas not in ("auto", "split", "everyone"):
         raise ValueError(f"replicas: found {replicas!r}, expected 'auto', 'split' or 'everyone'")
-    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
+    if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes: found {bucket_bytes!r}, expected an int of 1 or more")
-    if verify_every is not None and (
-        isinstance(verify_every, bool) or not isinstance(verify_every, int) or verify_every < 1
-    ):
+    if verify_every is not None and verify_every < 1:
         raise ValueError(f"verify_every: found {verify_every!r}, expected None or an int of 1 or more")
     settings = Settings(replicas, bucket_bytes, exchange_dtype, machine, gram, verify_every)
     if exchange_dtype is not None and not (
@@ -160,8 +158,6 @@ def sharded(
         raise ValueError(f"exchange_dtype: found {exchange_dtype!r}, expected a floating-point torch.dtype or None")
     if machine is not None and not isinstance(machine, Machine):
         raise TypeError(f"machine: found {machine!r}, expected a muonfx.sharding.Machine or None")
-    if not isinstance(gram, bool):
-        raise TypeError(f"gram: found {gram!r}, expected True or False")
     inner, store = inner_of(tx), store_of(tx)
 
     def init(params: PyTree) -> PyTree:
@@ -232,16 +228,8 @@ def step_sharded(
 ) -> tuple[PyTree, PyTree]:
     """One step on local tensors; updates and parameters may be DTensors. What is wrong on one rank is raised on all.
 
-    Args:
-        binding: the layout and its plans.
-        tx: the transform, with the numbers of now.
-        updates: gradients.
-        state: of local tensors.
-        params: parameters.
-        donate: what may be overwritten.
-        extras: named values for the transforms.
-        check: whether to look at the trees first, which takes time.
-        problem: what the caller has found to be wrong on this rank.
+    The transform has the numbers of now. ``check`` looks at the trees first, which takes time; ``problem`` is what the
+    caller has found to be wrong on this rank.
     """
     if donate.updates and any(_overlaps(leaf) for leaf in map(local_of, tree.leaves(updates)) if leaf is not None):
         donate = donate._replace(updates=False)  # an expanded gradient has no storage of its own to reuse

@@ -32,11 +32,6 @@ def verify_ranks(binding: Binding, tx: Transform, params: PyTree) -> None:
 
     All ranks call it together. They compare digests, in one all-reduce of fixed size; what differs is told only then.
 
-    Args:
-        binding: the layout and its plans.
-        tx: the transform.
-        params: this rank's parameters, or what has their names and shapes.
-
     Raises:
         ShardingError: they have not, or something is wrong on another rank.
 

@@ -31,7 +31,7 @@ def from_own_gradients(
 
 def reduced_by_own(here: Here, model: Model, case: LayoutCase, op: str) -> dict[str, Any]:
     """Gradients of its own on each rank, reduced and put together again."""
-    layout = laid_out(case, model.params(), here).of(model.params())
+    layout = laid_out(case, model.params(), here)
     return layout.gather(layout.reduce_scatter(model.grads(0, here.rank), op))
 
 
@@ -148,7 +148,7 @@ def troubled(model: Model, step: int, rank: int) -> dict[str, Any]:
 
 def none_on_some(here: Here, model: Model, case: LayoutCase) -> dict[str, Any]:
     """The first parameter without gradient on rank 0, the second on all ranks."""
-    layout = laid_out(case, model.params(), here).of(model.params())
+    layout = laid_out(case, model.params(), here)
     grads = model.grads(0, here.rank)
     first, second, *_ = grads
     grads |= {second: None} | ({first: None} if here.rank == 0 else {})
@@ -157,7 +157,7 @@ def none_on_some(here: Here, model: Model, case: LayoutCase) -> dict[str, Any]:
 
 def kinds_of_pieces(here: Here, model: Model, case: LayoutCase) -> tuple[list[str], list[str]]:
     """What `shard` and `reduce_scatter` give: the types of their leaves."""
-    layout = laid_out(case, model.params(), here).of(model.params())
+    layout = laid_out(case, model.params(), here)
     trees = layout.shard(model.params()), layout.reduce_scatter(model.grads(0))
     shard, reduced = ([type(leaf).__name__ for leaf in mfx.tree.leaves(tree)] for tree in trees)
     return shard, reduced

@@ -8,6 +8,7 @@ import torch
 
 import muonfx as mfx
 from muonfx import sharding
+from muonfx.sharding.dtensors import to_dtensors
 from tests.processes import Here, World
 from tests.sharding.cases import Flat, LayoutCase, Leaf, Model, Params, Placed, Replicated, Zero, laid_out, model, muon
 from tests.sharding.law import assert_equal
@@ -129,7 +130,7 @@ def by_hand(here: Here, path: Path, case: LayoutCase) -> None:
     layout, tx = laid_out(case, params, here), chain_of("plain")
 
     def enter(whole: Params) -> Params:
-        return layout.to_dtensors(layout.shard(whole))
+        return to_dtensors(layout, layout.shard(whole))
 
     sharded, local = sharding.sharded(tx, layout), enter(params)
     local, state = steps(sharded, sharded.init(local), local, enter, DRAWN, range(2))
@@ -236,7 +237,7 @@ def test_one_process_needs_no_group_for_a_layout_of_one_rank(tmp_path: Path):
 def dtensors_there_and_back(here: Here) -> None:
     params = DRAWN.params()
     layout = laid_out(LAYOUTS["rows"], params, here)
-    placed = layout.to_dtensors(layout.shard(params))
+    placed = to_dtensors(layout, layout.shard(params))
     back = layout.local(layout.logical(placed))
     for name, param in placed.items():
         assert type(back[name]) is type(param) is not torch.Tensor
