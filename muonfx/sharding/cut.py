@@ -12,12 +12,15 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from math import prod
-from typing import Any, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import torch
 
 from muonfx.shards import Piece, Span
 from muonfx.tree import Spec
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Placement
 
 __all__ = ["Cut", "Intervals", "Listed", "OnMesh", "OneOwner", "Places", "Replicas"]
 
@@ -28,7 +31,7 @@ class Cut(Sequence[Piece]):
     def __init__(self, shape: Sequence[int], size: int) -> None:
         self.shape = tuple(shape)
         self.size = size
-        self.derived: dict[Any, Any] = {}
+        self.derived: dict[object, Any] = {}
         """Values that follow from the cut, computed once."""
         self._asked: dict[int, Piece] = {}
         """The pieces that somebody asked for: a rank's own, at every step."""
@@ -38,7 +41,7 @@ class Cut(Sequence[Piece]):
         raise NotImplementedError
 
     @cached_property
-    def key(self) -> tuple[Any, ...]:
+    def key(self) -> tuple[object, ...]:
         """Numbers and words that say all of it: the same on all ranks, and equal for equal cuts."""
         raise NotImplementedError
 
@@ -127,7 +130,7 @@ class Replicas(Cut):
         return self._whole
 
     @cached_property
-    def key(self) -> tuple[Any, ...]:
+    def key(self) -> tuple[object, ...]:
         """The shape, and how many ranks there are."""
         return "replicas", self.shape, self.size
 
@@ -152,7 +155,7 @@ class OneOwner(Cut):
         return Piece.whole(self.shape) if rank == self.owner else Piece.interval(self.shape, 0, 0)
 
     @cached_property
-    def key(self) -> tuple[Any, ...]:
+    def key(self) -> tuple[object, ...]:
         """The shape, how many ranks there are, and which has it."""
         return "one owner", self.shape, self.size, self.owner
 
@@ -188,7 +191,7 @@ class Intervals(Cut):
         return Piece.interval(self.shape, low, high)
 
     @cached_property
-    def key(self) -> tuple[Any, ...]:
+    def key(self) -> tuple[object, ...]:
         """The shape, and where it is cut."""
         first, last = self._between
         inner = tuple(self.cuts[first + 1 : last])
@@ -222,7 +225,7 @@ class Places:
         self.coordinates = tuple(coordinates)
 
     @cached_property
-    def key(self) -> tuple[Any, ...]:
+    def key(self) -> tuple[object, ...]:
         """The shape, and a digest of the coordinates."""
         return self.shape, hashlib.sha256(repr(self.coordinates).encode()).hexdigest()
 
@@ -296,7 +299,7 @@ class OnMesh(Cut):
         return shards[at[-1]] if at[-1] < len(shards) else ()
 
     @cached_property
-    def key(self) -> tuple[Any, ...]:
+    def key(self) -> tuple[object, ...]:
         """The shape, the mesh, and the placements that cut it."""
         ways = tuple(
             (along, repr(self.placements[along])) for along in sorted(a for cutting in self._cutting for a in cutting)
@@ -315,12 +318,12 @@ class Listed(Cut):
         return self._pieces[rank]
 
     @cached_property
-    def key(self) -> tuple[Any, ...]:
+    def key(self) -> tuple[object, ...]:
         """All of them."""
         return "listed", self._pieces
 
 
-def _split(placement: Any, indices: torch.Tensor, parts: int) -> list[torch.Tensor]:
+def _split(placement: Placement, indices: torch.Tensor, parts: int) -> list[torch.Tensor]:
     """Cut the indices of a dim as the same placement cuts the first dim of a tensor."""
     kind: Any = type(placement)
     factor = getattr(placement, "split_factor", None)

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Hashable, Mapping, Sequence
 from itertools import pairwise, product
 from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -33,7 +33,14 @@ from muonfx.sharding.plan.balance import assign_by_bytes
 from muonfx.sharding.plan.cost import costs_of
 from muonfx.tree import PyTree, Spec
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Placement
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
 __all__ = ["Placed", "flat", "from_dtensors", "on_mesh", "replicated", "zero"]
+
+T = TypeVar("T")
 
 Group = dist.ProcessGroup | int | None
 """A process group; None for the default one; a number of ranks for a layout that is only looked at."""
@@ -219,7 +226,7 @@ class Placed(NamedTuple):
     """The mesh that a parameter lies on, by a name, and its placements along the dims of that mesh."""
 
     mesh: Hashable
-    placements: tuple[Any, ...]
+    placements: tuple[Placement, ...]
 
 
 def on_mesh(params: PyTree, placed: Mapping[str, Placed], places: Mapping[Any, Places]) -> Layout:
@@ -241,15 +248,15 @@ def on_mesh(params: PyTree, placed: Mapping[str, Placed], places: Mapping[Any, P
     return Layout("from_dtensors", specs, _cuts(specs, placed, places, size), size)
 
 
-def _ranks_of(mesh: Any) -> tuple[int, ...]:
+def _ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
     return tuple(sorted(int(rank) for rank in mesh.mesh.flatten().tolist()))
 
 
 def _each_by_its_own(
     specs: Mapping[str, Spec],
-    dtensors: Mapping[str, Any],
-    meshes: Mapping[Any, tuple[int, ...]],
-    places: Mapping[Any, Places],
+    dtensors: Mapping[str, DTensorSpec],
+    meshes: Mapping[DeviceMesh, tuple[int, ...]],
+    places: Mapping[DeviceMesh, Places],
     pieces: dict[str, Cut],
     group: dist.ProcessGroup,
 ) -> tuple[dict[str, Cut], tuple[str, ...]]:
@@ -284,11 +291,11 @@ def _each_by_its_own(
     return {n: Listed(spec.shape, [theirs[n][1] for theirs in lists]) for n, spec in specs.items()}, alike
 
 
-def _digest(said: Any) -> str:
+def _digest(said: object) -> str:
     return hashlib.sha256(repr(said).encode()).hexdigest()
 
 
-def _said(mine: Any, group: dist.ProcessGroup) -> list[Any]:
+def _said(mine: T, group: dist.ProcessGroup) -> list[T]:
     said: list[Any] = [None] * dist.get_world_size(group)
     with collective("finding out who holds what"):
         dist.all_gather_object(said, mine, group=group)
@@ -377,13 +384,16 @@ def _check_cuts(
 
 
 def _cuts(
-    specs: Mapping[str, Spec], dtensors: Mapping[str, Any], places: Mapping[Any, Places], size: int
+    specs: Mapping[str, Spec],
+    dtensors: Mapping[str, Placed] | Mapping[str, DTensorSpec],
+    places: Mapping[Any, Places],
+    size: int,
 ) -> dict[str, Cut]:
     """Make the cut of each parameter; those of one shape that are placed alike share one."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    made: dict[Any, Cut] = {}
+    made: dict[Hashable, Cut] = {}
     cuts: dict[str, Cut] = {}
     for name, spec in specs.items():
         placed = dtensors.get(name)
@@ -401,14 +411,14 @@ def _cuts(
     return cuts
 
 
-def _places(mesh: Any, ranks: Sequence[int]) -> Places:
+def _places(mesh: DeviceMesh, ranks: Sequence[int]) -> Places:
     """Find the coordinates of a group's ranks on a mesh."""
     shape = tuple(mesh.shape)
     at = dict(zip(mesh.mesh.flatten().tolist(), product(*map(range, shape)), strict=True))
     return Places(shape, [at.get(rank) for rank in ranks])
 
 
-def _group_of(meshes: Mapping[Any, tuple[int, ...]]) -> dist.ProcessGroup:
+def _group_of(meshes: Mapping[DeviceMesh, tuple[int, ...]]) -> dist.ProcessGroup:
     """A group of all ranks of some meshes, which are given with the ranks of each."""
     ranks = sorted(set().union(*meshes.values()))
     if ranks == list(range(dist.get_world_size())):
