@@ -120,9 +120,9 @@ def _copies_of(layout: Layout, local: PyTree) -> list[_Copies]:
     return [_Copies(name, named.get(name), layout.pieces[name].copies) for name in layout.names]
 
 
-def _holders_of(layout: Layout, what: Any) -> Sequence[Sequence[int]]:
+def _holders_of(layout: Layout, what: LeafPlacement | None) -> Sequence[Sequence[int]]:
     """The ranks that hold the same of a leaf of a state."""
-    if not isinstance(what, LeafPlacement):
+    if what is None:
         return []
     if what.name is None or any(share.owner is None for share in what.shares):
         return [range(layout.size)]

@@ -38,10 +38,10 @@ __all__ = [
     "describe_state",
     "interval_of",
     "leaf_to_dtensor",
-    "like_parameter",
     "local_state",
     "logical_leaf",
     "logical_state",
+    "own_what_they_hold",
     "state_to_dtensors",
     "without_dtensors",
 ]
@@ -124,8 +124,8 @@ def _described(binding: Binding, state: PyTree, params: PyTree, plan: RunPlan | 
     return tree.unflatten(treedef, described)
 
 
-def describe_state(binding: Binding, tx: Transform, params: PyTree) -> list[Any]:
-    """Describe the leaves of a state, in order: `LeafPlacement` for a tensor."""
+def describe_state(binding: Binding, tx: Transform, params: PyTree) -> list[LeafPlacement | None]:
+    """Describe the leaves of a state, in order; None for one that is None."""
     key = ("held", tx.treedef, tuple(tree.names(params)))
     if key not in binding.derived:
         local = binding.local_like(params)
@@ -136,7 +136,7 @@ def describe_state(binding: Binding, tx: Transform, params: PyTree) -> list[Any]
         described = [
             replace(what, local=None if leaf is None else tuple(leaf.shape))
             if isinstance(what, LeafPlacement)
-            else what
+            else None
             for what, leaf in zip(found, here, strict=True)
         ]
         binding.derived[key] = described
@@ -154,11 +154,9 @@ def state_to_dtensors(binding: Binding, tx: Transform, params: PyTree, state: Py
     return tree.unflatten(treedef, [leaf_to_dtensor(binding, what, leaf) for what, leaf in pairs])
 
 
-def leaf_to_dtensor(binding: Binding, what: Any, leaf: Any) -> Any:
+def leaf_to_dtensor(binding: Binding, what: LeafPlacement | None, leaf: Tensor | None) -> Tensor | None:
     """One leaf of `state_to_dtensors`."""
-    if not isinstance(what, LeafPlacement) or what.name is None or is_dtensor(leaf):
-        return leaf
-    if what.name not in binding.layout.dtensors:
+    if what is None or what.name is None or is_dtensor(leaf) or what.name not in binding.layout.dtensors:
         return leaf
     if not what.owned:
         return None if leaf is None else parameter_like(binding.layout, what.name, leaf)
@@ -167,7 +165,7 @@ def leaf_to_dtensor(binding: Binding, what: Any, leaf: Any) -> Any:
     like = torch.empty(what.shape, dtype=what.dtype, device="meta")
     if len(what.shares) == 1 and what.shares[0].owner is not None:
         return _at_owner(binding.layout, what.shares[0].owner, leaf, like)
-    found = like_parameter(binding.layout, what.name, what.shares, leaf, like)
+    found = _like_parameter(binding.layout, what.name, what.shares, leaf, like)
     return leaf if found is None else found
 
 
@@ -181,12 +179,12 @@ def without_dtensors(binding: Binding, tx: Transform, params: PyTree, state: PyT
     described = describe_state(binding, tx, params)
     if len(described) != len(leaves):
         return tree.map(local_of, state)  # of another transform: whoever checks the state says so
-    return tree.unflatten(treedef, [from_dtensor(what, leaf) for what, leaf in zip(described, leaves, strict=True)])
+    return tree.unflatten(treedef, [_from_dtensor(what, leaf) for what, leaf in zip(described, leaves, strict=True)])
 
 
-def from_dtensor(what: Any, leaf: Any) -> Any:
+def _from_dtensor(what: LeafPlacement | None, leaf: Tensor | FlatPiece | None) -> Tensor | FlatPiece | None:
     """One leaf of `without_dtensors`."""
-    if not is_dtensor(leaf) or not isinstance(what, LeafPlacement) or not what.owned:
+    if not is_dtensor(leaf) or what is None or not what.owned:
         return local_of(leaf)
     return None if what.local is None else leaf._local_tensor.view(what.local)
 
@@ -196,14 +194,14 @@ def logical_state(binding: Binding, tx: Transform, params: PyTree, state: PyTree
     leaves, treedef = tree.flatten(state)
     pairs = zip(describe_state(binding, tx, params), leaves, strict=True)
     device = tree.device_of(state)
-    return tree.unflatten(
-        treedef, [logical_leaf(binding, device, what, from_dtensor(what, leaf)) for what, leaf in pairs]
-    )
+    return tree.unflatten(treedef, [logical_leaf(binding, device, what, leaf) for what, leaf in pairs])
 
 
-def logical_leaf(binding: Binding, device: torch.device, what: Any, leaf: Any) -> Any:
+def logical_leaf(
+    binding: Binding, device: torch.device, what: LeafPlacement | None, leaf: Tensor | None
+) -> Tensor | FlatPiece | None:
     """One leaf of `logical_state`."""
-    if not isinstance(what, LeafPlacement) or what.name is None:
+    if what is None or what.name is None:
         return leaf
     if not what.owned:
         return None if leaf is None else logical_piece(binding.layout, what.name, leaf)
@@ -255,7 +253,7 @@ def _at_owner(layout: Layout, owner: int, local: Tensor | None, like: Tensor) ->
     return dtensor_of(local, meshes[owner], [Replicate()], like.shape, like.stride())
 
 
-def like_parameter(
+def _like_parameter(
     layout: Layout, name: str, shares: Sequence[Share], local: Tensor | None, like: Tensor
 ) -> DTensor | None:
     """State that several ranks own, as a DTensor on the parameter's mesh; None where DTensors cannot say it.
@@ -269,16 +267,16 @@ def like_parameter(
     if all(share.owner is None for share in shares):
         assert local is not None
         return dtensor_of(local, spec.mesh, [Replicate()] * spec.mesh.ndim, like.shape, like.stride())
-    if not _own_what_they_hold(layout, name, shares, like):
+    if not own_what_they_hold(layout, name, shares, like.shape):
         return None
     local = (_nothing(spec.mesh, like) if local is None else local).reshape(-1, *like.shape[1:])
     return dtensor_of(local, spec.mesh, spec.placements, like.shape, like.stride())
 
 
-def _own_what_they_hold(layout: Layout, name: str, shares: Sequence[Share], like: Tensor) -> bool:
+def own_what_they_hold(layout: Layout, name: str, shares: Sequence[Share], shape: Sequence[int]) -> bool:
     """True if every rank owns of a stack's first dim just the range that it holds, and the state has this dim."""
     spec = layout.dtensors[name]
-    if like.shape[:1] != spec.shape[:1] or any(getattr(placement, "dim", 0) for placement in spec.placements):
+    if tuple(shape[:1]) != tuple(spec.shape[:1]) or any(getattr(placement, "dim", 0) for placement in spec.placements):
         return False
     by_owner = {share.owner: share for share in shares}
     for rank in range(layout.size):

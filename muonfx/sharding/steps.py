@@ -29,7 +29,7 @@ from muonfx.sharding.dtensors import is_dtensor, local_of
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.messages import Exchange, ShardingError, collective
 from muonfx.sharding.replicas import verify_params, verify_state, warn_of_gradients
-from muonfx.sharding.state import LeafPlacement, describe_state
+from muonfx.sharding.state import describe_state
 from muonfx.sharding.verification import PROBLEMS, verify_ranks
 from muonfx.tree import PyTree
 
@@ -169,7 +169,7 @@ def _numbers_of_state(binding: Binding, tx: Transform, state: PyTree, like: PyTr
     key = ("numbers of state", tx.treedef, len(leaves), tuple(tree.names(like)))
     if key not in binding.derived:
         described = describe_state(binding, tx, tree.map(local_of, like))
-        places = [i for i, what in enumerate(described) if isinstance(what, LeafPlacement) and what.name is None]
+        places = [i for i, what in enumerate(described) if what is not None and what.name is None]
         names = tree.names(state)
         fits = len(described) == len(leaves)
         binding.derived[key] = [(place, names[place]) for place in places] if fits else None

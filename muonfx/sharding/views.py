@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
-from typing import Any
 
 import torch
 
@@ -99,14 +99,14 @@ def layout_of(tx: object) -> Layout | None:
     return tx.arguments["layout"] if isinstance(tx, Sharded) else None
 
 
-def _check_local(layout: Layout, described: list[Any], state: PyTree) -> None:
+def _check_local(layout: Layout, described: Sequence[LeafPlacement | None], state: PyTree) -> None:
     """Require as many leaves, of such shapes, as a state has under a layout."""
     advice = "was it made by this chain, under this layout?"
     leaves = tree.leaves(state)
     if len(leaves) != len(described):
         raise ShardingError(f"the state has {len(leaves)} leaves, expected {len(described)}: {advice}")
     for name, leaf, what in zip(tree.names(state), leaves, described, strict=True):
-        want = what.local if isinstance(what, LeafPlacement) else None
+        want = None if what is None else what.local
         if leaf is not None and want is not None and tuple(leaf.shape) != want and (leaf.numel() or prod(want)):
             raise ShardingError(
                 f"the state's {name!r} has shape {tuple(leaf.shape)}, expected {want} on this rank under {layout!r}: "
@@ -114,7 +114,7 @@ def _check_local(layout: Layout, described: list[Any], state: PyTree) -> None:
             )
 
 
-def _binding_of(tx: Transform, params: PyTree) -> tuple[Binding, Transform, Any]:
+def _binding_of(tx: Transform, params: PyTree) -> tuple[Binding, Transform, PyTree]:
     if not isinstance(tx, Sharded):
         raise TypeError(f"tx must be what muonfx.sharding.sharded made, found {tx!r}")
     layout: Layout = tx.arguments["layout"]
