@@ -18,6 +18,7 @@ from muonfx.core import Donation, Transform
 from muonfx.offload.transform import store_of
 from muonfx.optimizer.portable import (
     Gathering,
+    Record,
     evenly,
     evenly_box,
     gathered_whole,
@@ -89,8 +90,8 @@ class SteppingOverRanks(Stepping):
         self.layout, self._settings = layout, settings
         self.binding: Binding = bind(layout, settings, store_of(tx))
         self._known: list[optree.PyTreeSpec] = []
-        self._like: dict[str, Any] = {}
-        self._records: dict[int, dict[str, Any]] = {}
+        self._like: dict[str, Tensor | None] = {}
+        self._records: dict[int, Record] = {}
         self._gathering: Gathering | None = None
         self._leaves_owned: dict[int, LeafPlacement] | None = None
 
@@ -161,7 +162,7 @@ class SteppingOverRanks(Stepping):
         start, stop = interval_of(what, what.share)
         return whole[start:stop].view(what.local)
 
-    def show(self, place: int, leaf: Any) -> Any:
+    def show(self, place: int, leaf: Tensor | None) -> Tensor | None:
         """A leaf of the state as ``optimizer.state`` has it: a DTensor, or another thing that says which part it is."""
         what = self._about[place]
         if what is None or what.name is None:
@@ -172,7 +173,7 @@ class SteppingOverRanks(Stepping):
         piece = logical_leaf(self.binding, self._device, what, leaf)
         return IntervalTensor.of(piece) if isinstance(piece, FlatPiece) else piece
 
-    def _record_of(self, place: int) -> dict[str, Any]:
+    def _record_of(self, place: int) -> Record:
         """The record of a leaf that is cut as its parameter is, or of one at an owner as a state dict has it."""
         if place not in self._records:
             what = self._about[place]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,21 +45,21 @@ class Binding:
     settings: Settings
     store: Store
     compute: dict[str, torch.dtype] = field(default_factory=dict)
-    compared: set[Any] = field(default_factory=set)
+    compared: set[Hashable] = field(default_factory=set)
     """The structures of the chains that the ranks have compared."""
-    likes: dict[Any, PyTree] = field(default_factory=dict)
+    likes: dict[Hashable, PyTree] = field(default_factory=dict)
     """For each of these, meta tensors in the tree of the local parameters."""
-    derived: dict[Any, Any] = field(default_factory=dict)
+    derived: dict[Hashable, Any] = field(default_factory=dict)
     """Values that follow from shapes, computed once."""
     steps: int = 0
     """The number of steps taken."""
-    verified: set[Any] = field(default_factory=set)
+    verified: set[Hashable] = field(default_factory=set)
     """The chains, as in `compared`, before whose steps the copies that ranks hold have been compared."""
     has_loaded: bool = False
     """True if this rank has taken a state from elsewhere since the last step."""
-    _plans: dict[Any, RunPlan] = field(default_factory=dict)
+    _plans: dict[Hashable, RunPlan] = field(default_factory=dict)
     _at_owners: dict[Stage, tuple[Run, Run, Transform]] = field(default_factory=dict)
-    _warned: set[Any] = field(default_factory=set)
+    _warned: set[Hashable] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         specs, pieces = self.layout.specs, self.layout.pieces
@@ -133,7 +134,7 @@ class Binding:
         """Meta tensors of the global shapes in the place of local ones."""
         leaves, treedef = tree.flatten(params)
         specs = self.layout.specs
-        meta: list[Any] = []
+        meta: list[Tensor | None] = []
         for name, leaf in zip(tree.names(params), leaves, strict=True):
             if name not in specs:
                 if leaf is not None:
@@ -172,7 +173,7 @@ class Binding:
 
     def _counted(self, name: str, scalar: Tensor) -> Tensor:
         """The number that a rank adds for a leaf: of several holders one adds; but of what is not finite, all hear."""
-        if self.layout.counts(name):
+        if self.layout.rank in self.layout.pieces[name].firsts:
             return scalar
         return torch.where(scalar.isfinite(), torch.zeros_like(scalar), scalar)
 

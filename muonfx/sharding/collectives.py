@@ -108,7 +108,9 @@ class _Gather(torch.autograd.Function):
     """Gathering, whose derivative is to reduce and scatter."""
 
     @staticmethod
-    def forward(layout: Layout, names: Sequence[str], op: str, bucket_bytes: int, *locals_: Tensor) -> Any:
+    def forward(
+        layout: Layout, names: Sequence[str], op: str, bucket_bytes: int, *locals_: Tensor
+    ) -> tuple[Tensor, ...]:
         return tuple(_gather(layout, names, locals_, bucket_bytes))
 
     @staticmethod
@@ -156,12 +158,12 @@ def _reduce(layout: Layout, names: Sequence[str], full: list[Tensor], op: str, b
     if held and all(len(ranks) == layout.size for ranks in held) and layout.size > 1:
         # All ranks want all: reduce to equal parts, and gather these.
         specs = {name: layout.specs[name] for name in names}
-        pieces = equal_intervals(specs, layout.size).pieces
+        pieces = equal_intervals(specs, layout.size)[0]
         cut = replace(layout, kind="flat", specs=specs, pieces=pieces, buffer=None, dtensors={}, derived={})
         return _gather(cut, names, _reduce(cut, names, full, op, bucket_bytes), bucket_bytes)
     if layout.group is None and layout.size > 1:
         raise ShardingError(f"{layout!r} has no process group: it is only to look at")
-    results: list[Any] = [None] * len(full)
+    results = list(full)
     for places in in_buckets(full, bucket_bytes):
         outgoing: list[list[Tensor]] = [[] for _ in range(layout.size)]
         parts: list[list[Tensor]] = [[] for _ in range(layout.size)]

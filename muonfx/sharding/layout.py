@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.sharding.collectives import gathered, reduce_scattered
-from muonfx.sharding.cut import Cut
+from muonfx.sharding.cut import Buffer, Cut
 from muonfx.sharding.dtensors import local_tree, logical_tree, map_named
 from muonfx.sharding.messages import ShardingError
 from muonfx.shards import Piece
@@ -29,16 +29,7 @@ from muonfx.tree import PyTree, Spec
 if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-__all__ = ["Buffer", "Layout"]
-
-
-class Buffer(NamedTuple):
-    """How pieces lie in the flat buffers of an engine; in elements."""
-
-    starts: dict[str, int]
-    """Where each parameter begins: in the one buffer that is cut, or in that of the rank that has it."""
-    lengths: tuple[int, ...]
-    """Of each rank's part, with its padding."""
+__all__ = ["Layout", "specs_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,15 +129,6 @@ class Layout:
     def holders(self, name: str) -> Mapping[Piece, Sequence[int]]:
         """The different pieces of a parameter that have elements, and the ranks that hold each."""
         return self.pieces[name].holders
-
-    def counts(self, name: str, rank: int | None = None) -> bool:
-        """True if a rank is the one that counts its piece in sums over all ranks: the first of those that hold it."""
-        rank = self.rank if rank is None else rank
-        known: dict[int, bool] = self.pieces[name].derived.setdefault("counts", {})
-        if rank not in known:
-            piece = self.piece(name, rank)
-            known[rank] = piece.numel > 0 and self.holders(name)[piece][0] == rank
-        return known[rank]
 
     def nbytes(self, rank: int | None = None) -> int:
         """The bytes of a rank's pieces of the parameters."""

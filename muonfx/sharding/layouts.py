@@ -15,6 +15,7 @@ from muonfx.arguments import plain_arguments
 from muonfx.checks import did_you_mean
 from muonfx.core import Transform
 from muonfx.sharding.cut import (
+    Buffer,
     Cut,
     Intervals,
     Listed,
@@ -27,7 +28,7 @@ from muonfx.sharding.cut import (
     padded,
 )
 from muonfx.sharding.dtensors import is_dtensor
-from muonfx.sharding.layout import Buffer, Layout, specs_of
+from muonfx.sharding.layout import Layout, specs_of
 from muonfx.sharding.messages import ShardingError, collective
 from muonfx.sharding.plan.balance import assign_by_bytes
 from muonfx.sharding.plan.cost import costs_of
@@ -119,8 +120,7 @@ def zero(
     if partition == "whole":
         pieces, buffer = _whole(specs, size, alignment, tx)
     else:
-        pieces, starts, lengths = equal_intervals(specs, size, alignment)
-        buffer = Buffer(starts, lengths)
+        pieces, buffer = equal_intervals(specs, size, alignment)
     return Layout("zero", specs, pieces, size, rank, process_group, stage, buffer)
 
 

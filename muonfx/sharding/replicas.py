@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from muonfx.core import Transform
 from muonfx.sharding.binding import Binding
 from muonfx.sharding.checksums import checksum, scattered, vanishing
 from muonfx.sharding.collectives import BUCKET, exchange, in_buckets
-from muonfx.sharding.consensus import agree_on_leaves, check_pieces, host_device, listed
+from muonfx.sharding.consensus import agree_on_leaves, all_numbers, check_pieces, host_device, listed
 from muonfx.sharding.dtensors import local_of
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.messages import ShardingError, collective, copied
@@ -148,10 +148,7 @@ def _find_difference(copies: Sequence[_Copies], layout: Layout) -> _Difference |
     if not wrong:
         return None
     place = wrong[0]
-    said = [torch.empty(1, dtype=torch.int64, device=host_device(group)) for _ in range(layout.size)]
-    with collective("finding out which copies differ"):
-        dist.all_gather(said, torch.tensor([sums[place]], dtype=torch.int64, device=host_device(group)), group=group)
-    numbers = [int(number) for number in said]
+    numbers = all_numbers([sums[place]], group, "finding out which copies differ")
     for ranks in copies[place].holders:
         odd = [rank for rank in ranks if numbers[rank] != numbers[ranks[0]]]
         if odd:
@@ -240,14 +237,10 @@ def broadcast(params: PyTree, layout: Layout, *, donate: bool = False) -> PyTree
         if gone:  # which all ranks know alike
             raise ShardingError(f"{name!r} is None on some ranks only: give it on all ranks that hold it")
         if not donate:
-            leaves[place] = leaf = _copy(leaf)
+            leaves[place] = leaf = leaf.detach().clone()
         places[name] = local_of(leaf).detach()
     _from_first_holders(places, layout, layout.group)
     return tree.unflatten(treedef, leaves)
-
-
-def _copy(leaf: Any) -> Any:
-    return leaf.detach().clone()
 
 
 def _from_first_holders(places: Mapping[str, Tensor], layout: Layout, group: dist.ProcessGroup) -> None:

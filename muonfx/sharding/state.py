@@ -72,7 +72,7 @@ def _held(binding: Binding, node: Node) -> PyTree:
         members = _held_at_owners(binding, node)
         return members[node.members[0].name]
     if isinstance(node, ChainNode):
-        state: dict[str, Any] = {}
+        state: dict[str, PyTree] = {}
         for names, child in node.entries:
             if isinstance(child, Stage) and not binding.holds_all:
                 state |= _held_at_owners(binding, child)
@@ -223,7 +223,7 @@ def local_state(binding: Binding, tx: Transform, params: PyTree, logical: PyTree
     meta = binding.executor.init(tx, tree.map(lambda leaf: torch.empty_like(local_of(leaf), device="meta"), params))
     leaves, treedef = tree.flatten(logical)
 
-    def at(wanted: Any, leaf: Any) -> Any:
+    def at(wanted: Tensor | None, leaf: Tensor | FlatPiece | None) -> Tensor | None:
         if wanted is None:
             return None
         return leaf.data.view(wanted.shape) if isinstance(leaf, FlatPiece) else local_of(leaf)
