@@ -47,7 +47,7 @@ from muonfx.sharding.state import (
     own_what_they_hold,
     state_to_dtensors,
 )
-from muonfx.sharding.transform import bind, init_sharded, mark_compared, sharded, step_sharded
+from muonfx.sharding.transform import bind, init_sharded, sharded, step_sharded
 from muonfx.shards import FlatPiece, IntervalTensor
 from muonfx.tree import PyTree
 
@@ -337,7 +337,7 @@ class SteppingOverRanks(Stepping):
         if known is not None:
             return tree.unflatten(known, leaves)
         self._known.append(treedef)
-        mark_compared(self.binding, tx)
+        self.binding.compared.add(tx.treedef)  # all ranks have made it alike of one that they have compared
         return tx
 
     def step(

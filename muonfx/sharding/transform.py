@@ -22,7 +22,7 @@ from muonfx.sharding.steps import agreed_updates
 from muonfx.sharding.verification import verify_ranks
 from muonfx.tree import PyTree
 
-__all__ = ["Sharded", "step_sharded", "init_sharded", "mark_compared", "settings_of", "sharded", "bind"]
+__all__ = ["Sharded", "step_sharded", "init_sharded", "settings_of", "sharded", "bind"]
 
 
 class Sharded(Transform):
@@ -237,11 +237,6 @@ def step_sharded(
         binding, tx, updates, state, params, donate=donate, extras=extras, check=check, problem=problem
     )
     return binding.executor.update(tx, Arguments(local, state, tree.map(local_of, params), donate, extras))
-
-
-def mark_compared(binding: Binding, tx: Transform) -> None:
-    """Take a transform as known to all ranks, which have made it alike of one that they have compared."""
-    binding.compared.add(tx.treedef)
 
 
 def settings_of(tx: Sharded) -> Settings:

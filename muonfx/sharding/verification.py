@@ -109,7 +109,7 @@ def _compared(
             'Give orthogonalize a dtype to choose; a transform of your own that calls muonfx.polar with "auto" must',
             stacklevel=2,
         )
-    if own["machine"][0] != own["machine"][1] and _has_copies(layout):
+    if own["machine"][0] != own["machine"][1] and any(cut.copies for cut in layout.pieces.values()):
         odd, here, there = _told(machine, layout)
         warnings.warn(
             f"what each rank computes for itself may differ in the last bit: rank 0 has {here}; {odd}: {there}. "
@@ -156,7 +156,3 @@ def _settings_of_torch() -> dict[str, str]:
         "deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),
         "autocast": str(any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))),
     }
-
-
-def _has_copies(layout: Layout) -> bool:
-    return any(layout.pieces[name].copies for name in layout.names)

@@ -90,7 +90,8 @@ def newton_schulz_cost(
     short, long = sorted(shape)
     if short < 0:
         raise ValueError(f"shape: found {tuple(shape)}, expected two sides of at least 0")
-    resolved = _resolved(coefficients, steps, None if restarts is None else tuple(restarts))
+    resolve = _polynomials_by_name if isinstance(coefficients, str) else polynomials
+    resolved = resolve(coefficients, steps, None if restarts is None else tuple(restarts))
     kind = torch.device(device).type
     if dtype == "auto":
         dtype = torch.float64 if held == torch.float64 else torch.bfloat16 if kind == "cuda" else torch.float32
@@ -104,17 +105,7 @@ def newton_schulz_cost(
     return _cost(short, long, kind, held, dtype, alike, "standard", "batched")
 
 
-def _resolved(
-    coefficients: CoefficientsLike | torch.Tensor, steps: int | None, restarts: tuple[int, ...] | None
-) -> Polynomials:
-    if isinstance(coefficients, str):
-        return _resolved_by_name(coefficients, steps, restarts)
-    return polynomials(coefficients, steps, restarts)
-
-
-@functools.lru_cache(maxsize=256)
-def _resolved_by_name(name: str, steps: int | None, restarts: tuple[int, ...] | None) -> Polynomials:
-    return polynomials(name, steps, restarts)
+_polynomials_by_name = functools.lru_cache(maxsize=256)(polynomials)
 
 
 @functools.lru_cache(maxsize=65536)  # a model has few shapes and many matrices
