@@ -104,7 +104,7 @@ def layout_of(case: dict[str, Any], params: dict[str, Any]) -> Any:
     if kind == "from_dtensors":
         return mfx.sharding.from_dtensors(params)
     if kind == "replicated":
-        return mfx.sharding.replicated().of(params)
+        return mfx.sharding.replicated(params)
     if kind == "flat":
         total = sum(leaf.numel() for leaf in params.values())
         return mfx.sharding.flat(params, order=list(params), cuts=[total * rank // size for rank in range(size + 1)])

@@ -90,8 +90,9 @@ def candidates(kind: str, size: Size) -> dict[str, Callable[[], object]]:
         return made
 
     def optimizer(changing: bool) -> Callable[[], None]:
-        layout = mfx.sharding.replicated() if kind == "replicated" else None
-        made = mfx.TransformOptimizer(parameters(), plain, layout=layout)
+        params = parameters()
+        layout = mfx.sharding.replicated(params) if kind == "replicated" else None
+        made = mfx.TransformOptimizer(params, plain, layout=layout)
 
         def step() -> None:
             for group in made.param_groups if changing else ():
@@ -104,7 +105,7 @@ def candidates(kind: str, size: Size) -> dict[str, Callable[[], object]]:
         params = parameters()
         held: Any = {name: param.detach() for name, param in params.items()}
         grads = {name: param.grad for name, param in params.items()}
-        layout = mfx.sharding.replicated() if kind == "replicated" else mfx.sharding.from_dtensors(held)
+        layout = (mfx.sharding.replicated if kind == "replicated" else mfx.sharding.from_dtensors)(held)
         tx = mfx.sharding.sharded(plain, layout)
         state = tx.init(held)
         rates = {name: value for name, value in mfx.hyperparams(tx).items() if name.endswith(RATE)}
@@ -172,7 +173,7 @@ def ways(width: int, blocks: int, dtype: str, rounds: int, seconds: float) -> li
     for replicas in ("everyone", "split", "auto"):
         params = {name: torch.ones(shape) for name, shape in shapes.items()}
         grads = {name: torch.randn(shape) for name, shape in shapes.items()}
-        layout = mfx.sharding.replicated().of(params)
+        layout = mfx.sharding.replicated(params)
         tx = mfx.sharding.sharded(plain, layout, replicas=replicas)
         held = {"state": tx.init(params)}
 

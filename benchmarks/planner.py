@@ -140,7 +140,7 @@ def step(tx: mfx.Transform, whole: dict[str, Tensor], route: str) -> Call:
         own = mfx.sharding.sharded(tx, mfx.sharding.from_dtensors(held))
     elif route == "split":
         held = whole
-        own = mfx.sharding.sharded(tx, mfx.sharding.replicated(), replicas="split")
+        own = mfx.sharding.sharded(tx, mfx.sharding.replicated(whole), replicas="split")
     else:
         layout = mfx.sharding.zero(whole, partition="whole", tx=tx)
         held = layout.shard(whole)

@@ -6,6 +6,7 @@ line of JSON back. Only names that are public in both versions may be used here,
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
@@ -131,7 +132,8 @@ def _optimizer(case: Case, model: nn.Module, grads: Mapping[str, Tensor], labels
 def _function(case: Case, model: nn.Module, grads: Mapping[str, Tensor], tx: mfx.Transform) -> Stepper:
     held: Any = {name: param.detach() for name, param in model.named_parameters()}
     if case.layout == "replicated":
-        tx = mfx.sharding.sharded(tx, mfx.sharding.replicated())
+        of_params = "params" in inspect.signature(mfx.sharding.replicated).parameters  # before, it met them later
+        tx = mfx.sharding.sharded(tx, mfx.sharding.replicated(*([held] if of_params else [])))
     elif case.layout == "zero flat":
         layout = mfx.sharding.zero(held, partition="flat", tx=tx)
         tx = mfx.sharding.sharded(tx, layout)

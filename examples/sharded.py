@@ -98,7 +98,7 @@ class Replicated(OneProcess):
 
     def layout_of(self, params: Params) -> sharding.Layout:
         """Which piece of each parameter each process keeps."""
-        return sharding.replicated().of(params)
+        return sharding.replicated(params)
 
     def unsharded(self, params: Params) -> Params:
         """The parameters as the model takes them."""

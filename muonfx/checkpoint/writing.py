@@ -110,7 +110,7 @@ class Job:
             _check_keep(keep, where)
             if layout is not None and tx is not None:
                 if state is not None and not is_logical(state):
-                    state = logical(tx, state, params if layout.specs is None else None)
+                    state = logical(tx, state)
                 params = None if params is None else layout.logical(params)
             leaves = _leaves_of(state, params, whole=group is None)
             if copy:

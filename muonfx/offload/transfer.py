@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from muonfx.offload.files import read_ahead, release
 
 __all__ = ["BucketTransfer"]
 
+T = TypeVar("T")
 ALIGNED = 256
 
 
@@ -33,13 +34,7 @@ def nbytes_in_buffer(leaves: Sequence[Tensor]) -> int:
 
 
 class BucketTransfer:
-    """The way for the buckets of one transform, in one step.
-
-    Args:
-        device: where the transform computes.
-        buckets: the leaves of each bucket, where they lie.
-        filed: whether home is on disk.
-    """
+    """The way for the buckets of one transform, in one step."""
 
     def __init__(self, device: torch.device, buckets: Sequence[Sequence[Tensor]], *, filed: bool) -> None:
         self._buckets = buckets
@@ -48,14 +43,14 @@ class BucketTransfer:
         size = max(map(nbytes_in_buffer, buckets), default=0)
         count = min(2, len(buckets))
         self._buffers = [buffer(size, device) for _ in range(count)]
-        self._stream: Any = None
+        self._stream: torch.cuda.Stream | None = None
         self._staging: list[Tensor] = []
         if device.type == "cuda":
             self._stream = _stream_of(device)
             self._stream.wait_stream(torch.cuda.current_stream(device))  # what had the buffers' memory before
             if filed:
                 self._staging = [buffer(size, torch.device("cpu"), pin=True) for _ in range(count)]
-        self._coming: dict[int, Future[tuple[list[Tensor], Any]]] = {}
+        self._coming: dict[int, Future[tuple[list[Tensor], torch.cuda.Event | None]]] = {}
         self._ask_for(0)
 
     def fetch(self, turn: int) -> list[Tensor]:
@@ -68,7 +63,7 @@ class BucketTransfer:
 
     def put(self, turn: int, leaves: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         """Write a bucket's new leaves home, in the background."""
-        done: Any = None
+        done: torch.cuda.Event | None = None
         if self._stream is not None:
             done = torch.cuda.Event()
             done.record(torch.cuda.current_stream(self._device))
@@ -95,8 +90,8 @@ class BucketTransfer:
 
     # ---------------------------------------------------------------------------------------------- in the worker
 
-    def _do(self, job: Callable[[], Any]) -> Future[Any]:
-        def safely() -> Any:
+    def _do(self, job: Callable[[], T]) -> Future[T]:
+        def safely() -> T:
             with torch.no_grad():
                 return job()
 
@@ -108,7 +103,7 @@ class BucketTransfer:
         if turn < len(self._buckets):
             self._coming[turn] = self._do(lambda: self._read(turn))
 
-    def _read(self, turn: int) -> tuple[list[Tensor], Any]:
+    def _read(self, turn: int) -> tuple[list[Tensor], torch.cuda.Event | None]:
         sources = self._buckets[turn]
         buffers = _cut(self._buffers[turn % 2], sources)
         for source in sources:
@@ -133,8 +128,10 @@ class BucketTransfer:
             ready.record(self._stream)
         return buffers, ready
 
-    def _write(self, turn: int, leaves: Sequence[Tensor], targets: Sequence[Tensor], done: Any) -> None:
-        if self._stream is None:
+    def _write(
+        self, turn: int, leaves: Sequence[Tensor], targets: Sequence[Tensor], done: torch.cuda.Event | None
+    ) -> None:
+        if self._stream is None or done is None:
             for leaf, target in zip(leaves, targets, strict=True):
                 target.copy_(leaf)
                 release(target)
@@ -165,7 +162,7 @@ def _cut(room: Tensor, likes: Sequence[Tensor]) -> list[Tensor]:
 
 
 _WORKERS: dict[int, ThreadPoolExecutor] = {}
-_STREAMS: dict[torch.device, Any] = {}
+_STREAMS: dict[torch.device, torch.cuda.Stream] = {}
 
 
 def _worker() -> ThreadPoolExecutor:
@@ -177,7 +174,7 @@ def _worker() -> ThreadPoolExecutor:
     return _WORKERS[process]
 
 
-def _stream_of(device: torch.device) -> Any:
+def _stream_of(device: torch.device) -> torch.cuda.Stream:
     if device not in _STREAMS:
         _STREAMS[device] = torch.cuda.Stream(device)
     return _STREAMS[device]

@@ -136,7 +136,7 @@ def _store(to: str, bucket_bytes: int, compute: str) -> OffloadStore:
         raise TypeError(f'to must be "cpu" or the path of a folder, found {to!r}')
     if not to or to.split(":")[0] in DEVICES:
         raise ValueError(f'to: found {to!r}, expected "cpu" or the path of a folder; one of that name is "./{to}"')
-    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
+    if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes: found {bucket_bytes!r}, expected an int of 1 or more")
     if compute not in ("auto", "device", "cpu"):
         raise ValueError(f"compute: found {compute!r}, expected 'auto', 'device' or 'cpu'")

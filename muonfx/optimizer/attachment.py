@@ -40,7 +40,7 @@ def check_usable(named: Mapping[str, Tensor], layout: Layout | None) -> None:
             f"{meta[0]!r} is on the meta device, as are {len(meta)} of {len(named)} parameters: give them "
             "storage and values first (model.to_empty(device=...), then the weights), then make the optimizer"
         )
-    if layout is not None and layout.kind in ("flat", "zero"):
+    if layout is not None and layout.is_flat:
         return  # the caller says what these pieces are
     flat = [name for name, param in named.items() if getattr(param, "_is_flat_param", False)]
     views = {name: param for name, param in named.items() if getattr(param, "_fsdp_flattened", False)}

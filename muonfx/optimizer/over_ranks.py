@@ -18,6 +18,7 @@ from muonfx.core import Donation, Transform
 from muonfx.offload.transform import store_of
 from muonfx.optimizer.portable import (
     Gathering,
+    Record,
     evenly,
     evenly_box,
     gathered_whole,
@@ -33,14 +34,20 @@ from muonfx.optimizer.values import check_shapes, current_values, unchanged
 from muonfx.optimizer.versions import for_groups
 from muonfx.sharding.binding import Binding
 from muonfx.sharding.dtensors import dtensor_of, is_dtensor, local_of
-from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout
-from muonfx.sharding.layouts import from_dtensors
-from muonfx.sharding.messages import collective
-from muonfx.sharding.owned import like_parameter
+from muonfx.sharding.layouts import from_dtensors, replicated
+from muonfx.sharding.messages import ShardingError, collective
 from muonfx.sharding.plan.assignment import Settings
-from muonfx.sharding.state import LeafPlacement, describe_state, interval_of, logical_leaf, to_dtensor, to_dtensors
-from muonfx.sharding.transform import bind, init_sharded, mark_compared, sharded, step_sharded
+from muonfx.sharding.state import (
+    LeafPlacement,
+    describe_state,
+    interval_of,
+    leaf_to_dtensor,
+    logical_leaf,
+    own_what_they_hold,
+    state_to_dtensors,
+)
+from muonfx.sharding.transform import bind, init_sharded, sharded, step_sharded
 from muonfx.shards import FlatPiece, IntervalTensor
 from muonfx.tree import PyTree
 
@@ -50,18 +57,22 @@ __all__ = ["SteppingOverRanks", "layout_for"]
 def layout_for(params: Mapping[str, Tensor], layout: Layout | None) -> Layout | None:
     """The layout of some parameters: the given one, or that of DTensors; None where nothing is sharded.
 
+    Where every rank holds all of everything, parameters that were added later are held so too.
+
     Raises:
         TypeError: a layout was given that is not that of DTensors, for parameters that are.
     """
     any_dtensor = next((name for name, param in params.items() if is_dtensor(param)), None)
     if layout is None:
         return None if any_dtensor is None else from_dtensors(params)
-    if any_dtensor is not None and layout.kind != "from_dtensors":
+    if any_dtensor is not None and not layout.dtensors:
         raise TypeError(
             f"layout: {layout!r} was given, but {any_dtensor!r} is a DTensor, which says itself where it lies: leave "
             "layout out"
         )
-    return layout.of(params)
+    if layout.is_flat or layout.dtensors or all(name in layout.specs for name in params):
+        return layout
+    return replicated(params, layout.group or layout.size)
 
 
 class SteppingOverRanks(Stepping):
@@ -79,10 +90,10 @@ class SteppingOverRanks(Stepping):
         self.layout, self._settings = layout, settings
         self.binding: Binding = bind(layout, settings, store_of(tx))
         self._known: list[optree.PyTreeSpec] = []
-        self._like: dict[str, Any] = {}
-        self._records: dict[int, dict[str, Any]] = {}
+        self._like: dict[str, Tensor | None] = {}
+        self._records: dict[int, Record] = {}
         self._gathering: Gathering | None = None
-        self._places_of_owned: list[int] | None = None
+        self._leaves_owned: dict[int, LeafPlacement] | None = None
 
     @property
     def _many(self) -> bool:
@@ -119,8 +130,8 @@ class SteppingOverRanks(Stepping):
             ],
         )
 
-    def _kept(self, other: Stepping, had: Any, was: LeafPlacement | None, leaf: Any, what: Any) -> Any:
-        if not isinstance(what, LeafPlacement) or (was is not None and was.shape != what.shape):
+    def _kept(self, other: Stepping, had: Any, was: LeafPlacement | None, leaf: Any, what: LeafPlacement | None) -> Any:
+        if what is None or (was is not None and was.shape != what.shape):
             return leaf
         if not what.owned:
             return had if had is not None and leaf is not None and had.shape == leaf.shape else leaf
@@ -151,21 +162,23 @@ class SteppingOverRanks(Stepping):
         start, stop = interval_of(what, what.share)
         return whole[start:stop].view(what.local)
 
-    def show(self, place: int, leaf: Any) -> Any:
+    def show(self, place: int, leaf: Tensor | None) -> Tensor | None:
         """A leaf of the state as ``optimizer.state`` has it: a DTensor, or another thing that says which part it is."""
         what = self._about[place]
-        found = to_dtensor(self.binding, what, leaf)
-        if is_dtensor(found) and not what.owned:
-            return recorded(found, self._record_of(place))
-        if is_dtensor(found) or not isinstance(what, LeafPlacement) or what.name is None:
-            return found
+        if what is None or what.name is None:
+            return leaf
+        found = leaf_to_dtensor(self.binding, what, leaf)
+        if is_dtensor(found):
+            return found if what.owned else recorded(found, self._record_of(place))
         piece = logical_leaf(self.binding, self._device, what, leaf)
         return IntervalTensor.of(piece) if isinstance(piece, FlatPiece) else piece
 
-    def _record_of(self, place: int) -> dict[str, Any]:
+    def _record_of(self, place: int) -> Record:
         """The record of a leaf that is cut as its parameter is, or of one at an owner as a state dict has it."""
         if place not in self._records:
             what = self._about[place]
+            assert what is not None
+            assert what.name is not None
             boxes = (
                 [evenly_box(self.layout, what.name, what.shape)] if what.owned else self.layout.piece(what.name).boxes
             )
@@ -174,28 +187,27 @@ class SteppingOverRanks(Stepping):
 
     def shown(self, state: PyTree) -> PyTree:
         """The state as the functional API has it."""
-        return to_dtensors(self.binding, self._inner, self._like, state) if self.layout.dtensors else state
+        return state_to_dtensors(self.binding, self._inner, self._like, state) if self.layout.dtensors else state
 
     # ------------------------------------------------------------------------------------------------- persistence
 
-    def _owned(self) -> list[int]:
-        """The places of leaves that lie at owners, in a way for which torch has no word."""
-        if self._places_of_owned is None:
-            self._places_of_owned = [
-                place
+    def _owned(self) -> dict[int, LeafPlacement]:
+        """The leaves that lie at owners, in a way for which torch has no word, by their places."""
+        if self._leaves_owned is None:
+            self._leaves_owned = {
+                place: what
                 for place, what in enumerate(self._about)
-                if self._many and isinstance(what, LeafPlacement) and what.owned and what.name is not None
-                if any(share.owner is not None for share in what.shares) and not self._is_cut_as_its_parameter(what)
-            ]
-        return self._places_of_owned
+                if self._many and what is not None and what.owned and self._is_hidden(what)
+            }
+        return self._leaves_owned
 
-    def _is_cut_as_its_parameter(self, what: LeafPlacement) -> bool:
-        """Tell whether the owners' parts of a stack make a DTensor with its parameter's placements."""
-        if what.name is None or what.name not in self.layout.dtensors or len(what.shares) == 1:
+    def _is_hidden(self, what: LeafPlacement) -> bool:
+        """True if some share has one owner, and the owners' parts make no DTensor with the parameter's placements."""
+        if all(share.owner is None for share in what.shares):
             return False
-        like = torch.empty(what.shape, dtype=what.dtype, device="meta")
-        local = None if what.local is None else torch.empty(what.local, dtype=what.dtype, device="meta")
-        return like_parameter(self.layout, what.name, what.shares, local, like) is not None
+        if what.name is None or what.name not in self.layout.dtensors or len(what.shares) == 1:
+            return True
+        return not own_what_they_hold(self.layout, what.name, what.shares, what.shape)
 
     def share(self, state: PyTree) -> None:
         """Begin to give every replica the state that lies at owners, so that any rank's state dict is complete.
@@ -205,29 +217,31 @@ class SteppingOverRanks(Stepping):
         if self._gathering is not None:
             self._gathering.wait()  # long done; nothing is left under way when its buffers go
             self._gathering = None
-        if self.layout.kind == "replicated" and (places := self._owned()):
+        if not self.layout.dtensors and self.layout.is_replicated and (owned := self._owned()):
             leaves = tree.leaves(state)
-            self._gathering = Gathering(self.layout, self._device, {p: (self._about[p], leaves[p]) for p in places})
+            self._gathering = Gathering(self.layout, self._device, {p: (what, leaves[p]) for p, what in owned.items()})
 
     def exported(self, state: PyTree) -> dict[int, Any]:
         """Gather the state at owners: whole where every rank has all of everything, else as evenly cut DTensors."""
         if self._gathering is not None:
             return dict(self._gathering.wait())
-        places = self._owned() if self.layout.kind == "from_dtensors" else []
-        if not places:
+        owned = self._owned() if self.layout.dtensors else {}
+        if not owned:
             return {}
         self._rendezvous.wait_for_all("state_dict()")
         leaves = tree.leaves(state)
         found: dict[int, Any] = {}
-        for place, whole in gathered_whole(self.layout, self._device, {p: (self._about[p], leaves[p]) for p in places}):
-            name = self._about[place].name
+        at_owners = {place: (what, leaves[place]) for place, what in owned.items()}
+        for place, whole in gathered_whole(self.layout, self._device, at_owners):
+            name = owned[place].name
+            assert name is not None
             found[place] = evenly(self.layout, name, whole) if name in self.layout.dtensors else whole
         return found
 
     def take(self, place: int, leaf: Any, value: Any) -> tuple[Tensor | None, Tensor, tuple[int, int] | None] | str:
         """Find the copy that loads a value from a state dict into a leaf, or say what is wrong with the value."""
         what = self._about[place]
-        if not isinstance(what, LeafPlacement) or what.name is None:
+        if what is None or what.name is None:
             return on_this_rank(leaf, value)
         if is_dtensor(leaf) and is_dtensor(value) and leaf is not value:
             whole_mesh = self.layout.dtensors[what.name].mesh
@@ -275,7 +289,10 @@ class SteppingOverRanks(Stepping):
                 target = leaves[load.place]
                 if is_dtensor(source):
                     # On our own mesh: one that was loaded may think that it is on the rank that saved it.
-                    mesh = self.layout.dtensors[self._about[load.place].name].mesh
+                    what = self._about[load.place]
+                    assert what is not None
+                    assert what.name is not None
+                    mesh = self.layout.dtensors[what.name].mesh
                     found: Any = source
                     given = dtensor_of(local_of(found), mesh, found.placements, found.shape, found.stride())
                     source = given.full_tensor()
@@ -289,7 +306,7 @@ class SteppingOverRanks(Stepping):
         for load in loads:
             what = self._about[load.place]
             holder: int | None = 0
-            if isinstance(what, LeafPlacement) and what.name is not None:
+            if what is not None and what.name is not None:
                 if what.owned:
                     holder = None if is_dtensor(load.source) or load.interval is None else 0
                 else:
@@ -320,7 +337,7 @@ class SteppingOverRanks(Stepping):
         if known is not None:
             return tree.unflatten(known, leaves)
         self._known.append(treedef)
-        mark_compared(self.binding, tx)
+        self.binding.compared.add(tx.treedef)  # all ranks have made it alike of one that they have compared
         return tx
 
     def step(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 from torch import Tensor
@@ -19,7 +19,20 @@ from muonfx.sharding.layout import Layout
 from muonfx.sharding.messages import Exchange
 from muonfx.sharding.state import LeafPlacement, interval_of
 
-__all__ = ["Gathering", "evenly", "evenly_box", "gathered_whole", "other_piece", "record", "recorded", "sum_of_bits"]
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Placement
+
+__all__ = [
+    "Gathering",
+    "Record",
+    "evenly",
+    "evenly_box",
+    "gathered_whole",
+    "other_piece",
+    "record",
+    "recorded",
+    "sum_of_bits",
+]
 
 BUCKET = 1 << 26
 """About how many bytes of whole leaves are gathered at a time."""
@@ -89,7 +102,7 @@ def gathered_whole(
         yield from Gathering(layout, device, bucket).wait().items()
 
 
-def evenly(layout: Layout, name: str, whole: Tensor) -> Any:
+def evenly(layout: Layout, name: str, whole: Tensor) -> Tensor:
     """This rank's part of a whole leaf, as a DTensor on its parameter's mesh, cut along the mesh's last dim.
 
     torch knows what to do with it: to gather it, to load it from a whole, to store and to reshard it.
@@ -99,7 +112,7 @@ def evenly(layout: Layout, name: str, whole: Tensor) -> Any:
     mesh = layout.dtensors[name].mesh
     box = evenly_box(layout, name, whole.shape)
     local = whole.narrow(0, box.offsets[0], box.sizes[0]).clone() if whole.ndim else whole
-    last: list[Any] = [Shard(0) if whole.ndim else Replicate()]
+    last: list[Placement] = [Shard(0) if whole.ndim else Replicate()]
     found = dtensor_of(local, mesh, [Replicate()] * (mesh.ndim - 1) + last, whole.shape, whole.stride())
     return recorded(found, record(layout, whole.shape, [box]))
 
@@ -122,8 +135,17 @@ def evenly_box(layout: Layout, name: str, shape: Sequence[int]) -> Box:
 _RECORD = "_muonfx_piece"
 
 
-def record(layout: Layout, shape: Sequence[int], boxes: Sequence[Box]) -> dict[str, Any]:
-    """A record, of what ``torch.load(weights_only=True)`` takes."""
+class Record(TypedDict):
+    """A record's entries: what ``torch.load(weights_only=True)`` takes."""
+
+    rank: int
+    size: int
+    shape: list[int]
+    boxes: list[list[list[int]]]
+
+
+def record(layout: Layout, shape: Sequence[int], boxes: Sequence[Box]) -> Record:
+    """The record of a leaf of which this rank has some boxes."""
     return {
         "rank": layout.rank,
         "size": layout.size,
@@ -132,15 +154,15 @@ def record(layout: Layout, shape: Sequence[int], boxes: Sequence[Box]) -> dict[s
     }
 
 
-def recorded(leaf: Any, what: dict[str, Any]) -> Any:
+def recorded(leaf: Tensor, what: Record) -> Tensor:
     """Write a record onto a tensor."""
     setattr(leaf, _RECORD, what)
     return leaf
 
 
-def other_piece(value: Any, mine: dict[str, Any]) -> str | None:
+def other_piece(value: Tensor, mine: Record) -> str | None:
     """Say in words which other piece a tensor is than a record says; None where it is the same, or says nothing."""
-    theirs: dict[str, Any] | None = getattr(value, _RECORD, None)
+    theirs: Record | None = getattr(value, _RECORD, None)
     if theirs is None or (theirs["shape"], theirs["boxes"]) == (mine["shape"], mine["boxes"]):
         return None
     return (
@@ -149,7 +171,7 @@ def other_piece(value: Any, mine: dict[str, Any]) -> str | None:
     )
 
 
-def _boxes(what: dict[str, Any]) -> str:
+def _boxes(what: Record) -> str:
     parts = [
         "[" + ", ".join(f"{start}:{start + size}" for start, size in zip(offsets, sizes, strict=True)) + "]"
         for offsets, sizes in what["boxes"]
@@ -157,7 +179,7 @@ def _boxes(what: dict[str, Any]) -> str:
     return " and ".join(parts) or "[nothing]"
 
 
-def sum_of_bits(value: Any) -> int:
+def sum_of_bits(value: Tensor) -> int:
     """A checksum of a tensor, or of the local tensor of a DTensor."""
     flat = local_of(value).detach().reshape(-1).contiguous()
     if not flat.numel():

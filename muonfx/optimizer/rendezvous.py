@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from muonfx.sharding.consensus import host_device
-from muonfx.sharding.errors import ShardingError
+from muonfx.sharding.messages import ShardingError
 
 __all__ = ["Rendezvous"]
 

@@ -5,9 +5,10 @@ which gives the same update. See the page "Sharding" of the documentation.
 """
 
 from muonfx.offload import offload
-from muonfx.sharding.errors import ShardingError
-from muonfx.sharding.layout import Buffer, Layout
+from muonfx.sharding.cut import Buffer
+from muonfx.sharding.layout import Layout
 from muonfx.sharding.layouts import flat, from_dtensors, replicated, zero
+from muonfx.sharding.messages import ShardingError
 from muonfx.sharding.plan.assignment import Machine, Plan, plan_for
 from muonfx.sharding.replicas import broadcast
 from muonfx.sharding.transform import sharded

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,10 +21,9 @@ from muonfx.program.lower import named_chain
 from muonfx.program.nodes import Stage
 from muonfx.program.placement import Arguments, Run, Store
 from muonfx.sharding.collectives import gathered
-from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.matrix_stage import init_run, update_run
-from muonfx.sharding.messages import collective
+from muonfx.sharding.messages import ShardingError, collective
 from muonfx.sharding.plan.assignment import RunPlan, Settings, plan_run
 from muonfx.sharding.plan.shares import on_stacks
 from muonfx.tree import PyTree
@@ -46,39 +46,32 @@ class Binding:
     settings: Settings
     store: Store
     compute: dict[str, torch.dtype] = field(default_factory=dict)
-    compared: set[Any] = field(default_factory=set)
+    compared: set[Hashable] = field(default_factory=set)
     """The structures of the chains that the ranks have compared."""
-    likes: dict[Any, PyTree] = field(default_factory=dict)
+    likes: dict[Hashable, PyTree] = field(default_factory=dict)
     """For each of these, meta tensors in the tree of the local parameters."""
-    derived: dict[Any, Any] = field(default_factory=dict)
+    derived: dict[Hashable, Any] = field(default_factory=dict)
     """Values that follow from shapes, computed once."""
     steps: int = 0
     """The number of steps taken."""
-    verified: set[Any] = field(default_factory=set)
+    verified: set[Hashable] = field(default_factory=set)
     """The chains, as in `compared`, before whose steps the copies that ranks hold have been compared."""
     has_loaded: bool = False
     """True if this rank has taken a state from elsewhere since the last step."""
-    _plans: dict[Any, RunPlan] = field(default_factory=dict)
+    _plans: dict[Hashable, RunPlan] = field(default_factory=dict)
     _at_owners: dict[Stage, tuple[Run, Run, Transform]] = field(default_factory=dict)
-    _warned: set[Any] = field(default_factory=set)
+    _warned: set[Hashable] = field(default_factory=set)
 
     def __post_init__(self) -> None:
+        specs, pieces = self.layout.specs, self.layout.pieces
+        self.holds_all = self.size == 1 and all(pieces[name][0].shape == specs[name].shape for name in specs)
+        """True if this rank holds every leaf whole, in its own shape, and nobody else does."""
         self.executor = Executor(self, self.store)
 
     @property
     def size(self) -> int:
         """The number of ranks."""
         return self.layout.size
-
-    @property
-    def holds_all(self) -> bool:
-        """True if this rank holds every leaf whole, in its own shape, and nobody else does."""
-        if "holds all" not in self.derived:
-            specs = self.layout._specs
-            self.derived["holds all"] = self.size == 1 and all(
-                self.layout.piece(name).shape == tuple(spec.shape) for name, spec in specs.items()
-            )
-        return self.derived["holds all"]
 
     def init_stage(self, stage: Stage, run: Run, params: PyTree, store: Store) -> dict[str, PyTree]:
         """The states of the members of a matrix stage: at the owner of matrices, elsewhere None."""
@@ -103,7 +96,7 @@ class Binding:
     def plan(self, run: Run, params: PyTree) -> RunPlan:
         """The plan of a run for some parameters."""
         run = tuple((name, tx.children[0] if tx.declaration.many_of_one else tx) for name, tx in run)
-        names = [name for name in tree.names(params) if name in self.layout._specs]
+        names = [name for name in tree.names(params) if name in self.layout.specs]
         device = tree.device_of(params)
         kind = torch.device("cpu") if device.type == "meta" else self.store.device(device)
         key = (tuple(names), tuple((name, tx.treedef) for name, tx in run), str(kind))
@@ -141,8 +134,8 @@ class Binding:
     def global_like(self, params: PyTree) -> PyTree:
         """Meta tensors of the global shapes in the place of local ones."""
         leaves, treedef = tree.flatten(params)
-        specs = self.layout._specs
-        meta: list[Any] = []
+        specs = self.layout.specs
+        meta: list[Tensor | None] = []
         for name, leaf in zip(tree.names(params), leaves, strict=True):
             if name not in specs:
                 if leaf is not None:
@@ -181,7 +174,7 @@ class Binding:
 
     def _counted(self, name: str, scalar: Tensor) -> Tensor:
         """The number that a rank adds for a leaf: of several holders one adds; but of what is not finite, all hear."""
-        if self.layout.counts(name):
+        if self.layout.rank in self.layout.pieces[name].firsts:
             return scalar
         return torch.where(scalar.isfinite(), torch.zeros_like(scalar), scalar)
 
@@ -199,7 +192,7 @@ class Binding:
         if key in self._warned or self.layout.size == 1:
             return
         self._warned.add(key)
-        specs = [self.layout._specs[name] for name in tree.names(params)]
+        specs = [self.layout.specs[name] for name in tree.names(params)]
         nbytes = sum(spec.dtype.itemsize * torch.Size(spec.shape).numel() for spec in specs)
         warnings.warn(
             f"{tx.name} declares no locality narrower than the whole tree, so every rank gathers all updates and "

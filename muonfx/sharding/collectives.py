@@ -15,8 +15,7 @@ from muonfx import tree
 from muonfx.sharding.consensus import DTYPES, agree_on_leaves, check_pieces
 from muonfx.sharding.cut import equal_intervals
 from muonfx.sharding.dtensors import is_dtensor, local_of
-from muonfx.sharding.errors import ShardingError
-from muonfx.sharding.messages import Exchange
+from muonfx.sharding.messages import Exchange, ShardingError, cut_places
 from muonfx.shards import part
 from muonfx.tree import PyTree
 
@@ -79,7 +78,7 @@ def _there(layout: Layout, values: PyTree, problem: Exception | None) -> tuple[l
 
 @torch.no_grad()
 def _gather(layout: Layout, names: Sequence[str], locals_: Sequence[Tensor], bucket_bytes: int) -> list[Tensor]:
-    wholes = [local.new_empty(layout._specs[name].shape) for name, local in zip(names, locals_, strict=True)]
+    wholes = [local.new_empty(layout.specs[name].shape) for name, local in zip(names, locals_, strict=True)]
     if layout.group is None and layout.size > 1:
         raise ShardingError(f"{layout!r} has no process group: it is only to look at; use assemble()")
     for places in in_buckets(wholes, bucket_bytes):
@@ -109,7 +108,9 @@ class _Gather(torch.autograd.Function):
     """Gathering, whose derivative is to reduce and scatter."""
 
     @staticmethod
-    def forward(layout: Layout, names: Sequence[str], op: str, bucket_bytes: int, *locals_: Tensor) -> Any:
+    def forward(
+        layout: Layout, names: Sequence[str], op: str, bucket_bytes: int, *locals_: Tensor
+    ) -> tuple[Tensor, ...]:
         return tuple(_gather(layout, names, locals_, bucket_bytes))
 
     @staticmethod
@@ -129,18 +130,18 @@ def reduce_scattered(layout: Layout, grads: PyTree, op: str, bucket_bytes: int) 
     names = tree.names(grads)
     problem: Exception | None = None
     for name, leaf in zip(names, leaves, strict=True):
-        if name not in layout._specs:
+        if name not in layout.specs:
             problem = ShardingError(f"{name!r} is no parameter of {layout!r}")
-        elif leaf is not None and tuple(leaf.shape) != layout._specs[name].shape:
+        elif leaf is not None and tuple(leaf.shape) != layout.specs[name].shape:
             problem = ShardingError(
-                f"the gradient of {name!r} has shape {tuple(leaf.shape)}, the parameter {layout._specs[name].shape}: "
+                f"the gradient of {name!r} has shape {tuple(leaf.shape)}, the parameter {layout.specs[name].shape}: "
                 "reduce_scatter takes whole gradients"
             )
     there, _ = _there(layout, grads, problem)
     device = tree.device_of(grads)
     places = [place for place, code in enumerate(there) if code]
     full = [
-        torch.zeros(layout._specs[names[place]].shape, dtype=DTYPES[there[place] - 1], device=device)
+        torch.zeros(layout.specs[names[place]].shape, dtype=DTYPES[there[place] - 1], device=device)
         if leaves[place] is None
         else leaves[place].detach()
         for place in places
@@ -156,13 +157,13 @@ def _reduce(layout: Layout, names: Sequence[str], full: list[Tensor], op: str, b
     held = [ranks for name in names for ranks in layout.holders(name).values()]
     if held and all(len(ranks) == layout.size for ranks in held) and layout.size > 1:
         # All ranks want all: reduce to equal parts, and gather these.
-        specs = {name: layout._specs[name] for name in names}
-        pieces = equal_intervals(specs, layout.size).pieces
+        specs = {name: layout.specs[name] for name in names}
+        pieces = equal_intervals(specs, layout.size)[0]
         cut = replace(layout, kind="flat", specs=specs, pieces=pieces, buffer=None, dtensors={}, derived={})
         return _gather(cut, names, _reduce(cut, names, full, op, bucket_bytes), bucket_bytes)
     if layout.group is None and layout.size > 1:
         raise ShardingError(f"{layout!r} has no process group: it is only to look at")
-    results: list[Any] = [None] * len(full)
+    results = list(full)
     for places in in_buckets(full, bucket_bytes):
         outgoing: list[list[Tensor]] = [[] for _ in range(layout.size)]
         parts: list[list[Tensor]] = [[] for _ in range(layout.size)]
@@ -204,19 +205,7 @@ def _sum(parts: list[Tensor], op: str) -> Tensor:
 def in_buckets(tensors: Sequence[Tensor], limit: int) -> Iterator[list[int]]:
     """Places of tensors of one dtype, of at most so many bytes; a single larger one stands alone."""
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        held: list[int] = []
-        room = limit
-        for place, tensor in enumerate(tensors):
-            if tensor.dtype != dtype:
-                continue
-            size = tensor.numel() * tensor.element_size()
-            if held and size > room:
-                yield held
-                held, room = [], limit
-            held.append(place)
-            room -= size
-        if held:
-            yield held
+        yield from cut_places({i: x.nbytes for i, x in enumerate(tensors) if x.dtype == dtype}, limit)
 
 
 def _check_op(op: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -13,8 +13,7 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.sharding.dtensors import is_dtensor, local_of
-from muonfx.sharding.errors import ShardingError
-from muonfx.sharding.messages import collective
+from muonfx.sharding.messages import ShardingError, collective
 from muonfx.tree import PyTree
 
 if TYPE_CHECKING:
@@ -28,6 +27,7 @@ __all__ = [
     "Facts",
     "agree",
     "agree_on_leaves",
+    "all_numbers",
     "check_pieces",
     "compare",
     "find_difference",
@@ -43,7 +43,8 @@ LARGE = 0x3FFFFFFF
 WORDS = 4
 """The numbers of a digest of facts: 120 bits."""
 
-Facts = Mapping[str, str | Mapping[str, str]]
+Fact = str | Mapping[str, str]
+Facts = Mapping[str, Fact]
 """Texts, or texts by name, by what they are, in words for an error."""
 
 
@@ -53,13 +54,17 @@ def host_device(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cpu") if any(kind.type == "cpu" for kind in kinds) else kinds[0]
 
 
+def all_numbers(mine: Sequence[int], group: dist.ProcessGroup, what: str) -> list[list[int]]:
+    """The numbers of each rank, on all ranks; as many on all."""
+    own = torch.tensor(mine, dtype=torch.int64, device=host_device(group))
+    said = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    with collective(what):
+        dist.all_gather(said, own, group=group)
+    return [numbers.tolist() for numbers in said]
+
+
 def agree(facts: Sequence[int], group: dist.ProcessGroup, problem: BaseException | None = None) -> list[int]:
     """Find the largest that any rank says; and raise on all ranks if something is wrong on one.
-
-    Args:
-        facts: small numbers, of 0 or more; as many on all ranks.
-        group: the ranks.
-        problem: what is wrong here, if anything.
 
     Raises:
         ShardingError: something is wrong on another rank, or one is gone.
@@ -75,7 +80,7 @@ def agree(facts: Sequence[int], group: dist.ProcessGroup, problem: BaseException
 
 
 def _raise_together(problem: BaseException | None, group: dist.ProcessGroup) -> None:
-    said: list[Any] = [None] * dist.get_world_size(group)
+    said: list[str | None] = [None] * dist.get_world_size(group)
     with collective("telling all ranks what is wrong"):
         dist.all_gather_object(said, None if problem is None else f"{type(problem).__name__}: {problem}", group=group)
     if problem is not None:
@@ -99,7 +104,7 @@ def listed(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {shown}{more}"
 
 
-def number_of(facts: Any) -> int:
+def number_of(facts: object) -> int:
     """A number for facts, to be compared with those of other ranks: the same for the same facts in any order.
 
     >>> number_of({"a": "1", "b": "2"}) == number_of({"b": "2", "a": "1"}) != number_of({"a": "1"})
@@ -108,7 +113,7 @@ def number_of(facts: Any) -> int:
     return _words(facts)[0]
 
 
-def _words(facts: Any) -> list[int]:
+def _words(facts: object) -> list[int]:
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest()
     return [int.from_bytes(digest[4 * i : 4 * i + 4], "big") & LARGE for i in range(WORDS)]
 
@@ -166,17 +171,10 @@ def raise_difference(facts: Facts, group: dist.ProcessGroup) -> None:
     raise ShardingError(f"the ranks have different {what}: {detail}\nAll ranks must make the same one.")
 
 
-def find_difference(facts: Facts, group: dist.ProcessGroup) -> tuple[str, list[int], Any, Any] | None:
+def find_difference(facts: Facts, group: dist.ProcessGroup) -> tuple[str, list[int], Fact, Fact] | None:
     """The first fact that differs between ranks: what it is, where it is not as on rank 0, how it is there and here."""
-    mine = torch.tensor(
-        [(high << 30) + low for high, low, *_ in map(_words, facts.values())],
-        dtype=torch.int64,
-        device=host_device(group),
-    )
-    said = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    with collective("finding out what differs"):
-        dist.all_gather(said, mine, group=group)
-    rows = [row.tolist() for row in said]
+    mine = [(high << 30) + low for high, low, *_ in map(_words, facts.values())]
+    rows = all_numbers(mine, group, "finding out what differs")
     for place, what in enumerate(facts):
         odd = [rank for rank, row in enumerate(rows) if row[place] != rows[0][place]]
         if odd:
@@ -185,7 +183,7 @@ def find_difference(facts: Facts, group: dist.ProcessGroup) -> tuple[str, list[i
     return None
 
 
-def _told_by(rank: int, mine: Any, group: dist.ProcessGroup) -> Any:
+def _told_by(rank: int, mine: Fact, group: dist.ProcessGroup) -> Fact:
     box = [mine]
     with collective("telling what differs"):
         dist.broadcast_object_list(box, dist.get_global_rank(group, rank), group=group, device=host_device(group))
@@ -262,17 +260,23 @@ def agree_on_leaves(
     return [most[place] for place in at], [bool(some[place]) for place in at]
 
 
-def _code(name: str, leaf: Any, layout: Layout) -> int:
+def _code(name: str, leaf: Tensor, layout: Layout) -> int:
     wanted = layout.dtensors.get(name)
     placed = not is_dtensor(leaf) or wanted is None or leaf._spec.placements == wanted.placements
     return 1 + DTYPES.index(leaf.dtype) + (0 if placed else UNPLACED) if leaf.dtype in DTYPES else 0
 
 
-def check_pieces(layout: Layout, values: PyTree) -> None:
+def check_pieces(layout: Layout, values: PyTree, *, as_placed: bool = True) -> None:
     """Require that leaves are this rank's pieces of the layout's parameters, as DTensors placed as these are.
 
+    Args:
+        layout: who holds what.
+        values: a tree of local tensors, or of DTensors; None is kept.
+        as_placed: False for gradients: a DTensor may still have to be reduced, and has the parameter's whole shape.
+
     Raises:
-        ShardingError: one is not; the message names it.
+        TypeError: a leaf is no tensor.
+        ShardingError: one is no such piece; the message names it.
     """
     for name, leaf in zip(tree.names(values), tree.leaves(values), strict=True):
         if leaf is None:
@@ -282,14 +286,18 @@ def check_pieces(layout: Layout, values: PyTree) -> None:
             raise TypeError(f"{name!r} must be a tensor or None, found {type(leaf).__name__}")
         if is_dtensor(leaf):
             wanted = layout.dtensors.get(name)
-            if wanted is None or leaf._spec.mesh != wanted.mesh or leaf._spec.placements != wanted.placements:
+            if as_placed and (
+                wanted is None or leaf.device_mesh != wanted.mesh or leaf.placements != wanted.placements
+            ):
                 raise ShardingError(
-                    f"{name!r} is placed as {leaf._spec.placements} on {leaf._spec.mesh}, in the layout "
+                    f"{name!r} is placed as {leaf.placements} on {leaf.device_mesh}, in the layout "
                     + (f"as {wanted.placements} on {wanted.mesh}" if wanted is not None else "it is no DTensor")
                     + ": make the layout anew after placements have changed"
                 )
-        if not piece.fits(local):
+        whole = is_dtensor(leaf) and not as_placed
+        found, expected = (leaf, layout.specs[name].shape) if whole else (local, piece.shape)
+        if tuple(found.shape) != expected and (whole or not piece.fits(found)):
             raise ShardingError(
-                f"{name!r} has a local tensor of shape {tuple(local.shape)}, the layout says {piece.shape}: was the "
+                f"{name!r} has a local tensor of shape {tuple(found.shape)}, the layout says {expected}: was the "
                 "tree sharded by this layout?"
             )

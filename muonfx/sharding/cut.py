@@ -12,23 +12,35 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from math import prod
-from typing import Any, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from muonfx.shards import Piece, Span
 from muonfx.tree import Spec
 
-__all__ = ["Cut", "Intervals", "Listed", "OnMesh", "OneOwner", "Places", "Replicas"]
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Placement
+
+__all__ = ["Buffer", "Cut", "Intervals", "Listed", "OnMesh", "OneOwner", "Places", "Replicas"]
 
 
-class Cut(Sequence[Piece]):
+class Buffer(NamedTuple):
+    """How pieces lie in the flat buffers of an engine; in elements."""
+
+    starts: dict[str, int]
+    """Where each parameter begins: in the one buffer that is cut, or in that of the rank that has it."""
+    lengths: tuple[int, ...]
+    """Of each rank's part, with its padding."""
+
+
+class Cut:
     """The pieces of one tensor, by rank."""
 
     def __init__(self, shape: Sequence[int], size: int) -> None:
         self.shape = tuple(shape)
         self.size = size
-        self.derived: dict[Any, Any] = {}
+        self.derived: dict[object, Any] = {}
         """Values that follow from the cut, computed once."""
         self._asked: dict[int, Piece] = {}
         """The pieces that somebody asked for: a rank's own, at every step."""
@@ -38,7 +50,7 @@ class Cut(Sequence[Piece]):
         raise NotImplementedError
 
     @cached_property
-    def key(self) -> tuple[Any, ...]:
+    def key(self) -> tuple[object, ...]:
         """Numbers and words that say all of it: the same on all ranks, and equal for equal cuts."""
         raise NotImplementedError
 
@@ -71,6 +83,11 @@ class Cut(Sequence[Piece]):
         return tuple(ranks for ranks in self.holders.values() if len(ranks) > 1)
 
     @cached_property
+    def firsts(self) -> frozenset[int]:
+        """The first of the ranks that hold each piece: those that count it in sums over all ranks."""
+        return frozenset(ranks[0] for ranks in self.holders.values())
+
+    @cached_property
     def complete(self) -> tuple[int, ...]:
         """The ranks that hold every element, of which there is one at least; rising."""
         numel = prod(self.shape)
@@ -84,17 +101,14 @@ class Cut(Sequence[Piece]):
     def __len__(self) -> int:
         return self.size
 
-    @overload
-    def __getitem__(self, index: int) -> Piece: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Piece, ...]: ...
-    def __getitem__(self, index: int | slice) -> Piece | tuple[Piece, ...]:
-        if isinstance(index, slice):
-            return tuple(self._at(rank) for rank in range(self.size)[index])
-        found = self._asked.get(index)
+    def __getitem__(self, rank: int) -> Piece:
+        found = self._asked.get(rank)
         if found is None:
-            found = self._asked[index] = self._at(range(self.size)[index])
+            found = self._asked[rank] = self._at(range(self.size)[rank])
         return found
+
+    def __iter__(self) -> Iterator[Piece]:
+        return map(self._at, range(self.size))
 
     def __eq__(self, other: object) -> bool:
         """Two cuts are equal when all ranks hold the same pieces."""
@@ -127,7 +141,7 @@ class Replicas(Cut):
         return self._whole
 
     @cached_property
-    def key(self) -> tuple[Any, ...]:
+    def key(self) -> tuple[object, ...]:
         """The shape, and how many ranks there are."""
         return "replicas", self.shape, self.size
 
@@ -152,14 +166,9 @@ class OneOwner(Cut):
         return Piece.whole(self.shape) if rank == self.owner else Piece.interval(self.shape, 0, 0)
 
     @cached_property
-    def key(self) -> tuple[Any, ...]:
+    def key(self) -> tuple[object, ...]:
         """The shape, how many ranks there are, and which has it."""
         return "one owner", self.shape, self.size, self.owner
-
-    @cached_property
-    def copies(self) -> tuple[tuple[int, ...], ...]:
-        """None."""
-        return ()
 
     def _ranks(self) -> Iterator[int]:
         yield self.owner
@@ -188,7 +197,7 @@ class Intervals(Cut):
         return Piece.interval(self.shape, low, high)
 
     @cached_property
-    def key(self) -> tuple[Any, ...]:
+    def key(self) -> tuple[object, ...]:
         """The shape, and where it is cut."""
         first, last = self._between
         inner = tuple(self.cuts[first + 1 : last])
@@ -222,7 +231,7 @@ class Places:
         self.coordinates = tuple(coordinates)
 
     @cached_property
-    def key(self) -> tuple[Any, ...]:
+    def key(self) -> tuple[object, ...]:
         """The shape, and a digest of the coordinates."""
         return self.shape, hashlib.sha256(repr(self.coordinates).encode()).hexdigest()
 
@@ -296,7 +305,7 @@ class OnMesh(Cut):
         return shards[at[-1]] if at[-1] < len(shards) else ()
 
     @cached_property
-    def key(self) -> tuple[Any, ...]:
+    def key(self) -> tuple[object, ...]:
         """The shape, the mesh, and the placements that cut it."""
         ways = tuple(
             (along, repr(self.placements[along])) for along in sorted(a for cutting in self._cutting for a in cutting)
@@ -315,12 +324,12 @@ class Listed(Cut):
         return self._pieces[rank]
 
     @cached_property
-    def key(self) -> tuple[Any, ...]:
+    def key(self) -> tuple[object, ...]:
         """All of them."""
         return "listed", self._pieces
 
 
-def _split(placement: Any, indices: torch.Tensor, parts: int) -> list[torch.Tensor]:
+def _split(placement: Placement, indices: torch.Tensor, parts: int) -> list[torch.Tensor]:
     """Cut the indices of a dim as the same placement cuts the first dim of a tensor."""
     kind: Any = type(placement)
     factor = getattr(placement, "split_factor", None)
@@ -340,20 +349,10 @@ def _spans(indices: torch.Tensor) -> tuple[Span, ...]:
     return tuple((int(indices[begin]), int(indices[end - 1]) + 1) for begin, end in zip(begins, ends, strict=True))
 
 
-class EqualIntervals(NamedTuple):
-    """Equal parts of a buffer of several parameters."""
-
-    pieces: dict[str, Cut]
-    starts: dict[str, int]
-    """The place at which each parameter begins in the buffer."""
-    lengths: tuple[int, ...]
-    """Of each rank's part, with its padding."""
-
-
-def equal_intervals(specs: Mapping[str, Spec], size: int, alignment: int = 1) -> EqualIntervals:
+def equal_intervals(specs: Mapping[str, Spec], size: int, alignment: int = 1) -> tuple[dict[str, Cut], Buffer]:
     """Cut parameters, one behind another, equally: one buffer for each dtype, since an engine casts them apart.
 
-    >>> equal_intervals({"w": Spec((2, 3), torch.float32), "b": Spec((3,), torch.float32)}, 2, 4).lengths
+    >>> equal_intervals({"w": Spec((2, 3), torch.float32), "b": Spec((3,), torch.float32)}, 2, 4)[1].lengths
     (8, 8)
     """
     pieces: dict[str, Cut] = {}
@@ -368,7 +367,7 @@ def equal_intervals(specs: Mapping[str, Spec], size: int, alignment: int = 1) ->
             pieces[name] = Intervals(specs[name].shape, begin[name], cuts)
             starts[name] = begin[name]
         lengths = [length + step for length in lengths]
-    return EqualIntervals({name: pieces[name] for name in specs}, starts, tuple(lengths))
+    return {name: pieces[name] for name in specs}, Buffer(starts, tuple(lengths))
 
 
 def padded(length: int, alignment: int) -> int:

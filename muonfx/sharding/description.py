@@ -6,8 +6,7 @@ import functools
 import hashlib
 import inspect
 import re
-from types import CodeType
-from typing import Any
+from types import CellType, CodeType
 
 from muonfx import tree
 from muonfx.core import Transform
@@ -53,10 +52,10 @@ def captured_by(tx: Recorded) -> dict[str, str]:
     return {name: _captured(function, 0) for name, function in _functions(tx)}
 
 
-def _functions(tx: Recorded) -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
+def _functions(tx: Recorded) -> list[tuple[str, object]]:
+    found: list[tuple[str, object]] = []
 
-    def look(name: str, value: Any) -> None:
+    def look(name: str, value: object) -> None:
         if isinstance(value, Recorded):
             for argument, inner in value.arguments.items():
                 look(f"{name}.{argument}" if name else f"{value.factory.__name__}.{argument}", inner)
@@ -73,7 +72,7 @@ def _functions(tx: Recorded) -> list[tuple[str, Any]]:
     return found
 
 
-def _code_of(value: Any, depth: int) -> str:
+def _code_of(value: object, depth: int) -> str:
     if isinstance(value, functools.partial):
         return f"partial of {_code_of(value.func, depth + 1)}"
     value = getattr(value, "__func__", value)
@@ -85,7 +84,7 @@ def _code_of(value: Any, depth: int) -> str:
 def _digest(code: CodeType) -> str:
     digest = hashlib.sha256(code.co_code)
 
-    def add(value: Any) -> None:
+    def add(value: object) -> None:
         digest.update((_digest(value) if isinstance(value, CodeType) else repr(value)).encode())
 
     for value in (code.co_names, *code.co_consts):
@@ -93,7 +92,7 @@ def _digest(code: CodeType) -> str:
     return digest.hexdigest()[:12]
 
 
-def _captured(value: Any, depth: int) -> str:
+def _captured(value: object, depth: int) -> str:
     if depth > _DEEPEST:
         return "..."
     if isinstance(value, functools.partial):
@@ -110,7 +109,7 @@ def _captured(value: Any, depth: int) -> str:
     return type(value).__qualname__  # what else there is may differ, as a device does
 
 
-def _is_filled(cell: Any) -> bool:
+def _is_filled(cell: CellType) -> bool:
     try:
         _ = cell.cell_contents
     except ValueError:  # of a function that is not yet defined

@@ -1,35 +1,41 @@
-"""DTensors: told from other tensors, made of local tensors, and taken apart."""
+"""DTensors told from other tensors, made of local tensors, and taken apart; and whole trees of them under a layout."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-__all__ = ["as_dtensor", "dtensor_of", "dtensor_with", "is_dtensor", "local_of"]
+from muonfx import tree
+from muonfx.sharding.messages import ShardingError
+from muonfx.shards import FlatPiece
+from muonfx.tree import PyTree
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DeviceMesh, DTensor, Placement
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-def as_dtensor(local: Tensor, spec: Any) -> Any:
-    """A local tensor as the DTensor that a spec describes; a DTensor as it is."""
-    if is_dtensor(local):
-        return local
-    return dtensor_of(local, spec.mesh, spec.placements, spec.shape, spec.stride)
+    from muonfx.sharding.layout import Layout
 
-
-def dtensor_with(local: Tensor, spec: Any) -> Any:
-    """A local tensor as a DTensor with a spec that is known to fit it."""
-    from torch.distributed.tensor import DTensor
-
-    made: Any = DTensor
-    return made(local, spec, requires_grad=False)
+__all__ = [
+    "dtensor_of",
+    "is_dtensor",
+    "local_of",
+    "local_tree",
+    "logical_piece",
+    "logical_tree",
+    "map_named",
+    "parameter_like",
+    "to_dtensors",
+]
 
 
 def dtensor_of(
-    local: Tensor, mesh: Any, placements: Sequence[Any], shape: Sequence[int], stride: tuple[int, ...]
-) -> Any:
+    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], stride: tuple[int, ...]
+) -> DTensor:
     """A local tensor, where it lies, as a DTensor of a global shape."""
     from torch.distributed.tensor import DTensor
 
@@ -39,7 +45,7 @@ def dtensor_of(
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
     about = TensorMeta(torch.Size(shape), stride, local.dtype)
-    return dtensor_with(local, DTensorSpec(mesh, tuple(placements), tensor_meta=about))
+    return _with_spec(local, DTensorSpec(mesh, tuple(placements), tensor_meta=about))
 
 
 def local_of(leaf: Any) -> Any:
@@ -47,7 +53,99 @@ def local_of(leaf: Any) -> Any:
     return leaf._local_tensor if is_dtensor(leaf) else leaf
 
 
-def is_dtensor(leaf: Any) -> bool:
+def is_dtensor(leaf: object) -> TypeGuard[DTensor]:
     """True if a leaf is a DTensor; asks without importing what nobody has used."""
     kind = type(leaf)
     return kind is not Tensor and kind is not Parameter and isinstance(leaf, Tensor) and hasattr(leaf, "_local_tensor")
+
+
+def _with_spec(local: Tensor, spec: DTensorSpec) -> DTensor:
+    """A local tensor as a DTensor with a spec that is known to fit it."""
+    from torch.distributed.tensor import DTensor
+
+    made: Any = DTensor
+    return made(local, spec, requires_grad=False)
+
+
+# ------------------------------------------------------------------------------------------------- trees under a layout
+
+
+def parameter_like(layout: Layout, name: str, leaf: Tensor) -> DTensor:
+    """A local tensor as a DTensor that lies as a parameter does; the spec is made once for a dtype."""
+    if is_dtensor(leaf):
+        return leaf
+    own = layout.dtensors[name]
+    key = ("spec of a DTensor", name, leaf.dtype)
+    if key in layout.derived and not leaf.requires_grad and leaf.device.type in (own.mesh.device_type, "meta"):
+        return _with_spec(leaf, layout.derived[key])
+    found = dtensor_of(leaf, own.mesh, own.placements, own.shape, own.stride)
+    layout.derived[key] = found._spec
+    return found
+
+
+def to_dtensors(layout: Layout, local: PyTree, like: PyTree = None) -> PyTree:
+    """A local tree with DTensors in the place of local tensors of parameters that are DTensors.
+
+    Args:
+        layout: who holds what.
+        local: the tree.
+        like: DTensors: one whose local tensor is a leaf takes its place itself.
+    """
+    given = {} if like is None else dict(zip(tree.names(like), tree.leaves(like), strict=True))
+
+    def at(name: str, leaf: Tensor) -> Tensor:
+        if name not in layout.dtensors:
+            return leaf
+        same = given.get(name)
+        return same if is_dtensor(same) and local_of(same) is leaf else parameter_like(layout, name, leaf)
+
+    return map_named(at, local)
+
+
+def logical_piece(layout: Layout, name: str, leaf: Tensor) -> Tensor | FlatPiece:
+    """A rank's piece of a parameter as a leaf that says which part of which whole it is."""
+    if name in layout.dtensors:
+        return parameter_like(layout, name, leaf)
+    if layout.is_flat:
+        return FlatPiece(layout.specs[name].shape, layout.piece(name).start or 0, leaf.reshape(-1))
+    return leaf
+
+
+def logical_tree(layout: Layout, local: PyTree) -> PyTree:
+    """`Layout.logical`."""
+
+    def at(name: str, leaf: Tensor | FlatPiece) -> Tensor | FlatPiece:
+        piece, whole = layout.piece(name), layout.specs[name].shape
+        if isinstance(leaf, FlatPiece) or is_dtensor(leaf):
+            return leaf
+        # Before the piece: that may be all of it here, and where parameters are whole they must be so on all ranks.
+        if tuple(leaf.shape) == whole and name not in layout.dtensors:
+            return leaf
+        if piece.fits(leaf):
+            return logical_piece(layout, name, leaf)
+        raise ShardingError(
+            f"{name!r} has shape {tuple(leaf.shape)}; in {layout!r} the whole has {whole} and this rank's piece "
+            f"{piece.shape}: give the parameters that the layout was made for"
+        )
+
+    return map_named(at, local)
+
+
+def local_tree(layout: Layout, logical: PyTree) -> PyTree:
+    """`Layout.local`."""
+
+    def at(name: str, leaf: Tensor | FlatPiece) -> Tensor:
+        return leaf.data.view(layout.piece(name).shape) if isinstance(leaf, FlatPiece) else leaf
+
+    return map_named(at, logical)
+
+
+def map_named(function: Callable[[str, Any], Any], values: PyTree) -> PyTree:
+    """Apply a function to the name and the value of each leaf; None stays None.
+
+    >>> map_named(lambda name, leaf: f"{name} is {leaf}", {"a": 1, "b": None})
+    {'a': 'a is 1', 'b': None}
+    """
+    leaves, treedef = tree.flatten(values)
+    named = zip(tree.names(values), leaves, strict=True)
+    return tree.unflatten(treedef, [None if leaf is None else function(name, leaf) for name, leaf in named])

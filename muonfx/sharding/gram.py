@@ -25,7 +25,7 @@ from muonfx.polar.scaling import inverse_root, power_of_two, same_range, wide_dt
 from muonfx.sharding.messages import collective
 from muonfx.transforms.orthogonalize import orthogonalize
 
-__all__ = ["Slab", "gram_bytes", "gram_plan", "is_for_gram", "orthogonalize_slabs", "slab_of", "wide_of"]
+__all__ = ["Slab", "gram_bytes", "gram_plan", "is_for_gram", "orthogonalize_slabs", "slab_of"]
 
 Run = Sequence[tuple[str, Transform]]
 
@@ -47,30 +47,13 @@ def is_for_gram(run: Run) -> bool:
 
 
 def gram_plan(run: Run, shape: Sequence[int], dtype: torch.dtype, device: torch.device, compute: torch.dtype) -> Plan:
-    """How a matrix is orthogonalized on the Gram route: in stages whatever its shape.
-
-    Args:
-        run: one orthogonalization.
-        shape: of the matrix.
-        dtype: of the updates.
-        device: of the values.
-        compute: what a dtype of "auto" stands for.
-    """
+    """How a matrix is orthogonalized on the Gram route: in stages whatever its shape."""
     given = run[0][1].arguments
     resolved = polynomials(given["coefficients"], given["steps"])
     asked = given["dtype"]
     if asked == "auto":
         asked = stable_dtype(torch.float64 if dtype == torch.float64 else compute, resolved)
     return plan(min(shape), max(shape), dtype, device, resolved, method="gram", dtype=asked, products="batched")
-
-
-def wide_of(dtype: torch.dtype) -> torch.dtype:
-    """In what sums over ranks are taken and sent.
-
-    >>> wide_of(torch.bfloat16)
-    torch.float32
-    """
-    return wide_dtype(dtype)
 
 
 class Slab(NamedTuple):
@@ -93,14 +76,7 @@ def gram_bytes(n: int, stages: int, ranks: int, wide: torch.dtype = torch.float3
 
 
 def slab_of(run: Run, window: Tensor, shape: Sequence[int], compute: torch.dtype) -> Slab:
-    """This rank's slab of a matrix, as a view.
-
-    Args:
-        run: one orthogonalization.
-        window: the piece, with the matrix's two dims.
-        shape: of the whole matrix.
-        compute: what a dtype of "auto" stands for.
-    """
+    """This rank's slab of a matrix, as a view."""
     given = run[0][1].arguments
     wide = window if shape[0] <= shape[1] else window.mT
     safety = polynomials(given["coefficients"], given["steps"]).safety
@@ -111,12 +87,7 @@ def slab_of(run: Run, window: Tensor, shape: Sequence[int], compute: torch.dtype
 def orthogonalize_slabs(slabs: Sequence[Slab], group: dist.ProcessGroup) -> list[Tensor]:
     """Orthogonalize matrices of which every rank has a slab; all ranks together, with the same matrices.
 
-    Args:
-        slabs: of matrices that are computed in one dtype.
-        group: the ranks that have the others.
-
-    Returns:
-        This rank's slabs of the results, in the dtype of its inputs.
+    All are computed in one dtype; the results are this rank's slabs, in the dtype of its inputs.
     """
     if not slabs:
         return []

@@ -2,15 +2,17 @@
 
 A *whole tree* has the parameters as one process would hold them, a *local tree* a rank's local tensors in their place.
 Leaves are known by their dotted names, so a tree of any structure will do, and gradients, updates and copies of the
-parameters go the same way as the parameters do. None stays None.
+parameters, in any dtype, go the same way as the parameters do. None stays None.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -18,22 +20,16 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.sharding.collectives import gathered, reduce_scattered
-from muonfx.sharding.cut import Cut, Replicas
-from muonfx.sharding.dtensors import as_dtensor, dtensor_with, is_dtensor
-from muonfx.sharding.errors import ShardingError
-from muonfx.shards import FlatPiece, Piece
+from muonfx.sharding.cut import Buffer, Cut
+from muonfx.sharding.dtensors import local_tree, logical_tree, map_named
+from muonfx.sharding.messages import ShardingError
+from muonfx.shards import Piece
 from muonfx.tree import PyTree, Spec
 
-__all__ = ["Buffer", "Layout"]
+if TYPE_CHECKING:
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-
-class Buffer(NamedTuple):
-    """How pieces lie in the flat buffers of an engine; in elements."""
-
-    starts: dict[str, int]
-    """Where each parameter begins: in the one buffer that is cut, or in that of the rank that has it."""
-    lengths: tuple[int, ...]
-    """Of each rank's part, with its padding."""
+__all__ = ["Layout", "specs_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +40,7 @@ class Layout:
 
     Attributes:
         kind: what it was made by: "replicated", "from_dtensors", "zero" or "flat".
-        specs: global shape and dtype of each parameter by name; None for `replicated` before it has met parameters.
+        specs: global shape and dtype of each parameter by name.
         size: how many ranks there are.
         rank: this process's place among them; 0 where there is no group.
         group: the process group; None for a layout that is only looked at.
@@ -61,22 +57,24 @@ class Layout:
     """
 
     kind: str
-    specs: Mapping[str, Spec] | None
+    specs: Mapping[str, Spec]
     pieces: Mapping[str, Cut] = field(repr=False)
     size: int
     rank: int = 0
     group: dist.ProcessGroup | None = field(default=None, repr=False)
     stage: int | None = None
     buffer: Buffer | None = field(default=None, repr=False)
-    dtensors: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    dtensors: Mapping[str, DTensorSpec] = field(default_factory=dict, repr=False)
     """For `from_dtensors`: the DTensor spec of each parameter that is one."""
+    on_several_meshes: tuple[str, ...] = field(default=(), repr=False)
+    """The parameters that lie on different meshes on different ranks, whose pieces are taken for the same."""
     derived: dict[Any, Any] = field(default_factory=dict, repr=False)
-    """What follows from the layout, found out once."""
+    """Values that follow from the layout, computed once."""
 
     def __repr__(self) -> str:
-        what = "" if self.specs is None else f" of {len(self.specs)} parameters"
         stage = "" if self.stage is None else f", stage {self.stage}"
-        return f"<{self.kind}{what} over {self.size} rank{'s' * (self.size != 1)}{stage}>"
+        ranks = f"{self.size} rank{'s' * (self.size != 1)}"
+        return f"<{self.kind} of {len(self.specs)} parameters over {ranks}{stage}>"
 
     def __eq__(self, other: object) -> bool:
         """True if the same pieces lie on the same ranks."""
@@ -90,50 +88,26 @@ class Layout:
         return hash(self._key)
 
     @property
-    def _key(self) -> tuple[Any, ...]:
-        return self.kind, self.size, self.rank, self.stage, id(self.group)
+    def _key(self) -> tuple[object, ...]:
+        return self.kind, self.size, self.rank, self.stage, self.group
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> NoReturn:
         raise TypeError("a layout belongs to a running process group and cannot be pickled: make it anew over there")
 
     @property
     def names(self) -> list[str]:
-        """The names of the parameters.
+        """The names of the parameters."""
+        return list(self.specs)
 
-        Raises:
-            ShardingError: the layout has not met any.
-        """
-        return list(self._specs)
+    @cached_property
+    def is_replicated(self) -> bool:
+        """True if every rank holds all of every parameter."""
+        return all(len(cut.complete) == self.size for cut in self.pieces.values() if prod(cut.shape))
 
     @property
-    def _specs(self) -> Mapping[str, Spec]:
-        if self.specs is None:
-            raise ShardingError(f"{self!r} does not know the parameters yet: use layout.of(params)")
-        return self.specs
-
-    def of(self, params: PyTree) -> Layout:
-        """The layout for some parameters: itself where it knows them, else the one in which every rank has all."""
-        if self.specs is not None:
-            return self
-        specs, names = specs_of(params), tuple(tree.names(params))
-        known: list[tuple[tuple[str, ...], Layout]] = self.derived.setdefault("of", [])
-        for same in (_same_specs, _same_shapes):  # a gradient may have another dtype than its parameter
-            for theirs, layout in known:
-                if theirs == names and same(layout._specs, specs):
-                    return layout
-        for _, layout in known:  # some gradients of a tree are None, or some of its leaves are looked at
-            if _same_shapes(layout._specs, specs):
-                return layout
-        if len(specs) < len(names):
-            absent = next(name for name in names if name not in specs)
-            raise ShardingError(
-                f"{self!r} has not met {absent!r}, which is None here: use layout.of(params), or init the state first"
-            )
-        cuts = {shape: Replicas(shape, self.size) for shape in dict.fromkeys(spec.shape for spec in specs.values())}
-        pieces = {name: cuts[spec.shape] for name, spec in specs.items()}
-        made = replace(self, specs=specs, pieces=pieces, derived={})
-        known.append((names, made))
-        return made
+    def is_flat(self) -> bool:
+        """True if the pieces lie in flat buffers."""
+        return self.buffer is not None
 
     def piece(self, name: str, rank: int | None = None) -> Piece:
         """What a rank, by default this one, holds of a parameter.
@@ -141,40 +115,29 @@ class Layout:
         Raises:
             ShardingError: there is no such parameter; the message names some that there are.
         """
-        if name not in self._specs:
-            known = ", ".join(map(repr, list(self._specs)[:5])) or "none"
+        if name not in self.specs:
+            known = ", ".join(map(repr, list(self.specs)[:5])) or "none"
             raise ShardingError(f"{self!r} has no parameter {name!r}; it was made for {known}, ...")
         return self.pieces[name][self.rank if rank is None else rank]
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """A hash of who holds what, the same on all ranks; made of a word a parameter, however many ranks there are."""
-        if "digest" not in self.derived:
-            text = repr([(name, self.pieces[name].digest) for name in self._specs])
-            self.derived["digest"] = hashlib.sha256(text.encode()).hexdigest()[:12]
-        return self.derived["digest"]
+        text = repr([(name, self.pieces[name].digest) for name in self.specs])
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def holders(self, name: str) -> Mapping[Piece, Sequence[int]]:
         """The different pieces of a parameter that have elements, and the ranks that hold each."""
         return self.pieces[name].holders
 
-    def counts(self, name: str, rank: int | None = None) -> bool:
-        """True if a rank is the one that counts its piece in sums over all ranks: the first of those that hold it."""
-        rank = self.rank if rank is None else rank
-        known: dict[int, bool] = self.pieces[name].derived.setdefault("counts", {})
-        if rank not in known:
-            piece = self.piece(name, rank)
-            known[rank] = piece.numel > 0 and self.holders(name)[piece][0] == rank
-        return known[rank]
-
     def nbytes(self, rank: int | None = None) -> int:
         """The bytes of a rank's pieces of the parameters."""
-        return sum(self.piece(name, rank).numel * spec.dtype.itemsize for name, spec in self._specs.items())
+        return sum(self.piece(name, rank).numel * spec.dtype.itemsize for name, spec in self.specs.items())
 
     def meta(self, names: Sequence[str] | None = None) -> dict[str, Tensor]:
         """Meta tensors of the global shapes and dtypes, by name."""
-        chosen = self._specs if names is None else names
-        return {n: torch.empty(self._specs[n].shape, dtype=self._specs[n].dtype, device="meta") for n in chosen}
+        chosen = self.specs if names is None else names
+        return {n: torch.empty(self.specs[n].shape, dtype=self.specs[n].dtype, device="meta") for n in chosen}
 
     # ---------------------------------------------------------------------------------------- trees, in one process
 
@@ -191,13 +154,12 @@ class Layout:
         Raises:
             ShardingError: a leaf is no parameter, or has another shape than it.
         """
-        layout = self.of(whole)
-        return _by_name(whole, lambda name, leaf: layout._cut(name, leaf, rank))
+        return map_named(lambda name, leaf: self._cut(name, leaf, rank), whole)
 
     def _cut(self, name: str, leaf: Tensor, rank: int | None) -> Tensor:
         piece = self.piece(name, rank)
-        if tuple(leaf.shape) != self._specs[name].shape:
-            raise ShardingError(f"{name!r} has shape {tuple(leaf.shape)}, in the layout {self._specs[name].shape}")
+        if tuple(leaf.shape) != self.specs[name].shape:
+            raise ShardingError(f"{name!r} has shape {tuple(leaf.shape)}, in the layout {self.specs[name].shape}")
         return piece.cut(leaf.detach())
 
     def assemble(self, locals_: Sequence[PyTree]) -> PyTree:
@@ -211,13 +173,12 @@ class Layout:
         """
         if len(locals_) != self.size:
             raise ValueError(f"locals_: found {len(locals_)} trees, expected one for each of {self.size} ranks")
-        layout = self.of(locals_[0])
         columns = [tree.leaves(local) for local in locals_]
         at = dict(zip(tree.names(locals_[0]), zip(*columns, strict=True), strict=True))
-        return _by_name(locals_[0], lambda name, leaf: layout._paste(name, at[name]))
+        return map_named(lambda name, _: self._paste(name, at[name]), locals_[0])
 
     def _paste(self, name: str, locals_: Sequence[Tensor]) -> Tensor:
-        whole = torch.zeros(self._specs[name].shape, dtype=locals_[0].dtype, device=locals_[0].device)
+        whole = torch.zeros(self.specs[name].shape, dtype=locals_[0].dtype, device=locals_[0].device)
         for piece, ranks in self.holders(name).items():
             piece.paste(locals_[ranks[0]], whole)
         return whole
@@ -230,7 +191,7 @@ class Layout:
         Raises:
             ShardingError: a leaf is no parameter or has another shape than the rank's piece; a rank is gone.
         """
-        return gathered(self.of(local), local)
+        return gathered(self, local)
 
     def all_gather(self, local: PyTree, names: Sequence[str] | None = None, *, op: str = "mean") -> PyTree:
         """`gather`, through which gradients flow: they are reduced over the ranks as `reduce_scatter` does it.
@@ -246,7 +207,7 @@ class Layout:
             ShardingError: as `gather`.
             ValueError: an unknown ``op``.
         """
-        return gathered(self.of(local), local, names=names, op=op, differentiable=True)
+        return gathered(self, local, names=names, op=op, differentiable=True)
 
     def reduce_scatter(self, grads: PyTree, op: str = "mean", *, bucket_bytes: int = 1 << 25) -> PyTree:
         """Reduce every rank's own whole gradients over all ranks, and return this rank's pieces.
@@ -268,7 +229,7 @@ class Layout:
             ShardingError: a leaf is no parameter or has another shape; a rank is gone.
             ValueError: an unknown ``op``.
         """
-        return reduce_scattered(self.of(grads), grads, op, bucket_bytes)
+        return reduce_scattered(self, grads, op, bucket_bytes)
 
     # ------------------------------------------------------------------------------------------------- checkpoints
 
@@ -281,67 +242,11 @@ class Layout:
         Raises:
             ShardingError: a leaf is neither this rank's piece nor the whole; the message names it.
         """
-        return _by_name(local, self.of(local)._logical_leaf)
-
-    def _logical_leaf(self, name: str, leaf: Any) -> Any:
-        piece, whole = self.piece(name), self.pieces[name].shape
-        if isinstance(leaf, FlatPiece) or is_dtensor(leaf):
-            return leaf
-        # Before the piece: that may be all of it here, and where parameters are whole they must be so on all ranks.
-        if tuple(leaf.shape) == whole and name not in self.dtensors:
-            return leaf
-        if piece.fits(leaf):
-            return self.described(name, leaf)
-        raise ShardingError(
-            f"{name!r} has shape {tuple(leaf.shape)}; in {self!r} the whole has {whole} and this rank's piece "
-            f"{piece.shape}: give the parameters that the layout was made for"
-        )
+        return logical_tree(self, local)
 
     def local(self, logical: PyTree) -> PyTree:
         """The local tree that a logical one describes: the inverse of `logical`. DTensors stay what they are."""
-
-        def at(name: str, leaf: Any) -> Tensor:
-            return leaf.data.view(self.piece(name).shape) if isinstance(leaf, FlatPiece) else leaf
-
-        return _by_name(logical, at)
-
-    def to_dtensors(self, local: PyTree, like: PyTree = None) -> PyTree:
-        """A local tree with DTensors in the place of local tensors of parameters that are DTensors.
-
-        Args:
-            local: the tree.
-            like: DTensors: one whose local tensor is a leaf takes its place itself.
-        """
-        given = {} if like is None else dict(zip(tree.names(like), tree.leaves(like), strict=True))
-
-        def at(name: str, leaf: Tensor) -> Any:
-            if name not in self.dtensors:
-                return leaf
-            same: Any = given.get(name)
-            return same if is_dtensor(same) and same._local_tensor is leaf else self._as_dtensor(name, leaf)
-
-        return _by_name(local, at)
-
-    def _as_dtensor(self, name: str, leaf: Tensor) -> Any:
-        """A local tensor as a DTensor that lies as a parameter does; the spec is made once for a dtype."""
-        if is_dtensor(leaf):
-            return leaf
-        own = self.dtensors[name]
-        if leaf.requires_grad or leaf.device.type not in (own.mesh.device_type, "meta"):
-            return as_dtensor(leaf, own)
-        specs: dict[Any, Any] = self.derived.setdefault("specs of dtensors", {})
-        if (name, leaf.dtype) not in specs:
-            specs[name, leaf.dtype] = as_dtensor(leaf, own)._spec
-        return dtensor_with(leaf, specs[name, leaf.dtype])
-
-    def described(self, name: str, leaf: Tensor) -> Any:
-        """One leaf of `logical`."""
-        if name in self.dtensors:
-            return self._as_dtensor(name, leaf)
-        piece, shape = self.piece(name), self._specs[name].shape
-        if self.kind in ("zero", "flat"):
-            return FlatPiece(shape, piece.start or 0, leaf.reshape(-1))
-        return leaf
+        return local_tree(self, logical)
 
 
 def specs_of(params: PyTree) -> dict[str, Spec]:
@@ -352,17 +257,3 @@ def specs_of(params: PyTree) -> dict[str, Spec]:
     """
     named = zip(tree.names(params), tree.leaves(params), strict=True)
     return {name: Spec(tuple(leaf.shape), leaf.dtype) for name, leaf in named if leaf is not None}
-
-
-def _same_specs(known: Mapping[str, Spec], specs: Mapping[str, Spec]) -> bool:
-    return all(known.get(name) == spec for name, spec in specs.items())
-
-
-def _same_shapes(known: Mapping[str, Spec], specs: Mapping[str, Spec]) -> bool:
-    return all(name in known and known[name].shape == spec.shape for name, spec in specs.items())
-
-
-def _by_name(values: PyTree, function: Callable[[str, Any], Any]) -> PyTree:
-    leaves, treedef = tree.flatten(values)
-    named = zip(tree.names(values), leaves, strict=True)
-    return tree.unflatten(treedef, [None if leaf is None else function(name, leaf) for name, leaf in named])

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Hashable, Mapping, Sequence
 from itertools import pairwise, product
 from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -15,6 +15,7 @@ from muonfx.arguments import plain_arguments
 from muonfx.checks import did_you_mean
 from muonfx.core import Transform
 from muonfx.sharding.cut import (
+    Buffer,
     Cut,
     Intervals,
     Listed,
@@ -27,32 +28,51 @@ from muonfx.sharding.cut import (
     padded,
 )
 from muonfx.sharding.dtensors import is_dtensor
-from muonfx.sharding.errors import ShardingError
-from muonfx.sharding.layout import Buffer, Layout, specs_of
-from muonfx.sharding.messages import collective
+from muonfx.sharding.layout import Layout, specs_of
+from muonfx.sharding.messages import ShardingError, collective
 from muonfx.sharding.plan.balance import assign_by_bytes
 from muonfx.sharding.plan.cost import costs_of
 from muonfx.tree import PyTree, Spec
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Placement
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
 __all__ = ["Placed", "flat", "from_dtensors", "on_mesh", "replicated", "zero"]
+
+T = TypeVar("T")
 
 Group = dist.ProcessGroup | int | None
 """A process group; None for the default one; a number of ranks for a layout that is only looked at."""
 
 
-def replicated(group: Group = None) -> Layout:
+def replicated(params: PyTree = None, group: Group = None) -> Layout:
     """Every rank holds all of every parameter, as under `DistributedDataParallel`.
 
     Gradients are expected to be reduced already. The transforms' matrices are shared out among the ranks.
 
     Args:
+        params: the parameters, on any device; only names, shapes and dtypes count.
         group: the process group; None: the default one; an int: that many ranks, without processes.
 
-    >>> replicated(4).of({"w": torch.zeros(2)})
+    Raises:
+        TypeError: ``params`` is left out, or a group is in its place.
+        ShardingError: no group is given, and torch.distributed is not initialized.
+
+    >>> replicated({"w": torch.zeros(2)}, 4)
     <replicated of 1 parameters over 4 ranks>
     """
-    size, rank, group = _ranks(group)
-    return Layout("replicated", None, {}, size, rank, group)
+    if params is None or isinstance(params, int | dist.ProcessGroup):
+        raise TypeError(
+            f"params: found {params!r}, expected the parameters: write replicated(params) or "
+            "replicated(params, group), with params=dict(model.named_parameters()) for a model"
+        )
+    size, rank, process_group = _ranks(group)
+    specs = specs_of(params)
+    cuts = {shape: Replicas(shape, size) for shape in dict.fromkeys(spec.shape for spec in specs.values())}
+    pieces = {name: cuts[spec.shape] for name, spec in specs.items()}
+    return Layout("replicated", specs, pieces, size, rank, process_group)
 
 
 @plain_arguments
@@ -93,15 +113,14 @@ def zero(
         raise ValueError(f"stage: found {stage!r}, expected 1, 2 or 3")
     if partition not in ("whole", "flat"):
         raise ValueError(f"partition: found {partition!r}, expected 'whole' or 'flat'")
-    if isinstance(alignment, bool) or not isinstance(alignment, int) or alignment < 1:
+    if alignment < 1:
         raise ValueError(f"alignment: found {alignment!r}, expected an int of 1 or more, in elements")
     size, rank, process_group = _ranks(group)
     specs = specs_of(params)
     if partition == "whole":
         pieces, buffer = _whole(specs, size, alignment, tx)
     else:
-        pieces, starts, lengths = equal_intervals(specs, size, alignment)
-        buffer = Buffer(starts, lengths)
+        pieces, buffer = equal_intervals(specs, size, alignment)
     return Layout("zero", specs, pieces, size, rank, process_group, stage, buffer)
 
 
@@ -178,7 +197,7 @@ def from_dtensors(params: PyTree, group: dist.ProcessGroup | None = None) -> Lay
     named = {n: p for n, p in zip(tree.names(params), tree.leaves(params), strict=True) if p is not None}
     dtensors = {name: leaf._spec for name, leaf in named.items() if is_dtensor(leaf)}
     if not dtensors:
-        raise TypeError("params: found no DTensor; shard the model first, or use replicated() or zero()")
+        raise TypeError("params: found no DTensor; shard the model first, or use replicated(params) or zero(params)")
     meshes = {mesh: _ranks_of(mesh) for mesh in dict.fromkeys(spec.mesh for spec in dtensors.values())}
     if group is None:
         group = _group_of(meshes)
@@ -189,23 +208,25 @@ def from_dtensors(params: PyTree, group: dist.ProcessGroup | None = None) -> Lay
         raise ShardingError(f"this process is not among the ranks {ranks} of the parameters' meshes")
     places = {mesh: _places(mesh, ranks) for mesh in meshes}
     pieces = _cuts(specs, dtensors, places, len(ranks))
-    derived: dict[Any, Any] = {}
+    on_several: tuple[str, ...] = ()
     if len(set(meshes.values())) > 1:
-        pieces, derived[ALIKE] = _each_by_its_own(specs, dtensors, meshes, places, pieces, group)
+        pieces, on_several = _each_by_its_own(specs, dtensors, meshes, places, pieces, group)
     for name in dtensors:
         local, piece = named[name]._local_tensor, pieces[name][rank]
         if not piece.fits(local):
             raise ShardingError(
                 f"{name!r} has a local tensor of shape {tuple(local.shape)}, its placements say {piece.shape}"
             )
-    return Layout("from_dtensors", specs, pieces, len(ranks), rank, group, dtensors=dtensors, derived=derived)
+    return Layout(
+        "from_dtensors", specs, pieces, len(ranks), rank, group, dtensors=dtensors, on_several_meshes=on_several
+    )
 
 
 class Placed(NamedTuple):
     """The mesh that a parameter lies on, by a name, and its placements along the dims of that mesh."""
 
     mesh: Hashable
-    placements: tuple[Any, ...]
+    placements: tuple[Placement, ...]
 
 
 def on_mesh(params: PyTree, placed: Mapping[str, Placed], places: Mapping[Any, Places]) -> Layout:
@@ -227,19 +248,15 @@ def on_mesh(params: PyTree, placed: Mapping[str, Placed], places: Mapping[Any, P
     return Layout("from_dtensors", specs, _cuts(specs, placed, places, size), size)
 
 
-ALIKE = "pieces taken for the same"
-"""The key of `Layout.derived` for the parameters that lie on different meshes on different ranks."""
-
-
-def _ranks_of(mesh: Any) -> tuple[int, ...]:
+def _ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
     return tuple(sorted(int(rank) for rank in mesh.mesh.flatten().tolist()))
 
 
 def _each_by_its_own(
     specs: Mapping[str, Spec],
-    dtensors: Mapping[str, Any],
-    meshes: Mapping[Any, tuple[int, ...]],
-    places: Mapping[Any, Places],
+    dtensors: Mapping[str, DTensorSpec],
+    meshes: Mapping[DeviceMesh, tuple[int, ...]],
+    places: Mapping[DeviceMesh, Places],
     pieces: dict[str, Cut],
     group: dist.ProcessGroup,
 ) -> tuple[dict[str, Cut], tuple[str, ...]]:
@@ -274,11 +291,11 @@ def _each_by_its_own(
     return {n: Listed(spec.shape, [theirs[n][1] for theirs in lists]) for n, spec in specs.items()}, alike
 
 
-def _digest(said: Any) -> str:
+def _digest(said: object) -> str:
     return hashlib.sha256(repr(said).encode()).hexdigest()
 
 
-def _said(mine: Any, group: dist.ProcessGroup) -> list[Any]:
+def _said(mine: T, group: dist.ProcessGroup) -> list[T]:
     said: list[Any] = [None] * dist.get_world_size(group)
     with collective("finding out who holds what"):
         dist.all_gather_object(said, mine, group=group)
@@ -367,13 +384,16 @@ def _check_cuts(
 
 
 def _cuts(
-    specs: Mapping[str, Spec], dtensors: Mapping[str, Any], places: Mapping[Any, Places], size: int
+    specs: Mapping[str, Spec],
+    dtensors: Mapping[str, Placed] | Mapping[str, DTensorSpec],
+    places: Mapping[Any, Places],
+    size: int,
 ) -> dict[str, Cut]:
     """Make the cut of each parameter; those of one shape that are placed alike share one."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    made: dict[Any, Cut] = {}
+    made: dict[Hashable, Cut] = {}
     cuts: dict[str, Cut] = {}
     for name, spec in specs.items():
         placed = dtensors.get(name)
@@ -391,14 +411,14 @@ def _cuts(
     return cuts
 
 
-def _places(mesh: Any, ranks: Sequence[int]) -> Places:
+def _places(mesh: DeviceMesh, ranks: Sequence[int]) -> Places:
     """Find the coordinates of a group's ranks on a mesh."""
     shape = tuple(mesh.shape)
     at = dict(zip(mesh.mesh.flatten().tolist(), product(*map(range, shape)), strict=True))
     return Places(shape, [at.get(rank) for rank in ranks])
 
 
-def _group_of(meshes: Mapping[Any, tuple[int, ...]]) -> dist.ProcessGroup:
+def _group_of(meshes: Mapping[DeviceMesh, tuple[int, ...]]) -> dist.ProcessGroup:
     """A group of all ranks of some meshes, which are given with the ranks of each."""
     ranks = sorted(set().union(*meshes.values()))
     if ranks == list(range(dist.get_world_size())):

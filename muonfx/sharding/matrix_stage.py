@@ -45,14 +45,7 @@ def init_run(
 
 
 def _init(plan: RunPlan, run: Sequence[tuple[str, Transform]], layout: Layout, params: PyTree) -> PyTree:
-    """The state of a run: at the owner of a share that of its matrices, elsewhere None.
-
-    Args:
-        plan: who owns what.
-        run: the transforms, with the numbers of now.
-        layout: who holds what.
-        params: local tensors; meta ones are not exchanged.
-    """
+    """The state of a run: at the owner of a share that of its matrices, elsewhere None; meta tensors are not sent."""
     leaves, treedef = tree.flatten(params)
     names = tree.names(params)
     mine = [share for share in plan.shares if share.owner in (None, layout.rank)]
@@ -103,17 +96,7 @@ def update_run(
     store: Store,
     parameters: Callable[[], list[str | None]],
 ) -> tuple[PyTree, PyTree]:
-    """Update by a run; all ranks of the layout must call it together, with the same leaves present.
-
-    Args:
-        plan: who owns what.
-        run: the transforms, with the numbers of now.
-        tx: the same as one chain.
-        layout: who holds what.
-        call: the arguments; what is absent is so on all ranks.
-        store: where the state lies.
-        parameters: finds the parameters that the leaves of the state belong to.
-    """
+    """Update by a run; all ranks of the layout must call it together, with the same leaves present."""
     updates, state, params, donate, extras, _ = call
     treedef = tree.flatten(updates)[1]
     names = tree.names(updates)

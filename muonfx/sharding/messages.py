@@ -1,17 +1,24 @@
-"""The one exchange between ranks: each sends to each as many bytes as it has for it, in one packed buffer."""
+"""The one exchange between ranks, in which each sends to each as many bytes as it has for it; and what goes wrong."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muonfx.sharding.errors import ShardingError
+__all__ = ["Exchange", "ShardingError", "collective", "copied", "cut_places"]
 
-__all__ = ["Exchange", "collective"]
+
+class ShardingError(RuntimeError):
+    """Ranks disagree, or one of them is gone; raised on all that are left, with what each has found.
+
+    >>> raise ShardingError("rank 2 has another tree")
+    Traceback (most recent call last):
+    muonfx.sharding.messages.ShardingError: rank 2 has another tree
+    """
 
 
 class Exchange:
@@ -70,6 +77,23 @@ class Exchange:
         del self._received, self._own
 
 
+def cut_places(nbytes: Mapping[int, int], limit: int) -> list[list[int]]:
+    """Cut places, in order, into lists of at most so many bytes; a single larger one stands alone.
+
+    >>> cut_places({0: 3, 1: 3, 5: 9, 6: 1}, 6)
+    [[0, 1], [5], [6]]
+    """
+    found: list[list[int]] = []
+    room = 0
+    for place, size in nbytes.items():
+        if not found or size > room:
+            found.append([])
+            room = limit
+        found[-1].append(place)
+        room -= size
+    return found
+
+
 def copied(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
     """Copy tensors to others, in few calls; one that is its own target is left alone.
 
@@ -101,7 +125,7 @@ class collective:
     >>> with collective("the exchange"):
     ...     raise RuntimeError("Connection closed by peer")
     Traceback (most recent call last):
-    muonfx.sharding.errors.ShardingError: the exchange failed: another rank has ended, ... Connection closed by peer
+    muonfx.sharding.messages.ShardingError: the exchange failed: another rank has ended, ... Connection closed by peer
     """
 
     def __init__(self, what: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,12 +16,10 @@ from muonfx.core import Transform
 from muonfx.sharding.binding import Binding
 from muonfx.sharding.checksums import checksum, scattered, vanishing
 from muonfx.sharding.collectives import BUCKET, exchange, in_buckets
-from muonfx.sharding.consensus import agree_on_leaves, check_pieces, host_device, listed
+from muonfx.sharding.consensus import agree_on_leaves, all_numbers, check_pieces, host_device, listed
 from muonfx.sharding.dtensors import local_of
-from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout
-from muonfx.sharding.layouts import ALIKE
-from muonfx.sharding.messages import collective, copied
+from muonfx.sharding.messages import ShardingError, collective, copied
 from muonfx.sharding.state import LeafPlacement, describe_state
 from muonfx.tree import PyTree
 
@@ -67,7 +65,7 @@ def verify_params(layout: Layout, local: PyTree) -> None:
     found = _find_difference(_copies_of(layout, local), layout)
     if found is None:
         return
-    if found.name in layout.derived.get(ALIKE, ()):
+    if found.name in layout.on_several_meshes:
         raise ShardingError(
             f"{found.name!r} lies on different meshes on different ranks and {found.where}{found.also('parameters')}: "
             "if these are different parameters, give them different names, or place them on one mesh of more dims; if "
@@ -87,12 +85,6 @@ _ADVICE = (
 
 def verify_state(binding: Binding, tx: Transform, like: PyTree, state: PyTree) -> None:
     """Require that what several ranks hold of a state is the same there, bit by bit.
-
-    Args:
-        binding: the layout and its plans.
-        tx: the transform.
-        like: local tensors in the tree of the parameters.
-        state: of local tensors.
 
     Raises:
         ShardingError: it is not; the message names the first leaf that is not, and the ranks. Raised on all ranks.
@@ -128,9 +120,9 @@ def _copies_of(layout: Layout, local: PyTree) -> list[_Copies]:
     return [_Copies(name, named.get(name), layout.pieces[name].copies) for name in layout.names]
 
 
-def _holders_of(layout: Layout, what: Any) -> Sequence[Sequence[int]]:
+def _holders_of(layout: Layout, what: LeafPlacement | None) -> Sequence[Sequence[int]]:
     """The ranks that hold the same of a leaf of a state."""
-    if not isinstance(what, LeafPlacement):
+    if what is None:
         return []
     if what.name is None or any(share.owner is None for share in what.shares):
         return [range(layout.size)]
@@ -156,10 +148,7 @@ def _find_difference(copies: Sequence[_Copies], layout: Layout) -> _Difference |
     if not wrong:
         return None
     place = wrong[0]
-    said = [torch.empty(1, dtype=torch.int64, device=host_device(group)) for _ in range(layout.size)]
-    with collective("finding out which copies differ"):
-        dist.all_gather(said, torch.tensor([sums[place]], dtype=torch.int64, device=host_device(group)), group=group)
-    numbers = [int(number) for number in said]
+    numbers = all_numbers([sums[place]], group, "finding out which copies differ")
     for ranks in copies[place].holders:
         odd = [rank for rank in ranks if numbers[rank] != numbers[ranks[0]]]
         if odd:
@@ -226,10 +215,9 @@ def broadcast(params: PyTree, layout: Layout, *, donate: bool = False) -> PyTree
     Example:
         >>> import muonfx as mfx
         >>> params = {"w": torch.ones(2)}
-        >>> mfx.sharding.broadcast(params, mfx.sharding.replicated(1))
+        >>> mfx.sharding.broadcast(params, mfx.sharding.replicated(params, 1))
         {'w': tensor([1., 1.])}
     """
-    layout = layout.of(params)
     problem: Exception | None = None
     try:
         check_pieces(layout, params)
@@ -249,14 +237,10 @@ def broadcast(params: PyTree, layout: Layout, *, donate: bool = False) -> PyTree
         if gone:  # which all ranks know alike
             raise ShardingError(f"{name!r} is None on some ranks only: give it on all ranks that hold it")
         if not donate:
-            leaves[place] = leaf = _copy(leaf)
+            leaves[place] = leaf = leaf.detach().clone()
         places[name] = local_of(leaf).detach()
     _from_first_holders(places, layout, layout.group)
     return tree.unflatten(treedef, leaves)
-
-
-def _copy(leaf: Any) -> Any:
-    return leaf.detach().clone()
 
 
 def _from_first_holders(places: Mapping[str, Tensor], layout: Layout, group: dist.ProcessGroup) -> None:
@@ -272,7 +256,7 @@ def _from_first_holders(places: Mapping[str, Tensor], layout: Layout, group: dis
         copied([part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)], tensors)
     rest = [name for name in places if name not in set(of_all)]
     most = max((len(ranks) for name in rest for ranks in holders[name]), default=1)
-    like = [torch.empty(layout._specs[name].shape, dtype=places[name].dtype, device="meta") for name in rest]
+    like = [torch.empty(layout.specs[name].shape, dtype=places[name].dtype, device="meta") for name in rest]
     for bucket in in_buckets(like, max(1, BUCKET // most)):
         outgoing: list[list[Tensor]] = [[] for _ in range(layout.size)]
         incoming: list[list[Tensor]] = [[] for _ in range(layout.size)]

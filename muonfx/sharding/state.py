@@ -7,11 +7,13 @@ of fields.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from muonfx import tree
@@ -20,25 +22,28 @@ from muonfx.program.buckets import parameters_of
 from muonfx.program.lower import fill_placeholders, state_around
 from muonfx.program.nodes import Around, ChainNode, Node, Stage, WholeTree
 from muonfx.sharding.binding import Binding
-from muonfx.sharding.dtensors import is_dtensor, local_of
-from muonfx.sharding.owned import at_owner, like_parameter
+from muonfx.sharding.dtensors import dtensor_of, is_dtensor, local_of, logical_piece, parameter_like
+from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import RunPlan
 from muonfx.sharding.plan.shares import Share
 from muonfx.shards import FlatPiece
 from muonfx.tree import PyTree
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
 __all__ = [
     "LeafPlacement",
     "describe_state",
-    "without_dtensors",
-    "from_dtensor",
-    "to_dtensors",
-    "to_dtensor",
-    "held",
     "interval_of",
+    "leaf_to_dtensor",
     "local_state",
     "logical_leaf",
     "logical_state",
+    "own_what_they_hold",
+    "state_to_dtensors",
+    "without_dtensors",
 ]
 
 
@@ -61,24 +66,13 @@ class LeafPlacement:
     """The shape of what this rank has of it; None: it has nothing."""
 
 
-def held(binding: Binding, node: Node) -> PyTree:
-    """Describe the state of a node of a program, leaf by leaf; the structure is the state's own.
-
-    Args:
-        binding: the layout and its plans.
-        node: of the program.
-    """
-    with warnings.catch_warnings():  # what there is to warn of has been said
-        warnings.simplefilter("ignore")
-        return _held(binding, node)
-
-
 def _held(binding: Binding, node: Node) -> PyTree:
+    """Describe the state of a node of a program, leaf by leaf; the structure is the state's own."""
     if isinstance(node, Stage) and not binding.holds_all:
         members = _held_at_owners(binding, node)
         return members[node.members[0].name]
     if isinstance(node, ChainNode):
-        state: dict[str, Any] = {}
+        state: dict[str, PyTree] = {}
         for names, child in node.entries:
             if isinstance(child, Stage) and not binding.holds_all:
                 state |= _held_at_owners(binding, child)
@@ -111,14 +105,7 @@ def _by_name(plan: RunPlan) -> dict[str, tuple[Share, ...]]:
 
 
 def _described(binding: Binding, state: PyTree, params: PyTree, plan: RunPlan | None = None) -> PyTree:
-    """Say of each leaf which parameter it belongs to; a piece of one has its shape too.
-
-    Args:
-        binding: the layout and its plans.
-        state: made of meta tensors of the global shapes.
-        params: those tensors.
-        plan: who owns what, where the state lies at owners.
-    """
+    """Say of each leaf which parameter it belongs to; a piece of one has its shape too."""
     shares = None if plan is None else _by_name(plan)
     by_name = dict(zip(tree.names(params), tree.leaves(params), strict=True))
     leaves, treedef = tree.flatten(state)
@@ -137,24 +124,26 @@ def _described(binding: Binding, state: PyTree, params: PyTree, plan: RunPlan | 
     return tree.unflatten(treedef, described)
 
 
-def describe_state(binding: Binding, tx: Transform, params: PyTree) -> list[Any]:
-    """Describe the leaves of a state, in order: `LeafPlacement` for a tensor."""
+def describe_state(binding: Binding, tx: Transform, params: PyTree) -> list[LeafPlacement | None]:
+    """Describe the leaves of a state, in order; None for one that is None."""
     key = ("held", tx.treedef, tuple(tree.names(params)))
     if key not in binding.derived:
         local = binding.local_like(params)
         here = tree.leaves(binding.executor.init(tx, local))
-        found = tree.leaves(held(binding, binding.executor.program(tx, local)))
+        with warnings.catch_warnings():  # what there is to warn of has been said
+            warnings.simplefilter("ignore")
+            found = tree.leaves(_held(binding, binding.executor.program(tx, local)))
         described = [
             replace(what, local=None if leaf is None else tuple(leaf.shape))
             if isinstance(what, LeafPlacement)
-            else what
+            else None
             for what, leaf in zip(found, here, strict=True)
         ]
         binding.derived[key] = described
     return binding.derived[key]
 
 
-def to_dtensors(binding: Binding, tx: Transform, params: PyTree, state: PyTree) -> PyTree:
+def state_to_dtensors(binding: Binding, tx: Transform, params: PyTree, state: PyTree) -> PyTree:
     """A state with DTensors in the place of local tensors that belong to parameters that are DTensors.
 
     What lies at an owner is a DTensor too, on every rank; but for ranges of a stack that DTensors cannot say: those
@@ -162,28 +151,26 @@ def to_dtensors(binding: Binding, tx: Transform, params: PyTree, state: PyTree) 
     """
     leaves, treedef = tree.flatten(state)
     pairs = zip(describe_state(binding, tx, params), leaves, strict=True)
-    return tree.unflatten(treedef, [to_dtensor(binding, what, leaf) for what, leaf in pairs])
+    return tree.unflatten(treedef, [leaf_to_dtensor(binding, what, leaf) for what, leaf in pairs])
 
 
-def to_dtensor(binding: Binding, what: Any, leaf: Any) -> Any:
-    """One leaf of `to_dtensors`."""
-    if not isinstance(what, LeafPlacement) or what.name is None or is_dtensor(leaf):
-        return leaf
-    if what.name not in binding.layout.dtensors:
+def leaf_to_dtensor(binding: Binding, what: LeafPlacement | None, leaf: Tensor | None) -> Tensor | None:
+    """One leaf of `state_to_dtensors`."""
+    if what is None or what.name is None or is_dtensor(leaf) or what.name not in binding.layout.dtensors:
         return leaf
     if not what.owned:
-        return None if leaf is None else binding.layout._as_dtensor(what.name, leaf)
+        return None if leaf is None else parameter_like(binding.layout, what.name, leaf)
     if leaf is None and what.local is not None:
         return None  # a transform that keeps nothing there
     like = torch.empty(what.shape, dtype=what.dtype, device="meta")
     if len(what.shares) == 1 and what.shares[0].owner is not None:
-        return at_owner(binding.layout, what.shares[0].owner, leaf, like)
-    found = like_parameter(binding.layout, what.name, what.shares, leaf, like)
+        return _at_owner(binding.layout, what.shares[0].owner, leaf, like)
+    found = _like_parameter(binding.layout, what.name, what.shares, leaf, like)
     return leaf if found is None else found
 
 
 def without_dtensors(binding: Binding, tx: Transform, params: PyTree, state: PyTree) -> PyTree:
-    """The local tensors of a state of DTensors: the inverse of `to_dtensors`."""
+    """The local tensors of a state of DTensors: the inverse of `state_to_dtensors`."""
     if not binding.layout.dtensors:
         return state
     leaves, treedef = tree.flatten(state)
@@ -192,12 +179,12 @@ def without_dtensors(binding: Binding, tx: Transform, params: PyTree, state: PyT
     described = describe_state(binding, tx, params)
     if len(described) != len(leaves):
         return tree.map(local_of, state)  # of another transform: whoever checks the state says so
-    return tree.unflatten(treedef, [from_dtensor(what, leaf) for what, leaf in zip(described, leaves, strict=True)])
+    return tree.unflatten(treedef, [_from_dtensor(what, leaf) for what, leaf in zip(described, leaves, strict=True)])
 
 
-def from_dtensor(what: Any, leaf: Any) -> Any:
+def _from_dtensor(what: LeafPlacement | None, leaf: Tensor | FlatPiece | None) -> Tensor | FlatPiece | None:
     """One leaf of `without_dtensors`."""
-    if not is_dtensor(leaf) or not isinstance(what, LeafPlacement) or not what.owned:
+    if not is_dtensor(leaf) or what is None or not what.owned:
         return local_of(leaf)
     return None if what.local is None else leaf._local_tensor.view(what.local)
 
@@ -207,17 +194,17 @@ def logical_state(binding: Binding, tx: Transform, params: PyTree, state: PyTree
     leaves, treedef = tree.flatten(state)
     pairs = zip(describe_state(binding, tx, params), leaves, strict=True)
     device = tree.device_of(state)
-    return tree.unflatten(
-        treedef, [logical_leaf(binding, device, what, from_dtensor(what, leaf)) for what, leaf in pairs]
-    )
+    return tree.unflatten(treedef, [logical_leaf(binding, device, what, leaf) for what, leaf in pairs])
 
 
-def logical_leaf(binding: Binding, device: torch.device, what: Any, leaf: Any) -> Any:
+def logical_leaf(
+    binding: Binding, device: torch.device, what: LeafPlacement | None, leaf: Tensor | None
+) -> Tensor | FlatPiece | None:
     """One leaf of `logical_state`."""
-    if not isinstance(what, LeafPlacement) or what.name is None:
+    if what is None or what.name is None:
         return leaf
     if not what.owned:
-        return None if leaf is None else binding.layout.described(what.name, leaf)
+        return None if leaf is None else logical_piece(binding.layout, what.name, leaf)
     if what.share is None:
         return FlatPiece(what.shape, 0, torch.empty(0, dtype=what.dtype, device=device))
     if what.share.owner is None or leaf is None:
@@ -236,11 +223,70 @@ def local_state(binding: Binding, tx: Transform, params: PyTree, logical: PyTree
     meta = binding.executor.init(tx, tree.map(lambda leaf: torch.empty_like(local_of(leaf), device="meta"), params))
     leaves, treedef = tree.flatten(logical)
 
-    def at(wanted: Any, leaf: Any) -> Any:
+    def at(wanted: Tensor | None, leaf: Tensor | FlatPiece | None) -> Tensor | None:
         if wanted is None:
             return None
         return leaf.data.view(wanted.shape) if isinstance(leaf, FlatPiece) else local_of(leaf)
 
     local = [at(wanted, leaf) for wanted, leaf in zip(tree.leaves(meta), leaves, strict=True)]
     state = tree.unflatten(treedef, local)
-    return to_dtensors(binding, tx, params, state) if binding.layout.dtensors else state
+    return state_to_dtensors(binding, tx, params, state) if binding.layout.dtensors else state
+
+
+# ------------------------------------------------------------------------------------------- what lies at owners
+# torch knows DTensors on a part of the ranks: elsewhere such a one has no elements, and torch.distributed.checkpoint
+# neither asks nor gives those ranks anything.
+
+
+def _at_owner(layout: Layout, owner: int, local: Tensor | None, like: Tensor) -> DTensor:
+    """A tensor that one rank has, as a DTensor on the mesh of this rank alone."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Replicate
+
+    meshes: dict[int, DeviceMesh] = layout.derived.setdefault("meshes of owners", {})
+    if owner not in meshes:
+        assert layout.group is not None
+        kind = next(iter(layout.dtensors.values())).mesh.device_type
+        # It has nobody to talk to, so no process group is made for it.
+        meshes[owner] = DeviceMesh(kind, [dist.get_global_rank(layout.group, owner)], _init_backend=False)
+    local = _nothing(meshes[owner], like) if local is None else local.view(like.shape)
+    return dtensor_of(local, meshes[owner], [Replicate()], like.shape, like.stride())
+
+
+def _like_parameter(
+    layout: Layout, name: str, shares: Sequence[Share], local: Tensor | None, like: Tensor
+) -> DTensor | None:
+    """State that several ranks own, as a DTensor on the parameter's mesh; None where DTensors cannot say it.
+
+    They can where every rank owns all, and where every rank owns of a stack just what it holds, as of experts that are
+    sharded by the first dim.
+    """
+    from torch.distributed.tensor import Replicate
+
+    spec = layout.dtensors[name]
+    if all(share.owner is None for share in shares):
+        assert local is not None
+        return dtensor_of(local, spec.mesh, [Replicate()] * spec.mesh.ndim, like.shape, like.stride())
+    if not own_what_they_hold(layout, name, shares, like.shape):
+        return None
+    local = (_nothing(spec.mesh, like) if local is None else local).reshape(-1, *like.shape[1:])
+    return dtensor_of(local, spec.mesh, spec.placements, like.shape, like.stride())
+
+
+def own_what_they_hold(layout: Layout, name: str, shares: Sequence[Share], shape: Sequence[int]) -> bool:
+    """True if every rank owns of a stack's first dim just the range that it holds, and the state has this dim."""
+    spec = layout.dtensors[name]
+    if tuple(shape[:1]) != tuple(spec.shape[:1]) or any(getattr(placement, "dim", 0) for placement in spec.placements):
+        return False
+    by_owner = {share.owner: share for share in shares}
+    for rank in range(layout.size):
+        piece, share = layout.piece(name, rank), by_owner.get(rank)
+        if piece.boxes != (() if share is None else share.piece.boxes):
+            return False
+    return len(by_owner) == len(shares)
+
+
+def _nothing(mesh: DeviceMesh, like: Tensor) -> Tensor:
+    kind = mesh.device_type
+    device = torch.device("cpu" if kind == "cpu" else f"{kind}:{torch.get_device_module(kind).current_device()}")
+    return torch.empty(0, dtype=like.dtype, device=device)

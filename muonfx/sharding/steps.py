@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from muonfx import checks, tree
@@ -18,19 +17,19 @@ from muonfx.sharding.consensus import (
     DTYPES,
     UNPLACED,
     Different,
+    Facts,
     agree_on_leaves,
+    all_numbers,
     check_pieces,
-    host_device,
     number_of,
     raise_difference,
 )
 from muonfx.sharding.description import structure_of
 from muonfx.sharding.dtensors import is_dtensor, local_of
-from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout
-from muonfx.sharding.messages import Exchange, collective
+from muonfx.sharding.messages import Exchange, ShardingError
 from muonfx.sharding.replicas import verify_params, verify_state, warn_of_gradients
-from muonfx.sharding.state import LeafPlacement, describe_state
+from muonfx.sharding.state import describe_state
 from muonfx.sharding.verification import PROBLEMS, verify_ranks
 from muonfx.tree import PyTree
 
@@ -81,7 +80,8 @@ def agreed_updates(
             verify_params(layout, tree.map(local_of, params))
         verify_state(binding, tx, tree.map(local_of, like), state)
 
-    told, number = {}, 0
+    told: Facts = {}
+    number = 0
     try:
         if problem is None:
             told, number = _facts(binding, tx, state, like, extras)
@@ -133,14 +133,12 @@ SMALL = 64
 """Elements of a tensor in host memory that is compared at every step."""
 
 
-def _facts(
-    binding: Binding, tx: Transform, state: PyTree, like: PyTree, extras: dict[str, Any]
-) -> tuple[dict[str, Any], int]:
+def _facts(binding: Binding, tx: Transform, state: PyTree, like: PyTree, extras: dict[str, Any]) -> tuple[Facts, int]:
     """Collect the facts that must be the same on all ranks at a step, as far as no device must be waited for.
 
     In words, for an error, and as a number.
     """
-    numbers: dict[str, Any] = {
+    numbers: dict[str, Mapping[str, str]] = {
         "numbers in their chains": {name: _text(number) for name, number in parts_of(tx)},
         "named extras, such as value=loss; reduce them first": {name: _text(value) for name, value in extras.items()},
         "numbers in their states": _numbers_of_state(binding, tx, state, like),
@@ -154,7 +152,7 @@ def _facts(
     return {"chains": structure, **numbers}, number_of([its_number, numbers])
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     """A value in words: those of host memory; tensors on a device are compared when copies are verified."""
     if not isinstance(value, Tensor):
         plain = value is None or isinstance(value, bool | int | float | str)
@@ -170,7 +168,7 @@ def _numbers_of_state(binding: Binding, tx: Transform, state: PyTree, like: PyTr
     key = ("numbers of state", tx.treedef, len(leaves), tuple(tree.names(like)))
     if key not in binding.derived:
         described = describe_state(binding, tx, tree.map(local_of, like))
-        places = [i for i, what in enumerate(described) if isinstance(what, LeafPlacement) and what.name is None]
+        places = [i for i, what in enumerate(described) if what is not None and what.name is None]
         names = tree.names(state)
         fits = len(described) == len(leaves)
         binding.derived[key] = [(place, names[place]) for place in places] if fits else None
@@ -178,7 +176,7 @@ def _numbers_of_state(binding: Binding, tx: Transform, state: PyTree, like: PyTr
     return {"": f"{len(leaves)} leaves"} if places is None else {name: _text(leaves[place]) for place, name in places}
 
 
-def _placed(layout: Layout, name: str, leaf: Any) -> Any:
+def _placed(layout: Layout, name: str, leaf: Tensor | None) -> Tensor | None:
     """A gradient with the placements of its parameter; those of tensor parallelism may still have to be reduced."""
     wanted = layout.dtensors.get(name)
     if wanted is None or not is_dtensor(leaf) or leaf._spec.placements == wanted.placements:
@@ -191,11 +189,8 @@ def _filled(
 ) -> list[Tensor | None]:
     """Fill in what is absent here and present elsewhere; seldom, so every rank tells every other what it has."""
     assert layout.group is not None
-    mine = torch.tensor([int(leaf is not None) for leaf in leaves], dtype=torch.int32, device=host_device(layout.group))
-    said = [torch.empty_like(mine) for _ in range(layout.size)]
-    with collective("finding out who has which gradient"):
-        dist.all_gather(said, mine, group=layout.group)
-    have = [row.tolist() for row in said]
+    mine = [int(leaf is not None) for leaf in leaves]
+    have = all_numbers(mine, layout.group, "finding out who has which gradient")
     found = list(leaves)
     for place, (name, code) in enumerate(zip(names, codes, strict=True)):
         if not code:
@@ -226,7 +221,7 @@ def _filled(
 def _check_step(
     binding: Binding, tx: Transform, updates: PyTree, state: PyTree, params: PyTree, *, check: bool
 ) -> None:
-    _check_local(binding.layout, updates)
+    check_pieces(binding.layout, updates, as_placed=False)
     if not check:
         return
     local = tree.map(local_of, updates)
@@ -243,17 +238,3 @@ def _check_step(
         meta = binding.executor.init(tx, tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), like))
         derived[key] = (*tree.flatten(meta), meta)
     checks.check_state_like(tx.name, state, derived[key], with_dtypes=params is not None)
-
-
-def _check_local(layout: Layout, updates: PyTree) -> None:
-    """Require the shapes of this rank's pieces; of a DTensor, which may still be partial, that of the parameter."""
-    for name, leaf in zip(tree.names(updates), tree.leaves(updates), strict=True):
-        if leaf is None:
-            continue
-        piece = layout.piece(name)
-        wanted = layout._specs[name].shape if is_dtensor(leaf) else piece.shape
-        if tuple(leaf.shape) != wanted and (is_dtensor(leaf) or not piece.fits(leaf)):
-            raise ShardingError(
-                f"{name!r} has a local tensor of shape {tuple(leaf.shape)}, the layout says {wanted}: was the tree "
-                "sharded by this layout?"
-            )

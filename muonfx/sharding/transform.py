@@ -15,15 +15,15 @@ from muonfx.program.placement import RESIDENT, Arguments, Store
 from muonfx.recorded import make_factory
 from muonfx.sharding.binding import Binding
 from muonfx.sharding.consensus import agree
-from muonfx.sharding.dtensors import is_dtensor, local_of
+from muonfx.sharding.dtensors import is_dtensor, local_of, to_dtensors
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import Machine, Settings
-from muonfx.sharding.state import to_dtensors, without_dtensors
+from muonfx.sharding.state import state_to_dtensors, without_dtensors
 from muonfx.sharding.steps import agreed_updates
 from muonfx.sharding.verification import verify_ranks
 from muonfx.tree import PyTree
 
-__all__ = ["Sharded", "step_sharded", "init_sharded", "mark_compared", "settings_of", "sharded", "bind"]
+__all__ = ["Sharded", "step_sharded", "init_sharded", "settings_of", "sharded", "bind"]
 
 
 class Sharded(Transform):
@@ -148,11 +148,9 @@ def sharded(
         raise TypeError(f"layout must be a muonfx.sharding layout, found {layout!r}")
     if replicas not in ("auto", "split", "everyone"):
         raise ValueError(f"replicas: found {replicas!r}, expected 'auto', 'split' or 'everyone'")
-    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
+    if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes: found {bucket_bytes!r}, expected an int of 1 or more")
-    if verify_every is not None and (
-        isinstance(verify_every, bool) or not isinstance(verify_every, int) or verify_every < 1
-    ):
+    if verify_every is not None and verify_every < 1:
         raise ValueError(f"verify_every: found {verify_every!r}, expected None or an int of 1 or more")
     settings = Settings(replicas, bucket_bytes, exchange_dtype, machine, gram, verify_every)
     if exchange_dtype is not None and not (
@@ -161,18 +159,16 @@ def sharded(
         raise ValueError(f"exchange_dtype: found {exchange_dtype!r}, expected a floating-point torch.dtype or None")
     if machine is not None and not isinstance(machine, Machine):
         raise TypeError(f"machine: found {machine!r}, expected a muonfx.sharding.Machine or None")
-    if not isinstance(gram, bool):
-        raise TypeError(f"gram: found {gram!r}, expected True or False")
     inner, store = inner_of(tx), store_of(tx)
 
     def init(params: PyTree) -> PyTree:
-        binding = bind(layout.of(params), settings, store)
+        binding = bind(layout, settings, store)
         local = tree.map(local_of, params)
         present = [leaf for leaf in tree.leaves(local) if leaf is not None]
         if present and all(leaf.is_meta for leaf in present):
             return binding.executor.init(inner, local)
         state = init_sharded(binding, inner, params)
-        return to_dtensors(binding, inner, params, state) if binding.layout.dtensors else state
+        return state_to_dtensors(binding, inner, params, state) if layout.dtensors else state
 
     @torch.no_grad()
     def update(
@@ -186,7 +182,7 @@ def sharded(
         **extras: Any,
     ) -> tuple[PyTree, PyTree]:
         like = updates if params is None else params
-        binding = bind(layout.of(like), settings, store)
+        binding = bind(layout, settings, store)
         own = without_dtensors(binding, inner, like, state)
         out, after = step_sharded(
             binding, inner, updates, own, params, donate=donate, extras=extras, check=check, problem=problem
@@ -195,7 +191,7 @@ def sharded(
             after = copy_kept(after, own)
         if not any(is_dtensor(leaf) for values in (updates, params) for leaf in tree.leaves(values)):
             return out, after
-        return binding.layout.to_dtensors(out, updates), to_dtensors(binding, inner, updates, after)
+        return to_dtensors(layout, out, updates), state_to_dtensors(binding, inner, updates, after)
 
     # Collectives among processes are nothing that a graph could hold.
     return torch.compiler.disable(init), torch.compiler.disable(update)
@@ -233,16 +229,8 @@ def step_sharded(
 ) -> tuple[PyTree, PyTree]:
     """One step on local tensors; updates and parameters may be DTensors. What is wrong on one rank is raised on all.
 
-    Args:
-        binding: the layout and its plans.
-        tx: the transform, with the numbers of now.
-        updates: gradients.
-        state: of local tensors.
-        params: parameters.
-        donate: what may be overwritten.
-        extras: named values for the transforms.
-        check: whether to look at the trees first, which takes time.
-        problem: what the caller has found to be wrong on this rank.
+    The transform has the numbers of now. ``check`` looks at the trees first, which takes time; ``problem`` is what the
+    caller has found to be wrong on this rank.
     """
     if donate.updates and any(
         overlaps_itself(leaf) for leaf in map(local_of, tree.leaves(updates)) if leaf is not None
@@ -252,11 +240,6 @@ def step_sharded(
         binding, tx, updates, state, params, donate=donate, extras=extras, check=check, problem=problem
     )
     return binding.executor.update(tx, Arguments(local, state, tree.map(local_of, params), donate, extras))
-
-
-def mark_compared(binding: Binding, tx: Transform) -> None:
-    """Take a transform as known to all ranks, which have made it alike of one that they have compared."""
-    binding.compared.add(tx.treedef)
 
 
 def settings_of(tx: Sharded) -> Settings:

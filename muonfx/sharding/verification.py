@@ -16,8 +16,8 @@ from muonfx.sharding.binding import Binding
 from muonfx.sharding.consensus import DTYPES, Facts, check_pieces, compare, find_difference, listed, number_of
 from muonfx.sharding.description import captured_by, chain_text, functions_of
 from muonfx.sharding.dtensors import local_of
-from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout
+from muonfx.sharding.messages import ShardingError
 from muonfx.sharding.replicas import verify_params
 from muonfx.tree import PyTree
 
@@ -31,11 +31,6 @@ def verify_ranks(binding: Binding, tx: Transform, params: PyTree) -> None:
     """Require that all ranks have the same chain, parameters, layout and versions; agree on what "auto" stands for.
 
     All ranks call it together. They compare digests, in one all-reduce of fixed size; what differs is told only then.
-
-    Args:
-        binding: the layout and its plans.
-        tx: the transform.
-        params: this rank's parameters, or what has their names and shapes.
 
     Raises:
         ShardingError: they have not, or something is wrong on another rank.
@@ -86,7 +81,7 @@ def _compared(
             "versions": {"muonfx": _version(), "Python": ".".join(platform.python_version_tuple()[:2])},
             "chains": chain_text(tx),
             "functions in their chains": functions_of(tx),
-            "parameters": {name: f"{spec.shape} {spec.dtype}" for name, spec in layout._specs.items()},
+            "parameters": {name: f"{spec.shape} {spec.dtype}" for name, spec in layout.specs.items()},
             "parameters that are None": {name: "None" for name, leaf in names if leaf is None},
             "trees": str(tree.flatten(local)[1]),
             "layouts": f"{layout!r} ({layout.digest})",
@@ -114,7 +109,7 @@ def _compared(
             'Give orthogonalize a dtype to choose; a transform of your own that calls muonfx.polar with "auto" must',
             stacklevel=2,
         )
-    if own["machine"][0] != own["machine"][1] and _has_copies(layout):
+    if own["machine"][0] != own["machine"][1] and any(cut.copies for cut in layout.pieces.values()):
         odd, here, there = _told(machine, layout)
         warnings.warn(
             f"what each rank computes for itself may differ in the last bit: rank 0 has {here}; {odd}: {there}. "
@@ -161,7 +156,3 @@ def _settings_of_torch() -> dict[str, str]:
         "deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),
         "autocast": str(any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))),
     }
-
-
-def _has_copies(layout: Layout) -> bool:
-    return any(layout.pieces[name].copies for name in layout.names)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
-from typing import Any
 
 import torch
 
@@ -11,8 +11,8 @@ from muonfx import tree
 from muonfx.core import Transform
 from muonfx.offload.transform import inner_of, store_of
 from muonfx.sharding.binding import Binding
-from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout
+from muonfx.sharding.messages import ShardingError
 from muonfx.sharding.state import LeafPlacement, describe_state, local_state, logical_state, without_dtensors
 from muonfx.sharding.transform import Sharded, bind, settings_of
 from muonfx.shards import FlatPiece
@@ -99,14 +99,14 @@ def layout_of(tx: object) -> Layout | None:
     return tx.arguments["layout"] if isinstance(tx, Sharded) else None
 
 
-def _check_local(layout: Layout, described: list[Any], state: PyTree) -> None:
+def _check_local(layout: Layout, described: Sequence[LeafPlacement | None], state: PyTree) -> None:
     """Require as many leaves, of such shapes, as a state has under a layout."""
     advice = "was it made by this chain, under this layout?"
     leaves = tree.leaves(state)
     if len(leaves) != len(described):
         raise ShardingError(f"the state has {len(leaves)} leaves, expected {len(described)}: {advice}")
     for name, leaf, what in zip(tree.names(state), leaves, described, strict=True):
-        want = what.local if isinstance(what, LeafPlacement) else None
+        want = None if what is None else what.local
         if leaf is not None and want is not None and tuple(leaf.shape) != want and (leaf.numel() or prod(want)):
             raise ShardingError(
                 f"the state's {name!r} has shape {tuple(leaf.shape)}, expected {want} on this rank under {layout!r}: "
@@ -114,20 +114,13 @@ def _check_local(layout: Layout, described: list[Any], state: PyTree) -> None:
             )
 
 
-def _binding_of(tx: Transform, params: PyTree) -> tuple[Binding, Transform, Any]:
+def _binding_of(tx: Transform, params: PyTree) -> tuple[Binding, Transform, PyTree]:
     if not isinstance(tx, Sharded):
         raise TypeError(f"tx must be what muonfx.sharding.sharded made, found {tx!r}")
     layout: Layout = tx.arguments["layout"]
-    if params is not None:
-        layout = layout.of(params)
-    elif layout.specs is None:
-        known = [bound for _, bound in layout.derived.get("of", [])]
-        if len(known) != 1:
-            raise ShardingError("params: a replicated layout has to be told which parameters are meant")
-        layout = known[0]
     binding = bind(layout, settings_of(tx), store_of(tx.arguments["tx"]))
     like = params if params is not None else binding.likes.get(inner_of(tx.arguments["tx"]).treedef)
     if like is None:
-        specs = layout._specs
+        specs = layout.specs
         like = {n: torch.empty(layout.piece(n).shape, dtype=specs[n].dtype, device="meta") for n in specs}
     return binding, inner_of(tx.arguments["tx"]), like

@@ -31,7 +31,7 @@ NAMED = pytest.mark.parametrize("name", CASES["chains"])
 FORMS = {
     "alone": lambda tx, params: tx,
     "offloaded": lambda tx, params: sharding.offload(tx, bucket_bytes=1 << 20),
-    "sharded": lambda tx, params: sharding.sharded(tx, sharding.replicated(1).of(params)),
+    "sharded": lambda tx, params: sharding.sharded(tx, sharding.replicated(params, 1)),
 }
 
 pytestmark = [

@@ -58,7 +58,7 @@ def check_cases(here: Here, cases: list[Case], kind: str, bucket_bytes: int, com
 
 def check_case(here: Here, case: Case, kind: str, bucket_bytes: int, compute: str, dtensors: bool) -> None:
     params = case.model.params()
-    layout = laid_out(case.layout, params, here, case.tx).of(params)
+    layout = laid_out(case.layout, params, here, case.tx)
 
     def enter(whole: Any) -> Any:
         local = layout.shard(whole)

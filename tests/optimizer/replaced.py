@@ -61,7 +61,7 @@ def trains(here: Here, how: str) -> None:
         model = DistributedDataParallel(model, process_group=here.group)
         model = torch.compile(model, backend="eager") if "compiled" in how else model
     elif how == "replicated, converted":
-        optimizer = mfx.Muon(model, layout=sharding.replicated(here.group))
+        optimizer = mfx.Muon(model, layout=sharding.replicated(dict(model.named_parameters()), here.group))
         model = DistributedDataParallel(model.bfloat16(), process_group=here.group)
     else:
         model = wrapped(model, how.removesuffix(", converted"), here)

@@ -73,7 +73,7 @@ def sharded(kind: str, here: Here) -> tuple[nn.Module, dict[str, Any]]:
     net = made()
     if kind == "ddp":
         wrapped = DistributedDataParallel(net, process_group=here.group, find_unused_parameters=True)
-        return wrapped, {"layout": sharding.replicated(here.group)}
+        return wrapped, {"layout": sharding.replicated(dict(net.named_parameters()), here.group)}
     if kind in ("tp", "fsdp+tp"):
         tp = here.mesh if kind == "tp" else here.grid["inner"]
         parallelize_module(net, tp, {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -467,7 +467,7 @@ def bad_state_on_one_rank(here: Here, on: int) -> None:
 
 def told_too_much(here: Here) -> None:
     net, _ = sharded("fsdp", here)
-    mfx.TransformOptimizer(net, mfx.scale(-0.1), layout=sharding.replicated(here.group))
+    mfx.TransformOptimizer(net, mfx.scale(-0.1), layout=sharding.replicated(dict(net.named_parameters()), here.group))
 
 
 def functional_state(here: Here) -> list[str]:

@@ -57,7 +57,7 @@ def three_steps(tx: mfx.Transform, layout: Any = None) -> dict[str, torch.Tensor
 def on_ranks(here: Here, kind: str, offloaded: bool) -> dict[str, torch.Tensor]:
     params = values(0)
     layout = (
-        sharding.replicated(here.group).of(params)
+        sharding.replicated(params, here.group)
         if kind == "replicated"
         else sharding.zero(params, here.group, partition=kind)
     )

@@ -53,7 +53,7 @@ def auto_is_of_the_program(here: Here) -> dict[str, bool]:
             local = layout.shard(params)
             return layout.gather(over.update(local, over.init(local), local)[0])
 
-        everyone = sharding.replicated(here.group).of(params)
+        everyone = sharding.replicated(params, here.group)
         alone = sharding.zero(params, own)
         rows = sharding.from_dtensors(
             {name: distribute_tensor(leaf, here.mesh, [Shard(1)], src_data_rank=None) for name, leaf in params.items()}
@@ -86,7 +86,7 @@ def auto_is_of_the_program(here: Here) -> dict[str, bool]:
 def optimized(params: dict[str, Tensor], tx: mfx.Transform, group: Any) -> dict[str, Tensor]:
     """What a torch optimizer under data parallelism adds to parameters."""
     weights = {name: nn.Parameter(leaf.clone()) for name, leaf in params.items()}
-    optimizer = mfx.TransformOptimizer(weights.items(), tx, layout=sharding.replicated(group))
+    optimizer = mfx.TransformOptimizer(weights.items(), tx, layout=sharding.replicated(params, group))
     for name, weight in weights.items():
         weight.data.zero_()
         weight.grad = params[name].clone()
@@ -106,7 +106,7 @@ def laid_out(here: Here, kind: str, seeds: dict[str, int]) -> Any:
     shapes = {"a": (8, 6), "b": (5,), "c": (4, 4)}
     params: dict[str, Any] = {name: some(*shape, seed=seeds.get(name, 0)) for name, shape in shapes.items()}
     if kind == "replicated":
-        return sharding.replicated(here.group).of(params), params
+        return sharding.replicated(params, here.group), params
     if kind == "flat":
         layout = sharding.zero(params, here.group, partition="flat")
         return layout, layout.shard(params)
@@ -150,7 +150,7 @@ def replicas_differ(here: Here, kind: str, name: str, on: int, how: str) -> list
     plain = {key: leaf.to_local() if hasattr(leaf, "to_local") else leaf for key, leaf in params.items()}
     for piece, holders in layout.holders(name).items():
         if here.rank in holders:
-            wanted = piece.cut(some(*layout._specs[name].shape, seed=17 if holders[0] == on else 0))
+            wanted = piece.cut(some(*layout.specs[name].shape, seed=17 if holders[0] == on else 0))
             assert torch.equal(plain[name], wanted), "made equal to the first holder's"
     return said
 
@@ -158,7 +158,7 @@ def replicas_differ(here: Here, kind: str, name: str, on: int, how: str) -> list
 def replicas_drift(here: Here, verify_every: int | None) -> list[int]:
     """In which of six steps a parameter that one rank changes before the third is noticed."""
     params = {"a": some(4, 4), "b": some(3)}
-    layout = sharding.replicated(here.group).of(params)
+    layout = sharding.replicated(params, here.group)
     over = sharding.sharded(mfx.momentum(), layout, verify_every=verify_every)
     state = over.init(params)
     noticed: list[int] = []
@@ -176,7 +176,7 @@ def replicas_drift(here: Here, verify_every: int | None) -> list[int]:
 def states_differ(here: Here, where: str) -> list[str]:
     """What is said where one rank goes on with another state, and where a good one takes its place again."""
     params = {"a": some(4, 4), "b": some(3)}
-    layout = sharding.replicated(here.group).of(params)
+    layout = sharding.replicated(params, here.group)
     tx = mfx.chain(mfx.inject_hyperparams(mfx.scale_by_adam()), mfx.normalize_neurons(), mfx.scale(0.1))
     tx = mfx.masked(tx, {"a": True, "b": False})
     over = sharding.sharded(tx, layout, replicas="everyone")
@@ -243,7 +243,7 @@ def at_bind(here: Here, what: str) -> None:
         labels = {"a": "x", "b": "x" if odd else "y"}
         tx = mfx.partition({"x": mfx.scale(1.0), "y": mfx.scale(2.0)}, labels)
     try:
-        layout = sharding.replicated(here.group).of(params)
+        layout = sharding.replicated(params, here.group)
         sharding.sharded(tx, layout, **settings).init(params)
     finally:
         torch.set_default_dtype(torch.float32)
@@ -254,7 +254,7 @@ def warned_at_bind(here: Here, what: str) -> list[str]:
     """The warnings of a bind with something that differs on rank 1, but is no error."""
     odd = here.rank == 1
     params = {"a": some(4, 5)}
-    layout = sharding.replicated(here.group).of(params)
+    layout = sharding.replicated(params, here.group)
     tx = mfx.momentum()
     if what == "a captured rate":
         tx = mfx.scale_by_learning_rate(by_closure(0.2 if odd else 0.1))
@@ -332,7 +332,9 @@ def groups_swapped(here: Here) -> None:
         {"params": [(first, params[first])], "lr": 0.1},
         {"params": [(second, params[second])], "lr": 0.2},
     ]
-    optimizer = mfx.TransformOptimizer(groups, mfx.scale_by_learning_rate(0.1), layout=sharding.replicated(here.group))
+    optimizer = mfx.TransformOptimizer(
+        groups, mfx.scale_by_learning_rate(0.1), layout=sharding.replicated(params, here.group)
+    )
     for param in params.values():
         param.grad = torch.ones_like(param)
     optimizer.step()
@@ -341,7 +343,7 @@ def groups_swapped(here: Here) -> None:
 def bytes_of_bind(here: Here, count: int) -> tuple[int, int]:
     """What a rank sends to bind a chain over so many parameters, and in how many calls; no objects may be sent."""
     params = {f"blocks.{place}.weight": torch.zeros(2, 2) for place in range(count)}
-    layout = sharding.replicated(here.group).of(params)
+    layout = sharding.replicated(params, here.group)
     with counting(here) as counted:
         sharding.sharded(mfx.momentum(), layout).init(params)
     return sum(counted.sent.values()), sum(counted.calls.values())

@@ -102,7 +102,7 @@ def two_groups(labels: dict[str, str], matrices: mfx.Transform | None = None) ->
 @dataclass(frozen=True)
 class Replicated:
     def of(self, params: Params, group: Any, tx: Any = None) -> Any:
-        return sharding.replicated(group)
+        return sharding.replicated(params, group)
 
 
 @dataclass(frozen=True)

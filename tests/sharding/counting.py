@@ -111,7 +111,7 @@ def counting(here: Here) -> Iterator[Counted]:
 def count_steps(here: Here, model: Model, tx: mfx.Transform, case: LayoutCase) -> list[Counted]:
     """What is sent and computed in each step."""
     params = model.params()
-    layout = laid_out(case, params, here, tx).of(params)
+    layout = laid_out(case, params, here, tx)
     local, sharded = layout.shard(params), sharding.sharded(tx, layout)
     state = sharded.init(local)
     found: list[Counted] = []
@@ -126,7 +126,7 @@ def count_steps(here: Here, model: Model, tx: mfx.Transform, case: LayoutCase) -
 def count_reductions(here: Here, model: Model, case: LayoutCase) -> tuple[Counted, Counted]:
     """What a ZeRO loop itself sends: to reduce gradients, and to gather parameters."""
     params = model.params()
-    layout = laid_out(case, params, here).of(params)
+    layout = laid_out(case, params, here)
     local = layout.shard(params)
     grads = {name: torch.ones_like(leaf) for name, leaf in params.items()}
     with counting(here) as reducing:
@@ -139,7 +139,7 @@ def count_reductions(here: Here, model: Model, case: LayoutCase) -> tuple[Counte
 def count_replicated(here: Here, model: Model, tx: mfx.Transform) -> Counted:
     """One step where every rank holds everything."""
     params = model.params()
-    layout = sharding.replicated(here.group).of(params)
+    layout = sharding.replicated(params, here.group)
     sharded = sharding.sharded(tx, layout)
     state = sharded.init(params)
     with counting(here) as counted:

@@ -33,7 +33,7 @@ def check_cases(here: Here, cases: list[Case], dtensors: bool = False) -> list[s
 
 def check_case(here: Here, case: Case, dtensors: bool = False) -> str:
     params = case.model.params()
-    layout = laid_out(case.layout, params, here, case.tx).of(params)
+    layout = laid_out(case.layout, params, here, case.tx)
     tx = sharding.sharded(case.tx, layout)
     assert mfx.hyperparams(tx) == mfx.hyperparams(case.tx)
     digest = hashlib.sha256()

@@ -18,7 +18,7 @@ def from_own_gradients(
 ) -> dict[str, Any]:
     """Steps in which every rank has gradients of its own, which are reduced to pieces; the last whole update."""
     params = model.params()
-    layout = laid_out(case, params, here, tx).of(params)
+    layout = laid_out(case, params, here, tx)
     local = layout.shard(params)
     sharded = sharding.sharded(tx, layout)
     state = sharded.init(local)
@@ -31,14 +31,14 @@ def from_own_gradients(
 
 def reduced_by_own(here: Here, model: Model, case: LayoutCase, op: str) -> dict[str, Any]:
     """Gradients of its own on each rank, reduced and put together again."""
-    layout = laid_out(case, model.params(), here).of(model.params())
+    layout = laid_out(case, model.params(), here)
     return layout.gather(layout.reduce_scatter(model.grads(0, here.rank), op))
 
 
 def killed_in_mid_step(here: Here, model: Model, tx: mfx.Transform, case: LayoutCase, on: int) -> None:
     """A step in which one rank ends while matrices are computed."""
     params = model.params()
-    layout = laid_out(case, params, here, tx).of(params)
+    layout = laid_out(case, params, here, tx)
     sharded = sharding.sharded(tx, layout)
     state = sharded.init(layout.shard(params))
     if here.rank == on:
@@ -98,7 +98,7 @@ def bad_gradients_on_one_rank(here: Here, trouble: str, on: int) -> dict[str, An
 def skipped(here: Here, model: Model, tx: mfx.Transform, case: LayoutCase, on: int, step_of_nan: int) -> Any:
     """Steps, one of which has a NaN in the gradient of one rank; whether that one left all as it was."""
     params = model.params()
-    layout = laid_out(case, params, here, tx).of(params)
+    layout = laid_out(case, params, here, tx)
     local, sharded = layout.shard(params), sharding.sharded(mfx.skip_nonfinite(tx), layout)
     state = sharded.init(local)
     quiet = True
@@ -119,7 +119,7 @@ def skipped(here: Here, model: Model, tx: mfx.Transform, case: LayoutCase, on: i
 def soak(here: Here, model: Model, tx: mfx.Transform, case: LayoutCase, steps: int) -> Any:
     """Many steps with None and NaN here and there; the parameters in the end, and how many steps were skipped."""
     params = model.params()
-    layout = laid_out(case, params, here, tx).of(params)
+    layout = laid_out(case, params, here, tx)
     local, sharded = layout.shard(params), sharding.sharded(mfx.skip_nonfinite(tx), layout)
     state = sharded.init(local)
     for step in range(steps):
@@ -148,7 +148,7 @@ def troubled(model: Model, step: int, rank: int) -> dict[str, Any]:
 
 def none_on_some(here: Here, model: Model, case: LayoutCase) -> dict[str, Any]:
     """The first parameter without gradient on rank 0, the second on all ranks."""
-    layout = laid_out(case, model.params(), here).of(model.params())
+    layout = laid_out(case, model.params(), here)
     grads = model.grads(0, here.rank)
     first, second, *_ = grads
     grads |= {second: None} | ({first: None} if here.rank == 0 else {})
@@ -157,7 +157,7 @@ def none_on_some(here: Here, model: Model, case: LayoutCase) -> dict[str, Any]:
 
 def kinds_of_pieces(here: Here, model: Model, case: LayoutCase) -> tuple[list[str], list[str]]:
     """What `shard` and `reduce_scatter` give: the types of their leaves."""
-    layout = laid_out(case, model.params(), here).of(model.params())
+    layout = laid_out(case, model.params(), here)
     trees = layout.shard(model.params()), layout.reduce_scatter(model.grads(0))
     shard, reduced = ([type(leaf).__name__ for leaf in mfx.tree.leaves(tree)] for tree in trees)
     return shard, reduced

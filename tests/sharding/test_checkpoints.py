@@ -8,6 +8,7 @@ import torch
 
 import muonfx as mfx
 from muonfx import sharding
+from muonfx.sharding.dtensors import to_dtensors
 from tests.processes import Here, World
 from tests.sharding.cases import Flat, LayoutCase, Leaf, Model, Params, Placed, Replicated, Zero, laid_out, model, muon
 from tests.sharding.law import assert_equal
@@ -53,7 +54,7 @@ def steps(tx: Any, state: Any, local: Any, enter: Any, drawn: Model, turns: rang
 
 def save(here: Here, path: Path, kind: str, case: LayoutCase) -> None:
     params = DRAWN.params()
-    layout, tx = laid_out(case, params, here).of(params), chain_of(kind)
+    layout, tx = laid_out(case, params, here), chain_of(kind)
     sharded, local = sharding.sharded(tx, layout), layout.shard(params)
     local, state = steps(sharded, sharded.init(local), local, layout.shard, DRAWN, range(2))
     mfx.checkpoint.save(path, state, params=local, tx=sharded)
@@ -61,7 +62,7 @@ def save(here: Here, path: Path, kind: str, case: LayoutCase) -> None:
 
 def go_on(here: Here, path: Path, kind: str, case: LayoutCase) -> Params:
     blank = {name: torch.zeros_like(leaf) for name, leaf in DRAWN.params().items()}
-    layout, tx = laid_out(case, blank, here).of(blank), chain_of(kind)
+    layout, tx = laid_out(case, blank, here), chain_of(kind)
     sharded, local = sharding.sharded(tx, layout), layout.shard(blank)
     state = mfx.checkpoint.load(path, like=sharded.init(local), tx=sharded)
     local = mfx.checkpoint.load_params(path, like=local, tx=sharded)
@@ -126,10 +127,10 @@ def straight(kind: str) -> Params:
 def by_hand(here: Here, path: Path, case: LayoutCase) -> None:
     """Save and load by hand and by itself, and compare bits; a view that is taken twice is the same."""
     params = DRAWN.params()
-    layout, tx = laid_out(case, params, here).of(params), chain_of("plain")
+    layout, tx = laid_out(case, params, here), chain_of("plain")
 
     def enter(whole: Params) -> Params:
-        return layout.to_dtensors(layout.shard(whole))
+        return to_dtensors(layout, layout.shard(whole))
 
     sharded, local = sharding.sharded(tx, layout), enter(params)
     local, state = steps(sharded, sharded.init(local), local, enter, DRAWN, range(2))
@@ -206,7 +207,7 @@ def test_a_state_of_another_layout_is_refused_on_all_ranks(world: World, tmp_pat
 
 def whole_params(here: Here, path: Path, case: LayoutCase) -> None:
     params = DRAWN.params()
-    sharded = sharding.sharded(chain_of("plain"), laid_out(case, params, here).of(params))
+    sharded = sharding.sharded(chain_of("plain"), laid_out(case, params, here))
     mfx.checkpoint.save(path, None, params=params, tx=sharded)
     blank = {name: torch.zeros_like(leaf) for name, leaf in params.items()}
     assert_trees_equal(mfx.checkpoint.load_params(path, like=blank, tx=sharded), params)
@@ -236,7 +237,7 @@ def test_one_process_needs_no_group_for_a_layout_of_one_rank(tmp_path: Path):
 def dtensors_there_and_back(here: Here) -> None:
     params = DRAWN.params()
     layout = laid_out(LAYOUTS["rows"], params, here)
-    placed = layout.to_dtensors(layout.shard(params))
+    placed = to_dtensors(layout, layout.shard(params))
     back = layout.local(layout.logical(placed))
     for name, param in placed.items():
         assert type(back[name]) is type(param) is not torch.Tensor

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import Shard
 
 from muonfx import sharding
-from tests.processes import Failed, Here, World
+from tests.processes import Here, World
 from tests.sharding.cases import flat, placed, some
 
 pytestmark = pytest.mark.dist
@@ -33,7 +33,7 @@ def test_a_gradient_that_is_none_on_some_ranks_counts_as_zeros_of_its_own_dtype(
 def nothing_to_reduce(here: Here) -> None:
     params = {"a": some(2, 2), "e": torch.zeros(0, 3)}
     for layout in (
-        sharding.replicated(here.group).of(params),
+        sharding.replicated(params, here.group),
         sharding.zero(params, here.group),
         sharding.zero(params, here.group, partition="flat"),
     ):
@@ -43,17 +43,6 @@ def nothing_to_reduce(here: Here) -> None:
 
 def test_nothing_to_reduce_is_reduced_to_nothing(world: World):
     world.check(2, nothing_to_reduce)
-
-
-def not_met(here: Here) -> None:
-    grads: dict[str, Any] = {"a": torch.ones(2, 2), "b": None if here.rank == 0 else torch.ones(2)}
-    sharding.replicated(here.group).reduce_scatter(grads | {"b": None})
-
-
-def test_a_replicated_layout_says_that_it_has_not_met_a_parameter(world: World):
-    for result in world.run(2, not_met):
-        assert isinstance(result, Failed)
-        assert "has not met 'b'" in str(result.error)
 
 
 def gathers_of_dtensors(here: Here) -> Tensor:

@@ -157,7 +157,7 @@ def bound(made: dict[str, int], layers: int, shard: int, parallel: int, kind: st
             "from_dtensors": sharding.from_dtensors,
             "whole": sharding.zero,
             "flat": lambda params: sharding.zero(params, partition="flat"),
-            "replicated": lambda params: sharding.replicated().of(params),
+            "replicated": sharding.replicated,
         }[kind](params)
         labels = {name: "adamw" if name.endswith("norm") else "muon" for name in params}
         tx = mfx.muon_with_adamw(0.1, labels=labels, dtype=torch.float32)
@@ -192,7 +192,7 @@ def test_parameters_of_one_shape_that_are_cut_alike_share_a_cut(made: dict[str, 
     assert layout.pieces["a"] is layout.pieces["b"]
     assert layout.pieces["c"] is layout.pieces["d"]
     assert layout.pieces["a"] != layout.pieces["c"]
-    replicated = sharding.replicated().of({"a": torch.zeros(2), "b": torch.zeros(2)})
+    replicated = sharding.replicated({"a": torch.zeros(2), "b": torch.zeros(2)})
     assert replicated.pieces["a"] is replicated.pieces["b"]
 
 

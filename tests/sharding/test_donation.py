@@ -15,11 +15,11 @@ pytestmark = pytest.mark.dist
 
 def overwritten(here: Here, kind: str) -> bool:
     params = {"a": some(8, 8)}
-    layout = sharding.replicated(here.group) if kind == "replicated" else sharding.zero(params, here.group)
+    layout = (sharding.replicated if kind == "replicated" else sharding.zero)(params, here.group)
     tx = mfx.chain(mfx.ema_params(dtype=mfx.int8()), mfx.scale(-0.1))
     own = sharding.sharded(tx, layout, replicas="everyone")
-    local = layout.of(params).shard(params)
-    grads = layout.of(params).shard({"a": torch.ones(8, 8)})
+    local = layout.shard(params)
+    grads = layout.shard({"a": torch.ones(8, 8)})
     before = bits(grads["a"])
     own.update(grads, own.init(local), local, donate=mfx.Donation(updates=False, state=True))
     return before != bits(grads["a"])
@@ -46,7 +46,7 @@ def test_a_state_of_dtensors_shares_nothing_with_the_one_before(world: World):
 
 def expanded(here: Here) -> dict[str, Tensor]:
     params = {"a": some(4, 4)}
-    layout = sharding.replicated(here.group)
+    layout = sharding.replicated(params, here.group)
     tx = sharding.sharded(mfx.momentum(0.9), layout)
     return tx.update({"a": torch.ones(()).expand(4, 4)}, tx.init(params), params, donate=True)[0]
 

@@ -191,7 +191,7 @@ def test_what_differs_on_one_rank_is_an_error_on_all(world: World, trouble: str)
 
 def one_replica(here: Here, trouble: str) -> dict[str, Tensor]:
     params = {"a": some(4, 4), "b": some(3)}
-    layout = sharding.replicated(here.group)
+    layout = sharding.replicated(params, here.group)
     tx = sharding.sharded(mfx.skip_nonfinite(mfx.momentum(0.9)), layout)
     grads: dict[str, Any] = {"a": torch.ones(4, 4), "b": torch.ones(3)}
     if here.rank == 1:
@@ -231,4 +231,4 @@ def test_parameters_whose_placements_have_changed_are_an_error(world: World):
 )
 def test_settings_are_looked_at_when_they_are_given(setting: str, value: Any):
     with pytest.raises((TypeError, ValueError), match=setting):
-        sharding.sharded(mfx.momentum(), sharding.replicated(2), **{setting: value})
+        sharding.sharded(mfx.momentum(), sharding.replicated({"w": torch.zeros(2)}, 2), **{setting: value})

@@ -22,7 +22,7 @@ ACROSS = Placed({"wide": ("1",), "tall": ("0",), "square": ("0",), "bias": ("0",
 
 def step(here: Here, case: Case, gram: bool = True, scale: float = 1.0) -> tuple[Params, Counted]:
     params = case.model.params()
-    layout = laid_out(case.layout, params, here).of(params)
+    layout = laid_out(case.layout, params, here)
     tx = sharding.sharded(case.tx, layout, gram=gram)
     grads = {name: None if leaf is None else leaf * scale for name, leaf in case.model.grads(0).items()}
     state = tx.init(layout.shard(params))

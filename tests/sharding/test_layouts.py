@@ -30,8 +30,6 @@ def trees(drawn: Model) -> tuple[dict[str, Any], dict[str, Any]]:
 @given(looked_at())
 def test_every_element_is_held_once_or_by_all(case: tuple[Model, Any]):
     drawn, layout = case
-    if layout.specs is None:  # `replicated` has not met the parameters
-        return
     for name in drawn.leaves:
         shape = layout.specs[name].shape
         assert shape == drawn.leaves[name].shape
@@ -66,8 +64,7 @@ def test_local_tensors_are_copies_with_the_shape_and_the_dtype_that_the_layout_s
         local = layout.shard(params, rank)
         for name, leaf in local.items():
             assert leaf.dtype == drawn.leaves[name].dtype
-            if layout.specs is not None:
-                assert tuple(leaf.shape) == tuple(layout.piece(name, rank).shape)
+            assert tuple(leaf.shape) == tuple(layout.piece(name, rank).shape)
             leaf.fill_(7)
     assert {name: bits(leaf) for name, leaf in params.items()} == before
 
@@ -154,6 +151,23 @@ def test_parameters_that_overlap_in_a_buffer_are_refused():
     params = model(a=(2, 2), b=(2, 3)).params()
     with pytest.raises(ValueError, match="'b'"):
         sharding.flat(params, 1, order=["a", "b"], cuts=[0, 12], starts={"a": 0, "b": 3})
+
+
+@pytest.mark.parametrize("given", [(), (4,), (None, 4)])
+def test_a_replicated_layout_without_parameters_says_how_it_is_made(given: tuple[Any, ...]):
+    with pytest.raises(TypeError, match=r"params: found .* write replicated\(params\)"):
+        sharding.replicated(*given)
+
+
+@given(models(), SIZES)
+def test_a_layout_is_replicated_where_every_rank_holds_all(drawn: Model, size: int):
+    params = drawn.params()
+    assert sharding.replicated(params, size).is_replicated
+    assert not sharding.replicated(params, size).is_flat
+    for partition in ("whole", "flat"):
+        layout = sharding.zero(params, size, partition=partition)
+        assert layout.is_flat
+        assert layout.is_replicated == (size == 1 or not drawn.numel)
 
 
 @pytest.mark.parametrize(

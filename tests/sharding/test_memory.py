@@ -20,7 +20,7 @@ ROWS = Placed(dict.fromkeys(MANY.leaves, ("0",)))
 def peak(here: Here, case: LayoutCase, bucket_bytes: int) -> tuple[int, int]:
     """The bytes of a step at its peak beyond its inputs, and those of its results."""
     params = MANY.params()
-    layout = laid_out(case, params, here).of(params)
+    layout = laid_out(case, params, here)
     tx = sharding.sharded(mfx.orthogonalize(dtype=torch.float32), layout, bucket_bytes=bucket_bytes)
     state = tx.init(layout.shard(params))
     tx.update(layout.shard(MANY.grads(0)), state)
@@ -45,7 +45,7 @@ def test_an_exchange_takes_no_more_than_its_bound(world: World, size: int, case:
 
 def state_bytes(here: Here, drawn: Model, case: LayoutCase, kind: str) -> int:
     params = drawn.params()
-    layout = laid_out(case, params, here).of(params)
+    layout = laid_out(case, params, here)
     matrices = muon() if kind == "muon" else mfx.chain(mfx.momentum(), mfx.orthogonalize(), mfx.normalize_neurons())
     state = sharding.sharded(two_groups(drawn.labels, matrices), layout).init(layout.shard(params))
     return sum(leaf.numel() * leaf.element_size() for leaf in mfx.tree.tensors(state))

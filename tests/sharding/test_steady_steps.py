@@ -79,7 +79,7 @@ def laid_out(kind: str) -> tuple[Any, dict[str, Any]]:
         return sharding.from_dtensors(params), params
     whole = {name: torch.ones(shape) for name, shape in SHAPES.items()}
     if kind == "replicated":
-        return sharding.replicated().of(whole), whole
+        return sharding.replicated(whole), whole
     layout = sharding.zero(whole, partition=kind)
     return layout, layout.shard(whole)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from math import prod
 from typing import Any, NamedTuple
 
@@ -19,13 +20,15 @@ import torch
 
 from muonfx.core import Transform
 from muonfx.polar import compute_dtype
+from muonfx.polar.scaling import wide_dtype
 from muonfx.recorded import strip_transparent
-from muonfx.sharding.gram import gram_bytes, gram_plan, is_for_gram, wide_of
+from muonfx.sharding.gram import gram_bytes, gram_plan, is_for_gram
 from muonfx.sharding.layout import Layout
+from muonfx.sharding.messages import cut_places
 from muonfx.sharding.plan.balance import assign
 from muonfx.sharding.plan.cost import Run, RunCost, runs_of
-from muonfx.sharding.plan.shares import Part, Share, matrices_of, nearest, on_stacks, parts_of
-from muonfx.tree import PyTree, Spec
+from muonfx.sharding.plan.shares import Part, Share, apart, matrices_of, nearest, on_stacks, parts_of
+from muonfx.tree import Spec
 
 __all__ = ["BUFFERS_PER_BUCKET", "Machine", "Plan", "RunPlan", "Settings", "plan_for", "plan_run"]
 
@@ -148,7 +151,7 @@ class RunPlan:
         """Add the bytes that each rank sends for shares of one range of equally cut parameters of one dtype."""
         one = shares[0]
         if one.route == "gram":
-            wide = wide_of(self.specs[one.name].dtype)
+            wide = wide_dtype(self.specs[one.name].dtype)
             nbytes = round(gram_bytes(min(one.whole), self.stages_of(one), self.size, wide))
             sent[:] = [before + nbytes * len(shares) for before in sent]
             return
@@ -206,7 +209,7 @@ def plan_run(
         settings: what the caller has chosen.
         compute: what a dtype of "auto" stands for, on all ranks.
     """
-    specs = {name: layout._specs[name] for name in names}
+    specs = {name: layout.specs[name] for name in names}
     machine = settings.machine or Machine.of(device.type, compute)
     matrices = matrices_of(run, {name: spec.shape for name, spec in specs.items()})
     run = on_stacks(run, {name: specs[name].shape for name in matrices})
@@ -219,10 +222,11 @@ def plan_run(
     rest = [name for name in names if name not in {share.name for share in spread}]
     parts = [part for name in rest for part in parts_of(matrices.get(name), name, layout)]
     costs = [cost(part.name, part.shape, specs[part.name].dtype) for part in parts]
+    parts = apart(parts, costs, layout.size)
     nbytes = [part.numel * specs[part.name].dtype.itemsize for part in parts]
     owners = _owners(parts, costs, nbytes, layout, machine, settings)
     shares = tuple(_share(part, owners[i], costs[i], layout) for i, part in enumerate(parts))
-    buckets = tuple(_buckets(shares, specs, layout.size, max(1, settings.bucket_bytes // BUFFERS_PER_BUCKET)))
+    buckets = tuple(_buckets(shares, specs, max(1, settings.bucket_bytes // BUFFERS_PER_BUCKET)))
     stacks = tuple(matrices)
     return RunPlan(
         run, stacks, layout.size, shares, tuple(spread), buckets, specs, device, compute, settings.exchange_dtype
@@ -236,7 +240,7 @@ def _spread(
 
     It can be where the long side alone is cut, and each piece is held once.
     """
-    spec, holders = layout._specs[name], layout.holders(name)
+    spec, holders = layout.specs[name], layout.holders(name)
     if len(spec.shape) != 2 or len(holders) < 2 or not prod(spec.shape):
         return None
     short = 0 if spec.shape[0] <= spec.shape[1] else 1
@@ -248,7 +252,7 @@ def _spread(
         return None
     ranks, long = layout.size, max(spec.shape)
     by_owner = 2 * prod(spec.shape) * spec.dtype.itemsize * (ranks - 1) / ranks**2
-    by_gram = gram_bytes(spec.shape[short], len(chosen.stages), ranks, wide_of(spec.dtype))
+    by_gram = gram_bytes(spec.shape[short], len(chosen.stages), ranks, wide_dtype(spec.dtype))
     if by_gram >= by_owner:
         return None
     reason = (
@@ -334,7 +338,7 @@ def _assigned(parts: Sequence[Part], costs: Sequence[float], which: Sequence[int
 
 def _share(part: Part, owner: int | None, cost: float, layout: Layout) -> Share:
     route, because = _route(part, owner, layout, cost)
-    shape, cut = layout._specs[part.name].shape, layout.pieces[part.name]
+    shape, cut = layout.specs[part.name].shape, layout.pieces[part.name]
     return Share(part.name, part.start, part.stop, part.shape, shape, owner, route, cost, cut, because)
 
 
@@ -348,39 +352,18 @@ def _route(part: Part, owner: int | None, layout: Layout, cost: float) -> tuple[
     return "owner", ""
 
 
-def _alone(places: Sequence[int], shares: Sequence[Share], dtype: torch.dtype, limit: int) -> Iterator[tuple[int, ...]]:
-    held: list[int] = []
-    room = limit
-    for i in sorted(places, key=lambda i: (tuple(sorted(shares[i].shape[-2:])), i)):
-        nbytes = shares[i].numel * dtype.itemsize
-        if held and nbytes > room:
-            yield tuple(held)
-            held, room = [], limit
-        held.append(i)
-        room -= nbytes
-    if held:
-        yield tuple(held)
-
-
-def _buckets(shares: Sequence[Share], specs: dict[str, Spec], size: int, limit: int) -> Iterator[tuple[int, ...]]:
+def _buckets(shares: Sequence[Share], specs: dict[str, Spec], limit: int) -> Iterator[tuple[int, ...]]:
     """Every owner's shares of a dtype in lists of so many bytes; the first lists of all owners travel together."""
+    places = sorted(range(len(shares)), key=lambda i: (tuple(sorted(shares[i].shape[-2:])), i))
     for dtype in dict.fromkeys(specs[share.name].dtype for share in shares):
-        lists: list[list[list[int]]] = [[] for _ in range(size)]
-        room = [0] * size
-        mine = [i for i, share in enumerate(shares) if specs[share.name].dtype == dtype]
+        by_owner: dict[int | None, dict[int, int]] = {None: {}}
+        for i in places:
+            if specs[shares[i].name].dtype == dtype:
+                by_owner.setdefault(shares[i].owner, {})[i] = shares[i].numel * dtype.itemsize
         # What every rank computes goes alone: in one batch with a rank's own matrices it could differ in the last bit.
-        yield from _alone([i for i in mine if shares[i].owner is None], shares, dtype, limit)
-        for i in sorted(mine, key=lambda i: (tuple(sorted(shares[i].shape[-2:])), i)):
-            owner, nbytes = shares[i].owner, shares[i].numel * dtype.itemsize
-            if owner is None:
-                continue
-            if not lists[owner] or nbytes > room[owner]:
-                lists[owner].append([])
-                room[owner] = limit
-            lists[owner][-1].append(i)
-            room[owner] -= nbytes
-        for turn in range(max(map(len, lists))):
-            yield tuple(sorted(i for own in lists if turn < len(own) for i in own[turn]))
+        yield from map(tuple, cut_places(by_owner.pop(None), limit))
+        for together in zip_longest(*(cut_places(own, limit) for own in by_owner.values()), fillvalue=()):
+            yield tuple(sorted(i for own in together for i in own))
 
 
 @dataclass(frozen=True)
@@ -470,7 +453,6 @@ def _table(rows: list[tuple[str, ...]]) -> list[str]:
 def plan_for(
     tx: Transform,
     layout: Layout,
-    params: PyTree = None,
     *,
     device: torch.device | str = "cpu",
     compute: torch.dtype | None = None,
@@ -481,7 +463,6 @@ def plan_for(
     Args:
         tx: the transform, sharded or not.
         layout: who holds what; a pretended one, for any number of ranks, will do.
-        params: for a layout that has not met parameters.
         device: where it will run; it need not be here if `compute` is given.
         compute: what a dtype of "auto" stands for; None: what is fastest on the device, found out on this machine.
         **settings: as `sharded` takes them.
@@ -491,8 +472,6 @@ def plan_for(
     >>> plan_for(mfx.muon(0.1), layout).owners()
     {'v': [1], 'w': [0]}
     """
-    if params is not None:
-        layout = layout.of(params)
     device = torch.device(device)
     compute = compute_dtype(torch.float32, device) if compute is None else compute
     given = Settings(**settings)

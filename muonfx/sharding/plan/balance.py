@@ -16,7 +16,7 @@ import itertools
 import operator
 from collections.abc import Iterable, Sequence
 
-__all__ = ["assign", "assign_by_bytes", "balance", "lower_bound"]
+__all__ = ["assign", "assign_by_bytes", "lower_bound"]
 
 _MOST_WORK = 200_000
 """Different costs times ranks for which packing is tried: a fraction of a second."""
@@ -161,18 +161,6 @@ def _is_too_little(limit: float, falling: Sequence[float], sums: Sequence[float]
         if max(alone, halves) > ranks or sums[last] - sums[alone] > (ranks - alone) * limit * (1 + 1e-12):
             return True
     return False
-
-
-def balance(costs: Sequence[float], owners: Sequence[int], ranks: int) -> list[float]:
-    """The sum of costs at each rank.
-
-    >>> balance([3.0, 1.0, 1.0], [0, 1, 1], 3)
-    [3.0, 2.0, 0.0]
-    """
-    loads = [0.0] * ranks
-    for cost, owner in zip(costs, owners, strict=True):
-        loads[owner] += cost
-    return loads
 
 
 class _Board:

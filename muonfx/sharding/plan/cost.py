@@ -20,8 +20,8 @@ from muonfx.polar.coefficients import CoefficientsLike
 from muonfx.polar.policy import Decided
 from muonfx.polar.polynomials import Polynomials, polynomials
 from muonfx.polar.products import ProductsLike, block_side
-from muonfx.program.lower import lower
-from muonfx.program.nodes import Stage
+from muonfx.program.lower import lower_node
+from muonfx.program.nodes import Program, Stage
 from muonfx.program.placement import Run
 from muonfx.transforms._matrices import view_as_matrices
 from muonfx.transforms.orthogonalize import orthogonalize
@@ -90,7 +90,8 @@ def newton_schulz_cost(
     short, long = sorted(shape)
     if short < 0:
         raise ValueError(f"shape: found {tuple(shape)}, expected two sides of at least 0")
-    resolved = _resolved(coefficients, steps, None if restarts is None else tuple(restarts))
+    resolve = _polynomials_by_name if isinstance(coefficients, str) else polynomials
+    resolved = resolve(coefficients, steps, None if restarts is None else tuple(restarts))
     kind = torch.device(device).type
     if dtype == "auto":
         dtype = torch.float64 if held == torch.float64 else torch.bfloat16 if kind == "cuda" else torch.float32
@@ -104,17 +105,7 @@ def newton_schulz_cost(
     return _cost(short, long, kind, held, dtype, alike, "standard", "batched")
 
 
-def _resolved(
-    coefficients: CoefficientsLike | torch.Tensor, steps: int | None, restarts: tuple[int, ...] | None
-) -> Polynomials:
-    if isinstance(coefficients, str):
-        return _resolved_by_name(coefficients, steps, restarts)
-    return polynomials(coefficients, steps, restarts)
-
-
-@functools.lru_cache(maxsize=256)
-def _resolved_by_name(name: str, steps: int | None, restarts: tuple[int, ...] | None) -> Polynomials:
-    return polynomials(name, steps, restarts)
+_polynomials_by_name = functools.lru_cache(maxsize=256)(polynomials)
 
 
 @functools.lru_cache(maxsize=65536)  # a model has few shapes and many matrices
@@ -215,14 +206,15 @@ def runs_of(tx: Transform, params: Mapping[str, Tensor]) -> Iterator[tuple[Run, 
 
     Args:
         tx: the transform.
-        params: tensors of the global shapes, by name; meta will do.
+        params: meta tensors of the global shapes, by name.
 
     >>> import muonfx as mfx
     >>> tx = mfx.muon_with_adamw(0.1, labels={"w": "muon", "b": "adamw"})
-    >>> [(run[0][0], names) for run, names in runs_of(tx, {"w": torch.zeros(2, 2), "b": torch.zeros(2)})]
+    >>> like = {"w": torch.empty(2, 2, device="meta"), "b": torch.empty(2, device="meta")}
+    >>> [(run[0][0], names) for run, names in runs_of(tx, like)]
     [('orthogonalize', ['w'])]
     """
-    for node in lower(tx, dict(params)).nodes():
+    for node in Program(lower_node(tx, dict(params))).nodes():
         if isinstance(node, Stage):
             yield tuple((member.name, member.node.tx) for member in node.members), list(node.names)
 

@@ -189,7 +189,7 @@ class Setting:
         if kind == "fsdp2":
             return self._on_mesh()
         if kind == "ddp":
-            return replicated(ranks).of(self._params)
+            return replicated(self._params, ranks)
         return zero(self._params, ranks, partition=kind.removeprefix("zero-"), tx=self._tx)
 
     def _on_mesh(self) -> Layout:

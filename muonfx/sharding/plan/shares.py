@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,7 +18,7 @@ from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.cost import Run
 from muonfx.shards import Piece, Window
 
-__all__ = ["Leg", "Moves", "Part", "Share", "matrices_of", "nearest", "on_stacks", "parts_of"]
+__all__ = ["Leg", "Moves", "Part", "Share", "apart", "matrices_of", "nearest", "on_stacks", "parts_of"]
 
 
 def nearest(ranks: Sequence[int], owner: int) -> int:
@@ -175,6 +176,8 @@ class Part(NamedTuple):
     candidates: tuple[int, ...]
     complete: bool
     """True if each candidate holds all of it."""
+    one_each: bool = False
+    """True if a candidate may take no more than one such part of the parameter."""
 
     @property
     def numel(self) -> int:
@@ -199,22 +202,53 @@ def on_stacks(run: Run, shapes: dict[str, tuple[int, ...]]) -> Run:
 
 def parts_of(matrix: tuple[int, int] | None, name: str, layout: Layout) -> Iterator[Part]:
     """Cut a parameter where its matrices allow it: a stack between ranks, or into as many ranges as ranks may own."""
-    shape, cut = layout._specs[name].shape, layout.pieces[name]
+    shape, cut = layout.specs[name].shape, layout.pieces[name]
     if matrix is None:
         candidates = cut.complete or cut.taking_part or tuple(range(layout.size))
         yield Part(name, 0, prod(shape), shape, candidates, bool(cut.complete))
         return
     each = prod(matrix)
-    ranges: list[tuple[int, int, int, bool]] | None = cut.derived.get(each)
+    ranges: list[_Range] | None = cut.derived.get(each)
     if ranges is None:
         ranges = cut.derived[each] = _ranges(cut, shape, each)
-    owners = [owner for _, _, owner, _ in ranges]
+    owners = [found.candidates[0] for found in ranges if len(found.candidates) == 1]
     if len(set(owners)) < len(owners):  # the state of a rank's part of a stack must be one range
-        number = prod(shape) // each
-        yield Part(name, 0, prod(shape), (number, *matrix), tuple(sorted(set(owners))), False)
+        candidates = tuple(sorted({rank for found in ranges for rank in found.candidates}))
+        yield Part(name, 0, prod(shape), (prod(shape) // each, *matrix), candidates, False)
         return
-    for first, last, owner, complete in ranges:
-        yield Part(name, first * each, last * each, (last - first, *matrix), (owner,), complete)
+    for first, last, candidates, complete in ranges:
+        one_each = len(candidates) > 1
+        yield Part(name, first * each, last * each, (last - first, *matrix), candidates, complete, one_each)
+
+
+def apart(parts: Sequence[Part], costs: Sequence[float], size: int) -> list[Part]:
+    """Choose the owners of parts of which a candidate may take one: of each parameter those with least to do so far."""
+    loads = [0.0] * size
+    groups: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    for i, part in enumerate(parts):
+        if part.one_each:
+            groups.setdefault((part.name, part.candidates), []).append(i)
+        elif len(part.candidates) == 1:
+            loads[part.candidates[0]] += costs[i]
+    found = list(parts)
+    for (_, candidates), places in sorted(groups.items(), key=lambda group: -costs[group[1][0]]):
+        least = sorted(candidates, key=lambda rank: (loads[rank], rank))[: len(places)]
+        for i, owner in zip(places, sorted(least), strict=True):
+            found[i] = parts[i]._replace(candidates=(owner,), one_each=False)
+            loads[owner] += costs[i]
+    return found
+
+
+class _Range(NamedTuple):
+    """Neighbouring matrices of a stack."""
+
+    first: int
+    last: int
+    """The first behind them."""
+    candidates: tuple[int, ...]
+    """The one owner; or for a single matrix those that may be it, each of one such matrix of the stack."""
+    complete: bool
+    """True if each candidate holds all of it."""
 
 
 class _Held(NamedTuple):
@@ -223,41 +257,46 @@ class _Held(NamedTuple):
     ranks: tuple[int, ...]
     """Those that hold all of it, or else those that hold some."""
     complete: bool
-    most: int
-    """The rank that holds most of it."""
+    most: tuple[int, ...]
+    """The ranks that hold most of it."""
 
 
-def _ranges(cut: Cut, shape: tuple[int, ...], each: int) -> list[tuple[int, int, int, bool]]:
-    """Share out the matrices of a stack: first, last + 1, owner, whether the owner holds them already.
+def _ranges(cut: Cut, shape: tuple[int, ...], each: int) -> list[_Range]:
+    """Share out the matrices of a stack.
 
-    What one rank holds alone it keeps. What several hold is divided evenly among them, in ranges; a few that cross a
-    boundary go to the rank that has most of each.
+    What one rank holds alone it keeps. What several hold is divided evenly among them, in ranges. Where they are more
+    than the matrices, each goes to another of those that have most of it, if these have nothing else of the stack; a
+    few that cross a boundary go to the rank that has most of each.
     """
     holders = cut.holders
-    found: list[tuple[int, int, int, bool]] = []
+    found: list[_Range] = []
 
     def give(first: int, last: int, owner: int, complete: bool) -> None:
-        if found and found[-1][1] == first and found[-1][2] == owner:
-            found[-1] = (found[-1][0], last, owner, found[-1][3] and complete)
+        if found and found[-1].last == first and found[-1].candidates == (owner,):
+            found[-1] = found[-1]._replace(last=last, complete=found[-1].complete and complete)
         elif last > first:
-            found.append((first, last, owner, complete))
+            found.append(_Range(first, last, (owner,), complete))
 
     matrices = [
         _held(holders, boxes_of_interval(shape, i * each, (i + 1) * each), each) for i in range(prod(shape) // each)
     ]
+    times = Counter(rank for held in matrices for rank in held.ranks)
     first = 0
     while first < len(matrices):
         held = matrices[first]
         last = first + 1
         while last < len(matrices) and matrices[last][:2] == held[:2]:
             last += 1
-        if last - first < len(held.ranks):
-            for i in range(first, last):
-                give(i, i + 1, matrices[i].most, held.complete)
-        else:
+        number, most = last - first, set(held.most).intersection(*(other.most for other in matrices[first:last]))
+        if number >= len(held.ranks):
             for i, owner in enumerate(held.ranks):
-                begin, end = ((last - first) * j // len(held.ranks) for j in (i, i + 1))
+                begin, end = (number * j // len(held.ranks) for j in (i, i + 1))
                 give(first + begin, first + end, owner, held.complete)
+        elif number <= len(most) > 1 and all(times[rank] == number for rank in most):
+            found += [_Range(i, i + 1, tuple(sorted(most)), held.complete) for i in range(first, last)]
+        else:
+            for i in range(first, last):
+                give(i, i + 1, matrices[i].most[0], held.complete)
         first = last
     return found
 
@@ -266,4 +305,5 @@ def _held(holders: Mapping[Piece, Sequence[int]], boxes: Sequence[Box], each: in
     have = [(sum(box.numel for box in piece.shared(boxes)), rank) for piece, ranks in holders.items() for rank in ranks]
     whole = sorted(rank for numel, rank in have if numel == each)
     some = sorted(rank for numel, rank in have if numel)
-    return _Held(tuple(whole or some), bool(whole), min((-numel, rank) for numel, rank in have)[1])
+    most = max(numel for numel, _ in have)
+    return _Held(tuple(whole or some), bool(whole), tuple(sorted(rank for numel, rank in have if numel == most)))

@@ -1,6 +1,7 @@
 """Owners: balanced within a few percent of what is possible, alike everywhere, and never outside their candidates."""
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -10,12 +11,20 @@ from hypothesis import strategies as st
 from muonfx import polar
 from muonfx.polar import policy
 from muonfx.sharding.plan import balance as module
-from muonfx.sharding.plan.balance import assign, assign_by_bytes, balance, lower_bound
+from muonfx.sharding.plan.balance import assign, assign_by_bytes, lower_bound
 from muonfx.sharding.plan.cost import newton_schulz_cost
 from muonfx.sharding.plan.models import MODELS, model
 
 COSTS = st.lists(st.one_of(st.floats(0, 100), st.sampled_from([1.0, 3.0, 5.0])), max_size=40)
 RANKS = st.integers(1, 9)
+
+
+def balance(costs: Sequence[float], owners: Sequence[int], ranks: int) -> list[float]:
+    """The sum of costs at each rank."""
+    loads = [0.0] * ranks
+    for cost, owner in zip(costs, owners, strict=True):
+        loads[owner] += cost
+    return loads
 
 
 def busiest(costs: list[float], owners: list[int], ranks: int) -> float:

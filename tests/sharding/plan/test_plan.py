@@ -1,15 +1,19 @@
 """Plans, on shapes alone: owners, routes, stacks, buckets, and what is said about them."""
 
 import re
+from collections import Counter
 from math import prod
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.tensor import Shard
 
 import muonfx as mfx
 from muonfx import sharding
+from muonfx.sharding.cut import Places
+from muonfx.sharding.layouts import Placed, on_mesh
 from muonfx.sharding.plan.assignment import Machine, RunPlan
 from muonfx.sharding.plan.balance import lower_bound
 from muonfx.sharding.plan.shares import Share
@@ -43,7 +47,7 @@ def stacks(draw: st.DrawFn) -> tuple[dict[str, torch.Tensor], sharding.Layout]:
     layout = draw(
         st.sampled_from(
             [
-                sharding.replicated(size).of(params),
+                sharding.replicated(params, size),
                 sharding.zero(params, size, partition="whole"),
                 sharding.zero(params, size, partition="flat"),
                 sharding.flat(params, size, cuts=[0, *inner, total]),
@@ -94,13 +98,42 @@ def test_heads_that_are_whole_on_a_rank_stay_there():
 
 
 def test_a_stack_that_all_hold_is_divided():
-    layout = sharding.replicated(4).of({"up": torch.zeros(10, 3, 5)})
+    layout = sharding.replicated({"up": torch.zeros(10, 3, 5)}, 4)
     run = run_of(mfx.orthogonalize(dims=EXPERTS, dtype=torch.float32), layout, replicas="split")
     assert [(s.owner, s.shape[0]) for s in run.shares] == [(0, 2), (1, 3), (2, 2), (3, 3)]
 
 
+def experts_on(size: int, parts: int, stacks: int) -> sharding.Layout:
+    """Four experts a stack, dealt out over some parts, in each of which the rows of an expert are cut."""
+    inner = size // parts
+    places = {"mesh": Places((parts, inner), [divmod(rank, inner) for rank in range(size)])}
+    params = {f"stack{i}": torch.empty(4, 16, 8, device="meta") for i in range(stacks)}
+    return on_mesh(params, dict.fromkeys(params, Placed("mesh", (Shard(0), Shard(1)))), places)
+
+
+@pytest.mark.parametrize(("parts", "stacks"), [(2, 4), (2, 3), (1, 2), (1, 3), (4, 2)])
+def test_experts_that_are_cut_further_than_their_number_go_to_all_ranks_of_their_part(parts: int, stacks: int):
+    layout = experts_on(8, parts, stacks)
+    run = run_of(mfx.orthogonalize(dims=EXPERTS, dtype=torch.float32), layout)
+    for share in run.shares:
+        assert share.leg_of(share.owner) is not None
+    computed = Counter(share.owner for share in run.shares for _ in range(share.shape[0]))
+    assert max(computed[rank] for rank in range(8)) == -(-4 * stacks // 8)
+    owners = [(share.name, share.owner) for share in run.shares]
+    assert len(set(owners)) == len(owners)
+    # There and back, all but what the owner holds.
+    inner = 8 // parts
+    assert sum(run.sent) == 2 * stacks * 4 * 16 * 8 * 4 * (inner - 1) // inner
+
+
+def test_experts_that_all_hold_go_to_the_ranks_with_least_to_do():
+    layout = sharding.replicated({"up": torch.zeros(3, 4, 5), "down": torch.zeros(3, 5, 4)}, 6)
+    run = run_of(mfx.orthogonalize(dims=EXPERTS, dtype=torch.float32), layout, replicas="split")
+    assert sorted(share.owner for share in run.shares) == list(range(6))
+
+
 def routes_of(shapes: dict[str, tuple[int, int]], machine: Machine, size: int = 4, **settings: object) -> set[str]:
-    layout = sharding.replicated(size).of({name: torch.zeros(shape) for name, shape in shapes.items()})
+    layout = sharding.replicated({name: torch.zeros(shape) for name, shape in shapes.items()}, size)
     return {share.route for share in run_of(FP32, layout, machine=machine, **settings).shares}
 
 
@@ -108,7 +141,7 @@ LARGE = {f"large{i}": (256, 256) for i in range(4)}
 
 
 def test_replicated_matrices_are_split_or_computed_by_all_by_cost():
-    layout = sharding.replicated(4).of({"small": torch.zeros(4, 4)} | {n: torch.zeros(s) for n, s in LARGE.items()})
+    layout = sharding.replicated({"small": torch.zeros(4, 4)} | {n: torch.zeros(s) for n, s in LARGE.items()}, 4)
     run = run_of(FP32, layout, machine=Machine(flops=1e9, bandwidth=1e9))
     routes = {share.name: share.route for share in run.shares}
     assert {routes[name] for name in LARGE} == {"split"}
@@ -157,7 +190,7 @@ def predicted(run: RunPlan, machine: Machine) -> float:
     ),
 )
 def test_auto_is_predicted_to_be_no_slower_than_either_way(shapes: list[tuple[int, int]], size: int, machine: Machine):
-    layout = sharding.replicated(size).of({f"w{i}": torch.zeros(shape) for i, shape in enumerate(shapes)})
+    layout = sharding.replicated({f"w{i}": torch.zeros(shape) for i, shape in enumerate(shapes)}, size)
     seconds = {
         replicas: predicted(run_of(FP32, layout, machine=machine, replicas=replicas), machine)
         for replicas in ("auto", "split", "everyone")
@@ -166,7 +199,7 @@ def test_auto_is_predicted_to_be_no_slower_than_either_way(shapes: list[tuple[in
 
 
 def test_what_every_rank_computes_is_in_no_bucket_with_what_one_owns():
-    layout = sharding.replicated(3).of({f"w{i}": torch.zeros(4 + i % 2 * 200, 4 + i % 2 * 200) for i in range(6)})
+    layout = sharding.replicated({f"w{i}": torch.zeros(4 + i % 2 * 200, 4 + i % 2 * 200) for i in range(6)}, 3)
     run = run_of(FP32, layout, machine=Machine(flops=1e9, bandwidth=1e9))
     kinds = [{run.shares[i].owner is None for i in bucket} for bucket in run.buckets]
     assert all(len(kind) == 1 for kind in kinds)
@@ -225,9 +258,7 @@ def test_owners_are_balanced(size: int):
     costs = [share.cost for run in plan.runs for share in run.shares]
     # the flat cut leaves most matrices whole on one rank, which keeps them: only those across a cut can be dealt out
     assert max(plan.flops) <= 2 * lower_bound(costs, size)
-    split = sharding.plan_for(
-        mfx.muon(0.1, dtype=torch.float32), sharding.replicated(size).of(params), replicas="split"
-    )
+    split = sharding.plan_for(mfx.muon(0.1, dtype=torch.float32), sharding.replicated(params, size), replicas="split")
     assert max(split.flops) <= 1.05 * lower_bound(costs, size)
 
 
