@@ -123,7 +123,7 @@ class InjectHyperparamsState(NamedTuple):
     """The inner transform's state."""
 
 
-@transform(locality=lambda inner: inner.locality, own_locality=Locality.ELEMENT)
+@transform(locality=lambda inner: inner.locality, own_locality=Locality.ELEMENT, numbers_in_state=True)
 def inject_hyperparams(inner: Transform):
     """Keep a transform's numeric arguments in its state, where they can be changed between steps.
 
