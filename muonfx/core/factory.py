@@ -91,8 +91,8 @@ def transform(
             updates of the one before and all named extras, its state a dict by the names of the parts.
         in_store: how a transform that calls others, and keeps state like the parameters of its own, does its own work
             by buckets where the state is offloaded. None: all of that state is brought in at once.
-        short_names: by the key that a torch optimizer's groups have for it, a numeric argument, or several for a tuple of
-            them: ``{"betas": ("b1", "b2"), "eps": "eps"}``. Without, the key is the dotted name.
+        short_names: by the key that groups of a torch optimizer have for it, a numeric argument, or several for a tuple
+            of them: ``{"betas": ("b1", "b2"), "eps": "eps"}``. Without, the key is the dotted name.
         numbers_in_state: whether the numbers of those that it calls are kept in its state, where alone they count.
         transparent: whether it stands for the one transform that it calls, and does not show in names.
         part_names: ``(transform) -> names``: of its numeric arguments and of those it calls, in order, where the names
