@@ -1,9 +1,9 @@
 """Any transform as a ``torch.optim.Optimizer``: one class, long because torch's interface is wide.
 
-The names of this file: a *route* is what a parameter's labels are in the transform's partitions; parameters of one
-route form a *group*, unless the caller gave groups. A *hyperparameter* is a numeric argument of the transform; each
-group holds those that its parameters meet, and what stands there counts at every step. A *stepping* makes the state
-and takes the steps: in one process, or over ranks where parameters are sharded.
+The names of this file: a parameter's *route* is the transforms of the program that have it among their leaves;
+parameters of one route form a *group*, unless the caller gave groups. A *hyperparameter* is a numeric argument of the
+transform; each group holds those that its parameters meet, and what stands there counts at every step. A *stepping*
+makes the state and takes the steps: in one process, or over ranks where parameters are sharded.
 """
 
 from __future__ import annotations
@@ -20,23 +20,25 @@ from muonfx.arguments import plain_arguments
 from muonfx.checkpoint.renaming import Rename
 from muonfx.checks import is_usable
 from muonfx.core import Transform
-from muonfx.hyperparams import with_hyperparams
+from muonfx.hyperparams import hyperparams, with_hyperparams
+from muonfx.offload.transform import inner_of
 from muonfx.optimizer.attachment import Attachment, check_usable, models_of
 from muonfx.optimizer.groups import (
     NOT_HYPERPARAMS,
     NamedParameters,
     Route,
     hyperparams_of,
-    label_of,
     named_pairs,
     resolve_groups,
     routes_of,
     split_by_route,
 )
 from muonfx.optimizer.over_ranks import SteppingOverRanks, layout_for
-from muonfx.optimizer.state import Load, matched, path_of, renamed_groups, saved_groups
+from muonfx.optimizer.state import Load, matched, path_of, renamed_groups, saved_groups, warn_of_order
 from muonfx.optimizer.stepping import Stepping
-from muonfx.optimizer.values import check_shapes
+from muonfx.optimizer.values import GroupNumbers, check_shapes
+from muonfx.program.lower import lower
+from muonfx.program.nodes import Program
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import Settings
 from muonfx.sharding.transform import Sharded, settings_of
@@ -48,10 +50,12 @@ __all__ = ["TransformOptimizer"]
 class TransformOptimizer(torch.optim.Optimizer):
     """A transform as a ``torch.optim.Optimizer``, for training loops, schedulers and scalers that expect one.
 
-    Parameters are grouped by their labels in the transform's partitions (given groups are split further), and every
-    numeric argument of the transform is an entry of the groups whose parameters meet it, under the dotted name that
-    `muonfx.hyperparams` gives, without the label. The learning rate is called ``lr`` and the weight decay
-    ``weight_decay``. Entries are read at every step, so learning-rate schedulers work, on each group's own base rate.
+    Parameters are grouped by their labels in the transform's partitions (given groups are split further): Muon's first,
+    then Adam's, then others, and last what stays as it is. Every numeric argument of the transform is an entry of the
+    groups whose parameters meet it, under torch's name (``lr``, ``weight_decay``, ``momentum``, ``betas``, ``eps``) or
+    else under the dotted name that `muonfx.hyperparams` gives, without the label. Entries are read at every step, so
+    schedulers work, on each group's own base values. Adam's groups have the first of ``betas`` as ``momentum`` too, for
+    schedulers and loggers that take that of every group: what is written into one is in the other after the next step.
     What `inject_hyperparams` keeps in the state is not in the groups: it counts there alone.
 
     Over ranks (DTensor parameters, as of ``fully_shard``ed or tensor-parallel models, or a ``layout``) each step is
@@ -86,7 +90,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         >>> model = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 8))
         >>> optimizer = TransformOptimizer(model, mfx.muon_with_adamw(0.02, 1e-3, labels=mfx.default_labels(model)))
         >>> [(group["label"], group["lr"]) for group in optimizer.param_groups]
-        [('adamw', 0.001), ('muon', 0.02)]
+        [('muon', 0.02), ('adamw', 0.001)]
         >>> model(torch.arange(8)).square().sum().backward()
         >>> optimizer.step()
         >>> sorted(optimizer.state[model[1].weight])
@@ -129,9 +133,12 @@ class TransformOptimizer(torch.optim.Optimizer):
         self._given_layout = layout
         self._layout = layout_for(named, layout)
         self._attachment = Attachment(models_of(given), named, alone=self._layout is None)
-        self._routes = self._routes_of(named, self._layout)
+        self._program = self._lower(named, self._layout)
+        self._routes = routes_of(self._program)
         super().__init__(groups, {})
         self._start()
+        usual = ("lr", "weight_decay", "momentum")  # OneCycleLR asks the defaults whether there is a momentum to drive
+        self.defaults.update({k: group[k] for k in usual for group in reversed(self.param_groups) if k in group})
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy needs: torch's part and ours."""
@@ -142,7 +149,8 @@ class TransformOptimizer(torch.optim.Optimizer):
             "_ready",
             "_routes",
             "_live",
-            "_keys",
+            "_program",
+            "_numbers",
             "_given_layout",
             "_layout",
             "_settings",
@@ -156,7 +164,7 @@ class TransformOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over what a copy needs; a copy does not know which model its parameters are of."""
         super().__setstate__(state)
-        if "_keys" in state:
+        if "_numbers" in state:
             self._attachment = Attachment([], self._named(), alone=self._layout is None)
             self._stepping.refresh(self.param_groups, self._named())  # now, as a first step may be traced
 
@@ -173,7 +181,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         """
         group = dict(param_group)
         pairs = named_pairs(group.pop("params"))
-        routes, layout = self._routes, self._layout
+        program, layout = self._program, self._layout
         if self._ready:
             named = self._named()
             if taken := [name for name, _ in pairs if name in named]:
@@ -182,60 +190,67 @@ class TransformOptimizer(torch.optim.Optimizer):
                 )
             together = {**named, **dict(pairs)}
             layout = layout_for(together, self._given_layout)
-            routes = self._routes_of(together, layout)
             check_usable(dict(pairs), self._given_layout)
             # Refuses what the transform cannot take, before anything is changed.
             self.tx.init(_wholes(together, layout))
+            program = self._lower(together, layout)
+        routes = routes_of(program) if self._ready else self._routes
         parts = split_by_route(pairs, routes)
-        own = [hyperparams_of(self.tx, routes[part[0][0]] if part else {}) for part in parts]
-        known = {key for keys in own for key in keys}
-        if pairs and (unknown := sorted(group.keys() - known - NOT_HYPERPARAMS)):
+        own = [self._numbers_of(program, routes, [name for name, _ in part]) for part in parts]
+        known = {one.key for numbers in own for one in numbers.hyperparams if not one.is_mirror}
+        formers = {key for numbers in own for key in numbers.former_keys}
+        if pairs and (unknown := sorted(group.keys() - known - formers - NOT_HYPERPARAMS)):
             there = ", ".join(sorted(known)) or "none"
             raise ValueError(f"param_groups: unknown hyperparameter {', '.join(unknown)}; there are {there}")
-        made = [{key: group.get(key, default) for key, (_, default) in keys.items()} for keys in own]
-        for keys, values in zip(own, made, strict=True):
-            named_values = {name: values[key] for key, (name, _) in keys.items()}
-            check_shapes(self.tx, named_values)
-            with_hyperparams(self.tx, named_values).prepare_all()
+        defaults = hyperparams(self.tx)
+        made: list[dict[str, Any]] = []
+        for numbers in own:
+            values = {name: defaults[name] for name in numbers.names} | numbers.parse(group, mirrors=False)
+            check_shapes(self.tx, values)
+            with_hyperparams(self.tx, values).prepare_all()
+            made.append(numbers.entries(values))
         rest = {key: group[key] for key in group.keys() & NOT_HYPERPARAMS}
-        self._routes, self._layout = routes, layout
+        self._program, self._routes, self._layout = program, routes, layout
         for part, values in zip(parts, made, strict=True):
             unnamed = {} if part else {"param_names": []}  # torch finds names in the parameters, where there are any
             # torch's schedulers want a rate in every group, also where none applies: nothing here reads that one
-            complete = {"label": label_of(routes, part), "lr": 0.0, **unnamed, **rest, **values}
+            complete = {"label": routes[part[0][0]].label if part else None, "lr": 0.0, **unnamed, **rest, **values}
             super().add_param_group({**complete, "params": part})
+            for key in self.defaults.keys() - complete.keys():
+                del self.param_groups[-1][key]  # torch gives every group all defaults: this one meets no such number
         if self._ready:
             self._attachment.add(models_of([param_group]), dict(pairs))
             self._start()
 
-    def _routes_of(self, named: Mapping[str, Tensor], layout: Layout | None) -> dict[str, Route]:
-        return routes_of(self.tx, named if layout is None else _wholes(named, layout))
+    def _lower(self, named: Mapping[str, Tensor], layout: Layout | None) -> Program:
+        return lower(inner_of(self.tx), dict(named) if layout is None else _wholes(named, layout))
+
+    def _numbers_of(self, program: Program, routes: Mapping[str, Route], names: list[str]) -> GroupNumbers:
+        """The numbers of a group of one route; of an empty one, all."""
+        return GroupNumbers(routes[names[0]].hyperparams if names else hyperparams_of(program.transforms()))
 
     def _start(self) -> None:
         """Make the state for all parameters, keeping what there was, and everything that follows from the groups."""
         named = self._named()
-        keys = [
-            {key: name for key, (name, _) in hyperparams_of(self.tx, self._route_of(group)).items()}
-            for group in self.param_groups
-        ]
-        made = self._stepping_for(keys)
+        numbers = [self._numbers_of(self._program, self._routes, group["param_names"]) for group in self.param_groups]
+        made = self._stepping_for(numbers)
         state = made.init(named, self.param_groups)
         if self._ready:
             state = made.taken_from(self._stepping, state, self._state)
-        self._keys, self._stepping = keys, made
+        self._numbers, self._stepping = numbers, made
         self._live["state"] = state
         self._show_all()
         made.share(state)
-        self._left_out = {name for name, route in self._routes.items() if None in route.values()}
+        self._left_out = {name for name, route in self._routes.items() if route.is_left_out}
         self._ready = True
 
-    def _stepping_for(self, keys: list[dict[str, str]]) -> Stepping:
+    def _stepping_for(self, numbers: list[GroupNumbers]) -> Stepping:
         if self._layout is None:
-            return Stepping(self.tx, keys, self.bucket_bytes)
+            return Stepping(self.tx, self._program, numbers, self.bucket_bytes)
         settings = (
             self._settings if self.bucket_bytes is None else self._settings._replace(bucket_bytes=self.bucket_bytes)
         )
-        return SteppingOverRanks(self.tx, keys, self._layout, settings)
+        return SteppingOverRanks(self.tx, self._program, numbers, self._layout, settings)
 
     def _show_all(self) -> None:
         """Put the state's leaves into ``self.state``."""
@@ -261,9 +276,6 @@ class TransformOptimizer(torch.optim.Optimizer):
             for group in self.param_groups
             for name, param in zip(group["param_names"], group["params"], strict=True)
         }
-
-    def _route_of(self, group: Mapping[str, Any]) -> Route:
-        return self._routes[group["param_names"][0]] if group["param_names"] else {}
 
     @property
     def _state(self) -> PyTree:
@@ -351,6 +363,8 @@ class TransformOptimizer(torch.optim.Optimizer):
         Raises:
             ShardingError: not all ranks came, where all must.
         """
+        for group, own in zip(self.param_groups, self._numbers, strict=True):
+            own.read(group)  # so that all keys of a number say the same
         found = super().state_dict()
         exported = self._stepping.exported(self._state)
         if exported:
@@ -380,6 +394,9 @@ class TransformOptimizer(torch.optim.Optimizer):
                 what another rank had of a sharded leaf, or a missing hyperparameter; the message names them all.
                 Nothing has been changed when an error is raised.
             ShardingError: something is wrong on another rank, ranks load different states, or not all ranks came.
+
+        Warns:
+            UserWarning: the groups were saved in another order, and a scheduler's own state may be by that order.
         """
         given: dict[str, Any] = dict(state_dict)
         for hook in cast("Any", self)._optimizer_load_state_dict_pre_hooks.values():
@@ -396,16 +413,21 @@ class TransformOptimizer(torch.optim.Optimizer):
         problem: Exception | None = None
         try:
             given = renamed_groups(self.param_groups, given, rename)
-            loads = matched(self.param_groups, self._keys, self.state, places, given, self._stepping.take)
-            saved = saved_groups(self.param_groups, given)
+            saved = [
+                own.renew(old) for own, old in zip(self._numbers, saved_groups(self.param_groups, given), strict=True)
+            ]
+            loads = matched(
+                self.param_groups, self._numbers, self.state, places, saved, given["state"], self._stepping.take
+            )
             numbers = sorted(  # by name, in whatever order a rank has its groups
-                (sorted(group["param_names"]), [(key, old[key]) for key in sorted(own)])
-                for group, own, old in zip(self.param_groups, self._keys, saved, strict=True)
+                (sorted(group["param_names"]), [(one.key, old[one.key]) for one in own.hyperparams])
+                for group, own, old in zip(self.param_groups, self._numbers, saved, strict=True)
             )
         except Exception as error:  # of whatever kind: other ranks wait to hear of it
             problem = error
         with torch.no_grad():
             self._stepping.load(loads, numbers, self._state, problem)
+        warn_of_order(self.param_groups, given["param_groups"])
         for group, old in zip(self.param_groups, saved, strict=True):
             group.update(
                 copy.deepcopy({key: value for key, value in old.items() if key not in ("params", "param_names")})

@@ -29,8 +29,9 @@ from muonfx.optimizer.portable import (
 from muonfx.optimizer.rendezvous import Rendezvous
 from muonfx.optimizer.state import Load, on_this_rank
 from muonfx.optimizer.stepping import Check, Stepping, add_in_place
-from muonfx.optimizer.values import check_shapes, current_values, unchanged
+from muonfx.optimizer.values import GroupNumbers, check_shapes, current_values, unchanged
 from muonfx.optimizer.versions import for_groups
+from muonfx.program.nodes import Program
 from muonfx.sharding.binding import Binding
 from muonfx.sharding.dtensors import dtensor_of, is_dtensor, local_of
 from muonfx.sharding.errors import ShardingError
@@ -69,13 +70,16 @@ class SteppingOverRanks(Stepping):
 
     Args:
         tx: the transform.
-        keys: for each group, the dotted name of each hyperparameter by its key there.
+        program: what it is lowered to for the parameters.
+        numbers: of each group.
         layout: who holds what.
         settings: of `muonfx.sharding.sharded`.
     """
 
-    def __init__(self, tx: Transform, keys: Sequence[Mapping[str, str]], layout: Layout, settings: Settings) -> None:
-        super().__init__(tx, keys, None)
+    def __init__(
+        self, tx: Transform, program: Program, numbers: Sequence[GroupNumbers], layout: Layout, settings: Settings
+    ) -> None:
+        super().__init__(tx, program, numbers, None)
         self.layout, self._settings = layout, settings
         self.binding: Binding = bind(layout, settings, store_of(tx))
         self._known: list[optree.PyTreeSpec] = []
@@ -93,7 +97,7 @@ class SteppingOverRanks(Stepping):
         """The transform over what the optimizer holds."""
         return sharded(self.tx, self.layout, **self._settings._asdict())
 
-    def init(self, params: Mapping[str, Tensor], groups: Sequence[Mapping[str, Any]]) -> PyTree:
+    def init(self, params: Mapping[str, Tensor], groups: Sequence[dict[str, Any]]) -> PyTree:
         """Make the state of local tensors, once the ranks have found that they mean the same."""
         local = {name: local_of(param) for name, param in params.items()}
         state = init_sharded(self.binding, self._inner, local)
@@ -299,9 +303,9 @@ class SteppingOverRanks(Stepping):
             mine.append(0 if holder is None else sum_of_bits(load.source))
         return first, mine
 
-    def refresh(self, groups: Sequence[Mapping[str, Any]], params: Mapping[str, Tensor]) -> None:
+    def refresh(self, groups: Sequence[dict[str, Any]], params: Mapping[str, Tensor]) -> None:
         """Build the transform for the hyperparameters that stand in the groups now."""
-        values = current_values(groups, self._keys)
+        values = current_values(groups, self._numbers)
         if self._values is not None and unchanged(values, self._values):
             return
         for group in values:
@@ -309,7 +313,7 @@ class SteppingOverRanks(Stepping):
         filled = [(group, sorted(held["param_names"])) for group, held in zip(values, groups, strict=True)]
         # By name: ranks may have got their groups in different orders, and are to count the versions alike.
         own = sorted([(group, names) for group, names in filled if names], key=lambda pair: pair[1])
-        made = for_groups(self._inner, [v for v, _ in own], [names for _, names in own])
+        made = for_groups(self._inner, self._program, [v for v, _ in own], [names for _, names in own])
         self._now = self._known_alike(made.prepare_all())
         self._values = [dict(group) for group in values]
 
@@ -325,7 +329,7 @@ class SteppingOverRanks(Stepping):
 
     def step(
         self,
-        groups: Sequence[Mapping[str, Any]],
+        groups: Sequence[dict[str, Any]],
         params: dict[str, Tensor],
         updates: dict[str, Tensor | None],
         state: PyTree,

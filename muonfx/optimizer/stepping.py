@@ -14,11 +14,11 @@ from muonfx.checks import check_params, warn_of_unmatched
 from muonfx.core import Donation, Transform
 from muonfx.offload.transform import inner_of, store_of
 from muonfx.optimizer.state import Load, on_this_rank
-from muonfx.optimizer.values import check_shapes, current_values, unchanged
+from muonfx.optimizer.values import GroupNumbers, check_shapes, current_values, unchanged
 from muonfx.optimizer.versions import for_groups
 from muonfx.program.buckets import nbytes_of
 from muonfx.program.execute import Executor
-from muonfx.program.nodes import Node
+from muonfx.program.nodes import Node, Program
 from muonfx.program.placement import ALONE, Arguments
 from muonfx.tree import PyTree
 
@@ -37,12 +37,15 @@ class Stepping:
 
     Args:
         tx: the transform.
-        keys: for each group, the dotted name of each hyperparameter by its key there.
+        program: what it is lowered to for the parameters.
+        numbers: of each group.
         bucket_bytes: as in `TransformOptimizer`.
     """
 
-    def __init__(self, tx: Transform, keys: Sequence[Mapping[str, str]], bucket_bytes: int | None) -> None:
-        self.tx, self._keys, self._bucket_bytes = tx, keys, bucket_bytes
+    def __init__(
+        self, tx: Transform, program: Program, numbers: Sequence[GroupNumbers], bucket_bytes: int | None
+    ) -> None:
+        self.tx, self._program, self._numbers, self._bucket_bytes = tx, program, numbers, bucket_bytes
         self._inner = inner_of(tx)
         self._now = self._inner
         self._values: list[dict[str, Any]] | None = None
@@ -63,7 +66,7 @@ class Stepping:
         """The transform over what the optimizer holds."""
         return self.tx
 
-    def init(self, params: Mapping[str, Tensor], groups: Sequence[Mapping[str, Any]]) -> PyTree:
+    def init(self, params: Mapping[str, Tensor], groups: Sequence[dict[str, Any]]) -> PyTree:
         """Make the state, and find out what follows from the groups."""
         check_params(params)
         warn_of_unmatched(self.tx, params, stacklevel=5)
@@ -117,15 +120,15 @@ class Stepping:
             if load.target is not None:
                 load.target.copy_(load.source)
 
-    def refresh(self, groups: Sequence[Mapping[str, Any]], params: Mapping[str, Tensor]) -> None:
+    def refresh(self, groups: Sequence[dict[str, Any]], params: Mapping[str, Tensor]) -> None:
         """Build the transforms for the hyperparameters that stand in the groups now, and the pieces they run on."""
-        values = current_values(groups, self._keys)
+        values = current_values(groups, self._numbers)
         if self._values is not None and unchanged(values, self._values):
             return
         for group in values:
             check_shapes(self.tx, group)
         members = [list(group["param_names"]) for group in groups]
-        self._now = for_groups(self._inner, values, members).prepare_all()
+        self._now = for_groups(self._inner, self._program, values, members).prepare_all()
         if self._node is None or self._now.structure is not self._inner.structure:
             self._node = self.executor.program(self._now, params)
         self.executor.prepare(self._node, self._now)
@@ -133,7 +136,7 @@ class Stepping:
 
     def step(
         self,
-        groups: Sequence[Mapping[str, Any]],
+        groups: Sequence[dict[str, Any]],
         params: dict[str, Tensor],
         updates: dict[str, Tensor | None],
         state: PyTree,

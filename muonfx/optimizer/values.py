@@ -1,21 +1,124 @@
-"""Hyperparameters as they stand in groups: whether they are valid, have changed, and agree."""
+"""Hyperparameters as they stand in groups: under which keys, whether they are valid, have changed, and agree."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from muonfx.core import Transform
 from muonfx.hyperparams import hyperparams
 
-__all__ = ["agreement", "check_shapes", "distinct", "current_values", "unchanged"]
+__all__ = ["GroupNumbers", "Hyperparam", "agreement", "check_shapes", "current_values", "distinct", "unchanged"]
 
 
-def current_values(groups: Sequence[Mapping[str, Any]], keys: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
+class Hyperparam(NamedTuple):
+    """An entry of a group: one number of the transform, or a tuple of several."""
+
+    key: str
+    """In the group."""
+    names: tuple[str, ...]
+    """The dotted names of its numbers."""
+    former_keys: tuple[str, ...]
+    """The keys that these had in earlier versions, one each; they are understood still."""
+    is_tuple: bool = False
+    is_mirror: bool = False
+    """True if other entries have its numbers too: for schedulers that write the same key into all groups."""
+
+    def numbers_in(self, value: Any) -> Sequence[Any]:
+        """The numbers that an entry's value stands for."""
+        if not self.is_tuple:
+            return (value,)
+        if not isinstance(value, list | tuple) or len(value) != len(self.names):
+            raise ValueError(f"{self.key!r} in a group must be {len(self.names)} numbers, found {value!r}")
+        return value
+
+
+class GroupNumbers:
+    """The numbers that stand in a group, read and written under all keys that they have there.
+
+    Args:
+        hyperparams: the entries.
+    """
+
+    def __init__(self, hyperparams: Sequence[Hyperparam]) -> None:
+        self.hyperparams = tuple(hyperparams)
+        own = {one.key for one in self.hyperparams}
+        self.former_keys = {key for one in self.hyperparams for key in one.former_keys} - own
+        """The keys of earlier versions that are none today."""
+        self._last: dict[str, Any] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """The dotted names of the numbers."""
+        return [name for one in self.hyperparams if not one.is_mirror for name in one.names]
+
+    def parse(self, values: Mapping[str, Any], *, mirrors: bool = True) -> dict[str, Any]:
+        """The numbers in a group, or in what is given for one, by dotted name; those that it has.
+
+        Where a number stands under two keys, and one of them says what was read last, the other counts.
+
+        Raises:
+            ValueError: two keys say different numbers, and both are new; a tuple has another length.
+        """
+        found: dict[str, Any] = {}
+        said: dict[str, str] = {}
+
+        def note(name: str, key: str, value: Any) -> None:
+            if name in found and not _equal(found[name], value):
+                if name in self._last and _equal(value, self._last[name]):
+                    return
+                if name not in self._last or not _equal(found[name], self._last[name]):
+                    raise ValueError(
+                        f"{said[name]!r} and {key!r} in a group both set {name}, to {found[name]!r} and {value!r}: "
+                        "set one of them"
+                    )
+            found[name], said[name] = value, key
+
+        for one in self.hyperparams:
+            if one.key in values and (mirrors or not one.is_mirror):
+                for name, value in zip(one.names, one.numbers_in(values[one.key]), strict=True):
+                    note(name, one.key, value)
+            for name, key in zip(one.names, one.former_keys, strict=True):
+                if key in values and key in self.former_keys:
+                    note(name, key, values[key])
+        return found
+
+    def entries(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
+        """The entries of a group for all of its numbers."""
+        return {
+            one.key: tuple(numbers[name] for name in one.names) if one.is_tuple else numbers[one.names[0]]
+            for one in self.hyperparams
+        }
+
+    def renew(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """A saved group, of this or an earlier version, with the keys of today."""
+        numbers = self.parse(saved)
+        kept = {key: value for key, value in saved.items() if key not in self.former_keys}
+        there = [one for one in self.hyperparams if numbers.keys() >= set(one.names)]
+        return kept | GroupNumbers(there).entries(numbers)
+
+    def read(self, group: dict[str, Any]) -> dict[str, Any]:
+        """The numbers that stand in a group now; all keys of a number say the same afterwards.
+
+        Raises:
+            ValueError: as for `parse`; the group is as it was then.
+        """
+        numbers = self.parse(group)
+        for one in self.hyperparams:
+            wanted = [numbers[name] for name in one.names]
+            if one.key not in group or not all(map(_equal, one.numbers_in(group[one.key]), wanted)):
+                group[one.key] = tuple(wanted) if one.is_tuple else wanted[0]
+        for key in self.former_keys & group.keys():
+            del group[key]
+        self._last = numbers
+        return numbers
+
+
+def current_values(groups: Sequence[dict[str, Any]], numbers: Sequence[GroupNumbers]) -> list[dict[str, Any]]:
     """The hyperparameters of each group by dotted name."""
-    return [{name: group[key] for key, name in own.items()} for group, own in zip(groups, keys, strict=True)]
+    return [own.read(group) for group, own in zip(groups, numbers, strict=True)]
 
 
 def check_shapes(tx: Transform, values: Mapping[str, Any]) -> None:
