@@ -181,6 +181,10 @@ def test_parameters_on_the_meta_device_are_refused():
 def test_a_model_of_which_nothing_goes_to_muon_is_warned_of():
     with pytest.warns(UserWarning, match="no parameter has the label 'muon'"):
         mfx.Muon(nn.LayerNorm(4))
+    with pytest.warns(
+        UserWarning, match=r"of 1 parameters AdamW trains 1: all have fewer than two dims, .*fully_shard"
+    ):
+        mfx.Muon({"piece": nn.Parameter(torch.zeros(12))})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         mfx.Muon(made())
