@@ -9,6 +9,7 @@ makes the state and takes the steps: in one process, or over ranks where paramet
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -64,7 +65,8 @@ class TransformOptimizer(torch.optim.Optimizer):
 
     The state is made at construction. Each parameter's part of it is in ``optimizer.state[parameter]``, under names
     such as "momentum/trace", with the scalars that all share. Its storage is reused from step to step; gradients are
-    only read.
+    only read. It belongs to names: where a step finds other tensors in ``param_groups`` than before, as an engine puts
+    there that shards a model after its optimizer was made, or finds the model on another device, the state follows.
 
     Args:
         params: a model, its ``named_parameters()``, a dict of named tensors, or groups: dicts with "params" (named) and
@@ -179,6 +181,8 @@ class TransformOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: a hyperparameter that none of these parameters meets; the message lists those they do.
         """
+        if self._ready:
+            self._rebind()
         group = dict(param_group)
         pairs = named_pairs(group.pop("params"))
         program, layout = self._program, self._layout
@@ -220,7 +224,7 @@ class TransformOptimizer(torch.optim.Optimizer):
                 del self.param_groups[-1][key]  # torch gives every group all defaults: this one meets no such number
         if self._ready:
             self._attachment.add(models_of([param_group]), dict(pairs))
-            self._start()
+            self._start(keep=True)
 
     def _lower(self, named: Mapping[str, Tensor], layout: Layout | None) -> Program:
         return lower(inner_of(self.tx), dict(named) if layout is None else _wholes(named, layout))
@@ -229,20 +233,75 @@ class TransformOptimizer(torch.optim.Optimizer):
         """The numbers of a group of one route; of an empty one, all."""
         return GroupNumbers(routes[names[0]].hyperparams if names else hyperparams_of(program.transforms()))
 
-    def _start(self) -> None:
-        """Make the state for all parameters, keeping what there was, and everything that follows from the groups."""
+    def _start(self, *, keep: bool = False) -> None:
+        """Make the state for all parameters, and everything that follows from the groups; ``keep`` what there was."""
         named = self._named()
         numbers = [self._numbers_of(self._program, self._routes, group["param_names"]) for group in self.param_groups]
+        is_as_made = not keep or self._is_as_made()
         made = self._stepping_for(numbers)
         state = made.init(named, self.param_groups)
-        if self._ready:
+        if keep:
             state = made.taken_from(self._stepping, state, self._state)
         self._numbers, self._stepping = numbers, made
         self._live["state"] = state
+        self._live["made"] = [(leaf, leaf._version) for leaf in tree.tensors(state)] if is_as_made else None
         self._show_all()
         made.share(state)
         self._left_out = {name for name, route in self._routes.items() if route.is_left_out}
         self._ready = True
+
+    def _rebind(self) -> None:
+        """Bind to the tensors that stand in the groups now, where these are others than before or have moved.
+
+        An engine may shard a model after its optimizer was made and put the new parameters in the place of the old. The
+        state is found by name: made anew where nothing has been written into it yet, else the very same values.
+
+        Raises:
+            ValueError: a tensor has another shape, or a state that has values cannot follow; nothing has been changed.
+        """
+        for group in self.param_groups:
+            if len(group["params"]) != len(group["param_names"]):
+                raise ValueError(
+                    f"param_groups: {len(group['params'])} params stand in a group of {len(group['param_names'])} "
+                    f"param_names ({', '.join(group['param_names'][:3])}, ...): replace each by one, or add_param_group"
+                )
+        named = self._named()
+        replaced = self._attachment.replaced(named)
+        if not replaced:
+            return
+        check_usable(named, self._given_layout)
+        layout, old = layout_for(named, self._given_layout), self._layout
+        if was_written := not self._is_as_made():
+            for name in replaced:
+                if (layout is None) != (old is None) or (layout and old and layout.piece(name) != old.piece(name)):
+                    raise ValueError(
+                        f"{name!r} lies otherwise than when its state was made, which has values that cannot follow: "
+                        "shard the model before the first step, or save the state and load it into an optimizer made "
+                        "after that"
+                    )
+        program = self._lower(named, layout)
+        routes = routes_of(program)
+        if changed := [name for name in named if routes[name] != self._routes[name]]:
+            raise ValueError(f"{changed[0]!r} has other labels now than when the optimizer was made: make it anew")
+        kept = self._program, self._layout
+        self._program, self._layout = program, layout
+        try:
+            with warnings.catch_warnings():  # what there is to warn of was said at construction
+                warnings.simplefilter("ignore")
+                self._start(keep=was_written)
+        except BaseException:
+            self._program, self._layout = kept
+            raise
+        self._routes = routes
+        self._attachment.bind(named)
+
+    def _is_as_made(self) -> bool:
+        """True if nothing has been written into the state since it was made."""
+        made: list[tuple[Tensor, int]] | None = self._live["made"]
+        now = list(tree.tensors(self._state))
+        return made is not None and all(
+            leaf is own and leaf._version == version for (leaf, version), own in zip(made, now, strict=True)
+        )
 
     def _stepping_for(self, numbers: list[GroupNumbers]) -> Stepping:
         if self._layout is None:
@@ -261,6 +320,7 @@ class TransformOptimizer(torch.optim.Optimizer):
             owner = named.get(path[-1]) if path and isinstance(path[-1], str) else None
             self._slots.append((owner, path_of(path if owner is None else path[:-1])))
         self._live["shown"] = leaves
+        self.state.clear()
         for param in named.values():
             self.state[param] = {}
         for place, ((owner, key), leaf) in enumerate(zip(self._slots, leaves, strict=True)):
@@ -296,20 +356,22 @@ class TransformOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: a hyperparameter in a group is out of range, a parameter that the labels leave out has a
-                gradient, a parameter was moved or cut since the optimizer was made, or the model trains other
-                parameters and none of these.
+                gradient, a parameter was cut since the optimizer was made, or sharded since the first step, or the
+                model trains other parameters and none of these.
             TypeError: a gradient is sparse or complex. Nothing has been changed when an error is raised.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if not torch.compiler.is_compiling():  # a graph is traced once, and for these parameters
+            self._rebind()
         params = self._named()
         updates: dict[str, Tensor | None] = {name: param.grad for name, param in params.items()}
 
         def check(updates: Mapping[str, Tensor | None]) -> None:
             self._check(updates)
-            if not torch.compiler.is_compiling():  # a graph is traced once, and for these parameters
+            if not torch.compiler.is_compiling():
                 self._attachment.check(params, updates)
 
         self._live["state"] = self._stepping.step(
@@ -321,6 +383,7 @@ class TransformOptimizer(torch.optim.Optimizer):
             extras=extras,
             check=check,
         )
+        self._live["made"] = None  # so that nothing keeps the first state alive
         self._publish()
         return loss
 
@@ -363,6 +426,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         Raises:
             ShardingError: not all ranks came, where all must.
         """
+        self._rebind()
         for group, own in zip(self.param_groups, self._numbers, strict=True):
             own.read(group)  # so that all keys of a number say the same
         found = super().state_dict()
@@ -398,6 +462,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         Warns:
             UserWarning: the groups were saved in another order, and a scheduler's own state may be by that order.
         """
+        self._rebind()
         given: dict[str, Any] = dict(state_dict)
         for hook in cast("Any", self)._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, given)
@@ -427,6 +492,7 @@ class TransformOptimizer(torch.optim.Optimizer):
             problem = error
         with torch.no_grad():
             self._stepping.load(loads, numbers, self._state, problem)
+        self._live["made"] = None
         warn_of_order(self.param_groups, given["param_groups"])
         for group, old in zip(self.param_groups, saved, strict=True):
             group.update(

@@ -81,7 +81,7 @@ class Stepping:
         before = dict(zip(tree.paths(old), tree.leaves(old), strict=True))
         leaves, treedef = tree.flatten(state)
         kept = [
-            before[path] if path in before and before[path].shape == leaf.shape else leaf
+            before[path].to(leaf.device) if path in before and before[path].shape == leaf.shape else leaf
             for path, leaf in zip(tree.paths(state), leaves, strict=True)
         ]
         return tree.unflatten(treedef, kept)
