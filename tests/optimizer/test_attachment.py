@@ -168,6 +168,20 @@ def test_a_parameter_that_was_cut_is_an_error_that_names_it():
         optimizer.step()
 
 
+def test_the_state_follows_a_model_that_has_moved():
+    model = made()
+    optimizer = mfx.Muon(dict(model.named_parameters()))
+    backward(model)
+    optimizer.step()
+    bound, param = optimizer._attachment._bound, model[2].weight
+    trace = optimizer.state[param]["muon/momentum/trace"].clone()
+    bound["2.weight"] = bound["2.weight"]._replace(device=torch.device("meta"))  # there is one device here
+    assert torch.equal(trace, optimizer.state_dict()["state"][1]["muon/momentum/trace"])
+    assert bound["2.weight"].device == param.device
+    optimizer.step()
+    assert not torch.equal(trace, optimizer.state[param]["muon/momentum/trace"])
+
+
 @pytest.mark.parametrize("steps", [0, 2])
 def test_the_state_follows_the_tensors_that_are_put_into_the_groups_by_name(steps: int):
     model, twin = made(), made()
