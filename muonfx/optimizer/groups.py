@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from muonfx.core import Locality
-from muonfx.optimizer.values import Hyperparam
+from muonfx.optimizer.values import Group, Hyperparam
 from muonfx.program.nodes import Node, Program
 from muonfx.wrappers import unwrapped
 
@@ -25,7 +25,7 @@ __all__ = [
     "split_by_route",
 ]
 
-NamedParameters = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
+NamedParameters = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | Iterable[Group]
 """What an optimizer takes: a model, named parameters, or groups of them."""
 
 
@@ -56,12 +56,12 @@ class Route(NamedTuple):
     """By which groups are sorted."""
 
 
-def resolve_groups(params: Any) -> list[dict[str, Any]]:
+def resolve_groups(params: Any) -> list[Group]:
     """Resolve what the caller gave to groups whose "params" are lists of (name, tensor)."""
     items: list[Any] = [{"params": params}] if isinstance(params, nn.Module | Mapping) else list(params)
     if not items or not all(isinstance(item, dict) for item in items):
         items = [{"params": items}]
-    groups: list[dict[str, Any]] = [{**item, "params": named_pairs(item["params"])} for item in items]
+    groups: list[Group] = [{**item, "params": named_pairs(item["params"])} for item in items]
     names = [name for group in groups for name, _ in group["params"]]
     if len(set(names)) < len(names):
         twice = sorted({name for name in names if names.count(name) > 1})

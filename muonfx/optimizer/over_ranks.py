@@ -29,7 +29,7 @@ from muonfx.optimizer.portable import (
 from muonfx.optimizer.rendezvous import Rendezvous
 from muonfx.optimizer.state import Load, on_this_rank
 from muonfx.optimizer.stepping import Check, Stepping, add_in_place
-from muonfx.optimizer.values import GroupNumbers, check_shapes, current_values, unchanged
+from muonfx.optimizer.values import Group, GroupNumbers, check_shapes, current_values, unchanged
 from muonfx.optimizer.versions import for_groups
 from muonfx.program.nodes import Program
 from muonfx.sharding.binding import Binding
@@ -97,7 +97,7 @@ class SteppingOverRanks(Stepping):
         """The transform over what the optimizer holds."""
         return sharded(self.tx, self.layout, **self._settings._asdict())
 
-    def init(self, params: Mapping[str, Tensor], groups: Sequence[dict[str, Any]]) -> PyTree:
+    def init(self, params: Mapping[str, Tensor], groups: Sequence[Group]) -> PyTree:
         """Make the state of local tensors, once the ranks have found that they mean the same."""
         local = {name: local_of(param) for name, param in params.items()}
         state = init_sharded(self.binding, self._inner, local)
@@ -248,7 +248,7 @@ class SteppingOverRanks(Stepping):
                 return on_this_rank(leaf, value)
         return None, value, (0, 0) if what.share is None else interval_of(what, what.share)
 
-    def load(self, loads: Sequence[Load], numbers: Any, state: PyTree, problem: Exception | None) -> None:
+    def load(self, loads: Sequence[Load], numbers: object, state: PyTree, problem: Exception | None) -> None:
         """Copy loaded values into the state, once all ranks have found that theirs fit, and fit together."""
         if not self._many:
             self._copy(loads, state, problem)
@@ -287,7 +287,7 @@ class SteppingOverRanks(Stepping):
             if target is not None:
                 target.copy_(source.view(target.shape) if load.interval is not None else source)
 
-    def _held_by_several(self, loads: Sequence[Load], numbers: Any) -> tuple[list[int], list[int]]:
+    def _held_by_several(self, loads: Sequence[Load], numbers: object) -> tuple[list[int], list[int]]:
         """For each thing that is loaded, the first rank that has the same of it, and a checksum of what is here."""
         first, mine = [0, 0], [len(loads), zlib.crc32(repr(numbers).encode())]
         for load in loads:
@@ -303,7 +303,7 @@ class SteppingOverRanks(Stepping):
             mine.append(0 if holder is None else sum_of_bits(load.source))
         return first, mine
 
-    def refresh(self, groups: Sequence[dict[str, Any]], params: Mapping[str, Tensor]) -> None:
+    def refresh(self, groups: Sequence[Group], params: Mapping[str, Tensor]) -> None:
         """Build the transform for the hyperparameters that stand in the groups now."""
         values = current_values(groups, self._numbers)
         if self._values is not None and unchanged(values, self._values):
@@ -329,7 +329,7 @@ class SteppingOverRanks(Stepping):
 
     def step(
         self,
-        groups: Sequence[dict[str, Any]],
+        groups: Sequence[Group],
         params: dict[str, Tensor],
         updates: dict[str, Tensor | None],
         state: PyTree,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from muonfx.checkpoint.dtypes import widens
 from muonfx.checkpoint.renaming import Rename, new_names
-from muonfx.optimizer.values import GroupNumbers
+from muonfx.optimizer.values import Group, GroupNumbers
 from muonfx.sharding.dtensors import is_dtensor, local_of
 from muonfx.shards import IntervalTensor
 from muonfx.wrappers import unwrapped
@@ -39,14 +39,12 @@ Take = Callable[[int, Any, Any], tuple[Tensor | None, Tensor, tuple[int, int] | 
 """From a leaf's place, the leaf as it is shown, and a value for it: the end of a `Load`, or what is wrong."""
 
 
-def path_of(entries: tuple[Any, ...]) -> str:
+def path_of(entries: tuple[object, ...]) -> str:
     """Write the way to a leaf as it is shown in ``optimizer.state``."""
     return "/".join(map(str, entries))
 
 
-def renamed_groups(
-    groups: list[dict[str, Any]], given: Mapping[str, Any], rename: Rename | None = None
-) -> dict[str, Any]:
+def renamed_groups(groups: list[Group], given: Mapping[str, Any], rename: Rename | None = None) -> dict[str, Any]:
     """A state dict with the names that an optimizer's own parameters have, where they differ by wrappers or a renaming.
 
     Raises:
@@ -55,7 +53,7 @@ def renamed_groups(
     """
     if not {"state", "param_groups"} <= given.keys():
         raise ValueError(f"expected a state dict with 'state' and 'param_groups', found the keys {sorted(given)}")
-    saved: list[dict[str, Any]] = list(given["param_groups"])
+    saved: list[Group] = list(given["param_groups"])
     if not all("param_names" in old for old in saved):
         if rename:
             raise ValueError("rename: the state dict has no names of parameters, which it means by their order")
@@ -75,13 +73,13 @@ def renamed_groups(
     return {**given, "param_groups": renamed}
 
 
-def saved_groups(groups: list[dict[str, Any]], given: Mapping[str, Any]) -> list[dict[str, Any]]:
+def saved_groups(groups: list[Group], given: Mapping[str, Any]) -> list[Group]:
     """The groups of a state dict in the order of an optimizer's own, matched by the names of their parameters.
 
     Raises:
         ValueError: its groups hold other parameters.
     """
-    saved: list[dict[str, Any]] = list(given["param_groups"])
+    saved: list[Group] = list(given["param_groups"])
     if not all("param_names" in old for old in saved):
         by_label = {old.get("label"): old for old in saved}
         labels = [group["label"] for group in groups]
@@ -93,7 +91,7 @@ def saved_groups(groups: list[dict[str, Any]], given: Mapping[str, Any]) -> list
             f"the state has groups of {[len(old['params']) for old in saved]} parameters, this optimizer of "
             f"{[len(group['params']) for group in groups]}; was it made by another optimizer or for another model?"
         )
-    left, found = list(saved), list[dict[str, Any]]()
+    left, found = list(saved), list[Group]()
     for group in groups:
         names = set(group["param_names"])
         match = next((old for old in left if set(old["param_names"]) == names), None)
@@ -112,7 +110,7 @@ def saved_groups(groups: list[dict[str, Any]], given: Mapping[str, Any]) -> list
     return found
 
 
-def warn_of_order(groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
+def warn_of_order(groups: list[Group], saved: list[Group]) -> None:
     """Warn of groups in another order than they were saved in, where a scheduler drove them."""
     if not all("param_names" in old and "initial_lr" in old for old in saved):
         return
@@ -127,12 +125,12 @@ def warn_of_order(groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> 
 
 
 def matched(
-    groups: list[dict[str, Any]],
+    groups: list[Group],
     numbers: list[GroupNumbers],
-    state: Mapping[Tensor, dict[str, Any]],
+    state: Mapping[Tensor, Group],
     places: Mapping[tuple[int, str], int],
-    saved: list[dict[str, Any]],
-    held: Mapping[Any, Mapping[str, Any]],
+    saved: list[Group],
+    held: Mapping[object, Mapping[str, Any]],
     take: Take,
 ) -> list[Load]:
     """Pair an optimizer's state leaves with the values of a state dict, or raise an error that lists every difference.
@@ -220,5 +218,5 @@ def _is_code(*dtypes: torch.dtype) -> bool:
     return len(set(dtypes)) > 1 and any(dtype.itemsize == 1 for dtype in dtypes)
 
 
-def _described(value: Any) -> str:
+def _described(value: object) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)

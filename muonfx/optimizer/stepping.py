@@ -14,7 +14,7 @@ from muonfx.checks import check_params, warn_of_unmatched
 from muonfx.core import Donation, Transform
 from muonfx.offload.transform import inner_of, store_of
 from muonfx.optimizer.state import Load, on_this_rank
-from muonfx.optimizer.values import GroupNumbers, check_shapes, current_values, unchanged
+from muonfx.optimizer.values import Group, GroupNumbers, Number, check_shapes, current_values, unchanged
 from muonfx.optimizer.versions import for_groups
 from muonfx.program.buckets import nbytes_of
 from muonfx.program.execute import Executor
@@ -48,7 +48,7 @@ class Stepping:
         self.tx, self._program, self._numbers, self._bucket_bytes = tx, program, numbers, bucket_bytes
         self._inner = inner_of(tx)
         self._now = self._inner
-        self._values: list[dict[str, Any]] | None = None
+        self._values: list[dict[str, Number]] | None = None
         self.executor = Executor(ALONE, store_of(tx))
         self._node: Node | None = None
 
@@ -66,7 +66,7 @@ class Stepping:
         """The transform over what the optimizer holds."""
         return self.tx
 
-    def init(self, params: Mapping[str, Tensor], groups: Sequence[dict[str, Any]]) -> PyTree:
+    def init(self, params: Mapping[str, Tensor], groups: Sequence[Group]) -> PyTree:
         """Make the state, and find out what follows from the groups."""
         check_params(params)
         warn_of_unmatched(self.tx, params, stacklevel=5)
@@ -105,7 +105,7 @@ class Stepping:
         """Find the copy that loads a value into a leaf, or say what is wrong with it; see `state.Take`."""
         return on_this_rank(leaf, value)
 
-    def load(self, loads: Sequence[Load], numbers: Any, state: PyTree, problem: Exception | None) -> None:
+    def load(self, loads: Sequence[Load], numbers: object, state: PyTree, problem: Exception | None) -> None:
         """Copy loaded values into the state.
 
         Args:
@@ -120,7 +120,7 @@ class Stepping:
             if load.target is not None:
                 load.target.copy_(load.source)
 
-    def refresh(self, groups: Sequence[dict[str, Any]], params: Mapping[str, Tensor]) -> None:
+    def refresh(self, groups: Sequence[Group], params: Mapping[str, Tensor]) -> None:
         """Build the transforms for the hyperparameters that stand in the groups now, and the pieces they run on."""
         values = current_values(groups, self._numbers)
         if self._values is not None and unchanged(values, self._values):
@@ -136,7 +136,7 @@ class Stepping:
 
     def step(
         self,
-        groups: Sequence[dict[str, Any]],
+        groups: Sequence[Group],
         params: dict[str, Tensor],
         updates: dict[str, Tensor | None],
         state: PyTree,

@@ -14,7 +14,7 @@ from muonfx.core import Donation, Locality, Transform, chain, transform
 from muonfx.core.combine import chain_entries, widest
 from muonfx.core.contract import NOTHING
 from muonfx.hyperparams import with_hyperparams
-from muonfx.optimizer.values import agreement, distinct
+from muonfx.optimizer.values import Number, agreement, distinct
 from muonfx.program.nodes import Node, Program
 from muonfx.recorded import with_numbers
 from muonfx.tree import PyTree
@@ -22,11 +22,11 @@ from muonfx.tree import PyTree
 __all__ = ["by_groups", "for_groups"]
 
 
-def _resolve(tx: Any, params: PyTree) -> Transform:
+def _resolve(tx: Transform, params: PyTree) -> Transform:
     return tx.replace(versions=tuple(version.resolve(params) for version in tx.arguments["versions"]))
 
 
-def _on_stacks(tx: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Transform, dict[str, tuple[int, int]]]:
+def _on_stacks(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Transform, dict[str, tuple[int, int]]]:
     done = [version.on_stacks(shapes) for version in tx.arguments["versions"]]
     return tx.replace(versions=tuple(version for version, _ in done)), done[0][1]
 
@@ -75,7 +75,7 @@ def by_groups(versions: tuple[Transform, ...], members: tuple[tuple[str, ...], .
 
 
 def for_groups(
-    tx: Transform, program: Program, values: Sequence[Mapping[str, Any]], members: Sequence[Sequence[str]]
+    tx: Transform, program: Program, values: Sequence[Mapping[str, Number]], members: Sequence[Sequence[str]]
 ) -> Transform:
     """The transform with the numbers of all groups: in versions there, and only there, where groups disagree.
 
@@ -99,7 +99,7 @@ def for_groups(
 def _in_versions(
     tx: Transform,
     node: Node,
-    values: Sequence[Mapping[str, Any]],
+    values: Sequence[Mapping[str, Number]],
     members: Sequence[Sequence[str]],
     conflicts: Set[str],
 ) -> Transform:

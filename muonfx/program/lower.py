@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -64,7 +64,7 @@ class _Where:
         compute: as in `lower`.
     """
 
-    state: tuple[Any, ...] = ()
+    state: tuple[object, ...] = ()
     numbers: str = ""
     key: str = ""
     label: str | None = None
@@ -84,7 +84,7 @@ class _Where:
         }
         return OwnNumbers(tuple(numbers + one for one in arguments), tuple(key + one for one in arguments), short)
 
-    def of_part(self, tx: Transform, part: str, state: tuple[Any, ...], label: str | None = None) -> _Where:
+    def of_part(self, tx: Transform, part: str, state: tuple[object, ...], label: str | None = None) -> _Where:
         """The place of a transform that the one at this place calls."""
         return _Where(
             (*self.state, *state),
@@ -221,7 +221,7 @@ class ChildCall(NamedTuple):
     """Its name among the parts."""
     params: PyTree
     """The leaves that it gets, as meta tensors."""
-    state: tuple[Any, ...]
+    state: tuple[object, ...]
     """The path of its state in that of the caller."""
 
 
@@ -237,7 +237,7 @@ class _Noted(list[tuple[int, PyTree]]):
 
 
 @transform(locality=Locality.TREE, transparent=True)
-def _recorder(tx: Transform, place: int, noted: Any, replaced: bool):
+def _recorder(tx: Transform, place: int, noted: list[tuple[int, PyTree]], replaced: bool):
     """Stands for a called transform and notes what its `init` is given."""
 
     def init(params: PyTree) -> PyTree:
