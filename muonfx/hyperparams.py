@@ -18,7 +18,7 @@ from muonfx import tree
 from muonfx.checks import did_you_mean
 from muonfx.core import Donation, Locality, Transform, transform
 from muonfx.core.contract import NOTHING
-from muonfx.recorded import Recorded, dotted, part_names, parts_of, with_numbers
+from muonfx.recorded import Recorded, parts_of, with_numbers
 from muonfx.tree import PyTree
 
 __all__ = [
@@ -123,7 +123,7 @@ class InjectHyperparamsState(NamedTuple):
     """The inner transform's state."""
 
 
-@transform(locality=lambda inner: inner.locality, own_locality=Locality.ELEMENT)
+@transform(locality=lambda inner: inner.locality, own_locality=Locality.ELEMENT, numbers_in_state=True)
 def inject_hyperparams(inner: Transform):
     """Keep a transform's numeric arguments in its state, where they can be changed between steps.
 
@@ -165,17 +165,3 @@ def inject_hyperparams(inner: Transform):
         return updates, InjectHyperparamsState(state.hyperparams, inner_state)
 
     return init, update
-
-
-def injected(tx: Recorded, prefix: str = "") -> set[str]:
-    """The names of the numeric arguments that `inject_hyperparams` has moved into the state, where alone they count.
-
-    >>> import muonfx as mfx
-    >>> injected(mfx.chain(mfx.inject_hyperparams(mfx.scale(2.0)), mfx.momentum()))
-    {'inject_hyperparams.inner.factor'}
-    """
-    if isinstance(tx, Transform) and tx.factory is inject_hyperparams:
-        return {prefix + name for name, _ in parts_of(tx)}
-    nested = zip(part_names(tx), tx.parts, strict=True)
-    found = [injected(part, f"{prefix}{dotted(name)}") for name, part in nested if isinstance(part, Recorded)]
-    return set().union(*found)

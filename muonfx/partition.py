@@ -8,7 +8,7 @@ and has no placeholders that ``torch.func.vmap`` would trip over.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,14 +18,13 @@ from muonfx.checks import NamePatterns
 from muonfx.core import Donation, Locality, Transform, transform
 from muonfx.core.combine import widest
 from muonfx.core.contract import NOTHING
-from muonfx.recorded import part_names
 from muonfx.select.params import read_params
 from muonfx.select.predicates import Predicate, asks_for_modules, path_patterns
 from muonfx.select.rules import Labels, listing
 from muonfx.tree import PyTree
 from muonfx.wrappers import unwrapped
 
-__all__ = ["mask_patterns", "masked", "partition", "resolve_mask", "routes"]
+__all__ = ["mask_patterns", "masked", "partition", "resolve_mask"]
 
 
 class _Reasoned(list[Any]):
@@ -310,30 +309,6 @@ def masked(
         return tree.unflatten(treedef, merged), state
 
     return init, update
-
-
-def routes(tx: Transform, params: PyTree, prefix: str = "") -> Iterator[tuple[str, list[str], list[Any]]]:
-    """Find the partitions and masks within a transform, and what they choose for each parameter that reaches them.
-
-    Yields:
-        The dotted name of the partition or mask within the transform, the names of the parameters that reach it, and
-        their labels or mask values.
-    """
-    arguments = tx.arguments
-    inner = prefix + "." if prefix else ""
-    if tx.factory is partition:
-        names, chosen = _Assignment("partition: labels", arguments["labels"], (str, type(None)))(params)
-        yield prefix, names, chosen
-        for label, part in arguments["transforms"].items():
-            yield from routes(part, _part(names, chosen, label, params), f"{inner}{label}")
-    elif tx.factory is masked:
-        names, chosen = _Assignment("masked: mask", arguments["mask"], bool)(params)
-        yield prefix, names, chosen
-        yield from routes(arguments["inner"], _part(names, chosen, True, params), f"{inner}inner")
-    else:
-        for name, part in zip(part_names(tx), tx.parts, strict=True):
-            if isinstance(part, Transform):
-                yield from routes(part, params, f"{inner}{name}".removesuffix("."))
 
 
 def resolve_mask(what: str, mask: Any, memory: dict[Any, Any] | None = None) -> Callable[[PyTree], list[bool]]:

@@ -381,3 +381,21 @@ def test_the_adapter_steps_with_an_offloaded_state(home, tmp_path):
     wanted = run(lambda tx: tx)
     for found, value in zip(run(lambda tx: mfx.sharding.offload(tx, offloads(tmp_path)[home])), wanted, strict=True):
         assert torch.equal(found, value)
+
+
+def test_the_state_of_the_torch_optimizer_follows_a_model_that_is_moved():
+    params, steps = draw()
+    model = nn.ParameterDict({name.replace(".", "_"): nn.Parameter(value) for name, value in params.items()})
+    twin = copy.deepcopy(model).cuda()
+    moved, other = (mfx.TransformOptimizer(m, mfx.lion(1e-3, weight_decay=0.1)) for m in (model, twin))
+    for step, grads in enumerate(steps):
+        for m, optimizer in ((model, moved), (twin, other)):
+            for name, grad in grads.items():
+                param = m[name.replace(".", "_")]
+                param.grad = grad.to(param.device)
+            optimizer.step()
+        if step == 0:
+            model.cuda()
+    for name, param in model.items():
+        assert {leaf.device.type for leaf in moved.state[param].values()} == {"cuda"}
+        torch.testing.assert_close(param, twin[name])

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, NamedTuple, cast
 
@@ -142,6 +142,8 @@ class Declaration:
     many_of_one: bool = False
     in_sequence: bool = False
     in_store: InStore | None = None
+    short_names: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict[str, str | tuple[str, ...]])
+    numbers_in_state: bool = False
 
     def __post_init__(self) -> None:
         if not (isinstance(self.locality, Locality) or callable(self.locality)):

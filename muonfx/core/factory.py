@@ -39,6 +39,8 @@ def transform(
     in_sequence: bool = False,
     transparent: bool = False,
     in_store: InStore | None = None,
+    short_names: Mapping[str, str | tuple[str, ...]] | None = None,
+    numbers_in_state: bool = False,
 ) -> Any:
     """Make a factory of transforms from a function that returns ``init`` and ``update``.
 
@@ -89,6 +91,9 @@ def transform(
             updates of the one before and all named extras, its state a dict by the names of the parts.
         in_store: how a transform that calls others, and keeps state like the parameters of its own, does its own work
             by buckets where the state is offloaded. None: all of that state is brought in at once.
+        short_names: by the key that groups of a torch optimizer have for it, a numeric argument, or several for a tuple
+            of them: ``{"betas": ("b1", "b2"), "eps": "eps"}``. Without, the key is the dotted name.
+        numbers_in_state: whether the numbers of those that it calls are kept in its state, where alone they count.
         transparent: whether it stands for the one transform that it calls, and does not show in names.
         part_names: ``(transform) -> names``: of its numeric arguments and of those it calls, in order, where the names
             of the arguments will not do.
@@ -130,6 +135,8 @@ def transform(
         many_of_one=many_of_one,
         in_sequence=in_sequence,
         in_store=in_store,
+        short_names=short_names or {},
+        numbers_in_state=numbers_in_state,
     )
 
     def decorate(constructor: Constructor) -> Callable[..., Transform]:

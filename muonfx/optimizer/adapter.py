@@ -1,14 +1,15 @@
 """Any transform as a ``torch.optim.Optimizer``: one class, long because torch's interface is wide.
 
-The names of this file: a *route* is what a parameter's labels are in the transform's partitions; parameters of one
-route form a *group*, unless the caller gave groups. A *hyperparameter* is a numeric argument of the transform; each
-group holds those that its parameters meet, and what stands there counts at every step. A *stepping* makes the state
-and takes the steps: in one process, or over ranks where parameters are sharded.
+The names of this file: a parameter's *route* is the transforms of the program that have it among their leaves;
+parameters of one route form a *group*, unless the caller gave groups. A *hyperparameter* is a numeric argument of the
+transform; each group holds those that its parameters meet, and what stands there counts at every step. A *stepping*
+makes the state and takes the steps: in one process, or over ranks where parameters are sharded.
 """
 
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -20,23 +21,25 @@ from muonfx.arguments import plain_arguments
 from muonfx.checkpoint.renaming import Rename
 from muonfx.checks import is_usable
 from muonfx.core import Transform
-from muonfx.hyperparams import with_hyperparams
+from muonfx.hyperparams import hyperparams, with_hyperparams
+from muonfx.offload.transform import inner_of
 from muonfx.optimizer.attachment import Attachment, check_usable, models_of
 from muonfx.optimizer.groups import (
     NOT_HYPERPARAMS,
     NamedParameters,
     Route,
     hyperparams_of,
-    label_of,
     named_pairs,
     resolve_groups,
     routes_of,
     split_by_route,
 )
 from muonfx.optimizer.over_ranks import SteppingOverRanks, layout_for
-from muonfx.optimizer.state import Load, matched, path_of, renamed_groups, saved_groups
+from muonfx.optimizer.state import Load, matched, path_of, renamed_groups, saved_groups, warn_of_order
 from muonfx.optimizer.stepping import Stepping
-from muonfx.optimizer.values import check_shapes
+from muonfx.optimizer.values import GroupNumbers, check_shapes
+from muonfx.program.lower import lower
+from muonfx.program.nodes import Program
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import Settings
 from muonfx.sharding.transform import Sharded, settings_of
@@ -48,10 +51,12 @@ __all__ = ["TransformOptimizer"]
 class TransformOptimizer(torch.optim.Optimizer):
     """A transform as a ``torch.optim.Optimizer``, for training loops, schedulers and scalers that expect one.
 
-    Parameters are grouped by their labels in the transform's partitions (given groups are split further), and every
-    numeric argument of the transform is an entry of the groups whose parameters meet it, under the dotted name that
-    `muonfx.hyperparams` gives, without the label. The learning rate is called ``lr`` and the weight decay
-    ``weight_decay``. Entries are read at every step, so learning-rate schedulers work, on each group's own base rate.
+    Parameters are grouped by their labels in the transform's partitions (given groups are split further): Muon's first,
+    then Adam's, then others, and last what stays as it is. Every numeric argument of the transform is an entry of the
+    groups whose parameters meet it, under torch's name (``lr``, ``weight_decay``, ``momentum``, ``betas``, ``eps``) or
+    else under the dotted name that `muonfx.hyperparams` gives, without the label. Entries are read at every step, so
+    schedulers work, on each group's own base values. Adam's groups have the first of ``betas`` as ``momentum`` too, for
+    schedulers and loggers that take that of every group: what is written into one is in the other after the next step.
     What `inject_hyperparams` keeps in the state is not in the groups: it counts there alone.
 
     Over ranks (DTensor parameters, as of ``fully_shard``ed or tensor-parallel models, or a ``layout``) each step is
@@ -60,7 +65,8 @@ class TransformOptimizer(torch.optim.Optimizer):
 
     The state is made at construction. Each parameter's part of it is in ``optimizer.state[parameter]``, under names
     such as "momentum/trace", with the scalars that all share. Its storage is reused from step to step; gradients are
-    only read.
+    only read. It belongs to names: where a step finds other tensors in ``param_groups`` than before, as an engine puts
+    there that shards a model after its optimizer was made, or finds the model on another device, the state follows.
 
     Args:
         params: a model, its ``named_parameters()``, a dict of named tensors, or groups: dicts with "params" (named) and
@@ -86,7 +92,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         >>> model = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 8))
         >>> optimizer = TransformOptimizer(model, mfx.muon_with_adamw(0.02, 1e-3, labels=mfx.default_labels(model)))
         >>> [(group["label"], group["lr"]) for group in optimizer.param_groups]
-        [('adamw', 0.001), ('muon', 0.02)]
+        [('muon', 0.02), ('adamw', 0.001)]
         >>> model(torch.arange(8)).square().sum().backward()
         >>> optimizer.step()
         >>> sorted(optimizer.state[model[1].weight])
@@ -129,9 +135,12 @@ class TransformOptimizer(torch.optim.Optimizer):
         self._given_layout = layout
         self._layout = layout_for(named, layout)
         self._attachment = Attachment(models_of(given), named, alone=self._layout is None)
-        self._routes = self._routes_of(named, self._layout)
+        self._program = self._lower(named, self._layout)
+        self._routes = routes_of(self._program)
         super().__init__(groups, {})
         self._start()
+        usual = ("lr", "weight_decay", "momentum")  # OneCycleLR asks the defaults whether there is a momentum to drive
+        self.defaults.update({k: group[k] for k in usual for group in reversed(self.param_groups) if k in group})
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy needs: torch's part and ours."""
@@ -142,7 +151,8 @@ class TransformOptimizer(torch.optim.Optimizer):
             "_ready",
             "_routes",
             "_live",
-            "_keys",
+            "_program",
+            "_numbers",
             "_given_layout",
             "_layout",
             "_settings",
@@ -156,7 +166,7 @@ class TransformOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over what a copy needs; a copy does not know which model its parameters are of."""
         super().__setstate__(state)
-        if "_keys" in state:
+        if "_numbers" in state:
             self._attachment = Attachment([], self._named(), alone=self._layout is None)
             self._stepping.refresh(self.param_groups, self._named())  # now, as a first step may be traced
 
@@ -171,9 +181,11 @@ class TransformOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: a hyperparameter that none of these parameters meets; the message lists those they do.
         """
+        if self._ready:
+            self._rebind()
         group = dict(param_group)
         pairs = named_pairs(group.pop("params"))
-        routes, layout = self._routes, self._layout
+        program, layout = self._program, self._layout
         if self._ready:
             named = self._named()
             if taken := [name for name, _ in pairs if name in named]:
@@ -182,60 +194,122 @@ class TransformOptimizer(torch.optim.Optimizer):
                 )
             together = {**named, **dict(pairs)}
             layout = layout_for(together, self._given_layout)
-            routes = self._routes_of(together, layout)
             check_usable(dict(pairs), self._given_layout)
             # Refuses what the transform cannot take, before anything is changed.
             self.tx.init(_wholes(together, layout))
+            program = self._lower(together, layout)
+        routes = routes_of(program) if self._ready else self._routes
         parts = split_by_route(pairs, routes)
-        own = [hyperparams_of(self.tx, routes[part[0][0]] if part else {}) for part in parts]
-        known = {key for keys in own for key in keys}
-        if pairs and (unknown := sorted(group.keys() - known - NOT_HYPERPARAMS)):
+        own = [self._numbers_of(program, routes, [name for name, _ in part]) for part in parts]
+        known = {one.key for numbers in own for one in numbers.hyperparams if not one.is_mirror}
+        formers = {key for numbers in own for key in numbers.former_keys}
+        if pairs and (unknown := sorted(group.keys() - known - formers - NOT_HYPERPARAMS)):
             there = ", ".join(sorted(known)) or "none"
             raise ValueError(f"param_groups: unknown hyperparameter {', '.join(unknown)}; there are {there}")
-        made = [{key: group.get(key, default) for key, (_, default) in keys.items()} for keys in own]
-        for keys, values in zip(own, made, strict=True):
-            named_values = {name: values[key] for key, (name, _) in keys.items()}
-            check_shapes(self.tx, named_values)
-            with_hyperparams(self.tx, named_values).prepare_all()
+        defaults = hyperparams(self.tx)
+        made: list[dict[str, Any]] = []
+        for numbers in own:
+            values = {name: defaults[name] for name in numbers.names} | numbers.parse(group, mirrors=False)
+            check_shapes(self.tx, values)
+            with_hyperparams(self.tx, values).prepare_all()
+            made.append(numbers.entries(values))
         rest = {key: group[key] for key in group.keys() & NOT_HYPERPARAMS}
-        self._routes, self._layout = routes, layout
+        self._program, self._routes, self._layout = program, routes, layout
         for part, values in zip(parts, made, strict=True):
             unnamed = {} if part else {"param_names": []}  # torch finds names in the parameters, where there are any
             # torch's schedulers want a rate in every group, also where none applies: nothing here reads that one
-            complete = {"label": label_of(routes, part), "lr": 0.0, **unnamed, **rest, **values}
+            complete = {"label": routes[part[0][0]].label if part else None, "lr": 0.0, **unnamed, **rest, **values}
             super().add_param_group({**complete, "params": part})
+            for key in self.defaults.keys() - complete.keys():
+                del self.param_groups[-1][key]  # torch gives every group all defaults: this one meets no such number
         if self._ready:
             self._attachment.add(models_of([param_group]), dict(pairs))
-            self._start()
+            self._start(keep=True)
 
-    def _routes_of(self, named: Mapping[str, Tensor], layout: Layout | None) -> dict[str, Route]:
-        return routes_of(self.tx, named if layout is None else _wholes(named, layout))
+    def _lower(self, named: Mapping[str, Tensor], layout: Layout | None) -> Program:
+        return lower(inner_of(self.tx), dict(named) if layout is None else _wholes(named, layout))
 
-    def _start(self) -> None:
-        """Make the state for all parameters, keeping what there was, and everything that follows from the groups."""
+    def _numbers_of(self, program: Program, routes: Mapping[str, Route], names: list[str]) -> GroupNumbers:
+        """The numbers of a group of one route; of an empty one, all."""
+        return GroupNumbers(routes[names[0]].hyperparams if names else hyperparams_of(program.transforms()))
+
+    def _start(self, *, keep: bool = False) -> None:
+        """Make the state for all parameters, and everything that follows from the groups; ``keep`` what there was."""
         named = self._named()
-        keys = [
-            {key: name for key, (name, _) in hyperparams_of(self.tx, self._route_of(group)).items()}
-            for group in self.param_groups
-        ]
-        made = self._stepping_for(keys)
+        numbers = [self._numbers_of(self._program, self._routes, group["param_names"]) for group in self.param_groups]
+        is_as_made = not keep or self._is_as_made()
+        made = self._stepping_for(numbers)
         state = made.init(named, self.param_groups)
-        if self._ready:
+        if keep:
             state = made.taken_from(self._stepping, state, self._state)
-        self._keys, self._stepping = keys, made
+        self._numbers, self._stepping = numbers, made
         self._live["state"] = state
+        self._live["made"] = [(leaf, leaf._version) for leaf in tree.tensors(state)] if is_as_made else None
         self._show_all()
         made.share(state)
-        self._left_out = {name for name, route in self._routes.items() if None in route.values()}
+        self._left_out = {name for name, route in self._routes.items() if route.is_left_out}
         self._ready = True
 
-    def _stepping_for(self, keys: list[dict[str, str]]) -> Stepping:
+    def _rebind(self) -> None:
+        """Bind to the tensors that stand in the groups now, where these are others than before or have moved.
+
+        An engine may shard a model after its optimizer was made and put the new parameters in the place of the old. The
+        state is found by name: made anew where nothing has been written into it yet, else the very same values.
+
+        Raises:
+            ValueError: a tensor has another shape, or a state that has values cannot follow; nothing has been changed.
+        """
+        for group in self.param_groups:
+            if len(group["params"]) != len(group["param_names"]):
+                raise ValueError(
+                    f"param_groups: {len(group['params'])} params stand in a group of {len(group['param_names'])} "
+                    f"param_names ({', '.join(group['param_names'][:3])}, ...): replace each by one, or add_param_group"
+                )
+        named = self._named()
+        replaced = self._attachment.replaced(named)
+        if not replaced:
+            return
+        check_usable(named, self._given_layout)
+        layout, old = layout_for(named, self._given_layout), self._layout
+        if was_written := not self._is_as_made():
+            for name in replaced:
+                if (layout is None) != (old is None) or (layout and old and layout.piece(name) != old.piece(name)):
+                    raise ValueError(
+                        f"{name!r} lies otherwise than when its state was made, which has values that cannot follow: "
+                        "shard the model before the first step, or save the state and load it into an optimizer made "
+                        "after that"
+                    )
+        program = self._lower(named, layout)
+        routes = routes_of(program)
+        if changed := [name for name in named if routes[name] != self._routes[name]]:
+            raise ValueError(f"{changed[0]!r} has other labels now than when the optimizer was made: make it anew")
+        kept = self._program, self._layout
+        self._program, self._layout = program, layout
+        try:
+            with warnings.catch_warnings():  # what there is to warn of was said at construction
+                warnings.simplefilter("ignore")
+                self._start(keep=was_written)
+        except BaseException:
+            self._program, self._layout = kept
+            raise
+        self._routes = routes
+        self._attachment.bind(named)
+
+    def _is_as_made(self) -> bool:
+        """True if nothing has been written into the state since it was made."""
+        made: list[tuple[Tensor, int]] | None = self._live["made"]
+        now = list(tree.tensors(self._state))
+        return made is not None and all(
+            leaf is own and leaf._version == version for (leaf, version), own in zip(made, now, strict=True)
+        )
+
+    def _stepping_for(self, numbers: list[GroupNumbers]) -> Stepping:
         if self._layout is None:
-            return Stepping(self.tx, keys, self.bucket_bytes)
+            return Stepping(self.tx, self._program, numbers, self.bucket_bytes)
         settings = (
             self._settings if self.bucket_bytes is None else self._settings._replace(bucket_bytes=self.bucket_bytes)
         )
-        return SteppingOverRanks(self.tx, keys, self._layout, settings)
+        return SteppingOverRanks(self.tx, self._program, numbers, self._layout, settings)
 
     def _show_all(self) -> None:
         """Put the state's leaves into ``self.state``."""
@@ -246,6 +320,7 @@ class TransformOptimizer(torch.optim.Optimizer):
             owner = named.get(path[-1]) if path and isinstance(path[-1], str) else None
             self._slots.append((owner, path_of(path if owner is None else path[:-1])))
         self._live["shown"] = leaves
+        self.state.clear()
         for param in named.values():
             self.state[param] = {}
         for place, ((owner, key), leaf) in enumerate(zip(self._slots, leaves, strict=True)):
@@ -261,9 +336,6 @@ class TransformOptimizer(torch.optim.Optimizer):
             for group in self.param_groups
             for name, param in zip(group["param_names"], group["params"], strict=True)
         }
-
-    def _route_of(self, group: Mapping[str, Any]) -> Route:
-        return self._routes[group["param_names"][0]] if group["param_names"] else {}
 
     @property
     def _state(self) -> PyTree:
@@ -284,20 +356,22 @@ class TransformOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: a hyperparameter in a group is out of range, a parameter that the labels leave out has a
-                gradient, a parameter was moved or cut since the optimizer was made, or the model trains other
-                parameters and none of these.
+                gradient, a parameter was cut since the optimizer was made, or sharded since the first step, or the
+                model trains other parameters and none of these.
             TypeError: a gradient is sparse or complex. Nothing has been changed when an error is raised.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if not torch.compiler.is_compiling():  # a graph is traced once, and for these parameters
+            self._rebind()
         params = self._named()
         updates: dict[str, Tensor | None] = {name: param.grad for name, param in params.items()}
 
         def check(updates: Mapping[str, Tensor | None]) -> None:
             self._check(updates)
-            if not torch.compiler.is_compiling():  # a graph is traced once, and for these parameters
+            if not torch.compiler.is_compiling():
                 self._attachment.check(params, updates)
 
         self._live["state"] = self._stepping.step(
@@ -309,6 +383,7 @@ class TransformOptimizer(torch.optim.Optimizer):
             extras=extras,
             check=check,
         )
+        self._live["made"] = None  # so that nothing keeps the first state alive
         self._publish()
         return loss
 
@@ -351,6 +426,9 @@ class TransformOptimizer(torch.optim.Optimizer):
         Raises:
             ShardingError: not all ranks came, where all must.
         """
+        self._rebind()
+        for group, own in zip(self.param_groups, self._numbers, strict=True):
+            own.read(group)  # so that all keys of a number say the same
         found = super().state_dict()
         exported = self._stepping.exported(self._state)
         if exported:
@@ -380,7 +458,11 @@ class TransformOptimizer(torch.optim.Optimizer):
                 what another rank had of a sharded leaf, or a missing hyperparameter; the message names them all.
                 Nothing has been changed when an error is raised.
             ShardingError: something is wrong on another rank, ranks load different states, or not all ranks came.
+
+        Warns:
+            UserWarning: the groups were saved in another order, and a scheduler's own state may be by that order.
         """
+        self._rebind()
         given: dict[str, Any] = dict(state_dict)
         for hook in cast("Any", self)._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, given)
@@ -396,16 +478,22 @@ class TransformOptimizer(torch.optim.Optimizer):
         problem: Exception | None = None
         try:
             given = renamed_groups(self.param_groups, given, rename)
-            loads = matched(self.param_groups, self._keys, self.state, places, given, self._stepping.take)
-            saved = saved_groups(self.param_groups, given)
+            saved = [
+                own.renew(old) for own, old in zip(self._numbers, saved_groups(self.param_groups, given), strict=True)
+            ]
+            loads = matched(
+                self.param_groups, self._numbers, self.state, places, saved, given["state"], self._stepping.take
+            )
             numbers = sorted(  # by name, in whatever order a rank has its groups
-                (sorted(group["param_names"]), [(key, old[key]) for key in sorted(own)])
-                for group, own, old in zip(self.param_groups, self._keys, saved, strict=True)
+                (sorted(group["param_names"]), [(one.key, old[one.key]) for one in own.hyperparams])
+                for group, own, old in zip(self.param_groups, self._numbers, saved, strict=True)
             )
         except Exception as error:  # of whatever kind: other ranks wait to hear of it
             problem = error
         with torch.no_grad():
             self._stepping.load(loads, numbers, self._state, problem)
+        self._live["made"] = None
+        warn_of_order(self.param_groups, given["param_groups"])
         for group, old in zip(self.param_groups, saved, strict=True):
             group.update(
                 copy.deepcopy({key: value for key, value in old.items() if key not in ("params", "param_names")})

@@ -5,8 +5,9 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from muonfx.sharding.layout import Layout
@@ -55,8 +56,16 @@ def check_usable(named: Mapping[str, Tensor], layout: Layout | None) -> None:
         )
 
 
+class _Bound(NamedTuple):
+    """A parameter as it was when its state was made or moved."""
+
+    param: Tensor
+    shape: torch.Size
+    device: torch.device
+
+
 class Attachment:
-    """The parameters as they were when the optimizer was made, and their models.
+    """The parameters that the optimizer has bound its state to, and their models.
 
     Args:
         models: those that were given; they are not kept alive.
@@ -66,35 +75,56 @@ class Attachment:
 
     def __init__(self, models: Iterable[nn.Module], named: Mapping[str, Tensor], *, alone: bool) -> None:
         self._models = [weakref.ref(model) for model in models]
-        self._were = {name: (param.shape, param.device) for name, param in named.items()}
+        self._bound: dict[str, _Bound] = {}
         self._trained = any(param.requires_grad for param in named.values())
         self._alone = alone
         self._seen: tuple[str, ...] | None = None
         self._warned_of_none = False
+        self.bind(named)
 
     def add(self, models: Iterable[nn.Module], named: Mapping[str, Tensor]) -> None:
         """Take in parameters of a group that was added."""
         self._models += [weakref.ref(model) for model in models]
         self._trained = self._trained or any(param.requires_grad for param in named.values())
-        self._were |= {name: (param.shape, param.device) for name, param in named.items() if name not in self._were}
+        self.bind(named)
+
+    def replaced(self, named: Mapping[str, Tensor]) -> list[str]:
+        """The names by which there are other tensors now, or on another device.
+
+        Raises:
+            ValueError: one of them has another shape.
+        """
+        found: list[str] = []
+        for name, param in named.items():
+            bound = self._bound[name]
+            is_same = bound.param is param
+            if not is_same and param.shape != bound.shape:
+                raise ValueError(
+                    f"{name!r} in param_groups was replaced by a tensor of shape {tuple(param.shape)}, expected "
+                    f"{tuple(bound.shape)}: {CAUSES}"
+                )
+            if not is_same or param.device != bound.device:
+                found.append(name)
+        return found
+
+    def bind(self, named: Mapping[str, Tensor]) -> None:
+        """Note that these tensors' state is there."""
+        # Not by weak references: torch.utils.swap_tensors, which converts parameters in place, refuses what has any.
+        self._bound |= {name: _Bound(param, param.shape, param.device) for name, param in named.items()}
         self._seen = None
 
     def check(self, named: Mapping[str, Tensor], updates: Mapping[str, Tensor | None]) -> None:
         """Look at parameters, and at their models where some parameter has no gradient.
 
         Raises:
-            ValueError: a parameter has another shape or device than at construction, or the models train other
-                parameters and none of these.
+            ValueError: a parameter has another shape than at construction, or the models train other parameters and
+                none of these.
         """
         for name, param in named.items():
-            shape, device = self._were[name]
+            shape = self._bound[name].shape
             if param.shape != shape:
                 raise ValueError(
                     f"{name!r} has shape {tuple(param.shape)}, {tuple(shape)} when the optimizer was made: {CAUSES}"
-                )
-            if param.device != device:
-                raise ValueError(
-                    f"{name!r} is on {param.device}, its state on {device}: move the model before the optimizer is made"
                 )
         absent = tuple(name for name, grad in updates.items() if grad is None)
         if absent == self._seen:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any
+from enum import IntEnum
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from muonfx.core import Transform
-from muonfx.hyperparams import hyperparams, injected
-from muonfx.partition import routes
-from muonfx.recorded import Recorded, dotted, part_names
+from muonfx.core import Locality
+from muonfx.optimizer.values import Group, Hyperparam
+from muonfx.program.nodes import Node, Program
 from muonfx.wrappers import unwrapped
 
 __all__ = [
@@ -19,26 +19,49 @@ __all__ = [
     "NamedParameters",
     "Route",
     "hyperparams_of",
-    "label_of",
     "named_pairs",
     "resolve_groups",
     "routes_of",
     "split_by_route",
 ]
 
-NamedParameters = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
+NamedParameters = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | Iterable[Group]
 """What an optimizer takes: a model, named parameters, or groups of them."""
 
-Route = dict[str, Any]
-"""The label of a parameter in each partition of a transform, or its value in each mask, by the dotted name of these."""
+
+class Rank(IntEnum):
+    """The order of groups, whatever the order of parameters."""
+
+    MUON = 0
+    """With a momentum."""
+    ADAM = 1
+    """With two decays."""
+    OTHER = 2
+    FROZEN = 3
+    """Without any number, or left out by the labels."""
 
 
-def resolve_groups(params: Any) -> list[dict[str, Any]]:
+class Route(NamedTuple):
+    """The way of some parameters through a program."""
+
+    places: tuple[int, ...]
+    """Of the transforms that they meet, among all."""
+    label: str | None
+    """The labels on the way, for a person to read."""
+    is_left_out: bool
+    """True if the labels of some partition leave them out."""
+    hyperparams: tuple[Hyperparam, ...]
+    """The numbers of these transforms."""
+    order: tuple[Rank, bool, tuple[int, ...]]
+    """By which groups are sorted."""
+
+
+def resolve_groups(params: Any) -> list[Group]:
     """Resolve what the caller gave to groups whose "params" are lists of (name, tensor)."""
     items: list[Any] = [{"params": params}] if isinstance(params, nn.Module | Mapping) else list(params)
     if not items or not all(isinstance(item, dict) for item in items):
         items = [{"params": items}]
-    groups: list[dict[str, Any]] = [{**item, "params": named_pairs(item["params"])} for item in items]
+    groups: list[Group] = [{**item, "params": named_pairs(item["params"])} for item in items]
     names = [name for group in groups for name, _ in group["params"]]
     if len(set(names)) < len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
@@ -69,83 +92,75 @@ def named_pairs(params: Any) -> list[tuple[str, Tensor]]:
     return pairs
 
 
-def routes_of(tx: Transform, named: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
-    """For each parameter the label that it has in each partition of the transform, by the partition's prefix."""
-    found: dict[str, dict[str, Any]] = {name: {} for name in named}
-    for prefix, names, labels in routes(tx, dict(named)):
-        for name, label in zip(names, labels, strict=True):
-            found[name][prefix] = label
+def routes_of(program: Program) -> dict[str, Route]:
+    """The way of each parameter through a program: the transforms that have it among their leaves."""
+    met: dict[str, list[tuple[int, Node]]] = {}
+    for place, node in enumerate(program.transforms()):
+        for name in node.names:
+            met.setdefault(name, []).append((place, node))
+    known: dict[tuple[int, ...], Route] = {}
+    routes: dict[str, Route] = {}
+    for name, placed in met.items():
+        places = tuple(place for place, _ in placed)
+        if places not in known:
+            known[places] = _route(name, places, [node for _, node in placed])
+        routes[name] = known[places]
+    return routes
+
+
+def _route(name: str, places: tuple[int, ...], nodes: list[Node]) -> Route:
+    labels = [node.label for node in nodes if node.label is not None]
+    left_out = any(
+        any(called.label is not None for called in node.called)
+        and not any(name in called.names for called in node.called)
+        for node in nodes
+    )
+    hyperparams = hyperparams_of(nodes)
+    keys = {one.key for one in hyperparams}
+    if left_out:
+        rank = Rank.FROZEN
+    elif "betas" in keys:
+        rank = Rank.ADAM
+    elif "momentum" in keys:
+        rank = Rank.MUON
+    else:
+        rank = Rank.OTHER if keys else Rank.FROZEN
+    is_elementwise = all(
+        node.tx.locality not in (Locality.MATRIX, Locality.LEAF) for node in nodes if not node.children
+    )
+    return Route(places, "/".join(labels) or None, left_out, tuple(hyperparams), (rank, is_elementwise, places))
+
+
+def hyperparams_of(nodes: Iterable[Node]) -> list[Hyperparam]:
+    """The hyperparameters of parameters that some transforms have among their leaves, in order.
+
+    A short name is used where one transform alone claims it, and a name without labels where it is one number's.
+    """
+    owns = [node.own for node in nodes]
+    claims = Counter(key for own in owns for key in own.short_names)
+    alike = Counter(key for own in owns for key in own.keys)
+    found: list[Hyperparam] = []
+    for own in owns:
+        formers = {name: key if alike[key] == 1 else name for name, key in zip(own.names, own.keys, strict=True)}
+        named = set[str]()
+        for key, several in own.short_names.items():
+            if claims[key] == 1:
+                names = several if isinstance(several, tuple) else (several,)
+                is_mirror = named >= set(names)
+                named |= set(names)
+                former = tuple(formers[name] for name in names)
+                found.append(Hyperparam(key, names, former, isinstance(several, tuple), is_mirror))
+        found += [Hyperparam(key, (name,), (key,)) for name, key in formers.items() if name not in named]
     return found
 
 
-def split_by_route(
-    pairs: list[tuple[str, Tensor]], routes: Mapping[str, Mapping[str, Any]]
-) -> list[list[tuple[str, Tensor]]]:
-    """Cut named parameters into lists of one route each, in the order in which routes first appear."""
-    parts: dict[tuple[Any, ...], list[tuple[str, Tensor]]] = {}
+def split_by_route(pairs: list[tuple[str, Tensor]], routes: Mapping[str, Route]) -> list[list[tuple[str, Tensor]]]:
+    """Cut named parameters into lists of one route each: Muon's, Adam's, others, and what stays as it is."""
+    parts: dict[Route, list[tuple[str, Tensor]]] = {}
     for name, param in pairs:
-        parts.setdefault(tuple(routes[name].items()), []).append((name, param))
-    return list(parts.values()) or [[]]
-
-
-def label_of(routes: Mapping[str, Mapping[str, Any]], pairs: list[tuple[str, Tensor]]) -> str | None:
-    """The labels that all parameters of a group share, for a person to read."""
-    shared = {tuple(routes[name].values()) for name, _ in pairs}
-    labels = [label for label in next(iter(shared)) if isinstance(label, str)] if len(shared) == 1 else []
-    return "/".join(labels) or None
+        parts.setdefault(routes[name], []).append((name, param))
+    return [parts[route] for route in sorted(parts, key=lambda route: route.order)] or [[]]
 
 
 NOT_HYPERPARAMS = {"label", "param_names", "lr", "initial_lr"}
 """Entries of a group that need not be a number of the transform; "lr" is one where it has a learning rate."""
-
-
-def hyperparams_of(tx: Transform, route: Route) -> dict[str, tuple[str, Any]]:
-    """The hyperparameters that parameters of a route meet: key in the group -> (dotted name, default).
-
-    The key is the dotted name without the route's labels; "lr" and "weight_decay" where there is one such.
-    """
-    in_state = injected(tx)
-    met = {
-        name: (short, value)
-        for name, value in hyperparams(tx).items()
-        if name not in in_state and (short := _short(name, route)) is not None
-    }
-    keys: dict[str, tuple[str, Any]] = {short: (name, value) for name, (short, value) in met.items()}
-    for alias, found in _aliased(tx).items():
-        here = [name for name in found if name in met]
-        if len(here) == 1:
-            keys[alias] = keys.pop(met[here[0]][0])
-    return keys
-
-
-_ALIASES = {"lr": ("scale_by_learning_rate", "learning_rate"), "weight_decay": ("add_decayed_weights", "weight_decay")}
-
-
-def _aliased(tx: Transform, prefix: str = "") -> dict[str, list[str]]:
-    """The dotted names of the numbers that have a short key: which transform they belong to decides, not its name."""
-    found: dict[str, list[str]] = {alias: [] for alias in _ALIASES}
-    for name, part in zip(part_names(tx), tx.parts, strict=True):
-        if isinstance(part, Transform):
-            for alias, names in _aliased(part, f"{prefix}{dotted(name)}").items():
-                found[alias] += names
-        for alias, (factory, argument) in _ALIASES.items():
-            if (tx.name, name) == (factory, argument) and not isinstance(part, Recorded):
-                found[alias].append(prefix + name)
-    return found
-
-
-def _short(name: str, route: Mapping[str, Any]) -> str | None:
-    """A hyperparameter's name without the labels of a route; None where the route does not come by."""
-    for prefix in sorted(route, key=len, reverse=True):
-        label = route[prefix]
-        if prefix and not name.startswith(prefix + "."):
-            continue
-        rest = name[len(prefix) + 1 :] if prefix else name
-        if isinstance(label, bool):
-            if not label and rest.startswith("inner."):
-                return None
-            continue
-        if label is None or not rest.startswith(f"{label}."):
-            return None
-        name = (f"{prefix}." if prefix else "") + rest[len(label) + 1 :]
-    return name

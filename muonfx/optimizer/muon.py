@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from muonfx import polar
 from muonfx.arguments import plain_arguments
@@ -110,8 +110,9 @@ class Muon(TransformOptimizer):
             blocks=blocks,
             labels=self._route(named),
         )
+        _warn_of_no_matrices(tx.arguments["labels"], dict(named_pairs(named)))
         with warnings.catch_warnings():  # a model without embeddings and vectors is nothing to warn of here
-            warnings.filterwarnings("ignore", message="partition: no parameter has the label 'adamw'")
+            warnings.filterwarnings("ignore", message="partition: no parameter has the label '(adamw|muon)'")
             super().__init__(params, tx, donate_grads=donate_grads, bucket_bytes=bucket_bytes, layout=layout)
 
     def _route(self, params: Any) -> Mapping[str, str | None]:
@@ -136,3 +137,21 @@ class Muon(TransformOptimizer):
         except Exception:
             self.tx = before
             raise
+
+
+def _warn_of_no_matrices(labels: Labels, named: Mapping[str, Tensor]) -> None:
+    if not named or "muon" in labels.values():
+        return
+    flat = all(param.ndim < 2 for param in named.values())
+    why = (
+        "all have fewer than two dims, as has what is left of matrices that were flattened and cut: give the model "
+        "as it is, or under fully_shard (FSDP2)"
+        if flat
+        else "; ".join(f"{name!r} is {label!r}: {labels.reason(name)}" for name, label in [*labels.items()][:5])
+    )
+    warnings.warn(
+        f"Muon: no parameter has the label 'muon', so nothing is orthogonalized, and of {len(named)} parameters AdamW "
+        f"trains {sum(label is not None for label in labels.values())}: {why}. Say with rules or labels which are "
+        "Muon's; where none is meant to be, take TransformOptimizer(params, muonfx.adamw())",
+        stacklevel=4,
+    )

@@ -30,8 +30,9 @@ from muonfx.optimizer.portable import (
 from muonfx.optimizer.rendezvous import Rendezvous
 from muonfx.optimizer.state import Load, on_this_rank
 from muonfx.optimizer.stepping import Check, Stepping, add_in_place
-from muonfx.optimizer.values import check_shapes, current_values, unchanged
+from muonfx.optimizer.values import Group, GroupNumbers, check_shapes, current_values, unchanged
 from muonfx.optimizer.versions import for_groups
+from muonfx.program.nodes import Program
 from muonfx.sharding.binding import Binding
 from muonfx.sharding.dtensors import dtensor_of, is_dtensor, local_of
 from muonfx.sharding.layout import Layout
@@ -80,13 +81,16 @@ class SteppingOverRanks(Stepping):
 
     Args:
         tx: the transform.
-        keys: for each group, the dotted name of each hyperparameter by its key there.
+        program: what it is lowered to for the parameters.
+        numbers: of each group.
         layout: who holds what.
         settings: of `muonfx.sharding.sharded`.
     """
 
-    def __init__(self, tx: Transform, keys: Sequence[Mapping[str, str]], layout: Layout, settings: Settings) -> None:
-        super().__init__(tx, keys, None)
+    def __init__(
+        self, tx: Transform, program: Program, numbers: Sequence[GroupNumbers], layout: Layout, settings: Settings
+    ) -> None:
+        super().__init__(tx, program, numbers, None)
         self.layout, self._settings = layout, settings
         self.binding: Binding = bind(layout, settings, store_of(tx))
         self._known: list[optree.PyTreeSpec] = []
@@ -104,7 +108,7 @@ class SteppingOverRanks(Stepping):
         """The transform over what the optimizer holds."""
         return sharded(self.tx, self.layout, **self._settings._asdict())
 
-    def init(self, params: Mapping[str, Tensor], groups: Sequence[Mapping[str, Any]]) -> PyTree:
+    def init(self, params: Mapping[str, Tensor], groups: Sequence[Group]) -> PyTree:
         """Make the state of local tensors, once the ranks have found that they mean the same."""
         local = {name: local_of(param) for name, param in params.items()}
         state = init_sharded(self.binding, self._inner, local)
@@ -258,7 +262,7 @@ class SteppingOverRanks(Stepping):
                 return on_this_rank(leaf, value)
         return None, value, (0, 0) if what.share is None else interval_of(what, what.share)
 
-    def load(self, loads: Sequence[Load], numbers: Any, state: PyTree, problem: Exception | None) -> None:
+    def load(self, loads: Sequence[Load], numbers: object, state: PyTree, problem: Exception | None) -> None:
         """Copy loaded values into the state, once all ranks have found that theirs fit, and fit together."""
         if not self._many:
             self._copy(loads, state, problem)
@@ -300,7 +304,7 @@ class SteppingOverRanks(Stepping):
             if target is not None:
                 target.copy_(source.view(target.shape) if load.interval is not None else source)
 
-    def _held_by_several(self, loads: Sequence[Load], numbers: Any) -> tuple[list[int], list[int]]:
+    def _held_by_several(self, loads: Sequence[Load], numbers: object) -> tuple[list[int], list[int]]:
         """For each thing that is loaded, the first rank that has the same of it, and a checksum of what is here."""
         first, mine = [0, 0], [len(loads), zlib.crc32(repr(numbers).encode())]
         for load in loads:
@@ -316,9 +320,9 @@ class SteppingOverRanks(Stepping):
             mine.append(0 if holder is None else sum_of_bits(load.source))
         return first, mine
 
-    def refresh(self, groups: Sequence[Mapping[str, Any]], params: Mapping[str, Tensor]) -> None:
+    def refresh(self, groups: Sequence[Group], params: Mapping[str, Tensor]) -> None:
         """Build the transform for the hyperparameters that stand in the groups now."""
-        values = current_values(groups, self._keys)
+        values = current_values(groups, self._numbers)
         if self._values is not None and unchanged(values, self._values):
             return
         for group in values:
@@ -326,7 +330,7 @@ class SteppingOverRanks(Stepping):
         filled = [(group, sorted(held["param_names"])) for group, held in zip(values, groups, strict=True)]
         # By name: ranks may have got their groups in different orders, and are to count the versions alike.
         own = sorted([(group, names) for group, names in filled if names], key=lambda pair: pair[1])
-        made = for_groups(self._inner, [v for v, _ in own], [names for _, names in own])
+        made = for_groups(self._inner, self._program, [v for v, _ in own], [names for _, names in own])
         self._now = self._known_alike(made.prepare_all())
         self._values = [dict(group) for group in values]
 
@@ -342,7 +346,7 @@ class SteppingOverRanks(Stepping):
 
     def step(
         self,
-        groups: Sequence[Mapping[str, Any]],
+        groups: Sequence[Group],
         params: dict[str, Tensor],
         updates: dict[str, Tensor | None],
         state: PyTree,

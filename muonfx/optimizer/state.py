@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -11,11 +12,12 @@ from torch import Tensor
 
 from muonfx.checkpoint.dtypes import widens
 from muonfx.checkpoint.renaming import Rename, new_names
+from muonfx.optimizer.values import Group, GroupNumbers
 from muonfx.sharding.dtensors import is_dtensor, local_of
 from muonfx.shards import IntervalTensor
 from muonfx.wrappers import unwrapped
 
-__all__ = ["Load", "Take", "matched", "on_this_rank", "path_of", "renamed_groups", "saved_groups"]
+__all__ = ["Load", "Take", "matched", "on_this_rank", "path_of", "renamed_groups", "saved_groups", "warn_of_order"]
 
 
 class Load(NamedTuple):
@@ -37,14 +39,12 @@ Take = Callable[[int, Any, Any], tuple[Tensor | None, Tensor, tuple[int, int] | 
 """From a leaf's place, the leaf as it is shown, and a value for it: the end of a `Load`, or what is wrong."""
 
 
-def path_of(entries: tuple[Any, ...]) -> str:
+def path_of(entries: tuple[object, ...]) -> str:
     """Write the way to a leaf as it is shown in ``optimizer.state``."""
     return "/".join(map(str, entries))
 
 
-def renamed_groups(
-    groups: list[dict[str, Any]], given: Mapping[str, Any], rename: Rename | None = None
-) -> dict[str, Any]:
+def renamed_groups(groups: list[Group], given: Mapping[str, Any], rename: Rename | None = None) -> dict[str, Any]:
     """A state dict with the names that an optimizer's own parameters have, where they differ by wrappers or a renaming.
 
     Raises:
@@ -53,7 +53,7 @@ def renamed_groups(
     """
     if not {"state", "param_groups"} <= given.keys():
         raise ValueError(f"expected a state dict with 'state' and 'param_groups', found the keys {sorted(given)}")
-    saved: list[dict[str, Any]] = list(given["param_groups"])
+    saved: list[Group] = list(given["param_groups"])
     if not all("param_names" in old for old in saved):
         if rename:
             raise ValueError("rename: the state dict has no names of parameters, which it means by their order")
@@ -73,21 +73,25 @@ def renamed_groups(
     return {**given, "param_groups": renamed}
 
 
-def saved_groups(groups: list[dict[str, Any]], given: Mapping[str, Any]) -> list[dict[str, Any]]:
+def saved_groups(groups: list[Group], given: Mapping[str, Any]) -> list[Group]:
     """The groups of a state dict in the order of an optimizer's own, matched by the names of their parameters.
 
     Raises:
         ValueError: its groups hold other parameters.
     """
-    saved: list[dict[str, Any]] = list(given["param_groups"])
+    saved: list[Group] = list(given["param_groups"])
     if not all("param_names" in old for old in saved):
+        by_label = {old.get("label"): old for old in saved}
+        labels = [group["label"] for group in groups]
+        if len(by_label) == len(saved) and sorted(map(str, by_label)) == sorted(map(str, labels)):
+            saved = [by_label[label] for label in labels]  # an earlier version had them in another order
         if [len(group["params"]) for group in groups] == [len(old["params"]) for old in saved]:
             return saved
         raise ValueError(
             f"the state has groups of {[len(old['params']) for old in saved]} parameters, this optimizer of "
             f"{[len(group['params']) for group in groups]}; was it made by another optimizer or for another model?"
         )
-    left, found = list(saved), list[dict[str, Any]]()
+    left, found = list(saved), list[Group]()
     for group in groups:
         names = set(group["param_names"])
         match = next((old for old in left if set(old["param_names"]) == names), None)
@@ -106,28 +110,43 @@ def saved_groups(groups: list[dict[str, Any]], given: Mapping[str, Any]) -> list
     return found
 
 
+def warn_of_order(groups: list[Group], saved: list[Group]) -> None:
+    """Warn of groups in another order than they were saved in, where a scheduler drove them."""
+    if not all("param_names" in old and "initial_lr" in old for old in saved):
+        return
+    first = [min(group["param_names"], default="") for group in groups]
+    if first != [min(old["param_names"], default="") for old in saved]:
+        warnings.warn(
+            f"the groups were saved in the order {[old.get('label') for old in saved]}, and have "
+            f"{[group['label'] for group in groups]} here: each has its own numbers again, but the saved state of a "
+            "scheduler has lists in that order, such as base_lrs: put them in this one, or make the scheduler anew",
+            stacklevel=3,
+        )
+
+
 def matched(
-    groups: list[dict[str, Any]],
-    keys: list[dict[str, str]],
-    state: Mapping[Tensor, dict[str, Any]],
+    groups: list[Group],
+    numbers: list[GroupNumbers],
+    state: Mapping[Tensor, Group],
     places: Mapping[tuple[int, str], int],
-    given: Mapping[str, Any],
+    saved: list[Group],
+    held: Mapping[object, Mapping[str, Any]],
     take: Take,
 ) -> list[Load]:
     """Pair an optimizer's state leaves with the values of a state dict, or raise an error that lists every difference.
 
     Parameters are found by name, in whatever order, where the state dict has names; else by position. Of the entries of
-    a group only the hyperparameters, ``keys``, must be there: schedulers add entries of their own. The pairs are what
-    this rank has of the leaves; a plain tensor stands for all of a leaf that is sharded.
+    a group only the hyperparameters, ``numbers``, must be there: schedulers add entries of their own. The pairs are
+    what this rank has of the leaves; a plain tensor stands for all of a leaf that is sharded.
     """
     wrong: list[str] = []
     loads: list[Load] = []
-    for group, own, old in zip(groups, keys, saved_groups(groups, given), strict=True):
-        wrong += [f"missing hyperparameter {key!r}" for key in own.keys() - old.keys()]
+    for group, own, old in zip(groups, numbers, saved, strict=True):
+        wrong += [f"missing hyperparameter {one.key!r}" for one in own.hyperparams if one.key not in old]
         index_of = dict(zip(old.get("param_names", group["param_names"]), old["params"], strict=True))
         for name, param in zip(group["param_names"], group["params"], strict=True):
             index = index_of[name]
-            have, want = given["state"].get(index, {}), state[param]
+            have, want = held.get(index, {}), state[param]
             if not have and not param.requires_grad:
                 continue  # torch.distributed.checkpoint.state_dict leaves frozen parameters out
             wrong += [f"{name!r} has no {key!r}" for key in want.keys() - have.keys()]
@@ -199,5 +218,5 @@ def _is_code(*dtypes: torch.dtype) -> bool:
     return len(set(dtypes)) > 1 and any(dtype.itemsize == 1 for dtype in dtypes)
 
 
-def _described(value: Any) -> str:
+def _described(value: object) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)

@@ -14,11 +14,11 @@ from muonfx.checks import check_params, warn_of_unmatched
 from muonfx.core import Donation, Transform
 from muonfx.offload.transform import inner_of, store_of
 from muonfx.optimizer.state import Load, on_this_rank
-from muonfx.optimizer.values import check_shapes, current_values, unchanged
+from muonfx.optimizer.values import Group, GroupNumbers, Number, check_shapes, current_values, unchanged
 from muonfx.optimizer.versions import for_groups
 from muonfx.program.buckets import nbytes_of
 from muonfx.program.execute import Executor
-from muonfx.program.nodes import Node
+from muonfx.program.nodes import Node, Program
 from muonfx.program.placement import ALONE, Arguments
 from muonfx.tree import PyTree
 
@@ -37,15 +37,18 @@ class Stepping:
 
     Args:
         tx: the transform.
-        keys: for each group, the dotted name of each hyperparameter by its key there.
+        program: what it is lowered to for the parameters.
+        numbers: of each group.
         bucket_bytes: as in `TransformOptimizer`.
     """
 
-    def __init__(self, tx: Transform, keys: Sequence[Mapping[str, str]], bucket_bytes: int | None) -> None:
-        self.tx, self._keys, self._bucket_bytes = tx, keys, bucket_bytes
+    def __init__(
+        self, tx: Transform, program: Program, numbers: Sequence[GroupNumbers], bucket_bytes: int | None
+    ) -> None:
+        self.tx, self._program, self._numbers, self._bucket_bytes = tx, program, numbers, bucket_bytes
         self._inner = inner_of(tx)
         self._now = self._inner
-        self._values: list[dict[str, Any]] | None = None
+        self._values: list[dict[str, Number]] | None = None
         self.executor = Executor(ALONE, store_of(tx))
         self._node: Node | None = None
 
@@ -63,7 +66,7 @@ class Stepping:
         """The transform over what the optimizer holds."""
         return self.tx
 
-    def init(self, params: Mapping[str, Tensor], groups: Sequence[Mapping[str, Any]]) -> PyTree:
+    def init(self, params: Mapping[str, Tensor], groups: Sequence[Group]) -> PyTree:
         """Make the state, and find out what follows from the groups."""
         check_params(params)
         warn_of_unmatched(self.tx, params, stacklevel=5)
@@ -78,7 +81,7 @@ class Stepping:
         before = dict(zip(tree.paths(old), tree.leaves(old), strict=True))
         leaves, treedef = tree.flatten(state)
         kept = [
-            before[path] if path in before and before[path].shape == leaf.shape else leaf
+            before[path].to(leaf.device) if path in before and before[path].shape == leaf.shape else leaf
             for path, leaf in zip(tree.paths(state), leaves, strict=True)
         ]
         return tree.unflatten(treedef, kept)
@@ -102,7 +105,7 @@ class Stepping:
         """Find the copy that loads a value into a leaf, or say what is wrong with it; see `state.Take`."""
         return on_this_rank(leaf, value)
 
-    def load(self, loads: Sequence[Load], numbers: Any, state: PyTree, problem: Exception | None) -> None:
+    def load(self, loads: Sequence[Load], numbers: object, state: PyTree, problem: Exception | None) -> None:
         """Copy loaded values into the state.
 
         Args:
@@ -117,15 +120,15 @@ class Stepping:
             if load.target is not None:
                 load.target.copy_(load.source)
 
-    def refresh(self, groups: Sequence[Mapping[str, Any]], params: Mapping[str, Tensor]) -> None:
+    def refresh(self, groups: Sequence[Group], params: Mapping[str, Tensor]) -> None:
         """Build the transforms for the hyperparameters that stand in the groups now, and the pieces they run on."""
-        values = current_values(groups, self._keys)
+        values = current_values(groups, self._numbers)
         if self._values is not None and unchanged(values, self._values):
             return
         for group in values:
             check_shapes(self.tx, group)
         members = [list(group["param_names"]) for group in groups]
-        self._now = for_groups(self._inner, values, members).prepare_all()
+        self._now = for_groups(self._inner, self._program, values, members).prepare_all()
         if self._node is None or self._now.structure is not self._inner.structure:
             self._node = self.executor.program(self._now, params)
         self.executor.prepare(self._node, self._now)
@@ -133,7 +136,7 @@ class Stepping:
 
     def step(
         self,
-        groups: Sequence[Mapping[str, Any]],
+        groups: Sequence[Group],
         params: dict[str, Tensor],
         updates: dict[str, Tensor | None],
         state: PyTree,

@@ -1,24 +1,147 @@
-"""Hyperparameters as they stand in groups: whether they are valid, have changed, and agree."""
+"""Hyperparameters as they stand in groups: under which keys, whether they are valid, have changed, and agree."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from muonfx.core import Transform
 from muonfx.hyperparams import hyperparams
 
-__all__ = ["agreement", "check_shapes", "distinct", "current_values", "unchanged"]
+__all__ = [
+    "Group",
+    "Number",
+    "GroupNumbers",
+    "Hyperparam",
+    "agreement",
+    "check_shapes",
+    "current_values",
+    "distinct",
+    "unchanged",
+]
 
 
-def current_values(groups: Sequence[Mapping[str, Any]], keys: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
+Number = float | Tensor
+
+Group = dict[str, Any]
+"""A group as torch has it: entries of any kind, also those that others put there."""
+
+
+class Hyperparam(NamedTuple):
+    """An entry of a group: one number of the transform, or a tuple of several."""
+
+    key: str
+    """In the group."""
+    names: tuple[str, ...]
+    """The dotted names of its numbers."""
+    former_keys: tuple[str, ...]
+    """The keys that these had in earlier versions, one each; they are understood still."""
+    is_tuple: bool = False
+    is_mirror: bool = False
+    """True if other entries have its numbers too: for schedulers that write the same key into all groups."""
+
+    def numbers_in(self, value: Number | Sequence[Number]) -> Sequence[Number]:
+        """The numbers that an entry's value stands for."""
+        values = value if isinstance(value, Sequence) else (value,)
+        if self.is_tuple != isinstance(value, Sequence) or len(values) != len(self.names):
+            wanted = f"{len(self.names)} numbers" if self.is_tuple else "a number"
+            raise ValueError(f"{self.key!r} in a group must be {wanted}, found {value!r}")
+        return values
+
+
+class GroupNumbers:
+    """The numbers that stand in a group, read and written under all keys that they have there.
+
+    Args:
+        hyperparams: the entries.
+    """
+
+    def __init__(self, hyperparams: Sequence[Hyperparam]) -> None:
+        self.hyperparams = tuple(hyperparams)
+        own = {one.key for one in self.hyperparams}
+        self.former_keys = {key for one in self.hyperparams for key in one.former_keys} - own
+        """The keys of earlier versions that are none today."""
+        self._last: dict[str, Number] = {}
+        self._entries: Group = {}
+
+    @property
+    def names(self) -> list[str]:
+        """The dotted names of the numbers."""
+        return [name for one in self.hyperparams if not one.is_mirror for name in one.names]
+
+    def parse(self, values: Group, *, mirrors: bool = True) -> dict[str, Number]:
+        """The numbers in a group, or in what is given for one, by dotted name; those that it has.
+
+        Where a number stands under two keys, and one of them says what was read last, the other counts.
+
+        Raises:
+            ValueError: two keys say different numbers, and both are new; a tuple has another length.
+        """
+        found: dict[str, Number] = {}
+        said: dict[str, str] = {}
+
+        def note(name: str, key: str, value: Number) -> None:
+            if name in found and not _equal(found[name], value):
+                if name in self._last and _equal(value, self._last[name]):
+                    return
+                if name not in self._last or not _equal(found[name], self._last[name]):
+                    raise ValueError(
+                        f"{said[name]!r} and {key!r} in a group both set {name}, to {found[name]!r} and {value!r}: "
+                        "set one of them"
+                    )
+            found[name], said[name] = value, key
+
+        for one in self.hyperparams:
+            if one.key in values and (mirrors or not one.is_mirror):
+                for name, value in zip(one.names, one.numbers_in(values[one.key]), strict=True):
+                    note(name, one.key, value)
+            for name, key in zip(one.names, one.former_keys, strict=True):
+                if key in values and key in self.former_keys:
+                    note(name, key, values[key])
+        return found
+
+    def entries(self, numbers: Mapping[str, Number]) -> Group:
+        """The entries of a group for all of its numbers."""
+        return {
+            one.key: tuple(numbers[name] for name in one.names) if one.is_tuple else numbers[one.names[0]]
+            for one in self.hyperparams
+        }
+
+    def renew(self, saved: Group) -> Group:
+        """A saved group, of this or an earlier version, with the keys of today."""
+        numbers = self.parse(saved)
+        kept = {key: value for key, value in saved.items() if key not in self.former_keys}
+        there = [one for one in self.hyperparams if numbers.keys() >= set(one.names)]
+        return kept | GroupNumbers(there).entries(numbers)
+
+    def read(self, group: Group) -> dict[str, Number]:
+        """The numbers that stand in a group now; all keys of a number say the same afterwards.
+
+        Raises:
+            ValueError: as for `parse`; the group is as it was then.
+        """
+        is_as_read = self._entries and all(group.get(key) is value for key, value in self._entries.items())
+        if is_as_read and self.former_keys.isdisjoint(group):
+            return self._last
+        numbers = self.parse(group)
+        for one in self.hyperparams:
+            wanted = [numbers[name] for name in one.names]
+            if one.key not in group or not all(map(_equal, one.numbers_in(group[one.key]), wanted)):
+                group[one.key] = tuple(wanted) if one.is_tuple else wanted[0]
+        for key in self.former_keys & group.keys():
+            del group[key]
+        self._last, self._entries = numbers, {one.key: group[one.key] for one in self.hyperparams}
+        return numbers
+
+
+def current_values(groups: Sequence[Group], numbers: Sequence[GroupNumbers]) -> list[dict[str, Number]]:
     """The hyperparameters of each group by dotted name."""
-    return [{name: group[key] for key, name in own.items()} for group, own in zip(groups, keys, strict=True)]
+    return [own.read(group) for group, own in zip(groups, numbers, strict=True)]
 
 
-def check_shapes(tx: Transform, values: Mapping[str, Any]) -> None:
+def check_shapes(tx: Transform, values: Mapping[str, Number]) -> None:
     """Refuse a tensor of other shape than the number that it stands for."""
     defaults = hyperparams(tx)
     for name, value in values.items():
@@ -28,9 +151,9 @@ def check_shapes(tx: Transform, values: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} must be a number or a tensor of shape {wanted}, found {tuple(value.shape)}")
 
 
-def agreement(values: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[str]]:
+def agreement(values: Sequence[Mapping[str, Number]]) -> tuple[dict[str, Number], list[str]]:
     """The value of each name in the first group that has it, and the names about which groups disagree."""
-    agreed: dict[str, Any] = {}
+    agreed: dict[str, Number] = {}
     conflicts: list[str] = []
     for group in values:
         for name, value in group.items():
@@ -41,10 +164,10 @@ def agreement(values: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list
 
 
 def distinct(
-    values: Sequence[Mapping[str, Any]], members: Sequence[Sequence[str]]
-) -> list[tuple[Mapping[str, Any], list[str]]]:
+    values: Sequence[Mapping[str, Number]], members: Sequence[Sequence[str]]
+) -> list[tuple[Mapping[str, Number], list[str]]]:
     """Different values, each with the members of all groups that have them."""
-    found: list[tuple[Mapping[str, Any], list[str]]] = []
+    found: list[tuple[Mapping[str, Number], list[str]]] = []
     for own, names in zip(values, members, strict=True):
         same = next((run for run in found if _all_equal(run[0], own)), None)
         if same is None:
@@ -54,14 +177,14 @@ def distinct(
     return found
 
 
-def unchanged(new: list[dict[str, Any]], old: list[dict[str, Any]]) -> bool:
+def unchanged(new: Sequence[Mapping[str, Number]], old: Sequence[Mapping[str, Number]]) -> bool:
     """True if all groups have the values that they had."""
     return len(new) == len(old) and all(_all_equal(a, b) for a, b in zip(new, old, strict=True))
 
 
-def _equal(a: Any, b: Any) -> bool:
+def _equal(a: object, b: object) -> bool:
     return a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b)
 
 
-def _all_equal(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+def _all_equal(a: Mapping[str, Number], b: Mapping[str, Number]) -> bool:
     return a.keys() == b.keys() and all(_equal(a[name], b[name]) for name in a)

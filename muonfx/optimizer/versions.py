@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from torch import Tensor
@@ -13,18 +14,19 @@ from muonfx.core import Donation, Locality, Transform, chain, transform
 from muonfx.core.combine import chain_entries, widest
 from muonfx.core.contract import NOTHING
 from muonfx.hyperparams import with_hyperparams
-from muonfx.optimizer.values import agreement, distinct
-from muonfx.recorded import dotted, part_names
+from muonfx.optimizer.values import Number, agreement, distinct
+from muonfx.program.nodes import Node, Program
+from muonfx.recorded import with_numbers
 from muonfx.tree import PyTree
 
 __all__ = ["by_groups", "for_groups"]
 
 
-def _resolve(tx: Any, params: PyTree) -> Transform:
+def _resolve(tx: Transform, params: PyTree) -> Transform:
     return tx.replace(versions=tuple(version.resolve(params) for version in tx.arguments["versions"]))
 
 
-def _on_stacks(tx: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Transform, dict[str, tuple[int, int]]]:
+def _on_stacks(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Transform, dict[str, tuple[int, int]]]:
     done = [version.on_stacks(shapes) for version in tx.arguments["versions"]]
     return tx.replace(versions=tuple(version for version, _ in done)), done[0][1]
 
@@ -73,49 +75,53 @@ def by_groups(versions: tuple[Transform, ...], members: tuple[tuple[str, ...], .
 
 
 def for_groups(
-    tx: Transform, values: Sequence[Mapping[str, Any]], members: Sequence[Sequence[str]], prefix: str = ""
+    tx: Transform, program: Program, values: Sequence[Mapping[str, Number]], members: Sequence[Sequence[str]]
 ) -> Transform:
     """The transform with the numbers of all groups: in versions there, and only there, where groups disagree.
 
     Args:
         tx: the transform.
+        program: what it was lowered to.
         values: of each group, by dotted name.
         members: the names of the parameters of each group.
-        prefix: of the transform's own name, for an error.
 
     Raises:
         ValueError: groups disagree about a number of a transform that looks at the whole tree, or that calls others.
     """
     agreed, conflicts = agreement(values)
+    tx = with_hyperparams(tx, agreed)
     if not conflicts:
-        return with_hyperparams(tx, agreed)
-    names = part_names(tx)
-    inner = {dotted(name) for name, part in zip(names, tx.parts, strict=True) if isinstance(part, Transform)}
-    own = [name for name in conflicts if not any(name.startswith(begin) for begin in inner)]
-    if own and (inner or tx.locality is Locality.TREE):
-        kind = "around others" if inner else "that looks at all parameters together"
-        raise ValueError(
-            f"the groups disagree about {prefix + own[0]!r}, which belongs to a transform {kind}; give it one value in "
-            "all groups"
-        )
-    if own:
-        runs = distinct([{**agreed, **mine} for mine in values], members)
-        made = tuple(with_hyperparams(tx, run) for run, _ in runs)
+        return tx
+    (root,) = itertools.islice(program.transforms(), 1)
+    return _in_versions(tx, root, values, members, set(conflicts))
+
+
+def _in_versions(
+    tx: Transform,
+    node: Node,
+    values: Sequence[Mapping[str, Number]],
+    members: Sequence[Sequence[str]],
+    conflicts: Set[str],
+) -> Transform:
+    own = next((name for name in node.own.names if name in conflicts), None)
+    if own is not None:
+        if node.called or tx.locality is Locality.TREE:
+            kind = "around others" if node.called else "that looks at all parameters together"
+            raise ValueError(
+                f"the groups disagree about {own!r}, which belongs to a transform {kind}; give it one value in "
+                "all groups"
+            )
+        agreed = dict(zip(node.own.names, tree.leaves(tx), strict=True))
+        runs = distinct([{name: group.get(name, agreed[name]) for name in agreed} for group in values], members)
+        made = tuple(with_numbers(tx, iter(run.values())) for run, _ in runs)
         return by_groups(made, tuple(tuple(names) for _, names in runs))
-
-    def part_of(name: str, part: Transform) -> Transform:
-        begin = dotted(name)
-        under = [
-            {key.removeprefix(begin): value for key, value in group.items() if key.startswith(begin)}
-            for group in values
-        ]
-        return for_groups(part, under, members, prefix + begin)
-
-    if (entries := chain_entries(tx)) is not None:
-        return chain(*[(name, part_of(name, part)) for name, part in entries.items()])
-    rest = with_hyperparams(tx, agreed)
+    called = iter(node.called)
     parts = [
-        part_of(name, part) if isinstance(part, Transform) else number
-        for name, part, number in zip(names, tx.parts, rest.parts, strict=True)
+        _in_versions(part, next(called), values, members, conflicts) if isinstance(part, Transform) else part
+        for part in tx.parts
     ]
+    if all(new is old for new, old in zip(parts, tx.parts, strict=True)):
+        return tx
+    if (entries := chain_entries(tx)) is not None:
+        return chain(*zip(entries, parts, strict=True))
     return Transform._from(dataclasses.replace(tx.structure, derived={}), parts)

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from muonfx import tree
 from muonfx.core import Locality, Transform, chain, transform
 from muonfx.core.combine import chain_entries
-from muonfx.program.nodes import Around, ChainNode, Elementwise, Member, Node, Program, Stage, SumOverLeaves, WholeTree
-from muonfx.recorded import dotted, part_names
+from muonfx.program.nodes import (
+    Around,
+    ChainNode,
+    Elementwise,
+    Member,
+    Node,
+    OwnNumbers,
+    Program,
+    Stage,
+    SumOverLeaves,
+    WholeTree,
+)
+from muonfx.recorded import Recorded, dotted, part_names, parts_of
 from muonfx.tree import PyTree
 
 __all__ = ["ChildCall", "calls_of", "is_around", "lower", "lower_node", "resolve_within", "with_compute_dtype"]
@@ -39,53 +51,121 @@ def lower(tx: Transform, params: PyTree, *, compute: torch.dtype | None = None) 
     return Program(lower_node(tx, like, compute=compute))
 
 
-def lower_node(
-    tx: Transform,
-    like: PyTree,
-    *,
-    compute: torch.dtype | None = None,
-    state: tuple[Any, ...] = (),
-    numbers: str = "",
-) -> Node:
+@dataclass(frozen=True)
+class _Where:
+    """The place of a transform in the whole that is lowered.
+
+    Attributes:
+        state: the path of its state.
+        numbers: its dotted name among the parts of the whole.
+        key: the same without the labels of routes.
+        label: by which a route has chosen it.
+        counts: whether its numbers count, and not those that a state keeps in their place.
+        compute: as in `lower`.
+    """
+
+    state: tuple[object, ...] = ()
+    numbers: str = ""
+    key: str = ""
+    label: str | None = None
+    counts: bool = True
+    compute: torch.dtype | None = None
+
+    def own_numbers(self, tx: Transform) -> OwnNumbers:
+        """The numbers of a transform at this place."""
+        if not self.counts:
+            return OwnNumbers()
+        arguments = _own_numbers(tx)
+        numbers, key = dotted(self.numbers), dotted(self.key)
+        short = {
+            short: tuple(numbers + one for one in several) if isinstance(several, tuple) else numbers + several
+            for short, several in tx.declaration.short_names.items()
+            if set(several if isinstance(several, tuple) else (several,)) <= set(arguments)
+        }
+        return OwnNumbers(tuple(numbers + one for one in arguments), tuple(key + one for one in arguments), short)
+
+    def of_part(self, tx: Transform, part: str, state: tuple[object, ...], label: str | None = None) -> _Where:
+        """The place of a transform that the one at this place calls."""
+        return _Where(
+            (*self.state, *state),
+            dotted(self.numbers) + part,
+            dotted(self.key) + part if label is None else self.key,
+            label,
+            self.counts and not tx.declaration.numbers_in_state,
+            self.compute,
+        )
+
+
+def lower_node(tx: Transform, like: PyTree, *, compute: torch.dtype | None = None, numbers: str = "") -> Node:
     """Lower one transform, and those that it calls.
 
     Args:
         tx: the transform.
         like: meta tensors of global shapes, in the tree that it gets.
         compute: as in `lower`.
-        state: the path of its state.
         numbers: its dotted name among the parts of the whole.
     """
+    return _lower_at(tx, like, _Where(numbers=numbers, key=numbers, compute=compute))
+
+
+def _lower_at(tx: Transform, like: PyTree, where: _Where) -> Node:
     made = tx.resolve(like)
-    if compute is not None:
-        made = with_compute_dtype(made, compute)
-    names = tuple(tree.names(like))
+    if where.compute is not None:
+        made = with_compute_dtype(made, where.compute)
     entries = chain_entries(made)
+    around = entries is None and is_around(made)
+    is_stage = entries is None and not around and made.locality in (Locality.MATRIX, Locality.LEAF)
+    outer, made = made, resolve_within(made, like) if is_stage else made
+    place = made, tuple(tree.names(like)), where.state, where.numbers, like, _same_numbers(tx, made)
+    own = where.own_numbers(tx)
     if entries is not None:
-        parts = part_names(made)
         lowered = [
-            (name, lower_node(part, like, compute=compute, state=(*state, name), numbers=dotted(numbers) + where))
-            for (name, part), where in zip(entries.items(), parts, strict=True)
+            (name, _lower_at(part, like, where.of_part(tx, part_name, (name,))))
+            for (name, part), part_name in zip(entries.items(), part_names(made), strict=True)
         ]
-        return ChainNode(made, names, state, numbers, like, _same_numbers(tx, made), tuple(_merged(lowered)))
-    if is_around(made):
-        calls = calls_of(made, like)
-        inner = tuple(
-            lower_node(
-                call.tx, call.params, compute=compute, state=(*state, *call.state), numbers=dotted(numbers) + call.part
-            )
-            for call in calls
-        )
-        return Around(made, names, state, numbers, like, _same_numbers(tx, made), inner)
-    if made.locality in (Locality.MATRIX, Locality.LEAF):
-        made = resolve_within(made, like)
-        own = Elementwise(made, names, state, numbers, like, _same_numbers(tx, made))
-        return Stage(made, names, state, numbers, like, own.keeps_numbers, (Member(made.name, own),))
+        return ChainNode(*place, tuple(_merged(lowered)), label=where.label, own=own)
+    # What a transform runs as a part of itself need not stand apart in its state: it gets its own.
+    calls = calls_of(outer, like, replaced=around) if outer.children else []
+    inner = tuple(
+        _lower_at(call.tx, call.params, where.of_part(tx, call.part, call.state, label))
+        for call, label in zip(calls, _labels(outer, calls), strict=True)
+    )
+    if around:
+        return Around(*place, inner, label=where.label, own=own)
+    if is_stage:
+        member = Elementwise(*place, label=where.label, own=own, within=inner)
+        return _stage([Member(made.name, member)])
     if made.locality is Locality.ELEMENT:
         kind: type[Node] = Elementwise
     else:
         kind = SumOverLeaves if _sums(made) and not made.children else WholeTree
-    return kind(made, names, state, numbers, like, _same_numbers(tx, made))
+    return kind(*place, label=where.label, own=own, within=inner)
+
+
+def _own_numbers(tx: Transform) -> tuple[str, ...]:
+    """The names of a transform's numeric arguments, without those of others that it calls."""
+    found: list[str] = []
+    for name, part in zip(part_names(tx), tx.parts, strict=True):
+        if isinstance(part, Recorded):
+            found += [] if isinstance(part, Transform) else [dotted(name) + inner for inner, _ in parts_of(part)]
+        else:
+            found.append(name)
+    return tuple(found)
+
+
+def _labels(tx: Transform, calls: list[ChildCall]) -> list[str | None]:
+    """The labels by which a transform chooses one of those that it calls for each leaf; None for one without."""
+    given = [set(tree.names(call.params)) for call in calls]
+    chosen = {
+        str(key)
+        for argument in tx.arguments.values()
+        if type(argument) is dict
+        for key, value in argument.items()
+        if isinstance(value, Transform)
+    }
+    if sum(map(len, given)) > len(set[str]().union(*given)):  # all of them, and no choice
+        chosen = set()
+    return [call.part if call.part in chosen else None for call in calls]
 
 
 def is_around(tx: Transform) -> bool:
@@ -129,6 +209,7 @@ def _stage(members: list[Member]) -> Stage:
         first.like,
         all(member.node.keeps_numbers for member in members),
         tuple(members),
+        label=first.label,
     )
 
 
@@ -140,7 +221,7 @@ class ChildCall(NamedTuple):
     """Its name among the parts."""
     params: PyTree
     """The leaves that it gets, as meta tensors."""
-    state: tuple[Any, ...]
+    state: tuple[object, ...]
     """The path of its state in that of the caller."""
 
 
@@ -156,12 +237,12 @@ class _Noted(list[tuple[int, PyTree]]):
 
 
 @transform(locality=Locality.TREE, transparent=True)
-def _recorder(tx: Transform, place: int, noted: Any):
+def _recorder(tx: Transform, place: int, noted: list[tuple[int, PyTree]], replaced: bool):
     """Stands for a called transform and notes what its `init` is given."""
 
-    def init(params: PyTree) -> _Placeholder:
+    def init(params: PyTree) -> PyTree:
         noted.append((place, params))
-        return _Placeholder(place)
+        return _Placeholder(place) if replaced else tx.functions.init(params)
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None):
         raise AssertionError("a recorder is never run")
@@ -169,14 +250,15 @@ def _recorder(tx: Transform, place: int, noted: Any):
     return init, update
 
 
-def calls_of(tx: Transform, like: PyTree) -> list[ChildCall]:
+def calls_of(tx: Transform, like: PyTree, *, replaced: bool = True) -> list[ChildCall]:
     """Find what a transform gives to each of those that it calls, by running its `init` on placeholders.
 
     Args:
         tx: the transform, resolved.
         like: meta tensors.
+        replaced: whether placeholders stand for the states of those it calls too, and tell where in its own these are.
     """
-    state, noted = state_around(tx, like)
+    state, noted = state_around(tx, like, replaced=replaced)
     given = dict(noted)
     paths = {
         leaf.place: path
@@ -190,11 +272,11 @@ def calls_of(tx: Transform, like: PyTree) -> list[ChildCall]:
     ]
 
 
-def state_around(tx: Transform, like: PyTree) -> tuple[PyTree, list[tuple[int, PyTree]]]:
+def state_around(tx: Transform, like: PyTree, *, replaced: bool = True) -> tuple[PyTree, list[tuple[int, PyTree]]]:
     """A transform's state with placeholders for those of the transforms it calls; what each of these was given."""
     noted = _Noted()
     numbered = iter(range(len(tx.children)))
-    recording = tx.with_children(lambda child: _recorder(child, next(numbered), noted))
+    recording = tx.with_children(lambda child: _recorder(child, next(numbered), noted, replaced))
     with warnings.catch_warnings():  # what there is to warn of is said where parameters are
         warnings.simplefilter("ignore")
         return recording.functions.init(like), noted

@@ -7,14 +7,41 @@ carries it out under any layout and wherever the state lies.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from muonfx.core import Transform
 from muonfx.tree import PyTree
 
-__all__ = ["Around", "Elementwise", "Member", "Node", "Program", "ChainNode", "Stage", "SumOverLeaves", "WholeTree"]
+__all__ = [
+    "Around",
+    "ChainNode",
+    "Elementwise",
+    "Member",
+    "Node",
+    "OwnNumbers",
+    "Program",
+    "Stage",
+    "SumOverLeaves",
+    "WholeTree",
+]
+
+
+@dataclass(frozen=True)
+class OwnNumbers:
+    """The numeric arguments of one transform, without those of others that it calls.
+
+    Attributes:
+        names: their dotted names among the parts of the whole, in order.
+        keys: the same without the labels of the routes on the way, as a torch optimizer calls them.
+        short_names: the names that the transform's author gives to some of them, as `muonfx.transform` takes them, with
+            dotted names in the place of arguments; several make a tuple.
+    """
+
+    names: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()
+    short_names: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict[str, str | tuple[str, ...]])
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +56,10 @@ class Node:
         like: meta tensors of global shapes, in the tree that it gets.
         keeps_numbers: whether ``tx`` has the numbers of the transform that it was lowered from, in the same order; a
             transform that makes others when it is resolved is resolved again at every step.
+        label: by which a route chooses it for its leaves; None where nothing has.
+        own: the numbers of its transform.
+        within: what stands for the transforms that its own calls and runs as a part of itself: to be read, not carried
+            out.
         number: by which an executor knows it, as torch.compile cannot hash it.
     """
 
@@ -40,12 +71,20 @@ class Node:
     numbers: str
     like: PyTree
     keeps_numbers: bool
+    label: str | None = field(default=None, kw_only=True)
+    own: OwnNumbers = field(default_factory=OwnNumbers, kw_only=True)
+    within: tuple[Node, ...] = field(default=(), kw_only=True)
     number: int = field(default_factory=itertools.count().__next__, kw_only=True, repr=False)
 
     @property
     def children(self) -> tuple[Node, ...]:
         """The nodes within it."""
         return ()
+
+    @property
+    def called(self) -> tuple[Node, ...]:
+        """One node for each transform that its own calls, in order: of a matrix stage, its members."""
+        return tuple(one for child in self.children or self.within for one in _one_by_one(child))
 
     @property
     def title(self) -> str:
@@ -149,6 +188,19 @@ class Program:
         """Every node, each before those within it."""
         yield from _within(self.root)
 
+    def transforms(self) -> Iterator[Node]:
+        """One node for each transform, each before those that it calls: also where several run as one.
+
+        >>> import torch
+        >>> import muonfx as mfx
+        >>> tx = mfx.chain(mfx.cautious(mfx.momentum()), mfx.orthogonalize())
+        >>> program = mfx.program.lower(tx, {"w": torch.zeros(4, 4)})
+        >>> [node.tx.name for node in program.transforms()]
+        ['chain', 'cautious', 'momentum', 'orthogonalize']
+        """
+        for node in _one_by_one(self.root):
+            yield from _calls(node)
+
     def __str__(self) -> str:
         rows = [("node", "locality", "leaves", "state", "numbers")]
         rows += [
@@ -175,6 +227,16 @@ def _within(node: Node) -> Iterator[Node]:
     yield node
     for child in node.children:
         yield from _within(child)
+
+
+def _one_by_one(node: Node) -> tuple[Node, ...]:
+    return tuple(member.node for member in node.members) if isinstance(node, Stage) else (node,)
+
+
+def _calls(node: Node) -> Iterator[Node]:
+    yield node
+    for called in node.called:
+        yield from _calls(called)
 
 
 def _with_depths(node: Node, depth: int) -> Iterator[tuple[int, Node]]:

@@ -25,7 +25,10 @@ class AdamState(NamedTuple):
     """Second moments, like the parameters, in the pinned dtype; a `CompactState` for a compact one."""
 
 
-@leafwise(former_defaults={"mu_dtype": FORMER_DEFAULT, "nu_dtype": FORMER_DEFAULT})
+@leafwise(
+    former_defaults={"mu_dtype": FORMER_DEFAULT, "nu_dtype": FORMER_DEFAULT},
+    short_names={"betas": ("b1", "b2"), "momentum": "b1", "eps": "eps"},
+)
 def scale_by_adam(
     b1: float = 0.9,
     b2: float = 0.999,

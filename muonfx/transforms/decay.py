@@ -38,6 +38,7 @@ def _resolve_decay(tx: Transform, params: PyTree) -> Transform:
     name_patterns=mask_patterns,
     wants_uphill=True,
     remembers=True,
+    short_names={"weight_decay": "weight_decay"},
 )
 def add_decayed_weights(
     weight_decay: float | Schedule | Callable[[Tensor], Tensor] = 0.0,

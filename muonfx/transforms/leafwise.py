@@ -325,6 +325,7 @@ def leafwise(
     locality: Locality = Locality.ELEMENT,
     reads_params: ReadsParams = False,
     former_defaults: Mapping[str, Any] | None = None,
+    short_names: Mapping[str, str | tuple[str, ...]] | None = None,
 ) -> Any:
     """Make a factory of transforms from a function that returns a state and the arithmetic of one leaf.
 
@@ -343,6 +344,7 @@ def leafwise(
         reads_params: whether the step takes the parameter; "updated" for the parameter as `apply_updates` leaves it
             with this update. A slot that starts at the parameters needs it too.
         former_defaults: as for `muonfx.transform`.
+        short_names: as for `muonfx.transform`.
 
     Returns:
         A factory with the constructor's name, signature and docstring. Its transforms leave absent leaves alone, keep
@@ -383,7 +385,12 @@ def leafwise(
             return max(locality, Locality.LEAF) if is_compact else locality  # elements of one block share a scale
 
         return transform(
-            build, name=name, locality=find_locality, reads_params=bool(reads_params), former_defaults=former_defaults
+            build,
+            name=name,
+            locality=find_locality,
+            reads_params=bool(reads_params),
+            former_defaults=former_defaults,
+            short_names=short_names,
         )
 
     return decorate if constructor is None else decorate(constructor)

@@ -30,7 +30,7 @@ class DebiasedMomentumState(NamedTuple):
     """The average, like the parameters, in the pinned dtype; a `CompactState` for a compact one."""
 
 
-@leafwise(former_defaults={"dtype": FORMER_DEFAULT})
+@leafwise(former_defaults={"dtype": FORMER_DEFAULT}, short_names={"momentum": "decay"})
 def momentum(
     decay: float = 0.95,
     *,

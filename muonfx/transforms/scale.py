@@ -107,7 +107,11 @@ def scale_by_schedule(schedule: Schedule | Callable[[Tensor], Tensor]):
     return scheduled(schedule, lambda updates, params, value, donate: _multiply(updates, value, donate))
 
 
-@transform(locality=Locality.ELEMENT, turns_downhill=lambda learning_rate, *, flip_sign: flip_sign)
+@transform(
+    locality=Locality.ELEMENT,
+    turns_downhill=lambda learning_rate, *, flip_sign: flip_sign,
+    short_names={"lr": "learning_rate"},
+)
 def scale_by_learning_rate(learning_rate: float | Schedule | Callable[[Tensor], Tensor], *, flip_sign: bool = True):
     """Multiply updates by a learning rate and turn them downhill: by default the factor is minus the rate.
 

@@ -46,6 +46,39 @@ def made_after(here: Here, how: str) -> None:
     mfx.Muon(wrapped(made(), how, here))
 
 
+def _switch(optimizer: Any, model: nn.Module) -> None:
+    """Put a model's parameters into the groups, as engines do that shard a model after its optimizer was made."""
+    for group in optimizer.param_groups:
+        group["params"] = [model.get_parameter(name) for name in group["param_names"]]
+
+
+def switched(here: Here) -> None:
+    """Made before the model is sharded, and told of it: the same bits as made after that."""
+    first, second = made(), made()
+    optimizer = mfx.Muon(first, dtype=torch.float32)
+    fully_shard(first, mesh=here.mesh)
+    _switch(optimizer, first)
+    other = mfx.Muon(fully_shard(second, mesh=here.mesh), dtype=torch.float32)
+    for _ in range(2):
+        one_step(first, optimizer)
+        one_step(second, other)
+    for param, wanted in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(_whole(param), _whole(wanted))
+        assert [type(leaf) for leaf in optimizer.state[param].values()] == [
+            type(leaf) for leaf in other.state[wanted].values()
+        ]
+    optimizer.load_state_dict(other.state_dict())
+
+
+def switched_late(here: Here) -> None:
+    model = made()
+    optimizer = mfx.Muon(model)
+    one_step(model, optimizer)
+    fully_shard(model, mesh=here.mesh)
+    _switch(optimizer, model)
+    optimizer.step()
+
+
 def trains(here: Here, how: str) -> None:
     """Two steps, between them a pass without gradients; all parameters have changed."""
     model = made()

@@ -151,7 +151,7 @@ def test_tied_weights_are_trained_by_the_one_that_is_left():
     assert not torch.equal(model[0].weight, before)
 
 
-def test_a_parameter_that_has_moved_or_was_cut_is_an_error_that_names_it():
+def test_a_parameter_that_was_cut_is_an_error_that_names_it():
     model = made()
     optimizer = mfx.Muon(dict(model.named_parameters()))
     backward(model)
@@ -159,11 +159,56 @@ def test_a_parameter_that_has_moved_or_was_cut_is_an_error_that_names_it():
     model[2].weight.data = kept[:2]
     with pytest.raises(ValueError, match=r"'2\.weight' has shape \(2, 6\), \(4, 6\) when the optimizer was made"):
         optimizer.step()
-    moved = made()
-    optimizer = mfx.TransformOptimizer({"w": moved[0].weight}, mfx.momentum())
-    optimizer._attachment._were["w"] = moved[0].weight.shape, torch.device("meta")  # there is one device here
-    with pytest.raises(ValueError, match=r"'w' is on cpu, its state on meta: move the model before"):
+    model[2].weight.data = kept
+    optimizer.param_groups[0]["params"][0] = nn.Parameter(torch.zeros(3, 3))
+    with pytest.raises(ValueError, match=r"'0\.weight' in param_groups was replaced by a tensor of shape \(3, 3\)"):
         optimizer.step()
+    del optimizer.param_groups[0]["params"][0]
+    with pytest.raises(ValueError, match=r"1 params stand in a group of 2 param_names \(0\.weight, 2\.weight"):
+        optimizer.step()
+
+
+def test_the_state_follows_a_model_that_has_moved():
+    model = made()
+    optimizer = mfx.Muon(dict(model.named_parameters()))
+    backward(model)
+    optimizer.step()
+    bound, param = optimizer._attachment._bound, model[2].weight
+    trace = optimizer.state[param]["muon/momentum/trace"].clone()
+    bound["2.weight"] = bound["2.weight"]._replace(device=torch.device("meta"))  # there is one device here
+    assert torch.equal(trace, optimizer.state_dict()["state"][1]["muon/momentum/trace"])
+    assert bound["2.weight"].device == param.device
+    optimizer.step()
+    assert not torch.equal(trace, optimizer.state[param]["muon/momentum/trace"])
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_the_state_follows_the_tensors_that_are_put_into_the_groups_by_name(steps: int):
+    model, twin = made(), made()
+    optimizer, other = mfx.Muon(model), mfx.Muon(twin)
+
+    def step() -> None:
+        for m, o in ((model, optimizer), (twin, other)):
+            torch.manual_seed(1)
+            backward(m)
+            o.step()
+            o.zero_grad()
+
+    for _ in range(steps):
+        step()
+    before = dict(model.named_parameters())
+    replaced(model)
+    for group in optimizer.param_groups:
+        group["params"] = [model.get_parameter(name) for name in group["param_names"]]
+    saved = optimizer.state_dict()["state"]
+    assert len(saved) == len(optimizer.state) == len(before)
+    assert not any(param in optimizer.state for param in before.values())
+    for _ in range(2):
+        step()
+    for param, wanted in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(param, wanted)
+        for key, leaf in other.state[wanted].items():
+            assert torch.equal(optimizer.state[param][key], leaf)
 
 
 def test_parameters_on_the_meta_device_are_refused():
@@ -181,6 +226,10 @@ def test_parameters_on_the_meta_device_are_refused():
 def test_a_model_of_which_nothing_goes_to_muon_is_warned_of():
     with pytest.warns(UserWarning, match="no parameter has the label 'muon'"):
         mfx.Muon(nn.LayerNorm(4))
+    with pytest.warns(
+        UserWarning, match=r"of 1 parameters AdamW trains 1: all have fewer than two dims, .*fully_shard"
+    ):
+        mfx.Muon({"piece": nn.Parameter(torch.zeros(12))})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         mfx.Muon(made())
@@ -208,6 +257,19 @@ def test_a_group_added_later_belongs_to_the_optimizer():
 
 
 # ------------------------------------------------------------------------------------------------------ real processes
+
+
+@pytest.mark.dist
+def test_an_optimizer_follows_a_model_that_is_sharded_before_its_first_step(world: World):
+    world.check(2, ranks.switched)
+
+
+@pytest.mark.dist
+def test_state_with_values_does_not_follow_into_another_layout(world: World):
+    for result in world.run(2, ranks.switched_late):
+        assert isinstance(result, Failed)
+        assert isinstance(result.error, ValueError)
+        assert "'0.weight' lies otherwise than when its state was made" in str(result.error)
 
 
 @pytest.mark.dist

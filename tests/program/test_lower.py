@@ -94,12 +94,22 @@ def test_states_and_numbers_are_where_the_program_says(tx: mfx.Transform, exampl
     numbers = hyperparams(tx)
     state = dict.fromkeys(tree.paths(tx.init(params)))
     seen: list[str] = []
-    for node in leaf_nodes(lower(tx, params).root):
+    program = lower(tx, params)
+    own = [name for node in program.transforms() for name in node.own.names]
+    in_state = any(node.tx.declaration.numbers_in_state for node in program.transforms())
+    assert set(own) <= numbers.keys() if in_state else sorted(own) == sorted(numbers)
+    for node in leaf_nodes(program.root):
         seen += [dotted(node.numbers) + name for name, _ in parts_of(node.tx)] if node.keeps_numbers else []
         own = tree.paths(node.tx.init(node.like))
         assert {(*node.state, *path) for path in own} <= state.keys()
     assert set(seen) <= numbers.keys()
     assert len(seen) == len(set(seen))
+
+
+def test_numbers_that_a_state_keeps_are_nobodys():
+    tx = mfx.chain(mfx.inject_hyperparams(mfx.chain(mfx.momentum(), mfx.cautious(mfx.scale(2.0)))), mfx.scale(0.5))
+    own = [name for node in lower(tx, PARAMS).transforms() for name in node.own.names]
+    assert own == ["scale.factor"]
 
 
 def test_a_number_changes_no_program():

@@ -1,0 +1,233 @@
+"""Groups that schedulers, loggers and engines read: their order, torch's keys, and those of earlier versions."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import muonfx as mfx
+from tests.optimizer.test_adapter import assert_equal, make_model, params_of, set_grads
+
+FORMER = Path(__file__).parent / "recorded" / "former_groups.pt"
+"""Written once, by the commit before groups had torch's keys; never written again."""
+
+SHAPES = {"a.bias": (3,), "b.weight": (3, 4), "c.weight": (4, 3), "d.bias": (4,), "e.frozen": (2, 2), "f.scaled": (5,)}
+LABELS = {"a": "adamw", "b": "muon", "c": "muon", "d": "adamw", "e": "frozen", "f": "sign"}
+
+
+def mixed(frozen: mfx.Transform | None) -> mfx.Transform:
+    """A partition whose labels are in another order than its groups are to be."""
+    parts = {"adamw": mfx.adamw(1e-3), "muon": mfx.muon(0.02), "sign": mfx.scale(-0.1)}
+    labels = {name: LABELS[name[0]] for name in SHAPES}
+    if frozen is None:
+        return mfx.partition(parts, labels | {"e.frozen": None})
+    return mfx.partition(parts | {"frozen": frozen}, labels)
+
+
+@pytest.mark.parametrize("frozen", [mfx.set_to_zero(), None], ids=["set_to_zero", "left out"])
+@given(names=st.permutations(list(SHAPES)))
+def test_the_order_of_groups_is_not_that_of_parameters(frozen: mfx.Transform | None, names: list[str]):
+    params = {name: nn.Parameter(torch.zeros(SHAPES[name])) for name in names}
+    groups = mfx.TransformOptimizer(params, mixed(frozen)).param_groups
+    assert [group["label"] for group in groups] == ["muon", "adamw", "sign", None if frozen is None else "frozen"]
+    assert groups[0]["lr"] == 0.02
+
+
+def test_the_callers_groups_keep_their_order_and_are_split_in_the_fixed_one():
+    params = {name: nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
+    given = [{"params": [(n, params[n]) for n in names]} for names in (["f.scaled"], ["a.bias", "b.weight"])]
+    optimizer = mfx.TransformOptimizer([*given, {"params": [("c.weight", params["c.weight"])]}], mixed(None))
+    assert [group["label"] for group in optimizer.param_groups] == ["sign", "muon", "adamw", "muon"]
+
+
+def test_groups_have_torchs_keys_once_each():
+    muon, adamw = mfx.Muon(make_model(), lr=0.02, momentum=0.9, betas=(0.8, 0.99), weight_decay=0.3).param_groups
+    common = {"params", "param_names", "label", "lr", "weight_decay", "momentum"}
+    assert muon.keys() == common
+    assert adamw.keys() == common | {"betas", "eps", "scale_by_adam.eps_root"}
+    assert (muon["lr"], muon["momentum"], muon["weight_decay"]) == (0.02, 0.9, 0.3)
+    assert (adamw["betas"], adamw["momentum"], adamw["eps"]) == ((0.8, 0.99), 0.8, 1e-8)
+
+
+def test_a_name_that_two_transforms_claim_is_left_to_neither():
+    (group,) = mfx.TransformOptimizer(
+        make_model(), mfx.chain(mfx.momentum(0.5), ("again", mfx.momentum(0.9)))
+    ).param_groups
+    assert (group["momentum.decay"], group["again.decay"]) == (0.5, 0.9)
+    assert "momentum" not in group
+
+
+@pytest.mark.parametrize(
+    ("place", "changes", "arguments"),
+    [
+        (0, {"momentum": 0.5}, {"momentum": 0.5}),
+        (0, {"momentum.decay": 0.5}, {"momentum": 0.5}),
+        (1, {"betas": (0.5, 0.6)}, {"betas": (0.5, 0.6)}),
+        (1, {"momentum": 0.5}, {"betas": (0.5, 0.95)}),
+        (1, {"scale_by_adam.b2": 0.6}, {"betas": (0.9, 0.6)}),
+        (1, {"betas": (0.5, 0.95), "momentum": 0.5}, {"betas": (0.5, 0.95)}),
+    ],
+)
+def test_what_is_written_into_a_group_counts_at_the_next_step(place: int, changes: dict, arguments: dict):
+    model, twin = make_model(), make_model()
+    optimizer, wanted = mfx.Muon(model), mfx.Muon(twin, **arguments)
+    optimizer.param_groups[place].update(changes)
+    for step in range(2):
+        for m, o in ((model, optimizer), (twin, wanted)):
+            set_grads(m, step)
+            o.step()
+    assert_equal(params_of(model), params_of(twin))
+    for ours, theirs in zip(optimizer.param_groups, wanted.param_groups, strict=True):
+        assert {k: v for k, v in ours.items() if k != "params"} == {k: v for k, v in theirs.items() if k != "params"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"betas": (0.5, 0.95), "momentum": 0.6}, r"'betas' and 'momentum' in a group both set .*b1, to 0\.5 and 0\.6"),
+        ({"betas": 0.5}, r"'betas' in a group must be 2 numbers, found 0\.5"),
+        ({"betas": (0.5, 1.5)}, "b2 must be"),
+    ],
+)
+def test_what_a_group_says_twice_or_wrongly_is_refused_before_anything_changes(changes: dict, match: str):
+    model = make_model()
+    optimizer = mfx.Muon(model)
+    optimizer.param_groups[1].update(changes)
+    set_grads(model, 0)
+    before = params_of(model)
+    with pytest.raises(ValueError, match=match):
+        optimizer.step()
+    assert_equal(params_of(model), before)
+
+
+@pytest.mark.parametrize("make", [mfx.Muon, lambda m: mfx.TransformOptimizer(m, mfx.lion(1e-3)), torch.optim.SGD])
+def test_one_cycle_drives_the_momentum_of_every_group(make):
+    model = make_model()
+    optimizer = make(model) if make is not torch.optim.SGD else make(model.parameters(), momentum=0.9)
+    max_lr = [0.1, 0.01][: len(optimizer.param_groups)]
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr, total_steps=10, cycle_momentum=True)
+    seen = []
+    for step in range(5):
+        set_grads(model, step)
+        optimizer.step()
+        for group in optimizer.param_groups:
+            assert group.get("betas", (group["momentum"],))[0] == group["momentum"]
+        seen.append(optimizer.param_groups[-1]["momentum"])
+        scheduler.step()
+    assert seen == pytest.approx([0.95, 0.9, 0.85, 0.8549516, 0.869098], abs=1e-3)
+
+
+def test_the_numbers_of_one_cycle_arrive():
+    model, twin = make_model(), make_model()
+    driven, written = mfx.Muon(model), mfx.Muon(twin)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(driven, [0.1, 0.01], total_steps=10)
+    for step in range(4):
+        muon, adamw = written.param_groups
+        muon["lr"], adamw["lr"] = (group["lr"] for group in driven.param_groups)
+        muon["momentum"] = driven.param_groups[0]["momentum"]
+        adamw["betas"] = (muon["momentum"], 0.95)
+        for m, o in ((model, driven), (twin, written)):
+            set_grads(m, step)
+            o.step()
+        scheduler.step()
+    assert_equal(params_of(model), params_of(twin))
+
+
+# ------------------------------------------------------------------------------------------------- earlier versions
+
+
+def as_recorded(name: str, model: nn.Module) -> mfx.Muon:
+    common = {"lr": 0.02, "adamw_lr": 1e-3, "momentum": 0.9, "betas": (0.8, 0.95), "dtype": torch.float32}
+    if name == "model":
+        return mfx.Muon(model, **common)
+    head = [(n, p) for n, p in model.named_parameters() if n.startswith("3.")]
+    rest = [(n, p) for n, p in model.named_parameters() if not n.startswith("3.")]
+    groups = [{"params": head, "lr": 5e-3}, {"params": rest, "scale_by_adam.b2": 0.9, "scale_by_adam.eps": 1e-6}]
+    return mfx.Muon(groups, weight_decay=0.2, labels=mfx.default_labels(model), **common)
+
+
+@pytest.mark.parametrize("name", ["model", "groups"])
+def test_a_state_with_the_former_keys_and_order_goes_on_as_it_did(name: str):
+    recorded = torch.load(FORMER, weights_only=True)[name]
+    model = make_model()
+    optimizer = as_recorded(name, model)
+    model.load_state_dict(recorded["params"])
+    with pytest.warns(UserWarning, match="the saved state of a scheduler has lists in that order"):
+        optimizer.load_state_dict(recorded["optimizer"])
+    adamw = optimizer.param_groups[1]
+    assert (adamw["betas"], adamw["momentum"]) == ((0.7, 0.95), 0.7)
+    assert not any("decay" in key and "." in key for group in optimizer.param_groups for key in group)
+    for step in range(2, 4):
+        set_grads(model, step)
+        optimizer.step()
+        for group in optimizer.param_groups:  # as the scheduler did
+            group["lr"] *= 0.5
+    for leaf, value in recorded["after"].items():
+        torch.testing.assert_close(params_of(model)[leaf], value, rtol=1e-5, atol=1e-6)
+
+
+def test_a_state_without_names_in_the_former_order_is_matched_by_its_labels():
+    recorded = torch.load(FORMER, weights_only=True)["model"]["optimizer"]
+    for group in recorded["param_groups"]:
+        del group["param_names"]
+    optimizer = as_recorded("model", make_model())
+    optimizer.load_state_dict(recorded)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.005, 0.00025]
+
+
+# ------------------------------------------------------------------------------------------------- what is a route
+
+
+def test_a_partition_within_a_transform_that_runs_as_a_whole_splits_groups_too():
+    inner = mfx.partition(
+        {"one": mfx.scale_by_adam(), "two": mfx.momentum()}, lambda p: {n: "two" if p[n].ndim > 1 else "one" for n in p}
+    )
+    optimizer = mfx.TransformOptimizer(make_model(), mfx.chain(mfx.cautious(inner), mfx.scale_by_learning_rate(0.1)))
+    assert [(group["label"], group["cautious.min_share"]) for group in optimizer.param_groups] == [
+        ("two", 1e-3),
+        ("one", 1e-3),
+    ]
+
+
+def test_a_route_of_a_users_own_makes_groups_as_a_partition_does():
+    @mfx.transform(locality=mfx.Locality.ELEMENT, own_locality=mfx.Locality.ELEMENT)
+    def by_size(transforms: dict[str, mfx.Transform]):
+        def chosen(values):
+            return {
+                k: {n: v for n, v in values.items() if v is None or (v.ndim > 1) == (k == "large")} for k in transforms
+            }
+
+        def init(params):
+            return {k: transforms[k].init(own) for k, own in chosen(params).items()}
+
+        def update(updates, state, params):
+            done = {k: transforms[k].update(u, state[k]) for k, u in chosen(updates).items()}
+            return {n: u for out, _ in done.values() for n, u in out.items()}, {k: s for k, (_, s) in done.items()}
+
+        return init, update
+
+    tx = by_size({"large": mfx.chain(mfx.momentum(), mfx.scale(-0.1)), "small": mfx.scale(-0.2)})
+    groups = mfx.TransformOptimizer(make_model(), tx).param_groups
+    assert [(g["label"], g.get("momentum"), g.get("scale.factor", g.get("factor"))) for g in groups] == [
+        ("large", 0.95, -0.1),
+        ("small", None, -0.2),
+    ]
+
+
+def test_transforms_that_all_get_every_leaf_are_no_routes():
+    @mfx.transform(locality=mfx.Locality.ELEMENT, own_locality=mfx.Locality.ELEMENT)
+    def summed(transforms: dict[str, mfx.Transform]):
+        def init(params):
+            return {k: tx.init(params) for k, tx in transforms.items()}
+
+        def update(updates, state, params):
+            done = {k: transforms[k].update(updates, state[k]) for k in transforms}
+            return mfx.tree.map(lambda *u: sum(u), *[u for u, _ in done.values()]), {k: s for k, (_, s) in done.items()}
+
+        return init, update
+
+    (group,) = mfx.TransformOptimizer(make_model(), summed({"a": mfx.scale(-0.1), "b": mfx.scale(-0.2)})).param_groups
+    assert (group["label"], group["a.factor"], group["b.factor"]) == (None, -0.1, -0.2)
