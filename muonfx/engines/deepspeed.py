@@ -1,0 +1,458 @@
+"""DeepSpeed: one client optimizer for ZeRO stages 0 to 3, with and without offload.
+
+DeepSpeed flattens the parameters of each group, cuts the buffer (stages 1 and 2) or each parameter (stage 3) among the
+ranks, puts this rank's part in fp32 into ``param_groups`` in the place of the parameters, and steps on that. Here the
+pieces of the parameters are found in it again: that is a layout, and the step is that of `muonfx.sharding.sharded`.
+The state lies in ``optimizer.state`` of the flat tensor as flat tensors of its length, so that DeepSpeed saves, loads
+and shows it as it does Adam's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from muonfx import tree
+from muonfx.core import Donation, Locality, Transform
+from muonfx.hyperparams import hyperparams, with_hyperparams
+from muonfx.optimizer.groups import Route, routes_of, split_by_route
+from muonfx.optimizer.state import path_of
+from muonfx.optimizer.values import GroupNumbers, check_shapes, unchanged
+from muonfx.program.lower import lower
+from muonfx.recipes import muon_with_adamw
+from muonfx.select import default_labels
+from muonfx.sharding.cut import Intervals, Replicas
+from muonfx.sharding.layout import Layout
+from muonfx.sharding.transform import sharded
+from muonfx.tree import PyTree, Spec
+
+__all__ = ["Muon", "ZeroOptimizer", "optimizer"]
+
+
+def optimizer(model: nn.Module, tx: Transform) -> ZeroOptimizer:
+    """A transform as DeepSpeed's client optimizer: ``deepspeed.initialize(model=model, optimizer=...)``.
+
+    The configuration must allow it: ``"zero_allow_untested_optimizer": true``, and with offload of the optimizer also
+    ``"zero_force_ds_cpu_optimizer": false``. All else (stage, precision, accumulation, clipping, schedulers,
+    sub-groups, ``zero.Init``) is DeepSpeed's own business.
+
+    Args:
+        model: as it is given to DeepSpeed, or made under ``deepspeed.zero.Init``; its parameters that require grad are
+            trained.
+        tx: the transform. It must not look at the whole tree (`clip_by_global_norm`): DeepSpeed steps one flat tensor
+            at a time, and clips gradients itself.
+
+    Returns:
+        The optimizer: groups by route as those of `muonfx.TransformOptimizer`, with torch's keys.
+
+    Raises:
+        TypeError: ``model`` is no module, or ``tx`` no transform.
+        ValueError: ``tx`` looks at the whole tree, or leaves out a parameter that requires grad; the message names it.
+
+    >>> import muonfx as mfx
+    >>> model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 8))
+    >>> made = optimizer(model, mfx.muon_with_adamw(0.02, 1e-3, labels=mfx.default_labels(model)))
+    >>> [(group["label"], group["lr"]) for group in made.param_groups]
+    [('muon', 0.02), ('adamw', 0.001)]
+    """
+    return ZeroOptimizer(model, tx)
+
+
+def Muon(
+    model: nn.Module,
+    lr: float = 2e-3,
+    *,
+    weight_decay: float = 0.1,
+    adamw_lr: float | None = None,
+    rules: Iterable[tuple[Any, str | None]] = (),
+    **options: Any,
+) -> ZeroOptimizer:
+    """Muon for the hidden matrices of a model and AdamW for the rest, as DeepSpeed's client optimizer.
+
+    Args:
+        model: as for `optimizer`.
+        lr: the learning rate of Muon.
+        weight_decay: decoupled, of both.
+        adamw_lr: the learning rate of AdamW; None: ``lr``.
+        rules: (predicate, label) pairs that come before the default routing, as for `muonfx.Muon`.
+        options: further arguments of `muonfx.muon_with_adamw`.
+
+    Raises:
+        TypeError, ValueError: as `optimizer` and `muonfx.muon_with_adamw`.
+
+    >>> [group["label"] for group in Muon(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))).param_groups]
+    ['muon', 'adamw']
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, found {type(model).__name__}")
+    options.setdefault("adamw_weight_decay", weight_decay)
+    labels = default_labels(model, list(rules))
+    return ZeroOptimizer(model, muon_with_adamw(lr, adamw_lr, weight_decay=weight_decay, labels=labels, **options))
+
+
+def global_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Meta tensors of the parameters as they are when they are whole, also where DeepSpeed holds them in parts.
+
+    >>> global_parameters(nn.Linear(2, 3))["weight"].shape
+    torch.Size([3, 2])
+    """
+    return {
+        name: torch.empty(tuple(getattr(param, "ds_shape", param.shape)), dtype=param.dtype, device="meta")
+        for name, param in model.named_parameters()
+        if param.requires_grad
+    }
+
+
+class ZeroOptimizer(torch.optim.Optimizer):
+    """The client optimizer that `optimizer` makes.
+
+    Raises:
+        ValueError: at the first step, a flat tensor in which the parameters of its group are not found again, or in
+            which other values lie where a parameter should be (``round_robin_gradients``); the message names it.
+    """
+
+    def __init__(self, model: nn.Module, tx: Transform) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, found {type(model).__name__}")
+        if not isinstance(tx, Transform):
+            raise TypeError(f"tx must be a muonfx.Transform, found {tx!r}")
+        if tx.locality is Locality.TREE:
+            raise ValueError(
+                f"{tx!r} looks at the whole tree, and DeepSpeed steps one flat tensor at a time: leave clipping to its "
+                '"gradient_clipping", and skipping of overflows to its loss scaler'
+            )
+        self.tx = tx
+        self._like = global_parameters(model)
+        self._params = {name: param for name, param in model.named_parameters() if name in self._like}
+        tx.init(self._like)  # refuses what the transform cannot take
+        routes = routes_of(lower(tx, self._like))
+        if left_out := [name for name in self._like if name not in routes or routes[name].is_left_out]:
+            raise ValueError(
+                f"{left_out[0]!r} requires grad, but the labels leave it out: freeze it before, or give it a label"
+            )
+        defaults = hyperparams(tx)
+        self._numbers: dict[tuple[str, ...], GroupNumbers] = {}
+        self._units: dict[Tensor, _Unit] = {}
+        groups: list[dict[str, Any]] = []
+        for part in split_by_route(list(self._params.items()), routes):
+            route: Route = routes[part[0][0]]
+            numbers = GroupNumbers(route.hyperparams)
+            self._numbers[tuple(name for name, _ in part)] = numbers
+            values = numbers.entries({name: defaults[name] for name in numbers.names})
+            groups.append({"label": route.label, "lr": 0.0, **values, "params": part})
+        super().__init__(groups, {})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step on what DeepSpeed has put into the groups; all ranks that share its parts together."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            numbers = self._numbers[tuple(group["param_names"])]
+            for unit in self._units_of(group):
+                unit.step(numbers.read(group))
+        return loss
+
+    def _units_of(self, group: Mapping[str, Any]) -> list[_Unit]:
+        given: list[Tensor] = group["params"]
+        names: list[str] = group["param_names"]
+        if [tuple(x.shape) for x in given] == [tuple(self._like[name].shape) for name in names]:
+            found = [_whole(names, given)]  # stage 0
+        else:
+            found = [self._pieces_in(flat, names) for flat in given if flat.grad is not None]
+        units: list[_Unit] = []
+        for pieces in found:
+            first = pieces.flat[0]
+            if first not in self._units:
+                self._units[first] = _Unit(self.tx, self._like, pieces, self.state)
+            units.append(self._units[first])
+        return units
+
+    def _pieces_in(self, flat: Tensor, names: Sequence[str]) -> _Pieces:
+        if flat in self._units:
+            return self._units[flat].pieces
+        params = {name: self._params[name] for name in names}
+        engine = next((x._z3_optimizer for x in map(_untyped, params.values()) if hasattr(x, "_z3_optimizer")), None)
+        pieces = _cut_buffer(flat, params) if engine is None else _cut_parameters(flat, params, engine)
+        pieces = pieces.among(self._like)
+        _check_values(pieces, params)
+        return pieces
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict()`` returned, in the dtypes that it has; DeepSpeed calls it with a rank's own part.
+
+        Raises:
+            ValueError: groups of other parameters; nothing has been loaded then.
+        """
+        saved: list[dict[str, Any]] = state_dict["param_groups"]
+        own = [group["param_names"] for group in self.param_groups]
+        if (theirs := [group.get("param_names") for group in saved]) != own:
+            raise ValueError(f"the state is of groups with the parameters {theirs}, and here they are {own}")
+        super().load_state_dict(state_dict)
+        places = chain.from_iterable(group["params"] for group in saved)
+        for place, param in zip(places, chain.from_iterable(g["params"] for g in self.param_groups), strict=True):
+            for key, value in state_dict["state"].get(place, {}).items():
+                if isinstance(value, Tensor):  # torch has cast it to the parameter's dtype
+                    self.state[param][key] = value.to(param.device, copy=True)
+
+
+def _untyped(param: Tensor) -> Any:
+    """A parameter with the attributes that DeepSpeed gives it."""
+    return param
+
+
+class _Pieces(NamedTuple):
+    """The pieces of parameters in what DeepSpeed steps on."""
+
+    flat: list[Tensor]
+    """One flat tensor, or the whole parameters themselves."""
+    at: dict[str, tuple[int, int]]
+    """By name, where a piece lies in the flat tensor, and how long it is; nothing for whole parameters."""
+    begins: dict[str, int]
+    """Where it begins in the flattened parameter."""
+    layout: Layout | None
+    """Of all that share the parameters; None where every rank has all."""
+    names: tuple[str, ...]
+
+    def among(self, like: Mapping[str, Tensor]) -> _Pieces:
+        """The same with a layout that knows all parameters, though those of other flat tensors never come here."""
+        layout = self.layout
+        assert layout is not None
+        others = {name: x for name, x in like.items() if name not in layout.specs}
+        specs = {name: Spec(tuple(x.shape), x.dtype) for name, x in others.items()}
+        cuts = {name: Replicas(spec.shape, layout.size) for name, spec in specs.items()}
+        whole = replace(layout, specs={**layout.specs, **specs}, pieces={**layout.pieces, **cuts}, derived={})
+        return self._replace(layout=whole)
+
+    def views(self, flat: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The pieces in the flat tensor, or in another of its length, by name."""
+        if self.layout is None:
+            return dict(zip(self.names, flat, strict=True))
+        return {name: flat[0].narrow(0, *self.at[name]).view(self.layout.piece(name).shape) for name in self.names}
+
+
+def _whole(names: Sequence[str], given: list[Tensor]) -> _Pieces:
+    return _Pieces(given, {}, dict.fromkeys(names, 0), None, tuple(names))
+
+
+def _cut_buffer(flat: Tensor, params: Mapping[str, Tensor]) -> _Pieces:
+    """Stages 1 and 2: the parameters one behind another, with padding, in a buffer that is cut into equal parts."""
+    own: dict[str, tuple[int, int, int]] = {}
+    for name, param in params.items():
+        mapping = getattr(param, "_hp_mapping", None)
+        if mapping is not None:
+            there, here = mapping.lp_fragment_address, mapping.hp_fragment_address
+            own[name] = (there.start, here.start, here.numel)
+    group = next((_untyped(x)._dp_group for x in params.values() if hasattr(x, "_dp_group")), None)
+    if group is None:
+        raise ValueError(
+            f"{next(iter(params))!r}: found a flat tensor of {flat.numel()} elements in its group, and nothing that "
+            "says where the parameter lies in it; expected ZeRO stage 1, 2 or 3, or whole parameters"
+        )
+    size = dist.get_world_size(group)
+    found: list[Any] = [None] * size
+    dist.all_gather_object(found, (flat.numel(), own), group=group)
+    length = flat.numel()
+    if any(theirs != length for theirs, _ in found):
+        raise ValueError(f"ranks have flat tensors of {[theirs for theirs, _ in found]} elements; expected equal parts")
+    starts: dict[str, int] = {}
+    covered = dict.fromkeys(params, 0)
+    for rank, (_, pieces) in enumerate(found):
+        for name, (begin, at, numel) in pieces.items():
+            start = rank * length + at - begin
+            if starts.setdefault(name, start) != start:
+                raise _misplaced(name)
+            covered[name] += numel
+    specs = {name: Spec(_shape(param), flat.dtype) for name, param in params.items()}
+    for name, spec in specs.items():
+        if covered[name] != prod(spec.shape):
+            raise _misplaced(name)
+    places = tuple(rank * length for rank in range(size + 1))
+    cuts = {name: Intervals(spec.shape, starts[name], places) for name, spec in specs.items()}
+    layout = Layout("flat", specs, cuts, size, dist.get_rank(group), group, stage=2)
+    at = {name: own[name][1:] if name in own else (0, 0) for name in params}
+    begins = {name: own[name][0] if name in own else 0 for name in params}
+    return _Pieces([flat], at, begins, layout, tuple(params))
+
+
+def _cut_parameters(flat: Tensor, params: Mapping[str, Tensor], engine: Any) -> _Pieces:
+    """Stage 3: each parameter cut into equal parts, the last of them padded, and a rank's parts one behind another."""
+    place = next(i for i, mine in enumerate(engine.fp32_partitioned_groups_flat) if mine is flat)
+    name_of = {id(param): name for name, param in params.items()}
+    members: list[Any] = engine.fp16_groups[place]
+    group = members[0].ds_process_group
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    specs: dict[str, Spec] = {}
+    cuts: dict[str, Intervals] = {}
+    at: dict[str, tuple[int, int]] = {}
+    begins: dict[str, int] = {}
+    offset = 0
+    for param in members:
+        name, part = name_of[id(param)], int(param.ds_tensor.ds_numel)
+        specs[name] = Spec(_shape(param), flat.dtype)
+        cuts[name] = Intervals(specs[name].shape, 0, tuple(part * one for one in range(size + 1)))
+        begins[name] = min(rank * part, prod(specs[name].shape))
+        at[name] = (offset, min(part, prod(specs[name].shape) - begins[name]))
+        offset += part
+    layout = Layout("flat", specs, cuts, size, rank, group, stage=3)
+    return _Pieces([flat], at, begins, layout, tuple(specs))
+
+
+def _shape(param: Tensor) -> tuple[int, ...]:
+    return tuple(getattr(param, "ds_shape", param.shape))
+
+
+def _check_values(pieces: _Pieces, params: Mapping[str, Tensor]) -> None:
+    """Require that each piece has the values of its parameter, rounded to the dtype that this has."""
+    problem = None
+    for name, piece in pieces.views(pieces.flat).items():
+        held = getattr(params[name], "ds_tensor", None)
+        begin = 0 if held is not None else pieces.begins[name]
+        source = (params[name] if held is None else held).detach().reshape(-1)
+        if piece.numel() == 0 or source.numel() < begin + piece.numel():
+            continue
+        known = source[begin : begin + piece.numel()].to(piece.device)
+        if not torch.equal(piece.reshape(-1).to(known.dtype).nan_to_num(), known.nan_to_num()):
+            problem = problem or name
+    layout = pieces.layout
+    assert layout is not None
+    found: list[str | None] = [None] * layout.size
+    dist.all_gather_object(found, problem, group=layout.group)
+    if wrong := [name for name in found if name is not None]:
+        raise _misplaced(wrong[0])
+
+
+def _misplaced(name: str) -> ValueError:
+    return ValueError(
+        f"{name!r}: its values are not where DeepSpeed says that they are in the flat tensor, so the update would go "
+        'to other parameters. It is so with "round_robin_gradients": true, whose mapping is wrong: set it to false'
+    )
+
+
+class _Unit:
+    """One flat tensor, or the whole parameters of a group: its state and its steps."""
+
+    def __init__(self, tx: Transform, like: Mapping[str, Tensor], pieces: _Pieces, state: dict[Tensor, Any]) -> None:
+        self.pieces, self._tx, self._held = pieces, tx, state
+        self._names = list(like)
+        self._values: dict[str, Any] | None = None
+        self._now = tx
+        loaded: list[dict[str, Any]] = [dict(state.get(x, {})) for x in pieces.flat]
+        self._state = self._lay_out(self._transform().init(self._among_all(pieces.views(pieces.flat))))
+        for x, values in zip(pieces.flat, loaded, strict=True):
+            state[x].update(values)
+
+    def _transform(self) -> Transform:
+        layout = self.pieces.layout
+        return self._now if layout is None else sharded(self._now, layout)
+
+    def _among_all(self, some: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+        """The leaves of this unit, in a tree of all parameters."""
+        return {name: some.get(name) for name in self._names}
+
+    def _lay_out(self, state: PyTree) -> PyTree:
+        """Put a state into ``optimizer.state``: what is like the parameters as flat tensors, which it is views of."""
+        self._leaves: list[tuple[str, str | None]] = []
+        """For each leaf, its key in ``optimizer.state``, and the parameter whose piece it is like."""
+        local = self.pieces.views(self.pieces.flat)
+        placed: list[Any] = []
+        for path, leaf in zip(tree.paths(state), tree.leaves(state), strict=True):
+            name = path[-1] if path and path[-1] in self._names else None
+            own = local.get(name) if isinstance(name, str) else None
+            if own is not None and leaf is not None and leaf.shape == own.shape:
+                self._leaves.append((path_of(path[:-1]), str(name)))
+            else:
+                self._leaves.append((path_of(path), None))
+            placed.append(leaf)
+        for key in dict.fromkeys(key for key, name in self._leaves if name is not None):
+            mine = {n: leaf for (k, n), leaf in zip(self._leaves, placed, strict=True) if k == key and n is not None}
+            dtypes = {leaf.dtype for leaf in mine.values()}
+            if len(dtypes) > 1:
+                raise ValueError(f"the state {key!r} has the dtypes {dtypes} in one flat tensor; pin one")
+            if self.pieces.layout is None:
+                for name, x in local.items():
+                    self._held[x][key] = mine[name]
+                continue
+            (flat,) = self.pieces.flat
+            room = torch.zeros_like(flat, dtype=dtypes.pop(), requires_grad=False)
+            self._held[flat][key] = room
+            for name, view in self.pieces.views([room]).items():
+                if name in mine:
+                    view.copy_(mine[name])
+        for (key, name), leaf in zip(self._leaves, placed, strict=True):
+            if name is None and leaf is not None:
+                for x in self.pieces.flat:
+                    self._held[x][key] = leaf
+        self._treedef = tree.flatten(state)[1]
+        self._dtypes = [None if leaf is None else leaf.dtype for leaf in placed]
+        return self._read(placed)
+
+    def _read(self, leaves: Sequence[Any]) -> PyTree:
+        """The state as it stands in ``optimizer.state`` now, which a load may have replaced."""
+        found: list[Any] = []
+        for (key, name), leaf, dtype in zip(self._leaves, leaves, self._dtypes, strict=True):
+            if leaf is None:
+                found.append(None)
+                continue
+            holder = self.pieces.flat[self.pieces.names.index(name)] if self._is_whole(name) else self.pieces.flat[0]
+            if key not in self._held[holder]:
+                raise ValueError(
+                    f"optimizer.state has lost {key!r} of {name or 'all parameters'}: load it, or begin anew"
+                )
+            kept: Tensor = self._held[holder][key]
+            if kept.dtype != dtype:
+                self._held[holder][key] = kept = kept.to(dtype)
+            found.append(kept if name is None or self._is_whole(name) else self.pieces.views([kept])[name])
+        return tree.unflatten(self._treedef, found)
+
+    def _is_whole(self, name: str | None) -> bool:
+        return name is not None and self.pieces.layout is None
+
+    def step(self, numbers: dict[str, Any]) -> None:
+        """Step with the numbers that stand in the group."""
+        if self._values is None or not unchanged([numbers], [self._values]):
+            check_shapes(self._tx, numbers)
+            self._now = with_hyperparams(self._tx, numbers).prepare_all()
+            self._values = dict(numbers)
+        flat = self.pieces.flat
+        params = self.pieces.views([x.detach() for x in flat])
+        if self.pieces.layout is None:
+            grads: dict[str, Tensor | None] = {n: x.grad for n, x in zip(self.pieces.names, flat, strict=True)}
+        else:
+            (one,) = flat
+            assert one.grad is not None
+            grads = dict(self.pieces.views([one.grad]))
+        before = tree.leaves(self._state)
+        state = self._read(before)
+        updates, after = self._transform().update(
+            self._among_all({n: g for n, g in grads.items() if g is not None}),
+            state,
+            self._among_all(params),
+            donate=Donation(updates=self.pieces.layout is not None, state=True),
+        )
+        pairs = [(params[name], updates[name]) for name in params if updates[name] is not None]
+        if pairs:
+            torch._foreach_add_([param for param, _ in pairs], [update for _, update in pairs])
+        self._write(tree.leaves(state), tree.leaves(after))
+        self._state = after
+
+    def _write(self, before: Iterable[Any], after: Iterable[Any]) -> None:
+        """Write the next state to where the last one lies."""
+        for (key, name), old, new in zip(self._leaves, before, after, strict=True):
+            if new is None or new is old:
+                continue
+            if name is not None:
+                if new.data_ptr() != old.data_ptr():
+                    old.copy_(new)
+            else:
+                for x in self.pieces.flat:
+                    self._held[x][key] = new

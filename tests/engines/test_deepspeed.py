@@ -1,0 +1,166 @@
+"""`muonfx.engines.deepspeed` under the real, unmodified DeepSpeed: parameters of one process, and a resume to the bit.
+
+One group of processes for each number of ranks runs all of its cases, since importing DeepSpeed takes seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import muonfx as mfx
+from muonfx.engines import deepspeed as ours
+from tests.engines.deepspeed_worker import CASES
+
+REAL = [
+    pytest.mark.engines,
+    pytest.mark.dist,
+    pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed: the extra `engines`"),
+]
+FEW = ("stage 1", "stage 2", "stage 3")
+NAMES = {1: FEW, 2: tuple(CASES), 3: FEW}
+
+FP32, BF16 = 2e-6, 0.05
+"""The largest difference of parameters in five steps: in bf16, gradients and what they come from are rounded."""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
+    """The results of all cases, by number of ranks; of each rank."""
+    return {size: launched(size, NAMES[size], tmp_path_factory.mktemp(f"ranks{size}")) for size in NAMES}
+
+
+def launched(size: int, names: tuple[str, ...], folder: Path) -> list[dict[str, Any]]:
+    """Run the cases on some processes."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    root = Path(__file__).resolve().parents[2]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+    worker = str(Path(__file__).with_name("deepspeed_worker.py"))
+    logs = [folder / f"log_{rank}" for rank in range(size)]
+    with ExitStack() as stack:
+        running = [
+            subprocess.Popen(
+                [sys.executable, "-W", "ignore", worker, str(rank), str(size), str(port), str(folder), *names],
+                env=environment,
+                stdout=stack.enter_context(log.open("w")),
+                stderr=subprocess.STDOUT,
+            )
+            for rank, log in enumerate(logs)
+        ]
+        try:
+            for one in running:
+                one.wait(500)
+        finally:
+            for one in running:
+                one.kill()
+                one.wait()
+    missing = [rank for rank in range(size) if not (folder / f"found_{rank}.json").exists()]
+    assert not missing, logs[missing[0]].read_text()[-4000:]
+    return [json.loads((folder / f"found_{rank}.json").read_text()) for rank in range(size)]
+
+
+def of(found: dict[int, list[dict[str, Any]]], size: int, name: str) -> dict[str, Any]:
+    """The result of a case, the same on all ranks; an error of any."""
+    results = [rank.get(name, {"error": "not reached: look at an earlier case"}) for rank in found[size]]
+    for result in results:
+        assert "error" not in result, result["error"]
+    assert all(result == results[0] for result in results)
+    return results[0]
+
+
+class TestReal:
+    """On the real package."""
+
+    pytestmark = REAL
+
+    @pytest.mark.timeout(600)
+    @pytest.mark.parametrize(("size", "name"), [(size, name) for size, names in NAMES.items() for name in names])
+    def test_parameters_are_those_of_one_process_and_a_resumed_run_is_the_same_run(
+        self, found: dict[int, list[dict[str, Any]]], size: int, name: str
+    ) -> None:
+        case = of(found, size, name)
+        assert case["worst"] <= (BF16 if "bf16" in name else FP32)
+        assert case["resumed"]
+        assert case["frozen moved"] is ("frozen" not in name)
+        assert case["groups"] == [["muon", 0.02], ["adamw", 0.003]]
+
+    @pytest.mark.timeout(600)
+    @pytest.mark.parametrize("name", [name for name in CASES if "stage 0" not in name and "normuon" not in name])
+    def test_deepspeeds_own_tool_gathers_the_momentum(self, found: dict[int, list[dict[str, Any]]], name: str) -> None:
+        assert of(found, 2, name)["state"] == [23, 7]
+
+    @pytest.mark.timeout(600)
+    def test_a_wrong_mapping_is_refused_by_name(self, found: dict[int, list[dict[str, Any]]]) -> None:
+        for rank in found[2]:
+            assert "round_robin_gradients" in rank["round robin"]
+            assert rank["round robin"].startswith("'")
+
+
+def test_what_looks_at_the_whole_tree_is_refused() -> None:
+    with pytest.raises(ValueError, match="gradient_clipping"):
+        ours.optimizer(nn.Linear(2, 2), mfx.chain(mfx.clip_by_global_norm(1.0), mfx.scale(-0.1)))
+
+
+def test_a_parameter_that_labels_leave_out_must_be_frozen() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    tx = mfx.partition(
+        {"sgd": mfx.scale(-0.1)}, {name: None if "1." in name else "sgd" for name, _ in model.named_parameters()}
+    )
+    with pytest.raises(ValueError, match=r"'1\.(bias|weight)' requires grad"):
+        ours.optimizer(model, tx)
+    model[1].requires_grad_(requires_grad=False)
+    assert len(ours.optimizer(model, tx).param_groups) == 1
+
+
+@pytest.mark.parametrize("given", [None, {"w": torch.zeros(2)}])
+def test_only_a_model_will_do(given: Any) -> None:
+    with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module"):
+        ours.Muon(given)
+
+
+def test_without_an_engine_it_steps_as_the_optimizer_does() -> None:
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Embedding(8, 6), nn.Linear(6, 6), nn.Linear(6, 8)) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    theirs = mfx.TransformOptimizer(models[0], mfx.muon_with_adamw(0.02, 1e-3, labels=mfx.default_labels(models[0])))
+    own = ours.Muon(models[1], 0.02, adamw_lr=1e-3)
+    assert [group["label"] for group in own.param_groups] == [group["label"] for group in theirs.param_groups]
+    for step in range(3):
+        for model, one in zip(models, (theirs, own), strict=True):
+            one.zero_grad()
+            model(torch.arange(8)).square().sum().backward()
+            one.param_groups[0]["lr"] = 0.02 / (step + 1)
+            one.step()
+    assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+
+
+def test_a_state_of_other_groups_is_refused_and_one_that_pins_a_dtype_keeps_it() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    tx = mfx.chain(mfx.momentum(dtype=torch.bfloat16), mfx.scale(-0.1))
+    own = ours.optimizer(model, tx)
+    model(torch.ones(1, 4)).sum().backward()
+    own.step()
+    saved = own.state_dict()
+    again = ours.optimizer(model, tx)
+    again.load_state_dict(saved)
+    again.step()
+    own.step()
+    trace = again.state[model[0].weight]["momentum/trace"]
+    assert trace.dtype == torch.bfloat16
+    assert torch.equal(trace, own.state[model[0].weight]["momentum/trace"])
+    other = ours.optimizer(nn.Sequential(nn.Linear(4, 4)), tx)
+    with pytest.raises(ValueError, match="groups with the parameters"):
+        other.load_state_dict(saved)
