@@ -9,10 +9,12 @@ and shows it as it does Adam's.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from math import prod
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +35,10 @@ from muonfx.sharding.layout import Layout
 from muonfx.sharding.transform import sharded
 from muonfx.tree import PyTree, Spec
 
-__all__ = ["Muon", "ZeroOptimizer", "optimizer"]
+__all__ = ["Muon", "ZeroOptimizer", "initialize", "optimizer"]
+
+CONFIG_TYPE = "muonfx.Muon"
+"""The "type" of an optimizer in a configuration that `initialize` takes."""
 
 
 def optimizer(model: nn.Module, tx: Transform) -> ZeroOptimizer:
@@ -95,6 +100,43 @@ def Muon(
     options.setdefault("adamw_weight_decay", weight_decay)
     labels = default_labels(model, list(rules))
     return ZeroOptimizer(model, muon_with_adamw(lr, adamw_lr, weight_decay=weight_decay, labels=labels, **options))
+
+
+def initialize(model: nn.Module, config: Mapping[str, Any] | str | Path, **rest: Any) -> tuple[Any, ...]:
+    """``deepspeed.initialize`` for a configuration whose optimizer is Muon.
+
+    DeepSpeed knows its own optimizers and torch's by name, and no others. Here the entry ``"optimizer": {"type":
+    "muonfx.Muon", "params": {...}}`` is taken out and made with `Muon`, and the two options that client optimizers need
+    are set where the configuration does not say otherwise. All else is handed on.
+
+    Args:
+        model: as for `optimizer`.
+        config: a configuration, or the path of a JSON file with one; it stays as it is.
+        rest: further arguments of ``deepspeed.initialize``.
+
+    Returns:
+        What ``deepspeed.initialize`` returns: engine, optimizer, data loader, scheduler.
+
+    Raises:
+        ValueError: the configuration has no optimizer of that type.
+        ModuleNotFoundError: DeepSpeed is not installed.
+
+    >>> initialize(nn.Linear(2, 2), {"optimizer": {"type": "Adam"}})
+    Traceback (most recent call last):
+    ValueError: config: its optimizer has the type 'Adam', expected 'muonfx.Muon'; any other is DeepSpeed's own business
+    """
+    given: dict[str, Any] = dict(config) if isinstance(config, Mapping) else json.loads(Path(config).read_text())
+    entry = given.pop("optimizer", {})
+    if entry.get("type") != CONFIG_TYPE:
+        raise ValueError(
+            f"config: its optimizer has the type {entry.get('type')!r}, expected {CONFIG_TYPE!r}; any other is "
+            "DeepSpeed's own business"
+        )
+    import deepspeed
+
+    options = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+    made = Muon(model, **entry.get("params", {}))
+    return deepspeed.initialize(model=model, optimizer=made, config={**options, **given}, **rest)
 
 
 def global_parameters(model: nn.Module) -> dict[str, Tensor]:

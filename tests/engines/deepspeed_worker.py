@@ -65,6 +65,7 @@ CASES: dict[str, dict[str, Any]] = {name: {"zero": zero} for name, zero in ZERO.
     "frozen, stage 2": {"zero": ZERO["stage 2"], "frozen": True},
     "frozen, stage 3": {"zero": ZERO["stage 3"], "frozen": True},
     "normuon, stage 2": {"zero": ZERO["stage 2"], "normuon": True},
+    "from a file, stage 2": {"zero": ZERO["stage 2"], "bf16": {"enabled": True}},
     "clipping, stage 1": {"zero": ZERO["stage 1"], "clip": 0.05},
 }
 
@@ -120,7 +121,7 @@ def in_one_process(case: dict[str, Any]) -> dict[str, Tensor]:
 class Run:
     """An engine on a model of its own."""
 
-    def __init__(self, name: str, case: dict[str, Any], rank: int, size: int) -> None:
+    def __init__(self, name: str, case: dict[str, Any], rank: int, size: int, folder: Path) -> None:
         import deepspeed
 
         from muonfx.engines import deepspeed as ours
@@ -142,6 +143,12 @@ class Run:
                 model = made(case)
         else:
             model = made(case)
+        if "from a file" in name:
+            path = folder / f"config_{rank}.json"
+            path.write_text(json.dumps({**config, "optimizer": {"type": "muonfx.Muon", "params": RATES}}))
+            self.engine, wrapper, *_ = ours.initialize(model, path)
+            self.optimizer = wrapper.optimizer
+            return
         self.optimizer = ours.optimizer(model, transform_for(model, case))
         self.engine = deepspeed.initialize(model=model, optimizer=self.optimizer, config=config)[0]
 
@@ -173,7 +180,7 @@ def worst(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
 def carried_out(name: str, case: dict[str, Any], rank: int, size: int, folder: Path) -> dict[str, Any]:
     """A case: from the beginning to the end, and again from a checkpoint, with new objects."""
     words = batches()
-    run = Run(name, case, rank, size)
+    run = Run(name, case, rank, size, folder)
     for batch in words[:SAVED_AFTER]:
         run.step(batch)
     tag = name.replace(" ", "_").replace(",", "")
@@ -182,7 +189,7 @@ def carried_out(name: str, case: dict[str, Any], rank: int, size: int, folder: P
         run.step(batch)
     whole = run.params()
     state = run.full_state("up.weight", "muon/momentum/trace") if run.stage and not case.get("normuon") else None
-    again = Run(name, case, rank, size)
+    again = Run(name, case, rank, size, folder)
     again.engine.load_checkpoint(str(folder), tag=tag)
     for batch in words[SAVED_AFTER:]:
         again.step(batch)
@@ -199,7 +206,7 @@ def carried_out(name: str, case: dict[str, Any], rank: int, size: int, folder: P
 def refused(rank: int, size: int) -> str:
     """The error that a wrong mapping of DeepSpeed's own gives."""
     case = {"zero": {"stage": 2, "round_robin_gradients": True}}
-    run = Run("round robin", case, rank, size)
+    run = Run("round robin", case, rank, size, Path())
     try:
         run.step(batches()[0])
     except ValueError as error:

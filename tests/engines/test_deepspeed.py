@@ -92,7 +92,7 @@ class TestReal:
         self, found: dict[int, list[dict[str, Any]]], size: int, name: str
     ) -> None:
         case = of(found, size, name)
-        assert case["worst"] <= (BF16 if "bf16" in name else FP32)
+        assert case["worst"] <= (BF16 if "bf16" in CASES[name] else FP32)
         assert case["resumed"]
         assert case["frozen moved"] is ("frozen" not in name)
         assert case["groups"] == [["muon", 0.02], ["adamw", 0.003]]
