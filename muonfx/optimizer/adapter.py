@@ -77,9 +77,9 @@ class TransformOptimizer(torch.optim.Optimizer):
         bucket_bytes: run the transform on at most about this many bytes of parameters at a time, where it looks at one
             leaf at a time. More is faster where leaves are small; less takes less memory. None: as many as the
             largest parameter has, or 4 MiB if that is more. Over ranks: as in `muonfx.sharding.sharded`.
-        layout: who holds what, where parameters are plain tensors: ``muonfx.sharding.replicated()`` under
-            `DistributedDataParallel` shares the matrices out among the ranks. None: parameters that are DTensors say so
-            themselves, and others are this process's own.
+        layout: who holds what, where parameters are plain tensors, or a function of the named parameters that returns
+            it: ``muonfx.sharding.replicated`` under `DistributedDataParallel` shares the matrices out among the ranks.
+            None: parameters that are DTensors say so themselves, and others are this process's own.
 
     Raises:
         TypeError: unnamed parameters, or tensors that cannot be optimized; a layout for parameters that are DTensors.
@@ -107,15 +107,13 @@ class TransformOptimizer(torch.optim.Optimizer):
         *,
         donate_grads: bool = False,
         bucket_bytes: int | None = None,
-        layout: Layout | None = None,
+        layout: Layout | Callable[[Mapping[str, Tensor]], Layout] | None = None,
     ) -> None:
         self._settings = Settings()
         if isinstance(tx, Sharded):
             if layout is not None:
                 raise TypeError(f"layout: tx is sharded already, over {tx.arguments['layout']!r}; leave layout out")
             tx, layout, self._settings = tx.arguments["tx"], tx.arguments["layout"], settings_of(tx)
-        if layout is not None and not isinstance(layout, Layout):
-            raise TypeError(f"layout must be a muonfx.sharding layout, found {layout!r}")
         if not isinstance(tx, Transform):
             raise TypeError(f"tx must be a muonfx.Transform, found {tx!r}")
         if bucket_bytes is not None and bucket_bytes < 1:
@@ -131,6 +129,12 @@ class TransformOptimizer(torch.optim.Optimizer):
         named = {name: param for group in groups for name, param in group["params"]}
         if not named:
             raise ValueError("params: found no parameters; pass a model that has some, or model.named_parameters()")
+        if callable(layout):
+            layout = layout(named)
+        if layout is not None and not isinstance(layout, Layout):
+            raise TypeError(
+                f"layout must be a muonfx.sharding layout, or a function that returns one, found {layout!r}"
+            )
         check_usable(named, layout)
         self._given_layout = layout
         self._layout = layout_for(named, layout)
@@ -421,7 +425,7 @@ class TransformOptimizer(torch.optim.Optimizer):
 
         Where parameters are DTensors, what lies at the owner of a matrix is gathered and cut evenly over the
         parameter's mesh, so that torch can save, gather and reshard it: a chain with such state (`normalize_neurons`)
-        needs all ranks to call this together, any other does not. Under ``sharding.replicated()`` every rank has all.
+        needs all ranks to call this together, any other does not. Under ``sharding.replicated`` every rank has all.
 
         Raises:
             ShardingError: not all ranks came, where all must.

@@ -79,7 +79,7 @@ class Muon(TransformOptimizer):
         labels: Mapping[str, str | None] | Callable[[Any], Mapping[str, str | None]] | None = None,
         donate_grads: bool = False,
         bucket_bytes: int | None = None,
-        layout: Layout | None = None,
+        layout: Layout | Callable[[Mapping[str, Tensor]], Layout] | None = None,
     ) -> None:
         if len(betas) != 2:
             raise ValueError(f"betas must be AdamW's two decays, found {betas!r}")

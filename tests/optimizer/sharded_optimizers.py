@@ -73,7 +73,7 @@ def sharded(kind: str, here: Here) -> tuple[nn.Module, dict[str, Any]]:
     net = made()
     if kind == "ddp":
         wrapped = DistributedDataParallel(net, process_group=here.group, find_unused_parameters=True)
-        return wrapped, {"layout": sharding.replicated(dict(net.named_parameters()), here.group)}
+        return wrapped, {"layout": lambda named: sharding.replicated(named, here.group)}
     if kind in ("tp", "fsdp+tp"):
         tp = here.mesh if kind == "tp" else here.grid["inner"]
         parallelize_module(net, tp, {"up": ColwiseParallel(), "down": RowwiseParallel()})

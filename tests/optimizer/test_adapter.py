@@ -4,6 +4,7 @@ import copy
 import io
 import itertools
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -689,3 +690,9 @@ def test_frozen_models_and_missing_gradients_do_nothing():
         warnings.simplefilter("ignore")
         frozen = mfx.Muon(model.requires_grad_(False))
     frozen.step()
+
+
+@pytest.mark.parametrize("layout", ["replicated", lambda named: dict(named)])
+def test_only_a_layout_or_a_function_that_makes_one_will_do(layout: Any):
+    with pytest.raises(TypeError, match=r"layout must be a muonfx\.sharding layout, or a function"):
+        mfx.TransformOptimizer(nn.Linear(2, 2), mfx.scale(-0.1), layout=layout)
