@@ -27,7 +27,7 @@ import torch
 import torch.utils._pytree as torch_pytree
 from torch import Tensor
 
-from muonfx.arguments import check_plain, kinds_of
+from muonfx.arguments import Options, check_plain, expand_options, kinds_of, options_of
 from muonfx.identity import public_name, text_of
 from muonfx.tree import NAMESPACE
 
@@ -129,6 +129,9 @@ class Definition:
 
     constructor: Callable[..., Any]
     parameters: Mapping[str, inspect.Parameter]
+    """Of the arguments that are recorded: all but the options."""
+    options: Mapping[str, type[Options]]
+    """By name, the arguments that are values of several others; these are recorded in their place."""
     kinds: tuple[tuple[str, str], ...]
     """Name and kind of each parameter, in a form that can be traced."""
     plain: Mapping[str, frozenset[str]]
@@ -154,6 +157,7 @@ class Factory(Protocol):
     __name__: str
     __qualname__: str
     __module__: str
+    __signature__: inspect.Signature
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Record a call."""
@@ -210,6 +214,8 @@ class Recorded:
         """
         definition = factory.definition
         parameters = definition.parameters
+        if definition.options:
+            kwargs = expand_options(definition.options, kwargs)
         bound = inspect.Signature(list(parameters.values())).bind(*args, **kwargs)
         bound.apply_defaults()
         parts: list[Any] = []
@@ -282,9 +288,11 @@ class Recorded:
     def build(self) -> Any:
         """Call the constructor with the recorded arguments."""
         definition = self.factory.definition
+        arguments = self._arguments
+        further: dict[str, Any] = {name: kind.take(name, arguments) for name, kind in definition.options.items()}
         if definition.remembers:
-            return self._call(definition.constructor, self._arguments, _memory=self.structure.memory)
-        return self._call(definition.constructor, self._arguments)
+            further["_memory"] = self.structure.memory
+        return self._call(definition.constructor, arguments, **further)
 
     @property
     def built(self) -> Any:
@@ -328,6 +336,7 @@ class Recorded:
         Raises:
             TypeError: an argument that the factory does not have; the message lists those it has.
         """
+        changes = expand_options(self.factory.definition.options, changes)
         unknown = changes.keys() - self._arguments.keys()
         if unknown:
             wrong, known = ", ".join(sorted(unknown)), ", ".join(self._arguments)
@@ -417,7 +426,10 @@ def make_factory(
     parameters = dict(inspect.signature(constructor).parameters)
     if remembers:
         del parameters["_memory"]
-        cast("Any", call).__signature__ = inspect.Signature(list(parameters.values()))
+        factory.__signature__ = inspect.Signature(list(parameters.values()))
+    options = options_of(parameters)
+    for argument in options:
+        del parameters[argument]
     former = dict(former_defaults or {})
     for argument in former:
         if argument not in parameters or parameters[argument].default is inspect.Parameter.empty:
@@ -425,6 +437,7 @@ def make_factory(
     factory.definition = Definition(
         constructor,
         parameters,
+        options,
         tuple((argument, parameter.kind.name) for argument, parameter in parameters.items()),
         kinds_of(parameters),
         name,
