@@ -1,9 +1,9 @@
 """Transforms that work leaf by leaf, written as the arithmetic of one leaf.
 
-The author's ``step`` is called once for a whole tree, with a `Leaf` for each operand. A `Leaf` records what is done
-with it; when the step has returned, each recorded operation runs once on the lists of all leaves, in
-`muonfx.elementwise`. By then it is known where every value is used for the last time, and so whose storage may be
-overwritten: the donation promise is kept here, not by authors.
+The author's ``step`` is called once for a whole tree, with a `Leaf` for each operand, and records what is done with
+them. That is a `_Plan`: each of its operations runs once on the lists of all leaves, in `muonfx.elementwise`. It knows
+where every value is used for the last time, and so whose storage may be overwritten: the donation promise is kept
+here, not by authors.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import is_not
-from typing import Any, Literal, NoReturn, cast
+from typing import Any, Literal, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -22,9 +22,9 @@ from muonfx import elementwise as ew
 from muonfx.arguments import check_plain, plain_kinds
 from muonfx.compact import Compact
 from muonfx.compact.state import Holder
-from muonfx.core import NOTHING, Donation, Locality, Transform, apply_updates, transform
+from muonfx.core import NOTHING, Donation, Functions, Locality, Transform, apply_updates, transform
 from muonfx.transforms._pinned import StateDtype, WideStateDtype, copies, new_count, store, zeros
-from muonfx.tree import Present, PyTree, device_of
+from muonfx.tree import Present, PyTree, Structure, device_of
 
 __all__ = ["Leaf", "Slot", "StepCount", "leafwise"]
 
@@ -34,6 +34,19 @@ Casts = torch.dtype | list[torch.dtype] | None
 ReadsParams = bool | Literal["updated"]
 Step = Callable[..., tuple["Leaf", PyTree]]
 Constructor = Callable[..., tuple[PyTree, Step]]
+
+
+class _Operation(NamedTuple):
+    """A function of lists that makes a value of those at some places, and of scalars."""
+
+    function: Lists
+    operands: list[int]
+    scalars: Sequence[object]
+    overwrites: int | None
+    """The operand whose storage the function may ``reuse``."""
+    is_fresh: bool
+    """False where a result may be a view of an operand, or the operand itself."""
+    has_leafs_shape: bool
 
 
 def _method(function: Callable[..., Leaf]) -> Callable[..., Leaf]:
@@ -58,60 +71,28 @@ class Leaf:
     {'w': tensor([ 0.5000, -0.7500])}
     """
 
-    _record: list[Leaf]
-    _operands: Sequence[Leaf] = ()
-    _values: Sequence[Tensor] = ()
-    _may_write = False
-    _uses = 0
-    _is_fresh = True
-    _has_leafs_shape = True
+    def __init__(self, record: list[_Operation | None], operation: _Operation | None = None) -> None:
+        """Take the next place of a record, as the result of an operation or as an operand of the step."""
+        self._record, self._place = record, len(record)
+        record.append(operation)
 
-    def __init__(
-        self,
+    @classmethod
+    def _of(
+        cls,
         function: Lists,
         operands: Sequence[Leaf],
-        scalars: Sequence[Any] = (),
+        scalars: Sequence[object] = (),
         *,
         overwrites: int | None = None,
         is_fresh: bool = True,
         has_leafs_shape: bool = True,
-    ) -> None:
-        """Record a function of lists; it may ``reuse`` the storage of the operand that it ``overwrites``.
-
-        A result is not ``is_fresh`` where it may be a view of an operand, or the operand itself.
-        """
-        self._function, self._operands, self._scalars, self._overwrites = function, operands, scalars, overwrites
-        self._is_fresh, self._has_leafs_shape = is_fresh, has_leafs_shape
-        for operand in operands:
-            self._record = operand._record
-            self._has_leafs_shape = self._has_leafs_shape and operand._has_leafs_shape
-        self._record.append(self)
-
-    def _count_uses(self) -> None:
-        self._uses += 1
-        if self._uses == 1:
-            for operand in self._operands:
-                operand._count_uses()
-
-    def _read(self) -> list[Tensor]:
-        return cast("list[Tensor]", self._values)
-
-    def _compute(self) -> None:
-        """Run the recorded function, in storage that it is the last to use where it can."""
-        lists = [operand._read() for operand in self._operands]
-        if self._overwrites is None:
-            self._values = self._function(*lists, *self._scalars)
-        else:
-            target = self._operands[self._overwrites]
-            reuse = self._has_leafs_shape and target._may_write and target._uses == 1
-            self._values = self._function(*lists, *self._scalars, reuse=reuse)
-            target._may_write = target._may_write and not reuse
-        self._may_write = self._is_fresh and self._has_leafs_shape
-        for operand in self._operands:
-            operand._uses -= 1
-            operand._may_write = operand._may_write and self._is_fresh
-            if not operand._uses and not isinstance(operand, _Operand):
-                operand._values = ()
+    ) -> Leaf:
+        record = operands[0]._record
+        places = [operand._place for operand in operands]
+        for place in places:
+            source = record[place]
+            has_leafs_shape = has_leafs_shape and (source is None or source.has_leafs_shape)
+        return cls(record, _Operation(function, places, scalars, overwrites, is_fresh, has_leafs_shape))
 
     @classmethod
     def __torch_function__(
@@ -144,8 +125,8 @@ class Leaf:
     def add(self, other: Any, *, alpha: Any = 1.0) -> Leaf:
         """Record ``self + alpha * other``."""
         if isinstance(other, Leaf):
-            return Leaf(ew.add, (self, other), (alpha,), overwrites=0)
-        return Leaf(ew.shift, (self,), (alpha * other,), overwrites=0)
+            return Leaf._of(ew.add, (self, other), (alpha,), overwrites=0)
+        return Leaf._of(ew.shift, (self,), (alpha * other,), overwrites=0)
 
     def sub(self, other: Any) -> Leaf:
         """Record ``self - other``."""
@@ -154,34 +135,34 @@ class Leaf:
     def mul(self, other: Any) -> Leaf:
         """Record ``self * other``."""
         if isinstance(other, Leaf):
-            return Leaf(functools.partial(ew.apply, "mul"), (self, other), overwrites=0)
-        return Leaf(ew.mul, (self,), (other,), overwrites=0)
+            return Leaf._of(functools.partial(ew.apply, "mul"), (self, other), overwrites=0)
+        return Leaf._of(ew.mul, (self,), (other,), overwrites=0)
 
     def div(self, other: Any) -> Leaf:
         """Record ``self / other``."""
         if isinstance(other, Leaf):
-            return Leaf(ew.div, (self, other), overwrites=1)
+            return Leaf._of(ew.div, (self, other), overwrites=1)
         return _each(torch.div, self, other)
 
     def lerp(self, end: Any, weight: Any) -> Leaf:
         """Record ``self + weight * (end - self)``."""
         if isinstance(end, Leaf) and not isinstance(weight, Leaf):
-            return Leaf(ew.lerp, (self, end), (weight,), overwrites=0)
+            return Leaf._of(ew.lerp, (self, end), (weight,), overwrites=0)
         return _each(torch.lerp, self, end, weight)
 
     def addcmul(self, x: Any, y: Any, *, value: Any = 1.0) -> Leaf:
         """Record ``self + value * x * y``."""
         if isinstance(x, Leaf) and isinstance(y, Leaf):
-            return Leaf(ew.addcmul, (self, x, y), (value,), overwrites=0)
+            return Leaf._of(ew.addcmul, (self, x, y), (value,), overwrites=0)
         return _each(torch.addcmul, self, x, y, value=value)
 
     def sqrt(self) -> Leaf:
         """Record the square root."""
-        return Leaf(functools.partial(ew.apply, "sqrt"), (self,), overwrites=0)
+        return Leaf._of(functools.partial(ew.apply, "sqrt"), (self,), overwrites=0)
 
     def sign(self) -> Leaf:
         """Record the sign."""
-        return Leaf(functools.partial(ew.apply, "sign"), (self,), overwrites=0)
+        return Leaf._of(functools.partial(ew.apply, "sign"), (self,), overwrites=0)
 
     __add__ = __radd__ = add
     __sub__ = sub
@@ -198,40 +179,126 @@ class Leaf:
     __le__ = _method(lambda x, y: _each(torch.le, x, y))
 
 
-class _Operand(Leaf):
-    """An update, a parameter or a tree of the state as a step is given it; cast when it is first read."""
-
-    was_cast = False
-    """True if the values are fresh copies, every one."""
-
-    def __init__(self, given: list[Tensor], casts_to: Casts, record: list[Leaf], may_write: bool = False) -> None:
-        self.given, self._casts_to, self._record, self._may_write = given, casts_to, record, may_write
-
-    def _read(self) -> list[Tensor]:
-        if self._casts_to is None:
-            return self.given
-        if not self._values:
-            self._values = ew.cast(self.given, self._casts_to)
-            self.was_cast = all(map(is_not, self._values, self.given))
-            self._may_write = self._may_write or self.was_cast
-        return cast("list[Tensor]", self._values)
+class _Gap:
+    """Stands for a leaf among the arguments of a function of torch."""
 
 
-def _each(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Leaf:
+_GAP = _Gap()
+
+
+def _each(function: Callable[..., Any], *args: object, **kwargs: object) -> Leaf:
     """Record a function that is called once for each leaf."""
     found, treedef = tree.flatten((args, kwargs))
-    operands = [leaf for leaf in found if isinstance(leaf, Leaf)]
+    # Not the leaves themselves: they know the record, and it would know them.
+    template = [_GAP if isinstance(x, Leaf) else None for x in found]
+    operands = [x for x in found if isinstance(x, Leaf)]
+    count = len(operands)
 
-    def call(*lists: list[Tensor]) -> list[Tensor]:
+    def call(*given: Any) -> list[Tensor]:
         results: list[Tensor] = []
-        for tensors in zip(*lists, strict=True):
-            rest = iter(tensors)
-            given = [next(rest) if isinstance(leaf, Leaf) else leaf for leaf in found]
-            args, kwargs = tree.unflatten(treedef, given)
+        for tensors in zip(*given[:count], strict=True):
+            leaves, others = iter(tensors), iter(given[count:])
+            filled = [next(others) if place is None else next(leaves) for place in template]
+            args, kwargs = tree.unflatten(treedef, filled)
             results.append(function(*args, **kwargs))
         return results
 
-    return Leaf(call, operands, is_fresh=False, has_leafs_shape=False)
+    others = [x for x in found if not isinstance(x, Leaf)]
+    return Leaf._of(call, operands, others, is_fresh=False, has_leafs_shape=False)
+
+
+class _Plan(NamedTuple):
+    """The operations of a step that its outputs need, in the order in which they were written."""
+
+    operations: list[tuple[int, _Operation]]
+    """Each with the place of its result."""
+    uses: list[int]
+    """By place, how many operations and outputs use it."""
+    is_fresh: list[bool]
+    """By place, whether its storage is that of no operand, or it is an operand itself."""
+    outputs: list[int]
+    """The places of the update and of the new state's trees."""
+    counts: list[Tensor]
+    """The new state's scalars."""
+
+    @property
+    def has_tensors(self) -> bool:
+        """True if a scalar is a tensor: it may be another at the next call, or the same of another graph."""
+        return any(isinstance(scalar, Tensor) for _, operation in self.operations for scalar in operation.scalars)
+
+
+def _plan(record: list[_Operation | None], made: Sequence[Leaf | Tensor]) -> _Plan:
+    outputs = [leaf._place for leaf in made if isinstance(leaf, Leaf)]
+    uses = [0] * len(record)
+    for place in outputs:
+        uses[place] += 1
+    needed: list[tuple[int, _Operation]] = []
+    for place in reversed(range(len(record))):
+        operation = record[place]
+        if operation is not None and uses[place]:
+            needed.append((place, operation))
+            for operand in operation.operands:
+                uses[operand] += 1
+    is_fresh = [operation is None or operation.is_fresh for operation in record]
+    return _Plan(needed[::-1], uses, is_fresh, outputs, [count for count in made if isinstance(count, Tensor)])
+
+
+class _Values:
+    """The values of a plan, each a list of tensors; operands are cast when they are first read."""
+
+    def __init__(self, plan: _Plan, operands: list[list[Tensor]], may_write: list[bool]) -> None:
+        self._operands, self._casts, self._is_fresh = operands, _casts(operands), plan.is_fresh
+        self._lists: list[list[Tensor] | None] = [None] * len(plan.uses)
+        self._may_write = may_write + [False] * (len(plan.uses) - len(operands))
+        self._uses = list(plan.uses)
+        self.was_cast = [False] * len(operands)
+        """By operand, whether the values that were read are copies, every one."""
+        for place, operation in plan.operations:
+            self._lists[place] = self._compute(operation)
+            self._may_write[place] = operation.is_fresh and operation.has_leafs_shape
+
+    def read(self, place: int) -> list[Tensor]:
+        """The values at a place."""
+        values = self._lists[place]
+        if values is None:
+            values, to = self._operands[place], self._casts[place]
+            if to is not None:
+                given, values = values, ew.cast(values, to)
+                self.was_cast[place] = all(map(is_not, values, given))
+                self._may_write[place] = self._may_write[place] or self.was_cast[place]
+            self._lists[place] = values
+        return values
+
+    def _compute(self, operation: _Operation) -> list[Tensor]:
+        """Run an operation, in storage that it is the last to use where it can."""
+        function, operands, scalars, overwrites, is_fresh, has_leafs_shape = operation
+        lists = [self.read(place) for place in operands]
+        if overwrites is None:
+            result = function(*lists, *scalars)
+        else:
+            target = operands[overwrites]
+            reuse = has_leafs_shape and self._may_write[target] and self._uses[target] == 1
+            result = function(*lists, *scalars, reuse=reuse)
+            self._may_write[target] = self._may_write[target] and not reuse
+        for place in operands:
+            self._uses[place] -= 1
+            self._may_write[place] = self._may_write[place] and is_fresh
+            if not self._uses[place] and place >= len(self._operands):
+                self._lists[place] = None
+        return result
+
+    def take(self, place: int, taken: Sequence[int], spare: int | None = None) -> list[Tensor]:
+        """Values to give out: copies where their storage may be the caller's, or has been given out already.
+
+        Copies are written into the storage of a spare operand that is used no more, where it may be.
+        """
+        values = self.read(place)
+        is_ours = self._is_fresh[place] and (self._may_write[place] or place >= len(self._operands))
+        if is_ours and place not in taken:
+            return values
+        if spare is not None and self._may_write[spare] and not self._uses[spare]:
+            return ew.copy(values, into=self.read(spare))
+        return ew.clone(values)
 
 
 # Looked up once: a slot is made anew wherever a compiled step rebuilds its transform.
@@ -300,11 +367,11 @@ class _Trees:
         """Values at some places, and whether they are fresh."""
         return (at.pick(held), False) if self._holder is None else (self._holder.read(at, held), True)
 
-    def write(self, at: Present, values: list[Tensor], operand: _Operand, held: PyTree, *, reuse: bool) -> PyTree:
-        """Round values to the pinned dtype; with ``reuse``, into the state's old storage if nothing else lies there."""
+    def write(self, at: Present, values: list[Tensor], old: list[Tensor], held: PyTree, *, reuse: bool) -> PyTree:
+        """Round values to the pinned dtype; with ``reuse``, into the storage of the old ones."""
         if self._holder is not None:
             return self._holder.write(at, values, held)
-        return at.fill(store(values, operand.given, reuse=reuse and operand.was_cast), held)
+        return at.fill(store(values, old, reuse=reuse), held)
 
 
 def _casts(lists: Sequence[list[Tensor]]) -> list[Casts]:
@@ -389,70 +456,90 @@ def leafwise(
 
 
 def _declared(
-    constructor: Constructor, reads_params: ReadsParams, args: Sequence[Any], kwargs: Mapping[str, Any]
+    constructor: Constructor, reads_params: ReadsParams, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> tuple[PyTree, Step]:
     """Call a constructor and check what it returns."""
-    found: Any = constructor(*args, **kwargs)
+    found: object = constructor(*args, **kwargs)
     what = f"{constructor.__name__}: a leafwise constructor"
-    if not (type(found) is tuple and len(found) == 2 and callable(found[1])):
+    if not (isinstance(found, tuple) and len(found) == 2 and callable(found[1])):
         raise TypeError(f"{what} returns a state and a step, found {found!r}")
-    for field, where in zip(tree.leaves(found[0]), tree.names(found[0]), strict=True):
+    for place, field in enumerate(tree.leaves(found[0])):
         if not isinstance(field, Slot | StepCount):
+            where = tree.names(found[0])[place]
             raise TypeError(f"{what} returns a state of Slot and StepCount, found {field!r} at {where!r}")
         if isinstance(field, Slot) and field.start == "params" and not reads_params:
+            where = tree.names(found[0])[place]
             raise TypeError(f"{what} with a slot that starts at the parameters, {where!r}, declares reads_params=True")
     return found
 
 
-def _functions(
-    name: str, declared: PyTree, step: Step, reads_params: ReadsParams
-) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def _functions(name: str, declared: PyTree, step: Step, reads_params: ReadsParams) -> Functions:
     """Build ``init`` and ``update`` from a declared state and a step."""
-    named = zip(tree.leaves(declared), tree.names(declared), strict=True)
+    slots, treedef = tree.flatten(declared)
+    named = zip(slots, tree.names(declared), strict=True) if slots else ()
     fields = [_Trees(field, role) if isinstance(field, Slot) else None for field, role in named]
+    # A plan without scalars that are tensors, which a count would be, is the same at every call.
+    kept: list[_Plan] = []
+
+    def containers() -> Structure:
+        return tree.flatten(declared)[1] if torch.compiler.is_compiling() else treedef  # traced code has its own kind
+
+    def plan_for(held: list[PyTree]) -> _Plan:
+        may_keep = None not in fields and not torch.compiler.is_compiling()  # a graph would be guarded by what is kept
+        if may_keep and kept:
+            return kept[0]
+        record: list[_Operation | None] = []
+        u = Leaf(record)
+        p = [Leaf(record)] if reads_params else []
+        old = [own if field is None else Leaf(record) for field, own in zip(fields, held, strict=True)]
+        out, new_state = step(u, tree.unflatten(containers(), old), *p)
+        plan = _plan(record, [out, *_fields(name, declared, out, new_state)])
+        if may_keep and not plan.has_tensors:
+            kept.append(plan)
+        return plan
 
     def init(params: PyTree) -> PyTree:
         made = [new_count(device_of(params)) if field is None else field.init(params) for field in fields]
-        return tree.unflatten(tree.flatten(declared)[1], made)
+        return tree.unflatten(containers(), made)
 
-    def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING) -> Any:
-        at, containers = Present(updates), tree.flatten(declared)[1]
-        given, held = at.pick(updates), tree.subtrees(containers, state)
-        pairs = list(zip(fields, held, strict=True))
-        stored = [(None, False) if field is None else field.read(at, own) for field, own in pairs]
-        weights = [at.pick(_params(name, params, updates, reads_params))] if reads_params else []
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING
+    ) -> tuple[PyTree, PyTree]:
+        at, held = Present(updates), tree.subtrees(containers(), state)
+        operands, may_write = [at.pick(updates)], [donate.updates]
+        if reads_params:
+            operands.append(at.pick(_params(name, params, updates, reads_params)))
+            may_write.append(False)
+        sources = [0]  # the operands in whose place the outputs come
+        for field, own in zip(fields, held, strict=True):
+            if field is not None:
+                sources.append(len(operands))
+                stored, is_fresh = field.read(at, own)
+                operands.append(stored)
+                may_write.append(donate.state or is_fresh)
 
-        record: list[Leaf] = []
-        casts = iter(_casts([given, *weights, *[values for values, _ in stored if values is not None]]))
-        u = _Operand(given, next(casts), record, donate.updates)
-        p = [_Operand(values, next(casts), record) for values in weights]
-        old = [
-            own if values is None else _Operand(values, next(casts), record, donate.state or fresh)
-            for (values, fresh), own in zip(stored, held, strict=True)
-        ]
-        out, new_state = step(u, tree.unflatten(containers, old), *p)
-        new = _fields(name, declared, out, new_state)
-        _compute(record, [out, *new])
+        plan = plan_for(held)
+        values = _Values(plan, operands, may_write)
+        pairs = list(zip(plan.outputs, sources, strict=True))
+        taken = [place for place, source in pairs if place == source]
+        (out, _), *rest = pairs
+        counts, places = iter(plan.counts), iter(rest)
+        new_state: list[PyTree] = []
+        for field, own in zip(fields, held, strict=True):
+            if field is None:
+                new_state.append(next(counts))
+                continue
+            place, source = next(places)
+            if place != source:
+                wide, reuse = values.take(place, taken), donate.state and values.was_cast[source]
+                own = field.write(at, wide, operands[source], own, reuse=reuse)
+                taken.append(place)
+            new_state.append(own)
+        if out != 0:
+            updates = at.fill(ew.cast_like(values.take(out, taken, spare=0), operands[0]))
+        return updates, tree.unflatten(containers(), new_state)
 
-        given_out = [leaf for leaf, operand in zip([out, *new], [u, *old], strict=True) if leaf is operand]
-        kept: list[Any] = []
-        for (field, own), leaf, operand in zip(pairs, new, old, strict=True):
-            if field is None or leaf is operand:
-                kept.append(leaf if field is None else own)
-            else:
-                values = ew.clone(leaf._read()) if _is_shared(leaf, given_out) else leaf._read()
-                kept.append(field.write(at, values, operand, own, reuse=donate.state))
-                given_out.append(leaf)
-        new_state = tree.unflatten(containers, kept)
-        if out is u:
-            return updates, new_state
-        values = out._read()
-        if _is_shared(out, given_out):
-            is_spare = u._may_write and not u._uses
-            values = ew.copy(values, into=u._read()) if is_spare else ew.clone(values)
-        return at.fill(ew.cast_like(values, given)), new_state
-
-    return init, update
+    return Functions(init, update)
 
 
 def _params(name: str, params: PyTree, updates: PyTree, reads_params: ReadsParams) -> PyTree:
@@ -461,25 +548,7 @@ def _params(name: str, params: PyTree, updates: PyTree, reads_params: ReadsParam
     return apply_updates(params, updates) if reads_params == "updated" else params
 
 
-def _compute(record: list[Leaf], outputs: list[Any]) -> None:
-    """Run what was recorded, as far as the outputs need it, in the order in which it was written."""
-    for leaf in outputs:
-        if isinstance(leaf, Leaf):
-            leaf._count_uses()
-    for leaf in record:
-        if leaf._uses:
-            leaf._compute()
-    record.clear()  # it refers to its leaves and they to it: a cycle would keep their tensors alive
-
-
-def _is_shared(leaf: Leaf, given_out: list[Leaf]) -> bool:
-    """True if storage of an output may be another's, or the caller's."""
-    leaf._read()
-    is_ours = leaf._is_fresh and (leaf._may_write or not isinstance(leaf, _Operand))
-    return not is_ours or any(leaf is other for other in given_out)
-
-
-def _fields(name: str, declared: PyTree, out: Any, new_state: PyTree) -> list[Any]:
+def _fields(name: str, declared: PyTree, out: object, new_state: PyTree) -> list[Leaf | Tensor]:
     """The fields of a new state, checked against those declared."""
     if not isinstance(out, Leaf):
         raise TypeError(f"{name}: the step returns an update of type {type(out).__name__}, not one made of operands")
