@@ -27,7 +27,7 @@ _OTHERS = frozenset({"None", "Tensor", "torch.Tensor", "torch.dtype", "torch.dev
 _GENERIC = ("tuple[", "list[", "dict[", "Mapping[", "Sequence[", "Callable[")
 
 
-def plain_kinds(annotation: Any) -> frozenset[str]:
+def plain_kinds(annotation: object) -> frozenset[str]:
     """The members of a union, where all are understood and one is a plain type; else the empty set: nothing to check.
 
     >>> sorted(plain_kinds("float | Schedule | Callable[[Tensor], Tensor]")), plain_kinds("PyTree | bool")
@@ -150,7 +150,7 @@ def options_of(parameters: Mapping[str, inspect.Parameter]) -> dict[str, type[Op
     return {name: type(own.default) for name, own in parameters.items() if isinstance(own.default, Options)}
 
 
-def expand_options(options: Mapping[str, type[Options]], given: Mapping[str, Any]) -> dict[str, Any]:
+def expand_options(options: Mapping[str, type[Options]], given: Mapping[str, object]) -> dict[str, Any]:
     """Named arguments of a call with each value of `Options` among them replaced by its fields.
 
     Raises:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from muonfx import elementwise as ew
 from muonfx.core import NOTHING, Donation, EmptyState, InStore, Locality, Transform, identity, transform
+from muonfx.transforms._in_store import StoreExecutor
 from muonfx.transforms._pinned import new_count
 from muonfx.tree import Present, PyTree, device_of, map
 
@@ -27,19 +28,19 @@ class SkipNonfiniteState(NamedTuple):
     """The inner transform's state."""
 
 
-def _init_in_store(executor: Any, tx: Transform, params: PyTree) -> PyTree:
+def _init_in_store(executor: StoreExecutor, tx: Transform, params: PyTree) -> PyTree:
     own = tx.with_children(lambda _: identity()).functions.init(params)
     return own._replace(inner=tx.children[0].functions.init(params))
 
 
 def _update_in_store(
-    executor: Any,
+    executor: StoreExecutor,
     tx: Transform,
     updates: PyTree,
     state: SkipNonfiniteState,
     params: PyTree,
     donate: Donation,
-    extras: Mapping[str, Any],
+    extras: Mapping[str, object],
 ) -> tuple[PyTree, SkipNonfiniteState]:
     """Ask whether the step is good, and do it or not: to select between two states would bring in both."""
     looking = tx.with_children(lambda _: identity())
@@ -83,7 +84,7 @@ def skip_nonfinite(inner: Transform):
         *,
         sum_over_leaves: Callable[[PyTree], Tensor],
         donate: Donation = NOTHING,
-        **extras: Any,
+        **extras: object,
     ):
         at = Present(updates)
         leaves = at.pick(updates)

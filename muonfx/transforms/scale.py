@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
 from muonfx import checks
 from muonfx import elementwise as ew
 from muonfx.core import NOTHING, Donation, EmptyState, Locality, Transform, transform
+from muonfx.elementwise import Scalar
 from muonfx.schedules import Schedule
 from muonfx.transforms._matrices import Blocks, Dims, MatrixView, matrix_locality, name_patterns, on_stacks
 from muonfx.transforms._pinned import new_count
@@ -34,8 +35,8 @@ class ScheduleState(NamedTuple):
 
 
 def scheduled(
-    value: Any,
-    apply: Callable[[PyTree, PyTree, Any, Donation], PyTree],
+    value: Scalar | Callable[[Tensor], Tensor],
+    apply: Callable[[PyTree, PyTree, Scalar, Donation], PyTree],
     prepare: Callable[[PyTree], object] = lambda params: None,
 ):
     """Build init, which calls ``prepare``, and update for a number or a schedule; only a schedule needs a count."""
@@ -60,7 +61,7 @@ def scheduled(
     return init, update
 
 
-def _multiply(updates: PyTree, factor: Any, donate: Donation) -> PyTree:
+def _multiply(updates: PyTree, factor: Scalar, donate: Donation) -> PyTree:
     # Not `leafwise`: torch rounds one product once in any dtype, and casts would take two more passes.
     at = Present(updates)
     leaves = at.pick(updates)
