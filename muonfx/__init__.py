@@ -56,6 +56,7 @@ from muonfx.transforms import (
     Leaf,
     LionState,
     MasterParamsState,
+    MatrixView,
     MomentumState,
     MonitorState,
     NeuronsState,
@@ -136,6 +137,7 @@ __all__ = [
     "describe",
     "labels",
     # transforms
+    "MatrixView",
     "accumulate",
     "add_decayed_weights",
     "cautious",

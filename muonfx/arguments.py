@@ -1,8 +1,9 @@
-"""Arguments of plain types, checked against their annotations: a str where a bool is meant is an error, never true.
+"""Arguments: those of plain types are checked, and several that belong together may be given as one value.
 
 An annotation says which of bool, int, float and str an argument may be. Python does not look, and so ``nesterov="no"``
-would count as true and ``steps=True`` as 1. Only these four types are looked at, and only where the whole annotation
-is understood: a union with an unknown name in it may mean anything and is left to whoever reads the argument.
+would count as true and ``steps=True`` as 1: here these are errors. Only these four types are looked at, and only where
+the whole annotation is understood: a union with an unknown name in it may mean anything and is left to whoever reads
+the argument.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, cast
+from dataclasses import dataclass, fields
+from typing import Any, ParamSpec, Self, TypeVar
 
 from torch import Tensor
 
-__all__ = ["check_plain", "plain_arguments", "plain_kinds"]
+__all__ = ["Options", "check_plain", "expand_options", "options_of", "plain_arguments", "plain_kinds"]
 
-F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _PLAIN = {"bool": "True or False", "int": "an int", "float": "a number or a 0-d tensor", "str": "a string"}
 # No plain value is any of these.
@@ -24,7 +27,7 @@ _OTHERS = frozenset({"None", "Tensor", "torch.Tensor", "torch.dtype", "torch.dev
 _GENERIC = ("tuple[", "list[", "dict[", "Mapping[", "Sequence[", "Callable[")
 
 
-def plain_kinds(annotation: Any) -> frozenset[str]:
+def plain_kinds(annotation: object) -> frozenset[str]:
     """The members of a union, where all are understood and one is a plain type; else the empty set: nothing to check.
 
     >>> sorted(plain_kinds("float | Schedule | Callable[[Tensor], Tensor]")), plain_kinds("PyTree | bool")
@@ -46,7 +49,7 @@ def _members(text: str) -> set[str]:
     return found | {text[start:].strip()}
 
 
-def check_plain(owner: str, name: str, value: Any, kinds: frozenset[str]) -> None:
+def check_plain(owner: str, name: str, value: object, kinds: frozenset[str]) -> None:
     """Require a value of one of the kinds that `plain_kinds` has found.
 
     An int passes for a float, and a tensor or a traced number for either; a bool passes for nothing but a bool.
@@ -65,7 +68,7 @@ def check_plain(owner: str, name: str, value: Any, kinds: frozenset[str]) -> Non
     raise TypeError(f"{owner}: {name} must be {' or '.join(said)}, found {value!r}")
 
 
-def _is_one_of(value: Any, kinds: frozenset[str]) -> bool:
+def _is_one_of(value: object, kinds: frozenset[str]) -> bool:
     if isinstance(value, bool):
         return "bool" in kinds
     if isinstance(value, int):
@@ -83,8 +86,91 @@ def _is_one_of(value: Any, kinds: frozenset[str]) -> bool:
     return not kinds <= {*_PLAIN, "None"}  # a schedule, a tuple, ...: whoever reads the argument looks closer
 
 
-def plain_arguments(function: F) -> F:
+@dataclass(frozen=True, repr=False)
+class Options:
+    """Base of the frozen dataclasses that say several arguments as one value.
+
+    A function takes one by a keyword whose default is one, beside keywords with the names of some of its fields, the
+    loose arguments. Either is given, never both. What is called with loose arguments gets a value made of them, if it
+    is decorated with `plain_arguments` or makes recorded values; these hold the loose arguments, whichever was given.
+
+    >>> from muonfx.polar import NewtonSchulz
+    >>> NewtonSchulz(steps=3), NewtonSchulz(steps=3).arguments["method"]
+    (NewtonSchulz(steps=3), 'auto')
+    """
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The fields by name, as loose arguments."""
+        return {name: getattr(self, name) for name in self.__match_args__}
+
+    def __repr__(self) -> str:
+        """Print as the code that makes the value; fields that are as by default are left out."""
+        told = [f"{name}={value!r}" for name, value in _told(type(self), self.arguments).items()]
+        return f"{type(self).__name__}({', '.join(told)})"
+
+    @classmethod
+    def take(cls, name: str, given: Mapping[str, object]) -> Self:
+        """Take the value among named arguments, or where it is absent or None, make one of the loose arguments.
+
+        Args:
+            name: of the argument for the value.
+            given: the arguments of a call by name; those that are neither the value nor a field do not count.
+
+        Raises:
+            TypeError: the value is of another type.
+            ValueError: both say something; the message names the loose arguments that do. Or a field is malformed.
+
+        >>> from muonfx.polar import NewtonSchulz
+        >>> NewtonSchulz.take("newton_schulz", {"steps": 3, "decay": 0.9})
+        NewtonSchulz(steps=3)
+        >>> NewtonSchulz.take("newton_schulz", {"newton_schulz": NewtonSchulz(steps=3), "steps": 4})
+        Traceback (most recent call last):
+        ValueError: newton_schulz stands for steps too: give one of them
+        """
+        value = given.get(name)
+        loose: dict[str, Any] = {field: given[field] for field in cls.__match_args__ if field in given}
+        if value is None:
+            return cls(**loose)
+        if not isinstance(value, cls):
+            raise TypeError(f"{name} must be a {cls.__name__}, found {value!r}")
+        if told := _told(cls, loose):
+            raise ValueError(f"{name} stands for {', '.join(told)} too: give one of them")
+        return value
+
+
+def _told(kind: type[Options], given: Mapping[str, object]) -> dict[str, object]:
+    """Those of some fields that differ from their defaults."""
+    default = {field.name: field.default for field in fields(kind)}
+    return {name: own for name, own in given.items() if isinstance(own, Tensor) or own != default[name]}
+
+
+def options_of(parameters: Mapping[str, inspect.Parameter]) -> dict[str, type[Options]]:
+    """Find the parameters whose default is a value of `Options`, with the type of each."""
+    return {name: type(own.default) for name, own in parameters.items() if isinstance(own.default, Options)}
+
+
+def expand_options(options: Mapping[str, type[Options]], given: Mapping[str, object]) -> dict[str, Any]:
+    """Named arguments of a call with each value of `Options` among them replaced by its fields.
+
+    Raises:
+        TypeError, ValueError: as `Options.take`.
+
+    >>> from muonfx.polar import NewtonSchulz
+    >>> expand_options({"newton_schulz": NewtonSchulz}, {"newton_schulz": NewtonSchulz(steps=3), "dims": None})["steps"]
+    3
+    """
+    loose = {name: value for name, value in given.items() if name not in options}
+    for name in options.keys() & given.keys():
+        if given[name] is not None:
+            loose |= options[name].take(name, given).arguments
+    return loose
+
+
+def plain_arguments(function: Callable[P, T]) -> Callable[P, T]:
     """Check a function's arguments of plain types at every call; for what is called once, not at every step.
+
+    Those that are `Options` it gets as values, never None, also where the caller has given loose arguments.
 
     >>> @plain_arguments
     ... def f(steps: int, *, loud: bool = False): ...
@@ -93,16 +179,17 @@ def plain_arguments(function: F) -> F:
     TypeError: f: loud must be True or False, found 1
     """
     signature = inspect.signature(function)
-    kinds = kinds_of(signature.parameters)
+    kinds, options = kinds_of(signature.parameters), options_of(signature.parameters)
     owner = function.__qualname__.removesuffix(".__init__")
 
     @functools.wraps(function)
-    def checked(*args: Any, **kwargs: Any) -> Any:
+    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
         for name, value in signature.bind(*args, **kwargs).arguments.items():
             check_plain(owner, name, value, kinds[name])
+        kwargs.update({name: kind.take(name, kwargs) for name, kind in options.items()})
         return function(*args, **kwargs)
 
-    return cast("F", checked)
+    return checked
 
 
 def kinds_of(parameters: Mapping[str, inspect.Parameter]) -> dict[str, frozenset[str]]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from muonfx import tree
+from muonfx.tree import PyTree
 
 if TYPE_CHECKING:
     from muonfx.core import Transform
@@ -41,7 +42,7 @@ __all__ = [
 ]
 
 
-def _number(name: str, value: Any) -> float | None:
+def _number(name: str, value: object) -> float | None:
     if isinstance(value, Tensor):
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -51,7 +52,7 @@ def _number(name: str, value: Any) -> float | None:
     return float(value)
 
 
-def finite(name: str, value: Any) -> None:
+def finite(name: str, value: object) -> None:
     """Require a number that is neither NaN nor infinite.
 
     >>> finite("factor", float("nan"))
@@ -63,7 +64,7 @@ def finite(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be finite, found {value!r}")
 
 
-def at_least(name: str, value: Any, low: float) -> None:
+def at_least(name: str, value: object, low: float) -> None:
     """Require a finite number not below a bound.
 
     >>> at_least("learning_rate", -0.1, 0.0)
@@ -76,7 +77,7 @@ def at_least(name: str, value: Any, low: float) -> None:
         raise ValueError(f"{name} must be at least {low:g}, found {value!r}")
 
 
-def in_unit_interval(name: str, value: Any) -> None:
+def in_unit_interval(name: str, value: object) -> None:
     """Require a number in [0, 1).
 
     >>> in_unit_interval("decay", 1.0)
@@ -89,7 +90,7 @@ def in_unit_interval(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be in [0, 1), found {value!r}")
 
 
-def positive_int(name: str, value: Any) -> None:
+def positive_int(name: str, value: object) -> None:
     """Require an int of 1 or more.
 
     >>> positive_int("every", 0)
@@ -102,7 +103,7 @@ def positive_int(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be an int of 1 or more, found {value!r}")
 
 
-def state_dtype(name: str, value: Any) -> None:
+def state_dtype(name: str, value: object) -> None:
     """Require what can pin the dtype of a state: "auto", a real floating-point torch dtype, or None.
 
     >>> state_dtype("mu_dtype", torch.int8)
@@ -138,7 +139,7 @@ class NamePatterns(NamedTuple):
     """True if a name belongs to the first group that matches it, and to no other."""
 
 
-def warn_of_unmatched(tx: Transform, params: Any, *, stacklevel: int) -> None:
+def warn_of_unmatched(tx: Transform, params: PyTree, *, stacklevel: int) -> None:
     """Warn of patterns in a transform, and in those within it, that do nothing for these parameters.
 
     The names are those of the whole tree. A transform for some of the parameters (under `partition` or `masked`) may
@@ -192,7 +193,7 @@ _LAZY = UninitializedParameter, UninitializedBuffer  # torch.nn.parameter.is_laz
 _DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
 
 
-def is_usable(leaf: Any) -> bool:
+def is_usable(leaf: object) -> bool:
     """Tell whether a leaf is None or a dense tensor of a dtype that can be computed with.
 
     >>> is_usable(torch.zeros(2)), is_usable(torch.zeros(2).to_sparse()), is_usable(torch.zeros(2, dtype=torch.int8))
@@ -205,7 +206,7 @@ def is_usable(leaf: Any) -> bool:
     return leaf.dtype in _DTYPES and leaf.layout is torch.strided and not leaf.is_nested
 
 
-def _check_leaves(what: str, given: Any) -> list[Any]:
+def _check_leaves(what: str, given: PyTree) -> list[PyTree]:
     leaves = tree.leaves(given)
     if all(map(is_usable, leaves)):
         return leaves
@@ -232,7 +233,7 @@ def _check_leaves(what: str, given: Any) -> list[Any]:
     raise TypeError(f"{shown} must be real floating point{size}, found {leaf.dtype}; {advice}")
 
 
-def check_floating(what: str, given: Any) -> None:
+def check_floating(what: str, given: PyTree) -> None:
     """Require a tree of real floating-point tensors or None.
 
     >>> check_floating("updates", {"w": 1.0})
@@ -242,7 +243,7 @@ def check_floating(what: str, given: Any) -> None:
     _check_leaves(what, given)
 
 
-def check_params(params: Any) -> None:
+def check_params(params: PyTree) -> None:
     """Require a tree of real floating-point tensors (or None) whose leaves have different names.
 
     >>> check_params({"table": torch.zeros(2, dtype=torch.int64)})
@@ -256,7 +257,7 @@ def check_params(params: Any) -> None:
         raise ValueError(f"params: two leaves are named {twice[0]!r}; the dotted paths of leaves must differ")
 
 
-def check_structure(what: str, found: Any, expected_of: str, expected: Any) -> None:
+def check_structure(what: str, found: PyTree, expected_of: str, expected: PyTree) -> None:
     """Require that two trees have the same containers with the same keys.
 
     >>> check_structure("updates", {"w": 1}, "params", {"v": 1})
@@ -281,7 +282,7 @@ def _list(names: list[str]) -> str:
     return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def check_update(tx: Transform, updates: Any, state: Any, params: Any) -> None:
+def check_update(tx: Transform, updates: PyTree, state: PyTree, params: PyTree) -> None:
     """Require that updates, state and params belong together and to this transform.
 
     >>> import muonfx as mfx
@@ -295,7 +296,7 @@ def check_update(tx: Transform, updates: Any, state: Any, params: Any) -> None:
     _check_state(tx, state, updates if params is None else params, with_dtypes=params is not None)
 
 
-def check_updates_fit(params: Any, updates: Any) -> None:
+def check_updates_fit(params: PyTree, updates: PyTree) -> None:
     """Require that updates have the structure and the shapes of the parameters.
 
     >>> check_updates_fit({"w": torch.zeros(3)}, {"w": torch.zeros(2)})
@@ -312,14 +313,14 @@ def check_updates_fit(params: Any, updates: Any) -> None:
         raise ValueError(f"updates: {name} has shape {tuple(update.shape)}, its parameter has {tuple(param.shape)}")
 
 
-def _check_state(tx: Transform, state: Any, params: Any, *, with_dtypes: bool) -> None:
+def _check_state(tx: Transform, state: PyTree, params: PyTree, *, with_dtypes: bool) -> None:
     """Compare a state with what `init` makes of these parameters, on the meta device, so that nothing is allocated."""
     wanted, wanted_def, expected = _expected_state(tx, params)
     if expected is not None:
         check_state_like(tx.name, state, (wanted, wanted_def, expected), with_dtypes=with_dtypes)
 
 
-def check_state_like(name: str, state: Any, expected: tuple[list[Any], Any, Any], *, with_dtypes: bool) -> None:
+def check_state_like(name: str, state: PyTree, expected: tuple[list[Any], Any, Any], *, with_dtypes: bool) -> None:
     """Require that a state has the structure, shapes and dtypes of another, given as leaves, structure and tree.
 
     >>> expected = {"trace": torch.zeros(2)}
@@ -346,7 +347,7 @@ def check_state_like(name: str, state: Any, expected: tuple[list[Any], Any, Any]
         )
 
 
-def _expected_state(tx: Transform, params: Any) -> tuple[list[Any], Any, Any]:
+def _expected_state(tx: Transform, params: PyTree) -> tuple[list[Any], Any, Any]:
     leaves, treedef = tree.flatten(params)
     key = (treedef, tuple(None if leaf is None else (leaf.shape, leaf.dtype) for leaf in leaves))
     numbers = tuple(tuple(part.shape) for part in tree.leaves(tx) if isinstance(part, Tensor))

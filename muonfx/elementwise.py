@@ -48,7 +48,7 @@ def _leafwise(*lists: Sequence[Tensor]) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for xs in lists for x in xs)
 
 
-def _records(scalar: Any) -> bool:
+def _records(scalar: object) -> bool:
     return isinstance(scalar, Tensor) and scalar.requires_grad and torch.is_grad_enabled()
 
 

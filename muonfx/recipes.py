@@ -24,7 +24,7 @@ from muonfx.transforms import (
     scale_by_lion,
     scale_by_shape,
 )
-from muonfx.transforms._matrices import Blocks, Dims
+from muonfx.transforms._matrices import Blocks, Dims, MatrixView
 from muonfx.tree import PyTree
 
 __all__ = ["adamw", "lion", "muon", "muon_with_adamw", "normuon"]
@@ -45,10 +45,11 @@ def muon(
     steps: int | None = None,
     method: str = "auto",
     dtype: torch.dtype | str = "auto",
-    newton_schulz: polar.NewtonSchulz | None = None,
+    newton_schulz: polar.NewtonSchulz = polar.NewtonSchulz(),
     rule: str = "match_rms_adamw",
     dims: Dims | Mapping[str, Dims] | None = None,
     blocks: Blocks | Mapping[str, Blocks] | None = None,
+    view: MatrixView = MatrixView(),
     mask: Mask = None,
 ) -> Transform:
     """Muon, for parameters that are all matrices: orthogonalized momentum, scaled by shape, with decoupled decay.
@@ -63,10 +64,11 @@ def muon(
         steps: of the iteration, as in `orthogonalize`.
         method: "standard", "gram" or "auto", as in `orthogonalize`.
         dtype: of the iteration, as in `orthogonalize`.
-        newton_schulz: the iteration as one value, which stands for the four arguments above.
+        newton_schulz: the iteration as one value, in place of the four arguments above.
         rule: as in `scale_by_shape`.
-        dims: as in `orthogonalize`: ``{"*.experts.*": ((-2,), (-1,))}`` for stacks of matrices.
-        blocks: as in `orthogonalize`: ``{"*.qkv.weight": 3}`` for fused matrices.
+        dims: ``{"*.experts.*": ((-2,), (-1,))}`` for stacks of matrices, as `MatrixView` says in full.
+        blocks: ``{"*.qkv.weight": 3}`` for fused matrices.
+        view: which matrices a leaf consists of, as one value, in place of the two arguments above.
         mask: which parameters decay, as in `add_decayed_weights`.
 
     Follows Keller Jordan's Muon and Moonlight (arXiv 2502.16982). ``torch.optim.Muon(lr, weight_decay)`` is
@@ -76,11 +78,10 @@ def muon(
     chain(momentum(), orthogonalize(), scale_by_shape(), add_decayed_weights(),
           scale_by_learning_rate(learning_rate=0.02))
     """
-    iteration = polar.NewtonSchulz.of(newton_schulz, coefficients=coefficients, steps=steps, method=method, dtype=dtype)
     return chain(
         momentum(decay, nesterov=nesterov),
-        orthogonalize(**iteration.arguments, dims=dims, blocks=blocks),
-        scale_by_shape(rule, dims=dims, blocks=blocks),
+        orthogonalize(newton_schulz=newton_schulz, view=view),
+        scale_by_shape(rule, view=view),
         add_decayed_weights(weight_decay, mask),
         scale_by_learning_rate(learning_rate),
     )
@@ -96,9 +97,10 @@ def normuon(
     coefficients: CoefficientsLike = "polar_express_5",
     method: str = "auto",
     dtype: torch.dtype | str = "auto",
-    newton_schulz: polar.NewtonSchulz | None = None,
+    newton_schulz: polar.NewtonSchulz = polar.NewtonSchulz(),
     dims: Dims | Mapping[str, Dims] | None = None,
     blocks: Blocks | Mapping[str, Blocks] | None = None,
+    view: MatrixView = MatrixView(),
     mask: Mask = None,
 ) -> Transform:
     """NorMuon, for parameters that are all matrices: Muon with each neuron's update normalized by its running size.
@@ -108,12 +110,13 @@ def normuon(
         decay: of the momentum.
         neuron_decay: of the rows' second moment.
         weight_decay: decoupled, as in `muon`.
-        coefficients: as in `orthogonalize`.
-        method: as in `orthogonalize`.
-        dtype: as in `orthogonalize`.
-        newton_schulz: as in `muon`.
-        dims: as in `muon`.
-        blocks: as in `muon`; a block is normalized as a parameter of its own.
+        coefficients: of the iteration, loose.
+        method: of the iteration, loose.
+        dtype: of the iteration, loose.
+        newton_schulz: the iteration.
+        dims: of the view, loose.
+        blocks: of the view, loose.
+        view: which matrices a leaf consists of; a block is normalized as a parameter of its own.
         mask: which parameters decay, as in `add_decayed_weights`.
 
     Follows NorMuon (arXiv 2510.05491).
@@ -121,12 +124,11 @@ def normuon(
     >>> list(normuon(0.02).init({"w": torch.zeros(4, 4)}))[:3]
     ['momentum', 'orthogonalize', 'normalize_neurons']
     """
-    iteration = polar.NewtonSchulz.of(newton_schulz, coefficients=coefficients, method=method, dtype=dtype)
     return chain(
         momentum(decay),
-        orthogonalize(**iteration.arguments, dims=dims, blocks=blocks),
-        normalize_neurons(neuron_decay, dims=dims, blocks=blocks),
-        scale_by_shape("match_rms_adamw", dims=dims, blocks=blocks),
+        orthogonalize(newton_schulz=newton_schulz, view=view),
+        normalize_neurons(neuron_decay, view=view),
+        scale_by_shape("match_rms_adamw", view=view),
         add_decayed_weights(weight_decay, mask),
         scale_by_learning_rate(learning_rate),
     )
@@ -195,9 +197,10 @@ def muon_with_adamw(
     coefficients: CoefficientsLike = "polar_express_5",
     method: str = "auto",
     dtype: torch.dtype | str = "auto",
-    newton_schulz: polar.NewtonSchulz | None = None,
+    newton_schulz: polar.NewtonSchulz = polar.NewtonSchulz(),
     dims: Dims | Mapping[str, Dims] | None = None,
     blocks: Blocks | Mapping[str, Blocks] | None = None,
+    view: MatrixView = MatrixView(),
     labels: Any = default_labels,
     mask: Mask = None,
 ) -> Transform:
@@ -213,12 +216,13 @@ def muon_with_adamw(
         b1: AdamW's first decay.
         b2: AdamW's second decay.
         rule: as in `scale_by_shape`.
-        coefficients: as in `orthogonalize`.
-        method: as in `orthogonalize`.
-        dtype: as in `orthogonalize`.
-        newton_schulz: as in `muon`.
-        dims: as in `muon`.
-        blocks: as in `muon`.
+        coefficients: of the iteration, loose.
+        method: of the iteration, loose.
+        dtype: of the iteration, loose.
+        newton_schulz: the iteration.
+        dims: of the view, loose.
+        blocks: of the view, loose.
+        view: which matrices a leaf consists of.
         labels: "muon", "adamw" or None for each parameter, as in `partition`. ``default_labels(model)`` decides by
             module type; the default here sees names and shapes only, and says so in a warning, which
             ``muonfx.select.default_labels_by_name`` does without.
@@ -235,12 +239,9 @@ def muon_with_adamw(
                 learning_rate,
                 decay=decay,
                 weight_decay=weight_decay,
-                newton_schulz=polar.NewtonSchulz.of(
-                    newton_schulz, coefficients=coefficients, method=method, dtype=dtype
-                ),
+                newton_schulz=newton_schulz,
                 rule=rule,
-                dims=dims,
-                blocks=blocks,
+                view=view,
                 mask=mask,
             ),
             "adamw": adamw(

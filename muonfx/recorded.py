@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import hashlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol, Self, TypeVar, cast
@@ -25,9 +25,10 @@ from typing import Any, Protocol, Self, TypeVar, cast
 import optree
 import torch
 import torch.utils._pytree as torch_pytree
+from optree import PyTreeSpec
 from torch import Tensor
 
-from muonfx.arguments import check_plain, kinds_of
+from muonfx.arguments import Options, check_plain, expand_options, kinds_of, options_of
 from muonfx.identity import public_name, text_of
 from muonfx.tree import NAMESPACE
 
@@ -59,7 +60,7 @@ class _Hole:
 _HOLE = _Hole()
 
 
-def _split(value: Any, parts: list[Any], *, top: bool = False) -> Any:
+def _split(value: Any, parts: list[object], *, top: bool = False) -> object:
     """Return the skeleton of an argument and append its parts, in order, to a list."""
     if isinstance(value, Recorded | Tensor) or (top and isinstance(value, float)):
         parts.append(value)
@@ -76,7 +77,7 @@ def _split(value: Any, parts: list[Any], *, top: bool = False) -> Any:
     return value
 
 
-def _join(skeleton: Any, parts: Iterator[Any]) -> Any:
+def _join(skeleton: Any, parts: Iterator[object]) -> Any:
     """Put parts back into a skeleton; the inverse of `_split`."""
     if skeleton is _HOLE:
         return next(parts)
@@ -91,7 +92,7 @@ MAX_DEPTH = 64
 """The number of recorded values that may lie one within another. Side by side there may be any number."""
 
 
-def _depth(parts: Sequence[Any]) -> int:
+def _depth(parts: Sequence[object]) -> int:
     """Count the recorded values that lie one within another among some parts, with the one that holds them."""
     depth, level = 1, [part for part in parts if isinstance(part, Recorded)]
     while level:
@@ -111,7 +112,7 @@ def _names_of_parts(skeleton: Any, prefix: str) -> Iterator[str]:
             yield from _names_of_parts(item, f"{prefix}.{key}" if prefix else str(key))
 
 
-def _ordered(skeleton: Any) -> Any:
+def _ordered(skeleton: Any) -> object:
     """The skeleton in a form whose equality sees the order of dicts, which decides what their parts mean."""
     if type(skeleton) in (tuple, list):
         return type(skeleton), tuple(_ordered(item) for item in skeleton)
@@ -129,21 +130,24 @@ class Definition:
 
     constructor: Callable[..., Any]
     parameters: Mapping[str, inspect.Parameter]
+    """Of the arguments that are recorded: all but the options."""
+    options: Mapping[str, type[Options]]
+    """By name, the arguments that are values of several others; these are recorded in their place."""
     kinds: tuple[tuple[str, str], ...]
     """Name and kind of each parameter, in a form that can be traced."""
     plain: Mapping[str, frozenset[str]]
     """By parameter, the plain types that its annotation asks for."""
     name: str | None
     """The public name, if one was declared."""
-    former_defaults: Mapping[str, Any]
+    former_defaults: Mapping[str, object]
     """By argument, a default of an earlier version that means the same state."""
     remembers: bool
     """True if the constructor takes the memory of its structure."""
     transparent: bool
     """True if its values stand for their only part, whose names do not show that it is within another."""
-    part_names: Callable[[Any], Sequence[str]] | None
+    part_names: Callable[[Recorded], Sequence[str]] | None
     """Names the parts of a value, where the names of arguments do not."""
-    declaration: Any
+    declaration: object
     """The arguments of the decorator, in a form of its own."""
 
 
@@ -154,13 +158,14 @@ class Factory(Protocol):
     __name__: str
     __qualname__: str
     __module__: str
+    __signature__: inspect.Signature
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Record a call."""
         ...
 
 
-def _as_float(parameter: inspect.Parameter, value: Any) -> Any:
+def _as_float(parameter: inspect.Parameter, value: Any) -> object:
     """An int as a float, where the annotation says float."""
     is_int = isinstance(value, int) and not isinstance(value, bool)
     return float(value) if is_int and "float" in str(parameter.annotation) else value
@@ -172,10 +177,10 @@ class Structure:
 
     kind: type[Recorded]
     factory: Factory
-    skeleton: dict[str, Any]
+    skeleton: dict[str, object]
     derived: dict[str, Any] = field(default_factory=dict, repr=False)
     """What follows from the rest, computed once where it is made and shared by all values of this structure."""
-    memory: dict[Any, Any] = field(default_factory=dict, repr=False)
+    memory: dict[object, Any] = field(default_factory=dict, repr=False)
     """The answers that a constructor has derived from structure; they live as long as the structure does."""
 
     def __eq__(self, other: object) -> bool:
@@ -200,7 +205,7 @@ class Recorded:
     parts: tuple[Any, ...]
 
     @classmethod
-    def record(cls, factory: Factory, /, *args: Any, **kwargs: Any) -> Self:
+    def record(cls, factory: Factory, /, *args: object, **kwargs: object) -> Self:
         """Record a call of a factory; ints become floats where the factory's annotation says float.
 
         Raises:
@@ -210,10 +215,12 @@ class Recorded:
         """
         definition = factory.definition
         parameters = definition.parameters
+        if definition.options:
+            kwargs = expand_options(definition.options, kwargs)
         bound = inspect.Signature(list(parameters.values())).bind(*args, **kwargs)
         bound.apply_defaults()
-        parts: list[Any] = []
-        skeleton: dict[str, Any] = {}
+        parts: list[object] = []
+        skeleton: dict[str, object] = {}
         for name, value in bound.arguments.items():
             check_plain(factory.__name__, name, value, definition.plain[name])
             skeleton[name] = _split(_as_float(parameters[name], value), parts, top=True)
@@ -226,13 +233,13 @@ class Recorded:
         return cls._from(Structure(cls, factory, skeleton), parts)
 
     @classmethod
-    def _from(cls, context: Structure, parts: Any) -> Self:
+    def _from(cls, context: Structure, parts: Iterable[object]) -> Self:
         value = cast("Self", object.__new__(context.kind))
         object.__setattr__(value, "structure", context)
         object.__setattr__(value, "parts", tuple(parts))
         return value
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         """Register every kind of recorded value as a pytree node, with optree and with torch."""
         super().__init_subclass__(**kwargs)
         # optree's types ask for a collection; any class will do
@@ -243,7 +250,7 @@ class Recorded:
             cls, _flatten_for_torch, _unflatten_for_torch, serialized_type_name=public_name(cls)
         )
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         """Refuse: a recorded value does not change; `replace` makes another."""
         raise AttributeError(
             f"{self.structure.factory.__name__}(...) is a value and cannot be changed; use .replace({name}=...)"
@@ -264,10 +271,10 @@ class Recorded:
         """The arguments of the call by name, defaults included."""
         return dict(self._arguments)
 
-    def _call(self, function: Callable[..., Any], arguments: Mapping[str, Any], **further: Any) -> Any:
+    def _call(self, function: Callable[..., Any], arguments: Mapping[str, Any], **further: object) -> Any:
         """Call a function of the factory's signature with recorded arguments, and with further named ones."""
-        positional: list[Any] = []
-        named: dict[str, Any] = dict(further)
+        positional: list[object] = []
+        named: dict[str, object] = dict(further)
         for name, kind in self.factory.definition.kinds:
             if kind == "VAR_POSITIONAL":
                 positional.extend(arguments[name])
@@ -282,9 +289,11 @@ class Recorded:
     def build(self) -> Any:
         """Call the constructor with the recorded arguments."""
         definition = self.factory.definition
+        arguments = self._arguments
+        further: dict[str, object] = {name: kind.take(name, arguments) for name, kind in definition.options.items()}
         if definition.remembers:
-            return self._call(definition.constructor, self._arguments, _memory=self.structure.memory)
-        return self._call(definition.constructor, self._arguments)
+            further["_memory"] = self.structure.memory
+        return self._call(definition.constructor, arguments, **further)
 
     @property
     def built(self) -> Any:
@@ -298,7 +307,7 @@ class Recorded:
         return kept
 
     @property
-    def treedef(self) -> Any:
+    def treedef(self) -> PyTreeSpec:
         """The structure of the value and of all within it, without numbers: equal for values that differ in these."""
         kept = self.__dict__.get("_treedef")
         if kept is None:
@@ -306,7 +315,7 @@ class Recorded:
             self.__dict__["_treedef"] = kept
         return kept
 
-    def with_parts(self, parts: Sequence[Any]) -> Self:
+    def with_parts(self, parts: Sequence[object]) -> Self:
         """The same call with other parts, which may be of other structure than those there are."""
         return self._from(dataclasses.replace(self.structure, derived={}, memory={}), parts)
 
@@ -322,12 +331,13 @@ class Recorded:
                 part.prepare_all()
         return self
 
-    def replace(self, **changes: Any) -> Self:
+    def replace(self, **changes: object) -> Self:
         """Make the value anew with some arguments changed.
 
         Raises:
             TypeError: an argument that the factory does not have; the message lists those it has.
         """
+        changes = expand_options(self.factory.definition.options, changes)
         unknown = changes.keys() - self._arguments.keys()
         if unknown:
             wrong, known = ", ".join(sorted(unknown)), ", ".join(self._arguments)
@@ -362,7 +372,7 @@ class Recorded:
         """Hash by factory and structure; equal values hash alike."""
         return hash((self.factory.__module__, self.factory.__qualname__, len(self.parts)))
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         """Pickle as factory, skeleton and parts; closures, which do not pickle, are built again on first use."""
         return _rebuild, (type(self), self.factory, self.structure.skeleton, self.parts)
 
@@ -380,13 +390,13 @@ class Recorded:
 def make_factory(
     kind: type[Recorded],
     constructor: Callable[..., Any],
-    declaration: Any = None,
+    declaration: object = None,
     *,
     name: str | None = None,
-    former_defaults: Mapping[str, Any] | None = None,
+    former_defaults: Mapping[str, object] | None = None,
     remembers: bool = False,
     transparent: bool = False,
-    part_names: Callable[[Any], Sequence[str]] | None = None,
+    part_names: Callable[[Recorded], Sequence[str]] | None = None,
 ) -> Any:
     """Turn a function into a factory of recorded values, with the function's name, signature and docstring.
 
@@ -408,7 +418,7 @@ def make_factory(
         raise ValueError(f"name must be identifiers with dots between them, such as 'acme.my_momentum', found {name!r}")
 
     @functools.wraps(constructor)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Recorded:
         made = kind.record(factory, *args, **kwargs)
         made.prepare()
         return made
@@ -417,7 +427,10 @@ def make_factory(
     parameters = dict(inspect.signature(constructor).parameters)
     if remembers:
         del parameters["_memory"]
-        cast("Any", call).__signature__ = inspect.Signature(list(parameters.values()))
+        factory.__signature__ = inspect.Signature(list(parameters.values()))
+    options = options_of(parameters)
+    for argument in options:
+        del parameters[argument]
     former = dict(former_defaults or {})
     for argument in former:
         if argument not in parameters or parameters[argument].default is inspect.Parameter.empty:
@@ -425,6 +438,7 @@ def make_factory(
     factory.definition = Definition(
         constructor,
         parameters,
+        options,
         tuple((argument, parameter.kind.name) for argument, parameter in parameters.items()),
         kinds_of(parameters),
         name,
@@ -454,7 +468,7 @@ def parts_of(value: Recorded) -> Iterator[tuple[str, Any]]:
             yield name, part
 
 
-def with_numbers(value: R, numbers: Iterator[Any]) -> R:
+def with_numbers(value: R, numbers: Iterator[object]) -> R:
     """A recorded value with other numbers, in the order of its leaves; what keeps all of its numbers is kept itself.
 
     So a changed number leaves the closures of everything else built.
@@ -510,23 +524,25 @@ def part_names(value: Recorded) -> tuple[str, ...]:
     )
 
 
-def _flatten(value: Recorded) -> tuple[tuple[Any, ...], Structure, tuple[str, ...]]:
+def _flatten(value: Recorded) -> tuple[tuple[object, ...], Structure, tuple[str, ...]]:
     return value.parts, value.structure, part_names(value)
 
 
-def _unflatten(context: Structure, parts: Any) -> Recorded:
+def _unflatten(context: Structure, parts: Iterable[object]) -> Recorded:
     return Recorded._from(context, parts)
 
 
-def _flatten_for_torch(value: Recorded) -> tuple[list[Any], Structure]:
+def _flatten_for_torch(value: Recorded) -> tuple[list[object], Structure]:
     return list(value.parts), value.structure
 
 
-def _unflatten_for_torch(parts: Any, context: Structure) -> Recorded:
+def _unflatten_for_torch(parts: Iterable[object], context: Structure) -> Recorded:
     return Recorded._from(context, parts)
 
 
-def _rebuild(kind: type[Recorded], factory: Factory, skeleton: dict[str, Any], parts: tuple[Any, ...]) -> Recorded:
+def _rebuild(
+    kind: type[Recorded], factory: Factory, skeleton: dict[str, object], parts: tuple[object, ...]
+) -> Recorded:
     return Recorded._from(Structure(kind, factory, skeleton), parts)
 
 
@@ -545,7 +561,7 @@ def _same(a: Any, b: Any) -> bool:
     return bool(type(a) is type(b) and a == b)
 
 
-def _literal(value: Any) -> str:
+def _literal(value: object) -> str:
     """Python code for an argument."""
     if isinstance(value, Tensor):
         try:
@@ -594,7 +610,7 @@ def told_arguments(value: Recorded) -> dict[str, str]:
     }
 
 
-def _text(skeleton: Any, parts: Iterator[Any]) -> str:
+def _text(skeleton: object, parts: Iterator[object]) -> str:
     if skeleton is _HOLE:
         part = next(parts)
         return _structure(part) if isinstance(part, Recorded) else _NUMBER
@@ -612,6 +628,6 @@ def _default_text(parameter: inspect.Parameter) -> str:
         return "{}"
     if parameter.default is parameter.empty:
         return _NUMBER
-    parts: list[Any] = []
+    parts: list[object] = []
     skeleton = _split(_as_float(parameter, parameter.default), parts, top=True)
     return _text(skeleton, iter(parts))

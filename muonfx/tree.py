@@ -67,8 +67,8 @@ class _Node:
     def __init__(
         self,
         kind: type | None = None,
-        entries: Sequence[Any] = (),
-        metadata: Any = None,
+        entries: Sequence[object] = (),
+        metadata: object = None,
         rebuild: Callable[[list[Any]], PyTree] | None = None,
         children: Sequence[_Node] = (),
     ) -> None:
@@ -81,12 +81,12 @@ class _Node:
             return False
         return all(mine.same_as(theirs) for mine, theirs in zip(self.children, other.children, strict=True))
 
-    def unflatten(self, leaves: Iterator[Any]) -> PyTree:
+    def unflatten(self, leaves: Iterator[object]) -> PyTree:
         if self.rebuild is None:
             return next(leaves)
         return self.rebuild([child.unflatten(leaves) for child in self.children])
 
-    def paths(self, above: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    def paths(self, above: tuple[object, ...]) -> list[tuple[object, ...]]:
         if self.kind is None:
             return [above]
         return [
@@ -163,7 +163,7 @@ def flatten(tree: PyTree) -> tuple[list[Any], Structure]:
     return optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
 
 
-def unflatten(treedef: Structure, leaves: Iterable[Any]) -> PyTree:
+def unflatten(treedef: Structure, leaves: Iterable[object]) -> PyTree:
     """Put leaves back into a structure; the inverse of `flatten`.
 
     Raises:
@@ -247,7 +247,7 @@ def names(tree: PyTree) -> list[str]:
     return [".".join([str(entry) for entry in path]) for path in paths(tree)]
 
 
-def paths(tree: PyTree) -> list[tuple[Any, ...]]:
+def paths(tree: PyTree) -> list[tuple[object, ...]]:
     """List the keys, indices and field names that lead to each leaf, in the order of `leaves`.
 
     >>> paths({"blocks": [{"q": 1.0}]})
@@ -260,7 +260,7 @@ def paths(tree: PyTree) -> list[tuple[Any, ...]]:
     return [tuple(getattr(entry, "field", entry.entry) for entry in accessor) for accessor in accessors]
 
 
-def map(function: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
+def map(function: Callable[..., PyTree], tree: PyTree, *rest: PyTree) -> PyTree:
     """Apply a function to corresponding leaves; where the first tree has ``None`` the result is ``None``.
 
     The rest must have the structure of the first; their own ``None`` leaves reach the function.
@@ -280,7 +280,7 @@ def map(function: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
     return optree.tree_map(at, tree, *rest, none_is_leaf=True, namespace=NAMESPACE)
 
 
-def subtrees(treedef: Structure, tree: PyTree) -> list[PyTree]:
+def subtrees(treedef: Structure, tree: PyTree) -> list[Any]:
     """List what a tree has where a structure has leaves; by key, not by place.
 
     Raises:
@@ -358,7 +358,7 @@ class Present:
             f"with {len(theirs)} leaves {_some(theirs)}; updates, state and params must have one structure"
         )
 
-    def _tree(self, leaves: Sequence[Any]) -> PyTree:
+    def _tree(self, leaves: Sequence[object]) -> PyTree:
         return unflatten(self._treedef, leaves) if self._keys is None else dict(zip(self._keys, leaves, strict=True))
 
     def pick(self, tree: PyTree) -> list[Any]:
@@ -370,11 +370,11 @@ class Present:
         found = self._all(tree)
         return found if self._everywhere else [found[place] for place in self._places]
 
-    def fill(self, values: Sequence[Any], old: PyTree = None) -> PyTree:
+    def fill(self, values: Sequence[object], old: PyTree = None) -> PyTree:
         """Build a tree with the values at these places, and with the leaves of ``old`` (or ``None``) elsewhere."""
         if self._everywhere:
             return self._tree(values)
-        merged = [None] * len(self._leaves) if old is None else self._all(old)
+        merged: list[object] = [None] * len(self._leaves) if old is None else self._all(old)
         for place, value in zip(self._places, values, strict=True):
             merged[place] = value
         return self._tree(merged)

@@ -52,6 +52,7 @@ def test_an_iteration_said_loosely_and_as_a_value_is_one_chain() -> None:
         (mfx.normuon, {}),
         (mfx.muon_with_adamw, named),
         (lambda **given: _muon_of(model, **given), {}),
+        (mfx.orthogonalize, {}),
     ):
         first, second = make(**loose, **more), make(newton_schulz=value, **more)
         assert first == second

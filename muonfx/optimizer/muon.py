@@ -16,7 +16,7 @@ from muonfx.optimizer.groups import NamedParameters, named_pairs, resolve_groups
 from muonfx.recipes import muon_with_adamw
 from muonfx.select import Labels, default_labels
 from muonfx.sharding.layout import Layout
-from muonfx.transforms._matrices import Blocks, Dims
+from muonfx.transforms._matrices import Blocks, Dims, MatrixView
 
 __all__ = ["Muon"]
 
@@ -36,10 +36,11 @@ class Muon(TransformOptimizer):
         coefficients: of the Newton-Schulz iteration, as in `muonfx.orthogonalize`.
         method: "standard", "gram" or "auto", as in `muonfx.orthogonalize`.
         dtype: of the iteration, as in `muonfx.orthogonalize`.
-        newton_schulz: the iteration as one value, which stands for the three arguments above.
-        dims: as in `muonfx.orthogonalize`: ``{"*.experts.*": ((-2,), (-1,))}`` for stacks of matrices, which would
-            otherwise be flattened as convolutions are.
-        blocks: as in `muonfx.orthogonalize`: ``{"*.qkv.weight": 3}`` for fused matrices.
+        newton_schulz: the iteration as one value, in place of the three arguments above.
+        dims: ``{"*.experts.*": ((-2,), (-1,))}`` for stacks of matrices, which would otherwise be flattened as
+            convolutions are; `muonfx.MatrixView` says it in full.
+        blocks: ``{"*.qkv.weight": 3}`` for fused matrices.
+        view: which matrices a parameter consists of, as one value, in place of the two arguments above.
         rules: (predicate, label) pairs that come before the default routing; labels are "muon", "adamw" and None.
         labels: "muon", "adamw" or None by name, or a function of the named parameters that returns these, instead of
             the default routing and rules: ``default_labels(model)`` where groups are given and not the model,
@@ -72,9 +73,10 @@ class Muon(TransformOptimizer):
         coefficients: str | polar.Coefficients = "polar_express_5",
         method: str = "auto",
         dtype: torch.dtype | str = "auto",
-        newton_schulz: polar.NewtonSchulz | None = None,
+        newton_schulz: polar.NewtonSchulz = polar.NewtonSchulz(),
         dims: Dims | Mapping[str, Dims] | None = None,
         blocks: Blocks | Mapping[str, Blocks] | None = None,
+        view: MatrixView = MatrixView(),
         rules: Iterable[tuple[Any, str | None]] = (),
         labels: Mapping[str, str | None] | Callable[[Any], Mapping[str, str | None]] | None = None,
         donate_grads: bool = False,
@@ -102,12 +104,8 @@ class Muon(TransformOptimizer):
             b1=betas[0],
             b2=betas[1],
             rule=rule,
-            coefficients=coefficients,
-            method=method,
-            dtype=dtype,
             newton_schulz=newton_schulz,
-            dims=dims,
-            blocks=blocks,
+            view=view,
             labels=self._route(named),
         )
         _warn_of_no_matrices(tx.arguments["labels"], dict(named_pairs(named)))

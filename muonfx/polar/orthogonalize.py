@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
+from muonfx.arguments import expand_options
 from muonfx.polar.coefficients import CoefficientsLike
 from muonfx.polar.many import orthogonalize_many
+from muonfx.polar.newton_schulz import NewtonSchulz
 from muonfx.polar.policy import DTypeLike, MethodLike
 from muonfx.polar.products import ProductsLike
 
@@ -21,6 +23,7 @@ def orthogonalize(
     restarts: Sequence[int] | None = None,
     dtype: DTypeLike = "auto",
     products: ProductsLike = "auto",
+    newton_schulz: NewtonSchulz | None = None,
     max_scratch_bytes: int | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -43,6 +46,7 @@ def orthogonalize(
         dtype: the dtype of the matrix products, or "auto" for `compute_dtype`'s choice.
         products: "batched", "blocks" or "triton": how symmetric products are done; "auto" for what `explain` says.
             Under autograd, `torch.func` and the compiler, and for small matrices, they are always batched.
+        newton_schulz: the iteration as one value, in place of `coefficients`, `steps`, `method`, `dtype`, `products`.
         max_scratch_bytes: about how many bytes of intermediates may be taken at a time; see `orthogonalize_many`.
         out: where to write the result: a tensor of `x`'s shape, dtype and device, possibly `x` itself.
 
@@ -51,7 +55,7 @@ def orthogonalize(
 
     Raises:
         TypeError: `x` or `out` is not a floating tensor of a supported dtype, or an argument has the wrong type.
-        ValueError: `x` has fewer than two dims, or another argument is malformed.
+        ValueError: `x` has fewer than two dims, or another argument is malformed; or the iteration is said twice.
         RuntimeError: `products="triton"` where the kernels do not run; `out` under autograd, `torch.func` or the
             compiler.
 
@@ -63,14 +67,12 @@ def orthogonalize(
     tensor([[ 1.,  0.,  0.],
             [ 0., -1.,  0.]])
     """
+    loose = {"coefficients": coefficients, "steps": steps, "method": method, "dtype": dtype, "products": products}
+    settings = expand_options({"newton_schulz": NewtonSchulz}, {**loose, "newton_schulz": newton_schulz})
     (y,) = orthogonalize_many(
         [x],
-        coefficients=coefficients,
-        steps=steps,
-        method=method,
+        **settings,
         restarts=restarts,
-        dtype=dtype,
-        products=products,
         max_scratch_bytes=max_scratch_bytes,
         out=None if out is None else [out],
         names=("x",),

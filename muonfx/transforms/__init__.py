@@ -1,5 +1,6 @@
 """The transforms, one family a file."""
 
+from muonfx.transforms._matrices import MatrixView
 from muonfx.transforms.accumulate import AccumulateState, accumulate
 from muonfx.transforms.adam import AdamState, scale_by_adam
 from muonfx.transforms.average import EmaParamsState, MasterParamsState, ema_params, master_params
@@ -22,6 +23,7 @@ __all__ = [
     "Leaf",
     "LionState",
     "MasterParamsState",
+    "MatrixView",
     "MomentumState",
     "MonitorState",
     "NeuronsState",

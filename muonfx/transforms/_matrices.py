@@ -1,20 +1,20 @@
 """How a leaf is seen as matrices: which dims are rows and columns, and which blocks are matrices of their own.
 
-Shared by every transform that works on matrices, so that they all cut a leaf in the same way. Both settings are one
-value for all leaves, or a mapping from glob over the dotted name to a value (the first match counts; no match means
-no setting).
+Shared by every transform that works on matrices, so that they all cut a leaf in the same way.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from glob import escape
-from typing import Any, NamedTuple
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from muonfx.arguments import Options, check_plain, plain_kinds
 from muonfx.checks import NamePatterns
 from muonfx.core import Locality, Transform
 from muonfx.tracing import matches
@@ -26,6 +26,7 @@ __all__ = [
     "matrix_locality",
     "name_patterns",
     "on_stacks",
+    "stack_blocks",
     "unstack_blocks",
     "view_as_matrices",
 ]
@@ -36,24 +37,86 @@ Dims = tuple[tuple[int, ...], tuple[int, ...]]
 Blocks = int | tuple[int, ...]
 """How many equal blocks, or their sizes, along the block axis."""
 
+S = TypeVar("S")
+_INT = plain_kinds("int")
 
-def matrix_locality(dims: Any) -> Locality:
+
+def matrix_locality(*_: object, dims: Dims | Mapping[str, Dims] | None, **__: object) -> Locality:
     """Say MATRIX where matrices are the last two dims and the rest a batch; else LEAF, for a 2-D leaf the same."""
     return Locality.MATRIX if dims == ((-2,), (-1,)) else Locality.LEAF
 
 
-class MatrixView(NamedTuple):
-    """The settings, validated; `split` takes a leaf apart and `join` puts it together again."""
+@dataclass(frozen=True, repr=False, eq=False)
+class MatrixView(Options):
+    """Which matrices a leaf consists of, for the transforms that work on matrices.
 
-    dims: Any = None
-    blocks: Any = None
+    They take it as ``view=``, or its fields as arguments of their own. Each setting is one for all leaves or a mapping
+    that gives a value for each glob over a leaf's dotted name: the first match counts, no match is None.
+
+    Args:
+        dims: which dims of a leaf are rows and which are columns, the others being a batch: ``((-2,), (-1,))`` treats
+            a stack of expert matrices one by one. None: a leaf of more than two dims is flattened behind the first,
+            as a convolution wants it.
+        blocks: cut each matrix along ``block_axis`` into this many equal blocks, or into blocks of these sizes, and
+            treat each alone: ``{"*.qkv.weight": 3}`` for a fused QKV, the number of heads for per-head updates.
+        block_axis: -2 cuts rows (output features), -1 columns (input features).
+
+    Raises:
+        TypeError: ``block_axis`` is no int.
+        ValueError: a setting is malformed; the message says what is expected.
+
+    Example:
+        >>> import muonfx as mfx
+        >>> view = mfx.MatrixView(blocks={"*.qkv.weight": 3})
+        >>> mfx.chain(mfx.orthogonalize(view=view), mfx.scale_by_shape("spectral", view=view))
+        chain(orthogonalize(blocks={'*.qkv.weight': 3}), scale_by_shape(rule='spectral', blocks={'*.qkv.weight': 3}))
+    """
+
+    dims: Dims | Mapping[str, Dims | None] | None = None
+    blocks: Blocks | Mapping[str, Blocks | None] | None = None
     block_axis: int = -2
 
-    def of(self, names: list[str]) -> list[MatrixView]:
-        """Resolve the settings for each named leaf."""
-        if not isinstance(self.dims, Mapping) and not isinstance(self.blocks, Mapping):
+    def __post_init__(self) -> None:
+        """Check the settings, and hold mappings of our own, which nobody changes."""
+        for value in self.dims.values() if isinstance(self.dims, Mapping) else (self.dims,):
+            if value is not None and not (
+                isinstance(value, tuple) and len(value) == 2 and all(isinstance(side, tuple) and side for side in value)
+            ):
+                raise ValueError(
+                    f"dims must be None or (row dims, column dims) such as ((0,), (1, 2)), found {value!r}"
+                )
+        for value in self.blocks.values() if isinstance(self.blocks, Mapping) else (self.blocks,):
+            sizes = (value,) if isinstance(value, int) else value
+            if value is not None and not (
+                isinstance(sizes, tuple) and sizes and all(type(size) is int and size > 0 for size in sizes)
+            ):
+                raise ValueError(f"blocks must be None, a count, or a tuple of sizes, each at least 1, found {value!r}")
+        check_plain("MatrixView", "block_axis", self.block_axis, _INT)
+        if self.block_axis not in (-2, -1):
+            raise ValueError(f"block_axis must be -2 (rows) or -1 (columns), found {self.block_axis!r}")
+        if isinstance(self.dims, Mapping):
+            object.__setattr__(self, "dims", dict(self.dims))
+        if isinstance(self.blocks, Mapping):
+            object.__setattr__(self, "blocks", dict(self.blocks))
+
+    def __eq__(self, other: object) -> bool:
+        """Equal settings; the order of patterns counts, as the first match does."""
+        return self._key == other._key if isinstance(other, MatrixView) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @property
+    def _key(self) -> tuple[object, ...]:
+        return _ordered(self.dims), _ordered(self.blocks), self.block_axis
+
+    def of(self, names: Sequence[str]) -> list[MatrixView]:
+        """The settings for each named leaf."""
+        if not self.needs_names:
             return [self] * len(names)
-        return [self._replace(dims=_pick(self.dims, name), blocks=_pick(self.blocks, name)) for name in names]
+        found = [(_pick(self.dims, name), _pick(self.blocks, name)) for name in names]
+        views = {pair: replace(self, dims=pair[0], blocks=pair[1]) for pair in dict.fromkeys(found)}
+        return [views[pair] for pair in found]
 
     @property
     def needs_names(self) -> bool:
@@ -61,7 +124,11 @@ class MatrixView(NamedTuple):
         return isinstance(self.dims, Mapping) or isinstance(self.blocks, Mapping)
 
     def split(self, leaf: Tensor, name: str) -> list[Tensor]:
-        """View a leaf as matrices of shape (..., rows, columns): one tensor, or one for each of unequal blocks."""
+        """View a leaf as matrices of shape (..., rows, columns): one tensor, or one for each of unequal blocks.
+
+        Raises:
+            ValueError: it is no matrix, or does not fit the settings; the message has its name.
+        """
         matrix = self._to_matrix(leaf, name)
         if self.blocks is None:
             return [matrix]
@@ -69,7 +136,8 @@ class MatrixView(NamedTuple):
         if isinstance(self.blocks, int):
             if size % self.blocks:
                 raise ValueError(f"{name!r}: {size} {self._axis_name} cannot be cut into {self.blocks} equal blocks")
-            return [_stack_blocks(matrix, self.blocks, self.block_axis)]
+            return [stack_blocks(matrix, self.blocks, self.block_axis)]
+        assert isinstance(self.blocks, tuple)  # a mapping has been resolved, by `of`
         if sum(self.blocks) != size:
             raise ValueError(
                 f"{name!r}: blocks {self.blocks} add up to {sum(self.blocks)}, the leaf has {size} {self._axis_name}"
@@ -123,6 +191,7 @@ class MatrixView(NamedTuple):
         return leaf.permute([*batch, *rows, *columns]).reshape(shape)
 
     def _dims_of(self, leaf: Tensor, name: str) -> tuple[list[int], list[int], list[int]]:
+        assert isinstance(self.dims, tuple)
         sides = [[dim % leaf.ndim if -leaf.ndim <= dim < leaf.ndim else -1 for dim in side] for side in self.dims]
         taken = [dim for side in sides for dim in side]
         if -1 in taken or len(set(taken)) < len(taken):
@@ -132,13 +201,21 @@ class MatrixView(NamedTuple):
         return [dim for dim in range(leaf.ndim) if dim not in taken], sides[0], sides[1]
 
 
-def _pick(setting: Any, name: str) -> Any:
+view_as_matrices = MatrixView
+
+
+def _ordered(setting: object) -> object:
+    return tuple(setting.items()) if isinstance(setting, Mapping) else setting
+
+
+def _pick(setting: S | Mapping[str, S | None] | None, name: str) -> S | None:
     if not isinstance(setting, Mapping):
         return setting
     return next((value for pattern, value in setting.items() if matches(name, pattern)), None)
 
 
-def _stack_blocks(matrix: Tensor, count: int, axis: int) -> Tensor:
+def stack_blocks(matrix: Tensor, count: int, axis: int) -> Tensor:
+    """Cut (..., rows, columns) along rows (-2) or columns (-1) into equal blocks (..., count, rows, columns)."""
     *batch, rows, columns = matrix.shape
     if axis == -2:
         return matrix.reshape(*batch, count, rows // count, columns)
@@ -154,53 +231,29 @@ def unstack_blocks(stacked: Tensor, axis: int) -> Tensor:
 
 
 def on_stacks(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Transform, dict[str, tuple[int, int]]]:
-    """What `muonfx.transform` asks for under this name, for transforms with ``dims`` and perhaps ``blocks``."""
-    given = tx.arguments
-    settings = given["dims"], given.get("blocks")
-    views = view_as_matrices(*settings, given.get("block_axis", -2)).of(list(shapes))
-    found = [(name, own.matrices(shape)) for own, (name, shape) in zip(views, shapes.items(), strict=True)]
+    """What `muonfx.transform` asks for under this name, for transforms with a `MatrixView`."""
+    view = MatrixView.take("view", tx.arguments)
+    found = [
+        (name, own.matrices(shape)) for own, (name, shape) in zip(view.of(list(shapes)), shapes.items(), strict=True)
+    ]
     matrices = {name: matrix for name, matrix in found if matrix is not None}
     if not matrices:
         return tx, {}
 
-    def but(setting: Any, value: Any) -> dict[str, Any]:
-        others = dict(setting) if isinstance(setting, Mapping) else {"*": setting}
+    def but(setting: S | Mapping[str, S], value: S) -> dict[str, S]:
+        others: Mapping[str, S] = setting if isinstance(setting, Mapping) else {"*": setting}
         ours = {escape(name): value for name in matrices}  # in front: the first match counts
         return ours | {pattern: other for pattern, other in others.items() if pattern not in ours}
 
-    changes: dict[str, Any] = {"dims": but(settings[0], ((-2,), (-1,)))}
-    if settings[1] is not None:
-        changes["blocks"] = but(settings[1], None)
-    return tx.replace(**changes), matrices
+    blocks = None if view.blocks is None else but(view.blocks, None)
+    return tx.replace(dims=but(view.dims, ((-2,), (-1,))), blocks=blocks), matrices
 
 
 def name_patterns(tx: Transform) -> list[NamePatterns]:
-    """The globs that a transform with ``dims`` and perhaps ``blocks`` holds, as `muonfx.transform` asks for them."""
-    settings = {name: tx.arguments.get(name) for name in ("dims", "blocks")}
+    """The globs that a transform with a `MatrixView` holds, as `muonfx.transform` asks for them."""
+    settings = {name: tx.arguments[name] for name in ("dims", "blocks")}
     return [
         NamePatterns(name, tuple((pattern,) for pattern in setting), first_counts=True)
         for name, setting in settings.items()
         if isinstance(setting, Mapping)
     ]
-
-
-def view_as_matrices(dims: Any, blocks: Any, block_axis: int) -> MatrixView:
-    """Validate the settings and return the view.
-
-    Raises:
-        ValueError: a setting is malformed; the message says what is expected.
-    """
-    for value in dims.values() if isinstance(dims, Mapping) else (dims,):
-        if value is not None and not (
-            isinstance(value, tuple) and len(value) == 2 and all(isinstance(side, tuple) and side for side in value)
-        ):
-            raise ValueError(f"dims must be None or (row dims, column dims) such as ((0,), (1, 2)), found {value!r}")
-    for value in blocks.values() if isinstance(blocks, Mapping) else (blocks,):
-        sizes = (value,) if isinstance(value, int) else value
-        if value is not None and not (
-            isinstance(sizes, tuple) and sizes and all(type(size) is int and size > 0 for size in sizes)
-        ):
-            raise ValueError(f"blocks must be None, a count, or a tuple of sizes, each at least 1, found {value!r}")
-    if block_axis not in (-2, -1):
-        raise ValueError(f"block_axis must be -2 (rows) or -1 (columns), found {block_axis!r}")
-    return MatrixView(dims, blocks, block_axis)

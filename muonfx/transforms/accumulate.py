@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from muonfx import elementwise as ew
 from muonfx.core import Donation, EmptyState, Locality, Transform, identity, transform
 from muonfx.core.contract import NOTHING, InStore
 from muonfx.tracing import is_traced, is_wrapped
+from muonfx.transforms._in_store import StoreExecutor
 from muonfx.transforms._pinned import FORMER_DEFAULT, WideStateDtype, store, widen, zeros
 from muonfx.tree import Present, PyTree, device_of
 
@@ -33,19 +34,19 @@ class AccumulateState(NamedTuple):
     """The inner transform's state."""
 
 
-def _init_in_store(executor: Any, tx: Transform, params: PyTree) -> PyTree:
+def _init_in_store(executor: StoreExecutor, tx: Transform, params: PyTree) -> PyTree:
     own = executor.init_in_store(tx.with_children(lambda _: identity()), params)
     return own._replace(inner=tx.children[0].functions.init(params))
 
 
 def _update_in_store(
-    executor: Any,
+    executor: StoreExecutor,
     tx: Transform,
     updates: PyTree,
     state: AccumulateState,
     params: PyTree,
     donate: Donation,
-    extras: Mapping[str, Any],
+    extras: Mapping[str, object],
 ) -> tuple[PyTree, AccumulateState]:
     """Add to the sums by buckets; what comes out when it is time is the gradient for the inner transform."""
     adding = tx.with_children(lambda _: identity())
@@ -119,7 +120,7 @@ def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: WideSt
         *,
         boundary: bool | Tensor | None = None,
         donate: Donation = NOTHING,
-        **extras: Any,
+        **extras: object,
     ):
         at = Present(updates)
         grads, old = at.pick(updates), at.pick(state.sums)
@@ -154,14 +155,14 @@ def _by_path(updates: PyTree) -> list[int]:
     if tree.is_flat(updates):
         return list(range(len(updates)))
 
-    def key(path: tuple[Any, ...]) -> list[tuple[str, Any]]:
+    def key(path: tuple[object, ...]) -> list[tuple[str, int | str]]:
         return [(type(entry).__name__, entry if isinstance(entry, int | str) else str(entry)) for entry in path]
 
     keys = [key(path) for path in tree.paths(updates)]
     return sorted(range(len(keys)), key=keys.__getitem__)
 
 
-def _ever_seen(updates: PyTree, gathered: AccumulateState) -> list[Any]:
+def _ever_seen(updates: PyTree, gathered: AccumulateState) -> list[Tensor | None]:
     """The leaves that had a gradient in any micro-batch since the last update: something at their places, else None."""
     leaves = tree.leaves(updates)
     if all(leaf is not None for leaf in leaves):
@@ -182,10 +183,10 @@ class _Act(NamedTuple):
 
     inner: Transform
     updates: PyTree
-    places: list[Any]
+    places: list[Tensor | None]
     mean: bool
     params: PyTree
-    extras: dict[str, Any]
+    extras: dict[str, object]
 
     def _dtypes(self) -> list[torch.dtype | None]:
         params = tree.leaves(self.updates if self.params is None else self.params)
@@ -232,8 +233,8 @@ class _Act(NamedTuple):
         leaves, treedef = tree.flatten(gathered)
         shape = tree.flatten(self.wait(gathered))[1]
 
-        def run(function: Any) -> Any:
-            def branch(*leaves: Any) -> tuple[Tensor, ...]:
+        def run(function: Callable[[AccumulateState], PyTree]) -> Callable[..., tuple[Tensor, ...]]:
+            def branch(*leaves: Tensor) -> tuple[Tensor, ...]:
                 outcome = function(tree.unflatten(treedef, leaves))
                 return tuple(leaf.clone() for leaf in tree.leaves(outcome) if leaf is not None)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -12,6 +12,7 @@ from muonfx import elementwise as ew
 from muonfx.core import Donation, EmptyState, Locality, Transform, apply_updates, identity, transform
 from muonfx.core.combine import no_state
 from muonfx.core.contract import NOTHING, InStore
+from muonfx.transforms._in_store import StoreExecutor
 from muonfx.transforms._pinned import FORMER_DEFAULT, StateDtype, WideStateDtype, copies
 from muonfx.transforms.leafwise import Leaf, Slot, leafwise
 from muonfx.tree import Present, PyTree, map, tensors
@@ -66,7 +67,7 @@ class MasterParamsState(NamedTuple):
 
 
 @transform(locality=Locality.ELEMENT)
-def _returned(out: Any):
+def _returned(out: _Done):
     """Stands for a transform that has been run on all leaves, and returned what it holds."""
 
     def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
@@ -82,19 +83,19 @@ class _Done:
         self.values = values
 
 
-def _init_in_store(executor: Any, tx: Transform, params: PyTree) -> PyTree:
+def _init_in_store(executor: StoreExecutor, tx: Transform, params: PyTree) -> PyTree:
     own = executor.init_in_store(tx.with_children(lambda _: identity()), params)
     return own._replace(inner=tx.children[0].functions.init(copies(params, tx.arguments["dtype"])))
 
 
 def _update_in_store(
-    executor: Any,
+    executor: StoreExecutor,
     tx: Transform,
     updates: PyTree,
     state: MasterParamsState,
     params: PyTree,
     donate: Donation,
-    extras: Mapping[str, Any],
+    extras: Mapping[str, object],
 ) -> tuple[PyTree, MasterParamsState]:
     """Run the inner transform on the master where it lies, then add to it by buckets."""
     if params is None:
@@ -156,7 +157,12 @@ def master_params(inner: Transform, dtype: WideStateDtype = "auto"):
         return MasterParamsState(master, inner.functions.init(master))
 
     def update(
-        updates: PyTree, state: MasterParamsState, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any
+        updates: PyTree,
+        state: MasterParamsState,
+        params: PyTree = None,
+        *,
+        donate: Donation = NOTHING,
+        **extras: object,
     ):
         if params is None:
             raise ValueError("master_params needs the parameters: call update(updates, state, params)")

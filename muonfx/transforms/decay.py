@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from math import prod
-from typing import Any
 
 from torch import Tensor
 
@@ -13,6 +12,7 @@ from muonfx import elementwise as ew
 from muonfx.core import Donation, Locality, Transform, transform
 from muonfx.core.combine import chain_entries
 from muonfx.core.contract import NOTHING
+from muonfx.elementwise import Scalar
 from muonfx.partition import mask_patterns, resolve_mask
 from muonfx.recorded import parts_of
 from muonfx.schedules import Schedule
@@ -44,7 +44,7 @@ def add_decayed_weights(
     weight_decay: float | Schedule | Callable[[Tensor], Tensor] = 0.0,
     mask: PyTree | Mapping[str, bool] | Predicate | Callable[[PyTree], PyTree] | None = None,
     *,
-    _memory: dict[Any, Any],
+    _memory: dict[object, object],
 ):
     """Add the parameters, times a factor, to the updates.
 
@@ -71,7 +71,7 @@ def add_decayed_weights(
         checks.at_least("weight_decay", weight_decay, 0.0)
     decays = resolve_mask("add_decayed_weights: mask", mask, _memory)
 
-    def decay(updates: PyTree, params: PyTree, factor: Any, donate: Donation) -> PyTree:
+    def decay(updates: PyTree, params: PyTree, factor: Scalar, donate: Donation) -> PyTree:
         if params is None:
             raise ValueError("add_decayed_weights needs the parameters: call update(updates, state, params)")
         if isinstance(factor, float) and factor == 0.0:
@@ -100,7 +100,7 @@ def _sign(tx: Transform) -> int:
     return min(signs) if signs else 1  # torch 2.13 cannot trace min with a default
 
 
-def _sign_of(value: Any) -> int:
+def _sign_of(value: object) -> int:
     numbers = [x for _, x in parts_of(value) if isinstance(x, float)] if isinstance(value, Schedule) else [value]
     known = [x for x in numbers if isinstance(x, float)]
     return -1 if any(x < 0 for x in known) and not any(x > 0 for x in known) else 1
@@ -143,7 +143,7 @@ def cautious(inner: Transform, min_share: float = 1e-3):
     def init(params: PyTree) -> PyTree:
         return inner.functions.init(params)
 
-    def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: object):
         # The gradient is needed again after the inner transform: it cannot be donated on.
         out, state = inner.run(updates, state, params, donate=Donation(False, donate.state), **extras)
 

@@ -1,9 +1,7 @@
 """Transforms that work leaf by leaf, written as the arithmetic of one leaf.
 
-The author's ``step`` is called once for a whole tree, with a `Leaf` for each operand. A `Leaf` records what is done
-with it; when the step has returned, each recorded operation runs once on the lists of all leaves, in
-`muonfx.elementwise`. By then it is known where every value is used for the last time, and so whose storage may be
-overwritten: the donation promise is kept here, not by authors.
+The author's ``step`` is called with a `Leaf` for each operand, which records what is done with it: once, not at every
+update, unless it reads tensors.
 """
 
 from __future__ import annotations
@@ -11,8 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import is_not
-from typing import Any, Literal, NoReturn, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -23,216 +20,16 @@ from muonfx.arguments import check_plain, plain_kinds
 from muonfx.compact import Compact
 from muonfx.compact.state import Holder
 from muonfx.core import Donation, Locality, Transform, apply_updates, transform
-from muonfx.core.contract import NOTHING
+from muonfx.core.contract import NOTHING, Functions
+from muonfx.transforms._leaf import Leaf, Operation, Plan, Values, plan
 from muonfx.transforms._pinned import StateDtype, WideStateDtype, copies, new_count, store, zeros
-from muonfx.tree import Present, PyTree, device_of
+from muonfx.tree import Present, PyTree, Structure, device_of
 
 __all__ = ["Leaf", "Slot", "StepCount", "leafwise"]
 
-Lists = Callable[..., list[Tensor]]
-Casts = torch.dtype | list[torch.dtype] | None
-"""The dtypes that the tensors of an operand are cast to: one for all, one for each, or None for as they are."""
 ReadsParams = bool | Literal["updated"]
 Step = Callable[..., tuple["Leaf", PyTree]]
 Constructor = Callable[..., tuple[PyTree, Step]]
-
-
-def _method(function: Callable[..., Leaf]) -> Callable[..., Leaf]:
-    """Give a lambda of a class body a type."""
-    return function
-
-
-class Leaf:
-    """One leaf in the arithmetic of a `leafwise` step, in the dtype to compute in.
-
-    Operators and the functions and methods of torch work on it as on a tensor. It has no values yet: nothing may be
-    decided on them, and no shape or dtype may be asked for, since it stands for every leaf of a tree.
-
-    >>> import muonfx as mfx
-    >>> @mfx.leafwise
-    ... def soft_sign():
-    ...     def step(u: mfx.Leaf, s):
-    ...         return u / (1 + torch.abs(u)), s
-    ...
-    ...     return mfx.EmptyState(), step
-    >>> soft_sign().update({"w": torch.tensor([1.0, -3.0])}, mfx.EmptyState())[0]
-    {'w': tensor([ 0.5000, -0.7500])}
-    """
-
-    _record: list[Leaf]
-    _operands: Sequence[Leaf] = ()
-    _values: Sequence[Tensor] = ()
-    _may_write = False
-    _uses = 0
-    _is_fresh = True
-    _has_leafs_shape = True
-
-    def __init__(
-        self,
-        function: Lists,
-        operands: Sequence[Leaf],
-        scalars: Sequence[Any] = (),
-        *,
-        overwrites: int | None = None,
-        is_fresh: bool = True,
-        has_leafs_shape: bool = True,
-    ) -> None:
-        """Record a function of lists; it may ``reuse`` the storage of the operand that it ``overwrites``.
-
-        A result is not ``is_fresh`` where it may be a view of an operand, or the operand itself.
-        """
-        self._function, self._operands, self._scalars, self._overwrites = function, operands, scalars, overwrites
-        self._is_fresh, self._has_leafs_shape = is_fresh, has_leafs_shape
-        for operand in operands:
-            self._record = operand._record
-            self._has_leafs_shape = self._has_leafs_shape and operand._has_leafs_shape
-        self._record.append(self)
-
-    def _count_uses(self) -> None:
-        self._uses += 1
-        if self._uses == 1:
-            for operand in self._operands:
-                operand._count_uses()
-
-    def _read(self) -> list[Tensor]:
-        return cast("list[Tensor]", self._values)
-
-    def _compute(self) -> None:
-        """Run the recorded function, in storage that it is the last to use where it can."""
-        lists = [operand._read() for operand in self._operands]
-        if self._overwrites is None:
-            self._values = self._function(*lists, *self._scalars)
-        else:
-            target = self._operands[self._overwrites]
-            reuse = self._has_leafs_shape and target._may_write and target._uses == 1
-            self._values = self._function(*lists, *self._scalars, reuse=reuse)
-            target._may_write = target._may_write and not reuse
-        self._may_write = self._is_fresh and self._has_leafs_shape
-        for operand in self._operands:
-            operand._uses -= 1
-            operand._may_write = operand._may_write and self._is_fresh
-            if not operand._uses and not isinstance(operand, _Operand):
-                operand._values = ()
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Leaf:
-        """Record a function of torch; those that have a form for lists have a method here."""
-        own = getattr(cls, function.__name__, None)
-        if own is not None and isinstance(args[0], Leaf):
-            return own(*args, **(kwargs or {}))
-        return _each(function, *args, **(kwargs or {}))
-
-    def __getattr__(self, name: str) -> Callable[..., Leaf]:
-        """Look up a method of tensors."""
-        method = getattr(Tensor, name, None)
-        if not callable(method) or name.startswith("__"):
-            raise AttributeError(
-                f"leafwise: a leaf has no {name} here, as it stands for every leaf of a tree; write the transform with "
-                "muonfx.transform if its work depends on that"
-            )
-        if name.endswith("_"):
-            raise AttributeError(
-                f"leafwise: {name} writes in place; use {name[:-1]}, which reuses storage where it may"
-            )
-        return functools.partial(_each, method, self)
-
-    def __bool__(self) -> NoReturn:
-        """Refuse: a step decides nothing on values."""
-        raise TypeError("leafwise: a step cannot decide on the values of a leaf in Python; use torch.where")
-
-    def add(self, other: Any, *, alpha: Any = 1.0) -> Leaf:
-        """Record ``self + alpha * other``."""
-        if isinstance(other, Leaf):
-            return Leaf(ew.add, (self, other), (alpha,), overwrites=0)
-        return Leaf(ew.shift, (self,), (alpha * other,), overwrites=0)
-
-    def sub(self, other: Any) -> Leaf:
-        """Record ``self - other``."""
-        return self.add(other, alpha=-1.0)
-
-    def mul(self, other: Any) -> Leaf:
-        """Record ``self * other``."""
-        if isinstance(other, Leaf):
-            return Leaf(functools.partial(ew.apply, "mul"), (self, other), overwrites=0)
-        return Leaf(ew.mul, (self,), (other,), overwrites=0)
-
-    def div(self, other: Any) -> Leaf:
-        """Record ``self / other``."""
-        if isinstance(other, Leaf):
-            return Leaf(ew.div, (self, other), overwrites=1)
-        return _each(torch.div, self, other)
-
-    def lerp(self, end: Any, weight: Any) -> Leaf:
-        """Record ``self + weight * (end - self)``."""
-        if isinstance(end, Leaf) and not isinstance(weight, Leaf):
-            return Leaf(ew.lerp, (self, end), (weight,), overwrites=0)
-        return _each(torch.lerp, self, end, weight)
-
-    def addcmul(self, x: Any, y: Any, *, value: Any = 1.0) -> Leaf:
-        """Record ``self + value * x * y``."""
-        if isinstance(x, Leaf) and isinstance(y, Leaf):
-            return Leaf(ew.addcmul, (self, x, y), (value,), overwrites=0)
-        return _each(torch.addcmul, self, x, y, value=value)
-
-    def sqrt(self) -> Leaf:
-        """Record the square root."""
-        return Leaf(functools.partial(ew.apply, "sqrt"), (self,), overwrites=0)
-
-    def sign(self) -> Leaf:
-        """Record the sign."""
-        return Leaf(functools.partial(ew.apply, "sign"), (self,), overwrites=0)
-
-    __add__ = __radd__ = add
-    __sub__ = sub
-    __mul__ = __rmul__ = mul
-    __truediv__ = div
-    __neg__ = _method(lambda x: -1.0 * x)
-    __rsub__ = _method(lambda x, y: y + -1.0 * x)
-    __abs__ = _method(lambda x: _each(torch.abs, x))
-    __rtruediv__ = _method(lambda x, y: _each(torch.div, y, x))
-    __pow__ = _method(lambda x, y: _each(torch.pow, x, y))
-    __gt__ = _method(lambda x, y: _each(torch.gt, x, y))
-    __ge__ = _method(lambda x, y: _each(torch.ge, x, y))
-    __lt__ = _method(lambda x, y: _each(torch.lt, x, y))
-    __le__ = _method(lambda x, y: _each(torch.le, x, y))
-
-
-class _Operand(Leaf):
-    """An update, a parameter or a tree of the state as a step is given it; cast when it is first read."""
-
-    was_cast = False
-    """True if the values are fresh copies, every one."""
-
-    def __init__(self, given: list[Tensor], casts_to: Casts, record: list[Leaf], may_write: bool = False) -> None:
-        self.given, self._casts_to, self._record, self._may_write = given, casts_to, record, may_write
-
-    def _read(self) -> list[Tensor]:
-        if self._casts_to is None:
-            return self.given
-        if not self._values:
-            self._values = ew.cast(self.given, self._casts_to)
-            self.was_cast = all(map(is_not, self._values, self.given))
-            self._may_write = self._may_write or self.was_cast
-        return cast("list[Tensor]", self._values)
-
-
-def _each(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Leaf:
-    """Record a function that is called once for each leaf."""
-    found, treedef = tree.flatten((args, kwargs))
-    operands = [leaf for leaf in found if isinstance(leaf, Leaf)]
-
-    def call(*lists: list[Tensor]) -> list[Tensor]:
-        results: list[Tensor] = []
-        for tensors in zip(*lists, strict=True):
-            rest = iter(tensors)
-            given = [next(rest) if isinstance(leaf, Leaf) else leaf for leaf in found]
-            args, kwargs = tree.unflatten(treedef, given)
-            results.append(function(*args, **kwargs))
-        return results
-
-    return Leaf(call, operands, is_fresh=False, has_leafs_shape=False)
 
 
 # Looked up once: a slot is made anew wherever a compiled step rebuilds its transform.
@@ -301,21 +98,11 @@ class _Trees:
         """Values at some places, and whether they are fresh."""
         return (at.pick(held), False) if self._holder is None else (self._holder.read(at, held), True)
 
-    def write(self, at: Present, values: list[Tensor], operand: _Operand, held: PyTree, *, reuse: bool) -> PyTree:
-        """Round values to the pinned dtype; with ``reuse``, into the state's old storage if nothing else lies there."""
+    def write(self, at: Present, values: list[Tensor], old: list[Tensor], held: PyTree, *, reuse: bool) -> PyTree:
+        """Round values to the pinned dtype; with ``reuse``, into the storage of the old ones."""
         if self._holder is not None:
             return self._holder.write(at, values, held)
-        return at.fill(store(values, operand.given, reuse=reuse and operand.was_cast), held)
-
-
-def _casts(lists: Sequence[list[Tensor]]) -> list[Casts]:
-    """The dtype to compute in, for each list or its leaves: the widest of a leaf's operands, and at least fp32."""
-    dtypes = [[x.dtype for x in xs] for xs in lists]
-    kinds = [set(found) for found in dtypes]
-    if all(len(kind) <= 1 for kind in kinds):
-        wide = ew.wide_dtype(*[dtype for kind in kinds for dtype in kind])
-        return [None if kind <= {wide} else wide for kind in kinds]
-    return [[ew.wide_dtype(*each) for each in zip(*dtypes, strict=True)]] * len(lists)
+        return at.fill(store(values, old, reuse=reuse), held)
 
 
 def leafwise(
@@ -324,7 +111,7 @@ def leafwise(
     name: str | None = None,
     locality: Locality = Locality.ELEMENT,
     reads_params: ReadsParams = False,
-    former_defaults: Mapping[str, Any] | None = None,
+    former_defaults: Mapping[str, object] | None = None,
     short_names: Mapping[str, str | tuple[str, ...]] | None = None,
 ) -> Any:
     """Make a factory of transforms from a function that returns a state and the arithmetic of one leaf.
@@ -374,11 +161,11 @@ def leafwise(
 
     def decorate(constructor: Constructor) -> Callable[..., Transform]:
         @functools.wraps(constructor)
-        def build(*args: Any, **kwargs: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        def build(*args: object, **kwargs: object) -> Functions:
             state, step = _declared(constructor, reads_params, args, kwargs)
             return _functions(constructor.__name__, state, step, reads_params)
 
-        def find_locality(*args: Any, **kwargs: Any) -> Locality:
+        def find_locality(*args: object, **kwargs: object) -> Locality:
             state, _ = _declared(constructor, reads_params, args, kwargs)
             slots = [field for field in tree.leaves(state) if isinstance(field, Slot)]
             is_compact = any(isinstance(slot.dtype, Compact) for slot in slots)
@@ -397,70 +184,90 @@ def leafwise(
 
 
 def _declared(
-    constructor: Constructor, reads_params: ReadsParams, args: Sequence[Any], kwargs: Mapping[str, Any]
+    constructor: Constructor, reads_params: ReadsParams, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> tuple[PyTree, Step]:
     """Call a constructor and check what it returns."""
-    found: Any = constructor(*args, **kwargs)
+    found: object = constructor(*args, **kwargs)
     what = f"{constructor.__name__}: a leafwise constructor"
     if not (type(found) is tuple and len(found) == 2 and callable(found[1])):
         raise TypeError(f"{what} returns a state and a step, found {found!r}")
-    for field, where in zip(tree.leaves(found[0]), tree.names(found[0]), strict=True):
-        if not isinstance(field, Slot | StepCount):
+    for place, field in enumerate(tree.leaves(found[0])):
+        if isinstance(field, StepCount) or (isinstance(field, Slot) and (field.start == "zeros" or reads_params)):
+            continue
+        where = tree.names(found[0])[place]
+        if not isinstance(field, Slot):
             raise TypeError(f"{what} returns a state of Slot and StepCount, found {field!r} at {where!r}")
-        if isinstance(field, Slot) and field.start == "params" and not reads_params:
-            raise TypeError(f"{what} with a slot that starts at the parameters, {where!r}, declares reads_params=True")
+        raise TypeError(f"{what} with a slot that starts at the parameters, {where!r}, declares reads_params=True")
     return found
 
 
-def _functions(
-    name: str, declared: PyTree, step: Step, reads_params: ReadsParams
-) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def _functions(name: str, declared: PyTree, step: Step, reads_params: ReadsParams) -> Functions:
     """Build ``init`` and ``update`` from a declared state and a step."""
-    named = zip(tree.leaves(declared), tree.names(declared), strict=True)
+    slots, treedef = tree.flatten(declared)
+    named = zip(slots, tree.names(declared), strict=True) if slots else ()
     fields = [_Trees(field, role) if isinstance(field, Slot) else None for field, role in named]
+    # A plan without scalars that are tensors, which a count would be, is the same at every call.
+    kept: list[Plan] = []
+
+    def containers() -> Structure:
+        return tree.flatten(declared)[1] if torch.compiler.is_compiling() else treedef  # traced code has its own kind
+
+    def plan_for(held: list[PyTree]) -> Plan:
+        may_keep = None not in fields and not torch.compiler.is_compiling()  # a graph would be guarded by what is kept
+        if may_keep and kept:
+            return kept[0]
+        record: list[Operation | None] = []
+        u = Leaf(record)
+        p = [Leaf(record)] if reads_params else []
+        old = [own if field is None else Leaf(record) for field, own in zip(fields, held, strict=True)]
+        out, new_state = step(u, tree.unflatten(containers(), old), *p)
+        made = plan(record, [out, *_fields(name, declared, out, new_state)])
+        if may_keep and not made.has_tensors:
+            kept.append(made)
+        return made
 
     def init(params: PyTree) -> PyTree:
         made = [new_count(device_of(params)) if field is None else field.init(params) for field in fields]
-        return tree.unflatten(tree.flatten(declared)[1], made)
+        return tree.unflatten(containers(), made)
 
-    def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING) -> Any:
-        at, containers = Present(updates), tree.flatten(declared)[1]
-        given, held = at.pick(updates), tree.subtrees(containers, state)
-        pairs = list(zip(fields, held, strict=True))
-        stored = [(None, False) if field is None else field.read(at, own) for field, own in pairs]
-        weights = [at.pick(_params(name, params, updates, reads_params))] if reads_params else []
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING
+    ) -> tuple[PyTree, PyTree]:
+        at, held = Present(updates), tree.subtrees(containers(), state)
+        operands, may_write = [at.pick(updates)], [donate.updates]
+        if reads_params:
+            operands.append(at.pick(_params(name, params, updates, reads_params)))
+            may_write.append(False)
+        sources = [0]  # the operands in whose place the outputs come
+        for field, own in zip(fields, held, strict=True):
+            if field is not None:
+                sources.append(len(operands))
+                stored, is_fresh = field.read(at, own)
+                operands.append(stored)
+                may_write.append(donate.state or is_fresh)
 
-        record: list[Leaf] = []
-        casts = iter(_casts([given, *weights, *[values for values, _ in stored if values is not None]]))
-        u = _Operand(given, next(casts), record, donate.updates)
-        p = [_Operand(values, next(casts), record) for values in weights]
-        old = [
-            own if values is None else _Operand(values, next(casts), record, donate.state or fresh)
-            for (values, fresh), own in zip(stored, held, strict=True)
-        ]
-        out, new_state = step(u, tree.unflatten(containers, old), *p)
-        new = _fields(name, declared, out, new_state)
-        _compute(record, [out, *new])
+        planned = plan_for(held)
+        values = Values(planned, operands, may_write)
+        pairs = list(zip(planned.outputs, sources, strict=True))
+        taken = [place for place, source in pairs if place == source]
+        (out, _), *rest = pairs
+        counts, places = iter(planned.counts), iter(rest)
+        new_state: list[PyTree] = []
+        for field, own in zip(fields, held, strict=True):
+            if field is None:
+                new_state.append(next(counts))
+                continue
+            place, source = next(places)
+            if place != source:
+                wide, reuse = values.take(place, taken), donate.state and values.was_cast[source]
+                own = field.write(at, wide, operands[source], own, reuse=reuse)
+                taken.append(place)
+            new_state.append(own)
+        if out != 0:
+            updates = at.fill(ew.cast_like(values.take(out, taken, spare=0), operands[0]))
+        return updates, tree.unflatten(containers(), new_state)
 
-        given_out = [leaf for leaf, operand in zip([out, *new], [u, *old], strict=True) if leaf is operand]
-        kept: list[Any] = []
-        for (field, own), leaf, operand in zip(pairs, new, old, strict=True):
-            if field is None or leaf is operand:
-                kept.append(leaf if field is None else own)
-            else:
-                values = ew.clone(leaf._read()) if _is_shared(leaf, given_out) else leaf._read()
-                kept.append(field.write(at, values, operand, own, reuse=donate.state))
-                given_out.append(leaf)
-        new_state = tree.unflatten(containers, kept)
-        if out is u:
-            return updates, new_state
-        values = out._read()
-        if _is_shared(out, given_out):
-            is_spare = u._may_write and not u._uses
-            values = ew.copy(values, into=u._read()) if is_spare else ew.clone(values)
-        return at.fill(ew.cast_like(values, given)), new_state
-
-    return init, update
+    return Functions(init, update)
 
 
 def _params(name: str, params: PyTree, updates: PyTree, reads_params: ReadsParams) -> PyTree:
@@ -469,25 +276,7 @@ def _params(name: str, params: PyTree, updates: PyTree, reads_params: ReadsParam
     return apply_updates(params, updates) if reads_params == "updated" else params
 
 
-def _compute(record: list[Leaf], outputs: list[Any]) -> None:
-    """Run what was recorded, as far as the outputs need it, in the order in which it was written."""
-    for leaf in outputs:
-        if isinstance(leaf, Leaf):
-            leaf._count_uses()
-    for leaf in record:
-        if leaf._uses:
-            leaf._compute()
-    record.clear()  # it refers to its leaves and they to it: a cycle would keep their tensors alive
-
-
-def _is_shared(leaf: Leaf, given_out: list[Leaf]) -> bool:
-    """True if storage of an output may be another's, or the caller's."""
-    leaf._read()
-    is_ours = leaf._is_fresh and (leaf._may_write or not isinstance(leaf, _Operand))
-    return not is_ours or any(leaf is other for other in given_out)
-
-
-def _fields(name: str, declared: PyTree, out: Any, new_state: PyTree) -> list[Any]:
+def _fields(name: str, declared: PyTree, out: object, new_state: PyTree) -> list[Leaf | Tensor]:
     """The fields of a new state, checked against those declared."""
     if not isinstance(out, Leaf):
         raise TypeError(f"{name}: the step returns an update of type {type(out).__name__}, not one made of operands")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -132,7 +132,7 @@ def monitor(name: str = "updates", metrics: tuple[str, ...] = ("norm", "rms")):
     return init, update_by_sums if set(metrics) <= _SUMS else update
 
 
-def metrics(state: Any) -> dict[str, Tensor]:
+def metrics(state: PyTree) -> dict[str, Tensor]:
     """Collect the values of all monitors in a state, by name.
 
     Raises:
@@ -144,7 +144,7 @@ def metrics(state: Any) -> dict[str, Tensor]:
     """
     found: dict[str, Tensor] = {}
 
-    def visit(node: Any) -> None:
+    def visit(node: PyTree) -> None:
         if isinstance(node, MonitorState):
             if twice := found.keys() & node.values.keys():
                 raise ValueError(

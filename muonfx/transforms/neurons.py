@@ -20,8 +20,8 @@ from muonfx.transforms._matrices import (
     matrix_locality,
     name_patterns,
     on_stacks,
+    stack_blocks,
     unstack_blocks,
-    view_as_matrices,
 )
 from muonfx.transforms._pinned import FORMER_DEFAULT, WideStateDtype, state_dtype
 from muonfx.tree import Present, PyTree
@@ -39,13 +39,12 @@ class NeuronsState(NamedTuple):
 
 def _on_stacks(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Transform, dict[str, tuple[int, int]]]:
     # Moments of blocks lie as those of one matrix do, which are not those of a stack: such a leaf is done whole.
-    given = tx.arguments
-    views = view_as_matrices(given["dims"], given["blocks"], given["block_axis"]).of(list(shapes))
+    views = MatrixView.take("view", tx.arguments).of(list(shapes))
     return on_stacks(tx, {n: s for own, (n, s) in zip(views, shapes.items(), strict=True) if own.blocks is None})
 
 
 @transform(
-    locality=lambda decay, eps, keep_norm, dtype, dims, blocks, block_axis: matrix_locality(dims),
+    locality=matrix_locality,
     reads_params=False,
     on_stacks=_on_stacks,
     name_patterns=name_patterns,
@@ -60,6 +59,7 @@ def normalize_neurons(
     dims: Dims | Mapping[str, Dims] | None = None,
     blocks: Blocks | Mapping[str, Blocks] | None = None,
     block_axis: int = -2,
+    view: MatrixView = MatrixView(),
 ):
     r"""Divide each row of a matrix by the root of its running mean square.
 
@@ -74,10 +74,11 @@ def normalize_neurons(
         keep_norm: give each matrix the norm that it had before.
         dtype: pinned dtype of the second moment; "auto" is float32, but float64 for a float64 parameter; None is
             each parameter's own.
-        dims: as in `orthogonalize`, and the same value.
-        blocks: as in `orthogonalize`, and the same value: each block keeps its own norm, as a parameter of its own
-            would.
-        block_axis: as in `orthogonalize`.
+        dims: of the view, loose.
+        blocks: of the view, loose.
+        block_axis: of the view, loose.
+        view: which matrices a leaf consists of; the same as for `orthogonalize`. Each block keeps its own norm, as a
+            parameter of its own would.
 
     Raises:
         ValueError: an argument is out of range, or a dtype is a string other than "auto"; at `init`, a leaf is no
@@ -97,7 +98,6 @@ def normalize_neurons(
     checks.in_unit_interval("decay", decay)
     checks.at_least("eps", eps, 0.0)
     checks.state_dtype("dtype", dtype)
-    view = view_as_matrices(dims, blocks, block_axis)
 
     def init(params: PyTree) -> NeuronsState:
         at = Present(params)
@@ -158,14 +158,15 @@ def _to_unit(x: Tensor) -> tuple[Tensor, Tensor]:
     return x * power, power
 
 
-def _of_moments(view: MatrixView, count: int) -> MatrixView:
-    """The view by which moments are cut and joined as their matrices are; columns of a block have one column."""
-    by_sizes = isinstance(view.blocks, tuple) and view.block_axis == -1
-    return view._replace(dims=((-2,), (-1,)), blocks=(1,) * count if by_sizes else view.blocks)
-
-
 def _split_moments(view: MatrixView, moments: Tensor) -> list[Tensor]:
-    return _of_moments(view, moments.shape[-1]).split(moments, "moments")
+    """Undo `_join_moments`: one tensor (..., rows, 1) for each of unequal blocks, or (..., count, rows, 1)."""
+    if view.blocks is None:
+        return [moments]
+    if isinstance(view.blocks, tuple):
+        columns = view.block_axis == -1
+        return list(moments.split([1] * len(view.blocks) if columns else list(view.blocks), dim=view.block_axis))
+    assert isinstance(view.blocks, int)
+    return [stack_blocks(moments, view.blocks, view.block_axis)]
 
 
 def _join_moments(view: MatrixView, parts: list[Tensor]) -> Tensor:

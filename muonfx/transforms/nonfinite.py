@@ -11,6 +11,7 @@ from torch import Tensor
 from muonfx import elementwise as ew
 from muonfx.core import Donation, EmptyState, Locality, Transform, identity, transform
 from muonfx.core.contract import NOTHING, InStore
+from muonfx.transforms._in_store import StoreExecutor
 from muonfx.transforms._pinned import new_count
 from muonfx.tree import Present, PyTree, device_of, map
 
@@ -28,19 +29,19 @@ class SkipNonfiniteState(NamedTuple):
     """The inner transform's state."""
 
 
-def _init_in_store(executor: Any, tx: Transform, params: PyTree) -> PyTree:
+def _init_in_store(executor: StoreExecutor, tx: Transform, params: PyTree) -> PyTree:
     own = tx.with_children(lambda _: identity()).functions.init(params)
     return own._replace(inner=tx.children[0].functions.init(params))
 
 
 def _update_in_store(
-    executor: Any,
+    executor: StoreExecutor,
     tx: Transform,
     updates: PyTree,
     state: SkipNonfiniteState,
     params: PyTree,
     donate: Donation,
-    extras: Mapping[str, Any],
+    extras: Mapping[str, object],
 ) -> tuple[PyTree, SkipNonfiniteState]:
     """Ask whether the step is good, and do it or not: to select between two states would bring in both."""
     looking = tx.with_children(lambda _: identity())
@@ -84,7 +85,7 @@ def skip_nonfinite(inner: Transform):
         *,
         sum_over_leaves: Callable[[PyTree], Tensor],
         donate: Donation = NOTHING,
-        **extras: Any,
+        **extras: object,
     ):
         at = Present(updates)
         leaves = at.pick(updates)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from muonfx import polar
 from muonfx.core import Donation, EmptyState, Transform, transform
 from muonfx.core.contract import NOTHING
 from muonfx.polar.policy import Decided
-from muonfx.transforms._matrices import Blocks, Dims, matrix_locality, name_patterns, on_stacks, view_as_matrices
+from muonfx.transforms._matrices import Blocks, Dims, MatrixView, matrix_locality, name_patterns, on_stacks
 from muonfx.tree import Present, PyTree
 
 __all__ = ["orthogonalize"]
@@ -32,7 +31,7 @@ def _with_compute_dtype(tx: Transform, dtype: torch.dtype) -> Transform:
 
 
 @transform(
-    locality=lambda coefficients, steps, method, dtype, products, dims, blocks, block_axis: matrix_locality(dims),
+    locality=matrix_locality,
     reads_params=False,
     rounds_to=_rounds_to,
     with_compute_dtype=_with_compute_dtype,
@@ -46,9 +45,11 @@ def orthogonalize(
     method: str = "auto",
     dtype: torch.dtype | str = "auto",
     products: str = "auto",
+    newton_schulz: polar.NewtonSchulz = polar.NewtonSchulz(),
     dims: Dims | Mapping[str, Dims] | None = None,
     blocks: Blocks | Mapping[str, Blocks] | None = None,
     block_axis: int = -2,
+    view: MatrixView = MatrixView(),
 ):
     """Replace each matrix $G = U S V^T$ by about $U V^T$, with a Newton-Schulz iteration.
 
@@ -58,18 +59,17 @@ def orthogonalize(
         method: "standard" or "gram"; "auto" takes the cheaper one by shape (`muonfx.polar.explain` says which and why).
         dtype: what to compute in; "auto" decides by the device. Updates come back in their own dtype.
         products: "batched", "blocks" or "triton", how symmetric products are done; "auto" decides by shape and device.
-        dims: which dims of a leaf are rows and which are columns, the others being a batch: ``((-2,), (-1,))`` treats
-            a stack of expert matrices one by one. None: a leaf of more than two dims is flattened behind the first,
-            as a convolution wants it. A mapping gives a value for each glob over the leaf's dotted name.
-        blocks: cut each matrix along ``block_axis`` into this many equal blocks, or into blocks of these sizes, and
-            treat each alone: ``{"*.qkv.weight": 3}`` for a fused QKV, the number of heads for per-head updates.
+        newton_schulz: the iteration as one value, in place of the five arguments above.
+        dims: which dims of a leaf are rows and which are columns, as `MatrixView` says in full.
+        blocks: which blocks of a matrix are matrices of their own, ``{"*.qkv.weight": 3}`` for a fused QKV.
         block_axis: -2 cuts rows (output features), -1 columns (input features).
+        view: which matrices a leaf consists of, as one value, in place of the three arguments above.
 
     Returns:
         A stateless transform; of locality MATRIX where ``dims`` says that matrices are the last two dims, else LEAF.
 
     Raises:
-        ValueError: a setting is malformed; at `update`, a leaf is no matrix or does not fit ``dims`` or ``blocks``.
+        ValueError: a setting is malformed, or said twice; at `update`, a leaf is no matrix or does not fit the view.
 
     Follows Keller Jordan's Muon; see `muonfx.polar.orthogonalize` for the iteration and its sources.
 
@@ -79,15 +79,7 @@ def orthogonalize(
         >>> bool((u.diagonal() - 1).abs().max() < 0.2)
         True
     """
-    view = view_as_matrices(dims, blocks, block_axis)
-    settings: dict[str, Any] = {
-        "coefficients": coefficients,
-        "steps": steps,
-        "method": method,
-        "dtype": dtype,
-        "products": products,
-    }
-    polar.orthogonalize(torch.empty(0, 0), **settings)  # names what is wrong with the settings
+    settings = newton_schulz.arguments
 
     def init(params: PyTree) -> EmptyState:
         at = Present(params)

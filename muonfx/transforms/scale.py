@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -12,8 +12,9 @@ from muonfx import checks
 from muonfx import elementwise as ew
 from muonfx.core import Donation, EmptyState, Locality, Transform, transform
 from muonfx.core.contract import NOTHING
+from muonfx.elementwise import Scalar
 from muonfx.schedules import Schedule
-from muonfx.transforms._matrices import Blocks, Dims, matrix_locality, name_patterns, on_stacks, view_as_matrices
+from muonfx.transforms._matrices import Blocks, Dims, MatrixView, matrix_locality, name_patterns, on_stacks
 from muonfx.transforms._pinned import new_count
 from muonfx.tree import Present, PyTree, device_of
 
@@ -35,8 +36,8 @@ class ScheduleState(NamedTuple):
 
 
 def scheduled(
-    value: Any,
-    apply: Callable[[PyTree, PyTree, Any, Donation], PyTree],
+    value: Scalar | Callable[[Tensor], Tensor],
+    apply: Callable[[PyTree, PyTree, Scalar, Donation], PyTree],
     prepare: Callable[[PyTree], object] = lambda params: None,
 ):
     """Build init, which calls ``prepare``, and update for a number or a schedule; only a schedule needs a count."""
@@ -61,7 +62,8 @@ def scheduled(
     return init, update
 
 
-def _multiply(updates: PyTree, factor: Any, donate: Donation) -> PyTree:
+def _multiply(updates: PyTree, factor: Scalar, donate: Donation) -> PyTree:
+    # Not `leafwise`: torch rounds one product once in any dtype, and casts would take two more passes.
     at = Present(updates)
     leaves = at.pick(updates)
     return at.fill(ew.cast_like(ew.mul(leaves, factor, reuse=donate.updates), leaves))
@@ -164,10 +166,10 @@ def scale_each(factors: Mapping[str, float]):
 
 def _resolve_by_shape(tx: Transform, params: PyTree) -> Transform:
     """One factor for each leaf; the transform itself where blocks of several shapes need several."""
-    rule, dims, blocks, axis = (tx.arguments[name] for name in ("rule", "dims", "blocks", "block_axis"))
+    rule = tx.arguments["rule"]
     at = Present(params)
     names, leaves = at.names(), at.pick(params)
-    views = view_as_matrices(dims, blocks, axis).of(names)
+    views = MatrixView.take("view", tx.arguments).of(names)
     split = [own.split(leaf, name) for own, leaf, name in zip(views, leaves, names, strict=True)]
     if any(len(matrices) > 1 for matrices in split):
         return tx
@@ -181,7 +183,7 @@ def shape_factor(rule: str, matrix: Tensor) -> float:
 
 
 @transform(
-    locality=lambda rule, dims, blocks, block_axis: matrix_locality(dims),
+    locality=matrix_locality,
     reads_params=False,
     resolve=_resolve_by_shape,
     on_stacks=on_stacks,
@@ -193,6 +195,7 @@ def scale_by_shape(
     dims: Dims | Mapping[str, Dims] | None = None,
     blocks: Blocks | Mapping[str, Blocks] | None = None,
     block_axis: int = -2,
+    view: MatrixView = MatrixView(),
 ):
     r"""Scale each matrix by a function of its shape, so that one learning rate suits all.
 
@@ -200,9 +203,10 @@ def scale_by_shape(
         rule: "original" $\sqrt{\max(1, r/c)}$, "match_rms_adamw" $0.2 \sqrt{\max(r, c)}$ or "spectral"
             $\sqrt{r/c}$, for r rows (output features) and c columns (input features) of the matrix, or of each
             block.
-        dims: as in `orthogonalize`, and the same value.
-        blocks: as in `orthogonalize`, and the same value.
-        block_axis: as in `orthogonalize`.
+        dims: of the view, loose.
+        blocks: of the view, loose.
+        block_axis: of the view, loose.
+        view: which matrices a leaf consists of; the same as for `orthogonalize`.
 
     Raises:
         ValueError: an unknown rule (the message lists those known); at `update`, a leaf that is no matrix.
@@ -216,7 +220,6 @@ def scale_by_shape(
     """
     if rule not in SHAPE_RULES:
         raise ValueError(f"scale_by_shape: unknown rule {rule!r}; there are {', '.join(map(repr, SHAPE_RULES))}")
-    view = view_as_matrices(dims, blocks, block_axis)
 
     def init(params: PyTree) -> EmptyState:
         return EmptyState()

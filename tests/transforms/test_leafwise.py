@@ -165,6 +165,40 @@ def test_a_step_computes_what_plain_torch_does_for_each_leaf(donate: bool):
             plain[name] = first, second
 
 
+@mfx.leafwise
+def scaled_by_square(factor: float = 0.5):
+    def step(u: mfx.Leaf, s: Any):
+        return u * factor**2, s
+
+    return (), step
+
+
+def test_a_number_that_is_a_tensor_is_read_at_every_call():
+    factor = torch.tensor(3.0, requires_grad=True)
+    tx = scaled_by_square(factor)
+    with torch.no_grad():
+        tx.update({"w": torch.ones(2)}, ())
+    for _ in range(2):
+        loss = tx.update({"w": torch.ones(2)}, ())[0]["w"].sum()
+        assert torch.autograd.grad(loss, factor)[0] == 12.0
+    with torch.no_grad():
+        factor.fill_(2.0)
+    assert tx.update({"w": torch.ones(2)}, ())[0]["w"].tolist() == [4.0, 4.0]
+
+
+def test_a_step_of_numbers_is_asked_once():
+    asked = []
+
+    def step(u: mfx.Leaf, s: Any):
+        asked.append(1)
+        return u * 2.0, s
+
+    tx = made(step)
+    for _ in range(3):
+        tx.update(GRADS, ())
+    assert asked == [1]
+
+
 class Calls(TorchDispatchMode):
     """Counts the operators that are called."""
 

@@ -1,5 +1,6 @@
 """How a leaf is seen as matrices: blocks are as separate parameters, in every transform that takes them."""
 
+import pickle
 from typing import Any
 
 import pytest
@@ -26,11 +27,17 @@ TAKE_BLOCKS = {
         mfx.scale_by_shape("spectral", **kw),
     ),
 }
+
+
+def all_to_muon(params: Any) -> dict[str, str]:
+    return dict.fromkeys(params, "muon")
+
+
 RECIPES = {
     "muon": lambda **kw: mfx.muon(0.1, weight_decay=0.1, **EXACT, **kw),
     "normuon": lambda **kw: mfx.normuon(0.1, weight_decay=0.1, **EXACT, **kw),
     "muon_with_adamw": lambda **kw: mfx.muon_with_adamw(
-        0.1, labels=lambda params: dict.fromkeys(params, "muon"), adamw_learning_rate=0.1, **EXACT, **kw
+        0.1, labels=all_to_muon, adamw_learning_rate=0.1, **EXACT, **kw
     ),
 }
 
@@ -83,6 +90,58 @@ def test_every_transform_and_recipe_with_blocks_is_held_to_it():
         if hasattr(getattr(mfx, name), "definition") and "blocks" in getattr(mfx, name).definition.parameters
     }
     assert takes == {"orthogonalize", "normalize_neurons", "scale_by_shape"}
+
+
+DIMS = st.sampled_from((None, ((-2,), (-1,)), {"a.*": ((0,), (1, 2)), "*": None}))
+BLOCKS = st.sampled_from((None, 2, (1, 3), {"*.qkv": 3}, {"*.qkv": (1, 2), "*": 2}))
+
+
+@given(DIMS, BLOCKS, st.sampled_from((-2, -1)))
+def test_a_view_given_as_a_value_and_loosely_is_one_transform(dims: Any, blocks: Any, axis: int):
+    view = mfx.MatrixView(dims, blocks, axis)
+    again = pickle.loads(pickle.dumps(view))
+    assert view == again == eval(repr(view), {"MatrixView": mfx.MatrixView})
+    assert hash(view) == hash(again)
+    loose: dict[str, Any] = {"dims": dims, "blocks": blocks, "block_axis": axis}
+    told = [name for name, value in loose.items() if value != (-2 if name == "block_axis" else None)]
+    for make in (mfx.orthogonalize, mfx.normalize_neurons, mfx.scale_by_shape):
+        first, second = make(**loose), make(view=view)
+        assert first == second == make().replace(view=view)
+        assert repr(first) == repr(second)
+        assert first.fingerprint == second.fingerprint
+        assert first.treedef == second.treedef
+        if told:
+            with pytest.raises(ValueError, match=f"view stands for {', '.join(told)} too: give one of them"):
+                make(view=view, **loose)
+
+
+@pytest.mark.filterwarnings("ignore:partition. no parameter has the label")
+@pytest.mark.parametrize("make", [*RECIPES.values(), mfx.orthogonalize, mfx.normalize_neurons, mfx.scale_by_shape])
+def test_everything_that_takes_blocks_takes_a_view(make: Any):
+    view = mfx.MatrixView(blocks={"*.qkv": 3})
+    assert make(blocks={"*.qkv": 3}) == make(view=view) == make(view=view, blocks=None)
+    with pytest.raises(TypeError, match="view must be a MatrixView, found 3"):
+        make(view=3)
+
+
+def test_views_differ_where_the_first_match_does():
+    patterns: dict[str, Any] = {"*.qkv": 3, "*": 2}
+    view = mfx.MatrixView(blocks=patterns)
+    assert view != mfx.MatrixView(blocks=dict(reversed(patterns.items())))
+    patterns.clear()
+    assert view.blocks == {"*.qkv": 3, "*": 2}
+
+
+def test_a_step_that_builds_its_transforms_again_compiles_with_a_view():
+    view = mfx.MatrixView(dims={"*": ((-2,), (-1,))}, blocks={"qkv": 2})
+    table = torch.tensor(mfx.polar.coefficients("keller").steps)
+    inner = mfx.chain(mfx.orthogonalize(view=view, coefficients=table), mfx.normalize_neurons(view=view))
+    tx = mfx.inject_hyperparams(inner)
+    grads = {"qkv": torch.randn(4, 3), "out": torch.randn(3, 3)}
+    torch.compiler.reset()
+    compiled = torch.compile(lambda grads, state: tx.update(grads, state)[0], fullgraph=True, backend="eager")
+    for name, expected in tx.update(grads, tx.init(grads))[0].items():
+        torch.testing.assert_close(compiled(grads, tx.init(grads))[name], expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
