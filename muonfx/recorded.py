@@ -411,8 +411,8 @@ def make_factory(
         part_names: as there.
 
     Raises:
-        ValueError: ``name`` is not made of identifiers and dots, or ``former_defaults`` is described for what is no
-            argument with a default.
+        ValueError: ``name`` is not made of identifiers and dots, ``former_defaults`` is described for what is no
+            argument with a default, or the constructor does not take all that one of its options stands for.
     """
     if name is not None and not (isinstance(name, str) and all(part.isidentifier() for part in name.split("."))):
         raise ValueError(f"name must be identifiers with dots between them, such as 'acme.my_momentum', found {name!r}")
@@ -429,7 +429,11 @@ def make_factory(
         del parameters["_memory"]
         factory.__signature__ = inspect.Signature(list(parameters.values()))
     options = options_of(parameters)
-    for argument in options:
+    for argument, option in options.items():
+        if missing := [name for name in option.__match_args__ if name not in parameters]:
+            raise ValueError(
+                f"{constructor.__name__}: {argument} stands for {', '.join(missing)}, which it does not take"
+            )
         del parameters[argument]
     former = dict(former_defaults or {})
     for argument in former:

@@ -212,8 +212,6 @@ class Plan(NamedTuple):
     """Each with the place of its result."""
     uses: list[int]
     """By place, how many operations and outputs use it."""
-    is_fresh: list[bool]
-    """By place, whether its storage is that of no operand, or it is an operand itself."""
     outputs: list[int]
     """The places of the update and of the new state's trees."""
     counts: list[Tensor]
@@ -238,22 +236,23 @@ def plan(record: Sequence[Operation | None], made: Sequence[Leaf | Tensor]) -> P
             needed.append((place, operation))
             for operand in operation.operands:
                 uses[operand] += 1
-    is_fresh = [operation is None or operation.is_fresh for operation in record]
-    return Plan(needed[::-1], uses, is_fresh, outputs, [count for count in made if isinstance(count, Tensor)])
+    return Plan(needed[::-1], uses, outputs, [count for count in made if isinstance(count, Tensor)])
 
 
 class Values:
     """The values of a plan, each a list of tensors; operands are cast when they are first read."""
 
     def __init__(self, plan: Plan, operands: list[list[Tensor]], may_write: list[bool]) -> None:
-        self._operands, self._casts, self._is_fresh = operands, _casts(operands), plan.is_fresh
+        self._operands, self._casts = operands, _casts(operands)
         self._lists: list[list[Tensor] | None] = [None] * len(plan.uses)
         self._may_write = may_write + [False] * (len(plan.uses) - len(operands))
+        self._is_fresh = [False] * len(plan.uses)
         self._uses = list(plan.uses)
         self.was_cast = [False] * len(operands)
         """By operand, whether the values that were read are copies, every one."""
         for place, operation in plan.operations:
             self._lists[place] = self._compute(operation)
+            self._is_fresh[place] = operation.is_fresh
             self._may_write[place] = operation.is_fresh and operation.has_leafs_shape
 
     def read(self, place: int) -> list[Tensor]:
@@ -292,8 +291,7 @@ class Values:
         Copies are written into the storage of a spare operand that is used no more, where it may be.
         """
         values = self.read(place)
-        is_ours = self._is_fresh[place] and (self._may_write[place] or place >= len(self._operands))
-        if is_ours and place not in taken:
+        if (self._is_fresh[place] or self._may_write[place]) and place not in taken:
             return values
         if spare is not None and self._may_write[spare] and not self._uses[spare]:
             return ew.copy(values, into=self.read(spare))

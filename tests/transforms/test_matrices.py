@@ -124,6 +124,14 @@ def test_everything_that_takes_blocks_takes_a_view(make: Any):
         make(view=3)
 
 
+def test_a_transform_that_takes_a_view_takes_all_that_it_stands_for():
+    with pytest.raises(ValueError, match="cut_rows: view stands for dims, block_axis, which it does not take"):
+
+        @mfx.transform
+        def cut_rows(*, blocks: int | None = None, view: mfx.MatrixView = mfx.MatrixView()):  # noqa: B008
+            return mfx.identity().functions
+
+
 def test_views_differ_where_the_first_match_does():
     patterns: dict[str, Any] = {"*.qkv": 3, "*": 2}
     view = mfx.MatrixView(blocks=patterns)
