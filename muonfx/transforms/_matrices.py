@@ -28,7 +28,6 @@ __all__ = [
     "on_stacks",
     "stack_blocks",
     "unstack_blocks",
-    "view_as_matrices",
 ]
 
 Dims = tuple[tuple[int, ...], tuple[int, ...]]
@@ -199,9 +198,6 @@ class MatrixView(Options):
                 f"{name!r} has shape {tuple(leaf.shape)}; dims {self.dims} repeat a dim or name one that it has not"
             )
         return [dim for dim in range(leaf.ndim) if dim not in taken], sides[0], sides[1]
-
-
-view_as_matrices = MatrixView
 
 
 def _ordered(setting: object) -> object:

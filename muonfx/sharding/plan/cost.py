@@ -23,7 +23,7 @@ from muonfx.polar.products import ProductsLike, block_side
 from muonfx.program.lower import lower_node
 from muonfx.program.nodes import Program, Stage
 from muonfx.program.placement import Run
-from muonfx.transforms._matrices import view_as_matrices
+from muonfx.transforms._matrices import MatrixView
 from muonfx.transforms.orthogonalize import orthogonalize
 from muonfx.tree import Spec
 
@@ -180,7 +180,7 @@ class RunCost:
         given = [tx.arguments for tx in called if tx.factory is orthogonalize]
         self._products = [
             (
-                view_as_matrices(own["dims"], own["blocks"], own["block_axis"]),
+                MatrixView(own["dims"], own["blocks"], own["block_axis"]),
                 own["dtype"],
                 {key: own[key] for key in ("coefficients", "steps", "method", "products")},
             )
