@@ -13,7 +13,7 @@ from muonfx.arguments import plain_arguments
 from muonfx.core import Transform, chain
 from muonfx.partition import partition
 from muonfx.schedules import Schedule
-from muonfx.select import Predicate, default_labels
+from muonfx.select import Labels, Predicate, default_labels
 from muonfx.transforms import (
     add_decayed_weights,
     momentum,
@@ -217,8 +217,9 @@ def muon_with_adamw(
         method: as in `orthogonalize`.
         dtype: as in `orthogonalize`.
         newton_schulz: as in `muon`.
-        dims: as in `muon`.
-        blocks: as in `muon`.
+        dims: as in `muon`; by default, and for parameters that a mapping here does not name, by the views of the labels
+            (``labels.dims``). ``labels=Labels(labels)`` goes without views.
+        blocks: as in `muon`; by default as ``dims`` (``labels.blocks``).
         labels: "muon", "adamw" or None for each parameter, as in `partition`. ``default_labels(model)`` decides by
             module type; the default here sees names and shapes only, and says so in a warning, which
             ``muonfx.select.default_labels_by_name`` does without.
@@ -229,6 +230,8 @@ def muon_with_adamw(
     >>> list(tx.init({"h.0.fc.weight": torch.zeros(4, 4), "wte.weight": torch.zeros(8, 4)}))
     ['adamw', 'muon']
     """
+    if isinstance(labels, Labels):
+        dims, blocks = labels.settings(dims, blocks)
     return partition(
         {
             "muon": muon(
