@@ -30,6 +30,9 @@ def script() -> ModuleType:
 
 
 def test_the_page_of_routed_models_is_what_the_script_writes(script):
+    version = f"transformers=={script.transformers.__version__}"
+    if version not in (SCRIPT.parents[1] / "requirements" / "engines.txt").read_text().split():
+        pytest.skip(f"the page is of another version than {version}")
     assert script.PAGE.read_text() == script.page()
 
 
