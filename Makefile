@@ -10,11 +10,12 @@ MADE := $(VENV)/.made
 EXAMPLES := $(VENV)/.installed-examples
 DEV := $(VENV)/.installed-dev
 BENCH := $(VENV)/.installed-bench
+ENGINES := $(VENV)/.installed-engines
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-deep lint format types docs docs-serve notebooks bench clean clean-all
+.PHONY: help setup train test test-deep lint format types docs docs-serve notebooks bench engines clean clean-all
 
 help: ## print this list
 	@echo 'usage: make <target> [ARGS="..."] [PYTHON=python3.12] [WORKERS=2]'
@@ -25,7 +26,7 @@ train: $(EXAMPLES) ## train a small GPT with Muon on this machine (ARGS="--help"
 	@$(PY) examples/train_gpt.py $(ARGS)
 
 test: $(DEV) ## run the tests, doctests and documentation checks
-	@$(PY) -m pytest -n $(WORKERS) --timeout 300 $(ARGS)
+	@$(PY) -m pytest -n $(WORKERS) --timeout 300 --durations 30 --durations-min 5 $(ARGS)
 
 test-deep: $(DEV) ## the same with many more random examples: minutes become hours
 	@MUONFX_HYPOTHESIS_PROFILE=deep $(PY) -m pytest -n $(WORKERS) $(ARGS)
@@ -55,6 +56,8 @@ bench: $(BENCH) ## run the benchmarks, against other packages
 	@$(PY) -m benchmarks $(ARGS)
 
 setup: $(DEV) ## make the development environment and nothing else
+
+engines: $(ENGINES) ## add what the tests marked `engines` import (transformers, peft, deepspeed)
 
 clean: ## remove what the commands above wrote, but not .venv
 	rm -rf site build dist .pytest_cache .ruff_cache .hypothesis
@@ -92,6 +95,11 @@ $(DEV): $(MADE) pyproject.toml constraints.txt
 
 $(BENCH): $(DEV)
 	$(call install,bench,the packages to compare with$(comma) a few MB)
+	@touch $@
+
+$(ENGINES): $(DEV) requirements/engines.txt
+	@echo '==> installing the packages of requirements/engines.txt: two minutes$(comma) 150 MB'
+	@$(PY) -m pip install -qq -c constraints.txt -r requirements/engines.txt
 	@touch $@
 
 comma := ,

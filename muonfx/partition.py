@@ -156,6 +156,25 @@ def _why(names: list[str], chosen: list[Any]) -> str:
     return f". The labels of the {len(names)} parameters are {there}. {some}" + "; ..." * (len(names) > 5)
 
 
+def _warn_of_unused_views(transforms: Mapping[str, Transform], labels: Labels, names: list[str]) -> None:
+    """Warn of stacks and transposed matrices that a transform sees otherwise than its labels do."""
+    views = {name: labels.views[name] for name in names if name in labels.views}
+    blind = {label for label, tx in transforms.items() if views and _has_no_dims(tx)}
+    found = [f"{name!r} ({view.note})" for name, view in views.items() if view.dims and labels[name] in blind]
+    if found:
+        warnings.warn(
+            f"partition: of {listing(found, str)} the labels know dims, and a transform for them has none: each is "
+            "flattened behind its first dim: give it dims=labels.dims, blocks=labels.blocks (labels = "
+            "default_labels(model)), or say with labels=Labels(labels) that this is meant",
+            stacklevel=3,
+        )
+
+
+def _has_no_dims(tx: Transform) -> bool:
+    """True if a transform, or one within it, works on matrices and was given no dims."""
+    return tx.arguments.get("dims", ()) is None or any(map(_has_no_dims, tx.children))
+
+
 def mask_patterns(tx: Transform) -> list[NamePatterns]:
     """The globs in a transform's mask, as `muonfx.transform` asks for them.
 
@@ -206,7 +225,8 @@ def partition(
         ValueError: a parameter has no label, or a label no transform; the message names it.
 
     Warns:
-        UserWarning: a transform has no parameter, at `init`; the message says which labels there are, and why.
+        UserWarning: at `init`, a transform has no parameter (the message says which labels there are, and why); or
+            labels know dims of a parameter that the transform for it was not given.
 
     Example:
         >>> import muonfx as mfx
@@ -231,6 +251,8 @@ def partition(
 
     def init(params: PyTree) -> dict[str, PyTree]:
         names, chosen = checked(assign(params))
+        if isinstance(chosen, _Reasoned):
+            _warn_of_unused_views(transforms, chosen.labels, names)
         for label in transforms:
             if label not in chosen:
                 warnings.warn(

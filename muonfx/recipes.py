@@ -13,7 +13,7 @@ from muonfx.arguments import plain_arguments
 from muonfx.core import Transform, chain
 from muonfx.partition import partition
 from muonfx.schedules import Schedule
-from muonfx.select import Predicate, default_labels
+from muonfx.select import Labels, Predicate, default_labels
 from muonfx.transforms import (
     add_decayed_weights,
     momentum,
@@ -220,8 +220,9 @@ def muon_with_adamw(
         method: of the iteration, loose.
         dtype: of the iteration, loose.
         newton_schulz: the iteration.
-        dims: of the view, loose.
-        blocks: of the view, loose.
+        dims: of the view, loose; by default, and for parameters that a mapping here does not name, by the views of the
+            labels (``labels.dims``). ``labels=Labels(labels)`` goes without views.
+        blocks: of the view, loose; by default as ``dims`` (``labels.blocks``).
         view: which matrices a leaf consists of.
         labels: "muon", "adamw" or None for each parameter, as in `partition`. ``default_labels(model)`` decides by
             module type; the default here sees names and shapes only, and says so in a warning, which
@@ -233,6 +234,9 @@ def muon_with_adamw(
     >>> list(tx.init({"h.0.fc.weight": torch.zeros(4, 4), "wte.weight": torch.zeros(8, 4)}))
     ['adamw', 'muon']
     """
+    if isinstance(labels, Labels) and view.block_axis == -2:  # the views of labels have blocks of rows
+        own_dims, own_blocks = labels.settings(view.dims, view.blocks)
+        view = MatrixView(own_dims, own_blocks)
     return partition(
         {
             "muon": muon(

@@ -158,6 +158,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
     Raises:
         ValueError: at the first step, a flat tensor in which the parameters of its group are not found again, or in
             which other values lie where a parameter should be (``round_robin_gradients``); the message names it.
+
+    Example:
+        >>> import muonfx as mfx
+        >>> model = nn.Linear(2, 2, bias=False)
+        >>> made = ZeroOptimizer(model, mfx.chain(mfx.momentum(), mfx.scale_by_learning_rate(0.1)))
+        >>> model(torch.ones(1, 2)).sum().backward()
+        >>> made.step()
+        >>> list(made.state[model.weight])
+        ['momentum/trace']
     """
 
     def __init__(self, model: nn.Module, tx: Transform) -> None:

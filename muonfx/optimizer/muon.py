@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from muonfx import polar
 from muonfx.arguments import plain_arguments
+from muonfx.core import Transform
 from muonfx.optimizer.adapter import TransformOptimizer
 from muonfx.optimizer.groups import NamedParameters, named_pairs, resolve_groups
 from muonfx.recipes import muon_with_adamw
-from muonfx.select import Labels, default_labels
+from muonfx.select import Labels, Predicate, default_labels
 from muonfx.sharding.layout import Layout
 from muonfx.transforms._matrices import Blocks, Dims, MatrixView
 
@@ -37,9 +38,11 @@ class Muon(TransformOptimizer):
         method: "standard", "gram" or "auto", as in `muonfx.orthogonalize`.
         dtype: of the iteration, as in `muonfx.orthogonalize`.
         newton_schulz: the iteration as one value, in place of the three arguments above.
-        dims: ``{"*.experts.*": ((-2,), (-1,))}`` for stacks of matrices, which would otherwise be flattened as
-            convolutions are; `muonfx.MatrixView` says it in full.
-        blocks: ``{"*.qkv.weight": 3}`` for fused matrices.
+        dims: ``{"*.stack": ((-2,), (-1,))}`` for a stack of matrices, which would otherwise be flattened as a
+            convolution is; `muonfx.MatrixView` says it in full. For parameters that this does not name, those of the
+            routing: stacks of experts and transposed matrices of known layers (`muonfx.select.views`).
+        blocks: ``{"*.qkv.weight": 3}`` for fused matrices; by default as ``dims``, for fused layers whose parts are
+            known. 1 splits nothing.
         view: which matrices a parameter consists of, as one value, in place of the two arguments above.
         rules: (predicate, label) pairs that come before the default routing; labels are "muon", "adamw" and None.
         labels: "muon", "adamw" or None by name, or a function of the named parameters that returns these, instead of
@@ -77,8 +80,8 @@ class Muon(TransformOptimizer):
         dims: Dims | Mapping[str, Dims] | None = None,
         blocks: Blocks | Mapping[str, Blocks] | None = None,
         view: MatrixView = MatrixView(),
-        rules: Iterable[tuple[Any, str | None]] = (),
-        labels: Mapping[str, str | None] | Callable[[Any], Mapping[str, str | None]] | None = None,
+        rules: Iterable[tuple[Predicate, str | None]] = (),
+        labels: Mapping[str, str | None] | Callable[[object], Mapping[str, str | None]] | None = None,
         donate_grads: bool = False,
         bucket_bytes: int | None = None,
         layout: Layout | Callable[[Mapping[str, Tensor]], Layout] | None = None,
@@ -86,10 +89,11 @@ class Muon(TransformOptimizer):
         if len(betas) != 2:
             raise ValueError(f"betas must be AdamW's two decays, found {betas!r}")
         if not isinstance(params, nn.Module | Mapping):
-            given: Any = list(params)
-            params = given
-        named: Any = params
-        if not isinstance(params, nn.Module):
+            params = cast("list[tuple[str, torch.Tensor]]", list(params))
+        named: nn.Module | dict[str, torch.Tensor]
+        if isinstance(params, nn.Module):
+            named = params
+        else:
             named = {name: param for group in resolve_groups(params) for name, param in group["params"]}
         self._rules = list(rules)
         self._labels = labels
@@ -113,14 +117,14 @@ class Muon(TransformOptimizer):
             warnings.filterwarnings("ignore", message="partition: no parameter has the label '(adamw|muon)'")
             super().__init__(params, tx, donate_grads=donate_grads, bucket_bytes=bucket_bytes, layout=layout)
 
-    def _route(self, params: Any) -> Mapping[str, str | None]:
+    def _route(self, params: nn.Module | Mapping[str, torch.Tensor]) -> Labels:
         if self._labels is None:
             return default_labels(params, self._rules)
         names = [name for name, _ in named_pairs(params)]
         found = self._labels if isinstance(self._labels, Mapping) else self._labels(params)
         if missing := [name for name in names if name not in found]:
             raise ValueError(f"labels: none for {', '.join(map(repr, missing[:5]))}; every parameter needs one")
-        return Labels({name: found[name] for name in names})
+        return (found if isinstance(found, Labels) else Labels(found)).restrict(names)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, routed as at construction; see `TransformOptimizer.add_param_group`."""
@@ -129,7 +133,7 @@ class Muon(TransformOptimizer):
             with warnings.catch_warnings():  # a rule that matches none of these has matched others
                 warnings.filterwarnings("ignore", message="user rule")
                 new = self._route(dict(named_pairs(param_group["params"])))
-            self.tx = self.tx.replace(labels=Labels({**self.tx.arguments["labels"], **new}))
+            self.tx = _with_views(self.tx.replace(labels=Labels({**self.tx.arguments["labels"], **new})), new)
         try:
             super().add_param_group(param_group)
         except Exception:
@@ -153,3 +157,13 @@ def _warn_of_no_matrices(labels: Labels, named: Mapping[str, Tensor]) -> None:
         "Muon's; where none is meant to be, take TransformOptimizer(params, muonfx.adamw())",
         stacklevel=4,
     )
+
+
+def _with_views(tx: Transform, labels: Labels) -> Transform:
+    """The same transform, told how to see the parameters of these labels, where it is not told yet."""
+    if not labels.views:
+        return tx
+    if "dims" in tx.arguments and tx.arguments.get("block_axis", -2) == -2:  # the views have blocks of rows
+        dims, blocks = labels.settings(tx.arguments["dims"], tx.arguments["blocks"])
+        return tx.replace(dims=dims, blocks=blocks)
+    return tx.with_children(lambda part: _with_views(part, labels))

@@ -3,7 +3,8 @@
 - A `Predicate` is a question about one parameter, as a value: ``ndim(2) & ~path("*head*")``.
 - `labels` applies your own ordered rules, `default_labels` the customary ones after yours; both give `Labels`, a
   frozen mapping from parameter name to label that ``partition`` takes, with the rule behind each.
-- `describe` prints them.
+- `views` finds the parameters that are not simply one matrix stored (out, in): stacks, fused and transposed ones.
+- `describe` prints all that.
 
 >>> from torch import nn
 >>> model = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
@@ -25,11 +26,13 @@ from muonfx.select.params import ParamInfo
 from muonfx.select.predicates import Predicate, frozen, module_type, ndim, numel, path, shape, tied, where
 from muonfx.select.report import describe, format_labels
 from muonfx.select.rules import Labels, labels
+from muonfx.select.views import View, views
 
 __all__ = [
     "Labels",
     "ParamInfo",
     "Predicate",
+    "View",
     "default_labels",
     "default_labels_by_name",
     "describe",
@@ -42,5 +45,6 @@ __all__ = [
     "path",
     "shape",
     "tied",
+    "views",
     "where",
 ]

@@ -21,34 +21,56 @@ from torch.nn.modules.conv import _ConvNd
 
 from muonfx.select.params import ParamInfo, Params, plain_name, read_names
 from muonfx.select.rules import Label, Labels, Rule, apply_rules, listing, make_labels
+from muonfx.select.views import PLAIN_LEAVES, class_name_fits, is_convolution
 
 __all__ = ["default_labels", "default_labels_by_name"]
 
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
 # Class names of layers written elsewhere: VocabParallelEmbedding, Embedding4bit; LlamaRMSNorm, LayerNorm2d,
 # RMSNormGated, but not LayerNormLinear, whose matrix is a hidden one.
-_EMBEDDING_CLASS = re.compile(r"Embedding(s|Bag|\d+bit|NF4|FP4)?$")
-_NORM_CLASS = re.compile(r"Norm(\dd|Act|Gated|[Ff][Pp]\d+)*$")
+_EMBEDDING_CLASS = r"Embedding(s|Bag|\d+bit|NF4|FP4)?$"
+_NORM_CLASS = r"Norm(\dd|Act|Gated|[Ff][Pp]\d+)*$"
 
 _EMBEDDING_WORDS = frozenset(
     {"embed", "embeds", "embedding", "embeddings", "embedder", "emb", "embs", "embd", "wte", "wpe"}
 )
 # What may follow: embed_tokens, embed_positions, embed_in, ...
-_EMBEDDED = frozenset({"token", "tokens", "tok", "position", "positions", "pos", "in", "out"})
-_HEAD_WORDS = frozenset({"head", "classifier", "unembed", "unembedding", "unembedder"})
-_HEADS = frozenset({"score", "cls_score", "output_layer", "vocab_projector", "vocab_proj", "logits", "qa_outputs"})
+_EMBEDDED = frozenset(
+    {"token", "tokens", "tok", "position", "positions", "pos", "in", "out", "state", "action", "return", "timestep"}
+)
+_HEAD_WORDS = frozenset({"head", "classifier", "unembed", "unembedding", "unembedder", "logits"})
+_HEADS = frozenset(
+    {
+        *("score", "cls_score", "output_layer", "vocab_projector", "vocab_proj", "qa_outputs", "seq_relationship"),
+        *("ctc_proj", "decoder_pred", "predict_state", "predict_action", "predict_return"),
+    }
+)
 # Too common to mean a head anywhere, but as a layer of the model itself they do: torchtitan, ResNet, Whisper.
-_TOP_HEADS = frozenset({"output", "fc", "out", "proj_out"})
+_TOP_HEADS = frozenset({"output", "fc", "out", "proj_out", "conv_out", "conv_post"})
 _ROUTERS = frozenset({"gate", "gating", "gating_network", "gate_network", "shared_expert_gate"})
-_ELEMENTWISE = frozenset({"a_log", "time_decay", "time_first", "time_faaaa"})  # rates of state-space and RWKV layers
-# Rows that stand in for tokens: cls_token, register_tokens, a Perceiver's latents.
-_TABLES = frozenset({"token", "tokens", "latents", "queries"})
+# Rates of state-space and RWKV layers, and the small maps that make them from the input.
+_ELEMENTWISE = frozenset({"a_log", "d", "time_decay", "time_first", "time_faaaa"})
+_STATE_SPACE = frozenset({"x_proj", "dt_proj", "x_proj_weight", "dt_proj_weight"})
+# Rows that stand in for tokens: cls_token, register_tokens, a Perceiver's latents, a quantizer's codebook.
+_TABLES = frozenset(
+    {"token", "tokens", "latents", "queries", "prompt", "prompts", "codevectors", "codebook", "codebooks", "rpb"}
+)
+_GAINS = frozenset({"scale", "scales", "gamma", "gain"})
 _NORM_WORDS = frozenset({"norm", "norms", "layernorm", "rmsnorm", "batchnorm", "groupnorm", "ln", "bn", "gn"})
+# Factors and factors' seeds of peft's adapters, by the prefixes that it gives them.
+_ADAPTER = re.compile(
+    r"lora_|hada_|lokr_|oft_|boft_|hra_|vera_|pvera_|randlora_|ia3_|fourierft_|waveft_|c3a_|shira_|miss_block|delora_|"
+    r"gralora_|hira_|road_(theta|alpha)|vblora_|lily_|deft_[pr]$|psoft_|osf_|adamss_|glora_|tinylora_|unilora_|frod_|"
+    r"peanut_|supertuning_|poly_|adaption_prompt|bone_"
+)
+_FIRST_CONVOLUTIONS = frozenset({"conv1", "conv_in", "conv_pre", "mel_conv", "stem"})
+_FRONTS = frozenset({"encoder", "tower", "backbone", "visual", "vocoder", "trunk", "extractor"})
 
-_PLAIN_LEAVES = frozenset({"weight", "kernel", "w", "weight_v", "weight_orig"})
+_PLAIN_LEAVES = PLAIN_LEAVES | {"weight_v"}
 _TOPS = frozenset({"module", "model", "base_model", "net", "network"})
 _IMAGE_CHANNELS = 3
-_KERNEL_SIDE = 32
+_FEW = 4  # the coordinates of a box
+_MANY = 32  # times as many
 
 
 def default_labels(
@@ -62,13 +84,19 @@ def default_labels(
     2. frozen (``requires_grad=False``): left out;
     3. a module that owns it, under any of its names, is an embedding: ``other``, and so is a head that is tied to one;
     4. such a module is a norm: ``other``;
-    5. a low-rank adapter by name (``lora_A``, ...): ``other``, for the product of the factors is the matrix, not the
-      factor;
+    5. a factor of an adapter by name (``lora_A``, ``hada_w1_a``, ...) or a part of a parametrization (weight norm):
+      ``other``, for the product is the matrix, not the factor;
     6. fewer than two dimensions, or a bias by name: ``other``;
-    7. by name an embedding, token or position table, an output head, a MoE router, or a norm: ``other``;
+    7. by name an embedding, token or position table, an output head, a MoE router, a gain, a state-space layer's rates
+      and the maps to them (``x_proj``, ``dt_proj``), the convolution that sees raw input, or a norm: ``other``;
     8. a shape without a matrix to orthogonalize: a side of 1 once flattened to (first dim, rest), a depthwise
-       convolution (one vector a channel), a convolution from or to an image's (at most 3) channels: ``other``;
+       convolution (one vector a channel), a convolution from or to an image's (at most 3) channels, a matrix from or to
+       at most 4 features and 32 times as many: ``other``;
     9. what is left is a hidden matrix, a stack of them, a packed one, or a convolution: ``muon``.
+
+    Labels come with a view of each parameter that is not simply one matrix stored (out, in): stacks of experts,
+    transposed and fused matrices (`muonfx.select.views`). ``Muon`` and ``muon_with_adamw`` apply these by default;
+    other chains take them as ``dims=labels.dims, blocks=labels.blocks``.
 
     Given a model, types and names decide; given named tensors alone, as when ``partition`` calls this function, names
     and shapes, and a warning says which parameters were taken for hidden matrices so; `default_labels_by_name` does
@@ -86,7 +114,8 @@ def default_labels(
         ValueError: a name occurs twice, or a parameter has no shape yet.
 
     Warns:
-        UserWarning: one of ``rules`` matches no parameter; or tensors without a model were taken for hidden matrices.
+        UserWarning: one of ``rules`` matches no parameter; tensors without a model were taken for hidden matrices; or
+            a hidden parameter of three or more dims is explained by no rule and would be flattened.
 
     Follows Keller Jordan's Muon (hidden layers; not the embedding, the head, the first convolution, gains and biases)
     and Moonlight, arXiv 2502.16982. To train routers with Muon is one rule: ``(path("*.gate.weight"), "muon")``.
@@ -99,20 +128,16 @@ def default_labels(
     >>> default_labels(model, [(path("2.*"), None)])["2.weight"] is None
     True
     """
-    found = _labels(model_or_params, rules, muon, other)
-    assumed = [
-        name
-        for name, label in found.items()
-        if label == muon and found.reason(name).startswith(_HIDDEN) and not isinstance(model_or_params, nn.Module)
-    ]
-    if assumed and not torch.compiler.is_compiling():
-        warnings.warn(
-            f"default_labels saw names and shapes, and no module types, and took these for hidden matrices: "
-            f"{listing(assumed)}. An embedding or a head whose name does not say so would be among them. Give the "
-            f"model, default_labels(model), or say that names are enough: default_labels_by_name",
-            UserWarning,
-            stacklevel=2,
-        )
+    found, unexplained = _labels(model_or_params, rules, muon, other)
+    by_name = not isinstance(model_or_params, nn.Module)
+    assumed = [name for name in found if by_name and found[name] == muon and found.reason(name).startswith(_HIDDEN)]
+    said = (
+        f" saw names and shapes, and no module types, and took these for hidden matrices: {listing(assumed)}. An "
+        "embedding or a head whose name does not say so would be among them. Give the model, default_labels(model), or "
+        "say that names are enough: default_labels_by_name"
+    )
+    if (assumed or unexplained) and not torch.compiler.is_compiling():
+        warnings.warn(f"default_labels{said if assumed else ''}{unexplained}", UserWarning, stacklevel=2)
     return found
 
 
@@ -128,31 +153,60 @@ def default_labels_by_name(
     >>> default_labels_by_name({"wte.weight": torch.zeros(8, 4), "h.fc.weight": torch.zeros(4, 4)})
     Labels({'wte.weight': 'adamw', 'h.fc.weight': 'muon'})
     """
-    return _labels(params, rules, muon, other)
+    found, unexplained = _labels(params, rules, muon, other)
+    if unexplained:
+        warnings.warn(f"default_labels_by_name{unexplained}", UserWarning, stacklevel=2)
+    return found
 
 
 _HIDDEN = "hidden matrix"
 
 
-def _labels(model_or_params: Params, rules: Sequence[Rule], muon: Label, other: Label) -> Labels:
+def _labels(model_or_params: Params, rules: Sequence[Rule], muon: Label, other: Label) -> tuple[Labels, str]:
+    """The labels, and the end of a warning of parameters of three or more dims that nothing explains."""
     infos, absent = read_names(model_or_params)
     decided = apply_rules(infos, rules, "user rule", stacklevel=4)
     gated = _gated_mlps(infos)
+    known = _known_by_others(infos)
     for info in infos:
         if info.name in decided:
             continue
         if not info.requires_grad:
             decided[info.name] = (None, "frozen")
-        elif reason := _not_hidden(info, gated):
+        elif reason := known.get(info.name) or _not_hidden(info, gated):
             decided[info.name] = (other, reason)
         else:
             decided[info.name] = (muon, f"{_HIDDEN} ({info.ndim}-D)")
-    return make_labels(infos, decided, absent)
+    found = make_labels(model_or_params, infos, decided, absent, other)
+    if torch.compiler.is_compiling():
+        return found, ""
+    unknown = [
+        f"{info.name!r} {info.shape}"
+        for info in infos
+        if info.ndim > 2
+        and found.reason(info.name).startswith(_HIDDEN)
+        and info.name not in found.views
+        and not is_convolution(info)
+    ]
+    said = (
+        ": these have more than two dims for a reason that is not known, and are flattened behind the first: "
+        f"{listing(unknown, str)}. Give Muon, or orthogonalize and scale_by_shape, their dims: "
+        "dims={'*.name': ((-2,), (-1,))} for a stack of matrices (out, in), ((-1,), (-2,)) where each is (in, out), "
+        "((0,), (1, 2)) for one matrix whose columns are two dims"
+    )
+    return found, said if unknown else ""
 
 
 def _not_hidden(info: ParamInfo, gated: frozenset[tuple[str, int]]) -> str | None:
-    """Why the parameter is no hidden matrix, or None."""
-    return _by_type(info) or _by_adapter(info) or _by_rank(info) or _by_name(info, gated) or _by_shape(info)
+    """Say why the parameter is no hidden matrix; None if it is one."""
+    return (
+        _by_type(info)
+        or _by_adapter(info)
+        or _by_rank(info)
+        or _by_name(info, gated)
+        or _by_shape(info)
+        or _first_convolution(info)
+    )
 
 
 def _by_type(info: ParamInfo) -> str | None:
@@ -167,26 +221,36 @@ def _by_type(info: ParamInfo) -> str | None:
 
 
 def _is_embedding(module: type) -> bool:
-    return issubclass(module, nn.Embedding | nn.EmbeddingBag) or _class_name_fits(module, _EMBEDDING_CLASS)
+    return issubclass(module, nn.Embedding | nn.EmbeddingBag) or class_name_fits(module, _EMBEDDING_CLASS)
 
 
 def _is_norm(module: type) -> bool:
     if issubclass(module, nn.Linear | _ConvNd):
         return False
-    return issubclass(module, _NORMS) or _class_name_fits(module, _NORM_CLASS)
+    return issubclass(module, _NORMS) or class_name_fits(module, _NORM_CLASS)
 
 
-def _is_conv(module: type) -> bool:
-    return issubclass(module, _ConvNd) or _class_name_fits(module, re.compile(r"Conv"))
+def _known_by_others(infos: Sequence[ParamInfo]) -> dict[str, str]:
+    """Reasons that other parameters of the model give.
 
-
-def _class_name_fits(module: type, pattern: re.Pattern[str]) -> bool:
-    return any(pattern.search(base.__name__) for base in module.__mro__)
+    Weight norm's lengths and directions, and their like, are parts of one weight. A projector of the model itself,
+    beside a classifier, is a part of its head.
+    """
+    names = {info.name for info in infos}
+    layers = {info.name: _layer_of_model(_components(info.name)) for info in infos}
+    head = "classifier" in layers.values()
+    found = {name: "name component 'projector'" for name, layer in layers.items() if head and layer == "projector"}
+    for info in infos:
+        above, _, leaf = info.name.rpartition(".")
+        sibling = {"weight_g": "weight_v", "weight_v": "weight_g", "original1": "original0"}.get(leaf)
+        if leaf == "original0" or (sibling and f"{above}.{sibling}".removeprefix(".") in names):
+            found[info.name] = f"part of a parametrized weight (name component {leaf!r})"
+    return found
 
 
 def _by_adapter(info: ParamInfo) -> str | None:
     parts = [part for name in info.names for part in name.split(".")]
-    factor = next((part for part in parts if "lora" in _words(part)), None)
+    factor = next((part for part in parts if "lora" in _words(part) or _ADAPTER.match(part.lower())), None)
     return f"low-rank factor (name component {factor!r})" if factor else None
 
 
@@ -214,16 +278,30 @@ def _by_name(info: ParamInfo, gated: frozenset[tuple[str, int]]) -> str | None:
 def _embedding_component(parts: list[str]) -> str | None:
     held, own = _own_component(parts)
     words = _words(own)
-    if _ends_in(words, _EMBEDDING_WORDS) or words[-2:] in (["embedding", "table"], ["bias", "table"]):
+    if _ends_in(words, _EMBEDDING_WORDS) or words[-2:] in (["embedding", "table"], ["bias", "table"], ["pos", "bias"]):
         return own
-    if words[:1] and words[0] in _EMBEDDING_WORDS and _EMBEDDED.issuperset(words[1:2]):
+    for pair in (words[:2], words[-2:]):  # embed_tokens, vision_embed_tokens
+        if pair and pair[0] in _EMBEDDING_WORDS and _EMBEDDED.issuperset(pair[1:]):
+            return own
+    if own.lower() in _STATE_SPACE or own == "relative_attention_bias":
         return own
-    if own.lower() in _ELEMENTWISE or own == "relative_attention_bias" or (not held and _ends_in(words, _TABLES)):
+    if not held and _is_table(own, words):
         return own
     if held and parts[-2:-1] == ["shared"]:  # what T5 and BART call the embedding of encoder and decoder
         return own
     # The layer that embeds patches may lie deeper: patch_embed.proj, to_patch_embedding.2.
     return next((part for part in parts if "patch" in _words(part) and _ends_in(_words(part), _EMBEDDING_WORDS)), None)
+
+
+def _is_table(own: str, words: list[str]) -> bool:
+    """True if a parameter that a module holds itself is a table of rows, a gain, a rate or a bias."""
+    if own.lower() in _ELEMENTWISE or _ends_in(words, _TABLES | _GAINS):
+        return True
+    if words[-1:] in (["u"], ["v"]) and "bias" in words:  # those of relative attention
+        return True
+    if words[:2] == ["rel", "pos"] or words[:1] == ["latents"]:
+        return True
+    return bool({"embedding", "embeddings"} & set(words)) and {"proj", "projection"}.isdisjoint(words)
 
 
 def _head_component(parts: list[str]) -> str | None:
@@ -235,10 +313,17 @@ def _head_component(parts: list[str]) -> str | None:
             return part
     if held and parts[-2:-1] == ["decoder"]:  # a decoder that is one layer: BERT's, from features to the vocabulary
         return own
-    path = parts[:-1] if held else parts
+    if held and parts[-3:-1] == ["decoder", "output_projection"]:
+        return own
+    return own if _layer_of_model(parts) in _TOP_HEADS else None
+
+
+def _layer_of_model(parts: list[str]) -> str | None:
+    """The name of the layer that holds a parameter, where it is a layer of the model itself."""
+    path = parts[:-1] if _own_component(parts)[0] else parts
     while len(path) > 1 and path[0] in _TOPS:
         path = path[1:]
-    return own if len(path) == 1 and path[0] in _TOP_HEADS else None
+    return path[0] if len(path) == 1 else None
 
 
 def _router_component(parts: list[str], ndim: int, gated: frozenset[tuple[str, int]]) -> str | None:
@@ -246,7 +331,7 @@ def _router_component(parts: list[str], ndim: int, gated: frozenset[tuple[str, i
         words = _words(part)
         inside_expert = any(_ends_in(_words(above), {"expert", "experts"}) for above in parts[:at])
         of_mlp = inside_expert or (".".join(parts[:at]), ndim) in gated
-        if _ends_in(words, {"router"}) or ("_".join(words) in _ROUTERS and not of_mlp):
+        if "router" in words or ("_".join(words) in _ROUTERS and not of_mlp):
             return part
     return None
 
@@ -257,7 +342,7 @@ def _norm_component(parts: list[str]) -> str | None:
 
 
 def _gated_mlps(infos: Iterable[ParamInfo]) -> frozenset[tuple[str, int]]:
-    """Where a gate belongs to a gated MLP: the path that holds an up or down matrix, and the number of its dims."""
+    """Find gates that belong to a gated MLP: the path that holds an up or down matrix, and the number of its dims."""
     found: set[tuple[str, int]] = set()
     for info in infos:
         for name in info.names:
@@ -274,15 +359,28 @@ def _by_shape(info: ParamInfo) -> str | None:
         return "a side of 1: a vector"
     if info.ndim > 2 and info.shape[1] == 1:
         return "depthwise: one vector a channel"
-    kernel = info.shape[2:]
-    if info.module is None:
-        # A stack of stacks has four dims too, but not sides as short as a kernel's.
-        conv = info.ndim >= 4 and max(kernel) <= _KERNEL_SIDE
-    else:
-        conv = info.ndim > 2 and _is_conv(info.module)
-    if conv and min(info.shape[:2]) <= _IMAGE_CHANNELS:
+    if (info.module is not None or info.ndim > 3) and is_convolution(info) and min(info.shape[:2]) <= _IMAGE_CHANNELS:
         return f"convolution from or to {min(info.shape[:2])} channels"
+    if info.ndim == 2 and 0 < min(info.shape) <= _FEW and max(info.shape) >= _MANY * min(info.shape):
+        return f"from or to {min(info.shape)} features"
     return None
+
+
+def _first_convolution(info: ParamInfo) -> str | None:
+    """Say why the parameter is the convolution that sees raw audio (an image's has few channels); None if it is not."""
+    for parts in map(_components, info.names) if is_convolution(info) else ():
+        own = _own_component(parts)[1]
+        above = [part for part in parts[:-2] if not part.isdigit()]
+        at = parts.index("conv_layers") if "conv_layers" in parts else -1  # of speech encoders
+        if own in _FIRST_CONVOLUTIONS and (_layer_of_model(parts) == own or (above and _is_front(above[-1]))):
+            return f"convolution of the input (name component {own!r})"
+        if at > 0 and parts[at + 1 : at + 2] == ["0"] and any(map(_is_front, parts[:at])):
+            return "convolution of the input (name component 'conv_layers', the first)"
+    return None
+
+
+def _is_front(component: str) -> bool:
+    return _ends_in(_words(component), _FRONTS)
 
 
 def _components(name: str) -> list[str]:

@@ -1,11 +1,11 @@
-"""What a rule may know of a parameter, and how it is read from a model or from named tensors."""
+"""All that a rule may know of a parameter, read from a model or from named tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any, TypeAlias, cast
+from typing import TypeAlias, cast
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 from muonfx import tree
 from muonfx.wrappers import WRAPPERS
 
-__all__ = ["ParamInfo", "Params", "plain_name", "read_names", "read_params"]
+__all__ = ["ParamInfo", "Params", "plain_name", "read_names", "read_params", "written_type"]
 
 Params: TypeAlias = nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | object
 """A model, named tensors as a mapping or as pairs, or any pytree of tensors."""
@@ -108,7 +108,7 @@ def read_params(params: Params) -> tuple[ParamInfo, ...]:
 
 
 def read_names(params: Params) -> tuple[tuple[ParamInfo, ...], tuple[str, ...]]:
-    """What ``read_params`` gives, and the names at which there is None in place of a tensor.
+    """Read parameters as ``read_params`` does, and the names at which there is None in place of a tensor.
 
     >>> read_names({"frozen": None})
     ((), ('frozen',))
@@ -143,14 +143,14 @@ def _read_model(model: nn.Module) -> tuple[ParamInfo, ...]:
         for leaf, tensor in module.named_parameters(recurse=False, remove_duplicate=False):
             _, names, types = found.setdefault(id(tensor), (tensor, [], []))
             names.append(f"{path}.{leaf}" if path else leaf)
-            types.append(_written_type(owner))
+            types.append(written_type(owner))
     return tuple(
         _info(names[0], tensor, module=types[0], tied=tuple(names[1:]), tied_modules=tuple(types[1:]))
         for tensor, names, types in found.values()
     )
 
 
-def _written_type(module: nn.Module) -> type:
+def written_type(module: nn.Module) -> type:
     """The class that was written, where parametrize or FSDP2 put a generated subclass in its place."""
     kind: type = parametrize.type_before_parametrizations(module)
     names = [base.__name__ for base in kind.__bases__]
@@ -170,9 +170,9 @@ def _tensor(name: str, value: object) -> torch.Tensor:
 
 def _named_values(params: object) -> Iterable[tuple[str, object]]:
     if isinstance(params, Mapping):
-        mapping = cast("Mapping[Any, object]", params)
+        mapping = cast("Mapping[object, object]", params)
         if all(isinstance(name, str) and (v is None or isinstance(v, torch.Tensor)) for name, v in mapping.items()):
-            return mapping.items()  # not by way of the tree, which would sort the names
+            return cast("Mapping[str, object]", mapping).items()  # not by way of the tree, which would sort the names
         params = dict(mapping)
     elif isinstance(params, Iterator):
         params = list(cast("Iterator[object]", params))
@@ -192,7 +192,13 @@ def _is_pairs(params: object) -> bool:
     return all(isinstance(i, tuple) and len(cast("tuple[object]", i)) == 2 and isinstance(i[0], str) for i in items)
 
 
-def _info(name: str, tensor: torch.Tensor, **known: Any) -> ParamInfo:
+def _info(
+    name: str,
+    tensor: torch.Tensor,
+    tied: tuple[str, ...],
+    module: type | None = None,
+    tied_modules: tuple[type, ...] = (),
+) -> ParamInfo:
     if isinstance(tensor, nn.UninitializedParameter):
         raise ValueError(
             f"parameter {name!r} has no shape yet (lazy module): run one forward pass before choosing labels"
@@ -200,4 +206,4 @@ def _info(name: str, tensor: torch.Tensor, **known: Any) -> ParamInfo:
     # ZeRO-3 leaves an empty stand-in between uses and keeps the shape of the whole parameter beside it.
     shape = cast("Iterable[int]", getattr(tensor, "ds_shape", tensor.shape))
     trainable = tensor.requires_grad or not isinstance(tensor, nn.Parameter)
-    return ParamInfo(name, tuple(int(side) for side in shape), tensor.dtype, trainable, **known)
+    return ParamInfo(name, tuple(int(side) for side in shape), tensor.dtype, trainable, module, tied, tied_modules)

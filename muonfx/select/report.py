@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TextIO, TypeAlias
+from typing import TextIO, TypeAlias
 
 from muonfx.select.params import ParamInfo, Params, read_names
 from muonfx.select.rules import Label, Labels, listing
+from muonfx.select.views import View
 
 __all__ = ["describe", "format_labels"]
 
-Labelling: TypeAlias = Labels | Mapping[str, Label] | Callable[[Any], Mapping[str, Label]]
+Labelling: TypeAlias = Labels | Mapping[str, Label] | Callable[[Params], Mapping[str, Label]]
 """Labels, a plain mapping of name to label, or a function of the parameters that gives one."""
 
 
 def describe(labels: Labelling, params: Params, *, file: TextIO | None = None) -> None:
     """Print where every parameter goes and why, with totals for each label.
+
+    If a parameter holds several matrices, or one stored transposed, two columns say which: their number and sides, and
+    the order in which they are stored. Notes on that follow the rule.
 
     Args:
         labels: ``Labels``, a mapping of name to label, or a function of ``params`` such as ``default_labels``.
@@ -66,10 +70,21 @@ def format_labels(labels: Labelling, params: Params) -> str:
         raise ValueError(
             f"labels for {listing(unknown)}, which are no parameters here; make the labels from these params"
         )
-    rows = [(info.name, _shape(info.shape), _shown(chosen[info.name]), chosen.reason(info.name)) for info in infos]
-    table = _aligned([("parameter", "shape", "label", "rule"), *rows], right=())
+    rows = [_row(info, chosen) for info in infos]
+    header = ("parameter", "shape", "label", "matrices", "stored", "rule")
+    # Where every parameter is what it seems, these two columns would say nothing.
+    shown = range(len(header)) if chosen.views else (0, 1, 2, 5)
+    table = _aligned([[row[at] for at in shown] for row in (header, *rows)], right=())
     totals = _aligned([("label", "tensors", "elements", "share"), *_totals(infos, chosen)], right=(1, 2, 3))
     return f"{table}\n\n{totals}"
+
+
+def _row(info: ParamInfo, labels: Labels) -> tuple[str, ...]:
+    label, reason, view = labels[info.name], labels.reason(info.name), labels.views.get(info.name)
+    hidden = view is not None or (info.ndim > 1 and label in {labels[name] for name in labels.views})
+    view = view or View()
+    matrices = (view.matrices(info.shape), view.orientation) if hidden else ("", "")
+    return info.name, _shape(info.shape), _shown(label), *matrices, "; ".join(filter(None, (reason, view.note)))
 
 
 def _totals(infos: Sequence[ParamInfo], labels: Labels) -> list[tuple[str, ...]]:

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import enum
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Final, TypeAlias, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Final, TypeAlias, TypeVar, cast
+
+import torch
 
 from muonfx.select.params import ParamInfo, Params, read_names
 from muonfx.select.predicates import Predicate
+from muonfx.select.views import Blocks, Dims, View, find_views, patterns
+from muonfx.tracing import matches
 
 __all__ = ["NO_DEFAULT", "Label", "Labels", "Rule", "apply_rules", "labels", "listing", "make_labels"]
 
+T = TypeVar("T")
 Label: TypeAlias = str | None
 Rule: TypeAlias = tuple[Predicate, Label]
 
@@ -31,19 +37,19 @@ NO_DEFAULT: Final = _Unset.NO_DEFAULT
 
 
 class Labels(Mapping[str, Label]):
-    """A frozen mapping from parameter name to label, which remembers the rule behind each.
+    """A frozen mapping from parameter name to label, which remembers the rule behind each, and the matrices in it.
 
     The label None leaves a parameter out of every group. Two ``Labels`` are equal when they give the same labels, in
-    any order; the reasons are notes for the reader and take no part in equality, hash or repr. It pickles as two plain
-    dicts.
+    any order; reasons and views take no part in equality, hash or repr. It pickles as plain dicts.
 
     Args:
         labels: name to label.
         reasons: name to the rule that decided; a name without one shows as "given".
+        views: name to the `muonfx.select.View` of a parameter that is not simply one matrix stored (out, in).
 
     Raises:
         TypeError: a name is no string, or a label neither a string nor None.
-        ValueError: a reason is given for a name that has no label.
+        ValueError: a reason or a view is given for a name that has no label.
 
     >>> labels = Labels({"fc.weight": "muon", "fc.bias": None}, {"fc.bias": "frozen"})
     >>> labels["fc.weight"], labels.reason("fc.bias")
@@ -52,17 +58,24 @@ class Labels(Mapping[str, Label]):
     True
     """
 
-    __slots__ = ("_labels", "_reasons")
+    __slots__ = ("_labels", "_reasons", "_views")
 
-    def __init__(self, labels: Mapping[str, Label], reasons: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        labels: Mapping[str, Label],
+        reasons: Mapping[str, str] | None = None,
+        views: Mapping[str, View] | None = None,
+    ) -> None:
         self._labels = dict(labels)
         self._reasons = dict(reasons or {})
+        self._views = dict(views or {})
         for name, label in self._labels.items():
             if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise TypeError(f"found {name!r} as a parameter name, expected a string")
             _check_label(label, f"parameter {name!r}")
-        if unknown := [name for name in self._reasons if name not in self._labels]:
-            raise ValueError(f"reasons are given for parameters without a label: {listing(unknown)}")
+        for what, given in (("reasons", self._reasons), ("views", self._views)):
+            if unknown := [name for name in given if name not in self._labels]:
+                raise ValueError(f"{what} are given for parameters without a label: {listing(unknown)}")
 
     def __getitem__(self, name: str) -> Label:
         return self._labels[name]
@@ -84,14 +97,82 @@ class Labels(Mapping[str, Label]):
     def __repr__(self) -> str:
         return f"Labels({self._labels!r})"
 
-    def __reduce__(self) -> tuple[type[Labels], tuple[dict[str, Label], dict[str, str]]]:
-        return Labels, (self._labels, self._reasons)
+    def __reduce__(self) -> tuple[type[Labels], tuple[dict[str, Label], dict[str, str], dict[str, View]]]:
+        return Labels, (self._labels, self._reasons, self._views)
 
     def reason(self, name: str) -> str:
-        """The rule that decided the label of a parameter."""
+        """Return the rule that decided the label of a parameter."""
         if name not in self._labels:
             raise KeyError(name)
         return self._reasons.get(name, "given")
+
+    @property
+    def views(self) -> Mapping[str, View]:
+        """The view of each parameter that is not simply one matrix stored (out, in)."""
+        return MappingProxyType(self._views)
+
+    @property
+    def dims(self) -> dict[str, Dims]:
+        """The ``dims`` for ``orthogonalize`` and ``scale_by_shape``: by glob, dims of rows and dims of columns."""
+        return cast("dict[str, Dims]", self.settings()[0] or {})
+
+    @property
+    def blocks(self) -> dict[str, Blocks]:
+        """The ``blocks`` for ``orthogonalize`` and ``scale_by_shape``: by glob, a number or sizes."""
+        return cast("dict[str, Blocks]", self.settings()[1] or {})
+
+    def settings(
+        self,
+        dims: Dims | Mapping[str, Dims | None] | None = None,
+        blocks: Blocks | Mapping[str, Blocks | None] | None = None,
+    ) -> tuple[Dims | Mapping[str, Dims | None] | None, Blocks | Mapping[str, Blocks | None] | None]:
+        """Fill in ``dims`` and ``blocks`` by the views, for parameters of which these settings say nothing.
+
+        Blocks are along rows: one whose ``dims`` are given keeps to the ``blocks`` that are given.
+
+        >>> expert = View(((-1,), (-2,)), 2)
+        >>> labels = Labels({"experts.gate_up": "muon", "fc": "muon"}, views={"experts.gate_up": expert})
+        >>> labels.settings()
+        ({'*experts.gate_up': ((-1,), (-2,))}, {'*experts.gate_up': 2})
+        >>> labels.settings(dims={"*experts*": ((-2,), (-1,))}), labels.settings(blocks=1)[1]
+        (({'*experts*': ((-2,), (-1,))}, None), 1)
+        """
+        free = {name: view for name, view in self._views.items() if not _says(dims, name)}
+        return (
+            _filled(dims, {name: view.dims for name, view in free.items() if view.dims is not None}, self),
+            _filled(
+                blocks, {n: v.blocks for n, v in free.items() if v.blocks is not None and not _says(blocks, n)}, self
+            ),
+        )
+
+    def restrict(self, names: Iterable[str]) -> Labels:
+        """Keep the labels of these names, with their reasons and views.
+
+        >>> Labels({"a": "x", "b": "y"}).restrict(["b"])
+        Labels({'b': 'y'})
+        """
+        chosen = list(names)
+        return Labels(
+            {name: self._labels[name] for name in chosen},
+            {name: self._reasons[name] for name in chosen if name in self._reasons},
+            {name: self._views[name] for name in chosen if name in self._views},
+        )
+
+
+def _says(setting: object, name: str) -> bool:
+    """True if a setting, for all or by globs, says something of a parameter."""
+    if isinstance(setting, Mapping):
+        return any(matches(name, pattern) for pattern in cast("Mapping[str, object]", setting))
+    return setting is not None
+
+
+def _filled(setting: T | Mapping[str, T] | None, found: Mapping[str, T], labels: Labels) -> T | Mapping[str, T] | None:
+    """A setting by globs and, behind it, globs for the names of which it says nothing."""
+    if not found:
+        return setting
+    alike = {labels[name] for name in found}  # no other leaf reaches a transform for these
+    new = patterns(found, (name for name, label in labels.items() if label in alike))
+    return {**cast("Mapping[str, T]", setting or {}), **new}
 
 
 def labels(model_or_params: Params, rules: Sequence[Rule], default: Label | _Unset = NO_DEFAULT) -> Labels:
@@ -127,7 +208,7 @@ def labels(model_or_params: Params, rules: Sequence[Rule], default: Label | _Uns
             f"{len(open_names)} of {len(infos)} parameters match no rule: {listing(open_names)}; "
             "add a rule for them, or give a default (None leaves them out)"
         )
-    return make_labels(infos, decided, absent)
+    return make_labels(model_or_params, infos, decided, absent)
 
 
 def apply_rules(
@@ -151,11 +232,24 @@ def apply_rules(
     return decided
 
 
-def make_labels(infos: Sequence[ParamInfo], decided: Mapping[str, tuple[Label, str]], absent: Sequence[str]) -> Labels:
-    """``Labels`` in the order of the parameters, and None for the leaves of a tree that hold no tensor."""
+def make_labels(
+    model_or_params: Params,
+    infos: Sequence[ParamInfo],
+    decided: Mapping[str, tuple[Label, str]],
+    absent: Sequence[str],
+    other: Label = None,
+) -> Labels:
+    """``Labels`` in the order of the parameters, with views of all but those labelled ``other``.
+
+    The leaves of a tree that hold no tensor get the label None.
+    """
     known = {info.name: decided[info.name] for info in infos} | dict.fromkeys(absent, (None, "absent"))
+    # A graph that is traced takes nothing but the labels.
+    viewed = () if torch.compiler.is_compiling() else infos
     return Labels(
-        {name: label for name, (label, _) in known.items()}, {name: reason for name, (_, reason) in known.items()}
+        {name: label for name, (label, _) in known.items()},
+        {name: reason for name, (_, reason) in known.items()},
+        find_views(model_or_params, (info for info in viewed if known[info.name][0] not in (None, other))),
     )
 
 
@@ -174,7 +268,7 @@ def _check_label(label: object, where: str) -> None:
         raise TypeError(f"{where}: found the label {label!r}; expected a string, or None to leave parameters out")
 
 
-def listing(names: Sequence[str]) -> str:
-    """The names of an error message: the first of them, and how many more there are."""
+def listing(names: Sequence[str], shown: Callable[[str], str] = repr) -> str:
+    """Write the names of an error message: the first of them, and how many more there are."""
     more = len(names) - _LISTED
-    return ", ".join(map(repr, names[:_LISTED])) + (f" and {more} more" if more > 0 else "")
+    return ", ".join(map(shown, names[:_LISTED])) + (f" and {more} more" if more > 0 else "")

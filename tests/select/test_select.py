@@ -454,7 +454,7 @@ MODELS = {
     vit: {"blocks.0.attn.qkv", "blocks.0.attn.proj", "blocks.0.mlp.fc1"},
     resnet: {"layer1.0.conv1", "layer1.0.downsample.0"},
     whisper: {
-        *(f"model.encoder.{n}" for n in ("conv1", "conv2", "layers.0.self_attn.k_proj", "layers.0.self_attn.q_proj")),
+        *(f"model.encoder.{n}" for n in ("conv2", "layers.0.self_attn.k_proj", "layers.0.self_attn.q_proj")),
         "model.encoder.layers.0.fc1",
         "model.decoder.layers.0.encoder_attn.out_proj",
     },
@@ -542,6 +542,8 @@ MUON_NAMES = """
     rnn.weight_ih_l0 conv2.weight attn.headwise.weight cls.predictions.transform.dense.weight token_mixer.weight
     aggregate.weight decoder.0.weight block.fc.weight transformer.h.0.mlp.fc_out.weight
     blocks.0.attn.to_out.0.weight layers.0.fc.parametrizations.weight.original
+    attn.output_projection.weight conv_out_layer.weight attn.proj_out.weight projector.weight
+    mm_input_projection_weight neck.conv1.weight layers.0.fc.weight_orig
 """
 ADAMW_NAMES = """
     transformer.wte.weight wpe.weight tok_embeddings.weight embed_tokens.weight gpt_neox.embed_in.weight
@@ -556,6 +558,12 @@ ADAMW_NAMES = """
     block.0.relative_attention_bias.weight q_proj.lora_A.default.weight wq.lora_a.weight lora.down.weight
     mixer.A_log embed_tokens.parametrizations.weight.original0 _orig_mod.wte.weight
     lm_head.modules_to_save.mine.weight query_embed.weight
+    cls.seq_relationship.weight wav2vec.ctc_proj.weight decoder.output_projection.weight logits.weight
+    mamba.x_proj.weight mixer.dt_proj.weight mamba.x_proj_weight mamba.D attn.rel_pos_h self_attn.pos_bias_u
+    self_attn.bias_v quantizer.codevectors q_l2_clip.scale embed_state.weight model.vision_embed_tokens.weight
+    label_embeddings_concat perceiver.latents_1d moe.router_mlp.0.weight
+    fc.hada_w1_a.default fc.lokr_w2.default fc.oft_R.default.weight fc.boft_R.default fc.hra_u.default
+    fc.randlora_lambda.default fc.vera_lambda_b.default fc.ia3_l.default fc.c3a_kernel.default fc.miss_block.default
 """
 
 
@@ -592,6 +600,9 @@ def test_a_gate_beside_up_and_down_belongs_to_the_mlp():
         ((8, 3, 7, 7), "adamw"),
         ((2, 3, 64, 64), "muon"),
         ((0, 4), "muon"),
+        ((2, 64), "adamw"),
+        ((128, 4), "adamw"),
+        ((4, 64), "muon"),
         ((4,), "adamw"),
         ((), "adamw"),
     ],
@@ -614,8 +625,30 @@ def test_parametrized_layers_keep_their_type():
     found = default_labels(model)
     assert found["table.parametrizations.weight.original"] == "adamw"
     assert found.reason("table.parametrizations.weight.original") == "embedding (module type Embedding)"
-    assert found["fc1.parametrizations.weight.original1"] == "muon"
+    # A direction is no matrix: its length lies beside it, and only their product is the weight.
+    assert found["fc1.parametrizations.weight.original1"] == "adamw"
     assert found["fc1.parametrizations.weight.original0"] == "adamw"
+
+
+def test_the_parts_of_a_weight_normed_weight_are_no_matrices_under_old_names_either():
+    parts = {"up.weight_g": torch.zeros(4, 1), "up.weight_v": torch.zeros(4, 8), "down.weight_v": torch.zeros(4, 8)}
+    assert default_labels(parts) == {"up.weight_g": "adamw", "up.weight_v": "adamw", "down.weight_v": "muon"}
+
+
+def test_a_projector_is_part_of_the_head_only_beside_a_classifier():
+    model = build({"model": {"up": lin(8, 8)}, "projector": lin(16, 8)})
+    assert default_labels(model)["projector.weight"] == "muon"
+    model.add_module("classifier", lin(3, 16))
+    assert default_labels(model)["projector.weight"] == "adamw"
+
+
+def test_the_convolution_that_sees_raw_audio_goes_to_adamw():
+    for inner in ({"encoder": {"conv1": nn.Conv1d(80, 8, 3)}}, {"conv_pre": nn.Conv1d(80, 8, 3)}):
+        found = reasons(build({"model": inner, "up": lin(8, 8)}))
+        assert next(iter(found.values())).startswith("convolution of the input")
+    layers = {"0": {"conv": nn.Conv1d(80, 8, 3)}, "1": {"conv": nn.Conv1d(8, 8, 3)}}
+    found = default_labels(build({"feature_extractor": {"conv_layers": layers}}))
+    assert [label for name, label in found.items() if name.endswith("weight")] == ["adamw", "muon"]
 
 
 def test_a_class_that_fully_shard_generates_counts_as_the_one_written():

@@ -1,0 +1,369 @@
+"""Views: which matrices a parameter holds, where it is not simply one matrix stored (out, in).
+
+Muon treats matrices. A parameter may hold several: the experts of a layer in one stack, or query, key and value one
+behind another. And it may be stored transposed. A `View` says so in the terms of ``orthogonalize``: ``dims`` and
+``blocks``. `views` finds them by the types of modules and their own sizes, for layers whose code is known; for others
+it says what to look at and splits nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from glob import escape
+from itertools import combinations
+from math import prod
+from typing import TypeAlias, TypeVar
+
+from torch import nn
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+
+from muonfx.select.params import ParamInfo, Params, plain_name, read_params, written_type
+from muonfx.tracing import matches
+
+__all__ = ["Blocks", "Dims", "View", "class_name_fits", "find_views", "is_convolution", "patterns", "views"]
+
+Dims: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+Blocks: TypeAlias = int | tuple[int, ...]
+T = TypeVar("T")
+
+STACK: Dims = ((-2,), (-1,))
+TRANSPOSED_STACK: Dims = ((-1,), (-2,))
+TRANSPOSED: Dims = ((1,), (0,))
+PLAIN_LEAVES = frozenset({"weight", "kernel", "w", "weight_orig"})
+_KERNEL_SIDE = 32
+
+
+@dataclass(frozen=True)
+class View:
+    """The matrices in one parameter.
+
+    Attributes:
+        dims: the dims that are rows (out) and those that are columns (in), the others being a batch; None: the first
+            dim and the rest. As in `muonfx.orthogonalize`.
+        blocks: how many equal blocks of rows, or their sizes, are matrices of their own. As in `muonfx.orthogonalize`.
+        note: a few words for the report.
+
+    >>> View(STACK, 2, "stack of 4 matrices; gate, up").matrices((4, 16, 8))
+    '8 of 8 x 8'
+    """
+
+    dims: Dims | None = None
+    blocks: Blocks | None = None
+    note: str = ""
+
+    def sides(self, shape: Sequence[int]) -> tuple[int, int, int]:
+        """Number of matrices before any are split into blocks, and the rows and columns of each."""
+        rows, columns = self.dims or ((0,), tuple(range(1, len(shape))))
+        size = [prod(shape[dim] for dim in side) for side in (rows, columns)]
+        return prod(shape) // max(prod(size), 1), size[0], size[1]
+
+    def matrices(self, shape: Sequence[int]) -> str:
+        """The matrices in a parameter of this shape, as the report shows them: rows x columns of each."""
+        count, rows, columns = self.sides(shape)
+        if isinstance(self.blocks, int):
+            count, rows = count * self.blocks, rows // self.blocks
+        shown = f"({' + '.join(map(str, self.blocks))})" if isinstance(self.blocks, tuple) else str(rows)
+        return (f"{count} of " if count > 1 else "") + f"{shown} x {columns}"
+
+    @property
+    def orientation(self) -> str:
+        """The order in which a matrix is stored, "out, in" or "in, out"."""
+        return "in, out" if self.dims is not None and min(self.dims[0]) > min(self.dims[1]) else "out, in"
+
+
+@dataclass(frozen=True)
+class _Fused:
+    """A layer of known code that holds several matrices one behind another along its rows.
+
+    ``sizes`` is a number of equal blocks, or attributes of the module that holds the layer; "a*b" is a product. None:
+    the matrices are interleaved, so that no block is one of them.
+    """
+
+    layer: str
+    holder: str
+    parts: str
+    sizes: int | tuple[str, ...] | None
+    given: tuple[tuple[str, bool], ...] = ()
+
+
+_QKV = "query, key, value"
+_HEADS = "query, key and value interleaved by head"
+_ANY = r".*"
+# The first that fits counts. `holder` is the class that holds the layer. Read in transformers 5.23; a class of that
+# package only: another of the same name may be laid out otherwise.
+_FUSED = (
+    _Fused("c_attn", "GPTBigCodeAttention", _QKV, ("embed_dim", "kv_dim", "kv_dim"), (("multi_query", True),)),
+    _Fused("c_attn", "GPTBigCodeAttention", _HEADS, None),
+    _Fused(
+        "c_attn", "(GPT2|DecisionTransformerGPT2|ImageGPT)Attention", "key, value", 2, (("is_cross_attention", True),)
+    ),
+    _Fused("c_attn", "(GPT2|DecisionTransformerGPT2|ImageGPT)?Attention", _QKV, 3),
+    _Fused(
+        "qkv_proj",
+        "(Phi3|Phi4Multimodal)Attention",
+        _QKV,
+        ("config.num_attention_heads*head_dim", "num_key_value_heads*head_dim", "num_key_value_heads*head_dim"),
+    ),
+    _Fused("qkv_proj", "(CodeGenAttention|MiniMaxLightningAttention)", _HEADS, None),
+    _Fused("Wqkv", "DbrxAttention", _QKV, ("hidden_size", *("num_key_value_heads*head_dim",) * 2)),
+    _Fused("Wqkv", "(ModernBertAttention|MptAttention)", _QKV, 3),
+    _Fused("att_proj", "Bark.*Attention", _QKV, 3),
+    _Fused("qkv", "Exaone4_5_VisionAttention", _QKV, ("q_dim", "kv_dim", "kv_dim")),
+    _Fused("qkv", ".*(Vision|Blip|Mgpstr|PPOCR|Sam|Hiera|SegGpt|Timesformer|VitDet).*Attention", _QKV, 3),
+    _Fused(
+        "query_key_value",
+        "Falcon.*Attention",
+        _QKV,
+        ("num_heads*head_dim", "head_dim", "head_dim"),
+        (("multi_query", True), ("new_decoder_architecture", False)),
+    ),
+    _Fused("query_key_value", _ANY, _HEADS, None),
+    _Fused("in_proj_qkv", ".*GatedDeltaNet", _QKV, ("key_dim", "key_dim", "value_dim")),
+    _Fused("in_proj_qkvz", _ANY, "query, key, value and gate interleaved by head", None),
+    _Fused("in_proj_ba", _ANY, "two interleaved by head", None),
+    _Fused("kv_proj", "JetMoeAttention", "key, value", 2),
+    _Fused("to_kv", _ANY, "key, value", 2),
+    _Fused("kv_a_proj_with_mqa", _ANY, "latent, rotary key", ("kv_lora_rank", "qk_rope_head_dim")),
+    _Fused("kv_b_proj", _ANY, "key and value interleaved by head", None),
+    _Fused("in_proj", "(Mamba|FalconMamba|JambaMamba)Mixer", "state, gate", 2),
+    _Fused("in_proj", "ZambaMambaMixer", "state and gate interleaved by head", None),
+    _Fused(
+        "in_proj",
+        "(Mamba2|Bamba|FalconH1|NemotronHMamba2|GraniteMoeHybridMamba|Zamba2Mamba)(Mixer|Layer)",
+        "gate, state, B, C, dt",
+        (*("intermediate_size",) * 2, *("n_groups*ssm_state_size",) * 2, "num_heads"),
+    ),
+    _Fused("in_proj", "Lfm2.*ShortConv", "B, C, state", 3),
+    _Fused("in_proj", "DisentangledSelfAttention", _HEADS, None),
+    _Fused("gate_up_proj", "GptOssExperts", "gate and up interleaved by row", None),
+    _Fused("gate_up_proj", _ANY, "gate, up", 2),
+    _Fused("input_linear", "(Granite|JetMoe).*(MLP|MoE)", "gate, up", 2),
+    _Fused("Wi", "ModernBert.*MLP", "value, gate", 2),
+)
+# Names of layers that nearly always are fused, in code that is not known.
+_SUSPECTS = {
+    **dict.fromkeys(("qkv", "qkv_proj", "Wqkv", "wqkv", "to_qkv", "c_attn", "query_key_value", "in_proj_qkv"), 3),
+    **dict.fromkeys(("gate_up_proj", "gate_up", "w13", "w12", "kv", "to_kv", "wkv"), 2),
+}
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A parameter of known code that is stored otherwise than (out, in)."""
+
+    module: str
+    leaf: str
+    dims: Dims | None
+    blocks: str | None = None
+    note: str = ""
+
+
+_STORED = (
+    _Stored("Conv1D", "weight", TRANSPOSED),
+    _Stored(".*MultiModalProjector", "mm_input_projection_weight", TRANSPOSED),
+    _Stored("XLNetRelativeAttention", "[qkvr]", ((1, 2), (0,)), note="heads side by side"),
+    _Stored("XLNetRelativeAttention", "o", ((0,), (1, 2)), note="heads side by side"),
+    _Stored("FunnelRelMultiheadAttention", "r_kernel", ((1, 2), (0,)), note="heads side by side"),
+    _Stored("RecurrentGemmaRglru", "(input|recurrent)_gate_weight", TRANSPOSED_STACK),
+    _Stored("GroupedLinearLayer", "weight", TRANSPOSED_STACK),
+    _Stored(".*FlexibleLinear", "weight", STACK),
+    _Stored("DeepseekV4GroupedLinear", "weight", None, "n_groups", "one block a group"),
+    _Stored("DbrxExpertGLU", "[wv][12]", None, "moe_num_experts", "one block an expert"),
+)
+
+
+def views(model_or_params: Params) -> dict[str, View]:
+    """Find the parameters that are not simply one matrix stored (out, in), and say how to see each.
+
+    With a model, types and sizes of modules decide; with named tensors, only what names and shapes make certain:
+    stacks of experts. A convolution is one matrix (out, in x kernel) and is listed only where it is transposed or has
+    groups.
+
+    Args:
+        model_or_params: an ``nn.Module``; a mapping or iterable of names and tensors; or any pytree of tensors.
+
+    Returns:
+        A view by parameter name. `muonfx.default_labels` keeps them with the labels, and ``Muon`` applies them.
+
+    Raises:
+        TypeError: a value is no tensor.
+        ValueError: a name occurs twice, or a parameter has no shape yet.
+
+    >>> views(nn.ModuleDict({"attn": nn.MultiheadAttention(8, 2), "fc": nn.Linear(8, 8)}))
+    {'attn.in_proj_weight': View(dims=None, blocks=3, note='query, key, value')}
+    """
+    return find_views(model_or_params, read_params(model_or_params))
+
+
+def find_views(model_or_params: Params, infos: Iterable[ParamInfo]) -> dict[str, View]:
+    """Find the views of some parameters of a model, or of named tensors."""
+    infos = tuple(infos)
+    modules = (
+        dict(model_or_params.named_modules(remove_duplicate=False)) if isinstance(model_or_params, nn.Module) else {}
+    )
+    shapes = {info.name: info.shape for info in infos}
+    found = ((info.name, _view(_Place.of(info, modules, shapes))) for info in infos if info.ndim >= 2)
+    return {name: view for name, view in found if view is not None}
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A parameter, the module that owns it, and the one that holds it under the name ``own``."""
+
+    info: ParamInfo
+    leaf: str
+    own: str
+    owner: nn.Module | None
+    holder: nn.Module | None
+    beside: Mapping[str, tuple[int, ...]]
+
+    @staticmethod
+    def of(info: ParamInfo, modules: Mapping[str, nn.Module], shapes: Mapping[str, tuple[int, ...]]) -> _Place:
+        path = info.name.rpartition(".")[0]
+        prefix = path and f"{path}."
+        beside = {name: shapes[prefix + name] for name in ("gate_up_proj", "down_proj") if prefix + name in shapes}
+        # The tensors of a parametrized weight lie below the module that they stand for.
+        above = f".{path}".partition(".parametrizations.")[0].removeprefix(".")
+        plain = [part for part in plain_name(info.name).split(".") if part != "base_layer"]
+        leaf = plain[-1]
+        own = plain[-2] if leaf in PLAIN_LEAVES and len(plain) > 1 else leaf
+        owner = modules.get(above)
+        holder = owner if own == leaf else modules.get(above.removesuffix(".base_layer").rpartition(".")[0])
+        return _Place(info, leaf, own, owner, holder, beside)
+
+
+def _view(place: _Place) -> View | None:
+    info, owner = place.info, place.owner
+    if is_convolution(info):
+        return _of_convolution(owner, info)
+    if isinstance(owner, nn.MultiheadAttention) and place.leaf == "in_proj_weight":
+        return View(None, 3, _QKV)
+    if isinstance(owner, nn.RNNBase | nn.RNNCellBase) and place.leaf.startswith(("weight_ih", "weight_hh")):
+        gates = {"LSTM": 4, "LSTMCell": 4, "GRU": 3, "GRUCell": 3}.get(written_type(owner).__name__)
+        return None if gates is None else View(None, gates, f"{gates} gates")
+    stored = _stored(place)
+    blocks, said = (stored.blocks, "") if stored.blocks else _blocks(place, stored.sides(info.shape)[1])
+    view = View(stored.dims, blocks, "; ".join(filter(None, (stored.note, said))))
+    return None if view == View() else view
+
+
+def _of_convolution(owner: nn.Module | None, info: ParamInfo) -> View | None:
+    if not isinstance(owner, _ConvNd):
+        return None
+    if isinstance(owner, _ConvTransposeNd):
+        grouped = f"; {owner.groups} groups, not split" if owner.groups > 1 else ""
+        return View(((1,), (0, *range(2, info.ndim))), None, f"transposed convolution{grouped}")
+    return View(None, owner.groups, f"{owner.groups} groups") if owner.groups > 1 else None
+
+
+def _stored(place: _Place) -> View:
+    """See a parameter as it is stored, whatever its rows may be fused from."""
+    info, owner = place.info, place.owner
+    kind = written_type(owner) if owner is not None else None
+    for known in _STORED if kind is not None else ():
+        if class_name_fits(kind, f"^{known.module}$") and re.fullmatch(known.leaf, place.leaf):
+            blocks = _number(owner, known.blocks) if known.blocks else None
+            return View(known.dims, blocks, known.note or _stack_note(info, known.dims))
+    if info.ndim < 3 or not (_is_expert(info) or class_name_fits(kind, "Experts?$")):
+        return View()
+    transposed = getattr(owner, "is_transposed", None)  # as transformers declares it
+    if transposed is None and len(place.beside) == 2:
+        (*_, a, b), (*_, c, d) = place.beside["gate_up_proj"], place.beside["down_proj"]
+        transposed = (a, b) == (d, 2 * c)
+    dims = TRANSPOSED_STACK if transposed is True else STACK
+    return View(dims, None, _stack_note(info, dims))
+
+
+def _stack_note(info: ParamInfo, dims: Dims | None) -> str:
+    return f"stack of {prod(info.shape[:-2])} matrices" if dims in (STACK, TRANSPOSED_STACK) else ""
+
+
+def _blocks(place: _Place, rows: int) -> tuple[Blocks | None, str]:
+    """The blocks of a fused parameter, where they are certain, and what to say of them."""
+    holder = place.holder
+    if holder is not None and holder.__class__.__module__.startswith("transformers.models."):
+        kind = written_type(holder)
+        for known in _FUSED:
+            if known.layer != place.own or not re.fullmatch(known.holder, kind.__name__):
+                continue
+            if any(bool(getattr(holder, name, None)) is not wanted for name, wanted in known.given):
+                continue
+            sizes = known.sizes
+            if sizes is None:
+                return None, f"{known.parts}: not split"
+            counts = (rows // sizes,) * sizes if isinstance(sizes, int) else tuple(_number(holder, s) for s in sizes)
+            if sum(counts) != rows:
+                return None, f"{known.parts}, of sizes that do not add up to {rows}: not split"
+            return len(counts) if len(set(counts)) == 1 else counts, known.parts
+    if count := _SUSPECTS.get(place.own):
+        glob = "*." + ".".join(plain_name(place.info.name).split(".")[-2:])
+        return None, f"fused? Not split; if so, blocks={{{glob!r}: {count}}}"
+    return None, ""
+
+
+def _number(module: nn.Module | None, product: str) -> int:
+    """A product of attributes of a module; 0 where there is none."""
+    factors = (
+        functools.reduce(lambda at, name: getattr(at, name, 0), f.split("."), module) for f in product.split("*")
+    )
+    return prod(factor if isinstance(factor, int) else 0 for factor in factors)
+
+
+def _is_expert(info: ParamInfo) -> bool:
+    """True if a component of the name says experts, below which there are no single ones."""
+    return any(re.search(r"(^|_)(experts?|moe)(_|$)", part) for name in info.names for part in name.split("."))
+
+
+def is_convolution(info: ParamInfo) -> bool:
+    """True if the parameter is the kernel of a convolution: by its module's type, else by a kernel's short sides.
+
+    >>> is_convolution(ParamInfo("conv.weight", (8, 4, 3))), is_convolution(ParamInfo("moe.experts.w1", (8, 4, 3)))
+    (True, False)
+    """
+    if info.ndim < 3:
+        return False
+    if info.module is not None:
+        return class_name_fits(info.module, "Conv") and not class_name_fits(info.module, "^Conv1D$")
+    if info.ndim == 3 and (_is_expert(info) or info.name.rpartition(".")[2] not in PLAIN_LEAVES):
+        return False
+    # A stack of stacks has four dims too, but not sides as short as a kernel's.
+    return max(info.shape[2:]) <= _KERNEL_SIDE
+
+
+def class_name_fits(module: type | None, pattern: str) -> bool:
+    """True if a pattern is found in the name of a class or of one that it derives from."""
+    return module is not None and any(re.search(pattern, base.__name__) for base in module.__mro__)
+
+
+def patterns(values: Mapping[str, T], others: Iterable[str]) -> dict[str, T]:
+    """Globs that give each name its value, and nothing to the others: as few and as short as they can be.
+
+    Wrappers put components in front of names, so a glob begins with ``*``.
+
+    >>> patterns({"h.0.attn.c_attn.weight": 3, "h.1.attn.c_attn.weight": 3}, ["h.0.mlp.c_fc.weight"])
+    {'*.c_attn.weight': 3}
+    """
+    found: dict[str, T] = {}
+    rest = [name for name in others if name not in values]
+    for name, value in values.items():
+        if any(matches(name, pattern) for pattern in found):
+            continue
+        strangers = [*rest, *(other for other, own in values.items() if own != value)]
+        globs = (glob for glob in _globs(name) if not any(matches(other, glob) for other in strangers))
+        found[next(globs, escape(name))] = value
+    return found
+
+
+def _globs(name: str) -> Iterator[str]:
+    """Globs for a name: those for any number in it first, and of these the shortest; two components at least."""
+    parts = [escape(part) for part in name.split(".")]
+    words = [at for at, part in enumerate(parts) if not part.isdigit()]
+    numbers = [at for at, part in enumerate(parts) if part.isdigit()]
+    for kept in range(len(numbers) + 1):
+        for literal in combinations(numbers, kept):
+            shown = ["*" if at in numbers and at not in literal else part for at, part in enumerate(parts)]
+            for start in reversed(words[:-1] or words or [0]):
+                yield ("*." if start else "*") + ".".join(shown[start:])

@@ -1,0 +1,248 @@
+"""Views: which matrices a parameter holds, and that Muon treats these and no others."""
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import muonfx as mfx
+from muonfx.select import Labels, View, default_labels, default_labels_by_name, format_labels, path, views
+from muonfx.select.views import patterns
+from muonfx.tracing import matches
+
+STACK, TRANSPOSED_STACK = ((-2,), (-1,)), ((-1,), (-2,))
+
+
+class Experts(nn.Module):
+    """Four experts as transformers stores them: (out, in), or (in, out) as in gpt-oss."""
+
+    def __init__(self, transposed: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        up, down = (4, 12, 8), (4, 8, 6)
+        if transposed:
+            up, down = (4, 8, 12), (4, 6, 8)
+        self.gate_up_proj = nn.Parameter(torch.randn(up))
+        self.down_proj = nn.Parameter(torch.randn(down))
+
+
+class Conv1D(nn.Module):
+    """GPT-2's linear layer, whose weight is (in, out)."""
+
+    def __init__(self, out: int, inp: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(inp, out))
+
+
+class Odd(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels = nn.Parameter(torch.randn(4, 40, 64))
+
+
+def held(**children: nn.Module) -> nn.Module:
+    return nn.ModuleDict(children)
+
+
+def stepped(model: nn.Module, **settings) -> dict[str, torch.Tensor]:
+    """The parameters after a step of Muon on gradients that are the parameters' own squares."""
+    model = copy.deepcopy(model)
+    optimizer = mfx.Muon(model, lr=0.1, weight_decay=0.0, dtype=torch.float32, **settings)
+    for param in model.parameters():
+        param.grad = param.detach().square()
+    optimizer.step()
+    return dict(model.named_parameters())
+
+
+def as_matrices(model: nn.Module, parts: dict[str, list[torch.Tensor]], **settings) -> dict[str, list[torch.Tensor]]:
+    """The matrices of each parameter after the same step, each a parameter of its own."""
+    flat = {
+        f"{name}/{at}": nn.Parameter(m.detach().clone()) for name, held in parts.items() for at, m in enumerate(held)
+    }
+    optimizer = mfx.Muon(
+        flat, lr=0.1, weight_decay=0.0, dtype=torch.float32, labels=dict.fromkeys(flat, "muon"), **settings
+    )
+    for param in flat.values():
+        param.grad = param.detach().square()
+    optimizer.step()
+    return {name: [flat[f"{name}/{at}"].detach() for at in range(len(held))] for name, held in parts.items()}
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_each_expert_of_a_stack_is_a_matrix_of_its_own(transposed):
+    model = held(experts=Experts(transposed))
+    labels = default_labels(model)
+    assert set(labels.values()) == {"muon"}
+    assert labels.dims == {"*experts.gate_up_proj": labels.views["experts.gate_up_proj"].dims} | {
+        "*experts.down_proj": TRANSPOSED_STACK if transposed else STACK
+    }
+    wanted = as_matrices(model, {name: list(param) for name, param in model.named_parameters()})
+    for name, param in stepped(model).items():
+        torch.testing.assert_close(param.detach(), torch.stack(wanted[name]), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("rule", ["match_rms_adamw", "original", "spectral"])
+def test_a_transposed_matrix_is_scaled_and_cut_as_the_linear_layer_that_it_is(rule):
+    model = held(c_fc=Conv1D(24, 8))
+    wanted = as_matrices(model, {"c_fc.weight": [model.c_fc.weight.T]}, rule=rule)["c_fc.weight"][0]
+    torch.testing.assert_close(stepped(model, rule=rule)["c_fc.weight"].detach(), wanted.T, rtol=1e-4, atol=1e-5)
+    rows = [part.T for part in model.c_fc.weight.split(8, dim=1)]
+    wanted = as_matrices(model, {"c_fc.weight": rows}, rule=rule)["c_fc.weight"]
+    found = stepped(model, rule=rule, blocks={"c_fc.weight": 3})["c_fc.weight"].detach()
+    torch.testing.assert_close(found, torch.cat(wanted).T, rtol=1e-4, atol=1e-5)
+
+
+def test_layers_of_torch_that_hold_several_matrices_are_split():
+    model = held(
+        attn=nn.MultiheadAttention(8, 2),
+        lstm=nn.LSTM(4, 8),
+        gru=nn.GRUCell(4, 8),
+        grouped=nn.Conv2d(8, 16, 3, groups=4),
+        up=nn.ConvTranspose1d(8, 6, 3),
+        plain=nn.Conv1d(8, 8, 3),
+    )
+    assert {name: (view.dims, view.blocks) for name, view in views(model).items()} == {
+        "attn.in_proj_weight": (None, 3),
+        "lstm.weight_ih_l0": (None, 4),
+        "lstm.weight_hh_l0": (None, 4),
+        "gru.weight_ih": (None, 3),
+        "gru.weight_hh": (None, 3),
+        "grouped.weight": (None, 4),
+        "up.weight": (((1,), (0, 2)), None),
+    }
+
+
+def test_what_is_given_wins_over_what_is_found():
+    model = held(experts=Experts(), attn=nn.MultiheadAttention(8, 2))
+    settings = default_labels(model).settings
+    assert settings() == (
+        {"*experts.gate_up_proj": STACK, "*experts.down_proj": STACK},
+        {"*attn.in_proj_weight": 3},
+    )
+    assert settings(dims=STACK, blocks=1) == (STACK, 1)
+    # Found blocks are of the rows that found dims say; with other dims they would cut something else.
+    mine = {"*.gate_up_proj": TRANSPOSED_STACK}
+    assert settings(dims=mine)[0] == {**mine, "*experts.down_proj": STACK}
+    assert settings(blocks={"*in_proj*": 6})[1] == {"*in_proj*": 6}
+    tx = mfx.muon_with_adamw(labels=default_labels(model), dims=mine).arguments["transforms"]["muon"]
+    assert "'*.gate_up_proj': ((-1,), (-2,)), '*experts.down_proj': ((-2,), (-1,))" in repr(tx)
+
+
+def test_labels_without_views_see_each_parameter_as_before():
+    model = held(attn=nn.MultiheadAttention(8, 2))
+    labels = default_labels(model)
+    assert labels.views
+    plain = mfx.muon_with_adamw(labels=Labels(labels))
+    assert plain.arguments["transforms"]["muon"] == mfx.muon(weight_decay=0.1)
+    # The labels themselves are the same value, with views and without.
+    transforms = {"muon": mfx.muon(), "adamw": mfx.adamw()}
+    assert mfx.partition(transforms, labels).fingerprint == mfx.partition(transforms, Labels(labels)).fingerprint
+
+
+def test_labels_keep_their_views_when_pickled_and_restricted():
+    labels = default_labels(held(experts=Experts()))
+    assert pickle.loads(pickle.dumps(labels)).views == labels.views
+    some = labels.restrict(["experts.down_proj"])
+    assert (list(some), list(some.views)) == (["experts.down_proj"], ["experts.down_proj"])
+    with pytest.raises(ValueError, match="views are given for parameters without a label: 'w'"):
+        Labels({}, views={"w": View()})
+
+
+def test_a_stack_that_is_added_later_is_seen_as_one():
+    model, later = held(up=nn.Linear(8, 8)), held(experts=Experts())
+    optimizer = mfx.Muon(model, lr=0.1, weight_decay=0.0, dtype=torch.float32)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="default_labels saw names")
+        optimizer.add_param_group({"params": [(f"later.{n}", p) for n, p in later.named_parameters()]})
+    for param in later.parameters():
+        param.grad = param.detach().square()
+    wanted = as_matrices(later, {name: list(param) for name, param in later.named_parameters()})
+    optimizer.step()
+    for name, param in later.named_parameters():
+        torch.testing.assert_close(param.detach(), torch.stack(wanted[name]), rtol=1e-4, atol=1e-5)
+
+
+def test_a_parameter_of_three_dims_that_nothing_explains_is_warned_of():
+    model = held(odd=Odd())
+    said = r"more than two dims .* 'odd.kernels' \(4, 40, 64\)\. Give Muon, .* their dims: .*\(\(-2,\), \(-1,\)\)"
+    with pytest.warns(UserWarning, match=said) as caught:
+        default_labels(model)
+    assert caught[0].filename == __file__
+    with pytest.warns(UserWarning, match=said):
+        default_labels_by_name(dict(model.named_parameters()))
+    with pytest.warns(UserWarning, match=rf"saw names and shapes.*{said}"):
+        default_labels(dict(model.named_parameters()))
+    # A convolution is explained, and so is one with a rule of its own.
+    default_labels(held(conv=nn.Conv1d(8, 8, 3)))
+    default_labels(model, [(path("odd.*"), "adamw")])
+
+
+def test_a_partition_that_does_not_use_the_dims_of_its_labels_is_warned_of():
+    model = held(experts=Experts(), fc=nn.Linear(8, 8))
+    params = {name: param.detach() for name, param in model.named_parameters()}
+    labels = default_labels(model)
+    with pytest.warns(UserWarning, match=r"'experts.gate_up_proj' \(stack of 4 matrices.*give it dims=labels.dims"):
+        mfx.partition({"muon": mfx.muon(), "adamw": mfx.adamw()}, labels).init(params)
+    with pytest.warns(UserWarning, match="the labels know dims"):
+        mfx.muon_with_adamw(labels=default_labels_by_name).init(params)
+    for muon, chosen in ((mfx.muon(dims=labels.dims), labels), (mfx.muon(), Labels(labels)), (mfx.lion(), labels)):
+        mfx.partition({"muon": muon, "adamw": mfx.adamw()}, chosen).init(params)
+
+
+def test_labels_that_a_function_of_names_makes_are_the_same_while_compiling():
+    params = {
+        "h.up.weight": torch.ones(4, 4),
+        "h.attn.c_attn.weight": torch.ones(12, 4),
+        "encoder.conv1.w": torch.ones(4, 4, 3),
+    }
+    tx = mfx.muon_with_adamw(0.1, dtype=torch.float32, labels=default_labels_by_name)
+    state = tx.init(params)
+    step = torch.compile(lambda tx: tx.update(params, state, params)[0], fullgraph=True, backend="eager")
+    wanted = tx.update(params, state, params)[0]
+    for name, update in step(tx.replace()).items():  # one that has met no parameters
+        torch.testing.assert_close(update, wanted[name])
+
+
+def test_the_report_says_which_matrices_there_are_and_how_they_are_stored():
+    model = held(experts=Experts(True), up=nn.Linear(8, 8))
+    lines = format_labels(default_labels(model), model).splitlines()
+    assert lines[0].split() == ["parameter", "shape", "label", "matrices", "stored", "rule"]
+    assert (
+        "4 x 8 x 12  muon   4 of 12 x 8  in, out  hidden matrix (3-D); stack of 4 matrices; fused? Not split"
+        in lines[1]
+    )
+    assert "4 of 8 x 6   in, out  hidden matrix (3-D); stack of 4 matrices" in lines[2]
+    assert "8 x 8       muon   8 x 8        out, in  hidden matrix (2-D)" in lines[3]
+    assert View(None, (4, 2, 2)).matrices((8, 3)) == "(4 + 2 + 2) x 3"
+
+
+names = st.lists(st.sampled_from(["h", "0", "1", "2", "attn", "fc", "weight", "[x]"]), min_size=1, max_size=5).map(
+    ".".join
+)
+
+
+@given(st.dictionaries(names, st.sampled_from([1, 2, None]), max_size=12))
+def test_patterns_give_each_name_its_value_and_nothing_to_the_others(wanted):
+    valued = {name: value for name, value in wanted.items() if value is not None}
+    found = patterns(valued, wanted)
+    for name, value in wanted.items():
+        assert next((v for pattern, v in found.items() if matches(name, pattern)), None) == value
+    # Every pattern does something, so that none is warned of.
+    taken = set()
+    for pattern in found:
+        mine = {name for name in wanted if matches(name, pattern)}
+        assert not mine <= taken
+        taken |= mine
+
+
+def test_patterns_are_few_and_hold_under_a_wrapper():
+    layers = {f"h.{at}.attn.c_attn.weight": 3 for at in range(40)}
+    assert patterns(layers, [f"h.{at}.mlp.c_fc.weight" for at in range(40)]) == {"*.c_attn.weight": 3}
+    stages = {f"stages.{at}.layers.{n}.conv.weight": at for at in (1, 2) for n in range(3)}
+    assert patterns(stages, []) == {f"*stages.{at}.layers.*.conv.weight": at for at in (1, 2)}
