@@ -200,7 +200,9 @@ def _run_as_function(xs: list[torch.Tensor], targets: list[torch.Tensor | None],
     Each batch is brought to where it belongs before the next one is made: beyond the results, one batch is held.
     """
     short, long, held, _ = job.kind
-    flats = [(x if x.shape[-2] == short else x.mT).reshape(-1, short, long) for x in xs]
+    # Products of the same values in another order of memory round otherwise, and at another rank the order is another.
+    ordered = [x.contiguous() for x in xs]
+    flats = [(x if x.shape[-2] == short else x.mT).reshape(-1, short, long) for x in ordered]
     limit = max(1, job.scratch // scratch_bytes(short, long, job.plan.dtype))
     if is_traced(short, long, *map(len, flats)):
         limit = sum(map(len, flats)) + 1  # a batch that is cut would fix all sizes; a compiler plans memory itself

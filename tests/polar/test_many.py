@@ -82,3 +82,14 @@ def test_packing_keeps_order_and_its_bound(lengths: list[int], limit: int) -> No
 
 def test_nothing_gives_nothing() -> None:
     assert orthogonalize_many([]) == []
+
+
+@pytest.mark.parametrize("shape", [(6, 10), (10, 6), (3, 8, 12), (256, 300), (300, 256)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_order_of_memory_changes_no_bit(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = torch.randn(shape)
+    other = x.mT.contiguous().mT
+    assert not other.is_contiguous()
+    (wanted,) = orthogonalize_many([x], dtype=dtype)
+    (found,) = orthogonalize_many([other], dtype=dtype)
+    assert torch.equal(found, wanted)
