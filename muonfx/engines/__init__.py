@@ -1,5 +1,5 @@
 """Training engines, each unmodified: a layout that the engine has made, and a thin face over it."""
 
-from muonfx.engines import deepspeed
+from muonfx.engines import deepspeed, huggingface
 
-__all__ = ["deepspeed"]
+__all__ = ["deepspeed", "huggingface"]
