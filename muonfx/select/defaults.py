@@ -146,17 +146,15 @@ def default_labels_by_name(
 ) -> Labels:
     """Label as `default_labels` does, for named tensors whose names are known to say what they are.
 
-    Without a model no module type is seen: an embedding called ``lookup`` looks like a hidden matrix. This function
-    says that none is. Arguments and errors are those of `default_labels`.
+    Without a model no module type is seen: an embedding called ``lookup`` looks like a hidden matrix, and a stack of
+    matrices like a convolution. Who calls this function says that none is. Arguments and errors are those of
+    `default_labels`; it does not warn.
 
     >>> import torch
     >>> default_labels_by_name({"wte.weight": torch.zeros(8, 4), "h.fc.weight": torch.zeros(4, 4)})
     Labels({'wte.weight': 'adamw', 'h.fc.weight': 'muon'})
     """
-    found, unexplained = _labels(params, rules, muon, other)
-    if unexplained:
-        warnings.warn(f"default_labels_by_name{unexplained}", UserWarning, stacklevel=2)
-    return found
+    return _labels(params, rules, muon, other)[0]
 
 
 _HIDDEN = "hidden matrix"

@@ -20,6 +20,7 @@ from typing import TypeAlias, TypeVar
 from torch import nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
+from muonfx.arguments import check_plain, plain_kinds
 from muonfx.select.params import ParamInfo, Params, plain_name, read_params, written_type
 from muonfx.tracing import matches
 
@@ -28,6 +29,8 @@ __all__ = ["Blocks", "Dims", "View", "class_name_fits", "find_views", "is_convol
 Dims: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 Blocks: TypeAlias = int | tuple[int, ...]
 T = TypeVar("T")
+
+_STR = plain_kinds("str")
 
 STACK: Dims = ((-2,), (-1,))
 TRANSPOSED_STACK: Dims = ((-1,), (-2,))
@@ -53,6 +56,10 @@ class View:
     dims: Dims | None = None
     blocks: Blocks | None = None
     note: str = ""
+
+    def __post_init__(self) -> None:
+        """Check the note; what dims and blocks may be, the transforms say that take them."""
+        check_plain("View", "note", self.note, _STR)
 
     def sides(self, shape: Sequence[int]) -> tuple[int, int, int]:
         """Number of matrices before any are split into blocks, and the rows and columns of each."""

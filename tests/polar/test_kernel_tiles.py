@@ -56,7 +56,12 @@ def test_programs_that_run_together_share_panels() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("capability", "kibibytes", "instruction"),
-    [(80, 163, "mma.sync"), (86, 99, "mma.sync"), (90, 227, "wgmma.mma_async"), (100, 227, "tcgen05.mma")],
+    [
+        pytest.param(80, 163, "mma.sync", marks=pytest.mark.deep),  # compiling is all that takes time here
+        pytest.param(86, 99, "mma.sync", marks=pytest.mark.deep),
+        (90, 227, "wgmma.mma_async"),
+        pytest.param(100, 227, "tcgen05.mma", marks=pytest.mark.deep),
+    ],
 )
 def test_the_kernel_compiles_for_a_gpu(tmp_path: Path, capability: int, kibibytes: int, instruction: str) -> None:
     script = Path(__file__).with_name("pretended_gpu.py")

@@ -174,8 +174,7 @@ def test_a_parameter_of_three_dims_that_nothing_explains_is_warned_of():
     with pytest.warns(UserWarning, match=said) as caught:
         default_labels(model)
     assert caught[0].filename == __file__
-    with pytest.warns(UserWarning, match=said):
-        default_labels_by_name(dict(model.named_parameters()))
+    default_labels_by_name(dict(model.named_parameters()))  # for who says that names are enough
     with pytest.warns(UserWarning, match=rf"saw names and shapes.*{said}"):
         default_labels(dict(model.named_parameters()))
     # A convolution is explained, and so is one with a rule of its own.
