@@ -395,7 +395,9 @@ PAGES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "mesh"), [*PAGES, ("deepseek-v3", "dp=2,shard=64,ep=64")])
+@pytest.mark.parametrize(
+    ("name", "mesh"), [*PAGES, pytest.param("deepseek-v3", "dp=2,shard=64,ep=64", marks=pytest.mark.deep)]
+)
 def test_a_table_fits_a_page(name: str, mesh: str):
     lines = printed("--model", name, "--mesh", mesh).splitlines()
     assert max(map(len, lines)) <= WIDTH
