@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from muonfx import tree
+from muonfx.checkpoint.dtypes import widens
 from muonfx.core import Donation, Locality, Transform
 from muonfx.hyperparams import hyperparams, with_hyperparams
 from muonfx.optimizer.groups import Route, routes_of, split_by_route
@@ -210,7 +211,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             numbers = self._numbers[tuple(group["param_names"])]
             for unit in self._units_of(group):
-                unit.step(numbers.read(group))
+                unit.step(numbers.read(group), self.state)
         return loss
 
     def _units_of(self, group: Mapping[str, Any]) -> list[_Unit]:
@@ -242,12 +243,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Load what ``state_dict()`` returned, in the dtypes that it has; DeepSpeed calls it with a rank's own part.
 
         Raises:
-            ValueError: groups of other parameters; nothing has been loaded then.
+            ValueError: groups of other parameters, or without one of the hyperparameters; nothing has been loaded then.
+                A state of another transform is found at the next step.
         """
         saved: list[dict[str, Any]] = state_dict["param_groups"]
         own = [group["param_names"] for group in self.param_groups]
         if (theirs := [group.get("param_names") for group in saved]) != own:
             raise ValueError(f"the state is of groups with the parameters {theirs}, and here they are {own}")
+        for names, old in zip(own, saved, strict=True):
+            if missing := [one.key for one in self._numbers[tuple(names)].hyperparams if one.key not in old]:
+                raise ValueError(f"the state has no hyperparameter {missing[0]!r} for the group of {names[0]!r}")
         super().load_state_dict(state_dict)
         places = chain.from_iterable(group["params"] for group in saved)
         for place, param in zip(places, chain.from_iterable(g["params"] for g in self.param_groups), strict=True):
@@ -393,14 +398,19 @@ class _Unit:
     """One flat tensor, or the whole parameters of a group: its state and its steps."""
 
     def __init__(self, tx: Transform, like: Mapping[str, Tensor], pieces: _Pieces, state: dict[Tensor, Any]) -> None:
-        self.pieces, self._tx, self._held = pieces, tx, state
+        self.pieces, self._tx = pieces, tx
         self._names = list(like)
         self._values: dict[str, Any] | None = None
         self._now = tx
         loaded: list[dict[str, Any]] = [dict(state.get(x, {})) for x in pieces.flat]
-        self._state = self._lay_out(self._transform().init(self._among_all(pieces.views(pieces.flat))))
+        self._state = self._lay_out(self._transform().init(self._among_all(pieces.views(pieces.flat))), state)
+        self._specs = {x: {key: tree.spec(kept) for key, kept in state[x].items()} for x in pieces.flat}
+        """By tensor, the entries of ``optimizer.state`` that are the state."""
+        self._checked: list[object] = [state[x] for x in pieces.flat]
+        """The entries that were found to be whole: a load puts others in their place."""
         for x, values in zip(pieces.flat, loaded, strict=True):
-            state[x].update(values)
+            if values:
+                state[x] = values
 
     def _transform(self) -> Transform:
         layout = self.pieces.layout
@@ -410,11 +420,13 @@ class _Unit:
         """The leaves of this unit, in a tree of all parameters."""
         return {name: some.get(name) for name in self._names}
 
-    def _lay_out(self, state: PyTree) -> PyTree:
+    def _lay_out(self, state: PyTree, held: dict[Tensor, Any]) -> PyTree:
         """Put a state into ``optimizer.state``: what is like the parameters as flat tensors, which it is views of."""
         self._leaves: list[tuple[str, str | None]] = []
         """For each leaf, its key in ``optimizer.state``, and the parameter whose piece it is like."""
         local = self.pieces.views(self.pieces.flat)
+        for x in self.pieces.flat:
+            held[x] = {}
         placed: list[Any] = []
         for path, leaf in zip(tree.paths(state), tree.leaves(state), strict=True):
             name = path[-1] if path and path[-1] in self._names else None
@@ -431,45 +443,69 @@ class _Unit:
                 raise ValueError(f"the state {key!r} has the dtypes {dtypes} in one flat tensor; pin one")
             if self.pieces.layout is None:
                 for name, x in local.items():
-                    self._held[x][key] = mine[name]
+                    held[x][key] = mine[name]
                 continue
             (flat,) = self.pieces.flat
             room = torch.zeros_like(flat, dtype=dtypes.pop(), requires_grad=False)
-            self._held[flat][key] = room
+            held[flat][key] = room
             for name, view in self.pieces.views([room]).items():
                 if name in mine:
                     view.copy_(mine[name])
         for (key, name), leaf in zip(self._leaves, placed, strict=True):
             if name is None and leaf is not None:
                 for x in self.pieces.flat:
-                    self._held[x][key] = leaf
+                    held[x][key] = leaf
         self._treedef = tree.flatten(state)[1]
-        self._dtypes = [None if leaf is None else leaf.dtype for leaf in placed]
-        return self._read(placed)
+        return self._read(placed, held)
 
-    def _read(self, leaves: Sequence[Any]) -> PyTree:
-        """The state as it stands in ``optimizer.state`` now, which a load may have replaced."""
+    def _check(self, held: dict[Tensor, Any]) -> None:
+        """Require that what a load has put into ``optimizer.state`` is the state of this transform, in its dtypes.
+
+        Raises:
+            ValueError: an entry is missing or unknown, has another shape, or its dtype would narrow; the message names
+                it.
+        """
+        found: list[object] = [held.get(x) for x in self.pieces.flat]
+        if all(now is before for now, before in zip(found, self._checked, strict=True)):
+            return
+        for x, specs in self._specs.items():
+            entries: dict[str, Any] = held.get(x, {})
+            whose = f"of {self.pieces.names[0]!r} and {len(self.pieces.names) - 1} more"
+            if different := sorted(specs.keys() ^ entries.keys()):
+                which = "is missing" if different[0] in specs else "belongs to another transform"
+                raise ValueError(
+                    f"optimizer.state: {different[0]!r} {which}, in the state {whose}; it has {sorted(entries)}, "
+                    f"expected {sorted(specs)}: load a state of {self._tx!r}, or begin anew"
+                )
+            for key, spec in specs.items():
+                own = entries[key]
+                if tuple(own.shape) != spec.shape or not widens(own.dtype, spec.dtype):
+                    raise ValueError(
+                        f"optimizer.state: {key!r} {whose} has shape {tuple(own.shape)} and dtype {own.dtype}, "
+                        f"expected {spec.shape} and {spec.dtype} or what widens to it"
+                    )
+                if own.dtype != spec.dtype:
+                    entries[key] = own.to(spec.dtype)
+        self._checked = [held[x] for x in self.pieces.flat]
+
+    def _read(self, leaves: Sequence[Any], held: dict[Tensor, Any]) -> PyTree:
+        """The state as it stands in ``optimizer.state`` now."""
         found: list[Any] = []
-        for (key, name), leaf, dtype in zip(self._leaves, leaves, self._dtypes, strict=True):
+        for (key, name), leaf in zip(self._leaves, leaves, strict=True):
             if leaf is None:
                 found.append(None)
                 continue
             holder = self.pieces.flat[self.pieces.names.index(name)] if self._is_whole(name) else self.pieces.flat[0]
-            if key not in self._held[holder]:
-                raise ValueError(
-                    f"optimizer.state has lost {key!r} of {name or 'all parameters'}: load it, or begin anew"
-                )
-            kept: Tensor = self._held[holder][key]
-            if kept.dtype != dtype:
-                self._held[holder][key] = kept = kept.to(dtype)
+            kept: Tensor = held[holder][key]
             found.append(kept if name is None or self._is_whole(name) else self.pieces.views([kept])[name])
         return tree.unflatten(self._treedef, found)
 
     def _is_whole(self, name: str | None) -> bool:
         return name is not None and self.pieces.layout is None
 
-    def step(self, numbers: dict[str, Any]) -> None:
-        """Step with the numbers that stand in the group."""
+    def step(self, numbers: dict[str, Any], held: dict[Tensor, Any]) -> None:
+        """Step with the numbers that stand in the group, on the state in ``optimizer.state``."""
+        self._check(held)
         if self._values is None or not unchanged([numbers], [self._values]):
             check_shapes(self._tx, numbers)
             self._now = with_hyperparams(self._tx, numbers).prepare_all()
@@ -482,8 +518,7 @@ class _Unit:
             (one,) = flat
             assert one.grad is not None
             grads = dict(self.pieces.views([one.grad]))
-        before = tree.leaves(self._state)
-        state = self._read(before)
+        state = self._read(tree.leaves(self._state), held)
         updates, after = self._transform().update(
             self._among_all({n: g for n, g in grads.items() if g is not None}),
             state,
@@ -493,10 +528,10 @@ class _Unit:
         pairs = [(params[name], updates[name]) for name in params if updates[name] is not None]
         if pairs:
             torch._foreach_add_([param for param, _ in pairs], [update for _, update in pairs])
-        self._write(tree.leaves(state), tree.leaves(after))
+        self._write(tree.leaves(state), tree.leaves(after), held)
         self._state = after
 
-    def _write(self, before: Iterable[Any], after: Iterable[Any]) -> None:
+    def _write(self, before: Iterable[Any], after: Iterable[Any], held: dict[Tensor, Any]) -> None:
         """Write the next state to where the last one lies."""
         for (key, name), old, new in zip(self._leaves, before, after, strict=True):
             if new is None or new is old:
@@ -506,4 +541,4 @@ class _Unit:
                     old.copy_(new)
             else:
                 for x in self.pieces.flat:
-                    self._held[x][key] = new
+                    held[x][key] = new

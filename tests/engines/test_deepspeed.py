@@ -5,11 +5,13 @@ One group of processes for each number of ranks runs all of its cases, since imp
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
@@ -164,3 +166,71 @@ def test_a_state_of_other_groups_is_refused_and_one_that_pins_a_dtype_keeps_it()
     other = ours.optimizer(nn.Sequential(nn.Linear(4, 4)), tx)
     with pytest.raises(ValueError, match="groups with the parameters"):
         other.load_state_dict(saved)
+
+
+def _stepped(model: nn.Module, tx: mfx.Transform, steps: int = 1) -> ours.ZeroOptimizer:
+    made = ours.optimizer(model, tx)
+    for _ in range(steps):
+        made.zero_grad()
+        model(torch.ones(1, 4)).square().sum().backward()
+        made.step()
+    return made
+
+
+def test_a_state_that_is_loaded_after_a_step_counts() -> None:
+    tx = mfx.chain(mfx.momentum(0.9), mfx.scale(-0.1))
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    saved = _stepped(model, tx).state_dict()
+    other = nn.Linear(4, 4)
+    again = _stepped(other, tx)
+    other.load_state_dict(model.state_dict())
+    again.load_state_dict(saved)
+    wanted = ours.optimizer(copied := copy.deepcopy(model), tx)
+    wanted.load_state_dict(saved)
+    for net, one in ((copied, wanted), (other, again)):
+        one.zero_grad()
+        net(torch.ones(1, 4)).square().sum().backward()
+        one.step()
+    assert torch.equal(other.weight, copied.weight)
+
+
+def test_a_state_without_a_hyperparameter_is_refused_before_anything_is_loaded() -> None:
+    saved = _stepped(nn.Linear(4, 4), mfx.scale(-0.1)).state_dict()
+    made = _stepped(nn.Linear(4, 4), mfx.chain(mfx.momentum(), mfx.scale(-0.2)))
+    with pytest.raises(ValueError, match="no hyperparameter 'momentum'"):
+        made.load_state_dict(saved)
+    assert made.param_groups[0]["momentum"] == 0.95
+    made.step()
+
+
+@pytest.mark.parametrize("steps", [0, 1])  # before the first step, and after it
+@pytest.mark.parametrize(
+    ("key", "made_of", "said"),
+    [
+        ("momentum/trace", None, "'momentum/trace' is missing"),
+        ("scale_by_lion/mu", torch.Tensor.clone, "'scale_by_lion/mu' belongs to another"),
+        ("momentum/trace", torch.Tensor.double, "has shape .* and dtype torch.float64"),
+        ("momentum/trace", torch.Tensor.flatten, "'momentum/trace' .* has shape"),
+    ],
+)
+def test_a_state_of_another_chain_is_refused_by_name(
+    steps: int, key: str, made_of: Callable[[torch.Tensor], torch.Tensor] | None, said: str
+) -> None:
+    tx = mfx.chain(mfx.momentum(), mfx.scale(-0.1))
+    model = nn.Linear(4, 4)
+    saved = _stepped(nn.Linear(4, 4), tx).state_dict()
+    for entries in saved["state"].values():
+        trace = entries["momentum/trace"]
+        if made_of is None:
+            del entries[key]
+            entries["other"] = trace
+        else:
+            entries[key] = made_of(trace)
+    made = _stepped(model, tx, steps)
+    made.load_state_dict(saved)
+    model(torch.ones(1, 4)).square().sum().backward()
+    before = model.weight.detach().clone()
+    with pytest.raises(ValueError, match=said):
+        made.step()
+    assert torch.equal(model.weight, before)
