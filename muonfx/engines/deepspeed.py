@@ -10,6 +10,7 @@ and shows it as it does Adam's.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -274,7 +275,7 @@ class _Pieces(NamedTuple):
     at: dict[str, tuple[int, int]]
     """By name, where a piece lies in the flat tensor, and how long it is; nothing for whole parameters."""
     begins: dict[str, int]
-    """Where it begins in the flattened parameter."""
+    """The place in the flattened parameter at which it begins."""
     layout: Layout | None
     """Of all that share the parameters; None where every rank has all."""
     names: tuple[str, ...]
@@ -368,23 +369,34 @@ def _shape(param: Tensor) -> tuple[int, ...]:
 
 
 def _check_values(pieces: _Pieces, params: Mapping[str, Tensor]) -> None:
-    """Require that each piece has the values of its parameter, rounded to the dtype that this has."""
-    problem = None
+    """Require that each piece has the values of its parameter, rounded to the dtype that this has; on all ranks."""
+    layout = pieces.layout
+    assert layout is not None
+    found: list[str | None] = [None] * layout.size
+    dist.all_gather_object(found, _differing(pieces, params), group=layout.group)
+    if wrong := [name for name in found if name is not None]:
+        raise _misplaced(wrong[0])
+
+
+def _differing(pieces: _Pieces, params: Mapping[str, Tensor]) -> str | None:
+    """The first parameter that has other values than its piece on this rank."""
     for name, piece in pieces.views(pieces.flat).items():
         held = getattr(params[name], "ds_tensor", None)
         begin = 0 if held is not None else pieces.begins[name]
         source = (params[name] if held is None else held).detach().reshape(-1)
-        if piece.numel() == 0 or source.numel() < begin + piece.numel():
+        if piece.numel() == 0:
+            continue
+        if source.numel() < begin + piece.numel():
+            warnings.warn(
+                f"{name!r}: DeepSpeed has its values elsewhere, so that nothing shows whether the flat tensor "
+                "has them where DeepSpeed says: that is assumed",
+                stacklevel=2,
+            )
             continue
         known = source[begin : begin + piece.numel()].to(piece.device)
         if not torch.equal(piece.reshape(-1).to(known.dtype).nan_to_num(), known.nan_to_num()):
-            problem = problem or name
-    layout = pieces.layout
-    assert layout is not None
-    found: list[str | None] = [None] * layout.size
-    dist.all_gather_object(found, problem, group=layout.group)
-    if wrong := [name for name in found if name is not None]:
-        raise _misplaced(wrong[0])
+            return name
+    return None
 
 
 def _misplaced(name: str) -> ValueError:

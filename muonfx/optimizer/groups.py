@@ -29,7 +29,7 @@ NamedParameters = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]
 """What an optimizer takes: a model, named parameters, or groups of them."""
 
 
-class Rank(IntEnum):
+class GroupKind(IntEnum):
     """The order of groups, whatever the order of parameters."""
 
     MUON = 0
@@ -52,7 +52,7 @@ class Route(NamedTuple):
     """True if the labels of some partition leave them out."""
     hyperparams: tuple[Hyperparam, ...]
     """The numbers of these transforms."""
-    order: tuple[Rank, bool, tuple[int, ...]]
+    order: tuple[GroupKind, bool, tuple[int, ...]]
     """By which groups are sorted."""
 
 
@@ -118,17 +118,17 @@ def _route(name: str, places: tuple[int, ...], nodes: list[Node]) -> Route:
     hyperparams = hyperparams_of(nodes)
     keys = {one.key for one in hyperparams}
     if left_out:
-        rank = Rank.FROZEN
+        kind = GroupKind.FROZEN
     elif "betas" in keys:
-        rank = Rank.ADAM
+        kind = GroupKind.ADAM
     elif "momentum" in keys:
-        rank = Rank.MUON
+        kind = GroupKind.MUON
     else:
-        rank = Rank.OTHER if keys else Rank.FROZEN
+        kind = GroupKind.OTHER if keys else GroupKind.FROZEN
     is_elementwise = all(
         node.tx.locality not in (Locality.MATRIX, Locality.LEAF) for node in nodes if not node.children
     )
-    return Route(places, "/".join(labels) or None, left_out, tuple(hyperparams), (rank, is_elementwise, places))
+    return Route(places, "/".join(labels) or None, left_out, tuple(hyperparams), (kind, is_elementwise, places))
 
 
 def hyperparams_of(nodes: Iterable[Node]) -> list[Hyperparam]:

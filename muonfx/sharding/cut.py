@@ -26,10 +26,10 @@ __all__ = ["Buffer", "Cut", "Intervals", "Listed", "OnMesh", "OneOwner", "Places
 
 
 class Buffer(NamedTuple):
-    """How pieces lie in the flat buffers of an engine; in elements."""
+    """The places of parameters in the flat buffers of an engine; in elements."""
 
     starts: dict[str, int]
-    """Where each parameter begins: in the one buffer that is cut, or in that of the rank that has it."""
+    """The beginning of each parameter: in the one buffer that is cut, or in that of the rank that has it."""
     lengths: tuple[int, ...]
     """Of each rank's part, with its padding."""
 

@@ -47,7 +47,7 @@ def is_for_gram(run: Run) -> bool:
 
 
 def gram_plan(run: Run, shape: Sequence[int], dtype: torch.dtype, device: torch.device, compute: torch.dtype) -> Plan:
-    """How a matrix is orthogonalized on the Gram route: in stages whatever its shape."""
+    """The plan for a matrix on the Gram route: in stages whatever its shape."""
     given = run[0][1].arguments
     resolved = polynomials(given["coefficients"], given["steps"])
     asked = given["dtype"]

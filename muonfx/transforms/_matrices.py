@@ -1,4 +1,4 @@
-"""How a leaf is seen as matrices: which dims are rows and columns, and which blocks are matrices of their own.
+"""The matrices in a leaf: which dims are rows and columns, and which blocks are matrices of their own.
 
 Shared by every transform that works on matrices, so that they all cut a leaf in the same way.
 """
@@ -34,7 +34,7 @@ Dims = tuple[tuple[int, ...], tuple[int, ...]]
 """Dims that form the rows and dims that form the columns; dims in neither are a batch."""
 
 Blocks = int | tuple[int, ...]
-"""How many equal blocks, or their sizes, along the block axis."""
+"""The number of equal blocks, or their sizes, along the block axis."""
 
 S = TypeVar("S")
 _INT = plain_kinds("int")
@@ -47,7 +47,7 @@ def matrix_locality(*_: object, dims: Dims | Mapping[str, Dims] | None, **__: ob
 
 @dataclass(frozen=True, repr=False, eq=False)
 class MatrixView(Options):
-    """Which matrices a leaf consists of, for the transforms that work on matrices.
+    """The matrices that a leaf consists of, for the transforms that work on matrices.
 
     They take it as ``view=``, or its fields as arguments of their own. Each setting is one for all leaves or a mapping
     that gives a value for each glob over a leaf's dotted name: the first match counts, no match is None.
@@ -227,7 +227,7 @@ def unstack_blocks(stacked: Tensor, axis: int) -> Tensor:
 
 
 def on_stacks(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Transform, dict[str, tuple[int, int]]]:
-    """What `muonfx.transform` asks for under this name, for transforms with a `MatrixView`."""
+    """The declaration ``on_stacks`` of `muonfx.transform`, for transforms with a `MatrixView`."""
     view = MatrixView.take("view", tx.arguments)
     found = [
         (name, own.matrices(shape)) for own, (name, shape) in zip(view.of(list(shapes)), shapes.items(), strict=True)

@@ -1,4 +1,4 @@
-"""What an executor keeps from step to step: scratch, and what it has found out from structure."""
+"""An executor keeps scratch from step to step, and what follows from structure, and neither without bound."""
 
 import torch
 
