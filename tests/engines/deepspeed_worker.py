@@ -5,14 +5,8 @@ Called by `test_deepspeed.py` as a process of its own: importing DeepSpeed takes
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
-import logging
 import os
-import sys
-import traceback
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from tests.engines.processes import Rank, same, serve, worst
 
 STEPS, SAVED_AFTER = 5, 3
 BATCH, WORDS = 12, 11
@@ -68,6 +64,7 @@ CASES: dict[str, dict[str, Any]] = {name: {"zero": zero} for name, zero in ZERO.
     "from a file, stage 2": {"zero": ZERO["stage 2"], "bf16": {"enabled": True}},
     "clipping, stage 1": {"zero": ZERO["stage 1"], "clip": 0.05},
 }
+REFUSED = {"round robin": {"zero": {"stage": 2, "round_robin_gradients": True}}}
 
 
 def made(case: dict[str, Any]) -> nn.Module:
@@ -172,13 +169,11 @@ class Run:
         return safe_get_full_optimizer_state(params[name], key)
 
 
-def worst(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
-    """The largest difference of two sets of parameters."""
-    return max((found[name] - wanted[name].float()).abs().max().item() for name in wanted)
-
-
-def carried_out(name: str, case: dict[str, Any], rank: int, size: int, folder: Path) -> dict[str, Any]:
+def carried_out(name: str, case: dict[str, Any], here: Rank) -> dict[str, Any]:
     """A case: from the beginning to the end, and again from a checkpoint, with new objects."""
+    rank, size, folder = here
+    if name in REFUSED:
+        return {"refused": refused(rank, size)}
     words = batches()
     run = Run(name, case, rank, size, folder)
     for batch in words[:SAVED_AFTER]:
@@ -196,7 +191,7 @@ def carried_out(name: str, case: dict[str, Any], rank: int, size: int, folder: P
     resumed = again.params()
     return {
         "worst": worst(whole, in_one_process(case)),
-        "resumed": all(torch.equal(whole[n], resumed[n]) for n in whole),
+        "resumed": same(whole, resumed),
         "state": None if state is None else list(state.shape),
         "frozen moved": not torch.equal(whole["emb.weight"], made(case).get_parameter("emb.weight").detach()),
         "groups": [[group["label"], group["lr"]] for group in run.optimizer.param_groups],
@@ -205,8 +200,7 @@ def carried_out(name: str, case: dict[str, Any], rank: int, size: int, folder: P
 
 def refused(rank: int, size: int) -> str:
     """The error that a wrong mapping of DeepSpeed's own gives."""
-    case = {"zero": {"stage": 2, "round_robin_gradients": True}}
-    run = Run("round robin", case, rank, size, Path())
+    run = Run("round robin", REFUSED["round robin"], rank, size, Path())
     try:
         run.step(batches()[0])
     except ValueError as error:
@@ -215,31 +209,12 @@ def refused(rank: int, size: int) -> str:
 
 
 def main() -> None:
-    """Run the cases that are named, on one rank of some."""
-    rank, size, port, folder, *names = sys.argv[1:]
-    os.environ.update(DS_ACCELERATOR="cpu", RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    said = io.StringIO()
-    found: dict[str, Any] = {}
-    with contextlib.redirect_stdout(said):
-        import deepspeed
+    """Be one rank."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
 
-        deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
-        for name in names or CASES:
-            try:
-                found[name] = carried_out(name, CASES[name], int(rank), int(size), Path(folder))
-            except Exception:
-                found[name] = {"error": traceback.format_exc()}
-                break  # the other ranks may be waiting for this one
-        else:
-            if int(size) == 2:
-                found["round robin"] = refused(int(rank), int(size))
-    Path(folder, f"found_{rank}.json").write_text(json.dumps(found))
-    torch.distributed.destroy_process_group()
-    os._exit(0)
+    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+    serve(CASES | REFUSED, carried_out)
 
 
 if __name__ == "__main__":
