@@ -81,7 +81,7 @@ def launched(worker: str, size: int, names: Iterable[str], folder: Path, limit: 
 
 
 def _wait(running: list[subprocess.Popen[bytes]], limit: float, grace: float = 30) -> None:
-    """Wait until all have ended, at most `limit` seconds, and `grace` after the first: others may wait for it in vain."""
+    """Wait `limit` seconds at most, and `grace` after the first has ended: others may wait for it in vain."""
     ends, is_first = time.monotonic() + limit, True
     while any(one.poll() is None for one in running) and time.monotonic() < ends:
         if is_first and any(one.poll() is not None for one in running):
