@@ -30,6 +30,7 @@ from muonfx.optimizer.groups import (
     Route,
     hyperparams_of,
     named_pairs,
+    names_in,
     resolve_groups,
     routes_of,
     split_by_route,
@@ -65,12 +66,13 @@ class TransformOptimizer(torch.optim.Optimizer):
 
     The state is made at construction. Each parameter's part of it is in ``optimizer.state[parameter]``, under names
     such as "momentum/trace", with the scalars that all share. Its storage is reused from step to step; gradients are
-    only read. It belongs to names: where a step finds other tensors in ``param_groups`` than before, as an engine puts
-    there that shards a model after its optimizer was made, or finds the model on another device, the state follows.
+    only read. It belongs to names: where a model was sharded, loaded with ``assign=True``, moved to another device or
+    given storage after its optimizer was made, or an engine has put other tensors into ``param_groups``, the next step
+    takes the tensors of the same names, and the state follows, cut as they are cut.
 
     Args:
         params: a model, its ``named_parameters()``, a dict of named tensors, or groups: dicts with "params" (named) and
-            values for some hyperparameters.
+            values for some hyperparameters. Tensors without names where ``model`` gives them.
         tx: the transform. Labels and masks see the flat dict of all named parameters.
         donate_grads: let updates be written into the gradients' storage. Saves memory where a transform looks at the
             whole tree (such as `clip_by_global_norm`), and leaves no meaningful ``.grad`` behind.
@@ -80,12 +82,15 @@ class TransformOptimizer(torch.optim.Optimizer):
         layout: who holds what, where parameters are plain tensors, or a function of the named parameters that returns
             it: ``muonfx.sharding.replicated`` under `DistributedDataParallel` shares the matrices out among the ranks.
             None: parameters that are DTensors say so themselves, and others are this process's own.
+        model: which has ``params``, where those are not the model itself: it gives names to tensors that are given
+            without, here and in `add_param_group`, and is where tensors are found again by their names.
 
     Raises:
-        TypeError: unnamed parameters, or tensors that cannot be optimized; a layout for parameters that are DTensors.
+        TypeError: unnamed parameters without ``model``, or tensors that cannot be optimized; a layout for parameters
+            that are DTensors.
         ShardingError: the ranks have different parameters, chains, layouts or hyperparameters.
         ValueError: two parameters with one name, an unknown hyperparameter in a group (the message lists those
-            known), a value out of range, parameters on the meta device, or what FSDP1 leaves of parameters.
+            known), a value out of range, or what FSDP1 leaves of parameters.
 
     Example:
         >>> import muonfx as mfx
@@ -108,6 +113,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         donate_grads: bool = False,
         bucket_bytes: int | None = None,
         layout: Layout | Callable[[Mapping[str, Tensor]], Layout] | None = None,
+        model: nn.Module | None = None,
     ) -> None:
         self._settings = Settings()
         if isinstance(tx, Sharded):
@@ -125,7 +131,9 @@ class TransformOptimizer(torch.optim.Optimizer):
         # In a dict: torch.compile replays what is put into one, but not what is assigned to an optimizer's attributes.
         self._live: dict[str, Any] = {}
         given: Any = params if isinstance(params, nn.Module | Mapping) else list(params)
-        groups = resolve_groups(given)
+        if model is not None and not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, found {type(model).__name__}")
+        groups = resolve_groups(given, {} if model is None else names_in([model]))
         named = {name: param for group in groups for name, param in group["params"]}
         if not named:
             raise ValueError("params: found no parameters; pass a model that has some, or model.named_parameters()")
@@ -138,7 +146,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         check_usable(named, layout)
         self._given_layout = layout
         self._layout = layout_for(named, layout)
-        self._attachment = Attachment(models_of(given), named, alone=self._layout is None)
+        self._attachment = Attachment(models_of(given), model, named, alone=self._layout is None)
         self._program = self._lower(named, self._layout)
         self._routes = routes_of(self._program)
         super().__init__(groups, {})
@@ -171,7 +179,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         """Take over what a copy needs; a copy does not know which model its parameters are of."""
         super().__setstate__(state)
         if "_numbers" in state:
-            self._attachment = Attachment([], self._named(), alone=self._layout is None)
+            self._attachment = Attachment([], None, self._named(), alone=self._layout is None)
             self._stepping.refresh(self.param_groups, self._named())  # now, as a first step may be traced
 
     # ------------------------------------------------------------------------------------------------ construction
@@ -180,29 +188,39 @@ class TransformOptimizer(torch.optim.Optimizer):
         """Add parameters; their state is made at once, that of the others is kept.
 
         Args:
-            param_group: "params" (named) and values for some hyperparameters; it is split where labels differ.
+            param_group: "params" (named, or tensors of a model that the optimizer knows) and values for some
+                hyperparameters; it is split where labels differ. A parameter that the labels left out before, as
+                frozen ones are, leaves its group for a new one.
 
         Raises:
-            ValueError: a hyperparameter that none of these parameters meets; the message lists those they do.
+            ValueError: a hyperparameter that none of these parameters meets; the message lists those they do. A
+                parameter is in a group already.
         """
         if self._ready:
             self._rebind()
         group = dict(param_group)
-        pairs = named_pairs(group.pop("params"))
+        pairs = named_pairs(group.pop("params"), names_in(self._attachment.models) if self._ready else None)
         program, layout = self._program, self._layout
+        unfrozen = set[str]()
         if self._ready:
             named = self._named()
-            if taken := [name for name, _ in pairs if name in named]:
+            unfrozen = {name for name, _ in pairs} & self._left_out
+            if taken := [name for name, _ in pairs if name in named and name not in unfrozen]:
                 raise ValueError(
                     f"a parameter named {taken[0]!r} is in a group already; names must differ over all groups"
                 )
             together = {**named, **dict(pairs)}
             layout = layout_for(together, self._given_layout)
-            check_usable(dict(pairs), self._given_layout)
+            check_usable(together, self._given_layout)
             # Refuses what the transform cannot take, before anything is changed.
             self.tx.init(_wholes(together, layout))
             program = self._lower(together, layout)
         routes = routes_of(program) if self._ready else self._routes
+        if still := [name for name in unfrozen if routes[name].is_left_out]:
+            raise ValueError(
+                f"{min(still)!r} is in a group already, and the labels leave it out: was it unfrozen "
+                "(requires_grad_()) before this call? Labels that were given, and not made by routing, stay as they are"
+            )
         parts = split_by_route(pairs, routes)
         own = [self._numbers_of(program, routes, [name for name, _ in part]) for part in parts]
         known = {one.key for numbers in own for one in numbers.hyperparams if not one.is_mirror}
@@ -219,6 +237,10 @@ class TransformOptimizer(torch.optim.Optimizer):
             made.append(numbers.entries(values))
         rest = {key: group[key] for key in group.keys() & NOT_HYPERPARAMS}
         self._program, self._routes, self._layout = program, routes, layout
+        for old in self.param_groups if unfrozen else ():
+            # One that is empty now stays: schedulers have their lists in the order of the groups.
+            left = [pair for pair in zip(old["param_names"], old["params"], strict=True) if pair[0] not in unfrozen]
+            old["param_names"], old["params"] = [name for name, _ in left], [param for _, param in left]
         for part, values in zip(parts, made, strict=True):
             unnamed = {} if part else {"param_names": []}  # torch finds names in the parameters, where there are any
             # torch's schedulers want a rate in every group, also where none applies: nothing here reads that one
@@ -233,14 +255,18 @@ class TransformOptimizer(torch.optim.Optimizer):
     def _lower(self, named: Mapping[str, Tensor], layout: Layout | None) -> Program:
         return lower(inner_of(self.tx), dict(named) if layout is None else _wholes(named, layout))
 
-    def _numbers_of(self, program: Program, routes: Mapping[str, Route], names: list[str]) -> GroupNumbers:
-        """The numbers of a group of one route; of an empty one, all."""
-        return GroupNumbers(routes[names[0]].hyperparams if names else hyperparams_of(program.transforms()))
+    def _numbers_of(
+        self, program: Program, routes: Mapping[str, Route], names: list[str], group: Mapping[str, Any] | None = None
+    ) -> GroupNumbers:
+        """The numbers of a group of one route; of an empty one, all that it has, or may have."""
+        if names:
+            return GroupNumbers(routes[names[0]].hyperparams)
+        return GroupNumbers([n for n in hyperparams_of(program.transforms()) if group is None or n.key in group])
 
     def _start(self, *, keep: bool = False) -> None:
         """Make the state for all parameters, and everything that follows from the groups; ``keep`` what there was."""
         named = self._named()
-        numbers = [self._numbers_of(self._program, self._routes, group["param_names"]) for group in self.param_groups]
+        numbers = [self._numbers_of(self._program, self._routes, g["param_names"], g) for g in self.param_groups]
         is_as_made = not keep or self._is_as_made()
         made = self._stepping_for(numbers)
         state = made.init(named, self.param_groups)
@@ -254,14 +280,14 @@ class TransformOptimizer(torch.optim.Optimizer):
         self._left_out = {name for name, route in self._routes.items() if route.is_left_out}
         self._ready = True
 
-    def _rebind(self) -> None:
-        """Bind to the tensors that stand in the groups now, where these are others than before or have moved.
+    def _rebind(self, *, at_step: bool = False) -> None:
+        """Bind to the tensors that stand in the groups, or in the model, where these are others now or have moved.
 
-        An engine may shard a model after its optimizer was made and put the new parameters in the place of the old. The
-        state is found by name: made anew where nothing has been written into it yet, else the very same values.
+        The state is found by name: made anew where nothing has been written into it yet, else the very same values, cut
+        as the tensors are cut now; all ranks come here together where there are several.
 
         Raises:
-            ValueError: a tensor has another shape, or a state that has values cannot follow; nothing has been changed.
+            ValueError: a tensor has another shape, or the labels have changed with it; nothing has been changed then.
         """
         for group in self.param_groups:
             if len(group["params"]) != len(group["param_names"]):
@@ -270,31 +296,27 @@ class TransformOptimizer(torch.optim.Optimizer):
                     f"param_names ({', '.join(group['param_names'][:3])}, ...): replace each by one, or add_param_group"
                 )
         named = self._named()
-        replaced = self._attachment.replaced(named)
-        if not replaced:
+        named |= self._attachment.later(named, at_step=at_step)
+        if not self._attachment.replaced(named):
             return
         check_usable(named, self._given_layout)
-        layout, old = layout_for(named, self._given_layout), self._layout
-        if was_written := not self._is_as_made():
-            for name in replaced:
-                if (layout is None) != (old is None) or (layout and old and layout.piece(name) != old.piece(name)):
-                    raise ValueError(
-                        f"{name!r} lies otherwise than when its state was made, which has values that cannot follow: "
-                        "shard the model before the first step, or save the state and load it into an optimizer made "
-                        "after that"
-                    )
+        layout = layout_for(named, self._given_layout)
         program = self._lower(named, layout)
         routes = routes_of(program)
         if changed := [name for name in named if routes[name] != self._routes[name]]:
             raise ValueError(f"{changed[0]!r} has other labels now than when the optimizer was made: make it anew")
-        kept = self._program, self._layout
+        kept = self._program, self._layout, [group["params"] for group in self.param_groups]
         self._program, self._layout = program, layout
+        for group in self.param_groups:
+            group["params"] = [named[name] for name in group["param_names"]]
         try:
             with warnings.catch_warnings():  # what there is to warn of was said at construction
                 warnings.simplefilter("ignore")
-                self._start(keep=was_written)
+                self._start(keep=not self._is_as_made())
         except BaseException:
-            self._program, self._layout = kept
+            self._program, self._layout, lists = kept
+            for group, params in zip(self.param_groups, lists, strict=True):
+                group["params"] = params
             raise
         self._routes = routes
         self._attachment.bind(named)
@@ -360,8 +382,8 @@ class TransformOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: a hyperparameter in a group is out of range, a parameter that the labels leave out has a
-                gradient, a parameter was cut since the optimizer was made, or sharded since the first step, or the
-                model trains other parameters and none of these.
+                gradient, a parameter was cut since the optimizer was made or is on the meta device, or the model trains
+                other parameters and none of these.
             TypeError: a gradient is sparse or complex. Nothing has been changed when an error is raised.
         """
         loss = None
@@ -369,7 +391,8 @@ class TransformOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if not torch.compiler.is_compiling():  # a graph is traced once, and for these parameters
-            self._rebind()
+            self._rebind(at_step=True)
+            self._attachment.check_real()
         params = self._named()
         updates: dict[str, Tensor | None] = {name: param.grad for name, param in params.items()}
 
@@ -415,7 +438,8 @@ class TransformOptimizer(torch.optim.Optimizer):
             if name in self._left_out:
                 raise ValueError(
                     f"{name!r} has a gradient, but the labels leave it out (label None); was it unfrozen after they "
-                    "were made? Make the labels and the optimizer anew"
+                    "were made? optimizer.add_param_group({'params': [...]}) takes in what routing has left out as "
+                    "frozen; else make the labels and the optimizer anew"
                 )
 
     # -------------------------------------------------------------------------------------------------- persistence
@@ -467,6 +491,7 @@ class TransformOptimizer(torch.optim.Optimizer):
             UserWarning: the groups were saved in another order, and a scheduler's own state may be by that order.
         """
         self._rebind()
+        self._attachment.check_real()
         given: dict[str, Any] = dict(state_dict)
         for hook in cast("Any", self)._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, given)

@@ -11,12 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from muonfx.sharding.layout import Layout
+from muonfx.wrappers import unwrapped
 
 __all__ = ["Attachment", "check_usable", "models_of"]
 
 CAUSES = (
     "was the model sharded, loaded or converted after the optimizer was made (fully_shard, FullyShardedDataParallel, "
     "load_state_dict(assign=True), to_empty() of meta parameters, parametrizations)? Make the optimizer after that"
+)
+FSDP1 = (
+    "it is what FullyShardedDataParallel (FSDP1) leaves of parameters, flattened and cut, of which no matrix can be "
+    "told: shard the model with fully_shard (FSDP2; in accelerate fsdp_version=2) instead"
 )
 
 
@@ -34,13 +39,10 @@ def check_usable(named: Mapping[str, Tensor], layout: Layout | None) -> None:
     """Refuse parameters that cannot be trained as the matrices that they are.
 
     Raises:
-        ValueError: they are on the meta device, or what FSDP1 leaves of parameters.
+        ValueError: they are what FSDP1 leaves of parameters, or some are on the meta device and others are not.
     """
-    if meta := [name for name, param in named.items() if param.is_meta]:
-        raise ValueError(
-            f"{meta[0]!r} is on the meta device, as are {len(meta)} of {len(named)} parameters: give them "
-            "storage and values first (model.to_empty(device=...), then the weights), then make the optimizer"
-        )
+    if not all(param.is_meta for param in named.values()):
+        _check_real(named)
     if layout is not None and layout.is_flat:
         return  # the caller says what these pieces are
     flat = [name for name, param in named.items() if getattr(param, "_is_flat_param", False)]
@@ -50,9 +52,8 @@ def check_usable(named: Mapping[str, Tensor], layout: Layout | None) -> None:
     if flat or (views and all(param.ndim < 2 for param in views.values())):
         name = next(iter(flat or views))
         raise ValueError(
-            f"{name!r} has shape {tuple(named[name].shape)}: it is what FullyShardedDataParallel (FSDP1) leaves of "
-            "parameters, flattened and cut, of which no matrix can be told: shard the model with fully_shard (FSDP2) "
-            "instead, or say with layout=muonfx.sharding.flat(...) which pieces these are"
+            f"{name!r} has shape {tuple(named[name].shape)}: {FSDP1}, or say with layout=muonfx.sharding.flat(...) "
+            "which pieces these are"
         )
 
 
@@ -68,25 +69,65 @@ class Attachment:
     """The parameters that the optimizer has bound its state to, and their models.
 
     Args:
-        models: those that were given; they are not kept alive.
+        models: those whose parameters were given; they are not kept alive.
+        known: a further model, of which perhaps not all parameters were given.
         named: the parameters.
         alone: whether no other rank may have the gradients that this one lacks.
     """
 
-    def __init__(self, models: Iterable[nn.Module], named: Mapping[str, Tensor], *, alone: bool) -> None:
+    def __init__(
+        self, models: Iterable[nn.Module], known: nn.Module | None, named: Mapping[str, Tensor], *, alone: bool
+    ) -> None:
         self._models = [weakref.ref(model) for model in models]
+        self._known = None if known is None else weakref.ref(known)
         self._bound: dict[str, _Bound] = {}
         self._trained = any(param.requires_grad for param in named.values())
         self._alone = alone
         self._seen: tuple[str, ...] | None = None
+        self._looked: tuple[str, ...] | None = None
         self._warned_of_none = False
         self.bind(named)
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """All that are known, and still there."""
+        refs = self._models if self._known is None else [*self._models, self._known]
+        return [model for ref in refs if (model := ref()) is not None]
 
     def add(self, models: Iterable[nn.Module], named: Mapping[str, Tensor]) -> None:
         """Take in parameters of a group that was added."""
         self._models += [weakref.ref(model) for model in models]
         self._trained = self._trained or any(param.requires_grad for param in named.values())
         self.bind(named)
+
+    def check_real(self) -> None:
+        """Refuse parameters on the meta device: there is nothing to step on, or to load for.
+
+        Raises:
+            ValueError: there are some.
+        """
+        if self._on_meta:
+            _check_real({name: bound.param for name, bound in self._bound.items()})
+
+    def later(self, named: Mapping[str, Tensor], *, at_step: bool) -> dict[str, Tensor]:
+        """The tensors that the models have now by names whose own tensors are still those that were bound.
+
+        A model is sharded, loaded or given storage after its optimizer was made: its parameters are other objects then.
+        Where somebody else has replaced one in the groups, that one counts. At a step models are looked at only where
+        other parameters lack gradients than when they were looked at last.
+        """
+        absent = tuple(name for name, param in named.items() if param.grad is None) if at_step else None
+        if absent is not None and absent in ((), self._looked):
+            return {}
+        there = {plain: param for model in self.models for plain, param in _plain(model).items()}
+        ours = {id(param) for param in named.values()}
+        found = {
+            name: new
+            for name, plain in unwrapped(named).items()
+            if (new := there.get(plain)) is not None and id(new) not in ours and named[name] is self._bound[name].param
+        }
+        self._looked = None if found else absent
+        return found
 
     def replaced(self, named: Mapping[str, Tensor]) -> list[str]:
         """The names by which there are other tensors now, or on another device.
@@ -111,7 +152,8 @@ class Attachment:
         """Note that these tensors' state is there."""
         # Not by weak references: torch.utils.swap_tensors, which converts parameters in place, refuses what has any.
         self._bound |= {name: _Bound(param, param.shape, param.device) for name, param in named.items()}
-        self._seen = None
+        self._seen = self._looked = None
+        self._on_meta = any(bound.param.is_meta for bound in self._bound.values())
 
     def check(self, named: Mapping[str, Tensor], updates: Mapping[str, Tensor | None]) -> None:
         """Look at parameters, and at their models where some parameter has no gradient.
@@ -124,7 +166,8 @@ class Attachment:
             shape = self._bound[name].shape
             if param.shape != shape:
                 raise ValueError(
-                    f"{name!r} has shape {tuple(param.shape)}, {tuple(shape)} when the optimizer was made: {CAUSES}"
+                    f"{name!r} has shape {tuple(param.shape)}, {tuple(shape)} when the optimizer was made: "
+                    + (FSDP1 if getattr(param, "_fsdp_flattened", False) else CAUSES)
                 )
         absent = tuple(name for name, grad in updates.items() if grad is None)
         if absent == self._seen:
@@ -134,16 +177,18 @@ class Attachment:
         strangers = self._strangers(named)
         if strangers and none:
             self._seen = None  # to be found at every step
+            first = next(iter(strangers))
+            is_flat = getattr(strangers[first], "_is_flat_param", False)
             raise ValueError(
-                f"none of the {len(named)} parameters has a gradient, but {strangers[0]!r} of the model has one and is "
-                f"not among them: {CAUSES}"
+                f"none of the {len(named)} parameters has a gradient, but {first!r} of the model has one and is not "
+                f"among them: {FSDP1 if is_flat else CAUSES}"
             )
         if strangers:
             lacking = next((name for name in absent if named[name].requires_grad), None)
             also = "" if lacking is None else f", while {lacking!r} of the optimizer has none"
             warnings.warn(
                 f"{len(strangers)} parameters of the model have gradients and are not the optimizer's, such as "
-                f"{strangers[0]!r}{also}; they stay as they are: {CAUSES}, or add_param_group",
+                f"{next(iter(strangers))!r}{also}; they stay as they are: {CAUSES}, or add_param_group",
                 stacklevel=5,
             )
         elif none and self._alone and not self._warned_of_none:
@@ -154,13 +199,28 @@ class Attachment:
                 stacklevel=5,
             )
 
-    def _strangers(self, named: Mapping[str, Tensor]) -> list[str]:
+    def _strangers(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The parameters of the models that have a gradient and are not the optimizer's."""
         ours = {id(param) for param in named.values()}
         models = [model for ref in self._models if (model := ref()) is not None]
-        return [
-            name
+        return {
+            name: param
             for model in models
             for name, param in model.named_parameters()
             if id(param) not in ours and param.grad is not None
-        ]
+        }
+
+
+def _plain(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters of a model by names without what wrappers put into them."""
+    found = dict(model.named_parameters())
+    return {plain: found[name] for name, plain in unwrapped(found).items()}
+
+
+def _check_real(named: Mapping[str, Tensor]) -> None:
+    if meta := [name for name, param in named.items() if param.is_meta]:
+        raise ValueError(
+            f"{meta[0]!r} is on the meta device, as are {len(meta)} of {len(named)} parameters: give them storage and "
+            "values first (model.to_empty(device=...), then the weights). The optimizer finds them by name if it was "
+            "given the model; else make it after that"
+        )

@@ -20,13 +20,14 @@ __all__ = [
     "Route",
     "hyperparams_of",
     "named_pairs",
+    "names_in",
     "resolve_groups",
     "routes_of",
     "split_by_route",
 ]
 
-NamedParameters = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | Iterable[Group]
-"""What an optimizer takes: a model, named parameters, or groups of them."""
+NamedParameters = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor] | Tensor] | Iterable[Group]
+"""What an optimizer takes: a model, named parameters, tensors of a model that is known, or groups of them."""
 
 
 class GroupKind(IntEnum):
@@ -56,12 +57,17 @@ class Route(NamedTuple):
     """By which groups are sorted."""
 
 
-def resolve_groups(params: Any) -> list[Group]:
+def names_in(models: Iterable[nn.Module]) -> dict[Tensor, str]:
+    """The names of the parameters of some models."""
+    return {param: name for model in models for name, param in model.named_parameters()}
+
+
+def resolve_groups(params: Any, known: Mapping[Tensor, str] | None = None) -> list[Group]:
     """Resolve what the caller gave to groups whose "params" are lists of (name, tensor)."""
     items: list[Any] = [{"params": params}] if isinstance(params, nn.Module | Mapping) else list(params)
     if not items or not all(isinstance(item, dict) for item in items):
         items = [{"params": items}]
-    groups: list[Group] = [{**item, "params": named_pairs(item["params"])} for item in items]
+    groups: list[Group] = [{**item, "params": named_pairs(item["params"], known)} for item in items]
     names = [name for group in groups for name, _ in group["params"]]
     if len(set(names)) < len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
@@ -76,20 +82,30 @@ def resolve_groups(params: Any) -> list[Group]:
     return groups
 
 
-def named_pairs(params: Any) -> list[tuple[str, Tensor]]:
-    """Resolve a model or named parameters to pairs."""
+def named_pairs(params: Any, known: Mapping[Tensor, str] | None = None) -> list[tuple[str, Tensor]]:
+    """Resolve a model, named parameters or tensors whose names are known to pairs."""
     if isinstance(params, nn.Module):
         return list(params.named_parameters())
-    pairs: list[Any] = list(params.items()) if isinstance(params, Mapping) else list(params)
-    for pair in pairs:
-        if not (
-            isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], Tensor)
-        ):
-            raise TypeError(
-                f"expected named parameters, found {type(pair).__name__}; pass the model, or model.named_parameters(): "
-                "labels, masks and checkpoints go by name"
+    if isinstance(params, Mapping):
+        return list(params.items())
+    items: list[Any] = [params] if isinstance(params, Tensor) else list(params)
+    return [_named_pair(item, known) for item in items]
+
+
+def _named_pair(item: Any, known: Mapping[Tensor, str] | None) -> tuple[str, Tensor]:
+    if isinstance(item, Tensor) and known:
+        if item not in known:
+            raise ValueError(
+                f"params: a tensor of shape {tuple(item.shape)} is no parameter of the model that gives the names; "
+                "give it with a name: (name, tensor)"
             )
-    return pairs
+        return known[item], item
+    if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) and isinstance(item[1], Tensor):
+        return item
+    raise TypeError(
+        f"expected named parameters, found {type(item).__name__}; pass the model, model.named_parameters(), or the "
+        "model beside the tensors (model=): labels, masks and checkpoints go by name"
+    )
 
 
 def routes_of(program: Program) -> dict[str, Route]:

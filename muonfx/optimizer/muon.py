@@ -13,7 +13,7 @@ from muonfx import polar
 from muonfx.arguments import plain_arguments
 from muonfx.core import Transform
 from muonfx.optimizer.adapter import TransformOptimizer
-from muonfx.optimizer.groups import NamedParameters, named_pairs, resolve_groups
+from muonfx.optimizer.groups import NamedParameters, named_pairs, names_in, resolve_groups
 from muonfx.recipes import muon_with_adamw
 from muonfx.select import Labels, Predicate, default_labels
 from muonfx.sharding.layout import Layout
@@ -26,7 +26,8 @@ class Muon(TransformOptimizer):
     """Muon for the hidden matrices of a model and AdamW for everything else, as one optimizer.
 
     Args:
-        params: a model (best: parameters are then routed by module type), named parameters, or groups of these.
+        params: a model (best: parameters are then routed by module type), named parameters, or groups of these; tensors
+            without names where ``model`` gives them.
         lr: the learning rate of Muon, scaled by ``rule``.
         weight_decay: decoupled, of Muon.
         momentum: decay of Muon's average.
@@ -51,6 +52,7 @@ class Muon(TransformOptimizer):
         donate_grads: as in `TransformOptimizer`.
         bucket_bytes: as in `TransformOptimizer`.
         layout: as in `TransformOptimizer`.
+        model: as in `TransformOptimizer`; parameters are then routed by its modules' types, however they are given.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 8))
@@ -85,16 +87,18 @@ class Muon(TransformOptimizer):
         donate_grads: bool = False,
         bucket_bytes: int | None = None,
         layout: Layout | Callable[[Mapping[str, Tensor]], Layout] | None = None,
+        model: nn.Module | None = None,
     ) -> None:
         if len(betas) != 2:
             raise ValueError(f"betas must be AdamW's two decays, found {betas!r}")
         if not isinstance(params, nn.Module | Mapping):
             params = cast("list[tuple[str, torch.Tensor]]", list(params))
+        known = {} if model is None else names_in([model])
         named: nn.Module | dict[str, torch.Tensor]
         if isinstance(params, nn.Module):
             named = params
         else:
-            named = {name: param for group in resolve_groups(params) for name, param in group["params"]}
+            named = {name: param for group in resolve_groups(params, known) for name, param in group["params"]}
         self._rules = list(rules)
         self._labels = labels
         if labels is not None and self._rules:
@@ -110,17 +114,22 @@ class Muon(TransformOptimizer):
             rule=rule,
             newton_schulz=newton_schulz,
             view=view,
-            labels=self._route(named),
+            labels=self._route(named, model),
         )
-        _warn_of_no_matrices(tx.arguments["labels"], dict(named_pairs(named)))
+        if model is None:  # of one that is known, some parameters may be meant, such as one for each optimizer
+            _warn_of_no_matrices(tx.arguments["labels"], dict(named_pairs(named)))
         with warnings.catch_warnings():  # a model without embeddings and vectors is nothing to warn of here
             warnings.filterwarnings("ignore", message="partition: no parameter has the label '(adamw|muon)'")
-            super().__init__(params, tx, donate_grads=donate_grads, bucket_bytes=bucket_bytes, layout=layout)
+            super().__init__(
+                params, tx, donate_grads=donate_grads, bucket_bytes=bucket_bytes, layout=layout, model=model
+            )
 
-    def _route(self, params: nn.Module | Mapping[str, torch.Tensor]) -> Labels:
-        if self._labels is None:
-            return default_labels(params, self._rules)
+    def _route(self, params: nn.Module | Mapping[str, torch.Tensor], model: nn.Module | None) -> Labels:
         names = [name for name, _ in named_pairs(params)]
+        if self._labels is None:
+            if model is None or params is model:
+                return default_labels(params, self._rules)
+            return default_labels(model, self._rules).restrict(names)
         found = self._labels if isinstance(self._labels, Mapping) else self._labels(params)
         if missing := [name for name in names if name not in found]:
             raise ValueError(f"labels: none for {', '.join(map(repr, missing[:5]))}; every parameter needs one")
@@ -130,15 +139,27 @@ class Muon(TransformOptimizer):
         """Add parameters, routed as at construction; see `TransformOptimizer.add_param_group`."""
         before = self.tx
         if self._ready:
+            params = param_group["params"]
+            if not isinstance(params, nn.Module | Mapping):
+                params = named_pairs(params, names_in(self._attachment.models))
+            param_group = {**param_group, "params": params}
+            given = dict(named_pairs(params))
+            model = next((model for model in self._attachment.models if _has_all(model, given)), None)
             with warnings.catch_warnings():  # a rule that matches none of these has matched others
                 warnings.filterwarnings("ignore", message="user rule")
-                new = self._route(dict(named_pairs(param_group["params"])))
+                new = self._route(given, model)
             self.tx = _with_views(self.tx.replace(labels=Labels({**self.tx.arguments["labels"], **new})), new)
         try:
             super().add_param_group(param_group)
         except Exception:
             self.tx = before
             raise
+
+
+def _has_all(model: nn.Module, given: Mapping[str, Tensor]) -> bool:
+    """True if these are parameters of a model, by its names."""
+    named = dict(model.named_parameters())
+    return all(named.get(name) is param for name, param in given.items())
 
 
 def _warn_of_no_matrices(labels: Labels, named: Mapping[str, Tensor]) -> None:

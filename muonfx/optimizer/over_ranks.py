@@ -121,43 +121,46 @@ class SteppingOverRanks(Stepping):
             self._rendezvous = Rendezvous(self.layout.group)
         return state
 
-    def taken_from(self, other: Stepping, state: PyTree, old: PyTree) -> PyTree:
-        """A new state with the leaves of an old one; matrices' states go to where their owners are now."""
-        described = other._about if isinstance(other, SteppingOverRanks) else [None] * len(tree.leaves(old))
-        before = dict(zip(tree.paths(old), zip(tree.leaves(old), described, strict=True), strict=True))
-        leaves, treedef = tree.flatten(state)
-        return tree.unflatten(
-            treedef,
-            [
-                self._kept(other, *before[path], leaf, what) if path in before else leaf
-                for path, leaf, what in zip(tree.paths(state), leaves, self._about, strict=True)
-            ],
-        )
+    def _kept(self, other: Stepping, at: int, had: Any, place: int, leaf: Any) -> Any:
+        what = self._about[place]
+        if what is None:
+            return leaf
+        was = other._about[at] if isinstance(other, SteppingOverRanks) else None
+        if was is None:
+            lies_alike = what.name is None
+        else:
+            assert isinstance(other, SteppingOverRanks)
+            lies_alike = what.name is None or (
+                # of all ranks, so that all agree on whether there is something to exchange
+                not (what.owned or was.owned) and other.layout.pieces[what.name] == self.layout.pieces[what.name]
+            )
+        if lies_alike:
+            return had.to(self._device) if had is not None and leaf is not None and had.shape == leaf.shape else leaf
+        whole = other.whole(at, had)
+        if whole is None or tuple(whole.shape) != what.shape:
+            return leaf
+        assert what.name is not None
+        whole = whole.to(self._device)
+        return self._of_whole(whole.reshape(-1), what) if what.owned else self.layout.piece(what.name).cut(whole)
 
-    def _kept(self, other: Stepping, had: Any, was: LeafPlacement | None, leaf: Any, what: LeafPlacement | None) -> Any:
-        if what is None or (was is not None and was.shape != what.shape):
+    def whole(self, place: int, leaf: Any) -> Any:
+        """A leaf as one process has it; every rank hears of all, and all come here together: this is seldom."""
+        what = self._about[place]
+        if what is None or what.name is None:
             return leaf
         if not what.owned:
-            return had if had is not None and leaf is not None and had.shape == leaf.shape else leaf
-        if not isinstance(other, SteppingOverRanks) or was is None:  # every rank had all of it
-            return self._of_whole(had.reshape(-1), what) if tuple(had.shape) == what.shape else leaf
-        return self._moved(other, had, was, what)
-
-    def _moved(
-        self, other: SteppingOverRanks, had: Tensor | None, was: LeafPlacement, what: LeafPlacement
-    ) -> Tensor | None:
-        """What lies at an owner, from where it was to where it is now; every rank hears of all: this is seldom."""
-        whole = torch.empty(prod(was.shape), dtype=was.dtype, device=self._device)
-        group = other.layout.group  # every rank has been in one; there may be several, each with all of the state
-        for share in was.shares:
-            start, stop = interval_of(was, share)
-            if share.owner in (None, other.layout.rank):
-                assert had is not None
-                whole[start:stop] = had.reshape(-1)
+            return self.layout.gather({what.name: leaf})[what.name]
+        found = torch.empty(prod(what.shape), dtype=what.dtype, device=self._device)
+        group = self.layout.group  # every rank has been in one; there may be several, each with all of the state
+        for share in what.shares:
+            start, stop = interval_of(what, share)
+            if share.owner in (None, self.layout.rank):
+                assert leaf is not None
+                found[start:stop] = leaf.reshape(-1)
             if share.owner is not None and group is not None and stop > start:
                 with collective("moving the optimizer's state"):
-                    dist.broadcast(whole[start:stop], dist.get_global_rank(group, share.owner), group=group)
-        return self._of_whole(whole, what)
+                    dist.broadcast(found[start:stop], dist.get_global_rank(group, share.owner), group=group)
+        return found.view(what.shape)
 
     def _of_whole(self, whole: Tensor, what: LeafPlacement) -> Tensor | None:
         """What this rank owns of a flattened state leaf."""

@@ -78,13 +78,23 @@ class Stepping:
 
     def taken_from(self, other: Stepping, state: PyTree, old: PyTree) -> PyTree:
         """A new state with the leaves of one that another stepping has kept, where they are in it."""
-        before = dict(zip(tree.paths(old), tree.leaves(old), strict=True))
+        before = {path: at for at, path in enumerate(tree.paths(old))}
+        old_leaves = tree.leaves(old)
         leaves, treedef = tree.flatten(state)
-        kept = [
-            before[path].to(leaf.device) if path in before and before[path].shape == leaf.shape else leaf
-            for path, leaf in zip(tree.paths(state), leaves, strict=True)
-        ]
+        kept: list[Any] = []
+        for place, (path, leaf) in enumerate(zip(tree.paths(state), leaves, strict=True)):
+            at = before.get(path)
+            kept.append(leaf if at is None else self._kept(other, at, old_leaves[at], place, leaf))
         return tree.unflatten(treedef, kept)
+
+    def _kept(self, other: Stepping, at: int, had: Any, place: int, leaf: Any) -> Any:
+        """A leaf of a new state with the values that another stepping had for it."""
+        whole = other.whole(at, had)
+        return whole.to(leaf.device) if whole is not None and whole.shape == leaf.shape else leaf
+
+    def whole(self, place: int, leaf: Any) -> Any:
+        """A leaf of the state, by its place, as one process has it; over ranks, all ask for it together."""
+        return leaf
 
     def show(self, place: int, leaf: Any) -> Any:
         """A leaf of the state, by its place, as ``optimizer.state`` has it."""

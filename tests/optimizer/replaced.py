@@ -5,12 +5,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import muonfx as mfx
 from muonfx import sharding
 from tests.processes import Here
+
+FULL = StateDictOptions(full_state_dict=True)
 
 
 def made() -> nn.Sequential:
@@ -70,25 +73,56 @@ def switched(here: Here) -> None:
     optimizer.load_state_dict(other.state_dict())
 
 
-def switched_late(here: Here) -> None:
-    model = made()
-    optimizer = mfx.Muon(model)
+def switched_late(here: Here, chain: str) -> None:
+    """Sharded after the first step, and back again: the same values of the state, and the steps of before."""
+    tx = mfx.normuon(0.02, dtype=torch.float32) if chain == "normuon" else mfx.muon(0.02, dtype=torch.float32)
+    model, twin = made(), made()
+    labels = mfx.default_labels(model)
+    optimizer, other = (
+        mfx.TransformOptimizer(m, mfx.partition({"muon": tx, "adamw": mfx.adamw(0.01)}, labels)) for m in (model, twin)
+    )
     one_step(model, optimizer)
-    fully_shard(model, mesh=here.mesh)
-    _switch(optimizer, model)
-    optimizer.step()
+    one_step(twin, other)
+    layouts: list[Any] = []
+    for how in ("plain", "fully_shard", "plain again"):
+        if how == "fully_shard":
+            fully_shard(model, mesh=here.mesh)
+        elif how == "plain again":
+            wholes = {name: _whole(param).clone() for name, param in model.named_parameters()}
+            model = made()
+            model.load_state_dict(wholes)
+            for group in optimizer.param_groups:
+                group["params"] = [model.get_parameter(name) for name in group["param_names"]]
+        saved = get_optimizer_state_dict(model, optimizer, options=FULL)
+        layouts.append(type(next(model.parameters())))
+        wanted = get_optimizer_state_dict(twin, other, options=FULL)
+        for name, leaves in wanted["state"].items():
+            assert leaves.keys() == saved["state"][name].keys()
+            assert all(torch.allclose(leaf, saved["state"][name][key], atol=1e-6) for key, leaf in leaves.items())
+            if how == "fully_shard":  # nothing has been computed in another order yet
+                assert all(torch.equal(leaf, saved["state"][name][key]) for key, leaf in leaves.items())
+        for m, o in ((model, optimizer), (twin, other)):
+            o.zero_grad()
+            one_step(m, o)
+        for param, right in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.allclose(_whole(param), right, atol=1e-5)
+    assert len({*layouts}) == 2
 
 
 def trains(here: Here, how: str) -> None:
     """Two steps, between them a pass without gradients; all parameters have changed."""
     model = made()
-    if how == "meta":
+    if "meta" in how:
         with torch.device("meta"):
             model = made()
+        optimizer = mfx.Muon(model) if "first" in how else None
         model = fully_shard(model, mesh=here.mesh).to_empty(device="cpu")
         for param in model.parameters():
             nn.init.normal_(param)
+        optimizer = mfx.Muon(model) if optimizer is None else optimizer
+    elif "first" in how:
         optimizer = mfx.Muon(model)
+        fully_shard(model, mesh=here.mesh)
     elif "ddp" in how:  # the optimizer may come first
         optimizer = mfx.Muon(model)
         model = DistributedDataParallel(model, process_group=here.group)

@@ -1,5 +1,6 @@
 """Groups that schedulers, loggers and engines read: their order, torch's keys, and those of earlier versions."""
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -231,3 +232,88 @@ def test_transforms_that_all_get_every_leaf_are_no_routes():
 
     (group,) = mfx.TransformOptimizer(make_model(), summed({"a": mfx.scale(-0.1), "b": mfx.scale(-0.2)})).param_groups
     assert (group["label"], group["a.factor"], group["b.factor"]) == (None, -0.1, -0.2)
+
+
+# ----------------------------------------------------------------------------------------- tensors that a model names
+
+
+def _net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 6), nn.Linear(6, 4), nn.Linear(4, 8))
+
+
+def _trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.arange(8)).square().sum().backward()
+        optimizer.step()
+
+
+def test_tensors_without_names_are_routed_and_stepped_as_their_model_is() -> None:
+    """As engines and callers of torch's own optimizers give them: a list, or lists with and without decay."""
+    models = [_net() for _ in range(3)]
+    decayed = [param for param in models[2].parameters() if param.ndim > 1]
+    others = [param for param in models[2].parameters() if param.ndim < 2]
+    optimizers = [
+        mfx.Muon(models[0], weight_decay=0.1),
+        mfx.Muon(models[1].parameters(), weight_decay=0.1, model=models[1]),
+        mfx.Muon([{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.1}], model=models[2]),
+    ]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        _trained(model, optimizer)
+    assert [group["label"] for group in optimizers[1].param_groups] == ["muon", "adamw"]
+    for model in models[1:]:
+        assert all(map(torch.equal, models[0].parameters(), model.parameters()))
+
+
+def test_tensors_without_names_are_refused_where_no_model_names_them() -> None:
+    model = _net()
+    with pytest.raises(TypeError, match=r"expected named parameters, found Parameter; .*model="):
+        mfx.Muon(model.parameters())
+    with pytest.raises(ValueError, match=r"a tensor of shape \(2,\) is no parameter of the model"):
+        mfx.Muon([nn.Parameter(torch.zeros(2))], model=model)
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, found list"):
+        mfx.TransformOptimizer(model.parameters(), mfx.adamw(), model=[model])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("given", ["the model", "tensors of it"])
+def test_what_was_unfrozen_moves_from_its_group_into_a_new_one(given: str) -> None:
+    model, twin = _net(), _net()
+    model[1].requires_grad_(requires_grad=False)
+    if given == "the model":
+        optimizer = mfx.Muon(model)
+        assert [len(group["params"]) for group in optimizer.param_groups] == [2, 3, 2]
+    else:
+        optimizer = mfx.Muon([param for param in model.parameters() if param.requires_grad], model=model)
+        assert [len(group["params"]) for group in optimizer.param_groups] == [2, 3]
+    many = len(optimizer.param_groups)
+    if given == "the model":
+        with pytest.raises(ValueError, match=r"'1\.bias' is in a group already, and the labels leave it out"):
+            optimizer.add_param_group({"params": model[1].parameters()})
+    model[1].requires_grad_()
+    if given == "the model":
+        model(torch.arange(8)).square().sum().backward()
+        with pytest.raises(ValueError, match=r"add_param_group\(\{'params': \[\.\.\.\]\}\) takes in"):
+            optimizer.step()
+    optimizer.add_param_group({"params": model[1].parameters(), "lr": 2e-3})
+    assert [group["label"] for group in optimizer.param_groups[many:]] == ["muon", "adamw"]
+    _trained(model, optimizer)
+    _trained(twin, mfx.Muon(twin))
+    assert all(map(torch.equal, model.parameters(), twin.parameters()))
+    again = mfx.Muon(copy.deepcopy(model))
+    with pytest.raises(ValueError, match="groups them in another way"):
+        again.load_state_dict(optimizer.state_dict())
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own import
+def test_one_optimizer_for_each_parameter_steps_in_the_backward_pass() -> None:
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    model, twin = _net(), _net()
+    _apply_optimizer_in_backward(mfx.Muon, model.parameters(), {"lr": 0.01, "model": model})
+    for _ in range(2):
+        model(torch.arange(8)).square().sum().backward()
+    _trained(twin, mfx.Muon(twin, lr=0.01))
+    for param, wanted in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(param, wanted, atol=1e-6)  # batches of matrices are of one there
