@@ -160,25 +160,27 @@ def test_every_transform_obeys_every_law(name: str, tx: mfx.Transform):
     assert len(report.held) >= 20
 
 
-# Compiling is most of what the tests take: every transform once, its other cases in a deep run.
-@pytest.mark.slow
+# Compiling is most of what the tests take: a few transforms always, every other one in a whole run, and the further cases
+# of each in a deep one.
+ALWAYS_COMPILED = ("scale_by_adam", "accumulate", "muon", "muon_with_adamw")
+
+
 @pytest.mark.parametrize(
     ("name", "tx"),
     [
-        pytest.param(name, tx, id=f"{name}-{i}", marks=[pytest.mark.deep] if i else [])
+        pytest.param(
+            name,
+            tx,
+            id=f"{name}-{i}",
+            marks=[pytest.mark.deep] if i else [] if name in ALWAYS_COMPILED else [pytest.mark.slow],
+        )
         for name, cases in CASES.items()
         for i, tx in enumerate(cases)
     ],
 )
 def test_every_transform_compiles(name: str, tx: mfx.Transform):
     recorded = "traced_update_equals_eager"  # is asked of every case below
-    kit.check_transform(tx, laws=[law for law in COMPILED if law != recorded], max_examples=12)
-
-
-@pytest.mark.parametrize("name", ["scale_by_adam", "accumulate", "muon", "muon_with_adamw"])
-def test_a_few_transforms_compile(name: str):
-    laws = ["compiled_update_equals_eager", "compiled_update_takes_other_shapes"]
-    kit.check_transform(CASES[name][0], laws=laws, max_examples=5)
+    kit.check_transform(tx, laws=[law for law in COMPILED if law != recorded], max_examples=6)
 
 
 @pytest.mark.parametrize(("name", "tx"), EVERY_CASE)
