@@ -370,6 +370,24 @@ def equal_intervals(specs: Mapping[str, Spec], size: int, alignment: int = 1) ->
     return {name: pieces[name] for name in specs}, Buffer(starts, tuple(lengths))
 
 
+def equal_parts(specs: Mapping[str, Spec], size: int, alignment: int = 1) -> tuple[dict[str, Cut], Buffer]:
+    """Cut each parameter by itself into equal parts, the last of them padded; a rank's parts lie one behind another.
+
+    >>> equal_parts({"w": Spec((2, 3), torch.float32), "b": Spec((3,), torch.float32)}, 2, 2)[1]
+    Buffer(starts={'w': 0, 'b': 4}, lengths=(6, 6))
+    """
+    of_shape: dict[tuple[int, ...], Cut] = {}
+    starts: dict[str, int] = {}
+    length = 0
+    for name, spec in specs.items():
+        part = padded(-(-prod(spec.shape) // size), alignment)
+        if spec.shape not in of_shape:
+            of_shape[spec.shape] = Intervals(spec.shape, 0, tuple(part * rank for rank in range(size + 1)))
+        starts[name] = length
+        length += part
+    return {name: of_shape[spec.shape] for name, spec in specs.items()}, Buffer(starts, (length,) * size)
+
+
 def padded(length: int, alignment: int) -> int:
     """A length rounded up to a multiple.
 

@@ -24,6 +24,7 @@ from muonfx.sharding.cut import (
     Places,
     Replicas,
     equal_intervals,
+    equal_parts,
     one_behind_another,
     padded,
 )
@@ -89,16 +90,17 @@ def zero(
 
     "whole" gives each rank complete parameters, so that no matrix crosses a boundary and the update needs no
     communication of its own; each rank's buffer is padded by itself. "flat" lays all parameters of a dtype one behind
-    the other and cuts the buffer into equal parts, across matrices and rows, as DeepSpeed and FSDP1 do.
+    the other and cuts the buffer into equal parts, across matrices and rows, as FSDP1 and DeepSpeed's stages 1, 2 do.
+    "each" cuts each parameter by itself into equal parts, the last of them padded, as DeepSpeed's stage 3 does.
 
     Args:
         params: the whole parameters, on any device; only names, shapes and dtypes count.
         group: as in `replicated`.
         stage: 1, 2 or 3: what the training loop keeps as pieces only: the optimizer's state; gradients too; parameters
             too. The pieces are the same.
-        partition: "whole" or "flat".
+        partition: "whole", "flat" or "each".
         alignment: in elements. "whole": where each parameter begins in its rank's buffer, and how long that is;
-            "flat": the length of a rank's part. Multiples of it.
+            "flat": the length of a rank's part; "each": that of its part of a parameter. Multiples of it.
         tx: the transform: "whole" then balances the cost of its matrices, and bytes by what costs nothing.
             None: every leaf of two dims and more counts as a matrix.
 
@@ -111,8 +113,8 @@ def zero(
     """
     if stage not in (1, 2, 3):
         raise ValueError(f"stage: found {stage!r}, expected 1, 2 or 3")
-    if partition not in ("whole", "flat"):
-        raise ValueError(f"partition: found {partition!r}, expected 'whole' or 'flat'")
+    if partition not in ("whole", "flat", "each"):
+        raise ValueError(f"partition: found {partition!r}, expected 'whole', 'flat' or 'each'")
     if alignment < 1:
         raise ValueError(f"alignment: found {alignment!r}, expected an int of 1 or more, in elements")
     size, rank, process_group = _ranks(group)
@@ -120,7 +122,8 @@ def zero(
     if partition == "whole":
         pieces, buffer = _whole(specs, size, alignment, tx)
     else:
-        pieces, buffer = equal_intervals(specs, size, alignment)
+        cut = equal_intervals if partition == "flat" else equal_parts
+        pieces, buffer = cut(specs, size, alignment)
     return Layout("zero", specs, pieces, size, rank, process_group, stage, buffer)
 
 

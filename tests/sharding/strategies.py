@@ -86,7 +86,7 @@ def zeros() -> st.SearchStrategy[Zero]:
     return st.builds(
         Zero,
         st.integers(1, 3),
-        st.sampled_from(("whole", "flat")),
+        st.sampled_from(("whole", "flat", "each")),
         st.sampled_from((1, 2, 3, 8, 64)),
         st.booleans(),
     )

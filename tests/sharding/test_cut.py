@@ -157,6 +157,7 @@ def bound(made: dict[str, int], layers: int, shard: int, parallel: int, kind: st
             "from_dtensors": sharding.from_dtensors,
             "whole": sharding.zero,
             "flat": lambda params: sharding.zero(params, partition="flat"),
+            "each": lambda params: sharding.zero(params, partition="each"),
             "replicated": sharding.replicated,
         }[kind](params)
         labels = {name: "adamw" if name.endswith("norm") else "muon" for name in params}
@@ -172,7 +173,7 @@ def bound(made: dict[str, int], layers: int, shard: int, parallel: int, kind: st
     return dict(made)
 
 
-@pytest.mark.parametrize("kind", ["from_dtensors", "whole", "flat", "replicated"])
+@pytest.mark.parametrize("kind", ["from_dtensors", "whole", "flat", "each", "replicated"])
 def test_what_is_made_to_bind_grows_with_ranks_plus_parameters(made: dict[str, int], kind: str):
     few = bound(made, 4, 16, 2, kind)
     deeper = bound(made, 16, 16, 2, kind)

@@ -88,6 +88,7 @@ LAYOUTS = {
     "zero1 for this chain": Zero(1, "whole", 8, knows_tx=True),
     "zero2": Zero(2, "whole"),
     "zero3": Zero(3, "flat", 8),
+    "zero3, each by itself": Zero(3, "each", 2),
     "fsdp2": Placed(ROWS),
 }
 GRIDS = {

@@ -72,20 +72,26 @@ def test_local_tensors_are_copies_with_the_shape_and_the_dtype_that_the_layout_s
 @given(looked_at(lambda drawn, size: zeros()), st.sampled_from((1, 2, 8)))
 def test_alignment_holds_for_each_rank_of_its_own(case: tuple[Model, Any], alignment: int):
     drawn, layout = case
-    for partition in ("whole", "flat"):
+    for partition in ("whole", "flat", "each"):
         layout = Zero(1, partition, alignment).of(drawn.params(), layout.size)
         assert all(length % alignment == 0 for length in layout.buffer.lengths)
         if partition == "flat":
             continue
         spans: dict[int, list[tuple[int, int]]] = {rank: [] for rank in range(layout.size)}
         for name, leaf in drawn.leaves.items():
-            owners = [rank for rank in range(layout.size) if layout.piece(name, rank).numel]
-            assert len(owners) == (leaf.numel > 0)  # whole, at one rank
-            assert layout.buffer.starts[name] % alignment == 0
-            if owners:
-                assert tuple(layout.piece(name, owners[0]).shape) == leaf.shape
-                start = layout.buffer.starts[name]
-                spans[owners[0]].append((start, start + leaf.numel))
+            pieces = {rank: layout.piece(name, rank) for rank in range(layout.size)}
+            owners = [rank for rank, piece in pieces.items() if piece.numel]
+            start = layout.buffer.starts[name]
+            assert start % alignment == 0
+            assert sum(piece.numel for piece in pieces.values()) == leaf.numel
+            if partition == "whole":
+                assert len(owners) == (leaf.numel > 0)  # whole, at one rank
+                assert all(tuple(pieces[rank].shape) == leaf.shape for rank in owners)
+            else:
+                assert all(pieces[rank].numel == pieces[owners[0]].numel for rank in owners[:-1])
+                assert all(pieces[rank].numel % alignment == 0 for rank in owners[:-1])
+            for rank in owners:
+                spans[rank].append((start, start + pieces[rank].numel))
         for rank, found in spans.items():
             found.sort()
             assert all(a[1] <= b[0] for a, b in pairwise(found))
@@ -164,7 +170,7 @@ def test_a_layout_is_replicated_where_every_rank_holds_all(drawn: Model, size: i
     params = drawn.params()
     assert sharding.replicated(params, size).is_replicated
     assert not sharding.replicated(params, size).is_flat
-    for partition in ("whole", "flat"):
+    for partition in ("whole", "flat", "each"):
         layout = sharding.zero(params, size, partition=partition)
         assert layout.is_flat
         assert layout.is_replicated == (size == 1 or not drawn.numel)

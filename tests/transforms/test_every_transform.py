@@ -160,8 +160,8 @@ def test_every_transform_obeys_every_law(name: str, tx: mfx.Transform):
     assert len(report.held) >= 20
 
 
-# Compiling is most of what the tests take: a few transforms always, every other one in a whole run, and the further cases
-# of each in a deep one.
+# Compiling is most of what the tests take: a few transforms always, every other one in a whole run, and the further
+# cases of each in a deep one.
 ALWAYS_COMPILED = ("scale_by_adam", "accumulate", "muon", "muon_with_adamw")
 
 
