@@ -293,8 +293,8 @@ class TransformOptimizer(torch.optim.Optimizer):
             if len(group["params"]) != len(group["param_names"]):
                 raise ValueError(
                     f"param_groups: {len(group['params'])} params stand in a group of {len(group['param_names'])} "
-                    f"param_names ({', '.join(group['param_names'][:3])}, ...): replace each by one, or add_param_group; "
-                    "under DeepSpeed's ZeRO take muonfx.engines.deepspeed.Muon, which finds parameters in flat tensors"
+                    f"param_names ({', '.join(group['param_names'][:3])}, ...): replace each by one, or "
+                    "add_param_group. Under DeepSpeed's ZeRO take muonfx.engines.deepspeed.Muon"
                 )
         named = self._named()
         named |= self._attachment.later(named, at_step=at_step)
