@@ -18,7 +18,12 @@ class TrainingArguments(Protocol):
 
     >>> from types import SimpleNamespace
     >>> args: TrainingArguments = SimpleNamespace(
-    ...     learning_rate=0.01, weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95, deepspeed=None
+    ...     learning_rate=0.01,
+    ...     weight_decay=0.1,
+    ...     adam_beta1=0.9,
+    ...     adam_beta2=0.95,
+    ...     adam_epsilon=1e-8,
+    ...     deepspeed_plugin=None,
     ... )
     """
 
@@ -26,7 +31,8 @@ class TrainingArguments(Protocol):
     weight_decay: float
     adam_beta1: float
     adam_beta2: float
-    deepspeed: Any
+    adam_epsilon: float
+    deepspeed_plugin: Any
 
 
 class MuonFactory:
@@ -37,28 +43,36 @@ class MuonFactory:
     [('muon', 0.01), ('adamw', 0.01)]
     """
 
-    def __call__(self, model: nn.Module, *, zero: bool = False, **options: Any) -> torch.optim.Optimizer:
+    def __call__(
+        self, model: nn.Module, *, zero: bool = False, eps: float | None = None, **options: Any
+    ) -> torch.optim.Optimizer:
         """Make the optimizer.
 
         Args:
             model: with all its modules, so that parameters are routed by their types.
             zero: whether DeepSpeed will hold the parameters.
+            eps: AdamW's; None: that of `muonfx.adamw`.
             options: of `muonfx.Muon`.
         """
-        if not zero:
-            return Muon(model, **options)
-        b1, b2 = options.pop("betas", (0.9, 0.95))
-        if "momentum" in options:
-            options["decay"] = options.pop("momentum")
-        return deepspeed.Muon(model, b1=b1, b2=b2, **options)
+        if zero:
+            b1, b2 = options.pop("betas", (0.9, 0.95))
+            if "momentum" in options:
+                options["decay"] = options.pop("momentum")
+            made: torch.optim.Optimizer = deepspeed.Muon(model, b1=b1, b2=b2, **options)
+        else:
+            made = Muon(model, **options)
+        for group in made.param_groups:
+            if eps is not None and "eps" in group:
+                group["eps"] = eps
+        return made
 
 
 def muon(args: TrainingArguments, **options: Any) -> tuple[type[MuonFactory], dict[str, Any]]:
     """Muon for a Trainer: ``Trainer(model, args, optimizer_cls_and_kwargs=muon(args))``.
 
-    The learning rate, the weight decay and AdamW's betas are those of the training arguments, and the Trainer's
-    scheduler drives both rates from there. The logged learning rate is that of the first group, Muon's. Under DeepSpeed
-    (``args.deepspeed``) the optimizer is `muonfx.engines.deepspeed.Muon`.
+    The learning rate, the weight decay and AdamW's betas and epsilon are those of the training arguments, and the
+    Trainer's scheduler drives both rates from there. The logged learning rate is that of the first group, Muon's. Under
+    DeepSpeed (``args.deepspeed``, or ``accelerate launch``) the optimizer is `muonfx.engines.deepspeed.Muon`.
 
     Args:
         args: ``transformers.TrainingArguments``.
@@ -68,14 +82,16 @@ def muon(args: TrainingArguments, **options: Any) -> tuple[type[MuonFactory], di
         A factory, and what it is called with beside the model.
 
     >>> from types import SimpleNamespace
-    >>> args = SimpleNamespace(learning_rate=0.01, weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95, deepspeed=None)
+    >>> adamw = dict(adam_beta1=0.9, adam_beta2=0.95, adam_epsilon=1e-8)
+    >>> args = SimpleNamespace(learning_rate=0.01, weight_decay=0.1, **adamw, deepspeed_plugin=None)
     >>> muon(args, adamw_lr=1e-3)[1]
-    {'lr': 0.01, 'weight_decay': 0.1, 'betas': (0.9, 0.95), 'zero': False, 'adamw_lr': 0.001}
+    {'lr': 0.01, 'weight_decay': 0.1, 'betas': (0.9, 0.95), 'eps': 1e-08, 'zero': False, 'adamw_lr': 0.001}
     """
     said = {
         "lr": args.learning_rate,
         "weight_decay": args.weight_decay,
         "betas": (args.adam_beta1, args.adam_beta2),
-        "zero": args.deepspeed is not None,
+        "eps": args.adam_epsilon,
+        "zero": args.deepspeed_plugin is not None,  # also where ``accelerate launch`` has chosen it, and not the arguments
     }
     return MuonFactory, {**said, **options}
