@@ -1,0 +1,50 @@
+"""`muonfx.Muon` in a loop of the real, unmodified accelerate: DDP and FSDP2, and from and to one process.
+
+One group of processes runs all cases, since importing the package takes seconds.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+from tests.engines.accelerate_worker import CASES
+from tests.engines.processes import launched, result_of
+
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.dist,
+    pytest.mark.skipif(find_spec("accelerate") is None, reason="needs accelerate: make engines"),
+    pytest.mark.timeout(600),
+]
+FP32 = 2e-6
+"""The largest difference of parameters in five steps."""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The results of all cases, of each rank."""
+    return launched("accelerate_worker.py", 2, CASES, tmp_path_factory.mktemp("accelerate"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_parameters_are_those_of_one_process_and_a_resumed_run_is_the_same_run(
+    found: list[dict[str, Any]], name: str
+) -> None:
+    case = result_of(found, name)
+    assert case["strategy"] == ("FSDP" if "FSDP2" in name else "MULTI_CPU")
+    assert case["worst"] <= FP32
+    assert case["resumed"]
+    assert case["groups"] == [["muon", 0.01], ["adamw", 0.0015]]  # half of it, as the schedule says
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_state_of_one_process_continues_under_accelerate(found: list[dict[str, Any]], name: str) -> None:
+    assert result_of(found, name)["from one process"] <= FP32
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if CASES[name].get("files") != "SHARDED_STATE_DICT"])
+def test_what_accelerate_saved_continues_in_one_process(found: list[dict[str, Any]], name: str) -> None:
+    assert result_of(found, name)["to one process"] <= FP32
