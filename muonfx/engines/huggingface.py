@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 from torch import nn
@@ -10,7 +11,7 @@ from torch import nn
 from muonfx.engines import deepspeed
 from muonfx.optimizer.muon import Muon
 
-__all__ = ["MuonFactory", "TrainingArguments", "muon"]
+__all__ = ["MuonFactory", "MuonMixin", "TrainingArguments", "muon"]
 
 
 class TrainingArguments(Protocol):
@@ -76,7 +77,8 @@ def muon(args: TrainingArguments, **options: Any) -> tuple[type[MuonFactory], di
 
     Args:
         args: ``transformers.TrainingArguments``.
-        options: further arguments of `muonfx.Muon`, which come before those of ``args``: ``adamw_lr``, ``rules``.
+        options: further arguments of `muonfx.Muon`, or under DeepSpeed of `muonfx.engines.deepspeed.Muon`, which come
+            before those of ``args``: ``adamw_lr``, ``rules``.
 
     Returns:
         A factory, and what it is called with beside the model.
@@ -92,6 +94,40 @@ def muon(args: TrainingArguments, **options: Any) -> tuple[type[MuonFactory], di
         "weight_decay": args.weight_decay,
         "betas": (args.adam_beta1, args.adam_beta2),
         "eps": args.adam_epsilon,
-        "zero": args.deepspeed_plugin is not None,  # also where ``accelerate launch`` has chosen it, and not the arguments
+        "zero": args.deepspeed_plugin
+        is not None,  # also where ``accelerate launch`` has chosen it, and not the arguments
     }
     return MuonFactory, {**said, **options}
+
+
+class MuonMixin:
+    """A base beside a Trainer, also one that scripts of others construct: ``class MuonTrainer(MuonMixin, Trainer)``.
+
+    Its optimizer is that of `muon`, unless an optimizer is given to the Trainer.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> class Trainer:  # that of transformers
+        ...     def __init__(self, args):
+        ...         self.args, self.optimizer_cls_and_kwargs = args, None
+        ...
+        ...     def create_optimizer(self):
+        ...         return self.optimizer_cls_and_kwargs
+        >>> class MuonTrainer(MuonMixin, Trainer):
+        ...     muon_options = {"adamw_lr": 1e-3}
+        >>> adamw = dict(adam_beta1=0.9, adam_beta2=0.95, adam_epsilon=1e-8)
+        >>> args = SimpleNamespace(learning_rate=0.01, weight_decay=0.1, **adamw, deepspeed_plugin=None)
+        >>> MuonTrainer(args).create_optimizer()[1]["adamw_lr"]
+        0.001
+    """
+
+    muon_options: ClassVar[Mapping[str, Any]] = {}
+    """Further arguments of `muon`."""
+    args: TrainingArguments
+    optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None
+
+    def create_optimizer(self, *given: Any, **more: Any) -> torch.optim.Optimizer:
+        """Make the optimizer as the Trainer does."""
+        if self.optimizer_cls_and_kwargs is None:
+            self.optimizer_cls_and_kwargs = muon(self.args, **self.muon_options)
+        return cast("Any", super()).create_optimizer(*given, **more)

@@ -1,10 +1,12 @@
-"""`muonfx.engines.huggingface` under the real Trainer."""
+"""`muonfx.engines.huggingface` under the real Trainer: in one process, under DDP, and under DeepSpeed through it."""
 
 from __future__ import annotations
 
+import warnings
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -12,6 +14,18 @@ from torch import nn
 
 import muonfx as mfx
 from muonfx.engines import huggingface
+from tests.engines.huggingface_worker import (
+    CASES,
+    RATES,
+    SAVED_AFTER,
+    arguments_for,
+    by_hand,
+    model_for,
+    params_of,
+    rates_of,
+    trainer_for,
+)
+from tests.engines.processes import launched, result_of, same, values_of, worst
 
 pytestmark = [
     pytest.mark.engines,
@@ -22,85 +36,135 @@ pytestmark = [
     # what transformers and accelerate themselves warn of
     pytest.mark.filterwarnings("ignore::UserWarning:accelerate", "ignore::FutureWarning", "ignore::DeprecationWarning"),
 ]
-STEPS, SAVED_AFTER = 6, 4
+FP32 = 2e-6
+"""The largest difference of parameters in five steps."""
+RESUMED = {name: case for name, case in CASES.items() if name != "from one process to DDP"}
+RUN = {name: case for name, case in CASES.items() if "deepspeed" not in case or find_spec("deepspeed") is not None}
+CHECKPOINT = f"checkpoint-{SAVED_AFTER}"
+RATES_FOUND = {"logged": [0.02, 0.016, 0.012, 0.008, 0.004], "groups": [["muon", 0.02], ["adamw", 0.004]]}
 
 
-def model_for() -> nn.Module:
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=17,
-        hidden_size=12,
-        intermediate_size=20,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        tie_word_embeddings=False,
-    )
-    return transformers.LlamaForCausalLM(config)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of all runs."""
+    return tmp_path_factory.mktemp("trainers")
 
 
-def trainer_for(folder: Path, model: nn.Module, steps: int = STEPS, **more: Any) -> Any:
-    import transformers
-
-    words = torch.randint(17, (2 * STEPS, 6), generator=torch.Generator().manual_seed(1))
-    data = [{"input_ids": row, "labels": row} for row in words]
-    args = transformers.TrainingArguments(
-        str(folder),
-        max_steps=steps,
-        per_device_train_batch_size=2,
-        learning_rate=0.02,
-        weight_decay=0.1,
-        adam_beta2=0.95,
-        lr_scheduler_type="linear",
-        max_grad_norm=0.5,
-        logging_steps=1,
-        save_steps=SAVED_AFTER,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        seed=0,
-    )
-    chosen = more or {"optimizer_cls_and_kwargs": huggingface.muon(args, adamw_lr=0.004, dtype=torch.float32)}
-    return transformers.Trainer(model, args, train_dataset=data, **chosen)
-
-
-def params_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: param.detach().clone() for name, param in model.named_parameters()}
-
-
-@pytest.mark.slow
-def test_one_line_trains_as_the_optimizer_made_by_hand_and_resumes_to_the_bit(tmp_path: Path) -> None:
-    whole = model_for()
-    trainer = trainer_for(tmp_path / "a", whole)
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> Any:
+    """A Trainer in one process after its run, and its parameters."""
+    trainer = trainer_for(arguments_for(folder / "one"), model_for())
     trainer.train()
-    groups = trainer.optimizer.param_groups
-    assert [group["label"] for group in groups] == ["muon", "adamw"]
-    assert [group["initial_lr"] for group in groups] == [0.02, 0.004]
-    assert groups[1]["betas"] == (0.9, 0.95)
-    logged = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
-    assert logged[0] == pytest.approx(0.02)
-    assert sorted(logged, reverse=True) == logged
-
-    by_hand = model_for()
-    optimizer = mfx.Muon(by_hand, lr=0.02, weight_decay=0.1, adamw_lr=0.004, dtype=torch.float32)
-    trainer_for(tmp_path / "b", by_hand, optimizers=(optimizer, None)).train()
-    wanted = params_of(whole)
-    assert all(torch.equal(param, wanted[name]) for name, param in params_of(by_hand).items())
-
-    resumed = model_for()
-    again = trainer_for(tmp_path / "a", resumed)
-    again.train(resume_from_checkpoint=str(tmp_path / "a" / f"checkpoint-{SAVED_AFTER}"))
-    assert all(torch.equal(param, wanted[name]) for name, param in params_of(resumed).items())
+    return trainer
 
 
-def test_under_deepspeed_it_is_deepspeeds_client_optimizer() -> None:
+@pytest.fixture(scope="module")
+def found(folder: Path, alone: Any) -> list[dict[str, Any]]:
+    """The results of all cases, of each rank."""
+    return launched("huggingface_worker.py", 2, RUN, folder)
+
+
+def test_in_one_process_it_trains_as_a_loop_by_hand_and_resumes_to_the_bit(alone: Any, folder: Path) -> None:
+    assert worst(params_of(alone), by_hand()) <= FP32
+    assert rates_of(alone) == RATES_FOUND
+    assert alone.optimizer.param_groups[1]["betas"] == (0.9, 0.95)
+    assert alone.optimizer.param_groups[1]["eps"] == 1e-7
+    again = trainer_for(arguments_for(folder / "again"), model_for())
+    again.train(resume_from_checkpoint=str(folder / "one" / CHECKPOINT))
+    assert same(params_of(again), params_of(alone))
+
+
+def test_a_mixin_and_an_optimizer_made_by_hand_are_the_same(alone: Any, tmp_path: Path) -> None:
     import transformers
 
-    args = transformers.TrainingArguments("unused", use_cpu=True)
-    factory, options = huggingface.muon(args)
-    made = factory()(model_for(), **{**options, "zero": True, "momentum": 0.9})
-    assert type(made).__name__ == "ZeroOptimizer"
+    class MuonTrainer(huggingface.MuonMixin, transformers.Trainer):
+        muon_options: ClassVar = {**RATES, "dtype": torch.float32}
+
+    mixed = trainer_for(arguments_for(tmp_path), model_for(), MuonTrainer, optimizers=(None, None))
+    model = model_for()
+    optimizer = mfx.Muon(model, 0.02, weight_decay=0.1, **RATES, betas=(0.9, 0.95), dtype=torch.float32)
+    optimizer.param_groups[1]["eps"] = 1e-7
+    given = trainer_for(arguments_for(tmp_path), model, MuonTrainer, optimizers=(optimizer, None))
+    for trainer in (mixed, given):
+        trainer.train()
+        assert same(params_of(trainer), params_of(alone))
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", RESUMED)
+def test_parameters_are_those_of_one_process_and_a_resumed_run_is_the_same_run(
+    found: list[dict[str, Any]], name: str
+) -> None:
+    if name not in RUN:
+        pytest.skip("needs deepspeed: make engines")
+    case = result_of(found, name)
+    assert case["worst"] <= FP32
+    assert case["resumed"]
+    assert {key: case[key] for key in RATES_FOUND} == RATES_FOUND
+    strategy, optimizer = ("DEEPSPEED", "DeepSpeedZeroOptimizer") if "ZeRO" in name else ("MULTI_CPU", "Muon")
+    assert case["strategy"] == strategy
+    assert case["optimizer"].startswith(optimizer)
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(600)
+def test_a_checkpoint_of_one_process_continues_under_ddp(found: list[dict[str, Any]]) -> None:
+    case = result_of(found, "from one process to DDP")
+    assert case["worst"] <= FP32
+    assert case["groups"] == RATES_FOUND["groups"]
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", [name for name in RESUMED if "DDP" in name])
+def test_a_checkpoint_of_ddp_continues_in_one_process(
+    found: list[dict[str, Any]], folder: Path, tmp_path: Path, name: str
+) -> None:
+    result_of(found, name)
+    saved = folder / name.replace(" ", "_").replace(",", "") / CHECKPOINT
+    trainer = trainer_for(arguments_for(tmp_path), model_for())
+    trainer.train(resume_from_checkpoint=str(saved))
+    assert worst(params_of(trainer), by_hand()) <= FP32
+    assert rates_of(trainer) == RATES_FOUND
+
+
+@pytest.mark.skipif(find_spec("peft") is None, reason="needs peft: make engines")
+def test_adapters_alone_are_trained_by_adamw_and_resume_to_the_bit(tmp_path: Path) -> None:
+    import peft
+
+    def run(source: str | None = None) -> dict[str, torch.Tensor]:
+        model = peft.get_peft_model(model_for(), peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+        for name, param in model.named_parameters():  # B begins at zero: half of the gradients would be, too
+            if "lora_" in name:
+                nn.init.constant_(param, 0.1)
+        before = values_of(model)
+        trainer = trainer_for(arguments_for(tmp_path), model)
+        with pytest.warns(UserWarning, match="no parameter has the label 'muon'") as said:
+            trainer.train(resume_from_checkpoint=source)
+        (ours,) = [str(one.message) for one in said if "Muon" in str(one.message)]
+        assert "AdamW trains 8" in ours
+        assert "lora_A.default.weight' is 'adamw': low-rank factor" in ours
+        after = values_of(model)
+        assert {name for name in after if not torch.equal(after[name], before[name])} == {
+            name for name in after if "lora_" in name
+        }
+        assert [group["label"] for group in trainer.optimizer.param_groups] == ["adamw", None]
+        return after
+
+    whole = run()
+    assert same(run(str(tmp_path / CHECKPOINT)), whole)
+
+
+@pytest.mark.parametrize("given", [SimpleNamespace(), None])
+def test_under_deepspeed_it_is_deepspeeds_client_optimizer(given: object, tmp_path: Path) -> None:
+    args = arguments_for(tmp_path)
+    args.deepspeed_plugin = given  # as arguments or `accelerate launch` have it
+    factory, options = huggingface.muon(args, momentum=0.9)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made = factory()(model_for(), **options)
+    assert type(made).__name__ == ("Muon" if given is None else "ZeroOptimizer")
     assert made.param_groups[0]["momentum"] == 0.9
     assert made.param_groups[1]["betas"] == (args.adam_beta1, args.adam_beta2)
+    assert made.param_groups[1]["eps"] == args.adam_epsilon

@@ -1,0 +1,201 @@
+"""One rank of a Trainer of Hugging Face: every case in turn, and what came of it as JSON.
+
+Called by `test_huggingface.py` as a process of its own. The package itself is imported by functions only, so that the
+test can read the cases without it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.engines.processes import Rank, same, serve, values_of, worst
+
+STEPS, SAVED_AFTER = 5, 3
+BATCH, WORDS, LENGTH = 4, 17, 6
+RATES = {"adamw_lr": 0.004}
+CLIPPED_AT = 0.5
+
+
+def zero(stage: int) -> dict[str, Any]:
+    """Arguments for a stage of DeepSpeed's, with no word of an optimizer."""
+    auto = dict.fromkeys(
+        ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
+        "auto",
+    )
+    return {"deepspeed": {**auto, "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}}
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "DDP": {},
+    "DDP, matrices shared out": {},
+    "from one process to DDP": {},
+    "ZeRO 1": zero(1),
+    "ZeRO 2": zero(2),
+    "ZeRO 3": zero(3),
+}
+
+
+def model_for(folder: Path | None = None) -> Any:
+    """A small Llama, the same in every process; with a folder, the one that lies there."""
+    import transformers
+
+    if folder is not None:
+        return transformers.LlamaForCausalLM.from_pretrained(folder)
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=WORDS,
+        hidden_size=12,
+        intermediate_size=20,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=False,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def data() -> Tensor:
+    """The sequences of all steps."""
+    return torch.randint(WORDS, (STEPS * BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def arguments_for(folder: Path, size: int = 1, **more: Any) -> Any:
+    """Training arguments that take the sequences in their order, `BATCH` a step over all processes."""
+    import transformers
+
+    return transformers.TrainingArguments(
+        str(folder),
+        max_steps=STEPS,
+        per_device_train_batch_size=BATCH // size,
+        train_sampling_strategy="sequential",
+        learning_rate=0.02,
+        weight_decay=0.1,
+        adam_beta2=0.95,
+        adam_epsilon=1e-7,
+        lr_scheduler_type="linear",
+        max_grad_norm=CLIPPED_AT,
+        logging_steps=1,
+        save_steps=SAVED_AFTER,
+        report_to=[],
+        use_cpu="deepspeed" not in more,
+        disable_tqdm=True,
+        seed=0,
+        accelerator_config={"use_configured_state": is_configured(more)},
+        **more,
+    )
+
+
+def is_configured(case: Mapping[str, Any]) -> bool:
+    """Make accelerate's state beforehand where it would not believe that processes on CPUs run this strategy."""
+    from accelerate import PartialState
+    from accelerate.state import AcceleratorState
+
+    os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)  # accelerate leaves it behind
+    AcceleratorState._reset_state(reset_partial_state=True)
+    if "deepspeed" in case:
+        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+        PartialState(backend="gloo")
+    else:
+        return False
+    return True
+
+
+def trainer_for(args: Any, model: nn.Module, kind: Any = None, **more: Any) -> Any:
+    """A Trainer with Muon, if nothing else is said."""
+    import transformers
+
+    from muonfx.engines import huggingface
+
+    rows = [{"input_ids": row, "labels": row} for row in data()]
+    chosen = more or {"optimizer_cls_and_kwargs": huggingface.muon(args, **RATES, dtype=torch.float32)}
+    return (kind or transformers.Trainer)(model, args, train_dataset=rows, **chosen)
+
+
+def by_hand() -> dict[str, Tensor]:
+    """The parameters that one process gets without a Trainer."""
+    import muonfx as mfx
+
+    model = model_for()
+    optimizer = mfx.Muon(model, 0.02, weight_decay=0.1, **RATES, betas=(0.9, 0.95), dtype=torch.float32)
+    optimizer.param_groups[1]["eps"] = 1e-7
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / STEPS)
+    for words in data().split(BATCH):
+        optimizer.zero_grad()
+        model(input_ids=words, labels=words).loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIPPED_AT)
+        optimizer.step()
+        scheduler.step()
+    return values_of(model)
+
+
+def params_of(trainer: Any) -> dict[str, Tensor]:
+    """The whole parameters that a Trainer has trained."""
+    if not trainer.is_deepspeed_enabled:
+        return values_of(trainer.accelerator.unwrap_model(trainer.model))
+    import deepspeed
+
+    params = dict(trainer.model.named_parameters())
+    with deepspeed.zero.GatheredParameters(list(params.values())):
+        return {name: param.detach().float().clone() for name, param in params.items()}
+
+
+def rates_of(trainer: Any) -> dict[str, Any]:
+    """The rates that a Trainer says that it has, and those that it had at the beginning."""
+    logged = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
+    groups = [[group["label"], group["initial_lr"]] for group in trainer.optimizer.param_groups]
+    return {"logged": [round(rate, 9) for rate in logged], "groups": groups}
+
+
+def trained(case: Mapping[str, Any], folder: Path, here: Rank, source: Path | None = None, **options: Any) -> Any:
+    """A Trainer after its run, with all objects new; from a checkpoint, if one is given."""
+    from muonfx.engines import huggingface
+
+    args = arguments_for(folder, here.size, **case)
+    model = model_for(here.folder / "model")  # under ZeRO-3 its parameters are in parts from the beginning
+    chosen = huggingface.muon(args, **RATES, dtype=torch.float32, **options)
+    assert all(hasattr(param, "ds_id") for param in model.parameters()) is (case == CASES["ZeRO 3"])
+    trainer = trainer_for(args, model, optimizer_cls_and_kwargs=chosen)
+    trainer.train(resume_from_checkpoint=None if source is None else str(source))
+    return trainer
+
+
+def carried_out(name: str, case: dict[str, Any], here: Rank) -> dict[str, Any]:
+    """A case: from the beginning to the end, and again from a checkpoint, with new objects."""
+    import muonfx as mfx
+
+    folder = here.folder / name.replace(" ", "_").replace(",", "")
+    if here.rank == 0 and not (here.folder / "model").exists():
+        model_for().save_pretrained(here.folder / "model")
+    torch.distributed.barrier()
+    options = {"layout": mfx.sharding.replicated} if "shared out" in name else {}
+    wanted = by_hand()
+    if name == "from one process to DDP":
+        found = trained(case, folder, here, here.folder / "one" / f"checkpoint-{SAVED_AFTER}")
+        return {"worst": worst(params_of(found), wanted), **rates_of(found)}
+    trainer = trained(case, folder, here, **options)
+    whole = params_of(trainer)
+    again = trained(case, folder, here, folder / f"checkpoint-{SAVED_AFTER}", **options)
+    return {
+        "worst": worst(whole, wanted),
+        "resumed": same(whole, params_of(again)),
+        "optimizer": type(trainer.optimizer.optimizer).__name__,
+        "strategy": trainer.accelerator.distributed_type.value,
+        **rates_of(trainer),
+    }
+
+
+def main() -> None:
+    """Be one rank."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    torch.distributed.init_process_group("gloo")
+    serve(CASES, carried_out)
+
+
+if __name__ == "__main__":
+    main()
