@@ -7,12 +7,14 @@ test can read the cases without it.
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from tests.engines.processes import Rank, same, serve, values_of, worst
 
@@ -20,6 +22,9 @@ STEPS, SAVED_AFTER = 5, 3
 BATCH, WORDS, LENGTH = 4, 17, 6
 RATES = {"adamw_lr": 0.004}
 CLIPPED_AT = 0.5
+
+FSDP2 = {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
+SHARDED_FILES = {"fsdp": True, "fsdp_config": {**FSDP2["fsdp_config"], "state_dict_type": "SHARDED_STATE_DICT"}}
 
 
 def zero(stage: int) -> dict[str, Any]:
@@ -35,6 +40,9 @@ CASES: dict[str, dict[str, Any]] = {
     "DDP": {},
     "DDP, matrices shared out": {},
     "from one process to DDP": {},
+    "from one process to FSDP2": FSDP2,
+    "FSDP2": FSDP2,
+    "FSDP2, sharded files": SHARDED_FILES,
     "ZeRO 1": zero(1),
     "ZeRO 2": zero(2),
     "ZeRO 3": zero(3),
@@ -95,12 +103,16 @@ def is_configured(case: Mapping[str, Any]) -> bool:
     """Make accelerate's state beforehand where it would not believe that processes on CPUs run this strategy."""
     from accelerate import PartialState
     from accelerate.state import AcceleratorState
+    from accelerate.utils import DistributedType
 
-    os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)  # accelerate leaves it behind
+    for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"):
+        os.environ.pop(name, None)  # accelerate leaves them behind
     AcceleratorState._reset_state(reset_partial_state=True)
     if "deepspeed" in case:
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
         PartialState(backend="gloo")
+    elif "fsdp" in case:  # accelerate has it for several accelerators, and makes no other use of this word
+        PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
     else:
         return False
     return True
@@ -165,6 +177,23 @@ def trained(case: Mapping[str, Any], folder: Path, here: Rank, source: Path | No
     return trainer
 
 
+def converted(checkpoint: Path, made: Path) -> Path:
+    """A copy of a checkpoint with the files of FSDP2, or of one that has these with those of DDP and one process."""
+    import muonfx as mfx
+
+    shutil.copytree(checkpoint, made, ignore=shutil.ignore_patterns("optimizer.*", "pytorch_model_fsdp.bin"))
+    model = model_for(checkpoint)
+    optimizer = mfx.Muon(model, dtype=torch.float32)
+    if (checkpoint / "optimizer.pt").exists():
+        optimizer.load_state_dict(torch.load(checkpoint / "optimizer.pt", weights_only=True))
+        torch.save(get_optimizer_state_dict(model, optimizer), made / "optimizer.bin")
+        torch.save(model.state_dict(), made / "pytorch_model_fsdp.bin")
+    else:
+        set_optimizer_state_dict(model, optimizer, torch.load(checkpoint / "optimizer.bin", weights_only=True))
+        torch.save(optimizer.state_dict(), made / "optimizer.pt")
+    return made
+
+
 def carried_out(name: str, case: dict[str, Any], here: Rank) -> dict[str, Any]:
     """A case: from the beginning to the end, and again from a checkpoint, with new objects."""
     import muonfx as mfx
@@ -175,8 +204,9 @@ def carried_out(name: str, case: dict[str, Any], here: Rank) -> dict[str, Any]:
     torch.distributed.barrier()
     options = {"layout": mfx.sharding.replicated} if "shared out" in name else {}
     wanted = by_hand()
-    if name == "from one process to DDP":
-        found = trained(case, folder, here, here.folder / "one" / f"checkpoint-{SAVED_AFTER}")
+    if name.startswith("from one process"):
+        source = here.folder / ("for FSDP2" if case else "one") / f"checkpoint-{SAVED_AFTER}"
+        found = trained(case, folder, here, source)
         return {"worst": worst(params_of(found), wanted), **rates_of(found)}
     trainer = trained(case, folder, here, **options)
     whole = params_of(trainer)

@@ -1,4 +1,4 @@
-"""`muonfx.engines.huggingface` under the real Trainer: in one process, under DDP, and under DeepSpeed through it."""
+"""`muonfx.engines.huggingface` under the real Trainer: in one process, DDP, FSDP2 and, through it, DeepSpeed."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from tests.engines.huggingface_worker import (
     SAVED_AFTER,
     arguments_for,
     by_hand,
+    converted,
     model_for,
     params_of,
     rates_of,
@@ -38,7 +39,7 @@ pytestmark = [
 ]
 FP32 = 2e-6
 """The largest difference of parameters in five steps."""
-RESUMED = {name: case for name, case in CASES.items() if name != "from one process to DDP"}
+RESUMED = {name: case for name, case in CASES.items() if not name.startswith("from one")}
 RUN = {name: case for name, case in CASES.items() if "deepspeed" not in case or find_spec("deepspeed") is not None}
 CHECKPOINT = f"checkpoint-{SAVED_AFTER}"
 RATES_FOUND = {"logged": [0.02, 0.016, 0.012, 0.008, 0.004], "groups": [["muon", 0.02], ["adamw", 0.004]]}
@@ -61,6 +62,7 @@ def alone(folder: Path) -> Any:
 @pytest.fixture(scope="module")
 def found(folder: Path, alone: Any) -> list[dict[str, Any]]:
     """The results of all cases, of each rank."""
+    converted(folder / "one" / CHECKPOINT, folder / "for FSDP2" / CHECKPOINT)
     return launched("huggingface_worker.py", 2, RUN, folder)
 
 
@@ -102,27 +104,31 @@ def test_parameters_are_those_of_one_process_and_a_resumed_run_is_the_same_run(
     assert case["worst"] <= FP32
     assert case["resumed"]
     assert {key: case[key] for key in RATES_FOUND} == RATES_FOUND
-    strategy, optimizer = ("DEEPSPEED", "DeepSpeedZeroOptimizer") if "ZeRO" in name else ("MULTI_CPU", "Muon")
-    assert case["strategy"] == strategy
-    assert case["optimizer"].startswith(optimizer)
+    assert (
+        case["strategy"] == {"DDP": "MULTI_CPU", "FSDP2": "FSDP", "ZeRO": "DEEPSPEED"}[name.replace(",", "").split()[0]]
+    )
+    assert case["optimizer"].startswith("DeepSpeedZeroOptimizer" if "ZeRO" in name else "Muon")
 
 
 @pytest.mark.dist
 @pytest.mark.timeout(600)
-def test_a_checkpoint_of_one_process_continues_under_ddp(found: list[dict[str, Any]]) -> None:
-    case = result_of(found, "from one process to DDP")
+@pytest.mark.parametrize("name", sorted(CASES.keys() - RESUMED.keys()))
+def test_a_checkpoint_of_one_process_continues_under_another_strategy(found: list[dict[str, Any]], name: str) -> None:
+    case = result_of(found, name)
     assert case["worst"] <= FP32
     assert case["groups"] == RATES_FOUND["groups"]
 
 
 @pytest.mark.dist
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", [name for name in RESUMED if "DDP" in name])
-def test_a_checkpoint_of_ddp_continues_in_one_process(
+@pytest.mark.parametrize("name", ["DDP", "DDP, matrices shared out", "FSDP2"])
+def test_a_checkpoint_of_another_strategy_continues_in_one_process(
     found: list[dict[str, Any]], folder: Path, tmp_path: Path, name: str
 ) -> None:
     result_of(found, name)
     saved = folder / name.replace(" ", "_").replace(",", "") / CHECKPOINT
+    if name == "FSDP2":
+        saved = converted(saved, tmp_path / CHECKPOINT)
     trainer = trainer_for(arguments_for(tmp_path), model_for())
     trainer.train(resume_from_checkpoint=str(saved))
     assert worst(params_of(trainer), by_hand()) <= FP32
