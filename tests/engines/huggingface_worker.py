@@ -43,9 +43,13 @@ CASES: dict[str, dict[str, Any]] = {
     "from one process to FSDP2": FSDP2,
     "FSDP2": FSDP2,
     "FSDP2, sharded files": SHARDED_FILES,
+    "FSDP2, accumulation": {**FSDP2, "gradient_accumulation_steps": 2},
+    "FSDP2, bf16": {**FSDP2, "bf16": True},
+    "FSDP2, LoRA": FSDP2,
     "ZeRO 1": zero(1),
     "ZeRO 2": zero(2),
     "ZeRO 3": zero(3),
+    "ZeRO 3, LoRA": zero(3),
 }
 
 
@@ -68,6 +72,20 @@ def model_for(folder: Path | None = None) -> Any:
     return transformers.LlamaForCausalLM(config)
 
 
+def adapted(model: Any) -> Any:
+    """A model with adapters of PEFT, that are alone to be trained."""
+    import peft
+
+    found = peft.get_peft_model(
+        model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    )
+    generator = torch.Generator().manual_seed(2)
+    for name, param in found.named_parameters():  # B would begin at zero, and A without a gradient
+        if "lora_" in name:
+            param.data = torch.randn(param.shape, generator=generator) / 4
+    return found
+
+
 def data() -> Tensor:
     """The sequences of all steps."""
     return torch.randint(WORDS, (STEPS * BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
@@ -80,7 +98,7 @@ def arguments_for(folder: Path, size: int = 1, **more: Any) -> Any:
     return transformers.TrainingArguments(
         str(folder),
         max_steps=STEPS,
-        per_device_train_batch_size=BATCH // size,
+        per_device_train_batch_size=BATCH // size // more.get("gradient_accumulation_steps", 1),
         train_sampling_strategy="sequential",
         learning_rate=0.02,
         weight_decay=0.1,
@@ -129,13 +147,21 @@ def trainer_for(args: Any, model: nn.Module, kind: Any = None, **more: Any) -> A
     return (kind or transformers.Trainer)(model, args, train_dataset=rows, **chosen)
 
 
-def by_hand() -> dict[str, Tensor]:
-    """The parameters that one process gets without a Trainer."""
+def optimizer_for(model: nn.Module) -> Any:
+    """The optimizer that the arguments mean."""
     import muonfx as mfx
 
-    model = model_for()
     optimizer = mfx.Muon(model, 0.02, weight_decay=0.1, **RATES, betas=(0.9, 0.95), dtype=torch.float32)
-    optimizer.param_groups[1]["eps"] = 1e-7
+    for group in optimizer.param_groups:
+        if group["label"] == "adamw":
+            group["eps"] = 1e-7
+    return optimizer
+
+
+def by_hand(model: Any = None) -> dict[str, Tensor]:
+    """The parameters that one process gets without a Trainer."""
+    model = model_for() if model is None else model
+    optimizer = optimizer_for(model)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / STEPS)
     for words in data().split(BATCH):
         optimizer.zero_grad()
@@ -169,9 +195,11 @@ def trained(case: Mapping[str, Any], folder: Path, here: Rank, source: Path | No
     from muonfx.engines import huggingface
 
     args = arguments_for(folder, here.size, **case)
-    model = model_for(here.folder / "model")  # under ZeRO-3 its parameters are in parts from the beginning
+    model = model_for(here.folder / "model")
+    is_in_parts = all(hasattr(param, "ds_id") for param in model.parameters())
+    assert is_in_parts is (case == CASES["ZeRO 3"])  # from the beginning
+    model = adapted(model) if "LoRA" in folder.name else model
     chosen = huggingface.muon(args, **RATES, dtype=torch.float32, **options)
-    assert all(hasattr(param, "ds_id") for param in model.parameters()) is (case == CASES["ZeRO 3"])
     trainer = trainer_for(args, model, optimizer_cls_and_kwargs=chosen)
     trainer.train(resume_from_checkpoint=None if source is None else str(source))
     return trainer
@@ -203,7 +231,7 @@ def carried_out(name: str, case: dict[str, Any], here: Rank) -> dict[str, Any]:
         model_for().save_pretrained(here.folder / "model")
     torch.distributed.barrier()
     options = {"layout": mfx.sharding.replicated} if "shared out" in name else {}
-    wanted = by_hand()
+    wanted = by_hand(adapted(model_for()) if "LoRA" in name else None)
     if name.startswith("from one process"):
         source = here.folder / ("for FSDP2" if case else "one") / f"checkpoint-{SAVED_AFTER}"
         found = trained(case, folder, here, source)
