@@ -166,11 +166,12 @@ def _warn_of_no_matrices(labels: Labels, named: Mapping[str, Tensor]) -> None:
     if not named or "muon" in labels.values():
         return
     flat = all(param.ndim < 2 for param in named.values())
+    trained_first = sorted(labels.items(), key=lambda pair: pair[1] is None)
     why = (
         "all have fewer than two dims, as has what is left of matrices that were flattened and cut: give the model "
         "as it is, or under fully_shard (FSDP2)"
         if flat
-        else "; ".join(f"{name!r} is {label!r}: {labels.reason(name)}" for name, label in [*labels.items()][:5])
+        else "; ".join(f"{name!r} is {label!r}: {labels.reason(name)}" for name, label in trained_first[:5])
     )
     warnings.warn(
         f"Muon: no parameter has the label 'muon', so nothing is orthogonalized, and of {len(named)} parameters AdamW "
