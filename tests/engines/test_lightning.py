@@ -1,0 +1,47 @@
+"""`muonfx.Muon` under the real, unmodified Lightning: parameters of one process, and a resume to the bit."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+from tests.engines.processes import launched, result_of
+
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.dist,
+    pytest.mark.skipif(find_spec("lightning") is None, reason="needs lightning: make engines"),
+]
+CASES = {1: ["one process"], 2: ["ddp", "ddp, replicated", "fsdp2", "fsdp2, one file"]}
+FP32 = 1e-6
+"""The largest difference of parameters in five steps."""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
+    """The results of all cases, by number of ranks; of each rank."""
+    return {
+        size: launched("lightning_worker.py", size, CASES[size], tmp_path_factory.mktemp(f"ranks{size}"))
+        for size in CASES
+    }
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("size", "name"), [(size, name) for size in CASES for name in CASES[size]])
+def test_parameters_are_those_of_one_process_a_resumed_run_is_the_same_run_and_the_log_is_true(
+    found: dict[int, list[dict[str, Any]]], size: int, name: str
+) -> None:
+    case = result_of(found[size], name)
+    assert case["worst"] <= FP32
+    assert case["resumed"]
+    muon, adamw = ([rate * 0.5**step for step in range(5)] for rate in (0.02, 0.003))
+    rest = {
+        "lr-Muon/muon-momentum": 0.95,
+        "lr-Muon/adamw-momentum": 0.9,
+        "lr-Muon/muon-weight_decay": 0.1,
+        "lr-Muon/adamw-weight_decay": 0.1,
+    }
+    assert case["logged"] == {"lr-Muon/muon": muon, "lr-Muon/adamw": adamw, **rest}
+    assert case["logged again"] == {"lr-Muon/muon": muon[3:], "lr-Muon/adamw": adamw[3:], **rest}
