@@ -14,9 +14,8 @@ from muonfx.optimizer.muon import Muon
 __all__ = ["muon"]
 
 
-def muon(
-    lr: float = 2e-3, *, adamw_lr: float | None = None, weight_decay: float = 0.1, **options: Any
-) -> Any:  # torchtitan is not imported for its type
+# The result is untyped, as torchtitan is not imported before it is needed.
+def muon(lr: float = 2e-3, *, adamw_lr: float | None = None, weight_decay: float = 0.1, **options: Any) -> Any:
     """Muon for a training configuration: ``Trainer.Config(optimizer=muon(lr=0.02), ...)``.
 
     torchtitan's container knows its own optimizers by name, and no others, so this is the configuration of a container
@@ -36,6 +35,9 @@ def muon(
 
     Raises:
         ModuleNotFoundError: torchtitan is not installed.
+
+    >>> config = muon(lr=0.02, adamw_lr=3e-4)  # doctest: +SKIP
+    >>> optimizers = config.build(model_parts=[model])  # doctest: +SKIP
     """
     return _container().Config(lr=lr, adamw_lr=adamw_lr, weight_decay=weight_decay, options=options)
 

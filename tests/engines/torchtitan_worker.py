@@ -30,13 +30,15 @@ SCHEDULE = {"warmup_steps": 2, "decay_ratio": 0.6, "decay_type": "linear"}
 def layers() -> OrderedDict[str, nn.Module]:
     """The same in every process, with sides that no number of ranks divides."""
     torch.manual_seed(0)
-    return OrderedDict(
+    found: OrderedDict[str, nn.Module] = OrderedDict(
         tok_embeddings=nn.Embedding(WORDS, 7),
         up=nn.Linear(7, 23),
         down=nn.Sequential(nn.ReLU(), nn.Linear(23, 7, bias=False)),
         norm=nn.RMSNorm(7),
         lm_head=nn.Linear(7, WORDS),
     )
+    found["norm"].requires_grad_(requires_grad=False)
+    return found
 
 
 def loss_of(model: nn.Module, words: Tensor) -> Tensor:
