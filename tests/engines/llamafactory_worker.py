@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -108,9 +112,19 @@ def in_one_process(batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return values_of(model)
 
 
+def launched_with(*args: str) -> str:
+    """What LLaMA-Factory prints when our launcher, which registers the optimizer, hands these arguments over."""
+    said = io.StringIO()
+    sys.argv = ["launcher", *args]
+    with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
+        runpy.run_module("muonfx.engines.llamafactory", run_name="__main__")
+    return said.getvalue()
+
+
 def alone(here: Rank) -> dict[str, Any]:
-    """The trainer's own loop, and again from its own checkpoint, with new objects."""
+    """The launcher, the trainer's own loop, and again from its own checkpoint, with new objects."""
     del os.environ["RANK"]  # LLaMA-Factory takes it for several processes
+    said = launched_with("sft", "-h")
     whole = trainer_for(here, here.folder / "whole")
     whole.fit()
     saved = str(here.folder / "whole" / f"checkpoint-{SAVED_AFTER}")
@@ -118,6 +132,7 @@ def alone(here: Rank) -> dict[str, Any]:
     again.fit()
     loader = BatchGenerator(samples(), renderer_for(), micro_batch_size=BATCH, pin_memory=False)
     return {
+        "said": said,
         "worst": worst(values_of(whole.model), in_one_process([batch for (batch,) in loader])),
         "resumed": same(values_of(again.model), values_of(whole.model)),
         "logged": [entry["learning_rate"] for entry in whole.state.log_history],
@@ -144,6 +159,7 @@ def train(trainer: SFTTrainer, batches: list[dict[str, Tensor]]) -> None:
 
 def over_ranks(here: Rank) -> dict[str, Any]:
     """What the trainer has sharded, saved and loaded by LLaMA-Factory's own FSDP2."""
+    ours.register()
     batches = batches_of(here.size, here.rank)
     dist_config = {"name": "fsdp2"}
     whole = trainer_for(here, here.folder / "whole", dist_config=dist_config)
@@ -166,7 +182,6 @@ def over_ranks(here: Rank) -> dict[str, Any]:
 
 def carried_out(_name: str, case: Any, here: Rank) -> dict[str, Any]:
     """A case."""
-    ours.register()
     return case(here)
 
 
