@@ -29,6 +29,7 @@ CASES: dict[str, dict[str, Any]] = {
     "ddp, replicated": {"strategy": DDPStrategy, "layout": mfx.sharding.replicated},
     "fsdp2": {"strategy": ModelParallelStrategy},
     "fsdp2, one file": {"strategy": ModelParallelStrategy, "options": {"save_distributed_checkpoint": False}},
+    "one process, from two": {"file of": "fsdp2, one file"},
 }
 
 
@@ -153,9 +154,18 @@ def in_one_process() -> dict[str, Tensor]:
     return values_of(model)
 
 
+def folder_of(name: str) -> str:
+    """The name of a case's folder, in that of its group of processes."""
+    return name.replace(" ", "_").replace(",", "")
+
+
 def carried_out(name: str, case: dict[str, Any], here: Rank) -> dict[str, Any]:
     """A case: from the beginning to the end, and again from a checkpoint, with new objects."""
-    folder = here.folder / name.replace(" ", "_").replace(",", "")
+    if "file of" in case:
+        there = here.folder.parent / "2" / folder_of(case["file of"]) / "saved.ckpt"
+        again, logged = trained(case, here, here.folder / "elsewhere", str(there))
+        return {"worst": worst(values_of(again.net), in_one_process()), "logged again": logged}
+    folder = here.folder / folder_of(name)
     whole, logged = trained(case, here, folder)
     again, logged_again = trained(case, here, folder / "again", str(folder / "saved.ckpt"))
     return {
