@@ -57,7 +57,7 @@ bench: $(BENCH) ## run the benchmarks, against other packages
 
 setup: $(DEV) ## make the development environment and nothing else
 
-engines: $(ENGINES) ## add what the tests marked `engines` import (transformers, peft, deepspeed)
+engines: $(ENGINES) ## add what the tests marked `engines` import (transformers, deepspeed, lightning, ...)
 
 clean: ## remove what the commands above wrote, but not .venv
 	rm -rf site build dist .pytest_cache .ruff_cache .hypothesis
@@ -97,9 +97,10 @@ $(BENCH): $(DEV)
 	$(call install,bench,the packages to compare with$(comma) a few MB)
 	@touch $@
 
-$(ENGINES): $(DEV) requirements/engines.txt
-	@echo '==> installing the packages of requirements/engines.txt: two minutes$(comma) 150 MB'
+$(ENGINES): $(DEV) requirements/engines.txt requirements/engines-no-deps.txt
+	@echo '==> installing the packages of requirements/engines*.txt: two minutes$(comma) 150 MB'
 	@$(PY) -m pip install -qq -c constraints.txt -r requirements/engines.txt
+	@$(PY) -m pip install -qq --no-deps -r requirements/engines-no-deps.txt
 	@touch $@
 
 comma := ,

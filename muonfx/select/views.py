@@ -291,9 +291,9 @@ def _stack_note(info: ParamInfo, dims: Dims | None) -> str:
 def _blocks(place: _Place, rows: int) -> tuple[Blocks | None, str]:
     """The blocks of a fused parameter, where they are certain, and what to say of them."""
     holder = place.holder
-    if holder is not None and holder.__class__.__module__.startswith("transformers.models."):
+    if holder is not None:
         kind = written_type(holder)
-        for known in _FUSED:
+        for known in _FUSED if kind.__module__.startswith("transformers.models.") else ():
             if known.layer != place.own or not re.fullmatch(known.holder, kind.__name__):
                 continue
             if any(bool(getattr(holder, name, None)) is not wanted for name, wanted in known.given):
@@ -305,9 +305,11 @@ def _blocks(place: _Place, rows: int) -> tuple[Blocks | None, str]:
             if sum(counts) != rows:
                 return None, f"{known.parts}, of sizes that do not add up to {rows}: not split"
             return len(counts) if len(set(counts)) == 1 else counts, known.parts
+        if kind.__module__.startswith("torchtitan.") and kind.__name__ == "FusedQKVLinear":
+            return None, f"{_HEADS}: not split"
     if count := _SUSPECTS.get(place.own):
         glob = "*." + ".".join(plain_name(place.info.name).split(".")[-2:])
-        return None, f"fused? Not split; if so, blocks={{{glob!r}: {count}}}"
+        return None, f"fused? Not split; if so, one whole after another, blocks={{{glob!r}: {count}}}"
     return None, ""
 
 

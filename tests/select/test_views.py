@@ -118,6 +118,40 @@ def test_layers_of_torch_that_hold_several_matrices_are_split():
     }
 
 
+class Wi(nn.Module):
+    """A layer that is known by its class's name and package only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.Wi = nn.Linear(6, 8)
+
+
+def _of_package(package: str, name: str) -> nn.Module:
+    return type(name, (Wi,), {"__module__": f"{package}.models.some"})()
+
+
+def test_a_fused_layer_of_a_known_class_is_split_under_fsdp2_as_before_it():
+    class FSDPModule:
+        """fully_shard makes each module a subclass of this and of its own class, in another package."""
+
+    layer = _of_package("transformers", "ModernBertMLP")
+    model = held(mlp=layer)
+    before = default_labels(model)
+    assert before.views["mlp.Wi.weight"].blocks == 2
+    layer.__class__ = type("FSDPModernBertMLP", (FSDPModule, type(layer)), {})
+    after = default_labels(model)
+    assert after.views["mlp.Wi.weight"] == before.views["mlp.Wi.weight"]
+    assert not default_labels(held(mlp=_of_package("another", "ModernBertMLP"))).views
+
+
+def test_a_layer_whose_parts_lie_by_head_is_not_said_to_have_three_blocks():
+    layer = _of_package("torchtitan", "FusedQKVLinear")
+    layer.wqkv = nn.Linear(6, 12, bias=False)
+    text = format_labels(default_labels(held(qkv=layer)), held(qkv=layer))
+    assert "interleaved by head: not split" in text
+    assert "blocks=" not in text
+
+
 def test_what_is_given_wins_over_what_is_found():
     model = held(experts=Experts(), attn=nn.MultiheadAttention(8, 2))
     settings = default_labels(model).settings

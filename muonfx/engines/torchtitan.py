@@ -1,0 +1,78 @@
+"""torchtitan: Muon as the optimizers container of a training configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from torch import nn
+
+from muonfx.optimizer.muon import Muon
+
+__all__ = ["muon"]
+
+
+# The result is untyped, as torchtitan is not imported before it is needed.
+def muon(lr: float = 2e-3, *, adamw_lr: float | None = None, weight_decay: float = 0.1, **options: Any) -> Any:
+    """Muon for a training configuration: ``Trainer.Config(optimizer=muon(lr=0.02), ...)``.
+
+    torchtitan's container knows its own optimizers by name, and no others, so this is the configuration of a container
+    of ours: one `muonfx.Muon` for each model part, with parameters routed by their modules. Schedulers, logs and
+    checkpoints see what they see of any other. The fields ``lr``, ``adamw_lr`` and ``weight_decay`` can be overridden
+    on torchtitan's command line: ``--optimizer.lr 0.01``.
+
+    Args:
+        lr: the learning rate of Muon.
+        adamw_lr: the learning rate of AdamW; None: ``lr``.
+        weight_decay: decoupled, of both.
+        options: further arguments of `muonfx.Muon`.
+
+    Returns:
+        A ``Config`` of a ``torchtitan.components.optimizer.OptimizersContainer``. Its ``build`` raises ValueError if
+        somebody has given it ``param_groups``, which are for torchtitan's own optimizers.
+
+    Raises:
+        ModuleNotFoundError: torchtitan is not installed.
+
+    >>> config = muon(lr=0.02, adamw_lr=3e-4)  # doctest: +SKIP
+    >>> optimizers = config.build(model_parts=[model])  # doctest: +SKIP
+    """
+    return _container().Config(lr=lr, adamw_lr=adamw_lr, weight_decay=weight_decay, options=options)
+
+
+@cache
+def _container() -> Any:
+    base: Any = import_module("torchtitan.components.optimizer").OptimizersContainer
+    canonical_fqn: Any = import_module("torchtitan.components.checkpointer.utils").canonical_fqn
+
+    class MuonContainer(base):
+        @dataclass(kw_only=True, slots=True)
+        class Config(base.Config):
+            lr: float = 2e-3
+            adamw_lr: float | None = None
+            weight_decay: float = 0.1
+            options: dict[str, Any] = field(default_factory=dict[str, Any])
+
+        def __init__(self, config: Any, *, model_parts: list[nn.Module]) -> None:
+            if config.param_groups:
+                raise ValueError(
+                    f"param_groups: found {len(config.param_groups)}, expected none: parameters are routed by "
+                    "muonfx.Muon; give its rules or labels in their place"
+                )
+            rates = {"lr": config.lr, "adamw_lr": config.adamw_lr, "weight_decay": config.weight_decay}
+            self.model_parts = model_parts
+            self.optimizers = [Muon(part, **rates, **config.options) for part in model_parts]
+            groups = [group for one in self.optimizers for group in one.param_groups]
+            self._post_init([param for group in groups for param in group["params"]])
+
+        # Under torchtitan's names, so that a checkpoint loads with and without activation checkpointing.
+        def state_dict(self) -> dict[str, Any]:
+            return {canonical_fqn(key): value for key, value in super().state_dict().items()}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            own = {canonical_fqn(key): key for key in super().state_dict()}
+            super().load_state_dict({own[key]: value for key, value in state_dict.items() if key in own})
+
+    return MuonContainer

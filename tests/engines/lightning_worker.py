@@ -1,0 +1,180 @@
+"""One rank of a run under the real Lightning: every case in turn, and what came of it as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional
+
+import muonfx as mfx
+from tests.engines.processes import Rank, same, serve, values_of, worst
+
+STEPS, SAVED_AFTER = 5, 3
+BATCH, WORDS = 12, 11
+RATES = {"lr": 0.02, "adamw_lr": 0.003}
+CLIP = 0.05
+
+CASES: dict[str, dict[str, Any]] = {
+    "one process": {},
+    "ddp": {"strategy": DDPStrategy},
+    "ddp, replicated": {"strategy": DDPStrategy, "layout": mfx.sharding.replicated},
+    "fsdp2": {"strategy": ModelParallelStrategy},
+    "fsdp2, one file": {"strategy": ModelParallelStrategy, "options": {"save_distributed_checkpoint": False}},
+    "one process, from two": {"file of": "fsdp2, one file"},
+}
+
+
+def halving(step: int) -> float:
+    """The factor of a rate at a step."""
+    return 0.5**step
+
+
+def net() -> nn.Sequential:
+    """The same in every process, with sides that no number of ranks divides."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Embedding(WORDS, 7),
+        nn.Linear(7, 23),
+        nn.ReLU(),
+        nn.Linear(23, 7, bias=False),
+        nn.LayerNorm(7),
+        nn.Linear(7, 11),
+    )
+
+
+def loss_of(model: Callable[[Tensor], Tensor], words: Tensor) -> Tensor:
+    """A task that can be learned."""
+    return functional.cross_entropy(model(words).reshape(-1, WORDS), (words.reshape(-1) * 3 + 1) % WORDS)
+
+
+def data() -> Tensor:
+    """The batches of all steps, one after another."""
+    return torch.randint(0, WORDS, (STEPS * BATCH, 4), generator=torch.Generator().manual_seed(1))
+
+
+class Batches:
+    """This rank's part of all batches; resumable, as Lightning wants a loader that goes on within an epoch."""
+
+    def __init__(self, here: Rank) -> None:
+        self.words = [words.chunk(here.size)[here.rank] for words in data().split(BATCH)]
+        self.given = 0
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while self.given < len(self.words):
+            self.given += 1
+            yield self.words[self.given - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        """The place."""
+        return {"given": self.given}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Go there."""
+        self.given = state_dict["given"]
+
+
+class Task(L.LightningModule):
+    """A module as a user writes it."""
+
+    def __init__(self, case: dict[str, Any]) -> None:
+        super().__init__()
+        self.net, self.case = net(), case
+
+    def configure_model(self) -> None:
+        """Shard the model where the strategy leaves that to the module."""
+        if self.case.get("strategy") is ModelParallelStrategy:
+            mesh = self.device_mesh["data_parallel"]
+            for layer in self.net:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(self.net, mesh=mesh)
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        """Muon, and a rate that halves at every step."""
+        optimizer = mfx.Muon(self, **RATES, dtype=torch.float32, layout=self.case.get("layout"))
+        for group in optimizer.param_groups:
+            group["name"] = group["label"]
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, halving)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def training_step(self, words: Tensor) -> Tensor:
+        """One batch."""
+        return loss_of(self.net, words)
+
+
+def trained(
+    case: dict[str, Any], here: Rank, folder: Path, ckpt_path: str | None = None
+) -> tuple[Task, dict[str, Any]]:
+    """A run in new objects, which leaves a checkpoint on its way, and what was logged."""
+    strategy = "auto"
+    if "strategy" in case:
+        sizes = {"data_parallel_size": here.size, "tensor_parallel_size": 1}
+        options = (sizes if case["strategy"] is ModelParallelStrategy else {}) | case.get("options", {})
+        strategy = case["strategy"](process_group_backend="gloo", **options)
+    monitor = LearningRateMonitor(logging_interval="step", log_momentum=True, log_weight_decay=True)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=here.size,
+        strategy=strategy,
+        max_steps=STEPS,
+        gradient_clip_val=CLIP,
+        log_every_n_steps=1,
+        logger=CSVLogger(folder, name="", version=""),
+        callbacks=[monitor, ModelCheckpoint(folder, "saved", every_n_train_steps=SAVED_AFTER)],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    task = Task(case)
+    trainer.fit(task, Batches(here), ckpt_path=ckpt_path)
+    return task, {**monitor.lrs, **monitor.last_momentum_values, **monitor.last_weight_decay_values}
+
+
+def in_one_process() -> dict[str, Tensor]:
+    """The parameters that one process gets without Lightning."""
+    model = net()
+    optimizer = mfx.Muon(model, **RATES, dtype=torch.float32)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, halving)
+    for words in data().split(BATCH):
+        optimizer.zero_grad()
+        loss_of(model, words).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        scheduler.step()
+    return values_of(model)
+
+
+def folder_of(name: str) -> str:
+    """The name of a case's folder, in that of its group of processes."""
+    return name.replace(" ", "_").replace(",", "")
+
+
+def carried_out(name: str, case: dict[str, Any], here: Rank) -> dict[str, Any]:
+    """A case: from the beginning to the end, and again from a checkpoint, with new objects."""
+    if "file of" in case:
+        there = here.folder.parent / "2" / folder_of(case["file of"]) / "saved.ckpt"
+        again, logged = trained(case, here, here.folder / "elsewhere", str(there))
+        return {"worst": worst(values_of(again.net), in_one_process()), "logged again": logged}
+    folder = here.folder / folder_of(name)
+    whole, logged = trained(case, here, folder)
+    again, logged_again = trained(case, here, folder / "again", str(folder / "saved.ckpt"))
+    return {
+        "worst": worst(values_of(whole.net), in_one_process()),
+        "resumed": same(values_of(again.net), values_of(whole.net)),
+        "logged": logged,
+        "logged again": logged_again,
+    }
+
+
+if __name__ == "__main__":
+    serve(CASES, carried_out)

@@ -1,0 +1,138 @@
+"""One rank of a run with torchtitan's own optimizers container, schedulers and checkpoints; what came of it as JSON."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional
+from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.components.optimizer import LRSchedulersContainer
+
+import muonfx as mfx
+from muonfx.engines import torchtitan as ours
+from tests.engines.processes import Rank, same, serve, values_of, worst
+
+STEPS, SAVED_AFTER = 5, 3
+BATCH, WORDS, CLIP = 12, 11, 0.05
+RATES = {"lr": 0.02, "adamw_lr": 0.003}
+SCHEDULE = {"warmup_steps": 2, "decay_ratio": 0.6, "decay_type": "linear"}
+
+
+def layers() -> OrderedDict[str, nn.Module]:
+    """The same in every process, with sides that no number of ranks divides."""
+    torch.manual_seed(0)
+    found: OrderedDict[str, nn.Module] = OrderedDict(
+        tok_embeddings=nn.Embedding(WORDS, 7),
+        up=nn.Linear(7, 23),
+        down=nn.Sequential(nn.ReLU(), nn.Linear(23, 7, bias=False)),
+        norm=nn.RMSNorm(7),
+        lm_head=nn.Linear(7, WORDS),
+    )
+    found["norm"].requires_grad_(requires_grad=False)
+    return found
+
+
+def loss_of(model: nn.Module, words: Tensor) -> Tensor:
+    """A task that can be learned."""
+    return functional.cross_entropy(model(words).reshape(-1, WORDS), (words.reshape(-1) * 3 + 1) % WORDS)
+
+
+def batches() -> list[Tensor]:
+    """The batches of all steps."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, WORDS, (BATCH, 4), generator=generator) for _ in range(STEPS)]
+
+
+def train(model: nn.Module, optimizer: Any, schedulers: Any, words: Iterable[Tensor]) -> None:
+    """Steps as torchtitan's trainer takes them."""
+    for batch in words:
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        schedulers.step()
+
+
+class Run:
+    """Model parts as pipelines have them, one after another here; wrapped, and sharded over the ranks."""
+
+    def __init__(self, here: Rank, folder: Path, *, recompute: bool) -> None:
+        whole = layers()
+        if recompute:
+            whole["up"] = checkpoint_wrapper(whole["up"])  # puts a level into names
+        mesh = init_device_mesh("cpu", (here.size,))
+        for layer in whole.values():
+            fully_shard(layer, mesh=mesh)
+        split = list(whole.items())
+        self.parts = [nn.Sequential(OrderedDict(part)) for part in (split[:2], split[2:])]
+        self.model = nn.Sequential(*self.parts)
+        self.optimizers = ours.muon(**RATES, dtype=torch.float32).build(model_parts=self.parts)
+        self.schedulers = LRSchedulersContainer.Config(**SCHEDULE).build(
+            optimizers=self.optimizers, training_steps=STEPS
+        )
+        self.checkpoints = CheckpointManager.Config(enable=True, interval=SAVED_AFTER).build(
+            dataloader=None,
+            model_parts=self.parts,
+            optimizers=self.optimizers,
+            lr_schedulers=self.schedulers,
+            states={},
+            sd_adapter=None,
+            base_folder=str(folder),
+        )
+        self.here = here
+
+    def train(self, words: Iterable[Tensor]) -> None:
+        """Steps on this rank's part of batches."""
+        part = (batch.chunk(self.here.size)[self.here.rank] for batch in words)
+        train(self.model, self.optimizers, self.schedulers, part)
+
+    def params(self) -> dict[str, Tensor]:
+        """The whole parameters, by the names that torchtitan has for them."""
+        found = {name: value for part in self.parts for name, value in values_of(part).items()}
+        return {name.replace("._checkpoint_wrapped_module", ""): value for name, value in found.items()}
+
+
+def in_one_process() -> dict[str, Tensor]:
+    """The parameters that one process gets with one optimizer and without torchtitan's container."""
+    model = nn.Sequential(layers())
+    optimizer = mfx.Muon(model, **RATES, dtype=torch.float32)
+    schedulers = LRSchedulersContainer.Config(**SCHEDULE).build(optimizers=[optimizer], training_steps=STEPS)
+    train(model, optimizer, schedulers, batches())
+    return values_of(model)
+
+
+def carried_out(_name: str, _case: Any, here: Rank) -> dict[str, Any]:
+    """From the beginning to the end, and again from a checkpoint, with new objects; one of them without wrappers."""
+    words = batches()
+    run = Run(here, here.folder, recompute=True)
+    logged = [run.schedulers.get_metrics()]
+    run.train(words[:SAVED_AFTER])
+    run.checkpoints.save(SAVED_AFTER)
+    run.train(words[SAVED_AFTER:])
+    resumed: list[bool] = []
+    for recompute in (True, False):
+        again = Run(here, here.folder, recompute=recompute)
+        again.checkpoints.load(SAVED_AFTER)
+        logged.append(again.schedulers.get_metrics())
+        again.train(words[SAVED_AFTER:])
+        resumed.append(same(again.params(), run.params()))
+    return {
+        "worst": worst(run.params(), in_one_process()),
+        "resumed": resumed,
+        "logged": logged,
+        "up": sorted(key for key in run.optimizers.state_dict() if key.startswith("state.up.weight")),
+    }
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    serve({"container": None}, carried_out)
