@@ -28,6 +28,7 @@ from muonfx.optimizer.groups import (
     NOT_HYPERPARAMS,
     NamedParameters,
     Route,
+    check_once,
     hyperparams_of,
     named_pairs,
     names_in,
@@ -199,17 +200,18 @@ class TransformOptimizer(torch.optim.Optimizer):
         if self._ready:
             self._rebind()
         group = dict(param_group)
-        pairs = named_pairs(group.pop("params"), names_in(self._attachment.models) if self._ready else None)
+        pairs = named_pairs(group.pop("params"), self._known_names() if self._ready else None)
         program, layout = self._program, self._layout
         unfrozen = set[str]()
         if self._ready:
             named = self._named()
             unfrozen = {name for name, _ in pairs} & self._left_out
-            if taken := [name for name, _ in pairs if name in named and name not in unfrozen]:
+            if taken := [n for n, p in pairs if n in named and (n not in unfrozen or p is not named[n])]:
                 raise ValueError(
                     f"a parameter named {taken[0]!r} is in a group already; names must differ over all groups"
                 )
             together = {**named, **dict(pairs)}
+            check_once(together.items())
             layout = layout_for(together, self._given_layout)
             check_usable(together, self._given_layout)
             # Refuses what the transform cannot take, before anything is changed.
@@ -236,11 +238,32 @@ class TransformOptimizer(torch.optim.Optimizer):
             with_hyperparams(self.tx, values).prepare_all()
             made.append(numbers.entries(values))
         rest = {key: group[key] for key in group.keys() & NOT_HYPERPARAMS}
+        before = self._program, self._routes, self._layout
         self._program, self._routes, self._layout = program, routes, layout
-        for old in self.param_groups if unfrozen else ():
+        former = [(old, old["param_names"], old["params"]) for old in self.param_groups]
+        for old, names, params in former if unfrozen else ():
             # One that is empty now stays: schedulers have their lists in the order of the groups.
-            left = [pair for pair in zip(old["param_names"], old["params"], strict=True) if pair[0] not in unfrozen]
+            left = [pair for pair in zip(names, params, strict=True) if pair[0] not in unfrozen]
             old["param_names"], old["params"] = [name for name, _ in left], [param for _, param in left]
+        try:
+            self._add_parts(parts, routes, made, rest)
+        except BaseException:
+            for old, names, params in former:
+                old["param_names"], old["params"] = names, params
+            del self.param_groups[len(former) :]
+            self._program, self._routes, self._layout = before
+            raise
+        if self._ready:
+            self._attachment.add(models_of([param_group]), dict(pairs))
+            self._start(keep=True)
+
+    def _add_parts(
+        self,
+        parts: list[list[tuple[str, Tensor]]],
+        routes: Mapping[str, Route],
+        made: list[dict[str, Any]],
+        rest: dict[str, Any],
+    ) -> None:
         for part, values in zip(parts, made, strict=True):
             unnamed = {} if part else {"param_names": []}  # torch finds names in the parameters, where there are any
             # torch's schedulers want a rate in every group, also where none applies: nothing here reads that one
@@ -248,9 +271,10 @@ class TransformOptimizer(torch.optim.Optimizer):
             super().add_param_group({**complete, "params": part})
             for key in self.defaults.keys() - complete.keys():
                 del self.param_groups[-1][key]  # torch gives every group all defaults: this one meets no such number
-        if self._ready:
-            self._attachment.add(models_of([param_group]), dict(pairs))
-            self._start(keep=True)
+
+    def _known_names(self) -> dict[Tensor, str]:
+        """The names of the models' parameters; our own under the names that they have here."""
+        return names_in(self._attachment.models) | {param: name for name, param in self._named().items()}
 
     def _lower(self, named: Mapping[str, Tensor], layout: Layout | None) -> Program:
         return lower(inner_of(self.tx), dict(named) if layout is None else _wholes(named, layout))
@@ -267,6 +291,9 @@ class TransformOptimizer(torch.optim.Optimizer):
         """Make the state for all parameters, and everything that follows from the groups; ``keep`` what there was."""
         named = self._named()
         numbers = [self._numbers_of(self._program, self._routes, g["param_names"], g) for g in self.param_groups]
+        for place, old in enumerate(self._numbers if self._ready else ()):
+            if place < len(numbers) and numbers[place].hyperparams == old.hyperparams:
+                numbers[place] = old  # it knows which of two keys was written last
         is_as_made = not keep or self._is_as_made()
         made = self._stepping_for(numbers)
         state = made.init(named, self.param_groups)
@@ -275,19 +302,24 @@ class TransformOptimizer(torch.optim.Optimizer):
         self._numbers, self._stepping = numbers, made
         self._live["state"] = state
         self._live["made"] = [(leaf, leaf._version) for leaf in tree.tensors(state)] if is_as_made else None
+        self._live["anew"] = False
         self._show_all()
         made.share(state)
         self._left_out = {name for name, route in self._routes.items() if route.is_left_out}
         self._ready = True
 
-    def _rebind(self, *, at_step: bool = False) -> None:
+    def _rebind(self, *, at_step: bool = False, alone: bool = False) -> None:
         """Bind to the tensors that stand in the groups, or in the model, where these are others now or have moved.
 
         The state is found by name: made anew where nothing has been written into it yet, else the very same values, cut
-        as the tensors are cut now; all ranks come here together where there are several.
+        as the tensors are cut now; all ranks come here together, or a rank ``alone``, which then exchanges nothing.
 
         Raises:
-            ValueError: a tensor has another shape, or the labels have changed with it; nothing has been changed then.
+            ValueError: a tensor has another shape, the labels have changed with it, or it came between the backward
+                pass and the step; nothing has been changed then.
+
+        Warns:
+            UserWarning: some parameters were replaced in the model since the gradients were cleared.
         """
         for group in self.param_groups:
             if len(group["params"]) != len(group["param_names"]):
@@ -296,24 +328,40 @@ class TransformOptimizer(torch.optim.Optimizer):
                     f"param_names ({', '.join(group['param_names'][:3])}, ...): replace each by one, or "
                     "add_param_group. Under DeepSpeed's ZeRO take muonfx.engines.deepspeed.Muon"
                 )
-        named = self._named()
-        named |= self._attachment.later(named, at_step=at_step)
-        if not self._attachment.replaced(named):
+        before = self._named()
+        later = self._attachment.later(before)
+        named = before | later
+        replaced = self._attachment.replaced(named)
+        if not replaced:
+            if self._live["anew"] and not alone:
+                self._live["anew"] = False
+                if self._is_as_made():
+                    self._start()
             return
+        is_as_made = self._is_as_made()
+        if later and at_step:
+            _check_in_time(before, named, later)
         check_usable(named, self._given_layout)
-        layout = layout_for(named, self._given_layout)
-        program = self._lower(named, layout)
-        routes = routes_of(program)
+        kept = self._program, self._layout, [group["params"] for group in self.param_groups]
+        if is_swap := all(self._attachment.lies_alike(name, named[name]) for name in replaced):
+            program, layout, routes = self._program, self._layout, self._routes
+        else:
+            layout = layout_for(named, self._given_layout)
+            program = self._lower(named, layout)
+            routes = routes_of(program)
         if changed := [name for name in named if routes[name] != self._routes[name]]:
             raise ValueError(f"{changed[0]!r} has other labels now than when the optimizer was made: make it anew")
-        kept = self._program, self._layout, [group["params"] for group in self.param_groups]
         self._program, self._layout = program, layout
         for group in self.param_groups:
             group["params"] = [named[name] for name in group["param_names"]]
         try:
-            with warnings.catch_warnings():  # what there is to warn of was said at construction
-                warnings.simplefilter("ignore")
-                self._start(keep=not self._is_as_made())
+            if is_swap and (not is_as_made or (alone and layout is not None)):
+                self._live["anew"] = is_as_made  # where all ranks are
+                self._show_all()
+            else:
+                with warnings.catch_warnings():  # what there is to warn of was said at construction
+                    warnings.simplefilter("ignore")
+                    self._start(keep=not is_as_made)
         except BaseException:
             self._program, self._layout, lists = kept
             for group, params in zip(self.param_groups, lists, strict=True):
@@ -321,6 +369,12 @@ class TransformOptimizer(torch.optim.Optimizer):
             raise
         self._routes = routes
         self._attachment.bind(named)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of the parameters that there are now."""
+        if self._ready and not torch.compiler.is_compiling():
+            self._rebind()
+        super().zero_grad(set_to_none)
 
     def _is_as_made(self) -> bool:
         """True if nothing has been written into the state since it was made."""
@@ -391,13 +445,19 @@ class TransformOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        problem: Exception | None = None
         if not torch.compiler.is_compiling():  # a graph is traced once, and for these parameters
-            self._rebind(at_step=True)
-            self._attachment.check_real()
-        params = self._named()
+            try:
+                self._rebind(at_step=True)
+                self._attachment.check_real()
+            except (TypeError, ValueError) as error:  # other ranks hear of it where they agree on the step
+                problem = error
+        params = self._named() if problem is None else self._attachment.named
         updates: dict[str, Tensor | None] = {name: param.grad for name, param in params.items()}
 
         def check(updates: Mapping[str, Tensor | None]) -> None:
+            if problem is not None:
+                raise problem
             self._check(updates)
             if not torch.compiler.is_compiling():
                 self._attachment.check(params, updates)
@@ -412,6 +472,7 @@ class TransformOptimizer(torch.optim.Optimizer):
             check=check,
         )
         self._live["made"] = None  # so that nothing keeps the first state alive
+        self._live["anew"] = False
         self._publish()
         return loss
 
@@ -455,7 +516,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         Raises:
             ShardingError: not all ranks came, where all must.
         """
-        self._rebind()
+        self._rebind(alone=True)
         for group, own in zip(self.param_groups, self._numbers, strict=True):
             own.read(group)  # so that all keys of a number say the same
         found = super().state_dict()
@@ -523,6 +584,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             self._stepping.load(loads, numbers, self._state, problem)
         self._live["made"] = None
+        self._live["anew"] = False
         warn_of_order(self.param_groups, given["param_groups"])
         for group, old in zip(self.param_groups, saved, strict=True):
             group.update(
@@ -547,3 +609,24 @@ def _wholes(named: Mapping[str, Tensor], layout: Layout | None) -> dict[str, Ten
     if layout is not None:
         return layout.meta(list(named))
     return {name: torch.empty_like(param, device="meta") for name, param in named.items()}
+
+
+def _check_in_time(before: Mapping[str, Tensor], named: Mapping[str, Tensor], later: Mapping[str, Tensor]) -> None:
+    """Look whether gradients, and what was done to them, are those of the parameters that a model has now.
+
+    Raises:
+        ValueError: the only gradients are those of tensors that the model does not have any more.
+    """
+    name = next(iter(later))
+    if all(now.grad is None for now in named.values()) and any(before[name].grad is not None for name in later):
+        raise ValueError(
+            f"{name!r} of the model was replaced between backward() and step(), and its gradient is that of the former "
+            "tensor: replace parameters before the backward pass"
+        )
+    if any(param.requires_grad for name, param in before.items() if name not in later):
+        warnings.warn(
+            f"{len(later)} of {len(before)} parameters were replaced in the model, such as {name!r}, since the "
+            "optimizer's gradients were cleared: the step is taken on those that the model has now, but a GradScaler "
+            "or a clipping of the optimizer's groups has seen the former ones. Call optimizer.zero_grad() after that",
+            stacklevel=4,
+        )

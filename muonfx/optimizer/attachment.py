@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from muonfx.sharding.dtensors import is_dtensor
 from muonfx.sharding.layout import Layout
-from muonfx.wrappers import unwrapped
 
 __all__ = ["Attachment", "check_usable", "models_of"]
 
@@ -57,12 +58,27 @@ def check_usable(named: Mapping[str, Tensor], layout: Layout | None) -> None:
         )
 
 
+class _Slot(NamedTuple):
+    """The place in a model at which a parameter stood when it was bound; the module is not kept alive."""
+
+    module: weakref.ref[nn.Module]
+    leaf: str
+
+    def now(self) -> Tensor | None:
+        """The parameter that stands there."""
+        module = self.module()
+        return None if module is None else module._parameters.get(self.leaf)
+
+
 class _Bound(NamedTuple):
     """A parameter as it was when its state was made or moved."""
 
     param: Tensor
     shape: torch.Size
     device: torch.device
+    dtype: torch.dtype
+    slot: _Slot | None
+    """None: it is no parameter of a known model, as a copy that an engine has put into the groups is not."""
 
 
 class Attachment:
@@ -84,8 +100,9 @@ class Attachment:
         self._trained = any(param.requires_grad for param in named.values())
         self._alone = alone
         self._seen: tuple[str, ...] | None = None
-        self._looked: tuple[str, ...] | None = None
         self._warned_of_none = False
+        self._warned_of = set[str]()
+        self._steps = 0
         self.bind(named)
 
     @property
@@ -93,6 +110,11 @@ class Attachment:
         """All that are known, and still there."""
         refs = self._models if self._known is None else [*self._models, self._known]
         return [model for ref in refs if (model := ref()) is not None]
+
+    @property
+    def named(self) -> dict[str, Tensor]:
+        """The parameters that were bound."""
+        return {name: bound.param for name, bound in self._bound.items()}
 
     def add(self, models: Iterable[nn.Module], named: Mapping[str, Tensor]) -> None:
         """Take in parameters of a group that was added."""
@@ -107,27 +129,48 @@ class Attachment:
             ValueError: there are some.
         """
         if self._on_meta:
-            _check_real({name: bound.param for name, bound in self._bound.items()})
+            _check_real(self.named)
 
-    def later(self, named: Mapping[str, Tensor], *, at_step: bool) -> dict[str, Tensor]:
-        """The tensors that the models have now by names whose own tensors are still those that were bound.
+    def later(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors that stand now where the models had the parameters that were bound, by name.
 
         A model is sharded, loaded or given storage after its optimizer was made: its parameters are other objects then.
-        Where somebody else has replaced one in the groups, that one counts. At a step models are looked at only where
-        other parameters lack gradients than when they were looked at last.
+        Where somebody else has replaced one in the groups, that one counts. What FSDP2 puts there for the time of a
+        forward and backward pass does not.
         """
-        absent = tuple(name for name, param in named.items() if param.grad is None) if at_step else None
-        if absent is not None and absent in ((), self._looked):
-            return {}
-        there = {plain: param for model in self.models for plain, param in _plain(model).items()}
-        ours = {id(param) for param in named.values()}
-        found = {
-            name: new
-            for name, plain in unwrapped(named).items()
-            if (new := there.get(plain)) is not None and id(new) not in ours and named[name] is self._bound[name].param
-        }
-        self._looked = None if found else absent
-        return found
+        found: dict[str, Tensor] = {}
+        for name, param in named.items():
+            bound = self._bound[name]
+            if bound.slot is None or bound.param is not param:
+                continue
+            now = bound.slot.now()
+            if now is not None and now is not param:
+                found[name] = now
+        if not found:
+            return found
+        gathered = self._gathered_by_fsdp()
+        found = {name: now for name, now in found.items() if is_dtensor(now) or id(now) not in gathered}
+        # A tensor that stands in two places now, as tied ones do, stays with the name that has it.
+        while True:
+            times = Counter(id(found.get(name, param)) for name, param in named.items())
+            if not (twice := [name for name, now in found.items() if times[id(now)] > 1]):
+                return found
+            for name in twice:
+                del found[name]
+
+    def _gathered_by_fsdp(self) -> set[int]:
+        """The plain parameters of modules under FSDP2, which are there for a while only; by their ids."""
+        sharded = [module for model in self.models for module in model.modules() if _is_fsdp2(module)]
+        return {id(param) for module in sharded for param in module.parameters() if not is_dtensor(param)}
+
+    def lies_alike(self, name: str, param: Tensor) -> bool:
+        """True if a tensor may stand in the place of the one that was bound, and nothing else changes."""
+        bound = self._bound[name]
+        if (bound.device, bound.dtype) != (param.device, param.dtype):
+            return False
+        if is_dtensor(bound.param) and is_dtensor(param):
+            return bound.param.device_mesh == param.device_mesh and bound.param.placements == param.placements
+        return is_dtensor(bound.param) == is_dtensor(param)
 
     def replaced(self, named: Mapping[str, Tensor]) -> list[str]:
         """The names by which there are other tensors now, or on another device.
@@ -150,10 +193,27 @@ class Attachment:
 
     def bind(self, named: Mapping[str, Tensor]) -> None:
         """Note that these tensors' state is there."""
-        # Not by weak references: torch.utils.swap_tensors, which converts parameters in place, refuses what has any.
-        self._bound |= {name: _Bound(param, param.shape, param.device) for name, param in named.items()}
-        self._seen = self._looked = None
+        slots: dict[Tensor, _Slot] | None = None
+        for name, param in named.items():
+            old = self._bound.get(name)
+            slot = None if old is None else old.slot
+            if slot is None or slot.now() is not param:
+                slots = self._slots() if slots is None else slots
+                slot = slots.get(param)
+            # Not by weak references: torch.utils.swap_tensors, which converts parameters in place, refuses what has any
+            self._bound[name] = _Bound(param, param.shape, param.device, param.dtype, slot)
+        self._seen = None
         self._on_meta = any(bound.param.is_meta for bound in self._bound.values())
+
+    def _slots(self) -> dict[Tensor, _Slot]:
+        """The places of the models' parameters."""
+        found: dict[Tensor, _Slot] = {}
+        for model in self.models:
+            for module in model.modules():
+                for leaf, param in module._parameters.items():
+                    if param is not None:
+                        found.setdefault(param, _Slot(weakref.ref(module), leaf))
+        return found
 
     def check(self, named: Mapping[str, Tensor], updates: Mapping[str, Tensor | None]) -> None:
         """Look at parameters, and at their models where some parameter has no gradient.
@@ -170,9 +230,11 @@ class Attachment:
                     + (FSDP1 if getattr(param, "_fsdp_flattened", False) else CAUSES)
                 )
         absent = tuple(name for name, grad in updates.items() if grad is None)
-        if absent == self._seen:
+        self._steps += 1
+        # Seldom: walking through a model takes time. A layer that came later is found by and by.
+        if absent == self._seen and self._steps & (self._steps - 1):
             return
-        self._seen = absent
+        is_known, self._seen = absent == self._seen, absent
         none = self._trained and len(absent) == len(updates)
         strangers = self._strangers(named)
         if strangers and none:
@@ -183,7 +245,9 @@ class Attachment:
                 f"none of the {len(named)} parameters has a gradient, but {first!r} of the model has one and is not "
                 f"among them: {FSDP1 if is_flat else CAUSES}"
             )
-        if strangers:
+        is_known = is_known and strangers.keys() <= self._warned_of
+        self._warned_of |= strangers.keys()
+        if strangers and not is_known:
             lacking = next((name for name in absent if named[name].requires_grad), None)
             also = "" if lacking is None else f", while {lacking!r} of the optimizer has none"
             warnings.warn(
@@ -200,21 +264,25 @@ class Attachment:
             )
 
     def _strangers(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The parameters of the models that have a gradient and are not the optimizer's."""
+        """The parameters of the models that have a gradient and are not the optimizer's.
+
+        Of the model that only gives names, those that have a name of the optimizer's.
+        """
         ours = {id(param) for param in named.values()}
-        models = [model for ref in self._models if (model := ref()) is not None]
+        models = [(ref(), False) for ref in self._models]
+        if self._known is not None:
+            models.append((self._known(), True))
         return {
             name: param
-            for model in models
+            for model, is_known in models
+            if model is not None
             for name, param in model.named_parameters()
-            if id(param) not in ours and param.grad is not None
+            if id(param) not in ours and param.grad is not None and (name in named or not is_known)
         }
 
 
-def _plain(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters of a model by names without what wrappers put into them."""
-    found = dict(model.named_parameters())
-    return {plain: found[name] for name, plain in unwrapped(found).items()}
+def _is_fsdp2(module: nn.Module) -> bool:
+    return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
 
 
 def _check_real(named: Mapping[str, Tensor]) -> None:

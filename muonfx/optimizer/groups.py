@@ -18,6 +18,7 @@ __all__ = [
     "NOT_HYPERPARAMS",
     "NamedParameters",
     "Route",
+    "check_once",
     "hyperparams_of",
     "named_pairs",
     "names_in",
@@ -72,6 +73,7 @@ def resolve_groups(params: Any, known: Mapping[Tensor, str] | None = None) -> li
     if len(set(names)) < len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
         raise ValueError(f"two parameters are named {twice[0]!r}; names must differ over all groups")
+    check_once([pair for group in groups for pair in group["params"]])
     plain = unwrapped(names)
     if twice := [name for name, times in Counter(plain.values()).items() if times > 1]:
         both = " and ".join(repr(name) for name in names if plain[name] == twice[0])
@@ -80,6 +82,18 @@ def resolve_groups(params: Any, known: Mapping[Tensor, str] | None = None) -> li
             "into names, by which states are saved: rename one of them"
         )
     return groups
+
+
+def check_once(pairs: Iterable[tuple[str, Tensor]]) -> None:
+    """Refuse a tensor under two names.
+
+    Raises:
+        ValueError: there is one; the message has both names.
+    """
+    name_of: dict[Tensor, str] = {}
+    for name, param in pairs:
+        if (first := name_of.setdefault(param, name)) != name:
+            raise ValueError(f"{first!r} and {name!r} are one tensor, which would be stepped on twice: give it once")
 
 
 def named_pairs(params: Any, known: Mapping[Tensor, str] | None = None) -> list[tuple[str, Tensor]]:

@@ -139,9 +139,10 @@ class Muon(TransformOptimizer):
         """Add parameters, routed as at construction; see `TransformOptimizer.add_param_group`."""
         before = self.tx
         if self._ready:
+            self._rebind()
             params = param_group["params"]
             if not isinstance(params, nn.Module | Mapping):
-                params = named_pairs(params, names_in(self._attachment.models))
+                params = named_pairs(params, self._known_names())
             param_group = {**param_group, "params": params}
             given = dict(named_pairs(params))
             model = next((model for model in self._attachment.models if _has_all(model, given)), None)

@@ -4,9 +4,11 @@ import warnings
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import muonfx as mfx
@@ -107,6 +109,53 @@ def switched_late(here: Here, chain: str) -> None:
         for param, right in zip(model.parameters(), twin.parameters(), strict=True):
             assert torch.allclose(_whole(param), right, atol=1e-5)
     assert len({*layouts}) == 2
+
+
+def saved_after_evaluation(here: Here, stepped: bool) -> None:
+    """A pass without gradients leaves a root of FSDP2 gathered: plain tensors stand in the model for a while."""
+    model, twin = (fully_shard(made(), mesh=here.mesh) for _ in range(2))
+    optimizer, other = (mfx.Muon(m, dtype=torch.float32) for m in (model, twin))
+    if stepped:
+        one_step(model, optimizer)
+        one_step(twin, other)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model(torch.ones(3, 4))
+    assert not isinstance(next(model.parameters()), DTensor)
+    optimizer.zero_grad()
+    saved = optimizer.state_dict()
+    assert all(isinstance(param, DTensor) for group in optimizer.param_groups for param in group["params"])
+    other.zero_grad()
+    other.load_state_dict(saved)
+    for m, o in ((model, optimizer), (twin, other)):
+        one_step(m, o)
+    for param, wanted in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(_whole(param), _whole(wanted))
+
+
+def cut_on_one_rank(here: Here) -> None:
+    model = made()
+    optimizer = mfx.Muon(model, layout=sharding.replicated(dict(model.named_parameters()), here.group))
+    if here.rank == 0:
+        optimizer.param_groups[0]["params"][0] = nn.Parameter(torch.zeros(3, 4))
+    model(torch.ones(3, 4)).square().sum().backward()
+    optimizer.step()
+
+
+def saved_alone(here: Here) -> None:
+    model = made()
+    optimizer = mfx.Muon(model, layout=sharding.replicated(dict(model.named_parameters()), here.group))
+    one_step(model, optimizer)
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    if here.rank == 0:
+        optimizer.state_dict()
+    optimizer.zero_grad()
+    one_step(model, optimizer)
+    first = [torch.zeros_like(p) for p in model.parameters()]
+    for param, zero in zip(model.parameters(), first, strict=True):
+        zero.copy_(param.detach())
+        dist.broadcast(zero, dist.get_global_rank(here.group, 0), group=here.group)
+        assert torch.equal(zero, param)
 
 
 def trains(here: Here, how: str) -> None:

@@ -6,6 +6,8 @@ import warnings
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
@@ -64,12 +66,12 @@ def _given(model: nn.Module, how: str):
             return mfx.Muon(model.named_parameters(), model=model)
 
 
-@pytest.mark.parametrize("given", ["model", "groups", "tensors", "pairs"])
+@pytest.mark.parametrize("how", ["model", "groups", "tensors", "pairs"])
 @pytest.mark.parametrize("change", [assigned, replaced])
 @pytest.mark.parametrize("steps", [0, 2])
-def test_a_model_whose_parameters_are_other_objects_now_is_trained_on(change, given, steps):
+def test_a_model_whose_parameters_are_other_objects_now_is_trained_on(change, how, steps):
     model, twin = made(), made()
-    optimizer, other = _given(model, given), mfx.Muon(twin)
+    optimizer, other = _given(model, how), mfx.Muon(twin)
     for step in range(steps + 2):
         if step == steps:
             change(model)
@@ -83,6 +85,215 @@ def test_a_model_whose_parameters_are_other_objects_now_is_trained_on(change, gi
         assert torch.equal(param, wanted)
         for key, leaf in other.state[wanted].items():
             assert torch.equal(optimizer.state[param][key], leaf)
+
+
+def one_replaced(model: nn.Module) -> nn.Module:
+    model[2].weight = nn.Parameter(model[2].weight.detach().clone())
+    return model
+
+
+def exchanged(model: nn.Module) -> nn.Module:
+    """The biases' tensors stand in one another's places, each with the values of its place."""
+    first, last = model[0].bias, model[4].bias
+    values = [first.detach().clone(), last.detach().clone()]
+    model[0].bias, model[4].bias = last, first
+    with torch.no_grad():
+        model[0].bias.copy_(values[0])
+        model[4].bias.copy_(values[1])
+    return model
+
+
+CHANGES = {"assigned": assigned, "one replaced": one_replaced, "exchanged": exchanged, "none": lambda model: model}
+CLEARED = {
+    "by the optimizer": lambda model, optimizer: optimizer.zero_grad(),
+    "by the model": lambda model, optimizer: model.zero_grad(),
+    "to zeros": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    "to zeros by the model": lambda model, optimizer: model.zero_grad(set_to_none=False),
+}
+BETWEEN = {
+    "nothing": lambda optimizer: None,
+    "saved": lambda optimizer: optimizer.state_dict(),
+    "loaded": lambda optimizer: optimizer.load_state_dict(optimizer.state_dict()),
+    "a number": lambda optimizer: optimizer.param_groups[0].update(lr=0.01),
+}
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(sorted(CHANGES)), st.sampled_from(sorted(CLEARED)), st.sampled_from(sorted(BETWEEN)))
+    )
+)
+def test_whatever_a_model_puts_in_a_parameters_place_is_trained_with_its_state(steps: list[tuple[str, str, str]]):
+    def net() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6))
+
+    model, twin = net(), net()
+    optimizer, other = mfx.Muon(model, lr=0.1), mfx.Muon(twin, lr=0.1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"\d of 6 parameters were replaced in the model")
+        for step, (change, cleared, between) in enumerate(steps):
+            CHANGES[change](model)
+            for m, o in ((model, optimizer), (twin, other)):
+                BETWEEN[between](o)
+                CLEARED[cleared](m, o)
+                torch.manual_seed(step)
+                backward(m)
+                o.step()
+    for param, wanted in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(param, wanted)
+    optimizer.zero_grad()
+    assert {id(p) for p in optimizer.state} == {id(p) for p in model.parameters()}
+    for param, wanted in zip(model.parameters(), twin.parameters(), strict=True):
+        for key, leaf in other.state[wanted].items():
+            assert torch.equal(optimizer.state[param][key], leaf)
+
+
+def test_what_was_replaced_after_an_idle_step_is_trained():
+    model = made()
+    optimizer = mfx.Muon(model)
+    with pytest.warns(UserWarning, match="found no gradient"):
+        optimizer.step()  # as some do to please a scheduler
+    before = [param.detach().clone() for param in assigned(model).parameters()]
+    backward(model)
+    optimizer.step()
+    assert all(not torch.equal(param, was) for param, was in zip(model.parameters(), before, strict=True))
+
+
+def test_a_step_on_gradients_of_tensors_that_the_model_has_no_more_is_an_error():
+    model = made()
+    optimizer = mfx.Muon(model)
+    backward(model)
+    assigned(model)
+    before = optimizer.transform_state["muon"]["momentum"].trace["0.weight"].clone()
+    for _ in range(2):
+        with pytest.raises(
+            ValueError, match=r"'0\.weight' of the model was replaced between backward\(\) and step\(\)"
+        ):
+            optimizer.step()
+    assert torch.equal(optimizer.transform_state["muon"]["momentum"].trace["0.weight"], before)
+
+
+def test_what_was_replaced_in_part_since_gradients_were_cleared_is_said():
+    model = made()
+    optimizer = mfx.Muon(model)
+    optimizer.zero_grad()
+    one_replaced(model)
+    backward(model)
+    with pytest.warns(UserWarning, match=r"1 of 4 parameters were replaced in the model, such as '2\.weight'"):
+        optimizer.step()
+    one_replaced(model)
+    optimizer.zero_grad()
+    backward(model)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("how", ["put into the groups", "given by the model's names"])
+def test_copies_that_somebody_trains_in_the_place_of_parameters_stay(how: str):
+    """As an engine does that steps on fp32 masters of a bf16 model."""
+    model = made()
+    copies = {name: nn.Parameter(param.detach().clone()) for name, param in model.named_parameters()}
+    optimizer = mfx.Muon(model) if "groups" in how else mfx.Muon(list(copies.items()), model=model)
+    for group in optimizer.param_groups:
+        group["params"] = [copies[name] for name in group["param_names"]]
+    for skipped in (None, "0.bias"):
+        for name, param in copies.items():
+            param.grad = None if name == skipped else torch.ones_like(param)
+        optimizer.step()
+        optimizer.state_dict()
+    assert all(
+        one is copies[n] for g in optimizer.param_groups for n, one in zip(g["param_names"], g["params"], strict=True)
+    )
+
+
+@pytest.mark.parametrize("then", ["replaced", "added"])
+def test_a_number_that_a_scheduler_wrote_stays_when_groups_change(then: str):
+    model, late = made(), nn.Linear(4, 4)
+    optimizer = mfx.Muon(model)
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10)
+    momentum = [group["momentum"] for group in optimizer.param_groups]
+    if then == "replaced":
+        assigned(model)
+    else:
+        optimizer.add_param_group({"params": [(f"late.{n}", p) for n, p in late.named_parameters()]})
+    backward(model)
+    optimizer.step()
+    assert [group["momentum"] for group in optimizer.param_groups][:2] == momentum
+    assert optimizer.param_groups[1]["betas"][0] == momentum[1]
+
+
+def test_the_models_of_groups_are_told_apart_and_one_that_only_lent_its_parameters_need_not_live():
+    first, second = made(), made()
+    optimizer = mfx.Muon([{"params": first}, {"params": [(f"b.{n}", p) for n, p in second.named_parameters()]}])
+    held = mfx.Muon(nn.ModuleDict({"a": first, "b": second}))  # a container that is gone at once
+    assigned(first)
+    assigned(second)
+    for one, trained in ((optimizer, [first]), (held, [first, second])):
+        one.zero_grad()
+        now = {id(param) for group in one.param_groups for param in group["params"]}
+        assert all(id(param) in now for model in trained for param in model.parameters())
+        assert len(now) == 8
+
+
+def test_what_is_unfrozen_after_it_was_replaced_is_taken_in():
+    model = made()
+    model[2].requires_grad_(requires_grad=False)
+    optimizer = mfx.Muon(model)
+    assigned(model)
+    model[2].requires_grad_()
+    optimizer.add_param_group({"params": model[2].parameters()})
+    backward(model)
+    optimizer.step()
+
+
+def test_a_state_that_was_written_after_parameters_were_replaced_stays():
+    model = made()
+    optimizer = mfx.Muon(model)
+    assigned(model)
+    optimizer.zero_grad()
+    trace = optimizer.transform_state["muon"]["momentum"].trace["0.weight"]
+    trace.fill_(7.0)  # as torch.distributed.checkpoint loads, in place
+    backward(model)
+    wanted = (0.95 * 7.0 + (1 - 0.95) * model[0].weight.grad).clone()
+    optimizer.step()
+    torch.testing.assert_close(optimizer.transform_state["muon"]["momentum"].trace["0.weight"], wanted)
+
+
+def test_a_layer_that_comes_later_is_warned_of_by_and_by():
+    model = made()
+    optimizer = mfx.Muon(model)
+    for _ in range(2):
+        backward(model)
+        optimizer.step()
+    model.append(nn.Linear(4, 4))
+    with pytest.warns(UserWarning, match=r"2 parameters of the model have gradients .* such as '3\.weight'"):
+        for _ in range(3):
+            backward(model)
+            optimizer.step()
+
+
+def test_one_tensor_under_two_names_is_refused():
+    param = nn.Parameter(torch.zeros(3, 3))
+    with pytest.raises(ValueError, match="'x' and 'y' are one tensor"):
+        mfx.Muon({"x": param, "y": param})
+    optimizer = mfx.Muon(made())
+    with pytest.raises(ValueError, match="'x' and 'y' are one tensor"):
+        optimizer.add_param_group({"params": [("x", param), ("y", param)]})
+    assert len(optimizer.param_groups) == 2
+
+
+def test_a_compiled_step_finds_what_was_replaced_before_gradients_were_cleared():
+    model = made()
+    optimizer = mfx.TransformOptimizer(model, mfx.chain(mfx.momentum(), mfx.scale_by_learning_rate(0.1)))
+    step = torch.compile(lambda: optimizer.step(), backend="eager")
+    for change in (None, assigned):
+        if change is not None:
+            change(model)
+        before = [param.detach().clone() for param in model.parameters()]
+        optimizer.zero_grad()
+        backward(model)
+        step()
+        assert all(not torch.equal(param, was) for param, was in zip(model.parameters(), before, strict=True))
 
 
 def test_a_parameter_of_another_shape_is_an_error_at_each_step_and_changes_nothing():
@@ -251,10 +462,10 @@ def _on_meta() -> nn.Sequential:
         return made()
 
 
-@pytest.mark.parametrize("given", ["model", "tensors"])
-def test_parameters_on_the_meta_device_are_found_once_they_are_real(given):
+@pytest.mark.parametrize("how", ["model", "tensors"])
+def test_parameters_on_the_meta_device_are_found_once_they_are_real(how):
     model, twin = _on_meta(), made()
-    optimizer = _given(model, given)
+    optimizer = _given(model, how)
     with pytest.raises(ValueError, match=r"'0\.weight' is on the meta device, as are 4 of 4 parameters: .*to_empty"):
         optimizer.step()
     with pytest.raises(ValueError, match="on the meta device"):
@@ -331,6 +542,24 @@ def test_an_optimizer_follows_a_model_that_is_sharded_before_its_first_step(worl
 @pytest.mark.parametrize("chain", ["muon", "normuon"])
 def test_state_with_values_is_cut_as_its_parameters_are_cut(world: World, chain: str):
     world.check(2, ranks.switched_late, chain=chain)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("stepped", [False, True])
+def test_parameters_that_fsdp2_has_gathered_for_a_while_are_not_followed(world: World, stepped: bool):
+    world.check(2, ranks.saved_after_evaluation, stepped=stepped)
+
+
+@pytest.mark.dist
+def test_a_wrong_shape_on_one_rank_is_an_error_on_all(world: World):
+    for result in world.run(2, ranks.cut_on_one_rank):
+        assert isinstance(result, Failed)
+        assert "'0.weight' in param_groups was replaced by a tensor of shape (3, 4)" in str(result.error)
+
+
+@pytest.mark.dist
+def test_a_rank_saves_alone_after_parameters_were_assigned_where_each_has_all(world: World):
+    world.check(2, ranks.saved_alone)
 
 
 @pytest.mark.dist
