@@ -199,6 +199,8 @@ def carried_out(name: str, case: dict[str, Any], here: Rank) -> dict[str, Any]:
     if name in OTHERS:
         DONE[name] = OTHERS[name](here)
         return DONE[name]
+    from muonfx.engines import deepspeed as ours
+
     rank, size, folder = here
     words = batches()
     run = Run(name, case, rank, size, folder)
@@ -207,6 +209,8 @@ def carried_out(name: str, case: dict[str, Any], here: Rank) -> dict[str, Any]:
     tag = tag_of(name)
     run.engine.save_checkpoint(str(folder), tag=tag)
     exported = is_exported(run, tag) if name in EXPORTED else None
+    if name in PORTABLE:
+        ours.save(run.engine, folder / f"portable_{tag}", step=SAVED_AFTER)
     rates: list[list[float]] = []
     for batch in words[SAVED_AFTER:]:
         run.step(batch)
@@ -288,6 +292,22 @@ def from_another_size(here: Rank) -> dict[str, Any]:
     return said
 
 
+def under_another_layout(here: Rank) -> dict[str, Any]:
+    """Runs that two ranks have begun, continued by another number of them at another stage: how far off they end."""
+    from muonfx.engines import deepspeed as ours
+
+    saved, found = here.folder.parent / "ranks_2", {}
+    for source, goals in PORTABLE.items():
+        for goal in goals:
+            case = {**CASES[source], "zero": ZERO[goal]}
+            run = Run(goal, case, *here)
+            ours.load(run.engine, saved / f"portable_{tag_of(source)}")
+            for batch in batches()[SAVED_AFTER:]:
+                run.step(batch)
+            found[f"{source}: {goal}"] = worst(run.params(), in_one_process(case))
+    return found
+
+
 def in_fresh_processes(here: Rank) -> dict[str, Any]:
     """Runs that other processes have begun, continued: those that ended where they were not stopped."""
     saved, found = here.folder.parent / "ranks_2", {}
@@ -324,9 +344,16 @@ DONE: dict[str, dict[str, Any]] = {}
 OTHERS: dict[str, Callable[[Rank], dict[str, Any]]] = {
     "round robin": refused,
     "from another size": from_another_size,
+    "under another layout": under_another_layout,
     "in fresh processes": in_fresh_processes,
     "killed": killed,
 }
+PORTABLE = {
+    "normuon, stage 2": ("stage 0", "stage 1", "stage 2, offload", "stage 3", "stage 3, sub-groups"),
+    "stage 3, sub-groups": ("stage 2", "stage 3, persistent"),
+    "bf16, stage 3": ("stage 2", "stage 3, persistent"),
+}
+"""The cases that are saved for others, and the stages at which they are continued."""
 EXPORTED = ("stage 2", "stage 3", "bf16, stage 3")
 
 

@@ -17,7 +17,8 @@ from torch import nn
 
 import muonfx as mfx
 from muonfx.engines import deepspeed as ours
-from tests.engines.deepspeed_worker import CASES, EXPORTED, OVERFLOWS, SAVED_AFTER, WARMUP
+from muonfx.engines.deepspeed.pieces import Pieces, differing
+from tests.engines.deepspeed_worker import CASES, EXPORTED, OVERFLOWS, PORTABLE, SAVED_AFTER, WARMUP
 from tests.engines.processes import launched, result_of
 
 REAL = [
@@ -28,8 +29,8 @@ REAL = [
 NAMES = {
     "ranks_2": (*CASES, *OVERFLOWS, "round robin"),
     "ranks_2_again": ("in fresh processes", "killed"),
-    "ranks_1": ("stage 2", "from another size"),
-    "ranks_3": ("stage 2", "stage 3, zero.Init"),
+    "ranks_1": ("stage 2", "from another size", "under another layout"),
+    "ranks_3": ("stage 2", "stage 3, zero.Init", "under another layout"),
 }
 """The cases that are run, by group of processes; the first leaves checkpoints behind."""
 
@@ -95,6 +96,16 @@ class TestReal:
     def test_other_processes_continue_to_the_bit(self, found: Found) -> None:
         continued = result_of(found["ranks_2_again"], "in fresh processes")
         assert continued == dict.fromkeys(("stage 0", "normuon, stage 2", "stage 3", "bf16, stage 3"), True)
+
+    @pytest.mark.timeout(600)
+    @pytest.mark.parametrize("group", ["ranks_1", "ranks_3"])
+    @pytest.mark.parametrize("source", PORTABLE)
+    def test_any_stage_and_number_of_ranks_continues_what_save_has_written(
+        self, found: Found, group: str, source: str
+    ) -> None:
+        ended = result_of(found[group], "under another layout")
+        for goal in PORTABLE[source]:
+            assert ended[f"{source}: {goal}"] <= (BF16 if "bf16" in CASES[source] else FP32), goal
 
     @pytest.mark.timeout(600)
     def test_when_a_rank_is_killed_the_other_ends_soon_with_an_error(self, found: Found) -> None:
@@ -177,11 +188,11 @@ def _stepped(model: nn.Module, tx: mfx.Transform, steps: int = 1) -> ours.ZeroOp
 def test_values_that_cannot_be_compared_are_said_to_be_assumed() -> None:
     flat = torch.arange(4.0)
     layout = mfx.sharding.flat({"w": torch.zeros(2, 2)}, 1, cuts=[0, 4])
-    pieces = ours._Pieces([flat], {"w": (0, 4)}, {"w": 0}, layout, ("w",))
+    pieces = Pieces([flat], {"w": (0, 4)}, {"w": 0}, layout, ("w",))
     with pytest.warns(UserWarning, match="'w': DeepSpeed has its values elsewhere"):
-        assert ours._differing(pieces, {"w": torch.empty(0)}) is None
-    assert ours._differing(pieces, {"w": torch.arange(4.0).view(2, 2)}) is None
-    assert ours._differing(pieces, {"w": torch.ones(2, 2)}) == "w"
+        assert differing(pieces, {"w": torch.empty(0)}) is None
+    assert differing(pieces, {"w": torch.arange(4.0).view(2, 2)}) is None
+    assert differing(pieces, {"w": torch.ones(2, 2)}) == "w"
 
 
 def test_a_state_that_is_loaded_after_a_step_counts() -> None:
