@@ -9,6 +9,8 @@ import copy
 import math
 from collections.abc import Callable
 from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,7 +38,6 @@ NAMES = {
 
 FP32, BF16 = 2e-6, 0.05
 """The largest difference of parameters in five steps: in bf16, gradients and what they come from are rounded."""
-
 
 Found = dict[str, list[dict[str, Any]]]
 
@@ -252,3 +253,45 @@ def test_a_state_of_another_chain_is_refused_by_name(
     with pytest.raises(ValueError, match=said):
         made.step()
     assert torch.equal(model.weight, before)
+
+
+def _engine(model: nn.Module, steps: int) -> tuple[SimpleNamespace, mfx.Transform]:
+    """An optimizer without an engine, in the place where an engine has it; after some steps."""
+    tx = mfx.muon_with_adamw(0.02, 1e-3, labels=mfx.default_labels(model))
+    return SimpleNamespace(optimizer=_stepped(model, tx, steps)), tx
+
+
+def test_a_run_without_an_engine_reads_what_is_saved_and_writes_what_is_loaded(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    first = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    engine, tx = _engine(first, 2)
+    path = ours.save(engine, tmp_path / "a", step=2)
+    alone, last = copy.deepcopy(first), copy.deepcopy(first)
+    plain = mfx.TransformOptimizer(alone, tx)
+    saved = mfx.checkpoint.load(path, like=plain.transform_state, tx=tx)
+    mfx.tree.map(lambda own, loaded: own.copy_(loaded), plain.transform_state, saved)
+    again = mfx.checkpoint.save(
+        tmp_path / "b", plain.transform_state, tx=tx, params={n: p.detach() for n, p in alone.named_parameters()}
+    )
+    with torch.no_grad():
+        last[0].weight.zero_()
+    other, _ = _engine(last, 1)
+    ours.load(other, again)
+    for model, one in ((first, engine.optimizer), (alone, plain), (last, other.optimizer)):
+        one.zero_grad()
+        model(torch.ones(1, 4)).square().sum().backward()
+        one.step()
+        assert all(map(torch.equal, first.parameters(), model.parameters()))
+
+
+def test_nothing_is_loaded_of_a_checkpoint_of_another_chain(tmp_path: Path) -> None:
+    engine, _ = _engine(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 1)
+    path = ours.save(engine, tmp_path / "a")
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    before = copy.deepcopy(model.state_dict())
+    made = ours.optimizer(model, mfx.chain(mfx.momentum(), mfx.scale(-0.1)))
+    with pytest.raises(mfx.checkpoint.MismatchError, match="does not fit"):
+        ours.load(SimpleNamespace(optimizer=made), path)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    with pytest.raises(TypeError, match="its optimizer is"):
+        ours.load(SimpleNamespace(optimizer=torch.optim.SGD(model.parameters())), path)

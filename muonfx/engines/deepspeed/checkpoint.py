@@ -69,6 +69,16 @@ def load(engine: Any, path: str | os.PathLike[str]) -> None:
     Raises:
         TypeError: the engine's optimizer is not of this module.
         NotFoundError, MismatchError, CorruptError, FormatError: as `muonfx.checkpoint.load`; nothing was loaded then.
+
+    >>> import tempfile
+    >>> from types import SimpleNamespace
+    >>> from torch import nn
+    >>> from muonfx.engines import deepspeed
+    >>> model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    >>> path = deepspeed.save(SimpleNamespace(optimizer=deepspeed.Muon(model)), tempfile.mkdtemp())
+    >>> deepspeed.load(SimpleNamespace(optimizer=deepspeed.Muon(other)), path)
+    >>> torch.equal(model.weight, other.weight)
+    True
     """
     own = _optimizer_of(engine)
     units = own.all_units()
