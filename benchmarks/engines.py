@@ -26,7 +26,7 @@ from benchmarks.sharding import ITERATIONS, Size, chain, distance, make, tokens,
 from muonfx.engines import deepspeed as ours
 
 STAGES, DTYPES = (1, 2, 3), ("float32", "bfloat16")
-SIZE = Size(width=384, blocks=4, vocabulary=512, tokens=32)
+SIZE = Size(width=256, blocks=4, vocabulary=512, tokens=32)
 BASELINE, OURS, ADAMW = "DeepSpeed's Muon", "muonfx", "DeepSpeed's AdamW"
 
 
@@ -60,7 +60,7 @@ def speed(
     size: Size = SIZE,
     stages: tuple[int, ...] = STAGES,
     dtypes: tuple[str, ...] = DTYPES,
-    iterations: int = 12,
+    iterations: int = 8,
 ) -> list[dict[str, Any]]:
     """Milliseconds for each stage, dtype and candidate; none where DeepSpeed cannot run."""
     if not peers.deepspeed_runs():
