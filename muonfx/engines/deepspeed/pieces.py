@@ -81,7 +81,17 @@ class Pieces(NamedTuple):
         """The pieces in the flat tensor, or in another of its length, by name."""
         if self.layout is None:
             return dict(zip(self.names, flat, strict=True))
-        return {name: flat[0].narrow(0, *self.at[name]).view(self.layout.piece(name).shape) for name in self.names}
+        shapes = self.shapes
+        return {name: flat[0].narrow(0, *self.at[name]).view(shapes[name]) for name in self.names}
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the pieces on this rank."""
+        layout = self.layout
+        assert layout is not None
+        if "shapes of pieces" not in layout.derived:
+            layout.derived["shapes of pieces"] = {name: layout.piece(name).shape for name in self.names}
+        return layout.derived["shapes of pieces"]
 
 
 def whole_parameters(names: Sequence[str], given: list[Tensor]) -> Pieces:

@@ -31,6 +31,8 @@ class Unit:
         self._names = list(like)
         self._values: dict[str, Any] | None = None
         self._now = tx
+        self._views: dict[str, tuple[Tensor, dict[str, Tensor]]] = {}
+        """By key, a flat state and the pieces in it."""
         loaded: list[dict[str, Any]] = [dict(state.get(x, {})) for x in pieces.flat]
         self._state = self._lay_out(self._transform().init(self._among_all(pieces.views(pieces.flat))), state)
         self._specs = {x: {key: tree.spec(kept) for key, kept in state[x].items()} for x in pieces.flat}
@@ -126,8 +128,14 @@ class Unit:
                 continue
             holder = self.pieces.flat[self.pieces.names.index(name)] if self._is_whole(name) else self.pieces.flat[0]
             kept: Tensor = held[holder][key]
-            found.append(kept if name is None or self._is_whole(name) else self.pieces.views([kept])[name])
+            found.append(kept if name is None or self._is_whole(name) else self._views_of(key, kept)[name])
         return tree.unflatten(self._treedef, found)
+
+    def _views_of(self, key: str, kept: Tensor) -> dict[str, Tensor]:
+        """The pieces in a flat state, made once for as long as it is the same tensor."""
+        if key not in self._views or self._views[key][0] is not kept:
+            self._views[key] = kept, self.pieces.views([kept])
+        return self._views[key][1]
 
     def _is_whole(self, name: str | None) -> bool:
         return name is not None and self.pieces.layout is None
