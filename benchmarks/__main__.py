@@ -1,7 +1,7 @@
 """Run the benchmarks and write results, tables and plot.
 
-``python -m benchmarks [adapter polar step checkpoint sharding bind planner overhead]``, and against another checkout
-``python -m benchmarks versions --before FOLDER``
+``python -m benchmarks [adapter polar step checkpoint sharding engines bind planner overhead]``, and against another
+checkout ``python -m benchmarks versions --before FOLDER``
 
 ``python -m benchmarks simulator --model llama-70b --mesh dp=8,shard=64`` measures nothing: it prints our plan for a
 mesh of ranks beside other libraries' schemes.
@@ -16,7 +16,20 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import adapter, bind, checkpoint, overhead, planner, plots, polar, report, sharding, step, versions
+from benchmarks import (
+    adapter,
+    bind,
+    checkpoint,
+    engines,
+    overhead,
+    planner,
+    plots,
+    polar,
+    report,
+    sharding,
+    step,
+    versions,
+)
 from benchmarks.measure import save
 from benchmarks.simulator.__main__ import main as simulate
 
@@ -26,6 +39,7 @@ WHAT = {
     "step": "step_speed step_quality",
     "checkpoint": "checkpoint_speed checkpoint_memory",
     "sharding": "sharding_speed",
+    "engines": "engines_speed",
     "bind": "bind_speed",
     "planner": "planner_speed",
     "overhead": "overhead_speed",
@@ -75,6 +89,7 @@ def main(arguments: list[str] | None = None) -> None:
         "checkpoint_memory": lambda: checkpoint.memory(options.megabytes, options.folder),
         "planner_speed": lambda: planner.speed(rounds, seconds=options.seconds),
         "sharding_speed": lambda: sharding.speed(rounds, seconds=options.seconds),
+        "engines_speed": lambda: engines.speed(max(2, min(rounds, 5))),
         "bind_speed": lambda: bind.speed(min(rounds, 3)),
         "overhead_speed": lambda: overhead.speed(min(rounds, 30), seconds=options.seconds),
         "versions_speed": lambda: versions.speed(options.before, rounds, cases=cases, seconds=options.seconds),

@@ -228,6 +228,29 @@ def sharding() -> str:
     return "\n".join([*parts, f"{_machine(found, f'{cores} cores, a thread for each process')}\n"])
 
 
+def engines() -> str:
+    """A real engine with our optimizer and with its own, a row for each stage and dtype."""
+    found = load("engines_speed")
+    if found is None or not found["rows"]:
+        return ""
+    by_case: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for row in found["rows"]:
+        by_case.setdefault((row["case"], row["dtype"]), {})[row["candidate"]] = row
+    candidates = [row["candidate"] for row in found["rows"][: len(found["rows"]) // len(by_case)]]
+    ours = by_case[next(iter(by_case))]["muonfx"]
+    lines = [
+        [
+            f"{case}, {dtype}",
+            *(_milliseconds(own[name]["milliseconds"]) for name in candidates),
+            _ratio(own["muonfx"]["ratio"]),
+        ]
+        for (case, dtype), own in by_case.items()
+    ]
+    about = f"{ours['processes']} processes, a thread for each, {ours['rounds']} rounds"
+    table = _table(["an iteration", *(f"{name}, ms" for name in candidates), "muonfx / first column"], lines)
+    return f"{table}\n\n{_machine(found, about)}\n"
+
+
 def planner() -> str:
     """Steps of two processes as predicted on paper, and as measured."""
     found = load("planner_speed")
@@ -253,6 +276,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "step": step,
     "scratch": scratch,
     "sharding": sharding,
+    "engines": engines,
     "planner": planner,
 }
 

@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from math import prod
 from typing import Any
@@ -119,38 +119,63 @@ def deepspeed_runs() -> bool:
     return True
 
 
-def deepspeed(
-    model: nn.Module, batch: Tensor, stage: int
-) -> tuple[Callable[[], None], Callable[[], dict[str, Tensor]]]:
-    """An iteration of DeepSpeed's engine, and its whole parameters.
-
-    Its settings are its defaults, apart from those of the optimizer, from ``reduce_scatter``, which its Muon forbids at
-    stage 3, and from clipping: by default it clips the orthogonalized update to a norm of 1.
-    """
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    rank, size = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size)
-    optimizer = {
+DEEPSPEED_MUON = {
+    "type": "Muon",
+    "params": {
         "lr": RATE,
         "weight_decay": DECAY,
         "momentum": MOMENTUM,
         "ns_method": "standard",
         "betas": BETAS,
         "eps": EPSILON,
-    }
-    config = {
+    },
+}
+"""The entry of DeepSpeed's configuration."""
+DEEPSPEED_ADAMW = {"type": "AdamW", "params": {"lr": RATE, "weight_decay": DECAY, "betas": BETAS, "eps": EPSILON}}
+
+
+def deepspeed(
+    model: nn.Module,
+    batch: Tensor,
+    stage: int,
+    *,
+    optimizer: Mapping[str, Any] | Callable[[nn.Module], torch.optim.Optimizer] = DEEPSPEED_MUON,
+    bf16: bool = False,
+) -> tuple[Callable[[], None], Callable[[], dict[str, Tensor]]]:
+    """An iteration of DeepSpeed's engine, and its whole parameters.
+
+    Its settings are its defaults, apart from those of the optimizer, from ``reduce_scatter``, which its Muon forbids at
+    stage 3, and from clipping: by default it clips the orthogonalized update to a norm of 1.
+
+    Args:
+        model: to train.
+        batch: of this rank.
+        stage: of ZeRO.
+        optimizer: DeepSpeed's own, as an entry of its configuration, or what makes a client optimizer for the model.
+        bf16: True for parameters and gradients in bf16, with fp32 copies that are stepped on.
+    """
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size)
+    config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": len(batch),
-        "optimizer": {"type": "Muon", "params": optimizer},
         "gradient_clipping": 0.0,
+        "bf16": {"enabled": bf16},
         "zero_optimization": {"stage": stage, **({"reduce_scatter": False} if stage == 3 else {})},
     }
+    client = None
+    if callable(optimizer):
+        client = optimizer(model)
+        config["zero_allow_untested_optimizer"] = True
+    else:
+        config["optimizer"] = optimizer
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore", category=FutureWarning)
     with contextlib.redirect_stdout(io.StringIO()):
         import deepspeed as package
 
         package.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
-        engine = package.initialize(model=model, config=config)[0]
+        engine = package.initialize(model=model, optimizer=client, config=config)[0]
     logging.disable(logging.NOTSET)
 
     def iterate() -> None:

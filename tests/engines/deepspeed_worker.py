@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import time
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,18 +35,19 @@ class Net(nn.Module):
         self.down = nn.Linear(23, 7, bias=False)
         self.norm = nn.LayerNorm(7)
         self.head = nn.Linear(7, WORDS)
+        self.is_short = False
+        """True to leave out `up` and `down`, which then get no gradients."""
 
     def forward(self, words: Tensor) -> Tensor:
         """Logits."""
         h = self.emb(words)
-        return self.head(self.norm(h + self.down(torch.relu(self.up(h)))))
+        return self.head(self.norm(h if self.is_short else h + self.down(torch.relu(self.up(h)))))
 
 
 ZERO: dict[str, dict[str, Any]] = {
     "stage 0": {"stage": 0},
     "stage 1": {"stage": 1},
     "stage 2": {"stage": 2, "reduce_scatter": True},
-    "stage 2, all-reduce": {"stage": 2, "reduce_scatter": False},
     "stage 2, small buckets": {"stage": 2, "reduce_bucket_size": 50, "allgather_bucket_size": 50},
     "stage 2, offload": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
     "stage 3": {"stage": 3, "stage3_param_persistence_threshold": 0},
@@ -53,24 +57,33 @@ ZERO: dict[str, dict[str, Any]] = {
     "stage 3, zero.Init": {"stage": 3, "stage3_param_persistence_threshold": 0},
 }
 CASES: dict[str, dict[str, Any]] = {name: {"zero": zero} for name, zero in ZERO.items()} | {
-    "bf16, stage 1": {"zero": ZERO["stage 1"], "bf16": {"enabled": True}},
+    "bf16, stage 0": {"zero": ZERO["stage 0"], "bf16": {"enabled": True}},
     "bf16, stage 2": {"zero": ZERO["stage 2"], "bf16": {"enabled": True}},
     "bf16, stage 3": {"zero": ZERO["stage 3"], "bf16": {"enabled": True}},
-    "accumulation, stage 2": {"zero": ZERO["stage 2"], "accumulate": 2},
     "accumulation, stage 3": {"zero": ZERO["stage 3"], "accumulate": 2},
     "frozen, stage 2": {"zero": ZERO["stage 2"], "frozen": True},
-    "frozen, stage 3": {"zero": ZERO["stage 3"], "frozen": True},
     "normuon, stage 2": {"zero": ZERO["stage 2"], "normuon": True},
-    "from a file, stage 2": {"zero": ZERO["stage 2"], "bf16": {"enabled": True}},
+    "from a file, stage 2": {"zero": ZERO["stage 2"], "bf16": {"enabled": True}, "warmup": True},
     "clipping, stage 1": {"zero": ZERO["stage 1"], "clip": 0.05},
+    "unused, stage 2": {"zero": ZERO["stage 2"], "unused": True},
 }
-REFUSED = {"round robin": {"zero": {"stage": 2, "round_robin_gradients": True}}}
+ROUND_ROBIN = {"zero": {"stage": 2, "round_robin_gradients": True}}
+OVERFLOWS: dict[str, dict[str, Any]] = {
+    "overflow, stage 1": {"zero": ZERO["stage 1"]},
+    "overflow, bf16, stage 0": {"zero": ZERO["stage 0"], "bf16": {"enabled": True}},
+    "overflow, bf16, stage 3": {"zero": ZERO["stage 3"], "bf16": {"enabled": True}},
+}
+OVERFLOWN = 2
+"""The batch that has an infinite loss on rank 1."""
+WARMUP = [0.0, 0.0, 0.5, 1.0, 1.0]
+"""The share of its learning rate that each group has in each step, with DeepSpeed's scheduler."""
 
 
 def made(case: dict[str, Any]) -> nn.Module:
     """The model of a case, the same in every process."""
     torch.manual_seed(0)
     model = Net()
+    model.is_short = case.get("unused", False)
     if case.get("frozen"):
         model.emb.weight.requires_grad_(requires_grad=False)
     return model
@@ -106,9 +119,16 @@ def in_one_process(case: dict[str, Any]) -> dict[str, Tensor]:
     optimizer = mfx.TransformOptimizer(
         [(n, p) for n, p in model.named_parameters() if p.requires_grad], transform_for(model, case)
     )
-    for words in batches():
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for words, share in zip(batches(), WARMUP, strict=True):
+        if case.get("warmup"):
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate * share
         optimizer.zero_grad()
         loss_of(model, words).backward()
+        for param in model.parameters():
+            if param.requires_grad and param.grad is None:
+                param.grad = torch.zeros_like(param)  # DeepSpeed's flat gradients have zeros there
         if case.get("clip"):
             nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], case["clip"])
         optimizer.step()
@@ -123,7 +143,7 @@ class Run:
 
         from muonfx.engines import deepspeed as ours
 
-        self.deepspeed, self.rank, self.size = deepspeed, rank, size
+        self.deepspeed, self.rank, self.size, self.folder = deepspeed, rank, size, folder
         self.accumulate = case.get("accumulate", 1)
         self.stage = case["zero"]["stage"]
         config = {
@@ -142,17 +162,20 @@ class Run:
             model = made(case)
         if "from a file" in name:
             path = folder / f"config_{rank}.json"
-            path.write_text(json.dumps({**config, "optimizer": {"type": "muonfx.Muon", "params": RATES}}))
+            warmup = {"type": "WarmupLR", "params": {"warmup_num_steps": 2, "warmup_type": "linear"}}
+            entries = {"optimizer": {"type": "muonfx.Muon", "params": RATES}, "scheduler": warmup}
+            path.write_text(json.dumps(config | entries))
             self.engine, wrapper, *_ = ours.initialize(model, path)
             self.optimizer = wrapper.optimizer
             return
         self.optimizer = ours.optimizer(model, transform_for(model, case))
         self.engine = deepspeed.initialize(model=model, optimizer=self.optimizer, config=config)[0]
 
-    def step(self, words: Tensor) -> None:
+    def step(self, words: Tensor, factor: float = 1.0) -> None:
         """One step on this rank's part of a batch."""
+        self.rates = [group["lr"] for group in self.optimizer.param_groups]
         for micro in words.chunk(self.size)[self.rank].chunk(self.accumulate):
-            self.engine.backward(loss_of(self.engine, micro))
+            self.engine.backward(loss_of(self.engine, micro) * factor)
             self.engine.step()
 
     def params(self) -> dict[str, Tensor]:
@@ -171,41 +194,167 @@ class Run:
 
 def carried_out(name: str, case: dict[str, Any], here: Rank) -> dict[str, Any]:
     """A case: from the beginning to the end, and again from a checkpoint, with new objects."""
+    if name in OVERFLOWS:
+        return overflown(name, case, here)
+    if name in OTHERS:
+        DONE[name] = OTHERS[name](here)
+        return DONE[name]
+    from muonfx.engines import deepspeed as ours
+
     rank, size, folder = here
-    if name in REFUSED:
-        return {"refused": refused(rank, size)}
     words = batches()
     run = Run(name, case, rank, size, folder)
     for batch in words[:SAVED_AFTER]:
         run.step(batch)
-    tag = name.replace(" ", "_").replace(",", "")
+    tag = tag_of(name)
     run.engine.save_checkpoint(str(folder), tag=tag)
+    exported = is_exported(run, tag) if name in EXPORTED else None
+    if name in PORTABLE:
+        ours.save(run.engine, folder / f"portable_{tag}", step=SAVED_AFTER)
+    rates: list[list[float]] = []
     for batch in words[SAVED_AFTER:]:
         run.step(batch)
+        rates.append(run.rates)
     whole = run.params()
+    torch.save(whole, folder / f"{tag}_{rank}.pt")
     state = run.full_state("up.weight", "muon/momentum/trace") if run.stage and not case.get("normuon") else None
     again = Run(name, case, rank, size, folder)
     again.engine.load_checkpoint(str(folder), tag=tag)
     for batch in words[SAVED_AFTER:]:
         again.step(batch)
+        rates.append(again.rates)
     resumed = again.params()
     return {
         "worst": worst(whole, in_one_process(case)),
         "resumed": same(whole, resumed),
+        "exported": exported,
         "state": None if state is None else list(state.shape),
         "frozen moved": not torch.equal(whole["emb.weight"], made(case).get_parameter("emb.weight").detach()),
-        "groups": [[group["label"], group["lr"]] for group in run.optimizer.param_groups],
+        "labels": [group["label"] for group in run.optimizer.param_groups],
+        "rates": rates,
     }
 
 
-def refused(rank: int, size: int) -> str:
+def tag_of(name: str) -> str:
+    """The folder of a case's checkpoint."""
+    return name.replace(" ", "_").replace(",", "")
+
+
+def is_exported(run: Run, tag: str) -> bool:
+    """True if the weights that DeepSpeed's own tool makes of the last checkpoint are those here."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    found = get_fp32_state_dict_from_zero_checkpoint(str(run.folder), tag=tag)
+    dtype = next(run.engine.module.parameters()).dtype
+    return same({name: value.detach().to(dtype).float() for name, value in found.items()}, run.params())
+
+
+def overflown(name: str, case: dict[str, Any], here: Rank) -> dict[str, Any]:
+    """A run whose loss is infinite on one rank in one step, and one without that batch."""
+    run, without = (Run(name, case, *here) for _ in range(2))
+    for place, batch in enumerate(batches()):
+        run.step(batch, factor=torch.inf if place == OVERFLOWN and here.rank == 1 else 1.0)
+        if place != OVERFLOWN:
+            without.step(batch)
+    found = run.params()
+    sums = [found[key].double().sum().item() for key in sorted(found)]  # `result_of` compares them between ranks
+    return {"skipped": run.engine.skipped_steps, "same": same(found, without.params()), "sums": sums}
+
+
+def refused(here: Rank) -> dict[str, Any]:
     """The error that a wrong mapping of DeepSpeed's own gives."""
-    run = Run("round robin", REFUSED["round robin"], rank, size, Path())
+    run = Run("round robin", ROUND_ROBIN, *here)
     try:
         run.step(batches()[0])
     except ValueError as error:
-        return str(error)
-    return ""
+        return {"refused": str(error)}
+    return {}
+
+
+def from_another_size(here: Rank) -> dict[str, Any]:
+    """What DeepSpeed says of checkpoints of two ranks, and of making them universal."""
+    from deepspeed.checkpoint import ds_to_universal
+
+    saved, said = here.folder.parent / "ranks_2", {}
+    for name in ("stage 2", "normuon, stage 2", "stage 3"):
+        run = Run(name, CASES[name], *here)
+        try:
+            run.engine.load_checkpoint(str(saved), tag=tag_of(name))
+        except Exception as error:
+            said[name] = f"{type(error).__name__}: {error}"
+        options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False}
+        options |= {"strict": True, "inject_missing_state": True}
+        source, goal = str(saved / tag_of(name)), str(here.folder / f"universal_{tag_of(name)}")
+        try:
+            ds_to_universal.main(Namespace(input_folder=source, output_folder=goal, **options))
+        except Exception as error:
+            said[f"{name}, universal"] = f"{type(error).__name__}: {error}"
+    return said
+
+
+def under_another_layout(here: Rank) -> dict[str, Any]:
+    """Runs that two ranks have begun, continued by another number of them at another stage: how far off they end."""
+    from muonfx.engines import deepspeed as ours
+
+    saved, found = here.folder.parent / "ranks_2", {}
+    for source, goals in PORTABLE.items():
+        for goal in goals:
+            case = {**CASES[source], "zero": ZERO[goal]}
+            run = Run(goal, case, *here)
+            ours.load(run.engine, saved / f"portable_{tag_of(source)}")
+            for batch in batches()[SAVED_AFTER:]:
+                run.step(batch)
+            found[f"{source}: {goal}"] = worst(run.params(), in_one_process(case))
+    return found
+
+
+def in_fresh_processes(here: Rank) -> dict[str, Any]:
+    """Runs that other processes have begun, continued: those that ended where they were not stopped."""
+    saved, found = here.folder.parent / "ranks_2", {}
+    for name in ("stage 0", "normuon, stage 2", "stage 3", "bf16, stage 3"):
+        run = Run(name, CASES[name], *here)
+        run.engine.load_checkpoint(str(saved), tag=tag_of(name))
+        for batch in batches()[SAVED_AFTER:]:
+            run.step(batch)
+        found[name] = same(run.params(), torch.load(saved / f"{tag_of(name)}_{here.rank}.pt"))
+    return found
+
+
+def killed(here: Rank) -> dict[str, Any]:
+    """Rank 1 dies when gradients are reduced and our step begins: the other ends soon, with an error."""
+    run = Run("stage 2", CASES["stage 2"], *here)
+    run.step(batches()[0])
+    if here.rank == 1:
+
+        def die(*_: Any) -> None:
+            (here.folder / f"found_{here.rank}.json").write_text(json.dumps(DONE | {"killed": {"ended": True}}))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        run.optimizer.register_step_pre_hook(die)
+    began = time.monotonic()
+    try:
+        run.step(batches()[1])
+    except Exception:
+        return {"ended": time.monotonic() - began < 20}
+    return {"ended": False}
+
+
+DONE: dict[str, dict[str, Any]] = {}
+"""The results of `OTHERS`, for a rank that does not live to write them down."""
+OTHERS: dict[str, Callable[[Rank], dict[str, Any]]] = {
+    "round robin": refused,
+    "from another size": from_another_size,
+    "under another layout": under_another_layout,
+    "in fresh processes": in_fresh_processes,
+    "killed": killed,
+}
+PORTABLE = {
+    "normuon, stage 2": ("stage 0", "stage 1", "stage 2, offload", "stage 3", "stage 3, sub-groups"),
+    "stage 3, sub-groups": ("stage 2", "stage 3, persistent"),
+    "bf16, stage 3": ("stage 2", "stage 3, persistent"),
+}
+"""The cases that are saved for others, and the stages at which they are continued."""
+EXPORTED = ("stage 2", "stage 3", "bf16, stage 3")
 
 
 def main() -> None:
@@ -214,7 +363,7 @@ def main() -> None:
     import deepspeed
 
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
-    serve(CASES | REFUSED, carried_out)
+    serve(CASES | OVERFLOWS | {name: {} for name in OTHERS}, carried_out)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,11 @@ One group of processes for each number of ranks runs all of its cases, since imp
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +19,8 @@ from torch import nn
 
 import muonfx as mfx
 from muonfx.engines import deepspeed as ours
-from tests.engines.deepspeed_worker import CASES, REFUSED
+from muonfx.engines.deepspeed.pieces import Pieces, differing
+from tests.engines.deepspeed_worker import CASES, EXPORTED, OVERFLOWS, PORTABLE, SAVED_AFTER, WARMUP
 from tests.engines.processes import launched, result_of
 
 REAL = [
@@ -24,20 +28,29 @@ REAL = [
     pytest.mark.dist,
     pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed: the extra `engines`"),
 ]
-NAMES = {1: ("stage 2",), 2: (*CASES, *REFUSED), 3: ("stage 2", "stage 3, zero.Init")}
-"""The cases that are run, by number of ranks."""
+NAMES = {
+    "ranks_2": (*CASES, *OVERFLOWS, "round robin"),
+    "ranks_2_again": ("in fresh processes", "killed"),
+    "ranks_1": ("stage 2", "from another size", "under another layout"),
+    "ranks_3": ("stage 2", "stage 3, zero.Init", "under another layout"),
+}
+"""The cases that are run, by group of processes; the first leaves checkpoints behind."""
 
 FP32, BF16 = 2e-6, 0.05
 """The largest difference of parameters in five steps: in bf16, gradients and what they come from are rounded."""
 
+Found = dict[str, list[dict[str, Any]]]
+
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
-    """The results of all cases, by number of ranks; of each rank."""
-    return {
-        size: launched("deepspeed_worker.py", size, NAMES[size], tmp_path_factory.mktemp(f"ranks{size}"))
-        for size in NAMES
-    }
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """The results of all cases, by group of processes; of each rank."""
+    folder = tmp_path_factory.mktemp("deepspeed")
+    results: Found = {}
+    for group, names in NAMES.items():
+        (folder / group).mkdir()
+        results[group] = launched("deepspeed_worker.py", int(group.split("_")[1]), names, folder / group)
+    return results
 
 
 class TestReal:
@@ -47,27 +60,64 @@ class TestReal:
 
     @pytest.mark.timeout(600)
     @pytest.mark.parametrize(
-        ("size", "name"), [(size, name) for size in NAMES for name in NAMES[size] if name in CASES]
+        ("group", "name"), [(group, name) for group, names in NAMES.items() for name in names if name in CASES]
     )
     def test_parameters_are_those_of_one_process_and_a_resumed_run_is_the_same_run(
-        self, found: dict[int, list[dict[str, Any]]], size: int, name: str
+        self, found: Found, group: str, name: str
     ) -> None:
-        case = result_of(found[size], name)
+        case = result_of(found[group], name)
         assert case["worst"] <= (BF16 if "bf16" in CASES[name] else FP32)
         assert case["resumed"]
+        assert case["exported"] is (True if name in EXPORTED else None)
         assert case["frozen moved"] is ("frozen" not in name)
-        assert case["groups"] == [["muon", 0.02], ["adamw", 0.003]]
+        assert case["labels"] == ["muon", "adamw"]
+        shares = WARMUP[SAVED_AFTER:] if "warmup" in CASES[name] else [1.0, 1.0]
+        assert case["rates"] == [[0.02 * share, 0.003 * share] for share in shares] * 2
 
     @pytest.mark.timeout(600)
     @pytest.mark.parametrize("name", [name for name in CASES if "stage 0" not in name and "normuon" not in name])
-    def test_deepspeeds_own_tool_gathers_the_momentum(self, found: dict[int, list[dict[str, Any]]], name: str) -> None:
-        assert result_of(found[2], name)["state"] == [23, 7]
+    def test_deepspeeds_own_tool_gathers_the_momentum(self, found: Found, name: str) -> None:
+        assert result_of(found["ranks_2"], name)["state"] == [23, 7]
 
     @pytest.mark.timeout(600)
-    def test_a_wrong_mapping_is_refused_by_name(self, found: dict[int, list[dict[str, Any]]]) -> None:
-        said = result_of(found[2], "round robin")["refused"]
+    def test_a_wrong_mapping_is_refused_by_name(self, found: Found) -> None:
+        said = result_of(found["ranks_2"], "round robin")["refused"]
         assert said.startswith("'")
         assert "round_robin_gradients" in said
+
+    @pytest.mark.timeout(600)
+    @pytest.mark.parametrize("name", OVERFLOWS)
+    def test_a_step_with_an_infinite_gradient_on_one_rank_is_skipped_by_all(self, found: Found, name: str) -> None:
+        case = result_of(found["ranks_2"], name)
+        assert case["skipped"] == 1
+        assert case["same"]
+        assert all(map(math.isfinite, case["sums"]))
+
+    @pytest.mark.timeout(600)
+    def test_other_processes_continue_to_the_bit(self, found: Found) -> None:
+        continued = result_of(found["ranks_2_again"], "in fresh processes")
+        assert continued == dict.fromkeys(("stage 0", "normuon, stage 2", "stage 3", "bf16, stage 3"), True)
+
+    @pytest.mark.timeout(600)
+    @pytest.mark.parametrize("group", ["ranks_1", "ranks_3"])
+    @pytest.mark.parametrize("source", PORTABLE)
+    def test_any_stage_and_number_of_ranks_continues_what_save_has_written(
+        self, found: Found, group: str, source: str
+    ) -> None:
+        ended = result_of(found[group], "under another layout")
+        for goal in PORTABLE[source]:
+            assert ended[f"{source}: {goal}"] <= (BF16 if "bf16" in CASES[source] else FP32), goal
+
+    @pytest.mark.timeout(600)
+    def test_when_a_rank_is_killed_the_other_ends_soon_with_an_error(self, found: Found) -> None:
+        assert result_of(found["ranks_2_again"], "killed")["ended"]
+
+    @pytest.mark.timeout(600)
+    def test_deepspeed_refuses_a_checkpoint_of_another_number_of_ranks(self, found: Found) -> None:
+        said = result_of(found["ranks_1"], "from another size")
+        for name in ("stage 2", "normuon, stage 2", "stage 3"):
+            assert "used a DP world size of 2 but the current world size is 1" in said[name]
+            assert said[f"{name}, universal"] == "KeyError: 'exp_avg'"
 
 
 def test_what_looks_at_the_whole_tree_is_refused() -> None:
@@ -139,11 +189,11 @@ def _stepped(model: nn.Module, tx: mfx.Transform, steps: int = 1) -> ours.ZeroOp
 def test_values_that_cannot_be_compared_are_said_to_be_assumed() -> None:
     flat = torch.arange(4.0)
     layout = mfx.sharding.flat({"w": torch.zeros(2, 2)}, 1, cuts=[0, 4])
-    pieces = ours._Pieces([flat], {"w": (0, 4)}, {"w": 0}, layout, ("w",))
+    pieces = Pieces([flat], {"w": (0, 4)}, {"w": 0}, layout, ("w",))
     with pytest.warns(UserWarning, match="'w': DeepSpeed has its values elsewhere"):
-        assert ours._differing(pieces, {"w": torch.empty(0)}) is None
-    assert ours._differing(pieces, {"w": torch.arange(4.0).view(2, 2)}) is None
-    assert ours._differing(pieces, {"w": torch.ones(2, 2)}) == "w"
+        assert differing(pieces, {"w": torch.empty(0)}) is None
+    assert differing(pieces, {"w": torch.arange(4.0).view(2, 2)}) is None
+    assert differing(pieces, {"w": torch.ones(2, 2)}) == "w"
 
 
 def test_a_state_that_is_loaded_after_a_step_counts() -> None:
@@ -203,3 +253,45 @@ def test_a_state_of_another_chain_is_refused_by_name(
     with pytest.raises(ValueError, match=said):
         made.step()
     assert torch.equal(model.weight, before)
+
+
+def _engine(model: nn.Module, steps: int) -> tuple[SimpleNamespace, mfx.Transform]:
+    """An optimizer without an engine, in the place where an engine has it; after some steps."""
+    tx = mfx.muon_with_adamw(0.02, 1e-3, labels=mfx.default_labels(model))
+    return SimpleNamespace(optimizer=_stepped(model, tx, steps)), tx
+
+
+def test_a_run_without_an_engine_reads_what_is_saved_and_writes_what_is_loaded(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    first = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    engine, tx = _engine(first, 2)
+    path = ours.save(engine, tmp_path / "a", step=2)
+    alone, last = copy.deepcopy(first), copy.deepcopy(first)
+    plain = mfx.TransformOptimizer(alone, tx)
+    saved = mfx.checkpoint.load(path, like=plain.transform_state, tx=tx)
+    mfx.tree.map(lambda own, loaded: own.copy_(loaded), plain.transform_state, saved)
+    again = mfx.checkpoint.save(
+        tmp_path / "b", plain.transform_state, tx=tx, params={n: p.detach() for n, p in alone.named_parameters()}
+    )
+    with torch.no_grad():
+        last[0].weight.zero_()
+    other, _ = _engine(last, 1)
+    ours.load(other, again)
+    for model, one in ((first, engine.optimizer), (alone, plain), (last, other.optimizer)):
+        one.zero_grad()
+        model(torch.ones(1, 4)).square().sum().backward()
+        one.step()
+        assert all(map(torch.equal, first.parameters(), model.parameters()))
+
+
+def test_nothing_is_loaded_of_a_checkpoint_of_another_chain(tmp_path: Path) -> None:
+    engine, _ = _engine(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 1)
+    path = ours.save(engine, tmp_path / "a")
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    before = copy.deepcopy(model.state_dict())
+    made = ours.optimizer(model, mfx.chain(mfx.momentum(), mfx.scale(-0.1)))
+    with pytest.raises(mfx.checkpoint.MismatchError, match="does not fit"):
+        ours.load(SimpleNamespace(optimizer=made), path)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    with pytest.raises(TypeError, match="its optimizer is"):
+        ours.load(SimpleNamespace(optimizer=torch.optim.SGD(model.parameters())), path)

@@ -1,0 +1,131 @@
+"""Checkpoints that any stage and any number of ranks can load: whole tensors under the names of parameters."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from muonfx import checkpoint, tree
+from muonfx.engines.deepspeed.optimizer import ZeroOptimizer
+from muonfx.engines.deepspeed.unit import Unit
+from muonfx.shards import FlatPiece
+
+__all__ = ["load", "save"]
+
+
+def save(
+    engine: Any,
+    path: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    extra: Mapping[str, Any] | None = None,
+    keep: int | None = None,
+) -> Path:
+    """Write the trained parameters in full precision and the optimizer's state, for any stage and number of ranks.
+
+    DeepSpeed's own checkpoints load with the number of ranks that wrote them, and its universal ones know the states of
+    Adam only. This one is a checkpoint of `muonfx.checkpoint`: whole tensors, each rank writing its part.
+
+    Args:
+        engine: what ``deepspeed.initialize`` has returned first; all ranks call this together.
+        path: where; a folder that all ranks see.
+        step: how many steps are done.
+        extra: anything that JSON can hold, such as ``{"scheduler": engine.lr_scheduler.state_dict()}``: DeepSpeed's
+            counters and scheduler are not written.
+        keep: as for `muonfx.checkpoint.save`.
+
+    Raises:
+        TypeError: the engine's optimizer is not of this module.
+        WriteError: as `muonfx.checkpoint.save`.
+
+    >>> from types import SimpleNamespace
+    >>> save(SimpleNamespace(optimizer=None), "checkpoint")
+    Traceback (most recent call last):
+    TypeError: engine: its optimizer is None, expected one of muonfx.engines.deepspeed
+    """
+    own = _optimizer_of(engine)
+    params, state = _logical(own, own.all_units())
+    return checkpoint.save(
+        path, state, tx=own.tx, params=params, step=step, extra=extra, keep=keep, group=_group_of(own.all_units())
+    )
+
+
+def load(engine: Any, path: str | os.PathLike[str]) -> None:
+    """Load what `save` wrote, at whatever stage and with however many ranks.
+
+    The engine is as it was made, or has taken steps. Learning rates, counters and the scheduler stay what they are;
+    ``muonfx.checkpoint.inspect(path)`` has ``step`` and ``extra``.
+
+    Args:
+        engine: as for `save`; all ranks call this together.
+        path: of the checkpoint.
+
+    Raises:
+        TypeError: the engine's optimizer is not of this module.
+        NotFoundError, MismatchError, CorruptError, FormatError: as `muonfx.checkpoint.load`; nothing was loaded then.
+
+    >>> import tempfile
+    >>> from types import SimpleNamespace
+    >>> from torch import nn
+    >>> from muonfx.engines import deepspeed
+    >>> model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    >>> path = deepspeed.save(SimpleNamespace(optimizer=deepspeed.Muon(model)), tempfile.mkdtemp())
+    >>> deepspeed.load(SimpleNamespace(optimizer=deepspeed.Muon(other)), path)
+    >>> torch.equal(model.weight, other.weight)
+    True
+    """
+    own = _optimizer_of(engine)
+    units = own.all_units()
+    group = _group_of(units)
+    params, state = _logical(own, units)
+    params = checkpoint.load_params(path, like=params, group=group)
+    leaves = tree.leaves(checkpoint.load(path, like=state, tx=own.tx, group=group))
+    zero, is_cut = engine.optimizer, own.stage_3() is not None
+    if is_cut:
+        zero.checkpoint_event_prologue()  # parameters that are whole all the time are cut meanwhile
+    for unit in units:
+        unit.take(params, leaves, own.state)
+    if is_cut:
+        own.copy_to_parts()
+        zero.checkpoint_event_epilogue()
+    elif hasattr(zero, "update_lp_params"):
+        zero.update_lp_params()
+
+
+def _optimizer_of(engine: Any) -> ZeroOptimizer:
+    found = engine.optimizer
+    inner = getattr(found, "optimizer", found)
+    if not isinstance(inner, ZeroOptimizer):
+        raise TypeError(f"engine: its optimizer is {inner!r}, expected one of muonfx.engines.deepspeed")
+    return inner
+
+
+def _group_of(units: Iterable[Unit]) -> dist.ProcessGroup | None:
+    layouts = [unit.pieces.layout for unit in units]
+    group = next((layout.group for layout in layouts if layout is not None), None)
+    return dist.group.WORLD if group is None and dist.is_initialized() else group
+
+
+def _logical(own: ZeroOptimizer, units: Sequence[Unit]) -> tuple[dict[str, Any], Any]:
+    """The parameters and the state of all units together."""
+    params: dict[str, Any] = {}
+    parts: list[list[Any]] = []
+    for unit in units:
+        some, leaves = unit.logical(own.state)
+        params |= some
+        parts.append(leaves)
+    return params, units[0].unflatten([_merged(leaves) for leaves in zip(*parts, strict=True)])
+
+
+def _merged(leaves: Iterable[Tensor | FlatPiece | None]) -> Tensor | FlatPiece | None:
+    """The leaf of the one unit that has it; where all have, as of a counter, the largest."""
+    found = [leaf for leaf in leaves if leaf is not None]
+    if len(found) < 2:
+        return found[0] if found else None
+    return torch.stack([leaf for leaf in found if isinstance(leaf, Tensor)]).amax(0)
