@@ -262,14 +262,16 @@ def test_a_state_that_was_written_after_parameters_were_replaced_stays():
 def test_a_layer_that_comes_later_is_warned_of_by_and_by():
     model = made()
     optimizer = mfx.Muon(model)
-    for _ in range(2):
-        backward(model)
-        optimizer.step()
-    model.append(nn.Linear(4, 4))
-    with pytest.warns(UserWarning, match=r"2 parameters of the model have gradients .* such as '3\.weight'"):
-        for _ in range(3):
+
+    def steps(many: int) -> None:
+        for _ in range(many):
             backward(model)
             optimizer.step()
+
+    steps(2)
+    model.append(nn.Linear(4, 4))
+    with pytest.warns(UserWarning, match=r"2 parameters of the model have gradients .* such as '3\.weight'"):
+        steps(3)
 
 
 def test_one_tensor_under_two_names_is_refused():
