@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +43,7 @@ from muonfx.optimizer.stepping import Stepping
 from muonfx.optimizer.values import GroupNumbers, check_shapes
 from muonfx.program.lower import lower
 from muonfx.program.nodes import Program
+from muonfx.sharding.dtensors import is_dtensor
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import Settings
 from muonfx.sharding.transform import Sharded, settings_of
@@ -205,6 +207,8 @@ class TransformOptimizer(torch.optim.Optimizer):
         unfrozen = set[str]()
         if self._ready:
             named = self._named()
+            if twice := [name for name, times in Counter(name for name, _ in pairs).items() if times > 1]:
+                raise ValueError(f"two parameters are named {twice[0]!r}; names must differ over all groups")
             unfrozen = {name for name, _ in pairs} & self._left_out
             if taken := [n for n, p in pairs if n in named and (n not in unfrozen or p is not named[n])]:
                 raise ValueError(
@@ -302,24 +306,25 @@ class TransformOptimizer(torch.optim.Optimizer):
         self._numbers, self._stepping = numbers, made
         self._live["state"] = state
         self._live["made"] = [(leaf, leaf._version) for leaf in tree.tensors(state)] if is_as_made else None
-        self._live["anew"] = False
+        self._live["anew"] = self._live["cleared"] = False
         self._show_all()
         made.share(state)
         self._left_out = {name for name, route in self._routes.items() if route.is_left_out}
         self._ready = True
 
-    def _rebind(self, *, at_step: bool = False, alone: bool = False) -> None:
+    def _rebind(self, moment: Literal["step", "save", "clear", "else"] = "else") -> None:
         """Bind to the tensors that stand in the groups, or in the model, where these are others now or have moved.
 
         The state is found by name: made anew where nothing has been written into it yet, else the very same values, cut
-        as the tensors are cut now; all ranks come here together, or a rank ``alone``, which then exchanges nothing.
+        as the tensors are cut now. All ranks come here together, but to "save", where nothing is exchanged unless the
+        cut has changed, and to "clear" gradients, where nothing is exchanged: what needs that is left to the step.
 
         Raises:
             ValueError: a tensor has another shape, the labels have changed with it, or it came between the backward
                 pass and the step; nothing has been changed then.
 
         Warns:
-            UserWarning: some parameters were replaced in the model since the gradients were cleared.
+            UserWarning: parameters were replaced in the model since the gradients were cleared.
         """
         for group in self.param_groups:
             if len(group["params"]) != len(group["param_names"]):
@@ -333,29 +338,35 @@ class TransformOptimizer(torch.optim.Optimizer):
         named = before | later
         replaced = self._attachment.replaced(named)
         if not replaced:
-            if self._live["anew"] and not alone:
+            if self._live["anew"] and moment in ("step", "else"):
                 self._live["anew"] = False
                 if self._is_as_made():
                     self._start()
             return
         is_as_made = self._is_as_made()
-        if later and at_step:
-            _check_in_time(before, named, later)
+        is_swap = all(self._attachment.lies_alike(name, named[name]) for name in replaced)
+        over_ranks = self._layout is not None or any(map(is_dtensor, named.values()))
+        if moment == "clear" and over_ranks and not is_swap:
+            for param in later.values():
+                param.grad = None
+            self._live["cleared"] = True
+            return
+        if later and moment == "step" and not self._live["cleared"]:
+            _check_in_time(before, named, later, is_first=is_as_made)
         check_usable(named, self._given_layout)
-        kept = self._program, self._layout, [group["params"] for group in self.param_groups]
-        if is_swap := all(self._attachment.lies_alike(name, named[name]) for name in replaced):
-            program, layout, routes = self._program, self._layout, self._routes
-        else:
+        program, layout, routes = self._program, self._layout, self._routes
+        if not is_swap:
             layout = layout_for(named, self._given_layout)
             program = self._lower(named, layout)
             routes = routes_of(program)
         if changed := [name for name in named if routes[name] != self._routes[name]]:
             raise ValueError(f"{changed[0]!r} has other labels now than when the optimizer was made: make it anew")
+        kept = self._program, self._layout, [[*group["params"]] for group in self.param_groups]
         self._program, self._layout = program, layout
         for group in self.param_groups:
-            group["params"] = [named[name] for name in group["param_names"]]
+            group["params"][:] = [named[name] for name in group["param_names"]]
         try:
-            if is_swap and (not is_as_made or (alone and layout is not None)):
+            if is_swap and (not is_as_made or (over_ranks and moment in ("save", "clear"))):
                 self._live["anew"] = is_as_made  # where all ranks are
                 self._show_all()
             else:
@@ -365,7 +376,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         except BaseException:
             self._program, self._layout, lists = kept
             for group, params in zip(self.param_groups, lists, strict=True):
-                group["params"] = params
+                group["params"][:] = params
             raise
         self._routes = routes
         self._attachment.bind(named)
@@ -373,7 +384,7 @@ class TransformOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the parameters that there are now."""
         if self._ready and not torch.compiler.is_compiling():
-            self._rebind()
+            self._rebind("clear")
         super().zero_grad(set_to_none)
 
     def _is_as_made(self) -> bool:
@@ -448,7 +459,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         problem: Exception | None = None
         if not torch.compiler.is_compiling():  # a graph is traced once, and for these parameters
             try:
-                self._rebind(at_step=True)
+                self._rebind("step")
                 self._attachment.check_real()
             except (TypeError, ValueError) as error:  # other ranks hear of it where they agree on the step
                 problem = error
@@ -472,7 +483,7 @@ class TransformOptimizer(torch.optim.Optimizer):
             check=check,
         )
         self._live["made"] = None  # so that nothing keeps the first state alive
-        self._live["anew"] = False
+        self._live["anew"] = self._live["cleared"] = False
         self._publish()
         return loss
 
@@ -516,7 +527,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         Raises:
             ShardingError: not all ranks came, where all must.
         """
-        self._rebind(alone=True)
+        self._rebind("save")
         for group, own in zip(self.param_groups, self._numbers, strict=True):
             own.read(group)  # so that all keys of a number say the same
         found = super().state_dict()
@@ -584,7 +595,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             self._stepping.load(loads, numbers, self._state, problem)
         self._live["made"] = None
-        self._live["anew"] = False
+        self._live["anew"] = self._live["cleared"] = False
         warn_of_order(self.param_groups, given["param_groups"])
         for group, old in zip(self.param_groups, saved, strict=True):
             group.update(
@@ -611,8 +622,12 @@ def _wholes(named: Mapping[str, Tensor], layout: Layout | None) -> dict[str, Ten
     return {name: torch.empty_like(param, device="meta") for name, param in named.items()}
 
 
-def _check_in_time(before: Mapping[str, Tensor], named: Mapping[str, Tensor], later: Mapping[str, Tensor]) -> None:
+def _check_in_time(
+    before: Mapping[str, Tensor], named: Mapping[str, Tensor], later: Mapping[str, Tensor], *, is_first: bool
+) -> None:
     """Look whether gradients, and what was done to them, are those of the parameters that a model has now.
+
+    Before the ``is_first`` step all parameters are often replaced, as by `fully_shard`.
 
     Raises:
         ValueError: the only gradients are those of tensors that the model does not have any more.
@@ -623,7 +638,7 @@ def _check_in_time(before: Mapping[str, Tensor], named: Mapping[str, Tensor], la
             f"{name!r} of the model was replaced between backward() and step(), and its gradient is that of the former "
             "tensor: replace parameters before the backward pass"
         )
-    if any(param.requires_grad for name, param in before.items() if name not in later):
+    if not is_first or any(param.requires_grad for name, param in before.items() if name not in later):
         warnings.warn(
             f"{len(later)} of {len(before)} parameters were replaced in the model, such as {name!r}, since the "
             "optimizer's gradients were cleared: the step is taken on those that the model has now, but a GradScaler "

@@ -155,6 +155,7 @@ def test_what_was_replaced_after_an_idle_step_is_trained():
     with pytest.warns(UserWarning, match="found no gradient"):
         optimizer.step()  # as some do to please a scheduler
     before = [param.detach().clone() for param in assigned(model).parameters()]
+    optimizer.zero_grad()
     backward(model)
     optimizer.step()
     assert all(not torch.equal(param, was) for param, was in zip(model.parameters(), before, strict=True))
@@ -181,6 +182,11 @@ def test_what_was_replaced_in_part_since_gradients_were_cleared_is_said():
     one_replaced(model)
     backward(model)
     with pytest.warns(UserWarning, match=r"1 of 4 parameters were replaced in the model, such as '2\.weight'"):
+        optimizer.step()
+    model.zero_grad()
+    assigned(model)
+    backward(model)
+    with pytest.warns(UserWarning, match="4 of 4 parameters were replaced"):
         optimizer.step()
     one_replaced(model)
     optimizer.zero_grad()
@@ -281,6 +287,9 @@ def test_one_tensor_under_two_names_is_refused():
     optimizer = mfx.Muon(made())
     with pytest.raises(ValueError, match="'x' and 'y' are one tensor"):
         optimizer.add_param_group({"params": [("x", param), ("y", param)]})
+    other = nn.Parameter(torch.zeros(3, 3))
+    with pytest.raises(ValueError, match="two parameters are named 'x'"):
+        optimizer.add_param_group({"params": [("x", param), ("x", other)]})
     assert len(optimizer.param_groups) == 2
 
 
