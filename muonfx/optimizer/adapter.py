@@ -306,7 +306,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         self._numbers, self._stepping = numbers, made
         self._live["state"] = state
         self._live["made"] = [(leaf, leaf._version) for leaf in tree.tensors(state)] if is_as_made else None
-        self._live["anew"] = self._live["cleared"] = False
+        self._live["anew"] = False
         self._show_all()
         made.share(state)
         self._left_out = {name for name, route in self._routes.items() if route.is_left_out}
@@ -347,11 +347,10 @@ class TransformOptimizer(torch.optim.Optimizer):
         is_swap = all(self._attachment.lies_alike(name, named[name]) for name in replaced)
         over_ranks = self._layout is not None or any(map(is_dtensor, named.values()))
         if moment == "clear" and over_ranks and not is_swap:
-            for param in later.values():
-                param.grad = None
-            self._live["cleared"] = True
+            for group in self.param_groups:  # as an engine does; the state follows where all ranks are
+                group["params"][:] = [named[name] for name in group["param_names"]]
             return
-        if later and moment == "step" and not self._live["cleared"]:
+        if later and moment == "step":
             _check_in_time(before, named, later, is_first=is_as_made)
         check_usable(named, self._given_layout)
         program, layout, routes = self._program, self._layout, self._routes
@@ -483,7 +482,7 @@ class TransformOptimizer(torch.optim.Optimizer):
             check=check,
         )
         self._live["made"] = None  # so that nothing keeps the first state alive
-        self._live["anew"] = self._live["cleared"] = False
+        self._live["anew"] = False
         self._publish()
         return loss
 
@@ -595,7 +594,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             self._stepping.load(loads, numbers, self._state, problem)
         self._live["made"] = None
-        self._live["anew"] = self._live["cleared"] = False
+        self._live["anew"] = False
         warn_of_order(self.param_groups, given["param_groups"])
         for group, old in zip(self.param_groups, saved, strict=True):
             group.update(

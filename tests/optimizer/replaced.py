@@ -133,6 +133,20 @@ def saved_after_evaluation(here: Here, stepped: bool) -> None:
         assert torch.equal(_whole(param), _whole(wanted))
 
 
+def cleared_alone(here: Here) -> None:
+    """Gradients are cleared on one rank only after the model was sharded: nothing is exchanged before the step."""
+    model, twin = made(), made()
+    optimizer = mfx.Muon(model, dtype=torch.float32)
+    fully_shard(model, mesh=here.mesh)
+    other = mfx.Muon(fully_shard(twin, mesh=here.mesh), dtype=torch.float32)
+    if here.rank == 0:
+        optimizer.zero_grad()
+    for m, o in ((model, optimizer), (twin, other)):
+        one_step(m, o)
+    for param, wanted in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(_whole(param), _whole(wanted))
+
+
 def cut_on_one_rank(here: Here) -> None:
     model = made()
     optimizer = mfx.Muon(model, layout=sharding.replicated(dict(model.named_parameters()), here.group))

@@ -562,6 +562,11 @@ def test_parameters_that_fsdp2_has_gathered_for_a_while_are_not_followed(world: 
 
 
 @pytest.mark.dist
+def test_a_rank_clears_gradients_alone(world: World):
+    world.check(2, ranks.cleared_alone)
+
+
+@pytest.mark.dist
 def test_a_wrong_shape_on_one_rank_is_an_error_on_all(world: World):
     for result in world.run(2, ranks.cut_on_one_rank):
         assert isinstance(result, Failed)
