@@ -17,6 +17,7 @@ from muonfx.polar.newton_schulz import NewtonSchulz
 from muonfx.polar.orthogonalize import orthogonalize
 from muonfx.polar.policy import DTypeLike, MethodLike, Plan, compute_dtype, explain
 from muonfx.polar.products import ProductsLike
+from muonfx.polar.rates import Rates, use_rates
 from muonfx.polar.scaling import same_range
 from muonfx.polar.workspace import Workspace
 
@@ -44,6 +45,8 @@ __all__ = [
     "Plan",
     "compute_dtype",
     "same_range",
+    "Rates",
+    "use_rates",
     "DTypeLike",
     "MethodLike",
     "ProductsLike",

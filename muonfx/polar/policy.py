@@ -32,6 +32,7 @@ from muonfx.polar.coefficients import CoefficientsLike
 from muonfx.polar.hardware import cpu_bf16_is_faster, cpu_has_amx, cpu_has_bf16, cuda_capability
 from muonfx.polar.polynomials import Polynomials, polynomials
 from muonfx.polar.products import ProductsLike
+from muonfx.polar.rates import Rates, built_in, used
 from muonfx.polar.stability import TOLERANCE, largest, stable_restarts
 from muonfx.polar.stages import Stage, staged, standard
 from muonfx.polar.symbols import fixed
@@ -67,31 +68,6 @@ iteration. Below, calls and not arithmetic take the time.
 """
 
 
-class Rates(NamedTuple):
-    """What a device does with symmetric products; multiply-adds unless said otherwise."""
-
-    halved_from: float
-    """How large a product must be, `n^2 k`, for leaving out its half to pay."""
-    share: float
-    """The time that it then takes, over that of the full product."""
-    pass_cost: float
-    """What the device multiplies in the time that one element of a small matrix is read and written again."""
-    source: str
-    """Where the numbers come from."""
-
-
-_AVX = "measured on 2 cores of an AVX512-BF16 CPU, torch 2.13"
-_RATES = {
-    ("cpu", torch.bfloat16): Rates(4e8, 0.8, 80, _AVX),
-    ("cpu", torch.float32): Rates(6e7, 0.75, 25, _AVX),
-    ("cpu", torch.float64): Rates(6e7, 0.75, 25, "taken over from fp32, not measured"),
-    ("amx", torch.bfloat16): Rates(1e9, 0.8, 200, "those of AVX512-BF16 at 2.4 times its product rate, not measured"),
-    ("cuda", torch.bfloat16): Rates(1e9, 0.6, 1000, "from an H200's data sheet, not measured"),
-    ("cuda", torch.float16): Rates(1e9, 0.6, 1000, "from an H200's data sheet, not measured"),
-    ("cuda", torch.float32): Rates(1e9, 0.6, 100, "from an H200's data sheet, not measured"),
-}
-
-
 class Facts(NamedTuple):
     """What the choice asks a machine: given beforehand, a plan is the same wherever it is made."""
 
@@ -99,9 +75,6 @@ class Facts(NamedTuple):
     """True if a CPU has tile registers (AMX)."""
     kernels: bool
     """True if the Triton kernels run on the device."""
-
-
-_UNKNOWN = Rates(float("inf"), 1.0, 100, "a guess: nothing is known about this device and dtype")
 
 
 class Reason(NamedTuple):
@@ -441,12 +414,8 @@ def _has_kernels(device: torch.device, facts: Facts | None) -> bool:
     return kernels.available(device) if facts is None else facts.kernels
 
 
-def _rates(device: torch.device, compute: torch.dtype, facts: Facts | None) -> Rates:
-    amx = device.type == "cpu" and compute == torch.bfloat16
-    tiles = amx and (_has_tiles() if facts is None else facts.tiles)
-    return _RATES.get(("amx" if tiles else device.type, compute), _UNKNOWN)
-
-
 @torch.compiler.assume_constant_result  # a tracer calls this once and keeps the answer
-def _has_tiles() -> bool:
-    return cpu_has_amx()
+def _rates(device: torch.device, compute: torch.dtype, facts: Facts | None) -> Rates:
+    if facts is not None:
+        return built_in(device.type, facts.tiles, compute)  # a plan that is the same wherever it is made
+    return used(device.type, device.type == "cpu" and cpu_has_amx(), compute)

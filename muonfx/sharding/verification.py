@@ -12,6 +12,7 @@ import torch
 from muonfx import checks, tree
 from muonfx.core import Transform
 from muonfx.polar import compute_dtype
+from muonfx.polar.rates import in_use
 from muonfx.sharding.binding import Binding
 from muonfx.sharding.consensus import DTYPES, Facts, check_pieces, compare, find_difference, listed, number_of
 from muonfx.sharding.description import captured_by, chain_text, functions_of
@@ -89,6 +90,7 @@ def _compared(
             "kinds of device to compute on": device.type,
             "settings": repr(binding.settings),
             "settings of torch": _settings_of_torch(),
+            "rates of products": in_use(),
         },
         layout.group,
         problem,
