@@ -335,7 +335,7 @@ class TransformOptimizer(torch.optim.Optimizer):
                 )
         before = self._named()
         later = self._attachment.later(before)
-        named = before | later
+        named = before | later if later else before
         replaced = self._attachment.replaced(named)
         if not replaced:
             if self._live["anew"] and moment in ("step", "else"):
