@@ -73,6 +73,6 @@ def _container() -> Any:
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
             own = {canonical_fqn(key): key for key in super().state_dict()}
-            super().load_state_dict({own[key]: value for key, value in state_dict.items() if key in own})
+            super().load_state_dict({own.get(key, key): value for key, value in state_dict.items()})
 
     return MuonContainer

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, cast
 
@@ -71,7 +70,7 @@ class TransformOptimizer(torch.optim.Optimizer):
     such as "momentum/trace", with the scalars that all share. Its storage is reused from step to step; gradients are
     only read. It belongs to names: where a model was sharded, loaded with ``assign=True``, moved to another device or
     given storage after its optimizer was made, or an engine has put other tensors into ``param_groups``, the next step
-    takes the tensors of the same names, and the state follows, cut as they are cut.
+    takes the tensors that stand in the places of the former ones, and the state follows, cut as they are cut.
 
     Args:
         params: a model, its ``named_parameters()``, a dict of named tensors, or groups: dicts with "params" (named) and
@@ -86,7 +85,7 @@ class TransformOptimizer(torch.optim.Optimizer):
             it: ``muonfx.sharding.replicated`` under `DistributedDataParallel` shares the matrices out among the ranks.
             None: parameters that are DTensors say so themselves, and others are this process's own.
         model: which has ``params``, where those are not the model itself: it gives names to tensors that are given
-            without, here and in `add_param_group`, and is where tensors are found again by their names.
+            without, here and in `add_param_group`, and its parameters are followed where they are replaced.
 
     Raises:
         TypeError: unnamed parameters without ``model``, or tensors that cannot be optimized; a layout for parameters
@@ -207,8 +206,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         unfrozen = set[str]()
         if self._ready:
             named = self._named()
-            if twice := [name for name, times in Counter(name for name, _ in pairs).items() if times > 1]:
-                raise ValueError(f"two parameters are named {twice[0]!r}; names must differ over all groups")
+            check_once(pairs)
             unfrozen = {name for name, _ in pairs} & self._left_out
             if taken := [n for n, p in pairs if n in named and (n not in unfrozen or p is not named[n])]:
                 raise ValueError(
@@ -251,6 +249,8 @@ class TransformOptimizer(torch.optim.Optimizer):
             old["param_names"], old["params"] = [name for name, _ in left], [param for _, param in left]
         try:
             self._add_parts(parts, routes, made, rest)
+            if self._ready:
+                self._start(keep=True)
         except BaseException:
             for old, names, params in former:
                 old["param_names"], old["params"] = names, params
@@ -259,7 +259,6 @@ class TransformOptimizer(torch.optim.Optimizer):
             raise
         if self._ready:
             self._attachment.add(models_of([param_group]), dict(pairs))
-            self._start(keep=True)
 
     def _add_parts(
         self,

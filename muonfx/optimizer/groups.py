@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 NamedParameters = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor] | Tensor] | Iterable[Group]
-"""What an optimizer takes: a model, named parameters, tensors of a model that is known, or groups of them."""
+"""The parameters of an optimizer: a model, named parameters, tensors of a model that is known, or groups of them."""
 
 
 class GroupKind(IntEnum):
@@ -69,11 +69,9 @@ def resolve_groups(params: Any, known: Mapping[Tensor, str] | None = None) -> li
     if not items or not all(isinstance(item, dict) for item in items):
         items = [{"params": items}]
     groups: list[Group] = [{**item, "params": named_pairs(item["params"], known)} for item in items]
-    names = [name for group in groups for name, _ in group["params"]]
-    if len(set(names)) < len(names):
-        twice = sorted({name for name in names if names.count(name) > 1})
-        raise ValueError(f"two parameters are named {twice[0]!r}; names must differ over all groups")
-    check_once([pair for group in groups for pair in group["params"]])
+    pairs = [pair for group in groups for pair in group["params"]]
+    check_once(pairs)
+    names = [name for name, _ in pairs]
     plain = unwrapped(names)
     if twice := [name for name, times in Counter(plain.values()).items() if times > 1]:
         both = " and ".join(repr(name) for name in names if plain[name] == twice[0])
@@ -85,13 +83,17 @@ def resolve_groups(params: Any, known: Mapping[Tensor, str] | None = None) -> li
 
 
 def check_once(pairs: Iterable[tuple[str, Tensor]]) -> None:
-    """Refuse a tensor under two names.
+    """Refuse a name for two tensors, and a tensor under two names.
 
     Raises:
-        ValueError: there is one; the message has both names.
+        ValueError: there is one; the message has the names.
     """
+    seen = set[str]()
     name_of: dict[Tensor, str] = {}
     for name, param in pairs:
+        if name in seen:
+            raise ValueError(f"two parameters are named {name!r}; names must differ over all groups")
+        seen.add(name)
         if (first := name_of.setdefault(param, name)) != name:
             raise ValueError(f"{first!r} and {name!r} are one tensor, which would be stepped on twice: give it once")
 

@@ -331,7 +331,8 @@ def _choose_products(
         return requested, Reason("as asked for")
     rates, size = _rates(device, compute, facts), short * short * long
     numbers = (size, rates.halved_from)
-    bound = f"{{:.1e}} multiply-adds against a bound of {{:.1e}} ({rates.source})"
+    source = rates.source.replace("{", "{{").replace("}", "}}")  # of a file: any text
+    bound = f"{{:.1e}} multiply-adds against a bound of {{:.1e}} ({source})"
     if size < rates.halved_from:
         return "batched", Reason(f"in batches by the BLAS: halving symmetric ones does not pay at {bound}", numbers)
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""What devices do with the products of the iteration: numbers that were measured, each with where.
+"""The speed of devices at the products of the iteration: numbers, each with its source.
 
 A choice that follows from them (`muonfx.polar.policy`) must be the same on all ranks and in a resumed run, so nothing
 is measured by itself. `python -m muonfx.polar.calibrate` measures a machine and writes a file; `use_rates` reads it.
@@ -20,20 +20,23 @@ FORMAT = "muonfx rates 1"
 
 
 class Rates(NamedTuple):
-    """What a device does with symmetric products; multiply-adds unless said otherwise."""
+    """The speed of a device at symmetric products; in multiply-adds unless said otherwise."""
 
     halved_from: float
-    """How large a product must be, `n^2 k`, for leaving out its half to pay; infinite where it never does."""
+    """The size of a product, `n^2 k`, from which on leaving out its half pays; infinite where it never does."""
     share: float
     """The time that it then takes, over that of the full product."""
     pass_cost: float
-    """What the device multiplies in the time that one element of a small matrix is read and written again."""
+    """Multiply-adds in the time that one element of a small matrix is read and written again."""
     source: str
-    """Where the numbers come from."""
+    """A sentence on the measurement, or on the guess."""
 
 
 _AVX512 = "measured on 2 cores of an AVX512-BF16 CPU, torch 2.13"
-_AMX = "measured on 2 threads of a CPU with AMX, torch 2.13: halving lost up to 1024 x 4096"
+_AMX = (
+    "halving measured to lose up to 1024 x 4096, on 2 threads of a CPU with AMX, torch 2.13; "
+    "a pass scaled from AVX512-BF16, not measured"
+)
 _H200 = "from an H200's data sheet, not measured"
 _NEVER = math.inf
 

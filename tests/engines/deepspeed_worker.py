@@ -272,7 +272,7 @@ def refused(here: Rank) -> dict[str, Any]:
 
 
 def from_another_size(here: Rank) -> dict[str, Any]:
-    """What DeepSpeed says of checkpoints of two ranks, and of making them universal."""
+    """The errors of DeepSpeed for checkpoints of two ranks, and of making them universal."""
     from deepspeed.checkpoint import ds_to_universal
 
     saved, said = here.folder.parent / "ranks_2", {}

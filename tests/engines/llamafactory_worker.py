@@ -113,7 +113,7 @@ def in_one_process(batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def launched_with(*args: str) -> str:
-    """What LLaMA-Factory prints when our launcher, which registers the optimizer, hands these arguments over."""
+    """The output of LLaMA-Factory when our launcher, which registers the optimizer, hands these arguments over."""
     said = io.StringIO()
     sys.argv = ["launcher", *args]
     with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
@@ -158,7 +158,7 @@ def train(trainer: SFTTrainer, batches: list[dict[str, Tensor]]) -> None:
 
 
 def over_ranks(here: Rank) -> dict[str, Any]:
-    """What the trainer has sharded, saved and loaded by LLaMA-Factory's own FSDP2."""
+    """A model that the trainer has sharded, saved and loaded by LLaMA-Factory's own FSDP2."""
     ours.register()
     batches = batches_of(here.size, here.rank)
     dist_config = {"name": "fsdp2"}
