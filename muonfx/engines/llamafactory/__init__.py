@@ -22,7 +22,7 @@ __all__ = ["muon", "register"]
 
 NAME = "muonfx"
 PLACES = ("optimizer", "optimizers.optimizer")
-"""The modules with the registry, in different versions of LLaMA-Factory, under ``llamafactory.v1.plugins.trainer_plugins``."""
+"""The registry's modules, by version, under ``llamafactory.v1.plugins.trainer_plugins``."""
 
 
 def muon(model: nn.Module, optim_config: Mapping[str, Any], **given: Any) -> Muon:
