@@ -202,7 +202,13 @@ def _resolve_masked(tx: Transform, params: PyTree) -> Transform:
     return tx.replace(mask=dict(zip(names, chosen, strict=True)))
 
 
-@transform(locality=_locality, own_locality=Locality.ELEMENT, resolve=_resolve_partition, remembers=True)
+@transform(
+    locality=_locality,
+    own_locality=Locality.ELEMENT,
+    rest="dropped",
+    resolve=_resolve_partition,
+    remembers=True,
+)
 def partition(
     transforms: dict[str, Transform],
     labels: PyTree | Mapping[str, str | None] | Callable[[PyTree], PyTree],
@@ -283,6 +289,7 @@ def partition(
 @transform(
     locality=lambda inner, mask: inner.locality,
     own_locality=Locality.ELEMENT,
+    rest="unchanged",
     resolve=_resolve_masked,
     name_patterns=mask_patterns,
     remembers=True,

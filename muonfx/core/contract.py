@@ -19,7 +19,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -129,6 +129,7 @@ class Declaration:
 
     locality: Locality | Callable[..., Locality] = Locality.TREE
     own_locality: Locality | None = None
+    rest: Literal["dropped", "unchanged"] | None = None
     reads_params: bool | Callable[..., bool] = True
     resolve: Callable[[Any, PyTree], Transform] | None = None
     rounds_to: Callable[[Any, torch.dtype, torch.device], torch.dtype] | None = None

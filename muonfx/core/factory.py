@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -23,6 +23,7 @@ def transform(
     name: str | None = None,
     locality: Locality | Callable[..., Locality] = Locality.TREE,
     own_locality: Locality | None = None,
+    rest: Literal["dropped", "unchanged"] | None = None,
     reads_params: bool | Callable[..., bool] = True,
     resolve: Callable[[Any, PyTree], Transform] | None = None,
     rounds_to: Callable[[Any, torch.dtype, torch.device], torch.dtype] | None = None,
@@ -61,6 +62,9 @@ def transform(
             which is always correct.
         own_locality: for a transform that calls others, the locality of its own work apart from theirs, where it hands
             them trees of some of the very leaves that it was given. The others may then be replaced by sharded ones.
+        rest: for a transform whose own work is only to give each leaf to one of those that it calls, under its dotted
+            name in a flat dict: what becomes of the updates of the leaves that none of them gets. Each leaf can then go
+            its own route through the whole.
         reads_params: whether ``init`` or ``update`` looks at the values of the parameters; a bool or a function of the
             arguments. Where it does not, a sharded run sends none: `init` finds NaN, and ``update`` gets None.
         resolve: ``(transform, params) -> transform``: the same for parameters of just these names and shapes, with all
@@ -124,6 +128,7 @@ def transform(
     declaration = Declaration(
         locality=locality,
         own_locality=own_locality,
+        rest=rest,
         reads_params=reads_params,
         resolve=resolve,
         rounds_to=rounds_to,

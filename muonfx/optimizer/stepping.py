@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -160,11 +159,10 @@ class Stepping:
         self.tx.check_extras(extras)
         self.refresh(groups, params)
         assert self._node is not None
-        apply = functools.partial(add_in_place, params)
         donated = Donation(donate, True)
         self.executor.require_room(state, params, donated)
         _, after = self.executor.update_node(
-            self._node, self._now, Arguments(updates, state, params, donated, extras, apply)
+            self._node, self._now, Arguments(updates, state, params, donated, extras, add_in_place)
         )
         return after
 

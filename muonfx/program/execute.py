@@ -33,6 +33,7 @@ from muonfx.program.buckets import (
 from muonfx.program.lower import lower_node, named_chain, resolve_within, state_around
 from muonfx.program.nodes import Around, ChainNode, Node, Stage, WholeTree
 from muonfx.program.placement import RESIDENT, Arguments, Placement, Run, Store
+from muonfx.program.routes import PIECE_BYTES, Routes, can_be_routed
 from muonfx.recorded import with_numbers
 from muonfx.tree import PyTree
 
@@ -72,6 +73,7 @@ class Executor:
         self._spans: dict[int, tuple[_Span, ...]] = {}
         self._parameters: dict[Any, list[str | None]] = {}
         self._keeps_leaves: dict[int, bool] = {}
+        self._routes: dict[int, Routes] = {}
         self._warned: set[str] = set()
         self._at_hand: Executor | None = None
         self._workspace = Workspace()
@@ -92,7 +94,7 @@ class Executor:
 
     def _forget(self) -> None:
         """Forget all that was found out; it is found out again when it is asked for."""
-        for found in (self._programs, self._current, self._spans, self._parameters, self._keeps_leaves):
+        for found in (self._programs, self._current, self._spans, self._parameters, self._keeps_leaves, self._routes):
             found.clear()
 
     def _compute_on(self, device: torch.device) -> torch.dtype | None:
@@ -210,6 +212,9 @@ class Executor:
     def _update_unit(self, node: Node, now: Now, call: Arguments) -> tuple[PyTree, PyTree]:
         """Update by what looks at one leaf at a time, bucket by bucket."""
         tx = self._transform(node, now)
+        if self.store.is_resident and can_be_routed(call):
+            call = call._replace(extras={**call.extras, "sum_over_leaves": self.placement.sum_over_leaves})
+            return dict.fromkeys(call.updates), self._routes_of(node, tx, call.params).step(tx, call)
         if not self.store.is_resident:
             here = with_numbers_on(self.store.device(device_of(call.updates, call.params)), tx)
             return self._update_in_store(here, call, absent=False)
@@ -219,6 +224,12 @@ class Executor:
         out, after = call.run(tx, sum_over_leaves=self.placement.sum_over_leaves)
         call.finish(out)
         return out, after
+
+    def _routes_of(self, node: Node, tx: Transform, params: dict[str, Tensor]) -> Routes:
+        if node.number not in self._routes:
+            limit = self.bucket_bytes or max([PIECE_BYTES, *map(nbytes_of, params.values())])
+            self._routes[node.number] = Routes(node, tx, params, limit)
+        return self._routes[node.number]
 
     def update_in_store(
         self,

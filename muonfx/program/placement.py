@@ -33,8 +33,8 @@ class Arguments(NamedTuple):
     donate: Donation
     extras: Mapping[str, Any]
     """Named values for the transforms."""
-    apply: Callable[[PyTree], None] | None = None
-    """Is called with the updates of each bucket as soon as these are final, and takes them."""
+    apply: Callable[[PyTree, PyTree], None] | None = None
+    """Is called with parameters, or pieces of them, and the updates for these as soon as they are final."""
 
     @property
     def like(self) -> PyTree:
@@ -49,7 +49,7 @@ class Arguments(NamedTuple):
     def finish(self, updates: PyTree) -> None:
         """Apply updates that are final, if they are to be."""
         if self.apply is not None:
-            self.apply(updates)
+            self.apply(self.params, updates)
 
 
 class Placement(Protocol):

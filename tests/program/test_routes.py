@@ -1,0 +1,124 @@
+"""Steps by routes and pieces are those of the transforms on whole leaves, bit for bit, in their own scratch."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import muonfx as mfx
+from benchmarks.measure import PeakBytes
+from muonfx.optimizer.stepping import add_in_place
+from muonfx.program import execute, routes
+from muonfx.program.execute import Executor
+from muonfx.program.placement import ALONE, Arguments
+
+SHAPES = {
+    "a.weight": (12, 40),
+    "b.weight": (40, 12),
+    "c.weight": (12, 40),
+    "d.weight": (3, 12, 5),
+    "e.bias": (700,),
+    "f.bias": (3,),
+    "g.bias": (),
+    "h.weight": (0, 4),
+}
+LABELS = {name: "muon" if name.endswith("weight") else "adamw" for name in SHAPES}
+MUON = mfx.chain(
+    mfx.momentum(),
+    mfx.masked(mfx.scale(0.5), mfx.select.path("a.*")),
+    mfx.orthogonalize(dtype=torch.bfloat16, steps=2),
+    mfx.scale_by_shape(),
+    mfx.add_decayed_weights(0.1, mfx.select.path("[ab].*")),
+    mfx.scale_by_learning_rate(mfx.schedules.linear(0.1, 0.0, 5)),
+)
+CHAINS = {
+    "muon with adamw": mfx.partition({"muon": MUON, "adamw": mfx.adamw(1e-2)}, LABELS),
+    "with numbers in the state": mfx.partition({"muon": mfx.inject_hyperparams(MUON), "adamw": mfx.lion(1e-2)}, LABELS),
+    "matrix transforms first, next to each other and last": mfx.partition(
+        {
+            "muon": mfx.chain(
+                mfx.orthogonalize(dtype=torch.bfloat16, steps=2),
+                mfx.momentum(nesterov=False),
+                mfx.orthogonalize(dtype=torch.bfloat16, steps=2),
+                mfx.normalize_neurons(),
+            ),
+            "adamw": mfx.chain(mfx.cautious(mfx.scale_by_adam()), mfx.set_to_zero()),
+        },
+        LABELS,
+    ),
+    "some left out, some passed on": mfx.partition(
+        {"muon": mfx.masked(mfx.momentum(debias=True), mfx.select.path("[ad].*"))},
+        {name: "muon" if name.endswith("weight") else None for name in SHAPES},
+    ),
+    "compact state": mfx.chain(mfx.scale_by_adam(mu_dtype=mfx.int8(), nu_dtype=torch.bfloat16), mfx.scale(-0.1)),
+    "behind a sum over leaves": mfx.chain(mfx.clip_by_global_norm(1.0), mfx.adamw(1e-2)),
+    "nothing": mfx.identity(),
+}
+
+
+def stepped(tx, layout, dtype, *, absent, donate, bucket_bytes=None):
+    """Parameters and state after three steps of an executor that applies updates."""
+    torch.manual_seed(0)
+    params = {name: layout(torch.randn(shape)).to(dtype) for name, shape in SHAPES.items()}
+    executor = Executor(ALONE, bucket_bytes=bucket_bytes)
+    state = executor.init(tx, params)
+    for step in range(3):
+        grads = {name: layout(torch.randn(shape)).to(dtype) for name, shape in SHAPES.items()}
+        if step == 1:
+            grads |= dict.fromkeys(absent)
+        given = {name: None if grad is None else grad.clone() for name, grad in grads.items()}
+        call = Arguments(grads, state, params, mfx.Donation(donate, True), {}, add_in_place)
+        with torch.no_grad():
+            _, state = executor.update(tx, call)
+        assert donate or all(grads[name] is None or torch.equal(grads[name], given[name]) for name in grads)
+    return params, state
+
+
+def as_given(x):
+    return x
+
+
+def transposed(x):
+    return x.mT.contiguous().mT if x.ndim > 1 else x
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+@settings(max_examples=8, deadline=None)
+@given(data=st.data())
+def test_values_are_those_of_whole_leaves(chain, data) -> None:
+    layout = data.draw(st.sampled_from([as_given, transposed]))
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))
+    absent = data.draw(st.sets(st.sampled_from(sorted(SHAPES))))
+    donate = data.draw(st.booleans())
+    sizes = {"PIECE_BYTES": data.draw(st.sampled_from([64, 1024, 1 << 22])), "SMALLEST_PIECE": 16, "LARGE": 30}
+    bucket_bytes = data.draw(st.sampled_from([None, 100, 5000]))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(execute, "can_be_routed", lambda call: False)
+        wanted = stepped(CHAINS[chain], layout, dtype, absent=absent, donate=donate)
+        patched.undo()
+        for name, value in sizes.items():
+            patched.setattr(routes, name, value)
+        found = stepped(CHAINS[chain], layout, dtype, absent=absent, donate=donate, bucket_bytes=bucket_bytes)
+    assert mfx.tree.names(found) == mfx.tree.names(wanted)
+    for name, x, y in zip(mfx.tree.names(found), mfx.tree.leaves(found), mfx.tree.leaves(wanted), strict=True):
+        assert x.dtype == y.dtype, name
+        assert torch.equal(x, y), name
+
+
+def test_a_steady_step_takes_pieces_and_not_leaves_of_scratch() -> None:
+    params = {"embedding": torch.zeros(1 << 22), "w": torch.zeros(1024, 1024)}
+    tx = mfx.partition(
+        {"adamw": mfx.adamw(1e-3), "muon": mfx.muon(1e-3, dtype=torch.bfloat16)}, {"embedding": "adamw", "w": "muon"}
+    )
+    executor = Executor(ALONE)
+    state = executor.init(tx, params)
+    for _ in range(3):
+        grads = {name: torch.randn_like(x) for name, x in params.items()}
+        with PeakBytes() as peak, torch.no_grad():
+            call = Arguments(grads, state, params, mfx.Donation(False, True), {}, add_in_place)
+            _, state = executor.update(tx, call)
+    # Adam's two intermediates and what is under way to the next operation, of one piece each; no leaf of 16 MiB.
+    assert peak.most <= 4 * routes.PIECE_BYTES
+    assert math.isfinite(params["w"].sum())
