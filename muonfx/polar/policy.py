@@ -68,6 +68,10 @@ iteration. Below, calls and not arithmetic take the time.
 """
 
 
+_BLOCKS_AT_ONCE = 1 << 20
+"""Elements of the small matrices of a batch whose products are done by blocks, matrix by matrix."""
+
+
 class Facts(NamedTuple):
     """What the choice asks a machine: given beforehand, a plan is the same wherever it is made."""
 
@@ -112,8 +116,8 @@ class Plan(NamedTuple):
 
     @property
     def at_once(self) -> int | None:
-        """How many matrices go into one batch at most, or None for no limit: by blocks, one at a time is best."""
-        return 1 if self.products == "blocks" else None
+        """How many matrices go into one batch at most, or None for no limit: by blocks, as many as fit a cache."""
+        return max(1, _BLOCKS_AT_ONCE // self.shape[0] ** 2) if self.products == "blocks" else None
 
     @property
     def scratch_bytes(self) -> int:

@@ -120,8 +120,9 @@ class Buffered:
         if self._how == "triton":
             return kernels.symmetric_matmul(wide, None, identity=shift, out=out)
         if self._how == "blocks":
-            for one, square in zip(wide.unbind(), out.unbind(), strict=True):
-                _by_blocks(square, self._eye() if shift else None, one, one.mT, beta=shift, alpha=1.0)
+            if shift:
+                out.copy_(self._eye())
+            _add_by_blocks(out, wide, wide, beta=shift, alpha=1.0)
             return out
         if shift == 0:
             return torch.bmm(wide, wide.mT, out=out)
@@ -135,8 +136,8 @@ class Buffered:
         if self._small == "triton":
             return kernels.symmetric_matmul(p, q, addend=addend, alpha=alpha, beta=beta, out=out)
         if self._small == "blocks":
-            for square, *given in zip(out.unbind(), addend.unbind(), p.unbind(), q.unbind(), strict=True):
-                _by_blocks(square, *given, beta=beta, alpha=alpha)
+            out.copy_(addend)  # here and not by each product, which would copy its own strided block
+            _add_by_blocks(out, p, q, beta=beta, alpha=alpha)
             return out
         return torch.baddbmm(addend, p, q, beta=beta, alpha=alpha, out=out)
 
@@ -182,18 +183,23 @@ def block_side(n: int) -> int:
     return min(512, max(128, n // 4 // 128 * 128))
 
 
-def _by_blocks(
-    out: torch.Tensor, addend: torch.Tensor | None, p: torch.Tensor, q: torch.Tensor, *, beta: float, alpha: float
-) -> None:
-    """`out = beta * addend + alpha * p q`, symmetric: rows of blocks from the diagonal on, the rest mirrored.
+def _add_by_blocks(out: torch.Tensor, p: torch.Tensor, q: torch.Tensor, *, beta: float, alpha: float) -> None:
+    """`out <- beta * out + alpha * p q^T`, which is symmetric: rows of blocks up to the diagonal, the rest mirrored.
 
-    Shapes: `p` `(n, k)`, `q` `(k, n)`, `out` and `addend` `(n, n)`; for no addend `beta` and `alpha` are not used.
+    Product by product: torch's batched ones copy what is no whole batch. Mirrored for all at once: a copy is so short
+    that most of it is its call.
+
+    Shapes: `p` and `q` `(b, n, k)`, `out` `(b, n, n)`; for `beta` 0 it may have any values.
     """
     n, side = out.shape[-1], block_side(out.shape[-1])
-    for start in range(0, n, side):
-        rows, columns = slice(start, start + side), slice(start, n)
-        if addend is None:
-            torch.mm(p[rows], q[:, columns], out=out[rows, columns])
-        else:
-            torch.addmm(addend[rows, columns], p[rows], q[:, columns], beta=beta, alpha=alpha, out=out[rows, columns])
-        out[rows, :start].copy_(out[:start, rows].mT)
+    starts = range(0, n, side)
+    for square, left, right in zip(out.unbind(), p.unbind(), q.unbind(), strict=True):
+        for start in starts:
+            rows, columns = slice(start, start + side), slice(0, start + side)
+            if beta == 0:
+                torch.mm(left[rows], right[columns].mT, out=square[rows, columns])
+            else:
+                square[rows, columns].addmm_(left[rows], right[columns].mT, beta=beta, alpha=alpha)
+    for start in starts[1:]:
+        rows = slice(start, start + side)
+        out[:, :start, rows].copy_(out[:, rows, :start].mT)

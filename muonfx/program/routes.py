@@ -305,9 +305,10 @@ class _Passage:
     def _parts_of(self, stretch: Sequence[Step], values: Leaves) -> Iterator[_Part]:
         """The bucket's leaves, a few at a time; large ones by pieces."""
         for names in self._bucket.lists:
-            x: Tensor | None = values[names[0]]
-            most = self._routes.piece_bytes // self._routes.like[names[0]].itemsize
-            if len(names) > 1 or x is None or x.numel() <= most or not self._can_be_cut(stretch, names[0], x):
+            first, *others = names
+            x: Tensor | None = values[first]
+            most = self._routes.piece_bytes // self._routes.like[first].itemsize
+            if others or x is None or x.numel() <= most or not self._can_be_cut(stretch, first, x):
                 yield _Part(names)
             else:
                 for start in range(0, x.numel(), most):
