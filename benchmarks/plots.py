@@ -15,7 +15,7 @@ SHOWN = ("512 x 2048", "1024 x 4096")
 SPECTRUM = "gaussian"
 
 # On a transparent ground: every colour is readable on white and on the dark theme's blue-grey.
-GREY = "#808592"
+GREY, LINE = "#808592", "#d1495b"
 COLORS = {"muonfx": "#6f78e8", "torch": "#2a9d8f", "pytorch_optimizer": "#d0702c", "heavyball": "#b45cb0"}
 MARKS = {
     "muonfx": "*",
@@ -108,11 +108,11 @@ def _bars(axes: Any, case: str, rows: Sequence[dict[str, Any]]) -> None:
             axes.barh(place, width, 0.62, left, color=color, alpha=alpha, label=label, linewidth=0)
             left += width
         median, over = row["milliseconds"]["median"], row["roofline"]["step over least"]
-        about = f"{median:.3g} ms, {over:.1f} x least" + (f", {row['ratio']['median']:.2f} x torch's")
+        about = f"{median:.{0 if median >= 100 else 1}f} ms, {over:.1f} × least, {row['ratio']['median']:.2f} × torch's"
         text = {"va": "center", "fontsize": 8.5, "color": GREY}
         axes.annotate(about, (left, place), xytext=(7, 0), textcoords="offset points", **text)
     least = rows[0]["roofline"]["least products"] + rows[0]["roofline"]["least passes"]
-    axes.axvline(least, color=GREY, linewidth=1.2, linestyle=(0, (4, 3)), label="least time of a step: the roofline")
+    axes.axvline(least, color=LINE, linewidth=1.6, linestyle=(0, (4, 2)), label="least time of a step: the roofline")
     names = [row["candidate"] for row in rows]
     axes.set_yticks(range(len(rows)), names, fontsize=9.5)
     for tick, name in zip(axes.get_yticklabels(), names, strict=True):
@@ -120,11 +120,11 @@ def _bars(axes: Any, case: str, rows: Sequence[dict[str, Any]]) -> None:
     axes.invert_yaxis()
     axes.set_xlim(0, 1.42 * max(sum(segments(row)) for row in rows))  # room for what is written beside the bars
     axes.set_title(case.replace("^2", "²").replace("x", "×"), loc="left", fontsize=10.5, color=GREY)
-    axes.tick_params(which="both", colors=GREY, length=0)
-    axes.grid(axis="x", color=GREY, alpha=0.25, linewidth=0.6)
-    axes.set_axisbelow(True)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
+    axes.tick_params(axis="x", colors=GREY, length=3)
+    axes.tick_params(axis="y", colors=GREY, length=0)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side == "bottom")
+        spine.set_color(GREY)
 
 
 def _write(plt: Any, figure: Any, axes: Any, path: Path, columns: int) -> None:
