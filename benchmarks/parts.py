@@ -23,6 +23,7 @@ HeavyBall and Dion are compiled. Dion has no release: clone github.com/microsoft
 from __future__ import annotations
 
 import math
+import os
 import statistics
 import time
 from collections import Counter
@@ -32,6 +33,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch._inductor import config as inductor
+from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import muonfx as mfx
@@ -40,6 +42,8 @@ from benchmarks.peers import COMMON, Optimizer, installed, optimizers
 from benchmarks.quality import matrix
 from benchmarks.step import BASELINE, SETS, Shape, about, stepper
 from muonfx import polar
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "7")  # read at the profiler's first use; else it prints two lines a step
 
 PRODUCTS = {"mm": 0, "bmm": 0, "mv": 0, "dot": 0, "addmm": 1, "baddbmm": 1, "addbmm": 1, "addmv": 1}
 """Operators that multiply matrices: the place of the first of the two among their tensors."""
@@ -52,14 +56,21 @@ BASE, STEPS = "polar_express_5", 5
 
 
 class Event(Protocol):
-    """An operator or a region of the profiler, with those that it called."""
+    """An operator or a region of the profiler."""
 
-    name: str
-    cpu_children: Sequence[Event]
+    @property
+    def name(self) -> str:
+        """With its namespace, if it is an operator."""
+        ...
 
     @property
     def cpu_time_total(self) -> float:
-        """Microseconds."""
+        """Microseconds, with all that it called."""
+        ...
+
+    @property
+    def cpu_children(self) -> Sequence[Event]:
+        """The events that it called."""
         ...
 
 
@@ -153,17 +164,18 @@ def flops(step: Callable[[], None]) -> dict[str, int]:
         step()
     assert profiler.profiler is not None
     assert profiler.profiler.kineto_results is not None
-    dtypes = {event.correlation_id(): event.dtypes() for event in profiler.profiler.kineto_results.events()}
+    given = {event.correlation_id(): event for event in profiler.profiler.kineto_results.events()}
     names = {"float": "float32", "c10::BFloat16": "bfloat16", "c10::Half": "float16", "double": "float64"}
     count = Counter[str]()
     for event in (one for top in _called(profiler) for one in within(top)):
-        if kind(event.name) == "product":
-            dtype = dtypes[event.id][0]
-            count[names.get(dtype, dtype)] += operations(event.name, event.input_shapes)
+        if isinstance(event, FunctionEvent) and kind(event.name) == "product":
+            inputs = given[event.id]
+            dtype = inputs.dtypes()[0]
+            count[names.get(dtype, dtype)] += operations(event.name, inputs.shapes())
     return dict(count)
 
 
-def _called(profiler: profile) -> Any:
+def _called(profiler: profile) -> Sequence[Event]:
     """The events within the region of the step, on its thread."""
     (region,) = (event for event in profiler.events() or () if event.name == REGION)
     return region.cpu_children

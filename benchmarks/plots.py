@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.report import judged, load, shape_name
+
+if TYPE_CHECKING:  # drawing is optional
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 ASSETS = Path(__file__).parent.parent / "docs" / "assets"
 PICTURE, PARTS_PICTURE = ASSETS / "polar.svg", ASSETS / "step-by-part.svg"
@@ -36,7 +41,7 @@ PARTS = (
 """The colours of a bar's segments, from the left; the pale ones are what could go."""
 
 
-def _pyplot() -> Any:
+def _pyplot() -> ModuleType | None:
     """Matplotlib for files, with nothing in them that changes from run to run; None with a printed line without it."""
     try:
         import matplotlib
@@ -99,7 +104,7 @@ def segments(row: dict[str, Any]) -> list[float]:
     return [products, parts["products"] - products, passes, parts["passes"] - passes, max(0.0, parts["python"])]
 
 
-def _bars(axes: Any, case: str, rows: Sequence[dict[str, Any]]) -> None:
+def _bars(axes: Axes, case: str, rows: Sequence[dict[str, Any]]) -> None:
     """A bar for each candidate, the fastest at the top, with its time and how many times the least that is."""
     for place, row in enumerate(rows):
         left = 0.0
@@ -109,8 +114,9 @@ def _bars(axes: Any, case: str, rows: Sequence[dict[str, Any]]) -> None:
             left += width
         median, over = row["milliseconds"]["median"], row["roofline"]["step over least"]
         about = f"{median:.{0 if median >= 100 else 1}f} ms, {over:.1f} × least, {row['ratio']['median']:.2f} × torch's"
-        text = {"va": "center", "fontsize": 8.5, "color": GREY}
-        axes.annotate(about, (left, place), xytext=(7, 0), textcoords="offset points", **text)
+        axes.annotate(
+            about, (left, place), xytext=(7, 0), textcoords="offset points", va="center", fontsize=8.5, color=GREY
+        )
     least = rows[0]["roofline"]["least products"] + rows[0]["roofline"]["least passes"]
     axes.axvline(least, color=LINE, linewidth=1.6, linestyle=(0, (4, 2)), label="least time of a step: the roofline")
     names = [row["candidate"] for row in rows]
@@ -127,7 +133,7 @@ def _bars(axes: Any, case: str, rows: Sequence[dict[str, Any]]) -> None:
         spine.set_color(GREY)
 
 
-def _write(plt: Any, figure: Any, axes: Any, path: Path, columns: int) -> None:
+def _write(plt: ModuleType, figure: Figure, axes: Axes, path: Path, columns: int) -> None:
     """Put the legend below and write the file."""
     handles, names = axes.get_legend_handles_labels()
     style = {"frameon": False, "labelcolor": GREY, "fontsize": 8.5}
@@ -138,18 +144,18 @@ def _write(plt: Any, figure: Any, axes: Any, path: Path, columns: int) -> None:
     plt.close(figure)
 
 
-def _point(axes: Any, row: dict[str, Any], error: float) -> None:
+def _point(axes: Axes, row: dict[str, Any], error: float) -> None:
     """A candidate, with a bar from the 10th to the 90th percentile of its time."""
     name, spent, color = row["candidate"], row["milliseconds"], COLORS[row["package"].split()[0]]
     mark = MARKS.get(name, "s" if "gram" in name.lower() else "o")
     axes.plot([spent["p10"], spent["p90"]], [error, error], color=color, linewidth=1.2, alpha=0.35)
     face = "none" if "blocks" in name else color
     size = 13 if mark == "*" else 7
-    style = {"marker": mark, "markersize": size, "color": color, "markerfacecolor": face, "linestyle": "none"}
-    axes.plot(spent["median"], error, label=name, **style)
+    style = {"marker": mark, "markersize": size, "markerfacecolor": face, "linestyle": "none"}
+    axes.plot(spent["median"], error, label=name, color=color, **style)  # pyright: ignore[reportArgumentType]
 
 
-def _dress(axes: Any, case: str) -> None:
+def _dress(axes: Axes, case: str) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axes.set_title(f"{case}, Gaussian, bf16 products", loc="left", fontsize=10, color=GREY)
