@@ -1,7 +1,7 @@
-"""Run the benchmarks and write results, tables and plot.
+"""Run the benchmarks and write results, tables and plots.
 
-``python -m benchmarks [adapter polar step checkpoint sharding engines bind planner overhead]``, and against another
-checkout ``python -m benchmarks versions --before FOLDER``
+``python -m benchmarks [adapter polar step parts checkpoint sharding engines bind planner overhead]``, and against
+another checkout ``python -m benchmarks versions --before FOLDER``
 
 ``python -m benchmarks simulator --model llama-70b --mesh dp=8,shard=64`` measures nothing: it prints our plan for a
 mesh of ranks beside other libraries' schemes.
@@ -22,6 +22,7 @@ from benchmarks import (
     checkpoint,
     engines,
     overhead,
+    parts,
     planner,
     plots,
     polar,
@@ -37,6 +38,7 @@ WHAT = {
     "adapter": "adapter_speed adapter_memory",
     "polar": "polar_speed polar_quality polar_scratch",
     "step": "step_speed step_quality",
+    "parts": "parts_speed",
     "checkpoint": "checkpoint_speed checkpoint_memory",
     "sharding": "sharding_speed",
     "engines": "engines_speed",
@@ -85,6 +87,7 @@ def main(arguments: list[str] | None = None) -> None:
         "polar_scratch": polar.scratch,
         "step_speed": lambda: step.speed(rounds, compiled=compiled, seconds=options.seconds),
         "step_quality": lambda: step.quality(compiled=compiled),
+        "parts_speed": lambda: parts.speed(rounds, compiled=compiled, seconds=options.seconds),
         "checkpoint_speed": lambda: checkpoint.speed(options.megabytes, min(rounds, 10), options.folder),
         "checkpoint_memory": lambda: checkpoint.memory(options.megabytes, options.folder),
         "planner_speed": lambda: planner.speed(rounds, seconds=options.seconds),
@@ -99,7 +102,9 @@ def main(arguments: list[str] | None = None) -> None:
     if not options.no_report:
         print(report.tables())
         report.rewrite()
+        report.rewrite(report.PARTS_PAGE, report.PARTS_SECTIONS)
         plots.draw()
+        plots.draw_parts()
 
 
 if __name__ == "__main__":

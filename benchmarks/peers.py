@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import NamedTuple
 
@@ -51,18 +51,23 @@ def versioned(package: str) -> str:
     >>> versioned("torch").startswith("torch 2")
     True
     """
-    return f"{package} {muonfx.__version__ if package == 'muonfx' else version(package)}"
+    try:
+        return f"{package} {muonfx.__version__ if package == 'muonfx' else version(package)}"
+    except PackageNotFoundError:
+        return f"{package} from source"
 
 
 @cache
-def installed(package: str, module: str = "") -> ModuleType | None:
+def installed(
+    package: str, module: str = "", brings: str = "pip install -c constraints.txt -e '.[bench]'"
+) -> ModuleType | None:
     """The package, or one of its modules; None with a printed line where it is not installed."""
     try:
         importlib.import_module(package)
     except ModuleNotFoundError as error:
         if error.name != package:
             raise
-        print(f"{package} is not installed and left out; pip install -c constraints.txt -e '.[bench]' brings it")
+        print(f"{package} is not installed and left out; {brings} brings it")
         return None
     return importlib.import_module(module or package)
 

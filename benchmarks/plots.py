@@ -1,19 +1,26 @@
-"""A picture of time against error, drawn from the JSON results and from nothing else."""
+"""Pictures of time against error and of a step by part, drawn from the JSON results and from nothing else."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.report import judged, load, shape_name
 
-PICTURE = Path(__file__).parent.parent / "docs" / "assets" / "polar.svg"
+if TYPE_CHECKING:  # drawing is optional
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+ASSETS = Path(__file__).parent.parent / "docs" / "assets"
+PICTURE, PARTS_PICTURE = ASSETS / "polar.svg", ASSETS / "step-by-part.svg"
 
 SHOWN = ("512 x 2048", "1024 x 4096")
 SPECTRUM = "gaussian"
 
 # On a transparent ground: every colour is readable on white and on the dark theme's blue-grey.
-GREY = "#808592"
+GREY, LINE = "#808592", "#d1495b"
 COLORS = {"muonfx": "#6f78e8", "torch": "#2a9d8f", "pytorch_optimizer": "#d0702c", "heavyball": "#b45cb0"}
 MARKS = {
     "muonfx": "*",
@@ -24,50 +31,131 @@ MARKS = {
 """Beside squares for the Gram form and circles for all others; hollow where products are by blocks."""
 
 
-def draw(path: Path = PICTURE) -> Path | None:
-    """Write the picture of all but the fp32 rows; None where there are no results or no matplotlib to draw with."""
-    speed, quality = load("polar_speed"), load("polar_quality")
-    if speed is None or quality is None:
-        return None
+PARTS = (
+    ("products at the measured peak", "#6f78e8", 1.0),
+    ("what products take beyond that", "#6f78e8", 0.45),
+    ("passes: bytes that must move, at the rate of a copy", "#2a9d8f", 1.0),
+    ("what passes take beyond that", "#2a9d8f", 0.45),
+    ("Python, and the rest", "#d0702c", 1.0),
+)
+"""The colours of a bar's segments, from the left; the pale ones are what could go."""
+
+
+def _pyplot() -> ModuleType | None:
+    """Matplotlib for files, with nothing in them that changes from run to run; None with a printed line without it."""
     try:
         import matplotlib
     except ModuleNotFoundError:
         print("matplotlib is not installed: no plot; pip install -c constraints.txt -e '.[bench]' brings it")
         return None
     matplotlib.use("Agg")  # files only: no window, no display needed
+    # the same results make the same file, letters stay letters
+    matplotlib.rcParams.update({"svg.hashsalt": "muonfx", "svg.fonttype": "none"})
     from matplotlib import pyplot as plt
 
-    # the same results make the same file, letters stay letters
-    with matplotlib.rc_context({"svg.hashsalt": "muonfx", "svg.fonttype": "none"}):
-        figure, both = plt.subplots(1, 2, figsize=(9.6, 5.0), sharey=True, layout="constrained")
-        for axes, case in zip(both, SHOWN, strict=True):
-            qualities = judged(quality, case, lambda row: shape_name(row["shape"]))
-            for row in speed["rows"]:
-                name = row["candidate"]
-                if shape_name(row["shape"]) == case and name in qualities and "float32" not in name:
-                    _point(axes, row, qualities[name][SPECTRUM]["error"])
-            _dress(axes, case)
-        both[0].set_ylabel("error against the float64 polynomial", color=GREY)
-        handles, names = both[0].get_legend_handles_labels()
-        figure.legend(handles, names, loc="outside lower center", ncols=3, frameon=False, labelcolor=GREY, fontsize=8.5)
-        path.parent.mkdir(exist_ok=True)
-        figure.savefig(path, transparent=True, metadata={"Date": None})
-        plt.close(figure)
+    return plt
+
+
+def draw(path: Path = PICTURE) -> Path | None:
+    """Write the picture of all but the fp32 rows; None where there are no results or no matplotlib to draw with."""
+    speed, quality = load("polar_speed"), load("polar_quality")
+    if speed is None or quality is None or (plt := _pyplot()) is None:
+        return None
+    figure, both = plt.subplots(1, 2, figsize=(9.6, 5.0), sharey=True, layout="constrained")
+    for axes, case in zip(both, SHOWN, strict=True):
+        qualities = judged(quality, case, lambda row: shape_name(row["shape"]))
+        for row in speed["rows"]:
+            name = row["candidate"]
+            if shape_name(row["shape"]) == case and name in qualities and "float32" not in name:
+                _point(axes, row, qualities[name][SPECTRUM]["error"])
+        _dress(axes, case)
+    both[0].set_ylabel("error against the float64 polynomial", color=GREY)
+    _write(plt, figure, both[0], path, columns=3)
     return path
 
 
-def _point(axes: Any, row: dict[str, Any], error: float) -> None:
+def draw_parts(path: Path = PARTS_PICTURE) -> Path | None:
+    """Write the picture of a step by part; None where there are no results or no matplotlib to draw with."""
+    if (found := load("parts_speed")) is None or (plt := _pyplot()) is None:
+        return None
+    cases = list(dict.fromkeys(row["case"] for row in found["rows"]))
+    most = max(sum(row["case"] == case for row in found["rows"]) for case in cases)
+    size = (9.6, 0.9 + len(cases) * (0.75 + 0.42 * most))
+    figure, all_axes = plt.subplots(len(cases), 1, figsize=size, squeeze=False, layout="constrained")
+    for axes, case in zip(all_axes[:, 0], cases, strict=True):
+        own = [row for row in found["rows"] if row["case"] == case]
+        own.sort(key=lambda row: row["milliseconds"]["median"])
+        _bars(axes, case, own)
+    all_axes[-1, 0].set_xlabel("milliseconds a step", color=GREY)
+    _write(plt, figure, all_axes[0, 0], path, columns=2)
+    return path
+
+
+def segments(row: dict[str, Any]) -> list[float]:
+    """Milliseconds of a bar's segments: of products and passes what the machine's peaks allow, and what is beyond.
+
+    >>> parts = {"products": 5.0, "passes": 3.0, "python": 1.0}
+    >>> segments({"parts": parts, "roofline": {"products at peak": 4.0, "least passes": 3.5}})
+    [4.0, 1.0, 3.0, 0.0, 1.0]
+    """
+    parts, limit = row["parts"], row["roofline"]
+    products = min(parts["products"], limit["products at peak"])
+    passes = min(parts["passes"], limit["least passes"])
+    return [products, parts["products"] - products, passes, parts["passes"] - passes, max(0.0, parts["python"])]
+
+
+def _bars(axes: Axes, case: str, rows: Sequence[dict[str, Any]]) -> None:
+    """A bar for each candidate, the fastest at the top, with its time and how many times the least that is."""
+    for place, row in enumerate(rows):
+        left = 0.0
+        for (name, color, alpha), width in zip(PARTS, segments(row), strict=True):
+            label = name if place == 0 else None
+            axes.barh(place, width, 0.62, left, color=color, alpha=alpha, label=label, linewidth=0)
+            left += width
+        median, over = row["milliseconds"]["median"], row["roofline"]["step over least"]
+        about = f"{median:.{0 if median >= 100 else 1}f} ms, {over:.1f} × least, {row['ratio']['median']:.2f} × torch's"
+        axes.annotate(
+            about, (left, place), xytext=(7, 0), textcoords="offset points", va="center", fontsize=8.5, color=GREY
+        )
+    least = rows[0]["roofline"]["least products"] + rows[0]["roofline"]["least passes"]
+    axes.axvline(least, color=LINE, linewidth=1.6, linestyle=(0, (4, 2)), label="least time of a step: the roofline")
+    names = [row["candidate"] for row in rows]
+    axes.set_yticks(range(len(rows)), names, fontsize=9.5)
+    for tick, name in zip(axes.get_yticklabels(), names, strict=True):
+        tick.set_fontweight("bold" if name.startswith("muonfx") else "normal")
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.42 * max(sum(segments(row)) for row in rows))  # room for what is written beside the bars
+    axes.set_title(case.replace("^2", "²").replace("x", "×"), loc="left", fontsize=10.5, color=GREY)
+    axes.tick_params(axis="x", colors=GREY, length=3)
+    axes.tick_params(axis="y", colors=GREY, length=0)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side == "bottom")
+        spine.set_color(GREY)
+
+
+def _write(plt: ModuleType, figure: Figure, axes: Axes, path: Path, columns: int) -> None:
+    """Put the legend below and write the file."""
+    handles, names = axes.get_legend_handles_labels()
+    style = {"frameon": False, "labelcolor": GREY, "fontsize": 8.5}
+    figure.legend(handles, names, loc="outside lower center", ncols=columns, **style)
+    path.parent.mkdir(exist_ok=True)
+    extra = {"metadata": {"Date": None}} if path.suffix == ".svg" else {}
+    figure.savefig(path, transparent=True, **extra)
+    plt.close(figure)
+
+
+def _point(axes: Axes, row: dict[str, Any], error: float) -> None:
     """A candidate, with a bar from the 10th to the 90th percentile of its time."""
     name, spent, color = row["candidate"], row["milliseconds"], COLORS[row["package"].split()[0]]
     mark = MARKS.get(name, "s" if "gram" in name.lower() else "o")
     axes.plot([spent["p10"], spent["p90"]], [error, error], color=color, linewidth=1.2, alpha=0.35)
     face = "none" if "blocks" in name else color
     size = 13 if mark == "*" else 7
-    style = {"marker": mark, "markersize": size, "color": color, "markerfacecolor": face, "linestyle": "none"}
-    axes.plot(spent["median"], error, label=name, **style)
+    style = {"marker": mark, "markersize": size, "markerfacecolor": face, "linestyle": "none"}
+    axes.plot(spent["median"], error, label=name, color=color, **style)  # pyright: ignore[reportArgumentType]
 
 
-def _dress(axes: Any, case: str) -> None:
+def _dress(axes: Axes, case: str) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axes.set_title(f"{case}, Gaussian, bf16 products", loc="left", fontsize=10, color=GREY)

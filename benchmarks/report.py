@@ -11,7 +11,8 @@ from typing import Any
 from benchmarks.measure import RESULTS
 from benchmarks.quality import SPECTRA
 
-PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
+DOCS = Path(__file__).parent.parent / "docs"
+PAGE, PARTS_PAGE = DOCS / "benchmarks.md", DOCS / "step-by-part.md"
 BEGIN, END = "<!-- tables: {}, written by python -m benchmarks -->", "<!-- end of tables -->"
 
 WORSE = 1.1
@@ -269,6 +270,35 @@ def planner() -> str:
     return f"{table}\n\n{_machine(found, 'two processes, a thread for each')}\n"
 
 
+def parts() -> str:
+    """A step by part, a table for each set of matrices, and the limits that it is held against."""
+    found = load("parts_speed")
+    if found is None:
+        return ""
+    made: list[str] = []
+    for case in dict.fromkeys(row["case"] for row in found["rows"]):
+        own = [row for row in found["rows"] if row["case"] == case]
+        lines = [
+            [
+                row["candidate"],
+                _milliseconds(row["milliseconds"]),
+                *(f"{row['parts'][part]:.2f}" for part in ("products", "passes", "python")),
+                f"{row['sum over step']:.2f}",
+                f"{sum(row['flops'].values()) / 1e9:.1f}",
+                *(f"{row['roofline'][k]:.2f}" for k in ("products over peak", "passes over least", "step over least")),
+            ]
+            for row in sorted(own, key=lambda row: row["milliseconds"]["median"])
+        ]
+        head = ["one step", "ms", "products, ms", "passes, ms", "Python, ms", "sum / step", "GFLOP"]
+        head += ["products / peak", "passes / least", "step / least"]
+        limit = own[0]["roofline"]
+        least = f"Least: products {limit['least products']:.2f} ms, passes {limit['least passes']:.2f} ms."
+        made += [f"### {case}\n", _table(head, lines), f"\n{least}\n"]
+    peaks = found["rows"][0]["peaks"]
+    rates = ", ".join(f"{dtype} {rate / 1e9:,.0f} GFLOP/s" for dtype, rate in peaks["flops"].items())
+    return "\n".join([*made, f"Peaks: {rates}; a copy {peaks['bytes'] / 1e9:.1f} GB/s.\n", f"{_machine(found)}\n"])
+
+
 SECTIONS: dict[str, Callable[[], str]] = {
     "adapter": adapter,
     "checkpoint": checkpoint,
@@ -279,20 +309,21 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "engines": engines,
     "planner": planner,
 }
+PARTS_SECTIONS: dict[str, Callable[[], str]] = {"parts": parts}
 
 
 def tables() -> str:
     """All tables as Markdown."""
-    return "\n".join(make() for make in SECTIONS.values())
+    return "\n".join(make() for make in (SECTIONS | PARTS_SECTIONS).values())
 
 
-def rewrite(page: Path = PAGE) -> None:
-    """Put the tables into the documentation page, each section between its two marks."""
+def rewrite(page: Path = PAGE, sections: dict[str, Callable[[], str]] = SECTIONS) -> None:
+    """Put the tables into a page of the documentation, each section between its two marks."""
     text = page.read_text()
-    for name, make in SECTIONS.items():
+    for name, make in sections.items():
         begin = BEGIN.format(name)
         if begin not in text:
-            raise ValueError(f"{page.name}: found no line {begin!r}, expected one for each of {', '.join(SECTIONS)}")
+            raise ValueError(f"{page.name}: found no line {begin!r}, expected one for each of {', '.join(sections)}")
         pattern = re.escape(begin) + ".*?" + re.escape(END)
         made = f"{begin}\n\n{make()}\n{END}"
         text = re.sub(pattern, lambda _, made=made: made, text, count=1, flags=re.DOTALL)

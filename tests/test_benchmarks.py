@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import measure, peers, planner, plots, polar, report, sharding, step, versions, world
+from benchmarks import measure, parts, peers, planner, plots, polar, report, sharding, step, versions, world
 from benchmarks.__main__ import main
 from benchmarks.quality import judge, matrix, up_to_scale
 from muonfx.polar import KNOWN, orthogonalize
@@ -75,6 +75,31 @@ def test_tables_and_plot_are_made_from_results(tmp_path: Path, monkeypatch: pyte
     page.write_text("nothing")
     with pytest.raises(ValueError, match="found no line"):
         report.rewrite(page)
+
+
+def no_time() -> parts.Peaks:
+    return parts.Peaks({"bfloat16": 1e9, "float32": 1e9}, 1e9)
+
+
+def test_a_step_by_part_adds_up_and_is_drawn(tmp_path: Path) -> None:
+    rows = parts.speed(3, TINY_SETS, compiled=False, measure_peaks=no_time)
+    assert {"torch.optim.Muon", "muonfx", "muonfx, keller"} <= {row["candidate"] for row in rows}
+    for row in rows:
+        assert min(row["parts"][part] for part in ("products", "passes")) > 0
+        assert sum(row["parts"].values()) < 3 * row["milliseconds"]["p90"]
+        assert row["roofline"]["least products"] == pytest.approx(1e-6 * sum(map(parts.least_flops, TINY_SETS["tiny"])))
+    # four matrices, five steps of X X^T, its square, and a product with X
+    whole = sum(5 * 2 * (2 * min(shape) ** 2 * max(shape) + min(shape) ** 3) for shape in TINY_SETS["tiny"])
+    assert sum(rows[0]["flops"].values()) == whole
+    measure.save("parts_speed", rows)
+    page = tmp_path / "page.md"
+    page.write_text(f"{report.BEGIN.format('parts')}\nold\n{report.END}\n")
+    report.rewrite(page, report.PARTS_SECTIONS)
+    assert "| muonfx, keller |" in page.read_text()
+    pytest.importorskip("matplotlib")
+    picture = plots.draw_parts(tmp_path / "picture.svg")
+    assert picture is not None
+    assert "muonfx, keller" in picture.read_text()
 
 
 def test_a_peer_that_is_not_installed_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,17 +13,27 @@
 - Dion's Muon (microsoft/dion), as in torchtitan's `experiments/dion_optimizer/muon.py` at commit 175ea57: matrices of
   one shape in batches of as many as ranks, the last one filled up with zeros, each rank one of them, by all_to_all
   there and back. One sharded dim only; each replica for itself.
+- torchtitan 0.3.0, `distributed/flex_shard/dist_muon.py`: the user says for each parameter along which dim of the mesh
+  it gets an owner, and which parameters make a bucket. Bucket by bucket the costliest matrix goes to the rank that has
+  least in this bucket; what ranks have of earlier buckets breaks ties only. Pieces go to owners and back by one
+  all_to_all of exact sizes each, with two sets of buffers; each replica for itself. Buckets here are neighbouring
+  matrices, of as many bytes as ours. Left out: heads and stacks of experts that it finds whole on a rank and leaves
+  there. It refuses a matrix that two dims of the mesh shard, every rank computing alike, CPUs, plain tensors, and a
+  missing gradient.
 """
 
 from __future__ import annotations
 
 import bisect
+import heapq
 import itertools
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
+from muonfx.sharding.plan.assignment import BUFFERS_PER_BUCKET
 from muonfx.sharding.plan.cost import Cost
 from muonfx.sharding.plan.mesh import Mesh, Setting
 from muonfx.sharding.plan.tally import Scheme, Tally, Wire
@@ -108,7 +118,7 @@ def four_gathers(on: Setting) -> Tally:
     """Gradients and momentum to all, results and momentum to all: `4 S (N - 1) / N` a rank, and padding."""
     ranks, work, sent = on.mesh.ranks, Work(on, on.mesh.ranks), 0.0
     most = exchanges = 0
-    for bucket in _buckets(matrices_of(on)):
+    for bucket in _buckets(matrices_of(on), REDUCE_BUCKET):
         most = max(most, sum(matrix.numel for matrix in bucket))
         sent += 2 * sum(-(-matrix.numel // ranks) for matrix in bucket) * (ranks - 1)
         exchanges += 2
@@ -124,11 +134,12 @@ def four_gathers(on: Setting) -> Tally:
     return Tally(wires, work.by_rank(), even_state(on), scratch, exchanges if ranks > 1 else 0)
 
 
-def _buckets(matrices: Sequence[Matrix]) -> Iterator[list[Matrix]]:
+def _buckets(matrices: Sequence[Matrix], most: int) -> Iterator[list[Matrix]]:
+    """Neighbouring matrices of so many elements together, or a larger one alone."""
     bucket: list[Matrix] = []
     numel = 0
     for matrix in matrices:
-        if bucket and numel + matrix.numel > REDUCE_BUCKET:
+        if bucket and numel + matrix.numel > most:
             yield bucket
             bucket, numel = [], 0
         bucket.append(matrix)
@@ -161,6 +172,52 @@ def batches_of_one_shape(on: Setting) -> Tally:
         sent.add(ranks, batches * 2 * size * (len(ranks) - 1) / len(ranks), len(ranks))
     scratch = on.intermediates + 4 * largest
     return Tally(sent.wires(mesh.dp), work.by_rank(mesh.dp), sharded_state(on), scratch, exchanges)
+
+
+def balanced_in_buckets(on: Setting) -> Tally:
+    """`2 S (P - 1) / P^2` a rank; an owner that has more than its share of bytes sends more."""
+    mesh, work, sent = on.mesh, Work(on, on.mesh.pieces), Sending(on.mesh.pieces)
+    in_groups: dict[range, list[Matrix]] = {}
+    for matrix in matrices_of(on):
+        in_groups.setdefault(matrix.holders(mesh), []).append(matrix)
+    exchanges = most = 0
+    for ranks, own in in_groups.items():
+        pieces, loads = len(ranks), [0] * len(ranks)
+        for bucket in _buckets(own, on.bucket // BUFFERS_PER_BUCKET * pieces // on.dtype.itemsize):
+            exchanges += 2 * (pieces > 1)
+            held = [0] * pieces
+            for matrix, owner in zip(bucket, owners_in_bucket([matrix.shape for matrix in bucket], loads), strict=True):
+                size = matrix.numel * on.dtype.itemsize
+                held[owner] += size
+                work.add(ranks[owner], matrix.shape)
+                sent.add(ranks, size / pieces, pieces)  # the owner's own piece stays, but it sends all others theirs
+                sent.add(ranks[owner], size * (pieces - 2) / pieces, pieces)
+            most = max(most, max(held) + sum(held) // pieces)
+    largest = max(on.sizes)
+    scratch = on.intermediates + 2 * (most + largest + largest / mesh.pieces)
+    return Tally(sent.wires(mesh.dp), work.by_rank(mesh.dp), sharded_state(on), scratch, exchanges)
+
+
+def owners_in_bucket(shapes: Sequence[tuple[int, ...]], loads: list[int]) -> list[int]:
+    """The rank of each matrix of a bucket; adds to `loads`, what each rank has of all buckets so far.
+
+    The costliest first, each to the rank with least cost in this bucket, then fewest elements, then least before.
+
+    >>> loads = [0, 0]
+    >>> owners_in_bucket([(8, 32)], loads), owners_in_bucket([(8, 8), (8, 8)], loads)
+    ([0], [1, 0])
+    >>> loads
+    [6144, 1536]
+    """
+    costs = [min(shape) ** 2 * (2 * max(shape) + min(shape)) for shape in shapes]
+    board = [(0, 0, load, rank) for rank, load in enumerate(loads)]
+    heapq.heapify(board)
+    owners = [0] * len(shapes)
+    for i in sorted(range(len(shapes)), key=lambda i: (-costs[i], -prod(shapes[i]), i)):
+        load, numel, before, owners[i] = board[0]
+        heapq.heapreplace(board, (load + costs[i], numel + prod(shapes[i]), before + costs[i], owners[i]))
+    loads[:] = [before for _, _, before, _ in sorted(board, key=operator.itemgetter(3))]
+    return owners
 
 
 # -------------------------------------------------------------------------------------------------------- sums
@@ -296,6 +353,13 @@ PEERS = (
         "fsdp2",
         "as many matrices of a shape as ranks at a time, filled up",
         batches_of_one_shape,
+        _one_sharded_dim,
+    ),
+    _peer(
+        "torchtitan's Muon",
+        "fsdp2",
+        "an owner in each replica, balanced bucket by bucket",
+        balanced_in_buckets,
         _one_sharded_dim,
     ),
     _peer("DeepSpeed ZeRO-1/2", "zero-flat", "all ranks that a matrix touches compute it", duplicates),

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -119,6 +120,36 @@ def test_dions_batches_are_filled_up():
     alike = one("Dion's Muon", Mesh(shard=2), [(8, 8)] * 3)
     assert alike.sent == [2 * (2 * 64 * 4 / 2)] * 2
     assert alike.load == [2 * load for load in tally.load]
+
+
+def test_torchtitans_owners_send_what_is_not_theirs():
+    """Four ranks: one owns the large matrix, two a small one each, one none; all send a quarter of what others own."""
+    tally = one("torchtitan's Muon", Mesh(shard=4), [(8, 8), (8, 32), (8, 8)])
+    small, large, _ = setting(Mesh(), [(8, 8), (8, 32), (8, 8)]).loads
+    assert tally.load == [large, small, small, 0]
+    assert tally.sent == [(256 + 256) / 4 + 3 / 4 * 1024, *[(256 + 1024) / 4 + 3 / 4 * 256] * 2, (1024 + 512) / 4]
+    assert tally.exchanges == 2
+
+
+def test_torchtitan_balances_a_bucket_before_all_of_them():
+    """A bucket with the large matrix, then one with two small ones: each rank gets one of these."""
+    on = setting(Mesh(shard=2), [(8, 32), (8, 8), (8, 8)])
+    small, large = on.loads[1], on.loads[0]
+    found = [BY_NAME["torchtitan's Muon"].tally(replace(on, bucket=bucket)) for bucket in (on.bucket, 6 * 512)]
+    assert [tally.load for tally in found if tally] == [[large, 2 * small], [large + small, small]]
+    assert [tally.exchanges for tally in found if tally] == [2, 4]
+
+
+@given(SETTINGS)
+def test_torchtitan_computes_each_matrix_once_a_replica_and_sends_it_there_and_back(on: Setting):
+    tally = BY_NAME["torchtitan's Muon"].tally(on)
+    if on.mesh.shard > 1 and on.mesh.tp > 1:
+        assert tally is None
+        return
+    assert tally is not None
+    assert sum(tally.load) == pytest.approx(on.mesh.dp * sum(on.loads))
+    there = [size * (1 - 1 / own.pieces(on.mesh)) for own, size in zip(matrices_of(on), on.sizes, strict=True)]
+    assert sum(tally.sent) == pytest.approx(on.mesh.dp * 2 * sum(there))
 
 
 def test_entries_for_many_ranks_make_no_ledger_each():

@@ -28,6 +28,7 @@ def test_our_rows_are_those_of_the_plan(capsys: pytest.CaptureFixture[str]) -> N
     assert [row["scheme"] for row in found if not row["ours"]] == [
         "LLaMA-Factory v1",
         "Dion's Muon",
+        "torchtitan's Muon",
         "DeepSpeed ZeRO-1/2",
         "DeepSpeed ZeRO-3",
     ]
