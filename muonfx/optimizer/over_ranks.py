@@ -366,7 +366,7 @@ class SteppingOverRanks(Stepping):
         except (TypeError, ValueError) as error:
             problem = error
         local = {name: local_of(param) for name, param in params.items()}
-        out, after = step_sharded(
+        _, after = step_sharded(
             self.binding,
             self._now,
             updates,
@@ -375,7 +375,7 @@ class SteppingOverRanks(Stepping):
             donate=Donation(donate, True),
             extras=extras,
             problem=problem,
+            apply=add_in_place,
         )
-        add_in_place(local, out)
         self.share(after)
         return after

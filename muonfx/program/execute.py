@@ -33,7 +33,7 @@ from muonfx.program.buckets import (
 from muonfx.program.lower import lower_node, named_chain, resolve_within, state_around
 from muonfx.program.nodes import Around, ChainNode, Node, Stage, WholeTree
 from muonfx.program.placement import RESIDENT, Arguments, Placement, Run, Store
-from muonfx.program.routes import PIECE_BYTES, Routes, can_be_routed
+from muonfx.program.routes import PIECE_BYTES, Routes, at_path, can_be_routed, put_at_path
 from muonfx.recorded import with_numbers
 from muonfx.tree import PyTree
 
@@ -166,6 +166,9 @@ class Executor:
             return self._update_unit(node, now, call)
         if isinstance(node, ChainNode):
             return self._update_sequence(node, now, call)
+        if isinstance(node, Around) and node.tx.declaration.rest is not None and can_be_routed(call):
+            assert isinstance(now, Transform)
+            return self._update_each(node, now, call)
         if isinstance(node, Stage):
             run = self._run_of(node, now if isinstance(now, tuple) else (now,))
             name = run[0][0]
@@ -208,6 +211,19 @@ class Executor:
                 may_write = promised and (may_write or is_new(out, updates))
             updates = out
         return updates, {name: after[name] for name in call.state}
+
+    def _update_each(self, node: Around, now: Transform, call: Arguments) -> tuple[PyTree, PyTree]:
+        """Update by a transform that only hands leaves on: each that it calls applies what it makes of its own."""
+        after, left = call.state, dict(call.updates)
+        for child, part in zip(node.inner, now.children, strict=True):
+            path = child.state[len(node.state) :]
+            updates = {name: left.pop(name) for name in child.names}
+            params = {name: call.params[name] for name in child.names}
+            given = call._replace(updates=updates, params=params, state=at_path(call.state, path))
+            after = put_at_path(after, path, self.update_node(child, part, given)[1])
+        if node.tx.declaration.rest == "unchanged":
+            call._replace(params={name: call.params[name] for name in left}).finish(left)
+        return dict.fromkeys(call.updates), after
 
     def _update_unit(self, node: Node, now: Now, call: Arguments) -> tuple[PyTree, PyTree]:
         """Update by what looks at one leaf at a time, bucket by bucket."""

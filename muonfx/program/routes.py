@@ -31,7 +31,7 @@ from muonfx.program.placement import Arguments
 from muonfx.tracing import functorch_is_active, is_traced
 from muonfx.tree import PyTree, Structure
 
-__all__ = ["PIECE_BYTES", "Routes", "can_be_routed"]
+__all__ = ["PIECE_BYTES", "Routes", "at_path", "can_be_routed", "put_at_path", "routes_of"]
 
 PIECE_BYTES = 1 << 22
 """The bytes of a leaf that elementwise transforms take at a time: with state and parameter, about a CPU's cache."""
@@ -204,14 +204,14 @@ class Routes:
             tx: the transform, with the numbers of now.
             call: its updates are a flat dict, its state is donated, and something applies the updates.
         """
-        states = {step: _State(_at(call.state, step.state)) for step in self._met}
+        states = {step: _State(at_path(call.state, step.state)) for step in self._met}
         parts = {step: _part_at(tx, step.place) for step in self._met}
         for route, buckets in self._routes:
             for bucket in buckets:
                 _Passage(self, bucket, call, parts, states).go(route.stretches)
         after = call.state
         for step, state in states.items():
-            after = _put(after, step.state, state.tree())
+            after = put_at_path(after, step.state, state.tree())
         return after
 
     def share(self, step: Step, tx: Transform, names: tuple[str, ...]) -> _Share:
@@ -379,11 +379,17 @@ def _part_at(tx: Transform, place: tuple[int, ...]) -> Transform:
     return tx
 
 
-def _at(state: PyTree, path: tuple[Any, ...]) -> PyTree:
+def at_path(state: PyTree, path: Sequence[Any]) -> PyTree:
+    """The part of a state at a path of keys."""
     for key in path:
         state = state[key]
     return state
 
 
-def _put(state: PyTree, path: Sequence[Any], value: PyTree) -> PyTree:
-    return {**state, path[0]: _put(state[path[0]], path[1:], value)} if path else value
+def put_at_path(state: PyTree, path: Sequence[Any], value: PyTree) -> PyTree:
+    """A state with another part at a path of keys.
+
+    >>> put_at_path({"a": {"b": 1}, "c": 2}, ("a", "b"), 3)
+    {'a': {'b': 3}, 'c': 2}
+    """
+    return {**state, path[0]: put_at_path(state[path[0]], path[1:], value)} if path else value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -226,10 +227,12 @@ def step_sharded(
     extras: dict[str, Any],
     check: bool = False,
     problem: Exception | None = None,
+    apply: Callable[[PyTree, PyTree], None] | None = None,
 ) -> tuple[PyTree, PyTree]:
     """One step on local tensors; updates and parameters may be DTensors. What is wrong on one rank is raised on all.
 
-    The transform has the numbers of now. ``check`` looks at the trees first, which takes time; ``problem`` is what the
+    The transform has the numbers of now. ``apply`` takes updates as soon as they are final, as in `Arguments`; without,
+    they are returned. ``check`` looks at the trees first, which takes time; ``problem`` is what the
     caller has found to be wrong on this rank.
     """
     if donate.updates and any(
@@ -239,7 +242,7 @@ def step_sharded(
     local = agreed_updates(
         binding, tx, updates, state, params, donate=donate, extras=extras, check=check, problem=problem
     )
-    return binding.executor.update(tx, Arguments(local, state, tree.map(local_of, params), donate, extras))
+    return binding.executor.update(tx, Arguments(local, state, tree.map(local_of, params), donate, extras, apply))
 
 
 def settings_of(tx: Sharded) -> Settings:
