@@ -193,6 +193,14 @@ def deepspeed(
 # ---------------------------------------------------------------------------------------------------------- counting
 
 
+ORTHOGONALIZE = (
+    ("torch.optim._muon", "_zeropower_via_newtonschulz"),
+    ("muonfx.polar", "orthogonalize_many"),
+    ("deepspeed.runtime.zero.muon.original_muon", "muon_update"),
+)
+"""The functions that orthogonalize, by module and name; that of DeepSpeed does the momentum too."""
+
+
 class Matrices:
     """How many matrices were orthogonalized on this rank."""
 
@@ -212,11 +220,10 @@ class Matrices:
 def counted() -> Iterator[Matrices]:
     """Count matrices that anybody here orthogonalizes, by wrapping the functions that do it for the time being."""
     matrices = Matrices()
-    places = [("torch.optim._muon", "_zeropower_via_newtonschulz"), ("muonfx.polar", "orthogonalize_many")]
-    if "deepspeed" in sys.modules:
-        places.append(("deepspeed.runtime.zero.muon.original_muon", "muon_update"))
     with contextlib.ExitStack() as stack:
-        for module, name in places:
+        for module, name in ORTHOGONALIZE:
+            if module.partition(".")[0] not in sys.modules:
+                continue
             found = import_module(module)
             stack.enter_context(mock.patch.object(found, name, matrices.of(getattr(found, name))))
         yield matrices

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -55,7 +56,8 @@ class Exchange:
         sizes = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
         self._sizes = [number if rank != me else 0 for rank, number in enumerate(expected)]
         self._sent = torch.empty(sum(sizes), dtype=dtype, device=device)
-        _copy_through(self._sent, [tensor for tensors in sent for tensor in tensors], into=True)
+        packed = [tensor for tensors in sent for tensor in tensors]
+        copied(packed, _places(self._sent, [tensor.shape for tensor in packed]))
         self._received = torch.empty(sum(self._sizes), dtype=dtype, device=device)
         with collective(what):
             self._work: Any = dist.all_to_all_single(
@@ -68,13 +70,25 @@ class Exchange:
         Args:
             incoming: for each rank of the group, the tensors that take what comes from it, in the order of its sender.
         """
+        sizes = [[tensor.shape for tensor in tensors] for tensors in incoming]
+        for theirs, tensors in zip(self.arrived(sizes), incoming, strict=True):
+            copied(theirs, tensors)
+
+    def arrived(self, shapes: Sequence[Sequence[Sequence[int]]]) -> list[list[Tensor]]:
+        """Wait for what comes, and return it where it lies: of this rank its own tensors, of others views of a buffer.
+
+        Args:
+            shapes: for each rank of the group, those of the tensors that come from it, in the order of its sender.
+        """
         with collective(self.what):
             self._work.wait()
         del self._sent
-        copied(self._own, incoming[self._me])
-        takers = [tensor for rank, tensors in enumerate(incoming) if rank != self._me for tensor in tensors]
-        _copy_through(self._received, takers, into=False)
+        others = [[] if rank == self._me else of_rank for rank, of_rank in enumerate(shapes)]
+        places = iter(_places(self._received, [shape for of_rank in others for shape in of_rank]))
+        found = [[next(places) for _ in of_rank] for of_rank in others]
+        found[self._me] = self._own
         del self._received, self._own
+        return found
 
 
 def cut_places(nbytes: Mapping[int, int], limit: int) -> list[list[int]]:
@@ -107,16 +121,10 @@ def copied(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         torch._foreach_copy_([b for _, b in pairs], [a for a, _ in pairs])
 
 
-def _copy_through(buffer: Tensor, tensors: Sequence[Tensor], *, into: bool) -> None:
-    """Copy tensors into a buffer, one behind the other, or out of it."""
-    places = [
-        place.view(tensor.shape)
-        for place, tensor in zip(buffer.split([tensor.numel() for tensor in tensors]), tensors, strict=True)
-    ]
-    if into:
-        copied(tensors, places)
-    else:
-        copied(places, tensors)
+def _places(buffer: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Views of a buffer as tensors of some shapes, one behind the other."""
+    places = buffer.split([prod(shape) for shape in shapes])
+    return [place.view(shape) for place, shape in zip(places, shapes, strict=True)]
 
 
 class collective:
