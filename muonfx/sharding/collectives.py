@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from muonfx import elementwise as ew
@@ -102,7 +101,7 @@ def _gather(layout: Layout, names: Sequence[str], locals_: Sequence[Tensor], buc
                 else:
                     incoming[ranks[layout.rank % len(ranks)]] += [part(wholes[place], box) for box in piece.boxes]
         if crossing and layout.group is not None:
-            exchange(outgoing, incoming, first, layout.group, "gathering")
+            exchange(outgoing, incoming, first, layout, "gathering")
         else:
             copied(outgoing[layout.rank], incoming[layout.rank])
     return wholes
@@ -183,15 +182,15 @@ def _reduce(layout: Layout, names: Sequence[str], full: list[Tensor], op: str, b
         targets = [
             window.of(results[place]) for place in places for _, window in _boxes_of(layout, names[place], layout.rank)
         ]
+        begun: Exchange | None = None
         if layout.group is not None:
             expected = [sum(target.numel() for target in targets)] * layout.size
-            like = full[places[0]]
-            begun = Exchange(
-                outgoing, expected, dtype=like.dtype, device=like.device, group=layout.group, what="reducing gradients"
-            )
+            begun = _begin(outgoing, expected, full[places[0]], layout, "reducing gradients")
             outgoing = begun.arrived([[target.shape for target in targets]] * layout.size)
         for target, *theirs in zip(targets, *outgoing, strict=True):
             _add_up(theirs, op, target)
+        if begun is not None:
+            begun.end()
     return results
 
 
@@ -211,12 +210,22 @@ def exchange(
     outgoing: Sequence[Sequence[Tensor]],
     incoming: Sequence[Sequence[Tensor]],
     like: Tensor,
-    group: dist.ProcessGroup,
+    layout: Layout,
     what: str,
 ) -> None:
-    """Exchange, and wait for it."""
+    """Exchange between the ranks of a layout, and wait for it."""
     expected = [sum(tensor.numel() for tensor in tensors) for tensors in incoming]
-    Exchange(outgoing, expected, dtype=like.dtype, device=like.device, group=group, what=what).wait(incoming)
+    _begin(outgoing, expected, like, layout, what).wait(incoming)
+
+
+def _begin(
+    outgoing: Sequence[Sequence[Tensor]], expected: Sequence[int], like: Tensor, layout: Layout, what: str
+) -> Exchange:
+    assert layout.group is not None
+    device, buffers = like.device, layout.buffers
+    return Exchange(
+        outgoing, expected, dtype=like.dtype, device=device, group=layout.group, what=what, buffers=buffers
+    )
 
 
 def _add_up(parts: Sequence[Tensor], op: str, into: Tensor) -> None:

@@ -316,7 +316,9 @@ def _exchange(
     if wire is None or like is None:
         return None
     assert layout.group is not None
-    return Exchange(outgoing, expected, dtype=wire, device=like.device, group=layout.group, what=what)
+    return Exchange(
+        outgoing, expected, dtype=wire, device=like.device, group=layout.group, what=what, buffers=layout.buffers
+    )
 
 
 def _held(share: Share, layout: Layout, tensor: Tensor) -> Tensor:
