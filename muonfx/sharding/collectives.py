@@ -223,9 +223,7 @@ def _begin(
 ) -> Exchange:
     assert layout.group is not None
     device, buffers = like.device, layout.buffers
-    return Exchange(
-        outgoing, expected, dtype=like.dtype, device=device, group=layout.group, what=what, buffers=buffers
-    )
+    return Exchange(outgoing, expected, dtype=like.dtype, device=device, group=layout.group, what=what, buffers=buffers)
 
 
 def _add_up(parts: Sequence[Tensor], op: str, into: Tensor) -> None:

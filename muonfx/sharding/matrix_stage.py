@@ -137,11 +137,10 @@ def update_run(
             )
             done = dict(zip(names, tree.leaves(out), strict=True))
             del given, values, out
-            after = _ReturnResults(plan, layout, shares, done, results)
-            del done
             if before is not None:
-                before.wait()
-            before = after
+                before.wait()  # first, so that its memory serves this bucket's results
+            before = _ReturnResults(plan, layout, shares, done, results)
+            del done
     except BaseException:
         bucketed.abandon()
         raise

@@ -38,6 +38,11 @@ class Buffers:
     def __init__(self) -> None:
         self._free: list[Tensor] = []
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes that are kept and not given out."""
+        return sum(map(len, self._free))
+
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A tensor of one dim with any values, which is the caller's until it is given back."""
         if device.type != "cpu" or not numel:
