@@ -1,6 +1,7 @@
 """Run the benchmarks and write results, tables and plot.
 
-``python -m benchmarks [adapter polar step checkpoint sharding engines bind planner overhead]``, and against another
+``python -m benchmarks [adapter polar step checkpoint sharding sharding_timeline engines bind planner overhead]``, and
+against another
 checkout ``python -m benchmarks versions --before FOLDER``
 
 ``python -m benchmarks simulator --model llama-70b --mesh dp=8,shard=64`` measures nothing: it prints our plan for a
@@ -27,6 +28,7 @@ from benchmarks import (
     polar,
     report,
     sharding,
+    sharding_timeline,
     step,
     versions,
 )
@@ -39,6 +41,7 @@ WHAT = {
     "step": "step_speed step_quality",
     "checkpoint": "checkpoint_speed checkpoint_memory",
     "sharding": "sharding_speed",
+    "sharding_timeline": "sharding_timeline",
     "engines": "engines_speed",
     "bind": "bind_speed",
     "planner": "planner_speed",
@@ -89,6 +92,7 @@ def main(arguments: list[str] | None = None) -> None:
         "checkpoint_memory": lambda: checkpoint.memory(options.megabytes, options.folder),
         "planner_speed": lambda: planner.speed(rounds, seconds=options.seconds),
         "sharding_speed": lambda: sharding.speed(rounds, seconds=options.seconds),
+        "sharding_timeline": sharding_timeline.times,
         "engines_speed": lambda: engines.speed(max(2, min(rounds, 5))),
         "bind_speed": lambda: bind.speed(min(rounds, 3)),
         "overhead_speed": lambda: overhead.speed(min(rounds, 30), seconds=options.seconds),
@@ -100,6 +104,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(report.tables())
         report.rewrite()
         plots.draw()
+        sharding_timeline.draw()
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import NamedTuple
 
@@ -46,12 +46,15 @@ class Optimizer(NamedTuple):
 
 
 def versioned(package: str) -> str:
-    """A package with its version, for the rows of a result.
+    """A package with its version, for the rows of a result; one that is a checkout has none.
 
     >>> versioned("torch").startswith("torch 2")
     True
     """
-    return f"{package} {muonfx.__version__ if package == 'muonfx' else version(package)}"
+    try:
+        return f"{package} {muonfx.__version__ if package == 'muonfx' else version(package)}"
+    except PackageNotFoundError:
+        return package
 
 
 @cache

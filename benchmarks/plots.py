@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +25,34 @@ MARKS = {
 """Beside squares for the Gram form and circles for all others; hollow where products are by blocks."""
 
 
+def has_matplotlib() -> bool:
+    """True if matplotlib can draw files here, without a window; if not, a printed line says so."""
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        print("matplotlib is not installed: no plot; pip install -c constraints.txt -e '.[bench]' brings it")
+        return False
+    matplotlib.use("Agg")
+    return True
+
+
+def style() -> AbstractContextManager[None]:
+    """The same results make the same file, and letters stay letters."""
+    import matplotlib
+
+    return matplotlib.rc_context({"svg.hashsalt": "muonfx", "svg.fonttype": "none"})
+
+
 def draw(path: Path = PICTURE) -> Path | None:
     """Write the picture of all but the fp32 rows; None where there are no results or no matplotlib to draw with."""
     speed, quality = load("polar_speed"), load("polar_quality")
     if speed is None or quality is None:
         return None
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
-        print("matplotlib is not installed: no plot; pip install -c constraints.txt -e '.[bench]' brings it")
+    if not has_matplotlib():
         return None
-    matplotlib.use("Agg")  # files only: no window, no display needed
     from matplotlib import pyplot as plt
 
-    # the same results make the same file, letters stay letters
-    with matplotlib.rc_context({"svg.hashsalt": "muonfx", "svg.fonttype": "none"}):
+    with style():
         figure, both = plt.subplots(1, 2, figsize=(9.6, 5.0), sharey=True, layout="constrained")
         for axes, case in zip(both, SHOWN, strict=True):
             qualities = judged(quality, case, lambda row: shape_name(row["shape"]))

@@ -1,4 +1,4 @@
-"""Muon on several processes: muonfx against DTensor's ``full_tensor()`` on every rank, and against DeepSpeed's Muon.
+"""Muon on several processes: muonfx against DTensor's ``full_tensor()`` on every rank, Dion and DeepSpeed's Muon.
 
 One small GPT, float32, everything in bf16 inside Newton-Schulz, `keller` for five steps, AdamW for what is no hidden
 matrix, no clipping. All candidates of a case run in the same processes and begin at the same weights; each rank has a
@@ -144,12 +144,15 @@ def candidates(size: Size, case: str) -> Iterator[Candidate]:
 
 def fsdp2(size: Size) -> Iterator[Candidate]:
     """An optimizer over DTensor parameters: gathered everywhere, and ours."""
-    for name, package, build in (
+    builds: list[tuple[str, str, Callable[[nn.Module, list[str]], Any]]] = [
         ("full_tensor() on every rank", "torch", peers.full_tensor),
         ("full_tensor() of update and parameter, distribute_tensor", "torch", peers.full_tensor_twice),
         ("muonfx", "muonfx", Sharded),
         ("full_tensor() on every rank, again", "torch", peers.full_tensor),
-    ):
+    ]
+    if peers.dion_runs():
+        builds.insert(2, ("Dion", "dion", peers.dion))
+    for name, package, build in builds:
         model = peers.fully_sharded(make(size))
         muon = [name for name, label in labels(make(size)).items() if label == "muon"]
         optimizer = build(model, muon)

@@ -5,8 +5,8 @@ that says what it is for: to a matrix being orthogonalized, to a message being w
 backward, to an operator of torch outside of these, or else to Python. Messages on their way are a lane of their own, as
 gloo's threads see them; what lies above a message while it travels is what it overlaps with.
 
-Operators of at most `SMALL` bytes count as agreement, others as the exchange out or back: out if begun before the rank
-has computed its last matrix of the iteration, so "out" is everything where matrices are gathered one by one.
+Collectives of at most `SMALL` bytes count as agreement, others as the exchange out or back: out if begun before the
+rank turns to its last matrices, so "out" is nearly everything where matrices are gathered one by one.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks import sharding, world
+from benchmarks import plots, sharding, world
 from benchmarks import sharding_peers as peers
 from benchmarks.peers import versioned
+from benchmarks.report import load
 from benchmarks.sharding import Candidate, Size
 
 PICTURE = Path(__file__).parent.parent / "docs" / "assets" / "sharding_timeline.svg"
 SMALL = 1 << 16
-ITERATIONS = 9
+ITERATIONS = 5
 """Of each candidate that are recorded; the one with the median time is kept."""
 
 OUT, BACK, AGREEMENT = "exchange out", "exchange back", "agreement"
@@ -55,22 +56,18 @@ PLACES = {
 """Functions that are wrapped in a span for the time being."""
 
 
+DRAWN = {("FSDP2", 2), ("ZeRO-1", 2)}
+"""Cases and numbers of processes whose lanes are kept and drawn; of all others the sums by phase."""
+FINEST = 0.003
+"""Of an iteration: what is shorter is not drawn."""
+
+
 class Span(NamedTuple):
-    """A part of a lane, in milliseconds from the start of the iteration."""
+    """A part of a rank's thread, or a message on its way; in milliseconds from the start of the iteration."""
 
     phase: str
     begin: float
     end: float
-
-
-class Message(NamedTuple):
-    """A collective from its beginning to its end, as gloo's threads see it."""
-
-    phase: str
-    begin: float
-    end: float
-    what: str
-    nbytes: int
 
 
 # --------------------------------------------------------------------------------------------------------- recording
@@ -107,7 +104,7 @@ class _Event(NamedTuple):
     nbytes: int
 
 
-def record(candidate: Candidate) -> tuple[float, list[Span], list[Message]]:
+def record(candidate: Candidate) -> tuple[float, list[Span], list[Span]]:
     """Record one iteration; all ranks call it together. Its milliseconds, this rank's spans, and its messages."""
     with marked(), profile(activities=[ProfilerActivity.CPU], record_shapes=True) as found:
         dist.barrier()
@@ -138,12 +135,12 @@ def _nbytes(event: Any) -> int:
     return 4 * sum(int(torch.Size(size).numel()) for size in sizes)
 
 
-def _message(event: _Event, last: float) -> Message:
+def _message(event: _Event, last: float) -> Span:
     phase = AGREEMENT if event.nbytes <= SMALL else OUT if event.begin < last else BACK
-    return Message(phase, event.begin, event.end, event.name.removeprefix("gloo:"), event.nbytes)
+    return Span(phase, event.begin, event.end)
 
 
-def _spans(events: list[_Event], messages: list[Message], total: float) -> list[Span]:
+def _spans(events: list[_Event], messages: list[Span], total: float) -> list[Span]:
     """The phases of a thread, without gaps: at each moment that of the innermost event that has one."""
     spans: list[Span] = []
     stack: list[tuple[float, str]] = [(total, "Python")]
@@ -171,12 +168,12 @@ def _spans(events: list[_Event], messages: list[Message], total: float) -> list[
     return spans
 
 
-def _phase(event: _Event, around: str, messages: list[Message]) -> str:
+def _phase(event: _Event, around: str, messages: list[Span]) -> str:
     """The phase of an event, within what is around it."""
     if event.name == "waiting" or event.name.startswith(("c10d::", "_c10d_functional::")):
         # It waits for the message that ends last before it does.
         over = [message for message in messages if message.begin < event.end]
-        return max(over, key=lambda one: min(one.end, event.end), default=Message(AGREEMENT, 0, 0, "", 0)).phase
+        return max(over, key=lambda one: min(one.end, event.end), default=Span(AGREEMENT, 0, 0)).phase
     if event.name in PLACES:
         return event.name
     return "elementwise" if around == "Python" else around
@@ -208,12 +205,23 @@ def measure(size: Size, case: str) -> list[dict[str, Any]]:
                 "milliseconds": slowest[kept],
                 "phases": {phase: _mean(ranks, phase) for phase in PHASES},
                 "hidden": {phase: _hidden(ranks, phase) for phase in (OUT, BACK)},
-                "collectives": len(ranks[0]["messages"]),
-                "small": sum(message.phase == AGREEMENT for message in ranks[0]["messages"]),
-                "ranks": ranks,
+                "collectives": {
+                    phase: sum(one.phase == phase for one in ranks[0]["messages"]) for phase in (AGREEMENT, OUT, BACK)
+                },
+                "ranks": [_drawn(rank, slowest[kept]) for rank in ranks] if (case, len(ranks)) in DRAWN else [],
             }
         )
     return rows
+
+
+def _drawn(rank: dict[str, list[Span]], total: float) -> dict[str, list[str]]:
+    """The lanes of a rank, a line for each span: "phase: begin to end"."""
+    return {
+        lane: [
+            f"{one.phase}: {one.begin:.2f} to {one.end:.2f}" for one in spans if one.end - one.begin > FINEST * total
+        ]
+        for lane, spans in rank.items()
+    }
 
 
 def _mean(ranks: list[dict[str, Any]], phase: str) -> float:
@@ -237,3 +245,62 @@ def times(
     if not peers.deepspeed_runs():
         cases = tuple(case for case in cases if not case.startswith("ZeRO"))
     return [row for number in processes for case in cases for row in world.run(number, measure, size, case)]
+
+
+# -------------------------------------------------------------------------------------------------------------- picture
+
+
+def draw(path: Path = PICTURE) -> Path | None:
+    """Write the picture of what is kept; None where there is nothing, or no matplotlib to draw with."""
+    found = load("sharding_timeline")
+    if found is None or not plots.has_matplotlib():
+        return None
+    from matplotlib import pyplot as plt
+    from matplotlib.patches import Patch
+
+    rows = [row for row in found["rows"] if row["ranks"]]
+    with plots.style():
+        heights = [len(row["ranks"]) for row in rows]
+        figure, every = plt.subplots(
+            len(rows),
+            figsize=(9.6, sum(0.9 + 0.42 * height for height in heights)),
+            height_ratios=[1.5 + height for height in heights],
+            squeeze=False,
+            layout="constrained",
+        )
+        for axes, row in zip(every[:, 0], rows, strict=True):
+            _lanes(axes, row)
+        legend = [Patch(color=color, label=phase) for phase, color in PHASES.items()]
+        figure.legend(
+            handles=legend, loc="outside lower center", ncols=4, frameon=False, labelcolor=plots.GREY, fontsize=8.5
+        )
+        path.parent.mkdir(exist_ok=True)
+        figure.savefig(path, transparent=True, metadata={"Date": None})
+        plt.close(figure)
+    return path
+
+
+def _read(line: str) -> Span:
+    phase, _, times = line.rpartition(": ")
+    begin, end = map(float, times.split(" to "))
+    return Span(phase, begin, end)
+
+
+def _lanes(axes: Any, row: dict[str, Any]) -> None:
+    """Two lanes for each rank: its thread, and below it, thin, its messages on their way."""
+    ticks: list[float] = []
+    for rank, lanes in enumerate(row["ranks"]):
+        for lane, top, height in (("spans", 0.0, 0.55), ("messages", 0.6, 0.2)):
+            for phase in PHASES:
+                bars = [(one.begin, one.end - one.begin) for one in map(_read, lanes[lane]) if one.phase == phase]
+                axes.broken_barh(bars, (rank + top, height), facecolors=PHASES[phase], linewidth=0)
+        ticks.append(rank + 0.4)
+    axes.set_yticks(ticks, [f"rank {rank}" for rank in range(len(ticks))])
+    axes.set_ylim(len(ticks), -0.1)
+    axes.set_xlim(0, row["milliseconds"])
+    title = f"{row['case']}, {row['processes']} processes, {row['candidate']}"
+    axes.set_title(f"{title}: {row['milliseconds']:.0f} ms", loc="left", fontsize=9.5, color=plots.GREY)
+    axes.tick_params(which="both", colors=plots.GREY, labelsize=8, length=2)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side == "bottom")
+        spine.set_color(plots.GREY)
