@@ -1,4 +1,4 @@
-"""What the sharding layer is measured against, each as its users run it: DTensor's ``full_tensor()``, Dion, DeepSpeed."""
+"""What our sharding is measured against, each as its users run it: DTensor's ``full_tensor()``, Dion, DeepSpeed."""
 
 from __future__ import annotations
 
