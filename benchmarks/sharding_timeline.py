@@ -57,8 +57,9 @@ PLACES = {
 
 
 DRAWN = {("FSDP2", 2), ("ZeRO-1", 2)}
-"""Cases and numbers of processes whose lanes are kept and drawn; of all others the sums by phase."""
-FINEST = 0.003
+"""Cases and numbers of processes whose lanes are kept and drawn, of all others the sums by phase; but for `NOT_DRAWN`."""
+NOT_DRAWN = ("full_tensor() of update and parameter, distribute_tensor", "muonfx, flat")
+FINEST = 0.001
 """Of an iteration: what is shorter is not drawn."""
 
 
@@ -208,7 +209,11 @@ def measure(size: Size, case: str) -> list[dict[str, Any]]:
                 "collectives": {
                     phase: sum(one.phase == phase for one in ranks[0]["messages"]) for phase in (AGREEMENT, OUT, BACK)
                 },
-                "ranks": [_drawn(rank, slowest[kept]) for rank in ranks] if (case, len(ranks)) in DRAWN else [],
+                "ranks": [
+                    _drawn(rank, slowest[kept])
+                    for rank in ranks
+                    if (case, len(ranks)) in DRAWN and one.name not in NOT_DRAWN
+                ],
             }
         )
     return rows
@@ -270,6 +275,8 @@ def draw(path: Path = PICTURE) -> Path | None:
         )
         for axes, row in zip(every[:, 0], rows, strict=True):
             _lanes(axes, row)
+            axes.set_xlim(0, max(one["milliseconds"] for one in rows if one["case"] == row["case"]))
+        every[-1, 0].set_xlabel("milliseconds", color=plots.GREY, fontsize=8.5)
         legend = [Patch(color=color, label=phase) for phase, color in PHASES.items()]
         figure.legend(
             handles=legend, loc="outside lower center", ncols=4, frameon=False, labelcolor=plots.GREY, fontsize=8.5
@@ -297,7 +304,6 @@ def _lanes(axes: Any, row: dict[str, Any]) -> None:
         ticks.append(rank + 0.4)
     axes.set_yticks(ticks, [f"rank {rank}" for rank in range(len(ticks))])
     axes.set_ylim(len(ticks), -0.1)
-    axes.set_xlim(0, row["milliseconds"])
     title = f"{row['case']}, {row['processes']} processes, {row['candidate']}"
     axes.set_title(f"{title}: {row['milliseconds']:.0f} ms", loc="left", fontsize=9.5, color=plots.GREY)
     axes.tick_params(which="both", colors=plots.GREY, labelsize=8, length=2)
