@@ -57,7 +57,7 @@ PLACES = {
 
 
 DRAWN = {("FSDP2", 2), ("ZeRO-1", 2)}
-"""Cases and numbers of processes of which lanes are kept and drawn; of all others, and of `NOT_DRAWN`, sums by phase."""
+"""Cases and numbers of processes of which lanes are kept and drawn; of others, and of `NOT_DRAWN`, sums by phase."""
 NOT_DRAWN = ("full_tensor() of update and parameter, distribute_tensor", "muonfx, flat")
 FINEST = 0.001
 """Of an iteration: what is shorter is not drawn."""
