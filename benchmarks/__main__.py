@@ -1,7 +1,7 @@
 """Run the benchmarks and write results, tables and plots.
 
-``python -m benchmarks [adapter polar step parts checkpoint sharding engines bind planner overhead]``, and against
-another checkout ``python -m benchmarks versions --before FOLDER``
+``python -m benchmarks [adapter polar step parts checkpoint sharding sharding_timeline engines bind planner overhead]``,
+and against another checkout ``python -m benchmarks versions --before FOLDER``
 
 ``python -m benchmarks simulator --model llama-70b --mesh dp=8,shard=64`` measures nothing: it prints our plan for a
 mesh of ranks beside other libraries' schemes.
@@ -28,6 +28,7 @@ from benchmarks import (
     polar,
     report,
     sharding,
+    sharding_timeline,
     step,
     versions,
 )
@@ -41,6 +42,7 @@ WHAT = {
     "parts": "parts_speed",
     "checkpoint": "checkpoint_speed checkpoint_memory",
     "sharding": "sharding_speed",
+    "sharding_timeline": "sharding_timeline",
     "engines": "engines_speed",
     "bind": "bind_speed",
     "planner": "planner_speed",
@@ -92,6 +94,7 @@ def main(arguments: list[str] | None = None) -> None:
         "checkpoint_memory": lambda: checkpoint.memory(options.megabytes, options.folder),
         "planner_speed": lambda: planner.speed(rounds, seconds=options.seconds),
         "sharding_speed": lambda: sharding.speed(rounds, seconds=options.seconds),
+        "sharding_timeline": sharding_timeline.times,
         "engines_speed": lambda: engines.speed(max(2, min(rounds, 5))),
         "bind_speed": lambda: bind.speed(min(rounds, 3)),
         "overhead_speed": lambda: overhead.speed(min(rounds, 30), seconds=options.seconds),
@@ -105,6 +108,7 @@ def main(arguments: list[str] | None = None) -> None:
         report.rewrite(report.PARTS_PAGE, report.PARTS_SECTIONS)
         plots.draw()
         plots.draw_parts()
+        sharding_timeline.draw()
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ PARTS = (
 """The colours of a bar's segments, from the left; the pale ones are what could go."""
 
 
-def _pyplot() -> ModuleType | None:
+def pyplot() -> ModuleType | None:
     """Matplotlib for files, with nothing in them that changes from run to run; None with a printed line without it."""
     try:
         import matplotlib
@@ -59,7 +59,7 @@ def _pyplot() -> ModuleType | None:
 def draw(path: Path = PICTURE) -> Path | None:
     """Write the picture of all but the fp32 rows; None where there are no results or no matplotlib to draw with."""
     speed, quality = load("polar_speed"), load("polar_quality")
-    if speed is None or quality is None or (plt := _pyplot()) is None:
+    if speed is None or quality is None or (plt := pyplot()) is None:
         return None
     figure, both = plt.subplots(1, 2, figsize=(9.6, 5.0), sharey=True, layout="constrained")
     for axes, case in zip(both, SHOWN, strict=True):
@@ -76,7 +76,7 @@ def draw(path: Path = PICTURE) -> Path | None:
 
 def draw_parts(path: Path = PARTS_PICTURE) -> Path | None:
     """Write the picture of a step by part; None where there are no results or no matplotlib to draw with."""
-    if (found := load("parts_speed")) is None or (plt := _pyplot()) is None:
+    if (found := load("parts_speed")) is None or (plt := pyplot()) is None:
         return None
     cases = list(dict.fromkeys(row["case"] for row in found["rows"]))
     most = max(sum(row["case"] == case for row in found["rows"]) for case in cases)

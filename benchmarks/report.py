@@ -229,6 +229,25 @@ def sharding() -> str:
     return "\n".join([*parts, f"{_machine(found, f'{cores} cores, a thread for each process')}\n"])
 
 
+def sharding_timeline() -> str:
+    """Milliseconds of an iteration by phase, a row for each case and candidate."""
+    found = load("sharding_timeline")
+    if found is None:
+        return ""
+    phases = list(found["rows"][0]["phases"])
+    lines = [
+        [
+            f"{row['case']}, {row['processes']}: {row['candidate']}",
+            f"{row['milliseconds']:.0f}",
+            *(f"{row['phases'][phase]:.1f}" for phase in phases),
+            " + ".join(str(number) for number in row["collectives"].values()),
+        ]
+        for row in found["rows"]
+    ]
+    head = ["case, processes: candidate", "an iteration, ms", *phases, "collectives: agreement + out + back"]
+    return f"{_table(head, lines)}\n\n{_machine(found, 'a thread for each process')}\n"
+
+
 def engines() -> str:
     """A real engine with our optimizer and with its own, a row for each stage and dtype."""
     found = load("engines_speed")
@@ -306,6 +325,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "step": step,
     "scratch": scratch,
     "sharding": sharding,
+    "sharding_timeline": sharding_timeline,
     "engines": engines,
     "planner": planner,
 }

@@ -1,4 +1,4 @@
-"""Muon on several processes: muonfx against DTensor's ``full_tensor()`` on every rank, and against DeepSpeed's Muon.
+"""Muon on several processes: muonfx against DTensor's ``full_tensor()`` on every rank, Dion and DeepSpeed's Muon.
 
 One small GPT, float32, everything in bf16 inside Newton-Schulz, `keller` for five steps, AdamW for what is no hidden
 matrix, no clipping. All candidates of a case run in the same processes and begin at the same weights; each rank has a
@@ -137,14 +137,22 @@ def trained(size: Size, processes: int) -> tuple[Params, Params]:
 # ------------------------------------------------------------------------------------------------------ candidates
 
 
+def candidates(size: Size, case: str) -> Iterator[Candidate]:
+    """Those of a case; all ranks make them together."""
+    return fsdp2(size) if case == "FSDP2" else zero(size, int(case[-1]))
+
+
 def fsdp2(size: Size) -> Iterator[Candidate]:
     """An optimizer over DTensor parameters: gathered everywhere, and ours."""
-    for name, package, build in (
+    builds: list[tuple[str, str, Callable[[nn.Module, list[str]], Any]]] = [
         ("full_tensor() on every rank", "torch", peers.full_tensor),
         ("full_tensor() of update and parameter, distribute_tensor", "torch", peers.full_tensor_twice),
         ("muonfx", "muonfx", Sharded),
         ("full_tensor() on every rank, again", "torch", peers.full_tensor),
-    ):
+    ]
+    if peers.dion_runs():
+        builds.insert(2, ("Dion", "dion", peers.dion))
+    for name, package, build in builds:
         model = peers.fully_sharded(make(size))
         muon = [name for name, label in labels(make(size)).items() if label == "muon"]
         optimizer = build(model, muon)
@@ -246,20 +254,20 @@ def ours(name: str, size: Size, stage: int, partition: str) -> Candidate:
 
 def measure(size: Size, case: str, rounds: int, seconds: float) -> list[dict[str, Any]]:
     """The rows of a case; called on every rank."""
-    candidates = list(fsdp2(size) if case == "FSDP2" else zero(size, int(case[-1])))
+    alive = list(candidates(size, case))
     processes = dist.get_world_size()
     start, wanted = trained(size, processes)
     matrices = sum(label == "muon" for label in labels(make(size)).values())
     rows: list[dict[str, Any]] = []
-    for one in candidates:
+    for one in alive:
         for _ in range(ITERATIONS):
             one.iterate()
         found = one.whole()
         apart = distance(found, wanted) / distance(start, wanted) if found else None
         about = {"case": case, "processes": processes, "candidate": one.name, "package": versioned(one.package)}
         rows.append({**about, "apart": apart, **counted(one), "of": matrices})
-    calls = {one.name: one.timed for one in candidates}
-    times = summary(world.interleaved(calls, rounds=rounds, seconds=seconds), candidates[0].name)
+    calls = {one.name: one.timed for one in alive}
+    times = summary(world.interleaved(calls, rounds=rounds, seconds=seconds), alive[0].name)
     return [{**row, **times[row["candidate"]]} for row in rows]
 
 

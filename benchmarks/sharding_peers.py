@@ -1,4 +1,4 @@
-"""What the sharding layer is measured against, each as its users run it: DTensor's ``full_tensor()``, and DeepSpeed."""
+"""What our sharding is measured against, each as its users run it: DTensor's ``full_tensor()``, Dion, DeepSpeed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
+from importlib.util import find_spec
 from math import prod
 from typing import Any
 from unittest import mock
@@ -99,6 +100,37 @@ def full_tensor(model: nn.Module, muon: list[str], *, twice: bool = False) -> An
 def full_tensor_twice(model: nn.Module, muon: list[str]) -> Any:
     """The same, and parameters are gathered too and distributed from rank 0: how LLaMA-Factory v1 does it."""
     return full_tensor(model, muon, twice=True)
+
+
+# -------------------------------------------------------------------------------------------------------------- Dion
+
+
+def dion_runs() -> bool:
+    """True if Dion's source can be imported, from ``PYTHONPATH`` say; if not, a printed line says so."""
+    if find_spec("dion") is None:
+        print("Dion is left out: put a checkout of github.com/microsoft/dion on PYTHONPATH to measure it")
+        return False
+    return True
+
+
+def dion(model: nn.Module, muon: list[str]) -> torch.optim.Optimizer:
+    """Dion's Muon over DTensors: matrices of one shape in one all_to_all to owners and one back, its steps compiled.
+
+    Of Newton-Schulz it has five quintic steps with coefficients of its own, at the cost of those of all others.
+    """
+    params = dict(model.named_parameters())
+    rest = [param for name, param in params.items() if name not in muon]
+    matrices: list[Any] = [params[name] for name in muon]
+    return import_module("dion").Muon(
+        [{"params": matrices}, {"params": rest, "algorithm": "adamw", "epsilon": EPSILON}],
+        distributed_mesh=matrices[0].device_mesh,
+        lr=RATE,
+        mu=MOMENTUM,
+        betas=BETAS,
+        weight_decay=DECAY,
+        nesterov=True,
+        use_polar_express=False,
+    )
 
 
 # --------------------------------------------------------------------------------------------------------- DeepSpeed
@@ -193,6 +225,15 @@ def deepspeed(
 # ---------------------------------------------------------------------------------------------------------- counting
 
 
+ORTHOGONALIZE = (
+    ("torch.optim._muon", "_zeropower_via_newtonschulz"),
+    ("muonfx.polar", "orthogonalize_many"),
+    ("deepspeed.runtime.zero.muon.original_muon", "muon_update"),
+    ("dion.megabatch_base", "muon_update_newton_schulz"),
+)
+"""The functions that orthogonalize, by module and name; that of DeepSpeed does the momentum too."""
+
+
 class Matrices:
     """How many matrices were orthogonalized on this rank."""
 
@@ -212,11 +253,10 @@ class Matrices:
 def counted() -> Iterator[Matrices]:
     """Count matrices that anybody here orthogonalizes, by wrapping the functions that do it for the time being."""
     matrices = Matrices()
-    places = [("torch.optim._muon", "_zeropower_via_newtonschulz"), ("muonfx.polar", "orthogonalize_many")]
-    if "deepspeed" in sys.modules:
-        places.append(("deepspeed.runtime.zero.muon.original_muon", "muon_update"))
     with contextlib.ExitStack() as stack:
-        for module, name in places:
+        for module, name in ORTHOGONALIZE:
+            if module.partition(".")[0] not in sys.modules:
+                continue
             found = import_module(module)
             stack.enter_context(mock.patch.object(found, name, matrices.of(getattr(found, name))))
         yield matrices

@@ -7,16 +7,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from muonfx import elementwise as ew
 from muonfx import tree
+from muonfx.boxes import Box
 from muonfx.sharding.consensus import DTYPES, agree_on_leaves, check_pieces
 from muonfx.sharding.cut import equal_intervals
 from muonfx.sharding.dtensors import is_dtensor, local_of
-from muonfx.sharding.messages import Exchange, ShardingError, cut_places
-from muonfx.shards import part
+from muonfx.sharding.messages import Exchange, ShardingError, copied, cut_places
+from muonfx.shards import Window, part
 from muonfx.tree import PyTree
 
 if TYPE_CHECKING:
@@ -90,9 +90,10 @@ def _gather(layout: Layout, names: Sequence[str], locals_: Sequence[Tensor], buc
             for piece, ranks in layout.holders(names[place]).items():
                 crossing = crossing or len(ranks) < layout.size
                 if layout.rank in ranks:
-                    piece.paste(locals_[place], wholes[place])
+                    sent = [window.of(locals_[place]) for _, window in _boxes_of(layout, names[place], layout.rank)]
+                    outgoing[layout.rank] += sent
+                    incoming[layout.rank] += [part(wholes[place], box) for box in piece.boxes]
                     held = set(ranks)
-                    sent = [piece.window(box).of(locals_[place]) for box in piece.boxes]
                     # taker t hears from the holder in place t modulo their number
                     for taker in range(ranks.index(layout.rank), layout.size, len(ranks)):
                         if taker not in held:
@@ -100,8 +101,19 @@ def _gather(layout: Layout, names: Sequence[str], locals_: Sequence[Tensor], buc
                 else:
                     incoming[ranks[layout.rank % len(ranks)]] += [part(wholes[place], box) for box in piece.boxes]
         if crossing and layout.group is not None:
-            exchange(outgoing, incoming, first, layout.group, "gathering")
+            exchange(outgoing, incoming, first, layout, "gathering")
+        else:
+            copied(outgoing[layout.rank], incoming[layout.rank])
     return wholes
+
+
+def _boxes_of(layout: Layout, name: str, rank: int) -> list[tuple[Box, Window]]:
+    """The boxes of a rank's piece, and their places in its local tensor; found once."""
+    key = ("boxes", name, rank)
+    if key not in layout.derived:
+        piece = layout.piece(name, rank)
+        layout.derived[key] = [(box, piece.window(box)) for box in piece.boxes]
+    return layout.derived[key]
 
 
 class _Gather(torch.autograd.Function):
@@ -157,49 +169,75 @@ def _reduce(layout: Layout, names: Sequence[str], full: list[Tensor], op: str, b
     held = [ranks for name in names for ranks in layout.holders(name).values()]
     if held and all(len(ranks) == layout.size for ranks in held) and layout.size > 1:
         # All ranks want all: reduce to equal parts, and gather these.
-        specs = {name: layout.specs[name] for name in names}
-        pieces = equal_intervals(specs, layout.size)[0]
-        cut = replace(layout, kind="flat", specs=specs, pieces=pieces, buffer=None, dtensors={}, derived={})
+        cut = _in_equal_parts(layout, tuple(names))
         return _gather(cut, names, _reduce(cut, names, full, op, bucket_bytes), bucket_bytes)
     if layout.group is None and layout.size > 1:
         raise ShardingError(f"{layout!r} has no process group: it is only to look at")
-    results = list(full)
+    results = [layout.piece(name).blank(whole) for name, whole in zip(names, full, strict=True)]
     for places in in_buckets(full, bucket_bytes):
-        outgoing: list[list[Tensor]] = [[] for _ in range(layout.size)]
-        parts: list[list[Tensor]] = [[] for _ in range(layout.size)]
-        for place in places:
-            own = layout.piece(names[place])
-            for rank in range(layout.size):
-                outgoing[rank].append(layout.piece(names[place], rank).cut(full[place]))
-                parts[rank].append(own.blank(full[place]))
+        outgoing = [
+            [part(full[place], box) for place in places for box in layout.piece(names[place], rank).boxes]
+            for rank in range(layout.size)
+        ]
+        targets = [
+            window.of(results[place]) for place in places for _, window in _boxes_of(layout, names[place], layout.rank)
+        ]
+        begun: Exchange | None = None
         if layout.group is not None:
-            first = full[places[0]]
-            exchange(outgoing, parts, first, layout.group, "reducing gradients")
-        else:
-            parts = outgoing
-        for index, place in enumerate(places):
-            results[place] = _sum([theirs[index] for theirs in parts], op)
+            expected = [sum(target.numel() for target in targets)] * layout.size
+            begun = _begin(outgoing, expected, full[places[0]], layout, "reducing gradients")
+            outgoing = begun.arrived([[target.shape for target in targets]] * layout.size)
+        for target, *theirs in zip(targets, *outgoing, strict=True):
+            _add_up(theirs, op, target)
+        if begun is not None:
+            begun.end()
     return results
+
+
+def _in_equal_parts(layout: Layout, names: tuple[str, ...]) -> Layout:
+    """Some parameters cut into equal intervals over the ranks of a layout; made once."""
+    key = ("equal parts", names)
+    if key not in layout.derived:
+        specs = {name: layout.specs[name] for name in names}
+        pieces = equal_intervals(specs, layout.size)[0]
+        layout.derived[key] = replace(
+            layout, kind="flat", specs=specs, pieces=pieces, buffer=None, dtensors={}, derived={}
+        )
+    return layout.derived[key]
 
 
 def exchange(
     outgoing: Sequence[Sequence[Tensor]],
     incoming: Sequence[Sequence[Tensor]],
     like: Tensor,
-    group: dist.ProcessGroup,
+    layout: Layout,
     what: str,
 ) -> None:
-    """Exchange, and wait for it."""
+    """Exchange between the ranks of a layout, and wait for it."""
     expected = [sum(tensor.numel() for tensor in tensors) for tensors in incoming]
-    Exchange(outgoing, expected, dtype=like.dtype, device=like.device, group=group, what=what).wait(incoming)
+    _begin(outgoing, expected, like, layout, what).wait(incoming)
 
 
-def _sum(parts: list[Tensor], op: str) -> Tensor:
+def _begin(
+    outgoing: Sequence[Sequence[Tensor]], expected: Sequence[int], like: Tensor, layout: Layout, what: str
+) -> Exchange:
+    assert layout.group is not None
+    device, buffers = like.device, layout.buffers
+    return Exchange(outgoing, expected, dtype=like.dtype, device=device, group=layout.group, what=what, buffers=buffers)
+
+
+def _add_up(parts: Sequence[Tensor], op: str, into: Tensor) -> None:
     """Add in the order of the ranks, wide, and round once."""
-    total = parts[0].to(ew.wide_dtype(parts[0].dtype), copy=True)
-    for theirs in parts[1:]:
+    wide = ew.wide_dtype(into.dtype)
+    if into.dtype == wide and len(parts) > 1:
+        total, rest = torch.add(parts[0], parts[1], out=into), parts[2:]
+    else:
+        total, rest = parts[0].to(wide, copy=True), parts[1:]
+    for theirs in rest:
         total += theirs
-    return (total / len(parts) if op == "mean" else total).to(parts[0].dtype)
+    if op == "mean":
+        total /= len(parts)
+    into.copy_(total)
 
 
 def in_buckets(tensors: Sequence[Tensor], limit: int) -> Iterator[list[int]]:

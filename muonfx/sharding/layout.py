@@ -22,7 +22,7 @@ from muonfx import tree
 from muonfx.sharding.collectives import gathered, reduce_scattered
 from muonfx.sharding.cut import Buffer, Cut
 from muonfx.sharding.dtensors import local_tree, logical_tree, map_named
-from muonfx.sharding.messages import ShardingError
+from muonfx.sharding.messages import Buffers, ShardingError
 from muonfx.shards import Piece
 from muonfx.tree import PyTree, Spec
 
@@ -70,6 +70,8 @@ class Layout:
     """The parameters that lie on different meshes on different ranks, whose pieces are taken for the same."""
     derived: dict[Any, Any] = field(default_factory=dict, repr=False)
     """Values that follow from the layout, computed once."""
+    buffers: Buffers = field(default_factory=Buffers, repr=False)
+    """The memory of the messages between its ranks."""
 
     def __repr__(self) -> str:
         stage = "" if self.stage is None else f", stage {self.stage}"

@@ -137,11 +137,10 @@ def update_run(
             )
             done = dict(zip(names, tree.leaves(out), strict=True))
             del given, values, out
-            after = _ReturnResults(plan, layout, shares, done, results)
-            del done
             if before is not None:
-                before.wait()
-            before = after
+                before.wait()  # first, so that its memory serves this bucket's results
+            before = _ReturnResults(plan, layout, shares, done, results)
+            del done
     except BaseException:
         bucketed.abandon()
         raise
@@ -316,7 +315,9 @@ def _exchange(
     if wire is None or like is None:
         return None
     assert layout.group is not None
-    return Exchange(outgoing, expected, dtype=wire, device=like.device, group=layout.group, what=what)
+    return Exchange(
+        outgoing, expected, dtype=wire, device=like.device, group=layout.group, what=what, buffers=layout.buffers
+    )
 
 
 def _held(share: Share, layout: Layout, tensor: Tensor) -> Tensor:

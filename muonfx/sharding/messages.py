@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Exchange", "ShardingError", "collective", "copied", "cut_places"]
+__all__ = ["Buffers", "Exchange", "ShardingError", "collective", "copied", "cut_places"]
 
 
 class ShardingError(RuntimeError):
@@ -19,6 +20,49 @@ class ShardingError(RuntimeError):
     Traceback (most recent call last):
     muonfx.sharding.messages.ShardingError: rank 2 has another tree
     """
+
+
+class Buffers:
+    """Memory of messages in host memory, kept from one exchange to the next: pages that are new cost as much as travel.
+
+    It holds as many buffers as exchanges under way at once have taken, each as long as the longest that it has served.
+    On other devices the allocator of torch keeps memory by itself, and new tensors come from there.
+
+    >>> buffers = Buffers()
+    >>> first = buffers.take(6, torch.float32, torch.device("cpu"))
+    >>> buffers.give_back(first)
+    >>> buffers.take(3, torch.bfloat16, torch.device("cpu")).data_ptr() == first.data_ptr()
+    True
+    """
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that are kept and not given out."""
+        return sum(map(len, self._free))
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A tensor of one dim with any values, which is the caller's until it is given back."""
+        if device.type != "cpu" or not numel:
+            return torch.empty(numel, dtype=dtype, device=device)
+        nbytes = numel * dtype.itemsize
+        place = next((place for place, one in enumerate(self._free) if len(one) >= nbytes), None)
+        if place is not None:
+            memory = self._free.pop(place)
+        else:
+            if self._free:
+                self._free.pop()  # the longest, which is too short: a longer one takes its place
+            memory = torch.empty(nbytes, dtype=torch.uint8)
+        return memory[:nbytes].view(dtype)
+
+    def give_back(self, tensor: Tensor) -> None:
+        """Take back what was given out; one that nobody gives back is forgotten."""
+        if tensor.device.type == "cpu" and tensor.numel():
+            whole = tensor.untyped_storage()
+            self._free.append(torch.empty(0, dtype=torch.uint8).set_(whole))
+            self._free.sort(key=len)
 
 
 class Exchange:
@@ -33,6 +77,7 @@ class Exchange:
         dtype: in which values travel; they are rounded to it, and from it to the dtype of what takes them.
         group: the ranks; every one of them must begin the same exchanges in the same order.
         what: what this is, for an error.
+        buffers: where the memory of messages comes from; None: it is made anew.
 
     Raises:
         ShardingError: another rank is gone, or did not come within the group's timeout.
@@ -47,16 +92,19 @@ class Exchange:
         device: torch.device,
         group: dist.ProcessGroup,
         what: str,
+        buffers: Buffers | None = None,
     ) -> None:
+        self._buffers = buffers = buffers or Buffers()
         self._me = me = dist.get_rank(group)
         self._own = list(outgoing[me])
         sent = [tensors if rank != me else [] for rank, tensors in enumerate(outgoing)]
         self.what = what
         sizes = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
         self._sizes = [number if rank != me else 0 for rank, number in enumerate(expected)]
-        self._sent = torch.empty(sum(sizes), dtype=dtype, device=device)
-        _copy_through(self._sent, [tensor for tensors in sent for tensor in tensors], into=True)
-        self._received = torch.empty(sum(self._sizes), dtype=dtype, device=device)
+        self._sent = buffers.take(sum(sizes), dtype, device)
+        packed = [tensor for tensors in sent for tensor in tensors]
+        copied(packed, _places(self._sent, [tensor.shape for tensor in packed]))
+        self._received = buffers.take(sum(self._sizes), dtype, device)
         with collective(what):
             self._work: Any = dist.all_to_all_single(
                 self._received, self._sent, self._sizes, sizes, group=group, async_op=True
@@ -68,13 +116,34 @@ class Exchange:
         Args:
             incoming: for each rank of the group, the tensors that take what comes from it, in the order of its sender.
         """
+        sizes = [[tensor.shape for tensor in tensors] for tensors in incoming]
+        for theirs, tensors in zip(self.arrived(sizes), incoming, strict=True):
+            copied(theirs, tensors)
+        self.end()
+
+    def arrived(self, shapes: Sequence[Sequence[Sequence[int]]]) -> list[list[Tensor]]:
+        """Wait for what comes, and return it where it lies: of this rank its own tensors, of others views of a buffer.
+
+        The views are good until `end`.
+
+        Args:
+            shapes: for each rank of the group, those of the tensors that come from it, in the order of its sender.
+        """
         with collective(self.what):
             self._work.wait()
+        self._buffers.give_back(self._sent)
         del self._sent
-        copied(self._own, incoming[self._me])
-        takers = [tensor for rank, tensors in enumerate(incoming) if rank != self._me for tensor in tensors]
-        _copy_through(self._received, takers, into=False)
-        del self._received, self._own
+        others = [[] if rank == self._me else of_rank for rank, of_rank in enumerate(shapes)]
+        places = iter(_places(self._received, [shape for of_rank in others for shape in of_rank]))
+        found = [[next(places) for _ in of_rank] for of_rank in others]
+        found[self._me] = self._own
+        del self._own
+        return found
+
+    def end(self) -> None:
+        """Give back the memory of what has come."""
+        self._buffers.give_back(self._received)
+        del self._received
 
 
 def cut_places(nbytes: Mapping[int, int], limit: int) -> list[list[int]]:
@@ -107,16 +176,10 @@ def copied(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         torch._foreach_copy_([b for _, b in pairs], [a for a, _ in pairs])
 
 
-def _copy_through(buffer: Tensor, tensors: Sequence[Tensor], *, into: bool) -> None:
-    """Copy tensors into a buffer, one behind the other, or out of it."""
-    places = [
-        place.view(tensor.shape)
-        for place, tensor in zip(buffer.split([tensor.numel() for tensor in tensors]), tensors, strict=True)
-    ]
-    if into:
-        copied(tensors, places)
-    else:
-        copied(places, tensors)
+def _places(buffer: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Views of a buffer as tensors of some shapes, one behind the other."""
+    places = buffer.split([prod(shape) for shape in shapes])
+    return [place.view(shape) for place, shape in zip(places, shapes, strict=True)]
 
 
 class collective:

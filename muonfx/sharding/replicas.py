@@ -267,4 +267,4 @@ def _from_first_holders(places: Mapping[str, Tensor], layout: Layout, group: dis
                         outgoing[other].append(places[name])
                 elif layout.rank in others:
                     incoming[first].append(places[name])
-        exchange(outgoing, incoming, places[rest[bucket[0]]], group, "broadcasting parameters")
+        exchange(outgoing, incoming, places[rest[bucket[0]]], layout, "broadcasting parameters")

@@ -108,17 +108,26 @@ def counting(here: Here) -> Iterator[Counted]:
         yield counted
 
 
-def count_steps(here: Here, model: Model, tx: mfx.Transform, case: LayoutCase) -> list[Counted]:
-    """What is sent and computed in each step."""
+def count_steps(
+    here: Here, model: Model, tx: mfx.Transform, case: LayoutCase, how: str = "functional"
+) -> list[Counted]:
+    """What is sent and computed in each step, as a function or as an optimizer."""
     params = model.params()
     layout = laid_out(case, params, here, tx)
     local, sharded = layout.shard(params), sharding.sharded(tx, layout)
-    state = sharded.init(local)
+    held = {name: torch.nn.Parameter(leaf) for name, leaf in local.items()}
+    optimizer = mfx.TransformOptimizer(held, sharded) if how == "optimizer" else None
+    state = sharded.init(local) if optimizer is None else None
     found: list[Counted] = []
     for step in range(model.steps):
         grads = layout.shard(model.grads(step))
+        for name, param in held.items():
+            param.grad = grads[name]
         with counting(here) as counted:
-            _, state = sharded.update(grads, state, local)
+            if optimizer is None:
+                _, state = sharded.update(grads, state, local)
+            else:
+                optimizer.step()
         found.append(counted)
     return found
 

@@ -136,6 +136,26 @@ def test_replicated_matrices_are_computed_once_or_by_all(world: World, size: int
     assert sent <= total(drawn) * (size - 1)
 
 
+MATRICES = model(steps=3, a=(8, 6), b=(6, 8), c=(9, 4))
+EXCHANGES = {
+    "rows": (Placed(dict.fromkeys(MATRICES.leaves, ("0",))), 2),
+    "whole": (Zero(2, "whole"), 0),
+    "flat": (Zero(2, "flat"), 2),
+}
+
+
+@pytest.mark.parametrize("kind", EXCHANGES)
+@pytest.mark.parametrize("how", ["functional", "optimizer"])
+def test_a_steady_step_agrees_in_one_small_collective(world: World, kind: str, how: str):
+    """And exchanges a bucket in one all_to_all there and one back."""
+    case, exchanges = EXCHANGES[kind]
+    for counted in world.check(3, counting.count_steps, model=MATRICES, tx=muon(), case=case, how=how):
+        calls = dict(counted[-1].calls)
+        assert calls.pop("all_to_all_single", 0) == exchanges
+        assert calls == {"all_reduce": 1}
+        assert counted[-1].else_sent <= facts(MATRICES)
+
+
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("partition", ["whole", "flat"])
 def test_reducing_and_gathering_send_what_zero_sends(world: World, size: int, partition: str):

@@ -18,7 +18,7 @@ ROWS = Placed(dict.fromkeys(MANY.leaves, ("0",)))
 
 
 def peak(here: Here, case: LayoutCase, bucket_bytes: int) -> tuple[int, int]:
-    """The bytes of a step at its peak beyond its inputs, and those of its results."""
+    """The bytes of a step at its peak beyond its inputs, memory kept for messages included; those of its results."""
     params = MANY.params()
     layout = laid_out(case, params, here)
     tx = sharding.sharded(mfx.orthogonalize(dtype=torch.float32), layout, bucket_bytes=bucket_bytes)
@@ -27,7 +27,7 @@ def peak(here: Here, case: LayoutCase, bucket_bytes: int) -> tuple[int, int]:
     local = layout.shard(MANY.grads(1))
     with PeakBytes() as most:
         updates, _ = tx.update(local, state)
-    return most.most, sum(leaf.numel() * 4 for leaf in mfx.tree.tensors(updates))
+    return most.most + layout.buffers.nbytes, sum(leaf.numel() * 4 for leaf in mfx.tree.tensors(updates))
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -41,6 +41,28 @@ def test_an_exchange_takes_no_more_than_its_bound(world: World, size: int, case:
         assert results < most  # the counting sees what it must
         assert most - results <= bound + newton_schulz
         assert size > 3 or most - results < whole
+
+
+def kept(here: Here, case: LayoutCase) -> list[int]:
+    """The bytes kept for messages after each of a loop's steps."""
+    params = MANY.params()
+    layout = laid_out(case, params, here)
+    tx = sharding.sharded(mfx.orthogonalize(dtype=torch.float32), layout, bucket_bytes=12 * EACH)
+    state = tx.init(layout.shard(params))
+    found: list[int] = []
+    for _ in range(3):
+        grads = layout.reduce_scatter(MANY.grads(0))
+        updates, state = tx.update(grads, state)
+        layout.gather(updates)
+        found.append(layout.buffers.nbytes)
+    return found
+
+
+@pytest.mark.parametrize("case", [ROWS, Zero(1, "flat")], ids=["rows", "flat"])
+def test_the_memory_of_messages_is_that_of_the_first_step(world: World, case: LayoutCase):
+    for first, *later in world.check(3, kept, case=case):
+        assert 0 < first <= 4 * 12 * EACH
+        assert later == [first, first]
 
 
 def state_bytes(here: Here, drawn: Model, case: LayoutCase, kind: str) -> int:
