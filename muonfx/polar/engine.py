@@ -149,6 +149,8 @@ def sharing(xs: Sequence[torch.Tensor]) -> set[int]:
     >>> sharing([x[:2], x[2:], torch.zeros(1)]), sharing([x[:3], torch.zeros(1), x[2:]])
     (set(), {0, 2})
     """
+    if len({x.untyped_storage()._cdata for x in xs}) == len(xs):
+        return set()
     spans: list[tuple[int, int, int, int]] = []
     for i, x in enumerate(xs):
         if x.numel() > 0:

@@ -237,15 +237,16 @@ def _run_as_function(xs: list[torch.Tensor], targets: list[torch.Tensor | None],
     # Products of the same values in another order of memory round otherwise, and at another rank the order is another.
     ordered = [x.contiguous() for x in xs]
     wide = [x if x.shape[-2] == short else x.mT for x in ordered]
-    flats = [x.reshape(-1, *x.shape[-2:]) for x in wide]
+    flats = [x[None] if x.ndim == 2 else x.reshape(-1, *x.shape[-2:]) for x in wide]
+    counts = [flat.shape[0] for flat in flats]  # once: asked of a tensor, each takes a microsecond
     limit = max(1, job.scratch // scratch_bytes(short, long, job.plan.dtype))
-    if is_traced(short, long, *map(len, flats)):
-        limit = sum(map(len, flats)) + 1  # a batch that is cut would fix all sizes; a compiler plans memory itself
+    if is_traced(short, long, *counts):
+        limit = sum(counts) + 1  # a batch that is cut would fix all sizes; a compiler plans memory itself
     places = [
-        _place(x, target, whole=len(flat) <= limit or job.watched)
-        for x, target, flat in zip(xs, targets, flats, strict=True)
+        _place(x, target, whole=count <= limit or job.watched)
+        for x, target, count in zip(xs, targets, counts, strict=True)
     ]
-    owners = iter([(i, start) for i, flat in enumerate(flats) for start in range(0, len(flat), limit)])
+    owners = iter([(i, start) for i, count in enumerate(counts) for start in range(0, count, limit)])
     parts: list[list[torch.Tensor]] = [[] for _ in xs]
     results = list(xs)
     # The result of a wide matrix is a view of its batch, and of a tall one a copy: both would be held.
@@ -256,15 +257,17 @@ def _run_as_function(xs: list[torch.Tensor], targets: list[torch.Tensor | None],
         homes: list[torch.Tensor] = []
         for piece in pieces:
             i, start = next(owners)
-            part = piece[..., : flats[i].shape[-1]]
+            own = flats[i].shape[-1]
+            part = piece if own == long else piece[..., :own]
             part = part if xs[i].shape[-2] == short else part.mT
             place = places[i]
             if place is None:
                 deliver_new(part, i, start)
                 continue
             sources.append(part)
-            home = place.view(-1, *part.shape[1:])
-            homes.append(home if len(home) == len(part) else home[start : start + len(part)])
+            home = place[None] if place.ndim == 2 else place.view(-1, *part.shape[1:])
+            count = part.shape[0]
+            homes.append(home if count == counts[i] else home[start : start + count])
             results[i] = place
         if homes:
             torch._foreach_copy_(homes, sources)

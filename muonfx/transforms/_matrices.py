@@ -152,7 +152,7 @@ class MatrixView(Options):
         else:
             matrix = torch.cat(matrices, dim=self.block_axis)
         if self.dims is None:
-            return matrix.reshape(leaf.shape)
+            return matrix if leaf.ndim == 2 else matrix.reshape(leaf.shape)
         batch, rows, columns = self._dims_of(leaf, "")
         order = [*batch, *rows, *columns]
         permuted = matrix.reshape([leaf.shape[dim] for dim in order])
