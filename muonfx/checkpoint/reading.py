@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from io import FileIO
 from itertools import groupby
 from math import prod
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -124,7 +125,9 @@ class Reader:
 
     def _read_blocks(self, blocks: list[_Block]) -> None:
         """Read and check blocks, file by file, side by side where there is more than one block's bytes to read."""
-        for number, of_file in groupby(sorted(blocks, key=lambda block: block[:2]), lambda block: block.file):
+        blocks.sort(key=attrgetter("begin"))
+        blocks.sort(key=attrgetter("file"))
+        for number, of_file in groupby(blocks, attrgetter("file")):
             file, path = self._file(number), self.folder / self.index.files[number].name
             parts: list[list[_Block]] = []  # small leaves share a part, or a thread would cost more than it does
             left = 0
