@@ -165,12 +165,17 @@ def _load(
 
     def read_all(index: Index, reader: Reader) -> dict[str, Any]:
         leaves, rooms = target.make_room(index, str(path))
-        whole = {source: room.whole if isinstance(room, FlatPiece) else room for source, room in rooms.items()}
-        assert None not in whole.values()  # the target refuses others where there is no group
-        reader.read_into(whole)
+        # A piece that is not whole was refused by the target: there is no group.
+        reader.read_into({source: _whole(room) for source, room in rooms.items()})
         return leaves
 
     return target.rebuild(with_reader(path, read_all))
+
+
+def _whole(room: Tensor | FlatPiece) -> Tensor:
+    whole = room.whole if isinstance(room, FlatPiece) else room
+    assert whole is not None
+    return whole
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
