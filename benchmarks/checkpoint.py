@@ -3,6 +3,10 @@
 Both sides give the same: after a save, bytes on the disk (flushed: ours always does, plain safetensors is asked to);
 after a load, tensors that own their memory and can be trained on (plain safetensors maps the file and is asked to
 copy). Ours checks every byte on the way in, and writes the checksums for that. The file cache is warm in all loads.
+
+A run that is resumed loads once, into memory that the process has never touched: `fresh` measures that, each load in a
+process of its own, where `speed` uses memory again that an earlier round gave back. Imports are not in the time of
+either side, nor is what makes ``like``.
 """
 
 from __future__ import annotations
@@ -24,18 +28,20 @@ import muonfx as mfx
 from benchmarks.measure import interleaved, summary
 
 
-def make(megabytes: int, device: str = "cpu") -> dict[str, Any]:
-    """A state of about so many megabytes: momentum of square matrices, two moments of vectors."""
-    side = 4096 if megabytes >= 512 else 1024
+def make(megabytes: int, device: str = "cpu", *, small: bool = False) -> dict[str, Any]:
+    """A state of about so many megabytes: momentum of square matrices, two moments of vectors.
+
+    With ``small`` there are matrices of 64 KiB alone, as many as it takes.
+    """
+    side = 128 if small else 4096 if megabytes >= 512 else 1024
     number = max(1, round(megabytes * 2**20 / (4 * side * side)))
     torch.manual_seed(0)
-    return {
-        "momentum": {"trace": {f"blocks.{i}.weight": torch.randn(side, side, device=device) for i in range(number)}},
-        "adam": {
-            moment: {f"blocks.{i}.bias": torch.randn(side, device=device) for i in range(number)}
-            for moment in ("mu", "nu")
-        },
+    matrices = {f"blocks.{i}.weight": torch.randn(side, side, device=device) for i in range(number)}
+    vectors = {
+        moment: {f"blocks.{i}.bias": torch.randn(side, device=device) for i in range(0 if small else number)}
+        for moment in ("mu", "nu")
     }
+    return {"momentum": {"trace": matrices}, "adam": vectors}
 
 
 def flat(state: dict[str, Any]) -> dict[str, Tensor]:
@@ -88,6 +94,63 @@ def speed(megabytes: int, rounds: int, folder: str | None = None) -> list[dict[s
         return found
     finally:
         shutil.rmtree(where)
+
+
+LOAD = """
+import resource, sys, time
+import torch
+from safetensors.torch import load_file
+sys.path.insert(0, sys.argv[1])
+torch.set_num_threads(int(sys.argv[2]))
+import muonfx as mfx
+from benchmarks.checkpoint import make
+
+who, where, megabytes, small = sys.argv[3], sys.argv[4], int(sys.argv[5]), sys.argv[6] == "small"
+like = make(megabytes, "meta", small=small)
+plain = lambda: {name: leaf.clone() for name, leaf in load_file(where + "/plain.safetensors").items()}
+load = (lambda: mfx.checkpoint.load(where + "/ours", like=like)) if who == "muonfx" else plain
+start = time.perf_counter()
+before = resource.getrusage(resource.RUSAGE_SELF)
+state = load()
+after = resource.getrusage(resource.RUSAGE_SELF)
+print(time.perf_counter() - start, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+"""
+
+
+def fresh(megabytes: int, rounds: int, folder: str | None = None) -> list[dict[str, Any]]:
+    """Time of a load in a process that has loaded nothing before, and the seconds of all its processors."""
+    rows: list[dict[str, Any]] = []
+    for size, small in ((megabytes, False), (megabytes // 4, False), (3 * megabytes // 16, True)):
+        where = Path(tempfile.mkdtemp(dir=folder))
+        state = make(size, small=small)
+        spec = mfx.checkpoint.StateSpec.of(state)
+        try:
+            save_file(flat(state), where / "plain.safetensors")
+            mfx.checkpoint.save(where / "ours", state)
+            del state
+            wall: dict[str, list[float]] = {who: [] for who in ("safetensors", "muonfx", "safetensors again")}
+            cpu: dict[str, list[float]] = {who: [] for who in wall}
+            for turn in range(rounds + 1):
+                for who in wall:
+                    command = [
+                        sys.executable,
+                        "-c",
+                        LOAD,
+                        str(Path(__file__).parent.parent),
+                        str(torch.get_num_threads()),
+                    ]
+                    command += [who, str(where), str(size), "small" if small else "large"]
+                    done = subprocess.run(command, capture_output=True, text=True, check=True)
+                    if turn:  # the first has filled the file cache
+                        for times, seconds in zip((wall, cpu), done.stdout.split(), strict=True):
+                            times[who].append(float(seconds))
+            rows.append(
+                {"what": "load", "bytes": spec.nbytes, "leaves": len(spec), **summary(wall, "safetensors")}
+                | {"processor": summary(cpu, "safetensors")}
+            )
+        finally:
+            shutil.rmtree(where)
+    return rows
 
 
 PEAK = """

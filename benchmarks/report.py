@@ -108,6 +108,7 @@ Quality = dict[str, dict[str, Any]]
 def checkpoint() -> str:
     """Time and memory of a checkpoint, against plain safetensors."""
     parts: list[str] = []
+    head = ["a checkpoint", "safetensors, ms", "muonfx, ms", "throughput, muonfx / safetensors", "again / safetensors"]
     if speed := load("checkpoint_speed"):
         rows = [
             [
@@ -117,14 +118,19 @@ def checkpoint() -> str:
             ]
             for row in speed["rows"]
         ]
-        head = [
-            "a checkpoint",
-            "safetensors, ms",
-            "muonfx, ms",
-            "throughput, muonfx / safetensors",
-            "again / safetensors",
-        ]
         parts += ["### Checkpoints: time\n", _table(head, rows), f"\n{_machine(speed)}\n"]
+    if fresh := load("checkpoint_fresh"):
+        rows = [
+            [
+                f"{_bytes(row['bytes'])} in {row['leaves']} leaves",
+                *(f"{row[who]['milliseconds']['median']:.0f}" for who in ("safetensors", "muonfx")),
+                *(_throughput(row[who]["ratio"]) for who in ("muonfx", "safetensors again")),
+                _throughput(row["processor"]["muonfx"]["ratio"]),
+            ]
+            for row in fresh["rows"]
+        ]
+        head = ["a load in a fresh process", *head[1:], "by processor time, muonfx / safetensors"]
+        parts += ["### Checkpoints: the first load of a process\n", _table(head, rows), f"\n{_machine(fresh)}\n"]
     if memory := load("checkpoint_memory"):
         rows = [
             [row["what"], *(_bytes(row[key]) for key in ("bytes", "largest leaf", "peak beyond"))]

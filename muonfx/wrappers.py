@@ -12,12 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["WRAPPERS", "unwrapped"]
+__all__ = ["WRAPPERS", "may_be_wrapped", "unwrapped"]
 
 WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Components of names that are of wrappers wherever they stand."""
 
 _IN_FRONT = "module."
+
+
+def may_be_wrapped(name: str) -> bool:
+    """False if there is surely nothing of a wrapper in a name; cheap, for most names are of this kind.
+
+    >>> may_be_wrapped("up.weight"), may_be_wrapped("_orig_mod.up.weight")
+    (False, True)
+    """
+    return _IN_FRONT in name or any(part in name for part in WRAPPERS)
 
 
 def unwrapped(names: Iterable[str]) -> dict[str, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import mmap
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +26,7 @@ from muonfx.checkpoint.errors import CheckpointError
 from muonfx.checkpoint.files import fresh_file, write_all
 from muonfx.checkpoint.index import BLOCK, LONGEST_HEADER, Chunk, DataFile
 
-__all__ = ["Part", "Progress", "blocks_of", "bytes_of", "check_byte_order", "checksum_of", "write_data"]
+__all__ = ["Part", "Progress", "blocks_of", "bytes_of", "check_byte_order", "checksum_of", "populate", "write_data"]
 
 Progress = Callable[[int, int], object]
 """Called with the bytes that are done and those of all."""
@@ -62,6 +63,22 @@ def bytes_of(tensor: Tensor) -> memoryview:
 def blocks_of(data: memoryview) -> Iterator[memoryview]:
     """Cut bytes into blocks, the last of which may be shorter."""
     return (data[begin : begin + BLOCK] for begin in range(0, len(data), BLOCK))
+
+
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+_MADV_POPULATE_WRITE = 23
+_WORTH_IT = 1 << 15
+
+
+def populate(data: memoryview) -> None:
+    """Have the system put memory behind bytes that are about to be written: at once is cheaper than page by page.
+
+    A hint that changes no value. Where the system does not know it (before Linux 5.14, and others) nothing happens.
+    """
+    if _LIBC is not None and len(data) >= _WORTH_IT:
+        begin = ctypes.addressof(ctypes.c_char.from_buffer(data))
+        first = begin // mmap.PAGESIZE * mmap.PAGESIZE
+        _LIBC.madvise(ctypes.c_void_p(first), ctypes.c_size_t(begin + len(data) - first), _MADV_POPULATE_WRITE)
 
 
 def checksum_of(data: bytes | bytearray | memoryview) -> str:

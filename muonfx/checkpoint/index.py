@@ -260,6 +260,8 @@ def _natural(holder: Any, key: str, where: str) -> int:
 
 def _naturals(holder: Any, key: str, where: str) -> tuple[int, ...]:
     values = _get(holder, key, list, where)
+    if all(type(value) is int and 0 <= value <= _BIGGEST for value in values):
+        return tuple(values)
     return tuple(_natural({key: value}, key, where) for value in values)
 
 

@@ -165,13 +165,17 @@ def _load(
 
     def read_all(index: Index, reader: Reader) -> dict[str, Any]:
         leaves, rooms = target.make_room(index, str(path))
-        for source, room in rooms.items():
-            whole = room.whole if isinstance(room, FlatPiece) else room
-            assert whole is not None  # the target refuses others where there is no group
-            reader.read_into(source, whole)
+        # A piece that is not whole was refused by the target: there is no group.
+        reader.read_into({source: _whole(room) for source, room in rooms.items()})
         return leaves
 
     return target.rebuild(with_reader(path, read_all))
+
+
+def _whole(room: Tensor | FlatPiece) -> Tensor:
+    whole = room.whole if isinstance(room, FlatPiece) else room
+    assert whole is not None
+    return whole
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
@@ -186,7 +190,13 @@ def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     >>> mfx.checkpoint.read(mfx.checkpoint.save(tempfile.mkdtemp(), {"trace": {"w": torch.ones(2)}}))
     {'trace/w': tensor([1., 1.])}
     """
-    return with_reader(folder_named(path), lambda index, reader: {name: reader.read(name) for name in index.leaves})
+
+    def read_all(index: Index, reader: Reader) -> dict[str, Tensor]:
+        leaves = {name: torch.empty(leaf.spec.shape, dtype=leaf.spec.dtype) for name, leaf in index.leaves.items()}
+        reader.read_into(leaves)
+        return leaves
+
+    return with_reader(folder_named(path), read_all)
 
 
 def verify(path: str | os.PathLike[str]) -> Index:

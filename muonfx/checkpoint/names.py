@@ -20,7 +20,7 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.tree import PyTree
-from muonfx.wrappers import unwrapped
+from muonfx.wrappers import may_be_wrapped, unwrapped
 
 __all__ = [
     "PARAMS",
@@ -39,6 +39,9 @@ PARAMS = "params"
 
 _RESERVED = frozenset({PARAMS, "__metadata__"})
 _INTEGER = re.compile(r"0|-?[1-9][0-9]*")
+_PLAIN_ENTRY = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
+"""Nearly all: they stand for themselves."""
+_PLAIN_NAME = re.compile(rf"{_PLAIN_ENTRY.pattern}(/({_PLAIN_ENTRY.pattern}|{_INTEGER.pattern}))*")
 _ESCAPES = {"~0": "~", "~1": "/"}
 _ROOT = "~"
 
@@ -67,6 +70,8 @@ def name_of(path: tuple[Any, ...]) -> str:
 
 
 def _escaped(entry: Any) -> str:
+    if type(entry) is str and _PLAIN_ENTRY.fullmatch(entry):
+        return entry
     if isinstance(entry, bool) or not isinstance(entry, str | int):
         raise TypeError(
             f"the key {entry!r} cannot be part of a leaf's name in a checkpoint: keys must be strings or ints, found "
@@ -166,6 +171,8 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
     ['mu/up', 'mu/down', 'count']
     """
     found = {name: name for name in names}
+    if not any(map(may_be_wrapped, found)):
+        return found
     beside: dict[str, dict[str, str]] = {}
     for name in found:
         above, level, last = name.rpartition("/")
@@ -192,6 +199,8 @@ def is_name(name: str) -> bool:
     >>> is_name("momentum/trace/w"), is_name("params/w"), is_name("params/~9")
     (True, True, False)
     """
+    if _PLAIN_NAME.fullmatch(name):
+        return True
     try:
         if not in_section(name, PARAMS):
             return name_of(path_of(name)) == name

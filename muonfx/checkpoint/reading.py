@@ -6,18 +6,21 @@ With plain reads, and not through a memory map: a map of a file that is cut shor
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from io import FileIO
+from itertools import groupby
 from math import prod
+from operator import attrgetter
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from muonfx.boxes import Box
-from muonfx.checkpoint.data import blocks_of, bytes_of, check_byte_order, checksum_of
+from muonfx.checkpoint.data import blocks_of, bytes_of, check_byte_order, checksum_of, populate
 from muonfx.checkpoint.errors import CorruptError
 from muonfx.checkpoint.files import open_regular
 from muonfx.checkpoint.index import BLOCK, Chunk, DataFile, Index, Leaf
@@ -27,11 +30,29 @@ __all__ = ["Reader"]
 _MOST_OPEN = 64
 
 
+class _Block(NamedTuple):
+    """A block of a chunk that is to be read: where it lies, its checksum, and the memory that it goes to."""
+
+    file: int
+    begin: int
+    into: memoryview
+    crc32: str
+    name: str
+
+
+def _blocks(name: str, chunk: Chunk, into: memoryview, first: int = 0) -> list[_Block]:
+    """The blocks of a chunk from the first on, as many as the memory is for."""
+    return [
+        _Block(chunk.file, chunk.begin + place * BLOCK, part, chunk.crc32[place], name)
+        for place, part in enumerate(blocks_of(into), first)
+    ]
+
+
 class Reader:
     """Reads leaves from the data files of a checkpoint and checks every byte that it hands out.
 
-    A file is opened when it is first needed, and then checked for the length and the header that the index says. Large
-    leaves are read by as many threads as torch uses.
+    A file is opened when it is first needed, and then checked for the length and the header that the index says. What
+    is asked for together is read by as many threads as torch uses.
     """
 
     def __init__(self, folder: Path, index: Index) -> None:
@@ -102,35 +123,45 @@ class Reader:
                 raise CorruptError(f"{path}: the data file ends too early")
             at, into = at + got, into[got:]
 
-    def _block(self, name: str, chunk: Chunk, place: int, into: memoryview) -> None:
-        """Read one block of a chunk and check it."""
-        file, path = self._file(chunk.file), self.folder / self.index.files[chunk.file].name
-        begin = chunk.begin + place * BLOCK
-        self._fill(file, begin, into, path)
-        if checksum_of(into) != chunk.crc32[place]:
-            where = f"bytes {begin} to {begin + len(into)} of the file"
-            raise CorruptError(f"{path}: the leaf {name!r} is damaged, somewhere in {where}")
+    def _read_blocks(self, blocks: list[_Block]) -> None:
+        """Read and check blocks, file by file, side by side where there is more than one block's bytes to read."""
+        blocks.sort(key=attrgetter("begin"))
+        blocks.sort(key=attrgetter("file"))
+        for number, of_file in groupby(blocks, attrgetter("file")):
+            file, path = self._file(number), self.folder / self.index.files[number].name
+            parts: list[list[_Block]] = []  # small leaves share a part, or a thread would cost more than it does
+            left = 0
+            for block in of_file:
+                if left < len(block.into):
+                    parts.append([])
+                    left = BLOCK
+                parts[-1].append(block)
+                left -= len(block.into)
+            if len(parts) == 1 or self._threads == 1:
+                for part in parts:
+                    self._read_part(file, path, part)
+                continue
+            if self._pool is None:
+                # Of this load alone: threads do not survive a fork.
+                pool = ThreadPoolExecutor(self._threads, thread_name_prefix="muonfx-read")
+                self._pool = self._stack.enter_context(pool)
+            reads = [self._pool.submit(self._read_part, file, path, part) for part in parts]
+            try:
+                for read in reads:
+                    read.result()
+            except BaseException:
+                for read in reads:
+                    read.cancel()
+                wait(reads)  # the memory must not go while a thread writes to it
+                raise
 
-    def _blocks(self, name: str, chunk: Chunk, into: memoryview, first: int) -> None:
-        """Read blocks of a chunk, from the first on, side by side where there are several."""
-        self._file(chunk.file)
-        parts = list(enumerate(blocks_of(into), first))
-        if len(parts) == 1 or self._threads == 1:
-            for place, part in parts:
-                self._block(name, chunk, place, part)
-            return
-        if self._pool is None:
-            # Of this load alone: threads do not survive a fork.
-            self._pool = self._stack.enter_context(ThreadPoolExecutor(self._threads, thread_name_prefix="muonfx-read"))
-        reads = [self._pool.submit(self._block, name, chunk, place, part) for place, part in parts]
-        try:
-            for read in reads:
-                read.result()
-        except BaseException:
-            for read in reads:
-                read.cancel()
-            wait(reads)  # the memory must not go while a thread writes to it
-            raise
+    def _read_part(self, file: FileIO, path: Path, part: list[_Block]) -> None:
+        for _, begin, into, crc32, name in part:
+            populate(into)
+            self._fill(file, begin, into, path)
+            if checksum_of(into) != crc32:
+                where = f"bytes {begin} to {begin + len(into)} of the file"
+                raise CorruptError(f"{path}: the leaf {name!r} is damaged, somewhere in {where}")
 
     def read(self, name: str) -> Tensor:
         """Read a leaf: a new tensor in host memory.
@@ -140,24 +171,33 @@ class Reader:
         """
         leaf = self.index.leaves[name]
         out = torch.empty(leaf.spec.shape, dtype=leaf.spec.dtype)
-        self.read_into(name, out)
+        self.read_into({name: out})
         return out
 
-    def read_into(self, name: str, out: Tensor) -> None:
-        """Read a leaf into a tensor of its shape; other dtypes, devices and strides take a copy of one chunk."""
-        leaf = self.index.leaves[name]
-        for chunk in leaf.chunks:
-            part = out[tuple(map(slice, chunk.offsets, chunk.box.ends))] if chunk.sizes else out
-            self.read_box(name, leaf, chunk, Box((0,) * len(chunk.sizes), chunk.sizes), part)
+    def read_into(self, rooms: Mapping[str, Tensor]) -> None:
+        """Read leaves into tensors of their shapes, all together.
+
+        Those of other dtypes, devices and strides are read one after another, with a copy of one chunk.
+        """
+        blocks: list[_Block] = []
+        for name, out in rooms.items():
+            leaf = self.index.leaves[name]
+            for chunk in leaf.chunks:
+                part = out[tuple(map(slice, chunk.offsets, chunk.box.ends))] if len(leaf.chunks) > 1 else out
+                if _takes_bytes(part, leaf):
+                    blocks += _blocks(name, chunk, bytes_of(part))
+                else:
+                    self.read_box(name, leaf, chunk, Box((0,) * len(chunk.sizes), chunk.sizes), part)
+        self._read_blocks(blocks)
 
     def read_box(self, name: str, leaf: Leaf, chunk: Chunk, box: Box, out: Tensor) -> None:
         """Read a box of a chunk (offsets from the chunk's) into a tensor of its size, by the blocks that hold it."""
         if not box.numel:
             return
-        dtype, whole = leaf.spec.dtype, box.sizes == chunk.sizes
-        if whole and out.dtype == dtype and out.device.type == "cpu" and out.is_contiguous():
-            self._blocks(name, chunk, bytes_of(out), 0)
+        if box.sizes == chunk.sizes and _takes_bytes(out, leaf):
+            self._read_blocks(_blocks(name, chunk, bytes_of(out)))
             return
+        dtype = leaf.spec.dtype
         strides = [prod(chunk.sizes[dim + 1 :]) for dim in range(len(chunk.sizes))]
         start = sum(map(int.__mul__, box.offsets, strides))
         stop = sum(stride * (end - 1) for stride, end in zip(strides, box.ends, strict=True)) + 1
@@ -165,7 +205,7 @@ class Reader:
         nbytes = prod(chunk.sizes) * dtype.itemsize
         end = min(nbytes, -(-stop * dtype.itemsize // BLOCK) * BLOCK)
         held = torch.empty((end - first * BLOCK) // dtype.itemsize, dtype=dtype)
-        self._blocks(name, chunk, bytes_of(held), first)
+        self._read_blocks(_blocks(name, chunk, bytes_of(held), first))
         out.copy_(held.as_strided(box.sizes, strides, start - first * BLOCK // dtype.itemsize))
 
     def verify(self) -> Index:
@@ -181,5 +221,11 @@ class Reader:
             for chunk in leaf.chunks:
                 nbytes = prod(chunk.sizes) * leaf.spec.dtype.itemsize
                 for place in range(0, len(chunk.crc32), many):
-                    self._blocks(name, chunk, buffer[: min(len(buffer), nbytes - place * BLOCK)], place)
+                    into = buffer[: min(len(buffer), nbytes - place * BLOCK)]
+                    self._read_blocks(_blocks(name, chunk, into, place))
         return self.index
+
+
+def _takes_bytes(out: Tensor, leaf: Leaf) -> bool:
+    """True if the bytes of a file are those of the tensor as they are."""
+    return out.dtype == leaf.spec.dtype and out.device.type == "cpu" and out.is_contiguous()

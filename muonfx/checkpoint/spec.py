@@ -18,7 +18,7 @@ from muonfx.core import Transform
 from muonfx.recorded import strip_transparent
 from muonfx.tree import PyTree, Spec
 
-__all__ = ["StateSpec", "described", "spec", "spec_of"]
+__all__ = ["StateSpec", "described", "spec", "spec_of", "spec_of_named"]
 
 
 def described(leaf: Any) -> str:
@@ -154,7 +154,11 @@ def spec_of(values: PyTree, section: str = "", tx: Transform | None = None) -> S
     Raises:
         TypeError: a leaf is not a tensor; the message names it.
     """
-    named = named_tensors(values, section)
+    return spec_of_named(named_tensors(values, section), values, tx)
+
+
+def spec_of_named(named: list[tuple[str, Any]], values: PyTree, tx: Transform | None = None) -> StateSpec:
+    """The spec of a tree whose `named_tensors` are known."""
     leaves = {name: Spec(tuple(leaf.shape), leaf.dtype) for name, leaf in named if leaf is not None}
     found = StateSpec(leaves, _treedef=tree.flatten(values)[1], _names=tuple(name for name, _ in named))
     return found if tx is None else found.of_chain(tx)

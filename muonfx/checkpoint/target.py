@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,11 +10,11 @@ import torch
 from torch import Tensor
 
 from muonfx.checkpoint.index import Index
-from muonfx.checkpoint.names import named_leaves
+from muonfx.checkpoint.names import named_tensors
 from muonfx.checkpoint.rules import Rules, match
-from muonfx.checkpoint.spec import StateSpec, spec_of
+from muonfx.checkpoint.spec import StateSpec, spec_of_named
 from muonfx.core import Transform
-from muonfx.tree import PyTree, Spec, flatten, unflatten
+from muonfx.tree import PyTree, Spec
 
 __all__ = ["Target"]
 
@@ -22,7 +23,8 @@ __all__ = ["Target"]
 class Target:
     """The tree that a load is to make, of whatever checkpoint it finds."""
 
-    like: PyTree | StateSpec
+    like: Mapping[str, Any]
+    """The leaves of what a caller gave, by name: tensors, pieces of tensors, or `Spec`s."""
     want: StateSpec
     rules: Rules
     device: torch.device | str | None
@@ -44,14 +46,15 @@ class Target:
         if tx is not None and not isinstance(tx, Transform):
             raise TypeError(f"tx must be a muonfx.Transform or None, found {tx!r}")
         if isinstance(like, StateSpec):
-            return cls(like, like if tx is None else like.of_chain(tx), rules, device, section)
-        target = cls(like, spec_of(like, section, tx), rules, device, section)
-        for name, leaf in target._leaves().items():
+            return cls(like.leaves, like if tx is None else like.of_chain(tx), rules, device, section)
+        named = named_tensors(like, section)
+        leaves = {name: leaf for name, leaf in named if leaf is not None}
+        for name, leaf in leaves.items():
             if whole and hasattr(leaf, "__create_chunk_list__") and getattr(leaf, "whole", None) is None:
                 raise TypeError(
                     f"the leaf {name!r} is a {type(leaf).__name__}, of which each rank holds a part: say group="
                 )
-        return target
+        return cls(leaves, spec_of_named(named, like, tx), rules, device, section)
 
     def make_room(self, index: Index, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
         """Find the wanted leaves in the checkpoint at ``where``, and make room for their values.
@@ -67,20 +70,13 @@ class Target:
         sources = match(index, self.want, self.rules, section=self.section, where=where)
         leaves = {
             name: self._empty(leaf) if sources[name] is not None else self._copy(name, leaf)
-            for name, leaf in self._leaves().items()
+            for name, leaf in self.like.items()
         }
         return leaves, {source: leaves[name] for name, source in sources.items() if source is not None}
 
     def rebuild(self, leaves: dict[str, Any]) -> PyTree:
-        """Put leaves, by name, into the structure of ``like``."""
-        if isinstance(self.like, StateSpec):
-            return self.like.unflatten(leaves)
-        return unflatten(flatten(self.like)[1], [leaves.get(name) for name, _ in named_leaves(self.like, self.section)])
-
-    def _leaves(self) -> dict[str, Any]:
-        if isinstance(self.like, StateSpec):
-            return dict(self.like.leaves)
-        return {name: leaf for name, leaf in named_leaves(self.like, self.section) if leaf is not None}
+        """Put leaves, by name, into the structure of what the caller gave."""
+        return self.want.unflatten(leaves)
 
     def _empty(self, leaf: Any) -> Any:
         """Room for the values of a leaf."""
@@ -88,6 +84,8 @@ class Target:
             return torch.empty(leaf.shape, dtype=leaf.dtype, device=self.device or "cpu")
         if isinstance(leaf, Tensor):
             where = self.device or (leaf.device if leaf.device.type != "meta" else "cpu")
+            if type(leaf) is Tensor and leaf.is_meta and leaf.is_contiguous():  # `empty_like` of these is slow
+                return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=where)
             return torch.empty_like(leaf, device=where, requires_grad=False)
         return leaf.empty_like()
 

@@ -360,6 +360,27 @@ def test_a_file_that_is_cut_short_while_it_is_read(tmp_path: Path, number: int):
             reader.read("w")
 
 
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_damaged_leaf_is_named_among_many_that_are_read_together(tmp_path: Path, number: int):
+    """Small leaves share a part that a thread reads; some are widened, and are read by themselves."""
+    state = {f"w{i:02}": torch.randn(BLOCK // 16 + i) for i in range(12)}  # three parts of a thread
+    like = {name: leaf.double() if name in ("w03", "w09") else leaf for name, leaf in state.items()}
+    ck.save(tmp_path, state)
+    index = ck.inspect(tmp_path)
+    data = tmp_path / index.files[0].name
+    with threads(number):
+        loaded = ck.load(tmp_path, like=like)
+        assert all(torch.equal(loaded[name], like[name]) and loaded[name].dtype == like[name].dtype for name in like)
+        whole = data.read_bytes()
+        for name in ("w00", "w03", "w07", "w11"):
+            last = index.leaves[name].chunks[0].begin + index.leaves[name].nbytes - 1
+            data.write_bytes(whole[:last] + bytes([whole[last] ^ 1]) + whole[last + 1 :])
+            with pytest.raises(CorruptError, match=f"the leaf '{name}' is damaged"):
+                ck.load(tmp_path, like=like)
+        data.write_bytes(whole)
+        assert_same_tree(ck.read(tmp_path), state)
+
+
 def test_errors_survive_pickling():
     one = pickle.loads(pickle.dumps(CorruptError("broken", Path("a/step-1"))))
     assert (str(one), one.previous) == ("broken; the one before it looks whole: a/step-1", Path("a/step-1"))
