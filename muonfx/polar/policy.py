@@ -405,13 +405,13 @@ def work(plan: Plan, device: torch.device, facts: Facts | None = None) -> float:
 
 
 def _cost(stages: Sequence[Stage], n: int, m: int, rates: Rates, products: tuple[str, str]) -> float:
-    """Multiply-adds, with the symmetric products and the passes over small matrices weighted by their time."""
+    """Multiply-adds, with Gram matrices, squares and passes over small matrices weighted by their time."""
     gram, small = (1.0 if how == "batched" else rates.share for how in products)
     total = 0.0
     for stage in stages:
         extra = len(stage.steps) - 1
         squares = sum(1 for step in stage.steps if step[2] != 0)
-        total += (1 + gram) * n * n * m + small * n**3 * (squares + 3 * extra) + 3 * extra * rates.pass_cost * n * n
+        total += (1 + gram) * n * n * m + n**3 * (small * squares + 3 * extra) + 3 * extra * rates.pass_cost * n * n
     return total
 
 
@@ -423,4 +423,4 @@ def _has_kernels(device: torch.device, facts: Facts | None) -> bool:
 def _rates(device: torch.device, compute: torch.dtype, facts: Facts | None) -> Rates:
     if facts is not None:
         return built_in(device.type, facts.tiles, compute)  # a plan that is the same wherever it is made
-    return used(device.type, device.type == "cpu" and cpu_has_amx(), compute)
+    return used(device.type, device.type == "cpu" and cpu_has_amx(), compute, has_bf16=cpu_has_bf16())

@@ -133,6 +133,10 @@ class Buffered:
     ) -> torch.Tensor:
         """`beta * addend + alpha * p q`."""
         out = self._take()
+        if p is not q:
+            # Only rounding makes their product asymmetric, and half of that error is antisymmetric and does no harm;
+            # mirrored, all of it would.
+            return torch.baddbmm(addend, p, q, beta=beta, alpha=alpha, out=out)
         if self._small == "triton":
             return kernels.symmetric_matmul(p, q, addend=addend, alpha=alpha, beta=beta, out=out)
         if self._small == "blocks":

@@ -33,6 +33,8 @@ class Rates(NamedTuple):
 
 
 _AVX512 = "measured on 2 cores of an AVX512-BF16 CPU, torch 2.13"
+_AVX = "measured on 2 cores of an AVX512-BF16 CPU, with all of it and held to AVX2 alike, torch 2.13"
+_AVX2 = "bf16 that the CPU has no products for: measured on 2 cores of one that was held to AVX2, torch 2.13"
 _AMX = (
     "halving measured to lose up to 1024 x 4096, on 2 threads of a CPU with AMX, torch 2.13; "
     "a pass scaled from AVX512-BF16, not measured"
@@ -41,15 +43,17 @@ _H200 = "from an H200's data sheet, not measured"
 _NEVER = math.inf
 
 BUILT_IN: dict[tuple[str, torch.dtype], Rates] = {
-    ("cpu", torch.bfloat16): Rates(4e8, 0.8, 80, _AVX512),
-    ("cpu", torch.float32): Rates(6e7, 0.75, 25, _AVX512),
+    ("cpu", torch.bfloat16): Rates(1.3e8, 0.8, 35, _AVX512),
+    ("cpu", torch.float32): Rates(6e7, 0.75, 25, _AVX),
     ("cpu", torch.float64): Rates(6e7, 0.75, 25, "taken over from fp32, not measured"),
+    ("avx2", torch.bfloat16): Rates(2e7, 0.67, 1, _AVX2),
     ("amx", torch.bfloat16): Rates(_NEVER, 1.0, 200, _AMX),
     ("cuda", torch.bfloat16): Rates(1e9, 0.6, 1000, _H200),
     ("cuda", torch.float16): Rates(1e9, 0.6, 1000, _H200),
     ("cuda", torch.float32): Rates(1e9, 0.6, 100, _H200),
 }
-"""By kind of device ("cpu", "amx" for one with tile registers, "cuda") and dtype of the products."""
+"""By kind of device ("cpu", "amx" for one with tile registers, "avx2" for one without bf16 products, "cuda") and dtype of
+the products."""
 
 UNKNOWN = Rates(_NEVER, 1.0, 100, "a guess that loses least: nothing is known about this device and dtype")
 
@@ -76,23 +80,23 @@ def use_rates(path: str | os.PathLike[str] | None) -> None:
     _measured.update(found)
 
 
-def used(kind: str, tiles: bool, dtype: torch.dtype) -> Rates:
+def used(kind: str, tiles: bool, dtype: torch.dtype, *, has_bf16: bool = True) -> Rates:
     """The rates of a device: those that were read, else those that are built in, else a guess.
 
     >>> used("cpu", False, torch.float32).share
     0.75
     """
-    return _measured.get((kind, dtype)) or built_in(kind, tiles, dtype)
+    return _measured.get((kind, dtype)) or built_in(kind, tiles, dtype, has_bf16=has_bf16)
 
 
-def built_in(kind: str, tiles: bool, dtype: torch.dtype) -> Rates:
+def built_in(kind: str, tiles: bool, dtype: torch.dtype, *, has_bf16: bool = True) -> Rates:
     """The rates of a kind of device that are built in, else a guess.
 
     >>> built_in("tpu", False, torch.float32).halved_from
     inf
     """
-    if kind == "cpu" and tiles and dtype == torch.bfloat16:
-        kind = "amx"
+    if kind == "cpu" and dtype == torch.bfloat16:
+        kind = "amx" if tiles else "cpu" if has_bf16 else "avx2"
     return BUILT_IN.get((kind, dtype), UNKNOWN)
 
 
