@@ -52,8 +52,8 @@ BUILT_IN: dict[tuple[str, torch.dtype], Rates] = {
     ("cuda", torch.float16): Rates(1e9, 0.6, 1000, _H200),
     ("cuda", torch.float32): Rates(1e9, 0.6, 100, _H200),
 }
-"""By kind of device ("cpu", "amx" for one with tile registers, "avx2" for one without bf16 products, "cuda") and dtype of
-the products."""
+"""By kind of device ("cpu", "amx" for one with tile registers, "avx2" for one without bf16 products, "cuda") and dtype
+of the products."""
 
 UNKNOWN = Rates(_NEVER, 1.0, 100, "a guess that loses least: nothing is known about this device and dtype")
 
