@@ -196,14 +196,15 @@ def _add_by_blocks(out: torch.Tensor, p: torch.Tensor, q: torch.Tensor, *, beta:
     Shapes: `p` and `q` `(b, n, k)`, `out` `(b, n, n)`; for `beta` 0 it may have any values.
     """
     n, side = out.shape[-1], block_side(out.shape[-1])
-    starts = range(0, n, side)
     for square, left, right in zip(out.unbind(), p.unbind(), q.unbind(), strict=True):
-        for start in starts:
-            rows, columns = slice(start, start + side), slice(0, start + side)
+        end = 0
+        for rows, taken in zip(left.split(side), square.split(side), strict=True):
+            end += rows.shape[0]
+            target, columns = taken.narrow(1, 0, end), right.narrow(0, 0, end).mT
             if beta == 0:
-                torch.mm(left[rows], right[columns].mT, out=square[rows, columns])
+                torch.mm(rows, columns, out=target)
             else:
-                square[rows, columns].addmm_(left[rows], right[columns].mT, beta=beta, alpha=alpha)
-    for start in starts[1:]:
+                target.addmm_(rows, columns, beta=beta, alpha=alpha)
+    for start in range(side, n, side):
         rows = slice(start, start + side)
         out[:, :start, rows].copy_(out[:, rows, :start].mT)

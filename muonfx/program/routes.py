@@ -214,6 +214,10 @@ class Routes:
             after = put_at_path(after, step.state, state.tree())
         return after
 
+    def lends(self, tensor: Tensor) -> bool:
+        """True if a tensor lies in memory that is used again."""
+        return self.between.holds(tensor) or self.widened.holds(tensor)
+
     def share(self, step: Step, tx: Transform, names: tuple[str, ...]) -> _Share:
         """The share of some leaves in the state of a transform, found out once."""
         if (step, names) not in self._shares:
@@ -351,11 +355,15 @@ class _Passage:
         out, after = tx.run(
             values, tree.unflatten(share.treedef, given), params, donate=Donation(is_ours, True), **self._call.extras
         )
+        changed: list[tuple[Tensor, Tensor]] = []
         for place, own, old, new in zip(share.places, share.parameters, given, tree.leaves(after), strict=True):
             if own is None or part.piece is None:
-                state.new[place] = new
+                # A transform may keep what it was given to write to.
+                state.new[place] = new.clone() if isinstance(new, Tensor) and self._routes.lends(new) else new
             elif new is not old:
-                old.copy_(new)
+                changed.append((old, new.clone()))  # lest it be another's old one, which is written to first
+        for old, new in changed:
+            old.copy_(new)
         return out, tx.keeps_donation_promise and (is_ours or is_new(out, values))
 
     def _apply(self, part: _Part, updates: Leaves) -> None:

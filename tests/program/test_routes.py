@@ -25,6 +25,42 @@ SHAPES = {
     "h.weight": (0, 4),
 }
 LABELS = {name: "muon" if name.endswith("weight") else "adamw" for name in SHAPES}
+
+
+@mfx.transform(locality=mfx.Locality.ELEMENT)
+def keeps_its_input():
+    """Its state is the last update: the very tensor, where that was donated."""
+
+    def init(params):
+        return {"last": mfx.tree.map(torch.zeros_like, params)}
+
+    def update(updates, state, params=None, *, donate=mfx.core.contract.NOTHING):
+        own = updates if donate.updates else mfx.tree.map(torch.clone, updates)
+        at = mfx.tree.Present(updates)
+        last = at.fill(at.pick(own), state["last"])
+        return at.fill([a + b for a, b in zip(at.pick(own), at.pick(state["last"]), strict=True)]), {"last": last}
+
+    return init, update
+
+
+@mfx.transform(locality=mfx.Locality.ELEMENT)
+def takes_turns():
+    """Two moments that change places at each step."""
+
+    def init(params):
+        return (mfx.tree.map(torch.zeros_like, params), mfx.tree.map(torch.ones_like, params))
+
+    def update(updates, state, params=None, *, donate=mfx.core.contract.NOTHING):
+        at = mfx.tree.Present(updates)
+        now, before = (at.pick(one) for one in state)
+        return at.fill([u * a for u, a in zip(at.pick(updates), now, strict=True)]), (
+            at.fill(before, state[0]),
+            at.fill(now, state[1]),
+        )
+
+    return init, update
+
+
 MUON = mfx.chain(
     mfx.momentum(),
     mfx.masked(mfx.scale(0.5), mfx.select.path("a.*")),
@@ -54,6 +90,15 @@ CHAINS = {
     ),
     "compact state": mfx.chain(mfx.scale_by_adam(mu_dtype=mfx.int8(), nu_dtype=torch.bfloat16), mfx.scale(-0.1)),
     "behind a sum over leaves": mfx.chain(mfx.clip_by_global_norm(1.0), mfx.adamw(1e-2)),
+    "state that is what was given": mfx.partition(
+        {
+            "muon": mfx.chain(
+                mfx.momentum(), mfx.orthogonalize(dtype=torch.bfloat16, steps=2), keeps_its_input(), takes_turns()
+            ),
+            "adamw": mfx.chain(keeps_its_input(), takes_turns(), mfx.scale(-0.1)),
+        },
+        LABELS,
+    ),
     "nothing": mfx.identity(),
 }
 
