@@ -159,6 +159,8 @@ class Declaration:
                 f"transform: reads_params must be True, False or a function of the arguments that returns one, "
                 f"found {self.reads_params!r}"
             )
+        if self.rest not in (None, "dropped", "unchanged"):
+            raise ValueError(f'transform: rest must be "dropped", "unchanged" or None, found {self.rest!r}')
         for option in ("resolve", "rounds_to", "with_compute_dtype", "on_stacks", "name_patterns"):
             function = getattr(self, option)
             if function is not None and not callable(function):

@@ -26,10 +26,6 @@ from muonfx.polar.scaling import rounded_and_scaled, same_range
 from muonfx.polar.symbols import is_traced
 from muonfx.polar.workspace import Workspace
 
-_ZEROS_PER_BATCH = 1 << 14
-"""Zeros that may be added to save a batch. On a CPU (Zen 4, torch 2.13) the calls of a batch take 0.4 to 0.8 ms, and an
-element of small matrices about 30 ns."""
-
 _CPU_SCRATCH, _DEVICE_SCRATCH = 1 << 25, 1 << 28
 
 
@@ -91,8 +87,6 @@ def orthogonalize_many(
         check_matrix(x, f"xs[{i}]" if names is None else names[i])
     groups = _grouped([_kind_of(x) for x in xs])
     watched = is_watched(*xs, *([] if resolved.table is None else [resolved.table]))
-    if not watched:
-        groups = _widened(groups, xs, resolved)
     targets = _targets(xs, donate, out, watched)
 
     # All plans before any result: what is wrong with the settings is said before anything is written, or even without
@@ -142,34 +136,6 @@ def _grouped(kinds: Sequence[_Kind]) -> list[tuple[_Kind, list[int]]]:
         else:
             found.append((kind, [i]))
     return found
-
-
-def _widened(
-    groups: list[tuple[_Kind, list[int]]], xs: Sequence[torch.Tensor], resolved: Polynomials
-) -> list[tuple[_Kind, list[int]]]:
-    """Groups of small matrices of one short side as one, where the columns of zeros that this takes cost less.
-
-    Zero columns stay zero, and change no other: the iteration multiplies from the left by polynomials of `X X^T`.
-    """
-    found: dict[tuple[int, torch.dtype, torch.device], list[tuple[_Kind, list[int]]]] = {}
-    others: list[tuple[_Kind, list[int]]] = []
-    for kind, members in groups:
-        if is_traced(kind.short, kind.long) or goes_in_place(kind.short, kind.long, resolved) or not kind.short:
-            others.append((kind, members))
-        else:
-            found.setdefault((kind.short, kind.dtype, kind.device), []).append((kind, members))
-    for alike in found.values():
-        merged: list[tuple[_Kind, list[int]]] = []
-        for kind, members in sorted(alike, key=lambda group: group[0].long):
-            if merged:
-                narrower, so_far = merged[-1]
-                matrices = sum(xs[i].numel() // kind.short // max(xs[i].shape[-2:]) for i in so_far)
-                if matrices * kind.short * (kind.long - narrower.long) <= _ZEROS_PER_BATCH:
-                    merged[-1] = (kind, so_far + members)
-                    continue
-            merged.append((kind, members))
-        others += merged
-    return others
 
 
 class _Job(NamedTuple):
@@ -237,7 +203,7 @@ def _run_as_function(xs: list[torch.Tensor], targets: list[torch.Tensor | None],
     # Products of the same values in another order of memory round otherwise, and at another rank the order is another.
     ordered = [x.contiguous() for x in xs]
     wide = [x if x.shape[-2] == short else x.mT for x in ordered]
-    flats = [x[None] if x.ndim == 2 else x.reshape(-1, *x.shape[-2:]) for x in wide]
+    flats = [x[None] if x.ndim == 2 else x.reshape(-1, short, long) for x in wide]
     counts = [flat.shape[0] for flat in flats]  # once: asked of a tensor, each takes a microsecond
     limit = max(1, job.scratch // scratch_bytes(short, long, job.plan.dtype))
     if is_traced(short, long, *counts):
@@ -257,9 +223,7 @@ def _run_as_function(xs: list[torch.Tensor], targets: list[torch.Tensor | None],
         homes: list[torch.Tensor] = []
         for piece in pieces:
             i, start = next(owners)
-            own = flats[i].shape[-1]
-            part = piece if own == long else piece[..., :own]
-            part = part if xs[i].shape[-2] == short else part.mT
+            part = piece if xs[i].shape[-2] == short else piece.mT
             place = places[i]
             if place is None:
                 deliver_new(part, i, start)
@@ -285,7 +249,7 @@ def _run_as_function(xs: list[torch.Tensor], targets: list[torch.Tensor | None],
         parts[i].clear()
 
     for batch in packed(flats, limit):
-        joined = batch[0] if len(batch) == 1 else _joined(batch, long)
+        joined = batch[0] if len(batch) == 1 else torch.cat(batch)
         y = outside_autocast(as_function, joined, job.plan, job.resolved).to(held)
         deliver(list(y.split([piece.shape[0] for piece in batch])))
         del joined, y  # not beside the next batch
@@ -293,16 +257,6 @@ def _run_as_function(xs: list[torch.Tensor], targets: list[torch.Tensor | None],
         if target is not None and place is not None and target is not place:
             results[i] = target.copy_(place)
     return results
-
-
-def _joined(flats: list[torch.Tensor], long: int) -> torch.Tensor:
-    """Matrices as one batch, with columns of zeros to the right of narrow ones."""
-    if all(flat.shape[-1] == long for flat in flats):
-        return torch.cat(flats)
-    batch = flats[0].new_zeros(sum(map(len, flats)), flats[0].shape[-2], long)
-    homes = batch.split([len(flat) for flat in flats])
-    torch._foreach_copy_([home[..., : flat.shape[-1]] for home, flat in zip(homes, flats, strict=True)], flats)
-    return batch
 
 
 def _run_in_place(xs: list[torch.Tensor], targets: list[torch.Tensor | None], job: _Job) -> list[torch.Tensor]:

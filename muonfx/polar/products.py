@@ -201,7 +201,7 @@ def _add_by_blocks(out: torch.Tensor, p: torch.Tensor, q: torch.Tensor, *, beta:
         for rows, taken in zip(left.split(side), square.split(side), strict=True):
             end += rows.shape[0]
             target, columns = taken.narrow(1, 0, end), right.narrow(0, 0, end).mT
-            if beta == 0:
+            if beta == 0 and alpha == 1:
                 torch.mm(rows, columns, out=target)
             else:
                 target.addmm_(rows, columns, beta=beta, alpha=alpha)

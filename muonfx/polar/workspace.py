@@ -41,10 +41,6 @@ class Workspace:
         """The bytes that are kept."""
         return 0 if self._memory is None else len(self._memory)
 
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """True if a tensor lies in the memory that is kept."""
-        return self._memory is not None and self._memory.untyped_storage()._cdata == tensor.untyped_storage()._cdata
-
     def clear(self) -> None:
         """Take back all that was given out; where it was more than there is, make as much room before the next."""
         if self._used > self.nbytes:

@@ -21,6 +21,7 @@ from muonfx.tree import PyTree
 
 __all__ = [
     "BucketedState",
+    "can_be_shared_out",
     "cut_into_buckets",
     "device_of",
     "init_in_buckets",
@@ -93,6 +94,18 @@ def parameters_of(state: PyTree, params: PyTree) -> list[str | None]:
 def moves(leaf: Any, parameter: str | None) -> bool:
     """True if a leaf is brought in and put back."""
     return parameter is not None and isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.numel() > 0
+
+
+def can_be_shared_out(leaves: Sequence[object], parameters: Sequence[str | None]) -> bool:
+    """True if it is known of all leaves of a state but counters to which parameter they belong.
+
+    >>> can_be_shared_out([torch.zeros(()), torch.zeros(2)], [None, "w"]), can_be_shared_out([torch.zeros(2)], [None])
+    (True, False)
+    """
+    return all(
+        own is not None or not (isinstance(leaf, Tensor) and leaf.ndim)
+        for leaf, own in zip(leaves, parameters, strict=True)
+    )
 
 
 def nbytes_of(leaf: Tensor) -> int:

@@ -21,6 +21,7 @@ from muonfx.core.contract import NOTHING, sum_over_leaves
 from muonfx.polar import Workspace
 from muonfx.program.buckets import (
     BucketedState,
+    can_be_shared_out,
     cut_into_buckets,
     device_of,
     init_in_buckets,
@@ -228,23 +229,25 @@ class Executor:
     def _update_unit(self, node: Node, now: Now, call: Arguments) -> tuple[PyTree, PyTree]:
         """Update by what looks at one leaf at a time, bucket by bucket."""
         tx = self._transform(node, now)
-        if self.store.is_resident and can_be_routed(call):
+        if self.store.is_resident and can_be_routed(call) and (routes := self._routes_of(node, tx, call)).is_possible:
             call = call._replace(extras={**call.extras, "sum_over_leaves": self.placement.sum_over_leaves})
-            return dict.fromkeys(call.updates), self._routes_of(node, tx, call.params).step(tx, call)
+            return dict.fromkeys(call.updates), routes.step(tx, call)
         if not self.store.is_resident:
             here = with_numbers_on(self.store.device(device_of(call.updates, call.params)), tx)
             return self._update_in_store(here, call, absent=False)
         buckets = self._resident_buckets(call.params)
         if buckets is not None and len(buckets) > 1:
-            return self._in_buckets(tx, buckets, self._parameters_of(node.number, call.state, call.updates), call)
+            parameters = self._parameters_of(node.number, call.state, call.updates)
+            if can_be_shared_out(tree.leaves(call.state), parameters):
+                return self._in_buckets(tx, buckets, parameters, call)
         out, after = call.run(tx, sum_over_leaves=self.placement.sum_over_leaves)
         call.finish(out)
         return out, after
 
-    def _routes_of(self, node: Node, tx: Transform, params: dict[str, Tensor]) -> Routes:
+    def _routes_of(self, node: Node, tx: Transform, call: Arguments) -> Routes:
         if node.number not in self._routes:
-            limit = self.bucket_bytes or max([PIECE_BYTES, *map(nbytes_of, params.values())])
-            self._routes[node.number] = Routes(node, tx, params, limit)
+            limit = self.bucket_bytes or max([PIECE_BYTES, *map(nbytes_of, call.params.values())])
+            self._routes[node.number] = Routes(node, tx, call, limit)
         return self._routes[node.number]
 
     def update_in_store(

@@ -14,7 +14,6 @@ This is for steps that apply their updates and own their state. Elsewhere a pass
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
@@ -25,7 +24,7 @@ from muonfx import tree
 from muonfx.core import Donation, Locality, Transform
 from muonfx.core.combine import is_new
 from muonfx.polar import Workspace
-from muonfx.program.buckets import cut_into_buckets, nbytes_of, parameters_of
+from muonfx.program.buckets import can_be_shared_out, cut_into_buckets, nbytes_of, parameters_of
 from muonfx.program.nodes import Around, ChainNode, Node
 from muonfx.program.placement import Arguments
 from muonfx.tracing import functorch_is_active, is_traced
@@ -89,7 +88,10 @@ def routes_of(node: Node, tx: Transform) -> list[Route]:
     >>> [(route.names, len(route.steps)) for route in routes_of(mfx.program.lower(tx, params).root, tx)]
     [(('w',), 5), (('b',), 3)]
     """
-    return _through([Route(node.names, ())], node, tx, (), ())
+    found = _through([Route(node.names, ())], node, tx, (), ())
+    met = {step for route in found if route.names for step in route.steps}
+    # A transform without leaves counts its steps all the same.
+    return [route for route in found if route.names or not met.issuperset(route.steps)]
 
 
 def _through(
@@ -117,8 +119,7 @@ def _through(
 
 def _only(routes: Sequence[Route], names: Set[str]) -> list[Route]:
     """The routes of some of their leaves."""
-    some = [Route(tuple(name for name in route.names if name in names), route.steps) for route in routes]
-    return [route for route in some if route.names]
+    return [Route(tuple(name for name in route.names if name in names), route.steps) for route in routes]
 
 
 class _Share(NamedTuple):
@@ -168,34 +169,56 @@ class Routes:
     Args:
         node: that the transform is carried out as.
         tx: the transform, resolved; `step` takes the same with other numbers.
-        params: local tensors by name.
+        call: with parameters and state of the same structure as those of all steps.
         bucket_bytes: of parameters, for what looks at whole leaves; a larger leaf goes alone.
     """
 
-    def __init__(self, node: Node, tx: Transform, params: Mapping[str, Tensor | None], bucket_bytes: int) -> None:
-        self.like = {name: torch.empty_like(leaf, device="meta") for name, leaf in params.items() if leaf is not None}
+    def __init__(self, node: Node, tx: Transform, call: Arguments, bucket_bytes: int) -> None:
+        self.sizes: dict[str, int] = {name: nbytes_of(leaf) for name, leaf in call.params.items()}
         self.piece_bytes = min(PIECE_BYTES, max(bucket_bytes, SMALLEST_PIECE))
-        self._routes = [(route, self._buckets_of(route, bucket_bytes)) for route in routes_of(node, tx)]
-        self._met: dict[Step, tuple[str, ...]] = {}
+        self._routes = [(route, self._buckets_of(route, call, bucket_bytes)) for route in routes_of(node, tx)]
+        self._steps: dict[Step, tuple[str, ...]] = {}
         for route, _ in self._routes:
             for step in route.steps:
-                self._met[step] = self._met.get(step, ()) + route.names
-        self._shares: dict[tuple[Step, tuple[str, ...]], _Share] = {}
-        self._paths: dict[Step, dict[tuple[object, ...], int]] = {}
-        self.between, self.widened = Workspace(), Workspace()
+                self._steps[step] = self._steps.get(step, ()) + route.names
+        self.shares: dict[tuple[Step, tuple[str, ...]], _Share] = {}
+        self.is_possible = all(self._share_out(route, buckets, call) for route, buckets in self._routes)
+        """False where it cannot be told which part of a state belongs to which leaf."""
+        self.rounded = Workspace()
 
-    def _buckets_of(self, route: Route, bucket_bytes: int) -> list[_Bucket]:
-        sizes = {name: nbytes_of(self.like[name]) for name in route.names}
-        limit = self.piece_bytes
+    def _buckets_of(self, route: Route, call: Arguments, bucket_bytes: int) -> list[_Bucket]:
+        names, limit = list(route.names), self.piece_bytes
         if not all(step.is_elementwise for step in route.steps):
             # Matrices of one shape make one batch; where a bucket ends, so does a batch.
-            sizes = dict(sorted(sizes.items(), key=lambda one: tuple(self.like[one[0]].shape)))
+            names.sort(key=lambda name: tuple(call.params[name].shape))
             limit = bucket_bytes
-        buckets = cut_into_buckets(sizes, limit)
+        buckets = cut_into_buckets({name: self.sizes[name] for name in names}, limit)
         return [
-            _Bucket(tuple(names), list(map(tuple, cut_into_buckets({n: sizes[n] for n in names}, self.piece_bytes))))
-            for names in buckets
+            _Bucket(tuple(some), list(map(tuple, cut_into_buckets({n: self.sizes[n] for n in some}, self.piece_bytes))))
+            for some in buckets
         ]
+
+    def _share_out(self, route: Route, buckets: list[_Bucket], call: Arguments) -> bool:
+        """Find the shares of all transforms of a route; False where one has a state that cannot be shared out."""
+        for step in route.steps:
+            state = at_path(call.state, step.state)
+            leaves, treedef = tree.flatten(state)
+            parameters = parameters_of(state, dict.fromkeys(self._steps[step]))
+            if not can_be_shared_out(leaves, parameters):
+                return False
+            numbered = tree.unflatten(treedef, range(len(leaves)))
+            for bucket in buckets:
+                for names in bucket.lists if step.is_elementwise else [bucket.names]:
+                    try:
+                        places, shared = tree.flatten(_of_leaves(numbered, set(names), set(self._steps[step])))
+                    except ValueError:
+                        return False
+                    own = [parameters[place] for place in places]
+                    wanted = [name is None or name in names for name in parameters]
+                    if sorted(places) != [place for place, is_wanted in enumerate(wanted) if is_wanted]:
+                        return False
+                    self.shares[step, names] = _Share(shared, places, own)
+        return True
 
     def step(self, tx: Transform, call: Arguments) -> PyTree:
         """Update, apply bucket by bucket, and return the next state: the old one, written over.
@@ -204,33 +227,36 @@ class Routes:
             tx: the transform, with the numbers of now.
             call: its updates are a flat dict, its state is donated, and something applies the updates.
         """
-        states = {step: _State(at_path(call.state, step.state)) for step in self._met}
-        parts = {step: _part_at(tx, step.place) for step in self._met}
+        states = {step: _State(at_path(call.state, step.state)) for step in self._steps}
+        parts = {step: _part_at(tx, step.place) for step in self._steps}
         for route, buckets in self._routes:
             for bucket in buckets:
+                self.rounded.clear()
                 _Passage(self, bucket, call, parts, states).go(route.stretches)
         after = call.state
         for step, state in states.items():
             after = put_at_path(after, step.state, state.tree())
         return after
 
-    def lends(self, tensor: Tensor) -> bool:
-        """True if a tensor lies in memory that is used again."""
-        return self.between.holds(tensor) or self.widened.holds(tensor)
 
-    def share(self, step: Step, tx: Transform, names: tuple[str, ...]) -> _Share:
-        """The share of some leaves in the state of a transform, found out once."""
-        if (step, names) not in self._shares:
-            with warnings.catch_warnings():  # what there is to warn of has been said
-                warnings.simplefilter("ignore")
-                if step not in self._paths:
-                    whole = tx.functions.init({name: self.like[name] for name in self._met[step]})
-                    self._paths[step] = {path: place for place, path in enumerate(tree.paths(whole))}
-                own = {name: self.like[name] for name in names}
-                made = tx.functions.init(own)
-            places = [self._paths[step][path] for path in tree.paths(made)]
-            self._shares[step, names] = _Share(tree.flatten(made)[1], places, parameters_of(made, own))
-        return self._shares[step, names]
+def _of_leaves(state: PyTree, names: Set[str], everyone: Set[str]) -> PyTree:
+    """A state as it is for some of its leaves: with fewer entries in its dicts of leaves.
+
+    Raises:
+        ValueError: a list or a tuple may have one entry for each leaf.
+
+    >>> _of_leaves({"count": 0, "trace": {"w": 1, "b": 2}}, {"w"}, {"w", "b"})
+    {'count': 0, 'trace': {'w': 1}}
+    """
+    if isinstance(state, dict):
+        if state and set(state) <= everyone:
+            return {name: own for name, own in state.items() if name in names}
+        return {key: _of_leaves(own, names, everyone) for key, own in state.items()}
+    if isinstance(state, tuple) and hasattr(state, "_fields"):
+        return type(state)(*(_of_leaves(own, names, everyone) for own in state))
+    if state is None or isinstance(state, int):
+        return state
+    raise ValueError(f"found a {type(state).__name__}")
 
 
 class _Passage:
@@ -245,74 +271,90 @@ class _Passage:
         states: Mapping[Step, _State],
     ) -> None:
         self._routes, self._bucket, self._call, self._parts, self._states = routes, bucket, call, parts, states
-        routes.between.clear()
+        self._rounded: dict[str, tuple[torch.dtype, torch.dtype]] = {}
+        """The dtype to which a leaf was rounded for a transform, and its own. Such values lie in kept memory."""
 
     def go(self, stretches: Sequence[tuple[Step, ...]]) -> None:
         """Run all transforms, and apply what comes out."""
         values: Leaves = {name: self._call.updates[name] for name in self._bucket.names}
-        is_ours = self._call.donate.updates
+        may_write = self._call.donate.updates
         for stretch, following in itertools.zip_longest(stretches, stretches[1:]):
             if stretch[0].is_elementwise:
-                values, is_ours = self._by_parts(stretch, values, is_ours, following)
+                values, may_write = self._by_parts(stretch, values, may_write, following)
             else:
-                if self._parts[stretch[0]].declaration.rounds_to is None:
-                    values = self._wide(values)
-                values, is_ours = self._run(stretch[0], _Part(self._bucket.names), values, is_ours)
+                if not self._takes_rounded(stretch[0]):
+                    values, all_new = self._widened(values)
+                    may_write = may_write or all_new
+                values, may_write = self._run(stretch[0], _Part(self._bucket.names), values, may_write)
         if not stretches or not stretches[-1][0].is_elementwise:
-            self._apply(_Part(self._bucket.names), self._wide(values))
+            self._apply(_Part(self._bucket.names), self._widened(values)[0])
+
+    def _takes_rounded(self, step: Step) -> bool:
+        """True if a transform would itself round to what values have been rounded to, and keeps none of them."""
+        rounds_to = self._parts[step].declaration.rounds_to
+        if rounds_to is None or any(self._routes.shares[step, self._bucket.names].parameters):
+            return False
+        device = torch.device("cpu")
+        return all(rounds_to(self._parts[step], own, device) == narrow for narrow, own in self._rounded.values())
 
     def _by_parts(
-        self, stretch: Sequence[Step], values: Leaves, is_ours: bool, following: tuple[Step, ...] | None
+        self, stretch: Sequence[Step], values: Leaves, may_write: bool, following: tuple[Step, ...] | None
     ) -> tuple[Leaves, bool]:
         """Elementwise transforms, part by part; what comes out is applied at once where nothing follows."""
+        rooms, rounded = ({}, {}) if following is None else self._rooms(values, following[0])
         results: Leaves = {}
-        rooms = {} if following is None else self._rooms(values, self._parts[following[0]])
-        all_ours = True
+        may_write_all = True
         for part in self._parts_of(stretch, values):
-            self._routes.widened.clear()
             given: Leaves = {name: None if (x := values[name]) is None else part.of(x) for name in part.names}
-            out = self._wide(given, self._routes.widened)
-            ours = is_ours or out is not given
+            out, all_new = self._widened(given)
+            may_write_out = may_write or all_new
             for step in stretch:
-                out, ours = self._run(step, part, out, ours)
+                out, may_write_out = self._run(step, part, out, may_write_out)
             if following is None:
                 self._apply(part, out)
                 continue
-            moved = [name for name, x in out.items() if x is not None and (part.piece is not None or name in rooms)]
-            for name in moved:
-                if name not in rooms:
-                    whole = self._routes.like[name]
-                    rooms[name] = self._routes.between.empty(whole.shape, out[name].dtype, out[name].device)
-            if moved:
-                torch._foreach_copy_([part.of(rooms[name]) for name in moved], [out[name] for name in moved])
-            results |= out | {name: rooms[name] for name in moved}
-            all_ours = all_ours and (ours or len(moved) == len(out))
-        return results, all_ours
+            copied: list[str] = []
+            for name, x in out.items():
+                if name in rounded and x.dtype != rounded[name][1]:  # a transform has changed the dtype
+                    del rooms[name], rounded[name]
+                if x is not None and part.piece is not None and name not in rooms:
+                    rooms[name] = torch.empty(self._call.params[name].shape, dtype=x.dtype)
+                if x is not None and name in rooms:
+                    copied.append(name)
+            if copied:
+                torch._foreach_copy_([part.of(rooms[name]) for name in copied], [out[name] for name in copied])
+            results |= out | {name: rooms[name] for name in copied}
+            may_write_all = may_write_all and (may_write_out or len(copied) == len(out))
+        self._rounded = rounded
+        return results, may_write_all
 
-    def _rooms(self, values: Leaves, following: Transform) -> Leaves:
-        """Memory for those leaves that the next transform rounds: those of one shape lie side by side, as one batch."""
-        rounds_to = following.declaration.rounds_to
-        if rounds_to is None:
-            return {}
-        found: Leaves = {}
-        kinds: dict[tuple[torch.Size, torch.dtype, torch.device], list[str]] = {}
+    def _rooms(self, values: Leaves, following: Step) -> tuple[Leaves, dict[str, tuple[torch.dtype, torch.dtype]]]:
+        """Kept memory for large leaves that the next transform rounds, and to what; one shape as one batch."""
+        rooms: Leaves = {}
+        rounded: dict[str, tuple[torch.dtype, torch.dtype]] = {}
+        rounds_to = self._parts[following].declaration.rounds_to
+        if rounds_to is None or any(self._routes.shares[following, self._bucket.names].parameters):
+            return rooms, rounded
+        kinds: dict[tuple[torch.Size, torch.dtype], list[str]] = {}
         for name, x in values.items():
             if x is not None and x.numel() >= LARGE:
-                kinds.setdefault((x.shape, x.dtype, x.device), []).append(name)
-        for (shape, dtype, device), names in kinds.items():
-            rounded = rounds_to(following, dtype, device)
-            if rounded.itemsize < dtype.itemsize:
-                room = self._routes.between.empty((len(names), *shape), rounded, device)
-                found |= dict(zip(names, room.unbind(), strict=True))
-        return found
+                own = self._rounded[name][1] if name in self._rounded else x.dtype
+                kinds.setdefault((x.shape, own), []).append(name)
+        device = torch.device("cpu")
+        for (shape, own), names in kinds.items():
+            narrow = rounds_to(self._parts[following], own, device)
+            if narrow.itemsize < own.itemsize:
+                room = self._routes.rounded.empty((len(names), *shape), narrow, device)
+                rooms |= dict(zip(names, room.unbind(), strict=True))
+                rounded |= dict.fromkeys(names, (narrow, own))
+        return rooms, rounded
 
     def _parts_of(self, stretch: Sequence[Step], values: Leaves) -> Iterator[_Part]:
         """The bucket's leaves, a few at a time; large ones by pieces."""
         for names in self._bucket.lists:
-            first, *others = names
-            x: Tensor | None = values[first]
-            most = self._routes.piece_bytes // self._routes.like[first].itemsize
-            if others or x is None or x.numel() <= most or not self._can_be_cut(stretch, first, x):
+            x: Tensor | None = values[names[0]] if len(names) == 1 else None
+            most = 0 if x is None else self._routes.piece_bytes // self._call.params[names[0]].element_size()
+            if x is None or x.numel() <= most or not self._can_be_cut(stretch, names[0], x):
                 yield _Part(names)
             else:
                 for start in range(0, x.numel(), most):
@@ -322,49 +364,44 @@ class _Passage:
         """True if all that transforms see of a leaf lies in one order of memory, so that pieces are views."""
         seen: list[Any] = [update, self._call.params[name]]
         for step in stretch:
-            share, old = self._share(step, (name,)), self._states[step].old
-            seen += [old[place] for place, own in zip(share.places, share.parameters, strict=True) if own]
+            share, old = self._routes.shares[step, (name,)], self._states[step].old
+            seen += [old[place] for place, own in zip(share.places, share.parameters, strict=True) if own is not None]
         return all(type(x) in _PLAIN and x.shape == update.shape and x.is_contiguous() for x in seen)
 
-    def _share(self, step: Step, names: tuple[str, ...]) -> _Share:
-        return self._routes.share(step, self._parts[step], names)
-
-    def _wide(self, values: Leaves, room: Workspace | None = None) -> Leaves:
-        """Values in the dtypes of the updates: those themselves, where none was rounded."""
-        narrow = {n: x for n, x in values.items() if x is not None and x.dtype != self._call.updates[n].dtype}
-        if not narrow:
-            return values
-        wide = {
-            name: torch.empty_like(x, dtype=dtype) if room is None else room.empty(x.shape, dtype, x.device)
-            for name, x in narrow.items()
-            for dtype in (self._call.updates[name].dtype,)
+    def _widened(self, values: Leaves) -> tuple[Leaves, bool]:
+        """Values with those that were rounded in their own dtype again, in new memory; whether these are all."""
+        narrow = {
+            name: x
+            for name, x in values.items()
+            if x is not None and name in self._rounded and x.dtype == self._rounded[name][0]
         }
+        if not narrow:
+            return values, False
+        wide = {name: torch.empty(x.shape, dtype=self._rounded[name][1]) for name, x in narrow.items()}
         torch._foreach_copy_(list(wide.values()), list(narrow.values()))
-        return values | wide
+        return values | wide, len(wide) == sum(x is not None for x in values.values())
 
-    def _run(self, step: Step, part: _Part, values: Leaves, is_ours: bool) -> tuple[Leaves, bool]:
+    def _run(self, step: Step, part: _Part, values: Leaves, may_write: bool) -> tuple[Leaves, bool]:
         """One transform on a part; whether what comes out may be written to."""
-        tx, share, state = self._parts[step], self._share(step, part.names), self._states[step]
+        tx, share, state = self._parts[step], self._routes.shares[step, part.names], self._states[step]
         given: list[Any] = []
         for place, own in zip(share.places, share.parameters, strict=True):
             leaf = state.old[place]
             if isinstance(leaf, Tensor):  # every part starts from the same count
                 leaf = leaf.clone() if own is None else part.of(leaf)
             given.append(leaf)
-        params = {name: part.of(self._call.params[name]) for name in part.names} if tx.reads_params else None
-        out, after = tx.run(
-            values, tree.unflatten(share.treedef, given), params, donate=Donation(is_ours, True), **self._call.extras
-        )
+        params = {name: part.of(self._call.params[name]) for name in part.names}
+        donate = Donation(may_write, True)
+        out, after = tx.run(values, tree.unflatten(share.treedef, given), params, donate=donate, **self._call.extras)
         changed: list[tuple[Tensor, Tensor]] = []
         for place, own, old, new in zip(share.places, share.parameters, given, tree.leaves(after), strict=True):
             if own is None or part.piece is None:
-                # A transform may keep what it was given to write to.
-                state.new[place] = new.clone() if isinstance(new, Tensor) and self._routes.lends(new) else new
+                state.new[place] = new
             elif new is not old:
                 changed.append((old, new.clone()))  # lest it be another's old one, which is written to first
         for old, new in changed:
             old.copy_(new)
-        return out, tx.keeps_donation_promise and (is_ours or is_new(out, values))
+        return out, tx.keeps_donation_promise and (may_write or is_new(out, values))
 
     def _apply(self, part: _Part, updates: Leaves) -> None:
         assert self._call.apply is not None

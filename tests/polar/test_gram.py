@@ -307,3 +307,11 @@ def test_polynomials_that_diverge_give_what_they_give(steps: list) -> None:
     x = torch.randn(256, 512, generator=torch.Generator().manual_seed(0))
     for method in ("gram", "standard"):
         assert not orthogonalize(x, coefficients=steps, method=method, dtype=torch.float32).isfinite().all()
+
+
+@pytest.mark.parametrize("products", ["batched", "blocks"])
+def test_polynomials_without_a_linear_term_are_computed_by_blocks_too(products: str) -> None:
+    x = torch.randn(256, 320, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    steps = [(1.25, 0.0, -0.25)] * 8
+    exact = orthogonalize(x, coefficients=steps, method="standard", products="batched")
+    assert torch.allclose(orthogonalize(x, coefficients=steps, method="standard", products=products), exact, atol=1e-12)

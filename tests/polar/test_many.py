@@ -70,25 +70,6 @@ def test_one_group_is_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert products == [(1, 4, 6)] * 9
 
 
-def test_narrower_matrices_join_a_batch_by_zero_columns_while_these_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    products: list[torch.Size] = []
-    real = torch.bmm
-
-    def counted(a: torch.Tensor, b: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
-        products.append(a.shape)
-        return real(a, b, **kwargs)
-
-    monkeypatch.setattr(torch, "bmm", counted)
-    shapes = [((2,), 4, 6), ((), 9, 4), ((), 4, 4), ((), 5, 9), ((), 4, 40_000), ((100,), 3, 7), ((), 3, 90)]
-    xs = tensors(shapes, [torch.float64] * len(shapes))
-    found = orthogonalize_many(xs, dtype=torch.float64, steps=1)
-    # The long one is orthogonalized in its own memory; for 100 matrices 83 columns more are too many.
-    assert sorted(products) == [(1, 3, 90), (1, 4, 40_000), (1, 5, 9), (4, 4, 9), (100, 3, 7)]
-    for y, x in zip(found, xs, strict=True):
-        assert y.is_contiguous()
-        assert gap(y, orthogonalize(x, dtype=torch.float64, steps=1)) < 1e-12
-
-
 @given(st.lists(st.integers(1, 9), max_size=6), st.integers(1, 5))
 def test_packing_keeps_order_and_its_bound(lengths: list[int], limit: int) -> None:
     flats = list(torch.arange(sum(lengths)).split(lengths)) if lengths else []

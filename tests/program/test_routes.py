@@ -61,6 +61,50 @@ def takes_turns():
     return init, update
 
 
+def difference(locality=mfx.Locality.ELEMENT):
+    """Twice the update less the last one, by `leafwise`, which keeps storage that was donated."""
+
+    @mfx.leafwise(locality=locality)
+    def made():
+        def step(u, s):
+            return 2.0 * u - s["last"], {"last": u}
+
+        return {"last": mfx.Slot(None)}, step
+
+    return made()
+
+
+@mfx.transform(locality=mfx.Locality.LEAF, rounds_to=lambda tx, dtype, device: torch.float32)
+def in_float32():
+    """Rounds to another dtype than bf16."""
+
+    def init(params):
+        return mfx.EmptyState()
+
+    def update(updates, state, params=None):
+        return mfx.tree.map(
+            lambda u: (u.float() / (1 + u.float().abs().max())).to(u.dtype) if u.numel() else u, updates
+        ), state
+
+    return init, update
+
+
+@mfx.transform(locality=mfx.Locality.ELEMENT)
+def by_place():
+    """Its state knows leaves by their place, and not by name."""
+
+    def init(params):
+        return {"sum": tuple(torch.zeros_like(leaf) for leaf in params.values())}
+
+    def update(updates, state, params=None):
+        total = tuple(s if u is None else s + u for s, u in zip(state["sum"], updates.values(), strict=True))
+        return {n: None if u is None else s.clone() for (n, u), s in zip(updates.items(), total, strict=True)}, {
+            "sum": total
+        }
+
+    return init, update
+
+
 MUON = mfx.chain(
     mfx.momentum(),
     mfx.masked(mfx.scale(0.5), mfx.select.path("a.*")),
@@ -99,6 +143,36 @@ CHAINS = {
         },
         LABELS,
     ),
+    "elementwise between matrix transforms of several dtypes": mfx.partition(
+        {
+            "muon": mfx.chain(
+                mfx.momentum(),
+                mfx.orthogonalize(dtype=torch.bfloat16, steps=2),
+                mfx.scale(0.3),
+                mfx.add_decayed_weights(0.1),
+                mfx.normalize_neurons(),
+                mfx.orthogonalize(dtype=torch.bfloat16, steps=2),
+                in_float32(),
+                mfx.scale(-0.1),
+            ),
+            "adamw": mfx.adamw(1e-2),
+        },
+        LABELS,
+    ),
+    "updates in another dtype than gradients": mfx.master_params(
+        mfx.partition({"muon": MUON, "adamw": mfx.adamw(1e-2)}, LABELS)
+    ),
+    "leafwise state that is what was given": mfx.partition(
+        {
+            "muon": mfx.chain(mfx.momentum(), mfx.orthogonalize(dtype=torch.bfloat16, steps=2), difference()),
+            "adamw": difference(locality=mfx.Locality.LEAF),
+        },
+        LABELS,
+    ),
+    "state by place": mfx.chain(by_place(), mfx.masked(mfx.scale(2.0), mfx.select.path("a.*"))),
+    "a label without leaves": mfx.partition(
+        {"muon": mfx.momentum(), "adamw": mfx.scale_by_adam(), "none": mfx.scale_by_adam()}, LABELS
+    ),
     "nothing": mfx.identity(),
 }
 
@@ -129,6 +203,7 @@ def transposed(x):
     return x.mT.contiguous().mT if x.ndim > 1 else x
 
 
+@pytest.mark.filterwarnings("ignore:partition. no parameter has the label .none.")
 @pytest.mark.parametrize("chain", CHAINS)
 @settings(max_examples=8, deadline=None)
 @given(data=st.data())
