@@ -184,7 +184,7 @@ class Routes:
         self.shares: dict[tuple[Step, tuple[str, ...]], _Share] = {}
         self.is_possible = all(self._share_out(route, buckets, call) for route, buckets in self._routes)
         """False where it cannot be told which part of a state belongs to which leaf."""
-        self.rounded = Workspace()
+        self.rounded, self.widened = Workspace(), Workspace()
 
     def _buckets_of(self, route: Route, call: Arguments, bucket_bytes: int) -> list[_Bucket]:
         names, limit = list(route.names), self.piece_bytes
@@ -304,9 +304,14 @@ class _Passage:
         rooms, rounded = ({}, {}) if following is None else self._rooms(values, following[0])
         results: Leaves = {}
         may_write_all = True
+        # Kept memory is for transforms that have no state to keep it in, and for updates that are applied at once.
+        is_let_go = following is None and not any(
+            any(self._routes.shares[step, names].parameters) for step in stretch for names in self._bucket.lists
+        )
+        room = self._routes.widened if is_let_go else None
         for part in self._parts_of(stretch, values):
             given: Leaves = {name: None if (x := values[name]) is None else part.of(x) for name in part.names}
-            out, all_new = self._widened(given)
+            out, all_new = self._widened(given, room)
             may_write_out = may_write or all_new
             for step in stretch:
                 out, may_write_out = self._run(step, part, out, may_write_out)
@@ -343,7 +348,7 @@ class _Passage:
         device = torch.device("cpu")
         for (shape, own), names in kinds.items():
             narrow = rounds_to(self._parts[following], own, device)
-            if narrow.itemsize < own.itemsize:
+            if narrow.itemsize <= own.itemsize:  # in their own dtype too, for the batch
                 room = self._routes.rounded.empty((len(names), *shape), narrow, device)
                 rooms |= dict(zip(names, room.unbind(), strict=True))
                 rounded |= dict.fromkeys(names, (narrow, own))
@@ -368,8 +373,8 @@ class _Passage:
             seen += [old[place] for place, own in zip(share.places, share.parameters, strict=True) if own is not None]
         return all(type(x) in _PLAIN and x.shape == update.shape and x.is_contiguous() for x in seen)
 
-    def _widened(self, values: Leaves) -> tuple[Leaves, bool]:
-        """Values with those that were rounded in their own dtype again, in new memory; whether these are all."""
+    def _widened(self, values: Leaves, room: Workspace | None = None) -> tuple[Leaves, bool]:
+        """Values with those that were rounded in their own dtype again, out of kept memory; whether these are all."""
         narrow = {
             name: x
             for name, x in values.items()
@@ -377,7 +382,9 @@ class _Passage:
         }
         if not narrow:
             return values, False
-        wide = {name: torch.empty(x.shape, dtype=self._rounded[name][1]) for name, x in narrow.items()}
+        room = room or Workspace()
+        room.clear()
+        wide = {name: room.empty(x.shape, self._rounded[name][1], x.device) for name, x in narrow.items()}
         torch._foreach_copy_(list(wide.values()), list(narrow.values()))
         return values | wide, len(wide) == sum(x is not None for x in values.values())
 
