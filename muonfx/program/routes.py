@@ -36,12 +36,12 @@ PIECE_BYTES = 1 << 22
 """The bytes of a leaf that elementwise transforms take at a time: with state and parameter, about a CPU's cache."""
 
 SMALLEST_PIECE = 1 << 16
-"""The bytes from which a pass costs more than its call."""
+"""The bytes of a piece where buckets are smaller than that: below, calls cost more than passes."""
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 LARGE = 1 << 16
-"""Elements from which a pass over a leaf costs more than a call."""
+"""Elements from which a leaf is rounded in kept memory: smaller ones are copied into a batch anyway."""
 
 Leaves = dict[str, Any]
 """Tensors by name; None is absent."""
@@ -130,6 +130,11 @@ class _Share(NamedTuple):
     """Among the leaves of the whole state."""
     parameters: list[str | None]
     """The leaf that each belongs to; None for one that belongs to all, such as a count."""
+
+    @property
+    def has_leaves(self) -> bool:
+        """True if anything in it belongs to a leaf, and not only counts."""
+        return any(own is not None for own in self.parameters)
 
 
 class _Part(NamedTuple):
@@ -292,7 +297,7 @@ class _Passage:
     def _takes_rounded(self, step: Step) -> bool:
         """True if a transform would itself round to what values have been rounded to, and keeps none of them."""
         rounds_to = self._parts[step].declaration.rounds_to
-        if rounds_to is None or any(self._routes.shares[step, self._bucket.names].parameters):
+        if rounds_to is None or self._routes.shares[step, self._bucket.names].has_leaves:
             return False
         device = torch.device("cpu")
         return all(rounds_to(self._parts[step], own, device) == narrow for narrow, own in self._rounded.values())
@@ -306,7 +311,7 @@ class _Passage:
         may_write_all = True
         # Kept memory is for transforms that have no state to keep it in, and for updates that are applied at once.
         is_let_go = following is None and not any(
-            any(self._routes.shares[step, names].parameters) for step in stretch for names in self._bucket.lists
+            self._routes.shares[step, names].has_leaves for step in stretch for names in self._bucket.lists
         )
         room = self._routes.widened if is_let_go else None
         for part in self._parts_of(stretch, values):
@@ -338,7 +343,7 @@ class _Passage:
         rooms: Leaves = {}
         rounded: dict[str, tuple[torch.dtype, torch.dtype]] = {}
         rounds_to = self._parts[following].declaration.rounds_to
-        if rounds_to is None or any(self._routes.shares[following, self._bucket.names].parameters):
+        if rounds_to is None or self._routes.shares[following, self._bucket.names].has_leaves:
             return rooms, rounded
         kinds: dict[tuple[torch.Size, torch.dtype], list[str]] = {}
         for name, x in values.items():
