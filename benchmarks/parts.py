@@ -282,7 +282,7 @@ def peaks(seconds: float = 0.5, side: int = 1024) -> Peaks:
 def roofline(
     shapes: Sequence[Shape], counted: Mapping[str, int], parts: Parts, step: float, peak: Peaks
 ) -> dict[str, float]:
-    """How long what was done and what must be done take at the peak rates, in milliseconds; and the ratios.
+    """Milliseconds at the peak rates of all that was done and of all that must be done, and the ratios.
 
     >>> peak = Peaks({"bfloat16": 1e9}, 1e9)
     >>> found = roofline([(100, 100)], {"bfloat16": 10**8}, Parts(0.2, 0.001, 0.0), 0.201, peak)

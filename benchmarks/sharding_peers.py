@@ -1,4 +1,4 @@
-"""What our sharding is measured against, each as its users run it: DTensor's ``full_tensor()``, Dion, DeepSpeed."""
+"""The peers of our sharding, each as its users run it: DTensor's ``full_tensor()``, Dion, DeepSpeed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the time of one iteration goes, rank by rank: for each candidate of `benchmarks.sharding`.
+"""The time of one iteration by phases, rank by rank: for each candidate of `benchmarks.sharding`.
 
 torch's profiler records an iteration on every rank. Each moment of a rank's own thread belongs to the innermost span
 that says what it is for: to a matrix being orthogonalized, to a message being waited for or packed, to forward and

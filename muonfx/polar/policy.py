@@ -116,7 +116,7 @@ class Plan(NamedTuple):
 
     @property
     def at_once(self) -> int | None:
-        """How many matrices go into one batch at most, or None for no limit: by blocks, as many as fit a cache."""
+        """The most matrices of one batch, or None for no limit: by blocks, as many as fit a cache."""
         return max(1, _BLOCKS_AT_ONCE // self.shape[0] ** 2) if self.products == "blocks" else None
 
     @property

@@ -232,8 +232,8 @@ def step_sharded(
     """One step on local tensors; updates and parameters may be DTensors. What is wrong on one rank is raised on all.
 
     The transform has the numbers of now. ``apply`` takes updates as soon as they are final, as in `Arguments`; without,
-    they are returned. ``check`` looks at the trees first, which takes time; ``problem`` is what the
-    caller has found to be wrong on this rank.
+    they are returned. ``check`` looks at the trees first, which takes time; ``problem`` is what the caller has found to
+    be wrong on this rank.
     """
     if donate.updates and any(
         overlaps_itself(leaf) for leaf in map(local_of, tree.leaves(updates)) if leaf is not None

@@ -111,7 +111,7 @@ def counting(here: Here) -> Iterator[Counted]:
 def count_steps(
     here: Here, model: Model, tx: mfx.Transform, case: LayoutCase, how: str = "functional"
 ) -> list[Counted]:
-    """What is sent and computed in each step, as a function or as an optimizer."""
+    """The bytes and calls of each step, as a function or as an optimizer."""
     params = model.params()
     layout = laid_out(case, params, here, tx)
     local, sharded = layout.shard(params), sharding.sharded(tx, layout)
