@@ -29,6 +29,8 @@ REQUIRED: dict[Callable[..., Any], tuple[Any, ...]] = {
     mfx.cautious: (TX,),
     mfx.clip_by_block_rms: (1.0,),
     mfx.clip_by_global_norm: (1.0,),
+    mfx.lookahead: (TX, 2, 0.5),
+    mfx.schedule_free: (TX, 0.1),
     mfx.clip_by_value: (1.0,),
     mfx.scale: (1.0,),
     mfx.scale_by_learning_rate: (0.1,),

@@ -5,28 +5,36 @@ from muonfx.transforms.accumulate import AccumulateState, accumulate
 from muonfx.transforms.adam import AdamState, scale_by_adam
 from muonfx.transforms.average import EmaParamsState, MasterParamsState, ema_params, master_params
 from muonfx.transforms.clip import clip_by_block_rms, clip_by_global_norm, clip_by_value, global_norm
+from muonfx.transforms.conditional import ConditionalState, conditionally_mask, conditionally_transform
 from muonfx.transforms.decay import add_decayed_weights, cautious
 from muonfx.transforms.leafwise import Leaf, Slot, StepCount, leafwise
 from muonfx.transforms.lion import LionState, scale_by_lion
+from muonfx.transforms.lookahead import LookaheadState, lookahead
 from muonfx.transforms.momentum import DebiasedMomentumState, MomentumState, momentum
 from muonfx.transforms.monitor import MonitorState, metrics, monitor
 from muonfx.transforms.neurons import NeuronsState, normalize_neurons
 from muonfx.transforms.nonfinite import SkipNonfiniteState, skip_nonfinite
 from muonfx.transforms.orthogonalize import orthogonalize
+from muonfx.transforms.plateau import ReduceOnPlateauState, reduce_on_plateau
 from muonfx.transforms.scale import ScheduleState, scale, scale_by_learning_rate, scale_by_schedule, scale_by_shape
+from muonfx.transforms.schedule_free import ScheduleFreeState, schedule_free, schedule_free_eval_params
 
 __all__ = [
     "AccumulateState",
     "AdamState",
+    "ConditionalState",
     "DebiasedMomentumState",
     "EmaParamsState",
     "Leaf",
     "LionState",
+    "LookaheadState",
     "MasterParamsState",
     "MatrixView",
     "MomentumState",
     "MonitorState",
     "NeuronsState",
+    "ReduceOnPlateauState",
+    "ScheduleFreeState",
     "ScheduleState",
     "SkipNonfiniteState",
     "Slot",
@@ -37,20 +45,26 @@ __all__ = [
     "clip_by_block_rms",
     "clip_by_global_norm",
     "clip_by_value",
+    "conditionally_mask",
+    "conditionally_transform",
     "ema_params",
     "global_norm",
     "leafwise",
+    "lookahead",
     "master_params",
     "metrics",
     "momentum",
     "monitor",
     "normalize_neurons",
     "orthogonalize",
+    "reduce_on_plateau",
     "scale",
     "scale_by_adam",
     "scale_by_learning_rate",
     "scale_by_lion",
     "scale_by_schedule",
     "scale_by_shape",
+    "schedule_free",
+    "schedule_free_eval_params",
     "skip_nonfinite",
 ]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import muonfx as mfx
+from muonfx.testing.transforms import every_other
 
 
 def make_model(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -51,6 +52,9 @@ def chains(model: nn.Module) -> dict[str, mfx.Transform]:
         "skipping": mfx.skip_nonfinite(muon),
         "averaged": mfx.chain(muon, mfx.ema_params(0.9)),
         "accumulated": mfx.accumulate(mfx.adamw(1e-2), every=2),
+        "schedule free": mfx.schedule_free(mfx.chain(mfx.scale_by_adam(0.0), mfx.scale_by_learning_rate(1e-2)), 1e-2),
+        "looking ahead": mfx.lookahead(muon, 2, 0.5),
+        "now and then": mfx.chain(mfx.conditionally_transform(mfx.scale_by_adam(), every_other), mfx.scale(-0.1)),
         "scheduled": mfx.chain(mfx.momentum(), mfx.scale_by_learning_rate(mfx.warmup_cosine(0.1, 2, 10))),
         "injected": mfx.inject_hyperparams(mfx.adamw(1e-2)),
         "masked": mfx.chain(
