@@ -36,7 +36,7 @@ from muonfx.hyperparams import (
 )
 from muonfx.optimizer import Muon, TransformOptimizer
 from muonfx.partition import masked, partition
-from muonfx.recipes import adamw, lion, muon, muon_with_adamw, normuon
+from muonfx.recipes import adamw, lion, muon, muon_with_adamw, normuon, prodigy
 from muonfx.schedules import (
     Schedule,
     constant,
@@ -62,6 +62,7 @@ from muonfx.transforms import (
     MomentumState,
     MonitorState,
     NeuronsState,
+    ProdigyState,
     ReduceOnPlateauState,
     ScheduleFreeState,
     ScheduleState,
@@ -87,10 +88,13 @@ from muonfx.transforms import (
     normalize_neurons,
     orthogonalize,
     reduce_on_plateau,
+    sam,
+    sam_gradient,
     scale,
     scale_by_adam,
     scale_by_learning_rate,
     scale_by_lion,
+    scale_by_prodigy,
     scale_by_schedule,
     scale_by_shape,
     schedule_free,
@@ -166,10 +170,13 @@ __all__ = [
     "normalize_neurons",
     "orthogonalize",
     "reduce_on_plateau",
+    "sam",
+    "sam_gradient",
     "scale",
     "scale_by_adam",
     "scale_by_learning_rate",
     "scale_by_lion",
+    "scale_by_prodigy",
     "scale_by_schedule",
     "scale_by_shape",
     "schedule_free",
@@ -187,6 +194,7 @@ __all__ = [
     "MomentumState",
     "MonitorState",
     "NeuronsState",
+    "ProdigyState",
     "ReduceOnPlateauState",
     "ScheduleFreeState",
     "ScheduleState",
@@ -209,4 +217,5 @@ __all__ = [
     "muon",
     "muon_with_adamw",
     "normuon",
+    "prodigy",
 ]

@@ -30,6 +30,7 @@ REQUIRED: dict[Callable[..., Any], tuple[Any, ...]] = {
     mfx.clip_by_block_rms: (1.0,),
     mfx.clip_by_global_norm: (1.0,),
     mfx.lookahead: (TX, 2, 0.5),
+    mfx.sam_gradient: (lambda params: params, PARAMS),
     mfx.schedule_free: (TX, 0.1),
     mfx.clip_by_value: (1.0,),
     mfx.scale: (1.0,),

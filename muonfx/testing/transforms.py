@@ -176,6 +176,18 @@ _ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
         st.integers(0, 2),
         st.integers(1, 2),
     ),
+    "sam": st.builds(tfs.sam, st.sampled_from((0.05, 0.0, 2.0)), adaptive=st.booleans()),
+    "scale_by_prodigy": st.builds(
+        tfs.scale_by_prodigy,
+        _RATES,
+        _SHARES,
+        _SHARES,
+        _TINY,
+        estim_lr0=st.sampled_from((1e-6, 1e-2)),
+        weight_decay=_SHARES,
+        safeguard_warmup=st.booleans(),
+        dtype=_PINNED,
+    ),
     "schedule_free": st.builds(
         tfs.schedule_free, _INNER, _RATES, st.sampled_from((0.9, 1.0, 0.5)), weight_lr_power=_SHARES, dtype=_PINNED
     ),
@@ -214,6 +226,7 @@ _ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
     "lion": st.builds(recipes.lion, _RATES, b1=_SHARES, b2=_SHARES),
     "muon": st.builds(recipes.muon, _RATES, decay=_SHARES, nesterov=st.booleans(), dtype=_COMPUTE, rule=_RULES),
     "normuon": st.builds(recipes.normuon, _RATES, decay=_SHARES, neuron_decay=_SHARES, dtype=_COMPUTE),
+    "prodigy": st.builds(recipes.prodigy, _RATES, b1=_SHARES, b2=_SHARES, weight_decay=_SHARES),
     "muon_with_adamw": st.builds(
         recipes.muon_with_adamw,
         _RATES,

@@ -16,8 +16,10 @@ from muonfx.transforms.neurons import NeuronsState, normalize_neurons
 from muonfx.transforms.nonfinite import SkipNonfiniteState, skip_nonfinite
 from muonfx.transforms.orthogonalize import orthogonalize
 from muonfx.transforms.plateau import ReduceOnPlateauState, reduce_on_plateau
+from muonfx.transforms.prodigy import ProdigyState, scale_by_prodigy
 from muonfx.transforms.scale import ScheduleState, scale, scale_by_learning_rate, scale_by_schedule, scale_by_shape
 from muonfx.transforms.schedule_free import ScheduleFreeState, schedule_free, schedule_free_eval_params
+from muonfx.transforms.sharpness import sam, sam_gradient
 
 __all__ = [
     "AccumulateState",
@@ -33,6 +35,7 @@ __all__ = [
     "MomentumState",
     "MonitorState",
     "NeuronsState",
+    "ProdigyState",
     "ReduceOnPlateauState",
     "ScheduleFreeState",
     "ScheduleState",
@@ -58,10 +61,13 @@ __all__ = [
     "normalize_neurons",
     "orthogonalize",
     "reduce_on_plateau",
+    "sam",
+    "sam_gradient",
     "scale",
     "scale_by_adam",
     "scale_by_learning_rate",
     "scale_by_lion",
+    "scale_by_prodigy",
     "scale_by_schedule",
     "scale_by_shape",
     "schedule_free",

@@ -15,7 +15,6 @@ from muonfx.core.contract import NOTHING
 from muonfx.schedules import Schedule
 from muonfx.transforms._in_store import INNER_FIRST
 from muonfx.transforms._pinned import WideStateDtype, copies, new_count, new_number, store, widest
-from muonfx.transforms.clip import positive
 from muonfx.tree import Present, PyTree, device_of
 
 __all__ = ["ScheduleFreeState", "schedule_free", "schedule_free_eval_params"]
@@ -89,8 +88,8 @@ def schedule_free(
         raise TypeError(f"schedule_free: inner must be a Transform, found {inner!r}")
     if not callable(learning_rate):
         checks.at_least("learning_rate", learning_rate, 0.0)
-    positive("b1", b1)
-    if not isinstance(b1, Tensor) and b1 > 1.0:
+    checks.finite("b1", b1)
+    if not isinstance(b1, Tensor) and not 0.0 < b1 <= 1.0:
         raise ValueError(f"b1 must be in (0, 1], found {b1!r}")
     checks.at_least("weight_lr_power", weight_lr_power, 0.0)
     checks.state_dtype("dtype", dtype)

@@ -53,6 +53,7 @@ def chains(model: nn.Module) -> dict[str, mfx.Transform]:
         "averaged": mfx.chain(muon, mfx.ema_params(0.9)),
         "accumulated": mfx.accumulate(mfx.adamw(1e-2), every=2),
         "schedule free": mfx.schedule_free(mfx.chain(mfx.scale_by_adam(0.0), mfx.scale_by_learning_rate(1e-2)), 1e-2),
+        "prodigy": mfx.prodigy(estim_lr0=1e-2, weight_decay=0.1),
         "looking ahead": mfx.lookahead(muon, 2, 0.5),
         "now and then": mfx.chain(mfx.conditionally_transform(mfx.scale_by_adam(), every_other), mfx.scale(-0.1)),
         "scheduled": mfx.chain(mfx.momentum(), mfx.scale_by_learning_rate(mfx.warmup_cosine(0.1, 2, 10))),

@@ -124,6 +124,7 @@ def test_on_the_grid_too(world: World, name: str):
         mfx.master_params(EXACT),
         mfx.schedule_free(EXACT, 0.1),
         mfx.lookahead(EXACT, 2, 0.5),
+        mfx.chain(mfx.sam(0.5, adaptive=True), mfx.prodigy(estim_lr0=0.1)),
         mfx.chain(mfx.conditionally_transform(EXACT, every_other), with_value(mfx.reduce_on_plateau(0.5, 1))),
         mfx.chain(EXACT, mfx.stateless(halve)),
         mfx.partition(

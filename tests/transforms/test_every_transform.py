@@ -101,6 +101,11 @@ CASES: dict[str, list[mfx.Transform]] = {
         mfx.skip_nonfinite(mfx.scale_by_adam()),
         mfx.skip_nonfinite(mfx.chain(mfx.clip_by_global_norm(1.0), MOMENTUM)),
     ],
+    "sam": [mfx.sam(), mfx.sam(0.5, adaptive=True)],
+    "scale_by_prodigy": [
+        mfx.scale_by_prodigy(estim_lr0=1e-2),
+        mfx.scale_by_prodigy(A_SCHEDULE, b3=0.5, estim_lr0=0.1, weight_decay=0.1, safeguard_warmup=True, dtype=None),
+    ],
     "schedule_free": [
         mfx.schedule_free(mfx.chain(mfx.scale_by_adam(0.0), mfx.scale_by_learning_rate(A_SCHEDULE)), A_SCHEDULE),
         mfx.schedule_free(mfx.chain(mfx.clip_by_global_norm(1.0), mfx.scale(-0.1)), 0.1, 1.0, dtype=None),
@@ -113,6 +118,7 @@ CASES: dict[str, list[mfx.Transform]] = {
     "lion": [mfx.lion(A_SCHEDULE, weight_decay=0.1)],
     "muon": [mfx.muon(0.1, weight_decay=0.1, dtype=torch.float32)],
     "normuon": [mfx.normuon(A_SCHEDULE, dtype=torch.float32)],
+    "prodigy": [mfx.prodigy(A_SCHEDULE, weight_decay=0.1)],
     "muon_with_adamw": [
         mfx.muon_with_adamw(0.1, A_SCHEDULE, dtype=torch.float32, labels=mfx.select.default_labels_by_name)
     ],

@@ -150,3 +150,57 @@ def test_reduce_on_plateau(theirs: Any, settings: dict[str, Any]):
         their_run(theirs, reference, lambda state, params: {**params, "scale": state[-1].scale}, value=loss),
     )
     assert ours[-1]["scale"] < 1.0
+
+
+@pytest.mark.parametrize(
+    ("ours", "others"),
+    [
+        ({}, {}),
+        (
+            {"b1": 0.8, "b2": 0.95, "weight_decay": 0.1, "estim_lr0": 1e-3, "estim_lr_coef": 0.5},
+            {"betas": (0.8, 0.95), "weight_decay": 0.1, "estim_lr0": 1e-3, "estim_lr_coef": 0.5},
+        ),
+        ({"safeguard_warmup": True, "estim_lr0": 1e-2}, {"safeguard_warmup": True, "estim_lr0": 1e-2}),
+    ],
+    ids=["default", "decay", "safeguard"],
+)
+def test_prodigy(theirs: Any, ours: dict[str, Any], others: dict[str, Any]):
+    mine = our_run(
+        mfx.prodigy(0.7, **ours), lambda state, params: {**params, "rate": state["scale_by_prodigy"].estim_lr}
+    )
+    reference = theirs.contrib.prodigy(0.7, **others)
+    require_close(mine, their_run(theirs, reference, lambda state, params: {**params, "rate": state.estim_lr}))
+    assert mine[-1]["rate"] > 1.1 * ours.get("estim_lr0", 1e-6)
+
+
+def test_sam(theirs: Any):
+    tx, params, mine = mfx.adamw(RATE, weight_decay=0.0), start(), []
+    state = tx.init(params)
+    for _ in range(STEPS):
+        updates, state = tx.update(mfx.sam_gradient(gradient, params, mfx.sam(0.3)), state, params)
+        params = mfx.apply_updates(params, updates)
+        mine.append(params)
+    climb = theirs.chain(theirs.contrib.normalize(), theirs.sgd(0.3))
+    reference = theirs.contrib.sam(theirs.adam(RATE), climb, opaque_mode=True)
+    require_close(mine, their_run(theirs, reference, grad_fn=lambda params: lambda at, _: gradient(at)))
+
+
+@pytest.mark.skipif(find_spec("pytorch_optimizer") is None, reason="needs pytorch_optimizer: make engines")
+def test_adaptive_sam():
+    from pytorch_optimizer import SAM
+
+    params = start()
+    theirs = {name: torch.nn.Parameter(p.clone()) for name, p in params.items()}
+    reference = SAM(list(theirs.values()), torch.optim.SGD, rho=0.3, adaptive=True, lr=RATE)
+    for _ in range(STEPS):
+        for name, grad in gradient(theirs).items():
+            theirs[name].grad = grad.detach()
+        reference.first_step()
+        for name, grad in gradient(theirs).items():
+            theirs[name].grad = grad.detach()
+        reference.second_step()
+        step = mfx.sam_gradient(gradient, params, mfx.sam(0.3, adaptive=True))
+        params = mfx.tree.map(lambda p, g: p - RATE * g, params, step)
+        for name in params:
+            # They take the norm in fp32.
+            torch.testing.assert_close(params[name], theirs[name].detach(), rtol=1e-6, atol=1e-6)
