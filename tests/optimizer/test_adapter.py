@@ -233,17 +233,26 @@ def test_what_is_injected_into_the_state_is_not_shown_in_the_groups():
     assert_equal(params_of(model), before)
 
 
-def test_groups_that_disagree_about_a_tree_wide_argument_are_an_error_and_change_nothing():
+@pytest.mark.parametrize(
+    ("tx", "key", "extras"),
+    [
+        (mfx.chain(mfx.clip_by_global_norm(1.0), mfx.scale(-0.1)), "clip_by_global_norm.max_norm", {}),
+        (mfx.chain(mfx.reduce_on_plateau(0.5), mfx.scale(-0.1)), "reduce_on_plateau.factor", {"value": 1.0}),
+        (mfx.lookahead(mfx.scale(-0.1), 2, 0.5), "slow_step_size", {}),
+    ],
+    ids=["sum", "number", "wrapper"],
+)
+def test_groups_that_disagree_about_a_tree_wide_argument_are_an_error_and_change_nothing(tx, key, extras):
     model = make_model()
     optimizer = mfx.TransformOptimizer(
         [{"params": model[1].named_parameters()}, {"params": [("w", model[3].weight), ("b", model[3].bias)]}],
-        mfx.chain(mfx.clip_by_global_norm(1.0), mfx.scale(-0.1)),
+        tx,
     )
-    optimizer.param_groups[0]["clip_by_global_norm.max_norm"] = 2.0
+    optimizer.param_groups[0][key] = 0.25
     set_grads(model, 0)
     before = params_of(model)
-    with pytest.raises(ValueError, match=r"disagree about 'clip_by_global_norm\.max_norm'"):
-        optimizer.step()
+    with pytest.raises(ValueError, match=rf"disagree about '{key}'"):
+        optimizer.step(**extras)
     assert_equal(params_of(model), before)
 
 

@@ -3,8 +3,10 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import muonfx as mfx
+from tests.processes import Here, World
 
 PARAMS = {"w": torch.tensor([1.0, -2.0], dtype=torch.float64), "b": torch.tensor([3.0], dtype=torch.float64)}
 DESCENT = mfx.scale(-0.1)
@@ -48,6 +50,29 @@ def test_parameters_to_evaluate_are_found_within_chains_routes_and_optimizers():
     evaluated = mfx.schedule_free_eval_params(optimizer.transform_state, params)
     assert torch.equal(evaluated["b"], params["b"])
     torch.testing.assert_close(evaluated["w"], PARAMS["w"] - 0.2)  # of 0.1, 0.2, 0.3
+
+
+def run_fully_sharded(here: Here) -> list[float]:
+    torch.manual_seed(0)
+    models = [nn.Linear(6, 5, dtype=torch.float64) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    fully_shard(models[0], mesh=here.mesh)
+    found: list[dict[str, torch.Tensor]] = []
+    for model in models:
+        inner = mfx.chain(mfx.scale_by_adam(b1=0.0), mfx.scale_by_learning_rate(0.1))
+        optimizer = mfx.TransformOptimizer(model, mfx.schedule_free(inner, 0.1))
+        for step in range(3):
+            optimizer.zero_grad()
+            model(torch.full((2, 6), step + 1.0, dtype=torch.float64)).square().sum().backward()
+            optimizer.step()
+        params = {name: p.detach() for name, p in model.named_parameters()}
+        found.append(mfx.schedule_free_eval_params(optimizer.transform_state, params))
+    return [float((p.full_tensor() - found[1][name]).abs().max()) for name, p in found[0].items()]
+
+
+@pytest.mark.dist
+def test_pieces_of_the_parameters_to_evaluate_are_those_of_the_whole(world: World):
+    assert max(max(errors) for errors in world.check(2, run_fully_sharded)) <= 1e-12
 
 
 def test_bad_input_is_named():

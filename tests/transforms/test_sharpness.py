@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import muonfx as mfx
 from muonfx import sharding
@@ -41,10 +42,20 @@ def test_a_gradient_of_zero_gives_no_step_and_a_nan_shows():
 
 
 def run_sharded(here: Here, partition: str, adaptive: bool) -> list[float]:
-    layout = sharding.zero(PARAMS, here.group, partition=partition)
     tx = mfx.sam(0.25, adaptive=adaptive)
-    local = layout.shard(PARAMS)
-    found = layout.gather(mfx.sam_gradient(gradient, local, sharding.sharded(tx, layout)))
+    if partition == "dtensors":
+        local: Any = {
+            name: distribute_tensor(p, here.mesh, [Shard(0) if p.ndim else Replicate()]) for name, p in PARAMS.items()
+        }
+        layout = sharding.from_dtensors(local)
+    else:
+        layout = sharding.zero(PARAMS, here.group, partition=partition)
+        local = layout.shard(PARAMS)
+    found = mfx.sam_gradient(gradient, local, sharding.sharded(tx, layout))
+    if partition == "dtensors":
+        found = {name: grad.full_tensor() for name, grad in found.items()}
+    else:
+        found = layout.gather(found)
     expected = mfx.sam_gradient(gradient, PARAMS, tx)
     return [float((found[name] - expected[name]).abs().max()) for name in PARAMS]
 
@@ -52,9 +63,9 @@ def run_sharded(here: Here, partition: str, adaptive: bool) -> list[float]:
 @pytest.mark.dist
 @pytest.mark.parametrize("size", [2, 3])
 def test_every_rank_takes_its_piece_of_one_step(world: World, size: int):
-    for partition in ("whole", "flat"):
+    for partition in ("whole", "flat", "dtensors"):
         for errors in world.check(size, run_sharded, partition=partition, adaptive=partition == "flat"):
-            assert max([errors] if isinstance(errors, float) else errors) <= 1e-12
+            assert max(errors) <= 1e-12
 
 
 def test_what_comes_beside_the_gradient_is_that_of_the_parameters_themselves():
