@@ -3,10 +3,12 @@
 from muonfx.transforms._matrices import MatrixView
 from muonfx.transforms.accumulate import AccumulateState, accumulate
 from muonfx.transforms.adam import AdamState, scale_by_adam
+from muonfx.transforms.ademamix import AdemamixState, scale_by_ademamix
 from muonfx.transforms.average import EmaParamsState, MasterParamsState, ema_params, master_params
 from muonfx.transforms.clip import clip_by_block_rms, clip_by_global_norm, clip_by_value, global_norm
 from muonfx.transforms.conditional import ConditionalState, conditionally_mask, conditionally_transform
 from muonfx.transforms.decay import add_decayed_weights, cautious
+from muonfx.transforms.distance import DogState, DowgState, scale_by_dog, scale_by_dowg
 from muonfx.transforms.leafwise import Leaf, Slot, StepCount, leafwise
 from muonfx.transforms.lion import LionState, scale_by_lion
 from muonfx.transforms.lookahead import LookaheadState, lookahead
@@ -25,7 +27,10 @@ __all__ = [
     "AccumulateState",
     "AdamState",
     "ConditionalState",
+    "AdemamixState",
     "DebiasedMomentumState",
+    "DogState",
+    "DowgState",
     "EmaParamsState",
     "Leaf",
     "LionState",
@@ -65,6 +70,9 @@ __all__ = [
     "sam_gradient",
     "scale",
     "scale_by_adam",
+    "scale_by_ademamix",
+    "scale_by_dog",
+    "scale_by_dowg",
     "scale_by_learning_rate",
     "scale_by_lion",
     "scale_by_prodigy",

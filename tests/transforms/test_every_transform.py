@@ -102,6 +102,12 @@ CASES: dict[str, list[mfx.Transform]] = {
         mfx.skip_nonfinite(mfx.chain(mfx.clip_by_global_norm(1.0), MOMENTUM)),
     ],
     "sam": [mfx.sam(), mfx.sam(0.5, adaptive=True)],
+    "scale_by_ademamix": [
+        mfx.scale_by_ademamix(0.5, 0.9, mfx.linear(0.5, 0.9, 3), A_SCHEDULE, 1e-3, eps_root=1e-6, nu_dtype=None),
+        mfx.scale_by_ademamix(mu_dtype=mfx.int8(**TINY)),
+    ],
+    "scale_by_dog": [mfx.scale_by_dog(0.1)],
+    "scale_by_dowg": [mfx.scale_by_dowg(0.1)],
     "scale_by_prodigy": [
         mfx.scale_by_prodigy(estim_lr0=1e-2),
         mfx.scale_by_prodigy(A_SCHEDULE, b3=0.5, estim_lr0=0.1, weight_decay=0.1, safeguard_warmup=True, dtype=None),
