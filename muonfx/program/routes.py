@@ -198,8 +198,9 @@ class Routes:
             names.sort(key=lambda name: tuple(call.params[name].shape))
             limit = bucket_bytes
         buckets = cut_into_buckets({name: self.sizes[name] for name in names}, limit)
+        wide = {name: call.params[name].numel() * max(4, call.params[name].element_size()) for name in names}
         return [
-            _Bucket(tuple(some), list(map(tuple, cut_into_buckets({n: self.sizes[n] for n in some}, self.piece_bytes))))
+            _Bucket(tuple(some), list(map(tuple, cut_into_buckets({n: wide[n] for n in some}, self.piece_bytes))))
             for some in buckets
         ]
 
@@ -363,7 +364,7 @@ class _Passage:
         """The bucket's leaves, a few at a time; large ones by pieces."""
         for names in self._bucket.lists:
             x: Tensor | None = values[names[0]] if len(names) == 1 else None
-            most = 0 if x is None else self._routes.piece_bytes // self._call.params[names[0]].element_size()
+            most = 0 if x is None else self._routes.piece_bytes // max(4, x.element_size())
             if x is None or x.numel() <= most or not self._can_be_cut(stretch, names[0], x):
                 yield _Part(names)
             else:
@@ -384,6 +385,7 @@ class _Passage:
             name: x
             for name, x in values.items()
             if x is not None and name in self._rounded and x.dtype == self._rounded[name][0]
+            if room is None or x.dtype != self._rounded[name][1]  # already in kept memory, and of its own dtype
         }
         if not narrow:
             return values, False
