@@ -234,9 +234,9 @@ def muon_with_adamw(
     >>> list(tx.init({"h.0.fc.weight": torch.zeros(4, 4), "wte.weight": torch.zeros(8, 4)}))
     ['adamw', 'muon']
     """
-    if isinstance(labels, Labels) and view.block_axis == -2:  # the views of labels have blocks of rows
+    if isinstance(labels, Labels) and view.block_axis != -1:  # the views of labels have blocks of rows
         own_dims, own_blocks = labels.settings(view.dims, view.blocks)
-        view = MatrixView(own_dims, own_blocks)
+        view = MatrixView(own_dims, own_blocks, view.block_axis)
     return partition(
         {
             "muon": muon(

@@ -143,7 +143,13 @@ _ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
         st.sampled_from((("norm", "rms"), ("norm", "orthogonality_error", "spectral_norm"))),
     ),
     "normalize_neurons": st.builds(
-        tfs.normalize_neurons, _SHARES, _TINY, keep_norm=st.booleans(), dtype=_PINNED, dims=_DIMS
+        tfs.normalize_neurons,
+        _SHARES,
+        _TINY,
+        keep_norm=st.booleans(),
+        axis=st.sampled_from(("rows", "longer")),
+        dtype=_PINNED,
+        dims=_DIMS,
     ),
     "orthogonalize": st.builds(
         tfs.orthogonalize,

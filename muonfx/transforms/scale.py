@@ -14,7 +14,7 @@ from muonfx.core import Donation, EmptyState, Locality, Transform, transform
 from muonfx.core.contract import NOTHING
 from muonfx.elementwise import Scalar
 from muonfx.schedules import Schedule
-from muonfx.transforms._matrices import Blocks, Dims, MatrixView, matrix_locality, name_patterns, on_stacks
+from muonfx.transforms._matrices import BlockAxis, Blocks, Dims, MatrixView, matrix_locality, name_patterns, on_stacks
 from muonfx.transforms._pinned import new_count
 from muonfx.tree import Present, PyTree, device_of
 
@@ -194,7 +194,7 @@ def scale_by_shape(
     *,
     dims: Dims | Mapping[str, Dims] | None = None,
     blocks: Blocks | Mapping[str, Blocks] | None = None,
-    block_axis: int = -2,
+    block_axis: BlockAxis = -2,
     view: MatrixView = MatrixView(),
 ):
     r"""Scale each matrix by a function of its shape, so that one learning rate suits all.
