@@ -86,6 +86,7 @@ from muonfx.transforms import (
     scale_by_schedule,
     scale_by_shape,
     skip_nonfinite,
+    subtract_decayed_weights,
 )
 
 __version__ = "0.2.0"
@@ -159,6 +160,7 @@ __all__ = [
     "scale_by_schedule",
     "scale_by_shape",
     "skip_nonfinite",
+    "subtract_decayed_weights",
     # their states
     "AccumulateState",
     "AdamState",

@@ -117,29 +117,41 @@ def widest(transforms: Any) -> Locality:
     return max((tx.locality for tx in transforms), default=Locality.ELEMENT)
 
 
-def _warn_of_order(entries: Mapping[str, Transform]) -> None:
-    """Warn of what a chain has behind a learning rate and would silently do the wrong way round."""
+def _check_order(entries: Mapping[str, Transform]) -> None:
+    """Warn of what a chain has on the wrong side of a learning rate and would silently do the wrong way round."""
     turned: str | None = None
+    early: tuple[str, ...] = ()  # what should have come behind the learning rate
     for name, tx in entries.items():
+        if turned is not None and tx.refuses_downhill:
+            raise ValueError(
+                f"chain: {tx.refuses_downhill[0]} comes behind the learning rate in {turned!r}, where updates have no "
+                f"longer the gradient's direction, which it compares with. Put it in front of {turned!r}"
+            )
         if turned is not None and tx.wants_uphill:
-            warnings.warn(
+            _warn(
                 f"chain: {tx.wants_uphill[0]} comes behind the learning rate in {turned!r}, where updates are what is "
-                "added to the parameters: its decay would let them grow, and not by the learning rate. Put it in front",
-                UserWarning,
-                stacklevel=_STACKLEVEL,
+                "added to the parameters: its decay would let them grow, and not by the learning rate. Put it in front"
             )
         if turned is not None and tx.turns_downhill:
-            warnings.warn(
+            _warn(
                 f"chain: the learning rates in {turned!r} and {name!r} both turn updates downhill, and so the sum goes "
-                "uphill; give one of them flip_sign=False, or take it out",
-                UserWarning,
-                stacklevel=_STACKLEVEL,
+                "uphill; give one of them flip_sign=False, or take it out"
+            )
+        if turned is None and early and tx.turns_downhill:
+            _warn(
+                f"chain: {early[0]} comes in front of the learning rate in {name!r}, where updates are not yet what is "
+                "added to the parameters. Put it behind"
             )
         if tx.turns_downhill:
             turned = name
+        early += tx.wants_downhill
 
 
-_STACKLEVEL = 9
+def _warn(message: str) -> None:
+    warnings.warn(message, UserWarning, stacklevel=_STACKLEVEL)
+
+
+_STACKLEVEL = 10
 """From the warning to the call of the factory: by way of the constructor, its recording and its building."""
 
 
@@ -162,11 +174,13 @@ def chain(*transforms: Transform | tuple[str, Transform]):
 
     Raises:
         TypeError: an argument is not a transform.
-        ValueError: two explicit names are alike.
+        ValueError: two explicit names are alike, or `cautious` comes behind a learning rate that has turned the
+            updates downhill, so that it has no gradient to compare with.
 
     Warns:
         UserWarning: weight decay comes behind a learning rate that has turned the updates downhill, so that parameters
-            would grow; or two learning rates turn them, so that they point uphill.
+            would grow; what must come behind one comes in front; or two learning rates turn updates, so that they point
+            uphill.
 
     Example:
         >>> import muonfx as mfx
@@ -176,7 +190,7 @@ def chain(*transforms: Transform | tuple[str, Transform]):
     """
     entries = _entries(transforms)
     if not torch.compiler.is_compiling():
-        _warn_of_order(entries)
+        _check_order(entries)
 
     def init(params: PyTree) -> dict[str, PyTree]:
         return {name: tx.functions.init(params) for name, tx in entries.items()}

@@ -129,7 +129,8 @@ _ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
     "masked": st.builds(masked, _INNER, st.just(select.ndim(min=2))),
     "inject_hyperparams": st.builds(inject_hyperparams, _INNER),
     "accumulate": st.builds(tfs.accumulate, _INNER, st.integers(1, 3), mean=st.booleans(), dtype=_PINNED),
-    "add_decayed_weights": st.builds(tfs.add_decayed_weights, _RATES, _MASKS),
+    "add_decayed_weights": st.builds(tfs.add_decayed_weights, _RATES, _MASKS, cautious=st.booleans()),
+    "subtract_decayed_weights": st.builds(tfs.subtract_decayed_weights, _RATES, _MASKS, cautious=st.booleans()),
     "cautious": st.builds(tfs.cautious, _INNER.filter(lambda tx: not _is_negative_scale(tx))),
     "clip_by_block_rms": st.builds(tfs.clip_by_block_rms, _POSITIVE),
     "clip_by_global_norm": st.builds(tfs.clip_by_global_norm, _POSITIVE),
@@ -222,11 +223,11 @@ def chains(*, min_size: int = 0, max_size: int = 4, matrices: bool = False) -> s
 
 
 def _is_sensible(members: list[Transform]) -> bool:
-    """Tell whether a chain of these is made without a warning: no decay behind a learning rate, and no two rates."""
+    """Tell whether a chain of these is made without a word: no two rates, and nothing on the wrong side of one."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         try:
             chain(*members)
-        except UserWarning:
+        except (UserWarning, ValueError):
             return False
     return True

@@ -5,7 +5,7 @@ from muonfx.transforms.accumulate import AccumulateState, accumulate
 from muonfx.transforms.adam import AdamState, scale_by_adam
 from muonfx.transforms.average import EmaParamsState, MasterParamsState, ema_params, master_params
 from muonfx.transforms.clip import clip_by_block_rms, clip_by_global_norm, clip_by_value, global_norm
-from muonfx.transforms.decay import add_decayed_weights, cautious
+from muonfx.transforms.decay import add_decayed_weights, cautious, subtract_decayed_weights
 from muonfx.transforms.leafwise import Leaf, Slot, StepCount, leafwise
 from muonfx.transforms.lion import LionState, scale_by_lion
 from muonfx.transforms.momentum import DebiasedMomentumState, MomentumState, momentum
@@ -53,4 +53,5 @@ __all__ = [
     "scale_by_schedule",
     "scale_by_shape",
     "skip_nonfinite",
+    "subtract_decayed_weights",
 ]

@@ -43,7 +43,9 @@ CASES: dict[str, list[mfx.Transform]] = {
     "add_decayed_weights": [
         mfx.add_decayed_weights(0.1),
         mfx.add_decayed_weights(A_SCHEDULE, mask=mfx.select.ndim(min=2)),
+        mfx.add_decayed_weights(0.1, cautious=True),
     ],
+    "subtract_decayed_weights": [mfx.subtract_decayed_weights(A_SCHEDULE, mfx.select.ndim(min=2), cautious=True)],
     "cautious": [mfx.cautious(MOMENTUM), mfx.cautious(mfx.scale_by_lion())],
     "clip_by_block_rms": [mfx.clip_by_block_rms(0.3)],
     "clip_by_global_norm": [mfx.clip_by_global_norm(1.0)],
