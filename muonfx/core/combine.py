@@ -18,6 +18,7 @@ from muonfx.recorded import Recorded, part_names
 from muonfx.tree import PyTree
 
 __all__ = [
+    "add_updates",
     "apply_updates",
     "chain",
     "chain_entries",
@@ -82,19 +83,19 @@ def stateless(function: Callable[[PyTree, PyTree], PyTree], locality: Locality =
     return no_state, update
 
 
-def _entries(transforms: tuple[Transform | tuple[str, Transform], ...]) -> dict[str, Transform]:
-    """Name the transforms of a chain: an explicit name, or the transform's own with a suffix where it repeats."""
+def _entries(transforms: tuple[Transform | tuple[str, Transform], ...], of: str = "chain") -> dict[str, Transform]:
+    """Name transforms: an explicit name, or the transform's own with a suffix where it repeats."""
     entries: dict[str, Transform] = {}
     for place, entry in enumerate(transforms):
         explicit, tx = entry if isinstance(entry, tuple) and len(entry) == 2 else (None, entry)
         if not isinstance(tx, Transform) or not isinstance(explicit, str | None):
             raise TypeError(
-                f"chain: argument {place} must be a Transform or a pair (name, Transform), found {entry!r}"
+                f"{of}: argument {place} must be a Transform or a pair (name, Transform), found {entry!r}"
                 + ("; call the factory to get a transform" if callable(entry) else "")
             )
         name = explicit or tx.name
         if explicit is not None and (explicit in entries or not explicit or "." in explicit or "/" in explicit):
-            raise ValueError(f"chain: the name {explicit!r} is empty, has a '.' or '/', or is taken; names must differ")
+            raise ValueError(f"{of}: the name {explicit!r} is empty, has a '.' or '/', or is taken; names must differ")
         count = 1
         while name in entries:
             count += 1
@@ -110,6 +111,10 @@ def chain_entries(tx: Transform) -> dict[str, Transform] | None:
 
 def _part_names_of_chain(value: Recorded) -> list[str]:
     return list(_entries(value.arguments["transforms"]))
+
+
+def _part_names_of_sum(value: Recorded) -> list[str]:
+    return list(_entries(value.arguments["transforms"], "add_updates"))
 
 
 def widest(transforms: Any) -> Locality:
@@ -208,6 +213,50 @@ def chain(*transforms: Transform | tuple[str, Transform]):
             may_write = donate.state and tx.keeps_donation_promise and (may_write or is_new(out, updates))
             updates = out
         return updates, new_state
+
+    return init, update
+
+
+@transform(
+    locality=lambda *transforms: widest(_entries(transforms, "add_updates").values()),
+    reads_params=lambda *transforms: any(tx.reads_params for tx in _entries(transforms, "add_updates").values()),
+    part_names=_part_names_of_sum,
+)
+def add_updates(*transforms: Transform | tuple[str, Transform]):
+    """Give the same updates to several transforms, and add up what they return.
+
+    The state is a dict with the state of each transform under its name, as in `chain`.
+
+    Args:
+        transforms: one or more transforms, or pairs ``(name, transform)``.
+
+    Raises:
+        TypeError: an argument is not a transform.
+        ValueError: there is none, or two explicit names are alike.
+
+    Example:
+        >>> import muonfx as mfx
+        >>> tx = mfx.add_updates(mfx.scale(0.5), ("sign", mfx.chain(mfx.scale_by_lion(), mfx.scale(0.1))))
+        >>> tx.update({"w": torch.tensor([2.0, -4.0])}, tx.init({"w": torch.zeros(2)}))[0]
+        {'w': tensor([ 1.1000, -2.1000])}
+    """
+    entries = _entries(transforms, "add_updates")
+    if not entries:
+        raise ValueError("add_updates: give at least one transform; for none of the updates there is set_to_zero()")
+
+    def init(params: PyTree) -> dict[str, PyTree]:
+        return {name: tx.functions.init(params) for name, tx in entries.items()}
+
+    def update(
+        updates: PyTree, state: dict[str, PyTree], params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any
+    ):
+        new_state: dict[str, PyTree] = {}
+        total: PyTree = None
+        for name, tx in entries.items():
+            # What comes in is there for the others, too.
+            out, new_state[name] = tx.run(updates, state[name], params, donate=Donation(False, donate.state), **extras)
+            total = out if total is None else tree.map(torch.add, total, out)
+        return total, new_state
 
     return init, update
 

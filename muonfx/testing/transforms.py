@@ -13,7 +13,7 @@ from muonfx import recipes, select, tree
 from muonfx import schedules as sch
 from muonfx import transforms as tfs
 from muonfx.compact import fp8, int8
-from muonfx.core import Locality, Transform, chain, identity, set_to_zero, stateless
+from muonfx.core import Locality, Transform, add_updates, chain, identity, set_to_zero, stateless
 from muonfx.hyperparams import inject_hyperparams
 from muonfx.partition import masked, partition
 from muonfx.tree import PyTree
@@ -81,7 +81,8 @@ _RATES: st.SearchStrategy[Any] = st.sampled_from((0.1, 0.0)) | schedules()
 _DIMS = st.sampled_from((None, ((-2,), (-1,)), ((0,), (1,))))
 _NAMES = st.sampled_from(("polar_express_5", "keller", "cubic"))
 _COMPUTE = st.sampled_from(("auto", torch.float32, torch.float64))
-_RULES = st.sampled_from(("match_rms_adamw", "original", "spectral"))
+_AXES = st.sampled_from((-2, -1))
+_RULES = st.sampled_from(("match_rms_adamw", "original", "spectral", "fan_in"))
 _MASKS = st.sampled_from((None, select.ndim(min=2)))
 
 
@@ -132,6 +133,13 @@ _ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
     "add_decayed_weights": st.builds(tfs.add_decayed_weights, _RATES, _MASKS, cautious=st.booleans()),
     "subtract_decayed_weights": st.builds(tfs.subtract_decayed_weights, _RATES, _MASKS, cautious=st.booleans()),
     "cautious": st.builds(tfs.cautious, _INNER.filter(lambda tx: not _is_negative_scale(tx))),
+    "add_updates": st.lists(_INNER, min_size=1, max_size=2).map(lambda members: add_updates(*members)),
+    "clip_singular_values": st.builds(tfs.clip_singular_values, _POSITIVE, dims=_DIMS),
+    "keep_weight_norms": st.builds(tfs.keep_weight_norms, dtype=_PINNED, dims=_DIMS),
+    "match_weight_norms": st.builds(tfs.match_weight_norms, dims=_DIMS),
+    "scale_by_dion": st.builds(tfs.scale_by_dion, st.integers(1, 3), _SHARES, dtype=_PINNED, dims=_DIMS),
+    "scale_by_dual_norm": st.builds(tfs.scale_by_dual_norm, _INNER, dims=_DIMS),
+    "scale_by_namo": st.builds(tfs.scale_by_namo, _INNER, _SHARES, _SHARES, _TINY, dtype=_PINNED, dims=_DIMS),
     "clip_by_block_rms": st.builds(tfs.clip_by_block_rms, _POSITIVE),
     "clip_by_global_norm": st.builds(tfs.clip_by_global_norm, _POSITIVE),
     "clip_by_value": st.builds(tfs.clip_by_value, _POSITIVE),
@@ -143,6 +151,10 @@ _ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
         st.just("seen"),
         st.sampled_from((("norm", "rms"), ("norm", "orthogonality_error", "spectral_norm"))),
     ),
+    "normalize_columns": st.builds(tfs.normalize_columns, dims=_DIMS, block_axis=_AXES),
+    "normalize_leaves": st.builds(tfs.normalize_leaves),
+    "normalize_matrices": st.builds(tfs.normalize_matrices, dims=_DIMS),
+    "normalize_rows": st.builds(tfs.normalize_rows, dims=_DIMS),
     "normalize_neurons": st.builds(
         tfs.normalize_neurons, _SHARES, _TINY, keep_norm=st.booleans(), dtype=_PINNED, dims=_DIMS
     ),
@@ -175,7 +187,24 @@ _ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
     ),
 }
 
-MATRIX_ONLY = frozenset({"orthogonalize", "normalize_neurons", "scale_by_shape", "muon", "normuon"})
+MATRIX_ONLY = frozenset(
+    {
+        "clip_singular_values",
+        "keep_weight_norms",
+        "match_weight_norms",
+        "muon",
+        "normalize_columns",
+        "normalize_matrices",
+        "normalize_neurons",
+        "normalize_rows",
+        "normuon",
+        "orthogonalize",
+        "scale_by_dion",
+        "scale_by_dual_norm",
+        "scale_by_namo",
+        "scale_by_shape",
+    }
+)
 """The factories whose transforms take leaves of two dims and more only."""
 
 
