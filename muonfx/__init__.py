@@ -102,6 +102,7 @@ from muonfx.transforms import (
     skip_nonfinite,
     subtract_decayed_weights,
 )
+from muonfx.variants import adamuon, dion, muon_hyperball, musgd, namo, polargrad, scion
 
 __version__ = "0.2.0"
 
@@ -214,9 +215,16 @@ __all__ = [
     "Muon",
     "TransformOptimizer",
     # recipes
+    "adamuon",
     "adamw",
+    "dion",
     "lion",
     "muon",
+    "muon_hyperball",
     "muon_with_adamw",
+    "musgd",
+    "namo",
     "normuon",
+    "polargrad",
+    "scion",
 ]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from muonfx import recipes, select, tree
+from muonfx import recipes, select, tree, variants
 from muonfx import schedules as sch
 from muonfx import transforms as tfs
 from muonfx.compact import fp8, int8
@@ -178,6 +178,15 @@ _ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
     "lion": st.builds(recipes.lion, _RATES, b1=_SHARES, b2=_SHARES),
     "muon": st.builds(recipes.muon, _RATES, decay=_SHARES, nesterov=st.booleans(), dtype=_COMPUTE, rule=_RULES),
     "normuon": st.builds(recipes.normuon, _RATES, decay=_SHARES, neuron_decay=_SHARES, dtype=_COMPUTE),
+    "adamuon": st.builds(variants.adamuon, _RATES, decay=_SHARES, second_decay=_SHARES, nesterov=st.booleans()),
+    "dion": st.builds(variants.dion, _RATES, rank=st.integers(1, 3), decay=_SHARES),
+    "muon_hyperball": st.builds(variants.muon_hyperball, _RATES, decay=_SHARES),
+    "musgd": st.builds(variants.musgd, _RATES, decay=_SHARES, weight_decay=_SHARES),
+    "namo": st.builds(variants.namo, _RATES, b1=_SHARES, b2=_SHARES, rule=_RULES),
+    "polargrad": st.builds(variants.polargrad, _RATES, decay=_SHARES),
+    "scion": st.builds(
+        variants.scion, _RATES, decay=_SHARES, constrained=st.booleans(), labels=st.just(select.default_labels_by_name)
+    ),
     "muon_with_adamw": st.builds(
         recipes.muon_with_adamw,
         _RATES,
@@ -189,16 +198,22 @@ _ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
 
 MATRIX_ONLY = frozenset(
     {
+        "adamuon",
         "clip_singular_values",
         "keep_weight_norms",
         "match_weight_norms",
+        "dion",
         "muon",
+        "muon_hyperball",
+        "musgd",
+        "namo",
         "normalize_columns",
         "normalize_matrices",
         "normalize_neurons",
         "normalize_rows",
         "normuon",
         "orthogonalize",
+        "polargrad",
         "scale_by_dion",
         "scale_by_dual_norm",
         "scale_by_namo",

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import muonfx as mfx
 from muonfx import elementwise as ew
-from muonfx import recipes, schedules
+from muonfx import recipes, schedules, variants
 from muonfx import testing as kit
 from muonfx.testing.transforms import by_rank, halve
 
@@ -25,6 +25,7 @@ pytestmark = [
 ROWS_AND_COLUMNS = ((-2,), (-1,))
 A_SCHEDULE = mfx.linear(1.0, 0.1, 3)
 MOMENTUM = mfx.momentum(0.9)
+FP32 = mfx.polar.NewtonSchulz(dtype=torch.float32)
 TINY = {"block": 4, "min_size": 0}  # the leaves of examples have a few elements
 
 CASES: dict[str, list[mfx.Transform]] = {
@@ -121,6 +122,13 @@ CASES: dict[str, list[mfx.Transform]] = {
     "lion": [mfx.lion(A_SCHEDULE, weight_decay=0.1)],
     "muon": [mfx.muon(0.1, weight_decay=0.1, dtype=torch.float32)],
     "normuon": [mfx.normuon(A_SCHEDULE, dtype=torch.float32)],
+    "adamuon": [mfx.adamuon(0.1, weight_decay=0.1, newton_schulz=FP32)],
+    "dion": [mfx.dion(A_SCHEDULE, rank=2)],
+    "muon_hyperball": [mfx.muon_hyperball(0.1, newton_schulz=FP32)],
+    "musgd": [mfx.musgd(0.1, weight_decay=0.1, newton_schulz=FP32)],
+    "namo": [mfx.namo(0.1, weight_decay=0.1, newton_schulz=FP32)],
+    "polargrad": [mfx.polargrad(0.1, newton_schulz=FP32)],
+    "scion": [mfx.scion(0.1, newton_schulz=FP32, labels=mfx.select.default_labels_by_name)],
     "muon_with_adamw": [
         mfx.muon_with_adamw(0.1, A_SCHEDULE, dtype=torch.float32, labels=mfx.select.default_labels_by_name)
     ],
@@ -136,7 +144,7 @@ def public_factories() -> set[str]:
     for name in mfx.__all__:
         value = getattr(mfx, name)
         makes_a_transform = hasattr(value, "definition") and not _makes_another_value(value)
-        is_a_recipe = inspect.isfunction(value) and value.__module__ == recipes.__name__
+        is_a_recipe = inspect.isfunction(value) and value.__module__ in (recipes.__name__, variants.__name__)
         if makes_a_transform or is_a_recipe:
             found.add(name)
     return found
