@@ -18,6 +18,7 @@ TITLES = {
     "transforms": "Transforms by family",
     "compact": "State in eight bits",
     "recipes": "Recipes",
+    "variants": "Variants of Muon",
     "optimizer": "torch.optim optimizer",
     "hyperparams": "Hyperparameters",
     "select": "Routing",

@@ -34,6 +34,7 @@ LAYERS = {
     "schedules": 1,
     "transforms": 2,
     "recipes": 3,
+    "variants": 3,
     "program": 3,
     "offload": 4,
     "sharding": 4,

@@ -139,7 +139,8 @@ class Declaration:
     )
     name_patterns: Callable[[Any], Iterable[NamePatterns]] | None = None
     turns_downhill: bool | Callable[..., bool] = False
-    wants_uphill: bool = False
+    wants_uphill: bool | Literal["or_refuses"] = False
+    wants_downhill: bool = False
     many_of_one: bool = False
     in_sequence: bool = False
     in_store: InStore | None = None
@@ -254,13 +255,27 @@ class Transform(Recorded):
     @property
     def wants_uphill(self) -> tuple[str, ...]:
         """The names of those in it whose updates must have the gradient's direction still when they come to it."""
-        if self.declaration.wants_uphill:
+        # behind its own learning rate one has been warned of where that chain was made
+        return self._wanting(lambda tx: tx.declaration.wants_uphill is not False)
+
+    @property
+    def refuses_downhill(self) -> tuple[str, ...]:
+        """The names of those in it that are an error where their updates have not the gradient's direction."""
+        return self._wanting(lambda tx: tx.declaration.wants_uphill == "or_refuses")
+
+    @property
+    def wants_downhill(self) -> tuple[str, ...]:
+        """The names of those in it whose updates must be what is added to the parameters when they come to it."""
+        return self._wanting(lambda tx: tx.declaration.wants_downhill)
+
+    def _wanting(self, wants: Callable[[Transform], bool]) -> tuple[str, ...]:
+        if wants(self):
             return (self.name,)
         found: list[str] = []
         for part in self.children:
-            found += part.wants_uphill
+            found += part._wanting(wants)
             if self.declaration.in_sequence and part.turns_downhill:
-                break  # behind its own learning rate it has been warned of where that chain was made
+                break
         return tuple(found)
 
     def resolve(self, params: PyTree) -> Transform:

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from muonfx import recipes, select, tree
+from muonfx import recipes, select, tree, variants
 from muonfx import schedules as sch
 from muonfx import transforms as tfs
 from muonfx.compact import fp8, int8
-from muonfx.core import Locality, Transform, chain, identity, set_to_zero, stateless
+from muonfx.core import Locality, Transform, add_updates, chain, identity, set_to_zero, stateless
 from muonfx.hyperparams import inject_hyperparams
 from muonfx.partition import masked, partition
 from muonfx.tree import PyTree
@@ -81,7 +81,8 @@ _RATES: st.SearchStrategy[Any] = st.sampled_from((0.1, 0.0)) | schedules()
 _DIMS = st.sampled_from((None, ((-2,), (-1,)), ((0,), (1,))))
 _NAMES = st.sampled_from(("polar_express_5", "keller", "cubic"))
 _COMPUTE = st.sampled_from(("auto", torch.float32, torch.float64))
-_RULES = st.sampled_from(("match_rms_adamw", "original", "spectral"))
+_AXES = st.sampled_from((-2, -1))
+_RULES = st.sampled_from(("match_rms_adamw", "original", "spectral", "fan_in"))
 _MASKS = st.sampled_from((None, select.ndim(min=2)))
 
 
@@ -129,8 +130,16 @@ _ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
     "masked": st.builds(masked, _INNER, st.just(select.ndim(min=2))),
     "inject_hyperparams": st.builds(inject_hyperparams, _INNER),
     "accumulate": st.builds(tfs.accumulate, _INNER, st.integers(1, 3), mean=st.booleans(), dtype=_PINNED),
-    "add_decayed_weights": st.builds(tfs.add_decayed_weights, _RATES, _MASKS),
+    "add_decayed_weights": st.builds(tfs.add_decayed_weights, _RATES, _MASKS, cautious=st.booleans()),
+    "subtract_decayed_weights": st.builds(tfs.subtract_decayed_weights, _RATES, _MASKS, cautious=st.booleans()),
     "cautious": st.builds(tfs.cautious, _INNER.filter(lambda tx: not _is_negative_scale(tx))),
+    "add_updates": st.lists(_INNER, min_size=1, max_size=2).map(lambda members: add_updates(*members)),
+    "clip_singular_values": st.builds(tfs.clip_singular_values, _POSITIVE, dims=_DIMS),
+    "keep_weight_norms": st.builds(tfs.keep_weight_norms, dtype=_PINNED, dims=_DIMS),
+    "match_weight_norms": st.builds(tfs.match_weight_norms, dims=_DIMS),
+    "scale_by_dion": st.builds(tfs.scale_by_dion, st.integers(1, 3), _SHARES, dtype=_PINNED, dims=_DIMS),
+    "scale_by_dual_norm": st.builds(tfs.scale_by_dual_norm, _INNER, dims=_DIMS),
+    "scale_by_namo": st.builds(tfs.scale_by_namo, _INNER, _SHARES, _SHARES, _TINY, dtype=_PINNED, dims=_DIMS),
     "clip_by_block_rms": st.builds(tfs.clip_by_block_rms, _POSITIVE),
     "clip_by_global_norm": st.builds(tfs.clip_by_global_norm, _POSITIVE),
     "clip_by_value": st.builds(tfs.clip_by_value, _POSITIVE),
@@ -142,6 +151,10 @@ _ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
         st.just("seen"),
         st.sampled_from((("norm", "rms"), ("norm", "orthogonality_error", "spectral_norm"))),
     ),
+    "normalize_columns": st.builds(tfs.normalize_columns, dims=_DIMS, block_axis=_AXES),
+    "normalize_leaves": st.builds(tfs.normalize_leaves),
+    "normalize_matrices": st.builds(tfs.normalize_matrices, dims=_DIMS),
+    "normalize_rows": st.builds(tfs.normalize_rows, dims=_DIMS),
     "normalize_neurons": st.builds(
         tfs.normalize_neurons,
         _SHARES,
@@ -171,6 +184,15 @@ _ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
     "lion": st.builds(recipes.lion, _RATES, b1=_SHARES, b2=_SHARES),
     "muon": st.builds(recipes.muon, _RATES, decay=_SHARES, nesterov=st.booleans(), dtype=_COMPUTE, rule=_RULES),
     "normuon": st.builds(recipes.normuon, _RATES, decay=_SHARES, neuron_decay=_SHARES, dtype=_COMPUTE),
+    "adamuon": st.builds(variants.adamuon, _RATES, decay=_SHARES, second_decay=_SHARES, nesterov=st.booleans()),
+    "dion": st.builds(variants.dion, _RATES, rank=st.integers(1, 3), decay=_SHARES),
+    "muon_hyperball": st.builds(variants.muon_hyperball, _RATES, decay=_SHARES),
+    "musgd": st.builds(variants.musgd, _RATES, decay=_SHARES, weight_decay=_SHARES),
+    "namo": st.builds(variants.namo, _RATES, b1=_SHARES, b2=_SHARES, rule=_RULES),
+    "polargrad": st.builds(variants.polargrad, _RATES, decay=_SHARES),
+    "scion": st.builds(
+        variants.scion, _RATES, decay=_SHARES, constrained=st.booleans(), labels=st.just(select.default_labels_by_name)
+    ),
     "muon_with_adamw": st.builds(
         recipes.muon_with_adamw,
         _RATES,
@@ -180,7 +202,30 @@ _ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
     ),
 }
 
-MATRIX_ONLY = frozenset({"orthogonalize", "normalize_neurons", "scale_by_shape", "muon", "normuon"})
+MATRIX_ONLY = frozenset(
+    {
+        "adamuon",
+        "clip_singular_values",
+        "keep_weight_norms",
+        "match_weight_norms",
+        "dion",
+        "muon",
+        "muon_hyperball",
+        "musgd",
+        "namo",
+        "normalize_columns",
+        "normalize_matrices",
+        "normalize_neurons",
+        "normalize_rows",
+        "normuon",
+        "orthogonalize",
+        "polargrad",
+        "scale_by_dion",
+        "scale_by_dual_norm",
+        "scale_by_namo",
+        "scale_by_shape",
+    }
+)
 """The factories whose transforms take leaves of two dims and more only."""
 
 
@@ -228,11 +273,11 @@ def chains(*, min_size: int = 0, max_size: int = 4, matrices: bool = False) -> s
 
 
 def _is_sensible(members: list[Transform]) -> bool:
-    """Tell whether a chain of these is made without a warning: no decay behind a learning rate, and no two rates."""
+    """Tell whether a chain of these is made without a word: no two rates, and nothing on the wrong side of one."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         try:
             chain(*members)
-        except UserWarning:
+        except (UserWarning, ValueError):
             return False
     return True

@@ -6,7 +6,7 @@ Shared by every transform that works on matrices, so that they all cut a leaf in
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from glob import escape
 from typing import TypeVar
@@ -18,15 +18,21 @@ from muonfx.arguments import Options
 from muonfx.checks import NamePatterns
 from muonfx.core import Locality, Transform
 from muonfx.tracing import matches
+from muonfx.tree import Present, PyTree
 
 __all__ = [
     "BlockAxis",
     "Blocks",
     "Dims",
     "MatrixView",
+    "check_matrices",
+    "join_scalars",
+    "map_matrices",
     "matrix_locality",
     "name_patterns",
     "on_stacks",
+    "on_stacks_without_blocks",
+    "split_scalars",
     "stack_blocks",
     "unstack_blocks",
 ]
@@ -243,6 +249,45 @@ def unstack_blocks(stacked: Tensor, axis: int) -> Tensor:
     return stacked.movedim(-3, -2).reshape(*batch, rows, count * columns)
 
 
+def map_matrices(view: MatrixView, function: Callable[..., Tensor], *trees: PyTree) -> PyTree:
+    """Apply a function to the matrices (..., rows, columns) of corresponding leaves, where the first tree has any."""
+    at = Present(trees[0])
+    leaves = [at.pick(values) for values in trees]
+    names = at.names() if view.needs_names else [""] * len(leaves[0])
+    out: list[Tensor] = []
+    for own, name, *parts in zip(view.of(names), names, *leaves, strict=True):
+        matrices = zip(*[own.split(part, name) for part in parts], strict=True)
+        out.append(own.join([function(*each) for each in matrices], parts[0]))
+    return at.fill(out)
+
+
+def check_matrices(view: MatrixView, params: PyTree) -> None:
+    """Say which leaf is no matrix, or does not fit a view."""
+    at = Present(params)
+    names = at.names()
+    for own, leaf, name in zip(view.of(names), at.pick(params), names, strict=True):
+        own.split(leaf, name)
+
+
+def join_scalars(view: MatrixView, scalars: list[Tensor]) -> Tensor:
+    """Numbers (..., 1, 1), one for each matrix that `MatrixView.split` gives, as one tensor."""
+    if view.blocks is None:
+        return scalars[0]
+    if isinstance(view.blocks, tuple):
+        return torch.cat(scalars, dim=view.axis)
+    return unstack_blocks(scalars[0], view.axis)
+
+
+def split_scalars(view: MatrixView, joined: Tensor) -> list[Tensor]:
+    """Undo `join_scalars`."""
+    if view.blocks is None:
+        return [joined]
+    if isinstance(view.blocks, tuple):
+        return list(joined.split(1, dim=view.axis))
+    assert isinstance(view.blocks, int)
+    return [stack_blocks(joined, view.blocks, view.axis)]
+
+
 def on_stacks(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Transform, dict[str, tuple[int, int]]]:
     """The declaration ``on_stacks`` of `muonfx.transform`, for transforms with a `MatrixView`."""
     view = MatrixView.take("view", tx.arguments)
@@ -260,6 +305,14 @@ def on_stacks(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Tra
 
     blocks = None if view.blocks is None else but(view.blocks, None)
     return tx.replace(dims=but(view.dims, ((-2,), (-1,))), blocks=blocks), matrices
+
+
+def on_stacks_without_blocks(
+    tx: Transform, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[Transform, dict[str, tuple[int, int]]]:
+    """`on_stacks` for a state by matrices: that of blocks does not lie as that of a stack, so they are done whole."""
+    views = MatrixView.take("view", tx.arguments).of(list(shapes))
+    return on_stacks(tx, {n: s for own, (n, s) in zip(views, shapes.items(), strict=True) if own.blocks is None})
 
 
 def name_patterns(tx: Transform) -> list[NamePatterns]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from muonfx import checks
 from muonfx import elementwise as ew
-from muonfx.core import Donation, Transform, transform
+from muonfx.core import Donation, transform
 from muonfx.core.contract import NOTHING
 from muonfx.polar.scaling import power_of_two
 from muonfx.transforms._matrices import (
@@ -20,7 +20,7 @@ from muonfx.transforms._matrices import (
     MatrixView,
     matrix_locality,
     name_patterns,
-    on_stacks,
+    on_stacks_without_blocks,
     stack_blocks,
     unstack_blocks,
 )
@@ -39,16 +39,10 @@ class NeuronsState(NamedTuple):
     Of blocks of given sizes with ``axis="longer"``: (..., 1, moments), one block's behind another's."""
 
 
-def _on_stacks(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Transform, dict[str, tuple[int, int]]]:
-    # Moments of blocks lie as those of one matrix do, which are not those of a stack: such a leaf is done whole.
-    views = MatrixView.take("view", tx.arguments).of(list(shapes))
-    return on_stacks(tx, {n: s for own, (n, s) in zip(views, shapes.items(), strict=True) if own.blocks is None})
-
-
 @transform(
     locality=matrix_locality,
     reads_params=False,
-    on_stacks=_on_stacks,
+    on_stacks=on_stacks_without_blocks,
     name_patterns=name_patterns,
     former_defaults={"dtype": FORMER_DEFAULT},
 )

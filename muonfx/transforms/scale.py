@@ -138,8 +138,10 @@ SHAPE_RULES: dict[str, Callable[[int, int], float]] = {
     "original": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
     "spectral": lambda rows, columns: math.sqrt(rows / columns),
+    "fan_in": lambda rows, columns: 1.0 / columns,
 }
-"""Factor by rows (output features) and columns (input features): Keller Jordan's, Moonlight's, Dion's and Scion's."""
+"""Factor by rows (output features) and columns (input features): Keller Jordan's, Moonlight's, Dion's and Scion's, and
+Scion's for signs and normalized rows."""
 
 
 @transform(locality=Locality.ELEMENT)
@@ -200,9 +202,9 @@ def scale_by_shape(
     r"""Scale each matrix by a function of its shape, so that one learning rate suits all.
 
     Args:
-        rule: "original" $\sqrt{\max(1, r/c)}$, "match_rms_adamw" $0.2 \sqrt{\max(r, c)}$ or "spectral"
-            $\sqrt{r/c}$, for r rows (output features) and c columns (input features) of the matrix, or of each
-            block.
+        rule: "original" $\sqrt{\max(1, r/c)}$, "match_rms_adamw" $0.2 \sqrt{\max(r, c)}$, "spectral"
+            $\sqrt{r/c}$ or "fan_in" $1/c$, for r rows (output features) and c columns (input features) of the matrix,
+            or of each block.
         dims: of the view, loose.
         blocks: of the view, loose.
         block_axis: of the view, loose.
@@ -211,7 +213,8 @@ def scale_by_shape(
     Raises:
         ValueError: an unknown rule (the message lists those known); at `update`, a leaf that is no matrix.
 
-    Follows ``torch.optim.Muon``'s ``adjust_lr_fn`` ("original", "match_rms_adamw"), Moonlight (arXiv 2502.16982), Dion.
+    Follows ``torch.optim.Muon``'s ``adjust_lr_fn`` ("original", "match_rms_adamw"), Moonlight (arXiv 2502.16982), Dion,
+    Scion (arXiv 2502.07529: "spectral", and "fan_in" for signs).
 
     Example:
         >>> import muonfx as mfx

@@ -139,6 +139,29 @@ def test_each_way_to_wrap_a_chain(world: World, tx: mfx.Transform):
     check(world, 3, [Case(SMALL, tx, layout, exact=False) for layout in some])
 
 
+BY_MATRICES = {
+    "normalize": mfx.chain(mfx.normalize_rows(), mfx.normalize_columns(), mfx.scale_by_shape("fan_in")),
+    "clip": mfx.chain(mfx.clip_singular_values(0.5), mfx.normalize_matrices()),
+    "polar": mfx.scale_by_dual_norm(muon()),
+    "namo": mfx.scale_by_namo(mfx.chain(muon(), mfx.add_decayed_weights(0.1))),
+    "dion": mfx.scale_by_dion(2),
+    "sum": mfx.add_updates(muon(), ("sgd", mfx.chain(mfx.add_decayed_weights(0.1), mfx.momentum(heavy_ball=True)))),
+    "sphere": mfx.chain(muon(), mfx.match_weight_norms(), mfx.scale(-0.1), mfx.keep_weight_norms()),
+    "rest": mfx.chain(mfx.normalize_leaves(), mfx.subtract_decayed_weights(0.1, cautious=True)),
+}
+NAMED = {"embed": "dion", "up": "sum", "down": "sphere", "odd": "clip", "conv": "polar"}
+NAMED |= {"norm": "rest", "scale": "rest"}
+NAMED_TOO = NAMED | {"embed": "namo", "up": "dion", "conv": "normalize", "odd": "sphere"}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_each_transform_of_whole_matrices(world: World, size: int):
+    for labels in (NAMED | {"cold": "namo"}, NAMED_TOO | {"cold": "normalize", "down": "polar"}):
+        tx = mfx.partition({label: BY_MATRICES[label] for label in sorted(set(labels.values()))}, labels)
+        layouts = [Zero(1, "flat", 2), Placed(ROWS), Zero(1, "whole")]
+        check(world, size, [Case(SMALL, tx, layout, exact=False) for layout in layouts])
+
+
 @pytest.mark.parametrize("dims", [((-2,), (-1,)), None])
 def test_stacks_of_experts_on_the_batch_dim(world: World, dims: object):
     experts = Model({"up": Leaf((4, 5, 3), "muon"), "down": Leaf((6, 3, 7), "muon"), "router": Leaf((4, 3))}, 1)

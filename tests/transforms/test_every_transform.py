@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import muonfx as mfx
 from muonfx import elementwise as ew
-from muonfx import recipes, schedules
+from muonfx import recipes, schedules, variants
 from muonfx import testing as kit
 from muonfx.testing.transforms import by_rank, halve
 
@@ -25,6 +25,7 @@ pytestmark = [
 ROWS_AND_COLUMNS = ((-2,), (-1,))
 A_SCHEDULE = mfx.linear(1.0, 0.1, 3)
 MOMENTUM = mfx.momentum(0.9)
+FP32 = mfx.polar.NewtonSchulz(dtype=torch.float32)
 TINY = {"block": 4, "min_size": 0}  # the leaves of examples have a few elements
 
 CASES: dict[str, list[mfx.Transform]] = {
@@ -43,8 +44,20 @@ CASES: dict[str, list[mfx.Transform]] = {
     "add_decayed_weights": [
         mfx.add_decayed_weights(0.1),
         mfx.add_decayed_weights(A_SCHEDULE, mask=mfx.select.ndim(min=2)),
+        mfx.add_decayed_weights(0.1, cautious=True),
     ],
+    "subtract_decayed_weights": [mfx.subtract_decayed_weights(A_SCHEDULE, mfx.select.ndim(min=2), cautious=True)],
     "cautious": [mfx.cautious(MOMENTUM), mfx.cautious(mfx.scale_by_lion())],
+    "add_updates": [mfx.add_updates(MOMENTUM, ("sign", mfx.scale_by_lion()), mfx.scale(0.5))],
+    "clip_singular_values": [mfx.clip_singular_values(0.5)],
+    "keep_weight_norms": [mfx.keep_weight_norms(), mfx.keep_weight_norms(dtype=None, dims=ROWS_AND_COLUMNS)],
+    "match_weight_norms": [mfx.match_weight_norms(dims=ROWS_AND_COLUMNS)],
+    "scale_by_dion": [mfx.scale_by_dion(2), mfx.scale_by_dion(1, 0.5, dtype=torch.bfloat16, dims=ROWS_AND_COLUMNS)],
+    "scale_by_dual_norm": [mfx.scale_by_dual_norm(mfx.orthogonalize(dtype=torch.float32))],
+    "scale_by_namo": [
+        mfx.scale_by_namo(mfx.orthogonalize(dtype=torch.float32)),
+        mfx.scale_by_namo(mfx.scale(0.5), dtype=None, dims=ROWS_AND_COLUMNS),
+    ],
     "clip_by_block_rms": [mfx.clip_by_block_rms(0.3)],
     "clip_by_global_norm": [mfx.clip_by_global_norm(1.0)],
     "clip_by_value": [mfx.clip_by_value(0.5)],
@@ -68,6 +81,10 @@ CASES: dict[str, list[mfx.Transform]] = {
         mfx.momentum(0.9, heavy_ball=True, dtype=mfx.fp8(**TINY, format="e5m2", stochastic=True)),
     ],
     "monitor": [mfx.monitor(), mfx.monitor("u", ("rms", "orthogonality_error", "spectral_norm"))],
+    "normalize_columns": [mfx.normalize_columns()],
+    "normalize_leaves": [mfx.normalize_leaves()],
+    "normalize_matrices": [mfx.normalize_matrices(blocks=1, block_axis=-1)],
+    "normalize_rows": [mfx.normalize_rows(dims=ROWS_AND_COLUMNS)],
     "normalize_neurons": [
         mfx.normalize_neurons(),
         mfx.normalize_neurons(0.5, keep_norm=False, dtype=None, dims=ROWS_AND_COLUMNS),
@@ -105,6 +122,13 @@ CASES: dict[str, list[mfx.Transform]] = {
     "lion": [mfx.lion(A_SCHEDULE, weight_decay=0.1)],
     "muon": [mfx.muon(0.1, weight_decay=0.1, dtype=torch.float32)],
     "normuon": [mfx.normuon(A_SCHEDULE, dtype=torch.float32)],
+    "adamuon": [mfx.adamuon(0.1, weight_decay=0.1, newton_schulz=FP32)],
+    "dion": [mfx.dion(A_SCHEDULE, rank=2)],
+    "muon_hyperball": [mfx.muon_hyperball(0.1, newton_schulz=FP32)],
+    "musgd": [mfx.musgd(0.1, weight_decay=0.1, newton_schulz=FP32)],
+    "namo": [mfx.namo(0.1, weight_decay=0.1, newton_schulz=FP32)],
+    "polargrad": [mfx.polargrad(0.1, newton_schulz=FP32)],
+    "scion": [mfx.scion(0.1, newton_schulz=FP32, labels=mfx.select.default_labels_by_name)],
     "muon_with_adamw": [
         mfx.muon_with_adamw(0.1, A_SCHEDULE, dtype=torch.float32, labels=mfx.select.default_labels_by_name)
     ],
@@ -120,7 +144,7 @@ def public_factories() -> set[str]:
     for name in mfx.__all__:
         value = getattr(mfx, name)
         makes_a_transform = hasattr(value, "definition") and not _makes_another_value(value)
-        is_a_recipe = inspect.isfunction(value) and value.__module__ == recipes.__name__
+        is_a_recipe = inspect.isfunction(value) and value.__module__ in (recipes.__name__, variants.__name__)
         if makes_a_transform or is_a_recipe:
             found.add(name)
     return found
