@@ -4,22 +4,41 @@ from muonfx.transforms._matrices import MatrixView
 from muonfx.transforms.accumulate import AccumulateState, accumulate
 from muonfx.transforms.adam import AdamState, scale_by_adam
 from muonfx.transforms.average import EmaParamsState, MasterParamsState, ema_params, master_params
-from muonfx.transforms.clip import clip_by_block_rms, clip_by_global_norm, clip_by_value, global_norm
+from muonfx.transforms.clip import (
+    adaptive_grad_clip,
+    clip_by_block_rms,
+    clip_by_global_norm,
+    clip_by_value,
+    global_norm,
+)
 from muonfx.transforms.decay import add_decayed_weights, cautious
 from muonfx.transforms.leafwise import Leaf, Slot, StepCount, leafwise
 from muonfx.transforms.lion import LionState, scale_by_lion
 from muonfx.transforms.momentum import DebiasedMomentumState, MomentumState, momentum
 from muonfx.transforms.monitor import MonitorState, metrics, monitor
 from muonfx.transforms.neurons import NeuronsState, normalize_neurons
+from muonfx.transforms.noise import AddNoiseState, add_noise
 from muonfx.transforms.nonfinite import SkipNonfiniteState, skip_nonfinite
+from muonfx.transforms.norms import centralize, normalize_by_update_norm, scale_by_trust_ratio
 from muonfx.transforms.orthogonalize import orthogonalize
-from muonfx.transforms.scale import ScheduleState, scale, scale_by_learning_rate, scale_by_schedule, scale_by_shape
+from muonfx.transforms.rms import DebiasedRmsState, FactoredRmsState, RmsState, scale_by_factored_rms, scale_by_rms
+from muonfx.transforms.scale import (
+    ScheduleState,
+    scale,
+    scale_by_learning_rate,
+    scale_by_schedule,
+    scale_by_shape,
+    scale_by_sign,
+)
 
 __all__ = [
     "AccumulateState",
     "AdamState",
+    "AddNoiseState",
     "DebiasedMomentumState",
+    "DebiasedRmsState",
     "EmaParamsState",
+    "FactoredRmsState",
     "Leaf",
     "LionState",
     "MasterParamsState",
@@ -27,13 +46,17 @@ __all__ = [
     "MomentumState",
     "MonitorState",
     "NeuronsState",
+    "RmsState",
     "ScheduleState",
     "SkipNonfiniteState",
     "Slot",
     "StepCount",
     "accumulate",
+    "adaptive_grad_clip",
     "add_decayed_weights",
+    "add_noise",
     "cautious",
+    "centralize",
     "clip_by_block_rms",
     "clip_by_global_norm",
     "clip_by_value",
@@ -44,13 +67,18 @@ __all__ = [
     "metrics",
     "momentum",
     "monitor",
+    "normalize_by_update_norm",
     "normalize_neurons",
     "orthogonalize",
     "scale",
     "scale_by_adam",
+    "scale_by_factored_rms",
     "scale_by_learning_rate",
     "scale_by_lion",
+    "scale_by_rms",
     "scale_by_schedule",
     "scale_by_shape",
+    "scale_by_sign",
+    "scale_by_trust_ratio",
     "skip_nonfinite",
 ]
