@@ -30,6 +30,8 @@ def schedules() -> st.SearchStrategy[sch.Schedule]:
     """
     values = st.sampled_from((0.0, 0.125, 0.5, 1.0))
     lengths = st.integers(0, 4)
+    ways = st.sampled_from(("linear", "cosine"))
+    scales = st.sampled_from(({}, {1: 0.5}, {2: 0.5, 3: 2.0}))
 
     def trapezoid(peak: float, up: int, down: int, flat: int) -> sch.Schedule:
         return sch.warmup_stable_decay(peak, up, down, up + flat + down)
@@ -40,6 +42,12 @@ def schedules() -> st.SearchStrategy[sch.Schedule]:
         st.builds(sch.cosine, values, lengths, values),
         st.builds(lambda peak, up, more: sch.warmup_cosine(peak, up, up + more), values, lengths, lengths),
         st.builds(trapezoid, values, lengths, lengths, lengths),
+        st.builds(sch.polynomial, values, values, lengths, st.sampled_from((1.0, 2.0)), st.integers(0, 1)),
+        st.builds(sch.exponential, values, st.integers(1, 3), st.sampled_from((0.5, 2.0)), staircase=st.booleans()),
+        st.builds(sch.piecewise_constant, values, scales),
+        st.builds(sch.piecewise_interpolate, values, scales, ways),
+        st.builds(sch.one_cycle, values, st.integers(1, 4), ways),
+        st.builds(sch.sgdr, values, st.integers(1, 3), st.integers(1, 3), growth=st.integers(1, 2)),
     )
     joined = st.builds(lambda a, b, at: sch.join([a, b], [at]), simple, simple, st.integers(1, 3))
     return simple | joined

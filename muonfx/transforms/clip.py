@@ -19,13 +19,6 @@ __all__ = ["adaptive_grad_clip", "clip_by_block_rms", "clip_by_global_norm", "cl
 SumOverLeaves = Callable[[PyTree], Tensor]
 
 
-def positive(name: str, value: float | Tensor) -> None:
-    """Require a finite number above 0."""
-    checks.at_least(name, value, 0.0)
-    if not isinstance(value, Tensor) and value == 0.0:
-        raise ValueError(f"{name} must be above 0, found {value!r}")
-
-
 @transform(locality=Locality.ELEMENT)
 def clip_by_value(limit: float):
     """Limit every element to [-limit, limit]. NaN stays NaN.
@@ -40,7 +33,7 @@ def clip_by_value(limit: float):
     >>> mfx.clip_by_value(1.0).update({"w": torch.tensor([-3.0, 0.5])}, mfx.EmptyState())[0]
     {'w': tensor([-1.0000,  0.5000])}
     """
-    positive("limit", limit)
+    checks.positive("limit", limit)
 
     def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
         at = Present(updates)
@@ -65,7 +58,7 @@ def clip_by_block_rms(threshold: float):
     >>> mfx.clip_by_block_rms(1.0).update({"w": torch.full((2,), 3.0)}, mfx.EmptyState())[0]
     {'w': tensor([1., 1.])}
     """
-    positive("threshold", threshold)
+    checks.positive("threshold", threshold)
 
     def clip(leaf: Tensor) -> Tensor:
         if leaf.numel() == 0:
@@ -102,8 +95,8 @@ def adaptive_grad_clip(clipping: float, eps: float = 1e-3, axis: int | tuple[int
     >>> mfx.adaptive_grad_clip(0.1).update(grads, mfx.EmptyState(), params)[0]["w"][:, 0]
     tensor([0.1000, 0.0100])
     """
-    positive("clipping", clipping)
-    positive("eps", eps)
+    checks.positive("clipping", clipping)
+    checks.positive("eps", eps)
 
     def clip(leaf: Tensor, param: Tensor) -> Tensor:
         if leaf.numel() == 0:
@@ -159,7 +152,7 @@ def clip_by_global_norm(max_norm: float):
     >>> mfx.clip_by_global_norm(1.0).update({"w": torch.tensor([3.0, 4.0])}, mfx.EmptyState())[0]
     {'w': tensor([0.6000, 0.8000])}
     """
-    positive("max_norm", max_norm)
+    checks.positive("max_norm", max_norm)
 
     def update(
         updates: PyTree,
