@@ -36,6 +36,7 @@ __all__ = [
     "finite",
     "in_unit_interval",
     "is_usable",
+    "positive",
     "positive_int",
     "state_dtype",
     "warn_of_unmatched",
@@ -88,6 +89,18 @@ def in_unit_interval(name: str, value: object) -> None:
     number = _number(name, value)
     if number is not None and not 0.0 <= number < 1.0:
         raise ValueError(f"{name} must be in [0, 1), found {value!r}")
+
+
+def positive(name: str, value: object) -> None:
+    """Require a finite number above 0.
+
+    >>> positive("limit", 0.0)
+    Traceback (most recent call last):
+    ValueError: limit must be above 0, found 0.0
+    """
+    at_least(name, value, 0.0)
+    if _number(name, value) == 0.0:
+        raise ValueError(f"{name} must be above 0, found {value!r}")
 
 
 def positive_int(name: str, value: object) -> None:

@@ -141,6 +141,7 @@ def adamw(
     b1: float = 0.9,
     b2: float = 0.999,
     eps: float = 1e-8,
+    nesterov: bool = False,
     weight_decay: float = 1e-2,
     mask: Mask = None,
 ) -> Transform:
@@ -151,6 +152,7 @@ def adamw(
         b1: decay of the first moment.
         b2: decay of the second moment.
         eps: added to the root.
+        nesterov: whether the first moment looks ahead, as in `scale_by_adam`.
         weight_decay: decoupled, as in `muon`.
         mask: which parameters decay, as in `add_decayed_weights`.
 
@@ -158,7 +160,9 @@ def adamw(
     chain(scale_by_adam(), add_decayed_weights(weight_decay=0.01), scale_by_learning_rate(learning_rate=0.001))
     """
     return chain(
-        scale_by_adam(b1, b2, eps), add_decayed_weights(weight_decay, mask), scale_by_learning_rate(learning_rate)
+        scale_by_adam(b1, b2, eps, nesterov=nesterov),
+        add_decayed_weights(weight_decay, mask),
+        scale_by_learning_rate(learning_rate),
     )
 
 
@@ -193,6 +197,7 @@ def muon_with_adamw(
     decay: float = 0.95,
     b1: float = 0.9,
     b2: float = 0.95,
+    adamw_nesterov: bool = False,
     rule: str = "match_rms_adamw",
     coefficients: CoefficientsLike = "polar_express_5",
     method: str = "auto",
@@ -215,6 +220,7 @@ def muon_with_adamw(
         decay: of Muon's momentum.
         b1: AdamW's first decay.
         b2: AdamW's second decay.
+        adamw_nesterov: whether AdamW looks ahead; Muon does. ``optax.contrib.muon`` has one argument for both.
         rule: as in `scale_by_shape`.
         coefficients: of the iteration, loose.
         method: of the iteration, loose.
@@ -252,6 +258,7 @@ def muon_with_adamw(
                 learning_rate if adamw_learning_rate is None else adamw_learning_rate,
                 b1=b1,
                 b2=b2,
+                nesterov=adamw_nesterov,
                 weight_decay=adamw_weight_decay,
                 mask=mask,
             ),

@@ -30,6 +30,8 @@ def schedules() -> st.SearchStrategy[sch.Schedule]:
     """
     values = st.sampled_from((0.0, 0.125, 0.5, 1.0))
     lengths = st.integers(0, 4)
+    ways = st.sampled_from(("linear", "cosine"))
+    scales = st.sampled_from(({}, {1: 0.5}, {2: 0.5, 3: 2.0}))
 
     def trapezoid(peak: float, up: int, down: int, flat: int) -> sch.Schedule:
         return sch.warmup_stable_decay(peak, up, down, up + flat + down)
@@ -40,6 +42,12 @@ def schedules() -> st.SearchStrategy[sch.Schedule]:
         st.builds(sch.cosine, values, lengths, values),
         st.builds(lambda peak, up, more: sch.warmup_cosine(peak, up, up + more), values, lengths, lengths),
         st.builds(trapezoid, values, lengths, lengths, lengths),
+        st.builds(sch.polynomial, values, values, lengths, st.sampled_from((1.0, 2.0)), st.integers(0, 1)),
+        st.builds(sch.exponential, values, st.integers(1, 3), st.sampled_from((0.5, 2.0)), staircase=st.booleans()),
+        st.builds(sch.piecewise_constant, values, scales),
+        st.builds(sch.piecewise_interpolate, values, scales, ways),
+        st.builds(sch.one_cycle, values, st.integers(1, 4), ways),
+        st.builds(sch.sgdr, values, st.integers(1, 3), st.integers(1, 3), growth=st.integers(1, 2)),
     )
     joined = st.builds(lambda a, b, at: sch.join([a, b], [at]), simple, simple, st.integers(1, 3))
     return simple | joined
@@ -140,6 +148,9 @@ _ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
     "scale_by_dion": st.builds(tfs.scale_by_dion, st.integers(1, 3), _SHARES, dtype=_PINNED, dims=_DIMS),
     "scale_by_dual_norm": st.builds(tfs.scale_by_dual_norm, _INNER, dims=_DIMS),
     "scale_by_namo": st.builds(tfs.scale_by_namo, _INNER, _SHARES, _SHARES, _TINY, dtype=_PINNED, dims=_DIMS),
+    "adaptive_grad_clip": st.builds(tfs.adaptive_grad_clip, _POSITIVE, _POSITIVE),
+    "add_noise": st.builds(tfs.add_noise, _SHARES, _SHARES, st.integers(0, 3)),
+    "centralize": st.builds(tfs.centralize),
     "clip_by_block_rms": st.builds(tfs.clip_by_block_rms, _POSITIVE),
     "clip_by_global_norm": st.builds(tfs.clip_by_global_norm, _POSITIVE),
     "clip_by_value": st.builds(tfs.clip_by_value, _POSITIVE),
@@ -155,6 +166,7 @@ _ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
     "normalize_leaves": st.builds(tfs.normalize_leaves),
     "normalize_matrices": st.builds(tfs.normalize_matrices, dims=_DIMS),
     "normalize_rows": st.builds(tfs.normalize_rows, dims=_DIMS),
+    "normalize_by_update_norm": st.builds(tfs.normalize_by_update_norm, _SCALES, _TINY),
     "normalize_neurons": st.builds(
         tfs.normalize_neurons,
         _SHARES,
@@ -175,10 +187,28 @@ _ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
     ),
     "scale": st.builds(tfs.scale, _SCALES),
     "scale_by_adam": _adams(),
+    "scale_by_factored_rms": st.builds(
+        tfs.scale_by_factored_rms,
+        factored=st.booleans(),
+        decay_rate=_SHARES,
+        min_dim_size_to_factor=st.sampled_from((1, 2, 128)),
+        dtype=_PINNED,
+    ),
     "scale_by_learning_rate": st.builds(tfs.scale_by_learning_rate, _RATES, flip_sign=st.booleans()),
     "scale_by_lion": st.builds(tfs.scale_by_lion, _SHARES, _SHARES, mu_dtype=_STATE),
+    "scale_by_rms": st.builds(
+        tfs.scale_by_rms,
+        _SHARES,
+        _TINY,
+        st.sampled_from((0.0, 1.0)),
+        eps_in_sqrt=st.booleans(),
+        debias=st.booleans(),
+        nu_dtype=_STATE,
+    ),
     "scale_by_schedule": st.builds(tfs.scale_by_schedule, schedules()),
     "scale_by_shape": st.builds(tfs.scale_by_shape, _RULES, dims=_DIMS),
+    "scale_by_sign": st.builds(tfs.scale_by_sign),
+    "scale_by_trust_ratio": st.builds(tfs.scale_by_trust_ratio, st.sampled_from((0.0, 1e-3)), _SHARES, _TINY),
     "skip_nonfinite": st.builds(tfs.skip_nonfinite, _INNER),
     "adamw": st.builds(recipes.adamw, _RATES, b1=_SHARES, b2=_SHARES, mask=_MASKS),
     "lion": st.builds(recipes.lion, _RATES, b1=_SHARES, b2=_SHARES),

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from muonfx import checks, polar
 from muonfx import elementwise as ew
-from muonfx import polar
 from muonfx.core import Donation, Transform, transform
 from muonfx.core.contract import NOTHING
 from muonfx.polar.scaling import power_of_two
@@ -21,7 +21,6 @@ from muonfx.transforms._matrices import (
     matrix_locality,
     name_patterns,
 )
-from muonfx.transforms.clip import positive
 from muonfx.transforms.normalize import matrixwise, of_matrices
 from muonfx.tree import PyTree
 
@@ -67,7 +66,7 @@ def clip_singular_values(
         >>> mfx.clip_singular_values(2.0).update(u, mfx.EmptyState())[0]["w"].diagonal()
         tensor([2.0000, 0.5000])
     """
-    positive("threshold", threshold)
+    checks.positive("threshold", threshold)
     polar.NewtonSchulz(coefficients="polar_express", steps=steps)  # says what is wrong with the steps
     return matrixwise(view, lambda matrix: _clip(matrix, threshold, steps))
 

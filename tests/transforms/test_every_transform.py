@@ -58,6 +58,9 @@ CASES: dict[str, list[mfx.Transform]] = {
         mfx.scale_by_namo(mfx.orthogonalize(dtype=torch.float32)),
         mfx.scale_by_namo(mfx.scale(0.5), dtype=None, dims=ROWS_AND_COLUMNS),
     ],
+    "adaptive_grad_clip": [mfx.adaptive_grad_clip(0.1), mfx.adaptive_grad_clip(1.0, 0.1)],
+    "add_noise": [mfx.add_noise(0.1, 0.55, 3)],
+    "centralize": [mfx.centralize()],
     "clip_by_block_rms": [mfx.clip_by_block_rms(0.3)],
     "clip_by_global_norm": [mfx.clip_by_global_norm(1.0)],
     "clip_by_value": [mfx.clip_by_value(0.5)],
@@ -85,6 +88,7 @@ CASES: dict[str, list[mfx.Transform]] = {
     "normalize_leaves": [mfx.normalize_leaves()],
     "normalize_matrices": [mfx.normalize_matrices(blocks=1, block_axis=-1)],
     "normalize_rows": [mfx.normalize_rows(dims=ROWS_AND_COLUMNS)],
+    "normalize_by_update_norm": [mfx.normalize_by_update_norm(), mfx.normalize_by_update_norm(-2.0, 0.0)],
     "normalize_neurons": [
         mfx.normalize_neurons(),
         mfx.normalize_neurons(0.5, keep_norm=False, dtype=None, dims=ROWS_AND_COLUMNS),
@@ -103,6 +107,10 @@ CASES: dict[str, list[mfx.Transform]] = {
         mfx.scale_by_adam(mu_dtype=mfx.fp8(**TINY), nu_dtype=mfx.fp8(**TINY, stochastic=True)),
         mfx.scale_by_adam(mu_dtype=mfx.int8(), nu_dtype=mfx.int8(**TINY, code="dynamic")),
     ],
+    "scale_by_factored_rms": [
+        mfx.scale_by_factored_rms(min_dim_size_to_factor=2),
+        mfx.scale_by_factored_rms(factored=False, dtype=None),
+    ],
     "scale_by_learning_rate": [
         mfx.scale_by_learning_rate(0.1),
         mfx.scale_by_learning_rate(A_SCHEDULE, flip_sign=False),
@@ -112,8 +120,15 @@ CASES: dict[str, list[mfx.Transform]] = {
         mfx.scale_by_lion(0.5, 0.5, mu_dtype=None),
         mfx.scale_by_lion(mu_dtype=mfx.int8(**TINY)),
     ],
+    "scale_by_rms": [
+        mfx.scale_by_rms(),
+        mfx.scale_by_rms(0.5, 1e-3, 1.0, eps_in_sqrt=False, debias=True, nu_dtype=torch.bfloat16),
+        mfx.scale_by_rms(initial_scale=1.0, nu_dtype=mfx.int8(**TINY)),
+    ],
     "scale_by_schedule": [mfx.scale_by_schedule(A_SCHEDULE), mfx.scale_by_schedule(mfx.warmup_cosine(1.0, 1, 4))],
     "scale_by_shape": [mfx.scale_by_shape(), mfx.scale_by_shape("spectral", dims=ROWS_AND_COLUMNS)],
+    "scale_by_sign": [mfx.scale_by_sign()],
+    "scale_by_trust_ratio": [mfx.scale_by_trust_ratio(), mfx.scale_by_trust_ratio(1e-3, 0.5, 1e-6)],
     "skip_nonfinite": [
         mfx.skip_nonfinite(mfx.scale_by_adam()),
         mfx.skip_nonfinite(mfx.chain(mfx.clip_by_global_norm(1.0), MOMENTUM)),
@@ -151,7 +166,7 @@ def public_factories() -> set[str]:
 
 
 def _makes_another_value(factory: Callable[..., Any]) -> bool:
-    return factory.__module__ in (schedules.__name__, mfx.Compact.__module__)
+    return factory.__module__.startswith((schedules.__name__, mfx.Compact.__module__))
 
 
 def test_every_public_transform_has_a_case():
