@@ -19,15 +19,17 @@ from muonfx.transforms import (
     momentum,
     normalize_neurons,
     orthogonalize,
+    scale,
     scale_by_adam,
     scale_by_learning_rate,
     scale_by_lion,
+    scale_by_prodigy,
     scale_by_shape,
 )
 from muonfx.transforms._matrices import Blocks, Dims, MatrixView
 from muonfx.tree import PyTree
 
-__all__ = ["adamw", "lion", "muon", "muon_with_adamw", "normuon"]
+__all__ = ["adamw", "lion", "muon", "muon_with_adamw", "normuon", "prodigy"]
 
 Rate = float | Schedule | Callable[[Tensor], Tensor]
 Mask = PyTree | Mapping[str, bool] | Predicate | Callable[[PyTree], PyTree] | None
@@ -185,6 +187,48 @@ def lion(
     chain(scale_by_lion(), add_decayed_weights(), scale_by_learning_rate(learning_rate=0.0001))
     """
     return chain(scale_by_lion(b1, b2), add_decayed_weights(weight_decay, mask), scale_by_learning_rate(learning_rate))
+
+
+@plain_arguments
+def prodigy(
+    learning_rate: Rate = 1.0,
+    *,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    estim_lr0: float = 1e-6,
+    estim_lr_coef: float = 1.0,
+    weight_decay: float = 0.0,
+    safeguard_warmup: bool = False,
+) -> Transform:
+    """Prodigy: AdamW with a learning rate that it estimates on the way.
+
+    Args:
+        learning_rate: a factor of the estimate, a number or a schedule that falls from 1.
+        b1: decay of the first moment.
+        b2: decay of the second moment.
+        eps: added to the root.
+        estim_lr0: the estimate at the start.
+        estim_lr_coef: a factor of new estimates: smaller or larger steps.
+        weight_decay: decoupled, as in `muon`.
+        safeguard_warmup: for a warmup of the learning rate, as in `scale_by_prodigy`.
+
+    Follows Mishchenko and Defazio (arXiv 2306.06101).
+
+    >>> prodigy()
+    chain(scale_by_prodigy(), scale(factor=-1.0))
+    """
+    scaled = scale_by_prodigy(
+        learning_rate,
+        b1,
+        b2,
+        eps,
+        estim_lr0=estim_lr0,
+        estim_lr_coef=estim_lr_coef,
+        weight_decay=weight_decay,
+        safeguard_warmup=safeguard_warmup,
+    )
+    return chain(scaled, scale(-1.0))
 
 
 @plain_arguments

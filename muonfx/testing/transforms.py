@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
+from torch import Tensor
 
 from muonfx import recipes, select, tree, variants
 from muonfx import schedules as sch
 from muonfx import transforms as tfs
 from muonfx.compact import fp8, int8
-from muonfx.core import Locality, Transform, add_updates, chain, identity, set_to_zero, stateless
+from muonfx.core import Donation, Locality, Transform, add_updates, chain, identity, set_to_zero, stateless, transform
+from muonfx.core.contract import NOTHING
 from muonfx.hyperparams import inject_hyperparams
 from muonfx.partition import masked, partition
 from muonfx.tree import PyTree
@@ -69,6 +71,38 @@ def by_rank(params: PyTree) -> PyTree:
     {'w': 'matrices', 'b': 'rest'}
     """
     return tree.map(lambda leaf: "matrices" if leaf.ndim >= 2 else "rest", params)
+
+
+def every_other(count: Tensor) -> Tensor:
+    """A condition for `conditionally_transform`, in a module so that it pickles.
+
+    >>> every_other(torch.tensor(0)), every_other(torch.tensor(1))
+    (tensor(True), tensor(False))
+    """
+    return count % 2 == 0
+
+
+@transform(
+    locality=lambda inner: inner.locality,
+    own_locality=Locality.ELEMENT,
+    reads_params=lambda inner: inner.reads_params,
+)
+def with_value(inner: Transform):
+    """Give a transform the named extra ``value``, of which laws know nothing: a loss that does not improve.
+
+    >>> import muonfx as mfx
+    >>> tx = with_value(mfx.reduce_on_plateau(0.5, patience=1))
+    >>> state = tx.init({"w": torch.ones(1)})
+    >>> for _ in range(2):
+    ...     updates, state = tx.update({"w": torch.ones(1)}, state)
+    >>> updates
+    {'w': tensor([0.5000])}
+    """
+
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING):
+        return inner.run(updates, state, params, donate=donate, value=1.0)
+
+    return inner.functions.init, update
 
 
 _SHARES = st.sampled_from((0.9, 0.0, 0.5, 0.99))
@@ -140,6 +174,33 @@ _ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
     "accumulate": st.builds(tfs.accumulate, _INNER, st.integers(1, 3), mean=st.booleans(), dtype=_PINNED),
     "add_decayed_weights": st.builds(tfs.add_decayed_weights, _RATES, _MASKS, cautious=st.booleans()),
     "subtract_decayed_weights": st.builds(tfs.subtract_decayed_weights, _RATES, _MASKS, cautious=st.booleans()),
+    "conditionally_mask": st.builds(tfs.conditionally_mask, _INNER, st.just(every_other)),
+    "conditionally_transform": st.builds(tfs.conditionally_transform, _INNER, st.just(every_other)),
+    "lookahead": st.builds(tfs.lookahead, _INNER, st.integers(1, 3), st.sampled_from((0.5, 0.0, 1.0)), dtype=_PINNED),
+    "reduce_on_plateau": st.builds(
+        lambda *given: with_value(tfs.reduce_on_plateau(*given)),
+        st.sampled_from((0.5, 0.1)),
+        st.integers(1, 2),
+        st.just(1e-4),
+        st.just(0.0),
+        st.integers(0, 2),
+        st.integers(1, 2),
+    ),
+    "sam": st.builds(tfs.sam, st.sampled_from((0.05, 0.0, 2.0)), adaptive=st.booleans()),
+    "scale_by_prodigy": st.builds(
+        tfs.scale_by_prodigy,
+        _RATES,
+        _SHARES,
+        _SHARES,
+        _TINY,
+        estim_lr0=st.sampled_from((1e-6, 1e-2)),
+        weight_decay=_SHARES,
+        safeguard_warmup=st.booleans(),
+        dtype=_PINNED,
+    ),
+    "schedule_free": st.builds(
+        tfs.schedule_free, _INNER, _RATES, st.sampled_from((0.9, 1.0, 0.5)), weight_lr_power=_SHARES, dtype=_PINNED
+    ),
     "cautious": st.builds(tfs.cautious, _INNER.filter(lambda tx: not _is_negative_scale(tx))),
     "add_updates": st.lists(_INNER, min_size=1, max_size=2).map(lambda members: add_updates(*members)),
     "clip_singular_values": st.builds(tfs.clip_singular_values, _POSITIVE, dims=_DIMS),
@@ -223,6 +284,7 @@ _ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
     "scion": st.builds(
         variants.scion, _RATES, decay=_SHARES, constrained=st.booleans(), labels=st.just(select.default_labels_by_name)
     ),
+    "prodigy": st.builds(recipes.prodigy, _RATES, b1=_SHARES, b2=_SHARES, weight_decay=_SHARES),
     "muon_with_adamw": st.builds(
         recipes.muon_with_adamw,
         _RATES,

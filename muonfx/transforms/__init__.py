@@ -11,10 +11,12 @@ from muonfx.transforms.clip import (
     clip_by_value,
     global_norm,
 )
+from muonfx.transforms.conditional import ConditionalState, conditionally_mask, conditionally_transform
 from muonfx.transforms.decay import add_decayed_weights, cautious, subtract_decayed_weights
 from muonfx.transforms.dion import DionState, scale_by_dion
 from muonfx.transforms.leafwise import Leaf, Slot, StepCount, leafwise
 from muonfx.transforms.lion import LionState, scale_by_lion
+from muonfx.transforms.lookahead import LookaheadState, lookahead
 from muonfx.transforms.momentum import DebiasedMomentumState, MomentumState, momentum
 from muonfx.transforms.monitor import MonitorState, metrics, monitor
 from muonfx.transforms.namo import NamoState, scale_by_namo
@@ -24,6 +26,8 @@ from muonfx.transforms.nonfinite import SkipNonfiniteState, skip_nonfinite
 from muonfx.transforms.normalize import normalize_columns, normalize_leaves, normalize_matrices, normalize_rows
 from muonfx.transforms.norms import centralize, normalize_by_update_norm, scale_by_trust_ratio
 from muonfx.transforms.orthogonalize import orthogonalize
+from muonfx.transforms.plateau import ReduceOnPlateauState, reduce_on_plateau
+from muonfx.transforms.prodigy import ProdigyState, scale_by_prodigy
 from muonfx.transforms.rms import DebiasedRmsState, FactoredRmsState, RmsState, scale_by_factored_rms, scale_by_rms
 from muonfx.transforms.scale import (
     ScheduleState,
@@ -33,6 +37,8 @@ from muonfx.transforms.scale import (
     scale_by_shape,
     scale_by_sign,
 )
+from muonfx.transforms.schedule_free import ScheduleFreeState, schedule_free, schedule_free_eval_params
+from muonfx.transforms.sharpness import sam, sam_gradient
 from muonfx.transforms.spectral import clip_singular_values, scale_by_dual_norm
 from muonfx.transforms.weight_norm import WeightNormsState, keep_weight_norms, match_weight_norms
 
@@ -40,6 +46,7 @@ __all__ = [
     "AccumulateState",
     "AdamState",
     "AddNoiseState",
+    "ConditionalState",
     "DebiasedMomentumState",
     "DionState",
     "DebiasedRmsState",
@@ -47,6 +54,7 @@ __all__ = [
     "FactoredRmsState",
     "Leaf",
     "LionState",
+    "LookaheadState",
     "MasterParamsState",
     "MatrixView",
     "MomentumState",
@@ -54,6 +62,9 @@ __all__ = [
     "NamoState",
     "NeuronsState",
     "RmsState",
+    "ProdigyState",
+    "ReduceOnPlateauState",
+    "ScheduleFreeState",
     "ScheduleState",
     "SkipNonfiniteState",
     "Slot",
@@ -69,10 +80,13 @@ __all__ = [
     "clip_by_global_norm",
     "clip_by_value",
     "clip_singular_values",
+    "conditionally_mask",
+    "conditionally_transform",
     "ema_params",
     "global_norm",
     "keep_weight_norms",
     "leafwise",
+    "lookahead",
     "master_params",
     "match_weight_norms",
     "metrics",
@@ -85,6 +99,9 @@ __all__ = [
     "normalize_neurons",
     "normalize_rows",
     "orthogonalize",
+    "reduce_on_plateau",
+    "sam",
+    "sam_gradient",
     "scale",
     "scale_by_adam",
     "scale_by_dion",
@@ -98,6 +115,9 @@ __all__ = [
     "scale_by_shape",
     "scale_by_sign",
     "scale_by_trust_ratio",
+    "scale_by_prodigy",
+    "schedule_free",
+    "schedule_free_eval_params",
     "skip_nonfinite",
     "subtract_decayed_weights",
 ]

@@ -6,7 +6,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import muonfx as mfx
-from muonfx.testing.transforms import halve
+from muonfx.testing.transforms import every_other, halve, with_value
 from tests.processes import World
 from tests.sharding import law
 from tests.sharding.cases import (
@@ -122,6 +122,10 @@ def test_on_the_grid_too(world: World, name: str):
         mfx.masked(EXACT, mfx.select.ndim(min=1)),
         mfx.chain(EXACT, mfx.ema_params(0.9)),
         mfx.master_params(EXACT),
+        mfx.schedule_free(EXACT, 0.1),
+        mfx.lookahead(EXACT, 2, 0.5),
+        mfx.chain(mfx.sam(0.5, adaptive=True), mfx.prodigy(estim_lr0=0.1)),
+        mfx.chain(mfx.conditionally_transform(EXACT, every_other), with_value(mfx.reduce_on_plateau(0.5, 1))),
         mfx.chain(EXACT, mfx.stateless(halve)),
         mfx.chain(mfx.adaptive_grad_clip(0.1), mfx.centralize(), EXACT, mfx.normalize_by_update_norm()),
         mfx.partition(

@@ -13,7 +13,7 @@ import muonfx as mfx
 from muonfx import elementwise as ew
 from muonfx import recipes, schedules, variants
 from muonfx import testing as kit
-from muonfx.testing.transforms import by_rank, halve
+from muonfx.testing.transforms import by_rank, every_other, halve, with_value
 
 # A drawn tree may have no leaf for one of the labels.
 pytestmark = [
@@ -133,6 +133,19 @@ CASES: dict[str, list[mfx.Transform]] = {
         mfx.skip_nonfinite(mfx.scale_by_adam()),
         mfx.skip_nonfinite(mfx.chain(mfx.clip_by_global_norm(1.0), MOMENTUM)),
     ],
+    "sam": [mfx.sam(), mfx.sam(0.5, adaptive=True)],
+    "scale_by_prodigy": [
+        mfx.scale_by_prodigy(estim_lr0=1e-2),
+        mfx.scale_by_prodigy(A_SCHEDULE, b3=0.5, estim_lr0=0.1, weight_decay=0.1, safeguard_warmup=True, dtype=None),
+    ],
+    "schedule_free": [
+        mfx.schedule_free(mfx.chain(mfx.scale_by_adam(0.0), mfx.scale_by_learning_rate(A_SCHEDULE)), A_SCHEDULE),
+        mfx.schedule_free(mfx.chain(mfx.clip_by_global_norm(1.0), mfx.scale(-0.1)), 0.1, 1.0, dtype=None),
+    ],
+    "lookahead": [mfx.lookahead(mfx.adamw(0.1), 2, 0.5), mfx.lookahead(mfx.scale(-0.1), 1, 0.8, dtype=None)],
+    "conditionally_transform": [mfx.conditionally_transform(mfx.scale_by_adam(), every_other)],
+    "conditionally_mask": [mfx.conditionally_mask(mfx.chain(mfx.clip_by_global_norm(1.0), MOMENTUM), every_other)],
+    "reduce_on_plateau": [with_value(mfx.reduce_on_plateau(0.5, 1, cooldown=1))],
     "adamw": [mfx.adamw(0.1)],
     "lion": [mfx.lion(A_SCHEDULE, weight_decay=0.1)],
     "muon": [mfx.muon(0.1, weight_decay=0.1, dtype=torch.float32)],
@@ -144,6 +157,7 @@ CASES: dict[str, list[mfx.Transform]] = {
     "namo": [mfx.namo(0.1, weight_decay=0.1, newton_schulz=FP32)],
     "polargrad": [mfx.polargrad(0.1, newton_schulz=FP32)],
     "scion": [mfx.scion(0.1, newton_schulz=FP32, labels=mfx.select.default_labels_by_name)],
+    "prodigy": [mfx.prodigy(A_SCHEDULE, weight_decay=0.1)],
     "muon_with_adamw": [
         mfx.muon_with_adamw(0.1, A_SCHEDULE, dtype=torch.float32, labels=mfx.select.default_labels_by_name)
     ],
