@@ -7,11 +7,11 @@ An optimizer is a `Transform`, two pure functions over trees of tensors::
 
 Small transforms make larger ones: `chain` applies them one after another, `partition` and `masked` to different
 parameters. `apply_updates` adds the result to the parameters. `TransformOptimizer` turns any transform into a
-``torch.optim.Optimizer``. What is listed in ``__all__``, here and in the public modules ``checkpoint``, ``polar``,
-``schedules``, ``select``, ``sharding``, ``testing`` and ``tree``, is the public face; everything else is private.
+``torch.optim.Optimizer``. What is listed in ``__all__``, here and in the public modules ``attention``, ``checkpoint``,
+``polar``, ``schedules``, ``select``, ``sharding``, ``testing`` and ``tree``, is the public face; everything else is private.
 """
 
-from muonfx import checkpoint, checks, polar, schedules, select, sharding, tree
+from muonfx import attention, checkpoint, checks, polar, schedules, select, sharding, tree
 from muonfx.checkpoint import spec
 from muonfx.compact import Compact, CompactState, KeyedCompactState, fp8, int8
 from muonfx.core import (
@@ -51,6 +51,7 @@ from muonfx.select import Labels, default_labels, describe, labels
 from muonfx.transforms import (
     AccumulateState,
     AdamState,
+    AttentionHeads,
     DebiasedMomentumState,
     EmaParamsState,
     Leaf,
@@ -79,6 +80,7 @@ from muonfx.transforms import (
     monitor,
     normalize_neurons,
     orthogonalize,
+    qk_clip,
     scale,
     scale_by_adam,
     scale_by_learning_rate,
@@ -92,6 +94,7 @@ __version__ = "0.2.0"
 
 __all__ = [
     # modules
+    "attention",
     "checkpoint",
     "checks",
     "polar",
@@ -137,6 +140,7 @@ __all__ = [
     "describe",
     "labels",
     # transforms
+    "AttentionHeads",
     "MatrixView",
     "accumulate",
     "add_decayed_weights",
@@ -152,6 +156,7 @@ __all__ = [
     "monitor",
     "normalize_neurons",
     "orthogonalize",
+    "qk_clip",
     "scale",
     "scale_by_adam",
     "scale_by_learning_rate",

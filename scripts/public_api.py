@@ -17,6 +17,7 @@ TITLES = {
     "partition": "Partitions and masks",
     "transforms": "Transforms by family",
     "compact": "State in eight bits",
+    "attention": "Attention logits",
     "recipes": "Recipes",
     "optimizer": "torch.optim optimizer",
     "hyperparams": "Hyperparameters",

@@ -13,11 +13,13 @@ from muonfx.transforms.monitor import MonitorState, metrics, monitor
 from muonfx.transforms.neurons import NeuronsState, normalize_neurons
 from muonfx.transforms.nonfinite import SkipNonfiniteState, skip_nonfinite
 from muonfx.transforms.orthogonalize import orthogonalize
+from muonfx.transforms.qk_clip import AttentionHeads, qk_clip
 from muonfx.transforms.scale import ScheduleState, scale, scale_by_learning_rate, scale_by_schedule, scale_by_shape
 
 __all__ = [
     "AccumulateState",
     "AdamState",
+    "AttentionHeads",
     "DebiasedMomentumState",
     "EmaParamsState",
     "Leaf",
@@ -46,6 +48,7 @@ __all__ = [
     "monitor",
     "normalize_neurons",
     "orthogonalize",
+    "qk_clip",
     "scale",
     "scale_by_adam",
     "scale_by_learning_rate",
