@@ -36,7 +36,7 @@ from muonfx.hyperparams import (
 )
 from muonfx.optimizer import Muon, TransformOptimizer
 from muonfx.partition import masked, partition
-from muonfx.recipes import adamw, lion, muon, muon_with_adamw, normuon
+from muonfx.recipes import adamw, lion, muon, muon_with_adamw, muonclip, normuon
 from muonfx.schedules import (
     Schedule,
     constant,
@@ -193,5 +193,6 @@ __all__ = [
     "lion",
     "muon",
     "muon_with_adamw",
+    "muonclip",
     "normuon",
 ]

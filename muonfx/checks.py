@@ -167,7 +167,7 @@ def warn_of_unmatched(tx: Transform, params: PyTree, *, stacklevel: int) -> None
             if found and not found <= taken:
                 taken |= found if first_counts else set()
                 continue
-            shown = " and ".join(map(repr, group))
+            shown = (" or " if required else " and ").join(map(repr, group))
             if found:
                 said = f"comes behind others that match all that it does, and the first counts: {_list(sorted(found))}"
             else:

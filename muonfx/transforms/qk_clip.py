@@ -336,7 +336,18 @@ def qk_clip(
         ]
         return tree.unflatten(tree.flatten(updates)[1], changed), state
 
-    return init, update
+    def update_without_heads(
+        updates: PyTree,
+        state: EmptyState,
+        params: PyTree = None,
+        *,
+        max_logits: PyTree = None,
+        donate: Donation = NOTHING,
+        shard: Callable[[PyTree], PyTree] = _unchanged,
+    ):
+        return updates, state
+
+    return init, update if known else update_without_heads
 
 
 def _axis(own: AttentionHeads, shape: Sequence[int]) -> int:
