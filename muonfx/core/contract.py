@@ -331,9 +331,9 @@ class Transform(Recorded):
         named = [parameter for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
         required = {parameter.name for parameter in named if parameter.default is parameter.empty}
-        for part in self.children if takes_all else ():
-            required |= part.extras.required
         names = frozenset(parameter.name for parameter in named)
+        for part in self.children if takes_all else ():
+            required |= part.extras.required - names  # one that is named here with a default can do without
         return Extras(names, takes_all, frozenset(required - {"sum_over_leaves"}))
 
     @property

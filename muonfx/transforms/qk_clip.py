@@ -116,7 +116,8 @@ class AttentionHeads(Options):
 
     def module_of(self, name: str) -> tuple[str, tuple[str, ...]] | None:
         """The module that a parameter belongs to, and what it holds: "query", "key" or both."""
-        module, roles = "", list[str]()
+        module = ""
+        roles: list[str] = []
         for part, role in ((self.query, "query"), (self.key, "key")):
             for ending in _ENDINGS:
                 if f".{name}".endswith(f".{part}{ending}"):
