@@ -8,7 +8,8 @@ An optimizer is a `Transform`, two pure functions over trees of tensors::
 Small transforms make larger ones: `chain` applies them one after another, `partition` and `masked` to different
 parameters. `apply_updates` adds the result to the parameters. `TransformOptimizer` turns any transform into a
 ``torch.optim.Optimizer``. What is listed in ``__all__``, here and in the public modules ``attention``, ``checkpoint``,
-``polar``, ``schedules``, ``select``, ``sharding``, ``testing`` and ``tree``, is the public face; everything else is private.
+``polar``, ``schedules``, ``select``, ``sharding``, ``testing`` and ``tree``, is the public face; everything else is
+private.
 """
 
 from muonfx import attention, checkpoint, checks, polar, schedules, select, sharding, tree

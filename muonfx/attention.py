@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeAlias, cast
@@ -171,7 +171,7 @@ def _logits_of_call(
 @contextmanager
 def collect_max_logits(
     model: nn.Module, module: str | None = None, *, tensor_parallel: tuple[int, int] = (0, 1)
-) -> Iterator[Maxima]:
+) -> Generator[Maxima]:
     """Collect the largest attention logits of a model's forward passes, by module and head.
 
     Each call of ``torch.nn.functional.scaled_dot_product_attention`` is looked at, chunk by chunk, which costs the
@@ -243,7 +243,7 @@ def _close(collector: _Collector, *_: object) -> None:  # also after an error
 
 def _modules_of(model: nn.Module, pattern: str | None) -> dict[str, nn.Module]:
     every = dict(model.named_modules())
-    compiled = [name for name, own in every.items() if own._compiled_call_impl is not None or hasattr(own, "_orig_mod")]
+    compiled = [n for n, own in every.items() if own._compiled_call_impl is not None or hasattr(own, "_orig_mod")]
     if compiled:
         raise ValueError(
             f"collect_max_logits: {compiled[0] or 'the model'!r} is compiled, and what a compiled forward pass computes "

@@ -83,7 +83,9 @@ class Attention(nn.Module):
 
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x = self.inner(x)
-        return self.q_proj(x).unflatten(-1, (2, 2)).transpose(1, 2), self.k_proj(x).unflatten(-1, (2, 2)).transpose(1, 2)
+        return self.q_proj(x).unflatten(-1, (2, 2)).transpose(1, 2), self.k_proj(x).unflatten(-1, (2, 2)).transpose(
+            1, 2
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         q, k = self.heads(x)
@@ -185,7 +187,7 @@ def test_ranks_of_tensor_parallelism_leave_room_for_the_others_heads():
 
 def test_what_cannot_be_seen_is_said():
     model = nn.ModuleDict({"attn": torch.compile(Attention(), backend="eager")})
-    with pytest.raises(ValueError, match="'attn' is compiled.*before torch.compile"):
+    with pytest.raises(ValueError, match=r"'attn' is compiled.*before torch\.compile"):
         attention.collect_max_logits(model).__enter__()
     with pytest.raises(NotImplementedError, match=r"not under torch.func.vmap"):
         torch.func.vmap(lambda x: attention.max_logits(x, x))(torch.ones(2, 2, 3, 4))

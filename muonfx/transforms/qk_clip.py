@@ -62,8 +62,13 @@ class AttentionHeads(Options):
         AttentionHeads(module='*.self_attn', heads=32, key_heads=8)
         >>> fused = mfx.AttentionHeads("*.attn", heads=12, query="qkv", key="qkv")
         >>> multi_head_latent = mfx.AttentionHeads(
-        ...     "*.self_attn", heads=128, query="q_b_proj", key="kv_b_proj",
-        ...     query_dims=(0, 128), rotary_dims=(128, 192), key_dims=(0, 128),
+        ...     "*.self_attn",
+        ...     heads=128,
+        ...     query="q_b_proj",
+        ...     key="kv_b_proj",
+        ...     query_dims=(0, 128),
+        ...     rotary_dims=(128, 192),
+        ...     key_dims=(0, 128),
         ... )
     """
 
@@ -88,7 +93,9 @@ class AttentionHeads(Options):
         if self.key_heads is not None:
             checks.positive_int("AttentionHeads: key_heads", self.key_heads)
         if self.heads % self.keys:
-            raise ValueError(f"AttentionHeads: heads must be a multiple of key_heads, found {self.heads} and {self.keys}")
+            raise ValueError(
+                f"AttentionHeads: heads must be a multiple of key_heads, found {self.heads} and {self.keys}"
+            )
         for name in ("query_rows", "key_rows", "query_dims", "key_dims", "rotary_dims"):
             span = getattr(self, name)
             if span is None:
@@ -172,18 +179,18 @@ class _Part(NamedTuple):
     """Of the factors: "query", "key" or "rotary"."""
     start: int
     end: int
-    count: int
+    blocks: int
     """The number of equal blocks in these rows, one for each head."""
     span: Span
     """The rows of each block."""
 
     def of(self, factors: Tensor, size: int) -> Tensor:
         """The factor of each row of a parameter, 1 outside."""
-        block = (self.end - self.start) // self.count
+        block = (self.end - self.start) // self.blocks
         first, last = self.span
         ones = factors.new_ones
-        inner = factors.unsqueeze(1).expand(self.count, last - first)
-        rows = torch.cat([ones(self.count, first), inner, ones(self.count, block - last)], dim=1).reshape(-1)
+        inner = factors.unsqueeze(1).expand(self.blocks, last - first)
+        rows = torch.cat([ones(self.blocks, first), inner, ones(self.blocks, block - last)], dim=1).reshape(-1)
         return torch.cat([ones(self.start), rows, ones(size - self.end)])
 
 
@@ -298,15 +305,16 @@ def qk_clip(
     checks.at_least("alpha", alpha, 0.0)
     if isinstance(alpha, float | int) and alpha > 1:
         raise ValueError(f"alpha must be from 0 to 1, found {alpha!r}")
-    given = heads if isinstance(heads, _Members) else None
-    known = _as_tuple(heads) if given is None else given.heads
+    given: object = heads
+    resolved = given if isinstance(given, _Members) else None
+    known = _as_tuple(given) if resolved is None else resolved.heads
 
     def found(params: PyTree) -> tuple[_Member, ...]:
-        return _members(known, tree.names(params)) if given is None else given.members
+        return _members(known, tree.names(params)) if resolved is None else resolved.members
 
     def init(params: PyTree) -> EmptyState:
         shapes = dict(zip(tree.names(params), tree.leaves(params), strict=True))
-        for own in found(params) if given is None else ():
+        for own in found(params) if resolved is None else ():
             if shapes[own.name] is not None:
                 _check_rows(known[own.which], own, tuple(shapes[own.name].shape))
         return EmptyState()

@@ -65,7 +65,10 @@ def attention_weights(draw: st.DrawFn) -> kit.Example:
     """Names that heads are found by, some without a gradient."""
     shapes = SHAPES | {"a.attn.q_proj.bias": (4,), "cross.qkv.bias": (6,)} if draw(st.booleans()) else SHAPES
     drawn = kit.Example.of(
-        shapes, steps=2, dtype=draw(st.sampled_from((torch.float32, torch.float64, torch.bfloat16))), seed=draw(st.integers(0, 99))
+        shapes,
+        steps=2,
+        dtype=draw(st.sampled_from((torch.float32, torch.float64, torch.bfloat16))),
+        seed=draw(st.integers(0, 99)),
     )
     absent = draw(st.sampled_from((None, "w", "cross.qkv.weight", "a.attn.k_proj.weight")))
     steps = [{name: None if name == absent else leaf for name, leaf in grads.items()} for grads in drawn.steps]
@@ -227,7 +230,11 @@ ALWAYS_COMPILED = ("scale_by_adam", "accumulate", "muon", "muon_with_adamw")
             name,
             tx,
             id=f"{name}-{i}",
-            marks=[pytest.mark.deep] if i or name == "muonclip" else [] if name in ALWAYS_COMPILED else [pytest.mark.slow],
+            marks=[pytest.mark.deep]
+            if i or name == "muonclip"
+            else []
+            if name in ALWAYS_COMPILED
+            else [pytest.mark.slow],
         )
         for name, cases in CASES.items()
         for i, tx in enumerate(cases)

@@ -38,13 +38,19 @@ class Shape:
     def logits(self, params: dict[str, Tensor], shared: Tensor) -> tuple[Tensor, Tensor | None]:
         """Of each head, the queries' products with its key, and of the rotary ones with a key that all share."""
         # a weight and its bias are a matrix of one column more
-        whole = {n: torch.cat([params[f"h.0.attn.{n}.weight"], params[f"h.0.attn.{n}.bias"][:, None]], 1) for n in self.sizes}
+        whole = {
+            n: torch.cat([params[f"h.0.attn.{n}.weight"], params[f"h.0.attn.{n}.bias"][:, None]], 1) for n in self.sizes
+        }
         group = self.heads.heads // self.heads.keys
-        pairs = [(whole[self.query[0]][q], whole[self.key[0]][self.key[1][h // group]]) for h, q in enumerate(self.query[1])]
+        pairs = [
+            (whole[self.query[0]][q], whole[self.key[0]][self.key[1][h // group]]) for h, q in enumerate(self.query[1])
+        ]
         plain = torch.stack([q.mT @ k for q, k in pairs])
         if self.rotary is None:
             return plain, None
-        return plain, torch.stack([whole[self.query[0]][rows].mT @ shared[: rows.stop - rows.start] for rows in self.rotary])
+        return plain, torch.stack(
+            [whole[self.query[0]][rows].mT @ shared[: rows.stop - rows.start] for rows in self.rotary]
+        )
 
 
 def blocks(count: int, size: int, first: int = 0, last: int | None = None, start: int = 0) -> list[slice]:
@@ -190,7 +196,10 @@ def test_a_pattern_that_matches_nothing_is_an_error_that_suggests_names():
 @pytest.mark.parametrize(
     ("logits", "said"),
     [
-        ({}, r"no tensor for the module 'h.0.attn': give the largest logit of each of its 2 heads, .*collect_max_logits"),
+        (
+            {},
+            r"no tensor for the module 'h.0.attn': give the largest logit of each of its 2 heads, .*collect_max_logits",
+        ),
         ({"h.0.atn": torch.zeros(2)}, "did you mean 'h.0.atn'"),
         ({"h.0.attn": torch.zeros(3)}, r"has shape \(3,\), expected \(2,\)"),
         ({"h.0.attn": 3.0}, "no tensor"),
@@ -216,7 +225,10 @@ def test_logits_that_do_not_fit_are_errors(logits: dict[str, Any], said: str):
         (lambda: mfx.qk_clip(mfx.AttentionHeads("*", 2), tau=0.0), "tau must be above 0"),
         (lambda: mfx.qk_clip(mfx.AttentionHeads("*", 2), alpha=1.5), "alpha must be from 0 to 1"),
         (lambda: mfx.qk_clip(mfx.AttentionHeads("*", 5)).init(plain(2, 1, 2).params(0)), "for 5 equal blocks"),
-        (lambda: mfx.qk_clip(mfx.AttentionHeads("*", 5, query="qkv", key="qkv")).init(fused(1, 1, 2).params(0)), "give q"),
+        (
+            lambda: mfx.qk_clip(mfx.AttentionHeads("*", 5, query="qkv", key="qkv")).init(fused(1, 1, 2).params(0)),
+            "give q",
+        ),
         (lambda: mfx.qk_clip(mfx.AttentionHeads("*", 2, axis=2)).init(plain(2, 1, 2).params(0)), "no dim 2"),
     ],
 )
@@ -226,13 +238,13 @@ def test_wrong_arguments_are_errors(make: Any, said: str):
 
 
 def test_wrong_kinds_of_arguments_are_errors():
-    with pytest.raises(TypeError, match="heads must be an AttentionHeads or a tuple of these, found '\\*.attn'"):
+    with pytest.raises(TypeError, match=r"heads must be an AttentionHeads or a tuple of these, found '\*\.attn'"):
         mfx.qk_clip("*.attn")
     with pytest.raises(TypeError, match=r"key_rows must be a tuple \(first, end\)"):
         mfx.AttentionHeads("*", 2, key_rows=4)  # pyright: ignore[reportArgumentType]
 
 
-# --------------------------------------------------------------------------------------------------- a model that explodes
+# ---------------------------------------------------------------------------------------------------- a model that explodes
 
 
 class Attention(nn.Module):
