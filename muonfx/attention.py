@@ -246,8 +246,8 @@ def _modules_of(model: nn.Module, pattern: str | None) -> dict[str, nn.Module]:
     compiled = [n for n, own in every.items() if own._compiled_call_impl is not None or hasattr(own, "_orig_mod")]
     if compiled:
         raise ValueError(
-            f"collect_max_logits: {compiled[0] or 'the model'!r} is compiled, and what a compiled forward pass computes "
-            "cannot be seen: collect in a pass of the model before torch.compile, or return the largest logits from it"
+            f"collect_max_logits: {compiled[0] or 'the model'!r} is compiled, and what a compiled pass computes cannot "
+            "be seen: collect in a pass of the model before torch.compile, or return the largest logits from it"
         )
     plain = unwrapped(f"{name}.parameter" for name in every if name)  # as an optimizer knows what lies in them
     found = {plain.get(f"{name}.parameter", "").rpartition(".")[0]: own for name, own in every.items()}

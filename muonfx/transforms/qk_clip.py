@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -305,7 +305,7 @@ def qk_clip(
     checks.at_least("alpha", alpha, 0.0)
     if isinstance(alpha, float | int) and alpha > 1:
         raise ValueError(f"alpha must be from 0 to 1, found {alpha!r}")
-    given: object = heads
+    given = cast("object", heads)
     resolved = given if isinstance(given, _Members) else None
     known = _as_tuple(given) if resolved is None else resolved.heads
 

@@ -244,7 +244,7 @@ def test_wrong_kinds_of_arguments_are_errors():
         mfx.AttentionHeads("*", 2, key_rows=4)  # pyright: ignore[reportArgumentType]
 
 
-# ---------------------------------------------------------------------------------------------------- a model that explodes
+# ------------------------------------------------------------------------------------------ a model that explodes
 
 
 class Attention(nn.Module):
