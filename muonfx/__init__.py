@@ -7,11 +7,12 @@ An optimizer is a `Transform`, two pure functions over trees of tensors::
 
 Small transforms make larger ones: `chain` applies them one after another, `partition` and `masked` to different
 parameters. `apply_updates` adds the result to the parameters. `TransformOptimizer` turns any transform into a
-``torch.optim.Optimizer``. What is listed in ``__all__``, here and in the public modules ``checkpoint``, ``polar``,
-``schedules``, ``select``, ``sharding``, ``testing`` and ``tree``, is the public face; everything else is private.
+``torch.optim.Optimizer``. What is listed in ``__all__``, here and in the public modules ``attention``, ``checkpoint``,
+``polar``, ``schedules``, ``select``, ``sharding``, ``testing`` and ``tree``, is the public face; everything else is
+private.
 """
 
-from muonfx import checkpoint, checks, polar, schedules, select, sharding, tree
+from muonfx import attention, checkpoint, checks, polar, schedules, select, sharding, tree
 from muonfx.checkpoint import spec
 from muonfx.compact import Compact, CompactState, KeyedCompactState, fp8, int8
 from muonfx.core import (
@@ -37,7 +38,7 @@ from muonfx.hyperparams import (
 )
 from muonfx.optimizer import Muon, TransformOptimizer
 from muonfx.partition import masked, partition
-from muonfx.recipes import adamw, lion, muon, muon_with_adamw, normuon, prodigy
+from muonfx.recipes import adamw, lion, muon, muon_with_adamw, muonclip, normuon, prodigy
 from muonfx.schedules import (
     Schedule,
     constant,
@@ -59,6 +60,7 @@ from muonfx.transforms import (
     AccumulateState,
     AdamState,
     AddNoiseState,
+    AttentionHeads,
     ConditionalState,
     DebiasedMomentumState,
     DebiasedRmsState,
@@ -112,6 +114,7 @@ from muonfx.transforms import (
     normalize_neurons,
     normalize_rows,
     orthogonalize,
+    qk_clip,
     reduce_on_plateau,
     sam,
     sam_gradient,
@@ -140,6 +143,7 @@ __version__ = "0.2.0"
 
 __all__ = [
     # modules
+    "attention",
     "checkpoint",
     "checks",
     "polar",
@@ -169,6 +173,11 @@ __all__ = [
     "KeyedCompactState",
     "Labels",
     "Leaf",
+    "default_labels",
+    "describe",
+    "labels",
+    # transforms
+    "AttentionHeads",
     "MatrixView",
     "Slot",
     "StepCount",
@@ -183,8 +192,6 @@ __all__ = [
     "clip_by_global_norm",
     "clip_by_value",
     "clip_singular_values",
-    "default_labels",
-    "describe",
     "conditionally_mask",
     "conditionally_transform",
     "ema_params",
@@ -194,7 +201,6 @@ __all__ = [
     "hyperparams",
     "inject_hyperparams",
     "int8",
-    "labels",
     "leafwise",
     "lookahead",
     "master_params",
@@ -212,6 +218,7 @@ __all__ = [
     "reduce_on_plateau",
     "sam",
     "sam_gradient",
+    "qk_clip",
     "scale",
     "scale_by_adam",
     "scale_by_dion",
@@ -284,6 +291,7 @@ __all__ = [
     "muon_with_adamw",
     "musgd",
     "namo",
+    "muonclip",
     "normuon",
     "polargrad",
     "scion",

@@ -15,10 +15,12 @@ from muonfx.partition import partition
 from muonfx.schedules import Schedule
 from muonfx.select import Labels, Predicate, default_labels
 from muonfx.transforms import (
+    AttentionHeads,
     add_decayed_weights,
     momentum,
     normalize_neurons,
     orthogonalize,
+    qk_clip,
     scale,
     scale_by_adam,
     scale_by_learning_rate,
@@ -29,7 +31,7 @@ from muonfx.transforms import (
 from muonfx.transforms._matrices import Blocks, Dims, MatrixView
 from muonfx.tree import PyTree
 
-__all__ = ["adamw", "lion", "muon", "muon_with_adamw", "normuon", "prodigy"]
+__all__ = ["adamw", "lion", "muon", "muon_with_adamw", "muonclip", "normuon", "prodigy"]
 
 Rate = float | Schedule | Callable[[Tensor], Tensor]
 Mask = PyTree | Mapping[str, bool] | Predicate | Callable[[PyTree], PyTree] | None
@@ -308,4 +310,73 @@ def muon_with_adamw(
             ),
         },
         labels,
+    )
+
+
+@plain_arguments
+def muonclip(
+    heads: AttentionHeads | tuple[AttentionHeads, ...],
+    learning_rate: Rate = 2e-3,
+    adamw_learning_rate: Rate | None = None,
+    *,
+    tau: float = 100.0,
+    alpha: float = 0.5,
+    weight_decay: float = 0.1,
+    adamw_weight_decay: float = 0.1,
+    decay: float = 0.95,
+    b1: float = 0.9,
+    b2: float = 0.95,
+    rule: str = "match_rms_adamw",
+    newton_schulz: polar.NewtonSchulz = polar.NewtonSchulz(),
+    view: MatrixView = MatrixView(),
+    labels: Any = default_labels,
+    mask: Mask = None,
+) -> Transform:
+    """MuonClip: Muon for hidden matrices and AdamW for the rest, with attention logits kept small by `qk_clip`.
+
+    Each update takes the largest attention logits of its step: ``update(..., max_logits=...)``, or
+    ``optimizer.step(max_logits=...)``, with what `muonfx.attention.collect_max_logits` has collected.
+
+    Args:
+        heads: which parameters hold queries and keys, as in `qk_clip`.
+        learning_rate: Muon's, as in `muon_with_adamw`.
+        adamw_learning_rate: AdamW's, as in `muon_with_adamw`.
+        tau: the bound of the logits.
+        alpha: the query's share, as in `qk_clip`.
+        weight_decay: Muon's, decoupled.
+        adamw_weight_decay: AdamW's, decoupled.
+        decay: of Muon's momentum.
+        b1: AdamW's first decay.
+        b2: AdamW's second decay.
+        rule: as in `scale_by_shape`.
+        newton_schulz: the iteration.
+        view: which matrices a leaf consists of, as in `muon_with_adamw`.
+        labels: as in `muon_with_adamw`.
+        mask: which parameters decay, as in `add_decayed_weights`.
+
+    Follows Kimi K2 (arXiv 2507.20534), whose Muon is Moonlight's (arXiv 2502.16982).
+
+    >>> from muonfx.select import default_labels_by_name
+    >>> heads = AttentionHeads("*.attn", heads=2)
+    >>> tx = muonclip(heads, 0.02, labels=default_labels_by_name)
+    >>> names = "h.0.attn.q_proj.weight", "h.0.attn.k_proj.weight", "wte.weight"
+    >>> list(tx.init({name: torch.zeros(4, 4) for name in names}))
+    ['partition', 'qk_clip']
+    """
+    return chain(
+        muon_with_adamw(
+            learning_rate,
+            adamw_learning_rate,
+            weight_decay=weight_decay,
+            adamw_weight_decay=adamw_weight_decay,
+            decay=decay,
+            b1=b1,
+            b2=b2,
+            rule=rule,
+            newton_schulz=newton_schulz,
+            view=view,
+            labels=labels,
+            mask=mask,
+        ),
+        qk_clip(heads, tau, alpha),
     )

@@ -24,6 +24,7 @@ LAYERS = {
     "elementwise": 0,
     "tracing": 0,
     "polar": 0,
+    "attention": 1,
     "shards": 1,
     "checks": 1,
     "compact": 1,

@@ -292,6 +292,9 @@ _ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
         weight_decay=_SHARES,
         labels=st.just(select.default_labels_by_name),
     ),
+    # Without heads, since drawn trees have no attention modules.
+    "qk_clip": st.builds(tfs.qk_clip, st.just(()), _POSITIVE, _SHARES),
+    "muonclip": st.builds(recipes.muonclip, st.just(()), _RATES, labels=st.just(select.default_labels_by_name)),
 }
 
 MATRIX_ONLY = frozenset(

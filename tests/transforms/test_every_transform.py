@@ -13,6 +13,7 @@ import muonfx as mfx
 from muonfx import elementwise as ew
 from muonfx import recipes, schedules, variants
 from muonfx import testing as kit
+from muonfx.core.contract import NOTHING
 from muonfx.testing.transforms import by_rank, every_other, halve, with_value
 
 # A drawn tree may have no leaf for one of the labels.
@@ -27,6 +28,52 @@ A_SCHEDULE = mfx.linear(1.0, 0.1, 3)
 MOMENTUM = mfx.momentum(0.9)
 FP32 = mfx.polar.NewtonSchulz(dtype=torch.float32)
 TINY = {"block": 4, "min_size": 0}  # the leaves of examples have a few elements
+
+
+@mfx.transform(locality=lambda inner, logits: inner.locality, own_locality=mfx.Locality.ELEMENT)
+def given_logits(inner: mfx.Transform, logits: dict[str, torch.Tensor]):
+    """Give a transform the attention logits that it asks for, since the laws give nothing."""
+
+    def init(params: Any) -> Any:
+        return inner.functions.init(params)
+
+    def update(
+        updates: Any,
+        state: Any,
+        params: Any = None,
+        *,
+        max_logits: Any = None,
+        donate: mfx.Donation = NOTHING,
+        **extras: Any,
+    ):
+        return inner.run(updates, state, params, donate=donate, max_logits=logits, **extras)
+
+    return init, update
+
+
+HEADS = mfx.AttentionHeads("*attn", 2, 1), mfx.AttentionHeads("*cross", 2, query="qkv", key="qkv")
+LOGITS = {
+    prefix + module: torch.tensor(largest)
+    for module, largest in (("a.attn", [400.0, 150.0]), ("cross", [1.0, 300.0]))
+    for prefix in ("", "a.", "z.")  # some laws put trees into trees
+}
+SHAPES = {"a.attn.q_proj.weight": (4, 3), "a.attn.k_proj.weight": (2, 3), "cross.qkv.weight": (6, 3), "w": (2, 2)}
+
+
+@st.composite
+def attention_weights(draw: st.DrawFn) -> kit.Example:
+    """Names that heads are found by, some without a gradient."""
+    shapes = SHAPES | {"a.attn.q_proj.bias": (4,), "cross.qkv.bias": (6,)} if draw(st.booleans()) else SHAPES
+    drawn = kit.Example.of(
+        shapes,
+        steps=2,
+        dtype=draw(st.sampled_from((torch.float32, torch.float64, torch.bfloat16))),
+        seed=draw(st.integers(0, 99)),
+    )
+    absent = draw(st.sampled_from((None, "w", "cross.qkv.weight", "a.attn.k_proj.weight")))
+    steps = [{name: None if name == absent else leaf for name, leaf in grads.items()} for grads in drawn.steps]
+    return kit.Example(drawn.params, steps)
+
 
 CASES: dict[str, list[mfx.Transform]] = {
     "identity": [mfx.identity()],
@@ -99,6 +146,7 @@ CASES: dict[str, list[mfx.Transform]] = {
         mfx.orthogonalize(coefficients="aol", blocks=1, block_axis=-1),
         mfx.orthogonalize(dims={"*.k": ROWS_AND_COLUMNS}, blocks={"*.nowhere": 2, "*": 1}),
     ],
+    "qk_clip": [given_logits(mfx.qk_clip(HEADS, alpha=0.4), LOGITS), mfx.qk_clip(())],
     "scale": [mfx.scale(-0.5)],
     "scale_by_adam": [
         mfx.scale_by_adam(),
@@ -161,6 +209,9 @@ CASES: dict[str, list[mfx.Transform]] = {
     "muon_with_adamw": [
         mfx.muon_with_adamw(0.1, A_SCHEDULE, dtype=torch.float32, labels=mfx.select.default_labels_by_name)
     ],
+    "muonclip": [
+        given_logits(mfx.muonclip(HEADS, 0.1, newton_schulz=FP32, labels=mfx.select.default_labels_by_name), LOGITS)
+    ],
 }
 
 COMPILED = [name for name in kit.LAWS if kit.LAWS[name].family == "compiling"]
@@ -203,13 +254,19 @@ def test_every_public_schedule_can_be_drawn():
     assert seen == factories
 
 
+def suitable(tx: mfx.Transform) -> st.SearchStrategy[kit.Example] | None:
+    return attention_weights() if tx.name == "given_logits" else None
+
+
 def updates_dtype(name: str) -> Callable[[torch.dtype], torch.dtype] | None:
     return ew.wide_dtype if name == "master_params" else None
 
 
 @pytest.mark.parametrize(("name", "tx"), EVERY_CASE)
 def test_every_transform_obeys_every_law(name: str, tx: mfx.Transform):
-    report = kit.check_transform(tx, skip=COMPILED, max_examples=10, updates_dtype=updates_dtype(name))
+    report = kit.check_transform(
+        tx, skip=COMPILED, params=suitable(tx), max_examples=10, updates_dtype=updates_dtype(name)
+    )
     assert len(report.held) >= 20
 
 
@@ -225,7 +282,11 @@ ALWAYS_COMPILED = ("scale_by_adam", "accumulate", "muon", "muon_with_adamw")
             name,
             tx,
             id=f"{name}-{i}",
-            marks=[pytest.mark.deep] if i else [] if name in ALWAYS_COMPILED else [pytest.mark.slow],
+            marks=[pytest.mark.deep]
+            if i or name == "muonclip"
+            else []
+            if name in ALWAYS_COMPILED
+            else [pytest.mark.slow],
         )
         for name, cases in CASES.items()
         for i, tx in enumerate(cases)
@@ -233,12 +294,12 @@ ALWAYS_COMPILED = ("scale_by_adam", "accumulate", "muon", "muon_with_adamw")
 )
 def test_every_transform_compiles(name: str, tx: mfx.Transform):
     recorded = "traced_update_equals_eager"  # is asked of every case below
-    kit.check_transform(tx, laws=[law for law in COMPILED if law != recorded], max_examples=6)
+    kit.check_transform(tx, laws=[law for law in COMPILED if law != recorded], params=suitable(tx), max_examples=6)
 
 
 @pytest.mark.parametrize(("name", "tx"), EVERY_CASE)
 def test_every_transform_can_be_recorded(name: str, tx: mfx.Transform):
-    kit.check_transform(tx, laws=["traced_update_equals_eager"], max_examples=12)
+    kit.check_transform(tx, laws=["traced_update_equals_eager"], params=suitable(tx), max_examples=12)
 
 
 @pytest.mark.parametrize(
