@@ -16,7 +16,6 @@ from muonfx.checks import NamePatterns, did_you_mean
 from muonfx.core import Donation, EmptyState, Locality, Transform, transform
 from muonfx.core.contract import NOTHING
 from muonfx.tracing import matches
-from muonfx.transforms.clip import positive
 from muonfx.tree import PyTree
 from muonfx.wrappers import unwrapped
 
@@ -301,7 +300,7 @@ def qk_clip(
         >>> mfx.apply_updates(params, updates)["attn.q_proj.weight"].flatten()
         tensor([0.5000, 1.0000])
     """
-    positive("tau", tau)
+    checks.positive("tau", tau)
     checks.at_least("alpha", alpha, 0.0)
     if isinstance(alpha, float | int) and alpha > 1:
         raise ValueError(f"alpha must be from 0 to 1, found {alpha!r}")
