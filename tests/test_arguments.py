@@ -25,6 +25,8 @@ TX = mfx.momentum()
 
 REQUIRED: dict[Callable[..., Any], tuple[Any, ...]] = {
     mfx.accumulate: (TX, 2),
+    mfx.adaptive_grad_clip: (1.0,),
+    mfx.add_noise: (1.0, 0.5),
     mfx.apply_updates: (PARAMS, PARAMS),
     mfx.cautious: (TX,),
     mfx.clip_by_block_rms: (1.0,),
@@ -39,7 +41,13 @@ REQUIRED: dict[Callable[..., Any], tuple[Any, ...]] = {
     mfx.TransformOptimizer: (MODEL, TX),
     schedules.constant: (1.0,),
     schedules.cosine: (1.0, 4),
+    schedules.exponential: (1.0, 4, 0.5),
     schedules.linear: (1.0, 0.1, 4),
+    schedules.one_cycle: (1.0, 4),
+    schedules.piecewise_constant: (1.0, {2: 0.5}),
+    schedules.piecewise_interpolate: (1.0, {2: 0.5}),
+    schedules.polynomial: (1.0, 0.1, 4),
+    schedules.sgdr: (1.0, 4, 2),
     schedules.warmup_cosine: (1.0, 1, 4),
     schedules.warmup_stable_decay: (1.0, 1, 1, 4),
     select.where: (bool,),

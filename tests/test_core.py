@@ -474,6 +474,8 @@ LEARNING_RATE = mfx.scale_by_learning_rate(0.1)
         ),
         ([mfx.adamw(0.1), mfx.masked(mfx.add_decayed_weights(0.1), {"w": True})], "comes behind .* in 'chain'"),
         ([LEARNING_RATE, mfx.chain(mfx.momentum(), mfx.add_decayed_weights(0.1))], "comes behind the learning rate"),
+        ([mfx.subtract_decayed_weights(0.1), LEARNING_RATE], "subtract_decayed_weights comes in front of the learning"),
+        ([mfx.masked(mfx.subtract_decayed_weights(0.1), {"w": True}), mfx.adamw(0.1)], "front .* in 'chain'. .*behind"),
         ([mfx.muon(0.1, weight_decay=0.0), LEARNING_RATE], "both turn updates downhill"),
         ([mfx.partition({"a": mfx.lion(0.1)}, {"w": "a"}), LEARNING_RATE], "'partition' and 'scale_by_learning_rate'"),
     ],
@@ -501,6 +503,22 @@ def test_orders_that_are_a_matter_of_choice_are_not_warned_of():
         mfx.chain(LEARNING_RATE, mfx.scale_by_learning_rate(0.5, flip_sign=False))
         mfx.accumulate(mfx.skip_nonfinite(mfx.adamw(0.1)), 2)
         mfx.partition({"a": mfx.adamw(0.1), "b": mfx.lion(0.1)}, {"w": "a"})
+        independent = mfx.chain(LEARNING_RATE, mfx.subtract_decayed_weights(0.1))
+        mfx.partition({"a": independent, "b": mfx.chain(mfx.momentum(), independent)}, {"w": "a"})
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        [LEARNING_RATE, mfx.cautious(mfx.momentum())],
+        [mfx.adamw(0.1), mfx.masked(mfx.cautious(mfx.momentum()), {"w": True})],
+        [mfx.inject_hyperparams(LEARNING_RATE), mfx.chain(mfx.momentum(), mfx.cautious(mfx.scale_by_lion()))],
+    ],
+    ids=repr,
+)
+def test_cautious_behind_a_learning_rate_is_an_error(members):
+    with pytest.raises(ValueError, match=r"chain: cautious comes behind the learning rate in .* Put it in front of"):
+        mfx.chain(*members)
 
 
 @pytest.mark.parametrize(

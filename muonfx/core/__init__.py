@@ -1,6 +1,6 @@
 """Transforms of updates: the contract, the decorator that makes them, and those that put others together."""
 
-from muonfx.core.combine import apply_updates, chain, identity, set_to_zero, stateless
+from muonfx.core.combine import add_updates, apply_updates, chain, identity, set_to_zero, stateless
 from muonfx.core.contract import Donation, EmptyState, Locality, Transform
 from muonfx.core.factory import transform
 
@@ -9,6 +9,7 @@ __all__ = [
     "EmptyState",
     "Locality",
     "Transform",
+    "add_updates",
     "apply_updates",
     "chain",
     "identity",

@@ -18,6 +18,7 @@ from muonfx.recorded import Recorded, part_names
 from muonfx.tree import PyTree
 
 __all__ = [
+    "add_updates",
     "apply_updates",
     "chain",
     "chain_entries",
@@ -82,19 +83,19 @@ def stateless(function: Callable[[PyTree, PyTree], PyTree], locality: Locality =
     return no_state, update
 
 
-def _entries(transforms: tuple[Transform | tuple[str, Transform], ...]) -> dict[str, Transform]:
-    """Name the transforms of a chain: an explicit name, or the transform's own with a suffix where it repeats."""
+def _entries(transforms: tuple[Transform | tuple[str, Transform], ...], of: str = "chain") -> dict[str, Transform]:
+    """Name transforms: an explicit name, or the transform's own with a suffix where it repeats."""
     entries: dict[str, Transform] = {}
     for place, entry in enumerate(transforms):
         explicit, tx = entry if isinstance(entry, tuple) and len(entry) == 2 else (None, entry)
         if not isinstance(tx, Transform) or not isinstance(explicit, str | None):
             raise TypeError(
-                f"chain: argument {place} must be a Transform or a pair (name, Transform), found {entry!r}"
+                f"{of}: argument {place} must be a Transform or a pair (name, Transform), found {entry!r}"
                 + ("; call the factory to get a transform" if callable(entry) else "")
             )
         name = explicit or tx.name
         if explicit is not None and (explicit in entries or not explicit or "." in explicit or "/" in explicit):
-            raise ValueError(f"chain: the name {explicit!r} is empty, has a '.' or '/', or is taken; names must differ")
+            raise ValueError(f"{of}: the name {explicit!r} is empty, has a '.' or '/', or is taken; names must differ")
         count = 1
         while name in entries:
             count += 1
@@ -112,34 +113,50 @@ def _part_names_of_chain(value: Recorded) -> list[str]:
     return list(_entries(value.arguments["transforms"]))
 
 
+def _part_names_of_sum(value: Recorded) -> list[str]:
+    return list(_entries(value.arguments["transforms"], "add_updates"))
+
+
 def widest(transforms: Any) -> Locality:
     """The locality of transforms that run one after another or side by side: the widest of theirs."""
     return max((tx.locality for tx in transforms), default=Locality.ELEMENT)
 
 
-def _warn_of_order(entries: Mapping[str, Transform]) -> None:
-    """Warn of what a chain has behind a learning rate and would silently do the wrong way round."""
+def _check_order(entries: Mapping[str, Transform]) -> None:
+    """Warn of what a chain has on the wrong side of a learning rate and would silently do the wrong way round."""
     turned: str | None = None
+    early: tuple[str, ...] = ()  # what should have come behind the learning rate
     for name, tx in entries.items():
+        if turned is not None and tx.refuses_downhill:
+            raise ValueError(
+                f"chain: {tx.refuses_downhill[0]} comes behind the learning rate in {turned!r}, where updates have no "
+                f"longer the gradient's direction, which it compares with. Put it in front of {turned!r}"
+            )
         if turned is not None and tx.wants_uphill:
-            warnings.warn(
+            _warn(
                 f"chain: {tx.wants_uphill[0]} comes behind the learning rate in {turned!r}, where updates are what is "
-                "added to the parameters: its decay would let them grow, and not by the learning rate. Put it in front",
-                UserWarning,
-                stacklevel=_STACKLEVEL,
+                "added to the parameters: its decay would let them grow, and not by the learning rate. Put it in front"
             )
         if turned is not None and tx.turns_downhill:
-            warnings.warn(
+            _warn(
                 f"chain: the learning rates in {turned!r} and {name!r} both turn updates downhill, and so the sum goes "
-                "uphill; give one of them flip_sign=False, or take it out",
-                UserWarning,
-                stacklevel=_STACKLEVEL,
+                "uphill; give one of them flip_sign=False, or take it out"
+            )
+        if turned is None and early and tx.turns_downhill:
+            _warn(
+                f"chain: {early[0]} comes in front of the learning rate in {name!r}, where updates are not yet what is "
+                "added to the parameters. Put it behind"
             )
         if tx.turns_downhill:
             turned = name
+        early += tx.wants_downhill
 
 
-_STACKLEVEL = 9
+def _warn(message: str) -> None:
+    warnings.warn(message, UserWarning, stacklevel=_STACKLEVEL)
+
+
+_STACKLEVEL = 10
 """From the warning to the call of the factory: by way of the constructor, its recording and its building."""
 
 
@@ -162,11 +179,13 @@ def chain(*transforms: Transform | tuple[str, Transform]):
 
     Raises:
         TypeError: an argument is not a transform.
-        ValueError: two explicit names are alike.
+        ValueError: two explicit names are alike, or `cautious` comes behind a learning rate that has turned the
+            updates downhill, so that it has no gradient to compare with.
 
     Warns:
         UserWarning: weight decay comes behind a learning rate that has turned the updates downhill, so that parameters
-            would grow; or two learning rates turn them, so that they point uphill.
+            would grow; what must come behind one comes in front; or two learning rates turn updates, so that they point
+            uphill.
 
     Example:
         >>> import muonfx as mfx
@@ -176,7 +195,7 @@ def chain(*transforms: Transform | tuple[str, Transform]):
     """
     entries = _entries(transforms)
     if not torch.compiler.is_compiling():
-        _warn_of_order(entries)
+        _check_order(entries)
 
     def init(params: PyTree) -> dict[str, PyTree]:
         return {name: tx.functions.init(params) for name, tx in entries.items()}
@@ -194,6 +213,50 @@ def chain(*transforms: Transform | tuple[str, Transform]):
             may_write = donate.state and tx.keeps_donation_promise and (may_write or is_new(out, updates))
             updates = out
         return updates, new_state
+
+    return init, update
+
+
+@transform(
+    locality=lambda *transforms: widest(_entries(transforms, "add_updates").values()),
+    reads_params=lambda *transforms: any(tx.reads_params for tx in _entries(transforms, "add_updates").values()),
+    part_names=_part_names_of_sum,
+)
+def add_updates(*transforms: Transform | tuple[str, Transform]):
+    """Give the same updates to several transforms, and add up what they return.
+
+    The state is a dict with the state of each transform under its name, as in `chain`.
+
+    Args:
+        transforms: one or more transforms, or pairs ``(name, transform)``.
+
+    Raises:
+        TypeError: an argument is not a transform.
+        ValueError: there is none, or two explicit names are alike.
+
+    Example:
+        >>> import muonfx as mfx
+        >>> tx = mfx.add_updates(mfx.scale(0.5), ("sign", mfx.chain(mfx.scale_by_lion(), mfx.scale(0.1))))
+        >>> tx.update({"w": torch.tensor([2.0, -4.0])}, tx.init({"w": torch.zeros(2)}))[0]
+        {'w': tensor([ 1.1000, -2.1000])}
+    """
+    entries = _entries(transforms, "add_updates")
+    if not entries:
+        raise ValueError("add_updates: give at least one transform; for none of the updates there is set_to_zero()")
+
+    def init(params: PyTree) -> dict[str, PyTree]:
+        return {name: tx.functions.init(params) for name, tx in entries.items()}
+
+    def update(
+        updates: PyTree, state: dict[str, PyTree], params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any
+    ):
+        new_state: dict[str, PyTree] = {}
+        total: PyTree = None
+        for name, tx in entries.items():
+            # What comes in is there for the others, too.
+            out, new_state[name] = tx.run(updates, state[name], params, donate=Donation(False, donate.state), **extras)
+            total = out if total is None else tree.map(torch.add, total, out)
+        return total, new_state
 
     return init, update
 

@@ -32,6 +32,7 @@ from muonfx.tree import PyTree
 
 __all__ = [
     "NOTHING",
+    "ON_PIECES",
     "Declaration",
     "Donation",
     "EmptyState",
@@ -139,7 +140,8 @@ class Declaration:
     )
     name_patterns: Callable[[Any], Iterable[NamePatterns]] | None = None
     turns_downhill: bool | Callable[..., bool] = False
-    wants_uphill: bool = False
+    wants_uphill: bool | Literal["or_refuses"] = False
+    wants_downhill: bool = False
     many_of_one: bool = False
     in_sequence: bool = False
     in_store: InStore | None = None
@@ -167,7 +169,10 @@ class Declaration:
                 raise TypeError(f"transform: {option} must be a function or None, found {function!r}")
 
 
-_OUR_EXTRAS = frozenset({"donate", "sum_over_leaves", "workspace"})
+ON_PIECES = frozenset({"sum_over_leaves", "shard", "max_over_ranks"})
+"""The extras by which a TREE transform works on a rank's pieces of leaves: it gets these, not the gathered tree."""
+
+_OUR_EXTRAS = ON_PIECES | {"donate", "workspace"}
 """Named in signatures, and given by those who call transforms, not by training loops."""
 
 
@@ -254,13 +259,27 @@ class Transform(Recorded):
     @property
     def wants_uphill(self) -> tuple[str, ...]:
         """The names of those in it whose updates must have the gradient's direction still when they come to it."""
-        if self.declaration.wants_uphill:
+        # behind its own learning rate one has been warned of where that chain was made
+        return self._wanting(lambda tx: tx.declaration.wants_uphill is not False)
+
+    @property
+    def refuses_downhill(self) -> tuple[str, ...]:
+        """The names of those in it that are an error where their updates have not the gradient's direction."""
+        return self._wanting(lambda tx: tx.declaration.wants_uphill == "or_refuses")
+
+    @property
+    def wants_downhill(self) -> tuple[str, ...]:
+        """The names of those in it whose updates must be what is added to the parameters when they come to it."""
+        return self._wanting(lambda tx: tx.declaration.wants_downhill)
+
+    def _wanting(self, wants: Callable[[Transform], bool]) -> tuple[str, ...]:
+        if wants(self):
             return (self.name,)
         found: list[str] = []
         for part in self.children:
-            found += part.wants_uphill
+            found += part._wanting(wants)
             if self.declaration.in_sequence and part.turns_downhill:
-                break  # behind its own learning rate it has been warned of where that chain was made
+                break
         return tuple(found)
 
     def resolve(self, params: PyTree) -> Transform:
@@ -301,7 +320,7 @@ class Transform(Recorded):
 
         >>> import muonfx as mfx
         >>> mfx.muon(blocks={"*.qkv.weight": 3}).name_patterns
-        (NamePatterns(argument='blocks', groups=(('*.qkv.weight',),), first_counts=True),)
+        (NamePatterns(argument='blocks', groups=(('*.qkv.weight',),), first_counts=True, required=False),)
         """
         return self._derived("name_patterns", self._find_name_patterns)
 
@@ -327,9 +346,9 @@ class Transform(Recorded):
         named = [parameter for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
         required = {parameter.name for parameter in named if parameter.default is parameter.empty}
-        for part in self.children if takes_all else ():
-            required |= part.extras.required
         names = frozenset(parameter.name for parameter in named)
+        for part in self.children if takes_all else ():
+            required |= part.extras.required - names  # one that is named here with a default can do without
         return Extras(names, takes_all, frozenset(required - {"sum_over_leaves"}))
 
     @property
@@ -377,6 +396,16 @@ class Transform(Recorded):
                 f"{self.name}: nothing in it reads the named extra {unknown[0]}{did_you_mean(unknown[0], understood)}; "
                 f"it reads {there}. A transform reads the extras that its update's signature names"
             )
+
+    @property
+    def works_on_pieces(self) -> bool:
+        """True if its update names an extra by which it can work on pieces of leaves, whatever its locality.
+
+        >>> import muonfx as mfx
+        >>> mfx.clip_by_global_norm(1.0).works_on_pieces, mfx.stateless(abs).works_on_pieces
+        (True, False)
+        """
+        return not ON_PIECES.isdisjoint(self.extras.named)
 
     @property
     def keeps_donation_promise(self) -> bool:

@@ -32,7 +32,8 @@ def transform(
     | None = None,
     name_patterns: Callable[[Any], Iterable[NamePatterns]] | None = None,
     turns_downhill: bool | Callable[..., bool] = False,
-    wants_uphill: bool = False,
+    wants_uphill: bool | Literal["or_refuses"] = False,
+    wants_downhill: bool = False,
     former_defaults: Mapping[str, Any] | None = None,
     remembers: bool = False,
     part_names: Callable[[Any], Sequence[str]] | None = None,
@@ -54,7 +55,9 @@ def transform(
 
     Args:
         constructor: the function; its name becomes the transform's name unless one is declared. Its ``update`` takes
-            ``(updates, state, params)`` and, keyword-only, the extras that it wants to receive.
+            ``(updates, state, params)`` and, keyword-only, the extras that it wants to receive. A TREE transform that
+            names ``sum_over_leaves``, ``max_over_ranks`` or ``shard`` gets a rank's pieces of leaves and these
+            functions over ranks; one that names none gets the gathered tree.
         name: a public name that stays when the function moves or is renamed, such as "acme.my_momentum": fingerprints
             in checkpoints know the transform by it, and its last part is the key of the state in a chain. None: the
             function's module and name, so that its checkpoints are of another chain once it lies elsewhere.
@@ -82,7 +85,9 @@ def transform(
         turns_downhill: whether it is a learning rate, which turns updates from the gradient's direction to that in
             which parameters go; a bool or a function of the arguments.
         wants_uphill: whether its incoming updates must still have the gradient's direction. A `chain` warns where they
-            have not.
+            have not, and with "or_refuses" raises.
+        wants_downhill: whether its incoming updates must be what is added to the parameters. A `chain` warns where a
+            learning rate comes behind it.
         former_defaults: by argument, the default that it had in an earlier version. Fingerprints leave it out as they
             leave out that of today, so that checkpoints of both are of one chain. Only where the state has one meaning
             with both, as with a dtype; else give the argument another name.
@@ -137,6 +142,7 @@ def transform(
         name_patterns=name_patterns,
         turns_downhill=turns_downhill,
         wants_uphill=wants_uphill,
+        wants_downhill=wants_downhill,
         many_of_one=many_of_one,
         in_sequence=in_sequence,
         in_store=in_store,

@@ -10,11 +10,11 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from muonfx import recipes, select, tree
+from muonfx import recipes, select, tree, variants
 from muonfx import schedules as sch
 from muonfx import transforms as tfs
 from muonfx.compact import fp8, int8
-from muonfx.core import Donation, Locality, Transform, chain, identity, set_to_zero, stateless, transform
+from muonfx.core import Donation, Locality, Transform, add_updates, chain, identity, set_to_zero, stateless, transform
 from muonfx.core.contract import NOTHING
 from muonfx.hyperparams import inject_hyperparams
 from muonfx.partition import masked, partition
@@ -32,6 +32,8 @@ def schedules() -> st.SearchStrategy[sch.Schedule]:
     """
     values = st.sampled_from((0.0, 0.125, 0.5, 1.0))
     lengths = st.integers(0, 4)
+    ways = st.sampled_from(("linear", "cosine"))
+    scales = st.sampled_from(({}, {1: 0.5}, {2: 0.5, 3: 2.0}))
 
     def trapezoid(peak: float, up: int, down: int, flat: int) -> sch.Schedule:
         return sch.warmup_stable_decay(peak, up, down, up + flat + down)
@@ -42,6 +44,12 @@ def schedules() -> st.SearchStrategy[sch.Schedule]:
         st.builds(sch.cosine, values, lengths, values),
         st.builds(lambda peak, up, more: sch.warmup_cosine(peak, up, up + more), values, lengths, lengths),
         st.builds(trapezoid, values, lengths, lengths, lengths),
+        st.builds(sch.polynomial, values, values, lengths, st.sampled_from((1.0, 2.0)), st.integers(0, 1)),
+        st.builds(sch.exponential, values, st.integers(1, 3), st.sampled_from((0.5, 2.0)), staircase=st.booleans()),
+        st.builds(sch.piecewise_constant, values, scales),
+        st.builds(sch.piecewise_interpolate, values, scales, ways),
+        st.builds(sch.one_cycle, values, st.integers(1, 4), ways),
+        st.builds(sch.sgdr, values, st.integers(1, 3), st.integers(1, 3), growth=st.integers(1, 2)),
     )
     joined = st.builds(lambda a, b, at: sch.join([a, b], [at]), simple, simple, st.integers(1, 3))
     return simple | joined
@@ -115,7 +123,8 @@ _RATES: st.SearchStrategy[Any] = st.sampled_from((0.1, 0.0)) | schedules()
 _DIMS = st.sampled_from((None, ((-2,), (-1,)), ((0,), (1,))))
 _NAMES = st.sampled_from(("polar_express_5", "keller", "cubic"))
 _COMPUTE = st.sampled_from(("auto", torch.float32, torch.float64))
-_RULES = st.sampled_from(("match_rms_adamw", "original", "spectral"))
+_AXES = st.sampled_from((-2, -1))
+_RULES = st.sampled_from(("match_rms_adamw", "original", "spectral", "fan_in"))
 _MASKS = st.sampled_from((None, select.ndim(min=2)))
 
 
@@ -163,7 +172,8 @@ _ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
     "masked": st.builds(masked, _INNER, st.just(select.ndim(min=2))),
     "inject_hyperparams": st.builds(inject_hyperparams, _INNER),
     "accumulate": st.builds(tfs.accumulate, _INNER, st.integers(1, 3), mean=st.booleans(), dtype=_PINNED),
-    "add_decayed_weights": st.builds(tfs.add_decayed_weights, _RATES, _MASKS),
+    "add_decayed_weights": st.builds(tfs.add_decayed_weights, _RATES, _MASKS, cautious=st.booleans()),
+    "subtract_decayed_weights": st.builds(tfs.subtract_decayed_weights, _RATES, _MASKS, cautious=st.booleans()),
     "conditionally_mask": st.builds(tfs.conditionally_mask, _INNER, st.just(every_other)),
     "conditionally_transform": st.builds(tfs.conditionally_transform, _INNER, st.just(every_other)),
     "lookahead": st.builds(tfs.lookahead, _INNER, st.integers(1, 3), st.sampled_from((0.5, 0.0, 1.0)), dtype=_PINNED),
@@ -197,6 +207,16 @@ _ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
         tfs.schedule_free, _INNER, _RATES, st.sampled_from((0.9, 1.0, 0.5)), weight_lr_power=_SHARES, dtype=_PINNED
     ),
     "cautious": st.builds(tfs.cautious, _INNER.filter(lambda tx: not _is_negative_scale(tx))),
+    "add_updates": st.lists(_INNER, min_size=1, max_size=2).map(lambda members: add_updates(*members)),
+    "clip_singular_values": st.builds(tfs.clip_singular_values, _POSITIVE, dims=_DIMS),
+    "keep_weight_norms": st.builds(tfs.keep_weight_norms, dtype=_PINNED, dims=_DIMS),
+    "match_weight_norms": st.builds(tfs.match_weight_norms, dims=_DIMS),
+    "scale_by_dion": st.builds(tfs.scale_by_dion, st.integers(1, 3), _SHARES, dtype=_PINNED, dims=_DIMS),
+    "scale_by_dual_norm": st.builds(tfs.scale_by_dual_norm, _INNER, dims=_DIMS),
+    "scale_by_namo": st.builds(tfs.scale_by_namo, _INNER, _SHARES, _SHARES, _TINY, dtype=_PINNED, dims=_DIMS),
+    "adaptive_grad_clip": st.builds(tfs.adaptive_grad_clip, _POSITIVE, _POSITIVE),
+    "add_noise": st.builds(tfs.add_noise, _SHARES, _SHARES, st.integers(0, 3)),
+    "centralize": st.builds(tfs.centralize),
     "clip_by_block_rms": st.builds(tfs.clip_by_block_rms, _POSITIVE),
     "clip_by_global_norm": st.builds(tfs.clip_by_global_norm, _POSITIVE),
     "clip_by_value": st.builds(tfs.clip_by_value, _POSITIVE),
@@ -208,8 +228,19 @@ _ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
         st.just("seen"),
         st.sampled_from((("norm", "rms"), ("norm", "orthogonality_error", "spectral_norm"))),
     ),
+    "normalize_columns": st.builds(tfs.normalize_columns, dims=_DIMS, block_axis=_AXES),
+    "normalize_leaves": st.builds(tfs.normalize_leaves),
+    "normalize_matrices": st.builds(tfs.normalize_matrices, dims=_DIMS),
+    "normalize_rows": st.builds(tfs.normalize_rows, dims=_DIMS),
+    "normalize_by_update_norm": st.builds(tfs.normalize_by_update_norm, _SCALES, _TINY),
     "normalize_neurons": st.builds(
-        tfs.normalize_neurons, _SHARES, _TINY, keep_norm=st.booleans(), dtype=_PINNED, dims=_DIMS
+        tfs.normalize_neurons,
+        _SHARES,
+        _TINY,
+        keep_norm=st.booleans(),
+        axis=st.sampled_from(("rows", "longer")),
+        dtype=_PINNED,
+        dims=_DIMS,
     ),
     "orthogonalize": st.builds(
         tfs.orthogonalize,
@@ -222,15 +253,42 @@ _ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
     ),
     "scale": st.builds(tfs.scale, _SCALES),
     "scale_by_adam": _adams(),
+    "scale_by_factored_rms": st.builds(
+        tfs.scale_by_factored_rms,
+        factored=st.booleans(),
+        decay_rate=_SHARES,
+        min_dim_size_to_factor=st.sampled_from((1, 2, 128)),
+        dtype=_PINNED,
+    ),
     "scale_by_learning_rate": st.builds(tfs.scale_by_learning_rate, _RATES, flip_sign=st.booleans()),
     "scale_by_lion": st.builds(tfs.scale_by_lion, _SHARES, _SHARES, mu_dtype=_STATE),
+    "scale_by_rms": st.builds(
+        tfs.scale_by_rms,
+        _SHARES,
+        _TINY,
+        st.sampled_from((0.0, 1.0)),
+        eps_in_sqrt=st.booleans(),
+        debias=st.booleans(),
+        nu_dtype=_STATE,
+    ),
     "scale_by_schedule": st.builds(tfs.scale_by_schedule, schedules()),
     "scale_by_shape": st.builds(tfs.scale_by_shape, _RULES, dims=_DIMS),
+    "scale_by_sign": st.builds(tfs.scale_by_sign),
+    "scale_by_trust_ratio": st.builds(tfs.scale_by_trust_ratio, st.sampled_from((0.0, 1e-3)), _SHARES, _TINY),
     "skip_nonfinite": st.builds(tfs.skip_nonfinite, _INNER),
     "adamw": st.builds(recipes.adamw, _RATES, b1=_SHARES, b2=_SHARES, mask=_MASKS),
     "lion": st.builds(recipes.lion, _RATES, b1=_SHARES, b2=_SHARES),
     "muon": st.builds(recipes.muon, _RATES, decay=_SHARES, nesterov=st.booleans(), dtype=_COMPUTE, rule=_RULES),
     "normuon": st.builds(recipes.normuon, _RATES, decay=_SHARES, neuron_decay=_SHARES, dtype=_COMPUTE),
+    "adamuon": st.builds(variants.adamuon, _RATES, decay=_SHARES, second_decay=_SHARES, nesterov=st.booleans()),
+    "dion": st.builds(variants.dion, _RATES, rank=st.integers(1, 3), decay=_SHARES),
+    "muon_hyperball": st.builds(variants.muon_hyperball, _RATES, decay=_SHARES),
+    "musgd": st.builds(variants.musgd, _RATES, decay=_SHARES, weight_decay=_SHARES),
+    "namo": st.builds(variants.namo, _RATES, b1=_SHARES, b2=_SHARES, rule=_RULES),
+    "polargrad": st.builds(variants.polargrad, _RATES, decay=_SHARES),
+    "scion": st.builds(
+        variants.scion, _RATES, decay=_SHARES, constrained=st.booleans(), labels=st.just(select.default_labels_by_name)
+    ),
     "prodigy": st.builds(recipes.prodigy, _RATES, b1=_SHARES, b2=_SHARES, weight_decay=_SHARES),
     "muon_with_adamw": st.builds(
         recipes.muon_with_adamw,
@@ -239,9 +297,35 @@ _ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
         weight_decay=_SHARES,
         labels=st.just(select.default_labels_by_name),
     ),
+    # Without heads, since drawn trees have no attention modules.
+    "qk_clip": st.builds(tfs.qk_clip, st.just(()), _POSITIVE, _SHARES),
+    "muonclip": st.builds(recipes.muonclip, st.just(()), _RATES, labels=st.just(select.default_labels_by_name)),
 }
 
-MATRIX_ONLY = frozenset({"orthogonalize", "normalize_neurons", "scale_by_shape", "muon", "normuon"})
+MATRIX_ONLY = frozenset(
+    {
+        "adamuon",
+        "clip_singular_values",
+        "keep_weight_norms",
+        "match_weight_norms",
+        "dion",
+        "muon",
+        "muon_hyperball",
+        "musgd",
+        "namo",
+        "normalize_columns",
+        "normalize_matrices",
+        "normalize_neurons",
+        "normalize_rows",
+        "normuon",
+        "orthogonalize",
+        "polargrad",
+        "scale_by_dion",
+        "scale_by_dual_norm",
+        "scale_by_namo",
+        "scale_by_shape",
+    }
+)
 """The factories whose transforms take leaves of two dims and more only."""
 
 
@@ -289,11 +373,11 @@ def chains(*, min_size: int = 0, max_size: int = 4, matrices: bool = False) -> s
 
 
 def _is_sensible(members: list[Transform]) -> bool:
-    """Tell whether a chain of these is made without a warning: no decay behind a learning rate, and no two rates."""
+    """Tell whether a chain of these is made without a word: no two rates, and nothing on the wrong side of one."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         try:
             chain(*members)
-        except UserWarning:
+        except (UserWarning, ValueError):
             return False
     return True

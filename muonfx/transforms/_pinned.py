@@ -24,6 +24,7 @@ __all__ = [
     "power",
     "state_dtype",
     "store",
+    "to_floating",
     "widen",
     "widest",
     "zeros",
@@ -106,4 +107,9 @@ def new_count(device: torch.device) -> Tensor:
 
 def power(base: float | Tensor, count: Tensor) -> Tensor:
     """Raise to a step count, in fp64 where the device has it."""
-    return torch.pow(base, count.to(torch.float32 if count.device.type == "mps" else torch.float64))
+    return torch.pow(base, to_floating(count))
+
+
+def to_floating(count: Tensor) -> Tensor:
+    """A step count to compute with: fp64 where the device has it."""
+    return count.to(torch.float32 if count.device.type == "mps" else torch.float64)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from math import prod
 
+import torch
 from torch import Tensor
 
 from muonfx import checks, tree
@@ -17,19 +18,50 @@ from muonfx.partition import mask_patterns, resolve_mask
 from muonfx.recorded import parts_of
 from muonfx.schedules import Schedule
 from muonfx.select.predicates import Predicate
-from muonfx.transforms.clip import positive
 from muonfx.transforms.scale import scale, scale_by_learning_rate, scale_by_schedule, scheduled
 from muonfx.tree import Present, PyTree
 
-__all__ = ["add_decayed_weights", "cautious"]
+__all__ = ["add_decayed_weights", "cautious", "subtract_decayed_weights"]
 
 
 def _resolve_decay(tx: Transform, params: PyTree) -> Transform:
     mask = tx.arguments["mask"]
     if mask is None:
         return tx
-    chosen = resolve_mask("add_decayed_weights: mask", mask)(params)
+    chosen = resolve_mask(f"{tx.name}: mask", mask)(params)
     return tx.replace(mask=dict(zip(tree.names(params), chosen, strict=True)))
+
+
+WeightDecay = float | Schedule | Callable[[Tensor], Tensor]
+Mask = PyTree | Mapping[str, bool] | Predicate | Callable[[PyTree], PyTree] | None
+
+
+def _functions(
+    name: str, weight_decay: WeightDecay, mask: Mask, sign: float, caution: bool, memory: dict[object, object]
+) -> tuple[Callable[..., object], Callable[..., object]]:
+    """Build ``init`` and ``update`` of a decay with a sign: 1 for updates uphill, -1 for updates downhill."""
+    if not callable(weight_decay):
+        checks.at_least("weight_decay", weight_decay, 0.0)
+    decays = resolve_mask(f"{name}: mask", mask, memory)
+
+    def decay(updates: PyTree, params: PyTree, factor: Scalar, donate: Donation) -> PyTree:
+        if params is None:
+            raise ValueError(f"{name} needs the parameters: call update(updates, state, params)")
+        if isinstance(factor, float) and factor == 0.0:
+            return updates
+        leaves, treedef = tree.flatten(updates)
+        at = Present([leaf if use else None for leaf, use in zip(leaves, decays(params), strict=True)])
+        chosen, weights = at.pick(leaves), at.pick(tree.leaves(params))
+        weights = ew.cast_like(weights, chosen)
+        if caution:
+            # Signs, not the product: that can underflow to zero.
+            weights = [
+                torch.where(u.sign() * w.sign() * sign >= 0, w, 0.0) for u, w in zip(chosen, weights, strict=True)
+            ]
+        added = ew.cast_like(ew.add(chosen, weights, sign * factor, reuse=donate.updates), chosen)
+        return tree.unflatten(treedef, at.fill(added, leaves))
+
+    return scheduled(weight_decay, decay, prepare=decays)
 
 
 @transform(
@@ -41,24 +73,30 @@ def _resolve_decay(tx: Transform, params: PyTree) -> Transform:
     short_names={"weight_decay": "weight_decay"},
 )
 def add_decayed_weights(
-    weight_decay: float | Schedule | Callable[[Tensor], Tensor] = 0.0,
-    mask: PyTree | Mapping[str, bool] | Predicate | Callable[[PyTree], PyTree] | None = None,
+    weight_decay: WeightDecay = 0.0,
+    mask: Mask = None,
     *,
+    cautious: bool = False,
     _memory: dict[object, object],
 ):
-    """Add the parameters, times a factor, to the updates.
+    r"""Add the parameters, times a factor, to the updates.
 
     Before `scale_by_learning_rate` this is the decoupled decay of AdamW: parameters shrink by ``learning_rate *
-    weight_decay``.
+    weight_decay``. In front of everything else, where updates are gradients, it is the L2 penalty of
+    ``torch.optim.SGD``. With a schedule of the learning rate's shape, parameters shrink by the square of the learning
+    rate over its peak. For a decay that the learning rate has no part in there is `subtract_decayed_weights`.
 
     Args:
         weight_decay: a number of 0 or more, or a schedule.
         mask: which parameters decay, as in `masked`; None: all.
+        cautious: decay only the elements whose sign is not opposed to that of the update, so that decay never works
+            against it. The updates must be those to be taken: put it right in front of the learning rate.
 
     Raises:
         ValueError: the factor is negative or not finite; at `update`, ``params`` is missing.
 
-    Follows Loshchilov and Hutter (arXiv 1711.05101) and Optax's transform of this name.
+    Follows Loshchilov and Hutter (arXiv 1711.05101), Optax's transform of this name, and Cautious Weight Decay (arXiv
+    2510.12402), whose algorithm 1 decays where $u_t x_t \geq 0$.
 
     Example:
         >>> import muonfx as mfx
@@ -66,23 +104,46 @@ def add_decayed_weights(
         >>> params = {"w": torch.ones(1, 1), "b": torch.ones(1)}
         >>> tx.update(mfx.tree.map(torch.zeros_like, params), tx.init(params), params)[0]
         {'w': tensor([[0.1000]]), 'b': tensor([0.])}
+
+        An L2 penalty, and a decay with the square of the learning rate, as modded-nanogpt has it:
+
+        >>> sgd = mfx.chain(tx, mfx.momentum(heavy_ball=True), mfx.scale_by_learning_rate(0.1))
+        >>> rate, decay = (mfx.cosine(peak, steps=100) for peak in (0.02, 0.1))
+        >>> muon = mfx.chain(mfx.orthogonalize(), mfx.add_decayed_weights(decay), mfx.scale_by_learning_rate(rate))
     """
-    if not callable(weight_decay):
-        checks.at_least("weight_decay", weight_decay, 0.0)
-    decays = resolve_mask("add_decayed_weights: mask", mask, _memory)
+    return _functions("add_decayed_weights", weight_decay, mask, 1.0, cautious, _memory)
 
-    def decay(updates: PyTree, params: PyTree, factor: Scalar, donate: Donation) -> PyTree:
-        if params is None:
-            raise ValueError("add_decayed_weights needs the parameters: call update(updates, state, params)")
-        if isinstance(factor, float) and factor == 0.0:
-            return updates
-        leaves, treedef = tree.flatten(updates)
-        at = Present([leaf if use else None for leaf, use in zip(leaves, decays(params), strict=True)])
-        chosen, weights = at.pick(leaves), at.pick(tree.leaves(params))
-        added = ew.cast_like(ew.add(chosen, ew.cast_like(weights, chosen), factor, reuse=donate.updates), chosen)
-        return tree.unflatten(treedef, at.fill(added, leaves))
 
-    return scheduled(weight_decay, decay, prepare=decays)
+@transform(
+    locality=Locality.ELEMENT, resolve=_resolve_decay, name_patterns=mask_patterns, wants_downhill=True, remembers=True
+)
+def subtract_decayed_weights(
+    weight_decay: WeightDecay = 0.0, mask: Mask = None, *, cautious: bool = False, _memory: dict[object, object]
+):
+    """Subtract the parameters, times a factor, from updates that are about to be added to them.
+
+    Behind `scale_by_learning_rate` this is the independent decay: parameters shrink by ``weight_decay``, whatever the
+    learning rate.
+
+    Args:
+        weight_decay: a number of 0 or more, or a schedule. Customary values are those of `add_decayed_weights` times
+            the learning rate: 1e-4 rather than 0.1.
+        mask: which parameters decay, as in `masked`; None: all.
+        cautious: as in `add_decayed_weights`.
+
+    Raises:
+        ValueError: the factor is negative or not finite; at `update`, ``params`` is missing.
+
+    Follows "independent" weight decay as Wortsman et al. (arXiv 2309.14322) and NVIDIA's Emerging-Optimizers have it.
+
+    Example:
+        >>> import muonfx as mfx
+        >>> tx = mfx.chain(mfx.scale_by_adam(), mfx.scale_by_learning_rate(0.0), mfx.subtract_decayed_weights(0.25))
+        >>> params = {"w": torch.tensor([2.0])}
+        >>> tx.update({"w": torch.ones(1)}, tx.init(params), params)[0]
+        {'w': tensor([-0.5000])}
+    """
+    return _functions("subtract_decayed_weights", weight_decay, mask, -1.0, cautious, _memory)
 
 
 def _sign(tx: Transform) -> int:
@@ -109,13 +170,14 @@ def _sign_of(value: object) -> int:
 @transform(
     locality=lambda inner, min_share: max(Locality.LEAF, inner.locality),
     reads_params=lambda inner, min_share: inner.reads_params,
+    wants_uphill="or_refuses",
 )
 def cautious(inner: Transform, min_share: float = 1e-3):
     """Keep only those elements of a transform's updates that point the way of the gradient, and scale these up.
 
     The elements whose sign differs from the incoming gradient's are set to zero and the rest of the leaf is divided
-    by the share that is kept. The inner transform must return updates in ascent direction: leave the learning rate
-    outside.
+    by the share that is kept. The inner transform must return updates in ascent direction, and what comes in must be
+    the gradient's: leave the learning rate outside, and behind. A `chain` with a learning rate in front is an error.
 
     Args:
         inner: the transform whose updates are filtered.
@@ -133,7 +195,7 @@ def cautious(inner: Transform, min_share: float = 1e-3):
         >>> tx.update({"w": torch.tensor([1.0, -1.0, 0.0, 2.0])}, tx.init({"w": torch.zeros(4)}))[0]["w"].tolist()
         [1.3333333730697632, -1.3333333730697632, 0.0, 2.6666667461395264]
     """
-    positive("min_share", min_share)
+    checks.positive("min_share", min_share)
     if _sign(inner) < 0:
         raise ValueError(
             "cautious: inner turns downhill (a learning rate, or a negative scale), so all that agrees with the "

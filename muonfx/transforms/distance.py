@@ -45,12 +45,6 @@ class DowgState(NamedTuple):
     """The parameters at the start, in their own dtypes."""
 
 
-def _positive(name: str, value: float | Tensor) -> None:
-    checks.at_least(name, value, 0.0)
-    if not isinstance(value, Tensor) and value == 0.0:
-        raise ValueError(f"{name} must be above 0, found {value!r}")
-
-
 def _squares(
     name: str, updates: PyTree, start: PyTree, params: PyTree, total: SumOverLeaves, like: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -93,8 +87,8 @@ def scale_by_dog(init_step: float = 1e-6, eps: float = 1e-8):
     >>> tx.update(params, tx.init(params), params)[0]
     {'w': tensor([1.8000, 2.4000])}
     """
-    _positive("init_step", init_step)
-    _positive("eps", eps)
+    checks.positive("init_step", init_step)
+    checks.positive("eps", eps)
 
     def init(params: PyTree) -> DogState:
         device = device_of(params)
@@ -144,9 +138,9 @@ def scale_by_dowg(init_estim_sq_dist: float | None = None, eps: float = 1e-4):
     >>> tx.update(params, tx.init(params), params)[0]
     {'w': tensor([0.3000, 0.4000])}
     """
-    _positive("eps", eps)
+    checks.positive("eps", eps)
     if init_estim_sq_dist is not None:
-        _positive("init_estim_sq_dist", init_estim_sq_dist)
+        checks.positive("init_estim_sq_dist", init_estim_sq_dist)
 
     def init(params: PyTree) -> DowgState:
         device = device_of(params)

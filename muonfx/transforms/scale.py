@@ -14,7 +14,7 @@ from muonfx.core import Donation, EmptyState, Locality, Transform, transform
 from muonfx.core.contract import NOTHING
 from muonfx.elementwise import Scalar
 from muonfx.schedules import Schedule
-from muonfx.transforms._matrices import Blocks, Dims, MatrixView, matrix_locality, name_patterns, on_stacks
+from muonfx.transforms._matrices import BlockAxis, Blocks, Dims, MatrixView, matrix_locality, name_patterns, on_stacks
 from muonfx.transforms._pinned import new_count
 from muonfx.tree import Present, PyTree, device_of
 
@@ -25,6 +25,7 @@ __all__ = [
     "scale_by_learning_rate",
     "scale_by_schedule",
     "scale_by_shape",
+    "scale_by_sign",
 ]
 
 
@@ -109,6 +110,27 @@ def scale_by_schedule(schedule: Schedule | Callable[[Tensor], Tensor]):
     return scheduled(schedule, lambda updates, params, value, donate: _multiply(updates, value, donate))
 
 
+@transform(locality=Locality.ELEMENT)
+def scale_by_sign():
+    """Replace every element by its sign: -1, 0 or 1. NaN stays NaN.
+
+    Follows signSGD (arXiv 1802.04434) and Optax's transform of this name.
+
+    >>> import muonfx as mfx
+    >>> mfx.scale_by_sign().update({"w": torch.tensor([3.0, 0.0, -0.1])}, mfx.EmptyState())[0]
+    {'w': tensor([ 1.,  0., -1.])}
+    """
+
+    def init(params: PyTree) -> EmptyState:
+        return EmptyState()
+
+    def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
+        at = Present(updates)
+        return at.fill(ew.apply("sign", at.pick(updates), reuse=donate.updates)), state
+
+    return init, update
+
+
 @transform(
     locality=Locality.ELEMENT,
     turns_downhill=lambda learning_rate, *, flip_sign: flip_sign,
@@ -138,8 +160,10 @@ SHAPE_RULES: dict[str, Callable[[int, int], float]] = {
     "original": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
     "spectral": lambda rows, columns: math.sqrt(rows / columns),
+    "fan_in": lambda rows, columns: 1.0 / columns,
 }
-"""Factor by rows (output features) and columns (input features): Keller Jordan's, Moonlight's, Dion's and Scion's."""
+"""Factor by rows (output features) and columns (input features): Keller Jordan's, Moonlight's, Dion's and Scion's, and
+Scion's for signs and normalized rows."""
 
 
 @transform(locality=Locality.ELEMENT)
@@ -194,15 +218,15 @@ def scale_by_shape(
     *,
     dims: Dims | Mapping[str, Dims] | None = None,
     blocks: Blocks | Mapping[str, Blocks] | None = None,
-    block_axis: int = -2,
+    block_axis: BlockAxis = -2,
     view: MatrixView = MatrixView(),
 ):
     r"""Scale each matrix by a function of its shape, so that one learning rate suits all.
 
     Args:
-        rule: "original" $\sqrt{\max(1, r/c)}$, "match_rms_adamw" $0.2 \sqrt{\max(r, c)}$ or "spectral"
-            $\sqrt{r/c}$, for r rows (output features) and c columns (input features) of the matrix, or of each
-            block.
+        rule: "original" $\sqrt{\max(1, r/c)}$, "match_rms_adamw" $0.2 \sqrt{\max(r, c)}$, "spectral"
+            $\sqrt{r/c}$ or "fan_in" $1/c$, for r rows (output features) and c columns (input features) of the matrix,
+            or of each block.
         dims: of the view, loose.
         blocks: of the view, loose.
         block_axis: of the view, loose.
@@ -211,7 +235,8 @@ def scale_by_shape(
     Raises:
         ValueError: an unknown rule (the message lists those known); at `update`, a leaf that is no matrix.
 
-    Follows ``torch.optim.Muon``'s ``adjust_lr_fn`` ("original", "match_rms_adamw"), Moonlight (arXiv 2502.16982), Dion.
+    Follows ``torch.optim.Muon``'s ``adjust_lr_fn`` ("original", "match_rms_adamw"), Moonlight (arXiv 2502.16982), Dion,
+    Scion (arXiv 2502.07529: "spectral", and "fan_in" for signs).
 
     Example:
         >>> import muonfx as mfx

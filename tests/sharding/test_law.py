@@ -127,6 +127,7 @@ def test_on_the_grid_too(world: World, name: str):
         mfx.chain(mfx.sam(0.5, adaptive=True), mfx.prodigy(estim_lr0=0.1)),
         mfx.chain(mfx.conditionally_transform(EXACT, every_other), with_value(mfx.reduce_on_plateau(0.5, 1))),
         mfx.chain(EXACT, mfx.stateless(halve)),
+        mfx.chain(mfx.adaptive_grad_clip(0.1), mfx.centralize(), EXACT, mfx.normalize_by_update_norm()),
         mfx.partition(
             {
                 "muon": mfx.chain(mfx.momentum(), mfx.normalize_neurons(), muon(), mfx.normalize_neurons()),
@@ -141,6 +142,43 @@ def test_on_the_grid_too(world: World, name: str):
 def test_each_way_to_wrap_a_chain(world: World, tx: mfx.Transform):
     some = [Zero(1, "whole"), Zero(1, "flat", 2), Placed(ROWS), Replicated(), Flat(tuple(SMALL.leaves), (0, 0, 7, 280))]
     check(world, 3, [Case(SMALL, tx, layout, exact=False) for layout in some])
+
+
+BY_MATRICES = {
+    "normalize": mfx.chain(mfx.normalize_rows(), mfx.normalize_columns(), mfx.scale_by_shape("fan_in")),
+    "clip": mfx.chain(mfx.clip_singular_values(0.5), mfx.normalize_matrices()),
+    "polar": mfx.scale_by_dual_norm(muon()),
+    "namo": mfx.scale_by_namo(mfx.chain(muon(), mfx.add_decayed_weights(0.1))),
+    "dion": mfx.scale_by_dion(2),
+    "sum": mfx.add_updates(muon(), ("sgd", mfx.chain(mfx.add_decayed_weights(0.1), mfx.momentum(heavy_ball=True)))),
+    "sphere": mfx.chain(muon(), mfx.match_weight_norms(), mfx.scale(-0.1), mfx.keep_weight_norms()),
+    "rest": mfx.chain(mfx.normalize_leaves(), mfx.subtract_decayed_weights(0.1, cautious=True)),
+}
+NAMED = {"embed": "dion", "up": "sum", "down": "sphere", "odd": "clip", "conv": "polar"}
+NAMED |= {"norm": "rest", "scale": "rest"}
+NAMED_TOO = NAMED | {"embed": "namo", "up": "dion", "conv": "normalize", "odd": "sphere"}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_each_transform_of_whole_matrices(world: World, size: int):
+    for labels in (NAMED | {"cold": "namo"}, NAMED_TOO | {"cold": "normalize", "down": "polar"}):
+        tx = mfx.partition({label: BY_MATRICES[label] for label in sorted(set(labels.values()))}, labels)
+        layouts = [Zero(1, "flat", 2), Placed(ROWS), Zero(1, "whole")]
+        check(world, size, [Case(SMALL, tx, layout, exact=False) for layout in layouts])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_what_depends_on_names_and_places_is_the_same_wherever_a_leaf_is_cut(world: World, size: int):
+    tx = mfx.chain(
+        mfx.add_noise(0.1, 0.5),
+        mfx.scale_by_factored_rms(min_dim_size_to_factor=3),
+        mfx.scale_by_rms(),
+        mfx.scale_by_trust_ratio(),
+    )
+    ends = (0, 7, 100, 280)
+    cut = Flat(tuple(SMALL.leaves), (*ends[:size], ends[-1]))
+    some = [Zero(1, "whole"), Zero(2, "flat", 2), Placed(ROWS), Replicated(), cut]
+    check(world, size, [Case(SMALL, tx, layout, exact=True) for layout in some])
 
 
 @pytest.mark.parametrize("dims", [((-2,), (-1,)), None])

@@ -1,0 +1,182 @@
+"""Normalization of updates to root mean square 1: of rows, of columns, of matrices, of leaves."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from muonfx import elementwise as ew
+from muonfx import tree
+from muonfx.core import Donation, EmptyState, Locality, transform
+from muonfx.core.combine import no_state
+from muonfx.core.contract import NOTHING, Functions
+from muonfx.polar.scaling import power_of_two
+from muonfx.transforms._matrices import (
+    BlockAxis,
+    Blocks,
+    Dims,
+    MatrixView,
+    check_matrices,
+    map_matrices,
+    matrix_locality,
+    name_patterns,
+    on_stacks,
+)
+from muonfx.tree import PyTree
+
+__all__ = ["normalize_columns", "normalize_leaves", "normalize_matrices", "normalize_rows"]
+
+of_matrices = functools.partial(
+    transform, locality=matrix_locality, reads_params=False, on_stacks=on_stacks, name_patterns=name_patterns
+)
+"""Declares a transform without a state that works on the matrices of a view, each alone."""
+
+
+@of_matrices()
+def normalize_rows(
+    *,
+    dims: Dims | Mapping[str, Dims] | None = None,
+    blocks: Blocks | Mapping[str, Blocks] | None = None,
+    block_axis: BlockAxis = -2,
+    view: MatrixView = MatrixView(),
+):
+    r"""Divide each row of each matrix by its root mean square, $u_{ij} / \sqrt{\mathrm{mean}_j(u_{ij}^2)}$.
+
+    A row belongs to an output feature; in an embedding, to a token. Zero rows stay zero. The result is bitwise the same
+    for $2^k u$, and NaN stays in its row.
+
+    Args:
+        dims: of the view, loose.
+        blocks: of the view, loose.
+        block_axis: of the view, loose.
+        view: which matrices a leaf consists of, as for `orthogonalize`.
+
+    Raises:
+        ValueError: at `init`, a leaf is no matrix or does not fit the view.
+
+    Follows Scion (arXiv 2502.07529): its ColNorm of a transposed embedding is this; its RowNorm is this and
+    ``scale_by_shape("fan_in")``.
+
+    Example:
+        >>> import muonfx as mfx
+        >>> mfx.normalize_rows().update({"w": torch.tensor([[3.0, -3.0], [0.0, 0.0]])}, mfx.EmptyState())[0]["w"]
+        tensor([[ 1., -1.],
+                [ 0.,  0.]])
+    """
+    return _normalize_matrices(view, (-1,))
+
+
+@of_matrices()
+def normalize_columns(
+    *,
+    dims: Dims | Mapping[str, Dims] | None = None,
+    blocks: Blocks | Mapping[str, Blocks] | None = None,
+    block_axis: BlockAxis = -2,
+    view: MatrixView = MatrixView(),
+):
+    r"""Divide each column of each matrix by its root mean square, $u_{ij} / \sqrt{\mathrm{mean}_i(u_{ij}^2)}$.
+
+    A column belongs to an input feature. Zero columns stay zero, and NaN stays in its column.
+
+    Args:
+        dims: of the view, loose.
+        blocks: of the view, loose.
+        block_axis: of the view, loose.
+        view: which matrices a leaf consists of, as for `orthogonalize`.
+
+    Raises:
+        ValueError: at `init`, a leaf is no matrix or does not fit the view.
+
+    Follows Scion (arXiv 2502.07529): its ColNorm.
+
+    Example:
+        >>> import muonfx as mfx
+        >>> mfx.normalize_columns().update({"w": torch.tensor([[3.0, 0.0], [-3.0, 0.0]])}, mfx.EmptyState())[0]["w"]
+        tensor([[ 1.,  0.],
+                [-1.,  0.]])
+    """
+    return _normalize_matrices(view, (-2,))
+
+
+@of_matrices()
+def normalize_matrices(
+    *,
+    dims: Dims | Mapping[str, Dims] | None = None,
+    blocks: Blocks | Mapping[str, Blocks] | None = None,
+    block_axis: BlockAxis = -2,
+    view: MatrixView = MatrixView(),
+):
+    """Divide each matrix by its root mean square.
+
+    Behind it, ``scale(0.2)`` gives updates of the size that AdamW's customarily have. A zero matrix stays zero, and NaN
+    stays in its matrix.
+
+    Args:
+        dims: of the view, loose.
+        blocks: of the view, loose.
+        block_axis: of the view, loose.
+        view: which matrices a leaf consists of, as for `orthogonalize`.
+
+    Raises:
+        ValueError: at `init`, a leaf is no matrix or does not fit the view.
+
+    Follows the RMS-aligned rescaling of AdaMuon (arXiv 2507.11005).
+
+    Example:
+        >>> import muonfx as mfx
+        >>> mfx.normalize_matrices().update({"w": torch.tensor([[2.0, -2.0], [2.0, 2.0]])}, mfx.EmptyState())[0]["w"]
+        tensor([[ 1., -1.],
+                [ 1.,  1.]])
+    """
+    return _normalize_matrices(view, (-2, -1))
+
+
+@transform(locality=Locality.LEAF, reads_params=False)
+def normalize_leaves():
+    """Divide each leaf by its root mean square: vectors and scalars too.
+
+    A zero leaf stays zero, and NaN stays in its leaf.
+
+    Follows Scion (arXiv 2502.07529): its norm for biases.
+
+    Example:
+        >>> import muonfx as mfx
+        >>> mfx.normalize_leaves().update({"b": torch.tensor([3e-30, -3e-30])}, mfx.EmptyState())[0]
+        {'b': tensor([ 1., -1.])}
+    """
+
+    def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
+        return tree.map(lambda leaf: to_unit_rms(leaf, tuple(range(leaf.ndim))), updates), state
+
+    return no_state, update
+
+
+def _normalize_matrices(view: MatrixView, dim: tuple[int, ...]) -> Functions:
+    return matrixwise(view, lambda matrix: to_unit_rms(matrix, dim))
+
+
+def matrixwise(view: MatrixView, function: Callable[[Tensor], Tensor]) -> Functions:
+    """Build ``init`` and ``update`` of a transform without a state from what it does to (..., rows, columns)."""
+
+    def init(params: PyTree) -> EmptyState:
+        check_matrices(view, params)
+        return EmptyState()
+
+    def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
+        return map_matrices(view, function, updates), state
+
+    return Functions(init, update)
+
+
+def to_unit_rms(x: Tensor, dim: tuple[int, ...]) -> Tensor:
+    """Divide by the root mean square over some dims; zero where that is zero."""
+    if x.numel() == 0:
+        return x
+    wide = x.to(ew.wide_dtype(x.dtype))
+    # By way of a largest magnitude of about 1, by exact powers of two, so that no square overflows or vanishes.
+    small = wide * power_of_two(wide.detach().abs().amax(dim, keepdim=True))
+    mean = small.square().mean(dim, keepdim=True)
+    return (small * torch.where(mean == 0, 1.0, mean).rsqrt()).to(x.dtype)
