@@ -63,6 +63,7 @@ from muonfx.transforms import (
     MonitorState,
     NamoState,
     NeuronsState,
+    SampledMomentumState,
     ScheduleState,
     SkipNonfiniteState,
     Slot,
@@ -90,6 +91,7 @@ from muonfx.transforms import (
     normalize_neurons,
     normalize_rows,
     orthogonalize,
+    sampled_momentum,
     scale,
     scale_by_adam,
     scale_by_dion,
@@ -102,7 +104,7 @@ from muonfx.transforms import (
     skip_nonfinite,
     subtract_decayed_weights,
 )
-from muonfx.variants import adamuon, dion, muon_hyperball, musgd, namo, polargrad, scion
+from muonfx.variants import adamuon, dion, dion2, muon_hyperball, musgd, namo, polargrad, scion
 
 __version__ = "0.2.0"
 
@@ -176,6 +178,7 @@ __all__ = [
     "normalize_neurons",
     "normalize_rows",
     "orthogonalize",
+    "sampled_momentum",
     "scale",
     "scale_by_adam",
     "scale_by_dion",
@@ -199,6 +202,7 @@ __all__ = [
     "MonitorState",
     "NamoState",
     "NeuronsState",
+    "SampledMomentumState",
     "ScheduleState",
     "SkipNonfiniteState",
     "WeightNormsState",
@@ -218,6 +222,7 @@ __all__ = [
     "adamuon",
     "adamw",
     "dion",
+    "dion2",
     "lion",
     "muon",
     "muon_hyperball",

@@ -21,6 +21,7 @@ from muonfx.transforms import (
     normalize_matrices,
     normalize_rows,
     orthogonalize,
+    sampled_momentum,
     scale,
     scale_by_adam,
     scale_by_dion,
@@ -32,7 +33,7 @@ from muonfx.transforms import (
 )
 from muonfx.transforms._matrices import Dims, MatrixView
 
-__all__ = ["adamuon", "dion", "muon_hyperball", "musgd", "namo", "polargrad", "scion"]
+__all__ = ["adamuon", "dion", "dion2", "muon_hyperball", "musgd", "namo", "polargrad", "scion"]
 
 Norms = Mapping[str, tuple[str, float]]
 
@@ -332,6 +333,44 @@ def dion(
     return chain(
         scale_by_dion(rank, decay, dims=dims),
         scale_by_shape("spectral", dims=dims),
+        add_decayed_weights(weight_decay, mask),
+        scale_by_learning_rate(learning_rate),
+    )
+
+
+@plain_arguments
+def dion2(
+    learning_rate: Rate = 1e-2,
+    *,
+    one_in: int = 4,
+    decay: float = 0.95,
+    weight_decay: float = 0.01,
+    rule: str = "spectral",
+    newton_schulz: polar.NewtonSchulz = polar.NewtonSchulz(),
+    view: MatrixView = MatrixView(),
+    mask: Mask = None,
+) -> Transform:
+    """Dion2, for parameters that are all matrices: Muon on the rows or columns in which most has gathered.
+
+    Args:
+        learning_rate: a number or a schedule.
+        one_in: of how many rows or columns, whichever are fewer, one is taken in each step.
+        decay: of what has been taken, in the sum of gradients.
+        weight_decay: decoupled, as in `muon`.
+        rule: as in `scale_by_shape`, for the whole matrix.
+        newton_schulz: the iteration.
+        view: which matrices a leaf consists of.
+        mask: which parameters decay, as in `add_decayed_weights`.
+
+    Follows Dion2 in Microsoft's ``dion``, as it is in one process.
+
+    >>> list(dion2(0.02).init({"w": torch.zeros(4, 4)}))[:2]
+    ['sampled_momentum', 'orthogonalize']
+    """
+    return chain(
+        sampled_momentum(one_in, decay, view=view),
+        orthogonalize(newton_schulz=newton_schulz, view=view),
+        scale_by_shape(rule, view=view),
         add_decayed_weights(weight_decay, mask),
         scale_by_learning_rate(learning_rate),
     )

@@ -6,7 +6,7 @@ from muonfx.transforms.adam import AdamState, scale_by_adam
 from muonfx.transforms.average import EmaParamsState, MasterParamsState, ema_params, master_params
 from muonfx.transforms.clip import clip_by_block_rms, clip_by_global_norm, clip_by_value, global_norm
 from muonfx.transforms.decay import add_decayed_weights, cautious, subtract_decayed_weights
-from muonfx.transforms.dion import DionState, scale_by_dion
+from muonfx.transforms.dion import DionState, SampledMomentumState, sampled_momentum, scale_by_dion
 from muonfx.transforms.leafwise import Leaf, Slot, StepCount, leafwise
 from muonfx.transforms.lion import LionState, scale_by_lion
 from muonfx.transforms.momentum import DebiasedMomentumState, MomentumState, momentum
@@ -34,6 +34,7 @@ __all__ = [
     "MonitorState",
     "NamoState",
     "NeuronsState",
+    "SampledMomentumState",
     "ScheduleState",
     "SkipNonfiniteState",
     "Slot",
@@ -61,6 +62,7 @@ __all__ = [
     "normalize_neurons",
     "normalize_rows",
     "orthogonalize",
+    "sampled_momentum",
     "scale",
     "scale_by_adam",
     "scale_by_dion",

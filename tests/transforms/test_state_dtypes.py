@@ -24,6 +24,7 @@ FACTORIES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "ema_params": (mfx.ema_params, ("dtype",)),
     "normalize_neurons": (mfx.normalize_neurons, ("dtype",)),
     "keep_weight_norms": (mfx.keep_weight_norms, ("dtype",)),
+    "sampled_momentum": (mfx.sampled_momentum, ("dtype",)),
     "scale_by_dion": (mfx.scale_by_dion, ("dtype",)),
     "scale_by_namo": (lambda **given: mfx.scale_by_namo(mfx.identity(), **given), ("dtype",)),
     "accumulate": (lambda **given: mfx.accumulate(mfx.identity(), 2, **given), ("dtype",)),
