@@ -19,6 +19,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from muonfx import tree
 from muonfx.tree import PyTree
+from muonfx.wrappers import unwrapped
 
 if TYPE_CHECKING:
     from muonfx.core import Transform
@@ -36,6 +37,7 @@ __all__ = [
     "finite",
     "in_unit_interval",
     "is_usable",
+    "positive",
     "positive_int",
     "state_dtype",
     "warn_of_unmatched",
@@ -90,6 +92,18 @@ def in_unit_interval(name: str, value: object) -> None:
         raise ValueError(f"{name} must be in [0, 1), found {value!r}")
 
 
+def positive(name: str, value: object) -> None:
+    """Require a finite number above 0.
+
+    >>> positive("limit", 0.0)
+    Traceback (most recent call last):
+    ValueError: limit must be above 0, found 0.0
+    """
+    at_least(name, value, 0.0)
+    if _number(name, value) == 0.0:
+        raise ValueError(f"{name} must be above 0, found {value!r}")
+
+
 def positive_int(name: str, value: object) -> None:
     """Require an int of 1 or more.
 
@@ -137,6 +151,8 @@ class NamePatterns(NamedTuple):
     """Alternatives that stand together, of which one must match."""
     first_counts: bool = False
     """True if a name belongs to the first group that matches it, and to no other."""
+    required: bool = False
+    """True if it is an error, not a warning, that a group matches nothing."""
 
 
 def warn_of_unmatched(tx: Transform, params: PyTree, *, stacklevel: int) -> None:
@@ -144,6 +160,9 @@ def warn_of_unmatched(tx: Transform, params: PyTree, *, stacklevel: int) -> None
 
     The names are those of the whole tree. A transform for some of the parameters (under `partition` or `masked`) may
     hold patterns for the others, as a mask does that all labels share: only what matches nowhere is a slip.
+
+    Raises:
+        ValueError: patterns that are required match nothing.
 
     >>> import muonfx as mfx
     >>> with warnings.catch_warnings(record=True, action="always") as caught:
@@ -153,20 +172,23 @@ def warn_of_unmatched(tx: Transform, params: PyTree, *, stacklevel: int) -> None
     "blocks: '*.qvk' matches none of the 1 parameters; close: 'h.qkv'; correct or remove it"
     """
     names = tree.names(params)
-    for argument, groups, first_counts in tx.name_patterns if names else ():
+    for argument, groups, first_counts, required in tx.name_patterns if names else ():
         taken: set[str] = set()
+        known = {*names, *unwrapped(names).values()} if required else names
         for group in groups:
-            found = {n for n in names if any(fnmatchcase(n, pattern) for pattern in group)}
+            found = {n for n in known if any(fnmatchcase(n, pattern) for pattern in group)}
             if found and not found <= taken:
                 taken |= found if first_counts else set()
                 continue
-            shown = " and ".join(map(repr, group))
+            shown = (" or " if required else " and ").join(map(repr, group))
             if found:
                 said = f"comes behind others that match all that it does, and the first counts: {_list(sorted(found))}"
             else:
                 close = _close_names(group, names)
                 said = f"matches none of the {len(names)} parameters; "
                 said += f"close: {_list(close)}" if close else f"they are {_list(names)}"
+            if required:
+                raise ValueError(f"{argument}: {shown} {said}; correct it")
             warnings.warn(f"{argument}: {shown} {said}; correct or remove it", UserWarning, stacklevel=stacklevel + 1)
 
 

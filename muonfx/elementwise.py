@@ -182,7 +182,9 @@ def add(xs: Tensors, ys: Tensors, c: Scalar = 1.0, *, reuse: bool = False) -> Te
     if c != 1.0 and _rounds_numbers(xs):
         # CPUs round once in the vectorized part of a tensor and twice in its tail: a piece would differ from the whole.
         wide = [
-            torch.add(x.to(w), y.to(w), alpha=c) for x, y in zip(xs, ys, strict=True) for w in [wide_dtype(x.dtype)]
+            x.to(w, copy=True).add_(y.to(w), alpha=c)
+            for x, y in zip(xs, ys, strict=True)
+            for w in [wide_dtype(x.dtype)]
         ]
         return copy(wide, into=xs) if reuse else cast_like(wide, xs)
     if reuse:

@@ -180,7 +180,7 @@ def mask_patterns(tx: Transform) -> list[NamePatterns]:
 
     >>> import muonfx as mfx
     >>> mask_patterns(mfx.masked(mfx.identity(), mfx.select.path("*.bias")))
-    [NamePatterns(argument='mask', groups=(('*.bias',),), first_counts=False)]
+    [NamePatterns(argument='mask', groups=(('*.bias',),), first_counts=False, required=False)]
     """
     groups = path_patterns(tx.arguments["mask"])
     return [NamePatterns("mask", groups)] if groups else []

@@ -15,19 +15,23 @@ from muonfx.partition import partition
 from muonfx.schedules import Schedule
 from muonfx.select import Labels, Predicate, default_labels
 from muonfx.transforms import (
+    AttentionHeads,
     add_decayed_weights,
     momentum,
     normalize_neurons,
     orthogonalize,
+    qk_clip,
+    scale,
     scale_by_adam,
     scale_by_learning_rate,
     scale_by_lion,
+    scale_by_prodigy,
     scale_by_shape,
 )
 from muonfx.transforms._matrices import Blocks, Dims, MatrixView
 from muonfx.tree import PyTree
 
-__all__ = ["adamw", "lion", "muon", "muon_with_adamw", "normuon"]
+__all__ = ["adamw", "lion", "muon", "muon_with_adamw", "muonclip", "normuon", "prodigy"]
 
 Rate = float | Schedule | Callable[[Tensor], Tensor]
 Mask = PyTree | Mapping[str, bool] | Predicate | Callable[[PyTree], PyTree] | None
@@ -141,6 +145,7 @@ def adamw(
     b1: float = 0.9,
     b2: float = 0.999,
     eps: float = 1e-8,
+    nesterov: bool = False,
     weight_decay: float = 1e-2,
     mask: Mask = None,
 ) -> Transform:
@@ -151,6 +156,7 @@ def adamw(
         b1: decay of the first moment.
         b2: decay of the second moment.
         eps: added to the root.
+        nesterov: whether the first moment looks ahead, as in `scale_by_adam`.
         weight_decay: decoupled, as in `muon`.
         mask: which parameters decay, as in `add_decayed_weights`.
 
@@ -158,7 +164,9 @@ def adamw(
     chain(scale_by_adam(), add_decayed_weights(weight_decay=0.01), scale_by_learning_rate(learning_rate=0.001))
     """
     return chain(
-        scale_by_adam(b1, b2, eps), add_decayed_weights(weight_decay, mask), scale_by_learning_rate(learning_rate)
+        scale_by_adam(b1, b2, eps, nesterov=nesterov),
+        add_decayed_weights(weight_decay, mask),
+        scale_by_learning_rate(learning_rate),
     )
 
 
@@ -184,6 +192,48 @@ def lion(
 
 
 @plain_arguments
+def prodigy(
+    learning_rate: Rate = 1.0,
+    *,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    estim_lr0: float = 1e-6,
+    estim_lr_coef: float = 1.0,
+    weight_decay: float = 0.0,
+    safeguard_warmup: bool = False,
+) -> Transform:
+    """Prodigy: AdamW with a learning rate that it estimates on the way.
+
+    Args:
+        learning_rate: a factor of the estimate, a number or a schedule that falls from 1.
+        b1: decay of the first moment.
+        b2: decay of the second moment.
+        eps: added to the root.
+        estim_lr0: the estimate at the start.
+        estim_lr_coef: a factor of new estimates: smaller or larger steps.
+        weight_decay: decoupled, as in `muon`.
+        safeguard_warmup: for a warmup of the learning rate, as in `scale_by_prodigy`.
+
+    Follows Mishchenko and Defazio (arXiv 2306.06101).
+
+    >>> prodigy()
+    chain(scale_by_prodigy(), scale(factor=-1.0))
+    """
+    scaled = scale_by_prodigy(
+        learning_rate,
+        b1,
+        b2,
+        eps,
+        estim_lr0=estim_lr0,
+        estim_lr_coef=estim_lr_coef,
+        weight_decay=weight_decay,
+        safeguard_warmup=safeguard_warmup,
+    )
+    return chain(scaled, scale(-1.0))
+
+
+@plain_arguments
 def muon_with_adamw(
     learning_rate: Rate = 2e-3,
     adamw_learning_rate: Rate | None = None,
@@ -193,6 +243,7 @@ def muon_with_adamw(
     decay: float = 0.95,
     b1: float = 0.9,
     b2: float = 0.95,
+    adamw_nesterov: bool = False,
     rule: str = "match_rms_adamw",
     coefficients: CoefficientsLike = "polar_express_5",
     method: str = "auto",
@@ -215,6 +266,7 @@ def muon_with_adamw(
         decay: of Muon's momentum.
         b1: AdamW's first decay.
         b2: AdamW's second decay.
+        adamw_nesterov: whether AdamW looks ahead; Muon does. ``optax.contrib.muon`` has one argument for both.
         rule: as in `scale_by_shape`.
         coefficients: of the iteration, loose.
         method: of the iteration, loose.
@@ -234,9 +286,9 @@ def muon_with_adamw(
     >>> list(tx.init({"h.0.fc.weight": torch.zeros(4, 4), "wte.weight": torch.zeros(8, 4)}))
     ['adamw', 'muon']
     """
-    if isinstance(labels, Labels) and view.block_axis == -2:  # the views of labels have blocks of rows
+    if isinstance(labels, Labels) and view.block_axis != -1:  # the views of labels have blocks of rows
         own_dims, own_blocks = labels.settings(view.dims, view.blocks)
-        view = MatrixView(own_dims, own_blocks)
+        view = MatrixView(own_dims, own_blocks, view.block_axis)
     return partition(
         {
             "muon": muon(
@@ -252,9 +304,79 @@ def muon_with_adamw(
                 learning_rate if adamw_learning_rate is None else adamw_learning_rate,
                 b1=b1,
                 b2=b2,
+                nesterov=adamw_nesterov,
                 weight_decay=adamw_weight_decay,
                 mask=mask,
             ),
         },
         labels,
+    )
+
+
+@plain_arguments
+def muonclip(
+    heads: AttentionHeads | tuple[AttentionHeads, ...],
+    learning_rate: Rate = 2e-3,
+    adamw_learning_rate: Rate | None = None,
+    *,
+    tau: float = 100.0,
+    alpha: float = 0.5,
+    weight_decay: float = 0.1,
+    adamw_weight_decay: float = 0.1,
+    decay: float = 0.95,
+    b1: float = 0.9,
+    b2: float = 0.95,
+    rule: str = "match_rms_adamw",
+    newton_schulz: polar.NewtonSchulz = polar.NewtonSchulz(),
+    view: MatrixView = MatrixView(),
+    labels: Any = default_labels,
+    mask: Mask = None,
+) -> Transform:
+    """MuonClip: Muon for hidden matrices and AdamW for the rest, with attention logits kept small by `qk_clip`.
+
+    Each update takes the largest attention logits of its step: ``update(..., max_logits=...)``, or
+    ``optimizer.step(max_logits=...)``, with what `muonfx.attention.collect_max_logits` has collected.
+
+    Args:
+        heads: which parameters hold queries and keys, as in `qk_clip`.
+        learning_rate: Muon's, as in `muon_with_adamw`.
+        adamw_learning_rate: AdamW's, as in `muon_with_adamw`.
+        tau: the bound of the logits.
+        alpha: the query's share, as in `qk_clip`.
+        weight_decay: Muon's, decoupled.
+        adamw_weight_decay: AdamW's, decoupled.
+        decay: of Muon's momentum.
+        b1: AdamW's first decay.
+        b2: AdamW's second decay.
+        rule: as in `scale_by_shape`.
+        newton_schulz: the iteration.
+        view: which matrices a leaf consists of, as in `muon_with_adamw`.
+        labels: as in `muon_with_adamw`.
+        mask: which parameters decay, as in `add_decayed_weights`.
+
+    Follows Kimi K2 (arXiv 2507.20534), whose Muon is Moonlight's (arXiv 2502.16982).
+
+    >>> from muonfx.select import default_labels_by_name
+    >>> heads = AttentionHeads("*.attn", heads=2)
+    >>> tx = muonclip(heads, 0.02, labels=default_labels_by_name)
+    >>> names = "h.0.attn.q_proj.weight", "h.0.attn.k_proj.weight", "wte.weight"
+    >>> list(tx.init({name: torch.zeros(4, 4) for name in names}))
+    ['partition', 'qk_clip']
+    """
+    return chain(
+        muon_with_adamw(
+            learning_rate,
+            adamw_learning_rate,
+            weight_decay=weight_decay,
+            adamw_weight_decay=adamw_weight_decay,
+            decay=decay,
+            b1=b1,
+            b2=b2,
+            rule=rule,
+            newton_schulz=newton_schulz,
+            view=view,
+            labels=labels,
+            mask=mask,
+        ),
+        qk_clip(heads, tau, alpha),
     )

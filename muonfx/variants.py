@@ -23,13 +23,13 @@ from muonfx.transforms import (
     orthogonalize,
     sampled_momentum,
     scale,
-    scale_by_adam,
     scale_by_dion,
     scale_by_dual_norm,
     scale_by_learning_rate,
-    scale_by_lion,
     scale_by_namo,
+    scale_by_rms,
     scale_by_shape,
+    scale_by_sign,
 )
 from muonfx.transforms._matrices import Dims, MatrixView
 
@@ -85,7 +85,7 @@ def scion(
     average, polar_factor = momentum(decay, nesterov=False), orthogonalize(newton_schulz=newton_schulz, view=view)
     directions = {
         "spectral": (average, polar_factor, scale_by_shape("spectral", view=view)),
-        "sign": (scale_by_lion(decay, decay), scale_by_shape("fan_in", view=view)),  # with one decay, of the average
+        "sign": (average, scale_by_sign(), scale_by_shape("fan_in", view=view)),
         "rows": (average, normalize_rows(view=view), scale_by_shape("fan_in", view=view)),
         "columns": (average, normalize_columns(view=view)),
         "embedding": (average, normalize_rows(view=view)),
@@ -134,17 +134,17 @@ def adamuon(
         view: which matrices a leaf consists of; each is brought to the size 0.2.
         mask: which parameters decay, as in `add_decayed_weights`.
 
-    Follows AdaMuon (arXiv 2507.11005) as its authors' code has it; the paper's later version takes signs of the
-    momentum first.
+    Follows AdaMuon (arXiv 2507.11005) as its authors' code has it; the paper's later version orthogonalizes the signs
+    of the momentum: put `scale_by_sign` behind it.
 
     >>> adamuon(1e-3)  # doctest: +NORMALIZE_WHITESPACE
-    chain(momentum(), orthogonalize(), scale_by_adam(b1=0.0, b2=0.95), normalize_matrices(), scale(factor=0.2),
-          add_decayed_weights(), scale_by_learning_rate(learning_rate=0.001))
+    chain(momentum(), orthogonalize(), scale_by_rms(decay=0.95, eps_in_sqrt=False, debias=True), normalize_matrices(),
+          scale(factor=0.2), add_decayed_weights(), scale_by_learning_rate(learning_rate=0.001))
     """
     return chain(
         momentum(decay, nesterov=nesterov),
         orthogonalize(newton_schulz=newton_schulz, view=view),
-        scale_by_adam(0.0, second_decay, eps),
+        scale_by_rms(second_decay, eps, eps_in_sqrt=False, debias=True),
         normalize_matrices(view=view),
         scale(0.2),
         add_decayed_weights(weight_decay, mask),

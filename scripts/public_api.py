@@ -17,6 +17,7 @@ TITLES = {
     "partition": "Partitions and masks",
     "transforms": "Transforms by family",
     "compact": "State in eight bits",
+    "attention": "Attention logits",
     "recipes": "Recipes",
     "variants": "Variants of Muon",
     "optimizer": "torch.optim optimizer",

@@ -76,3 +76,11 @@ def test_an_iteration_says_what_a_recipe_has_no_argument_for() -> None:
 def test_an_iteration_is_checked_where_it_is_made(settings: dict[str, Any], wrong: str) -> None:
     with pytest.raises(ValueError, match=wrong):
         mfx.polar.NewtonSchulz(**settings)
+
+
+def test_nesterov_reaches_adam_and_is_not_said_where_it_is_not_asked_for() -> None:
+    ahead = mfx.scale_by_adam(0.9, 0.95, nesterov=True)
+    assert repr(ahead) in repr(mfx.adamw(0.1, b2=0.95, nesterov=True))
+    assert repr(ahead) in repr(mfx.muon_with_adamw(0.1, adamw_nesterov=True))
+    assert mfx.adamw(0.1, nesterov=False).fingerprint == mfx.adamw(0.1).fingerprint
+    assert "nesterov" not in repr(mfx.adamw(0.1)) + repr(mfx.muon_with_adamw(0.1))

@@ -32,6 +32,7 @@ from muonfx.tree import PyTree
 
 __all__ = [
     "NOTHING",
+    "ON_PIECES",
     "Declaration",
     "Donation",
     "EmptyState",
@@ -168,7 +169,10 @@ class Declaration:
                 raise TypeError(f"transform: {option} must be a function or None, found {function!r}")
 
 
-_OUR_EXTRAS = frozenset({"donate", "sum_over_leaves", "workspace"})
+ON_PIECES = frozenset({"sum_over_leaves", "shard", "max_over_ranks"})
+"""The extras by which a TREE transform works on a rank's pieces of leaves: it gets these, not the gathered tree."""
+
+_OUR_EXTRAS = ON_PIECES | {"donate", "workspace"}
 """Named in signatures, and given by those who call transforms, not by training loops."""
 
 
@@ -316,7 +320,7 @@ class Transform(Recorded):
 
         >>> import muonfx as mfx
         >>> mfx.muon(blocks={"*.qkv.weight": 3}).name_patterns
-        (NamePatterns(argument='blocks', groups=(('*.qkv.weight',),), first_counts=True),)
+        (NamePatterns(argument='blocks', groups=(('*.qkv.weight',),), first_counts=True, required=False),)
         """
         return self._derived("name_patterns", self._find_name_patterns)
 
@@ -342,9 +346,9 @@ class Transform(Recorded):
         named = [parameter for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
         required = {parameter.name for parameter in named if parameter.default is parameter.empty}
-        for part in self.children if takes_all else ():
-            required |= part.extras.required
         names = frozenset(parameter.name for parameter in named)
+        for part in self.children if takes_all else ():
+            required |= part.extras.required - names  # one that is named here with a default can do without
         return Extras(names, takes_all, frozenset(required - {"sum_over_leaves"}))
 
     @property
@@ -392,6 +396,16 @@ class Transform(Recorded):
                 f"{self.name}: nothing in it reads the named extra {unknown[0]}{did_you_mean(unknown[0], understood)}; "
                 f"it reads {there}. A transform reads the extras that its update's signature names"
             )
+
+    @property
+    def works_on_pieces(self) -> bool:
+        """True if its update names an extra by which it can work on pieces of leaves, whatever its locality.
+
+        >>> import muonfx as mfx
+        >>> mfx.clip_by_global_norm(1.0).works_on_pieces, mfx.stateless(abs).works_on_pieces
+        (True, False)
+        """
+        return not ON_PIECES.isdisjoint(self.extras.named)
 
     @property
     def keeps_donation_promise(self) -> bool:

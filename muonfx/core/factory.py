@@ -55,7 +55,9 @@ def transform(
 
     Args:
         constructor: the function; its name becomes the transform's name unless one is declared. Its ``update`` takes
-            ``(updates, state, params)`` and, keyword-only, the extras that it wants to receive.
+            ``(updates, state, params)`` and, keyword-only, the extras that it wants to receive. A TREE transform that
+            names ``sum_over_leaves``, ``max_over_ranks`` or ``shard`` gets a rank's pieces of leaves and these
+            functions over ranks; one that names none gets the gathered tree.
         name: a public name that stays when the function moves or is renamed, such as "acme.my_momentum": fingerprints
             in checkpoints know the transform by it, and its last part is the key of the state in a chain. None: the
             function's module and name, so that its checkpoints are of another chain once it lies elsewhere.

@@ -186,7 +186,7 @@ def _with_views(tx: Transform, labels: Labels) -> Transform:
     """The same transform, told how to see the parameters of these labels, where it is not told yet."""
     if not labels.views:
         return tx
-    if "dims" in tx.arguments and tx.arguments.get("block_axis", -2) == -2:  # the views have blocks of rows
+    if "dims" in tx.arguments and tx.arguments.get("block_axis") != -1:  # the views have blocks of rows
         dims, blocks = labels.settings(tx.arguments["dims"], tx.arguments["blocks"])
         return tx.replace(dims=dims, blocks=blocks)
     return tx.with_children(lambda part: _with_views(part, labels))

@@ -15,6 +15,7 @@ from muonfx.core.combine import chain_entries, widest
 from muonfx.core.contract import NOTHING
 from muonfx.hyperparams import with_hyperparams
 from muonfx.optimizer.values import Number, agreement, distinct
+from muonfx.program.buckets import parameters_of
 from muonfx.program.nodes import Node, Program
 from muonfx.recorded import with_numbers
 from muonfx.tree import PyTree
@@ -96,6 +97,13 @@ def for_groups(
     return _in_versions(tx, root, values, members, set(conflicts))
 
 
+def _keeps_a_number(node: Node) -> bool:
+    """True if a state has a number that belongs to no parameter, of which each version would make its own."""
+    state = node.tx.functions.init(node.like)
+    pairs = zip(tree.leaves(state), parameters_of(state, node.like), strict=True)
+    return any(isinstance(leaf, Tensor) and leaf.is_floating_point() and name is None for leaf, name in pairs)
+
+
 def _in_versions(
     tx: Transform,
     node: Node,
@@ -105,7 +113,7 @@ def _in_versions(
 ) -> Transform:
     own = next((name for name in node.own.names if name in conflicts), None)
     if own is not None:
-        if node.called or tx.locality is Locality.TREE:
+        if node.called or tx.locality is Locality.TREE or _keeps_a_number(node):
             kind = "around others" if node.called else "that looks at all parameters together"
             raise ValueError(
                 f"the groups disagree about {own!r}, which belongs to a transform {kind}; give it one value in "

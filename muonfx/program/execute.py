@@ -33,7 +33,7 @@ from muonfx.program.buckets import (
 )
 from muonfx.program.lower import lower_node, named_chain, resolve_within, state_around
 from muonfx.program.nodes import Around, ChainNode, Node, Stage, WholeTree
-from muonfx.program.placement import RESIDENT, Arguments, Placement, Run, Store
+from muonfx.program.placement import ALONE, RESIDENT, Arguments, Placement, Run, Store
 from muonfx.program.routes import PIECE_BYTES, Routes, at_path, can_be_routed, put_at_path
 from muonfx.recorded import with_numbers
 from muonfx.tree import PyTree
@@ -77,7 +77,11 @@ class Executor:
         self._routes: dict[int, Routes] = {}
         self._warned: set[str] = set()
         self._at_hand: Executor | None = None
-        self._workspace = Workspace()
+        self._extras: Mapping[str, Any] = {
+            "workspace": Workspace(),
+            "shard": placement.shard,
+            "max_over_ranks": placement.max_over_ranks,
+        }
 
     def program(self, tx: Transform, params: PyTree) -> Node:
         """The program of a transform for a tree, lowered once for each structure of the transform and names."""
@@ -162,7 +166,7 @@ class Executor:
 
     def update_node(self, node: Node, now: Now, call: Arguments) -> tuple[PyTree, PyTree]:
         """Update by a node of a program; see `update`."""
-        call = call._replace(extras={"workspace": self._workspace, **call.extras})
+        call = call._replace(extras={**self._extras, **call.extras})
         if self._is_unit(node):
             return self._update_unit(node, now, call)
         if isinstance(node, ChainNode):
@@ -179,7 +183,9 @@ class Executor:
             whole = call._replace(
                 updates=self.placement.gather(call.updates), params=self.placement.gather(call.params)
             )
-            out, after = whole.run(self._transform(node, now), donate=NOTHING, sum_over_leaves=sum_over_leaves)
+            out, after = whole.run(
+                self._transform(node, now), donate=NOTHING, sum_over_leaves=sum_over_leaves, shard=ALONE.shard
+            )
             out = self.placement.shard(out)
         else:
             out, after = self._update_at_once(node, now, call)

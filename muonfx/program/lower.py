@@ -18,6 +18,7 @@ from muonfx.program.nodes import (
     Elementwise,
     Member,
     Node,
+    OnPieces,
     OwnNumbers,
     Program,
     Stage,
@@ -137,8 +138,10 @@ def _lower_at(tx: Transform, like: PyTree, where: _Where) -> Node:
         return _stage([Member(made.name, member)])
     if made.locality is Locality.ELEMENT:
         kind: type[Node] = Elementwise
+    elif made.works_on_pieces and not made.children:
+        kind = SumOverLeaves if _sums(made) else OnPieces
     else:
-        kind = SumOverLeaves if _sums(made) and not made.children else WholeTree
+        kind = WholeTree
     return kind(*place, label=where.label, own=own, within=inner)
 
 

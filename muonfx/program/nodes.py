@@ -20,6 +20,7 @@ __all__ = [
     "Elementwise",
     "Member",
     "Node",
+    "OnPieces",
     "OwnNumbers",
     "Program",
     "Stage",
@@ -102,6 +103,12 @@ class SumOverLeaves(Node):
     """Done on any pieces of leaves, but for sums over all leaves, which go over all ranks."""
 
     kind = "sum over leaves"
+
+
+class OnPieces(Node):
+    """Done on this rank's pieces of leaves, with what it asks of other ranks itself."""
+
+    kind = "on pieces"
 
 
 class WholeTree(Node):

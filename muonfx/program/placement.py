@@ -82,6 +82,10 @@ class Placement(Protocol):
         """Add scalars, one for each leaf, over all leaves and ranks."""
         ...
 
+    def max_over_ranks(self, values: Tensor) -> Tensor:
+        """The largest that any rank has, element by element; as many on all."""
+        ...
+
     def gather(self, values: PyTree) -> PyTree:
         """Whole leaves of local ones, on every rank."""
         ...
@@ -122,6 +126,10 @@ class Alone:
     def sum_over_leaves(self, scalars: PyTree) -> Tensor:
         """Add scalars."""
         return sum_over_leaves(scalars)
+
+    def max_over_ranks(self, values: Tensor) -> Tensor:
+        """The very values."""
+        return values
 
     def gather(self, values: PyTree) -> PyTree:
         """The very values."""

@@ -172,6 +172,15 @@ class Binding:
                 dist.all_reduce(stacked, group=self.layout.group)
         return sum_over_leaves(list(stacked.unbind()))
 
+    def max_over_ranks(self, values: Tensor) -> Tensor:
+        """The largest that any rank has, element by element; one all-reduce where they lie, which no host waits for."""
+        if self.layout.group is None or self.layout.size == 1:
+            return values
+        most = values.clone()
+        with collective("finding the largest of all ranks"):
+            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.layout.group)
+        return most
+
     def _counted(self, name: str, scalar: Tensor) -> Tensor:
         """The number that a rank adds for a leaf: of several holders one adds; but of what is not finite, all hear."""
         if self.layout.rank in self.layout.pieces[name].firsts:

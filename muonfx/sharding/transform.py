@@ -63,7 +63,8 @@ class Sharded(Transform):
             state: what `init` or the previous `update` returned.
             params: local parameters, for transforms that need them.
             donate: as in `Transform.update`.
-            **extras: named values for the transforms; the same on all ranks.
+            **extras: named values for the transforms; the same on all ranks, but for a mapping, such as the
+                ``max_logits`` of `muonfx.qk_clip`, whose transform takes each rank's own: of it names and shapes.
 
         Returns:
             Local updates and the next state.

@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
+from torch import Tensor
 
 from muonfx import recipes, select, tree, variants
 from muonfx import schedules as sch
 from muonfx import transforms as tfs
 from muonfx.compact import fp8, int8
-from muonfx.core import Locality, Transform, add_updates, chain, identity, set_to_zero, stateless
+from muonfx.core import Donation, Locality, Transform, add_updates, chain, identity, set_to_zero, stateless, transform
+from muonfx.core.contract import NOTHING
 from muonfx.hyperparams import inject_hyperparams
 from muonfx.partition import masked, partition
 from muonfx.tree import PyTree
@@ -30,6 +32,8 @@ def schedules() -> st.SearchStrategy[sch.Schedule]:
     """
     values = st.sampled_from((0.0, 0.125, 0.5, 1.0))
     lengths = st.integers(0, 4)
+    ways = st.sampled_from(("linear", "cosine"))
+    scales = st.sampled_from(({}, {1: 0.5}, {2: 0.5, 3: 2.0}))
 
     def trapezoid(peak: float, up: int, down: int, flat: int) -> sch.Schedule:
         return sch.warmup_stable_decay(peak, up, down, up + flat + down)
@@ -40,6 +44,12 @@ def schedules() -> st.SearchStrategy[sch.Schedule]:
         st.builds(sch.cosine, values, lengths, values),
         st.builds(lambda peak, up, more: sch.warmup_cosine(peak, up, up + more), values, lengths, lengths),
         st.builds(trapezoid, values, lengths, lengths, lengths),
+        st.builds(sch.polynomial, values, values, lengths, st.sampled_from((1.0, 2.0)), st.integers(0, 1)),
+        st.builds(sch.exponential, values, st.integers(1, 3), st.sampled_from((0.5, 2.0)), staircase=st.booleans()),
+        st.builds(sch.piecewise_constant, values, scales),
+        st.builds(sch.piecewise_interpolate, values, scales, ways),
+        st.builds(sch.one_cycle, values, st.integers(1, 4), ways),
+        st.builds(sch.sgdr, values, st.integers(1, 3), st.integers(1, 3), growth=st.integers(1, 2)),
     )
     joined = st.builds(lambda a, b, at: sch.join([a, b], [at]), simple, simple, st.integers(1, 3))
     return simple | joined
@@ -61,6 +71,38 @@ def by_rank(params: PyTree) -> PyTree:
     {'w': 'matrices', 'b': 'rest'}
     """
     return tree.map(lambda leaf: "matrices" if leaf.ndim >= 2 else "rest", params)
+
+
+def every_other(count: Tensor) -> Tensor:
+    """A condition for `conditionally_transform`, in a module so that it pickles.
+
+    >>> every_other(torch.tensor(0)), every_other(torch.tensor(1))
+    (tensor(True), tensor(False))
+    """
+    return count % 2 == 0
+
+
+@transform(
+    locality=lambda inner: inner.locality,
+    own_locality=Locality.ELEMENT,
+    reads_params=lambda inner: inner.reads_params,
+)
+def with_value(inner: Transform):
+    """Give a transform the named extra ``value``, of which laws know nothing: a loss that does not improve.
+
+    >>> import muonfx as mfx
+    >>> tx = with_value(mfx.reduce_on_plateau(0.5, patience=1))
+    >>> state = tx.init({"w": torch.ones(1)})
+    >>> for _ in range(2):
+    ...     updates, state = tx.update({"w": torch.ones(1)}, state)
+    >>> updates
+    {'w': tensor([0.5000])}
+    """
+
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING):
+        return inner.run(updates, state, params, donate=donate, value=1.0)
+
+    return inner.functions.init, update
 
 
 _SHARES = st.sampled_from((0.9, 0.0, 0.5, 0.99))
@@ -132,6 +174,33 @@ _ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
     "accumulate": st.builds(tfs.accumulate, _INNER, st.integers(1, 3), mean=st.booleans(), dtype=_PINNED),
     "add_decayed_weights": st.builds(tfs.add_decayed_weights, _RATES, _MASKS, cautious=st.booleans()),
     "subtract_decayed_weights": st.builds(tfs.subtract_decayed_weights, _RATES, _MASKS, cautious=st.booleans()),
+    "conditionally_mask": st.builds(tfs.conditionally_mask, _INNER, st.just(every_other)),
+    "conditionally_transform": st.builds(tfs.conditionally_transform, _INNER, st.just(every_other)),
+    "lookahead": st.builds(tfs.lookahead, _INNER, st.integers(1, 3), st.sampled_from((0.5, 0.0, 1.0)), dtype=_PINNED),
+    "reduce_on_plateau": st.builds(
+        lambda *given: with_value(tfs.reduce_on_plateau(*given)),
+        st.sampled_from((0.5, 0.1)),
+        st.integers(1, 2),
+        st.just(1e-4),
+        st.just(0.0),
+        st.integers(0, 2),
+        st.integers(1, 2),
+    ),
+    "sam": st.builds(tfs.sam, st.sampled_from((0.05, 0.0, 2.0)), adaptive=st.booleans()),
+    "scale_by_prodigy": st.builds(
+        tfs.scale_by_prodigy,
+        _RATES,
+        _SHARES,
+        _SHARES,
+        _TINY,
+        estim_lr0=st.sampled_from((1e-6, 1e-2)),
+        weight_decay=_SHARES,
+        safeguard_warmup=st.booleans(),
+        dtype=_PINNED,
+    ),
+    "schedule_free": st.builds(
+        tfs.schedule_free, _INNER, _RATES, st.sampled_from((0.9, 1.0, 0.5)), weight_lr_power=_SHARES, dtype=_PINNED
+    ),
     "cautious": st.builds(tfs.cautious, _INNER.filter(lambda tx: not _is_negative_scale(tx))),
     "add_updates": st.lists(_INNER, min_size=1, max_size=2).map(lambda members: add_updates(*members)),
     "clip_singular_values": st.builds(tfs.clip_singular_values, _POSITIVE, dims=_DIMS),
@@ -141,6 +210,9 @@ _ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
     "scale_by_dion": st.builds(tfs.scale_by_dion, st.integers(1, 3), _SHARES, dtype=_PINNED, dims=_DIMS),
     "scale_by_dual_norm": st.builds(tfs.scale_by_dual_norm, _INNER, dims=_DIMS),
     "scale_by_namo": st.builds(tfs.scale_by_namo, _INNER, _SHARES, _SHARES, _TINY, dtype=_PINNED, dims=_DIMS),
+    "adaptive_grad_clip": st.builds(tfs.adaptive_grad_clip, _POSITIVE, _POSITIVE),
+    "add_noise": st.builds(tfs.add_noise, _SHARES, _SHARES, st.integers(0, 3)),
+    "centralize": st.builds(tfs.centralize),
     "clip_by_block_rms": st.builds(tfs.clip_by_block_rms, _POSITIVE),
     "clip_by_global_norm": st.builds(tfs.clip_by_global_norm, _POSITIVE),
     "clip_by_value": st.builds(tfs.clip_by_value, _POSITIVE),
@@ -156,8 +228,15 @@ _ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
     "normalize_leaves": st.builds(tfs.normalize_leaves),
     "normalize_matrices": st.builds(tfs.normalize_matrices, dims=_DIMS),
     "normalize_rows": st.builds(tfs.normalize_rows, dims=_DIMS),
+    "normalize_by_update_norm": st.builds(tfs.normalize_by_update_norm, _SCALES, _TINY),
     "normalize_neurons": st.builds(
-        tfs.normalize_neurons, _SHARES, _TINY, keep_norm=st.booleans(), dtype=_PINNED, dims=_DIMS
+        tfs.normalize_neurons,
+        _SHARES,
+        _TINY,
+        keep_norm=st.booleans(),
+        axis=st.sampled_from(("rows", "longer")),
+        dtype=_PINNED,
+        dims=_DIMS,
     ),
     "orthogonalize": st.builds(
         tfs.orthogonalize,
@@ -170,10 +249,28 @@ _ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
     ),
     "scale": st.builds(tfs.scale, _SCALES),
     "scale_by_adam": _adams(),
+    "scale_by_factored_rms": st.builds(
+        tfs.scale_by_factored_rms,
+        factored=st.booleans(),
+        decay_rate=_SHARES,
+        min_dim_size_to_factor=st.sampled_from((1, 2, 128)),
+        dtype=_PINNED,
+    ),
     "scale_by_learning_rate": st.builds(tfs.scale_by_learning_rate, _RATES, flip_sign=st.booleans()),
     "scale_by_lion": st.builds(tfs.scale_by_lion, _SHARES, _SHARES, mu_dtype=_STATE),
+    "scale_by_rms": st.builds(
+        tfs.scale_by_rms,
+        _SHARES,
+        _TINY,
+        st.sampled_from((0.0, 1.0)),
+        eps_in_sqrt=st.booleans(),
+        debias=st.booleans(),
+        nu_dtype=_STATE,
+    ),
     "scale_by_schedule": st.builds(tfs.scale_by_schedule, schedules()),
     "scale_by_shape": st.builds(tfs.scale_by_shape, _RULES, dims=_DIMS),
+    "scale_by_sign": st.builds(tfs.scale_by_sign),
+    "scale_by_trust_ratio": st.builds(tfs.scale_by_trust_ratio, st.sampled_from((0.0, 1e-3)), _SHARES, _TINY),
     "skip_nonfinite": st.builds(tfs.skip_nonfinite, _INNER),
     "adamw": st.builds(recipes.adamw, _RATES, b1=_SHARES, b2=_SHARES, mask=_MASKS),
     "lion": st.builds(recipes.lion, _RATES, b1=_SHARES, b2=_SHARES),
@@ -189,6 +286,7 @@ _ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
     "scion": st.builds(
         variants.scion, _RATES, decay=_SHARES, constrained=st.booleans(), labels=st.just(select.default_labels_by_name)
     ),
+    "prodigy": st.builds(recipes.prodigy, _RATES, b1=_SHARES, b2=_SHARES, weight_decay=_SHARES),
     "muon_with_adamw": st.builds(
         recipes.muon_with_adamw,
         _RATES,
@@ -196,6 +294,9 @@ _ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
         weight_decay=_SHARES,
         labels=st.just(select.default_labels_by_name),
     ),
+    # Without heads, since drawn trees have no attention modules.
+    "qk_clip": st.builds(tfs.qk_clip, st.just(()), _POSITIVE, _SHARES),
+    "muonclip": st.builds(recipes.muonclip, st.just(()), _RATES, labels=st.just(select.default_labels_by_name)),
 }
 
 MATRIX_ONLY = frozenset(

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from muonfx.core import Donation, Transform
+from muonfx.core import Donation, EmptyState, Transform, identity
+from muonfx.core.contract import InStore
 from muonfx.tree import PyTree
 
-__all__ = ["StoreExecutor"]
+__all__ = ["INNER_FIRST", "StoreExecutor"]
 
 
 class StoreExecutor(Protocol):
@@ -35,3 +36,29 @@ class StoreExecutor(Protocol):
     def kept_state(self, state: PyTree, params: PyTree, donate: Donation) -> PyTree:
         """Return a state that does not change."""
         ...
+
+
+def _init_in_store(executor: StoreExecutor, tx: Transform, params: PyTree) -> PyTree:
+    own = executor.init_in_store(tx.with_children(lambda _: identity()), params)
+    return own._replace(inner=tx.children[0].functions.init(params))
+
+
+def _update_in_store(
+    executor: StoreExecutor,
+    tx: Transform,
+    updates: PyTree,
+    state: PyTree,
+    params: PyTree,
+    donate: Donation,
+    extras: Mapping[str, object],
+) -> tuple[PyTree, PyTree]:
+    out, inner = tx.children[0].run(updates, state.inner, params, donate=donate, **extras)
+    own = state._replace(inner=EmptyState())
+    given = Donation(False, donate.state)
+    out, after = executor.update_in_store(tx.with_children(lambda _: identity()), out, own, params, given, extras)
+    return out, after._replace(inner=inner)
+
+
+INNER_FIRST = InStore(_init_in_store, _update_in_store)
+"""For a wrapper that hands on all that it gets, and then works on the updates that come back, element by element. Its
+state has the inner one's under ``inner``."""

@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from glob import escape
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from muonfx.arguments import Options, check_plain, plain_kinds
+from muonfx.arguments import Options
 from muonfx.checks import NamePatterns
 from muonfx.core import Locality, Transform
 from muonfx.tracing import matches
 from muonfx.tree import Present, PyTree
 
 __all__ = [
+    "BlockAxis",
     "Blocks",
     "Dims",
     "MatrixView",
@@ -42,8 +43,10 @@ Dims = tuple[tuple[int, ...], tuple[int, ...]]
 Blocks = int | tuple[int, ...]
 """The number of equal blocks, or their sizes, along the block axis."""
 
+BlockAxis = int | Mapping[str, int | None]
+"""The axis along which blocks are cut: -2 or -1, for all leaves or by name."""
+
 S = TypeVar("S")
-_INT = plain_kinds("int")
 
 
 def matrix_locality(*_: object, dims: Dims | Mapping[str, Dims] | None, **__: object) -> Locality:
@@ -64,10 +67,9 @@ class MatrixView(Options):
             as a convolution wants it.
         blocks: cut each matrix along ``block_axis`` into this many equal blocks, or into blocks of these sizes, and
             treat each alone: ``{"*.qkv.weight": 3}`` for a fused QKV, the number of heads for per-head updates.
-        block_axis: -2 cuts rows (output features), -1 columns (input features).
+        block_axis: -2 cuts rows (output features), -1 columns (input features); no match is -2.
 
     Raises:
-        TypeError: ``block_axis`` is no int.
         ValueError: a setting is malformed; the message says what is expected.
 
     Example:
@@ -75,11 +77,18 @@ class MatrixView(Options):
         >>> view = mfx.MatrixView(blocks={"*.qkv.weight": 3})
         >>> mfx.chain(mfx.orthogonalize(view=view), mfx.scale_by_shape("spectral", view=view))
         chain(orthogonalize(blocks={'*.qkv.weight': 3}), scale_by_shape(rule='spectral', blocks={'*.qkv.weight': 3}))
+
+        Attention by head, 8 heads of queries and 2 of keys and values, whose outputs are the columns of ``o``:
+
+        >>> heads = {"*.q.weight": 8, "*.k.weight": 2, "*.v.weight": 2, "*.o.weight": 8}
+        >>> mfx.muon(0.02, view=mfx.MatrixView(blocks=heads, block_axis={"*.o.weight": -1})).children[1]
+        orthogonalize(blocks={'*.q.weight': 8, '*.k.weight': 2, '*.v.weight': 2, '*.o.weight': 8},
+                      block_axis={'*.o.weight': -1})
     """
 
     dims: Dims | Mapping[str, Dims | None] | None = None
     blocks: Blocks | Mapping[str, Blocks | None] | None = None
-    block_axis: int = -2
+    block_axis: BlockAxis = -2
 
     def __post_init__(self) -> None:
         """Check the settings, and hold mappings of our own, which nobody changes."""
@@ -96,13 +105,13 @@ class MatrixView(Options):
                 isinstance(sizes, tuple) and sizes and all(type(size) is int and size > 0 for size in sizes)
             ):
                 raise ValueError(f"blocks must be None, a count, or a tuple of sizes, each at least 1, found {value!r}")
-        check_plain("MatrixView", "block_axis", self.block_axis, _INT)
-        if self.block_axis not in (-2, -1):
-            raise ValueError(f"block_axis must be -2 (rows) or -1 (columns), found {self.block_axis!r}")
-        if isinstance(self.dims, Mapping):
-            object.__setattr__(self, "dims", dict(self.dims))
-        if isinstance(self.blocks, Mapping):
-            object.__setattr__(self, "blocks", dict(self.blocks))
+        for value in self.block_axis.values() if isinstance(self.block_axis, Mapping) else (self.block_axis,):
+            if (type(value) is not int and value is not None) or value not in (-2, -1, None):
+                raise ValueError(f"block_axis must be -2 (rows) or -1 (columns), found {value!r}")
+        for name in self.__match_args__:
+            setting = getattr(self, name)
+            if isinstance(setting, Mapping):
+                object.__setattr__(self, name, dict(setting))
 
     def __eq__(self, other: object) -> bool:
         """Equal settings; the order of patterns counts, as the first match does."""
@@ -113,20 +122,28 @@ class MatrixView(Options):
 
     @property
     def _key(self) -> tuple[object, ...]:
-        return _ordered(self.dims), _ordered(self.blocks), self.block_axis
+        return _ordered(self.dims), _ordered(self.blocks), _ordered(self.block_axis)
 
     def of(self, names: Sequence[str]) -> list[MatrixView]:
         """The settings for each named leaf."""
         if not self.needs_names:
             return [self] * len(names)
-        found = [(_pick(self.dims, name), _pick(self.blocks, name)) for name in names]
-        views = {pair: replace(self, dims=pair[0], blocks=pair[1]) for pair in dict.fromkeys(found)}
-        return [views[pair] for pair in found]
+        found = [
+            (_pick(self.dims, name), _pick(self.blocks, name), _pick(self.block_axis, name) or -2) for name in names
+        ]
+        views = {settings: MatrixView(*settings) for settings in dict.fromkeys(found)}
+        return [views[settings] for settings in found]
 
     @property
     def needs_names(self) -> bool:
         """True if a setting depends on a leaf's name."""
-        return isinstance(self.dims, Mapping) or isinstance(self.blocks, Mapping)
+        return any(isinstance(setting, Mapping) for setting in (self.dims, self.blocks, self.block_axis))
+
+    @property
+    def axis(self) -> int:
+        """The block axis, of the view of one leaf."""
+        assert isinstance(self.block_axis, int)  # a mapping has been resolved, by `of`
+        return self.block_axis
 
     def split(self, leaf: Tensor, name: str) -> list[Tensor]:
         """View a leaf as matrices of shape (..., rows, columns): one tensor, or one for each of unequal blocks.
@@ -137,26 +154,26 @@ class MatrixView(Options):
         matrix = self._to_matrix(leaf, name)
         if self.blocks is None:
             return [matrix]
-        size = matrix.shape[self.block_axis]
+        size = matrix.shape[self.axis]
         if isinstance(self.blocks, int):
             if size % self.blocks:
                 raise ValueError(f"{name!r}: {size} {self._axis_name} cannot be cut into {self.blocks} equal blocks")
-            return [stack_blocks(matrix, self.blocks, self.block_axis)]
+            return [stack_blocks(matrix, self.blocks, self.axis)]
         assert isinstance(self.blocks, tuple)  # a mapping has been resolved, by `of`
         if sum(self.blocks) != size:
             raise ValueError(
                 f"{name!r}: blocks {self.blocks} add up to {sum(self.blocks)}, the leaf has {size} {self._axis_name}"
             )
-        return list(matrix.split(list(self.blocks), dim=self.block_axis))
+        return list(matrix.split(list(self.blocks), dim=self.axis))
 
     def join(self, matrices: list[Tensor], leaf: Tensor) -> Tensor:
         """Undo `split`, for a leaf of the given shape."""
         if self.blocks is None:
             matrix = matrices[0]
         elif isinstance(self.blocks, int):
-            matrix = unstack_blocks(matrices[0], self.block_axis)
+            matrix = unstack_blocks(matrices[0], self.axis)
         else:
-            matrix = torch.cat(matrices, dim=self.block_axis)
+            matrix = torch.cat(matrices, dim=self.axis)
         if self.dims is None:
             return matrix if leaf.ndim == 2 else matrix.reshape(leaf.shape)
         batch, rows, columns = self._dims_of(leaf, "")
@@ -174,13 +191,13 @@ class MatrixView(Options):
             return None
         if self.blocks is None:
             return (shape[-2], shape[-1]) if len(shape) > 2 else None
-        if not isinstance(self.blocks, int) or self.block_axis != -2 or shape[-2] % self.blocks:
+        if not isinstance(self.blocks, int) or self.axis != -2 or shape[-2] % self.blocks:
             return None
         return shape[-2] // self.blocks, shape[-1]
 
     @property
     def _axis_name(self) -> str:
-        return "rows" if self.block_axis == -2 else "columns"
+        return "rows" if self.axis == -2 else "columns"
 
     def _to_matrix(self, leaf: Tensor, name: str) -> Tensor:
         if self.dims is None:
@@ -257,8 +274,8 @@ def join_scalars(view: MatrixView, scalars: list[Tensor]) -> Tensor:
     if view.blocks is None:
         return scalars[0]
     if isinstance(view.blocks, tuple):
-        return torch.cat(scalars, dim=view.block_axis)
-    return unstack_blocks(scalars[0], view.block_axis)
+        return torch.cat(scalars, dim=view.axis)
+    return unstack_blocks(scalars[0], view.axis)
 
 
 def split_scalars(view: MatrixView, joined: Tensor) -> list[Tensor]:
@@ -266,9 +283,9 @@ def split_scalars(view: MatrixView, joined: Tensor) -> list[Tensor]:
     if view.blocks is None:
         return [joined]
     if isinstance(view.blocks, tuple):
-        return list(joined.split(1, dim=view.block_axis))
+        return list(joined.split(1, dim=view.axis))
     assert isinstance(view.blocks, int)
-    return [stack_blocks(joined, view.blocks, view.block_axis)]
+    return [stack_blocks(joined, view.blocks, view.axis)]
 
 
 def on_stacks(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Transform, dict[str, tuple[int, int]]]:
@@ -300,7 +317,7 @@ def on_stacks_without_blocks(
 
 def name_patterns(tx: Transform) -> list[NamePatterns]:
     """The globs that a transform with a `MatrixView` holds, as `muonfx.transform` asks for them."""
-    settings = {name: tx.arguments[name] for name in ("dims", "blocks")}
+    settings = {name: tx.arguments[name] for name in ("dims", "blocks", "block_axis")}
     return [
         NamePatterns(name, tuple((pattern,) for pattern in setting), first_counts=True)
         for name, setting in settings.items()

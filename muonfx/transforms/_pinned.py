@@ -20,10 +20,13 @@ __all__ = [
     "WideStateDtype",
     "copies",
     "new_count",
+    "new_number",
     "power",
     "state_dtype",
     "store",
+    "to_floating",
     "widen",
+    "widest",
     "zeros",
 ]
 
@@ -76,6 +79,20 @@ def widen(updates: list[Tensor], stored: list[Tensor]) -> tuple[list[Tensor], li
     return new, ew.cast(stored, each), all(a is not b for a, b in zip(new, updates, strict=True))
 
 
+def widest(*lists: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Bring lists of tensors to the dtype to compute in: of each place, the widest there, and at least fp32."""
+    wide = [ew.wide_dtype(*[x.dtype for x in xs]) for xs in zip(*lists, strict=True)]
+    return [ew.cast(xs, wide) for xs in lists]
+
+
+def new_number(value: float | Tensor, device: torch.device) -> Tensor:
+    """A number for a state: 0-d, in fp64 where the device has it, and a storage of its own."""
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    if isinstance(value, Tensor):
+        return value.to(device=device, dtype=dtype, copy=True)
+    return torch.full((), value, dtype=dtype, device=device)
+
+
 def store(values: list[Tensor], old: Sequence[Tensor], *, reuse: bool) -> list[Tensor]:
     """Round values to the pinned dtypes of the old state; with ``reuse``, into its storage."""
     if reuse and not all(map(is_, values, old)):
@@ -90,4 +107,9 @@ def new_count(device: torch.device) -> Tensor:
 
 def power(base: float | Tensor, count: Tensor) -> Tensor:
     """Raise to a step count, in fp64 where the device has it."""
-    return torch.pow(base, count.to(torch.float32 if count.device.type == "mps" else torch.float64))
+    return torch.pow(base, to_floating(count))
+
+
+def to_floating(count: Tensor) -> Tensor:
+    """A step count to compute with: fp64 where the device has it."""
+    return count.to(torch.float32 if count.device.type == "mps" else torch.float64)

@@ -1,4 +1,4 @@
-"""Clipping: of elements, of leaves, and of the whole tree."""
+"""Clipping: of elements, of units, of leaves, and of the whole tree."""
 
 from __future__ import annotations
 
@@ -14,16 +14,9 @@ from muonfx.core.combine import no_state
 from muonfx.core.contract import NOTHING, sum_over_leaves
 from muonfx.tree import Present, PyTree, map
 
-__all__ = ["clip_by_block_rms", "clip_by_global_norm", "clip_by_value", "global_norm"]
+__all__ = ["adaptive_grad_clip", "clip_by_block_rms", "clip_by_global_norm", "clip_by_value", "global_norm"]
 
 SumOverLeaves = Callable[[PyTree], Tensor]
-
-
-def positive(name: str, value: float | Tensor) -> None:
-    """Require a finite number above 0."""
-    checks.at_least(name, value, 0.0)
-    if not isinstance(value, Tensor) and value == 0.0:
-        raise ValueError(f"{name} must be above 0, found {value!r}")
 
 
 @transform(locality=Locality.ELEMENT)
@@ -40,7 +33,7 @@ def clip_by_value(limit: float):
     >>> mfx.clip_by_value(1.0).update({"w": torch.tensor([-3.0, 0.5])}, mfx.EmptyState())[0]
     {'w': tensor([-1.0000,  0.5000])}
     """
-    positive("limit", limit)
+    checks.positive("limit", limit)
 
     def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
         at = Present(updates)
@@ -65,7 +58,7 @@ def clip_by_block_rms(threshold: float):
     >>> mfx.clip_by_block_rms(1.0).update({"w": torch.full((2,), 3.0)}, mfx.EmptyState())[0]
     {'w': tensor([1., 1.])}
     """
-    positive("threshold", threshold)
+    checks.positive("threshold", threshold)
 
     def clip(leaf: Tensor) -> Tensor:
         if leaf.numel() == 0:
@@ -78,6 +71,67 @@ def clip_by_block_rms(threshold: float):
         return map(clip, updates), state
 
     return no_state, update
+
+
+@transform(locality=Locality.LEAF)
+def adaptive_grad_clip(clipping: float, eps: float = 1e-3, axis: int | tuple[int, ...] | None = None):
+    """Scale down each unit of a leaf whose norm exceeds a share of the norm of the parameter's unit.
+
+    Args:
+        clipping: the largest ratio of the two norms, positive.
+        eps: a parameter's unit counts as at least this long, so that what starts at zero can move; positive.
+        axis: the dims that a norm is taken over. None: all but the first, so that a unit is an output feature in
+            PyTorch's layouts, (out, in) and (out, in, height, width); the whole leaf where at most one side exceeds 1.
+
+    Raises:
+        ValueError: ``clipping`` or ``eps`` is not positive and finite; at `update`, ``params`` is missing or a leaf has
+            not the dims that ``axis`` names.
+
+    Follows Brock et al. (arXiv 2102.06171) and Optax's transform of this name, whose units are those of JAX's layouts,
+    (in, out) and (height, width, in, out).
+
+    >>> import muonfx as mfx
+    >>> params, grads = {"w": torch.ones(2, 4)}, {"w": torch.tensor([[1.0] * 4, [0.01] * 4])}
+    >>> mfx.adaptive_grad_clip(0.1).update(grads, mfx.EmptyState(), params)[0]["w"][:, 0]
+    tensor([0.1000, 0.0100])
+    """
+    checks.positive("clipping", clipping)
+    checks.positive("eps", eps)
+
+    def clip(leaf: Tensor, param: Tensor) -> Tensor:
+        if leaf.numel() == 0:
+            return leaf
+        if leaf.ndim == 0:
+            dims: tuple[int, ...] = ()
+        elif axis is not None:
+            dims = (axis,) if isinstance(axis, int) else axis
+            if any(not -leaf.ndim <= dim < leaf.ndim for dim in dims):
+                raise ValueError(f"adaptive_grad_clip: axis is {axis}, but a leaf has the shape {tuple(leaf.shape)}")
+        else:
+            is_vector = sum(size > 1 for size in leaf.shape) <= 1
+            dims = tuple(range(0 if is_vector else 1, leaf.ndim))
+        allowed = clipping * _norm(param, dims).clamp(min=eps)
+        norm = _norm(leaf, dims)
+        exceeds = norm > allowed
+        factor = torch.where(exceeds, allowed / torch.where(exceeds, norm, 1.0), 1.0)
+        factor = torch.where(norm.isnan(), norm, factor)
+        return (leaf.to(ew.wide_dtype(leaf.dtype)) * factor).to(leaf.dtype)
+
+    def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
+        if params is None:
+            raise ValueError("adaptive_grad_clip needs the parameters: call update(updates, state, params)")
+        at = Present(updates)
+        pairs = zip(at.pick(updates), at.pick(params), strict=True)
+        return at.fill([clip(leaf, param) for leaf, param in pairs]), state
+
+    return no_state, update
+
+
+def _norm(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    wide = ew.wide_dtype(x.dtype)
+    if not dims:
+        return x.to(wide).abs()
+    return torch.linalg.vector_norm(x.to(wide), dim=dims, keepdim=True)
 
 
 @transform(locality=Locality.TREE)
@@ -98,7 +152,7 @@ def clip_by_global_norm(max_norm: float):
     >>> mfx.clip_by_global_norm(1.0).update({"w": torch.tensor([3.0, 4.0])}, mfx.EmptyState())[0]
     {'w': tensor([0.6000, 0.8000])}
     """
-    positive("max_norm", max_norm)
+    checks.positive("max_norm", max_norm)
 
     def update(
         updates: PyTree,

@@ -18,7 +18,6 @@ from muonfx.partition import mask_patterns, resolve_mask
 from muonfx.recorded import parts_of
 from muonfx.schedules import Schedule
 from muonfx.select.predicates import Predicate
-from muonfx.transforms.clip import positive
 from muonfx.transforms.scale import scale, scale_by_learning_rate, scale_by_schedule, scheduled
 from muonfx.tree import Present, PyTree
 
@@ -196,7 +195,7 @@ def cautious(inner: Transform, min_share: float = 1e-3):
         >>> tx.update({"w": torch.tensor([1.0, -1.0, 0.0, 2.0])}, tx.init({"w": torch.zeros(4)}))[0]["w"].tolist()
         [1.3333333730697632, -1.3333333730697632, 0.0, 2.6666667461395264]
     """
-    positive("min_share", min_share)
+    checks.positive("min_share", min_share)
     if _sign(inner) < 0:
         raise ValueError(
             "cautious: inner turns downhill (a learning rate, or a negative scale), so all that agrees with the "

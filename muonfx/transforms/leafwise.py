@@ -44,12 +44,12 @@ class Slot:
         dtype: "auto" for at least fp32 and never narrower than the parameter, a floating dtype for all, None for each
             parameter's own, or a compact one such as `int8`.
         argument: the argument that pins it, for errors.
-        start: "zeros", or "params" for a copy of the parameters.
+        start: "zeros", a number for every element, or "params" for a copy of the parameters.
         signed: whether elements may be negative; only a compact dtype cares.
 
     Raises:
         TypeError: the dtype is neither floating point nor compact nor None, or another argument has the wrong type.
-        ValueError: the dtype is a string other than "auto", or ``start`` is neither "zeros" nor "params".
+        ValueError: the dtype is a string other than "auto", or ``start`` is another one than "zeros" and "params".
 
     >>> import muonfx as mfx
     >>> mfx.Slot(torch.bfloat16)
@@ -58,7 +58,7 @@ class Slot:
 
     dtype: StateDtype = "auto"
     argument: str = "dtype"
-    start: Literal["zeros", "params"] = "zeros"
+    start: Literal["zeros", "params"] | float | Tensor = "zeros"
     signed: bool = True
 
     def __post_init__(self) -> None:
@@ -67,8 +67,11 @@ class Slot:
         check_plain("Slot", "signed", self.signed, _BOOL)
         if not isinstance(self.dtype, Compact):
             checks.state_dtype(self.argument, self.dtype)
-        if self.start not in ("zeros", "params"):
-            raise ValueError(f'Slot: start must be "zeros" or "params", found {self.start!r}')
+        if isinstance(self.start, str):
+            if self.start not in ("zeros", "params"):
+                raise ValueError(f'Slot: start must be "zeros", "params" or a number, found {self.start!r}')
+        else:
+            checks.finite("Slot: start", self.start)
 
 
 @dataclass(frozen=True)
@@ -89,10 +92,16 @@ class _Trees:
         self._holder = Holder(slot.dtype, role, signed=slot.signed) if isinstance(slot.dtype, Compact) else None
 
     def init(self, params: PyTree) -> PyTree:
-        if self._holder is not None:
-            return self._holder.zeros(params) if self._slot.start == "zeros" else self._holder.of(params)
-        dtype = cast("WideStateDtype", self._slot.dtype)
-        return zeros(params, dtype) if self._slot.start == "zeros" else copies(params, dtype)
+        start, holder = self._slot.start, self._holder
+        if isinstance(start, str):
+            if holder is not None:
+                return holder.zeros(params) if start == "zeros" else holder.of(params)
+            dtype = cast("WideStateDtype", self._slot.dtype)
+            return zeros(params, dtype) if start == "zeros" else copies(params, dtype)
+        wide = zeros(params, "auto" if holder is not None else cast("WideStateDtype", self._slot.dtype))
+        value = start.to(tree.device_of(params)) if isinstance(start, Tensor) else start
+        filled = tree.map(lambda leaf: (leaf + value).to(leaf.dtype), wide)
+        return filled if holder is None else holder.of(filled)
 
     def read(self, at: Present, held: PyTree) -> tuple[list[Tensor], bool]:
         """Values at some places, and whether they are fresh."""
@@ -192,13 +201,17 @@ def _declared(
     if not (type(found) is tuple and len(found) == 2 and callable(found[1])):
         raise TypeError(f"{what} returns a state and a step, found {found!r}")
     for place, field in enumerate(tree.leaves(found[0])):
-        if isinstance(field, StepCount) or (isinstance(field, Slot) and (field.start == "zeros" or reads_params)):
+        if isinstance(field, StepCount) or (isinstance(field, Slot) and (_needs_no_params(field) or reads_params)):
             continue
         where = tree.names(found[0])[place]
         if not isinstance(field, Slot):
             raise TypeError(f"{what} returns a state of Slot and StepCount, found {field!r} at {where!r}")
         raise TypeError(f"{what} with a slot that starts at the parameters, {where!r}, declares reads_params=True")
     return found
+
+
+def _needs_no_params(slot: Slot) -> bool:
+    return not isinstance(slot.start, str) or slot.start == "zeros"
 
 
 def _functions(name: str, declared: PyTree, step: Step, reads_params: ReadsParams) -> Functions:

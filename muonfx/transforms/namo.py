@@ -13,6 +13,7 @@ from muonfx import elementwise as ew
 from muonfx.core import Donation, Transform, transform
 from muonfx.core.contract import NOTHING
 from muonfx.transforms._matrices import (
+    BlockAxis,
     Blocks,
     Dims,
     MatrixView,
@@ -57,7 +58,7 @@ def scale_by_namo(
     dtype: WideStateDtype = "auto",
     dims: Dims | Mapping[str, Dims] | None = None,
     blocks: Blocks | Mapping[str, Blocks] | None = None,
-    block_axis: int = -2,
+    block_axis: BlockAxis = -2,
     view: MatrixView = MatrixView(),
 ):
     r"""Average gradients, apply a transform, and scale each matrix by the norm of its average over that of gradients.

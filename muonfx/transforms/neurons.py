@@ -1,9 +1,9 @@
-"""NorMuon's normalization of neurons: rows of a matrix, each by its own running second moment."""
+"""NorMuon's normalization of neurons: rows of a matrix, or columns, each by its own running second moment."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from muonfx.core import Donation, transform
 from muonfx.core.contract import NOTHING
 from muonfx.polar.scaling import power_of_two
 from muonfx.transforms._matrices import (
+    BlockAxis,
     Blocks,
     Dims,
     MatrixView,
@@ -34,7 +35,8 @@ class NeuronsState(NamedTuple):
 
     nu: PyTree
     """Second moment of each row, in the pinned dtype: shape (..., rows, 1) for a leaf of shape (..., rows, columns), or
-    (..., rows, blocks) where columns are cut into blocks."""
+    (..., rows, blocks) where columns are cut into blocks. Of each column: (..., 1, columns) or (..., blocks, columns).
+    Of blocks of given sizes with ``axis="longer"``: (..., 1, moments), one block's behind another's."""
 
 
 @transform(
@@ -49,10 +51,11 @@ def normalize_neurons(
     eps: float = 1e-8,
     *,
     keep_norm: bool = True,
+    axis: Literal["rows", "longer"] = "rows",
     dtype: WideStateDtype = "auto",
     dims: Dims | Mapping[str, Dims] | None = None,
     blocks: Blocks | Mapping[str, Blocks] | None = None,
-    block_axis: int = -2,
+    block_axis: BlockAxis = -2,
     view: MatrixView = MatrixView(),
 ):
     r"""Divide each row of a matrix by the root of its running mean square.
@@ -66,6 +69,10 @@ def normalize_neurons(
         decay: $\beta$, in [0, 1).
         eps: added to the root, not negative.
         keep_norm: give each matrix the norm that it had before.
+        axis: which lines are neurons: "rows", or "longer" for the columns of a matrix (or block) with more columns than
+            rows and the rows of any other. The paper and Dion's "neuron" take rows, the weights of one output, and so
+            does the default. modded-nanogpt, Emerging-Optimizers and Dion's "short_axis" take the longer side: those
+            are the lines that an orthogonal matrix leaves unequal, where all of the shorter side have length one.
         dtype: pinned dtype of the second moment; "auto" is float32, but float64 for a float64 parameter; None is
             each parameter's own.
         dims: of the view, loose.
@@ -92,17 +99,17 @@ def normalize_neurons(
     checks.in_unit_interval("decay", decay)
     checks.at_least("eps", eps, 0.0)
     checks.state_dtype("dtype", dtype)
+    if axis not in ("rows", "longer"):
+        raise ValueError(f'normalize_neurons: axis must be "rows" or "longer", found {axis!r}')
 
     def init(params: PyTree) -> NeuronsState:
         at = Present(params)
         names, leaves = at.names(), at.pick(params)
-        moments = [
-            _join_moments(
-                own,
-                [m.new_zeros((*m.shape[:-1], 1), dtype=state_dtype(dtype, m.dtype)) for m in own.split(leaf, name)],
-            )
-            for own, leaf, name in zip(view.of(names), leaves, names, strict=True)
-        ]
+        moments: list[Tensor] = []
+        for own, leaf, name in zip(view.of(names), leaves, names, strict=True):
+            shapes = [_moments_of(m, axis) for m in own.split(leaf, name)]
+            parts = [leaf.new_zeros(shape, dtype=state_dtype(dtype, leaf.dtype)) for shape in shapes]
+            moments.append(_join_moments(own, parts, axis))
         return NeuronsState(at.fill(moments))
 
     def update(updates: PyTree, state: NeuronsState, params: PyTree = None, *, donate: Donation = NOTHING):
@@ -112,12 +119,16 @@ def normalize_neurons(
         out: list[Tensor] = []
         kept: list[Tensor] = []
         for own, leaf, nu, name in zip(view.of(names), leaves, moments, names, strict=True):
-            done = [
-                _normalize(matrix, moment, decay, eps, keep_norm)
-                for matrix, moment in zip(own.split(leaf, name), _split_moments(own, nu), strict=True)
-            ]
+            matrices = own.split(leaf, name)
+            done: list[tuple[Tensor, Tensor]] = []
+            for matrix, moment in zip(matrices, _split_moments(own, nu, matrices, axis), strict=True):
+                if _by_columns(matrix, axis):
+                    turned, again = _normalize(matrix.mT, moment.mT, decay, eps, keep_norm)
+                    done.append((turned.mT, again.mT))
+                else:
+                    done.append(_normalize(matrix, moment, decay, eps, keep_norm))
             out.append(own.join([normalized.to(leaf.dtype) for normalized, _ in done], leaf))
-            kept.append(_join_moments(own, [moment.to(nu.dtype) for _, moment in done]))
+            kept.append(_join_moments(own, [moment.to(nu.dtype) for _, moment in done], axis))
         return at.fill(out), NeuronsState(at.fill(kept, state.nu))
 
     return init, update
@@ -152,21 +163,36 @@ def _to_unit(x: Tensor) -> tuple[Tensor, Tensor]:
     return x * power, power
 
 
-def _split_moments(view: MatrixView, moments: Tensor) -> list[Tensor]:
-    """Undo `_join_moments`: one tensor (..., rows, 1) for each of unequal blocks, or (..., count, rows, 1)."""
+def _by_columns(matrix: Tensor, axis: str) -> bool:
+    return axis == "longer" and matrix.shape[-1] > matrix.shape[-2]
+
+
+def _moments_of(matrix: Tensor, axis: str) -> tuple[int, ...]:
+    """The shape of the moments of a matrix's neurons."""
+    *batch, rows, columns = matrix.shape
+    return (*batch, 1, columns) if _by_columns(matrix, axis) else (*batch, rows, 1)
+
+
+def _split_moments(view: MatrixView, moments: Tensor, matrices: Sequence[Tensor], axis: str) -> list[Tensor]:
+    """Undo `_join_moments`: one tensor for each of unequal blocks, or all of equal ones behind a dim of their count."""
     if view.blocks is None:
         return [moments]
-    if isinstance(view.blocks, tuple):
-        columns = view.block_axis == -1
-        return list(moments.split([1] * len(view.blocks) if columns else list(view.blocks), dim=view.block_axis))
-    assert isinstance(view.blocks, int)
-    return [stack_blocks(moments, view.blocks, view.block_axis)]
+    if isinstance(view.blocks, int):
+        return [stack_blocks(moments, view.blocks, view.axis)]
+    if axis == "longer":
+        shapes = [_moments_of(matrix, axis) for matrix in matrices]
+        parts = moments.squeeze(-2).split([shape[-2] * shape[-1] for shape in shapes], dim=-1)
+        return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+    sizes = [1] * len(view.blocks) if view.axis == -1 else list(view.blocks)
+    return list(moments.split(sizes, dim=view.axis))
 
 
-def _join_moments(view: MatrixView, parts: list[Tensor]) -> Tensor:
-    """The moments of a leaf's blocks as one tensor (..., rows, 1), or (..., rows, blocks)."""
+def _join_moments(view: MatrixView, parts: Sequence[Tensor], axis: str) -> Tensor:
+    """The moments of a leaf's blocks as one tensor, as `NeuronsState` says."""
     if view.blocks is None:
         return parts[0]
-    if isinstance(view.blocks, tuple):
-        return torch.cat(parts, dim=view.block_axis)
-    return unstack_blocks(parts[0], view.block_axis)
+    if isinstance(view.blocks, int):
+        return unstack_blocks(parts[0], view.axis)
+    if axis == "longer":  # unequal blocks may differ in which of their sides is the longer one
+        return torch.cat([part.flatten(-2) for part in parts], dim=-1).unsqueeze(-2)
+    return torch.cat(list(parts), dim=view.axis)

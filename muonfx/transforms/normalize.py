@@ -15,6 +15,7 @@ from muonfx.core.combine import no_state
 from muonfx.core.contract import NOTHING, Functions
 from muonfx.polar.scaling import power_of_two
 from muonfx.transforms._matrices import (
+    BlockAxis,
     Blocks,
     Dims,
     MatrixView,
@@ -39,7 +40,7 @@ def normalize_rows(
     *,
     dims: Dims | Mapping[str, Dims] | None = None,
     blocks: Blocks | Mapping[str, Blocks] | None = None,
-    block_axis: int = -2,
+    block_axis: BlockAxis = -2,
     view: MatrixView = MatrixView(),
 ):
     r"""Divide each row of each matrix by its root mean square, $u_{ij} / \sqrt{\mathrm{mean}_j(u_{ij}^2)}$.
@@ -73,7 +74,7 @@ def normalize_columns(
     *,
     dims: Dims | Mapping[str, Dims] | None = None,
     blocks: Blocks | Mapping[str, Blocks] | None = None,
-    block_axis: int = -2,
+    block_axis: BlockAxis = -2,
     view: MatrixView = MatrixView(),
 ):
     r"""Divide each column of each matrix by its root mean square, $u_{ij} / \sqrt{\mathrm{mean}_i(u_{ij}^2)}$.
@@ -105,7 +106,7 @@ def normalize_matrices(
     *,
     dims: Dims | Mapping[str, Dims] | None = None,
     blocks: Blocks | Mapping[str, Blocks] | None = None,
-    block_axis: int = -2,
+    block_axis: BlockAxis = -2,
     view: MatrixView = MatrixView(),
 ):
     """Divide each matrix by its root mean square.

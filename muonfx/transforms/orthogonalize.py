@@ -11,7 +11,7 @@ from muonfx import polar
 from muonfx.core import Donation, EmptyState, Transform, transform
 from muonfx.core.contract import NOTHING
 from muonfx.polar.policy import Decided
-from muonfx.transforms._matrices import Blocks, Dims, MatrixView, matrix_locality, name_patterns, on_stacks
+from muonfx.transforms._matrices import BlockAxis, Blocks, Dims, MatrixView, matrix_locality, name_patterns, on_stacks
 from muonfx.tree import Present, PyTree
 
 __all__ = ["orthogonalize"]
@@ -48,7 +48,7 @@ def orthogonalize(
     newton_schulz: polar.NewtonSchulz = polar.NewtonSchulz(),
     dims: Dims | Mapping[str, Dims] | None = None,
     blocks: Blocks | Mapping[str, Blocks] | None = None,
-    block_axis: int = -2,
+    block_axis: BlockAxis = -2,
     view: MatrixView = MatrixView(),
 ):
     """Replace each matrix $G = U S V^T$ by about $U V^T$, with a Newton-Schulz iteration.

@@ -14,7 +14,7 @@ from muonfx.core import Donation, EmptyState, Locality, Transform, transform
 from muonfx.core.contract import NOTHING
 from muonfx.elementwise import Scalar
 from muonfx.schedules import Schedule
-from muonfx.transforms._matrices import Blocks, Dims, MatrixView, matrix_locality, name_patterns, on_stacks
+from muonfx.transforms._matrices import BlockAxis, Blocks, Dims, MatrixView, matrix_locality, name_patterns, on_stacks
 from muonfx.transforms._pinned import new_count
 from muonfx.tree import Present, PyTree, device_of
 
@@ -25,6 +25,7 @@ __all__ = [
     "scale_by_learning_rate",
     "scale_by_schedule",
     "scale_by_shape",
+    "scale_by_sign",
 ]
 
 
@@ -107,6 +108,27 @@ def scale_by_schedule(schedule: Schedule | Callable[[Tensor], Tensor]):
     if not callable(schedule):
         raise TypeError(f"scale_by_schedule: schedule must be callable, found {schedule!r}; for a number use scale")
     return scheduled(schedule, lambda updates, params, value, donate: _multiply(updates, value, donate))
+
+
+@transform(locality=Locality.ELEMENT)
+def scale_by_sign():
+    """Replace every element by its sign: -1, 0 or 1. NaN stays NaN.
+
+    Follows signSGD (arXiv 1802.04434) and Optax's transform of this name.
+
+    >>> import muonfx as mfx
+    >>> mfx.scale_by_sign().update({"w": torch.tensor([3.0, 0.0, -0.1])}, mfx.EmptyState())[0]
+    {'w': tensor([ 1.,  0., -1.])}
+    """
+
+    def init(params: PyTree) -> EmptyState:
+        return EmptyState()
+
+    def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
+        at = Present(updates)
+        return at.fill(ew.apply("sign", at.pick(updates), reuse=donate.updates)), state
+
+    return init, update
 
 
 @transform(
@@ -196,7 +218,7 @@ def scale_by_shape(
     *,
     dims: Dims | Mapping[str, Dims] | None = None,
     blocks: Blocks | Mapping[str, Blocks] | None = None,
-    block_axis: int = -2,
+    block_axis: BlockAxis = -2,
     view: MatrixView = MatrixView(),
 ):
     r"""Scale each matrix by a function of its shape, so that one learning rate suits all.

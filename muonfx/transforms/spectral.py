@@ -7,12 +7,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from muonfx import checks, polar
 from muonfx import elementwise as ew
-from muonfx import polar
 from muonfx.core import Donation, Transform, transform
 from muonfx.core.contract import NOTHING
 from muonfx.polar.scaling import power_of_two
 from muonfx.transforms._matrices import (
+    BlockAxis,
     Blocks,
     Dims,
     MatrixView,
@@ -20,7 +21,6 @@ from muonfx.transforms._matrices import (
     matrix_locality,
     name_patterns,
 )
-from muonfx.transforms.clip import positive
 from muonfx.transforms.normalize import matrixwise, of_matrices
 from muonfx.tree import PyTree
 
@@ -34,7 +34,7 @@ def clip_singular_values(
     steps: int = 10,
     dims: Dims | Mapping[str, Dims] | None = None,
     blocks: Blocks | Mapping[str, Blocks] | None = None,
-    block_axis: int = -2,
+    block_axis: BlockAxis = -2,
     view: MatrixView = MatrixView(),
 ):
     r"""Replace each matrix $U S V^T$ by $U \min(S, \tau)\, V^T$, by matrix products alone.
@@ -45,8 +45,8 @@ def clip_singular_values(
 
     Args:
         threshold: $\tau$, positive.
-        steps: of each iteration. Singular values that differ by more than a factor of 10,000 want more: those near
-            $\tau$, and those small beside the largest, may be wrong by a share of $\tau$.
+        steps: of each iteration. With 10, singular values of up to 1,000 $\tau$ end within 0.002 $\tau$ of where they
+            should; 15 bring those of 10,000 $\tau$ within 0.01 $\tau$.
         dims: of the view, loose.
         blocks: of the view, loose.
         block_axis: of the view, loose.
@@ -66,7 +66,7 @@ def clip_singular_values(
         >>> mfx.clip_singular_values(2.0).update(u, mfx.EmptyState())[0]["w"].diagonal()
         tensor([2.0000, 0.5000])
     """
-    positive("threshold", threshold)
+    checks.positive("threshold", threshold)
     polar.NewtonSchulz(coefficients="polar_express", steps=steps)  # says what is wrong with the steps
     return matrixwise(view, lambda matrix: _clip(matrix, threshold, steps))
 
@@ -104,7 +104,7 @@ def scale_by_dual_norm(
     *,
     dims: Dims | Mapping[str, Dims] | None = None,
     blocks: Blocks | Mapping[str, Blocks] | None = None,
-    block_axis: int = -2,
+    block_axis: BlockAxis = -2,
     view: MatrixView = MatrixView(),
 ):
     r"""Multiply a transform's update of each matrix by its inner product with what came in.

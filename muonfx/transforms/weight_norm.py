@@ -14,6 +14,7 @@ from muonfx.core import Donation, EmptyState, transform
 from muonfx.core.contract import NOTHING
 from muonfx.polar.scaling import power_of_two
 from muonfx.transforms._matrices import (
+    BlockAxis,
     Blocks,
     Dims,
     MatrixView,
@@ -46,7 +47,7 @@ def match_weight_norms(
     *,
     dims: Dims | Mapping[str, Dims] | None = None,
     blocks: Blocks | Mapping[str, Blocks] | None = None,
-    block_axis: int = -2,
+    block_axis: BlockAxis = -2,
     view: MatrixView = MatrixView(),
 ):
     """Scale each matrix's update to the Frobenius norm of its weight, so that the learning rate is a relative step.
@@ -100,7 +101,7 @@ def keep_weight_norms(
     dtype: WideStateDtype = "auto",
     dims: Dims | Mapping[str, Dims] | None = None,
     blocks: Blocks | Mapping[str, Blocks] | None = None,
-    block_axis: int = -2,
+    block_axis: BlockAxis = -2,
     view: MatrixView = MatrixView(),
 ):
     r"""Change each matrix's update so that its weight keeps the Frobenius norm that it had at `init`.

@@ -19,6 +19,7 @@ import muonfx as mfx
 from muonfx import polar, sharding
 from muonfx.offload import files, transfer
 from muonfx.testing import chains, params_and_grads, transforms
+from muonfx.testing.transforms import every_other
 from tests.offload import offloaded
 from tests.offload.offloaded import HOMES, all_bits, at_home, on_disk
 from tests.processes import World
@@ -107,6 +108,8 @@ CHAINS = {
     "injected": mfx.inject_hyperparams(mfx.chain(mfx.monitor("grad"), MUON)),
     "compact": mfx.scale_by_adam(mu_dtype=mfx.int8(min_size=0), nu_dtype=mfx.fp8(64, min_size=0, stochastic=True)),
     "averaged": mfx.chain(MUON, mfx.ema_params(0.9)),
+    "schedule free": mfx.schedule_free(mfx.chain(mfx.clip_by_global_norm(1.0), MUON), 0.1),
+    "now and then": mfx.lookahead(mfx.conditionally_transform(MUON, every_other), 2, 0.5),
     "nested": mfx.accumulate(mfx.skip_nonfinite(mfx.inject_hyperparams(MUON)), 2),
 }
 

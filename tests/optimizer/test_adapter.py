@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import muonfx as mfx
+from muonfx.testing.transforms import every_other
 
 
 def make_model(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -51,6 +52,10 @@ def chains(model: nn.Module) -> dict[str, mfx.Transform]:
         "skipping": mfx.skip_nonfinite(muon),
         "averaged": mfx.chain(muon, mfx.ema_params(0.9)),
         "accumulated": mfx.accumulate(mfx.adamw(1e-2), every=2),
+        "schedule free": mfx.schedule_free(mfx.chain(mfx.scale_by_adam(0.0), mfx.scale_by_learning_rate(1e-2)), 1e-2),
+        "prodigy": mfx.prodigy(estim_lr0=1e-2, weight_decay=0.1),
+        "looking ahead": mfx.lookahead(muon, 2, 0.5),
+        "now and then": mfx.chain(mfx.conditionally_transform(mfx.scale_by_adam(), every_other), mfx.scale(-0.1)),
         "scheduled": mfx.chain(mfx.momentum(), mfx.scale_by_learning_rate(mfx.warmup_cosine(0.1, 2, 10))),
         "injected": mfx.inject_hyperparams(mfx.adamw(1e-2)),
         "masked": mfx.chain(
@@ -228,17 +233,26 @@ def test_what_is_injected_into_the_state_is_not_shown_in_the_groups():
     assert_equal(params_of(model), before)
 
 
-def test_groups_that_disagree_about_a_tree_wide_argument_are_an_error_and_change_nothing():
+@pytest.mark.parametrize(
+    ("tx", "key", "extras"),
+    [
+        (mfx.chain(mfx.clip_by_global_norm(1.0), mfx.scale(-0.1)), "clip_by_global_norm.max_norm", {}),
+        (mfx.chain(mfx.reduce_on_plateau(0.5), mfx.scale(-0.1)), "reduce_on_plateau.factor", {"value": 1.0}),
+        (mfx.lookahead(mfx.scale(-0.1), 2, 0.5), "slow_step_size", {}),
+    ],
+    ids=["sum", "number", "wrapper"],
+)
+def test_groups_that_disagree_about_a_tree_wide_argument_are_an_error_and_change_nothing(tx, key, extras):
     model = make_model()
     optimizer = mfx.TransformOptimizer(
         [{"params": model[1].named_parameters()}, {"params": [("w", model[3].weight), ("b", model[3].bias)]}],
-        mfx.chain(mfx.clip_by_global_norm(1.0), mfx.scale(-0.1)),
+        tx,
     )
-    optimizer.param_groups[0]["clip_by_global_norm.max_norm"] = 2.0
+    optimizer.param_groups[0][key] = 0.25
     set_grads(model, 0)
     before = params_of(model)
-    with pytest.raises(ValueError, match=r"disagree about 'clip_by_global_norm\.max_norm'"):
-        optimizer.step()
+    with pytest.raises(ValueError, match=rf"disagree about '{key}'"):
+        optimizer.step(**extras)
     assert_equal(params_of(model), before)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import muonfx as mfx
 from benchmarks.measure import PeakBytes
 from muonfx.optimizer.stepping import add_in_place
-from muonfx.program import execute, routes
+from muonfx.program import execute, passage, routes
 from muonfx.program.execute import Executor
 from muonfx.program.placement import ALONE, Arguments
 
@@ -219,7 +219,7 @@ def test_values_are_those_of_whole_leaves(chain, data) -> None:
         wanted = stepped(CHAINS[chain], layout, dtype, absent=absent, donate=donate)
         patched.undo()
         for name, value in sizes.items():
-            patched.setattr(routes, name, value)
+            patched.setattr(passage if name == "LARGE" else routes, name, value)
         found = stepped(CHAINS[chain], layout, dtype, absent=absent, donate=donate, bucket_bytes=bucket_bytes)
     assert mfx.tree.names(found) == mfx.tree.names(wanted)
     for name, x, y in zip(mfx.tree.names(found), mfx.tree.leaves(found), mfx.tree.leaves(wanted), strict=True):

@@ -6,7 +6,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import muonfx as mfx
-from muonfx.testing.transforms import halve
+from muonfx.testing.transforms import every_other, halve, with_value
 from tests.processes import World
 from tests.sharding import law
 from tests.sharding.cases import (
@@ -122,7 +122,12 @@ def test_on_the_grid_too(world: World, name: str):
         mfx.masked(EXACT, mfx.select.ndim(min=1)),
         mfx.chain(EXACT, mfx.ema_params(0.9)),
         mfx.master_params(EXACT),
+        mfx.schedule_free(EXACT, 0.1),
+        mfx.lookahead(EXACT, 2, 0.5),
+        mfx.chain(mfx.sam(0.5, adaptive=True), mfx.prodigy(estim_lr0=0.1)),
+        mfx.chain(mfx.conditionally_transform(EXACT, every_other), with_value(mfx.reduce_on_plateau(0.5, 1))),
         mfx.chain(EXACT, mfx.stateless(halve)),
+        mfx.chain(mfx.adaptive_grad_clip(0.1), mfx.centralize(), EXACT, mfx.normalize_by_update_norm()),
         mfx.partition(
             {
                 "muon": mfx.chain(mfx.momentum(), mfx.normalize_neurons(), muon(), mfx.normalize_neurons()),
@@ -160,6 +165,20 @@ def test_each_transform_of_whole_matrices(world: World, size: int):
         tx = mfx.partition({label: BY_MATRICES[label] for label in sorted(set(labels.values()))}, labels)
         layouts = [Zero(1, "flat", 2), Placed(ROWS), Zero(1, "whole")]
         check(world, size, [Case(SMALL, tx, layout, exact=False) for layout in layouts])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_what_depends_on_names_and_places_is_the_same_wherever_a_leaf_is_cut(world: World, size: int):
+    tx = mfx.chain(
+        mfx.add_noise(0.1, 0.5),
+        mfx.scale_by_factored_rms(min_dim_size_to_factor=3),
+        mfx.scale_by_rms(),
+        mfx.scale_by_trust_ratio(),
+    )
+    ends = (0, 7, 100, 280)
+    cut = Flat(tuple(SMALL.leaves), (*ends[:size], ends[-1]))
+    some = [Zero(1, "whole"), Zero(2, "flat", 2), Placed(ROWS), Replicated(), cut]
+    check(world, size, [Case(SMALL, tx, layout, exact=True) for layout in some])
 
 
 @pytest.mark.parametrize("dims", [((-2,), (-1,)), None])

@@ -33,3 +33,30 @@ def test_second_moments_are_finite_behind_a_clipped_norm():
     updates, state = tx.update({"w": torch.full((4,), 1e30)}, tx.init(params), params)
     assert state["scale_by_adam"].nu["w"].isfinite().all()
     torch.testing.assert_close(updates["w"], torch.ones(4))
+
+
+def test_no_unit_is_longer_than_its_share_of_the_parameters():
+    grads = {"w": torch.randn(7, 5), "k": torch.randn(4, 3, 2), "b": torch.randn(6), "s": torch.randn(())}
+    params = {name: 10 * torch.randn_like(leaf) for name, leaf in grads.items()}
+    params["w"][:3] = 0.0
+    tx = mfx.adaptive_grad_clip(0.1, 0.5)
+    updates, _ = tx.update(grads, tx.init(params), params)
+    for name, leaf in updates.items():
+        units = [x.reshape(len(x), -1) if x.ndim > 1 else x.reshape(1, -1) for x in (leaf, params[name], grads[name])]
+        norms, allowed = units[0].norm(dim=1), 0.1 * units[1].norm(dim=1).clamp(min=0.5)
+        assert bool((norms <= allowed * (1 + 1e-6)).all())
+        short = units[2].norm(dim=1) <= allowed
+        assert torch.equal(units[0][short], units[2][short])
+        torch.testing.assert_close(norms[~short], allowed[~short])
+
+
+def test_units_are_along_the_dims_that_axis_leaves_out():
+    grads, params = {"w": torch.randn(7, 5)}, {"w": torch.randn(7, 5)}
+    turned = {"w": grads["w"].mT.contiguous()}, {"w": params["w"].mT.contiguous()}
+    by_rows, by_columns = mfx.adaptive_grad_clip(0.5), mfx.adaptive_grad_clip(0.5, axis=0)
+    wanted, _ = by_rows.update(turned[0], mfx.EmptyState(), turned[1])
+    torch.testing.assert_close(by_columns.update(grads, mfx.EmptyState(), params)[0]["w"], wanted["w"].mT)
+    with pytest.raises(ValueError, match=r"axis is 2, but a leaf has the shape \(7, 5\)"):
+        mfx.adaptive_grad_clip(0.5, axis=2).update(grads, mfx.EmptyState(), params)
+    with pytest.raises(ValueError, match="adaptive_grad_clip needs the parameters"):
+        by_rows.update(grads, mfx.EmptyState())

@@ -101,12 +101,55 @@ def test_every_transform_and_recipe_with_blocks_is_held_to_it():
     assert takes <= set(TAKE_BLOCKS)
 
 
+@given(st.integers(0, 99), st.sampled_from(["rows", "longer"]), st.booleans())
+def test_attention_by_head_is_one_transform(seed: int, neurons: Any, named: bool):
+    """Heads of queries, of fewer keys and of outputs, which are columns: as parameters of their own."""
+    heads = {"q": [(3, 5)] * 4, "k": [(3, 5)] * 2, "o": [(5, 3)] * 4, "qkv": [(6, 5), (2, 5)], "up": [(7, 5)]}
+    shapes = {f"{name}.{i}": shape for name, parts in heads.items() for i, shape in enumerate(parts)}
+    params, *steps = steps_of(seed, shapes)
+
+    def whole(values: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {
+            name: torch.cat([values[f"{name}.{i}"] for i in range(len(parts))], dim=1 if name == "o" else 0)
+            for name, parts in heads.items()
+        }
+
+    def make(view: mfx.MatrixView) -> mfx.Transform:
+        return mfx.chain(
+            mfx.orthogonalize(dtype=torch.float64, view=view),
+            mfx.normalize_neurons(axis=neurons, view=view),
+            mfx.scale_by_shape("spectral", view=view),
+        )
+
+    blocks: Any = {"q": 4, "k": 2, "o": 4, "qkv": (6, 2)}
+    view = mfx.MatrixView(blocks=blocks, block_axis={"o": -1} if named else {"o": -1, "*": None})
+    apart = run(make(mfx.MatrixView()), params, steps)
+    together = run(make(view), whole(params), [whole(grads) for grads in steps])
+    for mine, expected in zip(together, map(whole, apart), strict=True):
+        assert all(is_close(mine[name], expected[name], 1e-12) for name in heads)
+
+
+@given(st.integers(0, 99))
+def test_neurons_of_the_longer_side_are_those_of_the_transpose(seed: int):
+    params, *steps = steps_of(seed, {"wide": (3, 5), "tall": (5, 3), "square": (4, 4)})
+    turned, *turned_steps = ({**values, "wide": values["wide"].mT} for values in (params, *steps))
+    longer = run(mfx.normalize_neurons(axis="longer"), params, steps)
+    for mine, rows in zip(longer, run(mfx.normalize_neurons(), turned, turned_steps), strict=True):
+        assert is_close(mine["wide"], rows["wide"].mT, 1e-12)
+        assert all(torch.equal(mine[name], rows[name]) for name in ("tall", "square"))
+
+
+def test_an_unknown_axis_of_neurons_is_refused():
+    with pytest.raises(ValueError, match='axis must be "rows" or "longer", found \'columns\''):
+        mfx.normalize_neurons(axis="columns")  # type: ignore[arg-type]
+
+
 DIMS = st.sampled_from((None, ((-2,), (-1,)), {"a.*": ((0,), (1, 2)), "*": None}))
 BLOCKS = st.sampled_from((None, 2, (1, 3), {"*.qkv": 3}, {"*.qkv": (1, 2), "*": 2}))
 
 
-@given(DIMS, BLOCKS, st.sampled_from((-2, -1)))
-def test_a_view_given_as_a_value_and_loosely_is_one_transform(dims: Any, blocks: Any, axis: int):
+@given(DIMS, BLOCKS, st.sampled_from((-2, -1, {"*.o": -1})))
+def test_a_view_given_as_a_value_and_loosely_is_one_transform(dims: Any, blocks: Any, axis: Any):
     view = mfx.MatrixView(dims, blocks, axis)
     again = pickle.loads(pickle.dumps(view))
     assert view == again == eval(repr(view), {"MatrixView": mfx.MatrixView})

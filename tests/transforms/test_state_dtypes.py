@@ -28,6 +28,8 @@ FACTORIES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "scale_by_dion": (mfx.scale_by_dion, ("dtype",)),
     "scale_by_namo": (lambda **given: mfx.scale_by_namo(mfx.identity(), **given), ("dtype",)),
     "accumulate": (lambda **given: mfx.accumulate(mfx.identity(), 2, **given), ("dtype",)),
+    "lookahead": (lambda **given: mfx.lookahead(mfx.scale(-0.1), 2, 0.5, **given), ("dtype",)),
+    "schedule_free": (lambda **given: mfx.schedule_free(mfx.scale(-0.1), 0.1, **given), ("dtype",)),
     "master_params": (lambda **given: mfx.master_params(mfx.scale(-0.1), **given), ("dtype",)),
 }
 RECIPES = {

@@ -185,6 +185,9 @@ def _needs_more_than_sums(tx: Transform) -> str | None:
     if tx.locality < Locality.TREE:
         return f"its locality is {tx.locality.name}"
     wide = [part for part in _transforms_within(tx) if part.locality == Locality.TREE]
+    alone = [part for part in wide if part.works_on_pieces and "sum_over_leaves" not in part.extras.named]
+    if alone:
+        return f"{alone[0].name} works on pieces by other means than sums over leaves"
     unnamed = [part for part in wide if "sum_over_leaves" not in part.extras.named and not part.extras[1]]
     if unnamed or not any("sum_over_leaves" in part.extras.named for part in wide):
         name = (unnamed or wide)[0].name

@@ -1,71 +1,28 @@
-"""Schedules: a hyperparameter as a function of the step count.
-
-A `Schedule` is a recorded value like a transform: it prints as the code that built it, compares, pickles, and its
-numeric arguments are leaves that can be batched or differentiated. Called with the count held in a transform's state
-(a 0-d integer tensor) it returns a 0-d tensor and branches on nothing; called with an int it returns a float, for a
-look or a plot. Step 0 is the first update.
-"""
+"""Schedules along lines, cosines, powers and exponentials, and one after another."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from muonfx import checks
-from muonfx.recorded import Recorded, make_factory
-from muonfx.tracing import is_wrapped
+from muonfx.schedules.base import Schedule, schedule, whole_number
 
-__all__ = ["Schedule", "constant", "cosine", "join", "linear", "schedule", "warmup_cosine", "warmup_stable_decay"]
-
-
-class Schedule(Recorded):
-    """A function of the step count that remembers its arguments; made by a factory that `schedule` decorates.
-
-    >>> linear(1.0, 0.0, 10)
-    linear(start=1.0, end=0.0, steps=10)
-    >>> linear(1.0, 0.0, 10)(5)
-    0.5
-    """
-
-    def __call__(self, count: int | Tensor) -> Any:
-        """Evaluate at a step count: a float for an int, a 0-d tensor for a tensor."""
-        function = self.built
-        if isinstance(count, Tensor):
-            return function(count.to(torch.float32 if count.device.type == "mps" else torch.float64))
-        value = function(torch.tensor(float(count), dtype=torch.float64))
-        return float(value) if not isinstance(value, Tensor) or not _is_traced(value) else value
-
-
-def _is_traced(value: Tensor) -> bool:
-    return value.requires_grad or is_wrapped(value)
-
-
-def schedule(constructor: Callable[..., Callable[[Tensor], Any]] | None = None, *, name: str | None = None) -> Any:
-    """Make a factory of schedules from a function that returns a function of the count (a 0-d floating tensor).
-
-    Args:
-        constructor: the function.
-        name: a public name that stays when the function moves, as in `muonfx.transform`.
-
-    Raises:
-        ValueError: ``name`` is not made of identifiers and dots.
-
-    >>> @schedule
-    ... def inverse_sqrt(rate: float):
-    ...     return lambda count: rate / (count + 1).sqrt()
-    >>> inverse_sqrt(2.0)(3)
-    1.0
-    """
-
-    def decorate(constructor: Callable[..., Callable[[Tensor], Any]]) -> Callable[..., Schedule]:
-        return make_factory(Schedule, constructor, name=name)
-
-    return decorate if constructor is None else decorate(constructor)
+__all__ = [
+    "constant",
+    "cosine",
+    "exponential",
+    "join",
+    "joined",
+    "linear",
+    "polynomial",
+    "warmup_cosine",
+    "warmup_stable_decay",
+]
 
 
 def _function(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -89,11 +46,6 @@ def _fraction(count: Tensor, steps: int) -> Tensor:
     return (count / steps).clamp(0.0, 1.0) if steps else torch.ones_like(count)
 
 
-def _whole(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"{name} must be an int of 0 or more, found {value!r}")
-
-
 @schedule
 def linear(start: float, end: float, steps: int):
     """Go from one value to another on a straight line, then stay.
@@ -108,7 +60,7 @@ def linear(start: float, end: float, steps: int):
     """
     checks.finite("start", start)
     checks.finite("end", end)
-    _whole("steps", steps)
+    whole_number("steps", steps)
     return _function(lambda count: start + (end - start) * _fraction(count, steps))
 
 
@@ -121,8 +73,72 @@ def cosine(start: float, steps: int, end: float = 0.0):
     """
     checks.finite("start", start)
     checks.finite("end", end)
-    _whole("steps", steps)
+    whole_number("steps", steps)
     return _function(lambda count: end + (start - end) * 0.5 * (1.0 + torch.cos(math.pi * _fraction(count, steps))))
+
+
+@schedule
+def polynomial(start: float, end: float, steps: int, power: float = 1.0, begin: int = 0):
+    r"""Go from one value to another as a power of what is left of the way, $(1 - t/T)^p$, then stay.
+
+    Args:
+        start: the value until step ``begin``.
+        end: the value ``steps`` later and after.
+        steps: the length in steps.
+        power: positive; 1 is `linear`.
+        begin: the step at which it starts to move.
+
+    >>> [polynomial(1.0, 0.0, 4, power=2.0)(count) for count in (0, 2, 4, 9)]
+    [1.0, 0.25, 0.0, 0.0]
+    """
+    checks.finite("start", start)
+    checks.finite("end", end)
+    checks.positive("power", power)
+    whole_number("steps", steps)
+    whole_number("begin", begin)
+    return _function(
+        lambda count: end + (start - end) * torch.pow(1.0 - _fraction(count - begin, steps), _tensor(power, count))
+    )
+
+
+@schedule
+def exponential(
+    start: float, steps: int, rate: float, *, begin: int = 0, staircase: bool = False, end: float | None = None
+):
+    """Multiply by a rate every so many steps, evenly or all at once.
+
+    Args:
+        start: the value until step ``begin``.
+        steps: the steps in which the value changes by ``rate``; 1 or more.
+        rate: positive.
+        begin: the step at which it starts to move.
+        staircase: change every ``steps`` steps only.
+        end: where it stops: a lower bound for a rate below 1, else an upper one.
+
+    >>> [exponential(1.0, 2, 0.25)(count) for count in (0, 1, 2, 4)]
+    [1.0, 0.5, 0.25, 0.0625]
+    """
+    checks.finite("start", start)
+    checks.positive_int("steps", steps)
+    checks.positive("rate", rate)
+    whole_number("begin", begin)
+    if end is not None:
+        checks.finite("end", end)
+
+    def value(count: Tensor) -> Tensor:
+        times = ((count - begin) / steps).clamp(min=0.0)
+        factor = _tensor(rate, count)
+        found = start * torch.pow(factor, times.floor() if staircase else times)
+        if end is None:
+            return found
+        bound = _tensor(end, count)
+        return torch.where(factor < 1.0, torch.maximum(found, bound), torch.minimum(found, bound))
+
+    return value
+
+
+def _tensor(number: float | Tensor, like: Tensor) -> Tensor:
+    return number if isinstance(number, Tensor) else torch.full((), number, dtype=like.dtype, device=like.device)
 
 
 @schedule
@@ -143,7 +159,7 @@ def warmup_cosine(peak: float, warmup_steps: int, total_steps: int, start: float
     [0.0, 0.5, 1.0, 0.5, 0.0]
     """
     _within(warmup_steps, total_steps, "warmup_steps")
-    return _joined([linear(start, peak, warmup_steps), cosine(peak, total_steps - warmup_steps, end)], [warmup_steps])
+    return joined([linear(start, peak, warmup_steps), cosine(peak, total_steps - warmup_steps, end)], [warmup_steps])
 
 
 @schedule
@@ -159,17 +175,17 @@ def warmup_stable_decay(
     >>> [wsd(count) for count in (0, 1, 2, 5, 6, 8, 10)]
     [0.0, 0.5, 1.0, 1.0, 1.0, 0.5, 0.0]
     """
-    _whole("decay_steps", decay_steps)
+    whole_number("decay_steps", decay_steps)
     _within(warmup_steps + decay_steps, total_steps, "warmup_steps + decay_steps")
     fall_at = total_steps - decay_steps
-    return _joined(
+    return joined(
         [linear(start, peak, warmup_steps), constant(peak), linear(peak, end, decay_steps)], [warmup_steps, fall_at]
     )
 
 
 def _within(steps: int, total_steps: int, name: str) -> None:
-    _whole(name, steps)
-    _whole("total_steps", total_steps)
+    whole_number(name, steps)
+    whole_number("total_steps", total_steps)
     if steps > total_steps:
         raise ValueError(f"{name} must be at most total_steps ({total_steps}), found {steps}")
 
@@ -193,10 +209,12 @@ def join(schedules: list[Schedule], boundaries: list[int]):
         raise ValueError(f"expected one schedule more than boundaries, found {len(schedules)} and {len(boundaries)}")
     if any(later <= earlier for earlier, later in pairwise(boundaries)):
         raise ValueError(f"boundaries must rise, found {boundaries}")
-    return _joined(schedules, boundaries)
+    return joined(schedules, boundaries)
 
 
-def _joined(schedules: list[Schedule], boundaries: list[int]) -> Callable[[Tensor], Tensor]:
+def joined(schedules: list[Schedule], boundaries: list[int]) -> Callable[[Tensor], Tensor]:
+    """The function of `join`, which checks nothing."""
+
     def value(count: Tensor) -> Tensor:
         result = schedules[0](count)
         for boundary, following in zip(boundaries, schedules[1:], strict=True):

@@ -1,0 +1,206 @@
+"""What small language models end at with each candidate for the default, over seeds, rates and sizes.
+
+The model, the text, the loop and the learning rate's schedule are those of ``examples/train_gpt.py``; so is the
+comparison with ``torch.optim.Muon``. Of a candidate only what is asked about changes: the coefficients, the number of
+steps, the rule, the dtype. Each is run at every rate of a grid with every seed, and the grid is the same for all under
+one rule. A seed decides initial weights and batches, so runs of one seed are compared with one another.
+
+Runs take minutes each and hours together: finished ones are kept in ``results/training_quality.json`` and not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+import muonfx as mfx
+from benchmarks.measure import RESULTS, machine
+from muonfx import polar
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))  # scripts beside each other, not a package
+
+from baseline import TorchMuon
+from gpt import GPT
+from text import read_corpus
+
+PATH = RESULTS / "training_quality.json"
+SEEDS = (0, 1, 2)
+STEPS = 300
+REST_RATE = 0.06
+BASELINE = "torch.optim.Muon"
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model and its batches."""
+
+    width: int
+    batch: int
+    depth: int = 4
+    context: int = 128
+
+
+SIZES = {"0.23 M": Size(width=64, batch=16), "0.85 M": Size(width=128, batch=8)}
+SMALL, LARGE = SIZES
+
+RATES = {
+    (SMALL, "match_rms_adamw"): (0.0085, 0.01, 0.0118, 0.0139, 0.0164),
+    (LARGE, "match_rms_adamw"): (0.0061, 0.0072, 0.0085, 0.01),
+    (SMALL, "original"): (0.024, 0.034, 0.048),
+}
+"""By size and rule; `original` leaves a matrix of n columns a factor of about 5 / sqrt(n) smaller."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Settings of Muon, of which those not named are the example's."""
+
+    coefficients: str = "polar_express_5"
+    first: int | None = None
+    """Only so many steps of the set; None for all."""
+    safety: float | None = None
+    """Divides the published Polar Express polynomials; None for the set as it is."""
+    rule: str = "match_rms_adamw"
+    dtype: torch.dtype = torch.float32
+    sizes: tuple[str, ...] = tuple(SIZES)
+    rates: tuple[float, ...] | None = None
+
+    def transform(self) -> mfx.Transform:
+        """What hidden matrices go through, up to the learning rate."""
+        found = polar.coefficients(self.coefficients)
+        steps = found.steps if self.safety is None else polar.with_safety(polar.POLAR_EXPRESS_RAW, self.safety).steps
+        if self.first is not None or self.safety is not None:
+            found = polar.Coefficients(
+                f"{self.coefficients}, {self.first}, {self.safety}", steps[: self.first], norm_safety=1.0
+            )
+        return mfx.chain(
+            mfx.momentum(0.95, nesterov=True),
+            mfx.orthogonalize(coefficients=found, dtype=self.dtype),
+            mfx.scale_by_shape(self.rule),
+        )
+
+
+NARROW = (0.01, 0.0118, 0.0139)
+"""Where only a difference from another candidate is asked for."""
+
+CANDIDATES: dict[str, Candidate | None] = {
+    "keller": Candidate("keller"),
+    "polar_express_5": Candidate(),
+    BASELINE: None,
+    "quintic": Candidate("quintic", sizes=(SMALL,), rates=NARROW),
+    "cans": Candidate("cans", rates=NARROW, sizes=(SMALL,)),
+    "aol": Candidate("aol", rates=NARROW, sizes=(SMALL,)),
+    "polar_express, 5 steps": Candidate("polar_express", first=5, rates=NARROW, sizes=(SMALL,)),
+    "polar_express, 6 steps": Candidate("polar_express", first=6, sizes=(SMALL,), rates=NARROW),
+    "deepseek_v4 (10 steps)": Candidate("deepseek_v4", rates=NARROW, sizes=(SMALL,)),
+    "cubic": Candidate("cubic", rates=NARROW, sizes=(SMALL,)),
+    "keller, bf16": Candidate("keller", dtype=torch.bfloat16, rates=NARROW, sizes=(SMALL,)),
+    "polar_express_5, bf16": Candidate(dtype=torch.bfloat16, rates=NARROW, sizes=(SMALL,)),
+    "polar_express, 5 steps, safety 1.05": Candidate(
+        "polar_express", first=5, safety=1.05, rates=NARROW, sizes=(SMALL,)
+    ),
+    "keller, original": Candidate("keller", rule="original", sizes=(SMALL,)),
+    "polar_express_5, original": Candidate(rule="original", sizes=(SMALL,)),
+}
+
+
+@cache
+def corpus() -> Any:
+    """The text, read once."""
+    return read_corpus(None)
+
+
+def runs() -> Iterator[dict[str, Any]]:
+    """All runs, those first that decide most."""
+    for size in SIZES:
+        for name, candidate in CANDIDATES.items():
+            own = candidate or Candidate()
+            if size not in own.sizes:
+                continue
+            for rate in own.rates or RATES[size, own.rule]:
+                for seed in SEEDS:
+                    yield {"size": size, "candidate": name, "rate": rate, "seed": seed}
+
+
+def train(size: str, candidate: str, rate: float, seed: int) -> dict[str, float]:
+    """Train one model; its validation loss, and the seconds of processor time of a step and of its optimizer."""
+    own, text = SIZES[size], corpus()
+    torch.manual_seed(seed)
+    model = GPT(width=own.width, depth=own.depth, context=own.context, seed=seed)
+    forward = torch.compile(model)
+    labels = mfx.default_labels(model, muon="hidden", other="rest")
+    hidden, rest = (
+        mfx.warmup_stable_decay(peak, STEPS // 20, STEPS // 2, STEPS, start=peak / (STEPS // 20))
+        for peak in (rate, REST_RATE)
+    )
+    settings = CANDIDATES[candidate]
+    tx: Any = TorchMuon(labels, hidden, rest, weight_decay=0.1, max_norm=1.0)
+    if settings is not None:
+        parts = {"hidden": settings.transform(), "rest": mfx.scale_by_adam(0.9, 0.95)}
+        rates = {"hidden": mfx.scale_by_learning_rate(hidden), "rest": mfx.scale_by_learning_rate(rest)}
+        tx = mfx.chain(
+            mfx.clip_by_global_norm(1.0),
+            mfx.partition(parts, labels),
+            mfx.add_decayed_weights(0.1, mask=mfx.select.ndim(min=2)),
+            mfx.partition(rates, labels),
+        )
+    params = dict(model.named_parameters())
+    state = tx.init(params)
+    spent = {"model": 0.0, "optimizer": 0.0}
+    for step in range(STEPS):
+        inputs, targets = text.batch(seed, step, own.batch, own.context)
+        began = time.thread_time()
+        loss = F.cross_entropy(forward(inputs).flatten(0, 1), targets.flatten())
+        grads = dict(zip(params, torch.autograd.grad(loss, list(params.values())), strict=True))
+        between = time.thread_time()
+        with torch.no_grad():
+            updates, state = tx.update(grads, state, params, donate=True)
+            for name, update in updates.items():
+                if update is not None:
+                    params[name].add_(update)
+        spent["model"] += between - began
+        spent["optimizer"] += time.thread_time() - between
+    with torch.no_grad():
+        judged = text.validation_batches(32, 16, own.context)
+        losses = [F.cross_entropy(model(x).flatten(0, 1), y.flatten()).item() for x, y in judged]
+    return {"loss": statistics.fmean(losses)} | {f"{what}_seconds": took for what, took in spent.items()}
+
+
+def finished() -> list[dict[str, Any]]:
+    """The runs that are kept."""
+    return json.loads(PATH.read_text())["rows"] if PATH.exists() else []
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Do the runs that are missing, a share of them where several processes do."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=1e9, help="begin no run after these")
+    parser.add_argument("--size", default="", help="only this one")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    rows, began = finished(), time.monotonic()
+    known = [tuple(row[key] for key in ("size", "candidate", "rate", "seed")) for row in rows]
+    for run in runs():
+        if tuple(run.values()) in known or options.size not in ("", run["size"]):
+            continue
+        if time.monotonic() - began > 60 * options.minutes:
+            break
+        row = run | train(**run)
+        print(*run.values(), f"{row['loss']:.4f}", flush=True)
+        rows = [*finished(), row]
+        PATH.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""Schedules: a hyperparameter as a function of the step count.
+
+A `Schedule` is a recorded value like a transform: it prints as the code that built it, compares, pickles, and its
+numeric arguments are leaves that can be batched or differentiated. Called with the count held in a transform's state
+(a 0-d integer tensor) it returns a 0-d tensor and branches on nothing; called with an int it returns a float, for a
+look or a plot. Step 0 is the first update.
+"""
+
+from muonfx.schedules.base import Schedule, schedule
+from muonfx.schedules.curves import (
+    constant,
+    cosine,
+    exponential,
+    join,
+    linear,
+    polynomial,
+    warmup_cosine,
+    warmup_stable_decay,
+)
+from muonfx.schedules.cycles import one_cycle, piecewise_constant, piecewise_interpolate, sgdr
+
+__all__ = [
+    "Schedule",
+    "constant",
+    "cosine",
+    "exponential",
+    "join",
+    "linear",
+    "one_cycle",
+    "piecewise_constant",
+    "piecewise_interpolate",
+    "polynomial",
+    "schedule",
+    "sgdr",
+    "warmup_cosine",
+    "warmup_stable_decay",
+]

@@ -1,0 +1,66 @@
+"""A schedule as a value, and the decorator that makes its factories."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from muonfx.recorded import Recorded, make_factory
+from muonfx.tracing import is_wrapped
+
+__all__ = ["Schedule", "schedule", "whole_number"]
+
+
+class Schedule(Recorded):
+    """A function of the step count that remembers its arguments; made by a factory that `schedule` decorates.
+
+    >>> import muonfx as mfx
+    >>> mfx.linear(1.0, 0.0, 10)
+    linear(start=1.0, end=0.0, steps=10)
+    >>> mfx.linear(1.0, 0.0, 10)(5)
+    0.5
+    """
+
+    def __call__(self, count: int | Tensor) -> Any:
+        """Evaluate at a step count: a float for an int, a 0-d tensor for a tensor."""
+        function = self.built
+        if isinstance(count, Tensor):
+            return function(count.to(torch.float32 if count.device.type == "mps" else torch.float64))
+        value = function(torch.tensor(float(count), dtype=torch.float64))
+        return float(value) if not isinstance(value, Tensor) or not _is_traced(value) else value
+
+
+def _is_traced(value: Tensor) -> bool:
+    return value.requires_grad or is_wrapped(value)
+
+
+def schedule(constructor: Callable[..., Callable[[Tensor], Any]] | None = None, *, name: str | None = None) -> Any:
+    """Make a factory of schedules from a function that returns a function of the count (a 0-d floating tensor).
+
+    Args:
+        constructor: the function.
+        name: a public name that stays when the function moves, as in `muonfx.transform`.
+
+    Raises:
+        ValueError: ``name`` is not made of identifiers and dots.
+
+    >>> @schedule
+    ... def inverse_sqrt(rate: float):
+    ...     return lambda count: rate / (count + 1).sqrt()
+    >>> inverse_sqrt(2.0)(3)
+    1.0
+    """
+
+    def decorate(constructor: Callable[..., Callable[[Tensor], Any]]) -> Callable[..., Schedule]:
+        return make_factory(Schedule, constructor, name=name)
+
+    return decorate if constructor is None else decorate(constructor)
+
+
+def whole_number(name: str, value: Any) -> None:
+    """Require an int of 0 or more."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{name} must be an int of 0 or more, found {value!r}")

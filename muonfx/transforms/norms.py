@@ -1,0 +1,127 @@
+"""Updates by the size of what they belong to: the parameter's norm, the whole tree's, and means of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from muonfx import checks, tree
+from muonfx import elementwise as ew
+from muonfx.core import Donation, EmptyState, Locality, transform
+from muonfx.core.combine import no_state
+from muonfx.core.contract import NOTHING
+from muonfx.transforms.clip import squared_norms
+from muonfx.tree import Present, PyTree
+
+__all__ = ["centralize", "normalize_by_update_norm", "scale_by_trust_ratio"]
+
+
+@transform(locality=Locality.LEAF)
+def scale_by_trust_ratio(min_norm: float = 0.0, trust_coefficient: float = 1.0, eps: float = 0.0):
+    r"""Give each leaf of the updates the norm of its parameter, times a coefficient.
+
+    The update is $u \, \eta \|p\| / (\|u\| + \epsilon)$, and $u$ itself where either norm is zero. Behind
+    `scale_by_adam` and `add_decayed_weights` it makes LAMB, in front of a heavy-ball `momentum` LARS.
+
+    Args:
+        min_norm: both norms count as at least this, not negative.
+        trust_coefficient: $\eta$, not negative.
+        eps: added to the norm of the updates, not negative.
+
+    Raises:
+        ValueError: an argument is out of range; at `update`, ``params`` is missing.
+
+    Follows You et al. (arXiv 1708.03888, 1904.00962) and Optax's transform of this name.
+
+    >>> import muonfx as mfx
+    >>> params = {"w": torch.tensor([6.0, 8.0])}
+    >>> mfx.scale_by_trust_ratio().update({"w": torch.tensor([0.0, 5.0])}, mfx.EmptyState(), params)[0]
+    {'w': tensor([ 0., 10.])}
+    """
+    checks.at_least("min_norm", min_norm, 0.0)
+    checks.at_least("trust_coefficient", trust_coefficient, 0.0)
+    checks.at_least("eps", eps, 0.0)
+
+    def rescale(leaf: Tensor, norm: Tensor, of_param: Tensor) -> Tensor:
+        norm, of_param = norm.clamp(min=min_norm), of_param.clamp(min=min_norm)
+        usable = (norm > 0) & (of_param > 0)
+        ratio = trust_coefficient * of_param / torch.where(usable, norm + eps, 1.0)
+        # NaN in either norm goes on into the updates, where it can be seen
+        ratio = torch.where(usable, ratio, torch.where((norm + of_param).isnan(), norm + of_param, 1.0))
+        return (leaf.to(ew.wide_dtype(leaf.dtype)) * ratio).to(leaf.dtype)
+
+    def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
+        if params is None:
+            raise ValueError("scale_by_trust_ratio needs the parameters: call update(updates, state, params)")
+        at = Present(updates)
+        leaves = at.pick(updates)
+        each = zip(leaves, ew.norms(leaves), ew.norms(at.pick(params)), strict=True)
+        return at.fill([rescale(*one) for one in each]), state
+
+    return no_state, update
+
+
+@transform(locality=Locality.TREE)
+def normalize_by_update_norm(scale_factor: float = 1.0, eps: float = 1e-6):
+    """Divide all updates by the norm of the whole tree, and multiply them by a factor.
+
+    Args:
+        scale_factor: the norm that the updates then have; finite. Norms are taken in fp64, of float64 updates right
+            between 1e-150 and 1e150.
+        eps: added to the norm, not negative. Updates that are all zero stay zero.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Follows Optax's transform of this name.
+
+    >>> import muonfx as mfx
+    >>> mfx.normalize_by_update_norm(eps=0.0).update({"w": torch.tensor([3.0, 4.0])}, mfx.EmptyState())[0]
+    {'w': tensor([0.6000, 0.8000])}
+    """
+    checks.finite("scale_factor", scale_factor)
+    checks.at_least("eps", eps, 0.0)
+
+    def update(
+        updates: PyTree,
+        state: EmptyState,
+        params: PyTree = None,
+        *,
+        sum_over_leaves: Callable[[PyTree], Tensor],
+        donate: Donation = NOTHING,
+    ):
+        at = Present(updates)
+        leaves = at.pick(updates)
+        norm = ew.safe_sqrt(sum_over_leaves(squared_norms(updates))) + eps  # also without leaves: all ranks take part
+        factor = scale_factor / torch.where(norm == 0, 1.0, norm)
+        return at.fill(ew.cast_like(ew.mul(leaves, factor, reuse=donate.updates), leaves)), state
+
+    return no_state, update
+
+
+@transform(locality=Locality.LEAF, reads_params=False)
+def centralize():
+    """Subtract from each row of a leaf its mean: over all dims but the first, the inputs of an output feature.
+
+    Leaves of fewer than two dims pass unchanged.
+
+    Follows gradient centralization (arXiv 2004.01461) and Optax's transform of this name.
+
+    >>> import muonfx as mfx
+    >>> mfx.centralize().update({"w": torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 9.0]])}, mfx.EmptyState())[0]["w"]
+    tensor([[-1.,  0.,  1.],
+            [-2., -1.,  3.]])
+    """
+
+    def center(leaf: Tensor) -> Tensor:
+        if leaf.ndim < 2 or leaf.numel() == 0:
+            return leaf
+        wide = leaf.to(ew.wide_dtype(leaf.dtype))
+        return (wide - wide.mean(dim=tuple(range(1, leaf.ndim)), keepdim=True)).to(leaf.dtype)
+
+    def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
+        return tree.map(center, updates), state
+
+    return no_state, update

@@ -1,0 +1,443 @@
+"""QK-clip: query and key weights are scaled down by head where the largest attention logit exceeds a bound."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from muonfx import checks, tree
+from muonfx import elementwise as ew
+from muonfx.arguments import Options, check_plain, plain_kinds
+from muonfx.checks import NamePatterns, did_you_mean
+from muonfx.core import Donation, EmptyState, Locality, Transform, transform
+from muonfx.core.contract import NOTHING
+from muonfx.tracing import matches
+from muonfx.tree import PyTree
+from muonfx.wrappers import unwrapped
+
+__all__ = ["AttentionHeads", "qk_clip"]
+
+Span = tuple[int, int]
+"""A first index and the one behind the last."""
+
+_STR, _INT = plain_kinds("str"), plain_kinds("int")
+_ENDINGS = ("", ".weight", ".bias", "_weight", "_bias")
+
+
+@dataclass(frozen=True, repr=False)
+class AttentionHeads(Options):
+    """The query and key weights of attention modules, and the rows of these that belong to each head.
+
+    A module's weights and biases are found by name: those of ``layers.0.attn`` under ``query="q_proj"`` are
+    ``layers.0.attn.q_proj.weight`` and ``.bias``, or a parameter ``layers.0.attn.q_proj`` itself.
+
+    Args:
+        module: a glob over the dotted names of attention modules; these names are the keys of ``max_logits``.
+        heads: the number of query heads.
+        key_heads: the number of key heads, which divides ``heads``; None: as many. Neighbouring query heads share one.
+        query: within the module, the name of what holds the query weights.
+        key: the same for the key weights. It may be the very name of ``query``, for fused weights.
+        query_rows: the rows that consist of one equal block for each query head. None: all rows; of fused weights
+            without ``query_dims``, the first of three parts: queries, keys, and values with as many heads as keys.
+        key_rows: the rows of the key heads. None: all, or of fused weights without ``key_dims`` the second part.
+        query_dims: within each query head's block, the rows that are its query's; None: the whole block but for
+            ``rotary_dims``.
+        key_dims: the same for the key, where a block has other things too, such as a value.
+        rotary_dims: within each query head's block, the rows that meet a rotary key which all heads share.
+        axis: the dim of output features in a weight: 0 for ``nn.Linear``, 1 for ``Conv1D``. Of a bias it is its only
+            one.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: heads are not a multiple of key heads, or a range is empty or negative.
+
+    Example:
+        >>> import muonfx as mfx
+        >>> mfx.AttentionHeads("*.self_attn", heads=32, key_heads=8)
+        AttentionHeads(module='*.self_attn', heads=32, key_heads=8)
+        >>> fused = mfx.AttentionHeads("*.attn", heads=12, query="qkv", key="qkv")
+        >>> multi_head_latent = mfx.AttentionHeads(
+        ...     "*.self_attn",
+        ...     heads=128,
+        ...     query="q_b_proj",
+        ...     key="kv_b_proj",
+        ...     query_dims=(0, 128),
+        ...     rotary_dims=(128, 192),
+        ...     key_dims=(0, 128),
+        ... )
+    """
+
+    module: str
+    heads: int
+    key_heads: int | None = None
+    query: str = "q_proj"
+    key: str = "k_proj"
+    query_rows: Span | None = None
+    key_rows: Span | None = None
+    query_dims: Span | None = None
+    key_dims: Span | None = None
+    rotary_dims: Span | None = None
+    axis: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the arguments."""
+        for name in ("module", "query", "key"):
+            check_plain("AttentionHeads", name, getattr(self, name), _STR)
+        check_plain("AttentionHeads", "axis", self.axis, _INT)
+        checks.positive_int("AttentionHeads: heads", self.heads)
+        if self.key_heads is not None:
+            checks.positive_int("AttentionHeads: key_heads", self.key_heads)
+        if self.heads % self.keys:
+            raise ValueError(
+                f"AttentionHeads: heads must be a multiple of key_heads, found {self.heads} and {self.keys}"
+            )
+        for name in ("query_rows", "key_rows", "query_dims", "key_dims", "rotary_dims"):
+            span = getattr(self, name)
+            if span is None:
+                continue
+            if not (type(span) is tuple and len(span) == 2 and all(type(at) is int for at in span)):
+                raise TypeError(f"AttentionHeads: {name} must be a tuple (first, end) of ints or None, found {span!r}")
+            if not 0 <= span[0] < span[1]:
+                raise ValueError(f"AttentionHeads: {name} must have 0 <= first < end, found {span!r}")
+
+    @property
+    def keys(self) -> int:
+        """The number of key heads."""
+        return self.heads if self.key_heads is None else self.key_heads
+
+    @property
+    def is_fused(self) -> bool:
+        """True if query and key lie in one parameter."""
+        return self.query == self.key
+
+    def patterns(self) -> tuple[tuple[str, ...], ...]:
+        """Globs over the names of parameters: those of queries, and those of keys."""
+        roots = [f"{self.module}."] * bool(self.module) + [""] * matches("", self.module)
+        parts = dict.fromkeys((self.query, self.key))
+        return tuple(tuple(root + part + ending for root in roots for ending in _ENDINGS) for part in parts)
+
+    def module_of(self, name: str) -> tuple[str, tuple[str, ...]] | None:
+        """The module that a parameter belongs to, and what it holds: "query", "key" or both."""
+        module = ""
+        roles: list[str] = []
+        for part, role in ((self.query, "query"), (self.key, "key")):
+            for ending in _ENDINGS:
+                if f".{name}".endswith(f".{part}{ending}"):
+                    owner = name[: -len(part + ending)].removesuffix(".")
+                    if matches(owner, self.module):
+                        module = owner
+                        roles.append(role)
+        return (module, tuple(roles)) if roles else None
+
+    def parts(self, name: str, size: int, roles: Iterable[str]) -> list[_Part]:
+        """The rows of a parameter that are scaled, of so many in all.
+
+        Raises:
+            ValueError: they do not fit.
+        """
+        found: list[_Part] = []
+        for role in roles:
+            is_query = role == "query"
+            count = self.heads if is_query else self.keys
+            rows, dims = (self.query_rows, self.query_dims) if is_query else (self.key_rows, self.key_dims)
+            rotary = self.rotary_dims if is_query else None
+            start, end = rows or self._all_rows(name, size, is_query=is_query, whole=dims is not None)
+            block, rest = divmod(end - start, count)
+            if end > size or rest or any(span is not None and span[1] > block for span in (dims, rotary)):
+                raise ValueError(
+                    f"qk_clip: of {name!r} with {size} rows, {self!r} takes rows {start} to {end} for {count} equal "
+                    f"blocks, one for each {role} head, which does not fit: correct the heads or the ranges"
+                )
+            spans = [dims] if dims is not None else [(0, rotary[0]), (rotary[1], block)] if rotary else [(0, block)]
+            found += [_Part(role, start, end, count, span) for span in spans]
+            if rotary is not None:
+                found.append(_Part("rotary", start, end, count, rotary))
+        return found
+
+    def _all_rows(self, name: str, size: int, *, is_query: bool, whole: bool) -> Span:
+        if not self.is_fused or whole:
+            return 0, size
+        share, rest = divmod(size, self.heads + 2 * self.keys)
+        if rest:
+            raise ValueError(
+                f"qk_clip: {name!r} has {size} rows, which are not {self.heads} queries, {self.keys} keys and "
+                f"{self.keys} values of one size: correct the heads of {self!r}, or give query_rows and key_rows"
+            )
+        split = self.heads * share
+        return (0, split) if is_query else (split, split + self.keys * share)
+
+
+class _Part(NamedTuple):
+    """Rows of a parameter that are scaled by factors of one kind."""
+
+    kind: str
+    """Of the factors: "query", "key" or "rotary"."""
+    start: int
+    end: int
+    blocks: int
+    """The number of equal blocks in these rows, one for each head."""
+    span: Span
+    """The rows of each block."""
+
+    def of(self, factors: Tensor, size: int) -> Tensor:
+        """The factor of each row of a parameter, 1 outside."""
+        block = (self.end - self.start) // self.blocks
+        first, last = self.span
+        ones = factors.new_ones
+        inner = factors.unsqueeze(1).expand(self.blocks, last - first)
+        rows = torch.cat([ones(self.blocks, first), inner, ones(self.blocks, block - last)], dim=1).reshape(-1)
+        return torch.cat([ones(self.start), rows, ones(size - self.end)])
+
+
+class _Member(NamedTuple):
+    """A parameter that holds queries or keys."""
+
+    name: str
+    module: str
+    which: int
+    """The place of its `AttentionHeads`."""
+    roles: tuple[str, ...]
+    shape: tuple[int, ...] | None = None
+    """Of the whole; None: it is that of the parameter at hand."""
+
+
+@dataclass(frozen=True)
+class _Members:
+    """Heads with the parameters that these are found in."""
+
+    heads: tuple[AttentionHeads, ...]
+    members: tuple[_Member, ...]
+
+
+def _members(heads: Sequence[AttentionHeads], names: Iterable[str]) -> tuple[_Member, ...]:
+    found: list[_Member] = []
+    for name, plain in unwrapped(names).items():  # modules are known without wrappers
+        for which, own in enumerate(heads):
+            place = own.module_of(plain)
+            if place is not None:
+                found.append(_Member(name, place[0], which, place[1]))
+                break
+    return tuple(found)
+
+
+def _resolve(tx: Transform, params: PyTree) -> Transform:
+    given = tx.arguments["heads"]
+    if isinstance(given, _Members):
+        return tx
+    heads = _as_tuple(given)
+    shapes = {n: tuple(x.shape) for n, x in zip(tree.names(params), tree.leaves(params), strict=True) if x is not None}
+    found = tuple(own._replace(shape=shapes[own.name]) for own in _members(heads, shapes))
+    return tx.replace(heads=_Members(heads, found))
+
+
+def _patterns(tx: Transform) -> list[NamePatterns]:
+    given = tx.arguments["heads"]
+    heads = () if isinstance(given, _Members) else _as_tuple(given)
+    groups = tuple(group for own in heads for group in own.patterns())
+    return [NamePatterns("qk_clip: heads", groups, required=True)] if groups else []
+
+
+def _as_tuple(given: object) -> tuple[AttentionHeads, ...]:
+    found = (given,) if isinstance(given, AttentionHeads) else tuple(given) if isinstance(given, tuple | list) else None
+    if found is None or not all(isinstance(own, AttentionHeads) for own in found):
+        raise TypeError(f"qk_clip: heads must be an AttentionHeads or a tuple of these, found {given!r}")
+    return found
+
+
+def _unchanged(values: PyTree) -> PyTree:
+    return values
+
+
+@transform(locality=Locality.TREE, resolve=_resolve, name_patterns=_patterns)
+def qk_clip(
+    heads: AttentionHeads | tuple[AttentionHeads, ...],
+    tau: float = 100.0,
+    alpha: float = 0.5,
+):
+    r"""Scale query and key weights down by head where the largest attention logit of a step exceeds a bound.
+
+    With $s_h$ the largest logit $q_i k_j^\top / \sqrt d$ of head h in the step and $\gamma_h = \min(1, \tau / s_h)$,
+    the updates are changed so that the updated weights of the head's query and key, and their biases, come out times
+    $\gamma_h^\alpha$ and $\gamma_h^{1 - \alpha}$: all logits of the head are multiplied by $\gamma_h$. Heads with
+    $s_h \le \tau$ are left alone, bitwise, and so are those whose $s_h$ is not finite.
+
+    It comes last in a chain, behind the learning rate, where the updates are what will be added, and inside
+    `master_params`. Each `update` needs the named extra ``max_logits``: a dict with a tensor of $s_h$, one number for
+    each query head, for the name of each attention module. `muonfx.attention.collect_max_logits` makes it. Over ranks
+    the largest that any rank has counts, which takes one all-reduce of a number a head under
+    `muonfx.sharding.sharded`; else see `muonfx.attention.reduce_max_logits`.
+
+    Query heads that share a key head: the key is scaled by $\max_h \gamma_h^{1 - \alpha}$ over these heads, and each
+    query by what its own $\gamma_h$ then lacks. So each head's logits get exactly its own factor, no factor exceeds
+    1, and a key that a head below the bound looks at stays as it is. (By the smallest factor, the queries of the other
+    heads would have to grow by what they did not ask for.) For the same reason a rotary key that all heads share is not
+    touched: the queries that meet it are scaled by $\gamma_h$.
+
+    Args:
+        heads: which parameters hold queries and keys, or several such values where modules differ; the first that
+            finds a parameter counts.
+        tau: the bound, positive.
+        alpha: the query's share of the exponent, from 0 to 1.
+
+    Raises:
+        TypeError: ``heads`` is something else; at `update`, ``max_logits`` is missing.
+        ValueError: a number is out of range; at `init`, a pattern matches no parameter, or one has not the rows that
+            its heads need; at `update`, ``params`` or an entry of ``max_logits`` is missing or has another shape.
+
+    Follows Kimi K2 (arXiv 2507.20534), section 2.1 and algorithm 1.
+
+    Example:
+        >>> import muonfx as mfx
+        >>> tx = mfx.qk_clip(mfx.AttentionHeads("attn", heads=2), tau=100.0)
+        >>> params = {"attn.q_proj.weight": torch.ones(2, 1), "attn.k_proj.weight": torch.ones(2, 1)}
+        >>> updates = {name: torch.zeros(2, 1) for name in params}
+        >>> logits = {"attn": torch.tensor([400.0, 30.0])}
+        >>> updates, _ = tx.update(updates, tx.init(params), params, max_logits=logits)
+        >>> mfx.apply_updates(params, updates)["attn.q_proj.weight"].flatten()
+        tensor([0.5000, 1.0000])
+    """
+    checks.positive("tau", tau)
+    checks.at_least("alpha", alpha, 0.0)
+    if isinstance(alpha, float | int) and alpha > 1:
+        raise ValueError(f"alpha must be from 0 to 1, found {alpha!r}")
+    given = cast("object", heads)
+    resolved = given if isinstance(given, _Members) else None
+    known = _as_tuple(given) if resolved is None else resolved.heads
+
+    def found(params: PyTree) -> tuple[_Member, ...]:
+        return _members(known, tree.names(params)) if resolved is None else resolved.members
+
+    def init(params: PyTree) -> EmptyState:
+        shapes = dict(zip(tree.names(params), tree.leaves(params), strict=True))
+        for own in found(params) if resolved is None else ():
+            if shapes[own.name] is not None:
+                _check_rows(known[own.which], own, tuple(shapes[own.name].shape))
+        return EmptyState()
+
+    def update(
+        updates: PyTree,
+        state: EmptyState,
+        params: PyTree = None,
+        *,
+        max_logits: PyTree,
+        donate: Donation = NOTHING,
+        shard: Callable[[PyTree], PyTree] = _unchanged,
+        max_over_ranks: Callable[[Tensor], Tensor] = _unchanged,
+    ):
+        members = found(updates if params is None else params)
+        if not members:
+            return updates, state
+        if params is None:
+            raise ValueError("qk_clip needs the parameters: call update(updates, state, params)")
+        names, leaves = tree.names(params), tree.leaves(params)
+        weights = dict(zip(names, leaves, strict=True))
+        factors = _factors(known, members, max_logits, tau, alpha, max_over_ranks, tree.device_of(params))
+        whole = {own.name: _of_rows(known[own.which], own, weights[own.name], factors) for own in members}
+        local = shard({name: lacking for name, lacking in whole.items() if lacking is not None})
+        changed = [
+            _scaled(u, weights[name], local[name]) if u is not None and name in local else u
+            for name, u in zip(names, tree.leaves(updates), strict=True)
+        ]
+        return tree.unflatten(tree.flatten(updates)[1], changed), state
+
+    def update_without_heads(
+        updates: PyTree,
+        state: EmptyState,
+        params: PyTree = None,
+        *,
+        max_logits: PyTree = None,
+        donate: Donation = NOTHING,
+        shard: Callable[[PyTree], PyTree] = _unchanged,
+    ):
+        return updates, state
+
+    return init, update if known else update_without_heads
+
+
+def _axis(own: AttentionHeads, shape: Sequence[int]) -> int:
+    return 0 if len(shape) == 1 else own.axis % len(shape)
+
+
+def _check_rows(own: AttentionHeads, member: _Member, shape: tuple[int, ...]) -> None:
+    if not shape or (len(shape) > 1 and not -len(shape) <= own.axis < len(shape)):
+        raise ValueError(f"qk_clip: {member.name!r} has shape {shape}, and no dim {own.axis}, which {own!r} says")
+    own.parts(member.name, shape[_axis(own, shape)], member.roles)
+
+
+def _factors(
+    heads: Sequence[AttentionHeads],
+    members: Sequence[_Member],
+    max_logits: PyTree,
+    tau: float | Tensor,
+    alpha: float | Tensor,
+    max_over_ranks: Callable[[Tensor], Tensor],
+    device: torch.device,
+) -> dict[str, dict[str, Tensor]]:
+    """The factors of each module by kind, one for each head: computed for all modules with the same heads at once."""
+    given = dict(zip(tree.names(max_logits), tree.leaves(max_logits), strict=True))
+    which = {own.module: own.which for own in members}
+    modules = sorted(which, key=lambda module: which[module])
+    logits = [_logits_of(module, heads[which[module]], given) for module in modules]
+    wide = ew.wide_dtype(*(own.dtype for own in logits))
+    most = max_over_ranks(torch.cat([own.detach().to(device=device, dtype=wide) for own in logits]))
+    rows = dict(zip(modules, most.split([len(own) for own in logits]), strict=True))
+    found: dict[str, dict[str, Tensor]] = {}
+    for place, own in enumerate(heads):
+        mine = [module for module in modules if which[module] == place]
+        if not mine:
+            continue
+        largest = torch.stack([rows[module] for module in mine])
+        exceeds = largest.isfinite() & (largest > tau)
+        gamma = torch.where(exceeds, tau / torch.where(exceeds, largest, 1.0), torch.ones_like(largest))
+        groups = gamma.unflatten(1, (own.keys, own.heads // own.keys))
+        key = groups.amax(dim=2) ** (1.0 - alpha)
+        query = (groups / key.unsqueeze(2)).flatten(1)
+        kinds = {"query": query.unbind(), "key": key.unbind(), "rotary": gamma.unbind()}
+        found |= {module: {kind: every[i] for kind, every in kinds.items()} for i, module in enumerate(mine)}
+    return found
+
+
+def _logits_of(module: str, own: AttentionHeads, given: dict[str, PyTree]) -> Tensor:
+    logits = given.get(module)
+    if not isinstance(logits, Tensor):
+        raise ValueError(
+            f"qk_clip: max_logits has no tensor for the module {module!r}{did_you_mean(module, given)}: give the "
+            f"largest logit of each of its {own.heads} heads, update(..., max_logits={{{module!r}: ...}}), which "
+            "muonfx.attention.collect_max_logits collects"
+        )
+    if tuple(logits.shape) != (own.heads,):
+        raise ValueError(
+            f"qk_clip: max_logits[{module!r}] has shape {tuple(logits.shape)}, expected ({own.heads},), one number for "
+            "each query head; on a rank with some of the heads, -inf stands for the others"
+        )
+    return logits
+
+
+def _of_rows(
+    own: AttentionHeads, member: _Member, weight: Tensor | None, factors: dict[str, dict[str, Tensor]]
+) -> Tensor | None:
+    """What the factors of a whole parameter lack to 1, in its shape."""
+    if weight is None:
+        return None
+    shape = weight.shape if member.shape is None else member.shape
+    axis = _axis(own, shape)
+    product: Tensor | None = None
+    for part in own.parts(member.name, shape[axis], member.roles):
+        each = part.of(factors[member.module][part.kind], shape[axis])
+        product = each if product is None else product * each  # no row is in two parts: one factor is 1
+    assert product is not None
+    along = [1] * len(shape)
+    along[axis] = shape[axis]
+    return (1.0 - product).to(weight.device).reshape(along).expand(shape)
+
+
+def _scaled(update: Tensor, weight: Tensor, lacking: Tensor) -> Tensor:
+    """The update after which a weight comes out as the updated one times a factor."""
+    wide = ew.wide_dtype(update.dtype, weight.dtype)
+    u, w, lack = update.to(wide), weight.to(wide), lacking.to(wide)
+    # f (w + u) - w, as u + (1 - f) (-w - u), which keeps the digits of a small u.
+    return torch.where(lack == 0, u, torch.lerp(u, -w, lack)).to(update.dtype)

@@ -1,0 +1,78 @@
+"""Running mean squares: of elements, and of rows and columns."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import muonfx as mfx
+
+SHAPES = {"w": (4, 6), "b": (3,), "k": (5, 3, 4)}
+
+
+def drawn(seed: int) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=draw, dtype=torch.float64) for name, shape in SHAPES.items()}
+
+
+def after(tx: mfx.Transform, steps: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    state = tx.init(steps[0])
+    for grads in steps:
+        updates, state = tx.update(grads, state, grads)
+    return updates
+
+
+def test_debiased_it_is_adam_without_a_first_moment():
+    steps = [drawn(seed) for seed in range(4)]
+    rms = after(mfx.scale_by_rms(0.99, 1e-6, eps_in_sqrt=False, debias=True), steps)
+    torch.testing.assert_close(rms, after(mfx.scale_by_adam(0.0, 0.99, 1e-6), steps))
+
+
+def test_the_average_starts_where_it_is_told_in_every_dtype():
+    for dtype in ("auto", torch.bfloat16, mfx.int8(block=4, min_size=0)):
+        state = mfx.scale_by_rms(initial_scale=2.0, nu_dtype=dtype).init({"w": torch.zeros(8)})
+        nu = state.nu.scales["w"] if isinstance(dtype, mfx.Compact) else state.nu["w"]
+        assert bool((nu == 2.0).all())
+
+
+def factored(**more: object) -> mfx.Transform:
+    return mfx.scale_by_factored_rms(min_dim_size_to_factor=2, eps=0.0, **more)
+
+
+def test_squares_of_rank_one_lose_nothing_by_being_factored():
+    rows, columns = torch.rand(4, 1, dtype=torch.float64) + 0.1, torch.rand(1, 6, dtype=torch.float64) + 0.1
+    steps = [{"w": size * rows * columns} for size in (1.0, 3.0, 0.5)]
+    torch.testing.assert_close(after(factored(), steps), after(factored(factored=False), steps))
+
+
+def test_a_transposed_leaf_gives_transposed_updates():
+    steps = [{"w": drawn(seed)["w"]} for seed in range(3)]
+    turned = [{"w": leaf["w"].mT.contiguous()} for leaf in steps]
+    torch.testing.assert_close(after(factored(), turned)["w"].mT, after(factored(), steps)["w"])
+
+
+def test_what_is_factored_has_no_mean_squares_of_elements():
+    state = factored().init(drawn(0) | {"thin": torch.zeros(1, 9)})
+    shapes = {name: [tuple(own[name].shape) for own in state[1:]] for name in state.v}
+    assert shapes == {
+        "w": [(4,), (6,), (0,)],
+        "b": [(0,), (0,), (3,)],
+        "k": [(3, 4), (5, 3), (0,)],
+        "thin": [(0,), (0,), (1, 9)],
+    }
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: mfx.scale_by_rms(1.0), r"decay must be in \[0, 1\), found 1.0"),
+        (lambda: mfx.scale_by_rms(initial_scale=-1.0), "initial_scale must be at least 0, found -1.0"),
+        (lambda: mfx.scale_by_factored_rms(decay_rate=-1.0), "decay_rate must be at least 0"),
+        (lambda: mfx.scale_by_factored_rms(min_dim_size_to_factor=0), "min_dim_size_to_factor must be an int of 1"),
+        (lambda: mfx.scale_by_factored_rms(dtype="fp32"), 'dtype must be "auto"'),
+        (lambda: mfx.Slot(start="ones"), 'start must be "zeros", "params" or a number'),
+    ],
+)
+def test_wrong_arguments_are_named(make: object, message: str):
+    assert callable(make)
+    with pytest.raises(ValueError, match=message):
+        make()
