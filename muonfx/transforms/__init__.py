@@ -13,7 +13,7 @@ from muonfx.transforms.clip import (
 )
 from muonfx.transforms.conditional import ConditionalState, conditionally_mask, conditionally_transform
 from muonfx.transforms.decay import add_decayed_weights, cautious, subtract_decayed_weights
-from muonfx.transforms.dion import DionState, scale_by_dion
+from muonfx.transforms.dion import DionState, SampledMomentumState, sampled_momentum, scale_by_dion
 from muonfx.transforms.leafwise import Leaf, Slot, StepCount, leafwise
 from muonfx.transforms.lion import LionState, scale_by_lion
 from muonfx.transforms.lookahead import LookaheadState, lookahead
@@ -63,9 +63,10 @@ __all__ = [
     "MonitorState",
     "NamoState",
     "NeuronsState",
-    "RmsState",
     "ProdigyState",
     "ReduceOnPlateauState",
+    "RmsState",
+    "SampledMomentumState",
     "ScheduleFreeState",
     "ScheduleState",
     "SkipNonfiniteState",
@@ -101,10 +102,11 @@ __all__ = [
     "normalize_neurons",
     "normalize_rows",
     "orthogonalize",
+    "qk_clip",
     "reduce_on_plateau",
     "sam",
     "sam_gradient",
-    "qk_clip",
+    "sampled_momentum",
     "scale",
     "scale_by_adam",
     "scale_by_dion",
