@@ -82,6 +82,7 @@ from muonfx.transforms import (
     ProdigyState,
     ReduceOnPlateauState,
     RmsState,
+    SampledMomentumState,
     ScheduleFreeState,
     ScheduleState,
     SkipNonfiniteState,
@@ -121,6 +122,7 @@ from muonfx.transforms import (
     reduce_on_plateau,
     sam,
     sam_gradient,
+    sampled_momentum,
     scale,
     scale_by_adam,
     scale_by_ademamix,
@@ -143,7 +145,7 @@ from muonfx.transforms import (
     skip_nonfinite,
     subtract_decayed_weights,
 )
-from muonfx.variants import adamuon, dion, muon_hyperball, musgd, namo, polargrad, scion
+from muonfx.variants import adamuon, dion, dion2, muon_hyperball, musgd, namo, polargrad, scion
 
 __version__ = "0.2.0"
 
@@ -221,10 +223,11 @@ __all__ = [
     "normalize_neurons",
     "normalize_rows",
     "orthogonalize",
+    "qk_clip",
     "reduce_on_plateau",
     "sam",
     "sam_gradient",
-    "qk_clip",
+    "sampled_momentum",
     "scale",
     "scale_by_adam",
     "scale_by_ademamix",
@@ -268,9 +271,10 @@ __all__ = [
     "MonitorState",
     "NamoState",
     "NeuronsState",
-    "RmsState",
     "ProdigyState",
     "ReduceOnPlateauState",
+    "RmsState",
+    "SampledMomentumState",
     "ScheduleFreeState",
     "ScheduleState",
     "SkipNonfiniteState",
@@ -297,6 +301,7 @@ __all__ = [
     "adamuon",
     "adamw",
     "dion",
+    "dion2",
     "lion",
     "muon",
     "muon_hyperball",

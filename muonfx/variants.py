@@ -21,18 +21,19 @@ from muonfx.transforms import (
     normalize_matrices,
     normalize_rows,
     orthogonalize,
+    sampled_momentum,
     scale,
-    scale_by_adam,
     scale_by_dion,
     scale_by_dual_norm,
     scale_by_learning_rate,
-    scale_by_lion,
     scale_by_namo,
+    scale_by_rms,
     scale_by_shape,
+    scale_by_sign,
 )
 from muonfx.transforms._matrices import Dims, MatrixView
 
-__all__ = ["adamuon", "dion", "muon_hyperball", "musgd", "namo", "polargrad", "scion"]
+__all__ = ["adamuon", "dion", "dion2", "muon_hyperball", "musgd", "namo", "polargrad", "scion"]
 
 Norms = Mapping[str, tuple[str, float]]
 
@@ -84,7 +85,7 @@ def scion(
     average, polar_factor = momentum(decay, nesterov=False), orthogonalize(newton_schulz=newton_schulz, view=view)
     directions = {
         "spectral": (average, polar_factor, scale_by_shape("spectral", view=view)),
-        "sign": (scale_by_lion(decay, decay), scale_by_shape("fan_in", view=view)),  # with one decay, of the average
+        "sign": (average, scale_by_sign(), scale_by_shape("fan_in", view=view)),
         "rows": (average, normalize_rows(view=view), scale_by_shape("fan_in", view=view)),
         "columns": (average, normalize_columns(view=view)),
         "embedding": (average, normalize_rows(view=view)),
@@ -133,17 +134,17 @@ def adamuon(
         view: which matrices a leaf consists of; each is brought to the size 0.2.
         mask: which parameters decay, as in `add_decayed_weights`.
 
-    Follows AdaMuon (arXiv 2507.11005) as its authors' code has it; the paper's later version takes signs of the
-    momentum first.
+    Follows AdaMuon (arXiv 2507.11005) as its authors' code has it; the paper's later version orthogonalizes the signs
+    of the momentum: put `scale_by_sign` behind it.
 
     >>> adamuon(1e-3)  # doctest: +NORMALIZE_WHITESPACE
-    chain(momentum(), orthogonalize(), scale_by_adam(b1=0.0, b2=0.95), normalize_matrices(), scale(factor=0.2),
-          add_decayed_weights(), scale_by_learning_rate(learning_rate=0.001))
+    chain(momentum(), orthogonalize(), scale_by_rms(decay=0.95, eps_in_sqrt=False, debias=True), normalize_matrices(),
+          scale(factor=0.2), add_decayed_weights(), scale_by_learning_rate(learning_rate=0.001))
     """
     return chain(
         momentum(decay, nesterov=nesterov),
         orthogonalize(newton_schulz=newton_schulz, view=view),
-        scale_by_adam(0.0, second_decay, eps),
+        scale_by_rms(second_decay, eps, eps_in_sqrt=False, debias=True),
         normalize_matrices(view=view),
         scale(0.2),
         add_decayed_weights(weight_decay, mask),
@@ -332,6 +333,44 @@ def dion(
     return chain(
         scale_by_dion(rank, decay, dims=dims),
         scale_by_shape("spectral", dims=dims),
+        add_decayed_weights(weight_decay, mask),
+        scale_by_learning_rate(learning_rate),
+    )
+
+
+@plain_arguments
+def dion2(
+    learning_rate: Rate = 1e-2,
+    *,
+    one_in: int = 4,
+    decay: float = 0.95,
+    weight_decay: float = 0.01,
+    rule: str = "spectral",
+    newton_schulz: polar.NewtonSchulz = polar.NewtonSchulz(),
+    view: MatrixView = MatrixView(),
+    mask: Mask = None,
+) -> Transform:
+    """Dion2, for parameters that are all matrices: Muon on the rows or columns in which most has gathered.
+
+    Args:
+        learning_rate: a number or a schedule.
+        one_in: of how many rows or columns, whichever are fewer, one is taken in each step.
+        decay: of what has been taken, in the sum of gradients.
+        weight_decay: decoupled, as in `muon`.
+        rule: as in `scale_by_shape`, for the whole matrix.
+        newton_schulz: the iteration.
+        view: which matrices a leaf consists of.
+        mask: which parameters decay, as in `add_decayed_weights`.
+
+    Follows Dion2 in Microsoft's ``dion``, as it is in one process.
+
+    >>> list(dion2(0.02).init({"w": torch.zeros(4, 4)}))[:2]
+    ['sampled_momentum', 'orthogonalize']
+    """
+    return chain(
+        sampled_momentum(one_in, decay, view=view),
+        orthogonalize(newton_schulz=newton_schulz, view=view),
+        scale_by_shape(rule, view=view),
         add_decayed_weights(weight_decay, mask),
         scale_by_learning_rate(learning_rate),
     )

@@ -36,6 +36,8 @@ REQUIRED: dict[Callable[..., Any], tuple[Any, ...]] = {
     mfx.schedule_free: (TX, 0.1),
     mfx.clip_by_value: (1.0,),
     mfx.scale: (1.0,),
+    mfx.scale_by_dual_norm: (TX,),
+    mfx.scale_by_namo: (TX,),
     mfx.scale_by_learning_rate: (0.1,),
     mfx.Muon: (MODEL,),
     mfx.TransformOptimizer: (MODEL, TX),

@@ -1,5 +1,6 @@
 """Variants of Muon follow the formulas of their papers, each written out in float64 with exact polar factors."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -179,3 +180,17 @@ def test_dion_moves_again_after_gradients_of_zero():
     assert not updates["w"].any()
     updates, _ = tx.update({"w": torch.eye(3, 4)}, state)
     assert torch.linalg.matrix_norm(updates["w"]) > 1
+
+
+@pytest.mark.parametrize("one_in", [1, 2, 4])
+def test_dion2(one_in: int):
+    def step(t: int, x: Tensor, g: Tensor, memory: dict[str, Any]) -> Tensor:
+        total = memory.get("m", 0.0) + g
+        side = 0 if x.shape[0] <= x.shape[1] else 1
+        chosen = total.norm(p=1, dim=1 - side).topk(math.ceil(x.shape[side] / one_in)).indices
+        update = torch.zeros_like(x).index_copy(side, chosen, polar(total.index_select(side, chosen)))
+        memory["m"] = total.index_copy(side, chosen, total.index_select(side, chosen) * BETA)
+        return (1 - RATE * DECAY) * x - RATE * (x.shape[0] / x.shape[1]) ** 0.5 * update
+
+    tx = mfx.dion2(RATE, one_in=one_in, decay=BETA, weight_decay=DECAY, newton_schulz=EXACT)
+    assert_follows(tx, step)

@@ -14,7 +14,7 @@ from muonfx.transforms.clip import (
 )
 from muonfx.transforms.conditional import ConditionalState, conditionally_mask, conditionally_transform
 from muonfx.transforms.decay import add_decayed_weights, cautious, subtract_decayed_weights
-from muonfx.transforms.dion import DionState, scale_by_dion
+from muonfx.transforms.dion import DionState, SampledMomentumState, sampled_momentum, scale_by_dion
 from muonfx.transforms.distance import DogState, DowgState, scale_by_dog, scale_by_dowg
 from muonfx.transforms.leafwise import Leaf, Slot, StepCount, leafwise
 from muonfx.transforms.lion import LionState, scale_by_lion
@@ -71,6 +71,7 @@ __all__ = [
     "ProdigyState",
     "ReduceOnPlateauState",
     "RmsState",
+    "SampledMomentumState",
     "ScheduleFreeState",
     "ScheduleState",
     "SkipNonfiniteState",
@@ -110,6 +111,7 @@ __all__ = [
     "reduce_on_plateau",
     "sam",
     "sam_gradient",
+    "sampled_momentum",
     "scale",
     "scale_by_adam",
     "scale_by_ademamix",

@@ -1,4 +1,4 @@
-"""Dion: orthonormalized updates of low rank."""
+"""Dion and Dion2: orthonormalized updates of low rank, by power iteration or by sampling."""
 
 from __future__ import annotations
 
@@ -14,11 +14,20 @@ from muonfx.compact.noise import uniform
 from muonfx.core import Donation, transform
 from muonfx.core.contract import NOTHING
 from muonfx.polar.scaling import power_of_two
-from muonfx.transforms._matrices import Dims, MatrixView, matrix_locality
-from muonfx.transforms._pinned import WideStateDtype, state_dtype, zeros
+from muonfx.transforms._matrices import (
+    Blocks,
+    Dims,
+    MatrixView,
+    check_matrices,
+    map_matrices,
+    matrix_locality,
+    name_patterns,
+    on_stacks,
+)
+from muonfx.transforms._pinned import WideStateDtype, state_dtype, store, widen, zeros
 from muonfx.tree import Present, PyTree
 
-__all__ = ["DionState", "scale_by_dion"]
+__all__ = ["DionState", "SampledMomentumState", "sampled_momentum", "scale_by_dion"]
 
 
 class DionState(NamedTuple):
@@ -29,6 +38,13 @@ class DionState(NamedTuple):
     basis: PyTree
     """The right factor of the last update, in the pinned dtype: shape (..., columns, rank) for a leaf of shape (...,
     rows, columns)."""
+
+
+class SampledMomentumState(NamedTuple):
+    """State of `sampled_momentum`."""
+
+    trace: PyTree
+    """What is left of the sum of gradients, like the parameters, in the pinned dtype."""
 
 
 @transform(locality=matrix_locality, reads_params=False)
@@ -125,3 +141,82 @@ def _step(gradient: Tensor, trace: Tensor, basis: Tensor, decay: float | Tensor)
     new_basis = torch.where(lengths > 0, unit, old)
     # A matrix with NaN keeps it, in its update, and its state is lost as that of any average is.
     return (left @ unit.mT).to(gradient.dtype), new_trace.to(trace.dtype), new_basis.to(basis.dtype)
+
+
+@transform(
+    locality=matrix_locality,
+    reads_params=False,
+    on_stacks=on_stacks,
+    name_patterns=name_patterns,
+)
+def sampled_momentum(
+    one_in: int = 4,
+    decay: float = 0.95,
+    *,
+    dtype: WideStateDtype = "auto",
+    dims: Dims | Mapping[str, Dims] | None = None,
+    blocks: Blocks | Mapping[str, Blocks] | None = None,
+    block_axis: int = -2,
+    view: MatrixView = MatrixView(),
+):
+    r"""Sum up gradients, and pass on only the rows, or columns, in which most has gathered.
+
+    Of each matrix $M = M_{t-1} + G$ the update has the largest of the slices along the shorter side, by their sum of
+    magnitudes, and zeros elsewhere; in the state these slices are multiplied by $\beta$, the others wait. The polar
+    factor of a matrix with zero rows is that of the others, so `orthogonalize` follows it; no products are saved.
+
+    Args:
+        one_in: of how many slices one is taken, rounded up: the authors' ``fraction`` is the reciprocal.
+        decay: $\beta$, in [0, 1).
+        dtype: pinned dtype of the sum; "auto" is float32, but float64 for a float64 parameter; None is each parameter's
+            own.
+        dims: of the view, loose.
+        blocks: of the view, loose.
+        block_axis: of the view, loose.
+        view: which matrices a leaf consists of, as for `orthogonalize`.
+
+    Raises:
+        ValueError: an argument is out of range, or a dtype is a string other than "auto"; at `init`, a leaf is no
+            matrix or does not fit the view.
+
+    Follows Dion2 in Microsoft's ``dion``, where a sharded matrix is cut along the sharded side instead.
+
+    Example:
+        >>> import muonfx as mfx
+        >>> tx = mfx.sampled_momentum(one_in=2, decay=0.5)
+        >>> params = {"w": torch.zeros(2, 2)}
+        >>> updates, state = tx.update({"w": torch.tensor([[3.0, 0.0], [2.0, 0.0]])}, tx.init(params))
+        >>> updates["w"].tolist(), state.trace["w"].tolist()
+        ([[3.0, 0.0], [0.0, 0.0]], [[1.5, 0.0], [2.0, 0.0]])
+    """
+    checks.positive_int("one_in", one_in)
+    checks.in_unit_interval("decay", decay)
+    checks.state_dtype("dtype", dtype)
+
+    def init(params: PyTree) -> SampledMomentumState:
+        check_matrices(view, params)
+        return SampledMomentumState(zeros(params, dtype))
+
+    def update(updates: PyTree, state: SampledMomentumState, params: PyTree = None, *, donate: Donation = NOTHING):
+        at = Present(updates)
+        leaves, old = at.pick(updates), at.pick(state.trace)
+        wide, held, _ = widen(leaves, old)
+        total = at.fill(ew.add(held, wide))
+        chosen = map_matrices(view, lambda matrix: _largest_slices(matrix, one_in), total)
+        sums, kept = at.pick(total), at.pick(chosen)
+        out = [torch.where(keep, m, 0.0).to(u.dtype) for m, keep, u in zip(sums, kept, leaves, strict=True)]
+        trace = [torch.where(keep, m * decay, m) for m, keep in zip(sums, kept, strict=True)]
+        return at.fill(out), SampledMomentumState(at.fill(store(trace, old, reuse=False), state.trace))
+
+    return init, update
+
+
+def _largest_slices(matrix: Tensor, one_in: int) -> Tensor:
+    """True where an element lies in one of the largest slices along the shorter side."""
+    if matrix.numel() == 0:
+        return torch.zeros_like(matrix, dtype=torch.bool)
+    side, other = (-2, -1) if matrix.shape[-2] <= matrix.shape[-1] else (-1, -2)
+    sums = matrix.detach().abs().sum(other, keepdim=True)
+    order = sums.argsort(dim=side, descending=True, stable=True)  # `topk` leaves open which of equal ones it takes
+    places = order.narrow(side, 0, -(-matrix.shape[side] // one_in))
+    return torch.zeros_like(sums, dtype=torch.bool).scatter(side, places, True).expand_as(matrix)

@@ -99,6 +99,7 @@ CASES: dict[str, list[mfx.Transform]] = {
     "clip_singular_values": [mfx.clip_singular_values(0.5)],
     "keep_weight_norms": [mfx.keep_weight_norms(), mfx.keep_weight_norms(dtype=None, dims=ROWS_AND_COLUMNS)],
     "match_weight_norms": [mfx.match_weight_norms(dims=ROWS_AND_COLUMNS)],
+    "sampled_momentum": [mfx.sampled_momentum(3, 0.5, dtype=torch.bfloat16)],
     "scale_by_dion": [mfx.scale_by_dion(2), mfx.scale_by_dion(1, 0.5, dtype=torch.bfloat16, dims=ROWS_AND_COLUMNS)],
     "scale_by_dual_norm": [mfx.scale_by_dual_norm(mfx.orthogonalize(dtype=torch.float32))],
     "scale_by_namo": [
@@ -203,6 +204,7 @@ CASES: dict[str, list[mfx.Transform]] = {
     "muon": [mfx.muon(0.1, weight_decay=0.1, dtype=torch.float32)],
     "normuon": [mfx.normuon(A_SCHEDULE, dtype=torch.float32)],
     "adamuon": [mfx.adamuon(0.1, weight_decay=0.1, newton_schulz=FP32)],
+    "dion2": [mfx.dion2(0.1, one_in=2, newton_schulz=FP32)],
     "dion": [mfx.dion(A_SCHEDULE, rank=2)],
     "muon_hyperball": [mfx.muon_hyperball(0.1, newton_schulz=FP32)],
     "musgd": [mfx.musgd(0.1, weight_decay=0.1, newton_schulz=FP32)],

@@ -23,6 +23,7 @@ TAKE_BLOCKS = {
     "clip_singular_values": lambda **kw: mfx.clip_singular_values(2.0, **kw),
     "keep_weight_norms": lambda **kw: mfx.keep_weight_norms(dtype=torch.float64, **kw),
     "match_weight_norms": mfx.match_weight_norms,
+    "sampled_momentum": lambda **kw: mfx.sampled_momentum(2, **kw),
     "scale_by_dual_norm": lambda **kw: mfx.scale_by_dual_norm(mfx.orthogonalize(**EXACT, **kw), **kw),
     "scale_by_namo": lambda **kw: mfx.scale_by_namo(mfx.orthogonalize(**EXACT, **kw), **kw),
     "normalize_rows": mfx.normalize_rows,

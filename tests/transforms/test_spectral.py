@@ -22,12 +22,21 @@ def with_spectrum(values: torch.Tensor, rows: int, columns: int) -> torch.Tensor
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 2e-4), (torch.float32, 2e-4), (torch.bfloat16, 2e-2)])
 def test_singular_values_are_clipped(shape: tuple[int, int], dtype: torch.dtype, bound: float):
     values = torch.logspace(2, -6, 8, dtype=torch.float64)
-    tx = mfx.chain(mfx.clip_singular_values(1.0))
+    tx = mfx.clip_singular_values(1.0)
     matrix = with_spectrum(values, *shape).to(dtype)
     found = tx.update({"w": matrix}, tx.init({"w": matrix}))[0]["w"]
     assert found.dtype == dtype
     error = torch.linalg.matrix_norm(found.double() - with_spectrum(values.clamp(max=1.0), *shape), 2)
     assert error < bound * (100 if dtype == torch.bfloat16 else 1)  # the input itself is rounded, at its largest value
+
+
+@pytest.mark.parametrize(("top", "steps", "bound"), [(3, 10, 2e-3), (4, 15, 1e-2)])
+def test_more_steps_clip_larger_singular_values(top: int, steps: int, bound: float):
+    values = torch.logspace(top, -4, 64, dtype=torch.float64)
+    tx = mfx.clip_singular_values(1.0, steps=steps)
+    matrix = {"w": with_spectrum(values, 64, 200).float()}
+    found = tx.update(matrix, tx.init(matrix))[0]["w"].double()
+    assert torch.linalg.matrix_norm(found - with_spectrum(values.clamp(max=1.0), 64, 200), 2) < bound
 
 
 def test_a_matrix_below_the_threshold_passes_as_it_is():
@@ -79,5 +88,5 @@ def test_nan_stays_in_its_matrix(name: str):
 
 def test_a_dual_norm_is_that_of_the_inner_direction():
     grads = {"w": torch.tensor([[1e-30, -2e-30], [0.0, 3e-30]])}
-    tx = mfx.scale_by_dual_norm(mfx.chain(mfx.scale_by_lion(0.0, 0.0)))
+    tx = mfx.scale_by_dual_norm(mfx.scale_by_sign())
     torch.testing.assert_close(tx.update(grads, tx.init(grads))[0]["w"], 6e-30 * grads["w"].sign(), rtol=1e-6, atol=0)
