@@ -58,6 +58,8 @@ def agreed_updates(
         tx.check_extras(extras)
         checks.check_floating("updates", updates)
         _check_step(binding, tx, updates, state, params, check=check)
+        if extras:
+            binding.executor.check_extras(binding.executor.program(tx, tree.map(local_of, like)), extras)
         binding.executor.require_room(state, tree.map(local_of, like), donate)
     except PROBLEMS as error:
         problem = problem or error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
@@ -253,7 +253,15 @@ def _unchanged(values: PyTree) -> PyTree:
     return values
 
 
-@transform(locality=Locality.TREE, resolve=_resolve, name_patterns=_patterns)
+def _check_extras(tx: Transform, extras: Mapping[str, PyTree]) -> None:
+    resolved, logits = tx.arguments["heads"], extras.get("max_logits")
+    if isinstance(resolved, _Members) and logits is not None:
+        given = _by_module(logits)
+        for own in resolved.members:
+            _logits_of(own.module, resolved.heads[own.which], given)
+
+
+@transform(locality=Locality.TREE, resolve=_resolve, name_patterns=_patterns, check_extras=_check_extras)
 def qk_clip(
     heads: AttentionHeads | tuple[AttentionHeads, ...],
     tau: float = 100.0,
@@ -379,7 +387,7 @@ def _factors(
     device: torch.device,
 ) -> dict[str, dict[str, Tensor]]:
     """The factors of each module by kind, one for each head: computed for all modules with the same heads at once."""
-    given = dict(zip(tree.names(max_logits), tree.leaves(max_logits), strict=True))
+    given = _by_module(max_logits)
     which = {own.module: own.which for own in members}
     modules = sorted(which, key=lambda module: which[module])
     logits = [_logits_of(module, heads[which[module]], given) for module in modules]
@@ -400,6 +408,10 @@ def _factors(
         kinds = {"query": query.unbind(), "key": key.unbind(), "rotary": gamma.unbind()}
         found |= {module: {kind: every[i] for kind, every in kinds.items()} for i, module in enumerate(mine)}
     return found
+
+
+def _by_module(max_logits: PyTree) -> dict[str, PyTree]:
+    return dict(zip(tree.names(max_logits), tree.leaves(max_logits), strict=True))
 
 
 def _logits_of(module: str, own: AttentionHeads, given: dict[str, PyTree]) -> Tensor:
