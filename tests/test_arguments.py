@@ -24,12 +24,15 @@ PARAMS = {"w": torch.zeros(4, 4), "b": torch.zeros(4)}
 TX = mfx.momentum()
 
 REQUIRED: dict[Callable[..., Any], tuple[Any, ...]] = {
+    mfx.AttentionHeads: ("*.attn", 2),
     mfx.accumulate: (TX, 2),
     mfx.apply_updates: (PARAMS, PARAMS),
     mfx.cautious: (TX,),
     mfx.clip_by_block_rms: (1.0,),
     mfx.clip_by_global_norm: (1.0,),
     mfx.clip_by_value: (1.0,),
+    mfx.muonclip: ((),),
+    mfx.qk_clip: ((),),
     mfx.scale: (1.0,),
     mfx.scale_by_learning_rate: (0.1,),
     mfx.Muon: (MODEL,),

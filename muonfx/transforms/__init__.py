@@ -1,5 +1,6 @@
 """The transforms, one family a file."""
 
+from muonfx.transforms._heads import AttentionHeads
 from muonfx.transforms._matrices import MatrixView
 from muonfx.transforms.accumulate import AccumulateState, accumulate
 from muonfx.transforms.adam import AdamState, scale_by_adam
@@ -13,7 +14,7 @@ from muonfx.transforms.monitor import MonitorState, metrics, monitor
 from muonfx.transforms.neurons import NeuronsState, normalize_neurons
 from muonfx.transforms.nonfinite import SkipNonfiniteState, skip_nonfinite
 from muonfx.transforms.orthogonalize import orthogonalize
-from muonfx.transforms.qk_clip import AttentionHeads, qk_clip
+from muonfx.transforms.qk_clip import qk_clip
 from muonfx.transforms.scale import ScheduleState, scale, scale_by_learning_rate, scale_by_schedule, scale_by_shape
 
 __all__ = [
