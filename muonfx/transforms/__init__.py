@@ -1,5 +1,6 @@
 """The transforms, one family a file."""
 
+from muonfx.transforms._heads import AttentionHeads
 from muonfx.transforms._matrices import MatrixView
 from muonfx.transforms.accumulate import AccumulateState, accumulate
 from muonfx.transforms.adam import AdamState, scale_by_adam
