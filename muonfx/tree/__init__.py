@@ -12,12 +12,9 @@ from muonfx.tree.search import get, get_all, set
 from muonfx.tree.structure import (
     NAMESPACE,
     Present,
-    PyTree,
     Spec,
-    Structure,
     device_of,
     flatten,
-    is_flat,
     leaves,
     map,
     names,
@@ -28,19 +25,25 @@ from muonfx.tree.structure import (
     tensors,
     unflatten,
 )
+from muonfx.tree.structure import (
+    PyTree as PyTree,
+)
+from muonfx.tree.structure import (
+    Structure as Structure,
+)
+from muonfx.tree.structure import (
+    is_flat as is_flat,
+)
 
 __all__ = [
     "NAMESPACE",
     "Present",
-    "PyTree",
     "Spec",
-    "Structure",
     "add",
     "device_of",
     "flatten",
     "get",
     "get_all",
-    "is_flat",
     "leaves",
     "map",
     "map_params",
