@@ -172,7 +172,8 @@ def hyperparams_used(state: PyTree) -> dict[str, Tensor]:
     """List the numbers that the last update has used, as far as a state holds them, by dotted name.
 
     These are the ones that follow schedules and those that `inject_hyperparams` keeps. Names are made of the keys of
-    the state, without fields.
+    the state, without fields. Transforms that take schedules themselves keep a count only: what
+    ``scale_by_learning_rate(rate)`` has used is ``rate(count - 1)``.
 
     >>> import muonfx as mfx
     >>> tx = mfx.chain(mfx.momentum(mfx.linear(0.5, 0.9, 4)), mfx.scale(-0.1))
