@@ -139,7 +139,7 @@ def _warn_of_order(entries: Mapping[str, Transform]) -> None:
             turned = name
 
 
-_STACKLEVEL = 9
+_STACKLEVEL = 11
 """From the warning to the call of the factory: by way of the constructor, its recording and its building."""
 
 
