@@ -157,6 +157,7 @@ def _warn(message: str) -> None:
 
 
 _STACKLEVEL = 10
+_STACKLEVEL = 11
 """From the warning to the call of the factory: by way of the constructor, its recording and its building."""
 
 

@@ -1,4 +1,4 @@
-"""Arithmetic of trees of tensors, computed in fp32 or wider. What is ``None`` is absent, and counts as zero."""
+"""Arithmetic of trees of floating tensors, in fp32 or wider. What is ``None`` is absent, and counts as zero."""
 
 from __future__ import annotations
 

@@ -327,7 +327,7 @@ def test_a_slot_names_the_argument_that_pins_it():
         mfx.Slot(torch.int64, "mu_dtype")
     with pytest.raises(ValueError, match="dtype must be"):
         mfx.Slot("fp32")
-    with pytest.raises(ValueError, match='start must be "zeros" or "params", found \'ones\''):
+    with pytest.raises(ValueError, match='start must be "zeros", "params" or a number, found \'ones\''):
         mfx.Slot(start="ones")
 
 

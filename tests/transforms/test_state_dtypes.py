@@ -22,6 +22,8 @@ FACTORIES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "scale_by_adam": (mfx.scale_by_adam, ("mu_dtype", "nu_dtype")),
     "scale_by_ademamix": (mfx.scale_by_ademamix, ("mu_dtype", "nu_dtype")),
     "scale_by_lion": (mfx.scale_by_lion, ("mu_dtype",)),
+    "scale_by_rms": (mfx.scale_by_rms, ("nu_dtype",)),
+    "scale_by_factored_rms": (mfx.scale_by_factored_rms, ("dtype",)),
     "ema_params": (mfx.ema_params, ("dtype",)),
     "normalize_neurons": (mfx.normalize_neurons, ("dtype",)),
     "keep_weight_norms": (mfx.keep_weight_norms, ("dtype",)),
@@ -81,6 +83,7 @@ def test_every_argument_that_is_auto_for_a_state_is_asked_here():
     asked = {(name, argument) for name, (_, names) in FACTORIES.items() for argument in names if " " not in name}
     in_signatures.remove(("scale_by_prodigy", "dtype"))  # of all but the first parameters, which keep their own
     assert declared <= in_signatures == asked
+    assert declared <= in_signatures == asked  # those that are newer than "auto" had no other default
     for name, argument in in_signatures:
         assert public[name].definition.parameters[argument].default == "auto"
 
