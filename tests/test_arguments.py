@@ -24,6 +24,7 @@ PARAMS = {"w": torch.zeros(4, 4), "b": torch.zeros(4)}
 TX = mfx.momentum()
 
 REQUIRED: dict[Callable[..., Any], tuple[Any, ...]] = {
+    mfx.AttentionHeads: ("*.attn", 2),
     mfx.accumulate: (TX, 2),
     mfx.adaptive_grad_clip: (1.0,),
     mfx.add_noise: (1.0, 0.5),
@@ -35,6 +36,8 @@ REQUIRED: dict[Callable[..., Any], tuple[Any, ...]] = {
     mfx.sam_gradient: (lambda params: params, PARAMS),
     mfx.schedule_free: (TX, 0.1),
     mfx.clip_by_value: (1.0,),
+    mfx.muonclip: ((),),
+    mfx.qk_clip: ((),),
     mfx.scale: (1.0,),
     mfx.scale_by_dual_norm: (TX,),
     mfx.scale_by_namo: (TX,),

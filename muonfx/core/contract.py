@@ -139,6 +139,7 @@ class Declaration:
         None
     )
     name_patterns: Callable[[Any], Iterable[NamePatterns]] | None = None
+    check_extras: Callable[[Any, Mapping[str, Any]], None] | None = None
     turns_downhill: bool | Callable[..., bool] = False
     wants_uphill: bool | Literal["or_refuses"] = False
     wants_downhill: bool = False
@@ -163,7 +164,7 @@ class Declaration:
             )
         if self.rest not in (None, "dropped", "unchanged"):
             raise ValueError(f'transform: rest must be "dropped", "unchanged" or None, found {self.rest!r}')
-        for option in ("resolve", "rounds_to", "with_compute_dtype", "on_stacks", "name_patterns"):
+        for option in ("resolve", "rounds_to", "with_compute_dtype", "on_stacks", "name_patterns", "check_extras"):
             function = getattr(self, option)
             if function is not None and not callable(function):
                 raise TypeError(f"transform: {option} must be a function or None, found {function!r}")

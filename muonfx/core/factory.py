@@ -31,6 +31,7 @@ def transform(
     on_stacks: Callable[[Any, Mapping[str, tuple[int, ...]]], tuple[Transform, dict[str, tuple[int, int]]]]
     | None = None,
     name_patterns: Callable[[Any], Iterable[NamePatterns]] | None = None,
+    check_extras: Callable[[Any, Mapping[str, Any]], None] | None = None,
     turns_downhill: bool | Callable[..., bool] = False,
     wants_uphill: bool | Literal["or_refuses"] = False,
     wants_downhill: bool = False,
@@ -82,6 +83,8 @@ def transform(
             stacks ``(how many, rows, columns)``. None: the leading dims of locality MATRIX, no others.
         name_patterns: ``(transform) -> patterns``: the globs over names that its arguments hold, so that `init` can
             warn of one that matches nothing.
+        check_extras: ``(transform, extras)``: raises where the named extras of a step will not do for a resolved
+            transform, so that an optimizer, and all ranks, hear of it before anything is changed.
         turns_downhill: whether it is a learning rate, which turns updates from the gradient's direction to that in
             which parameters go; a bool or a function of the arguments.
         wants_uphill: whether its incoming updates must still have the gradient's direction. A `chain` warns where they
@@ -140,6 +143,7 @@ def transform(
         with_compute_dtype=with_compute_dtype,
         on_stacks=on_stacks,
         name_patterns=name_patterns,
+        check_extras=check_extras,
         turns_downhill=turns_downhill,
         wants_uphill=wants_uphill,
         wants_downhill=wants_downhill,

@@ -159,6 +159,7 @@ class Stepping:
         self.tx.check_extras(extras)
         self.refresh(groups, params)
         assert self._node is not None
+        self.executor.check_extras(self._node, extras)
         donated = Donation(donate, True)
         self.executor.require_room(state, params, donated)
         _, after = self.executor.update_node(

@@ -32,7 +32,7 @@ from muonfx.program.buckets import (
     store_away,
 )
 from muonfx.program.lower import lower_node, named_chain, resolve_within, state_around
-from muonfx.program.nodes import Around, ChainNode, Node, Stage, WholeTree
+from muonfx.program.nodes import Around, ChainNode, Node, Program, Stage, WholeTree
 from muonfx.program.placement import ALONE, RESIDENT, Arguments, Placement, Run, Store
 from muonfx.program.routes import PIECE_BYTES, Routes, at_path, can_be_routed, put_at_path
 from muonfx.recorded import with_numbers
@@ -75,6 +75,7 @@ class Executor:
         self._parameters: dict[Any, list[str | None]] = {}
         self._keeps_leaves: dict[int, bool] = {}
         self._routes: dict[int, Routes] = {}
+        self._checking: dict[int, list[Transform]] = {}
         self._warned: set[str] = set()
         self._at_hand: Executor | None = None
         self._extras: Mapping[str, Any] = {
@@ -99,7 +100,8 @@ class Executor:
 
     def _forget(self) -> None:
         """Forget all that was found out; it is found out again when it is asked for."""
-        for found in (self._programs, self._current, self._spans, self._parameters, self._keeps_leaves, self._routes):
+        everything = self._programs, self._current, self._spans, self._parameters, self._keeps_leaves, self._routes
+        for found in (*everything, self._checking):
             found.clear()
 
     def _compute_on(self, device: torch.device) -> torch.dtype | None:
@@ -163,6 +165,20 @@ class Executor:
             The updates, unless the call applies them, and the next state.
         """
         return self.update_node(self.program(tx, call.like), tx, call)
+
+    def check_extras(self, node: Node, extras: Mapping[str, Any]) -> None:
+        """Have the transforms of a program look at the named extras of a step, before it is begun.
+
+        Raises:
+            ValueError: some will not do.
+        """
+        if node.number not in self._checking:
+            self._checking[node.number] = [
+                own.tx for own in Program(node).transforms() if own.tx.declaration.check_extras
+            ]
+        for tx in self._checking[node.number] if extras else ():
+            assert tx.declaration.check_extras is not None
+            tx.declaration.check_extras(tx, extras)
 
     def update_node(self, node: Node, now: Now, call: Arguments) -> tuple[PyTree, PyTree]:
         """Update by a node of a program; see `update`."""

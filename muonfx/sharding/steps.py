@@ -58,6 +58,8 @@ def agreed_updates(
         tx.check_extras(extras)
         checks.check_floating("updates", updates)
         _check_step(binding, tx, updates, state, params, check=check)
+        if extras:
+            binding.executor.check_extras(binding.executor.program(tx, tree.map(local_of, like)), extras)
         binding.executor.require_room(state, tree.map(local_of, like), donate)
     except PROBLEMS as error:
         problem = problem or error
@@ -155,11 +157,11 @@ def _facts(binding: Binding, tx: Transform, state: PyTree, like: PyTree, extras:
 def _text(value: object) -> str:
     """A value in words: those of host memory; tensors on a device are compared when copies are verified.
 
-    Of a mapping names and shapes only: a transform that takes one, as `qk_clip` does, reduces its values over ranks.
+    Of a mapping names, shapes and dtypes: a transform that takes one, as `qk_clip` does, reduces values over ranks.
     """
     if isinstance(value, Mapping):
         shown = zip(tree.names(value), tree.leaves(value), strict=True)
-        return repr({name: tuple(x.shape) if isinstance(x, Tensor) else type(x).__qualname__ for name, x in shown})
+        return repr({n: (*x.shape, x.dtype) if isinstance(x, Tensor) else type(x).__qualname__ for n, x in shown})
     if not isinstance(value, Tensor):
         plain = value is None or isinstance(value, bool | int | float | str)
         return repr(value) if plain else type(value).__qualname__

@@ -187,6 +187,11 @@ _ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
         st.integers(1, 2),
     ),
     "sam": st.builds(tfs.sam, st.sampled_from((0.05, 0.0, 2.0)), adaptive=st.booleans()),
+    "scale_by_ademamix": st.builds(
+        tfs.scale_by_ademamix, _SHARES, _SHARES, _SHARES | schedules(), _RATES, _TINY, mu_dtype=_STATE, nu_dtype=_STATE
+    ),
+    "scale_by_dog": st.builds(tfs.scale_by_dog, _POSITIVE, _TINY),
+    "scale_by_dowg": st.builds(tfs.scale_by_dowg, st.sampled_from((None, 0.1)), _TINY),
     "scale_by_prodigy": st.builds(
         tfs.scale_by_prodigy,
         _RATES,

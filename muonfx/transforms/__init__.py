@@ -1,8 +1,10 @@
 """The transforms, one family a file."""
 
+from muonfx.transforms._heads import AttentionHeads
 from muonfx.transforms._matrices import MatrixView
 from muonfx.transforms.accumulate import AccumulateState, accumulate
 from muonfx.transforms.adam import AdamState, scale_by_adam
+from muonfx.transforms.ademamix import AdemamixState, scale_by_ademamix
 from muonfx.transforms.average import EmaParamsState, MasterParamsState, ema_params, master_params
 from muonfx.transforms.clip import (
     adaptive_grad_clip,
@@ -14,6 +16,7 @@ from muonfx.transforms.clip import (
 from muonfx.transforms.conditional import ConditionalState, conditionally_mask, conditionally_transform
 from muonfx.transforms.decay import add_decayed_weights, cautious, subtract_decayed_weights
 from muonfx.transforms.dion import DionState, SampledMomentumState, sampled_momentum, scale_by_dion
+from muonfx.transforms.distance import DogState, DowgState, scale_by_dog, scale_by_dowg
 from muonfx.transforms.leafwise import Leaf, Slot, StepCount, leafwise
 from muonfx.transforms.lion import LionState, scale_by_lion
 from muonfx.transforms.lookahead import LookaheadState, lookahead
@@ -47,11 +50,14 @@ __all__ = [
     "AccumulateState",
     "AdamState",
     "AddNoiseState",
-    "ConditionalState",
+    "AdemamixState",
     "AttentionHeads",
+    "ConditionalState",
     "DebiasedMomentumState",
-    "DionState",
     "DebiasedRmsState",
+    "DionState",
+    "DogState",
+    "DowgState",
     "EmaParamsState",
     "FactoredRmsState",
     "Leaf",
@@ -95,10 +101,10 @@ __all__ = [
     "metrics",
     "momentum",
     "monitor",
+    "normalize_by_update_norm",
     "normalize_columns",
     "normalize_leaves",
     "normalize_matrices",
-    "normalize_by_update_norm",
     "normalize_neurons",
     "normalize_rows",
     "orthogonalize",
@@ -109,18 +115,21 @@ __all__ = [
     "sampled_momentum",
     "scale",
     "scale_by_adam",
+    "scale_by_ademamix",
     "scale_by_dion",
+    "scale_by_dog",
+    "scale_by_dowg",
     "scale_by_dual_norm",
+    "scale_by_factored_rms",
     "scale_by_learning_rate",
     "scale_by_lion",
     "scale_by_namo",
-    "scale_by_factored_rms",
+    "scale_by_prodigy",
     "scale_by_rms",
     "scale_by_schedule",
     "scale_by_shape",
     "scale_by_sign",
     "scale_by_trust_ratio",
-    "scale_by_prodigy",
     "schedule_free",
     "schedule_free_eval_params",
     "skip_nonfinite",

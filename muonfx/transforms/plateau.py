@@ -75,8 +75,7 @@ def reduce_on_plateau(
         ({'w': tensor([0.5000])}, 0.5)
     """
     checks.in_unit_interval("factor", factor)
-    if not isinstance(factor, Tensor) and factor == 0.0:
-        raise ValueError("factor must be above 0, found 0.0")
+    checks.positive("factor", factor)
     checks.positive_int("patience", patience)
     checks.positive_int("accumulation_size", accumulation_size)
     if cooldown != 0:

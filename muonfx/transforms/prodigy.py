@@ -97,9 +97,7 @@ def scale_by_prodigy(
     for name, value in (("eps", eps), ("weight_decay", weight_decay)):
         checks.at_least(name, value, 0.0)
     for name, value in (("estim_lr0", estim_lr0), ("estim_lr_coef", estim_lr_coef)):
-        checks.at_least(name, value, 0.0)
-        if not isinstance(value, Tensor) and value == 0.0:
-            raise ValueError(f"{name} must be above 0, found {value!r}")
+        checks.positive(name, value)
     checks.state_dtype("dtype", dtype)
 
     def init(params: PyTree) -> ProdigyState:

@@ -27,7 +27,10 @@ from tests.sharding.cases import Case, Leaf, Replicated, Zero, model, muon, two_
 from tests.sharding.strategies import cases
 from tests.sharding.test_law import dtensor_cases
 
-pytestmark = pytest.mark.filterwarnings("ignore:partition. no parameter has the label")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:partition. no parameter has the label"),
+    pytest.mark.filterwarnings("ignore:scale_by_(prodigy|dog|dowg) looks at the whole tree"),  # as it is drawn
+]
 
 GIVEN_STATE = mfx.Donation(False, True)
 PARAMS = {

@@ -146,13 +146,18 @@ def reductions(here: Here, with_clip: bool) -> int:
     return len(calls)
 
 
-def misnamed(here: Here, trouble: str) -> None:
-    """Logits that are wrong on the last rank alone."""
+def bad_logits_on_one_rank(here: Here) -> list[str]:
+    """What each rank is told of logits that are wrong on the last rank alone; then a good step."""
     params = {name: leaf.detach() for name, leaf in made().named_parameters()}
     layout = sharding.zero(params, here.group)
     tx = sharding.sharded(mfx.qk_clip(HEADS), layout)
     local = layout.shard(params)
-    logits = {"h.attn": torch.zeros(4)}
-    if here.rank == here.size - 1:
-        logits = {"name": {"h.atn": torch.zeros(4)}, "shape": {"h.attn": torch.zeros(2)}}[trouble]
-    tx.update(local, tx.init(local), local, max_logits=logits)
+    state, good = tx.init(local), {"h.attn": torch.zeros(4)}
+    said: list[str] = []
+    for bad in ({"h.atn": torch.zeros(4)}, {"h.attn": torch.zeros(2)}, {**good, "other": torch.zeros(1)}):
+        try:
+            tx.update(local, state, local, max_logits=bad if here.rank == here.size - 1 else good)
+        except (ValueError, sharding.ShardingError) as error:
+            said.append(str(error))
+    tx.update(local, state, local, max_logits=good)
+    return said

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import muonfx as mfx
-from tests.processes import Failed, World
+from tests.processes import World
 from tests.sharding import attention
 from tests.sharding.cases import (
     Case,
@@ -75,8 +75,9 @@ def test_it_takes_one_all_reduce_more(world: World):
     assert with_it == [without[0] + 1] * 2
 
 
-@pytest.mark.parametrize("trouble", ["name", "shape"])
-def test_logits_that_differ_in_kind_are_an_error_on_all_ranks(world: World, trouble: str):
-    results = world.run(2, attention.misnamed, trouble=trouble)
-    said = "the ranks have different named extras"
-    assert all(isinstance(result, Failed) and said in str(result.error) for result in results), results
+def test_bad_logits_on_one_rank_are_an_error_on_all(world: World):
+    for said in world.check(2, attention.bad_logits_on_one_rank):
+        assert len(said) == 3
+        assert "no tensor for the module 'h.attn' (did you mean 'h.atn'?)" in said[0]
+        assert "has shape (2,), expected (4,)" in said[1]
+        assert "the ranks have different named extras" in said[2]

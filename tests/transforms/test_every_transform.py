@@ -183,15 +183,19 @@ CASES: dict[str, list[mfx.Transform]] = {
         mfx.skip_nonfinite(mfx.chain(mfx.clip_by_global_norm(1.0), MOMENTUM)),
     ],
     "sam": [mfx.sam(), mfx.sam(0.5, adaptive=True)],
+    "scale_by_ademamix": [
+        mfx.scale_by_ademamix(0.5, 0.9, mfx.linear(0.5, 0.9, 3), A_SCHEDULE, 1e-3, eps_root=1e-6, nu_dtype=None),
+    ],
+    "scale_by_dog": [mfx.scale_by_dog(0.1)],
+    "scale_by_dowg": [mfx.scale_by_dowg(0.1)],
     "scale_by_prodigy": [
-        mfx.scale_by_prodigy(estim_lr0=1e-2),
         mfx.scale_by_prodigy(A_SCHEDULE, b3=0.5, estim_lr0=0.1, weight_decay=0.1, safeguard_warmup=True, dtype=None),
     ],
     "schedule_free": [
         mfx.schedule_free(mfx.chain(mfx.scale_by_adam(0.0), mfx.scale_by_learning_rate(A_SCHEDULE)), A_SCHEDULE),
         mfx.schedule_free(mfx.chain(mfx.clip_by_global_norm(1.0), mfx.scale(-0.1)), 0.1, 1.0, dtype=None),
     ],
-    "lookahead": [mfx.lookahead(mfx.adamw(0.1), 2, 0.5), mfx.lookahead(mfx.scale(-0.1), 1, 0.8, dtype=None)],
+    "lookahead": [mfx.lookahead(mfx.adamw(0.1), 2, 0.5)],
     "conditionally_transform": [mfx.conditionally_transform(mfx.scale_by_adam(), every_other)],
     "conditionally_mask": [mfx.conditionally_mask(mfx.chain(mfx.clip_by_global_norm(1.0), MOMENTUM), every_other)],
     "reduce_on_plateau": [with_value(mfx.reduce_on_plateau(0.5, 1, cooldown=1))],

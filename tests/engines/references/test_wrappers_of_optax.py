@@ -173,6 +173,20 @@ def test_prodigy(theirs: Any, ours: dict[str, Any], others: dict[str, Any]):
     assert mine[-1]["rate"] > 1.1 * ours.get("estim_lr0", 1e-6)
 
 
+@pytest.mark.parametrize("name", ["ademamix", "dog", "dowg"])
+def test_the_scaling_of(theirs: Any, name: str):
+    ours, other = {
+        "ademamix": (
+            mfx.scale_by_ademamix(0.8, 0.95, 0.99, lambda count: 0.2 * count.double()),
+            lambda: theirs.contrib.ademamix(1.0, 0.8, 0.95, 0.99, lambda count: 0.2 * count),
+        ),
+        "dog": (mfx.scale_by_dog(1e-2), lambda: theirs.contrib.dog(1.0, ("heuristic", 1e-2))),
+        "dowg": (mfx.scale_by_dowg(1e-2), lambda: theirs.contrib.dowg(1.0, 1e-2)),
+    }[name]
+    chained = theirs.chain(other(), theirs.scale(RATE))
+    require_close(our_run(mfx.chain(ours, mfx.scale(-RATE))), their_run(theirs, chained))
+
+
 def test_sam(theirs: Any):
     tx, params, mine = mfx.adamw(RATE, weight_decay=0.0), start(), []
     state = tx.init(params)
