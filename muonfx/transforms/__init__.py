@@ -31,7 +31,7 @@ from muonfx.transforms.norms import centralize, normalize_by_update_norm, scale_
 from muonfx.transforms.orthogonalize import orthogonalize
 from muonfx.transforms.plateau import ReduceOnPlateauState, reduce_on_plateau
 from muonfx.transforms.prodigy import ProdigyState, scale_by_prodigy
-from muonfx.transforms.qk_clip import AttentionHeads, qk_clip
+from muonfx.transforms.qk_clip import qk_clip
 from muonfx.transforms.rms import DebiasedRmsState, FactoredRmsState, RmsState, scale_by_factored_rms, scale_by_rms
 from muonfx.transforms.scale import (
     ScheduleState,
