@@ -16,7 +16,7 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.checks import did_you_mean
-from muonfx.core import Donation, Locality, Transform, transform
+from muonfx.core import Donation, Locality, ScheduledHyperparamsState, Transform, transform
 from muonfx.core.contract import NOTHING
 from muonfx.recorded import Recorded, parts_of, with_numbers
 from muonfx.tree import PyTree
@@ -25,6 +25,7 @@ __all__ = [
     "InjectHyperparamsState",
     "as_tensors",
     "hyperparams",
+    "hyperparams_used",
     "inject_hyperparams",
     "stack",
     "with_hyperparams",
@@ -165,3 +166,35 @@ def inject_hyperparams(inner: Transform):
         return updates, InjectHyperparamsState(state.hyperparams, inner_state)
 
     return init, update
+
+
+def hyperparams_used(state: PyTree) -> dict[str, Tensor]:
+    """List the numbers that the last update has used, as far as a state holds them, by dotted name.
+
+    These are the ones that follow schedules and those that `inject_hyperparams` keeps. Names are made of the keys of
+    the state, without fields. Transforms that take schedules themselves keep a count only: what
+    ``scale_by_learning_rate(rate)`` has used is ``rate(count - 1)``.
+
+    >>> import muonfx as mfx
+    >>> tx = mfx.chain(mfx.momentum(mfx.linear(0.5, 0.9, 4)), mfx.scale(-0.1))
+    >>> params, state = {"w": torch.ones(1)}, tx.init({"w": torch.ones(1)})
+    >>> for _ in range(3):
+    ...     _, state = tx.update(params, state, params)
+    >>> hyperparams_used(state)
+    {'momentum.decay': tensor(0.7000, dtype=torch.float64)}
+    """
+    found: dict[str, Tensor] = {}
+
+    def visit(node: PyTree, name: str) -> None:
+        if isinstance(node, ScheduledHyperparamsState | InjectHyperparamsState):
+            found.update({f"{name}{own}": number for own, number in node.hyperparams.items()})
+            visit(node.inner, name)
+        elif isinstance(node, dict):
+            for key, item in node.items():
+                visit(item, f"{name}{key}.")
+        elif isinstance(node, tuple | list):
+            for item in node:
+                visit(item, name)
+
+    visit(state, "")
+    return found

@@ -42,9 +42,9 @@ CoefficientsLike = str | polar.Coefficients | tuple[tuple[float, ...], ...] | Te
 def muon(
     learning_rate: Rate = 2e-3,
     *,
-    decay: float = 0.95,
+    decay: float | Schedule = 0.95,
     nesterov: bool = True,
-    weight_decay: float = 0.0,
+    weight_decay: float | Schedule = 0.0,
     coefficients: CoefficientsLike = "polar_express_5",
     steps: int | None = None,
     method: str = "auto",
@@ -61,7 +61,7 @@ def muon(
     Args:
         learning_rate: a number or a schedule. With the rule "match_rms_adamw" it is of AdamW's size; with "original",
             Keller Jordan's 0.02 is customary.
-        decay: of the momentum.
+        decay: of the momentum; a number or a schedule.
         nesterov: whether momentum looks ahead.
         weight_decay: decoupled; parameters shrink by ``learning_rate * weight_decay``.
         coefficients: of the Newton-Schulz iteration, as in `orthogonalize`.
@@ -95,9 +95,9 @@ def muon(
 def normuon(
     learning_rate: Rate = 2e-3,
     *,
-    decay: float = 0.95,
-    neuron_decay: float = 0.95,
-    weight_decay: float = 0.0,
+    decay: float | Schedule = 0.95,
+    neuron_decay: float | Schedule = 0.95,
+    weight_decay: float | Schedule = 0.0,
     coefficients: CoefficientsLike = "polar_express_5",
     method: str = "auto",
     dtype: torch.dtype | str = "auto",
@@ -142,11 +142,11 @@ def normuon(
 def adamw(
     learning_rate: Rate = 1e-3,
     *,
-    b1: float = 0.9,
-    b2: float = 0.999,
-    eps: float = 1e-8,
+    b1: float | Schedule = 0.9,
+    b2: float | Schedule = 0.999,
+    eps: float | Schedule = 1e-8,
     nesterov: bool = False,
-    weight_decay: float = 1e-2,
+    weight_decay: float | Schedule = 1e-2,
     mask: Mask = None,
 ) -> Transform:
     """AdamW, equal to ``torch.optim.AdamW``.
@@ -172,7 +172,12 @@ def adamw(
 
 @plain_arguments
 def lion(
-    learning_rate: Rate = 1e-4, *, b1: float = 0.9, b2: float = 0.99, weight_decay: float = 0.0, mask: Mask = None
+    learning_rate: Rate = 1e-4,
+    *,
+    b1: float | Schedule = 0.9,
+    b2: float | Schedule = 0.99,
+    weight_decay: float | Schedule = 0.0,
+    mask: Mask = None,
 ) -> Transform:
     """Lion: signs of an interpolated momentum, with decoupled weight decay.
 
@@ -238,11 +243,11 @@ def muon_with_adamw(
     learning_rate: Rate = 2e-3,
     adamw_learning_rate: Rate | None = None,
     *,
-    weight_decay: float = 0.1,
-    adamw_weight_decay: float = 0.1,
-    decay: float = 0.95,
-    b1: float = 0.9,
-    b2: float = 0.95,
+    weight_decay: float | Schedule = 0.1,
+    adamw_weight_decay: float | Schedule = 0.1,
+    decay: float | Schedule = 0.95,
+    b1: float | Schedule = 0.9,
+    b2: float | Schedule = 0.95,
     adamw_nesterov: bool = False,
     rule: str = "match_rms_adamw",
     coefficients: CoefficientsLike = "polar_express_5",

@@ -222,7 +222,9 @@ class Recorded:
         parts: list[object] = []
         skeleton: dict[str, object] = {}
         for name, value in bound.arguments.items():
-            check_plain(factory.__name__, name, value, definition.plain[name])
+            kinds = definition.plain[name]
+            if not ("float" in kinds and cls.stands_for_a_number(factory, value)):
+                check_plain(factory.__name__, name, value, kinds)
             skeleton[name] = _split(_as_float(parameters[name], value), parts, top=True)
         if (depth := _depth(parts)) > MAX_DEPTH:
             raise ValueError(
@@ -231,6 +233,11 @@ class Recorded:
                 "chain(a, b, c) and not chain(chain(a, b), c)"
             )
         return cls._from(Structure(cls, factory, skeleton), parts)
+
+    @classmethod
+    def stands_for_a_number(cls, factory: Factory, value: object) -> bool:
+        """True if a value may be given where a factory takes a number."""
+        return False
 
     @classmethod
     def _from(cls, context: Structure, parts: Iterable[object]) -> Self:
@@ -288,8 +295,10 @@ class Recorded:
 
     def build(self) -> Any:
         """Call the constructor with the recorded arguments."""
+        return self._build_for(self._arguments)
+
+    def _build_for(self, arguments: Mapping[str, Any]) -> Any:
         definition = self.factory.definition
-        arguments = self._arguments
         further: dict[str, object] = {name: kind.take(name, arguments) for name, kind in definition.options.items()}
         if definition.remembers:
             further["_memory"] = self.structure.memory

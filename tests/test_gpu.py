@@ -40,6 +40,16 @@ def chains() -> dict[str, mfx.Transform]:
             mfx.momentum(dtype=mfx.int8(64, code="dynamic", min_size=0)),
             mfx.scale_by_adam(mu_dtype=mfx.int8(min_size=0), nu_dtype=mfx.fp8(64, min_size=0, stochastic=True)),
         ),
+        "followed": mfx.chain(mfx.momentum(mfx.linear(0.5, 0.9, 3)), mfx.scale(mfx.exponential(-0.1, 2, 0.5))),
+        "everyday": mfx.chain(
+            mfx.adaptive_grad_clip(0.1),
+            mfx.add_noise(0.01, 0.5),
+            mfx.scale_by_rms(),
+            mfx.centralize(),
+            mfx.scale_by_trust_ratio(),
+            mfx.scale_by_factored_rms(min_dim_size_to_factor=16),
+            mfx.normalize_by_update_norm(),
+        ),
         "averaged": mfx.chain(mfx.cautious(mfx.scale_by_adam()), mfx.scale(-0.1), mfx.ema_params(0.9)),
     }
 

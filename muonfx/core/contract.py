@@ -27,7 +27,9 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.checks import NamePatterns, check_params, check_structure, check_update, did_you_mean, warn_of_unmatched
 from muonfx.core.graphs import carries_a_graph, warn_of_growing_graphs
-from muonfx.recorded import Recorded
+from muonfx.core.scheduled import follow, numbers_at
+from muonfx.recorded import Factory, Recorded
+from muonfx.schedules import Schedule
 from muonfx.tree import PyTree
 
 __all__ = [
@@ -227,6 +229,49 @@ class Transform(Recorded):
         """True if what is put around it goes inside instead, as around its argument ``tx``."""
         return False
 
+    @classmethod
+    def stands_for_a_number(cls, factory: Factory, value: object) -> bool:
+        """True for a schedule, unless an offloaded state is that of the constructor alone."""
+        return isinstance(value, Schedule) and cast("Declaration", factory.definition.declaration).in_store is None
+
+    @property
+    def schedules(self) -> dict[str, Schedule]:
+        """The arguments that were given as schedules where the constructor takes numbers.
+
+        >>> import muonfx as mfx
+        >>> mfx.momentum(mfx.linear(0.85, 0.95, 300)).schedules
+        {'decay': linear(start=0.85, end=0.95, steps=300)}
+        >>> mfx.scale_by_learning_rate(mfx.linear(0.1, 0.0, 300)).schedules  # which takes schedules itself
+        {}
+        """
+        if not any(isinstance(part, Schedule) for part in self.parts):
+            return {}
+        kinds = self.factory.definition.plain
+        return {
+            name: value
+            for name, value in self._arguments.items()
+            if isinstance(value, Schedule) and "float" in kinds[name] and "Schedule" not in kinds[name]
+        }
+
+    def _arguments_at(self, count: int) -> dict[str, Any]:
+        """The arguments with the numbers of a step in the place of schedules."""
+        return {**self._arguments, **numbers_at(self.schedules, count)}
+
+    def build(self) -> Any:
+        """Call the constructor, or where numbers follow schedules, have it called with those of each step."""
+        schedules = self.schedules
+        if not schedules:
+            return super().build()
+        return follow(schedules, lambda numbers: self._build_for({**self._arguments, **numbers}))
+
+    def _check_schedules(self) -> None:
+        """Have the constructor look at the numbers of some steps, the first ones and later ones."""
+        for count in (0, *(10**power for power in range(7))) if self.schedules else ():
+            try:
+                self._build_for(self._arguments_at(count))
+            except ValueError as error:
+                raise ValueError(f"{self.name}: at step {count}, {error}") from error
+
     @property
     def locality(self) -> Locality:
         """What the transform must see to compute one element of its output."""
@@ -234,7 +279,7 @@ class Transform(Recorded):
 
     def _find_locality(self) -> Locality:
         declared = self.declaration.locality
-        found = declared if isinstance(declared, Locality) else self._call(declared, self._arguments)
+        found = declared if isinstance(declared, Locality) else self._call(declared, self._arguments_at(0))
         if not isinstance(found, Locality):
             raise TypeError(f"{self.name}: its declared locality must be a Locality, found {found!r}")
         return found
@@ -243,7 +288,7 @@ class Transform(Recorded):
     def reads_params(self) -> bool:
         """True if `init` or the update looks at the values of the parameters."""
         declared = self.declaration.reads_params
-        return declared if isinstance(declared, bool) else self._call(declared, self._arguments)
+        return declared if isinstance(declared, bool) else self._call(declared, self._arguments_at(0))
 
     @property
     def turns_downhill(self) -> bool:
@@ -254,7 +299,7 @@ class Transform(Recorded):
         (True, False)
         """
         declared = self.declaration.turns_downhill
-        own = declared if isinstance(declared, bool) else self._call(declared, self._arguments)
+        own = declared if isinstance(declared, bool) else self._call(declared, self._arguments_at(0))
         return own or any(part.turns_downhill for part in self.children)
 
     @property
@@ -425,6 +470,8 @@ class Transform(Recorded):
 
     def prepare(self) -> None:
         """Build now and derive what tracing needs."""
+        if not torch.compiler.is_compiling():
+            self._check_schedules()
         super().prepare()
         _ = self.locality, self.extras, self.understood_extras, self.keeps_donation_promise
 

@@ -11,8 +11,8 @@ from muonfx import checks
 from muonfx import elementwise as ew
 from muonfx.core import Donation, EmptyState, Locality, transform
 from muonfx.core.combine import no_state
-from muonfx.core.contract import NOTHING, sum_over_leaves
-from muonfx.tree import Present, PyTree, map
+from muonfx.core.contract import NOTHING
+from muonfx.tree import Present, PyTree, map, norm
 
 __all__ = ["adaptive_grad_clip", "clip_by_block_rms", "clip_by_global_norm", "clip_by_value", "global_norm"]
 
@@ -111,10 +111,10 @@ def adaptive_grad_clip(clipping: float, eps: float = 1e-3, axis: int | tuple[int
             is_vector = sum(size > 1 for size in leaf.shape) <= 1
             dims = tuple(range(0 if is_vector else 1, leaf.ndim))
         allowed = clipping * _norm(param, dims).clamp(min=eps)
-        norm = _norm(leaf, dims)
-        exceeds = norm > allowed
-        factor = torch.where(exceeds, allowed / torch.where(exceeds, norm, 1.0), 1.0)
-        factor = torch.where(norm.isnan(), norm, factor)
+        length = _norm(leaf, dims)
+        exceeds = length > allowed
+        factor = torch.where(exceeds, allowed / torch.where(exceeds, length, 1.0), 1.0)
+        factor = torch.where(length.isnan(), length, factor)
         return (leaf.to(ew.wide_dtype(leaf.dtype)) * factor).to(leaf.dtype)
 
     def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
@@ -213,7 +213,7 @@ def _ratio(total: Tensor) -> Tensor:
 
 
 def global_norm(updates: PyTree) -> Tensor:
-    """The 2-norm over all elements of all leaves of a tree.
+    """The 2-norm over all elements of all leaves of a tree; `muonfx.tree.norm` is the same.
 
     Returns:
         A 0-d tensor, fp64 where the device has it.
@@ -221,7 +221,4 @@ def global_norm(updates: PyTree) -> Tensor:
     >>> float(global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])}))
     5.0
     """
-    found = ew.norms(Present(updates).pick(updates))
-    if not found:
-        return sum_over_leaves({})
-    return ew.norms([torch.stack([norm.to(found[0].device) for norm in found])])[0]
+    return norm(updates)

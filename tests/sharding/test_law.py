@@ -77,6 +77,7 @@ SMALL = model(
     cold=Leaf((3, 4), "frozen"),
 )
 EXACT = two_groups(SMALL.labels)
+RISING = mfx.linear(0.5, 0.9, 2)
 ROWS = {name: ("0",) if leaf.shape else ("r",) for name, leaf in SMALL.leaves.items()}
 GRID = {name: ("r", "0") if leaf.shape else ("r", "r") for name, leaf in SMALL.leaves.items()}
 BOTH = {name: ("0", "1") if len(leaf.shape) == 2 else ("r", "r") for name, leaf in SMALL.leaves.items()}
@@ -127,6 +128,14 @@ def test_on_the_grid_too(world: World, name: str):
         mfx.chain(mfx.sam(0.5, adaptive=True), mfx.prodigy(estim_lr0=0.1)),
         mfx.chain(mfx.conditionally_transform(EXACT, every_other), with_value(mfx.reduce_on_plateau(0.5, 1))),
         mfx.chain(EXACT, mfx.stateless(halve)),
+        mfx.partition(
+            {
+                "muon": mfx.chain(mfx.momentum(RISING), muon(), mfx.normalize_neurons(RISING)),
+                "adamw": mfx.cautious(mfx.scale_by_adam(b1=RISING), min_share=mfx.constant(0.01)),
+                "frozen": mfx.clip_by_global_norm(RISING),
+            },
+            SMALL.labels,
+        ),
         mfx.chain(mfx.adaptive_grad_clip(0.1), mfx.centralize(), EXACT, mfx.normalize_by_update_norm()),
         mfx.partition(
             {

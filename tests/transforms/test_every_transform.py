@@ -110,7 +110,7 @@ CASES: dict[str, list[mfx.Transform]] = {
     "add_noise": [mfx.add_noise(0.1, 0.55, 3)],
     "centralize": [mfx.centralize()],
     "clip_by_block_rms": [mfx.clip_by_block_rms(0.3)],
-    "clip_by_global_norm": [mfx.clip_by_global_norm(1.0)],
+    "clip_by_global_norm": [mfx.clip_by_global_norm(1.0), mfx.clip_by_global_norm(A_SCHEDULE)],
     "clip_by_value": [mfx.clip_by_value(0.5)],
     "ema_params": [
         mfx.ema_params(0.9),
@@ -123,6 +123,7 @@ CASES: dict[str, list[mfx.Transform]] = {
         mfx.momentum(0.5, nesterov=False, dtype=None),
         mfx.momentum(0.9, debias=True, dtype=torch.bfloat16),
         mfx.momentum(0.9, debias=True, nesterov=False),
+        mfx.momentum(mfx.linear(0.5, 0.9, 4)),
         mfx.momentum(0.9, heavy_ball=True),
         mfx.momentum(0.9, heavy_ball=True, nesterov=False, dtype=torch.float64),
         mfx.momentum(0.9, dtype=mfx.int8(**TINY)),

@@ -126,3 +126,27 @@ def test_noise_has_optaxs_variance():
         updates, state = ours.update(zeros, state)
         wanted, their_state = theirs.update(to_jax(zeros), their_state)
         assert float(updates["w"].std()) == pytest.approx(float(np.asarray(wanted["w"]).std()), rel=0.03)
+
+
+def test_trees_are_searched_mapped_and_measured_as_optax_does():
+    ours, theirs = drawn(0), to_jax(drawn(0))
+    others, their_others = drawn(1), to_jax(drawn(1))
+    assert float(mfx.tree.norm(ours)) == pytest.approx(float(optax.tree.norm(theirs)), rel=BOUND)
+    assert float(mfx.tree.vdot(ours, others)) == pytest.approx(float(optax.tree.vdot(theirs, their_others)), rel=1e-10)
+    pairs = [
+        (mfx.tree.add(ours, others), optax.tree.add(theirs, their_others)),
+        (mfx.tree.scale(0.3, ours), optax.tree.scale(0.3, theirs)),
+    ]
+    for found, wanted in pairs:
+        for name, leaf in found.items():
+            np.testing.assert_array_equal(leaf.numpy(), np.asarray(wanted[name]))
+
+    tx, their_tx = mfx.chain(mfx.scale(1.0), mfx.scale_by_adam()), optax.chain(optax.scale(1.0), optax.scale_by_adam())
+    state, their_state = mfx.tree.set(tx.init(ours), "count", torch.tensor(7)), their_tx.init(theirs)
+    their_state = optax.tree.set(their_state, count=jax.numpy.asarray(7))
+    assert int(mfx.tree.get(state, "count")) == int(optax.tree.get(their_state, "count")) == 7
+    state = mfx.tree.map_params(lambda leaf, param, other: leaf + other, state, ours, others)
+    their_state = optax.tree.map_params(their_tx, lambda leaf, other: leaf + other, their_state, their_others)
+    for name, leaf in mfx.tree.get(state, "mu").items():
+        np.testing.assert_array_equal(leaf.numpy(), np.asarray(optax.tree.get(their_state, "mu")[name]))
+    assert int(mfx.tree.get(state, "count")) == int(optax.tree.get(their_state, "count"))

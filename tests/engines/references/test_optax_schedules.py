@@ -107,7 +107,7 @@ def test_a_schedule_is_optaxs_at_every_step(name: str):
     @given(PAIRS[name]())
     def compare(pair: Any) -> None:
         ours, theirs = pair
-        wanted = np.asarray(jax.vmap(lambda count: jax.numpy.asarray(theirs(count)))(np.arange(25)))
+        wanted = np.asarray([float(theirs(jax.numpy.asarray(count))) for count in counts])
         found = [ours(count) for count in counts]
         np.testing.assert_allclose(found, wanted, rtol=0, atol=BOUND * max(1.0, float(np.abs(wanted).max())))
 

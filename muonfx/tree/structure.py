@@ -5,7 +5,7 @@ The words are optree's. A *tree* is any nest of dict, tuple, list and NamedTuple
 are walked in sorted order of their keys, so two trees that differ only in insertion order are the same tree; an
 ``OrderedDict`` is walked in its own order, which is part of its structure, as optree has it.
 
-Under ``torch.compile`` the trees are walked in plain Python (`_open` and what rests on it), which can be traced
+Under ``torch.compile`` the trees are walked in plain Python (`open_node` and what rests on it), which can be traced
 through every container; optree's own polyfill in torch 2.13 cannot, and both walk in one order.
 """
 
@@ -28,7 +28,9 @@ __all__ = [
     "flatten",
     "leaves",
     "map",
+    "is_flat",
     "names",
+    "open_node",
     "paths",
     "same_structure",
     "spec",
@@ -98,7 +100,7 @@ class _Node:
     def flatten_up_to(self, tree: PyTree) -> list[Any]:
         if self.kind is None:
             return [tree]
-        opened, children = _open(tree)
+        opened, children = open_node(tree)
         if self.kind in _DICTS and type(tree) in _DICTS:  # as optree has it, these stand for one another: by key
             fits = len(tree) == len(self.entries) and all(entry in tree for entry in self.entries)
             children = [tree[entry] for entry in self.entries] if fits else []
@@ -109,7 +111,7 @@ class _Node:
         return [leaf for mine, child in zip(self.children, children, strict=True) for leaf in mine.flatten_up_to(child)]
 
 
-def _open(node: PyTree) -> tuple[_Node | None, list[Any]]:
+def open_node(node: PyTree) -> tuple[_Node | None, list[Any]]:
     """Take off one level of a tree: a node without its children, and these; None for a leaf.
 
     Dictionaries are done here, as torch 2.13 cannot trace optree (0.20) through an empty one; for the rest optree's
@@ -142,7 +144,7 @@ def _open(node: PyTree) -> tuple[_Node | None, list[Any]]:
 
 def _traced_flatten(tree: PyTree, leaves: list[Any]) -> _Node:
     """Append the leaves of a tree to a list and return its structure; `flatten` in plain Python."""
-    node, children = _open(tree)
+    node, children = open_node(tree)
     if node is None:
         leaves.append(tree)
         return _Node()

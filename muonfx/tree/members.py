@@ -1,0 +1,100 @@
+"""Which leaves of a state belong to which parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from muonfx.tree.structure import PyTree, flatten, leaves, names, paths, subtrees, unflatten
+
+__all__ = ["map_params", "parameters_of"]
+
+Path = tuple[Any, ...]
+
+
+def map_params(
+    function: Callable[..., Any],
+    state: PyTree,
+    params: PyTree,
+    *rest: PyTree,
+    others: Callable[[Any], Any] | None = None,
+) -> PyTree:
+    """Apply a function to those leaves of a state that are like parameters: momenta, but neither counts nor codes.
+
+    They lie below a parameter's name and have its shape.
+
+    Args:
+        function: of the leaf, the parameter, and what each of the rest has at its place.
+        state: a state for these parameters.
+        params: the parameters.
+        *rest: trees with the parameters' containers; what hangs where a parameter is, reaches the function.
+        others: applied to all other leaves but None; None: they stay as they are.
+
+    Raises:
+        ValueError: one of the rest has other containers than the parameters.
+
+    Follows Optax's ``tree_map_params``, whose function gets no parameter.
+
+    >>> import muonfx as mfx
+    >>> params = {"w": torch.zeros(2), "b": torch.zeros(1)}
+    >>> specs = {"w": ("rows",), "b": ()}
+    >>> state = mfx.scale_by_adam().init(params)
+    >>> map_params(lambda leaf, param, spec: spec, state, params, specs, others=lambda leaf: None)
+    AdamState(count=None, mu={'w': ('rows',), 'b': ()}, nu={'w': ('rows',), 'b': ()})
+    """
+    weights, like = flatten(params)
+    columns = [weights, *[subtrees(like, tree) for tree in rest]]
+    at = dict(zip(names(params), zip(*columns, strict=True), strict=True))
+
+    def mapped(leaf: Any, name: str | None) -> Any:
+        param = None if name is None else at[name][0]
+        if leaf is None:
+            return None
+        if name is not None and isinstance(param, Tensor) and isinstance(leaf, Tensor) and leaf.shape == param.shape:
+            return function(leaf, *at[name])
+        return leaf if others is None else others(leaf)
+
+    found, treedef = flatten(state)
+    owners = parameters_of(state, params) if at else [None] * len(found)
+    return unflatten(treedef, [mapped(leaf, name) for leaf, name in zip(found, owners, strict=True)])
+
+
+def parameters_of(state: PyTree, params: PyTree) -> list[str | None]:
+    """For each leaf of a state, the name of the parameter that it belongs to; None for a counter, say.
+
+    Somewhere in the state is a node with the parameters below it, or with some of them, and with nothing else: what
+    lies below one of them there, be it a tensor or a whole record of them, belongs to it.
+
+    >>> import muonfx as mfx
+    >>> import torch
+    >>> params = {"w": torch.zeros(2), "count": torch.zeros(3)}
+    >>> parameters_of(mfx.scale_by_adam().init(params), params)
+    [None, 'count', 'w', 'count', 'w']
+    >>> params = [torch.zeros(2), [torch.zeros(3)]]
+    >>> parameters_of({"trace": params}, params)
+    ['0', '1.0']
+    """
+    known = names(params)
+    ends: dict[Path, str] = {(name,): name for name in known}  # as a partition hands them on
+    ends |= dict(zip(paths(params), known, strict=True))
+    found = paths(state)
+    if () in ends:
+        shape = leaves(params)[0].shape
+        return [ends[()] if isinstance(x, Tensor) and x.shape == shape else None for x in leaves(state)]
+    depths = sorted({len(end) for end in ends}, reverse=True)
+
+    def below(path: Path, k: int) -> tuple[int, str] | None:
+        return next(
+            ((n, ends[path[k : k + n]]) for n in depths if k + n <= len(path) and path[k : k + n] in ends), None
+        )
+
+    others = {path[:k] for path in found for k in range(len(path) + 1) if below(path, k) is None}
+
+    def parameter_of(path: Path) -> str | None:
+        # Several nodes may look so: a longer path to a parameter is less of a coincidence, and so is a deeper node.
+        hits = [(*hit, k) for k in range(len(path)) if path[:k] not in others and (hit := below(path, k)) is not None]
+        return max(hits, key=lambda hit: (hit[0], hit[2]))[1] if hits else None
+
+    return [parameter_of(path) for path in found]

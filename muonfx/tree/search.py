@@ -1,0 +1,126 @@
+"""Nodes of a tree by path, by type or by a predicate, and trees with one of them replaced."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from muonfx.tree.structure import PyTree, open_node
+
+__all__ = ["get", "get_all", "set"]
+
+Path = tuple[object, ...]
+Where = str | type | Callable[[str, Any], bool]
+"""Chooses nodes: by the end of their dotted path, by their type, or by a function of dotted path and node."""
+
+
+def get(tree: PyTree, where: Where) -> Any:
+    """Find the one node of a tree that is looked for: a leaf, or any subtree.
+
+    Args:
+        tree: the tree, such as a state.
+        where: the node's dotted path or the end of it, in whole keys, such as "momentum.trace"; its type, such as
+            ``AdamState``; or a function of dotted path and node that is true for it.
+
+    Raises:
+        KeyError: there is none, or more than one; the message lists paths.
+
+    Follows Optax's ``tree_get``, which has a default in the place of the error.
+
+    >>> import muonfx as mfx
+    >>> state = mfx.chain(mfx.momentum(), mfx.scale_by_adam()).init({"w": torch.zeros(2)})
+    >>> get(state, "count"), get(state, "trace.w"), get(state, mfx.MomentumState)
+    (tensor(0), tensor([0., 0.]), MomentumState(trace={'w': tensor([0., 0.])}))
+    >>> get(state, "w")
+    Traceback (most recent call last):
+    KeyError: "'w' is in 3 places: momentum.trace.w, scale_by_adam.mu.w, scale_by_adam.nu.w; say more of the path"
+    """
+    return _find_one(tree, where)[1]
+
+
+def get_all(tree: PyTree, where: Where) -> dict[str, Any]:
+    """Find all nodes of a tree that are looked for, by dotted path.
+
+    Args:
+        tree: the tree.
+        where: as for `get`.
+
+    >>> import muonfx as mfx
+    >>> state = mfx.scale_by_adam().init({"w": torch.zeros(1)})
+    >>> get_all(state, "w")
+    {'mu.w': tensor([0.]), 'nu.w': tensor([0.])}
+    """
+    return {_dotted(path): node for path, node in _find(tree, where)}
+
+
+def set(tree: PyTree, where: Where, value: PyTree) -> PyTree:
+    """Make a tree like another but for one node.
+
+    Args:
+        tree: the tree; it stays as it is.
+        where: as for `get`.
+        value: what takes the node's place. A state's dtypes are pinned: give its tensors those that it had.
+
+    Raises:
+        KeyError: as for `get`.
+
+    Follows Optax's ``tree_set``.
+
+    >>> import muonfx as mfx
+    >>> state = mfx.chain(mfx.momentum(), mfx.scale_by_adam()).init({"w": torch.zeros(1)})
+    >>> set(state, "count", torch.tensor(100))["scale_by_adam"].count
+    tensor(100)
+    """
+    return _replaced(tree, _find_one(tree, where)[0], value)
+
+
+def _nodes(node: PyTree, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Every node, each before those below it."""
+    yield path, node
+    opened, children = open_node(node)
+    for entry, child in zip(opened.entries, children, strict=True) if opened else ():
+        yield from _nodes(child, (*path, entry))
+
+
+def _dotted(path: Path) -> str:
+    return ".".join(str(entry) for entry in path)
+
+
+def _find(tree: PyTree, where: Where) -> list[tuple[Path, Any]]:
+    if isinstance(where, str):
+        return [(path, node) for path, node in _nodes(tree) if f".{_dotted(path)}".endswith(f".{where}")]
+    if isinstance(where, type):
+        return [(path, node) for path, node in _nodes(tree) if isinstance(node, where)]
+    return [(path, node) for path, node in _nodes(tree) if where(_dotted(path), node)]
+
+
+def _find_one(tree: PyTree, where: Where) -> tuple[Path, Any]:
+    found = _find(tree, where)
+    if len(found) == 1:
+        return found[0]
+    wanted = repr(where) if isinstance(where, str) else getattr(where, "__qualname__", repr(where))
+    if not found:
+        every = [_dotted(path) for path, _ in _nodes(tree) if path]
+        ends = {".".join(name.split(".")[-1 - wanted.count(".") :]): name for name in every}
+        close = difflib.get_close_matches(where, ends, n=3) if isinstance(where, str) else []
+        said = f"; close to it are {', '.join(ends[name] for name in close)}" if close else ""
+        raise KeyError(f"{wanted} is nowhere in the tree{said}")
+    places = ", ".join(_dotted(path) or "the tree itself" for path, _ in found[:5])
+    more = ", ..." if len(found) > 5 else ""
+    raise KeyError(f"{wanted} is in {len(found)} places: {places}{more}; say more of the path")
+
+
+def _replaced(node: PyTree, path: Path, value: PyTree) -> PyTree:
+    if not path:
+        return value
+    opened, children = open_node(node)
+    assert opened is not None
+    assert opened.rebuild is not None
+    below = path[0]
+    return opened.rebuild(
+        [
+            _replaced(child, path[1:], value) if entry == below else child
+            for entry, child in zip(opened.entries, children, strict=True)
+        ]
+    )

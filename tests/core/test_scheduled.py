@@ -1,0 +1,171 @@
+"""A schedule in the place of a number: the same as that number at each step, whatever is done with the transform."""
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import muonfx as mfx
+from muonfx import sharding
+
+RISING = mfx.linear(0.5, 0.9, 4)
+PARAMS = {"w": torch.ones(3, 2), "b": torch.ones(3)}
+STEPS = 6
+
+
+DRAW = torch.Generator().manual_seed(0)
+GRADS = [{name: torch.randn(leaf.shape, generator=DRAW) for name, leaf in PARAMS.items()} for _ in range(STEPS)]
+
+
+def run(tx: mfx.Transform, steps: int = STEPS) -> tuple[list[Any], Any]:
+    state, found = tx.init(PARAMS), []
+    for step in range(steps):
+        updates, state = tx.update(GRADS[step], state, PARAMS)
+        found.append(updates)
+    return found, state
+
+
+@mfx.transform(locality=mfx.Locality.ELEMENT)
+def shifted(amount: float, *, often: float = 1.0):
+    def init(params: Any) -> mfx.EmptyState:
+        return mfx.EmptyState()
+
+    def update(updates: Any, state: mfx.EmptyState, params: Any = None, *, more: float = 0.0):
+        return mfx.tree.map(lambda u: u + often * (amount + more), updates), state
+
+    return init, update
+
+
+MAKERS: dict[str, Callable[[Any], mfx.Transform]] = {
+    "momentum": mfx.momentum,
+    "adam": lambda number: mfx.scale_by_adam(b1=number, b2=number, eps=number),
+    "rms": lambda number: mfx.scale_by_rms(number, nu_dtype=mfx.int8(block=4, min_size=0)),
+    "clip": mfx.clip_by_global_norm,
+    "neurons": lambda number: mfx.masked(mfx.normalize_neurons(number), mfx.select.ndim(min=2)),
+    "wrapper": lambda number: mfx.cautious(mfx.momentum(number), min_share=number),
+    "average": mfx.ema_params,
+    "noise": lambda number: mfx.add_noise(number, number),
+    "own": lambda number: shifted(number, often=number),
+    "recipe": lambda number: mfx.lion(0.1, b1=number, weight_decay=number),
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_each_step_uses_the_schedules_number(name: str):
+    """As injected numbers do that a loop sets at each step."""
+    followed, last = run(MAKERS[name](RISING))
+    tx = mfx.inject_hyperparams(MAKERS[name](0.5))
+    state = tx.init(PARAMS)
+    for step in range(STEPS):
+        for own, number in state.hyperparams.items():
+            if float(number) in {RISING(count) for count in range(STEPS)}:
+                state.hyperparams[own] = torch.tensor(RISING(step), dtype=torch.float64)
+        updates, state = tx.update(GRADS[step], state, PARAMS)
+        torch.testing.assert_close(followed[step], updates)
+    used = mfx.hyperparams_used(last)
+    assert used
+    assert all(float(number) == RISING(STEPS - 1) for number in used.values())
+
+
+def test_the_state_is_the_plain_ones_with_a_count_and_the_numbers():
+    tx = mfx.scale_by_adam(b1=RISING, eps=mfx.constant(1e-3))
+    state = tx.init(PARAMS)
+    assert (int(state.count), set(state.hyperparams)) == (0, {"b1", "eps"})
+    assert float(state.hyperparams["b1"]) == 0.5
+    assert mfx.tree.spec(state.inner) == mfx.tree.spec(mfx.scale_by_adam().init(PARAMS))
+    chained = mfx.chain(tx, ("again", mfx.momentum(RISING)))
+    assert list(mfx.hyperparams_used(chained.init(PARAMS))) == ["scale_by_adam.b1", "scale_by_adam.eps", "again.decay"]
+
+
+def test_it_is_a_value_that_prints_compares_and_pickles():
+    tx = mfx.momentum(RISING, nesterov=False)
+    assert repr(tx) == "momentum(decay=linear(start=0.5, end=0.9, steps=4), nesterov=False)"
+    assert eval(repr(tx), vars(mfx)) == tx == pickle.loads(pickle.dumps(tx))
+    assert tx != mfx.momentum(0.5, nesterov=False)
+    assert mfx.hyperparams(tx) == {"decay.start": 0.5, "decay.end": 0.9}
+    assert tx.fingerprint != mfx.momentum(nesterov=False).fingerprint
+    assert tx.fingerprint == mfx.momentum(mfx.linear(0.1, 0.2, 4), nesterov=False).fingerprint
+    assert tx.replace(decay=0.5) == mfx.momentum(0.5, nesterov=False)
+
+
+def test_localities_extras_and_promises_are_those_of_the_transform():
+    for plain, tx in ((make(0.5), make(RISING)) for make in MAKERS.values()):
+        assert (tx.locality, tx.reads_params) == (plain.locality, plain.reads_params)
+        assert (tx.extras, tx.keeps_donation_promise) == (plain.extras, plain.keeps_donation_promise)
+    updates, _ = shifted(RISING).update(PARAMS, shifted(RISING).init(PARAMS), more=1.0)
+    assert torch.equal(updates["b"], torch.full((3,), 2.5))
+
+
+def test_steps_recompile_nothing():
+    compiled = torch.compile(lambda tx, g, s: tx.update(g, s), fullgraph=True, backend="eager")
+    tx = mfx.chain(mfx.momentum(RISING), mfx.scale(mfx.linear(-0.1, -0.01, 4)))
+    state, found = tx.init(PARAMS), []
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for step in range(STEPS):
+            updates, state = compiled(tx, GRADS[step], state)
+            found.append(updates)
+    torch.testing.assert_close(found, run(tx)[0])
+
+
+def test_schedules_are_swept_and_differentiated():
+    def last(tx: mfx.Transform) -> Tensor:
+        return run(tx, 3)[0][-1]["w"].sum()
+
+    several = [mfx.momentum(mfx.linear(start, 0.9, 4)) for start in (0.1, 0.5)]
+    torch.testing.assert_close(torch.func.vmap(last)(mfx.stack(several)), torch.stack([last(tx) for tx in several]))
+    slopes = mfx.hyperparams(torch.func.grad(last)(mfx.as_tensors(several[0])))
+    higher, lower = (last(mfx.momentum(mfx.linear(0.1 + move, 0.9, 4))) for move in (1e-2, -1e-2))
+    torch.testing.assert_close(slopes["decay.start"].float(), (higher - lower) / 2e-2, rtol=1e-2, atol=1e-3)
+
+
+def test_a_checkpoint_and_the_torch_optimizer_go_on_with_the_count(tmp_path: Path):
+    tx = mfx.chain(mfx.momentum(RISING), mfx.scale_by_learning_rate(0.1))
+    found, _ = run(tx)
+    _, state = run(tx, 3)
+    mfx.checkpoint.save(tmp_path / "saved", state, tx=tx)
+    loaded = mfx.checkpoint.load(tmp_path / "saved", like=tx.init(PARAMS), tx=tx)
+    updates, _ = tx.update(GRADS[3], loaded, PARAMS)
+    assert all(torch.equal(updates[name], found[3][name]) for name in PARAMS)
+
+    model = nn.Linear(2, 3)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    optimizer = mfx.TransformOptimizer(model.named_parameters(), tx)
+    for step in range(STEPS):
+        model.weight.grad, model.bias.grad = GRADS[step].values()
+        optimizer.step()
+        if step == 2:
+            optimizer.load_state_dict(optimizer.state_dict())
+    torch.testing.assert_close(model.weight.detach(), torch.stack([updates["w"] for updates in found]).sum(0))
+
+
+def test_an_offloaded_state_follows_too():
+    tx = mfx.chain(mfx.momentum(RISING), mfx.normalize_neurons(RISING))
+    params = {name: leaf for name, leaf in PARAMS.items() if leaf.ndim == 2}
+    offloaded = sharding.offload(tx)
+    state, kept = tx.init(params), offloaded.init(params)
+    for step in range(3):
+        update = {"w": GRADS[step]["w"]}
+        (updates, state), (others, kept) = tx.update(update, state, params), offloaded.update(update, kept, params)
+        assert torch.equal(updates["w"], others["w"])
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "message"),
+    [
+        (lambda: mfx.momentum(mfx.linear(-0.5, 0.9, 4)), ValueError, r"momentum: at step 0, decay must be in \[0, 1\)"),
+        (lambda: mfx.momentum(mfx.linear(0.5, 1.0, 40)), ValueError, r"momentum: at step 100, decay must be in \[0"),
+        (lambda: mfx.momentum(nesterov=RISING), TypeError, "momentum: nesterov must be True or False, found linear"),
+        (lambda: mfx.accumulate(mfx.momentum(), RISING), TypeError, "accumulate: every must be an int, found linear"),
+        (lambda: mfx.momentum(lambda count: 0.5), TypeError, "momentum: decay must be a number or a 0-d tensor"),
+    ],
+)
+def test_wrong_schedules_are_named(make: Callable[[], mfx.Transform], kind: type[Exception], message: str):
+    with pytest.raises(kind, match=message):
+        make()

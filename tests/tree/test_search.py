@@ -1,0 +1,87 @@
+"""Nodes that are found and replaced by path, type and predicate."""
+
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import muonfx as mfx
+
+PARAMS = {"blocks.0.q": torch.zeros(2, 2), "b": torch.zeros(2)}
+STATE = mfx.chain(mfx.momentum(), mfx.scale_by_adam(), ("again", mfx.scale_by_adam())).init(PARAMS)
+
+KEYS = st.sampled_from(("a", "b", "a.b", "c"))
+TREES: st.SearchStrategy[Any] = st.recursive(
+    st.integers() | st.none(),
+    lambda below: (
+        st.dictionaries(KEYS, below, max_size=3)
+        | st.dictionaries(KEYS, below, max_size=3).map(OrderedDict)
+        | st.lists(below, max_size=3)
+        | st.builds(mfx.MomentumState, below)
+    ),
+    max_leaves=8,
+)
+
+
+@given(TREES, st.data())
+def test_what_was_set_is_found_and_nothing_else_has_changed(tree: Any, data: st.DataObject):
+    path = data.draw(st.sampled_from(mfx.tree.names(tree) or [""]))
+
+    def where(name: str, node: Any) -> bool:
+        return name == path and not isinstance(node, dict | list | tuple)
+
+    if len(mfx.tree.get_all(tree, where)) != 1 or mfx.tree.names(tree).count(path) != 1:
+        return  # an empty container, or two keys that read alike
+    before = mfx.tree.leaves(tree)
+    changed = mfx.tree.set(tree, where, "new")
+    assert mfx.tree.get(changed, where) == "new"
+    assert mfx.tree.same_structure(changed, tree)
+    differing = [(a, b) for a, b in zip(before, mfx.tree.leaves(changed), strict=True) if a is not b]
+    assert [b for _, b in differing] == ["new"]
+    assert mfx.tree.leaves(mfx.tree.set(changed, where, differing[0][0])) == before
+
+
+def test_a_name_may_be_any_end_of_a_path():
+    q = STATE["momentum"].trace["blocks.0.q"]
+    assert mfx.tree.get(STATE, "momentum.trace.blocks.0.q") is q
+    assert mfx.tree.get(STATE, "trace.blocks.0.q") is q
+    assert mfx.tree.get(STATE, "again") is STATE["again"]
+    assert mfx.tree.get(STATE, "again.mu") is STATE["again"].mu
+    assert list(mfx.tree.get_all(STATE, "0.q"))[1:3] == ["again.nu.blocks.0.q", "momentum.trace.blocks.0.q"]
+    assert mfx.tree.get_all(STATE, "omentum") == {}
+
+
+def test_a_type_and_a_predicate_choose_nodes():
+    assert mfx.tree.get(STATE, mfx.MomentumState) is STATE["momentum"]
+    assert list(mfx.tree.get_all(STATE, mfx.AdamState)) == ["again", "scale_by_adam"]
+    assert mfx.tree.get(STATE["again"], mfx.AdamState) is STATE["again"]
+    counts = mfx.tree.get_all(STATE, lambda name, node: isinstance(node, torch.Tensor) and node.ndim == 0)
+    assert list(counts) == ["again.count", "scale_by_adam.count"]
+
+
+def test_a_whole_subtree_can_be_replaced_and_the_transform_goes_on():
+    tx = mfx.chain(mfx.momentum(), mfx.scale_by_adam())
+    state = tx.init(PARAMS)
+    other = mfx.tree.set(state, "scale_by_adam", mfx.scale_by_adam().init(PARAMS)._replace(count=torch.tensor(9)))
+    assert int(tx.update(PARAMS, other)[1]["scale_by_adam"].count) == 10
+    assert int(state["scale_by_adam"].count) == 0
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("nu.b", r"'nu.b' is in 2 places: again.nu.b, scale_by_adam.nu.b; say more of the path"),
+        (mfx.AdamState, "AdamState is in 2 places: again, scale_by_adam"),
+        ("momentum.trce", "'momentum.trce' is nowhere in the tree; close to it are momentum.trace"),
+        (mfx.LionState, "LionState is nowhere in the tree"),
+        (lambda name, node: False, "<lambda> is nowhere in the tree"),
+    ],
+)
+def test_none_and_several_are_errors_that_say_where(where: Any, message: str):
+    with pytest.raises(KeyError, match=message):
+        mfx.tree.get(STATE, where)
+    with pytest.raises(KeyError, match=message):
+        mfx.tree.set(STATE, where, None)
