@@ -178,11 +178,12 @@ __all__ = [
     "transform",
     # transforms that work leaf by leaf
     "Leaf",
+    "Slot",
+    "StepCount",
+    "leafwise",
     # transforms
     "AttentionHeads",
     "MatrixView",
-    "Slot",
-    "StepCount",
     "accumulate",
     "adaptive_grad_clip",
     "add_decayed_weights",
@@ -198,7 +199,6 @@ __all__ = [
     "ema_params",
     "global_norm",
     "keep_weight_norms",
-    "leafwise",
     "lookahead",
     "master_params",
     "match_weight_norms",

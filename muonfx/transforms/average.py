@@ -10,7 +10,6 @@ from torch import Tensor
 from muonfx import checks
 from muonfx import elementwise as ew
 from muonfx.core import Donation, EmptyState, Locality, Transform, apply_updates, identity, transform
-from muonfx.core.combine import no_state
 from muonfx.core.contract import NOTHING, InStore
 from muonfx.transforms._in_store import StoreExecutor
 from muonfx.transforms._pinned import FORMER_DEFAULT, StateDtype, WideStateDtype, copies
@@ -66,23 +65,6 @@ class MasterParamsState(NamedTuple):
     """The inner transform's state, over the master."""
 
 
-@transform(locality=Locality.ELEMENT)
-def _returned(out: _Done):
-    """Stands for a transform that has been run on all leaves, and returned what it holds."""
-
-    def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
-        return map(lambda _, done: done, updates, out.values), state
-
-    return no_state, update
-
-
-class _Done:
-    """The updates that a transform has returned; itself and not its leaves is an argument."""
-
-    def __init__(self, values: PyTree) -> None:
-        self.values = values
-
-
 def _init_in_store(executor: StoreExecutor, tx: Transform, params: PyTree) -> PyTree:
     own = executor.init_in_store(tx.with_children(lambda _: identity()), params)
     return own._replace(inner=tx.children[0].functions.init(copies(params, tx.arguments["dtype"])))
@@ -104,9 +86,11 @@ def _update_in_store(
     fresh = all(new is not old for new, old in zip(tensors(wide), tensors(updates), strict=True))
     given = Donation(donate.updates or fresh, donate.state)
     out, inner = tx.children[0].run(wide, state.inner, state.master, donate=given, **extras)
-    adding = tx.with_children(lambda _: _returned(_Done(out)))
     own = state._replace(inner=EmptyState())
-    differences, after = executor.update_in_store(adding, updates, own, params, donate, extras)
+    given = Donation(False, donate.state)
+    differences, after = executor.update_in_store(
+        tx.with_children(lambda _: identity()), out, own, params, given, extras
+    )
     return differences, after._replace(inner=inner)
 
 

@@ -56,13 +56,15 @@ def _functions(name: str, inner: Transform, condition: Condition, otherwise: Cal
         # What is given is needed again: none of it may be reused.
         out, after = inner.run(updates, state.inner, params, donate=NOTHING, **extras)
 
-        def select(update: Tensor, new: Tensor) -> Tensor:
-            return torch.where(acts.to(new.device), new, otherwise(update).to(new.dtype))
+        def select(new: Tensor, update: Tensor | None) -> Tensor:
+            # An inner transform that gathers may have an update for a leaf that has no gradient now.
+            old = torch.zeros_like(new) if update is None else otherwise(update).to(new.dtype)
+            return torch.where(acts.to(new.device), new, old)
 
         def keep(new: Any, old: Any) -> Any:
             return torch.where(acts.to(new.device), new, old) if isinstance(new, Tensor) else new
 
-        return tree.map(select, updates, out), ConditionalState(state.count + 1, tree.map(keep, after, state.inner))
+        return tree.map(select, out, updates), ConditionalState(state.count + 1, tree.map(keep, after, state.inner))
 
     return Functions(init, update)
 

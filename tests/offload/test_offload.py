@@ -117,6 +117,33 @@ CHAINS = {
 }
 
 
+def always(count: torch.Tensor) -> torch.Tensor:
+    return count >= 0
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        mfx.master_params,
+        lambda tx: mfx.lookahead(tx, 2, 0.5),
+        lambda tx: mfx.schedule_free(tx, 0.1),
+        lambda tx: mfx.conditionally_transform(tx, always),
+    ],
+    ids=["master", "lookahead", "schedule free", "conditional"],
+)
+def test_a_gradient_that_was_there_in_an_earlier_micro_batch_only_counts(wrap: Any):
+    tx = wrap(mfx.accumulate(mfx.scale(-0.1), 2))
+    params = {"a": torch.ones(3), "b": torch.ones(4)}
+    found: list[Any] = []
+    for each in (tx, sharding.offload(tx, "cpu")):
+        state = each.init(params)
+        for grads in (params, {**params, "b": None}):
+            updates, state = each.update(grads, state, params)
+        found.append(updates)
+    assert all_bits(found[0]) == all_bits(found[1])
+    assert bool(found[1]["b"].ne(0).all())
+
+
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("name", CHAINS)
 @pytest.mark.parametrize("donate", [False, True])

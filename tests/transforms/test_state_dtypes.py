@@ -20,6 +20,7 @@ FACTORIES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "momentum": (mfx.momentum, ("dtype",)),
     "debiased momentum": (lambda **given: mfx.momentum(debias=True, **given), ("dtype",)),
     "scale_by_adam": (mfx.scale_by_adam, ("mu_dtype", "nu_dtype")),
+    "scale_by_ademamix": (mfx.scale_by_ademamix, ("mu_dtype", "nu_dtype")),
     "scale_by_lion": (mfx.scale_by_lion, ("mu_dtype",)),
     "ema_params": (mfx.ema_params, ("dtype",)),
     "normalize_neurons": (mfx.normalize_neurons, ("dtype",)),
