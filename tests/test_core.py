@@ -521,10 +521,17 @@ def test_cautious_behind_a_learning_rate_is_an_error(members):
         mfx.chain(*members)
 
 
+@mfx.transform(locality=mfx.Locality.ELEMENT, turns_downhill=True)
+def a_rate_of_ones_own():
+    """Turn updates downhill."""
+    return mfx.scale(-0.1).functions
+
+
 @pytest.mark.parametrize(
     "inner",
     [
         LEARNING_RATE,
+        mfx.masked(a_rate_of_ones_own(), {"w": True}),
         mfx.scale(-0.1),
         mfx.chain(mfx.momentum(), mfx.scale(-0.1)),
         mfx.scale_by_schedule(mfx.linear(-0.1, 0.0, 10)),

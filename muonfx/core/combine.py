@@ -156,8 +156,7 @@ def _warn(message: str) -> None:
     warnings.warn(message, UserWarning, stacklevel=_STACKLEVEL)
 
 
-_STACKLEVEL = 10
-_STACKLEVEL = 11
+_STACKLEVEL = 12
 """From the warning to the call of the factory: by way of the constructor, its recording and its building."""
 
 

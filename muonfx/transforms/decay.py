@@ -18,7 +18,7 @@ from muonfx.partition import mask_patterns, resolve_mask
 from muonfx.recorded import parts_of
 from muonfx.schedules import Schedule
 from muonfx.select.predicates import Predicate
-from muonfx.transforms.scale import scale, scale_by_learning_rate, scale_by_schedule, scheduled
+from muonfx.transforms.scale import scale, scale_by_schedule, scheduled
 from muonfx.tree import Present, PyTree
 
 __all__ = ["add_decayed_weights", "cautious", "subtract_decayed_weights"]
@@ -155,10 +155,9 @@ def _sign(tx: Transform) -> int:
         return _sign_of(tx.arguments["factor"])
     if tx.factory is scale_by_schedule:
         return _sign_of(tx.arguments["schedule"])
-    if tx.factory is scale_by_learning_rate:
-        return -1 if tx.arguments["flip_sign"] else 1
-    signs = [_sign(part) for part in tx.parts if isinstance(part, Transform)]
-    return min(signs) if signs else 1  # torch 2.13 cannot trace min with a default
+    if not tx.children:
+        return -1 if tx.turns_downhill else 1
+    return min([_sign(part) for part in tx.children])
 
 
 def _sign_of(value: object) -> int:

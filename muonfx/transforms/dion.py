@@ -47,7 +47,7 @@ class SampledMomentumState(NamedTuple):
     """What is left of the sum of gradients, like the parameters, in the pinned dtype."""
 
 
-@transform(locality=matrix_locality, reads_params=False)
+@transform(locality=matrix_locality, reads_params=False, short_names={"momentum": "decay"})
 def scale_by_dion(
     rank: int = 768,
     decay: float = 0.95,
@@ -148,6 +148,7 @@ def _step(gradient: Tensor, trace: Tensor, basis: Tensor, decay: float | Tensor)
     reads_params=False,
     on_stacks=on_stacks,
     name_patterns=name_patterns,
+    short_names={"momentum": "decay"},
 )
 def sampled_momentum(
     one_in: int = 4,

@@ -46,8 +46,9 @@ class NamoState(NamedTuple):
 @transform(
     locality=lambda inner, *_, dims, **__: max(matrix_locality(dims=dims), inner.locality),
     reads_params=lambda inner, *_, **__: inner.reads_params,
-    on_stacks=lambda tx, shapes: (tx, {}),
+    on_stacks=lambda tx, shapes: (tx, {}),  # the inner transform has a state by leaves of its own
     name_patterns=name_patterns,
+    short_names={"betas": ("b1", "b2"), "momentum": "b1", "eps": "eps"},
 )
 def scale_by_namo(
     inner: Transform,

@@ -221,8 +221,15 @@ CASES: dict[str, list[mfx.Transform]] = {
     ],
 }
 
+VARIANTS = frozenset(variants.__all__)
+"""Chains of transforms that have cases of their own: held to the laws in a deep run."""
+
 COMPILED = [name for name in kit.LAWS if kit.LAWS[name].family == "compiling"]
-EVERY_CASE = [pytest.param(name, tx, id=f"{name}-{i}") for name, cases in CASES.items() for i, tx in enumerate(cases)]
+EVERY_CASE = [
+    pytest.param(name, tx, id=f"{name}-{i}", marks=[pytest.mark.deep] if name in VARIANTS else [])
+    for name, cases in CASES.items()
+    for i, tx in enumerate(cases)
+]
 
 
 def public_factories() -> set[str]:
@@ -290,7 +297,7 @@ ALWAYS_COMPILED = ("scale_by_adam", "accumulate", "muon", "muon_with_adamw")
             tx,
             id=f"{name}-{i}",
             marks=[pytest.mark.deep]
-            if i or name == "muonclip"
+            if i or name in {"muonclip"} | VARIANTS
             else []
             if name in ALWAYS_COMPILED
             else [pytest.mark.slow],

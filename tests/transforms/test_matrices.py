@@ -218,3 +218,20 @@ def test_neurons_keep_their_norm_at_any_size(dtype: torch.dtype, exponent: int):
         updates, state = tx.update({"w": plain * factor}, state)
         assert state.nu["w"].isfinite().all()
         assert is_close((updates["w"] / factor).norm(), plain.norm(), 1e-5)
+
+
+OF_MATRICES = [
+    mfx.normalize_rows(),
+    mfx.clip_singular_values(),
+    mfx.match_weight_norms(),
+    mfx.keep_weight_norms(),
+    mfx.scale_by_namo(mfx.identity()),
+    mfx.scale_by_dion(),
+    mfx.sampled_momentum(),
+]
+
+
+@pytest.mark.parametrize("tx", OF_MATRICES, ids=lambda tx: tx.name)
+def test_a_vector_is_named_at_init(tx: mfx.Transform):
+    with pytest.raises(ValueError, match=r"'bias' has shape \(3,\); a matrix is needed"):
+        tx.init({"bias": torch.zeros(3), "w": torch.zeros(3, 3)})

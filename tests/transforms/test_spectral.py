@@ -1,4 +1,4 @@
-"""Clipped singular values equal those of an SVD; norms of all kinds hold at any size, and NaN stays where it is."""
+"""Clipped singular values equal those of an SVD, and wrong arguments of the family are named."""
 
 from typing import Any
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import muonfx as mfx
-from muonfx.testing.violation import is_close
 
 
 def with_spectrum(values: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
@@ -45,48 +44,30 @@ def test_a_matrix_below_the_threshold_passes_as_it_is():
     assert torch.equal(tx.update({"w": matrix}, tx.init({"w": matrix}))[0]["w"], matrix)
 
 
-EACH: dict[str, Any] = {
-    "rows": mfx.normalize_rows(),
-    "columns": mfx.normalize_columns(),
-    "matrices": mfx.normalize_matrices(),
-    "leaves": mfx.normalize_leaves(),
-    "sphere": mfx.match_weight_norms(),
-}
-
-
-@pytest.mark.parametrize("name", EACH)
-@pytest.mark.parametrize("exponent", [-120, 60, 120])
-def test_norms_are_the_same_at_any_size(name: str, exponent: int):
-    generator = torch.Generator().manual_seed(0)
-    params, grads = ({"w": torch.randn(4, 3, generator=generator)} for _ in range(2))
-    tx, state = EACH[name], EACH[name].init(params)
-    once = tx.update(grads, state, params)[0]["w"]
-    assert torch.equal(tx.update({"w": grads["w"] * 2.0**exponent}, state, params)[0]["w"], once)
-    assert not tx.update({"w": torch.zeros(4, 3)}, state, params)[0]["w"].any()
-
-
-@pytest.mark.parametrize("exponent", [-120, 120])
-def test_weights_keep_their_norm_at_any_size(exponent: int):
-    generator = torch.Generator().manual_seed(0)
-    params, grads = ({"w": torch.randn(4, 3, generator=generator) * 2.0**exponent} for _ in range(2))
-    tx = mfx.keep_weight_norms()
-    after = mfx.apply_updates(params, tx.update(grads, tx.init(params), params)[0])["w"]
-    assert is_close((after * 2.0**-exponent).norm(), (params["w"] * 2.0**-exponent).norm(), 1e-6)
-    assert not is_close(after * 2.0**-exponent, params["w"] * 2.0**-exponent, 0.1)
-
-
-@pytest.mark.parametrize("name", ["rows", "columns", "matrices", "sphere"])
-def test_nan_stays_in_its_matrix(name: str):
-    grads = {"w": torch.ones(2, 3, 4)}
-    grads["w"][1, 1, 1] = torch.nan
-    dims = {"dims": ((-2,), (-1,))}
-    tx = EACH[name].replace(**dims)
-    out = tx.update(grads, tx.init(grads), {"w": torch.ones(2, 3, 4)})[0]["w"]
-    assert out[0].isfinite().all()
-    assert out[1].isnan().any()
-
-
 def test_a_dual_norm_is_that_of_the_inner_direction():
     grads = {"w": torch.tensor([[1e-30, -2e-30], [0.0, 3e-30]])}
     tx = mfx.scale_by_dual_norm(mfx.scale_by_sign())
     torch.testing.assert_close(tx.update(grads, tx.init(grads))[0]["w"], 6e-30 * grads["w"].sign(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: mfx.clip_singular_values(0.0), "threshold must be above 0, found 0.0"),
+        (lambda: mfx.clip_singular_values(steps=0), "steps: found 0"),
+        (lambda: mfx.scale_by_dion(rank=0), "rank must be .*found 0"),
+        (lambda: mfx.scale_by_dion(decay=1.0), "decay must be in .*found 1.0"),
+        (lambda: mfx.sampled_momentum(one_in=0), "one_in must be .*found 0"),
+        (lambda: mfx.scale_by_namo(mfx.identity(), b2=-0.1), "b2 must be in .*found -0.1"),
+        (lambda: mfx.add_updates(), "add_updates: give at least one transform"),
+        (lambda: mfx.normalize_rows(dims=((0,),)), "dims must be None or"),
+    ],
+)
+def test_a_wrong_argument_is_named_with_what_was_found(make: Any, message: str):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_only_transforms_are_added_up():
+    with pytest.raises(TypeError, match=r"add_updates: argument 1 must be a Transform .*call the factory"):
+        mfx.add_updates(mfx.identity(), mfx.momentum)

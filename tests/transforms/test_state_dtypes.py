@@ -30,8 +30,6 @@ FACTORIES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "sampled_momentum": (mfx.sampled_momentum, ("dtype",)),
     "scale_by_dion": (mfx.scale_by_dion, ("dtype",)),
     "scale_by_namo": (lambda **given: mfx.scale_by_namo(mfx.identity(), **given), ("dtype",)),
-    "scale_by_rms": (mfx.scale_by_rms, ("nu_dtype",)),
-    "scale_by_factored_rms": (lambda **given: mfx.scale_by_factored_rms(min_dim_size_to_factor=1, **given), ("dtype",)),
     "accumulate": (lambda **given: mfx.accumulate(mfx.identity(), 2, **given), ("dtype",)),
     "lookahead": (lambda **given: mfx.lookahead(mfx.scale(-0.1), 2, 0.5, **given), ("dtype",)),
     "schedule_free": (lambda **given: mfx.schedule_free(mfx.scale(-0.1), 0.1, **given), ("dtype",)),
