@@ -172,11 +172,13 @@ class Executor:
         Raises:
             ValueError: some will not do.
         """
+        if not extras or torch.compiler.is_compiling():  # a graph is traced once, and remembers nothing
+            return
         if node.number not in self._checking:
             self._checking[node.number] = [
                 own.tx for own in Program(node).transforms() if own.tx.declaration.check_extras
             ]
-        for tx in self._checking[node.number] if extras else ():
+        for tx in self._checking[node.number]:
             assert tx.declaration.check_extras is not None
             tx.declaration.check_extras(tx, extras)
 

@@ -172,7 +172,9 @@ def qk_clip(
             raise ValueError("qk_clip needs the parameters: call update(updates, state, params)")
         names, leaves = tree.names(params), tree.leaves(params)
         weights = dict(zip(names, leaves, strict=True))
-        factors = _factors(known, members, max_logits, tau, alpha, max_over_ranks, tree.device_of(params))
+        wide = ew.wide_dtype(*(w.dtype for own in members if (w := weights[own.name]) is not None))
+        at = torch.zeros((), dtype=wide, device=tree.device_of(params))
+        factors = _factors(known, members, max_logits, tau, alpha, max_over_ranks, at)
         whole = {own.name: _of_rows(known[own.which], own, weights[own.name], factors) for own in members}
         local = shard({name: lacking for name, lacking in whole.items() if lacking is not None})
         changed = [
@@ -212,15 +214,14 @@ def _factors(
     tau: float | Tensor,
     alpha: float | Tensor,
     max_over_ranks: Callable[[Tensor], Tensor],
-    device: torch.device,
+    like: Tensor,
 ) -> dict[str, dict[str, Tensor]]:
     """The factors of each module by kind, one for each head: computed for all modules with the same heads at once."""
     given = _by_module(max_logits)
     which = {own.module: own.which for own in members}
     modules = sorted(which, key=lambda module: which[module])
     logits = [_logits_of(module, heads[which[module]], given) for module in modules]
-    wide = ew.wide_dtype(*(own.dtype for own in logits))
-    most = max_over_ranks(torch.cat([own.detach().to(device=device, dtype=wide) for own in logits]))
+    most = max_over_ranks(torch.cat([own.to(like) for own in logits]))
     rows = dict(zip(modules, most.split([len(own) for own in logits]), strict=True))
     found: dict[str, dict[str, Tensor]] = {}
     for place, own in enumerate(heads):

@@ -148,7 +148,7 @@ CASES: dict[str, list[mfx.Transform]] = {
         mfx.orthogonalize(coefficients="aol", blocks=1, block_axis=-1),
         mfx.orthogonalize(dims={"*.k": ROWS_AND_COLUMNS}, blocks={"*.nowhere": 2, "*": 1}),
     ],
-    "qk_clip": [given_logits(mfx.qk_clip(HEADS, alpha=0.4), LOGITS), mfx.qk_clip(())],
+    "qk_clip": [mfx.qk_clip(())],
     "scale": [mfx.scale(-0.5)],
     "scale_by_adam": [
         mfx.scale_by_adam(),
@@ -216,9 +216,16 @@ CASES: dict[str, list[mfx.Transform]] = {
     "muon_with_adamw": [
         mfx.muon_with_adamw(0.1, A_SCHEDULE, dtype=torch.float32, labels=mfx.select.default_labels_by_name)
     ],
-    "muonclip": [
-        given_logits(mfx.muonclip(HEADS, 0.1, newton_schulz=FP32, labels=mfx.select.default_labels_by_name), LOGITS)
-    ],
+    "muonclip": [mfx.muonclip((), 0.1, newton_schulz=FP32, labels=mfx.select.default_labels_by_name)],
+}
+
+# On parameters of certain names only.
+WITH_HEADS = {
+    name: given_logits(tx, LOGITS)
+    for name, tx in {
+        "qk_clip": mfx.qk_clip(HEADS, alpha=0.4),
+        "muonclip": mfx.muonclip(HEADS, newton_schulz=FP32, labels=mfx.select.default_labels_by_name),
+    }.items()
 }
 
 VARIANTS = frozenset(variants.__all__)
@@ -230,6 +237,7 @@ EVERY_CASE = [
     for name, cases in CASES.items()
     for i, tx in enumerate(cases)
 ]
+EVERY_CASE += [pytest.param(name, tx, id=f"{name}-heads") for name, tx in WITH_HEADS.items()]
 
 
 def public_factories() -> set[str]:
@@ -297,12 +305,12 @@ ALWAYS_COMPILED = ("scale_by_adam", "accumulate", "muon", "muon_with_adamw")
             tx,
             id=f"{name}-{i}",
             marks=[pytest.mark.deep]
-            if i or name in {"muonclip"} | VARIANTS
+            if i or name in VARIANTS
             else []
             if name in ALWAYS_COMPILED
             else [pytest.mark.slow],
         )
-        for name, cases in CASES.items()
+        for name, cases in (CASES | {"qk_clip": [WITH_HEADS["qk_clip"]], "muonclip": []}).items()
         for i, tx in enumerate(cases)
     ],
 )
