@@ -109,6 +109,8 @@ def main(arguments: list[str] | None = None) -> None:
         report.rewrite(report.PARTS_PAGE, report.PARTS_SECTIONS)
         plots.draw()
         plots.draw_parts()
+        report.rewrite(report.TRAINING_PAGE, report.TRAINING_SECTIONS)
+        plots.draw_training()
         sharding_timeline.draw()
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.report import judged, load, shape_name
+from benchmarks.report import BASELINE, curves, judged, load, shape_name
 
 if TYPE_CHECKING:  # drawing is optional
     from matplotlib.axes import Axes
@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # drawing is optional
 
 ASSETS = Path(__file__).parent.parent / "docs" / "assets"
 PICTURE, PARTS_PICTURE = ASSETS / "polar.svg", ASSETS / "step-by-part.svg"
+TRAINING_PICTURE = ASSETS / "the-default-coefficients.svg"
 
 SHOWN = ("512 x 2048", "1024 x 4096")
 SPECTRUM = "gaussian"
@@ -88,6 +89,36 @@ def draw_parts(path: Path = PARTS_PICTURE) -> Path | None:
         _bars(axes, case, own)
     all_axes[-1, 0].set_xlabel("milliseconds a step", color=GREY)
     _write(plt, figure, all_axes[0, 0], path, columns=2)
+    return path
+
+
+DRAWN = {BASELINE: "#2a9d8f", "keller": "#d0702c", "polar_express_5": "#6f78e8"}
+"""The candidates whose losses are drawn over all rates."""
+
+
+def draw_training(path: Path = TRAINING_PICTURE) -> Path | None:
+    """Write the picture of losses over rates; None where there are no results or no matplotlib to draw with."""
+    if (found := load("training_quality")) is None or (plt := pyplot()) is None:
+        return None
+    sizes = list(dict.fromkeys(row["size"] for row in found["rows"]))
+    figure, all_axes = plt.subplots(1, len(sizes), figsize=(9.6, 3.9), squeeze=False, layout="constrained")
+    for axes, size in zip(all_axes[0], sizes, strict=True):
+        for name, by_rate in curves(found, size).items():
+            if name not in DRAWN:
+                continue
+            rates, color = list(by_rate), DRAWN[name]
+            axes.fill_between(rates, *zip(*[(min(x), max(x)) for x in by_rate.values()]), color=color, alpha=0.15, lw=0)
+            means = [sum(losses) / len(losses) for losses in by_rate.values()]
+            axes.plot(rates, means, color=color, marker="o", markersize=4, linewidth=1.6, label=name)
+        axes.set_xscale("log")
+        ticks = sorted({rate for by_rate in curves(found, size).values() for rate in by_rate})[::2]
+        axes.set_xticks(ticks, [f"{rate:g}" for rate in ticks])
+        axes.minorticks_off()
+        axes.set_title(f"{size} parameters, 300 steps, 3 seeds", loc="left", fontsize=10, color=GREY)
+        axes.set_xlabel("peak learning rate of the matrices", color=GREY)
+        _colour(axes)
+    all_axes[0, 0].set_ylabel("validation loss, nats per byte", color=GREY)
+    _write(plt, figure, all_axes[0, 0], path, columns=3)
     return path
 
 
@@ -166,6 +197,11 @@ def _dress(axes: Axes, case: str) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.margins(y=0.12)
+    _colour(axes)
+
+
+def _colour(axes: Axes) -> None:
+    """A light grid, and no box."""
     axes.tick_params(which="both", colors=GREY)
     axes.grid(which="major", color=GREY, alpha=0.25, linewidth=0.6)
     for side, spine in axes.spines.items():

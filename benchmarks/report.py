@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 from benchmarks.measure import RESULTS
@@ -13,6 +14,7 @@ from benchmarks.quality import SPECTRA
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGE, PARTS_PAGE = DOCS / "benchmarks.md", DOCS / "step-by-part.md"
+TRAINING_PAGE = DOCS / "the-default-coefficients.md"
 BEGIN, END = "<!-- tables: {}, written by python -m benchmarks -->", "<!-- end of tables -->"
 
 WORSE = 1.1
@@ -324,6 +326,55 @@ def parts() -> str:
     return "\n".join([*made, f"Peaks: {rates}; a copy {peaks['bytes'] / 1e9:.1f} GB/s.\n", f"{_machine(found)}\n"])
 
 
+# ------------------------------------------------------------------------------------------------------- training
+
+
+Curves = dict[str, dict[float, list[float]]]
+
+
+def curves(found: dict[str, Any], size: str) -> Curves:
+    """Validation losses of a size by candidate and rate, in the order of seeds; only where every seed is done."""
+    rows = [row for row in found["rows"] if row["size"] == size]
+    seeds = sorted({row["seed"] for row in rows})
+    by_run = {(row["candidate"], row["rate"], row["seed"]): row["loss"] for row in rows}
+    made: Curves = {}
+    for candidate, rate, _ in sorted(by_run, key=lambda run: run[1]):
+        losses = [by_run.get((candidate, rate, seed)) for seed in seeds]
+        if None not in losses:
+            made.setdefault(candidate, {})[rate] = [loss for loss in losses if loss is not None]
+    return made
+
+
+def training() -> str:
+    """What models end at, each candidate at its best rate, beside torch.optim.Muon at its own."""
+    found = load("training_quality")
+    if found is None:
+        return ""
+    parts: list[str] = []
+    for size in dict.fromkeys(row["size"] for row in found["rows"]):
+        own = curves(found, size)
+        best = {name: min(by_rate.items(), key=lambda item: fmean(item[1])) for name, by_rate in own.items()}
+        base = best[BASELINE][1]
+        lines: list[list[str]] = []
+        for name, (rate, losses) in sorted(best.items(), key=lambda item: fmean(item[1][1])):
+            apart = [mine - theirs for mine, theirs in zip(losses, base, strict=True)]
+            error = "" if name == BASELINE else f"{fmean(apart):+.4f} ± {stdev(apart) / len(apart) ** 0.5:.4f}"
+            spent = [r for r in found["rows"] if (r["size"], r["candidate"], r["rate"]) == (size, name, rate)]
+            share = fmean(r["optimizer_seconds"] / (r["optimizer_seconds"] + r["model_seconds"]) for r in spent)
+            rates = ", ".join(f"{rate:g}" for rate in sorted(own[name]))
+            lines.append([name, rates, f"{rate:g}", f"{fmean(losses):.4f}", error, f"{share:.0%}"])
+        head = [
+            "",
+            "rates tried",
+            "best rate",
+            "mean loss",
+            f"less {BASELINE}'s, ± standard error",
+            "optimizer's share",
+        ]
+        parts += [f"### {size} parameters\n", _table(head, lines), ""]
+    return "\n".join([*parts, f"{_machine(found, 'one thread')}\n"])
+
+
 SECTIONS: dict[str, Callable[[], str]] = {
     "adapter": adapter,
     "checkpoint": checkpoint,
@@ -336,11 +387,12 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "planner": planner,
 }
 PARTS_SECTIONS: dict[str, Callable[[], str]] = {"parts": parts}
+TRAINING_SECTIONS: dict[str, Callable[[], str]] = {"training": training}
 
 
 def tables() -> str:
     """All tables as Markdown."""
-    return "\n".join(make() for make in (SECTIONS | PARTS_SECTIONS).values())
+    return "\n".join(make() for make in (SECTIONS | PARTS_SECTIONS | TRAINING_SECTIONS).values())
 
 
 def rewrite(page: Path = PAGE, sections: dict[str, Callable[[], str]] = SECTIONS) -> None:

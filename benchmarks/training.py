@@ -56,7 +56,7 @@ SMALL, LARGE = SIZES
 
 RATES = {
     (SMALL, "match_rms_adamw"): (0.0085, 0.01, 0.0118, 0.0139, 0.0164),
-    (LARGE, "match_rms_adamw"): (0.0061, 0.0072, 0.0085, 0.01),
+    (LARGE, "match_rms_adamw"): (0.0072, 0.0078, 0.0085, 0.01, 0.0061),
     (SMALL, "original"): (0.024, 0.034, 0.048),
 }
 """By size and rule; `original` leaves a matrix of n columns a factor of about 5 / sqrt(n) smaller."""
@@ -75,9 +75,13 @@ class Candidate:
     dtype: torch.dtype = torch.float32
     sizes: tuple[str, ...] = tuple(SIZES)
     rates: tuple[float, ...] | None = None
+    adam: bool = False
+    """The hidden matrices go with the rest, at a rate of their own."""
 
     def transform(self) -> mfx.Transform:
         """What hidden matrices go through, up to the learning rate."""
+        if self.adam:
+            return mfx.scale_by_adam(0.9, 0.95)
         found = polar.coefficients(self.coefficients)
         steps = found.steps if self.safety is None else polar.with_safety(polar.POLAR_EXPRESS_RAW, self.safety).steps
         if self.first is not None or self.safety is not None:
@@ -98,7 +102,8 @@ CANDIDATES: dict[str, Candidate | None] = {
     "keller": Candidate("keller"),
     "polar_express_5": Candidate(),
     BASELINE: None,
-    "quintic": Candidate("quintic", sizes=(SMALL,), rates=NARROW),
+    "quintic": Candidate("quintic"),
+    "AdamW": Candidate(adam=True, sizes=(LARGE,), rates=(0.0025, 0.0035, 0.005)),
     "polar_express, 6 steps": Candidate("polar_express", first=6, sizes=(SMALL,), rates=NARROW),
     "keller, bf16": Candidate("keller", dtype=torch.bfloat16, rates=NARROW, sizes=(SMALL,)),
     "polar_express_5, bf16": Candidate(dtype=torch.bfloat16, rates=NARROW, sizes=(SMALL,)),
@@ -187,12 +192,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no run after these")
     parser.add_argument("--size", default="", help="only this one")
+    parser.add_argument("--candidates", nargs="+", default=list(CANDIDATES), help="only these")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     rows, began = finished(), time.monotonic()
     known = [tuple(row[key] for key in ("size", "candidate", "rate", "seed")) for row in rows]
     for run in runs():
         if tuple(run.values()) in known or options.size not in ("", run["size"]):
+            continue
+        if run["candidate"] not in options.candidates:
             continue
         if time.monotonic() - began > 60 * options.minutes:
             break

@@ -1,6 +1,7 @@
 """The documentation's laws: every public name is documented, shown and has an example, and every code block runs."""
 
 import doctest
+import functools
 import re
 import sys
 from dataclasses import dataclass
@@ -9,6 +10,8 @@ from pathlib import Path
 import griffe
 import pytest
 import torch
+
+import muonfx
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -144,3 +147,12 @@ def test_a_notebook_is_committed_with_its_outputs(path: Path):
         f"{path.name}: not run from top to bottom: make notebooks ARGS=--write"
     )
     assert not [output for cell in cells for output in cell.outputs if output.output_type == "error"]
+
+
+def test_what_is_said_to_be_here_is_here():
+    page = (ROOT / "docs" / "is-it-here.md").read_text()
+    rows = [row.split("|")[2] for row in page.splitlines() if row.startswith("|") and row.count("|") == 4]
+    named = [name for cell in rows for name in re.findall(r"`([a-z_A-Z.]+)[`(]", cell)]
+    assert len(named) > 100
+    for name in named:
+        functools.reduce(getattr, name.split("."), muonfx)

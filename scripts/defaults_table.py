@@ -1,0 +1,66 @@
+"""Print the table of docs/defaults.md: defaults of Optax, torch and muonfx side by side, read from their signatures."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import optax
+import torch
+from optax import contrib
+
+import muonfx as mfx
+
+Place = tuple[Callable[..., Any], str] | None
+
+ROWS: list[tuple[str, Place, Place, Place]] = [
+    (
+        "AdamW, weight decay",
+        (optax.adamw, "weight_decay"),
+        (torch.optim.AdamW, "weight_decay"),
+        (mfx.adamw, "weight_decay"),
+    ),
+    ("AdamW, Nesterov", (optax.adamw, "nesterov"), None, (mfx.adamw, "nesterov")),
+    ("Lion, weight decay", (optax.lion, "weight_decay"), None, (mfx.lion, "weight_decay")),
+    ("RMS, decay", (optax.scale_by_rms, "decay"), (torch.optim.RMSprop, "alpha"), (mfx.scale_by_rms, "decay")),
+    ("RMS, epsilon within the root", (optax.scale_by_rms, "eps_in_sqrt"), None, (mfx.scale_by_rms, "eps_in_sqrt")),
+    ("Muon, learning rate", None, (torch.optim.Muon, "lr"), (mfx.muon, "learning_rate")),
+    ("Muon, momentum", (contrib.muon, "beta"), (torch.optim.Muon, "momentum"), (mfx.muon, "decay")),
+    ("Muon, Nesterov", (contrib.muon, "nesterov"), (torch.optim.Muon, "nesterov"), (mfx.muon, "nesterov")),
+    (
+        "Muon, coefficients",
+        (contrib.muon, "ns_coeffs"),
+        (torch.optim.Muon, "ns_coefficients"),
+        (mfx.muon, "coefficients"),
+    ),
+    (
+        "Muon, weight decay",
+        (contrib.muon, "weight_decay"),
+        (torch.optim.Muon, "weight_decay"),
+        (mfx.muon, "weight_decay"),
+    ),
+    ("Muon for all, weight decay", (contrib.muon, "weight_decay"), None, (mfx.muon_with_adamw, "weight_decay")),
+    ("its AdamW, weight decay", (contrib.muon, "adam_weight_decay"), None, (mfx.muon_with_adamw, "adamw_weight_decay")),
+    ("its AdamW, first decay", (contrib.muon, "adam_b1"), None, (mfx.muon_with_adamw, "b1")),
+    ("its AdamW, second decay", (contrib.muon, "adam_b2"), None, (mfx.muon_with_adamw, "b2")),
+    ("its AdamW, Nesterov", (contrib.muon, "nesterov"), None, (mfx.muon_with_adamw, "adamw_nesterov")),
+    ("Prodigy, weight decay", (contrib.prodigy, "weight_decay"), None, (mfx.prodigy, "weight_decay")),
+]
+
+
+def _cell(place: Place) -> str:
+    if place is None:
+        return ""
+    function, argument = place
+    return f"`{argument}={inspect.signature(function).parameters[argument].default!r}`"
+
+
+def table() -> str:
+    """The table as Markdown."""
+    head = "| | Optax | torch | muonfx |\n| --- | --- | --- | --- |"
+    return "\n".join([head, *(f"| {what} | {' | '.join(map(_cell, places))} |" for what, *places in ROWS)])
+
+
+if __name__ == "__main__":
+    print(table())

@@ -1,0 +1,42 @@
+"""The pages that put muonfx beside Optax leave nothing of it out, and say what its signatures say."""
+
+import inspect
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+optax = pytest.importorskip("optax")
+from optax import contrib  # noqa: E402
+
+pytestmark = pytest.mark.engines
+
+DOCS = Path(__file__).parents[3] / "docs"
+PAGE = (DOCS / "is-it-here.md").read_text()
+NAMED = {
+    name.split(".")[-1] for row in re.findall(r"^\| (.*?) \|", PAGE, re.M) for name in re.findall(r"`([\w.]+)`", row)
+}
+
+
+def makes_a_transform(function: object) -> bool:
+    return inspect.isfunction(function) and "GradientTransformation" in str(
+        inspect.signature(function).return_annotation
+    )
+
+
+def test_every_transform_of_optax_is_told_of():
+    public = {name for name in dir(optax) if not name.startswith("_") and makes_a_transform(getattr(optax, name))}
+    assert len(public) > 80
+    assert public <= NAMED, sorted(public - NAMED)
+
+
+def test_everything_of_its_contrib_is_told_of():
+    public = {name for name in dir(contrib) if not name.startswith("_") and inspect.isfunction(getattr(contrib, name))}
+    assert len(public) > 25
+    assert public <= NAMED, sorted(public - NAMED)
+
+
+def test_the_table_of_defaults_is_that_of_the_signatures():
+    made = runpy.run_path(str(DOCS.parent / "scripts" / "defaults_table.py"))["table"]()
+    assert made in (DOCS / "defaults.md").read_text()
