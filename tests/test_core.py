@@ -475,7 +475,6 @@ LEARNING_RATE = mfx.scale_by_learning_rate(0.1)
         ([mfx.adamw(0.1), mfx.masked(mfx.add_decayed_weights(0.1), {"w": True})], "comes behind .* in 'chain'"),
         ([LEARNING_RATE, mfx.chain(mfx.momentum(), mfx.add_decayed_weights(0.1))], "comes behind the learning rate"),
         ([mfx.subtract_decayed_weights(0.1), LEARNING_RATE], "subtract_decayed_weights comes in front of the learning"),
-        ([mfx.qk_clip(mfx.AttentionHeads("a", heads=1)), LEARNING_RATE], "qk_clip comes in front of the learning"),
         ([mfx.masked(mfx.subtract_decayed_weights(0.1), {"w": True}), mfx.adamw(0.1)], "front .* in 'chain'. .*behind"),
         ([mfx.muon(0.1, weight_decay=0.0), LEARNING_RATE], "both turn updates downhill"),
         ([mfx.partition({"a": mfx.lion(0.1)}, {"w": "a"}), LEARNING_RATE], "'partition' and 'scale_by_learning_rate'"),
