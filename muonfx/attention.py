@@ -65,6 +65,12 @@ def max_logits(
     """
     query, key = _plain(query), _plain(key)
     mask = None if attn_mask is None else _plain(attn_mask)
+    if torch.float16 in (query.dtype, key.dtype, _autocast_dtype(query)):
+        # fp16 holds no logit beyond 65504, and those are the ones to be clipped; torch's kernels keep them wider too.
+        with torch.autocast(query.device.type, enabled=False):
+            return max_logits(
+                query.float(), key.float(), mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, chunk=chunk
+            )
     if query.ndim < 3:
         query, key = query.unsqueeze(-3), key.unsqueeze(-3)
     heads, queries, features = query.shape[-3:]
@@ -89,6 +95,14 @@ def max_logits(
         if logits.shape[1]:
             most = torch.maximum(most, logits.amax(dim=1).to(dtype))
     return most
+
+
+def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype to which autocast would round a factor of a product; None: it is left as it is."""
+    device = x.device.type
+    if x.dtype == torch.float64 or not torch.amp.is_autocast_available(device):
+        return None
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def _takes_part(mask: Tensor, start: int, end: int, seen: int) -> Tensor:
@@ -130,6 +144,11 @@ class _Collector(NamedTuple):
             after = most.new_full((len(most) * (self.size - 1 - self.rank),), -math.inf)
             most = torch.cat([before, most, after])
         known = self.found.get(module)
+        if known is not None and len(known) != len(most):
+            raise ValueError(
+                f"collect_max_logits: {module!r} computes attention of {len(known)} heads and of {len(most)}: give "
+                "each a module of its own, or choose modules by name (module=) so that this one is left out"
+            )
         self.found[module] = most if known is None else torch.maximum(known, most)
 
 

@@ -217,7 +217,12 @@ class Recorded:
         parameters = definition.parameters
         if definition.options:
             kwargs = expand_options(definition.options, kwargs)
-        bound = inspect.Signature(list(parameters.values())).bind(*args, **kwargs)
+        try:
+            bound = inspect.Signature(list(parameters.values())).bind(*args, **kwargs)
+        except TypeError as error:
+            unknown = "".join(f"; there is no {name!r}" for name in kwargs if name not in parameters)
+            takes = f"{factory.__name__} takes {', '.join(parameters) or 'no arguments'}"
+            raise TypeError(f"{factory.__name__}: {error}{unknown}; {takes}") from None
         bound.apply_defaults()
         parts: list[object] = []
         skeleton: dict[str, object] = {}

@@ -136,6 +136,15 @@ def test_an_argument_of_another_plain_type_is_a_type_error_that_names_it(functio
             call(function, parameter.name, value)
 
 
+def test_arguments_that_do_not_fit_are_told_of_by_name():
+    with pytest.raises(
+        TypeError, match=r"lookahead: missing .*'sync_period'; there is no 'sync_priod'; .* takes inner, "
+    ):
+        mfx.lookahead(mfx.scale(1.0), sync_priod=2)  # pyright: ignore[reportCallIssue]
+    with pytest.raises(TypeError, match=r"scale_by_factored_rms: .*'epsilon'; .* takes factored, .*, eps, dtype"):
+        mfx.scale_by_factored_rms(epsilon=1e-30)  # pyright: ignore[reportCallIssue]
+
+
 @pytest.mark.parametrize(("function", "parameter"), plain_parameters())
 def test_a_number_that_is_not_finite_is_an_error(function: Any, parameter: inspect.Parameter):
     if "float" not in plain_kinds(parameter.annotation):

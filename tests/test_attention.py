@@ -75,6 +75,13 @@ def test_no_more_than_a_chunk_of_logits_is_held(monkeypatch: pytest.MonkeyPatch)
     assert sum(largest) == 2 * 3 * 50 * 50
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_logits_beyond_the_range_of_fp16_are_finite(dtype: torch.dtype):
+    x = torch.full((1, 1, 2, 4), 300.0)
+    with torch.autocast("cpu", torch.float16, enabled=dtype == torch.float32):
+        assert attention.max_logits(x.to(dtype), x.to(dtype)).item() == 180_000.0
+
+
 class Attention(nn.Module):
     def __init__(self, how: str = "torch") -> None:
         super().__init__()
@@ -174,6 +181,17 @@ def test_an_error_in_a_forward_pass_closes_its_modules():
             model(torch.randn(1, 3, 5))
         F.scaled_dot_product_attention(*[torch.ones(1, 2, 3, 4)] * 3)
     assert logits == {}
+
+
+def test_attention_of_another_number_of_heads_in_one_module_is_an_error():
+    class Pooled(Attention):
+        def forward(self, x: Tensor) -> Tensor:
+            attention.record_max_logits(torch.ones(1))
+            return super().forward(x)
+
+    model = Pooled()
+    with attention.collect_max_logits(model), pytest.raises(ValueError, match=r"'' computes .* of 1 heads and of 2"):
+        model(torch.ones(1, 3, 4))
 
 
 def test_ranks_of_tensor_parallelism_leave_room_for_the_others_heads():

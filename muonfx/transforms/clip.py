@@ -115,7 +115,8 @@ def adaptive_grad_clip(clipping: float, eps: float = 1e-3, axis: int | tuple[int
         exceeds = length > allowed
         factor = torch.where(exceeds, allowed / torch.where(exceeds, length, 1.0), 1.0)
         factor = torch.where(length.isnan(), length, factor)
-        return (leaf.to(ew.wide_dtype(leaf.dtype)) * factor).to(leaf.dtype)
+        wide = ew.wide_dtype(leaf.dtype)
+        return (leaf.to(wide) * factor.to(wide)).to(leaf.dtype)
 
     def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
         if params is None:
@@ -128,10 +129,9 @@ def adaptive_grad_clip(clipping: float, eps: float = 1e-3, axis: int | tuple[int
 
 
 def _norm(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    wide = ew.wide_dtype(x.dtype)
-    if not dims:
-        return x.to(wide).abs()
-    return torch.linalg.vector_norm(x.to(wide), dim=dims, keepdim=True)
+    # In fp64, where the square of any fp32 number fits: a clip is for gradients that are too large.
+    x = x.to(torch.float32 if x.device.type == "mps" else torch.float64)
+    return torch.linalg.vector_norm(x, dim=dims, keepdim=True) if dims else x.abs()
 
 
 @transform(locality=Locality.TREE)

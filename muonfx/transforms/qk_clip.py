@@ -88,7 +88,9 @@ def _check_extras(tx: Transform, extras: Mapping[str, PyTree]) -> None:
             _logits_of(own.module, resolved.heads[own.which], given)
 
 
-@transform(locality=Locality.TREE, resolve=_resolve, name_patterns=_patterns, check_extras=_check_extras)
+@transform(
+    locality=Locality.TREE, resolve=_resolve, name_patterns=_patterns, check_extras=_check_extras, wants_downhill=True
+)
 def qk_clip(
     heads: AttentionHeads | tuple[AttentionHeads, ...],
     tau: float = 100.0,

@@ -50,6 +50,13 @@ def test_no_unit_is_longer_than_its_share_of_the_parameters():
         torch.testing.assert_close(norms[~short], allowed[~short])
 
 
+def test_adaptive_grad_clip_clips_gradients_whose_squares_overflow():
+    params, tx = {"w": torch.ones(2, 4)}, mfx.adaptive_grad_clip(0.1)
+    for size in (1e10, 1e30):
+        clipped = tx.update({"w": torch.full((2, 4), size)}, mfx.EmptyState(), params)[0]["w"]
+        torch.testing.assert_close(clipped, torch.full((2, 4), 0.1))
+
+
 def test_units_are_along_the_dims_that_axis_leaves_out():
     grads, params = {"w": torch.randn(7, 5)}, {"w": torch.randn(7, 5)}
     turned = {"w": grads["w"].mT.contiguous()}, {"w": params["w"].mT.contiguous()}

@@ -333,3 +333,8 @@ def test_muonclip_is_muon_with_adamw_and_the_clip_behind():
         params["h.0.attn.k_proj.bias"] + wanted["h.0.attn.k_proj.bias"]
     )
     torch.testing.assert_close(ratio, torch.tensor([0.125, 0.125, 1, 1], dtype=torch.float64) ** 0.7)
+
+
+def test_a_chain_warns_where_it_stands_in_front_of_the_learning_rate():
+    with pytest.warns(UserWarning, match="qk_clip comes in front of the learning rate"):
+        mfx.chain(mfx.qk_clip(mfx.AttentionHeads("attn", heads=2)), mfx.scale_by_learning_rate(0.1))
