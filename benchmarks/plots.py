@@ -107,7 +107,8 @@ def draw_training(path: Path = TRAINING_PICTURE) -> Path | None:
             if name not in DRAWN:
                 continue
             rates, color = list(by_rate), DRAWN[name]
-            axes.fill_between(rates, *zip(*[(min(x), max(x)) for x in by_rate.values()]), color=color, alpha=0.15, lw=0)
+            least, most = [min(x) for x in by_rate.values()], [max(x) for x in by_rate.values()]
+            axes.fill_between(rates, least, most, color=color, alpha=0.15, lw=0)
             means = [sum(losses) / len(losses) for losses in by_rate.values()]
             axes.plot(rates, means, color=color, marker="o", markersize=4, linewidth=1.6, label=name)
         axes.set_xscale("log")

@@ -155,6 +155,12 @@ class _Collector(NamedTuple):
 _COLLECTOR: ContextVar[_Collector | None] = ContextVar("collector", default=None)
 
 
+_OPAQUE = frozenset(
+    {F.multi_head_attention_forward, torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd}
+)
+"""Functions that compute attention where a mode is no longer asked."""
+
+
 class _Watch(TorchFunctionMode):
     """Records the logits of every call of torch's attention."""
 
@@ -166,10 +172,16 @@ class _Watch(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
-            collector = _COLLECTOR.get()
-            if collector is not None and collector.open_modules:
+        collector = _COLLECTOR.get()
+        if collector is not None and collector.open_modules:
+            if func is F.scaled_dot_product_attention:
                 collector.add(_logits_of_call(*args, **kwargs))
+            elif func in _OPAQUE:
+                raise NotImplementedError(
+                    f"collect_max_logits: {collector.open_modules[-1]!r} computes attention in {func.__name__}, "
+                    "beneath which nothing can be seen (nn.MultiheadAttention, nn.TransformerEncoderLayer): call "
+                    "scaled_dot_product_attention, or muonfx.attention.record_max_logits in its place"
+                )
         return func(*args, **kwargs)
 
 
@@ -207,11 +219,13 @@ def collect_max_logits(
 
     Yields:
         A dict by module name, of one tensor each, filled in while the context is open: the largest of all passes, so
-        that it serves several micro-batches. Nothing waits for the device. Empty it (``clear()``) after each step
+        that one context around several micro-batches serves `accumulate`, which hands its inner transform what the
+        last of them was given. Nothing waits for the device. Empty it (``clear()``) after each step
         where the context stays open.
 
     Raises:
         ValueError: a module of the model is compiled, where nothing can be collected; or no module has such a name.
+        NotImplementedError: in the forward pass, a module that counts is an ``nn.MultiheadAttention``.
 
     Example:
         >>> import muonfx as mfx

@@ -211,3 +211,14 @@ def test_what_cannot_be_seen_is_said():
         torch.func.vmap(lambda x: attention.max_logits(x, x))(torch.ones(2, 2, 3, 4))
     with pytest.raises(ValueError, match=r"one number a head, found a tensor of shape \(2, 3\)"):
         attention.record_max_logits(torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("evaluated", [False, True])
+@pytest.mark.parametrize("make", [nn.MultiheadAttention, nn.TransformerEncoderLayer])
+def test_attention_that_cannot_be_seen_is_an_error(make: Any, evaluated: bool):
+    model = make(8, 2, batch_first=True).train(not evaluated)
+    x = torch.randn(2, 5, 8)
+    given = (x, x, x) if make is nn.MultiheadAttention else (x,)
+    unseen = pytest.raises(NotImplementedError, match=r"beneath which nothing can be seen .*record_max_logits")
+    with unseen, attention.collect_max_logits(model), torch.set_grad_enabled(not evaluated):
+        model(*given)

@@ -195,6 +195,8 @@ def cautious(inner: Transform, min_share: float = 1e-3):
         [1.3333333730697632, -1.3333333730697632, 0.0, 2.6666667461395264]
     """
     checks.positive("min_share", min_share)
+    if not isinstance(inner, Transform):
+        raise TypeError(f"cautious: inner must be a Transform, found {inner!r}")
     if _sign(inner) < 0:
         raise ValueError(
             "cautious: inner turns downhill (a learning rate, or a negative scale), so all that agrees with the "

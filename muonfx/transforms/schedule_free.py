@@ -58,7 +58,8 @@ def schedule_free(
         inner: the whole chain, the learning rate included, without momentum: ``scale_by_adam(b1=0.0)``.
         learning_rate: that of the inner chain, a number or a schedule; here it only weights the average. A schedule is
             read at the number of the update counted from 1, as Optax reads it, so that a warmup that starts at zero
-            gives the first iterate a weight.
+            gives the first iterate a weight. A scheduler of ``torch.optim`` moves a group's ``lr``, the inner chain's,
+            and not this one (the group's ``learning_rate``): give schedules of `muonfx.schedules` to both.
         b1: the interpolation, in (0, 1].
         weight_lr_power: the power of the learning rate that weights the average, 0 or more.
         dtype: pinned dtype of z; "auto" is float32, but float64 for a float64 parameter; None is each parameter's own.

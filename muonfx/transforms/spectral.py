@@ -27,6 +27,10 @@ from muonfx.tree import PyTree
 __all__ = ["clip_singular_values", "scale_by_dual_norm"]
 
 
+LARGEST = 3e4
+"""The largest Frobenius norm, in thresholds, of a matrix whose singular values are clipped as it is."""
+
+
 @of_matrices()
 def clip_singular_values(
     threshold: float = 1.0,
@@ -46,7 +50,8 @@ def clip_singular_values(
     Args:
         threshold: $\tau$, positive.
         steps: of each iteration. With 10, singular values of up to 1,000 $\tau$ end within 0.002 $\tau$ of where they
-            should; 15 bring those of 10,000 $\tau$ within 0.01 $\tau$.
+            should; 15 bring those of 10,000 $\tau$ within 0.01 $\tau$. A matrix of a norm above 30,000 $\tau$ is first
+            scaled down to that: what lies below $\tau$ then comes out smaller than it should.
         dims: of the view, loose.
         blocks: of the view, loose.
         block_axis: of the view, loose.
@@ -75,7 +80,13 @@ def _clip(matrix: Tensor, threshold: float | Tensor, steps: int) -> Tensor:
     if matrix.numel() == 0:
         return matrix
     wide = matrix.to(ew.wide_dtype(matrix.dtype))
-    x = wide if matrix.shape[-2] <= matrix.shape[-1] else wide.mT
+    is_tall = matrix.shape[-2] > matrix.shape[-1]
+    x = wide.mT if is_tall else wide
+    # The excess is a difference of numbers of the matrix's size: beyond this it would be nothing but rounding.
+    power = power_of_two(x.detach().abs().amax((-2, -1), keepdim=True))
+    small = x * power
+    share = LARGEST * threshold * power / _norm(small).clamp(min=1.0)
+    x = torch.where(share < 1.0, small * share.clamp(max=1.0) / power, x)
     factor = _polar(x, steps)
     identity = torch.eye(x.shape[-2], dtype=x.dtype, device=x.device)
     excess = factor @ x.mT - threshold * identity
@@ -83,7 +94,7 @@ def _clip(matrix: Tensor, threshold: float | Tensor, steps: int) -> Tensor:
     clipped = x - (excess + excess @ _polar(excess, steps)) @ factor / 2
     # Rounding is of the threshold's size; a matrix that is small beside it must not hear of it.
     clipped = torch.where(_norm(x) <= threshold, x, clipped)
-    return (clipped if x is wide else clipped.mT).to(matrix.dtype)
+    return (clipped.mT if is_tall else clipped).to(matrix.dtype)
 
 
 def _polar(x: Tensor, steps: int) -> Tensor:

@@ -105,3 +105,8 @@ def test_what_is_missing_or_wrong_is_named(make: Any):
         make(-1.0)
     with pytest.raises(ValueError, match=f"{make.__name__} needs the parameters"):
         make(0.1).update({"w": torch.ones(1)}, mfx.EmptyState())
+
+
+def test_what_is_not_a_transform_is_not_made_cautious():
+    with pytest.raises(TypeError, match="cautious: inner must be a Transform, found 3"):
+        mfx.cautious(3)  # type: ignore[arg-type]

@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import muonfx as mfx
 
@@ -36,6 +38,14 @@ def test_more_steps_clip_larger_singular_values(top: int, steps: int, bound: flo
     matrix = {"w": with_spectrum(values, 64, 200).float()}
     found = tx.update(matrix, tx.init(matrix))[0]["w"].double()
     assert torch.linalg.matrix_norm(found - with_spectrum(values.clamp(max=1.0), 64, 200), 2) < bound
+
+
+@given(st.integers(-120, 120), st.sampled_from([(4, 3), (3, 4), (2, 4, 3)]), st.integers(0, 99))
+def test_no_singular_value_is_above_the_threshold_whatever_the_matrix_size(exponent: int, shape: Any, seed: int):
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 2.0**exponent
+    tx = mfx.clip_singular_values(0.5, dims=((-2,), (-1,)))
+    found = torch.linalg.svdvals(tx.update({"w": matrix}, tx.init({"w": matrix}))[0]["w"].double())
+    assert found.max() <= 0.5 * 1.01
 
 
 def test_a_matrix_below_the_threshold_passes_as_it_is():
