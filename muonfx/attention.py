@@ -25,6 +25,9 @@ _C = cast("Any", torch._C)
 CHUNK = 1 << 24
 """The most logits that are held at once."""
 
+_EXCLUDED = -9000.0
+"""What a mask adds to exclude a pair, or less: -1e4, which bf16 rounds up, -1e9, the least number of a dtype, -inf."""
+
 Maxima: TypeAlias = dict[str, Tensor]
 
 
@@ -42,7 +45,7 @@ def max_logits(
     """The largest attention logit of each head, without the matrix of all of them.
 
     It is the largest ``scale * q @ k`` of those pairs that take part. What a mask adds to a logit does not count, since
-    no scaling of queries and keys changes it; a pair where it is -inf, or the least number of its dtype, takes no part.
+    no scaling of queries and keys changes it; a pair to which it adds -9,000 or less takes no part, as its weight is zero.
 
     Args:
         query: (..., heads, queries, features).
@@ -109,7 +112,7 @@ def _takes_part(mask: Tensor, start: int, end: int, seen: int) -> Tensor:
     """The part of a mask for some queries and keys, as bools; a side of 1 stands for all."""
     part = mask if mask.ndim < 2 or mask.shape[-2] == 1 else mask[..., start:end, :]
     part = part if part.shape[-1] == 1 else part[..., :seen]
-    return part if part.dtype == torch.bool else part > torch.finfo(part.dtype).min / 2
+    return part if part.dtype == torch.bool else part > _EXCLUDED
 
 
 def _plain(x: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ def whole_matrix(
     if is_causal:
         takes_part = takes_part.tril()
     if mask is not None:
-        takes_part = takes_part & (mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2)
+        takes_part = takes_part & (mask if mask.dtype == torch.bool else mask > -9000)
     return logits.masked_fill(~takes_part, -math.inf).movedim(-3, 0).flatten(1).amax(1)
 
 
@@ -40,7 +40,8 @@ def calls(draw: st.DrawFn) -> dict[str, Any]:
     shape = (1, length) if kind == "one row" else (queries, length)
     keeps = torch.rand(shape, generator=random) > 0.4
     numbers = torch.randn(shape, generator=random, dtype=torch.float64)
-    least = torch.finfo(torch.float64).min if kind == "least" else -math.inf
+    least = draw(st.sampled_from((-1e4, -9984.0, -65504.0, -1e9, torch.finfo(torch.float64).min)))
+    least = least if kind == "least" else -math.inf
     mask = None if kind == "none" else keeps if kind in ("bool", "one row") else numbers.masked_fill(~keeps, least)
     return {
         "query": q,
