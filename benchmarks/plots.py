@@ -112,7 +112,7 @@ def draw_training(path: Path = TRAINING_PICTURE) -> Path | None:
             means = [sum(losses) / len(losses) for losses in by_rate.values()]
             axes.plot(rates, means, color=color, marker="o", markersize=4, linewidth=1.6, label=name)
         axes.set_xscale("log")
-        ticks = sorted({rate for by_rate in curves(found, size).values() for rate in by_rate})[::2]
+        ticks = sorted({rate for name in DRAWN for rate in curves(found, size).get(name, {})})[::2]
         axes.set_xticks(ticks, [f"{rate:g}" for rate in ticks])
         axes.minorticks_off()
         axes.set_title(f"{size} parameters, 300 steps, 3 seeds", loc="left", fontsize=10, color=GREY)

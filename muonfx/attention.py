@@ -45,7 +45,7 @@ def max_logits(
     """The largest attention logit of each head, without the matrix of all of them.
 
     It is the largest ``scale * q @ k`` of those pairs that take part. What a mask adds to a logit does not count, since
-    no scaling of queries and keys changes it; a pair to which it adds -9,000 or less takes no part, as its weight is zero.
+    no scaling of queries and keys changes it; a pair to which it adds -9,000 or less takes no part: its weight is zero.
 
     Args:
         query: (..., heads, queries, features).
