@@ -60,6 +60,11 @@ def _fit(scalar: Scalar, xs: Sequence[Tensor]) -> Scalar:
     return scalar
 
 
+def _wants_own(scalar: Scalar, xs: Sequence[Tensor]) -> bool:
+    """True if `_fit` cannot serve a list: a 0-d tensor takes the wider dtype of a scalar that is a tensor, too."""
+    return isinstance(scalar, Tensor) and any(x.ndim == 0 for x in xs) and len({x.dtype for x in xs}) > 1
+
+
 def _rounds_numbers(xs: Sequence[Tensor]) -> bool:
     """True if ``_foreach_mul_`` would first round a number to the tensors' dtype, as torch 2.13 does on CPUs."""
     return any(x.dtype.itemsize < 4 and x.device.type == "cpu" for x in xs)
@@ -127,6 +132,8 @@ def mul(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
     """
     if _leafwise(xs) or _records(c):
         return [x * c for x in xs]
+    if _wants_own(c, xs):
+        return [mul([x], c, reuse=reuse)[0] for x in xs]
     if reuse and _rounds_numbers(xs):
         c = _fit(c, xs)
         return [x.mul_(c) for x in xs]
@@ -158,7 +165,12 @@ def shift(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
     >>> shift([torch.ones(2)], 0.5)
     [tensor([1.5000, 1.5000])]
     """
-    if not reuse or _leafwise(xs) or _records(c):
+    if _leafwise(xs) or _records(c):
+        return [x + c for x in xs]
+    if _wants_own(c, xs):
+        return [shift([x], c, reuse=reuse)[0] for x in xs]
+    if not reuse:
+        c = _fit(c, xs)
         return [x + c for x in xs]
     if isinstance(c, Tensor) and (is_traced() or not all(x.is_cuda for x in xs)):
         # `_foreach_add_` with one tensor reads its value except in CUDA's own kernel: a sync, and a break when traced.
@@ -177,6 +189,8 @@ def add(xs: Tensors, ys: Tensors, c: Scalar = 1.0, *, reuse: bool = False) -> Te
     """
     if _leafwise(xs, ys) or _records(c):
         return [x + c * y for x, y in zip(xs, ys, strict=True)]
+    if _wants_own(c, [*xs, *ys]):
+        return [add([x], [y], c, reuse=reuse)[0] for x, y in zip(xs, ys, strict=True)]
     if isinstance(c, Tensor):
         ys, c = list(torch._foreach_mul(ys, _fit(c, ys))), 1.0
     if c != 1.0 and _rounds_numbers(xs):
@@ -203,6 +217,8 @@ def lerp(xs: Tensors, ys: Tensors, weight: Scalar, *, reuse: bool = False) -> Te
         if isinstance(weight, Tensor):
             return [x + weight * (y - x) for x, y in zip(xs, ys, strict=True)]
         return [torch.lerp(x, y, weight) for x, y in zip(xs, ys, strict=True)]
+    if _wants_own(weight, xs):
+        return [lerp([x], [y], weight, reuse=reuse)[0] for x, y in zip(xs, ys, strict=True)]
     if isinstance(weight, Tensor):
         steps = torch._foreach_sub(ys, xs)
         torch._foreach_mul_(steps, _fit(weight, xs))

@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import gradcheck
 
@@ -234,3 +236,33 @@ def test_an_offloaded_state_has_the_same_dtypes_and_numbers(name: str):
         expected, wanted = tx.update(drawn(TREES["mixed"], seed), wanted, params)
         assert all(bits_equal(out[n], expected[n]) for n in params)
         assert found(state, params) == found(wanted, params)
+
+
+NUMBERS_AS_TENSORS = [
+    mfx.scale_by_adam(),
+    mfx.scale_by_adam(nesterov=True),
+    mfx.scale_by_ademamix(),
+    mfx.scale_by_rms(mfx.linear(0.9, 0.5, 5)),
+    mfx.momentum(mfx.linear(0.9, 0.5, 5)),
+    mfx.adamw(mfx.linear(0.1, 0.2, 4)),
+    mfx.inject_hyperparams(mfx.scale_by_lion()),
+    mfx.inject_hyperparams(mfx.adamw(0.1)),
+]
+
+
+@pytest.mark.parametrize("tx", NUMBERS_AS_TENSORS, ids=repr)
+@given(seed=st.integers(0, 99), donate=st.booleans())
+def test_a_leaf_gets_what_it_gets_alone_whatever_the_dtypes_beside_it(tx: mfx.Transform, seed: int, donate: bool):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"scalar": (), "wide": (3,), "narrow": (3,), "wide scalar": (), "low": (2,)}
+    dtypes = {"wide": torch.float64, "wide scalar": torch.float64, "low": torch.bfloat16}
+    params, *steps = (
+        {name: torch.randn(shape, generator=generator).to(dtypes.get(name)) for name, shape in shapes.items()}
+        for _ in range(3)
+    )
+    state, alone = tx.init(params), {name: tx.init({name: param}) for name, param in params.items()}
+    for grads in steps:
+        updates, state = tx.update({name: grad.clone() for name, grad in grads.items()}, state, params, donate=donate)
+        for name in shapes:
+            own, alone[name] = tx.update({name: grads[name].clone()}, alone[name], {name: params[name]})
+            assert torch.equal(updates[name], own[name]), name
