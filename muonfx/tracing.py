@@ -5,12 +5,14 @@ torch has no public name for these questions; they are asked here and nowhere el
 
 from __future__ import annotations
 
+import sys
 from fnmatch import fnmatchcase
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from muonfx.polar.symbols import called_once
 
 __all__ = ["functorch_is_active", "is_traced", "is_wrapped", "matches"]
 
@@ -42,10 +44,14 @@ def is_traced() -> bool:
     >>> is_traced(), make_fx(lambda x: x.neg() if is_traced() else x)(torch.zeros(1)).code.count("aten.neg")
     (False, 1)
     """
-    return torch.compiler.is_compiling() or get_proxy_mode() is not None
+    if torch.compiler.is_compiling():
+        return True
+    # Importing it would bring sympy along; while nobody has, nobody records operators.
+    proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    return proxies is not None and proxies.get_proxy_mode() is not None
 
 
-@torch.compiler.assume_constant_result
+@called_once
 def matches(name: str, pattern: str) -> bool:
     """Match a whole name with a glob, as `fnmatch.fnmatchcase` does, which torch.compile cannot trace.
 

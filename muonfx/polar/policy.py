@@ -35,7 +35,7 @@ from muonfx.polar.products import ProductsLike
 from muonfx.polar.rates import Rates, built_in, used
 from muonfx.polar.stability import TOLERANCE, largest, stable_restarts
 from muonfx.polar.stages import Stage, staged, standard
-from muonfx.polar.symbols import fixed
+from muonfx.polar.symbols import called_once, fixed
 
 SUPPORTED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """The dtypes of inputs and of matrix products."""
@@ -244,7 +244,7 @@ def compute_dtype(
     return requested
 
 
-@torch.compiler.assume_constant_result  # a tracer calls this once and keeps the answer: no clock in the graph
+@called_once  # a tracer calls this once and keeps the answer: no clock in the graph
 def _fastest(kind: str, index: int | None) -> torch.dtype:
     """The fastest dtype that is good enough for an input of at most fp32."""
     if kind == "cpu":
@@ -280,7 +280,7 @@ def _is_stable(resolved: Polynomials, compute: torch.dtype) -> bool:
     return largest(steps, tuple(range(1, len(steps))), resolved.safety, compute) <= TOLERANCE
 
 
-@torch.compiler.assume_constant_result  # warns when it is traced
+@called_once  # warns when it is traced
 def _warn_of_rounding(found: str, remedy: str) -> bool:
     warnings.warn(
         f"orthogonalize: {found}: rounding can push singular values out of the interval that its polynomials were "
@@ -291,7 +291,7 @@ def _warn_of_rounding(found: str, remedy: str) -> bool:
     return True
 
 
-@torch.compiler.assume_constant_result  # the facts are not for a tracer to look into
+@called_once  # the facts are not for a tracer to look into
 def _why_dtype(held: torch.dtype, device: torch.device, requested: DTypeLike, compute: torch.dtype) -> Reason:
     if isinstance(requested, torch.dtype):
         return Reason("as asked for")
@@ -419,7 +419,7 @@ def _has_kernels(device: torch.device, facts: Facts | None) -> bool:
     return kernels.available(device) if facts is None else facts.kernels
 
 
-@torch.compiler.assume_constant_result  # a tracer calls this once and keeps the answer
+@called_once  # a tracer calls this once and keeps the answer
 def _rates(device: torch.device, compute: torch.dtype, facts: Facts | None) -> Rates:
     if facts is not None:
         return built_in(device.type, facts.tiles, compute)  # a plan that is the same wherever it is made

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 import torch
 
 from muonfx.polar.coefficients import Step
+from muonfx.polar.symbols import called_once
 
 TOLERANCE = 1.125
 """The ratio to the largest value in exact arithmetic up to which stages count as stable."""
@@ -38,7 +39,7 @@ _POINTS = 400
 _DIVERGED = 10.0
 
 
-@torch.compiler.assume_constant_result  # a tracer calls this once and keeps the answer
+@called_once  # a tracer calls this once and keeps the answer
 def largest(steps: tuple[Step, ...], restarts: tuple[int, ...], safety: float, dtype: torch.dtype) -> float:
     """The largest singular value that steps may lead to when they are computed in `dtype` in these stages.
 
@@ -57,7 +58,7 @@ def largest(steps: tuple[Step, ...], restarts: tuple[int, ...], safety: float, d
     return _largest(steps, restarts, safety, torch.finfo(dtype).eps / 2) / exact
 
 
-@torch.compiler.assume_constant_result
+@called_once
 def stable_restarts(
     steps: tuple[Step, ...], wanted: tuple[int, ...], safety: float, dtype: torch.dtype
 ) -> tuple[int, ...]:

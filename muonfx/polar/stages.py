@@ -24,9 +24,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
-
 from muonfx.polar.coefficients import Step
+from muonfx.polar.symbols import called_once
 
 
 class Stage(NamedTuple):
@@ -73,7 +72,7 @@ def staged(steps: Sequence[Step], restarts: Sequence[int], mean: float | None, a
     )
 
 
-@torch.compiler.assume_constant_result  # a tracer calls this once and keeps the answer
+@called_once  # a tracer calls this once and keeps the answer
 def _mean_after(steps: tuple[Step, ...], mean: float, aspect: float) -> float:
     return _mean_after_cached(steps, mean, aspect)
 

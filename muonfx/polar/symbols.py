@@ -6,6 +6,7 @@ compared, which guards the graph, and computed with; they cannot be hashed, form
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
@@ -33,3 +34,18 @@ def fixed(number: Number) -> Number:
     from torch.fx.experimental.symbolic_shapes import guard_scalar  # only where a tracer has loaded it anyway
 
     return guard_scalar(number)  # pyright: ignore[reportReturnType]
+
+
+F = TypeVar("F", bound=Callable[..., object])
+
+
+def called_once(function: F) -> F:
+    """Let a tracer call a function once and keep the answer, as ``torch.compiler.assume_constant_result`` does.
+
+    That imports the whole compiler, seconds, to set this mark.
+
+    >>> called_once(lambda: 1)()
+    1
+    """
+    setattr(function, "_dynamo_marked_constant", True)  # noqa: B010  # not an attribute that functions have
+    return function

@@ -7,6 +7,8 @@ import os
 
 import torch
 
+from muonfx.polar.symbols import called_once
+
 
 def available(device: torch.device) -> bool:
     """True if `symmetric_matmul` runs on `device`: a cached answer, and never an error.
@@ -23,7 +25,7 @@ def available(device: torch.device) -> bool:
     return _available(device.type, device.index)
 
 
-@torch.compiler.assume_constant_result  # a tracer calls this once and keeps the answer
+@called_once  # a tracer calls this once and keeps the answer
 def _available(kind: str, index: int | None) -> bool:
     if kind == "cuda":
         return _is_capable(index) and _interpreted() is not None

@@ -1,0 +1,48 @@
+"""What is asked of torch without its public names is what its public names say."""
+
+import subprocess
+import sys
+
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from muonfx.polar.symbols import called_once
+from muonfx.tracing import is_traced
+
+
+def answer() -> int:
+    return 42
+
+
+def test_a_function_called_once_bears_the_mark_that_torch_sets():
+    theirs = torch.compiler.assume_constant_result(lambda: 1)
+    ours = called_once(lambda: 1)
+    assert vars(ours) == vars(theirs) != {}
+
+
+def test_a_tracer_calls_it_once_and_keeps_the_answer():
+    calls: list[int] = []
+
+    @called_once
+    def counted() -> int:
+        calls.append(answer())
+        return calls[-1]
+
+    compiled = torch.compile(lambda x: x + counted(), backend="eager", fullgraph=True)
+    assert [compiled(torch.zeros(())).item() for _ in range(3)] == [42.0] * 3
+    assert len(calls) == 1
+
+
+def test_operators_that_are_recorded_are_noticed():
+    seen: list[bool] = []
+    make_fx(lambda x: (seen.append(is_traced()), x.neg())[1])(torch.zeros(1))
+    assert seen == [True]
+    assert not is_traced()
+
+
+def test_the_compiler_is_not_imported_with_the_package():
+    """Its import takes longer than torch's own."""
+    found = "import sys, torch; before = set(sys.modules); import muonfx; print(*(set(sys.modules) - before))"
+    new = subprocess.run([sys.executable, "-c", found], capture_output=True, text=True, check=True).stdout.split()
+    assert "muonfx" in new
+    assert not {"torch._dynamo", "torch._inductor", "torch.fx.experimental.proxy_tensor", "triton"} & set(new)
