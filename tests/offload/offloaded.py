@@ -82,7 +82,7 @@ def check_case(here: Here, case: Case, kind: str, bucket_bytes: int, compute: st
             assert all_bits((grads, weights)) == before[: len(all_bits((grads, weights)))], "inputs changed"
             assert case.donate or all_bits((grads, weights, old)) == before, "inputs changed"
             del old
-            # A store decides on the host whether it is time, and sends nothing for an inner transform that does not act.
+            # A store decides on the host whether it is time, and sends nothing for a transform that does not act.
             assert counts == wanted_counts or "conditionally_" in repr(case.tx)
             assert all_bits(updates) == all_bits(wanted), f"step {step}"
             assert mfx.tree.flatten(state)[1] == mfx.tree.flatten(wanted_state)[1]
