@@ -346,7 +346,7 @@ def curves(found: dict[str, Any], size: str) -> Curves:
 
 
 def training() -> str:
-    """What models end at, each candidate at its best rate, beside torch.optim.Muon at its own."""
+    """The losses that models end at, each candidate at its best rate, beside torch.optim.Muon at its own."""
     found = load("training_quality")
     if found is None:
         return ""

@@ -79,7 +79,7 @@ class Candidate:
     """The hidden matrices go with the rest, at a rate of their own."""
 
     def transform(self) -> mfx.Transform:
-        """What hidden matrices go through, up to the learning rate."""
+        """The transforms of hidden matrices, up to the learning rate."""
         if self.adam:
             return mfx.scale_by_adam(0.9, 0.95)
         found = polar.coefficients(self.coefficients)

@@ -26,7 +26,7 @@ CHUNK = 1 << 24
 """The most logits that are held at once."""
 
 _EXCLUDED = -9000.0
-"""What a mask adds to exclude a pair, or less: -1e4, which bf16 rounds up, -1e9, the least number of a dtype, -inf."""
+"""A mask excludes a pair to which it adds this or less: -1e4, which bf16 rounds up, -1e9, the least number of a dtype, -inf."""
 
 Maxima: TypeAlias = dict[str, Tensor]
 

@@ -34,7 +34,7 @@ class DionState(NamedTuple):
     """State of `scale_by_dion`."""
 
     trace: PyTree
-    """What is left of the sum of gradients, like the parameters, in the pinned dtype."""
+    """The part of the summed gradients that no update has stood for yet, like the parameters, in the pinned dtype."""
     basis: PyTree
     """The right factor of the last update, in the pinned dtype: shape (..., columns, rank) for a leaf of shape (...,
     rows, columns)."""
@@ -44,7 +44,7 @@ class SampledMomentumState(NamedTuple):
     """State of `sampled_momentum`."""
 
     trace: PyTree
-    """What is left of the sum of gradients, like the parameters, in the pinned dtype."""
+    """The part of the summed gradients that no update has stood for yet, like the parameters, in the pinned dtype."""
 
 
 @transform(locality=matrix_locality, reads_params=False, short_names={"momentum": "decay"})

@@ -264,7 +264,7 @@ def _logits_of(module: str, own: AttentionHeads, given: dict[str, PyTree]) -> Te
 def _of_rows(
     own: AttentionHeads, member: _Member, weight: Tensor | None, factors: dict[str, dict[str, Tensor]]
 ) -> Tensor | None:
-    """What the factors of a whole parameter lack to 1, in its shape."""
+    """One less the factors of a whole parameter, in its shape."""
     if weight is None:
         return None
     shape = weight.shape if member.shape is None else member.shape

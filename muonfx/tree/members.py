@@ -1,4 +1,4 @@
-"""Which leaves of a state belong to which parameter."""
+"""The leaves of a state that belong to each parameter."""
 
 from __future__ import annotations
 

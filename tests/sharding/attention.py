@@ -147,7 +147,7 @@ def reductions(here: Here, with_clip: bool) -> int:
 
 
 def bad_logits_on_one_rank(here: Here) -> list[str]:
-    """What each rank is told of logits that are wrong on the last rank alone; then a good step."""
+    """The error of each rank for logits that are wrong on the last rank alone; then a good step."""
     params = {name: leaf.detach() for name, leaf in made().named_parameters()}
     layout = sharding.zero(params, here.group)
     tx = sharding.sharded(mfx.qk_clip(HEADS), layout)
