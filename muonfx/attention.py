@@ -26,7 +26,7 @@ CHUNK = 1 << 24
 """The most logits that are held at once."""
 
 _EXCLUDED = -9000.0
-"""A mask excludes a pair to which it adds this or less: -1e4, which bf16 rounds up, -1e9, the least number of a dtype, -inf."""
+"""A mask that adds this or less excludes a pair: -1e4 (more in bf16), -1e9, the least number of a dtype, -inf."""
 
 Maxima: TypeAlias = dict[str, Tensor]
 

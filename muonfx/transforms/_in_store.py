@@ -9,7 +9,7 @@ from muonfx.core import Donation, EmptyState, Transform, identity
 from muonfx.core.contract import InStore
 from muonfx.tree import PyTree
 
-__all__ = ["INNER_FIRST", "StoreExecutor"]
+__all__ = ["INNER_FIRST", "StoreExecutor", "init_in_store"]
 
 
 class StoreExecutor(Protocol):
@@ -38,7 +38,8 @@ class StoreExecutor(Protocol):
         ...
 
 
-def _init_in_store(executor: StoreExecutor, tx: Transform, params: PyTree) -> PyTree:
+def init_in_store(executor: StoreExecutor, tx: Transform, params: PyTree) -> PyTree:
+    """Build the state of a wrapper with a field ``inner``: its own part in the store, the inner one by the executor."""
     own = executor.init_in_store(tx.with_children(lambda _: identity()), params)
     return own._replace(inner=tx.children[0].functions.init(params))
 
@@ -59,6 +60,6 @@ def _update_in_store(
     return out, after._replace(inner=inner)
 
 
-INNER_FIRST = InStore(_init_in_store, _update_in_store)
+INNER_FIRST = InStore(init_in_store, _update_in_store)
 """For a wrapper that hands on all that it gets, and then works on the updates that come back, element by element. Its
 state has the inner one's under ``inner``."""

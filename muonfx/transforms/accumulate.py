@@ -13,7 +13,7 @@ from muonfx import elementwise as ew
 from muonfx.core import Donation, EmptyState, Locality, Transform, identity, transform
 from muonfx.core.contract import NOTHING, InStore
 from muonfx.tracing import is_traced, is_wrapped
-from muonfx.transforms._in_store import StoreExecutor
+from muonfx.transforms._in_store import StoreExecutor, init_in_store
 from muonfx.transforms._pinned import FORMER_DEFAULT, WideStateDtype, store, widen, zeros
 from muonfx.tree import Present, PyTree, device_of
 
@@ -32,11 +32,6 @@ class AccumulateState(NamedTuple):
     """The sums of gradients, like the parameters, in the pinned dtype."""
     inner: PyTree
     """The inner transform's state."""
-
-
-def _init_in_store(executor: StoreExecutor, tx: Transform, params: PyTree) -> PyTree:
-    own = executor.init_in_store(tx.with_children(lambda _: identity()), params)
-    return own._replace(inner=tx.children[0].functions.init(params))
 
 
 def _update_in_store(
@@ -64,7 +59,7 @@ def _update_in_store(
 @transform(
     locality=Locality.TREE,
     own_locality=Locality.ELEMENT,
-    in_store=InStore(_init_in_store, _update_in_store),
+    in_store=InStore(init_in_store, _update_in_store),
     former_defaults={"dtype": FORMER_DEFAULT},
 )
 def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: WideStateDtype = "auto"):
