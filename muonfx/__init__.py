@@ -321,3 +321,7 @@ __all__ = [
     "prodigy",
     "scion",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

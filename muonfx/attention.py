@@ -20,6 +20,11 @@ from muonfx.wrappers import unwrapped
 
 __all__ = ["collect_max_logits", "max_logits", "record_max_logits", "reduce_max_logits"]
 
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 _C = cast("Any", torch._C)
 
 CHUNK = 1 << 24

@@ -44,6 +44,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 def _number(name: str, value: object) -> float | None:
     if isinstance(value, Tensor):
         return None

@@ -112,8 +112,9 @@ def complaints(package: Path, layers: dict[str, int]) -> list[str]:
     return found
 
 
-# Triton may not be installed: what imports it is imported by those who need it, where they need it.
-LAZY = {"muonfx.polar.kernels.launch"}
+# Imported by those who need them, where they need them: what imports Triton, which may not be installed, and torch's
+# distributed checkpoints, whose import takes longer than all of ours.
+LAZY = {"muonfx.checkpoint.distributed", "muonfx.polar.kernels.launch"}
 
 
 def imported_files(package: Path) -> Iterator[tuple[str, str, str]]:

@@ -1,8 +1,5 @@
 """What is asked of torch without its public names is what its public names say."""
 
-import subprocess
-import sys
-
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -38,11 +35,3 @@ def test_operators_that_are_recorded_are_noticed():
     make_fx(lambda x: (seen.append(is_traced()), x.neg())[1])(torch.zeros(1))
     assert seen == [True]
     assert not is_traced()
-
-
-def test_the_compiler_is_not_imported_with_the_package():
-    """Its import takes longer than torch's own."""
-    found = "import sys, torch; before = set(sys.modules); import muonfx; print(*(set(sys.modules) - before))"
-    new = subprocess.run([sys.executable, "-c", found], capture_output=True, text=True, check=True).stdout.split()
-    assert "muonfx" in new
-    assert not {"torch._dynamo", "torch._inductor", "torch.fx.experimental.proxy_tensor", "triton"} & set(new)

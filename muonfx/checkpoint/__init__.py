@@ -53,3 +53,7 @@ __all__ = [
     "NotFoundError",
     "WriteError",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

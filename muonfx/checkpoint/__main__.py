@@ -9,8 +9,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from muonfx.checkpoint import convert
 from muonfx.checkpoint.catalog import checkpoints, inspect
+from muonfx.checkpoint.convert import cli
 from muonfx.checkpoint.errors import CheckpointError, CorruptError
 from muonfx.checkpoint.loading import verify
 from muonfx.checkpoint.report import differences, of_checkpoint, of_folder, readable, size
@@ -22,7 +22,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command; the exit code is returned, but for wrong usage, which ends the process with 2."""
     arguments = sys.argv[1:] if argv is None else argv
     if arguments[:1] == ["convert"]:
-        return convert.main(arguments[1:])
+        return cli.main(arguments[1:])
     options = _parser().parse_args(arguments)
     try:
         return options.run(options)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from muonfx.checkpoint.catalog import folder_named, with_reader
-from muonfx.checkpoint.distributed import load_together
 from muonfx.checkpoint.index import Index
 from muonfx.checkpoint.names import PARAMS
 from muonfx.checkpoint.reading import Reader
@@ -159,6 +158,8 @@ def _load(
     section: str,
 ) -> PyTree:
     if group is not None:
+        from muonfx.checkpoint.distributed import load_together  # brings torch's DCP, which takes long to import
+
         return load_together(path, lambda: Target.of(make_like(), tx, rules, device, section, whole=False), group)
     path = folder_named(path)
     target = Target.of(make_like(), tx, rules, device, section, whole=True)

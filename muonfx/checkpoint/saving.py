@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from muonfx.checkpoint.coordination import Ticket, forget_failure, note_failure, warn_of_failed_saves
 from muonfx.checkpoint.data import Progress
-from muonfx.checkpoint.distributed import save_together
 from muonfx.checkpoint.writing import Job, write
 from muonfx.core import Transform
 from muonfx.tree import PyTree
@@ -156,7 +155,12 @@ def save_async(
 def _run(job: Job, ticket: Ticket) -> None:
     """Write, when the saves before it are done."""
     with ticket:
-        write(job) if job.group is None else save_together(job)
+        if job.group is None:
+            write(job)
+            return
+        from muonfx.checkpoint.distributed import save_together  # brings torch's DCP, which takes long to import
+
+        save_together(job)
 
 
 def _run_in_background(job: Job, ticket: Ticket) -> None:

@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.tensor import DTensor
 
 from muonfx.boxes import Box
 from muonfx.checkpoint.catalog import (
@@ -48,6 +46,7 @@ from muonfx.checkpoint.index import INDEX, DataFile, Index, Leaf, text_of
 from muonfx.checkpoint.names import PARAMS, named_tensors
 from muonfx.core import Transform
 from muonfx.recorded import strip_transparent
+from muonfx.sharding.dtensors import is_dtensor
 from muonfx.sharding.views import is_logical, layout_of, logical
 from muonfx.shards import FlatPiece
 from muonfx.tree import PyTree, Spec
@@ -195,7 +194,9 @@ def _copy(leaf: Any) -> Any:
     """A copy of a leaf in host memory."""
     if isinstance(leaf, FlatPiece):
         return leaf.empty_like("cpu").copy_(leaf)
-    if isinstance(leaf, DTensor):
+    if is_dtensor(leaf):
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
         stager = DefaultStager(StagingOptions(False, False, False, False))
         staged: Any = stager.stage({"leaf": leaf.detach()})
         stager.close()

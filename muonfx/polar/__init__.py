@@ -51,3 +51,7 @@ __all__ = [
     "MethodLike",
     "ProductsLike",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

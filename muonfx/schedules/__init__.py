@@ -35,3 +35,7 @@ __all__ = [
     "warmup_cosine",
     "warmup_stable_decay",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -48,3 +48,7 @@ __all__ = [
     "views",
     "where",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

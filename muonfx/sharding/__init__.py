@@ -38,3 +38,7 @@ __all__ = [
     "logical",
     "local",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -46,3 +46,7 @@ __all__ = [
     "chains",
     "schedules",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

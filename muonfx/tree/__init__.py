@@ -59,3 +59,7 @@ __all__ = [
     "unflatten",
     "vdot",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

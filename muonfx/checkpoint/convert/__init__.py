@@ -4,7 +4,6 @@ Each source has a ``from_...`` that makes a transform's state, a ``..._recipe`` 
 the source would, and where it makes sense a ``to_...``. Nothing is ever unpickled but tensors and plain values.
 """
 
-from muonfx.checkpoint.convert.cli import main
 from muonfx.checkpoint.convert.deepspeed import deepspeed_recipe, from_deepspeed, read_deepspeed
 from muonfx.checkpoint.convert.dion import dion_recipe, from_dion, to_dion
 from muonfx.checkpoint.convert.keller import from_keller, keller_recipe, to_keller
@@ -22,7 +21,6 @@ __all__ = [
     "from_optax",
     "from_torch_optimizer",
     "keller_recipe",
-    "main",
     "moonlight_recipe",
     "optax_recipe",
     "read_deepspeed",
@@ -33,3 +31,7 @@ __all__ = [
     "to_torch_optimizer",
     "torch_recipe",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

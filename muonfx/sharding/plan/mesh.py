@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Replicate, Shard
 
 from muonfx.core import Transform
 from muonfx.partition import partition
@@ -193,6 +192,8 @@ class Setting:
         return zero(self._params, ranks, partition=kind.removeprefix("zero-"), tx=self._tx)
 
     def _on_mesh(self) -> Layout:
+        from torch.distributed.tensor import Replicate, Shard
+
         mesh, inner = self.mesh, self.mesh.shard // self.mesh.ep
         at = [(*divmod(rank // mesh.tp, mesh.shard), rank % mesh.tp) for rank in range(mesh.ranks)]
         places: dict[int | None, Places] = {None: Places((mesh.dp, mesh.shard, mesh.tp), at)}

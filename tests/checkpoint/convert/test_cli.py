@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import muonfx as mfx
-from muonfx.checkpoint import convert
 from muonfx.checkpoint.__main__ import main
+from muonfx.checkpoint.convert import cli, torch_recipe
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def test_a_torch_optimizer_becomes_a_checkpoint(run: Any, capsys: pytest.Capture
     arguments = ["torch", folder / "run.pt", folder / "out", "--params", folder / "model.safetensors"]
     arguments += ["--key", "training.optimizer", "--names", folder / "names.json", "--step", 1]
     assert main(["convert", *map(str, arguments)]) == 0
-    tx = convert.torch_recipe(optimizer, dict(model.named_parameters()))
+    tx = torch_recipe(optimizer, dict(model.named_parameters()))
     assert capsys.readouterr().out.strip() == repr(tx)
     like = mfx.spec(tx, dict(model.named_parameters()))
     state = mfx.checkpoint.load(folder / "out", like=like, tx=tx)
@@ -47,8 +47,8 @@ def test_a_universal_folder_becomes_a_checkpoint(tmp_path: Path, capsys: pytest.
     torch.save({"w": torch.zeros(2, 3), "steps": torch.tensor(3)}, tmp_path / "model.pt")
     (tmp_path / "ds.json").write_text(json.dumps({"optimizer": {"params": {"lr": 0.5}}}))
     arguments = ["deepspeed", tmp_path, tmp_path / "out", "--params", tmp_path / "model.pt"]
-    assert convert.main([*map(str, arguments)]) == 2
-    assert convert.main([*map(str, arguments), "--config", str(tmp_path / "ds.json")]) == 0
+    assert cli.main([*map(str, arguments)]) == 2
+    assert cli.main([*map(str, arguments), "--config", str(tmp_path / "ds.json")]) == 0
     (name,) = [name for name in mfx.checkpoint.inspect(tmp_path / "out").leaves if "trace" in name]
     assert name.endswith("momentum/trace/w")
     assert torch.equal(mfx.checkpoint.read(tmp_path / "out")[name], torch.ones(2, 3))
@@ -76,7 +76,7 @@ def test_what_is_wrong_is_one_sentence(run: Any, capsys: pytest.CaptureFixture[s
         ("nothing.pt", [], "No such file"),
         ("noise.safetensors", [], "header too large"),
     ):
-        assert convert.main(["torch", str(folder / name), str(folder / "out"), *params, *more]) == 2
+        assert cli.main(["torch", str(folder / name), str(folder / "out"), *params, *more]) == 2
         assert message in capsys.readouterr().err
     assert not (folder / "out").exists()
 
@@ -86,5 +86,5 @@ def test_what_is_no_state_dict_is_one_sentence(tmp_path: Path, capsys):
     torch.save({"model": {"w": torch.ones(2)}}, file)
     (tmp_path / "run.pt").write_bytes(file.getvalue())
     (tmp_path / "names.json").write_text("5")
-    assert convert.main(["torch", str(tmp_path / "run.pt"), "out", "--params", str(tmp_path / "run.pt")]) == 2
+    assert cli.main(["torch", str(tmp_path / "run.pt"), "out", "--params", str(tmp_path / "run.pt")]) == 2
     assert "expected a state dict" in capsys.readouterr().err
