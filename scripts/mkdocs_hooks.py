@@ -19,15 +19,18 @@ def _notebook_pages() -> dict[str, str]:
     from nbconvert import MarkdownExporter
 
     titles: dict[str, str] = {}
-    for path in sorted(public_api.ROOT.glob("notebooks/*.ipynb")):
+    for path in (
+        *sorted(public_api.ROOT.glob("notebooks/*.ipynb")),
+        *sorted(public_api.ROOT.glob("notebooks/*/*.ipynb")),
+    ):
         notebook: Any = nbformat.read(path, as_version=4)
         text, resources = MarkdownExporter().from_notebook_node(
             notebook, resources={"output_files_dir": path.stem, "unique_key": path.stem}
         )
-        name = f"notebooks/{path.stem}.md"
         where = path.relative_to(public_api.ROOT)
+        name = where.with_suffix(".md").as_posix()
         _made[name] = f"{text.rstrip()}\n\n---\n\nThis page is the notebook `{where}`, executed by every CI run.\n"
-        _made.update({f"notebooks/{file}": data for file, data in resources["outputs"].items()})
+        _made.update({f"{where.parent.as_posix()}/{file}": data for file, data in resources["outputs"].items()})
         heading = next((line for line in text.splitlines() if line.startswith("# ")), f"# {path.stem}")
         titles[name] = heading.removeprefix("# ")
     return titles
