@@ -1,7 +1,8 @@
 """The built site in a real browser: what a visitor sees, at two widths, in light and in dark.
 
-It reads `site/` as it is on disk (`make docs` writes it; `MUONFX_SITE` names another folder) and opens it from `file://`, as
-someone does who has downloaded it. All pages are looked at in light, and in dark all but those of the API, of which every eighth.
+It reads `site/` as it is on disk (`make docs` writes it; `MUONFX_SITE` names another folder) and opens it from
+`file://`, as someone does who has downloaded it. All pages are looked at in light; in dark all but those of the API,
+of which every eighth.
 """
 
 import os
@@ -32,14 +33,20 @@ def browser() -> Iterator[Any]:
     program = next(filter(None, map(shutil.which, CHROMIUMS)), None)
     if program is None:
         pytest.skip(f"none of {', '.join(CHROMIUMS)} is on PATH")
-    if not (SITE / "index.html").exists():
-        pytest.skip(f"there is no site in {SITE} (make docs)")
     with api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(
             executable_path=program, args=["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
         )
         yield browser
         browser.close()
+
+
+@pytest.fixture(scope="module")
+def site() -> Path:
+    """The folder of the built site."""
+    if not (SITE / "index.html").exists():
+        pytest.skip(f"there is no site in {SITE} (make docs)")
+    return SITE
 
 
 def pages() -> list[Path]:
@@ -117,25 +124,25 @@ def broken_links(seen: Visit) -> list[str]:
     return broken
 
 
-def test_pages_read_well_in_light_and_their_links_lead_somewhere(browser: Any):
+def test_pages_read_well_in_light_and_their_links_lead_somewhere(browser: Any, site: Path):
     seen = visit(browser, "light", pages())
     wrong = seen.wrong + broken_links(seen)
     assert not wrong, lines(wrong)
 
 
-def test_pages_read_well_in_dark(browser: Any):
+def test_pages_read_well_in_dark(browser: Any, site: Path):
     own, api = ([page for page in pages() if is_api(page) == of_api] for of_api in (False, True))
     seen = visit(browser, "dark", own + api[::8])
     assert not seen.wrong, lines(seen.wrong)
 
 
 @pytest.mark.parametrize("query", ["momentum", "learning rate", "fsdp", "bf16"])
-def test_a_search_finds_a_guide_or_an_api_page_first(browser: Any, query: str):
+def test_a_search_finds_a_guide_or_an_api_page_first(browser: Any, site: Path, query: str):
     tab = browser.new_page()
-    tab.goto(f"{(SITE / 'search.html').as_uri()}?q={query.replace(' ', '+')}")
+    tab.goto(f"{(site / 'search.html').as_uri()}?q={query.replace(' ', '+')}")
     first = tab.locator("#search-results ul.search li a").first
     first.wait_for(timeout=20_000)
-    page = Path(unquote(urlsplit(first.evaluate("link => link.href")).path)).relative_to(SITE)
+    page = Path(unquote(urlsplit(first.evaluate("link => link.href")).path)).relative_to(site)
     tab.close()
     assert not [part for part in page.parts if part.startswith(RECORDS)], f"{query!r} finds {page} first"
 
