@@ -11,13 +11,14 @@ import math
 import warnings
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from muonfx import tree
+from muonfx.arguments import did_you_mean
 from muonfx.tree import PyTree
 from muonfx.wrappers import unwrapped
 
@@ -58,8 +59,8 @@ def _number(name: str, value: object) -> float | None:
     return float(value)
 
 
-def finite(name: str, value: object) -> None:
-    """Require a number that is neither NaN nor infinite.
+def finite(name: str, value: object) -> float:
+    """Require a number that is neither NaN nor infinite, and return it.
 
     >>> finite("factor", float("nan"))
     Traceback (most recent call last):
@@ -68,10 +69,11 @@ def finite(name: str, value: object) -> None:
     number = _number(name, value)
     if number is not None and not math.isfinite(number):
         raise ValueError(f"{name} must be finite, found {value!r}")
+    return cast("float", value)
 
 
-def at_least(name: str, value: object, low: float) -> None:
-    """Require a finite number not below a bound.
+def at_least(name: str, value: object, low: float) -> float:
+    """Require a finite number not below a bound, and return it.
 
     >>> at_least("learning_rate", -0.1, 0.0)
     Traceback (most recent call last):
@@ -81,10 +83,11 @@ def at_least(name: str, value: object, low: float) -> None:
     number = _number(name, value)
     if number is not None and number < low:
         raise ValueError(f"{name} must be at least {low:g}, found {value!r}")
+    return cast("float", value)
 
 
-def in_unit_interval(name: str, value: object) -> None:
-    """Require a number in [0, 1).
+def in_unit_interval(name: str, value: object) -> float:
+    """Require a number in [0, 1), and return it.
 
     >>> in_unit_interval("decay", 1.0)
     Traceback (most recent call last):
@@ -94,10 +97,11 @@ def in_unit_interval(name: str, value: object) -> None:
     number = _number(name, value)
     if number is not None and not 0.0 <= number < 1.0:
         raise ValueError(f"{name} must be in [0, 1), found {value!r}")
+    return cast("float", value)
 
 
-def positive(name: str, value: object) -> None:
-    """Require a finite number above 0.
+def positive(name: str, value: object) -> float:
+    """Require a finite number above 0, and return it.
 
     >>> positive("limit", 0.0)
     Traceback (most recent call last):
@@ -106,6 +110,7 @@ def positive(name: str, value: object) -> None:
     at_least(name, value, 0.0)
     if _number(name, value) == 0.0:
         raise ValueError(f"{name} must be above 0, found {value!r}")
+    return cast("float", value)
 
 
 def positive_int(name: str, value: object) -> None:
@@ -135,16 +140,6 @@ def state_dtype(name: str, value: object) -> None:
         return
     wrong = ValueError if isinstance(value, str) else TypeError
     raise wrong(f'{name} must be "auto", a floating-point torch.dtype or None, found {value!r}')
-
-
-def did_you_mean(wrong: str, known: Iterable[str]) -> str:
-    """Names like a misspelt one, as the end of a clause of an error message; nothing where none is like it.
-
-    >>> did_you_mean("boundry", ["boundary", "value"]), did_you_mean("x", ["boundary"])
-    (" (did you mean 'boundary'?)", '')
-    """
-    close = difflib.get_close_matches(wrong, list(known), n=3, cutoff=0.6)
-    return f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""
 
 
 class NamePatterns(NamedTuple):
