@@ -6,6 +6,7 @@ WORKERS ?= 2
 
 VENV := .venv
 PY := $(VENV)/bin/python
+PYTEST = $(PY) -m pytest -n $(WORKERS) --timeout 300 --durations 30 --durations-min 5
 MADE := $(VENV)/.made
 EXAMPLES := $(VENV)/.installed-examples
 DEV := $(VENV)/.installed-dev
@@ -15,7 +16,7 @@ ENGINES := $(VENV)/.installed-engines
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-deep lint format types docs docs-serve notebooks bench engines clean clean-all
+.PHONY: help setup train test test-all test-deep lint format types docs docs-serve notebooks bench engines clean clean-all
 
 help: ## print this list
 	@echo 'usage: make <target> [ARGS="..."] [PYTHON=python3.12] [WORKERS=2]'
@@ -25,8 +26,11 @@ help: ## print this list
 train: $(EXAMPLES) ## train a small GPT with Muon on this machine (ARGS="--help" lists the options)
 	@$(PY) examples/train_gpt.py $(ARGS)
 
-test: $(DEV) ## run the tests, doctests and documentation checks
-	@$(PY) -m pytest -n $(WORKERS) --timeout 300 --durations 30 --durations-min 5 $(ARGS)
+test: $(DEV) ## run the tests that prove the project, doctests among them: minutes
+	@$(PYTEST) -m 'not slow' $(ARGS)
+
+test-all: test ## and then those that are long and rarely break: real engines, killed ranks, whole programs, compilers, the site in a browser
+	@$(PYTEST) -m slow $(ARGS)
 
 test-deep: $(DEV) ## the same with many more random examples: minutes become hours
 	@MUONFX_HYPOTHESIS_PROFILE=deep $(PY) -m pytest -n $(WORKERS) $(ARGS)
@@ -43,11 +47,11 @@ types: $(DEV) ## basedpyright, strict, over muonfx/
 	@$(PY) -m basedpyright --pythonpath $(PY)
 
 docs: $(DEV) ## build the documentation into site/; a warning is an error
-	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+	@$(PY) -m sphinx -b html -W -n --keep-going -q -d build/doctrees docs site $(ARGS)
 	@echo 'open site/index.html'
 
-docs-serve: $(DEV) ## serve the documentation on this machine, rebuilt on every change
-	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs serve
+docs-serve: docs ## serve the built documentation on this machine, at port 8000
+	@$(PY) -m http.server --directory site --bind 127.0.0.1 8000
 
 notebooks: $(DEV) ## execute the notebooks (ARGS=--write keeps the new outputs)
 	@$(PY) scripts/run_notebooks.py $(ARGS)
@@ -60,7 +64,7 @@ setup: $(DEV) ## make the development environment and nothing else
 engines: $(ENGINES) ## add what the tests marked `engines` import (transformers, deepspeed, lightning, ...)
 
 clean: ## remove what the commands above wrote, but not .venv
-	rm -rf site build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf site build jupyter_execute docs/notebooks dist .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 clean-all: clean ## remove .venv too

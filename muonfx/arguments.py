@@ -12,7 +12,7 @@ import difflib
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import UnionType
 from typing import Any, Literal, ParamSpec, Self, TypeVar, Union, get_args, get_origin
@@ -21,6 +21,7 @@ from torch import Tensor
 
 __all__ = [
     "Options",
+    "bind",
     "check_plain",
     "did_you_mean",
     "expand_options",
@@ -145,8 +146,10 @@ def check_plain(owner: str, name: str, value: object, kinds: frozenset[str]) -> 
     said += [words for kind, words in _PLAIN.items() if kind in kinds]
     said += sorted(kinds - _PLAIN.keys() - set(choices) - ({"Tensor"} if "float" in kinds else set()))
     wrong = ValueError if choices and isinstance(value, str) else TypeError
-    meant = did_you_mean(value, [choice[1:-1] for choice in choices]) if isinstance(value, str) else ""
-    raise wrong(f"{owner}: {name} must be {' or '.join(said)}, found {value!r}{meant}")
+    advice = did_you_mean(value, [choice[1:-1] for choice in choices]) if isinstance(value, str) else ""
+    if "float" in kinds and callable(value):
+        advice = "; a function of the step count becomes a schedule, which stands for a number, by mfx.schedule"
+    raise wrong(f"{owner}: {name} must be {' or '.join(said)}, found {value!r}{advice}")
 
 
 def _is_one_of(value: object, kinds: frozenset[str]) -> bool:
@@ -176,6 +179,53 @@ def did_you_mean(wrong: str, known: Iterable[str]) -> str:
     """
     close = difflib.get_close_matches(wrong, list(known), n=3, cutoff=0.6)
     return f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""
+
+
+def bind(
+    owner: str,
+    signature: inspect.Signature,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    stood_for: Iterable[str] = (),
+) -> inspect.BoundArguments:
+    """Bind the arguments of a call to a signature.
+
+    Args:
+        owner: the function's name.
+        signature: its signature.
+        args: the positional arguments.
+        kwargs: the named ones.
+        stood_for: arguments that it takes too, and that others of the signature have been put in the place of.
+
+    Raises:
+        TypeError: they do not fit; the message names the owner and all that it takes, and the name that a misspelt one
+            may stand for.
+
+    >>> signature = inspect.Signature([inspect.Parameter("steps", inspect.Parameter.KEYWORD_ONLY)])
+    >>> bind("f", signature, (), {"stesp": 3})
+    Traceback (most recent call last):
+    TypeError: f: there is no argument 'stesp' (did you mean 'steps'?); f takes steps=
+    """
+    try:
+        return signature.bind(*args, **kwargs)
+    except TypeError as error:
+        parameters = signature.parameters
+        if "self" in parameters:  # a method's own
+            rest = [p for name, p in parameters.items() if name != "self"]
+            return bind(owner, signature.replace(parameters=rest), args[1:], kwargs)
+        by_place = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        unknown = [name for name in kwargs if name not in parameters]
+        others = [*stood_for]
+        others += [name for name in parameters if name not in kwargs and name not in by_place[: len(args)]]
+        if unknown:
+            wrong = f"there is no argument {unknown[0]!r}{did_you_mean(unknown[0], others)}"
+        elif len(args) > len(by_place):
+            most = f"{len(by_place)} positional argument{'s' * (len(by_place) != 1)}"
+            wrong = f"takes {most} at most, found {len(args)}: give the others by name"
+        else:
+            wrong = str(error)
+        takes = [name if name in by_place else f"{name}=" for name in parameters]
+        raise TypeError(f"{owner}: {wrong}; {owner} takes {', '.join(takes) or 'no arguments'}") from None
 
 
 @dataclass(frozen=True, repr=False)
@@ -277,7 +327,7 @@ def plain_arguments(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-        for name, value in signature.bind(*args, **kwargs).arguments.items():
+        for name, value in bind(owner, signature, args, kwargs).arguments.items():
             check_plain(owner, name, value, kinds[name])
         kwargs.update({name: kind.take(name, kwargs) for name, kind in options.items()})
         return function(*args, **kwargs)

@@ -29,6 +29,13 @@ class Schedule(Recorded):
     0.5
     """
 
+    def prepare(self) -> None:
+        """Build now, and require a function of the count."""
+        super().prepare()
+        if not callable(self.built):
+            name = self.factory.__name__
+            raise TypeError(f"{name}: the decorated function must return a function of the count, found {self.built!r}")
+
     @overload
     def __call__(self, count: int) -> float: ...
 
