@@ -6,6 +6,7 @@ WORKERS ?= 2
 
 VENV := .venv
 PY := $(VENV)/bin/python
+PYTEST = $(PY) -m pytest -n $(WORKERS) --timeout 300 --durations 30 --durations-min 5
 MADE := $(VENV)/.made
 EXAMPLES := $(VENV)/.installed-examples
 DEV := $(VENV)/.installed-dev
@@ -15,7 +16,7 @@ ENGINES := $(VENV)/.installed-engines
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-deep lint format types docs docs-serve notebooks bench engines clean clean-all
+.PHONY: help setup train test test-all test-deep lint format types docs docs-serve notebooks bench engines clean clean-all
 
 help: ## print this list
 	@echo 'usage: make <target> [ARGS="..."] [PYTHON=python3.12] [WORKERS=2]'
@@ -25,8 +26,11 @@ help: ## print this list
 train: $(EXAMPLES) ## train a small GPT with Muon on this machine (ARGS="--help" lists the options)
 	@$(PY) examples/train_gpt.py $(ARGS)
 
-test: $(DEV) ## run the tests, doctests and documentation checks
-	@$(PY) -m pytest -n $(WORKERS) --timeout 300 --durations 30 --durations-min 5 $(ARGS)
+test: $(DEV) ## run the tests that prove the project, doctests among them: minutes
+	@$(PYTEST) -m 'not slow' $(ARGS)
+
+test-all: test ## and then those that are long and rarely break: real engines, killed ranks, whole programs, compilers, the site in a browser
+	@$(PYTEST) -m slow $(ARGS)
 
 test-deep: $(DEV) ## the same with many more random examples: minutes become hours
 	@MUONFX_HYPOTHESIS_PROFILE=deep $(PY) -m pytest -n $(WORKERS) $(ARGS)

@@ -108,6 +108,7 @@ def main(arguments: list[str] | None = None) -> None:
         report.rewrite()
         report.rewrite(report.PARTS_PAGE, report.PARTS_SECTIONS)
         plots.draw()
+        plots.draw_findings()
         plots.draw_parts()
         report.rewrite(report.TRAINING_PAGE, report.TRAINING_SECTIONS)
         plots.draw_training()

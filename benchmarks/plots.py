@@ -7,7 +7,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.report import BASELINE, curves, judged, load, shape_name
+from benchmarks.report import BASELINE, GATHERED, curves, judged, load, shape_name
 
 if TYPE_CHECKING:  # drawing is optional
     from matplotlib.axes import Axes
@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # drawing is optional
 ASSETS = Path(__file__).parent.parent / "docs" / "assets"
 PICTURE, PARTS_PICTURE = ASSETS / "polar.svg", ASSETS / "step-by-part.svg"
 TRAINING_PICTURE = ASSETS / "the-default-coefficients.svg"
+FINDINGS_PICTURE = ASSETS / "findings.svg"
 
 SHOWN = ("512 x 2048", "1024 x 4096")
 SPECTRUM = "gaussian"
@@ -123,6 +124,51 @@ def draw_training(path: Path = TRAINING_PICTURE) -> Path | None:
     return path
 
 
+def draw_findings(path: Path = FINDINGS_PICTURE) -> Path | None:
+    """Write the picture of steps beside other packages', alone and sharded; None without results or matplotlib."""
+    step, sharded = load("step_speed"), load("sharding_speed")
+    if step is None or sharded is None or (plt := pyplot()) is None:
+        return None
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 2.9), layout="constrained")
+    case = list(dict.fromkeys(row["case"] for row in step["rows"]))[-1]
+    shown = [row for row in step["rows"] if row["case"] == case and (row["default"] or row["candidate"] == "muonfx")]
+    shown = [row for row in shown if not row["candidate"].endswith(" again")]
+    shown.sort(key=lambda row: row["milliseconds"]["median"])
+    known = {"muonfx": "muonfx, as torch's", "mfx.Muon": "muonfx, as it comes"}
+    named = [(known.get(row["candidate"], row["candidate"]), row) for row in shown]
+    _beside(left, "A step in one process", named)
+    short = {"muonfx": "muonfx", GATHERED: "gather all"}
+    rows = [row for row in sharded["rows"] if row["case"] == "FSDP2" and row["candidate"] in short]
+    rows.sort(key=lambda row: (row["processes"], row["candidate"] != "muonfx"))
+    _beside(
+        right, "A step under FSDP2", [(f"{short[row['candidate']]}, {row['processes']} ranks", row) for row in rows]
+    )
+    _save(plt, figure, path)
+    return path
+
+
+def _beside(axes: Axes, title: str, rows: Sequence[tuple[str, dict[str, Any]]]) -> None:
+    """A bar for each candidate, ours coloured, with a line from the 10th to the 90th percentile."""
+    for place, (name, row) in enumerate(rows):
+        spent, ours = row["milliseconds"], name.startswith("muonfx")
+        axes.barh(place, spent["median"], 0.64, color=COLORS["muonfx"] if ours else GREY, alpha=1.0 if ours else 0.45)
+        axes.plot([spent["p10"], spent["p90"]], [place, place], color=GREY, linewidth=1.4)
+        text = f"{spent['median']:.0f} ms"
+        axes.annotate(
+            text, (spent["p90"], place), xytext=(6, 0), textcoords="offset points", va="center", fontsize=9, color=GREY
+        )
+    axes.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=9.5, color=GREY)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.22 * max(row["milliseconds"]["p90"] for _, row in rows))  # room for what is written beside
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=GREY)
+    axes.set_xlabel("milliseconds", color=GREY)
+    axes.tick_params(axis="x", colors=GREY, length=3)
+    axes.tick_params(axis="y", length=0)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side == "bottom")
+        spine.set_color(GREY)
+
+
 def segments(row: dict[str, Any]) -> list[float]:
     """Milliseconds of a bar's segments: of products and passes what the machine's peaks allow, and what is beyond.
 
@@ -170,6 +216,11 @@ def _write(plt: ModuleType, figure: Figure, axes: Axes, path: Path, columns: int
     handles, names = axes.get_legend_handles_labels()
     style = {"frameon": False, "labelcolor": GREY, "fontsize": 8.5}
     figure.legend(handles, names, loc="outside lower center", ncols=columns, **style)
+    _save(plt, figure, path)
+
+
+def _save(plt: ModuleType, figure: Figure, path: Path) -> None:
+    """Write the file, without a date, and let go of the figure."""
     path.parent.mkdir(exist_ok=True)
     extra = {"metadata": {"Date": None}} if path.suffix == ".svg" else {}
     figure.savefig(path, transparent=True, **extra)

@@ -33,6 +33,21 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def _fold(title: str, body: str) -> str:
+    """Something shown when its title is clicked, in plain HTML, for any generator of sites and any viewer of files.
+
+    >>> print(_fold("small", "| a |"))
+    <details>
+    <summary>small</summary>
+    <BLANKLINE>
+    | a |
+    <BLANKLINE>
+    </details>
+    <BLANKLINE>
+    """
+    return f"<details>\n<summary>{title}</summary>\n\n{body}\n\n</details>\n"
+
+
 def _machine(found: dict[str, Any], threads: str = "") -> str:
     m = found["machine"]
     threads = threads or f"{m['threads']} threads"
@@ -87,7 +102,7 @@ def adapter() -> str:
             for row in speed["rows"]
         ]
         head = ["one optimizer step, fp32", "torch, ms", "muonfx, ms", "muonfx / torch", "torch / torch"]
-        parts += ["### Time of a step\n", _table(head, rows), f"\n{_machine(speed)}\n"]
+        parts.append(_fold("Time of a step", f"{_table(head, rows)}\n\n{_machine(speed)}"))
     if memory := load("adapter_memory"):
         rows = [
             [
@@ -97,7 +112,7 @@ def adapter() -> str:
             for row in memory["rows"]
         ]
         head = ["peak beyond parameters, gradients, state", "parameters", "largest parameter", "torch", "muonfx"]
-        parts += ["### Memory of a step\n", _table(head, rows), f"\n{_machine(memory)}\n"]
+        parts.append(_fold("Memory of a step", f"{_table(head, rows)}\n\n{_machine(memory)}"))
     return "\n".join(parts)
 
 
@@ -120,7 +135,7 @@ def checkpoint() -> str:
             ]
             for row in speed["rows"]
         ]
-        parts += ["### Checkpoints: time\n", _table(head, rows), f"\n{_machine(speed)}\n"]
+        parts.append(_fold("Time of a checkpoint", f"{_table(head, rows)}\n\n{_machine(speed)}"))
     if fresh := load("checkpoint_fresh"):
         rows = [
             [
@@ -132,14 +147,14 @@ def checkpoint() -> str:
             for row in fresh["rows"]
         ]
         head = ["a load in a fresh process", *head[1:], "by processor time, muonfx / safetensors"]
-        parts += ["### Checkpoints: the first load of a process\n", _table(head, rows), f"\n{_machine(fresh)}\n"]
+        parts.append(_fold("The first load of a process", f"{_table(head, rows)}\n\n{_machine(fresh)}"))
     if memory := load("checkpoint_memory"):
         rows = [
             [row["what"], *(_bytes(row[key]) for key in ("bytes", "largest leaf", "peak beyond"))]
             for row in memory["rows"]
         ]
         head = ["peak of the process beyond the state", "state", "largest leaf", "muonfx"]
-        parts += ["### Checkpoints: memory\n", _table(head, rows), f"\n{_machine(memory)}\n"]
+        parts.append(_fold("Memory of a checkpoint", f"{_table(head, rows)}\n\n{_machine(memory)}"))
     return "\n".join(parts)
 
 
@@ -180,7 +195,7 @@ def _beside(speed: str, quality: str, heading: str, key: Callable[[dict[str, Any
             bands = [f"{found[s]['smallest']:.3f} to {found[s]['largest']:.3f}" if s in found else "" for s in SPECTRA]
             spent = [_milliseconds(row["milliseconds"]), _ratio(row["ratio"])]
             lines.append([f"{row['candidate']}{star}{mark}", row["coefficients"], *spent, *errors, *bands])
-        parts += [f"### {case}\n", _table(head, lines), ""]
+        parts.append(_fold(case, _table(head, lines)))
     return "\n".join([*parts, f"{_machine(times)}\n"])
 
 
@@ -207,7 +222,7 @@ def scratch() -> str:
         cells = [f"**{_bytes(row[k])}**" if row[k] > max(int(k), row["one matrix"]) else _bytes(row[k]) for k in limits]
         dtype = row["dtype"].removeprefix("torch.")
         rows.append([row["list"], dtype, row["results"], _bytes(row["one matrix"]), *cells])
-    return "\n".join([_table(head, rows), f"\n{_machine(found)}\n"])
+    return _fold("Scratch by limit", f"{_table(head, rows)}\n\n{_machine(found)}")
 
 
 def sharding() -> str:
@@ -232,7 +247,7 @@ def sharding() -> str:
                 for row in found["rows"]
                 if (row["case"], row["processes"]) == (case, processes)
             ]
-            parts += [f"### {case}, {processes} processes: {what}\n", _table(["", *head], lines), ""]
+            parts.append(_fold(f"{case}, {processes} processes: {what}", _table(["", *head], lines)))
     cores = found["machine"]["cores"]
     return "\n".join([*parts, f"{_machine(found, f'{cores} cores, a thread for each process')}\n"])
 
@@ -253,7 +268,8 @@ def sharding_timeline() -> str:
         for row in found["rows"]
     ]
     head = ["case, processes: candidate", "an iteration, ms", *phases, "collectives: agreement + out + back"]
-    return f"{_table(head, lines)}\n\n{_machine(found, 'a thread for each process')}\n"
+    table = _table(head, lines)
+    return _fold("An iteration by phase", f"{table}\n\n{_machine(found, 'a thread for each process')}")
 
 
 def engines() -> str:
@@ -276,7 +292,7 @@ def engines() -> str:
     ]
     about = f"{ours['processes']} processes, a thread for each, {ours['rounds']} rounds"
     table = _table(["an iteration", *(f"{name}, ms" for name in candidates), "muonfx / first column"], lines)
-    return f"{table}\n\n{_machine(found, about)}\n"
+    return _fold("An iteration", f"{table}\n\n{_machine(found, about)}")
 
 
 def planner() -> str:
@@ -294,7 +310,7 @@ def planner() -> str:
         for row in found["rows"]
     ]
     table = _table(["a step of two processes", "predicted, ms", "measured, ms", "predicted / measured"], lines)
-    return f"{table}\n\n{_machine(found, 'two processes, a thread for each')}\n"
+    return _fold("Predicted and measured", f"{table}\n\n{_machine(found, 'two processes, a thread for each')}")
 
 
 def parts() -> str:
@@ -375,7 +391,86 @@ def training() -> str:
     return "\n".join([*parts, f"{_machine(found, 'one thread')}\n"])
 
 
+# ------------------------------------------------------------------------------------------------------- findings
+
+GATHERED = "full_tensor() on every rank"
+
+
+def _sharded() -> str:
+    """A step under FSDP2 beside gathering all matrices on all ranks."""
+    found = load("sharding_speed")
+    rows = [row for row in found["rows"] if row["case"] == "FSDP2"] if found else []
+    by_processes: dict[int, dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        by_processes.setdefault(row["processes"], {})[row["candidate"]] = row
+    if not by_processes:
+        return ""
+    times = " and ".join(
+        f"{own['muonfx']['ratio']['median']:.2f} on {processes} processes" for processes, own in by_processes.items()
+    )
+    most = max(by_processes)
+    ours, theirs = by_processes[most]["muonfx"], by_processes[most][GATHERED]
+    return (
+        f"**Sharded, a matrix is orthogonalized once.** Of the time of a step that gathers every matrix on every rank "
+        f"under FSDP2, ours takes {times}. On {most}, a rank sends {_bytes(ours['sent'])} instead of "
+        f"{_bytes(theirs['sent'])}, and the ranks together orthogonalize {ours['matrices']} matrices instead of "
+        f"{theirs['matrices']}. They share {found['machine']['cores'] if found else 0} cores, and no network was "
+        f"measured: [several processes](#several-processes)."
+    )
+
+
+def _alone() -> str:
+    """A step in one process beside other packages' as they come, the last set of matrices first."""
+    found = load("step_speed")
+    if found is None:
+        return ""
+    cases = list(dict.fromkeys(row["case"] for row in reversed(found["rows"])))
+    own = {(row["candidate"], row["case"]): row["ratio"] for row in found["rows"]}
+    ours = "; ".join(f"{_ratio(own['muonfx', case])} for {case}" for case in cases)
+    others = [row["candidate"] for row in found["rows"] if row["default"] and not row["candidate"].startswith("mfx.")]
+    beside = ", ".join(
+        f"{name} " + " and ".join(f"{own[name, case]['median']:.2f}" for case in cases)
+        for name in dict.fromkeys(others)
+        if name != BASELINE
+    )
+    medians = [own["muonfx", case]["median"] for case in cases]
+    around = " to ".join(f"{median:.2f}" for median in dict.fromkeys((min(medians), max(medians))))
+    return (
+        f"**In one process, a step takes {around} of the time of {BASELINE}'s** and "
+        f"computes the same: {ours}, in brackets the 10th and 90th percentiles. Others, as they come: {beside}. "
+        f"[The optimizer step](#the-optimizer-step)."
+    )
+
+
+def _slower() -> str:
+    """Where ours is slower: orthogonalizing one shape, and checkpoints."""
+    times, saved = load("polar_speed"), load("checkpoint_speed")
+    slower: list[str] = []
+    for row in times["rows"] if times else ():
+        if row["candidate"] == "muonfx" and row["ratio"]["median"] > 1.1:
+            slower.append(
+                f"orthogonalizing {shape_name(row['shape'])} takes {row['ratio']['median']:.2f} times as long as "
+                f"PyTorch's function"
+            )
+    for row in saved["rows"] if saved else ():
+        if (rate := 1 / row["muonfx"]["ratio"]["median"]) < 0.9:
+            slower.append(f"a checkpoint's {row['what']} runs at {rate:.2f} of the throughput of plain safetensors")
+    if not slower:
+        return ""
+    return (
+        f"**More than a tenth slower:** {'; '.join(slower)}. A load checks every byte, which safetensors does not. "
+        f"[Orthogonalization](#orthogonalization), [checkpoints](#checkpoints)."
+    )
+
+
+def findings() -> str:
+    """The results in three sentences."""
+    found = [made for make in (_sharded, _alone, _slower) if (made := make())]
+    return "\n".join(f"{number}. {text}" for number, text in enumerate(found, 1)) + "\n"
+
+
 SECTIONS: dict[str, Callable[[], str]] = {
+    "findings": findings,
     "adapter": adapter,
     "checkpoint": checkpoint,
     "polar": polar,

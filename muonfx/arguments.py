@@ -8,15 +8,25 @@ the argument.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ParamSpec, Self, TypeVar
 
 from torch import Tensor
 
-__all__ = ["Options", "check_plain", "expand_options", "options_of", "plain_arguments", "plain_kinds"]
+__all__ = [
+    "Options",
+    "bind",
+    "check_plain",
+    "did_you_mean",
+    "expand_options",
+    "options_of",
+    "plain_arguments",
+    "plain_kinds",
+]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -65,7 +75,10 @@ def check_plain(owner: str, name: str, value: object, kinds: frozenset[str]) -> 
         return
     said = [words for kind, words in _PLAIN.items() if kind in kinds]
     said += sorted(kind for kind in kinds if kind not in _PLAIN)
-    raise TypeError(f"{owner}: {name} must be {' or '.join(said)}, found {value!r}")
+    advice = ""
+    if "float" in kinds and callable(value):
+        advice = "; a function of the step count becomes a schedule, which stands for a number, by mfx.schedule"
+    raise TypeError(f"{owner}: {name} must be {' or '.join(said)}, found {value!r}{advice}")
 
 
 def _is_one_of(value: object, kinds: frozenset[str]) -> bool:
@@ -84,6 +97,63 @@ def _is_one_of(value: object, kinds: frozenset[str]) -> bool:
     if type(value) is object or type(value).__module__.startswith("torch"):
         return True  # the placeholder that a pytree library puts in a leaf's place, a symbolic number, a dtype
     return not kinds <= {*_PLAIN, "None"}  # a schedule, a tuple, ...: whoever reads the argument looks closer
+
+
+def did_you_mean(wrong: str, known: Iterable[str]) -> str:
+    """Names like a misspelt one, as the end of a clause of an error message; nothing where none is like it.
+
+    >>> did_you_mean("boundry", ["boundary", "value"]), did_you_mean("x", ["boundary"])
+    (" (did you mean 'boundary'?)", '')
+    """
+    close = difflib.get_close_matches(wrong, list(known), n=3, cutoff=0.6)
+    return f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""
+
+
+def bind(
+    owner: str,
+    signature: inspect.Signature,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    stood_for: Iterable[str] = (),
+) -> inspect.BoundArguments:
+    """Bind the arguments of a call to a signature.
+
+    Args:
+        owner: the function's name.
+        signature: its signature.
+        args: the positional arguments.
+        kwargs: the named ones.
+        stood_for: arguments that it takes too, and that others of the signature have been put in the place of.
+
+    Raises:
+        TypeError: they do not fit; the message names the owner and all that it takes, and the name that a misspelt one
+            may stand for.
+
+    >>> signature = inspect.Signature([inspect.Parameter("steps", inspect.Parameter.KEYWORD_ONLY)])
+    >>> bind("f", signature, (), {"stesp": 3})
+    Traceback (most recent call last):
+    TypeError: f: there is no argument 'stesp' (did you mean 'steps'?); f takes steps=
+    """
+    try:
+        return signature.bind(*args, **kwargs)
+    except TypeError as error:
+        parameters = signature.parameters
+        if "self" in parameters:  # a method's own
+            rest = [p for name, p in parameters.items() if name != "self"]
+            return bind(owner, signature.replace(parameters=rest), args[1:], kwargs)
+        by_place = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        unknown = [name for name in kwargs if name not in parameters]
+        others = [*stood_for]
+        others += [name for name in parameters if name not in kwargs and name not in by_place[: len(args)]]
+        if unknown:
+            wrong = f"there is no argument {unknown[0]!r}{did_you_mean(unknown[0], others)}"
+        elif len(args) > len(by_place):
+            most = f"{len(by_place)} positional argument{'s' * (len(by_place) != 1)}"
+            wrong = f"takes {most} at most, found {len(args)}: give the others by name"
+        else:
+            wrong = str(error)
+        takes = [name if name in by_place else f"{name}=" for name in parameters]
+        raise TypeError(f"{owner}: {wrong}; {owner} takes {', '.join(takes) or 'no arguments'}") from None
 
 
 @dataclass(frozen=True, repr=False)
@@ -184,7 +254,7 @@ def plain_arguments(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-        for name, value in signature.bind(*args, **kwargs).arguments.items():
+        for name, value in bind(owner, signature, args, kwargs).arguments.items():
             check_plain(owner, name, value, kinds[name])
         kwargs.update({name: kind.take(name, kwargs) for name, kind in options.items()})
         return function(*args, **kwargs)

@@ -9,15 +9,16 @@ from __future__ import annotations
 import difflib
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from muonfx import tree
+from muonfx.arguments import did_you_mean
 from muonfx.tree import PyTree
 from muonfx.wrappers import unwrapped
 
@@ -137,16 +138,6 @@ def state_dtype(name: str, value: object) -> None:
     raise wrong(f'{name} must be "auto", a floating-point torch.dtype or None, found {value!r}')
 
 
-def did_you_mean(wrong: str, known: Iterable[str]) -> str:
-    """Names like a misspelt one, as the end of a clause of an error message; nothing where none is like it.
-
-    >>> did_you_mean("boundry", ["boundary", "value"]), did_you_mean("x", ["boundary"])
-    (" (did you mean 'boundary'?)", '')
-    """
-    close = difflib.get_close_matches(wrong, list(known), n=3, cutoff=0.6)
-    return f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""
-
-
 class NamePatterns(NamedTuple):
     """Globs over dotted names that an argument of a transform holds: what `muonfx.transform` asks for by this name."""
 
@@ -240,7 +231,7 @@ def _check_leaves(what: str, given: PyTree) -> list[PyTree]:
     name, leaf = next((name, leaf) for name, leaf in named if not is_usable(leaf))
     shown = f"{what}: {_shown(name)}"
     if not isinstance(leaf, Tensor):
-        raise TypeError(f"{shown} must be a tensor or None, found {type(leaf).__name__}")
+        raise TypeError(f"{shown} must be a tensor or None, found {type(leaf).__name__}{_advice_on(what, leaf)}")
     if isinstance(leaf, _LAZY):
         raise TypeError(f"{shown} has no shape yet: it is of a lazy module; run one forward pass first")
     if leaf.is_nested or leaf.layout is not torch.strided:
@@ -257,6 +248,15 @@ def _check_leaves(what: str, given: PyTree) -> list[PyTree]:
         advice = "leave it out"
     size = " of 16 bits or more" * leaf.is_floating_point()
     raise TypeError(f"{shown} must be real floating point{size}, found {leaf.dtype}; {advice}")
+
+
+def _advice_on(what: str, given: object) -> str:
+    """The tree that is meant, where a model or its parameters are given in its place."""
+    if not isinstance(given, nn.Module | Iterator):
+        return ""
+    if what == "params":
+        return "; expected a tree of tensors by name: dict(model.named_parameters())"
+    return "; expected a tree of tensors by name: {name: p.grad for name, p in model.named_parameters()}"
 
 
 def check_floating(what: str, given: PyTree) -> None:

@@ -37,11 +37,26 @@ R = TypeVar("R", bound=Recorded)
 def hyperparams(tx: Recorded) -> dict[str, float | Tensor]:
     """List the numeric arguments of a transform and of those within it, by dotted name.
 
+    Raises:
+        TypeError: it is no transform; of a torch optimizer, `optimizer.tx` is one.
+
     >>> import muonfx as mfx
     >>> hyperparams(mfx.chain(mfx.momentum(0.9), mfx.scale(-0.1)))
     {'momentum.decay': 0.9, 'scale.factor': -0.1}
     """
+    _check_recorded("hyperparams", tx)
     return dict(parts_of(tx))
+
+
+def _check_recorded(owner: str, tx: object) -> None:
+    if isinstance(tx, Recorded):
+        return
+    advice = ""
+    if isinstance(tx, torch.optim.Optimizer):
+        advice = f"; of a muonfx optimizer, {owner}(optimizer.tx); the numbers of each group are in its param_groups"
+    elif hasattr(tx, "definition"):
+        advice = "; call the factory to get a transform"
+    raise TypeError(f"{owner}: expected a transform, found {getattr(tx, '__name__', type(tx).__name__)}{advice}")
 
 
 def with_hyperparams(tx: R, changes: Mapping[str, Any]) -> R:
@@ -56,6 +71,7 @@ def with_hyperparams(tx: R, changes: Mapping[str, Any]) -> R:
     >>> with_hyperparams(mfx.chain(mfx.momentum(0.9), mfx.scale(-0.1)), {"scale.factor": -0.2})
     chain(momentum(decay=0.9), scale(factor=-0.2))
     """
+    _check_recorded("with_hyperparams", tx)
     names = [name for name, _ in parts_of(tx)]
     unknown = sorted(changes.keys() - set(names))
     if unknown:

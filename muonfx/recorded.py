@@ -28,7 +28,7 @@ import torch.utils._pytree as torch_pytree
 from optree import PyTreeSpec
 from torch import Tensor
 
-from muonfx.arguments import Options, check_plain, expand_options, kinds_of, options_of
+from muonfx.arguments import Options, bind, check_plain, did_you_mean, expand_options, kinds_of, options_of
 from muonfx.identity import public_name, text_of
 from muonfx.tree import NAMESPACE
 
@@ -217,12 +217,7 @@ class Recorded:
         parameters = definition.parameters
         if definition.options:
             kwargs = expand_options(definition.options, kwargs)
-        try:
-            bound = inspect.Signature(list(parameters.values())).bind(*args, **kwargs)
-        except TypeError as error:
-            unknown = "".join(f"; there is no {name!r}" for name in kwargs if name not in parameters)
-            takes = f"{factory.__name__} takes {', '.join(parameters) or 'no arguments'}"
-            raise TypeError(f"{factory.__name__}: {error}{unknown}; {takes}") from None
+        bound = bind(factory.__name__, inspect.Signature(list(parameters.values())), args, kwargs, definition.options)
         bound.apply_defaults()
         parts: list[object] = []
         skeleton: dict[str, object] = {}
@@ -354,8 +349,9 @@ class Recorded:
         changes = expand_options(self.factory.definition.options, changes)
         unknown = changes.keys() - self._arguments.keys()
         if unknown:
-            wrong, known = ", ".join(sorted(unknown)), ", ".join(self._arguments)
-            raise TypeError(f"{self.factory.__name__} has no argument {wrong}; it has {known}")
+            wrong, known = sorted(unknown), ", ".join(self._arguments)
+            close = did_you_mean(wrong[0], self._arguments)
+            raise TypeError(f"{self.factory.__name__} has no argument {', '.join(wrong)}{close}; it has {known}")
         return self._call(self.factory, {**self._arguments, **changes})
 
     def __repr__(self) -> str:

@@ -138,11 +138,33 @@ def test_an_argument_of_another_plain_type_is_a_type_error_that_names_it(functio
 
 def test_arguments_that_do_not_fit_are_told_of_by_name():
     with pytest.raises(
-        TypeError, match=r"lookahead: missing .*'sync_period'; there is no 'sync_priod'; .* takes inner, "
+        TypeError,
+        match=r"lookahead: there is no argument 'sync_priod' \(did you mean 'sync_period'\?\); .* takes inner, ",
     ):
         mfx.lookahead(mfx.scale(1.0), sync_priod=2)  # pyright: ignore[reportCallIssue]
-    with pytest.raises(TypeError, match=r"scale_by_factored_rms: .*'epsilon'; .* takes factored, .*, eps, dtype"):
+    with pytest.raises(TypeError, match=r"scale_by_factored_rms: .*'epsilon'.*; .* takes factored=, .*, eps=, dtype="):
         mfx.scale_by_factored_rms(epsilon=1e-30)  # pyright: ignore[reportCallIssue]
+
+
+def takers_of_arguments() -> list[Callable[..., Any]]:
+    """The public functions that say themselves which argument does not fit, each once."""
+    ours = [function for function in public() if hasattr(function, "definition")]
+    return [*ours, mfx.muon, mfx.muon_with_adamw, mfx.adamw, mfx.Muon]
+
+
+@pytest.mark.parametrize("function", takers_of_arguments(), ids=lambda function: function.__name__)
+def test_a_misspelt_argument_and_one_too_many_are_told_of_with_the_functions_name(function: Any):
+    parameters = inspect.signature(function).parameters.values()
+    kinds = {parameter.kind for parameter in parameters}
+    for name in [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]:
+        if len(name) < 5 or inspect.Parameter.VAR_KEYWORD in kinds:
+            continue
+        misspelt = name[:2] + name[3:]
+        with pytest.raises(TypeError, match=rf"^{function.__name__}: there is no argument '{misspelt}' .*'{name}'"):
+            function(**{misspelt: 1.0})
+    if inspect.Parameter.VAR_POSITIONAL not in kinds:
+        with pytest.raises(TypeError, match=rf"^{function.__name__}: takes \d+ positional .*found 40"):
+            function(*[1.0] * 40)
 
 
 @pytest.mark.parametrize(("function", "parameter"), plain_parameters())

@@ -63,8 +63,9 @@ def test_tables_and_plot_are_made_from_results(tmp_path: Path, monkeypatch: pyte
     text = page.read_text()
     assert "old" not in text
     assert text.count("prose") == len(report.SECTIONS)
-    assert "### 8 x 24" in text
-    assert "### tiny" in text
+    assert "<summary>8 x 24</summary>" in text
+    assert "<summary>tiny</summary>" in text
+    assert "1. **In one process, a step takes " in text
     assert "| muonfx, float32 | keller |" in text
     report.rewrite(page)
     assert page.read_text() == text
@@ -237,7 +238,7 @@ def test_sharded_rows_say_what_was_sent_and_computed(results: Path, tmp_path: Pa
         assert row["rounds"] == 3
     measure.save("sharding_speed", rows)
     table = report.sharding()
-    assert "### FSDP2, 2 processes: the optimizer step" in table
+    assert "<summary>FSDP2, 2 processes: the optimizer step</summary>" in table
     assert "12 for 6" in table
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import muonfx as mfx
 from muonfx.hyperparams import with_hyperparams
@@ -130,11 +130,62 @@ def test_numeric_arguments_are_listed_by_dotted_name():
         (lambda: mfx.warmup_cosine(1.0, 20, 10), "warmup_steps must be at most total_steps"),
         (lambda: mfx.join([mfx.constant(1.0)], [3]), "one schedule more than boundaries"),
         (lambda: mfx.momentum("0.9"), "decay must be a number"),
+        (lambda: mfx.momentum(lambda count: 0.9), "a function of the step count becomes a schedule"),
+        (lambda: mfx.stateless(3), "stateless: function must be a function"),
+        (lambda: mfx.chain(mfx.momentum), "call the factory to get a transform"),
+        (lambda: mfx.chain([mfx.momentum()]), r"chain\(\*transforms\)"),
+        (lambda: mfx.hyperparams(mfx.momentum), "expected a transform, found momentum; call the factory"),
+        (lambda: mfx.hyperparams(mfx.Muon(nn.Linear(2, 2), lr=0.1)), r"hyperparams\(optimizer.tx\)"),
+        (lambda: mfx.TransformOptimizer(mfx.scale(1.0), nn.Linear(2, 2)), "the model Linear; the model comes first"),
+        (lambda: mfx.TransformOptimizer(nn.Linear(2, 2), mfx.muon), r"the function muon; call it .*: muon\(...\)"),
     ],
 )
 def test_bad_arguments_are_named_at_the_call(make, message):
     with pytest.raises((ValueError, TypeError), match=message):
         make()
+
+
+def init(params):
+    return mfx.EmptyState()
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (None, r"wrong: the decorated function must return \(init, update\), two functions, found None"),
+        (init, "found a function"),
+        ((init, 3), r"found a tuple of 2 \(function, int\)"),
+        ((init, lambda updates, state: updates), r"its update must take \(updates, state, params=None\).*too many"),
+        ((lambda: None, lambda updates, state, params: updates), r"its init must take \(params\)"),
+        ((init, lambda updates, state, params, loss: updates), "missing a required argument: 'loss'"),
+        ((init, lambda updates, state, params=None: updates), r"must return \(updates, state\), found a dict"),
+        ((init, lambda updates, state, params=None: None), r"must return \(updates, state\), found None"),
+        ((init, lambda updates, state, params=None: ({"v": updates["w"]}, state)), "the updates that it returns must"),
+    ],
+)
+def test_a_function_that_makes_no_transform_is_told_what_to_return(returned, message):
+    @mfx.transform
+    def wrong():
+        return returned
+
+    def one_step(params):
+        tx = wrong()
+        tx.update(params, tx.init(params), params)
+
+    with pytest.raises((TypeError, ValueError), match=message):
+        one_step({"w": torch.ones(2)})
+
+
+def test_a_model_in_the_place_of_its_parameters_is_told_what_to_give():
+    model, tx = nn.Linear(2, 2), mfx.momentum()
+    for given in (model, model.parameters(), model.named_parameters()):
+        with pytest.raises(TypeError, match=r"expected a tree of tensors by name: dict\(model.named_parameters\(\)\)"):
+            tx.init(given)
+    params = dict(model.named_parameters())
+    with pytest.raises(TypeError, match=r"updates: .* p.grad for name, p in model.named_parameters\(\)"):
+        tx.update(model, tx.init(params), params)
+    with pytest.raises(TypeError, match=r"dict\(model.named_parameters\(\)\)"):
+        mfx.apply_updates(model, params)
 
 
 PARAMS = {"a": torch.ones(2, 3), "b": {"c": torch.ones(3)}}

@@ -15,6 +15,7 @@ from muonfx.checkpoint.errors import MismatchError, first_ones
 from muonfx.checkpoint.fingerprints import fingerprint_0_1, is_of_0_1
 from muonfx.checkpoint.names import is_leaf, named_leaves, named_tensors
 from muonfx.core import Transform
+from muonfx.core.contract import require_transform
 from muonfx.recorded import strip_transparent
 from muonfx.tree import PyTree, Spec
 
@@ -189,8 +190,7 @@ def spec(tx: Transform, params: PyTree) -> StateSpec:
         >>> spec.nbytes
         1600400008
     """
-    if not isinstance(tx, Transform):
-        raise TypeError(f"tx must be a muonfx.Transform, found {tx!r}")
+    require_transform("tx", tx)
     meta = tree.map(lambda leaf: torch.empty(tuple(leaf.shape), dtype=leaf.dtype, device="meta"), params)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of labels without a parameter: what makes the state says so

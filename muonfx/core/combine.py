@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.checks import check_updates_fit
+from muonfx.checks import check_floating, check_updates_fit
 from muonfx.core.contract import NOTHING, Donation, EmptyState, Locality, Transform
 from muonfx.core.factory import transform
 from muonfx.core.graphs import carries_a_graph, warn_of_growing_graphs
@@ -76,6 +76,8 @@ def stateless(function: Callable[[PyTree, PyTree], PyTree], locality: Locality =
     >>> halve.update({"w": torch.ones(2)}, EmptyState())[0]
     {'w': tensor([0.5000, 0.5000])}
     """
+    if not callable(function):
+        raise TypeError(f"stateless: function must be a function (updates, params) -> updates, found {function!r}")
 
     def update(updates: PyTree, state: EmptyState, params: PyTree = None):
         return function(updates, params), state
@@ -92,6 +94,7 @@ def _entries(transforms: tuple[Transform | tuple[str, Transform], ...], of: str 
             raise TypeError(
                 f"{of}: argument {place} must be a Transform or a pair (name, Transform), found {entry!r}"
                 + ("; call the factory to get a transform" if callable(entry) else "")
+                + (f"; give them one by one: {of}(*transforms)" if isinstance(entry, list) else "")
             )
         name = explicit or tx.name
         if explicit is not None and (explicit in entries or not explicit or "." in explicit or "/" in explicit):
@@ -295,6 +298,8 @@ def apply_updates(params: PyTree, updates: PyTree, *, donate: bool = False) -> P
         warn_of_growing_graphs("apply_updates", params)
     try:
         return tree.map(add, params, updates)
-    except ValueError:
+    except (AttributeError, TypeError, ValueError):
+        check_floating("params", params)
+        check_floating("updates", updates)
         check_updates_fit(params, updates)
         raise

@@ -27,6 +27,7 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.checks import NamePatterns, check_params, check_structure, check_update, did_you_mean, warn_of_unmatched
 from muonfx.core.graphs import carries_a_graph, warn_of_growing_graphs
+from muonfx.core.outline import Outline
 from muonfx.core.scheduled import follow, numbers_at
 from muonfx.recorded import Factory, Recorded
 from muonfx.schedules import Schedule
@@ -219,6 +220,23 @@ class Transform(Recorded):
     def children(self) -> tuple[Transform, ...]:
         """The transforms among its parts, which it calls."""
         return tuple(part for part in self.parts if isinstance(part, Transform))
+
+    def tree(self) -> Outline:
+        """The transform and those that it calls as a table: what each must see, its numbers, and its other settings.
+
+        Returns:
+            A value that prints as text, and as a tree that folds in a notebook. For what becomes of it on given
+            parameters, see `muonfx.program.lower`.
+
+        >>> import muonfx as mfx
+        >>> mfx.chain(mfx.momentum(0.9, nesterov=True), mfx.orthogonalize(), mfx.scale(-0.02)).tree()
+        transform        locality  numbers
+        chain            LEAF
+          momentum       ELEMENT   decay=0.9
+          orthogonalize  LEAF
+          scale          ELEMENT   factor=-0.02
+        """
+        return Outline(self)
 
     def with_children(self, function: Callable[[Transform], Transform]) -> Transform:
         """The same with each of its children replaced by what a function makes of it."""
@@ -473,6 +491,8 @@ class Transform(Recorded):
         if not torch.compiler.is_compiling():
             self._check_schedules()
         super().prepare()
+        if not torch.compiler.is_compiling():
+            _check_functions(self.factory.__name__, self.built)
         _ = self.locality, self.extras, self.understood_extras, self.keeps_donation_promise
 
     def init(self, params: PyTree) -> PyTree:
@@ -535,6 +555,8 @@ class Transform(Recorded):
         if given.updates and any(overlaps_itself(update) for update in tree.tensors(updates)):
             given = given._replace(updates=False)  # an expanded gradient has no storage of its own to reuse
         out, new_state = self.run(updates, state, params, donate=given, **extras)
+        if not torch.compiler.is_compiling() and not tree.same_structure(out, updates):
+            check_structure(f"{self.name}: the updates that it returns", out, "those that it is given", updates)
         if given.state or torch.compiler.is_compiling():
             return out, new_state
         return out, copy_kept(new_state, state)
@@ -547,7 +569,67 @@ class Transform(Recorded):
             given = {name: value for name, value in given.items() if name in names}
         if "sum_over_leaves" in names:
             given.setdefault("sum_over_leaves", sum_over_leaves)
-        return self.functions.update(updates, state, params, **given)
+        found = self.functions.update(updates, state, params, **given)
+        if not isinstance(found, tuple) or len(found) != 2:
+            raise TypeError(f"{self.name}: its update must return (updates, state), found {_kind_of(found)}")
+        return found
+
+
+def _check_functions(owner: str, built: object) -> None:
+    """Require that a constructor has returned ``init`` and ``update`` that can be called as they will be.
+
+    >>> _check_functions("half", lambda updates: updates)
+    Traceback (most recent call last):
+    TypeError: half: the decorated function must return (init, update), two functions, found a function
+    """
+    if not (isinstance(built, tuple) and len(built) == 2 and all(map(callable, built))):
+        raise TypeError(
+            f"{owner}: the decorated function must return (init, update), two functions, found {_kind_of(built)}"
+        )
+    for role, function, form, count in zip(("init", "update"), built, _FORMS, (1, 3), strict=True):
+        try:
+            signature = inspect.signature(function)
+        except ValueError:  # written in C: it does not say
+            continue
+        try:
+            named = [p.name for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
+            signature.bind(*[None] * count, **dict.fromkeys(named))
+        except TypeError as error:
+            raise TypeError(f"{owner}: its {role} must take {form}; it takes {signature}: {error}") from None
+
+
+_FORMS = ("(params)", "(updates, state, params=None), and named extras by keyword only")
+
+
+def _kind_of(value: object) -> str:
+    if isinstance(value, tuple):
+        return f"a tuple of {len(value)}" + f" ({', '.join(type(item).__name__ for item in value)})" * (len(value) > 0)
+    name = type(value).__name__
+    return repr(value) if value is None or isinstance(value, int | float) else f"a {name}"
+
+
+def require_transform(name: str, value: object) -> None:
+    """Require a transform as an argument.
+
+    Raises:
+        TypeError: it is none; the message says what to do with a factory that was not called, or a model.
+
+    >>> import muonfx as mfx
+    >>> require_transform("tx", mfx.muon)
+    Traceback (most recent call last):
+    TypeError: tx must be a muonfx.Transform, found the function muon; call it to get a transform: muon(...)
+    """
+    if isinstance(value, Transform):
+        return
+    kind = type(value).__name__
+    found = repr(value) if len(repr(value)) < 80 else kind
+    if isinstance(value, torch.nn.Module):
+        found = f"the model {kind}; the model comes first, then the transform"
+    elif callable(value) and hasattr(value, "__name__"):
+        called = value.__name__
+        found = f"the {'class' if isinstance(value, type) else 'function'} {called}"
+        found += "" if isinstance(value, type) else f"; call it to get a transform: {called}(...)"
+    raise TypeError(f"{name} must be a muonfx.Transform, found {found}")
 
 
 def overlaps_itself(x: Tensor) -> bool:

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from muonfx.arguments import bind
 from muonfx.core import Donation, Transform
-from muonfx.core.contract import NOTHING, Declaration
+from muonfx.core.contract import NOTHING, Declaration, require_transform
 from muonfx.offload.store import OffloadStore
 from muonfx.program.execute import Executor
 from muonfx.program.placement import ALONE, RESIDENT, Arguments, Store
@@ -27,7 +28,7 @@ class Offloaded(Transform):
     @classmethod
     def record(cls, factory: Factory, /, *args: Any, **kwargs: Any) -> Any:
         """Record a call of `offload`; around what is sharded it goes inside."""
-        bound = inspect.Signature(list(factory.definition.parameters.values())).bind(*args, **kwargs)
+        bound = bind("offload", inspect.Signature(list(factory.definition.parameters.values())), args, kwargs)
         given = bound.arguments
         if isinstance(given.get("to"), os.PathLike):
             given["to"] = os.fspath(given["to"])
@@ -102,8 +103,7 @@ def offload(
         >>> state.trace["w"].device, updates["w"]
         (device(type='cpu'), tensor([0.1000, 0.1000]))
     """
-    if not isinstance(tx, Transform):
-        raise TypeError(f"tx must be a muonfx.Transform, found {tx!r}")
+    require_transform("tx", tx)
     store = _store(to, bucket_bytes, compute)
 
     executor = _memory.get("executor") or _memory.setdefault("executor", Executor(ALONE, store))

@@ -21,6 +21,7 @@ from muonfx.arguments import plain_arguments
 from muonfx.checkpoint.renaming import Rename
 from muonfx.checks import is_usable
 from muonfx.core import Transform
+from muonfx.core.contract import require_transform
 from muonfx.hyperparams import hyperparams, with_hyperparams
 from muonfx.offload.transform import inner_of
 from muonfx.optimizer.attachment import Attachment, check_usable, models_of
@@ -123,8 +124,7 @@ class TransformOptimizer(torch.optim.Optimizer):
             if layout is not None:
                 raise TypeError(f"layout: tx is sharded already, over {tx.arguments['layout']!r}; leave layout out")
             tx, layout, self._settings = tx.arguments["tx"], tx.arguments["layout"], settings_of(tx)
-        if not isinstance(tx, Transform):
-            raise TypeError(f"tx must be a muonfx.Transform, found {tx!r}")
+        require_transform("tx", tx)
         if bucket_bytes is not None and bucket_bytes < 1:
             raise ValueError(f"bucket_bytes must be at least 1, found {bucket_bytes}")
         self.tx = tx

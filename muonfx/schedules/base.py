@@ -24,6 +24,13 @@ class Schedule(Recorded):
     0.5
     """
 
+    def prepare(self) -> None:
+        """Build now, and require a function of the count."""
+        super().prepare()
+        if not callable(self.built):
+            name = self.factory.__name__
+            raise TypeError(f"{name}: the decorated function must return a function of the count, found {self.built!r}")
+
     def __call__(self, count: int | Tensor) -> Any:
         """Evaluate at a step count: a float for an int, a 0-d tensor for a tensor."""
         function = self.built

@@ -10,7 +10,7 @@ import torch
 from muonfx import tree
 from muonfx.checks import warn_of_unmatched
 from muonfx.core import Donation, Transform
-from muonfx.core.contract import NOTHING, Declaration, copy_kept, overlaps_itself
+from muonfx.core.contract import NOTHING, Declaration, copy_kept, overlaps_itself, require_transform
 from muonfx.offload.transform import inner_of, store_of
 from muonfx.program.placement import RESIDENT, Arguments, Store
 from muonfx.recorded import make_factory
@@ -144,8 +144,7 @@ def sharded(
         >>> layout.gather(updates)["w"].shape
         torch.Size([4, 4])
     """
-    if not isinstance(tx, Transform):
-        raise TypeError(f"tx must be a muonfx.Transform, found {tx!r}")
+    require_transform("tx", tx)
     if not isinstance(layout, Layout):
         raise TypeError(f"layout must be a muonfx.sharding layout, found {layout!r}")
     if replicas not in ("auto", "split", "everyone"):

@@ -233,7 +233,10 @@ def _functions(name: str, declared: PyTree, step: Step, reads_params: ReadsParam
         u = Leaf(record)
         p = [Leaf(record)] if reads_params else []
         old = [own if field is None else Leaf(record) for field, own in zip(fields, held, strict=True)]
-        out, new_state = step(u, tree.unflatten(containers(), old), *p)
+        returned: object = step(u, tree.unflatten(containers(), old), *p)
+        if not isinstance(returned, tuple) or len(returned) != 2:
+            raise TypeError(f"{name}: the step must return (update, state), found {_shape_of(returned)}")
+        out, new_state = returned
         made = plan(record, [out, *_fields(name, declared, out, new_state)])
         if may_keep and not made.has_tensors:
             kept.append(made)
@@ -289,6 +292,15 @@ def _params(name: str, params: PyTree, updates: PyTree, reads_params: ReadsParam
     return apply_updates(params, updates) if reads_params == "updated" else params
 
 
+def _shape_of(state: object) -> str:
+    """The containers and names of a state, for a message: its leaves say nothing."""
+    if isinstance(state, dict):
+        return f"a dict of {', '.join(map(repr, state)) or 'nothing'}"
+    if state is None:
+        return "None"
+    return f"a {type(state).__name__}" + (f" of {len(state)}" if isinstance(state, tuple | list) else "")
+
+
 def _fields(name: str, declared: PyTree, out: object, new_state: PyTree) -> list[Leaf | Tensor]:
     """The fields of a new state, checked against those declared."""
     if not isinstance(out, Leaf):
@@ -297,8 +309,9 @@ def _fields(name: str, declared: PyTree, out: object, new_state: PyTree) -> list
     try:
         found = tree.subtrees(containers, new_state)
     except ValueError as error:
-        wrong = f"{name}: the step returns a state {new_state!r}, not in the containers of {declared!r}"
-        raise TypeError(wrong) from error
+        raise TypeError(
+            f"{name}: the step returns a state of {_shape_of(new_state)}, and {_shape_of(declared)} was declared"
+        ) from error
     for place, (field, leaf) in enumerate(zip(slots, found, strict=True)):
         if not isinstance(leaf, Leaf if isinstance(field, Slot) else Tensor):
             where = tree.names(declared)[place]

@@ -15,6 +15,7 @@ from tests.engines.processes import launched, result_of
 
 pytestmark = [
     pytest.mark.engines,
+    pytest.mark.slow,
     pytest.mark.dist,
     pytest.mark.skipif(find_spec("accelerate") is None, reason="needs accelerate: make engines"),
     pytest.mark.timeout(600),

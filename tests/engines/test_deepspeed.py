@@ -25,6 +25,7 @@ from tests.engines.processes import launched, result_of
 
 REAL = [
     pytest.mark.engines,
+    pytest.mark.slow,
     pytest.mark.dist,
     pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed: the extra `engines`"),
 ]

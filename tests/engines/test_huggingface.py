@@ -30,6 +30,7 @@ from tests.engines.processes import launched, result_of, same, values_of, worst
 
 pytestmark = [
     pytest.mark.engines,
+    pytest.mark.slow,
     pytest.mark.skipif(
         find_spec("transformers") is None or find_spec("accelerate") is None,
         reason="needs transformers and accelerate: make engines",

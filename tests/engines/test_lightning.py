@@ -11,6 +11,7 @@ from tests.engines.processes import launched, result_of
 
 pytestmark = [
     pytest.mark.engines,
+    pytest.mark.slow,
     pytest.mark.dist,
     pytest.mark.skipif(find_spec("lightning") is None, reason="needs lightning: make engines"),
 ]

@@ -14,6 +14,7 @@ from tests.engines.processes import launched, result_of
 
 pytestmark = [
     pytest.mark.engines,
+    pytest.mark.slow,
     pytest.mark.skipif(
         find_spec("torchtitan") is None or find_spec("spmd_types") is None, reason="needs torchtitan: make engines"
     ),

@@ -13,6 +13,7 @@ import muonfx as mfx
 
 pytestmark = [
     pytest.mark.engines,
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
 ]
 SCRIPT = Path(__file__).parents[2] / "scripts" / "routed_models.py"

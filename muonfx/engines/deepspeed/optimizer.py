@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from muonfx.core import Locality, Transform
+from muonfx.core.contract import require_transform
 from muonfx.engines.deepspeed.pieces import (
     Pieces,
     check_values,
@@ -49,8 +50,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def __init__(self, model: nn.Module, tx: Transform) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, found {type(model).__name__}")
-        if not isinstance(tx, Transform):
-            raise TypeError(f"tx must be a muonfx.Transform, found {tx!r}")
+        require_transform("tx", tx)
         if tx.locality is Locality.TREE:
             raise ValueError(
                 f"{tx!r} looks at the whole tree, and DeepSpeed steps one flat tensor at a time: leave clipping to its "

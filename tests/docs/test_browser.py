@@ -1,0 +1,165 @@
+"""The built site in a real browser: what a visitor sees, at two widths, in light and in dark.
+
+It reads `site/` as it is on disk (`make docs` writes it; `MUONFX_SITE` names another folder) and opens it from
+`file://`, as someone does who has downloaded it. All pages are looked at in light; in dark all but those of the API,
+of which every eighth.
+"""
+
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urldefrag, urlsplit
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SITE = Path(os.environ.get("MUONFX_SITE", ROOT / "site")).resolve()
+SURVEY = (Path(__file__).parent / "survey.js").read_text(encoding="utf-8")
+CHROMIUMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+WINDOWS = {"wide": {"width": 1280, "height": 900}, "narrow": {"width": 390, "height": 844}}
+RECORDS = ("decisions", "changelog", "contributing", "benchmarks", "_modules")
+"""Beginnings of paths, under any folder, of pages that tell what was done: a search should not begin with them."""
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """A Chromium that the machine has: playwright's own would have to be downloaded."""
+    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (make setup)")
+    program = next(filter(None, map(shutil.which, CHROMIUMS)), None)
+    if program is None:
+        pytest.skip(f"none of {', '.join(CHROMIUMS)} is on PATH")
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=program, args=["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+        )
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def site() -> Path:
+    """The folder of the built site."""
+    if not (SITE / "index.html").exists():
+        pytest.skip(f"there is no site in {SITE} (make docs)")
+    return SITE
+
+
+def pages() -> list[Path]:
+    """Every page of the site, but what Sphinx keeps beside them for its own use."""
+    found = (path.relative_to(SITE) for path in SITE.rglob("*.html"))
+    return sorted(path for path in found if path.parts[0] not in ("_static", "_sources"))
+
+
+def is_api(page: Path) -> bool:
+    return page.parts[0] in ("api", "_modules")
+
+
+@dataclass
+class Visit:
+    """What was found wrong, and what the pages refer to."""
+
+    wrong: list[str] = field(default_factory=list)
+    links: dict[Path, set[str]] = field(default_factory=dict)
+    ids: dict[Path, set[str]] = field(default_factory=dict)
+
+
+def visit(browser: Any, theme: str, chosen: list[Path]) -> Visit:
+    """Open pages one after the other, at both widths."""
+    seen = Visit()
+    context = browser.new_context(color_scheme=theme, viewport=WINDOWS["wide"], reduced_motion="reduce")
+    tab = context.new_page()
+    current = Path()
+
+    def on_request(request: Any) -> None:
+        if urlsplit(request.url).scheme not in ("file", "data", "blob"):
+            seen.wrong.append(f"{current}: asks for {request.url}")
+
+    def on_console(message: Any) -> None:
+        if message.type == "error":
+            seen.wrong.append(f"{current}: console: {message.text}")
+
+    tab.on("request", on_request)
+    tab.on("requestfailed", lambda request: seen.wrong.append(f"{current}: found nothing at {request.url}"))
+    tab.on("console", on_console)
+    tab.on("pageerror", lambda error: seen.wrong.append(f"{current}: error: {error}"))
+    for current in chosen:
+        tab.set_viewport_size(WINDOWS["wide"])
+        tab.goto((SITE / current).as_uri(), wait_until="load")
+        for name, window in WINDOWS.items():
+            tab.set_viewport_size(window)
+            answer = tab.evaluate(SURVEY)
+            seen.wrong += [f"{current} ({theme}, {name}): {kind}: {what}" for kind, what in answer["found"]]
+            if (answer["background"] > 0.5) != (theme == "light"):
+                seen.wrong.append(f"{current} ({theme}, {name}): a background of the other theme")
+        seen.links[current] = set(answer["links"])
+        seen.ids[current] = set(answer["ids"])
+    context.close()
+    return seen
+
+
+def lines(wrong: list[str]) -> str:
+    return "\n".join([f"{len(wrong)} found", *wrong[:60]])
+
+
+def broken_links(seen: Visit) -> list[str]:
+    """Links within the site that lead to no file, or to no place on a page."""
+    broken: list[str] = []
+    for page, links in seen.links.items():
+        for link in sorted(links):
+            address, anchor = urldefrag(link)
+            if urlsplit(address).scheme != "file":
+                continue
+            target = Path(unquote(urlsplit(address).path))
+            if not target.is_file():
+                broken.append(f"{page}: there is no {target}")
+            elif anchor and target.is_relative_to(SITE):
+                ids = seen.ids.get(target.relative_to(SITE))
+                if ids is not None and unquote(anchor) not in ids | {"top", "__toc"}:
+                    broken.append(f"{page}: {target.relative_to(SITE)} has no #{anchor}")
+    return broken
+
+
+def test_pages_read_well_in_light_and_their_links_lead_somewhere(browser: Any, site: Path):
+    seen = visit(browser, "light", pages())
+    wrong = seen.wrong + broken_links(seen)
+    assert not wrong, lines(wrong)
+
+
+def test_pages_read_well_in_dark(browser: Any, site: Path):
+    own, api = ([page for page in pages() if is_api(page) == of_api] for of_api in (False, True))
+    seen = visit(browser, "dark", own + api[::8])
+    assert not seen.wrong, lines(seen.wrong)
+
+
+@pytest.mark.parametrize("query", ["momentum", "learning rate", "fsdp", "bf16"])
+def test_a_search_finds_a_guide_or_an_api_page_first(browser: Any, site: Path, query: str):
+    tab = browser.new_page()
+    tab.goto(f"{(site / 'search.html').as_uri()}?q={query.replace(' ', '+')}")
+    first = tab.locator("#search-results ul.search li a").first
+    first.wait_for(timeout=20_000)
+    page = Path(unquote(urlsplit(first.evaluate("link => link.href")).path)).relative_to(site)
+    tab.close()
+    assert not [part for part in page.parts if part.startswith(RECORDS)], f"{query!r} finds {page} first"
+
+
+def test_the_survey_sees_what_is_wrong(browser: Any, tmp_path: Path):
+    """Its own test: a page with one fault of each kind."""
+    page = tmp_path / "page.html"
+    page.write_text(
+        "<article><h1>Title</h1><p style='color: #eee'>faint</p><img src='none.png'>"
+        "<pre style='width: 100px; overflow: hidden'>a line that is longer than its box</pre>"
+        "<pre style='width: 100px; overflow: auto'>a line that is longer than its box</pre>"
+        "<div style='overflow: hidden; width: 100px'><code style='white-space: nowrap'>longer than its box</code></div>"
+        "<p style='width: 2000px'>wide</p>"
+        "<details><summary>folded</summary><p style='color: #ddd'>hidden</p></details></article>"
+    )
+    tab = browser.new_page(viewport=WINDOWS["wide"])
+    tab.goto(page.as_uri())
+    kinds = sorted(kind for kind, _ in tab.evaluate(SURVEY)["found"])
+    tab.close()
+    assert kinds == ["broken picture", "clipped", "clipped", "faint", "faint", "the page scrolls sideways"]
