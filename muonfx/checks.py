@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from muonfx import tree
-from muonfx.arguments import did_you_mean
 from muonfx.tree import PyTree
 from muonfx.wrappers import unwrapped
 
@@ -34,7 +33,6 @@ __all__ = [
     "check_structure",
     "check_update",
     "check_updates_fit",
-    "did_you_mean",
     "finite",
     "in_unit_interval",
     "is_usable",

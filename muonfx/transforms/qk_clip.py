@@ -11,7 +11,8 @@ from torch import Tensor
 
 from muonfx import checks, tree
 from muonfx import elementwise as ew
-from muonfx.checks import NamePatterns, did_you_mean
+from muonfx.arguments import did_you_mean
+from muonfx.checks import NamePatterns
 from muonfx.core import Donation, EmptyState, Locality, Transform, transform
 from muonfx.core.contract import NOTHING
 from muonfx.transforms._heads import AttentionHeads
