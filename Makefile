@@ -47,11 +47,11 @@ types: $(DEV) ## basedpyright, strict, over muonfx/
 	@$(PY) -m basedpyright --pythonpath $(PY)
 
 docs: $(DEV) ## build the documentation into site/; a warning is an error
-	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+	@$(PY) -m sphinx -b html -W -n --keep-going -q -d build/doctrees docs site $(ARGS)
 	@echo 'open site/index.html'
 
-docs-serve: $(DEV) ## serve the documentation on this machine, rebuilt on every change
-	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs serve
+docs-serve: docs ## serve the built documentation on this machine, at port 8000
+	@$(PY) -m http.server --directory site --bind 127.0.0.1 8000
 
 notebooks: $(DEV) ## execute the notebooks (ARGS=--write keeps the new outputs)
 	@$(PY) scripts/run_notebooks.py $(ARGS)
@@ -64,7 +64,7 @@ setup: $(DEV) ## make the development environment and nothing else
 engines: $(ENGINES) ## add what the tests marked `engines` import (transformers, deepspeed, lightning, ...)
 
 clean: ## remove what the commands above wrote, but not .venv
-	rm -rf site build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf site build jupyter_execute docs/notebooks dist .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 clean-all: clean ## remove .venv too

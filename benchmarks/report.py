@@ -336,7 +336,7 @@ def parts() -> str:
         head += ["products / peak", "passes / least", "step / least"]
         limit = own[0]["roofline"]
         least = f"Least: products {limit['least products']:.2f} ms, passes {limit['least passes']:.2f} ms."
-        made += [f"### {case}\n", _table(head, lines), f"\n{least}\n"]
+        made += [f"## {case}\n", _table(head, lines), f"\n{least}\n"]
     peaks = found["rows"][0]["peaks"]
     rates = ", ".join(f"{dtype} {rate / 1e9:,.0f} GFLOP/s" for dtype, rate in peaks["flops"].items())
     return "\n".join([*made, f"Peaks: {rates}; a copy {peaks['bytes'] / 1e9:.1f} GB/s.\n", f"{_machine(found)}\n"])
@@ -387,7 +387,7 @@ def training() -> str:
             f"less {BASELINE}'s, ± standard error",
             "optimizer's share",
         ]
-        parts += [f"### {size} parameters\n", _table(head, lines), ""]
+        parts += [f"## {size} parameters\n", _table(head, lines), ""]
     return "\n".join([*parts, f"{_machine(found, 'one thread')}\n"])
 
 

@@ -58,6 +58,7 @@ from muonfx.schedules import (
     warmup_stable_decay,
 )
 from muonfx.select import Labels, default_labels, describe, labels
+from muonfx.summary import Summary, summary
 from muonfx.transforms import (
     AccumulateState,
     AdamState,
@@ -258,6 +259,9 @@ __all__ = [
     "default_labels",
     "describe",
     "labels",
+    # looking
+    "Summary",
+    "summary",
     # their states
     "AccumulateState",
     "AdamState",

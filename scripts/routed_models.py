@@ -76,7 +76,7 @@ MODELS: dict[str, tuple[str, str, Settings]] = {
 
 HEAD = """# Models routed
 
-Where [`default_labels`][muonfx.default_labels] sends the parameters of models of transformers, and which matrices
+Where `mfx.default_labels` sends the parameters of models of transformers, and which matrices
 it sees in them: what `mfx.Muon(model)` does by itself. The models are tiny here. A `#` stands for the number of a
 layer; of layers that are alike the first is shown. Parameters with fewer than two dims go to AdamW and are left out.
 

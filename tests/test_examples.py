@@ -1,5 +1,6 @@
 """The examples run, resume bit for bit, survive Ctrl-C, and say clearly what is wrong."""
 
+import ast
 import importlib
 import json
 import os
@@ -521,3 +522,20 @@ def test_the_program_itself_exits_with_2(tmp_path: Path) -> None:
     assert (code, out) == (2, "")
     assert "there is no checkpoint in" in err
     assert "Traceback" not in err
+
+
+# --------------------------------------------------------------------------------------------------- small examples
+
+
+def test_the_loop_to_copy_is_short_and_learns(module, capsys) -> None:
+    assert len((EXAMPLES / "minimal.py").read_text().splitlines()) < 90
+    loss = module("minimal").main(steps=40, batch=8, context=32, width=32, depth=1)
+    assert loss < 3.4  # it begins at log 256 = 5.5
+    assert f"validation {loss:.3f}" in capsys.readouterr().out
+
+
+def test_the_loop_to_copy_imports_torch_and_muonfx_alone() -> None:
+    tree = ast.parse((EXAMPLES / "minimal.py").read_text())
+    names = {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
+    names |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert {name.split(".")[0] for name in names} - sys.stdlib_module_names == {"torch", "muonfx"}

@@ -15,6 +15,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "muonfx"
 
 LAYERS = {
+    "display": 0,
     "tree": 0,
     "boxes": 0,
     "arguments": 0,
@@ -42,6 +43,7 @@ LAYERS = {
     "optimizer": 5,
     "checkpoint": 5,
     "engines": 6,
+    "summary": 6,
     "testing": 6,
 }
 ROOF = "muonfx"

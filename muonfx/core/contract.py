@@ -27,6 +27,7 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.checks import NamePatterns, check_params, check_structure, check_update, did_you_mean, warn_of_unmatched
 from muonfx.core.graphs import carries_a_graph, warn_of_growing_graphs
+from muonfx.core.outline import Outline
 from muonfx.core.scheduled import follow, numbers_at
 from muonfx.recorded import Factory, Recorded
 from muonfx.schedules import Schedule
@@ -219,6 +220,23 @@ class Transform(Recorded):
     def children(self) -> tuple[Transform, ...]:
         """The transforms among its parts, which it calls."""
         return tuple(part for part in self.parts if isinstance(part, Transform))
+
+    def tree(self) -> Outline:
+        """The transform and those that it calls as a table: what each must see, its numbers, and its other settings.
+
+        Returns:
+            A value that prints as text, and as a tree that folds in a notebook. For what becomes of it on given
+            parameters, see `muonfx.program.lower`.
+
+        >>> import muonfx as mfx
+        >>> mfx.chain(mfx.momentum(0.9, nesterov=True), mfx.orthogonalize(), mfx.scale(-0.02)).tree()
+        transform        locality  numbers
+        chain            LEAF
+          momentum       ELEMENT   decay=0.9
+          orthogonalize  LEAF
+          scale          ELEMENT   factor=-0.02
+        """
+        return Outline(self)
 
     def with_children(self, function: Callable[[Transform], Transform]) -> Transform:
         """The same with each of its children replaced by what a function makes of it."""

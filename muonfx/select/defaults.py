@@ -85,10 +85,10 @@ def default_labels(
     3. a module that owns it, under any of its names, is an embedding: ``other``, and so is a head that is tied to one;
     4. such a module is a norm: ``other``;
     5. a factor of an adapter by name (``lora_A``, ``hada_w1_a``, ...) or a part of a parametrization (weight norm):
-      ``other``, for the product is the matrix, not the factor;
+       ``other``, for the product is the matrix, not the factor;
     6. fewer than two dimensions, or a bias by name: ``other``;
     7. by name an embedding, token or position table, an output head, a MoE router, a gain, a state-space layer's rates
-      and the maps to them (``x_proj``, ``dt_proj``), the convolution that sees raw input, or a norm: ``other``;
+       and the maps to them (``x_proj``, ``dt_proj``), the convolution that sees raw input, or a norm: ``other``;
     8. a shape without a matrix to orthogonalize: a side of 1 once flattened to (first dim, rest), a depthwise
        convolution (one vector a channel), a convolution from or to an image's (at most 3) channels, a matrix from or to
        at most 4 features and 32 times as many: ``other``;

@@ -3,30 +3,92 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TextIO, TypeAlias
+from dataclasses import dataclass
+from typing import Any, TypeAlias, cast
 
-from muonfx.select.params import ParamInfo, Params, read_names
+import torch
+from torch import nn
+
+from muonfx.display import Report, Shown, Table, format_shape
+from muonfx.recorded import Recorded
+from muonfx.select.defaults import default_labels
+from muonfx.select.params import ParamInfo, Params, read_names, read_params
 from muonfx.select.rules import Label, Labels, listing
 from muonfx.select.views import View
 
-__all__ = ["describe", "format_labels"]
+__all__ = ["Routing", "describe", "format_labels"]
 
 Labelling: TypeAlias = Labels | Mapping[str, Label] | Callable[[Params], Mapping[str, Label]]
 """Labels, a plain mapping of name to label, or a function of the parameters that gives one."""
 
 
-def describe(labels: Labelling, params: Params, *, file: TextIO | None = None) -> None:
-    """Print where every parameter goes and why, with totals for each label.
+@dataclass(frozen=True, repr=False)
+class Routing(Shown):
+    """Where every parameter goes and why; made by `describe`, printed as two tables.
+
+    Attributes:
+        params: the parameters, in order.
+        labels: the label of each, with the rule behind it.
+        groups: of an optimizer, the number of the group of each parameter by name; None for labels alone.
+        numbers: of an optimizer, the hyperparameters of each group.
+
+    >>> import torch
+    >>> from muonfx.select import describe
+    >>> routing = describe({"w": "muon"}, {"w": torch.zeros(2, 2)})
+    >>> routing.labels["w"], routing.params[0].shape
+    ('muon', (2, 2))
+    """
+
+    params: tuple[ParamInfo, ...]
+    labels: Labels
+    groups: Mapping[str, int] | None = None
+    numbers: tuple[Mapping[str, Any], ...] = ()
+
+    def report(self) -> Report:
+        """A row for each parameter, and totals by label, or by an optimizer's groups."""
+        header = ("parameter", "shape", "label", "matrices", "stored", "rule")
+        # Where every parameter is what it seems, these two columns would say nothing.
+        shown = range(len(header)) if self.labels.views else (0, 1, 2, 5)
+        rows = [_row(info, self.labels) for info in self.params]
+        table = Table.of([header[at] for at in shown], [[row[at] for at in shown] for row in rows])
+        if self.groups is None:
+            titles = ("label", "tensors", "elements", "share")
+            return Report((table, Table.of(titles, _totals(self.params, self.labels), right=(1, 2, 3))))
+        titles = ("group", "label", "tensors", "elements", "share", "hyperparameters")
+        return Report((table, Table.of(titles, self._by_group(self.groups), right=(2, 3, 4))))
+
+    def _by_group(self, groups: Mapping[str, int]) -> list[tuple[str, ...]]:
+        whole = sum(info.numel for info in self.params) or 1
+        rows: list[tuple[str, ...]] = []
+        for place, numbers in enumerate(self.numbers):
+            inside = [info for info in self.params if groups[info.name] == place]
+            label = ", ".join(dict.fromkeys(_shown(self.labels[info.name]) for info in inside)) or "-"
+            numel = sum(info.numel for info in inside)
+            said = ", ".join(f"{key}={_number(value)}" for key, value in numbers.items())
+            rows.append((str(place), label, f"{len(inside):,}", f"{numel:,}", f"{numel / whole:.1%}", said))
+        total = sum(info.numel for info in self.params)
+        return [*rows, ("total", "", f"{len(self.params):,}", f"{total:,}", "100.0%", "")]
+
+
+def describe(what: Labelling | torch.optim.Optimizer | Params, params: Params = None) -> Routing:
+    """Describe where every parameter goes and why, with totals for each label.
 
     If a parameter holds several matrices, or one stored transposed, two columns say which: their number and sides, and
-    the order in which they are stored. Notes on that follow the rule.
+    the order in which they are stored. Notes on that follow the rule. Names are never shortened: they are what paths in
+    rules are written from. The label None, which leaves a parameter out, shows as ``-``.
 
     Args:
-        labels: ``Labels``, a mapping of name to label, or a function of ``params`` such as ``default_labels``.
+        what: labels to look at, with ``params`` beside them: ``Labels``, a mapping of name to label, or a function of
+            the parameters such as ``default_labels``. Or, alone: a model or named tensors, which are labelled by
+            ``default_labels``; or a `TransformOptimizer`, of which the second table has the groups and their numbers.
         params: a model, named tensors, or any pytree of tensors.
-        file: where to print; standard output by default.
+
+    Returns:
+        A value that prints as the table: ``print(describe(model))``, or by itself in a console, or as HTML in a
+        notebook.
 
     Raises:
+        TypeError: labels without parameters, or an optimizer that knows no names.
         ValueError: a parameter has no label, or a label has no parameter.
 
     >>> import torch
@@ -41,13 +103,19 @@ def describe(labels: Labelling, params: Params, *, file: TextIO | None = None) -
     muon         1       256   66.7%
     total        2       384  100.0%
     """
-    print(format_labels(labels, params), file=file)
+    if isinstance(what, torch.optim.Optimizer):
+        return _of_optimizer(what)
+    if params is None:
+        is_labels = isinstance(what, Mapping) and any(isinstance(value, str) for value in what.values())
+        if isinstance(what, Labels) or is_labels or (callable(what) and not isinstance(what, nn.Module)):
+            raise TypeError("describe: labels alone have no shapes: give the model too, describe(labels, model)")
+        params = list(what) if isinstance(what, Iterator) else what
+        return _routing(default_labels, params)
+    return _routing(cast("Labelling", what), list(params) if isinstance(params, Iterator) else params)
 
 
 def format_labels(labels: Labelling, params: Params) -> str:
-    """Write the table that ``describe`` prints, as a string.
-
-    Names are never shortened: they are what paths in rules are written from. The label None shows as ``-``.
+    """Write the table that ``describe`` returns, as a string.
 
     Args:
         labels: ``Labels``, a mapping of name to label, or a function of ``params`` such as ``default_labels``.
@@ -60,7 +128,10 @@ def format_labels(labels: Labelling, params: Params) -> str:
     >>> print(format_labels({"w": None}, {"w": torch.zeros(2, 2)}).splitlines()[1])
     w          2 x 2  -      given
     """
-    params = list(params) if isinstance(params, Iterator) else params  # read twice below
+    return str(describe(labels, params))
+
+
+def _routing(labels: Labelling, params: Params) -> Routing:
     infos, absent = read_names(params)
     found = labels if isinstance(labels, Mapping) else labels(params)
     chosen = found if isinstance(found, Labels) else Labels(found)
@@ -70,13 +141,59 @@ def format_labels(labels: Labelling, params: Params) -> str:
         raise ValueError(
             f"labels for {listing(unknown)}, which are no parameters here; make the labels from these params"
         )
-    rows = [_row(info, chosen) for info in infos]
-    header = ("parameter", "shape", "label", "matrices", "stored", "rule")
-    # Where every parameter is what it seems, these two columns would say nothing.
-    shown = range(len(header)) if chosen.views else (0, 1, 2, 5)
-    table = _aligned([[row[at] for at in shown] for row in (header, *rows)], right=())
-    totals = _aligned([("label", "tensors", "elements", "share"), *_totals(infos, chosen)], right=(1, 2, 3))
-    return f"{table}\n\n{totals}"
+    return Routing(infos, chosen)
+
+
+_NO_NUMBERS = {"params", "param_names", "label", "initial_lr"}
+
+
+def _of_optimizer(optimizer: torch.optim.Optimizer) -> Routing:
+    """The routing of an optimizer as its groups have it, with the reasons and views of its transform's labels."""
+    groups = optimizer.param_groups
+    if any("param_names" not in group or "label" not in group for group in groups):
+        raise TypeError(
+            f"describe: {type(optimizer).__name__} has no names and labels in its groups; expected a "
+            "muonfx.TransformOptimizer, or muonfx.Muon"
+        )
+    pairs = [pair for group in groups for pair in zip(group["param_names"], group["params"], strict=True)]
+    known = _labels_within(getattr(optimizer, "tx", None))
+    labels = {name: group["label"] for group in groups for name in group["param_names"]}
+    reasons: dict[str, str] = {}
+    views: dict[str, View] = {}
+    for name, label in labels.items():
+        reasons[name] = "the transform has no labels" if label is None else "given"
+        for one in known:
+            if name in one and one[name] == label:
+                reasons[name] = one.reason(name)
+                views |= {name: one.views[name]} if name in one.views else {}
+    return Routing(
+        read_params(pairs),
+        Labels(labels, reasons, views),
+        {name: place for place, group in enumerate(groups) for name in group["param_names"]},
+        tuple({key: value for key, value in group.items() if key not in _NO_NUMBERS} for group in groups),
+    )
+
+
+def _labels_within(value: object) -> list[Labels]:
+    """The labels among the arguments of a transform and of those that it calls."""
+    if isinstance(value, Labels):
+        return [value]
+    inside: Sequence[Any] = ()
+    if isinstance(value, Recorded):
+        inside = list(value.arguments.values())
+    elif isinstance(value, Mapping):
+        inside = list(cast("Mapping[str, Any]", value).values())
+    elif isinstance(value, tuple | list):
+        inside = cast("Sequence[Any]", value)
+    return [labels for item in inside for labels in _labels_within(item)]
+
+
+def _number(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        value = value.item() if value.numel() == 1 else value.tolist()
+    if isinstance(value, tuple | list):
+        return f"({', '.join(_number(item) for item in cast('Sequence[object]', value))})"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _row(info: ParamInfo, labels: Labels) -> tuple[str, ...]:
@@ -84,7 +201,7 @@ def _row(info: ParamInfo, labels: Labels) -> tuple[str, ...]:
     hidden = view is not None or (info.ndim > 1 and label in {labels[name] for name in labels.views})
     view = view or View()
     matrices = (view.matrices(info.shape), view.orientation) if hidden else ("", "")
-    return info.name, _shape(info.shape), _shown(label), *matrices, "; ".join(filter(None, (reason, view.note)))
+    return info.name, format_shape(info.shape), _shown(label), *matrices, "; ".join(filter(None, (reason, view.note)))
 
 
 def _totals(infos: Sequence[ParamInfo], labels: Labels) -> list[tuple[str, ...]]:
@@ -99,21 +216,6 @@ def _totals(infos: Sequence[ParamInfo], labels: Labels) -> list[tuple[str, ...]]
         (name, f"{len(group):,}", f"{sum(group):,}", f"{sum(group) / whole:.1%}")
         for name, group in [*rows, ("total", everything)]
     ]
-
-
-def _aligned(rows: Sequence[Sequence[str]], right: Sequence[int]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if at in right else cell.ljust(width)
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )
-
-
-def _shape(sides: Sequence[int]) -> str:
-    return " x ".join(map(str, sides)) or "scalar"
 
 
 def _shown(label: Label) -> str:

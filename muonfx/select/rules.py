@@ -10,6 +10,7 @@ from typing import Final, TypeAlias, TypeVar, cast
 
 import torch
 
+from muonfx.display import Report, Table
 from muonfx.select.params import ParamInfo, Params, read_names
 from muonfx.select.predicates import Predicate
 from muonfx.select.views import Blocks, Dims, View, find_views, patterns
@@ -96,6 +97,11 @@ class Labels(Mapping[str, Label]):
 
     def __repr__(self) -> str:
         return f"Labels({self._labels!r})"
+
+    def _repr_html_(self) -> str:
+        """A table for a notebook; `muonfx.describe` shows shapes and totals too."""
+        rows = [[name, "-" if label is None else label, self.reason(name)] for name, label in self._labels.items()]
+        return Report((Table.of(["parameter", "label", "rule"], rows),)).to_html()
 
     def __reduce__(self) -> tuple[type[Labels], tuple[dict[str, Label], dict[str, str], dict[str, View]]]:
         return Labels, (self._labels, self._reasons, self._views)

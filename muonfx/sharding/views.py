@@ -18,7 +18,7 @@ from muonfx.sharding.transform import Sharded, bind, settings_of
 from muonfx.shards import FlatPiece
 from muonfx.tree import PyTree
 
-__all__ = ["is_logical", "layout_of", "local", "logical"]
+__all__ = ["binding_of", "check_local", "is_logical", "layout_of", "local", "logical"]
 
 
 def logical(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
@@ -48,11 +48,11 @@ def logical(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
     >>> logical(tx, tx.init(layout.shard(params))).trace["w"]
     FlatPiece(elements 0 to 4 of (2, 2), torch.float32)
     """
-    binding, inner, like = _binding_of(tx, params)
+    binding, inner, like = binding_of(tx, params)
     if is_logical(state):
         return state
     own = without_dtensors(binding, inner, like, state)
-    _check_local(binding.layout, describe_state(binding, inner, like), own)
+    check_local(binding.layout, describe_state(binding, inner, like), own)
     return logical_state(binding, inner, like, own)
 
 
@@ -76,7 +76,7 @@ def local(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
     >>> local(tx, logical(tx, tx.init(layout.shard(params)))).trace["w"]
     tensor([0., 0., 0., 0.])
     """
-    binding, inner, like = _binding_of(tx, params)
+    binding, inner, like = binding_of(tx, params)
     binding.note_load()
     return local_state(binding, inner, like, without_dtensors(binding, inner, like, state))
 
@@ -99,7 +99,7 @@ def layout_of(tx: object) -> Layout | None:
     return tx.arguments["layout"] if isinstance(tx, Sharded) else None
 
 
-def _check_local(layout: Layout, described: Sequence[LeafPlacement | None], state: PyTree) -> None:
+def check_local(layout: Layout, described: Sequence[LeafPlacement | None], state: PyTree) -> None:
     """Require as many leaves, of such shapes, as a state has under a layout."""
     advice = "was it made by this chain, under this layout?"
     leaves = tree.leaves(state)
@@ -114,7 +114,8 @@ def _check_local(layout: Layout, described: Sequence[LeafPlacement | None], stat
             )
 
 
-def _binding_of(tx: Transform, params: PyTree) -> tuple[Binding, Transform, PyTree]:
+def binding_of(tx: Transform, params: PyTree) -> tuple[Binding, Transform, PyTree]:
+    """The binding of a sharded transform, the transform within, and meta tensors like the local parameters."""
     if not isinstance(tx, Sharded):
         raise TypeError(f"tx must be what muonfx.sharding.sharded made, found {tx!r}")
     layout: Layout = tx.arguments["layout"]

@@ -70,7 +70,7 @@ def matrices(n: int, m: int) -> dict[str, torch.Tensor]:
 CASES = [
     (torch.bfloat16, (256, 512)),
     pytest.param(torch.bfloat16, (256, 4096), marks=pytest.mark.deep),  # half of the time of all
-    (torch.bfloat16, (512, 1024)),
+    pytest.param(torch.bfloat16, (512, 1024), marks=pytest.mark.slow),
     (torch.float16, (256, 512)),
     (torch.float32, (256, 512)),
 ]

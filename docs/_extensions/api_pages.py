@@ -1,0 +1,102 @@
+"""The pages of the API: blocks that name modules become a table and an entry for every public name that they define.
+
+In docs/api/*.md, a block::
+
+    ```{api} muonfx.recipes muonfx.variants
+    ```
+
+stands for all public names that these modules define, and ``{api-overview}`` for the list of all pages with their
+names. A public name without an entry is a warning, and so an error of the build.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import public_api
+from sphinx.application import Sphinx
+from sphinx.util import logging
+
+log = logging.getLogger(__name__)
+
+BLOCK = re.compile(r"^```\{api\} *(?P<modules>[\w. ]+)\n```$", re.MULTILINE)
+OVERVIEW = re.compile(r"^```\{api-overview\}\n```$", re.MULTILINE)
+PAGES = re.compile(r"```\{toctree\}\n(?P<body>.*?)```", re.DOTALL)
+
+
+def _shown(symbol: public_api.Symbol) -> str:
+    return symbol.path.replace("muonfx.", "mfx.", 1)
+
+
+def _table(members: list[public_api.Symbol]) -> list[str]:
+    rows = ["| name | |", "| --- | --- |"]
+    for symbol in members:
+        summary = symbol.summary.replace("|", "\\|")
+        rows.append(f"| {{py:obj}}`{_shown(symbol)} <{symbol.path}>` | {summary} |")
+    return [*rows, ""]
+
+
+def _entry(symbol: public_api.Symbol) -> list[str]:
+    """The reStructuredText of one name's entry."""
+    if symbol.is_data:
+        value = symbol.assigned if len(symbol.assigned) <= 160 else "..."
+        head = [f".. py:data:: {symbol.name}", f"   :module: {symbol.face}", f"   :value: {value}"]
+        head += [f"   :canonical: {symbol.module}.{symbol.name}"] if symbol.module != symbol.face else []
+        return [*head, "", *(f"   {line}" for line in symbol.docstring.splitlines()), ""]
+    if isinstance(symbol.object, type):
+        kind = "autoexception" if issubclass(symbol.object, BaseException) else "autoclass"
+    else:
+        kind = "autofunction"
+    return [f".. {kind}:: {symbol.path}", ""]
+
+
+def expand(modules: list[str]) -> str:
+    """The Markdown that stands in the place of a block."""
+    faces = {module.__name__ for module in public_api.public_modules()}
+    members = public_api.symbols_of(*modules)
+    lines: list[str] = []
+    for module in modules:
+        no_index = [] if module in faces else ["   :no-index:"]
+        lines += ["````{eval-rst}", f".. automodule:: {module}", "   :no-members:", *no_index, "````", ""]
+    lines += _table(members)
+    for symbol in members:
+        lines += ["````{eval-rst}", *_entry(symbol), "````", ""]
+    return "\n".join(lines)
+
+
+def overview(folder: Path) -> str:
+    """The Markdown of the list of all pages, in the order of the index's own tables of contents."""
+    lines: list[str] = []
+    for body in PAGES.findall((folder / "index.md").read_text(encoding="utf-8")):
+        for name in (line for line in body.splitlines() if line and not line.startswith(":")):
+            text = (folder / f"{name}.md").read_text(encoding="utf-8")
+            title = text.splitlines()[0].removeprefix("# ")
+            modules = [module for found in BLOCK.findall(text) for module in found.split()]
+            links = [f"{{py:obj}}`{_shown(s)} <{s.path}>`" for s in public_api.symbols_of(*modules)]
+            lines += [f"**[{title}]({name}.md)**", f": {', '.join(links)}", ""]
+    return "\n".join(lines)
+
+
+def _on_source(app: Sphinx, docname: str, content: list[str]) -> None:
+    if not docname.startswith("api/"):
+        return
+    text = BLOCK.sub(lambda match: expand(match["modules"].split()), content[0])
+    content[0] = OVERVIEW.sub(lambda _: overview(Path(app.srcdir) / "api"), text)
+
+
+def _check_coverage(app: Sphinx, env: Any) -> None:
+    shown = {name for name, *_ in env.get_domain("py").get_objects()}
+    for symbol in public_api.symbols():
+        if symbol.path not in shown:
+            log.warning(
+                "%s is public and no page shows it: name its module, %s, in an {api} block of docs/api/",
+                symbol.path,
+                symbol.module,
+            )
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Register with Sphinx."""
+    app.connect("source-read", _on_source)
+    app.connect("env-check-consistency", _check_coverage)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

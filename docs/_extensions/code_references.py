@@ -1,0 +1,89 @@
+r"""Names in code become links where they name something public.
+
+In docstrings, `one backtick` may name something (found as Python would find it beside the entry, then in `muonfx`), and
+else is code; formulas stand between dollar signs, as in the pages. In pages and notebooks, `mfx.name` and
+`mfx.name(...)` in one backtick are links; one that names nothing public is a warning.
+"""
+
+import re
+from typing import Any
+
+from docutils import nodes
+from docutils.parsers.rst import states
+from sphinx import addnodes
+from sphinx.application import Sphinx
+from sphinx.transforms import SphinxTransform
+
+FORMULA = re.compile(r"(?<![\\$`])\$(?!\s)(?P<tex>[^$`]+?)(?<!\s)\$(?![\d$])")
+NAME = re.compile(r"(?:mfx|muonfx)(?P<path>(?:\.[A-Za-z]\w*)+)(?:\(.*\))?", re.DOTALL)
+
+
+def _reference(target: str, literal: nodes.literal, **context: Any) -> addnodes.pending_xref:
+    attributes = {"refdomain": "py", "reftype": "obj", "refexplicit": False, "refwarn": False, **context}
+    return addnodes.pending_xref("", literal, reftarget=target, **attributes)
+
+
+def code_reference(
+    role: str, rawtext: str, text: str, lineno: int, inliner: states.Inliner, options: Any = None, content: Any = ()
+) -> tuple[list[nodes.Node], list[nodes.system_message]]:
+    """The default role of docstrings: a reference if the text names something, code if not."""
+    literal = nodes.literal(rawtext, text, classes=["xref", "py"])
+    if not re.fullmatch(r"[A-Za-z_][\w.]*", text):
+        return [literal], []
+    known = inliner.document.settings.env.ref_context
+    context = {"py:module": known.get("py:module"), "py:class": known.get("py:class"), "quiet": True}
+    return [_reference(text.replace("mfx.", "muonfx.", 1) if text.startswith("mfx.") else text, literal, **context)], []
+
+
+class LinkNames(SphinxTransform):
+    """Link `mfx.name` in pages."""
+
+    default_priority = 610
+
+    def apply(self, **_: object) -> None:
+        """Walk the document."""
+        for literal in list(self.document.findall(nodes.literal)):
+            match = NAME.fullmatch(literal.astext())
+            inside = isinstance(literal.parent, nodes.reference | addnodes.pending_xref | nodes.title)
+            if match and not inside:
+                target = f"muonfx{match['path']}"
+                literal.replace_self(_reference(target, literal.deepcopy(), quiet=True))
+
+
+def _plain_if_unknown(app: Sphinx, env: Any, node: addnodes.pending_xref, contnode: Any) -> Any:
+    """Leave code where no name was found, and link what stands in `muonfx` itself."""
+    target = node.get("reftarget", "")
+    domain = env.get_domain("py")
+    if node.get("quiet"):
+        full = target if target.startswith("muonfx.") else f"muonfx.{target}"
+        if full in domain.objects:
+            return domain.resolve_xref(env, node["refdoc"], app.builder, "obj", full, node, contnode)
+        return contnode
+    # the types in signatures: ours are short names of what is public, the others have their pages elsewhere
+    if node.get("refdomain") == "py" and node.get("reftype") in {"class", "exc", "obj", "data"}:
+        return contnode
+    return None
+
+
+def _formulas(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Turn the formulas of a docstring into roles; what stands in examples and in code is left alone."""
+    text = "\n".join(lines)
+    parts = re.split(r"(^ *>>> .*(?:\n *\S.*)*|``.+?``)", text, flags=re.MULTILINE)
+    for i in range(0, len(parts), 2):
+        parts[i] = FORMULA.sub(lambda match: f":math:`{' '.join(match['tex'].split())}`", parts[i])
+    lines[:] = "".join(parts).split("\n")
+
+
+def _blank_lines(app: Sphinx, docname: str, content: list[str]) -> None:
+    """Show a blank line where a doctest of a page has to say that there is one."""
+    content[0] = content[0].replace("\n<BLANKLINE>\n", "\n\n")
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Register with Sphinx."""
+    app.add_role("code_reference", code_reference)
+    app.add_transform(LinkNames)
+    app.connect("missing-reference", _plain_if_unknown)
+    app.connect("autodoc-process-docstring", _formulas, priority=400)  # before napoleon moves the lines
+    app.connect("source-read", _blank_lines)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,89 @@
+"""The documentation, built by `make docs`: every warning is an error, and no page fetches anything from elsewhere."""
+
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE / "_extensions"), str(HERE.parent / "scripts"), str(HERE.parent)]
+
+import muonfx  # noqa: E402
+
+project = "muonfx"
+author = "The muonfx authors"
+copyright = "the muonfx authors"
+version = release = muonfx.__version__
+
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+    "sphinx_design",
+    # our own, in docs/_extensions
+    "api_pages",
+    "arxiv_links",
+    "code_references",
+    "mathml",
+    "notebook_pages",
+]
+root_doc = "index"
+exclude_patterns = ["_*", "**/.ipynb_checkpoints"]
+suppress_warnings: list[str] = []
+nitpicky = True
+
+# ------------------------------------------------------------------------------------------------- Markdown, notebooks
+
+myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist", "dollarmath"]
+myst_heading_anchors = 4
+myst_dmath_double_inline = True
+nb_execution_mode = "off"  # what is committed is shown; `make notebooks` executes
+
+# ---------------------------------------------------------------------------------------------------------- docstrings
+
+default_role = "code_reference"
+add_module_names = True
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 80
+toc_object_entries_show_parents = "hide"
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+autodoc_default_options = {"members": True, "undoc-members": True, "show-inheritance": False}
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+napoleon_use_ivar = True
+napoleon_custom_sections = [("Warns", "raises_style")]
+trim_doctest_flags = True
+
+# ----------------------------------------------------------------------------------------------------------- the pages
+
+html_theme = "pydata_sphinx_theme"
+html_title = "muonfx"
+html_static_path = ["_static"]
+html_css_files = ["muonfx.css"]
+html_logo = "assets/logo.svg"
+html_favicon = "assets/logo.svg"
+html_math_renderer = "mathml"
+html_search_scorer = str(HERE / "_static/scorer.js")
+html_copy_source = False
+html_show_sourcelink = False
+html_show_sphinx = False
+html_last_updated_fmt = None
+html_theme_options = {
+    "navbar_align": "left",
+    "navbar_end": ["theme-switcher"],
+    "header_links_before_dropdown": 7,
+    "show_toc_level": 2,
+    "navigation_with_keys": False,
+    "secondary_sidebar_items": ["page-toc"],
+    "article_footer_items": [],
+    "footer_start": ["copyright"],
+    "footer_end": [],
+    "back_to_top_button": True,
+    "search_bar_text": "Search guides and API",
+    "pygments_light_style": "a11y-high-contrast-light",
+    "pygments_dark_style": "a11y-high-contrast-dark",
+}
+copybutton_exclude = ".linenos, .gp, .go"  # the prompt and what it answered stay behind
