@@ -173,7 +173,7 @@ class _Running:
         return [found[rank] for rank in range(size)]
 
     def is_in_step(self, size: int) -> bool:
-        """Whether the first so many can go on together: starting anew takes a second of each of them, and torch's import."""
+        """Whether the first so many can go on together: new processes take ten seconds of processor time."""
         return not any(isinstance(result, Failed) for result in self.run(size, meet, {}, patience=20))
 
     def close(self) -> None:

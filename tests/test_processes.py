@@ -64,9 +64,7 @@ def test_an_error_comes_back_with_its_trace(world: World):
 
 
 @pytest.mark.parametrize(("skipped", "same"), [(None, True), (1, False)])
-def test_after_errors_that_differ_ranks_go_on_if_they_took_part_in_the_same_collectives(
-    skipped: int | None, same: bool
-):
+def test_after_errors_that_differ_ranks_go_on_if_they_are_in_step(skipped: int | None, same: bool):
     own = World(2, timeout=10)
     try:
         before = own.check(2, process)
