@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.checks import did_you_mean
+from muonfx.arguments import did_you_mean
 from muonfx.core import Donation, Locality, ScheduledHyperparamsState, Transform, transform
 from muonfx.core.contract import NOTHING
 from muonfx.recorded import Recorded, parts_of, with_numbers

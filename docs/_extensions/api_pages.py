@@ -15,6 +15,7 @@ from typing import Any
 
 import public_api
 from sphinx.application import Sphinx
+from sphinx.domains.python._object import PyObject
 from sphinx.util import logging
 
 log = logging.getLogger(__name__)
@@ -97,6 +98,9 @@ def _check_coverage(app: Sphinx, env: Any) -> None:
 
 def setup(app: Sphinx) -> dict[str, bool]:
     """Register with Sphinx."""
+    for field in PyObject.doc_field_types:  # what the `Attributes:` of a docstring become
+        if field.name == "variable":
+            field.label = "Attributes"
     app.connect("source-read", _on_source)
     app.connect("env-check-consistency", _check_coverage)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

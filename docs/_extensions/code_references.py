@@ -27,7 +27,7 @@ def code_reference(
     role: str, rawtext: str, text: str, lineno: int, inliner: states.Inliner, options: Any = None, content: Any = ()
 ) -> tuple[list[nodes.Node], list[nodes.system_message]]:
     """The default role of docstrings: a reference if the text names something, code if not."""
-    literal = nodes.literal(rawtext, text, classes=["xref", "py"])
+    literal = nodes.literal(rawtext, text)
     if not re.fullmatch(r"[A-Za-z_][\w.]*", text):
         return [literal], []
     known = inliner.document.settings.env.ref_context

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.checks import NamePatterns, check_params, check_structure, check_update, did_you_mean, warn_of_unmatched
+from muonfx.arguments import did_you_mean
+from muonfx.checks import NamePatterns, check_params, check_structure, check_update, warn_of_unmatched
 from muonfx.core.graphs import carries_a_graph, warn_of_growing_graphs
 from muonfx.core.outline import Outline
 from muonfx.core.scheduled import follow, numbers_at

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch.distributed as dist
 
 from muonfx import tree
-from muonfx.arguments import plain_arguments
-from muonfx.checks import did_you_mean
+from muonfx.arguments import did_you_mean, plain_arguments
 from muonfx.core import Transform
 from muonfx.sharding.cut import (
     Buffer,
