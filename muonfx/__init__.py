@@ -42,6 +42,9 @@ from muonfx.optimizer import Muon, TransformOptimizer
 from muonfx.partition import masked, partition
 from muonfx.recipes import adamw, lion, muon, muon_with_adamw, muonclip, normuon, prodigy
 from muonfx.schedules import (
+    Scalar,
+    ScalarOrFunction,
+    ScalarOrSchedule,
     Schedule,
     constant,
     cosine,
@@ -291,6 +294,9 @@ __all__ = [
     "SkipNonfiniteState",
     "WeightNormsState",
     # schedules
+    "Scalar",
+    "ScalarOrFunction",
+    "ScalarOrSchedule",
     "Schedule",
     "constant",
     "cosine",
