@@ -56,6 +56,7 @@ def execute(path: Path, *, limit: float = LIMIT, write: bool = False) -> Result:
         notebook,
         timeout_func=lambda cell: max(1, round(start + limit - time.monotonic())),  # what is left for this cell
         kernel_name="python3",
+        coalesce_streams=True,  # where one print ends and the next begins is a matter of chance
         resources={"metadata": {"path": str(path.resolve().parent)}},
         extra_arguments=["--log-level=ERROR"],  # else a note in every log that the local socket is not encrypted
     )
