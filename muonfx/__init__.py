@@ -46,6 +46,9 @@ from muonfx.optimizer import Muon, TransformOptimizer
 from muonfx.partition import masked, partition
 from muonfx.recipes import adamw, lion, muon, muon_with_adamw, muonclip, normuon, prodigy
 from muonfx.schedules import (
+    Scalar,
+    ScalarOrFunction,
+    ScalarOrSchedule,
     Schedule,
     constant,
     cosine,
@@ -295,6 +298,9 @@ __all__ = [
     "SkipNonfiniteState",
     "WeightNormsState",
     # schedules
+    "Scalar",
+    "ScalarOrFunction",
+    "ScalarOrSchedule",
     "Schedule",
     "constant",
     "cosine",

@@ -1,9 +1,9 @@
 """Arguments: those of plain types are checked, and several that belong together may be given as one value.
 
-An annotation says which of bool, int, float and str an argument may be. Python does not look, and so ``nesterov="no"``
-would count as true and ``steps=True`` as 1: here these are errors. Only these four types are looked at, and only where
-the whole annotation is understood: a union with an unknown name in it may mean anything and is left to whoever reads
-the argument.
+An annotation says which of bool, int, float and str an argument may be, or which few strings (``Literal``). Python
+does not look, and so ``nesterov="no"`` would count as true and ``steps=True`` as 1: here these are errors. Only these
+types are looked at, and only where the whole annotation is understood: a union with an unknown name in it may mean
+anything and is left to whoever reads the argument. Aliases are understood where the function's module has them.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ParamSpec, Self, TypeVar
+from types import UnionType
+from typing import Any, Literal, ParamSpec, Self, TypeVar, Union, get_args, get_origin
 
 from torch import Tensor
 
@@ -23,6 +25,9 @@ __all__ = [
     "check_plain",
     "did_you_mean",
     "expand_options",
+    "floats_of",
+    "kinds_of",
+    "numbers_of_schedules",
     "options_of",
     "plain_arguments",
     "plain_kinds",
@@ -35,18 +40,81 @@ _PLAIN = {"bool": "True or False", "int": "an int", "float": "a number or a 0-d 
 # No plain value is any of these.
 _OTHERS = frozenset({"None", "Tensor", "torch.Tensor", "torch.dtype", "torch.device", "Schedule", "Predicate"})
 _GENERIC = ("tuple[", "list[", "dict[", "Mapping[", "Sequence[", "Callable[")
+_SHORT = {"NoneType": "None", "torch.Tensor": "Tensor"}
+# The aliases that say what a number may be: understood by name too, where a function has imported them itself.
+_ALIASES = {
+    "Scalar": frozenset({"float", "Tensor"}),
+    "ScalarOrSchedule": frozenset({"float", "Tensor", "Schedule"}),
+    "ScalarOrFunction": frozenset({"float", "Tensor", "Schedule", "Callable[[Tensor], Tensor]"}),
+}
 
 
-def plain_kinds(annotation: object) -> frozenset[str]:
+def plain_kinds(annotation: object, names: Mapping[str, object] | None = None) -> frozenset[str]:
     """The members of a union, where all are understood and one is a plain type; else the empty set: nothing to check.
+
+    Args:
+        annotation: a type, or the text of one.
+        names: the globals in which a text was written, for the aliases in it.
 
     >>> sorted(plain_kinds("float | Schedule | Callable[[Tensor], Tensor]")), plain_kinds("PyTree | bool")
     (['Callable[[Tensor], Tensor]', 'Schedule', 'float'], frozenset())
+    >>> sorted(plain_kinds("Method | None", {"Method": Literal["auto", "gram"]}))
+    ["'auto'", "'gram'", 'None']
     """
-    text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", None) or str(annotation)
-    members = _members(text)
-    known = all(m in _PLAIN or m in _OTHERS or m.startswith(_GENERIC) for m in members)
-    return frozenset(members) if known and not members.isdisjoint(_PLAIN) else frozenset()
+    members = _expand(annotation, names or {})
+    known = all(m in _PLAIN or m in _OTHERS or m.startswith(_GENERIC) or _is_literal(m) for m in members)
+    return frozenset(members) if known and any(m in _PLAIN or _is_literal(m) for m in members) else frozenset()
+
+
+def _is_literal(member: str) -> bool:
+    return member.startswith(("'", '"'))
+
+
+def _expand(annotation: object, names: Mapping[str, object]) -> set[str]:
+    """The members of a union as text, with aliases replaced by what they stand for."""
+    if isinstance(annotation, str):
+        found = set[str]()
+        for member in _members(annotation):
+            found |= _expand_name(member, names)
+        return found
+    origin = get_origin(annotation)
+    if origin in (Union, UnionType):
+        return set[str]().union(*(_expand(member, names) for member in get_args(annotation)))
+    if origin is Literal:
+        return {repr(value) for value in get_args(annotation)}
+    if origin is None and isinstance(annotation, type):
+        text = annotation.__qualname__
+        return {_SHORT.get(text, text)}
+    text = str(annotation)
+    return {text.removeprefix("collections.abc.").removeprefix("typing.")}
+
+
+def _expand_name(member: str, names: Mapping[str, object]) -> set[str]:
+    if member in _PLAIN or member in _OTHERS or member.startswith(_GENERIC):
+        return {_SHORT.get(member, member)}
+    if member.startswith("Literal[") and member.endswith("]"):
+        return {repr(part.strip().strip("\"'")) for part in member[len("Literal[") : -1].split(",")}
+    first, *rest = member.split(".")
+    meant = names.get(first)
+    for attribute in rest:
+        meant = getattr(meant, attribute, None)
+    if get_origin(meant) in (Union, UnionType, Literal):
+        return _expand(meant, names)
+    return set(_ALIASES.get((rest or [first])[-1], {member}))
+
+
+def numbers_of_schedules(kinds: frozenset[str]) -> frozenset[str]:
+    """The kinds of an argument for which numbers stand where schedules are given, as in `ScalarOrSchedule`.
+
+    Who says ``float | Schedule`` and no more, or takes functions too, looks at the schedule itself.
+
+    >>> sorted(numbers_of_schedules(frozenset({"float", "Tensor", "Schedule", "None"})))
+    ['None', 'float']
+    >>> sorted(numbers_of_schedules(frozenset({"float", "Schedule"})))
+    ['Schedule', 'float']
+    """
+    is_alias = _ALIASES["ScalarOrSchedule"] <= kinds <= _ALIASES["ScalarOrSchedule"] | {"None"}
+    return kinds - {"Tensor", "Schedule"} if is_alias else kinds
 
 
 def _members(text: str) -> set[str]:
@@ -73,12 +141,15 @@ def check_plain(owner: str, name: str, value: object, kinds: frozenset[str]) -> 
     """
     if not kinds or _is_one_of(value, kinds):
         return
-    said = [words for kind, words in _PLAIN.items() if kind in kinds]
-    said += sorted(kind for kind in kinds if kind not in _PLAIN)
-    advice = ""
+    choices = [kind for kind in kinds if _is_literal(kind)]
+    said = sorted(kind.replace("'", '"') for kind in choices)
+    said += [words for kind, words in _PLAIN.items() if kind in kinds]
+    said += sorted(kinds - _PLAIN.keys() - set(choices) - ({"Tensor"} if "float" in kinds else set()))
+    wrong = ValueError if choices and isinstance(value, str) else TypeError
+    advice = did_you_mean(value, [choice[1:-1] for choice in choices]) if isinstance(value, str) else ""
     if "float" in kinds and callable(value):
         advice = "; a function of the step count becomes a schedule, which stands for a number, by mfx.schedule"
-    raise TypeError(f"{owner}: {name} must be {' or '.join(said)}, found {value!r}{advice}")
+    raise wrong(f"{owner}: {name} must be {' or '.join(said)}, found {value!r}{advice}")
 
 
 def _is_one_of(value: object, kinds: frozenset[str]) -> bool:
@@ -89,14 +160,15 @@ def _is_one_of(value: object, kinds: frozenset[str]) -> bool:
     if isinstance(value, float):
         return "float" in kinds
     if isinstance(value, str):
-        return "str" in kinds
+        return "str" in kinds or repr(value) in kinds
     if value is None:
         return "None" in kinds
     if isinstance(value, Tensor):
         return bool(kinds & {"float", "Tensor", "torch.Tensor"})
     if type(value) is object or type(value).__module__.startswith("torch"):
         return True  # the placeholder that a pytree library puts in a leaf's place, a symbolic number, a dtype
-    return not kinds <= {*_PLAIN, "None"}  # a schedule, a tuple, ...: whoever reads the argument looks closer
+    # a schedule, a tuple, ...: whoever reads the argument looks closer
+    return any(kind not in _PLAIN and kind != "None" and not _is_literal(kind) for kind in kinds)
 
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:
@@ -249,7 +321,8 @@ def plain_arguments(function: Callable[P, T]) -> Callable[P, T]:
     TypeError: f: loud must be True or False, found 1
     """
     signature = inspect.signature(function)
-    kinds, options = kinds_of(signature.parameters), options_of(signature.parameters)
+    kinds = kinds_of(signature.parameters, function)
+    options = options_of(signature.parameters)
     owner = function.__qualname__.removesuffix(".__init__")
 
     @functools.wraps(function)
@@ -262,18 +335,47 @@ def plain_arguments(function: Callable[P, T]) -> Callable[P, T]:
     return checked
 
 
-def kinds_of(parameters: Mapping[str, inspect.Parameter]) -> dict[str, frozenset[str]]:
+def _names_in_reach(function: Callable[..., object] | None) -> Mapping[str, object]:
+    """The globals in which a function's annotations, or those of a class, were written."""
+    if function is None:
+        return {}
+    inner = inspect.unwrap(function)
+    return getattr(inner, "__globals__", None) or getattr(sys.modules.get(inner.__module__), "__dict__", {})
+
+
+def floats_of(parameters: Mapping[str, inspect.Parameter], function: Callable[..., object]) -> frozenset[str]:
+    """Find the parameters whose annotation says float, if only beside what is not understood.
+
+    >>> def f(a: Scalar, b: int, *, c: Unknown | float = 0.0): ...
+    >>> sorted(floats_of(inspect.signature(f).parameters, f))
+    ['a', 'c']
+    """
+    names = _names_in_reach(function)
+    said = {name: own.annotation for name, own in parameters.items() if own.annotation is not own.empty}
+    return frozenset(name for name, own in said.items() if any("float" in kind for kind in _expand(own, names)))
+
+
+def kinds_of(
+    parameters: Mapping[str, inspect.Parameter], function: Callable[..., object] | None = None
+) -> dict[str, frozenset[str]]:
     """Find `plain_kinds` of each parameter; none for one that takes many, or whose default is of another type.
+
+    Args:
+        parameters: of a function.
+        function: itself, whose module has the aliases.
 
     >>> def f(a: int, *rest: int, b: float = None): ...
     >>> kinds_of(inspect.signature(f).parameters)
     {'a': frozenset({'int'}), 'rest': frozenset(), 'b': frozenset()}
     """
+    names = _names_in_reach(function)
     found: dict[str, frozenset[str]] = {}
     for name, parameter in parameters.items():
         many = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         kinds = (
-            frozenset[str]() if many or parameter.annotation is parameter.empty else plain_kinds(parameter.annotation)
+            frozenset[str]()
+            if many or parameter.annotation is parameter.empty
+            else plain_kinds(parameter.annotation, names)
         )
         fits = parameter.default is parameter.empty or _is_one_of(parameter.default, kinds)
         found[name] = kinds if fits else frozenset()

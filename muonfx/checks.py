@@ -11,7 +11,7 @@ import math
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -57,8 +57,8 @@ def _number(name: str, value: object) -> float | None:
     return float(value)
 
 
-def finite(name: str, value: object) -> None:
-    """Require a number that is neither NaN nor infinite.
+def finite(name: str, value: object) -> float:
+    """Require a number that is neither NaN nor infinite, and return it.
 
     >>> finite("factor", float("nan"))
     Traceback (most recent call last):
@@ -67,10 +67,11 @@ def finite(name: str, value: object) -> None:
     number = _number(name, value)
     if number is not None and not math.isfinite(number):
         raise ValueError(f"{name} must be finite, found {value!r}")
+    return cast("float", value)
 
 
-def at_least(name: str, value: object, low: float) -> None:
-    """Require a finite number not below a bound.
+def at_least(name: str, value: object, low: float) -> float:
+    """Require a finite number not below a bound, and return it.
 
     >>> at_least("learning_rate", -0.1, 0.0)
     Traceback (most recent call last):
@@ -80,10 +81,11 @@ def at_least(name: str, value: object, low: float) -> None:
     number = _number(name, value)
     if number is not None and number < low:
         raise ValueError(f"{name} must be at least {low:g}, found {value!r}")
+    return cast("float", value)
 
 
-def in_unit_interval(name: str, value: object) -> None:
-    """Require a number in [0, 1).
+def in_unit_interval(name: str, value: object) -> float:
+    """Require a number in [0, 1), and return it.
 
     >>> in_unit_interval("decay", 1.0)
     Traceback (most recent call last):
@@ -93,10 +95,11 @@ def in_unit_interval(name: str, value: object) -> None:
     number = _number(name, value)
     if number is not None and not 0.0 <= number < 1.0:
         raise ValueError(f"{name} must be in [0, 1), found {value!r}")
+    return cast("float", value)
 
 
-def positive(name: str, value: object) -> None:
-    """Require a finite number above 0.
+def positive(name: str, value: object) -> float:
+    """Require a finite number above 0, and return it.
 
     >>> positive("limit", 0.0)
     Traceback (most recent call last):
@@ -105,6 +108,7 @@ def positive(name: str, value: object) -> None:
     at_least(name, value, 0.0)
     if _number(name, value) == 0.0:
         raise ValueError(f"{name} must be above 0, found {value!r}")
+    return cast("float", value)
 
 
 def positive_int(name: str, value: object) -> None:

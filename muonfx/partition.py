@@ -210,10 +210,9 @@ def _resolve_masked(tx: Transform, params: PyTree) -> Transform:
     remembers=True,
 )
 def partition(
+    _memory: dict[Any, Any],
     transforms: dict[str, Transform],
     labels: PyTree | Mapping[str, str | None] | Callable[[PyTree], PyTree],
-    *,
-    _memory: dict[Any, Any],
 ):
     """Apply to each parameter the transform that its label names.
 
@@ -295,10 +294,9 @@ def partition(
     remembers=True,
 )
 def masked(
+    _memory: dict[Any, Any],
     inner: Transform,
     mask: PyTree | Mapping[str, bool] | Predicate | Callable[[PyTree], PyTree],
-    *,
-    _memory: dict[Any, Any],
 ):
     """Apply a transform to some parameters and pass the updates of the others on unchanged.
 

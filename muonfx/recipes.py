@@ -12,7 +12,7 @@ from muonfx import polar
 from muonfx.arguments import plain_arguments
 from muonfx.core import Transform, chain
 from muonfx.partition import partition
-from muonfx.schedules import Schedule
+from muonfx.schedules import ScalarOrFunction, ScalarOrSchedule
 from muonfx.select import Labels, Predicate, default_labels
 from muonfx.transforms import (
     AttentionHeads,
@@ -33,18 +33,17 @@ from muonfx.tree import PyTree
 
 __all__ = ["adamw", "lion", "muon", "muon_with_adamw", "muonclip", "normuon", "prodigy"]
 
-Rate = float | Schedule | Callable[[Tensor], Tensor]
 Mask = PyTree | Mapping[str, bool] | Predicate | Callable[[PyTree], PyTree] | None
 CoefficientsLike = str | polar.Coefficients | tuple[tuple[float, ...], ...] | Tensor
 
 
 @plain_arguments
 def muon(
-    learning_rate: Rate = 2e-3,
+    learning_rate: ScalarOrFunction = 2e-3,
     *,
-    decay: float | Schedule = 0.95,
+    decay: ScalarOrSchedule = 0.95,
     nesterov: bool = True,
-    weight_decay: float | Schedule = 0.0,
+    weight_decay: ScalarOrSchedule = 0.0,
     coefficients: CoefficientsLike = "polar_express_5",
     steps: int | None = None,
     method: str = "auto",
@@ -93,11 +92,11 @@ def muon(
 
 @plain_arguments
 def normuon(
-    learning_rate: Rate = 2e-3,
+    learning_rate: ScalarOrFunction = 2e-3,
     *,
-    decay: float | Schedule = 0.95,
-    neuron_decay: float | Schedule = 0.95,
-    weight_decay: float | Schedule = 0.0,
+    decay: ScalarOrSchedule = 0.95,
+    neuron_decay: ScalarOrSchedule = 0.95,
+    weight_decay: ScalarOrSchedule = 0.0,
     coefficients: CoefficientsLike = "polar_express_5",
     method: str = "auto",
     dtype: torch.dtype | str = "auto",
@@ -140,13 +139,13 @@ def normuon(
 
 @plain_arguments
 def adamw(
-    learning_rate: Rate = 1e-3,
+    learning_rate: ScalarOrFunction = 1e-3,
     *,
-    b1: float | Schedule = 0.9,
-    b2: float | Schedule = 0.999,
-    eps: float | Schedule = 1e-8,
+    b1: ScalarOrSchedule = 0.9,
+    b2: ScalarOrSchedule = 0.999,
+    eps: ScalarOrSchedule = 1e-8,
     nesterov: bool = False,
-    weight_decay: float | Schedule = 1e-2,
+    weight_decay: ScalarOrSchedule = 1e-2,
     mask: Mask = None,
 ) -> Transform:
     """AdamW, equal to ``torch.optim.AdamW``.
@@ -172,11 +171,11 @@ def adamw(
 
 @plain_arguments
 def lion(
-    learning_rate: Rate = 1e-4,
+    learning_rate: ScalarOrFunction = 1e-4,
     *,
-    b1: float | Schedule = 0.9,
-    b2: float | Schedule = 0.99,
-    weight_decay: float | Schedule = 0.0,
+    b1: ScalarOrSchedule = 0.9,
+    b2: ScalarOrSchedule = 0.99,
+    weight_decay: ScalarOrSchedule = 0.0,
     mask: Mask = None,
 ) -> Transform:
     """Lion: signs of an interpolated momentum, with decoupled weight decay.
@@ -198,14 +197,14 @@ def lion(
 
 @plain_arguments
 def prodigy(
-    learning_rate: Rate = 1.0,
+    learning_rate: ScalarOrFunction = 1.0,
     *,
-    b1: float = 0.9,
-    b2: float = 0.999,
-    eps: float = 1e-8,
-    estim_lr0: float = 1e-6,
-    estim_lr_coef: float = 1.0,
-    weight_decay: float = 0.0,
+    b1: ScalarOrSchedule = 0.9,
+    b2: ScalarOrSchedule = 0.999,
+    eps: ScalarOrSchedule = 1e-8,
+    estim_lr0: ScalarOrSchedule = 1e-6,
+    estim_lr_coef: ScalarOrSchedule = 1.0,
+    weight_decay: ScalarOrSchedule = 0.0,
     safeguard_warmup: bool = False,
 ) -> Transform:
     """Prodigy: AdamW with a learning rate that it estimates on the way.
@@ -240,14 +239,14 @@ def prodigy(
 
 @plain_arguments
 def muon_with_adamw(
-    learning_rate: Rate = 2e-3,
-    adamw_learning_rate: Rate | None = None,
+    learning_rate: ScalarOrFunction = 2e-3,
+    adamw_learning_rate: ScalarOrFunction | None = None,
     *,
-    weight_decay: float | Schedule = 0.1,
-    adamw_weight_decay: float | Schedule = 0.1,
-    decay: float | Schedule = 0.95,
-    b1: float | Schedule = 0.9,
-    b2: float | Schedule = 0.95,
+    weight_decay: ScalarOrSchedule = 0.1,
+    adamw_weight_decay: ScalarOrSchedule = 0.1,
+    decay: ScalarOrSchedule = 0.95,
+    b1: ScalarOrSchedule = 0.9,
+    b2: ScalarOrSchedule = 0.95,
     adamw_nesterov: bool = False,
     rule: str = "match_rms_adamw",
     coefficients: CoefficientsLike = "polar_express_5",
@@ -321,16 +320,16 @@ def muon_with_adamw(
 @plain_arguments
 def muonclip(
     heads: AttentionHeads | tuple[AttentionHeads, ...],
-    learning_rate: Rate = 2e-3,
-    adamw_learning_rate: Rate | None = None,
+    learning_rate: ScalarOrFunction = 2e-3,
+    adamw_learning_rate: ScalarOrFunction | None = None,
     *,
-    tau: float = 100.0,
-    alpha: float = 0.5,
-    weight_decay: float = 0.1,
-    adamw_weight_decay: float = 0.1,
-    decay: float = 0.95,
-    b1: float = 0.9,
-    b2: float = 0.95,
+    tau: ScalarOrSchedule = 100.0,
+    alpha: ScalarOrSchedule = 0.5,
+    weight_decay: ScalarOrSchedule = 0.1,
+    adamw_weight_decay: ScalarOrSchedule = 0.1,
+    decay: ScalarOrSchedule = 0.95,
+    b1: ScalarOrSchedule = 0.9,
+    b2: ScalarOrSchedule = 0.95,
     rule: str = "match_rms_adamw",
     newton_schulz: polar.NewtonSchulz = polar.NewtonSchulz(),
     view: MatrixView = MatrixView(),

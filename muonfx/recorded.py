@@ -28,7 +28,17 @@ import torch.utils._pytree as torch_pytree
 from optree import PyTreeSpec
 from torch import Tensor
 
-from muonfx.arguments import Options, bind, check_plain, did_you_mean, expand_options, kinds_of, options_of
+from muonfx.arguments import (
+    Options,
+    bind,
+    check_plain,
+    did_you_mean,
+    expand_options,
+    floats_of,
+    kinds_of,
+    numbers_of_schedules,
+    options_of,
+)
 from muonfx.identity import public_name, text_of
 from muonfx.tree import NAMESPACE
 
@@ -137,6 +147,8 @@ class Definition:
     """Name and kind of each parameter, in a form that can be traced."""
     plain: Mapping[str, frozenset[str]]
     """By parameter, the plain types that its annotation asks for."""
+    floats: frozenset[str]
+    """The parameters whose annotation says float, where an int is made one."""
     name: str | None
     """The public name, if one was declared."""
     former_defaults: Mapping[str, object]
@@ -165,10 +177,10 @@ class Factory(Protocol):
         ...
 
 
-def _as_float(parameter: inspect.Parameter, value: Any) -> object:
+def _as_float(definition: Definition, name: str, value: Any) -> object:
     """An int as a float, where the annotation says float."""
     is_int = isinstance(value, int) and not isinstance(value, bool)
-    return float(value) if is_int and "float" in str(parameter.annotation) else value
+    return float(value) if is_int and name in definition.floats else value
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,7 +237,7 @@ class Recorded:
             kinds = definition.plain[name]
             if not ("float" in kinds and cls.stands_for_a_number(factory, value)):
                 check_plain(factory.__name__, name, value, kinds)
-            skeleton[name] = _split(_as_float(parameters[name], value), parts, top=True)
+            skeleton[name] = _split(_as_float(definition, name, value), parts, top=True)
         if (depth := _depth(parts)) > MAX_DEPTH:
             raise ValueError(
                 f"{factory.__name__}: {depth} values one within another, at most {MAX_DEPTH} may be: "
@@ -300,9 +312,10 @@ class Recorded:
     def _build_for(self, arguments: Mapping[str, Any]) -> Any:
         definition = self.factory.definition
         further: dict[str, object] = {name: kind.take(name, arguments) for name, kind in definition.options.items()}
+        constructor = definition.constructor
         if definition.remembers:
-            further["_memory"] = self.structure.memory
-        return self._call(definition.constructor, arguments, **further)
+            constructor = functools.partial(constructor, self.structure.memory)
+        return self._call(constructor, arguments, **further)
 
     @property
     def built(self) -> Any:
@@ -436,7 +449,7 @@ def make_factory(
     factory = cast("Factory", call)
     parameters = dict(inspect.signature(constructor).parameters)
     if remembers:
-        del parameters["_memory"]
+        del parameters[next(iter(parameters))]
         factory.__signature__ = inspect.Signature(list(parameters.values()))
     options = options_of(parameters)
     for argument, option in options.items():
@@ -454,7 +467,8 @@ def make_factory(
         parameters,
         options,
         tuple((argument, parameter.kind.name) for argument, parameter in parameters.items()),
-        kinds_of(parameters),
+        {argument: numbers_of_schedules(kinds) for argument, kinds in kinds_of(parameters, constructor).items()},
+        floats_of(parameters, constructor),
         name,
         former,
         remembers,
@@ -620,7 +634,7 @@ def told_arguments(value: Recorded) -> dict[str, str]:
     return {
         name: text
         for name, text in written.items()
-        if text != _default_text(definition.parameters[name]) and not (name in former and text == text_of(former[name]))
+        if text != _default_text(definition, name) and not (name in former and text == text_of(former[name]))
     }
 
 
@@ -634,8 +648,9 @@ def _text(skeleton: object, parts: Iterator[object]) -> str:
 _NUMBER = "*"
 
 
-def _default_text(parameter: inspect.Parameter) -> str:
+def _default_text(definition: Definition, name: str) -> str:
     """The text of an argument that need not be told: that of its default, or for one without, of any number."""
+    parameter = definition.parameters[name]
     if parameter.kind is parameter.VAR_POSITIONAL:
         return "()"
     if parameter.kind is parameter.VAR_KEYWORD:
@@ -643,5 +658,5 @@ def _default_text(parameter: inspect.Parameter) -> str:
     if parameter.default is parameter.empty:
         return _NUMBER
     parts: list[object] = []
-    skeleton = _split(_as_float(parameter, parameter.default), parts, top=True)
+    skeleton = _split(_as_float(definition, name, parameter.default), parts, top=True)
     return _text(skeleton, iter(parts))

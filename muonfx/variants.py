@@ -9,7 +9,8 @@ from muonfx import polar
 from muonfx.arguments import plain_arguments
 from muonfx.core import Transform, add_updates, chain
 from muonfx.partition import masked, partition
-from muonfx.recipes import Mask, Rate
+from muonfx.recipes import Mask
+from muonfx.schedules import ScalarOrFunction, ScalarOrSchedule
 from muonfx.select import default_labels, ndim
 from muonfx.transforms import (
     add_decayed_weights,
@@ -40,12 +41,12 @@ Norms = Mapping[str, tuple[str, float]]
 
 @plain_arguments
 def scion(
-    learning_rate: Rate = 2.0**-12,
+    learning_rate: ScalarOrFunction = 2.0**-12,
     *,
     norms: Norms | None = None,
-    decay: float = 0.9,
+    decay: ScalarOrSchedule = 0.9,
     constrained: bool = True,
-    vector_radius: float = 1.0,
+    vector_radius: ScalarOrSchedule = 1.0,
     newton_schulz: polar.NewtonSchulz = polar.NewtonSchulz(),
     view: MatrixView = MatrixView(),
     labels: Any = default_labels,
@@ -110,13 +111,13 @@ def scion(
 
 @plain_arguments
 def adamuon(
-    learning_rate: Rate = 2e-3,
+    learning_rate: ScalarOrFunction = 2e-3,
     *,
-    decay: float = 0.95,
-    second_decay: float = 0.95,
-    eps: float = 1e-8,
+    decay: ScalarOrSchedule = 0.95,
+    second_decay: ScalarOrSchedule = 0.95,
+    eps: ScalarOrSchedule = 1e-8,
     nesterov: bool = True,
-    weight_decay: float = 0.0,
+    weight_decay: ScalarOrSchedule = 0.0,
     newton_schulz: polar.NewtonSchulz = polar.NewtonSchulz(),
     view: MatrixView = MatrixView(),
     mask: Mask = None,
@@ -154,11 +155,11 @@ def adamuon(
 
 @plain_arguments
 def polargrad(
-    learning_rate: Rate = 1e-3,
+    learning_rate: ScalarOrFunction = 1e-3,
     *,
-    decay: float = 0.95,
+    decay: ScalarOrSchedule = 0.95,
     nesterov: bool = False,
-    weight_decay: float = 0.0,
+    weight_decay: ScalarOrSchedule = 0.0,
     newton_schulz: polar.NewtonSchulz = polar.NewtonSchulz(),
     view: MatrixView = MatrixView(),
     mask: Mask = None,
@@ -189,12 +190,12 @@ def polargrad(
 
 @plain_arguments
 def namo(
-    learning_rate: Rate = 2e-3,
+    learning_rate: ScalarOrFunction = 2e-3,
     *,
-    b1: float = 0.95,
-    b2: float = 0.99,
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
+    b1: ScalarOrSchedule = 0.95,
+    b2: ScalarOrSchedule = 0.99,
+    eps: ScalarOrSchedule = 1e-8,
+    weight_decay: ScalarOrSchedule = 0.0,
     rule: str = "match_rms_adamw",
     newton_schulz: polar.NewtonSchulz = polar.NewtonSchulz(),
     view: MatrixView = MatrixView(),
@@ -228,13 +229,13 @@ def namo(
 
 @plain_arguments
 def musgd(
-    learning_rate: Rate = 1e-3,
+    learning_rate: ScalarOrFunction = 1e-3,
     *,
-    muon: float = 0.5,
-    sgd: float = 0.5,
-    decay: float = 0.95,
+    muon: ScalarOrSchedule = 0.5,
+    sgd: ScalarOrSchedule = 0.5,
+    decay: ScalarOrSchedule = 0.95,
     nesterov: bool = True,
-    weight_decay: float = 0.0,
+    weight_decay: ScalarOrSchedule = 0.0,
     rule: str = "original",
     newton_schulz: polar.NewtonSchulz = polar.NewtonSchulz(),
     view: MatrixView = MatrixView(),
@@ -274,9 +275,9 @@ def musgd(
 
 @plain_arguments
 def muon_hyperball(
-    learning_rate: Rate = 1e-2,
+    learning_rate: ScalarOrFunction = 1e-2,
     *,
-    decay: float = 0.95,
+    decay: ScalarOrSchedule = 0.95,
     nesterov: bool = True,
     newton_schulz: polar.NewtonSchulz = polar.NewtonSchulz(),
     view: MatrixView = MatrixView(),
@@ -307,11 +308,11 @@ def muon_hyperball(
 
 @plain_arguments
 def dion(
-    learning_rate: Rate = 1e-2,
+    learning_rate: ScalarOrFunction = 1e-2,
     *,
     rank: int = 768,
-    decay: float = 0.95,
-    weight_decay: float = 0.01,
+    decay: ScalarOrSchedule = 0.95,
+    weight_decay: ScalarOrSchedule = 0.01,
     dims: Dims | Mapping[str, Dims] | None = None,
     mask: Mask = None,
 ) -> Transform:
@@ -340,11 +341,11 @@ def dion(
 
 @plain_arguments
 def dion2(
-    learning_rate: Rate = 1e-2,
+    learning_rate: ScalarOrFunction = 1e-2,
     *,
     one_in: int = 4,
-    decay: float = 0.95,
-    weight_decay: float = 0.01,
+    decay: ScalarOrSchedule = 0.95,
+    weight_decay: ScalarOrSchedule = 0.01,
     rule: str = "spectral",
     newton_schulz: polar.NewtonSchulz = polar.NewtonSchulz(),
     view: MatrixView = MatrixView(),

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 
 import muonfx as mfx
 from muonfx import compact, schedules, select, sharding
-from muonfx.arguments import plain_kinds
+from muonfx.arguments import kinds_of, plain_kinds
 
 WRONG = {
     "bool": ("no", "", 1, 0, None, torch.tensor(True)),
@@ -69,9 +69,14 @@ NOT_ASKED = {
     mfx.transform,  # below
     mfx.leafwise,  # passes its name on to transform
     mfx.Leaf,  # made by us, and not from what was typed
+    mfx.Summary,  # the same
     schedules.schedule,  # a decorator, which looks at its name where it is used
     mfx.as_tensors,  # a device, which torch reads: an int is one too
     sharding.plan_for,
+    mfx.MatrixView,  # its tests look at blocks and axes, which are ints or containers of them
+    select.View,
+    mfx.default_labels,  # labels are looked up by who has transforms for them
+    select.default_labels_by_name,
     select.ParamInfo,  # made by us, and not from what was typed
     sharding.Layout,
     sharding.Plan,
@@ -89,6 +94,14 @@ def public() -> Iterator[Callable[..., Any]]:
                 yield value
 
 
+def kinds_of_one(function: Callable[..., Any], parameter: inspect.Parameter) -> frozenset[str]:
+    return kinds_of({parameter.name: parameter}, function)[parameter.name]
+
+
+def choices_of(kinds: frozenset[str]) -> list[str]:
+    return sorted(kind[1:-1] for kind in kinds if kind.startswith("'"))
+
+
 def plain_parameters() -> list[Any]:
     found = []
     for function in public():
@@ -97,8 +110,11 @@ def plain_parameters() -> list[Any]:
         except ValueError:  # a class of torch's
             continue
         for parameter in parameters:
-            kinds = plain_kinds(parameter.annotation) & WRONG.keys()
-            if kinds and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            kinds = kinds_of_one(function, parameter)
+            if (kinds & WRONG.keys() or choices_of(kinds)) and parameter.kind not in (
+                parameter.VAR_POSITIONAL,
+                parameter.VAR_KEYWORD,
+            ):
                 found.append(pytest.param(function, parameter, id=f"{function.__name__}-{parameter.name}"))
     return found
 
@@ -122,7 +138,7 @@ def test_there_are_many_such_parameters_and_each_function_can_be_called():
 
 @pytest.mark.parametrize(("function", "parameter"), plain_parameters())
 def test_an_argument_of_another_plain_type_is_a_type_error_that_names_it(function: Any, parameter: inspect.Parameter):
-    kinds = plain_kinds(parameter.annotation)
+    kinds = kinds_of_one(function, parameter)
     wrong = [value for kind in sorted(kinds & WRONG.keys()) for value in WRONG[kind]]
     for value in wrong:
         fits = {
@@ -132,7 +148,8 @@ def test_an_argument_of_another_plain_type_is_a_type_error_that_names_it(functio
         } & kinds
         if fits or (isinstance(value, int) and not isinstance(value, bool) and "float" in kinds):
             continue
-        with pytest.raises(TypeError, match=parameter.name):
+        is_choice = isinstance(value, str) and choices_of(kinds)
+        with pytest.raises(ValueError if is_choice else TypeError, match=parameter.name):
             call(function, parameter.name, value)
 
 
@@ -169,7 +186,7 @@ def test_a_misspelt_argument_and_one_too_many_are_told_of_with_the_functions_nam
 
 @pytest.mark.parametrize(("function", "parameter"), plain_parameters())
 def test_a_number_that_is_not_finite_is_an_error(function: Any, parameter: inspect.Parameter):
-    if "float" not in plain_kinds(parameter.annotation):
+    if "float" not in kinds_of_one(function, parameter):
         return
     for value in (float("nan"), float("inf"), float("-inf")):
         with pytest.raises(ValueError, match=r"must be (finite|above)"):
@@ -227,6 +244,11 @@ def test_a_declared_function_that_returns_no_locality_is_refused():
         ("int | None", {"int", "None"}),
         ("float | Callable[[int | str], Tensor]", {"float", "Callable[[int | str], Tensor]"}),
         ("Dims | None", set()),
+        ("mfx.ScalarOrSchedule | None", {"float", "Tensor", "Schedule", "None"}),
+        (mfx.ScalarOrSchedule, {"float", "Tensor", "Schedule"}),
+        (mfx.ScalarOrSchedule | None, {"float", "Tensor", "Schedule", "None"}),
+        (Literal["a", "b"] | None, {"'a'", "'b'", "None"}),
+        ('Literal["a", "b"] | float', {"'a'", "'b'", "float"}),
         ("Any", set()),
         ("tuple[int, ...]", set()),
     ],

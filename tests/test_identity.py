@@ -37,7 +37,7 @@ def momentum_like(*, module: str, name: str = "averaged", declared: str | None =
         dtype: Any = torch.float32,
         *,
         warm: bool = False,
-        rate: float | mfx.Schedule = 1.0,
+        rate: float | mfx.Schedule | None = 1.0,
         inner: Any = SCALED,
     ):
         return mfx.momentum(decay, nesterov=nesterov, dtype=dtype).functions

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Concatenate, Literal, ParamSpec, overload
 
 import torch
 
@@ -12,13 +12,80 @@ from muonfx.core.contract import Declaration, InStore, Locality, Transform
 from muonfx.recorded import make_factory
 from muonfx.tree import PyTree
 
-__all__ = ["transform"]
+__all__ = ["InitAndUpdate", "transform"]
 
-Constructor = Callable[..., tuple[Callable[..., Any], Callable[..., Any]]]
+P = ParamSpec("P")
+
+InitAndUpdate = tuple[Callable[[PyTree], PyTree], Callable[..., tuple[PyTree, PyTree]]]
+"""The pair of functions ``init, update`` that a function under `transform` returns."""
+
+
+@overload
+def transform(constructor: Callable[P, InitAndUpdate], /) -> Callable[P, Transform]: ...
+
+
+@overload
+def transform(
+    *,
+    name: str | None = None,
+    locality: Locality | Callable[..., Locality] = Locality.TREE,
+    own_locality: Locality | None = None,
+    rest: Literal["dropped", "unchanged"] | None = None,
+    reads_params: bool | Callable[..., bool] = True,
+    resolve: Callable[[Any, PyTree], Transform] | None = None,
+    rounds_to: Callable[[Any, torch.dtype, torch.device], torch.dtype] | None = None,
+    with_compute_dtype: Callable[[Any, torch.dtype], Transform] | None = None,
+    on_stacks: Callable[[Any, Mapping[str, tuple[int, ...]]], tuple[Transform, dict[str, tuple[int, int]]]]
+    | None = None,
+    name_patterns: Callable[[Any], Iterable[NamePatterns]] | None = None,
+    check_extras: Callable[[Any, Mapping[str, Any]], None] | None = None,
+    turns_downhill: bool | Callable[..., bool] = False,
+    wants_uphill: bool | Literal["or_refuses"] = False,
+    wants_downhill: bool = False,
+    former_defaults: Mapping[str, Any] | None = None,
+    remembers: Literal[False] = False,
+    part_names: Callable[[Any], Sequence[str]] | None = None,
+    many_of_one: bool = False,
+    in_sequence: bool = False,
+    transparent: bool = False,
+    in_store: InStore | None = None,
+    short_names: Mapping[str, str | tuple[str, ...]] | None = None,
+    numbers_in_state: bool = False,
+) -> Callable[[Callable[P, InitAndUpdate]], Callable[P, Transform]]: ...
+
+
+@overload
+def transform(
+    *,
+    name: str | None = None,
+    locality: Locality | Callable[..., Locality] = Locality.TREE,
+    own_locality: Locality | None = None,
+    rest: Literal["dropped", "unchanged"] | None = None,
+    reads_params: bool | Callable[..., bool] = True,
+    resolve: Callable[[Any, PyTree], Transform] | None = None,
+    rounds_to: Callable[[Any, torch.dtype, torch.device], torch.dtype] | None = None,
+    with_compute_dtype: Callable[[Any, torch.dtype], Transform] | None = None,
+    on_stacks: Callable[[Any, Mapping[str, tuple[int, ...]]], tuple[Transform, dict[str, tuple[int, int]]]]
+    | None = None,
+    name_patterns: Callable[[Any], Iterable[NamePatterns]] | None = None,
+    check_extras: Callable[[Any, Mapping[str, Any]], None] | None = None,
+    turns_downhill: bool | Callable[..., bool] = False,
+    wants_uphill: bool | Literal["or_refuses"] = False,
+    wants_downhill: bool = False,
+    former_defaults: Mapping[str, Any] | None = None,
+    remembers: Literal[True],
+    part_names: Callable[[Any], Sequence[str]] | None = None,
+    many_of_one: bool = False,
+    in_sequence: bool = False,
+    transparent: bool = False,
+    in_store: InStore | None = None,
+    short_names: Mapping[str, str | tuple[str, ...]] | None = None,
+    numbers_in_state: bool = False,
+) -> Callable[[Callable[Concatenate[dict[Any, Any], P], InitAndUpdate]], Callable[P, Transform]]: ...
 
 
 def transform(
-    constructor: Constructor | None = None,
+    constructor: Callable[..., InitAndUpdate] | None = None,
     *,
     name: str | None = None,
     locality: Locality | Callable[..., Locality] = Locality.TREE,
@@ -96,8 +163,8 @@ def transform(
         former_defaults: by argument, the default that it had in an earlier version. Fingerprints leave it out as they
             leave out that of today, so that checkpoints of both are of one chain. Only where the state has one meaning
             with both, as with a dtype; else give the argument another name.
-        remembers: whether the constructor takes a keyword ``_memory`` beside its arguments: a dict that lives as long
-            as the transform's structure, also where ``torch.func`` or `inject_hyperparams` rebuild the transform at
+        remembers: whether the constructor takes a memory in front of its arguments: a dict that lives as long as the
+            transform's structure, also where ``torch.func`` or `inject_hyperparams` rebuild the transform at
             every step. For what names, shapes and dtypes decide; nothing else may depend on it.
         many_of_one: whether it is the same transform for all leaves but for numbers, so that costs are those of the
             first of those it calls.
@@ -156,7 +223,7 @@ def transform(
         numbers_in_state=numbers_in_state,
     )
 
-    def decorate(constructor: Constructor) -> Callable[..., Transform]:
+    def decorate(constructor: Callable[..., InitAndUpdate]) -> Callable[..., Transform]:
         return make_factory(
             Transform,
             constructor,

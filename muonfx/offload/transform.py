@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import inspect
 import os
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 
 from muonfx.arguments import bind
 from muonfx.core import Donation, Transform
 from muonfx.core.contract import NOTHING, Declaration, require_transform
+from muonfx.core.factory import InitAndUpdate
 from muonfx.offload.store import OffloadStore
 from muonfx.program.execute import Executor
 from muonfx.program.placement import ALONE, RESIDENT, Arguments, Store
@@ -18,6 +20,8 @@ from muonfx.recorded import Factory, make_factory
 from muonfx.tree import PyTree
 
 __all__ = ["Offloaded", "inner_of", "offload", "store_of"]
+
+P = ParamSpec("P")
 
 DEVICES = {"cuda", "meta", "mps", "xpu", "disk", "gpu", "nvme"}
 
@@ -44,7 +48,7 @@ class Offloaded(Transform):
         return self.arguments["tx"].name
 
 
-def _factory(constructor: Any) -> Any:
+def _factory(constructor: Callable[Concatenate[dict[Any, Any], P], InitAndUpdate]) -> Callable[P, Transform]:
     """A factory of `Offloaded`, whose values stand for the transform that they offload."""
     declaration = Declaration(
         locality=lambda tx, to, *, bucket_bytes, compute: tx.locality,
@@ -55,12 +59,12 @@ def _factory(constructor: Any) -> Any:
 
 @_factory
 def offload(
+    _memory: dict[Any, Any],
     tx: Transform,
     to: str = "cpu",
     *,
     bucket_bytes: int = 1 << 26,
     compute: str = "auto",
-    _memory: dict[Any, Any],
 ):
     """Keep a transform's state in host memory or on disk, and bring it to the device by buckets.
 

@@ -6,7 +6,7 @@ numeric arguments are leaves that can be batched or differentiated. Called with 
 look or a plot. Step 0 is the first update.
 """
 
-from muonfx.schedules.base import Schedule, schedule
+from muonfx.schedules.base import Scalar, ScalarOrFunction, ScalarOrSchedule, Schedule, schedule
 from muonfx.schedules.curves import (
     constant,
     cosine,
@@ -20,6 +20,9 @@ from muonfx.schedules.curves import (
 from muonfx.schedules.cycles import one_cycle, piecewise_constant, piecewise_interpolate, sgdr
 
 __all__ = [
+    "Scalar",
+    "ScalarOrFunction",
+    "ScalarOrSchedule",
     "Schedule",
     "constant",
     "cosine",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, overload
 
 import torch
 from torch import Tensor
@@ -11,7 +11,12 @@ from torch import Tensor
 from muonfx.recorded import Recorded, make_factory
 from muonfx.tracing import is_wrapped
 
-__all__ = ["Schedule", "schedule", "whole_number"]
+__all__ = ["Scalar", "ScalarOrFunction", "ScalarOrSchedule", "Schedule", "schedule", "whole_number"]
+
+P = ParamSpec("P")
+
+Scalar = float | Tensor
+"""A number, which may be a 0-d tensor."""
 
 
 class Schedule(Recorded):
@@ -31,6 +36,12 @@ class Schedule(Recorded):
             name = self.factory.__name__
             raise TypeError(f"{name}: the decorated function must return a function of the count, found {self.built!r}")
 
+    @overload
+    def __call__(self, count: int) -> float: ...
+
+    @overload
+    def __call__(self, count: Tensor) -> Tensor: ...
+
     def __call__(self, count: int | Tensor) -> Any:
         """Evaluate at a step count: a float for an int, a 0-d tensor for a tensor."""
         function = self.built
@@ -40,8 +51,26 @@ class Schedule(Recorded):
         return float(value) if not isinstance(value, Tensor) or not _is_traced(value) else value
 
 
+ScalarOrSchedule = float | Tensor | Schedule
+"""A number, a 0-d tensor, or a schedule that gives the number of each step.
+
+A constructor under `muonfx.transform` with an argument of this type gets a number, at every step that of the step.
+"""
+
+ScalarOrFunction = float | Tensor | Schedule | Callable[[Tensor], Tensor]
+"""A number, a 0-d tensor, a schedule, or any function of the step count, which is a 0-d floating tensor."""
+
+
 def _is_traced(value: Tensor) -> bool:
     return value.requires_grad or is_wrapped(value)
+
+
+@overload
+def schedule(constructor: Callable[P, Callable[[Tensor], Any]], /) -> Callable[P, Schedule]: ...
+
+
+@overload
+def schedule(*, name: str | None = None) -> Callable[[Callable[P, Callable[[Tensor], Any]]], Callable[P, Schedule]]: ...
 
 
 def schedule(constructor: Callable[..., Callable[[Tensor], Any]] | None = None, *, name: str | None = None) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from muonfx import checks
-from muonfx.schedules.base import Schedule, schedule, whole_number
+from muonfx.schedules.base import Scalar, Schedule, schedule, whole_number
 
 __all__ = [
     "constant",
@@ -31,7 +31,7 @@ def _function(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor
 
 
 @schedule
-def constant(value: float):
+def constant(value: Scalar):
     """Hold one value.
 
     >>> constant(0.5)(100)
@@ -47,7 +47,7 @@ def _fraction(count: Tensor, steps: int) -> Tensor:
 
 
 @schedule
-def linear(start: float, end: float, steps: int):
+def linear(start: Scalar, end: Scalar, steps: int):
     """Go from one value to another on a straight line, then stay.
 
     Args:
@@ -65,7 +65,7 @@ def linear(start: float, end: float, steps: int):
 
 
 @schedule
-def cosine(start: float, steps: int, end: float = 0.0):
+def cosine(start: Scalar, steps: int, end: Scalar = 0.0):
     """Go from one value to another on half a cosine, then stay.
 
     >>> [round(cosine(1.0, 10)(count), 3) for count in (0, 5, 10)]
@@ -78,7 +78,7 @@ def cosine(start: float, steps: int, end: float = 0.0):
 
 
 @schedule
-def polynomial(start: float, end: float, steps: int, power: float = 1.0, begin: int = 0):
+def polynomial(start: Scalar, end: Scalar, steps: int, power: Scalar = 1.0, begin: int = 0):
     r"""Go from one value to another as a power of what is left of the way, $(1 - t/T)^p$, then stay.
 
     Args:
@@ -103,7 +103,7 @@ def polynomial(start: float, end: float, steps: int, power: float = 1.0, begin: 
 
 @schedule
 def exponential(
-    start: float, steps: int, rate: float, *, begin: int = 0, staircase: bool = False, end: float | None = None
+    start: Scalar, steps: int, rate: Scalar, *, begin: int = 0, staircase: bool = False, end: Scalar | None = None
 ):
     """Multiply by a rate every so many steps, evenly or all at once.
 
@@ -137,12 +137,12 @@ def exponential(
     return value
 
 
-def _tensor(number: float | Tensor, like: Tensor) -> Tensor:
+def _tensor(number: Scalar, like: Tensor) -> Tensor:
     return number if isinstance(number, Tensor) else torch.full((), number, dtype=like.dtype, device=like.device)
 
 
 @schedule
-def warmup_cosine(peak: float, warmup_steps: int, total_steps: int, start: float = 0.0, end: float = 0.0):
+def warmup_cosine(peak: Scalar, warmup_steps: int, total_steps: int, start: Scalar = 0.0, end: Scalar = 0.0):
     """Rise on a line to a peak, then fall on half a cosine until the last step.
 
     Args:
@@ -164,7 +164,7 @@ def warmup_cosine(peak: float, warmup_steps: int, total_steps: int, start: float
 
 @schedule
 def warmup_stable_decay(
-    peak: float, warmup_steps: int, decay_steps: int, total_steps: int, start: float = 0.0, end: float = 0.0
+    peak: Scalar, warmup_steps: int, decay_steps: int, total_steps: int, start: Scalar = 0.0, end: Scalar = 0.0
 ):
     """Rise on a line, hold, and fall on a line over the last steps: the trapezoid.
 

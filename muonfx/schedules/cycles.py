@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from muonfx import checks
-from muonfx.schedules.base import schedule, whole_number
+from muonfx.schedules.base import Scalar, schedule, whole_number
 from muonfx.schedules.curves import joined, warmup_cosine
 
 __all__ = ["one_cycle", "piecewise_constant", "piecewise_interpolate", "sgdr"]
@@ -19,7 +19,7 @@ Interpolation = Literal["linear", "cosine"]
 
 
 @schedule
-def piecewise_constant(start: float, scales: dict[int, float]):
+def piecewise_constant(start: Scalar, scales: dict[int, float]):
     """Multiply by a number at each of some steps, and hold in between.
 
     Args:
@@ -97,15 +97,15 @@ def one_cycle(
 
 @schedule
 def sgdr(
-    peak: float,
+    peak: Scalar,
     steps: int,
     cycles: int,
     *,
     growth: int = 1,
-    decay: float = 1.0,
+    decay: Scalar = 1.0,
     warmup_steps: int = 0,
-    start: float = 0.0,
-    end: float = 0.0,
+    start: Scalar = 0.0,
+    end: Scalar = 0.0,
 ):
     """Fall on half a cosine again and again, each time from the peak: warm restarts.
 

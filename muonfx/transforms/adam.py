@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from muonfx import checks
+from muonfx.schedules import ScalarOrSchedule
 from muonfx.transforms._pinned import FORMER_DEFAULT, StateDtype, power
 from muonfx.transforms.leafwise import Leaf, Slot, StepCount, leafwise
 from muonfx.tree import PyTree
@@ -30,11 +31,11 @@ class AdamState(NamedTuple):
     short_names={"betas": ("b1", "b2"), "momentum": "b1", "eps": "eps"},
 )
 def scale_by_adam(
-    b1: float = 0.9,
-    b2: float = 0.999,
-    eps: float = 1e-8,
+    b1: ScalarOrSchedule = 0.9,
+    b2: ScalarOrSchedule = 0.999,
+    eps: ScalarOrSchedule = 1e-8,
     *,
-    eps_root: float = 0.0,
+    eps_root: ScalarOrSchedule = 0.0,
     nesterov: bool = False,
     mu_dtype: StateDtype = "auto",
     nu_dtype: StateDtype = "auto",
@@ -76,10 +77,10 @@ def scale_by_adam(
         >>> updates["w"]
         tensor([ 1.0000, -1.0000])
     """
-    checks.in_unit_interval("b1", b1)
-    checks.in_unit_interval("b2", b2)
-    checks.at_least("eps", eps, 0.0)
-    checks.at_least("eps_root", eps_root, 0.0)
+    b1 = checks.in_unit_interval("b1", b1)
+    b2 = checks.in_unit_interval("b2", b2)
+    eps = checks.at_least("eps", eps, 0.0)
+    eps_root = checks.at_least("eps_root", eps_root, 0.0)
 
     def step(u: Leaf, s: AdamState):
         count = s.count + 1

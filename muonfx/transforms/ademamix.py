@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from muonfx import checks
-from muonfx.schedules import Schedule
+from muonfx.schedules import ScalarOrFunction, ScalarOrSchedule
 from muonfx.transforms._pinned import StateDtype, power
 from muonfx.transforms.leafwise import Leaf, Slot, StepCount, leafwise
 from muonfx.tree import PyTree
@@ -31,13 +30,13 @@ class AdemamixState(NamedTuple):
 
 @leafwise(short_names={"betas": ("b1", "b2"), "momentum": "b1", "eps": "eps"})
 def scale_by_ademamix(
-    b1: float = 0.9,
-    b2: float = 0.999,
-    b3: float | Schedule | Callable[[Tensor], Tensor] = 0.9999,
-    alpha: float | Schedule | Callable[[Tensor], Tensor] = 5.0,
-    eps: float = 1e-8,
+    b1: ScalarOrSchedule = 0.9,
+    b2: ScalarOrSchedule = 0.999,
+    b3: ScalarOrFunction = 0.9999,
+    alpha: ScalarOrFunction = 5.0,
+    eps: ScalarOrSchedule = 1e-8,
     *,
-    eps_root: float = 0.0,
+    eps_root: ScalarOrSchedule = 0.0,
     mu_dtype: StateDtype = "auto",
     nu_dtype: StateDtype = "auto",
 ):
@@ -68,14 +67,14 @@ def scale_by_ademamix(
     >>> tx.update({"w": torch.tensor([3.0, -0.01])}, tx.init({"w": torch.zeros(2)}))[0]
     {'w': tensor([ 1.0100, -1.0100])}
     """
-    checks.in_unit_interval("b1", b1)
-    checks.in_unit_interval("b2", b2)
+    b1 = checks.in_unit_interval("b1", b1)
+    b2 = checks.in_unit_interval("b2", b2)
     if not callable(b3):
         checks.in_unit_interval("b3", b3)
     if not callable(alpha):
         checks.at_least("alpha", alpha, 0.0)
-    checks.at_least("eps", eps, 0.0)
-    checks.at_least("eps_root", eps_root, 0.0)
+    eps = checks.at_least("eps", eps, 0.0)
+    eps_root = checks.at_least("eps_root", eps_root, 0.0)
 
     def step(u: Leaf, s: AdemamixState):
         count = s.count + 1

@@ -11,6 +11,7 @@ from muonfx import checks
 from muonfx import elementwise as ew
 from muonfx.core import Donation, EmptyState, Locality, Transform, apply_updates, identity, transform
 from muonfx.core.contract import NOTHING, InStore
+from muonfx.schedules import ScalarOrSchedule
 from muonfx.transforms._in_store import StoreExecutor
 from muonfx.transforms._pinned import FORMER_DEFAULT, StateDtype, WideStateDtype, copies
 from muonfx.transforms.leafwise import Leaf, Slot, leafwise
@@ -27,7 +28,7 @@ class EmaParamsState(NamedTuple):
 
 
 @leafwise(reads_params="updated", former_defaults={"dtype": FORMER_DEFAULT})
-def ema_params(decay: float = 0.999, *, dtype: StateDtype = "auto"):
+def ema_params(decay: ScalarOrSchedule = 0.999, *, dtype: StateDtype = "auto"):
     """Keep a running average of the parameters as they are after each update; pass the updates on unchanged.
 
     It belongs at the end of a chain, where the updates are what will be added. The average starts at the parameters.
@@ -48,7 +49,7 @@ def ema_params(decay: float = 0.999, *, dtype: StateDtype = "auto"):
         >>> tx.update({"w": torch.ones(1)}, tx.init(params), params)[1].average
         {'w': tensor([0.1000])}
     """
-    checks.in_unit_interval("decay", decay)
+    decay = checks.in_unit_interval("decay", decay)
 
     def step(u: Leaf, s: EmaParamsState, p: Leaf):
         return u, EmaParamsState(s.average.lerp(p, 1.0 - decay))

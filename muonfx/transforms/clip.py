@@ -12,6 +12,7 @@ from muonfx import elementwise as ew
 from muonfx.core import Donation, EmptyState, Locality, transform
 from muonfx.core.combine import no_state
 from muonfx.core.contract import NOTHING
+from muonfx.schedules import ScalarOrSchedule
 from muonfx.tree import Present, PyTree, map, norm
 
 __all__ = ["adaptive_grad_clip", "clip_by_block_rms", "clip_by_global_norm", "clip_by_value", "global_norm"]
@@ -20,7 +21,7 @@ SumOverLeaves = Callable[[PyTree], Tensor]
 
 
 @transform(locality=Locality.ELEMENT)
-def clip_by_value(limit: float):
+def clip_by_value(limit: ScalarOrSchedule):
     """Limit every element to [-limit, limit]. NaN stays NaN.
 
     Args:
@@ -33,7 +34,7 @@ def clip_by_value(limit: float):
     >>> mfx.clip_by_value(1.0).update({"w": torch.tensor([-3.0, 0.5])}, mfx.EmptyState())[0]
     {'w': tensor([-1.0000,  0.5000])}
     """
-    checks.positive("limit", limit)
+    limit = checks.positive("limit", limit)
 
     def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
         at = Present(updates)
@@ -43,7 +44,7 @@ def clip_by_value(limit: float):
 
 
 @transform(locality=Locality.LEAF, reads_params=False)
-def clip_by_block_rms(threshold: float):
+def clip_by_block_rms(threshold: ScalarOrSchedule):
     """Scale down each leaf whose root mean square exceeds a threshold.
 
     Args:
@@ -58,7 +59,7 @@ def clip_by_block_rms(threshold: float):
     >>> mfx.clip_by_block_rms(1.0).update({"w": torch.full((2,), 3.0)}, mfx.EmptyState())[0]
     {'w': tensor([1., 1.])}
     """
-    checks.positive("threshold", threshold)
+    threshold = checks.positive("threshold", threshold)
 
     def clip(leaf: Tensor) -> Tensor:
         if leaf.numel() == 0:
@@ -74,7 +75,9 @@ def clip_by_block_rms(threshold: float):
 
 
 @transform(locality=Locality.LEAF)
-def adaptive_grad_clip(clipping: float, eps: float = 1e-3, axis: int | tuple[int, ...] | None = None):
+def adaptive_grad_clip(
+    clipping: ScalarOrSchedule, eps: ScalarOrSchedule = 1e-3, axis: int | tuple[int, ...] | None = None
+):
     """Scale down each unit of a leaf whose norm exceeds a share of the norm of the parameter's unit.
 
     Args:
@@ -95,8 +98,8 @@ def adaptive_grad_clip(clipping: float, eps: float = 1e-3, axis: int | tuple[int
     >>> mfx.adaptive_grad_clip(0.1).update(grads, mfx.EmptyState(), params)[0]["w"][:, 0]
     tensor([0.1000, 0.0100])
     """
-    checks.positive("clipping", clipping)
-    checks.positive("eps", eps)
+    clipping = checks.positive("clipping", clipping)
+    eps = checks.positive("eps", eps)
 
     def clip(leaf: Tensor, param: Tensor) -> Tensor:
         if leaf.numel() == 0:
@@ -135,7 +138,7 @@ def _norm(x: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 
 @transform(locality=Locality.TREE)
-def clip_by_global_norm(max_norm: float):
+def clip_by_global_norm(max_norm: ScalarOrSchedule):
     """Scale all updates down together when the norm of the whole tree exceeds a bound.
 
     Args:
@@ -152,7 +155,7 @@ def clip_by_global_norm(max_norm: float):
     >>> mfx.clip_by_global_norm(1.0).update({"w": torch.tensor([3.0, 4.0])}, mfx.EmptyState())[0]
     {'w': tensor([0.6000, 0.8000])}
     """
-    checks.positive("max_norm", max_norm)
+    max_norm = checks.positive("max_norm", max_norm)
 
     def update(
         updates: PyTree,

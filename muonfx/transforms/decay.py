@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,10 +14,11 @@ from muonfx import elementwise as ew
 from muonfx.core import Donation, Locality, Transform, transform
 from muonfx.core.combine import chain_entries
 from muonfx.core.contract import NOTHING
+from muonfx.core.factory import InitAndUpdate
 from muonfx.elementwise import Scalar
 from muonfx.partition import mask_patterns, resolve_mask
 from muonfx.recorded import parts_of
-from muonfx.schedules import Schedule
+from muonfx.schedules import ScalarOrFunction, ScalarOrSchedule, Schedule
 from muonfx.select.predicates import Predicate
 from muonfx.transforms.scale import scale, scale_by_schedule, scheduled
 from muonfx.tree import Present, PyTree
@@ -32,13 +34,12 @@ def _resolve_decay(tx: Transform, params: PyTree) -> Transform:
     return tx.replace(mask=dict(zip(tree.names(params), chosen, strict=True)))
 
 
-WeightDecay = float | Schedule | Callable[[Tensor], Tensor]
 Mask = PyTree | Mapping[str, bool] | Predicate | Callable[[PyTree], PyTree] | None
 
 
 def _functions(
-    name: str, weight_decay: WeightDecay, mask: Mask, sign: float, caution: bool, memory: dict[object, object]
-) -> tuple[Callable[..., object], Callable[..., object]]:
+    name: str, weight_decay: ScalarOrFunction, mask: Mask, sign: float, caution: bool, memory: dict[Any, Any]
+) -> InitAndUpdate:
     """Build ``init`` and ``update`` of a decay with a sign: 1 for updates uphill, -1 for updates downhill."""
     if not callable(weight_decay):
         checks.at_least("weight_decay", weight_decay, 0.0)
@@ -73,11 +74,11 @@ def _functions(
     short_names={"weight_decay": "weight_decay"},
 )
 def add_decayed_weights(
-    weight_decay: WeightDecay = 0.0,
+    _memory: dict[Any, Any],
+    weight_decay: ScalarOrFunction = 0.0,
     mask: Mask = None,
     *,
     cautious: bool = False,
-    _memory: dict[object, object],
 ):
     r"""Add the parameters, times a factor, to the updates.
 
@@ -118,7 +119,7 @@ def add_decayed_weights(
     locality=Locality.ELEMENT, resolve=_resolve_decay, name_patterns=mask_patterns, wants_downhill=True, remembers=True
 )
 def subtract_decayed_weights(
-    weight_decay: WeightDecay = 0.0, mask: Mask = None, *, cautious: bool = False, _memory: dict[object, object]
+    _memory: dict[Any, Any], weight_decay: ScalarOrFunction = 0.0, mask: Mask = None, *, cautious: bool = False
 ):
     """Subtract the parameters, times a factor, from updates that are about to be added to them.
 
@@ -171,7 +172,7 @@ def _sign_of(value: object) -> int:
     reads_params=lambda inner, min_share: inner.reads_params,
     wants_uphill="or_refuses",
 )
-def cautious(inner: Transform, min_share: float = 1e-3):
+def cautious(inner: Transform, min_share: ScalarOrSchedule = 1e-3):
     """Keep only those elements of a transform's updates that point the way of the gradient, and scale these up.
 
     The elements whose sign differs from the incoming gradient's are set to zero and the rest of the leaf is divided
@@ -194,7 +195,7 @@ def cautious(inner: Transform, min_share: float = 1e-3):
         >>> tx.update({"w": torch.tensor([1.0, -1.0, 0.0, 2.0])}, tx.init({"w": torch.zeros(4)}))[0]["w"].tolist()
         [1.3333333730697632, -1.3333333730697632, 0.0, 2.6666667461395264]
     """
-    checks.positive("min_share", min_share)
+    min_share = checks.positive("min_share", min_share)
     if not isinstance(inner, Transform):
         raise TypeError(f"cautious: inner must be a Transform, found {inner!r}")
     if _sign(inner) < 0:

@@ -14,6 +14,7 @@ from muonfx.compact.noise import uniform
 from muonfx.core import Donation, transform
 from muonfx.core.contract import NOTHING
 from muonfx.polar.scaling import power_of_two
+from muonfx.schedules import ScalarOrSchedule
 from muonfx.transforms._matrices import (
     Blocks,
     Dims,
@@ -50,7 +51,7 @@ class SampledMomentumState(NamedTuple):
 @transform(locality=matrix_locality, reads_params=False, short_names={"momentum": "decay"})
 def scale_by_dion(
     rank: int = 768,
-    decay: float = 0.95,
+    decay: ScalarOrSchedule = 0.95,
     *,
     dtype: WideStateDtype = "auto",
     dims: Dims | Mapping[str, Dims] | None = None,
@@ -87,7 +88,7 @@ def scale_by_dion(
                 [0.8000, 0.0000, 0.0000]])
     """
     checks.positive_int("rank", rank)
-    checks.in_unit_interval("decay", decay)
+    decay = checks.in_unit_interval("decay", decay)
     checks.state_dtype("dtype", dtype)
     view = MatrixView(dims)
 
@@ -152,7 +153,7 @@ def _step(gradient: Tensor, trace: Tensor, basis: Tensor, decay: float | Tensor)
 )
 def sampled_momentum(
     one_in: int = 4,
-    decay: float = 0.95,
+    decay: ScalarOrSchedule = 0.95,
     *,
     dtype: WideStateDtype = "auto",
     dims: Dims | Mapping[str, Dims] | None = None,
@@ -191,7 +192,7 @@ def sampled_momentum(
         ([[3.0, 0.0], [0.0, 0.0]], [[1.5, 0.0], [2.0, 0.0]])
     """
     checks.positive_int("one_in", one_in)
-    checks.in_unit_interval("decay", decay)
+    decay = checks.in_unit_interval("decay", decay)
     checks.state_dtype("dtype", dtype)
 
     def init(params: PyTree) -> SampledMomentumState:

@@ -12,6 +12,7 @@ from muonfx import checks
 from muonfx import elementwise as ew
 from muonfx.core import Donation, Locality, transform
 from muonfx.core.contract import NOTHING
+from muonfx.schedules import ScalarOrSchedule
 from muonfx.transforms._pinned import copies, new_count, new_number, widest
 from muonfx.transforms.clip import squared_norms
 from muonfx.tree import Present, PyTree, device_of
@@ -65,7 +66,7 @@ def _scaled(updates: PyTree, factor: Tensor, donate: Donation) -> PyTree:
 
 
 @transform(locality=Locality.TREE, short_names={"eps": "eps"})
-def scale_by_dog(init_step: float = 1e-6, eps: float = 1e-8):
+def scale_by_dog(init_step: ScalarOrSchedule = 1e-6, eps: ScalarOrSchedule = 1e-8):
     r"""Scale gradients by the distance from the start over the root of the sum of their squares.
 
     $\eta_t = \max_{s \le t} \|p_s - p_0\| / \sqrt{\sum_{s \le t} \|g_s\|^2 + \epsilon}$, with norms over all leaves, on
@@ -87,8 +88,8 @@ def scale_by_dog(init_step: float = 1e-6, eps: float = 1e-8):
     >>> tx.update(params, tx.init(params), params)[0]
     {'w': tensor([1.8000, 2.4000])}
     """
-    checks.positive("init_step", init_step)
-    checks.positive("eps", eps)
+    init_step = checks.positive("init_step", init_step)
+    eps = checks.positive("eps", eps)
 
     def init(params: PyTree) -> DogState:
         device = device_of(params)
@@ -117,7 +118,7 @@ def scale_by_dog(init_step: float = 1e-6, eps: float = 1e-8):
 
 
 @transform(locality=Locality.TREE, short_names={"eps": "eps"})
-def scale_by_dowg(init_estim_sq_dist: float | None = None, eps: float = 1e-4):
+def scale_by_dowg(init_estim_sq_dist: ScalarOrSchedule | None = None, eps: ScalarOrSchedule = 1e-4):
     r"""Scale gradients by the squared distance from the start over the root of their sum, weighted by that distance.
 
     $\eta_t = r_t / (\sqrt{\sum_{s \le t} r_s \|g_s\|^2} + \epsilon)$ with $r_t = \max_{s \le t} \|p_s - p_0\|^2$, and
@@ -138,9 +139,9 @@ def scale_by_dowg(init_estim_sq_dist: float | None = None, eps: float = 1e-4):
     >>> tx.update(params, tx.init(params), params)[0]
     {'w': tensor([0.3000, 0.4000])}
     """
-    checks.positive("eps", eps)
+    eps = checks.positive("eps", eps)
     if init_estim_sq_dist is not None:
-        checks.positive("init_estim_sq_dist", init_estim_sq_dist)
+        init_estim_sq_dist = checks.positive("init_estim_sq_dist", init_estim_sq_dist)
 
     def init(params: PyTree) -> DowgState:
         device = device_of(params)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, ParamSpec, cast, overload
 
 import torch
 from torch import Tensor
@@ -29,7 +29,12 @@ __all__ = ["Leaf", "Slot", "StepCount", "leafwise"]
 
 ReadsParams = bool | Literal["updated"]
 Step = Callable[..., tuple["Leaf", PyTree]]
-Constructor = Callable[..., tuple[PyTree, Step]]
+StateAndStep = tuple[PyTree, Callable[..., tuple["Leaf", PyTree]]]
+"""The pair that a function under `leafwise` returns: a state of `Slot` and `StepCount`, and the step of one leaf."""
+
+Constructor = Callable[..., StateAndStep]
+
+P = ParamSpec("P")
 
 
 # Looked up once: a slot is made anew wherever a compiled step rebuilds its transform.
@@ -114,6 +119,21 @@ class _Trees:
         return at.fill(store(values, old, reuse=reuse), held)
 
 
+@overload
+def leafwise(constructor: Callable[P, StateAndStep], /) -> Callable[P, Transform]: ...
+
+
+@overload
+def leafwise(
+    *,
+    name: str | None = None,
+    locality: Locality = Locality.ELEMENT,
+    reads_params: ReadsParams = False,
+    former_defaults: Mapping[str, object] | None = None,
+    short_names: Mapping[str, str | tuple[str, ...]] | None = None,
+) -> Callable[[Callable[P, StateAndStep]], Callable[P, Transform]]: ...
+
+
 def leafwise(
     constructor: Constructor | None = None,
     *,
@@ -180,14 +200,14 @@ def leafwise(
             is_compact = any(isinstance(slot.dtype, Compact) for slot in slots)
             return max(locality, Locality.LEAF) if is_compact else locality  # elements of one block share a scale
 
-        return transform(
-            build,
+        decorator = transform(
             name=name,
             locality=find_locality,
             reads_params=bool(reads_params),
             former_defaults=former_defaults,
             short_names=short_names,
         )
+        return decorator(build)
 
     return decorate if constructor is None else decorate(constructor)
 

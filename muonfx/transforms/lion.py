@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from muonfx import checks
+from muonfx.schedules import ScalarOrSchedule
 from muonfx.transforms._pinned import FORMER_DEFAULT, StateDtype
 from muonfx.transforms.leafwise import Leaf, Slot, leafwise
 from muonfx.tree import PyTree
@@ -20,7 +21,7 @@ class LionState(NamedTuple):
 
 
 @leafwise(former_defaults={"mu_dtype": FORMER_DEFAULT}, short_names={"betas": ("b1", "b2"), "momentum": "b1"})
-def scale_by_lion(b1: float = 0.9, b2: float = 0.99, *, mu_dtype: StateDtype = "auto"):
+def scale_by_lion(b1: ScalarOrSchedule = 0.9, b2: ScalarOrSchedule = 0.99, *, mu_dtype: StateDtype = "auto"):
     r"""Take the sign of $\beta_1 m_{t-1} + (1 - \beta_1) g_t$, then average with $\beta_2$.
 
     Args:
@@ -41,8 +42,8 @@ def scale_by_lion(b1: float = 0.9, b2: float = 0.99, *, mu_dtype: StateDtype = "
         >>> tx.update({"w": torch.tensor([3.0, -0.01])}, tx.init({"w": torch.zeros(2)}))[0]
         {'w': tensor([ 1., -1.])}
     """
-    checks.in_unit_interval("b1", b1)
-    checks.in_unit_interval("b2", b2)
+    b1 = checks.in_unit_interval("b1", b1)
+    b2 = checks.in_unit_interval("b2", b2)
 
     def step(u: Leaf, s: LionState):
         return s.mu.lerp(u, 1.0 - b1).sign(), LionState(s.mu.lerp(u, 1.0 - b2))

@@ -11,6 +11,7 @@ from muonfx import checks
 from muonfx import elementwise as ew
 from muonfx.core import Donation, Locality, Transform, transform
 from muonfx.core.contract import NOTHING
+from muonfx.schedules import Scalar
 from muonfx.transforms._in_store import INNER_FIRST
 from muonfx.transforms._pinned import WideStateDtype, copies, new_count, store, widest
 from muonfx.tree import Present, PyTree, device_of
@@ -30,7 +31,7 @@ class LookaheadState(NamedTuple):
 
 
 @transform(locality=lambda inner, *_, **__: inner.locality, own_locality=Locality.ELEMENT, in_store=INNER_FIRST)
-def lookahead(inner: Transform, sync_period: int, slow_step_size: float, *, dtype: WideStateDtype = "auto"):
+def lookahead(inner: Transform, sync_period: int, slow_step_size: Scalar, *, dtype: WideStateDtype = "auto"):
     """Let the parameters run ahead, and every few steps bring them back to slow weights that go part of the way.
 
     At every ``sync_period``-th update the slow weights move by ``slow_step_size`` of the way to the parameters, and the
@@ -67,7 +68,7 @@ def lookahead(inner: Transform, sync_period: int, slow_step_size: float, *, dtyp
     if not isinstance(inner, Transform):
         raise TypeError(f"lookahead: inner must be a Transform, found {inner!r}")
     checks.positive_int("sync_period", sync_period)
-    checks.at_least("slow_step_size", slow_step_size, 0.0)
+    slow_step_size = checks.at_least("slow_step_size", slow_step_size, 0.0)
     checks.state_dtype("dtype", dtype)
 
     def init(params: PyTree) -> LookaheadState:

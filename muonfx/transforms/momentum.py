@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from muonfx import checks
+from muonfx.schedules import ScalarOrSchedule
 from muonfx.transforms._pinned import FORMER_DEFAULT, StateDtype, power
 from muonfx.transforms.leafwise import Leaf, Slot, StepCount, leafwise
 from muonfx.tree import PyTree
@@ -32,7 +33,7 @@ class DebiasedMomentumState(NamedTuple):
 
 @leafwise(former_defaults={"dtype": FORMER_DEFAULT}, short_names={"momentum": "decay"})
 def momentum(
-    decay: float = 0.95,
+    decay: ScalarOrSchedule = 0.95,
     *,
     nesterov: bool = True,
     debias: bool = False,
@@ -75,7 +76,7 @@ def momentum(
         >>> state.trace["w"]
         tensor([0.1000, 0.1000])
     """
-    checks.in_unit_interval("decay", decay)
+    decay = checks.in_unit_interval("decay", decay)
     if debias and heavy_ball:
         raise ValueError("debias corrects an average; a heavy-ball sum (heavy_ball=True) has no bias to correct")
     slot = Slot(dtype)

@@ -12,6 +12,7 @@ from muonfx import checks
 from muonfx import elementwise as ew
 from muonfx.core import Donation, Transform, transform
 from muonfx.core.contract import NOTHING
+from muonfx.schedules import ScalarOrSchedule
 from muonfx.transforms._matrices import (
     BlockAxis,
     Blocks,
@@ -52,9 +53,9 @@ class NamoState(NamedTuple):
 )
 def scale_by_namo(
     inner: Transform,
-    b1: float = 0.95,
-    b2: float = 0.99,
-    eps: float = 1e-8,
+    b1: ScalarOrSchedule = 0.95,
+    b2: ScalarOrSchedule = 0.99,
+    eps: ScalarOrSchedule = 1e-8,
     *,
     dtype: WideStateDtype = "auto",
     dims: Dims | Mapping[str, Dims] | None = None,
@@ -95,9 +96,9 @@ def scale_by_namo(
         >>> first["w"].diagonal().round(decimals=2), turned["w"].diagonal().round(decimals=2)
         (tensor([1., 1.]), tensor([-0.3300, -0.3300]))
     """
-    checks.in_unit_interval("b1", b1)
-    checks.in_unit_interval("b2", b2)
-    checks.at_least("eps", eps, 0.0)
+    b1 = checks.in_unit_interval("b1", b1)
+    b2 = checks.in_unit_interval("b2", b2)
+    eps = checks.at_least("eps", eps, 0.0)
     checks.state_dtype("dtype", dtype)
 
     def init(params: PyTree) -> NamoState:

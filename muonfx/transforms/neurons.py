@@ -13,6 +13,7 @@ from muonfx import elementwise as ew
 from muonfx.core import Donation, transform
 from muonfx.core.contract import NOTHING
 from muonfx.polar.scaling import power_of_two
+from muonfx.schedules import ScalarOrSchedule
 from muonfx.transforms._matrices import (
     BlockAxis,
     Blocks,
@@ -47,8 +48,8 @@ class NeuronsState(NamedTuple):
     former_defaults={"dtype": FORMER_DEFAULT},
 )
 def normalize_neurons(
-    decay: float = 0.95,
-    eps: float = 1e-8,
+    decay: ScalarOrSchedule = 0.95,
+    eps: ScalarOrSchedule = 1e-8,
     *,
     keep_norm: bool = True,
     axis: Literal["rows", "longer"] = "rows",
@@ -96,8 +97,8 @@ def normalize_neurons(
         tensor([[4.4721, 4.4721],
                 [4.4721, 4.4721]])
     """
-    checks.in_unit_interval("decay", decay)
-    checks.at_least("eps", eps, 0.0)
+    decay = checks.in_unit_interval("decay", decay)
+    eps = checks.at_least("eps", eps, 0.0)
     checks.state_dtype("dtype", dtype)
     if axis not in ("rows", "longer"):
         raise ValueError(f'normalize_neurons: axis must be "rows" or "longer", found {axis!r}')

@@ -12,6 +12,7 @@ from muonfx import elementwise as ew
 from muonfx.compact.noise import key_of, normal
 from muonfx.core import Donation, Locality, transform
 from muonfx.core.contract import NOTHING
+from muonfx.schedules import ScalarOrSchedule
 from muonfx.transforms._pinned import new_count, to_floating
 from muonfx.tree import Present, PyTree, device_of
 
@@ -29,7 +30,7 @@ class AddNoiseState(NamedTuple):
 
 # LEAF though elements are independent: the noise of an element follows from its place in the whole leaf.
 @transform(locality=Locality.LEAF, reads_params=False)
-def add_noise(eta: float, gamma: float, seed: int = 0):
+def add_noise(eta: ScalarOrSchedule, gamma: ScalarOrSchedule, seed: int = 0):
     r"""Add Gaussian noise whose variance falls with the steps: $\eta / t^\gamma$ at the t-th update.
 
     The noise is a pure function of the seed, the step, the parameter's name and the element's place in it. Random
@@ -57,8 +58,8 @@ def add_noise(eta: float, gamma: float, seed: int = 0):
         ... )
         (1.0, True)
     """
-    checks.at_least("eta", eta, 0.0)
-    checks.at_least("gamma", gamma, 0.0)
+    eta = checks.at_least("eta", eta, 0.0)
+    gamma = checks.at_least("gamma", gamma, 0.0)
 
     def init(params: PyTree) -> AddNoiseState:
         at = Present(params)

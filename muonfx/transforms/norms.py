@@ -12,6 +12,7 @@ from muonfx import elementwise as ew
 from muonfx.core import Donation, EmptyState, Locality, transform
 from muonfx.core.combine import no_state
 from muonfx.core.contract import NOTHING
+from muonfx.schedules import ScalarOrSchedule
 from muonfx.transforms.clip import squared_norms
 from muonfx.tree import Present, PyTree
 
@@ -19,7 +20,9 @@ __all__ = ["centralize", "normalize_by_update_norm", "scale_by_trust_ratio"]
 
 
 @transform(locality=Locality.LEAF)
-def scale_by_trust_ratio(min_norm: float = 0.0, trust_coefficient: float = 1.0, eps: float = 0.0):
+def scale_by_trust_ratio(
+    min_norm: ScalarOrSchedule = 0.0, trust_coefficient: ScalarOrSchedule = 1.0, eps: ScalarOrSchedule = 0.0
+):
     r"""Give each leaf of the updates the norm of its parameter, times a coefficient.
 
     The update is $u \, \eta \|p\| / (\|u\| + \epsilon)$, and $u$ itself where either norm is zero. Behind
@@ -40,9 +43,9 @@ def scale_by_trust_ratio(min_norm: float = 0.0, trust_coefficient: float = 1.0, 
     >>> mfx.scale_by_trust_ratio().update({"w": torch.tensor([0.0, 5.0])}, mfx.EmptyState(), params)[0]
     {'w': tensor([ 0., 10.])}
     """
-    checks.at_least("min_norm", min_norm, 0.0)
-    checks.at_least("trust_coefficient", trust_coefficient, 0.0)
-    checks.at_least("eps", eps, 0.0)
+    min_norm = checks.at_least("min_norm", min_norm, 0.0)
+    trust_coefficient = checks.at_least("trust_coefficient", trust_coefficient, 0.0)
+    eps = checks.at_least("eps", eps, 0.0)
 
     def rescale(leaf: Tensor, norm: Tensor, of_param: Tensor) -> Tensor:
         norm, of_param = norm.clamp(min=min_norm), of_param.clamp(min=min_norm)
@@ -64,7 +67,7 @@ def scale_by_trust_ratio(min_norm: float = 0.0, trust_coefficient: float = 1.0, 
 
 
 @transform(locality=Locality.TREE)
-def normalize_by_update_norm(scale_factor: float = 1.0, eps: float = 1e-6):
+def normalize_by_update_norm(scale_factor: ScalarOrSchedule = 1.0, eps: ScalarOrSchedule = 1e-6):
     """Divide all updates by the norm of the whole tree, and multiply them by a factor.
 
     Args:
@@ -81,8 +84,8 @@ def normalize_by_update_norm(scale_factor: float = 1.0, eps: float = 1e-6):
     >>> mfx.normalize_by_update_norm(eps=0.0).update({"w": torch.tensor([3.0, 4.0])}, mfx.EmptyState())[0]
     {'w': tensor([0.6000, 0.8000])}
     """
-    checks.finite("scale_factor", scale_factor)
-    checks.at_least("eps", eps, 0.0)
+    scale_factor = checks.finite("scale_factor", scale_factor)
+    eps = checks.at_least("eps", eps, 0.0)
 
     def update(
         updates: PyTree,

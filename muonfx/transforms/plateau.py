@@ -11,6 +11,7 @@ from muonfx import checks
 from muonfx import elementwise as ew
 from muonfx.core import Donation, Locality, transform
 from muonfx.core.contract import NOTHING
+from muonfx.schedules import ScalarOrSchedule
 from muonfx.transforms._pinned import new_count, new_number
 from muonfx.tree import Present, PyTree, device_of
 
@@ -36,13 +37,13 @@ class ReduceOnPlateauState(NamedTuple):
 
 @transform(locality=Locality.ELEMENT, reads_params=False)
 def reduce_on_plateau(
-    factor: float = 0.1,
+    factor: ScalarOrSchedule = 0.1,
     patience: int = 10,
-    rtol: float = 1e-4,
-    atol: float = 0.0,
+    rtol: ScalarOrSchedule = 1e-4,
+    atol: ScalarOrSchedule = 0.0,
     cooldown: int = 0,
     accumulation_size: int = 1,
-    min_scale: float = 0.0,
+    min_scale: ScalarOrSchedule = 0.0,
 ):
     """Scale updates down once the loss has not improved for some time.
 
@@ -74,15 +75,15 @@ def reduce_on_plateau(
         >>> updates, float(state.scale)
         ({'w': tensor([0.5000])}, 0.5)
     """
-    checks.in_unit_interval("factor", factor)
-    checks.positive("factor", factor)
+    factor = checks.in_unit_interval("factor", factor)
+    factor = checks.positive("factor", factor)
     checks.positive_int("patience", patience)
     checks.positive_int("accumulation_size", accumulation_size)
     if cooldown != 0:
         checks.positive_int("cooldown", cooldown)
-    checks.at_least("rtol", rtol, 0.0)
-    checks.at_least("atol", atol, 0.0)
-    checks.at_least("min_scale", min_scale, 0.0)
+    rtol = checks.at_least("rtol", rtol, 0.0)
+    atol = checks.at_least("atol", atol, 0.0)
+    min_scale = checks.at_least("min_scale", min_scale, 0.0)
     if not isinstance(rtol, Tensor) and rtol > 1.0:
         raise ValueError(f"rtol must be at most 1, found {rtol!r}")
     if not isinstance(rtol, Tensor) and not isinstance(atol, Tensor) and rtol == atol == 0.0:

@@ -12,7 +12,7 @@ from muonfx import checks, tree
 from muonfx import elementwise as ew
 from muonfx.core import Donation, Locality, transform
 from muonfx.core.contract import NOTHING
-from muonfx.schedules import Schedule
+from muonfx.schedules import ScalarOrFunction, ScalarOrSchedule
 from muonfx.transforms._pinned import WideStateDtype, copies, new_count, new_number, power, store, widest, zeros
 from muonfx.tree import Present, PyTree, device_of
 
@@ -40,15 +40,15 @@ class ProdigyState(NamedTuple):
 
 @transform(locality=Locality.TREE, short_names={"lr": "learning_rate", "betas": ("b1", "b2"), "eps": "eps"})
 def scale_by_prodigy(
-    learning_rate: float | Schedule | Callable[[Tensor], Tensor] = 1.0,
-    b1: float = 0.9,
-    b2: float = 0.999,
-    eps: float = 1e-8,
+    learning_rate: ScalarOrFunction = 1.0,
+    b1: ScalarOrSchedule = 0.9,
+    b2: ScalarOrSchedule = 0.999,
+    eps: ScalarOrSchedule = 1e-8,
     *,
-    b3: float | None = None,
-    estim_lr0: float = 1e-6,
-    estim_lr_coef: float = 1.0,
-    weight_decay: float = 0.0,
+    b3: ScalarOrSchedule | None = None,
+    estim_lr0: ScalarOrSchedule = 1e-6,
+    estim_lr_coef: ScalarOrSchedule = 1.0,
+    weight_decay: ScalarOrSchedule = 0.0,
     safeguard_warmup: bool = False,
     dtype: WideStateDtype = "auto",
 ):
@@ -90,14 +90,14 @@ def scale_by_prodigy(
     """
     if not callable(learning_rate):
         checks.at_least("learning_rate", learning_rate, 0.0)
-    checks.in_unit_interval("b1", b1)
-    checks.in_unit_interval("b2", b2)
+    b1 = checks.in_unit_interval("b1", b1)
+    b2 = checks.in_unit_interval("b2", b2)
     if b3 is not None:
-        checks.in_unit_interval("b3", b3)
-    for name, value in (("eps", eps), ("weight_decay", weight_decay)):
-        checks.at_least(name, value, 0.0)
-    for name, value in (("estim_lr0", estim_lr0), ("estim_lr_coef", estim_lr_coef)):
-        checks.positive(name, value)
+        b3 = checks.in_unit_interval("b3", b3)
+    eps = checks.at_least("eps", eps, 0.0)
+    weight_decay = checks.at_least("weight_decay", weight_decay, 0.0)
+    estim_lr0 = checks.positive("estim_lr0", estim_lr0)
+    estim_lr_coef = checks.positive("estim_lr_coef", estim_lr_coef)
     checks.state_dtype("dtype", dtype)
 
     def init(params: PyTree) -> ProdigyState:

@@ -15,6 +15,7 @@ from muonfx.arguments import did_you_mean
 from muonfx.checks import NamePatterns
 from muonfx.core import Donation, EmptyState, Locality, Transform, transform
 from muonfx.core.contract import NOTHING
+from muonfx.schedules import ScalarOrSchedule
 from muonfx.transforms._heads import AttentionHeads
 from muonfx.tree import PyTree
 from muonfx.wrappers import unwrapped
@@ -94,8 +95,8 @@ def _check_extras(tx: Transform, extras: Mapping[str, PyTree]) -> None:
 )
 def qk_clip(
     heads: AttentionHeads | tuple[AttentionHeads, ...],
-    tau: float = 100.0,
-    alpha: float = 0.5,
+    tau: ScalarOrSchedule = 100.0,
+    alpha: ScalarOrSchedule = 0.5,
 ):
     r"""Scale query and key weights down by head where the largest attention logit of a step exceeds a bound.
 
@@ -140,8 +141,8 @@ def qk_clip(
         >>> mfx.apply_updates(params, updates)["attn.q_proj.weight"].flatten()
         tensor([0.5000, 1.0000])
     """
-    checks.positive("tau", tau)
-    checks.at_least("alpha", alpha, 0.0)
+    tau = checks.positive("tau", tau)
+    alpha = checks.at_least("alpha", alpha, 0.0)
     if isinstance(alpha, float | int) and alpha > 1:
         raise ValueError(f"alpha must be from 0 to 1, found {alpha!r}")
     given = cast("object", heads)

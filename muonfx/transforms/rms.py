@@ -11,6 +11,7 @@ from muonfx import checks
 from muonfx import elementwise as ew
 from muonfx.core import Donation, Locality, transform
 from muonfx.core.contract import NOTHING
+from muonfx.schedules import ScalarOrSchedule
 from muonfx.transforms._pinned import StateDtype, WideStateDtype, new_count, power, state_dtype, to_floating
 from muonfx.transforms.leafwise import Leaf, Slot, StepCount, leafwise
 from muonfx.tree import Present, PyTree, device_of
@@ -36,9 +37,9 @@ class DebiasedRmsState(NamedTuple):
 
 @leafwise(short_names={"alpha": "decay", "eps": "eps"})
 def scale_by_rms(
-    decay: float = 0.9,
-    eps: float = 1e-8,
-    initial_scale: float = 0.0,
+    decay: ScalarOrSchedule = 0.9,
+    eps: ScalarOrSchedule = 1e-8,
+    initial_scale: ScalarOrSchedule = 0.0,
     *,
     eps_in_sqrt: bool = True,
     debias: bool = False,
@@ -75,9 +76,9 @@ def scale_by_rms(
         >>> tx.update({"w": torch.tensor([3.0, -0.1])}, tx.init({"w": torch.zeros(2)}))[0]
         {'w': tensor([ 2.0000, -2.0000])}
     """
-    checks.in_unit_interval("decay", decay)
-    checks.at_least("eps", eps, 0.0)
-    checks.at_least("initial_scale", initial_scale, 0.0)
+    decay = checks.in_unit_interval("decay", decay)
+    eps = checks.at_least("eps", eps, 0.0)
+    initial_scale = checks.at_least("initial_scale", initial_scale, 0.0)
     starts_at_zero = isinstance(initial_scale, float) and initial_scale == 0.0
     slot = Slot(nu_dtype, "nu_dtype", start="zeros" if starts_at_zero else initial_scale, signed=False)
 
@@ -117,10 +118,10 @@ class FactoredRmsState(NamedTuple):
 def scale_by_factored_rms(
     *,
     factored: bool = True,
-    decay_rate: float = 0.8,
+    decay_rate: ScalarOrSchedule = 0.8,
     step_offset: int = 0,
     min_dim_size_to_factor: int = 128,
-    eps: float = 1e-30,
+    eps: ScalarOrSchedule = 1e-30,
     dtype: WideStateDtype = "auto",
 ):
     r"""Divide by the root of a running mean square that is kept for rows and columns only, as Adafactor does.
@@ -151,9 +152,9 @@ def scale_by_factored_rms(
         >>> updates["w"].sum(), state.v_row["w"]
         (tensor(4.), tensor([ 2.5000, 10.0000]))
     """
-    checks.at_least("decay_rate", decay_rate, 0.0)
+    decay_rate = checks.at_least("decay_rate", decay_rate, 0.0)
     checks.positive_int("min_dim_size_to_factor", min_dim_size_to_factor)
-    checks.at_least("eps", eps, 0.0)
+    eps = checks.at_least("eps", eps, 0.0)
     checks.state_dtype("dtype", dtype)
 
     def dims_of(shape: tuple[int, ...]) -> tuple[int, int] | None:

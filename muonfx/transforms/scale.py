@@ -13,7 +13,7 @@ from muonfx import elementwise as ew
 from muonfx.core import Donation, EmptyState, Locality, Transform, transform
 from muonfx.core.contract import NOTHING
 from muonfx.elementwise import Scalar
-from muonfx.schedules import Schedule
+from muonfx.schedules import ScalarOrFunction, ScalarOrSchedule, Schedule
 from muonfx.transforms._matrices import BlockAxis, Blocks, Dims, MatrixView, matrix_locality, name_patterns, on_stacks
 from muonfx.transforms._pinned import new_count
 from muonfx.tree import Present, PyTree, device_of
@@ -71,7 +71,7 @@ def _multiply(updates: PyTree, factor: Scalar, donate: Donation) -> PyTree:
 
 
 @transform(locality=Locality.ELEMENT)
-def scale(factor: float):
+def scale(factor: ScalarOrSchedule):
     """Multiply updates by a constant.
 
     Args:
@@ -84,7 +84,7 @@ def scale(factor: float):
     >>> mfx.scale(-0.5).update({"w": torch.ones(2)}, mfx.EmptyState())[0]
     {'w': tensor([-0.5000, -0.5000])}
     """
-    checks.finite("factor", factor)
+    factor = checks.finite("factor", factor)
     return scheduled(factor, lambda updates, params, value, donate: _multiply(updates, value, donate))
 
 
@@ -136,7 +136,7 @@ def scale_by_sign():
     turns_downhill=lambda learning_rate, *, flip_sign: flip_sign,
     short_names={"lr": "learning_rate"},
 )
-def scale_by_learning_rate(learning_rate: float | Schedule | Callable[[Tensor], Tensor], *, flip_sign: bool = True):
+def scale_by_learning_rate(learning_rate: ScalarOrFunction, *, flip_sign: bool = True):
     """Multiply updates by a learning rate and turn them downhill: by default the factor is minus the rate.
 
     Args:

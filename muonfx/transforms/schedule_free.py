@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -12,7 +11,7 @@ from muonfx import checks, tree
 from muonfx import elementwise as ew
 from muonfx.core import Donation, Locality, Transform, transform
 from muonfx.core.contract import NOTHING
-from muonfx.schedules import Schedule
+from muonfx.schedules import Scalar, ScalarOrFunction
 from muonfx.transforms._in_store import INNER_FIRST
 from muonfx.transforms._pinned import WideStateDtype, copies, new_count, new_number, store, widest
 from muonfx.tree import Present, PyTree, device_of
@@ -40,10 +39,10 @@ class ScheduleFreeState(NamedTuple):
 @transform(locality=lambda inner, *_, **__: inner.locality, own_locality=Locality.ELEMENT, in_store=INNER_FIRST)
 def schedule_free(
     inner: Transform,
-    learning_rate: float | Schedule | Callable[[Tensor], Tensor],
-    b1: float = 0.9,
+    learning_rate: ScalarOrFunction,
+    b1: Scalar = 0.9,
     *,
-    weight_lr_power: float = 2.0,
+    weight_lr_power: Scalar = 2.0,
     dtype: WideStateDtype = "auto",
 ):
     r"""Average the iterates of a transform, and take gradients between the iterates and their average.
@@ -89,10 +88,10 @@ def schedule_free(
         raise TypeError(f"schedule_free: inner must be a Transform, found {inner!r}")
     if not callable(learning_rate):
         checks.at_least("learning_rate", learning_rate, 0.0)
-    checks.finite("b1", b1)
+    b1 = checks.finite("b1", b1)
     if not isinstance(b1, Tensor) and not 0.0 < b1 <= 1.0:
         raise ValueError(f"b1 must be in (0, 1], found {b1!r}")
-    checks.at_least("weight_lr_power", weight_lr_power, 0.0)
+    weight_lr_power = checks.at_least("weight_lr_power", weight_lr_power, 0.0)
     checks.state_dtype("dtype", dtype)
 
     def init(params: PyTree) -> ScheduleFreeState:

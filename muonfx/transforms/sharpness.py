@@ -14,6 +14,7 @@ from muonfx.arguments import plain_arguments
 from muonfx.core import Donation, EmptyState, Locality, Transform, apply_updates, transform
 from muonfx.core.combine import no_state
 from muonfx.core.contract import NOTHING
+from muonfx.schedules import ScalarOrSchedule
 from muonfx.transforms._pinned import widest
 from muonfx.transforms.clip import squared_norms
 from muonfx.tree import Present, PyTree
@@ -22,7 +23,7 @@ __all__ = ["sam", "sam_gradient"]
 
 
 @transform(locality=Locality.TREE, reads_params=lambda rho=0.05, *, adaptive=False: adaptive)
-def sam(rho: float = 0.05, *, adaptive: bool = False):
+def sam(rho: ScalarOrSchedule = 0.05, *, adaptive: bool = False):
     r"""Turn gradients into the step by which sharpness-aware minimization climbs: $\rho g / \|g\|$.
 
     The norm is over all elements of all leaves, on all ranks. `sam_gradient` takes this step and the gradient behind
@@ -43,7 +44,7 @@ def sam(rho: float = 0.05, *, adaptive: bool = False):
     >>> mfx.sam(0.1).update({"w": torch.tensor([3.0, 4.0])}, mfx.EmptyState())[0]
     {'w': tensor([0.0600, 0.0800])}
     """
-    checks.at_least("rho", rho, 0.0)
+    rho = checks.at_least("rho", rho, 0.0)
 
     def update(
         updates: PyTree,

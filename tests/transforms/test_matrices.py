@@ -140,7 +140,7 @@ def test_neurons_of_the_longer_side_are_those_of_the_transpose(seed: int):
 
 
 def test_an_unknown_axis_of_neurons_is_refused():
-    with pytest.raises(ValueError, match='axis must be "rows" or "longer", found \'columns\''):
+    with pytest.raises(ValueError, match='axis must be "longer" or "rows", found \'columns\''):
         mfx.normalize_neurons(axis="columns")  # type: ignore[arg-type]
 
 
