@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["COLORS", "axes_for", "label_end", "style"]
+__all__ = ["COLORS", "axes_for", "label_end", "legend_above", "style"]
 
 COLORS = {
     "blue": "#5b6ee1",
@@ -67,4 +67,19 @@ def label_end(ax: Axes, x: float, y: float, text: str, color: str) -> None:
     """Write a name beside the end of a line."""
     ax.annotate(
         text, (x, y), xytext=(5, 0), textcoords="offset points", va="center", color=color, annotation_clip=False
+    )
+
+
+def legend_above(ax: Axes) -> None:
+    """Name the colours above the axes, where nothing is drawn: each in its own colour and in one line."""
+    handles, _ = ax.get_legend_handles_labels()
+    ax.legend(
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        ncols=max(len(handles), 1),
+        frameon=False,
+        labelcolor="linecolor",
+        borderaxespad=0.2,
+        borderpad=0,
+        handlelength=1.2,
     )

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
 
 __all__ = ["plot_plan"]
 
+_BY_ONE = (COLORS["blue"], "#4553b4")
+_BY_ALL = ("#23877b", "#1b6b61")
+"""Fills that white letters can be read on; neighbours differ, so that a share ends where it is seen to end."""
+
 _NAMED = 0.11
 """The least part of the axis that a share must take for its parameter to be named in it."""
 
@@ -51,10 +55,8 @@ def plot_plan(plan: Plan, *, ax: Axes | None = None) -> Axes:
         counts = [0] * plan.size
         for name, rank, flops, by_all in _segments(plan):
             width = flops / scale
-            color = COLORS["green" if by_all else "blue"]
-            # Neighbours differ in depth, so that a share ends where it is seen to end.
-            alpha = (0.85, 0.55)[counts[rank] % 2]
-            axes.barh(rank, width, 0.7, ends[rank], color=color, alpha=alpha, linewidth=0)
+            color = (_BY_ALL if by_all else _BY_ONE)[counts[rank] % 2]
+            axes.barh(rank, width, 0.7, ends[rank], color=color, linewidth=0)
             if flops >= _NAMED * most and plan.size <= 24:
                 axes.text(
                     ends[rank] + width / 2,
@@ -67,15 +69,17 @@ def plot_plan(plan: Plan, *, ax: Axes | None = None) -> Axes:
                 )
             ends[rank] += width
             counts[rank] += 1
+        edge = 1.25 * most / scale
         for rank, nbytes in enumerate(plan.sent if plan.size <= 24 else ()):
-            text = f"sends {format_bytes(nbytes)}" if nbytes else "sends nothing"
-            axes.annotate(text, (ends[rank], rank), xytext=(4, 0), textcoords="offset points", va="center")
+            axes.text(
+                edge, rank, f"sends {format_bytes(nbytes)}" if nbytes else "sends nothing", ha="right", va="center"
+            )
         mean = sum(plan.flops) / plan.size / scale
         axes.axvline(mean, color=COLORS["gray"], linestyle=":", linewidth=1.2)
         if plan.size <= 24:
             axes.set_yticks(range(plan.size), [f"rank {rank}" for rank in range(plan.size)])
         axes.set_ylim(plan.size - 0.5, -0.5)
-        axes.set_xlim(0, most / scale * 1.25)
+        axes.set_xlim(0, edge)
         axes.grid(visible=False, axis="y")
         axes.set_xlabel(f"Newton-Schulz of a step, {unit} (dotted: the mean; the most is {plan.balance:.2f} of it)")
     return axes

@@ -62,8 +62,15 @@ def plot_band(
         axes.fill_between([lower, 1.0], found.minimum, found.maximum, color=color, alpha=0.16, linewidth=0)
         axes.set(xlabel="singular value, over the Frobenius norm", ylabel="singular value afterwards")
         axes.set_xlim(1e-4, 1.0)
-        axes.set_ylim(bottom=0.0)
-        axes.legend(loc="upper left", title=f"from {lower:g} on, they land in", title_fontsize=8, alignment="left")
+        axes.set_ylim(0.0, 1.05 * max(max(cast("list[float]", list(line.get_ydata()))) for line in axes.lines))
+        legend = axes.legend(
+            loc="lower right",
+            title=f"from {lower:g} on, they land in",
+            frameon=False,
+            labelcolor="linecolor",
+            alignment="left",
+        )
+        legend.get_title().set_color(COLORS["gray"])
     return axes
 
 
@@ -103,7 +110,7 @@ def plot_spectrum(before: Tensor, after: Tensor | None = None, *, ax: Axes | Non
                 label_end(axes, len(values), values[-1], name, color)
         axes.set(xlabel="number of the singular value, largest first", ylabel="singular value")
         axes.set_ylim(bottom=0.0)
-        axes.set_xlim(left=1)
+        axes.set_xlim(1, max(len(sizes), 2))
     return axes
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from muonfx.display import format_bytes
-from muonfx.plot.axes import COLORS, axes_for
+from muonfx.plot.axes import COLORS, axes_for, legend_above
 from muonfx.summary import LeafSummary, Summary, summary
 from muonfx.transforms.monitor import metrics
 from muonfx.tree import PyTree
@@ -69,7 +69,7 @@ def plot_update_rms(state: PyTree, *, ax: Axes | None = None) -> Axes:
         axes.set_ylim(len(rows) - 0.5, -0.5)
         axes.set_xlabel("root mean square of an element of the update")
         if len(monitors) > 1:
-            axes.legend(loc="best")
+            legend_above(axes)
     return axes
 
 
@@ -123,12 +123,8 @@ def plot_state_memory(what: PyTree | Summary, *, ax: Axes | None = None) -> Axes
         axes.set_ylim(len(parts) - 0.5, -0.5)
         axes.set_xlim(0, largest / scale * 1.18)
         axes.grid(visible=False, axis="y")
-        axes.set_xlabel(unit)
-        axes.legend(
-            loc="lower right" if len(parts) > 2 else "best",
-            title=f"{format_bytes(about.nbytes)} in all",
-            title_fontsize=8,
-        )
+        axes.set_xlabel(f"{unit}, {format_bytes(about.nbytes)} in all")
+        legend_above(axes)
     return axes
 
 
