@@ -1,6 +1,6 @@
 """Execute every notebook of the repository from top to bottom; the first cell that fails is an error.
 
-So is a notebook that takes longer than `--limit` seconds; an experiment, which measures, may take three times that. With
+So is a notebook that takes longer than `--limit` seconds; an experiment may take three times that, as it measures. With
 `--write` the new outputs are kept in the files, which is how the committed outputs are made. Otherwise nothing is
 written, and cells whose text is not the committed one are named: another machine rounds differently, so that is no
 error.
