@@ -18,6 +18,7 @@ from muonfx.compact import Compact, CompactState, KeyedCompactState, fp8, int8
 from muonfx.core import (
     Donation,
     EmptyState,
+    InitAndUpdate,
     Locality,
     ScheduledHyperparamsState,
     Transform,
@@ -46,6 +47,7 @@ from muonfx.schedules import (
     ScalarOrFunction,
     ScalarOrSchedule,
     Schedule,
+    ScheduleFunction,
     constant,
     cosine,
     exponential,
@@ -81,6 +83,7 @@ from muonfx.transforms import (
     LookaheadState,
     MasterParamsState,
     MatrixView,
+    Metric,
     MomentumState,
     MonitorState,
     NamoState,
@@ -91,8 +94,10 @@ from muonfx.transforms import (
     SampledMomentumState,
     ScheduleFreeState,
     ScheduleState,
+    ShapeRule,
     SkipNonfiniteState,
     Slot,
+    StateAndStep,
     StepCount,
     WeightNormsState,
     accumulate,
@@ -151,6 +156,7 @@ from muonfx.transforms import (
     skip_nonfinite,
     subtract_decayed_weights,
 )
+from muonfx.tree import PyTree
 from muonfx.variants import adamuon, dion, dion2, muon_hyperball, musgd, namo, polargrad, scion
 
 __version__ = "0.2.0"
@@ -265,6 +271,16 @@ __all__ = [
     # looking
     "Summary",
     "summary",
+    # types of arguments and results, for annotations
+    "InitAndUpdate",
+    "Metric",
+    "PyTree",
+    "Scalar",
+    "ScalarOrFunction",
+    "ScalarOrSchedule",
+    "ScheduleFunction",
+    "ShapeRule",
+    "StateAndStep",
     # their states
     "AccumulateState",
     "AdamState",
@@ -294,9 +310,6 @@ __all__ = [
     "SkipNonfiniteState",
     "WeightNormsState",
     # schedules
-    "Scalar",
-    "ScalarOrFunction",
-    "ScalarOrSchedule",
     "Schedule",
     "constant",
     "cosine",

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.sharding.collectives import gathered, reduce_scattered
+from muonfx.sharding.collectives import ReduceOp, gathered, reduce_scattered
 from muonfx.sharding.cut import Buffer, Cut
 from muonfx.sharding.dtensors import local_tree, logical_tree, map_named
 from muonfx.sharding.messages import Buffers, ShardingError
@@ -195,7 +195,7 @@ class Layout:
         """
         return gathered(self, local)
 
-    def all_gather(self, local: PyTree, names: Sequence[str] | None = None, *, op: str = "mean") -> PyTree:
+    def all_gather(self, local: PyTree, names: Sequence[str] | None = None, *, op: ReduceOp = "mean") -> PyTree:
         """`gather`, through which gradients flow: they are reduced over the ranks as `reduce_scatter` does it.
 
         So ``grad(lambda local: loss(layout.all_gather(local)))`` gives a ZeRO-3 loop its sharded gradients.
@@ -211,7 +211,7 @@ class Layout:
         """
         return gathered(self, local, names=names, op=op, differentiable=True)
 
-    def reduce_scatter(self, grads: PyTree, op: str = "mean", *, bucket_bytes: int = 1 << 25) -> PyTree:
+    def reduce_scatter(self, grads: PyTree, op: ReduceOp = "mean", *, bucket_bytes: int = 1 << 25) -> PyTree:
         """Reduce every rank's own whole gradients over all ranks, and return this rank's pieces.
 
         Values are added in the order of the ranks, in fp32 at least, and rounded once, so that the sum does not depend
