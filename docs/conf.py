@@ -26,6 +26,7 @@ extensions = [
     "code_references",
     "mathml",
     "notebook_pages",
+    "search_words",
 ]
 root_doc = "index"
 exclude_patterns = ["_*", "**/.ipynb_checkpoints"]
@@ -38,6 +39,7 @@ myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist", "dollarmath"
 myst_heading_anchors = 4
 myst_dmath_double_inline = True
 nb_execution_mode = "off"  # what is committed is shown; `make notebooks` executes
+nb_ipywidgets_js = {}  # sliders would be drawn by scripts from elsewhere; notebooks show a static picture beside them
 
 # ---------------------------------------------------------------------------------------------------------- docstrings
 
@@ -50,7 +52,7 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
-autodoc_default_options = {"members": True, "undoc-members": True, "show-inheritance": False}
+autodoc_default_options = {"members": True, "undoc-members": True}
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 napoleon_use_ivar = True
@@ -71,6 +73,7 @@ html_copy_source = False
 html_show_sourcelink = False
 html_show_sphinx = False
 html_last_updated_fmt = None
+html_context = {"default_mode": "auto"}  # light or dark as the reader's system is
 html_theme_options = {
     "navbar_align": "left",
     "navbar_end": ["theme-switcher"],
@@ -83,7 +86,26 @@ html_theme_options = {
     "footer_end": [],
     "back_to_top_button": True,
     "search_bar_text": "Search guides and API",
-    "pygments_light_style": "a11y-high-contrast-light",
-    "pygments_dark_style": "a11y-high-contrast-dark",
+    "pygments_light_style": "github-light",
+    "pygments_dark_style": "github-dark",
 }
 copybutton_exclude = ".linenos, .gp, .go"  # the prompt and what it answered stay behind
+
+# The words by which a page is to be found first, where its title does not say them.
+search_words = {
+    "getting-started": ["install", "quickstart"],
+    "torch-optimizer": ["torch.optim.lr_scheduler", "param groups", "GradScaler"],
+    "api/schedules": ["schedule", "learning rate schedule", "cosine", "warmup"],
+    "concepts/hyperparameters": ["learning rate", "learning rate schedule", "lr", "sweep"],
+    "concepts/state": ["bf16", "bfloat16", "fp16", "fp32", "dtype", "int8", "fp8", "state dtype", "memory"],
+    "concepts/numerics": ["bf16", "Newton-Schulz", "coefficients", "TF32"],
+    "concepts/chains": ["weight decay", "gradient clipping"],
+    "routing": ["embedding", "embeddings", "which parameters", "param groups"],
+    "sharding": ["FSDP", "FSDP2", "fully_shard", "DTensor", "ZeRO", "DDP", "HSDP", "tensor parallel", "distributed"],
+    "engines": ["FSDP", "DDP"],
+    "checkpoints": ["resume", "save", "load", "state_dict"],
+    "muonclip": ["QK-Clip", "attention logits"],
+    "conversion": ["convert"],
+    "offload": ["CPU offload", "memory"],
+    "muon-variants": ["NorMuon", "Dion", "Scion", "AdaMuon"],
+}

@@ -214,12 +214,12 @@ class Table:
         return f'<{tag} class="{style}" style="--mfx-depth:{depth}">{cells}</{tag}>'
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
-    """Lines of text and tables, one below the other.
+    """Notes and tables, one below the other, with a blank line between two of them in text.
 
     Attributes:
-        parts: the lines and tables; what stands between two of them in text is a blank line where one is a table.
+        parts: the notes, of one line or several, and the tables.
 
     >>> print(Report(("two leaves", Table.of(["leaf"], [["w"], ["v"]]))).to_text())
     two leaves
@@ -233,15 +233,24 @@ class Report:
 
     def to_text(self, width: int | None = None, depth: int | None = None) -> str:
         """Plain text; the arguments are those of `Table.to_text`."""
-        return "\n\n".join(part if isinstance(part, str) else part.to_text(width, depth) for part in self.parts)
+        return "\n\n".join(
+            "\n".join(map(_one_line, part.split("\n"))) if isinstance(part, str) else part.to_text(width, depth)
+            for part in self.parts
+        )
 
     def to_html(self) -> str:
         """A fragment of HTML with its own style, which touches nothing outside it."""
-        body = "".join(
-            f'<p class="mfx-note">{_escaped(part)}</p>' if isinstance(part, str) else part.to_html()
-            for part in self.parts
-        )
+        body = "".join(_note(part) if isinstance(part, str) else part.to_html() for part in self.parts)
         return f'<div class="mfx-report"><style>{_STYLE}</style>{body}</div>'
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+    def __repr__(self) -> str:
+        return self.to_text()
+
+    def _repr_html_(self) -> str:
+        return self.to_html()
 
 
 class Shown:
@@ -329,6 +338,10 @@ def _escaped(text: str) -> str:
     return html.escape(_one_line(text))
 
 
+def _note(text: str) -> str:
+    return f'<p class="mfx-note">{"<br>".join(map(_escaped, text.split(chr(10))))}</p>'
+
+
 def _class(name: str) -> str:
     return f' class="{name}"' if name else ""
 
@@ -352,7 +365,7 @@ width:auto;display:table}
 .mfx-report th,.mfx-report td{border:0;padding:.1em 1.6em .1em 0;text-align:left;white-space:pre;font:inherit;
 color:inherit;background:transparent;max-width:none}
 .mfx-report thead th{font-weight:600;border-bottom:1px solid var(--mfx-line)}
-.mfx-report tfoot td{font-weight:600}
+.mfx-report tfoot tr:first-child td{font-weight:600}
 .mfx-report tfoot tr:first-child td{border-top:1px solid var(--mfx-line)}
 .mfx-report .mfx-r{text-align:right}
 .mfx-report .mfx-tree{display:inline-block;min-width:min-content}
@@ -360,7 +373,7 @@ color:inherit;background:transparent;max-width:none}
 .mfx-report .mfx-row:hover,.mfx-report tbody tr:hover{background:rgba(128,128,128,.12)}
 .mfx-report .mfx-row>span{padding-right:2ch;overflow:visible}
 .mfx-report .mfx-row>span:first-child{padding-left:calc(var(--mfx-depth)*2ch + 2ch)}
-.mfx-report .mfx-head,.mfx-report .mfx-foot{font-weight:600}
+.mfx-report .mfx-head,.mfx-report .mfx-foot>.mfx-row:first-child{font-weight:600}
 .mfx-report .mfx-head{border-bottom:1px solid var(--mfx-line)}
 .mfx-report .mfx-foot{border-top:1px solid var(--mfx-line)}
 .mfx-report summary{cursor:pointer}
@@ -370,5 +383,6 @@ color:inherit;background:transparent;max-width:none}
 left:calc(var(--mfx-depth)*2ch + .2ch);opacity:.7}
 .mfx-report details[open]>summary.mfx-row>span:first-child::before{content:"\\25BE"}
 .mfx-report .mfx-part>summary{font-weight:600;margin:.4em 0 .2em}
-.mfx-report [style*="--mfx-share"]{background:linear-gradient(to left,var(--mfx-tint) var(--mfx-share),transparent 0)}
+.mfx-report [style*="--mfx-share"]{background:linear-gradient(to left,var(--mfx-tint) var(--mfx-share),transparent 0);
+background-clip:content-box}
 """.strip().replace("\n", "")

@@ -42,7 +42,7 @@ class Symbol:
     @property
     def is_data(self) -> bool:
         """True for a value or an alias of types: documented by the string below its assignment."""
-        return not (inspect.isclass(self.object) or inspect.isroutine(self.object))
+        return self.object is Any or not (inspect.isclass(self.object) or inspect.isroutine(self.object))
 
     @property
     def docstring(self) -> str:
@@ -58,19 +58,31 @@ class Symbol:
         return self.docstring.partition("\n")[0]
 
     @property
+    def line(self) -> int:
+        """The line on which its definition begins."""
+        if self.is_data:
+            return next(node.lineno for node in _assignments(self.module, self.name))
+        return inspect.getsourcelines(inspect.unwrap(self.object))[1]
+
+    @property
     def assigned(self) -> str:
         """The right-hand side of the assignment that makes a value or an alias, in one line."""
-        for node in _syntax(self.module).body:
-            if isinstance(node, ast.Assign | ast.AnnAssign) and node.value:
-                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                if any(isinstance(target, ast.Name) and target.id == self.name for target in targets):
-                    return ast.unparse(node.value)
-        raise LookupError(f"{self.module} assigns nothing to {self.name}")
+        return ast.unparse(next(node.value for node in _assignments(self.module, self.name) if node.value))
 
 
 @functools.cache
 def _syntax(module: str) -> ast.Module:
     return ast.parse(inspect.getsource(importlib.import_module(module)))
+
+
+def _assignments(module: str, name: str) -> list[ast.Assign | ast.AnnAssign]:
+    """The statements of a module's own level that assign to a name."""
+    found: list[ast.Assign | ast.AnnAssign] = []
+    for node in _syntax(module).body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if isinstance(node, ast.Assign | ast.AnnAssign) and any(getattr(t, "id", None) == name for t in targets):
+            found.append(node)
+    return found
 
 
 def _home(module: str, name: str) -> str:
@@ -112,7 +124,7 @@ def symbols() -> tuple[Symbol, ...]:
 
 
 def symbols_of(*modules: str) -> list[Symbol]:
-    """What the named modules and those inside them define, in the order of the names given, then of the lists.
+    """What the named modules and those inside them define: by module, in the order of the source, states last.
 
     Raises:
         LookupError: a named module defines nothing public.
@@ -122,5 +134,5 @@ def symbols_of(*modules: str) -> list[Symbol]:
         own = [s for s in symbols() if (s.module + ".").startswith(module + ".") and s not in found]
         if not own:
             raise LookupError(f"{module} defines no public name: see `__all__` of the public modules")
-        found += sorted(own, key=lambda symbol: symbol.module)  # within a module, the order of `__all__`
+        found += sorted(own, key=lambda symbol: (symbol.module, symbol.name.endswith("State"), symbol.line))
     return found

@@ -85,8 +85,8 @@ class World:
         if self._running is None:
             self._running = _Running(self.size, self.timeout)
         found = self._running.run(size, function, arguments, patience=2 * self.timeout)
-        if not _alike(found):  # some rank may still wait for another, or hold half of a message
-            self.close()
+        if not _alike(found) and not (_all_raised(found) and self._running.is_in_step(size)):
+            self.close()  # some rank may still wait for another, or hold half of a message
         return found
 
     def check(self, size: int, function: Callable[..., Any], **arguments: Any) -> list[Any]:
@@ -106,6 +106,18 @@ class World:
 def _alike(results: list[Any]) -> bool:
     errors = [(type(r.error), str(r.error)) if isinstance(r, Failed) else None for r in results]
     return len(set(errors)) == 1
+
+
+def _all_raised(results: list[Any]) -> bool:
+    """Whether each function ended by an error of its own: none waits, none was sent what it has not taken."""
+    return all(isinstance(r, Failed) and not isinstance(r.error, ProcessEnded | TimeoutError) for r in results)
+
+
+def meet(here: Here) -> None:
+    """Meet in each group: an error within seconds where the ranks have not taken part in equally many collectives."""
+    groups = [here.group, here.background, *(here.grid.get_all_groups() if here.size == WORLD else [])]
+    for group in groups:
+        dist.monitored_barrier(group, timeout=timedelta(seconds=5))
 
 
 class _Running:
@@ -160,6 +172,10 @@ class _Running:
                     found[rank] = pickle.loads(answer)
         return [found[rank] for rank in range(size)]
 
+    def is_in_step(self, size: int) -> bool:
+        """Whether the first so many can go on together: new processes take ten seconds of processor time."""
+        return not any(isinstance(result, Failed) for result in self.run(size, meet, {}, patience=20))
+
     def close(self) -> None:
         for inbox in self._inboxes:
             inbox.put(None)
@@ -201,3 +217,6 @@ def _serve(rank: int, world: int, timeout: float, store: str, inbox: Any, outbox
             answer = pickle.dumps(Failed(error))
         outbox.put((rank, number, answer))
     dist.destroy_process_group()
+    outbox.close()
+    outbox.join_thread()
+    os._exit(0)  # torch's threads may abort an interpreter that ends, and take seconds to

@@ -1,11 +1,16 @@
 """`muonfx.display`: text and HTML say the same, and nothing in a cell can break out of either."""
 
+import re
+import tempfile
+from collections.abc import Mapping
 from html.parser import HTMLParser
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import muonfx as mfx
 from muonfx.display import Column, Report, Row, Shown, Table, format_bytes
 
 VOID = {"br", "hr", "img"}
@@ -139,3 +144,30 @@ def test_bytes_are_written_with_their_size(nbytes: int):
     factor = 1024 ** ["B", "KiB", "MiB", "GiB", "TiB", "PiB"].index(unit)
     assert float(number) * factor == pytest.approx(nbytes, rel=0.005, abs=0.5)
     assert float(number) < 1025 or unit == "PiB"
+
+
+def explained() -> list[object]:
+    params = {"up": torch.zeros(64, 16), "down": torch.zeros(16, 64)}
+    plan = mfx.sharding.plan_for(mfx.muon(0.1), mfx.sharding.zero(params, 2, partition="flat"))
+    path = mfx.checkpoint.save(tempfile.mkdtemp(), {"<up>": torch.zeros(2)}, step=7, extra={"note": "<b>"})
+    return [
+        plan,
+        plan.explain(),
+        mfx.polar.explain((64, 128)),
+        mfx.program.lower(mfx.muon(0.1), params),
+        mfx.checkpoint.inspect(path),
+        mfx.describe({"w": "muon"}, {"w": params["up"]}),
+        mfx.Labels({"<up>": "muon", "b": None}, {"<up>": "user rule 1: path('<*>')"}),
+        mfx.summary(params),
+        mfx.muon(0.1).tree(),
+    ]
+
+
+def test_what_explains_itself_says_the_same_words_in_html():
+    for value in explained():
+        parsed = Parsed(value._repr_html_())  # pyright: ignore
+        shown = "".join(parsed.texts).replace(" ", "")
+        for word in re.findall(r"[\w.<>]{3,}", str(value) if not isinstance(value, Mapping) else " ".join(value)):
+            assert word in shown, f"{type(value).__name__}: {word} is not in the HTML"
+        assert "b" not in parsed.tags
+        assert "script" not in parsed.tags

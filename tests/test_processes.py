@@ -34,6 +34,12 @@ def end(here: Here, on: int) -> None:
     add_up(here, 0)
 
 
+def fail_each_in_its_own_way(here: Here, skipped: int | None) -> None:
+    if here.rank != skipped:
+        dist.all_reduce(torch.zeros(()), group=here.group, async_op=True)
+    raise ValueError(f"rank {here.rank}")
+
+
 def process(here: Here) -> int:
     return os.getpid()
 
@@ -55,6 +61,18 @@ def test_an_error_comes_back_with_its_trace(world: World):
     assert world.check(2, process) == before  # an error on all alike leaves nothing half done
     with pytest.raises(AssertionError, match="none of that"):
         world.check(2, fail, on=None)
+
+
+@pytest.mark.parametrize(("skipped", "same"), [(None, True), (1, False)])
+def test_after_errors_that_differ_ranks_go_on_if_they_are_in_step(skipped: int | None, same: bool):
+    own = World(2, timeout=10)
+    try:
+        before = own.check(2, process)
+        assert all(isinstance(found, Failed) for found in own.run(2, fail_each_in_its_own_way, skipped=skipped))
+        assert (own.check(2, process) == before) is same
+        assert own.check(2, add_up, start=1) == [(3, 1)] * 2
+    finally:
+        own.close()
 
 
 def test_after_a_death_the_others_fail_in_time_and_the_pool_is_made_anew():

@@ -15,6 +15,7 @@ from typing import Any
 
 import public_api
 from sphinx.application import Sphinx
+from sphinx.domains.python._object import PyObject
 from sphinx.util import logging
 
 log = logging.getLogger(__name__)
@@ -95,8 +96,33 @@ def _check_coverage(app: Sphinx, env: Any) -> None:
             )
 
 
+def _mend_backlinks(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    """Lead from a source page to each entry by the entry's own path.
+
+    `viewcode` takes one public module for all names of a source file; ours are on two, such as `muonfx.spec` and
+    `muonfx.checkpoint.StateSpec`.
+    """
+    if not page.startswith("_modules/") or "body" not in context:
+        return
+    module = page.removeprefix("_modules/").replace("/", ".")
+    paths = {symbol.name: symbol.path for symbol in public_api.symbols() if symbol.module == module}
+
+    def own(match: re.Match[str]) -> str:
+        name, dot, rest = match["target"].removeprefix(match["face"] + ".").partition(".")
+        return f"{match['start']}{paths.get(name, match['face'] + '.' + name)}{dot}{rest}"
+
+    faces = sorted({found.__name__ for found in public_api.public_modules()}, key=len, reverse=True)
+    either = "|".join(map(re.escape, faces))
+    backlink = re.compile(rf'(?P<start><a class="viewcode-back" href="[^"#]*#)(?P<target>(?P<face>{either})\.[\w.]+)')
+    context["body"] = backlink.sub(own, context["body"])
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     """Register with Sphinx."""
+    for field in PyObject.doc_field_types:  # what the `Attributes:` of a docstring become
+        if field.name == "variable":
+            field.label = "Attributes"
     app.connect("source-read", _on_source)
+    app.connect("html-page-context", _mend_backlinks)
     app.connect("env-check-consistency", _check_coverage)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

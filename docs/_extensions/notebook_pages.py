@@ -19,7 +19,9 @@ def _copy(app: Sphinx, config: Any) -> None:
     """Bring docs/notebooks up to date; an equal copy keeps its time, so that Sphinx need not read it again."""
     target = Path(app.srcdir) / "notebooks"
     found = {
-        path.relative_to(ROOT / "notebooks"): path.read_text(encoding="utf-8").replace("](../docs/", "](../")
+        path.relative_to(ROOT / "notebooks"): path.read_text(encoding="utf-8")
+        .replace("](../../docs/", "](../../")
+        .replace("](../docs/", "](../")
         for path in (ROOT / "notebooks").rglob("*.ipynb")
         if ".ipynb_checkpoints" not in path.parts
     }

@@ -1,15 +1,24 @@
-// The order of search results: guides and API first, notebooks and concepts with them, records and the changelog last.
-const Scorer = {
+// The order of search results: guides, concepts and API first; notebooks behind them; records and the changelog last.
+// `var`, because searchtools.js declares the same name where there is no scorer.
+var Scorer = {
   score: ([docname, title, anchor, descr, score, filename, kind]) => {
-    if (/^(decisions\/|changelog)/.test(docname)) return score * 0.1 - 10;
+    if (/^(decisions\/|changelog$|contributing$)/.test(docname)) return score - 200;
+    if (/^(benchmarks|step-by-part|the-default-coefficients|routed-models)$/.test(docname)) return score - 20;
+    if (docname.startsWith("notebooks/")) return score - 2;
+    if (docname === "api/testing") return score - 8;
     return score;
   },
-  objNameMatch: 11,
+  objNameMatch: 60, // the whole name, or its last part
   objPartialMatch: 6,
   objPrio: { 0: 15, 1: 5, 2: -5 },
   objPrioDefault: 0,
-  title: 15,
-  partialTitle: 7,
+  title: 30,
+  partialTitle: 14,
   term: 5,
   partialTerm: 2,
 };
+
+// Read from disk, pages cannot be fetched, and the results stand without their excerpts instead of with errors.
+if (location.protocol === "file:") {
+  window.fetch = () => Promise.resolve(new Response(""));
+}

@@ -13,7 +13,8 @@ from muonfx.checkpoint.catalog import checkpoints, inspect
 from muonfx.checkpoint.convert import cli
 from muonfx.checkpoint.errors import CheckpointError, CorruptError
 from muonfx.checkpoint.loading import verify
-from muonfx.checkpoint.report import differences, of_checkpoint, of_folder, readable, size
+from muonfx.checkpoint.report import differences, of_checkpoint, of_folder
+from muonfx.display import format_bytes, printable
 
 __all__ = ["main"]
 
@@ -27,10 +28,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return options.run(options)
     except CorruptError as error:
-        print(f"damaged: {readable(error)}", file=sys.stderr)
+        print(f"damaged: {printable(error)}", file=sys.stderr)
         return 1
     except CheckpointError as error:
-        print(f"error: {readable(error)}", file=sys.stderr)
+        print(f"error: {printable(error)}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # the reader of a pipe has seen enough
         sys.stderr.close()
@@ -84,10 +85,10 @@ def _verify(options: argparse.Namespace) -> int:
         try:
             index = verify(path)
         except CorruptError as error:
-            print(f"{path}: damaged: {readable(error)}")
+            print(f"{path}: damaged: {printable(error)}")
             code = 1
         else:
-            print(f"{path}: good, {len(index.leaves)} leaves, {size(index.nbytes)}")
+            print(f"{path}: good, {len(index.leaves)} leaves, {format_bytes(index.nbytes)}")
     return code
 
 

@@ -23,6 +23,7 @@ from muonfx.checkpoint.dtypes import dtype_named, name_of_dtype
 from muonfx.checkpoint.errors import CheckpointError, CorruptError, FormatError
 from muonfx.checkpoint.files import read_regular
 from muonfx.checkpoint.names import is_name
+from muonfx.display import Report, Table, format_bytes, printable
 from muonfx.tree import Spec
 
 __all__ = [
@@ -35,8 +36,10 @@ __all__ = [
     "DataFile",
     "Index",
     "Leaf",
+    "as_text",
     "parse",
     "read_parsed",
+    "shortened",
     "text_of",
 ]
 
@@ -135,6 +138,56 @@ class Index:
     def nbytes(self) -> int:
         """The bytes of all leaves."""
         return sum(leaf.nbytes for leaf in self.leaves.values())
+
+    def report(self, path: Path | None = None, leaves: Mapping[str, Leaf] | None = None) -> Report:
+        """A table of the leaves below what the checkpoint says about itself.
+
+        Args:
+            path: where it lies, to be said too.
+            leaves: those to show; None: all.
+        """
+        shown = self.leaves if leaves is None else leaves
+        said = {
+            **({} if path is None else {"checkpoint": path}),
+            "step": "-" if self.step is None else self.step,
+            "chain": f"{self.chain} (fingerprint {self.fingerprint})" if self.fingerprint is not None else "-",
+            "written by": ", ".join(f"{name} {version}" for name, version in self.versions.items()),
+            "extra": as_text(self.extra) if self.extra else "-",
+            "files": f"{len(self.files)}, {format_bytes(sum(file.nbytes for file in self.files))}",
+        }
+        wide = max(map(len, said))
+        heading = "\n".join(f"{key:{wide}}  {shortened(printable(value))}" for key, value in said.items())
+        rows = [
+            (
+                name,
+                str(leaf.spec.shape),
+                str(leaf.spec.dtype).removeprefix("torch."),
+                format_bytes(leaf.nbytes),
+                str(len(leaf.chunks)),
+            )
+            for name, leaf in shown.items()
+        ]
+        table = Table.of(("leaf", "shape", "dtype", "bytes", "parts"), rows, right=(3, 4))
+        return Report((heading, table, f"{len(shown)} leaves, {format_bytes(sum(x.nbytes for x in shown.values()))}"))
+
+    def __str__(self) -> str:
+        return str(self.report())
+
+    def _repr_html_(self) -> str:
+        return self.report().to_html()
+
+
+def as_text(extra: object) -> str:
+    """What a caller has stored beside a state, as JSON."""
+    try:
+        return json.dumps(extra, sort_keys=True)
+    except RecursionError:  # read with the stack nearly empty, shown with less room
+        return "(nested too deeply to be shown)"
+
+
+def shortened(text: str, most: int = 2000) -> str:
+    """The beginning of a text that is longer than a reader wants, and how long it is."""
+    return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
 
 
 def text_of(index: Index) -> bytes:

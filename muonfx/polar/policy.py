@@ -27,6 +27,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from muonfx.display import Report, Table
 from muonfx.polar import kernels
 from muonfx.polar.coefficients import CoefficientsLike
 from muonfx.polar.hardware import cpu_bf16_is_faster, cpu_has_amx, cpu_has_bf16, cuda_capability
@@ -127,14 +128,25 @@ class Plan(NamedTuple):
         small = 3 if longest == 1 else 6 if longest == 2 else 8  # as `products.Buffered` holds them, and an identity
         return (2 * n * m + small * n * n) * self.dtype.itemsize
 
-    def __str__(self) -> str:
+    def _heading(self) -> str:
         n, m = self.shape
         cut = " + ".join(str(len(stage.steps)) for stage in self.stages)
         steps = f", steps in stages of {cut}" if self.method == "gram" else ""
-        name = str(self.dtype).removeprefix("torch.")
-        lines = [f"{n} x {m}: {self.method}, {name}, {self.products}{steps}"]
-        lines += [f"  {what:9}{why}" for what, why in zip(("dtype", "method", "products"), self.reasons, strict=True)]
-        return "\n".join(lines)
+        return f"{n} x {m}: {self.method}, {_name_of(self.dtype)}, {self.products}{steps}"
+
+    def __str__(self) -> str:
+        lines = [f"  {what:9}{why}" for what, why in zip(("dtype", "method", "products"), self.reasons, strict=True)]
+        return "\n".join([self._heading(), *lines])
+
+    def _repr_html_(self) -> str:
+        """The choices as a table, for a notebook."""
+        chosen = (("dtype", _name_of(self.dtype)), ("method", self.method), ("products", self.products))
+        rows = [(what, took, str(why)) for (what, took), why in zip(chosen, self.reasons, strict=True)]
+        return Report((Table.of(("choice", "taken", "why"), rows, title=self._heading()),)).to_html()
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def explain(

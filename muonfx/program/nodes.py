@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from muonfx.core import Transform
+from muonfx.display import Column, Report, Row, Shown, Table
 from muonfx.tree import PyTree
 
 __all__ = [
@@ -175,8 +176,8 @@ class ChainNode(Node):
         return tuple(node for _, node in self.entries)
 
 
-@dataclass(frozen=True, eq=False)
-class Program:
+@dataclass(frozen=True, eq=False, repr=False)
+class Program(Shown):
     """The nodes that a transform becomes for the leaves of a tree; made by `lower`, printed for a reader.
 
     Attributes:
@@ -208,22 +209,10 @@ class Program:
         for node in _one_by_one(self.root):
             yield from _calls(node)
 
-    def __str__(self) -> str:
-        rows = [("node", "locality", "leaves", "state", "numbers")]
-        rows += [
-            (
-                "  " * depth + _kind_of(node) + ": " + node.title,
-                node.tx.locality.name,
-                str(len(node.names)),
-                ".".join(map(str, node.state)) or "-",
-                node.numbers or "-",
-            )
-            for depth, node in _with_depths(self.root, 0)
-        ]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join(
-            "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows
-        )
+    def report(self) -> Report:
+        """The program as a table: a row for each node, with those within it under it."""
+        titles = ("node", "locality", "leaves", "state", "numbers")
+        return Report((Table(tuple(map(Column, titles)), (_row(self.root),)),))
 
 
 def _kind_of(node: Node) -> str:
@@ -246,7 +235,12 @@ def _calls(node: Node) -> Iterator[Node]:
         yield from _calls(called)
 
 
-def _with_depths(node: Node, depth: int) -> Iterator[tuple[int, Node]]:
-    yield depth, node
-    for child in node.children:
-        yield from _with_depths(child, depth + 1)
+def _row(node: Node) -> Row:
+    cells = (
+        f"{_kind_of(node)}: {node.title}",
+        node.tx.locality.name,
+        str(len(node.names)),
+        ".".join(map(str, node.state)) or "-",
+        node.numbers or "-",
+    )
+    return Row(cells, tuple(map(_row, node.children)))

@@ -112,6 +112,7 @@ def with_a_destroyed_group(here: Here, path: Path, when: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize("when", ["before", "in the midst"])
 def test_a_save_whose_group_is_destroyed_says_so(tmp_path: Path, when: str):

@@ -140,6 +140,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="forks")
 def test_a_writer_killed_at_any_call_leaves_the_previous_or_the_new_one(in_memory: Path):
     command = [sys.executable, "-W", "error", "-c", KILLED, str(ROOT), str(in_memory)]
@@ -272,6 +273,7 @@ def killed(here: Here, path: Path, on: int, at: str) -> None:
         ck.save(path, whole, step=9, group=here.group)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("at", "on"),

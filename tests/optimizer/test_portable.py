@@ -70,6 +70,7 @@ def test_replicas_may_load_one_anothers_file(world: World, tmp_path: Path):
         assert "expected [" in str(error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "what"), [("fsdp", "load"), ("ddp", "load"), ("fsdp", "load what does not fit"), ("fsdp", "save")]
 )

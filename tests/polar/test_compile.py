@@ -68,6 +68,7 @@ def test_gradient_through_a_traced_function() -> None:
 SHAPES = [(8, 12), (16, 40), (40, 16), (20, 20), (24, 9), (2, 8, 12), (3, 13, 9), (10, 11), (12, 31), (31, 12)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.deep)])
 @pytest.mark.parametrize(
     "settings",

@@ -35,6 +35,7 @@ TX = two_groups(SMALL.labels)
 ROWS = Placed(dict.fromkeys(SMALL.leaves, ("0",)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [ROWS, Zero(1, "flat"), Zero(1, "whole")], ids=["rows", "flat", "whole"])
 def test_a_rank_that_is_killed_in_mid_step_makes_the_others_fail_in_time(layout: Any):
     own = World(3, timeout=6)

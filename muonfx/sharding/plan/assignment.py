@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from muonfx.core import Transform
+from muonfx.display import Report, Table
 from muonfx.polar import compute_dtype
 from muonfx.polar.scaling import wide_dtype
 from muonfx.recorded import strip_transparent
@@ -408,46 +409,41 @@ class Plan:
                 found.setdefault(share.name, []).append(share.owner)
         return found
 
-    def explain(self) -> str:
-        """A table: one line for each share of each parameter, then what each rank computes and sends."""
-        lines: list[str] = []
+    def explain(self) -> Report:
+        """Explain the plan: one row for each share of each parameter, then what each rank computes and sends.
+
+        Returns:
+            A value that prints as tables in a terminal, and shows them in a notebook.
+        """
+        titles = ("parameter", "matrices", "owner", "route", "GFLOP", "KiB sent", "why")
+        parts: list[str | Table] = []
         for run in self.runs:
-            lines.append("run of " + ", ".join(name for name, _ in run.run) + f", {len(run.buckets)} buckets")
-            rows = [("parameter", "matrices", "owner", "route", "GFLOP", "KiB sent", "why")]
-            for share in run.shares + run.spread:
-                rows.append(
-                    (
-                        share.name,
-                        " x ".join(map(str, share.shape)),
-                        "each" if share.route == "gram" else "all" if share.owner is None else str(share.owner),
-                        share.route,
-                        f"{share.cost / 1e9:.4g}",
-                        f"{sum(run.bytes_of(share)) / 1024:.4g}",
-                        share.reason,
-                    )
+            rows = [
+                (
+                    share.name,
+                    " x ".join(map(str, share.shape)),
+                    "each" if share.route == "gram" else "all" if share.owner is None else str(share.owner),
+                    share.route,
+                    f"{share.cost / 1e9:.4g}",
+                    f"{sum(run.bytes_of(share)) / 1024:.4g}",
+                    share.reason,
                 )
-            lines += _table(rows)
-        rows = [("rank", "GFLOP", "KiB sent")]
-        rows += [
+                for share in run.shares + run.spread
+            ]
+            title = "run of " + ", ".join(name for name, _ in run.run) + f", {len(run.buckets)} buckets"
+            parts.append(Table.of(titles, rows, right=(2, 4, 5), title=title))
+        rows = [
             (str(rank), f"{f / 1e9:.4g}", f"{b / 1024:.4g}")
             for rank, (f, b) in enumerate(zip(self.flops, self.sent, strict=True))
         ]
-        lines += ["", *_table(rows), "", f"balance: the most that a rank computes is {self.balance:.3f} of the mean"]
-        return "\n".join(lines)
+        parts.append(Table.of(("rank", "GFLOP", "KiB sent"), rows, right=(0, 1, 2)))
+        return Report((*parts, f"balance: the most that a rank computes is {self.balance:.3f} of the mean"))
 
     def __str__(self) -> str:
-        return self.explain()
+        return str(self.explain())
 
-
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    """Lines with columns as wide as they must be; numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    numbers = {place for place, title in enumerate(rows[0]) if title in ("owner", "rank", "GFLOP", "KiB sent")}
-
-    def cell(text: str, width: int, place: int) -> str:
-        return text.rjust(width) if place in numbers else text.ljust(width)
-
-    return ["  ".join(cell(t, w, i) for i, (t, w) in enumerate(zip(row, widths, strict=True))).rstrip() for row in rows]
+    def _repr_html_(self) -> str:
+        return self.explain().to_html()
 
 
 def plan_for(

@@ -283,8 +283,9 @@ def test_the_plan_can_be_read():
         {"w": "muon", "stack": "muon", "b": "rest"},
     )
     plan = sharding.plan_for(tx, sharding.zero(params, 4, partition="flat"))
-    text = plan.explain()
+    text = str(plan.explain())
     assert text == str(plan)
+    assert plan._repr_html_() == plan.explain()._repr_html_()
     rows = [line.split() for line in text.splitlines() if re.match(r"(w|stack) ", line)]
     assert {row[0] for row in rows} == {"w", "stack"}
     assert "b" not in {row[0] for row in rows}  # no matrix
@@ -302,4 +303,4 @@ def test_a_plan_of_what_is_sharded_already_is_that_of_the_chain():
 def test_no_matrices_is_an_empty_plan():
     plan = sharding.plan_for(mfx.adamw(0.1), sharding.zero({"w": torch.zeros(8, 8)}, 2))
     assert (plan.runs, plan.flops, plan.sent, plan.balance) == ((), [0.0, 0.0], [0, 0], 1.0)
-    assert "balance" in plan.explain()
+    assert "balance" in str(plan.explain())

@@ -1,0 +1,84 @@
+"""The table beside other libraries names what exists: here always, elsewhere where the package is installed."""
+
+import importlib
+import importlib.util
+import inspect
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PAGE = (ROOT / "docs" / "beside-others.md").read_text(encoding="utf-8")
+COLUMNS = {
+    "muonfx": "muonfx",
+    "Optax": "optax",
+    "TorchOpt": "torchopt",
+    "Equinox": "equinox",
+    "torch.optim": "torch.optim",
+}
+ELSEWHERE = ("torch", "jax")
+"""Packages whose names are written in full in any column."""
+
+OF_OBJECTS = {"fused", "foreach", "mu_dtype", "keller", "param_groups", "init", "update"}
+"""Arguments, attributes of instances and values: no names of a package."""
+
+
+def cells(column: str) -> list[str]:
+    """The cells of a column, over all tables of the page."""
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.splitlines() if line[:1] == "|"]
+    head = rows[0]
+    assert all(len(row) == len(head) for row in rows)
+    return [row[head.index(column)] for row in rows if row != head and "---" not in row]
+
+
+def names(column: str) -> list[str]:
+    """What stands as code in a column and is a name: no arguments, no expressions."""
+    return [name for cell in cells(column) for name in re.findall(r"`([A-Za-z_][\w.]*)`", cell) if name != "py.typed"]
+
+
+def look_up(package: str, name: str) -> Any:
+    """The object of a dotted name within a package; its submodules are imported as needed."""
+    first = name.partition(".")[0]
+    parts = name.split(".") if first in ELSEWHERE else [*package.split("."), *name.split(".")]
+    found: Any = importlib.import_module(parts[0])
+    for place, part in enumerate(parts[1:], 2):
+        if isinstance(found, ModuleType) and not hasattr(found, part):
+            found = importlib.import_module(".".join(parts[:place]))
+        else:
+            found = getattr(found, part)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch.distributed.optim uses what is deprecated
+@pytest.mark.parametrize("column", COLUMNS)
+def test_what_the_table_names_is_there(column: str):
+    package = COLUMNS[column]
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    own = names(column)
+    if column == "muonfx":
+        assert len(own) > 30
+    for name in set(own) - OF_OBJECTS:
+        look_up(package, name)
+
+
+def test_a_name_that_is_not_there_is_found_missing():
+    with pytest.raises((AttributeError, ImportError)):
+        look_up("muonfx", "orthogonalise")
+
+
+def test_the_page_says_when_and_with_which_versions_it_was_checked():
+    opening = PAGE.partition("\n## ")[0]
+    assert "22 November 2026" in opening
+    for package in ("Optax", "TorchOpt", "Equinox", "PyTorch"):
+        assert re.search(rf"{package} \d+\.\d+\.\d+", opening), package
+
+
+def test_arguments_that_the_table_names_are_there():
+    for name in ("fused", "foreach", "differentiable"):
+        assert name in inspect.signature(torch.optim.Adam).parameters
+    assert "differentiable" not in inspect.signature(torch.optim.Muon).parameters
