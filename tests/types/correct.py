@@ -118,6 +118,8 @@ def values() -> str:
 
 def sharding(params: dict[str, Tensor]) -> mfx.Transform:
     layout = mfx.sharding.zero(params, 1, partition="flat")
+    whole: dict[str, Tensor] = layout.gather(layout.shard(params))
+    whole = mfx.tree.add(whole, mfx.tree.scale(0.5, whole))
     away = mfx.sharding.offload(mfx.momentum(), "cpu", compute="device")
     return mfx.sharding.sharded(away, layout, replicas="split")
 
