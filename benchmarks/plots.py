@@ -159,7 +159,7 @@ def _beside(axes: Axes, title: str, rows: Sequence[tuple[str, dict[str, Any]]]) 
         )
     axes.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=9.5, color=GREY)
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.22 * max(row["milliseconds"]["p90"] for _, row in rows))  # room for what is written beside
+    axes.set_xlim(0, 1.3 * max(row["milliseconds"]["p90"] for _, row in rows))  # room for what is written beside
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=GREY)
     axes.set_xlabel("milliseconds", color=GREY)
     axes.tick_params(axis="x", colors=GREY, length=3)

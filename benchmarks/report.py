@@ -426,7 +426,7 @@ def _alone() -> str:
         return ""
     cases = list(dict.fromkeys(row["case"] for row in reversed(found["rows"])))
     own = {(row["candidate"], row["case"]): row["ratio"] for row in found["rows"]}
-    ours = "; ".join(f"{_ratio(own['muonfx', case])} for {case}" for case in cases)
+    ours = "; ".join(f"{_ratio(own['muonfx', case])} for {case.replace('^2', '²').replace('x', '×')}" for case in cases)
     others = [row["candidate"] for row in found["rows"] if row["default"] and not row["candidate"].startswith("mfx.")]
     beside = ", ".join(
         f"{name} " + " and ".join(f"{own[name, case]['median']:.2f}" for case in cases)

@@ -18,6 +18,18 @@ NOT_INSIDE = (
 )
 
 
+def linked(text: str) -> list[nodes.Node]:
+    """Split a text into what stays and the references that it becomes."""
+    parts: list[nodes.Node] = []
+    end = 0
+    for match in PAPER.finditer(text):
+        parts += [nodes.Text(text[end : match.start()])] if match.start() > end else []
+        url = f"https://arxiv.org/abs/{match['id']}"
+        parts.append(nodes.reference("", f"arXiv {match['id']}", refuri=url, internal=False))
+        end = match.end()
+    return [*parts, nodes.Text(text[end:])] if end < len(text) else parts
+
+
 class ArxivLinks(SphinxTransform):
     """Replace the text by a reference, where it stands in plain text."""
 
@@ -30,17 +42,7 @@ class ArxivLinks(SphinxTransform):
             while node is not None and not isinstance(node, NOT_INSIDE):
                 node = node.parent
             if node is None and PAPER.search(text):
-                text.parent.replace(text, self._linked(text))
-
-    def _linked(self, text: str) -> list[nodes.Node]:
-        parts: list[nodes.Node] = []
-        end = 0
-        for match in PAPER.finditer(text):
-            parts += [nodes.Text(text[end : match.start()])] if match.start() > end else []
-            url = f"https://arxiv.org/abs/{match['id']}"
-            parts.append(nodes.reference("", f"arXiv {match['id']}", refuri=url, internal=False))
-            end = match.end()
-        return [*parts, nodes.Text(text[end:])] if end < len(text) else parts
+                text.parent.replace(text, linked(text))
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

@@ -13,8 +13,12 @@ from docutils.parsers.rst import states
 from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.transforms import SphinxTransform
+from sphinx.util import logging
+
+log = logging.getLogger(__name__)
 
 FORMULA = re.compile(r"(?<![\\$`])\$(?!\s)(?P<tex>[^$`]+?)(?<!\s)\$(?![\d$])")
+MARKED_WORD = re.compile(r"(?<![`\w])(?:``[^`]+``|(?::math:)?`[^`]+`)(?=\w)")  # a word goes on behind code: ``leaf``s
 NAME = re.compile(r"(?:mfx|muonfx)(?P<path>(?:\.[A-Za-z]\w*)+)(?:\(.*\))?", re.DOTALL)
 
 
@@ -65,13 +69,32 @@ def _plain_if_unknown(app: Sphinx, env: Any, node: addnodes.pending_xref, contno
     return None
 
 
-def _formulas(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Turn the formulas of a docstring into roles; what stands in examples and in code is left alone."""
-    text = "\n".join(lines)
-    parts = re.split(r"(^ *>>> .*(?:\n *\S.*)*|``.+?``)", text, flags=re.MULTILINE)
+def _to_restructured(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Turn what a docstring writes as Markdown into reStructuredText; what stands in examples is left alone."""
+    parts = re.split(r"(^ *>>> .*(?:\n *\S.*)*)", "\n".join(lines), flags=re.MULTILINE)
     for i in range(0, len(parts), 2):
-        parts[i] = FORMULA.sub(lambda match: f":math:`{' '.join(match['tex'].split())}`", parts[i])
+        pieces = re.split(r"(``.+?``)", parts[i], flags=re.DOTALL)
+        pieces[::2] = [FORMULA.sub(lambda m: f":math:`{' '.join(m['tex'].split())}`", piece) for piece in pieces[::2]]
+        parts[i] = MARKED_WORD.sub(r"\g<0>\\ ", "".join(pieces))
     lines[:] = "".join(parts).split("\n")
+
+
+class CheckMarkup(SphinxTransform):
+    """Warn of backticks that were read as text: `reStructuredText` has its own idea of where code may end."""
+
+    default_priority = 640
+
+    def apply(self, **_: object) -> None:
+        """Walk the document."""
+        for text in self.document.findall(nodes.Text):
+            if "`" in text and not isinstance(text.parent, nodes.literal | nodes.literal_block | nodes.raw):
+                self._warn(text)
+        for literal in self.document.findall(nodes.literal):
+            if "``" in literal.astext():
+                self._warn(literal)
+
+    def _warn(self, node: nodes.Node) -> None:
+        log.warning("backticks were read as text: %r", node.astext()[:120], location=node.parent)
 
 
 def _blank_lines(app: Sphinx, docname: str, content: list[str]) -> None:
@@ -83,7 +106,8 @@ def setup(app: Sphinx) -> dict[str, bool]:
     """Register with Sphinx."""
     app.add_role("code_reference", code_reference)
     app.add_transform(LinkNames)
+    app.add_transform(CheckMarkup)
     app.connect("missing-reference", _plain_if_unknown)
-    app.connect("autodoc-process-docstring", _formulas, priority=400)  # before napoleon moves the lines
+    app.connect("autodoc-process-docstring", _to_restructured, priority=400)  # before napoleon moves the lines
     app.connect("source-read", _blank_lines)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -22,7 +22,8 @@
     element.checkVisibility({ checkVisibilityCSS: true, checkOpacity: true }) &&
     element.getClientRects().length > 0 && element.getBoundingClientRect().width > 1;
 
-  for (const element of article.querySelectorAll("pre, code, td, th, math, img, svg, h1, h2, h3, dt")) {
+  const main = document.querySelector("main") || article; // with the links to the neighbours
+  for (const element of main.querySelectorAll("pre, code, td, th, math, img, svg, h1, h2, h3, dt, p, i")) {
     if (!seen(element)) continue;
     const own = getComputedStyle(element).overflowX;
     if (["hidden", "clip"].includes(own) && element.scrollWidth > element.clientWidth + 1 && element.tagName !== "svg") {
