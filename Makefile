@@ -24,7 +24,7 @@ help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 train: $(EXAMPLES) ## train a small GPT with Muon on this machine (ARGS="--help" lists the options)
-	@$(PY) examples/train_gpt.py $(ARGS)
+	@TRAIN_GPT_MAKE='$(MAKE) $(if $(findstring x$(PWD)x,x$(CURDIR)x),,-C "$(CURDIR)" )train' $(PY) examples/train_gpt.py $(ARGS)
 
 test: $(DEV) ## run the tests that prove the project, doctests among them: minutes
 	@$(PYTEST) -m 'not slow' $(ARGS)

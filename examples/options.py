@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import math
 import os
+import shlex
 import shutil
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+import sharded
 import torch
 from gpt import HEAD
 from runs import CHECKPOINTS, cores, newest, read_metrics
 from sharded import WAYS
+from text import Corpus, NoText, read_corpus
 
 import muonfx as mfx
 from muonfx import checkpoint
@@ -68,16 +75,20 @@ def tuned(config: Config, optimizer: str) -> Config:
     return dataclasses.replace(config, optimizer=optimizer, lr=lr, rest_lr=rest_lr)
 
 
-def parse(arguments: list[str] | None) -> tuple[Config, Path, Path, argparse.Namespace]:
-    """Resolve the command line, or exit with code 2 and a sentence that says what is wrong."""
+def parse(arguments: list[str] | None) -> tuple[Config, Corpus, Path, Path, argparse.Namespace]:
+    """Resolve the command line and read the text, or exit with code 2 and a line that says what is wrong.
+
+    Writes nothing.
+    """
     parser = _parser()
-    options = parser.parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    options = parser.parse_args(words)
     given = {name: value for name, value in vars(options).items() if name in DEFAULT.__dataclass_fields__}
     if options.compare and (clash := sorted(given.keys() & {"optimizer", "lr", "rest_lr"})):
         parser.error(f"--compare has its own optimizers and learning rates: leave out {', '.join(map(_flag, clash))}")
     if "state_dtype" in given and (options.compare or given.get("optimizer") == "torch-muon"):
         parser.error("torch.optim.Muon has no choice of its state's dtype: leave out --state-dtype")
-    _check_shard(parser, options, given)
+    _check_shard(parser, options, given, words)
     if options.offload and (options.compare or given.get("optimizer") == "torch-muon"):
         parser.error("--offload is for muonfx's optimizers, one at a time: leave out --compare and torch-muon")
     if given.get("width", HEAD) % HEAD:
@@ -91,20 +102,82 @@ def parse(arguments: list[str] | None) -> tuple[Config, Path, Path, argparse.Nam
     kept = getattr(options, "checkpoint", out / CHECKPOINTS)
     if options.resume and not options.compare:
         config = _resumed(parser, kept, given)
-    elif not options.resume and RANK == 0:
-        for folder in [kept, *(kept / name for name in TUNED)]:
-            for stale in checkpoint.checkpoints(folder):
-                shutil.rmtree(stale)  # a new run begins here: what --resume finds later is to be this one's
+    try:
+        corpus = read_corpus(Path(config.text) if config.text else None)
+        check_sizes(config, corpus, int(os.environ.get("WORLD_SIZE", "1")), options.shard)
+    except (NoText, ValueError) as problem:
+        parser.error(str(problem))
+    return config, corpus, out, kept, options
+
+
+def prepare(out: Path, kept: Path, *, resume: bool) -> None:
+    """Make the folder of a run, and remove an older run's checkpoints unless it goes on from them.
+
+    Raises:
+        ValueError: the folder cannot be made.
+    """
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
-        parser.error(f"--out {out}: {problem.strerror}")
-    return config, out, kept, options
+        raise ValueError(f"--out {out}: {problem.strerror}") from None
+    if not resume and RANK == 0:
+        for folder in [kept, *(kept / name for name in TUNED)]:
+            for stale in checkpoint.checkpoints(folder):
+                shutil.rmtree(stale)  # a new run begins here: what --resume finds later is to be this one's
+
+
+def check_sizes(config: Config, corpus: Corpus, processes: int, shard: str | None) -> None:
+    """Refuse what cannot be trained, before anything is written or computed.
+
+    Raises:
+        ValueError: the context is longer than the text, the model does not fit into the memory of this machine, or the
+            sizes cannot be shared out among the processes.
+    """
+    most = min(len(corpus.train), len(corpus.validation)) - 2
+    if config.context > most:
+        raise ValueError(f"--context: found {config.context}, expected at most {most}, the bytes of the shorter text")
+    if shard is not None:
+        heads = config.width // HEAD
+        sharded.check_processes(shard, processes, heads=heads, batch=config.batch, context=config.context)
+    need, have = bytes_needed(config), machine_memory()
+    if need > have:
+        raise ValueError(
+            f"this run needs at least {need / 2**30:,.0f} GiB of memory and this machine has {have / 2**30:,.0f}: "
+            f"make --batch {config.batch}, --context {config.context}, --width {config.width} "
+            f"or --depth {config.depth} smaller"
+        )
+
+
+def bytes_needed(config: Config) -> int:
+    """A lower bound of the memory that a step takes: weights and what the optimizer keeps, and activations.
+
+    Beside each weight there are its gradient, its momentum and its update. The backward pass keeps at least 16 numbers
+    of each block for each byte of text and feature, and two of the head for each byte and logit.
+    """
+    weights = 512 * config.width + 12 * config.depth * config.width**2
+    activations = config.batch * config.context * (16 * config.depth * config.width + 2 * 256)
+    return 4 * 4 * weights + DTYPES[config.dtype].itemsize * activations
+
+
+def machine_memory() -> int:
+    """Bytes of memory that this process may use: the machine's, or its container's share."""
+    have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 2**62
+    with contextlib.suppress(OSError, ValueError):  # no container, or one without a limit: "max"
+        have = min(have, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return have
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, without the list of all options."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong and exit with code 2."""
+        self.exit(2, f"{self.prog}: error: {message} (--help lists the options)\n")
 
 
 def _parser() -> argparse.ArgumentParser:
     about = "Train a small byte-level GPT with Muon on the source of Python's standard library."
-    parser = argparse.ArgumentParser(description=about, argument_default=argparse.SUPPRESS)
+    parser = Parser(prog=Path(sys.argv[0]).name, description=about, argument_default=argparse.SUPPRESS)
 
     def add(name: str, kind: Any, what: str, **more: Any) -> None:
         default = getattr(DEFAULT, name.strip("-").replace("-", "_"), None)
@@ -134,7 +207,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--context", _positive(int), "bytes a sequence")
     add("--width", _positive(int), f"of the model, a multiple of {HEAD}")
     add("--depth", _positive(int), "blocks of the model")
-    add("--seed", int, "of weights, batches and sample")
+    add("--seed", _seed, "of weights, batches and sample")
     add("--text", str, "train on the .py, .txt and .md files of a folder instead", metavar="FOLDER")
     add("--out", Path, "where to write; default: runs/gpt-<optimizer>", metavar="FOLDER")
     add(
@@ -168,31 +241,66 @@ def _resumed(parser: argparse.ArgumentParser, kept: Path, given: dict[str, Any])
     return config
 
 
-def _check_shard(parser: argparse.ArgumentParser, options: argparse.Namespace, given: dict[str, Any]) -> None:
+def _check_shard(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, given: dict[str, Any], words: list[str]
+) -> None:
     if options.shard is None:
         if "RANK" in os.environ:
             parser.error("torchrun has started several processes, which would all do the same: choose a --shard")
         return
     if "RANK" not in os.environ:
-        parser.error(
-            "--shard needs several processes: torchrun --nproc_per_node 2 examples/train_gpt.py "
-            f"--shard {options.shard} ..."
-        )
+        parser.error(f"--shard needs several processes, for example {command_line(words, processes=2)}")
     if options.compare or given.get("optimizer") == "torch-muon":
         parser.error("--shard is for muonfx's optimizers, one at a time: leave out --compare and torch-muon")
 
 
 def _positive(kind: type[int] | type[float]) -> Any:
-    """Parse a number above zero."""
+    """Parse a finite number above zero."""
 
     def number(text: str) -> float:
-        if not kind(text) > 0:
-            raise ValueError
-        return kind(text)
+        try:
+            value = kind(text)
+        except ValueError:
+            value = 0
+        if not 0 < value < math.inf:
+            raise argparse.ArgumentTypeError(f"expected {what} above 0, found {text!r}")
+        return value
 
-    number.__name__ = f"{kind.__name__} above 0"  # argparse says: invalid int above 0 value
+    what = "a whole number" if kind is int else "a number"
     return number
+
+
+def _seed(text: str) -> int:
+    """Parse what torch takes for a seed."""
+    if not text.isdecimal() or int(text) >= 2**63:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 0 to 2**63 - 1, found {text!r}")
+    return int(text)
 
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+def command_line(words: Sequence[str], *, processes: int = 1) -> str:
+    """The command that starts this program with other options, for the shell and the folder that it was started in.
+
+    It names this Python, which is not always the one that ``python`` is. Started by ``make train`` (which says so in
+    ``TRAIN_GPT_MAKE``), the program is started by it again.
+    """
+    if processes == 1 and (make := os.environ.get("TRAIN_GPT_MAKE")) and "\n" not in "".join(words):
+        arguments = shlex.join(words).replace("$", "$$")  # make expands what the shell is to see
+        return f"{make} {shlex.quote('ARGS=' + arguments)}"
+    found = shutil.which("python")
+    # The folders, not what links lead to: the python of a virtual environment is a link to another one's.
+    same = found and Path(found).parent == Path(sys.executable).parent and os.path.samefile(found, sys.executable)
+    python = "python" if same else _shown(sys.executable)
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes)] if processes > 1 else []
+    return shlex.join([python, *launcher, sys.argv[0], *words])
+
+
+def _shown(path: str) -> str:
+    """A path relative to the current folder where it lies in it."""
+    try:
+        return os.fspath(Path(path).relative_to(Path.cwd()))
+    except ValueError:
+        return path

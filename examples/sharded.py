@@ -23,7 +23,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from gpt import GPT, HEAD
+from gpt import GPT
 from processes import Gather, evenly, mean, rank, size
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -106,7 +106,7 @@ class Replicated(OneProcess):
 
     def part(self, tokens: Tensor) -> Tensor:
         """This process's part of a batch."""
-        return evenly(tokens, 0, "--batch")
+        return evenly(tokens, 0)
 
     def mean(self, loss: Tensor) -> float:
         """The mean over all parts of a batch."""
@@ -197,7 +197,7 @@ class FSDP2(OneProcess):
 
     def part(self, tokens: Tensor) -> Tensor:
         """This process's part of a batch."""
-        return evenly(tokens, 0, "--batch")
+        return evenly(tokens, 0)
 
     def mean(self, loss: Tensor) -> float:
         """The mean over all parts of a batch."""
@@ -220,8 +220,6 @@ class HSDP(FSDP2):
 
     def mesh(self) -> Any:
         """The processes that share a parameter."""
-        if size() < 4 or size() % 2:
-            raise ValueError(f"--shard hsdp: found {size()} processes, expected an even number, 4 or more: two groups")
         return init_device_mesh("cpu", (2, size() // 2), mesh_dim_names=("replicate", "shard"))
 
 
@@ -230,9 +228,6 @@ class TensorParallel(FSDP2):
 
     def shard(self, model: GPT) -> None:
         """Make DTensors of the model's parameters."""
-        heads = model.blocks[0].attention.query.out_features // HEAD
-        if heads % size():
-            raise ValueError(f"--shard tp: found {size()} processes for {heads} heads, expected a divisor of that")
         first = dict.fromkeys(["attention.query", "attention.key", "attention.value", "mlp.up"], ColwiseParallel())
         second = dict.fromkeys(["attention.out", "mlp.down"], RowwiseParallel())
         for block in model.blocks:
@@ -253,7 +248,7 @@ class ContextParallel(Replicated):
 
     def part(self, tokens: Tensor) -> Tensor:
         """This process's part of a batch."""
-        return evenly(tokens, 1, "--context")
+        return evenly(tokens, 1)
 
     def logits(self, params: Params, tokens: Tensor) -> Tensor:
         """The model's output for a part of a batch."""
@@ -278,3 +273,20 @@ WAYS: dict[str, type[OneProcess]] = {
     "tp": TensorParallel,
     "cp": ContextParallel,
 }
+
+
+def check_processes(shard: str, processes: int, *, heads: int, batch: int, context: int) -> None:
+    """Refuse a number of processes that a way cannot share a run out among.
+
+    Raises:
+        ValueError: it does not divide what the way shares out, or ``hsdp`` cannot make two groups of it.
+    """
+    if shard == "hsdp" and (processes < 4 or processes % 2):
+        raise ValueError(f"--shard hsdp: found {processes} processes, expected an even number, 4 or more: two groups")
+    if shard == "tp":
+        if heads % processes:
+            raise ValueError(f"--shard tp: found {processes} processes for {heads} heads, expected a divisor of that")
+        return
+    option, found = ("--context", context) if shard == "cp" else ("--batch", batch)
+    if found % processes:
+        raise ValueError(f"{option}: found {found}, expected a multiple of the {processes} processes")

@@ -17,6 +17,7 @@ import torch
 import train_gpt
 from gpt import GPT
 from runs import write_json
+from text import read_corpus
 
 import muonfx as mfx
 
@@ -77,7 +78,7 @@ def main() -> None:
 def trained(config: options.Config, out: Path) -> float:
     """Train and return the final validation loss."""
     out.mkdir(parents=True, exist_ok=True)
-    return train_gpt.train(config, out)["final_validation_loss"]
+    return train_gpt.train(config, read_corpus(), out)["final_validation_loss"]
 
 
 def table(found: dict[str, Any]) -> str:

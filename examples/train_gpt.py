@@ -7,7 +7,6 @@ the loop. The model is in gpt.py, the text in text.py, what surrounds a run in r
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,12 @@ import torch
 from baseline import TorchMuon
 from beside import Beside, describe
 from gpt import GPT, generate
-from options import COMPARED, DTYPES, RANK, STATE_DTYPES, Config, parse, tuned
+from options import COMPARED, DTYPES, RANK, STATE_DTYPES, Config, command_line, parse, prepare, tuned
 from plots import NAMES, plot_comparison, plot_run
 from processes import anywhere, processes, rank
 from runs import Run, ctrl_c, newest, progress_bar, write_json, write_text
 from sharded import WAYS, OneProcess
-from text import Corpus, NoText, read_corpus
+from text import Corpus
 from torch import Tensor
 from torch.func import functional_call
 
@@ -65,6 +64,7 @@ def make_optimizer(config: Config, labels: mfx.Labels) -> mfx.Transform | TorchM
 
 def train(
     config: Config,
+    corpus: Corpus,
     kept: Path,
     *,
     shard: str | None = None,
@@ -78,7 +78,6 @@ def train(
     `torch.func.grad_and_value`.
     """
     torch.set_num_threads(config.threads)
-    corpus = read_corpus(Path(config.text) if config.text else None)
     judge = corpus.validation_batches(config.validation_batches, config.batch, config.context)
     model = GPT(width=config.width, depth=config.depth, context=config.context, seed=config.seed)
     labels = mfx.default_labels(model, muon="hidden", other="rest")
@@ -126,14 +125,14 @@ def sample(config: Config, params: dict[str, Tensor]) -> str:
     return generate(lambda text: functional_call(model, params, (text,)), config.context, config.seed)
 
 
-def compare(config: Config, out: Path, kept: Path, *, resume: bool, save_every: int) -> bool:
+def compare(config: Config, corpus: Corpus, out: Path, kept: Path, *, resume: bool, save_every: int) -> bool:
     """Train the same model with each optimizer, from the same weights on the same batches; False if stopped early."""
     runs: dict[str, dict[str, Any]] = {}
     for name in COMPARED:
         own = out / name
         own.mkdir(parents=True, exist_ok=True)
         again = resume and bool(mfx.checkpoint.checkpoints(kept / name))
-        runs[name] = train(tuned(config, name), kept / name, resume=again, save_every=save_every)
+        runs[name] = train(tuned(config, name), corpus, kept / name, resume=again, save_every=save_every)
         if not finish(runs[name], own, kept / name):
             return False
     write_json(out / "comparison.json", runs)
@@ -185,16 +184,17 @@ def finish(metrics: dict[str, Any], out: Path, kept: Path) -> bool:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    config, out, kept, options = parse(arguments)
+    config, corpus, out, kept, options = parse(arguments)
     run = {"resume": options.resume, "save_every": options.save_every}
     try:
+        prepare(out, kept, resume=options.resume)
         with processes(options.shard):
             complete = (
-                compare(config, out, kept, **run)
+                compare(config, corpus, out, kept, **run)
                 if options.compare
-                else finish(train(config, kept, shard=options.shard, offload=options.offload, **run), out, kept)
+                else finish(train(config, corpus, kept, shard=options.shard, offload=options.offload, **run), out, kept)
             )
-    except (NoText, ValueError, mfx.checkpoint.CheckpointError) as problem:
+    except (ValueError, mfx.checkpoint.CheckpointError) as problem:
         print(f"train_gpt.py: error: {problem}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -202,8 +202,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
     if not complete and RANK == 0:
         again = [word for word in (sys.argv[1:] if arguments is None else arguments) if word != "--resume"]
-        start = f"torchrun --nproc_per_node {os.environ['WORLD_SIZE']}" if options.shard else "python"
-        print(f"\nstopped; to go on: {start} {shlex.join([sys.argv[0], *again, '--resume'])}")
+        count = int(os.environ["WORLD_SIZE"]) if options.shard else 1
+        print(f"\nstopped; to go on: {command_line([*again, '--resume'], processes=count)}")
     return 0 if complete else 130
 
 

@@ -8,9 +8,13 @@ An optimizer is a `Transform`, two pure functions over trees of tensors::
 Small transforms make larger ones: `chain` applies them one after another, `partition` and `masked` to different
 parameters. `apply_updates` adds the result to the parameters. `TransformOptimizer` turns any transform into a
 ``torch.optim.Optimizer``. What is listed in ``__all__``, here and in the public modules ``attention``, ``checkpoint``,
-``polar``, ``schedules``, ``select``, ``sharding``, ``testing`` and ``tree``, is the public face; everything else is
-private.
+``plot``, ``polar``, ``schedules``, ``select``, ``sharding``, ``testing`` and ``tree``, is the public face; everything
+else is private. ``plot`` and ``testing`` are imported when they are first used.
 """
+
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from muonfx import attention, checkpoint, checks, polar, schedules, select, sharding, tree
 from muonfx.checkpoint import spec
@@ -333,5 +337,19 @@ __all__ = [
 ]
 
 
+# They need packages that the core does not: imported when they are first used, and not by `from muonfx import *`.
+_LAZY = ("plot", "testing")
+
+if TYPE_CHECKING:
+    from muonfx import plot as plot
+    from muonfx import testing as testing
+else:  # a type checker would take any misspelt name for one that this function knows
+
+    def __getattr__(name: str) -> ModuleType:
+        if name in _LAZY:
+            return importlib.import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 def __dir__() -> list[str]:
-    return sorted([*__all__, "__version__"])
+    return sorted([*__all__, *_LAZY, "__version__"])

@@ -239,13 +239,14 @@ def test_ctrl_c_leaves_a_checkpoint_from_which_the_run_goes_on(tmp_path: Path) -
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 130, err
-    assert "to go on: python" in out
+    again = out.split("to go on: ")[1].splitlines()[0]
     done = metrics_of(stopped)["steps_done"]
     assert 3 <= done < 150
     assert mfx.checkpoint.verify(mfx.checkpoint.latest(kept)).step == done
     assert "params/head.weight" in tensors_of(kept)
     assert len(mfx.checkpoint.checkpoints(kept)) <= 2
-    assert run("--resume", "--out", stopped, "--checkpoint", kept)[0] == 0
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run(again, shell=True, check=True, capture_output=True, timeout=240, env=environment)
     assert run("--quick", "--steps", 150, "--out", whole)[0] == 0
     assert_same_run(stopped, whole, kept)
 
@@ -385,12 +386,21 @@ def rewind(folder: Path, *, to: int) -> None:
     assert mfx.checkpoint.inspect(mfx.checkpoint.latest(folder / CHECKPOINTS)).step == to
 
 
-@pytest.mark.parametrize(("way", "found"), [("hsdp", 2), ("hsdp", 5), ("tp", 3)])
-def test_a_number_of_processes_that_does_not_fit_is_a_clear_error(module, monkeypatch, way: str, found: int) -> None:
-    sharded, gpt = module("sharded"), module("gpt")
-    monkeypatch.setattr(sharded, "size", lambda: found)
-    with pytest.raises(ValueError, match=f"--shard {way}: found {found} processes.*expected"):
-        sharded.WAYS[way](gpt.GPT(width=64, depth=1, context=8, seed=0), torch.float32)
+@pytest.mark.parametrize(
+    ("way", "found", "message"),
+    [
+        ("hsdp", 2, "--shard hsdp: found 2 processes, expected an even number"),
+        ("hsdp", 5, "--shard hsdp: found 5 processes, expected an even number"),
+        ("tp", 3, "--shard tp: found 3 processes for 2 heads, expected a divisor"),
+        ("cp", 3, "--context: found 8, expected a multiple of the 3 processes"),
+        ("zero1", 3, "--batch: found 4, expected a multiple of the 3 processes"),
+    ],
+)
+def test_a_number_of_processes_that_does_not_fit_is_a_clear_error(module, way: str, found: int, message: str) -> None:
+    check = module("sharded").check_processes
+    with pytest.raises(ValueError, match=message):
+        check(way, found, heads=2, batch=4, context=8)
+    check(way, 4 if way == "hsdp" else 2, heads=2, batch=4, context=8)
 
 
 def test_under_torchrun_a_second_interrupt_is_the_first_one_passed_on(module, monkeypatch, request) -> None:
@@ -410,11 +420,39 @@ def test_under_torchrun_a_second_interrupt_is_the_first_one_passed_on(module, mo
             signal.raise_signal(signal.SIGINT)
 
 
-def test_a_batch_that_does_not_divide_is_a_clear_error(module, monkeypatch) -> None:
-    processes = module("processes")
-    monkeypatch.setattr(processes, "size", lambda: 3)
-    with pytest.raises(ValueError, match="--batch: found 4, expected a multiple of the 3 processes"):
-        processes.evenly(torch.zeros(4, 6), 0, "--batch")
+WORDS = ["--out", "a folder/it's $HOME", "--text", "*"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="asks a POSIX shell")
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_command_to_go_on_is_what_a_shell_gives_back_to_the_program(
+    tmp_path: Path, module, monkeypatch, processes: int
+) -> None:
+    """A Python and a program that print their arguments take the places of the real ones."""
+    folder = tmp_path / "bin of it"
+    folder.mkdir()
+    fake = folder / "python"
+    fake.write_text('#!/bin/sh\nfor word; do printf "%s\\n" "$word"; done\n')
+    fake.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(fake))
+    monkeypatch.setattr(sys, "argv", ["examples/train_gpt.py"])
+    monkeypatch.delenv("TRAIN_GPT_MAKE", raising=False)
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", "2"] if processes > 1 else []
+    for path, begins in ((os.environ["PATH"], "'"), (f"{folder}:{os.environ['PATH']}", "python ")):
+        monkeypatch.setenv("PATH", path)
+        line = module("options").command_line(WORDS, processes=processes)
+        assert line.startswith(begins)  # the bare name only where it leads to the same Python
+        done = subprocess.run(line, shell=True, capture_output=True, text=True, check=True)
+        assert done.stdout.splitlines() == [*launcher, "examples/train_gpt.py", *WORDS]
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_a_run_that_make_started_is_gone_on_with_by_make(tmp_path: Path, module, monkeypatch) -> None:
+    (tmp_path / "Makefile").write_text('train:\n\t@printf "%s\\n" $(ARGS)\n')
+    monkeypatch.setenv("TRAIN_GPT_MAKE", f'make -s -C "{tmp_path}" train')
+    line = module("options").command_line(WORDS)
+    done = subprocess.run(line, shell=True, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == WORDS
 
 
 # ---------------------------------------------------------------------------------------------------- the text
@@ -477,21 +515,72 @@ def test_validation_windows_cover_the_text_evenly(module) -> None:
     ("arguments", "message"),
     [
         (["--optimizer", "sgd"], "invalid choice: 'sgd'"),
-        (["--steps", "0"], "int above 0"),
+        (["--steps", "0"], "argument --steps: expected a whole number above 0, found '0'"),
+        (["--steps", "-5"], "argument --steps: expected a whole number above 0, found '-5'"),
+        (["--batch", "2.5"], "argument --batch: expected a whole number above 0, found '2.5'"),
+        (["--lr", "nan"], "argument --lr: expected a number above 0, found 'nan'"),
+        (["--rest-lr", "inf"], "argument --rest-lr: expected a number above 0, found 'inf'"),
+        (["--seed", "-1"], "argument --seed: expected a whole number from 0 to 2**63 - 1, found '-1'"),
+        (["--context", "1000000"], "--context"),  # longer than the text, or more than the memory
+        (["--context", "1000000000"], "--context: found 1000000000, expected at most"),
+        (["--context", "200000", "--width", "32000"], "make --batch 16, --context 200000, --width 32000 or"),
+        (["--width", "6400000"], "make --batch 16, --context 256, --width 6400000 or --depth 4 smaller"),
+        (["--batch", "100000000"], "of memory and this machine has"),
         (["--width", "100"], "multiple of 32"),
         (["--compare", "--lr", "0.1"], "leave out --lr"),
         (["--state-dtype", "int4"], "invalid choice: 'int4'"),
         (["--state-dtype", "int8", "--optimizer", "torch-muon"], "leave out --state-dtype"),
         (["--resume"], "there is no checkpoint in"),
         (["--shard", "zero4"], "invalid choice: 'zero4'"),
-        (["--shard", "zero1"], "torchrun --nproc_per_node 2 examples/train_gpt.py --shard zero1"),
+        (["--shard", "zero1"], "-m torch.distributed.run --nproc_per_node 2 "),
     ],
 )
 def test_a_bad_option_is_named_and_the_exit_code_is_2(tmp_path: Path, train_gpt, capsys, arguments, message) -> None:
     with pytest.raises(SystemExit) as caught:
         train_gpt.main([*arguments, "--out", str(tmp_path / "run")])
     assert caught.value.code == 2
-    assert message in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert message in said.err
+    assert (said.out, said.err.count("\n")) == ("", 1)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("size", "fits"), [(0, True), (1, False)])
+def test_the_longest_context_that_is_accepted_can_be_trained_on(module, monkeypatch, size: int, fits: bool) -> None:
+    options, text = module("options"), module("text")
+    read = torch.arange(100, dtype=torch.uint8)
+    corpus = text.Corpus(read, read[:40], [], [], "")
+    config = options.Config(batch=2, context=38 + size, width=32, depth=1, steps=1)
+    monkeypatch.setattr(options, "machine_memory", lambda: 2**30)
+    if not fits:
+        with pytest.raises(ValueError, match="--context: found 39, expected at most 38"):
+            options.check_sizes(config, corpus, 1, None)
+        return
+    options.check_sizes(config, corpus, 1, None)
+    for inputs, targets in (corpus.batch(0, 0, 2, 38), *corpus.validation_batches(1, 2, 38)):
+        assert inputs.shape == targets.shape == (2, 38)
+
+
+def test_the_memory_that_is_asked_for_is_a_lower_bound_of_what_a_step_takes(module) -> None:
+    """Against the bytes that autograd keeps for the backward pass."""
+    options, gpt = module("options"), module("gpt")
+    config = options.Config(batch=4, context=64, width=128, depth=2)
+    model = gpt.GPT(width=config.width, depth=config.depth, context=config.context, seed=0)
+    kept: dict[int, int] = {}
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    tokens = torch.zeros(config.batch, config.context, dtype=torch.int64)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+    assert loss.requires_grad
+    state = 4 * 4 * sum(p.numel() for p in model.parameters())
+    assert 0.5 * (sum(kept.values()) + state) < options.bytes_needed(config) <= sum(kept.values()) + state
 
 
 def test_resume_does_not_accept_an_option_that_contradicts_the_run(tmp_path: Path, train_gpt, capsys) -> None:
@@ -505,7 +594,9 @@ def test_resume_does_not_accept_an_option_that_contradicts_the_run(tmp_path: Pat
 def test_a_folder_without_text_is_a_clear_error(tmp_path: Path, train_gpt, capsys) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert train_gpt.main(["--quick", "--text", str(empty), "--out", str(tmp_path / "run")]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        train_gpt.main(["--quick", "--text", str(empty), "--out", str(tmp_path / "run")])
+    assert not (tmp_path / "run").exists()
     assert "too little text" in capsys.readouterr().err
 
 

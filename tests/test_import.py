@@ -6,12 +6,15 @@ import sys
 
 import pytest
 
+import muonfx
+
 # Parts of torch and others that take longer to import than all of the package, or are not needed by most who import it.
 HEAVY = {
     "argparse",
     "hypothesis",
     "matplotlib",
     "muonfx.checkpoint.convert.cli",
+    "muonfx.plot",
     "muonfx.testing",
     "sympy",
     "torch._dynamo",
@@ -33,8 +36,33 @@ def test_nothing_heavy_is_imported_with_the_package():
 MODULES = ["attention", "checkpoint", "checkpoint.convert", "checks", "polar", "schedules", "select", "sharding"]
 
 
-@pytest.mark.parametrize("name", ["muonfx", *(f"muonfx.{name}" for name in [*MODULES, "testing", "tree"])])
+@pytest.mark.parametrize("name", ["muonfx", *(f"muonfx.{name}" for name in [*MODULES, "plot", "testing", "tree"])])
 def test_dir_shows_public_names_only(name: str):
     module = importlib.import_module(name)
-    assert set(dir(module)) - {"__version__"} == set(module.__all__)
+    lazy = {"plot", "testing"} if name == "muonfx" else set[str]()  # not for `from muonfx import *`
+    assert set(dir(module)) - {"__version__"} == set(module.__all__) | lazy
     assert all(hasattr(module, shown) for shown in dir(module))
+
+
+@pytest.mark.parametrize(
+    ("name", "needs", "extra"), [("plot", "matplotlib", "examples"), ("testing", "hypothesis", "testing")]
+)
+def test_a_lazy_module_without_its_extra_says_what_to_install(name: str, needs: str, extra: str):
+    code = f"""
+import sys
+sys.modules[{needs!r}] = None  # as if it were not installed
+import muonfx
+try:
+    muonfx.{name}
+except ImportError as error:
+    print(error)
+"""
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert said == f"muonfx.{name} needs {needs}: pip install 'muonfx[{extra}]'\n"
+
+
+def test_lazy_modules_come_when_they_are_used_and_other_names_do_not():
+    assert muonfx.plot is importlib.import_module("muonfx.plot")
+    assert muonfx.testing is importlib.import_module("muonfx.testing")
+    with pytest.raises(AttributeError, match="module 'muonfx' has no attribute 'plots'"):
+        _ = muonfx.plots  # pyright: ignore[reportAttributeAccessIssue]

@@ -44,6 +44,7 @@ LAYERS = {
     "checkpoint": 5,
     "engines": 6,
     "summary": 6,
+    "plot": 7,
     "testing": 6,
 }
 ROOF = "muonfx"

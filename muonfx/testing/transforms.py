@@ -228,6 +228,7 @@ _ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
         tfs.monitor,
         st.just("seen"),
         st.sampled_from((("norm", "rms"), ("norm", "orthogonality_error", "spectral_norm"))),
+        by_leaf=st.booleans(),
     ),
     "normalize_columns": st.builds(tfs.normalize_columns, dims=_DIMS, block_axis=_AXES),
     "normalize_leaves": st.builds(tfs.normalize_leaves),

@@ -22,7 +22,7 @@ class MonitorState(NamedTuple):
     """State of `monitor`."""
 
     values: dict[str, Tensor]
-    """The latest value of each metric as "name/metric": 0-d, fp32."""
+    """The latest value of each metric as "name/metric", or "name/leaf/metric" by leaf: 0-d, fp32."""
 
 
 Sum = Callable[[PyTree], Tensor]
@@ -88,7 +88,7 @@ _SUMS = {"norm", "rms"}
 
 
 @transform(locality=Locality.TREE)
-def monitor(name: str = "updates", metrics: tuple[str, ...] = ("norm", "rms")):
+def monitor(name: str = "updates", metrics: tuple[str, ...] = ("norm", "rms"), *, by_leaf: bool = False):
     r"""Measure the updates that pass by, and pass them on unchanged.
 
     Put it where the thing to measure is: first in a chain for the gradient norm, behind `orthogonalize` for the
@@ -99,6 +99,8 @@ def monitor(name: str = "updates", metrics: tuple[str, ...] = ("norm", "rms")):
         metrics: any of "norm" (2-norm of the whole tree), "rms" (root mean square of all elements),
             "orthogonality_error" (mean over matrices of $\|UU^T - I\|_F / \sqrt{r}$, on the smaller side r),
             "spectral_norm" (largest singular value over all matrices, estimated from below by 12 power iterations).
+        by_leaf: measure each leaf by itself, as "name/leaf/metric"; `muonfx.plot.plot_update_rms` draws them. Over
+            ranks this gathers all updates at every step.
 
     Raises:
         ValueError: an unknown metric; the message lists those known.
@@ -109,17 +111,34 @@ def monitor(name: str = "updates", metrics: tuple[str, ...] = ("norm", "rms")):
         >>> _, state = tx.update({"w": torch.tensor([3.0, 4.0])}, tx.init({"w": torch.zeros(2)}))
         >>> mfx.metrics(state)
         {'grad/norm': tensor(5.)}
+        >>> each = mfx.monitor("grad", ("rms",), by_leaf=True)
+        >>> _, state = each.update({"w": torch.tensor([3.0, 4.0])}, each.init({"w": torch.zeros(2)}))
+        >>> mfx.metrics(state)
+        {'grad/w/rms': tensor(3.5355)}
     """
     unknown = [metric for metric in metrics if metric not in METRICS]
     if unknown or not metrics:
         raise ValueError(f"monitor: unknown metrics {unknown}; there are {', '.join(map(repr, METRICS))}")
 
-    def init(params: PyTree) -> MonitorState:
-        device = device_of(params)
-        return MonitorState({f"{name}/{m}": torch.zeros((), dtype=torch.float32, device=device) for m in metrics})
-
     def measured(updates: PyTree, total: Sum) -> MonitorState:
         return MonitorState({f"{name}/{m}": METRICS[m](updates, total).to(torch.float32) for m in metrics})
+
+    def measured_by_leaf(updates: PyTree) -> MonitorState:
+        device = device_of(updates)
+        return MonitorState(
+            {
+                f"{name}/{leaf}/{m}": METRICS[m](update, sum_over_leaves).to(device, torch.float32)
+                for leaf, update in zip(tree.names(updates), tree.leaves(updates), strict=True)
+                for m in metrics
+            }
+        )
+
+    def init(params: PyTree) -> MonitorState:
+        device = device_of(params)
+        before = [f"{name}/{leaf}" for leaf in tree.names(params)] if by_leaf else [name]
+        return MonitorState(
+            {f"{one}/{m}": torch.zeros((), dtype=torch.float32, device=device) for one in before for m in metrics}
+        )
 
     def update_by_sums(
         updates: PyTree, state: MonitorState, params: PyTree = None, *, sum_over_leaves: Sum, donate: Donation = NOTHING
@@ -127,9 +146,9 @@ def monitor(name: str = "updates", metrics: tuple[str, ...] = ("norm", "rms")):
         return updates, measured(updates, sum_over_leaves)
 
     def update(updates: PyTree, state: MonitorState, params: PyTree = None, *, donate: Donation = NOTHING):
-        return updates, measured(updates, sum_over_leaves)
+        return updates, measured_by_leaf(updates) if by_leaf else measured(updates, sum_over_leaves)
 
-    return init, update_by_sums if set(metrics) <= _SUMS else update
+    return init, update_by_sums if set(metrics) <= _SUMS and not by_leaf else update
 
 
 def metrics(state: PyTree) -> dict[str, Tensor]:

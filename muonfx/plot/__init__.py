@@ -1,0 +1,34 @@
+"""Pictures of optimizers: bands, spectra, sizes of updates, plans and the memory of states.
+
+Every function draws on one matplotlib ``Axes`` and returns it: on the one that is given as ``ax``, else on a new one in
+the `style` of the package, which is legible on light and dark pages. Needs matplotlib:
+``pip install 'muonfx[examples]'``.
+
+>>> import muonfx as mfx
+>>> ax = mfx.plot.plot_band("keller")
+>>> ax.figure.savefig("band.svg")  # doctest: +SKIP
+"""
+
+try:
+    import matplotlib as _  # noqa: F401
+except ImportError as error:
+    raise ImportError("muonfx.plot needs matplotlib: pip install 'muonfx[examples]'") from error
+
+from muonfx.plot.axes import COLORS, style
+from muonfx.plot.plans import plot_plan
+from muonfx.plot.spectra import plot_band, plot_spectrum
+from muonfx.plot.states import plot_state_memory, plot_update_rms
+
+__all__ = [
+    "COLORS",
+    "plot_band",
+    "plot_plan",
+    "plot_spectrum",
+    "plot_state_memory",
+    "plot_update_rms",
+    "style",
+]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

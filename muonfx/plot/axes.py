@@ -1,0 +1,85 @@
+"""What the pictures share: the style, its colours, and axes to draw on."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["COLORS", "axes_for", "label_end", "legend_above", "style"]
+
+COLORS = {
+    "blue": "#5b6ee1",
+    "orange": "#d0702c",
+    "green": "#2a9d8f",
+    "purple": "#b45cb0",
+    "red": "#d1495b",
+    "gray": "#7a7f8c",
+}
+"""The colours of the style, in their order: each is legible on white and on nearly black."""
+
+_STYLE = Path(__file__).with_name("style.mplstyle")
+
+
+def style() -> AbstractContextManager[None]:
+    """The style of the pictures, for as long as the context lasts: figures that are made in it have it.
+
+    No background, so that a picture takes that of its page; middle gray for axes and text, colours of middle lightness.
+    ``matplotlib.pyplot.style.use("muonfx.plot.style")`` sets the same for good.
+
+    >>> import muonfx as mfx
+    >>> from matplotlib import pyplot as plt
+    >>> with mfx.plot.style():
+    ...     figure, ax = plt.subplots()
+    >>> figure.get_facecolor()
+    (0.0, 0.0, 0.0, 0.0)
+    >>> plt.close(figure)
+    """
+    from matplotlib import style as styles
+
+    return styles.context(_STYLE)
+
+
+@contextmanager
+def axes_for(ax: Axes | None, height: float | None = None) -> Generator[Axes]:
+    """The axes that are given, or new ones in the style.
+
+    Args:
+        ax: the axes given; None: a new figure's.
+        height: of a new figure, in inches; None: the style's.
+    """
+    if ax is not None:
+        yield ax
+        return
+    from matplotlib import pyplot as plt
+
+    with style():
+        width, usual = plt.rcParams["figure.figsize"]
+        _, ax = plt.subplots(figsize=(width, usual if height is None else height))
+        yield ax
+
+
+def label_end(ax: Axes, x: float, y: float, text: str, color: str) -> None:
+    """Write a name beside the end of a line."""
+    ax.annotate(
+        text, (x, y), xytext=(5, 0), textcoords="offset points", va="center", color=color, annotation_clip=False
+    )
+
+
+def legend_above(ax: Axes) -> None:
+    """Name the colours above the axes, where nothing is drawn: each in its own colour and in one line."""
+    handles, _ = ax.get_legend_handles_labels()
+    ax.legend(
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        ncols=max(len(handles), 1),
+        frameon=False,
+        labelcolor="linecolor",
+        borderaxespad=0.2,
+        borderpad=0,
+        handlelength=1.2,
+    )

@@ -1,0 +1,201 @@
+"""`muonfx.plot`: what is drawn equals the numbers, on the axes that are given."""
+
+from collections.abc import Iterator
+
+import matplotlib as mpl
+import pytest
+import torch
+
+import muonfx as mfx
+
+mpl.use("Agg")
+from matplotlib import pyplot as plt
+from matplotlib.colors import to_hex, to_rgb
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    yield
+    plt.close("all")
+
+
+def bars(ax) -> list[tuple[int, float, float]]:
+    """Row, start and width of every bar."""
+    return [
+        (round(patch.get_y() + patch.get_height() / 2), patch.get_x(), patch.get_width())
+        for patch in ax.patches
+        if hasattr(patch, "get_width")
+    ]
+
+
+def sums(ax, rows: int) -> list[float]:
+    found = [0.0] * rows
+    for row, start, width in bars(ax):
+        assert start == pytest.approx(found[row])  # each begins where the one before ends
+        found[row] += width
+    return found
+
+
+# -------------------------------------------------------------------------------------------------------------- polar
+
+
+@pytest.mark.parametrize("name", ["keller", "polar_express_5", "cubic"])
+def test_a_band_is_the_polynomial_and_its_range(name: str):
+    ax = mfx.plot.plot_band(name, lower=0.05)
+    x, y = (torch.tensor(list(data), dtype=torch.float64) for data in ax.lines[0].get_data())
+    assert (x[0].item(), x[-1].item()) == pytest.approx((1e-4, 1.0))
+    torch.testing.assert_close(y, mfx.polar.scalar_polynomial(name, x))
+    found = mfx.polar.band(name, 0.05)
+    edges = ax.collections[0].get_paths()[0].vertices
+    assert (edges[:, 1].min(), edges[:, 1].max()) == pytest.approx((found.minimum, found.maximum))
+    assert edges[:, 0].min() == pytest.approx(0.05)
+    assert ax.lines[0].get_label() == f"{name}: {found.minimum:.2f} to {found.maximum:.2f}"
+
+
+def test_sets_stand_side_by_side_on_one_axes():
+    _, ax = plt.subplots()
+    for name in ("keller", "cubic"):
+        assert mfx.plot.plot_band(name, ax=ax) is ax
+    mfx.plot.plot_band([(1.5, -0.5)], steps=3, label="mine", ax=ax)
+    assert len({line.get_color() for line in ax.lines}) == 3
+    assert ax.get_legend().get_texts()[2].get_text().startswith("mine: ")
+
+
+def test_a_spectrum_is_the_singular_values():
+    before = torch.randn(24, 40, generator=torch.Generator().manual_seed(1)) * 1e-3
+    after = mfx.polar.orthogonalize(before)
+    ax = mfx.plot.plot_spectrum(before, after.requires_grad_())
+    sizes = torch.linalg.svdvals(before.double())
+    assert list(ax.lines[0].get_ydata()) == pytest.approx((sizes / sizes[0]).tolist())
+    assert list(ax.lines[1].get_ydata()) == pytest.approx(torch.linalg.svdvals(after.double()).tolist())
+    assert list(ax.lines[1].get_xdata()) == list(range(1, 25))
+    assert [text.get_text() for text in ax.texts] == ["before, over its largest", "after"]
+    assert len(mfx.plot.plot_spectrum(torch.zeros(3, 2)).lines[0].get_ydata()) == 2
+    with pytest.raises(ValueError, match=r"before has shape \(2, 3, 4\), expected one matrix"):
+        mfx.plot.plot_spectrum(torch.zeros(2, 3, 4))
+
+
+# ------------------------------------------------------------------------------------------------------------- states
+
+
+def test_update_rms_is_what_the_monitors_measured():
+    params = {"a": torch.ones(4, 2), "b": torch.ones(3), "idle": torch.ones(2)}
+    grads = {"a": torch.full((4, 2), 3.0), "b": torch.tensor([0.0, 3.0, 4.0]), "idle": torch.zeros(2)}
+    tx = mfx.chain(
+        mfx.monitor("grads", ("rms", "norm"), by_leaf=True),
+        mfx.scale(0.5),
+        mfx.monitor("steps", ("rms",), by_leaf=True),
+    )
+    _, state = tx.update(grads, tx.init(params), params)
+    ax = mfx.plot.plot_update_rms(state)
+    rows = [label.get_text() for label in ax.get_yticklabels()]
+    assert rows == ["a", "b", "idle"]
+    for line, factor in zip(ax.lines, (1.0, 0.5), strict=True):
+        drawn = {rows[int(y)]: x for x, y in zip(*line.get_data(), strict=True)}
+        assert drawn == pytest.approx({"a": 3.0 * factor, "b": (25 / 3) ** 0.5 * factor})  # zero has no place here
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["grads", "steps"]
+    assert ax.get_xscale() == "log"
+    with pytest.raises(ValueError, match='no "rms" of a monitor'):
+        mfx.plot.plot_update_rms(mfx.momentum().init(params))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_memory_bars_add_up_to_the_bytes(count: int):
+    params = {f"w{i}": torch.zeros(64, 32 + i) for i in range(count)}
+    tx = mfx.chain(
+        mfx.partition(
+            {"muon": mfx.chain(mfx.momentum(dtype=torch.bfloat16), mfx.orthogonalize()), "adamw": mfx.scale_by_adam()},
+            {name: "muon" if name == "w0" else "adamw" for name in params},
+        )
+        if count > 1
+        else mfx.momentum(dtype=torch.bfloat16)
+    )
+    state = tx.init(params)
+    found = mfx.summary(state)
+    for what in (state, found):
+        ax = mfx.plot.plot_state_memory(what)
+        rows = [label.get_text() for label in ax.get_yticklabels()]
+        scale = {"bytes": 1, "KiB": 1024, "MiB": 1024**2}[ax.get_xlabel().split(",")[0]]
+        drawn = sums(ax, len(rows))
+        assert sum(drawn) * scale == pytest.approx(found.nbytes)
+        if count > 1:
+            assert rows == ["adamw", "muon.momentum.trace.w0"]
+            assert drawn[1] * scale == pytest.approx(64 * 32 * 2)
+    assert [text.get_text().split(",")[0] for text in ax.get_legend().get_texts()] == list(found.by_dtype())
+    with pytest.raises(ValueError, match="nothing to draw"):
+        mfx.plot.plot_state_memory({})
+
+
+# -------------------------------------------------------------------------------------------------------------- plans
+
+
+@pytest.mark.parametrize("size", [1, 3, 40])
+@pytest.mark.parametrize("gram", [False, True])
+def test_a_plan_is_drawn_as_its_work_by_rank(size: int, gram: bool):
+    params = {"up": torch.zeros(256, 64), "down": torch.zeros(64, 256), "square": torch.zeros(64, 64)}
+    layout = mfx.sharding.zero(params, size, partition="flat")
+    plan = mfx.sharding.plan_for(mfx.muon(0.1, dtype=torch.float32), layout, gram=gram)
+    ax = mfx.plot.plot_plan(plan)
+    scale = {"kFLOP": 1e3, "MFLOP": 1e6, "GFLOP": 1e9}[ax.get_xlabel().split(", ")[1].split(" ")[0]]
+    assert [width * scale for width in sums(ax, size)] == pytest.approx(plan.flops)
+    assert f"the most is {plan.balance:.2f} of it" in ax.get_xlabel()
+    assert ax.lines[0].get_xdata()[0] * scale == pytest.approx(sum(plan.flops) / size)
+    if size == 3:
+        ends = [text.get_text() for text in ax.texts if text.get_text().startswith("sends")]
+        assert len(ends) == 3
+
+
+def test_replicas_that_all_compute_are_drawn_on_all_ranks():
+    layout = mfx.sharding.replicated({"w": torch.zeros(8, 8)}, 3)
+    plan = mfx.sharding.plan_for(mfx.muon(0.1, dtype=torch.float32), layout, replicas="everyone")
+    ax = mfx.plot.plot_plan(plan)
+    assert len(ax.patches) == 3
+    assert [row for row, _, _ in bars(ax)] == [0, 1, 2]
+    for patch in ax.patches:
+        red, green, blue, _ = patch.get_facecolor()
+        assert green > max(red, blue)
+        assert contrast(to_hex(patch.get_facecolor()), "#ffffff") >= 4.0  # names are written on it in white
+
+
+def test_a_plan_without_matrices_is_refused():
+    plan = mfx.sharding.plan_for(mfx.adamw(0.1), mfx.sharding.zero({"w": torch.zeros(8, 8)}, 2))
+    with pytest.raises(ValueError, match="no matrices to compute"):
+        mfx.plot.plot_plan(plan)
+
+
+# -------------------------------------------------------------------------------------------------------------- style
+
+
+def test_axes_that_are_given_are_drawn_on_and_keep_their_style():
+    before = dict(mpl.rcParams)
+    _, ax = plt.subplots(facecolor="white")
+    assert mfx.plot.plot_spectrum(torch.eye(3), ax=ax) is ax
+    assert ax.xaxis.label.get_color() == before["axes.labelcolor"]
+    assert len(plt.get_fignums()) == 1
+    mfx.plot.plot_spectrum(torch.eye(3))
+    assert len(plt.get_fignums()) == 2
+    assert dict(mpl.rcParams) == before
+
+
+def luminance(color: str) -> float:
+    return sum(
+        weight * (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4)
+        for weight, c in zip((0.2126, 0.7152, 0.0722), to_rgb(color), strict=True)
+    )
+
+
+def contrast(one: str, other: str) -> float:
+    light, dark = sorted((luminance(one), luminance(other)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+@pytest.mark.parametrize("page", ["#ffffff", "#14181e"])
+def test_the_colours_can_be_read_on_light_and_dark_pages(page: str):
+    with mfx.plot.style():
+        drawn = [entry["color"] for entry in mpl.rcParams["axes.prop_cycle"]]
+        text = mpl.rcParams["text.color"]
+        assert mpl.rcParams["figure.facecolor"] == "none"
+    assert drawn == list(mfx.plot.COLORS.values())
+    for color in (*mfx.plot.COLORS.values(), text):
+        assert contrast(color, page) >= 3.0  # what WCAG asks of graphics and of large text
+    assert contrast(text, page) >= 4.0
