@@ -85,12 +85,16 @@ def visit(browser: Any, theme: str, chosen: list[Path]) -> Visit:
         if urlsplit(request.url).scheme not in ("file", "data", "blob"):
             seen.wrong.append(f"{current}: asks for {request.url}")
 
+    def on_failure(request: Any) -> None:
+        if "ERR_ABORTED" not in (request.failure or ""):  # nobody waited for it: the next page was opened
+            seen.wrong.append(f"{current}: found nothing at {request.url}")
+
     def on_console(message: Any) -> None:
         if message.type == "error":
             seen.wrong.append(f"{current}: console: {message.text}")
 
     tab.on("request", on_request)
-    tab.on("requestfailed", lambda request: seen.wrong.append(f"{current}: found nothing at {request.url}"))
+    tab.on("requestfailed", on_failure)
     tab.on("console", on_console)
     tab.on("pageerror", lambda error: seen.wrong.append(f"{current}: error: {error}"))
     for current in chosen:
