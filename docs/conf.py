@@ -30,7 +30,6 @@ extensions = [
 ]
 root_doc = "index"
 exclude_patterns = ["_*", "**/.ipynb_checkpoints"]
-suppress_warnings: list[str] = []
 nitpicky = True
 
 # ------------------------------------------------------------------------------------------------- Markdown, notebooks
