@@ -21,14 +21,14 @@ ASSETS = Path(__file__).resolve().parent.parent / "docs" / "assets"
 def params_of_a_model() -> dict[str, Tensor]:
     """The parameters of a small transformer, from a fixed seed."""
     random, width = torch.Generator().manual_seed(0), 64
-    shapes: dict[str, tuple[int, ...]] = {"wte.weight": (256, width)}
+    shapes: dict[str, tuple[int, ...]] = {"wte": (256, width)}
     for block in range(3):
         shapes |= {
-            f"blocks.{block}.attn.qkv.weight": (3 * width, width),
-            f"blocks.{block}.attn.out.weight": (width, width),
-            f"blocks.{block}.mlp.up.weight": (4 * width, width),
-            f"blocks.{block}.mlp.down.weight": (width, 4 * width),
-            f"blocks.{block}.norm.weight": (width,),
+            f"blocks.{block}.attn.qkv": (3 * width, width),
+            f"blocks.{block}.attn.out": (width, width),
+            f"blocks.{block}.mlp.up": (4 * width, width),
+            f"blocks.{block}.mlp.down": (width, 4 * width),
+            f"blocks.{block}.norm": (width,),
         }
     return {name: torch.randn(shape, generator=random) for name, shape in shapes.items()}
 
@@ -40,7 +40,7 @@ def pictures() -> dict[str, Axes]:
     found = {"looking-band": mfx.plot.plot_band("polar_express_5")}
     mfx.plot.plot_band("keller", ax=found["looking-band"])
 
-    matrix = params["blocks.0.mlp.up.weight"] @ torch.diag(torch.logspace(0, -2, 64))
+    matrix = params["blocks.0.mlp.up"] @ torch.diag(torch.logspace(0, -2, 64))
     found["looking-spectrum"] = mfx.plot.plot_spectrum(matrix, mfx.polar.orthogonalize(matrix, dtype=torch.float32))
 
     muon = mfx.muon_with_adamw(0.02, 0.003, labels=labels)
