@@ -1,6 +1,7 @@
 """The examples run, resume bit for bit, survive Ctrl-C, and say clearly what is wrong."""
 
 import ast
+import functools
 import importlib
 import json
 import os
@@ -24,6 +25,7 @@ pytest.importorskip("tqdm")
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 CHECKPOINTS = "checkpoints"
+TINY = ["--quick", "--steps", "5", "--batch", "4", "--context", "32"]
 OPTIMIZERS = ["muon", "adamw", "normuon", "torch-muon"]
 
 
@@ -37,8 +39,11 @@ def module(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.fixture
-def train_gpt(module):
-    return module("train_gpt")
+def train_gpt(module, monkeypatch: pytest.MonkeyPatch):
+    """The big example, with short samples: each byte of one is a pass through the model."""
+    program = module("train_gpt")
+    monkeypatch.setattr(program, "generate", functools.partial(program.generate, length=16))
+    return program
 
 
 def start(*arguments: object) -> subprocess.Popen[str]:
@@ -125,7 +130,7 @@ def test_a_quick_run_learns_and_leaves_its_files(tmp_path: Path, optimizer: str)
 
 
 def test_bf16_parameters_learn_with_a_master_in_fp32(tmp_path: Path, train_gpt) -> None:
-    assert train_gpt.main(["--quick", "--steps", "15", "--dtype", "bf16", "--out", str(tmp_path)]) == 0
+    assert train_gpt.main([*TINY, "--steps", "12", "--dtype", "bf16", "--out", str(tmp_path)]) == 0
     tensors = tensors_of(tmp_path / CHECKPOINTS)
     weight, master = (tensors[f"{part}/blocks.0.mlp.up.weight"] for part in ("params", "master"))
     assert weight.dtype == torch.bfloat16
@@ -138,7 +143,7 @@ def test_bf16_parameters_learn_with_a_master_in_fp32(tmp_path: Path, train_gpt) 
 def test_a_run_with_its_state_in_eight_bits_learns_and_resumes_bit_for_bit(
     tmp_path: Path, train_gpt, module, monkeypatch, state_dtype: str, code: torch.dtype
 ) -> None:
-    arguments = ["--quick", "--steps", "12", "--state-dtype", state_dtype, "--out"]
+    arguments = [*TINY, "--steps", "10", "--state-dtype", state_dtype, "--out"]
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     assert train_gpt.main([*arguments, str(whole)]) == 0
     with monkeypatch.context() as patched:
@@ -194,7 +199,7 @@ def test_the_torch_baseline_and_muonfx_with_its_coefficients_go_the_same_way(
     monkeypatch.setattr(train_gpt.mfx, "orthogonalize", lambda **more: original(coefficients="keller", **more))
     losses = {}
     for name in ("muon", "torch-muon"):
-        assert train_gpt.main(["--quick", "--steps", "8", "--optimizer", name, "--out", str(tmp_path / name)]) == 0
+        assert train_gpt.main([*TINY, "--steps", "8", "--optimizer", name, "--out", str(tmp_path / name)]) == 0
         losses[name] = metrics_of(tmp_path / name)["train_losses"]
     # torch.optim.Muon iterates in bf16.
     assert losses["muon"] == pytest.approx(losses["torch-muon"], abs=5e-3)
@@ -207,7 +212,7 @@ def test_the_torch_baseline_and_muonfx_with_its_coefficients_go_the_same_way(
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(
     tmp_path: Path, train_gpt, module, monkeypatch, capsys, optimizer: str, dtype: str
 ) -> None:
-    arguments = ["--quick", "--steps", "14", "--optimizer", optimizer, "--dtype", dtype, "--out"]
+    arguments = [*TINY, "--steps", "10", "--optimizer", optimizer, "--dtype", dtype, "--out"]
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     assert train_gpt.main([*arguments, str(whole)]) == 0
     with monkeypatch.context() as patched:
@@ -222,7 +227,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(
 
 def test_two_runs_with_one_seed_are_bitwise_equal_and_another_seed_differs(tmp_path: Path, train_gpt) -> None:
     for folder, seed in (("a", "1"), ("b", "1"), ("c", "2")):
-        assert train_gpt.main(["--quick", "--steps", "4", "--seed", seed, "--out", str(tmp_path / folder)]) == 0
+        assert train_gpt.main([*TINY, "--steps", "3", "--seed", seed, "--out", str(tmp_path / folder)]) == 0
     assert_same_run(tmp_path / "a", tmp_path / "b")
     assert metrics_of(tmp_path / "a")["train_losses"] != metrics_of(tmp_path / "c")["train_losses"]
 
@@ -295,9 +300,6 @@ def losses_beside(folder: Path) -> tuple[list[float], list[float]]:
     metrics = metrics_of(folder)
     alone = metrics["one_process"]
     return metrics["train_losses"][alone["begin"] :], alone["losses"]
-
-
-TINY = ["--quick", "--steps", "5", "--batch", "4", "--context", "32"]
 
 
 # One start of Python for all ways: each joins anew, at a port of its own.

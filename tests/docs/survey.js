@@ -24,7 +24,7 @@
 
   const main = document.querySelector("main") || article; // with the links to the neighbours
   for (const element of main.querySelectorAll("pre, code, td, th, math, img, svg, h1, h2, h3, dt, p, i")) {
-    if (!seen(element)) continue;
+    if (!seen(element) || element.closest(".bd-breadcrumbs")) continue; // which shorten what the title says in full
     const own = getComputedStyle(element).overflowX;
     if (["hidden", "clip"].includes(own) && element.scrollWidth > element.clientWidth + 1 && element.tagName !== "svg") {
       say("clipped", element, `${element.scrollWidth} px in a box of ${element.clientWidth} px that does not scroll`);
@@ -38,6 +38,15 @@
         say("clipped", element, `ends at ${Math.round(right)} px, its box does at ${Math.round(around.getBoundingClientRect().right)} px`);
         break;
       }
+    }
+  }
+
+  // Written for the page, so as wide as it is. Examples of docstrings and cells of notebooks scroll where they must.
+  if (width >= 1200) {
+    for (const code of article.querySelectorAll("div[class*='highlight-py'] pre")) {
+      if (!seen(code) || code.closest("dl.py, .cell") || code.scrollWidth <= code.clientWidth + 1) continue;
+      const longest = code.textContent.split("\n").reduce((a, b) => (b.length > a.length ? b : a));
+      say("code wider than the page", code, `${longest.length} columns: ${longest}`);
     }
   }
 
