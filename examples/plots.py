@@ -13,6 +13,9 @@ matplotlib.use("Agg")  # files only: no window, no display needed
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
+import muonfx as mfx
+from muonfx.sharding import Plan
+
 COLORS = {"muon": "#3a3f8f", "adamw": "#c2591c", "torch-muon": "#2a9d8f", "normuon": "#8e3b8a"}
 NAMES = {"muon": "muonfx Muon", "adamw": "muonfx AdamW", "torch-muon": "torch.optim.Muon", "normuon": "muonfx NorMuon"}
 INK, FAINT = "#33343d", "#d9dae3"
@@ -75,6 +78,14 @@ def plot_comparison(runs: Mapping[str, Mapping[str, Any]], path: Path) -> None:
         text.set_color(COLORS[name])
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def plot_owners(plan: Plan, path: Path) -> None:
+    """Draw which process computes which matrices."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    ax = mfx.plot.plot_plan(plan)
+    ax.figure.savefig(path)
+    plt.close(ax.figure)
 
 
 def _label_ends(axes: Axes, x: float, ends: Sequence[tuple[float, str, str]]) -> None:

@@ -356,6 +356,7 @@ def test_two_processes_have_the_losses_of_one_in_every_way(tmp_path: Path) -> No
         assert here == pytest.approx(alone, abs=2e-5), way
         assert here[-1] < here[0] - 1  # or nothing would have to be the same
         assert f"{way}, 2 processes" in said[0][0]
+        assert "rank 1" in (tmp_path / way / "plan.svg").read_text()
         newest = mfx.checkpoint.latest(tmp_path / way / CHECKPOINTS, verify=True)
         assert mfx.checkpoint.inspect(newest).step == 5
     assert said[1][0] == ""  # one process speaks for both
