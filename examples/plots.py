@@ -16,9 +16,9 @@ from matplotlib.axes import Axes
 import muonfx as mfx
 from muonfx.sharding import Plan
 
-COLORS = {"muon": "#3a3f8f", "adamw": "#c2591c", "torch-muon": "#2a9d8f", "normuon": "#8e3b8a"}
+COLORS = dict(zip(("muon", "adamw", "torch-muon", "normuon"), mfx.plot.COLORS.values(), strict=False))
 NAMES = {"muon": "muonfx Muon", "adamw": "muonfx AdamW", "torch-muon": "torch.optim.Muon", "normuon": "muonfx NorMuon"}
-INK, FAINT = "#33343d", "#d9dae3"
+INK = mfx.plot.COLORS["gray"]
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
@@ -28,23 +28,24 @@ def smoothed(values: Sequence[float]) -> list[float]:
     return [sum(window) / len(window) for window in windows]
 
 
+@mfx.plot.style()
 def plot_run(metrics: Mapping[str, Any], path: Path) -> None:
     """Draw training loss (raw, faint, and smoothed) and validation loss over the steps of one run."""
     losses, validation = metrics["train_losses"], metrics["validation"]
     config = metrics["config"]
     color = COLORS[config["optimizer"]]
-    figure, axes = plt.subplots(figsize=(7.2, 4.2), layout="constrained")
+    figure, axes = plt.subplots(figsize=(7.2, 4.2))
     steps = range(1, len(losses) + 1)
     axes.plot(steps, losses, color=color, alpha=0.22, linewidth=0.8)
     axes.plot(steps, smoothed(losses), color=color, linewidth=1.8)
     ends = [(smoothed(losses)[-1], "training,\nsmoothed", color)] if losses else []
     if validation:
         xs, ys = [point["step"] for point in validation], [point["loss"] for point in validation]
-        axes.plot(xs, ys, color=INK, linewidth=1.0, marker="o", markersize=4.5, markerfacecolor="white")
+        axes.plot(xs, ys, color=INK, linewidth=1.0, marker="o", markersize=4.5, markerfacecolor="none")
         ends.append((ys[-1], f"validation\n{ys[-1]:.3f}", INK))
     final = f"final validation loss {validation[-1]['loss']:.3f}" if validation else "no validation yet"
     parameters = f"{metrics['parameters'] / 1e6:.2f} M parameters"
-    axes.set_title(f"{NAMES[config['optimizer']]}, {parameters}: {final}", loc="left", fontsize=10.5, color=INK)
+    axes.set_title(f"{NAMES[config['optimizer']]}, {parameters}: {final}", fontsize=10.5)
     _dress(axes, "step")
     if len(losses) > 100:
         axes.set_ylim(min(losses) - 0.1, 3.2)  # without the first steps, which fall from log 256
@@ -53,15 +54,16 @@ def plot_run(metrics: Mapping[str, Any], path: Path) -> None:
     plt.close(figure)
 
 
+@mfx.plot.style()
 def plot_comparison(runs: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     """Draw several optimizers' losses on one sheet: over steps, and over seconds spent in training steps."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 4.2), sharey=True, layout="constrained")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 4.2), sharey=True)
     for name, metrics in runs.items():
         losses, validation, color = metrics["train_losses"], metrics["validation"], COLORS[name]
         left.plot(range(1, len(losses) + 1), smoothed(losses), color=color, linewidth=1.0, alpha=0.35)
         ys = [point["loss"] for point in validation]
         label = f"{NAMES[name]}  {ys[-1]:.3f}" if ys else NAMES[name]
-        marks = {"color": color, "linewidth": 1.8, "marker": "o", "markersize": 4, "markerfacecolor": "white"}
+        marks = {"color": color, "linewidth": 1.8, "marker": "o", "markersize": 4, "markerfacecolor": "none"}
         left.plot([point["step"] for point in validation], ys, **marks)
         right.plot([point["seconds"] for point in validation], ys, label=label, **marks)
     _dress(left, "step")
@@ -69,11 +71,9 @@ def plot_comparison(runs: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     judged = [point["loss"] for metrics in runs.values() for point in metrics["validation"]]
     left.set_ylim(min(judged) - 0.08, max(judged) + 0.12)  # the very first steps are alike, and far above
     right.set_ylabel("")
-    left.set_title("equal steps (faint: training loss, smoothed)", loc="left", fontsize=10, color=INK)
-    right.set_title("the same, by time", loc="left", fontsize=10, color=INK)
-    legend = right.legend(
-        frameon=False, fontsize=9, title="validation loss at the end", title_fontsize=9, loc="upper right"
-    )
+    left.set_title("equal steps (faint: training loss, smoothed)", fontsize=10)
+    right.set_title("the same, by time", fontsize=10)
+    legend = right.legend(fontsize=9, title="validation loss at the end", title_fontsize=9, loc="upper right")
     for text, name in zip(legend.get_texts(), runs, strict=True):
         text.set_color(COLORS[name])
     figure.savefig(path, dpi=110)
@@ -97,12 +97,7 @@ def _label_ends(axes: Axes, x: float, ends: Sequence[tuple[float, str, str]]) ->
 
 
 def _dress(axes: Axes, xlabel: str) -> None:
-    """Labels, a light grid, and no box."""
-    axes.set_xlabel(xlabel, color=INK)
-    axes.set_ylabel("loss (nats per byte)", color=INK)
-    axes.grid(color=FAINT, linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(FAINT)
-    axes.tick_params(colors=INK, length=0)
+    """Labels, and the steps from the first on."""
+    axes.set_xlabel(xlabel)
+    axes.set_ylabel("loss (nats per byte)")
     axes.set_xlim(left=0)

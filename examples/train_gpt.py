@@ -1,13 +1,15 @@
 """Train a small byte-level GPT with Muon on the source of Python's standard library: two minutes on two CPU cores.
 
-``python examples/train_gpt.py`` starts it and ``--help`` lists the options. `make_optimizer` is the optimizer, `train`
-the loop. The model is in gpt.py, the text in text.py, what surrounds a run in runs.py and options.py.
+``python examples/train_gpt.py`` starts it and ``--help`` lists the options. The two functions to read are `fit`, the
+training loop, and `make_optimizer`; what comes after them, and the other files, put a program around these: files,
+pictures, checkpoints, several processes. A loop with nothing around it is minimal.py.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,13 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
+from torch import Tensor
+from torch.func import functional_call
+
+import muonfx as mfx
+
+# isort: split
+# From the other files: nothing that is needed to read `fit` and `make_optimizer`.
 from baseline import TorchMuon
 from beside import Beside, describe
 from gpt import GPT, generate
@@ -25,16 +34,41 @@ from processes import anywhere, processes, rank
 from runs import Run, ctrl_c, newest, progress_bar, write_json, write_text
 from sharded import WAYS, OneProcess
 from text import Corpus
-from torch import Tensor
-from torch.func import functional_call
 
-import muonfx as mfx
+Params = dict[str, Tensor]
 
 
-def schedule(config: Config, peak: float) -> mfx.Schedule:
-    """Warm up for a twentieth of the steps, hold, and fall to zero over the second half."""
-    warmup = max(1, config.steps // 20)
-    return mfx.warmup_stable_decay(peak, warmup, config.steps // 2, config.steps, start=peak / warmup)
+def fit(
+    run: Run,
+    tx: mfx.Transform | TorchMuon,
+    params: Params,
+    state: Any,
+    grads_of: Callable[[Params, Tensor, Tensor], tuple[Params, float]],
+    after_step: Callable[[Params, Any], bool],
+) -> Params:
+    """Train until all steps are done or ``after_step`` says to stop, and return the parameters.
+
+    Args:
+        run: the config and the text; it takes the time and keeps the losses.
+        tx: the optimizer.
+        params: name to tensor.
+        state: what ``tx.init(params)`` returned.
+        grads_of: gradients and loss of parameters, inputs and targets, as `torch.func.grad_and_value` makes it.
+        after_step: validates, saves and shows; called with the parameters and the state behind each step.
+    """
+    config = run.config
+    for step in range(run.step, config.steps):
+        inputs, targets = run.corpus.batch(config.seed, step, config.batch, config.context)
+        with run.timing("forward and backward"):
+            grads, loss = grads_of(params, inputs, targets)
+        with run.timing("optimizer"):
+            # Donated: nobody needs these gradients or the old state again, so their storage becomes the new ones'.
+            updates, state = tx.update(grads, state, params, donate=True)
+            params = mfx.apply_updates(params, updates, donate=True)
+        run.train_losses.append(loss)
+        if after_step(params, state):
+            break
+    return params
 
 
 def make_optimizer(config: Config, labels: mfx.Labels) -> mfx.Transform | TorchMuon:
@@ -60,6 +94,12 @@ def make_optimizer(config: Config, labels: mfx.Labels) -> mfx.Transform | TorchM
         mfx.partition(rates, labels),
     )
     return tx if config.dtype == "fp32" else mfx.master_params(tx)
+
+
+def schedule(config: Config, peak: float) -> mfx.Schedule:
+    """Warm up for a twentieth of the steps, hold, and fall to zero over the second half."""
+    warmup = max(1, config.steps // 20)
+    return mfx.warmup_stable_decay(peak, warmup, config.steps // 2, config.steps, start=peak / warmup)
 
 
 def train(
@@ -94,25 +134,18 @@ def train(
     describe(way, tx, state, kept.parent / "plan.svg")
 
     with ctrl_c() as pressed, progress_bar(run) as show:
-        for step in range(run.step, config.steps):
-            inputs, targets = corpus.batch(config.seed, step, config.batch, config.context)
-            with run.timing("forward and backward"):
-                grads, loss = way.grads(params, inputs, targets)
-            with run.timing("optimizer"):
-                # Donated: nobody needs these gradients or the old state again, so their storage becomes the new ones'.
-                updates, state = tx.update(grads, state, params, donate=True)
-                params = mfx.apply_updates(params, updates, donate=True)
-            run.train_losses.append(loss)
 
+        def after_step(params: Params, state: Any) -> bool:
             last, stop = run.step == config.steps, anywhere(pressed())
             if last or run.step % config.validate_every == 0:
                 with run.timing("validation"):
                     run.add_validation(sum(way.loss(params, *batch) for batch in judge) / len(judge))
             if last or stop or run.step % save_every == 0:
                 run.save(kept, tx, params, state)
-            show(schedule(config, config.lr)(step))
-            if stop:
-                break
+            show(schedule(config, config.lr)(run.step - 1))
+            return stop
+
+        params = fit(run, tx, params, state, way.grads, after_step)
     beside.show(run.train_losses)
     return run.metrics() | beside.metrics() | {"sample": sample(config, way.whole(params))}
 

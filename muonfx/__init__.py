@@ -22,6 +22,7 @@ from muonfx.compact import Compact, CompactState, KeyedCompactState, fp8, int8
 from muonfx.core import (
     Donation,
     EmptyState,
+    InitAndUpdate,
     Locality,
     ScheduledHyperparamsState,
     Transform,
@@ -50,6 +51,7 @@ from muonfx.schedules import (
     ScalarOrFunction,
     ScalarOrSchedule,
     Schedule,
+    ScheduleFunction,
     constant,
     cosine,
     exponential,
@@ -85,6 +87,7 @@ from muonfx.transforms import (
     LookaheadState,
     MasterParamsState,
     MatrixView,
+    Metric,
     MomentumState,
     MonitorState,
     NamoState,
@@ -95,8 +98,10 @@ from muonfx.transforms import (
     SampledMomentumState,
     ScheduleFreeState,
     ScheduleState,
+    ShapeRule,
     SkipNonfiniteState,
     Slot,
+    StateAndStep,
     StepCount,
     WeightNormsState,
     accumulate,
@@ -155,6 +160,7 @@ from muonfx.transforms import (
     skip_nonfinite,
     subtract_decayed_weights,
 )
+from muonfx.tree import PyTree
 from muonfx.variants import adamuon, dion, dion2, muon_hyperball, musgd, namo, polargrad, scion
 
 __version__ = "0.2.0"
@@ -269,6 +275,16 @@ __all__ = [
     # looking
     "Summary",
     "summary",
+    # types of arguments and results, for annotations
+    "InitAndUpdate",
+    "Metric",
+    "PyTree",
+    "Scalar",
+    "ScalarOrFunction",
+    "ScalarOrSchedule",
+    "ScheduleFunction",
+    "ShapeRule",
+    "StateAndStep",
     # their states
     "AccumulateState",
     "AdamState",
@@ -298,9 +314,6 @@ __all__ = [
     "SkipNonfiniteState",
     "WeightNormsState",
     # schedules
-    "Scalar",
-    "ScalarOrFunction",
-    "ScalarOrSchedule",
     "Schedule",
     "constant",
     "cosine",

@@ -376,6 +376,8 @@ color:inherit;background:transparent;max-width:none}
 .mfx-report .mfx-head,.mfx-report .mfx-foot>.mfx-row:first-child{font-weight:600}
 .mfx-report .mfx-head{border-bottom:1px solid var(--mfx-line)}
 .mfx-report .mfx-foot{border-top:1px solid var(--mfx-line)}
+.mfx-report details,.mfx-report summary{margin:0;border:0;border-radius:0;background:transparent;box-shadow:none;
+color:inherit;font-size:inherit;font-weight:inherit}
 .mfx-report summary{cursor:pointer}
 .mfx-report summary.mfx-row::-webkit-details-marker{display:none}
 .mfx-report summary.mfx-row>span:first-child{position:relative}

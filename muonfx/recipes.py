@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from muonfx import polar
@@ -29,6 +28,7 @@ from muonfx.transforms import (
     scale_by_shape,
 )
 from muonfx.transforms._matrices import Blocks, Dims, MatrixView
+from muonfx.transforms.scale import ShapeRule
 from muonfx.tree import PyTree
 
 __all__ = ["adamw", "lion", "muon", "muon_with_adamw", "muonclip", "normuon", "prodigy"]
@@ -44,12 +44,12 @@ def muon(
     decay: ScalarOrSchedule = 0.95,
     nesterov: bool = True,
     weight_decay: ScalarOrSchedule = 0.0,
-    coefficients: CoefficientsLike = "polar_express_5",
+    coefficients: polar.CoefficientsLike = "polar_express_5",
     steps: int | None = None,
-    method: str = "auto",
-    dtype: torch.dtype | str = "auto",
+    method: polar.MethodLike = "auto",
+    dtype: polar.DTypeLike = "auto",
     newton_schulz: polar.NewtonSchulz = polar.NewtonSchulz(),
-    rule: str = "match_rms_adamw",
+    rule: ShapeRule = "match_rms_adamw",
     dims: Dims | Mapping[str, Dims] | None = None,
     blocks: Blocks | Mapping[str, Blocks] | None = None,
     view: MatrixView = MatrixView(),
@@ -97,9 +97,9 @@ def normuon(
     decay: ScalarOrSchedule = 0.95,
     neuron_decay: ScalarOrSchedule = 0.95,
     weight_decay: ScalarOrSchedule = 0.0,
-    coefficients: CoefficientsLike = "polar_express_5",
-    method: str = "auto",
-    dtype: torch.dtype | str = "auto",
+    coefficients: polar.CoefficientsLike = "polar_express_5",
+    method: polar.MethodLike = "auto",
+    dtype: polar.DTypeLike = "auto",
     newton_schulz: polar.NewtonSchulz = polar.NewtonSchulz(),
     dims: Dims | Mapping[str, Dims] | None = None,
     blocks: Blocks | Mapping[str, Blocks] | None = None,
@@ -248,10 +248,10 @@ def muon_with_adamw(
     b1: ScalarOrSchedule = 0.9,
     b2: ScalarOrSchedule = 0.95,
     adamw_nesterov: bool = False,
-    rule: str = "match_rms_adamw",
-    coefficients: CoefficientsLike = "polar_express_5",
-    method: str = "auto",
-    dtype: torch.dtype | str = "auto",
+    rule: ShapeRule = "match_rms_adamw",
+    coefficients: polar.CoefficientsLike = "polar_express_5",
+    method: polar.MethodLike = "auto",
+    dtype: polar.DTypeLike = "auto",
     newton_schulz: polar.NewtonSchulz = polar.NewtonSchulz(),
     dims: Dims | Mapping[str, Dims] | None = None,
     blocks: Blocks | Mapping[str, Blocks] | None = None,
@@ -330,7 +330,7 @@ def muonclip(
     decay: ScalarOrSchedule = 0.95,
     b1: ScalarOrSchedule = 0.9,
     b2: ScalarOrSchedule = 0.95,
-    rule: str = "match_rms_adamw",
+    rule: ShapeRule = "match_rms_adamw",
     newton_schulz: polar.NewtonSchulz = polar.NewtonSchulz(),
     view: MatrixView = MatrixView(),
     labels: Any = default_labels,

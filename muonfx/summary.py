@@ -147,10 +147,11 @@ class Summary(Shown):
         if not self.params_nbytes:
             return ()
         one, every = self.nbytes / self.params_nbytes, self.total_nbytes / self.params_nbytes
-        params = f"the {format_bytes(self.params_nbytes)} of the whole parameters"
+        size = format_bytes(self.params_nbytes)
         if self.ranks is None:
-            return (f"{one:.2f} times {params}",)
-        return (f"{one:.2f} times {params} on this rank, {every:.2f} times over {_counted(self.ranks, 'rank')}",)
+            return (f"{one:.2f} times the {size} of the parameters",)
+        ranks = _counted(self.ranks, "rank")
+        return (f"{one:.2f} times the {size} of the whole parameters on this rank, {every:.2f} times over {ranks}",)
 
 
 _BYTES = Column("bytes", right=True)
@@ -195,7 +196,7 @@ def summary(what: PyTree, params: PyTree = None) -> Summary:
     1 tensor                        int64         8 B
     3 tensors                       float32  1.25 KiB
     <BLANKLINE>
-    1.68 times the 768 B of the whole parameters
+    1.68 times the 768 B of the parameters
     """
     if isinstance(what, TransformOptimizer):
         params = {

@@ -33,6 +33,7 @@ from muonfx.transforms import (
     scale_by_sign,
 )
 from muonfx.transforms._matrices import Dims, MatrixView
+from muonfx.transforms.scale import ShapeRule
 
 __all__ = ["adamuon", "dion", "dion2", "muon_hyperball", "musgd", "namo", "polargrad", "scion"]
 
@@ -196,7 +197,7 @@ def namo(
     b2: ScalarOrSchedule = 0.99,
     eps: ScalarOrSchedule = 1e-8,
     weight_decay: ScalarOrSchedule = 0.0,
-    rule: str = "match_rms_adamw",
+    rule: ShapeRule = "match_rms_adamw",
     newton_schulz: polar.NewtonSchulz = polar.NewtonSchulz(),
     view: MatrixView = MatrixView(),
     mask: Mask = None,
@@ -236,7 +237,7 @@ def musgd(
     decay: ScalarOrSchedule = 0.95,
     nesterov: bool = True,
     weight_decay: ScalarOrSchedule = 0.0,
-    rule: str = "original",
+    rule: ShapeRule = "original",
     newton_schulz: polar.NewtonSchulz = polar.NewtonSchulz(),
     view: MatrixView = MatrixView(),
     mask: Mask = None,
@@ -346,7 +347,7 @@ def dion2(
     one_in: int = 4,
     decay: ScalarOrSchedule = 0.95,
     weight_decay: ScalarOrSchedule = 0.01,
-    rule: str = "spectral",
+    rule: ShapeRule = "spectral",
     newton_schulz: polar.NewtonSchulz = polar.NewtonSchulz(),
     view: MatrixView = MatrixView(),
     mask: Mask = None,

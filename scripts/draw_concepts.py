@@ -181,7 +181,7 @@ def polynomials():
 
     from muonfx import polar
 
-    pyplot.style.use(TARGET.parents[2] / "notebooks" / "plots.mplstyle")
+    pyplot.style.use("muonfx.plot.style")
     pyplot.rcParams.update({"svg.hashsalt": "muonfx", "text.color": GRAY})
     sigma = torch.logspace(-3, 0, 400, dtype=torch.float64)
     figure, axes = pyplot.subplots(figsize=(7.4, 2.9))

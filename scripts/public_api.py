@@ -42,7 +42,7 @@ class Symbol:
     @property
     def is_data(self) -> bool:
         """True for a value or an alias of types: documented by the string below its assignment."""
-        return not (inspect.isclass(self.object) or inspect.isroutine(self.object))
+        return self.object is Any or not (inspect.isclass(self.object) or inspect.isroutine(self.object))
 
     @property
     def docstring(self) -> str:

@@ -121,7 +121,7 @@ def test_numeric_arguments_are_listed_by_dotted_name():
         (lambda: mfx.scale_by_adam(eps=-1.0), "eps must be at least 0"),
         (lambda: mfx.add_decayed_weights(-0.1), "weight_decay must be at least 0"),
         (lambda: mfx.clip_by_global_norm(0.0), "max_norm must be above 0"),
-        (lambda: mfx.scale_by_shape("moonshot"), "unknown rule 'moonshot'; there are 'original'"),
+        (lambda: mfx.scale_by_shape("moonshot"), 'scale_by_shape: rule must be "fan_in" or .*, found .moonshot'),
         (lambda: mfx.orthogonalize(coefficients="kellr"), "keller"),
         (lambda: mfx.orthogonalize(blocks=0), "blocks must be None, a count"),
         (lambda: mfx.orthogonalize(dims=(0, 1)), "dims must be None or"),

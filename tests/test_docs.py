@@ -25,7 +25,7 @@ SYMBOLS = public_api.symbols()
 def _needs_example(symbol: public_api.Symbol) -> bool:
     """Functions and classes do; an exception, an enumeration or a plain record of fields is used by what does."""
     found = symbol.object
-    if inspect.isclass(found):
+    if inspect.isclass(found) and not symbol.is_data:
         record = issubclass(found, tuple | Enum | BaseException) or getattr(found, "_is_protocol", False)
         return not record
     return not symbol.is_data

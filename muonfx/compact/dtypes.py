@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple, ParamSpec, get_args
 
 from muonfx import checks
 from muonfx.compact.books import FLOAT8, Book, dynamic, float8, grid
@@ -41,7 +41,16 @@ class Compact(Recorded):
         return self.built
 
 
-def _compact(constructor: Callable[..., Resolved]) -> Callable[..., Compact]:
+P = ParamSpec("P")
+
+Code = Literal["linear", "dynamic"]
+"""How the levels of `int8` lie."""
+
+Format = Literal["e4m3", "e5m2"]
+"""The float types of `fp8`."""
+
+
+def _compact(constructor: Callable[P, Resolved]) -> Callable[P, Compact]:
     return make_factory(Compact, constructor)
 
 
@@ -70,7 +79,7 @@ def _choose(name: str, value: str, among: tuple[str, ...]) -> tuple[Book, Book]:
 
 
 @_compact
-def int8(block: int = 2048, *, code: str = "linear", min_size: int = 4096, stochastic: bool = False, seed: int = 0):
+def int8(block: int = 2048, *, code: Code = "linear", min_size: int = 4096, stochastic: bool = False, seed: int = 0):
     r"""Store a state as 8-bit integers with an fp32 scale for each block of elements.
 
     An element is stored as the nearest of at most 255 levels between plus and minus the largest magnitude of its
@@ -107,11 +116,11 @@ def int8(block: int = 2048, *, code: str = "linear", min_size: int = 4096, stoch
         >>> state.trace.codes, state.trace.scales
         ({'w': tensor([127, -64,   1,   0], dtype=torch.int8)}, {'w': tensor([1.])})
     """
-    return _resolve(_choose("code", code, ("linear", "dynamic")), block, min_size, stochastic, seed)
+    return _resolve(_choose("code", code, get_args(Code)), block, min_size, stochastic, seed)
 
 
 @_compact
-def fp8(block: int = 2048, *, format: str = "e4m3", min_size: int = 4096, stochastic: bool = False, seed: int = 0):
+def fp8(block: int = 2048, *, format: Format = "e4m3", min_size: int = 4096, stochastic: bool = False, seed: int = 0):
     """Store a state as 8-bit floats with an fp32 scale for each block of elements.
 
     As `int8`, but the levels are a float type's finite numbers over the largest of them. (torch 2.13 has float8 in

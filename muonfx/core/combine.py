@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ __all__ = [
     "stateless",
     "widest",
 ]
+
+
+T = TypeVar("T")
 
 
 def no_state(params: PyTree) -> EmptyState:
@@ -264,7 +267,7 @@ def add_updates(*transforms: Transform | tuple[str, Transform]):
     return init, update
 
 
-def apply_updates(params: PyTree, updates: PyTree, *, donate: bool = False) -> PyTree:
+def apply_updates(params: T, updates: PyTree, *, donate: bool = False) -> T:
     """Add updates to parameters: ``params + updates``, rounded once to the parameter's dtype.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec
+from typing import Any, Concatenate, Literal, ParamSpec
 
 import torch
 
@@ -22,6 +22,9 @@ from muonfx.tree import PyTree
 __all__ = ["Offloaded", "inner_of", "offload", "store_of"]
 
 P = ParamSpec("P")
+
+Compute = Literal["auto", "device", "cpu"]
+"""Where `offload` computes."""
 
 DEVICES = {"cuda", "meta", "mps", "xpu", "disk", "gpu", "nvme"}
 
@@ -64,7 +67,7 @@ def offload(
     to: str = "cpu",
     *,
     bucket_bytes: int = 1 << 26,
-    compute: str = "auto",
+    compute: Compute = "auto",
 ):
     """Keep a transform's state in host memory or on disk, and bring it to the device by buckets.
 

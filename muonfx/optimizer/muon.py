@@ -18,6 +18,7 @@ from muonfx.recipes import muon_with_adamw
 from muonfx.select import Labels, Predicate, default_labels
 from muonfx.sharding.layout import Layout
 from muonfx.transforms._matrices import Blocks, Dims, MatrixView
+from muonfx.transforms.scale import ShapeRule
 
 __all__ = ["Muon"]
 
@@ -74,10 +75,10 @@ class Muon(TransformOptimizer):
         adamw_lr: float | None = None,
         adamw_weight_decay: float | None = None,
         betas: tuple[float, float] = (0.9, 0.95),
-        rule: str = "match_rms_adamw",
-        coefficients: str | polar.Coefficients = "polar_express_5",
-        method: str = "auto",
-        dtype: torch.dtype | str = "auto",
+        rule: ShapeRule = "match_rms_adamw",
+        coefficients: polar.CoefficientsLike = "polar_express_5",
+        method: polar.MethodLike = "auto",
+        dtype: polar.DTypeLike = "auto",
         newton_schulz: polar.NewtonSchulz = polar.NewtonSchulz(),
         dims: Dims | Mapping[str, Dims] | None = None,
         blocks: Blocks | Mapping[str, Blocks] | None = None,

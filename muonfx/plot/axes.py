@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,10 +25,12 @@ COLORS = {
 _STYLE = Path(__file__).with_name("style.mplstyle")
 
 
-def style() -> AbstractContextManager[None]:
+@contextmanager
+def style() -> Generator[None]:
     """The style of the pictures, for as long as the context lasts: figures that are made in it have it.
 
     No background, so that a picture takes that of its page; middle gray for axes and text, colours of middle lightness.
+    It decorates functions too: ``@mfx.plot.style()``.
     ``matplotlib.pyplot.style.use("muonfx.plot.style")`` sets the same for good.
 
     >>> import muonfx as mfx
@@ -41,7 +43,8 @@ def style() -> AbstractContextManager[None]:
     """
     from matplotlib import style as styles
 
-    return styles.context(_STYLE)
+    with styles.context(_STYLE):
+        yield
 
 
 @contextmanager

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from muonfx import sharding
 from muonfx.display import format_bytes
 from muonfx.plot.axes import COLORS, axes_for
-from muonfx.sharding.plan.assignment import Plan
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,7 +21,7 @@ _NAMED = 0.11
 """The least part of the axis that a share must take for its parameter to be named in it."""
 
 
-def plot_plan(plan: Plan, *, ax: Axes | None = None) -> Axes:
+def plot_plan(plan: sharding.Plan, *, ax: Axes | None = None) -> Axes:
     """Draw who computes which matrices under a plan, and how many bytes each rank sends.
 
     Args:
@@ -85,7 +85,7 @@ def plot_plan(plan: Plan, *, ax: Axes | None = None) -> Axes:
     return axes
 
 
-def _segments(plan: Plan) -> list[tuple[str, int, float, bool]]:
+def _segments(plan: sharding.Plan) -> list[tuple[str, int, float, bool]]:
     """Parameter, rank and operations of each piece of work; True where every rank does it."""
     found: list[tuple[str, int, float, bool]] = []
     for run in plan.runs:

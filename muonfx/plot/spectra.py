@@ -62,7 +62,7 @@ def plot_band(
         axes.fill_between([lower, 1.0], found.minimum, found.maximum, color=color, alpha=0.16, linewidth=0)
         axes.set(xlabel="singular value, over the Frobenius norm", ylabel="singular value afterwards")
         axes.set_xlim(1e-4, 1.0)
-        axes.set_ylim(0.0, 1.05 * max(max(cast("list[float]", list(line.get_ydata()))) for line in axes.lines))
+        axes.set_ylim(0.0, 1.05 * max(max(cast("list[float]", line.get_ydata())) for line in axes.lines))
         legend = axes.legend(
             loc="lower right",
             title=f"from {lower:g} on, they land in",

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Literal
 
 import torch
 
@@ -59,7 +60,19 @@ class Coefficients:
             object.__setattr__(self, "restarts", checked_restarts(self.restarts, None, f"coefficients {self.name!r}: "))
 
 
-CoefficientsLike = str | Coefficients | Sequence[Sequence[float]]
+CoefficientSet = Literal[
+    "keller",
+    "quintic",
+    "polar_express",
+    "polar_express_5",
+    "cans",
+    "aol",
+    "deepseek_v4",
+    "cubic",
+]
+"""The names of `KNOWN`."""
+
+CoefficientsLike = CoefficientSet | Coefficients | Sequence[Sequence[float]]
 """What `coefficients` resolves: a name of `KNOWN`, a set, or its `(a, b[, c])` alone."""
 
 

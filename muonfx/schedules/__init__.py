@@ -6,7 +6,7 @@ numeric arguments are leaves that can be batched or differentiated. Called with 
 look or a plot. Step 0 is the first update.
 """
 
-from muonfx.schedules.base import Scalar, ScalarOrFunction, ScalarOrSchedule, Schedule, schedule
+from muonfx.schedules.base import Scalar, ScalarOrFunction, ScalarOrSchedule, Schedule, ScheduleFunction, schedule
 from muonfx.schedules.curves import (
     constant,
     cosine,
@@ -24,6 +24,7 @@ __all__ = [
     "ScalarOrFunction",
     "ScalarOrSchedule",
     "Schedule",
+    "ScheduleFunction",
     "constant",
     "cosine",
     "exponential",

@@ -11,7 +11,7 @@ from torch import Tensor
 from muonfx.recorded import Recorded, make_factory
 from muonfx.tracing import is_wrapped
 
-__all__ = ["Scalar", "ScalarOrFunction", "ScalarOrSchedule", "Schedule", "schedule", "whole_number"]
+__all__ = ["Scalar", "ScalarOrFunction", "ScalarOrSchedule", "Schedule", "ScheduleFunction", "schedule", "whole_number"]
 
 P = ParamSpec("P")
 
@@ -65,15 +65,19 @@ def _is_traced(value: Tensor) -> bool:
     return value.requires_grad or is_wrapped(value)
 
 
-@overload
-def schedule(constructor: Callable[P, Callable[[Tensor], Any]], /) -> Callable[P, Schedule]: ...
+ScheduleFunction = Callable[[Tensor], Any]
+"""A function of the step count, a 0-d floating tensor, as one under `schedule` returns it."""
 
 
 @overload
-def schedule(*, name: str | None = None) -> Callable[[Callable[P, Callable[[Tensor], Any]]], Callable[P, Schedule]]: ...
+def schedule(constructor: Callable[P, ScheduleFunction], /) -> Callable[P, Schedule]: ...
 
 
-def schedule(constructor: Callable[..., Callable[[Tensor], Any]] | None = None, *, name: str | None = None) -> Any:
+@overload
+def schedule(*, name: str | None = None) -> Callable[[Callable[P, ScheduleFunction]], Callable[P, Schedule]]: ...
+
+
+def schedule(constructor: Callable[..., ScheduleFunction] | None = None, *, name: str | None = None) -> Any:
     """Make a factory of schedules from a function that returns a function of the count (a 0-d floating tensor).
 
     Args:
@@ -90,7 +94,7 @@ def schedule(constructor: Callable[..., Callable[[Tensor], Any]] | None = None, 
     1.0
     """
 
-    def decorate(constructor: Callable[..., Callable[[Tensor], Any]]) -> Callable[..., Schedule]:
+    def decorate(constructor: Callable[..., ScheduleFunction]) -> Callable[..., Schedule]:
         return make_factory(Schedule, constructor, name=name)
 
     return decorate if constructor is None else decorate(constructor)

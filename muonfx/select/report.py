@@ -45,7 +45,7 @@ class Routing(Shown):
     numbers: tuple[Mapping[str, Any], ...] = ()
 
     def report(self) -> Report:
-        """A row for each parameter, and totals by label, or by an optimizer's groups."""
+        """A row for each parameter, and totals by label, or by an optimizer's groups with the numbers of each."""
         header = ("parameter", "shape", "label", "matrices", "stored", "rule")
         # Where every parameter is what it seems, these two columns would say nothing.
         shown = range(len(header)) if self.labels.views else (0, 1, 2, 5)
@@ -54,20 +54,22 @@ class Routing(Shown):
         if self.groups is None:
             titles = ("label", "tensors", "elements", "share")
             return Report((table, Table.of(titles, _totals(self.params, self.labels), right=(1, 2, 3))))
-        titles = ("group", "label", "tensors", "elements", "share", "hyperparameters")
-        return Report((table, Table.of(titles, self._by_group(self.groups), right=(2, 3, 4))))
+        titles = ("group", "label", "tensors", "elements", "share")
+        totals = Table.of(titles, self._by_group(self.groups), right=(2, 3, 4))
+        keys = dict.fromkeys(key for numbers in self.numbers for key in numbers)
+        rows = [[key, *(_number(numbers[key]) if key in numbers else "" for numbers in self.numbers)] for key in keys]
+        return Report((table, totals, Table.of(("number", *(f"group {at}" for at in range(len(self.numbers)))), rows)))
 
     def _by_group(self, groups: Mapping[str, int]) -> list[tuple[str, ...]]:
         whole = sum(info.numel for info in self.params) or 1
         rows: list[tuple[str, ...]] = []
-        for place, numbers in enumerate(self.numbers):
+        for place in range(len(self.numbers)):
             inside = [info for info in self.params if groups[info.name] == place]
             label = ", ".join(dict.fromkeys(_shown(self.labels[info.name]) for info in inside)) or "-"
             numel = sum(info.numel for info in inside)
-            said = ", ".join(f"{key}={_number(value)}" for key, value in numbers.items())
-            rows.append((str(place), label, f"{len(inside):,}", f"{numel:,}", f"{numel / whole:.1%}", said))
+            rows.append((str(place), label, f"{len(inside):,}", f"{numel:,}", f"{numel / whole:.1%}"))
         total = sum(info.numel for info in self.params)
-        return [*rows, ("total", "", f"{len(self.params):,}", f"{total:,}", "100.0%", "")]
+        return [*rows, ("total", "", f"{len(self.params):,}", f"{total:,}", "100.0%")]
 
 
 def describe(what: Labelling | torch.optim.Optimizer | Params, params: Params = None) -> Routing:
@@ -80,7 +82,7 @@ def describe(what: Labelling | torch.optim.Optimizer | Params, params: Params = 
     Args:
         what: labels to look at, with ``params`` beside them: ``Labels``, a mapping of name to label, or a function of
             the parameters such as ``default_labels``. Or, alone: a model or named tensors, which are labelled by
-            ``default_labels``; or a `TransformOptimizer`, of which the second table has the groups and their numbers.
+            ``default_labels``; or a `TransformOptimizer`, of which two more tables have the groups and their numbers.
         params: a model, named tensors, or any pytree of tensors.
 
     Returns:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -26,13 +26,16 @@ __all__ = ["BUCKET", "exchange", "gathered", "in_buckets", "reduce_scattered"]
 
 BUCKET = 1 << 25
 
+ReduceOp = Literal["mean", "sum"]
+"""How gradients of several ranks become one."""
+
 
 def gathered(
     layout: Layout,
     local: PyTree,
     *,
     names: Sequence[str] | None = None,
-    op: str = "mean",
+    op: ReduceOp = "mean",
     differentiable: bool = False,
     bucket_bytes: int = BUCKET,
 ) -> PyTree:

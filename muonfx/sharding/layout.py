@@ -12,14 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.sharding.collectives import gathered, reduce_scattered
+from muonfx.sharding.collectives import ReduceOp, gathered, reduce_scattered
 from muonfx.sharding.cut import Buffer, Cut
 from muonfx.sharding.dtensors import local_tree, logical_tree, map_named
 from muonfx.sharding.messages import Buffers, ShardingError
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 __all__ = ["Layout", "specs_of"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,7 +145,7 @@ class Layout:
 
     # ---------------------------------------------------------------------------------------- trees, in one process
 
-    def shard(self, whole: PyTree, rank: int | None = None) -> PyTree:
+    def shard(self, whole: T, rank: int | None = None) -> T:
         """Copy a rank's pieces out of whole tensors.
 
         Args:
@@ -187,7 +189,7 @@ class Layout:
 
     # ------------------------------------------------------------------------------------------- trees, on all ranks
 
-    def gather(self, local: PyTree) -> PyTree:
+    def gather(self, local: T) -> T:
         """Make the whole tree on every rank; all ranks must call it together.
 
         Raises:
@@ -195,7 +197,7 @@ class Layout:
         """
         return gathered(self, local)
 
-    def all_gather(self, local: PyTree, names: Sequence[str] | None = None, *, op: str = "mean") -> PyTree:
+    def all_gather(self, local: T, names: Sequence[str] | None = None, *, op: ReduceOp = "mean") -> T:
         """`gather`, through which gradients flow: they are reduced over the ranks as `reduce_scatter` does it.
 
         So ``grad(lambda local: loss(layout.all_gather(local)))`` gives a ZeRO-3 loop its sharded gradients.
@@ -211,7 +213,7 @@ class Layout:
         """
         return gathered(self, local, names=names, op=op, differentiable=True)
 
-    def reduce_scatter(self, grads: PyTree, op: str = "mean", *, bucket_bytes: int = 1 << 25) -> PyTree:
+    def reduce_scatter(self, grads: T, op: ReduceOp = "mean", *, bucket_bytes: int = 1 << 25) -> T:
         """Reduce every rank's own whole gradients over all ranks, and return this rank's pieces.
 
         Values are added in the order of the ranks, in fp32 at least, and rounded once, so that the sum does not depend

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Hashable, Mapping, Sequence
 from itertools import pairwise, product
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -75,13 +75,17 @@ def replicated(params: PyTree = None, group: Group = None) -> Layout:
     return Layout("replicated", specs, pieces, size, rank, process_group)
 
 
+Partition = Literal["whole", "flat", "each"]
+"""How `zero` parts the parameters."""
+
+
 @plain_arguments
 def zero(
     params: PyTree,
     group: Group = None,
     *,
     stage: int = 1,
-    partition: str = "whole",
+    partition: Partition = "whole",
     alignment: int = 1,
     tx: Transform | None = None,
 ) -> Layout:

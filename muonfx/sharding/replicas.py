@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,8 @@ from muonfx.sharding.state import LeafPlacement, describe_state
 from muonfx.tree import PyTree
 
 __all__ = ["broadcast", "verify_params", "verify_state", "warn_of_gradients"]
+
+T = TypeVar("T")
 
 
 class _Copies(NamedTuple):
@@ -194,7 +196,7 @@ def _added_up(numbers: Sequence[int], group: dist.ProcessGroup) -> list[int]:
 
 @torch.no_grad()
 @plain_arguments
-def broadcast(params: PyTree, layout: Layout, *, donate: bool = False) -> PyTree:
+def broadcast(params: T, layout: Layout, *, donate: bool = False) -> T:
     """Make equal what several ranks hold: every copy becomes that of the first rank that holds it.
 
     For models that were made with a seed for each rank, or loaded on one rank only. All ranks must call it together.

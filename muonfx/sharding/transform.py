@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, ParamSpec, cast
 
 import torch
 
@@ -11,6 +11,7 @@ from muonfx import tree
 from muonfx.checks import warn_of_unmatched
 from muonfx.core import Donation, Transform
 from muonfx.core.contract import NOTHING, Declaration, copy_kept, overlaps_itself, require_transform
+from muonfx.core.factory import InitAndUpdate
 from muonfx.offload.transform import inner_of, store_of
 from muonfx.program.placement import RESIDENT, Arguments, Store
 from muonfx.recorded import make_factory
@@ -25,6 +26,12 @@ from muonfx.sharding.verification import verify_ranks
 from muonfx.tree import PyTree
 
 __all__ = ["Sharded", "step_sharded", "init_sharded", "settings_of", "sharded", "bind"]
+
+
+P = ParamSpec("P")
+
+Replicas = Literal["auto", "split", "everyone"]
+"""What is done with matrices that several ranks hold whole."""
 
 
 class Sharded(Transform):
@@ -83,7 +90,7 @@ class Sharded(Transform):
         return self.functions.update(updates, state, params, donate=given, check=True, problem=problem, **extras)
 
 
-def _factory(constructor: Any) -> Any:
+def _factory(constructor: Callable[P, InitAndUpdate]) -> Callable[P, Transform]:
     """A factory of `Sharded`, whose values stand for the transform that they shard."""
     return make_factory(Sharded, constructor, Declaration(), transparent=True)
 
@@ -93,7 +100,7 @@ def sharded(
     tx: Transform,
     layout: Layout,
     *,
-    replicas: str = "auto",
+    replicas: Replicas = "auto",
     bucket_bytes: int = 1 << 28,
     exchange_dtype: torch.dtype | None = None,
     machine: Machine | None = None,
@@ -195,7 +202,7 @@ def sharded(
         return to_dtensors(layout, out, updates), state_to_dtensors(binding, inner, updates, after)
 
     # Collectives among processes are nothing that a graph could hold.
-    return torch.compiler.disable(init), torch.compiler.disable(update)
+    return cast("InitAndUpdate", (torch.compiler.disable(init), torch.compiler.disable(update)))
 
 
 def init_sharded(binding: Binding, tx: Transform, params: PyTree) -> PyTree:

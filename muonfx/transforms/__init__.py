@@ -17,11 +17,11 @@ from muonfx.transforms.conditional import ConditionalState, conditionally_mask, 
 from muonfx.transforms.decay import add_decayed_weights, cautious, subtract_decayed_weights
 from muonfx.transforms.dion import DionState, SampledMomentumState, sampled_momentum, scale_by_dion
 from muonfx.transforms.distance import DogState, DowgState, scale_by_dog, scale_by_dowg
-from muonfx.transforms.leafwise import Leaf, Slot, StepCount, leafwise
+from muonfx.transforms.leafwise import Leaf, Slot, StateAndStep, StepCount, leafwise
 from muonfx.transforms.lion import LionState, scale_by_lion
 from muonfx.transforms.lookahead import LookaheadState, lookahead
 from muonfx.transforms.momentum import DebiasedMomentumState, MomentumState, momentum
-from muonfx.transforms.monitor import MonitorState, metrics, monitor
+from muonfx.transforms.monitor import Metric, MonitorState, metrics, monitor
 from muonfx.transforms.namo import NamoState, scale_by_namo
 from muonfx.transforms.neurons import NeuronsState, normalize_neurons
 from muonfx.transforms.noise import AddNoiseState, add_noise
@@ -35,6 +35,7 @@ from muonfx.transforms.qk_clip import qk_clip
 from muonfx.transforms.rms import DebiasedRmsState, FactoredRmsState, RmsState, scale_by_factored_rms, scale_by_rms
 from muonfx.transforms.scale import (
     ScheduleState,
+    ShapeRule,
     scale,
     scale_by_learning_rate,
     scale_by_schedule,
@@ -47,6 +48,9 @@ from muonfx.transforms.spectral import clip_singular_values, scale_by_dual_norm
 from muonfx.transforms.weight_norm import WeightNormsState, keep_weight_norms, match_weight_norms
 
 __all__ = [
+    "Metric",
+    "ShapeRule",
+    "StateAndStep",
     "AccumulateState",
     "AdamState",
     "AddNoiseState",

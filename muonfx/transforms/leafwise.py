@@ -25,7 +25,7 @@ from muonfx.transforms._leaf import Leaf, Operation, Plan, Values, plan
 from muonfx.transforms._pinned import StateDtype, WideStateDtype, copies, new_count, store, zeros
 from muonfx.tree import Present, PyTree, Structure, device_of
 
-__all__ = ["Leaf", "Slot", "StepCount", "leafwise"]
+__all__ = ["Leaf", "Slot", "StateAndStep", "StepCount", "leafwise"]
 
 ReadsParams = bool | Literal["updated"]
 Step = Callable[..., tuple["Leaf", PyTree]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from muonfx.core.contract import NOTHING, sum_over_leaves
 from muonfx.transforms.clip import squared_norms
 from muonfx.tree import PyTree, device_of
 
-__all__ = ["METRICS", "MonitorState", "metrics", "monitor"]
+__all__ = ["METRICS", "Metric", "MonitorState", "metrics", "monitor"]
 
 
 class MonitorState(NamedTuple):
@@ -76,6 +76,9 @@ def _spectral_norm(updates: PyTree, total: Sum) -> Tensor:
     return torch.stack([value.to(found[0].device) for value in found]).amax()
 
 
+Metric = Literal["norm", "rms", "orthogonality_error", "spectral_norm"]
+"""The names of what `monitor` measures."""
+
 METRICS: dict[str, Callable[[PyTree, Sum], Tensor]] = {
     "norm": _norm,
     "rms": _rms,
@@ -88,7 +91,7 @@ _SUMS = {"norm", "rms"}
 
 
 @transform(locality=Locality.TREE)
-def monitor(name: str = "updates", metrics: tuple[str, ...] = ("norm", "rms"), *, by_leaf: bool = False):
+def monitor(name: str = "updates", metrics: tuple[Metric, ...] = ("norm", "rms"), *, by_leaf: bool = False):
     r"""Measure the updates that pass by, and pass them on unchanged.
 
     Put it where the thing to measure is: first in a chain for the gradient norm, behind `orthogonalize` for the

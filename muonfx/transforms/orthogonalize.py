@@ -40,11 +40,11 @@ def _with_compute_dtype(tx: Transform, dtype: torch.dtype) -> Transform:
 )
 def orthogonalize(
     *,
-    coefficients: str | polar.Coefficients | tuple[tuple[float, ...], ...] | Tensor = "polar_express_5",
+    coefficients: polar.CoefficientsLike | Tensor = "polar_express_5",
     steps: int | None = None,
-    method: str = "auto",
-    dtype: torch.dtype | str = "auto",
-    products: str = "auto",
+    method: polar.MethodLike = "auto",
+    dtype: polar.DTypeLike = "auto",
+    products: polar.ProductsLike = "auto",
     newton_schulz: polar.NewtonSchulz = polar.NewtonSchulz(),
     dims: Dims | Mapping[str, Dims] | None = None,
     blocks: Blocks | Mapping[str, Blocks] | None = None,

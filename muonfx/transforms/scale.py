@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
@@ -20,6 +20,7 @@ from muonfx.tree import Present, PyTree, device_of
 
 __all__ = [
     "SHAPE_RULES",
+    "ShapeRule",
     "ScheduleState",
     "scale",
     "scale_by_learning_rate",
@@ -156,6 +157,9 @@ def scale_by_learning_rate(learning_rate: ScalarOrFunction, *, flip_sign: bool =
     return scheduled(learning_rate, lambda updates, params, value, donate: _multiply(updates, sign * value, donate))
 
 
+ShapeRule = Literal["original", "match_rms_adamw", "spectral", "fan_in"]
+"""The names of `SHAPE_RULES`."""
+
 SHAPE_RULES: dict[str, Callable[[int, int], float]] = {
     "original": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
@@ -214,7 +218,7 @@ def shape_factor(rule: str, matrix: Tensor) -> float:
     name_patterns=name_patterns,
 )
 def scale_by_shape(
-    rule: str = "match_rms_adamw",
+    rule: ShapeRule = "match_rms_adamw",
     *,
     dims: Dims | Mapping[str, Dims] | None = None,
     blocks: Blocks | Mapping[str, Blocks] | None = None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from muonfx.transforms._pinned import WideStateDtype, copies, new_count, new_num
 from muonfx.tree import Present, PyTree, device_of
 
 __all__ = ["ScheduleFreeState", "schedule_free", "schedule_free_eval_params"]
+
+T = TypeVar("T")
 
 
 class ScheduleFreeState(NamedTuple):
@@ -139,7 +141,7 @@ def schedule_free(
     return init, update
 
 
-def schedule_free_eval_params(state: PyTree, params: PyTree) -> PyTree:
+def schedule_free_eval_params(state: PyTree, params: T) -> T:
     """The parameters to evaluate under `schedule_free`: the average, computed from those of the training loop.
 
     Args:

@@ -12,6 +12,7 @@ from muonfx.tree.search import get, get_all, set
 from muonfx.tree.structure import (
     NAMESPACE,
     Present,
+    PyTree,
     Spec,
     device_of,
     flatten,
@@ -26,9 +27,6 @@ from muonfx.tree.structure import (
     unflatten,
 )
 from muonfx.tree.structure import (
-    PyTree as PyTree,
-)
-from muonfx.tree.structure import (
     Structure as Structure,
 )
 from muonfx.tree.structure import (
@@ -38,6 +36,7 @@ from muonfx.tree.structure import (
 __all__ = [
     "NAMESPACE",
     "Present",
+    "PyTree",
     "Spec",
     "add",
     "device_of",

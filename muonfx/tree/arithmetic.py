@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
@@ -10,8 +12,10 @@ from muonfx.tree.structure import Present, PyTree, device_of, flatten, map, subt
 
 __all__ = ["add", "norm", "scale", "vdot"]
 
+T = TypeVar("T")
 
-def add(first: PyTree, *others: PyTree) -> PyTree:
+
+def add(first: T, *others: PyTree) -> T:
     """Add trees, leaf by leaf, and round once to the dtypes of the first.
 
     A leaf that is None in some trees is the sum of the others, in the dtype of the first of these.
@@ -37,7 +41,7 @@ def _sum(present: list[Tensor]) -> Tensor | None:
     return total.to(present[0].dtype)
 
 
-def scale(factor: float | Tensor, tree: PyTree) -> PyTree:
+def scale(factor: float | Tensor, tree: T) -> T:
     """Multiply every leaf by a number; the dtypes stay.
 
     >>> scale(3.0, {"w": torch.ones(1), "b": None})

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import optree
 import torch
@@ -43,6 +43,10 @@ NAMESPACE = "muonfx"
 """The optree namespace in which muonfx registers its own nodes (transforms and schedules)."""
 
 PyTree = Any
+"""A nest of dict, tuple, list and NamedTuple with tensors at its ends; checkers cannot say more, so it is Any.
+
+Where parameters are ``dict[str, Tensor]``, which they nearly always are, `muonfx.apply_updates` returns that.
+"""
 
 
 class Spec(NamedTuple):
@@ -260,6 +264,14 @@ def paths(tree: PyTree) -> list[tuple[object, ...]]:
         return node.paths(())
     accessors = optree.tree_accessors(tree, none_is_leaf=True, namespace=NAMESPACE)
     return [tuple(getattr(entry, "field", entry.entry) for entry in accessor) for accessor in accessors]
+
+
+@overload
+def map(function: Callable[..., Tensor], tree: dict[str, Tensor], *rest: PyTree) -> dict[str, Tensor]: ...
+
+
+@overload
+def map(function: Callable[..., PyTree], tree: PyTree, *rest: PyTree) -> PyTree: ...
 
 
 def map(function: Callable[..., PyTree], tree: PyTree, *rest: PyTree) -> PyTree:

@@ -41,6 +41,15 @@
     }
   }
 
+  // Written for the page, so as wide as it is. Examples of docstrings and cells of notebooks scroll where they must.
+  if (width >= 1200) {
+    for (const code of article.querySelectorAll("div[class*='highlight-py'] pre")) {
+      if (!seen(code) || code.closest("dl.py, .cell") || code.scrollWidth <= code.clientWidth + 1) continue;
+      const longest = code.textContent.split("\n").reduce((a, b) => (b.length > a.length ? b : a));
+      say("code wider than the page", code, `${longest.length} columns: ${longest}`);
+    }
+  }
+
   for (const picture of document.images) {
     if (picture.loading === "lazy" && !picture.complete) picture.loading = "eager";
     if (picture.complete && picture.naturalWidth === 0) say("broken picture", picture, picture.src);

@@ -1,6 +1,9 @@
 """`muonfx.plot`: what is drawn equals the numbers, on the axes that are given."""
 
+import runpy
 from collections.abc import Iterator
+from pathlib import Path
+from xml.etree import ElementTree
 
 import matplotlib as mpl
 import pytest
@@ -199,3 +202,19 @@ def test_the_colours_can_be_read_on_light_and_dark_pages(page: str):
     for color in (*mfx.plot.COLORS.values(), text):
         assert contrast(color, page) >= 3.0  # what WCAG asks of graphics and of large text
     assert contrast(text, page) >= 4.0
+
+
+def test_the_pictures_of_the_guide_are_those_that_its_script_draws(tmp_path: Path):
+    script = Path(__file__).resolve().parents[2] / "scripts" / "looking_pictures.py"
+    drawn = runpy.run_path(str(script))["main"](tmp_path)
+    page = (script.parents[1] / "docs" / "looking.md").read_text(encoding="utf-8")
+
+    def words(path: Path) -> list[str]:
+        return ["".join(node.itertext()) for node in ElementTree.parse(path).iter() if node.tag.endswith("}text")]
+
+    assert len(drawn) == 5
+    for path in drawn:
+        kept = script.parents[1] / "docs" / "assets" / path.name
+        assert words(path) == words(kept), f"{kept.name} is not what the library draws now: python {script}"
+        assert len(words(kept)) > 5
+        assert f"assets/{path.name}" in page

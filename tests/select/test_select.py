@@ -871,3 +871,33 @@ def test_an_optimizer_for_a_model_without_hidden_matrices_says_why_there_are_non
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         muonfx.Muon(nn.Linear(4, 4, bias=False))  # nothing for AdamW is nothing to warn of
+
+
+def test_an_optimizer_is_described_by_its_groups():
+    model = gpt2(2)
+    optimizer = muonfx.Muon(model, lr=0.02, adamw_lr=1e-3)
+    found = describe(optimizer)
+    assert found.labels == default_labels(model)
+    assert all(found.labels.reason(name) == default_labels(model).reason(name) for name in found.labels)
+    routing, totals, numbers = (part.to_text().splitlines() for part in found.report().parts)
+    assert len(routing) == 1 + len(found.labels)
+    assert [int(line.split()[2]) for line in totals[1:3]] == [len(group["params"]) for group in optimizer.param_groups]
+    assert ["lr", "0.02", "0.001"] in [line.split() for line in numbers]
+    optimizer.param_groups[0]["lr"] = 0.5
+    assert ["lr", "0.5", "0.001"] in [line.split() for line in str(describe(optimizer)).splitlines()]
+
+
+def test_what_cannot_be_described_says_what_can():
+    with pytest.raises(TypeError, match=r"describe\(labels, model\)"):
+        describe(default_labels(gpt2(1)))
+    with pytest.raises(TypeError, match=r"describe\(labels, model\)"):
+        describe(default_labels)
+    with pytest.raises(TypeError, match=r"SGD has no names and labels .* expected a muonfx.TransformOptimizer"):
+        describe(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1))
+
+
+def test_a_model_alone_is_described_by_the_default_routing():
+    model = gpt2(2)
+    assert str(describe(model)) == format_labels(default_labels(model), model)
+    named = dict(model.named_parameters())
+    assert str(describe(iter(named.items()))) == str(describe(default_labels(named), named))

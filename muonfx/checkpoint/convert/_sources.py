@@ -13,6 +13,7 @@ from muonfx.checkpoint.convert._leaves import Leaf, filled, flat, gathered
 from muonfx.core import Transform, chain
 from muonfx.partition import partition
 from muonfx.transforms import add_decayed_weights, momentum, orthogonalize, scale_by_learning_rate, scale_by_shape
+from muonfx.transforms.scale import ShapeRule
 from muonfx.tree import PyTree
 
 __all__ = ["Entry", "Given", "Group", "Keys", "Optim", "Options", "Source", "composed", "muon_chain"]
@@ -177,7 +178,7 @@ def muon_chain(
     *,
     nesterov: bool,
     heavy_ball: bool,
-    rule: str | None,
+    rule: ShapeRule | None,
     lr: Any,
     weight_decay: Any,
     options: Options,

@@ -10,11 +10,12 @@ import torch
 from muonfx.checkpoint.convert._sources import Entry, Given, Group, Keys, Optim, Options, Source, muon_chain
 from muonfx.core import Transform
 from muonfx.recipes import adamw, lion
+from muonfx.transforms.scale import ShapeRule
 from muonfx.tree import PyTree
 
 __all__ = ["dion_recipe", "from_dion", "to_dion"]
 
-_RULES = {"spectral_norm": "spectral", "rms_norm": "match_rms_adamw", None: None}
+_RULES: dict[str | None, ShapeRule | None] = {"spectral_norm": "spectral", "rms_norm": "match_rms_adamw", None: None}
 
 
 def _kind(group: Group, entry: Entry) -> str:

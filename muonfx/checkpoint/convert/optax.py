@@ -244,7 +244,7 @@ def optax_recipe(
 
 def _coefficients(given: Any, steps: int) -> Any:
     if isinstance(given, str):
-        known = {"muon": "keller", "dion": "quintic"}
+        known: dict[str, polar.CoefficientSet] = {"muon": "keller", "dion": "quintic"}
         if given not in known:
             raise ValueError(f"ns_coeffs must be 'muon', 'dion' or numbers, found {given!r}")
         given = polar.coefficients(known[given]).steps if steps != 5 else known[given]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from muonfx.core import Transform
 from muonfx.partition import partition
 from muonfx.sharding.cut import Places
 from muonfx.sharding.layout import Layout
-from muonfx.sharding.layouts import Placed, on_mesh, replicated, zero
+from muonfx.sharding.layouts import Partition, Placed, on_mesh, replicated, zero
 from muonfx.sharding.plan.assignment import Plan, plan_for
 from muonfx.sharding.plan.balance import lower_bound
 from muonfx.sharding.plan.cost import Cost, newton_schulz_cost
@@ -189,7 +189,7 @@ class Setting:
             return self._on_mesh()
         if kind == "ddp":
             return replicated(self._params, ranks)
-        return zero(self._params, ranks, partition=kind.removeprefix("zero-"), tx=self._tx)
+        return zero(self._params, ranks, partition=cast("Partition", kind.removeprefix("zero-")), tx=self._tx)
 
     def _on_mesh(self) -> Layout:
         from torch.distributed.tensor import Replicate, Shard

@@ -1,0 +1,79 @@
+"""Draw the pictures of docs/looking.md: ``python scripts/looking_pictures.py [folder]``, by default docs/assets."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import matplotlib as mpl
+import torch
+from torch import Tensor
+
+import muonfx as mfx
+
+mpl.use("Agg")  # files only
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+
+ASSETS = Path(__file__).resolve().parent.parent / "docs" / "assets"
+
+
+def params_of_a_model() -> dict[str, Tensor]:
+    """The parameters of a small transformer, from a fixed seed."""
+    random, width = torch.Generator().manual_seed(0), 64
+    shapes: dict[str, tuple[int, ...]] = {"wte": (256, width)}
+    for block in range(3):
+        shapes |= {
+            f"blocks.{block}.attn.qkv": (3 * width, width),
+            f"blocks.{block}.attn.out": (width, width),
+            f"blocks.{block}.mlp.up": (4 * width, width),
+            f"blocks.{block}.mlp.down": (width, 4 * width),
+            f"blocks.{block}.norm": (width,),
+        }
+    return {name: torch.randn(shape, generator=random) for name, shape in shapes.items()}
+
+
+def pictures() -> dict[str, Axes]:
+    """The axes of each picture, by the name of its file."""
+    params = params_of_a_model()
+    labels = mfx.select.default_labels_by_name(params)
+    found = {"looking-band": mfx.plot.plot_band("polar_express_5")}
+    mfx.plot.plot_band("keller", ax=found["looking-band"])
+
+    matrix = params["blocks.0.mlp.up"] @ torch.diag(torch.logspace(0, -2, 64))
+    found["looking-spectrum"] = mfx.plot.plot_spectrum(matrix, mfx.polar.orthogonalize(matrix, dtype=torch.float32))
+
+    muon = mfx.muon_with_adamw(0.02, 0.003, labels=labels)
+    tx = mfx.chain(
+        mfx.monitor("gradients", ("rms",), by_leaf=True), muon, mfx.monitor("updates", ("rms",), by_leaf=True)
+    )
+    grads = {name: 0.003 * (1 + place % 5) * param for place, (name, param) in enumerate(params.items())}
+    _, state = tx.update(grads, tx.init(params), params)
+    found["looking-rms"] = mfx.plot.plot_update_rms(state)
+
+    parts = {
+        "muon": mfx.chain(mfx.momentum(dtype=torch.bfloat16), mfx.orthogonalize(), mfx.scale(-0.02)),
+        "adamw": mfx.chain(mfx.scale_by_adam(), mfx.scale(-0.003)),
+    }
+    found["looking-memory"] = mfx.plot.plot_state_memory(mfx.partition(parts, labels).init(params))
+
+    layout = mfx.sharding.zero(params, 4, partition="flat")
+    plan = mfx.sharding.plan_for(muon, layout, compute=torch.float32)
+    found["looking-plan"] = mfx.plot.plot_plan(plan)
+    return found
+
+
+def main(folder: Path = ASSETS) -> list[Path]:
+    """Write every picture to a folder; the same library makes the same files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written: list[Path] = []
+    with mfx.plot.style():
+        for name, ax in pictures().items():
+            written.append(folder / f"{name}.svg")
+            ax.figure.savefig(written[-1], metadata={"Date": None})
+            plt.close("all")
+    return written
+
+
+if __name__ == "__main__":
+    print(*main(*map(Path, sys.argv[1:2])), sep="\n")
