@@ -47,6 +47,7 @@ types: $(DEV) ## basedpyright, strict, over muonfx/
 	@$(PY) -m basedpyright --pythonpath $(PY)
 
 docs: $(DEV) ## build the documentation into site/; a warning is an error
+	@rm -rf site  # a page that is no more would stay
 	@$(PY) -m sphinx -b html -W -n --keep-going -q -d build/doctrees docs site $(ARGS)
 	@echo 'open site/index.html'
 

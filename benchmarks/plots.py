@@ -21,9 +21,9 @@ FINDINGS_PICTURE = ASSETS / "findings.svg"
 SHOWN = ("512 x 2048", "1024 x 4096")
 SPECTRUM = "gaussian"
 
-# On a transparent ground: every colour is readable on white and on the dark theme's blue-grey.
-GREY, LINE = "#808592", "#d1495b"
-COLORS = {"muonfx": "#6f78e8", "torch": "#2a9d8f", "pytorch_optimizer": "#d0702c", "heavyball": "#b45cb0"}
+# The colours of muonfx.plot.COLORS, written out as drawing is optional: on no ground, readable on light and on dark.
+GREY, LINE = "#7a7f8c", "#d1495b"
+COLORS = {"muonfx": "#5b6ee1", "torch": "#2a9d8f", "pytorch_optimizer": "#d0702c", "heavyball": "#b45cb0"}
 MARKS = {
     "muonfx": "*",
     "muonfx, polar_express_5": "D",
@@ -34,8 +34,8 @@ MARKS = {
 
 
 PARTS = (
-    ("products at the measured peak", "#6f78e8", 1.0),
-    ("what products take beyond that", "#6f78e8", 0.45),
+    ("products at the measured peak", "#5b6ee1", 1.0),
+    ("what products take beyond that", "#5b6ee1", 0.45),
     ("passes: bytes that must move, at the rate of a copy", "#2a9d8f", 1.0),
     ("what passes take beyond that", "#2a9d8f", 0.45),
     ("Python, and the rest", "#d0702c", 1.0),
@@ -93,7 +93,7 @@ def draw_parts(path: Path = PARTS_PICTURE) -> Path | None:
     return path
 
 
-DRAWN = {BASELINE: "#2a9d8f", "keller": "#d0702c", "polar_express_5": "#6f78e8"}
+DRAWN = {BASELINE: "#2a9d8f", "keller": "#d0702c", "polar_express_5": "#5b6ee1"}
 """The candidates whose losses are drawn over all rates."""
 
 

@@ -37,7 +37,7 @@ ITERATIONS = 9
 OUT, BACK, AGREEMENT = "exchange out", "exchange back", "agreement"
 PHASES = {
     "forward, backward": "#8d99ae",
-    "orthogonalize": "#6f78e8",
+    "orthogonalize": "#5b6ee1",
     AGREEMENT: "#b45cb0",
     OUT: "#d0702c",
     BACK: "#e0a83c",

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE / "_extensions"), str(HERE.parent / "scripts"), str(HERE.parent)]
@@ -30,7 +31,6 @@ extensions = [
 ]
 root_doc = "index"
 exclude_patterns = ["_*", "**/.ipynb_checkpoints"]
-suppress_warnings: list[str] = []
 nitpicky = True
 
 # ------------------------------------------------------------------------------------------------- Markdown, notebooks
@@ -109,3 +109,16 @@ search_words = {
     "offload": ["CPU offload", "memory"],
     "muon-variants": ["NorMuon", "Dion", "Scion", "AdaMuon"],
 }
+
+
+def drop_modules_without_source(app: Any) -> list[Any]:
+    """The list of source pages names only pages that are there: `builtins`, of a documented constant, has none."""
+    listed = getattr(app.env, "_viewcode_modules", {})
+    for name in [name for name, entry in listed.items() if not entry]:
+        del listed[name]
+    return []
+
+
+def setup(app: Any) -> None:
+    """Before viewcode, whose priority is the default of 500, makes its pages."""
+    app.connect("html-collect-pages", drop_modules_without_source, priority=400)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from gpt import GPT
 from options import DTYPES, Config
+from plots import plot_owners
 from processes import rank, size
 from runs import fill, read_metrics
 from sharded import OneProcess
@@ -79,8 +80,8 @@ class Beside:
         return {"shard": self.shard, "processes": size(), "one_process": {"begin": self.begin, "losses": self.losses}}
 
 
-def describe(way: OneProcess, tx: mfx.Transform, state: Any) -> None:
-    """Print what this process keeps, who computes the matrices, and what is sent for them."""
+def describe(way: OneProcess, tx: mfx.Transform, state: Any, picture: Path) -> None:
+    """Print what this process keeps, who computes the matrices, and what is sent for them; and draw who computes."""
     layout = way.layout
     if layout is None or rank() > 0:
         return
@@ -95,9 +96,11 @@ def describe(way: OneProcess, tx: mfx.Transform, state: Any) -> None:
         f"  parameters, between steps  {kib(weights)} of {kib(all_weights)}\n"
         f"  the optimizer's state      {kib(states)} of {kib(all_states)}\n"
         f"  matrices to compute        {own} of {len(owners)}; the longest list costs {plan.balance:.2f} of the mean\n"
-        f"  sent for that in a step    {kib(plan.sent[0])}\n",
+        f"  sent for that in a step    {kib(plan.sent[0])}\n"
+        f"  who computes what          {picture}\n",
         flush=True,
     )
+    plot_owners(plan, picture)
 
 
 def nbytes(leaf: Any) -> int:

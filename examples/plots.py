@@ -14,6 +14,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 import muonfx as mfx
+from muonfx.sharding import Plan
 
 COLORS = dict(zip(("muon", "adamw", "torch-muon", "normuon"), mfx.plot.COLORS.values(), strict=False))
 NAMES = {"muon": "muonfx Muon", "adamw": "muonfx AdamW", "torch-muon": "torch.optim.Muon", "normuon": "muonfx NorMuon"}
@@ -77,6 +78,14 @@ def plot_comparison(runs: Mapping[str, Mapping[str, Any]], path: Path) -> None:
         text.set_color(COLORS[name])
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def plot_owners(plan: Plan, path: Path) -> None:
+    """Draw which process computes which matrices."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    ax = mfx.plot.plot_plan(plan)
+    ax.figure.savefig(path)
+    plt.close(ax.figure)
 
 
 def _label_ends(axes: Axes, x: float, ends: Sequence[tuple[float, str, str]]) -> None:

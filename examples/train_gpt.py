@@ -131,7 +131,7 @@ def train(
     run = Run(config, corpus, sum(p.numel() for p in params.values()))
     if resume:
         run.load(kept, tx, params, state)
-    describe(way, tx, state)
+    describe(way, tx, state, kept.parent / "plan.svg")
 
     with ctrl_c() as pressed, progress_bar(run) as show:
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import muonfx
 from benchmarks import measure, parts, peers, planner, plots, polar, report, sharding, step, versions, world
 from benchmarks.__main__ import main
 from benchmarks.quality import judge, matrix, up_to_scale
@@ -294,3 +295,15 @@ def test_a_version_that_cannot_run_a_case_is_told(tmp_path: Path) -> None:
     before = another_checkout(tmp_path, "del muon_with_adamw")
     with pytest.raises(RuntimeError, match="rank 0 has ended without an answer"):
         versions.speed(before, 2, cases=[versions.Case("function", "small")], sizes=SMALL)
+
+
+def test_the_pictures_have_the_colours_of_the_library() -> None:
+    pytest.importorskip("matplotlib")
+    drawn = {
+        plots.GREY,
+        plots.LINE,
+        *plots.COLORS.values(),
+        *plots.DRAWN.values(),
+        *(color for _, color, _ in plots.PARTS),
+    }
+    assert drawn <= set(muonfx.plot.COLORS.values())

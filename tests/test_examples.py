@@ -356,6 +356,7 @@ def test_two_processes_have_the_losses_of_one_in_every_way(tmp_path: Path) -> No
         assert here == pytest.approx(alone, abs=2e-5), way
         assert here[-1] < here[0] - 1  # or nothing would have to be the same
         assert f"{way}, 2 processes" in said[0][0]
+        assert "rank 1" in (tmp_path / way / "plan.svg").read_text()
         newest = mfx.checkpoint.latest(tmp_path / way / CHECKPOINTS, verify=True)
         assert mfx.checkpoint.inspect(newest).step == 5
     assert said[1][0] == ""  # one process speaks for both
@@ -625,6 +626,59 @@ def test_the_loop_to_copy_is_short_and_learns(module, capsys) -> None:
     loss = module("minimal").main(steps=40, batch=8, context=32, width=32, depth=1)
     assert loss < 3.4  # it begins at log 256 = 5.5
     assert f"validation {loss:.3f}" in capsys.readouterr().out
+
+
+def test_the_vision_example_learns_with_both_optimizers_and_draws_a_picture(module, tmp_path: Path, capsys) -> None:
+    pytest.importorskip("sklearn")
+    vision = module("vision")
+    runs = vision.main(seeds=1, epochs=2, plot=tmp_path / "digits.svg")
+    assert list(runs) == ["Muon", "AdamW"]
+    for name, [epochs] in runs.items():
+        (first, _), (last, wrong) = epochs
+        assert last < first, name
+        assert wrong < 0.5, name  # guessing is 0.9
+    assert (tmp_path / "digits.svg").read_text().count("<path") > 4
+    said = capsys.readouterr().out
+    labels = {line.split()[0]: "muon" in line.split() for line in said.splitlines() if line.count(".weight")}
+    assert labels == {"stem.weight": False, "body1.weight": True, "body2.weight": True, "head.weight": False}
+
+
+def test_the_split_of_the_digits_has_no_image_on_both_sides(module) -> None:
+    pytest.importorskip("sklearn")
+    (train, labels), (judge, judge_labels) = module("vision").split(seed=0)
+    assert (len(train), len(judge), len(labels), len(judge_labels)) == (1297, 500, 1297, 500)
+    assert not {image.numpy().tobytes() for image in train} & {image.numpy().tobytes() for image in judge}
+
+
+def test_the_lora_example_trains_the_factors_alone_and_merges_them(module, tmp_path: Path) -> None:
+    lora = module("lora")
+    code, prose, held_out = lora.texts()
+    base = lora.pretrained(code, 4, 32)
+    for name in lora.RATES:
+        losses, model = lora.tune(base, prose, held_out, name, lora.RATES[name], 0, 10)
+        assert len(losses) == 11
+        assert losses[-1] < losses[0] - 0.01, name
+        weights = {key.replace("linear.", ""): value for key, value in model.state_dict().items() if "lora_" not in key}
+        assert all(torch.equal(value, base[0][key]) for key, value in weights.items())  # frozen
+        trained = [key for key, param in model.named_parameters() if param.requires_grad]
+        assert len(trained) == 2 * 6 * len(model.blocks)
+        assert all(mfx.select.default_labels_by_name(dict(model.named_parameters()))[key] == "adamw" for key in trained)
+        tokens = held_out[:32].long()[None]
+        before = model(tokens)
+        for block in model.blocks:
+            for part in (block.attention, block.mlp):
+                for key, layer in list(part.named_children()):
+                    setattr(part, key, layer.merged())
+        torch.testing.assert_close(model(tokens), before, rtol=1e-4, atol=1e-5)
+        assert not [key for key in model.state_dict() if "lora_" in key]
+
+
+def test_the_lora_example_draws_a_picture(module, tmp_path: Path, capsys) -> None:
+    runs = module("lora").main(seeds=1, pretraining=2, steps=2, width=32, plot=tmp_path / "lora.svg")
+    assert (tmp_path / "lora.svg").read_text().count("<path") > 4
+    said = capsys.readouterr().out
+    for [losses] in runs.values():
+        assert f"validation loss {losses[-1]:.3f}" in said
 
 
 def test_the_loop_to_copy_imports_torch_and_muonfx_alone() -> None:

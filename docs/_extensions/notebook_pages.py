@@ -4,6 +4,8 @@ They are copied to docs/notebooks (which git ignores) before Sphinx looks for it
 `../docs/page.md` reads well in the repository, and becomes one to the page of the site.
 """
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.transforms import SphinxTransform
 
+TABLE = "```{notebooks}\n```"
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -35,6 +38,25 @@ def _copy(app: Sphinx, config: Any) -> None:
             copy.write_text(text, encoding="utf-8")
 
 
+def question(path: Path) -> tuple[str, str]:
+    """Read a notebook's title and the question that it opens with, which stands in bold below the title."""
+    first = "".join(json.loads(path.read_text(encoding="utf-8"))["cells"][0]["source"])
+    found = re.match(r"# (?P<title>[^\n]+)\n+(?:\*\*(?P<question>.+?)\*\*)?", first, re.DOTALL)
+    if not found:
+        raise ValueError(f"{path}: the first cell should begin with '# ' and a title; found {first[:80]!r}")
+    return found["title"].strip(), " ".join((found["question"] or "").split())
+
+
+def _on_source(app: Sphinx, docname: str, content: list[str]) -> None:
+    """Put the list of notebooks in the place of a `{notebooks}` block."""
+    if TABLE in content[0]:
+        rows = ["| notebook | question |", "| --- | --- |"]
+        for path in sorted((Path(app.srcdir) / "notebooks").glob("*.ipynb")):
+            title, asked = question(path)
+            rows.append(f"| [{title}](notebooks/{path.name}) | {asked} |")
+        content[0] = content[0].replace(TABLE, "\n".join(rows))
+
+
 class DownloadLink(SphinxTransform):
     """Put a link to the file below a notebook's title."""
 
@@ -56,5 +78,6 @@ class DownloadLink(SphinxTransform):
 def setup(app: Sphinx) -> dict[str, bool]:
     """Register with Sphinx."""
     app.connect("config-inited", _copy)
+    app.connect("source-read", _on_source)
     app.add_transform(DownloadLink)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

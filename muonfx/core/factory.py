@@ -116,9 +116,9 @@ def transform(
 
     The numeric arguments of a call (floats, tensors, nested transforms) become the leaves of the transform's pytree
     view. Validate arguments in the body with the functions of `muonfx.checks`, which pass tensors by: the body runs
-    at the call, and again with traced values wherever ``torch.func`` has rebuilt the transform. An argument whose
-    annotation says ``float``, and not ``Schedule``, takes a schedule too: the body then runs at every update, with the
-    number of that step, and the state is a `ScheduledHyperparamsState`.
+    at the call, and again with traced values wherever ``torch.func`` has rebuilt the transform. An argument that is
+    annotated `ScalarOrSchedule`, or ``float`` without ``Schedule``, takes a schedule too: the body then runs at every
+    update, with the number of that step, and the state is a `ScheduledHyperparamsState`.
 
     Only ``locality`` must be thought of; the rest tells the sharding layer where it can save work, and leaving it out
     is always correct.

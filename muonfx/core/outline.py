@@ -65,7 +65,7 @@ def _arguments(tx: Transform, called: Container[int]) -> tuple[list[str], list[s
         value = tx.arguments[name]
         if _holds_one(value, called):
             continue
-        if isinstance(value, Recorded | float | Tensor):
+        if isinstance(value, float | Tensor) or (isinstance(value, Recorded) and value.parts):  # such as a schedule
             numbers.append(f"{name}={_written(value)}")
         elif not _is_default(value, parameter.default) and (value or parameter.default is not parameter.empty):
             settings.append(f"{name}={_written(value)}")

@@ -184,7 +184,7 @@ def test_forged_files_end_in_an_error_of_ours_in_bounded_time_and_memory(tmp_pat
 
 @pytest.mark.skipif(sys.platform != "linux", reason="pipes")
 def test_a_conversion_does_not_wait_for_a_pipe(tmp_path: Path, capsys):
-    from muonfx.checkpoint.convert import main as convert
+    from muonfx.checkpoint.convert.cli import main as convert
 
     pipe, weights, names = tmp_path / "pipe.pt", tmp_path / "w.safetensors", tmp_path / "names.json"
     os.mkfifo(pipe)

@@ -282,7 +282,7 @@ def test_defaults_that_fingerprints_leave_out_are_those_of_0_1():
                 continue
             # what 0.1 wrote as a repr
             then = {"<Locality.TREE: 3>": "Locality.TREE"}.get(default, default)
-            today = _default_text(factory.definition.parameters[argument])
+            today = _default_text(factory.definition, argument)
             if today != then and repr(factory.definition.former_defaults.get(argument)) == then:
                 changed[f"{name}.{argument}"] = (then, today)
             else:

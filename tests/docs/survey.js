@@ -24,7 +24,7 @@
 
   const main = document.querySelector("main") || article; // with the links to the neighbours
   for (const element of main.querySelectorAll("pre, code, td, th, math, img, svg, h1, h2, h3, dt, p, i")) {
-    if (!seen(element) || element.closest(".bd-breadcrumbs")) continue; // which shorten what the title says in full
+    if (!seen(element)) continue;
     const own = getComputedStyle(element).overflowX;
     if (["hidden", "clip"].includes(own) && element.scrollWidth > element.clientWidth + 1 && element.tagName !== "svg") {
       say("clipped", element, `${element.scrollWidth} px in a box of ${element.clientWidth} px that does not scroll`);
