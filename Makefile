@@ -80,8 +80,10 @@ $(MADE):
 	  echo "error: muonfx needs Python 3.11 or later, and $(PYTHON) is $$($(PYTHON) -V 2>&1): say make PYTHON=/path/to/python" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 	  echo 'error: $(PYTHON) cannot make virtual environments (on Debian and Ubuntu: apt install python3-venv)' >&2; exit 1; }
+	@[ ! -e $(VENV) ] || { \
+	  echo 'error: there is a $(VENV) here that make did not finish, or did not make: move it away, or say make clean-all' >&2; exit 1; }
 	@echo '==> making a virtual environment in $(VENV) ('"$$($(PYTHON) -V 2>&1)"')'
-	@$(PYTHON) -m venv --clear $(VENV)
+	@$(PYTHON) -m venv $(VENV)
 	@touch $@
 
 # $(call install,extra,what it amounts to). Chatty on a terminal, so that a person sees the downloads move; quiet in a log.

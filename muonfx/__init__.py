@@ -8,15 +8,15 @@ An optimizer is a `Transform`, two pure functions over trees of tensors::
 Small transforms make larger ones: `chain` applies them one after another, `partition` and `masked` to different
 parameters. `apply_updates` adds the result to the parameters. `TransformOptimizer` turns any transform into a
 ``torch.optim.Optimizer``. What is listed in ``__all__``, here and in the public modules ``attention``, ``checkpoint``,
-``plot``, ``polar``, ``schedules``, ``select``, ``sharding``, ``testing`` and ``tree``, is the public face; everything
-else is private. ``plot`` and ``testing`` are imported when they are first used.
+``plot``, ``polar``, ``program``, ``schedules``, ``select``, ``sharding``, ``testing`` and ``tree``, is the public face;
+everything else is private. ``plot`` and ``testing`` are imported when they are first used.
 """
 
 import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from muonfx import attention, checkpoint, checks, polar, schedules, select, sharding, tree
+from muonfx import attention, checkpoint, checks, polar, program, schedules, select, sharding, tree
 from muonfx.checkpoint import spec
 from muonfx.compact import Compact, CompactState, KeyedCompactState, fp8, int8
 from muonfx.core import (
@@ -171,6 +171,7 @@ __all__ = [
     "checkpoint",
     "checks",
     "polar",
+    "program",
     "schedules",
     "select",
     "sharding",

@@ -176,9 +176,17 @@ def did_you_mean(wrong: str, known: Iterable[str]) -> str:
 
     >>> did_you_mean("boundry", ["boundary", "value"]), did_you_mean("x", ["boundary"])
     (" (did you mean 'boundary'?)", '')
+    >>> did_you_mean("lr", ["learning_rate", "decay"])
+    " (did you mean 'learning_rate'?)"
     """
-    close = difflib.get_close_matches(wrong, list(known), n=3, cutoff=0.6)
+    known = list(known)
+    close = [name for name in known if wrong == _initials(name) or name == _initials(wrong)]
+    close = close or difflib.get_close_matches(wrong, known, n=3, cutoff=0.6)
     return f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""
+
+
+def _initials(name: str) -> str:
+    return "".join(word[:1] for word in name.split("_")) if "_" in name else ""
 
 
 def bind(

@@ -31,6 +31,7 @@ __all__ = [
     "check_params",
     "check_state_like",
     "check_structure",
+    "check_tree",
     "check_update",
     "check_updates_fit",
     "finite",
@@ -259,6 +260,22 @@ def _advice_on(what: str, given: object) -> str:
     if what == "params":
         return "; expected a tree of tensors by name: dict(model.named_parameters())"
     return "; expected a tree of tensors by name: {name: p.grad for name, p in model.named_parameters()}"
+
+
+def check_tree(what: str, given: PyTree) -> None:
+    """Require a tree of values with a shape and a dtype, such as tensors of any kind, or None.
+
+    Raises:
+        TypeError: something else is in it; of a model or its iterators, the message says what to give instead.
+
+    >>> check_tree("params", nn.Linear(2, 2))
+    Traceback (most recent call last):
+    TypeError: params must be a tensor or None, found Linear; expected a tree ...: dict(model.named_parameters())
+    """
+    for name, leaf in zip(tree.names(given), tree.leaves(given), strict=True):
+        if leaf is not None and not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+            shown = f"{what}: {_shown(name)}" if name else what
+            raise TypeError(f"{shown} must be a tensor or None, found {type(leaf).__name__}{_advice_on(what, leaf)}")
 
 
 def check_floating(what: str, given: PyTree) -> None:

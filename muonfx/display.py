@@ -118,6 +118,7 @@ class Table:
                 many as there are.
             depth: rows nested deeper are left out; None: none are.
         """
+        _check_sizes(width, depth)
         lines = [tuple(_one_line(column.title) for column in self.columns)]
         lines += self._lines(self.rows, depth)
         feet = self._lines(self.footers, depth)
@@ -208,7 +209,7 @@ class Table:
         last = len(self.columns) - 1
         cells = "".join(
             f"<span{_class('mfx-r' if column.right else '')}{_bar(row.share if at == last else None)}>"
-            f"{_escaped(cell)}</span>"
+            f"{_escaped(cell)}</span> "  # the space is all that parts two cells where a host takes the style away
             for at, (cell, column) in enumerate(zip(row.cells, self.columns, strict=True))
         )
         return f'<{tag} class="{style}" style="--mfx-depth:{depth}">{cells}</{tag}>'
@@ -320,6 +321,13 @@ def printable(text: object) -> str:
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(text))
 
 
+def _check_sizes(width: int | None, depth: int | None) -> None:
+    if width is not None and width < 1:
+        raise ValueError(f"width must be at least 1 character, found {width}")
+    if depth is not None and depth < 0:
+        raise ValueError(f"depth must be at least 0, found {depth}")
+
+
 def _one_line(text: str) -> str:
     return text if text.isprintable() else printable(text)
 
@@ -351,8 +359,10 @@ def _bar(share: float | None) -> str:
 
 
 # Colours are the page's own, or grey at some opacity: a page may be dark by a theme of the notebook, of which the
-# system's preference says nothing. A bar may be tinted, as it carries no text of its own.
-_STYLE = """
+# system's preference says nothing. A bar may be tinted, as it carries no text of its own. The class is said three
+# times, so that rules for all tables, which Jupyter writes more specific than one class, do not win.
+_STYLE = (
+    """
 .mfx-report{font:12px/1.5 var(--jp-code-font-family,ui-monospace,Menlo,Consolas,monospace);
 color:var(--jp-ui-font-color1,inherit);background:transparent;margin:.3em 0;text-align:left;
 --mfx-line:rgba(128,128,128,.35);--mfx-tint:rgba(54,124,190,.22)}
@@ -361,7 +371,7 @@ color:var(--jp-ui-font-color1,inherit);background:transparent;margin:.3em 0;text
 .mfx-report .mfx-note{margin:.4em 0;white-space:pre-wrap;font:inherit;color:inherit}
 .mfx-report table{border-collapse:collapse;border:0;margin:.2em 0 .6em;font:inherit;color:inherit;
 width:auto;display:table}
-.mfx-report tr,.mfx-report tr:nth-child(even){background:transparent;border:0}
+.mfx-report tr,.mfx-report tr:nth-child(n){background:transparent;border:0}
 .mfx-report th,.mfx-report td{border:0;padding:.1em 1.6em .1em 0;text-align:left;white-space:pre;font:inherit;
 color:inherit;background:transparent;max-width:none}
 .mfx-report thead th{font-weight:600;border-bottom:1px solid var(--mfx-line)}
@@ -387,4 +397,7 @@ left:calc(var(--mfx-depth)*2ch + .2ch);opacity:.7}
 .mfx-report .mfx-part>summary{font-weight:600;margin:.4em 0 .2em}
 .mfx-report [style*="--mfx-share"]{background:linear-gradient(to left,var(--mfx-tint) var(--mfx-share),transparent 0);
 background-clip:content-box}
-""".strip().replace("\n", "")
+""".strip()
+    .replace("\n", "")
+    .replace(".mfx-report ", 3 * ".mfx-report" + " ")
+)

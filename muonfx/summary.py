@@ -177,7 +177,7 @@ def summary(what: PyTree, params: PyTree = None) -> Summary:
         nothing waits for a device.
 
     Raises:
-        TypeError: a transform alone, without ``params``.
+        TypeError: a transform alone, without ``params``, or something that is no tree of tensors.
         ShardingError: a state that is none of the sharded transform beside it.
 
     >>> import torch
@@ -215,7 +215,20 @@ def summary(what: PyTree, params: PyTree = None) -> Summary:
         return _summarize(what, _init_on_meta(what, params), params, params)
     if type(what) is tuple and len(what) == 2 and isinstance(what[0], Transform):
         return _summarize(*what, params, params)
+    _check_what(what)
     return Summary(tuple(_plain_leaves(what)), None, _nbytes_of(params))
+
+
+def _check_what(what: object) -> None:
+    """Require a tree that has a tensor in it, or is an empty container such as the state of what keeps none."""
+    if type(what) is tuple and len(what) == 2 and isinstance(what[1], Transform):
+        raise TypeError("summary of a pair: the transform comes first, then its state")
+    present = [leaf for leaf in tree.leaves(what) if leaf is not None]
+    if what is None or (present and not any(isinstance(leaf, Tensor | FlatPiece) for leaf in present)):
+        raise TypeError(
+            f"summary: found {type(what).__name__} with no tensor in it; expected a state, a "
+            "muonfx.TransformOptimizer, a model, a tree of tensors, or a transform with its parameters"
+        )
 
 
 # -------------------------------------------------------------------------------------------------------- the leaves

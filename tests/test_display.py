@@ -122,6 +122,18 @@ def test_a_large_tree_is_open_at_its_outermost_level_only():
     assert html.count("<details>") == 1
 
 
+def test_a_tree_reads_as_words_where_a_host_takes_the_style_away():
+    table = Table((Column("leaf"), Column("bytes")), (Row(("w", "8"), (Row(("a", "16")),)),))
+    text = re.sub(r"<[^>]+>", "", table.to_html())
+    assert text.split() == ["leaf", "bytes", "w", "8", "a", "16"]
+
+
+@pytest.mark.parametrize(("sizes", "message"), [({"width": 0}, "width must be"), ({"depth": -1}, "depth must be")])
+def test_sizes_out_of_range_are_refused(sizes: dict[str, int], message: str):
+    with pytest.raises(ValueError, match=message):
+        Table.of(["leaf"], [["w"]]).to_text(**sizes)
+
+
 def test_a_row_with_too_few_cells_is_refused():
     with pytest.raises(ValueError, match="1 cells, expected one for each of 2 columns"):
         Table((Column("a"), Column("b")), (Row(("x",)),))

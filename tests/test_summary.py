@@ -1,6 +1,7 @@
 """`muonfx.summary`: every leaf once, bytes that add up, and the same totals from every rank."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ def bytes_in(values) -> int:
     return sum(t.numel() * t.element_size() for t in mfx.tree.leaves(values) if t is not None)
 
 
-@given(trees)
+@given(trees.filter(lambda values: values is not None))
 @settings(max_examples=60)
 def test_every_leaf_is_there_once_and_bytes_add_up(values):
     found = mfx.summary(values)
@@ -107,6 +108,22 @@ def test_a_state_of_another_chain_is_refused():
     tx = mfx.sharding.sharded(mfx.momentum(), layout)
     with pytest.raises(mfx.sharding.ShardingError, match="leaves, expected"):
         mfx.summary((tx, mfx.scale_by_adam().init(layout.shard(params))), layout.shard(params))
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        (3, "found int with no tensor"),
+        (None, "found NoneType with no tensor"),
+        (torch.optim.SGD([torch.zeros(1)]), "found SGD with no tensor"),
+        (nn.Linear(2, 2).parameters(), "found generator with no tensor"),
+        (({"w": torch.ones(2)}, mfx.scale(1.0)), "the transform comes first"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_what_has_no_tensors_is_refused(what: Any, message: str):
+    with pytest.raises(TypeError, match=message):
+        mfx.summary(what)
 
 
 def test_names_are_escaped():

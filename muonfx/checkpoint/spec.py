@@ -14,6 +14,7 @@ from muonfx import tree
 from muonfx.checkpoint.errors import MismatchError, first_ones
 from muonfx.checkpoint.fingerprints import fingerprint_0_1, is_of_0_1
 from muonfx.checkpoint.names import is_leaf, named_leaves, named_tensors
+from muonfx.checks import check_tree
 from muonfx.core import Transform
 from muonfx.core.contract import require_transform
 from muonfx.recorded import strip_transparent
@@ -191,6 +192,7 @@ def spec(tx: Transform, params: PyTree) -> StateSpec:
         1600400008
     """
     require_transform("tx", tx)
+    check_tree("params", params)
     meta = tree.map(lambda leaf: torch.empty(tuple(leaf.shape), dtype=leaf.dtype, device="meta"), params)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of labels without a parameter: what makes the state says so

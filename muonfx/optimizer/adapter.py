@@ -460,6 +460,8 @@ class TransformOptimizer(torch.optim.Optimizer):
             try:
                 self._rebind("step")
                 self._attachment.check_real()
+                if not self._live.get("warned"):
+                    self._warn_of_unread_rates()
             except (TypeError, ValueError) as error:  # other ranks hear of it where they agree on the step
                 problem = error
         params = self._named() if problem is None else self._attachment.named
@@ -485,6 +487,27 @@ class TransformOptimizer(torch.optim.Optimizer):
         self._live["anew"] = False
         self._publish()
         return loss
+
+    @property
+    def groups_without_rate(self) -> tuple[int, ...]:
+        """The places of groups whose ``lr`` nothing reads: the chain has its own schedule, or no learning rate."""
+        read = [any(number.key == "lr" for number in numbers.hyperparams) for numbers in self._numbers]
+        return tuple(place for place, is_read in enumerate(read) if not is_read)
+
+    def _warn_of_unread_rates(self) -> None:
+        """Warn of rates in the groups, or a scheduler, where no group has one that is read."""
+        if len(self.groups_without_rate) < len(self.param_groups):
+            return  # a scheduler writes into all groups, and some have none
+        for place, group in enumerate(self.param_groups):
+            if "initial_lr" in group or (not isinstance(group["lr"], Tensor) and group["lr"] != 0.0):
+                self._live["warned"] = True
+                warnings.warn(
+                    f"param_groups[{place}]: nothing reads this 'lr', found {group['lr']!r}: the chain has its own "
+                    "schedule, or no learning rate. For one that can be set here, build the chain with a number",
+                    UserWarning,
+                    stacklevel=5,  # torch wraps `step`
+                )
+                return
 
     def _publish(self) -> None:
         """Show the leaves that are new objects in ``self.state``."""

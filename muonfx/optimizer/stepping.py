@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.checks import check_params, warn_of_unmatched
+from muonfx.checks import check_params, check_updates_fit, warn_of_unmatched
 from muonfx.core import Donation, Transform
 from muonfx.offload.transform import inner_of, store_of
 from muonfx.optimizer.state import Load, on_this_rank
@@ -169,7 +169,13 @@ class Stepping:
 
 
 def add_in_place(params: Mapping[str, Tensor], updates: Mapping[str, Tensor | None]) -> None:
-    """Add updates to parameters."""
+    """Add updates to parameters.
+
+    Raises:
+        ValueError: an update has not the shape of its parameter.
+    """
     present = [(params[name], update) for name, update in updates.items() if update is not None]
     if present:
+        if any(param.shape != update.shape for param, update in present):  # would be broadcast
+            check_updates_fit(params, updates)
         torch._foreach_add_([param for param, _ in present], [update for _, update in present])

@@ -41,10 +41,20 @@ def style() -> Generator[None]:
     (0.0, 0.0, 0.0, 0.0)
     >>> plt.close(figure)
     """
+    import matplotlib
     from matplotlib import style as styles
 
-    with styles.context(_STYLE):
-        yield
+    interactive = matplotlib.is_interactive()
+    try:
+        with styles.context(_STYLE):
+            try:
+                yield
+            finally:
+                interactive = matplotlib.is_interactive()
+    finally:
+        # The first figure of a process loads the backend. A notebook's makes figures interactive, without which none is
+        # shown: that is no part of the style, and not to be undone with it.
+        matplotlib.interactive(interactive)
 
 
 @contextmanager
@@ -56,6 +66,8 @@ def axes_for(ax: Axes | None, height: float | None = None) -> Generator[Axes]:
         height: of a new figure, in inches; None: the style's.
     """
     if ax is not None:
+        if not hasattr(ax, "semilogx"):
+            raise TypeError(f"ax must be one matplotlib Axes, found {type(ax).__name__}; of a figure: figure.gca()")
         yield ax
         return
     from matplotlib import pyplot as plt

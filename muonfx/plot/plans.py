@@ -34,6 +34,7 @@ def plot_plan(plan: sharding.Plan, *, ax: Axes | None = None) -> Axes:
         the rank sends stand at its end, and a dotted line where all would end if the work were dealt out evenly.
 
     Raises:
+        TypeError: what is given is no plan.
         ValueError: the plan has no matrices.
 
     >>> import torch
@@ -43,6 +44,8 @@ def plot_plan(plan: sharding.Plan, *, ax: Axes | None = None) -> Axes:
     >>> [label.get_text() for label in ax.get_yticklabels()]
     ['rank 0', 'rank 1']
     """
+    if not isinstance(plan, sharding.Plan):
+        raise TypeError(f"plan must be what muonfx.sharding.plan_for(tx, layout) returns, found {type(plan).__name__}")
     if not any(plan.flops):
         raise ValueError("the plan has no matrices to compute: no transform of the chain needs whole matrices")
     most = max(plan.flops)

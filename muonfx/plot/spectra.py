@@ -87,7 +87,8 @@ def plot_spectrum(before: Tensor, after: Tensor | None = None, *, ax: Axes | Non
         The axes: the number of each singular value against its size.
 
     Raises:
-        ValueError: what is given is no single matrix.
+        TypeError: what is given is no tensor.
+        ValueError: it is no single matrix, or not finite.
 
     >>> import torch
     >>> import muonfx as mfx
@@ -115,6 +116,10 @@ def plot_spectrum(before: Tensor, after: Tensor | None = None, *, ax: Axes | Non
 
 
 def _singular_values(what: str, matrix: Tensor) -> list[float]:
+    if not isinstance(matrix, Tensor):
+        raise TypeError(f"{what} must be one matrix, a tensor (rows, columns), found {type(matrix).__name__}")
     if matrix.ndim != 2:
         raise ValueError(f"{what} has shape {tuple(matrix.shape)}, expected one matrix (rows, columns)")
+    if not matrix.isfinite().all():
+        raise ValueError(f"{what} has elements that are not finite, and so no singular values")
     return cast("list[float]", torch.linalg.svdvals(matrix.detach().to("cpu", torch.float64)).tolist())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from matplotlib.ticker import LogLocator
+
 from muonfx.display import format_bytes
 from muonfx.plot.axes import COLORS, axes_for, legend_above
 from muonfx.summary import LeafSummary, Summary, summary
@@ -65,9 +67,10 @@ def plot_update_rms(state: PyTree, *, ax: Axes | None = None) -> Axes:
                 label=monitor,
             )
         axes.set_xscale("log")
+        axes.xaxis.set_minor_locator(LogLocator(subs=(2, 5)))  # within a decade all nine have labels, which overlap
         axes.set_yticks(range(len(rows)), rows)
         axes.set_ylim(len(rows) - 0.5, -0.5)
-        axes.set_xlabel("root mean square of an element of the update")
+        axes.set_xlabel("root mean square of an element")
         if len(monitors) > 1:
             legend_above(axes)
     return axes

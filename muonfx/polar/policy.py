@@ -175,6 +175,7 @@ def explain(
         products: as in `orthogonalize`.
 
     Raises:
+        TypeError: ``shape`` is no pair of whole numbers.
         ValueError, TypeError, RuntimeError: as `orthogonalize`.
 
     >>> print(explain((768, 3072), dtype=torch.float32))
@@ -183,6 +184,10 @@ def explain(
       method   ... multiply-adds in stages of 2 + 1 + 2 steps, against ... in the standard form
       products by blocks, which leave out half of symmetric ones: ...
     """
+    if isinstance(shape, torch.Tensor):
+        raise TypeError(f"shape must be (rows, columns), found a tensor: explain(tuple(x.shape)), {tuple(shape.shape)}")
+    if not (isinstance(shape, tuple | list) and len(shape) == 2 and all(type(side) is int for side in shape)):
+        raise TypeError(f"shape must be (rows, columns), two whole numbers, found {shape!r}")
     short, long = sorted(shape)
     resolved = polynomials(coefficients, steps, restarts)
     return plan(short, long, held, torch.device(device), resolved, method=method, dtype=dtype, products=products)

@@ -168,11 +168,19 @@ def _of_optimizer(optimizer: torch.optim.Optimizer) -> Routing:
             if name in one and one[name] == label:
                 reasons[name] = one.reason(name)
                 views |= {name: one.views[name]} if name in one.views else {}
+    without_rate: Sequence[int] = getattr(optimizer, "groups_without_rate", ())  # torch wants an "lr" in these too
     return Routing(
         read_params(pairs),
         Labels(labels, reasons, views),
         {name: place for place, group in enumerate(groups) for name in group["param_names"]},
-        tuple({key: value for key, value in group.items() if key not in _NO_NUMBERS} for group in groups),
+        tuple(
+            {
+                key: value
+                for key, value in group.items()
+                if key not in _NO_NUMBERS and not (key == "lr" and place in without_rate)
+            }
+            for place, group in enumerate(groups)
+        ),
     )
 
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muonfx import tree
+from muonfx.checks import check_tree
 from muonfx.sharding.collectives import ReduceOp, gathered, reduce_scattered
 from muonfx.sharding.cut import Buffer, Cut
 from muonfx.sharding.dtensors import local_tree, logical_tree, map_named
@@ -259,5 +260,6 @@ def specs_of(params: PyTree) -> dict[str, Spec]:
     >>> specs_of({"w": torch.zeros(2, 3)})
     {'w': Spec(shape=(2, 3), dtype=torch.float32)}
     """
+    check_tree("params", params)
     named = zip(tree.names(params), tree.leaves(params), strict=True)
     return {name: Spec(tuple(leaf.shape), leaf.dtype) for name, leaf in named if leaf is not None}

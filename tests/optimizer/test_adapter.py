@@ -127,6 +127,48 @@ def test_stacks_and_fused_matrices_are_taken_apart_where_the_caller_says_so():
         torch.testing.assert_close(model.qkv.weight[4 * i : 4 * i + 4], alone[f"qkv.{i}"])
 
 
+def test_a_rate_in_a_group_that_nothing_reads_is_warned_of_once_and_not_shown():
+    model = nn.Linear(2, 2)
+    optimizer = mfx.TransformOptimizer(model, mfx.adamw(mfx.warmup_cosine(0.1, 2, 10)))
+    assert optimizer.groups_without_rate == (0,)
+    assert "\nlr " not in str(mfx.describe(optimizer))
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = 5.0
+    with pytest.warns(UserWarning, match=r"param_groups\[0\]: nothing reads this 'lr', found 5.0") as caught:
+        optimizer.step()
+    assert caught[0].filename == __file__
+    optimizer.step()
+    read = mfx.TransformOptimizer(model, mfx.adamw(0.1))
+    assert read.groups_without_rate == ()
+
+
+def test_a_scheduler_of_torchs_on_a_rate_that_nothing_reads_is_warned_of():
+    model = nn.Linear(2, 2)
+    optimizer = mfx.TransformOptimizer(model, mfx.adamw(mfx.warmup_cosine(0.1, 2, 10)))
+    torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=5)
+    model(torch.ones(2)).sum().backward()
+    with pytest.warns(UserWarning, match="nothing reads this 'lr'"):
+        optimizer.step()
+
+
+def test_an_update_of_another_shape_is_an_error_and_not_broadcast():
+    @mfx.transform
+    def sums():
+        def update(updates, state, params=None):
+            return mfx.tree.map(torch.sum, updates), state
+
+        return lambda params: mfx.EmptyState(), update
+
+    model = nn.Linear(2, 2)
+    optimizer = mfx.TransformOptimizer(model, sums())
+    model(torch.ones(2)).sum().backward()
+    before = [param.detach().clone() for param in model.parameters()]
+    with pytest.raises(ValueError, match=r"updates: 'bias' has shape \(\), its parameter has \(2,\)"):
+        optimizer.step()
+    assert all(map(torch.equal, before, model.parameters()))
+
+
 def test_schedulers_keep_each_groups_own_base_rate():
     model = make_model()
     optimizer = mfx.Muon(model, lr=0.02, adamw_lr=1e-3)

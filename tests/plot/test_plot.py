@@ -1,7 +1,7 @@
 """`muonfx.plot`: what is drawn equals the numbers, on the axes that are given."""
 
 import runpy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -167,6 +167,37 @@ def test_a_plan_without_matrices_is_refused():
 
 
 # -------------------------------------------------------------------------------------------------------------- style
+
+
+@pytest.mark.parametrize(
+    ("draw", "message"),
+    [
+        (lambda: mfx.plot.plot_plan(mfx.muon(0.1)), "plan must be what .*plan_for.* found Transform"),
+        (lambda: mfx.plot.plot_spectrum({"w": torch.ones(2, 2)}), "before must be one matrix, a tensor .*, found dict"),
+        (lambda: mfx.plot.plot_band("keller", ax=3), "ax must be one matplotlib Axes, found int"),
+    ],
+)
+def test_what_cannot_be_drawn_is_named(draw: Callable[[], object], message: str):
+    with pytest.raises(TypeError, match=message):
+        draw()
+
+
+def test_a_matrix_that_is_not_finite_is_refused():
+    with pytest.raises(ValueError, match="before has elements that are not finite"):
+        mfx.plot.plot_spectrum(torch.full((2, 2), float("nan")))
+
+
+def test_the_backend_that_the_first_picture_loads_stays_interactive():
+    """As in a notebook, where only figures of an interactive backend are shown."""
+    with mfx.plot.style():
+        plt.ion()
+    try:
+        assert plt.isinteractive()
+    finally:
+        plt.ioff()
+    with mfx.plot.style():
+        assert not plt.isinteractive()
+    assert not plt.isinteractive()
 
 
 def test_axes_that_are_given_are_drawn_on_and_keep_their_style():

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from muonfx.polar import NewtonSchulz, orthogonalize, orthogonalize_many, polar_factor
+from muonfx.polar import NewtonSchulz, explain, orthogonalize, orthogonalize_many, polar_factor
 
 GOOD = torch.eye(3)
 BAD = [
@@ -70,3 +72,9 @@ def test_an_iteration_is_given_as_a_value_or_loosely() -> None:
         orthogonalize(x, newton_schulz=NewtonSchulz(), steps=2)
     with pytest.raises(TypeError, match="newton_schulz must be a NewtonSchulz, found 'keller'"):
         orthogonalize(x, newton_schulz="keller")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("shape", [(32,), (2, 3, 4), (4.0, 4), 128, torch.ones(2, 2)], ids=str)
+def test_explain_wants_two_sides(shape: Any) -> None:
+    with pytest.raises(TypeError, match=r"shape must be \(rows, columns\)"):
+        explain(shape)

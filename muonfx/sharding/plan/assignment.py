@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from muonfx.core import Transform
+from muonfx.core.contract import require_transform
 from muonfx.display import Report, Table
 from muonfx.polar import compute_dtype
 from muonfx.polar.scaling import wide_dtype
@@ -463,11 +464,20 @@ def plan_for(
         compute: what a dtype of "auto" stands for; None: what is fastest on the device, found out on this machine.
         **settings: as `sharded` takes them.
 
+    Raises:
+        TypeError: ``tx`` is no transform, or ``layout`` no layout.
+
     >>> import muonfx as mfx
     >>> layout = mfx.sharding.zero({"w": torch.zeros(64, 64), "v": torch.zeros(64, 32)}, 2)
     >>> plan_for(mfx.muon(0.1), layout).owners()
     {'v': [1], 'w': [0]}
     """
+    require_transform("tx", tx)
+    if not isinstance(layout, Layout):
+        raise TypeError(
+            f"layout must be a muonfx.sharding layout, found {type(layout).__name__}; for a number of ranks that are "
+            "not here: muonfx.sharding.zero(params, 8)"
+        )
     device = torch.device(device)
     compute = compute_dtype(torch.float32, device) if compute is None else compute
     given = Settings(**settings)
