@@ -190,6 +190,7 @@ def must_send() -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_bytes_are_those_that_a_rank_must_send() -> None:
     assert world.run(2, must_send) == {
@@ -220,6 +221,7 @@ def ours_against_one_process() -> list[tuple[float, int]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_our_loops_train_as_one_process_does() -> None:
     for apart, matrices in world.run(2, ours_against_one_process):
@@ -227,6 +229,7 @@ def test_our_loops_train_as_one_process_does() -> None:
         assert matrices == 6
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_sharded_rows_say_what_was_sent_and_computed(results: Path, tmp_path: Path) -> None:
     rows = sharding.speed(3, processes=(2,), size=TINY_MODEL, cases=("FSDP2",))
@@ -243,6 +246,7 @@ def test_sharded_rows_say_what_was_sent_and_computed(results: Path, tmp_path: Pa
     assert "12 for 6" in table
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_the_planner_predicts_from_the_machine_that_was_measured(results: Path) -> None:
     cases = tuple(planner.Case(32, torch.float32, route) for route in planner.ROUTES)
@@ -272,6 +276,7 @@ FUNCTION = versions.Case("function", "small")
 OVER_RANKS = versions.Case("optimizer", "large", "FSDP2", state="cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cases", [(FUNCTION,), pytest.param((FUNCTION, OVER_RANKS), marks=[pytest.mark.dist, pytest.mark.deep])]
 )

@@ -12,6 +12,9 @@ from muonfx.polar.policy import Decided, DTypeLike, MethodLike, plan
 from muonfx.polar.polynomials import polynomials
 from muonfx.polar.products import ProductsLike
 
+_UNMEASURED = Decided(torch.float32)
+"""For "auto" where settings alone are looked at: the default of an argument is made without measuring the machine."""
+
 
 @dataclass(frozen=True, repr=False)
 class NewtonSchulz(Options):
@@ -39,7 +42,6 @@ class NewtonSchulz(Options):
     def __post_init__(self) -> None:
         """Plan for a matrix without elements, which names what is wrong with the settings."""
         resolved = polynomials(self.coefficients, self.steps)
-        # Decided, so that a value, such as the default of an argument, is made without measuring the machine.
-        dtype = Decided(torch.float32) if self.dtype == "auto" else self.dtype
+        dtype = _UNMEASURED if self.dtype == "auto" else self.dtype
         cpu, method, products = torch.device("cpu"), self.method, self.products
         plan(0, 0, torch.float32, cpu, resolved, method=method, dtype=dtype, products=products)

@@ -112,6 +112,7 @@ def fuzz(path: Path, state: Any, seed: int, number: int) -> dict[str, int]:
     return outcomes
 
 
+@pytest.mark.slow
 def test_thousands_of_damages_are_noticed(good):
     outcomes = fuzz(*good, seed=0, number=3000)
     assert outcomes["CorruptError"] > 2800
@@ -222,6 +223,7 @@ def fuzz_index(path: Path, state: Any, seed: int, number: int) -> dict[str, int]
     return outcomes
 
 
+@pytest.mark.slow
 def test_thousands_of_signed_edits_are_noticed_or_harmless(good):
     outcomes = fuzz_index(*good, seed=0, number=3000)
     assert set(outcomes) == {"CorruptError", "MismatchError", "FormatError", "fine"}

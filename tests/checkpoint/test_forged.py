@@ -143,6 +143,7 @@ EDITS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="sockets, devices and limits of Linux")
 def test_forged_files_end_in_an_error_of_ours_in_bounded_time_and_memory(tmp_path: Path):
     whole = good_one(tmp_path / "folder", 0)
@@ -243,6 +244,7 @@ def test_thousands_of_data_files_are_read_by_a_process_that_may_open_few(tmp_pat
 # ------------------------------------------------------------------------------------------ messages of bounded length
 
 
+@pytest.mark.slow
 def test_ten_thousand_differences_are_ten_and_a_number(tmp_path: Path, capsys):
     leaf = torch.zeros(())
     one = {f"a{number:05}": leaf for number in range(10_000)}

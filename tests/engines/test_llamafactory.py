@@ -15,6 +15,7 @@ BOUNDS = {"alone": 1e-6, "fsdp2": 5e-5}
 """The largest difference in five steps; sums of two ranks differ in the last bit, and AdamW divides by small ones."""
 
 
+@pytest.mark.slow
 @pytest.mark.engines
 @pytest.mark.dist
 @pytest.mark.skipif(any(find_spec(name) is None for name in NEEDED), reason="needs llamafactory: make engines")

@@ -582,6 +582,7 @@ def check_on_ranks(world: World, size: int, some: list[Case], place: tuple[Any, 
     world.check(size, offloaded.check_cases, cases=some, **dict(zip(names, place, strict=True)))
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @settings(max_examples=settings.default.max_examples // 2)
 @given(SIZES.flatmap(lambda size: st.tuples(st.just(size), st.lists(cases(size), min_size=1, max_size=4))), PLACES)

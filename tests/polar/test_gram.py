@@ -71,7 +71,7 @@ CASES = [
     (torch.bfloat16, (256, 512)),
     pytest.param(torch.bfloat16, (256, 4096), marks=pytest.mark.deep),  # half of the time of all
     pytest.param(torch.bfloat16, (512, 1024), marks=pytest.mark.slow),
-    (torch.float16, (256, 512)),
+    pytest.param(torch.float16, (256, 512), marks=pytest.mark.slow),
     (torch.float32, (256, 512)),
 ]
 
