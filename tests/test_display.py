@@ -172,7 +172,14 @@ def explained() -> list[object]:
         mfx.Labels({"<up>": "muon", "b": None}, {"<up>": "user rule 1: path('<*>')"}),
         mfx.summary(params),
         mfx.muon(0.1).tree(),
+        mfx.spec(mfx.muon(0.1), params),
     ]
+
+
+def test_a_notebook_shows_a_transform_as_its_tree():
+    tx = mfx.muon(0.1)
+    assert tx._repr_html_() == tx.tree().to_html()
+    assert repr(tx).startswith("chain(momentum(")
 
 
 def test_what_explains_itself_says_the_same_words_in_html():

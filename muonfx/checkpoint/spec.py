@@ -17,6 +17,7 @@ from muonfx.checkpoint.names import is_leaf, named_leaves, named_tensors
 from muonfx.checks import check_tree
 from muonfx.core import Transform
 from muonfx.core.contract import require_transform
+from muonfx.display import Report, Table, format_bytes
 from muonfx.recorded import strip_transparent
 from muonfx.tree import PyTree, Spec
 
@@ -77,10 +78,19 @@ class StateSpec:
             for name, spec in self.leaves.items()
         )
 
+    def _repr_html_(self) -> str:
+        """The leaves as a table, in a notebook."""
+        rows = [
+            (name, str(leaf.shape), str(leaf.dtype).removeprefix("torch."), format_bytes(_nbytes(leaf)))
+            for name, leaf in self.leaves.items()
+        ]
+        table = Table.of(("leaf", "shape", "dtype", "bytes"), rows, right=(3,))
+        return Report((table, f"{len(rows)} leaves, {format_bytes(self.nbytes)}")).to_html()
+
     @property
     def nbytes(self) -> int:
         """The bytes of all leaves together, on however many ranks they lie."""
-        return sum(prod(leaf.shape) * leaf.dtype.itemsize for leaf in self.leaves.values())
+        return sum(map(_nbytes, self.leaves.values()))
 
     def differences(self, state: PyTree) -> list[str]:
         """List in what a state differs, one sentence a leaf; an empty list if in nothing.
@@ -148,6 +158,10 @@ class StateSpec:
     def unflatten(self, leaves: dict[str, Any]) -> PyTree:
         """Put leaves, by name, into the structure of the state; what is not given is None."""
         return tree.unflatten(self._treedef, [leaves.get(name) for name in self._names])
+
+
+def _nbytes(leaf: Spec) -> int:
+    return prod(leaf.shape) * leaf.dtype.itemsize
 
 
 def spec_of(values: PyTree, section: str = "", tx: Transform | None = None) -> StateSpec:

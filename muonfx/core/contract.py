@@ -239,6 +239,10 @@ class Transform(Recorded):
         """
         return Outline(self)
 
+    def _repr_html_(self) -> str:
+        """The table of `tree`, in a notebook; ``repr()`` stays the code that makes the transform."""
+        return self.tree().to_html()
+
     def with_children(self, function: Callable[[Transform], Transform]) -> Transform:
         """The same with each of its children replaced by what a function makes of it."""
         return self.with_parts([function(part) if isinstance(part, Transform) else part for part in self.parts])
