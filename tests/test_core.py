@@ -145,6 +145,41 @@ def test_bad_arguments_are_named_at_the_call(make, message):
         make()
 
 
+def drops_a_leaf(updates, state, params=None):
+    return {"w": updates["w"]}, state
+
+
+def adds_to_its_state(updates, state, params=None):
+    return updates, {**state, "more": torch.zeros(())}
+
+
+@pytest.mark.parametrize(
+    ("update", "message"),
+    [
+        (lambda updates, state, params=None: (None, state), "wrong: the updates that it returns .* missing 'b', 'w'"),
+        (drops_a_leaf, "wrong: the updates that it returns must have the structure of .* missing 'b'"),
+        (adds_to_its_state, "wrong: the state that it returns must have the structure of .* unexpected 'more'"),
+    ],
+    ids=["none", "a leaf fewer", "a state that grows"],
+)
+@pytest.mark.parametrize("first", [True, False], ids=["first", "last"])
+def test_a_member_of_a_chain_that_changes_a_structure_is_named(update, message: str, first: bool):
+    @mfx.transform
+    def wrong():
+        return lambda params: {"seen": torch.zeros(())}, update
+
+    tx = mfx.chain(wrong(), mfx.momentum()) if first else mfx.chain(mfx.momentum(), wrong())
+    model = nn.Module()
+    model.w, model.b = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))
+    params = {name: param.detach() for name, param in model.named_parameters()}
+    with pytest.raises(ValueError, match=message):
+        tx.update(params, tx.init(params), params)
+    optimizer = mfx.TransformOptimizer(model, tx)
+    (model.w.sum() + model.b.sum()).backward()
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+
+
 def init(params):
     return mfx.EmptyState()
 

@@ -577,7 +577,23 @@ class Transform(Recorded):
         found = self.functions.update(updates, state, params, **given)
         if not isinstance(found, tuple) or len(found) != 2:
             raise TypeError(f"{self.name}: its update must return (updates, state), found {_kind_of(found)}")
+        if not torch.compiler.is_compiling():
+            # At every step of every transform of a chain, so no more than a glance: what is missing would else be an
+            # error in the next one, or a parameter that is not updated.
+            if not _looks_like(found[0], updates):
+                check_structure(
+                    f"{self.name}: the updates that it returns", found[0], "those that it is given", updates
+                )
+            if not _looks_like(found[1], state):
+                check_structure(f"{self.name}: the state that it returns", found[1], "the one that it is given", state)
         return found
+
+
+def _looks_like(new: PyTree, old: PyTree) -> bool:
+    """Whether the outermost containers of two trees are alike, if there are any."""
+    if isinstance(old, dict | list | tuple):
+        return type(new) is type(old) and len(new) == len(old)
+    return not isinstance(new, dict | list | tuple) and (new is None) == (old is None)
 
 
 def _check_functions(owner: str, built: object) -> None:
