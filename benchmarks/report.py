@@ -443,7 +443,7 @@ def _alone() -> str:
 
 
 def _slower() -> str:
-    """Where ours is slower: orthogonalizing one shape, and checkpoints."""
+    """The cases in which ours is slower: orthogonalizing one shape, and checkpoints."""
     times, saved = load("polar_speed"), load("checkpoint_speed")
     slower: list[str] = []
     for row in times["rows"] if times else ():

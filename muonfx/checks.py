@@ -234,7 +234,7 @@ def _check_leaves(what: str, given: PyTree) -> list[PyTree]:
     name, leaf = next((name, leaf) for name, leaf in named if not is_usable(leaf))
     shown = f"{what}: {_shown(name)}"
     if not isinstance(leaf, Tensor):
-        raise TypeError(f"{shown} must be a tensor or None, found {type(leaf).__name__}{_advice_on(what, leaf)}")
+        raise _no_tensor(shown, what, leaf)
     if isinstance(leaf, _LAZY):
         raise TypeError(f"{shown} has no shape yet: it is of a lazy module; run one forward pass first")
     if leaf.is_nested or leaf.layout is not torch.strided:
@@ -251,6 +251,10 @@ def _check_leaves(what: str, given: PyTree) -> list[PyTree]:
         advice = "leave it out"
     size = " of 16 bits or more" * leaf.is_floating_point()
     raise TypeError(f"{shown} must be real floating point{size}, found {leaf.dtype}; {advice}")
+
+
+def _no_tensor(shown: str, what: str, leaf: object) -> TypeError:
+    return TypeError(f"{shown} must be a tensor or None, found {type(leaf).__name__}{_advice_on(what, leaf)}")
 
 
 def _advice_on(what: str, given: object) -> str:
@@ -275,7 +279,7 @@ def check_tree(what: str, given: PyTree) -> None:
     for name, leaf in zip(tree.names(given), tree.leaves(given), strict=True):
         if leaf is not None and not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
             shown = f"{what}: {_shown(name)}" if name else what
-            raise TypeError(f"{shown} must be a tensor or None, found {type(leaf).__name__}{_advice_on(what, leaf)}")
+            raise _no_tensor(shown, what, leaf)
 
 
 def check_floating(what: str, given: PyTree) -> None:

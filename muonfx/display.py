@@ -215,45 +215,6 @@ class Table:
         return f'<{tag} class="{style}" style="--mfx-depth:{depth}">{cells}</{tag}>'
 
 
-@dataclass(frozen=True, repr=False)
-class Report:
-    """Notes and tables, one below the other, with a blank line between two of them in text.
-
-    Attributes:
-        parts: the notes, of one line or several, and the tables.
-
-    >>> print(Report(("two leaves", Table.of(["leaf"], [["w"], ["v"]]))).to_text())
-    two leaves
-    <BLANKLINE>
-    leaf
-    w
-    v
-    """
-
-    parts: tuple[str | Table, ...]
-
-    def to_text(self, width: int | None = None, depth: int | None = None) -> str:
-        """Plain text; the arguments are those of `Table.to_text`."""
-        return "\n\n".join(
-            "\n".join(map(_one_line, part.split("\n"))) if isinstance(part, str) else part.to_text(width, depth)
-            for part in self.parts
-        )
-
-    def to_html(self) -> str:
-        """A fragment of HTML with its own style, which touches nothing outside it."""
-        body = "".join(_note(part) if isinstance(part, str) else part.to_html() for part in self.parts)
-        return f'<div class="mfx-report"><style>{_STYLE}</style>{body}</div>'
-
-    def __str__(self) -> str:
-        return self.to_text()
-
-    def __repr__(self) -> str:
-        return self.to_text()
-
-    def _repr_html_(self) -> str:
-        return self.to_html()
-
-
 class Shown:
     """A value that prints as a report: plain text in a terminal, foldable tables in a notebook.
 
@@ -285,6 +246,40 @@ class Shown:
 
     def _repr_html_(self) -> str:
         return self.to_html()
+
+
+@dataclass(frozen=True, repr=False)
+class Report(Shown):
+    """Notes and tables, one below the other, with a blank line between two of them in text.
+
+    Attributes:
+        parts: the notes, of one line or several, and the tables.
+
+    >>> print(Report(("two leaves", Table.of(["leaf"], [["w"], ["v"]]))).to_text())
+    two leaves
+    <BLANKLINE>
+    leaf
+    w
+    v
+    """
+
+    parts: tuple[str | Table, ...]
+
+    def report(self) -> Report:
+        """Itself."""
+        return self
+
+    def to_text(self, width: int | None = None, depth: int | None = None) -> str:
+        """Plain text; the arguments are those of `Table.to_text`."""
+        return "\n\n".join(
+            "\n".join(map(_one_line, part.split("\n"))) if isinstance(part, str) else part.to_text(width, depth)
+            for part in self.parts
+        )
+
+    def to_html(self) -> str:
+        """A fragment of HTML with its own style, which touches nothing outside it."""
+        body = "".join(_note(part) if isinstance(part, str) else part.to_html() for part in self.parts)
+        return f'<div class="mfx-report"><style>{_STYLE}</style>{body}</div>'
 
 
 # ---------------------------------------------------------------------------------------------------- words and sizes

@@ -279,7 +279,7 @@ def _summarize(tx: Transform, state: PyTree, local: PyTree, params: PyTree) -> S
         return Summary(tuple(_plain_leaves(state)), None, _nbytes_of(params))
     binding, inner, like = binding_of(tx, local)
     layout = binding.layout
-    whole = sum(prod(spec.shape) * spec.dtype.itemsize for spec in layout.specs.values())
+    whole = sum(spec.nbytes for spec in layout.specs.values())
     described = describe_state(binding, inner, like)
     own = state if is_logical(state) else without_dtensors(binding, inner, like, state)
     check_local(layout, described, own)

@@ -116,7 +116,7 @@ def chain():
 
 
 def locality():
-    """What a transform must see for one element of its output."""
+    """Draw the part of the updates that one element of the output depends on, by locality."""
     p = Picture(760, 200, "One element of the output, and what ELEMENT, MATRIX, LEAF and TREE must see for it")
     cell = 13
 
@@ -172,7 +172,7 @@ def owner():
 
 
 def polynomials():
-    """What two coefficient sets make of a singular value."""
+    """Draw two coefficient sets as functions of a singular value."""
     import matplotlib
 
     matplotlib.use("svg")

@@ -124,7 +124,7 @@ def symbols() -> tuple[Symbol, ...]:
 
 
 def symbols_of(*modules: str) -> list[Symbol]:
-    """What the named modules and those inside them define: by module, in the order of the source, states last.
+    """The public names of modules and of those inside them: by module, in the order of the source, states last.
 
     Raises:
         LookupError: a named module defines nothing public.

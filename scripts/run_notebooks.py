@@ -41,7 +41,7 @@ def find(paths: list[Path]) -> list[Path]:
 
 
 def text_of(cell: Any) -> str:
-    """What a code cell printed and gave, without its pictures."""
+    """The text that a code cell printed and gave, without its pictures."""
     outputs = cell.get("outputs", [])
     return "".join(
         output.get("text", "") + str(output.get("data", {}).get("text/plain", ""))

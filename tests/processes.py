@@ -109,7 +109,7 @@ def _alike(results: list[Any]) -> bool:
 
 
 def _all_raised(results: list[Any]) -> bool:
-    """Whether each function ended by an error of its own: none waits, none was sent what it has not taken."""
+    """True if each function ended by an error of its own: none waits, none was sent what it has not taken."""
     return all(isinstance(r, Failed) and not isinstance(r.error, ProcessEnded | TimeoutError) for r in results)
 
 
@@ -173,7 +173,7 @@ class _Running:
         return [found[rank] for rank in range(size)]
 
     def is_in_step(self, size: int) -> bool:
-        """Whether the first so many can go on together: new processes take ten seconds of processor time."""
+        """True if the first so many can go on together: new processes take ten seconds of processor time."""
         return not any(isinstance(result, Failed) for result in self.run(size, meet, {}, patience=20))
 
     def close(self) -> None:

@@ -2,12 +2,14 @@ r"""Names in code become links where they name something public.
 
 In docstrings, `one backtick` may name something (found as Python would find it beside the entry, then in `muonfx`), and
 else is code; formulas stand between dollar signs, as in the pages. In pages and notebooks, `mfx.name` and
-`mfx.name(...)` in one backtick are links; one that names nothing public is a warning.
+`mfx.name(...)` in one backtick are links; one that names nothing is a warning, but in records of what has been.
 """
 
+import functools
 import re
 from typing import Any
 
+import muonfx
 from docutils import nodes
 from docutils.parsers.rst import states
 from sphinx import addnodes
@@ -20,6 +22,19 @@ log = logging.getLogger(__name__)
 FORMULA = re.compile(r"(?<![\\$`])\$(?!\s)(?P<tex>[^$`]+?)(?<!\s)\$(?![\d$])")
 MARKED_WORD = re.compile(r"(?<![`\w])(?:``[^`]+``|(?::math:)?`[^`]+`)(?=\w)")  # a word goes on behind code: ``leaf``s
 NAME = re.compile(r"(?:mfx|muonfx)(?P<path>(?:\.[A-Za-z]\w*)+)(?:\(.*\))?", re.DOTALL)
+
+
+RECORDS = ("changelog", "contributing", "decisions/")
+"""Beginnings of pages that may name what is no more, or is no name."""
+
+
+def _exists(target: str) -> bool:
+    """True if a dotted path leads to something that is imported with the package."""
+    try:
+        functools.reduce(getattr, target.split(".")[1:], muonfx)
+    except AttributeError:
+        return False
+    return True
 
 
 def _reference(target: str, literal: nodes.literal, **context: Any) -> addnodes.pending_xref:
@@ -51,7 +66,7 @@ class LinkNames(SphinxTransform):
             inside = isinstance(literal.parent, nodes.reference | addnodes.pending_xref | nodes.title)
             if match and not inside:
                 target = f"muonfx{match['path']}"
-                literal.replace_self(_reference(target, literal.deepcopy(), quiet=True))
+                literal.replace_self(_reference(target, literal.deepcopy(), quiet=True, in_page=True))
 
 
 def _plain_if_unknown(app: Sphinx, env: Any, node: addnodes.pending_xref, contnode: Any) -> Any:
@@ -62,6 +77,8 @@ def _plain_if_unknown(app: Sphinx, env: Any, node: addnodes.pending_xref, contno
         full = target if target.startswith("muonfx.") else f"muonfx.{target}"
         if full in domain.objects:
             return domain.resolve_xref(env, node["refdoc"], app.builder, "obj", full, node, contnode)
+        if node.get("in_page") and not node["refdoc"].startswith(RECORDS) and not _exists(full):
+            log.warning("%s names nothing in muonfx", contnode.astext(), location=node)
         return contnode
     # the types in signatures: ours are short names of what is public, the others have their pages elsewhere
     if node.get("refdomain") == "py" and node.get("reftype") in {"class", "exc", "obj", "data"}:

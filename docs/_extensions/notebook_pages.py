@@ -1,4 +1,4 @@
-"""Notebooks, which lie beside docs/ in the repository, become pages that end in a link to download them.
+"""Notebooks, which lie beside docs/ in the repository, become pages with a link to download them.
 
 They are copied to docs/notebooks (which git ignores) before Sphinx looks for its sources. In a notebook, a link to
 `../docs/page.md` reads well in the repository, and becomes one to the page of the site.

@@ -101,7 +101,7 @@ class Leaf:
     @property
     def nbytes(self) -> int:
         """Its bytes."""
-        return prod(self.spec.shape) * self.spec.dtype.itemsize
+        return self.spec.nbytes
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class Index:
 
 
 def as_text(extra: object) -> str:
-    """What a caller has stored beside a state, as JSON."""
+    """The JSON of what a caller has stored beside a state."""
     try:
         return json.dumps(extra, sort_keys=True)
     except RecursionError:  # read with the stack nearly empty, shown with less room

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from math import prod
 from typing import Any
 
 import torch
@@ -81,7 +80,7 @@ class StateSpec:
     def _repr_html_(self) -> str:
         """The leaves as a table, in a notebook."""
         rows = [
-            (name, str(leaf.shape), str(leaf.dtype).removeprefix("torch."), format_bytes(_nbytes(leaf)))
+            (name, str(leaf.shape), str(leaf.dtype).removeprefix("torch."), format_bytes(leaf.nbytes))
             for name, leaf in self.leaves.items()
         ]
         table = Table.of(("leaf", "shape", "dtype", "bytes"), rows, right=(3,))
@@ -90,7 +89,7 @@ class StateSpec:
     @property
     def nbytes(self) -> int:
         """The bytes of all leaves together, on however many ranks they lie."""
-        return sum(map(_nbytes, self.leaves.values()))
+        return sum(leaf.nbytes for leaf in self.leaves.values())
 
     def differences(self, state: PyTree) -> list[str]:
         """List in what a state differs, one sentence a leaf; an empty list if in nothing.
@@ -158,10 +157,6 @@ class StateSpec:
     def unflatten(self, leaves: dict[str, Any]) -> PyTree:
         """Put leaves, by name, into the structure of the state; what is not given is None."""
         return tree.unflatten(self._treedef, [leaves.get(name) for name in self._names])
-
-
-def _nbytes(leaf: Spec) -> int:
-    return prod(leaf.shape) * leaf.dtype.itemsize
 
 
 def spec_of(values: PyTree, section: str = "", tx: Transform | None = None) -> StateSpec:

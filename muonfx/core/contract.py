@@ -590,7 +590,7 @@ class Transform(Recorded):
 
 
 def _looks_like(new: PyTree, old: PyTree) -> bool:
-    """Whether the outermost containers of two trees are alike, if there are any."""
+    """True if the outermost containers of two trees are alike, or neither has one."""
     if isinstance(old, dict | list | tuple):
         return type(new) is type(old) and len(new) == len(old)
     return not isinstance(new, dict | list | tuple) and (new is None) == (old is None)

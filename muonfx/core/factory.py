@@ -20,6 +20,7 @@ InitAndUpdate = tuple[Callable[[PyTree], PyTree], Callable[..., tuple[PyTree, Py
 """The pair of functions ``init, update`` that a function under `transform` returns."""
 
 
+# Three ways to decorate. The last two differ in `remembers` alone: with it, a memory comes in front of the arguments.
 @overload
 def transform(constructor: Callable[P, InitAndUpdate], /) -> Callable[P, Transform]: ...
 

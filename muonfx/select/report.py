@@ -24,7 +24,7 @@ Labelling: TypeAlias = Labels | Mapping[str, Label] | Callable[[Params], Mapping
 
 @dataclass(frozen=True, repr=False)
 class Routing(Shown):
-    """Where every parameter goes and why; made by `describe`, printed as two tables.
+    """The route of every parameter and its reason; made by `describe`, printed as two tables.
 
     Attributes:
         params: the parameters, in order.

@@ -330,7 +330,7 @@ def _ranks(group: Group) -> tuple[int, int, dist.ProcessGroup | None]:
 
 def _whole(specs: Mapping[str, Spec], size: int, alignment: int, tx: Transform | None) -> tuple[dict[str, Cut], Buffer]:
     costs = costs_of(specs, tx)
-    nbytes = [prod(spec.shape) * spec.dtype.itemsize for spec in specs.values()]
+    nbytes = [spec.nbytes for spec in specs.values()]
     owners = assign_by_bytes([costs[name] for name in specs], nbytes, size)
     pieces: dict[str, Cut] = {}
     starts: dict[str, int] = {}

@@ -11,6 +11,7 @@ through every container; optree's own polyfill in torch 2.13 cannot, and both wa
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, overload
@@ -58,6 +59,15 @@ class Spec(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that its elements take.
+
+        >>> Spec((2, 3), torch.float32).nbytes
+        24
+        """
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 Structure = optree.PyTreeSpec

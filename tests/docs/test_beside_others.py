@@ -36,7 +36,7 @@ def cells(column: str) -> list[str]:
 
 
 def names(column: str) -> list[str]:
-    """What stands as code in a column and is a name: no arguments, no expressions."""
+    """The names that stand as code in a column: no arguments, no expressions."""
     return [name for cell in cells(column) for name in re.findall(r"`([A-Za-z_][\w.]*)`", cell) if name != "py.typed"]
 
 

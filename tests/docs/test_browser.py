@@ -67,7 +67,7 @@ def but(*folders: str) -> list[Path]:
 
 @dataclass
 class Visit:
-    """What was found wrong, and what the pages refer to."""
+    """The faults that were found, and the files that the pages refer to."""
 
     wrong: list[str] = field(default_factory=list)
     links: dict[Path, set[str]] = field(default_factory=dict)

@@ -68,3 +68,11 @@ def test_a_notebook_opens_with_the_question_that_it_answers(path: Path):
     title, question = notebook_pages.question(path)
     assert title
     assert question.endswith(("?", ".")), f"{path.name}: the first cell should say its question in bold: {question!r}"
+
+
+@pytest.mark.parametrize(
+    ("target", "exists"),
+    [("muonfx.muon", True), ("muonfx.polar", True), ("muonfx.polar.explain", True), ("muonfx.moun", False)],
+)
+def test_a_name_of_a_page_that_leads_nowhere_is_noticed(target: str, exists: bool):
+    assert code_references._exists(target) is exists
