@@ -64,7 +64,7 @@ def _refuse_exchanged(optimizer: Optimizer, *_: Any) -> None:
         labels = ", ".join(repr(group.get("label")) for group in owned)
         raise RuntimeError(
             f"{type(optimizer).__name__} steps on groups of a muonfx optimizer ({labels}), which itself never steps: "
-            "an engine has exchanged it. Under DeepSpeed with offload of the optimizer, accelerate and the Trainer do so "
+            "an engine has exchanged it. If DeepSpeed offloads the optimizer, accelerate and the Trainer do so "
             'unless the configuration has "zero_force_ds_cpu_optimizer": false. To use another optimizer on purpose, '
             "give it plain copies: [dict(group) for group in optimizer.param_groups]"
         )
