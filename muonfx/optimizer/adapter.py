@@ -30,6 +30,7 @@ from muonfx.optimizer.groups import (
     NamedParameters,
     Route,
     check_once,
+    defaults_for_schedulers,
     hyperparams_of,
     named_pairs,
     names_in,
@@ -38,6 +39,7 @@ from muonfx.optimizer.groups import (
     split_by_route,
 )
 from muonfx.optimizer.over_ranks import SteppingOverRanks, layout_for
+from muonfx.optimizer.ownership import GroupOwner
 from muonfx.optimizer.state import Load, matched, path_of, renamed_groups, saved_groups, warn_of_order
 from muonfx.optimizer.stepping import Stepping
 from muonfx.optimizer.values import GroupNumbers, check_shapes
@@ -52,7 +54,7 @@ from muonfx.tree import PyTree
 __all__ = ["TransformOptimizer"]
 
 
-class TransformOptimizer(torch.optim.Optimizer):
+class TransformOptimizer(GroupOwner):
     """A transform as a ``torch.optim.Optimizer``, for training loops, schedulers and scalers that expect one.
 
     Parameters are grouped by their labels in the transform's partitions (given groups are split further): Muon's first,
@@ -154,8 +156,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         self._routes = routes_of(self._program)
         super().__init__(groups, {})
         self._start()
-        usual = ("lr", "weight_decay", "momentum")  # OneCycleLR asks the defaults whether there is a momentum to drive
-        self.defaults.update({k: group[k] for k in usual for group in reversed(self.param_groups) if k in group})
+        self.defaults.update(defaults_for_schedulers(self.param_groups))
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy needs: torch's part and ours."""

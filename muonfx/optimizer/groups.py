@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ __all__ = [
     "NamedParameters",
     "Route",
     "check_once",
+    "defaults_for_schedulers",
     "hyperparams_of",
     "named_pairs",
     "names_in",
@@ -56,6 +57,12 @@ class Route(NamedTuple):
     """The numbers of these transforms."""
     order: tuple[GroupKind, bool, tuple[int, ...]]
     """By which groups are sorted."""
+
+
+def defaults_for_schedulers(groups: Sequence[Group]) -> dict[str, Any]:
+    """The usual hyperparameters, of the first group that has each: OneCycleLR reads in them which momentum to drive."""
+    usual = ("lr", "weight_decay", "momentum")
+    return {key: group[key] for key in usual for group in reversed(groups) if key in group}
 
 
 def names_in(models: Iterable[nn.Module]) -> dict[Tensor, str]:
