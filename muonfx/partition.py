@@ -21,6 +21,7 @@ from muonfx.core.contract import NOTHING
 from muonfx.select.params import read_params
 from muonfx.select.predicates import Predicate, asks_for_modules, path_patterns
 from muonfx.select.rules import Labels, is_set_for, listing
+from muonfx.select.views import patterns
 from muonfx.tree import PyTree
 from muonfx.wrappers import unwrapped
 
@@ -183,6 +184,37 @@ def _warn_of_unused_views(transforms: Mapping[str, Transform], labels: Labels, n
         )
 
 
+def _warn_of_fused(transforms: Mapping[str, Transform], labels: Labels, names: list[str]) -> None:
+    """Warn of parameters whose names suggest several matrices, and that are orthogonalized as one."""
+    whole: dict[str, Transform] = {}
+    for name in names:
+        if name in labels.views and labels.views[name].suspected:
+            for tx in _with_view(transforms, labels[name]):
+                if not is_set_for(tx.arguments["blocks"], name):
+                    whole[name] = tx
+    if not whole:
+        return
+    counts = {name: labels.views[name].suspected or 1 for name in whole}
+    others = [name for name, label in labels.items() if label in {labels[name] for name in whole}]
+    view = {key: next(iter(whole.values())).arguments[key] for key in ("dims", "blocks", "block_axis")}
+    if view["block_axis"] == -1:
+        view["block_axis"] = dict.fromkeys(view["blocks"] or (), -1)
+
+    def line(found: Mapping[str, int]) -> str:
+        settings = {**view, "blocks": {**(view["blocks"] or {}), **patterns(found, others)}}
+        shown = [f"{key}={value!r}" for key, value in settings.items() if value not in (None, -2)]
+        return f"view=muonfx.MatrixView({', '.join(shown)})"
+
+    warnings.warn(
+        f"partition: by their names, these parameters hold several matrices each, and each is treated as one matrix: "
+        f"{listing(list(whole))}. If their parts have equal numbers of rows, and are stored one after another, split "
+        f"them: give Muon, or each transform that takes a view,\n  {line(counts)}\nIf the numbers differ, as with "
+        "fewer keys than queries, write them as a tuple in place of the count. If each is one matrix, or its parts "
+        f"are interleaved, keep it whole without this warning:\n  {line(dict.fromkeys(whole, 1))}",
+        stacklevel=3,
+    )
+
+
 def _with_view(transforms: Mapping[str, Transform], label: str | None) -> Iterator[Transform]:
     """The transforms for a label, and within these, that take a `MatrixView`."""
     return (tx for tx in _all_within(transforms.get(label or "")) if "dims" in tx.arguments)
@@ -277,7 +309,8 @@ def partition(
 
     Warns:
         UserWarning: at `init`, a transform has no parameter (the message says which labels there are, and why); or
-            labels know dims of a parameter that the transform for it was not given.
+            labels know dims of a parameter that the transform for it was not given; or the name of a parameter suggests
+            a fused matrix (``qkv``, ``c_attn``) that is not split. The message has the line that splits it.
 
     Example:
         >>> import muonfx as mfx
@@ -305,6 +338,7 @@ def partition(
         _check_dims(transforms, names, chosen, params)
         if isinstance(chosen, _Reasoned):
             _warn_of_unused_views(transforms, chosen.labels, names)
+            _warn_of_fused(transforms, chosen.labels, names)
         for label in transforms:
             if label not in chosen:
                 warnings.warn(

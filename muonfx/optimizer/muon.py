@@ -150,7 +150,10 @@ class Muon(TransformOptimizer):
             with warnings.catch_warnings():  # a rule that matches none of these has matched others
                 warnings.filterwarnings("ignore", message="user rule")
                 new = self._route(given, model)
-            self.tx = _with_views(self.tx.replace(labels=Labels({**self.tx.arguments["labels"], **new})), new)
+            old = self.tx.arguments["labels"]
+            # Views of the new parameters only: what there is to warn of the others was said at construction.
+            labels = Labels({**old, **new}, views=new.views, shapes={**old.shapes, **new.shapes})
+            self.tx = _with_views(self.tx.replace(labels=labels), new)
         try:
             super().add_param_group(param_group)
         except Exception:

@@ -156,7 +156,9 @@ class Labels(Mapping[str, Label]):
         return (
             _filled(dims, {name: view.dims for name, view in free.items() if view.dims is not None}, self),
             _filled(
-                blocks, {n: v.blocks for n, v in free.items() if v.blocks is not None and not is_set_for(blocks, n)}, self
+                blocks,
+                {n: v.blocks for n, v in free.items() if v.blocks is not None and not is_set_for(blocks, n)},
+                self,
             ),
         )
 

@@ -87,7 +87,11 @@ def test_only_a_tensor_with_more_dims_that_would_be_flattened_is_refused(front, 
     else:
         tx.init({"w": torch.zeros(shape)})
     # labels that remember no shape, those of these very parameters, and wider ones of the same dims
-    for others in (Labels(chosen), Labels(chosen, shapes={"w": shape}), Labels(chosen, shapes={"w": (9,) * len(shape)})):
+    for others in (
+        Labels(chosen),
+        Labels(chosen, shapes={"w": shape}),
+        Labels(chosen, shapes={"w": (9,) * len(shape)}),
+    ):
         tx.replace(labels=others).init({"w": torch.zeros(shape)})
 
 
