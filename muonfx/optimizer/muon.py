@@ -90,8 +90,10 @@ class Muon(TransformOptimizer):
         layout: Layout | Callable[[Mapping[str, Tensor]], Layout] | None = None,
         model: nn.Module | None = None,
     ) -> None:
+        if not isinstance(betas, tuple | list):
+            raise TypeError(f"Muon: betas must be a tuple of AdamW's two decays, such as (0.9, 0.95), found {betas!r}")
         if len(betas) != 2:
-            raise ValueError(f"betas must be AdamW's two decays, found {betas!r}")
+            raise ValueError(f"Muon: betas must be AdamW's two decays, such as (0.9, 0.95), found {betas!r}")
         if not isinstance(params, nn.Module | Mapping):
             params = cast("list[tuple[str, torch.Tensor]]", list(params))
         known = {} if model is None else names_in([model])

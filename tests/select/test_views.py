@@ -364,7 +364,7 @@ def test_every_way_to_a_fused_matrix_warns_and_every_view_silences_it():
 def test_a_fused_matrix_that_is_added_later_is_warned_of_alone():
     with pytest.warns(UserWarning, match=r"as one matrix: '0.qkv.weight'\. "):
         optimizer = mfx.Muon(nn.ModuleList([Block(qkv=12)]))
-    with pytest.warns(UserWarning) as caught:
+    with pytest.warns(UserWarning, match="several matrices each") as caught:
         optimizer.add_param_group({"params": [("later.to_kv.weight", nn.Parameter(torch.randn(8, 4)))]})
     said = {str(one.message) for one in caught if "several matrices each" in str(one.message)}
     assert len(said) == 1
