@@ -274,7 +274,7 @@ def test_a_number_of_another_library_is_pythons(number: Any):
 
 def test_an_integer_of_another_library_counts():
     assert mfx.accumulate(TX, np.int64(2)) == mfx.accumulate(TX, 2)
-    with pytest.raises(TypeError, match="every must be an int, found np.float32"):
+    with pytest.raises(TypeError, match=r"every must be an int, found np\.float32"):
         mfx.accumulate(TX, np.float32(2.0))
 
 
