@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from muonfx import attention, checkpoint, checks, polar, program, schedules, select, sharding, tree
+from muonfx.arguments import NAMES_HERE
 from muonfx.checkpoint import spec
 from muonfx.compact import Compact, CompactState, KeyedCompactState, fp8, int8
 from muonfx.core import (
@@ -362,7 +363,8 @@ else:  # a type checker would take any misspelt name for one that this function 
     def __getattr__(name: str) -> ModuleType:
         if name in _LAZY:
             return importlib.import_module(f"{__name__}.{name}")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        here = f"; here it is muonfx.{NAMES_HERE[name]}" if name in NAMES_HERE else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{here}")
 
 
 def __dir__() -> list[str]:

@@ -396,10 +396,26 @@ def check_state_like(name: str, state: PyTree, expected: tuple[list[Any], Any, A
         )
 
 
+def _check_numbers(value: Any) -> None:
+    """Require that no number of a transform, and of those within it, is a tensor with dims."""
+    for name in sorted(value.factory.definition.floats):
+        number = value.arguments[name]
+        if isinstance(number, Tensor) and number.ndim:
+            raise ValueError(
+                f"{value.factory.__name__}: {name} must be a number or a 0-d tensor, found a tensor of shape "
+                f"{tuple(number.shape)}; several at once: torch.func.vmap over a muonfx.stack"
+            )
+    for part in value.parts:
+        if hasattr(part, "parts"):
+            _check_numbers(part)
+
+
 def _expected_state(tx: Transform, params: PyTree) -> tuple[list[Any], Any, Any]:
     leaves, treedef = tree.flatten(params)
     key = (treedef, tuple(None if leaf is None else (leaf.shape, leaf.dtype) for leaf in leaves))
     numbers = tuple(tuple(part.shape) for part in tree.leaves(tx) if isinstance(part, Tensor))
+    if any(numbers):
+        _check_numbers(tx)
     key = (*key, numbers)  # injected numbers are in the state
     remembered: dict[Any, Any] = tx.structure.derived.setdefault("expected_states", {})
     if key not in remembered:

@@ -38,6 +38,7 @@ from muonfx.arguments import (
     kinds_of,
     numbers_of_schedules,
     options_of,
+    plain_value,
 )
 from muonfx.identity import public_name, text_of
 from muonfx.tree import NAMESPACE
@@ -235,6 +236,7 @@ class Recorded:
         skeleton: dict[str, object] = {}
         for name, value in bound.arguments.items():
             kinds = definition.plain[name]
+            value = plain_value(value, kinds)
             if not ("float" in kinds and cls.stands_for_a_number(factory, value)):
                 check_plain(factory.__name__, name, value, kinds)
             skeleton[name] = _split(_as_float(definition, name, value), parts, top=True)

@@ -90,8 +90,10 @@ class Muon(TransformOptimizer):
         layout: Layout | Callable[[Mapping[str, Tensor]], Layout] | None = None,
         model: nn.Module | None = None,
     ) -> None:
+        if not isinstance(betas, tuple | list):
+            raise TypeError(f"Muon: betas must be a tuple of AdamW's two decays, such as (0.9, 0.95), found {betas!r}")
         if len(betas) != 2:
-            raise ValueError(f"betas must be AdamW's two decays, found {betas!r}")
+            raise ValueError(f"Muon: betas must be AdamW's two decays, such as (0.9, 0.95), found {betas!r}")
         if not isinstance(params, nn.Module | Mapping):
             params = cast("list[tuple[str, torch.Tensor]]", list(params))
         known = {} if model is None else names_in([model])
@@ -150,7 +152,10 @@ class Muon(TransformOptimizer):
             with warnings.catch_warnings():  # a rule that matches none of these has matched others
                 warnings.filterwarnings("ignore", message="user rule")
                 new = self._route(given, model)
-            self.tx = _with_views(self.tx.replace(labels=Labels({**self.tx.arguments["labels"], **new})), new)
+            old = self.tx.arguments["labels"]
+            # Views of the new parameters only: what there is to warn of the others was said at construction.
+            labels = Labels({**old, **new}, views=new.views, shapes={**old.shapes, **new.shapes})
+            self.tx = _with_views(self.tx.replace(labels=labels), new)
         try:
             super().add_param_group(param_group)
         except Exception:
