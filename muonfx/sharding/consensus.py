@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.sharding.dtensors import is_dtensor, local_of
 from muonfx.sharding.messages import ShardingError, collective
+from muonfx.tracing import functorch_is_active, is_wrapped, without_transforms
 from muonfx.tree import PyTree
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ __all__ = [
     "host_device",
     "listed",
     "number_of",
+    "outside_transforms",
     "raise_difference",
 ]
 
@@ -264,6 +267,24 @@ def _code(name: str, leaf: Tensor, layout: Layout) -> int:
     wanted = layout.dtensors.get(name)
     placed = not is_dtensor(leaf) or wanted is None or leaf._spec.placements == wanted.placements
     return 1 + DTYPES.index(leaf.dtype) + (0 if placed else UNPLACED) if leaf.dtype in DTYPES else 0
+
+
+@contextmanager
+def outside_transforms(verb: str, *values: PyTree) -> Generator[Exception | None]:
+    """Run a function without the ``torch.func`` transforms around it, since their tensors cannot be sent.
+
+    Yields:
+        An error to raise on all ranks if one of the values is a tensor of such a transform; else None.
+    """
+    found = functorch_is_active() and any(
+        isinstance(leaf, Tensor) and is_wrapped(leaf) for leaf in map(local_of, tree.leaves(values))
+    )
+    problem = ShardingError(
+        f"{verb} got a tensor of a torch.func transform (grad, vjp, jvp, vmap) and has no derivative and no batching "
+        "rule: call it outside of the transform; only layout.all_gather can be called in it"
+    )
+    with without_transforms():
+        yield problem if found else None
 
 
 def check_pieces(layout: Layout, values: PyTree, *, as_placed: bool = True) -> None:

@@ -16,7 +16,14 @@ from muonfx.core import Transform
 from muonfx.sharding.binding import Binding
 from muonfx.sharding.checksums import checksum, scattered, vanishing
 from muonfx.sharding.collectives import BUCKET, exchange, in_buckets
-from muonfx.sharding.consensus import agree_on_leaves, all_numbers, check_pieces, host_device, listed
+from muonfx.sharding.consensus import (
+    agree_on_leaves,
+    all_numbers,
+    check_pieces,
+    host_device,
+    listed,
+    outside_transforms,
+)
 from muonfx.sharding.dtensors import local_of
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.messages import ShardingError, collective, copied
@@ -220,11 +227,15 @@ def broadcast(params: T, layout: Layout, *, donate: bool = False) -> T:
         >>> mfx.sharding.broadcast(params, mfx.sharding.replicated(params, 1))
         {'w': tensor([1., 1.])}
     """
-    problem: Exception | None = None
+    with outside_transforms("broadcast", params) as problem:
+        return _broadcast(params, layout, problem, donate=donate)
+
+
+def _broadcast(params: T, layout: Layout, problem: Exception | None, *, donate: bool) -> T:
     try:
         check_pieces(layout, params)
     except (TypeError, ShardingError) as error:
-        problem = error
+        problem = problem or error
     if layout.group is None or layout.size == 1:
         if problem is not None:
             raise problem

@@ -16,7 +16,7 @@ from muonfx.offload.transform import inner_of, store_of
 from muonfx.program.placement import RESIDENT, Arguments, Store
 from muonfx.recorded import make_factory
 from muonfx.sharding.binding import Binding
-from muonfx.sharding.consensus import agree
+from muonfx.sharding.consensus import agree, outside_transforms
 from muonfx.sharding.dtensors import is_dtensor, local_of, to_dtensors
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import Machine, Settings
@@ -175,7 +175,8 @@ def sharded(
         present = [leaf for leaf in tree.leaves(local) if leaf is not None]
         if present and all(leaf.is_meta for leaf in present):
             return binding.executor.init(inner, local)
-        state = init_sharded(binding, inner, params)
+        with outside_transforms("init of a sharded transform", params) as problem:
+            state = init_sharded(binding, inner, params, problem)
         return state_to_dtensors(binding, inner, params, state) if layout.dtensors else state
 
     @torch.no_grad()
@@ -192,9 +193,18 @@ def sharded(
         like = updates if params is None else params
         binding = bind(layout, settings, store)
         own = without_dtensors(binding, inner, like, state)
-        out, after = step_sharded(
-            binding, inner, updates, own, params, donate=donate, extras=extras, check=check, problem=problem
-        )
+        with outside_transforms("update of a sharded transform", updates, own, params, extras) as transformed:
+            out, after = step_sharded(
+                binding,
+                inner,
+                updates,
+                own,
+                params,
+                donate=donate,
+                extras=extras,
+                check=check,
+                problem=problem or transformed,
+            )
         if check and not donate.state:
             after = copy_kept(after, own)
         if not any(is_dtensor(leaf) for values in (updates, params) for leaf in tree.leaves(values)):
@@ -205,11 +215,10 @@ def sharded(
     return cast("InitAndUpdate", (torch.compiler.disable(init), torch.compiler.disable(update)))
 
 
-def init_sharded(binding: Binding, tx: Transform, params: PyTree) -> PyTree:
+def init_sharded(binding: Binding, tx: Transform, params: PyTree, problem: Exception | None = None) -> PyTree:
     """Compare chains, parameters and layouts between ranks, and make the state of local tensors; on all or on none."""
-    verify_ranks(binding, tx, params)
+    verify_ranks(binding, tx, params, problem)
     warn_of_unmatched(tx, params, stacklevel=3)
-    problem: OSError | None = None
     state: PyTree = None
     try:
         state = binding.executor.init(tx, tree.map(local_of, params))

@@ -28,7 +28,7 @@ PROBLEMS = (TypeError, ValueError, AttributeError, KeyError, OSError, ShardingEr
 """What may be wrong with what a caller gave on one rank."""
 
 
-def verify_ranks(binding: Binding, tx: Transform, params: PyTree) -> None:
+def verify_ranks(binding: Binding, tx: Transform, params: PyTree, problem: Exception | None = None) -> None:
     """Require that all ranks have the same chain, parameters, layout and versions; agree on what "auto" stands for.
 
     All ranks call it together. They compare digests, in one all-reduce of fixed size; what differs is told only then.
@@ -41,12 +41,11 @@ def verify_ranks(binding: Binding, tx: Transform, params: PyTree) -> None:
             measure differently what "auto" stands for; functions of the chain have captured different values.
     """
     layout = binding.layout
-    problem: Exception | None = None
     try:
         checks.check_params(params)
         check_pieces(layout, params)
     except PROBLEMS as error:
-        problem = error
+        problem = problem or error
     if layout.size > 1 and layout.group is None:
         raise ShardingError(f"{layout!r} has no process group: it is only to look at and to plan with")
     local = tree.map(local_of, params)
