@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -38,6 +39,7 @@ __all__ = [
     "number_of",
     "outside_transforms",
     "raise_difference",
+    "warn_together",
 ]
 
 LARGE = 0x3FFFFFFF
@@ -94,6 +96,24 @@ def _raise_together(problem: BaseException | None, group: dist.ProcessGroup) -> 
             by_text.setdefault(text, []).append(rank)
     lines = [f"{listed(ranks)}: {text}" for text, ranks in by_text.items()]
     raise ShardingError("nothing was changed on any rank:\n" + "\n".join(lines))
+
+
+def warn_together(message: str, group: dist.ProcessGroup, stacklevel: int = 2) -> None:
+    """Warn on all ranks of a group, which all call this.
+
+    A rank may turn warnings into errors (``python -W error``). It must not leave the others waiting in the next
+    collective, so the ranks agree once more; that happens only when there is something to warn of.
+
+    Raises:
+        ShardingError: the warning is an error on another rank.
+        Warning: it is one on this rank.
+    """
+    problem: Warning | None = None
+    try:
+        warnings.warn(message, stacklevel=stacklevel + 1)
+    except Warning as error:
+        problem = error
+    agree([], group, problem)
 
 
 def listed(ranks: Sequence[int]) -> str:

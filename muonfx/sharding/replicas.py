@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -23,6 +22,7 @@ from muonfx.sharding.consensus import (
     host_device,
     listed,
     outside_transforms,
+    warn_together,
 )
 from muonfx.sharding.dtensors import local_of
 from muonfx.sharding.layout import Layout
@@ -116,11 +116,11 @@ def verify_state(binding: Binding, tx: Transform, like: PyTree, state: PyTree) -
 def warn_of_gradients(layout: Layout, local: PyTree) -> None:
     """Warn where gradients differ of which the layout says that they are the same, as a mean over ranks is."""
     found = _find_difference(_copies_of(layout, local), layout)
-    if found is not None:
-        warnings.warn(
+    if found is not None and layout.group is not None:
+        warn_together(
             f"the gradient of {found.name!r} {found.where}{found.also('gradients')}, though {layout!r} says that they "
             "hold the same: were gradients reduced over the ranks? If not, the copies of the parameter drift apart",
-            stacklevel=2,
+            layout.group,
         )
 
 

@@ -22,7 +22,7 @@ from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import Machine, Settings
 from muonfx.sharding.state import state_to_dtensors, without_dtensors
 from muonfx.sharding.steps import agreed_updates
-from muonfx.sharding.verification import verify_ranks
+from muonfx.sharding.verification import PROBLEMS, verify_ranks
 from muonfx.tree import PyTree
 
 __all__ = ["Sharded", "step_sharded", "init_sharded", "settings_of", "sharded", "bind"]
@@ -66,7 +66,8 @@ class Sharded(Transform):
         """Map updates to new updates and the state to the next; all ranks must call it together.
 
         Args:
-            updates: local gradients. A leaf that is None here but not on another rank counts as zero.
+            updates: local gradients. A leaf that is None here but not on another rank is taken from a rank that holds the
+                same piece, and is zero if no rank does.
             state: what `init` or the previous `update` returned.
             params: local parameters, for transforms that need them.
             donate: as in `Transform.update`.
@@ -217,8 +218,11 @@ def sharded(
 
 def init_sharded(binding: Binding, tx: Transform, params: PyTree, problem: Exception | None = None) -> PyTree:
     """Compare chains, parameters and layouts between ranks, and make the state of local tensors; on all or on none."""
+    try:
+        warn_of_unmatched(tx, params, stacklevel=3)
+    except PROBLEMS as error:
+        problem = problem or error
     verify_ranks(binding, tx, params, problem)
-    warn_of_unmatched(tx, params, stacklevel=3)
     state: PyTree = None
     try:
         state = binding.executor.init(tx, tree.map(local_of, params))
