@@ -66,8 +66,8 @@ class Sharded(Transform):
         """Map updates to new updates and the state to the next; all ranks must call it together.
 
         Args:
-            updates: local gradients. A leaf that is None here but not on another rank is taken from a rank that holds the
-                same piece, and is zero if no rank does.
+            updates: local gradients. A leaf that is None on this rank only is taken from a rank that holds the same
+                piece, and is zero if no other rank holds it.
             state: what `init` or the previous `update` returned.
             params: local parameters, for transforms that need them.
             donate: as in `Transform.update`.
