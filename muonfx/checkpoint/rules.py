@@ -44,6 +44,16 @@ class Rules:
     cast: Mapping[str, torch.dtype] = field(default_factory=dict)
     rename: Rename = field(default_factory=dict)
 
+    def described(self) -> dict[str, str]:
+        """The arguments as texts, to be compared between ranks; of a function only that it is one."""
+
+        def text(given: Any) -> str:
+            if callable(given):
+                return "a function"
+            return repr(sorted(given.items()) if isinstance(given, Mapping) else given)
+
+        return {name: text(given) for name, given in vars(self).items()}
+
 
 def _allowed(given: Allow, name: str) -> bool:
     if isinstance(given, bool):

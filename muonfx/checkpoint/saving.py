@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from muonfx.checkpoint.coordination import Ticket, forget_failure, note_failure, warn_of_failed_saves
+from muonfx.checkpoint.coordination import Ticket, forget_failure, note_failure
 from muonfx.checkpoint.data import Progress
 from muonfx.checkpoint.writing import Job, write
 from muonfx.core import Transform
@@ -81,7 +81,6 @@ def save(
         >>> mfx.checkpoint.load(path, like=mfx.spec(tx, params)).trace["w"].dtype
         torch.float32
     """
-    warn_of_failed_saves()
     job = Job.of(path, state, params, tx=tx, step=step, extra=extra, keep=keep, progress=progress, group=group)
     _run(job, job.ticket())
     return job.path
@@ -136,7 +135,6 @@ def save_async(
         >>> mfx.checkpoint.load(saving.wait(), like=state)
         {'w': tensor([1., 1., 1.])}
     """
-    warn_of_failed_saves()
     job = Job.of(
         path, state, params, tx=tx, step=step, extra=extra, keep=keep, progress=progress, group=group, copy=True
     )

@@ -36,6 +36,7 @@ from muonfx.checkpoint.coordination import (
     note_rank,
     part_name,
     release,
+    warn_of_failed_saves,
     warn_of_other_writers,
 )
 from muonfx.checkpoint.data import Part, Progress, write_data
@@ -100,6 +101,7 @@ class Job:
                 )
             group = layout.group
         try:
+            warn_of_failed_saves()  # under `python -W error` an error, of which all ranks must hear
             where = folder_named(path)  # stays what it is when the process goes to another folder
             if tx is not None and not isinstance(tx, Transform):
                 raise TypeError(f"tx must be a muonfx.Transform or None, found {tx!r}")

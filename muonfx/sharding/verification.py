@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import sys
-import warnings
 from typing import Any
 
 import torch
@@ -14,7 +13,16 @@ from muonfx.core import Transform
 from muonfx.polar import compute_dtype
 from muonfx.polar.rates import in_use
 from muonfx.sharding.binding import Binding
-from muonfx.sharding.consensus import DTYPES, Facts, check_pieces, compare, find_difference, listed, number_of
+from muonfx.sharding.consensus import (
+    DTYPES,
+    Facts,
+    check_pieces,
+    compare,
+    find_difference,
+    listed,
+    number_of,
+    warn_together,
+)
 from muonfx.sharding.description import captured_by, chain_text, functions_of
 from muonfx.sharding.dtensors import local_of
 from muonfx.sharding.layout import Layout
@@ -24,11 +32,11 @@ from muonfx.tree import PyTree
 
 __all__ = ["PROBLEMS", "verify_ranks"]
 
-PROBLEMS = (TypeError, ValueError, AttributeError, KeyError, OSError, ShardingError)
-"""What may be wrong with what a caller gave on one rank."""
+PROBLEMS = (TypeError, ValueError, AttributeError, KeyError, OSError, ShardingError, Warning)
+"""What may be wrong with what a caller gave on one rank; a warning is raised under ``python -W error``."""
 
 
-def verify_ranks(binding: Binding, tx: Transform, params: PyTree) -> None:
+def verify_ranks(binding: Binding, tx: Transform, params: PyTree, problem: Exception | None = None) -> None:
     """Require that all ranks have the same chain, parameters, layout and versions; agree on what "auto" stands for.
 
     All ranks call it together. They compare digests, in one all-reduce of fixed size; what differs is told only then.
@@ -41,12 +49,11 @@ def verify_ranks(binding: Binding, tx: Transform, params: PyTree) -> None:
             measure differently what "auto" stands for; functions of the chain have captured different values.
     """
     layout = binding.layout
-    problem: Exception | None = None
     try:
         checks.check_params(params)
         check_pieces(layout, params)
     except PROBLEMS as error:
-        problem = error
+        problem = problem or error
     if layout.size > 1 and layout.group is None:
         raise ShardingError(f"{layout!r} has no process group: it is only to look at and to plan with")
     local = tree.map(local_of, params)
@@ -106,25 +113,25 @@ def _compared(
                 "orthogonalize a dtype"
             )
         fastest = torch.float32
-        warnings.warn(
+        warn_together(
             f'a dtype of "auto" was measured to be {here} on rank 0 and {there} on {odd}: all ranks compute in fp32. '
             'Give orthogonalize a dtype to choose; a transform of your own that calls muonfx.polar with "auto" must',
-            stacklevel=2,
+            layout.group,
         )
     if own["machine"][0] != own["machine"][1] and any(cut.copies for cut in layout.pieces.values()):
         odd, here, there = _told(machine, layout)
-        warnings.warn(
+        warn_together(
             f"what each rank computes for itself may differ in the last bit: rank 0 has {here}; {odd}: {there}. "
             "The copies that ranks hold may drift apart; sharded(..., verify_every=k) compares them",
-            stacklevel=2,
+            layout.group,
         )
     if own["captured"][0] != own["captured"][1]:
         odd, here, there = _told(captured, layout)
         name = next(name for name in here if here[name] != there.get(name))
-        warnings.warn(
+        warn_together(
             f"the function {name!r} has captured {here[name]} on rank 0 and {there.get(name)} on {odd}: if what it "
             "returns depends on that, the ranks drift apart",
-            stacklevel=2,
+            layout.group,
         )
     verify_params(layout, local)
     return fastest
