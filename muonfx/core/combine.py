@@ -11,7 +11,8 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.checks import check_floating, check_updates_fit
-from muonfx.core.contract import NOTHING, Donation, EmptyState, Locality, Transform
+from muonfx.core.contract import EmptyState, Locality, Transform
+from muonfx.core.donation import NOTHING, Donation, check_writable, copied_where_shared
 from muonfx.core.factory import transform
 from muonfx.core.graphs import carries_a_graph, warn_of_growing_graphs
 from muonfx.recorded import Recorded, part_names
@@ -273,11 +274,13 @@ def apply_updates(params: T, updates: PyTree, *, donate: bool = False) -> T:
     Args:
         params: a tree of tensors.
         updates: a tree of the same structure; a parameter whose update is ``None`` is returned as it is.
-        donate: the caller's promise not to use ``params`` again; they are then overwritten and returned.
+        donate: the caller's promise not to use ``params`` again; they are then overwritten and returned. A parameter
+            that shares memory with another, or with an update, is not overwritten, since the other would change too.
 
     Raises:
         TypeError: ``donate`` is no bool.
-        ValueError: an update has not the shape of its parameter, or the trees differ in structure; the leaf is named.
+        ValueError: an update has not the shape of its parameter, or the trees differ in structure, or ``donate=True``
+            with an expanded parameter, which cannot be overwritten; the leaf is named.
 
     Warns:
         UserWarning: the parameters carry the graph of earlier steps and the updates none, as in `Transform.update`.
@@ -299,6 +302,9 @@ def apply_updates(params: T, updates: PyTree, *, donate: bool = False) -> T:
 
     if not torch.compiler.is_compiling() and carries_a_graph(params) and not carries_a_graph(None, updates):
         warn_of_growing_graphs("apply_updates", params)
+    if donate:
+        check_writable("apply_updates: params", params)
+        params = copied_where_shared(params, updates)
     try:
         return tree.map(add, params, updates)
     except (AttributeError, TypeError, ValueError):
