@@ -100,7 +100,8 @@ def _shared(leaves: Sequence[Any]) -> set[int]:
 def _in_memory(leaf: Tensor) -> Tensor:
     """The tensor that holds a leaf's elements: the inner one of a DTensor."""
     while type(leaf) not in (Tensor, torch.nn.Parameter) and hasattr(leaf, "__tensor_flatten__"):
-        leaf = getattr(leaf, leaf.__tensor_flatten__()[0][0])
+        inner: Any = leaf
+        leaf = getattr(inner, inner.__tensor_flatten__()[0][0])
     return leaf
 
 
