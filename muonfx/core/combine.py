@@ -232,7 +232,8 @@ def chain(*transforms: Transform | tuple[str, Transform]):
 def add_updates(*transforms: Transform | tuple[str, Transform]):
     """Give the same updates to several transforms, and add up what they return.
 
-    The state is a dict with the state of each transform under its name, as in `chain`.
+    A leaf for which some transforms return None gets the sum of the others, and None if all do. The state is a dict
+    with the state of each transform under its name, as in `chain`.
 
     Args:
         transforms: one or more transforms, or pairs ``(name, transform)``.
@@ -262,7 +263,7 @@ def add_updates(*transforms: Transform | tuple[str, Transform]):
         for name, tx in entries.items():
             # What comes in is there for the others, too.
             out, new_state[name] = tx.run(updates, state[name], params, donate=Donation(False, donate.state), **extras)
-            total = out if total is None else tree.map(torch.add, total, out)
+            total = out if total is None else tree.add(total, out)
         return total, new_state
 
     return init, update

@@ -210,12 +210,10 @@ class Leaf:
     ) -> Leaf:
         """Record a function of torch; those that have a form for lists have a method here."""
         name, given = function.__name__, kwargs or {}
-        if (
-            given.get("out") is not None
-            or given.get("inplace")
-            or name in _WRITES
-            or (name.endswith("_") and name[:2] != "__")
-        ):
+        writes = given.get("out") is not None or given.get("inplace")
+        if not torch.compiler.is_compiling():  # which cannot trace the name
+            writes = writes or name in _WRITES or (name.endswith("_") and not name.startswith("__"))
+        if writes:
             raise TypeError(f"leafwise: {name} writes in place here; use the form that returns a new tensor")
         own = getattr(cls, name, None)
         if own is not None and args and isinstance(args[0], Leaf):
