@@ -289,7 +289,7 @@ class Leaf:
 
     def neg(self) -> Leaf:
         """Record ``-self``."""
-        return Leaf._of_lists(_negative, operator.neg, (self,))
+        return Leaf._of_lists(_negative, torch.neg, (self,))
 
     __add__ = __radd__ = add
     __sub__ = sub
