@@ -11,7 +11,8 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.checks import check_floating, check_updates_fit
-from muonfx.core.contract import NOTHING, Donation, EmptyState, Locality, Transform
+from muonfx.core.contract import EmptyState, Locality, Transform
+from muonfx.core.donation import NOTHING, Donation, check_writable, copied_where_shared
 from muonfx.core.factory import transform
 from muonfx.core.graphs import carries_a_graph, warn_of_growing_graphs
 from muonfx.recorded import Recorded, part_names
@@ -231,7 +232,8 @@ def chain(*transforms: Transform | tuple[str, Transform]):
 def add_updates(*transforms: Transform | tuple[str, Transform]):
     """Give the same updates to several transforms, and add up what they return.
 
-    The state is a dict with the state of each transform under its name, as in `chain`.
+    A leaf for which some transforms return None gets the sum of the others, and None if all do. The state is a dict
+    with the state of each transform under its name, as in `chain`.
 
     Args:
         transforms: one or more transforms, or pairs ``(name, transform)``.
@@ -261,7 +263,7 @@ def add_updates(*transforms: Transform | tuple[str, Transform]):
         for name, tx in entries.items():
             # What comes in is there for the others, too.
             out, new_state[name] = tx.run(updates, state[name], params, donate=Donation(False, donate.state), **extras)
-            total = out if total is None else tree.map(torch.add, total, out)
+            total = out if total is None else tree.add(total, out)
         return total, new_state
 
     return init, update
@@ -273,11 +275,13 @@ def apply_updates(params: T, updates: PyTree, *, donate: bool = False) -> T:
     Args:
         params: a tree of tensors.
         updates: a tree of the same structure; a parameter whose update is ``None`` is returned as it is.
-        donate: the caller's promise not to use ``params`` again; they are then overwritten and returned.
+        donate: the caller's promise not to use ``params`` again; they are then overwritten and returned. A parameter
+            that shares memory with another, or with an update, is not overwritten, since the other would change too.
 
     Raises:
         TypeError: ``donate`` is no bool.
-        ValueError: an update has not the shape of its parameter, or the trees differ in structure; the leaf is named.
+        ValueError: an update has not the shape of its parameter, or the trees differ in structure, or ``donate=True``
+            with an expanded parameter, which cannot be overwritten; the leaf is named.
 
     Warns:
         UserWarning: the parameters carry the graph of earlier steps and the updates none, as in `Transform.update`.
@@ -299,6 +303,9 @@ def apply_updates(params: T, updates: PyTree, *, donate: bool = False) -> T:
 
     if not torch.compiler.is_compiling() and carries_a_graph(params) and not carries_a_graph(None, updates):
         warn_of_growing_graphs("apply_updates", params)
+    if donate:
+        check_writable("apply_updates: params", params)
+        params = copied_where_shared(params, updates)
     try:
         return tree.map(add, params, updates)
     except (AttributeError, TypeError, ValueError):

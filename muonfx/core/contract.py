@@ -27,6 +27,7 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.arguments import did_you_mean
 from muonfx.checks import NamePatterns, check_params, check_structure, check_update, warn_of_unmatched
+from muonfx.core.donation import NOTHING, Donation, copy_kept, unshared
 from muonfx.core.graphs import carries_a_graph, warn_of_growing_graphs
 from muonfx.core.outline import Outline
 from muonfx.core.scheduled import follow, numbers_at
@@ -45,8 +46,6 @@ __all__ = [
     "InStore",
     "Locality",
     "Transform",
-    "copy_kept",
-    "overlaps_itself",
     "sum_over_leaves",
 ]
 
@@ -66,36 +65,6 @@ class Locality(IntEnum):
     """The whole leaf that holds it."""
     TREE = 3
     """The whole tree."""
-
-
-class Donation(NamedTuple):
-    """What the caller of ``update`` promises not to use again, so that its storage may be overwritten.
-
-    ``update(..., donate=True)`` donates both, as does ``Donation(updates=True, state=True)``. A transform that names
-    ``donate`` in its ``update`` signature receives this value, and promises in turn: its updates never share storage
-    with its new state, nor with the incoming updates unless these were donated or it returns the very same tensor.
-
-    >>> Donation.of(True)
-    Donation(updates=True, state=True)
-    """
-
-    updates: bool = False
-    state: bool = False
-
-    @classmethod
-    def of(cls, donate: bool | Donation) -> Donation:
-        """Resolve what ``update`` was given.
-
-        Raises:
-            TypeError: it is neither a bool nor a `Donation` of bools: "no" must not count as a promise.
-        """
-        given = donate if isinstance(donate, Donation) else cls(donate, donate)
-        if type(given.updates) is not bool or type(given.state) is not bool:
-            raise TypeError(f"donate must be True, False or a muonfx.Donation of these, found {donate!r}")
-        return given
-
-
-NOTHING = Donation()
 
 
 class Extras(NamedTuple):
@@ -556,9 +525,7 @@ class Transform(Recorded):
         elif params is not None:  # what is in another place would be taken for what it is not; values cannot be seen
             check_structure("updates", updates, "params", params)
         self.check_extras(extras)
-        given = Donation.of(donate)
-        if given.updates and any(overlaps_itself(update) for update in tree.tensors(updates)):
-            given = given._replace(updates=False)  # an expanded gradient has no storage of its own to reuse
+        given, updates, state = unshared(Donation.of(donate), updates, state, params)
         out, new_state = self.run(updates, state, params, donate=given, **extras)
         if not torch.compiler.is_compiling() and not tree.same_structure(out, updates):
             check_structure(f"{self.name}: the updates that it returns", out, "those that it is given", updates)
@@ -651,18 +618,3 @@ def require_transform(name: str, value: object) -> None:
         found = f"the {'class' if isinstance(value, type) else 'function'} {called}"
         found += "" if isinstance(value, type) else f"; call it to get a transform: {called}(...)"
     raise TypeError(f"{name} must be a muonfx.Transform, found {found}")
-
-
-def overlaps_itself(x: Tensor) -> bool:
-    """True if several elements of a tensor lie in one place, as in an expanded one."""
-    return any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True))
-
-
-def copy_kept(new: PyTree, old: PyTree) -> PyTree:
-    """Copy what a new state has kept of the old one, lest a later donation of the new one write into the old."""
-    leaves, before = tree.leaves(new), tree.leaves(old)
-    kept = [mine is theirs and isinstance(mine, Tensor) for mine, theirs in zip(leaves, before, strict=True)]
-    if not any(kept):
-        return new
-    copied = [leaf.clone() if same else leaf for leaf, same in zip(leaves, kept, strict=True)]
-    return tree.unflatten(tree.flatten(new)[1], copied)

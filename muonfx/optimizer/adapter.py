@@ -22,6 +22,7 @@ from muonfx.checkpoint.renaming import Rename
 from muonfx.checks import is_usable
 from muonfx.core import Transform
 from muonfx.core.contract import require_transform
+from muonfx.core.donation import check_writable
 from muonfx.hyperparams import hyperparams, with_hyperparams
 from muonfx.offload.transform import inner_of
 from muonfx.optimizer.attachment import Attachment, check_usable, models_of
@@ -473,6 +474,7 @@ class TransformOptimizer(GroupOwner):
                 raise problem
             self._check(updates)
             if not torch.compiler.is_compiling():
+                check_writable("step: params", params)
                 self._attachment.check(params, updates)
 
         self._live["state"] = self._stepping.step(

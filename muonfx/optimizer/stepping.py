@@ -10,7 +10,8 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.checks import check_params, check_updates_fit, warn_of_unmatched
-from muonfx.core import Donation, Transform
+from muonfx.core import Transform
+from muonfx.core.donation import Donation, unshared
 from muonfx.offload.transform import inner_of, store_of
 from muonfx.optimizer.state import Load, on_this_rank
 from muonfx.optimizer.values import Group, GroupNumbers, Number, check_shapes, current_values, unchanged
@@ -160,7 +161,10 @@ class Stepping:
         self.refresh(groups, params)
         assert self._node is not None
         self.executor.check_extras(self._node, extras)
-        donated = Donation(donate, True)
+        if torch.compiler.is_compiling():  # memory cannot be compared, and the state is the optimizer's own
+            donated = Donation(updates=False, state=True)
+        else:
+            donated, updates, state = unshared(Donation(donate, True), updates, state, params)
         self.executor.require_room(state, params, donated)
         _, after = self.executor.update_node(
             self._node, self._now, Arguments(updates, state, params, donated, extras, add_in_place)

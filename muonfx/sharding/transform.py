@@ -10,7 +10,8 @@ import torch
 from muonfx import tree
 from muonfx.checks import warn_of_unmatched
 from muonfx.core import Donation, Transform
-from muonfx.core.contract import NOTHING, Declaration, copy_kept, overlaps_itself, require_transform
+from muonfx.core.contract import Declaration, require_transform
+from muonfx.core.donation import NOTHING, copy_kept, unshared
 from muonfx.core.factory import InitAndUpdate
 from muonfx.offload.transform import inner_of, store_of
 from muonfx.program.placement import RESIDENT, Arguments, Store
@@ -255,14 +256,12 @@ def step_sharded(
     they are returned. ``check`` looks at the trees first, which takes time; ``problem`` is what the caller has found to
     be wrong on this rank.
     """
-    if donate.updates and any(
-        overlaps_itself(leaf) for leaf in map(local_of, tree.leaves(updates)) if leaf is not None
-    ):
-        donate = donate._replace(updates=False)  # an expanded gradient has no storage of its own to reuse
     local = agreed_updates(
         binding, tx, updates, state, params, donate=donate, extras=extras, check=check, problem=problem
     )
-    return binding.executor.update(tx, Arguments(local, state, tree.map(local_of, params), donate, extras, apply))
+    weights = tree.map(local_of, params)
+    donate, local, state = unshared(donate, local, state, weights)
+    return binding.executor.update(tx, Arguments(local, state, weights, donate, extras, apply))
 
 
 def settings_of(tx: Sharded) -> Settings:

@@ -211,7 +211,9 @@ def cautious(inner: Transform, min_share: ScalarOrSchedule = 1e-3):
         # The gradient is needed again after the inner transform: it cannot be donated on.
         out, state = inner.run(updates, state, params, donate=Donation(False, donate.state), **extras)
 
-        def keep(update: Tensor, gradient: Tensor) -> Tensor:
+        def keep(update: Tensor, gradient: Tensor | None) -> Tensor:
+            if gradient is None:  # an inner transform that gathers may have an update for a leaf without a gradient
+                return torch.zeros_like(update)
             # Signs, not the product: that can underflow to zero everywhere.
             agrees = (update.sign() * gradient.sign() > 0).to(update.dtype)
             share = agrees.float().mean() if agrees.numel() else agrees.float().sum()

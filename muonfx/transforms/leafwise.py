@@ -295,11 +295,13 @@ def _functions(name: str, declared: PyTree, step: Step, reads_params: ReadsParam
                 continue
             place, source = next(places)
             if place != source:
+                values.check(place, operands[source], at, f"{name}: the step returns a state")
                 wide, reuse = values.take(place, taken), donate.state and values.was_cast[source]
                 own = field.write(at, wide, operands[source], own, reuse=reuse)
                 taken.append(place)
             new_state.append(own)
         if out != 0:
+            values.check(out, operands[0], at, f"{name}: the step returns an update")
             updates = at.fill(ew.cast_like(values.take(out, taken, spare=0), operands[0]))
         return updates, tree.unflatten(containers(), new_state)
 

@@ -54,6 +54,20 @@ def _members(heads: Sequence[AttentionHeads], names: Iterable[str]) -> tuple[_Me
     return tuple(found)
 
 
+def _check_pairs(heads: Sequence[AttentionHeads], found: Sequence[_Member]) -> None:
+    """Require the queries and the keys of each module: each takes a share of the factor."""
+    for module, which in dict.fromkeys((own.module, own.which) for own in found):
+        seen = {role: own.name for own in found if own.module == module for role in own.roles}
+        for role, other in (("query", "key"), ("key", "query")):
+            if role in seen and other not in seen:
+                lacking = ".".join(filter(None, (module, getattr(heads[which], other))))
+                raise ValueError(
+                    f"qk_clip: found the {role} weights {seen[role]!r} and no {other} weights {lacking!r} among its "
+                    "parameters. Each takes a share of the factor, so it must see both: give both to it in the mask or "
+                    "the labels around it"
+                )
+
+
 def _resolve(tx: Transform, params: PyTree) -> Transform:
     given = tx.arguments["heads"]
     if isinstance(given, _Members):
@@ -127,7 +141,8 @@ def qk_clip(
     Raises:
         TypeError: ``heads`` is something else; at `update`, ``max_logits`` is missing.
         ValueError: a number is out of range; at `init`, a pattern matches no parameter, or one has not the rows that
-            its heads need; at `update`, ``params`` or an entry of ``max_logits`` is missing or has another shape.
+            its heads need, or a mask around it hides the queries or the keys of a module; at `update`, ``params`` or an
+            entry of ``max_logits`` is missing or has another shape.
 
     Follows Kimi K2 (arXiv 2507.20534), section 2.1 and algorithm 1.
 
@@ -154,6 +169,7 @@ def qk_clip(
 
     def init(params: PyTree) -> EmptyState:
         shapes = dict(zip(tree.names(params), tree.leaves(params), strict=True))
+        _check_pairs(known, _members(known, shapes))
         for own in found(params) if resolved is None else ():
             if shapes[own.name] is not None:
                 _check_rows(known[own.which], own, tuple(shapes[own.name].shape))
