@@ -36,6 +36,7 @@ from muonfx.optimizer.groups import (
     resolve_groups,
     routes_of,
     split_by_route,
+    warn_of_ascent,
 )
 from muonfx.optimizer.over_ranks import SteppingOverRanks, layout_for
 from muonfx.optimizer.state import Load, matched, path_of, renamed_groups, saved_groups, warn_of_order
@@ -96,6 +97,10 @@ class TransformOptimizer(torch.optim.Optimizer):
         ValueError: two parameters with one name, an unknown hyperparameter in a group (the message lists those
             known), a value out of range, or what FSDP1 leaves of parameters.
 
+    Warns:
+        UserWarning: parameters would move uphill, since no transform that acts on them reverses the direction of the
+            gradient, as `scale_by_learning_rate` does.
+
     Example:
         >>> import muonfx as mfx
         >>> model = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 8))
@@ -152,6 +157,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         self._attachment = Attachment(models_of(given), model, named, alone=self._layout is None)
         self._program = self._lower(named, self._layout)
         self._routes = routes_of(self._program)
+        warn_of_ascent(self._program, self._routes, named)
         super().__init__(groups, {})
         self._start()
         usual = ("lr", "weight_decay", "momentum")  # OneCycleLR asks the defaults whether there is a momentum to drive

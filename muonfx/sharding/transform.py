@@ -208,7 +208,7 @@ def sharded(
 def init_sharded(binding: Binding, tx: Transform, params: PyTree) -> PyTree:
     """Compare chains, parameters and layouts between ranks, and make the state of local tensors; on all or on none."""
     verify_ranks(binding, tx, params)
-    warn_of_unmatched(tx, params, stacklevel=3)
+    warn_of_unmatched(tx, params)
     problem: OSError | None = None
     state: PyTree = None
     try:

@@ -91,7 +91,7 @@ def _check_extras(tx: Transform, extras: Mapping[str, PyTree]) -> None:
 
 
 @transform(
-    locality=Locality.TREE, resolve=_resolve, name_patterns=_patterns, check_extras=_check_extras, wants_downhill=True
+    locality=Locality.TREE, resolve=_resolve, name_patterns=_patterns, check_extras=_check_extras, position="last"
 )
 def qk_clip(
     heads: AttentionHeads | tuple[AttentionHeads, ...],

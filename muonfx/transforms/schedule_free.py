@@ -38,7 +38,12 @@ class ScheduleFreeState(NamedTuple):
     """The inner transform's state."""
 
 
-@transform(locality=lambda inner, *_, **__: inner.locality, own_locality=Locality.ELEMENT, in_store=INNER_FIRST)
+@transform(
+    locality=lambda inner, *_, **__: inner.locality,
+    own_locality=Locality.ELEMENT,
+    in_store=INNER_FIRST,
+    position="last",
+)
 def schedule_free(
     inner: Transform,
     learning_rate: ScalarOrFunction,
