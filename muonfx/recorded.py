@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import hashlib
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -607,8 +608,19 @@ def _literal(value: object) -> str:
     if type(value) is dict:
         return f"{{{', '.join(f'{key!r}: {_literal(item)}' for key, item in value.items())}}}"
     if inspect.isfunction(value) or inspect.isclass(value):
-        return value.__qualname__
-    return repr(value)
+        return _name_in_package(value)
+    code_in = getattr(value, "code_in", None)  # of a predicate, whose names are in a module of their own
+    return code_in("select.") if callable(code_in) else repr(value)
+
+
+def _name_in_package(value: Any) -> str:
+    """The shortest dotted name of a function or class in this package's namespace; of another, its own name."""
+    package, *parts = value.__module__.split(".")
+    if package == __name__.partition(".")[0]:
+        for depth in range(len(parts) + 1):
+            if getattr(sys.modules[".".join([package, *parts[:depth]])], value.__qualname__, None) is value:
+                return ".".join([*parts[:depth], value.__qualname__])
+    return value.__qualname__
 
 
 def _structure(value: Recorded) -> str:

@@ -427,21 +427,38 @@ class Transform(Recorded):
 
         Raises:
             TypeError: one is missing, or no transform within reads it; the message names it and those that are read.
+            TypeError, ValueError: a transform within refuses its value.
         """
         missing = sorted(self.extras.required - extras.keys())
         if missing:
             name = missing[0]
-            raise TypeError(f"{self.name} needs the named extra {name}: update(..., {name}=...)")
+            raise TypeError(
+                f"{self._requiring(name)} needs the named extra {name}: give update(..., {name}=...), or "
+                f"optimizer.step({name}=...)"
+            )
         understood = self.understood_extras
-        if understood is None:
-            return
-        unknown = sorted(extras.keys() - understood - _OUR_EXTRAS)
-        if unknown:
+        unknown = [] if understood is None else sorted(extras.keys() - understood - _OUR_EXTRAS)
+        if understood is not None and unknown:
             there = ", ".join(sorted(understood)) or "none"
             raise TypeError(
                 f"{self.name}: nothing in it reads the named extra {unknown[0]}{did_you_mean(unknown[0], understood)}; "
                 f"it reads {there}. A transform reads the extras that its update's signature names"
             )
+
+        self._check_values(extras)
+
+    def _requiring(self, name: str) -> str:
+        """The name of the innermost transform that requires an extra."""
+        within = [part for part in self.children if name in part.extras.required]
+        return within[0]._requiring(name) if within else self.name
+
+    def _check_values(self, extras: Mapping[str, Any]) -> None:
+        if not extras or torch.compiler.is_compiling():
+            return
+        if self.declaration.check_extras is not None:
+            self.declaration.check_extras(self, extras)
+        for part in self.children:
+            part._check_values(extras)
 
     @property
     def works_on_pieces(self) -> bool:

@@ -148,8 +148,8 @@ def transform(
             stacks ``(how many, rows, columns)``. None: the leading dims of locality MATRIX, no others.
         name_patterns: ``(transform) -> patterns``: the globs over names that its arguments hold, so that `init` can
             warn of one that matches nothing.
-        check_extras: ``(transform, extras)``: raises where the named extras of a step will not do for a resolved
-            transform, so that an optimizer, and all ranks, hear of it before anything is changed.
+        check_extras: ``(transform, extras)``: raises if the value of a named extra is wrong. It runs before a step, on
+            all ranks, with the transform as it was given and, under an optimizer or ranks, as it is resolved.
         position: its place in a chain, relative to the learning rate, or a function of the arguments that returns one.
             A `chain` raises where an order gives wrong numbers and warns where it is hardly meant. None: anywhere.
 

@@ -150,4 +150,4 @@ def _own_sign(tx: Transform) -> int:
     if tx.position == "either_sign":
         return 0
     is_ours = tx.factory.__module__.partition(".")[0] == __name__.partition(".")[0]
-    return 1 if is_ours or tx.children or tx.position is not None else 0
+    return 1 if is_ours or tx.position is not None else 0

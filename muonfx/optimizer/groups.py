@@ -182,9 +182,8 @@ def warn_of_ascent(program: Program, routes: Mapping[str, Route], params: Mappin
 
 def _signs(node: Node, name: str) -> frozenset[int]:
     """The directions that the updates of a parameter may have after a node."""
-    if not node.called:
-        return signs(node.tx)
-    return combine_signs(node.tx, [_signs(called, name) for called in node.called if name in called.names])
+    called = [_signs(one, name) for one in node.called if name in one.names]
+    return combine_signs(node.tx, called) if called or node.tx.declaration.rest is not None else signs(node.tx)
 
 
 def hyperparams_of(nodes: Iterable[Node]) -> list[Hyperparam]:

@@ -48,7 +48,13 @@ class SampledMomentumState(NamedTuple):
     """The part of the summed gradients that no update has stood for yet, like the parameters, in the pinned dtype."""
 
 
-@transform(locality=matrix_locality, reads_params=False, short_names={"momentum": "decay"}, position="sets_size")
+@transform(
+    locality=matrix_locality,
+    reads_params=False,
+    name_patterns=name_patterns,
+    short_names={"momentum": "decay"},
+    position="sets_size",
+)
 def scale_by_dion(
     rank: int = 768,
     decay: ScalarOrSchedule = 0.95,

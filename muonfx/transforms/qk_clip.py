@@ -84,6 +84,8 @@ def _unchanged(values: PyTree) -> PyTree:
 
 def _check_extras(tx: Transform, extras: Mapping[str, PyTree]) -> None:
     resolved, logits = tx.arguments["heads"], extras.get("max_logits")
+    if resolved != () and "max_logits" in extras:
+        _check_logits(logits)
     if isinstance(resolved, _Members) and logits is not None:
         given = _by_module(logits)
         for own in resolved.members:
@@ -125,7 +127,7 @@ def qk_clip(
         alpha: the query's share of the exponent, from 0 to 1.
 
     Raises:
-        TypeError: ``heads`` is something else; at `update`, ``max_logits`` is missing.
+        TypeError: ``heads`` is something else; at `update`, ``max_logits`` is missing or not a dict.
         ValueError: a number is out of range; at `init`, a pattern matches no parameter, or one has not the rows that
             its heads need; at `update`, ``params`` or an entry of ``max_logits`` is missing or has another shape.
 
@@ -221,6 +223,7 @@ def _factors(
     like: Tensor,
 ) -> dict[str, dict[str, Tensor]]:
     """The factors of each module by kind, one for each head: computed for all modules with the same heads at once."""
+    _check_logits(max_logits)
     given = _by_module(max_logits)
     which = {own.module: own.which for own in members}
     modules = sorted(which, key=lambda module: which[module])
@@ -243,15 +246,24 @@ def _factors(
     return found
 
 
+def _check_logits(max_logits: object) -> None:
+    if not isinstance(max_logits, Mapping):
+        raise TypeError(
+            "qk_clip: max_logits must be a dict with a tensor for each attention module, as "
+            f"muonfx.attention.collect_max_logits collects it, found {max_logits!r}"
+        )
+
+
 def _by_module(max_logits: PyTree) -> dict[str, PyTree]:
     return dict(zip(tree.names(max_logits), tree.leaves(max_logits), strict=True))
 
 
 def _logits_of(module: str, own: AttentionHeads, given: dict[str, PyTree]) -> Tensor:
     logits = given.get(module)
-    if not isinstance(logits, Tensor):
+    if not isinstance(logits, Tensor) or logits.dtype == torch.bool or logits.is_complex():
+        found = f", found {logits!r}" if module in given else did_you_mean(module, given)
         raise ValueError(
-            f"qk_clip: max_logits has no tensor for the module {module!r}{did_you_mean(module, given)}: give the "
+            f"qk_clip: max_logits has no tensor for the module {module!r}{found}: give the "
             f"largest logit of each of its {own.heads} heads, update(..., max_logits={{{module!r}: ...}}), which "
             "muonfx.attention.collect_max_logits collects"
         )
