@@ -617,9 +617,11 @@ def _name_in_package(value: Any) -> str:
     """The shortest dotted name of a function or class in this package's namespace; of another, its own name."""
     package, *parts = value.__module__.split(".")
     if package == __name__.partition(".")[0]:
+        module = sys.modules[package]
         for depth in range(len(parts) + 1):
-            if getattr(sys.modules[".".join([package, *parts[:depth]])], value.__qualname__, None) is value:
+            if getattr(module, value.__qualname__, None) is value:
                 return ".".join([*parts[:depth], value.__qualname__])
+            module = getattr(module, parts[depth], None) if depth < len(parts) else None
     return value.__qualname__
 
 

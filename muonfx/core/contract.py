@@ -28,7 +28,7 @@ from muonfx import tree
 from muonfx.arguments import did_you_mean
 from muonfx.checks import NamePatterns, check_params, check_structure, check_update, warn_of_unmatched
 from muonfx.core.graphs import carries_a_graph, warn_of_growing_graphs
-from muonfx.core.order import POSITIONS, Position, check_order
+from muonfx.core.order import POSITIONS, Position, check_order, within
 from muonfx.core.outline import Outline
 from muonfx.core.scheduled import follow, numbers_at
 from muonfx.recorded import Factory, Recorded
@@ -445,20 +445,14 @@ class Transform(Recorded):
                 f"it reads {there}. A transform reads the extras that its update's signature names"
             )
 
-        self._check_values(extras)
+        for tx in within(self) if extras and not torch.compiler.is_compiling() else ():
+            if tx.declaration.check_extras is not None:
+                tx.declaration.check_extras(tx, extras)
 
     def _requiring(self, name: str) -> str:
         """The name of the innermost transform that requires an extra."""
         within = [part for part in self.children if name in part.extras.required]
         return within[0]._requiring(name) if within else self.name
-
-    def _check_values(self, extras: Mapping[str, Any]) -> None:
-        if not extras or torch.compiler.is_compiling():
-            return
-        if self.declaration.check_extras is not None:
-            self.declaration.check_extras(self, extras)
-        for part in self.children:
-            part._check_values(extras)
 
     @property
     def works_on_pieces(self) -> bool:

@@ -15,7 +15,7 @@ from muonfx.recorded import part_names
 if TYPE_CHECKING:
     from muonfx.core.contract import Transform
 
-__all__ = ["POSITIONS", "Position", "check_order", "combine_signs", "signs"]
+__all__ = ["POSITIONS", "Position", "check_order", "combine_signs", "signs", "within"]
 
 Position = Literal[
     "learning_rate",
@@ -35,6 +35,13 @@ POSITIONS = frozenset(get_args(Position))
 _AFTER = {"after_learning_rate", "last", "last_observer"}
 _LAST = {"last", "last_observer"}
 _OBSERVERS = {"observer", "last_observer"}
+
+
+def within(tx: Transform) -> Iterator[Transform]:
+    """A transform and all that it calls, directly or not."""
+    yield tx
+    for part in tx.children:
+        yield from within(part)
 
 
 def _positioned(tx: Transform) -> Iterator[tuple[Transform, Position | None]]:

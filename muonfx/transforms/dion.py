@@ -16,6 +16,7 @@ from muonfx.core.contract import NOTHING
 from muonfx.polar.scaling import power_of_two
 from muonfx.schedules import ScalarOrSchedule
 from muonfx.transforms._matrices import (
+    BlockAxis,
     Blocks,
     Dims,
     MatrixView,
@@ -164,7 +165,7 @@ def sampled_momentum(
     dtype: WideStateDtype = "auto",
     dims: Dims | Mapping[str, Dims] | None = None,
     blocks: Blocks | Mapping[str, Blocks] | None = None,
-    block_axis: int = -2,
+    block_axis: BlockAxis = -2,
     view: MatrixView = MatrixView(),
 ):
     r"""Sum up gradients, and pass on only the rows, or columns, in which most has gathered.
