@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, reject
 
 import muonfx as mfx
 from muonfx import testing as kit
