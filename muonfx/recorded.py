@@ -610,7 +610,7 @@ def _literal(value: object) -> str:
     if inspect.isfunction(value) or inspect.isclass(value):
         return _name_in_package(value)
     code_in = getattr(value, "code_in", None)  # of a predicate, whose names are in a module of their own
-    return code_in("select.") if callable(code_in) else repr(value)
+    return str(code_in("select.")) if callable(code_in) else repr(value)
 
 
 def _name_in_package(value: Any) -> str:

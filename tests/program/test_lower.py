@@ -1,7 +1,5 @@
 """A program follows from structure, names and shapes alone; each leaf and each number is in it once."""
 
-import warnings
-
 import pytest
 import torch
 from hypothesis import given, reject

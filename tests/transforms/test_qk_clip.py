@@ -219,7 +219,7 @@ def test_logits_that_do_not_fit_are_errors(logits: dict[str, Any], said: str):
 def test_an_optimizer_hears_of_bad_logits_before_anything_is_changed():
     shape = plain(2, 1, 2)
     params = {name: nn.Parameter(leaf) for name, leaf in shape.params(0).items()}
-    optimizer = mfx.TransformOptimizer(params.items(), mfx.chain(mfx.muon(), mfx.qk_clip(shape.heads)))
+    optimizer = mfx.TransformOptimizer(params.items(), mfx.chain(mfx.lion(), mfx.qk_clip(shape.heads)))
     for param in params.values():
         param.grad = torch.ones_like(param)
     before = [leaf.clone() for leaf in mfx.tree.tensors((dict(params), optimizer.transform_state))]
