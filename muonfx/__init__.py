@@ -16,6 +16,8 @@ import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+import torch as torch  # the repr of a value is code in vars(muonfx), and may name a dtype
+
 from muonfx import attention, checkpoint, checks, polar, program, schedules, select, sharding, tree
 from muonfx.arguments import NAMES_HERE
 from muonfx.checkpoint import spec

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from muonfx import tree
-from muonfx.checks import NamePatterns
+from muonfx.checks import NamePatterns, warn_caller
 from muonfx.core import Donation, Locality, Transform, transform
 from muonfx.core.combine import widest
 from muonfx.core.contract import NOTHING
@@ -176,11 +176,10 @@ def _warn_of_unused_views(transforms: Mapping[str, Transform], labels: Labels, n
         if view.dims and any(not is_set_for(tx.arguments["dims"], name) for tx in _with_view(transforms, labels[name]))
     ]
     if found:
-        warnings.warn(
+        warn_caller(
             f"partition: of {listing(found, str)} the labels know dims, and a transform for them has none: each is "
             "flattened behind its first dim: give it dims=labels.dims, blocks=labels.blocks (labels = "
-            "default_labels(model)), or say with labels=Labels(labels) that this is meant",
-            stacklevel=3,
+            "default_labels(model)), or say with labels=Labels(labels) that this is meant"
         )
 
 
@@ -319,6 +318,11 @@ def partition(
         >>> tx.update(params, tx.init(params))[0]
         {'w': tensor([-0.1000]), 'b': tensor([-1.])}
     """
+    if not isinstance(transforms, dict):
+        raise TypeError(
+            f"partition: transforms must be a dict with a Transform for each label, found {transforms!r}; write "
+            'partition({"muon": muon(...), "adamw": adamw(...)}, labels)'
+        )
     for label, tx in transforms.items():
         if not isinstance(tx, Transform):
             raise TypeError(f"partition: the entry for label {label!r} must be a Transform, found {tx!r}")
@@ -341,10 +345,8 @@ def partition(
             _warn_of_fused(transforms, chosen.labels, names)
         for label in transforms:
             if label not in chosen:
-                warnings.warn(
-                    f"partition: no parameter has the label {label!r}; its transform does nothing"
-                    + _why(names, chosen),
-                    stacklevel=2,
+                warn_caller(
+                    f"partition: no parameter has the label {label!r}; its transform does nothing" + _why(names, chosen)
                 )
         return {label: tx.functions.init(_part(names, chosen, label, params)) for label, tx in transforms.items()}
 

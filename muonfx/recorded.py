@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import hashlib
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -609,8 +610,21 @@ def _literal(value: object) -> str:
     if type(value) is dict:
         return f"{{{', '.join(f'{key!r}: {_literal(item)}' for key, item in value.items())}}}"
     if inspect.isfunction(value) or inspect.isclass(value):
-        return value.__qualname__
-    return repr(value)
+        return _name_in_package(value)
+    code_in = getattr(value, "code_in", None)  # of a predicate, whose names are in a module of their own
+    return str(code_in("select.")) if callable(code_in) else repr(value)
+
+
+def _name_in_package(value: Any) -> str:
+    """The shortest dotted name of a function or class in this package's namespace; of another, its own name."""
+    package, *parts = value.__module__.split(".")
+    if package == __name__.partition(".")[0]:
+        module = sys.modules[package]
+        for depth in range(len(parts) + 1):
+            if getattr(module, value.__qualname__, None) is value:
+                return ".".join([*parts[:depth], value.__qualname__])
+            module = getattr(module, parts[depth], None) if depth < len(parts) else None
+    return value.__qualname__
 
 
 def _structure(value: Recorded) -> str:

@@ -19,7 +19,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from muonfx.arguments import did_you_mean
 from muonfx.checks import NamePatterns, check_params, check_structure, check_update, warn_of_unmatched
 from muonfx.core.donation import NOTHING, Donation, copy_kept, unshared
 from muonfx.core.graphs import carries_a_graph, warn_of_growing_graphs
+from muonfx.core.order import POSITIONS, Position, check_order, within
 from muonfx.core.outline import Outline
 from muonfx.core.scheduled import follow, numbers_at
 from muonfx.recorded import Factory, Recorded
@@ -113,9 +114,7 @@ class Declaration:
     )
     name_patterns: Callable[[Any], Iterable[NamePatterns]] | None = None
     check_extras: Callable[[Any, Mapping[str, Any]], None] | None = None
-    turns_downhill: bool | Callable[..., bool] = False
-    wants_uphill: bool | Literal["or_refuses"] = False
-    wants_downhill: bool = False
+    position: Position | Callable[..., Position | None] | None = None
     many_of_one: bool = False
     in_sequence: bool = False
     in_store: InStore | None = None
@@ -134,6 +133,11 @@ class Declaration:
             raise TypeError(
                 f"transform: reads_params must be True, False or a function of the arguments that returns one, "
                 f"found {self.reads_params!r}"
+            )
+        if not (self.position is None or self.position in POSITIONS or callable(self.position)):
+            raise ValueError(
+                f"transform: position must be one of {', '.join(map(repr, get_args(Position)))}, None, or a function "
+                f"of the arguments that returns one, found {self.position!r}"
             )
         if self.rest not in (None, "dropped", "unchanged"):
             raise ValueError(f'transform: rest must be "dropped", "unchanged" or None, found {self.rest!r}')
@@ -283,42 +287,15 @@ class Transform(Recorded):
         return declared if isinstance(declared, bool) else self._call(declared, self._arguments_at(0))
 
     @property
-    def turns_downhill(self) -> bool:
-        """True if a learning rate in it turns some updates from the gradient's direction to the parameters'.
+    def position(self) -> Position | None:
+        """The declared place of the transform itself in a chain; None: anywhere.
 
         >>> import muonfx as mfx
-        >>> mfx.adamw(0.1).turns_downhill, mfx.momentum().turns_downhill
-        (True, False)
+        >>> mfx.scale_by_learning_rate(0.1).position, mfx.add_decayed_weights(0.1).position, mfx.momentum().position
+        ('learning_rate', 'before_learning_rate', None)
         """
-        declared = self.declaration.turns_downhill
-        own = declared if isinstance(declared, bool) else self._call(declared, self._arguments_at(0))
-        return own or any(part.turns_downhill for part in self.children)
-
-    @property
-    def wants_uphill(self) -> tuple[str, ...]:
-        """The names of those in it whose updates must have the gradient's direction still when they come to it."""
-        # behind its own learning rate one has been warned of where that chain was made
-        return self._wanting(lambda tx: tx.declaration.wants_uphill is not False)
-
-    @property
-    def refuses_downhill(self) -> tuple[str, ...]:
-        """The names of those in it that are an error where their updates have not the gradient's direction."""
-        return self._wanting(lambda tx: tx.declaration.wants_uphill == "or_refuses")
-
-    @property
-    def wants_downhill(self) -> tuple[str, ...]:
-        """The names of those in it whose updates must be what is added to the parameters when they come to it."""
-        return self._wanting(lambda tx: tx.declaration.wants_downhill)
-
-    def _wanting(self, wants: Callable[[Transform], bool]) -> tuple[str, ...]:
-        if wants(self):
-            return (self.name,)
-        found: list[str] = []
-        for part in self.children:
-            found += part._wanting(wants)
-            if self.declaration.in_sequence and part.turns_downhill:
-                break
-        return tuple(found)
+        declared = self.declaration.position
+        return self._call(declared, self._arguments) if callable(declared) else declared
 
     def resolve(self, params: PyTree) -> Transform:
         """The same for parameters of just these names and shapes, with all decided that these decide.
@@ -419,21 +396,32 @@ class Transform(Recorded):
 
         Raises:
             TypeError: one is missing, or no transform within reads it; the message names it and those that are read.
+            TypeError, ValueError: a transform within refuses its value.
         """
         missing = sorted(self.extras.required - extras.keys())
         if missing:
             name = missing[0]
-            raise TypeError(f"{self.name} needs the named extra {name}: update(..., {name}=...)")
+            raise TypeError(
+                f"{self._requiring(name)} needs the named extra {name}: give update(..., {name}=...), or "
+                f"optimizer.step({name}=...)"
+            )
         understood = self.understood_extras
-        if understood is None:
-            return
-        unknown = sorted(extras.keys() - understood - _OUR_EXTRAS)
-        if unknown:
+        unknown = [] if understood is None else sorted(extras.keys() - understood - _OUR_EXTRAS)
+        if understood is not None and unknown:
             there = ", ".join(sorted(understood)) or "none"
             raise TypeError(
                 f"{self.name}: nothing in it reads the named extra {unknown[0]}{did_you_mean(unknown[0], understood)}; "
                 f"it reads {there}. A transform reads the extras that its update's signature names"
             )
+
+        for tx in within(self) if extras and not torch.compiler.is_compiling() else ():
+            if tx.declaration.check_extras is not None:
+                tx.declaration.check_extras(tx, extras)
+
+    def _requiring(self, name: str) -> str:
+        """The name of the innermost transform that requires an extra."""
+        within = [part for part in self.children if name in part.extras.required]
+        return within[0]._requiring(name) if within else self.name
 
     @property
     def works_on_pieces(self) -> bool:
@@ -467,6 +455,8 @@ class Transform(Recorded):
         super().prepare()
         if not torch.compiler.is_compiling():
             _check_functions(self.factory.__name__, self.built)
+            if self.declaration.in_sequence:
+                self._derived("order", lambda: check_order(self))
         _ = self.locality, self.extras, self.understood_extras, self.keeps_donation_promise
 
     def init(self, params: PyTree) -> PyTree:
@@ -490,7 +480,7 @@ class Transform(Recorded):
         """
         if not torch.compiler.is_compiling():
             check_params(params)
-            warn_of_unmatched(self, params, stacklevel=2)
+            warn_of_unmatched(self, params)
         return self.functions.init(params)
 
     def update(

@@ -9,6 +9,7 @@ import torch
 
 from muonfx.checks import NamePatterns
 from muonfx.core.contract import Declaration, InStore, Locality, Transform
+from muonfx.core.order import Position
 from muonfx.recorded import make_factory
 from muonfx.tree import PyTree
 
@@ -40,9 +41,7 @@ def transform(
     | None = None,
     name_patterns: Callable[[Any], Iterable[NamePatterns]] | None = None,
     check_extras: Callable[[Any, Mapping[str, Any]], None] | None = None,
-    turns_downhill: bool | Callable[..., bool] = False,
-    wants_uphill: bool | Literal["or_refuses"] = False,
-    wants_downhill: bool = False,
+    position: Position | Callable[..., Position | None] | None = None,
     former_defaults: Mapping[str, Any] | None = None,
     remembers: Literal[False] = False,
     part_names: Callable[[Any], Sequence[str]] | None = None,
@@ -70,9 +69,7 @@ def transform(
     | None = None,
     name_patterns: Callable[[Any], Iterable[NamePatterns]] | None = None,
     check_extras: Callable[[Any, Mapping[str, Any]], None] | None = None,
-    turns_downhill: bool | Callable[..., bool] = False,
-    wants_uphill: bool | Literal["or_refuses"] = False,
-    wants_downhill: bool = False,
+    position: Position | Callable[..., Position | None] | None = None,
     former_defaults: Mapping[str, Any] | None = None,
     remembers: Literal[True],
     part_names: Callable[[Any], Sequence[str]] | None = None,
@@ -100,9 +97,7 @@ def transform(
     | None = None,
     name_patterns: Callable[[Any], Iterable[NamePatterns]] | None = None,
     check_extras: Callable[[Any, Mapping[str, Any]], None] | None = None,
-    turns_downhill: bool | Callable[..., bool] = False,
-    wants_uphill: bool | Literal["or_refuses"] = False,
-    wants_downhill: bool = False,
+    position: Position | Callable[..., Position | None] | None = None,
     former_defaults: Mapping[str, Any] | None = None,
     remembers: bool = False,
     part_names: Callable[[Any], Sequence[str]] | None = None,
@@ -153,14 +148,20 @@ def transform(
             stacks ``(how many, rows, columns)``. None: the leading dims of locality MATRIX, no others.
         name_patterns: ``(transform) -> patterns``: the globs over names that its arguments hold, so that `init` can
             warn of one that matches nothing.
-        check_extras: ``(transform, extras)``: raises where the named extras of a step will not do for a resolved
-            transform, so that an optimizer, and all ranks, hear of it before anything is changed.
-        turns_downhill: whether it is a learning rate, which turns updates from the gradient's direction to that in
-            which parameters go; a bool or a function of the arguments.
-        wants_uphill: whether its incoming updates must still have the gradient's direction. A `chain` warns where they
-            have not, and with "or_refuses" raises.
-        wants_downhill: whether its incoming updates must be what is added to the parameters. A `chain` warns where a
-            learning rate comes behind it.
+        check_extras: ``(transform, extras)``: raises if the value of a named extra is wrong. It runs before a step, on
+            all ranks, with the transform as it was given and, under an optimizer or ranks, as it is resolved.
+        position: its place in a chain, relative to the learning rate, or a function of the arguments that returns one.
+            A `chain` raises where an order gives wrong numbers and warns where it is hardly meant. None: anywhere.
+
+            - "learning_rate": it reverses updates, from the direction of the gradient to what is added to the
+              parameters. At most one may act on a parameter.
+            - "before_learning_rate": it requires updates in the direction of the gradient.
+            - "sets_size": the size of its input does not matter, so that a learning rate before it has no effect.
+            - "after_learning_rate": it requires updates as they are added to the parameters.
+            - "last": as "after_learning_rate", and nothing but observers may follow it.
+            - "observer": it returns its updates unchanged. "last_observer" is both of these two.
+            - "turns": it reverses the direction without being a learning rate, as a negative scale does.
+            - "either_sign": the direction of its updates is unknown.
         former_defaults: by argument, the default that it had in an earlier version. Fingerprints leave it out as they
             leave out that of today, so that checkpoints of both are of one chain. Only where the state has one meaning
             with both, as with a dtype; else give the argument another name.
@@ -214,9 +215,7 @@ def transform(
         on_stacks=on_stacks,
         name_patterns=name_patterns,
         check_extras=check_extras,
-        turns_downhill=turns_downhill,
-        wants_uphill=wants_uphill,
-        wants_downhill=wants_downhill,
+        position=position,
         many_of_one=many_of_one,
         in_sequence=in_sequence,
         in_store=in_store,

@@ -38,6 +38,7 @@ from muonfx.optimizer.groups import (
     resolve_groups,
     routes_of,
     split_by_route,
+    warn_of_ascent,
 )
 from muonfx.optimizer.over_ranks import SteppingOverRanks, layout_for
 from muonfx.optimizer.ownership import GroupOwner
@@ -99,6 +100,10 @@ class TransformOptimizer(GroupOwner):
         ValueError: two parameters with one name, an unknown hyperparameter in a group (the message lists those
             known), a value out of range, or what FSDP1 leaves of parameters.
 
+    Warns:
+        UserWarning: parameters would move uphill, since no transform that acts on them reverses the direction of the
+            gradient, as `scale_by_learning_rate` does.
+
     Example:
         >>> import muonfx as mfx
         >>> model = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 8))
@@ -155,6 +160,7 @@ class TransformOptimizer(GroupOwner):
         self._attachment = Attachment(models_of(given), model, named, alone=self._layout is None)
         self._program = self._lower(named, self._layout)
         self._routes = routes_of(self._program)
+        warn_of_ascent(self._program, self._routes, named)
         super().__init__(groups, {})
         self._start()
         self.defaults.update(defaults_for_schedulers(self.param_groups))

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from muonfx.checks import warn_caller
 from muonfx.core import Locality
+from muonfx.core.order import combine_signs, signs
 from muonfx.optimizer.values import Group, Hyperparam
 from muonfx.program.nodes import Node, Program
 from muonfx.wrappers import unwrapped
@@ -26,6 +28,7 @@ __all__ = [
     "resolve_groups",
     "routes_of",
     "split_by_route",
+    "warn_of_ascent",
 ]
 
 NamedParameters = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor] | Tensor] | Iterable[Group]
@@ -168,6 +171,26 @@ def _route(name: str, places: tuple[int, ...], nodes: list[Node]) -> Route:
         node.tx.locality not in (Locality.MATRIX, Locality.LEAF) for node in nodes if not node.children
     )
     return Route(places, "/".join(labels) or None, left_out, tuple(hyperparams), (kind, is_elementwise, places))
+
+
+def warn_of_ascent(program: Program, routes: Mapping[str, Route], params: Mapping[str, Tensor]) -> None:
+    """Warn of parameters that would move uphill, since no transform on their route reverses the gradient."""
+    trained = [name for name, param in params.items() if param.requires_grad and not routes[name].is_left_out]
+    # One name for each route: the same transforms act on the others.
+    one_of = {routes[name].places: name for name in trained}
+    rising = {places for places, name in one_of.items() if 1 in _signs(program.root, name)}
+    if found := [name for name in trained if routes[name].places in rising]:
+        warn_caller(
+            f"{len(found)} of {len(params)} parameters, such as {found[0]!r}, would move uphill: no transform that "
+            "acts on them reverses the direction of the gradient. Put scale_by_learning_rate(...) at the end of their "
+            'chain; a transform of your own that reverses it declares position="learning_rate"'
+        )
+
+
+def _signs(node: Node, name: str) -> frozenset[int]:
+    """The directions that the updates of a parameter may have after a node."""
+    called = [_signs(one, name) for one in node.called if name in one.names]
+    return combine_signs(node.tx, called) if called or node.tx.declaration.rest is not None else signs(node.tx)
 
 
 def hyperparams_of(nodes: Iterable[Node]) -> list[Hyperparam]:

@@ -69,7 +69,7 @@ class Stepping:
     def init(self, params: Mapping[str, Tensor], groups: Sequence[Group]) -> PyTree:
         """Make the state, and find out what follows from the groups."""
         check_params(params)
-        warn_of_unmatched(self.tx, params, stacklevel=5)
+        warn_of_unmatched(self.tx, params)
         self._limit = self._bucket_bytes or max([SMALL_BUCKET, *map(nbytes_of, params.values())])
         self.executor.bucket_bytes = self._limit
         state = self.executor.init(self._inner, params)

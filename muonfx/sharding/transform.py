@@ -220,7 +220,7 @@ def sharded(
 def init_sharded(binding: Binding, tx: Transform, params: PyTree, problem: Exception | None = None) -> PyTree:
     """Compare chains, parameters and layouts between ranks, and make the state of local tensors; on all or on none."""
     try:
-        warn_of_unmatched(tx, params, stacklevel=3)
+        warn_of_unmatched(tx, params)
     except PROBLEMS as error:
         problem = problem or error
     verify_ranks(binding, tx, params, problem)

@@ -29,6 +29,7 @@ class AdamState(NamedTuple):
 @leafwise(
     former_defaults={"mu_dtype": FORMER_DEFAULT, "nu_dtype": FORMER_DEFAULT},
     short_names={"betas": ("b1", "b2"), "momentum": "b1", "eps": "eps"},
+    position="sets_size",
 )
 def scale_by_adam(
     b1: ScalarOrSchedule = 0.9,

@@ -21,6 +21,7 @@ from muonfx.compact import Compact
 from muonfx.compact.state import Holder
 from muonfx.core import Donation, Locality, Transform, apply_updates, transform
 from muonfx.core.contract import NOTHING, Functions
+from muonfx.core.order import Position
 from muonfx.transforms._leaf import Leaf, Operation, Plan, Values, plan
 from muonfx.transforms._pinned import StateDtype, WideStateDtype, copies, new_count, store, zeros
 from muonfx.tree import Present, PyTree, Structure, device_of
@@ -129,6 +130,7 @@ def leafwise(
     name: str | None = None,
     locality: Locality = Locality.ELEMENT,
     reads_params: ReadsParams = False,
+    position: Position | Callable[..., Position | None] | None = None,
     former_defaults: Mapping[str, object] | None = None,
     short_names: Mapping[str, str | tuple[str, ...]] | None = None,
 ) -> Callable[[Callable[P, StateAndStep]], Callable[P, Transform]]: ...
@@ -140,6 +142,7 @@ def leafwise(
     name: str | None = None,
     locality: Locality = Locality.ELEMENT,
     reads_params: ReadsParams = False,
+    position: Position | Callable[..., Position | None] | None = None,
     former_defaults: Mapping[str, object] | None = None,
     short_names: Mapping[str, str | tuple[str, ...]] | None = None,
 ) -> Any:
@@ -159,6 +162,7 @@ def leafwise(
         locality: what a step must see; ELEMENT unless said otherwise, and at least LEAF with a compact dtype.
         reads_params: whether the step takes the parameter; "updated" for the parameter as `apply_updates` leaves it
             with this update. A slot that starts at the parameters needs it too.
+        position: as for `muonfx.transform`.
         former_defaults: as for `muonfx.transform`.
         short_names: as for `muonfx.transform`.
 
@@ -204,6 +208,7 @@ def leafwise(
             name=name,
             locality=find_locality,
             reads_params=bool(reads_params),
+            position=position,
             former_defaults=former_defaults,
             short_names=short_names,
         )

@@ -50,6 +50,7 @@ class NamoState(NamedTuple):
     on_stacks=lambda tx, shapes: (tx, {}),  # the inner transform has a state by leaves of its own
     name_patterns=name_patterns,
     short_names={"betas": ("b1", "b2"), "momentum": "b1", "eps": "eps"},
+    position="sets_size",
 )
 def scale_by_namo(
     inner: Transform,

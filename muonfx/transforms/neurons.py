@@ -46,6 +46,7 @@ class NeuronsState(NamedTuple):
     on_stacks=on_stacks_without_blocks,
     name_patterns=name_patterns,
     former_defaults={"dtype": FORMER_DEFAULT},
+    position=lambda *_, keep_norm, **__: None if keep_norm else "sets_size",
 )
 def normalize_neurons(
     decay: ScalarOrSchedule = 0.95,

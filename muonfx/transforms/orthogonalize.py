@@ -37,6 +37,7 @@ def _with_compute_dtype(tx: Transform, dtype: torch.dtype) -> Transform:
     with_compute_dtype=_with_compute_dtype,
     on_stacks=on_stacks,
     name_patterns=name_patterns,
+    position="sets_size",
 )
 def orthogonalize(
     *,

@@ -98,6 +98,8 @@ def _unchanged(values: PyTree) -> PyTree:
 
 def _check_extras(tx: Transform, extras: Mapping[str, PyTree]) -> None:
     resolved, logits = tx.arguments["heads"], extras.get("max_logits")
+    if resolved != () and "max_logits" in extras:
+        _check_logits(logits)
     if isinstance(resolved, _Members) and logits is not None:
         given = _by_module(logits)
         for own in resolved.members:
@@ -105,7 +107,7 @@ def _check_extras(tx: Transform, extras: Mapping[str, PyTree]) -> None:
 
 
 @transform(
-    locality=Locality.TREE, resolve=_resolve, name_patterns=_patterns, check_extras=_check_extras, wants_downhill=True
+    locality=Locality.TREE, resolve=_resolve, name_patterns=_patterns, check_extras=_check_extras, position="last"
 )
 def qk_clip(
     heads: AttentionHeads | tuple[AttentionHeads, ...],
@@ -139,7 +141,7 @@ def qk_clip(
         alpha: the query's share of the exponent, from 0 to 1.
 
     Raises:
-        TypeError: ``heads`` is something else; at `update`, ``max_logits`` is missing.
+        TypeError: ``heads`` is something else; at `update`, ``max_logits`` is missing or not a dict.
         ValueError: a number is out of range; at `init`, a pattern matches no parameter, or one has not the rows that
             its heads need, or a mask around it hides the queries or the keys of a module; at `update`, ``params`` or an
             entry of ``max_logits`` is missing or has another shape.
@@ -237,6 +239,7 @@ def _factors(
     like: Tensor,
 ) -> dict[str, dict[str, Tensor]]:
     """The factors of each module by kind, one for each head: computed for all modules with the same heads at once."""
+    _check_logits(max_logits)
     given = _by_module(max_logits)
     which = {own.module: own.which for own in members}
     modules = sorted(which, key=lambda module: which[module])
@@ -259,15 +262,24 @@ def _factors(
     return found
 
 
+def _check_logits(max_logits: object) -> None:
+    if not isinstance(max_logits, Mapping):
+        raise TypeError(
+            "qk_clip: max_logits must be a dict with a tensor for each attention module, as "
+            f"muonfx.attention.collect_max_logits collects it, found {max_logits!r}"
+        )
+
+
 def _by_module(max_logits: PyTree) -> dict[str, PyTree]:
     return dict(zip(tree.names(max_logits), tree.leaves(max_logits), strict=True))
 
 
 def _logits_of(module: str, own: AttentionHeads, given: dict[str, PyTree]) -> Tensor:
     logits = given.get(module)
-    if not isinstance(logits, Tensor):
+    if not isinstance(logits, Tensor) or logits.dtype == torch.bool or logits.is_complex():
+        found = f", found {logits!r}" if module in given else did_you_mean(module, given)
         raise ValueError(
-            f"qk_clip: max_logits has no tensor for the module {module!r}{did_you_mean(module, given)}: give the "
+            f"qk_clip: max_logits has no tensor for the module {module!r}{found}: give the "
             f"largest logit of each of its {own.heads} heads, update(..., max_logits={{{module!r}: ...}}), which "
             "muonfx.attention.collect_max_logits collects"
         )

@@ -35,7 +35,7 @@ class DebiasedRmsState(NamedTuple):
     """Second moments, like the parameters, in the pinned dtype; a `CompactState` for a compact one."""
 
 
-@leafwise(short_names={"alpha": "decay", "eps": "eps"})
+@leafwise(short_names={"alpha": "decay", "eps": "eps"}, position="sets_size")
 def scale_by_rms(
     decay: ScalarOrSchedule = 0.9,
     eps: ScalarOrSchedule = 1e-8,
@@ -114,7 +114,7 @@ class FactoredRmsState(NamedTuple):
 
 
 # LEAF also where nothing is factored: that depends on the sides of the whole leaf.
-@transform(locality=Locality.LEAF, reads_params=False)
+@transform(locality=Locality.LEAF, reads_params=False, position="sets_size")
 def scale_by_factored_rms(
     *,
     factored: bool = True,

@@ -22,7 +22,7 @@ from muonfx.tree import Present, PyTree
 __all__ = ["sam", "sam_gradient"]
 
 
-@transform(locality=Locality.TREE, reads_params=lambda rho=0.05, *, adaptive=False: adaptive)
+@transform(locality=Locality.TREE, reads_params=lambda rho=0.05, *, adaptive=False: adaptive, position="sets_size")
 def sam(rho: ScalarOrSchedule = 0.05, *, adaptive: bool = False):
     r"""Turn gradients into the step by which sharpness-aware minimization climbs: $\rho g / \|g\|$.
 

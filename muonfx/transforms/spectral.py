@@ -31,7 +31,7 @@ LARGEST = 3e4
 """The largest Frobenius norm, in thresholds, of a matrix whose singular values are clipped as it is."""
 
 
-@of_matrices()
+@of_matrices(position=None)
 def clip_singular_values(
     threshold: float = 1.0,
     *,

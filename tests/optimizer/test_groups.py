@@ -317,3 +317,57 @@ def test_one_optimizer_for_each_parameter_steps_in_the_backward_pass() -> None:
     _trained(twin, mfx.Muon(twin, lr=0.01))
     for param, wanted in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.allclose(param, wanted, atol=1e-6)  # batches of matrices are of one there
+
+
+ALONE = mfx.scale_by_adam()
+DOWN = mfx.scale_by_learning_rate(0.1)
+
+
+@mfx.transform(locality=mfx.Locality.ELEMENT)
+def of_ones_own():
+    """Says nothing of the direction."""
+    return mfx.scale(-0.1).functions
+
+
+@pytest.mark.parametrize(
+    ("tx", "rising"),
+    [
+        (ALONE, "2 of 2 parameters, such as 'weight'"),
+        (mfx.chain(ALONE, mfx.scale(0.1)), "2 of 2"),
+        (mfx.skip_nonfinite(mfx.accumulate(mfx.chain(ALONE, mfx.master_params(ALONE)), 2)), "2 of 2"),
+        (mfx.chain(mfx.adamw(0.1), mfx.scale(-1.0)), "2 of 2"),
+        (mfx.masked(mfx.adamw(0.1), mfx.select.ndim(2)), "1 of 2 parameters, such as 'bias'"),
+        (mfx.partition({"a": ALONE, "b": mfx.adamw(0.1)}, {"weight": "a", "bias": "b"}), "1 of 2 .* 'weight'"),
+        (mfx.partition({"a": mfx.identity(), "b": mfx.adamw(0.1)}, {"weight": "a", "bias": "b"}), "1 of 2 .* 'weight'"),
+        (mfx.add_updates(DOWN, mfx.scale(0.5)), "2 of 2"),
+        (
+            mfx.chain(mfx.partition({"a": ALONE, "b": DOWN}, {"weight": "a", "bias": "b"}), mfx.momentum()),
+            "1 of 2 .* 'weight'",
+        ),
+    ],
+    ids=repr,
+)
+def test_parameters_that_would_move_uphill_are_warned_of(tx: mfx.Transform, rising: str):
+    with pytest.warns(UserWarning, match=rf"^{rising}.* would move uphill.* scale_by_learning_rate") as caught:
+        mfx.TransformOptimizer(torch.nn.Linear(2, 2), tx)
+    assert [found.filename for found in caught] == [__file__]
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        mfx.scale(-0.1),
+        mfx.scale(torch.tensor(0.1)),  # its sign is not known
+        mfx.prodigy(),
+        mfx.chain(ALONE, of_ones_own()),
+        mfx.stateless(lambda updates, params: mfx.tree.map(torch.neg, updates)),
+        mfx.partition({"a": mfx.set_to_zero(), "b": mfx.adamw(0.1)}, {"weight": "a", "bias": "b"}),
+        mfx.partition({"b": mfx.adamw(0.1)}, {"weight": None, "bias": "b"}),
+        mfx.chain(mfx.masked(ALONE, mfx.select.ndim(2)), DOWN),
+        mfx.conditionally_mask(mfx.adamw(0.1), lambda count: count % 2 == 0),
+        mfx.inject_hyperparams(mfx.schedule_free(DOWN, 0.1)),
+    ],
+    ids=repr,
+)
+def test_nothing_is_said_where_updates_go_downhill_or_may(tx: mfx.Transform):
+    mfx.TransformOptimizer(torch.nn.Linear(2, 2), tx)
