@@ -16,6 +16,13 @@ import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+import torch
+
+if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):  # also in pyproject.toml
+    raise ImportError(
+        f"muonfx needs torch 2.13 or later, found torch {torch.__version__}: pip install --upgrade 'torch>=2.13'"
+    )
+
 from muonfx import attention, checkpoint, checks, polar, program, schedules, select, sharding, tree
 from muonfx.checkpoint import spec
 from muonfx.compact import Compact, CompactState, KeyedCompactState, fp8, int8

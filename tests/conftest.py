@@ -11,7 +11,7 @@ from tests.processes import World
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Collect only ``test_*.py``: a helper has no doctests, and may import a package that `make test` does not install."""
+    """Collect only ``test_*.py``: a helper has no doctests, and may import packages that are not installed."""
     return (collection_path.is_file() and not collection_path.name.startswith("test_")) or None
 
 
