@@ -58,7 +58,7 @@ def start(*arguments: object) -> subprocess.Popen[str]:
 
 def run(*arguments: object) -> tuple[int, str, str]:
     process = start(*arguments)
-    out, err = process.communicate(timeout=240)
+    out, err = process.communicate()
     return process.returncode, out, err
 
 
@@ -240,11 +240,10 @@ def test_ctrl_c_leaves_a_checkpoint_from_which_the_run_goes_on(tmp_path: Path) -
     process = start(
         "--quick", "--optimizer", "muon", "--steps", 150, "--save-every", 3, "--out", stopped, "--checkpoint", kept
     )
-    until = time.monotonic() + 120
-    while not mfx.checkpoint.checkpoints(kept) and process.poll() is None and time.monotonic() < until:
+    while not mfx.checkpoint.checkpoints(kept) and process.poll() is None:
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate()
     assert process.returncode == 130, err
     again = out.split("to go on: ")[1].splitlines()[0]
     done = metrics_of(stopped)["steps_done"]
@@ -253,7 +252,7 @@ def test_ctrl_c_leaves_a_checkpoint_from_which_the_run_goes_on(tmp_path: Path) -
     assert "params/head.weight" in tensors_of(kept)
     assert len(mfx.checkpoint.checkpoints(kept)) <= 2
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(again, shell=True, check=True, capture_output=True, timeout=240, env=environment)
+    subprocess.run(again, shell=True, check=True, capture_output=True, env=environment)
     assert run("--quick", "--optimizer", "muon", "--steps", 150, "--out", whole)[0] == 0
     assert_same_run(stopped, whole, kept)
 
@@ -263,12 +262,10 @@ def test_ctrl_c_leaves_a_checkpoint_from_which_the_run_goes_on(tmp_path: Path) -
 def test_a_killed_run_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     process = start("--quick", "--optimizer", "muon", "--steps", 60, "--save-every", 1, "--out", killed)
-    until = time.monotonic() + 120
     while len(mfx.checkpoint.checkpoints(killed / CHECKPOINTS)) < 2 and process.poll() is None:
-        assert time.monotonic() < until
         time.sleep(0.01)
     process.kill()
-    process.communicate(timeout=120)
+    process.communicate()
     assert process.returncode == -signal.SIGKILL
     assert mfx.checkpoint.verify(mfx.checkpoint.latest(killed / CHECKPOINTS)).step < 60
     assert run("--resume", "--out", killed)[0] == 0
@@ -290,7 +287,6 @@ def torchrun(processes: int, *arguments: object) -> tuple[int, str, str]:
         [*launcher, str(EXAMPLES / "train_gpt.py"), *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=240,
         env=environment,
         check=False,
     )
@@ -350,7 +346,7 @@ def test_two_processes_have_the_losses_of_one_in_every_way(tmp_path: Path) -> No
         for ports in [free_ports(len(ways))]
         for rank in range(2)
     ]
-    said = [process.communicate(timeout=240) for process in both]
+    said = [process.communicate() for process in both]
     assert [process.returncode for process in both] == [0, 0], said[0][1] + said[1][1]
     for way in ways:
         here, alone = losses_beside(tmp_path / way)
