@@ -18,6 +18,11 @@ from typing import TYPE_CHECKING
 
 import torch as torch  # the repr of a value is code in vars(muonfx), and may name a dtype
 
+if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):  # also in pyproject.toml
+    raise ImportError(
+        f"muonfx needs torch 2.13 or later, found torch {torch.__version__}: pip install --upgrade 'torch>=2.13'"
+    )
+
 from muonfx import attention, checkpoint, checks, polar, program, schedules, select, sharding, tree
 from muonfx.arguments import NAMES_HERE
 from muonfx.checkpoint import spec
