@@ -91,9 +91,14 @@ class Muon(TransformOptimizer):
         layout: Layout | Callable[[Mapping[str, Tensor]], Layout] | None = None,
         model: nn.Module | None = None,
     ) -> None:
-        lr, adamw_lr, weight_decay, adamw_weight_decay, momentum = map(
-            scalar, (lr, adamw_lr, weight_decay, adamw_weight_decay, momentum)
-        )
+        numbers = {
+            "lr": lr,
+            "adamw_lr": adamw_lr,
+            "weight_decay": weight_decay,
+            "adamw_weight_decay": adamw_weight_decay,
+            "momentum": momentum,
+        }
+        lr, adamw_lr, weight_decay, adamw_weight_decay, momentum = (scalar(k, v) for k, v in numbers.items())
         if len(betas) != 2:
             raise ValueError(f"betas must be AdamW's two decays, found {betas!r}")
         if not isinstance(params, nn.Module | Mapping):
@@ -114,8 +119,8 @@ class Muon(TransformOptimizer):
             weight_decay=weight_decay,
             adamw_weight_decay=weight_decay if adamw_weight_decay is None else adamw_weight_decay,
             decay=momentum,
-            b1=scalar(betas[0]),
-            b2=scalar(betas[1]),
+            b1=scalar("betas", betas[0]),
+            b2=scalar("betas", betas[1]),
             rule=rule,
             newton_schulz=newton_schulz,
             view=view,

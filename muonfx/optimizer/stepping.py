@@ -50,10 +50,11 @@ class Stepping:
         self._values: list[dict[str, Number]] | None = None
         self.executor = Executor(ALONE, store_of(tx))
         self._node: Node | None = None
+        self._lowered: object = None  # the structure that the node is of: groups that disagree have another one
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what was found out: a copy looks at its own groups."""
-        return {**self.__dict__, "_values": None, "_node": None, "executor": None}
+        return {**self.__dict__, "_values": None, "_node": None, "_lowered": None, "executor": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Find out anew, at the next step."""
@@ -140,8 +141,8 @@ class Stepping:
             return
         members = [list(group["param_names"]) for group in groups]
         self._now = for_groups(self._inner, self._program, fitted(self.tx, values), members).prepare_all()
-        if self._node is None or self._now.structure is not self._inner.structure:
-            self._node = self.executor.program(self._now, params)
+        if self._node is None or self._now.structure is not self._lowered:
+            self._node, self._lowered = self.executor.program(self._now, params), self._now.structure
         self.executor.prepare(self._node, self._now)
         self._values = [dict(group) for group in values]
 

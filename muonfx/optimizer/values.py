@@ -153,9 +153,17 @@ def current_values(groups: Sequence[Group], numbers: Sequence[GroupNumbers]) -> 
     return [own.read(group) for group, own in zip(groups, numbers, strict=True)]
 
 
-def scalar(value: Any) -> Any:
-    """A 0-d view of a tensor of one element, as torch takes such a tensor for a number; anything else as it is."""
-    return value.reshape(()) if isinstance(value, Tensor) and value.ndim and value.numel() == 1 else value
+def scalar(name: str, value: Any) -> Any:
+    """A 0-d view of a tensor of one element, as torch takes such a tensor for a number; other values as they are.
+
+    Raises:
+        ValueError: the tensor has another number of elements.
+    """
+    if not isinstance(value, Tensor):
+        return value
+    if value.numel() != 1:
+        raise ValueError(f"{name} must be a number or a tensor of one element, found shape {tuple(value.shape)}")
+    return value.reshape(()) if value.ndim else value
 
 
 def fitted(tx: Transform, values: Sequence[Mapping[str, Number]]) -> list[dict[str, Number]]:
@@ -176,10 +184,12 @@ def fitted(tx: Transform, values: Sequence[Mapping[str, Number]]) -> list[dict[s
             default = defaults[name]
             shape = tuple(default.shape) if isinstance(default, Tensor) else ()
             if isinstance(value, Tensor):
-                value = value if shape else views.setdefault(id(value), scalar(value))
-                if tuple(value.shape) != shape:
-                    wanted = f"a tensor of shape {shape}" if shape else "a tensor of one element"
-                    raise ValueError(f"{name} must be a number or {wanted}, found shape {tuple(value.shape)}")
+                if not shape:
+                    value = views.setdefault(id(value), scalar(name, value))
+                elif tuple(value.shape) != shape:
+                    raise ValueError(
+                        f"{name} must be a number or a tensor of shape {shape}, found {tuple(value.shape)}"
+                    )
             found[-1][name] = value if isinstance(value, int | float | Tensor) else float(value)
     return found
 
