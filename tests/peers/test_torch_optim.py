@@ -4,10 +4,10 @@ import pytest
 
 pytest.importorskip("expecttest")
 
-from torch.testing._internal.common_optimizers import OptimizerInfo  # noqa: E402
+from torch.testing._internal.common_optimizers import OptimizerInfo
 
-from tests.peers.optimizers import inputs_of  # noqa: E402
-from tests.peers.torch_optim import CHECKS, cases  # noqa: E402
+from tests.peers.optimizers import inputs_of
+from tests.peers.torch_optim import CHECKS, cases
 
 pytestmark = pytest.mark.engines
 
