@@ -284,11 +284,11 @@ class TransformOptimizer(torch.optim.Optimizer):
             given = named_pairs(given)
         given = [given] if isinstance(given, Tensor) else given
         params = [item[-1] if isinstance(item, tuple) else item for item in given]
-        there = {param for group in self.param_groups for param in group["params"]}
         name_of = self._attachment.names_by_tensor()
-        if not params or any(param in there or param not in name_of for param in params):
+        there = {name_of.get(param) for group in self.param_groups for param in group["params"]}
+        names = [name_of[param] for param in params if param in name_of]
+        if not params or len(names) < len(params) or not there.isdisjoint(names):
             return False
-        names = [name_of[param] for param in params]
         numbers = self._numbers_of(self._program, self._routes, names)
         defaults = hyperparams(self.tx)
         values = {name: defaults[name] for name in numbers.names} | numbers.parse(dict(param_group), mirrors=False)
