@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -23,8 +23,10 @@ __all__ = [
     "check_once",
     "defaults_for_schedulers",
     "hyperparams_of",
+    "listed",
     "named_pairs",
     "names_in",
+    "names_of_members",
     "resolve_groups",
     "routes_of",
     "split_by_route",
@@ -92,6 +94,12 @@ def resolve_groups(params: Any, known: Mapping[Tensor, str] | None = None) -> li
     return groups
 
 
+def listed(group: Mapping[str, Any]) -> Group:
+    """A copy of a group whose "params" may be read more than once."""
+    params = group["params"]
+    return {**group, "params": params if isinstance(params, nn.Module | Mapping | Tensor) else list(params)}
+
+
 def check_once(pairs: Iterable[tuple[str, Tensor]]) -> None:
     """Refuse a name for two tensors, and a tensor under two names.
 
@@ -132,6 +140,60 @@ def _named_pair(item: Any, known: Mapping[Tensor, str] | None) -> tuple[str, Ten
         f"expected named parameters, found {type(item).__name__}; pass the model, model.named_parameters(), or the "
         "model beside the tensors (model=): labels, masks and checkpoints go by name"
     )
+
+
+def names_of_members(
+    groups: Sequence[Group], known: Mapping[Tensor, str], expected: Collection[str]
+) -> list[list[str]]:
+    """Find the names of the tensors that are listed in groups.
+
+    Args:
+        groups: of an optimizer, after anything was done to their lists.
+        known: the names of tensors. Another tensor has the name that its place had, unless a known one has it.
+        expected: all names.
+
+    Raises:
+        ValueError: a name is missing or there twice, or a tensor has none.
+    """
+    members: list[list[str]] = []
+    given = [known.get(param) for group in groups for param in group["params"]]
+    taken = {name for name in given if name is not None}
+    for place, group in enumerate(groups):
+        params, former = group["params"], group.get("param_names", ())
+        names: list[str] = []
+        for at, param in enumerate(params):
+            name = known.get(param)
+            if name is None and not former:
+                raise ValueError(
+                    f"param_groups[{place}]: a tensor of shape {tuple(param.shape)} is new: add it by add_param_group"
+                )
+            if name is None and len(former) != len(params):
+                raise ValueError(
+                    f"param_groups[{place}]: {len(params)} params stand in a group of {len(former)} param_names "
+                    f"({', '.join(former[:3])}, ...), and a tensor of shape {tuple(param.shape)} is new: replace each "
+                    "by one, or add_param_group. Under DeepSpeed's ZeRO take muonfx.engines.deepspeed.Muon"
+                )
+            if name is None and (former[at] in taken or former[at] not in expected):
+                raise ValueError(
+                    f"param_groups[{place}]: a tensor of shape {tuple(param.shape)} is new in the place of "
+                    f"{former[at]!r}, which is {'elsewhere' if former[at] in taken else 'unknown'}: put replaced "
+                    "parameters in the places of the former ones, or add_param_group"
+                )
+            names.append(former[at] if name is None else name)
+        members.append(names)
+    times = Counter(name for names in members for name in names)
+    if twice := [name for name, count in times.items() if count > 1]:
+        raise ValueError(
+            f"param_groups: {twice[0]!r} is listed {times[twice[0]]} times and would be stepped on as often: list it "
+            "once"
+        )
+    if absent := [name for name in expected if name not in times]:
+        raise ValueError(
+            f"param_groups: {len(absent)} of {len(expected)} parameters were removed, such as {absent[0]!r}: put them "
+            "back (add_param_group takes them too); a parameter that is not to be trained keeps its place, with "
+            "requires_grad_(False) and .grad = None"
+        )
+    return members
 
 
 def routes_of(program: Program) -> dict[str, Route]:

@@ -13,7 +13,8 @@ from muonfx import polar
 from muonfx.arguments import plain_arguments
 from muonfx.core import Transform
 from muonfx.optimizer.adapter import TransformOptimizer
-from muonfx.optimizer.groups import NamedParameters, named_pairs, names_in, resolve_groups
+from muonfx.optimizer.groups import NamedParameters, listed, named_pairs, names_in, resolve_groups
+from muonfx.optimizer.values import scalar
 from muonfx.recipes import muon_with_adamw
 from muonfx.select import Labels, Predicate, default_labels
 from muonfx.sharding.layout import Layout
@@ -112,8 +113,8 @@ class Muon(TransformOptimizer):
             weight_decay=weight_decay,
             adamw_weight_decay=weight_decay if adamw_weight_decay is None else adamw_weight_decay,
             decay=momentum,
-            b1=betas[0],
-            b2=betas[1],
+            b1=scalar("betas", betas[0]),
+            b2=scalar("betas", betas[1]),
             rule=rule,
             newton_schulz=newton_schulz,
             view=view,
@@ -141,7 +142,10 @@ class Muon(TransformOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, routed as at construction; see `TransformOptimizer.add_param_group`."""
         before = self.tx
+        param_group = listed(param_group)
         if self._ready:
+            if self._take_back(param_group):
+                return
             self._rebind()
             params = param_group["params"]
             if not isinstance(params, nn.Module | Mapping):

@@ -14,7 +14,7 @@ from muonfx.core import Transform
 from muonfx.core.donation import Donation, unshared
 from muonfx.offload.transform import inner_of, store_of
 from muonfx.optimizer.state import Load, on_this_rank
-from muonfx.optimizer.values import Group, GroupNumbers, Number, check_shapes, current_values, unchanged
+from muonfx.optimizer.values import Group, GroupNumbers, Number, current_values, fitted, unchanged
 from muonfx.optimizer.versions import for_groups
 from muonfx.program.buckets import nbytes_of
 from muonfx.program.execute import Executor
@@ -51,10 +51,11 @@ class Stepping:
         self._values: list[dict[str, Number]] | None = None
         self.executor = Executor(ALONE, store_of(tx))
         self._node: Node | None = None
+        self._lowered: object = None  # the structure that the node is of: groups that disagree have another one
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what was found out: a copy looks at its own groups."""
-        return {**self.__dict__, "_values": None, "_node": None, "executor": None}
+        return {**self.__dict__, "_values": None, "_node": None, "_lowered": None, "executor": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Find out anew, at the next step."""
@@ -130,17 +131,19 @@ class Stepping:
             if load.target is not None:
                 load.target.copy_(load.source)
 
+    def regrouped(self) -> None:
+        """Read the groups anew at the next step: parameters have moved between them."""
+        self._values = None
+
     def refresh(self, groups: Sequence[Group], params: Mapping[str, Tensor]) -> None:
         """Build the transforms for the hyperparameters that stand in the groups now, and the pieces they run on."""
         values = current_values(groups, self._numbers)
         if self._values is not None and unchanged(values, self._values):
             return
-        for group in values:
-            check_shapes(self.tx, group)
         members = [list(group["param_names"]) for group in groups]
-        self._now = for_groups(self._inner, self._program, values, members).prepare_all()
-        if self._node is None or self._now.structure is not self._inner.structure:
-            self._node = self.executor.program(self._now, params)
+        self._now = for_groups(self._inner, self._program, fitted(self.tx, values), members).prepare_all()
+        if self._node is None or self._now.structure is not self._lowered:
+            self._node, self._lowered = self.executor.program(self._now, params), self._now.structure
         self.executor.prepare(self._node, self._now)
         self._values = [dict(group) for group in values]
 

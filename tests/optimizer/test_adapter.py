@@ -603,13 +603,15 @@ def test_bad_parameters_and_groups_are_named():
         mfx.TransformOptimizer({"z": torch.zeros(2, dtype=torch.complex64)}, mfx.adamw())
 
 
-def test_a_tensor_for_a_number_must_have_no_dims():
+def test_a_tensor_for_a_number_must_have_one_element():
     model = make_model()
     optimizer = mfx.Muon(model)
-    optimizer.param_groups[0]["lr"] = torch.tensor([0.01])
+    optimizer.param_groups[0]["lr"] = torch.tensor([0.01, 0.02])
     set_grads(model, 0)
     kept = copy.deepcopy(optimizer.state_dict()["state"])
-    with pytest.raises(ValueError, match=r"learning_rate must be a number or a tensor of shape \(\), found \(1,\)"):
+    with pytest.raises(
+        ValueError, match=r"learning_rate must be a number or a tensor of one element, found shape \(2,\)"
+    ):
         optimizer.step()
     for index, leaves in optimizer.state_dict()["state"].items():
         assert_equal(leaves, kept[index])

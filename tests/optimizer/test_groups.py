@@ -137,6 +137,25 @@ def test_the_numbers_of_one_cycle_arrive():
     assert_equal(params_of(model), params_of(twin))
 
 
+@given(rates=st.lists(st.tuples(st.sampled_from([0.0, 0.1, 0.2]), st.sampled_from([0.0, 0.1])), min_size=2, max_size=4))
+def test_groups_may_agree_about_a_number_and_disagree_in_turn(rates: list[tuple[float, float]]):
+    """As schedules do that end at the same rate. Compared with groups that always disagree: with one more of them."""
+    optimizers = []
+    for has_third in (False, True):
+        params = {name: nn.Parameter(torch.ones(3)) for name in "abc"}
+        groups = [{"params": {name: params[name]}, "lr": 0.1} for name in ("abc" if has_third else "ab")]
+        optimizers.append((params, mfx.TransformOptimizer(groups, mfx.lion(0.1))))
+    for step, pair in enumerate(rates):
+        for params, optimizer in optimizers:
+            for group, rate in zip(optimizer.param_groups, (*pair, 0.7), strict=False):
+                group["lr"] = rate
+            for param in params.values():
+                param.grad = torch.arange(3.0) - step
+            optimizer.step()
+    for name in "ab":
+        assert torch.equal(optimizers[0][0][name], optimizers[1][0][name])
+
+
 # ------------------------------------------------------------------------------------------------- earlier versions
 
 
