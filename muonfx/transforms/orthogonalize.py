@@ -10,7 +10,6 @@ from torch import Tensor
 from muonfx import polar
 from muonfx.core import Donation, EmptyState, Transform, transform
 from muonfx.core.contract import NOTHING
-from muonfx.polar.policy import Decided
 from muonfx.transforms._matrices import BlockAxis, Blocks, Dims, MatrixView, matrix_locality, name_patterns, on_stacks
 from muonfx.tree import Present, PyTree
 
@@ -26,15 +25,10 @@ def _rounds_to(tx: Transform, dtype: torch.dtype, device: torch.device) -> torch
     return compute if polar.same_range(dtype, compute) else dtype
 
 
-def _with_compute_dtype(tx: Transform, dtype: torch.dtype) -> Transform:
-    return tx.replace(dtype=Decided(dtype)) if tx.arguments["dtype"] == "auto" else tx
-
-
 @transform(
     locality=matrix_locality,
     reads_params=False,
     rounds_to=_rounds_to,
-    with_compute_dtype=_with_compute_dtype,
     on_stacks=on_stacks,
     name_patterns=name_patterns,
 )
