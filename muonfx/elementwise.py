@@ -35,6 +35,7 @@ __all__ = [
     "norms",
     "peaks",
     "safe_sqrt",
+    "scalar_like",
     "shift",
     "wide_dtype",
 ]
@@ -361,6 +362,20 @@ def peaks(xs: Tensors) -> Tensors:
             for x, both in zip(xs, ends, strict=True)
         ]
     return list(torch._foreach_norm(xs, float("inf")))
+
+
+def scalar_like(number: Scalar, x: Tensor) -> Tensor:
+    """Make a number a 0-d tensor with the dtype and device of `x`.
+
+    Torch divides a Python number by a tensor as number times reciprocal, and promotes the dtype of a 0-d tensor. With
+    both operands as tensors of one dtype, a Python number and a 0-d tensor give the same bits.
+
+    >>> scalar_like(0.5, torch.ones(2, dtype=torch.float64))
+    tensor(0.5000, dtype=torch.float64)
+    """
+    if isinstance(number, Tensor):
+        return number.to(dtype=x.dtype, device=x.device)
+    return torch.full((), number, dtype=x.dtype, device=x.device)
 
 
 def safe_sqrt(x: Tensor) -> Tensor:

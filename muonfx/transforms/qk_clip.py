@@ -234,7 +234,9 @@ def _factors(
             continue
         largest = torch.stack([rows[module] for module in mine])
         exceeds = largest.isfinite() & (largest > tau)
-        gamma = torch.where(exceeds, tau / torch.where(exceeds, largest, 1.0), torch.ones_like(largest))
+        gamma = torch.where(
+            exceeds, ew.scalar_like(tau, largest) / torch.where(exceeds, largest, 1.0), torch.ones_like(largest)
+        )
         groups = gamma.unflatten(1, (own.keys, own.heads // own.keys))
         key = groups.amax(dim=2) ** (1.0 - alpha)
         query = (groups / key.unsqueeze(2)).flatten(1)
