@@ -5,8 +5,8 @@ second) is overwritten and returned: the caller has been given its storage (dona
 torch's ``_foreach_`` operators, which pay Python and launch overhead once for the list; ``torch.func`` transforms and
 autograd, which those operators do not support everywhere, go leaf by leaf. Both ways compute the same formula.
 
-A scalar is a Python number or a 0-d tensor. On CPUs both give the same bits at all magnitudes, so that a number may move
-into the state or follow a schedule. On other devices a sum may round once with a number and twice with a tensor.
+A scalar is a Python number or a 0-d tensor. On CPUs both give the same bits at all magnitudes: a number may move into
+the state or follow a schedule. On other devices a sum may round once with a number and twice with a tensor.
 """
 
 from __future__ import annotations
@@ -94,6 +94,11 @@ def _wants_own(scalar: Scalar, xs: Sequence[Tensor]) -> bool:
     return isinstance(scalar, Tensor) and any(x.ndim == 0 for x in xs) and len({x.dtype for x in xs}) > 1
 
 
+def _would_widen(scalar: Scalar, xs: Sequence[Tensor]) -> bool:
+    """True if a 0-d tensor that `_fit` leaves as it is would widen narrow tensors without dims."""
+    return isinstance(scalar, Tensor) and any(x.ndim == 0 and x.dtype.itemsize < 4 for x in xs)
+
+
 def _rounds_numbers(xs: Sequence[Tensor]) -> bool:
     """True if ``_foreach_mul_`` would first round a number to the tensors' dtype, as torch 2.13 does on CPUs."""
     return any(x.dtype.itemsize < 4 and x.device.type == "cpu" for x in xs)
@@ -163,6 +168,8 @@ def mul(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
         return [x * c for x in xs]
     if _wants_own(c, xs):
         return [mul([x], c, reuse=reuse)[0] for x in xs]
+    if _would_widen(c, xs):
+        return _in_wide(mul, xs, scalar=c, reuse=reuse)
     if reuse and _rounds_numbers(xs):
         c = _fit(c, xs)
         return [x.mul_(c) for x in xs]
@@ -198,6 +205,8 @@ def shift(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
         return [x + c for x in xs]
     if _wants_own(c, xs):
         return [shift([x], c, reuse=reuse)[0] for x in xs]
+    if _rounds_numbers(xs) or _would_widen(c, xs):
+        return _in_wide(shift, xs, scalar=c, reuse=reuse)
     if not reuse:
         c = _fit(c, xs)
         return [x + c for x in xs]
@@ -318,7 +327,7 @@ def clamp(xs: Tensors, low: Scalar, high: Scalar) -> Tensors:
     [tensor([-1.0000,  0.5000])]
     """
     if isinstance(low, Tensor) or isinstance(high, Tensor):
-        return [torch.minimum(torch.maximum(x, torch.as_tensor(low).to(x)), torch.as_tensor(high).to(x)) for x in xs]
+        return [x.clamp(scalar_like(low, x), scalar_like(high, x)) for x in xs]
     return [x.clamp(low, high) for x in xs]
 
 

@@ -17,7 +17,8 @@ from muonfx.polar.products import ProductsLike
 class NewtonSchulz(Options):
     """A Newton-Schulz iteration: its polynomials, and how and in which dtype they are computed.
 
-    The fields are the arguments of `orthogonalize` of these names, with its defaults.
+    The fields are the arguments of `orthogonalize` of these names, with its defaults. A `dtype` of "auto" is at least
+    fp32 where derivatives are taken.
 
     Raises:
         TypeError: a field has the wrong type.

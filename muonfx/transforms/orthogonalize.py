@@ -51,7 +51,8 @@ def orthogonalize(
         coefficients: the name of a set (see `muonfx.polar`), the set itself, or its steps (a, b, c).
         steps: how many steps; None takes the set's own number.
         method: "standard" or "gram"; "auto" takes the cheaper one by shape (`muonfx.polar.explain` says which and why).
-        dtype: what to compute in; "auto" decides by the device. Updates come back in their own dtype.
+        dtype: what to compute in; "auto" decides by the device, and is at least fp32 where derivatives are taken
+            through the transform. Updates are returned in their own dtype.
         products: "batched", "blocks" or "triton", how symmetric products are done; "auto" decides by shape and device.
         newton_schulz: the iteration as one value, in place of the five arguments above.
         dims: which dims of a leaf are rows and which are columns, as `MatrixView` says in full.

@@ -1,5 +1,6 @@
 """A number gives the same bits as an argument, in the state (`inject_hyperparams`), as a tensor and as a schedule."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +20,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:blocks. .*matches none of"),
 ]
 
-SCALES = (1e-45, 1e-38, 1e-30, 1.0, 1e19, 1e20, 1e30, 3e38)
+SCALES = (1e-45, 1e-30, 1.0, 1e20, 3e38)
 """Of gradients: from the least number of fp32 to the largest, past the squares that overflow."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
@@ -56,6 +57,11 @@ def plain(state: Any) -> Any:
         parts = [plain(value) for value in state]
         return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
     return state
+
+
+def moments(state: Any) -> list[Any]:
+    """The state without counts: a transform that takes a schedule itself has one more."""
+    return [found for found in bits(plain(state)) if found is not None and found[0] != torch.int64]
 
 
 def bits(values: Any) -> list[Any]:
@@ -102,7 +108,11 @@ def test_a_number_gives_the_same_bits_wherever_it_is_kept(name: str, tx: mfx.Tra
             for way, change in WAYS.items():
                 found, kept = run(change(tx), params, steps)
                 assert bits(found) == bits(updates), (way, dtype, scale)
-                assert bits(plain(kept)) == bits(plain(state)), (way, dtype, scale)
+                assert moments(kept) == moments(state), (way, dtype, scale)
+
+
+def _behind(function: Any, others: list[list[Tensor]], reuse: bool, xs: list[Tensor], number: Any) -> list[Tensor]:
+    return function(xs, *others, number, reuse=reuse)
 
 
 @pytest.mark.parametrize("reuse", [False, True])
@@ -122,11 +132,11 @@ def test_list_arithmetic_gives_the_same_bits_for_a_number_and_a_tensor(dtype: to
         held = torch.tensor(number, dtype=torch.float64)
         xs, ys, zs = lists(1.0), lists(scale), lists(scale)
         operations: dict[str, Callable[[list[Tensor], Any], list[Tensor]]] = {
-            "mul": lambda own, c: ew.mul(own, c, reuse=reuse),
-            "shift": lambda own, c: ew.shift(own, c, reuse=reuse),
-            "add": lambda own, c: ew.add(own, ys, c, reuse=reuse),
-            "lerp": lambda own, c: ew.lerp(own, ys, c, reuse=reuse),
-            "addcmul": lambda own, c: ew.addcmul(own, ys, zs, c, reuse=reuse),
+            "mul": functools.partial(ew.mul, reuse=reuse),
+            "shift": functools.partial(ew.shift, reuse=reuse),
+            "add": functools.partial(_behind, ew.add, [ys], reuse),
+            "lerp": functools.partial(_behind, ew.lerp, [ys], reuse),
+            "addcmul": functools.partial(_behind, ew.addcmul, [ys, zs], reuse),
             "clamp": lambda own, c: ew.clamp(own, -abs(c), abs(c)),
         }
         for name, operation in operations.items():
