@@ -171,7 +171,9 @@ def test_auto_is_at_least_fp32_where_derivatives_are_taken_and_nowhere_else() ->
     for take in taken:
         torch.testing.assert_close(take(orthogonalize), take(fp32), rtol=0, atol=0)
     assert grad(lambda z: orthogonalize(z.to(torch.bfloat16))[0, 0].float())(x).isfinite().all()
-    assert torch.equal(grad(lambda z: bf16(z)[0, 0])(x), grad(lambda z: orthogonalize(z, dtype=torch.bfloat16)[0, 0])(x))
+    assert torch.equal(
+        grad(lambda z: bf16(z)[0, 0])(x), grad(lambda z: orthogonalize(z, dtype=torch.bfloat16)[0, 0])(x)
+    )
 
 
 @pytest.mark.usefixtures("has_bf16")
