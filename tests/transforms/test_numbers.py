@@ -68,10 +68,11 @@ def bits(values: Any) -> list[Any]:
     """The leaves, with one bit pattern for all NaNs: which of two NaNs a sum keeps is up to the kernel."""
     found: list[Any] = []
     for leaf in mfx.tree.leaves(values):
-        wide = leaf if leaf is None or not leaf.is_floating_point() else leaf.double()
-        found.append(
-            None if leaf is None else (leaf.dtype, torch.where(wide.isnan(), math.nan, wide).numpy().tobytes())
-        )
+        if leaf is None:
+            found.append(None)
+            continue
+        wide = leaf.double() if leaf.is_floating_point() else leaf
+        found.append((leaf.dtype, torch.where(wide.isnan(), math.nan, wide).to(wide.dtype).numpy().tobytes()))
     return found
 
 
