@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._C._functorch import TransformType
+from torch._C._functorch import TransformType, get_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
 from torch.autograd import forward_ad
 
 from muonfx.polar.iteration import newton_schulz, newton_schulz_with_tensor
@@ -100,7 +100,7 @@ def _in_derivative() -> bool:
     if not torch._C._are_functorch_transforms_active():
         return False
     taking = (TransformType.Grad, TransformType.Jvp)
-    return any(level.key() in taking for level in torch._C._functorch.get_interpreter_stack() or ())
+    return any(level.key() in taking for level in get_interpreter_stack() or ())
 
 
 def outside_autocast(function: Callable[..., torch.Tensor], x: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
