@@ -77,6 +77,9 @@ def load(
         CorruptError: the checkpoint is damaged; the message names the file, the leaf, and an older good checkpoint.
         FormatError: it was written by a newer version of muonfx.
 
+    Warns:
+        UserWarning: the transform's matrix products were computed in another dtype than they are now.
+
     Example:
         >>> import tempfile
         >>> import muonfx as mfx

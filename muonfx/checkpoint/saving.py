@@ -42,7 +42,8 @@ def save(
         path: where; `step_path` names one for each step. A checkpoint that is there is replaced at the end.
         state: a tree of tensors of any dtype and device, such as ``tx.init`` and ``tx.update`` return; None for none.
             Leaves that share storage are written one by one. At most one leaf is copied at a time.
-        tx: the transform: its fingerprint and code are noted, and the fingerprint is compared on load. Where
+        tx: the transform: its fingerprint, its code and the dtypes of its matrix products are noted. On load the
+            fingerprint is compared, and other dtypes of products are a warning. Where
             `muonfx.sharding.sharded` made it, ``state`` and ``params`` are this rank's, and all ranks call this
             together: the whole tensors are stored, as one process would store them.
         params: parameters, to go into the same checkpoint.

@@ -108,7 +108,6 @@ class Declaration:
     reads_params: bool | Callable[..., bool] = True
     resolve: Callable[[Any, PyTree], Transform] | None = None
     rounds_to: Callable[[Any, torch.dtype, torch.device], torch.dtype] | None = None
-    with_compute_dtype: Callable[[Any, torch.dtype], Transform] | None = None
     on_stacks: Callable[[Any, Mapping[str, tuple[int, ...]]], tuple[Transform, dict[str, tuple[int, int]]]] | None = (
         None
     )
@@ -141,7 +140,7 @@ class Declaration:
             )
         if self.rest not in (None, "dropped", "unchanged"):
             raise ValueError(f'transform: rest must be "dropped", "unchanged" or None, found {self.rest!r}')
-        for option in ("resolve", "rounds_to", "with_compute_dtype", "on_stacks", "name_patterns", "check_extras"):
+        for option in ("resolve", "rounds_to", "on_stacks", "name_patterns", "check_extras"):
             function = getattr(self, option)
             if function is not None and not callable(function):
                 raise TypeError(f"transform: {option} must be a function or None, found {function!r}")

@@ -36,7 +36,6 @@ def transform(
     reads_params: bool | Callable[..., bool] = True,
     resolve: Callable[[Any, PyTree], Transform] | None = None,
     rounds_to: Callable[[Any, torch.dtype, torch.device], torch.dtype] | None = None,
-    with_compute_dtype: Callable[[Any, torch.dtype], Transform] | None = None,
     on_stacks: Callable[[Any, Mapping[str, tuple[int, ...]]], tuple[Transform, dict[str, tuple[int, int]]]]
     | None = None,
     name_patterns: Callable[[Any], Iterable[NamePatterns]] | None = None,
@@ -64,7 +63,6 @@ def transform(
     reads_params: bool | Callable[..., bool] = True,
     resolve: Callable[[Any, PyTree], Transform] | None = None,
     rounds_to: Callable[[Any, torch.dtype, torch.device], torch.dtype] | None = None,
-    with_compute_dtype: Callable[[Any, torch.dtype], Transform] | None = None,
     on_stacks: Callable[[Any, Mapping[str, tuple[int, ...]]], tuple[Transform, dict[str, tuple[int, int]]]]
     | None = None,
     name_patterns: Callable[[Any], Iterable[NamePatterns]] | None = None,
@@ -92,7 +90,6 @@ def transform(
     reads_params: bool | Callable[..., bool] = True,
     resolve: Callable[[Any, PyTree], Transform] | None = None,
     rounds_to: Callable[[Any, torch.dtype, torch.device], torch.dtype] | None = None,
-    with_compute_dtype: Callable[[Any, torch.dtype], Transform] | None = None,
     on_stacks: Callable[[Any, Mapping[str, tuple[int, ...]]], tuple[Transform, dict[str, tuple[int, int]]]]
     | None = None,
     name_patterns: Callable[[Any], Iterable[NamePatterns]] | None = None,
@@ -140,9 +137,6 @@ def transform(
             decided that names and shapes decide, so that it can be used on pieces of them. The state stays as it is.
         rounds_to: ``(transform, dtype, device) -> dtype``: what updates of a dtype are rounded to before anything else
             is done with them; the result has no more digits than that either.
-        with_compute_dtype: ``(transform, dtype) -> transform``: the same with its dtype of "auto", if it has one,
-            decided: float64 stays float64, all else is computed in this dtype. Ranks decide together, since on CPUs
-            "auto" is a measurement. Its numbers stay as they are.
         on_stacks: ``(transform, shapes) -> (transform, matrices)``: of some leaves, by name, those that are independent
             matrices one behind another in memory, with the shape of one, and the same transform for these leaves as
             stacks ``(how many, rows, columns)``. None: the leading dims of locality MATRIX, no others.
@@ -211,7 +205,6 @@ def transform(
         reads_params=reads_params,
         resolve=resolve,
         rounds_to=rounds_to,
-        with_compute_dtype=with_compute_dtype,
         on_stacks=on_stacks,
         name_patterns=name_patterns,
         check_extras=check_extras,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._C._functorch import TransformType, get_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
 from torch.autograd import forward_ad
 
 from muonfx.polar.iteration import newton_schulz, newton_schulz_with_tensor
@@ -13,6 +14,7 @@ from muonfx.polar.policy import SUPPORTED, Plan
 from muonfx.polar.polynomials import Polynomials
 from muonfx.polar.products import Buffered
 from muonfx.polar.scaling import frobenius_normalized, normalize_, row_normalized
+from muonfx.polar.symbols import called_once
 from muonfx.polar.workspace import Workspace
 
 _LARGE = 1 << 16  # elements from which a pass over one matrix costs more than a call
@@ -73,6 +75,32 @@ def is_watched(*xs: torch.Tensor) -> bool:
     if forward_ad._current_level >= 0:  # within forward_ad.dual_level(), a tensor may carry a tangent
         return True
     return torch.is_grad_enabled() and any(x.requires_grad for x in xs)
+
+
+def is_differentiated(*xs: torch.Tensor) -> bool:
+    """True if derivatives are taken: in a transform of `torch.func` that takes them, in forward mode or by autograd.
+
+    `torch.func.vmap` takes none.
+
+    >>> is_differentiated(torch.zeros(2)), is_differentiated(torch.zeros(2, requires_grad=True))
+    (False, True)
+    >>> jvp = lambda x: torch.func.jvp(lambda y: y + is_differentiated(y), (x,), (x,))[0]
+    >>> torch.func.vmap(lambda x: x + is_differentiated(x))(torch.zeros(1)), torch.func.vmap(jvp)(torch.zeros(1))
+    (tensor([0.]), tensor([1.]))
+    """
+    if _in_derivative():
+        return True
+    return torch.is_grad_enabled() and any(x.requires_grad for x in xs)
+
+
+@called_once  # a compiler enters the same levels while it traces, and guards them
+def _in_derivative() -> bool:
+    if forward_ad._current_level >= 0:
+        return True
+    if not torch._C._are_functorch_transforms_active():
+        return False
+    taking = (TransformType.Grad, TransformType.Jvp)
+    return any(level.key() in taking for level in get_interpreter_stack() or ())
 
 
 def outside_autocast(function: Callable[..., torch.Tensor], x: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:

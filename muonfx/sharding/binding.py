@@ -39,7 +39,7 @@ class Binding:
         layout: who holds what.
         settings: what the caller has chosen.
         store: where the state lies.
-        compute: what a dtype of "auto" stands for on all ranks, by the kind of device; empty until they have agreed.
+        compute: the dtype that plans take "auto" to be, the same on all ranks, by the kind of device.
     """
 
     layout: Layout
@@ -101,8 +101,8 @@ class Binding:
         kind = torch.device("cpu") if device.type == "meta" else self.store.device(device)
         key = (tuple(names), tuple((name, tx.treedef) for name, tx in run), str(kind))
         if key not in self._plans:
-            # On a CPU "auto" is a measurement, and who owns what must not depend on one: balance as for fp32.
-            compute = torch.float32 if kind.type == "cpu" else compute_dtype(torch.float32, kind)
+            # Ranks may be machines of different kinds, and must make the same plan: as they have agreed.
+            compute = self.compute.get(kind.type) or compute_dtype(torch.float32, kind)
             self._plans[key] = plan_run(run, names, self.layout, kind, self.settings, compute)
         return self._plans[key]
 

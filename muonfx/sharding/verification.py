@@ -10,8 +10,9 @@ import torch
 
 from muonfx import checks, tree
 from muonfx.core import Transform
+from muonfx.core.precision import product_dtypes
 from muonfx.polar import compute_dtype
-from muonfx.polar.rates import in_use
+from muonfx.polar.hardware import cpu_has_bf16
 from muonfx.sharding.binding import Binding
 from muonfx.sharding.consensus import (
     DTYPES,
@@ -37,7 +38,7 @@ PROBLEMS = (TypeError, ValueError, AttributeError, KeyError, OSError, ShardingEr
 
 
 def verify_ranks(binding: Binding, tx: Transform, params: PyTree, problem: Exception | None = None) -> None:
-    """Require that all ranks have the same chain, parameters, layout and versions; agree on what "auto" stands for.
+    """Require that all ranks have the same chain, parameters, layout, versions and dtypes of products.
 
     All ranks call it together. They compare digests, in one all-reduce of fixed size; what differs is told only then.
 
@@ -45,8 +46,8 @@ def verify_ranks(binding: Binding, tx: Transform, params: PyTree, problem: Excep
         ShardingError: they have not, or something is wrong on another rank.
 
     Warns:
-        UserWarning: the ranks run different versions of torch or kinds of machine and hold copies of parameters; they
-            measure differently what "auto" stands for; functions of the chain have captured different values.
+        UserWarning: the ranks run different versions of torch or kinds of machine and hold copies of parameters;
+            functions of the chain have captured different values.
     """
     layout = binding.layout
     try:
@@ -76,13 +77,12 @@ def _compared(
     fastest: torch.dtype,
     problem: Exception | None,
 ) -> torch.dtype:
-    """Compare with the other ranks; the dtype that "auto" stands for on all of them."""
+    """Compare with the other ranks; the dtype that plans take "auto" to be, on all of them."""
     layout = binding.layout
     assert layout.group is not None
     names = zip(tree.names(local), tree.leaves(local), strict=True)
     # Where this rank runs what every rank runs for itself; on other hardware the last bit may be another.
     machine: Facts = {"": f"torch {torch.__version__}, {_machine(device)}"}
-    measured: Facts = {"": str(fastest)}
     captured: Facts = {"values": captured_by(tx)}
     own = compare(
         {
@@ -97,27 +97,17 @@ def _compared(
             "kinds of device to compute on": device.type,
             "settings": repr(binding.settings),
             "settings of torch": _settings_of_torch(),
-            "rates of products": in_use(),
+            # Machines may resolve "auto" differently; a dtype that the chain gives is the same everywhere.
+            'dtypes for "auto" (give each such transform a dtype, for example dtype=torch.float32)': product_dtypes(
+                tx, [leaf.dtype for leaf in tree.leaves(local) if leaf is not None], device
+            ),
         },
         layout.group,
         problem,
         {"dtype": DTYPES.index(fastest), "machine": number_of(machine), "captured": number_of(captured)},
     )
-    least, most = own["dtype"]
-    if least != most:
-        # On CPUs it is a measurement, which may come out differently: fp32 suits all.
-        odd, here, there = _told(measured, layout)
-        if device.type != "cpu":
-            raise ShardingError(
-                f"the ranks' devices compute in different dtypes, {here} on rank 0 and {there} on {odd}: give "
-                "orthogonalize a dtype"
-            )
+    if own["dtype"][0] != own["dtype"][1]:  # no transform of the chain has "auto": only plans depend on it
         fastest = torch.float32
-        warn_together(
-            f'a dtype of "auto" was measured to be {here} on rank 0 and {there} on {odd}: all ranks compute in fp32. '
-            'Give orthogonalize a dtype to choose; a transform of your own that calls muonfx.polar with "auto" must',
-            layout.group,
-        )
     if own["machine"][0] != own["machine"][1] and any(cut.copies for cut in layout.pieces.values()):
         odd, here, there = _told(machine, layout)
         warn_together(
@@ -154,7 +144,8 @@ def _machine(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type == "cpu":
-        return f"CPU with {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+        bf16 = "with" if cpu_has_bf16() else "without"
+        return f"CPU with {torch.backends.cpu.get_cpu_capability()}, {bf16} bf16, {torch.get_num_threads()} threads"
     return device.type
 
 

@@ -99,7 +99,7 @@ def normalize_by_update_norm(scale_factor: ScalarOrSchedule = 1.0, eps: ScalarOr
         at = Present(updates)
         leaves = at.pick(updates)
         norm = ew.safe_sqrt(sum_over_leaves(squared_norms(updates))) + eps  # also without leaves: all ranks take part
-        factor = scale_factor / torch.where(norm == 0, 1.0, norm)
+        factor = ew.scalar_like(scale_factor, norm) / torch.where(norm == 0, 1.0, norm)
         return at.fill(ew.cast_like(ew.mul(leaves, factor, reuse=donate.updates), leaves)), state
 
     return no_state, update

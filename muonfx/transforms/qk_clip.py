@@ -253,9 +253,11 @@ def _factors(
             continue
         largest = torch.stack([rows[module] for module in mine])
         exceeds = largest.isfinite() & (largest > tau)
-        gamma = torch.where(exceeds, tau / torch.where(exceeds, largest, 1.0), torch.ones_like(largest))
+        gamma = torch.where(
+            exceeds, ew.scalar_like(tau, largest) / torch.where(exceeds, largest, 1.0), torch.ones_like(largest)
+        )
         groups = gamma.unflatten(1, (own.keys, own.heads // own.keys))
-        key = groups.amax(dim=2) ** (1.0 - alpha)
+        key = torch.pow(groups.amax(dim=2), ew.scalar_like(1.0 - alpha, groups))
         query = (groups / key.unsqueeze(2)).flatten(1)
         kinds = {"query": query.unbind(), "key": key.unbind(), "rotary": gamma.unbind()}
         found |= {module: {kind: every[i] for kind, every in kinds.items()} for i, module in enumerate(mine)}

@@ -183,7 +183,7 @@ def scale_by_factored_rms(
     ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
         wide = ew.wide_dtype(leaf.dtype, whole.dtype)
         u, decay = leaf.to(wide), decay.to(wide)
-        square = u.square() + eps
+        square = u.square() + ew.scalar_like(eps, u)  # a leaf without dims would take a tensor's dtype
         found = dims_of(tuple(leaf.shape))
         if found is None:
             moment = decay * whole.to(wide) + (1.0 - decay) * square
