@@ -95,8 +95,6 @@ def _segments(plan: sharding.Plan) -> list[tuple[str, int, float, bool]]:
         for share in run.shares:
             ranks = range(plan.size) if share.owner is None else (share.owner,)
             found += [(share.name, rank, share.cost, share.owner is None) for rank in ranks]
-        for share in run.spread:
-            found += [(share.name, leg.ranks[0], share.cost * leg.numel / share.numel, True) for leg in share.legs]
     return found
 
 

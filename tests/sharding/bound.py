@@ -55,9 +55,6 @@ def auto_is_of_the_program(here: Here) -> dict[str, bool]:
 
         everyone = sharding.replicated(params, here.group)
         alone = sharding.zero(params, own)
-        rows = sharding.from_dtensors(
-            {name: distribute_tensor(leaf, here.mesh, [Shard(1)], src_data_rank=None) for name, leaf in params.items()}
-        )
         flat = sharding.zero(params, here.group, partition="flat")
         found["everyone"] = same(step(everyone, replicas="everyone"), narrow)
         found["a group alone, after the other"] = same(step(alone), outside)
@@ -66,8 +63,6 @@ def auto_is_of_the_program(here: Here) -> dict[str, bool]:
         found["owner"] = same(step(flat), narrow)
         found["offloaded"] = same(step(flat, mfx.sharding.offload(tx, "cpu")), narrow)
         found["within a wrapper"] = same(step(flat, mfx.skip_nonfinite(mfx.inject_hyperparams(tx))), narrow)
-        gram = step(rows, mfx.orthogonalize(), gram=True)
-        found["gram"] = max(float((gram[name] - narrow[name]).abs().max()) for name in params) < 1e-4
         doubles = {name: leaf.double() for name, leaf in params.items()}
         wide = sharding.zero(doubles, here.group, partition="flat")
         params_of_doubles = {name: polar.orthogonalize(leaf) for name, leaf in doubles.items()}

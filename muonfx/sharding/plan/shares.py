@@ -124,7 +124,7 @@ class Share:
         return tuple(boxes_of_interval(self.whole, self.start, self.stop))
 
     def _sender(self, ranks: tuple[int, ...]) -> int:
-        return ranks[0] if self.route == "gram" else nearest(ranks, self.owner or 0)
+        return nearest(ranks, self.owner or 0)
 
     def moves(self, rank: int) -> Moves:
         """The transfers of a rank."""

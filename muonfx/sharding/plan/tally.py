@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import BUFFERS_PER_BUCKET, Plan, RunPlan
-from muonfx.sharding.plan.cost import Cost, newton_schulz_cost
+from muonfx.sharding.plan.cost import Cost
 from muonfx.sharding.plan.mesh import Setting
 
 __all__ = ["OURS", "Scheme", "Tally", "Wire"]
@@ -107,13 +107,6 @@ def _work(on: Setting, run: RunPlan) -> dict[tuple[int, Cost], list[float]]:
         done = work.setdefault((min(shape), on.cost(shape)), [0.0] * run.size)
         for rank in range(run.size) if owner is None else (owner,):
             done[rank] += number
-    for share in run.spread:  # ranks share the long products and repeat the small ones; the largest piece counts
-        rows, columns = share.whole
-        cost = newton_schulz_cost((rows, columns), on.device, held=on.dtype, dtype=on.dtype, method="gram")
-        part = 1 - cost.long_share * (1 - max(leg.numel for leg in share.legs) / share.numel)
-        key = min(rows, columns), cost._replace(flops=cost.flops * part, load=cost.load * part)
-        done = work.setdefault(key, [0.0] * run.size)
-        done[:] = [number + 1 for number in done]
     return work
 
 
@@ -128,8 +121,6 @@ def _exchanged(run: RunPlan) -> tuple[int, int]:
         for share in shares:
             held[share.owner] += share.numel * run.specs[share.name].dtype.itemsize
         fullest = max(fullest, *held.values(), 0)
-    if run.spread:  # the largest elements, the norms, and the Gram matrices of all, stage by stage
-        exchanges += 2 + max(run.stages_of(share) for share in run.spread)
     return exchanges, fullest
 
 
@@ -154,20 +145,11 @@ def _ours(name: str, layout: str, about: str, **settings: Any) -> Scheme:
 def _tally(on: Setting, layout: str, settings: Mapping[str, Any]) -> Tally | None:
     if layout == "fsdp2" and on.mesh.pieces == 1:
         return None
-    gram = settings.get("gram", False)
-    if gram and on.mesh.dp > 1:  # a piece that several replicas hold goes to an owner: the same plan once more
-        return None
-    plan = on.plan(layout, **settings)
-    if gram and not any(run.spread for run in plan.runs):
-        return None
-    return of_plan(on, on.layout(layout), plan)
+    return of_plan(on, on.layout(layout), on.plan(layout, **settings))
 
 
 OURS = (
     _ours("owner", "fsdp2", "one of a matrix's holders gets it, computes, sends all holders their pieces"),
-    _ours(
-        "owner or Gram", "fsdp2", "sums of small Gram matrices, where they are fewer bytes; else an owner", gram=True
-    ),
     _ours("whole parameters", "zero-whole", "who keeps a matrix has all of it and computes it"),
     _ours("owner, flat cuts", "zero-flat", "matrices across a cut go to one of their holders and back"),
     _ours("split", "ddp", "each matrix at one rank, results to all", replicas="split"),
