@@ -12,10 +12,10 @@ from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
+from benchmarks.simulator.mesh import Setting
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import BUFFERS_PER_BUCKET, Plan, RunPlan
 from muonfx.sharding.plan.cost import Cost
-from muonfx.sharding.plan.mesh import Setting
 
 __all__ = ["OURS", "Scheme", "Tally", "Wire"]
 

@@ -8,8 +8,8 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from muonfx.sharding.plan.mesh import Setting
-from muonfx.sharding.plan.tally import Scheme, Tally
+from benchmarks.simulator.mesh import Setting
+from benchmarks.simulator.tally import Scheme, Tally
 
 __all__ = ["Cluster", "Row", "rows", "table"]
 

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muonfx.sharding.plan.__main__ import main
+from benchmarks.simulator.__main__ import main
+from benchmarks.simulator.mesh import Mesh, Setting
+from benchmarks.simulator.models import MODELS, from_shapes, model
+from benchmarks.simulator.report import WIDTH, Cluster, rows
+from benchmarks.simulator.tally import OURS, Tally
 from muonfx.sharding.plan.assignment import BUFFERS_PER_BUCKET
-from muonfx.sharding.plan.mesh import Mesh, Setting
-from muonfx.sharding.plan.models import MODELS, from_shapes, model
-from muonfx.sharding.plan.report import WIDTH, Cluster, rows
-from muonfx.sharding.plan.tally import OURS, Tally
-from tests.sharding.plan.pretended import SETTINGS, setting
+from tests.benchmarks.simulator.pretended import SETTINGS, setting
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 BY_NAME = {scheme.name: scheme for scheme in OURS}
@@ -421,12 +421,3 @@ def test_groups_within_a_node_are_faster():
 
     assert wire("--node", "4") == pytest.approx(7.5 * wire())
     assert wire("--bandwidth", "600,1") == pytest.approx(wire() / 2)
-
-
-def test_the_page_shows_what_the_program_prints():
-    """Each block that begins with the command holds its output."""
-    page = (DOCS / "sharding-on-paper.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```text\n\$ python -m muonfx\.sharding\.plan (.*?)\n(.*?)```", page, flags=re.S)
-    assert blocks
-    for arguments, output in blocks:
-        assert output == printed(*arguments.split()), f"run it with {arguments} and put the output into the page"

@@ -3,8 +3,8 @@
 import torch
 from hypothesis import strategies as st
 
-from muonfx.sharding.plan.mesh import Mesh, Setting
-from muonfx.sharding.plan.models import Kind, Model
+from benchmarks.simulator.mesh import Mesh, Setting
+from benchmarks.simulator.models import Kind, Model
 
 
 def setting(mesh: Mesh, shapes: list[tuple[int, int]], experts: int = 0) -> Setting:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from benchmarks.simulator.models import Kind, Model
 from muonfx.core import Transform
 from muonfx.partition import partition
 from muonfx.sharding.cut import Places
@@ -24,7 +25,6 @@ from muonfx.sharding.layouts import Partition, Placed, on_mesh, replicated, zero
 from muonfx.sharding.plan.assignment import Plan, plan_for
 from muonfx.sharding.plan.balance import lower_bound
 from muonfx.sharding.plan.cost import Cost, newton_schulz_cost
-from muonfx.sharding.plan.models import Kind, Model
 from muonfx.transforms.adam import scale_by_adam
 from muonfx.transforms.orthogonalize import orthogonalize
 
@@ -102,7 +102,7 @@ class Parameter(NamedTuple):
 class Setting:
     """A model, the ranks that train it, and the numbers that a plan of Muon follows from.
 
-    >>> from muonfx.sharding.plan.models import model
+    >>> from benchmarks.simulator.models import model
     >>> on = Setting(model("gpt2-xl"), Mesh(shard=8))
     >>> len(on.matrices), on.layout("fsdp2"), on.plan("fsdp2").size
     (192, <from_dtensors of 339 parameters over 8 ranks>, 8)
