@@ -151,7 +151,6 @@ class Definition:
     """The parameters whose annotation says float, where an int is made one."""
     name: str | None
     """The public name, if one was declared."""
-    former_defaults: Mapping[str, object]
     """By argument, a default of an earlier version that means the same state."""
     remembers: bool
     """True if the constructor takes the memory of its structure."""
@@ -405,9 +404,9 @@ class Recorded:
 
         Numeric arguments do not count: two values with one fingerprint have states of one meaning, so a run may resume
         with another learning rate. It is the same in every process and does not change when code moves or an argument
-        with a default is added. What stands before the colon is the version of this rule; 0.1 had none.
+        with a default is added.
         """
-        return f"2:{hashlib.sha256(_structure(self).encode()).hexdigest()[:16]}"
+        return hashlib.sha256(_structure(self).encode()).hexdigest()[:16]
 
 
 def make_factory(
@@ -416,7 +415,6 @@ def make_factory(
     declaration: object = None,
     *,
     name: str | None = None,
-    former_defaults: Mapping[str, object] | None = None,
     remembers: bool = False,
     transparent: bool = False,
     part_names: Callable[[Recorded], Sequence[str]] | None = None,
@@ -428,14 +426,13 @@ def make_factory(
         constructor: the function.
         declaration: what the kind wants to know of the constructor, as `Definition.declaration`.
         name: as in `muonfx.transform`.
-        former_defaults: as there.
         remembers: as there.
         transparent: as in `Definition`.
         part_names: as there.
 
     Raises:
-        ValueError: ``name`` is not made of identifiers and dots, ``former_defaults`` is described for what is no
-            argument with a default, or the constructor does not take all that one of its options stands for.
+        ValueError: ``name`` is not made of identifiers and dots, or the constructor does not take all that one of its
+            options stands for.
     """
     if name is not None and not (isinstance(name, str) and all(part.isidentifier() for part in name.split("."))):
         raise ValueError(f"name must be identifiers with dots between them, such as 'acme.my_momentum', found {name!r}")
@@ -458,10 +455,6 @@ def make_factory(
                 f"{constructor.__name__}: {argument} stands for {', '.join(missing)}, which it does not take"
             )
         del parameters[argument]
-    former = dict(former_defaults or {})
-    for argument in former:
-        if argument not in parameters or parameters[argument].default is inspect.Parameter.empty:
-            raise ValueError(f"former_defaults: {constructor.__name__} has no argument {argument!r} with a default")
     factory.definition = Definition(
         constructor,
         parameters,
@@ -470,7 +463,6 @@ def make_factory(
         {argument: numbers_of_schedules(kinds) for argument, kinds in kinds_of(parameters, constructor).items()},
         floats_of(parameters, constructor),
         name,
-        former,
         remembers,
         transparent,
         part_names,
@@ -621,8 +613,6 @@ def _structure(value: Recorded) -> str:
 def told_arguments(value: Recorded) -> dict[str, str]:
     """The arguments that are neither numbers nor as by default, as texts that are the same in every process.
 
-    A default that the factory had before, and declares as a former one, counts as the default.
-
     >>> import muonfx as mfx
     >>> told_arguments(mfx.momentum(0.5, nesterov=False))
     {'nesterov': 'False'}
@@ -630,12 +620,7 @@ def told_arguments(value: Recorded) -> dict[str, str]:
     parts = iter(value.parts)
     written = {name: _text(item, parts) for name, item in value.structure.skeleton.items()}
     definition = value.factory.definition
-    former = definition.former_defaults
-    return {
-        name: text
-        for name, text in written.items()
-        if text != _default_text(definition, name) and not (name in former and text == text_of(former[name]))
-    }
+    return {name: text for name, text in written.items() if text != _default_text(definition, name)}
 
 
 def _text(skeleton: object, parts: Iterator[object]) -> str:

@@ -201,19 +201,3 @@ def test_texts_hold_no_address_and_no_order_of_a_set():
     assert "0x" not in text_of(Thing()) + text_of(functools.partial(Thing().__eq__)) + text_of(torch.relu)
     assert text_of({3, 1, 2}) == text_of({2, 3, 1}) == "{1,2,3}"
     assert issubclass(mfx.Transform, Recorded)
-
-
-def test_a_former_default_is_of_the_same_fingerprint_and_no_other_value_is():
-    def make(former: Any) -> Any:
-        @mfx.transform(name="acme.held", former_defaults=former)
-        def held(kind: str = "wide"):
-            return lambda params: mfx.EmptyState(), lambda updates, state, params=None: (updates, state)
-
-        return held
-
-    before, today = make(None), make({"kind": "narrow"})
-    assert today("narrow").fingerprint == today().fingerprint == before().fingerprint != today("other").fingerprint
-    assert before("narrow").fingerprint != before().fingerprint
-    for wrong in ({"sort": "narrow"}, {"kindd": 1}):
-        with pytest.raises(ValueError, match=r"former_defaults: held has no argument '(sort|kindd)' with a default"):
-            make(wrong)

@@ -11,7 +11,6 @@ import torch
 
 from muonfx import tree
 from muonfx.checkpoint.errors import MismatchError, first_ones
-from muonfx.checkpoint.fingerprints import fingerprint_0_1, is_of_0_1
 from muonfx.checkpoint.names import is_leaf, named_leaves, named_tensors
 from muonfx.checks import check_tree
 from muonfx.core import Transform
@@ -54,7 +53,6 @@ class StateSpec:
     chain: str | None = None
     _treedef: Any = field(default=None, repr=False)
     _names: tuple[str, ...] = field(default=(), repr=False)
-    _fingerprint_0_1: str | None = field(default=None, repr=False, compare=False)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.leaves)
@@ -143,16 +141,7 @@ class StateSpec:
 
     def of_chain(self, tx: Transform) -> StateSpec:
         """The same leaves as those of a transform, which a load then compares with the checkpoint's."""
-        return replace(
-            self,
-            fingerprint=tx.fingerprint,
-            chain=repr(strip_transparent(tx)),
-            _fingerprint_0_1=fingerprint_0_1(strip_transparent(tx)),
-        )
-
-    def has_fingerprint(self, fingerprint: str) -> bool:
-        """Tell whether a fingerprint, of this version or of 0.1, is that of the transform."""
-        return fingerprint == (self._fingerprint_0_1 if is_of_0_1(fingerprint) else self.fingerprint)
+        return replace(self, fingerprint=tx.fingerprint, chain=repr(strip_transparent(tx)))
 
     def unflatten(self, leaves: dict[str, Any]) -> PyTree:
         """Put leaves, by name, into the structure of the state; what is not given is None."""

@@ -43,7 +43,6 @@ def transform(
     turns_downhill: bool | Callable[..., bool] = False,
     wants_uphill: bool | Literal["or_refuses"] = False,
     wants_downhill: bool = False,
-    former_defaults: Mapping[str, Any] | None = None,
     remembers: Literal[False] = False,
     part_names: Callable[[Any], Sequence[str]] | None = None,
     many_of_one: bool = False,
@@ -73,7 +72,6 @@ def transform(
     turns_downhill: bool | Callable[..., bool] = False,
     wants_uphill: bool | Literal["or_refuses"] = False,
     wants_downhill: bool = False,
-    former_defaults: Mapping[str, Any] | None = None,
     remembers: Literal[True],
     part_names: Callable[[Any], Sequence[str]] | None = None,
     many_of_one: bool = False,
@@ -103,7 +101,6 @@ def transform(
     turns_downhill: bool | Callable[..., bool] = False,
     wants_uphill: bool | Literal["or_refuses"] = False,
     wants_downhill: bool = False,
-    former_defaults: Mapping[str, Any] | None = None,
     remembers: bool = False,
     part_names: Callable[[Any], Sequence[str]] | None = None,
     many_of_one: bool = False,
@@ -161,9 +158,6 @@ def transform(
             have not, and with "or_refuses" raises.
         wants_downhill: whether its incoming updates must be what is added to the parameters. A `chain` warns where a
             learning rate comes behind it.
-        former_defaults: by argument, the default that it had in an earlier version. Fingerprints leave it out as they
-            leave out that of today, so that checkpoints of both are of one chain. Only where the state has one meaning
-            with both, as with a dtype; else give the argument another name.
         remembers: whether the constructor takes a memory in front of its arguments: a dict that lives as long as the
             transform's structure, also where ``torch.func`` or `inject_hyperparams` rebuild the transform at
             every step. For what names, shapes and dtypes decide; nothing else may depend on it.
@@ -184,8 +178,7 @@ def transform(
         A factory with the constructor's name, signature and docstring.
 
     Raises:
-        ValueError: ``name`` is not made of identifiers and dots, or ``former_defaults`` has what is no argument with a
-            default.
+        ValueError: ``name`` is not made of identifiers and dots.
 
     Example:
         >>> import muonfx as mfx
@@ -230,7 +223,6 @@ def transform(
             constructor,
             declaration,
             name=name,
-            former_defaults=former_defaults,
             remembers=remembers,
             part_names=part_names,
             transparent=transparent,

@@ -14,7 +14,7 @@ from muonfx.core import Donation, EmptyState, Locality, Transform, identity, tra
 from muonfx.core.contract import NOTHING, InStore
 from muonfx.tracing import is_traced, is_wrapped
 from muonfx.transforms._in_store import StoreExecutor, init_in_store
-from muonfx.transforms._pinned import FORMER_DEFAULT, WideStateDtype, store, widen, zeros
+from muonfx.transforms._pinned import WideStateDtype, store, widen, zeros
 from muonfx.tree import Present, PyTree, device_of
 
 __all__ = ["AccumulateState", "accumulate"]
@@ -60,7 +60,6 @@ def _update_in_store(
     locality=Locality.TREE,
     own_locality=Locality.ELEMENT,
     in_store=InStore(init_in_store, _update_in_store),
-    former_defaults={"dtype": FORMER_DEFAULT},
 )
 def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: WideStateDtype = "auto"):
     """Gather the gradients of several micro-batches and run the inner transform only on the last.

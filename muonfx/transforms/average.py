@@ -13,7 +13,7 @@ from muonfx.core import Donation, EmptyState, Locality, Transform, apply_updates
 from muonfx.core.contract import NOTHING, InStore
 from muonfx.schedules import ScalarOrSchedule
 from muonfx.transforms._in_store import StoreExecutor
-from muonfx.transforms._pinned import FORMER_DEFAULT, StateDtype, WideStateDtype, copies
+from muonfx.transforms._pinned import StateDtype, WideStateDtype, copies
 from muonfx.transforms.leafwise import Leaf, Slot, leafwise
 from muonfx.tree import Present, PyTree, map, tensors
 
@@ -27,7 +27,7 @@ class EmaParamsState(NamedTuple):
     """The averaged parameters, in the pinned dtype; a `CompactState` for a compact one."""
 
 
-@leafwise(reads_params="updated", former_defaults={"dtype": FORMER_DEFAULT})
+@leafwise(reads_params="updated")
 def ema_params(decay: ScalarOrSchedule = 0.999, *, dtype: StateDtype = "auto"):
     """Keep a running average of the parameters as they are after each update; pass the updates on unchanged.
 
@@ -99,7 +99,6 @@ def _update_in_store(
     locality=lambda inner, dtype: inner.locality,
     own_locality=Locality.ELEMENT,
     in_store=InStore(_init_in_store, _update_in_store),
-    former_defaults={"dtype": FORMER_DEFAULT},
 )
 def master_params(inner: Transform, dtype: WideStateDtype = "auto"):
     """Run a chain on a copy of the parameters in higher precision, so that no small update is lost.

@@ -129,7 +129,6 @@ def leafwise(
     name: str | None = None,
     locality: Locality = Locality.ELEMENT,
     reads_params: ReadsParams = False,
-    former_defaults: Mapping[str, object] | None = None,
     short_names: Mapping[str, str | tuple[str, ...]] | None = None,
 ) -> Callable[[Callable[P, StateAndStep]], Callable[P, Transform]]: ...
 
@@ -140,7 +139,6 @@ def leafwise(
     name: str | None = None,
     locality: Locality = Locality.ELEMENT,
     reads_params: ReadsParams = False,
-    former_defaults: Mapping[str, object] | None = None,
     short_names: Mapping[str, str | tuple[str, ...]] | None = None,
 ) -> Any:
     """Make a factory of transforms from a function that returns a state and the arithmetic of one leaf.
@@ -159,7 +157,6 @@ def leafwise(
         locality: what a step must see; ELEMENT unless said otherwise, and at least LEAF with a compact dtype.
         reads_params: whether the step takes the parameter; "updated" for the parameter as `apply_updates` leaves it
             with this update. A slot that starts at the parameters needs it too.
-        former_defaults: as for `muonfx.transform`.
         short_names: as for `muonfx.transform`.
 
     Returns:
@@ -204,7 +201,6 @@ def leafwise(
             name=name,
             locality=find_locality,
             reads_params=bool(reads_params),
-            former_defaults=former_defaults,
             short_names=short_names,
         )
         return decorator(build)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from muonfx import checks
 from muonfx.schedules import ScalarOrSchedule
-from muonfx.transforms._pinned import FORMER_DEFAULT, StateDtype
+from muonfx.transforms._pinned import StateDtype
 from muonfx.transforms.leafwise import Leaf, Slot, leafwise
 from muonfx.tree import PyTree
 
@@ -20,7 +20,7 @@ class LionState(NamedTuple):
     """The average gradient, like the parameters, in the pinned dtype; a `CompactState` for a compact one."""
 
 
-@leafwise(former_defaults={"mu_dtype": FORMER_DEFAULT}, short_names={"betas": ("b1", "b2"), "momentum": "b1"})
+@leafwise(short_names={"betas": ("b1", "b2"), "momentum": "b1"})
 def scale_by_lion(b1: ScalarOrSchedule = 0.9, b2: ScalarOrSchedule = 0.99, *, mu_dtype: StateDtype = "auto"):
     r"""Take the sign of $\beta_1 m_{t-1} + (1 - \beta_1) g_t$, then average with $\beta_2$.
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from muonfx import checks
 from muonfx.schedules import ScalarOrSchedule
-from muonfx.transforms._pinned import FORMER_DEFAULT, StateDtype, power
+from muonfx.transforms._pinned import StateDtype, power
 from muonfx.transforms.leafwise import Leaf, Slot, StepCount, leafwise
 from muonfx.tree import PyTree
 
@@ -31,7 +31,7 @@ class DebiasedMomentumState(NamedTuple):
     """The average, like the parameters, in the pinned dtype; a `CompactState` for a compact one."""
 
 
-@leafwise(former_defaults={"dtype": FORMER_DEFAULT}, short_names={"momentum": "decay"})
+@leafwise(short_names={"momentum": "decay"})
 def momentum(
     decay: ScalarOrSchedule = 0.95,
     *,

@@ -25,7 +25,7 @@ from muonfx.transforms._matrices import (
     stack_blocks,
     unstack_blocks,
 )
-from muonfx.transforms._pinned import FORMER_DEFAULT, WideStateDtype, state_dtype
+from muonfx.transforms._pinned import WideStateDtype, state_dtype
 from muonfx.tree import Present, PyTree
 
 __all__ = ["NeuronsState", "normalize_neurons"]
@@ -45,7 +45,6 @@ class NeuronsState(NamedTuple):
     reads_params=False,
     on_stacks=on_stacks_without_blocks,
     name_patterns=name_patterns,
-    former_defaults={"dtype": FORMER_DEFAULT},
 )
 def normalize_neurons(
     decay: ScalarOrSchedule = 0.95,

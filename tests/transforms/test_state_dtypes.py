@@ -73,7 +73,6 @@ def by_default(params: dict[str, Tensor]) -> dict[str, set[torch.dtype]]:
 
 def test_every_argument_that_is_auto_for_a_state_is_asked_here():
     public = {name: getattr(mfx, name) for name in mfx.__all__ if hasattr(getattr(mfx, name), "definition")}
-    declared = {(name, argument) for name, factory in public.items() for argument in factory.definition.former_defaults}
     in_signatures = {
         (name, argument)
         for name, factory in public.items()
@@ -82,8 +81,7 @@ def test_every_argument_that_is_auto_for_a_state_is_asked_here():
     }
     asked = {(name, argument) for name, (_, names) in FACTORIES.items() for argument in names if " " not in name}
     in_signatures.remove(("scale_by_prodigy", "dtype"))  # of all but the first parameters, which keep their own
-    assert declared <= in_signatures == asked
-    assert declared <= in_signatures == asked  # those that are newer than "auto" had no other default
+    assert in_signatures == asked
     for name, argument in in_signatures:
         assert public[name].definition.parameters[argument].default == "auto"
 
