@@ -1,8 +1,8 @@
-"""Tables for a terminal and a notebook: one value, written as plain text or as HTML.
+"""Tables for a terminal and a notebook: one value, printed as plain text or as HTML.
 
-A `Report` is a sequence of lines and tables; the rows of a `Table` may have rows within them. `Shown` is the base of
-values that print as a report: ``str()`` is its text, a notebook shows its HTML. The HTML needs no JavaScript and takes
-its colours from the page around it, so that it reads on light and dark pages alike.
+A `Report` is a sequence of lines and tables. The rows of a `Table` may have child rows, which are indented. `Shown` is
+the base class of values that print as a report: ``str()`` returns the text, a notebook shows the HTML. The HTML has no
+scripts and inherits the colours of the page, so it is readable on light and dark pages.
 """
 
 from __future__ import annotations
@@ -15,9 +15,6 @@ __all__ = ["Column", "Report", "Row", "Shown", "Table", "format_bytes", "format_
 
 _LEAST = 8
 """Characters to which a column may be narrowed."""
-
-_OPEN_ROWS = 40
-"""Rows up to which a nested row is open when a notebook shows it first."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +36,11 @@ class Row:
 
     Attributes:
         cells: one text for each column.
-        children: rows that belong under it; indented in text, foldable in HTML.
-        share: between 0 and 1, drawn as a bar behind the last cell in HTML; None for no bar.
+        children: rows that belong under it, indented.
     """
 
     cells: tuple[str, ...]
     children: tuple[Row, ...] = ()
-    share: float | None = None
 
     def walk(self, depth: int = 0) -> Iterator[tuple[int, Row]]:
         """The row and all within it with their depths, each before those within it."""
@@ -63,7 +58,6 @@ class Table:
         rows: the body.
         footers: rows below the body and a line.
         title: a line above the table; "" for none.
-        is_open: False for a table that a notebook shows folded at first; it needs a title.
 
     Raises:
         ValueError: a row has not one cell for each column.
@@ -79,7 +73,6 @@ class Table:
     rows: tuple[Row, ...]
     footers: tuple[Row, ...] = ()
     title: str = ""
-    is_open: bool = True
 
     def __post_init__(self) -> None:
         for _, row in self._walk():
@@ -104,11 +97,6 @@ class Table:
     def _walk(self) -> Iterator[tuple[int, Row]]:
         for row in (*self.rows, *self.footers):
             yield from row.walk()
-
-    @property
-    def is_nested(self) -> bool:
-        """True if some row has rows within it."""
-        return any(row.children for row in (*self.rows, *self.footers))
 
     def to_text(self, width: int | None = None, depth: int | None = None) -> str:
         """Lines of plain text, with columns as wide as their cells.
@@ -161,62 +149,23 @@ class Table:
         return widths
 
     def to_html(self) -> str:
-        """A fragment of HTML, without its style: a table, or rows that fold where some are nested."""
-        body = self._nested() if self.is_nested else self._flat()
-        if not self.title:
-            return body
-        shown = " open" if self.is_open else ""
-        return f'<details class="mfx-part"{shown}><summary>{_escaped(self.title)}</summary>{body}</details>'
-
-    def _flat(self) -> str:
-        def line(row: Row, tag: str = "td") -> str:
-            cells = zip(row.cells, self.columns, strict=True)
-            last = len(self.columns) - 1
-            return "".join(
-                f"<{tag}{_class('mfx-r' if column.right else '')}{_bar(row.share if at == last else None)}>"
-                f"{_escaped(cell)}</{tag}>"
-                for at, (cell, column) in enumerate(cells)
-            )
-
-        head = line(Row(tuple(column.title for column in self.columns)), "th")
-        rows = "".join(f"<tr>{line(row)}</tr>" for row in self.rows)
-        foot = "".join(f"<tr>{line(row)}</tr>" for row in self.footers)
+        """An HTML table without its style; child rows are indented by spaces, as in text."""
+        head = self._html_row(tuple(column.title for column in self.columns), 0, "th")
+        body = "".join(self._html_row(row.cells, depth) for top in self.rows for depth, row in top.walk())
+        foot = "".join(self._html_row(row.cells, depth) for top in self.footers for depth, row in top.walk())
         foot = f"<tfoot>{foot}</tfoot>" if foot else ""
-        return f'<div class="mfx-scroll"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody>{foot}</table></div>'
+        title = f"<caption>{_escaped(self.title)}</caption>" if self.title else ""
+        return f"<table>{title}<thead>{head}</thead><tbody>{body}</tbody>{foot}</table>"
 
-    def _nested(self) -> str:
-        everything = list(self._walk())
-        widths = [len(column.title) for column in self.columns]
-        for level, row in everything:
-            for at, cell in enumerate(row.cells):
-                widths[at] = max(widths[at], len(cell) + (2 * level + 3 if at == 0 else 0))
-        grid = " ".join(f"{wide + 2}ch" for wide in widths)
-        head = self._line(Row(tuple(column.title for column in self.columns)), 0, "div", "mfx-row mfx-head")
-        rows = "".join(self._branch(row, 0, is_open=len(everything) <= _OPEN_ROWS) for row in self.rows)
-        foot = "".join(self._branch(row, 0, is_open=False) for row in self.footers)
-        foot = f'<div class="mfx-foot">{foot}</div>' if foot else ""
-        return f'<div class="mfx-scroll"><div class="mfx-tree" style="--mfx-grid:{grid}">{head}{rows}{foot}</div></div>'
-
-    def _branch(self, row: Row, depth: int, *, is_open: bool) -> str:
-        if not row.children:
-            return self._line(row, depth, "div", "mfx-row")
-        inner = "".join(self._branch(child, depth + 1, is_open=is_open) for child in row.children)
-        # Where there is much, the outermost level alone is open at first.
-        shown = " open" if is_open or depth == 0 else ""
-        return f"<details{shown}>{self._line(row, depth, 'summary', 'mfx-row')}{inner}</details>"
-
-    def _line(self, row: Row, depth: int, tag: str, style: str) -> str:
-        last = len(self.columns) - 1
-        cells = "".join(
-            f"<span{_class('mfx-r' if column.right else '')}{_bar(row.share if at == last else None)}>"
-            f"{_escaped(cell)}</span> "  # the space is all that parts two cells where a host takes the style away
-            for at, (cell, column) in enumerate(zip(row.cells, self.columns, strict=True))
-        )
-        return f'<{tag} class="{style}" style="--mfx-depth:{depth}">{cells}</{tag}>'
+    def _html_row(self, cells: Sequence[str], depth: int, tag: str = "td") -> str:
+        texts = [_escaped(cell) for cell in cells]
+        texts[0] = "&emsp;" * depth + texts[0]
+        kinds = [' class="mfx-right"' if column.right else "" for column in self.columns]
+        return f"<tr>{''.join(f'<{tag}{kind}>{text}</{tag}>' for text, kind in zip(texts, kinds, strict=True))}</tr>"
 
 
 class Shown:
-    """A value that prints as a report: plain text in a terminal, foldable tables in a notebook.
+    """A value that prints as a report: plain text in a terminal, HTML tables in a notebook.
 
     A class that derives from it defines `report`.
     """
@@ -342,56 +291,19 @@ def _escaped(text: str) -> str:
 
 
 def _note(text: str) -> str:
-    return f'<p class="mfx-note">{"<br>".join(map(_escaped, text.split(chr(10))))}</p>'
+    return f"<p>{'<br>'.join(map(_escaped, text.split(chr(10))))}</p>"
 
 
-def _class(name: str) -> str:
-    return f' class="{name}"' if name else ""
-
-
-def _bar(share: float | None) -> str:
-    return "" if share is None else f' style="--mfx-share:{100 * share:.1f}%"'
-
-
-# Colours are the page's own, or grey at some opacity: a page may be dark by a theme of the notebook, of which the
-# system's preference says nothing. A bar may be tinted, as it carries no text of its own. The class is said three
-# times, so that rules for all tables, which Jupyter writes more specific than one class, do not win.
+# The class is repeated so that these rules win over the more specific rules of Jupyter for all tables.
 _STYLE = (
     """
-.mfx-report{font:12px/1.5 var(--jp-code-font-family,ui-monospace,Menlo,Consolas,monospace);
-color:var(--jp-ui-font-color1,inherit);background:transparent;margin:.3em 0;text-align:left;
---mfx-line:rgba(128,128,128,.35);--mfx-tint:rgba(54,124,190,.22)}
-@media(prefers-color-scheme:dark){.mfx-report{--mfx-tint:rgba(96,165,235,.30)}}
-.mfx-report .mfx-scroll{overflow-x:auto;max-width:100%}
-.mfx-report .mfx-note{margin:.4em 0;white-space:pre-wrap;font:inherit;color:inherit}
-.mfx-report table{border-collapse:collapse;border:0;margin:.2em 0 .6em;font:inherit;color:inherit;
-width:auto;display:table}
-.mfx-report tr,.mfx-report tr:nth-child(n){background:transparent;border:0}
-.mfx-report th,.mfx-report td{border:0;padding:.1em 1.6em .1em 0;text-align:left;white-space:pre;font:inherit;
-color:inherit;background:transparent;max-width:none}
-.mfx-report thead th{font-weight:600;border-bottom:1px solid var(--mfx-line)}
-.mfx-report tfoot tr:first-child td{font-weight:600}
-.mfx-report tfoot tr:first-child td{border-top:1px solid var(--mfx-line)}
-.mfx-report .mfx-r{text-align:right}
-.mfx-report .mfx-tree{display:inline-block;min-width:min-content}
-.mfx-report .mfx-row{display:grid;grid-template-columns:var(--mfx-grid);list-style:none;white-space:pre;padding:.05em 0}
-.mfx-report .mfx-row:hover,.mfx-report tbody tr:hover{background:rgba(128,128,128,.12)}
-.mfx-report .mfx-row>span{padding-right:2ch;overflow:visible}
-.mfx-report .mfx-row>span:first-child{padding-left:calc(var(--mfx-depth)*2ch + 2ch)}
-.mfx-report .mfx-head,.mfx-report .mfx-foot>.mfx-row:first-child{font-weight:600}
-.mfx-report .mfx-head{border-bottom:1px solid var(--mfx-line)}
-.mfx-report .mfx-foot{border-top:1px solid var(--mfx-line)}
-.mfx-report details,.mfx-report summary{margin:0;border:0;border-radius:0;background:transparent;box-shadow:none;
-color:inherit;font-size:inherit;font-weight:inherit}
-.mfx-report summary{cursor:pointer}
-.mfx-report summary.mfx-row::-webkit-details-marker{display:none}
-.mfx-report summary.mfx-row>span:first-child{position:relative}
-.mfx-report summary.mfx-row>span:first-child::before{content:"\\25B8";position:absolute;
-left:calc(var(--mfx-depth)*2ch + .2ch);opacity:.7}
-.mfx-report details[open]>summary.mfx-row>span:first-child::before{content:"\\25BE"}
-.mfx-report .mfx-part>summary{font-weight:600;margin:.4em 0 .2em}
-.mfx-report [style*="--mfx-share"]{background:linear-gradient(to left,var(--mfx-tint) var(--mfx-share),transparent 0);
-background-clip:content-box}
+.mfx-report{font:12px/1.5 var(--jp-code-font-family,ui-monospace,Menlo,Consolas,monospace);overflow-x:auto}
+.mfx-report table{border-collapse:collapse;margin:.4em 0;width:auto;display:table}
+.mfx-report caption{text-align:left;font-weight:600;caption-side:top}
+.mfx-report th,.mfx-report td{border:0;padding:.1em 1.6em .1em 0;text-align:left;white-space:pre;max-width:none}
+.mfx-report thead th{border-bottom:1px solid rgba(128,128,128,.35)}
+.mfx-report tfoot td{border-top:1px solid rgba(128,128,128,.35);font-weight:600}
+.mfx-report .mfx-right{text-align:right}
 """.strip()
     .replace("\n", "")
     .replace(".mfx-report ", 3 * ".mfx-report" + " ")

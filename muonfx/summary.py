@@ -57,7 +57,7 @@ class LeafSummary:
 class Summary(Shown):
     """The leaves of a tree with their totals; made by `summary`, printed as a table.
 
-    ``str()`` is plain text, a notebook shows a tree that folds. ``to_text(width=80, depth=1)`` narrows long names and
+    ``str()`` is plain text, a notebook shows an HTML table. ``to_text(width=80, depth=1)`` narrows long names and
     leaves out what is nested deeper.
 
     Attributes:
@@ -102,7 +102,6 @@ class Summary(Shown):
         texts = [Column("leaf"), Column("shape"), Column("dtype")]
         texts += [Column("device")] * with_device + [Column("owner")] * sharded
         sizes = [Column("this rank", right=True), Column("all ranks", right=True)] if sharded else [_BYTES]
-        most = 0 if sharded else max((leaf.nbytes for leaf in self.leaves), default=0)
 
         def row(
             name: str, leaves: Sequence[LeafSummary], said: Sequence[str] = (), children: tuple[Row, ...] = ()
@@ -110,7 +109,7 @@ class Summary(Shown):
             cells = [name, *said, *[""] * (len(texts) - 1 - len(said))]
             cells.append(format_bytes(sum(leaf.nbytes for leaf in leaves)))
             cells += [format_bytes(sum(leaf.total_nbytes for leaf in leaves))] * sharded
-            return Row(tuple(cells), children, leaves[0].nbytes / most if said and most else None)
+            return Row(tuple(cells), children)
 
         def of_leaf(name: str, leaf: LeafSummary) -> Row:
             said = ["-" if leaf.shape is None else format_shape(leaf.shape), leaf.dtype]
@@ -173,7 +172,7 @@ def summary(what: PyTree, params: PyTree = None) -> Summary:
             in its layout.
 
     Returns:
-        A value that prints as a table: ``str()`` in a terminal, a tree that folds in a notebook. No tensor is read, so
+        A value that prints as a table: ``str()`` in a terminal, an HTML table in a notebook. No tensor is read, so
         nothing waits for a device.
 
     Raises:

@@ -226,7 +226,7 @@ class Transform(Recorded):
         """The transform and those that it calls as a table: what each must see, its numbers, and its other settings.
 
         Returns:
-            A value that prints as text, and as a tree that folds in a notebook. For what becomes of it on given
+            A value that prints as text, and as an HTML table in a notebook. For what becomes of it on given
             parameters, see `muonfx.program.lower`.
 
         >>> import muonfx as mfx
