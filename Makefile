@@ -6,7 +6,7 @@ WORKERS ?= 2
 
 VENV := .venv
 PY := $(VENV)/bin/python
-PYTEST = $(PY) -m pytest -n $(WORKERS) --timeout 300 --durations 30 --durations-min 5
+PYTEST = $(PY) -m pytest -n $(WORKERS) --timeout 600 --durations 30 --durations-min 5
 MADE := $(VENV)/.made
 EXAMPLES := $(VENV)/.installed-examples
 DEV := $(VENV)/.installed-dev
@@ -16,24 +16,30 @@ ENGINES := $(VENV)/.installed-engines
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all test-deep lint format types docs docs-serve notebooks bench engines clean clean-all
+.PHONY: help setup train test test-slow test-all test-deep test-versions lint format types docs docs-serve notebooks bench engines clean clean-all
 
 help: ## print this list
 	@echo 'usage: make <target> [ARGS="..."] [PYTHON=python3.12] [WORKERS=2]'
 	@echo
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
-train: $(EXAMPLES) ## train a small GPT with Muon on this machine (ARGS="--help" lists the options)
+train: $(EXAMPLES) ## train a small GPT with Muon and with AdamW on this machine (ARGS="--help" lists the options)
 	@TRAIN_GPT_MAKE='$(MAKE) $(if $(findstring x$(PWD)x,x$(CURDIR)x),,-C "$(CURDIR)" )train' $(PY) examples/train_gpt.py $(ARGS)
 
 test: $(DEV) ## run the tests that prove the project, doctests among them: minutes
-	@$(PYTEST) -m 'not slow' $(ARGS)
+	@$(PYTEST) -m 'not slow and not engines' $(ARGS)
 
-test-all: test ## and then those that are long and rarely break: real engines, killed ranks, whole programs, compilers, the site in a browser
-	@$(PYTEST) -m slow $(ARGS)
+test-slow: $(DEV) ## run all others: long ones, and those of engines (skipped before make engines)
+	@$(PYTEST) -m 'slow or engines' $(ARGS)
 
-test-deep: $(DEV) ## the same with many more random examples: minutes become hours
+test-all: test ## run both, one after the other
+	@$(MAKE) --no-print-directory test-slow
+
+test-deep: $(DEV) ## run all with many more random examples: minutes become hours
 	@MUONFX_HYPOTHESIS_PROFILE=deep $(PY) -m pytest -n $(WORKERS) $(ARGS)
+
+test-versions: ## run the core tests on the oldest torch that muonfx accepts and on the newest (GPU builds take 3 GB each)
+	@$(PYTHON) scripts/test_versions.py $(ARGS)
 
 lint: $(DEV) ## ruff: lint and format check
 	@$(PY) -m ruff check --output-format concise .

@@ -39,7 +39,7 @@ STATE_DTYPES = {
 # Peak learning rates of the hidden matrices and of all the rest: each optimizer's best on one grid (see README.md).
 TUNED = {"muon": (0.01, 0.06), "adamw": (0.005, 0.06), "normuon": (0.01, 0.06), "torch-muon": (0.01, 0.06)}
 RANK = int(os.environ.get("RANK", "0"))  # torchrun's
-COMPARED = ("muon", "adamw", "torch-muon")
+COMPARED = ("muon", "adamw")  # what a run trains unless told otherwise, one after another
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Config:
     rest_lr: float = TUNED["muon"][1]
     weight_decay: float = 0.1
     max_norm: float = 1.0
-    steps: int = 600
+    steps: int = 120
     batch: int = 16
     context: int = 256
     width: int = 128
@@ -59,8 +59,8 @@ class Config:
     dtype: str = "fp32"
     state_dtype: str = "fp32"
     seed: int = 0
-    validate_every: int = 50
-    validation_batches: int = 16
+    validate_every: int = 10
+    validation_batches: int = 4
     threads: int = 2
     text: str = ""  # "": the standard library
 
@@ -78,30 +78,34 @@ def tuned(config: Config, optimizer: str) -> Config:
 def parse(arguments: list[str] | None) -> tuple[Config, Corpus, Path, Path, argparse.Namespace]:
     """Resolve the command line and read the text, or exit with code 2 and a line that says what is wrong.
 
-    Writes nothing.
+    Writes nothing. In the last result, ``optimizer`` is the list of optimizers to train with.
     """
     parser = _parser()
     words = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(words)
     given = {name: value for name, value in vars(options).items() if name in DEFAULT.__dataclass_fields__}
-    if options.compare and (clash := sorted(given.keys() & {"optimizer", "lr", "rest_lr"})):
-        parser.error(f"--compare has its own optimizers and learning rates: leave out {', '.join(map(_flag, clash))}")
-    if "state_dtype" in given and (options.compare or given.get("optimizer") == "torch-muon"):
+    names = list(dict.fromkeys(given.pop("optimizer", ("muon",) if options.shard or options.offload else COMPARED)))
+    if "state_dtype" in given and "torch-muon" in names:
         parser.error("torch.optim.Muon has no choice of its state's dtype: leave out --state-dtype")
-    _check_shard(parser, options, given, words)
-    if options.offload and (options.compare or given.get("optimizer") == "torch-muon"):
-        parser.error("--offload is for muonfx's optimizers, one at a time: leave out --compare and torch-muon")
+    _check_shard(parser, options, names, words)
+    if options.offload and (len(names) > 1 or "torch-muon" in names):
+        parser.error("--offload is for one optimizer of muonfx: choose --optimizer muon, adamw or normuon")
     if given.get("width", HEAD) % HEAD:
         parser.error(f"--width must be a multiple of {HEAD}, the size of an attention head, found {given['width']}")
 
-    optimizer = given.get("optimizer", DEFAULT.optimizer)
-    changes: dict[str, Any] = (QUICK if options.quick else {}) | given
-    config = dataclasses.replace(tuned(DEFAULT, optimizer), threads=cores(), **changes)
-    name = f"{'quick' if options.quick else 'gpt'}-{'compare' if options.compare else options.shard or optimizer}"
+    name = f"{'quick' if options.quick else 'gpt'}-{options.shard or '-'.join(names)}"
     out = getattr(options, "out", Path("runs") / name)
     kept = getattr(options, "checkpoint", out / CHECKPOINTS)
-    if options.resume and not options.compare:
-        config = _resumed(parser, kept, given)
+    if options.resume and not any(checkpoint.checkpoints(kept / name) for name in names):
+        config = _resumed(parser, kept, given | ({"optimizer": " ".join(names)} if "optimizer" in options else {}))
+        names = [config.optimizer]
+    else:
+        if len(names) > 1 and (clash := sorted(given.keys() & {"lr", "rest_lr"})):
+            found = " and ".join(map(_flag, clash))
+            parser.error(f"{found}: found {len(names)} optimizers, expected one: choose for example --optimizer muon")
+        changes: dict[str, Any] = (QUICK if options.quick else {}) | given
+        config = dataclasses.replace(tuned(DEFAULT, names[0]), threads=cores(), **changes)
+    options.optimizer = names
     try:
         corpus = read_corpus(Path(config.text) if config.text else None)
         check_sizes(config, corpus, int(os.environ.get("WORLD_SIZE", "1")), options.shard)
@@ -188,8 +192,13 @@ def _parser() -> argparse.ArgumentParser:
     def switch(name: str, what: str) -> None:
         parser.add_argument(name, action="store_true", default=False, help=what)
 
-    add("--optimizer", str, "which one", choices=list(TUNED))
-    switch("--compare", f"train with each of {', '.join(COMPARED)}, on one picture and in one table")
+    parser.add_argument(
+        "--optimizer",
+        nargs="+",
+        choices=list(TUNED),
+        metavar="NAME",
+        help=f"one or several of {', '.join(TUNED)}, on one picture; default: {' '.join(COMPARED)}",
+    )
     switch("--quick", "a tiny model and a few seconds, to see that everything works")
     tune = {"type": _positive(float), "metavar": "RATE"}
     parser.add_argument("--lr", help="peak learning rate of the hidden matrices; default: tuned", **tune)
@@ -209,7 +218,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--depth", _positive(int), "blocks of the model")
     add("--seed", _seed, "of weights, batches and sample")
     add("--text", str, "train on the .py, .txt and .md files of a folder instead", metavar="FOLDER")
-    add("--out", Path, "where to write; default: runs/gpt-<optimizer>", metavar="FOLDER")
+    add("--out", Path, "where to write; default: runs/gpt-<optimizers>", metavar="FOLDER")
     add(
         "--checkpoint",
         Path,
@@ -242,7 +251,7 @@ def _resumed(parser: argparse.ArgumentParser, kept: Path, given: dict[str, Any])
 
 
 def _check_shard(
-    parser: argparse.ArgumentParser, options: argparse.Namespace, given: dict[str, Any], words: list[str]
+    parser: argparse.ArgumentParser, options: argparse.Namespace, names: list[str], words: list[str]
 ) -> None:
     if options.shard is None:
         if "RANK" in os.environ:
@@ -250,8 +259,8 @@ def _check_shard(
         return
     if "RANK" not in os.environ:
         parser.error(f"--shard needs several processes, for example {command_line(words, processes=2)}")
-    if options.compare or given.get("optimizer") == "torch-muon":
-        parser.error("--shard is for muonfx's optimizers, one at a time: leave out --compare and torch-muon")
+    if len(names) > 1 or "torch-muon" in names:
+        parser.error("--shard is for one optimizer of muonfx: choose --optimizer muon, adamw or normuon")
 
 
 def _positive(kind: type[int] | type[float]) -> Any:

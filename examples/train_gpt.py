@@ -1,4 +1,4 @@
-"""Train a small byte-level GPT with Muon on the source of Python's standard library: two minutes on two CPU cores.
+"""Train a small byte-level GPT with Muon and AdamW on Python's standard library: two minutes on two CPU cores.
 
 ``python examples/train_gpt.py`` starts it and ``--help`` lists the options. The two functions to read are `fit`, the
 training loop, and `make_optimizer`; what comes after them, and the other files, put a program around these: files,
@@ -28,7 +28,7 @@ import muonfx as mfx
 from baseline import TorchMuon
 from beside import Beside, describe
 from gpt import GPT, generate
-from options import COMPARED, DTYPES, RANK, STATE_DTYPES, Config, command_line, parse, prepare, tuned
+from options import DTYPES, RANK, STATE_DTYPES, Config, command_line, parse, prepare, tuned
 from plots import NAMES, plot_comparison, plot_run
 from processes import anywhere, processes, rank
 from runs import Run, ctrl_c, newest, progress_bar, write_json, write_text
@@ -158,10 +158,12 @@ def sample(config: Config, params: dict[str, Tensor]) -> str:
     return generate(lambda text: functional_call(model, params, (text,)), config.context, config.seed)
 
 
-def compare(config: Config, corpus: Corpus, out: Path, kept: Path, *, resume: bool, save_every: int) -> bool:
+def compare(
+    names: list[str], config: Config, corpus: Corpus, out: Path, kept: Path, *, resume: bool, save_every: int
+) -> bool:
     """Train the same model with each optimizer, from the same weights on the same batches; False if stopped early."""
     runs: dict[str, dict[str, Any]] = {}
-    for name in COMPARED:
+    for name in names:
         own = out / name
         own.mkdir(parents=True, exist_ok=True)
         again = resume and bool(mfx.checkpoint.checkpoints(kept / name))
@@ -223,8 +225,8 @@ def main(arguments: list[str] | None = None) -> int:
         prepare(out, kept, resume=options.resume)
         with processes(options.shard):
             complete = (
-                compare(config, corpus, out, kept, **run)
-                if options.compare
+                compare(options.optimizer, config, corpus, out, kept, **run)
+                if len(options.optimizer) > 1
                 else finish(train(config, corpus, kept, shard=options.shard, offload=options.offload, **run), out, kept)
             )
     except (ValueError, mfx.checkpoint.CheckpointError) as problem:

@@ -16,7 +16,15 @@ import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+import torch as torch  # the repr of a value is code in vars(muonfx), and may name a dtype
+
+if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):  # also in pyproject.toml
+    raise ImportError(
+        f"muonfx needs torch 2.13 or later, found torch {torch.__version__}: pip install --upgrade 'torch>=2.13'"
+    )
+
 from muonfx import attention, checkpoint, checks, polar, program, schedules, select, sharding, tree
+from muonfx.arguments import NAMES_HERE
 from muonfx.checkpoint import spec
 from muonfx.compact import Compact, CompactState, KeyedCompactState, fp8, int8
 from muonfx.core import (
@@ -362,7 +370,8 @@ else:  # a type checker would take any misspelt name for one that this function 
     def __getattr__(name: str) -> ModuleType:
         if name in _LAZY:
             return importlib.import_module(f"{__name__}.{name}")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        here = f"; here it is muonfx.{NAMES_HERE[name]}" if name in NAMES_HERE else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{here}")
 
 
 def __dir__() -> list[str]:

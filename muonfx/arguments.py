@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import numbers
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -20,6 +21,7 @@ from typing import Any, Literal, ParamSpec, Self, TypeVar, Union, get_args, get_
 from torch import Tensor
 
 __all__ = [
+    "NAMES_HERE",
     "Options",
     "bind",
     "check_plain",
@@ -31,6 +33,7 @@ __all__ = [
     "options_of",
     "plain_arguments",
     "plain_kinds",
+    "plain_value",
 ]
 
 P = ParamSpec("P")
@@ -47,6 +50,102 @@ _ALIASES = {
     "ScalarOrSchedule": frozenset({"float", "Tensor", "Schedule"}),
     "ScalarOrFunction": frozenset({"float", "Tensor", "Schedule", "Callable[[Tensor], Tensor]"}),
 }
+
+
+NAMES_HERE = {
+    name: here
+    for here, names in {
+        "transform": "GradientTransformation GradientTransformationExtraArgs with_extra_args_support",
+        "TransformOptimizer": "Optimizer",
+        "PyTree": "Params Updates OptState",
+        "Muon": "MuonWithAuxAdam SingleDeviceMuonWithAuxAdam SingleDeviceMuon",
+        "TransformOptimizer(model, muonfx.adamw())": "Adam AdamW NAdam",
+        "TransformOptimizer(model, muonfx.lion())": "Lion",
+        "TransformOptimizer(model, muonfx.chain(muonfx.momentum(heavy_ball=True), "
+        "muonfx.scale_by_learning_rate(0.1)))": "SGD",
+        "chain": "named_chain sequential",
+        "partition": "multi_transform",
+        "masked": "freeze selective_transform",
+        "accumulate": "MultiSteps apply_every",
+        "skip_nonfinite": "apply_if_finite skip_not_finite skip_large_updates zero_nans",
+        "stateless": "stateless_with_tree_map",
+        "inject_hyperparams": "inject_stateful_hyperparams",
+        "momentum(heavy_ball=True)": "trace sgd",
+        "momentum(nesterov=False)": "ema",
+        "adamw(weight_decay=0.0)": "adam",
+        "adamw(nesterov=True)": "nadam nadamw",
+        "clip_by_value": "clip clip_grad_value_",
+        "clip_by_global_norm": "clip_grad_norm_",
+        "monitor": "measure_with_ema snapshot",
+        "ema_params": "incremental_update AveragedModel",
+        "normalize_leaves": "normalize",
+        "match_weight_norms": "scale_by_param_block_norm scale_by_param_block_rms fromage",
+        "scale_by_factored_rms": "adafactor Adafactor",
+        "scale_by_trust_ratio": "lamb lars LAMB LARS",
+        "scale_by_rms": "rmsprop RMSprop",
+        "scale_by_sign": "sign_sgd signum",
+        "scale_by_ademamix": "ademamix",
+        "scale_by_dog": "dog scale_by_distance_over_gradients",
+        "scale_by_dowg": "dowg",
+        "scale_by_dion": "galore scale_by_galore",
+        "muon": "scale_by_muon",
+        "schedule_free": "schedule_free_adamw schedule_free_sgd",
+        "polar.orthogonalize": "newton_schulz newtonschulz5 zeropower_via_newtonschulz5",
+        "polar.NewtonSchulz": "NewtonSchulz",
+        "constant": "constant_schedule",
+        "linear": "linear_schedule",
+        "cosine": "cosine_decay_schedule",
+        "join": "join_schedules",
+        "exponential": "exponential_decay",
+        "polynomial": "polynomial_schedule",
+        "piecewise_constant": "piecewise_constant_schedule",
+        "piecewise_interpolate": "piecewise_interpolate_schedule",
+        "one_cycle": "cosine_onecycle_schedule linear_onecycle_schedule",
+        "sgdr": "sgdr_schedule",
+        "warmup_cosine": "warmup_cosine_decay_schedule",
+        "join([muonfx.linear(0.0, 1.0, 10), muonfx.constant(1.0)], [10])": "warmup_constant_schedule",
+        "warmup_stable_decay": "warmup_exponential_decay_schedule",
+        "tree": "tree_utils",
+        "tree.map": "tree_map",
+        "tree.map_params": "tree_map_params",
+        "tree.get": "tree_get",
+        "tree.get_all": "tree_get_all_with_path",
+        "tree.set": "tree_set",
+        "tree.add": "tree_add",
+        "tree.scale": "tree_scale",
+        "tree.vdot": "tree_vdot",
+        "tree.norm": "tree_norm",
+        "schedules": "lr_scheduler",
+    }.items()
+    for name in names.split()
+}
+"""Names of Optax, ``torch.optim`` and Muon's first implementation, with the code that is muonfx's counterpart."""
+
+_ARGUMENTS_HERE = {
+    "lr": ("lr", "learning_rate"),
+    "beta": ("decay", "momentum"),
+    "momentum": ("momentum", "decay"),
+    "decay": ("decay", "momentum"),
+    "betas": ("betas", "b1", "b2"),
+    "b1": ("b1", "betas"),
+    "b2": ("b2", "betas"),
+    "nesterov": ("nesterov", "Muon's momentum always looks ahead; muonfx.muon(nesterov=False) does not"),
+    "steps": ("steps", "newton_schulz=muonfx.polar.NewtonSchulz(steps=...)"),
+    "ns_steps": ("steps", "newton_schulz=muonfx.polar.NewtonSchulz(steps=...)"),
+    "ns_coefficients": ("coefficients",),
+    "ns_coeffs": ("coefficients",),
+    "adjust_lr_fn": ("rule",),
+    "consistent_rms": ("rule",),
+    "adam_b1": ("b1", "betas"),
+    "adam_b2": ("b2", "betas"),
+    "adam_learning_rate": ("adamw_learning_rate", "adamw_lr"),
+    "adam_weight_decay": ("adamw_weight_decay",),
+    "weight_decay_mask": ("mask",),
+    "muon_weight_dimension_numbers": ("dims",),
+    "accumulator_dtype": ("dtype",),
+    "every_k_schedule": ("every",),
+}
+"""Arguments of Optax and ``torch.optim``: the names that functions here may have, and in the end words if none is."""
 
 
 def plain_kinds(annotation: object, names: Mapping[str, object] | None = None) -> frozenset[str]:
@@ -171,6 +270,36 @@ def _is_one_of(value: object, kinds: frozenset[str]) -> bool:
     return any(kind not in _PLAIN and kind != "None" and not _is_literal(kind) for kind in kinds)
 
 
+def plain_value(value: object, kinds: frozenset[str]) -> object:
+    """A number of NumPy, or of another library, as Python's; all else as it is.
+
+    >>> from fractions import Fraction
+    >>> plain_value(Fraction(1, 2), plain_kinds("float")), plain_value("3", plain_kinds("int"))
+    (0.5, '3')
+    """
+    if value is None or isinstance(value, bool | str | Tensor) or type(value) in (int, float):
+        return value
+    if isinstance(value, numbers.Integral) and kinds & {"int", "float"}:
+        return int(value)
+    return float(value) if isinstance(value, numbers.Real) and "float" in kinds else value
+
+
+def _single_number(owner: str, name: str, value: object, kinds: frozenset[str]) -> object:
+    """A tensor of one element, given for a number, as a 0-d tensor that shares its storage.
+
+    Raises:
+        ValueError: the tensor has several elements.
+    """
+    if not isinstance(value, Tensor) or value.ndim == 0 or "float" not in kinds:
+        return value
+    if value.numel() != 1:
+        raise ValueError(
+            f"{owner}: {name} must be a number or a 0-d tensor, found a tensor of shape {tuple(value.shape)}; for one "
+            "transform with each of several numbers: muonfx.stack"
+        )
+    return value.reshape(())
+
+
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:
     """Names like a misspelt one, as the end of a clause of an error message; nothing where none is like it.
 
@@ -183,6 +312,19 @@ def did_you_mean(wrong: str, known: Iterable[str]) -> str:
     close = [name for name in known if wrong == _initials(name) or name == _initials(wrong)]
     close = close or difflib.get_close_matches(wrong, known, n=3, cutoff=0.6)
     return f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""
+
+
+def _hint(wrong: str, known: Iterable[str]) -> str:
+    """What stands here for an unknown argument, as the end of a clause of an error message.
+
+    >>> _hint("betas", ["b1", "b2", "eps"]), _hint("ns_steps", ["lr"])
+    (" (did you mean 'b1' or 'b2'?)", ' (here: newton_schulz=muonfx.polar.NewtonSchulz(steps=...))')
+    """
+    known = list(known)
+    here = _ARGUMENTS_HERE.get(wrong, ())
+    if found := [name for name in here if name in known]:
+        return f" (did you mean {' or '.join(map(repr, found))}?)"
+    return f" (here: {here[-1]})" if here and not here[-1].isidentifier() else did_you_mean(wrong, known)
 
 
 def _initials(name: str) -> str:
@@ -226,7 +368,7 @@ def bind(
         others = [*stood_for]
         others += [name for name in parameters if name not in kwargs and name not in by_place[: len(args)]]
         if unknown:
-            wrong = f"there is no argument {unknown[0]!r}{did_you_mean(unknown[0], others)}"
+            wrong = f"there is no argument {unknown[0]!r}{_hint(unknown[0], others)}"
         elif len(args) > len(by_place):
             most = f"{len(by_place)} positional argument{'s' * (len(by_place) != 1)}"
             wrong = f"takes {most} at most, found {len(args)}: give the others by name"
@@ -335,10 +477,14 @@ def plain_arguments(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-        for name, value in bind(owner, signature, args, kwargs).arguments.items():
+        bound = bind(owner, signature, args, kwargs)
+        for name, value in bound.arguments.items():
+            value = _single_number(owner, name, plain_value(value, kinds[name]), kinds[name])
             check_plain(owner, name, value, kinds[name])
-        kwargs.update({name: kind.take(name, kwargs) for name, kind in options.items()})
-        return function(*args, **kwargs)
+            bound.arguments[name] = value
+        given = bound.kwargs
+        given.update({name: kind.take(name, given) for name, kind in options.items()})
+        return function(*bound.args, **given)
 
     return checked
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -142,10 +143,13 @@ class _Collector(NamedTuple):
     open_modules: list[str]
     rank: int
     size: int
+    ran: dict[str, bool]
+    """By module that ran within no other of them, whether attention was seen in it."""
 
     def add(self, most: Tensor) -> None:
         if not self.open_modules:
             return
+        self.ran[self.open_modules[0]] = True
         module = self.open_modules[-1]
         if self.size > 1:
             before = most.new_full((len(most) * self.rank,), -math.inf)
@@ -235,6 +239,9 @@ def collect_max_logits(
         ValueError: a module of the model is compiled, where nothing can be collected; or no module has such a name.
         NotImplementedError: in the forward pass, a module that counts is an ``nn.MultiheadAttention``.
 
+    Warns:
+        UserWarning: modules ran, and no attention was seen: in one that ``module`` names, or without it in none.
+
     Example:
         >>> import muonfx as mfx
         >>> class Attention(torch.nn.Module):
@@ -256,7 +263,7 @@ def collect_max_logits(
     if not 0 <= rank < size:
         raise ValueError(f"collect_max_logits: tensor_parallel must be (rank, size), found {tensor_parallel!r}")
     modules = _modules_of(model, module)
-    collector = _Collector({}, [], rank, size)
+    collector = _Collector({}, [], rank, size, {})
     handles: list[Any] = []
     try:
         for name, own in modules.items():
@@ -271,15 +278,28 @@ def collect_max_logits(
     finally:
         for handle in handles:
             handle.remove()
+    blind = [name for name, saw in collector.ran.items() if not saw]
+    if blind and (module is not None or len(blind) == len(collector.ran)):
+        shown = ", ".join(repr(name) if name else "the model" for name in blind[:5])
+        warnings.warn(
+            f"collect_max_logits: no attention was seen in {shown}{', ...' * (len(blind) > 5)}, though it ran. Only "
+            "calls of torch.nn.functional.scaled_dot_product_attention are seen. If attention is computed otherwise "
+            "(flex attention, a kernel of another package, plain products), call muonfx.attention.record_max_logits "
+            "in the module's forward. If the module computes none, choose others with module=",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def _open(collector: _Collector, name: str, *_: object) -> None:
     collector.open_modules.append(name)
 
 
-def _close(collector: _Collector, *_: object) -> None:  # also after an error
+def _close(collector: _Collector, module: nn.Module, args: object, output: object) -> None:
     if collector.open_modules:
-        collector.open_modules.pop()
+        name = collector.open_modules.pop()
+        if not collector.open_modules and output is not None:  # after an error there is no output
+            collector.ran.setdefault(name, False)
 
 
 def _modules_of(model: nn.Module, pattern: str | None) -> dict[str, nn.Module]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
+import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -141,6 +143,17 @@ def state_dtype(name: str, value: object) -> None:
     raise wrong(f'{name} must be "auto", a floating-point torch.dtype or None, found {value!r}')
 
 
+_LIBRARIES = tuple(os.path.join(os.path.dirname(path), "") for path in (__file__, torch.__file__))
+
+
+def warn_caller(message: str) -> None:
+    """Warn with the line of the user's code that called into this library, by whatever way."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, UserWarning, stacklevel=level)
+
+
 class NamePatterns(NamedTuple):
     """Globs over dotted names that an argument of a transform holds: what `muonfx.transform` asks for by this name."""
 
@@ -153,7 +166,7 @@ class NamePatterns(NamedTuple):
     """True if it is an error, not a warning, that a group matches nothing."""
 
 
-def warn_of_unmatched(tx: Transform, params: PyTree, *, stacklevel: int) -> None:
+def warn_of_unmatched(tx: Transform, params: PyTree) -> None:
     """Warn of patterns in a transform, and in those within it, that do nothing for these parameters.
 
     The names are those of the whole tree. A transform for some of the parameters (under `partition` or `masked`) may
@@ -187,7 +200,7 @@ def warn_of_unmatched(tx: Transform, params: PyTree, *, stacklevel: int) -> None
                 said += f"close: {_list(close)}" if close else f"they are {_list(names)}"
             if required:
                 raise ValueError(f"{argument}: {shown} {said}; correct it")
-            warnings.warn(f"{argument}: {shown} {said}; correct or remove it", UserWarning, stacklevel=stacklevel + 1)
+            warn_caller(f"{argument}: {shown} {said}; correct or remove it")
 
 
 def _close_names(group: Iterable[str], names: Sequence[str]) -> list[str]:
@@ -396,10 +409,26 @@ def check_state_like(name: str, state: PyTree, expected: tuple[list[Any], Any, A
         )
 
 
+def _check_numbers(value: Any) -> None:
+    """Require that no number of a transform, and of those within it, is a tensor with dims."""
+    for name in sorted(value.factory.definition.floats):
+        number = value.arguments[name]
+        if isinstance(number, Tensor) and number.ndim:
+            raise ValueError(
+                f"{value.factory.__name__}: {name} must be a number or a 0-d tensor, found a tensor of shape "
+                f"{tuple(number.shape)}; several at once: torch.func.vmap over a muonfx.stack"
+            )
+    for part in value.parts:
+        if hasattr(part, "parts"):
+            _check_numbers(part)
+
+
 def _expected_state(tx: Transform, params: PyTree) -> tuple[list[Any], Any, Any]:
     leaves, treedef = tree.flatten(params)
     key = (treedef, tuple(None if leaf is None else (leaf.shape, leaf.dtype) for leaf in leaves))
     numbers = tuple(tuple(part.shape) for part in tree.leaves(tx) if isinstance(part, Tensor))
+    if any(numbers):
+        _check_numbers(tx)
     key = (*key, numbers)  # injected numbers are in the state
     remembered: dict[Any, Any] = tx.structure.derived.setdefault("expected_states", {})
     if key not in remembered:

@@ -3,13 +3,15 @@
 Every function takes lists of equal length and returns a list. With ``reuse=True`` the first list (in `div` the
 second) is overwritten and returned: the caller has been given its storage (donation). Plain tensors go through
 torch's ``_foreach_`` operators, which pay Python and launch overhead once for the list; ``torch.func`` transforms and
-autograd, which those operators do not support everywhere, go leaf by leaf. Both ways compute the same formula. A
-scalar is a Python number or a 0-d tensor.
+autograd, which those operators do not support everywhere, go leaf by leaf. Both ways compute the same formula.
+
+A scalar is a Python number or a 0-d tensor. On CPUs both give the same bits at all magnitudes: a number may move into
+the state or follow a schedule. On other devices a sum may round once with a number and twice with a tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +35,7 @@ __all__ = [
     "norms",
     "peaks",
     "safe_sqrt",
+    "scalar_like",
     "shift",
     "wide_dtype",
 ]
@@ -60,9 +63,40 @@ def _fit(scalar: Scalar, xs: Sequence[Tensor]) -> Scalar:
     return scalar
 
 
+def _for_each(scalar: Tensor, xs: Sequence[Tensor]) -> Tensors:
+    """A 0-d tensor in the dtype of each tensor."""
+    cast_to = {dtype: scalar.to(dtype) for dtype in {x.dtype for x in xs}}
+    return [cast_to[x.dtype] for x in xs]
+
+
+def _on_cpu(xs: Sequence[Tensor]) -> bool:
+    return all(x.device.type == "cpu" for x in xs)
+
+
+def _in_wide(function: Callable[..., Tensors], xs: Tensors, *rest: Tensors, scalar: Scalar, reuse: bool) -> Tensors:
+    """`function` in fp32 or wider, rounded once to the tensors' own dtypes.
+
+    CPUs round once in the vectorized part of a narrow tensor and twice in its tail: a piece would differ from the
+    whole. A scalar that is a tensor would be rounded, too.
+    """
+    wide = [wide_dtype(x.dtype) for x in xs]
+    done = function(
+        [x.to(w, copy=True) for x, w in zip(xs, wide, strict=True)],
+        *(cast(ys, wide) for ys in rest),
+        scalar,
+        reuse=True,
+    )
+    return copy(done, into=xs) if reuse else cast_like(done, xs)
+
+
 def _wants_own(scalar: Scalar, xs: Sequence[Tensor]) -> bool:
     """True if `_fit` cannot serve a list: a 0-d tensor takes the wider dtype of a scalar that is a tensor, too."""
     return isinstance(scalar, Tensor) and any(x.ndim == 0 for x in xs) and len({x.dtype for x in xs}) > 1
+
+
+def _would_widen(scalar: Scalar, xs: Sequence[Tensor]) -> bool:
+    """True if a 0-d tensor that `_fit` leaves as it is would widen narrow tensors without dims."""
+    return isinstance(scalar, Tensor) and any(x.ndim == 0 and x.dtype.itemsize < 4 for x in xs)
 
 
 def _rounds_numbers(xs: Sequence[Tensor]) -> bool:
@@ -134,6 +168,8 @@ def mul(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
         return [x * c for x in xs]
     if _wants_own(c, xs):
         return [mul([x], c, reuse=reuse)[0] for x in xs]
+    if _would_widen(c, xs):
+        return _in_wide(mul, xs, scalar=c, reuse=reuse)
     if reuse and _rounds_numbers(xs):
         c = _fit(c, xs)
         return [x.mul_(c) for x in xs]
@@ -169,6 +205,8 @@ def shift(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
         return [x + c for x in xs]
     if _wants_own(c, xs):
         return [shift([x], c, reuse=reuse)[0] for x in xs]
+    if _rounds_numbers(xs) or _would_widen(c, xs):
+        return _in_wide(shift, xs, scalar=c, reuse=reuse)
     if not reuse:
         c = _fit(c, xs)
         return [x + c for x in xs]
@@ -189,18 +227,14 @@ def add(xs: Tensors, ys: Tensors, c: Scalar = 1.0, *, reuse: bool = False) -> Te
     """
     if _leafwise(xs, ys) or _records(c):
         return [x + c * y for x, y in zip(xs, ys, strict=True)]
+    if (isinstance(c, Tensor) or c != 1.0) and _rounds_numbers(xs):
+        return _in_wide(add, xs, ys, scalar=c, reuse=reuse)
+    if isinstance(c, Tensor) and _on_cpu(xs):
+        return _addcmul_of_lists(xs, ys, _for_each(c, xs), reuse=reuse)  # rounds as `alpha=` does
     if _wants_own(c, [*xs, *ys]):
         return [add([x], [y], c, reuse=reuse)[0] for x, y in zip(xs, ys, strict=True)]
     if isinstance(c, Tensor):
         ys, c = list(torch._foreach_mul(ys, _fit(c, ys))), 1.0
-    if c != 1.0 and _rounds_numbers(xs):
-        # CPUs round once in the vectorized part of a tensor and twice in its tail: a piece would differ from the whole.
-        wide = [
-            x.to(w, copy=True).add_(y.to(w), alpha=c)
-            for x, y in zip(xs, ys, strict=True)
-            for w in [wide_dtype(x.dtype)]
-        ]
-        return copy(wide, into=xs) if reuse else cast_like(wide, xs)
     if reuse:
         torch._foreach_add_(xs, ys, alpha=c)
         return xs
@@ -213,10 +247,17 @@ def lerp(xs: Tensors, ys: Tensors, weight: Scalar, *, reuse: bool = False) -> Te
     >>> lerp([torch.zeros(2)], [torch.ones(2)], 0.25)
     [tensor([0.2500, 0.2500])]
     """
+    if _rounds_numbers(xs):
+        return _in_wide(lerp, xs, ys, scalar=weight, reuse=reuse)
     if _leafwise(xs, ys) or _records(weight):
-        if isinstance(weight, Tensor):
-            return [x + weight * (y - x) for x, y in zip(xs, ys, strict=True)]
-        return [torch.lerp(x, y, weight) for x, y in zip(xs, ys, strict=True)]
+        weights = _for_each(weight, xs) if isinstance(weight, Tensor) else [weight] * len(xs)
+        return [torch.lerp(x, y.to(x.dtype), w) for x, y, w in zip(xs, ys, weights, strict=True)]
+    if isinstance(weight, Tensor) and _on_cpu(xs):
+        weights = _for_each(weight, xs)
+        if reuse:
+            torch._foreach_lerp_(xs, ys, weights)
+            return xs
+        return list(torch._foreach_lerp(xs, ys, weights))
     if _wants_own(weight, xs):
         return [lerp([x], [y], weight, reuse=reuse)[0] for x, y in zip(xs, ys, strict=True)]
     if isinstance(weight, Tensor):
@@ -237,8 +278,15 @@ def addcmul(xs: Tensors, ys: Tensors, zs: Tensors, c: Scalar = 1.0, *, reuse: bo
     """
     if _leafwise(xs, ys, zs) or _records(c):
         return [x + c * y * z for x, y, z in zip(xs, ys, zs, strict=True)]
-    if isinstance(c, Tensor):
-        return add(xs, list(torch._foreach_mul(ys, zs)), c, reuse=reuse)
+    if _rounds_numbers(xs):
+        return _in_wide(addcmul, xs, ys, zs, scalar=c, reuse=reuse)
+    # `c * y` comes first, as CPUs compute it for a number, too: `y * z` may overflow where the sum is finite.
+    if isinstance(c, Tensor) or (c != 1.0 and not _on_cpu(xs)):
+        ys, c = mul(ys, c), 1.0
+    return _addcmul_of_lists(xs, ys, zs, c, reuse=reuse)
+
+
+def _addcmul_of_lists(xs: Tensors, ys: Tensors, zs: Tensors, c: float = 1.0, *, reuse: bool) -> Tensors:
     if reuse:
         torch._foreach_addcmul_(xs, ys, zs, c)
         return xs
@@ -279,7 +327,7 @@ def clamp(xs: Tensors, low: Scalar, high: Scalar) -> Tensors:
     [tensor([-1.0000,  0.5000])]
     """
     if isinstance(low, Tensor) or isinstance(high, Tensor):
-        return [torch.minimum(torch.maximum(x, torch.as_tensor(low).to(x)), torch.as_tensor(high).to(x)) for x in xs]
+        return [x.clamp(scalar_like(low, x), scalar_like(high, x)) for x in xs]
     return [x.clamp(low, high) for x in xs]
 
 
@@ -323,6 +371,20 @@ def peaks(xs: Tensors) -> Tensors:
             for x, both in zip(xs, ends, strict=True)
         ]
     return list(torch._foreach_norm(xs, float("inf")))
+
+
+def scalar_like(number: Scalar, x: Tensor) -> Tensor:
+    """Make a number a 0-d tensor with the dtype and device of `x`.
+
+    Torch divides a Python number by a tensor as number times reciprocal, and promotes the dtype of a 0-d tensor. With
+    both operands as tensors of one dtype, a Python number and a 0-d tensor give the same bits.
+
+    >>> scalar_like(0.5, torch.ones(2, dtype=torch.float64))
+    tensor(0.5000, dtype=torch.float64)
+    """
+    if isinstance(number, Tensor):
+        return number.to(dtype=x.dtype, device=x.device)
+    return torch.full((), number, dtype=x.dtype, device=x.device)
 
 
 def safe_sqrt(x: Tensor) -> Tensor:

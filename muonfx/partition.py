@@ -8,19 +8,20 @@ and has no placeholders that ``torch.func.vmap`` would trip over.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from muonfx import tree
-from muonfx.checks import NamePatterns
+from muonfx.checks import NamePatterns, warn_caller
 from muonfx.core import Donation, Locality, Transform, transform
 from muonfx.core.combine import widest
 from muonfx.core.contract import NOTHING
 from muonfx.select.params import read_params
 from muonfx.select.predicates import Predicate, asks_for_modules, path_patterns
-from muonfx.select.rules import Labels, listing
+from muonfx.select.rules import Labels, is_set_for, listing
+from muonfx.select.views import patterns
 from muonfx.tree import PyTree
 from muonfx.wrappers import unwrapped
 
@@ -28,11 +29,13 @@ __all__ = ["mask_patterns", "masked", "partition", "resolve_mask"]
 
 
 class _Reasoned(list[Any]):
-    """Values of leaves that labels have given, with these, which know why."""
+    """The values that `Labels` give the leaves, and these labels."""
 
-    def __init__(self, values: list[Any], labels: Labels) -> None:
+    def __init__(self, values: list[Any], labels: Labels, shapes: list[tuple[int, ...] | None]) -> None:
         super().__init__(values)
         self.labels = labels
+        self.shapes = shapes
+        """By leaf, the shape for which the labels were chosen."""
 
 
 class _Assignment:
@@ -97,7 +100,8 @@ class _Assignment:
         elif callable(given) and not isinstance(given, Mapping):
             given = given(params)
         if isinstance(given, Labels):
-            values: list[Any] = _Reasoned(self._by_name(given, names), given)
+            shapes = _by_wrapped_name(given.shapes, names)
+            values: list[Any] = _Reasoned(self._by_name(given, names), given, [shapes.get(name) for name in names])
         # With keys other than strings it is a tree, whose leaves are named by dotted paths.
         elif isinstance(given, Mapping) and all(
             isinstance(key, str) and isinstance(value, self.kinds) for key, value in given.items()
@@ -116,10 +120,7 @@ class _Assignment:
         return " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
 
     def _by_name(self, given: Mapping[str, Any], names: list[str]) -> list[Any]:
-        if any(name not in given for name in names):  # of the same model under a wrapper, perhaps
-            plain = {new: given[old] for old, new in unwrapped(given).items()}
-            if len(plain) == len(given):
-                given = {**{name: plain[new] for name, new in unwrapped(names).items() if new in plain}, **given}
+        given = _by_wrapped_name(given, names)
         missing = [name for name in names if name not in given]
         if missing:
             raise ValueError(f"{self.what}: no value for {listing(missing)}; every parameter needs one")
@@ -132,6 +133,16 @@ class _Assignment:
                 f"found a tree with leaves {listing(tree.names(given))}, for parameters {listing(tree.names(params))}"
             )
         return tree.leaves(given)
+
+
+def _by_wrapped_name(given: Mapping[str, Any], names: list[str]) -> Mapping[str, Any]:
+    """A mapping by name, with entries for the names that the same model has under a wrapper."""
+    if all(name in given for name in names):
+        return given
+    plain = {new: given[old] for old, new in unwrapped(given).items()}
+    if len(plain) < len(given):
+        return given
+    return {**{name: plain[new] for name, new in unwrapped(names).items() if new in plain}, **given}
 
 
 def _part(names: list[str], chosen: list[Any], value: Any, values: PyTree) -> dict[str, Any]:
@@ -159,20 +170,84 @@ def _why(names: list[str], chosen: list[Any]) -> str:
 def _warn_of_unused_views(transforms: Mapping[str, Transform], labels: Labels, names: list[str]) -> None:
     """Warn of stacks and transposed matrices that a transform sees otherwise than its labels do."""
     views = {name: labels.views[name] for name in names if name in labels.views}
-    blind = {label for label, tx in transforms.items() if views and _has_no_dims(tx)}
-    found = [f"{name!r} ({view.note})" for name, view in views.items() if view.dims and labels[name] in blind]
+    found = [
+        f"{name!r} ({view.note})"
+        for name, view in views.items()
+        if view.dims and any(not is_set_for(tx.arguments["dims"], name) for tx in _with_view(transforms, labels[name]))
+    ]
     if found:
-        warnings.warn(
+        warn_caller(
             f"partition: of {listing(found, str)} the labels know dims, and a transform for them has none: each is "
             "flattened behind its first dim: give it dims=labels.dims, blocks=labels.blocks (labels = "
-            "default_labels(model)), or say with labels=Labels(labels) that this is meant",
-            stacklevel=3,
+            "default_labels(model)), or say with labels=Labels(labels) that this is meant"
         )
 
 
-def _has_no_dims(tx: Transform) -> bool:
-    """True if a transform, or one within it, works on matrices and was given no dims."""
-    return tx.arguments.get("dims", ()) is None or any(map(_has_no_dims, tx.children))
+def _warn_of_fused(transforms: Mapping[str, Transform], labels: Labels, names: list[str]) -> None:
+    """Warn of parameters whose names suggest several matrices, and that are orthogonalized as one."""
+    whole: dict[str, Transform] = {}
+    for name in names:
+        if name in labels.views and labels.views[name].suspected:
+            for tx in _with_view(transforms, labels[name]):
+                if not is_set_for(tx.arguments["blocks"], name):
+                    whole[name] = tx
+    if not whole:
+        return
+    counts = {name: labels.views[name].suspected or 1 for name in whole}
+    others = [name for name, label in labels.items() if label in {labels[name] for name in whole}]
+    view = {key: next(iter(whole.values())).arguments[key] for key in ("dims", "blocks", "block_axis")}
+    if view["block_axis"] == -1:
+        view["block_axis"] = dict.fromkeys(view["blocks"] or (), -1)
+
+    def line(found: Mapping[str, int]) -> str:
+        settings = {**view, "blocks": {**(view["blocks"] or {}), **patterns(found, others)}}
+        shown = [f"{key}={value!r}" for key, value in settings.items() if value not in (None, -2)]
+        return f"view=muonfx.MatrixView({', '.join(shown)})"
+
+    warnings.warn(
+        f"partition: by their names, these parameters hold several matrices each, and each is treated as one matrix: "
+        f"{listing(list(whole))}. If their parts have equal numbers of rows, and are stored one after another, split "
+        f"them: give Muon, or each transform that takes a view,\n  {line(counts)}\nIf the numbers differ, as with "
+        "fewer keys than queries, write them as a tuple in place of the count. If each is one matrix, or its parts "
+        f"are interleaved, keep it whole without this warning:\n  {line(dict.fromkeys(whole, 1))}",
+        stacklevel=3,
+    )
+
+
+def _with_view(transforms: Mapping[str, Transform], label: str | None) -> Iterator[Transform]:
+    """The transforms for a label, and within these, that take a `MatrixView`."""
+    return (tx for tx in _all_within(transforms.get(label or "")) if "dims" in tx.arguments)
+
+
+def _all_within(tx: Transform | None) -> Iterator[Transform]:
+    if tx is not None:
+        yield tx
+        for child in tx.children:
+            yield from _all_within(child)
+
+
+def _check_dims(transforms: Mapping[str, Transform], names: list[str], chosen: list[Any], params: PyTree) -> None:
+    """Refuse to flatten a tensor that has more dims than the parameter for which its label was chosen.
+
+    Fewer dims are not looked at: a rank may hold a flat piece of a matrix.
+    """
+    if not isinstance(chosen, _Reasoned):
+        return
+    for name, label, shape, leaf in zip(names, chosen, chosen.shapes, tree.leaves(params), strict=True):
+        if shape is None or leaf is None or leaf.ndim <= len(shape):
+            continue
+        for tx in _all_within(transforms.get(label)):
+            dims = tx.arguments.get("dims", ())
+            mixes = tx.locality is Locality.LEAF and not tx.children and dims == ()
+            if mixes or not is_set_for(dims, name):
+                raise ValueError(
+                    f"partition: {name!r} has shape {tuple(leaf.shape)}, and its label {label!r} was chosen for shape "
+                    f"{shape}: {tx.name} would mix the matrices of a stack. For a stack of models, as "
+                    "torch.func.stack_module_state makes it, use torch.func.vmap(tx.init)(params) and "
+                    "torch.func.vmap(tx.update)(grads, state, params). For a stack of matrices in one parameter, give "
+                    f"Muon view=muonfx.MatrixView(dims={{{name!r}: ((-2,), (-1,))}}). If the tensor is one matrix, "
+                    "choose labels for these parameters"
+                )
 
 
 def mask_patterns(tx: Transform) -> list[NamePatterns]:
@@ -192,6 +267,7 @@ def _locality(transforms: Mapping[str, Transform], labels: Any) -> Any:
 
 def _resolve_partition(tx: Transform, params: PyTree) -> Transform:
     names, chosen = _Assignment("partition: labels", tx.arguments["labels"], (str, type(None)))(params)
+    _check_dims(tx.arguments["transforms"], names, chosen, params)
     if isinstance(chosen, _Reasoned) and all(name in chosen.labels for name in names):
         return tx.replace(labels=chosen.labels)  # which know why, for a warning
     return tx.replace(labels=dict(zip(names, chosen, strict=True)))
@@ -227,11 +303,13 @@ def partition(
 
     Raises:
         TypeError: a label is neither a string nor None; an entry is not a transform.
-        ValueError: a parameter has no label, or a label no transform; the message names it.
+        ValueError: a parameter has no label, or a label no transform. Or a tensor has more dims than the parameter for
+            which `Labels` were chosen, and would be flattened. The message names the parameter.
 
     Warns:
         UserWarning: at `init`, a transform has no parameter (the message says which labels there are, and why); or
-            labels know dims of a parameter that the transform for it was not given.
+            labels know dims of a parameter that the transform for it was not given; or the name of a parameter suggests
+            a fused matrix (``qkv``, ``c_attn``) that is not split. The message has the line that splits it.
 
     Example:
         >>> import muonfx as mfx
@@ -240,6 +318,11 @@ def partition(
         >>> tx.update(params, tx.init(params))[0]
         {'w': tensor([-0.1000]), 'b': tensor([-1.])}
     """
+    if not isinstance(transforms, dict):
+        raise TypeError(
+            f"partition: transforms must be a dict with a Transform for each label, found {transforms!r}; write "
+            'partition({"muon": muon(...), "adamw": adamw(...)}, labels)'
+        )
     for label, tx in transforms.items():
         if not isinstance(tx, Transform):
             raise TypeError(f"partition: the entry for label {label!r} must be a Transform, found {tx!r}")
@@ -256,14 +339,14 @@ def partition(
 
     def init(params: PyTree) -> dict[str, PyTree]:
         names, chosen = checked(assign(params))
+        _check_dims(transforms, names, chosen, params)
         if isinstance(chosen, _Reasoned):
             _warn_of_unused_views(transforms, chosen.labels, names)
+            _warn_of_fused(transforms, chosen.labels, names)
         for label in transforms:
             if label not in chosen:
-                warnings.warn(
-                    f"partition: no parameter has the label {label!r}; its transform does nothing"
-                    + _why(names, chosen),
-                    stacklevel=2,
+                warn_caller(
+                    f"partition: no parameter has the label {label!r}; its transform does nothing" + _why(names, chosen)
                 )
         return {label: tx.functions.init(_part(names, chosen, label, params)) for label, tx in transforms.items()}
 

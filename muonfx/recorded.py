@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import hashlib
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -38,6 +39,7 @@ from muonfx.arguments import (
     kinds_of,
     numbers_of_schedules,
     options_of,
+    plain_value,
 )
 from muonfx.identity import public_name, text_of
 from muonfx.tree import NAMESPACE
@@ -234,6 +236,7 @@ class Recorded:
         skeleton: dict[str, object] = {}
         for name, value in bound.arguments.items():
             kinds = definition.plain[name]
+            value = plain_value(value, kinds)
             if not ("float" in kinds and cls.stands_for_a_number(factory, value)):
                 check_plain(factory.__name__, name, value, kinds)
             skeleton[name] = _split(_as_float(definition, name, value), parts, top=True)
@@ -599,8 +602,21 @@ def _literal(value: object) -> str:
     if type(value) is dict:
         return f"{{{', '.join(f'{key!r}: {_literal(item)}' for key, item in value.items())}}}"
     if inspect.isfunction(value) or inspect.isclass(value):
-        return value.__qualname__
-    return repr(value)
+        return _name_in_package(value)
+    code_in = getattr(value, "code_in", None)  # of a predicate, whose names are in a module of their own
+    return str(code_in("select.")) if callable(code_in) else repr(value)
+
+
+def _name_in_package(value: Any) -> str:
+    """The shortest dotted name of a function or class in this package's namespace; of another, its own name."""
+    package, *parts = value.__module__.split(".")
+    if package == __name__.partition(".")[0]:
+        module = sys.modules[package]
+        for depth in range(len(parts) + 1):
+            if getattr(module, value.__qualname__, None) is value:
+                return ".".join([*parts[:depth], value.__qualname__])
+            module = getattr(module, parts[depth], None) if depth < len(parts) else None
+    return value.__qualname__
 
 
 def _structure(value: Recorded) -> str:

@@ -6,6 +6,8 @@ torch has no public name for these questions; they are asked here and nowhere el
 from __future__ import annotations
 
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any, cast
 
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from muonfx.polar.symbols import called_once
 
-__all__ = ["functorch_is_active", "is_traced", "is_wrapped", "matches"]
+__all__ = ["functorch_is_active", "is_traced", "is_wrapped", "matches", "without_transforms"]
 
 _C = cast("Any", torch._C)
 
@@ -35,6 +37,25 @@ def is_wrapped(x: Tensor) -> bool:
     (False, tensor([1.]))
     """
     return bool(_C._functorch.is_functorch_wrapped_tensor(x))
+
+
+@contextmanager
+def without_transforms() -> Generator[None]:
+    """Leave all transforms of ``torch.func`` for the length of a block, so that tensors made in it are plain.
+
+    >>> def loss(x):
+    ...     with without_transforms():
+    ...         return x * is_wrapped(torch.ones(()))
+    >>> torch.func.grad(loss)(torch.tensor(3.0))
+    tensor(0.)
+    """
+    if not functorch_is_active():
+        yield
+        return
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    with temporarily_clear_interpreter_stack():
+        yield
 
 
 def is_traced() -> bool:

@@ -1,12 +1,18 @@
-"""Which marked tests run (`gpu` on a device, `deep` only in a deep run), and the processes that tests share."""
+"""Which files are collected, which marked tests run, and the processes that tests share."""
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.processes import World
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Collect only ``test_*.py``: a helper has no doctests, and may import packages that are not installed."""
+    return (collection_path.is_file() and not collection_path.name.startswith("test_")) or None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

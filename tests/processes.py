@@ -22,6 +22,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 WORLD = 4
+PATIENCE = 240
+"""Seconds until a rank that has not answered counts as failed: more than any call takes on a busy machine."""
 
 
 class Failed:
@@ -84,7 +86,7 @@ class World:
         """
         if self._running is None:
             self._running = _Running(self.size, self.timeout)
-        found = self._running.run(size, function, arguments, patience=2 * self.timeout)
+        found = self._running.run(size, function, arguments, patience=PATIENCE)
         if not _alike(found) and not (_all_raised(found) and self._running.is_in_step(size)):
             self.close()  # some rank may still wait for another, or hold half of a message
         return found
@@ -114,10 +116,10 @@ def _all_raised(results: list[Any]) -> bool:
 
 
 def meet(here: Here) -> None:
-    """Meet in each group: an error within seconds where the ranks have not taken part in equally many collectives."""
+    """Meet in each group: an error in 20 seconds where the ranks have not taken part in equally many collectives."""
     groups = [here.group, here.background, *(here.grid.get_all_groups() if here.size == WORLD else [])]
     for group in groups:
-        dist.monitored_barrier(group, timeout=timedelta(seconds=5))
+        dist.monitored_barrier(group, timeout=timedelta(seconds=20))
 
 
 class _Running:
@@ -174,7 +176,7 @@ class _Running:
 
     def is_in_step(self, size: int) -> bool:
         """True if the first so many can go on together: new processes take ten seconds of processor time."""
-        return not any(isinstance(result, Failed) for result in self.run(size, meet, {}, patience=20))
+        return not any(isinstance(result, Failed) for result in self.run(size, meet, {}, patience=100))
 
     def close(self) -> None:
         for inbox in self._inboxes:

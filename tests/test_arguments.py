@@ -2,15 +2,17 @@
 
 import inspect
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import muonfx as mfx
 from muonfx import compact, schedules, select, sharding
-from muonfx.arguments import kinds_of, plain_kinds
+from muonfx.arguments import NAMES_HERE, kinds_of, plain_kinds
 
 WRONG = {
     "bool": ("no", "", 1, 0, None, torch.tensor(True)),
@@ -34,7 +36,7 @@ REQUIRED: dict[Callable[..., Any], tuple[Any, ...]] = {
     mfx.clip_by_global_norm: (1.0,),
     mfx.lookahead: (TX, 2, 0.5),
     mfx.sam_gradient: (lambda params: params, PARAMS),
-    mfx.schedule_free: (TX, 0.1),
+    mfx.schedule_free: (mfx.scale(-0.1), 0.1),
     mfx.clip_by_value: (1.0,),
     mfx.muonclip: ((),),
     mfx.qk_clip: ((),),
@@ -43,7 +45,7 @@ REQUIRED: dict[Callable[..., Any], tuple[Any, ...]] = {
     mfx.scale_by_namo: (TX,),
     mfx.scale_by_learning_rate: (0.1,),
     mfx.Muon: (MODEL,),
-    mfx.TransformOptimizer: (MODEL, TX),
+    mfx.TransformOptimizer: (MODEL, mfx.scale(-0.1)),
     schedules.constant: (1.0,),
     schedules.cosine: (1.0, 4),
     schedules.exponential: (1.0, 4, 0.5),
@@ -255,3 +257,103 @@ def test_a_declared_function_that_returns_no_locality_is_refused():
 )
 def test_what_an_annotation_asks_for_is_read_at_the_top_of_the_union(annotation: Any, kinds: set[str]):
     assert plain_kinds(annotation) == kinds
+
+
+NUMBERS = {"np.float32": np.float32(0.25), "np.int64": np.int64(1), "fraction": Fraction(1, 4)}
+
+
+@pytest.mark.parametrize("number", NUMBERS.values(), ids=NUMBERS)
+def test_a_number_of_another_library_is_pythons(number: Any):
+    assert mfx.scale(number) == mfx.scale(float(number))
+    assert mfx.adamw(number, weight_decay=number) == mfx.adamw(float(number), weight_decay=float(number))
+    assert repr(mfx.cosine(number, 10)) == repr(mfx.cosine(float(number), 10))
+    assert {g["lr"] for g in mfx.Muon(MODEL, lr=number).param_groups} == {float(number)}
+    betas = (np.float32(0.5), Fraction(1, 2))
+    assert mfx.Muon(MODEL, betas=betas).tx == mfx.Muon(MODEL, betas=(0.5, 0.5)).tx
+
+
+def test_an_integer_of_another_library_counts():
+    assert mfx.accumulate(TX, np.int64(2)) == mfx.accumulate(TX, 2)
+    with pytest.raises(TypeError, match=r"every must be an int, found np\.float32"):
+        mfx.accumulate(TX, np.float32(2.0))
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 1)])
+def test_a_recipe_takes_a_tensor_of_one_element_for_a_number_and_sees_it_change(shape: tuple[int, ...]):
+    rate = torch.full(shape, 0.5)
+    tx = mfx.adamw(rate)
+    assert tx == mfx.adamw(torch.tensor(0.5))
+    state = tx.init(PARAMS)
+    rate.mul_(2.0)  # as with a tensor learning rate of torch.optim
+    wanted = mfx.adamw(torch.tensor(1.0)).update(PARAMS, state, PARAMS)[0]
+    assert torch.equal(tx.update(PARAMS, state, PARAMS)[0]["w"], wanted["w"])
+    assert {float(g["lr"]) for g in mfx.Muon(MODEL, lr=torch.full(shape, 0.5)).param_groups} == {0.5}
+
+
+BATCHES = {
+    "recipe": lambda x: mfx.adamw(x),
+    "optimizer": lambda x: mfx.Muon(MODEL, lr=x),
+    "transform": lambda x: mfx.scale(x).update(PARAMS, mfx.EmptyState(), PARAMS),
+    "chain": lambda x: (tx := mfx.chain(mfx.scale_by_adam(x))).update(PARAMS, tx.init(PARAMS), PARAMS),
+}
+
+
+@pytest.mark.parametrize("use", BATCHES.values(), ids=BATCHES)
+def test_a_tensor_of_several_numbers_is_refused_outside_vmap(use: Callable[[Any], Any]):
+    # It would be broadcast along the columns of a matrix.
+    with pytest.raises(ValueError, match=r"must be a number or a 0-d tensor, found a tensor of shape \(4,\).*stack"):
+        use(torch.full((4,), 0.5))
+
+
+@pytest.mark.parametrize("betas", [0.9, None, "0.9", np.float32(0.9), torch.tensor([0.9, 0.95])])
+def test_betas_that_are_no_pair_are_refused(betas: Any):
+    with pytest.raises(TypeError, match=r"Muon: betas must be a tuple .* such as \(0.9, 0.95\), found"):
+        mfx.Muon(MODEL, betas=betas)
+    with pytest.raises(ValueError, match="Muon: betas must be AdamW's two decays"):
+        mfx.Muon(MODEL, betas=(0.9,))
+
+
+FOREIGN = [
+    (mfx.Muon, "nesterov", r"here: Muon's momentum always looks ahead; muonfx.muon\(nesterov=False\) does not"),
+    (mfx.Muon, "ns_steps", r"here: newton_schulz=muonfx.polar.NewtonSchulz\(steps=\.\.\.\)"),
+    (mfx.Muon, "ns_coefficients", "'coefficients'"),
+    (mfx.Muon, "adjust_lr_fn", "'rule'"),
+    (mfx.Muon, "learning_rate", "'lr'"),
+    (mfx.Muon, "adam_learning_rate", "'adamw_lr'"),
+    (mfx.Muon, "decay", "'momentum'"),
+    (mfx.Muon, "b1", "'betas'"),
+    (mfx.muon, "ns_steps", "'steps'"),
+    (mfx.muon, "ns_coeffs", "'coefficients'"),
+    (mfx.muon, "adjust_lr_fn", "'rule'"),
+    (mfx.muon, "consistent_rms", "'rule'"),
+    (mfx.muon, "momentum", "'decay'"),
+    (mfx.muon, "beta", "'decay'"),
+    (mfx.muon, "lr", "'learning_rate'"),
+    (mfx.muon, "weight_decay_mask", "'mask'"),
+    (mfx.muon_with_adamw, "nesterov", "here: Muon's momentum always looks ahead; .*"),
+    (mfx.muon_with_adamw, "adam_b1", "'b1'"),
+    (mfx.adamw, "betas", "'b1' or 'b2'"),
+    (mfx.momentum, "accumulator_dtype", "'dtype'"),
+    (mfx.accumulate, "every_k_schedule", "'every'"),
+]
+
+
+@pytest.mark.parametrize(("function", "name", "here"), FOREIGN)
+def test_an_argument_of_torch_or_optax_is_answered_with_the_name_that_is_here(function: Any, name: str, here: str):
+    with pytest.raises(
+        TypeError, match=rf"there is no argument '{name}' \((did you mean )?{here}\??\); {function.__name__} takes"
+    ):
+        function(**{name: 0.5})
+
+
+@pytest.mark.parametrize("name", NAMES_HERE)
+def test_a_name_of_another_library_is_answered_with_the_code_that_is_here(name: str):
+    with pytest.raises(AttributeError, match=rf"'muonfx' has no attribute '{name}'; here it is ") as caught:
+        getattr(mfx, name)
+    code = str(caught.value).partition("here it is ")[2]
+    assert eval(code, {"muonfx": mfx, "model": MODEL}) is not None
+
+
+def test_an_unknown_name_is_an_attribute_error_and_no_other():
+    assert not hasattr(mfx, "nothing_of_the_kind")
+    assert not NAMES_HERE.keys() & set(dir(mfx))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, reject
 from hypothesis import strategies as st
 
 import muonfx as mfx
@@ -87,8 +87,12 @@ def test_a_chain_is_as_wide_as_its_widest_member(members: list[mfx.Transform]):
 def test_a_chain_of_two_chains_feeds_one_into_the_other(
     first: list[mfx.Transform], second: list[mfx.Transform], example: kit.Example
 ):
+    try:
+        both = mfx.chain(*first, *second)
+    except (UserWarning, ValueError):  # an order that is refused, or warned of
+        reject()
     between = kit.Example(example.params, updates_of(mfx.chain(*first), example))
-    assert_same(updates_of(mfx.chain(*first, *second), example), updates_of(mfx.chain(*second), between))
+    assert_same(updates_of(both, example), updates_of(mfx.chain(*second), between))
 
 
 LABELS = ("left", "right", None)
@@ -163,6 +167,7 @@ def test_powers_of_two_multiply(factors: list[float], example: kit.Example):
     assert_same(updates_of(chained, example), updates_of(mfx.scale(product), example))
 
 
+@pytest.mark.filterwarnings("ignore:chain. .* comes before set_to_zero")
 @given(members, examples)
 def test_zeroed_updates_stay_zero_or_absent(tx: mfx.Transform, example: kit.Example):
     for updates in updates_of(mfx.chain(tx, mfx.set_to_zero()), example):

@@ -551,63 +551,99 @@ def test_differentiating_through_steps_is_not_warned_of():
 LEARNING_RATE = mfx.scale_by_learning_rate(0.1)
 
 
+DECAY = mfx.add_decayed_weights(0.1)
+INDEPENDENT = mfx.subtract_decayed_weights(0.1)
+
+
 @pytest.mark.parametrize(
     ("members", "message"),
     [
+        ([mfx.momentum(), LEARNING_RATE, DECAY], "add_decayed_weights comes after the learning rate in 'scale_by_lear"),
+        ([mfx.adamw(0.1), mfx.masked(DECAY, {"w": True})], "comes after .* in 'chain'.* put it before 'chain'"),
+        ([LEARNING_RATE, mfx.chain(mfx.momentum(), DECAY)], "comes after the learning rate"),
+        ([LEARNING_RATE, mfx.cautious(mfx.momentum())], "cautious comes after"),
+        ([mfx.adamw(0.1), mfx.masked(mfx.cautious(mfx.momentum()), {"w": True})], "cautious comes after"),
         (
-            [mfx.momentum(), LEARNING_RATE, mfx.add_decayed_weights(0.1)],
-            "add_decayed_weights comes behind the learning",
+            [mfx.inject_hyperparams(LEARNING_RATE), mfx.chain(mfx.momentum(), mfx.cautious(mfx.scale_by_lion()))],
+            "cautious comes after .* 'inject_hyperparams'",
         ),
-        ([mfx.adamw(0.1), mfx.masked(mfx.add_decayed_weights(0.1), {"w": True})], "comes behind .* in 'chain'"),
-        ([LEARNING_RATE, mfx.chain(mfx.momentum(), mfx.add_decayed_weights(0.1))], "comes behind the learning rate"),
-        ([mfx.subtract_decayed_weights(0.1), LEARNING_RATE], "subtract_decayed_weights comes in front of the learning"),
-        ([mfx.masked(mfx.subtract_decayed_weights(0.1), {"w": True}), mfx.adamw(0.1)], "front .* in 'chain'. .*behind"),
+        ([INDEPENDENT, LEARNING_RATE], "subtract_decayed_weights comes before the learning rate"),
+        ([INDEPENDENT, mfx.scale(-0.1)], "subtract_decayed_weights comes before the negative scale in 'scale'"),
+        ([mfx.masked(INDEPENDENT, {"w": True}), mfx.adamw(0.1)], "before .* in 'chain'.* put it after"),
         ([mfx.muon(0.1, weight_decay=0.0), LEARNING_RATE], "both turn updates downhill"),
         ([mfx.partition({"a": mfx.lion(0.1)}, {"w": "a"}), LEARNING_RATE], "'partition' and 'scale_by_learning_rate'"),
+        ([mfx.qk_clip(()), LEARNING_RATE], "qk_clip comes before"),
+        ([mfx.keep_weight_norms(), LEARNING_RATE], "keep_weight_norms comes before"),
+        ([mfx.ema_params(), mfx.chain(mfx.clip_by_value(1.0), LEARNING_RATE)], "ema_params comes before"),
+        ([mfx.ema_params(), mfx.scale_by_schedule(mfx.linear(-0.1, 0.0, 10))], "the negative scale in 'scale_by_sch"),
+        ([mfx.master_params(mfx.momentum()), LEARNING_RATE], r"or move that into master_params\(...\)"),
+        ([mfx.lookahead(mfx.momentum(), 2, 0.5), LEARNING_RATE], "lookahead comes before"),
+        (
+            [mfx.skip_nonfinite(mfx.schedule_free(mfx.momentum(0.0), 0.1)), mfx.scale(-0.1)],
+            "schedule_free comes before",
+        ),
     ],
+    ids=repr,
 )
-def test_a_chain_whose_order_turns_decay_or_descent_round_says_so_at_construction(members, message):
-    with pytest.warns(UserWarning, match=message) as caught:
+def test_an_order_that_gives_wrong_numbers_is_an_error_at_construction(members, message):
+    with pytest.raises(ValueError, match=f"^chain: .*{message}"):
+        mfx.chain(*members)
+
+
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        ([LEARNING_RATE, mfx.orthogonalize()], "the learning rate in 'scale_by_learning_rate' comes before orthogonal"),
+        ([mfx.adamw(0.1), mfx.masked(mfx.scale_by_sign(), {"w": True})], "'chain' comes before scale_by_sign, whose"),
+        ([mfx.lookahead(mfx.adamw(0.1), 2, 0.5), mfx.clip_by_value(1.0)], "lookahead .* comes before clip_by_value"),
+        ([mfx.adamw(0.1), mfx.ema_params(), mfx.qk_clip(())], "ema_params .* comes before qk_clip"),
+        ([mfx.master_params(mfx.adamw(0.1)), mfx.qk_clip(())], "put 'qk_clip' before 'master_params'"),
+        (
+            [mfx.chain(mfx.adamw(0.1), mfx.keep_weight_norms()), INDEPENDENT],
+            "keep_weight_norms in 'chain' comes before",
+        ),
+    ],
+    ids=repr,
+)
+def test_an_order_that_is_hardly_meant_is_warned_of_at_the_callers_line(members, message):
+    with pytest.warns(UserWarning, match=f"^chain: .*{message}") as caught:
         tx = mfx.chain(*members)
     assert len(caught) == 1
     assert caught[0].filename == __file__
-    with warnings.catch_warnings():
+    with warnings.catch_warnings():  # neither at a step nor where numbers change
         warnings.simplefilter("error")
-        params = {"w": torch.ones(2, 2)}
-        tx.update(params, tx.init(params), params)
+        tx.init({"w": torch.ones(2, 2)})
+        mfx.with_hyperparams(tx, mfx.hyperparams(tx)).prepare_all()
+
+
+def test_a_warning_of_a_chain_within_a_recipe_names_the_callers_line():
+    def recipe(rate):
+        return mfx.chain(mfx.chain(mfx.scale_by_learning_rate(rate), mfx.orthogonalize()), mfx.identity())
+
+    with pytest.warns(UserWarning, match="has no effect") as caught:
+        recipe(0.1)
+    assert [found.filename for found in caught] == [__file__]
 
 
 def test_orders_that_are_a_matter_of_choice_are_not_warned_of():
-    decay, shaped = mfx.add_decayed_weights(0.1), mfx.orthogonalize(dtype=torch.float32)
+    shaped = mfx.orthogonalize(dtype=torch.float32)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        mfx.chain(decay, mfx.momentum(), shaped, LEARNING_RATE)  # decay that is orthogonalized with the gradient
+        mfx.chain(DECAY, mfx.momentum(), shaped, LEARNING_RATE)  # decay that is orthogonalized with the gradient
         mfx.chain(shaped, mfx.momentum(), LEARNING_RATE)
         mfx.chain(mfx.adamw(0.1), mfx.clip_by_global_norm(1.0), mfx.ema_params(), mfx.monitor("steps"))
+        mfx.chain(mfx.adamw(0.1), mfx.qk_clip(()), mfx.ema_params(), mfx.masked(mfx.monitor("steps"), {"w": True}))
+        mfx.chain(LEARNING_RATE, mfx.master_params(mfx.momentum()))
         mfx.chain(mfx.adamw(0.1), mfx.scale(-1.0))  # maximization
         mfx.chain(mfx.scale(-1.0), mfx.adamw(0.1))
         mfx.chain(LEARNING_RATE, mfx.scale_by_learning_rate(0.5, flip_sign=False))
         mfx.accumulate(mfx.skip_nonfinite(mfx.adamw(0.1)), 2)
         mfx.partition({"a": mfx.adamw(0.1), "b": mfx.lion(0.1)}, {"w": "a"})
-        independent = mfx.chain(LEARNING_RATE, mfx.subtract_decayed_weights(0.1))
+        independent = mfx.chain(LEARNING_RATE, INDEPENDENT)
         mfx.partition({"a": independent, "b": mfx.chain(mfx.momentum(), independent)}, {"w": "a"})
 
 
-@pytest.mark.parametrize(
-    "members",
-    [
-        [LEARNING_RATE, mfx.cautious(mfx.momentum())],
-        [mfx.adamw(0.1), mfx.masked(mfx.cautious(mfx.momentum()), {"w": True})],
-        [mfx.inject_hyperparams(LEARNING_RATE), mfx.chain(mfx.momentum(), mfx.cautious(mfx.scale_by_lion()))],
-    ],
-    ids=repr,
-)
-def test_cautious_behind_a_learning_rate_is_an_error(members):
-    with pytest.raises(ValueError, match=r"chain: cautious comes behind the learning rate in .* Put it in front of"):
-        mfx.chain(*members)
-
-
-@mfx.transform(locality=mfx.Locality.ELEMENT, turns_downhill=True)
+@mfx.transform(locality=mfx.Locality.ELEMENT, position="learning_rate")
 def a_rate_of_ones_own():
     """Turn updates downhill."""
     return mfx.scale(-0.1).functions

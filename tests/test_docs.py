@@ -163,10 +163,25 @@ def test_a_notebook_is_committed_with_its_outputs(path: Path):
     assert not [output for cell in cells for output in cell.outputs if output.output_type == "error"]
 
 
+IS_IT_HERE = [
+    [re.findall(r"`([a-z_A-Z.0-9]+)[`(]", cell) for cell in row.split("|")[1:3]]
+    for row in (ROOT / "docs" / "is-it-here.md").read_text().splitlines()
+    if row.startswith("|") and row.count("|") == 4
+]
+
+
 def test_what_is_said_to_be_here_is_here():
-    page = (ROOT / "docs" / "is-it-here.md").read_text()
-    rows = [row.split("|")[2] for row in page.splitlines() if row.startswith("|") and row.count("|") == 4]
-    named = [name for cell in rows for name in re.findall(r"`([a-z_A-Z.]+)[`(]", cell)]
+    named = [name for _, here in IS_IT_HERE for name in here]
     assert len(named) > 100
     for name in named:
         functools.reduce(getattr, name.split("."), muonfx)
+
+
+def test_a_name_that_the_page_translates_is_translated_by_the_error():
+    tried = [(name.split(".")[-1], here) for names, here in IS_IT_HERE if here for name in names]
+    foreign = [(name, here) for name, here in tried if not ("/" in name or hasattr(muonfx, name))]
+    assert len(foreign) > 50
+    for name, here in foreign:
+        with pytest.raises(AttributeError, match="; here it is ") as caught:
+            getattr(muonfx, name)
+        assert any(one in str(caught.value) for one in here), name

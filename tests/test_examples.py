@@ -25,7 +25,7 @@ pytest.importorskip("tqdm")
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 CHECKPOINTS = "checkpoints"
-TINY = ["--quick", "--steps", "5", "--batch", "4", "--context", "32"]
+TINY = ["--optimizer", "muon", "--quick", "--steps", "5", "--batch", "4", "--context", "32"]
 OPTIMIZERS = ["muon", "adamw", "normuon", "torch-muon"]
 
 
@@ -58,7 +58,7 @@ def start(*arguments: object) -> subprocess.Popen[str]:
 
 def run(*arguments: object) -> tuple[int, str, str]:
     process = start(*arguments)
-    out, err = process.communicate(timeout=240)
+    out, err = process.communicate()
     return process.returncode, out, err
 
 
@@ -160,10 +160,10 @@ def test_a_run_with_its_state_in_eight_bits_learns_and_resumes_bit_for_bit(
 
 @pytest.mark.slow
 def test_a_comparison_has_one_table_and_one_picture(tmp_path: Path, train_gpt, capsys) -> None:
-    assert train_gpt.main(["--quick", "--compare", "--steps", "12", "--out", str(tmp_path)]) == 0
+    assert train_gpt.main(["--quick", "--steps", "12", "--out", str(tmp_path)]) == 0
     assert (tmp_path / "comparison.png").exists()
     runs = json.loads((tmp_path / "comparison.json").read_text())
-    assert list(runs) == ["muon", "adamw", "torch-muon"]
+    assert list(runs) == ["muon", "adamw"]
     assert len({metrics["train_losses"][0] for metrics in runs.values()}) == 1  # the same weights, the same first batch
     table = capsys.readouterr().out.split("val loss")[-1]
     for metrics in runs.values():
@@ -172,7 +172,7 @@ def test_a_comparison_has_one_table_and_one_picture(tmp_path: Path, train_gpt, c
 
 @pytest.mark.slow
 def test_an_interrupted_comparison_goes_on_where_it_stopped(tmp_path: Path, train_gpt, module, monkeypatch) -> None:
-    arguments = ["--quick", "--compare", "--steps", "6", "--out"]
+    arguments = ["--quick", "--optimizer", "muon", "adamw", "torch-muon", "--steps", "6", "--out"]
     with monkeypatch.context() as patched:
         calls = iter(range(100))
         original = module("text").Corpus.batch
@@ -237,12 +237,13 @@ def test_two_runs_with_one_seed_are_bitwise_equal_and_another_seed_differs(tmp_p
 def test_ctrl_c_leaves_a_checkpoint_from_which_the_run_goes_on(tmp_path: Path) -> None:
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     kept = tmp_path / "elsewhere"
-    process = start("--quick", "--steps", 150, "--save-every", 3, "--out", stopped, "--checkpoint", kept)
-    until = time.monotonic() + 120
-    while not mfx.checkpoint.checkpoints(kept) and process.poll() is None and time.monotonic() < until:
+    process = start(
+        "--quick", "--optimizer", "muon", "--steps", 150, "--save-every", 3, "--out", stopped, "--checkpoint", kept
+    )
+    while not mfx.checkpoint.checkpoints(kept) and process.poll() is None:
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate()
     assert process.returncode == 130, err
     again = out.split("to go on: ")[1].splitlines()[0]
     done = metrics_of(stopped)["steps_done"]
@@ -251,8 +252,8 @@ def test_ctrl_c_leaves_a_checkpoint_from_which_the_run_goes_on(tmp_path: Path) -
     assert "params/head.weight" in tensors_of(kept)
     assert len(mfx.checkpoint.checkpoints(kept)) <= 2
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(again, shell=True, check=True, capture_output=True, timeout=240, env=environment)
-    assert run("--quick", "--steps", 150, "--out", whole)[0] == 0
+    subprocess.run(again, shell=True, check=True, capture_output=True, env=environment)
+    assert run("--quick", "--optimizer", "muon", "--steps", 150, "--out", whole)[0] == 0
     assert_same_run(stopped, whole, kept)
 
 
@@ -260,17 +261,15 @@ def test_ctrl_c_leaves_a_checkpoint_from_which_the_run_goes_on(tmp_path: Path) -
 @pytest.mark.skipif(os.name == "nt", reason="kills another process")
 def test_a_killed_run_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    process = start("--quick", "--steps", 60, "--save-every", 1, "--out", killed)
-    until = time.monotonic() + 120
+    process = start("--quick", "--optimizer", "muon", "--steps", 60, "--save-every", 1, "--out", killed)
     while len(mfx.checkpoint.checkpoints(killed / CHECKPOINTS)) < 2 and process.poll() is None:
-        assert time.monotonic() < until
         time.sleep(0.01)
     process.kill()
-    process.communicate(timeout=120)
+    process.communicate()
     assert process.returncode == -signal.SIGKILL
     assert mfx.checkpoint.verify(mfx.checkpoint.latest(killed / CHECKPOINTS)).step < 60
     assert run("--resume", "--out", killed)[0] == 0
-    assert run("--quick", "--steps", 60, "--out", whole)[0] == 0
+    assert run("--quick", "--optimizer", "muon", "--steps", 60, "--out", whole)[0] == 0
     assert_same_run(whole, killed)
 
 
@@ -288,7 +287,6 @@ def torchrun(processes: int, *arguments: object) -> tuple[int, str, str]:
         [*launcher, str(EXAMPLES / "train_gpt.py"), *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=240,
         env=environment,
         check=False,
     )
@@ -348,7 +346,7 @@ def test_two_processes_have_the_losses_of_one_in_every_way(tmp_path: Path) -> No
         for ports in [free_ports(len(ways))]
         for rank in range(2)
     ]
-    said = [process.communicate(timeout=240) for process in both]
+    said = [process.communicate() for process in both]
     assert [process.returncode for process in both] == [0, 0], said[0][1] + said[1][1]
     for way in ways:
         here, alone = losses_beside(tmp_path / way)
@@ -530,7 +528,9 @@ def test_validation_windows_cover_the_text_evenly(module) -> None:
         (["--width", "6400000"], "make --batch 16, --context 256, --width 6400000 or --depth 4 smaller"),
         (["--batch", "100000000"], "of memory and this machine has"),
         (["--width", "100"], "multiple of 32"),
-        (["--compare", "--lr", "0.1"], "leave out --lr"),
+        (["--lr", "0.1"], "--lr: found 2 optimizers, expected one"),
+        (["--optimizer", "muon", "torch-muon", "--rest-lr", "0.1"], "--rest-lr: found 2 optimizers, expected one"),
+        (["--offload", "cpu", "--optimizer", "muon", "adamw"], "--offload is for one optimizer"),
         (["--state-dtype", "int4"], "invalid choice: 'int4'"),
         (["--state-dtype", "int8", "--optimizer", "torch-muon"], "leave out --state-dtype"),
         (["--resume"], "there is no checkpoint in"),
@@ -587,7 +587,7 @@ def test_the_memory_that_is_asked_for_is_a_lower_bound_of_what_a_step_takes(modu
 
 
 def test_resume_does_not_accept_an_option_that_contradicts_the_run(tmp_path: Path, train_gpt, capsys) -> None:
-    assert train_gpt.main(["--quick", "--steps", "3", "--out", str(tmp_path)]) == 0
+    assert train_gpt.main(["--quick", "--optimizer", "muon", "--steps", "3", "--out", str(tmp_path)]) == 0
     with pytest.raises(SystemExit) as caught:
         train_gpt.main(["--resume", "--width", "128", "--out", str(tmp_path)])
     assert caught.value.code == 2

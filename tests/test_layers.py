@@ -193,7 +193,7 @@ def test_tests_mirror_the_package_the_benchmarks_and_the_documentation():
     tests = Path(__file__).resolve().parent
     tested = {path.parent.relative_to(tests) for path in tests.rglob("test_*.py")}
     # other projects' own work, and recorded runs of the whole package
-    tested -= {Path("engines", "references"), Path("trajectories")}
+    tested -= {Path("engines", "references"), Path("peers"), Path("trajectories")}
     roots = {"benchmarks": tests.parent, "docs": tests.parent}  # all others lie in the package
     subjects = {folder: roots.get(folder.parts[0] if folder.parts else "", PACKAGE) / folder for folder in tested}
     missing = sorted(str(folder) for folder, subject in subjects.items() if not subject.is_dir())

@@ -1,7 +1,6 @@
 """The pool of processes that other tests rely on: errors come back whole, and it is made anew after a loss."""
 
 import os
-import time
 
 import pytest
 import torch
@@ -65,7 +64,7 @@ def test_an_error_comes_back_with_its_trace(world: World):
 
 @pytest.mark.parametrize(("skipped", "same"), [(None, True), (1, False)])
 def test_after_errors_that_differ_ranks_go_on_if_they_are_in_step(skipped: int | None, same: bool):
-    own = World(2, timeout=10)
+    own = World(2)
     try:
         before = own.check(2, process)
         assert all(isinstance(found, Failed) for found in own.run(2, fail_each_in_its_own_way, skipped=skipped))
@@ -76,14 +75,13 @@ def test_after_errors_that_differ_ranks_go_on_if_they_are_in_step(skipped: int |
 
 
 def test_after_a_death_the_others_fail_in_time_and_the_pool_is_made_anew():
-    small = World(2, timeout=5)
+    small = World(2)
     try:
         before = small.check(2, process)
-        started = time.monotonic()
         alive, dead = small.run(2, end, on=1)
         assert isinstance(alive, Failed)
+        assert not isinstance(alive.error, TimeoutError)
         assert isinstance(dead.error, ProcessEnded)
-        assert time.monotonic() - started < 60
         assert not set(before) & set(small.check(2, process))
         assert small.check(2, add_up, start=1) == [(3, 1)] * 2
     finally:

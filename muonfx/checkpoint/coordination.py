@@ -322,7 +322,7 @@ def warn_of_failed_saves() -> None:
     """
     while _failed:
         path, error = _failed.pop(0)
-        warnings.warn(f"{_sentence(path, error)}: call wait() on what save_async returns", stacklevel=3)
+        warnings.warn(f"{_sentence(path, error)}: call wait() on what save_async returns", stacklevel=4)
 
 
 def _sentence(path: Path, error: BaseException) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -41,11 +41,13 @@ from muonfx.checkpoint.catalog import TRIES, before, folder_named, inspect, read
 from muonfx.checkpoint.coordination import Ticket, warn_of_other_writers
 from muonfx.checkpoint.data import Part, write_data
 from muonfx.checkpoint.errors import CheckpointError, CorruptError, MismatchError, ReplacedError, WriteError
-from muonfx.checkpoint.index import Chunk, DataFile, Leaf
+from muonfx.checkpoint.index import Chunk, DataFile, Leaf, shortened
 from muonfx.checkpoint.reading import Reader
+from muonfx.checkpoint.rules import Rules
 from muonfx.checkpoint.spec import described
 from muonfx.checkpoint.target import Target
 from muonfx.checkpoint.writing import Draft, Job
+from muonfx.sharding.consensus import listed
 from muonfx.shards import FlatPiece
 from muonfx.tree import PyTree, Spec
 
@@ -78,9 +80,10 @@ class _SavePlanner(DefaultSavePlanner):
             super().set_up_planner(self.job.checked_leaves(), storage_meta, is_coordinator)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Require that the ranks mean one and the same leaf by a name; then decide who writes what."""
+        """Require the same arguments on all ranks, and one leaf for each name; then decide who writes what."""
         if len(all_plans) != self.ranks:  # torch saves alone, and says so, if the group is gone by now
             raise CheckpointError(f"{self.job.path} was not written: the process group was destroyed before")
+        _require_same([plan.storage_data for plan in all_plans], "save", "nothing was written")
         seen: dict[str, tuple[Spec, int]] = {}
         for rank, plan in enumerate(all_plans):
             for item in plan.items:
@@ -125,7 +128,11 @@ class _Writer(StorageWriter):
         """Nothing to do before the plan is known."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
+        """Add the arguments that must be the same on all ranks."""
+        job = self.job
+        chain = None if job.tx is None else job.tx.fingerprint
+        said = {"path": str(job.path), "step": job.step, "extra": job.extra, "keep": job.keep, "tx": chain}
+        return replace(plan, storage_data={name: repr(value) for name, value in said.items()})
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Claim the folder, and agree on the names of the data files."""
@@ -249,8 +256,8 @@ class _LoadPlanner(DefaultLoadPlanner):
 class _Reader(StorageReader):
     """Reads boxes of chunks; every byte that it reads is checked."""
 
-    def __init__(self, path: Any, stack: ExitStack) -> None:
-        self.path, self.stack = path, stack
+    def __init__(self, path: Any, stack: ExitStack, rules: Rules) -> None:
+        self.path, self.stack, self.rules = path, stack, rules
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Nothing to forget: a reader is made for one load."""
@@ -280,12 +287,15 @@ class _Reader(StorageReader):
         with reading(self.path, self.index):
             self.reader = self.stack.enter_context(Reader(self.path, self.index))
             self.reader.check_files({self.chunk(item).file for item in plan.items})
-        return replace(plan, storage_data=self.index.save_id)
+        return replace(plan, storage_data=(self.index.save_id, str(self.path), self.rules.described()))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Require that all ranks read one and the same checkpoint."""
-        if len({plan.storage_data for plan in plans}) > 1:
+        """Require that all ranks read the same checkpoint, by the same rules."""
+        seen = [plan.storage_data for plan in plans]
+        if len({save_id for save_id, _, _ in seen}) > 1:
+            _require_same([{"path": repr(path)} for _, path, _ in seen], "load", "nothing was loaded")
             raise ReplacedError(f"{self.path} was replaced while the ranks began to read it")
+        _require_same([rules for _, _, rules in seen], "load", "nothing was loaded")
         return plans
 
     def chunk(self, item: ReadItem) -> Chunk:
@@ -303,6 +313,7 @@ class _Reader(StorageReader):
                 room = planner.resolve_tensor(item).detach()
                 self.reader.read_box(name, self.index.leaves[name], self.chunk(item), box, room)
                 planner.commit_tensor(item, room)
+            self.reader.close()  # here, where an error reaches all ranks
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -312,14 +323,16 @@ class _Reader(StorageReader):
         return True
 
 
-def load_together(path: str | os.PathLike[str], make_target: Callable[[], Target], group: dist.ProcessGroup) -> PyTree:
+def load_together(
+    path: str | os.PathLike[str], make_target: Callable[[], Target], rules: Rules, group: dist.ProcessGroup
+) -> PyTree:
     """Load, on all ranks of a group together; the target is made where what that raises reaches all of them."""
     check_group(group, f"the load of {path}")
 
     def attempt() -> PyTree:
         planner = _LoadPlanner(make_target, str(path))
         with ExitStack() as stack:
-            dcp.load({}, storage_reader=_Reader(path, stack), planner=planner, process_group=group)
+            dcp.load({}, storage_reader=_Reader(path, stack, rules), planner=planner, process_group=group)
         return planner.target.rebuild(planner.leaves)
 
     with Ticket(id(group)):
@@ -329,7 +342,7 @@ def load_together(path: str | os.PathLike[str], make_target: Callable[[], Target
             except CheckpointException as error:
                 # All ranks have the same failures before them, and so go the same way.
                 if not any(isinstance(problem, ReplacedError) for problem, _ in error.failures.values()):
-                    _raise(error, str(path))
+                    _raise(error, str(path), _different_paths(path, group))
             except _FROM_TORCH as error:
                 raise CheckpointError(f"{path} was not loaded: {_ended(error)}") from error
             time.sleep(min(0.5, 0.001 * 2**attempts))
@@ -337,6 +350,37 @@ def load_together(path: str | os.PathLike[str], make_target: Callable[[], Target
 
 
 # ----------------------------------------------------------------------------------------------------------- both ways
+
+
+def _require_same(said: list[dict[str, str]], what: str, state: str) -> None:
+    """Require that arguments, given for each rank by name, are the same on all ranks.
+
+    Raises:
+        CheckpointError: the first argument that differs, with its value on each rank.
+    """
+    for name in said[0]:
+        if difference := _difference([of_rank[name] for of_rank in said]):
+            raise CheckpointError(f"{state}: the ranks {what} with different {name}= ({difference}): give all the same")
+
+
+def _difference(values: list[str]) -> str:
+    """The ranks that have each value; empty if all have the same."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    return (
+        "; ".join(f"{listed(own)}: {shortened(value, 200)}" for value, own in ranks.items()) if len(ranks) > 1 else ""
+    )
+
+
+def _different_paths(path: object, group: dist.ProcessGroup) -> str:
+    """A line for an error that all ranks have met, if they have given different paths."""
+    said: list[Any] = [None] * dist.get_world_size(group)
+    with suppress(RuntimeError):  # a rank has ended since, and there is an error to raise already
+        dist.all_gather_object(said, repr(str(path)), group=group)
+        if difference := _difference(said):
+            return f"\nthe ranks load different paths: {difference}"
+    return ""
 
 
 _FROM_TORCH = (RuntimeError, ValueError, AssertionError, OSError)
@@ -365,14 +409,14 @@ def _ended(error: BaseException) -> str:
     return f"another rank has ended, or did not come within the group's timeout: {error}"
 
 
-def _raise(error: CheckpointException, path: str) -> NoReturn:
+def _raise(error: CheckpointException, path: str, also: str = "") -> NoReturn:
     """Raise what has gone wrong on the ranks as one error of ours, the same on all ranks."""
     said: dict[str, list[int]] = {}
     for rank, (problem, _) in sorted(error.failures.items()):
         text = problem.detail if isinstance(problem, CorruptError) else str(problem)
         said.setdefault(text if isinstance(problem, CheckpointError) else f"{path}: {text}", []).append(rank)
     lines = [f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text}" for text, ranks in said.items()]
-    message = "\n".join(lines)
+    message = "\n".join(lines) + also
     first: BaseException = error.failures[min(error.failures)][0]
     if isinstance(first, CorruptError):
         raise CorruptError(message, before(Path(path))) from first

@@ -93,7 +93,8 @@ def open_regular(path: Path) -> FileIO:
         _check_regular(path, os.fstat(handle).st_mode)
         return FileIO(handle, "rb")
     except BaseException:
-        os.close(handle)
+        with suppress(OSError):
+            os.close(handle)
         raise
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -117,6 +117,7 @@ class Index:
         versions: of muonfx and torch.
         files: the data files.
         leaves: name to `Leaf`, with a ``spec`` (shape and dtype) and the chunks that hold it.
+        products: the dtypes of matrix products that the transform used, by the name of its part.
 
     >>> import tempfile
     >>> import muonfx as mfx
@@ -133,6 +134,7 @@ class Index:
     versions: dict[str, str]
     files: tuple[DataFile, ...]
     leaves: dict[str, Leaf]
+    products: dict[str, str] = field(default_factory=dict[str, str])
 
     @property
     def nbytes(self) -> int:
@@ -202,7 +204,9 @@ def text_of(index: Index) -> bytes:
         "save_id": index.save_id,
         "step": index.step,
         "extra": index.extra,
-        "chain": None if index.fingerprint is None else {"fingerprint": index.fingerprint, "repr": index.chain},
+        "chain": None
+        if index.fingerprint is None
+        else {"fingerprint": index.fingerprint, "repr": index.chain, "products": index.products},
         "versions": index.versions,
         "files": [asdict(file) for file in index.files],
         "leaves": {
@@ -330,6 +334,9 @@ def _index(body: dict[str, Any]) -> Index:
     versions: Mapping[str, Any] = _get(body, "versions", dict, "index")
     if not all(isinstance(value, str) for value in versions.values()):
         raise _Wrong("the versions must be strings")
+    products: Mapping[str, Any] = _get(chain, "products", dict, "chain") if chain and "products" in chain else {}
+    if not all(isinstance(value, str) for value in products.values()):
+        raise _Wrong("the dtypes of products must be strings")
     files = tuple(_file(entry) for entry in _get(body, "files", list, "index"))
     if len({file.name for file in files}) < len(files):
         raise _Wrong("two data files have one name")
@@ -344,6 +351,7 @@ def _index(body: dict[str, Any]) -> Index:
         dict(versions),
         files,
         leaves,
+        dict(products),
     )
 
 

@@ -77,6 +77,9 @@ def load(
         CorruptError: the checkpoint is damaged; the message names the file, the leaf, and an older good checkpoint.
         FormatError: it was written by a newer version of muonfx.
 
+    Warns:
+        UserWarning: the transform's matrix products were computed in another dtype than they are now.
+
     Example:
         >>> import tempfile
         >>> import muonfx as mfx
@@ -92,7 +95,7 @@ def load(
         >>> mfx.checkpoint.load(path, like=half, cast={"trace": torch.bfloat16}).trace["w"].dtype
         torch.bfloat16
     """
-    rules = Rules(allow_missing, allow_extra, allow_other_chain, dict(cast or {}), rename or {})
+    rules = Rules(allow_missing, allow_extra, allow_other_chain, cast or {}, rename or {})
     layout = layout_of(tx)
     if layout is None or tx is None or isinstance(like, StateSpec):
         return _load(path, lambda: like, tx, rules, device, group, section="")
@@ -139,7 +142,7 @@ def load_params(
         >>> mfx.checkpoint.load_params(path, like={"w": torch.zeros(2)})
         {'w': tensor([1., 1.])}
     """
-    rules = Rules(allow_missing, allow_extra, True, dict(cast or {}), rename or {})
+    rules = Rules(allow_missing, allow_extra, True, cast or {}, rename or {})
     layout = layout_of(tx)
     if layout is None:
         return _load(path, lambda: like, None, rules, device, group, section=PARAMS)
@@ -160,7 +163,10 @@ def _load(
     if group is not None:
         from muonfx.checkpoint.distributed import load_together  # brings torch's DCP, which takes long to import
 
-        return load_together(path, lambda: Target.of(make_like(), tx, rules, device, section, whole=False), group)
+        def make_target() -> Target:
+            return Target.of(make_like(), tx, rules, device, section, whole=False)
+
+        return load_together(path, make_target, rules, group)
     path = folder_named(path)
     target = Target.of(make_like(), tx, rules, device, section, whole=True)
 

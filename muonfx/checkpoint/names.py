@@ -1,7 +1,8 @@
 """Names of leaves in a checkpoint: '/' between the levels of a tree, and an exact inverse.
 
 A state's leaf is called by the way to it, ``momentum/trace/blocks.0.attn.q.weight``; a parameter's name stands behind
-``params/``. A chain's state is a dict by name, so a leaf keeps its name when another transform joins the chain.
+``params/``. A chain's state is a dict by the names of its members, so a leaf keeps its name when a transform of another
+name joins the chain. It gets other levels in front when a whole recipe becomes a member of a chain.
 
 What an entry may not contain as it is, it contains escaped: ``~0`` stands for ``~`` and ``~1`` for ``/`` (as in JSON
 Pointer, RFC 6901). ``~2`` in front says that the rest is meant literally: a string that is empty or that reads as an

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext, suppress
 from io import FileIO
 from itertools import groupby
 from math import prod
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from muonfx.boxes import Box
 from muonfx.checkpoint.data import blocks_of, bytes_of, check_byte_order, checksum_of, populate
-from muonfx.checkpoint.errors import CorruptError
+from muonfx.checkpoint.errors import CheckpointError, CorruptError
 from muonfx.checkpoint.files import open_regular
 from muonfx.checkpoint.index import BLOCK, Chunk, DataFile, Index, Leaf
 
@@ -80,14 +80,33 @@ class Reader:
         if number not in self._files:
             # A process may have few files open, and thousands of ranks have written one each. No thread reads now.
             if len(self._files) >= _MOST_OPEN:
-                self._files.pop(next(iter(self._files))).close()
+                self._close(next(iter(self._files)))
             self._files[number] = self._open(self.index.files[number])
         return self._files[number]
 
-    def __exit__(self, *_: object) -> None:
+    def _close(self, number: int) -> None:
+        try:
+            self._files.pop(number).close()
+        except OSError as error:
+            path = self.folder / self.index.files[number].name
+            raise CheckpointError(
+                f"{path}: cannot be closed: {error.strerror}; nothing was loaded, since the file system has a fault"
+            ) from error
+
+    def close(self) -> None:
+        """Close the files; there may be none.
+
+        Raises:
+            CheckpointError: the system refused to close one; the others are closed.
+        """
         self._stack.close()  # waits for the threads
-        for file in self._files.values():
-            file.close()
+        with ExitStack() as stack:
+            for number in self._files:
+                stack.callback(self._close, number)
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        with suppress(CheckpointError) if kind is not None else nullcontext():
+            self.close()
 
     def _open(self, described: DataFile) -> FileIO:
         path = self.folder / described.name
@@ -96,7 +115,10 @@ class Reader:
         except OSError as error:
             raise CorruptError(f"{path}: the data file is missing or cannot be read: {error.strerror}") from error
         try:
-            found = file.seek(0, 2)
+            try:
+                found = file.seek(0, 2)
+            except OSError as error:
+                raise CorruptError(f"{path}: cannot be read: {error.strerror}") from error
             if found != described.nbytes:
                 raise CorruptError(f"{path}: the data file has {found} bytes, expected {described.nbytes}")
             head = bytearray(described.header_nbytes)
@@ -104,7 +126,8 @@ class Reader:
             if checksum_of(head) != described.header_crc32:
                 raise CorruptError(f"{path}: the header of the data file is damaged")
         except BaseException:
-            file.close()
+            with suppress(OSError):
+                file.close()
             raise
         return file
 

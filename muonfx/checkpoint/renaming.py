@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 
-__all__ = ["Rename", "new_names"]
+__all__ = ["Rename", "found_renaming", "new_names"]
 
 Rename = Mapping[str, str] | Callable[[str], str]
 """From old names to new: names, the levels they begin with, patterns with ``*``, or a function of one name."""
@@ -66,6 +66,57 @@ def new_names(
             f"{old!r} means only what others mean more exactly" if old in fit else f"there is no {what} {old!r}"
         )
     return found, wrong
+
+
+def found_renaming(extra: Mapping[str, object], missing: Mapping[str, object]) -> dict[str, str]:
+    """Find the renaming by which the leaves of a checkpoint become those that are missing, if there is only one.
+
+    Two leaves are a pair if their shapes are equal and their names end in the same levels: in the field and the
+    parameter at least, or in all levels of one of the names. The longest such end decides. All leaves of one side need
+    a partner of their own. Leaves of the other side may be left over if all that differs are levels in front, as where
+    a recipe was put into a chain.
+
+    Args:
+        extra: the leaves of the checkpoint that are not wanted, by name, with their shapes.
+        missing: the leaves that are not in the checkpoint, in the same form.
+
+    Returns:
+        Entries for ``rename``; none if leaves have no partner, or could have several.
+
+    >>> found_renaming({"muon/trace/w": (2,), "adamw/mu/b": (1,)}, {"all/adamw/mu/b": (1,), "all/muon/trace/w": (2,)})
+    {'muon': 'all/muon', 'adamw': 'all/adamw'}
+    >>> found_renaming({"trace/w": (2,)}, {"one/trace/w": (2,), "other/trace/w": (2,)})
+    {}
+    """
+    if len(extra) > len(missing):
+        back = found_renaming(missing, extra)
+        found = {old: new for new, old in back.items()}
+        return found if len(found) == len(back) else {}
+    ends: dict[object, list[str]] = {}
+    for name, shape in missing.items():
+        levels = name.split("/")
+        for at in range(len(levels)):
+            ends.setdefault((shape, *levels[at:]), []).append(name)
+    taken: set[str] = set()
+    entries: dict[str, str] = {}
+    in_front = True  # all that differs, in every pair
+    for name, shape in extra.items():
+        levels = name.split("/")
+        found = next((f for at in range(len(levels)) if (f := ends.get((shape, *levels[at:])))), [])
+        if len(found) != 1 or found[0] in taken:
+            return {}
+        taken.add(found[0])
+        other = found[0].split("/")
+        most = min(len(levels), len(other))
+        same = next((at for at in range(most) if levels[-1 - at] != other[-1 - at]), most)
+        if same < min(2, most):
+            return {}
+        in_front = in_front and same == most
+        kept = same - (same == most)  # an entry needs a level on both sides
+        old, new = "/".join(levels[: len(levels) - kept]), "/".join(other[: len(other) - kept])
+        if entries.setdefault(old, new) != new:
+            return {}
+    return entries if in_front or len(taken) == len(missing) else {}
 
 
 class _Entry:

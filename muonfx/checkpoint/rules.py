@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -13,7 +13,7 @@ from muonfx.checkpoint.dtypes import widens
 from muonfx.checkpoint.errors import MismatchError, first_ones
 from muonfx.checkpoint.index import Index
 from muonfx.checkpoint.names import in_section, plain_names
-from muonfx.checkpoint.renaming import Rename, new_names
+from muonfx.checkpoint.renaming import Rename, found_renaming, new_names
 from muonfx.checkpoint.spec import StateSpec, described
 
 __all__ = ["Allow", "Rules", "match", "matches"]
@@ -42,6 +42,16 @@ class Rules:
     allow_other_chain: bool = False
     cast: Mapping[str, torch.dtype] = field(default_factory=dict)
     rename: Rename = field(default_factory=dict)
+
+    def described(self) -> dict[str, str]:
+        """The arguments as texts, to be compared between ranks; of a function only that it is one."""
+
+        def text(given: Any) -> str:
+            if callable(given):
+                return "a function"
+            return repr(sorted(given.items()) if isinstance(given, Mapping) else given)
+
+        return {name: text(given) for name, given in vars(self).items()}
 
 
 def _allowed(given: Allow, name: str) -> bool:
@@ -97,7 +107,9 @@ def match(index: Index, want: StateSpec, rules: Rules, *, section: str, where: s
     problems += [f"missing:   {name!r}, {described(want[name])}, is not in the checkpoint" for name in missing]
     problems += [f"extra:     {name!r} is in the checkpoint and not wanted" for name in extra]
     if missing and extra:
-        advice.append("if leaves have other names only: rename={name in the checkpoint: name wanted}")
+        found = {} if rules.rename else _renaming(index, want, names, missing, {name: there[name] for name in extra})
+        shown = repr(found) if found else "{name in the checkpoint: name wanted}"
+        advice.append(f"if leaves have other names only: rename={shown}")
     if missing:
         advice.append(f"to keep what `like` has where leaves are missing: allow_missing={_shown(missing)}, or True")
     if extra:
@@ -122,6 +134,22 @@ def _names_in(names: Mapping[str, str], section: str, problems: list[str]) -> di
                 problems.append(f"rename:    both {there[new]!r} and {old!r} would be {new!r}")
             there[new] = old
     return there
+
+
+def _renaming(
+    index: Index, want: StateSpec, names: Mapping[str, str], missing: Sequence[str], extra: Mapping[str, str]
+) -> dict[str, str]:
+    """The renaming that turns extra leaves into missing ones, and changes no other name; empty if there is none."""
+    found = found_renaming(
+        {name: index.leaves[written].spec.shape for name, written in extra.items()},
+        {name: want[name].shape for name in missing},
+    )
+    after, wrong = new_names(names, found) if found else ({}, ["nothing"])
+    if wrong or any(after[written] != names[written] for written in names.keys() - set(extra.values())):
+        return {}
+    now = [after[written] for written in extra.values() if after[written] in want]
+    fits = len(set(now)) == len(now) == min(len(missing), len(extra)) and set(now) <= set(missing)
+    return found if fits else {}
 
 
 def _check_chain(index: Index, want: StateSpec, rules: Rules, problems: list[str], advice: list[str]) -> None:

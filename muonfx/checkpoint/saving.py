@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from muonfx.checkpoint.coordination import Ticket, forget_failure, note_failure, warn_of_failed_saves
+from muonfx.checkpoint.coordination import Ticket, forget_failure, note_failure
 from muonfx.checkpoint.data import Progress
 from muonfx.checkpoint.writing import Job, write
 from muonfx.core import Transform
@@ -42,7 +42,8 @@ def save(
         path: where; `step_path` names one for each step. A checkpoint that is there is replaced at the end.
         state: a tree of tensors of any dtype and device, such as ``tx.init`` and ``tx.update`` return; None for none.
             Leaves that share storage are written one by one. At most one leaf is copied at a time.
-        tx: the transform: its fingerprint and code are noted, and the fingerprint is compared on load. Where
+        tx: the transform: its fingerprint, its code and the dtypes of its matrix products are noted. On load the
+            fingerprint is compared, and other dtypes of products are a warning. Where
             `muonfx.sharding.sharded` made it, ``state`` and ``params`` are this rank's, and all ranks call this
             together: the whole tensors are stored, as one process would store them.
         params: parameters, to go into the same checkpoint.
@@ -81,7 +82,6 @@ def save(
         >>> mfx.checkpoint.load(path, like=mfx.spec(tx, params)).trace["w"].dtype
         torch.float32
     """
-    warn_of_failed_saves()
     job = Job.of(path, state, params, tx=tx, step=step, extra=extra, keep=keep, progress=progress, group=group)
     _run(job, job.ticket())
     return job.path
@@ -136,7 +136,6 @@ def save_async(
         >>> mfx.checkpoint.load(saving.wait(), like=state)
         {'w': tensor([1., 1., 1.])}
     """
-    warn_of_failed_saves()
     job = Job.of(
         path, state, params, tx=tx, step=step, extra=extra, keep=keep, progress=progress, group=group, copy=True
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,11 +15,12 @@ from muonfx.checkpoint.names import is_leaf, named_leaves, named_tensors
 from muonfx.checks import check_tree
 from muonfx.core import Transform
 from muonfx.core.contract import require_transform
+from muonfx.core.precision import product_dtypes
 from muonfx.display import Report, Table, format_bytes
 from muonfx.recorded import strip_transparent
 from muonfx.tree import PyTree, Spec
 
-__all__ = ["StateSpec", "described", "spec", "spec_of", "spec_of_named"]
+__all__ = ["StateSpec", "described", "products_for", "spec", "spec_of", "spec_of_named"]
 
 
 def described(leaf: Any) -> str:
@@ -53,6 +54,7 @@ class StateSpec:
     chain: str | None = None
     _treedef: Any = field(default=None, repr=False)
     _names: tuple[str, ...] = field(default=(), repr=False)
+    _tx: Transform | None = field(default=None, repr=False, compare=False)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.leaves)
@@ -141,11 +143,22 @@ class StateSpec:
 
     def of_chain(self, tx: Transform) -> StateSpec:
         """The same leaves as those of a transform, which a load then compares with the checkpoint's."""
-        return replace(self, fingerprint=tx.fingerprint, chain=repr(strip_transparent(tx)))
+        return replace(self, fingerprint=tx.fingerprint, chain=repr(strip_transparent(tx)), _tx=tx)
+
+    def products(self, device: torch.device) -> dict[str, str]:
+        """The dtypes of the transform's matrix products on a device, by the name of its part."""
+        return {} if self._tx is None else products_for(self._tx, self.leaves.values(), device)
 
     def unflatten(self, leaves: dict[str, Any]) -> PyTree:
         """Put leaves, by name, into the structure of the state; what is not given is None."""
         return tree.unflatten(self._treedef, [leaves.get(name) for name in self._names])
+
+
+def products_for(tx: Transform, leaves: Iterable[Any], device: torch.device | None = None) -> dict[str, str]:
+    """The dtypes of a transform's matrix products for some leaves; default device: of the first leaf."""
+    own = list(leaves)
+    device = device or next((torch.device(leaf.device) for leaf in own), torch.device("cpu"))
+    return product_dtypes(strip_transparent(tx), [leaf.dtype for leaf in own if leaf.dtype.is_floating_point], device)
 
 
 def spec_of(values: PyTree, section: str = "", tx: Transform | None = None) -> StateSpec:

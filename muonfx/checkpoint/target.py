@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -68,11 +69,25 @@ class Target:
             ValueError: a leaf that the checkpoint lacks has no values in ``like`` either.
         """
         sources = match(index, self.want, self.rules, section=self.section, where=where)
+        self._warn_of_products(index, where)
         leaves = {
             name: self._empty(leaf) if sources[name] is not None else self._copy(name, leaf)
             for name, leaf in self.like.items()
         }
         return leaves, {source: leaves[name] for name, source in sources.items() if source is not None}
+
+    def _warn_of_products(self, index: Index, where: str) -> None:
+        """Warn if the run that wrote a checkpoint computed its matrix products in other dtypes."""
+        real = (leaf.device for leaf in self.like.values() if isinstance(leaf, Tensor) and not leaf.is_meta)
+        now = self.want.products(torch.device(self.device or next(real, "cpu")))
+        for name, saved in index.products.items():
+            if saved != now.get(name, saved):
+                warnings.warn(
+                    f"{where}: the matrix products of {name!r} were computed in {saved} and are now in {now[name]}, so "
+                    f"the resumed run computes other numbers. To continue as before, give it dtype=torch.{saved}",
+                    UserWarning,
+                    stacklevel=2,
+                )
 
     def rebuild(self, leaves: dict[str, Any]) -> PyTree:
         """Put leaves, by name, into the structure of what the caller gave."""

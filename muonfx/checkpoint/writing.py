@@ -36,6 +36,7 @@ from muonfx.checkpoint.coordination import (
     note_rank,
     part_name,
     release,
+    warn_of_failed_saves,
     warn_of_other_writers,
 )
 from muonfx.checkpoint.data import Part, Progress, write_data
@@ -44,6 +45,7 @@ from muonfx.checkpoint.errors import CheckpointError, NotFoundError, WriteError
 from muonfx.checkpoint.files import fresh_file, make_folder, sync_folder, write_all
 from muonfx.checkpoint.index import INDEX, DataFile, Index, Leaf, text_of
 from muonfx.checkpoint.names import PARAMS, named_tensors
+from muonfx.checkpoint.spec import products_for
 from muonfx.core import Transform
 from muonfx.recorded import strip_transparent
 from muonfx.sharding.dtensors import is_dtensor
@@ -71,6 +73,7 @@ class Job:
     progress: Progress | None = None
     group: ProcessGroup | None = None
     problem: Exception | None = None
+    products: dict[str, str] = field(default_factory=dict[str, str])
 
     @classmethod
     def of(
@@ -100,6 +103,7 @@ class Job:
                 )
             group = layout.group
         try:
+            warn_of_failed_saves()  # under `python -W error` an error, of which all ranks must hear
             where = folder_named(path)  # stays what it is when the process goes to another folder
             if tx is not None and not isinstance(tx, Transform):
                 raise TypeError(f"tx must be a muonfx.Transform or None, found {tx!r}")
@@ -112,13 +116,14 @@ class Job:
                     state = logical(tx, state)
                 params = None if params is None else layout.logical(params)
             leaves = _leaves_of(state, params, whole=group is None)
+            products = {} if tx is None else products_for(tx, leaves.values())
             if copy:
                 leaves = {name: _copy(leaf) for name, leaf in leaves.items()}
         except Exception as error:
             if group is None:
                 raise
             return cls(where, group=group, problem=error)
-        return cls(where, leaves, tx, step, said, keep, progress, group)
+        return cls(where, leaves, tx, step, said, keep, progress, group, products=products)
 
     def ticket(self) -> Ticket:
         """The next place in the queue of those that write there."""
@@ -141,7 +146,7 @@ class Job:
         roof = sys.modules[__name__.partition(".")[0]]
         versions = {"muonfx": str(getattr(roof, "__version__", "unknown")), "torch": str(torch.__version__)}
         chain = (None, None) if self.tx is None else (self.tx.fingerprint, repr(strip_transparent(self.tx)))
-        return Index(save_id, self.step, self.extra, *chain, versions, tuple(files), leaves)
+        return Index(save_id, self.step, self.extra, *chain, versions, tuple(files), leaves, self.products)
 
 
 def _as_json(extra: dict[str, Any]) -> dict[str, Any]:

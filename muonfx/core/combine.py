@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -11,7 +10,8 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.checks import check_floating, check_updates_fit
-from muonfx.core.contract import NOTHING, Donation, EmptyState, Locality, Transform
+from muonfx.core.contract import EmptyState, Locality, Transform
+from muonfx.core.donation import NOTHING, Donation, check_writable, copied_where_shared
 from muonfx.core.factory import transform
 from muonfx.core.graphs import carries_a_graph, warn_of_growing_graphs
 from muonfx.recorded import Recorded, part_names
@@ -39,7 +39,7 @@ def no_state(params: PyTree) -> EmptyState:
     return EmptyState()
 
 
-@transform(locality=Locality.ELEMENT)
+@transform(locality=Locality.ELEMENT, position="observer")
 def identity():
     """Pass updates on unchanged.
 
@@ -53,7 +53,7 @@ def identity():
     return no_state, update
 
 
-@transform(locality=Locality.ELEMENT)
+@transform(locality=Locality.ELEMENT, position="either_sign")
 def set_to_zero():
     """Replace all updates by zeros: what freezes a group in a `partition`.
 
@@ -67,7 +67,7 @@ def set_to_zero():
     return no_state, update
 
 
-@transform(locality=lambda function, locality=Locality.TREE: locality)
+@transform(locality=lambda function, locality=Locality.TREE: locality, position="either_sign")
 def stateless(function: Callable[[PyTree, PyTree], PyTree], locality: Locality = Locality.TREE):
     """Make a transform from a function ``(updates, params) -> updates``.
 
@@ -128,44 +128,6 @@ def widest(transforms: Any) -> Locality:
     return max((tx.locality for tx in transforms), default=Locality.ELEMENT)
 
 
-def _check_order(entries: Mapping[str, Transform]) -> None:
-    """Warn of what a chain has on the wrong side of a learning rate and would silently do the wrong way round."""
-    turned: str | None = None
-    early: tuple[str, ...] = ()  # what should have come behind the learning rate
-    for name, tx in entries.items():
-        if turned is not None and tx.refuses_downhill:
-            raise ValueError(
-                f"chain: {tx.refuses_downhill[0]} comes behind the learning rate in {turned!r}, where updates have no "
-                f"longer the gradient's direction, which it compares with. Put it in front of {turned!r}"
-            )
-        if turned is not None and tx.wants_uphill:
-            _warn(
-                f"chain: {tx.wants_uphill[0]} comes behind the learning rate in {turned!r}, where updates are what is "
-                "added to the parameters: its decay would let them grow, and not by the learning rate. Put it in front"
-            )
-        if turned is not None and tx.turns_downhill:
-            _warn(
-                f"chain: the learning rates in {turned!r} and {name!r} both turn updates downhill, and so the sum goes "
-                "uphill; give one of them flip_sign=False, or take it out"
-            )
-        if turned is None and early and tx.turns_downhill:
-            _warn(
-                f"chain: {early[0]} comes in front of the learning rate in {name!r}, where updates are not yet what is "
-                "added to the parameters. Put it behind"
-            )
-        if tx.turns_downhill:
-            turned = name
-        early += tx.wants_downhill
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, UserWarning, stacklevel=_STACKLEVEL)
-
-
-_STACKLEVEL = 12
-"""From the warning to the call of the factory: by way of the constructor, its recording and its building."""
-
-
 def is_new(new: PyTree, old: PyTree) -> bool:
     """True if no leaf of the new tree is a leaf of the old one."""
     given = {id(leaf) for leaf in tree.leaves(old) if leaf is not None}
@@ -185,13 +147,12 @@ def chain(*transforms: Transform | tuple[str, Transform]):
 
     Raises:
         TypeError: an argument is not a transform.
-        ValueError: two explicit names are alike, or `cautious` comes behind a learning rate that has turned the
-            updates downhill, so that it has no gradient to compare with.
+        ValueError: two explicit names are equal, or the order gives wrong numbers: two learning rates, weight decay
+            after the learning rate, or a transform that needs the final updates, as `ema_params` does, before it.
 
     Warns:
-        UserWarning: weight decay comes behind a learning rate that has turned the updates downhill, so that parameters
-            would grow; what must come behind one comes in front; or two learning rates turn updates, so that they point
-            uphill.
+        UserWarning: a learning rate has no effect because the next transform sets the size of updates, or updates
+            change after a transform that comes last.
 
     Example:
         >>> import muonfx as mfx
@@ -200,8 +161,6 @@ def chain(*transforms: Transform | tuple[str, Transform]):
         ['momentum', 'rate']
     """
     entries = _entries(transforms)
-    if not torch.compiler.is_compiling():
-        _check_order(entries)
 
     def init(params: PyTree) -> dict[str, PyTree]:
         return {name: tx.functions.init(params) for name, tx in entries.items()}
@@ -231,7 +190,8 @@ def chain(*transforms: Transform | tuple[str, Transform]):
 def add_updates(*transforms: Transform | tuple[str, Transform]):
     """Give the same updates to several transforms, and add up what they return.
 
-    The state is a dict with the state of each transform under its name, as in `chain`.
+    A leaf for which some transforms return None gets the sum of the others, and None if all do. The state is a dict
+    with the state of each transform under its name, as in `chain`.
 
     Args:
         transforms: one or more transforms, or pairs ``(name, transform)``.
@@ -261,7 +221,7 @@ def add_updates(*transforms: Transform | tuple[str, Transform]):
         for name, tx in entries.items():
             # What comes in is there for the others, too.
             out, new_state[name] = tx.run(updates, state[name], params, donate=Donation(False, donate.state), **extras)
-            total = out if total is None else tree.map(torch.add, total, out)
+            total = out if total is None else tree.add(total, out)
         return total, new_state
 
     return init, update
@@ -273,11 +233,13 @@ def apply_updates(params: T, updates: PyTree, *, donate: bool = False) -> T:
     Args:
         params: a tree of tensors.
         updates: a tree of the same structure; a parameter whose update is ``None`` is returned as it is.
-        donate: the caller's promise not to use ``params`` again; they are then overwritten and returned.
+        donate: the caller's promise not to use ``params`` again; they are then overwritten and returned. A parameter
+            that shares memory with another, or with an update, is not overwritten, since the other would change too.
 
     Raises:
         TypeError: ``donate`` is no bool.
-        ValueError: an update has not the shape of its parameter, or the trees differ in structure; the leaf is named.
+        ValueError: an update has not the shape of its parameter, or the trees differ in structure, or ``donate=True``
+            with an expanded parameter, which cannot be overwritten; the leaf is named.
 
     Warns:
         UserWarning: the parameters carry the graph of earlier steps and the updates none, as in `Transform.update`.
@@ -299,6 +261,9 @@ def apply_updates(params: T, updates: PyTree, *, donate: bool = False) -> T:
 
     if not torch.compiler.is_compiling() and carries_a_graph(params) and not carries_a_graph(None, updates):
         warn_of_growing_graphs("apply_updates", params)
+    if donate:
+        check_writable("apply_updates: params", params)
+        params = copied_where_shared(params, updates)
     try:
         return tree.map(add, params, updates)
     except (AttributeError, TypeError, ValueError):

@@ -19,7 +19,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor
@@ -27,7 +27,9 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.arguments import did_you_mean
 from muonfx.checks import NamePatterns, check_params, check_structure, check_update, warn_of_unmatched
+from muonfx.core.donation import NOTHING, Donation, copy_kept, unshared
 from muonfx.core.graphs import carries_a_graph, warn_of_growing_graphs
+from muonfx.core.order import POSITIONS, Position, check_order, within
 from muonfx.core.outline import Outline
 from muonfx.core.scheduled import follow, numbers_at
 from muonfx.recorded import Factory, Recorded
@@ -45,8 +47,6 @@ __all__ = [
     "InStore",
     "Locality",
     "Transform",
-    "copy_kept",
-    "overlaps_itself",
     "sum_over_leaves",
 ]
 
@@ -66,36 +66,6 @@ class Locality(IntEnum):
     """The whole leaf that holds it."""
     TREE = 3
     """The whole tree."""
-
-
-class Donation(NamedTuple):
-    """What the caller of ``update`` promises not to use again, so that its storage may be overwritten.
-
-    ``update(..., donate=True)`` donates both, as does ``Donation(updates=True, state=True)``. A transform that names
-    ``donate`` in its ``update`` signature receives this value, and promises in turn: its updates never share storage
-    with its new state, nor with the incoming updates unless these were donated or it returns the very same tensor.
-
-    >>> Donation.of(True)
-    Donation(updates=True, state=True)
-    """
-
-    updates: bool = False
-    state: bool = False
-
-    @classmethod
-    def of(cls, donate: bool | Donation) -> Donation:
-        """Resolve what ``update`` was given.
-
-        Raises:
-            TypeError: it is neither a bool nor a `Donation` of bools: "no" must not count as a promise.
-        """
-        given = donate if isinstance(donate, Donation) else cls(donate, donate)
-        if type(given.updates) is not bool or type(given.state) is not bool:
-            raise TypeError(f"donate must be True, False or a muonfx.Donation of these, found {donate!r}")
-        return given
-
-
-NOTHING = Donation()
 
 
 class Extras(NamedTuple):
@@ -138,15 +108,12 @@ class Declaration:
     reads_params: bool | Callable[..., bool] = True
     resolve: Callable[[Any, PyTree], Transform] | None = None
     rounds_to: Callable[[Any, torch.dtype, torch.device], torch.dtype] | None = None
-    with_compute_dtype: Callable[[Any, torch.dtype], Transform] | None = None
     on_stacks: Callable[[Any, Mapping[str, tuple[int, ...]]], tuple[Transform, dict[str, tuple[int, int]]]] | None = (
         None
     )
     name_patterns: Callable[[Any], Iterable[NamePatterns]] | None = None
     check_extras: Callable[[Any, Mapping[str, Any]], None] | None = None
-    turns_downhill: bool | Callable[..., bool] = False
-    wants_uphill: bool | Literal["or_refuses"] = False
-    wants_downhill: bool = False
+    position: Position | Callable[..., Position | None] | None = None
     many_of_one: bool = False
     in_sequence: bool = False
     in_store: InStore | None = None
@@ -166,9 +133,14 @@ class Declaration:
                 f"transform: reads_params must be True, False or a function of the arguments that returns one, "
                 f"found {self.reads_params!r}"
             )
+        if not (self.position is None or self.position in POSITIONS or callable(self.position)):
+            raise ValueError(
+                f"transform: position must be one of {', '.join(map(repr, get_args(Position)))}, None, or a function "
+                f"of the arguments that returns one, found {self.position!r}"
+            )
         if self.rest not in (None, "dropped", "unchanged"):
             raise ValueError(f'transform: rest must be "dropped", "unchanged" or None, found {self.rest!r}')
-        for option in ("resolve", "rounds_to", "with_compute_dtype", "on_stacks", "name_patterns", "check_extras"):
+        for option in ("resolve", "rounds_to", "on_stacks", "name_patterns", "check_extras"):
             function = getattr(self, option)
             if function is not None and not callable(function):
                 raise TypeError(f"transform: {option} must be a function or None, found {function!r}")
@@ -314,42 +286,15 @@ class Transform(Recorded):
         return declared if isinstance(declared, bool) else self._call(declared, self._arguments_at(0))
 
     @property
-    def turns_downhill(self) -> bool:
-        """True if a learning rate in it turns some updates from the gradient's direction to the parameters'.
+    def position(self) -> Position | None:
+        """The declared place of the transform itself in a chain; None: anywhere.
 
         >>> import muonfx as mfx
-        >>> mfx.adamw(0.1).turns_downhill, mfx.momentum().turns_downhill
-        (True, False)
+        >>> mfx.scale_by_learning_rate(0.1).position, mfx.add_decayed_weights(0.1).position, mfx.momentum().position
+        ('learning_rate', 'before_learning_rate', None)
         """
-        declared = self.declaration.turns_downhill
-        own = declared if isinstance(declared, bool) else self._call(declared, self._arguments_at(0))
-        return own or any(part.turns_downhill for part in self.children)
-
-    @property
-    def wants_uphill(self) -> tuple[str, ...]:
-        """The names of those in it whose updates must have the gradient's direction still when they come to it."""
-        # behind its own learning rate one has been warned of where that chain was made
-        return self._wanting(lambda tx: tx.declaration.wants_uphill is not False)
-
-    @property
-    def refuses_downhill(self) -> tuple[str, ...]:
-        """The names of those in it that are an error where their updates have not the gradient's direction."""
-        return self._wanting(lambda tx: tx.declaration.wants_uphill == "or_refuses")
-
-    @property
-    def wants_downhill(self) -> tuple[str, ...]:
-        """The names of those in it whose updates must be what is added to the parameters when they come to it."""
-        return self._wanting(lambda tx: tx.declaration.wants_downhill)
-
-    def _wanting(self, wants: Callable[[Transform], bool]) -> tuple[str, ...]:
-        if wants(self):
-            return (self.name,)
-        found: list[str] = []
-        for part in self.children:
-            found += part._wanting(wants)
-            if self.declaration.in_sequence and part.turns_downhill:
-                break
-        return tuple(found)
+        declared = self.declaration.position
+        return self._call(declared, self._arguments) if callable(declared) else declared
 
     def resolve(self, params: PyTree) -> Transform:
         """The same for parameters of just these names and shapes, with all decided that these decide.
@@ -450,21 +395,32 @@ class Transform(Recorded):
 
         Raises:
             TypeError: one is missing, or no transform within reads it; the message names it and those that are read.
+            TypeError, ValueError: a transform within refuses its value.
         """
         missing = sorted(self.extras.required - extras.keys())
         if missing:
             name = missing[0]
-            raise TypeError(f"{self.name} needs the named extra {name}: update(..., {name}=...)")
+            raise TypeError(
+                f"{self._requiring(name)} needs the named extra {name}: give update(..., {name}=...), or "
+                f"optimizer.step({name}=...)"
+            )
         understood = self.understood_extras
-        if understood is None:
-            return
-        unknown = sorted(extras.keys() - understood - _OUR_EXTRAS)
-        if unknown:
+        unknown = [] if understood is None else sorted(extras.keys() - understood - _OUR_EXTRAS)
+        if understood is not None and unknown:
             there = ", ".join(sorted(understood)) or "none"
             raise TypeError(
                 f"{self.name}: nothing in it reads the named extra {unknown[0]}{did_you_mean(unknown[0], understood)}; "
                 f"it reads {there}. A transform reads the extras that its update's signature names"
             )
+
+        for tx in within(self) if extras and not torch.compiler.is_compiling() else ():
+            if tx.declaration.check_extras is not None:
+                tx.declaration.check_extras(tx, extras)
+
+    def _requiring(self, name: str) -> str:
+        """The name of the innermost transform that requires an extra."""
+        within = [part for part in self.children if name in part.extras.required]
+        return within[0]._requiring(name) if within else self.name
 
     @property
     def works_on_pieces(self) -> bool:
@@ -498,6 +454,8 @@ class Transform(Recorded):
         super().prepare()
         if not torch.compiler.is_compiling():
             _check_functions(self.factory.__name__, self.built)
+            if self.declaration.in_sequence:
+                self._derived("order", lambda: check_order(self))
         _ = self.locality, self.extras, self.understood_extras, self.keeps_donation_promise
 
     def init(self, params: PyTree) -> PyTree:
@@ -521,7 +479,7 @@ class Transform(Recorded):
         """
         if not torch.compiler.is_compiling():
             check_params(params)
-            warn_of_unmatched(self, params, stacklevel=2)
+            warn_of_unmatched(self, params)
         return self.functions.init(params)
 
     def update(
@@ -556,9 +514,7 @@ class Transform(Recorded):
         elif params is not None:  # what is in another place would be taken for what it is not; values cannot be seen
             check_structure("updates", updates, "params", params)
         self.check_extras(extras)
-        given = Donation.of(donate)
-        if given.updates and any(overlaps_itself(update) for update in tree.tensors(updates)):
-            given = given._replace(updates=False)  # an expanded gradient has no storage of its own to reuse
+        given, updates, state = unshared(Donation.of(donate), updates, state, params)
         out, new_state = self.run(updates, state, params, donate=given, **extras)
         if not torch.compiler.is_compiling() and not tree.same_structure(out, updates):
             check_structure(f"{self.name}: the updates that it returns", out, "those that it is given", updates)
@@ -651,18 +607,3 @@ def require_transform(name: str, value: object) -> None:
         found = f"the {'class' if isinstance(value, type) else 'function'} {called}"
         found += "" if isinstance(value, type) else f"; call it to get a transform: {called}(...)"
     raise TypeError(f"{name} must be a muonfx.Transform, found {found}")
-
-
-def overlaps_itself(x: Tensor) -> bool:
-    """True if several elements of a tensor lie in one place, as in an expanded one."""
-    return any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True))
-
-
-def copy_kept(new: PyTree, old: PyTree) -> PyTree:
-    """Copy what a new state has kept of the old one, lest a later donation of the new one write into the old."""
-    leaves, before = tree.leaves(new), tree.leaves(old)
-    kept = [mine is theirs and isinstance(mine, Tensor) for mine, theirs in zip(leaves, before, strict=True)]
-    if not any(kept):
-        return new
-    copied = [leaf.clone() if same else leaf for leaf, same in zip(leaves, kept, strict=True)]
-    return tree.unflatten(tree.flatten(new)[1], copied)

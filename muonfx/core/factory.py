@@ -9,6 +9,7 @@ import torch
 
 from muonfx.checks import NamePatterns
 from muonfx.core.contract import Declaration, InStore, Locality, Transform
+from muonfx.core.order import Position
 from muonfx.recorded import make_factory
 from muonfx.tree import PyTree
 
@@ -35,14 +36,11 @@ def transform(
     reads_params: bool | Callable[..., bool] = True,
     resolve: Callable[[Any, PyTree], Transform] | None = None,
     rounds_to: Callable[[Any, torch.dtype, torch.device], torch.dtype] | None = None,
-    with_compute_dtype: Callable[[Any, torch.dtype], Transform] | None = None,
     on_stacks: Callable[[Any, Mapping[str, tuple[int, ...]]], tuple[Transform, dict[str, tuple[int, int]]]]
     | None = None,
     name_patterns: Callable[[Any], Iterable[NamePatterns]] | None = None,
     check_extras: Callable[[Any, Mapping[str, Any]], None] | None = None,
-    turns_downhill: bool | Callable[..., bool] = False,
-    wants_uphill: bool | Literal["or_refuses"] = False,
-    wants_downhill: bool = False,
+    position: Position | Callable[..., Position | None] | None = None,
     remembers: Literal[False] = False,
     part_names: Callable[[Any], Sequence[str]] | None = None,
     many_of_one: bool = False,
@@ -64,14 +62,11 @@ def transform(
     reads_params: bool | Callable[..., bool] = True,
     resolve: Callable[[Any, PyTree], Transform] | None = None,
     rounds_to: Callable[[Any, torch.dtype, torch.device], torch.dtype] | None = None,
-    with_compute_dtype: Callable[[Any, torch.dtype], Transform] | None = None,
     on_stacks: Callable[[Any, Mapping[str, tuple[int, ...]]], tuple[Transform, dict[str, tuple[int, int]]]]
     | None = None,
     name_patterns: Callable[[Any], Iterable[NamePatterns]] | None = None,
     check_extras: Callable[[Any, Mapping[str, Any]], None] | None = None,
-    turns_downhill: bool | Callable[..., bool] = False,
-    wants_uphill: bool | Literal["or_refuses"] = False,
-    wants_downhill: bool = False,
+    position: Position | Callable[..., Position | None] | None = None,
     remembers: Literal[True],
     part_names: Callable[[Any], Sequence[str]] | None = None,
     many_of_one: bool = False,
@@ -93,14 +88,11 @@ def transform(
     reads_params: bool | Callable[..., bool] = True,
     resolve: Callable[[Any, PyTree], Transform] | None = None,
     rounds_to: Callable[[Any, torch.dtype, torch.device], torch.dtype] | None = None,
-    with_compute_dtype: Callable[[Any, torch.dtype], Transform] | None = None,
     on_stacks: Callable[[Any, Mapping[str, tuple[int, ...]]], tuple[Transform, dict[str, tuple[int, int]]]]
     | None = None,
     name_patterns: Callable[[Any], Iterable[NamePatterns]] | None = None,
     check_extras: Callable[[Any, Mapping[str, Any]], None] | None = None,
-    turns_downhill: bool | Callable[..., bool] = False,
-    wants_uphill: bool | Literal["or_refuses"] = False,
-    wants_downhill: bool = False,
+    position: Position | Callable[..., Position | None] | None = None,
     remembers: bool = False,
     part_names: Callable[[Any], Sequence[str]] | None = None,
     many_of_one: bool = False,
@@ -142,22 +134,25 @@ def transform(
             decided that names and shapes decide, so that it can be used on pieces of them. The state stays as it is.
         rounds_to: ``(transform, dtype, device) -> dtype``: what updates of a dtype are rounded to before anything else
             is done with them; the result has no more digits than that either.
-        with_compute_dtype: ``(transform, dtype) -> transform``: the same with its dtype of "auto", if it has one,
-            decided: float64 stays float64, all else is computed in this dtype. Ranks decide together, since on CPUs
-            "auto" is a measurement. Its numbers stay as they are.
         on_stacks: ``(transform, shapes) -> (transform, matrices)``: of some leaves, by name, those that are independent
             matrices one behind another in memory, with the shape of one, and the same transform for these leaves as
             stacks ``(how many, rows, columns)``. None: the leading dims of locality MATRIX, no others.
         name_patterns: ``(transform) -> patterns``: the globs over names that its arguments hold, so that `init` can
             warn of one that matches nothing.
-        check_extras: ``(transform, extras)``: raises where the named extras of a step will not do for a resolved
-            transform, so that an optimizer, and all ranks, hear of it before anything is changed.
-        turns_downhill: whether it is a learning rate, which turns updates from the gradient's direction to that in
-            which parameters go; a bool or a function of the arguments.
-        wants_uphill: whether its incoming updates must still have the gradient's direction. A `chain` warns where they
-            have not, and with "or_refuses" raises.
-        wants_downhill: whether its incoming updates must be what is added to the parameters. A `chain` warns where a
-            learning rate comes behind it.
+        check_extras: ``(transform, extras)``: raises if the value of a named extra is wrong. It runs before a step, on
+            all ranks, with the transform as it was given and, under an optimizer or ranks, as it is resolved.
+        position: its place in a chain, relative to the learning rate, or a function of the arguments that returns one.
+            A `chain` raises where an order gives wrong numbers and warns where it is hardly meant. None: anywhere.
+
+            - "learning_rate": it reverses updates, from the direction of the gradient to what is added to the
+              parameters. At most one may act on a parameter.
+            - "before_learning_rate": it requires updates in the direction of the gradient.
+            - "sets_size": the size of its input does not matter, so that a learning rate before it has no effect.
+            - "after_learning_rate": it requires updates as they are added to the parameters.
+            - "last": as "after_learning_rate", and nothing but observers may follow it.
+            - "observer": it returns its updates unchanged. "last_observer" is both of these two.
+            - "turns": it reverses the direction without being a learning rate, as a negative scale does.
+            - "either_sign": the direction of its updates is unknown.
         remembers: whether the constructor takes a memory in front of its arguments: a dict that lives as long as the
             transform's structure, also where ``torch.func`` or `inject_hyperparams` rebuild the transform at
             every step. For what names, shapes and dtypes decide; nothing else may depend on it.
@@ -203,13 +198,10 @@ def transform(
         reads_params=reads_params,
         resolve=resolve,
         rounds_to=rounds_to,
-        with_compute_dtype=with_compute_dtype,
         on_stacks=on_stacks,
         name_patterns=name_patterns,
         check_extras=check_extras,
-        turns_downhill=turns_downhill,
-        wants_uphill=wants_uphill,
-        wants_downhill=wants_downhill,
+        position=position,
         many_of_one=many_of_one,
         in_sequence=in_sequence,
         in_store=in_store,

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from muonfx.engines import deepspeed
+from muonfx.engines.deepspeed.making import require_own_step
 from muonfx.optimizer.muon import Muon
 
 __all__ = ["MuonFactory", "MuonMixin", "TrainingArguments", "muon"]
@@ -55,13 +56,7 @@ class MuonFactory:
             eps: AdamW's; None: that of `muonfx.adamw`.
             options: of `muonfx.Muon`.
         """
-        if zero:
-            b1, b2 = options.pop("betas", (0.9, 0.95))
-            if "momentum" in options:
-                options["decay"] = options.pop("momentum")
-            made: torch.optim.Optimizer = deepspeed.Muon(model, b1=b1, b2=b2, **options)
-        else:
-            made = Muon(model, **options)
+        made: torch.optim.Optimizer = deepspeed.Muon(model, **options) if zero else Muon(model, **options)
         for group in made.param_groups:
             if eps is not None and "eps" in group:
                 group["eps"] = eps
@@ -83,12 +78,18 @@ def muon(args: TrainingArguments, **options: Any) -> tuple[type[MuonFactory], di
     Returns:
         A factory, and what it is called with beside the model.
 
+    Raises:
+        ValueError: under DeepSpeed, a configuration with an optimizer of its own, or one that replaces ours when the
+            optimizer is offloaded; the message has the entry to write.
+
     >>> from types import SimpleNamespace
     >>> adamw = dict(adam_beta1=0.9, adam_beta2=0.95, adam_epsilon=1e-8)
     >>> args = SimpleNamespace(learning_rate=0.01, weight_decay=0.1, **adamw, deepspeed_plugin=None)
     >>> muon(args, adamw_lr=1e-3)[1]
     {'lr': 0.01, 'weight_decay': 0.1, 'betas': (0.9, 0.95), 'eps': 1e-08, 'zero': False, 'adamw_lr': 0.001}
     """
+    if args.deepspeed_plugin is not None:
+        require_own_step(args.deepspeed_plugin.deepspeed_config)
     said = {
         "lr": args.learning_rate,
         "weight_decay": args.weight_decay,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -30,8 +30,9 @@ def muon(lr: float = 2e-3, *, adamw_lr: float | None = None, weight_decay: float
         options: further arguments of `muonfx.Muon`.
 
     Returns:
-        A ``Config`` of a ``torchtitan.components.optimizer.OptimizersContainer``. Its ``build`` raises ValueError if
-        somebody has given it ``param_groups``, which are for torchtitan's own optimizers.
+        A ``Config`` of a ``torchtitan.components.optimizer.OptimizersContainer``. Its ``build`` raises ValueError for
+        a field of torchtitan's own optimizers that differs from its default: ``param_groups``, ``implementation`` or
+        ``optimizer_factory_kwargs_by_name``.
 
     Raises:
         ModuleNotFoundError: torchtitan is not installed.
@@ -56,11 +57,13 @@ def _container() -> Any:
             options: dict[str, Any] = field(default_factory=dict[str, Any])
 
         def __init__(self, config: Any, *, model_parts: list[nn.Module]) -> None:
-            if config.param_groups:
-                raise ValueError(
-                    f"param_groups: found {len(config.param_groups)}, expected none: parameters are routed by "
-                    "muonfx.Muon; give its rules or labels in their place"
-                )
+            for one in fields(base.Config):
+                value, default = getattr(config, one.name), getattr(base.Config(), one.name)
+                if value != default:
+                    raise ValueError(
+                        f"{one.name}: found {value!r}, which is for torchtitan's own optimizers and has no effect on "
+                        "muonfx.Muon: leave it out; rules or labels route parameters"
+                    )
             rates = {"lr": config.lr, "adamw_lr": config.adamw_lr, "weight_decay": config.weight_decay}
             self.model_parts = model_parts
             self.optimizers = [Muon(part, **rates, **config.options) for part in model_parts]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, cast
 
 import torch
@@ -22,6 +22,7 @@ from muonfx.checkpoint.renaming import Rename
 from muonfx.checks import is_usable
 from muonfx.core import Transform
 from muonfx.core.contract import require_transform
+from muonfx.core.donation import check_writable
 from muonfx.hyperparams import hyperparams, with_hyperparams
 from muonfx.offload.transform import inner_of
 from muonfx.optimizer.attachment import Attachment, check_usable, models_of
@@ -30,17 +31,31 @@ from muonfx.optimizer.groups import (
     NamedParameters,
     Route,
     check_once,
+    defaults_for_schedulers,
     hyperparams_of,
+    listed,
     named_pairs,
     names_in,
+    names_of_members,
     resolve_groups,
     routes_of,
     split_by_route,
+    warn_of_ascent,
 )
 from muonfx.optimizer.over_ranks import SteppingOverRanks, layout_for
-from muonfx.optimizer.state import Load, matched, path_of, renamed_groups, saved_groups, warn_of_order
+from muonfx.optimizer.ownership import GroupOwner
+from muonfx.optimizer.state import (
+    Load,
+    is_by_path,
+    matched,
+    named_by_path,
+    path_of,
+    renamed_groups,
+    saved_groups,
+    warn_of_order,
+)
 from muonfx.optimizer.stepping import Stepping
-from muonfx.optimizer.values import GroupNumbers, check_shapes
+from muonfx.optimizer.values import Group, GroupNumbers, fitted
 from muonfx.program.lower import lower
 from muonfx.program.nodes import Program
 from muonfx.sharding.dtensors import is_dtensor
@@ -52,7 +67,7 @@ from muonfx.tree import PyTree
 __all__ = ["TransformOptimizer"]
 
 
-class TransformOptimizer(torch.optim.Optimizer):
+class TransformOptimizer(GroupOwner):
     """A transform as a ``torch.optim.Optimizer``, for training loops, schedulers and scalers that expect one.
 
     Parameters are grouped by their labels in the transform's partitions (given groups are split further): Muon's first,
@@ -95,6 +110,10 @@ class TransformOptimizer(torch.optim.Optimizer):
         ShardingError: the ranks have different parameters, chains, layouts or hyperparameters.
         ValueError: two parameters with one name, an unknown hyperparameter in a group (the message lists those
             known), a value out of range, or what FSDP1 leaves of parameters.
+
+    Warns:
+        UserWarning: parameters would move uphill, since no transform that acts on them reverses the direction of the
+            gradient, as `scale_by_learning_rate` does.
 
     Example:
         >>> import muonfx as mfx
@@ -152,13 +171,15 @@ class TransformOptimizer(torch.optim.Optimizer):
         self._attachment = Attachment(models_of(given), model, named, alone=self._layout is None)
         self._program = self._lower(named, self._layout)
         self._routes = routes_of(self._program)
+        warn_of_ascent(self._program, self._routes, named)
         super().__init__(groups, {})
         self._start()
-        usual = ("lr", "weight_decay", "momentum")  # OneCycleLR asks the defaults whether there is a momentum to drive
-        self.defaults.update({k: group[k] for k in usual for group in reversed(self.param_groups) if k in group})
+        self.defaults.update(defaults_for_schedulers(self.param_groups))
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy needs: torch's part and ours."""
+        if self._ready:
+            self._follow_tensors()  # a copy knows the tensors by the names that are beside them
         ours = (
             "tx",
             "donate_grads",
@@ -183,6 +204,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         if "_numbers" in state:
             self._attachment = Attachment([], None, self._named(), alone=self._layout is None)
+            self._note_groups()
             self._stepping.refresh(self.param_groups, self._named())  # now, as a first step may be traced
 
     # ------------------------------------------------------------------------------------------------ construction
@@ -199,7 +221,10 @@ class TransformOptimizer(torch.optim.Optimizer):
             ValueError: a hyperparameter that none of these parameters meets; the message lists those they do. A
                 parameter is in a group already.
         """
+        param_group = listed(param_group)
         if self._ready:
+            if self._take_back(param_group):
+                return
             self._rebind()
         group = dict(param_group)
         pairs = named_pairs(group.pop("params"), self._known_names() if self._ready else None)
@@ -237,8 +262,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         made: list[dict[str, Any]] = []
         for numbers in own:
             values = {name: defaults[name] for name in numbers.names} | numbers.parse(group, mirrors=False)
-            check_shapes(self.tx, values)
-            with_hyperparams(self.tx, values).prepare_all()
+            with_hyperparams(self.tx, fitted(self.tx, [values])[0]).prepare_all()
             made.append(numbers.entries(values))
         rest = {key: group[key] for key in group.keys() & NOT_HYPERPARAMS}
         before = self._program, self._routes, self._layout
@@ -260,6 +284,25 @@ class TransformOptimizer(torch.optim.Optimizer):
             raise
         if self._ready:
             self._attachment.add(models_of([param_group]), dict(pairs))
+
+    def _take_back(self, param_group: Mapping[str, Any]) -> bool:
+        """Put parameters back that were removed from the lists, if a group has no others; their state is there."""
+        given = param_group["params"]
+        if isinstance(given, nn.Module | Mapping):
+            given = named_pairs(given)
+        given = [given] if isinstance(given, Tensor) else given
+        params = [item[-1] if isinstance(item, tuple) else item for item in given]
+        name_of = self._attachment.names_by_tensor()
+        there = {name_of.get(param) for group in self.param_groups for param in group["params"]}
+        names = [name_of[param] for param in params if param in name_of]
+        if not params or len(names) < len(params) or not there.isdisjoint(names):
+            return False
+        numbers = self._numbers_of(self._program, self._routes, names)
+        defaults = hyperparams(self.tx)
+        values = {name: defaults[name] for name in numbers.names} | numbers.parse(dict(param_group), mirrors=False)
+        entries = {"lr": 0.0, **param_group, **numbers.entries(values)}
+        self.param_groups.append({**entries, "params": params, "param_names": names})
+        return True
 
     def _add_parts(
         self,
@@ -304,6 +347,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         if keep:
             state = made.taken_from(self._stepping, state, self._state)
         self._numbers, self._stepping = numbers, made
+        self._note_groups()
         self._live["state"] = state
         self._live["made"] = [(leaf, leaf._version) for leaf in tree.tensors(state)] if is_as_made else None
         self._live["anew"] = False
@@ -311,6 +355,67 @@ class TransformOptimizer(torch.optim.Optimizer):
         made.share(state)
         self._left_out = {name for name, route in self._routes.items() if route.is_left_out}
         self._ready = True
+
+    def _note_groups(self) -> None:
+        """Note which groups the numbers are of."""
+        self._grouped = [(group, list(group["param_names"])) for group in self.param_groups]
+
+    def _distinct_groups(self) -> list[Group]:
+        """The groups, without those that are listed again: as ``param_groups.extend(param_groups)`` leaves them."""
+        return list({id(group): group for group in self.param_groups}.values())
+
+    def _follow_tensors(self, *, may_repeat: bool = False) -> None:
+        """Give each tensor its name and each group its hyperparameters, whatever was done to the lists in between.
+
+        A tensor that was bound keeps its name. An unknown tensor replaces the parameter whose place it takes.
+
+        Raises:
+            TypeError: ``param_groups`` is not a list of groups.
+            ValueError: a parameter is missing or listed twice, a tensor is unknown, or parameters of different
+                transforms share a group; nothing has been changed then.
+        """
+        groups: Any = self.param_groups
+        is_as_noted = (
+            isinstance(groups, list)
+            and len(groups) == len(self._grouped)
+            and all(
+                group is noted
+                and group.get("param_names") == names
+                and isinstance(group.get("params"), list)
+                and self._attachment.is_bound(names, group["params"])
+                for group, (noted, names) in zip(groups, self._grouped, strict=True)
+            )
+        )
+        if is_as_noted:
+            return
+        if not isinstance(groups, list):
+            raise TypeError(f"param_groups must be a list of groups, found {type(groups).__name__}")
+        for group in groups:
+            if not isinstance(group, dict) or not isinstance(group.get("params"), list | tuple):
+                raise TypeError(f"param_groups must hold dicts with a list under 'params', found {group!r:.200}")
+        groups = self._distinct_groups() if may_repeat else groups
+        members = names_of_members(groups, self._attachment.names_by_tensor(), self._attachment.named)
+        numbers: list[GroupNumbers] = []
+        former = {name: own for (_, names), own in zip(self._grouped, self._numbers, strict=True) for name in names}
+        empty = {id(group): own for (group, names), own in zip(self._grouped, self._numbers, strict=True) if not names}
+        for group, names in zip(groups, members, strict=True):
+            if other := next((name for name in names if self._routes[name] != self._routes[names[0]]), None):
+                raise ValueError(
+                    f"param_groups: {names[0]!r} (label {self._routes[names[0]].label!r}) and {other!r} (label "
+                    f"{self._routes[other].label!r}) are in one group, but different transforms update them: a group "
+                    "holds parameters of one label. To change a label, make the optimizer anew"
+                )
+            own = self._numbers_of(self._program, self._routes, names, group)
+            # Of a group that was there before: it knows which of two keys was written last.
+            known = former.get(names[0]) if names else empty.get(id(group))
+            is_free = known is not None and all(known is not other for other in numbers)
+            numbers.append(known if known is not None and is_free and known.hyperparams == own.hyperparams else own)
+        for group, names in zip(groups, members, strict=True):
+            group["params"], group["param_names"] = list(group["params"]), names
+            group.setdefault("label", self._routes[names[0]].label if names else None)
+        self._numbers[:] = numbers
+        self._stepping.regrouped()
+        self._grouped = [(group, list(names)) for group, names in zip(groups, members, strict=True)]
 
     def _rebind(self, moment: Literal["step", "save", "clear", "else"] = "else") -> None:
         """Bind to the tensors that stand in the groups, or in the model, where these are others now or have moved.
@@ -326,13 +431,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         Warns:
             UserWarning: parameters were replaced in the model since the gradients were cleared.
         """
-        for group in self.param_groups:
-            if len(group["params"]) != len(group["param_names"]):
-                raise ValueError(
-                    f"param_groups: {len(group['params'])} params stand in a group of {len(group['param_names'])} "
-                    f"param_names ({', '.join(group['param_names'][:3])}, ...): replace each by one, or "
-                    "add_param_group. Under DeepSpeed's ZeRO take muonfx.engines.deepspeed.Muon"
-                )
+        self._follow_tensors(may_repeat=moment == "save")
         before = self._named()
         later = self._attachment.later(before)
         named = before | later if later else before
@@ -472,6 +571,7 @@ class TransformOptimizer(torch.optim.Optimizer):
                 raise problem
             self._check(updates)
             if not torch.compiler.is_compiling():
+                check_writable("step: params", params)
                 self._attachment.check(params, updates)
 
         self._live["state"] = self._stepping.step(
@@ -550,7 +650,7 @@ class TransformOptimizer(torch.optim.Optimizer):
             ShardingError: not all ranks came, where all must.
         """
         self._rebind("save")
-        for group, own in zip(self.param_groups, self._numbers, strict=True):
+        for group, own in zip(self._distinct_groups(), self._numbers, strict=True):
             own.read(group)  # so that all keys of a number say the same
         found = super().state_dict()
         exported = self._stepping.exported(self._state)
@@ -583,7 +683,9 @@ class TransformOptimizer(torch.optim.Optimizer):
             ShardingError: something is wrong on another rank, ranks load different states, or not all ranks came.
 
         Warns:
-            UserWarning: the groups were saved in another order, and a scheduler's own state may be by that order.
+            UserWarning: the groups were saved in another order, and a scheduler's own state may be by that order. Or a
+                state dict of ``torch.distributed.checkpoint.state_dict`` has nothing of some parameters, which torch
+                accepts under ``strict=False`` only: their state starts anew.
         """
         self._rebind()
         self._attachment.check_real()
@@ -601,13 +703,28 @@ class TransformOptimizer(torch.optim.Optimizer):
         numbers: Any = None
         problem: Exception | None = None
         try:
-            given = renamed_groups(self.param_groups, given, rename)
+            is_partial = is_by_path(given)
+            given = renamed_groups(self.param_groups, named_by_path(self.param_groups, given), rename)
             saved = [
                 own.renew(old) for own, old in zip(self._numbers, saved_groups(self.param_groups, given), strict=True)
             ]
-            loads = matched(
-                self.param_groups, self._numbers, self.state, places, saved, given["state"], self._stepping.take
+            loads, absent = matched(
+                self.param_groups,
+                self._numbers,
+                self.state,
+                places,
+                saved,
+                given["state"],
+                self._stepping.take,
+                is_partial=is_partial,
             )
+            if absent:
+                warnings.warn(
+                    f"the state dict has nothing of {len(absent)} parameters, such as {absent[0]!r}: their state "
+                    "starts anew, as it does in torch under strict=False",
+                    stacklevel=2,
+                )
+                loads += self._loads_of_new_state(absent)
             numbers = sorted(  # by name, in whatever order a rank has its groups
                 (sorted(group["param_names"]), [(one.key, old[one.key]) for one in own.hyperparams])
                 for group, own, old in zip(self.param_groups, self._numbers, saved, strict=True)
@@ -625,6 +742,23 @@ class TransformOptimizer(torch.optim.Optimizer):
             )
         for hook in cast("Any", self)._optimizer_load_state_dict_post_hooks.values():
             hook(self)
+
+    def _loads_of_new_state(self, names: Collection[str]) -> list[Load]:
+        """The loads that reset the state of some parameters."""
+        if self._is_as_made():
+            return []
+        named = self._named()
+        owners = {id(named[name]) for name in names}
+        with warnings.catch_warnings():  # what there is to warn of was said at construction
+            warnings.simplefilter("ignore")
+            new = tree.leaves(self._stepping_for(self._numbers).init(named, self.param_groups))
+        return [
+            Load(key, place, leaf, value)
+            for place, ((owner, key), leaf, value) in enumerate(
+                zip(self._slots, tree.leaves(self._state), new, strict=True)
+            )
+            if owner is not None and id(owner) in owners and leaf is not None
+        ]
 
     @property
     def transform_state(self) -> PyTree:

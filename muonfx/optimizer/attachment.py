@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -115,6 +115,21 @@ class Attachment:
     def named(self) -> dict[str, Tensor]:
         """The parameters that were bound."""
         return {name: bound.param for name, bound in self._bound.items()}
+
+    def names_by_tensor(self) -> dict[Tensor, str]:
+        """The names of the bound parameters, and of the tensors that have taken their places in the models."""
+        found = {
+            now: name
+            for name, bound in self._bound.items()
+            if bound.slot is not None and (now := bound.slot.now()) is not None
+        }
+        return found | {bound.param: name for name, bound in self._bound.items()}
+
+    def is_bound(self, names: Sequence[str], params: Sequence[Tensor]) -> bool:
+        """True if these are the bound parameters of these names."""
+        return len(names) == len(params) and all(
+            name in self._bound and self._bound[name].param is param for name, param in zip(names, params, strict=True)
+        )
 
     def add(self, models: Iterable[nn.Module], named: Mapping[str, Tensor]) -> None:
         """Take in parameters of a group that was added."""

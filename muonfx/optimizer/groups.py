@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from muonfx.checks import warn_caller
 from muonfx.core import Locality
+from muonfx.core.order import combine_signs, signs
 from muonfx.optimizer.values import Group, Hyperparam
 from muonfx.program.nodes import Node, Program
 from muonfx.wrappers import unwrapped
@@ -19,12 +21,16 @@ __all__ = [
     "NamedParameters",
     "Route",
     "check_once",
+    "defaults_for_schedulers",
     "hyperparams_of",
+    "listed",
     "named_pairs",
     "names_in",
+    "names_of_members",
     "resolve_groups",
     "routes_of",
     "split_by_route",
+    "warn_of_ascent",
 ]
 
 NamedParameters = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor] | Tensor] | Iterable[Group]
@@ -58,6 +64,12 @@ class Route(NamedTuple):
     """By which groups are sorted."""
 
 
+def defaults_for_schedulers(groups: Sequence[Group]) -> dict[str, Any]:
+    """The usual hyperparameters, of the first group that has each: OneCycleLR reads in them which momentum to drive."""
+    usual = ("lr", "weight_decay", "momentum")
+    return {key: group[key] for key in usual for group in reversed(groups) if key in group}
+
+
 def names_in(models: Iterable[nn.Module]) -> dict[Tensor, str]:
     """The names of the parameters of some models."""
     return {param: name for model in models for name, param in model.named_parameters()}
@@ -80,6 +92,12 @@ def resolve_groups(params: Any, known: Mapping[Tensor, str] | None = None) -> li
             "into names, by which states are saved: rename one of them"
         )
     return groups
+
+
+def listed(group: Mapping[str, Any]) -> Group:
+    """A copy of a group whose "params" may be read more than once."""
+    params = group["params"]
+    return {**group, "params": params if isinstance(params, nn.Module | Mapping | Tensor) else list(params)}
 
 
 def check_once(pairs: Iterable[tuple[str, Tensor]]) -> None:
@@ -124,6 +142,60 @@ def _named_pair(item: Any, known: Mapping[Tensor, str] | None) -> tuple[str, Ten
     )
 
 
+def names_of_members(
+    groups: Sequence[Group], known: Mapping[Tensor, str], expected: Collection[str]
+) -> list[list[str]]:
+    """Find the names of the tensors that are listed in groups.
+
+    Args:
+        groups: of an optimizer, after anything was done to their lists.
+        known: the names of tensors. Another tensor has the name that its place had, unless a known one has it.
+        expected: all names.
+
+    Raises:
+        ValueError: a name is missing or there twice, or a tensor has none.
+    """
+    members: list[list[str]] = []
+    given = [known.get(param) for group in groups for param in group["params"]]
+    taken = {name for name in given if name is not None}
+    for place, group in enumerate(groups):
+        params, former = group["params"], group.get("param_names", ())
+        names: list[str] = []
+        for at, param in enumerate(params):
+            name = known.get(param)
+            if name is None and not former:
+                raise ValueError(
+                    f"param_groups[{place}]: a tensor of shape {tuple(param.shape)} is new: add it by add_param_group"
+                )
+            if name is None and len(former) != len(params):
+                raise ValueError(
+                    f"param_groups[{place}]: {len(params)} params stand in a group of {len(former)} param_names "
+                    f"({', '.join(former[:3])}, ...), and a tensor of shape {tuple(param.shape)} is new: replace each "
+                    "by one, or add_param_group. Under DeepSpeed's ZeRO take muonfx.engines.deepspeed.Muon"
+                )
+            if name is None and (former[at] in taken or former[at] not in expected):
+                raise ValueError(
+                    f"param_groups[{place}]: a tensor of shape {tuple(param.shape)} is new in the place of "
+                    f"{former[at]!r}, which is {'elsewhere' if former[at] in taken else 'unknown'}: put replaced "
+                    "parameters in the places of the former ones, or add_param_group"
+                )
+            names.append(former[at] if name is None else name)
+        members.append(names)
+    times = Counter(name for names in members for name in names)
+    if twice := [name for name, count in times.items() if count > 1]:
+        raise ValueError(
+            f"param_groups: {twice[0]!r} is listed {times[twice[0]]} times and would be stepped on as often: list it "
+            "once"
+        )
+    if absent := [name for name in expected if name not in times]:
+        raise ValueError(
+            f"param_groups: {len(absent)} of {len(expected)} parameters were removed, such as {absent[0]!r}: put them "
+            "back (add_param_group takes them too); a parameter that is not to be trained keeps its place, with "
+            "requires_grad_(False) and .grad = None"
+        )
+    return members
+
+
 def routes_of(program: Program) -> dict[str, Route]:
     """The way of each parameter through a program: the transforms that have it among their leaves."""
     met: dict[str, list[tuple[int, Node]]] = {}
@@ -161,6 +233,26 @@ def _route(name: str, places: tuple[int, ...], nodes: list[Node]) -> Route:
         node.tx.locality not in (Locality.MATRIX, Locality.LEAF) for node in nodes if not node.children
     )
     return Route(places, "/".join(labels) or None, left_out, tuple(hyperparams), (kind, is_elementwise, places))
+
+
+def warn_of_ascent(program: Program, routes: Mapping[str, Route], params: Mapping[str, Tensor]) -> None:
+    """Warn of parameters that would move uphill, since no transform on their route reverses the gradient."""
+    trained = [name for name, param in params.items() if param.requires_grad and not routes[name].is_left_out]
+    # One name for each route: the same transforms act on the others.
+    one_of = {routes[name].places: name for name in trained}
+    rising = {places for places, name in one_of.items() if 1 in _signs(program.root, name)}
+    if found := [name for name in trained if routes[name].places in rising]:
+        warn_caller(
+            f"{len(found)} of {len(params)} parameters, such as {found[0]!r}, would move uphill: no transform that "
+            "acts on them reverses the direction of the gradient. Put scale_by_learning_rate(...) at the end of their "
+            'chain; a transform of your own that reverses it declares position="learning_rate"'
+        )
+
+
+def _signs(node: Node, name: str) -> frozenset[int]:
+    """The directions that the updates of a parameter may have after a node."""
+    called = [_signs(one, name) for one in node.called if name in one.names]
+    return combine_signs(node.tx, called) if called or node.tx.declaration.rest is not None else signs(node.tx)
 
 
 def hyperparams_of(nodes: Iterable[Node]) -> list[Hyperparam]:

@@ -13,7 +13,8 @@ from muonfx import polar
 from muonfx.arguments import plain_arguments
 from muonfx.core import Transform
 from muonfx.optimizer.adapter import TransformOptimizer
-from muonfx.optimizer.groups import NamedParameters, named_pairs, names_in, resolve_groups
+from muonfx.optimizer.groups import NamedParameters, listed, named_pairs, names_in, resolve_groups
+from muonfx.optimizer.values import scalar
 from muonfx.recipes import muon_with_adamw
 from muonfx.select import Labels, Predicate, default_labels
 from muonfx.sharding.layout import Layout
@@ -90,8 +91,10 @@ class Muon(TransformOptimizer):
         layout: Layout | Callable[[Mapping[str, Tensor]], Layout] | None = None,
         model: nn.Module | None = None,
     ) -> None:
+        if not isinstance(betas, tuple | list):
+            raise TypeError(f"Muon: betas must be a tuple of AdamW's two decays, such as (0.9, 0.95), found {betas!r}")
         if len(betas) != 2:
-            raise ValueError(f"betas must be AdamW's two decays, found {betas!r}")
+            raise ValueError(f"Muon: betas must be AdamW's two decays, such as (0.9, 0.95), found {betas!r}")
         if not isinstance(params, nn.Module | Mapping):
             params = cast("list[tuple[str, torch.Tensor]]", list(params))
         known = {} if model is None else names_in([model])
@@ -110,8 +113,8 @@ class Muon(TransformOptimizer):
             weight_decay=weight_decay,
             adamw_weight_decay=weight_decay if adamw_weight_decay is None else adamw_weight_decay,
             decay=momentum,
-            b1=betas[0],
-            b2=betas[1],
+            b1=scalar("betas", betas[0]),
+            b2=scalar("betas", betas[1]),
             rule=rule,
             newton_schulz=newton_schulz,
             view=view,
@@ -139,7 +142,10 @@ class Muon(TransformOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, routed as at construction; see `TransformOptimizer.add_param_group`."""
         before = self.tx
+        param_group = listed(param_group)
         if self._ready:
+            if self._take_back(param_group):
+                return
             self._rebind()
             params = param_group["params"]
             if not isinstance(params, nn.Module | Mapping):
@@ -150,7 +156,10 @@ class Muon(TransformOptimizer):
             with warnings.catch_warnings():  # a rule that matches none of these has matched others
                 warnings.filterwarnings("ignore", message="user rule")
                 new = self._route(given, model)
-            self.tx = _with_views(self.tx.replace(labels=Labels({**self.tx.arguments["labels"], **new})), new)
+            old = self.tx.arguments["labels"]
+            # Views of the new parameters only: what there is to warn of the others was said at construction.
+            labels = Labels({**old, **new}, views=new.views, shapes={**old.shapes, **new.shapes})
+            self.tx = _with_views(self.tx.replace(labels=labels), new)
         try:
             super().add_param_group(param_group)
         except Exception:

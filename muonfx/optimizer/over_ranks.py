@@ -30,7 +30,7 @@ from muonfx.optimizer.portable import (
 from muonfx.optimizer.rendezvous import Rendezvous
 from muonfx.optimizer.state import Load, on_this_rank
 from muonfx.optimizer.stepping import Check, Stepping, add_in_place
-from muonfx.optimizer.values import Group, GroupNumbers, check_shapes, current_values, unchanged
+from muonfx.optimizer.values import Group, GroupNumbers, current_values, fitted, unchanged
 from muonfx.optimizer.versions import for_groups
 from muonfx.program.nodes import Program
 from muonfx.sharding.binding import Binding
@@ -328,9 +328,8 @@ class SteppingOverRanks(Stepping):
         values = current_values(groups, self._numbers)
         if self._values is not None and unchanged(values, self._values):
             return
-        for group in values:
-            check_shapes(self.tx, group)
-        filled = [(group, sorted(held["param_names"])) for group, held in zip(values, groups, strict=True)]
+        fit = fitted(self.tx, values)
+        filled = [(group, sorted(held["param_names"])) for group, held in zip(fit, groups, strict=True)]
         # By name: ranks may have got their groups in different orders, and are to count the versions alike.
         own = sorted([(group, names) for group, names in filled if names], key=lambda pair: pair[1])
         made = for_groups(self._inner, self._program, [v for v, _ in own], [names for _, names in own])

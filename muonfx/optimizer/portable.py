@@ -16,7 +16,7 @@ from torch import Tensor
 from muonfx.boxes import Box
 from muonfx.sharding.dtensors import dtensor_of, local_of
 from muonfx.sharding.layout import Layout
-from muonfx.sharding.messages import Exchange
+from muonfx.sharding.messages import Exchange, octets
 from muonfx.sharding.state import LeafPlacement, interval_of
 
 if TYPE_CHECKING:
@@ -62,12 +62,12 @@ class Gathering:
                 target = self._wholes[place][start:stop].view(torch.uint8)
                 if share.owner is None:
                     assert leaf is not None
-                    target.copy_(leaf.detach().reshape(-1).view(torch.uint8))
+                    target.copy_(octets(leaf))
                     continue
                 self._incoming[share.owner].append(target)
                 if share.owner == layout.rank:
                     assert leaf is not None
-                    own.append(leaf.detach().reshape(-1).view(torch.uint8))
+                    own.append(octets(leaf))
         assert layout.group is not None
         self._exchange = Exchange(
             [own] * layout.size,
@@ -181,7 +181,4 @@ def _boxes(what: Record) -> str:
 
 def sum_of_bits(value: Tensor) -> int:
     """A checksum of a tensor, or of the local tensor of a DTensor."""
-    flat = local_of(value).detach().reshape(-1).contiguous()
-    if not flat.numel():
-        return 0
-    return int(flat.view(torch.uint8).sum(dtype=torch.int64)) & 0xFFFFFFFF
+    return int(octets(local_of(value)).sum(dtype=torch.int64)) & 0xFFFFFFFF

@@ -17,7 +17,18 @@ from muonfx.sharding.dtensors import is_dtensor, local_of
 from muonfx.shards import IntervalTensor
 from muonfx.wrappers import unwrapped
 
-__all__ = ["Load", "Take", "matched", "on_this_rank", "path_of", "renamed_groups", "saved_groups", "warn_of_order"]
+__all__ = [
+    "Load",
+    "Take",
+    "is_by_path",
+    "matched",
+    "named_by_path",
+    "on_this_rank",
+    "path_of",
+    "renamed_groups",
+    "saved_groups",
+    "warn_of_order",
+]
 
 
 class Load(NamedTuple):
@@ -71,6 +82,45 @@ def renamed_groups(groups: list[Group], given: Mapping[str, Any], rename: Rename
         raise ValueError("nothing was loaded: rename: " + "; ".join(wrong[:10]))
     renamed = [{**old, "param_names": [found[name] for name in old["param_names"]]} for old in saved]
     return {**given, "param_groups": renamed}
+
+
+def is_by_path(given: Mapping[str, Any]) -> bool:
+    """True if a state dict lists parameters by their paths, as ``torch.distributed.checkpoint.state_dict`` does."""
+    listed = [param for old in given.get("param_groups", ()) for param in old.get("params", ())]
+    return bool(listed) and all(isinstance(param, str) for param in listed)
+
+
+def named_by_path(groups: list[Group], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Take the names of parameters from their paths in the model, if a state dict lists these.
+
+    ``torch.distributed.checkpoint.state_dict`` lists the paths in the order of the optimizer that loads, but leaves the
+    "param_names" in the order of the optimizer that saved. A group of which the checkpoint has nothing keeps its own
+    hyperparameters; torch passes such a group on under ``strict=False`` only.
+
+    Raises:
+        ValueError: the optimizer has other names than the model, and had another order when it was saved.
+    """
+    if not is_by_path(given):
+        return dict(given)
+    saved: list[Group] = list(given["param_groups"])
+    own = [list(group["param_names"]) for group in groups]
+    paths = unwrapped(path for old in saved for path in old["params"])
+    if set(unwrapped(name for names in own for name in names).values()) <= set(paths.values()):
+        saved = [{**old, "param_names": list(old["params"])} for old in saved]
+    elif (theirs := [old.get("param_names") for old in saved]) != own and sorted(map(sorted, own)) == sorted(
+        sorted(names or ()) for names in theirs
+    ):
+        raise ValueError(
+            f"nothing was loaded: the state dict names parameters by paths such as {next(iter(paths))!r}, the "
+            f"optimizer by names such as {own[0][0]!r}, in another order than it was saved with: make the optimizer "
+            "from the whole model, or from its named_parameters()"
+        )
+    if len(saved) == len(groups):
+        saved = [
+            {**group, **old} if old.keys() <= {"params", "param_names"} else old
+            for group, old in zip(groups, saved, strict=True)
+        ]
+    return {**given, "param_groups": saved}
 
 
 def saved_groups(groups: list[Group], given: Mapping[str, Any]) -> list[Group]:
@@ -132,13 +182,22 @@ def matched(
     saved: list[Group],
     held: Mapping[object, Mapping[str, Any]],
     take: Take,
-) -> list[Load]:
+    *,
+    is_partial: bool = False,
+) -> tuple[list[Load], list[str]]:
     """Pair an optimizer's state leaves with the values of a state dict, or raise an error that lists every difference.
 
     Parameters are found by name, in whatever order, where the state dict has names; else by position. Of the entries of
     a group only the hyperparameters, ``numbers``, must be there: schedulers add entries of their own. The pairs are
     what this rank has of the leaves; a plain tensor stands for all of a leaf that is sharded.
+
+    Returns:
+        The loads; and if the state dict ``is_partial``, the names of the parameters of which it has nothing.
+
+    Raises:
+        ValueError: anything else differs.
     """
+    absent: list[str] = []
     wrong: list[str] = []
     loads: list[Load] = []
     for group, own, old in zip(groups, numbers, saved, strict=True):
@@ -149,6 +208,9 @@ def matched(
             have, want = held.get(index, {}), state[param]
             if not have and not param.requires_grad:
                 continue  # torch.distributed.checkpoint.state_dict leaves frozen parameters out
+            if not have and want and is_partial:
+                absent.append(name)
+                continue
             wrong += [f"{name!r} has no {key!r}" for key in want.keys() - have.keys()]
             wrong += [f"{name!r} has an unexpected {key!r}" for key in have.keys() - want.keys()]
             for key in sorted(want.keys() & have.keys()):
@@ -163,7 +225,7 @@ def matched(
     if wrong:
         shown = "; ".join(sorted(wrong)[:20]) + (f"; and {len(wrong) - 20} more" if len(wrong) > 20 else "")
         raise ValueError(f"the state does not fit this optimizer, nothing was loaded: {shown}")
-    return sorted(loads, key=lambda load: load.name)
+    return sorted(loads, key=lambda load: load.name), absent
 
 
 def _misfit(leaf: Any, value: Any) -> str | None:

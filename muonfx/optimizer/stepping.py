@@ -10,10 +10,11 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.checks import check_params, check_updates_fit, warn_of_unmatched
-from muonfx.core import Donation, Transform
+from muonfx.core import Transform
+from muonfx.core.donation import Donation, unshared
 from muonfx.offload.transform import inner_of, store_of
 from muonfx.optimizer.state import Load, on_this_rank
-from muonfx.optimizer.values import Group, GroupNumbers, Number, check_shapes, current_values, unchanged
+from muonfx.optimizer.values import Group, GroupNumbers, Number, current_values, fitted, unchanged
 from muonfx.optimizer.versions import for_groups
 from muonfx.program.buckets import nbytes_of
 from muonfx.program.execute import Executor
@@ -50,10 +51,11 @@ class Stepping:
         self._values: list[dict[str, Number]] | None = None
         self.executor = Executor(ALONE, store_of(tx))
         self._node: Node | None = None
+        self._lowered: object = None  # the structure that the node is of: groups that disagree have another one
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what was found out: a copy looks at its own groups."""
-        return {**self.__dict__, "_values": None, "_node": None, "executor": None}
+        return {**self.__dict__, "_values": None, "_node": None, "_lowered": None, "executor": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Find out anew, at the next step."""
@@ -68,7 +70,7 @@ class Stepping:
     def init(self, params: Mapping[str, Tensor], groups: Sequence[Group]) -> PyTree:
         """Make the state, and find out what follows from the groups."""
         check_params(params)
-        warn_of_unmatched(self.tx, params, stacklevel=5)
+        warn_of_unmatched(self.tx, params)
         self._limit = self._bucket_bytes or max([SMALL_BUCKET, *map(nbytes_of, params.values())])
         self.executor.bucket_bytes = self._limit
         state = self.executor.init(self._inner, params)
@@ -129,17 +131,19 @@ class Stepping:
             if load.target is not None:
                 load.target.copy_(load.source)
 
+    def regrouped(self) -> None:
+        """Read the groups anew at the next step: parameters have moved between them."""
+        self._values = None
+
     def refresh(self, groups: Sequence[Group], params: Mapping[str, Tensor]) -> None:
         """Build the transforms for the hyperparameters that stand in the groups now, and the pieces they run on."""
         values = current_values(groups, self._numbers)
         if self._values is not None and unchanged(values, self._values):
             return
-        for group in values:
-            check_shapes(self.tx, group)
         members = [list(group["param_names"]) for group in groups]
-        self._now = for_groups(self._inner, self._program, values, members).prepare_all()
-        if self._node is None or self._now.structure is not self._inner.structure:
-            self._node = self.executor.program(self._now, params)
+        self._now = for_groups(self._inner, self._program, fitted(self.tx, values), members).prepare_all()
+        if self._node is None or self._now.structure is not self._lowered:
+            self._node, self._lowered = self.executor.program(self._now, params), self._now.structure
         self.executor.prepare(self._node, self._now)
         self._values = [dict(group) for group in values]
 
@@ -160,7 +164,10 @@ class Stepping:
         self.refresh(groups, params)
         assert self._node is not None
         self.executor.check_extras(self._node, extras)
-        donated = Donation(donate, True)
+        if torch.compiler.is_compiling():  # memory cannot be compared, and the state is the optimizer's own
+            donated = Donation(updates=False, state=True)
+        else:
+            donated, updates, state = unshared(Donation(donate, True), updates, state, params)
         self.executor.require_room(state, params, donated)
         _, after = self.executor.update_node(
             self._node, self._now, Arguments(updates, state, params, donated, extras, add_in_place)

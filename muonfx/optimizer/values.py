@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -16,9 +17,10 @@ __all__ = [
     "GroupNumbers",
     "Hyperparam",
     "agreement",
-    "check_shapes",
     "current_values",
     "distinct",
+    "fitted",
+    "scalar",
     "unchanged",
 ]
 
@@ -48,6 +50,9 @@ class Hyperparam(NamedTuple):
         if self.is_tuple != isinstance(value, Sequence) or len(values) != len(self.names):
             wanted = f"{len(self.names)} numbers" if self.is_tuple else "a number"
             raise ValueError(f"{self.key!r} in a group must be {wanted}, found {value!r}")
+        for one in values:
+            if not isinstance(one, int | float | Tensor | Real) or isinstance(one, bool):
+                raise TypeError(f"{self.key!r} in a group must be a number or a tensor of one element, found {one!r}")
         return values
 
 
@@ -120,12 +125,19 @@ class GroupNumbers:
         """The numbers that stand in a group now; all keys of a number say the same afterwards.
 
         Raises:
-            ValueError: as for `parse`; the group is as it was then.
+            ValueError: as for `parse`, or a hyperparameter is missing; the group is as it was then.
         """
         is_as_read = self._entries and all(group.get(key) is value for key, value in self._entries.items())
         if is_as_read and self.former_keys.isdisjoint(group):
             return self._last
         numbers = self.parse(group)
+        if missing := [one for one in self.hyperparams if not numbers.keys() >= set(one.names)]:
+            last = self._entries.get(missing[0].key)
+            raise ValueError(
+                f"param_groups: {_described(group)} has no {missing[0].key!r}, which its transforms read at every "
+                f"step: set it{'' if last is None else f' (it was {last!r})'}; its entries must be "
+                f"{', '.join(repr(one.key) for one in self.hyperparams)}"
+            )
         for one in self.hyperparams:
             wanted = [numbers[name] for name in one.names]
             if one.key not in group or not all(map(_equal, one.numbers_in(group[one.key]), wanted)):
@@ -141,14 +153,51 @@ def current_values(groups: Sequence[Group], numbers: Sequence[GroupNumbers]) -> 
     return [own.read(group) for group, own in zip(groups, numbers, strict=True)]
 
 
-def check_shapes(tx: Transform, values: Mapping[str, Number]) -> None:
-    """Refuse a tensor of other shape than the number that it stands for."""
+def scalar(name: str, value: Any) -> Any:
+    """A 0-d view of a tensor of one element, as torch takes such a tensor for a number; other values as they are.
+
+    Raises:
+        ValueError: the tensor has another number of elements.
+    """
+    if not isinstance(value, Tensor):
+        return value
+    if value.numel() != 1:
+        raise ValueError(f"{name} must be a number or a tensor of one element, found shape {tuple(value.shape)}")
+    return value.reshape(()) if value.ndim else value
+
+
+def fitted(tx: Transform, values: Sequence[Mapping[str, Number]]) -> list[dict[str, Number]]:
+    """Convert the numbers of groups, by dotted name, to what a transform computes with.
+
+    A tensor of one element becomes a 0-d view of its storage, so that a scheduler may write into it. A number of
+    another library, such as NumPy's, becomes a float.
+
+    Raises:
+        ValueError: a tensor has another shape than the number that it is for.
+    """
     defaults = hyperparams(tx)
-    for name, value in values.items():
-        default = defaults[name]
-        wanted = tuple(default.shape) if isinstance(default, Tensor) else ()
-        if isinstance(value, Tensor) and tuple(value.shape) != wanted:
-            raise ValueError(f"{name} must be a number or a tensor of shape {wanted}, found {tuple(value.shape)}")
+    views: dict[int, Number] = {}  # one view of each tensor: groups that share a tensor agree
+    found: list[dict[str, Number]] = []
+    for own in values:
+        found.append({})
+        for name, value in own.items():
+            default = defaults[name]
+            shape = tuple(default.shape) if isinstance(default, Tensor) else ()
+            if isinstance(value, Tensor):
+                if not shape:
+                    value = views.setdefault(id(value), scalar(name, value))
+                elif tuple(value.shape) != shape:
+                    raise ValueError(
+                        f"{name} must be a number or a tensor of shape {shape}, found {tuple(value.shape)}"
+                    )
+            found[-1][name] = value if isinstance(value, int | float | Tensor) else float(value)
+    return found
+
+
+def _described(group: Group) -> str:
+    """Name a group by its label and its first parameter."""
+    label = "" if group.get("label") is None else f" labelled {group['label']!r}"
+    return f"the group{label} of {next(iter(group.get('param_names', ())), 'no parameter')!r}"
 
 
 def agreement(values: Sequence[Mapping[str, Number]]) -> tuple[dict[str, Number], list[str]]:

@@ -18,7 +18,6 @@ from muonfx.polar.newton_schulz import NewtonSchulz
 from muonfx.polar.orthogonalize import orthogonalize
 from muonfx.polar.policy import DTypeLike, MethodLike, Plan, compute_dtype, explain
 from muonfx.polar.products import ProductsLike
-from muonfx.polar.rates import Rates, use_rates
 from muonfx.polar.scaling import same_range
 from muonfx.polar.workspace import Workspace
 
@@ -47,8 +46,6 @@ __all__ = [
     "Plan",
     "compute_dtype",
     "same_range",
-    "Rates",
-    "use_rates",
     "DTypeLike",
     "MethodLike",
     "ProductsLike",

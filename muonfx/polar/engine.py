@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._C._functorch import TransformType, get_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
 from torch.autograd import forward_ad
 
 from muonfx.polar.iteration import newton_schulz, newton_schulz_with_tensor
@@ -13,6 +14,7 @@ from muonfx.polar.policy import SUPPORTED, Plan
 from muonfx.polar.polynomials import Polynomials
 from muonfx.polar.products import Buffered
 from muonfx.polar.scaling import frobenius_normalized, normalize_, row_normalized
+from muonfx.polar.symbols import called_once
 from muonfx.polar.workspace import Workspace
 
 _LARGE = 1 << 16  # elements from which a pass over one matrix costs more than a call
@@ -75,6 +77,32 @@ def is_watched(*xs: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in xs)
 
 
+def is_differentiated(*xs: torch.Tensor) -> bool:
+    """True if derivatives are taken: in a transform of `torch.func` that takes them, in forward mode or by autograd.
+
+    `torch.func.vmap` takes none.
+
+    >>> is_differentiated(torch.zeros(2)), is_differentiated(torch.zeros(2, requires_grad=True))
+    (False, True)
+    >>> jvp = lambda x: torch.func.jvp(lambda y: y + is_differentiated(y), (x,), (x,))[0]
+    >>> torch.func.vmap(lambda x: x + is_differentiated(x))(torch.zeros(1)), torch.func.vmap(jvp)(torch.zeros(1))
+    (tensor([0.]), tensor([1.]))
+    """
+    if _in_derivative():
+        return True
+    return torch.is_grad_enabled() and any(x.requires_grad for x in xs)
+
+
+@called_once  # a compiler enters the same levels while it traces, and guards them
+def _in_derivative() -> bool:
+    if forward_ad._current_level >= 0:
+        return True
+    if not torch._C._are_functorch_transforms_active():
+        return False
+    taking = (TransformType.Grad, TransformType.Jvp)
+    return any(level.key() in taking for level in get_interpreter_stack() or ())
+
+
 def outside_autocast(function: Callable[..., torch.Tensor], x: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
     """`function(x, ...)` outside any autocast region, which would choose another dtype for the products.
 
@@ -125,7 +153,7 @@ def check_out(out: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], names: Se
                 f"{name}: found shape {tuple(y.shape)} on {y.device}, "
                 f"expected those of its input, {tuple(x.shape)} on {x.device}"
             )
-        if any(stride == 0 and size > 1 for stride, size in zip(y.stride(), y.shape, strict=True)):
+        if overlaps_itself(y):
             raise ValueError(f"{name}: found an expanded tensor, whose elements share memory; expected one to write to")
     others = [x for x, y in zip(xs, out, strict=True) if not _is_same(x, y)]
     for i in sharing([*out, *others]):
@@ -143,26 +171,48 @@ def _is_same(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def sharing(xs: Sequence[torch.Tensor]) -> set[int]:
-    """The places of the tensors whose span of memory overlaps that of another.
+    """The places of the tensors whose span of memory overlaps that of another, or that overlap themselves.
 
     >>> x = torch.zeros(4, 2)
     >>> sharing([x[:2], x[2:], torch.zeros(1)]), sharing([x[:3], torch.zeros(1), x[2:]])
     (set(), {0, 2})
     """
-    if len({x.untyped_storage()._cdata for x in xs}) == len(xs):
-        return set()
-    spans: list[tuple[int, int, int, int]] = []
-    for i, x in enumerate(xs):
-        if x.numel() > 0:
-            start = int(x.storage_offset())
-            last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-            size = x.itemsize
-            spans.append((x.untyped_storage()._cdata, start * size, (start + last + 1) * size, i))
+    spans: list[tuple[int, int, int]] = []
     found: set[int] = set()
-    storage, end, holder = -1, -1, -1
-    for own, start, stop, i in sorted(spans):
-        if own == storage and start < end:
+    for i, x in enumerate(xs):
+        size = x.nbytes
+        if not size:
+            continue
+        if not x.is_contiguous():
+            if overlaps_itself(x):
+                found.add(i)
+            last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+            size = (last + 1) * x.itemsize
+        start = x.data_ptr()
+        if start:  # meta tensors have no memory
+            spans.append((start, start + size, i))
+    spans.sort()
+    end, holder = 0, -1
+    for start, stop, i in spans:
+        if start < end:
             found |= {i, holder}
-        if own != storage or stop > end:
-            storage, end, holder = own, stop, i
+        if stop > end:
+            end, holder = stop, i
     return found
+
+
+def overlaps_itself(x: torch.Tensor) -> bool:
+    """True if several elements of a tensor may be in one place, as in an expanded one.
+
+    >>> x = torch.zeros(4)
+    >>> overlaps_itself(x.expand(2, 4)), overlaps_itself(x.unfold(0, 3, 1)), overlaps_itself(x.view(2, 2).mT)
+    (True, True, False)
+    """
+    if x.is_contiguous():
+        return False
+    reach = 0
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += (size - 1) * stride
+    return False

@@ -1,10 +1,8 @@
-"""What the machine can do, asked or measured once a process."""
+"""What this machine and this build of torch can do. Nothing is measured: the same machine gives the same answer."""
 
 from __future__ import annotations
 
 import functools
-import threading
-import time
 
 import torch
 
@@ -21,52 +19,27 @@ def cuda_capability(index: int | None) -> tuple[int, int]:
 
 @functools.cache
 def cpu_has_bf16() -> bool:
-    """True if the CPU says that it multiplies bf16 matrices; False where this torch cannot be asked.
+    """True if the CPU has instructions for bf16 products (AMX or AVX512-BF16) and torch has oneDNN's kernels for them.
 
-    >>> cpu_has_bf16() or not cpu_has_amx()
+    Without either, a bf16 product can be hundreds of times slower than one in fp32.
+
+    >>> isinstance(cpu_has_bf16(), bool)
     True
     """
-    return cpu_has_amx() or _ask("_is_avx512_bf16_supported")
+    has_instructions = cpu_has_amx() or _has_feature("_is_avx512_bf16_supported")
+    return has_instructions and torch.backends.mkldnn.is_available()
 
 
 @functools.cache
 def cpu_has_amx() -> bool:
-    """True if the CPU has tile registers for matrix products; False where this torch cannot be asked.
+    """True if the CPU has tile registers for matrix products.
 
     >>> isinstance(cpu_has_amx(), bool)
     True
     """
-    return _ask("_is_amx_tile_supported")
+    return _has_feature("_is_amx_tile_supported")
 
 
-def _ask(query: str) -> bool:
-    ask = getattr(torch.cpu, query, None)  # private, so it may go away
-    return ask is not None and bool(ask())
-
-
-@functools.cache
-def cpu_bf16_is_faster() -> bool:
-    """Time a 512 x 512 x 512 product in bf16 and in fp32, best of five after one to warm up: a few milliseconds.
-
-    >>> isinstance(cpu_bf16_is_faster(), bool)
-    True
-    """
-    seconds: dict[torch.dtype, float] = {}
-
-    def measure() -> None:
-        for dtype in (torch.float32, torch.bfloat16):
-            x = torch.ones(512, 512, dtype=dtype, device="cpu")
-            torch.mm(x, x)
-            seconds[dtype] = min(_timed(x) for _ in range(5))
-
-    # Modes (vmap levels, fake tensors, tracing, autocast) belong to a thread, so a new thread measures real products.
-    thread = threading.Thread(target=measure, name="muonfx-bf16-measurement")
-    thread.start()
-    thread.join()
-    return torch.bfloat16 in seconds and seconds[torch.bfloat16] < seconds[torch.float32]
-
-
-def _timed(x: torch.Tensor) -> float:
-    start = time.perf_counter()
-    torch.mm(x, x)
-    return time.perf_counter() - start
+def _has_feature(query: str) -> bool:
+    function = getattr(torch.cpu, query, None)  # private, so it may go away
+    return function is not None and bool(function())

@@ -15,6 +15,7 @@ from muonfx.polar.engine import (
     check_out,
     goes_in_place,
     in_place,
+    is_differentiated,
     is_watched,
     outside_autocast,
     sharing,
@@ -55,7 +56,8 @@ def orthogonalize_many(
         steps: as in `orthogonalize`.
         method: as in `orthogonalize`.
         restarts: as in `orthogonalize`.
-        dtype: as in `orthogonalize`; "auto" is resolved for each input dtype and device.
+        dtype: as in `orthogonalize`; "auto" is resolved for each input dtype and device. Derivatives of one input
+            make it at least fp32 for all.
         products: as in `orthogonalize`.
         max_scratch_bytes: about how many bytes of intermediates one batch may take; one matrix always goes through.
             None: 32 MiB on a CPU, which its cache likes best, 256 MiB elsewhere.
@@ -86,14 +88,18 @@ def orthogonalize_many(
     for i, x in enumerate(xs):
         check_matrix(x, f"xs[{i}]" if names is None else names[i])
     groups = _grouped([_kind_of(x) for x in xs])
-    watched = is_watched(*xs, *([] if resolved.table is None else [resolved.table]))
+    inputs = (*xs, *([] if resolved.table is None else [resolved.table]))
+    watched, differentiated = is_watched(*inputs), is_differentiated(*inputs)
     targets = _targets(xs, donate, out, watched)
 
     # All plans before any result: what is wrong with the settings is said before anything is written, or even without
     # anything to write.
     if not groups:
         plan(1, 1, torch.float32, torch.device("cpu"), resolved, method=method, dtype=dtype, products=products)
-    plans = [plan(*kind, resolved, method=method, dtype=dtype, products=products) for kind, _ in groups]
+    plans = [
+        plan(*kind, resolved, method=method, dtype=dtype, products=products, differentiated=differentiated)
+        for kind, _ in groups
+    ]
     results: list[torch.Tensor] = list(xs)
     for (kind, members), own in zip(groups, plans, strict=True):
         scratch = max_scratch_bytes or (_CPU_SCRATCH if kind.device.type == "cpu" else _DEVICE_SCRATCH)

@@ -8,19 +8,17 @@ import torch
 
 from muonfx.arguments import Options
 from muonfx.polar.coefficients import CoefficientsLike
-from muonfx.polar.policy import Decided, DTypeLike, MethodLike, plan
+from muonfx.polar.policy import DTypeLike, MethodLike, plan
 from muonfx.polar.polynomials import polynomials
 from muonfx.polar.products import ProductsLike
-
-_UNMEASURED = Decided(torch.float32)
-"""For "auto" where settings alone are looked at: the default of an argument is made without measuring the machine."""
 
 
 @dataclass(frozen=True, repr=False)
 class NewtonSchulz(Options):
     """A Newton-Schulz iteration: its polynomials, and how and in which dtype they are computed.
 
-    The fields are the arguments of `orthogonalize` of these names, with its defaults.
+    The fields are the arguments of `orthogonalize` of these names, with its defaults. A `dtype` of "auto" is at least
+    fp32 where derivatives are taken.
 
     Raises:
         TypeError: a field has the wrong type.
@@ -42,6 +40,5 @@ class NewtonSchulz(Options):
     def __post_init__(self) -> None:
         """Plan for a matrix without elements, which names what is wrong with the settings."""
         resolved = polynomials(self.coefficients, self.steps)
-        dtype = _UNMEASURED if self.dtype == "auto" else self.dtype
         cpu, method, products = torch.device("cpu"), self.method, self.products
-        plan(0, 0, torch.float32, cpu, resolved, method=method, dtype=dtype, products=products)
+        plan(0, 0, torch.float32, cpu, resolved, method=method, dtype=self.dtype, products=products)

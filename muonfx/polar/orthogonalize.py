@@ -43,7 +43,8 @@ def orthogonalize(
         restarts: for the Gram form: the numbers of steps after which it goes back to the whole matrix, such as
             `(2, 3)`; None for the set's own, or more where rounding in the dtype asks for them: in bf16 nearly every
             step. Fewer than are safe are taken with a warning, and by `method="auto"` not at all.
-        dtype: the dtype of the matrix products, or "auto" for `compute_dtype`'s choice.
+        dtype: the dtype of the matrix products, or "auto" for `compute_dtype`'s choice. Where derivatives are taken
+            (autograd records, or in `torch.func.grad`, `vjp`, `jvp`), "auto" is at least fp32: in bf16 they are noise.
         products: "batched", "blocks" or "triton": how symmetric products are done; "auto" for what `explain` says.
             Under autograd, `torch.func` and the compiler, and for small matrices, they are always batched.
         newton_schulz: the iteration as one value, in place of `coefficients`, `steps`, `method`, `dtype`, `products`.

@@ -1,8 +1,8 @@
 """How a matrix is orthogonalized: in which dtype, by which method, with which products. `explain` says why.
 
-*Dtype.* bf16 is what Muon uses on accelerators, but on a CPU without bf16 hardware it is hundreds of times slower than
-fp32, and on one with it a build may still lack the kernels. So a CPU is asked for the feature and then timed, once a
-process. Polynomials that use their interval to its very end diverge in bf16; they get a wider dtype.
+*Dtype.* bf16 is what Muon uses on accelerators, but on a CPU without bf16 instructions it is hundreds of times slower
+than fp32, and on one with them a build may still lack the kernels. So bf16 requires both. Polynomials that use their
+interval to its very end diverge in bf16; they get a wider dtype. So do derivatives, which bf16 makes meaningless.
 
 *Method.* The standard iteration multiplies the long side twice a step, its Gram form twice a stage, for some more small
 products (`muonfx.polar.stages`). Both are counted in multiply-adds, and the cheaper one is taken; a symmetric product
@@ -14,15 +14,14 @@ rounding push a singular value far beyond its band, for any finite matrix.
 *Products.* Half of a symmetric product can be left out, by blocks on a CPU and by a kernel on CUDA, from the size on at
 which that pays.
 
-The choice depends on the shape of one matrix, on dtypes and on the device: not on the batch and on no value, so that a
-matrix gets the same answer wherever it is computed.
+The choice depends on the shape of one matrix, on dtypes, on the device and on whether derivatives are taken. It does
+not depend on the batch, on values or on a clock: a matrix gets the same answer wherever and whenever it is computed.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -30,10 +29,10 @@ import torch
 from muonfx.display import Report, Table
 from muonfx.polar import kernels
 from muonfx.polar.coefficients import CoefficientsLike
-from muonfx.polar.hardware import cpu_bf16_is_faster, cpu_has_amx, cpu_has_bf16, cuda_capability
+from muonfx.polar.hardware import cpu_has_amx, cpu_has_bf16, cuda_capability
 from muonfx.polar.polynomials import Polynomials, polynomials
 from muonfx.polar.products import ProductsLike
-from muonfx.polar.rates import Rates, built_in, used
+from muonfx.polar.rates import Rates, built_in
 from muonfx.polar.stability import TOLERANCE, largest, stable_restarts
 from muonfx.polar.stages import Stage, staged, standard
 from muonfx.polar.symbols import called_once, fixed
@@ -42,20 +41,7 @@ SUPPORTED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """The dtypes of inputs and of matrix products."""
 
 
-@dataclass(frozen=True)
-class Decided:
-    """A dtype of "auto" that was decided before: float64 stays float64, and all else is computed in one dtype.
-
-    Ranks that must agree decide together and pass this on, so that none of them asks its own machine.
-
-    >>> compute_dtype(torch.float32, torch.device("cpu"), Decided(torch.bfloat16))
-    torch.bfloat16
-    """
-
-    dtype: torch.dtype
-
-
-DTypeLike = torch.dtype | Literal["auto"] | Decided
+DTypeLike = torch.dtype | Literal["auto"]
 """How the dtype of matrix products is asked for: by itself, or "auto" for what `compute_dtype` says."""
 
 MethodLike = Literal["auto", "standard", "gram"]
@@ -204,22 +190,27 @@ def plan(
     dtype: DTypeLike = "auto",
     products: ProductsLike = "auto",
     facts: Facts | None = None,
+    differentiated: bool = False,
 ) -> Plan:
     """`explain`, for settings that are already resolved.
 
-    With `facts`, and `dtype` a dtype, nothing depends on the machine that runs this. None: the machine is asked.
+    With `facts`, and `dtype` a dtype, nothing depends on the machine that runs this. None: the machine is asked. If
+    `differentiated`, a `dtype` of "auto" is at least fp32.
 
     >>> plan(2, 3, torch.float32, torch.device("cpu"), polynomials("keller")).method
     'standard'
     """
-    compute = stable_dtype(compute_dtype(held, device, dtype), resolved, dtype)
+    fastest = compute_dtype(held, device, dtype)
+    if differentiated and dtype == "auto":
+        fastest = torch.promote_types(fastest, torch.float32)
+    compute = stable_dtype(fastest, resolved, dtype)
     if not isinstance(method, str) or method not in ("auto", "standard", "gram"):
         raise ValueError(f"method: found {method!r}, expected 'auto', 'standard' or 'gram'")
     done, why_products = _choose_products(short, long, compute, device, products, facts)
     small = _choose_products(short, short, compute, device, products, facts)[0]
     rates = _rates(device, compute, facts)
     taken, stages, why_method = _choose_method(short, long, compute, rates, resolved, method, (done, small))
-    reasons = (_why_dtype(held, device, dtype, compute), why_method, why_products)
+    reasons = (_why_dtype(held, device, dtype, compute != fastest, differentiated), why_method, why_products)
     return Plan((short, long), compute, taken, stages, done, small, reasons)
 
 
@@ -233,11 +224,12 @@ def compute_dtype(
 ) -> torch.dtype:
     """The dtype for matrix products on inputs of `dtype` on `device`.
 
-    `"auto"` keeps float64. Else, on CUDA, bf16 from compute capability 8.0 on; on a CPU, bf16 where the CPU has native
-    bf16 products and a cached measurement finds them faster than fp32; fp32 everywhere else. With `coefficients` that
-    would diverge by rounding there, a wider one.
+    `"auto"` keeps float64. Otherwise it is bf16 on CUDA from compute capability 8.0 on, bf16 on a CPU that has AMX or
+    AVX512-BF16 if torch was built with oneDNN, and fp32 everywhere else. With `coefficients` that would diverge by
+    rounding there, it is a wider dtype. It is at least fp32 where `orthogonalize` is differentiated.
 
-    The measurement may come out differently on two hosts: ranks that must agree bit for bit should share one answer.
+    The answer depends on the machine and on the build of torch only, so it is always the same on one machine. Two
+    machines may differ: choose a dtype for runs that must agree bit for bit.
 
     Raises:
         ValueError: a string other than "auto".
@@ -248,24 +240,21 @@ def compute_dtype(
     >>> compute_dtype(torch.float32, torch.device("cpu"), torch.bfloat16)
     torch.bfloat16
     """
-    if isinstance(requested, str | Decided):
-        if isinstance(requested, str) and requested != "auto":
+    if isinstance(requested, str):
+        if requested != "auto":
             raise ValueError(f"dtype: found {requested!r}, expected 'auto' or a torch.dtype such as torch.bfloat16")
-        if dtype == torch.float64:
-            fastest = torch.float64
-        else:
-            fastest = requested.dtype if isinstance(requested, Decided) else _fastest(device.type, device.index)
+        fastest = torch.float64 if dtype == torch.float64 else _fastest(device.type, device.index)
         return fastest if coefficients is None else stable_dtype(fastest, polynomials(coefficients, steps))
     if requested not in SUPPORTED:
         raise TypeError(f"dtype: found {requested!r}, expected 'auto' or one of {', '.join(map(str, SUPPORTED))}")
     return requested
 
 
-@called_once  # a tracer calls this once and keeps the answer: no clock in the graph
+@called_once  # a tracer calls this once and keeps the answer
 def _fastest(kind: str, index: int | None) -> torch.dtype:
     """The fastest dtype that is good enough for an input of at most fp32."""
     if kind == "cpu":
-        fast = cpu_has_bf16() and cpu_bf16_is_faster()
+        fast = cpu_has_bf16()
     elif kind == "cuda":
         fast = cuda_capability(index)[0] >= 8
     else:
@@ -286,7 +275,7 @@ def stable_dtype(compute: torch.dtype, resolved: Polynomials, requested: DTypeLi
     """
     if resolved.table is not None or _is_stable(resolved, compute):
         return compute
-    if requested != "auto" and not isinstance(requested, Decided):
+    if requested != "auto":
         _warn_of_rounding(f"in {compute} the standard form of this set may diverge", "with_safety(set, 1.01), or dtype")
         return compute
     return next((d for d in (torch.float32, torch.float64) if _is_stable(resolved, d)), torch.float64)
@@ -309,20 +298,20 @@ def _warn_of_rounding(found: str, remedy: str) -> bool:
 
 
 @called_once  # the facts are not for a tracer to look into
-def _why_dtype(held: torch.dtype, device: torch.device, requested: DTypeLike, compute: torch.dtype) -> Reason:
+def _why_dtype(
+    held: torch.dtype, device: torch.device, requested: DTypeLike, widened: bool, differentiated: bool
+) -> Reason:
     if isinstance(requested, torch.dtype):
         return Reason("as asked for")
-    if compute != compute_dtype(held, device, requested):
+    if widened:
         return Reason("in a narrower one, rounding would make these polynomials diverge; `with_safety` prevents that")
     if held == torch.float64:
         return Reason("float64 stays float64")
-    if isinstance(requested, Decided):
-        return Reason("as all ranks have decided together")
+    if differentiated:
+        return Reason("at least fp32 for derivatives")
     if device.type == "cpu":
-        if not cpu_has_bf16():
-            return Reason("this CPU has no bf16 products")
-        faster = "faster" if cpu_bf16_is_faster() else "slower"
-        return Reason(f"this CPU has bf16 products, measured {faster} than fp32")
+        has = "has" if cpu_has_bf16() else "lacks"
+        return Reason(f"bf16 if the CPU has AMX or AVX512-BF16 and torch has oneDNN; here it {has} bf16 products")
     if device.type == "cuda":
         return Reason("compute capability {}.{}; bf16 from 8.0 on", cuda_capability(device.index))
     return Reason(f"fp32 on devices of type {device.type}")
@@ -352,8 +341,7 @@ def _choose_products(
         return requested, Reason("as asked for")
     rates, size = _rates(device, compute, facts), short * short * long
     numbers = (size, rates.halved_from)
-    source = rates.source.replace("{", "{{").replace("}", "}}")  # of a file: any text
-    bound = f"{{:.1e}} multiply-adds against a bound of {{:.1e}} ({source})"
+    bound = f"{{:.1e}} multiply-adds against a bound of {{:.1e}} ({rates.source})"
     if size < rates.halved_from:
         return "batched", Reason(f"in batches by the BLAS: halving symmetric ones does not pay at {bound}", numbers)
     if device.type == "cuda":
@@ -440,4 +428,4 @@ def _has_kernels(device: torch.device, facts: Facts | None) -> bool:
 def _rates(device: torch.device, compute: torch.dtype, facts: Facts | None) -> Rates:
     if facts is not None:
         return built_in(device.type, facts.tiles, compute)  # a plan that is the same wherever it is made
-    return used(device.type, device.type == "cpu" and cpu_has_amx(), compute, has_bf16=cpu_has_bf16())
+    return built_in(device.type, device.type == "cpu" and cpu_has_amx(), compute, has_bf16=cpu_has_bf16())

@@ -86,15 +86,13 @@ class Executor:
 
     def program(self, tx: Transform, params: PyTree) -> Node:
         """The program of a transform for a tree, lowered once for each structure of the transform and names."""
-        device = tree.device_of(params)
-        compute = self._compute_on(device)
-        key = (tx.treedef, tuple(tree.names(params)), compute)
+        key = (tx.treedef, tuple(tree.names(params)))
         for known in self._programs.get(key, ()):
             if self.placement.fits(known.like, params):
                 return known
         if len(self._programs) >= MOST_PROGRAMS:
             self._forget()
-        made = lower_node(tx, self.placement.global_like(params), compute=compute)
+        made = lower_node(tx, self.placement.global_like(params))
         self._programs.setdefault(key, []).append(made)
         return made
 
@@ -103,13 +101,6 @@ class Executor:
         everything = self._programs, self._current, self._spans, self._parameters, self._keeps_leaves, self._routes
         for found in (*everything, self._checking):
             found.clear()
-
-    def _compute_on(self, device: torch.device) -> torch.dtype | None:
-        """The dtype that "auto" stands for where updates are on a device; None: each call decides."""
-        agreed = self.placement.compute
-        if device.type == "meta":
-            return next(iter(agreed.values()), None)
-        return agreed.get(self.store.device(device).type)
 
     # ------------------------------------------------------------------------------------------------------- init
 
@@ -501,8 +492,7 @@ class Executor:
             made = with_numbers(base, iter([number for part in parts for number in tree.leaves(part)]))
         else:
             assert not isinstance(now, tuple)
-            compute = self._compute_on(torch.device("meta"))
-            made = self._base(lower_node(now, node.like, compute=compute, numbers=node.numbers))
+            made = self._base(lower_node(now, node.like, numbers=node.numbers))
         self._current[node.number] = parts, made
         return made
 

@@ -28,16 +28,15 @@ from muonfx.program.nodes import (
 from muonfx.recorded import Recorded, dotted, part_names, parts_of
 from muonfx.tree import PyTree
 
-__all__ = ["ChildCall", "calls_of", "is_around", "lower", "lower_node", "resolve_within", "with_compute_dtype"]
+__all__ = ["ChildCall", "calls_of", "is_around", "lower", "lower_node", "resolve_within"]
 
 
-def lower(tx: Transform, params: PyTree, *, compute: torch.dtype | None = None) -> Program:
+def lower(tx: Transform, params: PyTree) -> Program:
     """Lower a transform for the leaves of a tree: once, from structure, names, shapes and dtypes, never from values.
 
     Args:
         tx: the transform.
         params: a tree of tensors; meta tensors of global shapes will do.
-        compute: the dtype that a dtype of "auto" stands for, where ranks have agreed on it; None: left to each call.
 
     >>> import muonfx as mfx
     >>> tx = mfx.chain(mfx.clip_by_global_norm(1.0), mfx.momentum(), mfx.orthogonalize(), mfx.normalize_neurons())
@@ -49,7 +48,7 @@ def lower(tx: Transform, params: PyTree, *, compute: torch.dtype | None = None) 
       matrix stage: orthogonalize, normalize_neurons  LEAF      2       orthogonalize        orthogonalize
     """
     like = tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), params)
-    return Program(lower_node(tx, like, compute=compute))
+    return Program(lower_node(tx, like))
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,6 @@ class _Where:
         key: the same without the labels of routes.
         label: by which a route has chosen it.
         counts: whether its numbers count, and not those that a state keeps in their place.
-        compute: as in `lower`.
     """
 
     state: tuple[object, ...] = ()
@@ -70,7 +68,6 @@ class _Where:
     key: str = ""
     label: str | None = None
     counts: bool = True
-    compute: torch.dtype | None = None
 
     def own_numbers(self, tx: Transform) -> OwnNumbers:
         """The numbers of a transform at this place."""
@@ -93,26 +90,22 @@ class _Where:
             dotted(self.key) + part if label is None else self.key,
             label,
             self.counts and not tx.declaration.numbers_in_state,
-            self.compute,
         )
 
 
-def lower_node(tx: Transform, like: PyTree, *, compute: torch.dtype | None = None, numbers: str = "") -> Node:
+def lower_node(tx: Transform, like: PyTree, *, numbers: str = "") -> Node:
     """Lower one transform, and those that it calls.
 
     Args:
         tx: the transform.
         like: meta tensors of global shapes, in the tree that it gets.
-        compute: as in `lower`.
         numbers: its dotted name among the parts of the whole.
     """
-    return _lower_at(tx, like, _Where(numbers=numbers, key=numbers, compute=compute))
+    return _lower_at(tx, like, _Where(numbers=numbers, key=numbers))
 
 
 def _lower_at(tx: Transform, like: PyTree, where: _Where) -> Node:
     made = tx.resolve(like)
-    if where.compute is not None:
-        made = with_compute_dtype(made, where.compute)
     entries = chain_entries(made)
     around = entries is None and is_around(made)
     is_stage = entries is None and not around and made.locality in (Locality.MATRIX, Locality.LEAF)
@@ -310,22 +303,3 @@ def named_chain(entries: Iterable[tuple[str, Transform]]) -> Transform:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return chain(*entries)
-
-
-def with_compute_dtype(tx: Transform, dtype: torch.dtype) -> Transform:
-    """A transform in which "auto" is decided, and in all that it calls: float64 stays, all else is computed in a dtype.
-
-    >>> import muonfx as mfx
-    >>> decided = with_compute_dtype(mfx.chain(mfx.momentum(), mfx.orthogonalize()), torch.float32)
-    >>> decided.arguments["transforms"][1].arguments["dtype"]
-    Decided(dtype=torch.float32)
-    """
-    children = [with_compute_dtype(child, dtype) for child in tx.children]
-    if any(new is not old for new, old in zip(children, tx.children, strict=True)):
-        replaced = iter(children)
-        tx = tx.with_children(lambda _: next(replaced))
-    declared = tx.declaration.with_compute_dtype
-    if declared is None:
-        return tx
-    made = declared(tx, dtype)
-    return tx if made.structure == tx.structure else Transform._from(made.structure, tx.parts)  # the very same numbers

@@ -65,11 +65,6 @@ class Placement(Protocol):
         """True if this rank holds every leaf whole, in its own shape, and nobody else does."""
         ...
 
-    @property
-    def compute(self) -> Mapping[str, torch.dtype]:
-        """The dtype that "auto" stands for on all ranks, by kind of device; empty where each call decides."""
-        ...
-
     def global_like(self, params: PyTree) -> PyTree:
         """Meta tensors of the global shapes in the place of local tensors."""
         ...
@@ -112,7 +107,6 @@ class Alone:
 
     size = 1
     holds_all = True
-    compute: Mapping[str, torch.dtype] = {}
 
     def global_like(self, params: PyTree) -> PyTree:
         """Meta tensors like the parameters."""

@@ -53,6 +53,13 @@ class Predicate:
         """True if the parameter is one of those meant."""
         raise NotImplementedError
 
+    def code_in(self, scope: str) -> str:
+        """The code that builds the predicate, with a prefix for the names of this module, such as "select."."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return self.code_in("")
+
     def __and__(self, other: object) -> Predicate:
         return _And(self, other) if isinstance(other, Predicate) else NotImplemented
 
@@ -75,8 +82,8 @@ class _And(Predicate):
     def __call__(self, info: ParamInfo) -> bool:
         return self.left(info) and self.right(info)
 
-    def __repr__(self) -> str:
-        return f"({self.left!r} & {self.right!r})"
+    def code_in(self, scope: str) -> str:
+        return f"({self.left.code_in(scope)} & {self.right.code_in(scope)})"
 
 
 @dataclass(frozen=True, repr=False)
@@ -87,8 +94,8 @@ class _Or(Predicate):
     def __call__(self, info: ParamInfo) -> bool:
         return self.left(info) or self.right(info)
 
-    def __repr__(self) -> str:
-        return f"({self.left!r} | {self.right!r})"
+    def code_in(self, scope: str) -> str:
+        return f"({self.left.code_in(scope)} | {self.right.code_in(scope)})"
 
 
 @dataclass(frozen=True, repr=False)
@@ -98,8 +105,8 @@ class _Not(Predicate):
     def __call__(self, info: ParamInfo) -> bool:
         return not self.inner(info)
 
-    def __repr__(self) -> str:
-        return f"~{self.inner!r}"
+    def code_in(self, scope: str) -> str:
+        return f"~{self.inner.code_in(scope)}"
 
 
 @dataclass(frozen=True, repr=False)
@@ -112,10 +119,10 @@ class _Between(Predicate):
         value = info.ndim if self.what == "ndim" else info.numel
         return (self.min is None or self.min <= value) and (self.max is None or value <= self.max)
 
-    def __repr__(self) -> str:
+    def code_in(self, scope: str) -> str:
         if self.what == "ndim" and self.min == self.max:
-            return f"ndim({self.min})"
-        return f"{self.what}({_keywords(min=self.min, max=self.max)})"
+            return f"{scope}ndim({self.min})"
+        return f"{scope}{self.what}({_keywords(min=self.min, max=self.max)})"
 
 
 @dataclass(frozen=True, repr=False)
@@ -137,12 +144,12 @@ class _Shape(Predicate):
             and all(self.max_side is None or side <= self.max_side for side in info.shape)
         )
 
-    def __repr__(self) -> str:
+    def code_in(self, scope: str) -> str:
         pattern = [repr(side) for side in self.before]
         bounds = _keywords(min_side=self.min_side, max_side=self.max_side)
         if self.after is not None and not (bounds and not self.before and not self.after):
             pattern += ["...", *(repr(side) for side in self.after)]
-        return f"shape({', '.join([*pattern, *([bounds] if bounds else [])])})"
+        return f"{scope}shape({', '.join([*pattern, *([bounds] if bounds else [])])})"
 
 
 @dataclass(frozen=True, repr=False)
@@ -152,8 +159,8 @@ class _Path(Predicate):
     def __call__(self, info: ParamInfo) -> bool:
         return any(matches(name, pattern) for name in info.names for pattern in self.patterns)
 
-    def __repr__(self) -> str:
-        return f"path({', '.join(map(repr, self.patterns))})"
+    def code_in(self, scope: str) -> str:
+        return f"{scope}path({', '.join(map(repr, self.patterns))})"
 
 
 @dataclass(frozen=True, repr=False)
@@ -163,8 +170,8 @@ class _ModuleType(Predicate):
     def __call__(self, info: ParamInfo) -> bool:
         return any(_is_a(module, wanted) for module in info.modules for wanted in self.types)
 
-    def __repr__(self) -> str:
-        return f"module_type({', '.join(_type_code(kind) for kind in self.types)})"
+    def code_in(self, scope: str) -> str:
+        return f"{scope}module_type({', '.join(_type_code(kind) for kind in self.types)})"
 
 
 @dataclass(frozen=True, repr=False)
@@ -174,8 +181,8 @@ class _Flag(Predicate):
     def __call__(self, info: ParamInfo) -> bool:
         return bool(info.tied) if self.what == "tied" else not info.requires_grad
 
-    def __repr__(self) -> str:
-        return f"{self.what}()"
+    def code_in(self, scope: str) -> str:
+        return f"{scope}{self.what}()"
 
 
 @dataclass(frozen=True, repr=False)
@@ -186,8 +193,8 @@ class _Where(Predicate):
     def __call__(self, info: ParamInfo) -> bool:
         return bool(self.fn(info))
 
-    def __repr__(self) -> str:
-        return f"where({getattr(self.fn, '__qualname__', repr(self.fn))}, {self.name!r})"
+    def code_in(self, scope: str) -> str:
+        return f"{scope}where({getattr(self.fn, '__qualname__', repr(self.fn))}, {self.name!r})"
 
 
 @plain_arguments

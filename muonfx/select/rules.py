@@ -6,7 +6,7 @@ import enum
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Final, TypeAlias, TypeVar, cast
+from typing import Any, Final, TypeAlias, TypeVar, cast
 
 import torch
 
@@ -16,7 +16,7 @@ from muonfx.select.predicates import Predicate
 from muonfx.select.views import Blocks, Dims, View, find_views, patterns
 from muonfx.tracing import matches
 
-__all__ = ["NO_DEFAULT", "Label", "Labels", "Rule", "apply_rules", "labels", "listing", "make_labels"]
+__all__ = ["NO_DEFAULT", "Label", "Labels", "Rule", "apply_rules", "is_set_for", "labels", "listing", "make_labels"]
 
 T = TypeVar("T")
 Label: TypeAlias = str | None
@@ -41,16 +41,18 @@ class Labels(Mapping[str, Label]):
     """A frozen mapping from parameter name to label, which remembers the rule behind each, and the matrices in it.
 
     The label None leaves a parameter out of every group. Two ``Labels`` are equal when they give the same labels, in
-    any order; reasons and views take no part in equality, hash or repr. It pickles as plain dicts.
+    any order; reasons, views and shapes take no part in equality, hash or repr. It pickles as plain dicts.
 
     Args:
         labels: name to label.
         reasons: name to the rule that decided; a name without one shows as "given".
         views: name to the `muonfx.select.View` of a parameter that is not simply one matrix stored (out, in).
+        shapes: name to the shape of the parameter for which the label was chosen. ``partition`` refuses a tensor with
+            more dims, such as a stack over several models, where it would be flattened.
 
     Raises:
         TypeError: a name is no string, or a label neither a string nor None.
-        ValueError: a reason or a view is given for a name that has no label.
+        ValueError: a reason, a view or a shape is given for a name that has no label.
 
     >>> labels = Labels({"fc.weight": "muon", "fc.bias": None}, {"fc.bias": "frozen"})
     >>> labels["fc.weight"], labels.reason("fc.bias")
@@ -59,22 +61,24 @@ class Labels(Mapping[str, Label]):
     True
     """
 
-    __slots__ = ("_labels", "_reasons", "_views")
+    __slots__ = ("_labels", "_reasons", "_shapes", "_views")
 
     def __init__(
         self,
         labels: Mapping[str, Label],
         reasons: Mapping[str, str] | None = None,
         views: Mapping[str, View] | None = None,
+        shapes: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         self._labels = dict(labels)
         self._reasons = dict(reasons or {})
         self._views = dict(views or {})
+        self._shapes = dict(shapes or {})
         for name, label in self._labels.items():
             if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise TypeError(f"found {name!r} as a parameter name, expected a string")
             _check_label(label, f"parameter {name!r}")
-        for what, given in (("reasons", self._reasons), ("views", self._views)):
+        for what, given in (("reasons", self._reasons), ("views", self._views), ("shapes", self._shapes)):
             if unknown := [name for name in given if name not in self._labels]:
                 raise ValueError(f"{what} are given for parameters without a label: {listing(unknown)}")
 
@@ -103,8 +107,8 @@ class Labels(Mapping[str, Label]):
         rows = [[name, "-" if label is None else label, self.reason(name)] for name, label in self._labels.items()]
         return Report((Table.of(["parameter", "label", "rule"], rows),)).to_html()
 
-    def __reduce__(self) -> tuple[type[Labels], tuple[dict[str, Label], dict[str, str], dict[str, View]]]:
-        return Labels, (self._labels, self._reasons, self._views)
+    def __reduce__(self) -> tuple[type[Labels], tuple[dict[str, Any], ...]]:
+        return Labels, (self._labels, self._reasons, self._views, self._shapes)
 
     def reason(self, name: str) -> str:
         """Return the rule that decided the label of a parameter."""
@@ -116,6 +120,11 @@ class Labels(Mapping[str, Label]):
     def views(self) -> Mapping[str, View]:
         """The view of each parameter that is not simply one matrix stored (out, in)."""
         return MappingProxyType(self._views)
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shape of each parameter for which the labels were chosen, where it is known."""
+        return MappingProxyType(self._shapes)
 
     @property
     def dims(self) -> dict[str, Dims]:
@@ -143,16 +152,18 @@ class Labels(Mapping[str, Label]):
         >>> labels.settings(dims={"*experts*": ((-2,), (-1,))}), labels.settings(blocks=1)[1]
         (({'*experts*': ((-2,), (-1,))}, None), 1)
         """
-        free = {name: view for name, view in self._views.items() if not _says(dims, name)}
+        free = {name: view for name, view in self._views.items() if not is_set_for(dims, name)}
         return (
             _filled(dims, {name: view.dims for name, view in free.items() if view.dims is not None}, self),
             _filled(
-                blocks, {n: v.blocks for n, v in free.items() if v.blocks is not None and not _says(blocks, n)}, self
+                blocks,
+                {n: v.blocks for n, v in free.items() if v.blocks is not None and not is_set_for(blocks, n)},
+                self,
             ),
         )
 
     def restrict(self, names: Iterable[str]) -> Labels:
-        """Keep the labels of these names, with their reasons and views.
+        """Keep the labels of these names, with their reasons, views and shapes.
 
         >>> Labels({"a": "x", "b": "y"}).restrict(["b"])
         Labels({'b': 'y'})
@@ -162,11 +173,12 @@ class Labels(Mapping[str, Label]):
             {name: self._labels[name] for name in chosen},
             {name: self._reasons[name] for name in chosen if name in self._reasons},
             {name: self._views[name] for name in chosen if name in self._views},
+            {name: self._shapes[name] for name in chosen if name in self._shapes},
         )
 
 
-def _says(setting: object, name: str) -> bool:
-    """True if a setting, for all or by globs, says something of a parameter."""
+def is_set_for(setting: object, name: str) -> bool:
+    """True if a setting, one for all or one by globs, has an entry for a parameter."""
     if isinstance(setting, Mapping):
         return any(matches(name, pattern) for pattern in cast("Mapping[str, object]", setting))
     return setting is not None
@@ -256,6 +268,7 @@ def make_labels(
         {name: label for name, (label, _) in known.items()},
         {name: reason for name, (_, reason) in known.items()},
         find_views(model_or_params, (info for info in viewed if known[info.name][0] not in (None, other))),
+        {info.name: info.shape for info in viewed},
     )
 
 

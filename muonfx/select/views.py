@@ -48,6 +48,7 @@ class View:
             dim and the rest. As in `muonfx.orthogonalize`.
         blocks: how many equal blocks of rows, or their sizes, are matrices of their own. As in `muonfx.orthogonalize`.
         note: a few words for the report.
+        suspected: how many matrices its name suggests, in a layer of unknown code; they are not split.
 
     >>> View(STACK, 2, "stack of 4 matrices; gate, up").matrices((4, 16, 8))
     '8 of 8 x 8'
@@ -56,6 +57,7 @@ class View:
     dims: Dims | None = None
     blocks: Blocks | None = None
     note: str = ""
+    suspected: int | None = None
 
     def __post_init__(self) -> None:
         """Check the note; what dims and blocks may be, the transforms say that take them."""
@@ -151,10 +153,10 @@ _FUSED = (
     _Fused("Wi", "ModernBert.*MLP", "value, gate", 2),
 )
 # Names of layers that nearly always are fused, in code that is not known.
-_SUSPECTS = {
-    **dict.fromkeys(("qkv", "qkv_proj", "Wqkv", "wqkv", "to_qkv", "c_attn", "query_key_value", "in_proj_qkv"), 3),
-    **dict.fromkeys(("gate_up_proj", "gate_up", "w13", "w12", "kv", "to_kv", "wkv"), 2),
-}
+_SUSPECTS = (
+    (re.compile(r"(.*_)?w?qkv(_.*)?|c_attn|query_key_value|in_proj_weight", re.IGNORECASE), 3),
+    (re.compile(r"(.*_)?w?kv(_proj|_linear)?|(fused_)?(gate_up|up_gate)(_proj)?|w1_?w?[23]", re.IGNORECASE), 2),
+)
 
 
 @dataclass(frozen=True)
@@ -253,7 +255,11 @@ def _view(place: _Place) -> View | None:
         return None if gates is None else View(None, gates, f"{gates} gates")
     stored = _stored(place)
     blocks, said = (stored.blocks, "") if stored.blocks else _blocks(place, stored.sides(info.shape)[1])
-    view = View(stored.dims, blocks, "; ".join(filter(None, (stored.note, said))))
+    suspected = None
+    if not blocks and not said and (suspected := _suspected(place.own)):
+        glob = "*." + ".".join(plain_name(info.name).split(".")[-2:])
+        said = f"fused? Not split; if so, one whole after another, blocks={{{glob!r}: {suspected}}}"
+    view = View(stored.dims, blocks, "; ".join(filter(None, (stored.note, said))), suspected)
     return None if view == View() else view
 
 
@@ -307,10 +313,16 @@ def _blocks(place: _Place, rows: int) -> tuple[Blocks | None, str]:
             return len(counts) if len(set(counts)) == 1 else counts, known.parts
         if kind.__module__.startswith("torchtitan.") and kind.__name__ == "FusedQKVLinear":
             return None, f"{_HEADS}: not split"
-    if count := _SUSPECTS.get(place.own):
-        glob = "*." + ".".join(plain_name(place.info.name).split(".")[-2:])
-        return None, f"fused? Not split; if so, one whole after another, blocks={{{glob!r}: {count}}}"
     return None, ""
+
+
+def _suspected(layer: str) -> int | None:
+    """How many matrices the name of a layer suggests; None if it suggests no more than one.
+
+    >>> [_suspected(layer) for layer in ("qkv", "Wqkv", "to_kv", "gate_up_proj", "rwkv", "kv_b_proj", "q_proj")]
+    [3, 3, 2, 2, None, None, None]
+    """
+    return next((count for pattern, count in _SUSPECTS if pattern.fullmatch(layer)), None)
 
 
 def _number(module: nn.Module | None, product: str) -> int:

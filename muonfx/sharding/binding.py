@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +20,7 @@ from muonfx.program.lower import named_chain
 from muonfx.program.nodes import Stage
 from muonfx.program.placement import Arguments, Run, Store
 from muonfx.sharding.collectives import gathered
+from muonfx.sharding.consensus import warn_together
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.matrix_stage import init_run, update_run
 from muonfx.sharding.messages import ShardingError, collective
@@ -39,7 +39,7 @@ class Binding:
         layout: who holds what.
         settings: what the caller has chosen.
         store: where the state lies.
-        compute: what a dtype of "auto" stands for on all ranks, by the kind of device; empty until they have agreed.
+        compute: the dtype that plans take "auto" to be, the same on all ranks, by the kind of device.
     """
 
     layout: Layout
@@ -101,8 +101,8 @@ class Binding:
         kind = torch.device("cpu") if device.type == "meta" else self.store.device(device)
         key = (tuple(names), tuple((name, tx.treedef) for name, tx in run), str(kind))
         if key not in self._plans:
-            # On a CPU "auto" is a measurement, and who owns what must not depend on one: balance as for fp32.
-            compute = torch.float32 if kind.type == "cpu" else compute_dtype(torch.float32, kind)
+            # Ranks may be machines of different kinds, and must make the same plan: as they have agreed.
+            compute = self.compute.get(kind.type) or compute_dtype(torch.float32, kind)
             self._plans[key] = plan_run(run, names, self.layout, kind, self.settings, compute)
         return self._plans[key]
 
@@ -198,14 +198,14 @@ class Binding:
     def warn_of_gathering(self, tx: Transform, params: PyTree) -> None:
         """Warn, once, of a transform for which everything is gathered on every rank."""
         key = (tx.name, tuple(tree.names(params)))
-        if key in self._warned or self.layout.size == 1:
+        if key in self._warned or self.layout.size == 1 or self.layout.group is None:
             return
         self._warned.add(key)
         specs = [self.layout.specs[name] for name in tree.names(params)]
         nbytes = sum(spec.dtype.itemsize * torch.Size(spec.shape).numel() for spec in specs)
-        warnings.warn(
+        warn_together(
             f"{tx.name} declares no locality narrower than the whole tree, so every rank gathers all updates and "
             f"parameters, {nbytes / 2**20:.1f} MiB each, at every step, and computes alike: declare its locality, or "
             "name sum_over_leaves in its update if all that it needs of the tree is a sum",
-            stacklevel=2,
+            self.layout.group,
         )

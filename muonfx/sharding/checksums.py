@@ -16,6 +16,8 @@ import functools
 import torch
 from torch import Tensor
 
+from muonfx.sharding.messages import octets
+
 __all__ = ["checksum", "scattered", "vanishing"]
 
 ROW = 1 << 16
@@ -76,18 +78,18 @@ def checksum(tensor: Tensor) -> Tensor:
     each = BLOCK // flat.element_size()
     for number, block in enumerate(flat.split(each)):
         if block.numel():
-            total += _of_block(block, number * (BLOCK // 4 // ROW))
+            total += _of_block(octets(block), number * (BLOCK // 4 // ROW))
     return total
 
 
 def _of_block(block: Tensor, first_row: int) -> Tensor:
+    """The checksum of a block's bytes."""
     weights = _weights(block.device)
-    if block.data_ptr() % 4 or not block.is_contiguous():
-        block = block.clone(memory_format=torch.contiguous_format)
-    octets = block.view(torch.uint8)
-    if octets.numel() % 4:
-        octets = torch.cat([octets, octets.new_zeros(-octets.numel() % 4)])
-    words = octets.view(torch.int32)
+    if block.numel() % 4:
+        block = torch.cat([block, block.new_zeros(-block.numel() % 4)])
+    if block.data_ptr() % 4:
+        block = block.clone()
+    words = block.view(torch.int32)
     full = words.numel() // ROW
     sums = [(words[: full * ROW].view(full, ROW).to(torch.int64).mul_(weights)).sum(1)] if full else []
     if rest := words.numel() % ROW:

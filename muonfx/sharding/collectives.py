@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,11 +12,12 @@ from torch import Tensor
 from muonfx import elementwise as ew
 from muonfx import tree
 from muonfx.boxes import Box
-from muonfx.sharding.consensus import DTYPES, agree_on_leaves, check_pieces
+from muonfx.sharding.consensus import DTYPES, agree_on_leaves, check_pieces, outside_transforms
 from muonfx.sharding.cut import equal_intervals
 from muonfx.sharding.dtensors import is_dtensor, local_of
 from muonfx.sharding.messages import Exchange, ShardingError, copied, cut_places
 from muonfx.shards import Window, part
+from muonfx.tracing import without_transforms
 from muonfx.tree import PyTree
 
 if TYPE_CHECKING:
@@ -41,14 +42,14 @@ def gathered(
 ) -> PyTree:
     """Make whole leaves of local ones, of all or of some names."""
     _check_op(op)
-    problem: Exception | None = None
-    try:
-        check_pieces(layout, local)
-        if unknown := sorted(set(names or ()) - set(tree.names(local))):
-            raise ShardingError(f"names: {unknown[0]!r} is no leaf of the tree")
-    except (TypeError, ShardingError) as error:
-        problem = error
-    there, missing = _there(layout, local, problem)
+    with outside_transforms("layout.gather", *([] if differentiable else [local])) as problem:
+        try:
+            check_pieces(layout, local)
+            if unknown := sorted(set(names or ()) - set(tree.names(local))):
+                raise ShardingError(f"names: {unknown[0]!r} is no leaf of the tree")
+        except (TypeError, ShardingError) as error:
+            problem = problem or error
+        there, missing = _there(layout, local, problem)
     leaves, treedef = tree.flatten(local)
     every = tree.names(local)
     for name, code, gone in zip(every, there, missing, strict=True):
@@ -60,10 +61,11 @@ def gathered(
     # Through to_local() a gradient finds its way back to a DTensor.
     mine = [leaves[i].to_local() if differentiable and is_dtensor(leaves[i]) else local_of(leaves[i]) for i in chosen]
     labels = [every[place] for place in chosen]
-    if differentiable and torch.is_grad_enabled():
-        wholes = list(_Gather.apply(layout, labels, op, bucket_bytes, *mine))
+    if differentiable:
+        wholes: Sequence[Tensor] = _Linear.apply(_gather, _reduce, _Move(layout, labels, op, bucket_bytes), *mine)
     else:
-        wholes = _gather(layout, labels, mine, bucket_bytes)
+        with without_transforms():
+            wholes = _gather(_Move(layout, labels, op, bucket_bytes), mine)
     for place, whole in zip(chosen, wholes, strict=True):
         leaves[place] = whole
     return tree.unflatten(treedef, leaves)
@@ -79,8 +81,22 @@ def _there(layout: Layout, values: PyTree, problem: Exception | None) -> tuple[l
     return [0 if leaf is None else 1 + DTYPES.index(leaf.dtype) for leaf in leaves], [leaf is None for leaf in leaves]
 
 
+class _Move(NamedTuple):
+    """Tensors that are moved between ranks: the parameters that they belong to, and how."""
+
+    layout: Layout
+    names: Sequence[str]
+    op: str
+    bucket_bytes: int
+
+
+_Way = Callable[[_Move, Sequence[Tensor]], list[Tensor]]
+
+
 @torch.no_grad()
-def _gather(layout: Layout, names: Sequence[str], locals_: Sequence[Tensor], bucket_bytes: int) -> list[Tensor]:
+def _gather(move: _Move, locals_: Sequence[Tensor]) -> list[Tensor]:
+    """Whole tensors of every rank's local ones."""
+    layout, names, _, bucket_bytes = move
     wholes = [local.new_empty(layout.specs[name].shape) for name, local in zip(names, locals_, strict=True)]
     if layout.group is None and layout.size > 1:
         raise ShardingError(f"{layout!r} has no process group: it is only to look at; use assemble()")
@@ -119,23 +135,40 @@ def _boxes_of(layout: Layout, name: str, rank: int) -> list[tuple[Box, Window]]:
     return layout.derived[key]
 
 
-class _Gather(torch.autograd.Function):
-    """Gathering, whose derivative is to reduce and scatter."""
+class _Linear(torch.autograd.Function):
+    """Gathering or reducing as a linear function, whose derivatives and batches are computed by the same two.
+
+    Gathering is the transpose of reducing by "sum", and by "mean" too if whole gradients are gradients of each rank's
+    own loss, and gradients of pieces are gradients of the mean loss.
+    """
 
     @staticmethod
-    def forward(
-        layout: Layout, names: Sequence[str], op: str, bucket_bytes: int, *locals_: Tensor
-    ) -> tuple[Tensor, ...]:
-        return tuple(_gather(layout, names, locals_, bucket_bytes))
+    def forward(there: _Way, back: _Way, move: _Move, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(there(move, tensors))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.layout, ctx.names, ctx.op, ctx.bucket_bytes = inputs[:4]
+        ctx.there, ctx.back, ctx.move = inputs[:3]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        pieces = _reduce(ctx.layout, ctx.names, list(grads), ctx.op, ctx.bucket_bytes)
-        return None, None, None, None, *pieces
+        return None, None, None, *_Linear.apply(ctx.back, ctx.there, ctx.move, *grads)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return _Linear.apply(ctx.there, ctx.back, ctx.move, *tangents[3:])
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
+        there, back, move, *tensors = inputs
+        count, number = info.batch_size, len(tensors)
+        batches = [
+            tensor.expand(count, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+            for tensor, dim in zip(tensors, in_dims[3:], strict=True)
+        ]
+        each = [batch[place] for place in range(count) for batch in batches]
+        found = _Linear.apply(there, back, move._replace(names=[*move.names] * count), *each)
+        return tuple(torch.stack(found[place::number]) for place in range(number)), (0,) * number
 
 
 def reduce_scattered(layout: Layout, grads: PyTree, op: str, bucket_bytes: int) -> PyTree:
@@ -143,37 +176,39 @@ def reduce_scattered(layout: Layout, grads: PyTree, op: str, bucket_bytes: int) 
     _check_op(op)
     leaves, treedef = tree.flatten(grads)
     names = tree.names(grads)
-    problem: Exception | None = None
-    for name, leaf in zip(names, leaves, strict=True):
-        if name not in layout.specs:
-            problem = ShardingError(f"{name!r} is no parameter of {layout!r}")
-        elif leaf is not None and tuple(leaf.shape) != layout.specs[name].shape:
-            problem = ShardingError(
-                f"the gradient of {name!r} has shape {tuple(leaf.shape)}, the parameter {layout.specs[name].shape}: "
-                "reduce_scatter takes whole gradients"
-            )
-    there, _ = _there(layout, grads, problem)
-    device = tree.device_of(grads)
-    places = [place for place, code in enumerate(there) if code]
-    full = [
-        torch.zeros(layout.specs[names[place]].shape, dtype=DTYPES[there[place] - 1], device=device)
-        if leaves[place] is None
-        else leaves[place].detach()
-        for place in places
-    ]
-    pieces = _reduce(layout, [names[place] for place in places], full, op, bucket_bytes)
+    with outside_transforms("layout.reduce_scatter", grads) as problem:
+        for name, leaf in zip(names, leaves, strict=True):
+            if name not in layout.specs:
+                problem = ShardingError(f"{name!r} is no parameter of {layout!r}")
+            elif leaf is not None and tuple(leaf.shape) != layout.specs[name].shape:
+                problem = ShardingError(
+                    f"the gradient of {name!r} has shape {tuple(leaf.shape)}, the parameter {layout.specs[name].shape}:"
+                    " reduce_scatter takes whole gradients"
+                )
+        there, _ = _there(layout, grads, problem)
+        device = tree.device_of(grads)
+        places = [place for place, code in enumerate(there) if code]
+        full = [
+            torch.zeros(layout.specs[names[place]].shape, dtype=DTYPES[there[place] - 1], device=device)
+            if leaves[place] is None
+            else leaves[place].detach()
+            for place in places
+        ]
+        pieces = _reduce(_Move(layout, [names[place] for place in places], op, bucket_bytes), full)
     for place, piece in zip(places, pieces, strict=True):
         leaves[place] = piece
     return tree.unflatten(treedef, leaves)
 
 
 @torch.no_grad()
-def _reduce(layout: Layout, names: Sequence[str], full: list[Tensor], op: str, bucket_bytes: int) -> list[Tensor]:
+def _reduce(move: _Move, full: Sequence[Tensor]) -> list[Tensor]:
+    """This rank's pieces of the sum or the mean of every rank's whole tensors."""
+    layout, names, op, bucket_bytes = move
     held = [ranks for name in names for ranks in layout.holders(name).values()]
     if held and all(len(ranks) == layout.size for ranks in held) and layout.size > 1:
         # All ranks want all: reduce to equal parts, and gather these.
-        cut = _in_equal_parts(layout, tuple(names))
-        return _gather(cut, names, _reduce(cut, names, full, op, bucket_bytes), bucket_bytes)
+        cut = move._replace(layout=_in_equal_parts(layout, tuple(names)))
+        return _gather(cut, _reduce(cut, full))
     if layout.group is None and layout.size > 1:
         raise ShardingError(f"{layout!r} has no process group: it is only to look at")
     results = [layout.piece(name).blank(whole) for name, whole in zip(names, full, strict=True)]

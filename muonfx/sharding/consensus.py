@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.sharding.dtensors import is_dtensor, local_of
 from muonfx.sharding.messages import ShardingError, collective
+from muonfx.tracing import functorch_is_active, is_wrapped, without_transforms
 from muonfx.tree import PyTree
 
 if TYPE_CHECKING:
@@ -34,7 +37,9 @@ __all__ = [
     "host_device",
     "listed",
     "number_of",
+    "outside_transforms",
     "raise_difference",
+    "warn_together",
 ]
 
 LARGE = 0x3FFFFFFF
@@ -91,6 +96,24 @@ def _raise_together(problem: BaseException | None, group: dist.ProcessGroup) -> 
             by_text.setdefault(text, []).append(rank)
     lines = [f"{listed(ranks)}: {text}" for text, ranks in by_text.items()]
     raise ShardingError("nothing was changed on any rank:\n" + "\n".join(lines))
+
+
+def warn_together(message: str, group: dist.ProcessGroup, stacklevel: int = 2) -> None:
+    """Warn on all ranks of a group, which all call this.
+
+    A rank may turn warnings into errors (``python -W error``). It must not leave the others waiting in the next
+    collective, so the ranks agree once more; that happens only when there is something to warn of.
+
+    Raises:
+        ShardingError: the warning is an error on another rank.
+        Warning: it is one on this rank.
+    """
+    problem: Warning | None = None
+    try:
+        warnings.warn(message, stacklevel=stacklevel + 1)
+    except Warning as error:
+        problem = error
+    agree([], group, problem)
 
 
 def listed(ranks: Sequence[int]) -> str:
@@ -264,6 +287,24 @@ def _code(name: str, leaf: Tensor, layout: Layout) -> int:
     wanted = layout.dtensors.get(name)
     placed = not is_dtensor(leaf) or wanted is None or leaf._spec.placements == wanted.placements
     return 1 + DTYPES.index(leaf.dtype) + (0 if placed else UNPLACED) if leaf.dtype in DTYPES else 0
+
+
+@contextmanager
+def outside_transforms(verb: str, *values: PyTree) -> Generator[Exception | None]:
+    """Run a function without the ``torch.func`` transforms around it, since their tensors cannot be sent.
+
+    Yields:
+        An error to raise on all ranks if one of the values is a tensor of such a transform; else None.
+    """
+    found = functorch_is_active() and any(
+        isinstance(leaf, Tensor) and is_wrapped(leaf) for leaf in map(local_of, tree.leaves(values))
+    )
+    problem = ShardingError(
+        f"{verb} got a tensor of a torch.func transform (grad, vjp, jvp, vmap) and has no derivative and no batching "
+        "rule: call it outside of the transform; only layout.all_gather can be called in it"
+    )
+    with without_transforms():
+        yield problem if found else None
 
 
 def check_pieces(layout: Layout, values: PyTree, *, as_placed: bool = True) -> None:

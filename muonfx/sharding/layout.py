@@ -21,6 +21,7 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.checks import check_tree
 from muonfx.sharding.collectives import ReduceOp, gathered, reduce_scattered
+from muonfx.sharding.consensus import outside_transforms
 from muonfx.sharding.cut import Buffer, Cut
 from muonfx.sharding.dtensors import local_tree, logical_tree, map_named
 from muonfx.sharding.messages import Buffers, ShardingError
@@ -159,7 +160,10 @@ class Layout:
         Raises:
             ShardingError: a leaf is no parameter, or has another shape than it.
         """
-        return map_named(lambda name, leaf: self._cut(name, leaf, rank), whole)
+        with outside_transforms("layout.shard", whole) as problem:
+            if problem is not None:
+                raise problem
+            return map_named(lambda name, leaf: self._cut(name, leaf, rank), whole)
 
     def _cut(self, name: str, leaf: Tensor, rank: int | None) -> Tensor:
         piece = self.piece(name, rank)
@@ -183,7 +187,7 @@ class Layout:
         return map_named(lambda name, _: self._paste(name, at[name]), locals_[0])
 
     def _paste(self, name: str, locals_: Sequence[Tensor]) -> Tensor:
-        whole = torch.zeros(self.specs[name].shape, dtype=locals_[0].dtype, device=locals_[0].device)
+        whole = locals_[0].new_zeros(self.specs[name].shape)
         for piece, ranks in self.holders(name).items():
             piece.paste(locals_[ranks[0]], whole)
         return whole
@@ -201,7 +205,8 @@ class Layout:
     def all_gather(self, local: T, names: Sequence[str] | None = None, *, op: ReduceOp = "mean") -> T:
         """`gather`, through which gradients flow: they are reduced over the ranks as `reduce_scatter` does it.
 
-        So ``grad(lambda local: loss(layout.all_gather(local)))`` gives a ZeRO-3 loop its sharded gradients.
+        So ``grad(lambda local: loss(layout.all_gather(local)))`` gives a ZeRO-3 loop its sharded gradients. It can be
+        differentiated again, and called under ``vjp``, ``jvp`` and ``vmap``, all ranks with the same transforms.
 
         Args:
             local: a tree of local tensors.

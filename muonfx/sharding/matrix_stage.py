@@ -324,7 +324,8 @@ class _Results:
         if share.numel == like.numel():
             straight = result.reshape(like.shape).to(like.dtype)
             # What is passed on unchanged is the very same tensor, so that nobody takes it for a new one to write to.
-            self.of[share.name] = like if straight.data_ptr() == like.data_ptr() and like.numel() else straight
+            same = straight.data_ptr() == like.data_ptr() and straight.stride() == like.stride()
+            self.of[share.name] = like if same and like.numel() else straight
         else:
             own = share.local(result)
             copied([place.of(own) for place in share.moves(self._layout.rank).within], self.windows(share))

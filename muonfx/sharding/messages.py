@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Buffers", "Exchange", "ShardingError", "collective", "copied", "cut_places"]
+__all__ = ["Buffers", "Exchange", "ShardingError", "collective", "copied", "cut_places", "octets"]
 
 
 class ShardingError(RuntimeError):
@@ -174,6 +174,19 @@ def copied(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
     pairs = [(a, b) for a, b in zip(sources, targets, strict=True) if a is not b and a.numel()]
     if pairs:
         torch._foreach_copy_([b for _, b in pairs], [a for a, _ in pairs])
+
+
+def octets(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor's elements in order: a view if its memory allows one, else a copy.
+
+    >>> octets(torch.ones(8, dtype=torch.int16)[::7][:1])
+    tensor([1, 0], dtype=torch.uint8)
+    """
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+    # `is_contiguous` ignores the stride of a single element, and a view of another dtype does not.
+    if flat.stride() != (1,):
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
 
 
 def _places(buffer: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -16,7 +15,15 @@ from muonfx.core import Transform
 from muonfx.sharding.binding import Binding
 from muonfx.sharding.checksums import checksum, scattered, vanishing
 from muonfx.sharding.collectives import BUCKET, exchange, in_buckets
-from muonfx.sharding.consensus import agree_on_leaves, all_numbers, check_pieces, host_device, listed
+from muonfx.sharding.consensus import (
+    agree_on_leaves,
+    all_numbers,
+    check_pieces,
+    host_device,
+    listed,
+    outside_transforms,
+    warn_together,
+)
 from muonfx.sharding.dtensors import local_of
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.messages import ShardingError, collective, copied
@@ -109,11 +116,11 @@ def verify_state(binding: Binding, tx: Transform, like: PyTree, state: PyTree) -
 def warn_of_gradients(layout: Layout, local: PyTree) -> None:
     """Warn where gradients differ of which the layout says that they are the same, as a mean over ranks is."""
     found = _find_difference(_copies_of(layout, local), layout)
-    if found is not None:
-        warnings.warn(
+    if found is not None and layout.group is not None:
+        warn_together(
             f"the gradient of {found.name!r} {found.where}{found.also('gradients')}, though {layout!r} says that they "
             "hold the same: were gradients reduced over the ranks? If not, the copies of the parameter drift apart",
-            stacklevel=2,
+            layout.group,
         )
 
 
@@ -220,11 +227,15 @@ def broadcast(params: T, layout: Layout, *, donate: bool = False) -> T:
         >>> mfx.sharding.broadcast(params, mfx.sharding.replicated(params, 1))
         {'w': tensor([1., 1.])}
     """
-    problem: Exception | None = None
+    with outside_transforms("broadcast", params) as problem:
+        return _broadcast(params, layout, problem, donate=donate)
+
+
+def _broadcast(params: T, layout: Layout, problem: Exception | None, *, donate: bool) -> T:
     try:
         check_pieces(layout, params)
     except (TypeError, ShardingError) as error:
-        problem = error
+        problem = problem or error
     if layout.group is None or layout.size == 1:
         if problem is not None:
             raise problem

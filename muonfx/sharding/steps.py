@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +22,7 @@ from muonfx.sharding.consensus import (
     check_pieces,
     number_of,
     raise_difference,
+    warn_together,
 )
 from muonfx.sharding.description import structure_of
 from muonfx.sharding.dtensors import is_dtensor, local_of
@@ -121,10 +121,10 @@ def agreed_updates(
     if is_due:
         warn_of_gradients(layout, found)
     if len(loads) > 1:
-        warnings.warn(
+        warn_together(
             "since the last step a state was loaded on some ranks and not on others (on this one it was "
             f"{'' if binding.has_loaded else 'not '}loaded): its pieces do not belong together",
-            stacklevel=2,
+            layout.group,
         )
     binding.begin_step(tx)
     return found

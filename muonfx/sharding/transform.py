@@ -10,19 +10,20 @@ import torch
 from muonfx import tree
 from muonfx.checks import warn_of_unmatched
 from muonfx.core import Donation, Transform
-from muonfx.core.contract import NOTHING, Declaration, copy_kept, overlaps_itself, require_transform
+from muonfx.core.contract import Declaration, require_transform
+from muonfx.core.donation import NOTHING, copy_kept, unshared
 from muonfx.core.factory import InitAndUpdate
 from muonfx.offload.transform import inner_of, store_of
 from muonfx.program.placement import RESIDENT, Arguments, Store
 from muonfx.recorded import make_factory
 from muonfx.sharding.binding import Binding
-from muonfx.sharding.consensus import agree
+from muonfx.sharding.consensus import agree, outside_transforms
 from muonfx.sharding.dtensors import is_dtensor, local_of, to_dtensors
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import Machine, Settings
 from muonfx.sharding.state import state_to_dtensors, without_dtensors
 from muonfx.sharding.steps import agreed_updates
-from muonfx.sharding.verification import verify_ranks
+from muonfx.sharding.verification import PROBLEMS, verify_ranks
 from muonfx.tree import PyTree
 
 __all__ = ["Sharded", "step_sharded", "init_sharded", "settings_of", "sharded", "bind"]
@@ -66,7 +67,8 @@ class Sharded(Transform):
         """Map updates to new updates and the state to the next; all ranks must call it together.
 
         Args:
-            updates: local gradients. A leaf that is None here but not on another rank counts as zero.
+            updates: local gradients. A leaf that is None on this rank only is taken from a rank that holds the same
+                piece, and is zero if no other rank holds it.
             state: what `init` or the previous `update` returned.
             params: local parameters, for transforms that need them.
             donate: as in `Transform.update`.
@@ -172,7 +174,8 @@ def sharded(
         present = [leaf for leaf in tree.leaves(local) if leaf is not None]
         if present and all(leaf.is_meta for leaf in present):
             return binding.executor.init(inner, local)
-        state = init_sharded(binding, inner, params)
+        with outside_transforms("init of a sharded transform", params) as problem:
+            state = init_sharded(binding, inner, params, problem)
         return state_to_dtensors(binding, inner, params, state) if layout.dtensors else state
 
     @torch.no_grad()
@@ -189,9 +192,18 @@ def sharded(
         like = updates if params is None else params
         binding = bind(layout, settings, store)
         own = without_dtensors(binding, inner, like, state)
-        out, after = step_sharded(
-            binding, inner, updates, own, params, donate=donate, extras=extras, check=check, problem=problem
-        )
+        with outside_transforms("update of a sharded transform", updates, own, params, extras) as transformed:
+            out, after = step_sharded(
+                binding,
+                inner,
+                updates,
+                own,
+                params,
+                donate=donate,
+                extras=extras,
+                check=check,
+                problem=problem or transformed,
+            )
         if check and not donate.state:
             after = copy_kept(after, own)
         if not any(is_dtensor(leaf) for values in (updates, params) for leaf in tree.leaves(values)):
@@ -202,11 +214,13 @@ def sharded(
     return cast("InitAndUpdate", (torch.compiler.disable(init), torch.compiler.disable(update)))
 
 
-def init_sharded(binding: Binding, tx: Transform, params: PyTree) -> PyTree:
+def init_sharded(binding: Binding, tx: Transform, params: PyTree, problem: Exception | None = None) -> PyTree:
     """Compare chains, parameters and layouts between ranks, and make the state of local tensors; on all or on none."""
-    verify_ranks(binding, tx, params)
-    warn_of_unmatched(tx, params, stacklevel=3)
-    problem: OSError | None = None
+    try:
+        warn_of_unmatched(tx, params)
+    except PROBLEMS as error:
+        problem = problem or error
+    verify_ranks(binding, tx, params, problem)
     state: PyTree = None
     try:
         state = binding.executor.init(tx, tree.map(local_of, params))
@@ -239,14 +253,12 @@ def step_sharded(
     they are returned. ``check`` looks at the trees first, which takes time; ``problem`` is what the caller has found to
     be wrong on this rank.
     """
-    if donate.updates and any(
-        overlaps_itself(leaf) for leaf in map(local_of, tree.leaves(updates)) if leaf is not None
-    ):
-        donate = donate._replace(updates=False)  # an expanded gradient has no storage of its own to reuse
     local = agreed_updates(
         binding, tx, updates, state, params, donate=donate, extras=extras, check=check, problem=problem
     )
-    return binding.executor.update(tx, Arguments(local, state, tree.map(local_of, params), donate, extras, apply))
+    weights = tree.map(local_of, params)
+    donate, local, state = unshared(donate, local, state, weights)
+    return binding.executor.update(tx, Arguments(local, state, weights, donate, extras, apply))
 
 
 def settings_of(tx: Sharded) -> Settings:

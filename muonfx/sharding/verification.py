@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import platform
 import sys
-import warnings
 from typing import Any
 
 import torch
 
 from muonfx import checks, tree
 from muonfx.core import Transform
+from muonfx.core.precision import product_dtypes
 from muonfx.polar import compute_dtype
-from muonfx.polar.rates import in_use
+from muonfx.polar.hardware import cpu_has_bf16
 from muonfx.sharding.binding import Binding
-from muonfx.sharding.consensus import DTYPES, Facts, check_pieces, compare, find_difference, listed, number_of
+from muonfx.sharding.consensus import (
+    DTYPES,
+    Facts,
+    check_pieces,
+    compare,
+    find_difference,
+    listed,
+    number_of,
+    warn_together,
+)
 from muonfx.sharding.description import captured_by, chain_text, functions_of
 from muonfx.sharding.dtensors import local_of
 from muonfx.sharding.layout import Layout
@@ -24,12 +33,12 @@ from muonfx.tree import PyTree
 
 __all__ = ["PROBLEMS", "verify_ranks"]
 
-PROBLEMS = (TypeError, ValueError, AttributeError, KeyError, OSError, ShardingError)
-"""What may be wrong with what a caller gave on one rank."""
+PROBLEMS = (TypeError, ValueError, AttributeError, KeyError, OSError, ShardingError, Warning)
+"""What may be wrong with what a caller gave on one rank; a warning is raised under ``python -W error``."""
 
 
-def verify_ranks(binding: Binding, tx: Transform, params: PyTree) -> None:
-    """Require that all ranks have the same chain, parameters, layout and versions; agree on what "auto" stands for.
+def verify_ranks(binding: Binding, tx: Transform, params: PyTree, problem: Exception | None = None) -> None:
+    """Require that all ranks have the same chain, parameters, layout, versions and dtypes of products.
 
     All ranks call it together. They compare digests, in one all-reduce of fixed size; what differs is told only then.
 
@@ -37,16 +46,15 @@ def verify_ranks(binding: Binding, tx: Transform, params: PyTree) -> None:
         ShardingError: they have not, or something is wrong on another rank.
 
     Warns:
-        UserWarning: the ranks run different versions of torch or kinds of machine and hold copies of parameters; they
-            measure differently what "auto" stands for; functions of the chain have captured different values.
+        UserWarning: the ranks run different versions of torch or kinds of machine and hold copies of parameters;
+            functions of the chain have captured different values.
     """
     layout = binding.layout
-    problem: Exception | None = None
     try:
         checks.check_params(params)
         check_pieces(layout, params)
     except PROBLEMS as error:
-        problem = error
+        problem = problem or error
     if layout.size > 1 and layout.group is None:
         raise ShardingError(f"{layout!r} has no process group: it is only to look at and to plan with")
     local = tree.map(local_of, params)
@@ -69,13 +77,12 @@ def _compared(
     fastest: torch.dtype,
     problem: Exception | None,
 ) -> torch.dtype:
-    """Compare with the other ranks; the dtype that "auto" stands for on all of them."""
+    """Compare with the other ranks; the dtype that plans take "auto" to be, on all of them."""
     layout = binding.layout
     assert layout.group is not None
     names = zip(tree.names(local), tree.leaves(local), strict=True)
     # Where this rank runs what every rank runs for itself; on other hardware the last bit may be another.
     machine: Facts = {"": f"torch {torch.__version__}, {_machine(device)}"}
-    measured: Facts = {"": str(fastest)}
     captured: Facts = {"values": captured_by(tx)}
     own = compare(
         {
@@ -90,41 +97,31 @@ def _compared(
             "kinds of device to compute on": device.type,
             "settings": repr(binding.settings),
             "settings of torch": _settings_of_torch(),
-            "rates of products": in_use(),
+            # Machines may resolve "auto" differently; a dtype that the chain gives is the same everywhere.
+            'dtypes for "auto" (give each such transform a dtype, for example dtype=torch.float32)': product_dtypes(
+                tx, [leaf.dtype for leaf in tree.leaves(local) if leaf is not None], device
+            ),
         },
         layout.group,
         problem,
         {"dtype": DTYPES.index(fastest), "machine": number_of(machine), "captured": number_of(captured)},
     )
-    least, most = own["dtype"]
-    if least != most:
-        # On CPUs it is a measurement, which may come out differently: fp32 suits all.
-        odd, here, there = _told(measured, layout)
-        if device.type != "cpu":
-            raise ShardingError(
-                f"the ranks' devices compute in different dtypes, {here} on rank 0 and {there} on {odd}: give "
-                "orthogonalize a dtype"
-            )
+    if own["dtype"][0] != own["dtype"][1]:  # no transform of the chain has "auto": only plans depend on it
         fastest = torch.float32
-        warnings.warn(
-            f'a dtype of "auto" was measured to be {here} on rank 0 and {there} on {odd}: all ranks compute in fp32. '
-            'Give orthogonalize a dtype to choose; a transform of your own that calls muonfx.polar with "auto" must',
-            stacklevel=2,
-        )
     if own["machine"][0] != own["machine"][1] and any(cut.copies for cut in layout.pieces.values()):
         odd, here, there = _told(machine, layout)
-        warnings.warn(
+        warn_together(
             f"what each rank computes for itself may differ in the last bit: rank 0 has {here}; {odd}: {there}. "
             "The copies that ranks hold may drift apart; sharded(..., verify_every=k) compares them",
-            stacklevel=2,
+            layout.group,
         )
     if own["captured"][0] != own["captured"][1]:
         odd, here, there = _told(captured, layout)
         name = next(name for name in here if here[name] != there.get(name))
-        warnings.warn(
+        warn_together(
             f"the function {name!r} has captured {here[name]} on rank 0 and {there.get(name)} on {odd}: if what it "
             "returns depends on that, the ranks drift apart",
-            stacklevel=2,
+            layout.group,
         )
     verify_params(layout, local)
     return fastest
@@ -147,7 +144,8 @@ def _machine(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type == "cpu":
-        return f"CPU with {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+        bf16 = "with" if cpu_has_bf16() else "without"
+        return f"CPU with {torch.backends.cpu.get_cpu_capability()}, {bf16} bf16, {torch.get_num_threads()} threads"
     return device.type
 
 

@@ -12,7 +12,10 @@ from muonfx import tree
 from muonfx.testing.violation import shown
 from muonfx.tree import PyTree
 
-__all__ = ["Example"]
+__all__ = ["DTYPES", "Example"]
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+"""The floating dtypes, the plainest first."""
 
 
 class Example(NamedTuple):
@@ -94,6 +97,22 @@ class Example(NamedTuple):
 
         params = self.dense().params
         return Example(tree.map(away, params), [tree.map(away, params) for _ in range(steps)])
+
+    def in_every_dtype(self) -> list[Example]:
+        """The example once for each floating dtype: the first leaf gets it, the leaves behind it the others in turn."""
+        leaves, treedef = tree.flatten(self.params)
+
+        def turned(values: PyTree, shift: int) -> PyTree:
+            return tree.unflatten(
+                treedef,
+                [
+                    None if leaf is None else leaf.to(DTYPES[(place + shift) % len(DTYPES)])
+                    for place, leaf in enumerate(tree.leaves(values))
+                ],
+            )
+
+        shifts = range(len(DTYPES)) if any(leaf is not None for leaf in leaves) else ()
+        return [Example(turned(self.params, n), [turned(grads, n) for grads in self.steps]) for n in shifts]
 
     def prolonged(self, steps: int) -> Example:
         """Repeat the steps until there are this many."""

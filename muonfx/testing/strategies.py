@@ -15,13 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.testing.examples import Example
+from muonfx.testing.examples import DTYPES, Example
 from muonfx.tree import PyTree
 
 __all__ = ["DTYPES", "Pair", "Spectrum", "matrices", "params_and_grads", "spectra", "trees"]
-
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-"""The floating dtypes, the plainest first."""
 
 SPECTRA = ("geometric", "clustered", "deficient", "zero")
 

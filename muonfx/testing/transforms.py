@@ -153,9 +153,12 @@ def _adams() -> st.SearchStrategy[Any]:
     )
 
 
-_INNER: st.SearchStrategy[Any] = st.one_of(
-    _momenta(), _adams(), st.builds(tfs.clip_by_global_norm, _POSITIVE), st.builds(tfs.scale, _SCALES)
+_WITHOUT_MOMENTUM: st.SearchStrategy[Any] = st.one_of(
+    st.builds(tfs.scale_by_adam, st.just(0.0), _SHARES),
+    st.builds(tfs.clip_by_global_norm, _POSITIVE),
+    st.builds(tfs.scale, _SCALES),
 )
+_INNER: st.SearchStrategy[Any] = st.one_of(_momenta(), _adams(), _WITHOUT_MOMENTUM)
 
 
 def _is_negative_scale(tx: Transform) -> bool:
@@ -204,7 +207,12 @@ _ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
         dtype=_PINNED,
     ),
     "schedule_free": st.builds(
-        tfs.schedule_free, _INNER, _RATES, st.sampled_from((0.9, 1.0, 0.5)), weight_lr_power=_SHARES, dtype=_PINNED
+        tfs.schedule_free,
+        _WITHOUT_MOMENTUM,
+        _RATES,
+        st.sampled_from((0.9, 1.0, 0.5)),
+        weight_lr_power=_SHARES,
+        dtype=_PINNED,
     ),
     "cautious": st.builds(tfs.cautious, _INNER.filter(lambda tx: not _is_negative_scale(tx))),
     "add_updates": st.lists(_INNER, min_size=1, max_size=2).map(lambda members: add_updates(*members)),
@@ -230,7 +238,7 @@ _ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
         st.sampled_from((("norm", "rms"), ("norm", "orthogonality_error", "spectral_norm"))),
         by_leaf=st.booleans(),
     ),
-    "normalize_columns": st.builds(tfs.normalize_columns, dims=_DIMS, block_axis=_AXES),
+    "normalize_columns": st.builds(tfs.normalize_columns, dims=_DIMS, blocks=st.just(1), block_axis=_AXES),
     "normalize_leaves": st.builds(tfs.normalize_leaves),
     "normalize_matrices": st.builds(tfs.normalize_matrices, dims=_DIMS),
     "normalize_rows": st.builds(tfs.normalize_rows, dims=_DIMS),
@@ -250,8 +258,7 @@ _ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
         steps=st.sampled_from((None, 3)),
         dtype=_COMPUTE,
         dims=_DIMS,
-        blocks=st.sampled_from((None, 1)),
-        block_axis=st.sampled_from((-2, -1)),
+        view=st.builds(tfs.MatrixView, _DIMS) | st.builds(tfs.MatrixView, _DIMS, st.just(1), _AXES),
     ),
     "scale": st.builds(tfs.scale, _SCALES),
     "scale_by_adam": _adams(),

@@ -9,6 +9,7 @@ overwritten: `Values` keeps the donation promise.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from operator import is_not
 from typing import Any, NamedTuple, NoReturn, TypeAlias
@@ -19,6 +20,7 @@ from torch import Tensor
 from muonfx import elementwise as ew
 from muonfx import tree
 from muonfx.elementwise import Scalar
+from muonfx.tree import Present
 
 __all__ = ["Leaf", "Operation", "Plan", "Values", "plan"]
 
@@ -38,9 +40,13 @@ class Operation(NamedTuple):
     is_fresh: bool
     """False where a result may be a view of an operand, or the operand itself."""
     has_leafs_shape: bool
+    """True if the results surely have the shape of the leaf and the dtype to compute in."""
 
 
 Operand: TypeAlias = "Leaf | Scalar"
+
+
+_WIDE = frozenset({torch.float32, torch.float64})
 
 
 def _method(function: Callable[..., Leaf]) -> Callable[..., Leaf]:
@@ -48,11 +54,90 @@ def _method(function: Callable[..., Leaf]) -> Callable[..., Leaf]:
     return function
 
 
+def _both_ways(function: Callable[[Any, Any], Any]) -> tuple[Callable[..., Leaf], Callable[..., Leaf]]:
+    """An operator of Python that is called for each leaf, and its reflected form."""
+    return lambda x, y: _each(function, x, y), lambda x, y: _each(function, y, x)
+
+
+def _is_number(value: object) -> bool:
+    """True for a scalar that the functions of lists take: no complex number, and of tensors only 0-d real ones."""
+    if isinstance(value, Tensor):
+        return value.ndim == 0 and not value.is_complex()
+    return not isinstance(value, complex)
+
+
+def _times(alpha: Scalar, value: Any) -> Any:
+    """``alpha * value``; an alpha of one changes no integer to a float."""
+    return value if not isinstance(alpha, Tensor) and alpha == 1 else alpha * value
+
+
+def _plus(x: Any, y: Any, alpha: Scalar) -> Tensor:
+    return x + _times(alpha, y)
+
+
+def _minus(x: Any, y: Any, alpha: Scalar) -> Tensor:
+    return x - _times(alpha, y)
+
+
+def _from_one(x: Any, y: Any) -> Tensor:
+    return y - x
+
+
+def _lerp(x: Tensor, y: Tensor, weight: Scalar) -> Tensor:
+    return x + weight * (y - x) if isinstance(weight, Tensor) else torch.lerp(x, y, weight)
+
+
+def _addcmul(x: Tensor, y: Tensor, z: Tensor, value: Scalar) -> Tensor:
+    return x + value * y * z if isinstance(value, Tensor) else torch.addcmul(x, y, z, value=value)
+
+
+def _subtract(xs: list[Tensor], ys: list[Tensor], alpha: Scalar, *, reuse: bool = False) -> list[Tensor]:
+    return ew.add(xs, ys, -alpha, reuse=reuse)
+
+
+def _shift_down(xs: list[Tensor], c: Scalar, *, reuse: bool = False) -> list[Tensor]:
+    return ew.shift(xs, -c, reuse=reuse)
+
+
+def _negative(xs: list[Tensor], *, reuse: bool = False) -> list[Tensor]:
+    return ew.mul(xs, -1.0, reuse=reuse)
+
+
+def _from(xs: list[Tensor], c: Scalar, *, reuse: bool = False) -> list[Tensor]:
+    return ew.shift(ew.mul(xs, -1.0, reuse=reuse), c, reuse=True)
+
+
+def _refused(what: str, advice: str) -> Callable[..., NoReturn]:
+    """A method of `Leaf` that raises."""
+
+    def refuse(*args: object) -> NoReturn:
+        raise TypeError(f"leafwise: a leaf stands for every leaf of a tree and has no {what} here; {advice}")
+
+    return refuse
+
+
+def _in_place(function: Callable[[Any, Any], Any]) -> Callable[[Leaf, Operand], Leaf]:
+    """An in-place operator: the leaf, under all its names, stands for the result from here on."""
+
+    def apply(leaf: Leaf, other: Operand) -> Leaf:
+        leaf._place = function(leaf, other)._place
+        return leaf
+
+    return apply
+
+
+_TRANSFORM = "write the transform with muonfx.transform if its work depends on that"
+_WHERE = "use torch.where"
+_WRITES = frozenset({"__setitem__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"})
+"""The methods of tensors that write to them, beside those whose names end with an underscore."""
+
+
 class Leaf:
     """One leaf in the arithmetic of a `leafwise` step, in the dtype to compute in.
 
-    Operators and the functions and methods of torch work on it as on a tensor. It has no values yet: nothing may be
-    decided on them, and no shape or dtype may be asked for, since it stands for every leaf of a tree.
+    Operators and the functions and methods of torch work on it as on a tensor; comparisons give masks. It has no values
+    yet: nothing may be decided on them, and its shape and dtype cannot be read, since it stands for every leaf of a
+    tree.
 
     >>> import muonfx as mfx
     >>> @mfx.leafwise
@@ -64,6 +149,8 @@ class Leaf:
     >>> soft_sign().update({"w": torch.tensor([1.0, -3.0])}, mfx.EmptyState())[0]
     {'w': tensor([ 0.5000, -0.7500])}
     """
+
+    __array_ufunc__ = None  # a number of numpy leaves its operators to the leaf
 
     def __init__(self, record: list[Operation | None], operation: Operation | None = None) -> None:
         """Take the next place of a record, as the result of an operation or as an operand of the step."""
@@ -81,12 +168,37 @@ class Leaf:
         is_fresh: bool = True,
         has_leafs_shape: bool = True,
     ) -> Leaf:
-        record = operands[0]._record
         places = [operand._place for operand in operands]
-        for place in places:
-            source = record[place]
-            has_leafs_shape = has_leafs_shape and (source is None or source.has_leafs_shape)
-        return cls(record, Operation(function, places, scalars, overwrites, is_fresh, has_leafs_shape))
+        operation = Operation(function, places, scalars, overwrites, is_fresh, has_leafs_shape)
+        return cls(operands[0]._record, operation)
+
+    @classmethod
+    def _of_lists(
+        cls,
+        function: Lists,
+        each: Callable[..., Tensor],
+        operands: Sequence[Leaf],
+        scalars: Sequence[object] = (),
+        overwrites: int | None = 0,
+    ) -> Leaf:
+        """Record a function of lists that is ``each`` for one leaf.
+
+        The lists hold the dtype to compute in. Behind a function of torch a value may be a mask or have another dtype;
+        then ``each`` decides by torch's own rules, leaf by leaf.
+        """
+        sources = [operand._record[operand._place] for operand in operands]
+        if all(source is None or source.has_leafs_shape for source in sources):
+            return cls._of(function, operands, scalars, overwrites=overwrites)
+        number = len(operands)
+
+        def call(*given: Any) -> list[Tensor]:
+            lists, rest = given[:number], given[number:]
+            dtypes = {x.dtype for xs in lists for x in xs}
+            if len(dtypes) == 1 and dtypes <= _WIDE:
+                return function(*given)
+            return [each(*tensors, *rest) for tensors in zip(*lists, strict=True)]
+
+        return cls._of(call, operands, scalars, has_leafs_shape=False)
 
     @classmethod
     def __torch_function__(
@@ -97,18 +209,23 @@ class Leaf:
         kwargs: Mapping[str, object] | None = None,
     ) -> Leaf:
         """Record a function of torch; those that have a form for lists have a method here."""
-        own = getattr(cls, function.__name__, None)
-        if own is not None and isinstance(args[0], Leaf):
-            return own(*args, **(kwargs or {}))
-        return _each(function, *args, **(kwargs or {}))
+        name, given = function.__name__, kwargs or {}
+        writes = given.get("out") is not None or given.get("inplace")
+        if not torch.compiler.is_compiling():  # which cannot trace the name
+            writes = writes or name in _WRITES or (name.endswith("_") and not name.startswith("__"))
+        if writes:
+            raise TypeError(f"leafwise: {name} writes in place here; use the form that returns a new tensor")
+        own = getattr(cls, name, None)
+        if own is not None and args and isinstance(args[0], Leaf):
+            return own(*args, **given)
+        return _each(function, *args, **given)
 
     def __getattr__(self, name: str) -> Callable[..., Leaf]:
         """Look up a method of tensors."""
         method: Callable[..., Tensor] | None = getattr(Tensor, name, None)
         if not callable(method) or name.startswith("__"):
             raise AttributeError(
-                f"leafwise: a leaf has no {name} here, as it stands for every leaf of a tree; write the transform with "
-                "muonfx.transform if its work depends on that"
+                f"leafwise: a leaf has no {name} here, as it stands for every leaf of a tree; {_TRANSFORM}"
             )
         if name.endswith("_"):
             raise AttributeError(
@@ -123,61 +240,100 @@ class Leaf:
     def add(self, other: Operand, *, alpha: Scalar = 1.0) -> Leaf:
         """Record ``self + alpha * other``."""
         if isinstance(other, Leaf):
-            return Leaf._of(ew.add, (self, other), (alpha,), overwrites=0)
-        return Leaf._of(ew.shift, (self,), (alpha * other,), overwrites=0)
+            return Leaf._of_lists(ew.add, _plus, (self, other), (alpha,))
+        if not _is_number(other):
+            return _each(_plus, self, other, alpha)
+        return Leaf._of_lists(ew.shift, operator.add, (self,), (_times(alpha, other),))
 
-    def sub(self, other: Operand) -> Leaf:
-        """Record ``self - other``."""
-        return self.add(other, alpha=-1.0)
+    def sub(self, other: Operand, *, alpha: Scalar = 1.0) -> Leaf:
+        """Record ``self - alpha * other``."""
+        if isinstance(other, Leaf):
+            return Leaf._of_lists(_subtract, _minus, (self, other), (alpha,))
+        if not _is_number(other):
+            return _each(_minus, self, other, alpha)
+        return Leaf._of_lists(_shift_down, operator.sub, (self,), (_times(alpha, other),))
 
     def mul(self, other: Operand) -> Leaf:
         """Record ``self * other``."""
         if isinstance(other, Leaf):
-            return Leaf._of(functools.partial(ew.apply, "mul"), (self, other), overwrites=0)
-        return Leaf._of(ew.mul, (self,), (other,), overwrites=0)
+            return Leaf._of_lists(functools.partial(ew.apply, "mul"), operator.mul, (self, other))
+        if not _is_number(other):
+            return _each(operator.mul, self, other)
+        return Leaf._of_lists(ew.mul, operator.mul, (self,), (other,))
 
-    def div(self, other: Operand) -> Leaf:
+    def div(self, other: Operand, *, rounding_mode: str | None = None) -> Leaf:
         """Record ``self / other``."""
-        if isinstance(other, Leaf):
-            return Leaf._of(ew.div, (self, other), overwrites=1)
-        return _each(torch.div, self, other)
+        if isinstance(other, Leaf) and rounding_mode is None:
+            return Leaf._of_lists(ew.div, operator.truediv, (self, other), overwrites=1)
+        return _each(torch.div, self, other, rounding_mode=rounding_mode)
 
     def lerp(self, end: Operand, weight: Operand) -> Leaf:
         """Record ``self + weight * (end - self)``."""
         if isinstance(end, Leaf) and not isinstance(weight, Leaf):
-            return Leaf._of(ew.lerp, (self, end), (weight,), overwrites=0)
+            return Leaf._of_lists(ew.lerp, _lerp, (self, end), (weight,))
         return _each(torch.lerp, self, end, weight)
 
     def addcmul(self, x: Operand, y: Operand, *, value: Scalar = 1.0) -> Leaf:
         """Record ``self + value * x * y``."""
         if isinstance(x, Leaf) and isinstance(y, Leaf):
-            return Leaf._of(ew.addcmul, (self, x, y), (value,), overwrites=0)
+            return Leaf._of_lists(ew.addcmul, _addcmul, (self, x, y), (value,))
         return _each(torch.addcmul, self, x, y, value=value)
 
     def sqrt(self) -> Leaf:
         """Record the square root."""
-        return Leaf._of(functools.partial(ew.apply, "sqrt"), (self,), overwrites=0)
+        return Leaf._of_lists(functools.partial(ew.apply, "sqrt"), torch.sqrt, (self,))
 
     def sign(self) -> Leaf:
         """Record the sign."""
-        return Leaf._of(functools.partial(ew.apply, "sign"), (self,), overwrites=0)
+        return Leaf._of_lists(functools.partial(ew.apply, "sign"), torch.sign, (self,))
+
+    def neg(self) -> Leaf:
+        """Record ``-self``."""
+        return Leaf._of_lists(_negative, torch.neg, (self,))
 
     __add__ = __radd__ = add
     __sub__ = sub
     __mul__ = __rmul__ = mul
     __truediv__ = div
-    __neg__ = _method(lambda x: -1.0 * x)
-    __rsub__ = _method(lambda x, y: y + -1.0 * x)
+    __neg__ = neg
+    __pos__ = _method(lambda x: _each(operator.pos, x))
     __abs__ = _method(lambda x: _each(torch.abs, x))
-    __rtruediv__ = _method(lambda x, y: _each(torch.div, y, x))
-    __pow__ = _method(lambda x, y: _each(torch.pow, x, y))
-    __gt__ = _method(lambda x, y: _each(torch.gt, x, y))
-    __ge__ = _method(lambda x, y: _each(torch.ge, x, y))
-    __lt__ = _method(lambda x, y: _each(torch.lt, x, y))
-    __le__ = _method(lambda x, y: _each(torch.le, x, y))
+    __invert__ = _method(lambda x: _each(operator.invert, x))
+    __round__ = _method(lambda x, *digits: _each(round, x, *digits))
+    __rsub__ = _method(
+        lambda x, y: Leaf._of_lists(_from, _from_one, (x,), (y,)) if _is_number(y) else _each(_from_one, x, y)
+    )
+    __rtruediv__ = _method(lambda x, y: _each(operator.truediv, y, x))
+    __pow__, __rpow__ = _both_ways(operator.pow)
+    __floordiv__, __rfloordiv__ = _both_ways(operator.floordiv)
+    __mod__, __rmod__ = _both_ways(operator.mod)
+    __and__, __rand__ = _both_ways(operator.and_)
+    __or__, __ror__ = _both_ways(operator.or_)
+    __xor__, __rxor__ = _both_ways(operator.xor)
+    __lshift__, __rlshift__ = _both_ways(operator.lshift)
+    __rshift__, __rrshift__ = _both_ways(operator.rshift)
+    __gt__, __lt__ = _both_ways(operator.gt)[0], _both_ways(operator.lt)[0]
+    __ge__, __le__ = _both_ways(operator.ge)[0], _both_ways(operator.le)[0]
+    __eq__ = _both_ways(operator.eq)[0]  # pyright: ignore[reportAssignmentType]
+    __ne__ = _both_ways(operator.ne)[0]  # pyright: ignore[reportAssignmentType]
+    __hash__ = object.__hash__
+
+    __iadd__, __isub__, __imul__ = _in_place(operator.add), _in_place(operator.sub), _in_place(operator.mul)
+    __itruediv__, __ifloordiv__ = _in_place(operator.truediv), _in_place(operator.floordiv)
+    __imod__, __ipow__ = _in_place(operator.mod), _in_place(operator.pow)
+    __iand__, __ior__, __ixor__ = _in_place(operator.and_), _in_place(operator.or_), _in_place(operator.xor)
+    __ilshift__, __irshift__ = _in_place(operator.lshift), _in_place(operator.rshift)
+
+    __matmul__ = __rmatmul__ = __imatmul__ = _refused("matrix product (@)", _TRANSFORM)
+    __len__ = _refused("len()", _TRANSFORM)
+    __iter__ = _refused("rows to iterate over", _TRANSFORM)
+    __getitem__ = _refused("elements to index", f"{_WHERE}, or {_TRANSFORM}")
+    __setitem__ = __delitem__ = _refused("elements to write to", _WHERE)
+    __contains__ = _refused("values for `in`", f"compare with == and {_WHERE}")
+    __float__ = __int__ = __index__ = __complex__ = _refused("number in Python", f"{_WHERE}, or {_TRANSFORM}")
 
 
-def _each(function: Callable[..., Tensor], *args: object, **kwargs: object) -> Leaf:
+def _each(function: Callable[..., Any], *args: object, **kwargs: object) -> Leaf:
     """Record a function that is called once for each leaf."""
     found, treedef = tree.flatten((args, kwargs))
     is_leaf = [isinstance(x, Leaf) for x in found]  # not the leaves themselves, which would know what knows them
@@ -189,7 +345,13 @@ def _each(function: Callable[..., Tensor], *args: object, **kwargs: object) -> L
         for tensors in zip(*given[: len(given) - len(others)], strict=True):
             leaves, rest = iter(tensors), iter(given[len(given) - len(others) :])
             args, kwargs = tree.unflatten(treedef, [next(leaves if own else rest) for own in is_leaf])
-            results.append(function(*args, **kwargs))
+            result = function(*args, **kwargs)
+            if not isinstance(result, Tensor):
+                raise TypeError(
+                    f"leafwise: {function.__name__} of a leaf is {type(result).__name__}, and a step works with "
+                    f"tensors only; {_TRANSFORM}"
+                )
+            results.append(result)
         return results
 
     return Leaf._of(call, operands, others, is_fresh=False, has_leafs_shape=False)
@@ -250,6 +412,8 @@ class Values:
         self._uses = list(plan.uses)
         self.was_cast = [False] * len(operands)
         """By operand, whether the values that were read are copies, every one."""
+        made = dict(plan.operations)
+        self._sure = {at for at in range(len(plan.uses)) if at not in made or made[at].has_leafs_shape}
         for place, operation in plan.operations:
             self._lists[place] = self._compute(operation)
             self._is_fresh[place] = operation.is_fresh
@@ -284,6 +448,27 @@ class Values:
             if not self._uses[place] and place >= len(self._operands):
                 self._lists[place] = None
         return result
+
+    def check(self, place: int, like: Sequence[Tensor], at: Present, what: str) -> None:
+        """Require values of the shapes of some tensors, and real ones.
+
+        Raises:
+            TypeError: they are complex.
+            ValueError: one has another shape.
+        """
+        if place in self._sure:
+            return
+        for number, (made, own) in enumerate(zip(self.read(place), like, strict=True)):
+            name = at.names()[number] if made.is_complex() or made.shape != own.shape else ""
+            if made.is_complex():
+                raise TypeError(
+                    f"{what} of {made.dtype} for {name!r}, expected real numbers; take torch.abs or torch.real first"
+                )
+            if made.shape != own.shape:
+                raise ValueError(
+                    f"{what} of shape {tuple(made.shape)} for {name!r}, expected its shape {tuple(own.shape)}; "
+                    "muonfx.transform is for work that changes shapes on its way"
+                )
 
     def take(self, place: int, taken: Sequence[int], spare: int | None = None) -> list[Tensor]:
         """Values to give out: copies where their storage may be the caller's, or has been given out already.

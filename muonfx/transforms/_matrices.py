@@ -108,6 +108,10 @@ class MatrixView(Options):
         for value in self.block_axis.values() if isinstance(self.block_axis, Mapping) else (self.block_axis,):
             if (type(value) is not int and value is not None) or value not in (-2, -1, None):
                 raise ValueError(f"block_axis must be -2 (rows) or -1 (columns), found {value!r}")
+        if self.blocks is None and self.block_axis != -2:
+            raise ValueError(
+                f"block_axis={self.block_axis!r} has no effect without blocks: give blocks, or leave block_axis out"
+            )
         for name in self.__match_args__:
             setting = getattr(self, name)
             if isinstance(setting, Mapping):
@@ -128,9 +132,11 @@ class MatrixView(Options):
         """The settings for each named leaf."""
         if not self.needs_names:
             return [self] * len(names)
-        found = [
-            (_pick(self.dims, name), _pick(self.blocks, name), _pick(self.block_axis, name) or -2) for name in names
-        ]
+        found: list[tuple[Dims | None, Blocks | None, int]] = []
+        for name in names:
+            blocks = _pick(self.blocks, name)
+            axis = -2 if blocks is None else _pick(self.block_axis, name) or -2
+            found.append((_pick(self.dims, name), blocks, axis))
         views = {settings: MatrixView(*settings) for settings in dict.fromkeys(found)}
         return [views[settings] for settings in found]
 
@@ -317,7 +323,7 @@ def on_stacks_without_blocks(
 
 def name_patterns(tx: Transform) -> list[NamePatterns]:
     """The globs that a transform with a `MatrixView` holds, as `muonfx.transform` asks for them."""
-    settings = {name: tx.arguments[name] for name in ("dims", "blocks", "block_axis")}
+    settings = {name: tx.arguments.get(name) for name in ("dims", "blocks", "block_axis")}
     return [
         NamePatterns(name, tuple((pattern,) for pattern in setting), first_counts=True)
         for name, setting in settings.items()

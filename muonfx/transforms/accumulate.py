@@ -55,11 +55,24 @@ def _update_in_store(
     return out, after._replace(seen=torch.zeros_like(state.seen), inner=inner)
 
 
+def _check_extras(tx: Transform, extras: Mapping[str, object]) -> None:
+    _check_boundary(extras.get("boundary"))
+
+
+def _check_boundary(boundary: object) -> None:
+    is_one = isinstance(boundary, Tensor) and boundary.dtype == torch.bool and boundary.numel() == 1
+    if not (boundary is None or isinstance(boundary, bool) or is_one):
+        raise TypeError(
+            f"accumulate: boundary must be True, False, None or a bool tensor of one element, found {boundary!r}"
+        )
+
+
 # TREE though it adds leaf by leaf: a None among the gradients is not "no such leaf" here, it may have had one before.
 @transform(
     locality=Locality.TREE,
     own_locality=Locality.ELEMENT,
     in_store=InStore(init_in_store, _update_in_store),
+    check_extras=_check_extras,
 )
 def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: WideStateDtype = "auto"):
     """Gather the gradients of several micro-batches and run the inner transform only on the last.
@@ -81,6 +94,7 @@ def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: WideSt
             parameter's own.
 
     Raises:
+        TypeError: at `update`, ``boundary`` is neither a bool nor None nor a bool tensor of one element.
         ValueError: ``every`` is not an int of 1 or more, or ``dtype`` is a string other than "auto".
 
     Example:
@@ -116,6 +130,7 @@ def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: WideSt
         donate: Donation = NOTHING,
         **extras: object,
     ):
+        _check_boundary(boundary)
         at = Present(updates)
         grads, old = at.pick(updates), at.pick(state.sums)
         wide, sums, _ = widen(grads, old)

@@ -28,6 +28,7 @@ class AdamState(NamedTuple):
 
 @leafwise(
     short_names={"betas": ("b1", "b2"), "momentum": "b1", "eps": "eps"},
+    position="sets_size",
 )
 def scale_by_adam(
     b1: ScalarOrSchedule = 0.9,

@@ -28,7 +28,7 @@ class AdemamixState(NamedTuple):
     """Second moments, like the parameters, in the pinned dtype; a `CompactState` for a compact one."""
 
 
-@leafwise(short_names={"betas": ("b1", "b2"), "momentum": "b1", "eps": "eps"})
+@leafwise(short_names={"betas": ("b1", "b2"), "momentum": "b1", "eps": "eps"}, position="sets_size")
 def scale_by_ademamix(
     b1: ScalarOrSchedule = 0.9,
     b2: ScalarOrSchedule = 0.999,

@@ -27,7 +27,7 @@ class EmaParamsState(NamedTuple):
     """The averaged parameters, in the pinned dtype; a `CompactState` for a compact one."""
 
 
-@leafwise(reads_params="updated")
+@leafwise(reads_params="updated", position="last_observer")
 def ema_params(decay: ScalarOrSchedule = 0.999, *, dtype: StateDtype = "auto"):
     """Keep a running average of the parameters as they are after each update; pass the updates on unchanged.
 
@@ -99,6 +99,7 @@ def _update_in_store(
     locality=lambda inner, dtype: inner.locality,
     own_locality=Locality.ELEMENT,
     in_store=InStore(_init_in_store, _update_in_store),
+    position="last",
 )
 def master_params(inner: Transform, dtype: WideStateDtype = "auto"):
     """Run a chain on a copy of the parameters in higher precision, so that no small update is lost.

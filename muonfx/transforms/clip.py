@@ -65,7 +65,8 @@ def clip_by_block_rms(threshold: ScalarOrSchedule):
         if leaf.numel() == 0:
             return leaf
         wide = leaf.to(ew.wide_dtype(leaf.dtype))
-        ratio = ew.safe_sqrt(wide.square().mean()) / threshold
+        rms = ew.safe_sqrt(wide.square().mean())
+        ratio = rms / ew.scalar_like(threshold, rms)
         return (wide / ratio.clamp(min=1.0)).to(leaf.dtype)
 
     def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):

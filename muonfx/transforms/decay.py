@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from math import prod
 from typing import Any
 
 import torch
@@ -12,15 +11,14 @@ from torch import Tensor
 from muonfx import checks, tree
 from muonfx import elementwise as ew
 from muonfx.core import Donation, Locality, Transform, transform
-from muonfx.core.combine import chain_entries
 from muonfx.core.contract import NOTHING
 from muonfx.core.factory import InitAndUpdate
+from muonfx.core.order import signs
 from muonfx.elementwise import Scalar
 from muonfx.partition import mask_patterns, resolve_mask
-from muonfx.recorded import parts_of
-from muonfx.schedules import ScalarOrFunction, ScalarOrSchedule, Schedule
+from muonfx.schedules import ScalarOrFunction, ScalarOrSchedule
 from muonfx.select.predicates import Predicate
-from muonfx.transforms.scale import scale, scale_by_schedule, scheduled
+from muonfx.transforms.scale import scheduled
 from muonfx.tree import Present, PyTree
 
 __all__ = ["add_decayed_weights", "cautious", "subtract_decayed_weights"]
@@ -69,7 +67,7 @@ def _functions(
     locality=Locality.ELEMENT,
     resolve=_resolve_decay,
     name_patterns=mask_patterns,
-    wants_uphill=True,
+    position="before_learning_rate",
     remembers=True,
     short_names={"weight_decay": "weight_decay"},
 )
@@ -116,7 +114,11 @@ def add_decayed_weights(
 
 
 @transform(
-    locality=Locality.ELEMENT, resolve=_resolve_decay, name_patterns=mask_patterns, wants_downhill=True, remembers=True
+    locality=Locality.ELEMENT,
+    resolve=_resolve_decay,
+    name_patterns=mask_patterns,
+    position="after_learning_rate",
+    remembers=True,
 )
 def subtract_decayed_weights(
     _memory: dict[Any, Any], weight_decay: ScalarOrFunction = 0.0, mask: Mask = None, *, cautious: bool = False
@@ -147,30 +149,10 @@ def subtract_decayed_weights(
     return _functions("subtract_decayed_weights", weight_decay, mask, -1.0, cautious, _memory)
 
 
-def _sign(tx: Transform) -> int:
-    """Find whether a transform keeps the direction of updates (1) or turns some (-1), as far as numbers are known."""
-    entries = chain_entries(tx)
-    if entries is not None:
-        return prod(_sign(part) for part in entries.values())
-    if tx.factory is scale:
-        return _sign_of(tx.arguments["factor"])
-    if tx.factory is scale_by_schedule:
-        return _sign_of(tx.arguments["schedule"])
-    if not tx.children:
-        return -1 if tx.turns_downhill else 1
-    return min([_sign(part) for part in tx.children])
-
-
-def _sign_of(value: object) -> int:
-    numbers = [x for _, x in parts_of(value) if isinstance(x, float)] if isinstance(value, Schedule) else [value]
-    known = [x for x in numbers if isinstance(x, float)]
-    return -1 if any(x < 0 for x in known) and not any(x > 0 for x in known) else 1
-
-
 @transform(
     locality=lambda inner, min_share: max(Locality.LEAF, inner.locality),
     reads_params=lambda inner, min_share: inner.reads_params,
-    wants_uphill="or_refuses",
+    position="before_learning_rate",
 )
 def cautious(inner: Transform, min_share: ScalarOrSchedule = 1e-3):
     """Keep only those elements of a transform's updates that point the way of the gradient, and scale these up.
@@ -198,7 +180,7 @@ def cautious(inner: Transform, min_share: ScalarOrSchedule = 1e-3):
     min_share = checks.positive("min_share", min_share)
     if not isinstance(inner, Transform):
         raise TypeError(f"cautious: inner must be a Transform, found {inner!r}")
-    if _sign(inner) < 0:
+    if -1 in signs(inner):
         raise ValueError(
             "cautious: inner turns downhill (a learning rate, or a negative scale), so all that agrees with the "
             "gradient would be dropped; put it behind: chain(cautious(...), scale_by_learning_rate(...))"
@@ -211,7 +193,9 @@ def cautious(inner: Transform, min_share: ScalarOrSchedule = 1e-3):
         # The gradient is needed again after the inner transform: it cannot be donated on.
         out, state = inner.run(updates, state, params, donate=Donation(False, donate.state), **extras)
 
-        def keep(update: Tensor, gradient: Tensor) -> Tensor:
+        def keep(update: Tensor, gradient: Tensor | None) -> Tensor:
+            if gradient is None:  # an inner transform that gathers may have an update for a leaf without a gradient
+                return torch.zeros_like(update)
             # Signs, not the product: that can underflow to zero everywhere.
             agrees = (update.sign() * gradient.sign() > 0).to(update.dtype)
             share = agrees.float().mean() if agrees.numel() else agrees.float().sum()

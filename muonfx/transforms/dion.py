@@ -16,6 +16,7 @@ from muonfx.core.contract import NOTHING
 from muonfx.polar.scaling import power_of_two
 from muonfx.schedules import ScalarOrSchedule
 from muonfx.transforms._matrices import (
+    BlockAxis,
     Blocks,
     Dims,
     MatrixView,
@@ -48,7 +49,13 @@ class SampledMomentumState(NamedTuple):
     """The part of the summed gradients that no update has stood for yet, like the parameters, in the pinned dtype."""
 
 
-@transform(locality=matrix_locality, reads_params=False, short_names={"momentum": "decay"})
+@transform(
+    locality=matrix_locality,
+    reads_params=False,
+    name_patterns=name_patterns,
+    short_names={"momentum": "decay"},
+    position="sets_size",
+)
 def scale_by_dion(
     rank: int = 768,
     decay: ScalarOrSchedule = 0.95,
@@ -158,7 +165,7 @@ def sampled_momentum(
     dtype: WideStateDtype = "auto",
     dims: Dims | Mapping[str, Dims] | None = None,
     blocks: Blocks | Mapping[str, Blocks] | None = None,
-    block_axis: int = -2,
+    block_axis: BlockAxis = -2,
     view: MatrixView = MatrixView(),
 ):
     r"""Sum up gradients, and pass on only the rows, or columns, in which most has gathered.

@@ -65,7 +65,7 @@ def _scaled(updates: PyTree, factor: Tensor, donate: Donation) -> PyTree:
     return at.fill(ew.cast_like(ew.mul(leaves, factor, reuse=donate.updates), leaves))
 
 
-@transform(locality=Locality.TREE, short_names={"eps": "eps"})
+@transform(locality=Locality.TREE, short_names={"eps": "eps"}, position="sets_size")
 def scale_by_dog(init_step: ScalarOrSchedule = 1e-6, eps: ScalarOrSchedule = 1e-8):
     r"""Scale gradients by the distance from the start over the root of the sum of their squares.
 
@@ -117,7 +117,7 @@ def scale_by_dog(init_step: ScalarOrSchedule = 1e-6, eps: ScalarOrSchedule = 1e-
     return init, update
 
 
-@transform(locality=Locality.TREE, short_names={"eps": "eps"})
+@transform(locality=Locality.TREE, short_names={"eps": "eps"}, position="sets_size")
 def scale_by_dowg(init_estim_sq_dist: ScalarOrSchedule | None = None, eps: ScalarOrSchedule = 1e-4):
     r"""Scale gradients by the squared distance from the start over the root of their sum, weighted by that distance.
 

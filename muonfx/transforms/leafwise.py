@@ -21,6 +21,7 @@ from muonfx.compact import Compact
 from muonfx.compact.state import Holder
 from muonfx.core import Donation, Locality, Transform, apply_updates, transform
 from muonfx.core.contract import NOTHING, Functions
+from muonfx.core.order import Position
 from muonfx.transforms._leaf import Leaf, Operation, Plan, Values, plan
 from muonfx.transforms._pinned import StateDtype, WideStateDtype, copies, new_count, store, zeros
 from muonfx.tree import Present, PyTree, Structure, device_of
@@ -129,6 +130,7 @@ def leafwise(
     name: str | None = None,
     locality: Locality = Locality.ELEMENT,
     reads_params: ReadsParams = False,
+    position: Position | Callable[..., Position | None] | None = None,
     short_names: Mapping[str, str | tuple[str, ...]] | None = None,
 ) -> Callable[[Callable[P, StateAndStep]], Callable[P, Transform]]: ...
 
@@ -139,6 +141,7 @@ def leafwise(
     name: str | None = None,
     locality: Locality = Locality.ELEMENT,
     reads_params: ReadsParams = False,
+    position: Position | Callable[..., Position | None] | None = None,
     short_names: Mapping[str, str | tuple[str, ...]] | None = None,
 ) -> Any:
     """Make a factory of transforms from a function that returns a state and the arithmetic of one leaf.
@@ -157,6 +160,7 @@ def leafwise(
         locality: what a step must see; ELEMENT unless said otherwise, and at least LEAF with a compact dtype.
         reads_params: whether the step takes the parameter; "updated" for the parameter as `apply_updates` leaves it
             with this update. A slot that starts at the parameters needs it too.
+        position: as for `muonfx.transform`.
         short_names: as for `muonfx.transform`.
 
     Returns:
@@ -201,6 +205,7 @@ def leafwise(
             name=name,
             locality=find_locality,
             reads_params=bool(reads_params),
+            position=position,
             short_names=short_names,
         )
         return decorator(build)
@@ -291,11 +296,13 @@ def _functions(name: str, declared: PyTree, step: Step, reads_params: ReadsParam
                 continue
             place, source = next(places)
             if place != source:
+                values.check(place, operands[source], at, f"{name}: the step returns a state")
                 wide, reuse = values.take(place, taken), donate.state and values.was_cast[source]
                 own = field.write(at, wide, operands[source], own, reuse=reuse)
                 taken.append(place)
             new_state.append(own)
         if out != 0:
+            values.check(out, operands[0], at, f"{name}: the step returns an update")
             updates = at.fill(ew.cast_like(values.take(out, taken, spare=0), operands[0]))
         return updates, tree.unflatten(containers(), new_state)
 

@@ -20,7 +20,10 @@ class LionState(NamedTuple):
     """The average gradient, like the parameters, in the pinned dtype; a `CompactState` for a compact one."""
 
 
-@leafwise(short_names={"betas": ("b1", "b2"), "momentum": "b1"})
+@leafwise(
+    short_names={"betas": ("b1", "b2"), "momentum": "b1"},
+    position="sets_size",
+)
 def scale_by_lion(b1: ScalarOrSchedule = 0.9, b2: ScalarOrSchedule = 0.99, *, mu_dtype: StateDtype = "auto"):
     r"""Take the sign of $\beta_1 m_{t-1} + (1 - \beta_1) g_t$, then average with $\beta_2$.
 

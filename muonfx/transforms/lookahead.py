@@ -30,7 +30,12 @@ class LookaheadState(NamedTuple):
     """The inner transform's state."""
 
 
-@transform(locality=lambda inner, *_, **__: inner.locality, own_locality=Locality.ELEMENT, in_store=INNER_FIRST)
+@transform(
+    locality=lambda inner, *_, **__: inner.locality,
+    own_locality=Locality.ELEMENT,
+    in_store=INNER_FIRST,
+    position="last",
+)
 def lookahead(inner: Transform, sync_period: int, slow_step_size: Scalar, *, dtype: WideStateDtype = "auto"):
     """Let the parameters run ahead, and every few steps bring them back to slow weights that go part of the way.
 

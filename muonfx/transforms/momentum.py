@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from muonfx import checks
+from muonfx import elementwise as ew
 from muonfx.schedules import ScalarOrSchedule
 from muonfx.transforms._pinned import StateDtype, power
 from muonfx.transforms.leafwise import Leaf, Slot, StepCount, leafwise
@@ -94,7 +95,9 @@ def momentum(
         trace = s.trace.lerp(u, 1.0 - decay)
         weight = 1.0 - power(decay, count)
         if nesterov:
-            out = (u * ((1.0 - decay) / weight)).add(trace, alpha=decay / (1.0 - power(decay, count + 1)))
+            ahead = 1.0 - power(decay, count + 1)
+            own = ew.scalar_like(1.0 - decay, weight) / weight
+            out = (u * own).add(trace, alpha=ew.scalar_like(decay, ahead) / ahead)
         else:
             out = trace * (1.0 / weight)
         return out, DebiasedMomentumState(count, trace)

@@ -90,7 +90,7 @@ METRICS: dict[str, Callable[[PyTree, Sum], Tensor]] = {
 _SUMS = {"norm", "rms"}
 
 
-@transform(locality=Locality.TREE)
+@transform(locality=Locality.TREE, position="observer")
 def monitor(name: str = "updates", metrics: tuple[Metric, ...] = ("norm", "rms"), *, by_leaf: bool = False):
     r"""Measure the updates that pass by, and pass them on unchanged.
 

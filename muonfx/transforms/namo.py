@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from muonfx import checks
+from muonfx import checks, tree
 from muonfx import elementwise as ew
 from muonfx.core import Donation, Transform, transform
 from muonfx.core.contract import NOTHING
@@ -50,6 +50,7 @@ class NamoState(NamedTuple):
     on_stacks=lambda tx, shapes: (tx, {}),  # the inner transform has a state by leaves of its own
     name_patterns=name_patterns,
     short_names={"betas": ("b1", "b2"), "momentum": "b1", "eps": "eps"},
+    position="sets_size",
 )
 def scale_by_namo(
     inner: Transform,
@@ -140,6 +141,12 @@ def scale_by_namo(
         # The average may lie in the state, so it is not donated on.
         directions = at.fill(ew.cast_like(average, grads))
         out, inner_state = inner.run(directions, state.inner, params, donate=Donation(False, donate.state), **extras)
+        for name, own, update in zip(tree.names(out), tree.leaves(out), tree.leaves(updates), strict=True):
+            if own is not None and update is None:
+                raise ValueError(
+                    f"scale_by_namo: inner returns an update for {name!r}, whose gradient is None, so it has no scale; "
+                    "put what gathers gradients around it: accumulate(scale_by_namo(...), every)"
+                )
         scaled = [
             own.join(
                 [(d * a).to(leaf.dtype) for d, a in zip(own.split(leaf, name), each, strict=True)],

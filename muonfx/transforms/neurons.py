@@ -45,6 +45,7 @@ class NeuronsState(NamedTuple):
     reads_params=False,
     on_stacks=on_stacks_without_blocks,
     name_patterns=name_patterns,
+    position=lambda *_, keep_norm, **__: None if keep_norm else "sets_size",
 )
 def normalize_neurons(
     decay: ScalarOrSchedule = 0.95,

@@ -30,9 +30,14 @@ from muonfx.tree import PyTree
 __all__ = ["normalize_columns", "normalize_leaves", "normalize_matrices", "normalize_rows"]
 
 of_matrices = functools.partial(
-    transform, locality=matrix_locality, reads_params=False, on_stacks=on_stacks, name_patterns=name_patterns
+    transform,
+    locality=matrix_locality,
+    reads_params=False,
+    on_stacks=on_stacks,
+    name_patterns=name_patterns,
+    position="sets_size",
 )
-"""Declares a transform without a state that works on the matrices of a view, each alone."""
+"""Declares a transform without a state that normalizes the matrices of a view, each alone."""
 
 
 @of_matrices()
@@ -134,7 +139,7 @@ def normalize_matrices(
     return _normalize_matrices(view, (-2, -1))
 
 
-@transform(locality=Locality.LEAF, reads_params=False)
+@transform(locality=Locality.LEAF, reads_params=False, position="sets_size")
 def normalize_leaves():
     """Divide each leaf by its root mean square: vectors and scalars too.
 

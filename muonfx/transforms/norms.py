@@ -14,12 +14,13 @@ from muonfx.core.combine import no_state
 from muonfx.core.contract import NOTHING
 from muonfx.schedules import ScalarOrSchedule
 from muonfx.transforms.clip import squared_norms
+from muonfx.transforms.scale import position_of_factor
 from muonfx.tree import Present, PyTree
 
 __all__ = ["centralize", "normalize_by_update_norm", "scale_by_trust_ratio"]
 
 
-@transform(locality=Locality.LEAF)
+@transform(locality=Locality.LEAF, position="sets_size")
 def scale_by_trust_ratio(
     min_norm: ScalarOrSchedule = 0.0, trust_coefficient: ScalarOrSchedule = 1.0, eps: ScalarOrSchedule = 0.0
 ):
@@ -66,7 +67,7 @@ def scale_by_trust_ratio(
     return no_state, update
 
 
-@transform(locality=Locality.TREE)
+@transform(locality=Locality.TREE, position=lambda scale_factor, eps: position_of_factor(scale_factor) or "sets_size")
 def normalize_by_update_norm(scale_factor: ScalarOrSchedule = 1.0, eps: ScalarOrSchedule = 1e-6):
     """Divide all updates by the norm of the whole tree, and multiply them by a factor.
 
@@ -98,7 +99,7 @@ def normalize_by_update_norm(scale_factor: ScalarOrSchedule = 1.0, eps: ScalarOr
         at = Present(updates)
         leaves = at.pick(updates)
         norm = ew.safe_sqrt(sum_over_leaves(squared_norms(updates))) + eps  # also without leaves: all ranks take part
-        factor = scale_factor / torch.where(norm == 0, 1.0, norm)
+        factor = ew.scalar_like(scale_factor, norm) / torch.where(norm == 0, 1.0, norm)
         return at.fill(ew.cast_like(ew.mul(leaves, factor, reuse=donate.updates), leaves)), state
 
     return no_state, update

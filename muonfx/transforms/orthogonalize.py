@@ -10,7 +10,6 @@ from torch import Tensor
 from muonfx import polar
 from muonfx.core import Donation, EmptyState, Transform, transform
 from muonfx.core.contract import NOTHING
-from muonfx.polar.policy import Decided
 from muonfx.transforms._matrices import BlockAxis, Blocks, Dims, MatrixView, matrix_locality, name_patterns, on_stacks
 from muonfx.tree import Present, PyTree
 
@@ -26,17 +25,13 @@ def _rounds_to(tx: Transform, dtype: torch.dtype, device: torch.device) -> torch
     return compute if polar.same_range(dtype, compute) else dtype
 
 
-def _with_compute_dtype(tx: Transform, dtype: torch.dtype) -> Transform:
-    return tx.replace(dtype=Decided(dtype)) if tx.arguments["dtype"] == "auto" else tx
-
-
 @transform(
     locality=matrix_locality,
     reads_params=False,
     rounds_to=_rounds_to,
-    with_compute_dtype=_with_compute_dtype,
     on_stacks=on_stacks,
     name_patterns=name_patterns,
+    position="sets_size",
 )
 def orthogonalize(
     *,
@@ -57,7 +52,8 @@ def orthogonalize(
         coefficients: the name of a set (see `muonfx.polar`), the set itself, or its steps (a, b, c).
         steps: how many steps; None takes the set's own number.
         method: "standard" or "gram"; "auto" takes the cheaper one by shape (`muonfx.polar.explain` says which and why).
-        dtype: what to compute in; "auto" decides by the device. Updates come back in their own dtype.
+        dtype: what to compute in; "auto" decides by the device, and is at least fp32 where derivatives are taken
+            through the transform. Updates are returned in their own dtype.
         products: "batched", "blocks" or "triton", how symmetric products are done; "auto" decides by shape and device.
         newton_schulz: the iteration as one value, in place of the five arguments above.
         dims: which dims of a leaf are rows and which are columns, as `MatrixView` says in full.

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from muonfx import checks
 from muonfx import elementwise as ew
-from muonfx.core import Donation, Locality, transform
+from muonfx.core import Donation, Locality, Transform, transform
 from muonfx.core.contract import NOTHING
 from muonfx.schedules import ScalarOrSchedule
 from muonfx.transforms._pinned import new_count, new_number
@@ -35,7 +37,12 @@ class ReduceOnPlateauState(NamedTuple):
     """The average of the losses since the last one that was looked at, 0-d."""
 
 
-@transform(locality=Locality.ELEMENT, reads_params=False)
+def _check_extras(tx: Transform, extras: Mapping[str, Any]) -> None:
+    if "value" in extras:
+        _check_value(extras["value"])
+
+
+@transform(locality=Locality.ELEMENT, reads_params=False, check_extras=_check_extras)
 def reduce_on_plateau(
     factor: ScalarOrSchedule = 0.1,
     patience: int = 10,
@@ -61,7 +68,7 @@ def reduce_on_plateau(
         min_scale: the scale is not reduced below this.
 
     Raises:
-        TypeError: a number of losses is no int; at `update`, ``value`` is missing.
+        TypeError: a number of losses is no int; at `update`, ``value`` is missing or not a real number.
         ValueError: an argument is out of range; at `update`, ``value`` has more than one element.
 
     Follows Optax's ``contrib.reduce_on_plateau``, and so ``torch.optim.lr_scheduler.ReduceLROnPlateau``.
@@ -137,9 +144,20 @@ def reduce_on_plateau(
 
 def _number(value: float | Tensor, device: torch.device) -> Tensor:
     """The loss as a number of the state: no part of the graph that it may carry."""
+    _check_value(value)
+    return new_number(value.detach().reshape(()) if isinstance(value, Tensor) else value, device)
+
+
+def _check_value(value: object) -> None:
+    is_real = (
+        not (value.is_complex() or value.dtype == torch.bool)
+        if isinstance(value, Tensor)
+        else isinstance(value, Real) and not isinstance(value, bool)
+    )
+    if not is_real:
+        raise TypeError(f"reduce_on_plateau: value must be the loss, a real number or a real tensor, found {value!r}")
     if isinstance(value, Tensor) and value.numel() != 1:
         raise ValueError(
             f"reduce_on_plateau: value must have one element, found a tensor of shape {tuple(value.shape)}; reduce it "
             "first, as with .mean()"
         )
-    return new_number(value.detach().reshape(()) if isinstance(value, Tensor) else value, device)

@@ -38,7 +38,11 @@ class ProdigyState(NamedTuple):
     """The parameters at the start, in their own dtypes."""
 
 
-@transform(locality=Locality.TREE, short_names={"lr": "learning_rate", "betas": ("b1", "b2"), "eps": "eps"})
+@transform(
+    locality=Locality.TREE,
+    short_names={"lr": "learning_rate", "betas": ("b1", "b2"), "eps": "eps"},
+    position="sets_size",
+)
 def scale_by_prodigy(
     learning_rate: ScalarOrFunction = 1.0,
     b1: ScalarOrSchedule = 0.9,

@@ -54,6 +54,20 @@ def _members(heads: Sequence[AttentionHeads], names: Iterable[str]) -> tuple[_Me
     return tuple(found)
 
 
+def _check_pairs(heads: Sequence[AttentionHeads], found: Sequence[_Member]) -> None:
+    """Require the queries and the keys of each module: each takes a share of the factor."""
+    for module, which in dict.fromkeys((own.module, own.which) for own in found):
+        seen = {role: own.name for own in found if own.module == module for role in own.roles}
+        for role, other in (("query", "key"), ("key", "query")):
+            if role in seen and other not in seen:
+                lacking = ".".join(filter(None, (module, getattr(heads[which], other))))
+                raise ValueError(
+                    f"qk_clip: found the {role} weights {seen[role]!r} and no {other} weights {lacking!r} among its "
+                    "parameters. Each takes a share of the factor, so it must see both: give both to it in the mask or "
+                    "the labels around it"
+                )
+
+
 def _resolve(tx: Transform, params: PyTree) -> Transform:
     given = tx.arguments["heads"]
     if isinstance(given, _Members):
@@ -84,6 +98,8 @@ def _unchanged(values: PyTree) -> PyTree:
 
 def _check_extras(tx: Transform, extras: Mapping[str, PyTree]) -> None:
     resolved, logits = tx.arguments["heads"], extras.get("max_logits")
+    if resolved != () and "max_logits" in extras:
+        _check_logits(logits)
     if isinstance(resolved, _Members) and logits is not None:
         given = _by_module(logits)
         for own in resolved.members:
@@ -91,7 +107,7 @@ def _check_extras(tx: Transform, extras: Mapping[str, PyTree]) -> None:
 
 
 @transform(
-    locality=Locality.TREE, resolve=_resolve, name_patterns=_patterns, check_extras=_check_extras, wants_downhill=True
+    locality=Locality.TREE, resolve=_resolve, name_patterns=_patterns, check_extras=_check_extras, position="last"
 )
 def qk_clip(
     heads: AttentionHeads | tuple[AttentionHeads, ...],
@@ -125,9 +141,10 @@ def qk_clip(
         alpha: the query's share of the exponent, from 0 to 1.
 
     Raises:
-        TypeError: ``heads`` is something else; at `update`, ``max_logits`` is missing.
+        TypeError: ``heads`` is something else; at `update`, ``max_logits`` is missing or not a dict.
         ValueError: a number is out of range; at `init`, a pattern matches no parameter, or one has not the rows that
-            its heads need; at `update`, ``params`` or an entry of ``max_logits`` is missing or has another shape.
+            its heads need, or a mask around it hides the queries or the keys of a module; at `update`, ``params`` or an
+            entry of ``max_logits`` is missing or has another shape.
 
     Follows Kimi K2 (arXiv 2507.20534), section 2.1 and algorithm 1.
 
@@ -154,6 +171,7 @@ def qk_clip(
 
     def init(params: PyTree) -> EmptyState:
         shapes = dict(zip(tree.names(params), tree.leaves(params), strict=True))
+        _check_pairs(known, _members(known, shapes))
         for own in found(params) if resolved is None else ():
             if shapes[own.name] is not None:
                 _check_rows(known[own.which], own, tuple(shapes[own.name].shape))
@@ -221,6 +239,7 @@ def _factors(
     like: Tensor,
 ) -> dict[str, dict[str, Tensor]]:
     """The factors of each module by kind, one for each head: computed for all modules with the same heads at once."""
+    _check_logits(max_logits)
     given = _by_module(max_logits)
     which = {own.module: own.which for own in members}
     modules = sorted(which, key=lambda module: which[module])
@@ -234,13 +253,23 @@ def _factors(
             continue
         largest = torch.stack([rows[module] for module in mine])
         exceeds = largest.isfinite() & (largest > tau)
-        gamma = torch.where(exceeds, tau / torch.where(exceeds, largest, 1.0), torch.ones_like(largest))
+        gamma = torch.where(
+            exceeds, ew.scalar_like(tau, largest) / torch.where(exceeds, largest, 1.0), torch.ones_like(largest)
+        )
         groups = gamma.unflatten(1, (own.keys, own.heads // own.keys))
-        key = groups.amax(dim=2) ** (1.0 - alpha)
+        key = torch.pow(groups.amax(dim=2), ew.scalar_like(1.0 - alpha, groups))
         query = (groups / key.unsqueeze(2)).flatten(1)
         kinds = {"query": query.unbind(), "key": key.unbind(), "rotary": gamma.unbind()}
         found |= {module: {kind: every[i] for kind, every in kinds.items()} for i, module in enumerate(mine)}
     return found
+
+
+def _check_logits(max_logits: object) -> None:
+    if not isinstance(max_logits, Mapping):
+        raise TypeError(
+            "qk_clip: max_logits must be a dict with a tensor for each attention module, as "
+            f"muonfx.attention.collect_max_logits collects it, found {max_logits!r}"
+        )
 
 
 def _by_module(max_logits: PyTree) -> dict[str, PyTree]:
@@ -249,9 +278,10 @@ def _by_module(max_logits: PyTree) -> dict[str, PyTree]:
 
 def _logits_of(module: str, own: AttentionHeads, given: dict[str, PyTree]) -> Tensor:
     logits = given.get(module)
-    if not isinstance(logits, Tensor):
+    if not isinstance(logits, Tensor) or logits.dtype == torch.bool or logits.is_complex():
+        found = f", found {logits!r}" if module in given else did_you_mean(module, given)
         raise ValueError(
-            f"qk_clip: max_logits has no tensor for the module {module!r}{did_you_mean(module, given)}: give the "
+            f"qk_clip: max_logits has no tensor for the module {module!r}{found}: give the "
             f"largest logit of each of its {own.heads} heads, update(..., max_logits={{{module!r}: ...}}), which "
             "muonfx.attention.collect_max_logits collects"
         )

@@ -35,7 +35,7 @@ class DebiasedRmsState(NamedTuple):
     """Second moments, like the parameters, in the pinned dtype; a `CompactState` for a compact one."""
 
 
-@leafwise(short_names={"alpha": "decay", "eps": "eps"})
+@leafwise(short_names={"alpha": "decay", "eps": "eps"}, position="sets_size")
 def scale_by_rms(
     decay: ScalarOrSchedule = 0.9,
     eps: ScalarOrSchedule = 1e-8,
@@ -114,7 +114,7 @@ class FactoredRmsState(NamedTuple):
 
 
 # LEAF also where nothing is factored: that depends on the sides of the whole leaf.
-@transform(locality=Locality.LEAF, reads_params=False)
+@transform(locality=Locality.LEAF, reads_params=False, position="sets_size")
 def scale_by_factored_rms(
     *,
     factored: bool = True,
@@ -183,7 +183,7 @@ def scale_by_factored_rms(
     ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
         wide = ew.wide_dtype(leaf.dtype, whole.dtype)
         u, decay = leaf.to(wide), decay.to(wide)
-        square = u.square() + eps
+        square = u.square() + ew.scalar_like(eps, u)  # a leaf without dims would take a tensor's dtype
         found = dims_of(tuple(leaf.shape))
         if found is None:
             moment = decay * whole.to(wide) + (1.0 - decay) * square

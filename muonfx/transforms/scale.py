@@ -12,7 +12,9 @@ from muonfx import checks
 from muonfx import elementwise as ew
 from muonfx.core import Donation, EmptyState, Locality, Transform, transform
 from muonfx.core.contract import NOTHING
+from muonfx.core.order import Position
 from muonfx.elementwise import Scalar
+from muonfx.recorded import parts_of
 from muonfx.schedules import ScalarOrFunction, ScalarOrSchedule, Schedule
 from muonfx.transforms._matrices import BlockAxis, Blocks, Dims, MatrixView, matrix_locality, name_patterns, on_stacks
 from muonfx.transforms._pinned import new_count
@@ -71,7 +73,16 @@ def _multiply(updates: PyTree, factor: Scalar, donate: Donation) -> PyTree:
     return at.fill(ew.cast_like(ew.mul(leaves, factor, reuse=donate.updates), leaves))
 
 
-@transform(locality=Locality.ELEMENT)
+def position_of_factor(factor: object) -> Position | None:
+    """The position of a transform that multiplies updates by a factor, as far as its numbers are known."""
+    numbers = [number for _, number in parts_of(factor)] if isinstance(factor, Schedule) else [factor]
+    known = [number for number in numbers if isinstance(number, float)]
+    if any(x < 0 for x in known):
+        return "either_sign" if any(x > 0 for x in known) else "turns"
+    return None if known and len(known) == len(numbers) else "either_sign"
+
+
+@transform(locality=Locality.ELEMENT, position=position_of_factor)
 def scale(factor: ScalarOrSchedule):
     """Multiply updates by a constant.
 
@@ -89,7 +100,7 @@ def scale(factor: ScalarOrSchedule):
     return scheduled(factor, lambda updates, params, value, donate: _multiply(updates, value, donate))
 
 
-@transform(locality=Locality.ELEMENT)
+@transform(locality=Locality.ELEMENT, position=position_of_factor)
 def scale_by_schedule(schedule: Schedule | Callable[[Tensor], Tensor]):
     """Multiply updates by a schedule of the step count; the first update uses step 0.
 
@@ -111,7 +122,7 @@ def scale_by_schedule(schedule: Schedule | Callable[[Tensor], Tensor]):
     return scheduled(schedule, lambda updates, params, value, donate: _multiply(updates, value, donate))
 
 
-@transform(locality=Locality.ELEMENT)
+@transform(locality=Locality.ELEMENT, position="sets_size")
 def scale_by_sign():
     """Replace every element by its sign: -1, 0 or 1. NaN stays NaN.
 
@@ -134,7 +145,7 @@ def scale_by_sign():
 
 @transform(
     locality=Locality.ELEMENT,
-    turns_downhill=lambda learning_rate, *, flip_sign: flip_sign,
+    position=lambda learning_rate, *, flip_sign: "learning_rate" if flip_sign else None,
     short_names={"lr": "learning_rate"},
 )
 def scale_by_learning_rate(learning_rate: ScalarOrFunction, *, flip_sign: bool = True):

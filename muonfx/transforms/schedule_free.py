@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from muonfx import checks, tree
 from muonfx import elementwise as ew
+from muonfx.checks import warn_caller
 from muonfx.core import Donation, Locality, Transform, transform
 from muonfx.core.contract import NOTHING
-from muonfx.schedules import Scalar, ScalarOrFunction
+from muonfx.core.order import within
+from muonfx.schedules import Scalar, ScalarOrFunction, Schedule
 from muonfx.transforms._in_store import INNER_FIRST
 from muonfx.transforms._pinned import WideStateDtype, copies, new_count, new_number, store, widest
 from muonfx.tree import Present, PyTree, device_of
@@ -38,8 +40,15 @@ class ScheduleFreeState(NamedTuple):
     """The inner transform's state."""
 
 
-@transform(locality=lambda inner, *_, **__: inner.locality, own_locality=Locality.ELEMENT, in_store=INNER_FIRST)
+@transform(
+    locality=lambda inner, *_, **__: inner.locality,
+    own_locality=Locality.ELEMENT,
+    in_store=INNER_FIRST,
+    position="last",
+    remembers=True,
+)
 def schedule_free(
+    _memory: dict[Any, Any],
     inner: Transform,
     learning_rate: ScalarOrFunction,
     b1: Scalar = 0.9,
@@ -72,6 +81,9 @@ def schedule_free(
         ValueError: a number is out of range, or ``dtype`` is a string other than "auto"; at `update`, ``params`` is
             missing.
 
+    Warns:
+        UserWarning: ``learning_rate`` is not one of the inner chain's, or the inner chain has a momentum.
+
     Follows Defazio et al. (arXiv 2405.15682) and Optax's ``contrib.schedule_free``.
 
     Example:
@@ -95,6 +107,11 @@ def schedule_free(
         raise ValueError(f"b1 must be in (0, 1], found {b1!r}")
     weight_lr_power = checks.at_least("weight_lr_power", weight_lr_power, 0.0)
     checks.state_dtype("dtype", dtype)
+    if not (_memory or torch.compiler.is_compiling()):
+        _memory["checked"] = True  # once, not again where numbers change
+        if weight_lr_power != 0.0:
+            _warn_of_another_rate(inner, learning_rate)
+        _warn_of_momentum(inner)
 
     def init(params: PyTree) -> ScheduleFreeState:
         device = device_of(params)
@@ -139,6 +156,37 @@ def schedule_free(
         return at.fill(ew.cast_like(moved, given)), state
 
     return init, update
+
+
+def _warn_of_another_rate(inner: Transform, learning_rate: ScalarOrFunction) -> None:
+    """Warn if all learning rates of the inner transform are known to differ from the one that weights the average."""
+    given = [tx.arguments.get("learning_rate") for tx in within(inner) if tx.position == "learning_rate"]
+    known = [rate for rate in given if isinstance(rate, float | Schedule)]
+    if (
+        known
+        and len(known) == len(given)
+        and isinstance(learning_rate, float | Schedule)
+        and learning_rate not in known
+    ):
+        warn_caller(
+            f"schedule_free: learning_rate is {learning_rate!r}, but the inner transform has {known[0]!r}: the average "
+            "is weighted by another rate than the steps are taken with. Give both the same"
+        )
+
+
+def _warn_of_momentum(inner: Transform) -> None:
+    """Warn of a momentum within, which the interpolation replaces."""
+    for tx in within(inner):
+        short = tx.declaration.short_names
+        name = short.get("momentum", short.get("betas"))
+        name = name[0] if isinstance(name, tuple) else name
+        value = None if name is None else tx.arguments[name]
+        if isinstance(value, float | Schedule) and value != 0.0:
+            warn_caller(
+                f"schedule_free: {tx.name} within has a momentum of its own, {name}={value!r}, whose place the "
+                f"interpolation b1 takes. Switch it off: {name}=0.0"
+            )
+            return
 
 
 def schedule_free_eval_params(state: PyTree, params: T) -> T:

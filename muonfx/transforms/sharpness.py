@@ -22,7 +22,7 @@ from muonfx.tree import Present, PyTree
 __all__ = ["sam", "sam_gradient"]
 
 
-@transform(locality=Locality.TREE, reads_params=lambda rho=0.05, *, adaptive=False: adaptive)
+@transform(locality=Locality.TREE, reads_params=lambda rho=0.05, *, adaptive=False: adaptive, position="sets_size")
 def sam(rho: ScalarOrSchedule = 0.05, *, adaptive: bool = False):
     r"""Turn gradients into the step by which sharpness-aware minimization climbs: $\rho g / \|g\|$.
 
@@ -63,7 +63,7 @@ def sam(rho: ScalarOrSchedule = 0.05, *, adaptive: bool = False):
             leaves, sizes = widest(given, at.pick(params))
             leaves = ew.apply("mul", leaves, sizes)
         norm = ew.safe_sqrt(sum_over_leaves(squared_norms(at.fill(leaves))))  # also without leaves: all ranks take part
-        factor = torch.where(norm == 0, 0.0, rho / torch.where(norm == 0, 1.0, norm))
+        factor = torch.where(norm == 0, 0.0, ew.scalar_like(rho, norm) / torch.where(norm == 0, 1.0, norm))
         leaves = ew.mul(leaves, factor, reuse=adaptive or donate.updates)
         if adaptive:
             leaves = ew.apply("mul", leaves, sizes, reuse=True)

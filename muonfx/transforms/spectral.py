@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from muonfx import checks, polar
+from muonfx import checks, polar, tree
 from muonfx import elementwise as ew
 from muonfx.core import Donation, Transform, transform
 from muonfx.core.contract import NOTHING
@@ -31,7 +31,7 @@ LARGEST = 3e4
 """The largest Frobenius norm, in thresholds, of a matrix whose singular values are clipped as it is."""
 
 
-@of_matrices()
+@of_matrices(position=None)
 def clip_singular_values(
     threshold: float = 1.0,
     *,
@@ -151,7 +151,11 @@ def scale_by_dual_norm(
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: object):
         # The gradient is needed again after the inner transform: it cannot be donated on.
         out, state = inner.run(updates, state, params, donate=Donation(False, donate.state), **extras)
-        return map_matrices(view, _scale_by_inner_product, out, updates), state
+        # An inner transform that gathers may have an update for a leaf without a gradient, which counts as zero.
+        pairs = zip(tree.leaves(out), tree.leaves(updates), strict=True)
+        gradients = [torch.zeros_like(u) if g is None and u is not None else g for u, g in pairs]
+        gradients = tree.unflatten(tree.flatten(updates)[1], gradients)
+        return map_matrices(view, _scale_by_inner_product, out, gradients), state
 
     return init, update
 

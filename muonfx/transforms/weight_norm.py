@@ -42,7 +42,7 @@ class WeightNormsState(NamedTuple):
     with a number for each block along the block axis."""
 
 
-@transform(locality=matrix_locality, on_stacks=on_stacks, name_patterns=name_patterns)
+@transform(locality=matrix_locality, on_stacks=on_stacks, name_patterns=name_patterns, position="sets_size")
 def match_weight_norms(
     *,
     dims: Dims | Mapping[str, Dims] | None = None,
@@ -93,9 +93,7 @@ def _match(update: Tensor, weight: Tensor) -> Tensor:
     return torch.where(size == 0, u, to_unit_rms(u, (-2, -1)) * size).to(update.dtype)
 
 
-@transform(
-    locality=matrix_locality, on_stacks=on_stacks_without_blocks, name_patterns=name_patterns, wants_downhill=True
-)
+@transform(locality=matrix_locality, on_stacks=on_stacks_without_blocks, name_patterns=name_patterns, position="last")
 def keep_weight_norms(
     *,
     dtype: WideStateDtype = "auto",

@@ -2,14 +2,14 @@
 
 What the interpreter audits (opening, listing, renaming, removing, making folders) is caught by an audit hook, so that
 no call goes by unseen, whichever module makes it. What it does not audit (writing, flushing, asking for a status) is
-patched.
+patched. With ``reads``, so is what a load calls besides: the status of an open file, seeking, reading and closing.
 """
 
 import errno
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
@@ -28,7 +28,17 @@ class Faults:
         failed: the call that failed; "" if there were not so many.
     """
 
-    def __init__(self, folder: Path, at: int, *, always: bool = False, code: int = errno.EIO, kill: bool = False):
+    def __init__(
+        self,
+        folder: Path,
+        at: int,
+        *,
+        always: bool = False,
+        code: int = errno.EIO,
+        kill: bool = False,
+        reads: bool = False,
+    ):
+        self.reads = reads
         self.folder, self.at, self.always, self.code, self.kill = os.path.realpath(folder), at, always, code, kill
         self.calls: list[str] = []
         self.failed = ""
@@ -57,34 +67,66 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
         _active[-1].touch(event, arguments[1] if event == "os.rename" else arguments[0])
 
 
+def _path_of(handle: int) -> str:
+    return os.readlink(f"/proc/self/fd/{handle}")
+
+
 class _CountedFile(FileIO):
     def write(self, data: Any) -> int:
         _active[-1].touch("write", self.name)
         return super().write(bytes(data[:1000]))  # a system may take fewer bytes than it is given
 
+    def _read(self, what: str) -> None:
+        if _active and _active[-1].reads and not self.closed:
+            _active[-1].touch(what, _path_of(self.fileno()))
+
+    def seek(self, *arguments: Any) -> int:
+        self._read("seek")
+        return super().seek(*arguments)
+
+    def readinto(self, room: Any) -> int | None:
+        self._read("read")
+        return super().readinto(room)
+
+    def close(self) -> None:
+        try:
+            self._read("close")
+        finally:
+            super().close()  # a system closes a file even if it reports an error
+
 
 @contextmanager
-def faults(folder: Path, at: int, **how: Any) -> Iterator[Faults]:
+def faults(folder: Path, at: int, **how: Any) -> Generator[Faults]:
     """Fail a call within the block; see `Faults`. Use `at=-1` to count only."""
     global _hooked
     if not _hooked:  # a hook cannot be taken away again
         sys.addaudithook(_hook)
         _hooked = True
     made = Faults(folder, at, **how)
-    fsync, stat, file = os.fsync, os.stat, files.FileIO
+    fsync, stat, file, fstat, preadv = os.fsync, os.stat, files.FileIO, os.fstat, os.preadv
 
     def counted_fsync(handle: int) -> None:
-        made.touch("fsync", os.readlink(f"/proc/self/fd/{handle}"))
+        made.touch("fsync", _path_of(handle))
         fsync(handle)
 
     def counted_stat(path: Any, *arguments: Any, **more: Any) -> os.stat_result:
         made.touch("stat", path)
         return stat(path, *arguments, **more)
 
+    def counted_fstat(handle: int) -> os.stat_result:
+        made.touch("fstat", _path_of(handle))
+        return fstat(handle)
+
+    def counted_preadv(handle: int, *arguments: Any) -> int:
+        made.touch("preadv", _path_of(handle))
+        return preadv(handle, *arguments)
+
     os.fsync, os.stat, files.FileIO = counted_fsync, counted_stat, _CountedFile
+    if made.reads:
+        os.fstat, os.preadv = counted_fstat, counted_preadv
     _active.append(made)
     try:
         yield made
     finally:
         _active.pop()
-        os.fsync, os.stat, files.FileIO = fsync, stat, file
+        os.fsync, os.stat, files.FileIO, os.fstat, os.preadv = fsync, stat, file, fstat, preadv

@@ -50,8 +50,11 @@ started = time.perf_counter()
 steps(0), one(0)
 took = time.perf_counter() - started  # a disk may be slow today
 seen = {"steps": 0, "one": 0}
-unfinished = 0
-for _ in range(tries):
+unfinished = kills = 0
+# Longer than that if the machine is so busy that few writers finished, or so idle that few were caught.
+while kills < tries or min(*seen.values(), unfinished) <= tries // 50:
+    kills += 1
+    before = sum(seen.values())
     order = draw.sample([steps, one], 2)
     pid = os.fork()
     if pid == 0:
@@ -68,24 +71,19 @@ for _ in range(tries):
         for name, leaf in ck.load(path, like=state(0))["trace"].items():
             assert (leaf == step % 100).all(), name
     unfinished += len(os.listdir(folder + "/one")) > 2
+    took *= 1.1 if sum(seen.values()) == before else 0.95
 ck.save(ck.step_path(folder + "/steps", max(seen.values()) + 1), state(0), keep=2)
 assert len(os.listdir(folder + "/steps")) == 2
 ck.save(folder + "/one", state(0))
 assert len(os.listdir(folder + "/one")) == 2
-print(seen["steps"], seen["one"], unfinished)
 """
 
 
 def kill(tmp_path: Path, tries: int, seed: int) -> None:
     root = Path(__file__).resolve().parents[2]
     command = [sys.executable, "-W", "error", "-c", KILLER, str(tmp_path), str(tries), str(root), str(seed)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=280, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
-    step, other, unfinished = map(int, done.stdout.split())
-    assert min(step, other) > tries // 50  # they did write in between
-    assert unfinished > tries // 50  # and were caught at it
 
 
 @pytest.mark.skipif(os.name == "nt", reason="forks")

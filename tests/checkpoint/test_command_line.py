@@ -134,8 +134,8 @@ def test_every_command_is_offered(capsys):
 def test_the_program_itself(folder: Path):
     command = [sys.executable, "-m", "muonfx.checkpoint"]
     root = Path(__file__).resolve().parents[2]
-    done = subprocess.run([*command, "verify", str(folder)], capture_output=True, text=True, cwd=root, timeout=120)
+    done = subprocess.run([*command, "verify", str(folder)], capture_output=True, text=True, cwd=root)
     assert (done.returncode, done.stderr) == (0, "")
-    done = subprocess.run([*command, "sing"], capture_output=True, text=True, cwd=root, timeout=120)
+    done = subprocess.run([*command, "sing"], capture_output=True, text=True, cwd=root)
     assert done.returncode == 2
     assert "invalid choice" in done.stderr

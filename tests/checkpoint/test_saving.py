@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_a_process_that_ends_at_once_waits_for_a_large_save(tmp_path: Path):
     call = f"mfx.checkpoint.save_async({str(tmp_path / 'a')!r}, {{'w': torch.ones(3_000_000)}})"
     code = f"import torch, muonfx as mfx; {call}"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
     assert ck.read(tmp_path / "a")["w"].sum() == 3_000_000
 
 
@@ -60,7 +60,7 @@ def test_a_failed_save_that_nobody_waits_for_is_told_of_at_the_end_of_the_proces
     (tmp_path / "file").write_text("mine")
     call = f"mfx.checkpoint.save_async({str(tmp_path / 'file')!r}, {{'w': torch.ones(3)}})"
     code = f"import torch, muonfx as mfx; {call}"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=280)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert f"muonfx: the save to {tmp_path / 'file'} in the background has failed, and nobody" in done.stderr
     assert "a checkpoint is a folder" in done.stderr
 
@@ -74,7 +74,7 @@ def many_in_flight(here: Here, path: Path) -> None:
     loaded = ck.load(path / "other", like=state, group=here.background)
     assert torch.equal(loaded["w"], state["w"])
     for saving in savings:
-        saving.wait(60)
+        saving.wait()
     assert ck.verify(path / "one").step == 6
 
 
@@ -106,9 +106,9 @@ def with_a_destroyed_group(here: Here, path: Path, when: str) -> str:
     dist.destroy_process_group(group)
     gone.set()
     for first in savings:
-        first.wait(60)
+        first.wait()
     with pytest.raises(CheckpointError) as caught:
-        saving.wait(60)
+        saving.wait()
     return str(caught.value)
 
 

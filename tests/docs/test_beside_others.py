@@ -20,6 +20,9 @@ COLUMNS = {
     "Equinox": "equinox",
     "torch.optim": "torch.optim",
 }
+HERE = {"muonfx", "torch.optim"}
+"""Columns of packages that are always installed."""
+
 ELSEWHERE = ("torch", "jax")
 """Packages whose names are written in full in any column."""
 
@@ -54,7 +57,10 @@ def look_up(package: str, name: str) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch.distributed.optim uses what is deprecated
-@pytest.mark.parametrize("column", COLUMNS)
+@pytest.mark.parametrize(
+    "column",
+    [pytest.param(column, marks=[] if column in HERE else pytest.mark.engines) for column in COLUMNS],
+)
 def test_what_the_table_names_is_there(column: str):
     package = COLUMNS[column]
     if importlib.util.find_spec(package) is None:

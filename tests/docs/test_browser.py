@@ -151,7 +151,7 @@ def test_a_search_finds_a_guide_or_an_api_page_first(browser: Any, site: Path, q
     tab = browser.new_page()
     tab.goto(f"{(site / 'search.html').as_uri()}?q={query.replace(' ', '+')}")
     first = tab.locator("#search-results ul.search li a").first
-    first.wait_for(timeout=20_000)
+    first.wait_for(timeout=60_000)
     page = Path(unquote(urlsplit(first.evaluate("link => link.href")).path)).relative_to(site)
     tab.close()
     assert not [part for part in page.parts if part.startswith(RECORDS)], f"{query!r} finds {page} first"

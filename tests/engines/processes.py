@@ -80,7 +80,7 @@ def launched(worker: str, size: int, names: Iterable[str], folder: Path, limit: 
     return found
 
 
-def _wait(running: list[subprocess.Popen[bytes]], limit: float, grace: float = 30) -> None:
+def _wait(running: list[subprocess.Popen[bytes]], limit: float, grace: float = 120) -> None:
     """Wait `limit` seconds at most, and `grace` after the first has ended: others may wait for it in vain."""
     ends, is_first = time.monotonic() + limit, True
     while any(one.poll() is None for one in running) and time.monotonic() < ends:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import make_dataclass
+from dataclasses import fields, make_dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -40,13 +40,22 @@ def test_parameters_are_those_of_one_optimizer_and_a_resumed_run_is_the_same_run
     assert case["up"] == ["state.up.weight.adamw/scale_by_adam/count", "state.up.weight.muon/momentum/trace"]
 
 
-def test_groups_of_torchtitans_own_optimizers_are_refused() -> None:
-    from torchtitan.components.optimizer import ParamGroupConfig
+def test_fields_of_torchtitans_own_optimizers_are_refused() -> None:
+    from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 
-    config: Any = ours.muon(0.02)
-    config.param_groups.append(ParamGroupConfig(pattern=".*", optimizer_name="AdamW"))
-    with pytest.raises(ValueError, match="param_groups: found 1"):
-        config.build(model_parts=[nn.Linear(2, 2)])
+    groups = [ParamGroupConfig(pattern=".*", optimizer_name="AdamW")]
+    ignored = {"param_groups": groups, "implementation": "foreach", "optimizer_factory_kwargs_by_name": {"AdamW": {}}}
+    assert ignored.keys() == {one.name for one in fields(OptimizersContainer.Config)}
+    for name, value in ignored.items():
+        config: Any = ours.muon(0.02)
+        setattr(config, name, value)
+        with pytest.raises(ValueError, match=f"{name}: found "):
+            config.build(model_parts=[nn.Linear(2, 2)])
+
+
+def test_an_unknown_option_is_refused_with_the_names_that_there_are() -> None:
+    with pytest.raises(TypeError, match=r"Muon: there is no argument 'b1'.*adamw_lr=.*betas="):
+        ours.muon(0.02, b1=0.9).build(model_parts=[nn.Linear(2, 2)])
 
 
 def test_the_command_line_overrides_a_rate() -> None:

@@ -42,6 +42,7 @@ PARAMS = {
 }
 LABELS = {name: "muon" if leaf.ndim == 2 else "adamw" for name, leaf in PARAMS.items()}
 MUON = mfx.muon_with_adamw(0.1, labels=LABELS, dtype=torch.float32)
+WITHOUT_MOMENTUM = mfx.muon_with_adamw(0.1, decay=0.0, b1=0.0, labels=LABELS, dtype=torch.float32)
 
 
 def drawn(step: int) -> dict[str, Any]:
@@ -111,7 +112,7 @@ CHAINS = {
     "injected": mfx.inject_hyperparams(mfx.chain(mfx.monitor("grad"), MUON)),
     "compact": mfx.scale_by_adam(mu_dtype=mfx.int8(min_size=0), nu_dtype=mfx.fp8(64, min_size=0, stochastic=True)),
     "averaged": mfx.chain(MUON, mfx.ema_params(0.9)),
-    "schedule free": mfx.schedule_free(mfx.chain(mfx.clip_by_global_norm(1.0), MUON), 0.1),
+    "schedule free": mfx.schedule_free(mfx.chain(mfx.clip_by_global_norm(1.0), WITHOUT_MOMENTUM), 0.1),
     "now and then": mfx.lookahead(mfx.conditionally_transform(MUON, every_other), 2, 0.5),
     "nested": mfx.accumulate(mfx.skip_nonfinite(mfx.inject_hyperparams(MUON)), 2),
 }

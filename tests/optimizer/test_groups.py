@@ -137,6 +137,25 @@ def test_the_numbers_of_one_cycle_arrive():
     assert_equal(params_of(model), params_of(twin))
 
 
+@given(rates=st.lists(st.tuples(st.sampled_from([0.0, 0.1, 0.2]), st.sampled_from([0.0, 0.1])), min_size=2, max_size=4))
+def test_groups_may_agree_about_a_number_and_disagree_in_turn(rates: list[tuple[float, float]]):
+    """As schedules do that end at the same rate. Compared with groups that always disagree: with one more of them."""
+    optimizers = []
+    for has_third in (False, True):
+        params = {name: nn.Parameter(torch.ones(3)) for name in "abc"}
+        groups = [{"params": {name: params[name]}, "lr": 0.1} for name in ("abc" if has_third else "ab")]
+        optimizers.append((params, mfx.TransformOptimizer(groups, mfx.lion(0.1))))
+    for step, pair in enumerate(rates):
+        for params, optimizer in optimizers:
+            for group, rate in zip(optimizer.param_groups, (*pair, 0.7), strict=False):
+                group["lr"] = rate
+            for param in params.values():
+                param.grad = torch.arange(3.0) - step
+            optimizer.step()
+    for name in "ab":
+        assert torch.equal(optimizers[0][0][name], optimizers[1][0][name])
+
+
 # ------------------------------------------------------------------------------------------------- earlier versions
 
 
@@ -317,3 +336,57 @@ def test_one_optimizer_for_each_parameter_steps_in_the_backward_pass() -> None:
     _trained(twin, mfx.Muon(twin, lr=0.01))
     for param, wanted in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.allclose(param, wanted, atol=1e-6)  # batches of matrices are of one there
+
+
+ALONE = mfx.scale_by_adam()
+DOWN = mfx.scale_by_learning_rate(0.1)
+
+
+@mfx.transform(locality=mfx.Locality.ELEMENT)
+def of_ones_own():
+    """Says nothing of the direction."""
+    return mfx.scale(-0.1).functions
+
+
+@pytest.mark.parametrize(
+    ("tx", "rising"),
+    [
+        (ALONE, "2 of 2 parameters, such as 'weight'"),
+        (mfx.chain(ALONE, mfx.scale(0.1)), "2 of 2"),
+        (mfx.skip_nonfinite(mfx.accumulate(mfx.chain(ALONE, mfx.master_params(ALONE)), 2)), "2 of 2"),
+        (mfx.chain(mfx.adamw(0.1), mfx.scale(-1.0)), "2 of 2"),
+        (mfx.masked(mfx.adamw(0.1), mfx.select.ndim(2)), "1 of 2 parameters, such as 'bias'"),
+        (mfx.partition({"a": ALONE, "b": mfx.adamw(0.1)}, {"weight": "a", "bias": "b"}), "1 of 2 .* 'weight'"),
+        (mfx.partition({"a": mfx.identity(), "b": mfx.adamw(0.1)}, {"weight": "a", "bias": "b"}), "1 of 2 .* 'weight'"),
+        (mfx.add_updates(DOWN, mfx.scale(0.5)), "2 of 2"),
+        (
+            mfx.chain(mfx.partition({"a": ALONE, "b": DOWN}, {"weight": "a", "bias": "b"}), mfx.momentum()),
+            "1 of 2 .* 'weight'",
+        ),
+    ],
+    ids=repr,
+)
+def test_parameters_that_would_move_uphill_are_warned_of(tx: mfx.Transform, rising: str):
+    with pytest.warns(UserWarning, match=rf"^{rising}.* would move uphill.* scale_by_learning_rate") as caught:
+        mfx.TransformOptimizer(torch.nn.Linear(2, 2), tx)
+    assert [found.filename for found in caught] == [__file__]
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        mfx.scale(-0.1),
+        mfx.scale(torch.tensor(0.1)),  # its sign is not known
+        mfx.prodigy(),
+        mfx.chain(ALONE, of_ones_own()),
+        mfx.stateless(lambda updates, params: mfx.tree.map(torch.neg, updates)),
+        mfx.partition({"a": mfx.set_to_zero(), "b": mfx.adamw(0.1)}, {"weight": "a", "bias": "b"}),
+        mfx.partition({"b": mfx.adamw(0.1)}, {"weight": None, "bias": "b"}),
+        mfx.chain(mfx.masked(ALONE, mfx.select.ndim(2)), DOWN),
+        mfx.conditionally_mask(mfx.adamw(0.1), lambda count: count % 2 == 0),
+        mfx.inject_hyperparams(mfx.schedule_free(DOWN, 0.1)),
+    ],
+    ids=repr,
+)
+def test_nothing_is_said_where_updates_go_downhill_or_may(tx: mfx.Transform):
+    mfx.TransformOptimizer(torch.nn.Linear(2, 2), tx)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.func import grad, jacfwd, jacrev, jvp, vjp, vmap
 
-from muonfx.polar import KNOWN, orthogonalize, orthogonalize_many
+import muonfx as mfx
+from muonfx.polar import KNOWN, orthogonalize, orthogonalize_many, policy
 
 from .strategies import gap, problem
 
@@ -132,3 +136,87 @@ def test_many_is_differentiable() -> None:
     assert torch.autograd.gradgradcheck(lambda *z: tuple(orthogonalize_many(z, steps=1)), tuple(xs))
     small = grad(lambda z: sum(y.sum() for y in orthogonalize_many([z, z.mT], max_scratch_bytes=1)))(xs[0].detach())
     assert gap(small, grad(lambda z: 2 * orthogonalize(z).sum())(xs[0].detach())) < 1e-11
+
+
+# ------------------------------------------------------------------------------------------------ "auto" in derivatives
+
+
+@pytest.fixture
+def has_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine on which "auto" is bf16."""
+    monkeypatch.setattr(policy, "cpu_has_bf16", lambda: True)
+
+
+@pytest.mark.usefixtures("has_bf16")
+def test_auto_is_at_least_fp32_where_derivatives_are_taken_and_nowhere_else() -> None:
+    x = problem(3, 6, 9, "gaussian").x.float()
+    fp32 = functools.partial(orthogonalize, dtype=torch.float32)
+    bf16 = functools.partial(orthogonalize, dtype=torch.bfloat16)
+    assert torch.equal(orthogonalize(x), bf16(x))
+    assert torch.equal(vmap(orthogonalize)(x[None]), vmap(bf16)(x[None]))
+    with torch.no_grad():
+        assert torch.equal(orthogonalize(x.clone().requires_grad_()), bf16(x))
+    assert torch.equal(orthogonalize(x.clone().requires_grad_()), fp32(x))
+    with forward_ad.dual_level():
+        assert torch.equal(forward_ad.unpack_dual(orthogonalize(forward_ad.make_dual(x, x))).primal, fp32(x))
+    taken: list[Callable[[Any], Any]] = [
+        lambda run: grad(lambda z: run(z)[0, 0])(x),
+        lambda run: jvp(run, (x,), (torch.ones_like(x),)),
+        lambda run: vjp(run, x)[1](torch.ones_like(x)),
+        lambda run: jacrev(run)(x),
+        lambda run: jacfwd(run)(x),
+        lambda run: vmap(grad(lambda z: run(z)[0, 0]))(x[None]),
+        lambda run: grad(lambda z: vmap(run)(z)[0, 0, 0])(x[None]),
+    ]
+    for take in taken:
+        torch.testing.assert_close(take(orthogonalize), take(fp32), rtol=0, atol=0)
+    assert grad(lambda z: orthogonalize(z.to(torch.bfloat16))[0, 0].float())(x).isfinite().all()
+    assert torch.equal(
+        grad(lambda z: bf16(z)[0, 0])(x), grad(lambda z: orthogonalize(z, dtype=torch.bfloat16)[0, 0])(x)
+    )
+
+
+@pytest.mark.usefixtures("has_bf16")
+@pytest.mark.parametrize("taken", ["none", "grad", "jvp", "autograd"])
+def test_auto_under_a_compiler_is_as_without(taken: str) -> None:
+    x = problem(3, 6, 9, "gaussian").x.float()
+    runs: dict[str, Callable[[torch.Tensor], Any]] = {
+        "none": orthogonalize,
+        "grad": grad(lambda z: orthogonalize(z)[0, 0]),
+        "jvp": lambda z: jvp(orthogonalize, (z,), (z,)),
+        "autograd": orthogonalize,
+    }
+    x = x.requires_grad_(taken == "autograd")
+    torch._dynamo.reset()
+    compiled = torch.compile(runs[taken], fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x), runs[taken](x), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.usefixtures("has_bf16")
+def test_a_derivative_through_steps_is_the_finite_difference() -> None:
+    """In bf16 products the derivative by the decay was more than twice as large."""
+    target = problem(5, 8, 12, "gaussian").x
+
+    def after_steps(tx: mfx.Transform, dtype: torch.dtype) -> torch.Tensor:
+        weight, wanted = torch.zeros_like(target, dtype=dtype), target.to(dtype)
+        state = tx.init({"w": weight})
+        for _ in range(5):
+            updates, state = tx.update({"w": weight - wanted}, state, {"w": weight})
+            weight = weight + updates["w"]
+        return (weight - wanted).square().mean()
+
+    def chained(decay: float, dtype: Any = "auto") -> mfx.Transform:
+        return mfx.chain(mfx.momentum(decay), mfx.orthogonalize(dtype=dtype), mfx.scale(-0.05))
+
+    def slope(dtype: Any) -> torch.Tensor:
+        taken = grad(lambda tx: after_steps(tx, torch.float32))(mfx.as_tensors(chained(0.9, dtype)))
+        found = mfx.hyperparams(taken)["momentum.decay"]
+        assert isinstance(found, torch.Tensor)
+        return found
+
+    step = 1e-5
+    higher, lower = (after_steps(chained(0.9 + move), torch.float64) for move in (step, -step))
+    by_differences = (higher - lower) / (2 * step)
+    assert torch.equal(slope("auto"), slope(torch.float32))
+    torch.testing.assert_close(slope("auto"), by_differences, rtol=2e-2, atol=0)
+    assert abs(slope(torch.bfloat16) / by_differences - 1) > 2e-2  # so the bound above means something

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
-from torch._subclasses import FakeTensorMode
 
-from muonfx.polar import compute_dtype, orthogonalize, policy
-from muonfx.polar.hardware import cpu_bf16_is_faster
+from muonfx.polar import compute_dtype, explain, hardware, orthogonalize, policy
 from muonfx.polar.policy import SUPPORTED
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def hardware(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
-    """Set what the policy is told: `bf16`, `faster`, `capability`."""
-    told: dict[str, object] = {"bf16": False, "faster": False, "capability": (8, 0)}
-    monkeypatch.setattr(policy, "cpu_has_bf16", lambda: told["bf16"])
-    monkeypatch.setattr(policy, "cpu_bf16_is_faster", lambda: told["faster"])
-    monkeypatch.setattr(policy, "cuda_capability", lambda index: told["capability"])
-    return told
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """The features that CPU, build and CUDA device report."""
+    reported: dict[str, Any] = {"avx512": False, "amx": False, "onednn": False, "capability": (8, 0)}
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: reported["avx512"], raising=False)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: reported["amx"], raising=False)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: reported["onednn"])
+    monkeypatch.setattr(policy, "cuda_capability", lambda index: reported["capability"])
+    yield reported
+    forget()
+
+
+def forget() -> None:
+    hardware.cpu_has_bf16.cache_clear()
+    hardware.cpu_has_amx.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", SUPPORTED)
@@ -35,20 +44,28 @@ def test_float64_stays(device: str) -> None:
 
 
 @pytest.mark.parametrize("held", [torch.float32, torch.bfloat16, torch.float16])
-def test_cpu_wants_the_feature_and_the_speed(hardware: dict[str, object], held: torch.dtype) -> None:
-    for bf16, faster in ((False, False), (False, True), (True, False), (True, True)):
-        hardware.update(bf16=bf16, faster=faster)
-        expected = torch.bfloat16 if bf16 and faster else torch.float32
-        assert compute_dtype(held, CPU) is expected
+def test_a_cpu_takes_bf16_with_instructions_and_kernels(machine: dict[str, Any], held: torch.dtype) -> None:
+    for avx512, amx, onednn in itertools.product((False, True), repeat=3):
+        machine.update(avx512=avx512, amx=amx, onednn=onednn)
+        forget()
+        assert compute_dtype(held, CPU) is (torch.bfloat16 if (avx512 or amx) and onednn else torch.float32)
+
+
+def test_a_torch_without_these_queries_has_no_bf16(machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    for query in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+        monkeypatch.delattr(torch.cpu, query)
+    machine.update(onednn=True)
+    forget()
+    assert compute_dtype(torch.float32, CPU) is torch.float32
 
 
 @pytest.mark.parametrize(
     ("capability", "expected"), [((7, 5), torch.float32), ((8, 0), torch.bfloat16), ((9, 0), torch.bfloat16)]
 )
-def test_cuda_wants_capability_8(
-    hardware: dict[str, object], capability: tuple[int, int], expected: torch.dtype
+def test_cuda_takes_bf16_from_capability_8(
+    machine: dict[str, Any], capability: tuple[int, int], expected: torch.dtype
 ) -> None:
-    hardware["capability"] = capability
+    machine["capability"] = capability
     assert compute_dtype(torch.float32, torch.device("cuda", 0)) is expected
     assert compute_dtype(torch.float16, torch.device("cuda")) is expected
 
@@ -57,23 +74,10 @@ def test_other_devices_use_fp32() -> None:
     assert compute_dtype(torch.bfloat16, torch.device("meta")) is torch.float32
 
 
-def test_measurement_runs_outside_modes_and_maps() -> None:
-    for context in ("fake", "vmap", "inference"):
-        cpu_bf16_is_faster.cache_clear()
-        if context == "fake":
-            with FakeTensorMode():
-                assert isinstance(cpu_bf16_is_faster(), bool)
-        elif context == "vmap":
-            torch.func.vmap(lambda x: x + float(cpu_bf16_is_faster()))(torch.ones(3))
-        else:
-            with torch.inference_mode():
-                cpu_bf16_is_faster()
-        assert cpu_bf16_is_faster.cache_info().currsize == 1
-
-
-def test_auto_is_what_orthogonalize_uses(hardware: dict[str, object]) -> None:
+def test_auto_is_what_orthogonalize_uses(machine: dict[str, Any]) -> None:
     x = torch.randn(8, 12, generator=torch.Generator().manual_seed(0))
-    hardware.update(bf16=True, faster=True)
-    assert torch.equal(orthogonalize(x), orthogonalize(x, dtype=torch.bfloat16))
-    hardware.update(bf16=False)
-    assert torch.equal(orthogonalize(x), orthogonalize(x, dtype=torch.float32))
+    for avx512, dtype in ((True, torch.bfloat16), (False, torch.float32)):
+        machine.update(avx512=avx512, onednn=True)
+        forget()
+        assert torch.equal(orthogonalize(x), orthogonalize(x, dtype=dtype))
+        assert explain((8, 12)).dtype == dtype

@@ -1,10 +1,8 @@
 """A program follows from structure, names and shapes alone; each leaf and each number is in it once."""
 
-import warnings
-
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, reject
 
 import muonfx as mfx
 from muonfx import testing as kit
@@ -84,10 +82,11 @@ def test_a_users_own_route_is_found_by_running_init_on_placeholders():
 @pytest.mark.filterwarnings("ignore:partition. no parameter")
 @given(kit.transforms(matrices=True), kit.params_and_grads(ranks=(2, 4), nones=False))
 def test_states_and_numbers_are_where_the_program_says(tx: mfx.Transform, example: kit.Example):
-    with warnings.catch_warnings():  # two learning rates in one chain
-        warnings.simplefilter("ignore")
-        everywhere = mfx.masked(tx, lambda p: tree.map(lambda _: True, p))
+    everywhere = mfx.masked(tx, lambda p: tree.map(lambda _: True, p))
+    try:
         tx = mfx.skip_nonfinite(mfx.chain(("first", tx), ("second", everywhere)))
+    except (UserWarning, ValueError):  # one that may be there once only, as a learning rate
+        reject()
     params = tree.map(lambda leaf: leaf.to("meta"), example.params)
     if not tree.leaves(params):
         return

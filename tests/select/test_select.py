@@ -873,6 +873,7 @@ def test_an_optimizer_for_a_model_without_hidden_matrices_says_why_there_are_non
         muonfx.Muon(nn.Linear(4, 4, bias=False))  # nothing for AdamW is nothing to warn of
 
 
+@pytest.mark.filterwarnings("ignore:partition. by their names")
 def test_an_optimizer_is_described_by_its_groups():
     model = gpt2(2)
     optimizer = muonfx.Muon(model, lr=0.02, adamw_lr=1e-3)

@@ -74,6 +74,7 @@ def as_matrices(model: nn.Module, parts: dict[str, list[torch.Tensor]], **settin
     return {name: [flat[f"{name}/{at}"].detach() for at in range(len(held))] for name, held in parts.items()}
 
 
+@pytest.mark.filterwarnings("ignore:partition. by their names")
 @pytest.mark.parametrize("transposed", [False, True])
 def test_each_expert_of_a_stack_is_a_matrix_of_its_own(transposed):
     model = held(experts=Experts(transposed))
@@ -188,6 +189,7 @@ def test_labels_keep_their_views_when_pickled_and_restricted():
         Labels({}, views={"w": View()})
 
 
+@pytest.mark.filterwarnings("ignore:partition. by their names")
 def test_a_stack_that_is_added_later_is_seen_as_one():
     model, later = held(up=nn.Linear(8, 8)), held(experts=Experts())
     optimizer = mfx.Muon(model, lr=0.1, weight_decay=0.0, dtype=torch.float32)
@@ -216,6 +218,7 @@ def test_a_parameter_of_three_dims_that_nothing_explains_is_warned_of():
     default_labels(model, [(path("odd.*"), "adamw")])
 
 
+@pytest.mark.filterwarnings("ignore:partition. by their names")
 def test_a_partition_that_does_not_use_the_dims_of_its_labels_is_warned_of():
     model = held(experts=Experts(), fc=nn.Linear(8, 8))
     params = {name: param.detach() for name, param in model.named_parameters()}
@@ -228,6 +231,7 @@ def test_a_partition_that_does_not_use_the_dims_of_its_labels_is_warned_of():
         mfx.partition({"muon": muon, "adamw": mfx.adamw()}, chosen).init(params)
 
 
+@pytest.mark.filterwarnings("ignore:partition. by their names")
 def test_labels_that_a_function_of_names_makes_are_the_same_while_compiling():
     params = {
         "h.up.weight": torch.ones(4, 4),
@@ -279,3 +283,102 @@ def test_patterns_are_few_and_hold_under_a_wrapper():
     assert patterns(layers, [f"h.{at}.mlp.c_fc.weight" for at in range(40)]) == {"*.c_attn.weight": 3}
     stages = {f"stages.{at}.layers.{n}.conv.weight": at for at in (1, 2) for n in range(3)}
     assert patterns(stages, []) == {f"*stages.{at}.layers.*.conv.weight": at for at in (1, 2)}
+
+
+class Block(nn.Module):
+    """Layers of unknown code, with names that are fused nearly everywhere."""
+
+    def __init__(self, **rows: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        for name, count in rows.items():
+            setattr(self, name, nn.Linear(4, count, bias=False))
+        self.proj = nn.Linear(4, 4, bias=False)
+
+
+def lines_of(caught) -> list[mfx.MatrixView]:
+    """The code in a warning of fused matrices: the line that splits them, and the line that keeps them whole."""
+    (said,) = [str(one.message) for one in caught if "several matrices each" in str(one.message)]
+    code = [line.strip().removeprefix("view=") for line in said.splitlines() if "view=" in line]
+    return [eval(line, {"muonfx": mfx}) for line in code]
+
+
+FUSED = {
+    **dict.fromkeys(("qkv", "c_attn", "query_key_value", "qkv_proj", "Wqkv", "to_qkv", "attn_qkv", "linear_qkv"), 3),
+    **dict.fromkeys(("gate_up_proj", "w13", "w1_w3", "to_kv", "kv_proj"), 2),
+}
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_a_fused_matrix_of_unknown_code_is_warned_of_once_with_the_line_that_splits_it(name):
+    model, parts = nn.ModuleList([Block(**{name: 12}), Block(**{name: 12})]), FUSED[name]
+    with pytest.warns(UserWarning, match=rf"'0\.{name}\.weight', '1\.{name}\.weight'\. If their parts") as caught:
+        mfx.Muon(model)
+    split, whole = lines_of(caught)
+    pieces = {n: [*p.chunk(parts)] if name in n else [p] for n, p in model.named_parameters()}
+    wanted = as_matrices(model, pieces)
+    for key, param in stepped(model, view=split).items():  # no warning
+        torch.testing.assert_close(param.detach(), torch.cat(wanted[key]), rtol=1e-4, atol=1e-5)
+    plain = as_matrices(model, {n: [p] for n, p in model.named_parameters()})
+    for key, param in stepped(model, view=whole).items():
+        torch.testing.assert_close(param.detach(), plain[key][0], rtol=1e-4, atol=1e-5)
+
+
+def test_the_line_that_splits_keeps_what_was_given_and_what_was_found():
+    model = nn.ModuleList([Block(qkv=12, other=8), held(experts=Experts(True), attn=nn.MultiheadAttention(8, 2))])
+    given = {"*.other.weight": 2}
+    with pytest.warns(UserWarning, match="several matrices each") as caught:
+        mfx.Muon(model, blocks=given)
+    split, _ = lines_of(caught)
+    labels = default_labels(model)
+    before = labels.settings(blocks=given)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mfx.Muon(model, view=split)
+    for name, view in zip(labels, split.of(list(labels)), strict=True):
+        known = mfx.MatrixView(*before).of([name])[0]
+        assert view.dims == known.dims
+        assert view.blocks == {"0.qkv.weight": 3, "1.experts.gate_up_proj": 2}.get(name, known.blocks)
+
+
+def test_every_way_to_a_fused_matrix_warns_and_every_view_silences_it():
+    model = nn.ModuleList([Block(qkv=12)])
+    params = {name: param.detach() for name, param in model.named_parameters()}
+    labels = default_labels(model)
+    ways = [
+        lambda **given: mfx.Muon(model, **given),
+        lambda **given: mfx.Muon(model.named_parameters(), labels=default_labels_by_name, **given),
+        lambda **given: mfx.muon_with_adamw(labels=labels, **given).init(params),
+        lambda **given: mfx.partition({"muon": mfx.muon(**given)}, labels).init(params),
+        lambda **given: mfx.TransformOptimizer(model, mfx.partition({"muon": mfx.normuon(**given)}, labels)),
+    ]
+    for way in ways:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="partition: no parameter")
+            with pytest.warns(UserWarning, match="by their names, these parameters hold several matrices each"):
+                way()
+            for given in ({"blocks": {"*.qkv.*": 1}}, {"blocks": 1}, {"view": mfx.MatrixView(blocks=4)}):
+                way(**given)
+
+
+def test_a_fused_matrix_that_is_added_later_is_warned_of_alone():
+    with pytest.warns(UserWarning, match=r"as one matrix: '0.qkv.weight'\. "):
+        optimizer = mfx.Muon(nn.ModuleList([Block(qkv=12)]))
+    with pytest.warns(UserWarning, match="several matrices each") as caught:
+        optimizer.add_param_group({"params": [("later.to_kv.weight", nn.Parameter(torch.randn(8, 4)))]})
+    said = {str(one.message) for one in caught if "several matrices each" in str(one.message)}
+    assert len(said) == 1
+    assert "as one matrix: 'later.to_kv.weight'. " in said.pop()
+
+
+@pytest.mark.parametrize("name", ["q_proj", "kv_b_proj", "rwkv", "gate_proj", "qkvo_norm", "up_proj", "w1", "w2"])
+def test_a_name_that_means_one_matrix_is_not_warned_of(name):
+    mfx.Muon(nn.ModuleList([Block(**{name: 12})]))
+
+
+def test_a_layer_that_is_known_to_be_interleaved_is_not_warned_of():
+    layer = _of_package("torchtitan", "FusedQKVLinear")
+    layer.wqkv = nn.Linear(6, 12, bias=False)
+    known = _of_package("transformers", "GPTNeoXAttention")
+    known.query_key_value = nn.Linear(6, 12, bias=False)
+    mfx.Muon(held(qkv=layer, attn=known))

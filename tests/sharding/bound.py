@@ -2,19 +2,16 @@
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import muonfx as mfx
 from muonfx import polar, sharding
-from muonfx.polar import hardware, policy
+from muonfx.polar import policy
 from tests.processes import Here
 from tests.sharding.cases import bits, some
 from tests.sharding.counting import counting
@@ -22,71 +19,19 @@ from tests.sharding.counting import counting
 CPU = torch.device("cpu")
 
 
-@contextmanager
-def measured(faster: bool) -> Iterator[None]:
-    """A CPU that multiplies bf16, and whose clock says whether that is faster."""
-
-    def timed(x: Tensor) -> float:
-        return 1.0 if (x.dtype == torch.bfloat16) == faster else 2.0
-
-    hardware.cpu_bf16_is_faster.cache_clear()
-    try:
-        with mock.patch.object(policy, "cpu_has_bf16", return_value=True), mock.patch.object(hardware, "_timed", timed):
-            yield
-    finally:
-        hardware.cpu_bf16_is_faster.cache_clear()
-
-
-def auto_is_of_the_program(here: Here) -> dict[str, bool]:
-    """Rank 0 measures bf16 to be faster, the others fp32; what holds of all that is computed then, by what it is."""
-    own = [dist.new_group([rank]) for rank in range(here.size)][here.rank]
-    params = {"a": some(6, 5), "b": some(7, 4), "long": some(4, 300)}
-    with measured(here.rank == 0):
-        outside = {name: polar.orthogonalize(leaf) for name, leaf in params.items()}
-        narrow = {name: polar.orthogonalize(leaf, dtype=torch.float32) for name, leaf in params.items()}
-        mine = polar.compute_dtype(torch.float32, CPU)
-        tx = mfx.chain(mfx.momentum(0.0, nesterov=False), mfx.orthogonalize())
-        found = {"the measurement differs": (mine == torch.bfloat16) == (here.rank == 0)}
-
-        def step(layout: Any, what: mfx.Transform = tx, **settings: Any) -> Any:
-            over = sharding.sharded(what, layout, **settings)
-            local = layout.shard(params)
-            return layout.gather(over.update(local, over.init(local), local)[0])
-
-        everyone = sharding.replicated(params, here.group)
-        alone = sharding.zero(params, own)
-        flat = sharding.zero(params, here.group, partition="flat")
-        found["everyone"] = same(step(everyone, replicas="everyone"), narrow)
-        found["a group alone, after the other"] = same(step(alone), outside)
-        found["everyone again"] = same(step(everyone, replicas="everyone"), narrow)
-        found["split"] = same(step(everyone, replicas="split"), narrow)
-        found["owner"] = same(step(flat), narrow)
-        found["offloaded"] = same(step(flat, mfx.sharding.offload(tx, "cpu")), narrow)
-        found["within a wrapper"] = same(step(flat, mfx.skip_nonfinite(mfx.inject_hyperparams(tx))), narrow)
-        doubles = {name: leaf.double() for name, leaf in params.items()}
-        wide = sharding.zero(doubles, here.group, partition="flat")
-        params_of_doubles = {name: polar.orthogonalize(leaf) for name, leaf in doubles.items()}
-        over = sharding.sharded(tx, wide)
-        local = wide.shard(doubles)
-        updates, _ = over.update(local, over.init(local), local)
-        found["float64 stays"] = same(wide.gather(updates), params_of_doubles)
-        found["TransformOptimizer"] = same(optimized(params, tx, here.group), narrow)
-        found["a call outside gives what it gave"] = same(
-            {name: polar.orthogonalize(leaf) for name, leaf in params.items()}, outside
-        )
-        found["the measurement is what it was"] = polar.compute_dtype(torch.float32, CPU) == mine
-    return found
-
-
-def optimized(params: dict[str, Tensor], tx: mfx.Transform, group: Any) -> dict[str, Tensor]:
-    """What a torch optimizer under data parallelism adds to parameters."""
-    weights = {name: nn.Parameter(leaf.clone()) for name, leaf in params.items()}
-    optimizer = mfx.TransformOptimizer(weights.items(), tx, layout=sharding.replicated(params, group))
-    for name, weight in weights.items():
-        weight.data.zero_()
-        weight.grad = params[name].clone()
-    optimizer.step()
-    return {name: weight.detach() for name, weight in weights.items()}
+def machines_differ(here: Here, dtype: Any) -> torch.dtype:
+    """Rank 0 has bf16 products and the others have none; the dtype in which all of them orthogonalize."""
+    params = {"a": some(6, 5), "b": some(7, 4)}
+    with mock.patch.object(policy, "cpu_has_bf16", return_value=here.rank == 0):
+        layout = sharding.zero(params, here.group)
+        over = sharding.sharded(mfx.chain(mfx.momentum(0.0, nesterov=False), mfx.orthogonalize(dtype=dtype)), layout)
+        local = layout.shard(params)
+        found = layout.gather(over.update(local, over.init(local), local)[0])
+    return next(
+        d
+        for d in (torch.float32, torch.bfloat16)
+        if same(found, {n: polar.orthogonalize(p, dtype=d) for n, p in params.items()})
+    )
 
 
 def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:

@@ -86,9 +86,9 @@ def muon(**more: Any) -> mfx.Transform:
     return mfx.chain(mfx.momentum(0.9), mfx.orthogonalize(dtype=torch.float32, **more), mfx.scale_by_shape())
 
 
-def two_groups(labels: dict[str, str], matrices: mfx.Transform | None = None) -> mfx.Transform:
+def two_groups(labels: dict[str, str], matrices: mfx.Transform | None = None, b1: float = 0.9) -> mfx.Transform:
     """Muon for some parameters, AdamW for others, nothing for the frozen ones."""
-    parts = {"muon": matrices or muon(), "adamw": mfx.scale_by_adam(0.9, 0.95), "frozen": mfx.set_to_zero()}
+    parts = {"muon": matrices or muon(), "adamw": mfx.scale_by_adam(b1, 0.95), "frozen": mfx.set_to_zero()}
     return mfx.chain(
         mfx.partition({label: part for label, part in parts.items() if label in labels.values()}, labels),
         mfx.add_decayed_weights(0.1),

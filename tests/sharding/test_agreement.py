@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 
 import muonfx as mfx
 from muonfx.sharding import ShardingError
@@ -22,9 +23,12 @@ def errors(found: list[Any]) -> list[str]:
 # ---------------------------------------------------------------------------------------------------------- "auto"
 
 
-def test_what_auto_stands_for_is_agreed_for_a_group_and_changes_nothing_outside(world: World):
-    for found in world.check(2, bound.auto_is_of_the_program):
-        assert found == dict.fromkeys(found, True)
+def test_machines_on_which_auto_differs_are_an_error_and_a_dtype_is_none(world: World):
+    for said in errors(world.run(2, bound.machines_differ, dtype="auto")):
+        assert "'orthogonalize' is bfloat16 on rank 0 and float32 on rank 1" in said
+        assert "dtype=torch.float32" in said
+    for dtype in (torch.float32, torch.bfloat16):
+        assert world.check(2, bound.machines_differ, dtype=dtype) == [dtype] * 2
 
 
 # -------------------------------------------------------------------------------------------------------- replicas

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.dist
 def overwritten(here: Here, kind: str) -> bool:
     params = {"a": some(8, 8)}
     layout = (sharding.replicated if kind == "replicated" else sharding.zero)(params, here.group)
-    tx = mfx.chain(mfx.ema_params(dtype=mfx.int8()), mfx.scale(-0.1))
+    tx = mfx.chain(mfx.scale(-0.1), mfx.ema_params(dtype=mfx.int8()))
     own = sharding.sharded(tx, layout, replicas="everyone")
     local = layout.shard(params)
     grads = layout.shard({"a": torch.ones(8, 8)})

@@ -123,7 +123,7 @@ def test_on_the_grid_too(world: World, name: str):
         mfx.masked(EXACT, mfx.select.ndim(min=1)),
         mfx.chain(EXACT, mfx.ema_params(0.9)),
         mfx.master_params(EXACT),
-        mfx.schedule_free(EXACT, 0.1),
+        mfx.schedule_free(two_groups(SMALL.labels, mfx.orthogonalize(dtype=torch.float32), b1=0.0), 0.1),
         mfx.lookahead(EXACT, 2, 0.5),
         mfx.chain(mfx.sam(0.5, adaptive=True), mfx.prodigy(estim_lr0=0.1)),
         mfx.chain(mfx.conditionally_transform(EXACT, every_other), with_value(mfx.reduce_on_plateau(0.5, 1))),
@@ -136,7 +136,7 @@ def test_on_the_grid_too(world: World, name: str):
             },
             SMALL.labels,
         ),
-        mfx.chain(mfx.adaptive_grad_clip(0.1), mfx.centralize(), EXACT, mfx.normalize_by_update_norm()),
+        mfx.chain(mfx.adaptive_grad_clip(0.1), mfx.centralize(), mfx.normalize_by_update_norm(), EXACT),
         mfx.partition(
             {
                 "muon": mfx.chain(mfx.momentum(), mfx.normalize_neurons(), muon(), mfx.normalize_neurons()),
@@ -228,13 +228,9 @@ def test_bf16_weights_that_decay_are_bitwise_the_same(world: World):
     check(world, 4, [Case(half, mfx.add_decayed_weights(0.1), Placed({"a": ("0",)}), exact=True)])
 
 
-def test_fewer_columns_than_ranks_under_tensor_parallel():
+def test_fewer_columns_than_ranks_under_tensor_parallel(world: World):
     thin = model(b=(5, 1))
-    own = World(4, timeout=6)  # ranks that refuse leave others waiting
-    try:
-        check(own, 4, [Case(thin, muon(), FullyShardedTensorParallel({"b": "1"}), exact=True)])
-    finally:
-        own.close()
+    check(world, 4, [Case(thin, muon(), FullyShardedTensorParallel({"b": "1"}), exact=True)])
 
 
 @pytest.mark.parametrize("rest", [[], [mfx.scale_by_adam()]], ids=["alone", "before adam"])

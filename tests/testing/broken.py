@@ -64,6 +64,40 @@ def returns_another_dtype():
 
 
 @mfx.transform(locality=mfx.Locality.ELEMENT)
+def narrows_float64():
+    def update(updates, state, params=None):
+        return tree.map(lambda u: u.float() * 2 if u.dtype is torch.float64 else u * 2, updates), state
+
+    return no_state, update
+
+
+@mfx.transform(locality=mfx.Locality.TREE)
+def takes_the_dtype_of_the_first_leaf():
+    def update(updates, state, params=None):
+        first = next(tree.tensors(updates), None)
+        return tree.map(lambda u: u.to(first.dtype) * 2, updates), state
+
+    return no_state, update
+
+
+@mfx.transform(locality=mfx.Locality.ELEMENT)
+def narrows_its_float64_state(decay: float = 0.5):
+    def init(params):
+        return mfx.MomentumState(tree.map(torch.zeros_like, params))
+
+    def update(updates, state, params=None):
+        trace = tree.map(lambda u, old: u if old is None else decay * old.float() + u.float(), updates, state.trace)
+        kept = tree.map(
+            lambda old, new: old if new is None else new.to(old.dtype if old.itemsize < 8 else torch.float32),
+            state.trace,
+            trace,
+        )
+        return tree.map(lambda new, u: new.to(u.dtype, copy=True), trace, updates), mfx.MomentumState(kept)
+
+    return init, update
+
+
+@mfx.transform(locality=mfx.Locality.ELEMENT)
 def lets_its_state_drift(decay: float = 0.5):
     def init(params):
         return mfx.MomentumState(tree.map(lambda p: torch.zeros_like(p, dtype=torch.float64), params))

@@ -30,6 +30,9 @@ CAUGHT_BY = [
     (broken.keeps_hidden_python_state(), {"update_remembers_nothing"}),
     (broken.draws_hidden_randomness(), {"update_remembers_nothing"}),
     (broken.returns_another_dtype(), {"updates_look_like_the_gradients"}),
+    (broken.narrows_float64(), {"updates_look_like_the_gradients"}),
+    (broken.takes_the_dtype_of_the_first_leaf(), {"updates_look_like_the_gradients"}),
+    (broken.narrows_its_float64_state(), {"state_keeps_its_structure_and_dtypes"}),
     (broken.lets_its_state_drift(), {"state_keeps_its_structure_and_dtypes"}),
     (broken.returns_its_state_as_updates(), {"outputs_share_no_storage_with_inputs"}),
     (
@@ -94,6 +97,20 @@ def test_a_bug_is_caught_by_its_own_law_first(tx: mfx.Transform, laws: set[str])
 def test_a_bug_that_several_laws_forbid_is_caught_by_each(tx: mfx.Transform, laws: set[str]):
     for law in laws:
         assert first_broken_law(tx, laws=[law], max_examples=50).law == law
+
+
+@pytest.mark.parametrize(
+    ("tx", "law"),
+    [
+        pytest.param(broken.narrows_float64(), "updates_look_like_the_gradients", id="update"),
+        pytest.param(broken.takes_the_dtype_of_the_first_leaf(), "updates_look_like_the_gradients", id="first leaf"),
+        pytest.param(broken.narrows_its_float64_state(), "state_keeps_its_structure_and_dtypes", id="state"),
+    ],
+)
+def test_a_narrow_dtype_is_found_in_every_run(tx: mfx.Transform, law: str):
+    for seed in range(8):
+        violation = first_broken_law(tx, laws=[law], max_examples=5, seed=seed)
+        assert "it was narrowed" in str(violation)
 
 
 def test_the_example_is_shrunk_to_plain_scalars():

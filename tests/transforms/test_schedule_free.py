@@ -91,3 +91,23 @@ def test_bad_input_is_named():
         tx.update(PARAMS, tx.init(PARAMS))
     with pytest.raises(ValueError, match="no ScheduleFreeState"):
         mfx.schedule_free_eval_params(mfx.momentum().init(PARAMS), PARAMS)
+
+
+def test_another_rate_and_a_momentum_within_are_warned_of():
+    rate, other = mfx.linear(0.0, 0.1, 5), mfx.linear(0.1, 0.0, 5)
+    plain = mfx.chain(mfx.scale_by_adam(0.0), mfx.scale_by_learning_rate(rate))
+    for given in (0.5, other):
+        with pytest.warns(UserWarning, match=r"^schedule_free: learning_rate is .* Give both the same") as caught:
+            mfx.schedule_free(plain, given)
+        assert [found.filename for found in caught] == [__file__]
+    for part, name in (
+        (mfx.scale_by_adam(), "b1=0.9"),
+        (mfx.momentum(), "decay=0.95"),
+        (mfx.scale_by_lion(), "b1=0.9"),
+    ):
+        with pytest.warns(UserWarning, match=rf"^schedule_free: {part.name} within has a momentum of its own, {name}"):
+            mfx.schedule_free(mfx.skip_nonfinite(mfx.chain(part, mfx.scale_by_learning_rate(0.1))), 0.1)
+    groups = {"a": plain, "b": mfx.scale_by_learning_rate(0.2)}
+    mfx.schedule_free(mfx.partition(groups, {"w": "a"}), rate)
+    mfx.schedule_free(plain, other, weight_lr_power=0.0)  # the rate is not read
+    mfx.schedule_free(mfx.scale(-0.1), 0.5)

@@ -91,11 +91,12 @@ def load(engine: Any, path: str | os.PathLike[str]) -> None:
         zero.checkpoint_event_prologue()  # parameters that are whole all the time are cut meanwhile
     for unit in units:
         unit.take(params, leaves, own.state)
-    if is_cut:
-        own.copy_to_parts()
-        zero.checkpoint_event_epilogue()
-    elif hasattr(zero, "update_lp_params"):
+    if hasattr(zero, "update_lp_params"):  # stages 1 and 2
         zero.update_lp_params()
+    else:
+        own.update_working_copy()
+    if is_cut:
+        zero.checkpoint_event_epilogue()
 
 
 def _optimizer_of(engine: Any) -> ZeroOptimizer:

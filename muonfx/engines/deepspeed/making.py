@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from muonfx import polar
+from muonfx.arguments import plain_arguments
 from muonfx.core import Transform
 from muonfx.engines.deepspeed.optimizer import ZeroOptimizer
 from muonfx.recipes import muon_with_adamw
 from muonfx.select import default_labels
+from muonfx.transforms._matrices import Blocks, Dims, MatrixView
+from muonfx.transforms.scale import ShapeRule
 
 __all__ = ["Muon", "initialize", "optimizer"]
 
@@ -49,44 +53,114 @@ def optimizer(model: nn.Module, tx: Transform) -> ZeroOptimizer:
     return ZeroOptimizer(model, tx)
 
 
+@plain_arguments
 def Muon(
     model: nn.Module,
     lr: float = 2e-3,
     *,
     weight_decay: float = 0.1,
+    momentum: float = 0.95,
     adamw_lr: float | None = None,
+    adamw_weight_decay: float | None = None,
+    betas: Sequence[float] = (0.9, 0.95),
+    rule: ShapeRule = "match_rms_adamw",
+    coefficients: polar.CoefficientsLike = "polar_express_5",
+    method: polar.MethodLike = "auto",
+    dtype: polar.DTypeLike = "auto",
+    newton_schulz: polar.NewtonSchulz = polar.NewtonSchulz(),
+    dims: Dims | Mapping[str, Dims] | None = None,
+    blocks: Blocks | Mapping[str, Blocks] | None = None,
+    view: MatrixView = MatrixView(),
     rules: Iterable[tuple[Any, str | None]] = (),
-    **options: Any,
+    labels: Mapping[str, str | None] | None = None,
 ) -> ZeroOptimizer:
     """Muon for the hidden matrices of a model and AdamW for the rest, as DeepSpeed's client optimizer.
+
+    The arguments are those of `muonfx.Muon`, also in a JSON file for `initialize`.
 
     Args:
         model: as for `optimizer`.
         lr: the learning rate of Muon.
-        weight_decay: decoupled, of both.
+        weight_decay: decoupled, of Muon.
+        momentum: decay of Muon's average.
         adamw_lr: the learning rate of AdamW; None: ``lr``.
-        rules: (predicate, label) pairs that come before the default routing, as for `muonfx.Muon`.
-        options: further arguments of `muonfx.muon_with_adamw`.
+        adamw_weight_decay: decoupled, of AdamW; None: ``weight_decay``.
+        betas: AdamW's.
+        rule: as for `muonfx.Muon`.
+        coefficients: as for `muonfx.Muon`.
+        method: as for `muonfx.Muon`.
+        dtype: as for `muonfx.Muon`.
+        newton_schulz: as for `muonfx.Muon`.
+        dims: as for `muonfx.Muon`.
+        blocks: as for `muonfx.Muon`.
+        view: as for `muonfx.Muon`.
+        rules: (predicate, label) pairs that come before the default routing.
+        labels: "muon", "adamw" or None by name, in place of the default routing and rules.
 
     Raises:
-        TypeError, ValueError: as `optimizer` and `muonfx.muon_with_adamw`.
+        TypeError, ValueError: as `optimizer` and `muonfx.Muon`.
 
     >>> [group["label"] for group in Muon(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))).param_groups]
     ['muon', 'adamw']
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, found {type(model).__name__}")
-    options.setdefault("adamw_weight_decay", weight_decay)
-    labels = default_labels(model, list(rules))
-    return ZeroOptimizer(model, muon_with_adamw(lr, adamw_lr, weight_decay=weight_decay, labels=labels, **options))
+    rules = list(rules)
+    if labels is not None and rules:
+        raise ValueError("rules come before the default routing, and labels stand in its place: give one of them")
+    if not isinstance(betas, Sequence) or len(betas) != 2:
+        raise ValueError(f"betas must be AdamW's two decays, found {betas!r}")
+    tx = muon_with_adamw(
+        lr,
+        adamw_lr,
+        weight_decay=weight_decay,
+        adamw_weight_decay=weight_decay if adamw_weight_decay is None else adamw_weight_decay,
+        decay=momentum,
+        b1=betas[0],
+        b2=betas[1],
+        rule=rule,
+        newton_schulz=newton_schulz,
+        view=view,
+        labels=default_labels(model, rules) if labels is None else labels,
+    )
+    return ZeroOptimizer(model, tx)
+
+
+def require_own_step(config: Mapping[str, Any]) -> None:
+    """Require a configuration under which engines step with the client optimizer, and not with another.
+
+    Args:
+        config: DeepSpeed's configuration.
+
+    Raises:
+        ValueError: the configuration has an optimizer of its own, or offloads the optimizer and does not forbid to
+            replace it; the message has the entry to write.
+
+    >>> require_own_step({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}})
+    Traceback (most recent call last):
+    ValueError: DeepSpeed's config: found "offload_optimizer" with the device 'cpu' and "zero_force_ds_cpu_optimizer"...
+    """
+    if "optimizer" in config:
+        raise ValueError(
+            f'DeepSpeed\'s config: found an "optimizer" of the type {config["optimizer"].get("type")!r}, which would '
+            'step in place of Muon: leave "optimizer" out of the config'
+        )
+    device = (config.get("zero_optimization", {}).get("offload_optimizer") or {}).get("device", "none")
+    is_forced = config.get("zero_force_ds_cpu_optimizer", True)
+    if device not in (None, "none") and is_forced:
+        raise ValueError(
+            f'DeepSpeed\'s config: found "offload_optimizer" with the device {device!r} and '
+            f'"zero_force_ds_cpu_optimizer" true (its default), so that DeepSpeedCPUAdam would step in place of Muon: '
+            'write "zero_force_ds_cpu_optimizer": false into the config'
+        )
 
 
 def initialize(model: nn.Module, config: Mapping[str, Any] | str | Path, **rest: Any) -> tuple[Any, ...]:
     """``deepspeed.initialize`` for a configuration whose optimizer is Muon.
 
     DeepSpeed knows its own optimizers and torch's by name, and no others. Here the entry ``"optimizer": {"type":
-    "muonfx.Muon", "params": {...}}`` is taken out and made with `Muon`, and the two options that client optimizers need
-    are set where the configuration does not say otherwise. All else is handed on.
+    "muonfx.Muon", "params": {...}}`` is taken out and made with `Muon`; "params" has the names of `muonfx.Muon`. The
+    two options that client optimizers need are set unless the configuration has them. All else is passed on.
 
     Args:
         model: as for `optimizer`.
@@ -97,7 +171,9 @@ def initialize(model: nn.Module, config: Mapping[str, Any] | str | Path, **rest:
         What ``deepspeed.initialize`` returns: engine, optimizer, data loader, scheduler.
 
     Raises:
-        ValueError: the configuration has no optimizer of that type.
+        ValueError: the configuration has no optimizer of that type, or ``"zero_force_ds_cpu_optimizer": true`` with
+            offload of the optimizer.
+        TypeError: "params" has a name that `muonfx.Muon` does not have; the message lists the names.
         ModuleNotFoundError: DeepSpeed is not installed.
 
     >>> initialize(nn.Linear(2, 2), {"optimizer": {"type": "Adam"}})
@@ -111,8 +187,9 @@ def initialize(model: nn.Module, config: Mapping[str, Any] | str | Path, **rest:
             f"config: its optimizer has the type {entry.get('type')!r}, expected {CONFIG_TYPE!r}; any other is "
             "DeepSpeed's own business"
         )
+    given = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, **given}
+    require_own_step(given)
+    made = Muon(model, **entry.get("params", {}))
     import deepspeed
 
-    options = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
-    made = Muon(model, **entry.get("params", {}))
-    return deepspeed.initialize(model=model, optimizer=made, config={**options, **given}, **rest)
+    return deepspeed.initialize(model=model, optimizer=made, config=given, **rest)

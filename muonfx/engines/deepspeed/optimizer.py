@@ -23,19 +23,22 @@ from muonfx.engines.deepspeed.pieces import (
 )
 from muonfx.engines.deepspeed.unit import Unit
 from muonfx.hyperparams import hyperparams
-from muonfx.optimizer.groups import Route, routes_of, split_by_route
+from muonfx.optimizer.groups import Route, defaults_for_schedulers, routes_of, split_by_route
+from muonfx.optimizer.ownership import GroupOwner, OwnedGroup
 from muonfx.optimizer.values import GroupNumbers
 from muonfx.program.lower import lower
 
 __all__ = ["ZeroOptimizer"]
 
 
-class ZeroOptimizer(torch.optim.Optimizer):
+class ZeroOptimizer(GroupOwner):
     """The client optimizer that `optimizer` makes.
 
     Raises:
         ValueError: at the first step, a flat tensor in which the parameters of its group are not found again, or in
-            which other values lie where a parameter should be (``round_robin_gradients``); the message names it.
+            which other values lie where a parameter should be (``round_robin_gradients``); the message names it. At
+            any step, a parameter that was frozen, unfrozen or added after the optimizer was made.
+        RuntimeError: another optimizer steps on these groups, since an engine has exchanged the optimizer.
 
     Example:
         >>> import muonfx as mfx
@@ -47,6 +50,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         ['momentum/trace']
     """
 
+    group_type = OwnedGroup
+
     def __init__(self, model: nn.Module, tx: Transform) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, found {type(model).__name__}")
@@ -56,7 +61,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 f"{tx!r} looks at the whole tree, and DeepSpeed steps one flat tensor at a time: leave clipping to its "
                 '"gradient_clipping", and skipping of overflows to its loss scaler'
             )
-        self.tx = tx
+        self.tx, self._model = tx, model
         self._like = global_parameters(model)
         self._params = {name: param for name, param in model.named_parameters() if name in self._like}
         tx.init(self._like)  # refuses what the transform cannot take
@@ -76,6 +81,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
             values = numbers.entries({name: defaults[name] for name in numbers.names})
             groups.append({"label": route.label, "lr": 0.0, **values, "params": part})
         super().__init__(groups, {})
+        self.defaults.update(defaults_for_schedulers(self.param_groups))
+        for group in self.param_groups:
+            self._numbers[tuple(group["param_names"])].read(group)  # so that the later of two keys counts
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -84,14 +92,49 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
+        self._require_same_trained()
+        is_first = not self._units
+        units = [(group, self._units_of(group["param_names"], group["params"])) for group in self.param_groups]
+        if is_first and self._is_initialization():
+            return loss
+        for group, own in units:
             numbers = self._numbers[tuple(group["param_names"])]
-            for unit in self._units_of(group["param_names"], group["params"]):
+            for unit in own:
                 unit.step(numbers.read(group), self.state)
         return loss
 
+    def _is_initialization(self) -> bool:
+        """True if DeepSpeed steps on zeros to have the state allocated: at stage 0 in bf16, when its optimizer is made.
+
+        A real step on zeros would advance AdamW's count and decay the weights.
+        """
+        own = set(self._params.values())
+        given = [param for group in self.param_groups for param in group["params"]]
+        are_copies = all(unit.pieces.layout is None for unit in self._units.values()) and own.isdisjoint(given)
+        return are_copies and not any(param.grad is None or bool(param.grad.any()) for param in given)
+
+    def _require_same_trained(self) -> None:
+        """Require that the model trains the parameters from construction: DeepSpeed's flat tensors hold no others.
+
+        Raises:
+            ValueError: a parameter was unfrozen, added, frozen or removed since; the message names it.
+        """
+        now = {param: name for name, param in self._model.named_parameters() if param.requires_grad}
+        own = {param: name for name, param in self._params.items()}
+        if late := [name for param, name in now.items() if param not in own]:
+            raise ValueError(
+                f"{late[0]!r} requires grad now, but was frozen or absent when the optimizer was made, so it would "
+                "never be trained: unfreeze or add it first, then make the optimizer and DeepSpeed's engine"
+            )
+        if gone := [name for param, name in own.items() if param not in now]:
+            raise ValueError(
+                f"{gone[0]!r} required grad when the optimizer was made, but is frozen or removed now; DeepSpeed "
+                "would step on zeros for its gradient: freeze it first, then make the optimizer and DeepSpeed's engine"
+            )
+
     def all_units(self) -> list[Unit]:
         """The parts that are stepped on, also those of other groups and before the first step; all ranks together."""
+        self._require_same_trained()
         units: list[Unit] = []
         for group in self.param_groups:
             names: list[str] = group["param_names"]
@@ -106,12 +149,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return next((x._z3_optimizer for x in map(untyped, params) if hasattr(x, "_z3_optimizer")), None)
 
     @torch.no_grad()
-    def copy_to_parts(self) -> None:
-        """At stage 3, round this rank's parts to those that DeepSpeed gathers for the model."""
+    def update_working_copy(self) -> None:
+        """Round the values that are stepped on to the model's dtype: at stage 0 whole, at stage 3 this rank's parts."""
         for unit in self.all_units():
             for name, piece in unit.pieces.views(unit.pieces.flat).items():
-                held: Tensor = untyped(self._params[name]).ds_tensor
-                held.data.view(-1)[: piece.numel()].copy_(piece.reshape(-1))
+                param = untyped(self._params[name])
+                if hasattr(param, "ds_tensor"):
+                    param.ds_tensor.data.view(-1)[: piece.numel()].copy_(piece.reshape(-1))
+                else:
+                    param.copy_(piece)
 
     def _units_of(self, names: Sequence[str], given: list[Tensor], *, without_grads: bool = False) -> list[Unit]:
         if [tuple(x.shape) for x in given] == [tuple(self._like[name].shape) for name in names]:

@@ -14,7 +14,7 @@ from muonfx.core import Donation, Transform
 from muonfx.engines.deepspeed.pieces import Pieces
 from muonfx.hyperparams import with_hyperparams
 from muonfx.optimizer.state import path_of
-from muonfx.optimizer.values import check_shapes, unchanged
+from muonfx.optimizer.values import fitted, unchanged
 from muonfx.sharding.transform import sharded
 from muonfx.sharding.views import local, logical
 from muonfx.shards import FlatPiece
@@ -144,8 +144,7 @@ class Unit:
         """Step with the numbers that stand in the group, on the state in ``optimizer.state``."""
         self._check(held)
         if self._values is None or not unchanged([numbers], [self._values]):
-            check_shapes(self._tx, numbers)
-            self._now = with_hyperparams(self._tx, numbers).prepare_all()
+            self._now = with_hyperparams(self._tx, fitted(self._tx, [numbers])[0]).prepare_all()
             self._values = dict(numbers)
         flat = self.pieces.flat
         params = self.pieces.views([x.detach() for x in flat])

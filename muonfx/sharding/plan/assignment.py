@@ -393,7 +393,7 @@ def plan_for(
         tx: the transform, sharded or not.
         layout: who holds what; a pretended one, for any number of ranks, will do.
         device: where it will run; it need not be here if `compute` is given.
-        compute: what a dtype of "auto" stands for; None: what is fastest on the device, found out on this machine.
+        compute: the dtype that "auto" stands for; None: as on this machine's device of that kind.
         **settings: as `sharded` takes them.
 
     Raises:

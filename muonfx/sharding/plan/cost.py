@@ -17,7 +17,6 @@ from torch import Tensor
 from muonfx.core import Transform
 from muonfx.polar import policy
 from muonfx.polar.coefficients import CoefficientsLike
-from muonfx.polar.policy import Decided
 from muonfx.polar.polynomials import Polynomials, polynomials
 from muonfx.polar.products import ProductsLike, block_side
 from muonfx.program.lower import lower_node
@@ -69,8 +68,8 @@ def newton_schulz_cost(
         device: the kind of device that computes, "cpu" or "cuda" for example; it need not be here. A CPU is taken to
             have no tile registers, a CUDA device to run the kernels.
         held: the matrix's own dtype.
-        dtype: of the products; "auto" is float64 for float64, else bf16 on CUDA and fp32 elsewhere. Where ranks compute
-            in what a measurement said, pass that.
+        dtype: of the products; "auto" is float64 for float64, else bf16 on CUDA and fp32 elsewhere. For a CPU with
+            bf16 products, pass bf16.
         coefficients: as in `muonfx.polar.orthogonalize`.
         steps: as there.
         restarts: as there.
@@ -186,7 +185,7 @@ class RunCost:
         leaf = torch.empty(tuple(shape), device="meta")
         for views, asked, settings in self._products:
             (view,) = views.of([name])
-            if asked == "auto" or isinstance(asked, Decided):
+            if asked == "auto":
                 asked = torch.float64 if dtype == torch.float64 else self._compute
             for m in view.split(leaf, name):
                 cost = newton_schulz_cost((m.shape[-2], m.shape[-1]), self._device, held=dtype, dtype=asked, **settings)

@@ -82,15 +82,19 @@ def _within(value: Recorded) -> list[Recorded]:
 def state_keeps_its_structure_and_dtypes(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Structure, shapes, dtypes and devices of the state are those that `init` gave it, step after step.
 
+    Of each example also in every floating dtype, with leaves of several dtypes in one tree.
+
     >>> import muonfx as mfx
     >>> from muonfx.testing import Example
     >>> params, steps = Example.of({"w": (2,)}, dtype=torch.bfloat16)
     >>> state_keeps_its_structure_and_dtypes(mfx.momentum(dtype=torch.float32), params, steps)
     """
-    wanted = state = tx.init(params)
-    for step, grads in enumerate(steps):
-        _, state = tx.run(grads, state, params)
-        _require_spec(f"step {step}, state", state, wanted, "init's")
+    drawn = Example(params, steps)
+    for params, steps in (drawn, *drawn.dense().in_every_dtype()):
+        wanted = state = tx.init(params)
+        for step, grads in enumerate(steps):
+            _, state = tx.run(grads, state, params)
+            _require_spec(f"step {step}, state", state, wanted, "init's")
 
 
 @law(on=lambda example: example.dense())
@@ -103,6 +107,8 @@ def updates_look_like_the_gradients(
 ) -> None:
     """Updates have the gradients' structure, shapes, dtypes and devices.
 
+    Of each example also in every floating dtype, with leaves of several dtypes in one tree.
+
     Args:
         tx: the transform.
         params: the parameters.
@@ -114,13 +120,15 @@ def updates_look_like_the_gradients(
     >>> from muonfx.testing import Example
     >>> updates_look_like_the_gradients(mfx.momentum(), *Example.of({"w": (2, 3)}))
     """
-    for step, (grads, (updates, _)) in enumerate(zip(steps, history(tx, params, steps), strict=True)):
-        wanted = tree.map(
-            lambda g, p: torch.empty(g.shape, dtype=_dtype_of_update(updates_dtype, g, p), device=g.device),
-            grads,
-            params,
-        )
-        _require_spec(f"step {step}, updates", updates, wanted, "the gradients")
+    drawn = Example(params, steps)
+    for params, steps in (drawn, *drawn.dense().in_every_dtype()):
+        for step, (grads, (updates, _)) in enumerate(zip(steps, history(tx, params, steps), strict=True)):
+            wanted = tree.map(
+                lambda g, p: torch.empty(g.shape, dtype=_dtype_of_update(updates_dtype, g, p), device=g.device),
+                grads,
+                params,
+            )
+            _require_spec(f"step {step}, updates", updates, wanted, "the gradients")
 
 
 def _dtype_of_update(
@@ -194,6 +202,9 @@ def _require_spec(what: str, found: PyTree, wanted: PyTree, wanted_is: str, *, d
             raise Breach(f"{what} {name!r}", f"found {shown(a)}, expected a tensor")
         for trait in ("shape", "dtype", "device") if devices else ("shape", "dtype"):
             if getattr(a, trait) != getattr(b, trait):
+                narrowed = trait == "dtype" and a.dtype.itemsize < b.dtype.itemsize
                 raise Breach(
-                    f"{what} {name!r}", f"has {trait} {getattr(a, trait)}, expected as {wanted_is} {getattr(b, trait)}"
+                    f"{what} {name!r}",
+                    f"has {trait} {getattr(a, trait)}, expected as {wanted_is} {getattr(b, trait)}"
+                    + ": it was narrowed" * narrowed,
                 )

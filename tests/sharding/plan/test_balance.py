@@ -168,7 +168,7 @@ def test_the_cost_asks_no_machine(monkeypatch: pytest.MonkeyPatch):
     def asked(*_: object) -> bool:
         raise AssertionError("looked at this machine")
 
-    for name in ("_fastest", "used", "cpu_has_amx", "cpu_has_bf16", "cpu_bf16_is_faster", "cuda_capability"):
+    for name in ("_fastest", "cpu_has_amx", "cpu_has_bf16", "cuda_capability"):
         monkeypatch.setattr(policy, name, asked)
     monkeypatch.setattr(policy.kernels, "available", asked)
     for device in ("cpu", "cuda", "meta"):

@@ -1,0 +1,130 @@
+"""Donation: which arguments of an update may be overwritten, and which of their leaves share memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from muonfx import tree
+from muonfx.polar.engine import overlaps_itself, sharing
+from muonfx.tracing import functorch_is_active, is_traced
+from muonfx.tree import PyTree
+
+__all__ = ["NOTHING", "Donation", "check_writable", "copied_where_shared", "copy_kept", "unshared"]
+
+
+class Donation(NamedTuple):
+    """What the caller of ``update`` promises not to use again, so that its storage may be overwritten.
+
+    ``update(..., donate=True)`` donates both, as does ``Donation(updates=True, state=True)``. A transform that names
+    ``donate`` in its ``update`` signature receives this value, and promises in turn: its updates never share storage
+    with its new state or with each other, nor with the incoming updates unless these were donated or it returns the
+    very same tensor.
+
+    >>> Donation.of(True)
+    Donation(updates=True, state=True)
+    """
+
+    updates: bool = False
+    state: bool = False
+
+    @classmethod
+    def of(cls, donate: bool | Donation) -> Donation:
+        """Resolve what ``update`` was given.
+
+        Raises:
+            TypeError: it is neither a bool nor a `Donation` of bools: "no" must not count as a promise.
+        """
+        given = donate if isinstance(donate, Donation) else cls(donate, donate)
+        if type(given.updates) is not bool or type(given.state) is not bool:
+            raise TypeError(f"donate must be True, False or a muonfx.Donation of these, found {donate!r}")
+        return given
+
+
+NOTHING = Donation()
+
+
+def unshared(donate: Donation, updates: PyTree, state: PyTree, params: PyTree) -> tuple[Donation, PyTree, PyTree]:
+    """Make a donation safe: copy each donated leaf that shares memory with another leaf or with itself.
+
+    Nothing is donated in a graph or under ``torch.func``, where memory cannot be compared.
+
+    >>> u = torch.ones(2)
+    >>> _, updates, _ = unshared(Donation(updates=True), {"a": u, "b": u}, None, None)
+    >>> updates["a"].data_ptr() == updates["b"].data_ptr()
+    False
+    """
+    if not (donate.updates or donate.state):
+        return donate, updates, state
+    if functorch_is_active() or is_traced():
+        return NOTHING, updates, state
+    given, own = tree.leaves(updates), tree.leaves(state)
+    shared = _shared([*given, *own, *tree.leaves(params)])
+    if shared and donate.updates:
+        updates = _copied(updates, {place for place in shared if place < len(given)})
+    if shared and donate.state:
+        state = _copied(state, {place - len(given) for place in shared if 0 <= place - len(given) < len(own)})
+    return donate, updates, state
+
+
+def copied_where_shared(given: PyTree, other: PyTree) -> PyTree:
+    """A tree with copies of its leaves that share memory with another leaf of the tree, or of the other tree.
+
+    In a graph and under ``torch.func``, where memory cannot be compared: of the tensors that are given twice.
+    """
+    own = tree.leaves(given)
+    return _copied(given, {place for place in _shared([*own, *tree.leaves(other)]) if place < len(own)})
+
+
+def _copied(given: PyTree, places: set[int]) -> PyTree:
+    """A tree with copies of the leaves at some places."""
+    if not places:
+        return given
+    leaves, treedef = tree.flatten(given)
+    return tree.unflatten(treedef, [leaf.clone() if at in places else leaf for at, leaf in enumerate(leaves)])
+
+
+def _shared(leaves: Sequence[Any]) -> set[int]:
+    """The places of the leaves that share memory with another leaf, or have several elements in one place."""
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
+    if functorch_is_active() or is_traced():
+        first: dict[Tensor, int] = {}
+        pairs = [(first.setdefault(leaves[place], place), place) for place in places]
+        return {place for pair in pairs if pair[0] != pair[1] for place in pair}
+    return {places[at] for at in sharing([_in_memory(leaves[place]) for place in places])}
+
+
+def _in_memory(leaf: Tensor) -> Tensor:
+    """The tensor that holds a leaf's elements: the inner one of a DTensor."""
+    while type(leaf) not in (Tensor, torch.nn.Parameter) and hasattr(leaf, "__tensor_flatten__"):
+        inner: Any = leaf
+        leaf = getattr(inner, inner.__tensor_flatten__()[0][0])
+    return leaf
+
+
+def check_writable(what: str, params: PyTree) -> None:
+    """Require parameters whose elements have a place each, so that updates can be added in place.
+
+    >>> check_writable("params", {"w": torch.zeros(1).expand(3)})
+    Traceback (most recent call last):
+    ValueError: params: 'w' of shape (3,) and strides (0,) has several elements in one place of memory, as an ...
+    """
+    for place, leaf in enumerate(tree.leaves(params)):
+        if isinstance(leaf, Tensor) and overlaps_itself(_in_memory(leaf)):
+            raise ValueError(
+                f"{what}: {tree.names(params)[place]!r} of shape {tuple(leaf.shape)} and strides {leaf.stride()} has "
+                "several elements in one place of memory, as an expanded tensor has, and cannot be written to in "
+                "place; give it memory of its own with .clone()"
+            )
+
+
+def copy_kept(new: PyTree, old: PyTree) -> PyTree:
+    """Copy what a new state has kept of the old one, lest a later donation of the new one write into the old."""
+    before = {id(leaf) for leaf in tree.tensors(old)}
+    leaves, treedef = tree.flatten(new)
+    if not any(id(leaf) in before for leaf in leaves):
+        return new
+    return tree.unflatten(treedef, [leaf.clone() if id(leaf) in before else leaf for leaf in leaves])

@@ -1,0 +1,160 @@
+"""The order of the transforms of a chain, relative to its learning rate.
+
+Every transform may declare one `Position`. `check_order` compares the positions of a chain's members when the chain is
+constructed. `signs` follows the direction of updates, for whoever knows that these updates reach parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+
+from muonfx.checks import warn_caller
+from muonfx.recorded import part_names
+
+if TYPE_CHECKING:
+    from muonfx.core.contract import Transform
+
+__all__ = ["POSITIONS", "Position", "check_order", "combine_signs", "signs", "within"]
+
+Position = Literal[
+    "learning_rate",
+    "turns",
+    "either_sign",
+    "before_learning_rate",
+    "sets_size",
+    "after_learning_rate",
+    "last",
+    "observer",
+    "last_observer",
+]
+"""The place of a transform in a chain; each value is explained at `muonfx.transform`."""
+
+POSITIONS = frozenset(get_args(Position))
+
+_AFTER = {"after_learning_rate", "last", "last_observer"}
+_LAST = {"last", "last_observer"}
+_OBSERVERS = {"observer", "last_observer"}
+
+
+def within(tx: Transform) -> Iterator[Transform]:
+    """A transform and all that it calls, directly or not."""
+    yield tx
+    for part in tx.children:
+        yield from within(part)
+
+
+def _positioned(tx: Transform) -> Iterator[tuple[Transform, Position | None]]:
+    """The transforms within a transform with their positions, and the transform itself behind those that it calls."""
+    for part in tx.children:
+        yield from _positioned(part)
+    if tx.position is not None or not (tx.children or tx.declaration.in_sequence):
+        yield tx, tx.position
+
+
+def check_order(chain: Transform) -> None:
+    """Compare the positions of the members of a chain, each with those of the members before it.
+
+    Raises:
+        ValueError: the order gives wrong numbers; the message names both members and the right order.
+
+    Warns:
+        UserWarning: a learning rate has no effect, or an update changes after its last transform.
+    """
+    members = zip(part_names(chain), chain.children, strict=True)
+    placed = [[_Placed(name, *found) for found in _positioned(member)] for name, member in members]
+    pairs = [
+        (earlier, later)
+        for place, here in enumerate(placed)
+        for later in here
+        for before in placed[:place]
+        for earlier in before
+    ]
+    for pair in pairs:
+        if error := _error(*pair):
+            raise ValueError(f"{chain.name}: {error}")
+    for pair in pairs:
+        if doubt := _doubt(*pair):
+            warn_caller(f"{chain.name}: {doubt}")
+            return
+
+
+class _Placed(NamedTuple):
+    """A transform within a member of a chain."""
+
+    member: str
+    tx: Transform
+    position: Position | None
+
+
+def _error(earlier: _Placed, later: _Placed) -> str:
+    """Describe an order that gives wrong numbers; an empty string if there is nothing to say."""
+    (first_place, first_tx, first), (place, tx, position) = earlier, later
+    if first == position == "learning_rate":
+        return (
+            f"the learning rates in {first_place!r} and {place!r} both turn updates downhill, so the updates go "
+            "uphill; give one of them flip_sign=False, or remove it"
+        )
+    if first == "learning_rate" and position == "before_learning_rate":
+        return (
+            f"{tx.name} comes after the learning rate in {first_place!r}, but it requires updates in the direction of "
+            f"the gradient; put it before {first_place!r}"
+        )
+    if first in _AFTER and position in ("learning_rate", "turns"):
+        turn = "the learning rate" if position == "learning_rate" else "the negative scale"
+        inside = f", or move that into {first_tx.name}(...)" if first_tx.children else ""
+        return (
+            f"{first_tx.name} comes before {turn} in {place!r}, but it requires the updates that are added to the "
+            f"parameters; put it after {place!r}{inside}"
+        )
+    return ""
+
+
+def _doubt(earlier: _Placed, later: _Placed) -> str:
+    """Describe an order that is hardly meant; an empty string if there is nothing to say."""
+    (first_place, first_tx, first), (place, tx, position) = earlier, later
+    if first == "learning_rate" and position == "sets_size":
+        return (
+            f"the learning rate in {first_place!r} comes before {tx.name}, whose updates do not depend on the size of "
+            f"its input, so the rate has no effect; put {first_place!r} after {place!r}"
+        )
+    if first in _LAST and position not in _OBSERVERS:
+        return (
+            f"{first_tx.name} in {first_place!r} comes before {tx.name}, which may change the updates after "
+            f"{first_tx.name} has used them as final; put {place!r} before {first_place!r}, or declare "
+            f'position="observer" for {tx.name} if it returns its updates unchanged'
+        )
+    return ""
+
+
+def signs(tx: Transform) -> frozenset[int]:
+    """The directions that updates may have after a transform: 1 as the gradient, -1 reversed, 0 unknown.
+
+    >>> import muonfx as mfx
+    >>> signs(mfx.adamw(0.1)) == {-1}, signs(mfx.momentum()) == {1}
+    (True, True)
+    >>> signs(mfx.partition({"a": mfx.lion(), "b": mfx.identity()}, {})) == {1, -1}
+    True
+    """
+    return combine_signs(tx, map(signs, tx.children))
+
+
+def combine_signs(tx: Transform, inner: Iterable[frozenset[int]]) -> frozenset[int]:
+    """The same, from the directions after each transform that it calls."""
+    found = frozenset({_own_sign(tx)})
+    steps = (
+        list(inner) if tx.declaration.in_sequence else [either] if (either := frozenset[int]().union(*inner)) else []
+    )
+    for each in steps:
+        found = frozenset(before * after for before in found for after in each)
+    return found
+
+
+def _own_sign(tx: Transform) -> int:
+    """What a transform itself does to the direction; unknown for one from elsewhere that declares no position."""
+    if tx.position in ("learning_rate", "turns"):
+        return -1
+    if tx.position == "either_sign":
+        return 0
+    is_ours = tx.factory.__module__.partition(".")[0] == __name__.partition(".")[0]
+    return 1 if is_ours or tx.position is not None else 0

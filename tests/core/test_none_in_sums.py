@@ -1,0 +1,108 @@
+"""None is no update: a sum of None and `x` is `x`, and what was gathered for a leaf is not lost with its gradient."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import muonfx as mfx
+
+GATHERED = mfx.accumulate(mfx.scale(-0.1), 2)
+UPHILL = mfx.accumulate(mfx.identity(), 2)
+AROUND = {
+    "add_updates, first": mfx.add_updates(GATHERED, mfx.scale(1.0)),
+    "add_updates, second": mfx.add_updates(mfx.scale(1.0), GATHERED),
+    "add_updates, both": mfx.add_updates(GATHERED, GATHERED, GATHERED),
+    "cautious": mfx.cautious(UPHILL),
+    "conditionally_mask": mfx.conditionally_mask(GATHERED, lambda count: count % 3 != 1),
+    "conditionally_transform": mfx.conditionally_transform(GATHERED, lambda count: count % 3 != 1),
+    "inject_hyperparams": mfx.inject_hyperparams(GATHERED),
+    "lookahead": mfx.lookahead(GATHERED, 2, 0.5),
+    "masked": mfx.masked(GATHERED, {"a": True, "b": True}),
+    "master_params": mfx.master_params(GATHERED),
+    "partition": mfx.partition({"x": GATHERED, "y": mfx.scale(1.0)}, {"a": "y", "b": "x"}),
+    "scale_by_dual_norm": mfx.scale_by_dual_norm(UPHILL),
+    "schedule_free": mfx.schedule_free(GATHERED, 0.1),
+    "skip_nonfinite": mfx.skip_nonfinite(GATHERED),
+}
+
+
+def run(tx: mfx.Transform, zeros: bool) -> Any:
+    """Four micro-batches; the second has no gradient for `b`, or zeros."""
+    generator = torch.Generator().manual_seed(0)
+    params = {name: torch.randn(3, 4, generator=generator) for name in "ab"}
+    state, history = tx.init(params), []
+    for turn in range(4):
+        grads: dict[str, Tensor | None] = {n: torch.randn(3, 4, generator=generator) for n in "ab"}
+        if turn == 1:
+            grads["b"] = torch.zeros(3, 4) if zeros else None
+        updates, state = tx.update(grads, state, params)
+        history.append(updates)
+    return history, state
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_a_gathered_gradient_is_not_lost_where_the_last_one_is_none(name: str):
+    found, expected = run(AROUND[name], zeros=False), run(AROUND[name], zeros=True)
+    assert mfx.tree.same_structure(found, expected)
+    for where, one, other in zip(mfx.tree.names(found), mfx.tree.leaves(found), mfx.tree.leaves(expected), strict=True):
+        assert torch.equal(one, other), where
+
+
+def test_namo_says_that_it_has_no_scale_for_a_gathered_gradient():
+    with pytest.raises(ValueError, match=r"scale_by_namo: inner returns an update for 'b'.*accumulate\(scale_by_namo"):
+        run(mfx.scale_by_namo(UPHILL), zeros=False)
+
+
+@mfx.transform(locality=mfx.Locality.ELEMENT)
+def only(names: Any, factor: float):
+    """Return updates for some leaves."""
+
+    def update(updates: Any, state: Any, params: Any = None):
+        return {n: factor * u if n in names and u is not None else None for n, u in updates.items()}, state
+
+    return (lambda params: mfx.EmptyState()), update
+
+
+@given(
+    parts=st.lists(st.sets(st.sampled_from("abc")), min_size=1, max_size=4),
+    absent=st.sampled_from([None, "a"]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_a_sum_of_partial_trees_is_the_sum_of_what_is_there(
+    parts: list[set[str]], absent: str | None, dtype: torch.dtype
+):
+    updates = {n: None if n == absent else torch.full((2,), 1.5, dtype=dtype) for n in "abc"}
+    tx = mfx.add_updates(*[only(names, 2.0**place) for place, names in enumerate(parts)])
+    found = tx.update(updates, tx.init(updates))[0]
+    for name, own in updates.items():
+        factors = [2.0**place for place, names in enumerate(parts) if name in names]
+        if own is None or not factors:
+            assert found[name] is None
+        else:
+            assert found[name].dtype is dtype
+            assert torch.equal(found[name], own * sum(factors))
+
+
+@pytest.mark.parametrize("seen", ["q_proj", "k_proj"])
+@pytest.mark.parametrize("around", ["masked", "partition"])
+def test_qk_clip_refuses_half_of_a_pair(seen: str, around: str):
+    clip = mfx.qk_clip(mfx.AttentionHeads("h.*.attn", heads=2))
+    names = [f"h.{layer}.attn.{part}.weight" for layer in (0, 1) for part in ("q_proj", "k_proj")]
+    params = {name: torch.ones(4, 2) for name in names}
+    is_seen = {name: name.startswith("h.0") or seen in name for name in names}
+    tx = mfx.masked(clip, is_seen)
+    if around == "partition":
+        tx = mfx.partition(
+            {"clip": clip, "rest": mfx.scale(1.0)}, {n: "clip" if own else "rest" for n, own in is_seen.items()}
+        )
+    hidden = "k_proj" if seen == "q_proj" else "q_proj"
+    message = rf"'h\.1\.attn\.{seen}\.weight' and no \w+ weights 'h\.1\.attn\.{hidden}'"
+    with pytest.raises(ValueError, match=message):
+        tx.init(params)
+    optimized = mfx.chain(mfx.scale_by_learning_rate(0.1), tx)
+    with pytest.raises(ValueError, match=message):
+        mfx.TransformOptimizer(params.items(), optimized)

@@ -1,0 +1,104 @@
+"""A warning that is an error on one rank, as under ``python -W error``, is an error on all ranks."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import muonfx as mfx
+from muonfx import sharding
+from muonfx.checkpoint import coordination
+from tests.processes import Failed, Here, World
+from tests.sharding.bound import by_closure
+from tests.sharding.cases import some
+
+pytestmark = pytest.mark.dist
+
+
+@mfx.transform
+def undeclared():
+    """A transform of the whole tree."""
+
+    def init(params: Any) -> Any:
+        return mfx.EmptyState()
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        return updates, state
+
+    return init, update
+
+
+def strict_on_one_rank(here: Here, what: str, on: int, folder: Path) -> None:
+    """Something to warn of, which is an error on one rank; then a step as ever."""
+    odd = here.rank == here.size - 1
+    params = {"a": some(4, 5), "b": some(3)}
+    layout = sharding.replicated(params, here.group)
+    if what == "a load on one rank":
+        layout = sharding.zero(params, here.group, partition="flat")
+    local = layout.shard(params)
+    tx = mfx.momentum()
+    if what == "a captured rate":
+        tx = mfx.scale_by_learning_rate(by_closure(0.2 if odd else 0.1))
+    if what == "a pattern":
+        tx = mfx.orthogonalize(blocks={"*.qvk": 3})
+    if what == "gathering":
+        tx = undeclared()
+    over = sharding.sharded(tx, layout)
+    version = "9.9" if odd and what == "versions" else torch.__version__
+    with warnings.catch_warnings(), mock.patch.object(torch, "__version__", version):
+        warnings.simplefilter("error" if here.rank == on else "ignore")
+        if what == "a failed save":
+            coordination.note_failure(folder, ValueError("no room"))
+            mfx.checkpoint.save(folder / "new", params, group=here.group)
+        state = over.init(local)
+        if what == "a load on one rank":
+            _, state = over.update(local, state, local)
+            if odd:
+                state = sharding.local(over, sharding.logical(over, state))
+        grads = {name: leaf + here.rank for name, leaf in local.items()} if what == "gradients" else local
+        over.update(grads, state, local)
+
+
+WARNINGS = [
+    "versions",
+    "a captured rate",
+    "gradients",
+    "a load on one rank",
+    "a pattern",
+    "gathering",
+    "a failed save",
+]
+
+
+@pytest.mark.parametrize(("size", "on"), [(2, 0), (3, 1)])
+@pytest.mark.parametrize("what", WARNINGS)
+def test_a_warning_that_is_an_error_on_one_rank_is_one_on_all(
+    world: World, tmp_path: Path, what: str, size: int, on: int
+):
+    found = world.run(size, strict_on_one_rank, what=what, on=on, folder=tmp_path)
+    for rank, result in enumerate(found):
+        assert isinstance(result, Failed), rank
+        if rank == on:
+            assert isinstance(result.error, UserWarning | mfx.checkpoint.CheckpointError), result.trace
+        else:
+            assert isinstance(result.error, sharding.ShardingError | mfx.checkpoint.CheckpointError), result.trace
+            assert f"rank {on}: " in str(result.error)
+    assert world.check(size, steps, layout="replicated") is not None
+
+
+def steps(here: Here, layout: str) -> bool:
+    """Every verb under strict warnings: neither ours nor torch's is one."""
+    params = {"a": some(4, 5), "b": some(3)}
+    made = sharding.zero(params, here.group) if layout == "whole" else sharding.replicated(params, here.group)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error" if here.rank == 0 else "ignore")
+        tx = sharding.sharded(mfx.scale_by_adam(), made)
+        local = made.shard(params)
+        state = tx.init(local)
+        for _ in range(2):
+            _, state = tx.update(made.reduce_scatter(params), state, local)
+        sharding.broadcast(made.shard(made.gather(local)), made)
+    return True

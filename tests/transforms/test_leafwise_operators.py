@@ -1,0 +1,252 @@
+"""Every operator of a tensor is the same operator in a `leafwise` step, or an error that names it."""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import muonfx as mfx
+
+ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
+LOGIC = ("and_", "or_", "xor", "lshift", "rshift")
+COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+UNARY = ("neg", "pos", "abs", "invert")
+IN_PLACE = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor")
+NUMBERS: list[Any] = [0, 1, -2, 3, 0.5, -1.5, True, torch.tensor(2), torch.tensor(0.25)]
+FUNCTIONS: dict[str, Callable[..., Tensor]] = {
+    "where": lambda x, y: torch.where(x > y, x, -1.0),
+    "masked_fill": lambda x, y: x.masked_fill(x <= y, 0.5),
+    "sub, alpha": lambda x, y: torch.sub(x, y, alpha=3),
+    "add, alpha": lambda x, y: x.add(y, alpha=2),
+    "div, floor": lambda x, y: torch.div(x, y, rounding_mode="floor"),
+    "by keyword": lambda x, y: torch.add(input=x, other=y),
+    "isfinite": lambda x, y: torch.isfinite(x / y),
+    "to int": lambda x, y: (x + y).to(torch.int64),
+    "logical_not": lambda x, y: torch.logical_not(x),
+}
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+Expression = tuple[Any, ...]
+
+
+def expressions(depth: int) -> st.SearchStrategy[Expression]:
+    """Expressions of `u`, `p` and numbers."""
+    atom = st.one_of(st.sampled_from([("u",), ("p",)]), st.sampled_from(NUMBERS).map(lambda x: ("number", x)))
+    if depth == 0:
+        return atom
+    inner = expressions(depth - 1)
+    binary = st.tuples(st.sampled_from(ARITHMETIC + LOGIC + COMPARISONS + IN_PLACE + tuple(FUNCTIONS)), inner, inner)
+    return st.one_of(atom, st.tuples(st.sampled_from(UNARY), inner), binary)
+
+
+def value(expression: Expression, u: Any, p: Any) -> Any:
+    """The value of an expression, by the operators of whatever it is given."""
+    kind, *parts = expression
+    if kind in ("u", "p"):
+        return u if kind == "u" else p
+    if kind == "number":
+        return parts[0]
+    found = [value(part, u, p) for part in parts]
+    if kind in IN_PLACE:
+        first = found[0].clone() if isinstance(found[0], Tensor | mfx.Leaf) else found[0]
+        return getattr(operator, kind)(first, found[1])
+    return FUNCTIONS[kind](*found) if kind in FUNCTIONS else getattr(operator, kind)(*found)
+
+
+@mfx.leafwise(reads_params=True)
+def computed(expression: Any):
+    def step(u: mfx.Leaf, s: Any, p: mfx.Leaf):
+        return value(expression, u, p), s
+
+    return mfx.EmptyState(), step
+
+
+def drawn(dtypes: tuple[torch.dtype, ...], seed: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Updates and parameters of some dtypes, with zeros, equal elements and small integers among them."""
+    generator = torch.Generator().manual_seed(seed)
+    made = [
+        {
+            f"{i}.{j}": (torch.randint(-4, 5, shape, generator=generator) / 2).to(dtype)
+            for i, dtype in enumerate(dtypes)
+            for j, shape in enumerate([(3, 4), (5,), ()])
+        }
+        for _ in range(2)
+    ]
+    return made[0], made[1]
+
+
+@given(
+    expression=expressions(3),
+    dtypes=st.sampled_from([(dtype,) for dtype in DTYPES] + [DTYPES]),
+    seed=st.integers(0, 99),
+    donate=st.booleans(),
+)
+def test_a_step_is_what_the_operators_of_tensors_are(
+    expression: Expression, dtypes: tuple[torch.dtype, ...], seed: int, donate: bool
+):
+    updates, params = drawn(dtypes, seed)
+    expected: dict[str, Tensor] = {}
+    for name, u in updates.items():
+        wide = torch.promote_types(u.dtype, torch.float32)
+        try:
+            made = value(expression, u.to(wide), params[name].to(wide))
+        except (RuntimeError, TypeError):  # an operator that tensors of this dtype have not
+            return
+        if not isinstance(made, Tensor) or made.shape != u.shape:
+            return
+        expected[name] = made.to(u.dtype)
+    found, _ = computed(expression).update(updates, mfx.EmptyState(), params, donate=donate)
+    for name, own in expected.items():
+        torch.testing.assert_close(
+            found[name], own, rtol=1e-5 if own.dtype.itemsize > 2 else 1e-2, atol=1e-6, equal_nan=True
+        )
+
+
+@pytest.mark.parametrize("name", [*ARITHMETIC, *COMPARISONS, *IN_PLACE[:7]])
+@pytest.mark.parametrize("other", ["leaf", "number", "reflected"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_each_operator_alone(name: str, other: str, dtype: torch.dtype):
+    updates, params = drawn((dtype,), 0)
+    number = ("number", 1.5)
+    sides = {"leaf": (("u",), ("p",)), "number": (("u",), number), "reflected": (number, ("u",))}[other]
+    found, _ = computed((name, *sides)).update(updates, mfx.EmptyState(), params)
+    for leaf, u in updates.items():
+        wide = torch.promote_types(dtype, torch.float32)
+        own = value((name, *sides), u.to(wide), params[leaf].to(wide)).to(dtype)
+        assert torch.equal(found[leaf].nan_to_num(7.0), own.nan_to_num(7.0)), leaf
+
+
+@pytest.mark.parametrize("name", [*LOGIC[:3], "mul", "add", "eq", "ne", "iand", "ior", "ixor", "imul"])
+def test_masks_have_the_operators_of_masks(name: str):
+    updates, params = drawn((torch.float32,), 0)
+    mask = (name, ("gt", ("u",), ("number", 0.5)), ("le", ("p",), ("number", 0)))
+    expression = ("add", ("u",), ("mul", ("number", 5.0), mask))
+    found, _ = computed(expression).update(updates, mfx.EmptyState(), params)
+    for leaf, u in updates.items():
+        assert torch.equal(found[leaf], value(expression, u, params[leaf]))
+
+
+def test_a_mask_may_be_shifted_and_inverted():
+    @mfx.leafwise
+    def several():
+        def step(u: mfx.Leaf, s: Any):
+            positive = u > 0
+            return (positive + 2 << 1) * ~positive + torch.round(u) + (1 - (u == 0).float()), s
+
+        return mfx.EmptyState(), step
+
+    u = torch.tensor([-1.75, 0.0, 2.25])
+    expected = ((u > 0) + 2 << 1) * ~(u > 0) + torch.round(u) + (1 - (u == 0).float())
+    assert torch.equal(several().update({"w": u}, mfx.EmptyState())[0]["w"], expected)
+
+
+def test_an_in_place_operator_changes_a_value_under_all_its_names():
+    @mfx.leafwise
+    def aliased():
+        def step(u: mfx.Leaf, s: Any):
+            same = u
+            same *= 2.0
+            s["sum"] += u
+            return u + same, s
+
+        return {"sum": mfx.Slot()}, step
+
+    tx, u = aliased(), torch.tensor([1.0, -3.0])
+    updates, state = tx.update({"w": u}, tx.init({"w": u}))
+    assert torch.equal(updates["w"], torch.tensor([4.0, -12.0]))
+    assert torch.equal(state["sum"]["w"], torch.tensor([2.0, -6.0]))
+    assert torch.equal(u, torch.tensor([1.0, -3.0]))
+
+
+REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "bool": (lambda u: bool(u), "cannot decide on the values"),
+    "not": (lambda u: not u, "cannot decide on the values"),
+    "if equal": (lambda u: 1.0 if u == 0 else u, "cannot decide on the values"),
+    "in": (lambda u: 1.0 in u, r"values for `in` here; compare with =="),
+    "in a list": (lambda u: u in [1.0], "cannot decide on the values"),
+    "iteration": (lambda u: list(u), "rows to iterate over"),
+    "len": (lambda u: len(u), r"len\(\) here"),
+    "index": (lambda u: u[0], "elements to index here; use torch.where"),
+    "assignment": (lambda u: operator.setitem(u, 0, 1.0), "elements to write to here; use torch.where"),
+    "matmul": (lambda u: u @ u, r"matrix product \(@\) here; write the transform with muonfx.transform"),
+    "reflected matmul": (lambda u: [1.0] @ u, "matrix product"),
+    "float": (lambda u: float(u), "number in Python"),
+    "int": (lambda u: int(u), "number in Python"),
+    "range": (lambda u: range(u), "number in Python"),
+    "shape": (lambda u: u.shape, "no shape here"),
+    "dtype": (lambda u: u.dtype, "no dtype here"),
+    "numel": (
+        lambda u: u / u.numel(),
+        "numel of a leaf is int, and a step works with tensors only; write the transform",
+    ),
+    "size": (lambda u: u * u.size(0), "size of a leaf is int"),
+    "item": (lambda u: u.sum().item(), "item of a leaf is float"),
+    "max": (lambda u: u.reshape(-1).max(dim=0) + 1, "max of a leaf is max"),
+    "equal to None": (lambda u: u == None, "eq of a leaf is bool"),  # noqa: E711
+    "mul_": (lambda u: u.mul_(2.0), "mul_ writes in place; use mul"),
+    "torch.relu_": (lambda u: torch.relu_(u), "relu_ writes in place"),
+    "inplace=True": (lambda u: torch.nn.functional.elu(u, inplace=True), "elu writes in place"),
+    "out=": (lambda u: torch.add(u, u, out=u), "add writes in place"),
+    "add_ to a tensor": (lambda u: torch.zeros(3).add_(u), "add_ writes in place"),
+    "assignment to a tensor": (lambda u: operator.setitem(torch.zeros(3), 0, u), "__setitem__ writes in place"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_leaf_cannot_do_is_an_error_by_name(name: str):
+    function, message = REFUSED[name]
+
+    @mfx.leafwise
+    def refused():
+        return mfx.EmptyState(), lambda u, s: (function(u), s)
+
+    with pytest.raises((TypeError, AttributeError), match=f"leafwise: .*{message}"):
+        refused().update({"w": torch.ones(3)}, mfx.EmptyState())
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "update", "kept"),
+    [
+        (ValueError, r"update of shape \(\) for 'b', expected its shape \(3,\)", lambda u: u.sum(), None),
+        (ValueError, r"update of shape \(2, 3\) for 'b'", lambda u: u * torch.ones(2, 1), None),
+        (
+            ValueError,
+            r"state of shape \(1, 3\) for 'b', expected its shape \(3,\)",
+            None,
+            lambda u: u[None] if isinstance(u, Tensor) else u.unsqueeze(0),
+        ),
+        (TypeError, "update of torch.complex64 for 'b', expected real numbers", lambda u: u * 1j, None),
+        (TypeError, "update of torch.complex64 for 'b'", lambda u: torch.exp(u + 1j), None),
+        (TypeError, "state of torch.complex64 for 'b'", None, lambda u: torch.complex(u, u)),
+    ],
+)
+@pytest.mark.parametrize("donate", [False, True])
+def test_another_shape_or_complex_numbers_are_an_error(error: Any, message: str, update: Any, kept: Any, donate: bool):
+    @mfx.leafwise
+    def wrong():
+        def step(u: mfx.Leaf, s: Any):
+            return (update or (lambda u: u))(u), {"kept": (kept or (lambda u: u))(u)}
+
+        return {"kept": mfx.Slot()}, step
+
+    tx, params = wrong(), {"a": None, "b": torch.ones(3)}
+    with pytest.raises(error, match=f"wrong: the step returns an? {message}"):
+        tx.update(params, tx.init(params), params, donate=donate)
+
+
+def test_leaves_can_be_keys():
+    @mfx.leafwise
+    def keyed():
+        def step(u: mfx.Leaf, s: Any):
+            rates = {u: 2.0, s["sum"]: 3.0}
+            return u * rates[u], {"sum": s["sum"] * rates[s["sum"]]}
+
+        return {"sum": mfx.Slot()}, step
+
+    tx = keyed()
+    assert torch.equal(tx.update({"w": torch.ones(2)}, tx.init({"w": torch.ones(2)}))[0]["w"], torch.full((2,), 2.0))
