@@ -18,7 +18,7 @@ from torch import Tensor
 
 from benchmarks.simulator.models import Kind, Model
 from muonfx.core import Transform
-from muonfx.partition import partition
+from muonfx.select.partition import partition
 from muonfx.sharding.cut import Places
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.layouts import Partition, Placed, on_mesh, replicated, zero

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from muonfx.checkpoint.dtypes import widens
 from muonfx.checkpoint.errors import MismatchError, first_ones
 from muonfx.checkpoint.index import Index
 from muonfx.checkpoint.names import in_section, plain_names
-from muonfx.checkpoint.renaming import Rename, found_renaming, new_names
 from muonfx.checkpoint.spec import StateSpec, described
+from muonfx.tree.dtypes import widens
+from muonfx.tree.renaming import Rename, found_renaming, new_names
 
 __all__ = ["Allow", "Rules", "match", "matches"]
 

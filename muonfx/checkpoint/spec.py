@@ -12,13 +12,13 @@ import torch
 from muonfx import tree
 from muonfx.checkpoint.errors import MismatchError, first_ones
 from muonfx.checkpoint.names import is_leaf, named_leaves, named_tensors
-from muonfx.checks import check_tree
 from muonfx.core import Transform
+from muonfx.core.checks import check_tree
 from muonfx.core.contract import require_transform
 from muonfx.core.precision import product_dtypes
-from muonfx.display import Report, Table, format_bytes
-from muonfx.recorded import strip_transparent
+from muonfx.core.recorded import strip_transparent
 from muonfx.tree import PyTree, Spec
+from muonfx.tree.display import Report, Table, format_bytes
 
 __all__ = ["StateSpec", "described", "products_for", "spec", "spec_of", "spec_of_named"]
 
@@ -96,7 +96,7 @@ class StateSpec:
 
         >>> import muonfx as mfx
         >>> spec = mfx.spec(mfx.momentum(), {"w": torch.zeros(2)})
-        >>> spec.differences(mfx.MomentumState({"w": torch.zeros(2, dtype=torch.bfloat16)}))
+        >>> spec.differences(mfx.transforms.MomentumState({"w": torch.zeros(2, dtype=torch.bfloat16)}))
         ["'trace/w' is (2,) bfloat16, expected (2,) float32"]
         """
         found = dict(named_leaves(state))

@@ -7,10 +7,10 @@ from typing import Any, Concatenate, Literal, ParamSpec, overload
 
 import torch
 
-from muonfx.checks import NamePatterns
+from muonfx.core.checks import NamePatterns
 from muonfx.core.contract import Declaration, InStore, Locality, Transform
 from muonfx.core.order import Position
-from muonfx.recorded import make_factory
+from muonfx.core.recorded import make_factory
 from muonfx.tree import PyTree
 
 __all__ = ["InitAndUpdate", "transform"]
@@ -105,7 +105,7 @@ def transform(
     """Make a factory of transforms from a function that returns ``init`` and ``update``.
 
     The numeric arguments of a call (floats, tensors, nested transforms) become the leaves of the transform's pytree
-    view. Validate arguments in the body with the functions of `muonfx.checks`, which pass tensors by: the body runs
+    view. Validate arguments in the body with the functions of `muonfx.core.checks`, which skip tensors: the body runs
     at the call, and again with traced values wherever ``torch.func`` has rebuilt the transform. An argument that is
     annotated `ScalarOrSchedule`, or ``float`` without ``Schedule``, takes a schedule too: the body then runs at every
     update, with the number of that step, and the state is a `ScheduledHyperparamsState`.
@@ -180,7 +180,7 @@ def transform(
         >>> @mfx.transform(locality=mfx.Locality.ELEMENT)
         ... def sign_descent(rate: float = 0.1):
         ...     def init(params):
-        ...         return mfx.EmptyState()
+        ...         return mfx.core.EmptyState()
         ...
         ...     def update(updates, state, params=None):
         ...         return mfx.tree.map(lambda u: -rate * u.sign(), updates), state

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from muonfx.display import Column, Report, Row, Shown, Table
-from muonfx.recorded import Recorded, part_names
+from muonfx.core.recorded import Recorded, part_names
+from muonfx.tree.display import Column, Report, Row, Shown, Table
 
 if TYPE_CHECKING:
     from muonfx.core.contract import Transform

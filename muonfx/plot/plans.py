@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from muonfx import sharding
-from muonfx.display import format_bytes
 from muonfx.plot.axes import COLORS, axes_for
+from muonfx.tree.display import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

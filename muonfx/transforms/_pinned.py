@@ -9,10 +9,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from muonfx import elementwise as ew
 from muonfx import tree
 from muonfx.compact import Compact
 from muonfx.tree import PyTree
+from muonfx.tree import elementwise as ew
 
 __all__ = [
     "StateDtype",

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from muonfx import checks
-from muonfx.schedules import ScalarOrSchedule
+from muonfx.core import checks
+from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.transforms._pinned import StateDtype, power
 from muonfx.transforms.leafwise import Leaf, Slot, StepCount, leafwise
 from muonfx.tree import PyTree

@@ -7,15 +7,14 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from muonfx import checks
-from muonfx import elementwise as ew
-from muonfx.core import Donation, EmptyState, Locality, Transform, apply_updates, identity, transform
+from muonfx.core import Donation, EmptyState, Locality, Transform, apply_updates, checks, identity, transform
 from muonfx.core.contract import NOTHING, InStore
-from muonfx.schedules import ScalarOrSchedule
+from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.transforms._in_store import StoreExecutor
 from muonfx.transforms._pinned import StateDtype, WideStateDtype, copies
 from muonfx.transforms.leafwise import Leaf, Slot, leafwise
 from muonfx.tree import Present, PyTree, map, tensors
+from muonfx.tree import elementwise as ew
 
 __all__ = ["EmaParamsState", "MasterParamsState", "ema_params", "master_params"]
 

@@ -14,17 +14,17 @@ from typing import Any, Literal, ParamSpec, cast, overload
 import torch
 from torch import Tensor
 
-from muonfx import checks, tree
-from muonfx import elementwise as ew
-from muonfx.arguments import check_plain, plain_kinds
+from muonfx import tree
 from muonfx.compact import Compact
 from muonfx.compact.state import Holder
-from muonfx.core import Donation, Locality, Transform, apply_updates, transform
+from muonfx.core import Donation, Locality, Transform, apply_updates, checks, transform
 from muonfx.core.contract import NOTHING, Functions
 from muonfx.core.order import Position
 from muonfx.transforms._leaf import Leaf, Operation, Plan, Values, plan
 from muonfx.transforms._pinned import StateDtype, WideStateDtype, copies, new_count, store, zeros
 from muonfx.tree import Present, PyTree, Structure, device_of
+from muonfx.tree import elementwise as ew
+from muonfx.tree.arguments import check_plain, plain_kinds
 
 __all__ = ["Leaf", "Slot", "StateAndStep", "StepCount", "leafwise"]
 

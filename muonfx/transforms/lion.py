@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from muonfx import checks
-from muonfx.schedules import ScalarOrSchedule
+from muonfx.core import checks
+from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.transforms._pinned import StateDtype
 from muonfx.transforms.leafwise import Leaf, Slot, leafwise
 from muonfx.tree import PyTree

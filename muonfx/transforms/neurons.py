@@ -8,12 +8,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from muonfx import checks
-from muonfx import elementwise as ew
-from muonfx.core import Donation, transform
+from muonfx.core import Donation, checks, transform
 from muonfx.core.contract import NOTHING
+from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.polar.scaling import power_of_two
-from muonfx.schedules import ScalarOrSchedule
 from muonfx.transforms._matrices import (
     BlockAxis,
     Blocks,
@@ -27,6 +25,7 @@ from muonfx.transforms._matrices import (
 )
 from muonfx.transforms._pinned import WideStateDtype, state_dtype
 from muonfx.tree import Present, PyTree
+from muonfx.tree import elementwise as ew
 
 __all__ = ["NeuronsState", "normalize_neurons"]
 

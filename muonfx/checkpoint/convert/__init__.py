@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast
 
-from muonfx.arguments import did_you_mean
 from muonfx.checkpoint.convert import deepspeed, optax
 from muonfx.checkpoint.convert.formats import FORMATS
 from muonfx.core import Transform
 from muonfx.tree import PyTree
+from muonfx.tree.arguments import did_you_mean
 
 __all__ = ["Format", "read", "recipe", "write"]
 

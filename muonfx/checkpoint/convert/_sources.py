@@ -11,7 +11,7 @@ from torch import Tensor
 
 from muonfx.checkpoint.convert._leaves import Leaf, filled, flat, gathered
 from muonfx.core import Transform, chain
-from muonfx.partition import partition
+from muonfx.select.partition import partition
 from muonfx.transforms import add_decayed_weights, momentum, orthogonalize, scale_by_learning_rate, scale_by_shape
 from muonfx.transforms.scale import ShapeRule
 from muonfx.tree import PyTree

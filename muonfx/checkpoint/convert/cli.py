@@ -16,11 +16,11 @@ from muonfx.checkpoint.convert import deepspeed
 from muonfx.checkpoint.convert._files import read_json, read_plain, read_safetensors
 from muonfx.checkpoint.convert.formats import FORMATS
 from muonfx.checkpoint.errors import CheckpointError, first_ones
-from muonfx.checkpoint.renaming import new_names
 from muonfx.checkpoint.saving import save
 from muonfx.core import Transform
 from muonfx.tree import PyTree
-from muonfx.wrappers import unwrapped
+from muonfx.tree.renaming import new_names
+from muonfx.tree.wrappers import unwrapped
 
 __all__ = ["main"]
 

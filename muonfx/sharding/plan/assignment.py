@@ -20,15 +20,15 @@ import torch
 
 from muonfx.core import Transform
 from muonfx.core.contract import require_transform
-from muonfx.display import Report, Table
+from muonfx.core.recorded import strip_transparent
 from muonfx.polar import compute_dtype
-from muonfx.recorded import strip_transparent
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.messages import cut_places
 from muonfx.sharding.plan.balance import assign
 from muonfx.sharding.plan.cost import Run, RunCost, runs_of
 from muonfx.sharding.plan.shares import Part, Share, apart, matrices_of, nearest, on_stacks, parts_of
 from muonfx.tree import Spec
+from muonfx.tree.display import Report, Table
 
 __all__ = ["BUFFERS_PER_BUCKET", "Machine", "Plan", "RunPlan", "Settings", "plan_for", "plan_run"]
 
