@@ -3,3 +3,7 @@
 from muonfx.inspect.summary import Summary, summary
 
 __all__ = ["Summary", "summary"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
