@@ -31,9 +31,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import muonfx as mfx
+from benchmarks.simulator.models import Kind, model
 from muonfx.sharding import transform as sharded_transform
 from muonfx.sharding.cut import OnMesh, Places
-from muonfx.sharding.plan.models import Kind, model
 
 CASES: tuple[dict[str, Any], ...] = (
     {"layout": "from_dtensors", "mesh": [64, 8]},

@@ -2,7 +2,7 @@
 
 First the machine is measured as the planner asks for it: the rate of Newton-Schulz by side, what a matrix and an
 exchange take beyond that, and how many bytes a second pass. Then whole steps of ``sharded(orthogonalize(), layout)``
-are timed, for GPT blocks of several widths, and held against ``python -m muonfx.sharding.plan`` for the same shapes.
+are timed, for GPT blocks of several widths, and held against ``python -m benchmarks.simulator`` for the same shapes.
 Both are measured with all processes at work, since they share the memory's bandwidth.
 """
 
@@ -22,12 +22,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import muonfx as mfx
 from benchmarks import world
 from benchmarks.measure import summary
+from benchmarks.simulator.mesh import Mesh, Setting
+from benchmarks.simulator.models import Kind, Model
+from benchmarks.simulator.report import Cluster, rows
+from benchmarks.simulator.tally import OURS
 from muonfx.sharding.messages import Exchange
 from muonfx.sharding.plan.cost import newton_schulz_cost
-from muonfx.sharding.plan.mesh import Mesh, Setting
-from muonfx.sharding.plan.models import Kind, Model
-from muonfx.sharding.plan.report import Cluster, rows
-from muonfx.sharding.plan.tally import OURS
 
 Call = Callable[[], object]
 

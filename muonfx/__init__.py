@@ -7,14 +7,15 @@ An optimizer is a `Transform`, two pure functions over trees of tensors::
 
 Small transforms make larger ones: `chain` applies them one after another, `partition` and `masked` to different
 parameters. `apply_updates` adds the result to the parameters. `TransformOptimizer` turns any transform into a
-``torch.optim.Optimizer``. What is listed in ``__all__``, here and in the public modules ``attention``, ``checkpoint``,
-``plot``, ``polar``, ``program``, ``schedules``, ``select``, ``sharding``, ``testing`` and ``tree``, is the public face;
-everything else is private. ``plot`` and ``testing`` are imported when they are first used.
+``torch.optim.Optimizer``. The names in ``__all__``, here and in the public packages, are public; all others are
+private.
+
+``import muonfx`` loads the functional core. The optimizer classes, ``program``, ``sharding``, ``checkpoint``,
+``contrib``, ``plot`` and ``testing`` are imported when they are first used.
 """
 
 import importlib
-from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch as torch  # the repr of a value is code in vars(muonfx), and may name a dtype
 
@@ -23,27 +24,23 @@ if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):  # also in pypro
         f"muonfx needs torch 2.13 or later, found torch {torch.__version__}: pip install --upgrade 'torch>=2.13'"
     )
 
-from muonfx import attention, checkpoint, checks, polar, program, schedules, select, sharding, tree
-from muonfx.arguments import NAMES_HERE
-from muonfx.checkpoint import spec
-from muonfx.compact import Compact, CompactState, KeyedCompactState, fp8, int8
+from muonfx import polar, select, tree
+from muonfx.compact import Compact, fp8, int8
 from muonfx.core import (
     Donation,
-    EmptyState,
     InitAndUpdate,
     Locality,
-    ScheduledHyperparamsState,
     Transform,
     add_updates,
     apply_updates,
     chain,
     identity,
+    schedules,
     set_to_zero,
     stateless,
     transform,
 )
-from muonfx.hyperparams import (
-    InjectHyperparamsState,
+from muonfx.core.hyperparams import (
     as_tensors,
     hyperparams,
     hyperparams_used,
@@ -51,10 +48,7 @@ from muonfx.hyperparams import (
     stack,
     with_hyperparams,
 )
-from muonfx.optimizer import Muon, TransformOptimizer
-from muonfx.partition import masked, partition
-from muonfx.recipes import adamw, lion, muon, muon_with_adamw, muonclip, normuon, prodigy
-from muonfx.schedules import (
+from muonfx.core.schedules import (
     Scalar,
     ScalarOrFunction,
     ScalarOrSchedule,
@@ -74,61 +68,31 @@ from muonfx.schedules import (
     warmup_cosine,
     warmup_stable_decay,
 )
+from muonfx.recipes import adamw, lion, muon, muon_with_adamw, muonclip, normuon
 from muonfx.select import Labels, default_labels, describe, labels
-from muonfx.summary import Summary, summary
+from muonfx.select.partition import masked, partition
 from muonfx.transforms import (
-    AccumulateState,
-    AdamState,
-    AddNoiseState,
-    AdemamixState,
     AttentionHeads,
-    ConditionalState,
-    DebiasedMomentumState,
-    DebiasedRmsState,
-    DionState,
-    DogState,
-    DowgState,
-    EmaParamsState,
-    FactoredRmsState,
     Leaf,
-    LionState,
-    LookaheadState,
-    MasterParamsState,
     MatrixView,
     Metric,
-    MomentumState,
-    MonitorState,
-    NamoState,
-    NeuronsState,
-    ProdigyState,
-    ReduceOnPlateauState,
-    RmsState,
-    SampledMomentumState,
-    ScheduleFreeState,
-    ScheduleState,
     ShapeRule,
-    SkipNonfiniteState,
     Slot,
     StateAndStep,
     StepCount,
-    WeightNormsState,
     accumulate,
     adaptive_grad_clip,
     add_decayed_weights,
-    add_noise,
+    attention,
     cautious,
     centralize,
     clip_by_block_rms,
     clip_by_global_norm,
     clip_by_value,
-    clip_singular_values,
-    conditionally_mask,
-    conditionally_transform,
     ema_params,
     global_norm,
     keep_weight_norms,
     leafwise,
-    lookahead,
     master_params,
     match_weight_norms,
     metrics,
@@ -142,34 +106,34 @@ from muonfx.transforms import (
     normalize_rows,
     orthogonalize,
     qk_clip,
-    reduce_on_plateau,
-    sam,
-    sam_gradient,
-    sampled_momentum,
     scale,
     scale_by_adam,
-    scale_by_ademamix,
-    scale_by_dion,
-    scale_by_dog,
-    scale_by_dowg,
-    scale_by_dual_norm,
     scale_by_factored_rms,
     scale_by_learning_rate,
     scale_by_lion,
-    scale_by_namo,
-    scale_by_prodigy,
     scale_by_rms,
     scale_by_schedule,
     scale_by_shape,
     scale_by_sign,
     scale_by_trust_ratio,
-    schedule_free,
-    schedule_free_eval_params,
     skip_nonfinite,
     subtract_decayed_weights,
 )
 from muonfx.tree import PyTree
-from muonfx.variants import adamuon, dion, dion2, muon_hyperball, musgd, namo, polargrad, scion
+from muonfx.tree.arguments import NAMES_HERE
+
+if TYPE_CHECKING:
+    from muonfx import checkpoint as checkpoint
+    from muonfx import contrib as contrib
+    from muonfx import plot as plot
+    from muonfx import program as program
+    from muonfx import sharding as sharding
+    from muonfx import testing as testing
+    from muonfx.checkpoint import spec as spec
+    from muonfx.inspect import Summary as Summary
+    from muonfx.inspect import summary as summary
+    from muonfx.optimizer import Muon as Muon
+    from muonfx.optimizer import TransformOptimizer as TransformOptimizer
 
 __version__ = "0.2.0"
 
@@ -177,7 +141,7 @@ __all__ = [
     # modules
     "attention",
     "checkpoint",
-    "checks",
+    "contrib",
     "polar",
     "program",
     "schedules",
@@ -186,7 +150,6 @@ __all__ = [
     "tree",
     # core
     "Donation",
-    "EmptyState",
     "Locality",
     "Transform",
     "add_updates",
@@ -210,19 +173,14 @@ __all__ = [
     "accumulate",
     "adaptive_grad_clip",
     "add_decayed_weights",
-    "add_noise",
     "cautious",
     "centralize",
     "clip_by_block_rms",
     "clip_by_global_norm",
     "clip_by_value",
-    "clip_singular_values",
-    "conditionally_mask",
-    "conditionally_transform",
     "ema_params",
     "global_norm",
     "keep_weight_norms",
-    "lookahead",
     "master_params",
     "match_weight_norms",
     "metrics",
@@ -236,40 +194,23 @@ __all__ = [
     "normalize_rows",
     "orthogonalize",
     "qk_clip",
-    "reduce_on_plateau",
-    "sam",
-    "sam_gradient",
-    "sampled_momentum",
     "scale",
     "scale_by_adam",
-    "scale_by_ademamix",
-    "scale_by_dion",
-    "scale_by_dog",
-    "scale_by_dowg",
-    "scale_by_dual_norm",
     "scale_by_factored_rms",
     "scale_by_learning_rate",
     "scale_by_lion",
-    "scale_by_namo",
-    "scale_by_prodigy",
     "scale_by_rms",
     "scale_by_schedule",
     "scale_by_shape",
     "scale_by_sign",
     "scale_by_trust_ratio",
-    "schedule_free",
-    "schedule_free_eval_params",
     "skip_nonfinite",
     "subtract_decayed_weights",
     # state in eight bits
     "Compact",
-    "CompactState",
-    "KeyedCompactState",
     "fp8",
     "int8",
     # hyperparameters
-    "InjectHyperparamsState",
-    "ScheduledHyperparamsState",
     "as_tensors",
     "hyperparams",
     "hyperparams_used",
@@ -294,34 +235,6 @@ __all__ = [
     "ScheduleFunction",
     "ShapeRule",
     "StateAndStep",
-    # their states
-    "AccumulateState",
-    "AdamState",
-    "AddNoiseState",
-    "AdemamixState",
-    "ConditionalState",
-    "DebiasedMomentumState",
-    "DebiasedRmsState",
-    "DionState",
-    "DogState",
-    "DowgState",
-    "EmaParamsState",
-    "FactoredRmsState",
-    "LionState",
-    "LookaheadState",
-    "MasterParamsState",
-    "MomentumState",
-    "MonitorState",
-    "NamoState",
-    "NeuronsState",
-    "ProdigyState",
-    "ReduceOnPlateauState",
-    "RmsState",
-    "SampledMomentumState",
-    "ScheduleFreeState",
-    "ScheduleState",
-    "SkipNonfiniteState",
-    "WeightNormsState",
     # schedules
     "Schedule",
     "constant",
@@ -341,38 +254,36 @@ __all__ = [
     "Muon",
     "TransformOptimizer",
     # recipes
-    "adamuon",
     "adamw",
-    "dion",
-    "dion2",
     "lion",
     "muon",
-    "muon_hyperball",
     "muon_with_adamw",
     "muonclip",
-    "musgd",
-    "namo",
     "normuon",
-    "polargrad",
-    "prodigy",
-    "scion",
 ]
 
 
-# They need packages that the core does not: imported when they are first used, and not by `from muonfx import *`.
-_LAZY = ("plot", "testing")
+_LAZY = {
+    **{name: f"muonfx.{name}" for name in ("checkpoint", "contrib", "plot", "program", "sharding", "testing")},
+    "Muon": "muonfx.optimizer",
+    "Summary": "muonfx.inspect",
+    "TransformOptimizer": "muonfx.optimizer",
+    "spec": "muonfx.checkpoint",
+    "summary": "muonfx.inspect",
+}
+"""Names that are imported when they are first used, and the module of each."""
 
-if TYPE_CHECKING:
-    from muonfx import plot as plot
-    from muonfx import testing as testing
-else:  # a type checker would take any misspelt name for one that this function knows
+if not TYPE_CHECKING:  # a type checker would accept any misspelt name
 
-    def __getattr__(name: str) -> ModuleType:
+    def __getattr__(name: str) -> Any:
         if name in _LAZY:
-            return importlib.import_module(f"{__name__}.{name}")
+            module = importlib.import_module(_LAZY[name])
+            found = module if module.__name__ == f"{__name__}.{name}" else getattr(module, name)
+            globals()[name] = found
+            return found
         here = f"; here it is muonfx.{NAMES_HERE[name]}" if name in NAMES_HERE else ""
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{here}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, *_LAZY, "__version__"])
+    return sorted({*__all__, *_LAZY, "__version__"})

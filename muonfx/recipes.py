@@ -8,11 +8,10 @@ from typing import Any
 from torch import Tensor
 
 from muonfx import polar
-from muonfx.arguments import plain_arguments
 from muonfx.core import Transform, chain
-from muonfx.partition import partition
-from muonfx.schedules import ScalarOrFunction, ScalarOrSchedule
+from muonfx.core.schedules import ScalarOrFunction, ScalarOrSchedule
 from muonfx.select import Labels, Predicate, default_labels
+from muonfx.select.partition import partition
 from muonfx.transforms import (
     AttentionHeads,
     add_decayed_weights,
@@ -20,18 +19,17 @@ from muonfx.transforms import (
     normalize_neurons,
     orthogonalize,
     qk_clip,
-    scale,
     scale_by_adam,
     scale_by_learning_rate,
     scale_by_lion,
-    scale_by_prodigy,
     scale_by_shape,
 )
 from muonfx.transforms._matrices import Blocks, Dims, MatrixView
 from muonfx.transforms.scale import ShapeRule
 from muonfx.tree import PyTree
+from muonfx.tree.arguments import plain_arguments
 
-__all__ = ["adamw", "lion", "muon", "muon_with_adamw", "muonclip", "normuon", "prodigy"]
+__all__ = ["adamw", "lion", "muon", "muon_with_adamw", "muonclip", "normuon"]
 
 Mask = PyTree | Mapping[str, bool] | Predicate | Callable[[PyTree], PyTree] | None
 CoefficientsLike = str | polar.Coefficients | tuple[tuple[float, ...], ...] | Tensor
@@ -196,48 +194,6 @@ def lion(
 
 
 @plain_arguments
-def prodigy(
-    learning_rate: ScalarOrFunction = 1.0,
-    *,
-    b1: ScalarOrSchedule = 0.9,
-    b2: ScalarOrSchedule = 0.999,
-    eps: ScalarOrSchedule = 1e-8,
-    estim_lr0: ScalarOrSchedule = 1e-6,
-    estim_lr_coef: ScalarOrSchedule = 1.0,
-    weight_decay: ScalarOrSchedule = 0.0,
-    safeguard_warmup: bool = False,
-) -> Transform:
-    """Prodigy: AdamW with a learning rate that it estimates on the way.
-
-    Args:
-        learning_rate: a factor of the estimate, a number or a schedule that falls from 1.
-        b1: decay of the first moment.
-        b2: decay of the second moment.
-        eps: added to the root.
-        estim_lr0: the estimate at the start.
-        estim_lr_coef: a factor of new estimates: smaller or larger steps.
-        weight_decay: decoupled, as in `muon`.
-        safeguard_warmup: for a warmup of the learning rate, as in `scale_by_prodigy`.
-
-    Follows Mishchenko and Defazio (arXiv 2306.06101).
-
-    >>> prodigy()
-    chain(scale_by_prodigy(), scale(factor=-1.0))
-    """
-    scaled = scale_by_prodigy(
-        learning_rate,
-        b1,
-        b2,
-        eps,
-        estim_lr0=estim_lr0,
-        estim_lr_coef=estim_lr_coef,
-        weight_decay=weight_decay,
-        safeguard_warmup=safeguard_warmup,
-    )
-    return chain(scaled, scale(-1.0))
-
-
-@plain_arguments
 def muon_with_adamw(
     learning_rate: ScalarOrFunction = 2e-3,
     adamw_learning_rate: ScalarOrFunction | None = None,
@@ -339,7 +295,7 @@ def muonclip(
     """MuonClip: Muon for hidden matrices and AdamW for the rest, with attention logits kept small by `qk_clip`.
 
     Each update takes the largest attention logits of its step: ``update(..., max_logits=...)``, or
-    ``optimizer.step(max_logits=...)``, with what `muonfx.attention.collect_max_logits` has collected.
+    ``optimizer.step(max_logits=...)``, with what `muonfx.transforms.attention.collect_max_logits` has collected.
 
     Args:
         heads: which parameters hold queries and keys, as in `qk_clip`.

@@ -45,7 +45,7 @@ ROWS: list[tuple[str, Place, Place, Place]] = [
     ("its AdamW, first decay", (contrib.muon, "adam_b1"), None, (mfx.muon_with_adamw, "b1")),
     ("its AdamW, second decay", (contrib.muon, "adam_b2"), None, (mfx.muon_with_adamw, "b2")),
     ("its AdamW, Nesterov", (contrib.muon, "nesterov"), None, (mfx.muon_with_adamw, "adamw_nesterov")),
-    ("Prodigy, weight decay", (contrib.prodigy, "weight_decay"), None, (mfx.prodigy, "weight_decay")),
+    ("Prodigy, weight decay", (contrib.prodigy, "weight_decay"), None, (mfx.contrib.prodigy, "weight_decay")),
 ]
 
 

@@ -16,6 +16,7 @@ import muonfx as mfx
 from muonfx import testing as kit
 from muonfx import tree
 from muonfx.testing.violation import bits_equal
+from tests.public import NAMES
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:partition. no parameter has the label"),
@@ -208,7 +209,7 @@ def test_long_and_deep_transforms_are_values_like_others(tx: mfx.Transform):
     assert updates["w"].isfinite().all()
     assert pickle.loads(pickle.dumps(tx)) == tx == copy.deepcopy(tx) == tx.replace(**tx.arguments)
     assert hash(tx) == hash(copy.deepcopy(tx))
-    assert eval(repr(tx), dict(vars(mfx))) == tx
+    assert eval(repr(tx), {**vars(mfx), **NAMES}) == tx
     assert pickle.loads(pickle.dumps(tx)).fingerprint == tx.fingerprint
     leaves, treedef = tree.flatten(tx)
     assert tree.unflatten(treedef, leaves) == tx

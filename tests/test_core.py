@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import muonfx as mfx
-from muonfx.hyperparams import with_hyperparams
-from muonfx.recorded import parts_of
+from muonfx.core.hyperparams import with_hyperparams
+from muonfx.core.recorded import parts_of
+from tests.public import NAMES
 
-NAMESPACE = {**vars(mfx), "torch": torch}
+NAMESPACE = {**vars(mfx), **NAMES, "torch": torch}
 
 
 def test_a_chains_state_is_keyed_by_the_transforms_names():
@@ -181,7 +182,7 @@ def test_a_member_of_a_chain_that_changes_a_structure_is_named(update, message: 
 
 
 def init(params):
-    return mfx.EmptyState()
+    return mfx.core.EmptyState()
 
 
 @pytest.mark.parametrize(
@@ -314,7 +315,7 @@ def test_a_transform_receives_the_extras_that_it_names_and_a_chain_passes_all_on
             seen.update(value=value, step=step)
             return updates, state
 
-        return (lambda params: mfx.EmptyState()), update
+        return (lambda params: mfx.core.EmptyState()), update
 
     tx = mfx.chain(mfx.scale(1.0), mfx.masked(mfx.chain(listening()), {"w": True}))
     params = {"w": torch.ones(1)}
@@ -349,7 +350,7 @@ def test_a_transform_that_takes_any_extra_is_given_all_and_nothing_is_misspelt()
             seen.update(extras)
             return updates, state
 
-        return (lambda params: mfx.EmptyState()), update
+        return (lambda params: mfx.core.EmptyState()), update
 
     tx = mfx.chain(mfx.accumulate(takes_all(), 1), mfx.scale(1.0))
     params = {"w": torch.ones(1)}
@@ -414,7 +415,7 @@ def test_a_transform_that_does_not_promise_is_never_written_behind():
 def test_an_undeclared_transform_sees_the_whole_tree():
     @mfx.transform
     def undeclared():
-        return (lambda params: mfx.EmptyState()), (lambda updates, state, params=None: (updates, state))
+        return (lambda params: mfx.core.EmptyState()), (lambda updates, state, params=None: (updates, state))
 
     assert undeclared().locality is mfx.Locality.TREE
     assert mfx.chain(mfx.momentum(), undeclared()).locality is mfx.Locality.TREE
@@ -456,15 +457,17 @@ def test_convolutions_are_flattened_and_expert_stacks_are_batches():
     torch.testing.assert_close(
         tx.update(conv, tx.init(conv))[0]["w"].reshape(4, 12), tx.update(flat, tx.init(flat))[0]["w"]
     )
-    assert mfx.scale_by_shape("spectral").update(conv, mfx.EmptyState())[0]["w"].equal(conv["w"] * (4 / 12) ** 0.5)
+    assert mfx.scale_by_shape("spectral").update(conv, mfx.core.EmptyState())[0]["w"].equal(conv["w"] * (4 / 12) ** 0.5)
     experts = {"w": torch.randn(5, 4, 6, dtype=torch.float64)}
     stacked = mfx.orthogonalize(dims=((-2,), (-1,)), **settings)
     together = stacked.update(experts, stacked.init(experts))[0]["w"]
     for mine, expert in zip(together, experts["w"], strict=True):
-        torch.testing.assert_close(mine, tx.update({"w": expert}, mfx.EmptyState())[0]["w"], rtol=1e-12, atol=1e-12)
-    turned = mfx.orthogonalize(dims=((2,), (0,)), **settings).update(experts, mfx.EmptyState())[0]["w"]
+        torch.testing.assert_close(
+            mine, tx.update({"w": expert}, mfx.core.EmptyState())[0]["w"], rtol=1e-12, atol=1e-12
+        )
+    turned = mfx.orthogonalize(dims=((2,), (0,)), **settings).update(experts, mfx.core.EmptyState())[0]["w"]
     torch.testing.assert_close(
-        turned[:, 1], tx.update({"w": experts["w"][:, 1].mT}, mfx.EmptyState())[0]["w"].mT, rtol=1e-12, atol=1e-12
+        turned[:, 1], tx.update({"w": experts["w"][:, 1].mT}, mfx.core.EmptyState())[0]["w"].mT, rtol=1e-12, atol=1e-12
     )
 
 
@@ -541,7 +544,7 @@ def test_differentiating_through_steps_is_not_warned_of():
     def after(rate, w):
         params, plain = {"w": w}, mfx.scale(rate)
         for _ in range(3):
-            updates, _ = plain.update({"w": torch.ones(3)}, mfx.EmptyState(), params)
+            updates, _ = plain.update({"w": torch.ones(3)}, mfx.core.EmptyState(), params)
             params = mfx.apply_updates(params, updates)
         return params["w"].sum()
 
@@ -577,9 +580,9 @@ INDEPENDENT = mfx.subtract_decayed_weights(0.1)
         ([mfx.ema_params(), mfx.chain(mfx.clip_by_value(1.0), LEARNING_RATE)], "ema_params comes before"),
         ([mfx.ema_params(), mfx.scale_by_schedule(mfx.linear(-0.1, 0.0, 10))], "the negative scale in 'scale_by_sch"),
         ([mfx.master_params(mfx.momentum()), LEARNING_RATE], r"or move that into master_params\(...\)"),
-        ([mfx.lookahead(mfx.momentum(), 2, 0.5), LEARNING_RATE], "lookahead comes before"),
+        ([mfx.contrib.lookahead(mfx.momentum(), 2, 0.5), LEARNING_RATE], "lookahead comes before"),
         (
-            [mfx.skip_nonfinite(mfx.schedule_free(mfx.momentum(0.0), 0.1)), mfx.scale(-0.1)],
+            [mfx.skip_nonfinite(mfx.contrib.schedule_free(mfx.momentum(0.0), 0.1)), mfx.scale(-0.1)],
             "schedule_free comes before",
         ),
     ],
@@ -595,7 +598,10 @@ def test_an_order_that_gives_wrong_numbers_is_an_error_at_construction(members, 
     [
         ([LEARNING_RATE, mfx.orthogonalize()], "the learning rate in 'scale_by_learning_rate' comes before orthogonal"),
         ([mfx.adamw(0.1), mfx.masked(mfx.scale_by_sign(), {"w": True})], "'chain' comes before scale_by_sign, whose"),
-        ([mfx.lookahead(mfx.adamw(0.1), 2, 0.5), mfx.clip_by_value(1.0)], "lookahead .* comes before clip_by_value"),
+        (
+            [mfx.contrib.lookahead(mfx.adamw(0.1), 2, 0.5), mfx.clip_by_value(1.0)],
+            "lookahead .* comes before clip_by_value",
+        ),
         ([mfx.adamw(0.1), mfx.ema_params(), mfx.qk_clip(())], "ema_params .* comes before qk_clip"),
         ([mfx.master_params(mfx.adamw(0.1)), mfx.qk_clip(())], "put 'qk_clip' before 'master_params'"),
         (

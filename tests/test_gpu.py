@@ -43,7 +43,7 @@ def chains() -> dict[str, mfx.Transform]:
         "followed": mfx.chain(mfx.momentum(mfx.linear(0.5, 0.9, 3)), mfx.scale(mfx.exponential(-0.1, 2, 0.5))),
         "everyday": mfx.chain(
             mfx.adaptive_grad_clip(0.1),
-            mfx.add_noise(0.01, 0.5),
+            mfx.contrib.add_noise(0.01, 0.5),
             mfx.scale_by_rms(),
             mfx.centralize(),
             mfx.scale_by_trust_ratio(),

@@ -1,11 +1,11 @@
-"""The law of the layers: imports go down only.
+"""Imports between folders: each may import only the folders that `MAY_IMPORT` lists for it.
 
-`LAYERS` is the list. A module may import from a lower layer, from its own part, and from a neighbour on its own layer
-as long as no circle of parts comes of it. An import for types only (under `TYPE_CHECKING`) may close such a circle, but
-may not go up either. Nobody imports the roof, `muonfx/__init__.py`, from inside.
+CONTRIBUTING.md shows the table. Imports for types only (under `TYPE_CHECKING`) count too. No folder imports
+`muonfx/__init__.py`.
 """
 
 import ast
+import re
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -14,43 +14,18 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "muonfx"
 
-LAYERS = {
-    "display": 0,
-    "tree": 0,
-    "boxes": 0,
-    "arguments": 0,
-    "identity": 0,
-    "wrappers": 0,
-    "recorded": 0,
-    "elementwise": 0,
-    "tracing": 0,
-    "polar": 0,
-    "attention": 1,
-    "shards": 1,
-    "checks": 1,
-    "compact": 1,
-    "core": 1,
-    "partition": 1,
-    "hyperparams": 1,
-    "select": 1,
-    "schedules": 1,
-    "transforms": 2,
-    "recipes": 3,
-    "variants": 3,
-    "program": 3,
-    "offload": 4,
-    "sharding": 4,
-    "optimizer": 5,
-    "checkpoint": 5,
-    "engines": 6,
-    "summary": 6,
-    "plot": 7,
-    "testing": 6,
-}
-ROOF = "muonfx"
+TABLE = re.compile(r"^\| `(\w+)` \| (.*?) \|", flags=re.M)
 
-# `polar` is linear algebra: it knows tensors, not trees of them.
-STRANGERS = {("polar", other) for other in ("tree", "identity", "wrappers", "recorded", "elementwise", "tracing")}
+
+def may_import() -> dict[str, set[str]]:
+    """The folders that each folder may import, read from CONTRIBUTING.md."""
+    text = (PACKAGE.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    section = text.partition("## The folders")[2].partition("\n## ")[0]
+    return {folder: set(re.findall(r"`(\w+)`", others)) for folder, others in TABLE.findall(section)}
+
+
+MAY_IMPORT = may_import()
+ROOF = "muonfx"
 
 
 def parts_of(package: Path) -> Iterator[tuple[Path, str]]:
@@ -61,18 +36,11 @@ def parts_of(package: Path) -> Iterator[tuple[Path, str]]:
             yield path, first
 
 
-def imported_parts(path: Path, package: Path) -> Iterator[tuple[int, str, bool]]:
-    """Line and part of every import of our own, at any depth of the file, and whether it is for types only."""
+def imported_parts(path: Path, package: Path) -> Iterator[tuple[int, str]]:
+    """Line and part of every import of our own, at any depth of the file."""
     here = (package.name, *path.relative_to(package).with_suffix("").parts)
     names = {file.stem if file.suffix == ".py" else file.name for file in package.iterdir()}
     module = ast.parse(path.read_text(encoding="utf-8"))
-    for_types = {
-        child
-        for node in ast.walk(module)
-        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
-        for statement in node.body
-        for child in ast.walk(statement)
-    }
     for node in ast.walk(module):
         if isinstance(node, ast.Import):
             targets = [tuple(alias.name.split(".")) for alias in node.names]
@@ -85,33 +53,22 @@ def imported_parts(path: Path, package: Path) -> Iterator[tuple[int, str, bool]]
         for target in targets:
             if target[0] == package.name:
                 part = target[1] if len(target) > 1 and target[1] in names else ROOF
-                yield node.lineno, part, node in for_types
+                yield node.lineno, part
 
 
-def complaints(package: Path, layers: dict[str, int]) -> list[str]:
-    """The breaches of the law, one sentence each."""
+def complaints(package: Path, may_import: dict[str, set[str]]) -> list[str]:
+    """The imports that the table does not allow, one sentence each."""
     found: list[str] = []
-    neighbours: dict[str, set[str]] = {}
     for path, part in parts_of(package):
         where = path.relative_to(package.parent)
-        if part not in layers:
-            found.append(f"{where}: no layer is known for the part {part!r}: add it to LAYERS in tests/test_layers.py")
+        if part not in may_import:
+            found.append(f"{where}: the table in CONTRIBUTING.md has no row for {part!r}: add one")
             continue
-        for line, other, for_types in imported_parts(path, package):
+        for line, other in imported_parts(path, package):
             if other == ROOF:
-                found.append(f"{where}:{line}: imports {ROOF} itself: import from the part that defines the name")
-            elif other != part and other in layers:
-                if not for_types:
-                    neighbours.setdefault(part, set()).add(other)
-                here, there = layers[part], layers[other]
-                if there > here:
-                    found.append(f"{where}:{line}: {part} (layer {here}) imports {other} (layer {there})")
-                elif (part, other) in STRANGERS:
-                    found.append(f"{where}:{line}: {part} must not know {other}")
-    try:
-        TopologicalSorter(neighbours).prepare()
-    except CycleError as error:
-        found.append(f"parts in a circle: {' -> '.join(error.args[1])}")
+                found.append(f"{where}:{line}: imports {ROOF} itself: import from the folder that defines the name")
+            elif other != part and other not in may_import[part]:
+                found.append(f"{where}:{line}: {part} imports {other}, which its row does not list")
     return found
 
 
@@ -192,44 +149,48 @@ def test_a_circle_of_files_is_found(tmp_path: Path, text: str, complaint: str | 
 def test_tests_mirror_the_package_the_benchmarks_and_the_documentation():
     tests = Path(__file__).resolve().parent
     tested = {path.parent.relative_to(tests) for path in tests.rglob("test_*.py")}
-    tested -= {Path("engines", "references"), Path("peers")}  # other projects' own work, beside any part of the package
+    # other projects' own work, and recorded runs of the whole package
+    tested -= {Path("engines", "references"), Path("peers"), Path("trajectories")}
     roots = {"benchmarks": tests.parent, "docs": tests.parent}  # all others lie in the package
     subjects = {folder: roots.get(folder.parts[0] if folder.parts else "", PACKAGE) / folder for folder in tested}
     missing = sorted(str(folder) for folder, subject in subjects.items() if not subject.is_dir())
     assert not missing, f"neither muonfx/ nor benchmarks/ nor docs/ has {missing}; a test lies where its subject lies"
 
 
-def test_imports_go_down_only():
-    found = complaints(PACKAGE, LAYERS)
+def test_folders_import_only_what_the_table_allows():
+    found = complaints(PACKAGE, MAY_IMPORT)
     assert not found, "\n".join(found)
 
 
-TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    "
+def test_the_table_has_a_row_for_each_folder_and_no_cycle():
+    assert MAY_IMPORT.keys() == {part for _, part in parts_of(PACKAGE)}
+    TopologicalSorter(MAY_IMPORT).prepare()
+
+
+def test_no_implementation_file_is_directly_in_the_package_but_the_recipes():
+    assert {path.name for path in PACKAGE.glob("*.py")} == {"__init__.py", "recipes.py"}
 
 
 @pytest.mark.parametrize(
     ("file", "text", "complaint"),
     [
-        ("low.py", "from toy.high import x", "low (layer 0) imports high (layer 1)"),
-        ("low.py", "from toy import high", "low (layer 0) imports high (layer 1)"),
-        ("low.py", "def f():\n    from .high.part import x", "low (layer 0) imports high (layer 1)"),
-        ("low.py", "import toy.high.part", "low (layer 0) imports high (layer 1)"),
-        ("low.py", TYPES + "from toy.high import x", "low (layer 0) imports high (layer 1)"),
+        ("low.py", "from toy.high import x", "low imports high"),
+        ("low.py", "from toy import high", "low imports high"),
+        ("low.py", "def f():\n    from .high.part import x", "low imports high"),
+        ("low.py", "import toy.high.part", "low imports high"),
+        ("low.py", "if TYPE_CHECKING:\n    from toy.high import x", "low imports high"),
         ("low.py", "import toy", "imports muonfx itself"),
         ("high/part.py", "from .. import chain", "imports muonfx itself"),
-        ("new.py", "", "no layer is known for the part 'new'"),
-        ("beside.py", "from . import low", "parts in a circle"),
+        ("new.py", "", "has no row for 'new'"),
     ],
 )
 def test_a_breach_is_found(tmp_path: Path, file: str, text: str, complaint: str):
     package = tmp_path / "toy"
     (package / "high").mkdir(parents=True)
-    for name in ("__init__.py", "low.py", "high/__init__.py", "high/part.py"):
+    for name in ("__init__.py", "low.py", "high/__init__.py"):
         (package / name).write_text("")
-    (package / "low.py").write_text("from . import beside")
-    (package / "beside.py").write_text(TYPES + "from toy import low")
     (package / "high" / "part.py").write_text("from ..low import y\nfrom . import z\nimport torch")
-    layers = {"low": 0, "beside": 0, "high": 1}
-    assert complaints(package, layers) == []
+    table: dict[str, set[str]] = {"low": set(), "high": {"low"}}
+    assert complaints(package, table) == []
     (package / file).write_text(text)
-    assert any(complaint in line for line in complaints(package, layers))
+    assert any(complaint in line for line in complaints(package, table))

@@ -109,7 +109,7 @@ def test_steps_over_ranks_are_of_elements_in_order(world: World, kind: str):
 @mfx.transform(locality=mfx.Locality.MATRIX)
 def turned():
     def init(params: Any) -> Any:
-        return mfx.EmptyState()
+        return mfx.core.EmptyState()
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         return mfx.tree.map(lambda u: u.mT, updates), state

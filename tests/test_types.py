@@ -17,8 +17,8 @@ import torch
 import muonfx as mfx
 from muonfx.compact.books import FLOAT8
 from muonfx.compact.dtypes import Code, Format
-from muonfx.offload.transform import Compute
 from muonfx.polar.coefficients import KNOWN
+from muonfx.program.offload.transform import Compute
 from muonfx.sharding.layouts import Partition
 from muonfx.sharding.transform import Replicas
 from muonfx.transforms.monitor import METRICS

@@ -1,22 +1,164 @@
-"""Our plan beside other libraries' schemes: ``python -m benchmarks.simulator --model llama-70b --mesh dp=8,shard=64``.
+"""Simulate sharded Muon on paper: ``python -m benchmarks.simulator --model llama-70b --mesh dp=8,shard=64``.
 
-Takes the options of ``python -m muonfx.sharding.plan``, whose rows are those of the plan that runs; the others are
-counted in the same units, with the same Newton-Schulz iteration and dtypes.
+Prints the bytes, the operations and the memory of each scheme, ours and other libraries', for a model on a mesh of
+ranks. Our rows are read from the plan of a run of that size. No tensor is allocated and no process is started.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import math
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 
+import torch
+
+from benchmarks.simulator.mesh import Mesh, Setting
+from benchmarks.simulator.models import MODELS, from_shapes, model
 from benchmarks.simulator.peers import PEERS
-from muonfx.sharding.plan import __main__ as plan
-from muonfx.sharding.plan.tally import OURS
+from benchmarks.simulator.report import Cluster, rows, table
+from benchmarks.simulator.tally import OURS
+
+__all__ = ["main"]
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_LAYOUTS = ("fsdp2", "hsdp", "zero-whole", "zero-flat", "ddp")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the comparison and return 0; wrong usage ends the process with 2."""
-    return plan.main(argv, (*OURS, *PEERS), prog="python -m benchmarks.simulator")
+    """Print the comparison and return 0; wrong usage ends the process with status 2.
+
+    Args:
+        argv: the arguments; None for those of the process.
+
+    >>> main(["--model", "gpt2-xl", "--mesh", "shard=8", "--layout", "zero-whole"])
+    gpt2-xl: 1.558 billion parameters; 192 matrices, 1.475 billion, go to Muon
+    shapes: config.json of openai-community/gpt2-xl
+    mesh: shard=8: 8 ranks, nodes of 8
+    ...
+    """
+    parser = _parser()
+    options = parser.parse_args(argv)
+    try:
+        mesh = Mesh.parse(options.mesh)
+        chosen = model(options.model) if options.shapes is None else from_shapes(_shapes(options.shapes))
+        cluster = Cluster(
+            _flops(options.flops),
+            *_bandwidths(options.bandwidth),
+            node=options.node,
+            latency=options.latency / 1e6,
+            overhead=options.overhead / 1e6,
+        )
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    state_size, bucket = _DTYPES[options.state].itemsize, options.bucket * 2**20
+    on = Setting(chosen, mesh, options.device, _DTYPES[options.dtype], state_size, bucket)
+    layout = {"hsdp": "fsdp2"}.get(options.layout, options.layout)
+    asked = [scheme for scheme in (*OURS, *PEERS) if layout in (None, scheme.layout)]
+    if options.json:
+        about = {"model": chosen.name, "parameters": chosen.numel, "matrices": len(on.matrices)}
+        figures = [{**row._asdict(), "step": row.step} for row in rows(on, cluster, asked)]
+        settings = {"mesh": mesh._asdict(), "machine": cluster._asdict(), "dtype": options.dtype}
+        print(json.dumps({**about, **settings, "schemes": figures}, indent=2))
+    else:
+        print(table(on, cluster, asked))
+    return 0
+
+
+def _bandwidths(text: str) -> tuple[float, float]:
+    try:
+        intra, inter = (float(part) * 1e9 for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"bandwidth: found {text!r}, expected two numbers of GB/s such as '300,40'") from None
+    if not (0 < intra < math.inf and 0 < inter < math.inf):
+        raise ValueError(f"bandwidth: found {text!r}, expected two finite numbers of more than 0")
+    return intra, inter
+
+
+def _flops(text: str) -> tuple[tuple[int, float], ...]:
+    """One rate, or rates by side."""
+    points: list[tuple[int, float]] = []
+    try:
+        for part in text.split(","):
+            side, colon, rate = part.rpartition(":")
+            points.append((int(side) if colon else 1, float(rate) * 1e12))
+    except ValueError:
+        points = []
+    sides = [side for side, _ in points]
+    if not points or sides[0] < 1 or any(a >= b for a, b in pairwise(sides)):
+        raise ValueError(f"flops: found {text!r}, expected TFLOP/s such as '400', or by rising sides '128:50,1024:400'")
+    if not all(0 < rate < math.inf for _, rate in points):
+        raise ValueError(f"flops: found {text!r}, expected finite rates of more than 0")
+    return tuple(points)
+
+
+def _shapes(text: str) -> list[tuple[int, ...]]:
+    """The shapes that ``"512x512*8,512x2048"`` says."""
+    shapes: list[tuple[int, ...]] = []
+    for part in text.split(","):
+        sides, _, often = part.strip().partition("*")
+        numbers = [*sides.split("x"), often or "1"]
+        readable = all(number.isdecimal() and 0 < len(number) < 14 for number in numbers)
+        if not readable or not 0 < int(numbers[-1]) <= _MOST:
+            raise ValueError(
+                f"shapes: found {part!r}, expected sides and how often, such as '512x2048*8', at most {_MOST:,} times"
+            )
+        shapes += [tuple(map(int, numbers[:-1]))] * int(numbers[-1])
+    return shapes
+
+
+_MOST = 1_000_000
+
+
+def _microseconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected microseconds, 0 or more")
+    return value
+
+
+def _size(text: str) -> int:
+    if not text.isdecimal() or len(text) > 9 or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected a whole number from 1 to 999,999,999")
+    return int(text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.simulator",
+        description="What Muon sends, computes and keeps on many ranks, by each scheme.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    whose = parser.add_mutually_exclusive_group(required=True)
+    whose.add_argument(
+        "--model", metavar="NAME|config.json", help=f"{', '.join(MODELS)}, or a config.json of Hugging Face"
+    )
+    whose.add_argument("--shapes", metavar="512x512*8,512x2048", help="of the parameters, in place of a model")
+    parser.add_argument("--mesh", required=True, metavar="dp=64,shard=8", help="sizes of dp, shard, tp and ep")
+    parser.add_argument("--layout", choices=_LAYOUTS, help="only schemes of this one; hsdp is fsdp2 with dp > 1")
+    parser.add_argument("--dtype", choices=_DTYPES, default="bf16", help="on the wire and in Newton-Schulz")
+    parser.add_argument("--state", choices=_DTYPES, default="fp32", help="of momentum and moments")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="what computes")
+    parser.add_argument(
+        "--flops",
+        default="400",
+        metavar="400|128:50,1024:400",
+        help="TFLOP/s of a rank's products; by the short side of matrices if need be",
+    )
+    parser.add_argument(
+        "--bandwidth", default="300,40", metavar="INTRA,INTER", help="GB/s of a rank, in and out of its node"
+    )
+    parser.add_argument("--latency", type=_microseconds, default=0.0, metavar="US", help="of an exchange")
+    parser.add_argument("--overhead", type=_microseconds, default=0.0, metavar="US", help="of a matrix")
+    parser.add_argument("--node", type=_size, default=8, help="ranks of a node")
+    parser.add_argument("--bucket", type=_size, default=256, help="MiB of a bucket")
+    parser.add_argument("--json", action="store_true", help="figures instead of a table")
+    return parser
 
 
 if __name__ == "__main__":

@@ -33,10 +33,10 @@ from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
+from benchmarks.simulator.mesh import Mesh, Setting
+from benchmarks.simulator.tally import Scheme, Tally, Wire
 from muonfx.sharding.plan.assignment import BUFFERS_PER_BUCKET
 from muonfx.sharding.plan.cost import Cost
-from muonfx.sharding.plan.mesh import Mesh, Setting
-from muonfx.sharding.plan.tally import Scheme, Tally, Wire
 
 __all__ = ["PEERS"]
 

@@ -2,7 +2,7 @@
 
 In docs/api/*.md, a block::
 
-    ```{api} muonfx.recipes muonfx.variants
+    ```{api} muonfx.recipes muonfx.contrib.recipes
     ```
 
 stands for all public names that these modules define, and ``{api-overview}`` for the list of all pages with their

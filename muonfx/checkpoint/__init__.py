@@ -19,7 +19,7 @@ from muonfx.checkpoint.index import Index
 from muonfx.checkpoint.loading import load, load_params, read, verify
 from muonfx.checkpoint.saving import Saving, save, save_async
 from muonfx.checkpoint.spec import StateSpec, spec
-from muonfx.shards import FlatPiece
+from muonfx.sharding.shards import FlatPiece
 
 __all__ = [
     # saving and loading

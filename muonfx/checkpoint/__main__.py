@@ -14,7 +14,7 @@ from muonfx.checkpoint.convert import cli
 from muonfx.checkpoint.errors import CheckpointError, CorruptError
 from muonfx.checkpoint.loading import verify
 from muonfx.checkpoint.report import differences, of_checkpoint, of_folder
-from muonfx.display import format_bytes, printable
+from muonfx.tree.display import format_bytes, printable
 
 __all__ = ["main"]
 

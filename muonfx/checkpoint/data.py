@@ -20,11 +20,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from muonfx.boxes import Box
-from muonfx.checkpoint.dtypes import safetensors_name
 from muonfx.checkpoint.errors import CheckpointError
 from muonfx.checkpoint.files import fresh_file, write_all
 from muonfx.checkpoint.index import BLOCK, LONGEST_HEADER, Chunk, DataFile
+from muonfx.sharding.boxes import Box
+from muonfx.tree.dtypes import safetensors_name
 
 __all__ = ["Part", "Progress", "blocks_of", "bytes_of", "check_byte_order", "checksum_of", "populate", "write_data"]
 

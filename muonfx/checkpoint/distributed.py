@@ -36,7 +36,6 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from muonfx.boxes import Box, cover
 from muonfx.checkpoint.catalog import TRIES, before, folder_named, inspect, reading, replaced_often
 from muonfx.checkpoint.coordination import Ticket, warn_of_other_writers
 from muonfx.checkpoint.data import Part, write_data
@@ -47,8 +46,9 @@ from muonfx.checkpoint.rules import Rules
 from muonfx.checkpoint.spec import described
 from muonfx.checkpoint.target import Target
 from muonfx.checkpoint.writing import Draft, Job
+from muonfx.sharding.boxes import Box, cover
 from muonfx.sharding.consensus import listed
-from muonfx.shards import FlatPiece
+from muonfx.sharding.shards import FlatPiece
 from muonfx.tree import PyTree, Spec
 
 __all__ = ["load_together", "save_together"]

@@ -18,13 +18,13 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from muonfx.boxes import Box, cover
-from muonfx.checkpoint.dtypes import dtype_named, name_of_dtype
 from muonfx.checkpoint.errors import CheckpointError, CorruptError, FormatError
 from muonfx.checkpoint.files import read_regular
 from muonfx.checkpoint.names import is_name
-from muonfx.display import Report, Table, format_bytes, printable
+from muonfx.sharding.boxes import Box, cover
 from muonfx.tree import Spec
+from muonfx.tree.display import Report, Table, format_bytes, printable
+from muonfx.tree.dtypes import dtype_named, name_of_dtype
 
 __all__ = [
     "BLOCK",

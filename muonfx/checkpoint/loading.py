@@ -13,14 +13,14 @@ from muonfx.checkpoint.catalog import folder_named, with_reader
 from muonfx.checkpoint.index import Index
 from muonfx.checkpoint.names import PARAMS
 from muonfx.checkpoint.reading import Reader
-from muonfx.checkpoint.renaming import Rename
 from muonfx.checkpoint.rules import Allow, Rules
 from muonfx.checkpoint.spec import StateSpec
 from muonfx.checkpoint.target import Target
 from muonfx.core import Transform
+from muonfx.sharding.shards import FlatPiece
 from muonfx.sharding.views import is_logical, layout_of, local, logical
-from muonfx.shards import FlatPiece
 from muonfx.tree import PyTree
+from muonfx.tree.renaming import Rename
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

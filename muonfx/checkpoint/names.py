@@ -21,7 +21,7 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.tree import PyTree
-from muonfx.wrappers import may_be_wrapped, unwrapped
+from muonfx.tree.wrappers import may_be_wrapped, unwrapped
 
 __all__ = [
     "PARAMS",
@@ -164,7 +164,7 @@ def named_tensors(values: PyTree, section: str = "") -> list[tuple[str, Any]]:
 
 
 def plain_names(names: Iterable[str]) -> dict[str, str]:
-    """For each name of a leaf the one that it has where no wrapper (`muonfx.wrappers`) is in the parameter's name.
+    """For each name of a leaf the one that it has where no wrapper (`muonfx.tree.wrappers`) is in the parameter's name.
 
     Leaves beside one another, as those of one momentum are, belong to one model.
 

@@ -19,11 +19,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from muonfx.boxes import Box
 from muonfx.checkpoint.data import blocks_of, bytes_of, check_byte_order, checksum_of, populate
 from muonfx.checkpoint.errors import CheckpointError, CorruptError
 from muonfx.checkpoint.files import open_regular
 from muonfx.checkpoint.index import BLOCK, Chunk, DataFile, Index, Leaf
+from muonfx.sharding.boxes import Box
 
 __all__ = ["Reader"]
 

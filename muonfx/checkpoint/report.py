@@ -15,7 +15,7 @@ from muonfx.checkpoint.index import Index, as_text, shortened
 from muonfx.checkpoint.reading import Reader
 from muonfx.checkpoint.rules import matches
 from muonfx.checkpoint.spec import described
-from muonfx.display import Table, format_bytes, printable
+from muonfx.tree.display import Table, format_bytes, printable
 
 __all__ = ["differences", "of_checkpoint", "of_folder"]
 

@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 
-from muonfx.checkpoint.dtypes import widens
 from muonfx.checkpoint.errors import MismatchError, first_ones
-from muonfx.checkpoint.fingerprints import is_of_later
 from muonfx.checkpoint.index import Index
 from muonfx.checkpoint.names import in_section, plain_names
-from muonfx.checkpoint.renaming import Rename, found_renaming, new_names
 from muonfx.checkpoint.spec import StateSpec, described
+from muonfx.tree.dtypes import widens
+from muonfx.tree.renaming import Rename, found_renaming, new_names
 
 __all__ = ["Allow", "Rules", "match", "matches"]
 
@@ -156,16 +155,12 @@ def _renaming(
 def _check_chain(index: Index, want: StateSpec, rules: Rules, problems: list[str], advice: list[str]) -> None:
     if index.fingerprint is None or want.fingerprint is None or rules.allow_other_chain:
         return
-    if not want.has_fingerprint(index.fingerprint):
+    if want.fingerprint != index.fingerprint:
         problems.append(
             f"chain:     the checkpoint was made by {index.chain:.2000} (fingerprint {index.fingerprint}), expected "
             f"{want.chain} (fingerprint {want.fingerprint})"
         )
         advice.append("if the state means the same to this chain: allow_other_chain=True")
-        if is_of_later(index.fingerprint):
-            advice.append(
-                "the fingerprint was made by the rule of a later muonfx, which this one cannot compare: upgrade"
-            )
 
 
 def _check_leaves(

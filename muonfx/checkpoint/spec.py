@@ -11,15 +11,14 @@ import torch
 
 from muonfx import tree
 from muonfx.checkpoint.errors import MismatchError, first_ones
-from muonfx.checkpoint.fingerprints import fingerprint_0_1, is_of_0_1
 from muonfx.checkpoint.names import is_leaf, named_leaves, named_tensors
-from muonfx.checks import check_tree
 from muonfx.core import Transform
+from muonfx.core.checks import check_tree
 from muonfx.core.contract import require_transform
 from muonfx.core.precision import product_dtypes
-from muonfx.display import Report, Table, format_bytes
-from muonfx.recorded import strip_transparent
+from muonfx.core.recorded import strip_transparent
 from muonfx.tree import PyTree, Spec
+from muonfx.tree.display import Report, Table, format_bytes
 
 __all__ = ["StateSpec", "described", "products_for", "spec", "spec_of", "spec_of_named"]
 
@@ -55,7 +54,6 @@ class StateSpec:
     chain: str | None = None
     _treedef: Any = field(default=None, repr=False)
     _names: tuple[str, ...] = field(default=(), repr=False)
-    _fingerprint_0_1: str | None = field(default=None, repr=False, compare=False)
     _tx: Transform | None = field(default=None, repr=False, compare=False)
 
     def __iter__(self) -> Iterator[str]:
@@ -98,7 +96,7 @@ class StateSpec:
 
         >>> import muonfx as mfx
         >>> spec = mfx.spec(mfx.momentum(), {"w": torch.zeros(2)})
-        >>> spec.differences(mfx.MomentumState({"w": torch.zeros(2, dtype=torch.bfloat16)}))
+        >>> spec.differences(mfx.transforms.MomentumState({"w": torch.zeros(2, dtype=torch.bfloat16)}))
         ["'trace/w' is (2,) bfloat16, expected (2,) float32"]
         """
         found = dict(named_leaves(state))
@@ -145,21 +143,11 @@ class StateSpec:
 
     def of_chain(self, tx: Transform) -> StateSpec:
         """The same leaves as those of a transform, which a load then compares with the checkpoint's."""
-        return replace(
-            self,
-            fingerprint=tx.fingerprint,
-            chain=repr(strip_transparent(tx)),
-            _fingerprint_0_1=fingerprint_0_1(strip_transparent(tx)),
-            _tx=tx,
-        )
+        return replace(self, fingerprint=tx.fingerprint, chain=repr(strip_transparent(tx)), _tx=tx)
 
     def products(self, device: torch.device) -> dict[str, str]:
         """The dtypes of the transform's matrix products on a device, by the name of its part."""
         return {} if self._tx is None else products_for(self._tx, self.leaves.values(), device)
-
-    def has_fingerprint(self, fingerprint: str) -> bool:
-        """Tell whether a fingerprint, of this version or of 0.1, is that of the transform."""
-        return fingerprint == (self._fingerprint_0_1 if is_of_0_1(fingerprint) else self.fingerprint)
 
     def unflatten(self, leaves: dict[str, Any]) -> PyTree:
         """Put leaves, by name, into the structure of the state; what is not given is None."""

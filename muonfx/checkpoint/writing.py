@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from muonfx.boxes import Box
 from muonfx.checkpoint.catalog import (
     before,
     clean,
@@ -40,18 +39,19 @@ from muonfx.checkpoint.coordination import (
     warn_of_other_writers,
 )
 from muonfx.checkpoint.data import Part, Progress, write_data
-from muonfx.checkpoint.dtypes import name_of_dtype
 from muonfx.checkpoint.errors import CheckpointError, NotFoundError, WriteError
 from muonfx.checkpoint.files import fresh_file, make_folder, sync_folder, write_all
 from muonfx.checkpoint.index import INDEX, DataFile, Index, Leaf, text_of
 from muonfx.checkpoint.names import PARAMS, named_tensors
 from muonfx.checkpoint.spec import products_for
 from muonfx.core import Transform
-from muonfx.recorded import strip_transparent
+from muonfx.core.recorded import strip_transparent
+from muonfx.sharding.boxes import Box
 from muonfx.sharding.dtensors import is_dtensor
+from muonfx.sharding.shards import FlatPiece
 from muonfx.sharding.views import is_logical, layout_of, logical
-from muonfx.shards import FlatPiece
 from muonfx.tree import PyTree, Spec
+from muonfx.tree.dtypes import name_of_dtype
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, NamedTuple, ParamSpec, get_args
 
-from muonfx import checks
 from muonfx.compact.books import FLOAT8, Book, dynamic, float8, grid
 from muonfx.compact.codec import Codec
-from muonfx.recorded import Recorded, make_factory
+from muonfx.core import checks
+from muonfx.core.recorded import Recorded, make_factory
 
 __all__ = ["Compact", "fp8", "int8"]
 

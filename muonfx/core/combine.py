@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.checks import check_floating, check_updates_fit
+from muonfx.core.checks import check_floating, check_updates_fit
 from muonfx.core.contract import EmptyState, Locality, Transform
 from muonfx.core.donation import NOTHING, Donation, check_writable, copied_where_shared
 from muonfx.core.factory import transform
 from muonfx.core.graphs import carries_a_graph, warn_of_growing_graphs
-from muonfx.recorded import Recorded, part_names
+from muonfx.core.recorded import Recorded, part_names
 from muonfx.tree import PyTree
 
 __all__ = [

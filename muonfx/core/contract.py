@@ -25,16 +25,16 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.arguments import did_you_mean
-from muonfx.checks import NamePatterns, check_params, check_structure, check_update, warn_of_unmatched
+from muonfx.core.checks import NamePatterns, check_params, check_structure, check_update, warn_of_unmatched
 from muonfx.core.donation import NOTHING, Donation, copy_kept, unshared
 from muonfx.core.graphs import carries_a_graph, warn_of_growing_graphs
 from muonfx.core.order import POSITIONS, Position, check_order, within
 from muonfx.core.outline import Outline
+from muonfx.core.recorded import Factory, Recorded
 from muonfx.core.scheduled import follow, numbers_at
-from muonfx.recorded import Factory, Recorded
-from muonfx.schedules import Schedule
+from muonfx.core.schedules import Schedule
 from muonfx.tree import PyTree
+from muonfx.tree.arguments import did_you_mean
 
 __all__ = [
     "NOTHING",
@@ -198,7 +198,7 @@ class Transform(Recorded):
         """The transform and those that it calls as a table: what each must see, its numbers, and its other settings.
 
         Returns:
-            A value that prints as text, and as a tree that folds in a notebook. For what becomes of it on given
+            A value that prints as text, and as an HTML table in a notebook. For what becomes of it on given
             parameters, see `muonfx.program.lower`.
 
         >>> import muonfx as mfx

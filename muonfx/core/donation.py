@@ -10,8 +10,8 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.polar.engine import overlaps_itself, sharing
-from muonfx.tracing import functorch_is_active, is_traced
 from muonfx.tree import PyTree
+from muonfx.tree.tracing import functorch_is_active, is_traced
 
 __all__ = ["NOTHING", "Donation", "check_writable", "copied_where_shared", "copy_kept", "unshared"]
 

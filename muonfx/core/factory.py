@@ -7,10 +7,10 @@ from typing import Any, Concatenate, Literal, ParamSpec, overload
 
 import torch
 
-from muonfx.checks import NamePatterns
+from muonfx.core.checks import NamePatterns
 from muonfx.core.contract import Declaration, InStore, Locality, Transform
 from muonfx.core.order import Position
-from muonfx.recorded import make_factory
+from muonfx.core.recorded import make_factory
 from muonfx.tree import PyTree
 
 __all__ = ["InitAndUpdate", "transform"]
@@ -41,7 +41,6 @@ def transform(
     name_patterns: Callable[[Any], Iterable[NamePatterns]] | None = None,
     check_extras: Callable[[Any, Mapping[str, Any]], None] | None = None,
     position: Position | Callable[..., Position | None] | None = None,
-    former_defaults: Mapping[str, Any] | None = None,
     remembers: Literal[False] = False,
     part_names: Callable[[Any], Sequence[str]] | None = None,
     many_of_one: bool = False,
@@ -68,7 +67,6 @@ def transform(
     name_patterns: Callable[[Any], Iterable[NamePatterns]] | None = None,
     check_extras: Callable[[Any, Mapping[str, Any]], None] | None = None,
     position: Position | Callable[..., Position | None] | None = None,
-    former_defaults: Mapping[str, Any] | None = None,
     remembers: Literal[True],
     part_names: Callable[[Any], Sequence[str]] | None = None,
     many_of_one: bool = False,
@@ -95,7 +93,6 @@ def transform(
     name_patterns: Callable[[Any], Iterable[NamePatterns]] | None = None,
     check_extras: Callable[[Any, Mapping[str, Any]], None] | None = None,
     position: Position | Callable[..., Position | None] | None = None,
-    former_defaults: Mapping[str, Any] | None = None,
     remembers: bool = False,
     part_names: Callable[[Any], Sequence[str]] | None = None,
     many_of_one: bool = False,
@@ -108,7 +105,7 @@ def transform(
     """Make a factory of transforms from a function that returns ``init`` and ``update``.
 
     The numeric arguments of a call (floats, tensors, nested transforms) become the leaves of the transform's pytree
-    view. Validate arguments in the body with the functions of `muonfx.checks`, which pass tensors by: the body runs
+    view. Validate arguments in the body with the functions of `muonfx.core.checks`, which skip tensors: the body runs
     at the call, and again with traced values wherever ``torch.func`` has rebuilt the transform. An argument that is
     annotated `ScalarOrSchedule`, or ``float`` without ``Schedule``, takes a schedule too: the body then runs at every
     update, with the number of that step, and the state is a `ScheduledHyperparamsState`.
@@ -156,9 +153,6 @@ def transform(
             - "observer": it returns its updates unchanged. "last_observer" is both of these two.
             - "turns": it reverses the direction without being a learning rate, as a negative scale does.
             - "either_sign": the direction of its updates is unknown.
-        former_defaults: by argument, the default that it had in an earlier version. Fingerprints leave it out as they
-            leave out that of today, so that checkpoints of both are of one chain. Only where the state has one meaning
-            with both, as with a dtype; else give the argument another name.
         remembers: whether the constructor takes a memory in front of its arguments: a dict that lives as long as the
             transform's structure, also where ``torch.func`` or `inject_hyperparams` rebuild the transform at
             every step. For what names, shapes and dtypes decide; nothing else may depend on it.
@@ -179,15 +173,14 @@ def transform(
         A factory with the constructor's name, signature and docstring.
 
     Raises:
-        ValueError: ``name`` is not made of identifiers and dots, or ``former_defaults`` has what is no argument with a
-            default.
+        ValueError: ``name`` is not made of identifiers and dots.
 
     Example:
         >>> import muonfx as mfx
         >>> @mfx.transform(locality=mfx.Locality.ELEMENT)
         ... def sign_descent(rate: float = 0.1):
         ...     def init(params):
-        ...         return mfx.EmptyState()
+        ...         return mfx.core.EmptyState()
         ...
         ...     def update(updates, state, params=None):
         ...         return mfx.tree.map(lambda u: -rate * u.sign(), updates), state
@@ -222,7 +215,6 @@ def transform(
             constructor,
             declaration,
             name=name,
-            former_defaults=former_defaults,
             remembers=remembers,
             part_names=part_names,
             transparent=transparent,

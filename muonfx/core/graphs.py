@@ -7,8 +7,8 @@ import warnings
 import torch
 
 from muonfx import tree
-from muonfx.tracing import functorch_is_active
 from muonfx.tree import PyTree
+from muonfx.tree.tracing import functorch_is_active
 
 __all__ = ["carries_a_graph", "warn_of_growing_graphs"]
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
-from muonfx.checks import warn_caller
-from muonfx.recorded import part_names
+from muonfx.core.checks import warn_caller
+from muonfx.core.recorded import part_names
 
 if TYPE_CHECKING:
     from muonfx.core.contract import Transform

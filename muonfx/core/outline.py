@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from muonfx.display import Column, Report, Row, Shown, Table
-from muonfx.recorded import Recorded, part_names
+from muonfx.core.recorded import Recorded, part_names
+from muonfx.tree.display import Column, Report, Row, Shown, Table
 
 if TYPE_CHECKING:
     from muonfx.core.contract import Transform
@@ -23,7 +23,7 @@ _LONGEST = 40
 
 @dataclass(frozen=True, repr=False)
 class Outline(Shown):
-    """A transform and those that it calls; made by `Transform.tree`, printed as a table that folds in a notebook.
+    """A transform and those that it calls; made by `Transform.tree`, printed as a table.
 
     Attributes:
         tx: the transform.
@@ -101,4 +101,4 @@ def _written(value: object) -> str:
 
 
 def _without_last(row: Row) -> Row:
-    return Row(row.cells[:-1], tuple(map(_without_last, row.children)), row.share)
+    return Row(row.cells[:-1], tuple(map(_without_last, row.children)))

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from muonfx.core.contract import Transform
-from muonfx.recorded import dotted, part_names
+from muonfx.core.recorded import dotted, part_names
 
 __all__ = ["product_dtypes"]
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from muonfx.schedules import Schedule
+from muonfx.core.schedules import Schedule
 from muonfx.tree import PyTree, device_of
 
 __all__ = ["ScheduledHyperparamsState", "follow", "numbers_at"]

@@ -17,14 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from muonfx import tree
-from muonfx.arguments import plain_arguments
-from muonfx.checkpoint.renaming import Rename
-from muonfx.checks import is_usable
 from muonfx.core import Transform
+from muonfx.core.checks import is_usable
 from muonfx.core.contract import require_transform
 from muonfx.core.donation import check_writable
-from muonfx.hyperparams import hyperparams, with_hyperparams
-from muonfx.offload.transform import inner_of
+from muonfx.core.hyperparams import hyperparams, with_hyperparams
 from muonfx.optimizer.attachment import Attachment, check_usable, models_of
 from muonfx.optimizer.groups import (
     NOT_HYPERPARAMS,
@@ -58,11 +55,14 @@ from muonfx.optimizer.stepping import Stepping
 from muonfx.optimizer.values import Group, GroupNumbers, fitted
 from muonfx.program.lower import lower
 from muonfx.program.nodes import Program
+from muonfx.program.offload.transform import inner_of
 from muonfx.sharding.dtensors import is_dtensor
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import Settings
 from muonfx.sharding.transform import Sharded, settings_of
 from muonfx.tree import PyTree
+from muonfx.tree.arguments import plain_arguments
+from muonfx.tree.renaming import Rename
 
 __all__ = ["TransformOptimizer"]
 

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from muonfx.checks import warn_caller
 from muonfx.core import Locality
+from muonfx.core.checks import warn_caller
 from muonfx.core.order import combine_signs, signs
 from muonfx.optimizer.values import Group, Hyperparam
 from muonfx.program.nodes import Node, Program
-from muonfx.wrappers import unwrapped
+from muonfx.tree.wrappers import unwrapped
 
 __all__ = [
     "NOT_HYPERPARAMS",

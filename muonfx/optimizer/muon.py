@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from muonfx import polar
-from muonfx.arguments import plain_arguments
 from muonfx.core import Transform
 from muonfx.optimizer.adapter import TransformOptimizer
 from muonfx.optimizer.groups import NamedParameters, listed, named_pairs, names_in, resolve_groups
@@ -20,6 +19,7 @@ from muonfx.select import Labels, Predicate, default_labels
 from muonfx.sharding.layout import Layout
 from muonfx.transforms._matrices import Blocks, Dims, MatrixView
 from muonfx.transforms.scale import ShapeRule
+from muonfx.tree.arguments import plain_arguments
 
 __all__ = ["Muon"]
 

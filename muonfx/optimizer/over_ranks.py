@@ -15,7 +15,6 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Donation, Transform
-from muonfx.offload.transform import store_of
 from muonfx.optimizer.portable import (
     Gathering,
     Record,
@@ -33,12 +32,14 @@ from muonfx.optimizer.stepping import Check, Stepping, add_in_place
 from muonfx.optimizer.values import Group, GroupNumbers, current_values, fitted, unchanged
 from muonfx.optimizer.versions import for_groups
 from muonfx.program.nodes import Program
+from muonfx.program.offload.transform import store_of
 from muonfx.sharding.binding import Binding
 from muonfx.sharding.dtensors import dtensor_of, is_dtensor, local_of
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.layouts import from_dtensors, replicated
 from muonfx.sharding.messages import ShardingError, collective
 from muonfx.sharding.plan.assignment import Settings
+from muonfx.sharding.shards import FlatPiece, IntervalTensor
 from muonfx.sharding.state import (
     LeafPlacement,
     describe_state,
@@ -49,7 +50,6 @@ from muonfx.sharding.state import (
     state_to_dtensors,
 )
 from muonfx.sharding.transform import bind, init_sharded, sharded, step_sharded
-from muonfx.shards import FlatPiece, IntervalTensor
 from muonfx.tree import PyTree
 
 __all__ = ["SteppingOverRanks", "layout_for"]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypedDict
 import torch
 from torch import Tensor
 
-from muonfx.boxes import Box
+from muonfx.sharding.boxes import Box
 from muonfx.sharding.dtensors import dtensor_of, local_of
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.messages import Exchange, octets

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from muonfx.checkpoint.dtypes import widens
-from muonfx.checkpoint.renaming import Rename, new_names
 from muonfx.optimizer.values import Group, GroupNumbers
 from muonfx.sharding.dtensors import is_dtensor, local_of
-from muonfx.shards import IntervalTensor
-from muonfx.wrappers import unwrapped
+from muonfx.sharding.shards import IntervalTensor
+from muonfx.tree.dtypes import widens
+from muonfx.tree.renaming import Rename, new_names
+from muonfx.tree.wrappers import unwrapped
 
 __all__ = [
     "Load",

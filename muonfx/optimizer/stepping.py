@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.checks import check_params, check_updates_fit, warn_of_unmatched
 from muonfx.core import Transform
+from muonfx.core.checks import check_params, check_updates_fit, warn_of_unmatched
 from muonfx.core.donation import Donation, unshared
-from muonfx.offload.transform import inner_of, store_of
 from muonfx.optimizer.state import Load, on_this_rank
 from muonfx.optimizer.values import Group, GroupNumbers, Number, current_values, fitted, unchanged
 from muonfx.optimizer.versions import for_groups
 from muonfx.program.buckets import nbytes_of
 from muonfx.program.execute import Executor
 from muonfx.program.nodes import Node, Program
+from muonfx.program.offload.transform import inner_of, store_of
 from muonfx.program.placement import ALONE, Arguments
 from muonfx.tree import PyTree
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from muonfx.core import Transform
-from muonfx.hyperparams import hyperparams
+from muonfx.core.hyperparams import hyperparams
 
 __all__ = [
     "Group",

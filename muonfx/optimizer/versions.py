@@ -13,11 +13,11 @@ from muonfx import tree
 from muonfx.core import Donation, Locality, Transform, chain, transform
 from muonfx.core.combine import chain_entries, widest
 from muonfx.core.contract import NOTHING
-from muonfx.hyperparams import with_hyperparams
+from muonfx.core.hyperparams import with_hyperparams
+from muonfx.core.recorded import with_numbers
 from muonfx.optimizer.values import Number, agreement, distinct
 from muonfx.program.buckets import parameters_of
 from muonfx.program.nodes import Node, Program
-from muonfx.recorded import with_numbers
 from muonfx.tree import PyTree
 
 __all__ = ["by_groups", "for_groups"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from muonfx import sharding
-from muonfx.display import format_bytes
 from muonfx.plot.axes import COLORS, axes_for
+from muonfx.tree.display import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -95,8 +95,6 @@ def _segments(plan: sharding.Plan) -> list[tuple[str, int, float, bool]]:
         for share in run.shares:
             ranks = range(plan.size) if share.owner is None else (share.owner,)
             found += [(share.name, rank, share.cost, share.owner is None) for rank in ranks]
-        for share in run.spread:
-            found += [(share.name, leg.ranks[0], share.cost * leg.numel / share.numel, True) for leg in share.legs]
     return found
 
 

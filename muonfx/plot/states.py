@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from matplotlib.ticker import LogLocator
 
-from muonfx.display import format_bytes
+from muonfx.inspect.summary import LeafSummary, Summary, summary
 from muonfx.plot.axes import COLORS, axes_for, legend_above
-from muonfx.summary import LeafSummary, Summary, summary
 from muonfx.transforms.monitor import metrics
 from muonfx.tree import PyTree
+from muonfx.tree.display import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,8 +14,8 @@ from muonfx.polar.policy import SUPPORTED, Plan
 from muonfx.polar.polynomials import Polynomials
 from muonfx.polar.products import Buffered
 from muonfx.polar.scaling import frobenius_normalized, normalize_, row_normalized
-from muonfx.polar.symbols import called_once
 from muonfx.polar.workspace import Workspace
+from muonfx.tree.symbols import called_once
 
 _LARGE = 1 << 16  # elements from which a pass over one matrix costs more than a call
 

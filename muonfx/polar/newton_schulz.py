@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from muonfx.arguments import Options
 from muonfx.polar.coefficients import CoefficientsLike
 from muonfx.polar.policy import DTypeLike, MethodLike, plan
 from muonfx.polar.polynomials import polynomials
 from muonfx.polar.products import ProductsLike
+from muonfx.tree.arguments import Options
 
 
 @dataclass(frozen=True, repr=False)

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from muonfx.arguments import expand_options
 from muonfx.polar.coefficients import CoefficientsLike
 from muonfx.polar.many import orthogonalize_many
 from muonfx.polar.newton_schulz import NewtonSchulz
 from muonfx.polar.policy import DTypeLike, MethodLike
 from muonfx.polar.products import ProductsLike
+from muonfx.tree.arguments import expand_options
 
 
 def orthogonalize(

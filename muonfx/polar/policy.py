@@ -26,7 +26,6 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from muonfx.display import Report, Table
 from muonfx.polar import kernels
 from muonfx.polar.coefficients import CoefficientsLike
 from muonfx.polar.hardware import cpu_has_amx, cpu_has_bf16, cuda_capability
@@ -35,7 +34,8 @@ from muonfx.polar.products import ProductsLike
 from muonfx.polar.rates import Rates, built_in
 from muonfx.polar.stability import TOLERANCE, largest, stable_restarts
 from muonfx.polar.stages import Stage, staged, standard
-from muonfx.polar.symbols import called_once, fixed
+from muonfx.tree.display import Report, Table
+from muonfx.tree.symbols import called_once, fixed
 
 SUPPORTED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """The dtypes of inputs and of matrix products."""

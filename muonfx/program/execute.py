@@ -18,6 +18,7 @@ from muonfx import tree
 from muonfx.core import Donation, Locality, Transform, transform
 from muonfx.core.combine import is_new
 from muonfx.core.contract import NOTHING, sum_over_leaves
+from muonfx.core.recorded import with_numbers
 from muonfx.polar import Workspace
 from muonfx.program.buckets import (
     BucketedState,
@@ -35,7 +36,6 @@ from muonfx.program.lower import lower_node, named_chain, resolve_within, state_
 from muonfx.program.nodes import Around, ChainNode, Node, Program, Stage, WholeTree
 from muonfx.program.placement import ALONE, RESIDENT, Arguments, Placement, Run, Store
 from muonfx.program.routes import PIECE_BYTES, Routes, at_path, can_be_routed, put_at_path
-from muonfx.recorded import with_numbers
 from muonfx.tree import PyTree
 
 __all__ = ["Executor", "with_numbers_on"]

@@ -12,6 +12,7 @@ import torch
 from muonfx import tree
 from muonfx.core import Locality, Transform, chain, transform
 from muonfx.core.combine import chain_entries
+from muonfx.core.recorded import Recorded, dotted, part_names, parts_of
 from muonfx.program.nodes import (
     Around,
     ChainNode,
@@ -25,7 +26,6 @@ from muonfx.program.nodes import (
     SumOverLeaves,
     WholeTree,
 )
-from muonfx.recorded import Recorded, dotted, part_names, parts_of
 from muonfx.tree import PyTree
 
 __all__ = ["ChildCall", "calls_of", "is_around", "lower", "lower_node", "resolve_within"]

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from muonfx.core import Transform
-from muonfx.display import Column, Report, Row, Shown, Table
 from muonfx.tree import PyTree
+from muonfx.tree.display import Column, Report, Row, Shown, Table
 
 __all__ = [
     "Around",

@@ -25,8 +25,8 @@ from muonfx.program.buckets import can_be_shared_out, cut_into_buckets, nbytes_o
 from muonfx.program.nodes import Around, ChainNode, Node
 from muonfx.program.passage import PLAIN, Bucket, Passage, Share, State, Step, Surroundings
 from muonfx.program.placement import Arguments
-from muonfx.tracing import functorch_is_active, is_traced
 from muonfx.tree import PyTree
+from muonfx.tree.tracing import functorch_is_active, is_traced
 
 __all__ = ["PIECE_BYTES", "Routes", "at_path", "can_be_routed", "put_at_path", "routes_of"]
 

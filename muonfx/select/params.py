@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from muonfx import tree
-from muonfx.wrappers import WRAPPERS
+from muonfx.tree.wrappers import WRAPPERS
 
 __all__ = ["ParamInfo", "Params", "plain_name", "read_names", "read_params", "written_type"]
 

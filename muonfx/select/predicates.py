@@ -12,9 +12,9 @@ from typing import NoReturn
 
 from torch import nn
 
-from muonfx.arguments import plain_arguments
 from muonfx.select.params import ParamInfo
-from muonfx.tracing import matches
+from muonfx.tree.arguments import plain_arguments
+from muonfx.tree.tracing import matches
 
 __all__ = [
     "Predicate",

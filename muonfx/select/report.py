@@ -9,12 +9,12 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import nn
 
-from muonfx.display import Report, Shown, Table, format_shape
-from muonfx.recorded import Recorded
+from muonfx.core.recorded import Recorded
 from muonfx.select.defaults import default_labels
 from muonfx.select.params import ParamInfo, Params, read_names, read_params
 from muonfx.select.rules import Label, Labels, listing
 from muonfx.select.views import View
+from muonfx.tree.display import Report, Shown, Table, format_shape
 
 __all__ = ["Routing", "describe", "format_labels"]
 

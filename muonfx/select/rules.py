@@ -10,11 +10,11 @@ from typing import Any, Final, TypeAlias, TypeVar, cast
 
 import torch
 
-from muonfx.display import Report, Table
 from muonfx.select.params import ParamInfo, Params, read_names
 from muonfx.select.predicates import Predicate
 from muonfx.select.views import Blocks, Dims, View, find_views, patterns
-from muonfx.tracing import matches
+from muonfx.tree.display import Report, Table
+from muonfx.tree.tracing import matches
 
 __all__ = ["NO_DEFAULT", "Label", "Labels", "Rule", "apply_rules", "is_set_for", "labels", "listing", "make_labels"]
 

@@ -20,9 +20,9 @@ from typing import TypeAlias, TypeVar
 from torch import nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from muonfx.arguments import check_plain, plain_kinds
 from muonfx.select.params import ParamInfo, Params, plain_name, read_params, written_type
-from muonfx.tracing import matches
+from muonfx.tree.arguments import check_plain, plain_kinds
+from muonfx.tree.tracing import matches
 
 __all__ = ["Blocks", "Dims", "View", "class_name_fits", "find_views", "is_convolution", "patterns", "views"]
 

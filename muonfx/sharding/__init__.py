@@ -4,16 +4,16 @@ A *layout* says which piece of each parameter each rank holds; `sharded` makes o
 which gives the same update. See the page "Sharding" of the documentation.
 """
 
-from muonfx.offload import offload
+from muonfx.program.offload import offload
 from muonfx.sharding.cut import Buffer
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.layouts import flat, from_dtensors, replicated, zero
 from muonfx.sharding.messages import ShardingError
 from muonfx.sharding.plan.assignment import Machine, Plan, plan_for
 from muonfx.sharding.replicas import broadcast
+from muonfx.sharding.shards import Piece
 from muonfx.sharding.transform import sharded
 from muonfx.sharding.views import local, logical
-from muonfx.shards import Piece
 
 __all__ = [
     # who holds what

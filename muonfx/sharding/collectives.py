@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from muonfx import elementwise as ew
 from muonfx import tree
-from muonfx.boxes import Box
+from muonfx.sharding.boxes import Box
 from muonfx.sharding.consensus import DTYPES, agree_on_leaves, check_pieces, outside_transforms
 from muonfx.sharding.cut import equal_intervals
 from muonfx.sharding.dtensors import is_dtensor, local_of
 from muonfx.sharding.messages import Exchange, ShardingError, copied, cut_places
-from muonfx.shards import Window, part
-from muonfx.tracing import without_transforms
+from muonfx.sharding.shards import Window, part
 from muonfx.tree import PyTree
+from muonfx.tree import elementwise as ew
+from muonfx.tree.tracing import without_transforms
 
 if TYPE_CHECKING:
     from muonfx.sharding.layout import Layout

@@ -16,8 +16,8 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.sharding.dtensors import is_dtensor, local_of
 from muonfx.sharding.messages import ShardingError, collective
-from muonfx.tracing import functorch_is_active, is_wrapped, without_transforms
 from muonfx.tree import PyTree
+from muonfx.tree.tracing import functorch_is_active, is_wrapped, without_transforms
 
 if TYPE_CHECKING:
     from muonfx.sharding.layout import Layout

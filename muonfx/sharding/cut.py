@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from muonfx.shards import Piece, Span
+from muonfx.sharding.shards import Piece, Span
 from muonfx.tree import Spec
 
 if TYPE_CHECKING:

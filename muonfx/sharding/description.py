@@ -10,7 +10,7 @@ from types import CellType, CodeType
 
 from muonfx import tree
 from muonfx.core import Transform
-from muonfx.recorded import Recorded
+from muonfx.core.recorded import Recorded
 
 __all__ = ["captured_by", "chain_text", "functions_of", "structure_of"]
 

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from muonfx import tree
 from muonfx.sharding.messages import ShardingError
-from muonfx.shards import FlatPiece
+from muonfx.sharding.shards import FlatPiece
 from muonfx.tree import PyTree
 
 if TYPE_CHECKING:

@@ -19,13 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.checks import check_tree
+from muonfx.core.checks import check_tree
 from muonfx.sharding.collectives import ReduceOp, gathered, reduce_scattered
 from muonfx.sharding.consensus import outside_transforms
 from muonfx.sharding.cut import Buffer, Cut
 from muonfx.sharding.dtensors import local_tree, logical_tree, map_named
 from muonfx.sharding.messages import Buffers, ShardingError
-from muonfx.shards import Piece
+from muonfx.sharding.shards import Piece
 from muonfx.tree import PyTree, Spec
 
 if TYPE_CHECKING:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 import torch.distributed as dist
 
 from muonfx import tree
-from muonfx.arguments import did_you_mean, plain_arguments
 from muonfx.core import Transform
 from muonfx.sharding.cut import (
     Buffer,
@@ -33,6 +32,7 @@ from muonfx.sharding.messages import ShardingError, collective
 from muonfx.sharding.plan.balance import assign_by_bytes
 from muonfx.sharding.plan.cost import costs_of
 from muonfx.tree import PyTree, Spec
+from muonfx.tree.arguments import did_you_mean, plain_arguments
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -18,7 +18,6 @@ from muonfx.core import Transform, chain
 from muonfx.program.buckets import BucketedState, device_of, init_in_buckets
 from muonfx.program.execute import with_numbers_on
 from muonfx.program.placement import Arguments, Store
-from muonfx.sharding.gram import Slab, orthogonalize_slabs, slab_of
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.messages import Exchange, copied
 from muonfx.sharding.plan.assignment import RunPlan
@@ -109,7 +108,6 @@ def update_run(
         if (shares := [plan.shares[i] for i in bucket if local[plan.shares[i].name] is not None])
     ]
     results = _Results(layout, local)
-    _update_spread(plan, run, layout, local, results)
     device = device_of(updates, params)
     if not store.is_resident:
         weights = {name: None if leaf is None else leaf.to(device) for name, leaf in weights.items()}
@@ -148,37 +146,6 @@ def update_run(
         before.wait()
     out = tree.unflatten(treedef, [None if local[name] is None else results.of[name] for name in names])
     return out, bucketed.end()
-
-
-def _update_spread(
-    plan: RunPlan,
-    run: Sequence[tuple[str, Transform]],
-    layout: Layout,
-    local: Mapping[str, Tensor | None],
-    results: _Results,
-) -> None:
-    """Orthogonalize by the Gram route what goes that way: each rank its own pieces, all together."""
-    slabs: dict[str, Slab] = {}
-    wide: set[str] = set()
-    for share in plan.spread:
-        tensor = local[share.name]
-        if tensor is None:
-            continue
-        piece = layout.piece(share.name)
-        rows, columns = share.whole
-        nothing = tensor.new_empty((rows, 0) if rows <= columns else (0, columns))
-        window = piece.window(piece.boxes[0]).of(tensor) if piece.boxes else nothing
-        slabs[share.name] = slab_of(run, window, share.whole, plan.compute)
-        if rows <= columns:
-            wide.add(share.name)
-    for kind in dict.fromkeys((slab.plan.dtype, slab.x.dtype) for slab in slabs.values()):
-        names = [name for name, slab in slabs.items() if (slab.plan.dtype, slab.x.dtype) == kind]
-        assert layout.group is not None
-        done = orthogonalize_slabs([slabs[name] for name in names], layout.group)
-        for name, result in zip(names, done, strict=True):
-            if result.numel():
-                shape = results.like(name).shape
-                results.of[name] = (result if name in wide else result.mT).reshape(shape).contiguous()
 
 
 def _begin(

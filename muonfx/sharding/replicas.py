@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.arguments import plain_arguments
 from muonfx.core import Transform
 from muonfx.sharding.binding import Binding
 from muonfx.sharding.checksums import checksum, scattered, vanishing
@@ -29,6 +28,7 @@ from muonfx.sharding.layout import Layout
 from muonfx.sharding.messages import ShardingError, collective, copied
 from muonfx.sharding.state import LeafPlacement, describe_state
 from muonfx.tree import PyTree
+from muonfx.tree.arguments import plain_arguments
 
 __all__ = ["broadcast", "verify_params", "verify_state", "warn_of_gradients"]
 

@@ -26,7 +26,7 @@ from muonfx.sharding.dtensors import dtensor_of, is_dtensor, local_of, logical_p
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import RunPlan
 from muonfx.sharding.plan.shares import Share
-from muonfx.shards import FlatPiece
+from muonfx.sharding.shards import FlatPiece
 from muonfx.tree import PyTree
 
 if TYPE_CHECKING:

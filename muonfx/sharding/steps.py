@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muonfx import checks, tree
-from muonfx.core import Donation, Transform
-from muonfx.recorded import parts_of
+from muonfx import tree
+from muonfx.core import Donation, Transform, checks
+from muonfx.core.recorded import parts_of
 from muonfx.sharding.binding import Binding
 from muonfx.sharding.consensus import (
     DTYPES,

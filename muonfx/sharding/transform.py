@@ -8,14 +8,14 @@ from typing import Any, Literal, ParamSpec, cast
 import torch
 
 from muonfx import tree
-from muonfx.checks import warn_of_unmatched
 from muonfx.core import Donation, Transform
+from muonfx.core.checks import warn_of_unmatched
 from muonfx.core.contract import Declaration, require_transform
 from muonfx.core.donation import NOTHING, copy_kept, unshared
 from muonfx.core.factory import InitAndUpdate
-from muonfx.offload.transform import inner_of, store_of
+from muonfx.core.recorded import make_factory
+from muonfx.program.offload.transform import inner_of, store_of
 from muonfx.program.placement import RESIDENT, Arguments, Store
-from muonfx.recorded import make_factory
 from muonfx.sharding.binding import Binding
 from muonfx.sharding.consensus import agree, outside_transforms
 from muonfx.sharding.dtensors import is_dtensor, local_of, to_dtensors
@@ -106,7 +106,6 @@ def sharded(
     bucket_bytes: int = 1 << 28,
     exchange_dtype: torch.dtype | None = None,
     machine: Machine | None = None,
-    gram: bool = False,
     verify_every: int | None = None,
 ):
     """Make a transform over local tensors of one over whole ones: the same update under any layout.
@@ -126,8 +125,6 @@ def sharded(
         exchange_dtype: in which dtype matrices travel. None: the one to which they are rounded first of all anyway, so
             that no value changes.
         machine: operations and bytes a second, for "auto"; None: a guess by the kind of device.
-        gram: orthogonalize matrices that are cut along their long side where their pieces are, if that sends less: for
-            few ranks and long matrices. The result is then within rounding, never bitwise that of one process.
         verify_every: compare what several ranks hold copies of, parameters and state, before every so many steps, bit
             by bit, by checksums; that reads all of them once and waits for the device. None: at `init` and before the
             first step, and the first after a state was loaded. Numbers in host memory are compared at every step.
@@ -162,7 +159,7 @@ def sharded(
         raise ValueError(f"bucket_bytes: found {bucket_bytes!r}, expected an int of 1 or more")
     if verify_every is not None and verify_every < 1:
         raise ValueError(f"verify_every: found {verify_every!r}, expected None or an int of 1 or more")
-    settings = Settings(replicas, bucket_bytes, exchange_dtype, machine, gram, verify_every)
+    settings = Settings(replicas, bucket_bytes, exchange_dtype, machine, verify_every)
     if exchange_dtype is not None and not (
         isinstance(exchange_dtype, torch.dtype) and exchange_dtype.is_floating_point
     ):

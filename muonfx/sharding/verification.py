@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from muonfx import checks, tree
-from muonfx.core import Transform
+from muonfx import tree
+from muonfx.core import Transform, checks
 from muonfx.core.precision import product_dtypes
 from muonfx.polar import compute_dtype
 from muonfx.polar.hardware import cpu_has_bf16

@@ -9,13 +9,13 @@ import torch
 
 from muonfx import tree
 from muonfx.core import Transform
-from muonfx.offload.transform import inner_of, store_of
+from muonfx.program.offload.transform import inner_of, store_of
 from muonfx.sharding.binding import Binding
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.messages import ShardingError
+from muonfx.sharding.shards import FlatPiece
 from muonfx.sharding.state import LeafPlacement, describe_state, local_state, logical_state, without_dtensors
 from muonfx.sharding.transform import Sharded, bind, settings_of
-from muonfx.shards import FlatPiece
 from muonfx.tree import PyTree
 
 __all__ = ["binding_of", "check_local", "is_logical", "layout_of", "local", "logical"]

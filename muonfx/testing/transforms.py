@@ -10,14 +10,15 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from muonfx import recipes, select, tree, variants
-from muonfx import schedules as sch
+from muonfx import contrib, recipes, select, tree
 from muonfx import transforms as tfs
 from muonfx.compact import fp8, int8
+from muonfx.contrib import recipes as variants
 from muonfx.core import Donation, Locality, Transform, add_updates, chain, identity, set_to_zero, stateless, transform
+from muonfx.core import schedules as sch
 from muonfx.core.contract import NOTHING
-from muonfx.hyperparams import inject_hyperparams
-from muonfx.partition import masked, partition
+from muonfx.core.hyperparams import inject_hyperparams
+from muonfx.select.partition import masked, partition
 from muonfx.tree import PyTree
 
 __all__ = ["MATRIX_ONLY", "arguments", "chains", "schedules", "transforms"]
@@ -91,7 +92,7 @@ def with_value(inner: Transform):
     """Give a transform the named extra ``value``, of which laws know nothing: a loss that does not improve.
 
     >>> import muonfx as mfx
-    >>> tx = with_value(mfx.reduce_on_plateau(0.5, patience=1))
+    >>> tx = with_value(mfx.contrib.reduce_on_plateau(0.5, patience=1))
     >>> state = tx.init({"w": torch.ones(1)})
     >>> for _ in range(2):
     ...     updates, state = tx.update({"w": torch.ones(1)}, state)
@@ -177,11 +178,13 @@ _ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
     "accumulate": st.builds(tfs.accumulate, _INNER, st.integers(1, 3), mean=st.booleans(), dtype=_PINNED),
     "add_decayed_weights": st.builds(tfs.add_decayed_weights, _RATES, _MASKS, cautious=st.booleans()),
     "subtract_decayed_weights": st.builds(tfs.subtract_decayed_weights, _RATES, _MASKS, cautious=st.booleans()),
-    "conditionally_mask": st.builds(tfs.conditionally_mask, _INNER, st.just(every_other)),
-    "conditionally_transform": st.builds(tfs.conditionally_transform, _INNER, st.just(every_other)),
-    "lookahead": st.builds(tfs.lookahead, _INNER, st.integers(1, 3), st.sampled_from((0.5, 0.0, 1.0)), dtype=_PINNED),
+    "conditionally_mask": st.builds(contrib.conditionally_mask, _INNER, st.just(every_other)),
+    "conditionally_transform": st.builds(contrib.conditionally_transform, _INNER, st.just(every_other)),
+    "lookahead": st.builds(
+        contrib.lookahead, _INNER, st.integers(1, 3), st.sampled_from((0.5, 0.0, 1.0)), dtype=_PINNED
+    ),
     "reduce_on_plateau": st.builds(
-        lambda *given: with_value(tfs.reduce_on_plateau(*given)),
+        lambda *given: with_value(contrib.reduce_on_plateau(*given)),
         st.sampled_from((0.5, 0.1)),
         st.integers(1, 2),
         st.just(1e-4),
@@ -189,14 +192,21 @@ _ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
         st.integers(0, 2),
         st.integers(1, 2),
     ),
-    "sam": st.builds(tfs.sam, st.sampled_from((0.05, 0.0, 2.0)), adaptive=st.booleans()),
+    "sam": st.builds(contrib.sam, st.sampled_from((0.05, 0.0, 2.0)), adaptive=st.booleans()),
     "scale_by_ademamix": st.builds(
-        tfs.scale_by_ademamix, _SHARES, _SHARES, _SHARES | schedules(), _RATES, _TINY, mu_dtype=_STATE, nu_dtype=_STATE
+        contrib.scale_by_ademamix,
+        _SHARES,
+        _SHARES,
+        _SHARES | schedules(),
+        _RATES,
+        _TINY,
+        mu_dtype=_STATE,
+        nu_dtype=_STATE,
     ),
-    "scale_by_dog": st.builds(tfs.scale_by_dog, _POSITIVE, _TINY),
-    "scale_by_dowg": st.builds(tfs.scale_by_dowg, st.sampled_from((None, 0.1)), _TINY),
+    "scale_by_dog": st.builds(contrib.scale_by_dog, _POSITIVE, _TINY),
+    "scale_by_dowg": st.builds(contrib.scale_by_dowg, st.sampled_from((None, 0.1)), _TINY),
     "scale_by_prodigy": st.builds(
-        tfs.scale_by_prodigy,
+        contrib.scale_by_prodigy,
         _RATES,
         _SHARES,
         _SHARES,
@@ -207,7 +217,7 @@ _ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
         dtype=_PINNED,
     ),
     "schedule_free": st.builds(
-        tfs.schedule_free,
+        contrib.schedule_free,
         _WITHOUT_MOMENTUM,
         _RATES,
         st.sampled_from((0.9, 1.0, 0.5)),
@@ -216,15 +226,15 @@ _ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
     ),
     "cautious": st.builds(tfs.cautious, _INNER.filter(lambda tx: not _is_negative_scale(tx))),
     "add_updates": st.lists(_INNER, min_size=1, max_size=2).map(lambda members: add_updates(*members)),
-    "clip_singular_values": st.builds(tfs.clip_singular_values, _POSITIVE, dims=_DIMS),
+    "clip_singular_values": st.builds(contrib.clip_singular_values, _POSITIVE, dims=_DIMS),
     "keep_weight_norms": st.builds(tfs.keep_weight_norms, dtype=_PINNED, dims=_DIMS),
     "match_weight_norms": st.builds(tfs.match_weight_norms, dims=_DIMS),
-    "sampled_momentum": st.builds(tfs.sampled_momentum, st.integers(1, 3), _SHARES, dtype=_PINNED),
-    "scale_by_dion": st.builds(tfs.scale_by_dion, st.integers(1, 3), _SHARES, dtype=_PINNED, dims=_DIMS),
-    "scale_by_dual_norm": st.builds(tfs.scale_by_dual_norm, _INNER, dims=_DIMS),
-    "scale_by_namo": st.builds(tfs.scale_by_namo, _INNER, _SHARES, _SHARES, _TINY, dtype=_PINNED, dims=_DIMS),
+    "sampled_momentum": st.builds(contrib.sampled_momentum, st.integers(1, 3), _SHARES, dtype=_PINNED),
+    "scale_by_dion": st.builds(contrib.scale_by_dion, st.integers(1, 3), _SHARES, dtype=_PINNED, dims=_DIMS),
+    "scale_by_dual_norm": st.builds(contrib.scale_by_dual_norm, _INNER, dims=_DIMS),
+    "scale_by_namo": st.builds(contrib.scale_by_namo, _INNER, _SHARES, _SHARES, _TINY, dtype=_PINNED, dims=_DIMS),
     "adaptive_grad_clip": st.builds(tfs.adaptive_grad_clip, _POSITIVE, _POSITIVE),
-    "add_noise": st.builds(tfs.add_noise, _SHARES, _SHARES, st.integers(0, 3)),
+    "add_noise": st.builds(contrib.add_noise, _SHARES, _SHARES, st.integers(0, 3)),
     "centralize": st.builds(tfs.centralize),
     "clip_by_block_rms": st.builds(tfs.clip_by_block_rms, _POSITIVE),
     "clip_by_global_norm": st.builds(tfs.clip_by_global_norm, _POSITIVE),
@@ -299,7 +309,7 @@ _ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
     "scion": st.builds(
         variants.scion, _RATES, decay=_SHARES, constrained=st.booleans(), labels=st.just(select.default_labels_by_name)
     ),
-    "prodigy": st.builds(recipes.prodigy, _RATES, b1=_SHARES, b2=_SHARES, weight_decay=_SHARES),
+    "prodigy": st.builds(variants.prodigy, _RATES, b1=_SHARES, b2=_SHARES, weight_decay=_SHARES),
     "muon_with_adamw": st.builds(
         recipes.muon_with_adamw,
         _RATES,

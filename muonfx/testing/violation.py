@@ -9,7 +9,7 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.compact import Compact
-from muonfx.recorded import Recorded
+from muonfx.core.recorded import Recorded
 from muonfx.tree import PyTree
 
 __all__ = [

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from muonfx import checks
-from muonfx.arguments import Options, check_plain, plain_kinds
-from muonfx.tracing import matches
+from muonfx.core import checks
+from muonfx.tree.arguments import Options, check_plain, plain_kinds
+from muonfx.tree.tracing import matches
 
 __all__ = ["AttentionHeads", "Part"]
 

@@ -2,7 +2,7 @@
 
 A `Leaf` stands for an operand of a step, or for what the step has made of some, and records what is done with it. What
 the step returns decides which of the recorded operations make up its `Plan`: each runs once, on lists, in
-`muonfx.elementwise`. By then it is known where every value is used for the last time, and so whose storage may be
+`muonfx.tree.elementwise`. By then it is known where every value is used for the last time, and so whose storage may be
 overwritten: `Values` keeps the donation promise.
 """
 
@@ -17,10 +17,10 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 import torch
 from torch import Tensor
 
-from muonfx import elementwise as ew
 from muonfx import tree
-from muonfx.elementwise import Scalar
 from muonfx.tree import Present
+from muonfx.tree import elementwise as ew
+from muonfx.tree.elementwise import Scalar
 
 __all__ = ["Leaf", "Operation", "Plan", "Values", "plan"]
 
@@ -145,8 +145,8 @@ class Leaf:
     ...     def step(u: mfx.Leaf, s):
     ...         return u / (1 + torch.abs(u)), s
     ...
-    ...     return mfx.EmptyState(), step
-    >>> soft_sign().update({"w": torch.tensor([1.0, -3.0])}, mfx.EmptyState())[0]
+    ...     return mfx.core.EmptyState(), step
+    >>> soft_sign().update({"w": torch.tensor([1.0, -3.0])}, mfx.core.EmptyState())[0]
     {'w': tensor([ 0.5000, -0.7500])}
     """
 

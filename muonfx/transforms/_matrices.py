@@ -14,11 +14,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from muonfx.arguments import Options
-from muonfx.checks import NamePatterns
 from muonfx.core import Locality, Transform
-from muonfx.tracing import matches
+from muonfx.core.checks import NamePatterns
 from muonfx.tree import Present, PyTree
+from muonfx.tree.arguments import Options
+from muonfx.tree.tracing import matches
 
 __all__ = [
     "BlockAxis",

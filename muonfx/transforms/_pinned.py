@@ -9,13 +9,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from muonfx import elementwise as ew
 from muonfx import tree
 from muonfx.compact import Compact
 from muonfx.tree import PyTree
+from muonfx.tree import elementwise as ew
 
 __all__ = [
-    "FORMER_DEFAULT",
     "StateDtype",
     "WideStateDtype",
     "copies",
@@ -36,10 +35,6 @@ all, or None for each parameter's own."""
 
 StateDtype = WideStateDtype | Compact
 """The dtype that pins a state that may also be compact."""
-
-FORMER_DEFAULT = torch.float32
-"""The default of 0.1, where "auto" is today's. States differ for float64 parameters only, whose fp32 state of 0.1
-loads by widening: fingerprints take both for the default (``former_defaults`` of `muonfx.transform`)."""
 
 
 def state_dtype(pinned: WideStateDtype, own: torch.dtype) -> torch.dtype:

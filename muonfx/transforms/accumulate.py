@@ -8,14 +8,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from muonfx import checks, tree
-from muonfx import elementwise as ew
-from muonfx.core import Donation, EmptyState, Locality, Transform, identity, transform
+from muonfx import tree
+from muonfx.core import Donation, EmptyState, Locality, Transform, checks, identity, transform
 from muonfx.core.contract import NOTHING, InStore
-from muonfx.tracing import is_traced, is_wrapped
 from muonfx.transforms._in_store import StoreExecutor, init_in_store
-from muonfx.transforms._pinned import FORMER_DEFAULT, WideStateDtype, store, widen, zeros
+from muonfx.transforms._pinned import WideStateDtype, store, widen, zeros
 from muonfx.tree import Present, PyTree, device_of
+from muonfx.tree import elementwise as ew
+from muonfx.tree.tracing import is_traced, is_wrapped
 
 __all__ = ["AccumulateState", "accumulate"]
 
@@ -73,7 +73,6 @@ def _check_boundary(boundary: object) -> None:
     own_locality=Locality.ELEMENT,
     in_store=InStore(init_in_store, _update_in_store),
     check_extras=_check_extras,
-    former_defaults={"dtype": FORMER_DEFAULT},
 )
 def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: WideStateDtype = "auto"):
     """Gather the gradients of several micro-batches and run the inner transform only on the last.

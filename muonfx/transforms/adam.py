@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from muonfx import checks
-from muonfx.schedules import ScalarOrSchedule
-from muonfx.transforms._pinned import FORMER_DEFAULT, StateDtype, power
+from muonfx.core import checks
+from muonfx.core.schedules import ScalarOrSchedule
+from muonfx.transforms._pinned import StateDtype, power
 from muonfx.transforms.leafwise import Leaf, Slot, StepCount, leafwise
 from muonfx.tree import PyTree
 
@@ -27,7 +27,6 @@ class AdamState(NamedTuple):
 
 
 @leafwise(
-    former_defaults={"mu_dtype": FORMER_DEFAULT, "nu_dtype": FORMER_DEFAULT},
     short_names={"betas": ("b1", "b2"), "momentum": "b1", "eps": "eps"},
     position="sets_size",
 )

@@ -7,15 +7,14 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from muonfx import checks
-from muonfx import elementwise as ew
-from muonfx.core import Donation, EmptyState, Locality, Transform, apply_updates, identity, transform
+from muonfx.core import Donation, EmptyState, Locality, Transform, apply_updates, checks, identity, transform
 from muonfx.core.contract import NOTHING, InStore
-from muonfx.schedules import ScalarOrSchedule
+from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.transforms._in_store import StoreExecutor
-from muonfx.transforms._pinned import FORMER_DEFAULT, StateDtype, WideStateDtype, copies
+from muonfx.transforms._pinned import StateDtype, WideStateDtype, copies
 from muonfx.transforms.leafwise import Leaf, Slot, leafwise
 from muonfx.tree import Present, PyTree, map, tensors
+from muonfx.tree import elementwise as ew
 
 __all__ = ["EmaParamsState", "MasterParamsState", "ema_params", "master_params"]
 
@@ -27,7 +26,7 @@ class EmaParamsState(NamedTuple):
     """The averaged parameters, in the pinned dtype; a `CompactState` for a compact one."""
 
 
-@leafwise(reads_params="updated", former_defaults={"dtype": FORMER_DEFAULT}, position="last_observer")
+@leafwise(reads_params="updated", position="last_observer")
 def ema_params(decay: ScalarOrSchedule = 0.999, *, dtype: StateDtype = "auto"):
     """Keep a running average of the parameters as they are after each update; pass the updates on unchanged.
 
@@ -99,7 +98,6 @@ def _update_in_store(
     locality=lambda inner, dtype: inner.locality,
     own_locality=Locality.ELEMENT,
     in_store=InStore(_init_in_store, _update_in_store),
-    former_defaults={"dtype": FORMER_DEFAULT},
     position="last",
 )
 def master_params(inner: Transform, dtype: WideStateDtype = "auto"):

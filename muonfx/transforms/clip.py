@@ -7,13 +7,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from muonfx import checks
-from muonfx import elementwise as ew
-from muonfx.core import Donation, EmptyState, Locality, transform
+from muonfx.core import Donation, EmptyState, Locality, checks, transform
 from muonfx.core.combine import no_state
 from muonfx.core.contract import NOTHING
-from muonfx.schedules import ScalarOrSchedule
+from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.tree import Present, PyTree, map, norm
+from muonfx.tree import elementwise as ew
 
 __all__ = ["adaptive_grad_clip", "clip_by_block_rms", "clip_by_global_norm", "clip_by_value", "global_norm"]
 
@@ -31,7 +30,7 @@ def clip_by_value(limit: ScalarOrSchedule):
         ValueError: ``limit`` is not positive and finite.
 
     >>> import muonfx as mfx
-    >>> mfx.clip_by_value(1.0).update({"w": torch.tensor([-3.0, 0.5])}, mfx.EmptyState())[0]
+    >>> mfx.clip_by_value(1.0).update({"w": torch.tensor([-3.0, 0.5])}, mfx.core.EmptyState())[0]
     {'w': tensor([-1.0000,  0.5000])}
     """
     limit = checks.positive("limit", limit)
@@ -56,7 +55,7 @@ def clip_by_block_rms(threshold: ScalarOrSchedule):
     Follows Adafactor's update clipping (arXiv 1804.04235) and Optax's transform of this name.
 
     >>> import muonfx as mfx
-    >>> mfx.clip_by_block_rms(1.0).update({"w": torch.full((2,), 3.0)}, mfx.EmptyState())[0]
+    >>> mfx.clip_by_block_rms(1.0).update({"w": torch.full((2,), 3.0)}, mfx.core.EmptyState())[0]
     {'w': tensor([1., 1.])}
     """
     threshold = checks.positive("threshold", threshold)
@@ -96,7 +95,7 @@ def adaptive_grad_clip(
 
     >>> import muonfx as mfx
     >>> params, grads = {"w": torch.ones(2, 4)}, {"w": torch.tensor([[1.0] * 4, [0.01] * 4])}
-    >>> mfx.adaptive_grad_clip(0.1).update(grads, mfx.EmptyState(), params)[0]["w"][:, 0]
+    >>> mfx.adaptive_grad_clip(0.1).update(grads, mfx.core.EmptyState(), params)[0]["w"][:, 0]
     tensor([0.1000, 0.0100])
     """
     clipping = checks.positive("clipping", clipping)
@@ -153,7 +152,7 @@ def clip_by_global_norm(max_norm: ScalarOrSchedule):
         ValueError: ``max_norm`` is not positive and finite.
 
     >>> import muonfx as mfx
-    >>> mfx.clip_by_global_norm(1.0).update({"w": torch.tensor([3.0, 4.0])}, mfx.EmptyState())[0]
+    >>> mfx.clip_by_global_norm(1.0).update({"w": torch.tensor([3.0, 4.0])}, mfx.core.EmptyState())[0]
     {'w': tensor([0.6000, 0.8000])}
     """
     max_norm = checks.positive("max_norm", max_norm)

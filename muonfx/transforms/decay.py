@@ -8,18 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muonfx import checks, tree
-from muonfx import elementwise as ew
-from muonfx.core import Donation, Locality, Transform, transform
+from muonfx import tree
+from muonfx.core import Donation, Locality, Transform, checks, transform
 from muonfx.core.contract import NOTHING
 from muonfx.core.factory import InitAndUpdate
 from muonfx.core.order import signs
-from muonfx.elementwise import Scalar
-from muonfx.partition import mask_patterns, resolve_mask
-from muonfx.schedules import ScalarOrFunction, ScalarOrSchedule
+from muonfx.core.schedules import ScalarOrFunction, ScalarOrSchedule
+from muonfx.select.partition import mask_patterns, resolve_mask
 from muonfx.select.predicates import Predicate
 from muonfx.transforms.scale import scheduled
 from muonfx.tree import Present, PyTree
+from muonfx.tree import elementwise as ew
+from muonfx.tree.elementwise import Scalar
 
 __all__ = ["add_decayed_weights", "cautious", "subtract_decayed_weights"]
 

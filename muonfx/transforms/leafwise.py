@@ -14,17 +14,17 @@ from typing import Any, Literal, ParamSpec, cast, overload
 import torch
 from torch import Tensor
 
-from muonfx import checks, tree
-from muonfx import elementwise as ew
-from muonfx.arguments import check_plain, plain_kinds
+from muonfx import tree
 from muonfx.compact import Compact
 from muonfx.compact.state import Holder
-from muonfx.core import Donation, Locality, Transform, apply_updates, transform
+from muonfx.core import Donation, Locality, Transform, apply_updates, checks, transform
 from muonfx.core.contract import NOTHING, Functions
 from muonfx.core.order import Position
 from muonfx.transforms._leaf import Leaf, Operation, Plan, Values, plan
 from muonfx.transforms._pinned import StateDtype, WideStateDtype, copies, new_count, store, zeros
 from muonfx.tree import Present, PyTree, Structure, device_of
+from muonfx.tree import elementwise as ew
+from muonfx.tree.arguments import check_plain, plain_kinds
 
 __all__ = ["Leaf", "Slot", "StateAndStep", "StepCount", "leafwise"]
 
@@ -131,7 +131,6 @@ def leafwise(
     locality: Locality = Locality.ELEMENT,
     reads_params: ReadsParams = False,
     position: Position | Callable[..., Position | None] | None = None,
-    former_defaults: Mapping[str, object] | None = None,
     short_names: Mapping[str, str | tuple[str, ...]] | None = None,
 ) -> Callable[[Callable[P, StateAndStep]], Callable[P, Transform]]: ...
 
@@ -143,7 +142,6 @@ def leafwise(
     locality: Locality = Locality.ELEMENT,
     reads_params: ReadsParams = False,
     position: Position | Callable[..., Position | None] | None = None,
-    former_defaults: Mapping[str, object] | None = None,
     short_names: Mapping[str, str | tuple[str, ...]] | None = None,
 ) -> Any:
     """Make a factory of transforms from a function that returns a state and the arithmetic of one leaf.
@@ -163,7 +161,6 @@ def leafwise(
         reads_params: whether the step takes the parameter; "updated" for the parameter as `apply_updates` leaves it
             with this update. A slot that starts at the parameters needs it too.
         position: as for `muonfx.transform`.
-        former_defaults: as for `muonfx.transform`.
         short_names: as for `muonfx.transform`.
 
     Returns:
@@ -209,7 +206,6 @@ def leafwise(
             locality=find_locality,
             reads_params=bool(reads_params),
             position=position,
-            former_defaults=former_defaults,
             short_names=short_names,
         )
         return decorator(build)

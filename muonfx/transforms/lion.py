@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from muonfx import checks
-from muonfx.schedules import ScalarOrSchedule
-from muonfx.transforms._pinned import FORMER_DEFAULT, StateDtype
+from muonfx.core import checks
+from muonfx.core.schedules import ScalarOrSchedule
+from muonfx.transforms._pinned import StateDtype
 from muonfx.transforms.leafwise import Leaf, Slot, leafwise
 from muonfx.tree import PyTree
 
@@ -21,7 +21,6 @@ class LionState(NamedTuple):
 
 
 @leafwise(
-    former_defaults={"mu_dtype": FORMER_DEFAULT},
     short_names={"betas": ("b1", "b2"), "momentum": "b1"},
     position="sets_size",
 )

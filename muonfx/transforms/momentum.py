@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from muonfx import checks
-from muonfx import elementwise as ew
-from muonfx.schedules import ScalarOrSchedule
-from muonfx.transforms._pinned import FORMER_DEFAULT, StateDtype, power
+from muonfx.core import checks
+from muonfx.core.schedules import ScalarOrSchedule
+from muonfx.transforms._pinned import StateDtype, power
 from muonfx.transforms.leafwise import Leaf, Slot, StepCount, leafwise
 from muonfx.tree import PyTree
+from muonfx.tree import elementwise as ew
 
 __all__ = ["DebiasedMomentumState", "MomentumState", "momentum"]
 
@@ -32,7 +32,7 @@ class DebiasedMomentumState(NamedTuple):
     """The average, like the parameters, in the pinned dtype; a `CompactState` for a compact one."""
 
 
-@leafwise(former_defaults={"dtype": FORMER_DEFAULT}, short_names={"momentum": "decay"})
+@leafwise(short_names={"momentum": "decay"})
 def momentum(
     decay: ScalarOrSchedule = 0.95,
     *,

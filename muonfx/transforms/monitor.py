@@ -8,12 +8,12 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from muonfx import elementwise as ew
 from muonfx import tree
 from muonfx.core import Donation, Locality, transform
 from muonfx.core.contract import NOTHING, sum_over_leaves
 from muonfx.transforms.clip import squared_norms
 from muonfx.tree import PyTree, device_of
+from muonfx.tree import elementwise as ew
 
 __all__ = ["METRICS", "Metric", "MonitorState", "metrics", "monitor"]
 

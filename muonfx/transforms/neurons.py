@@ -8,12 +8,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from muonfx import checks
-from muonfx import elementwise as ew
-from muonfx.core import Donation, transform
+from muonfx.core import Donation, checks, transform
 from muonfx.core.contract import NOTHING
+from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.polar.scaling import power_of_two
-from muonfx.schedules import ScalarOrSchedule
 from muonfx.transforms._matrices import (
     BlockAxis,
     Blocks,
@@ -25,8 +23,9 @@ from muonfx.transforms._matrices import (
     stack_blocks,
     unstack_blocks,
 )
-from muonfx.transforms._pinned import FORMER_DEFAULT, WideStateDtype, state_dtype
+from muonfx.transforms._pinned import WideStateDtype, state_dtype
 from muonfx.tree import Present, PyTree
+from muonfx.tree import elementwise as ew
 
 __all__ = ["NeuronsState", "normalize_neurons"]
 
@@ -45,7 +44,6 @@ class NeuronsState(NamedTuple):
     reads_params=False,
     on_stacks=on_stacks_without_blocks,
     name_patterns=name_patterns,
-    former_defaults={"dtype": FORMER_DEFAULT},
     position=lambda *_, keep_norm, **__: None if keep_norm else "sets_size",
 )
 def normalize_neurons(

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from muonfx import elementwise as ew
 from muonfx.core import Donation, EmptyState, Locality, Transform, identity, transform
 from muonfx.core.contract import NOTHING, InStore
 from muonfx.transforms._in_store import StoreExecutor
 from muonfx.transforms._pinned import new_count
 from muonfx.tree import Present, PyTree, device_of, map
+from muonfx.tree import elementwise as ew
 
 __all__ = ["SkipNonfiniteState", "skip_nonfinite"]
 

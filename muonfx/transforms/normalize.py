@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from muonfx import elementwise as ew
 from muonfx import tree
 from muonfx.core import Donation, EmptyState, Locality, transform
 from muonfx.core.combine import no_state
@@ -26,6 +25,7 @@ from muonfx.transforms._matrices import (
     on_stacks,
 )
 from muonfx.tree import PyTree
+from muonfx.tree import elementwise as ew
 
 __all__ = ["normalize_columns", "normalize_leaves", "normalize_matrices", "normalize_rows"]
 
@@ -67,7 +67,7 @@ def normalize_rows(
 
     Example:
         >>> import muonfx as mfx
-        >>> mfx.normalize_rows().update({"w": torch.tensor([[3.0, -3.0], [0.0, 0.0]])}, mfx.EmptyState())[0]["w"]
+        >>> mfx.normalize_rows().update({"w": torch.tensor([[3.0, -3.0], [0.0, 0.0]])}, mfx.core.EmptyState())[0]["w"]
         tensor([[ 1., -1.],
                 [ 0.,  0.]])
     """
@@ -99,7 +99,9 @@ def normalize_columns(
 
     Example:
         >>> import muonfx as mfx
-        >>> mfx.normalize_columns().update({"w": torch.tensor([[3.0, 0.0], [-3.0, 0.0]])}, mfx.EmptyState())[0]["w"]
+        >>> mfx.normalize_columns().update({"w": torch.tensor([[3.0, 0.0], [-3.0, 0.0]])}, mfx.core.EmptyState())[0][
+        ...     "w"
+        ... ]
         tensor([[ 1.,  0.],
                 [-1.,  0.]])
     """
@@ -132,7 +134,9 @@ def normalize_matrices(
 
     Example:
         >>> import muonfx as mfx
-        >>> mfx.normalize_matrices().update({"w": torch.tensor([[2.0, -2.0], [2.0, 2.0]])}, mfx.EmptyState())[0]["w"]
+        >>> mfx.normalize_matrices().update({"w": torch.tensor([[2.0, -2.0], [2.0, 2.0]])}, mfx.core.EmptyState())[0][
+        ...     "w"
+        ... ]
         tensor([[ 1., -1.],
                 [ 1.,  1.]])
     """
@@ -149,7 +153,7 @@ def normalize_leaves():
 
     Example:
         >>> import muonfx as mfx
-        >>> mfx.normalize_leaves().update({"b": torch.tensor([3e-30, -3e-30])}, mfx.EmptyState())[0]
+        >>> mfx.normalize_leaves().update({"b": torch.tensor([3e-30, -3e-30])}, mfx.core.EmptyState())[0]
         {'b': tensor([ 1., -1.])}
     """
 

@@ -7,15 +7,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from muonfx import checks, tree
-from muonfx import elementwise as ew
-from muonfx.core import Donation, EmptyState, Locality, transform
+from muonfx import tree
+from muonfx.core import Donation, EmptyState, Locality, checks, transform
 from muonfx.core.combine import no_state
 from muonfx.core.contract import NOTHING
-from muonfx.schedules import ScalarOrSchedule
+from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.transforms.clip import squared_norms
 from muonfx.transforms.scale import position_of_factor
 from muonfx.tree import Present, PyTree
+from muonfx.tree import elementwise as ew
 
 __all__ = ["centralize", "normalize_by_update_norm", "scale_by_trust_ratio"]
 
@@ -41,7 +41,7 @@ def scale_by_trust_ratio(
 
     >>> import muonfx as mfx
     >>> params = {"w": torch.tensor([6.0, 8.0])}
-    >>> mfx.scale_by_trust_ratio().update({"w": torch.tensor([0.0, 5.0])}, mfx.EmptyState(), params)[0]
+    >>> mfx.scale_by_trust_ratio().update({"w": torch.tensor([0.0, 5.0])}, mfx.core.EmptyState(), params)[0]
     {'w': tensor([ 0., 10.])}
     """
     min_norm = checks.at_least("min_norm", min_norm, 0.0)
@@ -82,7 +82,7 @@ def normalize_by_update_norm(scale_factor: ScalarOrSchedule = 1.0, eps: ScalarOr
     Follows Optax's transform of this name.
 
     >>> import muonfx as mfx
-    >>> mfx.normalize_by_update_norm(eps=0.0).update({"w": torch.tensor([3.0, 4.0])}, mfx.EmptyState())[0]
+    >>> mfx.normalize_by_update_norm(eps=0.0).update({"w": torch.tensor([3.0, 4.0])}, mfx.core.EmptyState())[0]
     {'w': tensor([0.6000, 0.8000])}
     """
     scale_factor = checks.finite("scale_factor", scale_factor)
@@ -114,7 +114,7 @@ def centralize():
     Follows gradient centralization (arXiv 2004.01461) and Optax's transform of this name.
 
     >>> import muonfx as mfx
-    >>> mfx.centralize().update({"w": torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 9.0]])}, mfx.EmptyState())[0]["w"]
+    >>> mfx.centralize().update({"w": torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 9.0]])}, mfx.core.EmptyState())[0]["w"]
     tensor([[-1.,  0.,  1.],
             [-2., -1.,  3.]])
     """

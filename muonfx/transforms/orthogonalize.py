@@ -71,7 +71,7 @@ def orthogonalize(
 
     Example:
         >>> import muonfx as mfx
-        >>> u = mfx.orthogonalize().update({"w": torch.diag(torch.tensor([5.0, 0.5]))}, mfx.EmptyState())[0]["w"]
+        >>> u = mfx.orthogonalize().update({"w": torch.diag(torch.tensor([5.0, 0.5]))}, mfx.core.EmptyState())[0]["w"]
         >>> bool((u.diagonal() - 1).abs().max() < 0.2)
         True
     """

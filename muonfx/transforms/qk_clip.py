@@ -9,16 +9,16 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from muonfx import checks, tree
-from muonfx import elementwise as ew
-from muonfx.arguments import did_you_mean
-from muonfx.checks import NamePatterns
-from muonfx.core import Donation, EmptyState, Locality, Transform, transform
+from muonfx import tree
+from muonfx.core import Donation, EmptyState, Locality, Transform, checks, transform
+from muonfx.core.checks import NamePatterns
 from muonfx.core.contract import NOTHING
-from muonfx.schedules import ScalarOrSchedule
+from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.transforms._heads import AttentionHeads
 from muonfx.tree import PyTree
-from muonfx.wrappers import unwrapped
+from muonfx.tree import elementwise as ew
+from muonfx.tree.arguments import did_you_mean
+from muonfx.tree.wrappers import unwrapped
 
 __all__ = ["qk_clip"]
 

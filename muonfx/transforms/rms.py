@@ -7,14 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from muonfx import checks
-from muonfx import elementwise as ew
-from muonfx.core import Donation, Locality, transform
+from muonfx.core import Donation, Locality, checks, transform
 from muonfx.core.contract import NOTHING
-from muonfx.schedules import ScalarOrSchedule
+from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.transforms._pinned import StateDtype, WideStateDtype, new_count, power, state_dtype, to_floating
 from muonfx.transforms.leafwise import Leaf, Slot, StepCount, leafwise
 from muonfx.tree import Present, PyTree, device_of
+from muonfx.tree import elementwise as ew
 
 __all__ = ["DebiasedRmsState", "FactoredRmsState", "RmsState", "scale_by_factored_rms", "scale_by_rms"]
 

@@ -8,17 +8,16 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from muonfx import checks
-from muonfx import elementwise as ew
-from muonfx.core import Donation, EmptyState, Locality, Transform, transform
+from muonfx.core import Donation, EmptyState, Locality, Transform, checks, transform
 from muonfx.core.contract import NOTHING
 from muonfx.core.order import Position
-from muonfx.elementwise import Scalar
-from muonfx.recorded import parts_of
-from muonfx.schedules import ScalarOrFunction, ScalarOrSchedule, Schedule
+from muonfx.core.recorded import parts_of
+from muonfx.core.schedules import ScalarOrFunction, ScalarOrSchedule, Schedule
 from muonfx.transforms._matrices import BlockAxis, Blocks, Dims, MatrixView, matrix_locality, name_patterns, on_stacks
 from muonfx.transforms._pinned import new_count
 from muonfx.tree import Present, PyTree, device_of
+from muonfx.tree import elementwise as ew
+from muonfx.tree.elementwise import Scalar
 
 __all__ = [
     "SHAPE_RULES",
@@ -93,7 +92,7 @@ def scale(factor: ScalarOrSchedule):
         ValueError: ``factor`` is not finite.
 
     >>> import muonfx as mfx
-    >>> mfx.scale(-0.5).update({"w": torch.ones(2)}, mfx.EmptyState())[0]
+    >>> mfx.scale(-0.5).update({"w": torch.ones(2)}, mfx.core.EmptyState())[0]
     {'w': tensor([-0.5000, -0.5000])}
     """
     factor = checks.finite("factor", factor)
@@ -129,7 +128,7 @@ def scale_by_sign():
     Follows signSGD (arXiv 1802.04434) and Optax's transform of this name.
 
     >>> import muonfx as mfx
-    >>> mfx.scale_by_sign().update({"w": torch.tensor([3.0, 0.0, -0.1])}, mfx.EmptyState())[0]
+    >>> mfx.scale_by_sign().update({"w": torch.tensor([3.0, 0.0, -0.1])}, mfx.core.EmptyState())[0]
     {'w': tensor([ 1.,  0., -1.])}
     """
 
@@ -159,7 +158,7 @@ def scale_by_learning_rate(learning_rate: ScalarOrFunction, *, flip_sign: bool =
         ValueError: the rate is negative or not finite.
 
     >>> import muonfx as mfx
-    >>> mfx.scale_by_learning_rate(0.1).update({"w": torch.ones(1)}, mfx.EmptyState())[0]
+    >>> mfx.scale_by_learning_rate(0.1).update({"w": torch.ones(1)}, mfx.core.EmptyState())[0]
     {'w': tensor([-0.1000])}
     """
     if not callable(learning_rate):
@@ -255,7 +254,7 @@ def scale_by_shape(
 
     Example:
         >>> import muonfx as mfx
-        >>> mfx.scale_by_shape("spectral").update({"w": torch.ones(4, 1)}, mfx.EmptyState())[0]["w"].T
+        >>> mfx.scale_by_shape("spectral").update({"w": torch.ones(4, 1)}, mfx.core.EmptyState())[0]["w"].T
         tensor([[2., 2., 2., 2.]])
     """
     if rule not in SHAPE_RULES:

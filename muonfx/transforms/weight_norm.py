@@ -8,9 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from muonfx import checks
-from muonfx import elementwise as ew
-from muonfx.core import Donation, EmptyState, transform
+from muonfx.core import Donation, EmptyState, checks, transform
 from muonfx.core.contract import NOTHING
 from muonfx.polar.scaling import power_of_two
 from muonfx.transforms._matrices import (
@@ -30,6 +28,7 @@ from muonfx.transforms._matrices import (
 from muonfx.transforms._pinned import WideStateDtype, state_dtype
 from muonfx.transforms.normalize import to_unit_rms
 from muonfx.tree import Present, PyTree
+from muonfx.tree import elementwise as ew
 
 __all__ = ["WeightNormsState", "keep_weight_norms", "match_weight_norms"]
 
@@ -69,7 +68,7 @@ def match_weight_norms(
     Example:
         >>> import muonfx as mfx
         >>> params = {"w": torch.full((2, 2), 3.0)}
-        >>> mfx.match_weight_norms().update({"w": torch.eye(2)}, mfx.EmptyState(), params)[0]["w"].norm()
+        >>> mfx.match_weight_norms().update({"w": torch.eye(2)}, mfx.core.EmptyState(), params)[0]["w"].norm()
         tensor(6.)
     """
 

@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from muonfx import elementwise as ew
+from muonfx.tree import elementwise as ew
 from muonfx.tree.structure import Present, PyTree, device_of, flatten, map, subtrees, unflatten
 
 __all__ = ["add", "norm", "scale", "vdot"]

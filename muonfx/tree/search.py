@@ -30,7 +30,7 @@ def get(tree: PyTree, where: Where) -> Any:
 
     >>> import muonfx as mfx
     >>> state = mfx.chain(mfx.momentum(), mfx.scale_by_adam()).init({"w": torch.zeros(2)})
-    >>> get(state, "count"), get(state, "trace.w"), get(state, mfx.MomentumState)
+    >>> get(state, "count"), get(state, "trace.w"), get(state, mfx.transforms.MomentumState)
     (tensor(0), tensor([0., 0.]), MomentumState(trace={'w': tensor([0., 0.])}))
     >>> get(state, "w")
     Traceback (most recent call last):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from muonfx.checkpoint.dtypes import dtype_named, name_of_dtype, safetensors_name, widens
+from muonfx.tree.dtypes import dtype_named, name_of_dtype, safetensors_name, widens
 
 ALL = [dtype_named(name) for name in map(name_of_dtype, vars(torch).values()) if name]
 SMALL = [dtype for dtype in dict.fromkeys(ALL) if dtype.itemsize <= 2 and dtype is not torch.bool]

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 import muonfx as mfx
 from muonfx import checkpoint, tree
-from muonfx.checkpoint.renaming import found_renaming, new_names
 from muonfx.select import default_labels_by_name
+from muonfx.tree.renaming import found_renaming, new_names
 
 PARAMS = {"h.0.fc.weight": torch.ones(3, 3), "h.1.fc.weight": torch.ones(3, 3), "wte.weight": torch.ones(4, 3)}
 

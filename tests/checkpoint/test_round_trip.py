@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 import muonfx as mfx
 from muonfx import testing as kit
-from muonfx.checkpoint.dtypes import dtype_named, name_of_dtype
+from muonfx.tree.dtypes import dtype_named, name_of_dtype
 from tests.checkpoint.common import assert_same_tree, bits, folder, grads_like, small_params, threads, trained
 from tests.transforms.test_every_transform import CASES
 

@@ -239,7 +239,7 @@ def test_a_spec_names_every_difference():
     assert sum(leaf.nbytes for leaf in mfx.tree.leaves(state)) == spec.nbytes
     trace = {**state["momentum"].trace, W: torch.zeros(6, 4, dtype=torch.float16), "new": torch.zeros(1)}
     del trace["scale"]
-    wrong = {**state, "momentum": mfx.MomentumState({**trace, B: 1.0})}
+    wrong = {**state, "momentum": mfx.transforms.MomentumState({**trace, B: 1.0})}
     with pytest.raises(MismatchError) as caught:
         spec.check(wrong)
     assert sorted(caught.value.problems) == [

@@ -33,7 +33,7 @@ def tree_of(seed: int) -> dict[str, Any]:
 
     side = random.Random(seed).randrange(1, 9)
     return {
-        "momentum": mfx.MomentumState(
+        "momentum": mfx.transforms.MomentumState(
             {
                 "matrix": some(8, 6),
                 "odd": some(7, 5, dtype=torch.bfloat16),

@@ -110,7 +110,7 @@ def test_views_of_one_buffer_stay_donated():
     tx = mfx.chain(mfx.momentum(0.9), mfx.scale(-0.1))
     flat = torch.randn(3, 12)
     params, grads, trace = ({"a": row[:4], "b": row[4:]} for row in flat)
-    state = {"momentum": tx.init(params)["momentum"]._replace(trace=trace), "scale": mfx.EmptyState()}
+    state = {"momentum": tx.init(params)["momentum"]._replace(trace=trace), "scale": mfx.core.EmptyState()}
     assert mfx.tree.same_structure(state, tx.init(params))
     updates, state = tx.update(grads, state, params, donate=True)
     assert all(state["momentum"].trace[name].data_ptr() == trace[name].data_ptr() for name in params)

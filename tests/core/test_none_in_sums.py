@@ -17,15 +17,15 @@ AROUND = {
     "add_updates, second": mfx.add_updates(mfx.scale(1.0), GATHERED),
     "add_updates, both": mfx.add_updates(GATHERED, GATHERED, GATHERED),
     "cautious": mfx.cautious(UPHILL),
-    "conditionally_mask": mfx.conditionally_mask(GATHERED, lambda count: count % 3 != 1),
-    "conditionally_transform": mfx.conditionally_transform(GATHERED, lambda count: count % 3 != 1),
+    "conditionally_mask": mfx.contrib.conditionally_mask(GATHERED, lambda count: count % 3 != 1),
+    "conditionally_transform": mfx.contrib.conditionally_transform(GATHERED, lambda count: count % 3 != 1),
     "inject_hyperparams": mfx.inject_hyperparams(GATHERED),
-    "lookahead": mfx.lookahead(GATHERED, 2, 0.5),
+    "lookahead": mfx.contrib.lookahead(GATHERED, 2, 0.5),
     "masked": mfx.masked(GATHERED, {"a": True, "b": True}),
     "master_params": mfx.master_params(GATHERED),
     "partition": mfx.partition({"x": GATHERED, "y": mfx.scale(1.0)}, {"a": "y", "b": "x"}),
-    "scale_by_dual_norm": mfx.scale_by_dual_norm(UPHILL),
-    "schedule_free": mfx.schedule_free(GATHERED, 0.1),
+    "scale_by_dual_norm": mfx.contrib.scale_by_dual_norm(UPHILL),
+    "schedule_free": mfx.contrib.schedule_free(GATHERED, 0.1),
     "skip_nonfinite": mfx.skip_nonfinite(GATHERED),
 }
 
@@ -54,7 +54,7 @@ def test_a_gathered_gradient_is_not_lost_where_the_last_one_is_none(name: str):
 
 def test_namo_says_that_it_has_no_scale_for_a_gathered_gradient():
     with pytest.raises(ValueError, match=r"scale_by_namo: inner returns an update for 'b'.*accumulate\(scale_by_namo"):
-        run(mfx.scale_by_namo(UPHILL), zeros=False)
+        run(mfx.contrib.scale_by_namo(UPHILL), zeros=False)
 
 
 @mfx.transform(locality=mfx.Locality.ELEMENT)
@@ -64,7 +64,7 @@ def only(names: Any, factor: float):
     def update(updates: Any, state: Any, params: Any = None):
         return {n: factor * u if n in names and u is not None else None for n, u in updates.items()}, state
 
-    return (lambda params: mfx.EmptyState()), update
+    return (lambda params: mfx.core.EmptyState()), update
 
 
 @given(

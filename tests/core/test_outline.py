@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import muonfx as mfx
-from tests.test_display import Parsed
+from tests.tree.test_display import Parsed
 
 
 def rows_of(tx: mfx.Transform):

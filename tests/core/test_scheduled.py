@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import muonfx as mfx
 from muonfx import sharding
+from tests.public import NAMES
 
 RISING = mfx.linear(0.5, 0.9, 4)
 PARAMS = {"w": torch.ones(3, 2), "b": torch.ones(3)}
@@ -31,10 +32,10 @@ def run(tx: mfx.Transform, steps: int = STEPS) -> tuple[list[Any], Any]:
 
 @mfx.transform(locality=mfx.Locality.ELEMENT)
 def shifted(amount: float, *, often: float = 1.0):
-    def init(params: Any) -> mfx.EmptyState:
-        return mfx.EmptyState()
+    def init(params: Any) -> mfx.core.EmptyState:
+        return mfx.core.EmptyState()
 
-    def update(updates: Any, state: mfx.EmptyState, params: Any = None, *, more: float = 0.0):
+    def update(updates: Any, state: mfx.core.EmptyState, params: Any = None, *, more: float = 0.0):
         return mfx.tree.map(lambda u: u + often * (amount + more), updates), state
 
     return init, update
@@ -48,7 +49,7 @@ MAKERS: dict[str, Callable[[Any], mfx.Transform]] = {
     "neurons": lambda number: mfx.masked(mfx.normalize_neurons(number), mfx.select.ndim(min=2)),
     "wrapper": lambda number: mfx.cautious(mfx.momentum(number), min_share=number),
     "average": mfx.ema_params,
-    "noise": lambda number: mfx.add_noise(number, number),
+    "noise": lambda number: mfx.contrib.add_noise(number, number),
     "own": lambda number: shifted(number, often=number),
     "recipe": lambda number: mfx.lion(0.1, b1=number, weight_decay=number),
 }
@@ -84,7 +85,7 @@ def test_the_state_is_the_plain_ones_with_a_count_and_the_numbers():
 def test_it_is_a_value_that_prints_compares_and_pickles():
     tx = mfx.momentum(RISING, nesterov=False)
     assert repr(tx) == "momentum(decay=linear(start=0.5, end=0.9, steps=4), nesterov=False)"
-    assert eval(repr(tx), vars(mfx)) == tx == pickle.loads(pickle.dumps(tx))
+    assert eval(repr(tx), {**vars(mfx), **NAMES}) == tx == pickle.loads(pickle.dumps(tx))
     assert tx != mfx.momentum(0.5, nesterov=False)
     assert mfx.hyperparams(tx) == {"decay.start": 0.5, "decay.end": 0.9}
     assert tx.fingerprint != mfx.momentum(nesterov=False).fingerprint

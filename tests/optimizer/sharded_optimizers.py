@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import muonfx as mfx
 from muonfx import sharding
 from muonfx.checkpoint import FlatPiece
-from muonfx.shards import IntervalTensor
+from muonfx.sharding.shards import IntervalTensor
 from tests.processes import Here
 
 

@@ -52,10 +52,14 @@ def chains(model: nn.Module) -> dict[str, mfx.Transform]:
         "skipping": mfx.skip_nonfinite(muon),
         "averaged": mfx.chain(muon, mfx.ema_params(0.9)),
         "accumulated": mfx.accumulate(mfx.adamw(1e-2), every=2),
-        "schedule free": mfx.schedule_free(mfx.chain(mfx.scale_by_adam(0.0), mfx.scale_by_learning_rate(1e-2)), 1e-2),
-        "prodigy": mfx.prodigy(estim_lr0=1e-2, weight_decay=0.1),
-        "looking ahead": mfx.lookahead(muon, 2, 0.5),
-        "now and then": mfx.chain(mfx.conditionally_transform(mfx.scale_by_adam(), every_other), mfx.scale(-0.1)),
+        "schedule free": mfx.contrib.schedule_free(
+            mfx.chain(mfx.scale_by_adam(0.0), mfx.scale_by_learning_rate(1e-2)), 1e-2
+        ),
+        "prodigy": mfx.contrib.prodigy(estim_lr0=1e-2, weight_decay=0.1),
+        "looking ahead": mfx.contrib.lookahead(muon, 2, 0.5),
+        "now and then": mfx.chain(
+            mfx.contrib.conditionally_transform(mfx.scale_by_adam(), every_other), mfx.scale(-0.1)
+        ),
         "scheduled": mfx.chain(mfx.momentum(), mfx.scale_by_learning_rate(mfx.warmup_cosine(0.1, 2, 10))),
         "injected": mfx.inject_hyperparams(mfx.adamw(1e-2)),
         "masked": mfx.chain(
@@ -158,7 +162,7 @@ def test_an_update_of_another_shape_is_an_error_and_not_broadcast():
         def update(updates, state, params=None):
             return mfx.tree.map(torch.sum, updates), state
 
-        return lambda params: mfx.EmptyState(), update
+        return lambda params: mfx.core.EmptyState(), update
 
     model = nn.Linear(2, 2)
     optimizer = mfx.TransformOptimizer(model, sums())
@@ -279,8 +283,8 @@ def test_what_is_injected_into_the_state_is_not_shown_in_the_groups():
     ("tx", "key", "extras"),
     [
         (mfx.chain(mfx.clip_by_global_norm(1.0), mfx.scale(-0.1)), "clip_by_global_norm.max_norm", {}),
-        (mfx.chain(mfx.reduce_on_plateau(0.5), mfx.scale(-0.1)), "reduce_on_plateau.factor", {"value": 1.0}),
-        (mfx.lookahead(mfx.scale(-0.1), 2, 0.5), "slow_step_size", {}),
+        (mfx.chain(mfx.contrib.reduce_on_plateau(0.5), mfx.scale(-0.1)), "reduce_on_plateau.factor", {"value": 1.0}),
+        (mfx.contrib.lookahead(mfx.scale(-0.1), 2, 0.5), "slow_step_size", {}),
     ],
     ids=["sum", "number", "wrapper"],
 )
@@ -319,7 +323,7 @@ def test_extras_reach_the_transform():
         def update(updates, state, params=None, *, value):
             return mfx.tree.map(lambda u: -value * u, updates), state
 
-        return (lambda params: mfx.EmptyState()), update
+        return (lambda params: mfx.core.EmptyState()), update
 
     model = nn.Linear(2, 1, bias=False)
     optimizer = mfx.TransformOptimizer(model, scaled_by_value())
@@ -724,7 +728,7 @@ def test_a_missing_extra_is_refused_before_anything_changes():
         def update(updates, state, params=None, *, value):
             return updates, state
 
-        return (lambda params: mfx.EmptyState()), update
+        return (lambda params: mfx.core.EmptyState()), update
 
     model = make_model()
     optimizer = mfx.TransformOptimizer(model, mfx.chain(mfx.momentum(), needs_value()))

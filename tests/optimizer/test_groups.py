@@ -377,14 +377,14 @@ def test_parameters_that_would_move_uphill_are_warned_of(tx: mfx.Transform, risi
     [
         mfx.scale(-0.1),
         mfx.scale(torch.tensor(0.1)),  # its sign is not known
-        mfx.prodigy(),
+        mfx.contrib.prodigy(),
         mfx.chain(ALONE, of_ones_own()),
         mfx.stateless(lambda updates, params: mfx.tree.map(torch.neg, updates)),
         mfx.partition({"a": mfx.set_to_zero(), "b": mfx.adamw(0.1)}, {"weight": "a", "bias": "b"}),
         mfx.partition({"b": mfx.adamw(0.1)}, {"weight": None, "bias": "b"}),
         mfx.chain(mfx.masked(ALONE, mfx.select.ndim(2)), DOWN),
-        mfx.conditionally_mask(mfx.adamw(0.1), lambda count: count % 2 == 0),
-        mfx.inject_hyperparams(mfx.schedule_free(DOWN, 0.1)),
+        mfx.contrib.conditionally_mask(mfx.adamw(0.1), lambda count: count % 2 == 0),
+        mfx.inject_hyperparams(mfx.contrib.schedule_free(DOWN, 0.1)),
     ],
     ids=repr,
 )

@@ -8,10 +8,10 @@ import muonfx as mfx
 from muonfx import testing as kit
 from muonfx import tree
 from muonfx.core.combine import chain_entries
-from muonfx.hyperparams import hyperparams
+from muonfx.core.hyperparams import hyperparams
+from muonfx.core.recorded import dotted, parts_of
 from muonfx.program import lower
 from muonfx.program.nodes import Around, ChainNode, Stage
-from muonfx.recorded import dotted, parts_of
 
 SHAPES = {"a": (6, 4), "b": (4, 10), "bias": (7,)}
 LABELS = {"a": "muon", "b": "muon", "bias": "adamw"}

@@ -79,7 +79,7 @@ def in_float32():
     """Rounds to another dtype than bf16."""
 
     def init(params):
-        return mfx.EmptyState()
+        return mfx.core.EmptyState()
 
     def update(updates, state, params=None):
         return mfx.tree.map(

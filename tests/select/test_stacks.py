@@ -39,7 +39,7 @@ MATRIXWISE = {
     "in a chain": lambda chosen: mfx.chain(mfx.clip_by_global_norm(1.0), mfx.muon_with_adamw(labels=chosen)),
     "dims of others": lambda chosen: mfx.muon_with_adamw(labels=chosen, dims={"another.*": STACK}),
     "by leaf": lambda chosen: mfx.partition({"muon": mfx.normalize_leaves(), "adamw": mfx.identity()}, chosen),
-    "dion": lambda chosen: mfx.partition({"muon": mfx.dion(0.1), "adamw": mfx.adamw()}, chosen),
+    "dion": lambda chosen: mfx.partition({"muon": mfx.contrib.dion(0.1), "adamw": mfx.adamw()}, chosen),
 }
 
 

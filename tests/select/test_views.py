@@ -13,7 +13,7 @@ from torch import nn
 import muonfx as mfx
 from muonfx.select import Labels, View, default_labels, default_labels_by_name, format_labels, path, views
 from muonfx.select.views import patterns
-from muonfx.tracing import matches
+from muonfx.tree.tracing import matches
 
 STACK, TRANSPOSED_STACK = ((-2,), (-1,)), ((-1,), (-2,))
 

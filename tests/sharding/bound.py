@@ -255,8 +255,8 @@ def a_chain_made_anew_on_one_rank(here: Here) -> bool:
 def reads_value():
     """Multiplies by the extra ``value``."""
 
-    def init(params: Any) -> mfx.EmptyState:
-        return mfx.EmptyState()
+    def init(params: Any) -> mfx.core.EmptyState:
+        return mfx.core.EmptyState()
 
     def update(updates: Any, state: Any, params: Any = None, *, value: float = 1.0):
         return mfx.tree.map(lambda u: u * value, updates), state
@@ -323,4 +323,4 @@ def different_layouts_without_init(here: Here) -> None:
     params = {"a": some(4, 5), "b": some(3)} | ({"c": some(2)} if here.rank == 1 else {})
     layout = sharding.zero(params, here.group, partition="flat")
     local = layout.shard(params)
-    sharding.sharded(mfx.scale(2.0), layout).update(local, mfx.EmptyState(), local)
+    sharding.sharded(mfx.scale(2.0), layout).update(local, mfx.core.EmptyState(), local)

@@ -19,7 +19,7 @@ import muonfx as mfx
 from muonfx import sharding
 from muonfx.sharding import cut
 from muonfx.sharding.plan import shares
-from muonfx.shards import Piece
+from muonfx.sharding.shards import Piece
 
 SHAPES = st.lists(st.integers(0, 13), min_size=1, max_size=3).map(tuple)
 

@@ -225,7 +225,7 @@ def test_parameters_whose_placements_have_changed_are_an_error(world: World):
 
 
 @pytest.mark.parametrize(
-    ("setting", "value"), [("exchange_dtype", torch.int8), ("exchange_dtype", "bf16"), ("machine", 3), ("gram", 1)]
+    ("setting", "value"), [("exchange_dtype", torch.int8), ("exchange_dtype", "bf16"), ("machine", 3)]
 )
 def test_settings_are_looked_at_when_they_are_given(setting: str, value: Any):
     with pytest.raises((TypeError, ValueError), match=setting):

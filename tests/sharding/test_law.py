@@ -123,10 +123,12 @@ def test_on_the_grid_too(world: World, name: str):
         mfx.masked(EXACT, mfx.select.ndim(min=1)),
         mfx.chain(EXACT, mfx.ema_params(0.9)),
         mfx.master_params(EXACT),
-        mfx.schedule_free(two_groups(SMALL.labels, mfx.orthogonalize(dtype=torch.float32), b1=0.0), 0.1),
-        mfx.lookahead(EXACT, 2, 0.5),
-        mfx.chain(mfx.sam(0.5, adaptive=True), mfx.prodigy(estim_lr0=0.1)),
-        mfx.chain(mfx.conditionally_transform(EXACT, every_other), with_value(mfx.reduce_on_plateau(0.5, 1))),
+        mfx.contrib.schedule_free(two_groups(SMALL.labels, mfx.orthogonalize(dtype=torch.float32), b1=0.0), 0.1),
+        mfx.contrib.lookahead(EXACT, 2, 0.5),
+        mfx.chain(mfx.contrib.sam(0.5, adaptive=True), mfx.contrib.prodigy(estim_lr0=0.1)),
+        mfx.chain(
+            mfx.contrib.conditionally_transform(EXACT, every_other), with_value(mfx.contrib.reduce_on_plateau(0.5, 1))
+        ),
         mfx.chain(EXACT, mfx.stateless(halve)),
         mfx.partition(
             {
@@ -155,10 +157,10 @@ def test_each_way_to_wrap_a_chain(world: World, tx: mfx.Transform):
 
 BY_MATRICES = {
     "normalize": mfx.chain(mfx.normalize_rows(), mfx.normalize_columns(), mfx.scale_by_shape("fan_in")),
-    "clip": mfx.chain(mfx.sampled_momentum(), mfx.clip_singular_values(0.5), mfx.normalize_matrices()),
-    "polar": mfx.scale_by_dual_norm(muon()),
-    "namo": mfx.scale_by_namo(mfx.chain(muon(), mfx.add_decayed_weights(0.1))),
-    "dion": mfx.scale_by_dion(2),
+    "clip": mfx.chain(mfx.contrib.sampled_momentum(), mfx.contrib.clip_singular_values(0.5), mfx.normalize_matrices()),
+    "polar": mfx.contrib.scale_by_dual_norm(muon()),
+    "namo": mfx.contrib.scale_by_namo(mfx.chain(muon(), mfx.add_decayed_weights(0.1))),
+    "dion": mfx.contrib.scale_by_dion(2),
     "sum": mfx.add_updates(muon(), ("sgd", mfx.chain(mfx.add_decayed_weights(0.1), mfx.momentum(heavy_ball=True)))),
     "sphere": mfx.chain(muon(), mfx.match_weight_norms(), mfx.scale(-0.1), mfx.keep_weight_norms()),
     "rest": mfx.chain(mfx.normalize_leaves(), mfx.subtract_decayed_weights(0.1, cautious=True)),
@@ -179,7 +181,7 @@ def test_each_transform_of_whole_matrices(world: World, size: int):
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_what_depends_on_names_and_places_is_the_same_wherever_a_leaf_is_cut(world: World, size: int):
     tx = mfx.chain(
-        mfx.add_noise(0.1, 0.5),
+        mfx.contrib.add_noise(0.1, 0.5),
         mfx.scale_by_factored_rms(min_dim_size_to_factor=3),
         mfx.scale_by_rms(),
         mfx.scale_by_trust_ratio(),

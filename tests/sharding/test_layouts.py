@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muonfx import boxes, sharding
+from muonfx import sharding
+from muonfx.sharding import boxes
 from tests.sharding.cases import Flat, Leaf, Model, Zero, bits, model
 from tests.sharding.strategies import models, pretended, zeros
 

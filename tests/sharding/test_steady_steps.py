@@ -14,7 +14,7 @@ import muonfx as mfx
 from muonfx import sharding
 from muonfx.program import execute
 from muonfx.sharding import binding
-from muonfx.shards import Piece
+from muonfx.sharding.shards import Piece
 
 SHAPES = {"a": (6, 4), "b": (4, 6), "bias": (8,)}
 LABELS = {"a": "muon", "b": "muon", "bias": "adamw"}

@@ -23,7 +23,7 @@ def undeclared():
     """A transform of the whole tree."""
 
     def init(params: Any) -> Any:
-        return mfx.EmptyState()
+        return mfx.core.EmptyState()
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         return updates, state

@@ -11,7 +11,7 @@ NOTHING = mfx.Donation()
 
 
 def no_state(params):
-    return mfx.EmptyState()
+    return mfx.core.EmptyState()
 
 
 @mfx.transform(locality=mfx.Locality.ELEMENT)
@@ -25,7 +25,7 @@ def writes_to_its_gradients(factor: float = 2.0):
 @mfx.transform(locality=mfx.Locality.ELEMENT)
 def writes_to_its_state(decay: float = 0.9):
     def init(params):
-        return mfx.MomentumState(tree.map(torch.zeros_like, params))
+        return mfx.transforms.MomentumState(tree.map(torch.zeros_like, params))
 
     def update(updates, state, params=None):
         def step(u, trace):
@@ -83,7 +83,7 @@ def takes_the_dtype_of_the_first_leaf():
 @mfx.transform(locality=mfx.Locality.ELEMENT)
 def narrows_its_float64_state(decay: float = 0.5):
     def init(params):
-        return mfx.MomentumState(tree.map(torch.zeros_like, params))
+        return mfx.transforms.MomentumState(tree.map(torch.zeros_like, params))
 
     def update(updates, state, params=None):
         trace = tree.map(lambda u, old: u if old is None else decay * old.float() + u.float(), updates, state.trace)
@@ -92,7 +92,7 @@ def narrows_its_float64_state(decay: float = 0.5):
             state.trace,
             trace,
         )
-        return tree.map(lambda new, u: new.to(u.dtype, copy=True), trace, updates), mfx.MomentumState(kept)
+        return tree.map(lambda new, u: new.to(u.dtype, copy=True), trace, updates), mfx.transforms.MomentumState(kept)
 
     return init, update
 
@@ -100,12 +100,12 @@ def narrows_its_float64_state(decay: float = 0.5):
 @mfx.transform(locality=mfx.Locality.ELEMENT)
 def lets_its_state_drift(decay: float = 0.5):
     def init(params):
-        return mfx.MomentumState(tree.map(lambda p: torch.zeros_like(p, dtype=torch.float64), params))
+        return mfx.transforms.MomentumState(tree.map(lambda p: torch.zeros_like(p, dtype=torch.float64), params))
 
     def update(updates, state, params=None):
         trace = tree.map(lambda u, old: u if old is None else (decay * old).to(u.dtype) + u, updates, state.trace)
         kept = tree.map(lambda old, new: old if new is None else new, state.trace, trace)
-        return tree.map(torch.clone, trace), mfx.MomentumState(kept)
+        return tree.map(torch.clone, trace), mfx.transforms.MomentumState(kept)
 
     return init, update
 
@@ -113,12 +113,12 @@ def lets_its_state_drift(decay: float = 0.5):
 @mfx.transform(locality=mfx.Locality.ELEMENT)
 def returns_its_state_as_updates(decay: float = 0.5):
     def init(params):
-        return mfx.MomentumState(tree.map(torch.zeros_like, params))
+        return mfx.transforms.MomentumState(tree.map(torch.zeros_like, params))
 
     def update(updates, state, params=None):
         trace = tree.map(lambda u, old: (decay * old + u).to(old.dtype), updates, state.trace)
         kept = tree.map(lambda old, new: old if new is None else new, state.trace, trace)
-        return tree.map(lambda new, u: new.to(u.dtype), trace, updates), mfx.MomentumState(kept)
+        return tree.map(lambda new, u: new.to(u.dtype), trace, updates), mfx.transforms.MomentumState(kept)
 
     return init, update
 
@@ -126,7 +126,7 @@ def returns_its_state_as_updates(decay: float = 0.5):
 @mfx.transform(locality=mfx.Locality.ELEMENT)
 def keeps_the_parameters_themselves():
     def init(params):
-        return mfx.EmaParamsState(params)
+        return mfx.transforms.EmaParamsState(params)
 
     def update(updates, state, params=None):
         return tree.map(lambda u, p: u - p.to(u.dtype), updates, state.average), state
@@ -146,14 +146,14 @@ def forgets_absent_gradients(factor: float = 2.0):
 @mfx.transform(locality=mfx.Locality.ELEMENT)
 def decays_the_state_of_absent_gradients(decay: float = 0.5):
     def init(params):
-        return mfx.MomentumState(tree.map(torch.zeros_like, params))
+        return mfx.transforms.MomentumState(tree.map(torch.zeros_like, params))
 
     def update(updates, state, params=None):
         def step(old, u):
             return old * decay + (0.0 if u is None else u.to(old.dtype))
 
         trace = tree.map(step, state.trace, updates)
-        return tree.map(lambda u, new: new.to(u.dtype, copy=True), updates, trace), mfx.MomentumState(trace)
+        return tree.map(lambda u, new: new.to(u.dtype, copy=True), updates, trace), mfx.transforms.MomentumState(trace)
 
     return init, update
 
@@ -255,7 +255,7 @@ def cuts_the_graph_of_its_number(factor: float = 2.0):
 @mfx.transform(locality=mfx.Locality.ELEMENT)
 def allocates_state_in_memory():
     def init(params):
-        return mfx.MomentumState(tree.map(lambda p: torch.zeros(p.shape, dtype=p.dtype), params))
+        return mfx.transforms.MomentumState(tree.map(lambda p: torch.zeros(p.shape, dtype=p.dtype), params))
 
     def update(updates, state, params=None):
         return tree.map(torch.clone, updates), state
@@ -266,7 +266,7 @@ def allocates_state_in_memory():
 @mfx.transform(locality=mfx.Locality.ELEMENT)
 def keeps_the_graph_of_parameters():
     def init(params):
-        return mfx.EmaParamsState(tree.map(lambda p: p * 1.0, params))
+        return mfx.transforms.EmaParamsState(tree.map(lambda p: p * 1.0, params))
 
     def update(updates, state, params=None):
         return tree.map(torch.clone, updates), state
@@ -277,12 +277,12 @@ def keeps_the_graph_of_parameters():
 @mfx.transform(locality=mfx.Locality.ELEMENT)
 def counts_in_python(rate: float = 0.5):
     def init(params):
-        return mfx.InjectHyperparamsState({"step": 0}, mfx.EmptyState())
+        return mfx.core.hyperparams.InjectHyperparamsState({"step": 0}, mfx.core.EmptyState())
 
     def update(updates, state, params=None):
         step = state.hyperparams["step"] + 1
         out = tree.map(lambda u: u * rate**step, updates)
-        return out, mfx.InjectHyperparamsState({"step": step}, state.inner)
+        return out, mfx.core.hyperparams.InjectHyperparamsState({"step": step}, state.inner)
 
     return init, update
 
@@ -312,7 +312,7 @@ def reads_parameters_that_it_disowns(factor: float = 0.5):
 @mfx.transform(locality=mfx.Locality.ELEMENT, reads_params=False)
 def reads_parameters_at_init():
     def init(params):
-        return mfx.EmaParamsState(tree.map(lambda p: p.detach() * 1.0, params))
+        return mfx.transforms.EmaParamsState(tree.map(lambda p: p.detach() * 1.0, params))
 
     def update(updates, state, params=None):
         return tree.map(lambda u, p: u - p.to(u.dtype), updates, state.average), state

@@ -22,7 +22,7 @@ def probe():
     """Write down what it is given, and pass it on."""
 
     def init(params):
-        return mfx.EmptyState()
+        return mfx.core.EmptyState()
 
     def update(updates, state, params=None, *, donate=None, value=None):
         CALLS.append((updates, value))

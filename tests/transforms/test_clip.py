@@ -20,7 +20,7 @@ def test_a_clipped_norm_is_the_bound_or_the_norm_itself_at_any_size(dtype: torch
     plain = {"w": torch.randn(10, 4, dtype=torch.float64), "b": torch.randn(3, dtype=torch.float64)}
     norm = torch.cat([leaf.flatten() for leaf in plain.values()]).norm() * size
     grads = {name: (leaf * size).to(dtype) for name, leaf in plain.items()}
-    updates, _ = mfx.clip_by_global_norm(max_norm).update(grads, mfx.EmptyState())
+    updates, _ = mfx.clip_by_global_norm(max_norm).update(grads, mfx.core.EmptyState())
     expected = min(float(norm), max_norm)
     scaled = torch.cat([leaf.double().flatten() for leaf in updates.values()]) / expected
     assert is_close(scaled.norm(), torch.ones((), dtype=torch.float64), 3e-3 if dtype != torch.float64 else 1e-12)
@@ -53,7 +53,7 @@ def test_no_unit_is_longer_than_its_share_of_the_parameters():
 def test_adaptive_grad_clip_clips_gradients_whose_squares_overflow():
     params, tx = {"w": torch.ones(2, 4)}, mfx.adaptive_grad_clip(0.1)
     for size in (1e10, 1e30):
-        clipped = tx.update({"w": torch.full((2, 4), size)}, mfx.EmptyState(), params)[0]["w"]
+        clipped = tx.update({"w": torch.full((2, 4), size)}, mfx.core.EmptyState(), params)[0]["w"]
         torch.testing.assert_close(clipped, torch.full((2, 4), 0.1))
 
 
@@ -61,9 +61,9 @@ def test_units_are_along_the_dims_that_axis_leaves_out():
     grads, params = {"w": torch.randn(7, 5)}, {"w": torch.randn(7, 5)}
     turned = {"w": grads["w"].mT.contiguous()}, {"w": params["w"].mT.contiguous()}
     by_rows, by_columns = mfx.adaptive_grad_clip(0.5), mfx.adaptive_grad_clip(0.5, axis=0)
-    wanted, _ = by_rows.update(turned[0], mfx.EmptyState(), turned[1])
-    torch.testing.assert_close(by_columns.update(grads, mfx.EmptyState(), params)[0]["w"], wanted["w"].mT)
+    wanted, _ = by_rows.update(turned[0], mfx.core.EmptyState(), turned[1])
+    torch.testing.assert_close(by_columns.update(grads, mfx.core.EmptyState(), params)[0]["w"], wanted["w"].mT)
     with pytest.raises(ValueError, match=r"axis is 2, but a leaf has the shape \(7, 5\)"):
-        mfx.adaptive_grad_clip(0.5, axis=2).update(grads, mfx.EmptyState(), params)
+        mfx.adaptive_grad_clip(0.5, axis=2).update(grads, mfx.core.EmptyState(), params)
     with pytest.raises(ValueError, match="adaptive_grad_clip needs the parameters"):
-        by_rows.update(grads, mfx.EmptyState())
+        by_rows.update(grads, mfx.core.EmptyState())

@@ -104,7 +104,7 @@ def test_what_is_missing_or_wrong_is_named(make: Any):
     with pytest.raises(ValueError, match=r"weight_decay must be .*, found -1"):
         make(-1.0)
     with pytest.raises(ValueError, match=f"{make.__name__} needs the parameters"):
-        make(0.1).update({"w": torch.ones(1)}, mfx.EmptyState())
+        make(0.1).update({"w": torch.ones(1)}, mfx.core.EmptyState())
 
 
 def test_what_is_not_a_transform_is_not_made_cautious():

@@ -13,6 +13,7 @@ import muonfx as mfx
 from muonfx import select
 from muonfx import testing as kit
 from muonfx.core.order import signs
+from tests.public import NAMES
 from tests.transforms.test_every_transform import CASES, SHAPES, WITH_HEADS
 
 ROWS_AND_COLUMNS = ((-2,), (-1,))
@@ -28,7 +29,7 @@ def within(tx: mfx.Transform) -> Iterator[mfx.Transform]:
 
 def factories() -> dict[str, Callable[..., mfx.Transform]]:
     """Every public factory and recipe by name."""
-    return {name: getattr(mfx, name) for name in kit.arguments()}
+    return {name: NAMES[name] for name in kit.arguments()}
 
 
 def test_every_factory_is_asked():
@@ -37,7 +38,7 @@ def test_every_factory_is_asked():
 
 # ------------------------------------------------------------------------------------------------------- code
 
-ASKED_BY_CODE = [*EVERY, pytest.param(mfx.scion(), id="scion-of-a-model")]
+ASKED_BY_CODE = [*EVERY, pytest.param(mfx.contrib.scion(), id="scion-of-a-model")]
 ASKED_BY_CODE += [
     pytest.param(mfx.masked(mfx.identity(), mask), id=f"mask-{place}")
     for place, mask in enumerate(
@@ -53,7 +54,7 @@ ASKED_BY_CODE += [
 @pytest.mark.parametrize("tx", ASKED_BY_CODE)
 def test_the_repr_of_a_transform_is_code_in_the_namespace_of_the_package(tx: mfx.Transform):
     names = {function.__name__: function for function in local_names(tx)}
-    assert eval(repr(tx), {**vars(mfx), **names}) == tx
+    assert eval(repr(tx), {**vars(mfx), **NAMES, **names}) == tx
 
 
 def local_names(tx: mfx.Transform) -> Iterator[Any]:
@@ -152,7 +153,7 @@ def test_an_extra_of_a_wrong_kind_is_named_before_anything_is_done(name: str, ex
 @pytest.mark.parametrize(
     ("tx", "message"),
     [
-        (mfx.reduce_on_plateau(), "^reduce_on_plateau needs .* optimizer.step"),
+        (mfx.contrib.reduce_on_plateau(), "^reduce_on_plateau needs .* optimizer.step"),
         (WITH_EXTRAS["qk_clip", "max_logits"], "^qk"),
     ],
 )
@@ -194,9 +195,7 @@ def says(factory: Callable[..., Any]) -> list[str]:
 
 def test_every_order_that_a_docstring_states_is_declared():
     said = {name: says(factory) for name, factory in factories().items() if hasattr(factory, "definition")}
-    undeclared = {
-        n for n, sentences in said.items() if sentences and getattr(mfx, n).definition.declaration.position is None
-    }
+    undeclared = {n for n, sentences in said.items() if sentences and NAMES[n].definition.declaration.position is None}
     assert undeclared == OF_OTHER_THINGS.keys(), {name: said[name] for name in undeclared ^ OF_OTHER_THINGS.keys()}
 
 

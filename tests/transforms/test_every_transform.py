@@ -10,11 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import muonfx as mfx
-from muonfx import elementwise as ew
-from muonfx import recipes, schedules, variants
+from muonfx import recipes
 from muonfx import testing as kit
+from muonfx.contrib import recipes as variants
+from muonfx.core import schedules
 from muonfx.core.contract import NOTHING
 from muonfx.testing.transforms import by_rank, every_other, halve, with_value
+from muonfx.tree import elementwise as ew
+from tests.public import NAMES
 
 # A drawn tree may have no leaf for one of the labels.
 pytestmark = [
@@ -96,18 +99,21 @@ CASES: dict[str, list[mfx.Transform]] = {
     "subtract_decayed_weights": [mfx.subtract_decayed_weights(A_SCHEDULE, mfx.select.ndim(min=2), cautious=True)],
     "cautious": [mfx.cautious(MOMENTUM), mfx.cautious(mfx.scale_by_lion())],
     "add_updates": [mfx.add_updates(MOMENTUM, ("sign", mfx.scale_by_lion()), mfx.scale(0.5))],
-    "clip_singular_values": [mfx.clip_singular_values(0.5)],
+    "clip_singular_values": [mfx.contrib.clip_singular_values(0.5)],
     "keep_weight_norms": [mfx.keep_weight_norms(), mfx.keep_weight_norms(dtype=None, dims=ROWS_AND_COLUMNS)],
     "match_weight_norms": [mfx.match_weight_norms(dims=ROWS_AND_COLUMNS)],
-    "sampled_momentum": [mfx.sampled_momentum(3, 0.5, dtype=torch.bfloat16)],
-    "scale_by_dion": [mfx.scale_by_dion(2), mfx.scale_by_dion(1, 0.5, dtype=torch.bfloat16, dims=ROWS_AND_COLUMNS)],
-    "scale_by_dual_norm": [mfx.scale_by_dual_norm(mfx.orthogonalize(dtype=torch.float32))],
+    "sampled_momentum": [mfx.contrib.sampled_momentum(3, 0.5, dtype=torch.bfloat16)],
+    "scale_by_dion": [
+        mfx.contrib.scale_by_dion(2),
+        mfx.contrib.scale_by_dion(1, 0.5, dtype=torch.bfloat16, dims=ROWS_AND_COLUMNS),
+    ],
+    "scale_by_dual_norm": [mfx.contrib.scale_by_dual_norm(mfx.orthogonalize(dtype=torch.float32))],
     "scale_by_namo": [
-        mfx.scale_by_namo(mfx.orthogonalize(dtype=torch.float32)),
-        mfx.scale_by_namo(mfx.scale(0.5), dtype=None, dims=ROWS_AND_COLUMNS),
+        mfx.contrib.scale_by_namo(mfx.orthogonalize(dtype=torch.float32)),
+        mfx.contrib.scale_by_namo(mfx.scale(0.5), dtype=None, dims=ROWS_AND_COLUMNS),
     ],
     "adaptive_grad_clip": [mfx.adaptive_grad_clip(0.1), mfx.adaptive_grad_clip(1.0, 0.1)],
-    "add_noise": [mfx.add_noise(0.1, 0.55, 3)],
+    "add_noise": [mfx.contrib.add_noise(0.1, 0.55, 3)],
     "centralize": [mfx.centralize()],
     "clip_by_block_rms": [mfx.clip_by_block_rms(0.3)],
     "clip_by_global_norm": [mfx.clip_by_global_norm(1.0), mfx.clip_by_global_norm(A_SCHEDULE)],
@@ -183,36 +189,44 @@ CASES: dict[str, list[mfx.Transform]] = {
         mfx.skip_nonfinite(mfx.scale_by_adam()),
         mfx.skip_nonfinite(mfx.chain(mfx.clip_by_global_norm(1.0), MOMENTUM)),
     ],
-    "sam": [mfx.sam(), mfx.sam(0.5, adaptive=True)],
+    "sam": [mfx.contrib.sam(), mfx.contrib.sam(0.5, adaptive=True)],
     "scale_by_ademamix": [
-        mfx.scale_by_ademamix(0.5, 0.9, mfx.linear(0.5, 0.9, 3), A_SCHEDULE, 1e-3, eps_root=1e-6, nu_dtype=None),
+        mfx.contrib.scale_by_ademamix(
+            0.5, 0.9, mfx.linear(0.5, 0.9, 3), A_SCHEDULE, 1e-3, eps_root=1e-6, nu_dtype=None
+        ),
     ],
-    "scale_by_dog": [mfx.scale_by_dog(0.1)],
-    "scale_by_dowg": [mfx.scale_by_dowg(0.1)],
+    "scale_by_dog": [mfx.contrib.scale_by_dog(0.1)],
+    "scale_by_dowg": [mfx.contrib.scale_by_dowg(0.1)],
     "scale_by_prodigy": [
-        mfx.scale_by_prodigy(A_SCHEDULE, b3=0.5, estim_lr0=0.1, weight_decay=0.1, safeguard_warmup=True, dtype=None),
+        mfx.contrib.scale_by_prodigy(
+            A_SCHEDULE, b3=0.5, estim_lr0=0.1, weight_decay=0.1, safeguard_warmup=True, dtype=None
+        ),
     ],
     "schedule_free": [
-        mfx.schedule_free(mfx.chain(mfx.scale_by_adam(0.0), mfx.scale_by_learning_rate(A_SCHEDULE)), A_SCHEDULE),
-        mfx.schedule_free(mfx.chain(mfx.clip_by_global_norm(1.0), mfx.scale(-0.1)), 0.1, 1.0, dtype=None),
+        mfx.contrib.schedule_free(
+            mfx.chain(mfx.scale_by_adam(0.0), mfx.scale_by_learning_rate(A_SCHEDULE)), A_SCHEDULE
+        ),
+        mfx.contrib.schedule_free(mfx.chain(mfx.clip_by_global_norm(1.0), mfx.scale(-0.1)), 0.1, 1.0, dtype=None),
     ],
-    "lookahead": [mfx.lookahead(mfx.adamw(0.1), 2, 0.5)],
-    "conditionally_transform": [mfx.conditionally_transform(mfx.scale_by_adam(), every_other)],
-    "conditionally_mask": [mfx.conditionally_mask(mfx.chain(mfx.clip_by_global_norm(1.0), MOMENTUM), every_other)],
-    "reduce_on_plateau": [with_value(mfx.reduce_on_plateau(0.5, 1, cooldown=1))],
+    "lookahead": [mfx.contrib.lookahead(mfx.adamw(0.1), 2, 0.5)],
+    "conditionally_transform": [mfx.contrib.conditionally_transform(mfx.scale_by_adam(), every_other)],
+    "conditionally_mask": [
+        mfx.contrib.conditionally_mask(mfx.chain(mfx.clip_by_global_norm(1.0), MOMENTUM), every_other)
+    ],
+    "reduce_on_plateau": [with_value(mfx.contrib.reduce_on_plateau(0.5, 1, cooldown=1))],
     "adamw": [mfx.adamw(0.1)],
     "lion": [mfx.lion(A_SCHEDULE, weight_decay=0.1)],
     "muon": [mfx.muon(0.1, weight_decay=0.1, dtype=torch.float32)],
     "normuon": [mfx.normuon(A_SCHEDULE, dtype=torch.float32)],
-    "adamuon": [mfx.adamuon(0.1, weight_decay=0.1, newton_schulz=FP32)],
-    "dion2": [mfx.dion2(0.1, one_in=2, newton_schulz=FP32)],
-    "dion": [mfx.dion(A_SCHEDULE, rank=2)],
-    "muon_hyperball": [mfx.muon_hyperball(0.1, newton_schulz=FP32)],
-    "musgd": [mfx.musgd(0.1, weight_decay=0.1, newton_schulz=FP32)],
-    "namo": [mfx.namo(0.1, weight_decay=0.1, newton_schulz=FP32)],
-    "polargrad": [mfx.polargrad(0.1, newton_schulz=FP32)],
-    "scion": [mfx.scion(0.1, newton_schulz=FP32, labels=mfx.select.default_labels_by_name)],
-    "prodigy": [mfx.prodigy(A_SCHEDULE, weight_decay=0.1)],
+    "adamuon": [mfx.contrib.adamuon(0.1, weight_decay=0.1, newton_schulz=FP32)],
+    "dion2": [mfx.contrib.dion2(0.1, one_in=2, newton_schulz=FP32)],
+    "dion": [mfx.contrib.dion(A_SCHEDULE, rank=2)],
+    "muon_hyperball": [mfx.contrib.muon_hyperball(0.1, newton_schulz=FP32)],
+    "musgd": [mfx.contrib.musgd(0.1, weight_decay=0.1, newton_schulz=FP32)],
+    "namo": [mfx.contrib.namo(0.1, weight_decay=0.1, newton_schulz=FP32)],
+    "polargrad": [mfx.contrib.polargrad(0.1, newton_schulz=FP32)],
+    "scion": [mfx.contrib.scion(0.1, newton_schulz=FP32, labels=mfx.select.default_labels_by_name)],
+    "prodigy": [mfx.contrib.prodigy(A_SCHEDULE, weight_decay=0.1)],
     "muon_with_adamw": [
         mfx.muon_with_adamw(0.1, A_SCHEDULE, dtype=torch.float32, labels=mfx.select.default_labels_by_name)
     ],
@@ -243,8 +257,7 @@ EVERY_CASE += [pytest.param(name, tx, id=f"{name}-heads") for name, tx in WITH_H
 def public_factories() -> set[str]:
     """What the package exports that makes a transform, read from it and not from a list."""
     found = set()
-    for name in mfx.__all__:
-        value = getattr(mfx, name)
+    for name, value in NAMES.items():
         makes_a_transform = hasattr(value, "definition") and not _makes_another_value(value)
         is_a_recipe = inspect.isfunction(value) and value.__module__ in (recipes.__name__, variants.__name__)
         if makes_a_transform or is_a_recipe:

@@ -102,10 +102,10 @@ def normalized(decay: float = 0.9, dtype: Any = "auto"):
 
 @mfx.leafwise
 def without_state(limit: float = 2.0):
-    def step(u: mfx.Leaf, s: mfx.EmptyState):
+    def step(u: mfx.Leaf, s: mfx.core.EmptyState):
         return limit * torch.tanh(u / limit), s
 
-    return mfx.EmptyState(), step
+    return mfx.core.EmptyState(), step
 
 
 TINY = {"block": 4, "min_size": 0}

@@ -63,7 +63,7 @@ def computed(expression: Any):
     def step(u: mfx.Leaf, s: Any, p: mfx.Leaf):
         return value(expression, u, p), s
 
-    return mfx.EmptyState(), step
+    return mfx.core.EmptyState(), step
 
 
 def drawn(dtypes: tuple[torch.dtype, ...], seed: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -100,7 +100,7 @@ def test_a_step_is_what_the_operators_of_tensors_are(
         if not isinstance(made, Tensor) or made.shape != u.shape:
             return
         expected[name] = made.to(u.dtype)
-    found, _ = computed(expression).update(updates, mfx.EmptyState(), params, donate=donate)
+    found, _ = computed(expression).update(updates, mfx.core.EmptyState(), params, donate=donate)
     for name, own in expected.items():
         torch.testing.assert_close(
             found[name], own, rtol=1e-5 if own.dtype.itemsize > 2 else 1e-2, atol=1e-6, equal_nan=True
@@ -114,7 +114,7 @@ def test_each_operator_alone(name: str, other: str, dtype: torch.dtype):
     updates, params = drawn((dtype,), 0)
     number = ("number", 1.5)
     sides = {"leaf": (("u",), ("p",)), "number": (("u",), number), "reflected": (number, ("u",))}[other]
-    found, _ = computed((name, *sides)).update(updates, mfx.EmptyState(), params)
+    found, _ = computed((name, *sides)).update(updates, mfx.core.EmptyState(), params)
     for leaf, u in updates.items():
         wide = torch.promote_types(dtype, torch.float32)
         own = value((name, *sides), u.to(wide), params[leaf].to(wide)).to(dtype)
@@ -126,7 +126,7 @@ def test_masks_have_the_operators_of_masks(name: str):
     updates, params = drawn((torch.float32,), 0)
     mask = (name, ("gt", ("u",), ("number", 0.5)), ("le", ("p",), ("number", 0)))
     expression = ("add", ("u",), ("mul", ("number", 5.0), mask))
-    found, _ = computed(expression).update(updates, mfx.EmptyState(), params)
+    found, _ = computed(expression).update(updates, mfx.core.EmptyState(), params)
     for leaf, u in updates.items():
         assert torch.equal(found[leaf], value(expression, u, params[leaf]))
 
@@ -138,11 +138,11 @@ def test_a_mask_may_be_shifted_and_inverted():
             positive = u > 0
             return (positive + 2 << 1) * ~positive + torch.round(u) + (1 - (u == 0).float()), s
 
-        return mfx.EmptyState(), step
+        return mfx.core.EmptyState(), step
 
     u = torch.tensor([-1.75, 0.0, 2.25])
     expected = ((u > 0) + 2 << 1) * ~(u > 0) + torch.round(u) + (1 - (u == 0).float())
-    assert torch.equal(several().update({"w": u}, mfx.EmptyState())[0]["w"], expected)
+    assert torch.equal(several().update({"w": u}, mfx.core.EmptyState())[0]["w"], expected)
 
 
 def test_an_in_place_operator_changes_a_value_under_all_its_names():
@@ -203,10 +203,10 @@ def test_what_a_leaf_cannot_do_is_an_error_by_name(name: str):
 
     @mfx.leafwise
     def refused():
-        return mfx.EmptyState(), lambda u, s: (function(u), s)
+        return mfx.core.EmptyState(), lambda u, s: (function(u), s)
 
     with pytest.raises((TypeError, AttributeError), match=f"leafwise: .*{message}"):
-        refused().update({"w": torch.ones(3)}, mfx.EmptyState())
+        refused().update({"w": torch.ones(3)}, mfx.core.EmptyState())
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import muonfx as mfx
 from muonfx.testing.violation import is_close
+from tests.public import NAMES
 
 EXACT = {"dtype": torch.float64, "coefficients": "quintic"}
 
@@ -20,12 +21,12 @@ TAKE_BLOCKS = {
     "normalize_neurons": lambda **kw: mfx.normalize_neurons(0.5, dtype=torch.float64, **kw),
     "without the norm": lambda **kw: mfx.normalize_neurons(0.5, keep_norm=False, dtype=torch.float64, **kw),
     "scale_by_shape": lambda **kw: mfx.scale_by_shape("original", **kw),
-    "clip_singular_values": lambda **kw: mfx.clip_singular_values(2.0, **kw),
+    "clip_singular_values": lambda **kw: mfx.contrib.clip_singular_values(2.0, **kw),
     "keep_weight_norms": lambda **kw: mfx.keep_weight_norms(dtype=torch.float64, **kw),
     "match_weight_norms": mfx.match_weight_norms,
-    "sampled_momentum": lambda **kw: mfx.sampled_momentum(2, **kw),
-    "scale_by_dual_norm": lambda **kw: mfx.scale_by_dual_norm(mfx.orthogonalize(**EXACT, **kw), **kw),
-    "scale_by_namo": lambda **kw: mfx.scale_by_namo(mfx.orthogonalize(**EXACT, **kw), **kw),
+    "sampled_momentum": lambda **kw: mfx.contrib.sampled_momentum(2, **kw),
+    "scale_by_dual_norm": lambda **kw: mfx.contrib.scale_by_dual_norm(mfx.orthogonalize(**EXACT, **kw), **kw),
+    "scale_by_namo": lambda **kw: mfx.contrib.scale_by_namo(mfx.orthogonalize(**EXACT, **kw), **kw),
     "normalize_rows": mfx.normalize_rows,
     "normalize_columns": mfx.normalize_columns,
     "normalize_matrices": mfx.normalize_matrices,
@@ -95,8 +96,8 @@ def test_blocks_are_as_separate_parameters(name: str, seed: int, sizes: Any, cou
 def test_every_transform_and_recipe_with_blocks_is_held_to_it():
     takes = {
         name
-        for name in mfx.__all__
-        if hasattr(getattr(mfx, name), "definition") and "blocks" in getattr(mfx, name).definition.parameters
+        for name, factory in NAMES.items()
+        if hasattr(factory, "definition") and "blocks" in factory.definition.parameters
     }
     assert takes <= set(TAKE_BLOCKS)
 
@@ -222,12 +223,12 @@ def test_neurons_keep_their_norm_at_any_size(dtype: torch.dtype, exponent: int):
 
 OF_MATRICES = [
     mfx.normalize_rows(),
-    mfx.clip_singular_values(),
+    mfx.contrib.clip_singular_values(),
     mfx.match_weight_norms(),
     mfx.keep_weight_norms(),
-    mfx.scale_by_namo(mfx.identity()),
-    mfx.scale_by_dion(),
-    mfx.sampled_momentum(),
+    mfx.contrib.scale_by_namo(mfx.identity()),
+    mfx.contrib.scale_by_dion(),
+    mfx.contrib.sampled_momentum(),
 ]
 
 

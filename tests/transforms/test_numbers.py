@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import muonfx as mfx
-from muonfx import elementwise as ew
 from muonfx.core import ScheduledHyperparamsState
+from muonfx.tree import elementwise as ew
 from tests.transforms.test_every_transform import EVERY_CASE, SHAPES
 
 pytestmark = [
@@ -49,7 +49,7 @@ def run(tx: mfx.Transform, params: dict[str, Tensor], steps: list[dict[str, Tens
 
 def plain(state: Any) -> Any:
     """The state that plain numbers have, without injected and scheduled numbers at any depth."""
-    if isinstance(state, mfx.InjectHyperparamsState | ScheduledHyperparamsState):
+    if isinstance(state, mfx.core.hyperparams.InjectHyperparamsState | ScheduledHyperparamsState):
         return plain(state.inner)
     if isinstance(state, dict):
         return {key: plain(value) for key, value in state.items()}

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import muonfx as mfx
-from muonfx import attention
+from muonfx.transforms import attention
 
 TAU = 100.0
 

@@ -20,7 +20,7 @@ TREES: st.SearchStrategy[Any] = st.recursive(
         st.dictionaries(KEYS, below, max_size=3)
         | st.dictionaries(KEYS, below, max_size=3).map(OrderedDict)
         | st.lists(below, max_size=3)
-        | st.builds(mfx.MomentumState, below)
+        | st.builds(mfx.transforms.MomentumState, below)
     ),
     max_leaves=8,
 )
@@ -55,9 +55,9 @@ def test_a_name_may_be_any_end_of_a_path():
 
 
 def test_a_type_and_a_predicate_choose_nodes():
-    assert mfx.tree.get(STATE, mfx.MomentumState) is STATE["momentum"]
-    assert list(mfx.tree.get_all(STATE, mfx.AdamState)) == ["again", "scale_by_adam"]
-    assert mfx.tree.get(STATE["again"], mfx.AdamState) is STATE["again"]
+    assert mfx.tree.get(STATE, mfx.transforms.MomentumState) is STATE["momentum"]
+    assert list(mfx.tree.get_all(STATE, mfx.transforms.AdamState)) == ["again", "scale_by_adam"]
+    assert mfx.tree.get(STATE["again"], mfx.transforms.AdamState) is STATE["again"]
     counts = mfx.tree.get_all(STATE, lambda name, node: isinstance(node, torch.Tensor) and node.ndim == 0)
     assert list(counts) == ["again.count", "scale_by_adam.count"]
 
@@ -74,9 +74,9 @@ def test_a_whole_subtree_can_be_replaced_and_the_transform_goes_on():
     ("where", "message"),
     [
         ("nu.b", r"'nu.b' is in 2 places: again.nu.b, scale_by_adam.nu.b; say more of the path"),
-        (mfx.AdamState, "AdamState is in 2 places: again, scale_by_adam"),
+        (mfx.transforms.AdamState, "AdamState is in 2 places: again, scale_by_adam"),
         ("momentum.trce", "'momentum.trce' is nowhere in the tree; close to it are momentum.trace"),
-        (mfx.LionState, "LionState is nowhere in the tree"),
+        (mfx.transforms.LionState, "LionState is nowhere in the tree"),
         (lambda name, node: False, "<lambda> is nowhere in the tree"),
     ],
 )

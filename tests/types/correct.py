@@ -12,7 +12,7 @@ def named(model: nn.Module) -> dict[str, Tensor]:
 
 @mfx.leafwise
 def sign(momentum: mfx.ScalarOrSchedule = 0.9) -> mfx.StateAndStep:
-    weight = 1 - mfx.checks.in_unit_interval("momentum", momentum)
+    weight = 1 - mfx.core.checks.in_unit_interval("momentum", momentum)
 
     def step(update: mfx.Leaf, state: mfx.PyTree) -> tuple[mfx.Leaf, mfx.PyTree]:
         average = state["average"].lerp(update, weight)
@@ -25,10 +25,12 @@ def sign(momentum: mfx.ScalarOrSchedule = 0.9) -> mfx.StateAndStep:
 def sign_descent(rate: float = 0.1, *, flip: bool = False) -> mfx.InitAndUpdate:
     factor = rate if flip else -rate
 
-    def init(params: mfx.PyTree) -> mfx.EmptyState:
-        return mfx.EmptyState()
+    def init(params: mfx.PyTree) -> mfx.core.EmptyState:
+        return mfx.core.EmptyState()
 
-    def update(updates: mfx.PyTree, state: mfx.EmptyState, params: mfx.PyTree = None) -> tuple[mfx.PyTree, mfx.PyTree]:
+    def update(
+        updates: mfx.PyTree, state: mfx.core.EmptyState, params: mfx.PyTree = None
+    ) -> tuple[mfx.PyTree, mfx.PyTree]:
         return mfx.tree.map(lambda u: factor * u.sign(), updates), state
 
     return init, update

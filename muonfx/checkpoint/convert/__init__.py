@@ -1,37 +1,191 @@
-"""From and to other optimizers: state dicts of PyTorch's kind, DeepSpeed's universal folders, Optax's trees.
+"""Convert optimizer states from and to other Muons and AdamW: ``read``, ``write`` and ``recipe``, each with a format.
 
-Each source has a ``from_...`` that makes a transform's state, a ``..._recipe`` that makes the chain which goes on as
-the source would, and where it makes sense a ``to_...``. Nothing is ever unpickled but tensors and plain values.
+A format is the name of another optimizer: "torch" (``torch.optim.Muon`` and ``AdamW``), "keller" (Keller Jordan's
+Muon), "moonlight", "dion" (``dion.Muon``), "deepspeed" (a universal checkpoint) or "optax" (``optax.contrib.muon``).
+Files are read without unpickling anything but tensors and plain values.
 """
 
-from muonfx.checkpoint.convert.deepspeed import deepspeed_recipe, from_deepspeed, read_deepspeed
-from muonfx.checkpoint.convert.dion import dion_recipe, from_dion, to_dion
-from muonfx.checkpoint.convert.keller import from_keller, keller_recipe, to_keller
-from muonfx.checkpoint.convert.moonlight import from_moonlight, moonlight_recipe, to_moonlight
-from muonfx.checkpoint.convert.optax import from_optax, optax_recipe, to_optax
-from muonfx.checkpoint.convert.torch_optim import from_torch_optimizer, to_torch_optimizer, torch_recipe
+from __future__ import annotations
 
-__all__ = [
-    "deepspeed_recipe",
-    "dion_recipe",
-    "from_deepspeed",
-    "from_dion",
-    "from_keller",
-    "from_moonlight",
-    "from_optax",
-    "from_torch_optimizer",
-    "keller_recipe",
-    "moonlight_recipe",
-    "optax_recipe",
-    "read_deepspeed",
-    "to_dion",
-    "to_keller",
-    "to_moonlight",
-    "to_optax",
-    "to_torch_optimizer",
-    "torch_recipe",
-]
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, cast
+
+from muonfx.checkpoint.convert import deepspeed, optax
+from muonfx.checkpoint.convert.formats import FORMATS
+from muonfx.core import Transform
+from muonfx.tree import PyTree
+from muonfx.tree.arguments import did_you_mean
+
+__all__ = ["Format", "read", "recipe", "write"]
+
+Format = Literal["torch", "keller", "moonlight", "dion", "deepspeed", "optax"]
+"""The optimizers whose state can be converted."""
 
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+def read(
+    format: Format,
+    source: Any,
+    tx: Transform,
+    params: PyTree,
+    *,
+    names: Sequence[str] | Mapping[str, str] | None = None,
+    step: int | None = None,
+    transpose: bool | None = None,
+) -> PyTree:
+    """Make a transform's state from the state of another optimizer.
+
+    Args:
+        format: the other optimizer.
+        source: an optimizer, its ``state_dict()``, or a list of these that share the parameters of one model. For
+            "deepspeed", the folder of a universal checkpoint; for "optax", the state as a tree of numpy arrays, such as
+            ``jax.tree.map(numpy.asarray, opt_state)``.
+        tx: the transform; `recipe` makes the one that continues as the other optimizer would.
+        params: the parameters by name, such as ``dict(model.named_parameters())``. An optimizer that holds these
+            tensors gets its names from here.
+        names: the parameters' names in the optimizer's order, for a state dict without names. For "optax", a mapping
+            from Optax's dotted names to names in ``params``, if they differ.
+        step: the number of steps taken, if the transform counts steps and the source does not.
+        transpose: for "optax", whether its two-dimensional arrays are transposed: Flax has (inputs, outputs), PyTorch
+            (outputs, inputs).
+
+    Returns:
+        The state: copies, in the dtypes that the transform pins. The momenta of Keller Jordan's ``MuonWithAuxAdam`` are
+        distributed over ranks and must be gathered first, DTensors replaced by ``full_tensor()``.
+
+    Raises:
+        ValueError: the format or the names are not known, or source and transform do not fit; the message lists every
+            difference.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 3, bias=False)
+        >>> optimizer = torch.optim.Muon(model.parameters(), lr=0.1)
+        >>> model(torch.ones(4)).sum().backward()
+        >>> optimizer.step()
+        >>> params = dict(model.named_parameters())
+        >>> state = read("torch", optimizer, recipe("torch", optimizer, params), params)
+        >>> bool((state["momentum"].trace["weight"] == optimizer.state[model.weight]["momentum_buffer"]).all())
+        True
+    """
+    _check(format, transpose)
+    if format == "optax":
+        return optax.read(source, tx, params, bool(transpose), _mapping(names))
+    if format == "deepspeed":
+        return deepspeed.read(source, tx, params, step)
+    return FORMATS[format].read(source, tx, params, _list(names), step)
+
+
+def write(
+    format: Format,
+    state: PyTree,
+    target: Any,
+    params: PyTree = None,
+    *,
+    names: Sequence[str] | Mapping[str, str] | None = None,
+    transpose: bool | None = None,
+) -> Any:
+    """Make a state for another optimizer from a transform's state.
+
+    Args:
+        format: the other optimizer; "deepspeed" cannot be written.
+        state: the state of a chain with momentum or Adam: heavy-ball momentum for "moonlight" and "dion",
+            ``momentum(debias=True)`` for "optax".
+        target: the optimizer or its ``state_dict()``, whose groups and hyperparameters are kept. For "optax", a state
+            with numpy arrays.
+        params: as in `read`; not needed for "optax".
+        names: as in `read`.
+        transpose: as in `read`.
+
+    Returns:
+        The argument of ``optimizer.load_state_dict``; for "optax", a copy of ``target`` with the new values.
+
+    Raises:
+        ValueError: a parameter of the target has no such state, or the format cannot be written.
+
+    Example:
+        >>> import muonfx as mfx
+        >>> model = torch.nn.Linear(4, 3)
+        >>> params = dict(model.named_parameters())
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> optimizer.load_state_dict(write("torch", mfx.adamw(1e-3).init(params), optimizer, params))
+        >>> sorted(optimizer.state[model.bias])
+        ['exp_avg', 'exp_avg_sq', 'step']
+    """
+    _check(format, transpose)
+    if format == "deepspeed":
+        raise ValueError("format: 'deepspeed' can be read only; let DeepSpeed write its own checkpoint after a load")
+    if format == "optax":
+        return optax.write(state, target, bool(transpose), _mapping(names))
+    return FORMATS[format].write(state, target, params, _list(names))
+
+
+def recipe(
+    format: Format,
+    source: Any,
+    params: PyTree,
+    *,
+    names: Sequence[str] | None = None,
+    config: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Transform:
+    """Make the chain that another optimizer computes.
+
+    Numbers are read from its groups, as they are now. Moonlight's AdamW adds eps to a root before the bias correction,
+    ours after it: relative to an update the difference is at most 3.5 eps over the corrected root, and fades.
+
+    Args:
+        format: the other optimizer.
+        source: as in `read`. For "optax", whose state does not hold its arguments: the arguments of
+            ``optax.contrib.muon`` as a mapping, ``{"learning_rate": 0.02, "weight_decay": 0.1}``.
+        params: as in `read`.
+        names: as in `read`.
+        config: for "deepspeed", ``config["optimizer"]["params"]``: "lr", or "muon_lr" and "adam_lr"; "momentum",
+            "betas", "eps" and "weight_decay".
+        **options: for `muonfx.orthogonalize`: ``dtype=``, which is bf16 in most of the originals, and for "dion"
+            ``coefficients="quintic"`` if it was made with ``use_polar_express=False``.
+
+    Returns:
+        A chain; if groups differ, a partition.
+
+    Raises:
+        ValueError: a setting has no chain, such as ``amsgrad``, ``cautious_wd`` or another eps; or as for `read`.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.zeros(3, 4))
+        >>> recipe("torch", torch.optim.Muon([weight], lr=0.1), {"w": weight})  # doctest: +NORMALIZE_WHITESPACE
+        chain(momentum(), orthogonalize(coefficients='keller'), scale_by_shape(rule='original'),
+              add_decayed_weights(weight_decay=0.1), scale_by_learning_rate(learning_rate=0.1))
+    """
+    _check(format, transpose=format == "optax" or None)
+    if (config is not None) != (format == "deepspeed"):
+        raise ValueError('config: \'deepspeed\' needs config["optimizer"]["params"], other formats take no config')
+    if format == "optax":
+        return optax.recipe(source, params, options)
+    if format == "deepspeed":
+        return deepspeed.recipe(source, params, cast("Mapping[str, Any]", config), options)
+    return FORMATS[format].recipe(source, params, names, options)
+
+
+def _check(format: str, transpose: bool | None) -> None:
+    known = [*FORMATS, "deepspeed", "optax"]
+    if format not in known:
+        raise ValueError(f"format: found {format!r}, expected one of {known}{did_you_mean(format, known)}")
+    if (transpose is not None) != (format == "optax"):
+        raise ValueError(
+            "transpose: 'optax' needs True or False, whether its matrices are transposed; other formats take none"
+        )
+
+
+def _list(names: Sequence[str] | Mapping[str, str] | None) -> Sequence[str] | None:
+    if isinstance(names, Mapping):
+        raise TypeError("names: expected a list of names in the optimizer's order, found a mapping")
+    return names
+
+
+def _mapping(names: Sequence[str] | Mapping[str, str] | None) -> Mapping[str, str]:
+    if not isinstance(names, Mapping | None):
+        raise TypeError("names: expected a mapping from Optax's names to the parameters', found a list")
+    return names or {}

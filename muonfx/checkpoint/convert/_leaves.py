@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.checkpoint.dtypes import widens
 from muonfx.checkpoint.errors import first_ones
 from muonfx.compact import CompactState, KeyedCompactState
 from muonfx.core import EmptyState, Transform
-from muonfx.hyperparams import InjectHyperparamsState
+from muonfx.core.hyperparams import InjectHyperparamsState
 from muonfx.transforms import (
     AdamState,
     DebiasedMomentumState,
@@ -28,6 +27,7 @@ from muonfx.transforms import (
     momentum,
 )
 from muonfx.tree import PyTree
+from muonfx.tree.dtypes import widens
 
 __all__ = ["Leaf", "filled", "flat", "gathered"]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from muonfx.checkpoint.convert._leaves import Leaf, filled, flat, gathered
 from muonfx.core import Transform, chain
-from muonfx.partition import partition
+from muonfx.select.partition import partition
 from muonfx.transforms import add_decayed_weights, momentum, orthogonalize, scale_by_learning_rate, scale_by_shape
 from muonfx.transforms.scale import ShapeRule
 from muonfx.tree import PyTree
@@ -48,8 +48,7 @@ class Source:
         kind: of a parameter, from its group and its entry: "muon", "adamw" or "lion".
         keys: of the entries of each kind.
         heavy_ball: whether momenta are sums.
-        recipe: the chain that a group's hyperparameters mean for a parameter of a kind; of (group, kind, shape,
-            options).
+        chain_of: ``(group, kind, shape, options) -> chain``: the chain of a parameter with a group's hyperparameters.
         make_step: what the entry holds for a number of steps.
     """
 
@@ -57,7 +56,7 @@ class Source:
     kind: Callable[[Group, Entry], str]
     keys: Mapping[str, Keys]
     heavy_ball: bool
-    recipe: Callable[[Group, str, torch.Size, Options], Transform]
+    chain_of: Callable[[Group, str, torch.Size, Options], Transform]
     make_step: Callable[[int], object] = int
 
     def read(
@@ -67,14 +66,14 @@ class Source:
         leaves = {name: self._leaf(group, entry) for name, group, entry in self._entries(given, params, names)}
         return filled(tx, params, leaves, heavy_ball=self.heavy_ball, step=step)
 
-    def transform(self, given: Given, params: PyTree, names: Sequence[str] | None, **options: Any) -> Transform:
+    def recipe(self, given: Given, params: PyTree, names: Sequence[str] | None, options: Options) -> Transform:
         """The chain that the optimizer corresponds to."""
         shapes = {name: param.shape for name, param in flat(params).items()}
         found: dict[str, tuple[str, Transform]] = {}
         for name, group, entry in self._entries(given, params, names):
             kind = self.kind(group, entry)
             try:
-                found[name] = kind, self.recipe(group, kind, shapes[name], options)
+                found[name] = kind, self.chain_of(group, kind, shapes[name], options)
             except KeyError as missing:
                 raise ValueError(f"{name!r}: its group in {self.name} has no {missing}, only {sorted(group)}") from None
             except ValueError as problem:

@@ -12,28 +12,22 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from muonfx.checkpoint.convert import deepspeed, dion, keller, moonlight, torch_optim
+from muonfx.checkpoint.convert import deepspeed
 from muonfx.checkpoint.convert._files import read_json, read_plain, read_safetensors
+from muonfx.checkpoint.convert.formats import FORMATS
 from muonfx.checkpoint.errors import CheckpointError, first_ones
-from muonfx.checkpoint.renaming import new_names
 from muonfx.checkpoint.saving import save
 from muonfx.core import Transform
 from muonfx.tree import PyTree
-from muonfx.wrappers import unwrapped
+from muonfx.tree.renaming import new_names
+from muonfx.tree.wrappers import unwrapped
 
 __all__ = ["main"]
-
-_SOURCES = {
-    "torch": (torch_optim.from_torch_optimizer, torch_optim.torch_recipe),
-    "keller": (keller.from_keller, keller.keller_recipe),
-    "moonlight": (moonlight.from_moonlight, moonlight.moonlight_recipe),
-    "dion": (dion.from_dion, dion.dion_recipe),
-}
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m muonfx.checkpoint convert", description=__doc__)
-    parser.add_argument("kind", choices=[*_SOURCES, "deepspeed"], help="whose checkpoint it is")
+    parser.add_argument("kind", choices=[*FORMATS, "deepspeed"], help="whose checkpoint it is")
     parser.add_argument("input", type=Path, help="a file of torch.save, or DeepSpeed's universal folder")
     parser.add_argument("output", type=Path, help="where to write")
     parser.add_argument("--params", type=Path, required=True, help="the model's weights: .safetensors, or a state dict")
@@ -97,7 +91,7 @@ def _new_names(rename: Mapping[str, str], *lists: Iterable[str]) -> dict[str, st
 def _convert(options: argparse.Namespace) -> tuple[Transform, PyTree, dict[str, Any]]:
     params, rename = _load_params(options.params), _entries_of(options.rename)
     if options.kind == "deepspeed":
-        source = deepspeed.read_deepspeed(options.input)
+        source = deepspeed.read_folder(options.input)
         new = _new_names(rename, list(params), list(source))
         source = {new[name]: entry for name, entry in source.items()}
         params = {new[name]: leaf for name, leaf in params.items() if new[name] in source}
@@ -107,8 +101,8 @@ def _convert(options: argparse.Namespace) -> tuple[Transform, PyTree, dict[str, 
         optimizer = config.get("optimizer") if isinstance(config, dict) else None
         if not isinstance(optimizer, dict) or "params" not in optimizer:
             raise ValueError(f"{options.config}: expected a config with 'optimizer' and its 'params'")
-        tx = deepspeed.deepspeed_recipe(source, params, optimizer["params"])
-        return tx, deepspeed.from_deepspeed(source, tx, params, step=options.step), params
+        tx = deepspeed.recipe(source, params, optimizer["params"], {})
+        return tx, deepspeed.read(source, tx, params, options.step), params
     source = _load(options.input)
     for key in filter(None, options.key.split(".")):
         if not isinstance(source, dict) or key not in source:
@@ -116,7 +110,7 @@ def _convert(options: argparse.Namespace) -> tuple[Transform, PyTree, dict[str, 
             raise ValueError(f"--key {options.key}: no {key!r} in {options.input}; there is {found}")
         source = source[key]
     names = _load_names(options.names) if options.names else None
-    read, recipe = _SOURCES[options.kind]
+    form = FORMATS[options.kind]
     groups = source.get("param_groups", []) if isinstance(source, dict) else []
     known = names or [name for group in groups for name in group.get("param_names", [])]
     new = _new_names(rename, list(params), known)
@@ -126,8 +120,8 @@ def _convert(options: argparse.Namespace) -> tuple[Transform, PyTree, dict[str, 
     names = names and [new[name] for name in names]
     meant = {new[name] for name in known} or set(new.values())
     params = {new[name]: leaf for name, leaf in params.items() if new[name] in meant}
-    tx = recipe(source, params, names=names)
-    return tx, read(source, tx, params, names=names, step=options.step), params
+    tx = form.recipe(source, params, names, {})
+    return tx, form.read(source, tx, params, names, options.step), params
 
 
 def main(argv: Sequence[str] | None = None) -> int:

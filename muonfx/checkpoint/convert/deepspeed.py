@@ -15,37 +15,22 @@ from torch import Tensor
 
 from muonfx.checkpoint.convert._files import read_plain
 from muonfx.checkpoint.convert._leaves import Leaf, filled, flat
-from muonfx.checkpoint.convert._sources import Entry, Group, composed
-from muonfx.checkpoint.convert.keller import keller_chain
+from muonfx.checkpoint.convert._sources import Entry, Group, Options, composed
+from muonfx.checkpoint.convert.formats import keller_chain
 from muonfx.core import Transform
 from muonfx.tree import PyTree
 
-__all__ = ["deepspeed_recipe", "from_deepspeed", "read_deepspeed"]
+__all__ = ["read", "read_folder", "recipe"]
 
 Entries = Mapping[str, Entry]
 
 
-def read_deepspeed(path: str | Path) -> dict[str, dict[str, Any]]:
-    """Read a universal checkpoint's optimizer states; nothing is unpickled but tensors and plain values.
-
-    Args:
-        path: the checkpoint's folder, or the folder ``zero`` in it.
-
-    Returns:
-        For each parameter its states by name: "momentum_buffer", or "exp_avg", "exp_avg_sq" and "step"; the weights,
-        "fp32", are left out.
+def read_folder(path: str | Path) -> dict[str, dict[str, Any]]:
+    """Read the optimizer states of a universal checkpoint, by parameter name; the weights, "fp32", are left out.
 
     Raises:
         FileNotFoundError: there is no folder ``zero``.
-        ValueError: a file holds something else than a tensor and plain values; the message names it.
-
-    Example:
-        >>> import tempfile
-        >>> folder = Path(tempfile.mkdtemp()) / "zero" / "up.weight"
-        >>> folder.mkdir(parents=True)
-        >>> torch.save({"param": torch.ones(2, 3), "cat_dim": 0}, folder / "momentum_buffer.pt")
-        >>> read_deepspeed(folder.parent.parent)
-        {'up.weight': {'momentum_buffer': tensor([[1., 1., 1.], [1., 1., 1.]])}}
+        ValueError: a file holds something other than tensors and plain values; the message names the file.
     """
     root = Path(path)
     root = root / "zero" if (root / "zero").is_dir() else root
@@ -68,31 +53,15 @@ def _read(file: Path) -> object:
 
 
 def _entries(source: str | Path | Entries) -> Entries:
-    return read_deepspeed(source) if isinstance(source, str | Path) else source
+    return read_folder(source) if isinstance(source, str | Path) else source
 
 
 def _kind(entry: Entry) -> str:
     return "muon" if "momentum_buffer" in entry else "adamw"
 
 
-def from_deepspeed(source: str | Path | Entries, tx: Transform, params: PyTree, *, step: int | None = None) -> PyTree:
-    """Make a transform's state from that of DeepSpeed's Muon.
-
-    Args:
-        source: a universal checkpoint's folder, or what `read_deepspeed` makes of it.
-        tx: the transform; `deepspeed_recipe` makes the one that goes on as the optimizer would.
-        params: the parameters, by the names that DeepSpeed has for them.
-        step: how many steps were taken, where the transform counts and the source does not.
-
-    Raises:
-        ValueError: source and transform do not fit; the message lists every difference.
-
-    Example:
-        >>> import muonfx as mfx
-        >>> source = {"up.weight": {"momentum_buffer": torch.ones(6)}}  # ZeRO flattens
-        >>> from_deepspeed(source, mfx.momentum(), {"up.weight": torch.zeros(2, 3)}).trace["up.weight"].shape
-        torch.Size([2, 3])
-    """
+def read(source: str | Path | Entries, tx: Transform, params: PyTree, step: int | None) -> PyTree:
+    """The state of a transform from the state of DeepSpeed's Muon."""
     shapes = {name: param.shape for name, param in flat(params).items()}
     leaves: dict[str, Leaf] = {}
     for name, entry in _entries(source).items():
@@ -109,36 +78,13 @@ def _shaped(value: Tensor | None, shape: torch.Size | None) -> Tensor | None:
     return value.reshape(shape)
 
 
-def deepspeed_recipe(
-    source: str | Path | Entries,
-    params: PyTree,
-    optimizer: Group,
-    *,
-    dtype: torch.dtype | str = "auto",
-) -> Transform:
-    """Make the chain that DeepSpeed's Muon computes, from what stands in the run's config.
+def recipe(source: str | Path | Entries, params: PyTree, config: Group, options: Options) -> Transform:
+    """The chain that DeepSpeed's Muon computes: Muon for each parameter with a momentum in the checkpoint, else Adam.
 
-    What has a momentum in the checkpoint goes to Muon, the rest to Adam. DeepSpeed's iteration is Keller Jordan's
-    polynomial, in its Gram form and in fp16 where the device allows it.
-
-    Args:
-        source: as in `from_deepspeed`.
-        params: as in `from_deepspeed`.
-        optimizer: ``config["optimizer"]["params"]``: "lr", or "muon_lr" and "adam_lr"; "momentum", "betas", "eps" and
-            "weight_decay". What is missing has DeepSpeed's default.
-        dtype: of the iteration.
-
-    Raises:
-        ValueError: the checkpoint has a parameter of another name.
-
-    Example:
-        >>> source = {"up.weight": {"momentum_buffer": torch.ones(6)}}
-        >>> deepspeed_recipe(source, {"up.weight": torch.zeros(2, 3)}, {"muon_lr": 0.02})
-        ... # doctest: +NORMALIZE_WHITESPACE
-        chain(momentum(), orthogonalize(coefficients='keller'), scale_by_shape(rule='original'),
-              add_decayed_weights(), scale_by_learning_rate(learning_rate=0.02))
+    DeepSpeed's iteration is Keller Jordan's polynomial, in its Gram form and in fp16 where the device allows it. An
+    entry that is missing in the config has DeepSpeed's default.
     """
-    given = dict(optimizer)
+    given = dict(config)
     both = {"weight_decay": given.get("weight_decay", 0.0)}
     groups: dict[str, Group] = {
         "muon": {
@@ -159,5 +105,5 @@ def deepspeed_recipe(
         if name not in shapes:
             raise ValueError(f"no parameter is called {name!r}")
         kind = _kind(entry)
-        found[name] = kind, keller_chain(groups[kind], kind, shapes[name], {"dtype": dtype})
+        found[name] = kind, keller_chain(groups[kind], kind, shapes[name], options)
     return composed(found)

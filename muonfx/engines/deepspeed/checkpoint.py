@@ -14,7 +14,7 @@ from torch import Tensor
 from muonfx import checkpoint, tree
 from muonfx.engines.deepspeed.optimizer import ZeroOptimizer
 from muonfx.engines.deepspeed.unit import Unit
-from muonfx.shards import FlatPiece
+from muonfx.sharding.shards import FlatPiece
 
 __all__ = ["load", "save"]
 

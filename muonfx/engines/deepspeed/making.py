@@ -10,13 +10,13 @@ from typing import Any
 from torch import nn
 
 from muonfx import polar
-from muonfx.arguments import plain_arguments
 from muonfx.core import Transform
 from muonfx.engines.deepspeed.optimizer import ZeroOptimizer
 from muonfx.recipes import muon_with_adamw
 from muonfx.select import default_labels
 from muonfx.transforms._matrices import Blocks, Dims, MatrixView
 from muonfx.transforms.scale import ShapeRule
+from muonfx.tree.arguments import plain_arguments
 
 __all__ = ["Muon", "initialize", "optimizer"]
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from muonfx.core import Locality, Transform
 from muonfx.core.contract import require_transform
+from muonfx.core.hyperparams import hyperparams
 from muonfx.engines.deepspeed.pieces import (
     Pieces,
     check_values,
@@ -22,7 +23,6 @@ from muonfx.engines.deepspeed.pieces import (
     whole_parameters,
 )
 from muonfx.engines.deepspeed.unit import Unit
-from muonfx.hyperparams import hyperparams
 from muonfx.optimizer.groups import Route, defaults_for_schedulers, routes_of, split_by_route
 from muonfx.optimizer.ownership import GroupOwner, OwnedGroup
 from muonfx.optimizer.values import GroupNumbers

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from muonfx.sharding.cut import Intervals, Replicas
 from muonfx.sharding.layout import Layout
-from muonfx.shards import FlatPiece
+from muonfx.sharding.shards import FlatPiece
 from muonfx.tree import Spec
 
 __all__ = [

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.checkpoint.dtypes import widens
 from muonfx.core import Donation, Transform
+from muonfx.core.hyperparams import with_hyperparams
 from muonfx.engines.deepspeed.pieces import Pieces
-from muonfx.hyperparams import with_hyperparams
 from muonfx.optimizer.state import path_of
 from muonfx.optimizer.values import fitted, unchanged
+from muonfx.sharding.shards import FlatPiece
 from muonfx.sharding.transform import sharded
 from muonfx.sharding.views import local, logical
-from muonfx.shards import FlatPiece
 from muonfx.tree import PyTree
+from muonfx.tree.dtypes import widens
 
 __all__ = ["Unit"]
 

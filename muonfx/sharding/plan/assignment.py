@@ -20,17 +20,15 @@ import torch
 
 from muonfx.core import Transform
 from muonfx.core.contract import require_transform
-from muonfx.display import Report, Table
+from muonfx.core.recorded import strip_transparent
 from muonfx.polar import compute_dtype
-from muonfx.polar.scaling import wide_dtype
-from muonfx.recorded import strip_transparent
-from muonfx.sharding.gram import gram_bytes, gram_plan, is_for_gram
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.messages import cut_places
 from muonfx.sharding.plan.balance import assign
 from muonfx.sharding.plan.cost import Run, RunCost, runs_of
 from muonfx.sharding.plan.shares import Part, Share, apart, matrices_of, nearest, on_stacks, parts_of
 from muonfx.tree import Spec
+from muonfx.tree.display import Report, Table
 
 __all__ = ["BUFFERS_PER_BUCKET", "Machine", "Plan", "RunPlan", "Settings", "plan_for", "plan_run"]
 
@@ -82,8 +80,6 @@ class Settings(NamedTuple):
     """In which dtype matrices travel; None: in that to which their transform rounds them anyway."""
     machine: Machine | None = None
     """The rates that routes are chosen by; None: a guess by the kind of device."""
-    gram: bool = False
-    """True if matrices may be orthogonalized where their pieces are, by sums of Gram matrices."""
     verify_every: int | None = None
     """After how many steps the copies that ranks hold are compared again; None: at the first step only."""
 
@@ -98,8 +94,6 @@ class RunPlan:
     """The parameters that are stacks of independent matrices to all transforms of the run."""
     size: int
     shares: tuple[Share, ...]
-    spread: tuple[Share, ...]
-    """Those that all ranks compute together, each its own piece, by the Gram route."""
     buckets: tuple[tuple[int, ...], ...]
     """Places of shares, all of one dtype, that travel together; in this order."""
     specs: dict[str, Spec] = field(repr=False)
@@ -116,9 +110,6 @@ class RunPlan:
         for share in self.shares:
             if share.owner is not None:
                 loads[share.owner] += share.cost
-        for share in self.spread:
-            for leg in share.legs:
-                loads[leg.ranks[0]] += share.cost * leg.numel / share.numel
         return loads
 
     @property
@@ -133,9 +124,9 @@ class RunPlan:
         """
         found: dict[int, list[int]] = {}
         # Thousands of experts lie in few ways: what follows from the pieces is summed once for all that lie alike.
-        groups: dict[tuple[str, int, int, torch.dtype, bool], list[Share]] = {}
-        for share in self.shares + self.spread:
-            key = (share.cut.digest, share.start, share.stop, self.specs[share.name].dtype, share.route == "gram")
+        groups: dict[tuple[str, int, int, torch.dtype], list[Share]] = {}
+        for share in self.shares:
+            key = (share.cut.digest, share.start, share.stop, self.specs[share.name].dtype)
             groups.setdefault(key, []).append(share)
         for shares in groups.values():
             ranks = shares[0].cut.taking_part or (0,)
@@ -152,11 +143,6 @@ class RunPlan:
     def _add_sent(self, sent: list[int], shares: Sequence[Share]) -> None:
         """Add the bytes that each rank sends for shares of one range of equally cut parameters of one dtype."""
         one = shares[0]
-        if one.route == "gram":
-            wide = wide_dtype(self.specs[one.name].dtype)
-            nbytes = round(gram_bytes(min(one.whole), self.stages_of(one), self.size, wide))
-            sent[:] = [before + nbytes * len(shares) for before in sent]
-            return
         there, back = (dtype.itemsize for dtype in self.wire_dtypes(self.specs[one.name].dtype))
         owners = Counter(share.owner for share in shares if share.owner is not None)
         if not owners:
@@ -173,11 +159,6 @@ class RunPlan:
             leg = one.leg_of(owner)
             own = 0 if leg is None else leg.numel
             sent[owner] += times * ((results - own) * back - own * there)  # an owner sends itself nothing
-
-    def stages_of(self, share: Share) -> int:
-        """The sums of Gram matrices that a share takes by the Gram route."""
-        dtype = self.specs[share.name].dtype
-        return len(gram_plan(self.run, share.whole, dtype, self.device, self.compute).stages)
 
     def wire_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
         """In which dtypes updates of a dtype go to the owner and come back: no value changes, unless asked for."""
@@ -216,63 +197,14 @@ def plan_run(
     matrices = matrices_of(run, {name: spec.shape for name, spec in specs.items()})
     run = on_stacks(run, {name: specs[name].shape for name in matrices})
     cost = RunCost(run, device.type, compute)
-    spread = [
-        share
-        for name in (names if settings.gram and is_for_gram(run) else ())
-        if (share := _spread(run, name, layout, device, compute, cost)) is not None
-    ]
-    rest = [name for name in names if name not in {share.name for share in spread}]
-    parts = [part for name in rest for part in parts_of(matrices.get(name), name, layout)]
+    parts = [part for name in names for part in parts_of(matrices.get(name), name, layout)]
     costs = [cost(part.name, part.shape, specs[part.name].dtype) for part in parts]
     parts = apart(parts, costs, layout.size)
     nbytes = [part.numel * specs[part.name].dtype.itemsize for part in parts]
     owners = _owners(parts, costs, nbytes, layout, machine, settings)
     shares = tuple(_share(part, owners[i], costs[i], layout) for i, part in enumerate(parts))
     buckets = tuple(_buckets(shares, specs, max(1, settings.bucket_bytes // BUFFERS_PER_BUCKET)))
-    stacks = tuple(matrices)
-    return RunPlan(
-        run, stacks, layout.size, shares, tuple(spread), buckets, specs, device, compute, settings.exchange_dtype
-    )
-
-
-def _spread(
-    run: Run, name: str, layout: Layout, device: torch.device, compute: torch.dtype, cost: RunCost
-) -> Share | None:
-    """The share of a matrix for the Gram route, where that sends less; None where it does not, or cannot be.
-
-    It can be where the long side alone is cut, and each piece is held once.
-    """
-    spec, holders = layout.specs[name], layout.holders(name)
-    if len(spec.shape) != 2 or len(holders) < 2 or not prod(spec.shape):
-        return None
-    short = 0 if spec.shape[0] <= spec.shape[1] else 1
-    for piece, ranks in holders.items():
-        if len(ranks) > 1 or len(piece.boxes) != 1 or piece.boxes[0].sizes[short] != spec.shape[short]:
-            return None
-    chosen = gram_plan(run, spec.shape, spec.dtype, device, compute)
-    if not chosen.stages:
-        return None
-    ranks, long = layout.size, max(spec.shape)
-    by_owner = 2 * prod(spec.shape) * spec.dtype.itemsize * (ranks - 1) / ranks**2
-    by_gram = gram_bytes(spec.shape[short], len(chosen.stages), ranks, wide_dtype(spec.dtype))
-    if by_gram >= by_owner:
-        return None
-    reason = (
-        f"its long side, {long}, is cut: {len(chosen.stages)} sums of Gram matrices take {by_gram / by_owner:.0%} of "
-        "the bytes of the way to an owner and back"
-    )
-    return Share(
-        name,
-        0,
-        prod(spec.shape),
-        spec.shape,
-        spec.shape,
-        None,
-        "gram",
-        cost(name, spec.shape, spec.dtype),
-        layout.pieces[name],
-        reason,
-    )
+    return RunPlan(run, tuple(matrices), layout.size, shares, buckets, specs, device, compute, settings.exchange_dtype)
 
 
 def _owners(
@@ -406,7 +338,7 @@ class Plan:
         """The owners of each parameter's matrices; None stands for all ranks."""
         found: dict[str, list[int | None]] = {}
         for run in self.runs:
-            for share in run.shares + run.spread:
+            for share in run.shares:
                 found.setdefault(share.name, []).append(share.owner)
         return found
 
@@ -423,13 +355,13 @@ class Plan:
                 (
                     share.name,
                     " x ".join(map(str, share.shape)),
-                    "each" if share.route == "gram" else "all" if share.owner is None else str(share.owner),
+                    "all" if share.owner is None else str(share.owner),
                     share.route,
                     f"{share.cost / 1e9:.4g}",
                     f"{sum(run.bytes_of(share)) / 1024:.4g}",
                     share.reason,
                 )
-                for share in run.shares + run.spread
+                for share in run.shares
             ]
             title = "run of " + ", ".join(name for name, _ in run.run) + f", {len(run.buckets)} buckets"
             parts.append(Table.of(titles, rows, right=(2, 4, 5), title=title))

@@ -47,8 +47,6 @@ class Cost(NamedTuple):
     """Intermediates of one matrix."""
     stages: int
     """The number of times that the matrix's Gram matrix is made."""
-    long_share: float
-    """The share of `flops` in products with the long side; the others are of small square matrices."""
 
 
 def newton_schulz_cost(
@@ -124,22 +122,17 @@ def _cost(
         short, long, held, device, resolved, method=method, dtype=dtype, products=products, facts=facts
     )
     load = 2 * policy.work(chosen, device, facts)
-    flops, on_long_side = _flops(chosen)
-    share = on_long_side / flops if flops else 0.0
-    return Cost(flops, load, chosen.method, chosen.scratch_bytes, len(chosen.stages), share)
+    return Cost(_flops(chosen), load, chosen.method, chosen.scratch_bytes, len(chosen.stages))
 
 
-def _flops(chosen: policy.Plan) -> tuple[float, float]:
-    """Count `muonfx.polar.iteration`: two long products a stage, and at most 4 k - 3 small ones for k steps.
-
-    All of it, and the long ones.
-    """
+def _flops(chosen: policy.Plan) -> float:
+    """Count `muonfx.polar.iteration`: two long products a stage, and at most 4 k - 3 small ones for k steps."""
     n, m = chosen.shape
     gram, small = _computed(chosen.products, n), _computed(chosen.small_products, n)
     long = len(chosen.stages) * (1 + gram) * n * n * m
     squares = sum(1 for stage in chosen.stages for step in stage.steps if step[2] != 0)
     extra = sum(len(stage.steps) - 1 for stage in chosen.stages)
-    return 2 * (long + small * n**3 * (squares + 3 * extra)), 2 * long
+    return 2 * (long + small * n**3 * (squares + 3 * extra))
 
 
 def _computed(how: str, n: int) -> float:

@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from muonfx.boxes import Box, boxes_of_interval
+from muonfx.sharding.boxes import Box, boxes_of_interval
 from muonfx.sharding.cut import Cut
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.cost import Run
-from muonfx.shards import Piece, Window
+from muonfx.sharding.shards import Piece, Window
 
 __all__ = ["Leg", "Moves", "Part", "Share", "apart", "matrices_of", "nearest", "on_stacks", "parts_of"]
 
@@ -124,7 +124,7 @@ class Share:
         return tuple(boxes_of_interval(self.whole, self.start, self.stop))
 
     def _sender(self, ranks: tuple[int, ...]) -> int:
-        return ranks[0] if self.route == "gram" else nearest(ranks, self.owner or 0)
+        return nearest(ranks, self.owner or 0)
 
     def moves(self, rank: int) -> Moves:
         """The transfers of a rank."""

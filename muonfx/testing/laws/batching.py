@@ -10,7 +10,7 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Transform
-from muonfx.hyperparams import stack
+from muonfx.core.hyperparams import stack
 from muonfx.testing.examples import history
 from muonfx.testing.law import law
 from muonfx.testing.violation import require_close, tolerance_of

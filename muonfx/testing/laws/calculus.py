@@ -15,7 +15,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 from muonfx import tree
 from muonfx.core import Transform
-from muonfx.recorded import Recorded
+from muonfx.core.recorded import Recorded
 from muonfx.testing.examples import Example, history
 from muonfx.testing.law import law, without_torchs_own_warnings
 from muonfx.testing.laws.batching import _has_no_numbers

@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from muonfx import tree
 from muonfx.core import Transform
-from muonfx.hyperparams import inject_hyperparams
+from muonfx.core.hyperparams import inject_hyperparams
 from muonfx.testing.examples import Example
 from muonfx.testing.law import law, without_torchs_own_warnings
 from muonfx.testing.laws.batching import _has_no_numbers

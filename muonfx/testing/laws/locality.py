@@ -11,8 +11,8 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Locality, Transform
+from muonfx.core.recorded import Recorded
 from muonfx.program.lower import resolve_within
-from muonfx.recorded import Recorded
 from muonfx.testing.examples import Example, history
 from muonfx.testing.law import law
 from muonfx.testing.violation import Breach, require_close, tolerance_of

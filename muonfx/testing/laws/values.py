@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.utils._pytree as torch_pytree
 
-from muonfx import polar, schedules, select, tree
-from muonfx.core import Locality, Transform
-from muonfx.hyperparams import hyperparams
-from muonfx.recorded import Recorded
+from muonfx import polar, select, tree
+from muonfx.core import Locality, Transform, schedules
+from muonfx.core.hyperparams import hyperparams
+from muonfx.core.recorded import Recorded
 from muonfx.testing.examples import history
 from muonfx.testing.law import law
 from muonfx.testing.violation import Breach, require_same

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.simulator import peers
+from benchmarks.simulator.mesh import Mesh, Setting
 from benchmarks.simulator.peers import PEERS, Ledger, flat_cuts, matrices_of
-from muonfx.sharding.plan.mesh import Mesh, Setting
-from muonfx.sharding.plan.tally import Tally
-from tests.sharding.plan.pretended import SETTINGS, setting
+from benchmarks.simulator.tally import Tally
+from tests.benchmarks.simulator.pretended import SETTINGS, setting
 
 BY_NAME = {scheme.name: scheme for scheme in PEERS}
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import muonfx as mfx
 from muonfx.checkpoint.__main__ import main
-from muonfx.checkpoint.convert import cli, torch_recipe
+from muonfx.checkpoint.convert import cli, recipe
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def test_a_torch_optimizer_becomes_a_checkpoint(run: Any, capsys: pytest.Capture
     arguments = ["torch", folder / "run.pt", folder / "out", "--params", folder / "model.safetensors"]
     arguments += ["--key", "training.optimizer", "--names", folder / "names.json", "--step", 1]
     assert main(["convert", *map(str, arguments)]) == 0
-    tx = torch_recipe(optimizer, dict(model.named_parameters()))
+    tx = recipe("torch", optimizer, dict(model.named_parameters()))
     assert capsys.readouterr().out.strip() == repr(tx)
     like = mfx.spec(tx, dict(model.named_parameters()))
     state = mfx.checkpoint.load(folder / "out", like=like, tx=tx)

@@ -3,7 +3,6 @@
 import copy
 import importlib.util
 import json
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ from torch import Tensor
 
 import muonfx as mfx
 from muonfx.checkpoint import convert
+from muonfx.checkpoint.convert import deepspeed
 
 HERE = Path(__file__).parent
 TOLERANCE = 1e-4
@@ -50,20 +50,7 @@ def tensors(saved: dict[str, Any]) -> dict[str, Any]:
     return {"state": entries, "param_groups": saved["param_groups"]}
 
 
-class Case(NamedTuple):
-    """A source of PyTorch's kind."""
-
-    read: Callable[..., Any]
-    recipe: Callable[..., mfx.Transform]
-    write: Callable[..., Any]
-    momentum: str
-
-
-CASES = {
-    "keller": Case(convert.from_keller, convert.keller_recipe, convert.to_keller, "momentum_buffer"),
-    "moonlight": Case(convert.from_moonlight, convert.moonlight_recipe, convert.to_moonlight, "momentum_buffer"),
-    "dion": Case(convert.from_dion, convert.dion_recipe, convert.to_dion, "momentum"),
-}
+CASES = ("keller", "moonlight", "dion")
 
 
 def go_on(tx: mfx.Transform, state: Any, params: dict[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
@@ -83,13 +70,13 @@ def require_near(found: dict[str, Tensor], wanted: dict[str, Tensor], start: dic
 
 @pytest.mark.parametrize("kind", CASES)
 def test_a_run_goes_on_as_the_original_does(kind: str):
-    case, run = CASES[kind], recorded(kind)
+    run = recorded(kind)
     params = shaped(run["params"])
     saved = tensors(run["state_dict"])
-    tx = case.recipe(saved, params, names=run["names"], dtype=torch.float32)
-    state, after = go_on(tx, case.read(saved, tx, params, names=run["names"]), params)
+    tx = convert.recipe(kind, saved, params, names=run["names"], dtype=torch.float32)
+    state, after = go_on(tx, convert.read(kind, saved, tx, params, names=run["names"]), params)
     require_near(after, shaped(run["params_after"]), params, TOLERANCE)
-    expected = case.read(tensors(run["state_dict_after"]), tx, params, names=run["names"])
+    expected = convert.read(kind, tensors(run["state_dict_after"]), tx, params, names=run["names"])
     for name, found, wanted in zip(
         mfx.tree.names(state), mfx.tree.leaves(state), mfx.tree.leaves(expected), strict=True
     ):
@@ -98,9 +85,9 @@ def test_a_run_goes_on_as_the_original_does(kind: str):
 
 @pytest.mark.parametrize("kind", CASES)
 def test_without_the_state_a_run_does_not_go_on_as_the_original(kind: str):
-    case, run = CASES[kind], recorded(kind)
+    run = recorded(kind)
     params = shaped(run["params"])
-    tx = case.recipe(tensors(run["state_dict"]), params, names=run["names"], dtype=torch.float32)
+    tx = convert.recipe(kind, tensors(run["state_dict"]), params, names=run["names"], dtype=torch.float32)
     _, after = go_on(tx, tx.init(params), params)
     with pytest.raises(AssertionError):
         require_near(after, shaped(run["params_after"]), params, TOLERANCE)
@@ -108,15 +95,15 @@ def test_without_the_state_a_run_does_not_go_on_as_the_original(kind: str):
 
 @pytest.mark.parametrize("kind", CASES)
 def test_there_and_back_is_the_same(kind: str):
-    case, run = CASES[kind], recorded(kind)
+    run = recorded(kind)
     params, saved = shaped(run["params"]), tensors(run["state_dict"])
-    tx = case.recipe(saved, params, names=run["names"])
+    tx = convert.recipe(kind, saved, params, names=run["names"])
     empty = copy.deepcopy(saved)
     for entry in empty["state"].values():
         for key, value in entry.items():
             entry[key] = torch.zeros_like(value) if isinstance(value, Tensor) else value
-    state = case.read(saved, tx, params, names=run["names"])
-    back = case.write(state, empty, params, names=run["names"])
+    state = convert.read(kind, saved, tx, params, names=run["names"])
+    back = convert.write(kind, state, empty, params, names=run["names"])
     assert back["param_groups"] == saved["param_groups"]
     assert back["state"].keys() == saved["state"].keys()
     for index, entry in saved["state"].items():
@@ -146,10 +133,10 @@ def test_deepspeeds_universal_folder_goes_on_as_the_original_does(tmp_path: Path
             whole = value if key == "step" else {"param": value, "cat_dim": 0, "vocab_tensor": False}
             torch.save(whole, folder / f"{key}.pt")
     config = {"muon_lr": RECORDER.NUMBERS["lr"], "adam_lr": RECORDER.NUMBERS["adam_lr"], "weight_decay": 0.1}
-    tx = convert.deepspeed_recipe(tmp_path, params, config, dtype=torch.float32)
-    state, after = go_on(tx, convert.from_deepspeed(tmp_path, tx, params), params)
+    tx = convert.recipe("deepspeed", tmp_path, params, config=config, dtype=torch.float32)
+    state, after = go_on(tx, convert.read("deepspeed", tmp_path, tx, params), params)
     require_near(after, shaped(run["params_after"]), params, TOLERANCE)
-    expected = convert.from_deepspeed(entries(run["state_dict_after"]), tx, params)
+    expected = convert.read("deepspeed", entries(run["state_dict_after"]), tx, params)
     for found, wanted in zip(mfx.tree.leaves(state), mfx.tree.leaves(expected), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
@@ -166,12 +153,12 @@ def test_deepspeeds_folder_cannot_run_code(tmp_path: Path):
     folder.mkdir(parents=True)
     torch.save(Surprise(), folder / "momentum_buffer.pt")
     with pytest.raises(ValueError, match=r"momentum_buffer.pt: expected tensors and plain values"):
-        convert.read_deepspeed(tmp_path)
+        deepspeed.read_folder(tmp_path)
     (folder / "momentum_buffer.pt").write_bytes(b"not a file of torch")
     with pytest.raises(ValueError, match=r"momentum_buffer.pt: expected tensors and plain values"):
-        convert.read_deepspeed(tmp_path)
+        deepspeed.read_folder(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"ds_to_universal.py"):
-        convert.read_deepspeed(tmp_path / "elsewhere")
+        deepspeed.read_folder(tmp_path / "elsewhere")
 
 
 # ------------------------------------------------------------------------------------------------------------ Optax
@@ -217,17 +204,19 @@ def optax_state(run: dict[str, Any], suffix: str = "") -> PartitionState:
 
 
 def optax_chain(params: dict[str, Tensor]) -> mfx.Transform:
-    return convert.optax_recipe(params, RECORDER.NUMBERS["lr"], weight_decay=0.1, adam_weight_decay=0.05)
+    return convert.recipe(
+        "optax", {"learning_rate": RECORDER.NUMBERS["lr"], "weight_decay": 0.1, "adam_weight_decay": 0.05}, params
+    )
 
 
 def test_an_optax_run_goes_on_as_the_original_does():
     run = recorded("optax")
     params = shaped(run["params"])
     tx = optax_chain(params)
-    state, after = go_on(tx, convert.from_optax(optax_state(run), tx, params, transpose=True), params)
+    state, after = go_on(tx, convert.read("optax", optax_state(run), tx, params, transpose=True), params)
     # Optax multiplies in fp32, and scales by sqrt(max(1, outputs / inputs)) of its transposed kernels: the same number.
     require_near(after, shaped(run["params_after"]), params, TOLERANCE)
-    expected = convert.from_optax(optax_state(run, "_after"), tx, params, transpose=True)
+    expected = convert.read("optax", optax_state(run, "_after"), tx, params, transpose=True)
     for found, wanted in zip(mfx.tree.leaves(state), mfx.tree.leaves(expected), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
@@ -236,8 +225,8 @@ def test_optax_there_and_back_is_the_same():
     np = pytest.importorskip("numpy")
     run = recorded("optax")
     params = shaped(run["params"])
-    state = convert.from_optax(optax_state(run), optax_chain(params), params, transpose=True)
-    back = convert.to_optax(state, optax_state(run, "_after"), transpose=True)
+    state = convert.read("optax", optax_state(run), optax_chain(params), params, transpose=True)
+    back = convert.write("optax", state, optax_state(run, "_after"), transpose=True)
     ours, theirs = back.inner_states, optax_state(run).inner_states
     for label, count in (("muon", 2), ("adam", 1)):
         found, wanted = ours[label].inner_state[0], theirs[label].inner_state[0]
@@ -251,11 +240,39 @@ def test_optax_there_and_back_is_the_same():
 
 def test_an_optax_tree_without_muon_is_named():
     with pytest.raises(ValueError, match=r"found no state of optax.contrib.muon"):
-        convert.from_optax({"count": 3}, mfx.momentum(), {"w": torch.zeros(2, 2)}, transpose=False)
+        convert.read("optax", {"count": 3}, mfx.momentum(), {"w": torch.zeros(2, 2)}, transpose=False)
 
 
 def test_older_groups_of_keller_keep_their_numbers():
     group = {"params": [0], "lr": 0.02, "momentum": 0.95, "nesterov": False, "ns_steps": 3, "weight_decay": 0.0}
-    found = repr(convert.keller_recipe({"state": {}, "param_groups": [group]}, {"w": torch.zeros(3, 2)}, names=["w"]))
+    found = repr(
+        convert.recipe("keller", {"state": {}, "param_groups": [group]}, {"w": torch.zeros(3, 2)}, names=["w"])
+    )
     assert "nesterov=False" in found
     assert "steps=3" in found
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: convert.recipe("kelller", {}, {}),
+            r"format: found 'kelller', expected one of .* \(did you mean 'keller'",
+        ),
+        (lambda: convert.write("deepspeed", {}, {}), "'deepspeed' can be read only"),
+        (lambda: convert.read("optax", {}, mfx.momentum(), {}), "transpose: 'optax' needs True or False"),
+        (lambda: convert.read("torch", {}, mfx.momentum(), {}, transpose=True), "other formats take none"),
+        (lambda: convert.recipe("deepspeed", {}, {}), "config: 'deepspeed' needs"),
+        (lambda: convert.recipe("torch", {}, {}, config={}), "other formats take no config"),
+    ],
+)
+def test_arguments_that_do_not_fit_the_format_are_named(call: Any, message: str):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_names_have_the_form_of_the_format():
+    with pytest.raises(TypeError, match="names: expected a list"):
+        convert.read("torch", {}, mfx.momentum(), {}, names={"a": "b"})
+    with pytest.raises(TypeError, match="names: expected a mapping"):
+        convert.read("optax", {}, mfx.momentum(), {}, names=["a"], transpose=True)

@@ -71,12 +71,12 @@ def test_from_torch_the_run_goes_on_as_torch_does():
     optimizers = optimizers_of(model)
     run_torch(model, optimizers, range(3))
     params = dict(model.named_parameters())
-    tx = convert.torch_recipe(optimizers, params, dtype=torch.float32)
-    state = convert.from_torch_optimizer(optimizers, tx, params)
+    tx = convert.recipe("torch", optimizers, params, dtype=torch.float32)
+    state = convert.read("torch", optimizers, tx, params)
     ours, state = run_ours(tx, state, copied(model), model, range(3, 8))
     run_torch(model, optimizers, range(3, 8))
     near(ours, dict(model.named_parameters()))
-    again = convert.from_torch_optimizer(optimizers, tx, params)
+    again = convert.read("torch", optimizers, tx, params)
     for found, wanted in zip(mfx.tree.leaves(state), mfx.tree.leaves(again), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
 
@@ -85,11 +85,11 @@ def test_to_torch_the_run_goes_on_as_ours_does():
     model = model_of()
     optimizers = optimizers_of(model)
     params = dict(model.named_parameters())
-    tx = convert.torch_recipe(optimizers, params, dtype=torch.float32)
+    tx = convert.recipe("torch", optimizers, params, dtype=torch.float32)
     ours, state = run_ours(tx, tx.init(params), copied(model), model, range(3))
     model.load_state_dict(ours)
     for optimizer in optimizers:
-        optimizer.load_state_dict(convert.to_torch_optimizer(state, optimizer, params))
+        optimizer.load_state_dict(convert.write("torch", state, optimizer, params))
     run_torch(model, optimizers, range(3, 8))
     ours, _ = run_ours(tx, state, ours, model, range(3, 8))
     near(ours, dict(model.named_parameters()))
@@ -98,7 +98,7 @@ def test_to_torch_the_run_goes_on_as_ours_does():
 def test_the_recipe_has_a_chain_for_each_set_of_numbers():
     model = model_of()
     params = dict(model.named_parameters())
-    tx = convert.torch_recipe(optimizers_of(model), params)
+    tx = convert.recipe("torch", optimizers_of(model), params)
     assert list(tx.arguments["transforms"]) == ["adamw", "muon", "muon_2"]
     labels = {"up.weight": "muon", "down.weight": "muon_2", "up.bias": "adamw", "down.bias": "adamw"}
     assert tx.arguments["labels"] == labels
@@ -107,7 +107,7 @@ def test_the_recipe_has_a_chain_for_each_set_of_numbers():
     assert numbers["adamw.scale_by_adam.b1"] == 0.8
     assert numbers["adamw.scale_by_adam.eps"] == 1e-7
     own = torch.optim.Muon([model.up.weight], ns_steps=3, ns_coefficients=(2.0, -1.5, 0.5), nesterov=False)
-    chain = convert.torch_recipe(own, params)
+    chain = convert.recipe("torch", own, params)
     assert repr(chain).startswith("chain(momentum(nesterov=False), orthogonalize(coefficients=((2.0, -1.5, 0.5),")
 
 
@@ -118,17 +118,17 @@ def test_a_state_dict_has_its_names_or_is_given_them():
     unnamed = torch.optim.AdamW(model.parameters())
     for optimizer in (named, unnamed):
         run_torch(model, [optimizer], range(1))
-    tx = convert.torch_recipe(named.state_dict(), params)
-    state = convert.from_torch_optimizer(named.state_dict(), tx, params)
+    tx = convert.recipe("torch", named.state_dict(), params)
+    state = convert.read("torch", named.state_dict(), tx, params)
     assert torch.equal(state["scale_by_adam"].mu["up.bias"], named.state[model.up.bias]["exp_avg"])
     with pytest.raises(ValueError, match=r"its 4 parameters have no names; give names="):
-        convert.from_torch_optimizer(unnamed.state_dict(), tx, params)
+        convert.read("torch", unnamed.state_dict(), tx, params)
     with pytest.raises(ValueError, match=r"\(found 3\)"):
-        convert.from_torch_optimizer(unnamed.state_dict(), tx, params, names=list(params)[1:])
-    state = convert.from_torch_optimizer(unnamed.state_dict(), tx, params, names=list(params))
+        convert.read("torch", unnamed.state_dict(), tx, params, names=list(params)[1:])
+    state = convert.read("torch", unnamed.state_dict(), tx, params, names=list(params))
     assert torch.equal(state["scale_by_adam"].nu["down.weight"], unnamed.state[model.down.weight]["exp_avg_sq"])
     with pytest.raises(ValueError, match=r"no parameter is called 'elsewhere'"):
-        convert.from_torch_optimizer(unnamed.state_dict(), tx, params, names=["elsewhere", *list(params)[1:]])
+        convert.read("torch", unnamed.state_dict(), tx, params, names=["elsewhere", *list(params)[1:]])
 
 
 def test_a_wider_state_is_exact_and_a_narrower_one_refused():
@@ -139,12 +139,12 @@ def test_a_wider_state_is_exact_and_a_narrower_one_refused():
         param.grad = torch.ones_like(param)
     optimizer.step()
     wide = mfx.scale_by_adam()
-    state = convert.from_torch_optimizer(optimizer, wide, params)
+    state = convert.read("torch", optimizer, wide, params)
     assert state.mu["up.weight"].dtype == torch.float32
     assert torch.equal(state.mu["up.weight"], optimizer.state[model.up.weight]["exp_avg"].float())
     optimizer.state[model.up.weight]["exp_avg"] = torch.zeros(9, 6)
     with pytest.raises(ValueError, match=r"mu/up.weight: would narrow from torch.float32 to torch.bfloat16"):
-        convert.from_torch_optimizer(optimizer, mfx.scale_by_adam(mu_dtype=None, nu_dtype=None), params)
+        convert.read("torch", optimizer, mfx.scale_by_adam(mu_dtype=None, nu_dtype=None), params)
 
 
 def test_state_of_float64_parameters_arrives_whole_and_goes_on_as_torch_does():
@@ -156,8 +156,8 @@ def test_state_of_float64_parameters_arrives_whole_and_goes_on_as_torch_does():
         param.grad = grad
         optimizer.step()
     params = {"w": param.detach().clone()}
-    tx = convert.torch_recipe(optimizer, params)
-    state = convert.from_torch_optimizer(optimizer, tx, params)
+    tx = convert.recipe("torch", optimizer, params)
+    state = convert.read("torch", optimizer, tx, params)
     for grad in grads[3:]:
         param.grad = grad
         optimizer.step()
@@ -192,29 +192,29 @@ NAMED = {"params": [0], "param_names": ["w"]}
 )
 def test_what_does_not_fit_is_named(source: Any, tx: mfx.Transform, message: str):
     with pytest.raises(ValueError, match=message):
-        convert.from_torch_optimizer(source, tx, PARAMS)
+        convert.read("torch", source, tx, PARAMS)
 
 
 def test_a_parameter_that_the_source_does_not_have_is_named():
     with pytest.raises(ValueError, match=r"nu/v: missing in the source"):
-        convert.from_torch_optimizer(saved(ENTRY), mfx.scale_by_adam(), {**PARAMS, "v": torch.zeros(1)})
+        convert.read("torch", saved(ENTRY), mfx.scale_by_adam(), {**PARAMS, "v": torch.zeros(1)})
 
 
 def test_what_is_no_optimizer_is_a_type_error():
     with pytest.raises(TypeError, match=r"expected an optimizer or its state_dict\(\), found dict"):
-        convert.from_torch_optimizer({"model": 1}, mfx.momentum(), PARAMS)
+        convert.read("torch", {"model": 1}, mfx.momentum(), PARAMS)
 
 
 @pytest.mark.parametrize("setting", ["amsgrad", "maximize"])
 def test_a_setting_without_a_chain_is_refused(setting: str):
     with pytest.raises(ValueError, match=f"'w': there is no chain for {setting}"):
-        convert.torch_recipe(saved(ENTRY, {setting: True}), PARAMS)
+        convert.recipe("torch", saved(ENTRY, {setting: True}), PARAMS)
 
 
 def test_a_group_without_its_numbers_is_named():
     source = {"state": {}, "param_groups": [{**NAMED, "amsgrad": False}]}
     with pytest.raises(ValueError, match=r"'w': its group in torch.optim has no 'betas', only"):
-        convert.torch_recipe(source, PARAMS)
+        convert.recipe("torch", source, PARAMS)
 
 
 def test_parameters_at_different_steps_need_a_decision():
@@ -222,25 +222,25 @@ def test_parameters_at_different_steps_need_a_decision():
     source = saved(ENTRY, {"params": [0, 1], "param_names": ["w", "v"]})
     source["state"][1] = {**ENTRY, "step": torch.tensor(7.0)}
     with pytest.raises(ValueError, match=r"count is one for all parameters, the source has 2 \('w'\), 7 \('v'\)"):
-        convert.from_torch_optimizer(source, mfx.scale_by_adam(), both)
-    assert int(convert.from_torch_optimizer(source, mfx.scale_by_adam(), both, step=7).count) == 7
+        convert.read("torch", source, mfx.scale_by_adam(), both)
+    assert int(convert.read("torch", source, mfx.scale_by_adam(), both, step=7).count) == 7
 
 
 def test_a_schedule_goes_on_where_it_was():
     tx = mfx.chain(mfx.scale_by_adam(), mfx.scale_by_learning_rate(mfx.cosine(1.0, 10)))
-    state = convert.from_torch_optimizer(saved(ENTRY), tx, PARAMS)
+    state = convert.read("torch", saved(ENTRY), tx, PARAMS)
     assert int(state["scale_by_learning_rate"].count) == 2
     tx = mfx.chain(mfx.momentum(), mfx.scale_by_learning_rate(mfx.cosine(1.0, 10)))
     group = {"params": [0], "param_names": ["w"], "ns_coefficients": (3.4445, -4.775, 2.0315)}
     muon = {"state": {0: {"momentum_buffer": torch.ones(3)}}, "param_groups": [group]}
     with pytest.raises(ValueError, match=r"scale_by_learning_rate/count: the source does not count steps; give step="):
-        convert.from_torch_optimizer(muon, tx, PARAMS)
-    assert int(convert.from_torch_optimizer(muon, tx, PARAMS, step=5)["scale_by_learning_rate"].count) == 5
+        convert.read("torch", muon, tx, PARAMS)
+    assert int(convert.read("torch", muon, tx, PARAMS, step=5)["scale_by_learning_rate"].count) == 5
 
 
 def test_injected_numbers_are_the_transforms_own():
     tx = mfx.inject_hyperparams(mfx.chain(mfx.scale_by_adam(), mfx.scale_by_learning_rate(0.5)))
-    state = convert.from_torch_optimizer(saved(ENTRY), tx, PARAMS)
+    state = convert.read("torch", saved(ENTRY), tx, PARAMS)
     assert float(state.hyperparams["scale_by_learning_rate.learning_rate"]) == 0.5
     assert torch.equal(state.inner["scale_by_adam"].mu["w"], ENTRY["exp_avg"])
 
@@ -248,16 +248,16 @@ def test_injected_numbers_are_the_transforms_own():
 def test_nested_parameters_go_by_their_dotted_names():
     params = {"block": [{"w": torch.zeros(3)}]}
     source = saved(ENTRY, {"param_names": ["block.0.w"]})
-    state = convert.from_torch_optimizer(source, mfx.scale_by_adam(), params)
+    state = convert.read("torch", source, mfx.scale_by_adam(), params)
     assert torch.equal(state.mu["block"][0]["w"], ENTRY["exp_avg"])
-    assert convert.to_torch_optimizer(state, source, params)["state"][0]["step"] == 2
+    assert convert.write("torch", state, source, params)["state"][0]["step"] == 2
 
 
 def test_what_a_torch_optimizer_would_not_get_is_named():
     with pytest.raises(
         ValueError, match=r"'w' has a adamw state in torch.optim; the muonfx state has a muon state for it"
     ):
-        convert.to_torch_optimizer(mfx.momentum().init(PARAMS), saved(ENTRY), PARAMS)
+        convert.write("torch", mfx.momentum().init(PARAMS), saved(ENTRY), PARAMS)
 
 
 def test_a_convolution_of_kellers_has_no_chain_but_a_state():
@@ -267,11 +267,11 @@ def test_a_convolution_of_kellers_has_no_chain_but_a_state():
     with pytest.raises(
         ValueError, match=r"'conv': shape \(4, 3, 2, 2\): its updates are scaled by the sides of the kernel"
     ):
-        convert.keller_recipe(source, params, names=["conv"])
-    assert convert.from_keller(source, mfx.momentum(), params, names=["conv"]).trace["conv"].sum() == 48
+        convert.recipe("keller", source, params, names=["conv"])
+    assert convert.read("keller", source, mfx.momentum(), params, names=["conv"]).trace["conv"].sum() == 48
 
 
 def test_torch_muon_with_another_eps_has_no_chain():
     weight = torch.nn.Parameter(torch.randn(8, 4))
     with pytest.raises(ValueError, match="there is no chain for eps=1000"):
-        convert.torch_recipe(torch.optim.Muon([weight], lr=0.1, eps=1e3), {"w": weight})
+        convert.recipe("torch", torch.optim.Muon([weight], lr=0.1, eps=1e3), {"w": weight})

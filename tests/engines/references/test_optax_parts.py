@@ -119,7 +119,7 @@ def test_adaptive_clipping_is_optaxs_in_the_other_layout(axis: Any):
 
 def test_noise_has_optaxs_variance():
     """The numbers are others, so their sizes are compared, to three parts in a hundred."""
-    ours, theirs = mfx.add_noise(0.3, 0.55), optax.add_noise(0.3, 0.55, 0)
+    ours, theirs = mfx.contrib.add_noise(0.3, 0.55), optax.add_noise(0.3, 0.55, 0)
     zeros = {"w": torch.zeros(10_000, dtype=torch.float64)}
     state, their_state = ours.init(zeros), theirs.init(to_jax(zeros))
     for _ in range(3):

@@ -73,7 +73,9 @@ def test_scion(norm: str, constrained: bool):
 
     labels = dict.fromkeys(SHAPES, "role")
     more: dict[str, Any] = {"newton_schulz": EXACT, "constrained": constrained, "labels": labels}
-    assert_equal(mfx.scion(RATE, decay=BETA, norms={"role": (norm, 5.0)}, **more), make, 1e-6)  # their eps is 1e-8
+    assert_equal(
+        mfx.contrib.scion(RATE, decay=BETA, norms={"role": (norm, 5.0)}, **more), make, 1e-6
+    )  # their eps is 1e-8
 
 
 def test_adamuon():
@@ -81,7 +83,7 @@ def test_adamuon():
         group = {"params": params, "use_muon": True}
         return theirs.AdaMuon([group], lr=RATE, betas=(BETA, 0.8), weight_decay=DECAY, eps=1e-10)
 
-    tx = mfx.adamuon(
+    tx = mfx.contrib.adamuon(
         RATE, decay=BETA, second_decay=0.8, eps=1e-10, nesterov=False, weight_decay=DECAY, newton_schulz=EXACT
     )
     assert_equal(tx, make, 1e-8)
@@ -92,7 +94,8 @@ def test_polargrad_is_muon_of_optax_with_the_dual_norm():
     optax = pytest.importorskip("optax", reason="optax is not installed")
     keller = mfx.polar.NewtonSchulz(coefficients="keller", method="standard", dtype=torch.float64)
     ours = mfx.chain(
-        mfx.momentum(BETA, nesterov=False, debias=True), mfx.scale_by_dual_norm(mfx.orthogonalize(newton_schulz=keller))
+        mfx.momentum(BETA, nesterov=False, debias=True),
+        mfx.contrib.scale_by_dual_norm(mfx.orthogonalize(newton_schulz=keller)),
     )
     params, steps = draw()
     with jax.enable_x64(True):

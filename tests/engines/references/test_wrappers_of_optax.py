@@ -101,9 +101,11 @@ RATE = 0.1
 def test_schedule_free(theirs: Any, warms_up: bool):
     their_rate = (lambda count: 0.01 * count.clip(0, 10)) if warms_up else RATE
     our_rate = mfx.linear(0.0, RATE, 10) if warms_up else RATE
-    tx = mfx.schedule_free(mfx.chain(mfx.scale_by_adam(b1=0.0), mfx.scale_by_learning_rate(our_rate)), our_rate, b1=0.9)
+    tx = mfx.contrib.schedule_free(
+        mfx.chain(mfx.scale_by_adam(b1=0.0), mfx.scale_by_learning_rate(our_rate)), our_rate, b1=0.9
+    )
     reference = theirs.contrib.schedule_free(theirs.adam(their_rate, b1=0.0), their_rate, b1=0.9)
-    ours = our_run(tx, lambda state, params: (params, mfx.schedule_free_eval_params(state, params)))
+    ours = our_run(tx, lambda state, params: (params, mfx.contrib.schedule_free_eval_params(state, params)))
     others = their_run(
         theirs, reference, lambda state, params: (params, theirs.contrib.schedule_free_eval_params(state, params))
     )
@@ -112,7 +114,7 @@ def test_schedule_free(theirs: Any, warms_up: bool):
 
 
 def test_lookahead(theirs: Any):
-    tx = mfx.lookahead(mfx.adamw(RATE, weight_decay=0.0), 4, 0.3)
+    tx = mfx.contrib.lookahead(mfx.adamw(RATE, weight_decay=0.0), 4, 0.3)
     reference = theirs.lookahead(theirs.adam(RATE), 4, 0.3)
     ours = our_run(tx, lambda state, params: (params, state.slow))
     others = their_run(theirs, reference, lambda _, params: params, wrap=theirs.LookaheadParams.init_synced)
@@ -142,7 +144,7 @@ def third(count: Any) -> Any:
 )
 def test_reduce_on_plateau(theirs: Any, settings: dict[str, Any]):
     # A rate at which the loss rises and falls.
-    tx = mfx.chain(mfx.scale_by_learning_rate(0.7), mfx.reduce_on_plateau(0.5, **settings))
+    tx = mfx.chain(mfx.scale_by_learning_rate(0.7), mfx.contrib.reduce_on_plateau(0.5, **settings))
     reference = theirs.chain(theirs.sgd(0.7), theirs.contrib.reduce_on_plateau(0.5, **settings))
     ours = our_run(tx, lambda state, params: {**params, "scale": state["reduce_on_plateau"].scale})
     require_close(
@@ -166,7 +168,7 @@ def test_reduce_on_plateau(theirs: Any, settings: dict[str, Any]):
 )
 def test_prodigy(theirs: Any, ours: dict[str, Any], others: dict[str, Any]):
     mine = our_run(
-        mfx.prodigy(0.7, **ours), lambda state, params: {**params, "rate": state["scale_by_prodigy"].estim_lr}
+        mfx.contrib.prodigy(0.7, **ours), lambda state, params: {**params, "rate": state["scale_by_prodigy"].estim_lr}
     )
     reference = theirs.contrib.prodigy(0.7, **others)
     require_close(mine, their_run(theirs, reference, lambda state, params: {**params, "rate": state.estim_lr}))
@@ -177,11 +179,11 @@ def test_prodigy(theirs: Any, ours: dict[str, Any], others: dict[str, Any]):
 def test_the_scaling_of(theirs: Any, name: str):
     ours, other = {
         "ademamix": (
-            mfx.scale_by_ademamix(0.8, 0.95, 0.99, lambda count: 0.2 * count.double()),
+            mfx.contrib.scale_by_ademamix(0.8, 0.95, 0.99, lambda count: 0.2 * count.double()),
             lambda: theirs.contrib.ademamix(1.0, 0.8, 0.95, 0.99, lambda count: 0.2 * count),
         ),
-        "dog": (mfx.scale_by_dog(1e-2), lambda: theirs.contrib.dog(1.0, ("heuristic", 1e-2))),
-        "dowg": (mfx.scale_by_dowg(1e-2), lambda: theirs.contrib.dowg(1.0, 1e-2)),
+        "dog": (mfx.contrib.scale_by_dog(1e-2), lambda: theirs.contrib.dog(1.0, ("heuristic", 1e-2))),
+        "dowg": (mfx.contrib.scale_by_dowg(1e-2), lambda: theirs.contrib.dowg(1.0, 1e-2)),
     }[name]
     chained = theirs.chain(other(), theirs.scale(RATE))
     require_close(our_run(mfx.chain(ours, mfx.scale(-RATE))), their_run(theirs, chained))
@@ -191,7 +193,7 @@ def test_sam(theirs: Any):
     tx, params, mine = mfx.adamw(RATE, weight_decay=0.0), start(), []
     state = tx.init(params)
     for _ in range(STEPS):
-        updates, state = tx.update(mfx.sam_gradient(gradient, params, mfx.sam(0.3)), state, params)
+        updates, state = tx.update(mfx.contrib.sam_gradient(gradient, params, mfx.contrib.sam(0.3)), state, params)
         params = mfx.apply_updates(params, updates)
         mine.append(params)
     climb = theirs.chain(theirs.contrib.normalize(), theirs.sgd(0.3))
@@ -213,7 +215,7 @@ def test_adaptive_sam():
         for name, grad in gradient(theirs).items():
             theirs[name].grad = grad.detach()
         reference.second_step()
-        step = mfx.sam_gradient(gradient, params, mfx.sam(0.3, adaptive=True))
+        step = mfx.contrib.sam_gradient(gradient, params, mfx.contrib.sam(0.3, adaptive=True))
         params = mfx.tree.map(lambda p, g: p - RATE * g, params, step)
         for name in params:
             # They take the norm in fp32.

@@ -1,0 +1,220 @@
+"""A model on a mesh of ranks, on paper: its parameters, and the layouts that they would have there.
+
+Ranks are numbered with tensor parallelism innermost: `rank = (replica * shard + s) * tp + t`. A replica, `shard * tp`
+neighbouring ranks, holds the model once. FSDP cuts a parameter along its first dim, tensor parallelism a matrix along
+its second. An expert, where experts are dealt out over `ep` parts of the replica, is a parameter of its own on the mesh
+of its part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from benchmarks.simulator.models import Kind, Model
+from muonfx.core import Transform
+from muonfx.select.partition import partition
+from muonfx.sharding.cut import Places
+from muonfx.sharding.layout import Layout
+from muonfx.sharding.layouts import Partition, Placed, on_mesh, replicated, zero
+from muonfx.sharding.plan.assignment import Plan, plan_for
+from muonfx.sharding.plan.balance import lower_bound
+from muonfx.sharding.plan.cost import Cost, newton_schulz_cost
+from muonfx.transforms.adam import scale_by_adam
+from muonfx.transforms.orthogonalize import orthogonalize
+
+__all__ = ["Mesh", "Parameter", "Setting"]
+
+MOST_RANKS = 1_000_000
+"""More than there are anywhere, and what takes some seconds to count."""
+
+
+class Mesh(NamedTuple):
+    """The number of ranks along each dim."""
+
+    dp: int = 1
+    """Replicas."""
+    shard: int = 1
+    """Ranks that shard a replica's parameters (FSDP)."""
+    tp: int = 1
+    """Ranks that cut each matrix (tensor parallelism)."""
+    ep: int = 1
+    """Parts of a replica that experts are dealt out to; divides `shard`."""
+
+    @staticmethod
+    def parse(text: str) -> Mesh:
+        """The mesh that ``"dp=64,shard=8"`` says.
+
+        Raises:
+            ValueError: a dim is unknown, repeated or not a number of at least 1, `ep` does not divide `shard`, or there
+                are more than `MOST_RANKS` ranks.
+
+        >>> Mesh.parse("dp=64,shard=8,tp=8").ranks
+        4096
+        """
+        sizes: dict[str, int] = {}
+        for part in text.split(","):
+            name, _, number = part.strip().partition("=")
+            wrong = not number.isdecimal() or len(number) > 9 or int(number) < 1
+            if name not in Mesh._fields or name in sizes or wrong:
+                raise ValueError(f"mesh: found {part!r}, expected dims such as 'dp=64,shard=8,tp=8,ep=8', each once")
+            sizes[name] = int(number)
+        mesh = Mesh(**sizes)
+        if mesh.shard % mesh.ep:
+            raise ValueError(f"mesh: found ep={mesh.ep}, expected a divisor of shard={mesh.shard}")
+        if mesh.ranks > MOST_RANKS:
+            raise ValueError(f"mesh: found {mesh.ranks:,} ranks, expected at most {MOST_RANKS:,}")
+        return mesh
+
+    @property
+    def ranks(self) -> int:
+        """All of them."""
+        return self.dp * self.shard * self.tp
+
+    @property
+    def pieces(self) -> int:
+        """Ranks of a replica, into as many pieces a matrix is cut."""
+        return self.shard * self.tp
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={size}" for name, size in zip(self._fields, self, strict=True) if size > 1) or "dp=1"
+
+
+class Parameter(NamedTuple):
+    """One parameter of a model."""
+
+    kind: Kind
+    part: int | None = None
+    """The part of a replica that an expert lies in; None: the whole replica."""
+
+    @property
+    def numel(self) -> int:
+        """Its elements."""
+        return self.kind.numel
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model, the ranks that train it, and the numbers that a plan of Muon follows from.
+
+    >>> from benchmarks.simulator.models import model
+    >>> on = Setting(model("gpt2-xl"), Mesh(shard=8))
+    >>> len(on.matrices), on.layout("fsdp2"), on.plan("fsdp2").size
+    (192, <from_dtensors of 339 parameters over 8 ranks>, 8)
+    """
+
+    model: Model
+    mesh: Mesh
+    device: str = "cuda"
+    dtype: torch.dtype = torch.bfloat16
+    """Of gradients, on the wire and in Newton-Schulz."""
+    state_size: int = 4
+    """Bytes of an element of momentum and of Adam's moments."""
+    bucket: int = 256 * 2**20
+    """Bytes of exchanges under way: matrices and messages of the bucket that is computed, the next, and the last."""
+    _layouts: dict[str, Layout] = field(default_factory=dict, repr=False, compare=False)
+
+    @cached_property
+    def parameters(self) -> Mapping[str, Parameter]:
+        """By name, layer by layer, as the names sort."""
+        placed: list[tuple[float, Parameter]] = []
+        for kind in self.model.kinds:
+            in_parts = kind.experts and self.mesh.ep > 1
+            alike = [Parameter(kind, part if in_parts else None) for part in range(self.mesh.ep)]
+            placed += [((i + 0.5) / kind.repeats, alike[i % self.mesh.ep]) for i in range(kind.repeats)]
+        placed.sort(key=lambda entry: entry[0])  # stable: kinds stay in order within a layer
+        return {f"{place:08d} {own.kind.name}": own for place, (_, own) in enumerate(placed)}
+
+    @cached_property
+    def matrices(self) -> tuple[Parameter, ...]:
+        """Those that Muon takes."""
+        return tuple(own for own in self.parameters.values() if own.kind.muon)
+
+    def cost(self, shape: tuple[int, ...]) -> Cost:
+        """The cost of one matrix."""
+        rows, columns = shape
+        return newton_schulz_cost((rows, columns), self.device, held=self.dtype, dtype=self.dtype)
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Bytes of each matrix as sent."""
+        return [matrix.numel * self.dtype.itemsize for matrix in self.matrices]
+
+    @cached_property
+    def loads(self) -> list[float]:
+        """The load of each matrix."""
+        return [self.cost(matrix.kind.shape).load for matrix in self.matrices]
+
+    @cached_property
+    def least(self) -> float:
+        """The least load of the busiest rank that is possible, with each matrix computed once by any rank."""
+        return lower_bound(self.loads, self.mesh.ranks)
+
+    @cached_property
+    def intermediates(self) -> int:
+        """Scratch of Newton-Schulz itself, one matrix at a time."""
+        return max(self.cost(kind.shape).scratch_bytes for kind in self.model.matrices)
+
+    def state_of(self, kind: Kind) -> int:
+        """Bytes of an element of a parameter: one momentum, or two moments."""
+        return self.state_size * (1 if kind.muon else 2)
+
+    @cached_property
+    def _params(self) -> dict[str, Tensor]:
+        blank = {kind: torch.empty(kind.shape, dtype=self.dtype, device="meta") for kind in self.model.kinds}
+        return {name: blank[own.kind] for name, own in self.parameters.items()}
+
+    @cached_property
+    def _tx(self) -> Transform:
+        labels = {name: "muon" if own.kind.muon else "adam" for name, own in self.parameters.items()}
+        return partition({"muon": orthogonalize(dtype=self.dtype), "adam": scale_by_adam()}, labels)
+
+    def layout(self, kind: str) -> Layout:
+        """The layout "fsdp2" (with replicas, tensor and expert parallelism or not), "zero-whole", "zero-flat" or "ddp".
+
+        ZeRO and DDP have all ranks of the mesh as data ranks.
+        """
+        if kind not in self._layouts:
+            self._layouts[kind] = self._make(kind)
+        return self._layouts[kind]
+
+    def _make(self, kind: str) -> Layout:
+        ranks = self.mesh.ranks
+        if kind == "fsdp2":
+            return self._on_mesh()
+        if kind == "ddp":
+            return replicated(self._params, ranks)
+        return zero(self._params, ranks, partition=cast("Partition", kind.removeprefix("zero-")), tx=self._tx)
+
+    def _on_mesh(self) -> Layout:
+        from torch.distributed.tensor import Replicate, Shard
+
+        mesh, inner = self.mesh, self.mesh.shard // self.mesh.ep
+        at = [(*divmod(rank // mesh.tp, mesh.shard), rank % mesh.tp) for rank in range(mesh.ranks)]
+        places: dict[int | None, Places] = {None: Places((mesh.dp, mesh.shard, mesh.tp), at)}
+        for part in range(mesh.ep) if mesh.ep > 1 else ():
+            own = [(dp, s % inner, tp) if s // inner == part else None for dp, s, tp in at]
+            places[part] = Places((mesh.dp, inner, mesh.tp), own)
+        matrix, vector = (Replicate(), Shard(0), Shard(1)), (Replicate(), Shard(0), Replicate())
+        placed = {
+            name: Placed(own.part, matrix if len(own.kind.shape) > 1 else vector)
+            for name, own in self.parameters.items()
+            if own.kind.shape
+        }
+        return on_mesh(self._params, placed, places)
+
+    def plan(self, layout: str, **settings: Any) -> Plan:
+        """The plan of a step under one of the layouts; settings as `muonfx.sharding.plan_for` takes them."""
+        return plan_for(
+            self._tx,
+            self.layout(layout),
+            device=self.device,
+            compute=self.dtype,
+            bucket_bytes=self.bucket,
+            **settings,
+        )

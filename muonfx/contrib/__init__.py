@@ -1,0 +1,65 @@
+"""Variants of Muon and further parts of Optax: imported when first used, outside the core that most chains need.
+
+`recipes` has whole optimizers: Scion, Dion, NAMO, AdaMuon, PolarGrad, MuSGD, Hyperball and Prodigy. The other modules
+have one family of transforms each.
+"""
+
+from muonfx.contrib.ademamix import AdemamixState, scale_by_ademamix
+from muonfx.contrib.conditional import ConditionalState, conditionally_mask, conditionally_transform
+from muonfx.contrib.dion import DionState, SampledMomentumState, sampled_momentum, scale_by_dion
+from muonfx.contrib.distance import DogState, DowgState, scale_by_dog, scale_by_dowg
+from muonfx.contrib.lookahead import LookaheadState, lookahead
+from muonfx.contrib.namo import NamoState, scale_by_namo
+from muonfx.contrib.noise import AddNoiseState, add_noise
+from muonfx.contrib.plateau import ReduceOnPlateauState, reduce_on_plateau
+from muonfx.contrib.prodigy import ProdigyState, scale_by_prodigy
+from muonfx.contrib.recipes import adamuon, dion, dion2, muon_hyperball, musgd, namo, polargrad, prodigy, scion
+from muonfx.contrib.schedule_free import ScheduleFreeState, schedule_free, schedule_free_eval_params
+from muonfx.contrib.sharpness import sam, sam_gradient
+from muonfx.contrib.spectral import clip_singular_values, scale_by_dual_norm
+
+__all__ = [
+    "AddNoiseState",
+    "AdemamixState",
+    "ConditionalState",
+    "DionState",
+    "DogState",
+    "DowgState",
+    "LookaheadState",
+    "NamoState",
+    "ProdigyState",
+    "ReduceOnPlateauState",
+    "SampledMomentumState",
+    "ScheduleFreeState",
+    "adamuon",
+    "add_noise",
+    "clip_singular_values",
+    "conditionally_mask",
+    "conditionally_transform",
+    "dion",
+    "dion2",
+    "lookahead",
+    "muon_hyperball",
+    "musgd",
+    "namo",
+    "polargrad",
+    "prodigy",
+    "reduce_on_plateau",
+    "sam",
+    "sam_gradient",
+    "sampled_momentum",
+    "scale_by_ademamix",
+    "scale_by_dion",
+    "scale_by_dog",
+    "scale_by_dowg",
+    "scale_by_dual_norm",
+    "scale_by_namo",
+    "scale_by_prodigy",
+    "schedule_free",
+    "schedule_free_eval_params",
+    "scion",
+]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

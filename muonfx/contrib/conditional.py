@@ -1,0 +1,162 @@
+"""Transforms that act at some steps only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from muonfx import tree
+from muonfx.core import Donation, Locality, Transform, transform
+from muonfx.core.contract import NOTHING, Functions, InStore
+from muonfx.transforms._in_store import StoreExecutor
+from muonfx.transforms._pinned import new_count
+from muonfx.tree import PyTree, device_of
+
+__all__ = ["ConditionalState", "conditionally_mask", "conditionally_transform"]
+
+Condition = Callable[[Tensor], Tensor]
+
+
+class ConditionalState(NamedTuple):
+    """State of `conditionally_transform` and `conditionally_mask`."""
+
+    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
+    """Updates so far, int64: also those at which the inner transform did not act."""
+    inner: PyTree
+    """The inner transform's state."""
+
+
+def _decide(name: str, condition: Condition, count: Tensor) -> Tensor:
+    decision: object = condition(count)
+    if not isinstance(decision, Tensor) or decision.dtype != torch.bool or decision.ndim:
+        raise TypeError(
+            f"{name}: should_transform must return a 0-d bool tensor for the count, a 0-d int64 tensor, found "
+            f"{decision!r}; compare the count with torch's operators: lambda count: count % 10 == 0"
+        )
+    return decision
+
+
+def _functions(name: str, inner: Transform, condition: Condition, otherwise: Callable[[Tensor], Tensor]) -> Functions:
+    """Build init and update; ``otherwise`` makes the update where the inner transform does not act."""
+    if not isinstance(inner, Transform):
+        raise TypeError(f"{name}: inner must be a Transform, found {inner!r}")
+    if not callable(condition):
+        raise TypeError(f"{name}: should_transform must be a function of the count, found {condition!r}")
+
+    def init(params: PyTree) -> ConditionalState:
+        return ConditionalState(new_count(device_of(params)), inner.functions.init(params))
+
+    def update(
+        updates: PyTree, state: ConditionalState, params: PyTree = None, *, donate: Donation = NOTHING, **extras: object
+    ):
+        acts = _decide(name, condition, state.count)
+        # What is given is needed again: none of it may be reused.
+        out, after = inner.run(updates, state.inner, params, donate=NOTHING, **extras)
+
+        def select(new: Tensor, update: Tensor | None) -> Tensor:
+            # An inner transform that gathers may have an update for a leaf that has no gradient now.
+            old = torch.zeros_like(new) if update is None else otherwise(update).to(new.dtype)
+            return torch.where(acts.to(new.device), new, old)
+
+        def keep(new: Any, old: Any) -> Any:
+            return torch.where(acts.to(new.device), new, old) if isinstance(new, Tensor) else new
+
+        return tree.map(select, out, updates), ConditionalState(state.count + 1, tree.map(keep, after, state.inner))
+
+    return Functions(init, update)
+
+
+def _init_in_store(executor: StoreExecutor, tx: Transform, params: PyTree) -> PyTree:
+    return ConditionalState(new_count(device_of(params)), tx.children[0].functions.init(params))
+
+
+def _update_in_store(otherwise: Callable[[Tensor], Tensor]) -> Callable[..., tuple[PyTree, PyTree]]:
+    def update(
+        executor: StoreExecutor,
+        tx: Transform,
+        updates: PyTree,
+        state: ConditionalState,
+        params: PyTree,
+        donate: Donation,
+        extras: Mapping[str, object],
+    ) -> tuple[PyTree, ConditionalState]:
+        """Ask whether it is time, and act or not: to select between two states would bring in both."""
+        if bool(_decide(tx.name, tx.arguments["should_transform"], state.count)):
+            out, inner = tx.children[0].run(updates, state.inner, params, donate=donate, **extras)
+        else:
+            out, inner = tree.map(otherwise, updates), executor.kept_state(state.inner, updates, donate)
+        return out, ConditionalState(state.count + 1, inner)
+
+    return update
+
+
+def _same(update: Tensor) -> Tensor:
+    return update
+
+
+@transform(
+    locality=lambda inner, should_transform: inner.locality,
+    reads_params=lambda inner, should_transform: inner.reads_params,
+    own_locality=Locality.ELEMENT,
+    in_store=InStore(_init_in_store, _update_in_store(_same)),
+)
+def conditionally_transform(inner: Transform, should_transform: Callable[[Tensor], Tensor]):
+    """Let a transform act at some steps only; at the others updates pass unchanged, and its state stays as it is.
+
+    Nothing is read back from the device: old or new is selected there. So the inner transform runs at every step.
+
+    Args:
+        inner: the transform.
+        should_transform: a function of the number of updates before this one, a 0-d int64 tensor, that returns a 0-d
+            bool tensor; a named function of a module if the transform is to be pickled.
+
+    Raises:
+        TypeError: ``should_transform`` is not callable; at `update`, it returns something else.
+
+    Follows Optax's transform of this name.
+
+    Example:
+        >>> import muonfx as mfx
+        >>> tx = mfx.contrib.conditionally_transform(mfx.scale(2.0), lambda count: count % 2 == 1)
+        >>> state = tx.init({"w": torch.ones(1)})
+        >>> for _ in range(3):
+        ...     updates, state = tx.update({"w": torch.ones(1)}, state)
+        ...     print(updates)
+        {'w': tensor([1.])}
+        {'w': tensor([2.])}
+        {'w': tensor([1.])}
+    """
+    return _functions("conditionally_transform", inner, should_transform, _same)
+
+
+@transform(
+    locality=lambda inner, should_transform: inner.locality,
+    reads_params=lambda inner, should_transform: inner.reads_params,
+    own_locality=Locality.ELEMENT,
+    in_store=InStore(_init_in_store, _update_in_store(torch.zeros_like)),
+)
+def conditionally_mask(inner: Transform, should_transform: Callable[[Tensor], Tensor]):
+    """Let a transform act at some steps only; at the others updates are zero, and its state stays as it is.
+
+    Args:
+        inner: the transform.
+        should_transform: as for `conditionally_transform`.
+
+    Raises:
+        TypeError: ``should_transform`` is not callable; at `update`, it returns something else.
+
+    Follows Optax's transform of this name.
+
+    Example:
+        >>> import muonfx as mfx
+        >>> tx = mfx.contrib.conditionally_mask(mfx.scale(2.0), lambda count: count >= 1)
+        >>> state = tx.init({"w": torch.ones(1)})
+        >>> first, state = tx.update({"w": torch.ones(1)}, state)
+        >>> second, state = tx.update({"w": torch.ones(1)}, state)
+        >>> first, second
+        ({'w': tensor([0.])}, {'w': tensor([2.])})
+    """
+    return _functions("conditionally_mask", inner, should_transform, torch.zeros_like)

@@ -1,0 +1,99 @@
+"""Lookahead: slow weights that follow the fast ones every few steps."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from muonfx.core import Donation, Locality, Transform, checks, transform
+from muonfx.core.contract import NOTHING
+from muonfx.core.schedules import Scalar
+from muonfx.transforms._in_store import INNER_FIRST
+from muonfx.transforms._pinned import WideStateDtype, copies, new_count, store, widest
+from muonfx.tree import Present, PyTree, device_of
+from muonfx.tree import elementwise as ew
+
+__all__ = ["LookaheadState", "lookahead"]
+
+
+class LookaheadState(NamedTuple):
+    """State of `lookahead`."""
+
+    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
+    """Updates since the fast weights last came back to the slow ones, int64."""
+    slow: PyTree
+    """The slow weights, like the parameters, in the pinned dtype: those to evaluate."""
+    inner: PyTree
+    """The inner transform's state."""
+
+
+@transform(
+    locality=lambda inner, *_, **__: inner.locality,
+    own_locality=Locality.ELEMENT,
+    in_store=INNER_FIRST,
+    position="last",
+)
+def lookahead(inner: Transform, sync_period: int, slow_step_size: Scalar, *, dtype: WideStateDtype = "auto"):
+    """Let the parameters run ahead, and every few steps bring them back to slow weights that go part of the way.
+
+    At every ``sync_period``-th update the slow weights move by ``slow_step_size`` of the way to the parameters, and the
+    parameters are set to them. The inner transform's state goes on as it is.
+
+    Args:
+        inner: the whole chain, the learning rate included; nothing may change the updates behind it.
+        sync_period: the number of updates from one meeting to the next, 1 or more.
+        slow_step_size: the part of the way, usually 0.5.
+        dtype: pinned dtype of the slow weights; "auto" is float32, but float64 for a float64 parameter; None is each
+            parameter's own.
+
+    The parameters stay one tree, which Optax makes a pair of: the slow weights are in the state.
+
+    Raises:
+        TypeError: ``sync_period`` is no int.
+        ValueError: ``sync_period`` is below 1, ``slow_step_size`` is negative or not finite, or ``dtype`` is a string
+            other than "auto"; at `update`, ``params`` is missing.
+
+    Follows Zhang et al. (arXiv 1907.08610) and Optax's transform of this name.
+
+    Example:
+        >>> import muonfx as mfx
+        >>> tx = mfx.contrib.lookahead(mfx.scale(-1.0), sync_period=2, slow_step_size=0.5)
+        >>> params = {"w": torch.zeros(1)}
+        >>> state = tx.init(params)
+        >>> for _ in range(2):
+        ...     updates, state = tx.update({"w": -torch.ones(1)}, state, params)
+        ...     params = mfx.apply_updates(params, updates)
+        ...     print(params, state.slow)
+        {'w': tensor([1.])} {'w': tensor([0.])}
+        {'w': tensor([1.])} {'w': tensor([1.])}
+    """
+    if not isinstance(inner, Transform):
+        raise TypeError(f"lookahead: inner must be a Transform, found {inner!r}")
+    checks.positive_int("sync_period", sync_period)
+    slow_step_size = checks.at_least("slow_step_size", slow_step_size, 0.0)
+    checks.state_dtype("dtype", dtype)
+
+    def init(params: PyTree) -> LookaheadState:
+        return LookaheadState(new_count(device_of(params)), copies(params, dtype), inner.functions.init(params))
+
+    def update(
+        updates: PyTree, state: LookaheadState, params: PyTree = None, *, donate: Donation = NOTHING, **extras: object
+    ):
+        if params is None:
+            raise ValueError("lookahead needs the parameters: call update(updates, state, params)")
+        out, inner_state = inner.run(updates, state.inner, params, donate=donate, **extras)
+        count = (state.count + 1) % sync_period
+        is_due = count == 0
+        at = Present(out)
+        given, held = at.pick(out), at.pick(state.slow)
+        u, slow, fast = widest(given, held, at.pick(params))
+        moved = ew.lerp(slow, ew.add(fast, u), slow_step_size)
+        # Where, not multiplication: fast weights that are infinite or NaN meanwhile are no news to the slow ones.
+        back = [torch.where(is_due.to(x.device), m - x, y) for m, x, y in zip(moved, fast, u, strict=True)]
+        moved = [torch.where(is_due.to(x.device), m, x) for m, x in zip(moved, slow, strict=True)]
+        new_slow = at.fill(store(moved, held, reuse=donate.state), state.slow)
+        return at.fill(ew.cast_like(back, given)), LookaheadState(count, new_slow, inner_state)
+
+    return init, update

@@ -1,0 +1,172 @@
+"""NAMO: the size of an orthogonalized momentum from the noise of the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from muonfx import tree
+from muonfx.core import Donation, Transform, checks, transform
+from muonfx.core.contract import NOTHING
+from muonfx.core.schedules import ScalarOrSchedule
+from muonfx.transforms._matrices import (
+    BlockAxis,
+    Blocks,
+    Dims,
+    MatrixView,
+    join_scalars,
+    matrix_locality,
+    name_patterns,
+    split_scalars,
+)
+from muonfx.transforms._pinned import WideStateDtype, new_count, power, state_dtype, store, widen, zeros
+from muonfx.transforms.weight_norm import norm
+from muonfx.tree import Present, PyTree, device_of
+from muonfx.tree import elementwise as ew
+
+__all__ = ["NamoState", "scale_by_namo"]
+
+
+class NamoState(NamedTuple):
+    """State of `scale_by_namo`."""
+
+    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
+    """Updates so far, int64."""
+    mu: PyTree
+    """The average gradient, like the parameters, in the pinned dtype."""
+    nu: PyTree
+    """The average squared norm of each matrix's gradient, in the pinned dtype: shape (..., 1, 1) for a leaf of shape
+    (..., rows, columns), with a number for each block along the block axis."""
+    inner: PyTree
+    """The inner transform's state."""
+
+
+@transform(
+    locality=lambda inner, *_, dims, **__: max(matrix_locality(dims=dims), inner.locality),
+    reads_params=lambda inner, *_, **__: inner.reads_params,
+    on_stacks=lambda tx, shapes: (tx, {}),  # the inner transform has a state by leaves of its own
+    name_patterns=name_patterns,
+    short_names={"betas": ("b1", "b2"), "momentum": "b1", "eps": "eps"},
+    position="sets_size",
+)
+def scale_by_namo(
+    inner: Transform,
+    b1: ScalarOrSchedule = 0.95,
+    b2: ScalarOrSchedule = 0.99,
+    eps: ScalarOrSchedule = 1e-8,
+    *,
+    dtype: WideStateDtype = "auto",
+    dims: Dims | Mapping[str, Dims] | None = None,
+    blocks: Blocks | Mapping[str, Blocks] | None = None,
+    block_axis: BlockAxis = -2,
+    view: MatrixView = MatrixView(),
+):
+    r"""Average gradients, apply a transform, and scale each matrix by the norm of its average over that of gradients.
+
+    $M_t = \beta_1 M_{t-1} + (1 - \beta_1) G_t$, $v_t = \beta_2 v_{t-1} + (1 - \beta_2) \|G_t\|_F^2$, and the update is
+    $\alpha_t D(M_t)$ with $\alpha_t = \frac{\sqrt{1 - \beta_2^t}}{1 - \beta_1^t} \frac{\|M_t\|_F}{\sqrt{v_t} +
+    \epsilon}$ for the inner transform $D$: near 1 where gradients agree, small where they are noise.
+
+    Args:
+        inner: `orthogonalize`; with `add_decayed_weights` behind it, $\alpha_t$ scales the decay too, as in the paper.
+        b1: decay of the average, in [0, 1).
+        b2: decay of the squared norm, in [0, 1).
+        eps: added to the root, not negative.
+        dtype: pinned dtype of both; "auto" is float32, but float64 for a float64 parameter; None is each parameter's
+            own.
+        dims: of the view, loose.
+        blocks: of the view, loose.
+        block_axis: of the view, loose.
+        view: which matrices a leaf consists of; the same as for the inner transform.
+
+    Raises:
+        ValueError: an argument is out of range, or a dtype is a string other than "auto"; at `init`, a leaf is no
+            matrix or does not fit the view.
+
+    Follows NAMO (Zhang, Liu and Schaeffer, arXiv 2602.17080).
+
+    Example:
+        >>> import muonfx as mfx
+        >>> tx = mfx.contrib.scale_by_namo(mfx.orthogonalize(coefficients="polar_express"), b1=0.5, b2=0.5)
+        >>> grads = {"w": torch.diag(torch.tensor([3.0, 1.0]))}
+        >>> first, state = tx.update(grads, tx.init(grads))
+        >>> turned, _ = tx.update({"w": -grads["w"]}, state)
+        >>> first["w"].diagonal().round(decimals=2), turned["w"].diagonal().round(decimals=2)
+        (tensor([1., 1.]), tensor([-0.3300, -0.3300]))
+    """
+    b1 = checks.in_unit_interval("b1", b1)
+    b2 = checks.in_unit_interval("b2", b2)
+    eps = checks.at_least("eps", eps, 0.0)
+    checks.state_dtype("dtype", dtype)
+
+    def init(params: PyTree) -> NamoState:
+        at = Present(params)
+        names, leaves = at.names(), at.pick(params)
+        nu = [
+            join_scalars(
+                own,
+                [m.new_zeros((*m.shape[:-2], 1, 1), dtype=state_dtype(dtype, m.dtype)) for m in own.split(leaf, name)],
+            )
+            for own, leaf, name in zip(view.of(names), leaves, names, strict=True)
+        ]
+        count = new_count(device_of(params))
+        return NamoState(count, zeros(params, dtype), at.fill(nu), inner.functions.init(params))
+
+    def update(
+        updates: PyTree, state: NamoState, params: PyTree = None, *, donate: Donation = NOTHING, **extras: object
+    ):
+        at = Present(updates)
+        grads, old = at.pick(updates), at.pick(state.mu)
+        names = at.names() if view.needs_names else [""] * len(grads)
+        views = view.of(names)
+        wide, held, _ = widen(grads, old)
+        average = ew.lerp(held, wide, 1.0 - b1)
+        mu = at.fill(store(average, old, reuse=False), state.mu)
+
+        count = state.count + 1
+        correction = (1.0 - power(b2, count)).sqrt() / (1.0 - power(b1, count))
+        nu: list[Tensor] = []
+        alphas: list[list[Tensor]] = []
+        for own, name, g, m, v in zip(views, names, grads, average, at.pick(state.nu), strict=True):
+            parts = [
+                _size(one, mean, moment, b2, eps, correction)
+                for one, mean, moment in zip(own.split(g, name), own.split(m, name), split_scalars(own, v), strict=True)
+            ]
+            nu.append(join_scalars(own, [moment for moment, _ in parts]))
+            alphas.append([alpha for _, alpha in parts])
+
+        # The average may lie in the state, so it is not donated on.
+        directions = at.fill(ew.cast_like(average, grads))
+        out, inner_state = inner.run(directions, state.inner, params, donate=Donation(False, donate.state), **extras)
+        for name, own, update in zip(tree.names(out), tree.leaves(out), tree.leaves(updates), strict=True):
+            if own is not None and update is None:
+                raise ValueError(
+                    f"scale_by_namo: inner returns an update for {name!r}, whose gradient is None, so it has no scale; "
+                    "put what gathers gradients around it: accumulate(scale_by_namo(...), every)"
+                )
+        scaled = [
+            own.join(
+                [(d * a).to(leaf.dtype) for d, a in zip(own.split(leaf, name), each, strict=True)],
+                leaf,
+            )
+            for own, name, leaf, each in zip(views, names, at.pick(out), alphas, strict=True)
+        ]
+        return at.fill(scaled), NamoState(count, mu, at.fill(nu, state.nu), inner_state)
+
+    return init, update
+
+
+def _size(
+    gradient: Tensor, average: Tensor, moment: Tensor, b2: float | Tensor, eps: float | Tensor, correction: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The new second moment of a matrix, and the factor for its update."""
+    wide = ew.wide_dtype(gradient.dtype, moment.dtype)
+    old, square = moment.to(wide), norm(gradient).to(wide).square()
+    new = old + (1.0 - b2) * (square.clamp(max=torch.finfo(moment.dtype).max) - old)
+    divisor = ew.safe_sqrt(new) + eps
+    # Where all gradients have been zero, 0 / (0 + eps) is 0 whatever eps is.
+    alpha = torch.where(divisor > 0, norm(average).to(wide) / torch.where(divisor > 0, divisor, 1.0), 0.0)
+    return new.to(moment.dtype), alpha * correction.to(wide)

@@ -1,0 +1,167 @@
+"""Prodigy: Adam's steps with a learning rate that is found on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from muonfx import tree
+from muonfx.core import Donation, Locality, checks, transform
+from muonfx.core.contract import NOTHING
+from muonfx.core.schedules import ScalarOrFunction, ScalarOrSchedule
+from muonfx.transforms._pinned import WideStateDtype, copies, new_count, new_number, power, store, widest, zeros
+from muonfx.tree import Present, PyTree, device_of
+from muonfx.tree import elementwise as ew
+
+__all__ = ["ProdigyState", "scale_by_prodigy"]
+
+
+class ProdigyState(NamedTuple):
+    """State of `scale_by_prodigy`."""
+
+    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
+    """Updates so far, int64."""
+    estim_lr: Tensor
+    """The estimate of the learning rate, 0-d: it never falls."""
+    numerator: Tensor
+    """The numerator of the estimate, 0-d."""
+    mu: PyTree
+    """First moments, like the parameters, in the pinned dtype."""
+    nu: PyTree
+    """Second moments, likewise."""
+    grad_sum: PyTree
+    """Weighted sums of the gradients, likewise."""
+    start: PyTree
+    """The parameters at the start, in their own dtypes."""
+
+
+@transform(
+    locality=Locality.TREE,
+    short_names={"lr": "learning_rate", "betas": ("b1", "b2"), "eps": "eps"},
+    position="sets_size",
+)
+def scale_by_prodigy(
+    learning_rate: ScalarOrFunction = 1.0,
+    b1: ScalarOrSchedule = 0.9,
+    b2: ScalarOrSchedule = 0.999,
+    eps: ScalarOrSchedule = 1e-8,
+    *,
+    b3: ScalarOrSchedule | None = None,
+    estim_lr0: ScalarOrSchedule = 1e-6,
+    estim_lr_coef: ScalarOrSchedule = 1.0,
+    weight_decay: ScalarOrSchedule = 0.0,
+    safeguard_warmup: bool = False,
+    dtype: WideStateDtype = "auto",
+):
+    r"""Scale gradients as Adam does, times a learning rate that is estimated from the distance to the start.
+
+    The estimate $d$ grows to the largest of $\langle g_t, p_0 - p_t \rangle$, averaged with weights, over the sum of
+    magnitudes of the gradients, averaged with the same weights. Both are sums over all leaves, on all ranks.
+
+    Args:
+        learning_rate: a factor of the estimate, a number or a schedule: 1, or one that falls to 0 from there. It is
+            part of the estimate, and so is applied here; the sign is not turned.
+        b1: decay of the first moment, in [0, 1).
+        b2: decay of the second moment, in [0, 1).
+        eps: added outside the root, times the estimate; not negative.
+        b3: decay of the averages in the estimate, in [0, 1); None is the root of ``b2``.
+        estim_lr0: the estimate at the start, positive and small.
+        estim_lr_coef: a factor of new estimates, positive.
+        weight_decay: decoupled; the parameters times this are added to Adam's step, before the rate.
+        safeguard_warmup: leave the learning rate out of the denominator, for a warmup.
+        dtype: pinned dtype of the moments and sums; "auto" is float32, but float64 for a float64 parameter; None is
+            each parameter's own.
+
+    Raises:
+        ValueError: an argument is out of range, or ``dtype`` is a string other than "auto"; at `update`, ``params`` is
+            missing.
+
+    Follows Mishchenko and Defazio (arXiv 2306.06101) and Optax's ``contrib.prodigy``.
+
+    Example:
+        >>> import muonfx as mfx
+        >>> tx = mfx.chain(mfx.contrib.scale_by_prodigy(), mfx.scale(-1.0))
+        >>> params = {"w": torch.ones(1)}
+        >>> state = tx.init(params)
+        >>> for _ in range(60):
+        ...     updates, state = tx.update(params, state, params)  # the gradient of half the square
+        ...     params = mfx.apply_updates(params, updates)
+        >>> bool(state["scale_by_prodigy"].estim_lr > 1e4 * 1e-6)
+        True
+    """
+    if not callable(learning_rate):
+        checks.at_least("learning_rate", learning_rate, 0.0)
+    b1 = checks.in_unit_interval("b1", b1)
+    b2 = checks.in_unit_interval("b2", b2)
+    if b3 is not None:
+        b3 = checks.in_unit_interval("b3", b3)
+    eps = checks.at_least("eps", eps, 0.0)
+    weight_decay = checks.at_least("weight_decay", weight_decay, 0.0)
+    estim_lr0 = checks.positive("estim_lr0", estim_lr0)
+    estim_lr_coef = checks.positive("estim_lr_coef", estim_lr_coef)
+    checks.state_dtype("dtype", dtype)
+
+    def init(params: PyTree) -> ProdigyState:
+        device = device_of(params)
+        first, second, total = (zeros(params, dtype) for _ in range(3))
+        start = copies(params, None)
+        return ProdigyState(
+            new_count(device), new_number(estim_lr0, device), new_number(0.0, device), first, second, total, start
+        )
+
+    def update(
+        updates: PyTree,
+        state: ProdigyState,
+        params: PyTree = None,
+        *,
+        sum_over_leaves: Callable[[PyTree], Tensor],
+        donate: Donation = NOTHING,
+    ):
+        if params is None:
+            raise ValueError("scale_by_prodigy needs the parameters: call update(updates, state, params)")
+        at = Present(updates)
+        given = at.pick(updates)
+        held = [at.pick(own) for own in (state.mu, state.nu, state.grad_sum)]
+        g, p, start, mu, nu, grad_sum = widest(given, at.pick(params), at.pick(state.start), *held)
+
+        count, old, decay = state.count + 1, state.estim_lr, b2**0.5 if b3 is None else b3
+        rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
+        correction = (1.0 - power(b2, count)).sqrt() / (1.0 - power(b1, count))
+        step = new_number(old * rate * correction, old.device)
+
+        towards = [_sum(a * (b - c)) for a, b, c in zip(g, start, p, strict=True)]
+        rise = _like(old, sum_over_leaves(at.fill(towards)))
+        numerator = decay * state.numerator + old / estim_lr0 * step * rise
+        reuse = donate.state
+        weight = old * (old if safeguard_warmup else step) / estim_lr0
+        grad_sum = ew.add(ew.mul(grad_sum, decay, reuse=reuse), g, weight, reuse=True)
+        mu = ew.add(ew.mul(mu, b1, reuse=reuse), g, (1.0 - b1) * old, reuse=True)
+        nu = ew.addcmul(ew.mul(nu, b2, reuse=reuse), g, g, (1.0 - b2) * old * old, reuse=True)
+        new_sum = at.fill(store(grad_sum, held[2], reuse=reuse), state.grad_sum)
+        # Of all leaves, also of those without a gradient now: their part of the numerator is in it still.
+        length = _like(old, sum_over_leaves(tree.map(lambda leaf: _sum(leaf.abs()), new_sum)))
+        estimate = estim_lr_coef * numerator / torch.where(length > 0, length, 1.0)
+        estim_lr = torch.where(length > 0, torch.maximum(old, estimate), old)
+
+        divisors = ew.shift(ew.apply("sqrt", nu), estim_lr * eps, reuse=True)
+        out = ew.div(mu, divisors, reuse=True)
+        if not (isinstance(weight_decay, float) and weight_decay == 0.0):
+            out = ew.add(out, p, weight_decay, reuse=True)
+        out = ew.cast_like(ew.mul(out, step, reuse=True), given)
+        new_mu = at.fill(store(mu, held[0], reuse=reuse), state.mu)
+        new_nu = at.fill(store(nu, held[1], reuse=reuse), state.nu)
+        return at.fill(out), ProdigyState(count, estim_lr, numerator, new_mu, new_nu, new_sum, state.start)
+
+    return init, update
+
+
+def _sum(x: Tensor) -> Tensor:
+    """The sum of all elements, in fp64 where the device has it."""
+    return x.sum() if x.device.type == "mps" else x.sum(dtype=torch.float64)
+
+
+def _like(number: Tensor, total: Tensor) -> Tensor:
+    return total.to(device=number.device, dtype=number.dtype)

@@ -1,0 +1,420 @@
+"""Variants of Muon as short chains, to use or to copy and change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from muonfx import polar
+from muonfx.contrib.dion import sampled_momentum, scale_by_dion
+from muonfx.contrib.namo import scale_by_namo
+from muonfx.contrib.prodigy import scale_by_prodigy
+from muonfx.contrib.spectral import scale_by_dual_norm
+from muonfx.core import Transform, add_updates, chain
+from muonfx.core.schedules import ScalarOrFunction, ScalarOrSchedule
+from muonfx.recipes import Mask
+from muonfx.select import default_labels, ndim
+from muonfx.select.partition import masked, partition
+from muonfx.transforms import (
+    add_decayed_weights,
+    keep_weight_norms,
+    match_weight_norms,
+    momentum,
+    normalize_columns,
+    normalize_leaves,
+    normalize_matrices,
+    normalize_rows,
+    orthogonalize,
+    scale,
+    scale_by_learning_rate,
+    scale_by_rms,
+    scale_by_shape,
+    scale_by_sign,
+)
+from muonfx.transforms._matrices import Dims, MatrixView
+from muonfx.transforms.scale import ShapeRule
+from muonfx.tree.arguments import plain_arguments
+
+__all__ = ["adamuon", "dion", "dion2", "muon_hyperball", "musgd", "namo", "polargrad", "prodigy", "scion"]
+
+Norms = Mapping[str, tuple[str, float]]
+
+
+@plain_arguments
+def scion(
+    learning_rate: ScalarOrFunction = 2.0**-12,
+    *,
+    norms: Norms | None = None,
+    decay: ScalarOrSchedule = 0.9,
+    constrained: bool = True,
+    vector_radius: ScalarOrSchedule = 1.0,
+    newton_schulz: polar.NewtonSchulz = polar.NewtonSchulz(),
+    view: MatrixView = MatrixView(),
+    labels: Any = default_labels,
+) -> Transform:
+    """Scion: for each parameter the steepest direction in a norm that suits its role, times a radius.
+
+    Args:
+        learning_rate: a number or a schedule.
+        norms: for each label a norm and a radius; None: ``{"muon": ("spectral", 50.0), "adamw": ("sign", 3000.0)}``,
+            the authors' for a GPT with shared embeddings. The norms are "spectral" for hidden matrices, "sign" for
+            heads, "rows" (the authors' RowNorm), "columns" (their ColNorm, for matrices that see the input) and
+            "embedding" (their ColNorm of a transposed matrix, for embeddings stored as tokens by features). Vectors and
+            scalars of every label get the root mean square 1.
+        decay: of the momentum; 1 minus the authors' ``momentum``.
+        constrained: shrink parameters by the learning rate, so that they stay within the radius (Frank-Wolfe). Without,
+            there is no decay.
+        vector_radius: of vectors and scalars.
+        newton_schulz: the iteration.
+        view: which matrices a leaf consists of.
+        labels: those of ``norms``, or None, for each parameter, as in `partition`.
+
+    Raises:
+        ValueError: an unknown norm, or a negative radius; the message names the label.
+
+    Follows Scion (arXiv 2502.07529). A convolution is one flattened matrix here, whose factor the authors divide by the
+    root of the kernel's size once more.
+
+    >>> labels = {"up.weight": "hidden", "head.weight": "head"}
+    >>> tx = scion(norms={"hidden": ("spectral", 50.0), "head": ("sign", 3000.0)}, labels=labels)
+    >>> params = {name: torch.zeros(4, 4) for name in labels}
+    >>> updates, _ = tx.update({name: torch.eye(4) for name in labels}, tx.init(params), params)
+    >>> updates["head.weight"][0] * 2**12
+    tensor([-750.,   -0.,   -0.,   -0.])
+    """
+    chosen = {"muon": ("spectral", 50.0), "adamw": ("sign", 3000.0)} if norms is None else norms
+    parts: dict[str, Transform] = {}
+    average, polar_factor = momentum(decay, nesterov=False), orthogonalize(newton_schulz=newton_schulz, view=view)
+    directions = {
+        "spectral": (average, polar_factor, scale_by_shape("spectral", view=view)),
+        "sign": (average, scale_by_sign(), scale_by_shape("fan_in", view=view)),
+        "rows": (average, normalize_rows(view=view), scale_by_shape("fan_in", view=view)),
+        "columns": (average, normalize_columns(view=view)),
+        "embedding": (average, normalize_rows(view=view)),
+    }
+    for label, (norm, radius) in chosen.items():
+        if norm not in directions:
+            raise ValueError(
+                f"scion: norms[{label!r}]: unknown norm {norm!r}; there are {', '.join(map(repr, directions))}"
+            )
+        if radius < 0:
+            raise ValueError(f"scion: norms[{label!r}]: the radius must be 0 or more, found {radius!r}")
+        parts[label] = chain(
+            ("matrices", masked(chain(*directions[norm], scale(radius)), ndim(min=2))),
+            ("vectors", masked(chain(average, normalize_leaves(), scale(vector_radius)), ndim(max=1))),
+        )
+    return chain(
+        partition(parts, labels),
+        *([add_decayed_weights(1.0)] if constrained else []),
+        scale_by_learning_rate(learning_rate),
+    )
+
+
+@plain_arguments
+def adamuon(
+    learning_rate: ScalarOrFunction = 2e-3,
+    *,
+    decay: ScalarOrSchedule = 0.95,
+    second_decay: ScalarOrSchedule = 0.95,
+    eps: ScalarOrSchedule = 1e-8,
+    nesterov: bool = True,
+    weight_decay: ScalarOrSchedule = 0.0,
+    newton_schulz: polar.NewtonSchulz = polar.NewtonSchulz(),
+    view: MatrixView = MatrixView(),
+    mask: Mask = None,
+) -> Transform:
+    """AdaMuon, for parameters that are all matrices: Muon with a second moment of each element of the update.
+
+    Args:
+        learning_rate: a number or a schedule, of AdamW's size.
+        decay: of the momentum.
+        second_decay: of the second moment.
+        eps: added to the root.
+        nesterov: whether momentum looks ahead.
+        weight_decay: decoupled, as in `muon`.
+        newton_schulz: the iteration.
+        view: which matrices a leaf consists of; each is brought to the size 0.2.
+        mask: which parameters decay, as in `add_decayed_weights`.
+
+    Follows AdaMuon (arXiv 2507.11005) as its authors' code has it; the paper's later version orthogonalizes the signs
+    of the momentum: put `scale_by_sign` behind it.
+
+    >>> adamuon(1e-3)  # doctest: +NORMALIZE_WHITESPACE
+    chain(momentum(), orthogonalize(), scale_by_rms(decay=0.95, eps_in_sqrt=False, debias=True), normalize_matrices(),
+          scale(factor=0.2), add_decayed_weights(), scale_by_learning_rate(learning_rate=0.001))
+    """
+    return chain(
+        momentum(decay, nesterov=nesterov),
+        orthogonalize(newton_schulz=newton_schulz, view=view),
+        scale_by_rms(second_decay, eps, eps_in_sqrt=False, debias=True),
+        normalize_matrices(view=view),
+        scale(0.2),
+        add_decayed_weights(weight_decay, mask),
+        scale_by_learning_rate(learning_rate),
+    )
+
+
+@plain_arguments
+def polargrad(
+    learning_rate: ScalarOrFunction = 1e-3,
+    *,
+    decay: ScalarOrSchedule = 0.95,
+    nesterov: bool = False,
+    weight_decay: ScalarOrSchedule = 0.0,
+    newton_schulz: polar.NewtonSchulz = polar.NewtonSchulz(),
+    view: MatrixView = MatrixView(),
+    mask: Mask = None,
+) -> Transform:
+    """PolarGrad, for parameters that are all matrices: Muon times the momentum's nuclear norm.
+
+    Args:
+        learning_rate: a number or a schedule.
+        decay: of the momentum.
+        nesterov: whether momentum looks ahead.
+        weight_decay: decoupled, as in `muon`.
+        newton_schulz: the iteration.
+        view: which matrices a leaf consists of.
+        mask: which parameters decay, as in `add_decayed_weights`.
+
+    Follows PolarGrad (arXiv 2505.21799).
+
+    >>> list(polargrad(0.02).init({"w": torch.zeros(4, 4)}))[:2]
+    ['momentum', 'scale_by_dual_norm']
+    """
+    return chain(
+        momentum(decay, nesterov=nesterov),
+        scale_by_dual_norm(orthogonalize(newton_schulz=newton_schulz, view=view), view=view),
+        add_decayed_weights(weight_decay, mask),
+        scale_by_learning_rate(learning_rate),
+    )
+
+
+@plain_arguments
+def namo(
+    learning_rate: ScalarOrFunction = 2e-3,
+    *,
+    b1: ScalarOrSchedule = 0.95,
+    b2: ScalarOrSchedule = 0.99,
+    eps: ScalarOrSchedule = 1e-8,
+    weight_decay: ScalarOrSchedule = 0.0,
+    rule: ShapeRule = "match_rms_adamw",
+    newton_schulz: polar.NewtonSchulz = polar.NewtonSchulz(),
+    view: MatrixView = MatrixView(),
+    mask: Mask = None,
+) -> Transform:
+    """NAMO, for parameters that are all matrices: Muon scaled by the momentum's norm over that of the gradients.
+
+    Args:
+        learning_rate: a number or a schedule.
+        b1: decay of the momentum.
+        b2: decay of the squared norm of gradients.
+        eps: added to the root.
+        weight_decay: decoupled, and scaled as the update is.
+        rule: as in `scale_by_shape`.
+        newton_schulz: the iteration.
+        view: which matrices a leaf consists of.
+        mask: which parameters decay, as in `add_decayed_weights`.
+
+    Follows NAMO (arXiv 2602.17080), which has no rule for shapes.
+
+    >>> list(namo(0.02).init({"w": torch.zeros(4, 4)}))
+    ['scale_by_namo', 'scale_by_learning_rate']
+    """
+    inner = chain(
+        orthogonalize(newton_schulz=newton_schulz, view=view),
+        scale_by_shape(rule, view=view),
+        add_decayed_weights(weight_decay, mask),
+    )
+    return chain(scale_by_namo(inner, b1, b2, eps, view=view), scale_by_learning_rate(learning_rate))
+
+
+@plain_arguments
+def musgd(
+    learning_rate: ScalarOrFunction = 1e-3,
+    *,
+    muon: ScalarOrSchedule = 0.5,
+    sgd: ScalarOrSchedule = 0.5,
+    decay: ScalarOrSchedule = 0.95,
+    nesterov: bool = True,
+    weight_decay: ScalarOrSchedule = 0.0,
+    rule: ShapeRule = "original",
+    newton_schulz: polar.NewtonSchulz = polar.NewtonSchulz(),
+    view: MatrixView = MatrixView(),
+    mask: Mask = None,
+) -> Transform:
+    """MuSGD, for parameters that are all matrices: the sum of a Muon and an SGD step.
+
+    Args:
+        learning_rate: a number or a schedule, of both.
+        muon: factor of Muon's part.
+        sgd: factor of SGD's part.
+        decay: of both momenta.
+        nesterov: whether both momenta look ahead.
+        weight_decay: an L2 penalty, which only SGD's part knows.
+        rule: as in `scale_by_shape`.
+        newton_schulz: the iteration.
+        view: which matrices a leaf consists of.
+        mask: which parameters decay, as in `add_decayed_weights`.
+
+    Follows Ultralytics' MuSGD for YOLO26, whose rule for a convolution takes the sides of its kernel for rows and
+    columns.
+
+    >>> list(musgd(0.02).init({"w": torch.zeros(4, 4)})["add_updates"])
+    ['muon', 'sgd']
+    """
+    matrices = chain(
+        momentum(decay, nesterov=nesterov),
+        orthogonalize(newton_schulz=newton_schulz, view=view),
+        scale_by_shape(rule, view=view),
+        scale(muon),
+    )
+    elements = chain(
+        add_decayed_weights(weight_decay, mask), momentum(decay, nesterov=nesterov, heavy_ball=True), scale(sgd)
+    )
+    return chain(add_updates(("muon", matrices), ("sgd", elements)), scale_by_learning_rate(learning_rate))
+
+
+@plain_arguments
+def muon_hyperball(
+    learning_rate: ScalarOrFunction = 1e-2,
+    *,
+    decay: ScalarOrSchedule = 0.95,
+    nesterov: bool = True,
+    newton_schulz: polar.NewtonSchulz = polar.NewtonSchulz(),
+    view: MatrixView = MatrixView(),
+) -> Transform:
+    """Muon on a sphere, for parameters that are all matrices: each weight keeps its norm, and there is no decay.
+
+    Args:
+        learning_rate: a number or a schedule: the size of a step relative to the weight.
+        decay: of the momentum.
+        nesterov: whether momentum looks ahead.
+        newton_schulz: the iteration.
+        view: which matrices a leaf consists of; each has its own sphere.
+
+    Follows Hyperball (Wen et al., "Fantastic Pretraining Optimizers and Where to Find Them 2.1", 2025). A matrix that
+    starts at zero is on no sphere, and takes steps of Muon times the learning rate.
+
+    >>> list(muon_hyperball(0.02).init({"w": torch.ones(4, 4)}))[2:]
+    ['match_weight_norms', 'scale_by_learning_rate', 'keep_weight_norms']
+    """
+    return chain(
+        momentum(decay, nesterov=nesterov),
+        orthogonalize(newton_schulz=newton_schulz, view=view),
+        match_weight_norms(view=view),
+        scale_by_learning_rate(learning_rate),
+        keep_weight_norms(view=view),
+    )
+
+
+@plain_arguments
+def dion(
+    learning_rate: ScalarOrFunction = 1e-2,
+    *,
+    rank: int = 768,
+    decay: ScalarOrSchedule = 0.95,
+    weight_decay: ScalarOrSchedule = 0.01,
+    dims: Dims | Mapping[str, Dims] | None = None,
+    mask: Mask = None,
+) -> Transform:
+    """Dion, for parameters that are all matrices: orthonormalized updates of low rank.
+
+    Args:
+        learning_rate: a number or a schedule.
+        rank: of the update, at most.
+        decay: of what the update stands for, in the sum of gradients.
+        weight_decay: decoupled, as in `muon`.
+        dims: ``{"*.experts.*": ((-2,), (-1,))}`` for stacks of matrices, as `MatrixView` says in full.
+        mask: which parameters decay, as in `add_decayed_weights`.
+
+    Follows Dion (arXiv 2504.05295).
+
+    >>> list(dion(0.02).init({"w": torch.zeros(4, 4)}))[:2]
+    ['scale_by_dion', 'scale_by_shape']
+    """
+    return chain(
+        scale_by_dion(rank, decay, dims=dims),
+        scale_by_shape("spectral", dims=dims),
+        add_decayed_weights(weight_decay, mask),
+        scale_by_learning_rate(learning_rate),
+    )
+
+
+@plain_arguments
+def dion2(
+    learning_rate: ScalarOrFunction = 1e-2,
+    *,
+    one_in: int = 4,
+    decay: ScalarOrSchedule = 0.95,
+    weight_decay: ScalarOrSchedule = 0.01,
+    rule: ShapeRule = "spectral",
+    newton_schulz: polar.NewtonSchulz = polar.NewtonSchulz(),
+    view: MatrixView = MatrixView(),
+    mask: Mask = None,
+) -> Transform:
+    """Dion2, for parameters that are all matrices: Muon on the rows or columns in which most has gathered.
+
+    Args:
+        learning_rate: a number or a schedule.
+        one_in: of how many rows or columns, whichever are fewer, one is taken in each step.
+        decay: of what has been taken, in the sum of gradients.
+        weight_decay: decoupled, as in `muon`.
+        rule: as in `scale_by_shape`, for the whole matrix.
+        newton_schulz: the iteration.
+        view: which matrices a leaf consists of.
+        mask: which parameters decay, as in `add_decayed_weights`.
+
+    Follows Dion2 in Microsoft's ``dion``, as it is in one process.
+
+    >>> list(dion2(0.02).init({"w": torch.zeros(4, 4)}))[:2]
+    ['sampled_momentum', 'orthogonalize']
+    """
+    return chain(
+        sampled_momentum(one_in, decay, view=view),
+        orthogonalize(newton_schulz=newton_schulz, view=view),
+        scale_by_shape(rule, view=view),
+        add_decayed_weights(weight_decay, mask),
+        scale_by_learning_rate(learning_rate),
+    )
+
+
+@plain_arguments
+def prodigy(
+    learning_rate: ScalarOrFunction = 1.0,
+    *,
+    b1: ScalarOrSchedule = 0.9,
+    b2: ScalarOrSchedule = 0.999,
+    eps: ScalarOrSchedule = 1e-8,
+    estim_lr0: ScalarOrSchedule = 1e-6,
+    estim_lr_coef: ScalarOrSchedule = 1.0,
+    weight_decay: ScalarOrSchedule = 0.0,
+    safeguard_warmup: bool = False,
+) -> Transform:
+    """Prodigy: AdamW with a learning rate that it estimates on the way.
+
+    Args:
+        learning_rate: a factor of the estimate, a number or a schedule that falls from 1.
+        b1: decay of the first moment.
+        b2: decay of the second moment.
+        eps: added to the root.
+        estim_lr0: the estimate at the start.
+        estim_lr_coef: a factor of new estimates: smaller or larger steps.
+        weight_decay: decoupled, as in `muon`.
+        safeguard_warmup: for a warmup of the learning rate, as in `scale_by_prodigy`.
+
+    Follows Mishchenko and Defazio (arXiv 2306.06101).
+
+    >>> prodigy()
+    chain(scale_by_prodigy(), scale(factor=-1.0))
+    """
+    scaled = scale_by_prodigy(
+        learning_rate,
+        b1,
+        b2,
+        eps,
+        estim_lr0=estim_lr0,
+        estim_lr_coef=estim_lr_coef,
+        weight_decay=weight_decay,
+        safeguard_warmup=safeguard_warmup,
+    )
+    return chain(scaled, scale(-1.0))

@@ -1,0 +1,236 @@
+"""Schedule-Free learning: interpolation and averaging in the place of momentum and of a schedule that decays."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from muonfx import tree
+from muonfx.core import Donation, Locality, Transform, checks, transform
+from muonfx.core.checks import warn_caller
+from muonfx.core.contract import NOTHING
+from muonfx.core.order import within
+from muonfx.core.schedules import Scalar, ScalarOrFunction, Schedule
+from muonfx.transforms._in_store import INNER_FIRST
+from muonfx.transforms._pinned import WideStateDtype, copies, new_count, new_number, store, widest
+from muonfx.tree import Present, PyTree, device_of
+from muonfx.tree import elementwise as ew
+
+__all__ = ["ScheduleFreeState", "schedule_free", "schedule_free_eval_params"]
+
+T = TypeVar("T")
+
+
+class ScheduleFreeState(NamedTuple):
+    """State of `schedule_free`."""
+
+    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
+    """Updates so far, int64."""
+    b1: Tensor
+    """The interpolation with which the parameters were made of the average and of ``z``, 0-d."""
+    max_lr: Tensor
+    """The largest learning rate so far, 0-d."""
+    weight_sum: Tensor
+    """The sum of the weights of the average, 0-d."""
+    z: PyTree
+    """The iterates that the inner transform moves, like the parameters, in the pinned dtype."""
+    inner: PyTree
+    """The inner transform's state."""
+
+
+@transform(
+    locality=lambda inner, *_, **__: inner.locality,
+    own_locality=Locality.ELEMENT,
+    in_store=INNER_FIRST,
+    position="last",
+    remembers=True,
+)
+def schedule_free(
+    _memory: dict[Any, Any],
+    inner: Transform,
+    learning_rate: ScalarOrFunction,
+    b1: Scalar = 0.9,
+    *,
+    weight_lr_power: Scalar = 2.0,
+    dtype: WideStateDtype = "auto",
+):
+    r"""Average the iterates of a transform, and take gradients between the iterates and their average.
+
+    The parameters of the training loop are $y_t = (1 - \beta_1) z_t + \beta_1 x_t$. The inner transform moves
+    $z_{t+1} = z_t + u_t$ by its updates for the gradient at $y_t$, and $x_{t+1} = (1 - c_{t+1}) x_t + c_{t+1} z_{t+1}$
+    averages, with weights $c$ in proportion to a power of the largest learning rate so far. The average is what is to
+    be evaluated: `schedule_free_eval_params` computes it. It takes the place of the inner transform's momentum, which
+    is to be switched off, and of the decay of the learning rate.
+
+    Args:
+        inner: the whole chain, the learning rate included, without momentum: ``scale_by_adam(b1=0.0)``.
+        learning_rate: that of the inner chain, a number or a schedule; here it only weights the average. A schedule is
+            read at the number of the update counted from 1, as Optax reads it, so that a warmup that starts at zero
+            gives the first iterate a weight. A scheduler of ``torch.optim`` moves a group's ``lr``, the inner chain's,
+            and not this one (the group's ``learning_rate``): give schedules of `muonfx.core.schedules` to both.
+        b1: the interpolation, in (0, 1].
+        weight_lr_power: the power of the learning rate that weights the average, 0 or more.
+        dtype: pinned dtype of z; "auto" is float32, but float64 for a float64 parameter; None is each parameter's own.
+
+    The average is computed from the parameters and z, and rounded with them: put `master_params` around it for
+    parameters in bf16.
+
+    Raises:
+        ValueError: a number is out of range, or ``dtype`` is a string other than "auto"; at `update`, ``params`` is
+            missing.
+
+    Warns:
+        UserWarning: ``learning_rate`` is not one of the inner chain's, or the inner chain has a momentum.
+
+    Follows Defazio et al. (arXiv 2405.15682) and Optax's ``contrib.schedule_free``.
+
+    Example:
+        >>> import muonfx as mfx
+        >>> rate = mfx.linear(0.0, 0.1, 10)
+        >>> tx = mfx.contrib.schedule_free(mfx.chain(mfx.scale_by_adam(b1=0.0), mfx.scale_by_learning_rate(rate)), rate)
+        >>> params = {"w": torch.ones(1)}
+        >>> state = tx.init(params)
+        >>> for _ in range(20):
+        ...     updates, state = tx.update(params, state, params)  # the gradient of half the square
+        ...     params = mfx.apply_updates(params, updates)
+        >>> params, mfx.contrib.schedule_free_eval_params(state, params)
+        ({'w': tensor([0.3200])}, {'w': tensor([0.3595])})
+    """
+    if not isinstance(inner, Transform):
+        raise TypeError(f"schedule_free: inner must be a Transform, found {inner!r}")
+    if not callable(learning_rate):
+        checks.at_least("learning_rate", learning_rate, 0.0)
+    b1 = checks.finite("b1", b1)
+    if not isinstance(b1, Tensor) and not 0.0 < b1 <= 1.0:
+        raise ValueError(f"b1 must be in (0, 1], found {b1!r}")
+    weight_lr_power = checks.at_least("weight_lr_power", weight_lr_power, 0.0)
+    checks.state_dtype("dtype", dtype)
+    if not (_memory or torch.compiler.is_compiling()):
+        _memory["checked"] = True  # once, not again where numbers change
+        if weight_lr_power != 0.0:
+            _warn_of_another_rate(inner, learning_rate)
+        _warn_of_momentum(inner)
+
+    def init(params: PyTree) -> ScheduleFreeState:
+        device = device_of(params)
+        return ScheduleFreeState(
+            new_count(device),
+            new_number(b1, device),
+            new_number(0.0, device),
+            new_number(0.0, device),
+            copies(params, dtype),
+            inner.functions.init(params),
+        )
+
+    def update(
+        updates: PyTree,
+        state: ScheduleFreeState,
+        params: PyTree = None,
+        *,
+        donate: Donation = NOTHING,
+        **extras: object,
+    ):
+        if params is None:
+            raise ValueError("schedule_free needs the parameters: call update(updates, state, params)")
+        device = state.max_lr.device
+        count = state.count + 1
+        rate = learning_rate(count) if callable(learning_rate) else learning_rate
+        max_lr = torch.maximum(state.max_lr, new_number(rate, device))
+        weight = max_lr**weight_lr_power
+        weight_sum = state.weight_sum + weight
+        share = torch.where(weight_sum > 0, weight / torch.where(weight_sum > 0, weight_sum, 1.0), 0.0)
+        interpolation = new_number(b1, device)
+
+        out, inner_state = inner.run(updates, state.inner, params, donate=donate, **extras)
+        at = Present(out)
+        given, held = at.pick(out), at.pick(state.z)
+        u, z, y = widest(given, held, at.pick(params))
+        x = ew.lerp(z, y, 1.0 / state.b1)
+        z = ew.add(z, u)
+        x = ew.lerp(x, z, share, reuse=True)
+        moved = ew.add(ew.lerp(z, x, interpolation), y, -1.0, reuse=True)
+        new_z = at.fill(store(z, held, reuse=donate.state), state.z)
+        state = ScheduleFreeState(count, interpolation, max_lr, weight_sum, new_z, inner_state)
+        return at.fill(ew.cast_like(moved, given)), state
+
+    return init, update
+
+
+def _warn_of_another_rate(inner: Transform, learning_rate: ScalarOrFunction) -> None:
+    """Warn if all learning rates of the inner transform are known to differ from the one that weights the average."""
+    given = [tx.arguments.get("learning_rate") for tx in within(inner) if tx.position == "learning_rate"]
+    known = [rate for rate in given if isinstance(rate, float | Schedule)]
+    if (
+        known
+        and len(known) == len(given)
+        and isinstance(learning_rate, float | Schedule)
+        and learning_rate not in known
+    ):
+        warn_caller(
+            f"schedule_free: learning_rate is {learning_rate!r}, but the inner transform has {known[0]!r}: the average "
+            "is weighted by another rate than the steps are taken with. Give both the same"
+        )
+
+
+def _warn_of_momentum(inner: Transform) -> None:
+    """Warn of a momentum within, which the interpolation replaces."""
+    for tx in within(inner):
+        short = tx.declaration.short_names
+        name = short.get("momentum", short.get("betas"))
+        name = name[0] if isinstance(name, tuple) else name
+        value = None if name is None else tx.arguments[name]
+        if isinstance(value, float | Schedule) and value != 0.0:
+            warn_caller(
+                f"schedule_free: {tx.name} within has a momentum of its own, {name}={value!r}, whose place the "
+                f"interpolation b1 takes. Switch it off: {name}=0.0"
+            )
+            return
+
+
+def schedule_free_eval_params(state: PyTree, params: T) -> T:
+    """The parameters to evaluate under `schedule_free`: the average, computed from those of the training loop.
+
+    Args:
+        state: of `schedule_free`, or one that has such states within.
+        params: of the training loop, as they are with this state; the same pieces of them where they are sharded.
+
+    Returns:
+        A tree like the parameters, in their dtypes. Those that no `schedule_free` moves are returned as they are.
+
+    Raises:
+        ValueError: there is no state of `schedule_free` in the state.
+
+    >>> import muonfx as mfx
+    >>> params = {"w": torch.ones(1)}
+    >>> state = mfx.contrib.schedule_free(mfx.scale(-0.1), 0.1).init(params)
+    >>> schedule_free_eval_params(state, params)
+    {'w': tensor([1.])}
+    """
+    found: dict[str, tuple[Tensor, Tensor]] = {}
+    states = list(_states_within(state))
+    if not states:
+        raise ValueError(
+            f"schedule_free_eval_params: found no ScheduleFreeState in a {type(state).__name__}; give the state that "
+            "the update of schedule_free, or of a transform around it, returned"
+        )
+    for own in states:
+        found |= {n: (z, own.b1) for n, z in zip(tree.names(own.z), tree.leaves(own.z), strict=True) if z is not None}
+
+    def average(name: str, y: Tensor | None) -> Tensor | None:
+        if y is None or name not in found:
+            return y
+        z, b1 = found[name]
+        ((wide_z,), (wide_y,)) = widest([z], [y])
+        return ew.lerp([wide_z], [wide_y], 1.0 / b1)[0].to(y.dtype)
+
+    leaves, treedef = tree.flatten(params)
+    return tree.unflatten(treedef, [average(n, y) for n, y in zip(tree.names(params), leaves, strict=True)])
+
+
+def _states_within(state: PyTree) -> list[ScheduleFreeState]:
+    if isinstance(state, ScheduleFreeState):
+        return [state]
+    inside = state.values() if isinstance(state, dict) else state if isinstance(state, tuple | list) else ()
+    return [own for part in inside for own in _states_within(part)]

@@ -1,0 +1,110 @@
+"""Sharpness-aware minimization: gradients taken where the loss is highest nearby."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from muonfx.core import Donation, EmptyState, Locality, Transform, apply_updates, checks, transform
+from muonfx.core.combine import no_state
+from muonfx.core.contract import NOTHING
+from muonfx.core.schedules import ScalarOrSchedule
+from muonfx.transforms._pinned import widest
+from muonfx.transforms.clip import squared_norms
+from muonfx.tree import Present, PyTree
+from muonfx.tree import elementwise as ew
+from muonfx.tree.arguments import plain_arguments
+
+__all__ = ["sam", "sam_gradient"]
+
+
+@transform(locality=Locality.TREE, reads_params=lambda rho=0.05, *, adaptive=False: adaptive, position="sets_size")
+def sam(rho: ScalarOrSchedule = 0.05, *, adaptive: bool = False):
+    r"""Turn gradients into the step by which sharpness-aware minimization climbs: $\rho g / \|g\|$.
+
+    The norm is over all elements of all leaves, on all ranks. `sam_gradient` takes this step and the gradient behind
+    it; the chain that descends is another one.
+
+    Args:
+        rho: the length of the step, 0 or more.
+        adaptive: measure the step in units of the parameters, element by element: $\rho p^2 g / \|p g\|$.
+
+    A gradient that is zero everywhere gives a step of zero.
+
+    Raises:
+        ValueError: ``rho`` is negative or not finite; at `update`, ``params`` is missing, if ``adaptive``.
+
+    Follows Foret et al. (arXiv 2010.01412) and, adaptive, Kwon et al. (arXiv 2102.11600).
+
+    >>> import muonfx as mfx
+    >>> mfx.contrib.sam(0.1).update({"w": torch.tensor([3.0, 4.0])}, mfx.core.EmptyState())[0]
+    {'w': tensor([0.0600, 0.0800])}
+    """
+    rho = checks.at_least("rho", rho, 0.0)
+
+    def update(
+        updates: PyTree,
+        state: EmptyState,
+        params: PyTree = None,
+        *,
+        sum_over_leaves: Callable[[PyTree], Tensor],
+        donate: Donation = NOTHING,
+    ):
+        at = Present(updates)
+        given = leaves = at.pick(updates)
+        sizes: list[Tensor] = []
+        if adaptive:
+            if params is None:
+                raise ValueError("sam: adaptive needs the parameters: call update(updates, state, params)")
+            leaves, sizes = widest(given, at.pick(params))
+            leaves = ew.apply("mul", leaves, sizes)
+        norm = ew.safe_sqrt(sum_over_leaves(squared_norms(at.fill(leaves))))  # also without leaves: all ranks take part
+        factor = torch.where(norm == 0, 0.0, ew.scalar_like(rho, norm) / torch.where(norm == 0, 1.0, norm))
+        leaves = ew.mul(leaves, factor, reuse=adaptive or donate.updates)
+        if adaptive:
+            leaves = ew.apply("mul", leaves, sizes, reuse=True)
+        return at.fill(ew.cast_like(leaves, given)), state
+
+    return no_state, update
+
+
+@plain_arguments
+def sam_gradient(
+    gradient: Callable[[PyTree], Any],
+    params: PyTree,
+    perturbation: Transform | None = None,
+    *,
+    has_aux: bool = False,
+) -> Any:
+    """The gradient for sharpness-aware minimization: that behind the step by which the loss rises most.
+
+    Args:
+        gradient: a function of parameters that returns gradients like them, such as ``torch.func.grad(loss)``; it is
+            called twice, on the same batch.
+        params: the parameters, or this rank's pieces of them.
+        perturbation: makes the step of the gradient, without a state; None is ``sam()``. Where parameters are sharded,
+            it is ``sharding.sharded(sam(rho), layout)``: every rank then takes its piece of one step.
+        has_aux: ``gradient`` returns a pair of gradients and something else, as ``torch.func.grad_and_value`` does.
+
+    Returns:
+        The gradients to descend by; with ``has_aux`` the pair of them and the something else of the first call, made
+        at the parameters themselves.
+
+    Example:
+        >>> import muonfx as mfx
+        >>> def loss(params):
+        ...     return params["w"].square().sum()
+        >>> params, tx = {"w": torch.tensor([3.0, 4.0])}, mfx.scale(-0.1)
+        >>> grads, value = sam_gradient(torch.func.grad_and_value(loss), params, mfx.contrib.sam(0.5), has_aux=True)
+        >>> grads, value
+        ({'w': tensor([6.6000, 8.8000])}, tensor(25.))
+        >>> updates, _ = tx.update(grads, tx.init(params), params)
+    """
+    first = gradient(params)
+    grads, aux = first if has_aux else (first, None)
+    step, _ = (sam() if perturbation is None else perturbation).update(grads, EmptyState(), params)
+    second = gradient(apply_updates(params, step))
+    return (second[0], aux) if has_aux else second

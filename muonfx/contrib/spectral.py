@@ -1,0 +1,170 @@
+"""Updates by singular values: clipped, or scaled by their sum."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from muonfx import polar, tree
+from muonfx.core import Donation, Transform, checks, transform
+from muonfx.core.contract import NOTHING
+from muonfx.polar.scaling import power_of_two
+from muonfx.transforms._matrices import (
+    BlockAxis,
+    Blocks,
+    Dims,
+    MatrixView,
+    map_matrices,
+    matrix_locality,
+    name_patterns,
+)
+from muonfx.transforms.normalize import matrixwise, of_matrices
+from muonfx.tree import PyTree
+from muonfx.tree import elementwise as ew
+
+__all__ = ["clip_singular_values", "scale_by_dual_norm"]
+
+
+LARGEST = 3e4
+"""The largest Frobenius norm, in thresholds, of a matrix whose singular values are clipped as it is."""
+
+
+@of_matrices(position=None)
+def clip_singular_values(
+    threshold: float = 1.0,
+    *,
+    steps: int = 10,
+    dims: Dims | Mapping[str, Dims] | None = None,
+    blocks: Blocks | Mapping[str, Blocks] | None = None,
+    block_axis: BlockAxis = -2,
+    view: MatrixView = MatrixView(),
+):
+    r"""Replace each matrix $U S V^T$ by $U \min(S, \tau)\, V^T$, by matrix products alone.
+
+    With the polar factor $O$ and the symmetric $A = O X^T - \tau I$, this is $X - \tfrac12 (A + |A|)\, O$ where $|A| =
+    A\,\mathrm{sign}(A)$: two Newton-Schulz iterations in fp32 or fp64, of the set "polar_express". A matrix whose
+    Frobenius norm is at most $\tau$ passes as it is.
+
+    Args:
+        threshold: $\tau$, positive.
+        steps: of each iteration. With 10, singular values of up to 1,000 $\tau$ end within 0.002 $\tau$ of where they
+            should; 15 bring those of 10,000 $\tau$ within 0.01 $\tau$. A matrix of a norm above 30,000 $\tau$ is first
+            scaled down to that: what lies below $\tau$ then comes out smaller than it should.
+        dims: of the view, loose.
+        blocks: of the view, loose.
+        block_axis: of the view, loose.
+        view: which matrices a leaf consists of, as for `orthogonalize`.
+
+    Raises:
+        ValueError: ``threshold`` is not positive and finite, ``steps`` is below 1; at `init`, a leaf is no matrix or
+            does not fit the view.
+
+    Follows the spectral hard cap of Cesista ("Fast, Numerically Stable, and Auto-Differentiable Spectral Clipping via
+    Newton-Schulz Iteration", 2025) and NVIDIA's Emerging-Optimizers, in a form that leaves small singular values alone
+    where the iteration has not brought their polar factor to 1.
+
+    Example:
+        >>> import muonfx as mfx
+        >>> u = {"w": torch.diag(torch.tensor([5.0, 0.5]))}
+        >>> mfx.contrib.clip_singular_values(2.0).update(u, mfx.core.EmptyState())[0]["w"].diagonal()
+        tensor([2.0000, 0.5000])
+    """
+    checks.positive("threshold", threshold)
+    polar.NewtonSchulz(coefficients="polar_express", steps=steps)  # says what is wrong with the steps
+    return matrixwise(view, lambda matrix: _clip(matrix, threshold, steps))
+
+
+def _clip(matrix: Tensor, threshold: float | Tensor, steps: int) -> Tensor:
+    if matrix.numel() == 0:
+        return matrix
+    wide = matrix.to(ew.wide_dtype(matrix.dtype))
+    is_tall = matrix.shape[-2] > matrix.shape[-1]
+    x = wide.mT if is_tall else wide
+    # The excess is a difference of numbers of the matrix's size: beyond this it would be nothing but rounding.
+    power = power_of_two(x.detach().abs().amax((-2, -1), keepdim=True))
+    small = x * power
+    share = LARGEST * threshold * power / _norm(small).clamp(min=1.0)
+    x = torch.where(share < 1.0, small * share.clamp(max=1.0) / power, x)
+    factor = _polar(x, steps)
+    identity = torch.eye(x.shape[-2], dtype=x.dtype, device=x.device)
+    excess = factor @ x.mT - threshold * identity
+    excess = (excess + excess.mT) / 2
+    clipped = x - (excess + excess @ _polar(excess, steps)) @ factor / 2
+    # Rounding is of the threshold's size; a matrix that is small beside it must not hear of it.
+    clipped = torch.where(_norm(x) <= threshold, x, clipped)
+    return (clipped.mT if is_tall else clipped).to(matrix.dtype)
+
+
+def _polar(x: Tensor, steps: int) -> Tensor:
+    return polar.orthogonalize(x, coefficients="polar_express", steps=steps, method="standard", dtype=x.dtype)
+
+
+def _norm(x: Tensor) -> Tensor:
+    return ew.safe_sqrt(x.square().sum((-2, -1), keepdim=True))
+
+
+@transform(
+    locality=lambda inner, *, dims, **_: max(matrix_locality(dims=dims), inner.locality),
+    reads_params=lambda inner, **_: inner.reads_params,
+    name_patterns=name_patterns,
+)
+def scale_by_dual_norm(
+    inner: Transform,
+    *,
+    dims: Dims | Mapping[str, Dims] | None = None,
+    blocks: Blocks | Mapping[str, Blocks] | None = None,
+    block_axis: BlockAxis = -2,
+    view: MatrixView = MatrixView(),
+):
+    r"""Multiply a transform's update of each matrix by its inner product with what came in.
+
+    The update is $\langle G, D(G) \rangle\, D(G)$. Where the inner transform $D$ gives the steepest direction of length
+    1 in a norm, the inner product is the dual norm of the gradient, and the whole is its steepest descent: with
+    `orthogonalize` the sum of singular values, with a sign that of magnitudes. Updates then shrink with the gradient.
+
+    Args:
+        inner: the transform whose updates are scaled.
+        dims: of the view, loose.
+        blocks: of the view, loose.
+        block_axis: of the view, loose.
+        view: which matrices a leaf consists of; the same as for the inner transform.
+
+    Raises:
+        ValueError: at `update`, a leaf is no matrix or does not fit the view.
+
+    Follows PolarGrad (arXiv 2505.21799), Bernstein and Newhouse (arXiv 2409.20325) and ``optax.contrib.muon`` with
+    ``adaptive=True``.
+
+    Example:
+        >>> import muonfx as mfx
+        >>> tx = mfx.contrib.scale_by_dual_norm(mfx.orthogonalize(coefficients="polar_express"))
+        >>> grads = {"w": torch.diag(torch.tensor([3.0, 1.0]))}
+        >>> tx.update(grads, tx.init(grads))[0]["w"].diagonal().round(decimals=2)
+        tensor([4., 4.])
+    """
+
+    def init(params: PyTree) -> PyTree:
+        return inner.functions.init(params)
+
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: object):
+        # The gradient is needed again after the inner transform: it cannot be donated on.
+        out, state = inner.run(updates, state, params, donate=Donation(False, donate.state), **extras)
+        # An inner transform that gathers may have an update for a leaf without a gradient, which counts as zero.
+        pairs = zip(tree.leaves(out), tree.leaves(updates), strict=True)
+        gradients = [torch.zeros_like(u) if g is None and u is not None else g for u, g in pairs]
+        gradients = tree.unflatten(tree.flatten(updates)[1], gradients)
+        return map_matrices(view, _scale_by_inner_product, out, gradients), state
+
+    return init, update
+
+
+def _scale_by_inner_product(direction: Tensor, gradient: Tensor) -> Tensor:
+    if direction.numel() == 0:
+        return direction.clone()
+    wide = ew.wide_dtype(direction.dtype)
+    d, g = direction.to(wide), gradient.to(wide)
+    power = power_of_two(g.detach().abs().amax((-2, -1), keepdim=True))
+    product = (g * power * d).sum((-2, -1), keepdim=True)
+    return (d * product / power).to(direction.dtype)

@@ -1,0 +1,443 @@
+"""Bad input, caught at the door: each error names the leaf or argument, what was found, and what was expected.
+
+Argument checks look at Python numbers only. A tensor (a batch of hyperparameters, a traced value) passes: its value
+must not decide anything in Python.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from muonfx import tree
+from muonfx.tree import PyTree
+from muonfx.tree.wrappers import unwrapped
+
+if TYPE_CHECKING:
+    from muonfx.core import Transform
+
+__all__ = [
+    "NamePatterns",
+    "at_least",
+    "check_floating",
+    "check_params",
+    "check_state_like",
+    "check_structure",
+    "check_tree",
+    "check_update",
+    "check_updates_fit",
+    "finite",
+    "in_unit_interval",
+    "is_usable",
+    "positive",
+    "positive_int",
+    "state_dtype",
+    "warn_of_unmatched",
+]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+def _number(name: str, value: object) -> float | None:
+    if isinstance(value, Tensor):
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        if type(value) is object or type(value).__module__.startswith("torch"):
+            return None  # the placeholder that a pytree library puts in a leaf's place, or a symbolic number
+        raise TypeError(f"{name} must be a number or a 0-d tensor, found {value!r}")
+    return float(value)
+
+
+def finite(name: str, value: object) -> float:
+    """Require a number that is neither NaN nor infinite, and return it.
+
+    >>> finite("factor", float("nan"))
+    Traceback (most recent call last):
+    ValueError: factor must be finite, found nan
+    """
+    number = _number(name, value)
+    if number is not None and not math.isfinite(number):
+        raise ValueError(f"{name} must be finite, found {value!r}")
+    return cast("float", value)
+
+
+def at_least(name: str, value: object, low: float) -> float:
+    """Require a finite number not below a bound, and return it.
+
+    >>> at_least("learning_rate", -0.1, 0.0)
+    Traceback (most recent call last):
+    ValueError: learning_rate must be at least 0, found -0.1
+    """
+    finite(name, value)
+    number = _number(name, value)
+    if number is not None and number < low:
+        raise ValueError(f"{name} must be at least {low:g}, found {value!r}")
+    return cast("float", value)
+
+
+def in_unit_interval(name: str, value: object) -> float:
+    """Require a number in [0, 1), and return it.
+
+    >>> in_unit_interval("decay", 1.0)
+    Traceback (most recent call last):
+    ValueError: decay must be in [0, 1), found 1.0
+    """
+    finite(name, value)
+    number = _number(name, value)
+    if number is not None and not 0.0 <= number < 1.0:
+        raise ValueError(f"{name} must be in [0, 1), found {value!r}")
+    return cast("float", value)
+
+
+def positive(name: str, value: object) -> float:
+    """Require a finite number above 0, and return it.
+
+    >>> positive("limit", 0.0)
+    Traceback (most recent call last):
+    ValueError: limit must be above 0, found 0.0
+    """
+    at_least(name, value, 0.0)
+    if _number(name, value) == 0.0:
+        raise ValueError(f"{name} must be above 0, found {value!r}")
+    return cast("float", value)
+
+
+def positive_int(name: str, value: object) -> None:
+    """Require an int of 1 or more.
+
+    >>> positive_int("every", 0)
+    Traceback (most recent call last):
+    ValueError: every must be an int of 1 or more, found 0
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int of 1 or more, found {value!r}")
+    if value < 1:
+        raise ValueError(f"{name} must be an int of 1 or more, found {value!r}")
+
+
+def state_dtype(name: str, value: object) -> None:
+    """Require what can pin the dtype of a state: "auto", a real floating-point torch dtype, or None.
+
+    >>> state_dtype("mu_dtype", torch.int8)
+    Traceback (most recent call last):
+    TypeError: mu_dtype must be "auto", a floating-point torch.dtype or None, found torch.int8
+    >>> state_dtype("mu_dtype", "fp32")
+    Traceback (most recent call last):
+    ValueError: mu_dtype must be "auto", a floating-point torch.dtype or None, found 'fp32'
+    """
+    if value is None or value == "auto" or (isinstance(value, torch.dtype) and value.is_floating_point):
+        return
+    wrong = ValueError if isinstance(value, str) else TypeError
+    raise wrong(f'{name} must be "auto", a floating-point torch.dtype or None, found {value!r}')
+
+
+_LIBRARIES = tuple(os.path.join(os.path.dirname(path), "") for path in (__file__, torch.__file__))
+
+
+def warn_caller(message: str) -> None:
+    """Warn with the line of the user's code that called into this library, by whatever way."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, UserWarning, stacklevel=level)
+
+
+class NamePatterns(NamedTuple):
+    """Globs over dotted names that an argument of a transform holds: what `muonfx.transform` asks for by this name."""
+
+    argument: str
+    groups: tuple[tuple[str, ...], ...]
+    """Alternatives that stand together, of which one must match."""
+    first_counts: bool = False
+    """True if a name belongs to the first group that matches it, and to no other."""
+    required: bool = False
+    """True if it is an error, not a warning, that a group matches nothing."""
+
+
+def warn_of_unmatched(tx: Transform, params: PyTree) -> None:
+    """Warn of patterns in a transform, and in those within it, that do nothing for these parameters.
+
+    The names are those of the whole tree. A transform for some of the parameters (under `partition` or `masked`) may
+    hold patterns for the others, as a mask does that all labels share: only what matches nowhere is a slip.
+
+    Raises:
+        ValueError: patterns that are required match nothing.
+
+    >>> import muonfx as mfx
+    >>> with warnings.catch_warnings(record=True, action="always") as caught:
+    ...     mfx.orthogonalize(blocks={"*.qvk": 3}).init({"h.qkv": torch.zeros(6, 2)})
+    EmptyState()
+    >>> str(caught[0].message)
+    "blocks: '*.qvk' matches none of the 1 parameters; close: 'h.qkv'; correct or remove it"
+    """
+    names = tree.names(params)
+    for argument, groups, first_counts, required in tx.name_patterns if names else ():
+        taken: set[str] = set()
+        known = {*names, *unwrapped(names).values()} if required else names
+        for group in groups:
+            found = {n for n in known if any(fnmatchcase(n, pattern) for pattern in group)}
+            if found and not found <= taken:
+                taken |= found if first_counts else set()
+                continue
+            shown = (" or " if required else " and ").join(map(repr, group))
+            if found:
+                said = f"comes behind others that match all that it does, and the first counts: {_list(sorted(found))}"
+            else:
+                close = _close_names(group, names)
+                said = f"matches none of the {len(names)} parameters; "
+                said += f"close: {_list(close)}" if close else f"they are {_list(names)}"
+            if required:
+                raise ValueError(f"{argument}: {shown} {said}; correct it")
+            warn_caller(f"{argument}: {shown} {said}; correct or remove it")
+
+
+def _close_names(group: Iterable[str], names: Sequence[str]) -> list[str]:
+    """Names that have a part like the fixed part of a pattern, the most alike first."""
+    found: dict[str, float] = {}
+    for pattern in group:
+        wanted = pattern.strip("*.").lower()
+        length = wanted.count(".") + 1
+        for name in names:
+            parts = name.lower().split(".")
+            windows = [".".join(parts[at : at + length]) for at in range(max(1, len(parts) - length + 1))]
+            alike = max(difflib.SequenceMatcher(None, wanted, window).ratio() for window in windows)
+            if alike >= 0.6:
+                found[name] = max(alike, found.get(name, 0.0))
+    return sorted(found, key=lambda name: -found[name])[:3]
+
+
+def _shown(name: str) -> str:
+    return repr(name) if name else "the tree's only leaf"
+
+
+_LAZY = UninitializedParameter, UninitializedBuffer  # torch.nn.parameter.is_lazy breaks a compiled graph
+_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
+
+
+def is_usable(leaf: object) -> bool:
+    """Tell whether a leaf is None or a dense tensor of a dtype that can be computed with.
+
+    >>> is_usable(torch.zeros(2)), is_usable(torch.zeros(2).to_sparse()), is_usable(torch.zeros(2, dtype=torch.int8))
+    (True, False, False)
+    """
+    if leaf is None:
+        return True
+    if not isinstance(leaf, Tensor) or isinstance(leaf, _LAZY):
+        return False
+    return leaf.dtype in _DTYPES and leaf.layout is torch.strided and not leaf.is_nested
+
+
+def _check_leaves(what: str, given: PyTree) -> list[PyTree]:
+    leaves = tree.leaves(given)
+    if all(map(is_usable, leaves)):
+        return leaves
+    named = zip(tree.names(given), leaves, strict=True)
+    name, leaf = next((name, leaf) for name, leaf in named if not is_usable(leaf))
+    shown = f"{what}: {_shown(name)}"
+    if not isinstance(leaf, Tensor):
+        raise _no_tensor(shown, what, leaf)
+    if isinstance(leaf, _LAZY):
+        raise TypeError(f"{shown} has no shape yet: it is of a lazy module; run one forward pass first")
+    if leaf.is_nested or leaf.layout is not torch.strided:
+        kind = "a nested tensor" if leaf.is_nested else str(leaf.layout)
+        advice = "make its parts leaves of their own" if leaf.is_nested else "make it dense with .to_dense()"
+        raise TypeError(f"{shown} must be dense, found {kind}; {advice}, or leave it out")
+    if leaf.is_complex():
+        advice = "view it as real with torch.view_as_real"
+    elif leaf.is_floating_point():
+        advice = "train a copy in bfloat16 or wider, and round to it after each step"
+    elif leaf.is_quantized:
+        advice = "train a dequantized copy, or leave it out"
+    else:
+        advice = "leave it out"
+    size = " of 16 bits or more" * leaf.is_floating_point()
+    raise TypeError(f"{shown} must be real floating point{size}, found {leaf.dtype}; {advice}")
+
+
+def _no_tensor(shown: str, what: str, leaf: object) -> TypeError:
+    return TypeError(f"{shown} must be a tensor or None, found {type(leaf).__name__}{_advice_on(what, leaf)}")
+
+
+def _advice_on(what: str, given: object) -> str:
+    """The tree that is meant, where a model or its parameters are given in its place."""
+    if not isinstance(given, nn.Module | Iterator):
+        return ""
+    if what == "params":
+        return "; expected a tree of tensors by name: dict(model.named_parameters())"
+    return "; expected a tree of tensors by name: {name: p.grad for name, p in model.named_parameters()}"
+
+
+def check_tree(what: str, given: PyTree) -> None:
+    """Require a tree of values with a shape and a dtype, such as tensors of any kind, or None.
+
+    Raises:
+        TypeError: something else is in it; of a model or its iterators, the message says what to give instead.
+
+    >>> check_tree("params", nn.Linear(2, 2))
+    Traceback (most recent call last):
+    TypeError: params must be a tensor or None, found Linear; expected a tree ...: dict(model.named_parameters())
+    """
+    for name, leaf in zip(tree.names(given), tree.leaves(given), strict=True):
+        if leaf is not None and not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+            shown = f"{what}: {_shown(name)}" if name else what
+            raise _no_tensor(shown, what, leaf)
+
+
+def check_floating(what: str, given: PyTree) -> None:
+    """Require a tree of real floating-point tensors or None.
+
+    >>> check_floating("updates", {"w": 1.0})
+    Traceback (most recent call last):
+    TypeError: updates: 'w' must be a tensor or None, found float
+    """
+    _check_leaves(what, given)
+
+
+def check_params(params: PyTree) -> None:
+    """Require a tree of real floating-point tensors (or None) whose leaves have different names.
+
+    >>> check_params({"table": torch.zeros(2, dtype=torch.int64)})
+    Traceback (most recent call last):
+    TypeError: params: 'table' must be real floating point, found torch.int64; leave it out
+    """
+    _check_leaves("params", params)
+    names = tree.names(params)
+    if len(set(names)) < len(names):
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise ValueError(f"params: two leaves are named {twice[0]!r}; the dotted paths of leaves must differ")
+
+
+def check_structure(what: str, found: PyTree, expected_of: str, expected: PyTree) -> None:
+    """Require that two trees have the same containers with the same keys.
+
+    >>> check_structure("updates", {"w": 1}, "params", {"v": 1})
+    Traceback (most recent call last):
+    ValueError: updates must have the structure of params: missing 'v'; unexpected 'w'
+    """
+    if tree.same_structure(found, expected):
+        return
+    have, want = tree.names(found), tree.names(expected)
+    missing = [name for name in want if name not in set(have)]
+    extra = [name for name in have if name not in set(want)]
+    differences = [f"missing {_list(missing)}"] * bool(missing) + [f"unexpected {_list(extra)}"] * bool(extra)
+    detail = "; ".join(differences) or (
+        "the same names in other containers (dict, OrderedDict, tuple, list, NamedTuple), or in another order of an "
+        "OrderedDict, which counts"
+    )
+    raise ValueError(f"{what} must have the structure of {expected_of}: {detail}")
+
+
+def _list(names: list[str]) -> str:
+    shown = ", ".join(map(_shown, names[:5]))
+    return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def check_update(tx: Transform, updates: PyTree, state: PyTree, params: PyTree) -> None:
+    """Require that updates, state and params belong together and to this transform.
+
+    >>> import muonfx as mfx
+    >>> check_update(mfx.momentum(), {"w": torch.zeros(2)}, mfx.core.EmptyState(), {"w": torch.zeros(3)})
+    Traceback (most recent call last):
+    ValueError: updates: 'w' has shape (2,), its parameter has (3,)
+    """
+    _check_leaves("updates", updates)
+    if params is not None:
+        check_updates_fit(params, updates)
+    _check_state(tx, state, updates if params is None else params, with_dtypes=params is not None)
+
+
+def check_updates_fit(params: PyTree, updates: PyTree) -> None:
+    """Require that updates have the structure and the shapes of the parameters.
+
+    >>> check_updates_fit({"w": torch.zeros(3)}, {"w": torch.zeros(2)})
+    Traceback (most recent call last):
+    ValueError: updates: 'w' has shape (2,), its parameter has (3,)
+    """
+    check_structure("updates", updates, "params", params)
+    for place, (update, param) in enumerate(zip(tree.leaves(updates), tree.leaves(params), strict=True)):
+        if update is None or (param is not None and update.shape == param.shape):
+            continue
+        name = _shown(tree.names(updates)[place])
+        if param is None:
+            raise ValueError(f"updates: {name} has an update but its parameter is None")
+        raise ValueError(f"updates: {name} has shape {tuple(update.shape)}, its parameter has {tuple(param.shape)}")
+
+
+def _check_state(tx: Transform, state: PyTree, params: PyTree, *, with_dtypes: bool) -> None:
+    """Compare a state with what `init` makes of these parameters, on the meta device, so that nothing is allocated."""
+    wanted, wanted_def, expected = _expected_state(tx, params)
+    if expected is not None:
+        check_state_like(tx.name, state, (wanted, wanted_def, expected), with_dtypes=with_dtypes)
+
+
+def check_state_like(name: str, state: PyTree, expected: tuple[list[Any], Any, Any], *, with_dtypes: bool) -> None:
+    """Require that a state has the structure, shapes and dtypes of another, given as leaves, structure and tree.
+
+    >>> expected = {"trace": torch.zeros(2)}
+    >>> check_state_like("momentum", {"trace": torch.zeros(3)}, (*tree.flatten(expected), expected), with_dtypes=True)
+    Traceback (most recent call last):
+    ValueError: state: 'trace' has shape (3,) and dtype torch.float32, expected (2,) and torch.float32; shape and ...
+    """
+    wanted, wanted_def, whole = expected
+    found, found_def = tree.flatten(state)
+    if found_def != wanted_def:
+        what = f"state: was it made by another transform or for other parameters? The state of {name}"
+        check_structure(what, state, f"{name}.init(params)", whole)
+    for place, (have, want) in enumerate(zip(found, wanted, strict=True)):
+        if not isinstance(want, Tensor):
+            continue
+        if isinstance(have, Tensor) and have.shape == want.shape and (have.dtype == want.dtype or not with_dtypes):
+            continue
+        leaf = _shown(tree.names(state)[place])
+        if not isinstance(have, Tensor):
+            raise TypeError(f"state: {leaf} must be a tensor, found {type(have).__name__}")
+        raise ValueError(
+            f"state: {leaf} has shape {tuple(have.shape)} and dtype {have.dtype}, expected {tuple(want.shape)} and "
+            f"{want.dtype}; shape and dtype are fixed by init"
+        )
+
+
+def _check_numbers(value: Any) -> None:
+    """Require that no number of a transform, and of those within it, is a tensor with dims."""
+    for name in sorted(value.factory.definition.floats):
+        number = value.arguments[name]
+        if isinstance(number, Tensor) and number.ndim:
+            raise ValueError(
+                f"{value.factory.__name__}: {name} must be a number or a 0-d tensor, found a tensor of shape "
+                f"{tuple(number.shape)}; several at once: torch.func.vmap over a muonfx.stack"
+            )
+    for part in value.parts:
+        if hasattr(part, "parts"):
+            _check_numbers(part)
+
+
+def _expected_state(tx: Transform, params: PyTree) -> tuple[list[Any], Any, Any]:
+    leaves, treedef = tree.flatten(params)
+    key = (treedef, tuple(None if leaf is None else (leaf.shape, leaf.dtype) for leaf in leaves))
+    numbers = tuple(tuple(part.shape) for part in tree.leaves(tx) if isinstance(part, Tensor))
+    if any(numbers):
+        _check_numbers(tx)
+    key = (*key, numbers)  # injected numbers are in the state
+    remembered: dict[Any, Any] = tx.structure.derived.setdefault("expected_states", {})
+    if key not in remembered:
+        if any(leaf is None for leaf in leaves) and treedef.num_leaves:
+            # A None may stand for an absent parameter or, where gradients stand for the parameters, say nothing.
+            return [], None, None
+        meta = tree.map(lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"), params)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # init has given them already
+            expected = tx.functions.init(meta)
+        remembered[key] = (*tree.flatten(expected), expected)
+    return remembered[key]

@@ -1,0 +1,216 @@
+"""The numeric arguments of a transform as data: listed, replaced, batched, differentiated, or kept in the state.
+
+A transform is a pytree whose leaves are its numeric arguments. `stack` makes one transform of several, with batched
+leaves, for ``torch.func.vmap``; `as_tensors` makes the leaves tensors, for ``torch.func.grad``; `inject_hyperparams`
+moves them into the state, where a training loop can change them between steps without rebuilding or recompiling
+anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from muonfx import tree
+from muonfx.core import Donation, Locality, ScheduledHyperparamsState, Transform, transform
+from muonfx.core.contract import NOTHING
+from muonfx.core.recorded import Recorded, parts_of, with_numbers
+from muonfx.tree import PyTree
+from muonfx.tree.arguments import did_you_mean
+
+__all__ = [
+    "InjectHyperparamsState",
+    "as_tensors",
+    "hyperparams",
+    "hyperparams_used",
+    "inject_hyperparams",
+    "stack",
+    "with_hyperparams",
+]
+
+R = TypeVar("R", bound=Recorded)
+
+
+def hyperparams(tx: Recorded) -> dict[str, float | Tensor]:
+    """List the numeric arguments of a transform and of those within it, by dotted name.
+
+    Raises:
+        TypeError: it is no transform; of a torch optimizer, `optimizer.tx` is one.
+
+    >>> import muonfx as mfx
+    >>> hyperparams(mfx.chain(mfx.momentum(0.9), mfx.scale(-0.1)))
+    {'momentum.decay': 0.9, 'scale.factor': -0.1}
+    """
+    _check_recorded("hyperparams", tx)
+    return dict(parts_of(tx))
+
+
+def _check_recorded(owner: str, tx: object) -> None:
+    if isinstance(tx, Recorded):
+        return
+    advice = ""
+    if isinstance(tx, torch.optim.Optimizer):
+        advice = f"; of a muonfx optimizer, {owner}(optimizer.tx); the numbers of each group are in its param_groups"
+    elif hasattr(tx, "definition"):
+        advice = "; call the factory to get a transform"
+    raise TypeError(f"{owner}: expected a transform, found {getattr(tx, '__name__', type(tx).__name__)}{advice}")
+
+
+def with_hyperparams(tx: R, changes: Mapping[str, Any]) -> R:
+    """Make a transform like another but for some numeric arguments, named as `hyperparams` names them.
+
+    The new values are not validated, so that traced values can be put in.
+
+    Raises:
+        KeyError: a name that the transform does not have; the message lists those it has.
+
+    >>> import muonfx as mfx
+    >>> with_hyperparams(mfx.chain(mfx.momentum(0.9), mfx.scale(-0.1)), {"scale.factor": -0.2})
+    chain(momentum(decay=0.9), scale(factor=-0.2))
+    """
+    _check_recorded("with_hyperparams", tx)
+    names = [name for name, _ in parts_of(tx)]
+    unknown = sorted(changes.keys() - set(names))
+    if unknown:
+        close = did_you_mean(unknown[0], names)
+        raise KeyError(f"no hyperparameter {', '.join(unknown)}{close}; there are {', '.join(names) or 'none'}")
+    return with_numbers(tx, iter([changes.get(name, number) for name, number in parts_of(tx)]))
+
+
+def stack(transforms: Sequence[R]) -> R:
+    """Make one transform whose numeric arguments are batches, for ``torch.func.vmap`` over transforms.
+
+    Args:
+        transforms: transforms that differ in numeric arguments only.
+
+    Returns:
+        A transform whose leaves are float64 tensors of shape (number of transforms, ...).
+
+    Raises:
+        ValueError: there are none, or they differ in more than numbers.
+
+    Example:
+        >>> import muonfx as mfx
+        >>> sweep = stack([mfx.scale(-rate) for rate in (0.1, 0.2)])
+        >>> grads = {"w": torch.ones(1)}
+        >>> torch.func.vmap(lambda tx: tx.update(grads, mfx.core.EmptyState())[0])(sweep)
+        {'w': tensor([[-0.1000],
+                [-0.2000]])}
+    """
+    flattened = [tree.flatten(tx) for tx in transforms]
+    if not flattened:
+        raise ValueError("stack: expected at least one transform, found none")
+    for place, (_, treedef) in enumerate(flattened):
+        if treedef != flattened[0][1]:
+            raise ValueError(
+                f"stack: transforms must differ in numeric arguments only, but number {place}, {transforms[place]!r}, "
+                f"has another structure than {transforms[0]!r}"
+            )
+    columns = zip(*(leaves for leaves, _ in flattened), strict=True)
+    return tree.unflatten(flattened[0][1], [torch.stack([_tensor(x) for x in column]) for column in columns])
+
+
+def as_tensors(tx: R, *, dtype: torch.dtype = torch.float64, device: torch.device | str | None = None) -> R:
+    """Make the numeric arguments of a transform 0-d tensors, for ``torch.func.grad`` with respect to the transform.
+
+    Example:
+        >>> import muonfx as mfx
+        >>> def loss(tx):
+        ...     updates, _ = tx.update({"w": torch.ones(3)}, mfx.core.EmptyState())
+        ...     return updates["w"].sum()
+        >>> torch.func.grad(loss)(as_tensors(mfx.scale(2.0)))
+        scale(factor=torch.tensor(3.0, dtype=torch.float64))
+    """
+    return tree.map(lambda leaf: _tensor(leaf).to(dtype=dtype, device=device), tx)
+
+
+def _tensor(value: Any) -> Tensor:
+    return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+
+
+class InjectHyperparamsState(NamedTuple):
+    """State of `inject_hyperparams`."""
+
+    hyperparams: dict[str, Tensor]
+    """Numeric arguments by dotted name; 0-d tensors, float64 where the device has it."""
+    inner: PyTree
+    """The inner transform's state."""
+
+
+@transform(locality=lambda inner: inner.locality, own_locality=Locality.ELEMENT, numbers_in_state=True)
+def inject_hyperparams(inner: Transform):
+    """Keep a transform's numeric arguments in its state, where they can be changed between steps.
+
+    The values in the state are the ones used; a change of them recompiles nothing. Follows Optax's
+    ``inject_hyperparams``, but needs no list of what is numeric: a transform knows.
+
+    Example:
+        >>> import muonfx as mfx
+        >>> tx = mfx.inject_hyperparams(mfx.scale(-0.1))
+        >>> state = tx.init({"w": torch.ones(1)})
+        >>> state.hyperparams["factor"] *= 10
+        >>> tx.update({"w": torch.ones(1)}, state)[0]
+        {'w': tensor([-1.])}
+    """
+    if not isinstance(inner, Transform):
+        raise TypeError(f"inject_hyperparams: inner must be a Transform, found {inner!r}")
+
+    def init(params: PyTree) -> InjectHyperparamsState:
+        device = tree.device_of(params)
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        values = {
+            name: torch.as_tensor(value, dtype=value.dtype if isinstance(value, Tensor) else dtype).to(
+                device, copy=True
+            )
+            for name, value in parts_of(inner)
+        }
+        return InjectHyperparamsState(values, inner.functions.init(params))
+
+    def update(
+        updates: PyTree,
+        state: InjectHyperparamsState,
+        params: PyTree = None,
+        *,
+        donate: Donation = NOTHING,
+        **extras: Any,
+    ):
+        current = with_hyperparams(inner, state.hyperparams)
+        updates, inner_state = current.run(updates, state.inner, params, donate=donate, **extras)
+        return updates, InjectHyperparamsState(state.hyperparams, inner_state)
+
+    return init, update
+
+
+def hyperparams_used(state: PyTree) -> dict[str, Tensor]:
+    """List the numbers that the last update has used, as far as a state holds them, by dotted name.
+
+    These are the ones that follow schedules and those that `inject_hyperparams` keeps. Names are made of the keys of
+    the state, without fields. Transforms that take schedules themselves keep a count only: what
+    ``scale_by_learning_rate(rate)`` has used is ``rate(count - 1)``.
+
+    >>> import muonfx as mfx
+    >>> tx = mfx.chain(mfx.momentum(mfx.linear(0.5, 0.9, 4)), mfx.scale(-0.1))
+    >>> params, state = {"w": torch.ones(1)}, tx.init({"w": torch.ones(1)})
+    >>> for _ in range(3):
+    ...     _, state = tx.update(params, state, params)
+    >>> hyperparams_used(state)
+    {'momentum.decay': tensor(0.7000, dtype=torch.float64)}
+    """
+    found: dict[str, Tensor] = {}
+
+    def visit(node: PyTree, name: str) -> None:
+        if isinstance(node, ScheduledHyperparamsState | InjectHyperparamsState):
+            found.update({f"{name}{own}": number for own, number in node.hyperparams.items()})
+            visit(node.inner, name)
+        elif isinstance(node, dict):
+            for key, item in node.items():
+                visit(item, f"{name}{key}.")
+        elif isinstance(node, tuple | list):
+            for item in node:
+                visit(item, name)
+
+    visit(state, "")
+    return found

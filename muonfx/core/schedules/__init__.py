@@ -1,0 +1,45 @@
+"""Schedules: a hyperparameter as a function of the step count.
+
+A `Schedule` is a recorded value like a transform: it prints as the code that built it, compares, pickles, and its
+numeric arguments are leaves that can be batched or differentiated. Called with the count held in a transform's state
+(a 0-d integer tensor) it returns a 0-d tensor and branches on nothing; called with an int it returns a float, for a
+look or a plot. Step 0 is the first update.
+"""
+
+from muonfx.core.schedules.base import Scalar, ScalarOrFunction, ScalarOrSchedule, Schedule, ScheduleFunction, schedule
+from muonfx.core.schedules.curves import (
+    constant,
+    cosine,
+    exponential,
+    join,
+    linear,
+    polynomial,
+    warmup_cosine,
+    warmup_stable_decay,
+)
+from muonfx.core.schedules.cycles import one_cycle, piecewise_constant, piecewise_interpolate, sgdr
+
+__all__ = [
+    "Scalar",
+    "ScalarOrFunction",
+    "ScalarOrSchedule",
+    "Schedule",
+    "ScheduleFunction",
+    "constant",
+    "cosine",
+    "exponential",
+    "join",
+    "linear",
+    "one_cycle",
+    "piecewise_constant",
+    "piecewise_interpolate",
+    "polynomial",
+    "schedule",
+    "sgdr",
+    "warmup_cosine",
+    "warmup_stable_decay",
+]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,106 @@
+"""A schedule as a value, and the decorator that makes its factories."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ParamSpec, overload
+
+import torch
+from torch import Tensor
+
+from muonfx.core.recorded import Recorded, make_factory
+from muonfx.tree.tracing import is_wrapped
+
+__all__ = ["Scalar", "ScalarOrFunction", "ScalarOrSchedule", "Schedule", "ScheduleFunction", "schedule", "whole_number"]
+
+P = ParamSpec("P")
+
+Scalar = float | Tensor
+"""A number, which may be a 0-d tensor."""
+
+
+class Schedule(Recorded):
+    """A function of the step count that remembers its arguments; made by a factory that `schedule` decorates.
+
+    >>> import muonfx as mfx
+    >>> mfx.linear(1.0, 0.0, 10)
+    linear(start=1.0, end=0.0, steps=10)
+    >>> mfx.linear(1.0, 0.0, 10)(5)
+    0.5
+    """
+
+    def prepare(self) -> None:
+        """Build now, and require a function of the count."""
+        super().prepare()
+        if not callable(self.built):
+            name = self.factory.__name__
+            raise TypeError(f"{name}: the decorated function must return a function of the count, found {self.built!r}")
+
+    @overload
+    def __call__(self, count: int) -> float: ...
+
+    @overload
+    def __call__(self, count: Tensor) -> Tensor: ...
+
+    def __call__(self, count: int | Tensor) -> Any:
+        """Evaluate at a step count: a float for an int, a 0-d tensor for a tensor."""
+        function = self.built
+        if isinstance(count, Tensor):
+            return function(count.to(torch.float32 if count.device.type == "mps" else torch.float64))
+        value = function(torch.tensor(float(count), dtype=torch.float64))
+        return float(value) if not isinstance(value, Tensor) or not _is_traced(value) else value
+
+
+ScalarOrSchedule = float | Tensor | Schedule
+"""A number, a 0-d tensor, or a schedule that gives the number of each step.
+
+A constructor under `muonfx.transform` with an argument of this type gets a number, at every step that of the step.
+"""
+
+ScalarOrFunction = float | Tensor | Schedule | Callable[[Tensor], Tensor]
+"""A number, a 0-d tensor, a schedule, or any function of the step count, which is a 0-d floating tensor."""
+
+
+def _is_traced(value: Tensor) -> bool:
+    return value.requires_grad or is_wrapped(value)
+
+
+ScheduleFunction = Callable[[Tensor], Any]
+"""A function of the step count, a 0-d floating tensor, as one under `schedule` returns it."""
+
+
+@overload
+def schedule(constructor: Callable[P, ScheduleFunction], /) -> Callable[P, Schedule]: ...
+
+
+@overload
+def schedule(*, name: str | None = None) -> Callable[[Callable[P, ScheduleFunction]], Callable[P, Schedule]]: ...
+
+
+def schedule(constructor: Callable[..., ScheduleFunction] | None = None, *, name: str | None = None) -> Any:
+    """Make a factory of schedules from a function that returns a function of the count (a 0-d floating tensor).
+
+    Args:
+        constructor: the function.
+        name: a public name that stays when the function moves, as in `muonfx.transform`.
+
+    Raises:
+        ValueError: ``name`` is not made of identifiers and dots.
+
+    >>> @schedule
+    ... def inverse_sqrt(rate: float):
+    ...     return lambda count: rate / (count + 1).sqrt()
+    >>> inverse_sqrt(2.0)(3)
+    1.0
+    """
+
+    def decorate(constructor: Callable[..., ScheduleFunction]) -> Callable[..., Schedule]:
+        return make_factory(Schedule, constructor, name=name)
+
+    return decorate if constructor is None else decorate(constructor)
+
+
+def whole_number(name: str, value: Any) -> None:
+    """Require an int of 0 or more."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{name} must be an int of 0 or more, found {value!r}")

@@ -1,0 +1,224 @@
+"""Schedules along lines, cosines, powers and exponentials, and one after another."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from muonfx.core import checks
+from muonfx.core.schedules.base import Scalar, Schedule, schedule, whole_number
+
+__all__ = [
+    "constant",
+    "cosine",
+    "exponential",
+    "join",
+    "joined",
+    "linear",
+    "polynomial",
+    "warmup_cosine",
+    "warmup_stable_decay",
+]
+
+
+def _function(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Give a lambda its type."""
+    return function
+
+
+@schedule
+def constant(value: Scalar):
+    """Hold one value.
+
+    >>> constant(0.5)(100)
+    0.5
+    """
+    checks.finite("value", value)
+    return _function(lambda count: value + 0.0 * count)
+
+
+def _fraction(count: Tensor, steps: int) -> Tensor:
+    """How much of a phase has passed, in [0, 1]; a phase of no steps has passed at once."""
+    return (count / steps).clamp(0.0, 1.0) if steps else torch.ones_like(count)
+
+
+@schedule
+def linear(start: Scalar, end: Scalar, steps: int):
+    """Go from one value to another on a straight line, then stay.
+
+    Args:
+        start: the value at step 0.
+        end: the value at step ``steps`` and after.
+        steps: the length in steps.
+
+    >>> [linear(0.0, 1.0, 4)(count) for count in (0, 1, 4, 9)]
+    [0.0, 0.25, 1.0, 1.0]
+    """
+    checks.finite("start", start)
+    checks.finite("end", end)
+    whole_number("steps", steps)
+    return _function(lambda count: start + (end - start) * _fraction(count, steps))
+
+
+@schedule
+def cosine(start: Scalar, steps: int, end: Scalar = 0.0):
+    """Go from one value to another on half a cosine, then stay.
+
+    >>> [round(cosine(1.0, 10)(count), 3) for count in (0, 5, 10)]
+    [1.0, 0.5, 0.0]
+    """
+    checks.finite("start", start)
+    checks.finite("end", end)
+    whole_number("steps", steps)
+    return _function(lambda count: end + (start - end) * 0.5 * (1.0 + torch.cos(math.pi * _fraction(count, steps))))
+
+
+@schedule
+def polynomial(start: Scalar, end: Scalar, steps: int, power: Scalar = 1.0, begin: int = 0):
+    r"""Go from one value to another as a power of what is left of the way, $(1 - t/T)^p$, then stay.
+
+    Args:
+        start: the value until step ``begin``.
+        end: the value ``steps`` later and after.
+        steps: the length in steps.
+        power: positive; 1 is `linear`.
+        begin: the step at which it starts to move.
+
+    >>> [polynomial(1.0, 0.0, 4, power=2.0)(count) for count in (0, 2, 4, 9)]
+    [1.0, 0.25, 0.0, 0.0]
+    """
+    checks.finite("start", start)
+    checks.finite("end", end)
+    checks.positive("power", power)
+    whole_number("steps", steps)
+    whole_number("begin", begin)
+    return _function(
+        lambda count: end + (start - end) * torch.pow(1.0 - _fraction(count - begin, steps), _tensor(power, count))
+    )
+
+
+@schedule
+def exponential(
+    start: Scalar, steps: int, rate: Scalar, *, begin: int = 0, staircase: bool = False, end: Scalar | None = None
+):
+    """Multiply by a rate every so many steps, evenly or all at once.
+
+    Args:
+        start: the value until step ``begin``.
+        steps: the steps in which the value changes by ``rate``; 1 or more.
+        rate: positive.
+        begin: the step at which it starts to move.
+        staircase: change every ``steps`` steps only.
+        end: where it stops: a lower bound for a rate below 1, else an upper one.
+
+    >>> [exponential(1.0, 2, 0.25)(count) for count in (0, 1, 2, 4)]
+    [1.0, 0.5, 0.25, 0.0625]
+    """
+    checks.finite("start", start)
+    checks.positive_int("steps", steps)
+    checks.positive("rate", rate)
+    whole_number("begin", begin)
+    if end is not None:
+        checks.finite("end", end)
+
+    def value(count: Tensor) -> Tensor:
+        times = ((count - begin) / steps).clamp(min=0.0)
+        factor = _tensor(rate, count)
+        found = start * torch.pow(factor, times.floor() if staircase else times)
+        if end is None:
+            return found
+        bound = _tensor(end, count)
+        return torch.where(factor < 1.0, torch.maximum(found, bound), torch.minimum(found, bound))
+
+    return value
+
+
+def _tensor(number: Scalar, like: Tensor) -> Tensor:
+    return number if isinstance(number, Tensor) else torch.full((), number, dtype=like.dtype, device=like.device)
+
+
+@schedule
+def warmup_cosine(peak: Scalar, warmup_steps: int, total_steps: int, start: Scalar = 0.0, end: Scalar = 0.0):
+    """Rise on a line to a peak, then fall on half a cosine until the last step.
+
+    Args:
+        peak: the value at step ``warmup_steps``.
+        warmup_steps: the length of the rise.
+        total_steps: the step at which ``end`` is reached, the rise included.
+        start: the value at step 0, unless there is no rise.
+        end: the value from ``total_steps`` on.
+
+    Raises:
+        ValueError: the rise is longer than the whole.
+
+    >>> [round(warmup_cosine(1.0, 2, 10)(count), 3) for count in (0, 1, 2, 6, 10)]
+    [0.0, 0.5, 1.0, 0.5, 0.0]
+    """
+    _within(warmup_steps, total_steps, "warmup_steps")
+    return joined([linear(start, peak, warmup_steps), cosine(peak, total_steps - warmup_steps, end)], [warmup_steps])
+
+
+@schedule
+def warmup_stable_decay(
+    peak: Scalar, warmup_steps: int, decay_steps: int, total_steps: int, start: Scalar = 0.0, end: Scalar = 0.0
+):
+    """Rise on a line, hold, and fall on a line over the last steps: the trapezoid.
+
+    Raises:
+        ValueError: rise and fall together are longer than the whole.
+
+    >>> wsd = warmup_stable_decay(1.0, 2, 4, 10)
+    >>> [wsd(count) for count in (0, 1, 2, 5, 6, 8, 10)]
+    [0.0, 0.5, 1.0, 1.0, 1.0, 0.5, 0.0]
+    """
+    whole_number("decay_steps", decay_steps)
+    _within(warmup_steps + decay_steps, total_steps, "warmup_steps + decay_steps")
+    fall_at = total_steps - decay_steps
+    return joined(
+        [linear(start, peak, warmup_steps), constant(peak), linear(peak, end, decay_steps)], [warmup_steps, fall_at]
+    )
+
+
+def _within(steps: int, total_steps: int, name: str) -> None:
+    whole_number(name, steps)
+    whole_number("total_steps", total_steps)
+    if steps > total_steps:
+        raise ValueError(f"{name} must be at most total_steps ({total_steps}), found {steps}")
+
+
+@schedule
+def join(schedules: list[Schedule], boundaries: list[int]):
+    """Follow one schedule after another, each counting from its own start.
+
+    Args:
+        schedules: one more than the boundaries.
+        boundaries: the steps at which the next schedule takes over, rising.
+
+    Raises:
+        ValueError: the numbers do not fit, or the boundaries do not rise.
+
+    >>> joined = join([constant(1.0), linear(1.0, 0.0, 10)], [5])
+    >>> [joined(count) for count in (0, 5, 10, 15)]
+    [1.0, 1.0, 0.5, 0.0]
+    """
+    if len(schedules) != len(boundaries) + 1:
+        raise ValueError(f"expected one schedule more than boundaries, found {len(schedules)} and {len(boundaries)}")
+    if any(later <= earlier for earlier, later in pairwise(boundaries)):
+        raise ValueError(f"boundaries must rise, found {boundaries}")
+    return joined(schedules, boundaries)
+
+
+def joined(schedules: list[Schedule], boundaries: list[int]) -> Callable[[Tensor], Tensor]:
+    """The function of `join`, which checks nothing."""
+
+    def value(count: Tensor) -> Tensor:
+        result = schedules[0](count)
+        for boundary, following in zip(boundaries, schedules[1:], strict=True):
+            result = torch.where(count < boundary, result, following(count - boundary))
+        return result
+
+    return value

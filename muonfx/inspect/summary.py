@@ -1,0 +1,342 @@
+"""`summary`: the tensors of a state, an optimizer or a model as a tree with shapes, dtypes, bytes and owners."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+from muonfx import tree
+from muonfx.core import Transform
+from muonfx.optimizer import TransformOptimizer
+from muonfx.sharding.dtensors import local_of
+from muonfx.sharding.layout import Layout
+from muonfx.sharding.shards import FlatPiece
+from muonfx.sharding.state import LeafPlacement, describe_state, interval_of, without_dtensors
+from muonfx.sharding.transform import Sharded
+from muonfx.sharding.views import binding_of, check_local, is_logical
+from muonfx.tree import PyTree
+from muonfx.tree.display import Column, Report, Row, Shown, Table, format_bytes, format_shape
+
+__all__ = ["LeafSummary", "Summary", "summary"]
+
+
+@dataclass(frozen=True)
+class LeafSummary:
+    """One leaf of a tree: a tensor, or None where there is none.
+
+    Attributes:
+        path: the keys, fields and places from the root to the leaf.
+        shape: of the whole tensor, also where this rank holds a part of it; None for what is no tensor.
+        dtype: such as "float32"; the name of the type for what is no tensor, "-" for None.
+        device: where this rank's part lies; "" for what is no tensor.
+        nbytes: the bytes that this rank holds.
+        total_nbytes: the bytes that all ranks hold together, copies counted; `nbytes` where nothing is sharded.
+        owner: who holds it, in words; "" where nothing is sharded.
+    """
+
+    path: tuple[str, ...]
+    shape: tuple[int, ...] | None
+    dtype: str
+    device: str
+    nbytes: int
+    total_nbytes: int
+    owner: str = ""
+
+    @property
+    def name(self) -> str:
+        """The path with dots."""
+        return ".".join(self.path)
+
+
+@dataclass(frozen=True, repr=False)
+class Summary(Shown):
+    """The leaves of a tree with their totals; made by `summary`, printed as a table.
+
+    ``str()`` is plain text, a notebook shows an HTML table. ``to_text(width=80, depth=1)`` narrows long names and
+    leaves out what is nested deeper.
+
+    Attributes:
+        leaves: every leaf, in the order of the tree.
+        ranks: the number of ranks that the leaves are sharded over; None where nothing is sharded.
+        params_nbytes: the bytes that the parameters have as one process holds them; None where they are not known.
+
+    >>> import torch
+    >>> import muonfx as mfx
+    >>> found = mfx.summary(mfx.momentum().init({"w": torch.zeros(4, 4)}))
+    >>> found.nbytes, found.by_dtype()
+    (64, {'float32': 64})
+    """
+
+    leaves: tuple[LeafSummary, ...]
+    ranks: int | None = None
+    params_nbytes: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that this rank holds."""
+        return sum(leaf.nbytes for leaf in self.leaves)
+
+    @property
+    def total_nbytes(self) -> int:
+        """The bytes that all ranks hold together."""
+        return sum(leaf.total_nbytes for leaf in self.leaves)
+
+    def by_dtype(self) -> dict[str, int]:
+        """The bytes that this rank holds of each dtype, the most first."""
+        found: dict[str, int] = {}
+        for leaf in self.leaves:
+            if leaf.nbytes:
+                found[leaf.dtype] = found.get(leaf.dtype, 0) + leaf.nbytes
+        return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
+
+    def report(self) -> Report:
+        """The table: a row for each node and leaf, and totals."""
+        devices = {leaf.device for leaf in self.leaves} - {"", "meta"}
+        with_device = bool(devices - {"cpu"})
+        sharded = self.ranks is not None
+        texts = [Column("leaf"), Column("shape"), Column("dtype")]
+        texts += [Column("device")] * with_device + [Column("owner")] * sharded
+        sizes = [Column("this rank", right=True), Column("all ranks", right=True)] if sharded else [_BYTES]
+
+        def row(
+            name: str, leaves: Sequence[LeafSummary], said: Sequence[str] = (), children: tuple[Row, ...] = ()
+        ) -> Row:
+            cells = [name, *said, *[""] * (len(texts) - 1 - len(said))]
+            cells.append(format_bytes(sum(leaf.nbytes for leaf in leaves)))
+            cells += [format_bytes(sum(leaf.total_nbytes for leaf in leaves))] * sharded
+            return Row(tuple(cells), children)
+
+        def of_leaf(name: str, leaf: LeafSummary) -> Row:
+            said = ["-" if leaf.shape is None else format_shape(leaf.shape), leaf.dtype]
+            return row(name, [leaf], said + [leaf.device or "-"] * with_device + [leaf.owner or "-"] * sharded)
+
+        def within(leaves: Sequence[LeafSummary], depth: int) -> tuple[Row, ...]:
+            groups: dict[str, list[LeafSummary]] = {}
+            for leaf in leaves:
+                groups.setdefault(leaf.path[depth], []).append(leaf)
+            return tuple(node(group, depth) for group in groups.values())
+
+        def node(leaves: list[LeafSummary], depth: int) -> Row:
+            first, end = leaves[0], depth + 1
+            if len(leaves) == 1:
+                return of_leaf(".".join(first.path[depth:]), first)
+            # A node with one child has no line of its own: "momentum.trace" is one step down.
+            while all(leaf.path[end] == first.path[end] for leaf in leaves):
+                end += 1
+            return row(".".join(first.path[depth:end]), leaves, (), within(leaves, end))
+
+        body = within(self.leaves, 0) if all(leaf.path for leaf in self.leaves) else (of_leaf("-", self.leaves[0]),)
+        tensors = [leaf for leaf in self.leaves if leaf.shape is not None]
+        footers = [row(f"total of {_counted(len(tensors), 'tensor')}", tensors)]
+        kinds = list(dict.fromkeys(leaf.dtype for leaf in tensors))
+        for dtype in kinds if len(kinds) > 1 else ():
+            of_dtype = [leaf for leaf in tensors if leaf.dtype == dtype]
+            total = row(_counted(len(of_dtype), "tensor"), of_dtype, ("", dtype))
+            footers.append(Row(total.cells))
+        table = Table((*texts, *sizes), body, tuple(footers))
+        return Report((table, *self._compared()))
+
+    def _compared(self) -> tuple[str, ...]:
+        """The bytes beside those of the parameters, where these are known."""
+        if not self.params_nbytes:
+            return ()
+        one, every = self.nbytes / self.params_nbytes, self.total_nbytes / self.params_nbytes
+        size = format_bytes(self.params_nbytes)
+        if self.ranks is None:
+            return (f"{one:.2f} times the {size} of the parameters",)
+        ranks = _counted(self.ranks, "rank")
+        return (f"{one:.2f} times the {size} of the whole parameters on this rank, {every:.2f} times over {ranks}",)
+
+
+_BYTES = Column("bytes", right=True)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def summary(what: PyTree, params: PyTree = None) -> Summary:
+    """Summarize the tensors of a state, an optimizer or a model: tree, shape, dtype, bytes, and who owns what.
+
+    Args:
+        what: a state or any other tree of tensors; a `TransformOptimizer`; a model, for its parameters; a transform and
+            its state as a pair, which says of a sharded one who owns each leaf; or a transform alone with ``params``,
+            for the state that it would make, without any memory taken for it.
+        params: the parameters (a tree of tensors or a model), to compare bytes with. For a pair of a sharded transform
+            and its state the local ones; needed only where the transform has not met any yet and they are not named as
+            in its layout.
+
+    Returns:
+        A value that prints as a table: ``str()`` in a terminal, an HTML table in a notebook. No tensor is read, so
+        nothing waits for a device.
+
+    Raises:
+        TypeError: a transform alone, without ``params``, or something that is no tree of tensors.
+        ShardingError: a state that is none of the sharded transform beside it.
+
+    >>> import torch
+    >>> import muonfx as mfx
+    >>> params = {"wte": torch.zeros(16, 8), "fc": torch.zeros(8, 8)}
+    >>> tx = mfx.muon_with_adamw(0.02, 1e-3, labels={"wte": "adamw", "fc": "muon"})
+    >>> mfx.summary(tx.init(params), params)
+    leaf                    shape   dtype       bytes
+    adamw.scale_by_adam                      1.01 KiB
+      count                 scalar  int64         8 B
+      mu.wte                16 x 8  float32     512 B
+      nu.wte                16 x 8  float32     512 B
+    muon.momentum.trace.fc  8 x 8   float32     256 B
+    -------------------------------------------------
+    total of 4 tensors                       1.26 KiB
+    1 tensor                        int64         8 B
+    3 tensors                       float32  1.25 KiB
+    <BLANKLINE>
+    1.68 times the 768 B of the parameters
+    """
+    if isinstance(what, TransformOptimizer):
+        params = {
+            n: p for group in what.param_groups for n, p in zip(group["param_names"], group["params"], strict=True)
+        }
+        return _summarize(what.transform, what.transform_state, None, params)
+    if isinstance(what, nn.Module):
+        return Summary(tuple(_plain_leaves(dict(what.named_parameters()))), None, _nbytes_of(_named_tensors(params)))
+    params = _named_tensors(params)
+    if isinstance(what, Transform):
+        if params is None:
+            raise TypeError(
+                f"summary of {what.name} needs parameters: give the state, summary(tx.init(params)), or summary(tx, "
+                "params) for the state that it would make"
+            )
+        return _summarize(what, _init_on_meta(what, params), params, params)
+    if type(what) is tuple and len(what) == 2 and isinstance(what[0], Transform):
+        return _summarize(*what, params, params)
+    _check_what(what)
+    return Summary(tuple(_plain_leaves(what)), None, _nbytes_of(params))
+
+
+def _check_what(what: object) -> None:
+    """Require a tree that has a tensor in it, or is an empty container such as the state of what keeps none."""
+    if type(what) is tuple and len(what) == 2 and isinstance(what[1], Transform):
+        raise TypeError("summary of a pair: the transform comes first, then its state")
+    present = [leaf for leaf in tree.leaves(what) if leaf is not None]
+    if what is None or (present and not any(isinstance(leaf, Tensor | FlatPiece) for leaf in present)):
+        raise TypeError(
+            f"summary: found {type(what).__name__} with no tensor in it; expected a state, a "
+            "muonfx.TransformOptimizer, a model, a tree of tensors, or a transform with its parameters"
+        )
+
+
+# -------------------------------------------------------------------------------------------------------- the leaves
+
+
+def _plain_leaves(values: PyTree) -> list[LeafSummary]:
+    """The leaves of a tree that knows nothing of ranks, but for DTensors and pieces in it: these say their own."""
+    return [
+        _leaf_of(path, leaf, _shape_of(leaf), local_of(leaf))
+        for path, leaf in zip(tree.paths(values), tree.leaves(values), strict=True)
+    ]
+
+
+def _leaf_of(
+    path: Iterable[object],
+    leaf: object,
+    shape: Sequence[int] | None,
+    here: object,
+    total: int | None = None,
+    owner: str = "",
+) -> LeafSummary:
+    """A leaf, with what this rank has of it."""
+    data = here.data if isinstance(here, FlatPiece) else here
+    words = tuple(map(str, path))
+    if not isinstance(data, Tensor):
+        kind = "-" if data is None else type(data).__name__
+        return LeafSummary(words, None if shape is None else tuple(shape), kind, "", 0, total or 0, owner)
+    nbytes = data.numel() * data.dtype.itemsize
+    where = tuple(data.shape) if shape is None else tuple(shape)
+    total = nbytes if total is None else total
+    return LeafSummary(words, where, _written(data.dtype), str(data.device), nbytes, total, owner)
+
+
+def _shape_of(leaf: object) -> tuple[int, ...] | None:
+    return tuple(leaf.shape) if isinstance(leaf, Tensor | FlatPiece) else None
+
+
+def _written(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# ------------------------------------------------------------------------------------------------- states over ranks
+
+
+def _summarize(tx: Transform, state: PyTree, local: PyTree, params: PyTree) -> Summary:
+    """Summarize the state of a transform; ``local`` are its parameters as it met them, None where it has met some."""
+    if not isinstance(tx, Sharded):
+        return Summary(tuple(_plain_leaves(state)), None, _nbytes_of(params))
+    binding, inner, like = binding_of(tx, local)
+    layout = binding.layout
+    whole = sum(spec.nbytes for spec in layout.specs.values())
+    described = describe_state(binding, inner, like)
+    own = state if is_logical(state) else without_dtensors(binding, inner, like, state)
+    check_local(layout, described, own)
+    found = [
+        _sharded_leaf(layout, path, what, leaf)
+        for path, what, leaf in zip(tree.paths(own), described, tree.leaves(own), strict=True)
+    ]
+    return Summary(tuple(found), layout.size, whole)
+
+
+def _sharded_leaf(layout: Layout, path: Sequence[object], what: LeafPlacement | None, leaf: object) -> LeafSummary:
+    if what is None:
+        return _leaf_of(path, leaf, None, leaf)
+    each = what.dtype.itemsize
+    if what.name is None:
+        total, owner = prod(what.shape) * each * layout.size, "every rank"
+    elif what.owned:
+        sizes = [(share.owner, interval_of(what, share)) for share in what.shares]
+        total = sum((stop - start) * each * (layout.size if rank is None else 1) for rank, (start, stop) in sizes)
+        owner = _ranks({rank for rank, _ in sizes}, layout.size)
+    else:
+        holders = layout.holders(what.name)
+        total = sum(piece.numel * len(ranks) * each for piece, ranks in holders.items())
+        cut = len(holders) > 1
+        ranks = {rank for ranks in holders.values() for rank in ranks}
+        owner = ("cut over " if cut else "") + _ranks(ranks, layout.size)
+    found = _leaf_of(path, leaf, what.shape, leaf, total, owner)
+    return LeafSummary(found.path, what.shape, _written(what.dtype), found.device, found.nbytes, total, owner)
+
+
+def _ranks(ranks: Iterable[int | None], size: int) -> str:
+    """Name some ranks; None stands for all.
+
+    >>> _ranks({2}, 4), _ranks({0, 1, 2}, 4), _ranks({0, 2}, 4), _ranks({None}, 4), _ranks({0, 1}, 2)
+    ('rank 2', 'ranks 0 to 2', 'ranks 0, 2', 'every rank', 'every rank')
+    """
+    named = sorted(rank for rank in ranks if rank is not None)
+    if None in ranks or len(named) == size:
+        return "every rank"
+    if len(named) == 1:
+        return f"rank {named[0]}"
+    if named and named == list(range(named[0], named[-1] + 1)):
+        return f"ranks {named[0]} to {named[-1]}"
+    return "ranks " + ", ".join(map(str, named)) if len(named) <= 4 else f"{len(named)} ranks"
+
+
+def _init_on_meta(tx: Transform, params: PyTree) -> PyTree:
+    like = tree.map(lambda leaf: torch.empty_like(local_of(leaf), device="meta"), params)
+    with warnings.catch_warnings():  # what there is to warn of is said where a state is really made
+        warnings.simplefilter("ignore")
+        return tx.init(like)
+
+
+def _named_tensors(params: PyTree) -> PyTree:
+    return dict(params.named_parameters()) if isinstance(params, nn.Module) else params
+
+
+def _nbytes_of(params: PyTree) -> int | None:
+    if params is None:
+        return None
+    return sum(leaf.numel() * leaf.dtype.itemsize for leaf in tree.leaves(params) if isinstance(leaf, Tensor))

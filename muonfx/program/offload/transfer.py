@@ -1,0 +1,180 @@
+"""The way between home and the device: two buffers, each for the state of one bucket.
+
+While a transform computes in one room, a worker writes the other's state back and reads that of the bucket after next
+into it. All that it does, it does in the order in which it was asked, on CUDA in one stream: so no room is filled
+before it was emptied, and there are never more than two.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from muonfx.program.offload.files import read_ahead, release
+
+__all__ = ["BucketTransfer"]
+
+T = TypeVar("T")
+ALIGNED = 256
+
+
+def buffer(nbytes: int, device: torch.device, *, pin: bool = False) -> Tensor:
+    """The memory of a room; all that offloading holds on the device is made here."""
+    return torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pin)
+
+
+def nbytes_in_buffer(leaves: Sequence[Tensor]) -> int:
+    """The bytes that a bucket's leaves take in a room."""
+    return sum(-(-leaf.numel() * leaf.element_size() // ALIGNED) * ALIGNED for leaf in leaves)
+
+
+class BucketTransfer:
+    """The way for the buckets of one transform, in one step."""
+
+    def __init__(self, device: torch.device, buckets: Sequence[Sequence[Tensor]], *, filed: bool) -> None:
+        self._buckets = buckets
+        self._device = device
+        self._under_way: list[Future[Any]] = []
+        size = max(map(nbytes_in_buffer, buckets), default=0)
+        count = min(2, len(buckets))
+        self._buffers = [buffer(size, device) for _ in range(count)]
+        self._stream: torch.cuda.Stream | None = None
+        self._staging: list[Tensor] = []
+        if device.type == "cuda":
+            self._stream = _stream_of(device)
+            self._stream.wait_stream(torch.cuda.current_stream(device))  # what had the buffers' memory before
+            if filed:
+                self._staging = [buffer(size, torch.device("cpu"), pin=True) for _ in range(count)]
+        self._coming: dict[int, Future[tuple[list[Tensor], torch.cuda.Event | None]]] = {}
+        self._ask_for(0)
+
+    def fetch(self, turn: int) -> list[Tensor]:
+        """A bucket's leaves on the device, to be written to; the next bucket's are on their way."""
+        leaves, ready = self._coming.pop(turn).result()
+        if ready is not None:
+            torch.cuda.current_stream(self._device).wait_event(ready)
+        self._ask_for(turn + 1)
+        return leaves
+
+    def put(self, turn: int, leaves: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        """Write a bucket's new leaves home, in the background."""
+        done: torch.cuda.Event | None = None
+        if self._stream is not None:
+            done = torch.cuda.Event()
+            done.record(torch.cuda.current_stream(self._device))
+        self._do(lambda: self._write(turn, leaves, targets, done))
+
+    def holds(self, tensor: Tensor) -> bool:
+        """True if a tensor lies in one of the buffers."""
+        storage = tensor.untyped_storage().data_ptr()
+        return any(room.untyped_storage().data_ptr() == storage for room in self._buffers)
+
+    def finish(self) -> None:
+        """Wait until all is at home, for anybody to read there."""
+        for future in self._under_way:
+            future.result()
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def abandon(self) -> None:
+        """Wait for what is under way, after an error, so that no memory is freed under it."""
+        for future in self._under_way:
+            future.exception()
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    # ---------------------------------------------------------------------------------------------- in the worker
+
+    def _do(self, job: Callable[[], T]) -> Future[T]:
+        def safely() -> T:
+            with torch.no_grad():
+                return job()
+
+        future = _worker().submit(safely)
+        self._under_way.append(future)
+        return future
+
+    def _ask_for(self, turn: int) -> None:
+        if turn < len(self._buckets):
+            self._coming[turn] = self._do(lambda: self._read(turn))
+
+    def _read(self, turn: int) -> tuple[list[Tensor], torch.cuda.Event | None]:
+        sources = self._buckets[turn]
+        buffers = _cut(self._buffers[turn % 2], sources)
+        for source in sources:
+            read_ahead(source)
+        if self._stream is None:
+            for room, source in zip(buffers, sources, strict=True):
+                room.copy_(source)
+                release(source)
+            return buffers, None
+        if self._staging:
+            # What was read here two buckets ago was written home, and so copied from, before.
+            staged = _cut(self._staging[turn % 2], sources)
+            self._stream.synchronize()
+            for room, source in zip(staged, sources, strict=True):
+                room.copy_(source)
+                release(source)
+            sources = staged
+        with torch.cuda.stream(self._stream):
+            for room, source in zip(buffers, sources, strict=True):
+                room.copy_(source, non_blocking=True)
+            ready = torch.cuda.Event()
+            ready.record(self._stream)
+        return buffers, ready
+
+    def _write(
+        self, turn: int, leaves: Sequence[Tensor], targets: Sequence[Tensor], done: torch.cuda.Event | None
+    ) -> None:
+        if self._stream is None or done is None:
+            for leaf, target in zip(leaves, targets, strict=True):
+                target.copy_(leaf)
+                release(target)
+            return
+        landing = _cut(self._staging[turn % 2], targets) if self._staging else targets
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(done)
+            for leaf, target in zip(leaves, landing, strict=True):
+                target.copy_(leaf, non_blocking=True)
+                if leaf.is_cuda:
+                    leaf.record_stream(self._stream)
+        if self._staging:
+            self._stream.synchronize()
+            for staged, target in zip(landing, targets, strict=True):
+                target.copy_(staged)
+                release(target)
+
+
+def _cut(room: Tensor, likes: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors like some others, one after another in a room."""
+    found: list[Tensor] = []
+    start = 0
+    for like in likes:
+        nbytes = like.numel() * like.element_size()
+        found.append(room[start : start + nbytes].view(like.dtype).view(like.shape))
+        start += -(-nbytes // ALIGNED) * ALIGNED
+    return found
+
+
+_WORKERS: dict[int, ThreadPoolExecutor] = {}
+_STREAMS: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def _worker() -> ThreadPoolExecutor:
+    """The one thread that moves state; a forked process has its own."""
+    process = os.getpid()
+    if process not in _WORKERS:
+        _WORKERS.clear()
+        _WORKERS[process] = ThreadPoolExecutor(1, thread_name_prefix="muonfx-offload")
+    return _WORKERS[process]
+
+
+def _stream_of(device: torch.device) -> torch.cuda.Stream:
+    if device not in _STREAMS:
+        _STREAMS[device] = torch.cuda.Stream(device)
+    return _STREAMS[device]

@@ -1,0 +1,150 @@
+"""`offload`: a transform whose state lies in host memory or on disk."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable
+from typing import Any, Concatenate, Literal, ParamSpec
+
+import torch
+
+from muonfx.core import Donation, Transform
+from muonfx.core.contract import NOTHING, Declaration, require_transform
+from muonfx.core.factory import InitAndUpdate
+from muonfx.core.recorded import Factory, make_factory
+from muonfx.program.execute import Executor
+from muonfx.program.offload.store import OffloadStore
+from muonfx.program.placement import ALONE, RESIDENT, Arguments, Store
+from muonfx.tree import PyTree
+from muonfx.tree.arguments import bind
+
+__all__ = ["Offloaded", "inner_of", "offload", "store_of"]
+
+P = ParamSpec("P")
+
+Compute = Literal["auto", "device", "cpu"]
+"""Where `offload` computes."""
+
+DEVICES = {"cuda", "meta", "mps", "xpu", "disk", "gpu", "nvme"}
+
+
+class Offloaded(Transform):
+    """What `offload` makes."""
+
+    @classmethod
+    def record(cls, factory: Factory, /, *args: Any, **kwargs: Any) -> Any:
+        """Record a call of `offload`; around what is sharded it goes inside."""
+        bound = bind("offload", inspect.Signature(list(factory.definition.parameters.values())), args, kwargs)
+        given = bound.arguments
+        if isinstance(given.get("to"), os.PathLike):
+            given["to"] = os.fspath(given["to"])
+        outer = given["tx"]
+        if not (isinstance(outer, Transform) and outer.stays_outermost):
+            return super().record(factory, *bound.args, **bound.kwargs)
+        given["tx"] = outer.arguments["tx"]
+        return outer.replace(tx=factory(*bound.args, **bound.kwargs))
+
+    @property
+    def name(self) -> str:
+        """The name of the transform that is offloaded, so that its state in a chain keeps its key."""
+        return self.arguments["tx"].name
+
+
+def _factory(constructor: Callable[Concatenate[dict[Any, Any], P], InitAndUpdate]) -> Callable[P, Transform]:
+    """A factory of `Offloaded`, whose values stand for the transform that they offload."""
+    declaration = Declaration(
+        locality=lambda tx, to, *, bucket_bytes, compute: tx.locality,
+        reads_params=lambda tx, to, *, bucket_bytes, compute: tx.reads_params,
+    )
+    return make_factory(Offloaded, constructor, declaration, transparent=True, remembers=True)
+
+
+@_factory
+def offload(
+    _memory: dict[Any, Any],
+    tx: Transform,
+    to: str = "cpu",
+    *,
+    bucket_bytes: int = 1 << 26,
+    compute: Compute = "auto",
+):
+    """Keep a transform's state in host memory or on disk, and bring it to the device by buckets.
+
+    While one bucket is computed, the next one's state is read and the last one's written: the device holds the state of
+    two buckets at a time. As many matrices are orthogonalized, and updates and states are those of ``tx`` on the same
+    device: bitwise, where buckets do not part what would be computed in one call, such as matrices of one shape. Leaves
+    of the state that belong to a parameter are offloaded; counters and other single values stay where they are.
+
+    With ``donate=True``, as `TransformOptimizer` gives it, the state is written in place. Without, the next state is a
+    second one, in host memory or in a file of its own; the old one's room is given back with its last tensor.
+
+    Args:
+        tx: any transform. What `muonfx.sharding.sharded` has made may be given too: ``offload(sharded(tx, layout))`` is
+            ``sharded(offload(tx), layout)``.
+        to: "cpu" for host memory, pinned where parameters are on a CUDA device; or a folder on the disk to use, made if
+            there is none. In it lie files without a name, which take up room until the state is no more or the process
+            ends, however it does, and which ranks and runs can share a folder for.
+        bucket_bytes: about how many bytes of state are brought in at a time; a single larger leaf stands alone. Runs of
+            matrices of a sharded transform go by the buckets of their exchange instead.
+        compute: "device" computes where the gradients are; "auto" does too, as only that gives the same bits; "cpu"
+            brings the gradients to the CPU, and no state to the device. A matrix is orthogonalized there in the dtype
+            that is best on that CPU: fp32, unless it multiplies bf16 in hardware.
+
+    Returns:
+        A transform with the numbers, the fingerprint and the structure of state of ``tx``.
+
+    Raises:
+        TypeError: ``tx`` is no transform, or ``to`` no path.
+        ValueError: a setting is none of those above.
+        OSError: at `init`, or at an `update` that makes a second state: the folder cannot be made or written to, or its
+            disk has no room. Nothing has been changed then.
+
+    Follows ZeRO-Offload (arXiv 2101.06840) and ZeRO-Infinity (arXiv 2104.07857) in what lies where.
+
+    Example:
+        >>> import muonfx as mfx
+        >>> tx = offload(mfx.momentum(0.9, nesterov=False), "cpu")
+        >>> params = {"w": torch.zeros(2)}
+        >>> updates, state = tx.update({"w": torch.ones(2)}, tx.init(params), params)
+        >>> state.trace["w"].device, updates["w"]
+        (device(type='cpu'), tensor([0.1000, 0.1000]))
+    """
+    require_transform("tx", tx)
+    store = _store(to, bucket_bytes, compute)
+
+    executor = _memory.get("executor") or _memory.setdefault("executor", Executor(ALONE, store))
+
+    def init(params: PyTree) -> PyTree:
+        return executor.init(tx, params)
+
+    @torch.no_grad()
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
+        executor.require_room(state, updates if params is None else params, donate)
+        return executor.update(tx, Arguments(updates, state, params, donate, extras))
+
+    return init, update
+
+
+def store_of(tx: Transform) -> Store:
+    """The store of a transform's state."""
+    if not isinstance(tx, Offloaded):
+        return RESIDENT
+    return _store(**{name: value for name, value in tx.arguments.items() if name != "tx"})
+
+
+def inner_of(tx: Transform) -> Transform:
+    """The transform that is offloaded; any other as it is."""
+    return tx.arguments["tx"] if isinstance(tx, Offloaded) else tx
+
+
+def _store(to: str, bucket_bytes: int, compute: str) -> OffloadStore:
+    if not isinstance(to, str):
+        raise TypeError(f'to must be "cpu" or the path of a folder, found {to!r}')
+    if not to or to.split(":")[0] in DEVICES:
+        raise ValueError(f'to: found {to!r}, expected "cpu" or the path of a folder; one of that name is "./{to}"')
+    if bucket_bytes < 1:
+        raise ValueError(f"bucket_bytes: found {bucket_bytes!r}, expected an int of 1 or more")
+    if compute not in ("auto", "device", "cpu"):
+        raise ValueError(f"compute: found {compute!r}, expected 'auto', 'device' or 'cpu'")
+    return OffloadStore(None if to == "cpu" else os.path.abspath(to), bucket_bytes, compute == "cpu")

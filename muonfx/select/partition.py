@@ -1,0 +1,429 @@
+"""Different transforms for different parameters: `partition` and `masked`.
+
+Both hand the inner transform a flat dict of just its leaves under their dotted names, whatever the shape of the outer
+tree: a label's state holds only its leaves, reads as ``state["muon"]["momentum"].trace["blocks.0.attn.q.weight"]``,
+and has no placeholders that ``torch.func.vmap`` would trip over.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from muonfx import tree
+from muonfx.core import Donation, Locality, Transform, transform
+from muonfx.core.checks import NamePatterns, warn_caller
+from muonfx.core.combine import widest
+from muonfx.core.contract import NOTHING
+from muonfx.select.params import read_params
+from muonfx.select.predicates import Predicate, asks_for_modules, path_patterns
+from muonfx.select.rules import Labels, is_set_for, listing
+from muonfx.select.views import patterns
+from muonfx.tree import PyTree
+from muonfx.tree.wrappers import unwrapped
+
+__all__ = ["mask_patterns", "masked", "partition", "resolve_mask"]
+
+
+class _Reasoned(list[Any]):
+    """The values that `Labels` give the leaves, and these labels."""
+
+    def __init__(self, values: list[Any], labels: Labels, shapes: list[tuple[int, ...] | None]) -> None:
+        super().__init__(values)
+        self.labels = labels
+        self.shapes = shapes
+        """By leaf, the shape for which the labels were chosen."""
+
+
+class _Assignment:
+    """Resolves labels to one value per leaf, once for each structure of parameters.
+
+    Labels are a tree, a mapping by name, or a function of the parameters that returns either. A function of the
+    parameters may look at names, shapes and dtypes only; its answer is remembered for these, where the caller has a
+    memory that outlives a transform which is rebuilt at every step.
+    """
+
+    def __init__(
+        self, what: str, given: Any, kinds: type | tuple[type, ...], memory: dict[Any, Any] | None = None
+    ) -> None:
+        if asks_for_modules(given):
+            raise ValueError(
+                f"{what}: {given!r} asks for module types, and tensors that come by name have none: it would match "
+                "nothing. Decide with the model at hand: muonfx.select.labels(model, [(predicate, 'yes')], 'no')"
+            )
+        self.what, self.given, self.kinds = what, given, kinds
+        self._resolved: dict[Any, tuple[list[str], list[Any]]] = {} if memory is None else memory
+
+    def __call__(self, params: PyTree, *, quiet: bool = False) -> tuple[list[str], list[Any]]:
+        """The names of the leaves, and the value of each; ``quiet`` without the warnings of who decides."""
+        names = tree.names(params)
+        # Not by the tree's structure: compilation cannot hash one.
+        if callable(self.given):
+            shown = [None if leaf is None else (leaf.shape, leaf.dtype) for leaf in tree.leaves(params)]
+            key = tuple(zip(names, shown, strict=True))
+        else:
+            key = tuple(names)
+        if key not in self._resolved:
+            if torch.compiler.is_compiling():
+                return names, self._resolve(params, names)
+            with warnings.catch_warnings():
+                if quiet:
+                    warnings.simplefilter("ignore")
+                found = names, self._resolve(params, names)
+            self._resolved[key] = found
+        return self._resolved[key]
+
+    def of_updates(self, updates: PyTree, params: PyTree) -> tuple[list[str], list[Any]]:
+        """The same at an update, where gradients stand for parameters that are not given.
+
+        Raises:
+            ValueError: a function decides, and an absent gradient has no shape to decide by.
+        """
+        if params is None and callable(self.given):
+            absent = [
+                name for name, leaf in zip(tree.names(updates), tree.leaves(updates), strict=True) if leaf is None
+            ]
+            if absent:
+                raise ValueError(
+                    f"{self.what}: a function decides by shapes, and {absent[0]!r} has no gradient: give parameters, "
+                    "update(updates, state, params)"
+                )
+        return self(updates if params is None else params, quiet=True)  # init has given them
+
+    def _resolve(self, params: PyTree, names: list[str]) -> list[Any]:
+        given = self.given
+        if isinstance(given, Predicate):
+            given = dict.fromkeys(names, False) | {info.name: given(info) for info in read_params(params)}
+        elif callable(given) and not isinstance(given, Mapping):
+            given = given(params)
+        if isinstance(given, Labels):
+            shapes = _by_wrapped_name(given.shapes, names)
+            values: list[Any] = _Reasoned(self._by_name(given, names), given, [shapes.get(name) for name in names])
+        # With keys other than strings it is a tree, whose leaves are named by dotted paths.
+        elif isinstance(given, Mapping) and all(
+            isinstance(key, str) and isinstance(value, self.kinds) for key, value in given.items()
+        ):
+            values = self._by_name(given, names)
+        else:
+            values = self._by_structure(given, params)
+        for name, value in zip(names, values, strict=True):
+            if not isinstance(value, self.kinds):
+                raise TypeError(f"{self.what}: the value for {name!r} is {value!r}, expected {self._expected}")
+        return values
+
+    @property
+    def _expected(self) -> str:
+        kinds = self.kinds if isinstance(self.kinds, tuple) else (self.kinds,)
+        return " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
+
+    def _by_name(self, given: Mapping[str, Any], names: list[str]) -> list[Any]:
+        given = _by_wrapped_name(given, names)
+        missing = [name for name in names if name not in given]
+        if missing:
+            raise ValueError(f"{self.what}: no value for {listing(missing)}; every parameter needs one")
+        return [given[name] for name in names]
+
+    def _by_structure(self, given: PyTree, params: PyTree) -> list[Any]:
+        if not tree.same_structure(given, params):
+            raise ValueError(
+                f"{self.what}: expected a tree of the structure of the parameters or a mapping by their dotted names, "
+                f"found a tree with leaves {listing(tree.names(given))}, for parameters {listing(tree.names(params))}"
+            )
+        return tree.leaves(given)
+
+
+def _by_wrapped_name(given: Mapping[str, Any], names: list[str]) -> Mapping[str, Any]:
+    """A mapping by name, with entries for the names that the same model has under a wrapper."""
+    if all(name in given for name in names):
+        return given
+    plain = {new: given[old] for old, new in unwrapped(given).items()}
+    if len(plain) < len(given):
+        return given
+    return {**{name: plain[new] for name, new in unwrapped(names).items() if new in plain}, **given}
+
+
+def _part(names: list[str], chosen: list[Any], value: Any, values: PyTree) -> dict[str, Any]:
+    """The leaves for which a value was chosen, by name."""
+    return {
+        name: leaf
+        for name, choice, leaf in zip(names, chosen, tree.leaves(values), strict=True)
+        if choice is not None and choice == value
+    }
+
+
+def _why(names: list[str], chosen: list[Any]) -> str:
+    """The end of a warning: which labels there are instead, and the reasons behind some, where these are known."""
+    if not names:
+        return ": there are no parameters"
+    counts = {label: chosen.count(label) for label in dict.fromkeys(chosen)}
+    there = ", ".join(f"{label!r} for {count}" for label, count in counts.items())
+    if not isinstance(chosen, _Reasoned):
+        return f". The labels of the {len(names)} parameters are {there}"
+    reason = chosen.labels.reason
+    some = "; ".join(f"{n!r} is {label!r}: {reason(n)}" for n, label in list(zip(names, chosen, strict=True))[:5])
+    return f". The labels of the {len(names)} parameters are {there}. {some}" + "; ..." * (len(names) > 5)
+
+
+def _warn_of_unused_views(transforms: Mapping[str, Transform], labels: Labels, names: list[str]) -> None:
+    """Warn of stacks and transposed matrices that a transform sees otherwise than its labels do."""
+    views = {name: labels.views[name] for name in names if name in labels.views}
+    found = [
+        f"{name!r} ({view.note})"
+        for name, view in views.items()
+        if view.dims and any(not is_set_for(tx.arguments["dims"], name) for tx in _with_view(transforms, labels[name]))
+    ]
+    if found:
+        warn_caller(
+            f"partition: of {listing(found, str)} the labels know dims, and a transform for them has none: each is "
+            "flattened behind its first dim: give it dims=labels.dims, blocks=labels.blocks (labels = "
+            "default_labels(model)), or say with labels=Labels(labels) that this is meant"
+        )
+
+
+def _warn_of_fused(transforms: Mapping[str, Transform], labels: Labels, names: list[str]) -> None:
+    """Warn of parameters whose names suggest several matrices, and that are orthogonalized as one."""
+    whole: dict[str, Transform] = {}
+    for name in names:
+        if name in labels.views and labels.views[name].suspected:
+            for tx in _with_view(transforms, labels[name]):
+                if not is_set_for(tx.arguments["blocks"], name):
+                    whole[name] = tx
+    if not whole:
+        return
+    counts = {name: labels.views[name].suspected or 1 for name in whole}
+    others = [name for name, label in labels.items() if label in {labels[name] for name in whole}]
+    view = {key: next(iter(whole.values())).arguments[key] for key in ("dims", "blocks", "block_axis")}
+    if view["block_axis"] == -1:
+        view["block_axis"] = dict.fromkeys(view["blocks"] or (), -1)
+
+    def line(found: Mapping[str, int]) -> str:
+        settings = {**view, "blocks": {**(view["blocks"] or {}), **patterns(found, others)}}
+        shown = [f"{key}={value!r}" for key, value in settings.items() if value not in (None, -2)]
+        return f"view=muonfx.MatrixView({', '.join(shown)})"
+
+    warnings.warn(
+        f"partition: by their names, these parameters hold several matrices each, and each is treated as one matrix: "
+        f"{listing(list(whole))}. If their parts have equal numbers of rows, and are stored one after another, split "
+        f"them: give Muon, or each transform that takes a view,\n  {line(counts)}\nIf the numbers differ, as with "
+        "fewer keys than queries, write them as a tuple in place of the count. If each is one matrix, or its parts "
+        f"are interleaved, keep it whole without this warning:\n  {line(dict.fromkeys(whole, 1))}",
+        stacklevel=3,
+    )
+
+
+def _with_view(transforms: Mapping[str, Transform], label: str | None) -> Iterator[Transform]:
+    """The transforms for a label, and within these, that take a `MatrixView`."""
+    return (tx for tx in _all_within(transforms.get(label or "")) if "dims" in tx.arguments)
+
+
+def _all_within(tx: Transform | None) -> Iterator[Transform]:
+    if tx is not None:
+        yield tx
+        for child in tx.children:
+            yield from _all_within(child)
+
+
+def _check_dims(transforms: Mapping[str, Transform], names: list[str], chosen: list[Any], params: PyTree) -> None:
+    """Refuse to flatten a tensor that has more dims than the parameter for which its label was chosen.
+
+    Fewer dims are not looked at: a rank may hold a flat piece of a matrix.
+    """
+    if not isinstance(chosen, _Reasoned):
+        return
+    for name, label, shape, leaf in zip(names, chosen, chosen.shapes, tree.leaves(params), strict=True):
+        if shape is None or leaf is None or leaf.ndim <= len(shape):
+            continue
+        for tx in _all_within(transforms.get(label)):
+            dims = tx.arguments.get("dims", ())
+            mixes = tx.locality is Locality.LEAF and not tx.children and dims == ()
+            if mixes or not is_set_for(dims, name):
+                raise ValueError(
+                    f"partition: {name!r} has shape {tuple(leaf.shape)}, and its label {label!r} was chosen for shape "
+                    f"{shape}: {tx.name} would mix the matrices of a stack. For a stack of models, as "
+                    "torch.func.stack_module_state makes it, use torch.func.vmap(tx.init)(params) and "
+                    "torch.func.vmap(tx.update)(grads, state, params). For a stack of matrices in one parameter, give "
+                    f"Muon view=muonfx.MatrixView(dims={{{name!r}: ((-2,), (-1,))}}). If the tensor is one matrix, "
+                    "choose labels for these parameters"
+                )
+
+
+def mask_patterns(tx: Transform) -> list[NamePatterns]:
+    """The globs in a transform's mask, as `muonfx.transform` asks for them.
+
+    >>> import muonfx as mfx
+    >>> mask_patterns(mfx.masked(mfx.identity(), mfx.select.path("*.bias")))
+    [NamePatterns(argument='mask', groups=(('*.bias',),), first_counts=False, required=False)]
+    """
+    groups = path_patterns(tx.arguments["mask"])
+    return [NamePatterns("mask", groups)] if groups else []
+
+
+def _locality(transforms: Mapping[str, Transform], labels: Any) -> Any:
+    return widest(transforms.values())
+
+
+def _resolve_partition(tx: Transform, params: PyTree) -> Transform:
+    names, chosen = _Assignment("partition: labels", tx.arguments["labels"], (str, type(None)))(params)
+    _check_dims(tx.arguments["transforms"], names, chosen, params)
+    if isinstance(chosen, _Reasoned) and all(name in chosen.labels for name in names):
+        return tx.replace(labels=chosen.labels)  # which know why, for a warning
+    return tx.replace(labels=dict(zip(names, chosen, strict=True)))
+
+
+def _resolve_masked(tx: Transform, params: PyTree) -> Transform:
+    names, chosen = _Assignment("masked: mask", tx.arguments["mask"], bool)(params)
+    return tx.replace(mask=dict(zip(names, chosen, strict=True)))
+
+
+@transform(
+    locality=_locality,
+    own_locality=Locality.ELEMENT,
+    rest="dropped",
+    resolve=_resolve_partition,
+    remembers=True,
+)
+def partition(
+    _memory: dict[Any, Any],
+    transforms: dict[str, Transform],
+    labels: PyTree | Mapping[str, str | None] | Callable[[PyTree], PyTree],
+):
+    """Apply to each parameter the transform that its label names.
+
+    The state is a dict from label to the state of that label's transform, which holds only its own leaves. Follows
+    Optax's ``partition``.
+
+    Args:
+        transforms: one transform for each label.
+        labels: a tree of strings like the parameters, a mapping from dotted name to label (such as `default_labels`
+            makes), or a function of the parameters that returns either and looks at names, shapes and dtypes only.
+            The label ``None`` leaves a parameter out: no state, and an update of ``None``.
+
+    Raises:
+        TypeError: a label is neither a string nor None; an entry is not a transform.
+        ValueError: a parameter has no label, or a label no transform. Or a tensor has more dims than the parameter for
+            which `Labels` were chosen, and would be flattened. The message names the parameter.
+
+    Warns:
+        UserWarning: at `init`, a transform has no parameter (the message says which labels there are, and why); or
+            labels know dims of a parameter that the transform for it was not given; or the name of a parameter suggests
+            a fused matrix (``qkv``, ``c_attn``) that is not split. The message has the line that splits it.
+
+    Example:
+        >>> import muonfx as mfx
+        >>> tx = mfx.partition({"slow": mfx.scale(-0.1), "fast": mfx.scale(-1.0)}, {"w": "slow", "b": "fast"})
+        >>> params = {"w": torch.ones(1), "b": torch.ones(1)}
+        >>> tx.update(params, tx.init(params))[0]
+        {'w': tensor([-0.1000]), 'b': tensor([-1.])}
+    """
+    if not isinstance(transforms, dict):
+        raise TypeError(
+            f"partition: transforms must be a dict with a Transform for each label, found {transforms!r}; write "
+            'partition({"muon": muon(...), "adamw": adamw(...)}, labels)'
+        )
+    for label, tx in transforms.items():
+        if not isinstance(tx, Transform):
+            raise TypeError(f"partition: the entry for label {label!r} must be a Transform, found {tx!r}")
+    assign = _Assignment("partition: labels", labels, (str, type(None)), _memory)
+
+    def checked(found: tuple[list[str], list[Any]]) -> tuple[list[str], list[Any]]:
+        names, chosen = found
+        for name, label in zip(names, chosen, strict=True):
+            if label is not None and label not in transforms:
+                raise ValueError(
+                    f"partition: {name!r} has the label {label!r}; the transforms are for {listing(list(transforms))}"
+                )
+        return names, chosen
+
+    def init(params: PyTree) -> dict[str, PyTree]:
+        names, chosen = checked(assign(params))
+        _check_dims(transforms, names, chosen, params)
+        if isinstance(chosen, _Reasoned):
+            _warn_of_unused_views(transforms, chosen.labels, names)
+            _warn_of_fused(transforms, chosen.labels, names)
+        for label in transforms:
+            if label not in chosen:
+                warn_caller(
+                    f"partition: no parameter has the label {label!r}; its transform does nothing" + _why(names, chosen)
+                )
+        return {label: tx.functions.init(_part(names, chosen, label, params)) for label, tx in transforms.items()}
+
+    def update(
+        updates: PyTree, state: dict[str, PyTree], params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any
+    ):
+        names, chosen = checked(assign.of_updates(updates, params))
+        results: dict[str, Any] = {}
+        new_state: dict[str, PyTree] = {}
+        for label, tx in transforms.items():
+            mine = None if params is None else _part(names, chosen, label, params)
+            out, new_state[label] = tx.run(
+                _part(names, chosen, label, updates), state[label], mine, donate=donate, **extras
+            )
+            results.update(out)
+        treedef = tree.flatten(updates)[1]
+        return tree.unflatten(treedef, [results.get(name) for name in names]), new_state
+
+    return init, update
+
+
+@transform(
+    locality=lambda inner, mask: inner.locality,
+    own_locality=Locality.ELEMENT,
+    rest="unchanged",
+    resolve=_resolve_masked,
+    name_patterns=mask_patterns,
+    remembers=True,
+)
+def masked(
+    _memory: dict[Any, Any],
+    inner: Transform,
+    mask: PyTree | Mapping[str, bool] | Predicate | Callable[[PyTree], PyTree],
+):
+    """Apply a transform to some parameters and pass the updates of the others on unchanged.
+
+    The state is the inner transform's, over a flat dict of just its leaves. Follows Optax's ``masked``.
+
+    Args:
+        inner: the transform for the parameters whose mask is true.
+        mask: a tree of bools like the parameters, a mapping from dotted name to bool, a predicate of `muonfx.select`,
+            or a function of the parameters that returns a tree or mapping and looks at names, shapes and dtypes only.
+
+    Raises:
+        TypeError: a mask value is not a bool.
+        ValueError: a parameter has no mask value (the message names it), or a predicate asks for module types, which
+            are not known here.
+
+    Example:
+        >>> import muonfx as mfx
+        >>> tx = mfx.masked(mfx.scale(-1.0), mfx.select.ndim(min=2))
+        >>> params = {"w": torch.ones(1, 1), "b": torch.ones(1)}
+        >>> tx.update(params, tx.init(params))[0]
+        {'w': tensor([[-1.]]), 'b': tensor([1.])}
+    """
+    if not isinstance(inner, Transform):
+        raise TypeError(f"masked: inner must be a Transform, found {inner!r}")
+    assign = _Assignment("masked: mask", mask, bool, _memory)
+
+    def init(params: PyTree) -> PyTree:
+        names, chosen = assign(params)
+        return inner.functions.init(_part(names, chosen, True, params))
+
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
+        names, chosen = assign.of_updates(updates, params)
+        mine = None if params is None else _part(names, chosen, True, params)
+        results, state = inner.run(_part(names, chosen, True, updates), state, mine, donate=donate, **extras)
+        leaves, treedef = tree.flatten(updates)
+        merged = [results[name] if use else leaf for name, use, leaf in zip(names, chosen, leaves, strict=True)]
+        return tree.unflatten(treedef, merged), state
+
+    return init, update
+
+
+def resolve_mask(what: str, mask: Any, memory: dict[Any, Any] | None = None) -> Callable[[PyTree], list[bool]]:
+    """Turn any mask that `masked` takes into a function from parameters to one bool per leaf; ``None`` is all true."""
+    if mask is None:
+        return lambda params: [True] * len(tree.leaves(params))
+    assign = _Assignment(what, mask, bool, memory)
+    return lambda params: assign(params)[1]

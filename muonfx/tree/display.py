@@ -1,0 +1,310 @@
+"""Tables for a terminal and a notebook: one value, printed as plain text or as HTML.
+
+A `Report` is a sequence of lines and tables. The rows of a `Table` may have child rows, which are indented. `Shown` is
+the base class of values that print as a report: ``str()`` returns the text, a notebook shows the HTML. The HTML has no
+scripts and inherits the colours of the page, so it is readable on light and dark pages.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+__all__ = ["Column", "Report", "Row", "Shown", "Table", "format_bytes", "format_shape", "printable"]
+
+_LEAST = 8
+"""Characters to which a column may be narrowed."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a table.
+
+    Attributes:
+        title: its header.
+        right: True if its cells are flush right, as numbers are.
+    """
+
+    title: str
+    right: bool = False
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a table, with the rows within it.
+
+    Attributes:
+        cells: one text for each column.
+        children: rows that belong under it, indented.
+    """
+
+    cells: tuple[str, ...]
+    children: tuple[Row, ...] = ()
+
+    def walk(self, depth: int = 0) -> Iterator[tuple[int, Row]]:
+        """The row and all within it with their depths, each before those within it."""
+        yield depth, self
+        for child in self.children:
+            yield from child.walk(depth + 1)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Columns, rows that may hold rows, and footers such as totals.
+
+    Attributes:
+        columns: the columns, from left to right.
+        rows: the body.
+        footers: rows below the body and a line.
+        title: a line above the table; "" for none.
+
+    Raises:
+        ValueError: a row has not one cell for each column.
+
+    >>> table = Table((Column("leaf"), Column("bytes", right=True)), (Row(("w", "8"), (Row(("a", "16")),)),))
+    >>> print(table.to_text())
+    leaf  bytes
+    w         8
+      a      16
+    """
+
+    columns: tuple[Column, ...]
+    rows: tuple[Row, ...]
+    footers: tuple[Row, ...] = ()
+    title: str = ""
+
+    def __post_init__(self) -> None:
+        for _, row in self._walk():
+            if len(row.cells) != len(self.columns):
+                raise ValueError(
+                    f"a row has {len(row.cells)} cells, expected one for each of {len(self.columns)} columns: {row!r}"
+                )
+
+    @classmethod
+    def of(cls, titles: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = (), title: str = ""):
+        """A table without nesting, from texts.
+
+        Args:
+            titles: the headers of the columns.
+            rows: the cells of each row.
+            right: the places of the columns that are flush right.
+            title: a line above the table.
+        """
+        columns = tuple(Column(text, at in right) for at, text in enumerate(titles))
+        return cls(columns, tuple(Row(tuple(row)) for row in rows), title=title)
+
+    def _walk(self) -> Iterator[tuple[int, Row]]:
+        for row in (*self.rows, *self.footers):
+            yield from row.walk()
+
+    def to_text(self, width: int | None = None, depth: int | None = None) -> str:
+        """Lines of plain text, with columns as wide as their cells.
+
+        Args:
+            width: characters of a line at most; the widest cells flush left are shortened in their middle. None: as
+                many as there are.
+            depth: rows nested deeper are left out; None: none are.
+        """
+        _check_sizes(width, depth)
+        lines = [tuple(_one_line(column.title) for column in self.columns)]
+        lines += self._lines(self.rows, depth)
+        feet = self._lines(self.footers, depth)
+        rule = len(lines)
+        lines += feet
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        if width is not None:
+            widths = self._narrowed(widths, width)
+        body = [
+            "  ".join(
+                _shortened(cell, wide).rjust(wide) if column.right else _shortened(cell, wide).ljust(wide)
+                for cell, wide, column in zip(line, widths, self.columns, strict=True)
+            ).rstrip()
+            for line in lines
+        ]
+        if feet:
+            body.insert(rule, "-" * max(map(len, body)))
+        return "\n".join([_one_line(self.title), *body] if self.title else body)
+
+    @staticmethod
+    def _lines(rows: Sequence[Row], depth: int | None) -> list[tuple[str, ...]]:
+        """The cells of rows and of all within them, the first indented."""
+        found: list[tuple[str, ...]] = []
+        for row in rows:
+            for level, one in row.walk():
+                if depth is None or level <= depth:
+                    cells = [_one_line(cell) for cell in one.cells]
+                    found.append(("  " * level + cells[0], *cells[1:]))
+        return found
+
+    def _narrowed(self, widths: list[int], width: int) -> list[int]:
+        """Take what is too much from the widest column flush left, one character at a time."""
+        widths = list(widths)
+        left = [at for at, column in enumerate(self.columns) if not column.right]
+        while left and sum(widths) + 2 * (len(widths) - 1) > width:
+            widest = max(left, key=lambda at: widths[at])
+            if widths[widest] <= _LEAST:
+                break
+            widths[widest] -= 1
+        return widths
+
+    def to_html(self) -> str:
+        """An HTML table without its style; child rows are indented by spaces, as in text."""
+        head = self._html_row(tuple(column.title for column in self.columns), 0, "th")
+        body = "".join(self._html_row(row.cells, depth) for top in self.rows for depth, row in top.walk())
+        foot = "".join(self._html_row(row.cells, depth) for top in self.footers for depth, row in top.walk())
+        foot = f"<tfoot>{foot}</tfoot>" if foot else ""
+        title = f"<caption>{_escaped(self.title)}</caption>" if self.title else ""
+        return f"<table>{title}<thead>{head}</thead><tbody>{body}</tbody>{foot}</table>"
+
+    def _html_row(self, cells: Sequence[str], depth: int, tag: str = "td") -> str:
+        texts = [_escaped(cell) for cell in cells]
+        texts[0] = "&emsp;" * depth + texts[0]
+        kinds = [' class="mfx-right"' if column.right else "" for column in self.columns]
+        return f"<tr>{''.join(f'<{tag}{kind}>{text}</{tag}>' for text, kind in zip(texts, kinds, strict=True))}</tr>"
+
+
+class Shown:
+    """A value that prints as a report: plain text in a terminal, HTML tables in a notebook.
+
+    A class that derives from it defines `report`.
+    """
+
+    def report(self) -> Report:
+        """The report that the value prints as."""
+        raise NotImplementedError(f"{type(self).__name__} defines no report()")
+
+    def to_text(self, width: int | None = None, depth: int | None = None) -> str:
+        """Plain text.
+
+        Args:
+            width: characters of a line at most: long cells are shortened in their middle; None: as many as there are.
+            depth: rows nested deeper are left out; None: none are.
+        """
+        return self.report().to_text(width, depth)
+
+    def to_html(self) -> str:
+        """A fragment of HTML with its own style and without scripts."""
+        return self.report().to_html()
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+    def __repr__(self) -> str:
+        return self.to_text()
+
+    def _repr_html_(self) -> str:
+        return self.to_html()
+
+
+@dataclass(frozen=True, repr=False)
+class Report(Shown):
+    """Notes and tables, one below the other, with a blank line between two of them in text.
+
+    Attributes:
+        parts: the notes, of one line or several, and the tables.
+
+    >>> print(Report(("two leaves", Table.of(["leaf"], [["w"], ["v"]]))).to_text())
+    two leaves
+    <BLANKLINE>
+    leaf
+    w
+    v
+    """
+
+    parts: tuple[str | Table, ...]
+
+    def report(self) -> Report:
+        """Itself."""
+        return self
+
+    def to_text(self, width: int | None = None, depth: int | None = None) -> str:
+        """Plain text; the arguments are those of `Table.to_text`."""
+        return "\n\n".join(
+            "\n".join(map(_one_line, part.split("\n"))) if isinstance(part, str) else part.to_text(width, depth)
+            for part in self.parts
+        )
+
+    def to_html(self) -> str:
+        """A fragment of HTML with its own style, which touches nothing outside it."""
+        body = "".join(_note(part) if isinstance(part, str) else part.to_html() for part in self.parts)
+        return f'<div class="mfx-report"><style>{_STYLE}</style>{body}</div>'
+
+
+# ---------------------------------------------------------------------------------------------------- words and sizes
+
+
+def format_bytes(nbytes: float) -> str:
+    """Bytes in a binary unit.
+
+    >>> format_bytes(12), format_bytes(1536), format_bytes(3 * 2**30)
+    ('12 B', '1.50 KiB', '3.00 GiB')
+    """
+    value, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
+    while value >= 1024 and len(units) > 1:
+        value /= 1024
+        units.pop(0)
+    return f"{value:.0f} B" if units[0] == "B" else f"{value:.2f} {units[0]}"
+
+
+def format_shape(sides: Sequence[int]) -> str:
+    """The sides of a shape.
+
+    >>> format_shape((4, 2)), format_shape(())
+    ('4 x 2', 'scalar')
+    """
+    return " x ".join(map(str, sides)) or "scalar"
+
+
+def printable(text: object) -> str:
+    r"""A text fit for a terminal: characters that do not print are escaped.
+
+    >>> printable("a\x1b[31m")
+    'a\\x1b[31m'
+    """
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(text))
+
+
+def _check_sizes(width: int | None, depth: int | None) -> None:
+    if width is not None and width < 1:
+        raise ValueError(f"width must be at least 1 character, found {width}")
+    if depth is not None and depth < 0:
+        raise ValueError(f"depth must be at least 0, found {depth}")
+
+
+def _one_line(text: str) -> str:
+    return text if text.isprintable() else printable(text)
+
+
+def _shortened(text: str, width: int) -> str:
+    if len(text) <= width:
+        return text
+    indent = len(text) - len(text.lstrip())
+    end = (width - 3 - indent) // 2
+    if end < 1:
+        return text[:width]
+    return text[: width - 3 - end] + "..." + text[-end:]
+
+
+def _escaped(text: str) -> str:
+    return html.escape(_one_line(text))
+
+
+def _note(text: str) -> str:
+    return f"<p>{'<br>'.join(map(_escaped, text.split(chr(10))))}</p>"
+
+
+# The class is repeated so that these rules win over the more specific rules of Jupyter for all tables.
+_STYLE = (
+    """
+.mfx-report{font:12px/1.5 var(--jp-code-font-family,ui-monospace,Menlo,Consolas,monospace);overflow-x:auto}
+.mfx-report table{border-collapse:collapse;margin:.4em 0;width:auto;display:table}
+.mfx-report caption{text-align:left;font-weight:600;caption-side:top}
+.mfx-report th,.mfx-report td{border:0;padding:.1em 1.6em .1em 0;text-align:left;white-space:pre;max-width:none}
+.mfx-report thead th{border-bottom:1px solid rgba(128,128,128,.35)}
+.mfx-report tfoot td{border-top:1px solid rgba(128,128,128,.35);font-weight:600}
+.mfx-report .mfx-right{text-align:right}
+""".strip()
+    .replace("\n", "")
+    .replace(".mfx-report ", 3 * ".mfx-report" + " ")
+)

@@ -1,0 +1,198 @@
+"""Variants of Muon follow the formulas of their papers, each written out in float64 with exact polar factors."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import muonfx as mfx
+
+EXACT = mfx.polar.NewtonSchulz(coefficients=((1.875, -1.25, 0.375),), steps=40, dtype=torch.float64)
+RATE, DECAY, BETA = 0.1, 0.3, 0.9
+SHAPES = {"tall": (6, 4), "wide": (3, 5)}
+Step = Callable[[int, Tensor, Tensor, dict[str, Any]], Tensor]
+
+
+def draw(steps: int = 4) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+    generator = torch.Generator().manual_seed(0)
+    drawn = [
+        {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in SHAPES.items()}
+        for _ in range(steps + 1)
+    ]
+    return drawn[0], drawn[1:]
+
+
+def assert_follows(tx: mfx.Transform, step: Step, rtol: float = 1e-9) -> None:
+    """Compare parameters after each step with ``step(t, x, g, memory)``, the next one, t from 1."""
+    params, steps = draw()
+    state, memory = tx.init(params), {name: {} for name in params}
+    theirs = dict(params)
+    for t, grads in enumerate(steps, start=1):
+        updates, state = tx.update(grads, state, params)
+        params = mfx.apply_updates(params, updates)
+        for name, x in theirs.items():
+            theirs[name] = step(t, x, grads[name], memory[name])
+            torch.testing.assert_close(params[name], theirs[name], rtol=rtol, atol=1e-10)
+
+
+def average(memory: dict[str, Any], key: str, new: Tensor, beta: float = BETA) -> Tensor:
+    memory[key] = beta * memory.get(key, torch.zeros_like(new)) + (1 - beta) * new
+    return memory[key]
+
+
+def polar(x: Tensor) -> Tensor:
+    return mfx.polar.polar_factor(x)
+
+
+def normed(x: Tensor) -> Tensor:
+    return x / torch.linalg.matrix_norm(x)
+
+
+DIRECTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "spectral": lambda m: polar(m) * (m.shape[0] / m.shape[1]) ** 0.5,
+    "sign": lambda m: m.sign() / m.shape[1],
+    "rows": lambda m: m / m.norm(dim=1, keepdim=True) / m.shape[1] ** 0.5,
+    "columns": lambda m: m / m.norm(dim=0, keepdim=True) * m.shape[0] ** 0.5,
+    "embedding": lambda m: m / m.norm(dim=1, keepdim=True) * m.shape[1] ** 0.5,
+}
+
+
+@pytest.mark.parametrize("constrained", [True, False])
+@pytest.mark.parametrize("norm", DIRECTIONS)
+def test_scion(norm: str, constrained: bool):
+    def step(t: int, x: Tensor, g: Tensor, memory: dict[str, Any]) -> Tensor:
+        return (1 - RATE * constrained) * x - RATE * 5.0 * DIRECTIONS[norm](average(memory, "m", g))
+
+    labels = dict.fromkeys(SHAPES, "role")
+    settings: dict[str, Any] = {"newton_schulz": EXACT, "constrained": constrained, "labels": labels}
+    assert_follows(mfx.contrib.scion(RATE, decay=BETA, norms={"role": (norm, 5.0)}, **settings), step)
+
+
+def test_constrained_scion_stays_within_its_radius():
+    params = {"w": torch.zeros(4, 6)}
+    labels = {"w": "role"}
+    tx = mfx.contrib.scion(0.2, norms={"role": ("spectral", 3.0)}, labels=labels, newton_schulz=EXACT)
+    state = tx.init(params)
+    for _ in range(60):  # towards minus infinity
+        updates, state = tx.update({"w": torch.eye(4, 6)}, state, params)
+        params = mfx.apply_updates(params, updates)
+    torch.testing.assert_close(torch.linalg.matrix_norm(params["w"], 2), torch.tensor(3.0 * (4 / 6) ** 0.5))
+
+
+def test_scion_takes_vectors_and_default_labels():
+    params = {"h.0.fc.weight": torch.zeros(4, 4), "wte.weight": torch.zeros(8, 4), "ln.bias": torch.zeros(4)}
+    tx = mfx.contrib.scion(1.0, constrained=False, labels=mfx.select.default_labels_by_name)
+    grads = {name: torch.ones_like(p) for name, p in params.items()}
+    updates, _ = tx.update(grads, tx.init(params), params)
+    assert updates["wte.weight"].unique().tolist() == [-750.0]
+    torch.testing.assert_close(updates["ln.bias"], -torch.ones(4))
+    assert 40 < torch.linalg.matrix_norm(updates["h.0.fc.weight"], 2) < 55
+
+
+@pytest.mark.parametrize("norms", [{"muon": ("spectrum", 1.0)}, {"muon": ("sign", -1.0)}])
+def test_scion_names_the_label_whose_norm_is_wrong(norms: Any):
+    with pytest.raises(ValueError, match=r"scion: norms\['muon'\]: .*found -1.0|unknown norm 'spectrum'; there are"):
+        mfx.contrib.scion(norms=norms)
+
+
+def test_adamuon():
+    def step(t: int, x: Tensor, g: Tensor, memory: dict[str, Any]) -> Tensor:
+        o = polar(average(memory, "m", g))
+        second = average(memory, "v", o.square(), 0.8) / (1 - 0.8**t)
+        ratio = o / (second.sqrt() + 1e-8)
+        return x - RATE * (0.2 * x.numel() ** 0.5 * normed(ratio) + DECAY * x)
+
+    settings: dict[str, Any] = {"decay": BETA, "second_decay": 0.8, "nesterov": False, "weight_decay": DECAY}
+    assert_follows(mfx.contrib.adamuon(RATE, newton_schulz=EXACT, **settings), step, rtol=1e-7)
+
+
+def test_polargrad():
+    def step(t: int, x: Tensor, g: Tensor, memory: dict[str, Any]) -> Tensor:
+        m = average(memory, "m", g)
+        return x - RATE * (torch.linalg.matrix_norm(m, "nuc") * polar(m) + DECAY * x)
+
+    assert_follows(mfx.contrib.polargrad(RATE, decay=BETA, weight_decay=DECAY, newton_schulz=EXACT), step)
+
+
+def test_namo():
+    def step(t: int, x: Tensor, g: Tensor, memory: dict[str, Any]) -> Tensor:
+        m, v = average(memory, "m", g), average(memory, "v", g.square().sum(), 0.8)
+        alpha = (1 - 0.8**t) ** 0.5 / (1 - BETA**t) * torch.linalg.matrix_norm(m) / (v.sqrt() + 1e-8)
+        return x - RATE * alpha * (polar(m) + DECAY * x)
+
+    inner = mfx.chain(mfx.orthogonalize(newton_schulz=EXACT), mfx.add_decayed_weights(DECAY))
+    assert_follows(mfx.chain(mfx.contrib.scale_by_namo(inner, BETA, 0.8), mfx.scale_by_learning_rate(RATE)), step)
+    ruled = mfx.contrib.namo(RATE, b1=BETA, b2=0.8, weight_decay=DECAY, rule="fan_in", newton_schulz=EXACT)
+    assert "scale_by_namo(chain(orthogonalize" in repr(ruled)
+
+
+def test_musgd():
+    def step(t: int, x: Tensor, g: Tensor, memory: dict[str, Any]) -> Tensor:
+        m = average(memory, "m", g)
+        muon = polar(BETA * m + (1 - BETA) * g) * max(1, x.shape[0] / x.shape[1]) ** 0.5
+        g = g + DECAY * x
+        memory["sgd"] = BETA * memory.get("sgd", 0.0) + g
+        return x - RATE * (0.4 * muon + 0.7 * (g + BETA * memory["sgd"]))
+
+    assert_follows(
+        mfx.contrib.musgd(RATE, muon=0.4, sgd=0.7, decay=BETA, weight_decay=DECAY, newton_schulz=EXACT), step
+    )
+
+
+def test_muon_hyperball():
+    def step(t: int, x: Tensor, g: Tensor, memory: dict[str, Any]) -> Tensor:
+        radius = memory.setdefault("radius", torch.linalg.matrix_norm(x))
+        return normed(x - RATE * radius * normed(polar(average(memory, "m", g)))) * radius
+
+    tx = mfx.contrib.muon_hyperball(RATE, decay=BETA, nesterov=False, newton_schulz=EXACT)
+    assert_follows(tx, step)
+
+
+def test_weights_at_zero_are_on_no_sphere():
+    params = {"w": torch.zeros(3, 4)}
+    tx = mfx.contrib.muon_hyperball(RATE)
+    updates, _ = tx.update({"w": torch.eye(3, 4)}, tx.init(params), params)
+    assert 0.08 < torch.linalg.matrix_norm(updates["w"], 2) < 0.12
+
+
+@pytest.mark.parametrize("rank", [1, 2, 100])
+def test_dion(rank: int):
+    def step(t: int, x: Tensor, g: Tensor, memory: dict[str, Any]) -> Tensor:
+        total = memory.get("m", 0.0) + g
+        if t == 1:
+            columns = mfx.contrib.scale_by_dion(rank).init({"w": x}).basis["w"]
+            assert columns.shape == (x.shape[1], min(rank, *x.shape))
+            memory["q"] = columns
+        left, _ = torch.linalg.qr(total @ memory["q"])
+        right = total.T @ left
+        memory["m"] = total - (1 - BETA) * left @ right.T
+        memory["q"] = right / right.norm(dim=0, keepdim=True)
+        return (1 - RATE * DECAY) * x - RATE * (x.shape[0] / x.shape[1]) ** 0.5 * left @ memory["q"].T
+
+    assert_follows(mfx.contrib.dion(RATE, rank=rank, decay=BETA, weight_decay=DECAY), step)
+
+
+def test_dion_moves_again_after_gradients_of_zero():
+    params = {"w": torch.ones(3, 4)}
+    tx = mfx.contrib.scale_by_dion(2)
+    updates, state = tx.update({"w": torch.zeros(3, 4)}, tx.init(params))
+    assert not updates["w"].any()
+    updates, _ = tx.update({"w": torch.eye(3, 4)}, state)
+    assert torch.linalg.matrix_norm(updates["w"]) > 1
+
+
+@pytest.mark.parametrize("one_in", [1, 2, 4])
+def test_dion2(one_in: int):
+    def step(t: int, x: Tensor, g: Tensor, memory: dict[str, Any]) -> Tensor:
+        total = memory.get("m", 0.0) + g
+        side = 0 if x.shape[0] <= x.shape[1] else 1
+        chosen = total.norm(p=1, dim=1 - side).topk(math.ceil(x.shape[side] / one_in)).indices
+        update = torch.zeros_like(x).index_copy(side, chosen, polar(total.index_select(side, chosen)))
+        memory["m"] = total.index_copy(side, chosen, total.index_select(side, chosen) * BETA)
+        return (1 - RATE * DECAY) * x - RATE * (x.shape[0] / x.shape[1]) ** 0.5 * update
+
+    tx = mfx.contrib.dion2(RATE, one_in=one_in, decay=BETA, weight_decay=DECAY, newton_schulz=EXACT)
+    assert_follows(tx, step)

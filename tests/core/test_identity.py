@@ -1,0 +1,201 @@
+"""Fingerprints and public names: the same in every process, wherever code lies and whatever is added to it."""
+
+import functools
+import os
+import pkgutil
+import subprocess
+import sys
+from collections import Counter
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+
+import muonfx as mfx
+from muonfx import testing as kit
+from muonfx.core.identity import public_name, text_of
+from muonfx.core.recorded import Recorded
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+SCALED = mfx.scale(2.0)
+
+
+def momentum_like(*, module: str, name: str = "averaged", declared: str | None = None, newer: bool = False) -> Any:
+    """A factory as it would be, had it been written in a module of that name, with an argument more or less."""
+
+    def older(decay: float = 0.9, nesterov: bool = True, dtype: Any = torch.float32):
+        return mfx.momentum(decay, nesterov=nesterov, dtype=dtype).functions
+
+    def later(
+        decay: float = 0.9,
+        nesterov: bool = True,
+        dtype: Any = torch.float32,
+        *,
+        warm: bool = False,
+        rate: float | mfx.Schedule | None = 1.0,
+        inner: Any = SCALED,
+    ):
+        return mfx.momentum(decay, nesterov=nesterov, dtype=dtype).functions
+
+    made = later if newer else older
+    made.__module__, made.__name__, made.__qualname__ = module, name, name
+    return mfx.transform(made, name=declared)
+
+
+def test_a_fingerprint_does_not_change_when_a_module_of_ours_moves():
+    here, there = (momentum_like(module=f"muonfx.{place}") for place in ("transforms.momentum", "elsewhere.deep.file"))
+    assert here().fingerprint == there().fingerprint
+    assert mfx.chain(here(nesterov=False)).fingerprint == mfx.chain(there(nesterov=False)).fingerprint
+    assert public_name(here) == "muonfx.averaged"
+
+
+def test_a_fingerprint_does_not_change_when_an_argument_with_a_default_is_added():
+    older, newer = (momentum_like(module="muonfx.x", newer=added) for added in (False, True))
+    for given_to_both in ({}, {"nesterov": False}, {"dtype": None}, {"decay": 0.5, "dtype": mfx.int8(4)}):
+        assert older(**given_to_both).fingerprint == newer(**given_to_both).fingerprint
+    for used in ({"warm": True}, {"rate": mfx.linear(1.0, 0.0, 3)}, {"inner": mfx.momentum()}, {"rate": None}):
+        assert newer(**used).fingerprint != older().fingerprint
+    assert newer(rate=0.5, inner=mfx.scale(3.0)).fingerprint == older().fingerprint  # numbers do not count
+    assert newer(rate=3).fingerprint == older().fingerprint  # an int where a float is meant
+
+
+def test_a_fingerprint_does_not_change_when_a_function_is_renamed_that_has_declared_its_name():
+    one = momentum_like(module="acme.a", declared="acme.averaged")
+    two = momentum_like(module="acme.b.c", name="_impl", declared="acme.averaged")
+    assert one().fingerprint == two().fingerprint
+    assert one().name == two().name == "averaged"
+    params = {"w": torch.zeros(2)}
+    assert list(mfx.spec(mfx.chain(one()), params)) == list(mfx.spec(mfx.chain(two()), params)) == ["averaged/trace/w"]
+    undeclared = momentum_like(module="acme.a"), momentum_like(module="acme.b")
+    assert undeclared[0]().fingerprint != undeclared[1]().fingerprint  # nobody said that they are one
+    for bad in ("", "a b", "a..b", "a/b", 3):
+        with pytest.raises(ValueError, match="identifiers with dots"):
+            momentum_like(module="acme.a", declared=bad)
+
+
+def test_a_schedule_declares_its_name_too():
+    def constant(value: float):
+        return lambda count: value + 0.0 * count
+
+    made = []
+    for module in ("one", "two"):
+        constant.__module__ = module
+        made.append(mfx.schedule(constant, name="acme.flat"))
+    assert made[0](1.0).fingerprint == made[1](2.0).fingerprint
+
+
+def test_no_two_factories_of_ours_have_one_public_name():
+    for module in pkgutil.walk_packages(mfx.__path__, "muonfx."):
+        if not module.name.endswith("__main__"):
+            import_module(module.name)
+    factories = {
+        id(value): value
+        for name, module in sys.modules.items()
+        if name.partition(".")[0] == "muonfx"
+        for value in vars(module).values()
+        if hasattr(value, "definition") and value.__module__.startswith("muonfx")
+    }
+    assert len(factories) > 40
+    assert [name for name, times in Counter(map(public_name, factories.values())).items() if times > 1] == []
+
+
+@given(kit.transforms(matrices=True), kit.transforms(matrices=True))
+def test_equal_transforms_have_equal_fingerprints(one: mfx.Transform, other: mfx.Transform):
+    again = one.replace(**one.arguments)
+    assert again.fingerprint == one.fingerprint
+    if one == other:
+        assert one.fingerprint == other.fingerprint
+
+
+def test_labels_of_other_order_are_the_same_labels():
+    named = [("a.weight", "muon"), ("b.weight", "adamw"), ("c.weight", None)]
+    one, other = (mfx.Labels(dict(pairs)) for pairs in (named, named[::-1]))
+    parts = {"muon": mfx.momentum(), "adamw": mfx.scale_by_adam()}
+    assert mfx.partition(parts, one) == mfx.partition(parts, other)
+    assert mfx.partition(parts, one).fingerprint == mfx.partition(parts, other).fingerprint
+
+
+PROGRAM = """
+import functools, operator, torch, muonfx as mfx
+
+@mfx.transform
+def mine(function=None, *, table=(), where="cpu"):
+    return mfx.identity().functions
+
+@mfx.transform
+def with_function(function):
+    return mfx.identity().functions
+
+class Plain:
+    def method(self, x): ...
+
+class Layer(torch.nn.Linear): ...
+
+def named(params): ...
+
+def cases():
+    return [
+        mine(),
+        mine(lambda p: {n: [k for k in n if k > "x"] for n in p}),
+        mine(lambda p: (lambda q: q + 1)(p)),
+        mine(lambda p: p in {"a", "b", "c"}),
+        mine(functools.partial(named, key={"a", "b"}, flag=True)),
+        mine(functools.partial(lambda p, k: k, k=3)),
+        mine(Plain().method), mine(Plain()), mine(Plain), mine(named),
+        mine(torch.relu), mine(len), mine(torch.nn.functional.relu), mine(operator.itemgetter(1)),
+        mine(table={"a", "b", "c", "d"}), mine(table=frozenset("abcdef")), mine(table=(1.5, float("nan"), -0.0)),
+        mine(table=[torch.float32, torch.device("cpu"), torch.ones(3)]),
+        mine(table=functools.partial(named, torch.ones(3))),
+        mine(where=torch.device("cuda", 1)), mine(where=mfx.Locality.MATRIX),
+        mfx.masked(mfx.scale(1.0), mfx.select.where(lambda info: True)),
+        mine(mfx.select.module_type(Layer)),
+        mfx.partition({"a": mfx.scale(1.0)}, named), with_function(named),
+    ]
+
+def show():
+    print([tx.fingerprint for tx in cases()], flush=True)
+"""
+MAIN = """
+if __name__ == "__main__":
+    show()
+"""
+SPAWNING = """
+    import multiprocessing
+    child = multiprocessing.get_context("spawn").Process(target=show)
+    child.start()
+    child.join()
+"""
+
+
+def test_fingerprints_are_the_same_in_every_process_and_for_a_script_and_its_import(tmp_path: Path):
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("")
+    (tmp_path / "package" / "train.py").write_text(PROGRAM + MAIN)
+    (tmp_path / "train.py").write_text(PROGRAM + MAIN + SPAWNING)
+
+    def run(*command: str, seed: str) -> list[str]:
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+        done = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=tmp_path, env=environment)
+        assert done.returncode == 0, done.stderr
+        return [line for line in done.stdout.splitlines() if line.startswith("[")]
+
+    script, child = run("train.py", seed="1")  # in the child the script is called __mp_main__
+    (module,) = run("-m", "package.train", seed="2")
+    imported = run("-c", "import train, package.train; train.show(); package.train.show()", seed="3")
+    assert [script, module] == imported
+    assert script == child
+    assert len(set(eval(script))) == len(eval(script)) > 20  # and no two of them are alike
+
+
+def test_texts_hold_no_address_and_no_order_of_a_set():
+    class Thing:
+        pass
+
+    assert "0x" not in text_of(Thing()) + text_of(functools.partial(Thing().__eq__)) + text_of(torch.relu)
+    assert text_of({3, 1, 2}) == text_of({2, 3, 1}) == "{1,2,3}"
+    assert issubclass(mfx.Transform, Recorded)

@@ -1,0 +1,159 @@
+"""What the tests of offloading share, here and on ranks: homes to try, and comparisons."""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+import muonfx as mfx
+from muonfx import sharding
+from muonfx.program.offload import files, store
+from tests.processes import Here
+from tests.sharding import law
+from tests.sharding.cases import Case, bits, laid_out
+from tests.sharding.counting import counting
+
+HOMES = ("memory", "lane", "disk")
+"""Host memory, worked in where it lies; host memory behind a lane, as for a GPU; and a disk whose pages are tiny."""
+
+
+@contextmanager
+def at_home(kind: str) -> Iterator[str]:
+    """What to give as ``to``."""
+    with tempfile.TemporaryDirectory() as folder:
+        if kind == "memory":
+            yield "cpu"
+        elif kind == "lane":
+            with mock.patch.object(store.OffloadStore, "is_direct", return_value=False):
+                yield "cpu"
+        else:
+            with mock.patch.object(store, "PAGE", 1):  # also what is smaller than a page goes to the disk
+                yield folder
+            assert os.listdir(folder) == []  # files without a name
+
+
+def on_disk(tree: Any) -> list[bool]:
+    return [files.folder_of(leaf) is not None for leaf in mfx.tree.tensors(tree)]
+
+
+def all_bits(tree: Any) -> list[Any]:
+    here = map(law.here_or_none, mfx.tree.leaves(tree))
+    return [None if leaf is None else bits(law.plain(leaf)) for leaf in here]
+
+
+def check_cases(here: Here, cases: list[Case], kind: str, bucket_bytes: int, compute: str, dtensors: bool) -> int:
+    """Check that each case, offloaded, is what it is without: bits, bytes on the wire, and matrices computed."""
+    for case in cases:
+        try:
+            check_case(here, case, kind, bucket_bytes, compute, dtensors)
+        except BaseException as error:
+            error.add_note(f"in {case!r}")
+            raise
+    return len(cases)
+
+
+def check_case(here: Here, case: Case, kind: str, bucket_bytes: int, compute: str, dtensors: bool) -> None:
+    params = case.model.params()
+    layout = laid_out(case.layout, params, here, case.tx)
+
+    def enter(whole: Any) -> Any:
+        local = layout.shard(whole)
+        return law.as_dtensors(local, layout, here, case, params) if dtensors else local
+
+    with at_home(kind) as to:
+        plain = sharding.sharded(case.tx, layout, bucket_bytes=bucket_bytes)
+        away = sharding.sharded(
+            sharding.offload(case.tx, to, bucket_bytes=bucket_bytes, compute=compute), layout, bucket_bytes=bucket_bytes
+        )
+        wanted_state, state = plain.init(enter(params)), away.init(enter(params))
+        assert all_bits(state) == all_bits(wanted_state)
+        for step in range(case.model.steps):
+            grads, weights = enter(case.model.grads(step)), enter(params)
+            with counting(here) as wanted_counts:
+                wanted, wanted_state = plain.update(grads, wanted_state, weights)
+            before = all_bits((grads, weights, state))
+            old = state
+            with counting(here) as counts:
+                updates, state = away.update(grads, state, weights, donate=mfx.Donation(False, case.donate))
+            assert all_bits((grads, weights)) == before[: len(all_bits((grads, weights)))], "inputs changed"
+            assert case.donate or all_bits((grads, weights, old)) == before, "inputs changed"
+            del old
+            if "conditionally_" in repr(case.tx):
+                # A store decides on the host whether it is time, and sends nothing for a transform that does not act.
+                assert all(sent <= wanted_counts.sent.get(what, -1) for what, sent in counts.sent.items())
+                assert all(calls <= wanted_counts.calls.get(what, -1) for what, calls in counts.calls.items())
+                assert counts.matrices <= wanted_counts.matrices
+            else:
+                assert counts == wanted_counts
+            assert all_bits(updates) == all_bits(wanted), f"step {step}"
+            assert mfx.tree.flatten(state)[1] == mfx.tree.flatten(wanted_state)[1]
+            assert all_bits(state) == all_bits(wanted_state), f"state after step {step}"
+        again = sharding.local(away, sharding.logical(away, state))
+        assert all_bits(again) == all_bits(state)
+        del state, again
+
+
+def init_in(here: Here, folders: list[str]) -> None:
+    """Make a state in a folder, on each rank another; errors are the caller's to look at."""
+    params = {"w": torch.zeros(64, 64), "v": torch.zeros(5000)}
+    layout = sharding.zero(params, here.group, partition="whole")
+    tx = sharding.sharded(sharding.offload(mfx.scale_by_adam(), folders[here.rank]), layout)
+    tx.init(layout.shard(params))
+
+
+def saved_and_loaded(here: Here, folder: str) -> Any:
+    """Steps with the state on disk, saved and gone on with elsewhere; the whole update of the last step of each."""
+    torch.manual_seed(0)
+    params = {"w": torch.randn(64, 40), "u": torch.randn(40, 64), "v": torch.randn(5000)}
+    chain = mfx.chain(
+        mfx.momentum(), mfx.masked(mfx.orthogonalize(dtype=torch.float32), mfx.select.ndim(min=2)), mfx.scale(0.1)
+    )
+    layout = sharding.zero(params, here.group, partition="flat")
+    local = layout.shard(params)
+    tx = sharding.sharded(sharding.offload(chain, f"{folder}/state", bucket_bytes=4096), layout)
+    state = tx.init(local)
+    _, state = tx.update(local, state, local, donate=mfx.Donation(False, True))
+    mfx.checkpoint.save(f"{folder}/saved", sharding.logical(tx, state), tx=tx, group=here.group)
+    wanted, _ = tx.update(local, state, local)
+    like = sharding.logical(tx, tx.init(local))
+    found = sharding.local(tx, mfx.checkpoint.load(f"{folder}/saved", like=like, tx=tx, group=here.group))
+    updates, found = tx.update(local, found, local, donate=mfx.Donation(False, True))
+    whole, other = layout.gather(wanted), layout.gather(updates)
+    big = [leaf for leaf in mfx.tree.tensors(found) if leaf.numel() * 4 >= files.PAGE]
+    return all_bits(whole) == all_bits(other), [files.folder_of(leaf) == f"{folder}/state" for leaf in big]
+
+
+def optimized(here: Here, folder: str) -> Any:
+    """Steps of the torch optimizer over pieces, with groups that disagree: at home, and with the state on disk."""
+
+    def train(wrap: Any) -> Any:
+        torch.manual_seed(0)
+        whole = {"w": torch.randn(24, 16), "u": torch.randn(16, 25), "v": torch.randn(4096)}
+        layout = sharding.zero(whole, here.group, partition="flat")
+        params = {name: torch.nn.Parameter(leaf) for name, leaf in layout.shard(whole).items()}
+        muon = mfx.chain(mfx.momentum(), mfx.orthogonalize(dtype=torch.float32), mfx.normalize_neurons())
+        labels = {"w": "muon", "u": "muon", "v": "adamw"}
+        tx = mfx.partition({"muon": mfx.chain(muon, mfx.scale(-0.1)), "adamw": mfx.adamw(0.01)}, labels)
+        optimizer = mfx.TransformOptimizer(params, sharding.sharded(wrap(tx), layout))
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        counts: list[Any] = []
+        for step in range(3):
+            for place, param in enumerate(params.values()):
+                param.grad = torch.full_like(param, 0.1 * (place + 1 + step)) + param.detach()
+            with counting(here) as counted:
+                optimizer.step()
+            counts.append(counted)
+            schedule.step()
+        return [param.detach() for param in params.values()], optimizer, counts
+
+    wanted, _, wanted_counts = train(lambda tx: tx)
+    with mock.patch.object(store, "PAGE", 1):
+        found, optimizer, counts = train(lambda tx: sharding.offload(tx, folder, bucket_bytes=512))
+        assert all_bits(found) == all_bits(wanted)
+        assert counts == wanted_counts
+        leaves = [leaf for leaf in mfx.tree.tensors(optimizer.transform_state) if leaf.ndim and leaf.numel()]
+        return on_disk(leaves)

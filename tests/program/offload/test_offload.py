@@ -1,0 +1,640 @@
+"""Offloaded states: what is computed with them, where they lie, and how much of one is anywhere at once."""
+
+import copy
+import errno
+import gc
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import muonfx as mfx
+from muonfx import polar, sharding
+from muonfx.program.offload import files, transfer
+from muonfx.testing import chains, params_and_grads, transforms
+from muonfx.testing.transforms import every_other
+from tests.processes import World
+from tests.program.offload import offloaded
+from tests.program.offload.offloaded import HOMES, all_bits, at_home, on_disk
+from tests.sharding.cases import Case, Leaf, Replicated, Zero, model, muon, two_groups
+from tests.sharding.strategies import cases
+from tests.sharding.test_law import dtensor_cases
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:partition. no parameter has the label"),
+    pytest.mark.filterwarnings("ignore:scale_by_(prodigy|dog|dowg) looks at the whole tree"),  # as it is drawn
+]
+
+GIVEN_STATE = mfx.Donation(False, True)
+PARAMS = {
+    "a.w": torch.randn(40, 30),
+    "b.b": torch.randn(2000),
+    "b.w": torch.randn(50, 60),
+    "c.w": torch.randn(64, 70),
+    "s": torch.tensor(1.0),
+}
+LABELS = {name: "muon" if leaf.ndim == 2 else "adamw" for name, leaf in PARAMS.items()}
+MUON = mfx.muon_with_adamw(0.1, labels=LABELS, dtype=torch.float32)
+WITHOUT_MOMENTUM = mfx.muon_with_adamw(0.1, decay=0.0, b1=0.0, labels=LABELS, dtype=torch.float32)
+
+
+def drawn(step: int) -> dict[str, Any]:
+    draw = torch.Generator().manual_seed(step)
+    return {name: torch.randn(leaf.shape, generator=draw) for name, leaf in PARAMS.items()}
+
+
+# --------------------------------------------------------------------------------------------------- the same numbers
+
+
+def check(tx: mfx.Transform, away: mfx.Transform, params: Any, steps: list[Any], *, donate: bool) -> None:
+    """The bits of updates and states, of a transform and of the same with its state away from home."""
+    wanted_state, state = tx.init(params), away.init(params)
+    assert all_bits(state) == all_bits(wanted_state)
+    for grads in steps:
+        wanted, wanted_state = tx.update(grads, wanted_state, params)
+        before, old = all_bits((grads, params)), all_bits(state)
+        given_state = state
+        updates, state = away.update(grads, state, params, donate=mfx.Donation(False, donate))
+        assert all_bits((grads, params)) == before
+        assert donate or all_bits(given_state) == old
+        assert mfx.tree.flatten(state)[1] == mfx.tree.flatten(wanted_state)[1]
+        assert mfx.tree.spec(updates) == mfx.tree.spec(wanted)
+        assert all_bits(updates) == all_bits(wanted)
+        assert all_bits(state) == all_bits(wanted_state)
+
+
+# Without matrices: those of one shape are multiplied in one batch, and buckets cut batches.
+ANY = transforms(None) | chains(max_size=3).map(lambda members: mfx.chain(*members))
+WRAPPED = st.builds(
+    lambda members, wrap: wrap(mfx.chain(*members)),
+    chains(min_size=1, max_size=3),
+    st.sampled_from((mfx.skip_nonfinite, lambda tx: mfx.accumulate(tx, 2), mfx.inject_hyperparams, mfx.master_params)),
+)
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+EXAMPLES = params_and_grads() | st.sampled_from(DTYPES).flatmap(lambda dtype: params_and_grads(dtypes=(dtype,)))
+
+
+@given(ANY | WRAPPED, EXAMPLES, st.sampled_from(HOMES), st.sampled_from((1, 64, 1 << 26)), st.booleans())
+def test_offloading_changes_no_bit(tx: mfx.Transform, example: Any, home: str, bucket_bytes: int, donate: bool):
+    params, steps = example
+    # What is computed in one call depends on the bucket: a list of several dtypes does not round a number that is a
+    # tensor, as a schedule's is, and matrices of one shape are multiplied in one batch.
+    mixed = len({leaf.dtype for leaf in mfx.tree.tensors(params)}) > 1
+    if mixed or mfx.orthogonalize in factories(tx):
+        bucket_bytes = 1 << 26
+    with at_home(home) as to:
+        away = sharding.offload(tx, to, bucket_bytes=bucket_bytes)
+        assert mfx.hyperparams(away) == mfx.hyperparams(tx)
+        assert away.fingerprint == tx.fingerprint
+        check(tx, away, params, steps, donate=donate)
+
+
+def factories(tx: Any) -> set[Any]:
+    return {tx.factory}.union(*(factories(part) for part in tx.parts if isinstance(part, mfx.Transform)))
+
+
+CHAINS = {
+    "muon": MUON,
+    "normuon": mfx.partition({"muon": mfx.normuon(0.1, dtype=torch.float32), "adamw": mfx.adamw(0.1)}, LABELS),
+    "clipped": mfx.chain(mfx.clip_by_global_norm(1.0), MUON),
+    "skipping": mfx.skip_nonfinite(mfx.chain(mfx.clip_by_global_norm(1.0), MUON)),
+    "accumulated": mfx.accumulate(mfx.chain(mfx.clip_by_global_norm(1.0), MUON), 2),
+    "master": mfx.master_params(mfx.chain(mfx.clip_by_global_norm(1.0), MUON)),
+    "injected": mfx.inject_hyperparams(mfx.chain(mfx.monitor("grad"), MUON)),
+    "compact": mfx.scale_by_adam(mu_dtype=mfx.int8(min_size=0), nu_dtype=mfx.fp8(64, min_size=0, stochastic=True)),
+    "averaged": mfx.chain(MUON, mfx.ema_params(0.9)),
+    "schedule free": mfx.contrib.schedule_free(mfx.chain(mfx.clip_by_global_norm(1.0), WITHOUT_MOMENTUM), 0.1),
+    "now and then": mfx.contrib.lookahead(mfx.contrib.conditionally_transform(MUON, every_other), 2, 0.5),
+    "nested": mfx.accumulate(mfx.skip_nonfinite(mfx.inject_hyperparams(MUON)), 2),
+}
+
+
+def always(count: torch.Tensor) -> torch.Tensor:
+    return count >= 0
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        mfx.master_params,
+        lambda tx: mfx.contrib.lookahead(tx, 2, 0.5),
+        lambda tx: mfx.contrib.schedule_free(tx, 0.1),
+        lambda tx: mfx.contrib.conditionally_transform(tx, always),
+    ],
+    ids=["master", "lookahead", "schedule free", "conditional"],
+)
+def test_a_gradient_that_was_there_in_an_earlier_micro_batch_only_counts(wrap: Any):
+    tx = wrap(mfx.accumulate(mfx.scale(-0.1), 2))
+    params = {"a": torch.ones(3), "b": torch.ones(4)}
+    found: list[Any] = []
+    for each in (tx, sharding.offload(tx, "cpu")):
+        state = each.init(params)
+        for grads in (params, {**params, "b": None}):
+            updates, state = each.update(grads, state, params)
+        found.append(updates)
+    assert all_bits(found[0]) == all_bits(found[1])
+    assert bool(found[1]["b"].ne(0).all())
+
+
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize("donate", [False, True])
+def test_chains_that_people_train_with(name: str, home: str, donate: bool):
+    steps = [drawn(step) for step in range(5)]
+    steps[1]["b.w"] = None
+    steps[2]["a.w"][3, 3] = float("nan")
+    if "skip" not in name and name != "nested":
+        steps[2]["a.w"][3, 3] = 0.0
+    with at_home(home) as to:
+        check(CHAINS[name], sharding.offload(CHAINS[name], to, bucket_bytes=20_000), PARAMS, steps, donate=donate)
+
+
+def test_a_boundary_that_the_caller_gives():
+    tx = CHAINS["accumulated"]
+    with at_home("disk") as to:
+        away = sharding.offload(tx, to, bucket_bytes=20_000)
+        wanted_state, state = tx.init(PARAMS), away.init(PARAMS)
+        for step, boundary in enumerate((False, False, True, True, False)):
+            grads = drawn(step) | ({"b.w": None} if step < 3 else {})
+            wanted, wanted_state = tx.update(grads, wanted_state, PARAMS, boundary=boundary)
+            updates, state = away.update(grads, state, PARAMS, donate=GIVEN_STATE, boundary=boundary)
+            assert all_bits((updates, state)) == all_bits((wanted, wanted_state))
+        del state
+
+
+def tree_wide(decay: float = 0.9):
+    """Undeclared, with a state like the parameters."""
+
+    def init(params):
+        return mfx.tree.map(torch.zeros_like, params)
+
+    def update(updates, state, params=None):
+        mean = torch.stack([leaf.mean() for leaf in mfx.tree.tensors(updates)]).mean()
+        new = mfx.tree.map(lambda u, s: decay * s + u - mean, updates, state)
+        return new, mfx.tree.map(lambda s, n: s if n is None else n, state, new)
+
+    return init, update
+
+
+def summing(decay: float = 0.9):
+    """A sum over leaves, and a state like the parameters."""
+
+    def init(params):
+        return {"held": mfx.tree.map(torch.zeros_like, params)}
+
+    def update(updates, state, params=None, *, sum_over_leaves):
+        total = sum_over_leaves(mfx.tree.map(torch.sum, updates))
+        new = mfx.tree.map(lambda u, s: decay * s + u * total, updates, state["held"])
+        return new, {"held": new}
+
+    return init, update
+
+
+@pytest.mark.parametrize("constructor", [tree_wide, summing])
+@pytest.mark.parametrize("home", HOMES)
+def test_what_looks_at_the_whole_tree_gets_its_whole_state_and_says_so(constructor: Any, home: str):
+    tx = mfx.chain(mfx.transform(constructor)(), mfx.momentum())
+    with at_home(home) as to:
+        away = sharding.offload(tx, to, bucket_bytes=3 + HOMES.index(home))
+        if home != "memory":  # there nothing has to be brought
+            with pytest.warns(UserWarning, match=f"{constructor.__name__} looks at the whole tree"):
+                away.update(drawn(0), away.init(PARAMS), PARAMS)
+        check(tx, away, PARAMS, [drawn(1), drawn(2)], donate=False)  # a warning would be an error: it comes once
+
+
+def late(first: float = 0.0):
+    """Updates that are the very tensors of the old state: each gradient a step later."""
+
+    def init(params):
+        return {"last": mfx.tree.map(lambda p: torch.full_like(p, first), params)}
+
+    def update(updates, state, params=None):
+        out = mfx.tree.map(lambda u, s: s, updates, state["last"])
+        return out, {"last": mfx.tree.map(lambda s, u: s if u is None else u, state["last"], updates)}
+
+    return init, update
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_updates_may_be_the_old_state(home: str):
+    tx = mfx.transform(late, locality=mfx.Locality.ELEMENT)()
+    with at_home(home) as to:
+        check(tx, sharding.offload(tx, to, bucket_bytes=1), PARAMS, [drawn(n) for n in range(3)], donate=False)
+        check(tx, sharding.offload(tx, to, bucket_bytes=1), PARAMS, [drawn(n) for n in range(3)], donate=True)
+
+
+def test_computing_on_the_cpu_is_the_same_there():
+    with at_home("memory") as to:
+        away = sharding.offload(MUON, to, compute="cpu", bucket_bytes=20_000)
+        check(MUON, away, PARAMS, [drawn(0), drawn(1)], donate=True)
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_as_many_matrices_are_orthogonalized(home: str, monkeypatch: pytest.MonkeyPatch):
+    seen: list[int] = []
+    many = polar.orthogonalize_many
+    monkeypatch.setattr(polar, "orthogonalize_many", lambda xs, **more: (seen.append(len(xs)), many(xs, **more))[1])
+    with at_home(home) as to:
+        away = sharding.offload(CHAINS["accumulated"], to, bucket_bytes=1)
+        state = away.init(PARAMS)
+        for step in range(4):
+            _, state = away.update(drawn(step), state, PARAMS, donate=GIVEN_STATE)
+        del state
+    assert sum(seen) == 2 * 3  # three matrices, two steps of two micro-batches
+
+
+# ---------------------------------------------------------------------------------------------------- one transform
+
+
+def test_it_is_a_value_like_others(tmp_path: Path):
+    tx = sharding.offload(mfx.momentum(0.9), tmp_path, bucket_bytes=100)
+    assert repr(tx) == f"offload(momentum(decay=0.9), to={str(tmp_path)!r}, bucket_bytes=100)"
+    assert pickle.loads(pickle.dumps(tx)) == tx
+    assert tx.replace(bucket_bytes=1).arguments["bucket_bytes"] == 1
+    assert mfx.with_hyperparams(tx, {"decay": 0.5}).arguments["tx"] == mfx.momentum(0.5)
+    assert list(mfx.chain(tx, mfx.scale(1.0)).init({"w": torch.zeros(2)})) == ["momentum", "scale"]
+    assert tx.locality is mfx.Locality.ELEMENT
+    assert not tx.reads_params
+
+
+@pytest.mark.filterwarnings("always:partition. no parameter has the label")
+def test_what_init_warns_of_is_said_once():
+    tx = mfx.partition({"muon": mfx.momentum(), "adamw": mfx.scale_by_adam(), "none": mfx.identity()}, LABELS)
+    with at_home("disk") as to:
+        away = sharding.offload(tx, to, bucket_bytes=1)
+        with pytest.warns(UserWarning, match="'none'") as caught:
+            away.init(PARAMS)
+    assert len(caught) == 1
+
+
+def test_around_what_is_sharded_it_goes_inside():
+    layout = sharding.zero(PARAMS, 1)
+    outside = sharding.offload(sharding.sharded(MUON, layout, bucket_bytes=7), "cpu", bucket_bytes=5)
+    assert outside == sharding.sharded(sharding.offload(MUON, "cpu", bucket_bytes=5), layout, bucket_bytes=7)
+    assert mfx.hyperparams(outside) == mfx.hyperparams(MUON)
+    assert outside.fingerprint == MUON.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "says"),
+    [
+        ({"to": "cuda"}, ValueError, 'expected "cpu" or the path of a folder; one of that name is "./cuda"'),
+        ({"to": "disk"}, ValueError, "'disk'"),
+        ({"to": ""}, ValueError, "to: found ''"),
+        ({"to": 3}, TypeError, "to must be"),
+        ({"bucket_bytes": 0}, ValueError, "bucket_bytes: found 0"),
+        ({"compute": "gpu"}, ValueError, 'compute must be "auto" or "cpu" or "device", found'),
+    ],
+)
+def test_bad_settings(settings: Any, error: type[Exception], says: str):
+    with pytest.raises(error) as caught:
+        sharding.offload(mfx.momentum(), **settings)
+    assert says in str(caught.value)
+
+
+def test_only_transforms_are_offloaded():
+    with pytest.raises(TypeError, match=r"tx must be a muonfx\.Transform"):
+        sharding.offload("momentum")
+
+
+# --------------------------------------------------------------------------------------------------- where it lies
+
+
+def test_the_state_is_in_files_without_a_name_that_go_with_it(tmp_path: Path):
+    tx = sharding.offload(MUON, tmp_path / "made" / "here", bucket_bytes=20_000)
+    known = len(files._MAPPED)
+    state = tx.init(PARAMS)
+    large = [leaf for leaf in mfx.tree.tensors(state) if leaf.numel() * leaf.element_size() >= files.PAGE]
+    assert len(large) == 3 + 2  # momentum of three matrices, two moments of a vector
+    assert all(on_disk(large))
+    assert os.listdir(tmp_path / "made" / "here") == []
+    before = [leaf.data_ptr() for leaf in large]
+    _, after = tx.update(drawn(0), state, PARAMS, donate=GIVEN_STATE)
+    assert [leaf.data_ptr() for leaf in mfx.tree.tensors(after) if leaf.numel() * 4 >= files.PAGE] == before  # in place
+    _, second = tx.update(drawn(1), after, PARAMS)
+    assert not set(before) & {leaf.data_ptr() for leaf in mfx.tree.tensors(second)}
+    assert all(on_disk([leaf for leaf in mfx.tree.tensors(second) if leaf.numel() * 4 >= files.PAGE]))
+    del state, after, second, large
+    gc.collect()
+    assert len(files._MAPPED) == known
+
+
+def test_every_leaf_has_a_storage_of_its_own():
+    with at_home("disk") as to:
+        state = sharding.offload(mfx.momentum(), to).init(PARAMS)
+        for leaf in mfx.tree.tensors(state):
+            assert leaf.untyped_storage().nbytes() == leaf.numel() * 4
+        copied = copy.deepcopy(state)
+        assert all_bits(copied) == all_bits(state)
+        assert on_disk(copied) == [False, False, False, False, False]
+        del state
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_a_state_from_elsewhere_comes_home(home: str):
+    with at_home(home) as to:
+        tx = sharding.offload(MUON, to, bucket_bytes=20_000)
+        plain, state = MUON.init(PARAMS), MUON.init(PARAMS)
+        wanted, _ = MUON.update(drawn(0), plain, PARAMS)
+        grads = drawn(0) | {"c.w": None}
+        updates, state = tx.update(grads, state, PARAMS, donate=GIVEN_STATE)
+        assert all_bits({n: updates[n] for n in ("a.w", "b.w")}) == all_bits({n: wanted[n] for n in ("a.w", "b.w")})
+        if home == "disk":  # also what had no gradient
+            assert all(on_disk([leaf for leaf in mfx.tree.tensors(state) if leaf.ndim]))
+        del state
+
+
+def test_a_checkpoint_is_of_the_state_wherever_it_lies(tmp_path: Path):
+    tx = sharding.offload(MUON, tmp_path / "state", bucket_bytes=20_000)
+    _, state = tx.update(drawn(0), tx.init(PARAMS), PARAMS)
+    mfx.checkpoint.save(tmp_path / "saved", state, tx=tx)
+    found = mfx.checkpoint.load(tmp_path / "saved", like=MUON.init(PARAMS), tx=MUON)
+    assert all_bits(found) == all_bits(state)
+    again = mfx.checkpoint.load(tmp_path / "saved", like=tx.init(PARAMS), tx=tx)
+    wanted, _ = tx.update(drawn(1), state, PARAMS)
+    updates, _ = tx.update(drawn(1), again, PARAMS, donate=GIVEN_STATE)
+    assert all_bits(updates) == all_bits(wanted)
+
+
+# -------------------------------------------------------------------------------------------------- the torch optimizer
+
+
+def trained(tx: mfx.Transform, steps: int, start: Any = None, **more: Any) -> Any:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(40, 50), torch.nn.Tanh(), torch.nn.Linear(50, 41))
+    optimizer = mfx.TransformOptimizer(net, tx, **more)
+    if start is not None:
+        net.load_state_dict(start[0])
+        optimizer.load_state_dict(start[1])
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    data = torch.randn(8, 40)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        net(data).square().mean().backward()
+        optimizer.step()
+        schedule.step()
+    return copy.deepcopy(net.state_dict()), copy.deepcopy(optimizer.state_dict()), optimizer
+
+
+TRAINED = mfx.muon_with_adamw(
+    0.02, 0.01, mask=mfx.select.ndim(min=2), dtype=torch.float32, labels=mfx.select.default_labels_by_name
+)
+
+
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("clip", [False, True])
+def test_the_torch_optimizer_steps_alike(home: str, clip: bool):
+    tx = mfx.chain(mfx.clip_by_global_norm(1.0), TRAINED) if clip else TRAINED
+    wanted, saved, _ = trained(tx, 4)
+    with at_home(home) as to:
+        away = sharding.offload(tx, to, bucket_bytes=4096)
+        found, shown, optimizer = trained(away, 4)
+        assert all_bits(found) == all_bits(wanted)
+        for group, other in zip(shown["param_groups"], saved["param_groups"], strict=True):
+            assert group == other
+        half, state, _ = trained(tx, 2)
+        state["param_groups"] = [group | {"lr": group["initial_lr"]} for group in state["param_groups"]]
+        resumed, _, optimizer = trained(away, 2, (half, state))
+        again, _, _ = trained(tx, 2, (half, state))
+        assert all_bits(resumed) == all_bits(again)
+        if home == "disk":
+            leaves = [leaf for leaf in mfx.tree.tensors(optimizer.transform_state) if leaf.ndim]
+            assert leaves
+            assert all(on_disk(leaves))
+        del optimizer
+
+
+# ------------------------------------------------------------------------------------------------------------- memory
+
+
+def test_two_buckets_at_most_are_on_the_device(monkeypatch: pytest.MonkeyPatch):
+    made: list[int] = []
+    alive: list[Any] = []
+    real = transfer.buffer
+
+    def counted(nbytes: int, device: Any, *, pin: bool = False) -> torch.Tensor:
+        made.append(nbytes)
+        room = real(nbytes, device, pin=pin)
+        alive.append(room.untyped_storage()._weak_ref())
+        assert sum(not torch.UntypedStorage._expired(ref) for ref in alive) <= 2
+        return room
+
+    monkeypatch.setattr(transfer, "buffer", counted)
+    largest = 64 * 70 * 4
+    with at_home("disk") as to:
+        for tx in CHAINS.values():
+            away = sharding.offload(tx, to, bucket_bytes=largest)
+            state = away.init(PARAMS)
+            for step in range(2):
+                _, state = away.update(drawn(step), state, PARAMS, donate=GIVEN_STATE)
+            del state
+    assert len(made) > 2 * len(CHAINS)
+    assert max(made) <= 2 * largest + 1024  # two moments of the largest leaf, which stand alone
+
+
+def test_the_next_bucket_is_read_before_this_one_is_computed(monkeypatch: pytest.MonkeyPatch):
+    told: list[str] = []
+    ask, put = transfer.BucketTransfer._ask_for, transfer.BucketTransfer.put
+
+    def asked(self: Any, turn: int) -> None:
+        if turn < len(self._buckets):
+            told.append(f"read {turn}")
+        ask(self, turn)
+
+    def putting(self: Any, turn: int, *rest: Any) -> None:
+        told.append(f"write {turn}")
+        put(self, turn, *rest)
+
+    monkeypatch.setattr(transfer.BucketTransfer, "_ask_for", asked)
+    monkeypatch.setattr(transfer.BucketTransfer, "put", putting)
+    with at_home("disk") as to:
+        tx = sharding.offload(mfx.momentum(), to, bucket_bytes=1)
+        state = tx.init({name: PARAMS[name] for name in ("a.w", "b.b", "b.w")})
+        grads = {name: drawn(0)[name] for name in ("a.w", "b.b", "b.w")}
+        _, state = tx.update(grads, state, donate=GIVEN_STATE)
+        del state
+    assert told == ["read 0", "read 1", "write 0", "read 2", "write 1", "write 2"]
+
+
+GROWTH = """
+import sys, torch, muonfx as mfx
+from muonfx import sharding
+
+def peak() -> int:
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) >> 10
+
+torch.set_num_threads(1)
+params = {f"w{i:03}": torch.ones(1 << 18) for i in range(256)}  # 256 MiB, and as much of state
+tx = sharding.offload(mfx.ema_params(0.9), sys.argv[1], bucket_bytes=8 << 20)
+tiny = {"w": torch.ones(4096)}
+tx.update(tiny, tx.init(tiny), tiny)
+before = peak()
+state = tx.init(params)
+for _ in range(2):
+    _, state = tx.update(params, state, params, donate=mfx.Donation(False, True))
+assert abs(float(state.average["w077"].mean()) - 1.19) < 1e-3
+print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="asks Linux how much memory was resident")
+def test_a_state_on_disk_takes_no_memory(tmp_path: Path):
+    # What is freed goes back at once, so that the peak is of what was in use.
+    environment = os.environ | {"PYTHONPATH": str(Path(mfx.__file__).parent.parent), "MALLOC_MMAP_THRESHOLD_": "65536"}
+    run = subprocess.run(
+        [sys.executable, "-c", GROWTH, str(tmp_path)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    # Two buckets of 8 MiB, and what the arithmetic takes for one; the state is of 256 MiB.
+    assert int(run.stdout) <= 48, run.stdout
+
+
+# -------------------------------------------------------------------------------------------------------------- faults
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    tx = sharding.offload(mfx.momentum(), tmp_path / "file")
+    with pytest.raises(OSError, match=r"offload: to='.*file' cannot take 0\.0 MiB of state: File exists"):
+        tx.init(PARAMS)
+
+
+def test_a_folder_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(files.os, "access", lambda path, mode: False)
+    with pytest.raises(PermissionError, match="may not be written to"):
+        sharding.offload(mfx.momentum(), tmp_path).init(PARAMS)
+
+
+def test_a_full_disk_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    tx = sharding.offload(CHAINS["clipped"], tmp_path, bucket_bytes=20_000)
+    _, state = tx.update(drawn(0), tx.init(PARAMS), PARAMS)
+    before = all_bits(state)
+    usage = files.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda folder: usage._replace(free=2**14))
+    with pytest.raises(OSError, match=r"has 0 MiB free, the state needs") as caught:
+        tx.update(drawn(1), state, PARAMS)
+    assert caught.value.errno == errno.ENOSPC
+    assert all_bits(state) == before
+    with pytest.raises(OSError, match="MiB free"):
+        tx.init(PARAMS)
+    wanted, _ = CHAINS["clipped"].update(drawn(1), state, PARAMS)
+    updates, _ = tx.update(drawn(1), state, PARAMS, donate=GIVEN_STATE)  # in place there is room
+    assert all_bits(updates) == all_bits(wanted)
+
+
+def test_room_that_is_gone_when_it_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files.os, "posix_fallocate", full)
+    with pytest.raises(OSError, match=r"cannot take .* No space left on device"):
+        sharding.offload(mfx.momentum(), tmp_path).init(PARAMS)
+    assert os.listdir(tmp_path) == []
+
+
+def failing(on: str = "b.w"):
+    def init(params):
+        return {"held": mfx.tree.map(torch.zeros_like, params)}
+
+    def update(updates, state, params=None):
+        if updates[on] is not None and bool(updates[on].isnan().any()):
+            raise RuntimeError("a bug")
+        return updates, {"held": mfx.tree.map(lambda s, u: s if u is None else s + u, state["held"], updates)}
+
+    return init, update
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_after_an_error_in_one_bucket_the_old_state_is_good(home: str):
+    tx = mfx.transform(failing, locality=mfx.Locality.LEAF)()
+    with at_home(home) as to:
+        away = sharding.offload(tx, to, bucket_bytes=1)
+        _, state = away.update(drawn(0), away.init(PARAMS))
+        before = all_bits(state)
+        bad = drawn(1)
+        bad["b.w"][0, 0] = float("nan")
+        with pytest.raises(RuntimeError, match="a bug"):
+            away.update(bad, state)
+        assert all_bits(state) == before
+        wanted, _ = tx.update(drawn(2), state)
+        assert all_bits(away.update(drawn(2), state)[0]) == all_bits(wanted)
+        del state
+
+
+# ---------------------------------------------------------------------------------------------------- on real processes
+
+SIZES = st.sampled_from((2, 3, 4))
+PLACES = st.tuples(
+    st.sampled_from(HOMES), st.sampled_from((1, 200, 1 << 26)), st.sampled_from(("auto", "cpu")), st.just(False)
+)
+
+
+def check_on_ranks(world: World, size: int, some: list[Case], place: tuple[Any, ...]) -> None:
+    names = ("kind", "bucket_bytes", "compute", "dtensors")
+    world.check(size, offloaded.check_cases, cases=some, **dict(zip(names, place, strict=True)))
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@settings(max_examples=settings.default.max_examples // 2)
+@given(SIZES.flatmap(lambda size: st.tuples(st.just(size), st.lists(cases(size), min_size=1, max_size=4))), PLACES)
+def test_sharded_and_offloaded_is_sharded(world: World, some: tuple[int, list[Case]], place: tuple[Any, ...]):
+    check_on_ranks(world, *some, place)
+
+
+@pytest.mark.dist
+@settings(max_examples=settings.default.max_examples // 4)
+@given(
+    SIZES.flatmap(lambda size: st.tuples(st.just(size), st.lists(dtensor_cases(size), min_size=1, max_size=3))), PLACES
+)
+def test_dtensors_are_offloaded(world: World, some: tuple[int, list[Case]], place: tuple[Any, ...]):
+    check_on_ranks(world, *some, (*place[:3], True))
+
+
+RANKED = model(steps=3, up=(12, 5), down=(5, 13), odd=(7, 3), stack=(5, 4, 6), norm=(5,), cold=Leaf((3, 4), "frozen"))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("wrap", ["", "skip", "accumulate", "master", "normuon"])
+def test_named_chains_on_ranks(world: World, home: str, wrap: str):
+    tx = two_groups(RANKED.labels, mfx.chain(muon(), mfx.normalize_neurons()) if wrap == "normuon" else None)
+    tx = mfx.chain(mfx.clip_by_global_norm(1.0), tx)
+    wraps = {"skip": mfx.skip_nonfinite, "accumulate": lambda tx: mfx.accumulate(tx, 2), "master": mfx.master_params}
+    tx = wraps[wrap](tx) if wrap in wraps else tx
+    some = [Case(RANKED, tx, layout, exact=False, donate=True) for layout in (Zero(), Zero(2, "flat"), Replicated())]
+    check_on_ranks(world, 3, some, (home, 64, "auto", False))
+
+
+@pytest.mark.dist
+def test_all_ranks_learn_that_one_has_no_room(world: World, tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    found = world.run(3, offloaded.init_in, folders=[str(tmp_path), str(tmp_path / "file"), str(tmp_path)])
+    assert [type(failed.error).__name__ for failed in found] == ["ShardingError", "FileExistsError", "ShardingError"]
+    assert "rank 1: FileExistsError" in str(found[0].error)
+    world.check(3, offloaded.init_in, folders=[str(tmp_path)] * 3)  # one folder serves all
+    assert os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.dist
+def test_a_sharded_state_on_disk_is_saved_and_gone_on_with(world: World, tmp_path: Path):
+    for same, filed in world.check(2, offloaded.saved_and_loaded, folder=str(tmp_path)):
+        assert same
+        assert filed
+        assert all(filed)
+
+
+@pytest.mark.dist
+def test_the_torch_optimizer_over_ranks(world: World, tmp_path: Path):
+    for filed in world.check(2, offloaded.optimized, folder=str(tmp_path)):
+        assert filed
+        assert all(filed)

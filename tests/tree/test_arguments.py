@@ -1,0 +1,360 @@
+"""An argument of the wrong plain type is an error wherever one can be given: "no" is not true, and True is not 1."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import muonfx as mfx
+from muonfx import compact, select, sharding
+from muonfx.core import schedules
+from muonfx.tree.arguments import NAMES_HERE, kinds_of, plain_kinds
+
+WRONG = {
+    "bool": ("no", "", 1, 0, None, torch.tensor(True)),
+    "int": ("3", True, 2.0, None),
+    "float": ("0.5", True, None),
+    "str": (3, True, b"x", None),
+}
+
+MODEL = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+PARAMS = {"w": torch.zeros(4, 4), "b": torch.zeros(4)}
+TX = mfx.momentum()
+
+REQUIRED: dict[Callable[..., Any], tuple[Any, ...]] = {
+    mfx.AttentionHeads: ("*.attn", 2),
+    mfx.accumulate: (TX, 2),
+    mfx.adaptive_grad_clip: (1.0,),
+    mfx.contrib.add_noise: (1.0, 0.5),
+    mfx.apply_updates: (PARAMS, PARAMS),
+    mfx.cautious: (TX,),
+    mfx.clip_by_block_rms: (1.0,),
+    mfx.clip_by_global_norm: (1.0,),
+    mfx.contrib.lookahead: (TX, 2, 0.5),
+    mfx.contrib.sam_gradient: (lambda params: params, PARAMS),
+    mfx.contrib.schedule_free: (mfx.scale(-0.1), 0.1),
+    mfx.clip_by_value: (1.0,),
+    mfx.muonclip: ((),),
+    mfx.qk_clip: ((),),
+    mfx.scale: (1.0,),
+    mfx.contrib.scale_by_dual_norm: (TX,),
+    mfx.contrib.scale_by_namo: (TX,),
+    mfx.scale_by_learning_rate: (0.1,),
+    mfx.Muon: (MODEL,),
+    mfx.TransformOptimizer: (MODEL, mfx.scale(-0.1)),
+    schedules.constant: (1.0,),
+    schedules.cosine: (1.0, 4),
+    schedules.exponential: (1.0, 4, 0.5),
+    schedules.linear: (1.0, 0.1, 4),
+    schedules.one_cycle: (1.0, 4),
+    schedules.piecewise_constant: (1.0, {2: 0.5}),
+    schedules.piecewise_interpolate: (1.0, {2: 0.5}),
+    schedules.polynomial: (1.0, 0.1, 4),
+    schedules.sgdr: (1.0, 4, 2),
+    schedules.warmup_cosine: (1.0, 1, 4),
+    schedules.warmup_stable_decay: (1.0, 1, 1, 4),
+    select.where: (bool,),
+    sharding.broadcast: (PARAMS, sharding.zero(PARAMS, 1)),
+    sharding.zero: (PARAMS, 1),
+    sharding.flat: (PARAMS, 1),
+    sharding.sharded: (TX, sharding.zero(PARAMS, 1)),
+    sharding.offload: (TX,),
+}
+"""Good values for what must be given; what is in no entry needs nothing."""
+MORE = {sharding.flat: {"cuts": [0, 20], "order": ["b", "w"]}}
+
+NOT_ASKED = {
+    mfx.transform,  # below
+    mfx.leafwise,  # passes its name on to transform
+    mfx.Leaf,  # made by us, and not from what was typed
+    mfx.Summary,  # the same
+    schedules.schedule,  # a decorator, which looks at its name where it is used
+    mfx.as_tensors,  # a device, which torch reads: an int is one too
+    sharding.plan_for,
+    mfx.MatrixView,  # its tests look at blocks and axes, which are ints or containers of them
+    select.View,
+    mfx.default_labels,  # labels are looked up by who has transforms for them
+    select.default_labels_by_name,
+    select.ParamInfo,  # made by us, and not from what was typed
+    sharding.Layout,
+    sharding.Plan,
+}
+
+
+def public() -> Iterator[Callable[..., Any]]:
+    seen: set[int] = set()
+    for module in (mfx, mfx.contrib, compact, schedules, select, sharding):
+        for name in module.__all__:
+            value = getattr(module, name)
+            records = inspect.isclass(value) and issubclass(value, tuple)
+            if callable(value) and not records and id(value) not in seen and value not in NOT_ASKED:
+                seen.add(id(value))
+                yield value
+
+
+def kinds_of_one(function: Callable[..., Any], parameter: inspect.Parameter) -> frozenset[str]:
+    return kinds_of({parameter.name: parameter}, function)[parameter.name]
+
+
+def choices_of(kinds: frozenset[str]) -> list[str]:
+    return sorted(kind[1:-1] for kind in kinds if kind.startswith("'"))
+
+
+def plain_parameters() -> list[Any]:
+    found = []
+    for function in public():
+        try:
+            parameters = inspect.signature(function).parameters.values()
+        except ValueError:  # a class of torch's
+            continue
+        for parameter in parameters:
+            kinds = kinds_of_one(function, parameter)
+            if (kinds & WRONG.keys() or choices_of(kinds)) and parameter.kind not in (
+                parameter.VAR_POSITIONAL,
+                parameter.VAR_KEYWORD,
+            ):
+                found.append(pytest.param(function, parameter, id=f"{function.__name__}-{parameter.name}"))
+    return found
+
+
+def call(function: Callable[..., Any], name: str, value: Any) -> Any:
+    bound = inspect.signature(function).bind(*REQUIRED.get(function, ()), **MORE.get(function, {}))
+    bound.arguments[name] = value
+    given = dict(bound.arguments)
+    return function(**given)
+
+
+def test_there_are_many_such_parameters_and_each_function_can_be_called():
+    assert len(plain_parameters()) > 90
+    for function in {parameter.values[0] for parameter in plain_parameters()} - {
+        select.ndim,
+        select.numel,
+        select.shape,
+    }:
+        function(*REQUIRED.get(function, ()), **MORE.get(function, {}))
+
+
+@pytest.mark.parametrize(("function", "parameter"), plain_parameters())
+def test_an_argument_of_another_plain_type_is_a_type_error_that_names_it(function: Any, parameter: inspect.Parameter):
+    kinds = kinds_of_one(function, parameter)
+    wrong = [value for kind in sorted(kinds & WRONG.keys()) for value in WRONG[kind]]
+    for value in wrong:
+        fits = {
+            type(value).__name__,
+            "None" if value is None else "",
+            "Tensor" if torch.is_tensor(value) else "",
+        } & kinds
+        if fits or (isinstance(value, int) and not isinstance(value, bool) and "float" in kinds):
+            continue
+        is_choice = isinstance(value, str) and choices_of(kinds)
+        with pytest.raises(ValueError if is_choice else TypeError, match=parameter.name):
+            call(function, parameter.name, value)
+
+
+def test_arguments_that_do_not_fit_are_told_of_by_name():
+    with pytest.raises(
+        TypeError,
+        match=r"lookahead: there is no argument 'sync_priod' \(did you mean 'sync_period'\?\); .* takes inner, ",
+    ):
+        mfx.contrib.lookahead(mfx.scale(1.0), sync_priod=2)  # pyright: ignore[reportCallIssue]
+    with pytest.raises(TypeError, match=r"scale_by_factored_rms: .*'epsilon'.*; .* takes factored=, .*, eps=, dtype="):
+        mfx.scale_by_factored_rms(epsilon=1e-30)  # pyright: ignore[reportCallIssue]
+
+
+def takers_of_arguments() -> list[Callable[..., Any]]:
+    """The public functions that say themselves which argument does not fit, each once."""
+    ours = [function for function in public() if hasattr(function, "definition")]
+    return [*ours, mfx.muon, mfx.muon_with_adamw, mfx.adamw, mfx.Muon]
+
+
+@pytest.mark.parametrize("function", takers_of_arguments(), ids=lambda function: function.__name__)
+def test_a_misspelt_argument_and_one_too_many_are_told_of_with_the_functions_name(function: Any):
+    parameters = inspect.signature(function).parameters.values()
+    kinds = {parameter.kind for parameter in parameters}
+    for name in [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]:
+        if len(name) < 5 or inspect.Parameter.VAR_KEYWORD in kinds:
+            continue
+        misspelt = name[:2] + name[3:]
+        with pytest.raises(TypeError, match=rf"^{function.__name__}: there is no argument '{misspelt}' .*'{name}'"):
+            function(**{misspelt: 1.0})
+    if inspect.Parameter.VAR_POSITIONAL not in kinds:
+        with pytest.raises(TypeError, match=rf"^{function.__name__}: takes \d+ positional .*found 40"):
+            function(*[1.0] * 40)
+
+
+@pytest.mark.parametrize(("function", "parameter"), plain_parameters())
+def test_a_number_that_is_not_finite_is_an_error(function: Any, parameter: inspect.Parameter):
+    if "float" not in kinds_of_one(function, parameter):
+        return
+    for value in (float("nan"), float("inf"), float("-inf")):
+        with pytest.raises(ValueError, match=r"must be (finite|above)"):
+            call(function, parameter.name, value)
+
+
+@pytest.mark.parametrize("donate", ["yes", "", 1, None, torch.tensor(True), (True, False), mfx.Donation("yes", True)])
+def test_donate_is_a_bool_or_a_donation(donate: Any):
+    tx = mfx.chain(mfx.momentum())
+    state = tx.init(PARAMS)
+    layout = sharding.zero(PARAMS, 1)
+    over = sharding.sharded(tx, layout)
+    away = sharding.offload(tx)
+    for face in (tx, over, away):
+        held = face.init(PARAMS if face is not over else layout.shard(PARAMS))
+        with pytest.raises(TypeError, match=r"donate must be True, False or a muonfx.Donation"):
+            face.update(PARAMS if face is not over else layout.shard(PARAMS), held, donate=donate)
+    assert tx.update(PARAMS, state, donate=mfx.Donation(False, True))
+    with pytest.raises(TypeError, match="donate must be True or False"):
+        mfx.apply_updates(PARAMS, PARAMS, donate=donate)
+
+
+@pytest.mark.parametrize(
+    ("declared", "message"),
+    [
+        ({"locality": "ELEMENT"}, "locality must be a Locality"),
+        ({"locality": 0}, "locality must be a Locality"),
+        ({"own_locality": "TREE"}, "own_locality must be a Locality or None"),
+        ({"reads_params": "no"}, "reads_params must be True, False or a function"),
+        ({"reads_params": 0}, "reads_params must be True, False or a function"),
+        ({"resolve": True}, "resolve must be a function"),
+        ({"rounds_to": torch.bfloat16}, "rounds_to must be a function"),
+        ({"on_stacks": True}, "on_stacks must be a function"),
+    ],
+)
+def test_a_declaration_of_another_type_is_refused(declared: dict[str, Any], message: str):
+    with pytest.raises(TypeError, match=message):
+        mfx.transform(**declared)
+
+
+def test_a_declared_function_that_returns_no_locality_is_refused():
+    @mfx.transform(locality=lambda: "MATRIX")
+    def mistaken():
+        return (lambda params: mfx.core.EmptyState()), (lambda updates, state, params=None: (updates, state))
+
+    with pytest.raises(TypeError, match="mistaken: its declared locality must be a Locality, found 'MATRIX'"):
+        mistaken()
+
+
+@pytest.mark.parametrize(
+    ("annotation", "kinds"),
+    [
+        ("bool", {"bool"}),
+        (bool, {"bool"}),
+        ("int | None", {"int", "None"}),
+        ("float | Callable[[int | str], Tensor]", {"float", "Callable[[int | str], Tensor]"}),
+        ("Dims | None", set()),
+        ("mfx.ScalarOrSchedule | None", {"float", "Tensor", "Schedule", "None"}),
+        (mfx.ScalarOrSchedule, {"float", "Tensor", "Schedule"}),
+        (mfx.ScalarOrSchedule | None, {"float", "Tensor", "Schedule", "None"}),
+        (Literal["a", "b"] | None, {"'a'", "'b'", "None"}),
+        ('Literal["a", "b"] | float', {"'a'", "'b'", "float"}),
+        ("Any", set()),
+        ("tuple[int, ...]", set()),
+    ],
+)
+def test_what_an_annotation_asks_for_is_read_at_the_top_of_the_union(annotation: Any, kinds: set[str]):
+    assert plain_kinds(annotation) == kinds
+
+
+NUMBERS = {"np.float32": np.float32(0.25), "np.int64": np.int64(1), "fraction": Fraction(1, 4)}
+
+
+@pytest.mark.parametrize("number", NUMBERS.values(), ids=NUMBERS)
+def test_a_number_of_another_library_is_pythons(number: Any):
+    assert mfx.scale(number) == mfx.scale(float(number))
+    assert mfx.adamw(number, weight_decay=number) == mfx.adamw(float(number), weight_decay=float(number))
+    assert repr(mfx.cosine(number, 10)) == repr(mfx.cosine(float(number), 10))
+    assert {g["lr"] for g in mfx.Muon(MODEL, lr=number).param_groups} == {float(number)}
+    betas = (np.float32(0.5), Fraction(1, 2))
+    assert mfx.Muon(MODEL, betas=betas).tx == mfx.Muon(MODEL, betas=(0.5, 0.5)).tx
+
+
+def test_an_integer_of_another_library_counts():
+    assert mfx.accumulate(TX, np.int64(2)) == mfx.accumulate(TX, 2)
+    with pytest.raises(TypeError, match=r"every must be an int, found np\.float32"):
+        mfx.accumulate(TX, np.float32(2.0))
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 1)])
+def test_a_recipe_takes_a_tensor_of_one_element_for_a_number_and_sees_it_change(shape: tuple[int, ...]):
+    rate = torch.full(shape, 0.5)
+    tx = mfx.adamw(rate)
+    assert tx == mfx.adamw(torch.tensor(0.5))
+    state = tx.init(PARAMS)
+    rate.mul_(2.0)  # as with a tensor learning rate of torch.optim
+    wanted = mfx.adamw(torch.tensor(1.0)).update(PARAMS, state, PARAMS)[0]
+    assert torch.equal(tx.update(PARAMS, state, PARAMS)[0]["w"], wanted["w"])
+    assert {float(g["lr"]) for g in mfx.Muon(MODEL, lr=torch.full(shape, 0.5)).param_groups} == {0.5}
+
+
+BATCHES = {
+    "recipe": lambda x: mfx.adamw(x),
+    "optimizer": lambda x: mfx.Muon(MODEL, lr=x),
+    "transform": lambda x: mfx.scale(x).update(PARAMS, mfx.core.EmptyState(), PARAMS),
+    "chain": lambda x: (tx := mfx.chain(mfx.scale_by_adam(x))).update(PARAMS, tx.init(PARAMS), PARAMS),
+}
+
+
+@pytest.mark.parametrize("use", BATCHES.values(), ids=BATCHES)
+def test_a_tensor_of_several_numbers_is_refused_outside_vmap(use: Callable[[Any], Any]):
+    # It would be broadcast along the columns of a matrix.
+    with pytest.raises(ValueError, match=r"must be a number or a 0-d tensor, found a tensor of shape \(4,\).*stack"):
+        use(torch.full((4,), 0.5))
+
+
+@pytest.mark.parametrize("betas", [0.9, None, "0.9", np.float32(0.9), torch.tensor([0.9, 0.95])])
+def test_betas_that_are_no_pair_are_refused(betas: Any):
+    with pytest.raises(TypeError, match=r"Muon: betas must be a tuple .* such as \(0.9, 0.95\), found"):
+        mfx.Muon(MODEL, betas=betas)
+    with pytest.raises(ValueError, match="Muon: betas must be AdamW's two decays"):
+        mfx.Muon(MODEL, betas=(0.9,))
+
+
+FOREIGN = [
+    (mfx.Muon, "nesterov", r"here: Muon's momentum always looks ahead; muonfx.muon\(nesterov=False\) does not"),
+    (mfx.Muon, "ns_steps", r"here: newton_schulz=muonfx.polar.NewtonSchulz\(steps=\.\.\.\)"),
+    (mfx.Muon, "ns_coefficients", "'coefficients'"),
+    (mfx.Muon, "adjust_lr_fn", "'rule'"),
+    (mfx.Muon, "learning_rate", "'lr'"),
+    (mfx.Muon, "adam_learning_rate", "'adamw_lr'"),
+    (mfx.Muon, "decay", "'momentum'"),
+    (mfx.Muon, "b1", "'betas'"),
+    (mfx.muon, "ns_steps", "'steps'"),
+    (mfx.muon, "ns_coeffs", "'coefficients'"),
+    (mfx.muon, "adjust_lr_fn", "'rule'"),
+    (mfx.muon, "consistent_rms", "'rule'"),
+    (mfx.muon, "momentum", "'decay'"),
+    (mfx.muon, "beta", "'decay'"),
+    (mfx.muon, "lr", "'learning_rate'"),
+    (mfx.muon, "weight_decay_mask", "'mask'"),
+    (mfx.muon_with_adamw, "nesterov", "here: Muon's momentum always looks ahead; .*"),
+    (mfx.muon_with_adamw, "adam_b1", "'b1'"),
+    (mfx.adamw, "betas", "'b1' or 'b2'"),
+    (mfx.momentum, "accumulator_dtype", "'dtype'"),
+    (mfx.accumulate, "every_k_schedule", "'every'"),
+]
+
+
+@pytest.mark.parametrize(("function", "name", "here"), FOREIGN)
+def test_an_argument_of_torch_or_optax_is_answered_with_the_name_that_is_here(function: Any, name: str, here: str):
+    with pytest.raises(
+        TypeError, match=rf"there is no argument '{name}' \((did you mean )?{here}\??\); {function.__name__} takes"
+    ):
+        function(**{name: 0.5})
+
+
+@pytest.mark.parametrize("name", NAMES_HERE)
+def test_a_name_of_another_library_is_answered_with_the_code_that_is_here(name: str):
+    with pytest.raises(AttributeError, match=rf"'muonfx' has no attribute '{name}'; here it is ") as caught:
+        getattr(mfx, name)
+    code = str(caught.value).partition("here it is ")[2]
+    assert eval(code, {"muonfx": mfx, "model": MODEL}) is not None
+
+
+def test_an_unknown_name_is_an_attribute_error_and_no_other():
+    assert not hasattr(mfx, "nothing_of_the_kind")
+    assert not NAMES_HERE.keys() & set(dir(mfx))

@@ -1,0 +1,175 @@
+"""`muonfx.tree.display`: text and HTML say the same, and nothing in a cell can break out of either."""
+
+import re
+import tempfile
+from collections.abc import Mapping
+from html.parser import HTMLParser
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import muonfx as mfx
+from muonfx.tree.display import Column, Report, Row, Shown, Table, format_bytes
+
+VOID = {"br", "hr", "img"}
+
+
+class Parsed(HTMLParser):
+    """A fragment whose elements were opened and closed in order, with the texts that are shown."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.texts: list[str] = []
+        self.tags: list[str] = []
+        self.feed(text)
+        self.close()
+        assert not self.open, f"left open: {self.open}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        assert not any(name.startswith("on") for name, _ in attrs)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open[-1:] == [tag], f"</{tag}> closes {self.open[-1:]}"
+        self.open.pop()
+
+    def handle_data(self, data: str) -> None:
+        if self.open[-1:] != ["style"]:
+            self.texts.append(data)
+
+
+texts = st.text(max_size=12)
+
+
+@st.composite
+def rows(draw: st.DrawFn, columns: int, depth: int = 2) -> Row:
+    children = draw(st.lists(rows(columns, depth - 1), max_size=2)) if depth else []
+    return Row(tuple(draw(texts) for _ in range(columns)), tuple(children))
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> Table:
+    columns = draw(st.integers(1, 3))
+    return Table(
+        tuple(Column(draw(texts), draw(st.booleans())) for _ in range(columns)),
+        tuple(draw(st.lists(rows(columns), max_size=3))),
+        tuple(draw(st.lists(rows(columns, 0), max_size=2))),
+        draw(texts),
+    )
+
+
+def cells_of(table: Table) -> list[str]:
+    return [cell for row in (*table.rows, *table.footers) for _, one in row.walk() for cell in one.cells]
+
+
+@given(tables())
+def test_html_is_well_formed_has_every_cell_and_no_script(table: Table):
+    parsed = Parsed(Report((table, "a note <b>")).to_html())
+    shown = "".join(parsed.texts)
+    for cell in cells_of(table):
+        assert "".join(c if c.isprintable() else repr(c)[1:-1] for c in cell) in shown
+    assert not {"script", "img", "link", "iframe", "b"} & set(parsed.tags)
+
+
+@given(tables())
+def test_text_has_a_line_for_each_row_and_nothing_that_moves_a_cursor(table: Table):
+    text = Table(table.columns, table.rows, table.footers).to_text()
+    count = sum(1 for row in (*table.rows, *table.footers) for _ in row.walk())
+    assert len(text.split("\n")) == 1 + count + bool(table.footers)
+    assert all(line.isprintable() for line in text.split("\n"))
+
+
+@given(st.text(st.characters(categories=["L", "N"]), min_size=1, max_size=60), st.integers(30, 80))
+def test_a_width_is_kept_by_shortening_names_not_numbers(name: str, width: int):
+    table = Table((Column("leaf"), Column("bytes", right=True)), (Row((name, "123456789")),))
+    first, line = table.to_text(width).split("\n")
+    assert len(line) <= width
+    assert line.endswith("123456789")
+    assert len(first) <= width
+    if len(name) + 11 <= width:
+        assert line.startswith(name)
+    else:
+        assert line.startswith(name[:5])
+        assert "..." in line
+
+
+def test_depth_leaves_out_what_is_nested_deeper():
+    table = Table((Column("a"),), (Row(("x",), (Row(("y",), (Row(("z",)),)),)),))
+    assert table.to_text() == "a\nx\n  y\n    z"
+    assert table.to_text(depth=1) == "a\nx\n  y"
+    assert table.to_text(depth=0) == "a\nx"
+
+
+def test_nested_rows_are_indented_in_html():
+    html = Table((Column("a"),), (Row(("x",), (Row(("y",)),)),)).to_html()
+    assert "<td>x</td>" in html
+    assert "<td>&emsp;y</td>" in html
+
+
+@pytest.mark.parametrize(("sizes", "message"), [({"width": 0}, "width must be"), ({"depth": -1}, "depth must be")])
+def test_sizes_out_of_range_are_refused(sizes: dict[str, int], message: str):
+    with pytest.raises(ValueError, match=message):
+        Table.of(["leaf"], [["w"]]).to_text(**sizes)
+
+
+def test_a_row_with_too_few_cells_is_refused():
+    with pytest.raises(ValueError, match="1 cells, expected one for each of 2 columns"):
+        Table((Column("a"), Column("b")), (Row(("x",)),))
+
+
+def test_a_shown_value_prints_its_report():
+    class Value(Shown):
+        def report(self) -> Report:
+            return Report(("hello", Table.of(["a"], [["<x>"]])))
+
+    assert str(Value()) == repr(Value()) == "hello\n\na\n<x>"
+    assert "&lt;x&gt;" in Value()._repr_html_()
+    with pytest.raises(NotImplementedError, match="Shown defines no report"):
+        str(Shown())
+
+
+@given(st.integers(0, 2**60))
+def test_bytes_are_written_with_their_size(nbytes: int):
+    number, unit = format_bytes(nbytes).split()
+    factor = 1024 ** ["B", "KiB", "MiB", "GiB", "TiB", "PiB"].index(unit)
+    assert float(number) * factor == pytest.approx(nbytes, rel=0.005, abs=0.5)
+    assert float(number) < 1025 or unit == "PiB"
+
+
+def explained() -> list[object]:
+    params = {"up": torch.zeros(64, 16), "down": torch.zeros(16, 64)}
+    plan = mfx.sharding.plan_for(mfx.muon(0.1), mfx.sharding.zero(params, 2, partition="flat"))
+    path = mfx.checkpoint.save(tempfile.mkdtemp(), {"<up>": torch.zeros(2)}, step=7, extra={"note": "<b>"})
+    return [
+        plan,
+        plan.explain(),
+        mfx.polar.explain((64, 128)),
+        mfx.program.lower(mfx.muon(0.1), params),
+        mfx.checkpoint.inspect(path),
+        mfx.describe({"w": "muon"}, {"w": params["up"]}),
+        mfx.Labels({"<up>": "muon", "b": None}, {"<up>": "user rule 1: path('<*>')"}),
+        mfx.summary(params),
+        mfx.muon(0.1).tree(),
+        mfx.spec(mfx.muon(0.1), params),
+    ]
+
+
+def test_a_notebook_shows_a_transform_as_its_tree():
+    tx = mfx.muon(0.1)
+    assert tx._repr_html_() == tx.tree().to_html()
+    assert repr(tx).startswith("chain(momentum(")
+
+
+def test_what_explains_itself_says_the_same_words_in_html():
+    for value in explained():
+        parsed = Parsed(value._repr_html_())  # pyright: ignore
+        shown = "".join(parsed.texts).replace(" ", "")
+        for word in re.findall(r"[\w.<>]{3,}", str(value) if not isinstance(value, Mapping) else " ".join(value)):
+            assert word in shown, f"{type(value).__name__}: {word} is not in the HTML"
+        assert "b" not in parsed.tags
+        assert "script" not in parsed.tags
