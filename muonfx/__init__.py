@@ -33,19 +33,17 @@ from muonfx.core import (
     Transform,
     add_updates,
     apply_updates,
-    chain,
-    identity,
-    schedules,
-    set_to_zero,
-    stateless,
-    transform,
-)
-from muonfx.core.hyperparams import (
     as_tensors,
+    chain,
     hyperparams,
     hyperparams_used,
+    identity,
     inject_hyperparams,
+    schedules,
+    set_to_zero,
     stack,
+    stateless,
+    transform,
     with_hyperparams,
 )
 from muonfx.core.schedules import (

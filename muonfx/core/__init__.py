@@ -1,22 +1,41 @@
-"""Transforms of updates: the contract, the decorator that makes them, and those that put others together."""
+"""A transform as a value: the contract, the decorator, chains, schedules, and hyperparameters as data."""
 
+from muonfx.core import checks, schedules
 from muonfx.core.combine import add_updates, apply_updates, chain, identity, set_to_zero, stateless
 from muonfx.core.contract import Donation, EmptyState, Locality, Transform
 from muonfx.core.factory import InitAndUpdate, transform
+from muonfx.core.hyperparams import (
+    InjectHyperparamsState,
+    as_tensors,
+    hyperparams,
+    hyperparams_used,
+    inject_hyperparams,
+    stack,
+    with_hyperparams,
+)
 from muonfx.core.scheduled import ScheduledHyperparamsState
 
 __all__ = [
-    "InitAndUpdate",
     "Donation",
     "EmptyState",
+    "InitAndUpdate",
+    "InjectHyperparamsState",
     "Locality",
     "ScheduledHyperparamsState",
     "Transform",
     "add_updates",
     "apply_updates",
+    "as_tensors",
     "chain",
+    "checks",
+    "hyperparams",
+    "hyperparams_used",
     "identity",
+    "inject_hyperparams",
+    "schedules",
     "set_to_zero",
+    "stack",
     "stateless",
     "transform",
+    "with_hyperparams",
 ]

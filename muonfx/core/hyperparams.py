@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.core import Donation, Locality, ScheduledHyperparamsState, Transform, transform
-from muonfx.core.contract import NOTHING
+from muonfx.core.contract import NOTHING, Locality, Transform
+from muonfx.core.donation import Donation
+from muonfx.core.factory import transform
 from muonfx.core.recorded import Recorded, parts_of, with_numbers
+from muonfx.core.scheduled import ScheduledHyperparamsState
 from muonfx.tree import PyTree
 from muonfx.tree.arguments import did_you_mean
 

@@ -49,7 +49,7 @@ def run(tx: mfx.Transform, params: dict[str, Tensor], steps: list[dict[str, Tens
 
 def plain(state: Any) -> Any:
     """The state that plain numbers have, without injected and scheduled numbers at any depth."""
-    if isinstance(state, mfx.core.hyperparams.InjectHyperparamsState | ScheduledHyperparamsState):
+    if isinstance(state, mfx.core.InjectHyperparamsState | ScheduledHyperparamsState):
         return plain(state.inner)
     if isinstance(state, dict):
         return {key: plain(value) for key, value in state.items()}
