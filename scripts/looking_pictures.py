@@ -24,7 +24,7 @@ def params_of_a_model() -> dict[str, Tensor]:
     shapes: dict[str, tuple[int, ...]] = {"wte": (256, width)}
     for block in range(3):
         shapes |= {
-            f"blocks.{block}.attn.qkv": (3 * width, width),
+            f"blocks.{block}.attn.query": (width, width),
             f"blocks.{block}.attn.out": (width, width),
             f"blocks.{block}.mlp.up": (4 * width, width),
             f"blocks.{block}.mlp.down": (width, 4 * width),

@@ -133,11 +133,10 @@ def test_memory_bars_add_up_to_the_bytes(count: int):
 
 
 @pytest.mark.parametrize("size", [1, 3, 40])
-@pytest.mark.parametrize("gram", [False, True])
-def test_a_plan_is_drawn_as_its_work_by_rank(size: int, gram: bool):
+def test_a_plan_is_drawn_as_its_work_by_rank(size: int):
     params = {"up": torch.zeros(256, 64), "down": torch.zeros(64, 256), "square": torch.zeros(64, 64)}
     layout = mfx.sharding.zero(params, size, partition="flat")
-    plan = mfx.sharding.plan_for(mfx.muon(0.1, dtype=torch.float32), layout, gram=gram)
+    plan = mfx.sharding.plan_for(mfx.muon(0.1, dtype=torch.float32), layout)
     ax = mfx.plot.plot_plan(plan)
     scale = {"kFLOP": 1e3, "MFLOP": 1e6, "GFLOP": 1e9}[ax.get_xlabel().split(", ")[1].split(" ")[0]]
     assert [width * scale for width in sums(ax, size)] == pytest.approx(plan.flops)
