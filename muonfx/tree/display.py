@@ -159,7 +159,7 @@ class Table:
 
     def _html_row(self, cells: Sequence[str], depth: int, tag: str = "td") -> str:
         texts = [_escaped(cell) for cell in cells]
-        texts[0] = "&emsp;" * depth + texts[0]
+        texts[0] = "&nbsp;&nbsp;" * depth + texts[0]
         kinds = [' class="mfx-right"' if column.right else "" for column in self.columns]
         return f"<tr>{''.join(f'<{tag}{kind}>{text}</{tag}>' for text, kind in zip(texts, kinds, strict=True))}</tr>"
 
@@ -298,11 +298,12 @@ def _note(text: str) -> str:
 _STYLE = (
     """
 .mfx-report{font:12px/1.5 var(--jp-code-font-family,ui-monospace,Menlo,Consolas,monospace);overflow-x:auto}
-.mfx-report table{border-collapse:collapse;margin:.4em 0;width:auto;display:table}
+.mfx-report table{border-collapse:collapse;margin:.4em 0;font:inherit;width:auto;display:table}
 .mfx-report caption{text-align:left;font-weight:600;caption-side:top}
 .mfx-report th,.mfx-report td{border:0;padding:.1em 1.6em .1em 0;text-align:left;white-space:pre;max-width:none}
 .mfx-report thead th{border-bottom:1px solid rgba(128,128,128,.35)}
-.mfx-report tfoot td{border-top:1px solid rgba(128,128,128,.35);font-weight:600}
+.mfx-report tfoot td{font-weight:600}
+.mfx-report tfoot tr:first-child td{border-top:1px solid rgba(128,128,128,.35)}
 .mfx-report .mfx-right{text-align:right}
 """.strip()
     .replace("\n", "")

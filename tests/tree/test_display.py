@@ -108,7 +108,7 @@ def test_depth_leaves_out_what_is_nested_deeper():
 def test_nested_rows_are_indented_in_html():
     html = Table((Column("a"),), (Row(("x",), (Row(("y",)),)),)).to_html()
     assert "<td>x</td>" in html
-    assert "<td>&emsp;y</td>" in html
+    assert "<td>&nbsp;&nbsp;y</td>" in html
 
 
 @pytest.mark.parametrize(("sizes", "message"), [({"width": 0}, "width must be"), ({"depth": -1}, "depth must be")])
