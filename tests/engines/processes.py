@@ -43,7 +43,7 @@ def launched(worker: str, size: int, names: Iterable[str], folder: Path, limit: 
     """Run the cases that are named in some processes; what each rank found, by case.
 
     Args:
-        worker: the name of a script beside this file.
+        worker: the path of a script, relative to this folder.
         size: the number of processes.
         names: of cases; the worker knows them.
         folder: an empty one, for logs and whatever the cases write.
@@ -52,7 +52,7 @@ def launched(worker: str, size: int, names: Iterable[str], folder: Path, limit: 
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]
-    script = str(Path(__file__).with_name(worker))
+    script = str(Path(__file__).parent / worker)
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     sizes = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
     logs = [folder / f"log_{rank}" for rank in range(size)]

@@ -22,7 +22,15 @@ def _torch_checks() -> tuple[str, ...]:
     return tuple(CHECKS)
 
 
+def _deepspeed_checks() -> tuple[str, ...]:
+    from tests.peers.deepspeed_muon import CHECKS
+
+    return tuple(CHECKS)
+
+
 CUDA = "needs a CUDA device"
+NVME = "DeepSpeed's `async_io` needs libaio"
+OWN = "tests internals of DeepSpeed's own Muon"
 NO_FLAG = "no such flag: there is one implementation"
 
 
@@ -66,6 +74,30 @@ def peers() -> list[Peer]:
             {
                 "test_compiled_foreach_adam_optimizers": NO_FLAG,
                 "the tests of one optimizer each (`test_sgd`, `test_adam`, ...)": "they have tuned rates for it",
+            },
+        ),
+        Peer(
+            "DeepSpeed, `tests/unit/ops/muon` and `test_muon_without_zero_optimizer.py`",
+            "through `muonfx.engines.deepspeed` on DeepSpeed 0.19.8, over two processes; the checks are written anew, "
+            "in bf16 or fp32",
+            _deepspeed_checks(),
+            {
+                "`TestMuonConfigs` with the optimizer Adam": "not Muon",
+                "test_offload_loss_scale_equivalence": "needs fp16, which DeepSpeed refuses on CPUs",
+                "test_zero3_nvme_momentum_residency": NVME,
+                "test_zero3_nvme_aggregate_unswapped_fragments": NVME,
+                "test_zero3_nvme_mixed_fragments_numerical_equivalence": NVME,
+                "test_zero3_nvme_multirank_mixed_fragments": NVME,
+                "test_bounded_gather_matches_unbucketed_training": OWN,
+                "test_clear_muon_allgather_buffers": OWN,
+                "test_an_overflowed_gradient_does_not_enter_the_momentum": OWN,
+                "test_a_finite_gradient_still_moves_the_momentum": OWN,
+                "test_a_finite_tensor_still_absorbs_a_step_discarded_for_another": "a skipped step changes no state",
+                "test_opt_in_is_off_by_default": OWN,
+                "test_per_head_on_a_shard_is_the_shard_of_per_head": OWN,
+                "test_the_whole_matrix_path_does_not_survive_the_split": OWN,
+                "test_a_stale_head_count_splits_heads_in_half": OWN,
+                "test_the_tags_describe_the_shard_and_not_the_model": OWN,
             },
         ),
     ]
