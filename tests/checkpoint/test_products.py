@@ -26,7 +26,7 @@ def saved(
     monkeypatch.setattr(policy, "cpu_has_bf16", lambda: has_bf16)
     params = {"w": torch.ones(2, 3, dtype=dtype)}
     state = tx.init(params)
-    given = {"tx": tx, "params": params if with_params else None}
+    given: dict[str, Any] = {"tx": tx, "params": params if with_params else None}
     if wait:
         mfx.checkpoint.save_async(path, state, **given).wait()
     else:
