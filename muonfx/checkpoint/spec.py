@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from muonfx.core.recorded import strip_transparent
 from muonfx.tree import PyTree, Spec
 from muonfx.tree.display import Report, Table, format_bytes
 
-__all__ = ["StateSpec", "described", "products_for", "spec", "spec_of", "spec_of_named"]
+__all__ = ["StateSpec", "described", "spec", "spec_of", "spec_of_named"]
 
 
 def described(leaf: Any) -> str:
@@ -145,20 +145,13 @@ class StateSpec:
         """The same leaves as those of a transform, which a load then compares with the checkpoint's."""
         return replace(self, fingerprint=tx.fingerprint, chain=repr(strip_transparent(tx)), _tx=tx)
 
-    def products(self, device: torch.device) -> dict[str, str]:
-        """The dtypes of the transform's matrix products on a device, by the name of its part."""
-        return {} if self._tx is None else products_for(self._tx, self.leaves.values(), device)
+    def products(self, dtype: torch.dtype, device: torch.device) -> dict[str, str]:
+        """The dtypes of the transform's matrix products for parameters of a dtype, by the name of its part."""
+        return {} if self._tx is None else product_dtypes(strip_transparent(self._tx), [dtype], device)
 
     def unflatten(self, leaves: dict[str, Any]) -> PyTree:
         """Put leaves, by name, into the structure of the state; what is not given is None."""
         return tree.unflatten(self._treedef, [leaves.get(name) for name in self._names])
-
-
-def products_for(tx: Transform, leaves: Iterable[Any], device: torch.device | None = None) -> dict[str, str]:
-    """The dtypes of a transform's matrix products for some leaves; default device: of the first leaf."""
-    own = list(leaves)
-    device = device or next((torch.device(leaf.device) for leaf in own), torch.device("cpu"))
-    return product_dtypes(strip_transparent(tx), [leaf.dtype for leaf in own if leaf.dtype.is_floating_point], device)
 
 
 def spec_of(values: PyTree, section: str = "", tx: Transform | None = None) -> StateSpec:

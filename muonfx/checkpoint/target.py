@@ -79,11 +79,15 @@ class Target:
     def _warn_of_products(self, index: Index, where: str) -> None:
         """Warn if the run that wrote a checkpoint computed its matrix products in other dtypes."""
         real = (leaf.device for leaf in self.like.values() if isinstance(leaf, Tensor) and not leaf.is_meta)
-        now = self.want.products(torch.device(self.device or next(real, "cpu")))
+        device = torch.device(self.device or next(real, "cpu"))
+        # A state's leaves do not give the parameters' dtype, but the record does: products are float64 exactly for
+        # parameters that are float64.
+        wide, other = (self.want.products(dtype, device) for dtype in (torch.float64, torch.float32))
         for name, saved in index.products.items():
-            if saved != now.get(name, saved):
+            now = (wide if saved == "float64" else other).get(name, saved)
+            if saved != now:
                 warnings.warn(
-                    f"{where}: the matrix products of {name!r} were computed in {saved} and are now in {now[name]}, so "
+                    f"{where}: the matrix products of {name!r} were computed in {saved} and are now in {now}, so "
                     f"the resumed run computes other numbers. To continue as before, give it dtype=torch.{saved}",
                     UserWarning,
                     stacklevel=2,

@@ -42,9 +42,9 @@ from muonfx.checkpoint.data import Part, Progress, write_data
 from muonfx.checkpoint.errors import CheckpointError, NotFoundError, WriteError
 from muonfx.checkpoint.files import fresh_file, make_folder, sync_folder, write_all
 from muonfx.checkpoint.index import INDEX, DataFile, Index, Leaf, text_of
-from muonfx.checkpoint.names import PARAMS, named_tensors
-from muonfx.checkpoint.spec import products_for
+from muonfx.checkpoint.names import PARAMS, in_section, named_tensors
 from muonfx.core import Transform
+from muonfx.core.precision import product_dtypes
 from muonfx.core.recorded import strip_transparent
 from muonfx.sharding.boxes import Box
 from muonfx.sharding.dtensors import is_dtensor
@@ -116,7 +116,7 @@ class Job:
                     state = logical(tx, state)
                 params = None if params is None else layout.logical(params)
             leaves = _leaves_of(state, params, whole=group is None)
-            products = {} if tx is None else products_for(tx, leaves.values())
+            products = {} if tx is None else _products_of(tx, leaves)
             if copy:
                 leaves = {name: _copy(leaf) for name, leaf in leaves.items()}
         except Exception as error:
@@ -193,6 +193,18 @@ def _leaves_of(state: PyTree, params: PyTree, *, whole: bool) -> dict[str, Any]:
         if isinstance(leaf, Tensor) and (leaf.layout is not torch.strided or leaf.device.type == "meta"):
             raise TypeError(f"the leaf {name!r} must be a dense tensor with values, found {leaf.layout}, {leaf.device}")
     return found
+
+
+def _products_of(tx: Transform, leaves: Mapping[str, Any]) -> dict[str, str]:
+    """The dtypes of matrix products, for the dtypes of the parameters; {} if no leaf gives any.
+
+    The state's leaves stand in for parameters that are not saved with it.
+    """
+    floating = {name: leaf for name, leaf in leaves.items() if leaf.dtype.is_floating_point}
+    params = [leaf for name, leaf in floating.items() if in_section(name, PARAMS)]
+    held = {leaf.dtype for leaf in params or floating.values()}
+    device = next((torch.device(leaf.device) for leaf in leaves.values()), None)
+    return {} if device is None or not held else product_dtypes(strip_transparent(tx), held, device)
 
 
 def _copy(leaf: Any) -> Any:

@@ -143,7 +143,7 @@ def state_dtype(name: str, value: object) -> None:
     raise wrong(f'{name} must be "auto", a floating-point torch.dtype or None, found {value!r}')
 
 
-_LIBRARIES = tuple(os.path.join(os.path.dirname(path), "") for path in (__file__, torch.__file__))
+_LIBRARIES = tuple(os.path.join(sys.modules[name].__path__[0], "") for name in ("muonfx", "torch"))
 
 
 def warn_caller(message: str) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -122,8 +123,7 @@ class Muon(TransformOptimizer):
         )
         if model is None:  # of one that is known, some parameters may be meant, such as one for each optimizer
             _warn_of_no_matrices(tx.arguments["labels"], dict(named_pairs(named)))
-        with warnings.catch_warnings():  # a model without embeddings and vectors is nothing to warn of here
-            warnings.filterwarnings("ignore", message="partition: no parameter has the label '(adamw|muon)'")
+        with _either_part_may_be_empty():
             super().__init__(
                 params, tx, donate_grads=donate_grads, bucket_bytes=bucket_bytes, layout=layout, model=model
             )
@@ -161,10 +161,19 @@ class Muon(TransformOptimizer):
             labels = Labels({**old, **new}, views=new.views, shapes={**old.shapes, **new.shapes})
             self.tx = _with_views(self.tx.replace(labels=labels), new)
         try:
-            super().add_param_group(param_group)
+            with _either_part_may_be_empty():
+                super().add_param_group(param_group)
         except Exception:
             self.tx = before
             raise
+
+
+@contextmanager
+def _either_part_may_be_empty() -> Generator[None]:
+    """Do not warn of a label without parameters: a model may have no embeddings and vectors."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="partition: no parameter has the label '(adamw|muon)'")
+        yield
 
 
 def _has_all(model: nn.Module, given: Mapping[str, Tensor]) -> bool:

@@ -202,7 +202,7 @@ def views(model_or_params: Params) -> dict[str, View]:
         ValueError: a name occurs twice, or a parameter has no shape yet.
 
     >>> views(nn.ModuleDict({"attn": nn.MultiheadAttention(8, 2), "fc": nn.Linear(8, 8)}))
-    {'attn.in_proj_weight': View(dims=None, blocks=3, note='query, key, value')}
+    {'attn.in_proj_weight': View(dims=None, blocks=3, note='query, key, value', suspected=None)}
     """
     return find_views(model_or_params, read_params(model_or_params))
 

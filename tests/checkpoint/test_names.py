@@ -76,6 +76,7 @@ def test_parameters_stand_under_a_level_of_their_own():
 
 
 @pytest.mark.filterwarnings("ignore:partition. no parameter has the label")
+@pytest.mark.filterwarnings("ignore:chain. .* comes before .* has used them as final")
 @given(
     kit.chains(max_size=3),
     st.integers(0, 3),
@@ -85,6 +86,8 @@ def test_names_do_not_change_when_another_transform_joins_the_chain(members, pla
     params = {"w": torch.zeros(2, 3), "b": torch.zeros(3)}
     if new.name in {tx.name for tx in members}:
         return
+    if new.name == "ema_params":  # a chain refuses it before the learning rate
+        place = len(members)
     before = mfx.spec(mfx.chain(*members), params)
     after = mfx.spec(mfx.chain(*members[:place], new, *members[place:]), params)
     assert {name: after[name] for name in before} == before.leaves

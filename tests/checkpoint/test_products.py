@@ -14,14 +14,23 @@ AUTO = mfx.chain(mfx.momentum(), mfx.masked(mfx.orthogonalize(), mfx.select.ndim
 
 
 def saved(
-    path: Path, monkeypatch: pytest.MonkeyPatch, tx: mfx.Transform, dtype: torch.dtype, *, has_bf16: bool, wait: bool
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tx: mfx.Transform,
+    dtype: torch.dtype,
+    *,
+    has_bf16: bool,
+    wait: bool = False,
+    with_params: bool = False,
 ) -> Any:
     monkeypatch.setattr(policy, "cpu_has_bf16", lambda: has_bf16)
-    state = tx.init({"w": torch.ones(2, 3, dtype=dtype)})
+    params = {"w": torch.ones(2, 3, dtype=dtype)}
+    state = tx.init(params)
+    given: dict[str, Any] = {"tx": tx, "params": params if with_params else None}
     if wait:
-        mfx.checkpoint.save_async(path, state, tx=tx).wait()
+        mfx.checkpoint.save_async(path, state, **given).wait()
     else:
-        mfx.checkpoint.save(path, state, tx=tx)
+        mfx.checkpoint.save(path, state, **given)
     return state
 
 
@@ -42,15 +51,40 @@ def test_another_dtype_is_a_warning_with_both(
         mfx.checkpoint.load(tmp_path, like=like, tx=AUTO)
 
 
+PINNED = mfx.chain(mfx.momentum(dtype=torch.float32), mfx.orthogonalize(), mfx.scale(-0.1))
+GIVEN = mfx.orthogonalize(dtype=torch.float32)
+
+
+@pytest.mark.parametrize("now", [False, True])
 @pytest.mark.parametrize(
-    ("tx", "dtype"),
-    [(AUTO, torch.float64), (mfx.momentum(), torch.float32), (mfx.orthogonalize(dtype=torch.float32), torch.float32)],
+    ("tx", "dtype", "with_params"),
+    [
+        (AUTO, torch.float64, False),
+        (AUTO, torch.float64, True),
+        (PINNED, torch.float64, True),
+        (mfx.orthogonalize(), torch.float64, True),
+        (mfx.orthogonalize(), torch.float64, False),
+        (mfx.momentum(), torch.float32, False),
+        (GIVEN, torch.float32, True),
+        (GIVEN, torch.float64, True),
+    ],
 )
 def test_what_no_machine_decides_is_no_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tx: mfx.Transform, dtype: torch.dtype
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tx: mfx.Transform, dtype: torch.dtype, with_params: bool, now: bool
 ):
-    like = saved(tmp_path, monkeypatch, tx, dtype, has_bf16=True, wait=False)
-    monkeypatch.setattr(policy, "cpu_has_bf16", lambda: False)
+    like = saved(tmp_path, monkeypatch, tx, dtype, has_bf16=not now, with_params=with_params)
+    monkeypatch.setattr(policy, "cpu_has_bf16", lambda: now)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        mfx.checkpoint.load(tmp_path, like=like, tx=tx)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("tx", [PINNED, mfx.orthogonalize()], ids=["pinned", "stateless"])
+def test_parameters_that_are_saved_decide_whatever_the_state_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tx: mfx.Transform, dtype: torch.dtype
+):
+    like = saved(tmp_path, monkeypatch, tx, dtype, has_bf16=False, with_params=True)
+    monkeypatch.setattr(policy, "cpu_has_bf16", lambda: True)
+    with pytest.warns(UserWarning, match="were computed in float32 and are now in bfloat16"):
         mfx.checkpoint.load(tmp_path, like=like, tx=tx)

@@ -34,8 +34,8 @@ def test_a_read_that_fails_at_any_call_is_an_error_of_the_checkpoint(tmp_path: P
     while True:
         with faults(tmp_path, at, always=always, reads=True) as fault:
             try:
-                # `latest` may do without the answer to a call.
-                said = str(READS[what](path)) if what == "latest" else ""
+                result = READS[what](path)
+                said = str(result) if what == "latest" else ""  # which may do without the answer to a call
             except CheckpointError as error:
                 said = str(error)
             except UserWarning as warning:  # `latest`, of one that it does not use

@@ -241,6 +241,7 @@ def test_a_fresh_process_takes_the_same_step(tmp_path: Path):
 # ------------------------------------------------------------------------------------------- through torch.save as well
 
 
+@pytest.mark.filterwarnings("ignore:.* would move uphill")  # most cases have no learning rate
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_weights_only_loads_of_a_torch_optimizer_go_on_bitwise(tmp_path: Path, name: str):
     for place, tx in enumerate(CASES[name]):

@@ -55,7 +55,7 @@ def test_groups_have_torchs_keys_once_each():
 
 def test_a_name_that_two_transforms_claim_is_left_to_neither():
     (group,) = mfx.TransformOptimizer(
-        make_model(), mfx.chain(mfx.momentum(0.5), ("again", mfx.momentum(0.9)))
+        make_model(), mfx.chain(mfx.momentum(0.5), ("again", mfx.momentum(0.9)), DOWN)
     ).param_groups
     assert (group["momentum.decay"], group["again.decay"]) == (0.5, 0.9)
     assert "momentum" not in group

@@ -361,6 +361,7 @@ def test_every_way_to_a_fused_matrix_warns_and_every_view_silences_it():
                 way(**given)
 
 
+@pytest.mark.filterwarnings("ignore:default_labels saw names and shapes")  # a parameter that is added has no module
 def test_a_fused_matrix_that_is_added_later_is_warned_of_alone():
     with pytest.warns(UserWarning, match=r"as one matrix: '0.qkv.weight'\. "):
         optimizer = mfx.Muon(nn.ModuleList([Block(qkv=12)]))
