@@ -1,7 +1,7 @@
-"""One chain under every shard layout, with the same answer.
+"""Run a chain over sharded parameters and get the same update under every layout.
 
-A *layout* says which piece of each parameter each rank holds; `sharded` makes of any transform one over these pieces,
-which gives the same update. See the page "Sharding" of the documentation.
+A layout records which shard of each parameter each rank holds. `sharded` turns any transform into a transform over
+these shards. See the page "Sharding" of the documentation.
 """
 
 from muonfx.program.offload import offload
@@ -16,7 +16,7 @@ from muonfx.sharding.transform import sharded
 from muonfx.sharding.views import local, logical
 
 __all__ = [
-    # who holds what
+    # which rank holds which shard
     "Layout",
     "Piece",
     "Buffer",
@@ -28,9 +28,9 @@ __all__ = [
     # the same update
     "sharded",
     "ShardingError",
-    # where the state lies
+    # where the state is stored
     "offload",
-    # who computes what
+    # which rank computes which matrix
     "plan_for",
     "Plan",
     "Machine",

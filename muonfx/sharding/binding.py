@@ -1,4 +1,4 @@
-"""A layout bound to a group of ranks: what they have agreed on, and how they exchange what one cannot do alone."""
+"""A layout bound to a group of ranks: the state on which the ranks have agreed, and their reductions and gathers."""
 
 from __future__ import annotations
 
@@ -33,31 +33,24 @@ __all__ = ["Binding"]
 
 @dataclass(eq=False)
 class Binding:
-    """The placement of an executor over ranks, and what these have agreed on.
-
-    Attributes:
-        layout: who holds what.
-        settings: what the caller has chosen.
-        store: where the state lies.
-        compute: the dtype that plans take "auto" to be, the same on all ranks, by the kind of device.
-    """
+    """The placement of an executor over the ranks of a layout."""
 
     layout: Layout
     settings: Settings
     store: Store
     compute: dict[str, torch.dtype] = field(default_factory=dict)
+    """The dtype of "auto" in plans, by the kind of device; equal on all ranks."""
     compared: set[Hashable] = field(default_factory=set)
     """The structures of the chains that the ranks have compared."""
     likes: dict[Hashable, PyTree] = field(default_factory=dict)
-    """For each of these, meta tensors in the tree of the local parameters."""
+    """Meta tensors in the tree of the local parameters, for each structure in `compared`."""
     derived: dict[Hashable, Any] = field(default_factory=dict)
     """Values that follow from shapes, computed once."""
     steps: int = 0
-    """The number of steps taken."""
     verified: set[Hashable] = field(default_factory=set)
-    """The chains, as in `compared`, before whose steps the copies that ranks hold have been compared."""
+    """The structures of the chains for which the ranks have compared their replicas."""
     has_loaded: bool = False
-    """True if this rank has taken a state from elsewhere since the last step."""
+    """True if this rank has loaded a state since the last step."""
     _plans: dict[Hashable, RunPlan] = field(default_factory=dict)
     _at_owners: dict[Stage, tuple[Run, Run, Transform]] = field(default_factory=dict)
     _warned: set[Hashable] = field(default_factory=set)
@@ -65,7 +58,7 @@ class Binding:
     def __post_init__(self) -> None:
         specs, pieces = self.layout.specs, self.layout.pieces
         self.holds_all = self.size == 1 and all(pieces[name][0].shape == specs[name].shape for name in specs)
-        """True if this rank holds every leaf whole, in its own shape, and nobody else does."""
+        """True if there is one rank and it holds every leaf whole, in the leaf's own shape."""
         self.executor = Executor(self, self.store)
 
     @property
@@ -74,12 +67,12 @@ class Binding:
         return self.layout.size
 
     def init_stage(self, stage: Stage, run: Run, params: PyTree, store: Store) -> dict[str, PyTree]:
-        """The states of the members of a matrix stage: at the owner of matrices, elsewhere None."""
+        """Return the states of a matrix stage's transforms: on the owners of matrices, None on the other ranks."""
         plan = self.plan(run, params)
         return init_run(plan, self._at_owner(stage, plan, run)[0], self.layout, params, store)
 
     def update_stage(self, stage: Stage, run: Run, call: Arguments, store: Store) -> tuple[PyTree, dict[str, PyTree]]:
-        """Update by a matrix stage: whole matrices at their owners, by buckets."""
+        """Update by a matrix stage: each owner computes whole matrices, bucket by bucket."""
         plan = self.plan(run, call.like)
 
         def parameters() -> list[str | None]:
@@ -91,39 +84,39 @@ class Binding:
         now, tx = self._at_owner(stage, plan, run)
         return update_run(plan, now, tx, self.layout, call, store, parameters)
 
-    # ---------------------------------------------------------------------------------------- found out once
+    # ----------------------------------------------------------------------------------------- computed once
 
     def plan(self, run: Run, params: PyTree) -> RunPlan:
-        """The plan of a run for some parameters."""
+        """Return the plan of a run for some parameters."""
         run = tuple((name, tx.children[0] if tx.declaration.many_of_one else tx) for name, tx in run)
         names = [name for name in tree.names(params) if name in self.layout.specs]
         device = tree.device_of(params)
         kind = torch.device("cpu") if device.type == "meta" else self.store.device(device)
         key = (tuple(names), tuple((name, tx.treedef) for name, tx in run), str(kind))
         if key not in self._plans:
-            # Ranks may be machines of different kinds, and must make the same plan: as they have agreed.
+            # Ranks may run on different kinds of machines but must make the same plan: use the agreed dtype.
             compute = self.compute.get(kind.type) or compute_dtype(torch.float32, kind)
             self._plans[key] = plan_run(run, names, self.layout, kind, self.settings, compute)
         return self._plans[key]
 
     def is_verification_due(self, tx: Transform) -> bool:
-        """Tell whether the copies that ranks hold are to be compared before the next step of a chain."""
+        """True if the ranks must compare their replicas before the next step of a chain."""
         every = self.settings.verify_every
         return tx.treedef not in self.verified or (every is not None and self.steps % every == 0)
 
     def begin_step(self, tx: Transform) -> None:
-        """Count a step that all ranks have agreed to take, with copies compared where that was due."""
+        """Count a step that all ranks have agreed to take, after due replicas have been compared."""
         self.steps += 1
         self.verified.add(tx.treedef)
         self.has_loaded = False
 
     def note_load(self) -> None:
-        """Note that a state has come from elsewhere, perhaps on some ranks only: the next step compares copies."""
+        """Record that a state was loaded, perhaps on some ranks only, so that the next step compares replicas."""
         self.verified.clear()
         self.has_loaded = True
 
     def _at_owner(self, stage: Stage, plan: RunPlan, run: Run) -> tuple[Run, Transform]:
-        """The transforms of a run, with the numbers of now, as they are done at an owner; and the chain of them."""
+        """Return a run with current hyperparameters, as an owner computes it, and the chain of the run."""
         known = self._at_owners.get(stage)
         if known is None or any(a is not b for (_, a), (_, b) in zip(known[0], run, strict=True)):
             shapes = {name: plan.specs[name].shape for name in plan.stacks}
@@ -132,7 +125,7 @@ class Binding:
         return known[1:]
 
     def global_like(self, params: PyTree) -> PyTree:
-        """Meta tensors of the global shapes in the place of local ones."""
+        """Replace local leaves by meta tensors of the global shapes."""
         leaves, treedef = tree.flatten(params)
         specs = self.layout.specs
         meta: list[Tensor | None] = []
@@ -146,11 +139,11 @@ class Binding:
         return tree.unflatten(treedef, meta)
 
     def fits(self, like: PyTree, params: PyTree) -> bool:
-        """Always: a layout is one of parameters."""
+        """Always true, because the leaves of a layout are parameters."""
         return True
 
     def local_like(self, params: PyTree) -> PyTree:
-        """Meta tensors of this rank's pieces in the place of parameters or of what stands for them."""
+        """Replace parameters or their stand-ins by meta tensors of this rank's shards."""
         meta = self.global_like(params)
         leaves, treedef = tree.flatten(meta)
         named = zip(tree.names(meta), leaves, strict=True)
@@ -160,7 +153,7 @@ class Binding:
     # ------------------------------------------------------------------------------------------- over all ranks
 
     def sum_over_leaves(self, scalars: PyTree) -> Tensor:
-        """Add scalars, one for each leaf, over all leaves and ranks; a piece that several ranks hold counts once."""
+        """Sum one scalar per leaf over all leaves and ranks, counting a replicated shard once."""
         leaves = tree.leaves(scalars)
         names = [name for name, leaf in zip(tree.names(scalars), leaves, strict=True) if leaf is not None]
         found = [leaf for leaf in leaves if leaf is not None]
@@ -173,7 +166,7 @@ class Binding:
         return sum_over_leaves(list(stacked.unbind()))
 
     def max_over_ranks(self, values: Tensor) -> Tensor:
-        """The largest that any rank has, element by element; one all-reduce where they lie, which no host waits for."""
+        """Return the elementwise maximum over ranks with one all-reduce on the tensor's device, without a host sync."""
         if self.layout.group is None or self.layout.size == 1:
             return values
         most = values.clone()
@@ -182,21 +175,22 @@ class Binding:
         return most
 
     def _counted(self, name: str, scalar: Tensor) -> Tensor:
-        """The number that a rank adds for a leaf: of several holders one adds; but of what is not finite, all hear."""
+        """Return this rank's term of a sum over leaves."""
+        # Only the first holder counts a shard. Every holder adds NaN and infinity, so that no rank misses them.
         if self.layout.rank in self.layout.pieces[name].firsts:
             return scalar
         return torch.where(scalar.isfinite(), torch.zeros_like(scalar), scalar)
 
     def gather(self, values: PyTree) -> PyTree:
-        """Whole leaves of local ones, on every rank."""
+        """Gather local leaves to whole leaves on every rank."""
         return gathered(self.layout, values) if any(leaf is not None for leaf in tree.leaves(values)) else values
 
     def shard(self, values: PyTree) -> PyTree:
-        """Local leaves of whole ones."""
+        """Copy this rank's shards out of whole leaves."""
         return self.layout.shard(values)
 
     def warn_of_gathering(self, tx: Transform, params: PyTree) -> None:
-        """Warn, once, of a transform for which everything is gathered on every rank."""
+        """Warn once about a transform for which every rank gathers all leaves."""
         key = (tx.name, tuple(tree.names(params)))
         if key in self._warned or self.layout.size == 1 or self.layout.group is None:
             return

@@ -1,7 +1,7 @@
-"""Boxes: parts of an n-dimensional array, by offsets and sizes.
+"""Boxes: parts of an n-dimensional array, given by offsets and sizes.
 
-A shard of a `DTensor` is a box. An interval of a flattened array, which is what a rank holds under ZeRO, is a few: of a
-matrix the rest of the row that it begins in, the whole rows, and the beginning of the row that it ends in.
+A shard of a `DTensor` is a box. An interval of a flattened array, which ZeRO gives to a rank, is a few boxes: for a
+matrix the end of the first row, the whole rows, and the start of the last row.
 """
 
 from __future__ import annotations
@@ -14,54 +14,37 @@ __all__ = ["Box", "boxes_of_interval", "cover", "intersection"]
 
 
 class Box(NamedTuple):
-    """A part of an array: where it begins and how long it is, in each dim.
-
-    >>> Box((2, 0), (3, 8)).numel
-    24
-    """
+    """A box of an array: its offset and its size in each dim."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
     @property
     def numel(self) -> int:
-        """The number of its elements."""
+        """The number of elements."""
         return prod(self.sizes)
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """The first place behind it in each dim."""
+        """The exclusive end in each dim."""
         return tuple(offset + size for offset, size in zip(self.offsets, self.sizes, strict=True))
 
 
 def intersection(a: Box, b: Box) -> Box | None:
-    """What two boxes of one array have in common; None if they have no element in common.
-
-    >>> intersection(Box((0, 0), (2, 4)), Box((1, 2), (4, 4)))
-    Box(offsets=(1, 2), sizes=(1, 2))
-    """
+    """Return the common part of two boxes of one array, or None if they share no element."""
     offsets = tuple(map(max, a.offsets, b.offsets))
     sizes = tuple(min(x, y) - offset for x, y, offset in zip(a.ends, b.ends, offsets, strict=True))
     return Box(offsets, sizes) if all(size > 0 for size in sizes) else None
 
 
 def boxes_of_interval(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """Cut an interval of the flattened array into boxes, in order: at most 2n - 1 for n dims, so three for a matrix.
-
-    Args:
-        shape: of the array, which is flattened row by row.
-        start: the first element.
-        stop: the first behind the last.
-
-    >>> boxes_of_interval((4, 5), 3, 17)
-    [Box(offsets=(0, 3), sizes=(1, 2)), Box(offsets=(1, 0), sizes=(2, 5)), Box(offsets=(3, 0), sizes=(1, 2))]
-    """
+    """Split the interval start:stop of a flattened array into boxes, in order, at most 2n - 1 for n dims."""
     if stop <= start:
         return []
     if not shape:
         return [Box((), ())]
     row = prod(shape[1:])
-    first, last = start // row, stop // row  # rows that are whole begin at `first`, or behind it, and end before `last`
+    first, last = start // row, stop // row  # the whole rows begin at `first` or the next row, and end before `last`
     head, tail = start % row, stop % row
 
     def within(index: int, begin: int, end: int) -> list[Box]:
@@ -80,12 +63,7 @@ def boxes_of_interval(shape: Sequence[int], start: int, stop: int) -> list[Box]:
 
 
 def cover(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
-    """Say what is wrong if boxes do not hold every element of an array exactly once; None if they do.
-
-    >>> cover((4,), [Box((0,), (2,)), Box((2,), (2,))])
-    >>> cover((4,), [Box((0,), (2,)), Box((3,), (1,))])
-    'hold 3 elements of 4'
-    """
+    """Return None if boxes hold every element of an array exactly once, else an error text."""
     if len(boxes) == 1 and boxes[0].sizes == shape and not any(boxes[0].offsets):
         return None
     for box in boxes:
@@ -97,7 +75,7 @@ def cover(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     filled = [box for box in boxes if box.numel]
     if len(filled) < 2:
         return None
-    # Along the dim that cuts finest, few boxes are open at a time.
+    # Sweep along the dim with the most distinct offsets, where the fewest boxes overlap at a time.
     dim = max(range(len(shape)), key=lambda d: len({box.offsets[d] for box in filled}))
     filled.sort(key=lambda box: box.offsets[dim])
     opened: list[Box] = []

@@ -1,12 +1,12 @@
-"""Checksums of tensors' bits, by which ranks find out whether their copies are the same without sending them.
+"""Checksums of the bits of tensors, with which ranks compare replicas without sending them.
 
-The checksum of words `u_0, u_1, ...` of 32 bits is `sum_j w_j u_j` modulo 2^64, with a pseudo-random odd weight for
-each place: so the order of elements counts, one pass suffices, and two given tensors that differ have the same checksum
-with a probability of about 2^-32. It compares bits: 0.0 and -0.0 differ, and so do two NaNs with other payloads.
+The checksum of 32-bit words `u_0, u_1, ...` is `sum_j w_j u_j` modulo 2^64, with a pseudo-random odd weight for each
+index. The order of elements counts, one pass suffices, and two given tensors that differ have the same checksum with a
+probability of about 2^-32. Bits are compared: 0.0 and -0.0 differ, and so do two NaNs with different payloads.
 
-Sums are linear, and that makes the comparison cheap: of n copies with checksums `d_0, d_1, ...` the sum
-`sum_i k_i d_i`, with pseudo-random `k_1, k_2, ...` and `k_0 = -(k_1 + k_2 + ...)`, is zero where all are the same. Such
-sums can be added over all pieces of all parameters: the ranks add up one number.
+Sums are linear, so one number can compare all replicas. For n replicas with checksums `d_0, d_1, ...` the sum
+`sum_i k_i d_i`, with pseudo-random `k_1, k_2, ...` and `k_0 = -(k_1 + k_2 + ...)`, is zero if all replicas are equal.
+The ranks add these sums over all shards of all parameters in one all-reduce.
 """
 
 from __future__ import annotations
@@ -21,17 +21,13 @@ from muonfx.sharding.messages import octets
 __all__ = ["checksum", "scattered", "vanishing"]
 
 ROW = 1 << 16
-"""Words that share one table of weights; each row of them has a weight of its own besides."""
+"""Words that share one table of weights; each row of them has one further weight."""
 BLOCK = 1 << 22
-"""Bytes that are looked at in one go: what is copied beside a tensor is twice that."""
+"""Bytes per pass; the temporary copies of a pass take twice as many."""
 
 
 def scattered(number: int) -> int:
-    """A pseudo-random odd number, signed and of 64 bits, for each number from 0 on (splitmix64).
-
-    >>> scattered(0), scattered(1)
-    (-2152535657050944081, 7960286522194355701)
-    """
+    """Return a pseudo-random odd int64 for each nonnegative integer (splitmix64)."""
     z = (number + 1) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
     z = (z ^ z >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
@@ -39,25 +35,21 @@ def scattered(number: int) -> int:
 
 
 def _signed(number: int) -> int:
-    """A number modulo 2^64, as int64 has it."""
+    """Wrap an integer modulo 2^64 to int64."""
     number &= 0xFFFFFFFFFFFFFFFF
     return number - (1 << 64) if number >> 63 else number
 
 
 @functools.lru_cache(maxsize=64)
 def vanishing(count: int) -> tuple[int, ...]:
-    """Pseudo-random factors, one for each of some copies, whose sum is zero modulo 2^64.
-
-    >>> sum(vanishing(5)) % 2**64
-    0
-    """
+    """Return `count` pseudo-random factors whose sum is zero modulo 2^64."""
     others = [scattered(place) for place in range(1, count)]
     return (_signed(-sum(others)), *others)
 
 
 @functools.lru_cache(maxsize=16)
 def _weights(device: torch.device) -> Tensor:
-    """`scattered` of the first numbers."""
+    """Return `scattered` of 0 to ROW - 1 as a tensor."""
     z = torch.arange(1, ROW + 1, dtype=torch.int64, device=device) * _signed(0x9E3779B97F4A7C15)
     # int64 shifts keep the sign: mask it away.
     z = (z ^ (z >> 30 & (1 << 34) - 1)) * _signed(0xBF58476D1CE4E5B9)
@@ -67,12 +59,7 @@ def _weights(device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def checksum(tensor: Tensor) -> Tensor:
-    """The checksum of a tensor's elements in order, whatever its strides: a 0-d int64 tensor on its device.
-
-    >>> a = torch.tensor([1.0, 2.0])
-    >>> int(checksum(a)) == int(checksum(a.clone())), int(checksum(a)) == int(checksum(a.flip(0)))
-    (True, False)
-    """
+    """Return the checksum of the elements in order, whatever the strides, as a 0-d int64 tensor on their device."""
     flat = tensor.detach().reshape(-1)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     each = BLOCK // flat.element_size()
@@ -83,7 +70,7 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def _of_block(block: Tensor, first_row: int) -> Tensor:
-    """The checksum of a block's bytes."""
+    """Return the checksum of one block of bytes."""
     weights = _weights(block.device)
     if block.numel() % 4:
         block = torch.cat([block, block.new_zeros(-block.numel() % 4)])

@@ -1,4 +1,4 @@
-"""What a ZeRO loop does with whole trees: gather the pieces of all ranks, and reduce gradients to pieces."""
+"""Collectives over whole trees for a ZeRO training loop: gather shards, and reduce gradients to shards."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["BUCKET", "exchange", "gathered", "in_buckets", "reduce_scattered"]
 BUCKET = 1 << 25
 
 ReduceOp = Literal["mean", "sum"]
-"""How gradients of several ranks become one."""
+"""The reduction of gradients over ranks."""
 
 
 def gathered(
@@ -40,7 +40,7 @@ def gathered(
     differentiable: bool = False,
     bucket_bytes: int = BUCKET,
 ) -> PyTree:
-    """Make whole leaves of local ones, of all or of some names."""
+    """Gather local leaves, all or those of some names, to whole leaves on every rank."""
     _check_op(op)
     with outside_transforms("layout.gather", *([] if differentiable else [local])) as problem:
         try:
@@ -53,12 +53,12 @@ def gathered(
     leaves, treedef = tree.flatten(local)
     every = tree.names(local)
     for name, code, gone in zip(every, there, missing, strict=True):
-        if code and gone:  # which all ranks know alike
+        if code and gone:  # all ranks have the same codes, so all of them raise
             raise ShardingError(f"{name!r} is None on some ranks only: a whole tensor needs the pieces of all")
     chosen = [
         place for place, leaf in enumerate(leaves) if leaf is not None and (names is None or every[place] in names)
     ]
-    # Through to_local() a gradient finds its way back to a DTensor.
+    # to_local() is differentiable, so a gradient reaches the DTensor.
     mine = [leaves[i].to_local() if differentiable and is_dtensor(leaves[i]) else local_of(leaves[i]) for i in chosen]
     labels = [every[place] for place in chosen]
     if differentiable:
@@ -72,7 +72,7 @@ def gathered(
 
 
 def _there(layout: Layout, values: PyTree, problem: Exception | None) -> tuple[list[int], list[bool]]:
-    """Which leaves are there on any rank, by a code of their dtype, and absent on any; the same on all ranks."""
+    """Return a dtype code per leaf (0: absent on all ranks) and whether any rank lacks it, equal on all ranks."""
     if layout.group is not None and layout.size > 1:
         return agree_on_leaves(values, layout, problem)
     if problem is not None:
@@ -82,7 +82,7 @@ def _there(layout: Layout, values: PyTree, problem: Exception | None) -> tuple[l
 
 
 class _Move(NamedTuple):
-    """Tensors that are moved between ranks: the parameters that they belong to, and how."""
+    """The parameters and the settings of a gather or a reduction."""
 
     layout: Layout
     names: Sequence[str]
@@ -95,7 +95,7 @@ _Way = Callable[[_Move, Sequence[Tensor]], list[Tensor]]
 
 @torch.no_grad()
 def _gather(move: _Move, locals_: Sequence[Tensor]) -> list[Tensor]:
-    """Whole tensors of every rank's local ones."""
+    """Gather the local tensors of all ranks to whole tensors."""
     layout, names, _, bucket_bytes = move
     wholes = [local.new_empty(layout.specs[name].shape) for name, local in zip(names, locals_, strict=True)]
     if layout.group is None and layout.size > 1:
@@ -113,7 +113,7 @@ def _gather(move: _Move, locals_: Sequence[Tensor]) -> list[Tensor]:
                     outgoing[layout.rank] += sent
                     incoming[layout.rank] += [part(wholes[place], box) for box in piece.boxes]
                     held = set(ranks)
-                    # taker t hears from the holder in place t modulo their number
+                    # rank t receives from holder number t modulo the number of holders
                     for taker in range(ranks.index(layout.rank), layout.size, len(ranks)):
                         if taker not in held:
                             outgoing[taker] += sent
@@ -127,7 +127,7 @@ def _gather(move: _Move, locals_: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _boxes_of(layout: Layout, name: str, rank: int) -> list[tuple[Box, Window]]:
-    """The boxes of a rank's piece, and their places in its local tensor; found once."""
+    """Return the boxes of a rank's shard with their windows in the local tensor; cached."""
     key = ("boxes", name, rank)
     if key not in layout.derived:
         piece = layout.piece(name, rank)
@@ -136,11 +136,10 @@ def _boxes_of(layout: Layout, name: str, rank: int) -> list[tuple[Box, Window]]:
 
 
 class _Linear(torch.autograd.Function):
-    """Gathering or reducing as a linear function, whose derivatives and batches are computed by the same two.
+    """A gather or a reduction as a linear function, each being the transpose of the other."""
 
-    Gathering is the transpose of reducing by "sum", and by "mean" too if whole gradients are gradients of each rank's
-    own loss, and gradients of pieces are gradients of the mean loss.
-    """
+    # Gathering is the transpose of "sum", and of "mean" too if whole gradients are gradients of each rank's own loss
+    # and gradients of shards are gradients of the mean loss.
 
     @staticmethod
     def forward(there: _Way, back: _Way, move: _Move, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -172,7 +171,7 @@ class _Linear(torch.autograd.Function):
 
 
 def reduce_scattered(layout: Layout, grads: PyTree, op: str, bucket_bytes: int) -> PyTree:
-    """Reduce whole gradients, different on each rank, to this rank's pieces of their sum or mean."""
+    """Reduce whole gradients, different on each rank, to this rank's shards of their sum or mean."""
     _check_op(op)
     leaves, treedef = tree.flatten(grads)
     names = tree.names(grads)
@@ -202,11 +201,11 @@ def reduce_scattered(layout: Layout, grads: PyTree, op: str, bucket_bytes: int) 
 
 @torch.no_grad()
 def _reduce(move: _Move, full: Sequence[Tensor]) -> list[Tensor]:
-    """This rank's pieces of the sum or the mean of every rank's whole tensors."""
+    """Return this rank's shards of the sum or mean over ranks of whole tensors."""
     layout, names, op, bucket_bytes = move
     held = [ranks for name in names for ranks in layout.holders(name).values()]
     if held and all(len(ranks) == layout.size for ranks in held) and layout.size > 1:
-        # All ranks want all: reduce to equal parts, and gather these.
+        # Every rank holds every element: reduce-scatter equal parts, then gather them.
         cut = move._replace(layout=_in_equal_parts(layout, tuple(names)))
         return _gather(cut, _reduce(cut, full))
     if layout.group is None and layout.size > 1:
@@ -233,7 +232,7 @@ def _reduce(move: _Move, full: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _in_equal_parts(layout: Layout, names: tuple[str, ...]) -> Layout:
-    """Some parameters cut into equal intervals over the ranks of a layout; made once."""
+    """Return a layout of some parameters in equal intervals over the same ranks; cached."""
     key = ("equal parts", names)
     if key not in layout.derived:
         specs = {name: layout.specs[name] for name in names}
@@ -251,7 +250,7 @@ def exchange(
     layout: Layout,
     what: str,
 ) -> None:
-    """Exchange between the ranks of a layout, and wait for it."""
+    """Run one exchange between the ranks of a layout."""
     expected = [sum(tensor.numel() for tensor in tensors) for tensors in incoming]
     _begin(outgoing, expected, like, layout, what).wait(incoming)
 
@@ -265,7 +264,7 @@ def _begin(
 
 
 def _add_up(parts: Sequence[Tensor], op: str, into: Tensor) -> None:
-    """Add in the order of the ranks, wide, and round once."""
+    """Add tensors in rank order in a higher-precision dtype and round once."""
     wide = ew.wide_dtype(into.dtype)
     if into.dtype == wide and len(parts) > 1:
         total, rest = torch.add(parts[0], parts[1], out=into), parts[2:]
@@ -279,7 +278,7 @@ def _add_up(parts: Sequence[Tensor], op: str, into: Tensor) -> None:
 
 
 def in_buckets(tensors: Sequence[Tensor], limit: int) -> Iterator[list[int]]:
-    """Places of tensors of one dtype, of at most so many bytes; a single larger one stands alone."""
+    """Group the indices of tensors by dtype into lists of at most `limit` bytes; a larger tensor is alone in a list."""
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         yield from cut_places({i: x.nbytes for i, x in enumerate(tensors) if x.dtype == dtype}, limit)
 

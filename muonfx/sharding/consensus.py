@@ -1,4 +1,4 @@
-"""All ranks agree on small facts, on the leaves of a tree and on whether any has an error, before any of them acts."""
+"""Agreement between ranks: on small facts, on the leaves of a tree, and on errors, before any rank changes anything."""
 
 from __future__ import annotations
 
@@ -43,24 +43,24 @@ __all__ = [
 ]
 
 LARGE = 0x3FFFFFFF
-"""More than any number that ranks agree on."""
+"""Larger than any number on which ranks agree."""
 
 WORDS = 4
-"""The numbers of a digest of facts: 120 bits."""
+"""The number of 30-bit words in a digest of facts: 120 bits."""
 
 Fact = str | Mapping[str, str]
 Facts = Mapping[str, Fact]
-"""Texts, or texts by name, by what they are, in words for an error."""
+"""Facts to compare: a text, or texts by name, under the subject that an error names."""
 
 
 def host_device(group: dist.ProcessGroup) -> torch.device:
-    """Where small facts are exchanged: in host memory if the group can, since to read them then waits for no device."""
+    """Return the device of small facts: the CPU if the group supports it, so that reading them syncs with no device."""
     kinds = [torch.device(kind) for kind in getattr(group, "_device_types", [torch.device("cpu")])]
     return torch.device("cpu") if any(kind.type == "cpu" for kind in kinds) else kinds[0]
 
 
 def all_numbers(mine: Sequence[int], group: dist.ProcessGroup, what: str) -> list[list[int]]:
-    """The numbers of each rank, on all ranks; as many on all."""
+    """Gather the integers of each rank on all ranks; every rank gives the same number of them."""
     own = torch.tensor(mine, dtype=torch.int64, device=host_device(group))
     said = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     with collective(what):
@@ -69,12 +69,7 @@ def all_numbers(mine: Sequence[int], group: dist.ProcessGroup, what: str) -> lis
 
 
 def agree(facts: Sequence[int], group: dist.ProcessGroup, problem: BaseException | None = None) -> list[int]:
-    """Find the largest that any rank says; and raise on all ranks if something is wrong on one.
-
-    Raises:
-        ShardingError: something is wrong on another rank, or one is gone.
-        BaseException: ``problem`` itself, where it was found.
-    """
+    """Return the elementwise maximum over ranks, or raise on all ranks if any rank has a problem."""
     said = torch.tensor([problem is not None, *facts], dtype=torch.int32, device=host_device(group))
     with collective("agreeing on this step"):
         dist.all_reduce(said, op=dist.ReduceOp.MAX, group=group)
@@ -99,15 +94,8 @@ def _raise_together(problem: BaseException | None, group: dist.ProcessGroup) -> 
 
 
 def warn_together(message: str, group: dist.ProcessGroup, stacklevel: int = 2) -> None:
-    """Warn on all ranks of a group, which all call this.
-
-    A rank may turn warnings into errors (``python -W error``). It must not leave the others waiting in the next
-    collective, so the ranks agree once more; that happens only when there is something to warn of.
-
-    Raises:
-        ShardingError: the warning is an error on another rank.
-        Warning: it is one on this rank.
-    """
+    """Warn on all ranks of a group; if the warning is an error on one rank, raise on all."""
+    # If `python -W error` raises on one rank only, the others must not wait for it in the next collective.
     problem: Warning | None = None
     try:
         warnings.warn(message, stacklevel=stacklevel + 1)
@@ -117,22 +105,14 @@ def warn_together(message: str, group: dist.ProcessGroup, stacklevel: int = 2) -
 
 
 def listed(ranks: Sequence[int]) -> str:
-    """Ranks in words.
-
-    >>> listed([3]), listed([0, 1, 5]), listed(range(100))
-    ('rank 3', 'ranks 0, 1, 5', 'ranks 0, 1, 2, 3, 4, 5, 6, 7 and 92 more')
-    """
+    """Format ranks for a message."""
     shown = ", ".join(map(str, ranks[:8]))
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return f"rank{'s' * (len(ranks) > 1)} {shown}{more}"
 
 
 def number_of(facts: object) -> int:
-    """A number for facts, to be compared with those of other ranks: the same for the same facts in any order.
-
-    >>> number_of({"a": "1", "b": "2"}) == number_of({"b": "2", "a": "1"}) != number_of({"a": "1"})
-    True
-    """
+    """Return a number that is equal on two ranks if their facts are, whatever the order of keys."""
     return _words(facts)[0]
 
 
@@ -147,27 +127,11 @@ def compare(
     problem: BaseException | None = None,
     own: Mapping[str, int] | None = None,
 ) -> dict[str, tuple[int, int]]:
-    """Require that facts are the same on all ranks.
-
-    One all-reduce of some 60 bytes, whatever the facts and however many the ranks: it compares digests. What the facts
-    are is told only where they differ.
-
-    Args:
-        facts: what must be the same.
-        group: the ranks.
-        problem: what is wrong here, if anything.
-        own: small numbers that may differ; the same names on all ranks.
-
-    Returns:
-        For each of the numbers that may differ, the least and the most that any rank has.
-
-    Raises:
-        ShardingError: the facts differ; the message says in what, and between which ranks. Raised on all ranks.
-        BaseException: ``problem`` itself, where it was found.
-    """
+    """Require equal facts on all ranks, and return the minimum and maximum over ranks of each number in `own`."""
+    # One all-reduce of about 60 bytes compares digests; the facts themselves are sent only if they differ.
     mine = [*_words(facts), *(own or {}).values()]
     found = agree([*mine, *(LARGE - number for number in mine)], group, problem)
-    # The largest of a number and of its opposite tell whether all are one.
+    # The maximum of LARGE - number gives the minimum: all ranks agree if minimum and maximum are equal.
     most, least = found[: len(mine)], [LARGE - number for number in found[len(mine) :]]
     if most[:WORDS] != least[:WORDS]:
         raise_difference(facts, group)
@@ -175,13 +139,7 @@ def compare(
 
 
 def raise_difference(facts: Facts, group: dist.ProcessGroup) -> None:
-    """Find out on all ranks which of some facts differs, and raise it; return where none does.
-
-    Every rank hears a digest of each fact from every other, and then the fact itself from two of them.
-
-    Raises:
-        ShardingError: the first fact that differs.
-    """
+    """Raise an error that names the first fact that differs between ranks; return if all facts agree."""
     difference = find_difference(facts, group)
     if difference is None:
         return
@@ -195,7 +153,7 @@ def raise_difference(facts: Facts, group: dist.ProcessGroup) -> None:
 
 
 def find_difference(facts: Facts, group: dist.ProcessGroup) -> tuple[str, list[int], Fact, Fact] | None:
-    """The first fact that differs between ranks: what it is, where it is not as on rank 0, how it is there and here."""
+    """Return the first fact that differs between ranks: its subject, the odd ranks, rank 0's value, theirs."""
     mine = [(high << 30) + low for high, low, *_ in map(_words, facts.values())]
     rows = all_numbers(mine, group, "finding out what differs")
     for place, what in enumerate(facts):
@@ -215,11 +173,11 @@ def _told_by(rank: int, mine: Fact, group: dist.ProcessGroup) -> Fact:
 
 DTYPES = tuple(sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype) and d.is_floating_point}, key=str))
 UNPLACED = 64
-"""Added to the code of a gradient that is not placed as its parameter is, but partial, say."""
+"""Added to the dtype code of a gradient whose placements differ from its parameter's, for example partial."""
 
 
 class Different(ShardingError):
-    """A fact that must be the same on all ranks is not; ``what`` says which."""
+    """A fact differs between ranks; `what` names it."""
 
     def __init__(self, what: str) -> None:
         super().__init__(f"nothing was changed on any rank: the ranks have different {what}")
@@ -233,27 +191,11 @@ def agree_on_leaves(
     facts: Mapping[str, int] | None = None,
     wishes: Sequence[tuple[bool, Callable[[], None]]] = (),
 ) -> tuple[list[int], list[bool]]:
-    """Agree on the leaves of a tree: the same names on all ranks, and a leaf's dtype the same wherever it is there.
-
-    Args:
-        values: local or whole tensors; None is absent.
-        layout: whose ranks are meant, and whose parameters the leaves are.
-        problem: what is wrong here, if anything.
-        facts: small numbers that must be the same on all ranks, by what they are, for the error.
-        wishes: what all ranks do together, once these numbers are the same, if any of them wishes it; whether this one
-            does, and what to do.
-
-    Returns:
-        For each leaf a code of its dtype, 0 where it is absent on all ranks; and whether it is absent on some.
-
-    Raises:
-        Different: facts differ.
-        ShardingError: leaves differ, or something is wrong on another rank.
-    """
+    """Return a dtype code per leaf (0: absent on all ranks) and whether any rank lacks it, equal on all ranks."""
     group = layout.group
     assert group is not None
     names, leaves = tree.names(values), tree.leaves(values)
-    # As many numbers on all ranks, whatever tree each of them has: one for each parameter of the layout.
+    # One code for each parameter of the layout, so that ranks with different trees send equally many numbers.
     place_of = {name: place for place, name in enumerate(layout.names)}
     codes = [0] * len(place_of)
     for name, leaf in zip(names, leaves, strict=True):
@@ -261,7 +203,7 @@ def agree_on_leaves(
             codes[place_of[name]] = _code(name, leaf, layout)
     same = {"trees": number_of(names), **(facts or {})}
     twice = [number for fact in same.values() for number in (fact, LARGE - fact)]
-    # The largest of a number and of its opposite tell whether all are one.
+    # The maximum of LARGE - number gives the minimum: all ranks agree if minimum and maximum are equal.
     lowest = [LARGE - code if code else 0 for code in codes]
     absent = [int(code == 0) for code in codes]
     found = agree([*(int(wish) for wish, _ in wishes), *twice, *codes, *lowest, *absent], group, problem)
@@ -269,6 +211,7 @@ def agree_on_leaves(
     for place, what in enumerate(same):
         if found[2 * place] != LARGE - found[2 * place + 1]:
             raise Different(what)
+    # An action runs on all ranks if any rank wishes it, in the same order on all, because it may be collective.
     for (_, act), by_any in zip(wishes, wished, strict=True):
         if by_any:
             act()
@@ -291,11 +234,7 @@ def _code(name: str, leaf: Tensor, layout: Layout) -> int:
 
 @contextmanager
 def outside_transforms(verb: str, *values: PyTree) -> Generator[Exception | None]:
-    """Run a function without the ``torch.func`` transforms around it, since their tensors cannot be sent.
-
-    Yields:
-        An error to raise on all ranks if one of the values is a tensor of such a transform; else None.
-    """
+    """Leave the surrounding torch.func transforms; yield an error to raise if a value is a tensor of one."""
     found = functorch_is_active() and any(
         isinstance(leaf, Tensor) and is_wrapped(leaf) for leaf in map(local_of, tree.leaves(values))
     )
@@ -308,17 +247,7 @@ def outside_transforms(verb: str, *values: PyTree) -> Generator[Exception | None
 
 
 def check_pieces(layout: Layout, values: PyTree, *, as_placed: bool = True) -> None:
-    """Require that leaves are this rank's pieces of the layout's parameters, as DTensors placed as these are.
-
-    Args:
-        layout: who holds what.
-        values: a tree of local tensors, or of DTensors; None is kept.
-        as_placed: False for gradients: a DTensor may still have to be reduced, and has the parameter's whole shape.
-
-    Raises:
-        TypeError: a leaf is no tensor.
-        ShardingError: one is no such piece; the message names it.
-    """
+    """Require this rank's shards of the layout's parameters, with `as_placed` also equal placements of DTensors."""
     for name, leaf in zip(tree.names(values), tree.leaves(values), strict=True):
         if leaf is None:
             continue
@@ -335,6 +264,7 @@ def check_pieces(layout: Layout, values: PyTree, *, as_placed: bool = True) -> N
                     + (f"as {wanted.placements} on {wanted.mesh}" if wanted is not None else "it is no DTensor")
                     + ": make the layout anew after placements have changed"
                 )
+        # A gradient may be a partial DTensor, which has the parameter's whole shape.
         whole = is_dtensor(leaf) and not as_placed
         found, expected = (leaf, layout.specs[name].shape) if whole else (local, piece.shape)
         if tuple(found.shape) != expected and (whole or not piece.fits(found)):

@@ -1,8 +1,8 @@
-"""Cuts: which piece of one tensor each rank holds, for all ranks, without a list of all of them.
+"""Cuts: the partition of one tensor over all ranks, without a list of all shards.
 
-A rank needs its own piece of every parameter, and all ranks' pieces only of the few matrices that it owns. So a cut
-makes a piece when it is asked for: by coordinates on a mesh, by places in a buffer. Parameters of one shape that are
-cut alike share one cut, and what follows from it.
+A rank needs its own shard of every parameter, and all ranks' shards only of the few matrices that it owns. A cut
+therefore computes each shard on request, from coordinates on a mesh or from offsets in a buffer. Parameters of one
+shape with one partition share one cut and everything derived from it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Buffer(NamedTuple):
 
 
 class Cut:
-    """The pieces of one tensor, by rank."""
+    """The shards of one tensor, by rank."""
 
     def __init__(self, shape: Sequence[int], size: int) -> None:
         self.shape = tuple(shape)
@@ -43,15 +43,15 @@ class Cut:
         self.derived: dict[object, Any] = {}
         """Values that follow from the cut, computed once."""
         self._asked: dict[int, Piece] = {}
-        """The pieces that somebody asked for: a rank's own, at every step."""
+        """The shards requested so far, such as a rank's own shard at every step."""
 
     def _at(self, rank: int) -> Piece:
-        """The piece of a rank that there is."""
+        """Return the shard of an existing rank."""
         raise NotImplementedError
 
     @cached_property
     def key(self) -> tuple[object, ...]:
-        """Numbers and words that say all of it: the same on all ranks, and equal for equal cuts."""
+        """A complete description of the cut, the same on all ranks; equal keys mean equal cuts."""
         raise NotImplementedError
 
     @cached_property
@@ -60,12 +60,12 @@ class Cut:
         return hashlib.sha256(repr(self.key).encode()).hexdigest()
 
     def _ranks(self) -> Iterator[int]:
-        """Those that may hold elements, rising."""
+        """Yield the ranks that may hold elements, ascending."""
         return iter(range(self.size))
 
     @cached_property
     def holders(self) -> Mapping[Piece, tuple[int, ...]]:
-        """The different pieces that have elements, by their first ranks, and the ranks that hold each."""
+        """The distinct nonempty shards, ordered by their first ranks, and the ranks that hold each."""
         found: dict[Piece, list[int]] = {}
         for rank in self._ranks():
             piece = self._at(rank)
@@ -75,27 +75,23 @@ class Cut:
 
     @cached_property
     def copies(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks that hold the same piece, for each piece that several ranks hold.
-
-        >>> Replicas((2,), 3).copies, Intervals((4,), 0, (0, 2, 4)).copies
-        (((0, 1, 2),), ())
-        """
+        """The ranks of each shard that several ranks hold."""
         return tuple(ranks for ranks in self.holders.values() if len(ranks) > 1)
 
     @cached_property
     def firsts(self) -> frozenset[int]:
-        """The first of the ranks that hold each piece: those that count it in sums over all ranks."""
+        """The first rank of each shard, which counts the shard in sums over all ranks."""
         return frozenset(ranks[0] for ranks in self.holders.values())
 
     @cached_property
     def complete(self) -> tuple[int, ...]:
-        """The ranks that hold every element, of which there is one at least; rising."""
+        """The ranks that hold every element of a nonempty tensor, ascending."""
         numel = prod(self.shape)
         return tuple(sorted(rank for piece, ranks in self.holders.items() if piece.numel == numel for rank in ranks))
 
     @cached_property
     def taking_part(self) -> tuple[int, ...]:
-        """The ranks that hold some element; rising."""
+        """The ranks that hold any element, ascending."""
         return tuple(sorted(rank for ranks in self.holders.values() for rank in ranks))
 
     def __len__(self) -> int:
@@ -111,7 +107,6 @@ class Cut:
         return map(self._at, range(self.size))
 
     def __eq__(self, other: object) -> bool:
-        """Two cuts are equal when all ranks hold the same pieces."""
         if not isinstance(other, Cut):
             return NotImplemented
         if self is other or (type(self) is type(other) and self.key == other.key):
@@ -126,12 +121,7 @@ class Cut:
 
 
 class Replicas(Cut):
-    """Every rank holds all.
-
-    >>> Replicas((2, 3), 4).holders
-    {Piece(shape=(2, 3), boxes=(Box(offsets=(0, 0), sizes=(2, 3)),), start=None, spans=(((0, 2),), ((0, 3),))): \
-(0, 1, 2, 3)}
-    """
+    """Every rank holds the whole tensor."""
 
     @cached_property
     def _whole(self) -> Piece:
@@ -142,21 +132,17 @@ class Replicas(Cut):
 
     @cached_property
     def key(self) -> tuple[object, ...]:
-        """The shape, and how many ranks there are."""
+        """The shape and the number of ranks."""
         return "replicas", self.shape, self.size
 
     @cached_property
     def holders(self) -> Mapping[Piece, tuple[int, ...]]:
-        """The whole, at all ranks."""
+        """The whole tensor, on all ranks."""
         return {self._whole: tuple(range(self.size))} if self._whole.numel else {}
 
 
 class OneOwner(Cut):
-    """One rank holds all, the others nothing.
-
-    >>> [piece.shape for piece in OneOwner((2, 3), 3, 1)]
-    [(0,), (2, 3), (0,)]
-    """
+    """One rank holds the whole tensor, the other ranks nothing."""
 
     def __init__(self, shape: Sequence[int], size: int, owner: int) -> None:
         super().__init__(shape, size)
@@ -167,7 +153,7 @@ class OneOwner(Cut):
 
     @cached_property
     def key(self) -> tuple[object, ...]:
-        """The shape, how many ranks there are, and which has it."""
+        """The shape, the number of ranks, and the owner."""
         return "one owner", self.shape, self.size, self.owner
 
     def _ranks(self) -> Iterator[int]:
@@ -175,16 +161,7 @@ class OneOwner(Cut):
 
 
 class Intervals(Cut):
-    """Each rank holds an interval of the flattened tensor, which lies in a buffer that is cut.
-
-    Args:
-        shape: of the tensor.
-        start: where it begins in the buffer.
-        cuts: P + 1 places in the buffer, not falling: rank r has ``cuts[r]:cuts[r + 1]``. Shared by all parameters.
-
-    >>> [piece.numel for piece in Intervals((2, 3), 4, (0, 5, 5, 12))]
-    [1, 0, 5]
-    """
+    """Each rank holds an interval of the flattened tensor, which begins at `start` in a partitioned flat buffer."""
 
     def __init__(self, shape: Sequence[int], start: int, cuts: Sequence[int]) -> None:
         super().__init__(shape, len(cuts) - 1)
@@ -198,19 +175,19 @@ class Intervals(Cut):
 
     @cached_property
     def key(self) -> tuple[object, ...]:
-        """The shape, and where it is cut."""
+        """The shape, and the boundaries within the tensor."""
         first, last = self._between
         inner = tuple(self.cuts[first + 1 : last])
         return "intervals", self.shape, self.size, first, last, tuple(place - self.start for place in inner)
 
     @cached_property
     def copies(self) -> tuple[tuple[int, ...], ...]:
-        """None."""
+        """Empty."""
         return ()
 
     @cached_property
     def _between(self) -> tuple[int, int]:
-        """The first rank that may hold elements, and the first behind the last."""
+        """The first rank that may hold elements, and the exclusive end of such ranks."""
         end = self.start + prod(self.shape)
         return max(bisect_right(self.cuts, self.start) - 1, 0), min(bisect_left(self.cuts, end), self.size)
 
@@ -219,12 +196,7 @@ class Intervals(Cut):
 
 
 class Places:
-    """The coordinates of a group's ranks on a mesh; one for all parameters on it.
-
-    Args:
-        shape: of the mesh.
-        coordinates: of each rank; None for one that is not on the mesh.
-    """
+    """The coordinates of a group's ranks on a mesh, None for a rank outside it; shared by parameters."""
 
     def __init__(self, shape: Sequence[int], coordinates: Sequence[tuple[int, ...] | None]) -> None:
         self.shape = tuple(shape)
@@ -237,27 +209,17 @@ class Places:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """Those on the mesh."""
+        """The ranks on the mesh."""
         return tuple(rank for rank, at in enumerate(self.coordinates) if at is not None)
 
     @cached_property
     def are_different(self) -> bool:
-        """True if no two ranks have the same coordinates, as they may on meshes of their own."""
+        """True if no two ranks have the same coordinates, which separate meshes allow."""
         return len({self.coordinates[rank] for rank in self.ranks}) == len(self.ranks)
 
 
 class OnMesh(Cut):
-    """Each rank holds what its coordinates on a mesh say, as DTensor cuts a tensor.
-
-    The indices along a dim of the tensor depend on the coordinates along those dims of the mesh that cut it, so they
-    are found once for these: P of them for P ranks in a line, 512 + 8 on a grid of 512 x 8 whose dims cut different
-    ones.
-
-    Args:
-        shape: of the tensor.
-        places: of the ranks.
-        placements: for each dim of the mesh a `Shard` or `Replicate` of torch.
-    """
+    """Each rank holds the DTensor shard at its coordinates on a mesh."""
 
     def __init__(self, shape: Sequence[int], places: Places, placements: Sequence[Any]) -> None:
         super().__init__(shape, len(places.coordinates))
@@ -267,6 +229,7 @@ class OnMesh(Cut):
         for along, (placement, parts) in enumerate(zip(self.placements, places.shape, strict=True)):
             if parts > 1 and not placement.is_replicate():
                 self._cutting[placement.dim].append(along)
+        # Keyed by the mesh dims that split one dim: 512 + 8 entries, not 4096, if a 512 x 8 mesh splits two dims.
         self._shards: dict[tuple[int, ...], list[tuple[Span, ...]]] = {}
         self._pieces: dict[tuple[int, ...], Piece] = {}
 
@@ -286,13 +249,14 @@ class OnMesh(Cut):
 
     @cached_property
     def copies(self) -> tuple[tuple[int, ...], ...]:
-        """The groups of ranks with equal pieces; none, and no piece is made, if every dim of the mesh cuts."""
+        """The ranks of each shard that several ranks hold."""
+        # No shard is computed if every dim of the mesh splits the tensor.
         cutting = {along for dims in self._cutting for along in dims}
         every = all(parts == 1 or along in cutting for along, parts in enumerate(self.places.shape))
         return () if every and self.places.are_different else super().copies
 
     def _along(self, dim: int, at: tuple[int, ...]) -> tuple[Span, ...]:
-        """The indices along a dim that are left after the first so many mesh dims that cut it."""
+        """Return the indices along a dim at the coordinates of the mesh dims that split it."""
         if not at:
             return ((0, self.shape[dim]),)
         before = (dim, *at[:-1])
@@ -306,7 +270,7 @@ class OnMesh(Cut):
 
     @cached_property
     def key(self) -> tuple[object, ...]:
-        """The shape, the mesh, and the placements that cut it."""
+        """The shape, the mesh, and the placements that split the tensor."""
         ways = tuple(
             (along, repr(self.placements[along])) for along in sorted(a for cutting in self._cutting for a in cutting)
         )
@@ -314,7 +278,7 @@ class OnMesh(Cut):
 
 
 class Listed(Cut):
-    """Pieces that follow no rule, one for each rank."""
+    """Shards without a rule, one for each rank."""
 
     def __init__(self, shape: Sequence[int], pieces: Sequence[Piece]) -> None:
         super().__init__(shape, len(pieces))
@@ -325,12 +289,12 @@ class Listed(Cut):
 
     @cached_property
     def key(self) -> tuple[object, ...]:
-        """All of them."""
+        """All shards."""
         return "listed", self._pieces
 
 
 def _split(placement: Placement, indices: torch.Tensor, parts: int) -> list[torch.Tensor]:
-    """Cut the indices of a dim as the same placement cuts the first dim of a tensor."""
+    """Split the indices of a dim as the placement splits the first dim of a tensor."""
     kind: Any = type(placement)
     factor = getattr(placement, "split_factor", None)
     first = kind(0) if factor is None else kind(0, split_factor=factor)
@@ -338,11 +302,11 @@ def _split(placement: Placement, indices: torch.Tensor, parts: int) -> list[torc
 
 
 def _spans(indices: torch.Tensor) -> tuple[Span, ...]:
-    """Runs of neighbouring indices."""
+    """Return the runs of consecutive indices."""
     if not len(indices):
         return ()
     first, last = int(indices[0]), int(indices[-1])
-    if last - first + 1 == len(indices):  # they rise
+    if last - first + 1 == len(indices):  # one run, because indices ascend
         return ((first, last + 1),)
     breaks = (torch.nonzero(indices.diff() != 1).flatten() + 1).tolist()
     begins, ends = [0, *breaks], [*breaks, len(indices)]
@@ -350,11 +314,7 @@ def _spans(indices: torch.Tensor) -> tuple[Span, ...]:
 
 
 def equal_intervals(specs: Mapping[str, Spec], size: int, alignment: int = 1) -> tuple[dict[str, Cut], Buffer]:
-    """Cut parameters, one behind another, equally: one buffer for each dtype, since an engine casts them apart.
-
-    >>> equal_intervals({"w": Spec((2, 3), torch.float32), "b": Spec((3,), torch.float32)}, 2, 4)[1].lengths
-    (8, 8)
-    """
+    """Place parameters in one buffer per dtype, because engines cast dtypes separately, and split each equally."""
     pieces: dict[str, Cut] = {}
     starts: dict[str, int] = {}
     lengths = [0] * size
@@ -371,11 +331,7 @@ def equal_intervals(specs: Mapping[str, Spec], size: int, alignment: int = 1) ->
 
 
 def equal_parts(specs: Mapping[str, Spec], size: int, alignment: int = 1) -> tuple[dict[str, Cut], Buffer]:
-    """Cut each parameter by itself into equal parts, the last of them padded; a rank's parts lie one behind another.
-
-    >>> equal_parts({"w": Spec((2, 3), torch.float32), "b": Spec((3,), torch.float32)}, 2, 2)[1]
-    Buffer(starts={'w': 0, 'b': 4}, lengths=(6, 6))
-    """
+    """Split each parameter into equal parts, the last one padded; the parts of a rank are contiguous."""
     of_shape: dict[tuple[int, ...], Cut] = {}
     starts: dict[str, int] = {}
     length = 0
@@ -389,16 +345,12 @@ def equal_parts(specs: Mapping[str, Spec], size: int, alignment: int = 1) -> tup
 
 
 def padded(length: int, alignment: int) -> int:
-    """A length rounded up to a multiple.
-
-    >>> padded(5, 4)
-    8
-    """
+    """Round a length up to a multiple of `alignment`."""
     return -(-length // alignment) * alignment
 
 
 def one_behind_another(specs: Mapping[str, Spec], order: Sequence[str]) -> dict[str, int]:
-    """The place at which each parameter begins in a buffer without gaps."""
+    """Return the start of each parameter in a buffer without gaps."""
     starts: dict[str, int] = {}
     end = 0
     for name in order:

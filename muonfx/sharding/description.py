@@ -1,4 +1,4 @@
-"""A transform in words that are the same in every process which has made the same one."""
+"""Describe a transform by texts that are the same in every process that built the same transform."""
 
 from __future__ import annotations
 
@@ -15,40 +15,26 @@ from muonfx.core.recorded import Recorded
 __all__ = ["captured_by", "chain_text", "functions_of", "structure_of"]
 
 _DEEPEST = 4
-"""The depth to which functions within functions are looked into: they may contain themselves."""
+"""The recursion limit for functions within functions, which may contain themselves."""
 
 
 def chain_text(tx: Transform) -> str:
-    """The code that builds a transform, without addresses in memory, which differ between processes."""
+    """Return the code that builds a transform, without memory addresses, which differ between processes."""
     return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(tx))
 
 
 def structure_of(tx: Transform) -> str:
-    """All of a transform but its numbers: those that a learning rate changes.
-
-    >>> import muonfx as mfx
-    >>> structure_of(mfx.scale(0.1)) == structure_of(mfx.scale(0.2)) != structure_of(mfx.momentum())
-    True
-    """
+    """Describe a transform without its hyperparameters, which a schedule changes."""
     return chain_text(tree.map(lambda _: 0.0, tx)) + "\n" + "\n".join(functions_of(tx).values())
 
 
 def functions_of(tx: Recorded) -> dict[str, str]:
-    """The functions among the arguments of a transform and of those within it, such as schedules: their code.
-
-    A repr shows a function's name alone, and all lambdas have one name.
-    """
+    """Return the code digests of all functions among a transform's arguments, because a repr shows names only."""
     return {name: _code_of(function, 0) for name, function in _functions(tx)}
 
 
 def captured_by(tx: Recorded) -> dict[str, str]:
-    """Describe the values that a chain's functions have captured: numbers, words, containers and functions of those.
-
-    >>> import muonfx as mfx
-    >>> rate = 0.5
-    >>> captured_by(mfx.scale_by_learning_rate(functools.partial(lambda r, count: r / (count + 1), rate)))
-    {'scale_by_learning_rate.learning_rate': '(), (0.5), {}, '}
-    """
+    """Describe the values captured by a chain's functions: numbers, strings, containers, functions of those."""
     return {name: _captured(function, 0) for name, function in _functions(tx)}
 
 
@@ -106,12 +92,12 @@ def _captured(value: object, depth: int) -> str:
         return _captured((*cells, *(value.__defaults__ or ())), depth + 1)
     if value is None or isinstance(value, bool | int | float | complex | str):
         return repr(value)
-    return type(value).__qualname__  # what else there is may differ, as a device does
+    return type(value).__qualname__  # other values may differ between ranks, as devices do
 
 
 def _is_filled(cell: CellType) -> bool:
     try:
         _ = cell.cell_contents
-    except ValueError:  # of a function that is not yet defined
+    except ValueError:  # the cell of a function that is not defined yet
         return False
     return True

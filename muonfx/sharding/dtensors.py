@@ -1,4 +1,4 @@
-"""DTensors told from other tensors, made of local tensors, and taken apart; and whole trees of them under a layout."""
+"""Recognize, build and unwrap DTensors, one by one or for whole trees under a layout."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ __all__ = [
 def dtensor_of(
     local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], stride: tuple[int, ...]
 ) -> DTensor:
-    """A local tensor, where it lies, as a DTensor of a global shape."""
+    """Wrap a local tensor as a DTensor of a global shape, without moving it to another device."""
     from torch.distributed.tensor import DTensor
 
     if local.device.type in (mesh.device_type, "meta"):
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
-    # Offloaded: from_local would bring it to the mesh's devices.
+    # Offloaded: from_local would copy it to the mesh's devices.
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
     about = TensorMeta(torch.Size(shape), stride, local.dtype)
@@ -49,18 +49,18 @@ def dtensor_of(
 
 
 def local_of(leaf: Any) -> Any:
-    """The local tensor of a DTensor; any other leaf as it is."""
+    """Return the local tensor of a DTensor, and any other leaf unchanged."""
     return leaf._local_tensor if is_dtensor(leaf) else leaf
 
 
 def is_dtensor(leaf: object) -> TypeGuard[DTensor]:
-    """True if a leaf is a DTensor; asks without importing what nobody has used."""
+    """True if a leaf is a DTensor; does not import torch.distributed.tensor."""
     kind = type(leaf)
     return kind is not Tensor and kind is not Parameter and isinstance(leaf, Tensor) and hasattr(leaf, "_local_tensor")
 
 
 def _with_spec(local: Tensor, spec: DTensorSpec) -> DTensor:
-    """A local tensor as a DTensor with a spec that is known to fit it."""
+    """Wrap a local tensor as a DTensor with a spec that is known to fit."""
     from torch.distributed.tensor import DTensor
 
     made: Any = DTensor
@@ -71,7 +71,7 @@ def _with_spec(local: Tensor, spec: DTensorSpec) -> DTensor:
 
 
 def parameter_like(layout: Layout, name: str, leaf: Tensor) -> DTensor:
-    """A local tensor as a DTensor that lies as a parameter does; the spec is made once for a dtype."""
+    """Wrap a local tensor as a DTensor with a parameter's mesh and placements; one cached spec for each dtype."""
     if is_dtensor(leaf):
         return leaf
     own = layout.dtensors[name]
@@ -84,13 +84,7 @@ def parameter_like(layout: Layout, name: str, leaf: Tensor) -> DTensor:
 
 
 def to_dtensors(layout: Layout, local: PyTree, like: PyTree = None) -> PyTree:
-    """A local tree with DTensors in the place of local tensors of parameters that are DTensors.
-
-    Args:
-        layout: who holds what.
-        local: the tree.
-        like: DTensors: one whose local tensor is a leaf takes its place itself.
-    """
+    """Wrap the leaves of DTensor parameters as DTensors, reusing a DTensor of `like` with the same local tensor."""
     given = {} if like is None else dict(zip(tree.names(like), tree.leaves(like), strict=True))
 
     def at(name: str, leaf: Tensor) -> Tensor:
@@ -103,7 +97,7 @@ def to_dtensors(layout: Layout, local: PyTree, like: PyTree = None) -> PyTree:
 
 
 def logical_piece(layout: Layout, name: str, leaf: Tensor) -> Tensor | FlatPiece:
-    """A rank's piece of a parameter as a leaf that says which part of which whole it is."""
+    """Return a rank's shard of a parameter as a leaf that records its position in the whole."""
     if name in layout.dtensors:
         return parameter_like(layout, name, leaf)
     if layout.is_flat:
@@ -112,13 +106,13 @@ def logical_piece(layout: Layout, name: str, leaf: Tensor) -> Tensor | FlatPiece
 
 
 def logical_tree(layout: Layout, local: PyTree) -> PyTree:
-    """`Layout.logical`."""
+    """Implement `Layout.logical`."""
 
     def at(name: str, leaf: Tensor | FlatPiece) -> Tensor | FlatPiece:
         piece, whole = layout.piece(name), layout.specs[name].shape
         if isinstance(leaf, FlatPiece) or is_dtensor(leaf):
             return leaf
-        # Before the piece: that may be all of it here, and where parameters are whole they must be so on all ranks.
+        # Test the whole shape first: this rank's shard may be the whole, but the result must be whole on all ranks.
         if tuple(leaf.shape) == whole and name not in layout.dtensors:
             return leaf
         if piece.fits(leaf):
@@ -132,7 +126,7 @@ def logical_tree(layout: Layout, local: PyTree) -> PyTree:
 
 
 def local_tree(layout: Layout, logical: PyTree) -> PyTree:
-    """`Layout.local`."""
+    """Implement `Layout.local`."""
 
     def at(name: str, leaf: Tensor | FlatPiece) -> Tensor:
         return leaf.data.view(layout.piece(name).shape) if isinstance(leaf, FlatPiece) else leaf
@@ -141,11 +135,7 @@ def local_tree(layout: Layout, logical: PyTree) -> PyTree:
 
 
 def map_named(function: Callable[[str, Any], Any], values: PyTree) -> PyTree:
-    """Apply a function to the name and the value of each leaf; None stays None.
-
-    >>> map_named(lambda name, leaf: f"{name} is {leaf}", {"a": 1, "b": None})
-    {'a': 'a is 1', 'b': None}
-    """
+    """Apply a function to the name and the value of each leaf; None stays None."""
     leaves, treedef = tree.flatten(values)
     named = zip(tree.names(values), leaves, strict=True)
     return tree.unflatten(treedef, [None if leaf is None else function(name, leaf) for name, leaf in named])

@@ -1,8 +1,8 @@
-"""A layout: for every parameter, which piece of it each rank holds; and what follows from that alone.
+"""A layout: the shard of every parameter on every rank, and the tree operations that follow from it.
 
-A *whole tree* has the parameters as one process would hold them, a *local tree* a rank's local tensors in their place.
-Leaves are known by their dotted names, so a tree of any structure will do, and gradients, updates and copies of the
-parameters, in any dtype, go the same way as the parameters do. None stays None.
+A *whole tree* has the parameters as one process would hold them; a *local tree* has a rank's local tensors in their
+place. Leaves are identified by their dotted names, so a tree may have any structure, and gradients, updates and copies
+of the parameters, in any dtype, are sharded like the parameters. None stays None.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Layout:
         return f"<{self.kind} of {len(self.specs)} parameters over {ranks}{stage}>"
 
     def __eq__(self, other: object) -> bool:
-        """True if the same pieces lie on the same ranks."""
+        """True if every rank holds the same shards."""
         if not isinstance(other, Layout):
             return NotImplemented
         return self is other or (
@@ -260,11 +260,7 @@ class Layout:
 
 
 def specs_of(params: PyTree) -> dict[str, Spec]:
-    """Shape and dtype of every leaf by name; of a DTensor the global shape.
-
-    >>> specs_of({"w": torch.zeros(2, 3)})
-    {'w': Spec(shape=(2, 3), dtype=torch.float32)}
-    """
+    """Return shape and dtype of every leaf by name, for a DTensor the global shape."""
     check_tree("params", params)
     named = zip(tree.names(params), tree.leaves(params), strict=True)
     return {name: Spec(tuple(leaf.shape), leaf.dtype) for name, leaf in named if leaf is not None}

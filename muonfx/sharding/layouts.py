@@ -1,4 +1,4 @@
-"""The layouts that there are: replicated, by DTensor placements, ZeRO's partitions, and any flat buffer."""
+"""The available layouts: replicated, by DTensor placements, ZeRO partitions, and any flat buffer."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ __all__ = ["Placed", "flat", "from_dtensors", "on_mesh", "replicated", "zero"]
 T = TypeVar("T")
 
 Group = dist.ProcessGroup | int | None
-"""A process group; None for the default one; a number of ranks for a layout that is only looked at."""
+"""A process group, None for the default group, or a number of ranks for a layout without processes."""
 
 
 def replicated(params: PyTree = None, group: Group = None) -> Layout:
@@ -76,7 +76,7 @@ def replicated(params: PyTree = None, group: Group = None) -> Layout:
 
 
 Partition = Literal["whole", "flat", "each"]
-"""How `zero` parts the parameters."""
+"""The partitions of `zero`."""
 
 
 @plain_arguments
@@ -229,26 +229,14 @@ def from_dtensors(params: PyTree, group: dist.ProcessGroup | None = None) -> Lay
 
 
 class Placed(NamedTuple):
-    """The mesh that a parameter lies on, by a name, and its placements along the dims of that mesh."""
+    """A parameter's mesh, by a name, and its placements along the dims of that mesh."""
 
     mesh: Hashable
     placements: tuple[Placement, ...]
 
 
 def on_mesh(params: PyTree, placed: Mapping[str, Placed], places: Mapping[Any, Places]) -> Layout:
-    """The layout that `from_dtensors` finds for DTensors with some placements, without a process: to plan with.
-
-    Args:
-        params: the whole parameters; only names, shapes and dtypes count.
-        placed: by name; of a parameter that is not named every rank holds all.
-        places: by the mesh's name, the coordinates of all ranks on it.
-
-    >>> from torch.distributed.tensor import Shard
-    >>> line = Places((2,), [(0,), (1,)])
-    >>> layout = on_mesh({"w": torch.zeros(3, 4)}, {"w": Placed("line", (Shard(0),))}, {"line": line})
-    >>> [layout.piece("w", rank).shape for rank in range(2)]
-    [(2, 4), (1, 4)]
-    """
+    """Build the layout that `from_dtensors` finds for given placements, without processes, for planning."""
     specs = specs_of(params)
     size = len(next(iter(places.values())).coordinates)
     return Layout("from_dtensors", specs, _cuts(specs, placed, places, size), size)
@@ -266,11 +254,7 @@ def _each_by_its_own(
     pieces: dict[str, Cut],
     group: dist.ProcessGroup,
 ) -> tuple[dict[str, Cut], tuple[str, ...]]:
-    """For each rank the pieces that it says it has; and the names of parameters on meshes that differ.
-
-    Where the ranks differ in nothing but the ranks of their meshes, as under FSDP2 with tensor parallelism, a place on
-    each mesh says it all; else each rank lists its pieces.
-    """
+    """Gather the shards that each rank reports, and the names of parameters whose meshes differ between ranks."""
     rank = dist.get_rank(group)
     number = {mesh: place for place, mesh in enumerate(meshes)}
     ways = [
@@ -282,6 +266,8 @@ def _each_by_its_own(
         [(_digest(meshes[mesh]), places[mesh].coordinates[rank]) for mesh in meshes],
     )
     said = _said(mine, group)
+    # If the ranks differ only in the ranks of their meshes, as under FSDP2 with tensor parallelism, the coordinates
+    # on each mesh suffice; else each rank lists its shards.
     if len({digest for digest, _ in said}) == 1:
         own = {
             mesh: Places(places[mesh].shape, [theirs[place][1] for _, theirs in said])
@@ -292,7 +278,7 @@ def _each_by_its_own(
     listed = {name: (meshes[dtensors[name].mesh] if name in dtensors else None, pieces[name][rank]) for name in specs}
     lists = _said(listed, group)
     if any(theirs.keys() != listed.keys() for theirs in lists):
-        return pieces, ()  # whoever compares the layouts says so
+        return pieces, ()  # `verify_ranks` reports the difference
     alike = tuple(name for name in listed if len({theirs[name][0] for theirs in lists}) > 1)
     return {n: Listed(spec.shape, [theirs[n][1] for theirs in lists]) for n, spec in specs.items()}, alike
 
@@ -309,7 +295,7 @@ def _said(mine: T, group: dist.ProcessGroup) -> list[T]:
 
 
 def _ranks(group: Group) -> tuple[int, int, dist.ProcessGroup | None]:
-    """Size, this process's rank, and the group itself."""
+    """Return the size of a group, this process's rank, and the group itself."""
     if isinstance(group, int):
         if isinstance(group, bool) or group < 1:
             raise ValueError(f"group: found {group!r}, expected a process group or a number of ranks, 1 or more")
@@ -343,13 +329,9 @@ def _whole(specs: Mapping[str, Spec], size: int, alignment: int, tx: Transform |
 
 
 def _order_of_buffer(params: PyTree, specs: Mapping[str, Spec], starts: Mapping[str, int] | None) -> list[str]:
-    """The order that is meant where none is given: that of the starts, or the only one there is.
-
-    Raises:
-        ValueError: the parameters were given in one order, and trees are walked in another, that of sorted names.
-    """
+    """Return the default order of a buffer: by `starts`, else the tree's order if the caller's order equals it."""
     if starts is not None:
-        # Of two that begin at one place the empty one is first.
+        # Of two parameters with the same start, the empty parameter is first.
         return sorted(specs, key=lambda name: (starts.get(name, -1), prod(specs[name].shape)))
     names = list(specs)
     given = [name for name in _names_as_given(params, ()) if name in specs]
@@ -395,7 +377,7 @@ def _cuts(
     places: Mapping[Any, Places],
     size: int,
 ) -> dict[str, Cut]:
-    """Make the cut of each parameter; those of one shape that are placed alike share one."""
+    """Build the cut of each parameter; parameters with one shape and placement share one cut."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -418,14 +400,14 @@ def _cuts(
 
 
 def _places(mesh: DeviceMesh, ranks: Sequence[int]) -> Places:
-    """Find the coordinates of a group's ranks on a mesh."""
+    """Return the coordinates of a group's ranks on a mesh."""
     shape = tuple(mesh.shape)
     at = dict(zip(mesh.mesh.flatten().tolist(), product(*map(range, shape)), strict=True))
     return Places(shape, [at.get(rank) for rank in ranks])
 
 
 def _group_of(meshes: Mapping[DeviceMesh, tuple[int, ...]]) -> dist.ProcessGroup:
-    """A group of all ranks of some meshes, which are given with the ranks of each."""
+    """Return a group of all ranks of some meshes, given with the ranks of each mesh."""
     ranks = sorted(set().union(*meshes.values()))
     if ranks == list(range(dist.get_world_size())):
         world = dist.group.WORLD

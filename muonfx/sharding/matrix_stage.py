@@ -1,6 +1,7 @@
-"""A run on pieces: matrices go to their owners, are computed there once, and come back.
+"""A run of matrix transforms on shards.
 
-While the matrices of one bucket are computed, those of the next are on their way.
+Each matrix is gathered on one rank, its owner, updated there once, and scattered back. While one bucket is computed,
+the matrices of the next bucket are being sent.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ __all__ = ["init_run", "update_run"]
 def init_run(
     plan: RunPlan, run: Sequence[tuple[str, Transform]], layout: Layout, params: PyTree, store: Store
 ) -> PyTree:
-    """The state of a run, in a store: made by the buckets of its plan, where it does not stay with the parameters."""
+    """Return the state of a run, built bucket by bucket if the store does not keep state with the parameters."""
     if store.is_resident:
         return _init(plan, run, layout, params)
     seen: set[str] = set()
@@ -44,7 +45,7 @@ def init_run(
 
 
 def _init(plan: RunPlan, run: Sequence[tuple[str, Transform]], layout: Layout, params: PyTree) -> PyTree:
-    """The state of a run: at the owner of a share that of its matrices, elsewhere None; meta tensors are not sent."""
+    """Return the state of a run: on the owner of a share the state of its matrices, None elsewhere."""
     leaves, treedef = tree.flatten(params)
     names = tree.names(params)
     mine = [share for share in plan.shares if share.owner in (None, layout.rank)]
@@ -59,7 +60,7 @@ def _init(plan: RunPlan, run: Sequence[tuple[str, Transform]], layout: Layout, p
     else:
         for share in mine:
             if (like := by_name[share.name]) is not None:
-                # Values that nothing may look at: should it, the state says so.
+                # `init` must not read these values: if it does, the state becomes NaN.
                 nowhere = torch.full((), math.nan, dtype=like.dtype, device=like.device)
                 given[share.name] = nowhere.expand(share.shape)
     tx = chain(*run)
@@ -68,7 +69,7 @@ def _init(plan: RunPlan, run: Sequence[tuple[str, Transform]], layout: Layout, p
 
 
 def _completed(state: PyTree, tx: Transform, plan: RunPlan, params: PyTree) -> PyTree:
-    """A state with the structure that it has where everything is there: a record of a parameter is one of None."""
+    """Fill a state with None up to the structure that it has if all leaves are present."""
     shapes = {name: spec.shape for name, spec in plan.specs.items()} | {
         share.name: share.shape for share in plan.shares
     }
@@ -136,7 +137,7 @@ def update_run(
             done = dict(zip(names, tree.leaves(out), strict=True))
             del given, values, out
             if before is not None:
-                before.wait()  # first, so that its memory serves this bucket's results
+                before.wait()  # first, so that this bucket's results reuse its memory
             before = _ReturnResults(plan, layout, shares, done, results)
             del done
     except BaseException:
@@ -155,7 +156,7 @@ def _begin(
     local: Mapping[str, Tensor | None],
     weights: Mapping[str, Tensor | None],
 ) -> tuple[_SendToOwners, _SendToOwners | None]:
-    """Send a bucket's updates on their way, and its parameters where they are read."""
+    """Start sending a bucket's updates, and its parameters if a transform reads them."""
     return (
         _SendToOwners(plan, layout, shares, local),
         _SendToOwners(plan, layout, shares, weights, as_given=True) if weights else None,
@@ -163,7 +164,7 @@ def _begin(
 
 
 class _SendToOwners:
-    """A bucket's matrices on their way to their owners."""
+    """The exchange that sends a bucket's matrices to their owners."""
 
     def __init__(
         self,
@@ -193,7 +194,7 @@ class _SendToOwners:
             wire = there if wire is None else torch.promote_types(wire, there)
             self._like = tensor
             if share.owner == me:
-                # A run of one transform that rounds first can work in what was sent; a longer one wants its own dtype.
+                # A single transform that rounds first can compute in the wire dtype; a longer run needs its own dtype.
                 self._rooms.append((share, there if len(plan.run) == 1 else tensor.dtype))
             moves = share.moves(me)
             assert share.owner is not None
@@ -205,11 +206,11 @@ class _SendToOwners:
 
     @property
     def is_fresh(self) -> bool:
-        """True if no matrix is a view of what was given."""
+        """True if no matrix is a view of an input."""
         return not self._here
 
     def wait(self) -> dict[str, Tensor]:
-        """The whole matrices that this rank owns, by the parameter's name."""
+        """Return the whole matrices that this rank owns, by parameter name."""
         found = self._here
         if self._exchange is not None:
             assert self._like is not None
@@ -226,7 +227,7 @@ class _SendToOwners:
 
 
 class _ReturnResults:
-    """A bucket's results on their way back."""
+    """The exchange that returns a bucket's results from their owners."""
 
     def __init__(
         self,
@@ -264,7 +265,7 @@ class _ReturnResults:
         self._exchange = _exchange(outgoing, expected, wire, like, layout, "returning matrices")
 
     def wait(self) -> None:
-        """Wait for the results that come here."""
+        """Receive this rank's results."""
         if self._exchange is not None:
             self._exchange.wait(self._incoming)
             self._exchange = None
@@ -278,7 +279,7 @@ def _exchange(
     layout: Layout,
     what: str,
 ) -> Exchange | None:
-    """Begin an exchange; None where nobody has anything for anybody, which all ranks know alike."""
+    """Start an exchange, or return None if there is nothing to send, which all ranks decide identically."""
     if wire is None or like is None:
         return None
     assert layout.group is not None
@@ -288,7 +289,7 @@ def _exchange(
 
 
 def _held(share: Share, layout: Layout, tensor: Tensor) -> Tensor:
-    """A share that is whole in a local tensor, in the shape to compute in; a view where that can be."""
+    """Return a share that is whole in a local tensor, in the shape to compute in, as a view if possible."""
     piece = layout.piece(share.name)
     if piece.numel == share.numel:
         return tensor.reshape(share.shape)
@@ -313,17 +314,17 @@ class _Results:
         }
 
     def like(self, name: str) -> Tensor:
-        """The update that a result takes the place of."""
+        """Return the update that a result replaces."""
         found = self._local[name]
         assert found is not None
         return found
 
     def put(self, share: Share, result: Tensor) -> None:
-        """Take a result that was computed here for here."""
+        """Store this rank's part of a result that was computed on this rank."""
         like = self.like(share.name)
         if share.numel == like.numel():
             straight = result.reshape(like.shape).to(like.dtype)
-            # What is passed on unchanged is the very same tensor, so that nobody takes it for a new one to write to.
+            # An unchanged update stays the same tensor object, so that callers do not treat it as new and writable.
             same = straight.data_ptr() == like.data_ptr() and straight.stride() == like.stride()
             self.of[share.name] = like if same and like.numel() else straight
         else:
@@ -331,7 +332,7 @@ class _Results:
             copied([place.of(own) for place in share.moves(self._layout.rank).within], self.windows(share))
 
     def windows(self, share: Share) -> list[Tensor]:
-        """The places of this rank's part of a result."""
+        """Return views of this rank's part of a result."""
         moves = share.moves(self._layout.rank)
         room = self._room(share.name) if moves.held else None
         return [] if room is None else [window.of(room) for window in moves.held]

@@ -1,4 +1,4 @@
-"""The one exchange between ranks, in which each sends to each as many bytes as it has for it; and what goes wrong."""
+"""The exchange between ranks, an all-to-all with an exact number of elements for each pair, and its errors."""
 
 from __future__ import annotations
 
@@ -23,28 +23,19 @@ class ShardingError(RuntimeError):
 
 
 class Buffers:
-    """Memory of messages in host memory, kept from one exchange to the next: pages that are new cost as much as travel.
-
-    It holds as many buffers as exchanges under way at once have taken, each as long as the longest that it has served.
-    On other devices the allocator of torch keeps memory by itself, and new tensors come from there.
-
-    >>> buffers = Buffers()
-    >>> first = buffers.take(6, torch.float32, torch.device("cpu"))
-    >>> buffers.give_back(first)
-    >>> buffers.take(3, torch.bfloat16, torch.device("cpu")).data_ptr() == first.data_ptr()
-    True
-    """
+    """Reusable host memory for messages, because new pages cost as much time as the transfer."""
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []
 
     @property
     def nbytes(self) -> int:
-        """The bytes that are kept and not given out."""
+        """The bytes that are kept and not in use."""
         return sum(map(len, self._free))
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A tensor of one dim with any values, which is the caller's until it is given back."""
+        """Return an uninitialized 1-d tensor, for the caller's use until `give_back`."""
+        # Other devices have torch's caching allocator.
         if device.type != "cpu" or not numel:
             return torch.empty(numel, dtype=dtype, device=device)
         nbytes = numel * dtype.itemsize
@@ -53,12 +44,12 @@ class Buffers:
             memory = self._free.pop(place)
         else:
             if self._free:
-                self._free.pop()  # the longest, which is too short: a longer one takes its place
+                self._free.pop()  # even the longest is too short: replace it by a longer buffer
             memory = torch.empty(nbytes, dtype=torch.uint8)
         return memory[:nbytes].view(dtype)
 
     def give_back(self, tensor: Tensor) -> None:
-        """Take back what was given out; one that nobody gives back is forgotten."""
+        """Return a tensor of `take` for reuse; a tensor that is never returned is freed."""
         if tensor.device.type == "cpu" and tensor.numel():
             whole = tensor.untyped_storage()
             self._free.append(torch.empty(0, dtype=torch.uint8).set_(whole))
@@ -66,22 +57,7 @@ class Buffers:
 
 
 class Exchange:
-    """An exchange under way: made, it has been begun; `wait` ends it.
-
-    What is sent is copied into one buffer, and what is received out of one, each as long as its values: nothing is
-    padded. What a rank has for itself is copied directly.
-
-    Args:
-        outgoing: for each rank of the group, the tensors for it, in an order that both know.
-        expected: for each rank of the group, how many elements come from it.
-        dtype: in which values travel; they are rounded to it, and from it to the dtype of what takes them.
-        group: the ranks; every one of them must begin the same exchanges in the same order.
-        what: what this is, for an error.
-        buffers: where the memory of messages comes from; None: it is made anew.
-
-    Raises:
-        ShardingError: another rank is gone, or did not come within the group's timeout.
-    """
+    """An asynchronous all-to-all of exact sizes, started on construction and finished by `wait`."""
 
     def __init__(
         self,
@@ -97,6 +73,7 @@ class Exchange:
         self._buffers = buffers = buffers or Buffers()
         self._me = me = dist.get_rank(group)
         self._own = list(outgoing[me])
+        # Sender and receiver list the tensors in the same order; a rank's own tensors are not packed.
         sent = [tensors if rank != me else [] for rank, tensors in enumerate(outgoing)]
         self.what = what
         sizes = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
@@ -105,30 +82,21 @@ class Exchange:
         packed = [tensor for tensors in sent for tensor in tensors]
         copied(packed, _places(self._sent, [tensor.shape for tensor in packed]))
         self._received = buffers.take(sum(self._sizes), dtype, device)
+        # Every rank of the group must start the same exchanges in the same order.
         with collective(what):
             self._work: Any = dist.all_to_all_single(
                 self._received, self._sent, self._sizes, sizes, group=group, async_op=True
             )
 
     def wait(self, incoming: Sequence[Sequence[Tensor]]) -> None:
-        """Wait for what comes, and copy it to where it belongs.
-
-        Args:
-            incoming: for each rank of the group, the tensors that take what comes from it, in the order of its sender.
-        """
+        """Wait, and copy the tensors from each rank into `incoming`, in the order of their sender."""
         sizes = [[tensor.shape for tensor in tensors] for tensors in incoming]
         for theirs, tensors in zip(self.arrived(sizes), incoming, strict=True):
             copied(theirs, tensors)
         self.end()
 
     def arrived(self, shapes: Sequence[Sequence[Sequence[int]]]) -> list[list[Tensor]]:
-        """Wait for what comes, and return it where it lies: of this rank its own tensors, of others views of a buffer.
-
-        The views are good until `end`.
-
-        Args:
-            shapes: for each rank of the group, those of the tensors that come from it, in the order of its sender.
-        """
+        """Wait, and return the tensors from each rank: views of the receive buffer that are valid until `end`."""
         with collective(self.what):
             self._work.wait()
         self._buffers.give_back(self._sent)
@@ -141,17 +109,13 @@ class Exchange:
         return found
 
     def end(self) -> None:
-        """Give back the memory of what has come."""
+        """Release the receive buffer."""
         self._buffers.give_back(self._received)
         del self._received
 
 
 def cut_places(nbytes: Mapping[int, int], limit: int) -> list[list[int]]:
-    """Cut places, in order, into lists of at most so many bytes; a single larger one stands alone.
-
-    >>> cut_places({0: 3, 1: 3, 5: 9, 6: 1}, 6)
-    [[0, 1], [5], [6]]
-    """
+    """Group indices, in order, into lists of at most `limit` bytes; a larger item is alone in a list."""
     found: list[list[int]] = []
     room = 0
     for place, size in nbytes.items():
@@ -164,54 +128,36 @@ def cut_places(nbytes: Mapping[int, int], limit: int) -> list[list[int]]:
 
 
 def copied(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    """Copy tensors to others, in few calls; one that is its own target is left alone.
-
-    >>> target = torch.zeros(2)
-    >>> copied([torch.ones(2)], [target])
-    >>> target
-    tensor([1., 1.])
-    """
+    """Copy tensors to targets in few calls; a tensor that is its own target is skipped."""
     pairs = [(a, b) for a, b in zip(sources, targets, strict=True) if a is not b and a.numel()]
     if pairs:
         torch._foreach_copy_([b for _, b in pairs], [a for a, _ in pairs])
 
 
 def octets(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor's elements in order: a view if its memory allows one, else a copy.
-
-    >>> octets(torch.ones(8, dtype=torch.int16)[::7][:1])
-    tensor([1, 0], dtype=torch.uint8)
-    """
+    """Return the bytes of a tensor's elements in order, as a view if its memory allows."""
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
-    # `is_contiguous` ignores the stride of a single element, and a view of another dtype does not.
+    # `is_contiguous` ignores the stride of a single element; a view of another dtype requires it to be 1.
     if flat.stride() != (1,):
         flat = flat.clone(memory_format=torch.contiguous_format)
     return flat.view(torch.uint8)
 
 
 def _places(buffer: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Views of a buffer as tensors of some shapes, one behind the other."""
+    """Split a buffer into consecutive views of the given shapes."""
     places = buffer.split([prod(shape) for shape in shapes])
     return [place.view(shape) for place, shape in zip(places, shapes, strict=True)]
 
 
 class collective:
-    """A context in which a failure of torch.distributed becomes a `ShardingError` that says what was going on.
-
-    >>> with collective("the exchange"):
-    ...     raise RuntimeError("Connection closed by peer")
-    Traceback (most recent call last):
-    muonfx.sharding.messages.ShardingError: the exchange failed: another rank has ended, ... Connection closed by peer
-    """
+    """A context that turns a failure of torch.distributed into a `ShardingError` with the operation's name."""
 
     def __init__(self, what: str) -> None:
         self.what = what
 
-    def __enter__(self) -> None:
-        """Nothing to prepare."""
+    def __enter__(self) -> None: ...
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Say it in our words."""
         if isinstance(error, RuntimeError) and not isinstance(error, ShardingError):
             raise ShardingError(
                 f"{self.what} failed: another rank has ended, or did not come within the group's timeout: {error}"

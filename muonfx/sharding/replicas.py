@@ -1,4 +1,4 @@
-"""Copies on several ranks are verified by checksums, and made equal by `broadcast`."""
+"""Verify replicas on several ranks by checksums, and make them equal by `broadcast`."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ T = TypeVar("T")
 
 
 class _Copies(NamedTuple):
-    """A leaf that several ranks may hold copies of."""
+    """A leaf of which several ranks may hold replicas."""
 
     name: str
     value: Tensor | None
-    """This rank's copy."""
+    """This rank's replica."""
     holders: Sequence[Sequence[int]]
-    """The ranks that must have the same, for each part of the leaf: on all ranks in the same order."""
+    """For each part of the leaf, the ranks that hold it; the same order on all ranks."""
 
 
 class _Difference(NamedTuple):
-    """Copies that are not the same."""
+    """A leaf whose replicas differ."""
 
     name: str
     first: int
-    """The rank that the others are compared with."""
+    """The rank with which the others are compared."""
     odd: list[int]
     more: int
-    """The number of other leaves that differ too."""
+    """The number of other leaves that differ."""
 
     @property
     def where(self) -> str:
@@ -64,13 +64,7 @@ class _Difference(NamedTuple):
 
 
 def verify_params(layout: Layout, local: PyTree) -> None:
-    """Require that the parameters that several ranks hold are the same there, bit by bit.
-
-    The ranks add up one number. A device is waited for.
-
-    Raises:
-        ShardingError: they are not; the message names the first that is not, and the ranks. Raised on all ranks.
-    """
+    """Raise on all ranks if replicas of a parameter differ in any bit; syncs with the device."""
     found = _find_difference(_copies_of(layout, local), layout)
     if found is None:
         return
@@ -93,14 +87,10 @@ _ADVICE = (
 
 
 def verify_state(binding: Binding, tx: Transform, like: PyTree, state: PyTree) -> None:
-    """Require that what several ranks hold of a state is the same there, bit by bit.
-
-    Raises:
-        ShardingError: it is not; the message names the first leaf that is not, and the ranks. Raised on all ranks.
-    """
+    """Raise on all ranks if replicas of a state leaf differ in any bit; syncs with the device."""
     described, leaves = describe_state(binding, tx, like), tree.leaves(state)
     if len(described) != len(leaves):
-        return  # of another transform: whoever looks at the state says so
+        return  # the state of another transform: the check of the state reports it
     copies = [
         _Copies(name, leaf if isinstance(leaf, Tensor) else None, _holders_of(binding.layout, what))
         for name, leaf, what in zip(tree.names(state), leaves, described, strict=True)
@@ -114,7 +104,7 @@ def verify_state(binding: Binding, tx: Transform, like: PyTree, state: PyTree) -
 
 
 def warn_of_gradients(layout: Layout, local: PyTree) -> None:
-    """Warn where gradients differ of which the layout says that they are the same, as a mean over ranks is."""
+    """Warn if replicated gradients differ between ranks, as they do if they were not reduced."""
     found = _find_difference(_copies_of(layout, local), layout)
     if found is not None and layout.group is not None:
         warn_together(
@@ -130,7 +120,7 @@ def _copies_of(layout: Layout, local: PyTree) -> list[_Copies]:
 
 
 def _holders_of(layout: Layout, what: LeafPlacement | None) -> Sequence[Sequence[int]]:
-    """The ranks that hold the same of a leaf of a state."""
+    """Return the groups of ranks that hold replicas of a state leaf."""
     if what is None:
         return []
     if what.name is None or any(share.owner is None for share in what.shares):
@@ -139,14 +129,12 @@ def _holders_of(layout: Layout, what: LeafPlacement | None) -> Sequence[Sequence
 
 
 def _find_difference(copies: Sequence[_Copies], layout: Layout) -> _Difference | None:
-    """The first leaf whose copies differ; the same answer on all ranks.
-
-    First all ranks add up one number, which is zero where all copies are the same. Only if it is not, they add up one
-    for each leaf, and hear the checksums of one leaf.
-    """
+    """Return the first leaf whose replicas differ, or None; the same result on all ranks."""
     group = layout.group
     if group is None or layout.size == 1 or not any(len(ranks) > 1 for leaf in copies for ranks in leaf.holders):
         return None
+    # One sum over all leaves is zero if all replicas are equal. Only otherwise the ranks add one number for each leaf,
+    # and gather the checksums of the first leaf that differs.
     mine = [_factor(leaf, layout.rank) for leaf in copies]
     sums = _checksums([leaf.value if factor else None for leaf, factor in zip(copies, mine, strict=True)])
     each = [factor * number for factor, number in zip(mine, sums, strict=True)]
@@ -166,14 +154,14 @@ def _find_difference(copies: Sequence[_Copies], layout: Layout) -> _Difference |
 
 
 def _factor(leaf: _Copies, rank: int) -> int:
-    """The factor of this rank's checksum: over copies that are the same the products add up to zero."""
+    """Return the factor of this rank's checksum; over equal replicas the products sum to zero."""
     ranks = next((ranks for ranks in leaf.holders if len(ranks) > 1 and rank in ranks), None)
     usable = leaf.value is not None and not leaf.value.is_meta
     return 0 if ranks is None or not usable else vanishing(len(ranks))[ranks.index(rank)]
 
 
 def _checksums(values: Sequence[Tensor | None]) -> list[int]:
-    """Checksums as numbers, 0 for None; a device is waited for once."""
+    """Return checksums as integers, 0 for None, with one sync for each device."""
     found = [0] * len(values)
     by_device: dict[torch.device, list[int]] = {}
     for place, value in enumerate(values):
@@ -190,7 +178,7 @@ def _checksums(values: Sequence[Tensor | None]) -> list[int]:
 
 
 def _added_up(numbers: Sequence[int], group: dist.ProcessGroup) -> list[int]:
-    """The sums over all ranks, modulo 2^64."""
+    """Return the sums over all ranks, modulo 2^64."""
     wrapped = [(number + (1 << 63)) % (1 << 64) - (1 << 63) for number in numbers]
     said = torch.tensor(wrapped, dtype=torch.int64, device=host_device(group))
     with collective("comparing checksums between ranks"):
@@ -247,7 +235,7 @@ def _broadcast(params: T, layout: Layout, problem: Exception | None, *, donate: 
     for place, (name, leaf, gone) in enumerate(zip(names, leaves, missing, strict=True)):
         if leaf is None or not layout.pieces[name].copies:
             continue
-        if gone:  # which all ranks know alike
+        if gone:  # equal on all ranks, so all of them raise
             raise ShardingError(f"{name!r} is None on some ranks only: give it on all ranks that hold it")
         if not donate:
             leaves[place] = leaf = leaf.detach().clone()
@@ -257,7 +245,7 @@ def _broadcast(params: T, layout: Layout, problem: Exception | None, *, donate: 
 
 
 def _from_first_holders(places: Mapping[str, Tensor], layout: Layout, group: dist.ProcessGroup) -> None:
-    """Overwrite tensors by those of the first rank that holds them."""
+    """Overwrite tensors by the values of the first rank that holds them."""
     holders = {name: layout.pieces[name].copies for name in places}
     of_all = [name for name in places if len(holders[name][0]) == layout.size]
     for bucket in in_buckets([places[name] for name in of_all], BUCKET):

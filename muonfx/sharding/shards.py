@@ -1,12 +1,11 @@
-"""A piece of a tensor: the part of it that a rank holds.
+"""Shards: the part of a tensor that a rank holds.
 
-The *whole* is the tensor as one process would hold it. A `Piece` describes the part of it that a rank has, as boxes
-of the whole (see `muonfx.sharding.boxes`). The *local tensor* holds the values of the piece. It has one dim if the
-piece is an interval of the flattened whole, else as many dims as the whole. A `Window` is the place of one box in a
-local tensor.
+The *whole* is the tensor as one process would hold it. A `Piece` describes a rank's shard as boxes of the whole (see
+`muonfx.sharding.boxes`). The *local tensor* holds the values of the shard: it has one dim if the shard is an interval
+of the flattened whole, else as many dims as the whole. A `Window` is the position of one box in a local tensor.
 
-A `FlatPiece` is an interval together with its values, as a leaf that a checkpoint understands; an `IntervalTensor` is
-the same where torch insists on a tensor. Nothing here knows a checkpoint or a process group.
+A `FlatPiece` is an interval together with its values, as a leaf of a checkpoint. An `IntervalTensor` wraps a
+`FlatPiece` where torch requires a tensor.
 """
 
 from __future__ import annotations
@@ -29,26 +28,21 @@ if TYPE_CHECKING:
 __all__ = ["FlatPiece", "IntervalTensor", "Piece", "Span", "Window", "part"]
 
 Span = tuple[int, int]
-"""A beginning and the first index behind the end."""
+"""A start and an exclusive end."""
 
 
 class Window(NamedTuple):
-    """The place of a box in local tensors of one piece; found once, used at every step.
-
-    >>> Piece.interval((4, 5), 3, 17).window(Box((1, 1), (2, 2))).of(torch.arange(14))
-    tensor([[3, 4],
-            [8, 9]])
-    """
+    """The position of a box in the local tensors of one shard, computed once and used at every step."""
 
     interval: tuple[int, int] | None
-    """The elements of a local tensor of one dim; None: of one with the dims of the whole."""
+    """The start and the number of elements in a 1-d local tensor; None if the local tensor has the whole's dims."""
     sizes: tuple[int, ...]
-    """In which these are viewed."""
+    """The shape in which the interval is viewed."""
     narrowed: tuple[tuple[int, int, int], ...]
-    """Dim, first index and length, of each dim that is not taken whole."""
+    """Dim, first index and length, for each dim that is narrowed."""
 
     def of(self, local: Tensor) -> Tensor:
-        """The view of a local tensor."""
+        """Return the view of a local tensor."""
         if self.interval is not None:
             first, numel = self.interval
             local = (local if numel == local.numel() else local.narrow(0, first, numel)).view(self.sizes)
@@ -184,13 +178,13 @@ class Piece(NamedTuple):
 
 
 def _narrowed(firsts: Sequence[int], lengths: Sequence[int], sizes: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
-    """The dims that are not taken whole."""
+    """Return dim, first index and length of each dim that is narrowed."""
     dims = enumerate(zip(firsts, lengths, sizes, strict=True))
     return tuple((dim, first, length) for dim, (first, length, size) in dims if length != size)
 
 
 def _place(along: tuple[Span, ...], start: int) -> int:
-    """The place of an index of the whole, the first of a span, among those that a piece has."""
+    """Return the local index of the span that begins at index `start` of the whole."""
     before = 0
     for span in along:
         if span[0] == start:
@@ -200,11 +194,7 @@ def _place(along: tuple[Span, ...], start: int) -> int:
 
 
 def part(tensor: Tensor, box: Box) -> Tensor:
-    """The view of a box of a tensor.
-
-    >>> part(torch.eye(3), Box((1, 0), (1, 2)))
-    tensor([[0., 1.]])
-    """
+    """Return the view of a box of a tensor."""
     for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
         if size != tensor.shape[dim]:
             tensor = tensor.narrow(dim, offset, size)
@@ -318,7 +308,7 @@ class FlatPiece:
     # ------------------------------------------------------------- the protocol of torch.distributed._checkpointable
 
     def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
-        """One item to write for each box."""
+        """Return one write item for each box."""
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -332,13 +322,13 @@ class FlatPiece:
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """The boxes in torch's words."""
+        """Return the boxes as torch's chunks."""
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in self.boxes]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """The values of the box that begins at the offset of an index."""
+        """Return the values of the box that begins at the offset of an index."""
         offset = tuple(index.offset or ())
         box = next((box for box in self.boxes if box.offsets == offset), None)
         if box is None:
@@ -350,24 +340,13 @@ aten: Any = torch.ops.aten
 
 
 class IntervalTensor(Tensor):
-    """A `muonfx.checkpoint.FlatPiece` where a tensor has to be: in the state of a torch optimizer.
-
-    Its shape is that of the whole, its storage that of the piece. torch.distributed.checkpoint asks it, by the protocol
-    of ``torch.distributed._checkpointable``, what of the whole there is. It can be copied, moved and filled; nothing
-    else can be computed with it: ``piece`` has the values.
-
-    >>> tensor = IntervalTensor.of(FlatPiece((4, 5), 3, torch.arange(5.0)))
-    >>> tensor
-    IntervalTensor(elements 3 to 8 of (4, 5), torch.float32)
-    >>> tensor.zero_().piece.data
-    tensor([0., 0., 0., 0., 0.])
-    """
+    """A `muonfx.checkpoint.FlatPiece` as a tensor of the whole's shape, for the state of a torch optimizer."""
 
     piece: FlatPiece
 
     @classmethod
     def of(cls, piece: FlatPiece) -> IntervalTensor:
-        """A piece as a tensor; the storage is the same."""
+        """Wrap a shard without a copy."""
         make: Any = torch.Tensor._make_wrapper_subclass
         found: IntervalTensor = make(cls, piece.shape, dtype=piece.dtype, device=piece.device, requires_grad=False)
         found.piece = piece
@@ -380,7 +359,8 @@ class IntervalTensor(Tensor):
     def __torch_dispatch__(
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Do on the values what keeps each where it is; refuse the rest."""
+        """Apply elementwise copies and fills to the values; refuse every other operation."""
+        # A shard supports no other operation, because only a part of the whole is on this rank.
         first, *rest = args
         if func not in _ON_VALUES or any(isinstance(other, Tensor) and not _same_place(first, other) for other in rest):
             raise NotImplementedError(f"{func} on {first!r}: only a part of the whole is here; use its piece")
@@ -389,20 +369,19 @@ class IntervalTensor(Tensor):
         )
         return first if values is first.piece.data else cls.of(FlatPiece(first.piece.shape, first.piece.start, values))
 
+    # The protocol of torch.distributed._checkpointable: torch.distributed.checkpoint saves and loads the boxes.
+
     def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
-        """One item to write for each box."""
         return self.piece.__create_write_items__(fqn, object)
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """The boxes of the whole that are here."""
         return self.piece.__create_chunk_list__()
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """The values of a box."""
         return self.piece.__get_tensor_shard__(index)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """Pickle as the piece."""
+        """Pickle the shard, since a wrapper subclass has no storage."""
         return _rebuild, (self.piece.shape, self.piece.start, self.piece.data)
 
 

@@ -1,7 +1,7 @@
-"""What the leaves of a sharded state are: pieces like the parameters', matrices' states at owners, or counters.
+"""The placement of the leaves of a sharded state: shards like a parameter's, states of matrices at owners, or counters.
 
-That is found by running `init` on meta tensors, with a marker in the place of each inner transform, never by the names
-of fields.
+The placement is found by running `init` on meta tensors, with a placeholder for each inner transform, never by the
+names of fields.
 """
 
 from __future__ import annotations
@@ -49,25 +49,25 @@ __all__ = [
 
 @dataclass(frozen=True)
 class LeafPlacement:
-    """What one leaf of a state is; a leaf itself."""
+    """The placement of one state leaf; itself a leaf of a tree."""
 
     name: str | None
-    """The parameter that it belongs to; None: the same on all ranks, as a counter is."""
+    """The parameter to which the leaf belongs; None for a leaf that is equal on all ranks, such as a counter."""
     owned: bool
-    """True if it lies at an owner."""
+    """True if only the owners of matrices hold the leaf."""
     share: Share | None
-    """For a leaf at an owner, this rank's share of the parameter; None: it has none."""
+    """For an owned leaf, this rank's share of the parameter; None if it has none."""
     shares: tuple[Share, ...]
-    """Those of all owners."""
+    """The shares of all owners."""
     shape: tuple[int, ...]
-    """Of the whole leaf, as one process would hold it."""
+    """The shape of the whole leaf."""
     dtype: torch.dtype
     local: tuple[int, ...] | None = None
-    """The shape of what this rank has of it; None: it has nothing."""
+    """The shape of this rank's local tensor; None if it has none."""
 
 
 def _held(binding: Binding, node: Node) -> PyTree:
-    """Describe the state of a node of a program, leaf by leaf; the structure is the state's own."""
+    """Describe the state of a program node, leaf by leaf, in the structure of the state."""
     if isinstance(node, Stage) and not binding.holds_all:
         members = _held_at_owners(binding, node)
         return members[node.members[0].name]
@@ -105,7 +105,7 @@ def _by_name(plan: RunPlan) -> dict[str, tuple[Share, ...]]:
 
 
 def _described(binding: Binding, state: PyTree, params: PyTree, plan: RunPlan | None = None) -> PyTree:
-    """Say of each leaf which parameter it belongs to; a piece of one has its shape too."""
+    """Describe each leaf of a state by its parameter, if it has the parameter's shape or an owner."""
     shares = None if plan is None else _by_name(plan)
     by_name = dict(zip(tree.names(params), tree.leaves(params), strict=True))
     leaves, treedef = tree.flatten(state)
@@ -125,12 +125,12 @@ def _described(binding: Binding, state: PyTree, params: PyTree, plan: RunPlan | 
 
 
 def describe_state(binding: Binding, tx: Transform, params: PyTree) -> list[LeafPlacement | None]:
-    """Describe the leaves of a state, in order; None for one that is None."""
+    """Describe the leaves of a state, in order; None for a leaf that is None."""
     key = ("held", tx.treedef, tuple(tree.names(params)))
     if key not in binding.derived:
         local = binding.local_like(params)
         here = tree.leaves(binding.executor.init(tx, local))
-        with warnings.catch_warnings():  # what there is to warn of has been said
+        with warnings.catch_warnings():  # the first `init` has already warned
             warnings.simplefilter("ignore")
             found = tree.leaves(_held(binding, binding.executor.program(tx, local)))
         described = [
@@ -144,33 +144,30 @@ def describe_state(binding: Binding, tx: Transform, params: PyTree) -> list[Leaf
 
 
 def state_to_dtensors(binding: Binding, tx: Transform, params: PyTree, state: PyTree) -> PyTree:
-    """A state with DTensors in the place of local tensors that belong to parameters that are DTensors.
-
-    What lies at an owner is a DTensor too, on every rank; but for ranges of a stack that DTensors cannot say: those
-    stay local tensors at their owners and None elsewhere.
-    """
+    """Wrap the leaves of a state that belong to DTensor parameters as DTensors."""
     leaves, treedef = tree.flatten(state)
     pairs = zip(describe_state(binding, tx, params), leaves, strict=True)
     return tree.unflatten(treedef, [leaf_to_dtensor(binding, what, leaf) for what, leaf in pairs])
 
 
 def leaf_to_dtensor(binding: Binding, what: LeafPlacement | None, leaf: Tensor | None) -> Tensor | None:
-    """One leaf of `state_to_dtensors`."""
+    """Wrap one leaf for `state_to_dtensors`."""
     if what is None or what.name is None or is_dtensor(leaf) or what.name not in binding.layout.dtensors:
         return leaf
     if not what.owned:
         return None if leaf is None else parameter_like(binding.layout, what.name, leaf)
     if leaf is None and what.local is not None:
-        return None  # a transform that keeps nothing there
+        return None  # the transform keeps no state for this parameter
     like = torch.empty(what.shape, dtype=what.dtype, device="meta")
     if len(what.shares) == 1 and what.shares[0].owner is not None:
         return _at_owner(binding.layout, what.shares[0].owner, leaf, like)
     found = _like_parameter(binding.layout, what.name, what.shares, leaf, like)
+    # Ranges of a stack that no placements express stay local tensors on their owners and None elsewhere.
     return leaf if found is None else found
 
 
 def without_dtensors(binding: Binding, tx: Transform, params: PyTree, state: PyTree) -> PyTree:
-    """The local tensors of a state of DTensors: the inverse of `state_to_dtensors`."""
+    """Unwrap the DTensors of a state: the inverse of `state_to_dtensors`."""
     if not binding.layout.dtensors:
         return state
     leaves, treedef = tree.flatten(state)
@@ -178,19 +175,19 @@ def without_dtensors(binding: Binding, tx: Transform, params: PyTree, state: PyT
         return state
     described = describe_state(binding, tx, params)
     if len(described) != len(leaves):
-        return tree.map(local_of, state)  # of another transform: whoever checks the state says so
+        return tree.map(local_of, state)  # the state of another transform: the check of the state reports it
     return tree.unflatten(treedef, [_from_dtensor(what, leaf) for what, leaf in zip(described, leaves, strict=True)])
 
 
 def _from_dtensor(what: LeafPlacement | None, leaf: Tensor | FlatPiece | None) -> Tensor | FlatPiece | None:
-    """One leaf of `without_dtensors`."""
+    """Unwrap one leaf for `without_dtensors`."""
     if not is_dtensor(leaf) or what is None or not what.owned:
         return local_of(leaf)
     return None if what.local is None else leaf._local_tensor.view(what.local)
 
 
 def logical_state(binding: Binding, tx: Transform, params: PyTree, state: PyTree) -> PyTree:
-    """A state in which every leaf says which part of which whole it is."""
+    """Return a state in which every leaf records its position in the whole."""
     leaves, treedef = tree.flatten(state)
     pairs = zip(describe_state(binding, tx, params), leaves, strict=True)
     device = tree.device_of(state)
@@ -200,7 +197,7 @@ def logical_state(binding: Binding, tx: Transform, params: PyTree, state: PyTree
 def logical_leaf(
     binding: Binding, device: torch.device, what: LeafPlacement | None, leaf: Tensor | None
 ) -> Tensor | FlatPiece | None:
-    """One leaf of `logical_state`."""
+    """Convert one leaf for `logical_state`."""
     if what is None or what.name is None:
         return leaf
     if not what.owned:
@@ -213,13 +210,13 @@ def logical_leaf(
 
 
 def interval_of(what: LeafPlacement, share: Share) -> tuple[int, int]:
-    """What of a flattened state leaf the owner of a share has: a range of a stack has that range of the state."""
+    """Return the interval of a flattened state leaf that the owner of a share holds."""
     each = max(prod(share.whole), 1)
     return share.start * prod(what.shape) // each, share.stop * prod(what.shape) // each
 
 
 def local_state(binding: Binding, tx: Transform, params: PyTree, logical: PyTree) -> PyTree:
-    """The state that a logical one describes."""
+    """Return the local state that a logical state describes."""
     meta = binding.executor.init(tx, tree.map(lambda leaf: torch.empty_like(local_of(leaf), device="meta"), params))
     leaves, treedef = tree.flatten(logical)
 
@@ -233,13 +230,13 @@ def local_state(binding: Binding, tx: Transform, params: PyTree, logical: PyTree
     return state_to_dtensors(binding, tx, params, state) if binding.layout.dtensors else state
 
 
-# ------------------------------------------------------------------------------------------- what lies at owners
-# torch knows DTensors on a part of the ranks: elsewhere such a one has no elements, and torch.distributed.checkpoint
-# neither asks nor gives those ranks anything.
+# ------------------------------------------------------------------------------------------------------ state of owners
+# torch supports DTensors on a subset of ranks: on the other ranks such a DTensor has no elements, and
+# torch.distributed.checkpoint neither reads nor writes it there.
 
 
 def _at_owner(layout: Layout, owner: int, local: Tensor | None, like: Tensor) -> DTensor:
-    """A tensor that one rank has, as a DTensor on the mesh of this rank alone."""
+    """Wrap a tensor that one rank holds as a DTensor on a mesh of this rank alone."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Replicate
 
@@ -247,7 +244,7 @@ def _at_owner(layout: Layout, owner: int, local: Tensor | None, like: Tensor) ->
     if owner not in meshes:
         assert layout.group is not None
         kind = next(iter(layout.dtensors.values())).mesh.device_type
-        # It has nobody to talk to, so no process group is made for it.
+        # A mesh of one rank needs no process group.
         meshes[owner] = DeviceMesh(kind, [dist.get_global_rank(layout.group, owner)], _init_backend=False)
     local = _nothing(meshes[owner], like) if local is None else local.view(like.shape)
     return dtensor_of(local, meshes[owner], [Replicate()], like.shape, like.stride())
@@ -256,11 +253,7 @@ def _at_owner(layout: Layout, owner: int, local: Tensor | None, like: Tensor) ->
 def _like_parameter(
     layout: Layout, name: str, shares: Sequence[Share], local: Tensor | None, like: Tensor
 ) -> DTensor | None:
-    """State that several ranks own, as a DTensor on the parameter's mesh; None where DTensors cannot say it.
-
-    They can where every rank owns all, and where every rank owns of a stack just what it holds, as of experts that are
-    sharded by the first dim.
-    """
+    """Wrap state of several owners as a DTensor on the parameter's mesh, or return None if no placements fit."""
     from torch.distributed.tensor import Replicate
 
     spec = layout.dtensors[name]
@@ -274,7 +267,7 @@ def _like_parameter(
 
 
 def own_what_they_hold(layout: Layout, name: str, shares: Sequence[Share], shape: Sequence[int]) -> bool:
-    """True if every rank owns of a stack's first dim just the range that it holds, and the state has this dim."""
+    """True if every rank owns exactly the range of a stack's first dim that it holds, and the state has this dim."""
     spec = layout.dtensors[name]
     if tuple(shape[:1]) != tuple(spec.shape[:1]) or any(getattr(placement, "dim", 0) for placement in spec.placements):
         return False

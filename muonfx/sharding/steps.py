@@ -1,4 +1,4 @@
-"""Before each step the ranks agree: on what is there, of which dtype, on numbers, and whether anything is wrong."""
+"""Agreement of the ranks before each step: on the presence and dtypes of leaves, on numbers, and on errors."""
 
 from __future__ import annotations
 
@@ -48,10 +48,7 @@ def agreed_updates(
     check: bool,
     problem: Exception | None = None,
 ) -> PyTree:
-    """The local updates that all ranks agree on: what is there on any rank is there on all.
-
-    Where a leaf is absent on some ranks, it is what another holder of the same piece has, or else zeros.
-    """
+    """Return the local updates on which all ranks agree: a leaf that any rank has is present on all ranks."""
     layout = binding.layout
     like = updates if params is None else params
     try:
@@ -63,7 +60,7 @@ def agreed_updates(
         binding.executor.require_room(state, tree.map(local_of, like), donate)
     except PROBLEMS as error:
         problem = problem or error
-    if not binding.compared:  # these ranks have agreed on nothing yet, not even on how many parameters there are
+    if not binding.compared:  # the ranks have not compared anything yet, not even the number of parameters
         verify_ranks(binding, tx, like)
     is_new = tx.treedef not in binding.compared
     if layout.group is None or layout.size == 1:
@@ -95,7 +92,7 @@ def agreed_updates(
             layout,
             problem,
             {"arguments: some give params, some do not": int(params is not None), _FACTS: number},
-            # A rank may be the only one that has a new chain, or has loaded a state: all do what any of them wishes.
+            # One rank alone may have a new chain or a loaded state, so all ranks act if any of them wishes it.
             wishes=[
                 (binding.has_loaded, lambda: loads.add(True)),
                 (not binding.has_loaded, lambda: loads.add(False)),
@@ -132,20 +129,17 @@ def agreed_updates(
 
 _FACTS = "chains, numbers or extras"
 SMALL = 64
-"""Elements of a tensor in host memory that is compared at every step."""
+"""The largest number of elements of a CPU tensor whose values are compared at every step."""
 
 
 def _facts(binding: Binding, tx: Transform, state: PyTree, like: PyTree, extras: dict[str, Any]) -> tuple[Facts, int]:
-    """Collect the facts that must be the same on all ranks at a step, as far as no device must be waited for.
-
-    In words, for an error, and as a number.
-    """
+    """Return the facts that must be equal on all ranks at a step, as texts for an error, and their number."""
     numbers: dict[str, Mapping[str, str]] = {
         "numbers in their chains": {name: _text(number) for name, number in parts_of(tx)},
         "named extras, such as value=loss; reduce them first": {name: _text(value) for name, value in extras.items()},
         "numbers in their states": _numbers_of_state(binding, tx, state, like),
     }
-    # All of the chain but its numbers: also which parameters are in which group of an optimizer.
+    # The chain without its hyperparameters, including the assignment of parameters to groups of an optimizer.
     key = ("structure", tx.treedef)
     if key not in binding.derived:
         text = structure_of(tx)
@@ -155,23 +149,22 @@ def _facts(binding: Binding, tx: Transform, state: PyTree, like: PyTree, extras:
 
 
 def _text(value: object) -> str:
-    """A value in words: those of host memory; tensors on a device are compared when copies are verified.
-
-    Of a mapping names, shapes and dtypes: a transform that takes one, as `qk_clip` does, reduces values over ranks.
-    """
+    """Describe a value by a text, without a device sync."""
+    # A transform that takes a mapping, such as `qk_clip`, reduces its values over ranks: they may differ.
     if isinstance(value, Mapping):
         shown = zip(tree.names(value), tree.leaves(value), strict=True)
         return repr({n: (*x.shape, x.dtype) if isinstance(x, Tensor) else type(x).__qualname__ for n, x in shown})
     if not isinstance(value, Tensor):
         plain = value is None or isinstance(value, bool | int | float | str)
         return repr(value) if plain else type(value).__qualname__
+    # Values on a device are compared when replicas are verified.
     if value.device.type != "cpu" or value.numel() > SMALL:
         return f"a tensor {tuple(value.shape)} of {value.dtype}"
     return f"{value.tolist()} of {value.dtype}"
 
 
 def _numbers_of_state(binding: Binding, tx: Transform, state: PyTree, like: PyTree) -> dict[str, str]:
-    """Those leaves of a state that belong to no parameter, such as counters and injected hyperparameters."""
+    """Describe the state leaves that belong to no parameter, such as counters and injected hyperparameters."""
     leaves = tree.leaves(state)
     key = ("numbers of state", tx.treedef, len(leaves), tuple(tree.names(like)))
     if key not in binding.derived:
@@ -185,7 +178,7 @@ def _numbers_of_state(binding: Binding, tx: Transform, state: PyTree, like: PyTr
 
 
 def _placed(layout: Layout, name: str, leaf: Tensor | None) -> Tensor | None:
-    """A gradient with the placements of its parameter; those of tensor parallelism may still have to be reduced."""
+    """Redistribute a gradient to the placements of its parameter; it may be partial under tensor parallelism."""
     wanted = layout.dtensors.get(name)
     if wanted is None or not is_dtensor(leaf) or leaf._spec.placements == wanted.placements:
         return leaf
@@ -195,8 +188,9 @@ def _placed(layout: Layout, name: str, leaf: Tensor | None) -> Tensor | None:
 def _filled(
     layout: Layout, names: Sequence[str], leaves: Sequence[Tensor | None], codes: Sequence[int], device: torch.device
 ) -> list[Tensor | None]:
-    """Fill in what is absent here and present elsewhere; seldom, so every rank tells every other what it has."""
+    """Fill leaves that are absent on this rank and present on another from another holder, or with zeros."""
     assert layout.group is not None
+    # This is rare, so every rank sends its list of present leaves to every other.
     mine = [int(leaf is not None) for leaf in leaves]
     have = all_numbers(mine, layout.group, "finding out who has which gradient")
     found = list(leaves)

@@ -1,4 +1,4 @@
-"""`sharded`: a transform over local tensors that gives the update of the same transform over whole ones."""
+"""`sharded`: a transform over local tensors that gives the same update as the transform over whole tensors."""
 
 from __future__ import annotations
 
@@ -32,68 +32,36 @@ __all__ = ["Sharded", "step_sharded", "init_sharded", "settings_of", "sharded", 
 P = ParamSpec("P")
 
 Replicas = Literal["auto", "split", "everyone"]
-"""What is done with matrices that several ranks hold whole."""
+"""The handling of matrices that several ranks hold whole."""
 
 
 class Sharded(Transform):
-    """What `sharded` makes: a transform whose errors are raised on all ranks alike, before anything is changed."""
+    """The transforms that `sharded` builds: errors are raised on all ranks, before anything is changed."""
 
     @property
     def stays_outermost(self) -> bool:
-        """True if what is put around it goes inside: ranks agree on all of a step before any of it is done."""
+        """True: wrappers are placed inside, because ranks agree on a whole step before any of it runs."""
         return True
 
     def init(self, params: PyTree) -> PyTree:
-        """Build the state for this rank's pieces; all ranks must call it together.
-
-        Args:
-            params: the tree of local tensors, or of DTensors. Meta tensors give a state of meta tensors, without a word
-                to the other ranks.
-
-        Returns:
-            A state of the transform's own structure: local tensors for what is like the parameters, None for what
-            another rank owns, and the same counters on all ranks. Of DTensor parameters, DTensors.
-
-        Raises:
-            ShardingError: the ranks have different trees, chains or layouts, a local tensor is not what the layout
-                says, or something is wrong on another rank.
-            TypeError: a leaf is not a floating-point tensor.
-        """
+        """Build the state of this rank's shards; all ranks must call it together, except with meta tensors."""
         return self.functions.init(params)
 
     def update(
         self, updates: PyTree, state: PyTree, params: PyTree = None, *, donate: bool | Donation = False, **extras: Any
     ) -> tuple[PyTree, PyTree]:
-        """Map updates to new updates and the state to the next; all ranks must call it together.
-
-        Args:
-            updates: local gradients. A leaf that is None on this rank only is taken from a rank that holds the same
-                piece, and is zero if no other rank holds it.
-            state: what `init` or the previous `update` returned.
-            params: local parameters, for transforms that need them.
-            donate: as in `Transform.update`.
-            **extras: named values for the transforms; the same on all ranks, but for a mapping, such as the
-                ``max_logits`` of `muonfx.qk_clip`, whose transform takes each rank's own: of it names and shapes.
-
-        Returns:
-            Local updates and the next state.
-
-        Raises:
-            ShardingError: something is wrong on another rank, or it is gone.
-            TypeError, ValueError: as `Transform.update`. Nothing has been changed on any rank when an error is raised,
-                unless a rank is gone.
-        """
+        """Return the new local updates and the next state; all ranks must call it together."""
         problem: TypeError | None = None
         given = NOTHING
         try:
             given = Donation.of(donate)
-        except TypeError as error:  # on this rank, perhaps; all ranks hear of it together
+        except TypeError as error:  # perhaps on this rank only: raised later, on all ranks together
             problem = error
         return self.functions.update(updates, state, params, donate=given, check=True, problem=problem, **extras)
 
 
 def _factory(constructor: Callable[P, InitAndUpdate]) -> Callable[P, Transform]:
-    """A factory of `Sharded`, whose values stand for the transform that they shard."""
+    """Build a factory of `Sharded`, whose values are transparent: they stand for the transform that they shard."""
     return make_factory(Sharded, constructor, Declaration(), transparent=True)
 
 
@@ -210,12 +178,12 @@ def sharded(
             return out, after
         return to_dtensors(layout, out, updates), state_to_dtensors(binding, inner, updates, after)
 
-    # Collectives among processes are nothing that a graph could hold.
+    # A compiled graph cannot contain these collectives.
     return cast("InitAndUpdate", (torch.compiler.disable(init), torch.compiler.disable(update)))
 
 
 def init_sharded(binding: Binding, tx: Transform, params: PyTree, problem: Exception | None = None) -> PyTree:
-    """Compare chains, parameters and layouts between ranks, and make the state of local tensors; on all or on none."""
+    """Verify that the ranks agree, and build the state of local tensors, on all ranks or on none."""
     try:
         warn_of_unmatched(tx, params)
     except PROBLEMS as error:
@@ -224,7 +192,7 @@ def init_sharded(binding: Binding, tx: Transform, params: PyTree, problem: Excep
     state: PyTree = None
     try:
         state = binding.executor.init(tx, tree.map(local_of, params))
-    except OSError as error:  # of a store on disk
+    except OSError as error:  # from a store on disk
         problem = error
     if binding.store.is_resident or binding.layout.group is None or binding.layout.size == 1:
         if problem is not None:
@@ -247,12 +215,8 @@ def step_sharded(
     problem: Exception | None = None,
     apply: Callable[[PyTree, PyTree], None] | None = None,
 ) -> tuple[PyTree, PyTree]:
-    """One step on local tensors; updates and parameters may be DTensors. What is wrong on one rank is raised on all.
-
-    The transform has the numbers of now. ``apply`` takes updates as soon as they are final, as in `Arguments`; without,
-    they are returned. ``check`` looks at the trees first, which takes time; ``problem`` is what the caller has found to
-    be wrong on this rank.
-    """
+    """Run one step on local tensors; an error on one rank is raised on all."""
+    # `tx` has the current hyperparameters; `apply` receives each update as soon as it is final.
     local = agreed_updates(
         binding, tx, updates, state, params, donate=donate, extras=extras, check=check, problem=problem
     )
@@ -262,12 +226,12 @@ def step_sharded(
 
 
 def settings_of(tx: Sharded) -> Settings:
-    """What the caller of `sharded` has chosen."""
+    """Return the settings given to `sharded`."""
     return Settings(*(tx.arguments[name] for name in Settings._fields))
 
 
 def bind(layout: Layout, settings: Settings, store: Store = RESIDENT) -> Binding:
-    """The binding of a layout with some settings, and with the state in some store; there is one."""
+    """Return the one binding of a layout with some settings and a store."""
     key = ("binding", settings, store)
     if key not in layout.derived:
         layout.derived[key] = Binding(layout, settings, store)

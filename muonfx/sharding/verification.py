@@ -1,4 +1,4 @@
-"""Ranks compare what they have when a chain is bound to a group: chains, parameters, layouts, versions, replicas."""
+"""Comparison of the ranks when a chain is bound to a group: chains, parameters, layouts, versions, replicas."""
 
 from __future__ import annotations
 
@@ -34,21 +34,11 @@ from muonfx.tree import PyTree
 __all__ = ["PROBLEMS", "verify_ranks"]
 
 PROBLEMS = (TypeError, ValueError, AttributeError, KeyError, OSError, ShardingError, Warning)
-"""What may be wrong with what a caller gave on one rank; a warning is raised under ``python -W error``."""
+"""The errors that a caller's arguments may cause on one rank; a warning is raised under ``python -W error``."""
 
 
 def verify_ranks(binding: Binding, tx: Transform, params: PyTree, problem: Exception | None = None) -> None:
-    """Require that all ranks have the same chain, parameters, layout, versions and dtypes of products.
-
-    All ranks call it together. They compare digests, in one all-reduce of fixed size; what differs is told only then.
-
-    Raises:
-        ShardingError: they have not, or something is wrong on another rank.
-
-    Warns:
-        UserWarning: the ranks run different versions of torch or kinds of machine and hold copies of parameters;
-            functions of the chain have captured different values.
-    """
+    """Raise on all ranks unless they have the same chain, parameters, layout, versions and product dtypes."""
     layout = binding.layout
     try:
         checks.check_params(params)
@@ -64,7 +54,7 @@ def verify_ranks(binding: Binding, tx: Transform, params: PyTree, problem: Excep
         fastest = _compared(binding, tx, local, device, fastest, problem)
     elif problem is not None:
         raise problem
-    binding.compute.setdefault(device.type, fastest)  # what was agreed on first is what plans and states were made for
+    binding.compute.setdefault(device.type, fastest)  # plans and states exist for the dtype agreed on first
     binding.likes[tx.treedef] = tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), local)
     binding.compared.add(tx.treedef)
 
@@ -77,11 +67,11 @@ def _compared(
     fastest: torch.dtype,
     problem: Exception | None,
 ) -> torch.dtype:
-    """Compare with the other ranks; the dtype that plans take "auto" to be, on all of them."""
+    """Compare with the other ranks, and return the common dtype of "auto" in plans."""
     layout = binding.layout
     assert layout.group is not None
     names = zip(tree.names(local), tree.leaves(local), strict=True)
-    # Where this rank runs what every rank runs for itself; on other hardware the last bit may be another.
+    # Computations that every rank repeats may differ in the last bit on other hardware.
     machine: Facts = {"": f"torch {torch.__version__}, {_machine(device)}"}
     captured: Facts = {"values": captured_by(tx)}
     own = compare(
@@ -97,7 +87,7 @@ def _compared(
             "kinds of device to compute on": device.type,
             "settings": repr(binding.settings),
             "settings of torch": _settings_of_torch(),
-            # Machines may resolve "auto" differently; a dtype that the chain gives is the same everywhere.
+            # Machines may resolve "auto" differently; an explicit dtype is the same everywhere.
             'dtypes for "auto" (give each such transform a dtype, for example dtype=torch.float32)': product_dtypes(
                 tx, [leaf.dtype for leaf in tree.leaves(local) if leaf is not None], device
             ),
@@ -106,7 +96,7 @@ def _compared(
         problem,
         {"dtype": DTYPES.index(fastest), "machine": number_of(machine), "captured": number_of(captured)},
     )
-    if own["dtype"][0] != own["dtype"][1]:  # no transform of the chain has "auto": only plans depend on it
+    if own["dtype"][0] != own["dtype"][1]:  # no transform has "auto" here, so only plans depend on it
         fastest = torch.float32
     if own["machine"][0] != own["machine"][1] and any(cut.copies for cut in layout.pieces.values()):
         odd, here, there = _told(machine, layout)
@@ -128,7 +118,7 @@ def _compared(
 
 
 def _told(facts: Facts, layout: Layout) -> tuple[str, Any, Any]:
-    """The other ranks of a difference that there is, what rank 0 has, and what they have."""
+    """Return the odd ranks of an existing difference, the value of rank 0, and the value of the odd ranks."""
     assert layout.group is not None
     found = find_difference(facts, layout.group)
     assert found is not None
@@ -136,7 +126,7 @@ def _told(facts: Facts, layout: Layout) -> tuple[str, Any, Any]:
 
 
 def _version() -> str:
-    roof = sys.modules[__name__.partition(".")[0]]  # nothing inside the package may import it
+    roof = sys.modules[__name__.partition(".")[0]]  # modules inside the package must not import it
     return str(getattr(roof, "__version__", "unknown"))
 
 

@@ -1,4 +1,4 @@
-"""States of sharded transforms for checkpoints: what a rank holds, said in terms of the whole."""
+"""Conversion between the local state of a sharded transform and its logical state for checkpoints."""
 
 from __future__ import annotations
 
@@ -82,25 +82,18 @@ def local(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
 
 
 def is_logical(values: PyTree) -> bool:
-    """True if a tree says of a leaf which part of which whole it is, as `logical` does.
-
-    A logical tree without such a leaf has DTensors and whole tensors only, and `logical` leaves these as they are.
-    """
+    """True if any leaf of a tree records its position in the whole, as the leaves of `logical` do."""
+    # A logical tree without a FlatPiece has DTensors and whole tensors only, which `logical` leaves unchanged.
     return any(isinstance(leaf, FlatPiece) for leaf in tree.leaves(values))
 
 
 def layout_of(tx: object) -> Layout | None:
-    """The layout of what `sharded` made; None for anything else.
-
-    >>> import muonfx as mfx
-    >>> layout_of(mfx.momentum()) is None
-    True
-    """
+    """Return the layout of a transform that `sharded` built, None for anything else."""
     return tx.arguments["layout"] if isinstance(tx, Sharded) else None
 
 
 def check_local(layout: Layout, described: Sequence[LeafPlacement | None], state: PyTree) -> None:
-    """Require as many leaves, of such shapes, as a state has under a layout."""
+    """Require the number and the shapes of leaves that a state has under a layout."""
     advice = "was it made by this chain, under this layout?"
     leaves = tree.leaves(state)
     if len(leaves) != len(described):
@@ -115,7 +108,7 @@ def check_local(layout: Layout, described: Sequence[LeafPlacement | None], state
 
 
 def binding_of(tx: Transform, params: PyTree) -> tuple[Binding, Transform, PyTree]:
-    """The binding of a sharded transform, the transform within, and meta tensors like the local parameters."""
+    """Return the binding of a sharded transform, its inner transform, and meta tensors of the local parameters."""
     if not isinstance(tx, Sharded):
         raise TypeError(f"tx must be what muonfx.sharding.sharded made, found {tx!r}")
     layout: Layout = tx.arguments["layout"]

@@ -1,10 +1,9 @@
 """The plan of a run and of a chain: which rank computes which matrices, by which route, in which order.
 
-Four words. A *run* is what needs whole matrices: neighbouring transforms of a chain. A *share* is some whole matrices
-of one parameter that one rank, its *owner*, computes: the parameter itself, or a range of a stack. A *leg* is what of
-a share lies in one piece, and so on the way to the owner and back. A *bucket* is the shares that travel together.
-
-A plan follows from the layout, the chain and shapes alone, so that all ranks make the same one without a word.
+A *run* is a sequence of neighbouring transforms of a chain that need whole matrices. A *share* is a set of whole
+matrices of one parameter that one rank, its *owner*, computes: the parameter itself, or a range of a stack. A *leg* is
+the part of a share in one shard, which is sent to the owner and back. A *bucket* is a set of shares that are sent
+together. A plan follows from the layout, the chain and shapes alone, so all ranks make the same plan independently.
 """
 
 from __future__ import annotations
@@ -69,43 +68,42 @@ class Machine(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """The choices of a caller."""
+    """The settings of `sharded`."""
 
     replicas: str = "auto"
     """For matrices that several ranks hold whole: "split", "everyone" or "auto"."""
     bucket_bytes: int = 1 << 28
-    """About how many bytes an exchange takes at a time: matrices and messages together, of the bucket that is computed,
-    of the next, and of the one before; a single larger matrix goes through alone."""
+    """The approximate bytes of an exchange: matrices and messages of three buckets; a larger matrix is sent alone."""
     exchange_dtype: torch.dtype | None = None
-    """In which dtype matrices travel; None: in that to which their transform rounds them anyway."""
+    """The dtype in which matrices are sent; None: the dtype to which their transform rounds them."""
     machine: Machine | None = None
-    """The rates that routes are chosen by; None: a guess by the kind of device."""
+    """The rates by which routes are chosen; None: an estimate for the kind of device."""
     verify_every: int | None = None
-    """After how many steps the copies that ranks hold are compared again; None: at the first step only."""
+    """The number of steps between comparisons of replicas; None: only before the first step and after a load."""
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The owners of one run's matrices, their routes, and the buckets in which they travel."""
+    """The owners of one run's matrices, their routes, and their buckets."""
 
     run: Run = field(repr=False)
-    """The transforms, for the stacks as stacks."""
+    """The transforms, applied to stacks as stacks."""
     stacks: tuple[str, ...]
-    """The parameters that are stacks of independent matrices to all transforms of the run."""
+    """The parameters that are stacks of independent matrices for all transforms of the run."""
     size: int
     shares: tuple[Share, ...]
     buckets: tuple[tuple[int, ...], ...]
-    """Places of shares, all of one dtype, that travel together; in this order."""
+    """Indices of shares, all of one dtype, that are sent together, in this order."""
     specs: dict[str, Spec] = field(repr=False)
     device: torch.device
     compute: torch.dtype
-    """The dtype that "auto" stands for."""
+    """The dtype of "auto"."""
     exchange_dtype: torch.dtype | None
     _wire_dtypes: dict[torch.dtype, tuple[torch.dtype, torch.dtype]] = field(default_factory=dict, repr=False)
 
     @property
     def flops(self) -> list[float]:
-        """Floating-point operations of each rank."""
+        """The load of each rank, in operations of full products that take the same time."""
         loads = [sum(share.cost for share in self.shares if share.owner is None)] * self.size
         for share in self.shares:
             if share.owner is not None:
@@ -114,16 +112,14 @@ class RunPlan:
 
     @property
     def sent(self) -> list[int]:
-        """The bytes that each rank sends, there and back."""
+        """The bytes that each rank sends, to owners and back."""
         return [sum(of_rank) for of_rank in zip(*self.sent_by_block().values(), strict=True)] or [0] * self.size
 
     def sent_by_block(self) -> dict[int, list[int]]:
-        """`sent`, by the block of ranks that a parameter's pieces lie in: 1, 2, 4, ... ranks that begin at a multiple.
-
-        A block of no more ranks than a node has does not cross nodes, if these have a power of two.
-        """
+        """Return `sent` by block: the smallest power of two of ranks, aligned to its size, that holds a parameter."""
+        # If nodes have a power of two of ranks, a block no larger than a node does not cross nodes.
         found: dict[int, list[int]] = {}
-        # Thousands of experts lie in few ways: what follows from the pieces is summed once for all that lie alike.
+        # Thousands of experts have few distinct partitions, so bytes are summed once for each partition.
         groups: dict[tuple[str, int, int, torch.dtype], list[Share]] = {}
         for share in self.shares:
             key = (share.cut.digest, share.start, share.stop, self.specs[share.name].dtype)
@@ -135,13 +131,13 @@ class RunPlan:
         return found
 
     def bytes_of(self, share: Share) -> list[int]:
-        """The bytes that each rank sends for a share."""
+        """Return the bytes that each rank sends for a share."""
         sent = [0] * self.size
         self._add_sent(sent, [share])
         return sent
 
     def _add_sent(self, sent: list[int], shares: Sequence[Share]) -> None:
-        """Add the bytes that each rank sends for shares of one range of equally cut parameters of one dtype."""
+        """Add the bytes that each rank sends for shares of one range, one partition and one dtype."""
         one = shares[0]
         there, back = (dtype.itemsize for dtype in self.wire_dtypes(self.specs[one.name].dtype))
         owners = Counter(share.owner for share in shares if share.owner is not None)
@@ -161,7 +157,7 @@ class RunPlan:
             sent[owner] += times * ((results - own) * back - own * there)  # an owner sends itself nothing
 
     def wire_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
-        """In which dtypes updates of a dtype go to the owner and come back: no value changes, unless asked for."""
+        """Return the dtypes in which updates are sent to the owner and back, lossless by default."""
         if dtype not in self._wire_dtypes:
             asked = self.exchange_dtype
             self._wire_dtypes[dtype] = (asked or self._narrowed(0, dtype), asked or self._narrowed(-1, dtype))
@@ -174,24 +170,15 @@ class RunPlan:
         return rounded if rounded.itemsize < dtype.itemsize else dtype
 
 
+# One for the matrices, two for messages of the next bucket, two for messages of the previous results, one for a result.
 BUFFERS_PER_BUCKET = 6
-"""The bytes that are there at a time, over those of a bucket's matrices: the matrices; what was sent and came, of the
-next bucket and of the results of the one before; and a result beside its matrix."""
+"""The bytes in use at a time, as a multiple of the bytes of a bucket's matrices."""
 
 
 def plan_run(
     run: Run, names: Sequence[str], layout: Layout, device: torch.device, settings: Settings, compute: torch.dtype
 ) -> RunPlan:
-    """Plan a run for some parameters.
-
-    Args:
-        run: the transforms.
-        names: of the parameters that reach it.
-        layout: who holds what.
-        device: of the values.
-        settings: what the caller has chosen.
-        compute: what a dtype of "auto" stands for, on all ranks.
-    """
+    """Plan a run for the named parameters that reach it."""
     specs = {name: layout.specs[name] for name in names}
     machine = settings.machine or Machine.of(device.type, compute)
     matrices = matrices_of(run, {name: spec.shape for name, spec in specs.items()})
@@ -215,13 +202,9 @@ def _owners(
     machine: Machine,
     settings: Settings,
 ) -> list[int | None]:
-    """The owner of each part, or None for all ranks.
-
-    What all ranks hold whole may be split among them, which takes an exchange, or computed by all. Ways are compared as
-    wholes, by the busiest rank: to split saves nothing where there are fewer matrices than ranks, say, or where all of
-    them together take less time than an exchange. Three are: nothing, all, and what takes longer to compute than to
-    send.
-    """
+    """Return the owner of each part, or None for a part that all ranks compute."""
+    # Parts that all ranks hold whole may be split, which costs an exchange, or computed by all. Whole assignments are
+    # compared by the busiest rank, since splitting saves nothing if there are fewer matrices than ranks, for example.
     everywhere = [len(part.candidates) == layout.size > 1 and part.complete for part in parts]
     fixed = [i for i, here in enumerate(everywhere) if not here]
     free = [i for i, here in enumerate(everywhere) if here]
@@ -252,7 +235,7 @@ def _seconds(
     machine: Machine,
     settings: Settings,
 ) -> float:
-    """The busiest rank's time, with results of split matrices sent to all others; of what is cut nothing is counted."""
+    """Estimate the busiest rank's time; the transfers of matrices that no rank holds whole are not counted."""
     loads, sent = [0.0] * size, [0] * size
     for i, owner in owners.items():
         loads[owner] += each[i]
@@ -287,14 +270,14 @@ def _route(part: Part, owner: int | None, layout: Layout, cost: float) -> tuple[
 
 
 def _buckets(shares: Sequence[Share], specs: dict[str, Spec], limit: int) -> Iterator[tuple[int, ...]]:
-    """Every owner's shares of a dtype in lists of so many bytes; the first lists of all owners travel together."""
+    """Group every owner's shares of a dtype into lists of `limit` bytes; the n-th lists of all owners are bucket n."""
     places = sorted(range(len(shares)), key=lambda i: (tuple(sorted(shares[i].shape[-2:])), i))
     for dtype in dict.fromkeys(specs[share.name].dtype for share in shares):
         by_owner: dict[int | None, dict[int, int]] = {None: {}}
         for i in places:
             if specs[shares[i].name].dtype == dtype:
                 by_owner.setdefault(shares[i].owner, {})[i] = shares[i].numel * dtype.itemsize
-        # What every rank computes goes alone: in one batch with a rank's own matrices it could differ in the last bit.
+        # Shares that every rank computes have their own batches: with other matrices the last bit could differ.
         yield from map(tuple, cut_places(by_owner.pop(None), limit))
         for together in zip_longest(*(cut_places(own, limit) for own in by_owner.values()), fillvalue=()):
             yield tuple(sorted(i for own in together for i in own))

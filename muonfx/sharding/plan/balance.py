@@ -1,11 +1,9 @@
-"""Owners of matrices: the longest first, each to the rank that has least so far.
+"""Assignment of matrices to owners, in descending order of cost, each to the least loaded rank.
 
-That order ends at most a third above the best possible on equal ranks (Graham 1969). Where all ranks are candidates and
-it does not reach the mean, it is compared with what packing ranks up to a common limit gives (MULTIFIT; Coffman, Garey
-and Johnson 1978), and the better of the two is taken.
-
-All ranks call this with the same numbers and get the same answer; ties are broken by rank, never by the order of a dict
-or a set.
+On equal ranks this order ends at most a third above the optimum (Graham 1969). If all ranks are candidates and the
+result misses the mean, packing up to a common limit (MULTIFIT; Coffman, Garey and Johnson 1978) is tried, and the
+better result is returned. All ranks call this with the same numbers and get the same result: ties are broken by rank,
+never by the order of a dict or a set.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from collections.abc import Iterable, Sequence
 __all__ = ["assign", "assign_by_bytes", "lower_bound"]
 
 _MOST_WORK = 200_000
-"""Different costs times ranks for which packing is tried: a fraction of a second."""
+"""The most distinct costs times ranks for which packing is tried: a fraction of a second."""
 
 
 def assign(
@@ -30,36 +28,15 @@ def assign(
     loads: Sequence[float] | None = None,
     sizes: Sequence[int] | None = None,
 ) -> list[int]:
-    """Give every item to a rank, so that the sums of costs are about equal.
-
-    Items with one candidate go first, as there is no choice; the others by falling cost, each to the candidate with the
-    least cost so far; of several the one with the fewest bytes, then the lowest. Where the others can all go to the
-    same ranks and the busiest ends more than a percent above the mean, ranks are packed instead, if that is better.
-
-    Args:
-        costs: of each item, at least 0.
-        candidates: for each item the ranks that may take it, or None for all; None: all for all.
-        ranks: how many there are.
-        loads: what each rank has to do already; None: nothing.
-        sizes: bytes of each item, for ties; None: none.
-
-    Returns:
-        The rank of each item. Takes O(log P) an item, and O(P) for each group of candidates that is another object.
-
-    Raises:
-        ValueError: lengths differ, a cost is negative or not finite, an item has no candidate or one out of range.
-
-    >>> assign([5.0, 4.0, 3.0, 3.0, 3.0], None, 2)
-    [0, 0, 1, 1, 1]
-    >>> assign([5.0, 4.0], [(1,), None], 2)
-    [1, 0]
-    """
+    """Assign every item to a rank so that the sums of costs are about equal."""
+    # Takes O(log P) for an item, and O(P) for each distinct object among the candidates.
     allowed = [None] * len(costs) if candidates is None else list(candidates)
     bytes_of = [0] * len(costs) if sizes is None else sizes
     _check(costs, allowed, bytes_of, ranks, loads)
     board = _Board([0.0] * ranks if loads is None else loads)
     owners = [0] * len(costs)
     free: list[int] = []
+    # Items with one candidate are first; the others follow by falling cost, ties by bytes, then by rank.
     for i, own in enumerate(allowed):
         if own is not None and len(own) == 1:
             owners[i] = own[0]
@@ -81,39 +58,20 @@ def assign(
 
 
 def assign_by_bytes(costs: Sequence[float], sizes: Sequence[int], ranks: int) -> list[int]:
-    """Give every item to a rank, so that both the sums of costs and the sums of sizes are about equal.
-
-    For ranks that keep whole parameters: they compute what they keep, and their memory must not differ either. No rank
-    ends above `sum(sizes) / ranks` by more than the largest item. Items with a cost go first, by falling cost, to the
-    rank with least cost that they fit on: within that mean and the largest item with a cost. A rank that one does not
-    fit on takes no more of them; one that has no more than the mean always stays. Items without a cost (embeddings,
-    vectors) come last, the largest first, to the rank with the fewest bytes.
-
-    Args:
-        costs: of each item, at least 0.
-        sizes: bytes of each item, at least 0.
-        ranks: how many there are.
-
-    Returns:
-        The rank of each item.
-
-    Raises:
-        ValueError: as `assign`.
-
-    >>> assign_by_bytes([4.0, 2.0, 2.0, 0.0], [4, 2, 2, 8], 2)
-    [0, 1, 1, 0]
-    """
+    """Assign every item to a rank so that both the sums of costs and the sums of sizes are about equal."""
     _check(costs, [None] * len(costs), sizes, ranks, None)
+    # Ranks keep whole parameters, so their memory must be balanced too: no rank ends above the mean of sizes by more
+    # than the largest item.
     order = sorted(range(len(costs)), key=lambda i: (-costs[i], -sizes[i], i))
     with_cost = [i for i in order if costs[i] > 0]
     spare = max((sizes[i] for i in with_cost), default=0)
-    most = sum(sizes) // ranks + spare  # sizes are whole: to round the mean down changes nothing
+    most = sum(sizes) // ranks + spare  # sizes are integers, so rounding the mean down changes nothing
     owners = [0] * len(costs)
     board = _Board([0.0] * ranks)
     queue = _Queue(board, range(ranks))
     for i in with_cost:
         while board.bytes[owner := queue.least()] + sizes[i] > most:
-            queue.leave()
+            queue.leave()  # a rank with at most the mean always stays, so the queue never empties
         owners[i] = owner
         board.give(owner, costs[i], sizes[i])
     by_bytes = [(board.bytes[rank], board.loads[rank], rank) for rank in range(ranks)]
@@ -126,23 +84,18 @@ def assign_by_bytes(costs: Sequence[float], sizes: Sequence[int], ranks: int) ->
 
 
 def lower_bound(costs: Iterable[float], ranks: int) -> float:
-    """A bound from below on the busiest rank's load, however items are given out.
-
-    The largest of four: the mean; the largest item; of the `k P + 1` largest items the `k + 1` smallest, as some rank
-    gets so many of them; and the least limit that a bound on bin packing does not rule out (Martello and Toth 1990,
-    L2): with a limit of T, items above `T - a` share a rank with none of at least `a`.
-
-    >>> lower_bound([3.0, 1.0], 2), lower_bound([1.0, 1.0, 1.0, 1.0], 2), lower_bound([2.0, 2.0, 2.0], 2)
-    (3.0, 2.0, 4.0)
-    """
+    """Return a lower bound on the busiest rank's load under any assignment."""
     falling = sorted(costs, reverse=True)
     if not falling:
         return 0.0
     least = max(falling[0], sum(falling) / ranks)
+    # Of the k P + 1 largest items some rank gets k + 1: at least the k + 1 smallest of them.
     for last in range(ranks, len(falling), ranks):
         least = max(least, sum(falling[last - last // ranks : last + 1]))
     sums = list(itertools.accumulate(falling, initial=0.0))
-    low, high = least, 2 * least  # longest first never ends above mean + largest
+    # The least limit T that a bound on bin packing does not exclude (Martello and Toth 1990, L2): items above T - a
+    # share a rank with no item of at least a.
+    low, high = least, 2 * least  # descending assignment never ends above mean + largest
     for _ in range(40):
         middle = (low + high) / 2
         low, high = (middle, high) if _is_too_little(middle, falling, sums, ranks) else (low, middle)
@@ -150,7 +103,7 @@ def lower_bound(costs: Iterable[float], ranks: int) -> float:
 
 
 def _is_too_little(limit: float, falling: Sequence[float], sums: Sequence[float], ranks: int) -> bool:
-    """True only if items cannot be given out without a rank going above `limit`; false may be wrong."""
+    """True only if every assignment loads some rank above `limit`; False may be wrong."""
 
     def above(cost: float) -> int:
         return bisect.bisect_left(falling, -cost, key=operator.neg)
@@ -179,14 +132,12 @@ class _Board:
 
 
 class _Queue:
-    """Some ranks, the one that has least in front.
-
-    The heap holds standings of some time. What a rank has only ever grows, so an old standing comes up too early, never
-    too late: it is then replaced by that of now. So queues that share ranks need not know of each other.
-    """
+    """A priority queue of ranks, the least loaded first."""
 
     def __init__(self, board: _Board, ranks: Iterable[int]) -> None:
         self._board = board
+        # Entries may be stale. Loads only grow, so a stale entry is at the front too early, never too late, and `least`
+        # replaces it by the current entry. Queues with common ranks therefore need no synchronization.
         self._heap = [board.standing(rank) for rank in ranks]
         heapq.heapify(self._heap)
 
@@ -202,12 +153,12 @@ class _Queue:
         return sorted(standing[2] for standing in self._heap)
 
     def leave(self) -> None:
-        """The rank in front goes for good."""
+        """Remove the first rank."""
         heapq.heappop(self._heap)
 
 
 def _queues(allowed: Sequence[Sequence[int] | None], board: _Board) -> dict[int, _Queue]:
-    """A queue for each group of candidates, by the identity of the group's object; equal groups share one."""
+    """Return a queue for each group of candidates, by the id of the group's object; equal groups share a queue."""
     by_ranks: dict[tuple[int, ...] | None, _Queue] = {}
     by_id: dict[int, _Queue] = {}
     for own in allowed:
@@ -220,11 +171,9 @@ def _queues(allowed: Sequence[Sequence[int] | None], board: _Board) -> dict[int,
 
 
 def _packed(falling: Sequence[float], before: dict[int, float], loads: Sequence[float]) -> list[int]:
-    """Ranks of items, by packing under the lowest limit that is found to work; empty where that does not help.
-
-    First fit by falling cost: rank by rank, each takes the largest items that still fit. Items of one cost are alike,
-    so a rank takes as many at once as fit, and this costs O(ranks x different costs) for a limit.
-    """
+    """Pack items under the lowest feasible limit found; return [] if that does not help."""
+    # First fit by falling cost: each rank takes the largest items that fit, all items of one cost at once, which takes
+    # O(ranks x distinct costs) for a limit.
     least = max((sum(falling) + sum(before.values())) / len(before), max(before.values()), max(falling, default=0.0))
     best = max(loads[rank] for rank in before)
     if best <= 1.01 * least:
@@ -251,7 +200,7 @@ def _packed(falling: Sequence[float], before: dict[int, float], loads: Sequence[
 def _fill(
     limit: float, runs: Sequence[tuple[float, int]], order: Sequence[int], before: dict[int, float]
 ) -> list[tuple[int, int, int]] | None:
-    """(run, rank, how many) where all items fit below `limit`; else None."""
+    """Return (run, rank, count) for a packing of all items below `limit`, or None if they do not fit."""
     left = [count for _, count in runs]
     taken: list[tuple[int, int, int]] = []
     for rank in order:
@@ -283,7 +232,7 @@ def _check(
         for i, number in enumerate(numbers):
             if not 0 <= number < float("inf"):
                 raise ValueError(f"{name}[{i}]: found {number}, expected a finite number of at least 0")
-    checked: set[int] = set()  # of large groups there are few, and many items share each
+    checked: set[int] = set()  # many items share one large group object, so each object is checked once
     for i, own in enumerate(candidates):
         if own is None or id(own) in checked:
             continue

@@ -1,7 +1,7 @@
-"""The cost of orthogonalizing a matrix, and of a run of transforms for a parameter: from shapes alone.
+"""The cost of orthogonalizing a matrix, and of a run of transforms for a parameter, from shapes alone.
 
-Owners are chosen by this cost. All ranks must choose alike without talking to each other, so nothing here looks at the
-machine that it runs on: not at its clock, nor at its CPU, nor at what is installed. That is what the arguments say.
+Owners are chosen by this cost. All ranks must choose identically without communication, so the cost depends on the
+arguments only, never on the machine: not on its clock, its CPU, or the installed packages.
 """
 
 from __future__ import annotations
@@ -30,23 +30,22 @@ __all__ = ["Cost", "Run", "RunCost", "costs_of", "newton_schulz_cost", "runs_of"
 
 
 _TILE = 128
-"""The side of a kernel's tiles, which are not cut at the diagonal; the usual winner of those that are tried."""
+"""The side of a kernel's tiles, which are computed whole on the diagonal; the usual winner of autotuning."""
 
 
 class Cost(NamedTuple):
     """The cost of one matrix; a multiply-add counts as two operations."""
 
     flops: float
-    """Floating-point operations that are done; half of a symmetric product where its other half is left out."""
+    """Floating-point operations; half of a symmetric product if its other half is skipped."""
     load: float
-    """Operations of full products that take the same time: halved products save less time than operations, and passes
-    over small matrices take time without any. Owners are balanced by this."""
+    """Operations of full products that take the same time; owners are balanced by this number."""
     method: Literal["standard", "gram"]
     """The form of the iteration."""
     scratch_bytes: int
-    """Intermediates of one matrix."""
+    """The bytes of one matrix's intermediates."""
     stages: int
-    """The number of times that the matrix's Gram matrix is made."""
+    """How often the Gram matrix is computed."""
 
 
 def newton_schulz_cost(
@@ -61,29 +60,7 @@ def newton_schulz_cost(
     method: policy.MethodLike = "auto",
     products: ProductsLike = "auto",
 ) -> Cost:
-    """The cost of `muonfx.polar.orthogonalize` for one matrix, by the policy of `muonfx.polar.explain`.
-
-    Args:
-        shape: (rows, columns), either side the longer one; of no cost where one is zero.
-        device: the kind of device that computes, "cpu" or "cuda" for example; it need not be here. A CPU is taken to
-            have no tile registers, a CUDA device to run the kernels.
-        held: the matrix's own dtype.
-        dtype: of the products; "auto" is float64 for float64, else bf16 on CUDA and fp32 elsewhere. For a CPU with
-            bf16 products, pass bf16.
-        coefficients: as in `muonfx.polar.orthogonalize`.
-        steps: as there.
-        restarts: as there.
-        method: as there.
-        products: as there.
-
-    Raises:
-        ValueError, TypeError: as `muonfx.polar.orthogonalize`, and a side that is negative.
-
-    >>> newton_schulz_cost((64, 128), steps=1).flops / 64**3  # R = X X^T, R R, and Q X
-    10.0
-    >>> newton_schulz_cost((4096, 1024)) == newton_schulz_cost((1024, 4096))
-    True
-    """
+    """Return the cost of `muonfx.polar.orthogonalize` for one matrix, by the policy of `muonfx.polar.explain`."""
     short, long = sorted(shape)
     if short < 0:
         raise ValueError(f"shape: found {tuple(shape)}, expected two sides of at least 0")
@@ -94,7 +71,7 @@ def newton_schulz_cost(
         dtype = torch.float64 if held == torch.float64 else torch.bfloat16 if kind == "cuda" else torch.float32
     if resolved.table is None:
         return _cost(short, long, kind, held, dtype, resolved, method, products)
-    # A tensor of coefficients: what they are does not matter for the count, but whether there are two or three.
+    # For a tensor of coefficients, the count depends only on the number of coefficients per step, two or three.
     last = 1.0 if resolved.table.shape[1] == 3 else 0.0
     alike = Polynomials(((1.0, 1.0, last),) * len(resolved.indices), ())
     if method == "gram":
@@ -116,17 +93,20 @@ def _cost(
     method: policy.MethodLike,
     products: ProductsLike,
 ) -> Cost:
+    # Independent of this machine: a CPU is assumed to have no tile registers, a CUDA device to have the kernels.
     facts = policy.Facts(tiles=False, kernels=kind == "cuda")
     device = torch.device(kind)
     chosen = policy.plan(
         short, long, held, device, resolved, method=method, dtype=dtype, products=products, facts=facts
     )
+    # Not the operation count: halved products save less time than operations, and memory passes take time too.
     load = 2 * policy.work(chosen, device, facts)
     return Cost(_flops(chosen), load, chosen.method, chosen.scratch_bytes, len(chosen.stages))
 
 
 def _flops(chosen: policy.Plan) -> float:
-    """Count `muonfx.polar.iteration`: two long products a stage, and at most 4 k - 3 small ones for k steps."""
+    """Count the operations of `muonfx.polar.iteration`."""
+    # Two long products for each stage, and at most 4 k - 3 small products for k steps.
     n, m = chosen.shape
     gram, small = _computed(chosen.products, n), _computed(chosen.small_products, n)
     long = len(chosen.stages) * (1 + gram) * n * n * m
@@ -136,7 +116,7 @@ def _flops(chosen: policy.Plan) -> float:
 
 
 def _computed(how: str, n: int) -> float:
-    """The part of a symmetric `n x n` product that is computed, and not copied from its other half."""
+    """Return the fraction of a symmetric `n x n` product that is computed, not mirrored."""
     if how == "batched" or n == 0:
         return 1.0
     side = min(n, block_side(n) if how == "blocks" else _TILE)
@@ -144,31 +124,20 @@ def _computed(how: str, n: int) -> float:
 
 
 def within(tx: Transform) -> Iterator[Transform]:
-    """A transform and all that it calls."""
+    """Yield a transform and all transforms that it calls, recursively."""
     yield tx
     for child in tx.children:
         yield from within(child)
 
 
 class RunCost:
-    """The cost of a run for a leaf: floating-point operations of Newton-Schulz, and ten an element for the rest.
-
-    Args:
-        run: the transforms.
-        device: the kind of device that computes.
-        compute: what "auto" stands for.
-
-    >>> import muonfx as mfx
-    >>> cost = RunCost((("o", mfx.orthogonalize()),), "cpu", torch.float32)
-    >>> cost("w", (64, 64), torch.float32) > 2 * 64**3 * 15
-    True
-    """
+    """The cost of a run for a leaf: the load of Newton-Schulz, and ten operations per element for each transform."""
 
     def __init__(self, run: Run, device: str, compute: torch.dtype) -> None:
         self._device, self._compute = device, compute
         called = [tx for _, entry in run for tx in within(entry)]
         self._each = 10.0 * len(called)
-        # read once: a plan asks for the cost of tens of thousands of matrices
+        # read once, because a plan computes the cost of tens of thousands of matrices
         given = [tx.arguments for tx in called if tx.factory is orthogonalize]
         self._products = [
             (
@@ -180,7 +149,7 @@ class RunCost:
         ]
 
     def __call__(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> float:
-        """The cost for a leaf of a shape, or for some of the matrices in it; dtype: of the updates."""
+        """Return the cost for a leaf of a shape, or for some of its matrices; `dtype` is the updates' dtype."""
         total = self._each * prod(shape)
         leaf = torch.empty(tuple(shape), device="meta")
         for views, asked, settings in self._products:
@@ -194,30 +163,14 @@ class RunCost:
 
 
 def runs_of(tx: Transform, params: Mapping[str, Tensor]) -> Iterator[tuple[Run, list[str]]]:
-    """The runs within a transform, and the names of the parameters that each works on.
-
-    Args:
-        tx: the transform.
-        params: meta tensors of the global shapes, by name.
-
-    >>> import muonfx as mfx
-    >>> tx = mfx.muon_with_adamw(0.1, labels={"w": "muon", "b": "adamw"})
-    >>> like = {"w": torch.empty(2, 2, device="meta"), "b": torch.empty(2, device="meta")}
-    >>> [(run[0][0], names) for run, names in runs_of(tx, like)]
-    [('orthogonalize', ['w'])]
-    """
+    """Yield the runs within a transform, each with the names of its parameters."""
     for node in Program(lower_node(tx, dict(params))).nodes():
         if isinstance(node, Stage):
             yield tuple((member.name, member.node.tx) for member in node.members), list(node.names)
 
 
 def costs_of(specs: Mapping[str, Spec], tx: Transform | None, device: str = "cpu") -> dict[str, float]:
-    """The cost of each parameter in the runs of a transform; without one, that of orthogonalizing its matrices.
-
-    >>> import muonfx as mfx
-    >>> costs_of({"w": Spec((4, 4), torch.float32), "b": Spec((4,), torch.float32)}, None)["b"]
-    0.0
-    """
+    """Return the cost of each parameter in the runs of a transform, by default of orthogonalizing its matrices."""
     costs = dict.fromkeys(specs, 0.0)
     if tx is None:
         run: Run = (("orthogonalize", orthogonalize(dtype=torch.float32)),)

@@ -1,4 +1,4 @@
-"""Parts, shares and legs: which matrices may go to whom, what an owner computes, and what of it lies where."""
+"""Parts, shares and legs: the candidates for matrices, an owner's matrices, and their parts in each shard."""
 
 from __future__ import annotations
 
@@ -22,11 +22,7 @@ __all__ = ["Leg", "Moves", "Part", "Share", "apart", "matrices_of", "nearest", "
 
 
 def nearest(ranks: Sequence[int], owner: int) -> int:
-    """Of some rising ranks the one nearest to the owner; of two as near the lower.
-
-    >>> nearest((0, 4, 8), 6), nearest((0, 4, 8), 8)
-    (4, 8)
-    """
+    """Return the rank of an ascending list that is nearest to the owner, the lower one in a tie."""
     if len(ranks) == 1:
         return ranks[0]
     place = bisect_left(ranks, owner)
@@ -34,82 +30,80 @@ def nearest(ranks: Sequence[int], owner: int) -> int:
 
 
 class Leg(NamedTuple):
-    """The part of a share that lies in one piece."""
+    """The part of a share in one shard."""
 
     ranks: tuple[int, ...]
-    """That hold the piece; rising."""
+    """The ranks that hold the shard, ascending."""
     sender: int
-    """Of these the one that sends it to the owner: the owner itself, or the one of the nearest rank."""
+    """The rank that sends the part to the owner: the owner itself, or the nearest holder."""
     boxes: tuple[Box, ...]
-    """Of the whole parameter."""
+    """Boxes of the whole parameter."""
     numel: int
 
 
 class Moves(NamedTuple):
-    """One rank's transfers of a share, there and back; the same at every step."""
+    """One rank's transfers of a share, to the owner and back; the same at every step."""
 
     held: tuple[Window, ...]
-    """The places, in the rank's own piece, of what it holds of the share."""
+    """The windows, in the rank's own shard, of its part of the share."""
     within: tuple[Window, ...]
-    """The places of the same in the share."""
+    """The windows of the same part in the share."""
     numel: int
     """The number of elements."""
     sends: bool
     """True if the rank sends them to the owner."""
     legs: tuple[tuple[Leg, tuple[Window, ...]], ...]
-    """At the owner, the legs of all pieces and their places in the share; elsewhere none."""
+    """On the owner, the legs of all shards with their windows in the share; empty on other ranks."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """Some whole matrices of one parameter, computed by one rank or, with the owner None, by every rank.
-
-    A rank needs all legs of what it owns, and of other shares its own leg alone; so legs are made when asked for.
-    """
+    """Whole matrices of one parameter, computed by one rank or, if the owner is None, by every rank."""
 
     name: str
     start: int
     """The first element, in the flattened parameter."""
     stop: int
     shape: tuple[int, ...]
-    """In which the owner computes: the parameter's own, or (how many, rows, columns) of a stack."""
+    """The shape in which the owner computes: the parameter's own, or (count, rows, columns) for a stack."""
     whole: tuple[int, ...]
     """The parameter's shape."""
     owner: int | None
     route: str
     cost: float
-    """Floating-point operations."""
+    """The load, in operations of full products that take the same time."""
     cut: Cut = field(repr=False)
-    """The piece of the parameter that each rank holds."""
+    """The partition of the parameter."""
     because: str = field(default="", repr=False)
-    """The reason for the route, where it does not follow from the rest."""
+    """The reason for the route, if it does not follow from the other fields."""
     _moves: dict[int, Moves] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def numel(self) -> int:
-        """Its number of elements."""
+        """The number of elements."""
         return self.stop - self.start
 
     @cached_property
     def piece(self) -> Piece:
-        """The share as a piece of the parameter."""
+        """The share as a `Piece` of the parameter."""
         return (
             Piece.whole(self.whole) if self.shape == self.whole else Piece.interval(self.whole, self.start, self.stop)
         )
 
     def local(self, tensor: Tensor) -> Tensor:
-        """A tensor of the share's shape as the local tensor of its piece."""
+        """View a tensor of the share's shape as the local tensor of its `piece`."""
         return tensor if self.shape == self.whole else tensor.reshape(-1)
 
     @property
     def legs(self) -> Iterator[Leg]:
-        """Those of all pieces that have some of it; as many as ranks, on a large mesh."""
+        """The legs of all shards that overlap the share; as many as ranks, on a large mesh."""
+        # Computed on request: a rank needs all legs of the shares that it owns, and only its own leg of the others.
         for piece, ranks in self.cut.holders.items():
             if (leg := self._leg(piece, ranks)) is not None:
                 yield leg
 
     def leg_of(self, rank: int) -> Leg | None:
-        """The leg of a rank's own piece; None where that has nothing of the share."""
+        """Return the leg of a rank's own shard, or None if the shard does not overlap the share."""
         piece = self.cut[rank]
         return self._leg(piece, self.cut.holders[piece]) if piece.numel else None
 
@@ -127,7 +121,7 @@ class Share:
         return nearest(ranks, self.owner or 0)
 
     def moves(self, rank: int) -> Moves:
-        """The transfers of a rank."""
+        """Return the transfers of a rank."""
         if rank not in self._moves:
             leg = self.leg_of(rank)
             boxes = () if leg is None else leg.boxes
@@ -148,17 +142,17 @@ class Share:
 
     @cached_property
     def comes(self) -> bool:
-        """True if anything must be sent to the owner."""
+        """True if any element must be sent to the owner."""
         return self.owner is not None and (0 if self._at_owner is None else self._at_owner.numel) < self.numel
 
     @cached_property
     def goes(self) -> bool:
-        """True if anything must be sent back."""
+        """True if any element must be sent back."""
         return self.comes or (self._at_owner is not None and len(self._at_owner.ranks) > 1)
 
     @property
     def reason(self) -> str:
-        """Why it goes its route."""
+        """The reason for the route."""
         if self.because or self.route == "local":
             return self.because or "it is whole on its owner alone"
         held = 0 if self._at_owner is None else self._at_owner.numel
@@ -167,7 +161,7 @@ class Share:
 
 
 class Part(NamedTuple):
-    """Matrices of one parameter that may go to one owner, and the ranks that may be it."""
+    """Matrices of one parameter that one owner may take, and the candidate ranks."""
 
     name: str
     start: int
@@ -177,16 +171,16 @@ class Part(NamedTuple):
     complete: bool
     """True if each candidate holds all of it."""
     one_each: bool = False
-    """True if a candidate may take no more than one such part of the parameter."""
+    """True if a candidate may take at most one such part of the parameter."""
 
     @property
     def numel(self) -> int:
-        """Its number of elements."""
+        """The number of elements."""
         return self.stop - self.start
 
 
 def matrices_of(run: Run, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
-    """The leaves that are stacks of the same matrices to all transforms of a run, and the shape of one."""
+    """Return the shape of one matrix, for the leaves that all transforms of a run treat as the same stacks."""
     found = [tx.on_stacks(shapes)[1] for _, tx in run]
     return {
         name: matrix
@@ -196,12 +190,12 @@ def matrices_of(run: Run, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple
 
 
 def on_stacks(run: Run, shapes: dict[str, tuple[int, ...]]) -> Run:
-    """The same transforms, for some leaves as stacks of matrices."""
+    """Return the transforms of a run for some leaves as stacks of matrices."""
     return tuple((name, tx.on_stacks(shapes)[0]) for name, tx in run)
 
 
 def parts_of(matrix: tuple[int, int] | None, name: str, layout: Layout) -> Iterator[Part]:
-    """Cut a parameter where its matrices allow it: a stack between ranks, or into as many ranges as ranks may own."""
+    """Yield the parts of a parameter: ranges of its stack, or all of it if it is no stack."""
     shape, cut = layout.specs[name].shape, layout.pieces[name]
     if matrix is None:
         candidates = cut.complete or cut.taking_part or tuple(range(layout.size))
@@ -212,7 +206,7 @@ def parts_of(matrix: tuple[int, int] | None, name: str, layout: Layout) -> Itera
     if ranges is None:
         ranges = cut.derived[each] = _ranges(cut, shape, each)
     owners = [found.candidates[0] for found in ranges if len(found.candidates) == 1]
-    if len(set(owners)) < len(owners):  # the state of a rank's part of a stack must be one range
+    if len(set(owners)) < len(owners):  # a rank's state of a stack must be one range
         candidates = tuple(sorted({rank for found in ranges for rank in found.candidates}))
         yield Part(name, 0, prod(shape), (prod(shape) // each, *matrix), candidates, False)
         return
@@ -222,7 +216,7 @@ def parts_of(matrix: tuple[int, int] | None, name: str, layout: Layout) -> Itera
 
 
 def apart(parts: Sequence[Part], costs: Sequence[float], size: int) -> list[Part]:
-    """Choose the owners of parts of which a candidate may take one: of each parameter those with least to do so far."""
+    """Fix the owners of parts with `one_each`: for each parameter the least loaded candidates."""
     loads = [0.0] * size
     groups: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     for i, part in enumerate(parts):
@@ -240,13 +234,13 @@ def apart(parts: Sequence[Part], costs: Sequence[float], size: int) -> list[Part
 
 
 class _Range(NamedTuple):
-    """Neighbouring matrices of a stack."""
+    """Consecutive matrices of a stack."""
 
     first: int
     last: int
-    """The first behind them."""
+    """The exclusive end."""
     candidates: tuple[int, ...]
-    """The one owner; or for a single matrix those that may be it, each of one such matrix of the stack."""
+    """The one owner; or, for a single matrix, the ranks that may own one such matrix of the stack each."""
     complete: bool
     """True if each candidate holds all of it."""
 
@@ -255,19 +249,14 @@ class _Held(NamedTuple):
     """The holders of one matrix of a stack."""
 
     ranks: tuple[int, ...]
-    """Those that hold all of it, or else those that hold some."""
+    """The ranks that hold all of it, or else the ranks that hold some of it."""
     complete: bool
     most: tuple[int, ...]
     """The ranks that hold most of it."""
 
 
 def _ranges(cut: Cut, shape: tuple[int, ...], each: int) -> list[_Range]:
-    """Share out the matrices of a stack.
-
-    What one rank holds alone it keeps. What several hold is divided evenly among them, in ranges. Where they are more
-    than the matrices, each goes to another of those that have most of it, if these have nothing else of the stack; a
-    few that cross a boundary go to the rank that has most of each.
-    """
+    """Divide the matrices of a stack among its holders, in ranges."""
     holders = cut.holders
     found: list[_Range] = []
 
@@ -288,6 +277,9 @@ def _ranges(cut: Cut, shape: tuple[int, ...], each: int) -> list[_Range]:
         while last < len(matrices) and matrices[last][:2] == held[:2]:
             last += 1
         number, most = last - first, set(held.most).intersection(*(other.most for other in matrices[first:last]))
+        # Divide the matrices evenly among their holders. If there are more holders than matrices, each matrix may have
+        # any of the ranks that hold most of it, if these hold nothing else of the stack; a few matrices that cross a
+        # boundary are assigned to the rank that holds most of each.
         if number >= len(held.ranks):
             for i, owner in enumerate(held.ranks):
                 begin, end = (number * j // len(held.ranks) for j in (i, i + 1))
