@@ -133,7 +133,11 @@ def test_the_extras_that_public_transforms_read_are_these():
 
 
 @pytest.mark.parametrize(("name", "extra"), WITH_EXTRAS)
-@pytest.mark.parametrize("wrong", ["no", object(), 1j, torch.ones(2, dtype=torch.complex64)], ids=["text", "object", "complex", "complex tensor"])
+@pytest.mark.parametrize(
+    "wrong",
+    ["no", object(), 1j, torch.ones(2, dtype=torch.complex64)],
+    ids=["text", "object", "complex", "complex tensor"],
+)
 def test_an_extra_of_a_wrong_kind_is_named_before_anything_is_done(name: str, extra: str, wrong: Any):
     tx = WITH_EXTRAS[name, extra]
     if not tx.children:
