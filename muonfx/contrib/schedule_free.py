@@ -12,7 +12,7 @@ from muonfx.core import Donation, Locality, Transform, checks, transform
 from muonfx.core.checks import warn_caller
 from muonfx.core.contract import NOTHING
 from muonfx.core.order import within
-from muonfx.core.schedules import Scalar, ScalarOrFunction, Schedule
+from muonfx.core.schedules import Scalar, ScalarOrFunction, Schedule, constant
 from muonfx.transforms._in_store import INNER_FIRST
 from muonfx.transforms._pinned import WideStateDtype, copies, new_count, new_number, store, widest
 from muonfx.tree import Present, PyTree, device_of
@@ -160,18 +160,24 @@ def schedule_free(
 
 def _warn_of_another_rate(inner: Transform, learning_rate: ScalarOrFunction) -> None:
     """Warn if all learning rates of the inner transform are known to differ from the one that weights the average."""
-    given = [tx.arguments.get("learning_rate") for tx in within(inner) if tx.position == "learning_rate"]
+    given = [_held(tx.arguments.get("learning_rate")) for tx in within(inner) if tx.position == "learning_rate"]
     known = [rate for rate in given if isinstance(rate, float | Schedule)]
     if (
         known
         and len(known) == len(given)
         and isinstance(learning_rate, float | Schedule)
-        and learning_rate not in known
+        and _held(learning_rate) not in known
     ):
         warn_caller(
             f"schedule_free: learning_rate is {learning_rate!r}, but the inner transform has {known[0]!r}: the average "
             "is weighted by another rate than the steps are taken with. Give both the same"
         )
+
+
+def _held(value: Any) -> Any:
+    """The number that a constant schedule holds; all else as it is."""
+    is_constant = isinstance(value, Schedule) and value.factory is constant
+    return value.arguments["value"] if is_constant else value
 
 
 def _warn_of_momentum(inner: Transform) -> None:
@@ -181,7 +187,7 @@ def _warn_of_momentum(inner: Transform) -> None:
         name = short.get("momentum", short.get("betas"))
         name = name[0] if isinstance(name, tuple) else name
         value = None if name is None else tx.arguments[name]
-        if isinstance(value, float | Schedule) and value != 0.0:
+        if isinstance(value, float | Schedule) and _held(value) != 0.0:
             warn_caller(
                 f"schedule_free: {tx.name} within has a momentum of its own, {name}={value!r}, whose place the "
                 f"interpolation b1 takes. Switch it off: {name}=0.0"

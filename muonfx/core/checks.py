@@ -143,7 +143,8 @@ def state_dtype(name: str, value: object) -> None:
     raise wrong(f'{name} must be "auto", a floating-point torch.dtype or None, found {value!r}')
 
 
-_LIBRARIES = tuple(os.path.join(sys.modules[name].__path__[0], "") for name in ("muonfx", "torch"))
+_PACKAGES = os.path.dirname(os.path.dirname(__file__)), os.path.dirname(torch.__file__)
+_LIBRARIES = tuple(os.path.join(folder, "") for folder in _PACKAGES)
 
 
 def warn_caller(message: str) -> None:

@@ -156,5 +156,6 @@ def _own_sign(tx: Transform) -> int:
         return -1
     if tx.position == "either_sign":
         return 0
-    is_ours = tx.factory.__module__.partition(".")[0] == __name__.partition(".")[0]
+    module = tx.factory.__module__ or ""  # None for a factory in a bare exec()
+    is_ours = module.partition(".")[0] == __name__.partition(".")[0]
     return 1 if is_ours or tx.position is not None else 0

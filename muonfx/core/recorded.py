@@ -609,7 +609,7 @@ def _literal(value: object) -> str:
 
 def _name_in_package(value: Any) -> str:
     """The shortest dotted name of a function or class in this package's namespace; of another, its own name."""
-    package, *parts = value.__module__.split(".")
+    package, *parts = (value.__module__ or "").split(".")  # None for a function in a bare exec()
     if package == __name__.partition(".")[0]:
         module = sys.modules[package]
         for depth in range(len(parts) + 1):

@@ -498,15 +498,20 @@ def _names_in_reach(function: Callable[..., object] | None) -> Mapping[str, obje
 
 
 def floats_of(parameters: Mapping[str, inspect.Parameter], function: Callable[..., object]) -> frozenset[str]:
-    """Find the parameters whose annotation says float, if only beside what is not understood.
+    """Find the parameters whose annotation allows a float; a container of floats is not one.
 
-    >>> def f(a: Scalar, b: int, *, c: Unknown | float = 0.0): ...
+    >>> def f(a: Scalar, b: int, *, c: Unknown | float = 0.0, d: str | tuple[float, float] = ""): ...
     >>> sorted(floats_of(inspect.signature(f).parameters, f))
     ['a', 'c']
     """
     names = _names_in_reach(function)
     said = {name: own.annotation for name, own in parameters.items() if own.annotation is not own.empty}
-    return frozenset(name for name, own in said.items() if any("float" in kind for kind in _expand(own, names)))
+    return frozenset(name for name, own in said.items() if any(map(_is_float, _expand(own, names))))
+
+
+def _is_float(member: str) -> bool:
+    """True if a member of a union is a float, and no container of floats."""
+    return "float" in member and not member.startswith(_GENERIC) and not _is_literal(member)
 
 
 def kinds_of(

@@ -17,6 +17,7 @@ from hypothesis import given
 import muonfx as mfx
 from muonfx import testing as kit
 from muonfx.core.identity import public_name, text_of
+from muonfx.core.order import signs
 from muonfx.core.recorded import Recorded
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -199,3 +200,11 @@ def test_texts_hold_no_address_and_no_order_of_a_set():
     assert "0x" not in text_of(Thing()) + text_of(functools.partial(Thing().__eq__)) + text_of(torch.relu)
     assert text_of({3, 1, 2}) == text_of({2, 3, 1}) == "{1,2,3}"
     assert issubclass(mfx.Transform, Recorded)
+
+
+def test_a_factory_in_no_module_prints_and_has_a_direction():
+    names: dict[str, Any] = {"mfx": mfx}
+    exec("@mfx.transform\ndef same():\n    return mfx.identity().functions\ndef halve(u, p):\n    return u", names)
+    assert names["same"].__module__ is None
+    assert repr(mfx.chain(names["same"](), mfx.stateless(names["halve"]))) == "chain(same(), stateless(halve))"
+    assert signs(names["same"]()) == {0}

@@ -38,8 +38,8 @@ def nor_like(rate: Any = 0.1, decay: Any = 0.9) -> mfx.Transform:
         mfx.momentum(decay, debias=True, dtype=None),
         mfx.orthogonalize(coefficients="keller", steps=3, dtype=torch.float64),
         mfx.normalize_neurons(0.9, dtype=None),
-        mfx.ema_params(0.9, dtype=None),
         mfx.scale_by_learning_rate(rate),
+        mfx.ema_params(0.9, dtype=None),
     )
 
 

@@ -238,7 +238,12 @@ WITH_HEADS = {
     name: given_logits(tx, LOGITS)
     for name, tx in {
         "qk_clip": mfx.qk_clip(HEADS, alpha=0.4),
-        "muonclip": mfx.muonclip(HEADS, newton_schulz=FP32, labels=mfx.select.default_labels_by_name),
+        "muonclip": mfx.muonclip(
+            HEADS,
+            newton_schulz=FP32,
+            view=mfx.MatrixView(blocks={"*cross.qkv.weight": 3}),
+            labels=mfx.select.default_labels_by_name,
+        ),
     }.items()
 }
 
