@@ -1,8 +1,8 @@
-"""Checkpoints: states and parameters on disk, whole or not at all, under names that outlive layouts.
+"""Save and load optimizer states and parameters, independently of how they are sharded.
 
-`save` writes a tree of tensors, `load` reads one back into the structure, dtypes and devices of another, or says in
-one error what does not fit. A checkpoint is a folder with an index (JSON) and safetensors files; it holds logical
-tensors and no rank's private buffer, so any number of processes can load it. Nothing is ever unpickled.
+`save` writes a tree of tensors atomically. `load` reads it into the structure, dtypes and devices of another tree, or
+raises one error that lists every mismatch. A checkpoint is a folder with a JSON index and safetensors files. It stores
+logical tensors, so any number of processes can load it, and nothing is unpickled.
 """
 
 from muonfx.checkpoint import convert
@@ -27,25 +27,25 @@ __all__ = [
     "load",
     "load_params",
     "read",
-    # while training goes on
+    # saving in the background
     "save_async",
     "Saving",
-    # looking
+    # inspection
     "inspect",
     "verify",
     "Index",
     "spec",
     "StateSpec",
-    # pieces
+    # shards of a tensor
     "FlatPiece",
-    # a folder of them
+    # a folder of checkpoints
     "step_path",
     "checkpoints",
     "latest",
     "prune",
-    # from and to other optimizers
+    # conversion from and to other optimizers
     "convert",
-    # what can be wrong
+    # errors
     "CheckpointError",
     "CorruptError",
     "FormatError",

@@ -1,6 +1,6 @@
-"""Look at checkpoints from the command line: ``python -m muonfx.checkpoint`` inspect, diff, verify, convert.
+"""Inspect checkpoints from the command line: ``python -m muonfx.checkpoint`` inspect, diff, verify, convert.
 
-The exit code is 0 if all is well, 1 if checkpoints differ or are damaged, and 2 if there was nothing to look at.
+The exit code is 0 on success, 1 if checkpoints differ or are damaged, and 2 if there is no checkpoint to read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["main"]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; the exit code is returned, but for wrong usage, which ends the process with 2."""
+    """Run one command and return its exit code; invalid arguments end the process with exit code 2."""
     arguments = sys.argv[1:] if argv is None else argv
     if arguments[:1] == ["convert"]:
         return cli.main(arguments[1:])
@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     except CheckpointError as error:
         print(f"error: {printable(error)}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # the reader of a pipe has seen enough
+    except BrokenPipeError:  # the reader closed the pipe, as `head` does
         sys.stderr.close()
         return 0
 

@@ -1,4 +1,4 @@
-"""A folder of checkpoints, one for each of some steps: their names, the newest good one, and the oldest to go."""
+"""Manage a folder of checkpoints: name them by step, find the newest good one, remove the oldest."""
 
 from __future__ import annotations
 
@@ -37,12 +37,7 @@ def step_path(folder: str | os.PathLike[str], step: int) -> Path:
 
 
 def folder_named(path: str | os.PathLike[str]) -> Path:
-    """The absolute path of a checkpoint, which may not be there.
-
-    Raises:
-        TypeError: it is no path.
-        ValueError: it cannot be one of a folder.
-    """
+    """Return the absolute path of a checkpoint that need not exist; raise if the argument cannot be a path."""
     if not isinstance(path, str | os.PathLike) or not isinstance(text := os.fspath(path), str):
         raise TypeError(f"path must be a str or a path, found {path!r}")
     try:
@@ -55,7 +50,7 @@ def folder_named(path: str | os.PathLike[str]) -> Path:
 
 
 def step_of(path: Path) -> int | None:
-    """The step in a name that `step_path` made; None for any other."""
+    """Return the step in a name that `step_path` made, None for any other name."""
     found = _STEP.fullmatch(path.name)
     return int(found[1]) if found else None
 
@@ -94,23 +89,13 @@ def _index_at(path: Path) -> Index:
 
 
 TRIES = 100
-"""The number of times that a checkpoint is read again while it is being replaced."""
+"""Number of attempts to read a checkpoint that is being replaced."""
 
 Result = TypeVar("Result")
 
 
 def with_reader(path: Path, work: Callable[[Index, Reader], Result]) -> Result:
-    """Do something with a checkpoint, all of whose files are open: with one and the same, should it be replaced.
-
-    Args:
-        path: of the checkpoint.
-        work: called with the index and a reader; again, if the checkpoint was replaced before it was done.
-
-    Raises:
-        NotFoundError: there is none, or it was removed.
-        CorruptError: it is damaged; an older one is offered.
-        ReplacedError: it was replaced all the time.
-    """
+    """Call ``work`` with the index and a reader of one checkpoint, again if the checkpoint was replaced meanwhile."""
     with offering(path):
         return _with_reader(path, work)
 
@@ -124,18 +109,13 @@ def _with_reader(path: Path, work: Callable[[Index, Reader], Result]) -> Result:
 
 
 def replaced_often(path: Path) -> str:
-    """The message after so many tries."""
+    """Return the message of the error after `TRIES` attempts."""
     return f"{path} was replaced by another {TRIES} times while it was read: let its writer wait, or read a copy"
 
 
 @contextmanager
 def reading(path: Path, index: Index) -> Generator[None]:
-    """Tell a checkpoint that is damaged from one whose files are gone because it was replaced or removed.
-
-    Raises:
-        ReplacedError: there is another by now.
-        NotFoundError: there is none any more.
-    """
+    """Raise `ReplacedError` instead of `CorruptError` if the checkpoint was replaced while it was read."""
     try:
         yield
     except CorruptError as error:
@@ -174,7 +154,7 @@ def checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
 def _has_index(path: Path) -> bool:
     try:
         return (path / INDEX).exists()
-    except OSError:  # whoever reads it will say why it cannot be
+    except OSError:  # count it: the attempt to read it raises an error with the reason
         return True
 
 
@@ -230,7 +210,7 @@ def latest(folder: str | os.PathLike[str], *, verify: bool = False) -> Path | No
 
 
 def before(path: Path) -> Path | None:
-    """The newest checkpoint beside another, of an earlier step, that looks whole."""
+    """Return the newest checkpoint of an earlier step in the same folder that looks whole."""
     step = step_of(path)
     if step is None:
         return None
@@ -243,7 +223,7 @@ def before(path: Path) -> Path | None:
 
 @contextmanager
 def offering(path: Path) -> Generator[None]:
-    """Add an older good checkpoint to the error if this one is damaged."""
+    """Add the path of an older good checkpoint to a `CorruptError`."""
     try:
         yield
     except CorruptError as error:
@@ -307,31 +287,24 @@ def prune(folder: str | os.PathLike[str], keep: int, *, written: Path | None = N
 
 
 def remove(path: Path) -> bool:
-    """Remove a checkpoint: the index first, so that half of it is never taken for one; not if a save is under way.
-
-    Returns:
-        Whether it was removed.
-    """
+    """Remove a checkpoint unless a save to it is in progress, and return whether it is gone."""
     try:
         if any(live for _, _, _, live in claims(path)):
             return False
+        # The index first, so that a partly removed checkpoint is never taken for a whole one.
         with suppress(FileNotFoundError):
             if not is_foreign(path / INDEX):
                 (path / INDEX).unlink()
         clean(path)
-    except FileNotFoundError:  # somebody else has removed the folder
+    except FileNotFoundError:  # another process has removed the folder
         return True
-    with suppress(OSError):  # somebody keeps something of his own in there
+    with suppress(OSError):  # the folder still contains files that muonfx did not write
         path.rmdir()
     return True
 
 
 def warn_of_later_steps(path: Path) -> None:
-    """Tell when a run has gone back: what it writes is not what `latest` finds.
-
-    Warns:
-        UserWarning: beside the checkpoint lie others of later steps.
-    """
+    """Warn if the folder has checkpoints of later steps, which `latest` prefers to the new one."""
     step = step_of(path)
     if step is not None:
         later = [other for other in checkpoints(path.parent) if (step_of(other) or 0) > step]
@@ -344,7 +317,7 @@ def warn_of_later_steps(path: Path) -> None:
 
 
 def is_foreign(index: Path) -> bool:
-    """Tell whether a file is there that is not ours: it does not name our format, be it whole or damaged."""
+    """True if the file exists and muonfx did not write it: its first 4096 bytes do not name the format."""
     try:
         with open_regular(index) as file:
             begin = file.read(4096)
@@ -354,18 +327,14 @@ def is_foreign(index: Path) -> bool:
         if error.errno == errno.EINVAL:  # a pipe, a device
             return True
         raise
-    # Nothing but zeros is what a damaged file system makes of a file.
+    # A damaged file system can leave a file of zeros, so such a file may be ours.
     return FORMAT.encode() not in begin and bool(begin.strip(b"\0"))
 
 
 def clean(path: Path) -> None:
-    """Remove what saves that have ended left in a checkpoint's folder, and the index there does not name.
-
-    Raises:
-        OSError: the system refused to remove something.
-    """
-    # In this order. A file that is seen here was claimed before; a claim that is gone after that was taken away when
-    # the index had its name; so an index that is read after that is of this save or of a later one.
+    """Remove the files of ended saves from a checkpoint folder, except those that its index names."""
+    # The order of these three reads matters. Each listed file was claimed before it was written. If its claim is gone
+    # by the second read, the save has ended, so the index read last belongs to that save or to a later one.
     files = [file for file in path.iterdir() if id_of(file.name)]
     claimed = list(claims(path))
     try:
@@ -373,7 +342,7 @@ def clean(path: Path) -> None:
     except NotFoundError:
         named = set[str]()
     except CheckpointError:
-        return  # it may name anything
+        return  # an unreadable index may name any of the files
     live = {save_id for _, save_id, _, is_live in claimed if is_live}
     gone = [file for file in files if file.name not in named and id_of(file.name) not in live]
     for file in gone + [file for file, save_id, _, _ in claimed if save_id not in live]:

@@ -1,17 +1,17 @@
-"""Saves beside one another: in one process one after another, in several without harm to what the others write.
+"""Coordinate concurrent saves, between processes and within one process.
 
-A save has an id that no other has, and all its files carry it in their names; so two writers never write to one file,
-and the rename of an index decides which of them stands. What is left to settle is what may be removed. A writer puts a
-claim, ``.writing-<save id>``, into the folder before its first file and takes it away after its index has been renamed.
-Files belong to a live save, to the index that is there, or to nobody; only the last may go.
+Each save has a unique id, which is part of all its file names, so two writers never write to the same file. The rename
+of the index decides which save is at the path. A writer places a *claim*, ``.writing-<save id>``, in the folder before
+its first file and removes it after its index is renamed. Files that belong neither to a live save nor to the current
+index may be removed.
 
-Claims and no locks: locks do not work on every network file system, and where they do, not between all machines. A
-claim says which process has made it. On the machine of that process one can look whether it still runs; elsewhere a
-claim counts until it is a day old.
+Claims are used because file locks do not work on every network file system or between all machines. A claim names the
+process that made it. On that process's machine, `claims` checks whether the process still runs; on any other machine
+a claim expires after a day.
 
-Within a process, saves queue up: what was asked for later ends later, and so is what stands. A save in a thread could
-otherwise be overtaken by the next to the same folder, whose result it would then replace. And two exchanges on one
-process group at a time would take each other's messages.
+Within a process, saves are queued, so the save that was requested last also finishes last. Otherwise a background save
+could finish after a later save to the same folder and replace its result. The queue also keeps two saves from
+exchanging messages on one process group at the same time.
 """
 
 from __future__ import annotations
@@ -54,23 +54,23 @@ __all__ = [
     "warn_of_other_writers",
 ]
 
-# ------------------------------------------------------------------------------------------ claims, between processes
+# ----------------------------------------------------------------------------------------- claims between processes
 
 _OURS = (
     re.compile(r"data-([0-9a-f]{16})-\d+-of-\d+\.safetensors"),
     re.compile(rf"\.{re.escape(INDEX)}-([0-9a-f]{{16}})\.part"),
     re.compile(r"\.writing-([0-9a-f]{16})\.part"),
-    re.compile(rf"\.{re.escape(INDEX)}(\.part)"),  # muonfx 0.1 gave every writer's unfinished index this name
+    re.compile(rf"\.{re.escape(INDEX)}(\.part)"),  # the unfinished index of muonfx 0.1, without a save id
 )
 _CLAIM = re.compile(r"\.writing-([0-9a-f]{16})")
 _live: set[str] = set()
-"""The saves of this process that are under way."""
+"""Ids of the saves in progress in this process."""
 ABANDONED = 24 * 3600.0
-"""Seconds after which a claim no longer counts, if nobody can look whether its process runs."""
+"""Seconds after which a claim expires if its process cannot be checked."""
 
 
 class Claim(NamedTuple):
-    """The process that writes: its number, its machine, and its birth, since numbers of processes are reused."""
+    """The process that writes a save; ``birth`` is its start time, since process ids are reused."""
 
     save_id: str
     host: str
@@ -83,47 +83,47 @@ class Claim(NamedTuple):
 
 
 def id_of(name: str) -> str | None:
-    """The save that a file belongs to, by its name; None if no save has written it."""
+    """Return the save id in a file name, None if no save wrote the file."""
     return next((found[1] for pattern in _OURS if (found := pattern.fullmatch(name))), None)
 
 
 def part_name(save_id: str) -> str:
-    """The name of an index that is not finished."""
+    """Return the name of an unfinished index."""
     return f".{INDEX}-{save_id}.part"
 
 
 def claim_of(path: Path, save_id: str) -> Path:
-    """The file that says that a save is under way."""
+    """Return the path of the claim file of a save."""
     return path / f".writing-{save_id}"
 
 
 def claim(path: Path, save_id: str) -> None:
-    """Say that a save is under way; the folder must exist."""
+    """Place the claim of a save in a folder, which must exist."""
     _live.add(save_id)
     own = Claim(save_id, platform.node(), _machine(), os.getpid(), _birth(os.getpid()) or "")
     final = claim_of(path, save_id)
     unfinished = final.with_name(final.name + ".part")
-    # Whole from the first moment: one that a killed writer has left empty would count as live, since nobody can tell.
+    # Renamed into place when complete: an empty claim of a killed writer would count as live, as it names no process.
     for last in (False,) * 99 + (True,):
         with FileIO(unfinished, "wb") as file:
             write_all(file, json.dumps(own._asdict()).encode())
         try:
             unfinished.rename(final)
             return
-        except FileNotFoundError:  # another writer has tidied up just now
+        except FileNotFoundError:  # `clean` in another process has just removed the file
             if last:
                 raise
 
 
 def release(path: Path, save_id: str) -> None:
-    """Say that a save has ended: to this process in any case, and to others if the claim can be removed."""
+    """Mark a save as ended in this process and remove its claim file."""
     _live.discard(save_id)
     with suppress(FileNotFoundError):
         claim_of(path, save_id).unlink()
 
 
 def claims(path: Path) -> Iterator[tuple[Path, str, Claim | None, bool]]:
-    """The claims in a folder: the file, the id of the save, who has made it if he says so, and whether it is live."""
+    """Yield the claims in a folder: file, save id, `Claim` (None if unreadable), and whether the save is live."""
     for file in sorted(path.iterdir()):
         if found := _CLAIM.fullmatch(file.name):
             try:
@@ -135,7 +135,7 @@ def claims(path: Path) -> Iterator[tuple[Path, str, Claim | None, bool]]:
 
 
 def _parsed(text: bytes) -> Claim | None:
-    """The claim that a file makes; None if it is not written to the end."""
+    """Return the claim in a claim file, None if the file is incomplete."""
     try:
         said = Claim(**json.loads(text))
     except (ValueError, TypeError):
@@ -144,7 +144,7 @@ def _parsed(text: bytes) -> Claim | None:
 
 
 def _has_ended(claimed: Claim | None) -> bool:
-    """Tell whether the process that has made a claim is known to have ended."""
+    """True if the process that made a claim is known to have ended."""
     if claimed is None or claimed.machine != _machine():
         return False
     if claimed.pid == os.getpid():
@@ -155,7 +155,7 @@ def _has_ended(claimed: Claim | None) -> bool:
 
 @cache
 def _machine() -> str:
-    """The machine, and the space of process numbers in it: containers have their own."""
+    """Identify the machine and its process id namespace, since each container has its own."""
     said = [platform.node()]
     with suppress(OSError):
         said.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
@@ -165,10 +165,10 @@ def _machine() -> str:
 
 
 def _birth(pid: int) -> str | None:
-    """When a process of this machine began, as far as the system tells; None if there is no such process."""
+    """Return the start time of a local process: None if there is no such process, "" if the time is unknown."""
     with suppress(OSError):
         return _from_proc(Path(f"/proc/{pid}/stat").read_text())
-    if os.name == "nt":  # where asking with signal 0 would end the process
+    if os.name == "nt":  # os.kill(pid, 0) would end the process
         return ""
     try:
         os.kill(pid, 0)
@@ -180,7 +180,8 @@ def _birth(pid: int) -> str | None:
 
 
 def _from_proc(text: str) -> str | None:
-    """The start time in /proc/<pid>/stat, behind the name, which may hold anything; None for a process that is over."""
+    """Return the start time in the text of /proc/<pid>/stat, None for a process that has ended."""
+    # The second field, the name in parentheses, may contain spaces and parentheses.
     fields = text.rpartition(")")[2].split()
     return None if fields[0] in "ZX" else fields[19]
 
@@ -191,25 +192,14 @@ _ONE_JOB = "if these are the ranks of one job, say group= on all of them, or sav
 
 
 def note_rank(save_id: str) -> None:
-    """Note which rank saves, for itself, in the store by which the ranks of a job have found each other.
-
-    That needs nothing of any other rank: rank 0 may save alone, and each rank to a path of its own.
-    """
+    """Record in the default store of torch.distributed that this rank saves on its own, without communication."""
     if (store := _store()) is not None:
-        with suppress(RuntimeError):  # its process has ended, and with it the job
+        with suppress(RuntimeError):  # the process that holds the store has ended
             store.set(_key(save_id), str(dist.get_rank()))
 
 
 def warn_of_other_writers(path: Path, save_id: str) -> None:
-    """Tell when another process is writing to a path, or another rank of this job has written there for itself.
-
-    Args:
-        path: claimed by this save.
-        save_id: of this save, noted before it was claimed: of two ranks at least the later sees the other.
-
-    Warns:
-        UserWarning: there is one. This save will replace what it has written, or the other way round; both are whole.
-    """
+    """Warn if another process, or another rank of this job on its own, also saves to the path."""
     live = {other: claimed for _, other, claimed, is_live in claims(path) if is_live and other != save_id}
     if ranks := _ranks(path, live.keys() - {save_id}):
         warnings.warn(
@@ -225,7 +215,7 @@ def warn_of_other_writers(path: Path, save_id: str) -> None:
 
 
 def _ranks(path: Path, save_ids: set[str]) -> set[int]:
-    """The other ranks of this job that have made these saves, or the one that is at the path."""
+    """Return the other ranks of this job that made the given saves or the checkpoint at the path."""
     store = _store()
     if store is None:
         return set()
@@ -251,15 +241,12 @@ def _key(save_id: str) -> str:
 
 
 class Ticket:
-    """A place in the queues of some keys, taken when it is made; a context that waits for those before it.
-
-    A key is what only one may use at a time: a path, the folder of a series of checkpoints, a process group.
-    """
+    """A place in the queue of each key (path, folder or process group); as a context, it waits for earlier tickets."""
 
     def __init__(self, *keys: Hashable) -> None:
         self._keys, self._over, self._thread = frozenset(keys), threading.Event(), 0
         with _Queue.lock:
-            # One that this thread is in the midst of has called us, from `progress` say: it will not end before us.
+            # Skip a save that this thread is running, which called us from `progress`: it cannot end before we return.
             here = threading.get_ident()
             self._before = [other for other in _Queue.tickets if other._keys & self._keys and other._thread != here]
             _Queue.tickets.append(self)
@@ -268,7 +255,7 @@ class Ticket:
         try:
             for other in self._before:
                 other._over.wait()
-        except BaseException:  # an interrupt
+        except BaseException:  # such as KeyboardInterrupt
             self.end()
             raise
         self._before, self._thread = [], threading.get_ident()
@@ -277,7 +264,7 @@ class Ticket:
         self.end()
 
     def end(self) -> None:
-        """Let the next one begin."""
+        """Release the place, so that the next ticket can begin."""
         with _Queue.lock:
             if self in _Queue.tickets:
                 _Queue.tickets.remove(self)
@@ -290,7 +277,7 @@ class _Queue:
 
 
 def _forget() -> None:
-    """In a forked process: the threads that would hand the tickets back are not there."""
+    """Reset the queue in a forked process, which has none of the threads that hold its tickets."""
     _Queue.lock, _Queue.tickets = threading.Lock(), []
 
 
@@ -298,28 +285,24 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget)
 
 
-# ------------------------------------------------------------- failures in the background that nobody has waited for
+# ----------------------------------------------------------------------------------- failures of background saves
 
 
 _failed: list[tuple[Path, BaseException]] = []
 
 
 def note_failure(path: Path, error: BaseException) -> None:
-    """Note that a save has failed; somebody may still wait for it, and hear of it then."""
+    """Record a failed background save, to be reported if nobody waits for it."""
     _failed.append((path, error))
 
 
 def forget_failure(error: BaseException | None) -> None:
-    """Note that somebody has waited, and heard."""
+    """Remove a failure from the record once `wait` has raised it."""
     _failed[:] = [(path, other) for path, other in _failed if other is not error]
 
 
 def warn_of_failed_saves() -> None:
-    """Tell of saves that have failed by now and that nobody has waited for: each once, when the next one begins.
-
-    Warns:
-        UserWarning: there is one.
-    """
+    """Warn once of each background save that has failed and that nobody has waited for."""
     while _failed:
         path, error = _failed.pop(0)
         warnings.warn(f"{_sentence(path, error)}: call wait() on what save_async returns", stacklevel=4)
@@ -331,10 +314,10 @@ def _sentence(path: Path, error: BaseException) -> str:
 
 @atexit.register
 def _tell_at_exit() -> None:
-    """All threads have ended by then."""
+    """Print the failed background saves that nobody has waited for, after all threads have ended."""
     for path, error in _failed:
         print(f"muonfx: {_sentence(path, error)}", file=sys.stderr)
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_failed.clear)  # they are the parent's to tell
+    os.register_at_fork(after_in_child=_failed.clear)  # after fork() only the parent reports its failed saves

@@ -1,4 +1,4 @@
-"""Data files are safetensors, written leaf by leaf, with a checksum of every block.
+"""Write data files: safetensors files with a checksum of every block.
 
 The format is eight bytes with the length of the header, the header (JSON: name to dtype, shape and byte range), and
 the bytes of the tensors without gaps.
@@ -29,11 +29,11 @@ from muonfx.tree.dtypes import safetensors_name
 __all__ = ["Part", "Progress", "blocks_of", "bytes_of", "check_byte_order", "checksum_of", "populate", "write_data"]
 
 Progress = Callable[[int, int], object]
-"""Called with the bytes that are done and those of all."""
+"""Called with the number of bytes written and the total number of bytes."""
 
 
 class Part(NamedTuple):
-    """A box of a leaf to be written: the tensor is asked for when its turn comes, so that one is held at a time."""
+    """A box of a leaf to be written; ``tensor`` is called late, so that only one tensor is in memory at a time."""
 
     name: str
     dtype: torch.dtype
@@ -43,25 +43,25 @@ class Part(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Its name in the data file: the leaf's, and for a part of a leaf the slice, which no name contains."""
+        """Return the name in the data file: the name of the leaf, with the slice appended for a part of the leaf."""
         slices = ",".join(f"{a}:{b}" for a, b in zip(self.box.offsets, self.box.ends, strict=True))
         return self.name if self.whole else f"{self.name}~[{slices}]"
 
     @property
     def nbytes(self) -> int:
-        """Its bytes."""
+        """Return the size in bytes."""
         return self.box.numel * self.dtype.itemsize
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a dense tensor in host memory as bytes; the tensor must be kept alive by the caller."""
+    """Return the memory of a dense CPU tensor as bytes; the caller must keep the tensor alive."""
     if not tensor.nbytes:
         return memoryview(b"")
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def blocks_of(data: memoryview) -> Iterator[memoryview]:
-    """Cut bytes into blocks, the last of which may be shorter."""
+    """Split bytes into blocks of `BLOCK` bytes; the last block may be shorter."""
     return (data[begin : begin + BLOCK] for begin in range(0, len(data), BLOCK))
 
 
@@ -71,10 +71,7 @@ _WORTH_IT = 1 << 15
 
 
 def populate(data: memoryview) -> None:
-    """Have the system put memory behind bytes that are about to be written: at once is cheaper than page by page.
-
-    A hint that changes no value. Where the system does not know it (before Linux 5.14, and others) nothing happens.
-    """
+    """Allocate the pages of a buffer in one system call, which is cheaper than page faults (from Linux 5.14 on)."""
     if _LIBC is not None and len(data) >= _WORTH_IT:
         begin = ctypes.addressof(ctypes.c_char.from_buffer(data))
         first = begin // mmap.PAGESIZE * mmap.PAGESIZE
@@ -82,59 +79,42 @@ def populate(data: memoryview) -> None:
 
 
 def checksum_of(data: bytes | bytearray | memoryview) -> str:
-    """The CRC-32, as it stands in an index."""
+    """Return the CRC-32 in the form that an index stores."""
     return f"{zlib.crc32(data):08x}"
 
 
 class _Checksums(ExitStack):
-    """Computes checksums beside the writing: those of whole blocks in a thread of its own."""
+    """Computes the checksums of full blocks in a thread while they are written."""
 
     def __init__(self) -> None:
         super().__init__()
         self._thread: ThreadPoolExecutor | None = None
 
     def start(self, block: memoryview) -> Callable[[], str]:
-        """Begin with a block, which must stay as it is; what is returned waits for the checksum."""
+        """Start the checksum of a block, which must not change, and return a function that waits for it."""
         if len(block) < BLOCK:
             value = checksum_of(block)
             return lambda: value
         if self._thread is None:
-            # Of this save alone: a thread does not survive a fork.
+            # One thread per save, not a global one: threads do not survive a fork.
             self._thread = self.enter_context(ThreadPoolExecutor(1, thread_name_prefix="muonfx-crc32"))
         try:
             return self._thread.submit(checksum_of, block).result
-        except RuntimeError:  # the process ends, and waits for this save, but its pools take nothing new
+        except RuntimeError:  # at interpreter exit, pools accept no new work while the process waits for this save
             value = checksum_of(block)
             return lambda: value
 
 
 def check_byte_order() -> None:
-    """Require a little-endian machine, as the files are.
-
-    Raises:
-        CheckpointError: it is not one.
-    """
+    """Require a little-endian machine, since the files are little-endian."""
     if sys.byteorder != "little":
         raise CheckpointError("checkpoints hold little-endian numbers, and this machine is big-endian")
 
 
 def write_data(path: Path, parts: Sequence[Part], progress: Progress | None = None) -> tuple[DataFile, list[Chunk]]:
-    """Write a new data file and flush it to the disk.
-
-    Args:
-        path: must not exist.
-        parts: what to write, in any order.
-        progress: called after each block.
-
-    Returns:
-        The file, and a chunk for each part; they take their file to be the first.
-
-    Raises:
-        OSError: the disk is full, say. Nothing is left behind.
-        CheckpointError: there are more leaves than a file can name.
-    """
+    """Write the parts to a new file, flush it, and return the file and one chunk per part, with file number 0."""
     check_byte_order()
-    # Wide elements first, so that each leaf begins at a multiple of its element's size.
+    # Largest element size first, so that each leaf begins at a multiple of its element size.
     order = sorted(range(len(parts)), key=lambda place: (-parts[place].dtype.itemsize, parts[place].key))
     begins: dict[int, int] = {}
     total = 0
@@ -172,7 +152,7 @@ def write_data(path: Path, parts: Sequence[Part], progress: Progress | None = No
                 done += len(block)
                 if progress is not None:
                     progress(done, total)
-            del tensor  # not beside the next
+            del tensor  # free it before the next tensor is made
             begin = len(head) + begins[place]
             chunks[place] = Chunk(0, begin, part.box.offsets, part.box.sizes, tuple(crc32))
     described = DataFile(path.name, len(head) + total, len(head), checksum_of(head))
@@ -180,7 +160,7 @@ def write_data(path: Path, parts: Sequence[Part], progress: Progress | None = No
 
 
 def _dense(part: Part) -> Tensor:
-    """The part's values, row by row in host memory; a copy only where they are not already."""
+    """Return the values of a part as a contiguous CPU tensor, copied only if necessary."""
     tensor = part.tensor().detach().resolve_conj().resolve_neg().cpu().contiguous()
     if tuple(tensor.shape) != part.box.sizes or tensor.dtype != part.dtype:
         raise ValueError(

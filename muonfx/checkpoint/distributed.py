@@ -1,11 +1,11 @@
-"""Many processes: torch.distributed.checkpoint plans and carries, our files hold the bytes.
+"""Save and load on many processes: torch.distributed.checkpoint plans, and this module stores the bytes.
 
-torch asks every rank what it has (the local plan), lets one rank decide who writes what (the global plan: a replicated
-tensor is written once), and carries errors from any rank to all. What it does not have is a storage without pickle: its
-file system writer pickles the metadata, and its safetensors writer keeps neither dtypes of leaves nor checksums. So the
-storage here is ours: each rank writes one data file, and rank 0 the index, when all have written.
+torch collects the leaves of every rank (the local plan), decides on one rank which rank writes each box (the global
+plan, in which a replicated tensor is written once), and sends errors from any rank to all. Its own storage is not used,
+because its file system writer pickles the metadata and its safetensors writer keeps neither dtypes nor checksums. Here
+each rank writes one data file, and rank 0 writes the index after all ranks have written.
 
-Everything that can be wrong is looked at within torch's steps, and raised there: an error on one rank reaches all.
+All checks run within torch's steps, so that an error on one rank is raised on all ranks.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ __all__ = ["load_together", "save_together"]
 
 @contextmanager
 def _sendable() -> Generator[None]:
-    """Turn an error that cannot be sent to the other ranks, which would wait for it, into one that says the same."""
+    """Convert an error that torch may fail to pickle into a `CheckpointError`, as the other ranks wait for it."""
     try:
         yield
     except Exception as error:
         if isinstance(error, CheckpointError) or type(error).__module__ == "builtins":
             raise
-        # Classes of others may be local, or not be made again from what they were made of.
+        # Such a class may be local, or its instances may not be restorable from their arguments.
         raise CheckpointError(f"{type(error).__name__}: {error}") from error
 
 
@@ -80,8 +80,8 @@ class _SavePlanner(DefaultSavePlanner):
             super().set_up_planner(self.job.checked_leaves(), storage_meta, is_coordinator)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Require the same arguments on all ranks, and one leaf for each name; then decide who writes what."""
-        if len(all_plans) != self.ranks:  # torch saves alone, and says so, if the group is gone by now
+        """Require equal arguments and leaves on all ranks, then let torch assign boxes to ranks."""
+        if len(all_plans) != self.ranks:  # torch saves on this rank alone, with a warning, if the group was destroyed
             raise CheckpointError(f"{self.job.path} was not written: the process group was destroyed before")
         _require_same([plan.storage_data for plan in all_plans], "save", "nothing was written")
         seen: dict[str, tuple[Spec, int]] = {}
@@ -98,34 +98,34 @@ class _SavePlanner(DefaultSavePlanner):
         return super().create_global_plan(all_plans)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """The values of a box; torch itself asks tensors only."""
+        """Return the values of a box; torch itself looks up shards of tensors only."""
         found = self.state_dict[index.fqn]
         return found.__get_tensor_shard__(index) if isinstance(found, FlatPiece) else super().lookup_object(index)
 
 
 class _Writer(StorageWriter):
-    """Writes a data file on each rank, and the index on one."""
+    """Writes a data file on each rank, and the index on one rank."""
 
     def __init__(self, job: Job, *, commits: bool) -> None:
         self.job, self.commits = job, commits
         self.draft: Draft | None = None
-        """From when this rank has begun to write."""
+        """Set when this rank begins to write."""
 
     def abandon(self) -> bool | None:
-        """Give up, when nothing more is heard of the other ranks; whether the checkpoint is there, if that is known."""
+        """Give up after communication has failed; return whether the checkpoint was written, None if unknown."""
         if self.draft is None:
             return False if self.commits else None
         written = self.draft.stands() if self.commits else self.draft.is_there()
         if self.commits and written is False:
             self.draft.discard()
-        # The rank that commits may be about to: what it will name must stay.
+        # On other ranks the files must stay: rank 0 may still commit an index that names them.
         return written if self.commits or written else None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing to forget: a writer is made for one save."""
+        """Do nothing: each save has a writer of its own."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do before the plan is known."""
+        """Do nothing: the plan is not yet known."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Add the arguments that must be the same on all ranks."""
@@ -135,7 +135,7 @@ class _Writer(StorageWriter):
         return replace(plan, storage_data={name: repr(value) for name, value in said.items()})
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Claim the folder, and agree on the names of the data files."""
+        """Claim the folder and assign the names of the data files."""
         draft = self.draft = Draft(self.job.path)
         with draft.whole_or_not():
             draft.begin()
@@ -176,7 +176,7 @@ class _Writer(StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the index: all ranks have written."""
+        """Write the index after all ranks have written."""
         files: dict[DataFile, int] = {}
         chunks: dict[str, list[Chunk]] = {name: [] for name in metadata.state_dict_metadata}
         for result in (result for rank in results for result in rank):
@@ -198,7 +198,7 @@ class _Writer(StorageWriter):
         except BaseException as error:
             if draft.stands() is False or isinstance(error, WriteError):
                 raise
-            # The other ranks must know that their files are not to be taken back.
+            # written=True tells the other ranks to keep their files.
             raise WriteError(f"{draft.path} was written, but what follows failed: {error!r}", written=True) from error
 
     @classmethod
@@ -207,14 +207,14 @@ class _Writer(StorageWriter):
 
 
 def save_together(job: Job) -> None:
-    """Save, on all ranks of the job's group together."""
+    """Save on all ranks of the job's group."""
     group = check_group(job.group, f"the save to {job.path}")
     writer = _Writer(job, commits=dist.get_rank(group) == 0)
     planner = _SavePlanner(job, dist.get_world_size(group))
     try:
         dcp.save({}, storage_writer=writer, planner=planner, process_group=group)
     except CheckpointException as error:
-        # Some rank has failed, so nobody will name what this one has written, unless the index was renamed before.
+        # A rank has failed, so no index will name this rank's files, unless the index was renamed before the failure.
         if writer.draft is not None and _written(error) is False:
             writer.draft.discard()
         _raise(error, str(job.path))
@@ -230,7 +230,7 @@ def save_together(job: Job) -> None:
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    """Plans as torch does, for the leaves that the rules find; torch sees them under the checkpoint's names."""
+    """Plans as torch does, for the leaves that the rules match, under the names in the checkpoint."""
 
     def __init__(self, make_target: Callable[[], Target], where: str) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -240,7 +240,7 @@ class _LoadPlanner(DefaultLoadPlanner):
         assert metadata is not None
         if isinstance(metadata.planner_data, Exception):
             raise metadata.planner_data
-        # Not torch's own set-up, which takes apart what is a dataclass and makes room for meta tensors.
+        # torch's own set-up is not called: it flattens dataclasses and allocates meta tensors.
         with _sendable():
             self.target = self.make_target()
             self.leaves, rooms = self.target.make_room(metadata.planner_data, self.where)
@@ -248,26 +248,27 @@ class _LoadPlanner(DefaultLoadPlanner):
         self.metadata, self.is_coordinator = metadata, is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """The room for a box; torch itself asks tensors only."""
+        """Return the destination of a box; torch itself looks up shards of tensors only."""
         found = self.state_dict[index.fqn]
         return found.__get_tensor_shard__(index) if isinstance(found, FlatPiece) else super().lookup_tensor(index)
 
 
 class _Reader(StorageReader):
-    """Reads boxes of chunks; every byte that it reads is checked."""
+    """Reads boxes of chunks and verifies every byte that it reads."""
 
     def __init__(self, path: Any, stack: ExitStack, rules: Rules) -> None:
         self.path, self.stack, self.rules = path, stack, rules
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing to forget: a reader is made for one load."""
+        """Do nothing: each load has a reader of its own."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index in torch's words; an error is handed on, since torch would take it for missing metadata."""
+        """Return the index as torch's metadata."""
         try:
             self.path = folder_named(self.path)
             self.index = index = inspect(self.path)
         except Exception as error:
+            # Passed on to the planner, since torch would take an error here for missing metadata.
             return Metadata({}, planner_data=error)
         found: dict[str, Any] = {}
         for name, leaf in index.leaves.items():
@@ -280,17 +281,18 @@ class _Reader(StorageReader):
         return Metadata(found, planner_data=index)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do."""
+        """Do nothing: files are opened when the plan is known."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Open what this rank needs, so that it stays when the checkpoint is replaced; say which one it has seen."""
+        """Open the files that this rank needs and report which checkpoint it reads."""
+        # Open files stay readable when the checkpoint is replaced.
         with reading(self.path, self.index):
             self.reader = self.stack.enter_context(Reader(self.path, self.index))
             self.reader.check_files({self.chunk(item).file for item in plan.items})
         return replace(plan, storage_data=(self.index.save_id, str(self.path), self.rules.described()))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Require that all ranks read the same checkpoint, by the same rules."""
+        """Require that all ranks read the same checkpoint with the same rules."""
         seen = [plan.storage_data for plan in plans]
         if len({save_id for save_id, _, _ in seen}) > 1:
             _require_same([{"path": repr(path)} for _, path, _ in seen], "load", "nothing was loaded")
@@ -299,13 +301,13 @@ class _Reader(StorageReader):
         return plans
 
     def chunk(self, item: ReadItem) -> Chunk:
-        """The chunk that an item lies in."""
+        """Return the chunk that contains an item."""
         at = tuple(item.storage_index.offset or ())
         chunks = self.index.leaves[item.storage_index.fqn].chunks
         return next(chunk for chunk in chunks if chunk.offsets == at and chunk.box.numel)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what this rank needs."""
+        """Read the boxes that this rank needs."""
         with reading(self.path, self.index):
             for item in plan.items:
                 name = item.storage_index.fqn
@@ -313,7 +315,7 @@ class _Reader(StorageReader):
                 room = planner.resolve_tensor(item).detach()
                 self.reader.read_box(name, self.index.leaves[name], self.chunk(item), box, room)
                 planner.commit_tensor(item, room)
-            self.reader.close()  # here, where an error reaches all ranks
+            self.reader.close()  # here, so that an error is raised on all ranks
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -326,10 +328,11 @@ class _Reader(StorageReader):
 def load_together(
     path: str | os.PathLike[str], make_target: Callable[[], Target], rules: Rules, group: dist.ProcessGroup
 ) -> PyTree:
-    """Load, on all ranks of a group together; the target is made where what that raises reaches all of them."""
+    """Load on all ranks of a group."""
     check_group(group, f"the load of {path}")
 
     def attempt() -> PyTree:
+        # The planner makes the target, so that its errors are raised on all ranks.
         planner = _LoadPlanner(make_target, str(path))
         with ExitStack() as stack:
             dcp.load({}, storage_reader=_Reader(path, stack, rules), planner=planner, process_group=group)
@@ -340,7 +343,7 @@ def load_together(
             try:
                 return attempt()
             except CheckpointException as error:
-                # All ranks have the same failures before them, and so go the same way.
+                # All ranks receive the same failures, so all of them raise or all of them retry.
                 if not any(isinstance(problem, ReplacedError) for problem, _ in error.failures.values()):
                     _raise(error, str(path), _different_paths(path, group))
             except _FROM_TORCH as error:
@@ -349,22 +352,18 @@ def load_together(
     raise ReplacedError(replaced_often(Path(path)))
 
 
-# ----------------------------------------------------------------------------------------------------------- both ways
+# ------------------------------------------------------------------------------------------------------------- shared
 
 
 def _require_same(said: list[dict[str, str]], what: str, state: str) -> None:
-    """Require that arguments, given for each rank by name, are the same on all ranks.
-
-    Raises:
-        CheckpointError: the first argument that differs, with its value on each rank.
-    """
+    """Require equal arguments, given for each rank by name, and report the first that differs."""
     for name in said[0]:
         if difference := _difference([of_rank[name] for of_rank in said]):
             raise CheckpointError(f"{state}: the ranks {what} with different {name}= ({difference}): give all the same")
 
 
 def _difference(values: list[str]) -> str:
-    """The ranks that have each value; empty if all have the same."""
+    """List the ranks that have each value; empty if all values are equal."""
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
@@ -374,9 +373,9 @@ def _difference(values: list[str]) -> str:
 
 
 def _different_paths(path: object, group: dist.ProcessGroup) -> str:
-    """A line for an error that all ranks have met, if they have given different paths."""
+    """Return a line for an error on all ranks if the ranks were given different paths."""
     said: list[Any] = [None] * dist.get_world_size(group)
-    with suppress(RuntimeError):  # a rank has ended since, and there is an error to raise already
+    with suppress(RuntimeError):  # another rank has ended; the original error is raised anyway
         dist.all_gather_object(said, repr(str(path)), group=group)
         if difference := _difference(said):
             return f"\nthe ranks load different paths: {difference}"
@@ -384,15 +383,11 @@ def _different_paths(path: object, group: dist.ProcessGroup) -> str:
 
 
 _FROM_TORCH = (RuntimeError, ValueError, AssertionError, OSError)
-"""Errors that torch.distributed raises beside those that it carries from rank to rank."""
+"""Errors that torch.distributed raises when communication fails."""
 
 
 def check_group(group: Any, what: str) -> dist.ProcessGroup:
-    """Require a group of processes that this one is a rank of.
-
-    Raises:
-        CheckpointError: it is none.
-    """
+    """Require a process group that contains this rank."""
     try:
         found = dist.get_rank(group) if dist.is_initialized() else None
     except (ValueError, RuntimeError, TypeError, AttributeError):
@@ -404,13 +399,13 @@ def check_group(group: Any, what: str) -> dist.ProcessGroup:
 
 
 def _ended(error: BaseException) -> str:
-    if isinstance(error, ValueError):  # which torch raises for a group that it does not know
+    if isinstance(error, ValueError):  # torch raises it for an unknown group
         return f"the process group was destroyed in the midst of it: {error}"
     return f"another rank has ended, or did not come within the group's timeout: {error}"
 
 
 def _raise(error: CheckpointException, path: str, also: str = "") -> NoReturn:
-    """Raise what has gone wrong on the ranks as one error of ours, the same on all ranks."""
+    """Raise the errors of the ranks as one error, the same on all ranks."""
     said: dict[str, list[int]] = {}
     for rank, (problem, _) in sorted(error.failures.items()):
         text = problem.detail if isinstance(problem, CorruptError) else str(problem)
@@ -428,6 +423,6 @@ def _raise(error: CheckpointException, path: str, also: str = "") -> NoReturn:
 
 
 def _written(error: CheckpointException) -> bool | None:
-    """Tell whether a failed save stands at the path; only the rank that writes the index can find that it does."""
+    """Return whether a failed save is at the path, as reported by the rank that writes the index."""
     said = [getattr(problem, "written", False) for problem, _ in error.failures.values()]
     return next((written for written in said if written is not False), False)

@@ -1,4 +1,4 @@
-"""What can be wrong with a checkpoint: one family of errors, each of which says what to do."""
+"""The errors of checkpoints, with a common base class."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class WriteError(CheckpointError):
         """True if the new checkpoint is at the path; None if that cannot be known."""
 
     def __reduce__(self) -> tuple[type[WriteError], tuple[str, bool | None]]:
-        """Pickle by both arguments: torch carries errors from one rank to the others."""
+        """Pickle both arguments, since torch sends errors from one rank to the others."""
         return type(self), (str(self), self.written)
 
 
@@ -55,12 +55,12 @@ class CorruptError(CheckpointError):
         self.detail = message
 
     def __reduce__(self) -> tuple[type[CorruptError], tuple[str, Path | None]]:
-        """Pickle by both arguments: torch carries errors from one rank to the others."""
+        """Pickle both arguments, since torch sends errors from one rank to the others."""
         return type(self), (self.detail, self.previous)
 
 
 class ReplacedError(CheckpointError):
-    """A checkpoint was replaced by another while it was read: to be read again from the beginning."""
+    """A checkpoint was replaced while it was read; the reader starts again."""
 
 
 class MismatchError(CheckpointError, ValueError):
@@ -72,16 +72,12 @@ class MismatchError(CheckpointError, ValueError):
         """All differences, one sentence each."""
 
     def __reduce__(self) -> tuple[type[MismatchError], tuple[str, tuple[str, ...]]]:
-        """Pickle by both arguments."""
+        """Pickle both arguments, since torch sends errors from one rank to the others."""
         return type(self), (str(self), self.problems)
 
 
 def first_ones(problems: Iterable[str], most: int = 10) -> list[str]:
-    """The first lines of each kind, and how many more there are; a kind is what stands before the first colon.
-
-    >>> first_ones(["missing: a", "missing: b", "extra: c", "missing: d"], most=1)
-    ['missing: a', 'missing: ... and 2 more', 'extra: c']
-    """
+    """Return the first lines of each kind, the text before the first colon, and the number of lines left out."""
     kinds: dict[str, list[str]] = {}
     for problem in problems:
         kind, colon, _ = problem.partition(":")

@@ -1,10 +1,10 @@
-"""Files: written whole or not at all, and read only where they are ordinary.
+"""Write files atomically, and read regular files only.
 
-What is written goes to a new file, is flushed to the disk (fsync), and only then gets its name, by a rename, which a
-file system does at once or not at all. The folder is flushed too: a rename is an entry in it.
+A new file is written, flushed to the disk (fsync), and renamed to its final name, which is atomic. The folder is
+flushed too, because the rename is an entry in it.
 
-What is read may have been made by a stranger: only ordinary files are opened, of a size that was looked at first.
-Opening a pipe waits for somebody to write into it, and reading a device need not ever end.
+Files to be read may be untrusted. Only regular files of a limited size are opened: opening a pipe would block until
+another process writes to it, and reading a device may never end.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["fresh_file", "make_folder", "open_regular", "read_regular", "sync_fo
 
 @contextmanager
 def fresh_file(path: Path) -> Generator[FileIO]:
-    """Open a new file to write to, flush it to the disk at the end, and remove it if anything fails."""
+    """Open a new file for writing, flush it to the disk at the end, and remove it on failure."""
     file = FileIO(path, "xb")
     try:
         with file:
@@ -36,18 +36,14 @@ def fresh_file(path: Path) -> Generator[FileIO]:
 
 
 def write_all(file: FileIO, data: bytes | memoryview) -> None:
-    """Write all bytes: the system may take fewer at a time."""
+    """Write all bytes in as many system calls as necessary."""
     left = memoryview(data)
     while left:
         left = left[file.write(left) :]
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and those above it where they are missing, and flush their entries to the disk.
-
-    Warns:
-        UserWarning: a folder was made in one that may not be read, and so not be flushed.
-    """
+    """Create a folder and its missing parents and flush their entries; warn if an entry cannot be flushed."""
     there = path.exists()
     missing = [path]
     while not missing[-1].parent.exists():
@@ -66,28 +62,24 @@ def make_folder(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Flush a folder's entries to the disk, where the system has folders that can be opened and flushed."""
+    """Flush a folder's entries to the disk, if the system supports it."""
     if os.name == "nt":
         return
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that cannot flush a folder say this
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # raised by file systems that cannot flush a folder
             raise
     finally:
         os.close(handle)
 
 
 def open_regular(path: Path) -> FileIO:
-    """Open an ordinary file for reading; links to one are followed.
-
-    Raises:
-        OSError: there is none, it cannot be read, or it is a folder, a pipe, a socket or a device. Never waits.
-    """
-    _check_regular(path, os.stat(path).st_mode)  # to open a device may do something
-    # What is there may be another by now. Without O_NONBLOCK the call would wait where a pipe has no writer; for
-    # ordinary files it means nothing.
+    """Open a regular file for reading without blocking; follow links; raise OSError for anything else."""
+    _check_regular(path, os.stat(path).st_mode)  # checked before opening, since opening a device can have effects
+    # The file may have been replaced since the check. O_NONBLOCK keeps the call from blocking on a pipe without a
+    # writer and has no effect on regular files.
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0) | _CLOEXEC)
     try:
         _check_regular(path, os.fstat(handle).st_mode)
@@ -118,16 +110,7 @@ def _kind(mode: int) -> str:
 
 
 def read_regular(path: Path, most: int, begins: bytes = b"") -> bytearray:
-    """Read an ordinary file that is not larger than it may be, and only its beginning if that is another.
-
-    Args:
-        path: of the file.
-        most: bytes that it may have.
-        begins: what it must begin with to be read on.
-
-    Raises:
-        OSError: as `open_regular`, or the file is larger.
-    """
+    """Read a regular file of at most ``most`` bytes, or only its first bytes if they are not ``begins``."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         head = _read(file, min(size, len(begins)))
@@ -140,7 +123,7 @@ def read_regular(path: Path, most: int, begins: bytes = b"") -> bytearray:
 
 
 def _read(file: FileIO, nbytes: int) -> bytearray:
-    """So many bytes, or fewer where the file ends."""
+    """Read the given number of bytes, fewer at the end of the file."""
     found = bytearray(nbytes)
     view, done = memoryview(found), 0
     while done < nbytes and (got := file.readinto(view[done : done + (1 << 30)])):

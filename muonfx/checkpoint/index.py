@@ -1,11 +1,11 @@
-"""The index of a checkpoint: what is in which file, and the text that it is written as.
+"""The index of a checkpoint: which file holds the bytes of each leaf, and the text format of the index.
 
 A checkpoint is a folder with an index, ``index.json``, and data files, which are ordinary safetensors files. The index
-says where the bytes of each leaf lie, in one *chunk* (a box of the leaf) or several, and carries a checksum of every
-*block* of them. It is written last: its rename is the moment from which the checkpoint is there.
+gives the location of each leaf as one or more *chunks* (boxes of the leaf) and a checksum of every *block* of their
+bytes. The index is written last, and its rename completes the checkpoint.
 
-The text of an index is one JSON object with two members, laid out so that the second can be checked before it is
-parsed: ``{"sha256": "<64 hex digits>",`` line feed ``"index": <text>}`` line feed. The digest is that of ``<text>``.
+The text of an index is one JSON object with two members, formatted so that the second can be verified before it is
+parsed: ``{"sha256": "<64 hex digits>",`` line feed ``"index": <text>}`` line feed. The digest is of ``<text>``.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ FORMAT = "muonfx checkpoint"
 VERSION = 1
 INDEX = "index.json"
 BLOCK = 1 << 22
-"""Bytes with one checksum, 4 MiB: the last block of a chunk may be shorter."""
+"""Bytes per checksum, 4 MiB; the last block of a chunk may be shorter."""
 
 LONGEST = 1 << 30
-"""Bytes that an index may have: about ten million chunks. A file that claims more is not read."""
+"""Maximum size of an index in bytes, enough for about ten million chunks."""
 LONGEST_HEADER = 8 + 100_000_000
-"""Bytes before the leaves of a data file: safetensors reads no longer headers."""
+"""Maximum size of the header of a data file in bytes, the limit of safetensors."""
 _MOST_DIMS = 64
-"""Of a tensor that torch can compute with."""
+"""Maximum number of dims of a tensor in torch."""
 _LONGEST_NAME = 255
-"""Of a file, in any file system."""
+"""Maximum length of a file name, in any file system."""
 
 _HEAD = b'{"sha256": "'
 _BETWEEN = b'",\n"index": '
@@ -67,7 +67,7 @@ _BIGGEST = 2**63 - 1
 
 @dataclass(frozen=True)
 class DataFile:
-    """A data file: its name in the folder, its length, and the CRC-32 of its header, which is all before the leaves."""
+    """A data file: its name in the folder, its size, and the size and CRC-32 of its header."""
 
     name: str
     nbytes: int
@@ -77,7 +77,7 @@ class DataFile:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a leaf: the file, where in it the bytes begin, and the CRC-32 of each block of them."""
+    """A box of a leaf: its file, the position of its first byte there, and the CRC-32 of each block."""
 
     file: int
     begin: int
@@ -87,20 +87,20 @@ class Chunk:
 
     @property
     def box(self) -> Box:
-        """The part of the leaf that the chunk holds."""
+        """Return the box of the leaf that the chunk holds."""
         return Box(self.offsets, self.sizes)
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """A leaf: its dtype, its global shape, and the chunks that hold every element once."""
+    """A leaf: its global shape and dtype, and chunks that hold every element exactly once."""
 
     spec: Spec
     chunks: tuple[Chunk, ...]
 
     @property
     def nbytes(self) -> int:
-        """Its bytes."""
+        """Return the size in bytes."""
         return self.spec.nbytes
 
 
@@ -180,24 +180,20 @@ class Index:
 
 
 def as_text(extra: object) -> str:
-    """The JSON of what a caller has stored beside a state."""
+    """Return the caller's ``extra`` as JSON text."""
     try:
         return json.dumps(extra, sort_keys=True)
-    except RecursionError:  # read with the stack nearly empty, shown with less room
+    except RecursionError:  # parsing needed less stack than is left here
         return "(nested too deeply to be shown)"
 
 
 def shortened(text: str, most: int = 2000) -> str:
-    """The beginning of a text that is longer than a reader wants, and how long it is."""
+    """Return the first ``most`` characters of a text, with its length if it is longer."""
     return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
 
 
 def text_of(index: Index) -> bytes:
-    """Write an index down.
-
-    Raises:
-        CheckpointError: it would be too long to be read again.
-    """
+    """Serialize an index; raise `CheckpointError` if it would be too long to be read."""
     body = {
         "format": FORMAT,
         "version": VERSION,
@@ -225,31 +221,16 @@ def text_of(index: Index) -> bytes:
 
 
 def read_parsed(path: Path) -> Index:
-    """Read the index of the checkpoint in a folder, in bounded time and memory whatever lies there.
-
-    Raises:
-        OSError: there is none, or no ordinary file, or one that is too large.
-        FormatError: as `parse`.
-        CorruptError: as `parse`.
-    """
+    """Read a folder's index in bounded time and memory, whatever the file contains."""
     return parse(read_regular(path / INDEX, LONGEST, _HEAD), str(path / INDEX))
 
 
 class _Wrong(Exception):
-    """Something in an index is not as it must be."""
+    """An index is not valid."""
 
 
 def parse(data: bytes | bytearray, where: str) -> Index:
-    """Read an index.
-
-    Args:
-        data: the bytes of the file.
-        where: its path, for messages.
-
-    Raises:
-        FormatError: it is the index of a newer format.
-        CorruptError: it is no index, was changed after it was written, or contradicts itself.
-    """
+    """Parse an index; raise `FormatError` for another format version and `CorruptError` if it is not valid."""
     if not data.startswith(_HEAD):
         raise CorruptError(
             f"{where} is damaged, or no index of a muonfx checkpoint: one begins with {_HEAD.decode()!r}"
@@ -297,7 +278,7 @@ def _finite(digits: str) -> float:
 
 
 def _get(holder: Any, key: str, kind: Any, where: str) -> Any:
-    """A member of an object, of a kind; a bool is no int."""
+    """Return a member of a JSON object, of the given type; a bool is not an int."""
     if not isinstance(holder, dict):
         raise _Wrong(f"{where} must be an object, found {type(holder).__name__}")
     if key not in holder:
@@ -357,7 +338,7 @@ def _index(body: dict[str, Any]) -> Index:
 
 def _file(entry: Any) -> DataFile:
     name: str = _get(entry, "name", str, "a data file")
-    # A plain name: a checkpoint must not make us read elsewhere.
+    # A plain name, so that a checkpoint cannot refer to files outside its folder.
     plain = name.endswith(".safetensors") and not set(name) & set("/\\:\0") and not name.startswith(".")
     if not plain or len(name) > _LONGEST_NAME:
         raise _Wrong(f"{name[:80]!r} is no name of a data file")
@@ -399,7 +380,7 @@ def _chunk(name: str, entry: Any, itemsize: int, files: tuple[DataFile, ...]) ->
 
 
 def _check_no_overlap(leaves: Mapping[str, Leaf], files: tuple[DataFile, ...]) -> None:
-    """Require that no byte of a file belongs to two leaves, and each byte behind its header to one."""
+    """Require that each byte after the header of a file belongs to exactly one leaf."""
     ends = [file.header_nbytes for file in files]
     spans = sorted(
         (chunk.file, chunk.begin, prod(chunk.sizes) * leaf.spec.dtype.itemsize, name)

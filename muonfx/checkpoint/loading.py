@@ -1,4 +1,4 @@
-"""Loading: from the leaves of a checkpoint to a state of another's structure."""
+"""Load a checkpoint into the structure of another state."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def load(
     if layout is None or tx is None or isinstance(like, StateSpec):
         return _load(path, lambda: like, tx, rules, device, group, section="")
     group = layout.group if group is None else group
-    if is_logical(like):  # on this rank: others may hold no piece, and must go the same way
+    if is_logical(like):  # a rank without shards takes the other path, which calls `_load` as well
         return _load(path, lambda: like, tx, rules, device, group, section="")
     return local(tx, _load(path, lambda: logical(tx, like), tx, rules, device, group, section=""))
 
@@ -161,7 +161,7 @@ def _load(
     section: str,
 ) -> PyTree:
     if group is not None:
-        from muonfx.checkpoint.distributed import load_together  # brings torch's DCP, which takes long to import
+        from muonfx.checkpoint.distributed import load_together  # imports torch's DCP, which is slow
 
         def make_target() -> Target:
             return Target.of(make_like(), tx, rules, device, section, whole=False)
@@ -172,7 +172,7 @@ def _load(
 
     def read_all(index: Index, reader: Reader) -> dict[str, Any]:
         leaves, rooms = target.make_room(index, str(path))
-        # A piece that is not whole was refused by the target: there is no group.
+        # Without a group, Target.of has refused every leaf of which this rank holds only a shard.
         reader.read_into({source: _whole(room) for source, room in rooms.items()})
         return leaves
 

@@ -1,13 +1,13 @@
-"""Names of leaves in a checkpoint: '/' between the levels of a tree, and an exact inverse.
+"""Names of leaves in a checkpoint: reversible, with "/" between the levels of a tree.
 
-A state's leaf is called by the way to it, ``momentum/trace/blocks.0.attn.q.weight``; a parameter's name stands behind
-``params/``. A chain's state is a dict by the names of its members, so a leaf keeps its name when a transform of another
-name joins the chain. It gets other levels in front when a whole recipe becomes a member of a chain.
+A leaf of a state is named by its path, ``momentum/trace/blocks.0.attn.q.weight``; the name of a parameter begins with
+``params/``. The state of a chain is a dict by member name, so a leaf keeps its name when another transform is added to
+the chain. If a whole recipe becomes a member of a chain, its names get a prefix.
 
-What an entry may not contain as it is, it contains escaped: ``~0`` stands for ``~`` and ``~1`` for ``/`` (as in JSON
-Pointer, RFC 6901). ``~2`` in front says that the rest is meant literally: a string that is empty or that reads as an
-integer (an index is written as its digits), and a state's own top-level entry ``params`` or ``__metadata__``. ``~``
-alone is a tree that is one leaf.
+Special characters in an entry are escaped: ``~0`` is ``~`` and ``~1`` is ``/`` (as in JSON Pointer, RFC 6901). The
+prefix ``~2`` marks an entry as a literal string. It is added to an empty string, to a string that reads as an integer
+(an index is written in digits), and to a state's own top-level entry ``params`` or ``__metadata__``. ``~`` alone names
+a tree that is a single leaf.
 """
 
 from __future__ import annotations
@@ -36,32 +36,19 @@ __all__ = [
 ]
 
 PARAMS = "params"
-"""The top level under which parameters stand."""
+"""The top level of the names of parameters."""
 
 _RESERVED = frozenset({PARAMS, "__metadata__"})
 _INTEGER = re.compile(r"0|-?[1-9][0-9]*")
 _PLAIN_ENTRY = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
-"""Nearly all: they stand for themselves."""
+"""Entries that need no escape, which are nearly all."""
 _PLAIN_NAME = re.compile(rf"{_PLAIN_ENTRY.pattern}(/({_PLAIN_ENTRY.pattern}|{_INTEGER.pattern}))*")
 _ESCAPES = {"~0": "~", "~1": "/"}
 _ROOT = "~"
 
 
 def name_of(path: tuple[Any, ...]) -> str:
-    """Write the way to a leaf of a state as its name.
-
-    Args:
-        path: keys, indices and field names, as `muonfx.tree.paths` lists them.
-
-    Raises:
-        TypeError: an entry is neither a string nor an int.
-        ValueError: a string is no valid Unicode.
-
-    >>> name_of(("momentum", "trace", "blocks.0.attn.q.weight"))
-    'momentum/trace/blocks.0.attn.q.weight'
-    >>> name_of(("trace", "a/b", 0, "0"))
-    'trace/a~1b/0/~20'
-    """
+    """Return the name of the leaf of a state at a path, as `muonfx.tree.paths` lists paths."""
     if not path:
         return _ROOT
     entries = [_escaped(entry) for entry in path]
@@ -89,14 +76,7 @@ def _escaped(entry: Any) -> str:
 
 
 def path_of(name: str) -> tuple[str | int, ...]:
-    """Read a name back into the way to the leaf; the inverse of `name_of`.
-
-    Raises:
-        ValueError: no path has this name.
-
-    >>> path_of("trace/a~1b/0/~20")
-    ('trace', 'a/b', 0, '0')
-    """
+    """Return the path of the leaf with a name, the inverse of `name_of`."""
     if name == _ROOT:
         return ()
     path = tuple(_read(entry) for entry in name.split("/"))
@@ -112,18 +92,7 @@ def _read(entry: str) -> str | int:
 
 
 def named_leaves(values: PyTree, section: str = "") -> list[tuple[str, Any]]:
-    """List the leaves of a tree with their names, in the order of `muonfx.tree.leaves`; None is a leaf, and absent.
-
-    Names of parameters are those without wrappers: see `plain_names`.
-
-    Args:
-        values: a tree.
-        section: a top level to put in front; "" for a state.
-
-    Raises:
-        TypeError: a key is neither a string nor an int.
-        ValueError: a key is no valid Unicode, or two leaves have one name, as it may be only without wrappers.
-    """
+    """List the leaves of a tree, None included, with their names without wrappers, below ``section`` if given."""
     if section:
         found = [section + "".join(f"/{_escaped(entry)}" for entry in path) for path in tree.paths(values)]
     else:
@@ -143,16 +112,12 @@ def named_leaves(values: PyTree, section: str = "") -> list[tuple[str, Any]]:
 
 
 def is_leaf(value: Any) -> bool:
-    """True if a value can be a leaf of a saved state: a tensor, or a piece of one that a rank holds."""
+    """True if a value can be a leaf of a saved state: a tensor, or a shard of one."""
     return isinstance(value, Tensor) or hasattr(value, "__create_chunk_list__")
 
 
 def named_tensors(values: PyTree, section: str = "") -> list[tuple[str, Any]]:
-    """`named_leaves` of a tree whose leaves are tensors, pieces of tensors, or None.
-
-    Raises:
-        TypeError: a leaf is something else; the message names it.
-    """
+    """Return `named_leaves` and require that each leaf is a tensor, a shard of a tensor, or None."""
     named = named_leaves(values, section)
     for name, leaf in named:
         if leaf is not None and not is_leaf(leaf):
@@ -164,16 +129,11 @@ def named_tensors(values: PyTree, section: str = "") -> list[tuple[str, Any]]:
 
 
 def plain_names(names: Iterable[str]) -> dict[str, str]:
-    """For each name of a leaf the one that it has where no wrapper (`muonfx.tree.wrappers`) is in the parameter's name.
-
-    Leaves beside one another, as those of one momentum are, belong to one model.
-
-    >>> list(plain_names(["mu/module._orig_mod.up", "mu/module._orig_mod.down", "count"]).values())
-    ['mu/up', 'mu/down', 'count']
-    """
+    """Map each leaf name to the name without wrappers (`muonfx.tree.wrappers`) in its parameter name."""
     found = {name: name for name in names}
     if not any(map(may_be_wrapped, found)):
         return found
+    # Leaves with a common prefix, such as those of one momentum, belong to one model.
     beside: dict[str, dict[str, str]] = {}
     for name in found:
         above, level, last = name.rpartition("/")
@@ -189,17 +149,13 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def in_section(name: str, section: str) -> bool:
-    """True if a name stands under a top level; "" is the state, which is everything but the parameters."""
+    """True if a name is in a section; "" is the state, that is, everything except the parameters."""
     of_params = name == PARAMS or name.startswith(PARAMS + "/")
     return of_params == (section == PARAMS)
 
 
 def is_name(name: str) -> bool:
-    """True if a text is the name of a leaf, of a state or of parameters.
-
-    >>> is_name("momentum/trace/w"), is_name("params/w"), is_name("params/~9")
-    (True, True, False)
-    """
+    """True if a text is a valid name of a leaf of a state or of parameters."""
     if _PLAIN_NAME.fullmatch(name):
         return True
     try:

@@ -1,6 +1,6 @@
-"""Reading leaves from data files, every byte checked.
+"""Read leaves from data files and verify every byte.
 
-With plain reads, and not through a memory map: a map of a file that is cut short while it is in use ends the process.
+The files are read with plain reads. With a memory map, truncation of a file in use would end the process.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MOST_OPEN = 64
 
 
 class _Block(NamedTuple):
-    """A block of a chunk that is to be read: where it lies, its checksum, and the memory that it goes to."""
+    """A block to be read: its file, position and checksum, and the memory to read it into."""
 
     file: int
     begin: int
@@ -41,7 +41,7 @@ class _Block(NamedTuple):
 
 
 def _blocks(name: str, chunk: Chunk, into: memoryview, first: int = 0) -> list[_Block]:
-    """The blocks of a chunk from the first on, as many as the memory is for."""
+    """Return the blocks of a chunk that fill the memory, from block number ``first`` on."""
     return [
         _Block(chunk.file, chunk.begin + place * BLOCK, part, chunk.crc32[place], name)
         for place, part in enumerate(blocks_of(into), first)
@@ -49,11 +49,7 @@ def _blocks(name: str, chunk: Chunk, into: memoryview, first: int = 0) -> list[_
 
 
 class Reader:
-    """Reads leaves from the data files of a checkpoint and checks every byte that it hands out.
-
-    A file is opened when it is first needed, and then checked for the length and the header that the index says. What
-    is asked for together is read by as many threads as torch uses.
-    """
+    """Reads leaves from the data files of a checkpoint and verifies every byte that it returns."""
 
     def __init__(self, folder: Path, index: Index) -> None:
         check_byte_order()
@@ -67,18 +63,14 @@ class Reader:
         return self
 
     def check_files(self, numbers: Iterable[int] | None = None) -> Reader:
-        """Open files, by their places in the index; all of them if none are named.
-
-        Raises:
-            CorruptError: one is missing, is shorter or longer, or has another header.
-        """
+        """Open and check the data files with these numbers, by default all of them."""
         for number in range(len(self.index.files)) if numbers is None else sorted(numbers):
             self._file(number)
         return self
 
     def _file(self, number: int) -> FileIO:
         if number not in self._files:
-            # A process may have few files open, and thousands of ranks have written one each. No thread reads now.
+            # The number of open files is limited, and each rank has written one file; no read is in progress.
             if len(self._files) >= _MOST_OPEN:
                 self._close(next(iter(self._files)))
             self._files[number] = self._open(self.index.files[number])
@@ -94,11 +86,7 @@ class Reader:
             ) from error
 
     def close(self) -> None:
-        """Close the files; there may be none.
-
-        Raises:
-            CheckpointError: the system refused to close one; the others are closed.
-        """
+        """Close all files; raise if the system reports an error for one."""
         self._stack.close()  # waits for the threads
         with ExitStack() as stack:
             for number in self._files:
@@ -132,7 +120,7 @@ class Reader:
         return file
 
     def _fill(self, file: FileIO, at: int, into: memoryview, path: Path) -> None:
-        """Read from a place on; several threads may do so on one file, where the system can."""
+        """Fill a buffer from a position on; with preadv, several threads may read one file."""
         while into:
             try:
                 if hasattr(os, "preadv"):
@@ -147,12 +135,12 @@ class Reader:
             at, into = at + got, into[got:]
 
     def _read_blocks(self, blocks: list[_Block]) -> None:
-        """Read and check blocks, file by file, side by side where there is more than one block's bytes to read."""
+        """Read and check blocks, file by file; blocks of one file are read in parallel."""
         blocks.sort(key=attrgetter("begin"))
         blocks.sort(key=attrgetter("file"))
         for number, of_file in groupby(blocks, attrgetter("file")):
             file, path = self._file(number), self.folder / self.index.files[number].name
-            parts: list[list[_Block]] = []  # small leaves share a part, or a thread would cost more than it does
+            parts: list[list[_Block]] = []  # small leaves share a part: a task costs more than the read
             left = 0
             for block in of_file:
                 if left < len(block.into):
@@ -165,7 +153,7 @@ class Reader:
                     self._read_part(file, path, part)
                 continue
             if self._pool is None:
-                # Of this load alone: threads do not survive a fork.
+                # One pool per reader, not a global one: threads do not survive a fork.
                 pool = ThreadPoolExecutor(self._threads, thread_name_prefix="muonfx-read")
                 self._pool = self._stack.enter_context(pool)
             reads = [self._pool.submit(self._read_part, file, path, part) for part in parts]
@@ -175,7 +163,7 @@ class Reader:
             except BaseException:
                 for read in reads:
                     read.cancel()
-                wait(reads)  # the memory must not go while a thread writes to it
+                wait(reads)  # the memory must not be freed while a thread writes to it
                 raise
 
     def _read_part(self, file: FileIO, path: Path, part: list[_Block]) -> None:
@@ -187,21 +175,14 @@ class Reader:
                 raise CorruptError(f"{path}: the leaf {name!r} is damaged, somewhere in {where}")
 
     def read(self, name: str) -> Tensor:
-        """Read a leaf: a new tensor in host memory.
-
-        Raises:
-            CorruptError: its bytes are not those that were written.
-        """
+        """Read a leaf into a new tensor on the CPU."""
         leaf = self.index.leaves[name]
         out = torch.empty(leaf.spec.shape, dtype=leaf.spec.dtype)
         self.read_into({name: out})
         return out
 
     def read_into(self, rooms: Mapping[str, Tensor]) -> None:
-        """Read leaves into tensors of their shapes, all together.
-
-        Those of other dtypes, devices and strides are read one after another, with a copy of one chunk.
-        """
+        """Read leaves into tensors of the same shapes; chunks that need a conversion are copied one at a time."""
         blocks: list[_Block] = []
         for name, out in rooms.items():
             leaf = self.index.leaves[name]
@@ -214,7 +195,7 @@ class Reader:
         self._read_blocks(blocks)
 
     def read_box(self, name: str, leaf: Leaf, chunk: Chunk, box: Box, out: Tensor) -> None:
-        """Read a box of a chunk (offsets from the chunk's) into a tensor of its size, by the blocks that hold it."""
+        """Read a box, with offsets within the chunk, into a tensor of its size; only blocks with its bytes are read."""
         if not box.numel:
             return
         if box.sizes == chunk.sizes and _takes_bytes(out, leaf):
@@ -232,11 +213,7 @@ class Reader:
         out.copy_(held.as_strided(box.sizes, strides, start - first * BLOCK // dtype.itemsize))
 
     def verify(self) -> Index:
-        """Read everything, keep nothing, and return the index.
-
-        Raises:
-            CorruptError: a leaf's bytes are not those that were written; the message names it.
-        """
+        """Read and check every byte and return the index."""
         self.check_files()
         many = 2 * self._threads
         buffer = memoryview(bytearray(many * BLOCK))
@@ -250,5 +227,5 @@ class Reader:
 
 
 def _takes_bytes(out: Tensor, leaf: Leaf) -> bool:
-    """True if the bytes of a file are those of the tensor as they are."""
+    """True if the bytes of the file can be read directly into the tensor."""
     return out.dtype == leaf.spec.dtype and out.device.type == "cpu" and out.is_contiguous()

@@ -1,4 +1,4 @@
-"""Tables for the terminal: one checkpoint, a folder of them, and two side by side."""
+"""Text tables for the terminal: one checkpoint, a folder of checkpoints, and a comparison of two."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ __all__ = ["differences", "of_checkpoint", "of_folder"]
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> str:
-    """Columns as wide as they must be; those that are named flush right."""
+    """Format rows as a text table; the columns in ``right`` are right-aligned."""
     return Table.of(head, list(rows), right).to_text()
 
 
 def of_checkpoint(path: Path, index: Index, pattern: str = "*") -> str:
-    """All that a checkpoint says about itself, and its leaves: those that a pattern means."""
+    """Return the report of a checkpoint, with the leaves that match a pattern."""
     chosen = {name: leaf for name, leaf in index.leaves.items() if pattern == "*" or matches(pattern, name)}
     return str(index.report(path, chosen))
 
 
 def of_folder(folder: Path) -> str:
-    """The checkpoints in a folder, one line each."""
+    """Return a table with one line for each checkpoint in a folder."""
     rows: list[tuple[str, ...]] = []
     for path in checkpoints(folder):
         try:
@@ -44,13 +44,7 @@ def of_folder(folder: Path) -> str:
 
 
 def differences(one: Path, other: Path, most: int | None = 10) -> list[str]:
-    """List what differs between two checkpoints, one line each; leaves are compared bit for bit.
-
-    Args:
-        one: the first.
-        other: the second.
-        most: lines of each kind of difference, behind which stands how many more there are; None: all.
-    """
+    """List the differences of two checkpoints, at most ``most`` lines of each kind; leaves are compared bitwise."""
     return with_reader(
         one, lambda a, first: with_reader(other, lambda b, second: _differences(a, first, b, second, most))
     )
@@ -89,7 +83,7 @@ def _differences(a: Index, first: Reader, b: Index, second: Reader, most: int | 
 
 
 def _values(a: Tensor, b: Tensor) -> str:
-    """How two tensors of one shape and dtype differ; "" if they do not."""
+    """Describe how two tensors of equal shape and dtype differ; "" if they are equal."""
     if bytes_of(a) == bytes_of(b):
         return ""
     if a.is_complex():

@@ -1,4 +1,4 @@
-"""What may be loaded into what: the rules, and one error that lists everything that breaks them."""
+"""Match the leaves of a checkpoint with a target, and report every mismatch in one error."""
 
 from __future__ import annotations
 
@@ -23,19 +23,13 @@ Allow = bool | str | Collection[str]
 
 
 def matches(pattern: str, name: str) -> bool:
-    """True if a pattern means a leaf: by its name, by the levels that its name begins with, or as a glob.
-
-    >>> matches("momentum/trace", "momentum/trace/up.weight"), matches("momentum/tra", "momentum/trace/up.weight")
-    (True, False)
-    >>> matches("*/up.*", "momentum/trace/up.weight")
-    True
-    """
+    """True if a pattern is the name, a prefix of its levels, or a glob that matches it."""
     return name == pattern or name.startswith(pattern.rstrip("/") + "/") or fnmatchcase(name, pattern)
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What the caller of ``load`` allows; see there."""
+    """The arguments of ``load`` that allow differences; see there."""
 
     allow_missing: Allow = False
     allow_extra: Allow = False
@@ -44,7 +38,7 @@ class Rules:
     rename: Rename = field(default_factory=dict)
 
     def described(self) -> dict[str, str]:
-        """The arguments as texts, to be compared between ranks; of a function only that it is one."""
+        """Return the arguments as texts that can be compared between ranks; functions all compare equal."""
 
         def text(given: Any) -> str:
             if callable(given):
@@ -61,29 +55,14 @@ def _allowed(given: Allow, name: str) -> bool:
 
 
 def patterns_in(given: Allow) -> list[str]:
-    """The patterns that a caller gave; none where he allowed all or nothing."""
+    """Return the patterns in an argument, none for True or False."""
     if isinstance(given, bool):
         return []
     return [given] if isinstance(given, str) else list(given)
 
 
 def match(index: Index, want: StateSpec, rules: Rules, *, section: str, where: str) -> dict[str, str | None]:
-    """Find for each leaf that is wanted the name that it has in a checkpoint.
-
-    Args:
-        index: of the checkpoint.
-        want: the leaves that are wanted.
-        rules: what is allowed.
-        section: "" to load a state, "params" to load parameters; leaves of the other kind are not looked at.
-        where: the checkpoint's path, for messages.
-
-    Returns:
-        Name wanted to name in the checkpoint; None for one that is missing and may be.
-
-    Raises:
-        MismatchError: something is missing, left over, of another shape, would be narrowed, or belongs to another
-            chain, and is not allowed to; the message lists the first of each, with what to do.
-    """
+    """Map each leaf in ``want`` to its name in the checkpoint, None if it is allowed to be missing."""
     problems: list[str] = []
     advice: list[str] = []
     names, wrong = new_names(plain_names(index.leaves), rules.rename)
@@ -126,7 +105,7 @@ def match(index: Index, want: StateSpec, rules: Rules, *, section: str, where: s
 
 
 def _names_in(names: Mapping[str, str], section: str, problems: list[str]) -> dict[str, str]:
-    """The leaves of a section: new name to the name in the checkpoint."""
+    """Map the new name of each leaf in a section to its name in the checkpoint."""
     there: dict[str, str] = {}
     for old, new in names.items():
         if in_section(new, section):
@@ -139,7 +118,7 @@ def _names_in(names: Mapping[str, str], section: str, problems: list[str]) -> di
 def _renaming(
     index: Index, want: StateSpec, names: Mapping[str, str], missing: Sequence[str], extra: Mapping[str, str]
 ) -> dict[str, str]:
-    """The renaming that turns extra leaves into missing ones, and changes no other name; empty if there is none."""
+    """Return the renaming that turns extra leaves into missing ones and changes no other name; empty if none."""
     found = found_renaming(
         {name: index.leaves[written].spec.shape for name, written in extra.items()},
         {name: want[name].shape for name in missing},
@@ -199,7 +178,7 @@ def _check_leaves(
 
 
 def _holds_codes(name: str, index: Index) -> bool:
-    """True if a leaf of a checkpoint is the codes of a compact state: its scales are beside it."""
+    """True if a leaf of a checkpoint holds the codes of a quantized state, with scales next to it."""
     levels = name.split("/")
     beside = ("/".join([*levels[:i], "scales", *levels[i + 1 :]]) for i, level in enumerate(levels) if level == "codes")
     return any(other in index.leaves for other in beside)

@@ -1,4 +1,4 @@
-"""Saving: `save` writes a checkpoint now, `save_async` copies now and writes while training goes on."""
+"""Save a checkpoint: `save` writes it before it returns, `save_async` writes a copy in the background."""
 
 from __future__ import annotations
 
@@ -141,10 +141,10 @@ def save_async(
     )
     ticket = job.ticket()
     try:
-        # A thread of its own: a save that has to wait for others must not hold up one that need not.
+        # One thread per save: a save that waits for others must not delay a save that need not wait.
         pool = ThreadPoolExecutor(1, thread_name_prefix="muonfx-save")
         future = pool.submit(_run_in_background, job, ticket)
-    except BaseException:  # the process is at its end and starts no thread any more
+    except BaseException:  # at interpreter exit no thread can be started
         ticket.end()
         raise
     pool.shutdown(wait=False)
@@ -152,18 +152,18 @@ def save_async(
 
 
 def _run(job: Job, ticket: Ticket) -> None:
-    """Write, when the saves before it are done."""
+    """Write the checkpoint when the earlier saves are done."""
     with ticket:
         if job.group is None:
             write(job)
             return
-        from muonfx.checkpoint.distributed import save_together  # brings torch's DCP, which takes long to import
+        from muonfx.checkpoint.distributed import save_together  # imports torch's DCP, which is slow
 
         save_together(job)
 
 
 def _run_in_background(job: Job, ticket: Ticket) -> None:
-    """`_run` in a thread, and a note if it fails: nobody may ever wait for it."""
+    """Call `_run` and record a failure, since the caller may never wait for it."""
     try:
         _run(job, ticket)
     except BaseException as error:
@@ -202,7 +202,7 @@ class Saving:
             TimeoutError: it is not done yet.
             CheckpointError: what `save` raises, and whatever ``progress`` raised.
         """
-        # Whose error: a TimeoutError may be that of waiting, after which the save goes on.
+        # A TimeoutError of `exception` itself is raised here and is not a failure of the save, which continues.
         error = self._future.exception(timeout)
         if error is not None:
             forget_failure(error)

@@ -1,4 +1,4 @@
-"""What a state consists of, without the state: names, global shapes and dtypes."""
+"""Describe the leaves of a state without allocating it: names, global shapes and dtypes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["StateSpec", "described", "spec", "spec_of", "spec_of_named"]
 
 
 def described(leaf: Any) -> str:
-    """Shape and dtype of a leaf or of its `Spec`, for messages."""
+    """Return the shape and dtype of a leaf or of its `Spec` as text, for messages."""
     if not isinstance(leaf, Spec) and not is_leaf(leaf):
         return f"a {type(leaf).__name__}" if leaf is not None else "None"
     return f"{tuple(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}"
@@ -69,7 +69,7 @@ class StateSpec:
         return self.leaves[name]
 
     def __str__(self) -> str:
-        """One line a leaf: name, shape, dtype."""
+        """Return one line per leaf: name, shape, dtype."""
         shapes = {name: str(spec.shape) for name, spec in self.leaves.items()}
         wide = max((len(name) for name in shapes), default=0), max((len(shape) for shape in shapes.values()), default=0)
         return "\n".join(
@@ -78,7 +78,7 @@ class StateSpec:
         )
 
     def _repr_html_(self) -> str:
-        """The leaves as a table, in a notebook."""
+        """Return the leaves as a table for a notebook."""
         rows = [
             (name, str(leaf.shape), str(leaf.dtype).removeprefix("torch."), format_bytes(leaf.nbytes))
             for name, leaf in self.leaves.items()
@@ -155,16 +155,12 @@ class StateSpec:
 
 
 def spec_of(values: PyTree, section: str = "", tx: Transform | None = None) -> StateSpec:
-    """The spec of a tree that is there.
-
-    Raises:
-        TypeError: a leaf is not a tensor; the message names it.
-    """
+    """Return the spec of a tree of tensors."""
     return spec_of_named(named_tensors(values, section), values, tx)
 
 
 def spec_of_named(named: list[tuple[str, Any]], values: PyTree, tx: Transform | None = None) -> StateSpec:
-    """The spec of a tree whose `named_tensors` are known."""
+    """Return the spec of a tree, given its `named_tensors`."""
     leaves = {name: Spec(tuple(leaf.shape), leaf.dtype) for name, leaf in named if leaf is not None}
     found = StateSpec(leaves, _treedef=tree.flatten(values)[1], _names=tuple(name for name, _ in named))
     return found if tx is None else found.of_chain(tx)
@@ -199,5 +195,5 @@ def spec(tx: Transform, params: PyTree) -> StateSpec:
     check_tree("params", params)
     meta = tree.map(lambda leaf: torch.empty(tuple(leaf.shape), dtype=leaf.dtype, device="meta"), params)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of labels without a parameter: what makes the state says so
+        warnings.simplefilter("ignore")  # labels without a parameter are reported when the state itself is made
         return spec_of(strip_transparent(tx).init(meta), tx=tx)

@@ -1,4 +1,4 @@
-"""The target of a load: the leaves that are wanted, and where their values go."""
+"""The target of a load: the requested leaves and the tensors that receive their values."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ __all__ = ["Target"]
 
 @dataclass(frozen=True)
 class Target:
-    """The tree that a load is to make, of whatever checkpoint it finds."""
+    """The tree that a load produces, independent of the checkpoint that it reads."""
 
     like: Mapping[str, Any]
-    """The leaves of what a caller gave, by name: tensors, pieces of tensors, or `Spec`s."""
+    """The leaves of the caller's tree by name: tensors, shards of tensors, or `Spec`s."""
     want: StateSpec
     rules: Rules
     device: torch.device | str | None
@@ -43,7 +43,7 @@ class Target:
         *,
         whole: bool,
     ) -> Target:
-        """Check what a caller of ``load`` gave; with ``whole``, that ``like`` holds no pieces of tensors."""
+        """Check the arguments of ``load``; with ``whole``, require that ``like`` holds no shards of tensors."""
         if tx is not None and not isinstance(tx, Transform):
             raise TypeError(f"tx must be a muonfx.Transform or None, found {tx!r}")
         if isinstance(like, StateSpec):
@@ -58,16 +58,7 @@ class Target:
         return cls(leaves, spec_of_named(named, like, tx), rules, device, section)
 
     def make_room(self, index: Index, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Find the wanted leaves in the checkpoint at ``where``, and make room for their values.
-
-        Returns:
-            The leaves by name, those that the checkpoint lacks, and may, with the values of ``like``; and those that
-            are to be read, by their names in the checkpoint.
-
-        Raises:
-            MismatchError: the checkpoint is not what is wanted.
-            ValueError: a leaf that the checkpoint lacks has no values in ``like`` either.
-        """
+        """Allocate the target leaves; return all by name, and those to read by their names in the checkpoint."""
         sources = match(index, self.want, self.rules, section=self.section, where=where)
         self._warn_of_products(index, where)
         leaves = {
@@ -77,7 +68,7 @@ class Target:
         return leaves, {source: leaves[name] for name, source in sources.items() if source is not None}
 
     def _warn_of_products(self, index: Index, where: str) -> None:
-        """Warn if the run that wrote a checkpoint computed its matrix products in other dtypes."""
+        """Warn if the run that wrote the checkpoint computed its matrix products in other dtypes."""
         real = (leaf.device for leaf in self.like.values() if isinstance(leaf, Tensor) and not leaf.is_meta)
         device = torch.device(self.device or next(real, "cpu"))
         # A state's leaves do not give the parameters' dtype, but the record does: products are float64 exactly for
@@ -94,22 +85,22 @@ class Target:
                 )
 
     def rebuild(self, leaves: dict[str, Any]) -> PyTree:
-        """Put leaves, by name, into the structure of what the caller gave."""
+        """Put leaves, given by name, into the structure of the caller's tree."""
         return self.want.unflatten(leaves)
 
     def _empty(self, leaf: Any) -> Any:
-        """Room for the values of a leaf."""
+        """Allocate a tensor for the values of a leaf."""
         if isinstance(leaf, Spec):
             return torch.empty(leaf.shape, dtype=leaf.dtype, device=self.device or "cpu")
         if isinstance(leaf, Tensor):
             where = self.device or (leaf.device if leaf.device.type != "meta" else "cpu")
-            if type(leaf) is Tensor and leaf.is_meta and leaf.is_contiguous():  # `empty_like` of these is slow
+            if type(leaf) is Tensor and leaf.is_meta and leaf.is_contiguous():  # `empty_like` is slow for meta tensors
                 return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=where)
             return torch.empty_like(leaf, device=where, requires_grad=False)
         return leaf.empty_like()
 
     def _copy(self, name: str, leaf: Any) -> Any:
-        """A copy of what ``like`` has for a leaf that is missing in a checkpoint."""
+        """Copy the value in ``like`` of a leaf that is missing in the checkpoint."""
         if isinstance(leaf, Spec) or (isinstance(leaf, Tensor) and leaf.device.type == "meta"):
             raise ValueError(
                 f"the leaf {name!r} is missing in the checkpoint, which is allowed, but like= has no values to keep: "

@@ -1,4 +1,4 @@
-"""Writing: a save as it was asked for, and the order in which it gets onto the disk."""
+"""Write a checkpoint: check the arguments of a save, then write its files in an order that makes it atomic."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ __all__ = ["Draft", "Job", "write"]
 
 @dataclass(frozen=True)
 class Job:
-    """One save as it was asked for: checked, or with what is wrong kept, to be said on all ranks alike."""
+    """The arguments of one save; if they are not valid, ``problem`` is the error, to be raised on all ranks."""
 
     path: Path
     leaves: dict[str, Any] = field(default_factory=dict)
-    """By name; in host memory if they were copied for a save in the background."""
+    """The leaves by name; copied to the CPU for a save in the background."""
     tx: Transform | None = None
     step: int | None = None
     extra: dict[str, Any] = field(default_factory=dict)
@@ -90,21 +90,18 @@ class Job:
         group: ProcessGroup | None,
         copy: bool = False,
     ) -> Job:
-        """Check what a caller of ``save`` gave; with a group, what is wrong is kept for `checked_leaves` to raise.
-
-        With ``copy``, the leaves are copied into host memory, where training does not change them.
-        """
+        """Check the arguments of ``save``; with a group, an error is stored for `checked_leaves` to raise."""
         where, layout = Path(), layout_of(tx)
         if layout is not None and group is None and layout.group is not None:
-            if copy:  # training goes on, and sends its own messages there
+            if copy:  # training continues and communicates on the same group
                 raise ValueError(
                     "a sharded state is saved in the background with a group of its own, which nothing else uses: say "
                     'group=dist.new_group(backend="gloo")'
                 )
             group = layout.group
         try:
-            warn_of_failed_saves()  # under `python -W error` an error, of which all ranks must hear
-            where = folder_named(path)  # stays what it is when the process goes to another folder
+            warn_of_failed_saves()  # inside try: under `python -W error` it raises, which must reach all ranks
+            where = folder_named(path)  # absolute, so that a later chdir() does not change it
             if tx is not None and not isinstance(tx, Transform):
                 raise TypeError(f"tx must be a muonfx.Transform or None, found {tx!r}")
             if step is not None and (isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**63):
@@ -117,7 +114,7 @@ class Job:
                 params = None if params is None else layout.logical(params)
             leaves = _leaves_of(state, params, whole=group is None)
             products = {} if tx is None else _products_of(tx, leaves)
-            if copy:
+            if copy:  # training may change the originals
                 leaves = {name: _copy(leaf) for name, leaf in leaves.items()}
         except Exception as error:
             if group is None:
@@ -126,7 +123,7 @@ class Job:
         return cls(where, leaves, tx, step, said, keep, progress, group, products=products)
 
     def ticket(self) -> Ticket:
-        """The next place in the queue of those that write there."""
+        """Take the next place in the queue of saves to the same path, folder or group."""
         keys: set[Hashable] = {os.path.realpath(self.path)}
         if step_of(self.path) is not None:
             keys.add(os.path.realpath(self.path.parent))
@@ -135,14 +132,14 @@ class Job:
         return Ticket(*keys)
 
     def checked_leaves(self) -> dict[str, Any]:
-        """The leaves; raises what is wrong with what the caller gave."""
+        """Return the leaves, or raise the error that `of` stored."""
         if self.problem is not None:
             raise self.problem
         return self.leaves
 
     def to_index(self, save_id: str, files: Iterable[DataFile], leaves: dict[str, Leaf]) -> Index:
-        """The index of a checkpoint with these files and leaves."""
-        # The package's own version: at the roof, which nothing inside may import.
+        """Return the index of a checkpoint with these files and leaves."""
+        # Modules inside the package must not import it, so the version is looked up in sys.modules.
         roof = sys.modules[__name__.partition(".")[0]]
         versions = {"muonfx": str(getattr(roof, "__version__", "unknown")), "torch": str(torch.__version__)}
         chain = (None, None) if self.tx is None else (self.tx.fingerprint, repr(strip_transparent(self.tx)))
@@ -175,7 +172,7 @@ def _check_keep(keep: int | None, path: Path) -> None:
 
 
 def _leaves_of(state: PyTree, params: PyTree, *, whole: bool) -> dict[str, Any]:
-    """The leaves of a state and of parameters by name, all of them fit to be written; no pieces if `whole`."""
+    """Return the leaves by name and require that they can be written; ``whole`` refuses shards of tensors."""
     found: dict[str, Any] = {}
     for tree, section in ((state, ""), (params, PARAMS)):
         if tree is not None:
@@ -208,7 +205,7 @@ def _products_of(tx: Transform, leaves: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _copy(leaf: Any) -> Any:
-    """A copy of a leaf in host memory."""
+    """Copy a leaf to the CPU."""
     if isinstance(leaf, FlatPiece):
         return leaf.empty_like("cpu").copy_(leaf)
     if is_dtensor(leaf):
@@ -222,7 +219,7 @@ def _copy(leaf: Any) -> Any:
 
 
 def write(job: Job) -> None:
-    """Write a checkpoint, in this process alone."""
+    """Write a checkpoint in this process only."""
 
     def part(name: str, leaf: Tensor) -> Part:
         shape = tuple(leaf.shape)
@@ -244,23 +241,19 @@ def write(job: Job) -> None:
 
 
 class Draft:
-    """A save that is being written, on one rank.
-
-    Its files carry its id. Until the rename of its index is tried they are nobody's and may be taken back; from then on
-    a reader may see them, and they stay, whatever fails.
-    """
+    """A save in progress on one rank; `whole_or_not` discards its files if it fails before the commit."""
 
     def __init__(self, path: Path, save_id: str | None = None) -> None:
-        # No other save has this id, so none writes to a file that an index refers to.
+        # The id is unique, so no other save writes to a file that an index names.
         self.path, self.save_id = path, save_id or secrets.token_hex(8)
         self._made = self._tried = self._done = False
 
     def data_name(self, rank: int, ranks: int) -> str:
-        """Name a rank's data file: no two saves share a name."""
+        """Return the name of a rank's data file, which is unique to the save."""
         return f"data-{self.save_id}-{rank:05}-of-{ranks:05}.safetensors"
 
     def begin(self, *, claiming: bool = True) -> None:
-        """Make the folder, and claim it for this save: one rank of a group does that, before any other begins."""
+        """Make the folder and claim it for this save; in a group one rank claims, before the others begin."""
         if is_foreign(self.path / INDEX):
             raise FileExistsError(
                 errno.EEXIST, f"the folder has an {INDEX} that muonfx has not written: choose another, or move it away"
@@ -272,18 +265,14 @@ class Draft:
                 return
             try:
                 claim(self.path, self.save_id)
-            except FileNotFoundError:  # whoever else has made the folder takes it away, since his save has failed
+            except FileNotFoundError:  # another save made the folder, failed, and removed it
                 if attempt == 9:
                     raise
             else:
                 break
 
     def commit(self, index: Index) -> None:
-        """Write the index, which makes this save what is at the path.
-
-        Raises:
-            OSError: something was refused; `stands` knows whether before or after that.
-        """
+        """Write the index, which puts this save at the path; after an OSError, `stands` returns whether it did."""
         for file in index.files:
             if not (self.path / file.name).exists():
                 raise FileNotFoundError(
@@ -293,17 +282,13 @@ class Draft:
         part = self.path / part_name(self.save_id)
         with fresh_file(part) as file:
             write_all(file, text_of(index))
-        self._tried = True
+        self._tried = True  # from here on readers may see the files, so they are kept even if a later step fails
         os.replace(part, self.path / INDEX)
         self._done = True
         sync_folder(self.path)
 
     def tidy(self, keep: int | None) -> None:
-        """Remove what nobody needs any more, when the new checkpoint is safe on the disk.
-
-        Warns:
-            UserWarning: the system refused that. The checkpoint is good.
-        """
+        """Remove obsolete files and checkpoints after the commit; warn if the system refuses to."""
         try:
             release(self.path, self.save_id)
             clean(self.path)
@@ -318,12 +303,12 @@ class Draft:
             )
 
     def stands(self) -> bool | None:
-        """True if this save is at the path; None if that cannot be known."""
-        # A network file system may have done a rename that it reports as refused.
+        """Return whether this save was committed, None if that cannot be known."""
+        # A network file system may report an error for a rename that it has performed.
         return self.is_there() if self._tried and not self._done else self._done
 
     def is_there(self) -> bool | None:
-        """Tell whether the index at the path is this save's; None if it cannot be read."""
+        """Return whether the index at the path is this save's, None if it cannot be read."""
         try:
             return inspect(self.path).save_id == self.save_id
         except NotFoundError:
@@ -332,7 +317,7 @@ class Draft:
             return None
 
     def discard(self) -> None:
-        """Take back what was written, which no index will name."""
+        """Remove the files of this save, which no index will name."""
         with suppress(OSError):
             for file in list(self.path.iterdir()):
                 if id_of(file.name) == self.save_id:
@@ -346,16 +331,12 @@ class Draft:
 
     @contextmanager
     def whole_or_not(self) -> Generator[None]:
-        """Take back what no index can name if anything fails, and say which checkpoint stands.
-
-        Raises:
-            WriteError: the system refused something.
-        """
+        """On failure, discard the files of an uncommitted save and raise an OSError as `WriteError`."""
         try:
             yield
         except BaseException as error:
             if self._tried and not self._done:
-                with suppress(OSError):  # a rename that is reported as refused, and still on its way, finds nothing
+                with suppress(OSError):  # so that a rename still in progress after an error fails
                     (self.path / part_name(self.save_id)).unlink()
             stands = self.stands()
             if stands is False:

@@ -1,4 +1,4 @@
-"""Training engines, each unmodified: a layout that the engine has made, and a thin face over it."""
+"""Adapters for training engines, which need no patches: Muon on the layout that the engine has made."""
 
 from muonfx.engines import deepspeed, huggingface, llamafactory, torchtitan
 

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer: Muon through the argument that it has for optimizers which need the model."""
+"""Muon for the Trainer of Hugging Face, by its argument for optimizers that need the model."""
 
 from __future__ import annotations
 
@@ -95,8 +95,7 @@ def muon(args: TrainingArguments, **options: Any) -> tuple[type[MuonFactory], di
         "weight_decay": args.weight_decay,
         "betas": (args.adam_beta1, args.adam_beta2),
         "eps": args.adam_epsilon,
-        "zero": args.deepspeed_plugin
-        is not None,  # also where ``accelerate launch`` has chosen it, and not the arguments
+        "zero": args.deepspeed_plugin is not None,  # the plugin is set also if ``accelerate launch`` selects DeepSpeed
     }
     return MuonFactory, {**said, **options}
 

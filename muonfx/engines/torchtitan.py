@@ -1,4 +1,4 @@
-"""torchtitan: Muon as the optimizers container of a training configuration."""
+"""Muon for torchtitan, as the optimizers container of a training configuration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from muonfx.optimizer.muon import Muon
 __all__ = ["muon"]
 
 
-# The result is untyped, as torchtitan is not imported before it is needed.
+# The result is untyped, since torchtitan is imported only when it is needed.
 def muon(lr: float = 2e-3, *, adamw_lr: float | None = None, weight_decay: float = 0.1, **options: Any) -> Any:
     """Muon for a training configuration: ``Trainer.Config(optimizer=muon(lr=0.02), ...)``.
 
@@ -70,7 +70,7 @@ def _container() -> Any:
             groups = [group for one in self.optimizers for group in one.param_groups]
             self._post_init([param for group in groups for param in group["params"]])
 
-        # Under torchtitan's names, so that a checkpoint loads with and without activation checkpointing.
+        # Keys are torchtitan's canonical names, so that a checkpoint loads with and without activation checkpointing.
         def state_dict(self) -> dict[str, Any]:
             return {canonical_fqn(key): value for key, value in super().state_dict().items()}
 

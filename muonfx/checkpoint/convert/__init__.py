@@ -1,8 +1,8 @@
-"""Convert optimizer states from and to other Muons and AdamW: ``read``, ``write`` and ``recipe``, each with a format.
+"""Convert optimizer states from and to other Muon and AdamW implementations, with ``read``, ``write`` and ``recipe``.
 
 A format is the name of another optimizer: "torch" (``torch.optim.Muon`` and ``AdamW``), "keller" (Keller Jordan's
 Muon), "moonlight", "dion" (``dion.Muon``), "deepspeed" (a universal checkpoint) or "optax" (``optax.contrib.muon``).
-Files are read without unpickling anything but tensors and plain values.
+Only tensors and plain values are unpickled from files.
 """
 
 from __future__ import annotations

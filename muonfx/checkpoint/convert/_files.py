@@ -1,4 +1,4 @@
-"""Files of strangers, read without running anything that is in them: those of ``torch.save``, safetensors, JSON."""
+"""Read untrusted files without executing their content: files of ``torch.save``, safetensors, JSON."""
 
 from __future__ import annotations
 
@@ -19,23 +19,13 @@ _LONGEST_JSON = 1 << 28
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
-    """Read the tensors of a safetensors file.
-
-    Raises:
-        OSError: there is no such file, or it is no ordinary one.
-        SafetensorError: it is broken.
-    """
-    open_regular(path).close()  # the library would wait for a pipe
+    """Read the tensors of a safetensors file, which must be a regular file."""
+    open_regular(path).close()  # refuses a pipe, on which the library would block
     return load_file(path)
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file.
-
-    Raises:
-        OSError: there is no such file, or it is no ordinary one, or far too large.
-        ValueError: it is no JSON; the message names the file.
-    """
+    """Read a JSON file of limited size; errors name the file."""
     try:
         return json.loads(read_regular(path, _LONGEST_JSON))
     except (ValueError, RecursionError) as problem:
@@ -43,19 +33,14 @@ def read_json(path: Path) -> Any:
 
 
 def read_plain(path: Path) -> Any:
-    """Read tensors and plain values; nothing else is unpickled.
-
-    Raises:
-        OSError: there is no such file, or it cannot be read.
-        ValueError: it holds something else, or is broken; the message names the file.
-    """
-    open_regular(path).close()  # torch would wait for a pipe
+    """Read a file of ``torch.save`` that holds tensors and plain values only; errors name the file."""
+    open_regular(path).close()  # refuses a pipe, on which torch would block
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of torch, about files that it goes on to refuse
+            warnings.simplefilter("ignore")  # torch warns about some files before it refuses them
             return torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
         raise
-    except Exception as problem:  # on broken files torch's reader fails in many ways: KeyError, struct.error, ...
+    except Exception as problem:  # on damaged files torch raises KeyError, struct.error and many others
         reason = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
         raise ValueError(f"{path}: expected tensors and plain values, found something else: {reason}") from None

@@ -1,7 +1,7 @@
-"""What every source is turned into: for each parameter the tensors that its optimizer keeps, and the state made of it.
+"""The common form of all sources: for each parameter the tensors of its optimizer, and the state made from them.
 
-The words of this folder: a *source* is another optimizer's state; an *entry* is what it keeps for one parameter, under
-its own keys; a `Leaf` is the same under ours.
+Terms of this folder: a *source* is the state of another optimizer, an *entry* is its state of one parameter under its
+own keys, and a `Leaf` is the same state under the keys of muonfx.
 """
 
 from __future__ import annotations
@@ -34,23 +34,16 @@ __all__ = ["Leaf", "filled", "flat", "gathered"]
 
 @dataclass(frozen=True)
 class Leaf:
-    """What an optimizer keeps for one parameter.
-
-    Attributes:
-        kind: "muon", "adamw" or "lion".
-        first: the momentum, or the first moment; None: as before the first step.
-        second: the second moment, for "adamw".
-        step: how many steps it has taken; None where the source does not count.
-    """
+    """The optimizer state of one parameter; ``kind`` is "muon", "adamw" or "lion"."""
 
     kind: str
-    first: Tensor | None = None
+    first: Tensor | None = None  # the momentum or first moment; None before the first step
     second: Tensor | None = None
-    step: int | None = None
+    step: int | None = None  # None if the source does not count steps
 
 
 def flat(params: PyTree) -> dict[str, Tensor]:
-    """The parameters by dotted name, in the order in which the tree holds them where it is a flat dict."""
+    """Return the parameters by dotted name; a flat dict keeps its order."""
     if tree.is_flat(params):
         return {name: leaf for name, leaf in params.items() if leaf is not None}
     pairs = zip(tree.names(params), tree.leaves(params), strict=True)
@@ -58,7 +51,7 @@ def flat(params: PyTree) -> dict[str, Tensor]:
 
 
 class _Kind(NamedTuple):
-    """A state of ours: the optimizer that it belongs to, and its trees in the order (first, second)."""
+    """The optimizer that a muonfx state belongs to, and the names of its trees in the order (first, second)."""
 
     name: str
     trees: tuple[str, ...]
@@ -73,12 +66,12 @@ _KINDS: dict[type, _Kind] = {
 
 
 def _walk(node: Any, path: str, visit: Callable[[Any, str], Any]) -> Any:
-    """Rebuild a state, with what ``visit`` makes of the states that a source has something for."""
+    """Rebuild a state, with ``visit`` applied to the momentum, Adam, Lion and schedule states in it."""
     if type(node) in _KINDS or isinstance(node, ScheduleState):
         return visit(node, path)
     if isinstance(node, EmptyState) or node is None:
         return node
-    if isinstance(node, InjectHyperparamsState):  # its numbers are the transform's own
+    if isinstance(node, InjectHyperparamsState):  # the hyperparameters of the transform are kept
         return node._replace(inner=_walk(node.inner, f"{path}inner/", visit))
     if isinstance(node, dict):
         return {key: _walk(item, f"{path}{key}/", visit) for key, item in node.items()}
@@ -89,18 +82,7 @@ def _walk(node: Any, path: str, visit: Callable[[Any, str], Any]) -> Any:
 
 
 def filled(tx: Transform, params: PyTree, leaves: Mapping[str, Leaf], *, heavy_ball: bool, step: int | None) -> PyTree:
-    """Make the state of a transform from what another optimizer keeps.
-
-    Args:
-        tx: the transform.
-        params: the parameters.
-        leaves: a `Leaf` for every parameter by dotted name.
-        heavy_ball: whether the momenta are sums instead of averages.
-        step: how many steps were taken, for schedules; None: as the leaves say.
-
-    Raises:
-        ValueError: the transform is not of the kind of the source; the message names everything that does not fit.
-    """
+    """Make the state of a transform from leaves by dotted name; ``step`` is for sources that do not count steps."""
     _check_form(tx, heavy_ball)
     shown: set[str] = set()
     wrong: list[str] = []
@@ -137,7 +119,7 @@ def _codes_of(held: PyTree, path: str) -> PyTree:
 
 
 def _agreed(where: str, steps: Mapping[str, int], given: int | None, wrong: list[str]) -> int:
-    """The one number of steps that some parameters have taken, or that the caller says they have."""
+    """Return the number of steps that all parameters have taken, or ``given`` if the source has no single number."""
     different = sorted(set(steps.values()))
     if len(different) == 1:
         return different[0]
@@ -195,11 +177,7 @@ def _within(tx: Transform) -> Iterator[Transform]:
 
 
 def gathered(state: PyTree) -> dict[str, Leaf]:
-    """Read a state of ours: the inverse of `filled`.
-
-    Raises:
-        ValueError: it holds something that no other optimizer has.
-    """
+    """Return the leaves of a muonfx state by dotted name, the inverse of `filled`."""
     found: dict[str, Leaf] = {}
 
     def visit(node: Any, path: str) -> Any:

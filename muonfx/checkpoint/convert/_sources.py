@@ -1,4 +1,4 @@
-"""Optimizers of PyTorch's kind: param_groups, and a state for each parameter under keys of their own."""
+"""Optimizers in the form of torch.optim: param_groups, and a state for each parameter under their own keys."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ __all__ = ["Entry", "Given", "Group", "Keys", "Optim", "Options", "Source", "com
 Group = Mapping[str, Any]
 """The hyperparameters of some parameters, under the optimizer's own names."""
 Entry = Mapping[str, Any]
-"""All that an optimizer keeps for one parameter, under its own keys."""
+"""The optimizer's state of one parameter, under its own keys."""
 Options = Mapping[str, Any]
-"""Arguments for `orthogonalize` that the caller of a recipe chose."""
+"""Arguments for `orthogonalize` from the caller of a recipe."""
 Optim = torch.optim.Optimizer | Mapping[str, Any]
 """An optimizer, or its ``state_dict()``."""
 Given = Optim | Sequence[Optim]
-"""An optimizer, its ``state_dict()``, or several of these that share out one model's parameters."""
+"""An optimizer, its ``state_dict()``, or several of these that share the parameters of one model."""
 
 
 @dataclass(frozen=True)
 class Keys:
-    """Under which keys an entry of one kind holds its tensors; ``step`` is None where steps are not counted."""
+    """The keys of the tensors in an entry of one kind; ``step`` is None if the optimizer does not count steps."""
 
     first: str
     second: str | None = None
@@ -41,33 +41,24 @@ class Keys:
 
 @dataclass(frozen=True)
 class Source:
-    """How one optimizer class keeps its state.
-
-    Attributes:
-        name: of the optimizer, for errors.
-        kind: of a parameter, from its group and its entry: "muon", "adamw" or "lion".
-        keys: of the entries of each kind.
-        heavy_ball: whether momenta are sums.
-        chain_of: ``(group, kind, shape, options) -> chain``: the chain of a parameter with a group's hyperparameters.
-        make_step: what the entry holds for a number of steps.
-    """
+    """The form in which one optimizer class stores its state."""
 
     name: str
-    kind: Callable[[Group, Entry], str]
-    keys: Mapping[str, Keys]
-    heavy_ball: bool
+    kind: Callable[[Group, Entry], str]  # returns "muon", "adamw" or "lion"
+    keys: Mapping[str, Keys]  # by kind
+    heavy_ball: bool  # True if momenta are sums, False if they are averages
     chain_of: Callable[[Group, str, torch.Size, Options], Transform]
-    make_step: Callable[[int], object] = int
+    make_step: Callable[[int], object] = int  # converts a number of steps to the type in the entry
 
     def read(
         self, given: Given, tx: Transform, params: PyTree, names: Sequence[str] | None, step: int | None
     ) -> PyTree:
-        """The state of a transform from that of the optimizer."""
+        """Make the state of a transform from the optimizer's state."""
         leaves = {name: self._leaf(group, entry) for name, group, entry in self._entries(given, params, names)}
         return filled(tx, params, leaves, heavy_ball=self.heavy_ball, step=step)
 
     def recipe(self, given: Given, params: PyTree, names: Sequence[str] | None, options: Options) -> Transform:
-        """The chain that the optimizer corresponds to."""
+        """Return the chain that computes the same update as the optimizer."""
         shapes = {name: param.shape for name, param in flat(params).items()}
         found: dict[str, tuple[str, Transform]] = {}
         for name, group, entry in self._entries(given, params, names):
@@ -81,7 +72,7 @@ class Source:
         return composed(found)
 
     def write(self, state: PyTree, given: Optim, params: PyTree, names: Sequence[str] | None) -> dict[str, Any]:
-        """A state dict of the optimizer, with its groups as they are and the state of a transform."""
+        """Return a state dict of the optimizer with its own groups and a transform's state."""
         found = gathered(state)
         saved, of_names = _named(given, flat(params), names, self.name)
         entries: dict[int, dict[str, Any]] = {}
@@ -130,7 +121,7 @@ class Source:
 def _named(
     given: Optim, params: Mapping[str, Tensor], names: Sequence[str] | None, what: str
 ) -> tuple[dict[str, Any], list[list[str]]]:
-    """A state dict, and the names of the parameters in each of its groups."""
+    """Return a state dict, and the names of the parameters in each of its groups."""
     if isinstance(given, torch.optim.Optimizer):
         known = {id(param): name for name, param in params.items()}
         members = [param for group in given.param_groups for param in group["params"]]
@@ -159,7 +150,7 @@ def _named(
 
 
 def composed(found: Mapping[str, tuple[str, Transform]]) -> Transform:
-    """One transform from one for each parameter: itself where all are equal, else a partition by their kinds."""
+    """Combine one transform per parameter: a single transform if all are equal, else a partition by kind."""
     labels: dict[str, str] = {}
     made: dict[str, Transform] = {}
     for name, (kind, tx) in found.items():
@@ -184,11 +175,9 @@ def muon_chain(
     debias: bool = False,
     **more: Any,
 ) -> Transform:
-    """Muon's chain, of numbers that some optimizers hold in tensors.
-
-    ``more`` goes to `orthogonalize`, its dims and blocks to `scale_by_shape` too.
-    """
+    """Return the chain of Muon; ``more`` is passed to `orthogonalize`, its dims and blocks also to `scale_by_shape`."""
     where = {key: more[key] for key in ("dims", "blocks") if key in more}
+    # float(), since some optimizers hold these numbers in tensors.
     kept = momentum(float(decay), nesterov=nesterov, heavy_ball=heavy_ball, debias=debias)
     return chain(
         kept,

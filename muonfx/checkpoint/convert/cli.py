@@ -1,4 +1,4 @@
-"""``python -m muonfx.checkpoint convert``: another optimizer's checkpoint to one of ours."""
+"""``python -m muonfx.checkpoint convert``: convert another optimizer's checkpoint to a muonfx checkpoint."""
 
 from __future__ import annotations
 
@@ -65,18 +65,14 @@ def _load_names(path: Path) -> list[str]:
 
 
 def _entries_of(given: Sequence[str]) -> dict[str, str]:
-    """The entries of a renaming from the command line."""
+    """Parse the arguments of ``--rename``."""
     if wrong := [text for text in given if not all(text.partition("="))]:
         raise ValueError(f"--rename {wrong[0]}: expected OLD=NEW")
     return {old: new for old, _, new in (text.partition("=") for text in given)}
 
 
 def _new_names(rename: Mapping[str, str], *lists: Iterable[str]) -> dict[str, str]:
-    """New names of parameters, without wrappers, for those in some files; an entry must mean one in any of these.
-
-    Raises:
-        ValueError: an entry means nothing, or two names of one file become one.
-    """
+    """Map the parameter names in some files to names without wrappers, renamed; an unused entry is an error."""
     plain = {old: name for names in map(list, lists) for old, name in unwrapped(names).items()}
     found, wrong = new_names(plain, rename, level=".", what="parameter")
     for names in map(list, lists):
@@ -125,17 +121,7 @@ def _convert(options: argparse.Namespace) -> tuple[Transform, PyTree, dict[str, 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Convert, write a checkpoint with `muonfx.checkpoint.save`, and print the chain that goes on from it.
-
-    Args:
-        argv: the arguments; None: those of the process.
-
-    Returns:
-        The exit status: 0, or 2 with a sentence on stderr.
-
-    >>> main(["torch", "nowhere.pt", "out", "--params", "nowhere.safetensors"])
-    2
-    """
+    """Convert and save a checkpoint, print the chain that continues from it, and return the exit status, 0 or 2."""
     options = _parser().parse_args(argv)
     try:
         tx, state, _ = _convert(options)

@@ -1,7 +1,7 @@
-"""DeepSpeed's ``MuonWithAuxAdam``, from a universal checkpoint: the form into which ZeRO's shards are put together.
+"""Read DeepSpeed's ``MuonWithAuxAdam`` from a universal checkpoint, the form in which ZeRO's shards are merged.
 
-``ds_to_universal.py`` writes a folder ``zero`` with a folder for each parameter, and in it a file for each of its
-states. Converters before DeepSpeed's pull request 8609 know Adam's states only, and stop at Muon's.
+``ds_to_universal.py`` writes a folder ``zero`` with a folder for each parameter, which contains a file for each of its
+states. Converters before DeepSpeed's pull request 8609 support the states of Adam only and fail on Muon's.
 """
 
 from __future__ import annotations
@@ -26,12 +26,7 @@ Entries = Mapping[str, Entry]
 
 
 def read_folder(path: str | Path) -> dict[str, dict[str, Any]]:
-    """Read the optimizer states of a universal checkpoint, by parameter name; the weights, "fp32", are left out.
-
-    Raises:
-        FileNotFoundError: there is no folder ``zero``.
-        ValueError: a file holds something other than tensors and plain values; the message names the file.
-    """
+    """Read the optimizer states of a universal checkpoint by parameter name, without the weights in "fp32"."""
     root = Path(path)
     root = root / "zero" if (root / "zero").is_dir() else root
     folders = sorted(folder for folder in root.iterdir() if folder.is_dir()) if root.name == "zero" else []
@@ -61,7 +56,7 @@ def _kind(entry: Entry) -> str:
 
 
 def read(source: str | Path | Entries, tx: Transform, params: PyTree, step: int | None) -> PyTree:
-    """The state of a transform from the state of DeepSpeed's Muon."""
+    """Make the state of a transform from the state of DeepSpeed's Muon."""
     shapes = {name: param.shape for name, param in flat(params).items()}
     leaves: dict[str, Leaf] = {}
     for name, entry in _entries(source).items():
@@ -79,11 +74,9 @@ def _shaped(value: Tensor | None, shape: torch.Size | None) -> Tensor | None:
 
 
 def recipe(source: str | Path | Entries, params: PyTree, config: Group, options: Options) -> Transform:
-    """The chain that DeepSpeed's Muon computes: Muon for each parameter with a momentum in the checkpoint, else Adam.
-
-    DeepSpeed's iteration is Keller Jordan's polynomial, in its Gram form and in fp16 where the device allows it. An
-    entry that is missing in the config has DeepSpeed's default.
-    """
+    """Return the chain of DeepSpeed's Muon: Muon for parameters with a saved momentum, Adam for the rest."""
+    # Missing entries have DeepSpeed's defaults. Its iteration is Keller Jordan's polynomial, in its Gram form and in
+    # fp16 if the device supports it.
     given = dict(config)
     both = {"weight_decay": given.get("weight_decay", 0.0)}
     groups: dict[str, Group] = {

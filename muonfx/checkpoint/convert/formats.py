@@ -14,7 +14,7 @@ from muonfx.transforms.scale import ShapeRule
 __all__ = ["FORMATS", "keller_chain"]
 
 _STACKED: dict[str, Any] = {"dims": ((-2,), (-1,))}
-"""The view of a leaf whose leading dims count independent matrices."""
+"""The view of a leaf whose leading dims index independent matrices."""
 
 
 def _adamw(group: Group, betas: Any, eps: Any, weight_decay: Any) -> Transform:
@@ -69,7 +69,7 @@ def _keller_kind(group: Group, entry: Entry) -> str:
 
 
 def keller_chain(group: Group, kind: str, shape: torch.Size, options: Options) -> Transform:
-    """The chain of a group of Keller Jordan's Muon, for a parameter of a given shape."""
+    """Return the chain of a group of Keller Jordan's Muon for a parameter of the given shape."""
     if kind == "adamw":
         return _adamw(group, group["betas"], group["eps"], group["weight_decay"])
     if len(shape) > 3:
@@ -77,7 +77,7 @@ def keller_chain(group: Group, kind: str, shape: torch.Size, options: Options) -
             f"shape {tuple(shape)}: its updates are scaled by the sides of the kernel, muonfx's by those of the "
             "flattened matrix, so no chain continues in the same way; the state itself can be converted"
         )
-    steps: dict[str, Any] = {"steps": group["ns_steps"]} if group.get("ns_steps", 5) != 5 else {}  # older releases
+    steps: dict[str, Any] = {"steps": group["ns_steps"]} if group.get("ns_steps", 5) != 5 else {}  # in older releases
     return muon_chain(
         group["momentum"],
         nesterov=group.get("nesterov", True),
@@ -186,4 +186,4 @@ FORMATS: dict[str, Source] = {
         make_step=lambda step: torch.tensor(float(step)),
     ),
 }
-"""The formats that share param_groups and a state for each parameter, by name."""
+"""The formats with param_groups and a state for each parameter, by name."""

@@ -1,7 +1,7 @@
-"""``optax.contrib.muon``, from and to trees of numpy arrays: neither JAX nor Optax need be there.
+"""Convert ``optax.contrib.muon`` from and to trees of numpy arrays, without JAX or Optax installed.
 
-``jax.tree.map(numpy.asarray, opt_state)`` makes such a tree. Optax's partitions keep a placeholder, a NamedTuple
-without fields, where a parameter belongs to another label.
+``jax.tree.map(numpy.asarray, opt_state)`` makes such a tree. For a parameter with another label, Optax's partitions
+contain a placeholder, a NamedTuple without fields.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MUON, _ADAM = ("count", "mu", "ns_coeffs"), ("count", "mu", "nu")
 
 
 def _walk(node: Any, visit: Callable[[Any], Any]) -> Any:
-    """Rebuild an Optax state, with what ``visit`` makes of the states of Muon and Adam in it."""
+    """Rebuild an Optax state, with ``visit`` applied to the Muon and Adam states in it."""
     fields = getattr(node, "_fields", None)
     if fields in (_MUON, _ADAM):
         return visit(node)
@@ -39,7 +39,7 @@ def _walk(node: Any, visit: Callable[[Any], Any]) -> Any:
 
 
 def _arrays(node: Any, path: str = "") -> dict[str, Any]:
-    """The arrays of a tree by dotted name, without placeholders."""
+    """Return the arrays of a tree by dotted name, without placeholders."""
     if getattr(node, "_fields", None) == () or node is None:
         return {}
     if isinstance(node, Mapping):
@@ -57,7 +57,7 @@ def _tensor(array: Any, transpose: bool) -> Tensor:
 
 
 def read(opt_state: Any, tx: Transform, params: PyTree, transpose: bool, names: Mapping[str, str]) -> PyTree:
-    """The state of a transform from a state of ``optax.contrib.muon``, alone or within chains."""
+    """Make the state of a transform from a state that contains states of ``optax.contrib.muon``."""
     leaves: dict[str, Leaf] = {}
 
     def visit(node: Any) -> Any:
@@ -76,7 +76,7 @@ def read(opt_state: Any, tx: Transform, params: PyTree, transpose: bool, names: 
 
 
 def write(state: PyTree, opt_state: Any, transpose: bool, names: Mapping[str, str]) -> Any:
-    """A copy of an Optax state with the values of ours, in its own dtypes."""
+    """Copy an Optax state with the values of a muonfx state, cast to the dtypes of the Optax state."""
     found = gathered(state)
 
     def visit(node: Any) -> Any:
@@ -106,7 +106,7 @@ def write(state: PyTree, opt_state: Any, transpose: bool, names: Mapping[str, st
 
 
 def _renewed(node: Any, path: str, make: Callable[[Any, str], Any]) -> Any:
-    """A tree with other arrays at the places of its own."""
+    """Rebuild a tree with ``make(array, name)`` in place of each array."""
     if getattr(node, "_fields", None) == () or node is None:
         return node
     if isinstance(node, Mapping):
@@ -119,7 +119,7 @@ def _renewed(node: Any, path: str, make: Callable[[Any, str], Any]) -> Any:
 
 
 def recipe(arguments: Mapping[str, Any], params: PyTree, options: Options) -> Transform:
-    """The chain that ``optax.contrib.muon(**arguments)`` computes; Muon takes parameters of two dims, Adam the rest."""
+    """Return the chain of ``optax.contrib.muon(**arguments)``: Muon for matrices, Adam for the rest."""
     return _recipe(params, options, **arguments)
 
 
@@ -131,7 +131,7 @@ def _recipe(
     ns_coeffs: str | tuple[float, float, float] | tuple[tuple[float, float, float], ...] = "muon",
     ns_steps: int = 5,
     beta: float = 0.95,
-    eps: float = 1e-8,  # of Adam; in the iteration it is far below the rounding
+    eps: float = 1e-8,  # used for Adam only: in the iteration it is far below the rounding error
     weight_decay: float = 0.0,
     nesterov: bool = True,
     adam_b1: float = 0.9,

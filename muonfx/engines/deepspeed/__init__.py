@@ -1,10 +1,10 @@
-"""DeepSpeed: one client optimizer for ZeRO stages 0 to 3, with and without offload.
+"""Muon for DeepSpeed: one client optimizer for ZeRO stages 0 to 3, with and without offload.
 
-DeepSpeed flattens the parameters of each group, cuts the buffer (stages 1 and 2) or each parameter (stage 3) among the
-ranks, puts this rank's part in fp32 into ``param_groups`` in the place of the parameters, and steps on that. Here the
-pieces of the parameters are found in it again: that is a layout, and the step is that of `muonfx.sharding.sharded`.
-The state lies in ``optimizer.state`` of the flat tensor as flat tensors of its length, so that DeepSpeed saves, loads
-and shows it as it does Adam's.
+DeepSpeed flattens the parameters of each group and partitions the buffer (stages 1 and 2) or each parameter (stage 3)
+among the ranks. It replaces the parameters in ``param_groups`` with this rank's partition in fp32 and steps on that.
+This module locates the shards of the parameters in the partition, which gives a layout for `muonfx.sharding.sharded`.
+The state is stored in ``optimizer.state`` of the flat tensor as flat tensors of the same length, so that DeepSpeed
+saves, loads and displays it like Adam's state.
 """
 
 from muonfx.engines.deepspeed.checkpoint import load, save

@@ -1,4 +1,4 @@
-"""Checkpoints that any stage and any number of ranks can load: whole tensors under the names of parameters."""
+"""Checkpoints for any ZeRO stage and number of ranks: whole tensors under the names of the parameters."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def load(engine: Any, path: str | os.PathLike[str]) -> None:
     leaves = tree.leaves(checkpoint.load(path, like=state, tx=own.tx, group=group))
     zero, is_cut = engine.optimizer, own.stage_3() is not None
     if is_cut:
-        zero.checkpoint_event_prologue()  # parameters that are whole all the time are cut meanwhile
+        zero.checkpoint_event_prologue()  # partitions the persistent parameters, which stage 3 keeps whole
     for unit in units:
         unit.take(params, leaves, own.state)
     if hasattr(zero, "update_lp_params"):  # stages 1 and 2
@@ -114,7 +114,7 @@ def _group_of(units: Iterable[Unit]) -> dist.ProcessGroup | None:
 
 
 def _logical(own: ZeroOptimizer, units: Sequence[Unit]) -> tuple[dict[str, Any], Any]:
-    """The parameters and the state of all units together."""
+    """Return the parameters and the state of all units in logical form."""
     params: dict[str, Any] = {}
     parts: list[list[Any]] = []
     for unit in units:
@@ -125,7 +125,7 @@ def _logical(own: ZeroOptimizer, units: Sequence[Unit]) -> tuple[dict[str, Any],
 
 
 def _merged(leaves: Iterable[Tensor | FlatPiece | None]) -> Tensor | FlatPiece | None:
-    """The leaf of the one unit that has it; where all have, as of a counter, the largest."""
+    """Return the leaf of the only unit that has it, or the maximum if several have it, as with a step counter."""
     found = [leaf for leaf in leaves if leaf is not None]
     if len(found) < 2:
         return found[0] if found else None

@@ -1,4 +1,4 @@
-"""The ways to make the client optimizer and to hand it to DeepSpeed."""
+"""Make the client optimizer and pass it to DeepSpeed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from muonfx.tree.arguments import plain_arguments
 __all__ = ["Muon", "initialize", "optimizer"]
 
 CONFIG_TYPE = "muonfx.Muon"
-"""The "type" of an optimizer in a configuration that `initialize` takes."""
+"""The "type" of the optimizer in a configuration for `initialize`."""
 
 
 def optimizer(model: nn.Module, tx: Transform) -> ZeroOptimizer:
@@ -127,19 +127,7 @@ def Muon(
 
 
 def require_own_step(config: Mapping[str, Any]) -> None:
-    """Require a configuration under which engines step with the client optimizer, and not with another.
-
-    Args:
-        config: DeepSpeed's configuration.
-
-    Raises:
-        ValueError: the configuration has an optimizer of its own, or offloads the optimizer and does not forbid to
-            replace it; the message has the entry to write.
-
-    >>> require_own_step({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}})
-    Traceback (most recent call last):
-    ValueError: DeepSpeed's config: found "offload_optimizer" with the device 'cpu' and "zero_force_ds_cpu_optimizer"...
-    """
+    """Require a DeepSpeed configuration under which the engine steps with the client optimizer."""
     if "optimizer" in config:
         raise ValueError(
             f'DeepSpeed\'s config: found an "optimizer" of the type {config["optimizer"].get("type")!r}, which would '

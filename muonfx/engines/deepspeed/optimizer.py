@@ -1,4 +1,4 @@
-"""The client optimizer: groups by route, and the step of whatever DeepSpeed has put into them."""
+"""The client optimizer: param_groups by route, and a step on the tensors that DeepSpeed has put into them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class ZeroOptimizer(GroupOwner):
         self.tx, self._model = tx, model
         self._like = global_parameters(model)
         self._params = {name: param for name, param in model.named_parameters() if name in self._like}
-        tx.init(self._like)  # refuses what the transform cannot take
+        tx.init(self._like)  # raises if the transform cannot handle the parameters
         routes = routes_of(lower(tx, self._like))
         if left_out := [name for name in self._like if name not in routes or routes[name].is_left_out]:
             raise ValueError(
@@ -83,7 +83,8 @@ class ZeroOptimizer(GroupOwner):
         super().__init__(groups, {})
         self.defaults.update(defaults_for_schedulers(self.param_groups))
         for group in self.param_groups:
-            self._numbers[tuple(group["param_names"])].read(group)  # so that the later of two keys counts
+            # If two keys of a group set one number, later reads compare both with this one to find the changed key.
+            self._numbers[tuple(group["param_names"])].read(group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -95,6 +96,7 @@ class ZeroOptimizer(GroupOwner):
         self._require_same_trained()
         is_first = not self._units
         units = [(group, self._units_of(group["param_names"], group["params"])) for group in self.param_groups]
+        # A real step on zeros would advance the count of AdamW and decay the weights.
         if is_first and self._is_initialization():
             return loss
         for group, own in units:
@@ -104,21 +106,15 @@ class ZeroOptimizer(GroupOwner):
         return loss
 
     def _is_initialization(self) -> bool:
-        """True if DeepSpeed steps on zeros to have the state allocated: at stage 0 in bf16, when its optimizer is made.
-
-        A real step on zeros would advance AdamW's count and decay the weights.
-        """
+        """True if DeepSpeed steps on zeros to allocate the state, as at stage 0 in bf16 when its optimizer is made."""
         own = set(self._params.values())
         given = [param for group in self.param_groups for param in group["params"]]
         are_copies = all(unit.pieces.layout is None for unit in self._units.values()) and own.isdisjoint(given)
         return are_copies and not any(param.grad is None or bool(param.grad.any()) for param in given)
 
     def _require_same_trained(self) -> None:
-        """Require that the model trains the parameters from construction: DeepSpeed's flat tensors hold no others.
-
-        Raises:
-            ValueError: a parameter was unfrozen, added, frozen or removed since; the message names it.
-        """
+        """Require that the model trains the same parameters as at construction."""
+        # DeepSpeed's flat tensors contain the parameters from construction only.
         now = {param: name for name, param in self._model.named_parameters() if param.requires_grad}
         own = {param: name for name, param in self._params.items()}
         if late := [name for param, name in now.items() if param not in own]:
@@ -200,5 +196,5 @@ class ZeroOptimizer(GroupOwner):
         places = chain.from_iterable(group["params"] for group in saved)
         for place, param in zip(places, chain.from_iterable(g["params"] for g in self.param_groups), strict=True):
             for key, value in state_dict["state"].get(place, {}).items():
-                if isinstance(value, Tensor):  # torch has cast it to the parameter's dtype
+                if isinstance(value, Tensor):  # undo the cast to the parameter's dtype by torch
                     self.state[param][key] = value.to(param.device, copy=True)

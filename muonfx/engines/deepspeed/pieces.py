@@ -1,4 +1,4 @@
-"""Pieces of parameters in the flat tensors that DeepSpeed steps on."""
+"""Locate the shards of parameters in the flat tensors that DeepSpeed steps on."""
 
 from __future__ import annotations
 
@@ -31,11 +31,7 @@ __all__ = [
 
 
 def global_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Meta tensors of the parameters as they are when they are whole, also where DeepSpeed holds them in parts.
-
-    >>> global_parameters(nn.Linear(2, 3))["weight"].shape
-    torch.Size([3, 2])
-    """
+    """Return meta tensors with the global shapes of the trained parameters, which DeepSpeed may have partitioned."""
     return {
         name: torch.empty(tuple(getattr(param, "ds_shape", param.shape)), dtype=param.dtype, device="meta")
         for name, param in model.named_parameters()
@@ -44,25 +40,25 @@ def global_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def untyped(param: Tensor) -> Any:
-    """A parameter with the attributes that DeepSpeed gives it."""
+    """Return a parameter as Any, for the attributes that DeepSpeed adds to it."""
     return param
 
 
 class Pieces(NamedTuple):
-    """The pieces of parameters in what DeepSpeed steps on."""
+    """The shards of parameters in the tensors that DeepSpeed steps on."""
 
     flat: list[Tensor]
-    """One flat tensor, or the whole parameters themselves."""
+    """One flat tensor, or at stage 0 the whole parameters."""
     at: dict[str, tuple[int, int]]
-    """By name, where a piece lies in the flat tensor, and how long it is; nothing for whole parameters."""
+    """By name, the start and length of a shard in the flat tensor; empty at stage 0."""
     begins: dict[str, int]
-    """The place in the flattened parameter at which it begins."""
+    """By name, the start of the shard in the flattened parameter."""
     layout: Layout | None
-    """Of all that share the parameters; None where every rank has all."""
+    """The layout of the ranks that share the parameters; None at stage 0."""
     names: tuple[str, ...]
 
     def among(self, like: Mapping[str, Tensor]) -> Pieces:
-        """The same with a layout that knows all parameters, though those of other flat tensors never come here."""
+        """Add all other parameters to the layout, as replicated; this flat tensor holds no data of theirs."""
         layout = self.layout
         assert layout is not None
         others = {name: x for name, x in like.items() if name not in layout.specs}
@@ -72,13 +68,13 @@ class Pieces(NamedTuple):
         return self._replace(layout=whole)
 
     def as_leaf(self, name: str, value: Tensor) -> Tensor | FlatPiece:
-        """A piece, or a state like it, as a leaf that says which part of the whole it is."""
+        """Wrap a shard, or a state of its size, as a leaf that records its position in the whole tensor."""
         if self.layout is None:
             return value
         return FlatPiece(self.layout.specs[name].shape, self.begins[name], value.reshape(-1))
 
     def views(self, flat: Sequence[Tensor]) -> dict[str, Tensor]:
-        """The pieces in the flat tensor, or in another of its length, by name."""
+        """Return by name the views of the shards in a flat tensor of the same length."""
         if self.layout is None:
             return dict(zip(self.names, flat, strict=True))
         shapes = self.shapes
@@ -86,7 +82,7 @@ class Pieces(NamedTuple):
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the pieces on this rank."""
+        """Return the shapes of this rank's shards by name."""
         layout = self.layout
         assert layout is not None
         if "shapes of pieces" not in layout.derived:
@@ -95,12 +91,12 @@ class Pieces(NamedTuple):
 
 
 def whole_parameters(names: Sequence[str], given: list[Tensor]) -> Pieces:
-    """Stage 0: every rank has all of every parameter."""
+    """Stage 0: every rank has every parameter whole."""
     return Pieces(given, {}, dict.fromkeys(names, 0), None, tuple(names))
 
 
 def cut_buffer(flat: Tensor, params: Mapping[str, Tensor]) -> Pieces:
-    """Stages 1 and 2: the parameters one behind another, with padding, in a buffer that is cut into equal parts."""
+    """Stages 1 and 2: the parameters are concatenated, padded, and partitioned equally among the ranks."""
     own: dict[str, tuple[int, int, int]] = {}
     for name, param in params.items():
         mapping = getattr(param, "_hp_mapping", None)
@@ -140,7 +136,7 @@ def cut_buffer(flat: Tensor, params: Mapping[str, Tensor]) -> Pieces:
 
 
 def cut_parameters(flat: Tensor, params: Mapping[str, Tensor], engine: Any) -> Pieces:
-    """Stage 3: each parameter cut into equal parts, the last of them padded, and a rank's parts one behind another."""
+    """Stage 3: each parameter is padded and partitioned equally; a rank's shards are concatenated."""
     place = next(i for i, mine in enumerate(engine.fp32_partitioned_groups_flat) if mine is flat)
     name_of = {id(param): name for name, param in params.items()}
     members: list[Any] = engine.fp16_groups[place]
@@ -163,7 +159,7 @@ def cut_parameters(flat: Tensor, params: Mapping[str, Tensor], engine: Any) -> P
 
 
 def flats_of(engine: Any, params: Sequence[Tensor]) -> list[Tensor]:
-    """The flat tensors in which DeepSpeed has some parameters at stage 3, one for each sub-group."""
+    """Return the flat tensors of some parameters at stage 3, one for each sub-group."""
     wanted = {id(param) for param in params}
     pairs = zip(engine.fp32_partitioned_groups_flat, engine.fp16_groups, strict=True)
     return [flat for flat, members in pairs if id(members[0]) in wanted]
@@ -174,7 +170,7 @@ def shape_of(param: Tensor) -> tuple[int, ...]:
 
 
 def check_values(pieces: Pieces, params: Mapping[str, Tensor]) -> None:
-    """Require that each piece has the values of its parameter, rounded to the dtype that this has; on all ranks."""
+    """Require on all ranks that each shard equals its parameter, rounded to the dtype of the parameter."""
     layout = pieces.layout
     assert layout is not None
     found: list[str | None] = [None] * layout.size
@@ -184,7 +180,7 @@ def check_values(pieces: Pieces, params: Mapping[str, Tensor]) -> None:
 
 
 def differing(pieces: Pieces, params: Mapping[str, Tensor]) -> str | None:
-    """The first parameter that has other values than its piece on this rank."""
+    """Return the first parameter whose values differ from its shard on this rank."""
     for name, piece in pieces.views(pieces.flat).items():
         held = getattr(params[name], "ds_tensor", None)
         begin = 0 if held is not None else pieces.begins[name]

@@ -1,4 +1,4 @@
-"""The state and the steps of one flat tensor, on its pieces of parameters."""
+"""The state and the steps of one flat tensor."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["Unit"]
 
 
 class Unit:
-    """One flat tensor, or the whole parameters of a group: its state and its steps."""
+    """One flat tensor, or the whole parameters of a group at stage 0, with its state and its steps."""
 
     def __init__(self, tx: Transform, like: Mapping[str, Tensor], pieces: Pieces, state: dict[Tensor, Any]) -> None:
         self.pieces, self._tx = pieces, tx
@@ -32,13 +32,13 @@ class Unit:
         self._values: dict[str, Any] | None = None
         self._now = tx
         self._views: dict[str, tuple[Tensor, dict[str, Tensor]]] = {}
-        """By key, a flat state and the pieces in it."""
+        """By key, a flat state tensor and the views of its shards."""
         loaded: list[dict[str, Any]] = [dict(state.get(x, {})) for x in pieces.flat]
         self._state = self._lay_out(self._transform().init(self._among_all(pieces.views(pieces.flat))), state)
         self._specs = {x: {key: tree.spec(kept) for key, kept in state[x].items()} for x in pieces.flat}
-        """By tensor, the entries of ``optimizer.state`` that are the state."""
+        """By tensor, the specs of the entries in ``optimizer.state``."""
         self._checked: list[object] = [state[x] for x in pieces.flat]
-        """The entries that were found to be whole: a load puts others in their place."""
+        """The entries of ``optimizer.state`` that passed `_check`; a load replaces them."""
         for x, values in zip(pieces.flat, loaded, strict=True):
             if values:
                 state[x] = values
@@ -48,13 +48,13 @@ class Unit:
         return self._now if layout is None else sharded(self._now, layout)
 
     def _among_all(self, some: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
-        """The leaves of this unit, in a tree of all parameters."""
+        """Return the leaves of this unit in a tree of all parameters, None for the others."""
         return {name: some.get(name) for name in self._names}
 
     def _lay_out(self, state: PyTree, held: dict[Tensor, Any]) -> PyTree:
-        """Put a state into ``optimizer.state``: what is like the parameters as flat tensors, which it is views of."""
+        """Store a state in ``optimizer.state``; leaves with the shape of a shard become views of flat tensors."""
         self._leaves: list[tuple[str, str | None]] = []
-        """For each leaf, its key in ``optimizer.state``, and the parameter whose piece it is like."""
+        """For each leaf, its key in ``optimizer.state``, and the parameter whose shape it has."""
         local = self.pieces.views(self.pieces.flat)
         for x in self.pieces.flat:
             held[x] = {}
@@ -90,12 +90,7 @@ class Unit:
         return self._read(placed, held)
 
     def _check(self, held: dict[Tensor, Any]) -> None:
-        """Require that what a load has put into ``optimizer.state`` is the state of this transform, in its dtypes.
-
-        Raises:
-            ValueError: an entry is missing or unknown, has another shape, or its dtype would narrow; the message names
-                it.
-        """
+        """Require that loaded entries match the transform's state, and cast them to its dtypes."""
         found: list[object] = [held.get(x) for x in self.pieces.flat]
         if all(now is before for now, before in zip(found, self._checked, strict=True)):
             return
@@ -120,7 +115,7 @@ class Unit:
         self._checked = [held[x] for x in self.pieces.flat]
 
     def _read(self, leaves: Sequence[Any], held: dict[Tensor, Any]) -> PyTree:
-        """The state as it stands in ``optimizer.state`` now."""
+        """Return the state that is in ``optimizer.state`` now."""
         found: list[Any] = []
         for (key, name), leaf in zip(self._leaves, leaves, strict=True):
             if leaf is None:
@@ -132,7 +127,7 @@ class Unit:
         return tree.unflatten(self._treedef, found)
 
     def _views_of(self, key: str, kept: Tensor) -> dict[str, Tensor]:
-        """The pieces in a flat state, made once for as long as it is the same tensor."""
+        """Return the shards in a flat state tensor, cached until the tensor is replaced."""
         if key not in self._views or self._views[key][0] is not kept:
             self._views[key] = kept, self.pieces.views([kept])
         return self._views[key][1]
@@ -141,7 +136,7 @@ class Unit:
         return name is not None and self.pieces.layout is None
 
     def step(self, numbers: dict[str, Any], held: dict[Tensor, Any]) -> None:
-        """Step with the numbers that stand in the group, on the state in ``optimizer.state``."""
+        """Step with the given hyperparameters and the state in ``optimizer.state``."""
         self._check(held)
         if self._values is None or not unchanged([numbers], [self._values]):
             self._now = with_hyperparams(self._tx, fitted(self._tx, [numbers])[0]).prepare_all()
@@ -168,7 +163,7 @@ class Unit:
         self._state = after
 
     def _write(self, before: Iterable[Any], after: Iterable[Any], held: dict[Tensor, Any]) -> None:
-        """Write the next state to where the last one lies."""
+        """Write the next state in place of the previous one."""
         for (key, name), old, new in zip(self._leaves, before, after, strict=True):
             if new is None or new is old:
                 continue
@@ -180,11 +175,7 @@ class Unit:
                     held[x][key] = new
 
     def logical(self, held: dict[Tensor, Any]) -> tuple[dict[str, Any], list[Any]]:
-        """The parameters, and the leaves of the state, as a checkpoint understands them; None for other units' leaves.
-
-        Raises:
-            ValueError: as `step`, of a state that was loaded.
-        """
+        """Return the parameters and the state leaves in logical form; None for leaves of other units."""
         self._check(held)
         params = self.pieces.views([x.detach() for x in self.pieces.flat])
         state = self._read(tree.leaves(self._state), held)
@@ -197,17 +188,17 @@ class Unit:
         return {name: self.pieces.as_leaf(name, param) for name, param in params.items()}, leaves
 
     def unflatten(self, leaves: Sequence[Any]) -> PyTree:
-        """A state of such leaves."""
+        """Rebuild a state from its leaves."""
         return tree.unflatten(self._treedef, leaves)
 
     @torch.no_grad()
     def take(self, params: Mapping[str, Any], leaves: Sequence[Any], held: dict[Tensor, Any]) -> None:
-        """Put parameters and leaves like those of `logical` in the place of what is there."""
+        """Replace the parameters and the state by leaves in the form of `logical`."""
         views = self.pieces.views([x.detach() for x in self.pieces.flat])
         for name, view in views.items():
             view.copy_(data_of(params[name]).view(view.shape))
         before = self._read(tree.leaves(self._state), held)
-        # Each unit counts its own steps, in place.
+        # Copied, since each unit advances its step counters in place.
         own = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         after = self.unflatten(
             [None if old is None else new for old, new in zip(self.logical(held)[1], own, strict=True)]
@@ -218,5 +209,5 @@ class Unit:
 
 
 def data_of(leaf: Tensor | FlatPiece) -> Tensor:
-    """The values of a leaf on this rank."""
+    """Return the values of a leaf on this rank."""
     return leaf.data if isinstance(leaf, FlatPiece) else leaf

@@ -1,11 +1,11 @@
-"""LLaMA-Factory v1: Muon under the name ``muonfx`` in its registry of optimizers.
+"""Muon for LLaMA-Factory v1, under the name ``muonfx`` in its registry of optimizers.
 
-LLaMA-Factory imports no plugins of others, so this module is also its launcher::
+LLaMA-Factory does not import third-party plugins, so this module is also its launcher::
 
     python -m muonfx.engines.llamafactory sft config.yaml
     torchrun --nproc-per-node 8 -m muonfx.engines.llamafactory sft config.yaml
 
-with, in the file, ``optim_config: {name: muonfx, lr: 0.02, adamw_lr: 0.0003}``.
+The configuration file contains ``optim_config: {name: muonfx, lr: 0.02, adamw_lr: 0.0003}``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["muon", "register"]
 
 NAME = "muonfx"
 PLACES = ("optimizer", "optimizers.optimizer")
-"""The registry's modules, by version, under ``llamafactory.v1.plugins.trainer_plugins``."""
+"""The modules of the registry, by version, in ``llamafactory.v1.plugins.trainer_plugins``."""
 
 
 def muon(model: nn.Module, optim_config: Mapping[str, Any], **given: Any) -> Muon:
@@ -60,7 +60,7 @@ def register() -> None:
             module: Any = import_module(f"llamafactory.v1.plugins.trainer_plugins.{place}")
         except ModuleNotFoundError as error:
             if not str(error.name).startswith("llamafactory"):
-                raise  # one of its dependencies
+                raise  # a missing dependency of LLaMA-Factory
             continue
         module.OptimizerPlugin(NAME).register()(muon)
         return

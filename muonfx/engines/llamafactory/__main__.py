@@ -1,4 +1,4 @@
-"""LLaMA-Factory's command line, with the optimizer registered."""
+"""LLaMA-Factory's command line with Muon registered."""
 
 from importlib import import_module
 
