@@ -27,29 +27,25 @@ __all__ = ["LeafSummary", "Summary", "summary"]
 
 @dataclass(frozen=True)
 class LeafSummary:
-    """One leaf of a tree: a tensor, or None where there is none.
-
-    Attributes:
-        path: the keys, fields and places from the root to the leaf.
-        shape: of the whole tensor, also where this rank holds a part of it; None for what is no tensor.
-        dtype: such as "float32"; the name of the type for what is no tensor, "-" for None.
-        device: where this rank's part lies; "" for what is no tensor.
-        nbytes: the bytes that this rank holds.
-        total_nbytes: the bytes that all ranks hold together, copies counted; `nbytes` where nothing is sharded.
-        owner: who holds it, in words; "" where nothing is sharded.
-    """
+    """One leaf of a tree, a tensor or None."""
 
     path: tuple[str, ...]
     shape: tuple[int, ...] | None
+    """Shape of the whole tensor, also if this rank holds a shard; None for a leaf that is not a tensor."""
     dtype: str
+    """Dtype such as "float32"; for a leaf that is not a tensor its type, or "-" for None."""
     device: str
+    """Device of this rank's shard; "" for a leaf that is not a tensor."""
     nbytes: int
+    """Bytes on this rank."""
     total_nbytes: int
+    """Bytes on all ranks, copies counted; equal to `nbytes` if nothing is sharded."""
     owner: str = ""
+    """Ranks that hold the leaf, as text; "" if nothing is sharded."""
 
     @property
     def name(self) -> str:
-        """The path with dots."""
+        """Dotted path."""
         return ".".join(self.path)
 
 
@@ -125,7 +121,7 @@ class Summary(Shown):
             first, end = leaves[0], depth + 1
             if len(leaves) == 1:
                 return of_leaf(".".join(first.path[depth:]), first)
-            # A node with one child has no line of its own: "momentum.trace" is one step down.
+            # A node with one child shares a row with it: "momentum.trace".
             while all(leaf.path[end] == first.path[end] for leaf in leaves):
                 end += 1
             return row(".".join(first.path[depth:end]), leaves, (), within(leaves, end))
@@ -142,7 +138,7 @@ class Summary(Shown):
         return Report((table, *self._compared()))
 
     def _compared(self) -> tuple[str, ...]:
-        """The bytes beside those of the parameters, where these are known."""
+        """Return a sentence that compares the bytes with the parameters, if these are known."""
         if not self.params_nbytes:
             return ()
         one, every = self.nbytes / self.params_nbytes, self.total_nbytes / self.params_nbytes
@@ -219,7 +215,7 @@ def summary(what: PyTree, params: PyTree = None) -> Summary:
 
 
 def _check_what(what: object) -> None:
-    """Require a tree that has a tensor in it, or is an empty container such as the state of what keeps none."""
+    """Raise unless `what` is a tree with a tensor in it, or an empty container such as a stateless transform's."""
     if type(what) is tuple and len(what) == 2 and isinstance(what[1], Transform):
         raise TypeError("summary of a pair: the transform comes first, then its state")
     present = [leaf for leaf in tree.leaves(what) if leaf is not None]
@@ -234,7 +230,7 @@ def _check_what(what: object) -> None:
 
 
 def _plain_leaves(values: PyTree) -> list[LeafSummary]:
-    """The leaves of a tree that knows nothing of ranks, but for DTensors and pieces in it: these say their own."""
+    """Return the leaves of an unsharded tree; DTensors and flat shards in it report their own shapes."""
     return [
         _leaf_of(path, leaf, _shape_of(leaf), local_of(leaf))
         for path, leaf in zip(tree.paths(values), tree.leaves(values), strict=True)
@@ -249,7 +245,7 @@ def _leaf_of(
     total: int | None = None,
     owner: str = "",
 ) -> LeafSummary:
-    """A leaf, with what this rank has of it."""
+    """Return the summary of a leaf from `here`, which is this rank's part of it."""
     data = here.data if isinstance(here, FlatPiece) else here
     words = tuple(map(str, path))
     if not isinstance(data, Tensor):
@@ -273,7 +269,7 @@ def _written(dtype: torch.dtype) -> str:
 
 
 def _summarize(tx: Transform, state: PyTree, local: PyTree, params: PyTree) -> Summary:
-    """Summarize the state of a transform; ``local`` are its parameters as it met them, None where it has met some."""
+    """Summarize the state of a transform; ``local`` are its parameters, or None if it is already bound to some."""
     if not isinstance(tx, Sharded):
         return Summary(tuple(_plain_leaves(state)), None, _nbytes_of(params))
     binding, inner, like = binding_of(tx, local)
@@ -310,11 +306,7 @@ def _sharded_leaf(layout: Layout, path: Sequence[object], what: LeafPlacement | 
 
 
 def _ranks(ranks: Iterable[int | None], size: int) -> str:
-    """Name some ranks; None stands for all.
-
-    >>> _ranks({2}, 4), _ranks({0, 1, 2}, 4), _ranks({0, 2}, 4), _ranks({None}, 4), _ranks({0, 1}, 2)
-    ('rank 2', 'ranks 0 to 2', 'ranks 0, 2', 'every rank', 'every rank')
-    """
+    """Name some ranks; None means all."""
     named = sorted(rank for rank in ranks if rank is not None)
     if None in ranks or len(named) == size:
         return "every rank"
@@ -327,7 +319,7 @@ def _ranks(ranks: Iterable[int | None], size: int) -> str:
 
 def _init_on_meta(tx: Transform, params: PyTree) -> PyTree:
     like = tree.map(lambda leaf: torch.empty_like(local_of(leaf), device="meta"), params)
-    with warnings.catch_warnings():  # what there is to warn of is said where a state is really made
+    with warnings.catch_warnings():  # the init of the real state warns
         warnings.simplefilter("ignore")
         return tx.init(like)
 

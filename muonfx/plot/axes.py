@@ -1,4 +1,4 @@
-"""What the pictures share: the style, its colours, and axes to draw on."""
+"""The style of all plots, its colours, and the axes to draw on."""
 
 from __future__ import annotations
 
@@ -52,19 +52,14 @@ def style() -> Generator[None]:
             finally:
                 interactive = matplotlib.is_interactive()
     finally:
-        # The first figure of a process loads the backend. A notebook's makes figures interactive, without which none is
-        # shown: that is no part of the style, and not to be undone with it.
+        # The first figure of a process loads the backend. A notebook's backend turns on interactive mode, without which
+        # no figure is shown. The mode is not part of the style, so it is kept.
         matplotlib.interactive(interactive)
 
 
 @contextmanager
 def axes_for(ax: Axes | None, height: float | None = None) -> Generator[Axes]:
-    """The axes that are given, or new ones in the style.
-
-    Args:
-        ax: the axes given; None: a new figure's.
-        height: of a new figure, in inches; None: the style's.
-    """
+    """Yield the given axes, or the axes of a new figure in the style, `height` inches high."""
     if ax is not None:
         if not hasattr(ax, "semilogx"):
             raise TypeError(f"ax must be one matplotlib Axes, found {type(ax).__name__}; of a figure: figure.gca()")
@@ -79,14 +74,14 @@ def axes_for(ax: Axes | None, height: float | None = None) -> Generator[Axes]:
 
 
 def label_end(ax: Axes, x: float, y: float, text: str, color: str) -> None:
-    """Write a name beside the end of a line."""
+    """Write a name next to the end of a line."""
     ax.annotate(
         text, (x, y), xytext=(5, 0), textcoords="offset points", va="center", color=color, annotation_clip=False
     )
 
 
 def legend_above(ax: Axes) -> None:
-    """Name the colours above the axes, where nothing is drawn: each in its own colour and in one line."""
+    """Add a legend above the axes, in one line, each name in its own colour."""
     handles, _ = ax.get_legend_handles_labels()
     ax.legend(
         loc="lower left",

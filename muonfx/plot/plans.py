@@ -1,4 +1,4 @@
-"""A plan over ranks: who computes which matrices, and what is sent."""
+"""Plot of a plan over ranks: the matrices that each rank computes, and the bytes that it sends."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["plot_plan"]
 
 _BY_ONE = (COLORS["blue"], "#4553b4")
 _BY_ALL = ("#23877b", "#1b6b61")
-"""Fills that white letters can be read on; neighbours differ, so that a share ends where it is seen to end."""
+"""Fills on which white text is legible; neighbouring shares alternate, so that their ends are visible."""
 
 _NAMED = 0.11
-"""The least part of the axis that a share must take for its parameter to be named in it."""
+"""Smallest part of the axis for which a share is labelled with its parameter."""
 
 
 def plot_plan(plan: sharding.Plan, *, ax: Axes | None = None) -> Axes:
@@ -89,7 +89,7 @@ def plot_plan(plan: sharding.Plan, *, ax: Axes | None = None) -> Axes:
 
 
 def _segments(plan: sharding.Plan) -> list[tuple[str, int, float, bool]]:
-    """Parameter, rank and operations of each piece of work; True where every rank does it."""
+    """Return parameter, rank and operations of each share; True if every rank computes it."""
     found: list[tuple[str, int, float, bool]] = []
     for run in plan.runs:
         for share in run.shares:
@@ -99,6 +99,6 @@ def _segments(plan: sharding.Plan) -> list[tuple[str, int, float, bool]]:
 
 
 def _fitting(name: str, part: float) -> str:
-    """As much of a name, from its end, as a segment has room for: the end tells layers' parts apart."""
+    """Shorten a name to the width of a segment, keeping its end, which distinguishes layers."""
     room = max(3, int(part * 62))
     return name if len(name) <= room else "..." + name[-(room - 3) :] if room > 5 else name[-room:]

@@ -1,4 +1,4 @@
-"""Singular values: what a set of coefficients does to them, and those of a matrix before and after."""
+"""Plots of singular values: the effect of coefficients, and a matrix before and after orthogonalization."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""States: the size of updates by layer, and the memory of a state by dtype."""
+"""Plots of states: the size of updates by layer, and the memory of a state by dtype."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["plot_state_memory", "plot_update_rms"]
 
 _ROW = 0.24
-"""Inches of height for each bar."""
+"""Height of a bar in inches."""
 
 
 def plot_update_rms(state: PyTree, *, ax: Axes | None = None) -> Axes:
@@ -67,7 +67,9 @@ def plot_update_rms(state: PyTree, *, ax: Axes | None = None) -> Axes:
                 label=monitor,
             )
         axes.set_xscale("log")
-        axes.xaxis.set_minor_locator(LogLocator(subs=(2, 5)))  # within a decade all nine have labels, which overlap
+        axes.xaxis.set_minor_locator(
+            LogLocator(subs=(2, 5))
+        )  # labels of all nine minor ticks of a decade would overlap
         axes.set_yticks(range(len(rows)), rows)
         axes.set_ylim(len(rows) - 0.5, -0.5)
         axes.set_xlabel("root mean square of an element")
@@ -132,7 +134,7 @@ def plot_state_memory(what: PyTree | Summary, *, ax: Axes | None = None) -> Axes
 
 
 def _parts(leaves: list[LeafSummary]) -> dict[str, list[LeafSummary]]:
-    """The parts of a state that a bar stands for: its first branches, below what all leaves have in common."""
+    """Group the leaves by the first branches below their common path, one bar for each."""
     depth = 0
     while len({leaf.path[: depth + 1] for leaf in leaves}) == 1 and all(len(leaf.path) > depth + 1 for leaf in leaves):
         depth += 1
@@ -142,7 +144,7 @@ def _parts(leaves: list[LeafSummary]) -> dict[str, list[LeafSummary]]:
     names: dict[str, list[LeafSummary]] = {}
     for inside in found.values():
         first, end = inside[0].path, depth + 1
-        # "adamw" alone says less than "adamw.scale_by_adam", the only thing in it.
+        # Extend "adamw" to "adamw.scale_by_adam" if that is its only child.
         while all(leaf.path[: end + 1] == first[: end + 1] for leaf in inside) and len(first) > end:
             end += 1
         names[".".join(first[depth:end]) or "-"] = inside

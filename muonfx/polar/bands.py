@@ -1,4 +1,4 @@
-"""What a set of coefficients does to a singular value."""
+"""The range of singular values that a set of coefficients produces."""
 
 from __future__ import annotations
 

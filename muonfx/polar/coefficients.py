@@ -1,7 +1,7 @@
 """Polynomial coefficients of the Newton-Schulz iteration, as data.
 
-Step `i` sends every singular value `s` (scaled into [0, 1] first) to `a_i s + b_i s^3 + c_i s^5`. A set is a frozen
-value that names its source and the normalisation that it was fitted for; `muonfx.polar.bands` says what it does to `s`.
+Step `i` maps each singular value `s`, scaled into [0, 1] first, to `a_i s + b_i s^3 + c_i s^5`. A set is a frozen
+value with its source and the normalization that it was fitted for; `muonfx.polar.bands` computes its effect on `s`.
 """
 
 from __future__ import annotations
@@ -100,15 +100,7 @@ def _checked_step(step: Sequence[float], i: int, name: str) -> Step:
 
 
 def checked_restarts(restarts: Sequence[int], steps: int | None, where: str = "") -> tuple[int, ...]:
-    """The restarts as a tuple, if they are ints that ascend from 1 on, below `steps` where that is given.
-
-    Raises:
-        ValueError: they do not, or are no ints.
-        TypeError: no sequence.
-
-    >>> checked_restarts([2, 3], 5)
-    (2, 3)
-    """
+    """Return the restarts as a tuple, or raise unless they are ascending ints from 1 on and below `steps`."""
     if not isinstance(restarts, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"{where}restarts: found {restarts!r}, expected a sequence of ints such as (2, 3)")
     found = tuple(restarts)
@@ -167,28 +159,12 @@ def with_safety(value: CoefficientsLike, safety: float) -> Coefficients:
 
 
 def schedule(value: Coefficients, steps: int | None = None) -> tuple[Step, ...]:
-    """The `steps` polynomials to apply: the first ones of the set, its last one repeated beyond its length.
-
-    Args:
-        value: the set.
-        steps: how many; None means the set's own length.
-
-    Raises:
-        ValueError: `steps` is below 1.
-        TypeError: `steps` is not an int.
-
-    >>> schedule(Coefficients("two", ((3.0, -3.0), (1.5, -0.5))), 3)
-    ((3.0, -3.0, 0.0), (1.5, -0.5, 0.0), (1.5, -0.5, 0.0))
-    """
+    """Return the first `steps` polynomials of a set, its last one repeated; None means the set's length."""
     return tuple(value.steps[i] for i in step_indices(len(value.steps), steps))
 
 
 def step_indices(length: int, steps: int | None) -> list[int]:
-    """Which of `length` polynomials each step uses; see `schedule`.
-
-    >>> step_indices(2, 4)
-    [0, 1, 1, 1]
-    """
+    """Return the index of the polynomial of each step: the last of `length` repeats."""
     if steps is None:
         return list(range(length))
     if not isinstance(steps, int) or isinstance(steps, bool):  # pyright: ignore[reportUnnecessaryIsInstance]

@@ -1,4 +1,4 @@
-"""One batch of matrices of one shape, orthogonalized as a plan says: as a function, or in place."""
+"""Orthogonalize one batch of matrices of one shape by a `Plan`, as a pure function or in place; argument checks."""
 
 from __future__ import annotations
 
@@ -17,25 +17,17 @@ from muonfx.polar.scaling import frobenius_normalized, normalize_, row_normalize
 from muonfx.polar.workspace import Workspace
 from muonfx.tree.symbols import called_once
 
-_LARGE = 1 << 16  # elements from which a pass over one matrix costs more than a call
+_LARGE = 1 << 16  # elements above which a pass over one matrix takes longer than a launch
 
 
 def as_function(x: torch.Tensor, plan: Plan, resolved: Polynomials) -> torch.Tensor:
-    """Orthogonalize without writing to anything: goes through autograd, `torch.func` and the compiler.
-
-    Shapes, dtypes: `(b, n, m)` of any magnitude and supported dtype, n <= m, not empty; `plan.dtype` comes back.
-
-    >>> from muonfx.polar.policy import explain
-    >>> from muonfx.polar.polynomials import polynomials
-    >>> as_function(torch.eye(2)[None], explain((2, 2), steps=1), polynomials("keller", 1)).shape
-    torch.Size([1, 2, 2])
-    """
+    """Orthogonalize nonempty `(b, n, m)`, n <= m, without in-place writes; the result has `plan.dtype`."""
     x = frobenius_normalized(x, plan.dtype, resolved.safety)
     if resolved.table is not None:
         return newton_schulz_with_tensor(x, resolved.table, resolved.indices)
     if not resolved.row_scaling:
         return newton_schulz(x, plan.stages)
-    # The Frobenius norm has come first, though row scaling undoes it: it keeps fp16 row sums in range.
+    # The Frobenius norm is applied first, although row scaling undoes it, to keep fp16 row sums in range.
     x, gram = row_normalized(x)
     return newton_schulz(x, plan.stages, gram=gram)
 
@@ -43,10 +35,7 @@ def as_function(x: torch.Tensor, plan: Plan, resolved: Polynomials) -> torch.Ten
 def in_place(
     batch: torch.Tensor, plan: Plan, resolved: Polynomials, *, tall: bool, workspace: Workspace, results: Workspace
 ) -> torch.Tensor:
-    """Orthogonalize `batch`, already rounded to `plan.dtype`, in its own memory and a few buffers.
-
-    Shapes: `(b, n, m)`, or `(b, m, n)` where `tall`; the same comes back, in `batch` or in memory of `results`.
-    """
+    """Orthogonalize `(b, n, m)`, transposed if `tall`, in place; the result is in `batch` or memory of `results`."""
     normalize_(batch, resolved.safety)
     products = Buffered(
         batch, tall=tall, how=plan.products, small=plan.small_products, workspace=workspace, results=results
@@ -55,21 +44,12 @@ def in_place(
 
 
 def goes_in_place(short: int, long: int, resolved: Polynomials) -> bool:
-    """True if `in_place` is for matrices of this shape: for large ones.
-
-    >>> from muonfx.polar.polynomials import polynomials
-    >>> goes_in_place(512, 512, polynomials("keller")), goes_in_place(8, 8, polynomials("keller"))
-    (True, False)
-    """
+    """Return True if matrices of this shape are large enough for `in_place`."""
     return resolved.table is None and not resolved.row_scaling and short * long >= _LARGE
 
 
 def is_watched(*xs: torch.Tensor) -> bool:
-    """True if autograd, `torch.func` or the compiler follows what is done with tensors: none may be overwritten.
-
-    >>> is_watched(torch.zeros(2)), is_watched(torch.zeros(2, requires_grad=True))
-    (False, True)
-    """
+    """Return True if autograd, `torch.func` or the compiler records the tensors, so none may be overwritten."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return True
     if forward_ad._current_level >= 0:  # within forward_ad.dual_level(), a tensor may carry a tangent
@@ -78,16 +58,7 @@ def is_watched(*xs: torch.Tensor) -> bool:
 
 
 def is_differentiated(*xs: torch.Tensor) -> bool:
-    """True if derivatives are taken: in a transform of `torch.func` that takes them, in forward mode or by autograd.
-
-    `torch.func.vmap` takes none.
-
-    >>> is_differentiated(torch.zeros(2)), is_differentiated(torch.zeros(2, requires_grad=True))
-    (False, True)
-    >>> jvp = lambda x: torch.func.jvp(lambda y: y + is_differentiated(y), (x,), (x,))[0]
-    >>> torch.func.vmap(lambda x: x + is_differentiated(x))(torch.zeros(1)), torch.func.vmap(jvp)(torch.zeros(1))
-    (tensor([0.]), tensor([1.]))
-    """
+    """Return True if derivatives are taken by autograd, forward mode or `torch.func`; `vmap` takes none."""
     if _in_derivative():
         return True
     return torch.is_grad_enabled() and any(x.requires_grad for x in xs)
@@ -104,11 +75,7 @@ def _in_derivative() -> bool:
 
 
 def outside_autocast(function: Callable[..., torch.Tensor], x: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
-    """`function(x, ...)` outside any autocast region, which would choose another dtype for the products.
-
-    >>> outside_autocast(torch.abs, torch.tensor(-1.0))
-    tensor(1.)
-    """
+    """Call `function(x, ...)` outside any autocast region, which would change the dtype of the products."""
     kind = x.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return function(x, *rest, **named)
@@ -117,7 +84,7 @@ def outside_autocast(function: Callable[..., torch.Tensor], x: torch.Tensor, *re
 
 
 def check_matrix(x: torch.Tensor, name: str) -> None:
-    """Raise unless `x` is a tensor `(..., m, n)` of a supported floating dtype; `name` is its name in the error."""
+    """Raise unless `x` is a dense tensor `(..., m, n)` of a supported floating dtype."""
     if not isinstance(x, torch.Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"{name}: found {type(x).__name__}, expected a torch.Tensor of shape (..., m, n)")
     if x.dtype not in SUPPORTED:
@@ -134,13 +101,7 @@ def check_matrix(x: torch.Tensor, name: str) -> None:
 
 
 def check_out(out: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], names: Sequence[str]) -> None:
-    """Raise unless every tensor of `out` can take the result of its partner in `xs`.
-
-    Raises:
-        TypeError: no tensor, or another dtype.
-        ValueError: another number of tensors, another shape or device, or one whose elements or those of another share
-            memory, except that it may be its own input.
-    """
+    """Raise unless each tensor of `out` fits its input and shares memory with no other tensor."""
     if len(out) != len(xs):
         raise ValueError(f"out: found {len(out)} tensors for {len(xs)} inputs, expected one for each")
     for y, x, name in zip(out, xs, names, strict=True):
@@ -165,18 +126,13 @@ def check_out(out: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], names: Se
 
 
 def _is_same(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """True if two tensors of one shape are the same elements in memory."""
+    """Return True if two tensors of one shape are the same elements in memory."""
     same = x.untyped_storage()._cdata == y.untyped_storage()._cdata
     return same and x.storage_offset() == y.storage_offset() and x.stride() == y.stride()
 
 
 def sharing(xs: Sequence[torch.Tensor]) -> set[int]:
-    """The places of the tensors whose span of memory overlaps that of another, or that overlap themselves.
-
-    >>> x = torch.zeros(4, 2)
-    >>> sharing([x[:2], x[2:], torch.zeros(1)]), sharing([x[:3], torch.zeros(1), x[2:]])
-    (set(), {0, 2})
-    """
+    """Return the indices of the tensors whose memory overlaps another's, or that overlap themselves."""
     spans: list[tuple[int, int, int]] = []
     found: set[int] = set()
     for i, x in enumerate(xs):
@@ -202,12 +158,7 @@ def sharing(xs: Sequence[torch.Tensor]) -> set[int]:
 
 
 def overlaps_itself(x: torch.Tensor) -> bool:
-    """True if several elements of a tensor may be in one place, as in an expanded one.
-
-    >>> x = torch.zeros(4)
-    >>> overlaps_itself(x.expand(2, 4)), overlaps_itself(x.unfold(0, 3, 1)), overlaps_itself(x.view(2, 2).mT)
-    (True, True, False)
-    """
+    """Return True if elements of a tensor may share memory, as in an expanded tensor."""
     if x.is_contiguous():
         return False
     reach = 0

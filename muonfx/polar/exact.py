@@ -1,4 +1,4 @@
-"""The polar factor itself, by SVD: slow, and what the iteration is checked against."""
+"""The polar factor by SVD: slow, and the reference for the iteration."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def polar_factor(x: torch.Tensor, *, rtol: float | None = None) -> torch.Tensor:
 
 
 class _Factor(torch.autograd.Function):
-    """The polar factor `P` of matrices `(..., m, n)`, m >= n."""
+    """The polar factor of matrices `(..., m, n)`, m >= n."""
 
     generate_vmap_rule = True
 
@@ -67,7 +67,7 @@ class _Factor(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         x, p = ctx.saved_tensors
-        return _derivative(x, p, grads[0], ctx.rtol), None  # a symmetric map: its own adjoint
+        return _derivative(x, p, grads[0], ctx.rtol), None  # the derivative is self-adjoint
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> torch.Tensor:
@@ -76,11 +76,9 @@ class _Factor(torch.autograd.Function):
 
 
 def _derivative(x: torch.Tensor, p: torch.Tensor, t: torch.Tensor, rtol: float) -> torch.Tensor:
-    """The derivative of the polar factor at `x = P H` along `t`.
-
-    With `x = U S V^T` it is `U K V^T` for `K_ij = (U^T t V - V^T t^T U)_ij / (s_i + s_j)`, and what leaves the spaces
-    of `U` and `V`, over `S`.
-    """
+    """Return the derivative of the polar factor at `x = P H` along `t`."""
+    # With `x = U S V^T` it is `U K V^T` for `K_ij = (U^T t V - V^T t^T U)_ij / (s_i + s_j)`, plus the components of `t`
+    # outside the spaces of `U` and `V`, divided by `S`.
     h, rows = p.mT @ x, p.mT @ p
     inside = p.mT @ t @ rows
     inverse = _Sylvester.apply((h + h.mT) / 2, 2 * rows, rtol)
@@ -91,7 +89,7 @@ def _derivative(x: torch.Tensor, p: torch.Tensor, t: torch.Tensor, rtol: float) 
 
 
 class _Sylvester(torch.autograd.Function):
-    """The solution `K` of `H K + K H = C`, for symmetric `H` without negative eigenvalues, on the range of `H`."""
+    """The solution `K` of `H K + K H = C` on the range of a positive semidefinite `H`."""
 
     generate_vmap_rule = True
 

@@ -1,4 +1,4 @@
-"""Coefficients fitted to an interval: the best composition of odd quintics, one step at a time."""
+"""Fit coefficients to an interval: the best composition of odd quintics, computed one step at a time."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def fit_coefficients(
     fitted: list[Step] = []
     for i in range(steps):
         a, b, c = best_quintic(max(low, cushion * high), high) if low < high else _TAYLOR
-        if low < cushion * high:  # centre: the two ends equally far from 1
+        if low < cushion * high:  # centre, so that both ends are equally far from 1
             centre = 2.0 / (_value((a, b, c), low) + _value((a, b, c), high))
             a, b, c = a * centre, b * centre, c * centre
         if i < steps - 1:
             a, b, c = a / safety, b / safety**3, c / safety**5
         fitted.append((a, b, c))
         low = _value((a, b, c), low)
-        high = 2.0 - low  # both 1 at last, but for rounding errors, and then in either order
+        high = 2.0 - low  # both converge to 1, up to rounding, and then in either order
     return Coefficients(
         "fitted",
         tuple(fitted),
@@ -66,21 +66,13 @@ def fit_coefficients(
 
 
 def best_quintic(low: float, high: float) -> Step:
-    """The quintic `a s + b s^3 + c s^5` that is uniformly nearest to 1 on `[low, high]`, by Remez exchange.
-
-    The error of the nearest one is `+e`, `-e`, `+e`, `-e` at four points: both ends and the two extrema between them.
-
-    Raises:
-        ValueError: not `0 < low < high`.
-
-    >>> [round(x, 4) for x in best_quintic(0.999999999, 1.000000001)]
-    [1.875, -1.25, 0.375]
-    """
+    """Return the odd quintic that is uniformly nearest to 1 on `[low, high]`, by Remez exchange."""
     if not 0 < low < high:
         raise ValueError(f"best_quintic: found [{low!r}, {high!r}], expected 0 < low < high")
-    if low > (1 - 5e-6) * high:  # the four points are one to double precision
+    if low > (1 - 5e-6) * high:  # the four points coincide in double precision
         middle = (low + high) / 2
         return _TAYLOR[0] / middle, _TAYLOR[1] / middle**3, _TAYLOR[2] / middle**5
+    # The error of the best polynomial is `+e`, `-e`, `+e`, `-e` at both ends and at the two extrema between them.
     inner = [(3 * low + high) / 4, (low + 3 * high) / 4]
     previous = math.inf
     for _ in range(100):

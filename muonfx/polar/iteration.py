@@ -1,4 +1,8 @@
-"""The Newton-Schulz iteration: `X <- a X + (b R + c R^2) X` with `R = X X^T`, any number of steps on one `R`."""
+"""The Newton-Schulz iteration: `X <- a X + (b R + c R^2) X` with `R = X X^T`, with any number of steps on one `R`.
+
+A stage of k steps takes one product for the Gram matrix `R`, one product to apply the result, and 4 k - 3 small
+products. The standard iteration has k = 1. Each product is fused with its sum.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +18,10 @@ from muonfx.polar.stages import Stage
 def newton_schulz(
     x: torch.Tensor, stages: Sequence[Stage], products: Products | None = None, gram: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Apply the polynomials of all stages to the singular values of `x`, in `x`'s dtype.
-
-    A stage of k steps takes one product to get the Gram matrix and one to apply the result, and 4 k - 3 small ones (the
-    standard iteration is k = 1); each is fused with its sum.
-
-    Args:
-        x: `(b, n, m)`, singular values at most about 1, n <= m (or as `products` wants it).
-        stages: see `muonfx.polar.stages`.
-        products: how products are done; None: as functions of wide batches, which leave `x` alone.
-        gram: `x x^T` less the first stage's center, `(b, n, n)`, where the caller has it already.
-
-    >>> newton_schulz(torch.tensor([[[0.5]]]), [Stage(((1.5, -0.5, 0.0),) * 2, 0.1)] * 3)
-    tensor([[[1.]]])
-    """
+    """Apply the polynomials of all stages to the singular values of `x`, which are at most about 1."""
     on = Functional() if products is None else products
     for stage in stages:
-        start = on.gram(x, -stage.center) if gram is None else gram
+        start = on.gram(x, -stage.center) if gram is None else gram  # a given one has the center subtracted
         x = on.weighted(x, composed(on, Shifted(stage.center, 1.0, start), stage.steps))
         gram = None
         on.keep()
@@ -38,7 +29,7 @@ def newton_schulz(
 
 
 def composed(on: Products, r: Shifted, steps: Sequence[Step]) -> Shifted:
-    """The matrix `Q` such that `Q X` is `X` after `steps`, given `R = X X^T`."""
+    """Return the matrix `Q` such that `Q X` is `X` after `steps`, given `R = X X^T`."""
     q: Shifted | None = None
     for i, step in enumerate(steps):
         g = _polynomial(on, r, step)
@@ -51,7 +42,7 @@ def composed(on: Products, r: Shifted, steps: Sequence[Step]) -> Shifted:
 
 
 def _polynomial(on: Products, r: Shifted, step: Step) -> Shifted:
-    """`a I + b R + c R^2`."""
+    """Return `a I + b R + c R^2`."""
     a, b, c = step
     shift, linear, square = a + r.shift * (b + c * r.shift), (b + 2 * c * r.shift) * r.scale, c * r.scale**2
     if c == 0:
@@ -60,9 +51,9 @@ def _polynomial(on: Products, r: Shifted, step: Step) -> Shifted:
 
 
 def _times(on: Products, p: Shifted, q: Shifted) -> Shifted:
-    """`P Q`, for `P` and `Q` that commute, whose product is then symmetric as they are."""
-    # shift p * shift q * I + (of_q * rest q + of_p * rest p) + scales * rest p * rest q; the sum takes one weight, so
-    # the larger one moves into the product's beta: exact, and the weight is at most 1.
+    """Return `P Q` for commuting `P` and `Q`, whose product is therefore symmetric."""
+    # shift p * shift q * I + (of_q * rest q + of_p * rest p) + scales * rest p * rest q. The sum has one weight, so the
+    # larger factor becomes the beta of the product, which is exact and leaves a weight of at most 1.
     of_p, of_q, alpha = p.scale * q.shift, q.scale * p.shift, p.scale * q.scale
     if of_p == 0 or of_q == 0:
         addend, beta = (q.rest, of_q) if of_p == 0 else (p.rest, of_p)
@@ -74,20 +65,12 @@ def _times(on: Products, p: Shifted, q: Shifted) -> Shifted:
 
 
 def newton_schulz_with_tensor(x: torch.Tensor, table: torch.Tensor, indices: Sequence[int]) -> torch.Tensor:
-    """The standard iteration with the coefficients in a tensor, so that they can be differentiated and mapped over.
-
-    Fused products take plain numbers only, so this is a little slower.
-
-    Args:
-        x: `(b, n, m)`.
-        table: `(k, 3)`, or `(k, 2)` for `c = 0`, floating point.
-        indices: which row of `table` each step uses.
-    """
+    """Run the standard iteration with coefficients in a tensor `(k, 2 or 3)` that has derivatives."""
     for i in indices:
         square = torch.bmm(x, x.mT)
         weight = table[i, 1] * square
         if table.shape[1] == 3:
             weight = weight + table[i, 2] * torch.bmm(square, square)
-        # A mapped coefficient is no longer a scalar to type promotion, so say which dtype the products have.
+        # Under vmap a coefficient is not a scalar for type promotion, so cast back to the dtype of the products.
         x = (table[i, 0] * x + torch.bmm(weight.to(x.dtype), x)).to(x.dtype)
     return x

@@ -1,4 +1,4 @@
-"""The polar factors of many matrices of many shapes, in few batches."""
+"""Orthogonalize many matrices of many shapes in few batches."""
 
 from __future__ import annotations
 
@@ -92,8 +92,7 @@ def orthogonalize_many(
     watched, differentiated = is_watched(*inputs), is_differentiated(*inputs)
     targets = _targets(xs, donate, out, watched)
 
-    # All plans before any result: what is wrong with the settings is said before anything is written, or even without
-    # anything to write.
+    # All plans are made before any result, so invalid settings raise before anything is written, also for no matrices.
     if not groups:
         plan(1, 1, torch.float32, torch.device("cpu"), resolved, method=method, dtype=dtype, products=products)
     plans = [
@@ -112,7 +111,7 @@ def orthogonalize_many(
 
 
 class _Kind(NamedTuple):
-    """What matrices of one plan have in common."""
+    """The properties that matrices of one plan share."""
 
     short: int
     long: int
@@ -127,7 +126,7 @@ def _kind_of(x: torch.Tensor) -> _Kind:
 
 
 def _grouped(kinds: Sequence[_Kind]) -> list[tuple[_Kind, list[int]]]:
-    """The places of each kind, kinds in the order of their first place."""
+    """Return the indices of each kind, kinds in order of first occurrence."""
     if not any(is_traced(kind.short, kind.long) for kind in kinds):
         groups: defaultdict[_Kind, list[int]] = defaultdict(list)
         for i, kind in enumerate(kinds):
@@ -145,14 +144,13 @@ def _grouped(kinds: Sequence[_Kind]) -> list[tuple[_Kind, list[int]]]:
 
 
 class _Job(NamedTuple):
-    """What is to be done with matrices of one kind."""
+    """The plan and settings for matrices of one kind."""
 
     kind: _Kind
     plan: Plan
     resolved: Polynomials
     scratch: int
     watched: bool
-    """True if tensors must not be written to."""
     workspace: Workspace | None
 
 
@@ -160,7 +158,7 @@ _Run = Callable[[list[torch.Tensor], list[torch.Tensor | None], _Job], list[torc
 
 
 def _ways(job: _Job, members: list[int], xs: Sequence[torch.Tensor]) -> list[tuple[list[int], _Run]]:
-    """Which of a group's matrices are done together, and how."""
+    """Return which matrices of a group run together, and by which function."""
     empty = [i for i in members if xs[i].numel() == 0]
     rest = [i for i in members if xs[i].numel() > 0]
     if job.watched or not goes_in_place(job.kind.short, job.kind.long, job.resolved):
@@ -173,11 +171,11 @@ def _ways(job: _Job, members: list[int], xs: Sequence[torch.Tensor]) -> list[tup
 def _targets(
     xs: Sequence[torch.Tensor], donate: bool, out: Sequence[torch.Tensor] | None, watched: bool
 ) -> list[torch.Tensor | None]:
-    """Where each result is to be written, or None for a new tensor."""
+    """Return the tensor to write each result to; None means a new tensor."""
     if out is None:
         if not donate or watched:
             return [None] * len(xs)
-        shared = sharing(xs)  # what another still has to read must not be overwritten
+        shared = sharing(xs)  # a tensor that shares memory with another input must not be overwritten
         return [x if x.is_contiguous() and i not in shared else None for i, x in enumerate(xs)]
     if donate:
         raise ValueError(
@@ -193,7 +191,7 @@ def _targets(
 
 
 def _run_empty(xs: list[torch.Tensor], targets: list[torch.Tensor | None], job: _Job) -> list[torch.Tensor]:
-    """Matrices without elements."""
+    """Return results for matrices without elements."""
     return [
         x.clone(memory_format=torch.contiguous_format) if target is None else target
         for x, target in zip(xs, targets, strict=True)
@@ -201,19 +199,17 @@ def _run_empty(xs: list[torch.Tensor], targets: list[torch.Tensor | None], job: 
 
 
 def _run_as_function(xs: list[torch.Tensor], targets: list[torch.Tensor | None], job: _Job) -> list[torch.Tensor]:
-    """Small or watched matrices: wide and tall ones together, in batches that are copied together.
-
-    Each batch is brought to where it belongs before the next one is made: beyond the results, one batch is held.
-    """
+    """Orthogonalize small or watched matrices, wide and tall ones concatenated into batches."""
+    # Each batch is copied to its destinations before the next one is made: at most one batch is held besides results.
     short, long, held, _ = job.kind
-    # Products of the same values in another order of memory round otherwise, and at another rank the order is another.
+    # Another memory order rounds differently, and ranks may hold different orders.
     ordered = [x.contiguous() for x in xs]
     wide = [x if x.shape[-2] == short else x.mT for x in ordered]
     flats = [x[None] if x.ndim == 2 else x.reshape(-1, short, long) for x in wide]
-    counts = [flat.shape[0] for flat in flats]  # once: asked of a tensor, each takes a microsecond
+    counts = [flat.shape[0] for flat in flats]  # read once: reading a shape takes a microsecond
     limit = max(1, job.scratch // scratch_bytes(short, long, job.plan.dtype))
     if is_traced(short, long, *counts):
-        limit = sum(counts) + 1  # a batch that is cut would fix all sizes; a compiler plans memory itself
+        limit = sum(counts) + 1  # splitting would specialize all sizes, and a compiler plans memory itself
     places = [
         _place(x, target, whole=count <= limit or job.watched)
         for x, target, count in zip(xs, targets, counts, strict=True)
@@ -221,7 +217,7 @@ def _run_as_function(xs: list[torch.Tensor], targets: list[torch.Tensor | None],
     owners = iter([(i, start) for i, count in enumerate(counts) for start in range(0, count, limit)])
     parts: list[list[torch.Tensor]] = [[] for _ in xs]
     results = list(xs)
-    # The result of a wide matrix is a view of its batch, and of a tall one a copy: both would be held.
+    # The result of a wide matrix is a view of its batch and keeps it alive, next to the copies of tall ones.
     mixed = not job.watched and len({x.shape[-2] > x.shape[-1] for x in xs}) > 1
 
     def deliver(pieces: list[torch.Tensor]) -> None:
@@ -258,7 +254,7 @@ def _run_as_function(xs: list[torch.Tensor], targets: list[torch.Tensor | None],
         joined = batch[0] if len(batch) == 1 else torch.cat(batch)
         y = outside_autocast(as_function, joined, job.plan, job.resolved).to(held)
         deliver(list(y.split([piece.shape[0] for piece in batch])))
-        del joined, y  # not beside the next batch
+        del joined, y  # free before the next batch
     for i, (target, place) in enumerate(zip(targets, places, strict=True)):
         if target is not None and place is not None and target is not place:
             results[i] = target.copy_(place)
@@ -266,14 +262,14 @@ def _run_as_function(xs: list[torch.Tensor], targets: list[torch.Tensor | None],
 
 
 def _run_in_place(xs: list[torch.Tensor], targets: list[torch.Tensor | None], job: _Job) -> list[torch.Tensor]:
-    """Large matrices, all wide or all tall: each batch is one buffer, and results go straight to where they belong."""
+    """Orthogonalize large matrices, all wide or all tall, with one buffer for each batch."""
     if not xs:
         return []
     m, n = xs[0].shape[-2:]
     flats = [x.reshape(-1, m, n) for x in xs]
     limit = max(1, min(job.scratch // job.plan.scratch_bytes, job.plan.at_once or sum(map(len, flats))))
     places = [_place(x, target, whole=len(flat) <= limit) for x, target, flat in zip(xs, targets, flats, strict=True)]
-    # The place of a new result is known by its input, which is then not written to.
+    # The input stands for a new result here, and is then not written to.
     homes = [flat if place is None else place.view(-1, m, n) for flat, place in zip(flats, places, strict=True)]
     new = iter([place is None for place, flat in zip(places, flats, strict=True) for _ in flat.split(limit)])
     fresh: list[torch.Tensor] = []
@@ -281,12 +277,12 @@ def _run_in_place(xs: list[torch.Tensor], targets: list[torch.Tensor | None], jo
         is_new = [next(new) for _ in given]
         workspace = job.workspace or Workspace()
         workspace.clear()
-        # What is new and has the dtype of the batch stays where the iteration leaves it.
+        # A new result that has the dtype of the batch stays in the buffer that the iteration leaves it in.
         batches = Workspace() if any(is_new) and job.plan.dtype == job.kind.dtype else workspace
         buffer = _buffer(given, None if any(is_new) else taken, job.plan.dtype, batches)
         y = outside_autocast(in_place, buffer, job.plan, job.resolved, tall=m > n, workspace=workspace, results=batches)
         fresh += _settled(y, taken, is_new, job.kind.dtype)
-        del buffer, y  # not beside the next batch
+        del buffer, y  # free before the next batch
     made = iter(fresh)
     results: list[torch.Tensor] = []
     for x, target, place in zip(xs, targets, places, strict=True):
@@ -296,14 +292,14 @@ def _run_in_place(xs: list[torch.Tensor], targets: list[torch.Tensor | None], jo
 
 
 def _place(x: torch.Tensor, target: torch.Tensor | None, *, whole: bool) -> torch.Tensor | None:
-    """Where the result of `x` is written, batch by batch; None where a whole new result comes out of one batch."""
+    """Return the destination of the batched results of `x`, or None if one batch gives its whole new result."""
     if target is not None and target.is_contiguous():
         return target
     return None if whole else torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _settled(y: torch.Tensor, homes: list[torch.Tensor], is_new: list[bool], held: torch.dtype) -> list[torch.Tensor]:
-    """Write the pieces of a batch to their homes; those that are new results come back."""
+    """Copy the parts of a batch to their destinations and return the new results."""
     fresh: list[torch.Tensor] = []
     for piece, home, new in zip(y.split([len(home) for home in homes]), homes, is_new, strict=True):
         if new:
@@ -316,19 +312,19 @@ def _settled(y: torch.Tensor, homes: list[torch.Tensor], is_new: list[bool], hel
 def _buffer(
     given: list[torch.Tensor], taken: list[torch.Tensor] | None, compute: torch.dtype, workspace: Workspace
 ) -> torch.Tensor:
-    """The batch to work in, rounded to the compute dtype: the inputs themselves where results will overwrite them."""
+    """Return a batch in the compute dtype, which is the inputs' own memory if results overwrite it."""
     first = given[0]
     if taken is not None and first.dtype == compute and _lie_together(given, taken):
         return first.as_strided((sum(map(len, given)), *first.shape[1:]), first.stride())
     batch = workspace.empty((sum(map(len, given)), *first.shape[1:]), compute, first.device)
-    if not same_range(first.dtype, compute):  # then a power of two comes before the rounding
+    if not same_range(first.dtype, compute):  # scale by a power of two before rounding
         given = [rounded_and_scaled(piece, compute) for piece in given]
     torch._foreach_copy_(list(batch.split([len(piece) for piece in given])), given)
     return batch
 
 
 def _lie_together(given: list[torch.Tensor], taken: list[torch.Tensor]) -> bool:
-    """True if contiguous tensors lie one behind another in one storage, and results go to the very same places."""
+    """Return True if tensors are contiguous, adjacent in one storage and overwritten by their own results."""
     storage, at = given[0].untyped_storage()._cdata, given[0].storage_offset()
     for x, y in zip(given, taken, strict=True):
         if x.untyped_storage()._cdata != storage or x.storage_offset() != at or not x.is_contiguous():
@@ -340,23 +336,13 @@ def _lie_together(given: list[torch.Tensor], taken: list[torch.Tensor]) -> bool:
 
 
 def scratch_bytes(rows: int, columns: int, compute: torch.dtype) -> int:
-    """About how many bytes of intermediates one small `rows x columns` matrix needs, as a function.
-
-    >>> scratch_bytes(2, 4, torch.bfloat16)
-    160
-    """
+    """Return about how many bytes of intermediates `as_function` needs for one `rows x columns` matrix."""
     wide = max(4, compute.itemsize)  # norms are taken in fp32 at least
     return max(1, (3 * rows * columns + 4 * rows * rows) * wide)
 
 
 def packed(flats: Sequence[torch.Tensor], limit: int) -> list[list[torch.Tensor]]:
-    """`flats`, each `(k, ...)`, in order, in lists of at most `limit` rows in all; one longer than `limit` is cut.
-
-    A flat is cut at its own multiples of `limit`, so that it owns `ceil(k / limit)` consecutive pieces.
-
-    >>> [[len(piece) for piece in batch] for batch in packed([torch.ones(2), torch.ones(5), torch.ones(1)], 3)]
-    [[2], [3], [2, 1]]
-    """
+    """Pack `flats`, each `(k, ...)`, in order into lists of at most `limit` rows; split longer ones at `limit`."""
     batches: list[list[torch.Tensor]] = []
     room = 0
     for flat in flats:

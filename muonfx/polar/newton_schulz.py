@@ -38,7 +38,7 @@ class NewtonSchulz(Options):
     products: ProductsLike = "auto"
 
     def __post_init__(self) -> None:
-        """Plan for a matrix without elements, which names what is wrong with the settings."""
+        """Plan for an empty matrix, which raises for invalid settings."""
         resolved = polynomials(self.coefficients, self.steps)
         cpu, method, products = torch.device("cpu"), self.method, self.products
         plan(0, 0, torch.float32, cpu, resolved, method=method, dtype=self.dtype, products=products)

@@ -1,4 +1,4 @@
-"""What `coefficients` and `steps` come to: polynomials, and what has to be done to a matrix before they apply."""
+"""Resolve `coefficients` and `steps` to polynomials and the scaling of a matrix that they require."""
 
 from __future__ import annotations
 
@@ -14,35 +14,28 @@ from muonfx.tree.symbols import fixed
 
 
 class Polynomials(NamedTuple):
-    """Resolved and checked; hashable where there is no `table`."""
+    """Resolved and checked polynomials; hashable if there is no `table`."""
 
     steps: tuple[Step, ...]
-    """One `(a, b, c)` a step; empty where the coefficients are a tensor."""
+    """One `(a, b, c)` for each step; empty if the coefficients are a tensor."""
     restarts: tuple[int, ...]
-    """The least restarts of the Gram form: after these steps it goes back to the whole matrix."""
+    """Minimal restarts of the Gram form, as numbers of steps after which a new Gram matrix is computed."""
     safety: float = 1.0
-    """The input is divided by this times its Frobenius norm."""
+    """The input is divided by this factor times its Frobenius norm."""
     row_scaling: bool = False
-    """True if rows are scaled next."""
+    """True if rows are scaled after that."""
     table: torch.Tensor | None = None
     """Coefficients as a tensor `(k, 2 or 3)`."""
     indices: tuple[int, ...] = ()
-    """Which row of `table` each step uses."""
+    """Row of `table` for each step."""
     restarts_are_asked: bool = False
-    """The caller has chosen the restarts: they are not changed for the sake of stability."""
+    """True if the caller gave the restarts, which are then not changed for stability."""
 
 
 def polynomials(
     value: CoefficientsLike | torch.Tensor, steps: int | None = None, restarts: Sequence[int] | None = None
 ) -> Polynomials:
-    """Resolve the settings of `orthogonalize`.
-
-    Raises:
-        ValueError, TypeError: as `orthogonalize`.
-
-    >>> polynomials("quintic", 4).restarts
-    (2, 3)
-    """
+    """Resolve the settings of `orthogonalize`."""
     if isinstance(value, torch.Tensor):
         _check_table(value)
         if restarts is not None:
@@ -62,11 +55,7 @@ def polynomials(
 
 
 def _continued(restarts: tuple[int, ...], steps: int) -> tuple[int, ...]:
-    """A set's own restarts for any number of steps: beyond the last one, stages go on as long as the last whole one.
-
-    >>> _continued((2, 4), 9), _continued((2, 3), 3), _continued((), 3)
-    ((2, 4, 6, 8), (2,), ())
-    """
+    """Extend a set's restarts to any number of steps by repeating its last whole stage."""
     if len(restarts) == 0:
         return ()
     *_, before, last = (0, *restarts)

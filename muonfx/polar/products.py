@@ -1,11 +1,12 @@
-"""The products that the iteration is made of, on a batch of matrices: as plain functions, or in reused buffers.
+"""Matrix products of the iteration on a batch, as plain functions or in reused buffers.
 
-Two forms with the same methods. `Functional` allocates every result and goes through autograd, `torch.func` and the
-compiler. `Buffered` overwrites: on a CPU fresh memory is slow, and everywhere the scratch stays small and known; it
-also leaves out half of each product that is known to be symmetric, by blocks (`"blocks"`) or by a kernel (`"triton"`).
+`Functional` and `Buffered` have the same methods. `Functional` allocates every result and works under autograd,
+`torch.func` and the compiler. `Buffered` overwrites its buffers, because fresh memory is slow on a CPU and because its
+scratch memory is small and known. It also skips half of each symmetric product, by blocks (`"blocks"`) or by a kernel
+(`"triton"`).
 
-A batch is `(b, n, m)` with n <= m, or, where it is `tall`, its transpose `(b, m, n)`: large matrices are never
-transposed in memory. The small matrices beside it are `(b, n, n)`, symmetric, and commute with each other.
+A batch is `(b, n, m)` with n <= m. A `tall` batch is the transpose `(b, m, n)`: large matrices are never transposed in
+memory. The small matrices are `(b, n, n)`, symmetric, and commute with each other.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ ProductsLike = Literal["auto", "batched", "blocks", "triton"]
 
 
 class Shifted(NamedTuple):
-    """The symmetric matrix `shift * I + scale * rest`, whose diagonal need not be rounded to `rest`'s dtype."""
+    """The symmetric matrix `shift * I + scale * rest`, whose diagonal is not rounded to the dtype of `rest`."""
 
     shift: float
     scale: float
@@ -30,36 +31,36 @@ class Shifted(NamedTuple):
 
 
 class Products(Protocol):
-    """What the iteration needs."""
+    """Interface of the products that the iteration uses."""
 
     def gram(self, x: torch.Tensor, shift: float) -> torch.Tensor:
-        """`x x^T + shift * I`."""
+        """Return `x x^T + shift * I`."""
         ...
 
     def symmetric(
         self, addend: torch.Tensor, p: torch.Tensor, q: torch.Tensor, *, beta: float, alpha: float
     ) -> torch.Tensor:
-        """`beta * addend + alpha * p q`, which is symmetric because `p` and `q` are and commute."""
+        """Return `beta * addend + alpha * p q`, for symmetric `p` and `q` that commute."""
         ...
 
     def sum(self, a: torch.Tensor, b: torch.Tensor, weight: float) -> torch.Tensor:
-        """`a + weight * b`, good until the next sum."""
+        """Return `a + weight * b`, valid until the next sum."""
         ...
 
     def weighted(self, x: torch.Tensor, q: Shifted) -> torch.Tensor:
-        """`q x`; `x` is not needed any more."""
+        """Return `q x`; `x` may be overwritten."""
         ...
 
     def keep(self, *live: torch.Tensor) -> None:
-        """Of all small matrices that were returned, only these are still needed."""
+        """Release all small matrices except these."""
         ...
 
 
 class Functional:
-    """Every result is new. For wide batches; a view of a tall one does."""
+    """Products that allocate every result, for wide batches and for transposed views of tall ones."""
 
     def gram(self, x: torch.Tensor, shift: float) -> torch.Tensor:
-        """`x x^T + shift * I`."""
+        """Return `x x^T + shift * I`."""
         if shift == 0:
             return torch.bmm(x, x.mT)
         identity = torch.eye(x.shape[-2], dtype=x.dtype, device=x.device).expand(x.shape[0], -1, -1)
@@ -68,32 +69,23 @@ class Functional:
     def symmetric(
         self, addend: torch.Tensor, p: torch.Tensor, q: torch.Tensor, *, beta: float, alpha: float
     ) -> torch.Tensor:
-        """`beta * addend + alpha * p q`."""
+        """Return `beta * addend + alpha * p q`."""
         return torch.baddbmm(addend, p, q, beta=beta, alpha=alpha)
 
     def sum(self, a: torch.Tensor, b: torch.Tensor, weight: float) -> torch.Tensor:
-        """`a + weight * b`."""
+        """Return `a + weight * b`."""
         return torch.add(a, b, alpha=weight)
 
     def weighted(self, x: torch.Tensor, q: Shifted) -> torch.Tensor:
-        """`q x`."""
+        """Return `q x`."""
         return torch.baddbmm(x, q.rest, x, beta=q.shift, alpha=q.scale)
 
     def keep(self, *live: torch.Tensor) -> None:
-        """Nothing to do: what is not referred to is freed."""
+        """Do nothing, since unreferenced tensors are freed."""
 
 
 class Buffered:
-    """Results go into buffers that are made once and used again; the batch itself is one of them.
-
-    Args:
-        x: the batch, `(b, n, m)`, or `(b, m, n)` where `tall`; overwritten.
-        tall: whether the short side is the columns.
-        how: "batched", "blocks" or "triton", for the Gram matrix of the batch.
-        small: the same, for products of small matrices.
-        workspace: has the memory for small matrices; None: new memory.
-        results: has the memory for batches, in which results lie; None: new memory.
-    """
+    """Products whose results reuse buffers, one of which is the batch `x` itself."""
 
     def __init__(
         self,
@@ -105,6 +97,8 @@ class Buffered:
         workspace: Workspace | None = None,
         results: Workspace | None = None,
     ) -> None:
+        # `how` is for the Gram matrix of the batch, `small` for products of small matrices. `workspace` provides memory
+        # for small matrices, `results` for batches, which results may be returned in; None allocates new memory.
         self._tall, self._how, self._small = tall, how, small
         self._workspace = workspace or Workspace()
         self._spare = (results or Workspace()).empty(x.shape, x.dtype, x.device)
@@ -115,7 +109,7 @@ class Buffered:
         self._identity: torch.Tensor | None = None
 
     def gram(self, x: torch.Tensor, shift: float) -> torch.Tensor:
-        """`x x^T + shift * I`."""
+        """Return `x x^T + shift * I`."""
         wide, out = (x.mT if self._tall else x), self._take()
         if self._how == "triton":
             return kernels.symmetric_matmul(wide, None, identity=shift, out=out)
@@ -131,35 +125,35 @@ class Buffered:
     def symmetric(
         self, addend: torch.Tensor, p: torch.Tensor, q: torch.Tensor, *, beta: float, alpha: float
     ) -> torch.Tensor:
-        """`beta * addend + alpha * p q`."""
+        """Return `beta * addend + alpha * p q`."""
         out = self._take()
         if p is not q:
-            # Only rounding makes their product asymmetric, and half of that error is antisymmetric and does no harm;
-            # mirrored, all of it would.
+            # Only rounding makes this product asymmetric. The antisymmetric half of that error is harmless; mirroring
+            # one triangle would make all of it symmetric.
             return torch.baddbmm(addend, p, q, beta=beta, alpha=alpha, out=out)
         if self._small == "triton":
             return kernels.symmetric_matmul(p, q, addend=addend, alpha=alpha, beta=beta, out=out)
         if self._small == "blocks":
-            out.copy_(addend)  # here and not by each product, which would copy its own strided block
+            out.copy_(addend)  # once here, since each product would copy its own strided block
             _add_by_blocks(out, p, q, beta=beta, alpha=alpha)
             return out
         return torch.baddbmm(addend, p, q, beta=beta, alpha=alpha, out=out)
 
     def sum(self, a: torch.Tensor, b: torch.Tensor, weight: float) -> torch.Tensor:
-        """`a + weight * b`, in one place that the next sum overwrites."""
+        """Return `a + weight * b` in a buffer that the next sum overwrites."""
         if self._sum is None:
             self._sum = self._square(len(a))
         return torch.add(a, b, alpha=weight, out=self._sum)
 
     def weighted(self, x: torch.Tensor, q: Shifted) -> torch.Tensor:
-        """`q x`, which is `x q` where the batch is tall."""
+        """Return `q x`, or `x q` if the batch is tall."""
         left, right = (x, q.rest) if self._tall else (q.rest, x)
         y = torch.baddbmm(x, left, right, beta=q.shift, alpha=q.scale, out=self._spare)
         self._spare = x
         return y
 
     def keep(self, *live: torch.Tensor) -> None:
-        """Take back all small matrices but these."""
+        """Release all small matrices except these."""
         kept = {id(one) for one in live}
         self._free += [one for one in self._lent if id(one) not in kept]
         self._lent = [one for one in self._lent if id(one) in kept]
@@ -179,22 +173,14 @@ class Buffered:
 
 
 def block_side(n: int) -> int:
-    """The side of the blocks for an `n x n` product: an eighth to a quarter of it, 128 at least.
-
-    >>> [block_side(n) for n in (300, 512, 1024, 4096)]
-    [128, 128, 256, 512]
-    """
+    """Return the side of the blocks for an `n x n` product: an eighth to a quarter of `n`, 128 to 512."""
     return min(512, max(128, n // 4 // 128 * 128))
 
 
 def _add_by_blocks(out: torch.Tensor, p: torch.Tensor, q: torch.Tensor, *, beta: float, alpha: float) -> None:
-    """`out <- beta * out + alpha * p q^T`, which is symmetric: rows of blocks up to the diagonal, the rest mirrored.
-
-    Product by product: torch's batched ones copy what is no whole batch. Mirrored for all at once: a copy is so short
-    that most of it is its call.
-
-    Shapes: `p` and `q` `(b, n, k)`, `out` `(b, n, n)`; for `beta` 0 it may have any values.
-    """
+    """Compute the symmetric `out <- beta * out + alpha * p q^T` by blocks up to the diagonal, then mirror it."""
+    # One matrix at a time, since batched products of torch copy a partial batch. Mirrored for the whole batch at once,
+    # since such a copy takes less time than its launch. With beta 0 the values in `out` do not matter.
     n, side = out.shape[-1], block_side(out.shape[-1])
     for square, left, right in zip(out.unbind(), p.unbind(), q.unbind(), strict=True):
         end = 0

@@ -1,4 +1,4 @@
-"""The speed of devices at the products of the iteration: one table of numbers, each with its source.
+"""Speed of devices at the products of the iteration: one table of numbers, each with its source.
 
 Methods and products are chosen by these numbers (`muonfx.polar.policy`). The choice must be the same on all ranks and
 in a resumed run, so nothing is measured at run time.
@@ -13,16 +13,16 @@ import torch
 
 
 class Rates(NamedTuple):
-    """The speed of a device at symmetric products; in multiply-adds unless said otherwise."""
+    """Speed of a device at symmetric products, in multiply-adds unless noted otherwise."""
 
     halved_from: float
-    """The size of a product, `n^2 k`, from which on leaving out its half pays; infinite where it never does."""
+    """Size of a product, `n^2 k`, above which skipping half of it is faster; infinity if it never is."""
     share: float
-    """The time that it then takes, over that of the full product."""
+    """Time of a halved product relative to the full product."""
     pass_cost: float
-    """Multiply-adds in the time that one element of a small matrix is read and written again."""
+    """Multiply-adds in the time to read and write one element of a small matrix."""
     source: str
-    """A sentence on the measurement, or on the guess."""
+    """Source of the numbers, a measurement or a guess."""
 
 
 _AVX512 = "measured on 2 cores of an AVX512-BF16 CPU, torch 2.13"
@@ -45,18 +45,13 @@ BUILT_IN: dict[tuple[str, torch.dtype], Rates] = {
     ("cuda", torch.float16): Rates(1e9, 0.6, 1000, _H200),
     ("cuda", torch.float32): Rates(1e9, 0.6, 100, _H200),
 }
-"""By kind of device ("cpu", "amx" for one with tile registers, "avx2" for one without bf16 products, "cuda") and dtype
-of the products."""
+"""Rates by product dtype and device kind: "cpu", "amx" (tile registers), "avx2" (no bf16 products) or "cuda"."""
 
 UNKNOWN = Rates(_NEVER, 1.0, 100, "a guess that loses least: nothing is known about this device and dtype")
 
 
 def built_in(kind: str, tiles: bool, dtype: torch.dtype, *, has_bf16: bool = True) -> Rates:
-    """The rates of a kind of device, or a guess if the table has none.
-
-    >>> built_in("cpu", False, torch.float32).share, built_in("tpu", False, torch.float32).halved_from
-    (0.75, inf)
-    """
+    """Return the rates of a kind of device, or `UNKNOWN` if the table has none."""
     if kind == "cpu" and dtype == torch.bfloat16:
         kind = "amx" if tiles else "cpu" if has_bf16 else "avx2"
     return BUILT_IN.get((kind, dtype), UNKNOWN)

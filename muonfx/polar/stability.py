@@ -1,16 +1,16 @@
-"""A bound of the singular values that rounding drives out of the interval that polynomials were fitted for.
+"""Bound the singular values that rounding drives out of the interval that polynomials were fitted for.
 
-A good set uses its interval to the ends: just beyond them its polynomials grow fast, and each step multiplies an
-overshoot by the slope there, about 4 to 8. So one percent too much in the first steps is enough to diverge in the last.
+A good set uses its interval to the ends. Just beyond them its polynomials grow fast, and each step multiplies an
+overshoot by the slope there, about 4 to 8. One percent too much in the first steps is enough to diverge in the last.
 
-A stage takes all its steps on one rounded Gram matrix. Let a singular value `s` belong to a direction within few large
-rows, two nearly parallel ones, say. The rounding of their large products leaves an error of a unit in *their* last
-place on the eigenvalue `s^2`, however small that is; the first step of the stage multiplies it by `a^2` before the
-second one sees it. A Gaussian matrix has no such directions, which is why averages over them do not show this.
+A stage takes all its steps on one rounded Gram matrix. Suppose a small singular value `s` belongs to a direction within
+a few large rows, such as two nearly parallel ones. Rounding their large products leaves an error of one unit in the
+last place of these products on the eigenvalue `s^2`. The first step of the stage multiplies it by `a^2` before the
+second step. A Gaussian matrix has no such directions, so averages over Gaussian matrices do not show the error.
 
-The bound here needs no matrix: it follows the interval `[0, top]` through the stages, with an error in each rounded
-product that is a share of its largest eigenvalue. What is allowed is then known before the first product, so that
-there is no branch on data and no synchronisation. See the decision record on stages and rounding.
+The bound needs no matrix. It follows the interval `[0, top]` through the stages, with an error in each rounded product
+that is a share of its largest eigenvalue. The allowed restarts are known before the first product, without a branch on
+data and without synchronization. See the decision record on stages and rounding.
 """
 
 from __future__ import annotations
@@ -26,14 +26,12 @@ from muonfx.polar.coefficients import Step
 from muonfx.tree.symbols import called_once
 
 TOLERANCE = 1.125
-"""The ratio to the largest value in exact arithmetic up to which stages count as stable."""
+"""Largest ratio to the largest value in exact arithmetic at which stages count as stable."""
 
+# Measured on diagonal, nearly parallel, low-rank, graded and Hilbert matrices, thousands for each of 70 schedules: with
+# this share no stages exceeded their bound, and most of the stages that it rejects diverged for some matrix.
 _SHARE = 0.25
-"""The error of a rounded product, in units roundoff of its largest eigenvalue, for each step that its stage takes.
-
-Measured on diagonal, nearly parallel, low-rank, graded and Hilbert matrices, thousands for each of 70 schedules: with
-this share no stages went beyond their bound, and of those that it refuses most diverged for some matrix.
-"""
+"""Error of a rounded product per step of its stage, in unit roundoffs of its largest eigenvalue."""
 
 _POINTS = 400
 _DIVERGED = 10.0
@@ -41,19 +39,9 @@ _DIVERGED = 10.0
 
 @called_once  # a tracer calls this once and keeps the answer
 def largest(steps: tuple[Step, ...], restarts: tuple[int, ...], safety: float, dtype: torch.dtype) -> float:
-    """The largest singular value that steps may lead to when they are computed in `dtype` in these stages.
-
-    Over the largest one in exact arithmetic; infinity where it may be anything. 1 for polynomials that diverge without
-    any rounding.
-
-    >>> once, twice = ((2.0, -1.5, 0.5),) * 2, ((3.4445, -4.775, 2.0315),) * 10
-    >>> largest(once, (1,), 1.0, torch.bfloat16) < 1.02
-    True
-    >>> largest(twice, (2, 4, 6, 8), 1.0, torch.bfloat16), largest(twice, (2, 4, 6, 8), 1.0, torch.float32) < 1.01
-    (inf, True)
-    """
+    """Return the largest singular value of these stages in `dtype`, relative to exact arithmetic; inf if unbounded."""
     exact = _largest(steps, tuple(range(1, len(steps))), safety, 0.0)
-    if exact == math.inf:
+    if exact == math.inf:  # these polynomials diverge without any rounding
         return 1.0
     return _largest(steps, restarts, safety, torch.finfo(dtype).eps / 2) / exact
 
@@ -62,15 +50,9 @@ def largest(steps: tuple[Step, ...], restarts: tuple[int, ...], safety: float, d
 def stable_restarts(
     steps: tuple[Step, ...], wanted: tuple[int, ...], safety: float, dtype: torch.dtype
 ) -> tuple[int, ...]:
-    """The restarts `wanted`, or, where rounding in `dtype` forbids them, one step in each stage.
-
-    Except for two in the last one where that is stable: no later step makes more of its overshoot.
-
-    >>> steps = ((3.4445, -4.775, 2.0315),) * 5
-    >>> stable_restarts(steps, (2, 4), 1.0, torch.float32), stable_restarts(steps, (2, 4), 1.0, torch.bfloat16)
-    ((2, 4), (1, 2, 3))
-    """
+    """Return the restarts `wanted`, or mostly one step per stage if rounding in `dtype` makes them unstable."""
     single = tuple(range(1, len(steps)))
+    # `single[:-1]` has two steps in the last stage, whose overshoot no later step amplifies.
     return next((cut for cut in (wanted, single[:-1]) if largest(steps, cut, safety, dtype) <= TOLERANCE), single)
 
 
@@ -86,11 +68,10 @@ def _largest(steps: tuple[Step, ...], restarts: tuple[int, ...], safety: float, 
 
 
 def _after(steps: Sequence[Step], top: float, error: float) -> float:
-    """The largest singular value after one stage, from ones up to `top`; `error` is that of a product over its largest.
-
-    Follows `muonfx.polar.iteration.composed` to first order on a grid of singular values: the eigenvalues of `R` and
-    `Q`, and bounds of their errors. An error of a polynomial `G` counts once, in `Q`: `R` is updated with the same `G`.
-    """
+    """Return the largest singular value after one stage on `[0, top]`, given each product's relative `error`."""
+    # Follows `muonfx.polar.iteration.composed` to first order on a grid of singular values: the eigenvalues of `R` and
+    # `Q`, and bounds of their errors. An error of a polynomial `G` counts once, in `Q`, since `R` is updated with the
+    # same `G`.
     grid = [top * i / _POINTS for i in range(_POINTS + 1)] + [top * 10 ** (-3 * i / _POINTS) for i in range(_POINTS)]
     r, r_error = [s * s for s in grid], [error * top * top] * len(grid)
     q, q_error = [1.0] * len(grid), [0.0] * len(grid)

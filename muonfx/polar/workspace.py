@@ -1,4 +1,4 @@
-"""Memory for intermediates that is kept from one call to the next."""
+"""Memory for intermediates that is kept between calls."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 _ALIGNMENT = 64
-"""Bytes: a line of the cache, and the widest vector of a CPU."""
+"""Alignment in bytes: a cache line, and the widest vector of a CPU."""
 
 
 class Workspace:
@@ -44,7 +44,7 @@ class Workspace:
     def clear(self) -> None:
         """Take back all that was given out; where it was more than there is, make as much room before the next."""
         if self._used > self.nbytes:
-            self._memory = None  # first, so that the old and the new are not there together
+            self._memory = None  # freed first, so that old and new memory are never allocated together
             self._memory = torch.empty(self._used, dtype=torch.uint8)
         self._used = 0
 

@@ -1,10 +1,10 @@
-"""The default routing: hidden matrices to Muon, everything else to AdamW, and for each parameter the reason.
+"""The default routing: hidden matrices to Muon, all other parameters to AdamW, with a reason for each.
 
-Types decide first, where a model is given: an embedding is one whatever it is called. Names decide between what types
-cannot tell apart, since a hidden layer, an output head and a router are all ``nn.Linear``. Shapes decide the rest. A
-name is read by its components and their words, never by substrings: ``gate`` is a router and ``gate_proj`` is not,
-``embed_tokens`` is an embedding and ``embedder_proj`` is not. In doubt a parameter goes to AdamW, which is never wrong,
-only sometimes slower.
+Module types decide first, if a model is given: an embedding is recognized under any name. Names decide where types are
+ambiguous, since a hidden layer, an output head and a router are all ``nn.Linear``. Shapes decide the rest. A name is
+split into components and their words, and never matched by substrings: ``gate`` is a router and ``gate_proj`` is not,
+``embed_tokens`` is an embedding and ``embedder_proj`` is not. Ambiguous parameters get AdamW, which is never wrong, but
+sometimes slower.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from muonfx.select.views import PLAIN_LEAVES, class_name_fits, is_convolution
 __all__ = ["default_labels", "default_labels_by_name"]
 
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
-# Class names of layers written elsewhere: VocabParallelEmbedding, Embedding4bit; LlamaRMSNorm, LayerNorm2d,
-# RMSNormGated, but not LayerNormLinear, whose matrix is a hidden one.
+# Class names of layers in other packages: VocabParallelEmbedding, Embedding4bit; LlamaRMSNorm, LayerNorm2d,
+# RMSNormGated. LayerNormLinear is excluded, since it holds a hidden matrix.
 _EMBEDDING_CLASS = r"Embedding(s|Bag|\d+bit|NF4|FP4)?$"
 _NORM_CLASS = r"Norm(\dd|Act|Gated|[Ff][Pp]\d+)*$"
 
 _EMBEDDING_WORDS = frozenset(
     {"embed", "embeds", "embedding", "embeddings", "embedder", "emb", "embs", "embd", "wte", "wpe"}
 )
-# What may follow: embed_tokens, embed_positions, embed_in, ...
+# Words that may follow an embedding word: embed_tokens, embed_positions, embed_in, ...
 _EMBEDDED = frozenset(
     {"token", "tokens", "tok", "position", "positions", "pos", "in", "out", "state", "action", "return", "timestep"}
 )
@@ -45,19 +45,19 @@ _HEADS = frozenset(
         *("ctc_proj", "decoder_pred", "predict_state", "predict_action", "predict_return"),
     }
 )
-# Too common to mean a head anywhere, but as a layer of the model itself they do: torchtitan, ResNet, Whisper.
+# Heads only as a direct child of the model, as in torchtitan, ResNet and Whisper: the names are too common elsewhere.
 _TOP_HEADS = frozenset({"output", "fc", "out", "proj_out", "conv_out", "conv_post"})
 _ROUTERS = frozenset({"gate", "gating", "gating_network", "gate_network", "shared_expert_gate"})
-# Rates of state-space and RWKV layers, and the small maps that make them from the input.
+# Rates of state-space and RWKV layers, and the small matrices that compute them from the input.
 _ELEMENTWISE = frozenset({"a_log", "d", "time_decay", "time_first", "time_faaaa"})
 _STATE_SPACE = frozenset({"x_proj", "dt_proj", "x_proj_weight", "dt_proj_weight"})
-# Rows that stand in for tokens: cls_token, register_tokens, a Perceiver's latents, a quantizer's codebook.
+# Tables whose rows act as tokens: cls_token, register_tokens, a Perceiver's latents, a quantizer's codebook.
 _TABLES = frozenset(
     {"token", "tokens", "latents", "queries", "prompt", "prompts", "codevectors", "codebook", "codebooks", "rpb"}
 )
 _GAINS = frozenset({"scale", "scales", "gamma", "gain"})
 _NORM_WORDS = frozenset({"norm", "norms", "layernorm", "rmsnorm", "batchnorm", "groupnorm", "ln", "bn", "gn"})
-# Factors and factors' seeds of peft's adapters, by the prefixes that it gives them.
+# Prefixes of the factors of peft's adapters, and of the seeds of factors.
 _ADAPTER = re.compile(
     r"lora_|hada_|lokr_|oft_|boft_|hra_|vera_|pvera_|randlora_|ia3_|fourierft_|waveft_|c3a_|shira_|miss_block|delora_|"
     r"gralora_|hira_|road_(theta|alpha)|vblora_|lily_|deft_[pr]$|psoft_|osf_|adamss_|glora_|tinylora_|unilora_|frod_|"
@@ -69,8 +69,8 @@ _FRONTS = frozenset({"encoder", "tower", "backbone", "visual", "vocoder", "trunk
 _PLAIN_LEAVES = PLAIN_LEAVES | {"weight_v"}
 _TOPS = frozenset({"module", "model", "base_model", "net", "network"})
 _IMAGE_CHANNELS = 3
-_FEW = 4  # the coordinates of a box
-_MANY = 32  # times as many
+_FEW = 4  # features, such as the coordinates of a box
+_MANY = 32  # ratio of the long side to the short side
 
 
 def default_labels(
@@ -161,7 +161,7 @@ _HIDDEN = "hidden matrix"
 
 
 def _labels(model_or_params: Params, rules: Sequence[Rule], muon: Label, other: Label) -> tuple[Labels, str]:
-    """The labels, and the end of a warning of parameters of three or more dims that nothing explains."""
+    """Return the labels, and the end of a warning about unexplained parameters of three or more dims."""
     infos, absent = read_names(model_or_params)
     decided = apply_rules(infos, rules, "user rule", stacklevel=4)
     gated = _gated_mlps(infos)
@@ -196,7 +196,7 @@ def _labels(model_or_params: Params, rules: Sequence[Rule], muon: Label, other: 
 
 
 def _not_hidden(info: ParamInfo, gated: frozenset[tuple[str, int]]) -> str | None:
-    """Say why the parameter is no hidden matrix; None if it is one."""
+    """Return why the parameter is not a hidden matrix, or None if it is one."""
     return (
         _by_type(info)
         or _by_adapter(info)
@@ -229,11 +229,9 @@ def _is_norm(module: type) -> bool:
 
 
 def _known_by_others(infos: Sequence[ParamInfo]) -> dict[str, str]:
-    """Reasons that other parameters of the model give.
-
-    Weight norm's lengths and directions, and their like, are parts of one weight. A projector of the model itself,
-    beside a classifier, is a part of its head.
-    """
+    """Return the reasons that follow from other parameters of the model, by parameter name."""
+    # The lengths and directions of weight norm, and similar parts, form one weight. A projector that is a direct child
+    # of the model next to a classifier is a part of its head.
     names = {info.name for info in infos}
     layers = {info.name: _layer_of_model(_components(info.name)) for info in infos}
     head = "classifier" in layers.values()
@@ -257,7 +255,7 @@ def _by_rank(info: ParamInfo) -> str | None:
 
 
 def _by_name(info: ParamInfo, gated: frozenset[tuple[str, int]]) -> str | None:
-    for name in info.names:  # all names of a tied tensor count
+    for name in info.names:  # any name of a tied tensor decides
         parts = _components(name)
         if _words(parts[-1])[-1:] == ["bias"]:
             return f"bias (name component {parts[-1]!r})"
@@ -265,7 +263,7 @@ def _by_name(info: ParamInfo, gated: frozenset[tuple[str, int]]) -> str | None:
             _embedding_component(parts)
             or _head_component(parts)
             or _router_component(parts, info.ndim, gated)
-            # A module whose type is known and is no norm is not one because of its name.
+            # The name decides only if the module type is unknown.
             or (_norm_component(parts) if info.module is None else None)
         )
         if named:
@@ -285,17 +283,17 @@ def _embedding_component(parts: list[str]) -> str | None:
         return own
     if not held and _is_table(own, words):
         return own
-    if held and parts[-2:-1] == ["shared"]:  # what T5 and BART call the embedding of encoder and decoder
+    if held and parts[-2:-1] == ["shared"]:  # the embedding of encoder and decoder in T5 and BART
         return own
-    # The layer that embeds patches may lie deeper: patch_embed.proj, to_patch_embedding.2.
+    # The layer that embeds patches may be nested: patch_embed.proj, to_patch_embedding.2.
     return next((part for part in parts if "patch" in _words(part) and _ends_in(_words(part), _EMBEDDING_WORDS)), None)
 
 
 def _is_table(own: str, words: list[str]) -> bool:
-    """True if a parameter that a module holds itself is a table of rows, a gain, a rate or a bias."""
+    """Return True if a parameter that is not a layer's weight is a table of rows, a gain, a rate or a bias."""
     if own.lower() in _ELEMENTWISE or _ends_in(words, _TABLES | _GAINS):
         return True
-    if words[-1:] in (["u"], ["v"]) and "bias" in words:  # those of relative attention
+    if words[-1:] in (["u"], ["v"]) and "bias" in words:  # biases of relative attention
         return True
     if words[:2] == ["rel", "pos"] or words[:1] == ["latents"]:
         return True
@@ -309,7 +307,7 @@ def _head_component(parts: list[str]) -> str | None:
         of_attention = words[-1:] == ["head"] and not {"attn", "attention", "multi"}.isdisjoint(words)
         if "_".join(words) in _HEADS or (_ends_in(words, _HEAD_WORDS) and not of_attention):
             return part
-    if held and parts[-2:-1] == ["decoder"]:  # a decoder that is one layer: BERT's, from features to the vocabulary
+    if held and parts[-2:-1] == ["decoder"]:  # a decoder of one layer, as BERT's from features to the vocabulary
         return own
     if held and parts[-3:-1] == ["decoder", "output_projection"]:
         return own
@@ -317,7 +315,7 @@ def _head_component(parts: list[str]) -> str | None:
 
 
 def _layer_of_model(parts: list[str]) -> str | None:
-    """The name of the layer that holds a parameter, where it is a layer of the model itself."""
+    """Return the name of the layer that holds a parameter if it is a direct child of the model, else None."""
     path = parts[:-1] if _own_component(parts)[0] else parts
     while len(path) > 1 and path[0] in _TOPS:
         path = path[1:]
@@ -340,7 +338,7 @@ def _norm_component(parts: list[str]) -> str | None:
 
 
 def _gated_mlps(infos: Iterable[ParamInfo]) -> frozenset[tuple[str, int]]:
-    """Find gates that belong to a gated MLP: the path that holds an up or down matrix, and the number of its dims."""
+    """Return the paths that hold an up or down matrix, with its ndim: a gate at such a path belongs to a gated MLP."""
     found: set[tuple[str, int]] = set()
     for info in infos:
         for name in info.names:
@@ -365,11 +363,11 @@ def _by_shape(info: ParamInfo) -> str | None:
 
 
 def _first_convolution(info: ParamInfo) -> str | None:
-    """Say why the parameter is the convolution that sees raw audio (an image's has few channels); None if it is not."""
+    """Return the reason if the parameter is, by name, the convolution of the raw input; else None."""
     for parts in map(_components, info.names) if is_convolution(info) else ():
         own = _own_component(parts)[1]
         above = [part for part in parts[:-2] if not part.isdigit()]
-        at = parts.index("conv_layers") if "conv_layers" in parts else -1  # of speech encoders
+        at = parts.index("conv_layers") if "conv_layers" in parts else -1  # in speech encoders
         if own in _FIRST_CONVOLUTIONS and (_layer_of_model(parts) == own or (above and _is_front(above[-1]))):
             return f"convolution of the input (name component {own!r})"
         if at > 0 and parts[at + 1 : at + 2] == ["0"] and any(map(_is_front, parts[:at])):
@@ -382,7 +380,7 @@ def _is_front(component: str) -> bool:
 
 
 def _components(name: str) -> list[str]:
-    """The components of a name that say something: not those in which adapters keep the layer that they adapt."""
+    """Split a name into components, without the ones that adapters add around an adapted layer."""
     parts = plain_name(name).split(".")
     if "modules_to_save" in parts[:-1]:
         at = parts.index("modules_to_save")
@@ -391,18 +389,14 @@ def _components(name: str) -> list[str]:
 
 
 def _own_component(parts: list[str]) -> tuple[bool, str]:
-    """True if a layer holds the parameter as its weight, and the component that names it: the layer's, or its own."""
+    """Return whether the parameter is a layer's weight, and the component that names the layer or itself."""
     if parts[-1] not in _PLAIN_LEAVES:
         return False, parts[-1]
     return True, next((part for part in reversed(parts[:-1]) if not part.isdigit()), parts[-1])
 
 
 def _words(component: str) -> list[str]:
-    """The words of a component, in lower case and without numbers.
-
-    >>> _words("lora_A"), _words("tokEmbedding2"), _words("gate_up_proj")
-    (['lora', 'a'], ['tok', 'embedding'], ['gate', 'up', 'proj'])
-    """
+    """Return the words of a component, in lower case and without numbers."""
     return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", component)]
 
 

@@ -1,4 +1,4 @@
-"""All that a rule may know of a parameter, read from a model or from named tensors."""
+"""The properties of a parameter that a rule can use, read from a model or from named tensors."""
 
 from __future__ import annotations
 
@@ -76,11 +76,7 @@ class ParamInfo:
 
 
 def plain_name(name: str) -> str:
-    """The name without what wrappers and parametrizations add to it.
-
-    >>> plain_name("_orig_mod.wte.weight"), plain_name("fc.parametrizations.weight.original0")
-    ('wte.weight', 'fc.weight')
-    """
+    """Return a name without the components that wrappers and parametrizations add."""
     parts = [part for part in name.split(".") if part not in WRAPPERS]
     if "parametrizations" in parts[:-2]:
         at = parts.index("parametrizations")
@@ -89,30 +85,12 @@ def plain_name(name: str) -> str:
 
 
 def read_params(params: Params) -> tuple[ParamInfo, ...]:
-    """One ``ParamInfo`` for every parameter, in the order given.
-
-    A tensor that a model reaches under several names is listed once, under the name that ``named_parameters`` reports.
-    Named tensors are listed under every name they are given with. A None in place of a tensor is left out.
-
-    Args:
-        params: an ``nn.Module``; a mapping or an iterable of names and tensors; or any pytree of tensors.
-
-    Raises:
-        TypeError: a value is no tensor, or ``params`` is none of the above.
-        ValueError: a name occurs twice, or a parameter has no shape yet (a lazy module).
-
-    >>> [info.name for info in read_params(nn.Sequential(nn.Linear(2, 3)))]
-    ['0.weight', '0.bias']
-    """
+    """Return one ``ParamInfo`` per parameter in order; a model's tied tensors are listed once, None is skipped."""
     return read_names(params)[0]
 
 
 def read_names(params: Params) -> tuple[tuple[ParamInfo, ...], tuple[str, ...]]:
-    """Read parameters as ``read_params`` does, and the names at which there is None in place of a tensor.
-
-    >>> read_names({"frozen": None})
-    ((), ('frozen',))
-    """
+    """Return the result of ``read_params``, and the names whose value is None."""
     if isinstance(params, nn.Module):
         return _read_model(params), ()
     named = list(_named_values(params))
@@ -137,7 +115,7 @@ def read_names(params: Params) -> tuple[tuple[ParamInfo, ...], tuple[str, ...]]:
 def _read_model(model: nn.Module) -> tuple[ParamInfo, ...]:
     found: dict[int, tuple[nn.Parameter, list[str], list[type]]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        # The tensors of a parametrized weight live in a list below the module that they stand for.
+        # The tensors of a parametrized weight are in a list below the module that owns the weight.
         above, found_list, _ = f".{path}.".partition(".parametrizations.")
         owner = model.get_submodule(above.strip(".")) if found_list else module
         for leaf, tensor in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -151,7 +129,7 @@ def _read_model(model: nn.Module) -> tuple[ParamInfo, ...]:
 
 
 def written_type(module: nn.Module) -> type:
-    """The class that was written, where parametrize or FSDP2 put a generated subclass in its place."""
+    """Return the class of a module before parametrize or FSDP2 replaced it by a generated subclass."""
     kind: type = parametrize.type_before_parametrizations(module)
     names = [base.__name__ for base in kind.__bases__]
     if "FSDPModule" in names and len(names) == 2:
@@ -172,7 +150,7 @@ def _named_values(params: object) -> Iterable[tuple[str, object]]:
     if isinstance(params, Mapping):
         mapping = cast("Mapping[object, object]", params)
         if all(isinstance(name, str) and (v is None or isinstance(v, torch.Tensor)) for name, v in mapping.items()):
-            return cast("Mapping[str, object]", mapping).items()  # not by way of the tree, which would sort the names
+            return cast("Mapping[str, object]", mapping).items()  # flattening as a tree would sort the names
         params = dict(mapping)
     elif isinstance(params, Iterator):
         params = list(cast("Iterator[object]", params))
@@ -203,7 +181,7 @@ def _info(
         raise ValueError(
             f"parameter {name!r} has no shape yet (lazy module): run one forward pass before choosing labels"
         )
-    # ZeRO-3 leaves an empty stand-in between uses and keeps the shape of the whole parameter beside it.
+    # ZeRO-3 keeps an empty placeholder between uses, with the shape of the whole parameter in `ds_shape`.
     shape = cast("Iterable[int]", getattr(tensor, "ds_shape", tensor.shape))
     trainable = tensor.requires_grad or not isinstance(tensor, nn.Parameter)
     return ParamInfo(name, tuple(int(side) for side in shape), tensor.dtype, trainable, module, tied, tied_modules)

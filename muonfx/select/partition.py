@@ -1,8 +1,8 @@
 """Different transforms for different parameters: `partition` and `masked`.
 
-Both hand the inner transform a flat dict of just its leaves under their dotted names, whatever the shape of the outer
-tree: a label's state holds only its leaves, reads as ``state["muon"]["momentum"].trace["blocks.0.attn.q.weight"]``,
-and has no placeholders that ``torch.func.vmap`` would trip over.
+Both pass the inner transform a flat dict of its own leaves under their dotted names, for any structure of the outer
+tree. A label's state holds only its leaves, is read as ``state["muon"]["momentum"].trace["blocks.0.attn.q.weight"]``,
+and has no placeholders, which ``torch.func.vmap`` would not accept.
 """
 
 from __future__ import annotations
@@ -29,23 +29,20 @@ __all__ = ["mask_patterns", "masked", "partition", "resolve_mask"]
 
 
 class _Reasoned(list[Any]):
-    """The values that `Labels` give the leaves, and these labels."""
+    """Values of the leaves from `Labels`, together with these labels."""
 
     def __init__(self, values: list[Any], labels: Labels, shapes: list[tuple[int, ...] | None]) -> None:
         super().__init__(values)
         self.labels = labels
         self.shapes = shapes
-        """By leaf, the shape for which the labels were chosen."""
+        """For each leaf, the shape for which the labels were chosen."""
 
 
 class _Assignment:
-    """Resolves labels to one value per leaf, once for each structure of parameters.
+    """Resolves labels to one value per leaf, once for each structure of parameters."""
 
-    Labels are a tree, a mapping by name, or a function of the parameters that returns either. A function of the
-    parameters may look at names, shapes and dtypes only; its answer is remembered for these, where the caller has a
-    memory that outlives a transform which is rebuilt at every step.
-    """
-
+    # `given` is a tree, a mapping by name, or a function of the parameters that returns either and depends on names,
+    # shapes and dtypes only. `memory` keeps its results for a transform that is rebuilt at every step.
     def __init__(
         self, what: str, given: Any, kinds: type | tuple[type, ...], memory: dict[Any, Any] | None = None
     ) -> None:
@@ -58,9 +55,9 @@ class _Assignment:
         self._resolved: dict[Any, tuple[list[str], list[Any]]] = {} if memory is None else memory
 
     def __call__(self, params: PyTree, *, quiet: bool = False) -> tuple[list[str], list[Any]]:
-        """The names of the leaves, and the value of each; ``quiet`` without the warnings of who decides."""
+        """Return the names and values of the leaves; ``quiet`` suppresses warnings of the labels function."""
         names = tree.names(params)
-        # Not by the tree's structure: compilation cannot hash one.
+        # The key is not the tree's structure, which cannot be hashed under compilation.
         if callable(self.given):
             shown = [None if leaf is None else (leaf.shape, leaf.dtype) for leaf in tree.leaves(params)]
             key = tuple(zip(names, shown, strict=True))
@@ -77,11 +74,7 @@ class _Assignment:
         return self._resolved[key]
 
     def of_updates(self, updates: PyTree, params: PyTree) -> tuple[list[str], list[Any]]:
-        """The same at an update, where gradients stand for parameters that are not given.
-
-        Raises:
-            ValueError: a function decides, and an absent gradient has no shape to decide by.
-        """
+        """Return names and values at an update, from the gradients if no parameters are given."""
         if params is None and callable(self.given):
             absent = [
                 name for name, leaf in zip(tree.names(updates), tree.leaves(updates), strict=True) if leaf is None
@@ -91,7 +84,7 @@ class _Assignment:
                     f"{self.what}: a function decides by shapes, and {absent[0]!r} has no gradient: give parameters, "
                     "update(updates, state, params)"
                 )
-        return self(updates if params is None else params, quiet=True)  # init has given them
+        return self(updates if params is None else params, quiet=True)  # init has warned already
 
     def _resolve(self, params: PyTree, names: list[str]) -> list[Any]:
         given = self.given
@@ -102,7 +95,7 @@ class _Assignment:
         if isinstance(given, Labels):
             shapes = _by_wrapped_name(given.shapes, names)
             values: list[Any] = _Reasoned(self._by_name(given, names), given, [shapes.get(name) for name in names])
-        # With keys other than strings it is a tree, whose leaves are named by dotted paths.
+        # A mapping with other keys is a tree.
         elif isinstance(given, Mapping) and all(
             isinstance(key, str) and isinstance(value, self.kinds) for key, value in given.items()
         ):
@@ -136,7 +129,7 @@ class _Assignment:
 
 
 def _by_wrapped_name(given: Mapping[str, Any], names: list[str]) -> Mapping[str, Any]:
-    """A mapping by name, with entries for the names that the same model has under a wrapper."""
+    """Add entries for the names that the same model has under a wrapper."""
     if all(name in given for name in names):
         return given
     plain = {new: given[old] for old, new in unwrapped(given).items()}
@@ -146,7 +139,7 @@ def _by_wrapped_name(given: Mapping[str, Any], names: list[str]) -> Mapping[str,
 
 
 def _part(names: list[str], chosen: list[Any], value: Any, values: PyTree) -> dict[str, Any]:
-    """The leaves for which a value was chosen, by name."""
+    """Return the leaves whose chosen value is `value`, by name."""
     return {
         name: leaf
         for name, choice, leaf in zip(names, chosen, tree.leaves(values), strict=True)
@@ -155,7 +148,7 @@ def _part(names: list[str], chosen: list[Any], value: Any, values: PyTree) -> di
 
 
 def _why(names: list[str], chosen: list[Any]) -> str:
-    """The end of a warning: which labels there are instead, and the reasons behind some, where these are known."""
+    """Return the end of a warning: the labels that exist, with some of their reasons if known."""
     if not names:
         return ": there are no parameters"
     counts = {label: chosen.count(label) for label in dict.fromkeys(chosen)}
@@ -168,7 +161,7 @@ def _why(names: list[str], chosen: list[Any]) -> str:
 
 
 def _warn_of_unused_views(transforms: Mapping[str, Transform], labels: Labels, names: list[str]) -> None:
-    """Warn of stacks and transposed matrices that a transform sees otherwise than its labels do."""
+    """Warn if the labels know the dims of a parameter and its transform does not set them."""
     views = {name: labels.views[name] for name in names if name in labels.views}
     found = [
         f"{name!r} ({view.note})"
@@ -184,7 +177,7 @@ def _warn_of_unused_views(transforms: Mapping[str, Transform], labels: Labels, n
 
 
 def _warn_of_fused(transforms: Mapping[str, Transform], labels: Labels, names: list[str]) -> None:
-    """Warn of parameters whose names suggest several matrices, and that are orthogonalized as one."""
+    """Warn of parameters whose names suggest several matrices and that are orthogonalized as one."""
     whole: dict[str, Transform] = {}
     for name in names:
         if name in labels.views and labels.views[name].suspected:
@@ -215,7 +208,7 @@ def _warn_of_fused(transforms: Mapping[str, Transform], labels: Labels, names: l
 
 
 def _with_view(transforms: Mapping[str, Transform], label: str | None) -> Iterator[Transform]:
-    """The transforms for a label, and within these, that take a `MatrixView`."""
+    """Yield the transforms for a label, nested ones included, that take a `MatrixView`."""
     return (tx for tx in _all_within(transforms.get(label or "")) if "dims" in tx.arguments)
 
 
@@ -227,10 +220,8 @@ def _all_within(tx: Transform | None) -> Iterator[Transform]:
 
 
 def _check_dims(transforms: Mapping[str, Transform], names: list[str], chosen: list[Any], params: PyTree) -> None:
-    """Refuse to flatten a tensor that has more dims than the parameter for which its label was chosen.
-
-    Fewer dims are not looked at: a rank may hold a flat piece of a matrix.
-    """
+    """Raise if a tensor would be flattened and has more dims than the parameter that its label was chosen for."""
+    # Fewer dims are allowed: a rank may hold a flat shard of a matrix.
     if not isinstance(chosen, _Reasoned):
         return
     for name, label, shape, leaf in zip(names, chosen, chosen.shapes, tree.leaves(params), strict=True):
@@ -251,12 +242,7 @@ def _check_dims(transforms: Mapping[str, Transform], names: list[str], chosen: l
 
 
 def mask_patterns(tx: Transform) -> list[NamePatterns]:
-    """The globs in a transform's mask, as `muonfx.transform` asks for them.
-
-    >>> import muonfx as mfx
-    >>> mask_patterns(mfx.masked(mfx.identity(), mfx.select.path("*.bias")))
-    [NamePatterns(argument='mask', groups=(('*.bias',),), first_counts=False, required=False)]
-    """
+    """Return the globs in a transform's mask, as the `name_patterns` of `muonfx.transform`."""
     groups = path_patterns(tx.arguments["mask"])
     return [NamePatterns("mask", groups)] if groups else []
 
@@ -269,7 +255,7 @@ def _resolve_partition(tx: Transform, params: PyTree) -> Transform:
     names, chosen = _Assignment("partition: labels", tx.arguments["labels"], (str, type(None)))(params)
     _check_dims(tx.arguments["transforms"], names, chosen, params)
     if isinstance(chosen, _Reasoned) and all(name in chosen.labels for name in names):
-        return tx.replace(labels=chosen.labels)  # which know why, for a warning
+        return tx.replace(labels=chosen.labels)  # keeps the reasons for warnings
     return tx.replace(labels=dict(zip(names, chosen, strict=True)))
 
 
@@ -422,7 +408,7 @@ def masked(
 
 
 def resolve_mask(what: str, mask: Any, memory: dict[Any, Any] | None = None) -> Callable[[PyTree], list[bool]]:
-    """Turn any mask that `masked` takes into a function from parameters to one bool per leaf; ``None`` is all true."""
+    """Turn a mask of `masked` into a function from parameters to one bool per leaf; None is True for all."""
     if mask is None:
         return lambda params: [True] * len(tree.leaves(params))
     assign = _Assignment(what, mask, bool, memory)

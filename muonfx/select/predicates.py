@@ -1,6 +1,6 @@
 """Predicates on parameters: frozen values that combine with ``&``, ``|`` and ``~``.
 
-Longer than most files: each kind is one small private class and one public constructor, to be read side by side.
+Each kind of predicate is a small private class with a public constructor.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Predicate:
     __slots__ = ()
 
     def __call__(self, info: ParamInfo) -> bool:
-        """True if the parameter is one of those meant."""
+        """Return True if the parameter matches."""
         raise NotImplementedError
 
     def code_in(self, scope: str) -> str:
@@ -341,11 +341,7 @@ def where(fn: Callable[[ParamInfo], bool], name: str | None = None) -> Predicate
 
 
 def path_patterns(predicate: object) -> tuple[tuple[str, ...], ...]:
-    """The patterns of every `path` within a predicate; those of paths that are joined by ``|`` stand together.
-
-    >>> path_patterns(ndim(2) & ~(path("*.ln") | path("*bias", "*scale")))
-    (('*.ln', '*bias', '*scale'),)
-    """
+    """Return the patterns of every `path` in a predicate, grouped by the paths joined with ``|``."""
     if isinstance(predicate, _Path):
         return (predicate.patterns,)
     if isinstance(predicate, _Or | _And):
@@ -357,11 +353,7 @@ def path_patterns(predicate: object) -> tuple[tuple[str, ...], ...]:
 
 
 def asks_for_modules(predicate: object) -> bool:
-    """Tell whether a predicate looks at the types of modules, which named tensors do not have.
-
-    >>> asks_for_modules(ndim(2) & ~module_type(nn.Embedding))
-    True
-    """
+    """Return True if a predicate uses module types, which named tensors do not have."""
     if isinstance(predicate, _Or | _And):
         return asks_for_modules(predicate.left) or asks_for_modules(predicate.right)
     return asks_for_modules(predicate.inner) if isinstance(predicate, _Not) else isinstance(predicate, _ModuleType)

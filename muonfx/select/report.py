@@ -1,4 +1,4 @@
-"""The report of a routing: a table of parameter, shape, label and the rule that decided."""
+"""The report of a routing: a table of parameters, shapes, labels and the rules that decided."""
 
 from __future__ import annotations
 
@@ -19,35 +19,24 @@ from muonfx.tree.display import Report, Shown, Table, format_shape
 __all__ = ["Routing", "describe", "format_labels"]
 
 Labelling: TypeAlias = Labels | Mapping[str, Label] | Callable[[Params], Mapping[str, Label]]
-"""Labels, a plain mapping of name to label, or a function of the parameters that gives one."""
+"""Labels, a mapping of name to label, or a function of the parameters that returns one."""
 
 
 @dataclass(frozen=True, repr=False)
 class Routing(Shown):
-    """The route of every parameter and its reason; made by `describe`, printed as two tables.
-
-    Attributes:
-        params: the parameters, in order.
-        labels: the label of each, with the rule behind it.
-        groups: of an optimizer, the number of the group of each parameter by name; None for labels alone.
-        numbers: of an optimizer, the hyperparameters of each group.
-
-    >>> import torch
-    >>> from muonfx.select import describe
-    >>> routing = describe({"w": "muon"}, {"w": torch.zeros(2, 2)})
-    >>> routing.labels["w"], routing.params[0].shape
-    ('muon', (2, 2))
-    """
+    """The label of every parameter and its reason; returned by `describe`, printed as tables."""
 
     params: tuple[ParamInfo, ...]
     labels: Labels
     groups: Mapping[str, int] | None = None
+    """Of an optimizer, the index of each parameter's group by name; None for labels alone."""
     numbers: tuple[Mapping[str, Any], ...] = ()
+    """Of an optimizer, the hyperparameters of each group."""
 
     def report(self) -> Report:
-        """A row for each parameter, and totals by label, or by an optimizer's groups with the numbers of each."""
+        """Return a row for each parameter, and totals by label or by the groups of an optimizer."""
         header = ("parameter", "shape", "label", "matrices", "stored", "rule")
-        # Where every parameter is what it seems, these two columns would say nothing.
+        # Without views the columns "matrices" and "stored" have no information.
         shown = range(len(header)) if self.labels.views else (0, 1, 2, 5)
         rows = [_row(info, self.labels) for info in self.params]
         table = Table.of([header[at] for at in shown], [[row[at] for at in shown] for row in rows])
@@ -150,7 +139,7 @@ _NO_NUMBERS = {"params", "param_names", "label", "initial_lr"}
 
 
 def _of_optimizer(optimizer: torch.optim.Optimizer) -> Routing:
-    """The routing of an optimizer as its groups have it, with the reasons and views of its transform's labels."""
+    """Return the routing of an optimizer's groups, with the reasons and views of its transform's labels."""
     groups = optimizer.param_groups
     if any("param_names" not in group or "label" not in group for group in groups):
         raise TypeError(
@@ -168,7 +157,7 @@ def _of_optimizer(optimizer: torch.optim.Optimizer) -> Routing:
             if name in one and one[name] == label:
                 reasons[name] = one.reason(name)
                 views |= {name: one.views[name]} if name in one.views else {}
-    without_rate: Sequence[int] = getattr(optimizer, "groups_without_rate", ())  # torch wants an "lr" in these too
+    without_rate: Sequence[int] = getattr(optimizer, "groups_without_rate", ())  # torch requires an "lr" in these too
     return Routing(
         read_params(pairs),
         Labels(labels, reasons, views),
@@ -185,7 +174,7 @@ def _of_optimizer(optimizer: torch.optim.Optimizer) -> Routing:
 
 
 def _labels_within(value: object) -> list[Labels]:
-    """The labels among the arguments of a transform and of those that it calls."""
+    """Return the labels among the arguments of a transform and of its inner transforms."""
     if isinstance(value, Labels):
         return [value]
     inside: Sequence[Any] = ()

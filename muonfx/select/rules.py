@@ -1,4 +1,4 @@
-"""Labels: which parameter goes where, decided by an ordered list of rules."""
+"""Labels: assign each parameter to a group by an ordered list of rules."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LISTED = 20  # names in one error message
 
 
 class _Unset(enum.Enum):
-    """The type of ``NO_DEFAULT``: None is a label, so it cannot say that there is none."""
+    """Type of ``NO_DEFAULT``, since None is a label."""
 
     NO_DEFAULT = enum.auto()
 
@@ -103,7 +103,7 @@ class Labels(Mapping[str, Label]):
         return f"Labels({self._labels!r})"
 
     def _repr_html_(self) -> str:
-        """A table for a notebook; `muonfx.describe` shows shapes and totals too."""
+        """Return the labels and rules as an HTML table."""
         rows = [[name, "-" if label is None else label, self.reason(name)] for name, label in self._labels.items()]
         return Report((Table.of(["parameter", "label", "rule"], rows),)).to_html()
 
@@ -178,17 +178,17 @@ class Labels(Mapping[str, Label]):
 
 
 def is_set_for(setting: object, name: str) -> bool:
-    """True if a setting, one for all or one by globs, has an entry for a parameter."""
+    """Return True if a setting, global or by globs, has an entry for a parameter."""
     if isinstance(setting, Mapping):
         return any(matches(name, pattern) for pattern in cast("Mapping[str, object]", setting))
     return setting is not None
 
 
 def _filled(setting: T | Mapping[str, T] | None, found: Mapping[str, T], labels: Labels) -> T | Mapping[str, T] | None:
-    """A setting by globs and, behind it, globs for the names of which it says nothing."""
+    """Append globs to a setting, for the parameters in `found` that it does not cover."""
     if not found:
         return setting
-    alike = {labels[name] for name in found}  # no other leaf reaches a transform for these
+    alike = {labels[name] for name in found}  # the transforms for these labels receive no other leaves
     new = patterns(found, (name for name, label in labels.items() if label in alike))
     return {**cast("Mapping[str, T]", setting or {}), **new}
 
@@ -232,7 +232,7 @@ def labels(model_or_params: Params, rules: Sequence[Rule], default: Label | _Uns
 def apply_rules(
     infos: Sequence[ParamInfo], rules: Sequence[Rule], kind: str, *, stacklevel: int
 ) -> dict[str, tuple[Label, str]]:
-    """Label and reason of every parameter that some rule matches; ``kind`` is what the reasons call a rule."""
+    """Return label and reason of every parameter that a rule matches; ``kind`` names the rules in the reasons."""
     for number, rule in enumerate(rules, 1):
         _check_rule(rule, number)
     decided: dict[str, tuple[Label, str]] = {}
@@ -257,12 +257,9 @@ def make_labels(
     absent: Sequence[str],
     other: Label = None,
 ) -> Labels:
-    """``Labels`` in the order of the parameters, with views of all but those labelled ``other``.
-
-    The leaves of a tree that hold no tensor get the label None.
-    """
+    """Return ``Labels`` in the order of the parameters, with views unless the label is ``other`` or None."""
     known = {info.name: decided[info.name] for info in infos} | dict.fromkeys(absent, (None, "absent"))
-    # A graph that is traced takes nothing but the labels.
+    # A traced graph needs only the labels.
     viewed = () if torch.compiler.is_compiling() else infos
     return Labels(
         {name: label for name, (label, _) in known.items()},
@@ -288,6 +285,6 @@ def _check_label(label: object, where: str) -> None:
 
 
 def listing(names: Sequence[str], shown: Callable[[str], str] = repr) -> str:
-    """Write the names of an error message: the first of them, and how many more there are."""
+    """Format names for an error message: the first ones, and the number of the rest."""
     more = len(names) - _LISTED
     return ", ".join(map(shown, names[:_LISTED])) + (f" and {more} more" if more > 0 else "")

@@ -1,9 +1,9 @@
-"""Views: which matrices a parameter holds, where it is not simply one matrix stored (out, in).
+"""Views: the matrices in a parameter that is not simply one matrix stored (out, in).
 
-Muon treats matrices. A parameter may hold several: the experts of a layer in one stack, or query, key and value one
-behind another. And it may be stored transposed. A `View` says so in the terms of ``orthogonalize``: ``dims`` and
-``blocks``. `views` finds them by the types of modules and their own sizes, for layers whose code is known; for others
-it says what to look at and splits nothing.
+A parameter may hold several matrices, such as a stack of experts, or query, key and value concatenated. It may also be
+stored transposed. A `View` describes this in the terms of ``orthogonalize``: ``dims`` and ``blocks``. `views` finds
+views by the types of modules and their sizes, for layers whose code is known. For others it notes a suspicion and
+splits nothing.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class View:
     suspected: int | None = None
 
     def __post_init__(self) -> None:
-        """Check the note; what dims and blocks may be, the transforms say that take them."""
+        """Check the note; the transforms that take dims and blocks check them."""
         check_plain("View", "note", self.note, _STR)
 
     def sides(self, shape: Sequence[int]) -> tuple[int, int, int]:
@@ -85,24 +85,22 @@ class View:
 
 @dataclass(frozen=True)
 class _Fused:
-    """A layer of known code that holds several matrices one behind another along its rows.
-
-    ``sizes`` is a number of equal blocks, or attributes of the module that holds the layer; "a*b" is a product. None:
-    the matrices are interleaved, so that no block is one of them.
-    """
+    """A layer of known code that holds several matrices concatenated along its rows."""
 
     layer: str
     holder: str
     parts: str
     sizes: int | tuple[str, ...] | None
+    """Number of equal blocks, or attributes of the holder ("a*b" is a product); None if interleaved."""
     given: tuple[tuple[str, bool], ...] = ()
+    """Attributes of the holder with the truth values that the entry requires."""
 
 
 _QKV = "query, key, value"
 _HEADS = "query, key and value interleaved by head"
 _ANY = r".*"
-# The first that fits counts. `holder` is the class that holds the layer. Read in transformers 5.23; a class of that
-# package only: another of the same name may be laid out otherwise.
+# The first match applies. `holder` is the class that holds the layer. The entries are read from transformers 5.23 and
+# apply to classes of that package only: a class of the same name elsewhere may have another layout.
 _FUSED = (
     _Fused("c_attn", "GPTBigCodeAttention", _QKV, ("embed_dim", "kv_dim", "kv_dim"), (("multi_query", True),)),
     _Fused("c_attn", "GPTBigCodeAttention", _HEADS, None),
@@ -152,7 +150,7 @@ _FUSED = (
     _Fused("input_linear", "(Granite|JetMoe).*(MLP|MoE)", "gate, up", 2),
     _Fused("Wi", "ModernBert.*MLP", "value, gate", 2),
 )
-# Names of layers that nearly always are fused, in code that is not known.
+# Names of layers that are nearly always fused, for unknown code.
 _SUSPECTS = (
     (re.compile(r"(.*_)?w?qkv(_.*)?|c_attn|query_key_value|in_proj_weight", re.IGNORECASE), 3),
     (re.compile(r"(.*_)?w?kv(_proj|_linear)?|(fused_)?(gate_up|up_gate)(_proj)?|w1_?w?[23]", re.IGNORECASE), 2),
@@ -161,7 +159,7 @@ _SUSPECTS = (
 
 @dataclass(frozen=True)
 class _Stored:
-    """A parameter of known code that is stored otherwise than (out, in)."""
+    """A parameter of known code that is not stored as (out, in)."""
 
     module: str
     leaf: str
@@ -220,7 +218,7 @@ def find_views(model_or_params: Params, infos: Iterable[ParamInfo]) -> dict[str,
 
 @dataclass(frozen=True)
 class _Place:
-    """A parameter, the module that owns it, and the one that holds it under the name ``own``."""
+    """A parameter, its module ``owner``, and the module ``holder`` that has the layer or parameter as ``own``."""
 
     info: ParamInfo
     leaf: str
@@ -234,7 +232,7 @@ class _Place:
         path = info.name.rpartition(".")[0]
         prefix = path and f"{path}."
         beside = {name: shapes[prefix + name] for name in ("gate_up_proj", "down_proj") if prefix + name in shapes}
-        # The tensors of a parametrized weight lie below the module that they stand for.
+        # The tensors of a parametrized weight are below the module that owns the weight.
         above = f".{path}".partition(".parametrizations.")[0].removeprefix(".")
         plain = [part for part in plain_name(info.name).split(".") if part != "base_layer"]
         leaf = plain[-1]
@@ -273,7 +271,7 @@ def _of_convolution(owner: nn.Module | None, info: ParamInfo) -> View | None:
 
 
 def _stored(place: _Place) -> View:
-    """See a parameter as it is stored, whatever its rows may be fused from."""
+    """Return the view of a parameter as it is stored, without splitting fused rows."""
     info, owner = place.info, place.owner
     kind = written_type(owner) if owner is not None else None
     for known in _STORED if kind is not None else ():
@@ -282,7 +280,7 @@ def _stored(place: _Place) -> View:
             return View(known.dims, blocks, known.note or _stack_note(info, known.dims))
     if info.ndim < 3 or not (_is_expert(info) or class_name_fits(kind, "Experts?$")):
         return View()
-    transposed = getattr(owner, "is_transposed", None)  # as transformers declares it
+    transposed = getattr(owner, "is_transposed", None)  # declared by transformers
     if transposed is None and len(place.beside) == 2:
         (*_, a, b), (*_, c, d) = place.beside["gate_up_proj"], place.beside["down_proj"]
         transposed = (a, b) == (d, 2 * c)
@@ -295,7 +293,7 @@ def _stack_note(info: ParamInfo, dims: Dims | None) -> str:
 
 
 def _blocks(place: _Place, rows: int) -> tuple[Blocks | None, str]:
-    """The blocks of a fused parameter, where they are certain, and what to say of them."""
+    """Return the blocks of a fused parameter if they are certain, and a note."""
     holder = place.holder
     if holder is not None:
         kind = written_type(holder)
@@ -317,16 +315,12 @@ def _blocks(place: _Place, rows: int) -> tuple[Blocks | None, str]:
 
 
 def _suspected(layer: str) -> int | None:
-    """How many matrices the name of a layer suggests; None if it suggests no more than one.
-
-    >>> [_suspected(layer) for layer in ("qkv", "Wqkv", "to_kv", "gate_up_proj", "rwkv", "kv_b_proj", "q_proj")]
-    [3, 3, 2, 2, None, None, None]
-    """
+    """Return how many matrices the name of a layer suggests, or None for one."""
     return next((count for pattern, count in _SUSPECTS if pattern.fullmatch(layer)), None)
 
 
 def _number(module: nn.Module | None, product: str) -> int:
-    """A product of attributes of a module; 0 where there is none."""
+    """Return a product of attributes of a module, with 0 for a missing one."""
     factors = (
         functools.reduce(lambda at, name: getattr(at, name, 0), f.split("."), module) for f in product.split("*")
     )
@@ -334,39 +328,30 @@ def _number(module: nn.Module | None, product: str) -> int:
 
 
 def _is_expert(info: ParamInfo) -> bool:
-    """True if a component of the name says experts, below which there are no single ones."""
+    """Return True if a component of the name has the word expert, experts or moe."""
     return any(re.search(r"(^|_)(experts?|moe)(_|$)", part) for name in info.names for part in name.split("."))
 
 
 def is_convolution(info: ParamInfo) -> bool:
-    """True if the parameter is the kernel of a convolution: by its module's type, else by a kernel's short sides.
-
-    >>> is_convolution(ParamInfo("conv.weight", (8, 4, 3))), is_convolution(ParamInfo("moe.experts.w1", (8, 4, 3)))
-    (True, False)
-    """
+    """Return True for the kernel of a convolution, by module type if known, else by its short sides."""
     if info.ndim < 3:
         return False
     if info.module is not None:
         return class_name_fits(info.module, "Conv") and not class_name_fits(info.module, "^Conv1D$")
     if info.ndim == 3 and (_is_expert(info) or info.name.rpartition(".")[2] not in PLAIN_LEAVES):
         return False
-    # A stack of stacks has four dims too, but not sides as short as a kernel's.
+    # A stack of stacks also has four dims, but its sides are longer than a kernel's.
     return max(info.shape[2:]) <= _KERNEL_SIDE
 
 
 def class_name_fits(module: type | None, pattern: str) -> bool:
-    """True if a pattern is found in the name of a class or of one that it derives from."""
+    """Return True if a pattern is found in the name of a class or of one of its bases."""
     return module is not None and any(re.search(pattern, base.__name__) for base in module.__mro__)
 
 
 def patterns(values: Mapping[str, T], others: Iterable[str]) -> dict[str, T]:
-    """Globs that give each name its value, and nothing to the others: as few and as short as they can be.
-
-    Wrappers put components in front of names, so a glob begins with ``*``.
-
-    >>> patterns({"h.0.attn.c_attn.weight": 3, "h.1.attn.c_attn.weight": 3}, ["h.0.mlp.c_fc.weight"])
-    {'*.c_attn.weight': 3}
-    """
+    """Return few and short globs that match each name with its value and none of the others."""
+    # Globs begin with `*`, since wrappers add components in front of names.
     found: dict[str, T] = {}
     rest = [name for name in others if name not in values]
     for name, value in values.items():
@@ -379,7 +364,7 @@ def patterns(values: Mapping[str, T], others: Iterable[str]) -> dict[str, T]:
 
 
 def _globs(name: str) -> Iterator[str]:
-    """Globs for a name: those for any number in it first, and of these the shortest; two components at least."""
+    """Yield globs for a name: most wildcards for numbers first, then shortest, with at least two components."""
     parts = [escape(part) for part in name.split(".")]
     words = [at for at, part in enumerate(parts) if not part.isdigit()]
     numbers = [at for at, part in enumerate(parts) if part.isdigit()]

@@ -1,9 +1,9 @@
-"""Arguments: those of plain types are checked, and several that belong together may be given as one value.
+"""Check arguments of plain types, and expand option values into their fields.
 
-An annotation says which of bool, int, float and str an argument may be, or which few strings (``Literal``). Python
-does not look, and so ``nesterov="no"`` would count as true and ``steps=True`` as 1: here these are errors. Only these
-types are looked at, and only where the whole annotation is understood: a union with an unknown name in it may mean
-anything and is left to whoever reads the argument. Aliases are understood where the function's module has them.
+An annotation lists which of bool, int, float and str an argument may be, or which strings (``Literal``). Python does
+not check it: ``nesterov="no"`` would count as true and ``steps=True`` as 1, and here these are errors. Only these types
+are checked, and only if the whole annotation is known: a union with an unknown member is left to the code that uses
+the argument. Type aliases are resolved in the globals of the function.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _PLAIN = {"bool": "True or False", "int": "an int", "float": "a number or a 0-d tensor", "str": "a string"}
-# No plain value is any of these.
+# Types that no plain value has.
 _OTHERS = frozenset({"None", "Tensor", "torch.Tensor", "torch.dtype", "torch.device", "Schedule", "Predicate"})
 _GENERIC = ("tuple[", "list[", "dict[", "Mapping[", "Sequence[", "Callable[")
 _SHORT = {"NoneType": "None", "torch.Tensor": "Tensor"}
-# The aliases that say what a number may be: understood by name too, where a function has imported them itself.
+# Aliases of numbers, also known by name if the alias cannot be resolved in the function's globals.
 _ALIASES = {
     "Scalar": frozenset({"float", "Tensor"}),
     "ScalarOrSchedule": frozenset({"float", "Tensor", "Schedule"}),
@@ -119,7 +119,7 @@ NAMES_HERE = {
     }.items()
     for name in names.split()
 }
-"""Names of Optax, ``torch.optim`` and Muon's first implementation, with the code that is muonfx's counterpart."""
+"""Names of Optax, ``torch.optim`` and the first implementation of Muon, with their counterpart in muonfx."""
 
 _ARGUMENTS_HERE = {
     "lr": ("lr", "learning_rate"),
@@ -145,21 +145,11 @@ _ARGUMENTS_HERE = {
     "accumulator_dtype": ("dtype",),
     "every_k_schedule": ("every",),
 }
-"""Arguments of Optax and ``torch.optim``: the names that functions here may have, and in the end words if none is."""
+"""Argument names of Optax and ``torch.optim``, with muonfx's possible names; the last may be advice."""
 
 
 def plain_kinds(annotation: object, names: Mapping[str, object] | None = None) -> frozenset[str]:
-    """The members of a union, where all are understood and one is a plain type; else the empty set: nothing to check.
-
-    Args:
-        annotation: a type, or the text of one.
-        names: the globals in which a text was written, for the aliases in it.
-
-    >>> sorted(plain_kinds("float | Schedule | Callable[[Tensor], Tensor]")), plain_kinds("PyTree | bool")
-    (['Callable[[Tensor], Tensor]', 'Schedule', 'float'], frozenset())
-    >>> sorted(plain_kinds("Method | None", {"Method": Literal["auto", "gram"]}))
-    ["'auto'", "'gram'", 'None']
-    """
+    """Return the members of a union if all are known and at least one is plain; empty means unchecked."""
     members = _expand(annotation, names or {})
     known = all(m in _PLAIN or m in _OTHERS or m.startswith(_GENERIC) or _is_literal(m) for m in members)
     return frozenset(members) if known and any(m in _PLAIN or _is_literal(m) for m in members) else frozenset()
@@ -170,7 +160,7 @@ def _is_literal(member: str) -> bool:
 
 
 def _expand(annotation: object, names: Mapping[str, object]) -> set[str]:
-    """The members of a union as text, with aliases replaced by what they stand for."""
+    """Return the members of a union as text, with aliases expanded."""
     if isinstance(annotation, str):
         found = set[str]()
         for member in _members(annotation):
@@ -203,15 +193,7 @@ def _expand_name(member: str, names: Mapping[str, object]) -> set[str]:
 
 
 def numbers_of_schedules(kinds: frozenset[str]) -> frozenset[str]:
-    """The kinds of an argument for which numbers stand where schedules are given, as in `ScalarOrSchedule`.
-
-    Who says ``float | Schedule`` and no more, or takes functions too, looks at the schedule itself.
-
-    >>> sorted(numbers_of_schedules(frozenset({"float", "Tensor", "Schedule", "None"})))
-    ['None', 'float']
-    >>> sorted(numbers_of_schedules(frozenset({"float", "Schedule"})))
-    ['Schedule', 'float']
-    """
+    """Drop Tensor and Schedule from the kinds of a `ScalarOrSchedule` argument that must be a number."""
     is_alias = _ALIASES["ScalarOrSchedule"] <= kinds <= _ALIASES["ScalarOrSchedule"] | {"None"}
     return kinds - {"Tensor", "Schedule"} if is_alias else kinds
 
@@ -227,17 +209,7 @@ def _members(text: str) -> set[str]:
 
 
 def check_plain(owner: str, name: str, value: object, kinds: frozenset[str]) -> None:
-    """Require a value of one of the kinds that `plain_kinds` has found.
-
-    An int passes for a float, and a tensor or a traced number for either; a bool passes for nothing but a bool.
-
-    Raises:
-        TypeError: it is of another type; the message says which are taken.
-
-    >>> check_plain("momentum", "nesterov", "no", plain_kinds("bool"))
-    Traceback (most recent call last):
-    TypeError: momentum: nesterov must be True or False, found 'no'
-    """
+    """Raise unless `value` is of one of the kinds from `plain_kinds`."""
     if not kinds or _is_one_of(value, kinds):
         return
     choices = [kind for kind in kinds if _is_literal(kind)]
@@ -265,18 +237,13 @@ def _is_one_of(value: object, kinds: frozenset[str]) -> bool:
     if isinstance(value, Tensor):
         return bool(kinds & {"float", "Tensor", "torch.Tensor"})
     if type(value) is object or type(value).__module__.startswith("torch"):
-        return True  # the placeholder that a pytree library puts in a leaf's place, a symbolic number, a dtype
-    # a schedule, a tuple, ...: whoever reads the argument looks closer
+        return True  # a pytree library's placeholder for a leaf, a symbolic number, a dtype
+    # a schedule, a tuple, ...: the code that uses the argument checks it further
     return any(kind not in _PLAIN and kind != "None" and not _is_literal(kind) for kind in kinds)
 
 
 def plain_value(value: object, kinds: frozenset[str]) -> object:
-    """A number of NumPy, or of another library, as Python's; all else as it is.
-
-    >>> from fractions import Fraction
-    >>> plain_value(Fraction(1, 2), plain_kinds("float")), plain_value("3", plain_kinds("int"))
-    (0.5, '3')
-    """
+    """Convert a number of NumPy or another library to Python's; return any other value unchanged."""
     if value is None or isinstance(value, bool | str | Tensor) or type(value) in (int, float):
         return value
     if isinstance(value, numbers.Integral) and kinds & {"int", "float"}:
@@ -285,11 +252,7 @@ def plain_value(value: object, kinds: frozenset[str]) -> object:
 
 
 def _single_number(owner: str, name: str, value: object, kinds: frozenset[str]) -> object:
-    """A tensor of one element, given for a number, as a 0-d tensor that shares its storage.
-
-    Raises:
-        ValueError: the tensor has several elements.
-    """
+    """Return a one-element tensor given for a number as a 0-d view; raise if it has several elements."""
     if not isinstance(value, Tensor) or value.ndim == 0 or "float" not in kinds:
         return value
     if value.numel() != 1:
@@ -301,13 +264,7 @@ def _single_number(owner: str, name: str, value: object, kinds: frozenset[str]) 
 
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:
-    """Names like a misspelt one, as the end of a clause of an error message; nothing where none is like it.
-
-    >>> did_you_mean("boundry", ["boundary", "value"]), did_you_mean("x", ["boundary"])
-    (" (did you mean 'boundary'?)", '')
-    >>> did_you_mean("lr", ["learning_rate", "decay"])
-    " (did you mean 'learning_rate'?)"
-    """
+    """Return the known names similar to a misspelt one, as a clause for an error message; "" if there are none."""
     known = list(known)
     close = [name for name in known if wrong == _initials(name) or name == _initials(wrong)]
     close = close or difflib.get_close_matches(wrong, known, n=3, cutoff=0.6)
@@ -315,11 +272,7 @@ def did_you_mean(wrong: str, known: Iterable[str]) -> str:
 
 
 def _hint(wrong: str, known: Iterable[str]) -> str:
-    """What stands here for an unknown argument, as the end of a clause of an error message.
-
-    >>> _hint("betas", ["b1", "b2", "eps"]), _hint("ns_steps", ["lr"])
-    (" (did you mean 'b1' or 'b2'?)", ' (here: newton_schulz=muonfx.polar.NewtonSchulz(steps=...))')
-    """
+    """Return the muonfx name of an unknown argument, as a clause for an error message."""
     known = list(known)
     here = _ARGUMENTS_HERE.get(wrong, ())
     if found := [name for name in here if name in known]:
@@ -338,34 +291,17 @@ def bind(
     kwargs: Mapping[str, object],
     stood_for: Iterable[str] = (),
 ) -> inspect.BoundArguments:
-    """Bind the arguments of a call to a signature.
-
-    Args:
-        owner: the function's name.
-        signature: its signature.
-        args: the positional arguments.
-        kwargs: the named ones.
-        stood_for: arguments that it takes too, and that others of the signature have been put in the place of.
-
-    Raises:
-        TypeError: they do not fit; the message names the owner and all that it takes, and the name that a misspelt one
-            may stand for.
-
-    >>> signature = inspect.Signature([inspect.Parameter("steps", inspect.Parameter.KEYWORD_ONLY)])
-    >>> bind("f", signature, (), {"stesp": 3})
-    Traceback (most recent call last):
-    TypeError: f: there is no argument 'stesp' (did you mean 'steps'?); f takes steps=
-    """
+    """Bind call arguments to a signature; the error names the owner, its arguments and likely spellings."""
     try:
         return signature.bind(*args, **kwargs)
     except TypeError as error:
         parameters = signature.parameters
-        if "self" in parameters:  # a method's own
+        if "self" in parameters:  # a method
             rest = [p for name, p in parameters.items() if name != "self"]
             return bind(owner, signature.replace(parameters=rest), args[1:], kwargs)
         by_place = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         unknown = [name for name in kwargs if name not in parameters]
-        others = [*stood_for]
+        others = [*stood_for]  # also accepted by the owner, although other parameters replace them in the signature
         others += [name for name in parameters if name not in kwargs and name not in by_place[: len(args)]]
         if unknown:
             wrong = f"there is no argument {unknown[0]!r}{_hint(unknown[0], others)}"
@@ -380,46 +316,21 @@ def bind(
 
 @dataclass(frozen=True, repr=False)
 class Options:
-    """Base of the frozen dataclasses that say several arguments as one value.
-
-    A function takes one by a keyword whose default is one, beside keywords with the names of some of its fields, the
-    loose arguments. Either is given, never both. What is called with loose arguments gets a value made of them, if it
-    is decorated with `plain_arguments` or makes recorded values; these hold the loose arguments, whichever was given.
-
-    >>> from muonfx.polar import NewtonSchulz
-    >>> NewtonSchulz(steps=3), NewtonSchulz(steps=3).arguments["method"]
-    (NewtonSchulz(steps=3), 'auto')
-    """
+    """Base of frozen dataclasses that hold several arguments as one value."""
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The fields by name, as loose arguments."""
+        """Fields by name."""
         return {name: getattr(self, name) for name in self.__match_args__}
 
     def __repr__(self) -> str:
-        """Print as the code that makes the value; fields that are as by default are left out."""
+        """Return the code that builds the value, without fields at their defaults."""
         told = [f"{name}={value!r}" for name, value in _told(type(self), self.arguments).items()]
         return f"{type(self).__name__}({', '.join(told)})"
 
     @classmethod
     def take(cls, name: str, given: Mapping[str, object]) -> Self:
-        """Take the value among named arguments, or where it is absent or None, make one of the loose arguments.
-
-        Args:
-            name: of the argument for the value.
-            given: the arguments of a call by name; those that are neither the value nor a field do not count.
-
-        Raises:
-            TypeError: the value is of another type.
-            ValueError: both say something; the message names the loose arguments that do. Or a field is malformed.
-
-        >>> from muonfx.polar import NewtonSchulz
-        >>> NewtonSchulz.take("newton_schulz", {"steps": 3, "decay": 0.9})
-        NewtonSchulz(steps=3)
-        >>> NewtonSchulz.take("newton_schulz", {"newton_schulz": NewtonSchulz(steps=3), "steps": 4})
-        Traceback (most recent call last):
-        ValueError: newton_schulz stands for steps too: give one of them
-        """
+        """Return the value in `given[name]`, or build it from the fields in `given`; raise if both are given."""
         value = given.get(name)
         loose: dict[str, Any] = {field: given[field] for field in cls.__match_args__ if field in given}
         if value is None:
@@ -432,26 +343,18 @@ class Options:
 
 
 def _told(kind: type[Options], given: Mapping[str, object]) -> dict[str, object]:
-    """Those of some fields that differ from their defaults."""
+    """Return the fields in `given` that differ from their defaults."""
     default = {field.name: field.default for field in fields(kind)}
     return {name: own for name, own in given.items() if isinstance(own, Tensor) or own != default[name]}
 
 
 def options_of(parameters: Mapping[str, inspect.Parameter]) -> dict[str, type[Options]]:
-    """Find the parameters whose default is a value of `Options`, with the type of each."""
+    """Return the parameters whose default is an `Options` value, with its type."""
     return {name: type(own.default) for name, own in parameters.items() if isinstance(own.default, Options)}
 
 
 def expand_options(options: Mapping[str, type[Options]], given: Mapping[str, object]) -> dict[str, Any]:
-    """Named arguments of a call with each value of `Options` among them replaced by its fields.
-
-    Raises:
-        TypeError, ValueError: as `Options.take`.
-
-    >>> from muonfx.polar import NewtonSchulz
-    >>> expand_options({"newton_schulz": NewtonSchulz}, {"newton_schulz": NewtonSchulz(steps=3), "dims": None})["steps"]
-    3
-    """
+    """Replace each `Options` value among the named arguments of a call by its fields."""
     loose = {name: value for name, value in given.items() if name not in options}
     for name in options.keys() & given.keys():
         if given[name] is not None:
@@ -460,16 +363,7 @@ def expand_options(options: Mapping[str, type[Options]], given: Mapping[str, obj
 
 
 def plain_arguments(function: Callable[P, T]) -> Callable[P, T]:
-    """Check a function's arguments of plain types at every call; for what is called once, not at every step.
-
-    Those that are `Options` it gets as values, never None, also where the caller has given loose arguments.
-
-    >>> @plain_arguments
-    ... def f(steps: int, *, loud: bool = False): ...
-    >>> f(3, loud=1)
-    Traceback (most recent call last):
-    TypeError: f: loud must be True or False, found 1
-    """
+    """Check a function's plain arguments and build its `Options` at every call; too slow for a training step."""
     signature = inspect.signature(function)
     kinds = kinds_of(signature.parameters, function)
     options = options_of(signature.parameters)
@@ -490,7 +384,7 @@ def plain_arguments(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def _names_in_reach(function: Callable[..., object] | None) -> Mapping[str, object]:
-    """The globals in which a function's annotations, or those of a class, were written."""
+    """Return the globals of a function, or of the module of a class, in which its annotations were written."""
     if function is None:
         return {}
     inner = inspect.unwrap(function)
@@ -498,35 +392,21 @@ def _names_in_reach(function: Callable[..., object] | None) -> Mapping[str, obje
 
 
 def floats_of(parameters: Mapping[str, inspect.Parameter], function: Callable[..., object]) -> frozenset[str]:
-    """Find the parameters whose annotation allows a float; a container of floats is not one.
-
-    >>> def f(a: Scalar, b: int, *, c: Unknown | float = 0.0, d: str | tuple[float, float] = ""): ...
-    >>> sorted(floats_of(inspect.signature(f).parameters, f))
-    ['a', 'c']
-    """
+    """Return the parameters whose annotation allows a float; a container of floats does not count."""
     names = _names_in_reach(function)
     said = {name: own.annotation for name, own in parameters.items() if own.annotation is not own.empty}
     return frozenset(name for name, own in said.items() if any(map(_is_float, _expand(own, names))))
 
 
 def _is_float(member: str) -> bool:
-    """True if a member of a union is a float, and no container of floats."""
+    """Return True if a member of a union is a float; a container of floats is not."""
     return "float" in member and not member.startswith(_GENERIC) and not _is_literal(member)
 
 
 def kinds_of(
     parameters: Mapping[str, inspect.Parameter], function: Callable[..., object] | None = None
 ) -> dict[str, frozenset[str]]:
-    """Find `plain_kinds` of each parameter; none for one that takes many, or whose default is of another type.
-
-    Args:
-        parameters: of a function.
-        function: itself, whose module has the aliases.
-
-    >>> def f(a: int, *rest: int, b: float = None): ...
-    >>> kinds_of(inspect.signature(f).parameters)
-    {'a': frozenset({'int'}), 'rest': frozenset(), 'b': frozenset()}
-    """
+    """Return the `plain_kinds` of each parameter; empty if it is variadic or its default is of another type."""
     names = _names_in_reach(function)
     found: dict[str, frozenset[str]] = {}
     for name, parameter in parameters.items():

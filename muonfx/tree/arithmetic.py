@@ -1,4 +1,4 @@
-"""Arithmetic of trees of floating tensors, in fp32 or wider. What is ``None`` is absent, and counts as zero."""
+"""Arithmetic of trees of floating tensors, in fp32 or wider. A ``None`` leaf counts as zero."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def vdot(a: PyTree, b: PyTree) -> Tensor:
 
 
 def _product(x: Tensor, y: Tensor) -> Tensor:
-    wide = ew.wide_dtype(x.dtype) if x.device.type == "mps" else torch.float64  # in which fp32 products are exact
+    wide = ew.wide_dtype(x.dtype) if x.device.type == "mps" else torch.float64  # products of fp32 are exact in fp64
     return (x.to(wide) * y.to(wide)).sum()
 
 

@@ -14,17 +14,12 @@ from dataclasses import dataclass
 __all__ = ["Column", "Report", "Row", "Shown", "Table", "format_bytes", "format_shape", "printable"]
 
 _LEAST = 8
-"""Characters to which a column may be narrowed."""
+"""Minimal width in characters of a narrowed column."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """One column of a table.
-
-    Attributes:
-        title: its header.
-        right: True if its cells are flush right, as numbers are.
-    """
+    """One column of a table; `right` aligns its cells right, as for numbers."""
 
     title: str
     right: bool = False
@@ -32,18 +27,13 @@ class Column:
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a table, with the rows within it.
-
-    Attributes:
-        cells: one text for each column.
-        children: rows that belong under it, indented.
-    """
+    """One row of a table, with indented child rows."""
 
     cells: tuple[str, ...]
     children: tuple[Row, ...] = ()
 
     def walk(self, depth: int = 0) -> Iterator[tuple[int, Row]]:
-        """The row and all within it with their depths, each before those within it."""
+        """Yield the row and its descendants with their depths, parents first."""
         yield depth, self
         for child in self.children:
             yield from child.walk(depth + 1)
@@ -51,23 +41,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """Columns, rows that may hold rows, and footers such as totals.
-
-    Attributes:
-        columns: the columns, from left to right.
-        rows: the body.
-        footers: rows below the body and a line.
-        title: a line above the table; "" for none.
-
-    Raises:
-        ValueError: a row has not one cell for each column.
-
-    >>> table = Table((Column("leaf"), Column("bytes", right=True)), (Row(("w", "8"), (Row(("a", "16")),)),))
-    >>> print(table.to_text())
-    leaf  bytes
-    w         8
-      a      16
-    """
+    """Columns, rows with child rows, footers and a title."""
 
     columns: tuple[Column, ...]
     rows: tuple[Row, ...]
@@ -83,14 +57,7 @@ class Table:
 
     @classmethod
     def of(cls, titles: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = (), title: str = ""):
-        """A table without nesting, from texts.
-
-        Args:
-            titles: the headers of the columns.
-            rows: the cells of each row.
-            right: the places of the columns that are flush right.
-            title: a line above the table.
-        """
+        """Build a table without child rows; `right` lists the indices of the right-aligned columns."""
         columns = tuple(Column(text, at in right) for at, text in enumerate(titles))
         return cls(columns, tuple(Row(tuple(row)) for row in rows), title=title)
 
@@ -99,13 +66,7 @@ class Table:
             yield from row.walk()
 
     def to_text(self, width: int | None = None, depth: int | None = None) -> str:
-        """Lines of plain text, with columns as wide as their cells.
-
-        Args:
-            width: characters of a line at most; the widest cells flush left are shortened in their middle. None: as
-                many as there are.
-            depth: rows nested deeper are left out; None: none are.
-        """
+        """Return plain text of at most `width` characters per line, with rows nested at most `depth` deep."""
         _check_sizes(width, depth)
         lines = [tuple(_one_line(column.title) for column in self.columns)]
         lines += self._lines(self.rows, depth)
@@ -128,7 +89,7 @@ class Table:
 
     @staticmethod
     def _lines(rows: Sequence[Row], depth: int | None) -> list[tuple[str, ...]]:
-        """The cells of rows and of all within them, the first indented."""
+        """Return the cells of rows and their descendants, with the first cell indented."""
         found: list[tuple[str, ...]] = []
         for row in rows:
             for level, one in row.walk():
@@ -138,7 +99,7 @@ class Table:
         return found
 
     def _narrowed(self, widths: list[int], width: int) -> list[int]:
-        """Take what is too much from the widest column flush left, one character at a time."""
+        """Narrow the widest left-aligned column by one character until the table fits."""
         widths = list(widths)
         left = [at for at, column in enumerate(self.columns) if not column.right]
         while left and sum(widths) + 2 * (len(widths) - 1) > width:
@@ -149,7 +110,7 @@ class Table:
         return widths
 
     def to_html(self) -> str:
-        """An HTML table without its style; child rows are indented by spaces, as in text."""
+        """Return an HTML table without style; child rows are indented by spaces, as in text."""
         head = self._html_row(tuple(column.title for column in self.columns), 0, "th")
         body = "".join(self._html_row(row.cells, depth) for top in self.rows for depth, row in top.walk())
         foot = "".join(self._html_row(row.cells, depth) for top in self.footers for depth, row in top.walk())
@@ -165,10 +126,7 @@ class Table:
 
 
 class Shown:
-    """A value that prints as a report: plain text in a terminal, HTML tables in a notebook.
-
-    A class that derives from it defines `report`.
-    """
+    """Base of values that print as the `report` they define: text in a terminal, HTML tables in a notebook."""
 
     def report(self) -> Report:
         """The report that the value prints as."""
@@ -199,34 +157,23 @@ class Shown:
 
 @dataclass(frozen=True, repr=False)
 class Report(Shown):
-    """Notes and tables, one below the other, with a blank line between two of them in text.
-
-    Attributes:
-        parts: the notes, of one line or several, and the tables.
-
-    >>> print(Report(("two leaves", Table.of(["leaf"], [["w"], ["v"]]))).to_text())
-    two leaves
-    <BLANKLINE>
-    leaf
-    w
-    v
-    """
+    """Notes and tables, separated by a blank line in text."""
 
     parts: tuple[str | Table, ...]
 
     def report(self) -> Report:
-        """Itself."""
+        """Return the report itself."""
         return self
 
     def to_text(self, width: int | None = None, depth: int | None = None) -> str:
-        """Plain text; the arguments are those of `Table.to_text`."""
+        """Return plain text; the arguments are as in `Table.to_text`."""
         return "\n\n".join(
             "\n".join(map(_one_line, part.split("\n"))) if isinstance(part, str) else part.to_text(width, depth)
             for part in self.parts
         )
 
     def to_html(self) -> str:
-        """A fragment of HTML with its own style, which touches nothing outside it."""
+        """Return an HTML fragment with its own style, which affects nothing outside it."""
         body = "".join(_note(part) if isinstance(part, str) else part.to_html() for part in self.parts)
         return f'<div class="mfx-report"><style>{_STYLE}</style>{body}</div>'
 
@@ -235,11 +182,7 @@ class Report(Shown):
 
 
 def format_bytes(nbytes: float) -> str:
-    """Bytes in a binary unit.
-
-    >>> format_bytes(12), format_bytes(1536), format_bytes(3 * 2**30)
-    ('12 B', '1.50 KiB', '3.00 GiB')
-    """
+    """Format a number of bytes in a binary unit."""
     value, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
     while value >= 1024 and len(units) > 1:
         value /= 1024
@@ -248,20 +191,12 @@ def format_bytes(nbytes: float) -> str:
 
 
 def format_shape(sides: Sequence[int]) -> str:
-    """The sides of a shape.
-
-    >>> format_shape((4, 2)), format_shape(())
-    ('4 x 2', 'scalar')
-    """
+    """Format the sides of a shape."""
     return " x ".join(map(str, sides)) or "scalar"
 
 
 def printable(text: object) -> str:
-    r"""A text fit for a terminal: characters that do not print are escaped.
-
-    >>> printable("a\x1b[31m")
-    'a\\x1b[31m'
-    """
+    """Escape the characters of a text that do not print in a terminal."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(text))
 
 

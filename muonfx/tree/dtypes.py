@@ -1,4 +1,4 @@
-"""The dtypes that a checkpoint can hold, their names in files, and which of them widen exactly into which."""
+"""Dtypes that a checkpoint can hold, their names in files, and the exact casts between them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 __all__ = ["dtype_named", "name_of_dtype", "safetensors_name", "widens"]
 
-# What every safetensors since 0.4 has a name for.
+# Named by every safetensors since 0.4.
 _SAFETENSORS = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -24,7 +24,7 @@ _SAFETENSORS = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-# What it has none for: stored as bytes.
+# Not named by safetensors, so stored as bytes.
 _AS_BYTES = (
     torch.float8_e4m3fnuz,
     torch.float8_e5m2fnuz,
@@ -39,7 +39,7 @@ _INTS = [torch.int8, torch.int16, torch.int32, torch.int64]
 _FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 _FP8 = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
 
-# Every value of the first is a value of each of the others.
+# Every value of the key's dtype is a value of each listed dtype.
 _WIDER: dict[torch.dtype, set[torch.dtype]] = {
     torch.uint8: {*_INTS[1:], torch.uint16, torch.uint32, torch.uint64},
     torch.uint16: {*_INTS[2:], torch.uint32, torch.uint64},
@@ -55,39 +55,21 @@ _WIDER: dict[torch.dtype, set[torch.dtype]] = {
 
 
 def name_of_dtype(dtype: torch.dtype) -> str | None:
-    """A dtype's name in a checkpoint; None for one that cannot be stored (a quantized one, say).
-
-    >>> name_of_dtype(torch.bfloat16)
-    'bfloat16'
-    """
+    """Return the name of a dtype in a checkpoint; None if it cannot be stored, such as a quantized one."""
     name = str(dtype).removeprefix("torch.")
     return name if name in _BY_NAME else None
 
 
 def dtype_named(name: object) -> torch.dtype | None:
-    """The dtype of a name; None if there is no such.
-
-    >>> dtype_named("bfloat16")
-    torch.bfloat16
-    """
+    """Return the dtype of a name, or None."""
     return _BY_NAME.get(name) if isinstance(name, str) else None
 
 
 def safetensors_name(dtype: torch.dtype) -> str | None:
-    """What safetensors calls a dtype; None if it is stored as bytes.
-
-    >>> safetensors_name(torch.bfloat16), safetensors_name(torch.complex64)
-    ('BF16', None)
-    """
+    """Return the safetensors name of a dtype; None if it is stored as bytes."""
     return _SAFETENSORS.get(dtype)
 
 
 def widens(old: torch.dtype, new: torch.dtype) -> bool:
-    """True if every value of one dtype is a value of another, of the same kind: whether a cast is exact.
-
-    >>> widens(torch.bfloat16, torch.float32), widens(torch.float32, torch.bfloat16)
-    (True, False)
-    >>> widens(torch.int64, torch.float64), widens(torch.float16, torch.bfloat16)
-    (False, False)
-    """
+    """Return True if a cast between dtypes of one kind is exact for every value."""
     return old == new or new in _WIDER.get(old, ())

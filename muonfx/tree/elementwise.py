@@ -1,12 +1,12 @@
 """Elementwise arithmetic on lists of tensors: one call for a whole model.
 
-Every function takes lists of equal length and returns a list. With ``reuse=True`` the first list (in `div` the
-second) is overwritten and returned: the caller has been given its storage (donation). Plain tensors go through
-torch's ``_foreach_`` operators, which pay Python and launch overhead once for the list; ``torch.func`` transforms and
-autograd, which those operators do not support everywhere, go leaf by leaf. Both ways compute the same formula.
+Every function takes lists of equal length and returns a list. With ``reuse=True`` the first list (in `div` the second)
+is overwritten and returned: the caller donates its storage. Plain tensors use torch's ``_foreach_`` operators, which
+pay Python and launch overhead once per list. ``torch.func`` transforms and autograd, which those operators do not
+support everywhere, run leaf by leaf. Both compute the same formula.
 
-A scalar is a Python number or a 0-d tensor. On CPUs both give the same bits at all magnitudes: a number may move into
-the state or follow a schedule. On other devices a sum may round once with a number and twice with a tensor.
+A scalar is a Python number or a 0-d tensor. On CPUs both give the same bits at all magnitudes, so a number may move
+into the state or follow a schedule. On other devices a sum may round once with a number and twice with a tensor.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Tensors = list[Tensor]
 
 
 def _leafwise(*lists: Sequence[Tensor]) -> bool:
-    """True if the foreach operators must be avoided: nothing to do, functorch active, or autograd recording."""
+    """Return True if the foreach operators must be avoided: empty lists, functorch active, or autograd recording."""
     if not lists[0] or functorch_is_active():
         return True
     return torch.is_grad_enabled() and any(x.requires_grad for xs in lists for x in xs)
@@ -56,15 +56,15 @@ def _records(scalar: object) -> bool:
 
 
 def _fit(scalar: Scalar, xs: Sequence[Tensor]) -> Scalar:
-    """A 0-d tensor in the dtype of a list of one precise dtype, where CUDA's foreach kernels are one launch."""
+    """Cast a 0-d tensor to the dtype of a list of one precise dtype, for which CUDA's foreach kernel is one launch."""
     if isinstance(scalar, Tensor) and scalar.dtype != xs[0].dtype:
-        held = {x.dtype for x in xs}  # of a mixed list none may round the scalar for the others
+        held = {x.dtype for x in xs}  # in a mixed list, no dtype may round the scalar for the other tensors
         return scalar.to(dtype=xs[0].dtype) if held in ({torch.float32}, {torch.float64}) else scalar
     return scalar
 
 
 def _for_each(scalar: Tensor, xs: Sequence[Tensor]) -> Tensors:
-    """A 0-d tensor in the dtype of each tensor."""
+    """Return a 0-d tensor for each tensor, in its dtype."""
     cast_to = {dtype: scalar.to(dtype) for dtype in {x.dtype for x in xs}}
     return [cast_to[x.dtype] for x in xs]
 
@@ -74,11 +74,9 @@ def _on_cpu(xs: Sequence[Tensor]) -> bool:
 
 
 def _in_wide(function: Callable[..., Tensors], xs: Tensors, *rest: Tensors, scalar: Scalar, reuse: bool) -> Tensors:
-    """`function` in fp32 or wider, rounded once to the tensors' own dtypes.
-
-    CPUs round once in the vectorized part of a narrow tensor and twice in its tail: a piece would differ from the
-    whole. A scalar that is a tensor would be rounded, too.
-    """
+    """Apply `function` in fp32 or wider, rounding once to the tensors' own dtypes."""
+    # CPUs round once in the vectorized part of a narrow tensor and twice in its tail, so a slice would differ from the
+    # whole tensor. A scalar tensor would be rounded, too.
     wide = [wide_dtype(x.dtype) for x in xs]
     done = function(
         [x.to(w, copy=True) for x, w in zip(xs, wide, strict=True)],
@@ -90,47 +88,35 @@ def _in_wide(function: Callable[..., Tensors], xs: Tensors, *rest: Tensors, scal
 
 
 def _wants_own(scalar: Scalar, xs: Sequence[Tensor]) -> bool:
-    """True if `_fit` cannot serve a list: a 0-d tensor takes the wider dtype of a scalar that is a tensor, too."""
+    """Return True if `_fit` leaves a wider scalar tensor, which would promote a 0-d tensor of a mixed list."""
     return isinstance(scalar, Tensor) and any(x.ndim == 0 for x in xs) and len({x.dtype for x in xs}) > 1
 
 
 def _would_widen(scalar: Scalar, xs: Sequence[Tensor]) -> bool:
-    """True if a 0-d tensor that `_fit` leaves as it is would widen narrow tensors without dims."""
+    """Return True if a 0-d tensor that `_fit` leaves as it is would promote narrow 0-d tensors."""
     return isinstance(scalar, Tensor) and any(x.ndim == 0 and x.dtype.itemsize < 4 for x in xs)
 
 
 def _rounds_numbers(xs: Sequence[Tensor]) -> bool:
-    """True if ``_foreach_mul_`` would first round a number to the tensors' dtype, as torch 2.13 does on CPUs."""
+    """Return True if ``_foreach_mul_`` rounds a number to the tensors' dtype, as torch 2.13 does on CPUs."""
     return any(x.dtype.itemsize < 4 and x.device.type == "cpu" for x in xs)
 
 
 def cast(xs: Sequence[Tensor], dtype: torch.dtype | Sequence[torch.dtype]) -> Tensors:
-    """Convert each tensor to a dtype, or each to its own; tensors that have it already are returned as they are.
-
-    >>> [x.dtype for x in cast([torch.ones(2)], torch.bfloat16)]
-    [torch.bfloat16]
-    """
+    """Convert all tensors to one dtype, or each to its own; tensors that have it are returned as they are."""
     if not isinstance(dtype, torch.dtype):
         return [x if x.dtype == d else x.to(d) for x, d in zip(xs, dtype, strict=True)]
     return list(xs) if {x.dtype for x in xs} <= {dtype} else [x if x.dtype == dtype else x.to(dtype) for x in xs]
 
 
 def cast_like(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Tensors:
-    """Convert each tensor to the dtype of its counterpart.
-
-    >>> cast_like([torch.ones(1)], [torch.zeros(1, dtype=torch.float64)])
-    [tensor([1.], dtype=torch.float64)]
-    """
+    """Convert each tensor to the dtype of its counterpart."""
     wanted = {y.dtype for y in ys}
     return cast(xs, wanted.pop() if len(wanted) == 1 else [y.dtype for y in ys])
 
 
 def wide_dtype(*dtypes: torch.dtype) -> torch.dtype:
-    """The dtype to compute in: the widest of these, and at least fp32.
-
-    >>> wide_dtype(torch.bfloat16, torch.float16)
-    torch.float32
-    """
+    """Return the widest of these dtypes, and at least fp32."""
     widest = torch.float32
     for dtype in dtypes:
         widest = torch.promote_types(widest, dtype)
@@ -138,20 +124,12 @@ def wide_dtype(*dtypes: torch.dtype) -> torch.dtype:
 
 
 def clone(xs: Sequence[Tensor]) -> Tensors:
-    """Copy every tensor.
-
-    >>> clone([torch.ones(2)])
-    [tensor([1., 1.])]
-    """
+    """Copy every tensor."""
     return [x.clone() for x in xs]
 
 
 def copy(xs: Sequence[Tensor], into: Sequence[Tensor]) -> Tensors:
-    """Write each tensor into the storage of another, converting its dtype; returns the written list.
-
-    >>> copy([torch.ones(2)], into=[torch.zeros(2, dtype=torch.float64)])
-    [tensor([1., 1.], dtype=torch.float64)]
-    """
+    """Write each tensor into the storage of another, converting its dtype, and return the written list."""
     if _leafwise(xs):
         return [x.to(y.dtype, copy=True) for x, y in zip(xs, into, strict=True)]
     torch._foreach_copy_(list(into), list(xs))
@@ -159,11 +137,7 @@ def copy(xs: Sequence[Tensor], into: Sequence[Tensor]) -> Tensors:
 
 
 def mul(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
-    """Multiply every tensor by one scalar.
-
-    >>> mul([torch.ones(2)], 3.0)
-    [tensor([3., 3.])]
-    """
+    """Multiply every tensor by one scalar."""
     if _leafwise(xs) or _records(c):
         return [x * c for x in xs]
     if _wants_own(c, xs):
@@ -180,11 +154,7 @@ def mul(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
 
 
 def mul_each(xs: Tensors, cs: list[float], *, reuse: bool = False) -> Tensors:
-    """Multiply each tensor by a number of its own.
-
-    >>> mul_each([torch.ones(1), torch.ones(1)], [2.0, 3.0])
-    [tensor([2.]), tensor([3.])]
-    """
+    """Multiply each tensor by its own number."""
     if _leafwise(xs):
         return [x * c for x, c in zip(xs, cs, strict=True)]
     if reuse and _rounds_numbers(xs):
@@ -196,11 +166,7 @@ def mul_each(xs: Tensors, cs: list[float], *, reuse: bool = False) -> Tensors:
 
 
 def shift(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
-    """Add one scalar to every tensor.
-
-    >>> shift([torch.ones(2)], 0.5)
-    [tensor([1.5000, 1.5000])]
-    """
+    """Add one scalar to every tensor."""
     if _leafwise(xs) or _records(c):
         return [x + c for x in xs]
     if _wants_own(c, xs):
@@ -211,7 +177,7 @@ def shift(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
         c = _fit(c, xs)
         return [x + c for x in xs]
     if isinstance(c, Tensor) and (is_traced() or not all(x.is_cuda for x in xs)):
-        # `_foreach_add_` with one tensor reads its value except in CUDA's own kernel: a sync, and a break when traced.
+        # Except in CUDA's kernel, `_foreach_add_` with one tensor reads its value: a sync, and a graph break.
         each: list[Any] = [_fit(c, xs)] * len(xs)
         torch._foreach_add_(xs, each)
     else:
@@ -220,11 +186,7 @@ def shift(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
 
 
 def add(xs: Tensors, ys: Tensors, c: Scalar = 1.0, *, reuse: bool = False) -> Tensors:
-    """Compute ``x + c * y``.
-
-    >>> add([torch.ones(2)], [torch.ones(2)], 0.5)
-    [tensor([1.5000, 1.5000])]
-    """
+    """Compute ``x + c * y``."""
     if _leafwise(xs, ys) or _records(c):
         return [x + c * y for x, y in zip(xs, ys, strict=True)]
     if (isinstance(c, Tensor) or c != 1.0) and _rounds_numbers(xs):
@@ -242,11 +204,7 @@ def add(xs: Tensors, ys: Tensors, c: Scalar = 1.0, *, reuse: bool = False) -> Te
 
 
 def lerp(xs: Tensors, ys: Tensors, weight: Scalar, *, reuse: bool = False) -> Tensors:
-    """Compute ``x + weight * (y - x)``.
-
-    >>> lerp([torch.zeros(2)], [torch.ones(2)], 0.25)
-    [tensor([0.2500, 0.2500])]
-    """
+    """Compute ``x + weight * (y - x)``."""
     if _rounds_numbers(xs):
         return _in_wide(lerp, xs, ys, scalar=weight, reuse=reuse)
     if _leafwise(xs, ys) or _records(weight):
@@ -271,16 +229,12 @@ def lerp(xs: Tensors, ys: Tensors, weight: Scalar, *, reuse: bool = False) -> Te
 
 
 def addcmul(xs: Tensors, ys: Tensors, zs: Tensors, c: Scalar = 1.0, *, reuse: bool = False) -> Tensors:
-    """Compute ``x + c * y * z``.
-
-    >>> addcmul([torch.ones(2)], [torch.ones(2)], [torch.ones(2)], 2.0)
-    [tensor([3., 3.])]
-    """
+    """Compute ``x + c * y * z``."""
     if _leafwise(xs, ys, zs) or _records(c):
         return [x + c * y * z for x, y, z in zip(xs, ys, zs, strict=True)]
     if _rounds_numbers(xs):
         return _in_wide(addcmul, xs, ys, zs, scalar=c, reuse=reuse)
-    # `c * y` comes first, as CPUs compute it for a number, too: `y * z` may overflow where the sum is finite.
+    # Compute `c * y` first, as CPUs do for a number: `y * z` may overflow although the sum is finite.
     if isinstance(c, Tensor) or (c != 1.0 and not _on_cpu(xs)):
         ys, c = mul(ys, c), 1.0
     return _addcmul_of_lists(xs, ys, zs, c, reuse=reuse)
@@ -294,24 +248,18 @@ def _addcmul_of_lists(xs: Tensors, ys: Tensors, zs: Tensors, c: float = 1.0, *, 
 
 
 def div(xs: Tensors, ys: Tensors, *, reuse: bool = False) -> Tensors:
-    """Divide list by list; ``reuse`` overwrites the second list, the divisors.
-
-    >>> div([torch.ones(2)], [torch.full((2,), 4.0)])
-    [tensor([0.2500, 0.2500])]
-    """
+    """Divide list by list; ``reuse`` overwrites the divisors."""
     if _leafwise(xs, ys):
         return [x / y for x, y in zip(xs, ys, strict=True)]
-    if reuse and all(y.device.type == "cpu" for y in ys):  # no foreach form writes there; elsewhere launches cost more
+    if reuse and all(
+        y.device.type == "cpu" for y in ys
+    ):  # no foreach form writes to the divisors; on other devices launches cost more
         return [torch.div(x, y, out=y) for x, y in zip(xs, ys, strict=True)]
     return list(torch._foreach_div(xs, ys))
 
 
 def apply(name: str, *lists: Tensors, reuse: bool = False) -> Tensors:
-    """Call a function of torch that has a foreach form, such as "sqrt", "sign" or "mul", on corresponding tensors.
-
-    >>> apply("mul", [torch.full((2,), 4.0)], [torch.full((2,), 0.5)])
-    [tensor([2., 2.])]
-    """
+    """Apply a torch function with a foreach form, such as "sqrt" or "mul", to corresponding tensors."""
     if _leafwise(*lists):
         return [getattr(torch, name)(*tensors) for tensors in zip(*lists, strict=True)]
     if reuse:
@@ -321,24 +269,15 @@ def apply(name: str, *lists: Tensors, reuse: bool = False) -> Tensors:
 
 
 def clamp(xs: Tensors, low: Scalar, high: Scalar) -> Tensors:
-    """Limit every element to ``[low, high]``; NaN stays NaN.
-
-    >>> clamp([torch.tensor([-2.0, 0.5])], -1.0, 1.0)
-    [tensor([-1.0000,  0.5000])]
-    """
+    """Limit every element to ``[low, high]``; NaN stays NaN."""
     if isinstance(low, Tensor) or isinstance(high, Tensor):
         return [x.clamp(scalar_like(low, x), scalar_like(high, x)) for x in xs]
     return [x.clamp(low, high) for x in xs]
 
 
 def norms(xs: Tensors) -> Tensors:
-    """Take the 2-norm of each tensor, in fp64 where the device has it; 0-d results.
-
-    Finite wherever the norm is: squares of fp32 and narrower fit into fp64, fp64 is scaled by its peak first.
-
-    >>> norms([torch.tensor([3.0, 4.0]), torch.tensor([3e38])])
-    [tensor(5., dtype=torch.float64), tensor(3.0000e+38, dtype=torch.float64)]
-    """
+    """Return the 2-norm of each tensor as a 0-d tensor, in fp64 if the device supports it; finite if the norm is."""
+    # Squares of fp32 and narrower fit into fp64; fp64 is divided by its peak first.
     plain = all(x.dtype != torch.float64 and x.device.type != "mps" for x in xs)
     if plain and not _leafwise(xs):
         return list(torch._foreach_norm(xs, 2, dtype=torch.float64))
@@ -357,14 +296,10 @@ def _norm(x: Tensor) -> Tensor:
 
 
 def peaks(xs: Tensors) -> Tensors:
-    """Take the largest magnitude of each tensor; NaN where there is one, 0 for an empty tensor; 0-d results.
-
-    >>> peaks([torch.tensor([3.0, -4.0]), torch.zeros(0)])
-    [tensor(4.), tensor(0.)]
-    """
+    """Return the largest magnitude of each tensor as a 0-d tensor; NaN if it has NaN, 0 if it is empty."""
     if _leafwise(xs):
         return [x.abs().amax() if x.numel() else x.new_zeros(()) for x in xs]
-    if not all(x.numel() and x.is_cuda for x in xs):  # there the infinity norm is fast, here it is slow
+    if not all(x.numel() and x.is_cuda for x in xs):  # the infinity norm is fast on CUDA and slow elsewhere
         ends = [torch.aminmax(x) if x.numel() else None for x in xs]
         return [
             x.new_zeros(()) if both is None else torch.maximum(both[1], -both[0])
@@ -374,24 +309,15 @@ def peaks(xs: Tensors) -> Tensors:
 
 
 def scalar_like(number: Scalar, x: Tensor) -> Tensor:
-    """Make a number a 0-d tensor with the dtype and device of `x`.
-
-    Torch divides a Python number by a tensor as number times reciprocal, and promotes the dtype of a 0-d tensor. With
-    both operands as tensors of one dtype, a Python number and a 0-d tensor give the same bits.
-
-    >>> scalar_like(0.5, torch.ones(2, dtype=torch.float64))
-    tensor(0.5000, dtype=torch.float64)
-    """
+    """Convert a number to a 0-d tensor with the dtype and device of `x`."""
+    # Torch divides a Python number by a tensor as number times reciprocal, and promotes the dtype of a 0-d tensor. With
+    # tensors of one dtype as operands, a Python number and a 0-d tensor give the same bits.
     if isinstance(number, Tensor):
         return number.to(dtype=x.dtype, device=x.device)
     return torch.full((), number, dtype=x.dtype, device=x.device)
 
 
 def safe_sqrt(x: Tensor) -> Tensor:
-    """Take a square root whose derivative at zero is zero, not infinite; NaN stays NaN.
-
-    >>> torch.func.grad(safe_sqrt)(torch.tensor(0.0))
-    tensor(0.)
-    """
+    """Take a square root whose derivative at zero is zero instead of infinite; NaN stays NaN."""
     positive = x > 0
     return torch.where(positive, torch.where(positive, x, 1.0).sqrt(), x)

@@ -1,4 +1,4 @@
-"""The leaves of a state that belong to each parameter."""
+"""Match the leaves of a state to the parameters that they belong to."""
 
 from __future__ import annotations
 
@@ -62,22 +62,11 @@ def map_params(
 
 
 def parameters_of(state: PyTree, params: PyTree) -> list[str | None]:
-    """For each leaf of a state, the name of the parameter that it belongs to; None for a counter, say.
-
-    Somewhere in the state is a node with the parameters below it, or with some of them, and with nothing else: what
-    lies below one of them there, be it a tensor or a whole record of them, belongs to it.
-
-    >>> import muonfx as mfx
-    >>> import torch
-    >>> params = {"w": torch.zeros(2), "count": torch.zeros(3)}
-    >>> parameters_of(mfx.scale_by_adam().init(params), params)
-    [None, 'count', 'w', 'count', 'w']
-    >>> params = [torch.zeros(2), [torch.zeros(3)]]
-    >>> parameters_of({"trace": params}, params)
-    ['0', '1.0']
-    """
+    """Return the parameter name of each leaf of a state; None for leaves such as counters."""
+    # A state has nodes whose children are some or all parameters and nothing else. All leaves below such a child belong
+    # to its parameter, whether one tensor or a whole record.
     known = names(params)
-    ends: dict[Path, str] = {(name,): name for name in known}  # as a partition hands them on
+    ends: dict[Path, str] = {(name,): name for name in known}  # the flat dicts of `partition` have dotted names as keys
     ends |= dict(zip(paths(params), known, strict=True))
     found = paths(state)
     if () in ends:
@@ -93,7 +82,7 @@ def parameters_of(state: PyTree, params: PyTree) -> list[str | None]:
     others = {path[:k] for path in found for k in range(len(path) + 1) if below(path, k) is None}
 
     def parameter_of(path: Path) -> str | None:
-        # Several nodes may look so: a longer path to a parameter is less of a coincidence, and so is a deeper node.
+        # Several nodes may match. Longer parameter paths and deeper nodes are less likely to match by coincidence.
         hits = [(*hit, k) for k in range(len(path)) if path[:k] not in others and (hit := below(path, k)) is not None]
         return max(hits, key=lambda hit: (hit[0], hit[2]))[1] if hits else None
 

@@ -1,4 +1,4 @@
-"""Other names for leaves or parameters, as the caller of a load gives them."""
+"""Rename leaves or parameters on load, by the caller's entries or by matching the ends of names."""
 
 from __future__ import annotations
 
@@ -8,31 +8,17 @@ from collections.abc import Callable, Mapping
 __all__ = ["Rename", "found_renaming", "new_names"]
 
 Rename = Mapping[str, str] | Callable[[str], str]
-"""From old names to new: names, the levels they begin with, patterns with ``*``, or a function of one name."""
+"""Mapping from old to new names, from leading levels or from patterns with ``*``; or a function of one name."""
 
 
 def new_names(
     names: Mapping[str, str], rename: Rename, level: str = "/", what: str = "leaf"
 ) -> tuple[dict[str, str], list[str]]:
-    """Rename.
-
-    An entry ``old: new`` means a name that is ``old``, or that begins with ``old`` and a level's end; or, with ``*`` in
-    it, every name that it fits, where each ``*`` stands for any text, which takes the place of the same ``*`` in
-    ``new``. Of several that mean a name the most exact one counts: the name itself, then the entry with the most
-    characters that are no ``*``.
-
-    Args:
-        names: each name as it is written, with the one that it goes by; an entry may mean either.
-        rename: the entries, or a function that gets the name that a leaf goes by.
-        level: what ends a level of names.
-        what: what the names are of, for messages.
-
-    Returns:
-        For each name as it is written the new one, and what is wrong: entries that mean nothing, or make no sense.
-
-    >>> new_names({"mu/a.w": "mu/a.w", "nu/a.w": "nu/a.w"}, {"*/a.*": "*/b.*", "nu": "second"})[0]
-    {'mu/a.w': 'mu/b.w', 'nu/a.w': 'nu/b.w'}
-    """
+    """Rename names; return each written name with its new one, and messages about entries without effect."""
+    # An entry `old: new` matches the name `old` and names that begin with `old` and `level`; with `*`, it matches as a
+    # pattern, and each `*` of `new` is replaced by the text of the same `*` in `old`. Of several matching entries the
+    # most exact one applies: the name itself, then the entry with the most characters other than `*`. `names` maps
+    # each written name to the current one, and an entry may match either.
     if callable(rename):
         return _by_function(names, rename)
     wrong: list[str] = []
@@ -69,25 +55,11 @@ def new_names(
 
 
 def found_renaming(extra: Mapping[str, object], missing: Mapping[str, object]) -> dict[str, str]:
-    """Find the renaming by which the leaves of a checkpoint become those that are missing, if there is only one.
-
-    Two leaves are a pair if their shapes are equal and their names end in the same levels: in the field and the
-    parameter at least, or in all levels of one of the names. The longest such end decides. All leaves of one side need
-    a partner of their own. Leaves of the other side may be left over if all that differs are levels in front, as where
-    a recipe was put into a chain.
-
-    Args:
-        extra: the leaves of the checkpoint that are not wanted, by name, with their shapes.
-        missing: the leaves that are not in the checkpoint, in the same form.
-
-    Returns:
-        Entries for ``rename``; none if leaves have no partner, or could have several.
-
-    >>> found_renaming({"muon/trace/w": (2,), "adamw/mu/b": (1,)}, {"all/adamw/mu/b": (1,), "all/muon/trace/w": (2,)})
-    {'muon': 'all/muon', 'adamw': 'all/adamw'}
-    >>> found_renaming({"trace/w": (2,)}, {"one/trace/w": (2,), "other/trace/w": (2,)})
-    {}
-    """
+    """Find the unique renaming that turns extra leaves into missing ones; {} if there is none or several."""
+    # Both map leaf names to shapes. Two leaves are a pair if their shapes are equal and their names end in the same
+    # levels: at least field and parameter, or all levels of one of the names. The longest common end decides. Each leaf
+    # of the smaller side needs its own partner. The larger side may have leaves left over only if leading levels are
+    # all that differs, as when a recipe was put into a chain.
     if len(extra) > len(missing):
         back = found_renaming(missing, extra)
         found = {old: new for new, old in back.items()}
@@ -99,7 +71,7 @@ def found_renaming(extra: Mapping[str, object], missing: Mapping[str, object]) -
             ends.setdefault((shape, *levels[at:]), []).append(name)
     taken: set[str] = set()
     entries: dict[str, str] = {}
-    in_front = True  # all that differs, in every pair
+    in_front = True  # the names of every pair differ only in leading levels
     for name, shape in extra.items():
         levels = name.split("/")
         found = next((f for at in range(len(levels)) if (f := ends.get((shape, *levels[at:])))), [])
@@ -112,7 +84,7 @@ def found_renaming(extra: Mapping[str, object], missing: Mapping[str, object]) -
         if same < min(2, most):
             return {}
         in_front = in_front and same == most
-        kept = same - (same == most)  # an entry needs a level on both sides
+        kept = same - (same == most)  # an entry needs at least one level in the old and the new name
         old, new = "/".join(levels[: len(levels) - kept]), "/".join(other[: len(other) - kept])
         if entries.setdefault(old, new) != new:
             return {}
@@ -128,11 +100,11 @@ class _Entry:
         self._pattern = re.compile("(.*)".join(parts), re.DOTALL) if len(parts) > 1 else None
 
     def exactness(self, name: str) -> tuple[bool, int]:
-        """The rank of an entry among those that match one name: the most exact one counts."""
+        """Return the rank of the entry among those that match one name; the highest applies."""
         return name == self.old, len(self.old.replace("*", ""))
 
     def new_name(self, name: str) -> str | None:
-        """The new name; None if the entry does not mean this one."""
+        """Return the new name, or None if the entry does not match."""
         if self._pattern is not None:
             found = self._pattern.fullmatch(name)
             if found is None:

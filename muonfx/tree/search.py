@@ -1,4 +1,4 @@
-"""Nodes of a tree by path, by type or by a predicate, and trees with one of them replaced."""
+"""Find nodes of a tree by path, by type or by a predicate, and replace one of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["get", "get_all", "set"]
 
 Path = tuple[object, ...]
 Where = str | type | Callable[[str, Any], bool]
-"""Chooses nodes: by the end of their dotted path, by their type, or by a function of dotted path and node."""
+"""Selects nodes by the end of their dotted path, by type, or by a function of dotted path and node."""
 
 
 def get(tree: PyTree, where: Where) -> Any:
@@ -76,7 +76,7 @@ def set(tree: PyTree, where: Where, value: PyTree) -> PyTree:
 
 
 def _nodes(node: PyTree, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Every node, each before those below it."""
+    """Yield every node with its path, parents first."""
     yield path, node
     opened, children = open_node(node)
     for entry, child in zip(opened.entries, children, strict=True) if opened else ():

@@ -1,12 +1,12 @@
-"""Pytrees of tensors, on optree: leaves, names, and maps that leave ``None`` alone.
+"""Pytrees of tensors, on optree: leaves, names, and maps that skip ``None``.
 
-The words are optree's. A *tree* is any nest of dict, tuple, list and NamedTuple; a *leaf* is what hangs at its ends.
-``None`` is a leaf here and means *absent*: a gradient that was not computed, a parameter that is frozen. Dictionaries
-are walked in sorted order of their keys, so two trees that differ only in insertion order are the same tree; an
-``OrderedDict`` is walked in its own order, which is part of its structure, as optree has it.
+The terms are optree's. A *tree* is a nest of dict, tuple, list and NamedTuple; a *leaf* is a node without children.
+``None`` is a leaf here and means *absent*, such as a gradient that was not computed or a frozen parameter. Dictionaries
+are traversed in sorted order of their keys, so insertion order does not matter; an ``OrderedDict`` is traversed in its
+own order, which is part of its structure, as in optree.
 
-Under ``torch.compile`` the trees are walked in plain Python (`open_node` and what rests on it), which can be traced
-through every container; optree's own polyfill in torch 2.13 cannot, and both walk in one order.
+Under ``torch.compile`` trees are traversed in plain Python (`open_node`), which can be traced through every container.
+optree's polyfill in torch 2.13 cannot be traced so. Both traverse in the same order.
 """
 
 from __future__ import annotations
@@ -71,14 +71,14 @@ class Spec(NamedTuple):
 
 
 Structure = optree.PyTreeSpec
-"""A tree without its leaves; under ``torch.compile`` a `_Node` stands for it."""
+"""A tree without its leaves; under ``torch.compile`` a `_Node` takes its place."""
 
 
 _DICTS = (dict, OrderedDict, defaultdict)
 
 
 class _Node:
-    """The structure of a tree in plain Python, which can be traced; a leaf has no kind."""
+    """Structure of a tree in plain Python, which can be traced; `kind` is None for a leaf."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class _Node:
         if self.kind is None:
             return [tree]
         opened, children = open_node(tree)
-        if self.kind in _DICTS and type(tree) in _DICTS:  # as optree has it, these stand for one another: by key
+        if self.kind in _DICTS and type(tree) in _DICTS:  # interchangeable, matched by key, as in optree
             fits = len(tree) == len(self.entries) and all(entry in tree for entry in self.entries)
             children = [tree[entry] for entry in self.entries] if fits else []
         else:
@@ -126,11 +126,9 @@ class _Node:
 
 
 def open_node(node: PyTree) -> tuple[_Node | None, list[Any]]:
-    """Take off one level of a tree: a node without its children, and these; None for a leaf.
-
-    Dictionaries are done here, as torch 2.13 cannot trace optree (0.20) through an empty one; for the rest optree's
-    registry knows how.
-    """
+    """Return the node at the top of a tree, without its children, and the children; None for a leaf."""
+    # Dictionaries are handled here, since torch 2.13 cannot trace optree (0.20) through an empty one. The registry of
+    # optree handles the other nodes.
     kind = type(node)
     if kind is dict or kind is defaultdict:
         given, entries = list(node), total_order_sorted(node)
@@ -157,7 +155,7 @@ def open_node(node: PyTree) -> tuple[_Node | None, list[Any]]:
 
 
 def _traced_flatten(tree: PyTree, leaves: list[Any]) -> _Node:
-    """Append the leaves of a tree to a list and return its structure; `flatten` in plain Python."""
+    """Append the leaves of a tree to a list and return its structure, in plain Python."""
     node, children = open_node(tree)
     if node is None:
         leaves.append(tree)
@@ -224,13 +222,8 @@ _PLAIN_LEAVES = frozenset({Tensor, torch.nn.Parameter, type(None)})
 
 
 def is_flat(tree: PyTree) -> bool:
-    """True if a tree is a dict from strings to tensors and None, as ``dict(model.named_parameters())`` is.
-
-    Such a tree needs no walk: transforms meet it several times a step, and a model has hundreds of leaves.
-
-    >>> is_flat({"w": torch.ones(1)}), is_flat({"block": {"w": torch.ones(1)}})
-    (True, False)
-    """
+    """Return True if a tree is a dict from strings to tensors and None, such as ``dict(model.named_parameters())``."""
+    # Such a tree needs no traversal: transforms use it several times a step, and a model has hundreds of leaves.
     if type(tree) is not dict:
         return False
     kinds = {type(leaf) for leaf in tree.values()}
@@ -368,7 +361,7 @@ class Present:
         )
 
     def _all(self, tree: PyTree) -> list[Any]:
-        """The leaves of a tree of this structure, in the order of this one's."""
+        """Return the leaves of a tree of this structure, in the order of this tree's leaves."""
         try:
             if self._keys is None:
                 return subtrees(self._treedef, tree)

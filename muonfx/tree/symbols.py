@@ -1,7 +1,7 @@
-"""Numbers under a tracer that makes symbols of them.
+"""Numbers that may be symbols of a tracer.
 
-With dynamic shapes a compiler calls sizes by symbols, and with `dynamic=True` the coefficients too. Symbols can be
-compared, which guards the graph, and computed with; they cannot be hashed, formatted or kept as constants.
+With dynamic shapes a compiler replaces sizes by symbols, and with `dynamic=True` the coefficients too. Symbols can be
+computed with and compared, which guards the graph. They cannot be hashed, formatted or kept as constants.
 """
 
 from __future__ import annotations
@@ -15,23 +15,15 @@ Number = TypeVar("Number", int, float)
 
 
 def is_traced(*numbers: float) -> bool:
-    """Tell whether any of these may be a symbol.
-
-    >>> is_traced(2, 3.0)
-    False
-    """
+    """Return True if any of the numbers may be a symbol."""
     return torch.compiler.is_compiling() or any(isinstance(x, torch.SymInt | torch.SymFloat) for x in numbers)
 
 
 def fixed(number: Number) -> Number:
-    """The value of a number that may be a symbol; the graph is then for this value alone.
-
-    >>> fixed(3)
-    3
-    """
+    """Return the value of a number that may be a symbol, which specializes the graph to this value."""
     if not is_traced(number):
         return number
-    from torch.fx.experimental.symbolic_shapes import guard_scalar  # only where a tracer has loaded it anyway
+    from torch.fx.experimental.symbolic_shapes import guard_scalar  # slow to import, and loaded if a tracer runs
 
     return guard_scalar(number)  # pyright: ignore[reportReturnType]
 
@@ -40,12 +32,7 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 def called_once(function: F) -> F:
-    """Let a tracer call a function once and keep the answer, as ``torch.compiler.assume_constant_result`` does.
-
-    That imports the whole compiler, seconds, to set this mark.
-
-    >>> called_once(lambda: 1)()
-    1
-    """
+    """Mark a function as constant for a tracer, as ``torch.compiler.assume_constant_result`` does."""
+    # Setting the mark directly avoids the import of the whole compiler, which takes seconds.
     setattr(function, "_dynamo_marked_constant", True)  # noqa: B010  # not an attribute that functions have
     return function

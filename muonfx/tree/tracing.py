@@ -1,6 +1,6 @@
-"""Who is watching: whether tensors at hand belong to a ``torch.func`` transform, so that plain kernels cannot be used.
+"""Detect ``torch.func`` transforms and tracers, under which plain kernels cannot be used.
 
-torch has no public name for these questions; they are asked here and nowhere else outside `muonfx.polar`.
+torch has no public API for these queries. Outside `muonfx.polar` they are made only here.
 """
 
 from __future__ import annotations
@@ -22,33 +22,18 @@ _C = cast("Any", torch._C)
 
 
 def functorch_is_active() -> bool:
-    """True if the caller runs inside ``vmap``, ``grad``, ``jvp`` or another transform of ``torch.func``.
-
-    >>> functorch_is_active(), torch.func.vmap(lambda x: x + functorch_is_active())(torch.zeros(1))
-    (False, tensor([1.]))
-    """
+    """Return True inside ``vmap``, ``grad``, ``jvp`` or another transform of ``torch.func``."""
     return bool(_C._are_functorch_transforms_active())
 
 
 def is_wrapped(x: Tensor) -> bool:
-    """True if a tensor is one of ``torch.func``'s: batched, or tracked by a derivative.
-
-    >>> is_wrapped(torch.zeros(1)), torch.func.vmap(lambda x: x + is_wrapped(x))(torch.zeros(1))
-    (False, tensor([1.]))
-    """
+    """Return True if a tensor is wrapped by ``torch.func``: batched, or tracked by a derivative."""
     return bool(_C._functorch.is_functorch_wrapped_tensor(x))
 
 
 @contextmanager
 def without_transforms() -> Generator[None]:
-    """Leave all transforms of ``torch.func`` for the length of a block, so that tensors made in it are plain.
-
-    >>> def loss(x):
-    ...     with without_transforms():
-    ...         return x * is_wrapped(torch.ones(()))
-    >>> torch.func.grad(loss)(torch.tensor(3.0))
-    tensor(0.)
-    """
+    """Suspend all ``torch.func`` transforms for a block, so that tensors created in it are plain."""
     if not functorch_is_active():
         yield
         return
@@ -59,24 +44,15 @@ def without_transforms() -> Generator[None]:
 
 
 def is_traced() -> bool:
-    """Tell whether ``torch.compile`` or ``make_fx`` is recording operators, so that no value can be read.
-
-    >>> from torch.fx.experimental.proxy_tensor import make_fx
-    >>> is_traced(), make_fx(lambda x: x.neg() if is_traced() else x)(torch.zeros(1)).code.count("aten.neg")
-    (False, 1)
-    """
+    """Return True if ``torch.compile`` or ``make_fx`` records operators, so that values cannot be read."""
     if torch.compiler.is_compiling():
         return True
-    # Importing it would bring sympy along; while nobody has, nobody records operators.
+    # Importing the module would import sympy. If it is not loaded, no operators are recorded.
     proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
     return proxies is not None and proxies.get_proxy_mode() is not None
 
 
 @called_once
 def matches(name: str, pattern: str) -> bool:
-    """Match a whole name with a glob, as `fnmatch.fnmatchcase` does, which torch.compile cannot trace.
-
-    >>> matches("blocks.0.qkv", "*.qkv")
-    True
-    """
+    """Match a whole name with a glob, as `fnmatch.fnmatchcase`, which torch.compile cannot trace."""
     return fnmatchcase(name, pattern)

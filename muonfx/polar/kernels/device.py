@@ -1,4 +1,4 @@
-"""Tell whether the kernels can run on a device. They, and Triton with them, are imported where the answer needs it."""
+"""Report whether the kernels run on a device. The kernels and Triton are imported only if the answer needs them."""
 
 from __future__ import annotations
 
@@ -11,17 +11,7 @@ from muonfx.tree.symbols import called_once
 
 
 def available(device: torch.device) -> bool:
-    """True if `symmetric_matmul` runs on `device`: a cached answer, and never an error.
-
-    That is so on CUDA devices (NVIDIA's) of capability 8.0 or more where Triton can be imported, and on the CPU where
-    Triton's interpreter is on (`TRITON_INTERPRET=1` when Triton is first imported): correct there, and slow.
-
-    Args:
-        device: any device, also of a kind that is not there.
-
-    >>> available(torch.device("meta"))
-    False
-    """
+    """Return True if `symmetric_matmul` runs on `device`; cached, and never raises."""
     return _available(device.type, device.index)
 
 
@@ -29,7 +19,7 @@ def available(device: torch.device) -> bool:
 def _available(kind: str, index: int | None) -> bool:
     if kind == "cuda":
         return _is_capable(index) and _interpreted() is not None
-    # Without the variable the interpreter is off, whatever Triton says; do not import it for that.
+    # Without the variable the interpreter is off, so Triton need not be imported.
     return kind == "cpu" and bool(os.environ.get("TRITON_INTERPRET")) and _interpreted() is True
 
 
@@ -44,10 +34,10 @@ def _is_capable(index: int | None) -> bool:
 
 @functools.cache
 def _interpreted() -> bool | None:
-    """True if the kernels go through Triton's interpreter; None where Triton is missing or broken."""
+    """Return True if the kernels run in Triton's interpreter; None if Triton is missing or broken."""
     try:
         from muonfx.polar.kernels.launch import INTERPRETED
 
         return INTERPRETED.value
-    except Exception:  # whatever it is that is wrong with Triton, plain products work
+    except Exception:  # plain products work, whatever the error of Triton is
         return None

@@ -1,10 +1,9 @@
 # pyright: basic, reportMissingImports=false
-# Triton may not be there, and most of what it hands out has no types.
-"""From tensors to a launch of the kernel: its layouts, its tile, its grid.
+# Triton may be missing, and most of its API has no types.
+"""Launch the kernel on tensors: layouts, tile and grid.
 
-The tile is the fastest of those that suit, as timed by Triton's autotuner when a bucket of shapes is first met. Timing
-waits for the device and cannot happen while a CUDA graph is captured, so call once before the capture. What was
-measured is kept in Triton's cache on disk.
+Triton's autotuner times the suitable tiles when a bucket of shapes first occurs, and caches the fastest on disk. Timing
+waits for the device and cannot run while a CUDA graph is captured, so call once before the capture.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ _tuned = triton.autotune(
 
 
 class _Layout(NamedTuple):
-    """A batch of matrices that has a unit stride: where the next matrix and the next line begin."""
+    """A batch of matrices with a unit stride, and the strides to the next matrix and the next line."""
 
     tensor: torch.Tensor
     batch: int
@@ -68,7 +67,7 @@ class _Layout(NamedTuple):
 
 
 def _layout(x: torch.Tensor) -> _Layout:
-    """Find the unit stride; where there is none, copy. A stride that no step is taken along counts as 0."""
+    """Find the unit stride, or copy if there is none; the stride of a dimension of size 1 counts as 0."""
     batches, rows, columns = x.shape
     if rows > 1 and columns > 1 and 1 not in x.stride()[1:]:
         x = x.contiguous()
@@ -79,7 +78,7 @@ def _layout(x: torch.Tensor) -> _Layout:
 
 
 def _alignment(*numbers: int) -> int:
-    """The largest of 1, 2, 4, 8 that divides all: eight elements are 16 bytes at least, the widest load there is."""
+    """Return the largest of 1, 2, 4, 8 that divides all; eight elements are 16 bytes, the widest load."""
     return math.gcd(8, *numbers)
 
 
@@ -93,19 +92,7 @@ def launch(
     out: torch.Tensor,
     tile: Tile | None = None,
 ) -> None:
-    """Enqueue the kernel: the checked arguments of `symmetric_matmul`, none of the tensors empty but along the sum.
-
-    Args:
-        p: `(b, n, k)`.
-        q: `(b, n, k)`, or None for `p`.
-        addend: `(b, n, n)`, or None.
-        alpha: the factor of the product.
-        beta: the factor of `addend`.
-        identity: what is added to the diagonal.
-        out: `(b, n, n)`, unit stride along the columns.
-        tile: how to cut the product; None takes the tile that was measured to be the fastest for such shapes, or
-            measures it now, and under the interpreter a small one.
-    """
+    """Enqueue the kernel on the checked arguments of `symmetric_matmul`; only the summed dimension may be empty."""
     batches, n, k = p.shape
     left = _layout(p)
     right = left if q is None else _layout(q)
@@ -141,5 +128,5 @@ def launch(
 
 
 def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device, which need not be the tensors'."""
+    """Make the device current, since Triton launches on the current device."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

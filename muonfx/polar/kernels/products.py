@@ -1,7 +1,7 @@
-"""The door to the symmetric products: checks, and the operator that a compiler sees.
+"""Check the arguments of symmetric products, and register the operator that a compiler traces.
 
-To `torch.compile` a product is one opaque operator that writes to `out`: the compiler neither looks into the kernel
-nor tunes it, and what runs is what runs eagerly.
+In `torch.compile` a product is one opaque operator that writes to `out`. The compiler neither inlines nor tunes the
+kernel, so compiled and eager code run the same kernel.
 """
 
 from __future__ import annotations
@@ -24,44 +24,13 @@ def symmetric_matmul(
     identity: float = 0.0,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`alpha p q^T + beta addend + identity I`, known to be symmetric, at half the FLOPs of a product.
-
-    Computed is the upper triangle of the formula; the lower one is its mirror image, so the result is bitwise
-    symmetric, and of `addend` only the upper triangle counts. Sums are in fp32, and fp32 products are IEEE: no tf32.
-    The result is rounded once, at the end. NaN and infinity stay in their matrix.
-
-    For `A = x x^T` leave out `q`; for `a I + b A + c A^2` with a symmetric `A`, `symmetric_matmul(A, addend=A,
-    alpha=c, beta=b, identity=a)`; a product of two symmetric matrices that commute is `symmetric_matmul(A, B)`.
-
-    The first call for a size, rounded up to a power of two, times several ways to cut the product and keeps the
-    fastest: it waits for the device and cannot be captured in a CUDA graph, which all later calls can. Two ways may
-    differ in the last bit of a sum.
-
-    Args:
-        p: `(b, n, k)`, fp32, bf16 or fp16, any strides: a transposed view is read as fast as a contiguous tensor, and a
-            view without a unit stride is copied first.
-        q: the same; None means `p`.
-        addend: `(b, n, n)`, symmetric, any strides; not read where `beta` is 0.
-        alpha: the factor of the product.
-        beta: the factor of `addend`.
-        identity: what is added to the diagonal.
-        out: `(b, n, n)` with unit stride along the columns, where the result goes; its span of memory may not overlap
-            that of another argument. None means a new tensor.
-
-    Returns:
-        `out`, or a new contiguous tensor; p's dtype.
-
-    Raises:
-        TypeError: a tensor of another dtype, or a factor that is not a number.
-        ValueError: shapes, devices or strides that do not fit, or `beta` without `addend`.
-        RuntimeError: not `available` on this device; or a derivative or `vmap` is asked for, which plain products have
-            and this does not.
-
-    >>> x = torch.ones(1, 2, 3)
-    >>> symmetric_matmul(x, identity=1.0) if available(x.device) else x @ x.mT + torch.eye(2)
-    tensor([[[4., 3.],
-             [3., 4.]]])
-    """
+    """Return the symmetric `alpha p q^T + beta addend + identity I`, at half the FLOPs of a product."""
+    # Shapes: `p` and `q` are `(b, n, k)`, `addend` and `out` `(b, n, n)`; `out` has unit stride along the columns and
+    # its own memory. The upper triangle of the formula is computed and mirrored, so the result is bitwise symmetric and
+    # only the upper triangle of `addend` counts. Sums are in fp32, fp32 products are IEEE (no tf32), and the result is
+    # rounded once. A transposed view is read as fast as a contiguous tensor; other views without a unit stride are
+    # copied. The first call for a bucket of sizes times several tiles: it waits for the device and cannot be captured
+    # in a CUDA graph. Two tiles may differ in the last bit of a sum.
     if q is p:
         q = None
     _check_inputs(p, q, addend, alpha, beta, identity)
@@ -92,7 +61,7 @@ def _launch(
     identity: float,
     out: torch.Tensor,
 ) -> None:
-    from muonfx.polar.kernels.launch import launch  # Triton is imported where it is used, and only there
+    from muonfx.polar.kernels.launch import launch  # imports Triton, so only on use
 
     for name, other in (("p", p), ("q", q), ("addend", addend)):
         if other is not None and _overlap(out, other):
@@ -101,10 +70,10 @@ def _launch(
 
 
 def _changes_nothing_but_out(*_: object) -> None:
-    """What a tracer has to know: nothing is returned, and the schema says what is written to."""
+    """Do nothing under a tracer: the schema declares the write to `out`."""
 
 
-# Not torch.library.custom_op, whose layers in Python take longer (20 against 8 us) than many a product does.
+# Not torch.library.custom_op, whose Python layers take longer (20 against 8 us) than many products.
 _LIBRARY = torch.library.Library("muonfx", "FRAGMENT")
 _LIBRARY.define(
     "symmetric_matmul(Tensor p, Tensor? q, Tensor? addend, float alpha, float beta, float identity, Tensor(a!) out)"
@@ -164,7 +133,7 @@ def _check_out(out: torch.Tensor, p: torch.Tensor) -> None:
     if out.shape != (batches, n, n):
         raise ValueError(f"out: found shape {tuple(out.shape)}, expected {(batches, n, n)}")
     by_batch, by_row, by_column = out.stride()
-    whole = (n - 1) * by_row + n  # from a matrix's first entry to its last
+    whole = (n - 1) * by_row + n  # span of one matrix, from its first entry to its last
     rows_apart = n <= 1 or (by_column == 1 and by_row >= n)
     one_by_one = by_batch >= whole
     row_by_row = by_batch >= n and by_row >= (batches - 1) * by_batch + n
@@ -176,7 +145,7 @@ def _check_out(out: torch.Tensor, p: torch.Tensor) -> None:
 
 
 def _check_plain(tensors: list[torch.Tensor]) -> None:
-    """Raise where the result would need a derivative or a batching rule. A tracer has its own ways to say so."""
+    """Raise if a derivative or a batching rule is needed; a tracer raises its own errors."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         wanted = "a gradient of its input"
     elif torch.compiler.is_compiling():
@@ -194,7 +163,7 @@ def _check_plain(tensors: list[torch.Tensor]) -> None:
 
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """True if the spans from first to last entry of two non-empty tensors meet."""
+    """Return True if the memory spans of two nonempty tensors overlap."""
     if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr() or b.numel() == 0:
         return False
     first, last = zip(*(_span(x) for x in (a, b)), strict=True)

@@ -1,29 +1,28 @@
 # pyright: basic, reportMissingImports=false
-# A kernel is Python's syntax with Triton's meaning, and Triton may not be there: strict types would only be in the way.
+# A kernel has Triton's semantics, and Triton may be missing, so strict type checking does not apply.
 """The Triton kernel for symmetric products.
 
-**What is computed.** `alpha P Q^T + beta C + identity I` for a batch of matrices, known by the caller to be symmetric.
-Of the `n x n` result only the tiles that hold something on or above the diagonal are computed, and each is stored
-twice: where it stands, and transposed at its mirror image. With `T = n / BLOCK_N` tiles a side that is `T (T + 1) / 2`
-tiles in place of `T^2`: `(1 + 1 / T) n^2 k` FLOPs in place of `2 n^2 k`.
+**Result.** `alpha P Q^T + beta C + identity I` for a batch of matrices; the caller guarantees symmetry. Of the `n x n`
+result only the tiles on or above the diagonal are computed. Each is stored twice: in its position, and transposed at
+its mirror image. With `T = n / BLOCK_N` tiles per side these are `T (T + 1) / 2` tiles instead of `T^2`:
+`(1 + 1 / T) n^2 k` FLOPs instead of `2 n^2 k`.
 
-**Bitwise symmetry.** What lies below the diagonal is never a result of its own but a copy of what lies above: a tile
-off the diagonal is copied whole, and a tile on the diagonal overwrites its lower half with its transposed upper half.
-So the result is the upper triangle of the formula, mirrored, whatever the caller's promise was worth.
+**Bitwise symmetry.** The lower triangle is always a copy of the upper one: a tile off the diagonal is copied whole, and
+a tile on the diagonal overwrites its lower half with its transposed upper half. The result is the mirrored upper
+triangle of the formula, even if the product is not symmetric.
 
-**Order of the tiles.** A linear program id is matrix, then tile, then row block of the tile (a tile is `BLOCK_N` wide
-and high, a program computes `BLOCK_M` of its rows). The triangle is folded into a full rectangle of `(T + 1) // 2`
-rows: the rows of its lower half fit, turned round, exactly into the gap left of its upper half, so that integer
-divisions alone give a tile's place, and no program is launched in vain. The rectangle is walked in groups of `GROUP`
-rows, column by column, so that programs that run at the same time share panels of P and Q in the L2 cache.
+**Order of the tiles.** A linear program id is composed of matrix, tile, and row block of the tile. A tile is `BLOCK_N`
+wide and high; a program computes `BLOCK_M` of its rows. The triangle is folded into a full rectangle of `(T + 1) // 2`
+rows: its lower rows, rotated, fill the gap next to its upper rows. Integer divisions alone give a tile's position, and
+no program is idle. The rectangle is traversed in groups of `GROUP` rows, column by column, so that concurrent programs
+share panels of P and Q in the L2 cache.
 
-**Memory.** Loads follow the stride that is 1, for P as it is and for a transposed view alike. Sizes and strides arrive
-divided by their largest common power of two up to 8 (`ALIGN_N`, `ALIGN_K`) and are multiplied again here: so the
-compiler knows that a multiple of 8 is one, and moves 16 bytes at a time; with odd sizes the loads are narrow, and the
-kernel is slow and right. A side that is a multiple of the block needs no mask (`EVEN_N`, `EVEN_K`). A transposed tile
-goes through `tl.trans`, that is through shared memory, so that both stores run along rows. On a diagonal tile of a Gram
-matrix one panel may be loaded for both sides (`SHARE`). Offsets are 64-bit wherever a stride or a batch index takes
-part.
+**Memory.** Loads follow the unit stride, for P and for a transposed view. Sizes and strides are passed divided by their
+largest common power of two up to 8 (`ALIGN_N`, `ALIGN_K`) and multiplied again here, so the compiler sees a multiple of
+8 and moves 16 bytes at a time. Odd sizes have narrow loads: correct, but slow. A side that is a multiple of the block
+needs no mask (`EVEN_N`, `EVEN_K`). A transposed tile passes through shared memory (`tl.trans`), so that both stores run
+along rows. On a diagonal tile of a Gram matrix one panel may be loaded for both sides (`SHARE`). Offsets that involve a
+stride or a batch index are 64-bit.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ INTEGERS = (
 )
 
 INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
-"""True if Triton's interpreter was on when this module was imported: its kernels are then numpy, on any device."""
+"""True if Triton's interpreter was on at import; its kernels then run in NumPy, on any device."""
 
 
 @triton.jit
 def upper_tile(index, tiles, GROUP: tl.constexpr):
-    """Row and column, `row <= column`, of number `index` of the `tiles * (tiles + 1) / 2` on or above the diagonal."""
+    """Return row and column, `row <= column`, of tile `index` of the `tiles * (tiles + 1) / 2` upper tiles."""
     even = 1 - tiles % 2
     width = tiles + even
     height = (tiles + 1) // 2
@@ -53,7 +52,7 @@ def upper_tile(index, tiles, GROUP: tl.constexpr):
     rows = tl.minimum(height - first, GROUP)
     row = first + within % rows
     column = within // rows
-    if column < row + even:  # the part of the rectangle that holds the lower half of the triangle, turned round
+    if column < row + even:  # the part of the rectangle that holds the lower half of the triangle, rotated
         i = tiles - row - even
         j = tiles - 1 - column
     else:
@@ -64,7 +63,7 @@ def upper_tile(index, tiles, GROUP: tl.constexpr):
 
 @triton.jit
 def _panel(matrix, rows, columns, stride, ALONG_COLUMNS: tl.constexpr):
-    """Pointers to a block of a matrix whose unit stride is along the columns, or else along the rows; 64 bits wide."""
+    """Return 64-bit pointers to a block of a matrix with unit stride along columns or along rows."""
     if ALONG_COLUMNS:
         return matrix + rows.to(tl.int64)[:, None] * stride + columns[None, :]
     else:
@@ -73,17 +72,17 @@ def _panel(matrix, rows, columns, stride, ALONG_COLUMNS: tl.constexpr):
 
 @triton.jit
 def _inside(indices, size, EVEN: tl.constexpr):
-    """Which indices are there; where the blocks come out even, the compiler sees that all are, and drops the mask."""
+    """Return the mask of valid indices; a constant if the blocks are even, so the compiler drops the mask."""
     return (indices < size) | EVEN
 
 
-# The interpreter multiplies the bit patterns of bf16 in place of its values, cuts where it should round, and gets
-# subnormal numbers wrong: there, bf16 is widened before a product, and both conversions are done on the bits.
+# The interpreter multiplies the bit patterns of bf16 instead of its values, truncates instead of rounding, and handles
+# subnormal numbers incorrectly. Under it bf16 is widened before a product, and both conversions are done on the bits.
 
 
 @triton.jit
 def _widened(x):
-    """`x` in fp32, exactly."""
+    """Convert `x` to fp32, exactly."""
     if INTERPRETED and x.dtype == tl.bfloat16:
         return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     return x.to(tl.float32)
@@ -91,7 +90,7 @@ def _widened(x):
 
 @triton.jit
 def _narrowed(x, DTYPE: tl.constexpr):
-    """`x`, which is fp32, rounded to nearest, ties to even."""
+    """Round the fp32 `x` to nearest, ties to even."""
     if INTERPRETED and tl.bfloat16 == DTYPE:
         bits = x.to(tl.uint32, bitcast=True)
         nearest = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
@@ -102,7 +101,7 @@ def _narrowed(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def _dot(a, b, total):
-    """`total + a b^T`, summed in fp32 without tf32."""
+    """Return `total + a b^T`, summed in fp32 without tf32."""
     if INTERPRETED:
         a = _widened(a)
         b = _widened(b)
@@ -146,7 +145,7 @@ def symmetric_kernel(
     GROUP: tl.constexpr,
     SHARE: tl.constexpr,
 ):
-    """One program: `BLOCK_M` rows of one tile of one matrix, and their mirror image. Sizes and strides are divided."""
+    """Compute `BLOCK_M` rows of one tile of one matrix, and their mirror image."""
     n *= ALIGN_N
     k *= ALIGN_K
     SPLIT: tl.constexpr = BLOCK_N // BLOCK_M
@@ -204,6 +203,6 @@ def symmetric_kernel(
     elif SPLIT == 1:
         upper = rows[:, None] <= columns[None, :]
         tl.store(here, tl.where(upper, value, tl.trans(value)), mask=inside)
-    else:  # not square, so its mirror image lies partly in another program's tile: only the upper part is stored, twice
+    else:  # not square: its mirror image overlaps another program's rows, so only the upper part is stored, twice
         tl.store(here, value, mask=inside & (rows[:, None] <= columns[None, :]))
         tl.store(mirrored, tl.trans(value), mask=mirrored_inside & (rows[None, :] <= columns[:, None]))
