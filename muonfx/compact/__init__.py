@@ -1,4 +1,4 @@
-"""State in eight bits: compact dtypes, the code books behind them, and how a leaf is stored in them."""
+"""State in eight bits: compact dtypes, their codebooks, and the encoding of leaves."""
 
 from muonfx.compact.dtypes import Compact, fp8, int8
 from muonfx.compact.state import CompactState, KeyedCompactState

@@ -1,4 +1,4 @@
-"""One leaf in eight bits: codes of the leaf's own shape, and a scale for each block of the flattened leaf."""
+"""The encoding of one leaf in eight bits: codes in the shape of the leaf, and a scale for each block."""
 
 from __future__ import annotations
 
@@ -16,62 +16,56 @@ __all__ = ["Codec", "Encoded"]
 
 
 class Encoded(NamedTuple):
-    """What a leaf is stored as."""
+    """The codes and scales of one leaf."""
 
     codes: Tensor
-    """Of the leaf's shape, in the book's dtype; the leaf itself in fp32, where it is too small to gain."""
+    """Codes in the leaf's shape and the codebook's dtype; fp32 values if the leaf is too small to encode."""
     scales: Tensor
-    """The largest magnitude of each block, fp32: shape (blocks,), (0,) for a leaf that is kept in fp32."""
+    """The largest magnitude of each block of the flattened leaf, fp32; empty if the leaf is stored in fp32."""
 
 
 @dataclass(frozen=True)
 class Codec:
-    """How leaves are encoded: what a compact dtype means for values of one kind."""
+    """Encodes and decodes leaves with one codebook and one block size."""
 
     book: Book
     block: int
     min_size: int
 
     def keeps(self, shape: torch.Size) -> bool:
-        """True if leaves of a shape are stored in fp32."""
+        """Return True if leaves of this shape are stored in fp32."""
         return prod(shape) < self.min_size
 
     def zeros(self, param: Tensor) -> Encoded:
-        """Encode zeros like a parameter."""
+        """Encode zeros in the shape of a parameter."""
         shape, device = param.shape, param.device
         blocks = 0 if self.keeps(shape) else -(-prod(shape) // self.block)
         dtype = torch.float32 if self.keeps(shape) else self.book.dtype
         return Encoded(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(blocks, device=device))
 
     def encode(self, values: Tensor, key: Tensor | None = None) -> Encoded:
-        """Round a leaf to new codes and scales, through which no derivative goes.
-
-        A block with a NaN or an infinite element has such a scale and is all NaN when it is decoded.
-
-        Args:
-            values: of any shape and floating dtype; rounded to fp32 first.
-            key: for stochastic rounding, a 0-d int64 tensor; None: to the nearest level.
-        """
+        """Encode a detached leaf; a 0-d int64 ``key`` rounds stochastically, None to the nearest level."""
         x = values.detach().to(torch.float32)
         if self.keeps(x.shape):
             return Encoded(x.clone(memory_format=torch.contiguous_format), x.new_zeros(0))
         rows = _rows(x, self.block)
         scales = rows.abs().amax(dim=-1)
+        # A block with a NaN or infinite element keeps that scale and decodes to NaN.
         usable = (scales.isfinite() & (scales > 0)).unsqueeze(-1)
-        # Division, not multiplication by the reciprocal: that of a subnormal scale is infinite.
+        # Divide: the reciprocal of a subnormal scale is infinite.
         fractions = torch.where(usable, rows / torch.where(usable, scales.unsqueeze(-1), 1.0), 0.0)
         noise = None if key is None else _rows(uniform(key, x.numel()), self.block)
         return Encoded(_flat(self.book.encode(fractions, usable & (rows > 0), noise), x.shape), scales)
 
     def decode(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """The values that codes and scales stand for: a new contiguous fp32 tensor."""
+        """Decode to a new contiguous fp32 tensor."""
         if self.keeps(codes.shape):
             return codes.clone(memory_format=torch.contiguous_format)
         return _flat(_rows(self.book.fractions(codes), self.block) * scales.unsqueeze(-1), codes.shape)
 
 
 def _rows(x: Tensor, block: int) -> Tensor:
-    """A leaf as a matrix with one block a row, filled up with zeros."""
+    """Return a leaf as a matrix with one block in each row, padded with zeros."""
     flat = x.reshape(-1)
     width = max(1, min(block, flat.shape[0]))
     missing = -flat.shape[0] % width
@@ -79,6 +73,6 @@ def _rows(x: Tensor, block: int) -> Tensor:
 
 
 def _flat(rows: Tensor, shape: torch.Size) -> Tensor:
-    """The inverse of `_rows`, for a leaf of the given shape."""
+    """Undo `_rows` for a leaf of the given shape."""
     flat, number = rows.reshape(-1), prod(shape)
     return (flat if flat.shape[0] == number else flat[:number].clone()).reshape(shape)

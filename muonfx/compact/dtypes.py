@@ -1,4 +1,4 @@
-"""The compact dtypes: values to give where a transform asks for the dtype of its state."""
+"""The compact dtypes `int8` and `fp8`, which transforms accept as the dtype of a state."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["Compact", "fp8", "int8"]
 
 
 class Resolved(NamedTuple):
-    """What a compact dtype amounts to."""
+    """The codecs and the seed of a compact dtype."""
 
     signed: Codec
     """For values of either sign."""
     unsigned: Codec
     """For values that are never negative, such as second moments."""
     seed: int | None
-    """Of stochastic rounding; None: to the nearest."""
+    """The seed of stochastic rounding; None rounds to nearest."""
 
 
 class Compact(Recorded):
@@ -44,7 +44,7 @@ class Compact(Recorded):
 P = ParamSpec("P")
 
 Code = Literal["linear", "dynamic"]
-"""How the levels of `int8` lie."""
+"""How the levels of `int8` are spaced."""
 
 Format = Literal["e4m3", "e5m2"]
 """The float types of `fp8`."""

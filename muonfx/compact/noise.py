@@ -1,7 +1,7 @@
-"""Noise as a pure function of a key and a place, in plain tensor arithmetic: no generator, and nothing remembered.
+"""Random numbers as a pure function of a key and an index, without a generator or hidden state.
 
-A hash of counters, in the manner of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), with a
-32-bit mixer from Wellons' hash-prospector whose multipliers are below 2**31: no product of int64 overflows, so every
+The numbers are hashes of counters, as in Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), with a
+32-bit mixer from Wellons' hash-prospector. Its multipliers are below 2**31, so no int64 product overflows, and every
 device, compiler and ``torch.func`` transform computes the same bits.
 """
 
@@ -16,52 +16,31 @@ _MASK = 0xFFFFFFFF
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Hash 32-bit numbers, held in int64, to 32-bit numbers, one to one."""
+    """Map 32-bit numbers, stored in int64, one-to-one to 32-bit hashes."""
     x = ((x ^ (x >> 16)) * 0x21F0AAAD) & _MASK
     x = ((x ^ (x >> 15)) * 0x735A2D97) & _MASK
     return x ^ (x >> 15)
 
 
 def uniform(key: Tensor, number: int) -> Tensor:
-    """Numbers in [0, 1), multiples of 2**-24: the first of the stream that belongs to a key.
-
-    Args:
-        key: a 0-d int64 tensor, not negative.
-        number: how many.
-
-    Returns:
-        An fp32 vector.
-
-    >>> key = torch.tensor(7)
-    >>> bool((uniform(key, 4) == uniform(key, 9)[:4]).all()), bool((uniform(key, 4) == uniform(key + 1, 4)).any())
-    (True, False)
-    """
+    """Return the first ``number`` fp32 values in [0, 1), multiples of 2**-24, for a 0-d int64 key of 0 or more."""
     low, high = key & _MASK, key >> 32
     start = _mix(_mix(low) ^ high)
     place = torch.arange(number, dtype=torch.int64, device=key.device)
-    # Windows of two keys may overlap in the first round; the second makes them differ.
+    # The counters of two keys may overlap in the first round; the second round makes the results differ.
     first = _mix((place + start) & _MASK) ^ (place >> 32)
     second = _mix(first ^ _mix((start + 0x9E3779B9) & _MASK) ^ _mix(high ^ 0x5BD1E995))
     return (second >> 8).to(torch.float32) * 2.0**-24
 
 
 def normal(key: Tensor, number: int) -> Tensor:
-    """Numbers of the normal distribution, one for each of `uniform`: at most 5.5 in magnitude.
-
-    >>> x = normal(torch.tensor(7), 100_000)
-    >>> bool(x.mean().abs() < 0.01), bool((x.square().mean() - 1).abs() < 0.02)
-    (True, True)
-    """
+    """Return ``number`` values of the standard normal distribution, at most 5.5 in magnitude."""
     centered = 2.0 * uniform(key, number) - 1.0 + 2.0**-24  # exact in fp32, and never -1, 0 or 1
     return torch.erfinv(centered) * 2.0**0.5
 
 
 def key_of(text: str) -> int:
-    """A key for a name, the same in every process: 62 bits of an FNV-1a hash, in Python that can be traced.
-
-    >>> key_of("w") != key_of("v")
-    True
-    """
+    """Return a 62-bit FNV-1a hash of a name: traceable, and the same in every process."""
     found = 0xCBF29CE484222325
     for character in text:
         found = ((found ^ ord(character)) * 0x100000001B3) & 0xFFFFFFFFFFFFFFFF

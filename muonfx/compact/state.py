@@ -1,7 +1,8 @@
-"""A tree of leaves in eight bits, as part of a transform's state: trees of codes and scales, each like the parameters.
+"""A tree of leaves in eight bits, as part of a transform's state.
 
-Codes, scales and keys are trees of the parameters' own structure, not pairs at each leaf: a leaf's name still ends in
-its parameter's (``trace.codes.blocks.0.up.weight``), by which checkpoints, layouts and the torch optimizer find it.
+Codes, scales and keys are three trees with the structure of the parameters, not tuples at each leaf. So the name of a
+leaf still ends in the name of its parameter (``trace.codes.blocks.0.up.weight``), by which checkpoints, layouts and the
+torch optimizer find it.
 """
 
 from __future__ import annotations
@@ -40,27 +41,21 @@ class KeyedCompactState(NamedTuple):
 
 
 class Holder:
-    """Reads and writes one tree of a transform's state that has a compact dtype.
-
-    Args:
-        dtype: the compact dtype.
-        role: what the tree is in its transform, such as "mu": two trees of one parameter get different noise.
-        signed: whether its elements may be negative.
-    """
+    """Reads and writes one tree of a transform's state in a compact dtype."""
 
     def __init__(self, dtype: Compact, role: str, *, signed: bool) -> None:
         resolved = dtype.resolved
         self.codec: Codec = resolved.signed if signed else resolved.unsigned
         self.seed = resolved.seed
-        self.role = role
+        self.role = role  # such as "mu": two trees of one parameter get different noise
 
     def zeros(self, params: PyTree) -> CompactState | KeyedCompactState:
-        """Zeros like the parameters."""
+        """Encode zeros in the shapes of the parameters."""
         at = Present(params)
         return self._fresh(at, [self.codec.zeros(param) for param in at.pick(params)])
 
     def of(self, values: PyTree) -> CompactState | KeyedCompactState:
-        """The nearest to a tree of values."""
+        """Encode a tree of values, rounded to the nearest levels."""
         at = Present(values)
         return self._fresh(at, [self.codec.encode(value) for value in at.pick(values)])
 
@@ -76,14 +71,14 @@ class Holder:
         return KeyedCompactState(codes, scales, at.fill(keys))
 
     def read(self, at: Present, held: CompactState | KeyedCompactState) -> list[Tensor]:
-        """The values at some places: new tensors, fp32."""
+        """Decode the selected leaves to new fp32 tensors."""
         pairs = zip(at.pick(held.codes), at.pick(held.scales), strict=True)
         return [self.codec.decode(codes, scales) for codes, scales in pairs]
 
     def write(
         self, at: Present, values: list[Tensor], held: CompactState | KeyedCompactState
     ) -> CompactState | KeyedCompactState:
-        """Store values at some places; what is held elsewhere stays."""
+        """Encode values for the selected leaves; all other leaves stay."""
         keys = at.pick(held.keys) if isinstance(held, KeyedCompactState) else [None] * len(values)
         leaves = [self.codec.encode(value, key) for value, key in zip(values, keys, strict=True)]
         codes = at.fill([leaf.codes for leaf in leaves], held.codes)

@@ -1,7 +1,7 @@
-"""Variants of Muon and further parts of Optax: imported when first used, outside the core that most chains need.
+"""Variants of Muon and further transforms from Optax, imported on first use and not needed by most chains.
 
-`recipes` has whole optimizers: Scion, Dion, NAMO, AdaMuon, PolarGrad, MuSGD, Hyperball and Prodigy. The other modules
-have one family of transforms each.
+`recipes` contains whole optimizers: Scion, Dion, NAMO, AdaMuon, PolarGrad, MuSGD, Hyperball and Prodigy. Each other
+module contains one family of transforms.
 """
 
 from muonfx.contrib.ademamix import AdemamixState, scale_by_ademamix

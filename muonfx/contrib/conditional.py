@@ -1,4 +1,4 @@
-"""Transforms that act at some steps only."""
+"""Transforms that act only at some steps."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _decide(name: str, condition: Condition, count: Tensor) -> Tensor:
 
 
 def _functions(name: str, inner: Transform, condition: Condition, otherwise: Callable[[Tensor], Tensor]) -> Functions:
-    """Build init and update; ``otherwise`` makes the update where the inner transform does not act."""
+    """Build ``init`` and ``update``; ``otherwise`` computes the updates of steps at which the inner does not act."""
     if not isinstance(inner, Transform):
         raise TypeError(f"{name}: inner must be a Transform, found {inner!r}")
     if not callable(condition):
@@ -53,11 +53,11 @@ def _functions(name: str, inner: Transform, condition: Condition, otherwise: Cal
         updates: PyTree, state: ConditionalState, params: PyTree = None, *, donate: Donation = NOTHING, **extras: object
     ):
         acts = _decide(name, condition, state.count)
-        # What is given is needed again: none of it may be reused.
+        # The inputs are needed for the selection, so nothing is donated.
         out, after = inner.run(updates, state.inner, params, donate=NOTHING, **extras)
 
         def select(new: Tensor, update: Tensor | None) -> Tensor:
-            # An inner transform that gathers may have an update for a leaf that has no gradient now.
+            # An accumulating inner transform may update a leaf that has no gradient now.
             old = torch.zeros_like(new) if update is None else otherwise(update).to(new.dtype)
             return torch.where(acts.to(new.device), new, old)
 
@@ -83,7 +83,7 @@ def _update_in_store(otherwise: Callable[[Tensor], Tensor]) -> Callable[..., tup
         donate: Donation,
         extras: Mapping[str, object],
     ) -> tuple[PyTree, ConditionalState]:
-        """Ask whether it is time, and act or not: to select between two states would bring in both."""
+        """Read whether the inner transform acts and branch on it, since selecting would load both states."""
         if bool(_decide(tx.name, tx.arguments["should_transform"], state.count)):
             out, inner = tx.children[0].run(updates, state.inner, params, donate=donate, **extras)
         else:

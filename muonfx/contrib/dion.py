@@ -1,4 +1,4 @@
-"""Dion and Dion2: orthonormalized updates of low rank, by power iteration or by sampling."""
+"""Dion and Dion2: orthonormalized low-rank updates, by power iteration or by sampling."""
 
 from __future__ import annotations
 
@@ -131,13 +131,13 @@ def _first_basis(matrix: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
 
 
 def _step(gradient: Tensor, trace: Tensor, basis: Tensor, decay: float | Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The update of a matrix, the new trace and the new basis."""
+    """Return the update of a matrix, the new trace and the new basis."""
     wide = ew.wide_dtype(gradient.dtype, trace.dtype)
     total = trace.to(wide) + gradient.to(wide)
     if total.numel() == 0:
         return gradient.clone(), total.to(trace.dtype), basis.clone()
     old = basis.to(wide)
-    # At a size of about 1, by an exact power of two, so that no product overflows or vanishes.
+    # Scale by an exact power of two, so that no product overflows or underflows.
     power = power_of_two(total.detach().abs().amax((-2, -1), keepdim=True))
     small = total * power
     left, _ = torch.linalg.qr(small @ old)
@@ -146,7 +146,7 @@ def _step(gradient: Tensor, trace: Tensor, basis: Tensor, decay: float | Tensor)
     unit = torch.where(lengths > 0, right / torch.where(lengths > 0, lengths, 1.0), 0.0)
     new_trace = total - (1.0 - decay) * ((left @ right.mT) / power)
     new_basis = torch.where(lengths > 0, unit, old)
-    # A matrix with NaN keeps it, in its update, and its state is lost as that of any average is.
+    # NaN stays visible in the update of its matrix; the state of this matrix is lost, as with any average.
     return (left @ unit.mT).to(gradient.dtype), new_trace.to(trace.dtype), new_basis.to(basis.dtype)
 
 
@@ -220,11 +220,11 @@ def sampled_momentum(
 
 
 def _largest_slices(matrix: Tensor, one_in: int) -> Tensor:
-    """True where an element lies in one of the largest slices along the shorter side."""
+    """Return a mask of the elements in the largest slices along the shorter side."""
     if matrix.numel() == 0:
         return torch.zeros_like(matrix, dtype=torch.bool)
     side, other = (-2, -1) if matrix.shape[-2] <= matrix.shape[-1] else (-1, -2)
     sums = matrix.detach().abs().sum(other, keepdim=True)
-    order = sums.argsort(dim=side, descending=True, stable=True)  # `topk` leaves open which of equal ones it takes
+    order = sums.argsort(dim=side, descending=True, stable=True)  # topk does not define its choice among ties
     places = order.narrow(side, 0, -(-matrix.shape[side] // one_in))
     return torch.zeros_like(sums, dtype=torch.bool).scatter(side, places, True).expand_as(matrix)

@@ -1,4 +1,4 @@
-"""Learning rates from the distance to the start and the gradients on the way: DoG and DoWG."""
+"""Learning rates from the distance to the initial parameters and the gradients so far: DoG and DoWG."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class DowgState(NamedTuple):
 def _squares(
     name: str, updates: PyTree, start: PyTree, params: PyTree, total: SumOverLeaves, like: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The squared norm of the updates, and the squared distance of all parameters from the start."""
+    """Return the squared norm of the updates and the squared distance of all parameters from the start."""
     if params is None:
         raise ValueError(f"{name} needs the parameters: call update(updates, state, params)")
     at = Present(params)
@@ -104,7 +104,7 @@ def scale_by_dog(init_step: ScalarOrSchedule = 1e-6, eps: ScalarOrSchedule = 1e-
     ):
         like = state.max_dist
         square, moved = _squares("scale_by_dog", updates, state.start, params, sum_over_leaves, like)
-        # Here and not in init, which knows of no other ranks.
+        # Computed here because init cannot sum over ranks.
         at = Present(updates)
         size = sum_over_leaves(squared_norms(at.fill(at.pick(state.start)))).to(device=like.device, dtype=like.dtype)
         least = torch.where(state.count == 0, init_step * (1.0 + ew.safe_sqrt(size)), 0.0)

@@ -1,4 +1,4 @@
-"""Lookahead: slow weights that follow the fast ones every few steps."""
+"""Lookahead: slow weights that are moved towards the fast weights every few steps."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def lookahead(inner: Transform, sync_period: int, slow_step_size: Scalar, *, dty
         given, held = at.pick(out), at.pick(state.slow)
         u, slow, fast = widest(given, held, at.pick(params))
         moved = ew.lerp(slow, ew.add(fast, u), slow_step_size)
-        # Where, not multiplication: fast weights that are infinite or NaN meanwhile are no news to the slow ones.
+        # Use torch.where: NaN or infinity in the fast weights must not reach the slow weights between syncs.
         back = [torch.where(is_due.to(x.device), m - x, y) for m, x, y in zip(moved, fast, u, strict=True)]
         moved = [torch.where(is_due.to(x.device), m, x) for m, x in zip(moved, slow, strict=True)]
         new_slow = at.fill(store(moved, held, reuse=donate.state), state.slow)

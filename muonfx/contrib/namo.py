@@ -1,4 +1,4 @@
-"""NAMO: the size of an orthogonalized momentum from the noise of the gradients."""
+"""NAMO: an orthogonalized momentum, scaled according to the noise of the gradients."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class NamoState(NamedTuple):
 @transform(
     locality=lambda inner, *_, dims, **__: max(matrix_locality(dims=dims), inner.locality),
     reads_params=lambda inner, *_, **__: inner.reads_params,
-    on_stacks=lambda tx, shapes: (tx, {}),  # the inner transform has a state by leaves of its own
+    on_stacks=lambda tx, shapes: (tx, {}),  # the inner transform has a state for each leaf
     name_patterns=name_patterns,
     short_names={"betas": ("b1", "b2"), "momentum": "b1", "eps": "eps"},
     position="sets_size",
@@ -138,7 +138,7 @@ def scale_by_namo(
             nu.append(join_scalars(own, [moment for moment, _ in parts]))
             alphas.append([alpha for _, alpha in parts])
 
-        # The average may lie in the state, so it is not donated on.
+        # The average may share storage with the state, so it is not donated.
         directions = at.fill(ew.cast_like(average, grads))
         out, inner_state = inner.run(directions, state.inner, params, donate=Donation(False, donate.state), **extras)
         for name, own, update in zip(tree.names(out), tree.leaves(out), tree.leaves(updates), strict=True):
@@ -162,11 +162,11 @@ def scale_by_namo(
 def _size(
     gradient: Tensor, average: Tensor, moment: Tensor, b2: float | Tensor, eps: float | Tensor, correction: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The new second moment of a matrix, and the factor for its update."""
+    """Return the new second moment of a matrix and the factor of its update."""
     wide = ew.wide_dtype(gradient.dtype, moment.dtype)
     old, square = moment.to(wide), norm(gradient).to(wide).square()
     new = old + (1.0 - b2) * (square.clamp(max=torch.finfo(moment.dtype).max) - old)
     divisor = ew.safe_sqrt(new) + eps
-    # Where all gradients have been zero, 0 / (0 + eps) is 0 whatever eps is.
+    # If all gradients have been zero, 0 / (0 + eps) is 0 for any eps.
     alpha = torch.where(divisor > 0, norm(average).to(wide) / torch.where(divisor > 0, divisor, 1.0), 0.0)
     return new.to(moment.dtype), alpha * correction.to(wide)

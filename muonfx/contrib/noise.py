@@ -1,4 +1,4 @@
-"""Noise on updates."""
+"""Gaussian noise added to updates."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class AddNoiseState(NamedTuple):
     """For each parameter the key of its noise: 0-d int64, of the seed and the parameter's name."""
 
 
-# LEAF though elements are independent: the noise of an element follows from its place in the whole leaf.
+# LEAF although elements are independent: the noise of an element depends on its index in the whole leaf.
 @transform(locality=Locality.LEAF, reads_params=False)
 def add_noise(eta: ScalarOrSchedule, gamma: ScalarOrSchedule, seed: int = 0):
     r"""Add Gaussian noise whose variance falls with the steps: $\eta / t^\gamma$ at the t-th update.

@@ -1,4 +1,4 @@
-"""Smaller steps once the loss has stopped falling."""
+"""Smaller steps when the loss stops falling."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def reduce_on_plateau(
 
 
 def _number(value: float | Tensor, device: torch.device) -> Tensor:
-    """The loss as a number of the state: no part of the graph that it may carry."""
+    """Return the detached loss as a number of the state."""
     _check_value(value)
     return new_number(value.detach().reshape(()) if isinstance(value, Tensor) else value, device)
 

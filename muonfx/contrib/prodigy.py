@@ -1,4 +1,4 @@
-"""Prodigy: Adam's steps with a learning rate that is found on the way."""
+"""Prodigy: Adam's steps with an estimated learning rate."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def scale_by_prodigy(
         mu = ew.add(ew.mul(mu, b1, reuse=reuse), g, (1.0 - b1) * old, reuse=True)
         nu = ew.addcmul(ew.mul(nu, b2, reuse=reuse), g, g, (1.0 - b2) * old * old, reuse=True)
         new_sum = at.fill(store(grad_sum, held[2], reuse=reuse), state.grad_sum)
-        # Of all leaves, also of those without a gradient now: their part of the numerator is in it still.
+        # Sum over all leaves, including leaves without a gradient now, which have contributed to the numerator.
         length = _like(old, sum_over_leaves(tree.map(lambda leaf: _sum(leaf.abs()), new_sum)))
         estimate = estim_lr_coef * numerator / torch.where(length > 0, length, 1.0)
         estim_lr = torch.where(length > 0, torch.maximum(old, estimate), old)
@@ -159,7 +159,7 @@ def scale_by_prodigy(
 
 
 def _sum(x: Tensor) -> Tensor:
-    """The sum of all elements, in fp64 where the device has it."""
+    """Return the sum of all elements, in fp64 if the device supports it."""
     return x.sum() if x.device.type == "mps" else x.sum(dtype=torch.float64)
 
 

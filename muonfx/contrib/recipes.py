@@ -1,4 +1,4 @@
-"""Variants of Muon as short chains, to use or to copy and change."""
+"""Variants of Muon as short chains, to use as they are or to copy and change."""
 
 from __future__ import annotations
 

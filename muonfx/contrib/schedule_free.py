@@ -1,4 +1,4 @@
-"""Schedule-Free learning: interpolation and averaging in the place of momentum and of a schedule that decays."""
+"""Schedule-Free learning: interpolation and averaging instead of momentum and a decaying schedule."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def schedule_free(
     weight_lr_power = checks.at_least("weight_lr_power", weight_lr_power, 0.0)
     checks.state_dtype("dtype", dtype)
     if not (_memory or torch.compiler.is_compiling()):
-        _memory["checked"] = True  # once, not again where numbers change
+        _memory["checked"] = True  # warn once, not again when numbers change
         if weight_lr_power != 0.0:
             _warn_of_another_rate(inner, learning_rate)
         _warn_of_momentum(inner)
@@ -159,7 +159,7 @@ def schedule_free(
 
 
 def _warn_of_another_rate(inner: Transform, learning_rate: ScalarOrFunction) -> None:
-    """Warn if all learning rates of the inner transform are known to differ from the one that weights the average."""
+    """Warn if all learning rates of the inner transform are known and differ from ``learning_rate``."""
     given = [_held(tx.arguments.get("learning_rate")) for tx in within(inner) if tx.position == "learning_rate"]
     known = [rate for rate in given if isinstance(rate, float | Schedule)]
     if (
@@ -175,13 +175,13 @@ def _warn_of_another_rate(inner: Transform, learning_rate: ScalarOrFunction) -> 
 
 
 def _held(value: Any) -> Any:
-    """The number that a constant schedule holds; all else as it is."""
+    """Return the number of a constant schedule; return any other value unchanged."""
     is_constant = isinstance(value, Schedule) and value.factory is constant
     return value.arguments["value"] if is_constant else value
 
 
 def _warn_of_momentum(inner: Transform) -> None:
-    """Warn of a momentum within, which the interpolation replaces."""
+    """Warn of a momentum in the inner transform, which the interpolation replaces."""
     for tx in within(inner):
         short = tx.declaration.short_names
         name = short.get("momentum", short.get("betas"))

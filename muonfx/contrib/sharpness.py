@@ -1,4 +1,4 @@
-"""Sharpness-aware minimization: gradients taken where the loss is highest nearby."""
+"""Sharpness-aware minimization: gradients at the nearby point of highest loss."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def sam(rho: ScalarOrSchedule = 0.05, *, adaptive: bool = False):
                 raise ValueError("sam: adaptive needs the parameters: call update(updates, state, params)")
             leaves, sizes = widest(given, at.pick(params))
             leaves = ew.apply("mul", leaves, sizes)
-        norm = ew.safe_sqrt(sum_over_leaves(squared_norms(at.fill(leaves))))  # also without leaves: all ranks take part
+        norm = ew.safe_sqrt(sum_over_leaves(squared_norms(at.fill(leaves))))  # a collective: also without leaves
         factor = torch.where(norm == 0, 0.0, ew.scalar_like(rho, norm) / torch.where(norm == 0, 1.0, norm))
         leaves = ew.mul(leaves, factor, reuse=adaptive or donate.updates)
         if adaptive:

@@ -1,4 +1,4 @@
-"""Updates by singular values: clipped, or scaled by their sum."""
+"""Transforms of singular values: clipping, and scaling by their sum."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["clip_singular_values", "scale_by_dual_norm"]
 
 
 LARGEST = 3e4
-"""The largest Frobenius norm, in thresholds, of a matrix whose singular values are clipped as it is."""
+"""The largest Frobenius norm, in thresholds, of a matrix that is clipped without being scaled down first."""
 
 
 @of_matrices(position=None)
@@ -72,7 +72,7 @@ def clip_singular_values(
         tensor([2.0000, 0.5000])
     """
     checks.positive("threshold", threshold)
-    polar.NewtonSchulz(coefficients="polar_express", steps=steps)  # says what is wrong with the steps
+    polar.NewtonSchulz(coefficients="polar_express", steps=steps)  # validates the steps
     return matrixwise(view, lambda matrix: _clip(matrix, threshold, steps))
 
 
@@ -82,7 +82,7 @@ def _clip(matrix: Tensor, threshold: float | Tensor, steps: int) -> Tensor:
     wide = matrix.to(ew.wide_dtype(matrix.dtype))
     is_tall = matrix.shape[-2] > matrix.shape[-1]
     x = wide.mT if is_tall else wide
-    # The excess is a difference of numbers of the matrix's size: beyond this it would be nothing but rounding.
+    # The excess is a difference of numbers as large as the matrix: above LARGEST it would be rounding error only.
     power = power_of_two(x.detach().abs().amax((-2, -1), keepdim=True))
     small = x * power
     share = LARGEST * threshold * power / _norm(small).clamp(min=1.0)
@@ -92,7 +92,7 @@ def _clip(matrix: Tensor, threshold: float | Tensor, steps: int) -> Tensor:
     excess = factor @ x.mT - threshold * identity
     excess = (excess + excess.mT) / 2
     clipped = x - (excess + excess @ _polar(excess, steps)) @ factor / 2
-    # Rounding is of the threshold's size; a matrix that is small beside it must not hear of it.
+    # Rounding errors are relative to the threshold, so a matrix with a smaller norm is returned unchanged.
     clipped = torch.where(_norm(x) <= threshold, x, clipped)
     return (clipped.mT if is_tall else clipped).to(matrix.dtype)
 
@@ -149,9 +149,9 @@ def scale_by_dual_norm(
         return inner.functions.init(params)
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: object):
-        # The gradient is needed again after the inner transform: it cannot be donated on.
+        # The gradient is needed after the inner transform, so it is not donated.
         out, state = inner.run(updates, state, params, donate=Donation(False, donate.state), **extras)
-        # An inner transform that gathers may have an update for a leaf without a gradient, which counts as zero.
+        # An accumulating inner transform may update a leaf without a gradient, which counts as zero.
         pairs = zip(tree.leaves(out), tree.leaves(updates), strict=True)
         gradients = [torch.zeros_like(u) if g is None and u is not None else g for u, g in pairs]
         gradients = tree.unflatten(tree.flatten(updates)[1], gradients)

@@ -1,4 +1,4 @@
-"""A transform as a value: the contract, the decorator, chains, schedules, and hyperparameters as data."""
+"""The contract of a transform, the `transform` decorator, chains, schedules, and hyperparameters as data."""
 
 from muonfx.core import checks, schedules
 from muonfx.core.combine import add_updates, apply_updates, chain, identity, set_to_zero, stateless

@@ -1,7 +1,7 @@
-"""Bad input, caught at the door: each error names the leaf or argument, what was found, and what was expected.
+"""Checks of arguments and trees: each error names the leaf or argument, the value found, and the value expected.
 
-Argument checks look at Python numbers only. A tensor (a batch of hyperparameters, a traced value) passes: its value
-must not decide anything in Python.
+Argument checks test Python numbers only. A tensor (a batch of hyperparameters or a traced value) always passes, because
+Python control flow must not depend on its value.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _number(name: str, value: object) -> float | None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
         if type(value) is object or type(value).__module__.startswith("torch"):
-            return None  # the placeholder that a pytree library puts in a leaf's place, or a symbolic number
+            return None  # a pytree library's placeholder for a leaf, or a symbolic number
         raise TypeError(f"{name} must be a number or a 0-d tensor, found {value!r}")
     return float(value)
 
@@ -148,7 +148,7 @@ _LIBRARIES = tuple(os.path.join(folder, "") for folder in _PACKAGES)
 
 
 def warn_caller(message: str) -> None:
-    """Warn with the line of the user's code that called into this library, by whatever way."""
+    """Warn at the line of the innermost caller outside muonfx and torch."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame, level = frame.f_back, level + 1
@@ -205,7 +205,7 @@ def warn_of_unmatched(tx: Transform, params: PyTree) -> None:
 
 
 def _close_names(group: Iterable[str], names: Sequence[str]) -> list[str]:
-    """Names that have a part like the fixed part of a pattern, the most alike first."""
+    """Return up to three names with a part similar to the fixed part of a pattern, the most similar first."""
     found: dict[str, float] = {}
     for pattern in group:
         wanted = pattern.strip("*.").lower()
@@ -223,7 +223,7 @@ def _shown(name: str) -> str:
     return repr(name) if name else "the tree's only leaf"
 
 
-_LAZY = UninitializedParameter, UninitializedBuffer  # torch.nn.parameter.is_lazy breaks a compiled graph
+_LAZY = UninitializedParameter, UninitializedBuffer  # torch.nn.parameter.is_lazy would break a compiled graph
 _DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
 
 
@@ -272,7 +272,7 @@ def _no_tensor(shown: str, what: str, leaf: object) -> TypeError:
 
 
 def _advice_on(what: str, given: object) -> str:
-    """The tree that is meant, where a model or its parameters are given in its place."""
+    """Return the advice to pass a tree of tensors by name, if a model or an iterator was passed."""
     if not isinstance(given, nn.Module | Iterator):
         return ""
     if what == "params":
@@ -377,7 +377,7 @@ def check_updates_fit(params: PyTree, updates: PyTree) -> None:
 
 
 def _check_state(tx: Transform, state: PyTree, params: PyTree, *, with_dtypes: bool) -> None:
-    """Compare a state with what `init` makes of these parameters, on the meta device, so that nothing is allocated."""
+    """Compare a state with the state that `init` returns on the meta device, where nothing is allocated."""
     wanted, wanted_def, expected = _expected_state(tx, params)
     if expected is not None:
         check_state_like(tx.name, state, (wanted, wanted_def, expected), with_dtypes=with_dtypes)
@@ -411,7 +411,7 @@ def check_state_like(name: str, state: PyTree, expected: tuple[list[Any], Any, A
 
 
 def _check_numbers(value: Any) -> None:
-    """Require that no number of a transform, and of those within it, is a tensor with dims."""
+    """Require that each number of a transform and of its parts is a Python number or a 0-d tensor."""
     for name in sorted(value.factory.definition.floats):
         number = value.arguments[name]
         if isinstance(number, Tensor) and number.ndim:
@@ -430,15 +430,15 @@ def _expected_state(tx: Transform, params: PyTree) -> tuple[list[Any], Any, Any]
     numbers = tuple(tuple(part.shape) for part in tree.leaves(tx) if isinstance(part, Tensor))
     if any(numbers):
         _check_numbers(tx)
-    key = (*key, numbers)  # injected numbers are in the state
+    key = (*key, numbers)  # the state holds injected numbers, so their shapes matter
     remembered: dict[Any, Any] = tx.structure.derived.setdefault("expected_states", {})
     if key not in remembered:
         if any(leaf is None for leaf in leaves) and treedef.num_leaves:
-            # A None may stand for an absent parameter or, where gradients stand for the parameters, say nothing.
+            # Skip the check: if gradients replace the parameters, a None leaf may still have a parameter and a state.
             return [], None, None
         meta = tree.map(lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"), params)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # init has given them already
+            warnings.simplefilter("ignore")  # init has already issued these warnings
             expected = tx.functions.init(meta)
         remembered[key] = (*tree.flatten(expected), expected)
     return remembered[key]

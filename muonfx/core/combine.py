@@ -1,4 +1,4 @@
-"""The transforms that put others together, and those that do next to nothing."""
+"""Transforms that combine other transforms, and the simplest transforms, such as `identity`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 def no_state(params: PyTree) -> EmptyState:
-    """The ``init`` of a transform that keeps no state."""
+    """Return an empty state: the ``init`` of a stateless transform."""
     return EmptyState()
 
 
@@ -89,7 +89,7 @@ def stateless(function: Callable[[PyTree, PyTree], PyTree], locality: Locality =
 
 
 def _entries(transforms: tuple[Transform | tuple[str, Transform], ...], of: str = "chain") -> dict[str, Transform]:
-    """Name transforms: an explicit name, or the transform's own with a suffix where it repeats."""
+    """Name each transform: its explicit name, or its own name with a suffix if that name repeats."""
     entries: dict[str, Transform] = {}
     for place, entry in enumerate(transforms):
         explicit, tx = entry if isinstance(entry, tuple) and len(entry) == 2 else (None, entry)
@@ -111,7 +111,7 @@ def _entries(transforms: tuple[Transform | tuple[str, Transform], ...], of: str 
 
 
 def chain_entries(tx: Transform) -> dict[str, Transform] | None:
-    """The transforms of a chain by name; None for a transform that does not call its parts in sequence."""
+    """Return a chain's transforms by name, or None if a transform does not call its parts in sequence."""
     return dict(zip(part_names(tx), tx.children, strict=True)) if tx.declaration.in_sequence else None
 
 
@@ -124,12 +124,12 @@ def _part_names_of_sum(value: Recorded) -> list[str]:
 
 
 def widest(transforms: Any) -> Locality:
-    """The locality of transforms that run one after another or side by side: the widest of theirs."""
+    """Return the largest locality of transforms that run in sequence or in parallel."""
     return max((tx.locality for tx in transforms), default=Locality.ELEMENT)
 
 
 def is_new(new: PyTree, old: PyTree) -> bool:
-    """True if no leaf of the new tree is a leaf of the old one."""
+    """Return True if no leaf of the new tree is a leaf of the old tree."""
     given = {id(leaf) for leaf in tree.leaves(old) if leaf is not None}
     return not any(id(leaf) in given for leaf in tree.leaves(new))
 
@@ -174,7 +174,7 @@ def chain(*transforms: Transform | tuple[str, Transform]):
             out, new_state[name] = tx.run(
                 updates, state[name], params, donate=Donation(may_write, donate.state), **extras
             )
-            # What a transform that keeps the promise has made anew belongs to this chain alone.
+            # New tensors from a transform that keeps the donation promise belong to this chain alone.
             may_write = donate.state and tx.keeps_donation_promise and (may_write or is_new(out, updates))
             updates = out
         return updates, new_state
@@ -219,7 +219,7 @@ def add_updates(*transforms: Transform | tuple[str, Transform]):
         new_state: dict[str, PyTree] = {}
         total: PyTree = None
         for name, tx in entries.items():
-            # What comes in is there for the others, too.
+            # Every transform gets the same updates, so none may overwrite them.
             out, new_state[name] = tx.run(updates, state[name], params, donate=Donation(False, donate.state), **extras)
             total = out if total is None else tree.add(total, out)
         return total, new_state

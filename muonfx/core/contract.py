@@ -1,16 +1,15 @@
 """The contract of a transform of updates.
 
-A `Transform` is two pure functions and a declaration:
+A `Transform` consists of two pure functions and a declaration:
 
-- ``init(params) -> state`` builds a state for a tree of parameters;
+- ``init(params) -> state`` builds the state for a tree of parameters;
 - ``update(updates, state, params=None) -> (updates, state)`` maps gradients, or another transform's output, to new
   updates;
-- ``locality`` says how much of the tree one output element depends on, which is all that a sharding layer must know.
+- ``locality`` declares how much of the tree one output element depends on, which is all that a sharding layer needs.
 
-Neither function writes to its inputs, remembers anything, or looks at values to decide what to do. States are nests
-of dict, tuple, NamedTuple and tensors, so optree, ``torch.utils._pytree`` and ``torch.func`` see one and the same
-tree. A leaf of ``None`` is absent: it gets no update and its state does not change. Updates come back in the dtype
-they came in.
+Neither function modifies its inputs, keeps hidden state, or branches on values. States are nests of dict, tuple,
+NamedTuple and tensors, so optree, ``torch.utils._pytree`` and ``torch.func`` see the same tree. A leaf of ``None`` is
+absent: it gets no update and its state does not change. Updates keep their dtype.
 """
 
 from __future__ import annotations
@@ -69,29 +68,26 @@ class Locality(IntEnum):
 
 
 class Extras(NamedTuple):
-    """The named extras that an update function takes."""
+    """The named extras in the signature of an update function."""
 
     named: frozenset[str]
     takes_all: bool
-    """True if it takes all others too, for those that it calls."""
+    """True if the function has ``**extras``, which it forwards to the transforms that it calls."""
     required: frozenset[str]
-    """Without which it, or one that it calls, cannot run."""
+    """Extras that the function, or a transform that it calls, cannot run without."""
 
 
 class Functions(NamedTuple):
-    """The two functions that a constructor returns, which check nothing."""
+    """The unchecked ``init`` and ``update`` that a constructor returns."""
 
     init: Callable[..., Any]
     update: Callable[..., Any]
 
 
 class InStore(NamedTuple):
-    """The way in which a transform that calls others does its own work where the state is offloaded: by buckets.
+    """The functions that run the own work of a wrapper in buckets when its state is offloaded."""
 
-    Both functions get the executor, whose `init_in_store`, `update_in_store` and `kept_state` do so, and the transform
-    with those it calls in a form that the executor carries out.
-    """
-
+    # The executor is a StoreExecutor, defined in muonfx/transforms/_in_store.py.
     init: Callable[..., PyTree]
     """``(executor, transform, params) -> state``."""
     update: Callable[..., tuple[PyTree, PyTree]]
@@ -100,7 +96,7 @@ class InStore(NamedTuple):
 
 @dataclass(frozen=True)
 class Declaration:
-    """The declarations of a transform's author; each field is explained at `transform`."""
+    """The options of `muonfx.transform`, which documents each field."""
 
     locality: Locality | Callable[..., Locality] = Locality.TREE
     own_locality: Locality | None = None
@@ -147,10 +143,10 @@ class Declaration:
 
 
 ON_PIECES = frozenset({"sum_over_leaves", "shard", "max_over_ranks"})
-"""The extras by which a TREE transform works on a rank's pieces of leaves: it gets these, not the gathered tree."""
+"""Extras that let a TREE transform work on a shard of each leaf; it then gets shards, not the gathered tree."""
 
 _OUR_EXTRAS = ON_PIECES | {"donate", "workspace"}
-"""Named in signatures, and given by those who call transforms, not by training loops."""
+"""Extras that callers of transforms supply, not training loops."""
 
 
 class EmptyState(NamedTuple):
@@ -158,7 +154,7 @@ class EmptyState(NamedTuple):
 
 
 def sum_over_leaves(scalars: PyTree) -> Tensor:
-    """Add up a tree of 0-d tensors: what the extra ``sum_over_leaves`` is within one process."""
+    """Add up a tree of 0-d tensors: the extra ``sum_over_leaves`` in a single process."""
     found = list(tree.tensors(scalars))
     if not found:
         return torch.zeros(())
@@ -212,7 +208,7 @@ class Transform(Recorded):
         return Outline(self)
 
     def _repr_html_(self) -> str:
-        """The table of `tree`, in a notebook; ``repr()`` stays the code that makes the transform."""
+        """Show `tree` in a notebook; ``repr()`` stays the code that builds the transform."""
         return self.tree().to_html()
 
     def with_children(self, function: Callable[[Transform], Transform]) -> Transform:
@@ -249,7 +245,7 @@ class Transform(Recorded):
         }
 
     def _arguments_at(self, count: int) -> dict[str, Any]:
-        """The arguments with the numbers of a step in the place of schedules."""
+        """Return the arguments, with the number of one step in place of each schedule."""
         return {**self._arguments, **numbers_at(self.schedules, count)}
 
     def build(self) -> Any:
@@ -260,7 +256,7 @@ class Transform(Recorded):
         return follow(schedules, lambda numbers: self._build_for({**self._arguments, **numbers}))
 
     def _check_schedules(self) -> None:
-        """Have the constructor look at the numbers of some steps, the first ones and later ones."""
+        """Call the constructor with the numbers of early and late steps, to find invalid ones at once."""
         for count in (0, *(10**power for power in range(7))) if self.schedules else ():
             try:
                 self._build_for(self._arguments_at(count))
@@ -362,7 +358,7 @@ class Transform(Recorded):
         required = {parameter.name for parameter in named if parameter.default is parameter.empty}
         names = frozenset(parameter.name for parameter in named)
         for part in self.children if takes_all else ():
-            required |= part.extras.required - names  # one that is named here with a default can do without
+            required |= part.extras.required - names  # an extra that this signature names with a default is optional
         return Extras(names, takes_all, frozenset(required - {"sum_over_leaves"}))
 
     @property
@@ -418,7 +414,7 @@ class Transform(Recorded):
                 tx.declaration.check_extras(tx, extras)
 
     def _requiring(self, name: str) -> str:
-        """The name of the innermost transform that requires an extra."""
+        """Return the name of the innermost transform that requires an extra."""
         within = [part for part in self.children if name in part.extras.required]
         return within[0]._requiring(name) if within else self.name
 
@@ -441,7 +437,7 @@ class Transform(Recorded):
         return "donate" in self.extras.named and all(part.keeps_donation_promise for part in self.children)
 
     def _derived(self, what: str, find: Callable[[], Any]) -> Any:
-        """Look up what follows from the structure alone, so that traced code finds the answer ready."""
+        """Return a value that follows from the structure alone, cached so that traced code never computes it."""
         derived = self.structure.derived
         if what not in derived:
             derived[what] = find()
@@ -511,7 +507,7 @@ class Transform(Recorded):
             check_update(self, updates, state, params)
             if carries_a_graph(params) and not carries_a_graph(None, (updates, state, tree.leaves(self))):
                 warn_of_growing_graphs("update", params)
-        elif params is not None:  # what is in another place would be taken for what it is not; values cannot be seen
+        elif params is not None:  # traced leaves are matched by position, and their values cannot be checked
             check_structure("updates", updates, "params", params)
         self.check_extras(extras)
         given, updates, state = unshared(Donation.of(donate), updates, state, params)
@@ -534,8 +530,8 @@ class Transform(Recorded):
         if not isinstance(found, tuple) or len(found) != 2:
             raise TypeError(f"{self.name}: its update must return (updates, state), found {_kind_of(found)}")
         if not torch.compiler.is_compiling():
-            # At every step of every transform of a chain, so no more than a glance: what is missing would else be an
-            # error in the next one, or a parameter that is not updated.
+            # This runs for every transform at every step, so it compares the outermost containers only. Without it, a
+            # missing leaf would raise in the next transform or leave a parameter without an update.
             if not _looks_like(found[0], updates):
                 check_structure(
                     f"{self.name}: the updates that it returns", found[0], "those that it is given", updates
@@ -546,19 +542,14 @@ class Transform(Recorded):
 
 
 def _looks_like(new: PyTree, old: PyTree) -> bool:
-    """True if the outermost containers of two trees are alike, or neither has one."""
+    """Return True if the outermost containers of two trees have the same type and length."""
     if isinstance(old, dict | list | tuple):
         return type(new) is type(old) and len(new) == len(old)
     return not isinstance(new, dict | list | tuple) and (new is None) == (old is None)
 
 
 def _check_functions(owner: str, built: object) -> None:
-    """Require that a constructor has returned ``init`` and ``update`` that can be called as they will be.
-
-    >>> _check_functions("half", lambda updates: updates)
-    Traceback (most recent call last):
-    TypeError: half: the decorated function must return (init, update), two functions, found a function
-    """
+    """Require that a constructor returned ``init`` and ``update`` with signatures that fit their calls."""
     if not (isinstance(built, tuple) and len(built) == 2 and all(map(callable, built))):
         raise TypeError(
             f"{owner}: the decorated function must return (init, update), two functions, found {_kind_of(built)}"
@@ -566,7 +557,7 @@ def _check_functions(owner: str, built: object) -> None:
     for role, function, form, count in zip(("init", "update"), built, _FORMS, (1, 3), strict=True):
         try:
             signature = inspect.signature(function)
-        except ValueError:  # written in C: it does not say
+        except ValueError:  # a function written in C may have no signature
             continue
         try:
             named = [p.name for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
@@ -586,16 +577,7 @@ def _kind_of(value: object) -> str:
 
 
 def require_transform(name: str, value: object) -> None:
-    """Require a transform as an argument.
-
-    Raises:
-        TypeError: it is none; the message says what to do with a factory that was not called, or a model.
-
-    >>> import muonfx as mfx
-    >>> require_transform("tx", mfx.muon)
-    Traceback (most recent call last):
-    TypeError: tx must be a muonfx.Transform, found the function muon; call it to get a transform: muon(...)
-    """
+    """Require a `Transform` as an argument; the error advises on uncalled factories and on models."""
     if isinstance(value, Transform):
         return
     kind = type(value).__name__

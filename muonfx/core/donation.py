@@ -48,19 +48,11 @@ NOTHING = Donation()
 
 
 def unshared(donate: Donation, updates: PyTree, state: PyTree, params: PyTree) -> tuple[Donation, PyTree, PyTree]:
-    """Make a donation safe: copy each donated leaf that shares memory with another leaf or with itself.
-
-    Nothing is donated in a graph or under ``torch.func``, where memory cannot be compared.
-
-    >>> u = torch.ones(2)
-    >>> _, updates, _ = unshared(Donation(updates=True), {"a": u, "b": u}, None, None)
-    >>> updates["a"].data_ptr() == updates["b"].data_ptr()
-    False
-    """
+    """Copy each donated leaf that shares memory; in a graph or under ``torch.func``, donate nothing."""
     if not (donate.updates or donate.state):
         return donate, updates, state
     if functorch_is_active() or is_traced():
-        return NOTHING, updates, state
+        return NOTHING, updates, state  # memory cannot be compared here
     given, own = tree.leaves(updates), tree.leaves(state)
     shared = _shared([*given, *own, *tree.leaves(params)])
     if shared and donate.updates:
@@ -71,16 +63,13 @@ def unshared(donate: Donation, updates: PyTree, state: PyTree, params: PyTree) -
 
 
 def copied_where_shared(given: PyTree, other: PyTree) -> PyTree:
-    """A tree with copies of its leaves that share memory with another leaf of the tree, or of the other tree.
-
-    In a graph and under ``torch.func``, where memory cannot be compared: of the tensors that are given twice.
-    """
+    """Copy the leaves of the first tree that share memory with another leaf of either tree."""
     own = tree.leaves(given)
     return _copied(given, {place for place in _shared([*own, *tree.leaves(other)]) if place < len(own)})
 
 
 def _copied(given: PyTree, places: set[int]) -> PyTree:
-    """A tree with copies of the leaves at some places."""
+    """Copy the leaves at the given indices."""
     if not places:
         return given
     leaves, treedef = tree.flatten(given)
@@ -88,17 +77,17 @@ def _copied(given: PyTree, places: set[int]) -> PyTree:
 
 
 def _shared(leaves: Sequence[Any]) -> set[int]:
-    """The places of the leaves that share memory with another leaf, or have several elements in one place."""
+    """Return the indices of leaves that share memory with another leaf or overlap themselves."""
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
     if functorch_is_active() or is_traced():
-        first: dict[Tensor, int] = {}
+        first: dict[Tensor, int] = {}  # memory cannot be compared here: only find tensors that occur twice
         pairs = [(first.setdefault(leaves[place], place), place) for place in places]
         return {place for pair in pairs if pair[0] != pair[1] for place in pair}
     return {places[at] for at in sharing([_in_memory(leaves[place]) for place in places])}
 
 
 def _in_memory(leaf: Tensor) -> Tensor:
-    """The tensor that holds a leaf's elements: the inner one of a DTensor."""
+    """Return the tensor that holds a leaf's elements, such as the local tensor of a DTensor."""
     while type(leaf) not in (Tensor, torch.nn.Parameter) and hasattr(leaf, "__tensor_flatten__"):
         inner: Any = leaf
         leaf = getattr(inner, inner.__tensor_flatten__()[0][0])
@@ -106,12 +95,7 @@ def _in_memory(leaf: Tensor) -> Tensor:
 
 
 def check_writable(what: str, params: PyTree) -> None:
-    """Require parameters whose elements have a place each, so that updates can be added in place.
-
-    >>> check_writable("params", {"w": torch.zeros(1).expand(3)})
-    Traceback (most recent call last):
-    ValueError: params: 'w' of shape (3,) and strides (0,) has several elements in one place of memory, as an ...
-    """
+    """Require parameters without overlapping elements, so that updates can be added in place."""
     for place, leaf in enumerate(tree.leaves(params)):
         if isinstance(leaf, Tensor) and overlaps_itself(_in_memory(leaf)):
             raise ValueError(
@@ -122,7 +106,7 @@ def check_writable(what: str, params: PyTree) -> None:
 
 
 def copy_kept(new: PyTree, old: PyTree) -> PyTree:
-    """Copy what a new state has kept of the old one, lest a later donation of the new one write into the old."""
+    """Copy the leaves that a new state shares with the old, so that donating the new cannot overwrite the old."""
     before = {id(leaf) for leaf in tree.tensors(old)}
     leaves, treedef = tree.flatten(new)
     if not any(id(leaf) in before for leaf in leaves):

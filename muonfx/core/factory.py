@@ -1,4 +1,4 @@
-"""The decorator that makes a factory of transforms from a function."""
+"""The decorator `transform`, which turns a function into a factory of transforms."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ InitAndUpdate = tuple[Callable[[PyTree], PyTree], Callable[..., tuple[PyTree, Py
 """The pair of functions ``init, update`` that a function under `transform` returns."""
 
 
-# Three ways to decorate. The last two differ in `remembers` alone: with it, a memory comes in front of the arguments.
+# The last two overloads differ in `remembers` only: if it is True, the constructor takes a dict before its arguments.
 @overload
 def transform(constructor: Callable[P, InitAndUpdate], /) -> Callable[P, Transform]: ...
 

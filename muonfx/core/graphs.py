@@ -1,4 +1,4 @@
-"""Parameters that carry the graph of all steps before."""
+"""Detection of parameters that carry the autograd graph of all earlier steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["carries_a_graph", "warn_of_growing_graphs"]
 
 
 def carries_a_graph(params: PyTree, others: PyTree = None) -> bool:
-    """True if a parameter is the result of recorded operations, or another tensor takes part in any."""
+    """Return True if a parameter is the result of recorded operations, or another tensor requires grad."""
     if not torch.is_grad_enabled() or functorch_is_active():
         return False
     return any(leaf.grad_fn is not None for leaf in tree.tensors(params)) or any(
@@ -23,7 +23,7 @@ def carries_a_graph(params: PyTree, others: PyTree = None) -> bool:
 
 
 def warn_of_growing_graphs(what: str, params: PyTree) -> None:
-    """Warn that parameters which were not detached keep the graphs of all steps; ``what`` is the caller's name."""
+    """Warn that parameters were not detached and keep the graphs of all steps; ``what`` names the caller."""
     named = zip(tree.names(params), tree.leaves(params), strict=True)
     name = next(name for name, leaf in named if leaf is not None and leaf.grad_fn is not None)
     warnings.warn(

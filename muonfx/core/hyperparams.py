@@ -1,9 +1,8 @@
-"""The numeric arguments of a transform as data: listed, replaced, batched, differentiated, or kept in the state.
+"""The numeric arguments of a transform as data: listed, replaced, batched, differentiated, or stored in the state.
 
-A transform is a pytree whose leaves are its numeric arguments. `stack` makes one transform of several, with batched
-leaves, for ``torch.func.vmap``; `as_tensors` makes the leaves tensors, for ``torch.func.grad``; `inject_hyperparams`
-moves them into the state, where a training loop can change them between steps without rebuilding or recompiling
-anything.
+A transform is a pytree whose leaves are its numeric arguments. `stack` batches the leaves of several transforms for
+``torch.func.vmap``. `as_tensors` converts the leaves to tensors for ``torch.func.grad``. `inject_hyperparams` moves the
+leaves into the state, where a training loop can change them without recompiling anything.
 """
 
 from __future__ import annotations

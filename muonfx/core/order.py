@@ -1,7 +1,7 @@
-"""The order of the transforms of a chain, relative to its learning rate.
+"""The order of a chain's transforms relative to its learning rate.
 
-Every transform may declare one `Position`. `check_order` compares the positions of a chain's members when the chain is
-constructed. `signs` follows the direction of updates, for whoever knows that these updates reach parameters.
+Each transform may declare a `Position`. `check_order` compares the positions of a chain's members when the chain is
+constructed. `signs` follows the direction of updates through a transform whose updates reach parameters.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Position = Literal[
     "observer",
     "last_observer",
 ]
-"""The place of a transform in a chain; each value is explained at `muonfx.transform`."""
+"""The place of a transform in a chain; `muonfx.transform` documents each value."""
 
 POSITIONS = frozenset(get_args(Position))
 
@@ -38,14 +38,14 @@ _OBSERVERS = {"observer", "last_observer"}
 
 
 def within(tx: Transform) -> Iterator[Transform]:
-    """A transform and all that it calls, directly or not."""
+    """Yield a transform and all transforms that it calls, directly or indirectly."""
     yield tx
     for part in tx.children:
         yield from within(part)
 
 
 def _positioned(tx: Transform) -> Iterator[tuple[Transform, Position | None]]:
-    """The transforms within a transform with their positions, and the transform itself behind those that it calls."""
+    """Yield the transforms within a transform with their positions, inner transforms first."""
     for part in tx.children:
         yield from _positioned(part)
     if tx.position is not None or not (tx.children or tx.declaration.in_sequence):
@@ -53,14 +53,7 @@ def _positioned(tx: Transform) -> Iterator[tuple[Transform, Position | None]]:
 
 
 def check_order(chain: Transform) -> None:
-    """Compare the positions of the members of a chain, each with those of the members before it.
-
-    Raises:
-        ValueError: the order gives wrong numbers; the message names both members and the right order.
-
-    Warns:
-        UserWarning: a learning rate has no effect, or an update changes after its last transform.
-    """
+    """Compare each member's position with the positions of all earlier members; raise or warn."""
     members = zip(part_names(chain), chain.children, strict=True)
     placed = [[_Placed(name, *found) for found in _positioned(member)] for name, member in members]
     pairs = [
@@ -80,7 +73,7 @@ def check_order(chain: Transform) -> None:
 
 
 class _Placed(NamedTuple):
-    """A transform within a member of a chain."""
+    """A transform within a member of a chain, with its position."""
 
     member: str
     tx: Transform
@@ -88,7 +81,7 @@ class _Placed(NamedTuple):
 
 
 def _error(earlier: _Placed, later: _Placed) -> str:
-    """Describe an order that gives wrong numbers; an empty string if there is nothing to say."""
+    """Return a message if the order gives wrong numbers, else an empty string."""
     (first_place, first_tx, first), (place, tx, position) = earlier, later
     if first == position == "learning_rate":
         return (
@@ -111,7 +104,7 @@ def _error(earlier: _Placed, later: _Placed) -> str:
 
 
 def _doubt(earlier: _Placed, later: _Placed) -> str:
-    """Describe an order that is hardly meant; an empty string if there is nothing to say."""
+    """Return a message if the order is probably a mistake, else an empty string."""
     (first_place, first_tx, first), (place, tx, position) = earlier, later
     if first == "learning_rate" and position == "sets_size":
         return (
@@ -128,19 +121,12 @@ def _doubt(earlier: _Placed, later: _Placed) -> str:
 
 
 def signs(tx: Transform) -> frozenset[int]:
-    """The directions that updates may have after a transform: 1 as the gradient, -1 reversed, 0 unknown.
-
-    >>> import muonfx as mfx
-    >>> signs(mfx.adamw(0.1)) == {-1}, signs(mfx.momentum()) == {1}
-    (True, True)
-    >>> signs(mfx.partition({"a": mfx.lion(), "b": mfx.identity()}, {})) == {1, -1}
-    True
-    """
+    """Return the possible directions of updates after a transform: 1 uphill, -1 downhill, 0 unknown."""
     return combine_signs(tx, map(signs, tx.children))
 
 
 def combine_signs(tx: Transform, inner: Iterable[frozenset[int]]) -> frozenset[int]:
-    """The same, from the directions after each transform that it calls."""
+    """Return the `signs` of a transform, given the signs of each transform that it calls."""
     found = frozenset({_own_sign(tx)})
     steps = (
         list(inner) if tx.declaration.in_sequence else [either] if (either := frozenset[int]().union(*inner)) else []
@@ -151,11 +137,12 @@ def combine_signs(tx: Transform, inner: Iterable[frozenset[int]]) -> frozenset[i
 
 
 def _own_sign(tx: Transform) -> int:
-    """What a transform itself does to the direction; unknown for one from elsewhere that declares no position."""
+    """Return a transform's own effect on the direction: 1, -1, or 0 if unknown."""
     if tx.position in ("learning_rate", "turns"):
         return -1
     if tx.position == "either_sign":
         return 0
+    # A third-party transform without a position may reverse updates.
     module = tx.factory.__module__ or ""  # None for a factory in a bare exec()
     is_ours = module.partition(".")[0] == __name__.partition(".")[0]
     return 1 if is_ours or tx.position is not None else 0

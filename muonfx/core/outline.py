@@ -1,4 +1,4 @@
-"""The outline of a transform: those that it calls as a tree, with what each must see and its numbers."""
+"""The outline of a transform: the tree of transforms that it calls, with their localities and arguments."""
 
 from __future__ import annotations
 
@@ -18,21 +18,17 @@ if TYPE_CHECKING:
 __all__ = ["Outline"]
 
 _LONGEST = 40
-"""Characters of one setting."""
+"""The most characters shown of one setting."""
 
 
 @dataclass(frozen=True, repr=False)
 class Outline(Shown):
-    """A transform and those that it calls; made by `Transform.tree`, printed as a table.
-
-    Attributes:
-        tx: the transform.
-    """
+    """A transform shown as a table of the transforms that it calls; `Transform.tree` returns it."""
 
     tx: Transform
 
     def report(self) -> Report:
-        """The table: a row for each transform, with those that it calls under it."""
+        """Return a table with one row for each transform, children below their parents."""
         rows = (_row(self.tx, self.tx.name),)
         has_settings = any(row.cells[3] for _, row in rows[0].walk())
         columns = tuple(Column(title) for title in ("transform", "locality", "numbers", "settings"))
@@ -52,13 +48,13 @@ def _row(tx: Transform, title: str) -> Row:
 
 
 def _title(name: str, child: Transform) -> str:
-    """The transform's name, behind the name that its caller gives it where that is another."""
+    """Return the transform's name, after the name that its caller gives it if the two differ."""
     last = name.rpartition(".")[2]
     return child.name if not last or last in (child.name, "tx") else f"{last}: {child.name}"
 
 
 def _arguments(tx: Transform, called: Container[int]) -> tuple[list[str], list[str]]:
-    """The numbers of a transform, and its other arguments where they are not the defaults."""
+    """Return the numbers of a transform, and its other arguments that differ from their defaults."""
     numbers: list[str] = []
     settings: list[str] = []
     for name, parameter in tx.factory.definition.parameters.items():
@@ -73,7 +69,7 @@ def _arguments(tx: Transform, called: Container[int]) -> tuple[list[str], list[s
 
 
 def _holds_one(value: Any, called: Container[int]) -> bool:
-    """True if an argument is one of the transforms that are called, or has one in it."""
+    """Return True if an argument is, or contains, one of the called transforms."""
     if isinstance(value, Mapping):
         return any(_holds_one(item, called) for item in value.values())
     return id(value) in called or (isinstance(value, tuple | list) and any(_holds_one(v, called) for v in value))
@@ -87,7 +83,7 @@ def _written(value: object) -> str:
     if isinstance(value, Tensor):
         try:
             return f"tensor of {list(value.shape)}" if value.ndim else f"{value.item():.6g}"
-        except RuntimeError:  # one inside torch.func, or a meta tensor, has no value to print
+        except RuntimeError:  # a tensor inside torch.func or on meta has no value
             return "tensor of []"
     if isinstance(value, float):
         return f"{value:.6g}"

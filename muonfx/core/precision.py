@@ -1,4 +1,7 @@
-"""The dtypes in which the transforms of a chain compute their matrix products."""
+"""The dtypes in which a chain's transforms compute their matrix products.
+
+Machines may resolve "auto" to different dtypes and then compute different numbers, so ranks compare these dtypes.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +16,8 @@ __all__ = ["product_dtypes"]
 
 
 def product_dtypes(tx: Transform, held: Iterable[torch.dtype], device: torch.device) -> dict[str, str]:
-    """Resolve the dtypes of matrix products, by the dotted name of the transform; none for other transforms.
-
-    Machines may resolve a dtype of "auto" differently, and then compute other numbers.
-
-    Args:
-        tx: the transform, with those that it calls.
-        held: the dtypes of the parameters: "auto" keeps float64 and is one dtype for all others.
-        device: the device to compute on.
-
-    >>> import muonfx as mfx
-    >>> tx = mfx.chain(mfx.momentum(), mfx.orthogonalize(dtype=torch.bfloat16))
-    >>> product_dtypes(tx, [torch.float32], torch.device("cpu"))
-    {'orthogonalize': 'bfloat16'}
-    """
+    """Return the resolved dtype of matrix products by the dotted name of each transform that computes them."""
+    # "auto" keeps float64, and resolves to one dtype for all other parameters.
     dtype = torch.float64 if set(held) == {torch.float64} else torch.float32
     return _resolved(tx, dtype, device, "")
 

@@ -1,14 +1,13 @@
-"""Values that remember how they were made.
+"""Values that record how they were built.
 
-A `Recorded` value holds a *factory* (a decorated constructor) and the arguments it was called with, and nothing else
-that matters. From that alone come a ``repr`` that evaluates back, equality, pickling, ``replace``, a fingerprint, and
-a pytree view whose leaves are the numeric arguments, so that ``torch.func`` can batch over a value or differentiate
-with respect to it.
+A `Recorded` value holds a *factory* (a decorated constructor) and the arguments of the call. Its ``repr``, equality,
+pickling, ``replace``, fingerprint and pytree view all follow from these two. The leaves of the pytree view are the
+numeric arguments, so ``torch.func`` can batch over a value or differentiate with respect to it.
 
-Two kinds of argument: a *part* (a float, a tensor, or another recorded value) is visible in the pytree view; the rest
-(ints, strings, dtypes, functions, and floats inside containers) is fixed structure. Which argument is which is
-decided once, when the factory is called, and carried through unflattening as a *skeleton* with holes:
-``torch.func.vmap`` unflattens with arbitrary objects, so deciding again from the values would give another structure.
+An argument is either a *part* (a float, a tensor, or another recorded value), which is visible in the pytree view, or
+fixed structure (an int, a string, a dtype, a function, or a float inside a container). The factory decides which when
+it is called, and stores the structure as a *skeleton* with holes for the parts. Unflattening reuses the skeleton:
+``torch.func.vmap`` unflattens with arbitrary objects, whose types would give another structure.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ __all__ = [
 
 
 class _Hole:
-    """Stands in a skeleton where a part was; there is one of it."""
+    """The placeholder for a part in a skeleton; a singleton."""
 
     def __repr__(self) -> str:
         return "*"
@@ -82,15 +81,14 @@ def _split(value: Any, parts: list[object], *, top: bool = False) -> object:
     if type(value) is dict:
         items = list(value.items())
         if items and all(isinstance(item, Recorded) for _, item in items):
-            items.sort(
-                key=lambda pair: str(pair[0])
-            )  # transforms by name: their order means nothing, so it must not show. Patterns' order does.
+            # The order of transforms by name has no meaning and must not show; the order of patterns has.
+            items.sort(key=lambda pair: str(pair[0]))
         return {key: _split(item, parts) for key, item in items}
     return value
 
 
 def _join(skeleton: Any, parts: Iterator[object]) -> Any:
-    """Put parts back into a skeleton; the inverse of `_split`."""
+    """Fill parts into the holes of a skeleton: the inverse of `_split`."""
     if skeleton is _HOLE:
         return next(parts)
     if type(skeleton) in (tuple, list):
@@ -101,11 +99,11 @@ def _join(skeleton: Any, parts: Iterator[object]) -> Any:
 
 
 MAX_DEPTH = 64
-"""The number of recorded values that may lie one within another. Side by side there may be any number."""
+"""The maximum nesting depth of recorded values."""
 
 
 def _depth(parts: Sequence[object]) -> int:
-    """Count the recorded values that lie one within another among some parts, with the one that holds them."""
+    """Return the nesting depth of a recorded value that has these parts."""
     depth, level = 1, [part for part in parts if isinstance(part, Recorded)]
     while level:
         depth += 1
@@ -125,7 +123,7 @@ def _names_of_parts(skeleton: Any, prefix: str) -> Iterator[str]:
 
 
 def _ordered(skeleton: Any) -> object:
-    """The skeleton in a form whose equality sees the order of dicts, which decides what their parts mean."""
+    """Return the skeleton in a form whose equality depends on the order of dicts, as the meaning of parts does."""
     if type(skeleton) in (tuple, list):
         return type(skeleton), tuple(_ordered(item) for item in skeleton)
     if type(skeleton) is dict:
@@ -138,30 +136,29 @@ R = TypeVar("R", bound="Recorded")
 
 @dataclass(frozen=True, eq=False)
 class Definition:
-    """A factory's definition: its constructor, the signature, read once, and what was declared of it."""
+    """A factory's constructor, its parsed signature, and the options of the decorator."""
 
     constructor: Callable[..., Any]
     parameters: Mapping[str, inspect.Parameter]
-    """Of the arguments that are recorded: all but the options."""
+    """The recorded parameters: all except the options."""
     options: Mapping[str, type[Options]]
-    """By name, the arguments that are values of several others; these are recorded in their place."""
+    """Parameters that group several others, by name; the parameters of the group are recorded instead."""
     kinds: tuple[tuple[str, str], ...]
-    """Name and kind of each parameter, in a form that can be traced."""
+    """Name and kind of each parameter, as strings that can be traced."""
     plain: Mapping[str, frozenset[str]]
-    """By parameter, the plain types that its annotation asks for."""
+    """The plain types that each parameter's annotation accepts."""
     floats: frozenset[str]
-    """The parameters whose annotation says float, where an int is made one."""
+    """Parameters annotated as float, whose ints become floats."""
     name: str | None
-    """The public name, if one was declared."""
-    """By argument, a default of an earlier version that means the same state."""
+    """The declared public name."""
     remembers: bool
-    """True if the constructor takes the memory of its structure."""
+    """True if the constructor takes `Structure.memory` as its first argument."""
     transparent: bool
-    """True if its values stand for their only part, whose names do not show that it is within another."""
+    """True if a value represents its only part and adds nothing to that part's name."""
     part_names: Callable[[Recorded], Sequence[str]] | None
-    """Names the parts of a value, where the names of arguments do not."""
+    """Returns the names of the parts of a value, instead of the names of its arguments."""
     declaration: object
-    """The arguments of the decorator, in a form of its own."""
+    """Further options of the decorator, such as a `Declaration`."""
 
 
 class Factory(Protocol):
@@ -179,27 +176,27 @@ class Factory(Protocol):
 
 
 def _as_float(definition: Definition, name: str, value: Any) -> object:
-    """An int as a float, where the annotation says float."""
+    """Convert an int to a float if the annotation of the parameter is float."""
     is_int = isinstance(value, int) and not isinstance(value, bool)
     return float(value) if is_int and name in definition.floats else value
 
 
 @dataclass(frozen=True, eq=False)
 class Structure:
-    """What a recorded value is apart from its parts: the pytree context."""
+    """A recorded value without its parts: the context of its pytree node."""
 
     kind: type[Recorded]
     factory: Factory
     skeleton: dict[str, object]
     derived: dict[str, Any] = field(default_factory=dict, repr=False)
-    """What follows from the rest, computed once where it is made and shared by all values of this structure."""
+    """Results that follow from the structure, computed once and shared by all values of this structure."""
     memory: dict[object, Any] = field(default_factory=dict, repr=False)
-    """The answers that a constructor has derived from structure; they live as long as the structure does."""
+    """Results that a constructor caches for as long as the structure exists."""
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Structure):
             return NotImplemented
-        if self is other:  # as in all values that differ in numbers only
+        if self is other:  # as for values that differ only in numbers
             return True
         same_call = self.kind is other.kind and self.factory is other.factory
         return same_call and _ordered(self.skeleton) == _ordered(other.skeleton)
@@ -209,23 +206,14 @@ class Structure:
 
 
 class Recorded:
-    """A value that is its factory and the arguments of the call; see the module's docstring.
-
-    Not made directly: a decorator such as `muonfx.transform` turns a function into a factory that returns one.
-    """
+    """A value defined by its factory and the arguments of the call; only factories create it."""
 
     structure: Structure
     parts: tuple[Any, ...]
 
     @classmethod
     def record(cls, factory: Factory, /, *args: object, **kwargs: object) -> Self:
-        """Record a call of a factory; ints become floats where the factory's annotation says float.
-
-        Raises:
-            TypeError: the arguments do not fit the factory's signature, or one whose annotation asks for a bool, an
-                int, a float or a str is none.
-            ValueError: more than `MAX_DEPTH` values would lie one within another.
-        """
+        """Record a checked call of a factory; ints become floats if the annotation is float."""
         definition = factory.definition
         parameters = definition.parameters
         if definition.options:
@@ -250,7 +238,7 @@ class Recorded:
 
     @classmethod
     def stands_for_a_number(cls, factory: Factory, value: object) -> bool:
-        """True if a value may be given where a factory takes a number."""
+        """Return True if a value is accepted in place of a number."""
         return False
 
     @classmethod
@@ -261,9 +249,9 @@ class Recorded:
         return value
 
     def __init_subclass__(cls, **kwargs: object) -> None:
-        """Register every kind of recorded value as a pytree node, with optree and with torch."""
+        """Register each subclass as a pytree node of optree and of torch."""
         super().__init_subclass__(**kwargs)
-        # optree's types ask for a collection; any class will do
+        # optree's type hints require a collection, but any class works.
         optree.register_pytree_node(
             cast("Any", cls), cast("Any", _flatten), cast("Any", _unflatten), namespace=NAMESPACE
         )
@@ -272,14 +260,13 @@ class Recorded:
         )
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Refuse: a recorded value does not change; `replace` makes another."""
         raise AttributeError(
             f"{self.structure.factory.__name__}(...) is a value and cannot be changed; use .replace({name}=...)"
         )
 
     @property
     def factory(self) -> Factory:
-        """The function that made this value."""
+        """The factory that built this value."""
         return self.structure.factory
 
     @property
@@ -289,11 +276,11 @@ class Recorded:
 
     @property
     def arguments(self) -> Mapping[str, Any]:
-        """The arguments of the call by name, defaults included."""
+        """The arguments of the call by name, including defaults."""
         return dict(self._arguments)
 
     def _call(self, function: Callable[..., Any], arguments: Mapping[str, Any], **further: object) -> Any:
-        """Call a function of the factory's signature with recorded arguments, and with further named ones."""
+        """Call a function that has the factory's signature with recorded and further named arguments."""
         positional: list[object] = []
         named: dict[str, object] = dict(further)
         for name, kind in self.factory.definition.kinds:
@@ -321,18 +308,18 @@ class Recorded:
 
     @property
     def built(self) -> Any:
-        """What the constructor returns for the recorded arguments, built on first use."""
+        """The constructor's result for the recorded arguments, computed on first use."""
         kept = self.__dict__.get("_built")
         if kept is None:
             kept = self.build()
-            # Tracing must not store closures on an object that may outlive it.
+            # Closures made while tracing must not be stored on an object that outlives the trace.
             if not torch.compiler.is_compiling():
                 self.__dict__["_built"] = kept
         return kept
 
     @property
     def treedef(self) -> PyTreeSpec:
-        """The structure of the value and of all within it, without numbers: equal for values that differ in these."""
+        """The pytree structure of the value, equal for values that differ only in numbers."""
         kept = self.__dict__.get("_treedef")
         if kept is None:
             kept = optree.tree_structure(cast("Any", self), none_is_leaf=True, namespace=NAMESPACE)
@@ -340,15 +327,15 @@ class Recorded:
         return kept
 
     def with_parts(self, parts: Sequence[object]) -> Self:
-        """The same call with other parts, which may be of other structure than those there are."""
+        """Return the same call with other parts, whose structure may differ."""
         return self._from(dataclasses.replace(self.structure, derived={}, memory={}), parts)
 
     def prepare(self) -> None:
-        """Build now, as a factory does, so that bad arguments fail at the call and tracing finds everything ready."""
+        """Build now, so that bad arguments fail at the call and tracing finds the result cached."""
         _ = self.built
 
     def prepare_all(self) -> Self:
-        """Prepare the value and all within it, so that a bad value is found before anything is changed."""
+        """Prepare the value and all values within it, so that errors are raised before anything changes."""
         self.prepare()
         for part in self.parts:
             if isinstance(part, Recorded):
@@ -370,7 +357,7 @@ class Recorded:
         return self._call(self.factory, {**self._arguments, **changes})
 
     def __repr__(self) -> str:
-        """Print as the code that builds the value; arguments that equal their default are left out."""
+        """Print as code that rebuilds the value, without arguments that equal their defaults."""
         written: list[str] = []
         named = False
         for name, parameter in self.factory.definition.parameters.items():
@@ -380,7 +367,7 @@ class Recorded:
             elif parameter.kind is parameter.VAR_KEYWORD:
                 written.extend(f"{key}={_literal(item)}" for key, item in value.items())
             elif not _same(value, parameter.default):
-                # Numbers by name; the transforms and labels that a combinator is given, by place.
+                # Write numbers as keywords, and the transforms and labels of a combinator as positional arguments.
                 required = parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
                 by_place = required and not isinstance(value, int | float | Tensor) and not named
                 named = named or not by_place
@@ -388,17 +375,15 @@ class Recorded:
         return f"{self.factory.__name__}({', '.join(written)})"
 
     def __eq__(self, other: object) -> bool:
-        """Two values are equal when the same factory was called with equal arguments."""
         if not isinstance(other, Recorded):
             return NotImplemented
         return self.structure == other.structure and _same(self.parts, other.parts)
 
     def __hash__(self) -> int:
-        """Hash by factory and structure; equal values hash alike."""
         return hash((self.factory.__module__, self.factory.__qualname__, len(self.parts)))
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle as factory, skeleton and parts; closures, which do not pickle, are built again on first use."""
+        """Pickle as factory, skeleton and parts; closures cannot be pickled and are rebuilt on first use."""
         return _rebuild, (type(self), self.factory, self.structure.skeleton, self.parts)
 
     @property
@@ -422,21 +407,7 @@ def make_factory(
     transparent: bool = False,
     part_names: Callable[[Recorded], Sequence[str]] | None = None,
 ) -> Any:
-    """Turn a function into a factory of recorded values, with the function's name, signature and docstring.
-
-    Args:
-        kind: of the values.
-        constructor: the function.
-        declaration: what the kind wants to know of the constructor, as `Definition.declaration`.
-        name: as in `muonfx.transform`.
-        remembers: as there.
-        transparent: as in `Definition`.
-        part_names: as there.
-
-    Raises:
-        ValueError: ``name`` is not made of identifiers and dots, or the constructor does not take all that one of its
-            options stands for.
-    """
+    """Turn a function into a factory of recorded values with the function's name, signature and docstring."""
     if name is not None and not (isinstance(name, str) and all(part.isidentifier() for part in name.split("."))):
         raise ValueError(f"name must be identifiers with dots between them, such as 'acme.my_momentum', found {name!r}")
 
@@ -475,15 +446,7 @@ def make_factory(
 
 
 def parts_of(value: Recorded) -> Iterator[tuple[str, Any]]:
-    """Iterate over the numeric arguments of a recorded value as (dotted name, number), nested values included.
-
-    A factory may name the parts of its values (a chain does), or make values that stand for their only part: the name
-    of that one is empty, and does not show.
-
-    >>> import muonfx as mfx
-    >>> [name for name, _ in parts_of(mfx.chain(mfx.momentum(0.9), mfx.scale(2.0)))]
-    ['momentum.decay', 'scale.factor']
-    """
+    """Yield the numeric arguments of a value and of the values within it as (dotted name, number)."""
     for name, part in zip(part_names(value), value.parts, strict=True):
         if isinstance(part, Recorded):
             yield from ((f"{dotted(name)}{inner}", number) for inner, number in parts_of(part))
@@ -492,20 +455,7 @@ def parts_of(value: Recorded) -> Iterator[tuple[str, Any]]:
 
 
 def with_numbers(value: R, numbers: Iterator[object]) -> R:
-    """A recorded value with other numbers, in the order of its leaves; what keeps all of its numbers is kept itself.
-
-    So a changed number leaves the closures of everything else built.
-
-    Args:
-        value: the value.
-        numbers: as many as it has leaves, at least; those are taken.
-
-    >>> import muonfx as mfx
-    >>> tx = mfx.chain(mfx.momentum(0.9), mfx.scale(2.0))
-    >>> new = with_numbers(tx, iter([tx.parts[0].parts[0], 3.0]))
-    >>> new, new.parts[0] is tx.parts[0]
-    (chain(momentum(decay=0.9), scale(factor=3.0)), True)
-    """
+    """Return a value with new numbers in leaf order, reusing inner values (as built) whose numbers stay."""
     parts = [with_numbers(part, numbers) if isinstance(part, Recorded) else next(numbers) for part in value.parts]
     if all(new is old for new, old in zip(parts, value.parts, strict=True)):
         return value
@@ -513,27 +463,19 @@ def with_numbers(value: R, numbers: Iterator[object]) -> R:
 
 
 def strip_transparent(value: Any) -> Any:
-    """What a transparent value stands for; any other value as it is.
-
-    >>> strip_transparent("anything")
-    'anything'
-    """
+    """Return the part that a transparent value represents, or any other value unchanged."""
     while isinstance(value, Recorded) and value.factory.definition.transparent:
         (value,) = value.parts
     return value
 
 
 def dotted(name: str) -> str:
-    """The name of a part as the beginning of a longer name.
-
-    >>> dotted("inner"), dotted("")
-    ('inner.', '')
-    """
+    """Return the name of a part as the prefix of a longer name."""
     return f"{name}." if name else ""
 
 
 def part_names(value: Recorded) -> tuple[str, ...]:
-    """The dotted names of a value's own parts, in order."""
+    """Return the dotted names of a value's own parts, in order."""
     if value.factory.definition.transparent:
         return ("",)
     chosen = value.factory.definition.part_names
@@ -570,7 +512,7 @@ def _rebuild(
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Equality that sees into containers and compares tensors by value and dtype."""
+    """Return True if two values are equal, where tensors are compared by value, shape and dtype."""
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return (
             isinstance(a, Tensor)
@@ -585,7 +527,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _literal(value: object) -> str:
-    """Python code for an argument."""
+    """Return Python code for an argument."""
     if isinstance(value, Tensor):
         try:
             return f"torch.tensor({value.tolist()!r}, dtype={value.dtype})"
@@ -603,12 +545,12 @@ def _literal(value: object) -> str:
         return f"{{{', '.join(f'{key!r}: {_literal(item)}' for key, item in value.items())}}}"
     if inspect.isfunction(value) or inspect.isclass(value):
         return _name_in_package(value)
-    code_in = getattr(value, "code_in", None)  # of a predicate, whose names are in a module of their own
+    code_in = getattr(value, "code_in", None)  # predicates are named in the module select
     return str(code_in("select.")) if callable(code_in) else repr(value)
 
 
 def _name_in_package(value: Any) -> str:
-    """The shortest dotted name of a function or class in this package's namespace; of another, its own name."""
+    """Return the shortest dotted name in muonfx of a function or class, or its own name if it has none."""
     package, *parts = (value.__module__ or "").split(".")  # None for a function in a bare exec()
     if package == __name__.partition(".")[0]:
         module = sys.modules[package]
@@ -620,19 +562,14 @@ def _name_in_package(value: Any) -> str:
 
 
 def _structure(value: Recorded) -> str:
-    """Write down everything in a value but its numeric parts and the arguments that are as by default."""
+    """Return the text of a value without its numbers and the arguments that equal their defaults."""
     value = strip_transparent(value)
     told = [f"{name}={text}" for name, text in told_arguments(value).items()]
     return f"{public_name(value.factory)}({','.join(told)})"
 
 
 def told_arguments(value: Recorded) -> dict[str, str]:
-    """The arguments that are neither numbers nor as by default, as texts that are the same in every process.
-
-    >>> import muonfx as mfx
-    >>> told_arguments(mfx.momentum(0.5, nesterov=False))
-    {'nesterov': 'False'}
-    """
+    """Return the fixed arguments that differ from their defaults, as texts equal in every process."""
     parts = iter(value.parts)
     written = {name: _text(item, parts) for name, item in value.structure.skeleton.items()}
     definition = value.factory.definition
@@ -650,7 +587,7 @@ _NUMBER = "*"
 
 
 def _default_text(definition: Definition, name: str) -> str:
-    """The text of an argument that need not be told: that of its default, or for one without, of any number."""
+    """Return the text of the default of an argument, or the text of a number if it has no default."""
     parameter = definition.parameters[name]
     if parameter.kind is parameter.VAR_POSITIONAL:
         return "()"

@@ -1,4 +1,4 @@
-"""Numbers that follow schedules, in any transform: its constructor is called anew with the numbers of each step."""
+"""Transforms whose numbers follow schedules: the constructor is called with the numbers of each step."""
 
 from __future__ import annotations
 
@@ -30,17 +30,12 @@ class ScheduledHyperparamsState(NamedTuple):
 
 
 def numbers_at(schedules: Mapping[str, Schedule], count: int | Tensor) -> dict[str, Any]:
-    """The values of schedules at a step."""
+    """Return the value of each schedule at a step."""
     return {name: schedule(count) for name, schedule in schedules.items()}
 
 
 def follow(schedules: Mapping[str, Schedule], build: Callable[[Mapping[str, Any]], Functions]) -> Functions:
-    """Build ``init`` and ``update`` of a transform whose constructor gets the numbers of each step.
-
-    Args:
-        schedules: by argument.
-        build: calls the constructor with numbers in their place.
-    """
+    """Build the ``init`` and ``update`` that call the constructor with the scheduled numbers of each step."""
 
     def values(count: Tensor) -> dict[str, Tensor]:
         dtype = torch.float32 if count.device.type == "mps" else torch.float64
@@ -60,7 +55,7 @@ def follow(schedules: Mapping[str, Schedule], build: Callable[[Mapping[str, Any]
         updates, inner_state = inner(updates, state.inner, params, **extras)
         return updates, ScheduledHyperparamsState(state.count + 1, current, inner_state)
 
-    if torch.compiler.is_compiling():  # the signature has been read
+    if torch.compiler.is_compiling():  # the signature was read before tracing
         return init, update
     _, like = build(values(torch.zeros((), dtype=torch.int64)))
     return init, functools.wraps(like)(update)

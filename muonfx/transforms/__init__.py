@@ -1,4 +1,4 @@
-"""The transforms, one family a file."""
+"""The transforms, one family per file."""
 
 from muonfx.transforms._heads import AttentionHeads
 from muonfx.transforms._matrices import MatrixView

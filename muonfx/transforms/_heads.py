@@ -1,4 +1,4 @@
-"""The rows of query and key weights that belong to each head of attention modules."""
+"""The rows of query and key weights that belong to each attention head."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from muonfx.tree.tracing import matches
 __all__ = ["AttentionHeads", "Part"]
 
 Span = tuple[int, int]
-"""A first index and the one behind the last."""
+"""The first index of a range and its end (exclusive)."""
 
 _STR, _INT = plain_kinds("str"), plain_kinds("int")
 _ENDINGS = ("", ".weight", ".bias", "_weight", "_bias")
@@ -78,7 +78,6 @@ class AttentionHeads(Options):
     axis: int = 0
 
     def __post_init__(self) -> None:
-        """Check the arguments."""
         for name in ("module", "query", "key"):
             check_plain("AttentionHeads", name, getattr(self, name), _STR)
         check_plain("AttentionHeads", "axis", self.axis, _INT)
@@ -169,16 +168,16 @@ class Part(NamedTuple):
     """Rows of a parameter that are scaled by factors of one kind."""
 
     kind: str
-    """Of the factors: "query", "key" or "rotary"."""
+    """The kind of factor: "query", "key" or "rotary"."""
     start: int
     end: int
     blocks: int
     """The number of equal blocks in these rows, one for each head."""
     span: Span
-    """The rows of each block."""
+    """The scaled rows within each block."""
 
     def of(self, factors: Tensor, size: int) -> Tensor:
-        """The factor of each row of a parameter, 1 outside."""
+        """Return a factor for each row of a parameter; rows outside get 1."""
         block = (self.end - self.start) // self.blocks
         first, last = self.span
         ones = factors.new_ones

@@ -1,4 +1,4 @@
-"""The part of an executor that a wrapper calls when its state is offloaded."""
+"""The interface of an executor that a wrapper calls when its state is offloaded."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["INNER_FIRST", "StoreExecutor", "init_in_store"]
 
 
 class StoreExecutor(Protocol):
-    """Carries out a transform that looks at one leaf at a time by buckets, with its state in a store."""
+    """Runs a transform that works leaf by leaf in buckets, with its state in a store."""
 
     def init_in_store(self, tx: Transform, params: PyTree) -> PyTree:
-        """Build its state, in the store."""
+        """Build the transform's state in the store."""
         ...
 
     def update_in_store(
@@ -30,16 +30,16 @@ class StoreExecutor(Protocol):
         *,
         absent: bool = False,
     ) -> tuple[PyTree, PyTree]:
-        """Update by it; with ``absent``, also the state of leaves that have no update."""
+        """Update in buckets; with ``absent``, also update the state of leaves without an update."""
         ...
 
     def kept_state(self, state: PyTree, params: PyTree, donate: Donation) -> PyTree:
-        """Return a state that does not change."""
+        """Return an unchanged state, copied unless the state is donated."""
         ...
 
 
 def init_in_store(executor: StoreExecutor, tx: Transform, params: PyTree) -> PyTree:
-    """Build the state of a wrapper with a field ``inner``: its own part in the store, the inner one by the executor."""
+    """Build the state of a wrapper with a field ``inner``: its own part in the store, then the inner state."""
     own = executor.init_in_store(tx.with_children(lambda _: identity()), params)
     return own._replace(inner=tx.children[0].functions.init(params))
 
@@ -61,5 +61,4 @@ def _update_in_store(
 
 
 INNER_FIRST = InStore(init_in_store, _update_in_store)
-"""For a wrapper that hands on all that it gets, and then works on the updates that come back, element by element. Its
-state has the inner one's under ``inner``."""
+"""For a wrapper that runs its inner transform first, then works elementwise; the inner state is in ``inner``."""

@@ -1,9 +1,8 @@
-"""The arithmetic of one leaf, recorded, and carried out on the lists of all leaves.
+"""The arithmetic of one leaf, recorded once and run on the lists of all leaves.
 
-A `Leaf` stands for an operand of a step, or for what the step has made of some, and records what is done with it. What
-the step returns decides which of the recorded operations make up its `Plan`: each runs once, on lists, in
-`muonfx.tree.elementwise`. By then it is known where every value is used for the last time, and so whose storage may be
-overwritten: `Values` keeps the donation promise.
+A `Leaf` represents an operand or a result of a step and records the operations on it. A `Plan` contains the recorded
+operations that the outputs of the step need; each runs once, on lists, with `muonfx.tree.elementwise`. The plan counts
+the uses of every value, so `Values` knows which storage may be overwritten and keeps the donation promise.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ __all__ = ["Leaf", "Operation", "Plan", "Values", "plan"]
 
 Lists = Callable[..., list[Tensor]]
 Casts = torch.dtype | list[torch.dtype] | None
-"""The dtypes that the tensors of an operand are cast to: one for all, one for each, or None for as they are."""
+"""The dtypes to cast the tensors of an operand to: one for all, one for each, or None for no cast."""
 
 
 class Operation(NamedTuple):
-    """A function of lists that makes a value of those at some places, and of scalars."""
+    """A function of lists, with the indices of its operands and with its scalars."""
 
     function: Lists
     operands: list[int]
@@ -38,9 +37,9 @@ class Operation(NamedTuple):
     overwrites: int | None
     """The operand whose storage the function may ``reuse``."""
     is_fresh: bool
-    """False where a result may be a view of an operand, or the operand itself."""
+    """False if a result may be an operand or a view of one."""
     has_leafs_shape: bool
-    """True if the results surely have the shape of the leaf and the dtype to compute in."""
+    """True if the results always have the shape of the leaf and the compute dtype."""
 
 
 Operand: TypeAlias = "Leaf | Scalar"
@@ -50,24 +49,24 @@ _WIDE = frozenset({torch.float32, torch.float64})
 
 
 def _method(function: Callable[..., Leaf]) -> Callable[..., Leaf]:
-    """Give a lambda of a class body a type."""
+    """Annotate a lambda in a class body."""
     return function
 
 
 def _both_ways(function: Callable[[Any, Any], Any]) -> tuple[Callable[..., Leaf], Callable[..., Leaf]]:
-    """An operator of Python that is called for each leaf, and its reflected form."""
+    """Return a Python operator, called for each leaf, and its reflected form."""
     return lambda x, y: _each(function, x, y), lambda x, y: _each(function, y, x)
 
 
 def _is_number(value: object) -> bool:
-    """True for a scalar that the functions of lists take: no complex number, and of tensors only 0-d real ones."""
+    """Return True for a scalar that the list functions accept: no complex numbers, and only 0-d real tensors."""
     if isinstance(value, Tensor):
         return value.ndim == 0 and not value.is_complex()
     return not isinstance(value, complex)
 
 
 def _times(alpha: Scalar, value: Any) -> Any:
-    """``alpha * value``; an alpha of one changes no integer to a float."""
+    """Return ``alpha * value``; an alpha of 1 keeps an integer an integer."""
     return value if not isinstance(alpha, Tensor) and alpha == 1 else alpha * value
 
 
@@ -108,7 +107,7 @@ def _from(xs: list[Tensor], c: Scalar, *, reuse: bool = False) -> list[Tensor]:
 
 
 def _refused(what: str, advice: str) -> Callable[..., NoReturn]:
-    """A method of `Leaf` that raises."""
+    """Return a method of `Leaf` that raises."""
 
     def refuse(*args: object) -> NoReturn:
         raise TypeError(f"leafwise: a leaf stands for every leaf of a tree and has no {what} here; {advice}")
@@ -117,7 +116,7 @@ def _refused(what: str, advice: str) -> Callable[..., NoReturn]:
 
 
 def _in_place(function: Callable[[Any, Any], Any]) -> Callable[[Leaf, Operand], Leaf]:
-    """An in-place operator: the leaf, under all its names, stands for the result from here on."""
+    """Return an in-place operator: it makes the leaf represent the result from then on."""
 
     def apply(leaf: Leaf, other: Operand) -> Leaf:
         leaf._place = function(leaf, other)._place
@@ -129,7 +128,7 @@ def _in_place(function: Callable[[Any, Any], Any]) -> Callable[[Leaf, Operand], 
 _TRANSFORM = "write the transform with muonfx.transform if its work depends on that"
 _WHERE = "use torch.where"
 _WRITES = frozenset({"__setitem__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"})
-"""The methods of tensors that write to them, beside those whose names end with an underscore."""
+"""The methods of tensors that write in place and whose names do not end with an underscore."""
 
 
 class Leaf:
@@ -150,10 +149,10 @@ class Leaf:
     {'w': tensor([ 0.5000, -0.7500])}
     """
 
-    __array_ufunc__ = None  # a number of numpy leaves its operators to the leaf
+    __array_ufunc__ = None  # makes numpy scalars defer to the operators of the leaf
 
     def __init__(self, record: list[Operation | None], operation: Operation | None = None) -> None:
-        """Take the next place of a record, as the result of an operation or as an operand of the step."""
+        """Append an operand of the step, or the result of an operation, to the record."""
         self._record, self._place = record, len(record)
         record.append(operation)
 
@@ -181,16 +180,13 @@ class Leaf:
         scalars: Sequence[object] = (),
         overwrites: int | None = 0,
     ) -> Leaf:
-        """Record a function of lists that is ``each`` for one leaf.
-
-        The lists hold the dtype to compute in. Behind a function of torch a value may be a mask or have another dtype;
-        then ``each`` decides by torch's own rules, leaf by leaf.
-        """
+        """Record a function of lists that is equivalent to calling ``each`` for every leaf."""
         sources = [operand._record[operand._place] for operand in operands]
         if all(source is None or source.has_leafs_shape for source in sources):
             return cls._of(function, operands, scalars, overwrites=overwrites)
         number = len(operands)
 
+        # The result of a torch function may be a mask or have another dtype: `each` then follows torch's promotion.
         def call(*given: Any) -> list[Tensor]:
             lists, rest = given[:number], given[number:]
             dtypes = {x.dtype for xs in lists for x in xs}
@@ -208,10 +204,10 @@ class Leaf:
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> Leaf:
-        """Record a function of torch; those that have a form for lists have a method here."""
+        """Record a torch function, by the method of this class if there is one."""
         name, given = function.__name__, kwargs or {}
         writes = given.get("out") is not None or given.get("inplace")
-        if not torch.compiler.is_compiling():  # which cannot trace the name
+        if not torch.compiler.is_compiling():  # a compiler cannot trace the name
             writes = writes or name in _WRITES or (name.endswith("_") and not name.startswith("__"))
         if writes:
             raise TypeError(f"leafwise: {name} writes in place here; use the form that returns a new tensor")
@@ -221,7 +217,7 @@ class Leaf:
         return _each(function, *args, **given)
 
     def __getattr__(self, name: str) -> Callable[..., Leaf]:
-        """Look up a method of tensors."""
+        """Return a method of tensors that is recorded."""
         method: Callable[..., Tensor] | None = getattr(Tensor, name, None)
         if not callable(method) or name.startswith("__"):
             raise AttributeError(
@@ -234,7 +230,6 @@ class Leaf:
         return functools.partial(_each, method, self)
 
     def __bool__(self) -> NoReturn:
-        """Refuse: a step decides nothing on values."""
         raise TypeError("leafwise: a step cannot decide on the values of a leaf in Python; use torch.where")
 
     def add(self, other: Operand, *, alpha: Scalar = 1.0) -> Leaf:
@@ -336,7 +331,7 @@ class Leaf:
 def _each(function: Callable[..., Any], *args: object, **kwargs: object) -> Leaf:
     """Record a function that is called once for each leaf."""
     found, treedef = tree.flatten((args, kwargs))
-    is_leaf = [isinstance(x, Leaf) for x in found]  # not the leaves themselves, which would know what knows them
+    is_leaf = [isinstance(x, Leaf) for x in found]  # not the leaves: a reference cycle
     operands = [x for x in found if isinstance(x, Leaf)]
     others = [x for x in found if not isinstance(x, Leaf)]
 
@@ -358,7 +353,7 @@ def _each(function: Callable[..., Any], *args: object, **kwargs: object) -> Leaf
 
 
 def _casts(lists: Sequence[list[Tensor]]) -> list[Casts]:
-    """The dtype to compute in, for each list or its leaves: the widest of a leaf's operands, and at least fp32."""
+    """Return the compute dtype of each list or leaf: the widest among a leaf's operands, and at least fp32."""
     dtypes = [[x.dtype for x in xs] for xs in lists]
     kinds = [set(found) for found in dtypes]
     if all(len(kind) <= 1 for kind in kinds):
@@ -368,25 +363,25 @@ def _casts(lists: Sequence[list[Tensor]]) -> list[Casts]:
 
 
 class Plan(NamedTuple):
-    """The operations of a step that its outputs need, in the order in which they were written."""
+    """The operations that the outputs of a step need, in recorded order."""
 
     operations: list[tuple[int, Operation]]
-    """Each with the place of its result."""
+    """Pairs (index of the result, operation)."""
     uses: list[int]
-    """By place, how many operations and outputs use it."""
+    """The number of operations and outputs that use each value."""
     outputs: list[int]
-    """The places of the update and of the new state's trees."""
+    """The indices of the update and of the new state's trees."""
     counts: list[Tensor]
     """The new state's scalars."""
 
     @property
     def has_tensors(self) -> bool:
-        """True if a scalar is a tensor: it may be another at the next call, or the same of another graph."""
+        """True if a scalar is a tensor, which may differ at the next call."""
         return any(isinstance(scalar, Tensor) for _, operation in self.operations for scalar in operation.scalars)
 
 
 def plan(record: Sequence[Operation | None], made: Sequence[Leaf | Tensor]) -> Plan:
-    """The plan of what a step has recorded and made: an update, and the fields of its new state."""
+    """Return the plan that computes a step's outputs: the update and the fields of its new state."""
     outputs = [leaf._place for leaf in made if isinstance(leaf, Leaf)]
     uses = [0] * len(record)
     for place in outputs:
@@ -402,7 +397,7 @@ def plan(record: Sequence[Operation | None], made: Sequence[Leaf | Tensor]) -> P
 
 
 class Values:
-    """The values of a plan, each a list of tensors; operands are cast when they are first read."""
+    """The values of a plan as lists of tensors; operands are cast when they are first read."""
 
     def __init__(self, plan: Plan, operands: list[list[Tensor]], may_write: list[bool]) -> None:
         self._operands, self._casts = operands, _casts(operands)
@@ -411,7 +406,7 @@ class Values:
         self._is_fresh = [False] * len(plan.uses)
         self._uses = list(plan.uses)
         self.was_cast = [False] * len(operands)
-        """By operand, whether the values that were read are copies, every one."""
+        """For each operand, whether all values that were read are copies."""
         made = dict(plan.operations)
         self._sure = {at for at in range(len(plan.uses)) if at not in made or made[at].has_leafs_shape}
         for place, operation in plan.operations:
@@ -420,7 +415,7 @@ class Values:
             self._may_write[place] = operation.is_fresh and operation.has_leafs_shape
 
     def read(self, place: int) -> list[Tensor]:
-        """The values at a place."""
+        """Return the value at an index."""
         values = self._lists[place]
         if values is None:
             values, to = self._operands[place], self._casts[place]
@@ -432,7 +427,7 @@ class Values:
         return values
 
     def _compute(self, operation: Operation) -> list[Tensor]:
-        """Run an operation, in storage that it is the last to use where it can."""
+        """Run an operation, in the storage of an operand if this is its last use."""
         function, operands, scalars, overwrites, is_fresh, has_leafs_shape = operation
         lists = [self.read(place) for place in operands]
         if overwrites is None:
@@ -450,12 +445,7 @@ class Values:
         return result
 
     def check(self, place: int, like: Sequence[Tensor], at: Present, what: str) -> None:
-        """Require values of the shapes of some tensors, and real ones.
-
-        Raises:
-            TypeError: they are complex.
-            ValueError: one has another shape.
-        """
+        """Require real values in the shapes of the tensors ``like``."""
         if place in self._sure:
             return
         for number, (made, own) in enumerate(zip(self.read(place), like, strict=True)):
@@ -471,13 +461,11 @@ class Values:
                 )
 
     def take(self, place: int, taken: Sequence[int], spare: int | None = None) -> list[Tensor]:
-        """Values to give out: copies where their storage may be the caller's, or has been given out already.
-
-        Copies are written into the storage of a spare operand that is used no more, where it may be.
-        """
+        """Return an output, copied if its storage may be the caller's or was already returned."""
         values = self.read(place)
         if (self._is_fresh[place] or self._may_write[place]) and place not in taken:
             return values
+        # Reuse the storage of an operand that is no longer needed.
         if spare is not None and self._may_write[spare] and not self._uses[spare]:
             return ew.copy(values, into=self.read(spare))
         return ew.clone(values)

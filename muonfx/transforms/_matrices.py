@@ -1,6 +1,6 @@
-"""The matrices in a leaf: which dims are rows and columns, and which blocks are matrices of their own.
+"""The matrices in a leaf: which dims are rows and columns, and which blocks are separate matrices.
 
-Shared by every transform that works on matrices, so that they all cut a leaf in the same way.
+All transforms of matrices use this module, so that they split a leaf in the same way.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ __all__ = [
 ]
 
 Dims = tuple[tuple[int, ...], tuple[int, ...]]
-"""Dims that form the rows and dims that form the columns; dims in neither are a batch."""
+"""The dims that form the rows and the dims that form the columns; all other dims are batch dims."""
 
 Blocks = int | tuple[int, ...]
 """The number of equal blocks, or their sizes, along the block axis."""
 
 BlockAxis = int | Mapping[str, int | None]
-"""The axis along which blocks are cut: -2 or -1, for all leaves or by name."""
+"""The axis that is split into blocks: -2 or -1, for all leaves or by name."""
 
 S = TypeVar("S")
 
 
 def matrix_locality(*_: object, dims: Dims | Mapping[str, Dims] | None, **__: object) -> Locality:
-    """Say MATRIX where matrices are the last two dims and the rest a batch; else LEAF, for a 2-D leaf the same."""
+    """Return MATRIX if matrices are the last two dims, else LEAF, which is equivalent for a 2-D leaf."""
     return Locality.MATRIX if dims == ((-2,), (-1,)) else Locality.LEAF
 
 
@@ -91,7 +91,7 @@ class MatrixView(Options):
     block_axis: BlockAxis = -2
 
     def __post_init__(self) -> None:
-        """Check the settings, and hold mappings of our own, which nobody changes."""
+        """Check the settings, and copy mappings so that callers cannot modify them."""
         for value in self.dims.values() if isinstance(self.dims, Mapping) else (self.dims,):
             if value is not None and not (
                 isinstance(value, tuple) and len(value) == 2 and all(isinstance(side, tuple) and side for side in value)
@@ -118,7 +118,7 @@ class MatrixView(Options):
                 object.__setattr__(self, name, dict(setting))
 
     def __eq__(self, other: object) -> bool:
-        """Equal settings; the order of patterns counts, as the first match does."""
+        """Compare settings; the order of patterns counts, because the first match applies."""
         return self._key == other._key if isinstance(other, MatrixView) else NotImplemented
 
     def __hash__(self) -> int:
@@ -148,7 +148,7 @@ class MatrixView(Options):
     @property
     def axis(self) -> int:
         """The block axis, of the view of one leaf."""
-        assert isinstance(self.block_axis, int)  # a mapping has been resolved, by `of`
+        assert isinstance(self.block_axis, int)  # `of` has resolved mappings
         return self.block_axis
 
     def split(self, leaf: Tensor, name: str) -> list[Tensor]:
@@ -165,7 +165,7 @@ class MatrixView(Options):
             if size % self.blocks:
                 raise ValueError(f"{name!r}: {size} {self._axis_name} cannot be cut into {self.blocks} equal blocks")
             return [stack_blocks(matrix, self.blocks, self.axis)]
-        assert isinstance(self.blocks, tuple)  # a mapping has been resolved, by `of`
+        assert isinstance(self.blocks, tuple)  # `of` has resolved mappings
         if sum(self.blocks) != size:
             raise ValueError(
                 f"{name!r}: blocks {self.blocks} add up to {sum(self.blocks)}, the leaf has {size} {self._axis_name}"
@@ -240,7 +240,7 @@ def _pick(setting: S | Mapping[str, S | None] | None, name: str) -> S | None:
 
 
 def stack_blocks(matrix: Tensor, count: int, axis: int) -> Tensor:
-    """Cut (..., rows, columns) along rows (-2) or columns (-1) into equal blocks (..., count, rows, columns)."""
+    """Split (..., rows, columns) along rows (-2) or columns (-1) into equal blocks (..., count, rows, columns)."""
     *batch, rows, columns = matrix.shape
     if axis == -2:
         return matrix.reshape(*batch, count, rows // count, columns)
@@ -248,7 +248,7 @@ def stack_blocks(matrix: Tensor, count: int, axis: int) -> Tensor:
 
 
 def unstack_blocks(stacked: Tensor, axis: int) -> Tensor:
-    """Put equal blocks (..., count, rows, columns) together along rows (-2) or columns (-1)."""
+    """Concatenate equal blocks (..., count, rows, columns) along rows (-2) or columns (-1)."""
     *batch, count, rows, columns = stacked.shape
     if axis == -2:
         return stacked.reshape(*batch, count * rows, columns)
@@ -256,7 +256,7 @@ def unstack_blocks(stacked: Tensor, axis: int) -> Tensor:
 
 
 def map_matrices(view: MatrixView, function: Callable[..., Tensor], *trees: PyTree) -> PyTree:
-    """Apply a function to the matrices (..., rows, columns) of corresponding leaves, where the first tree has any."""
+    """Apply a function to the matrices (..., rows, columns) of corresponding leaves; None leaves stay None."""
     at = Present(trees[0])
     leaves = [at.pick(values) for values in trees]
     names = at.names() if view.needs_names else [""] * len(leaves[0])
@@ -268,7 +268,7 @@ def map_matrices(view: MatrixView, function: Callable[..., Tensor], *trees: PyTr
 
 
 def check_matrices(view: MatrixView, params: PyTree) -> None:
-    """Say which leaf is no matrix, or does not fit a view."""
+    """Raise an error that names the first leaf that is not a matrix or does not fit its view."""
     at = Present(params)
     names = at.names()
     for own, leaf, name in zip(view.of(names), at.pick(params), names, strict=True):
@@ -276,7 +276,7 @@ def check_matrices(view: MatrixView, params: PyTree) -> None:
 
 
 def join_scalars(view: MatrixView, scalars: list[Tensor]) -> Tensor:
-    """Numbers (..., 1, 1), one for each matrix that `MatrixView.split` gives, as one tensor."""
+    """Join the numbers (..., 1, 1) of the matrices that `MatrixView.split` returns into one tensor."""
     if view.blocks is None:
         return scalars[0]
     if isinstance(view.blocks, tuple):
@@ -295,7 +295,7 @@ def split_scalars(view: MatrixView, joined: Tensor) -> list[Tensor]:
 
 
 def on_stacks(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Transform, dict[str, tuple[int, int]]]:
-    """The declaration ``on_stacks`` of `muonfx.transform`, for transforms with a `MatrixView`."""
+    """The option ``on_stacks`` of `muonfx.transform`, for transforms with a `MatrixView`."""
     view = MatrixView.take("view", tx.arguments)
     found = [
         (name, own.matrices(shape)) for own, (name, shape) in zip(view.of(list(shapes)), shapes.items(), strict=True)
@@ -306,7 +306,7 @@ def on_stacks(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Tra
 
     def but(setting: S | Mapping[str, S], value: S) -> dict[str, S]:
         others: Mapping[str, S] = setting if isinstance(setting, Mapping) else {"*": setting}
-        ours = {escape(name): value for name in matrices}  # in front: the first match counts
+        ours = {escape(name): value for name in matrices}  # placed first: the first match applies
         return ours | {pattern: other for pattern, other in others.items() if pattern not in ours}
 
     blocks = None if view.blocks is None else but(view.blocks, None)
@@ -316,13 +316,13 @@ def on_stacks(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Tra
 def on_stacks_without_blocks(
     tx: Transform, shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[Transform, dict[str, tuple[int, int]]]:
-    """`on_stacks` for a state by matrices: that of blocks does not lie as that of a stack, so they are done whole."""
+    """`on_stacks` for transforms with a state for each matrix, whose layout differs for leaves with blocks."""
     views = MatrixView.take("view", tx.arguments).of(list(shapes))
     return on_stacks(tx, {n: s for own, (n, s) in zip(views, shapes.items(), strict=True) if own.blocks is None})
 
 
 def name_patterns(tx: Transform) -> list[NamePatterns]:
-    """The globs that a transform with a `MatrixView` holds, as `muonfx.transform` asks for them."""
+    """The option ``name_patterns`` of `muonfx.transform`, for transforms with a `MatrixView`."""
     settings = {name: tx.arguments.get(name) for name in ("dims", "blocks", "block_axis")}
     return [
         NamePatterns(name, tuple((pattern,) for pattern in setting), first_counts=True)

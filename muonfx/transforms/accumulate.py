@@ -1,4 +1,4 @@
-"""Gradient accumulation: one update for several micro-batches."""
+"""Gradient accumulation: one update from several micro-batches."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def _update_in_store(
     donate: Donation,
     extras: Mapping[str, object],
 ) -> tuple[PyTree, AccumulateState]:
-    """Add to the sums by buckets; what comes out when it is time is the gradient for the inner transform."""
+    """Add gradients to the sums in buckets; if an update is due, run the inner transform on the result."""
     adding = tx.with_children(lambda _: identity())
     own = state._replace(inner=EmptyState())
     combined, after = executor.update_in_store(adding, updates, own, params, donate, extras, absent=True)
     extras = {name: value for name, value in extras.items() if name != "boundary"}
-    if int(after.count):  # host memory; not yet time
+    if int(after.count):  # count is on the CPU, so int() does not sync; the update is not due yet
         inner = executor.kept_state(state.inner, updates, donate)
         return combined, after._replace(seen=count_seen(state.seen, updates), inner=inner)
     out, inner = tx.children[0].run(combined, state.inner, params, donate=Donation(True, donate.state), **extras)
@@ -67,7 +67,7 @@ def _check_boundary(boundary: object) -> None:
         )
 
 
-# TREE though it adds leaf by leaf: a None among the gradients is not "no such leaf" here, it may have had one before.
+# TREE although leaves are added one by one: a leaf whose gradient is None may have had one in an earlier micro-batch.
 @transform(
     locality=Locality.TREE,
     own_locality=Locality.ELEMENT,
@@ -140,7 +140,7 @@ def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: WideSt
         due = gathered.count >= every if boundary is None else boundary
         compiling = torch.compiler.is_compiling()
         batched = not compiling and isinstance(due, Tensor) and (is_wrapped(due) or is_traced())
-        # Which leaves get an update must be known in Python; a traced call takes those that have a gradient now.
+        # Python must know which leaves get an update; a traced call uses the leaves that have a gradient now.
         places = tree.leaves(updates) if compiling or batched else _ever_seen(updates, gathered)
         act = _Act(inner, updates, places, mean, params, extras)
         if isinstance(due, Tensor) and compiling:
@@ -160,7 +160,7 @@ def count_seen(seen: Tensor, updates: PyTree) -> Tensor:
 
 
 def _by_path(updates: PyTree) -> list[int]:
-    """The places of the leaves, sorted by path: the order of `AccumulateState.seen`."""
+    """Return the indices of the leaves sorted by path: the order of `AccumulateState.seen`."""
     if tree.is_flat(updates):
         return list(range(len(updates)))
 
@@ -172,23 +172,23 @@ def _by_path(updates: PyTree) -> list[int]:
 
 
 def _ever_seen(updates: PyTree, gathered: AccumulateState) -> list[Tensor | None]:
-    """The leaves that had a gradient in any micro-batch since the last update: something at their places, else None."""
+    """Return a tensor for each leaf that had a gradient since the last update, and None for all others."""
     leaves = tree.leaves(updates)
     if all(leaf is not None for leaf in leaves):
         return leaves
-    counts = gathered.seen.tolist()  # host memory
+    counts = gathered.seen.tolist()  # on the CPU, so tolist() does not sync
     seen = [count for _, count in sorted(zip(_by_path(updates), counts, strict=True))]
     sums = tree.leaves(gathered.sums)
     return [s if leaf is None and n and s is not None else leaf for leaf, n, s in zip(leaves, seen, sums, strict=True)]
 
 
 def _beside(number: Tensor, total: Tensor) -> Tensor:
-    """A host scalar to compute with a device tensor: as a kernel's argument, with no copy to the device and no wait."""
+    """Return a CPU scalar, which kernels accept without a copy or sync; under ``torch.func``, move it to the device."""
     return number if torch.compiler.is_compiling() or not is_wrapped(number) else number.to(total.device)
 
 
 class _Act(NamedTuple):
-    """The two things that one call can do, and the ways to choose between them."""
+    """The two outcomes of a call (update or wait), and the ways to choose between them."""
 
     inner: Transform
     updates: PyTree
@@ -205,7 +205,7 @@ class _Act(NamedTuple):
         ]
 
     def step(self, gathered: AccumulateState, donate: Donation) -> tuple[PyTree, AccumulateState]:
-        """Run the inner transform on what was gathered and start anew."""
+        """Run the inner transform on the accumulated gradients and reset the sums."""
         treedef = tree.flatten(self.updates)[1]
         number = gathered.count.to(torch.float64)
         combined = [
@@ -229,16 +229,16 @@ class _Act(NamedTuple):
         )
 
     def wait(self, gathered: AccumulateState) -> tuple[PyTree, AccumulateState]:
-        """Update nothing and keep what was gathered."""
+        """Return zero updates and keep the accumulated gradients."""
         return tree.map(torch.zeros_like, self.updates), gathered
 
     def select(self, due: Tensor, gathered: AccumulateState) -> tuple[PyTree, AccumulateState]:
-        """Do both and select, for a batch of states."""
+        """Compute both outcomes and select, for a batch of states."""
         taken, waited = self.step(gathered, NOTHING), self.wait(gathered)
         return tree.map(lambda a, b: torch.where(due.to(a.device), a, b), taken, waited)
 
     def cond(self, due: Tensor, gathered: AccumulateState) -> tuple[PyTree, AccumulateState]:
-        """Let a compiled graph choose."""
+        """Choose the outcome within a compiled graph."""
         leaves, treedef = tree.flatten(gathered)
         shape = tree.flatten(self.wait(gathered))[1]
 

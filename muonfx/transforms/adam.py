@@ -87,7 +87,7 @@ def scale_by_adam(
         mu = s.mu.lerp(u, 1.0 - b1)
         nu = (s.nu * b2).addcmul(u, u, value=1.0 - b2)
 
-        # m / c1 / (sqrt(v / c2 + eps_root) + eps), with one pass fewer: both sides of the division times sqrt(c2)
+        # m / c1 / (sqrt(v / c2 + eps_root) + eps), numerator and denominator multiplied by sqrt(c2) to save a pass
         c1, c2 = 1.0 - power(b1, count), 1.0 - power(b2, count)
         inside = nu if isinstance(eps_root, float) and eps_root == 0.0 else nu + eps_root * c2
         ahead = (mu * (b1 * c1 / (1.0 - power(b1, count + 1)))).add(u, alpha=1.0 - b1) if nesterov else mu

@@ -1,4 +1,4 @@
-"""Largest attention logits, as `muonfx.qk_clip` takes them: collected in a forward pass, and reduced over ranks."""
+"""Largest attention logits for `muonfx.qk_clip`: collected in a forward pass, and reduced over ranks."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def __dir__() -> list[str]:
 _C = cast("Any", torch._C)
 
 CHUNK = 1 << 24
-"""The most logits that are held at once."""
+"""The maximum number of logits in memory at once."""
 
 _EXCLUDED = -9000.0
-"""A mask that adds this or less excludes a pair: -1e4 (more in bf16), -1e9, the least number of a dtype, -inf."""
+"""A mask that adds this or less excludes a pair; common values are -1e4, -1e9 and -inf."""
 
 Maxima: TypeAlias = dict[str, Tensor]
 
@@ -75,7 +75,7 @@ def max_logits(
     query, key = _plain(query), _plain(key)
     mask = None if attn_mask is None else _plain(attn_mask)
     if torch.float16 in (query.dtype, key.dtype, _autocast_dtype(query)):
-        # fp16 holds no logit beyond 65504, and those are the ones to be clipped; torch's kernels keep them wider too.
+        # fp16 overflows at 65504, and large logits are the ones to clip; torch's kernels use higher precision too.
         with torch.autocast(query.device.type, enabled=False):
             return max_logits(
                 query.float(), key.float(), mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, chunk=chunk
@@ -93,7 +93,7 @@ def max_logits(
     rows = max(1, chunk // max(1, batch * keys))
     for start in range(0, queries if keys else 0, rows):
         end = min(start + rows, queries)
-        seen = min(end, keys) if is_causal else keys  # the other keys come later than all of these queries
+        seen = min(end, keys) if is_causal else keys  # all later keys are masked for these queries
         logits = (query[..., start:end, :] * scale) @ key[..., :seen, :].mT
         if is_causal:
             later = torch.ones(end - start, seen, dtype=torch.bool, device=query.device).triu(start + 1)
@@ -107,7 +107,7 @@ def max_logits(
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """The dtype to which autocast would round a factor of a product; None: it is left as it is."""
+    """Return the dtype to which autocast would round a factor of a product, or None if it would not."""
     device = x.device.type
     if x.dtype == torch.float64 or not torch.amp.is_autocast_available(device):
         return None
@@ -115,14 +115,14 @@ def _autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def _takes_part(mask: Tensor, start: int, end: int, seen: int) -> Tensor:
-    """The part of a mask for some queries and keys, as bools; a side of 1 stands for all."""
+    """Return the bool mask of some queries and keys; a mask dim of size 1 broadcasts."""
     part = mask if mask.ndim < 2 or mask.shape[-2] == 1 else mask[..., start:end, :]
     part = part if part.shape[-1] == 1 else part[..., :seen]
     return part if part.dtype == torch.bool else part > _EXCLUDED
 
 
 def _plain(x: Tensor) -> Tensor:
-    """The tensor that one of ``torch.func.grad`` stands for; what is recorded outlives the function that is derived."""
+    """Return the detached tensor inside a ``torch.func`` wrapper, because recorded values outlive its scope."""
     while is_wrapped(x):
         if _C._functorch.is_batchedtensor(x):
             raise NotImplementedError(
@@ -137,14 +137,14 @@ def _plain(x: Tensor) -> Tensor:
 
 
 class _Collector(NamedTuple):
-    """The open modules of a model, the innermost last, and what was collected."""
+    """The stack of modules whose forward is running, and the collected logits."""
 
     found: Maxima
     open_modules: list[str]
     rank: int
     size: int
     ran: dict[str, bool]
-    """By module that ran within no other of them, whether attention was seen in it."""
+    """For each outermost module that ran, whether attention was seen in it."""
 
     def add(self, most: Tensor) -> None:
         if not self.open_modules:
@@ -170,7 +170,7 @@ _COLLECTOR: ContextVar[_Collector | None] = ContextVar("collector", default=None
 _OPAQUE = frozenset(
     {F.multi_head_attention_forward, torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd}
 )
-"""Functions that compute attention where a mode is no longer asked."""
+"""Functions that compute attention without calling the torch function mode."""
 
 
 class _Watch(TorchFunctionMode):
@@ -298,7 +298,7 @@ def _open(collector: _Collector, name: str, *_: object) -> None:
 def _close(collector: _Collector, module: nn.Module, args: object, output: object) -> None:
     if collector.open_modules:
         name = collector.open_modules.pop()
-        if not collector.open_modules and output is not None:  # after an error there is no output
+        if not collector.open_modules and output is not None:  # output is None after an error
             collector.ran.setdefault(name, False)
 
 
@@ -310,7 +310,7 @@ def _modules_of(model: nn.Module, pattern: str | None) -> dict[str, nn.Module]:
             f"collect_max_logits: {compiled[0] or 'the model'!r} is compiled, and what a compiled pass computes cannot "
             "be seen: collect in a pass of the model before torch.compile, or return the largest logits from it"
         )
-    plain = unwrapped(f"{name}.parameter" for name in every if name)  # as an optimizer knows what lies in them
+    plain = unwrapped(f"{name}.parameter" for name in every if name)  # names without wrappers, as optimizers use
     found = {plain.get(f"{name}.parameter", "").rpartition(".")[0]: own for name, own in every.items()}
     chosen = {name: own for name, own in found.items() if pattern is None or matches(name, pattern)}
     if not chosen:

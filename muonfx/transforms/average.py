@@ -1,4 +1,4 @@
-"""Copies of the parameters in the state: a running average, and a master of higher precision."""
+"""Copies of the parameters in the state: a running average, and a master copy in higher precision."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _update_in_store(
     donate: Donation,
     extras: Mapping[str, object],
 ) -> tuple[PyTree, MasterParamsState]:
-    """Run the inner transform on the master where it lies, then add to it by buckets."""
+    """Run the inner transform on the offloaded master, then update the master in buckets."""
     if params is None:
         raise ValueError("master_params needs the parameters: call update(updates, state, params)")
     wide = map(lambda leaf, master: leaf.to(master.dtype), updates, state.master)

@@ -1,4 +1,4 @@
-"""Clipping: of elements, of units, of leaves, and of the whole tree."""
+"""Clipping of elements, units, leaves, and the whole tree."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def adaptive_grad_clip(
 
 
 def _norm(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    # In fp64, where the square of any fp32 number fits: a clip is for gradients that are too large.
+    # fp64 holds the square of any fp32 number; gradients that need clipping may overflow fp32.
     x = x.to(torch.float32 if x.device.type == "mps" else torch.float64)
     return torch.linalg.vector_norm(x, dim=dims, keepdim=True) if dims else x.abs()
 
@@ -167,9 +167,9 @@ def clip_by_global_norm(max_norm: ScalarOrSchedule):
     ):
         at = Present(updates)
         leaves = at.pick(updates)
-        # Also where there are no leaves: on other ranks there may be some, and a sum over ranks takes all ranks.
+        # A rank without leaves takes part too: the sum is a collective of all ranks.
         ratio = _ratio(sum_over_leaves(_squared_norms(updates, max_norm)))
-        # Exactly 1 where nothing is to be done.
+        # Exactly 1 if nothing is clipped.
         factor = torch.where(ratio > 1, 1 / torch.where(ratio > 1, ratio, 1.0), torch.ones_like(ratio))
         factor = torch.where(ratio.isnan(), ratio, factor)
         return at.fill(ew.cast_like(ew.mul(leaves, factor, reuse=donate.updates), leaves)), state
@@ -178,12 +178,12 @@ def clip_by_global_norm(max_norm: ScalarOrSchedule):
 
 
 def squared_norms(updates: PyTree) -> PyTree:
-    """The squared 2-norm of each leaf, as a tree of 0-d tensors, fp64 where the device has it."""
+    """Return the squared 2-norm of each leaf as a 0-d tensor, in fp64 if the device supports it."""
     return _squared_norms(updates, None)
 
 
 def _squared_norms(updates: PyTree, unit: float | Tensor | None) -> PyTree:
-    """The squared 2-norm of each leaf; with a unit, of its 2-norm in this unit times `_small`."""
+    """Return the squared 2-norm of each leaf; if a unit is given, of its norm in this unit times `_small`."""
     at = Present(updates)
     found = ew.norms(at.pick(updates))
 
@@ -191,24 +191,21 @@ def _squared_norms(updates: PyTree, unit: float | Tensor | None) -> PyTree:
         return (norm if unit is None else norm / unit * _small(norm)).square()
 
     if len({(norm.device, norm.dtype) for norm in found}) == 1 and not torch.compiler.is_compiling():
-        return at.fill(list(squared(torch.stack(found)).unbind()))  # three launches, not three a leaf
+        return at.fill(list(squared(torch.stack(found)).unbind()))  # three kernel launches in all, not per leaf
     return at.fill([squared(norm) for norm in found])
 
 
 def _small(like: Tensor) -> float:
-    """A power of two so small that the square of any norm times it is finite; its own square is still a normal number.
-
-    The sum over leaves, which may be one over ranks, is the only thing that a rank hears of the others: a scale by the
-    largest norm of all would take a second one.
-    """
+    """Return a power of two that keeps the square of any norm finite, and whose own square is a normal number."""
+    # A fixed power of two needs no reduction over ranks for the largest norm.
     return 2.0**-60 if like.device.type == "mps" else 2.0**-510
 
 
 def _ratio(total: Tensor) -> Tensor:
-    """The root of a sum of `_squared_norms` in a unit: the norm in this unit."""
+    """Return the norm in a unit from the sum of `_squared_norms` in this unit."""
     small = _small(total)
-    total = total if total.device.type == "mps" else total.double()  # of no leaves at all it is fp32
-    plain = total / small / small  # exact where it is finite, and there its derivatives are of ordinary size
+    total = total if total.device.type == "mps" else total.double()  # the sum of no leaves is fp32
+    plain = total / small / small  # exact if finite, with derivatives of normal size
     fits = plain.isfinite()
     root = ew.safe_sqrt(torch.where(total.isfinite(), total, torch.ones_like(total))) / small
     large = torch.where(total.isfinite(), root, total)

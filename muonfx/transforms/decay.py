@@ -1,4 +1,4 @@
-"""Weight decay, and caution about the direction of updates."""
+"""Weight decay, and cautious updates and decay."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Mask = PyTree | Mapping[str, bool] | Predicate | Callable[[PyTree], PyTree] | No
 def _functions(
     name: str, weight_decay: ScalarOrFunction, mask: Mask, sign: float, caution: bool, memory: dict[Any, Any]
 ) -> InitAndUpdate:
-    """Build ``init`` and ``update`` of a decay with a sign: 1 for updates uphill, -1 for updates downhill."""
+    """Build ``init`` and ``update`` of a decay; ``sign`` is 1 for uphill updates, -1 for downhill updates."""
     if not callable(weight_decay):
         checks.at_least("weight_decay", weight_decay, 0.0)
     decays = resolve_mask(f"{name}: mask", mask, memory)
@@ -53,7 +53,7 @@ def _functions(
         chosen, weights = at.pick(leaves), at.pick(tree.leaves(params))
         weights = ew.cast_like(weights, chosen)
         if caution:
-            # Signs, not the product: that can underflow to zero.
+            # Compare signs: the product of the values may underflow to zero.
             weights = [
                 torch.where(u.sign() * w.sign() * sign >= 0, w, 0.0) for u, w in zip(chosen, weights, strict=True)
             ]
@@ -190,13 +190,13 @@ def cautious(inner: Transform, min_share: ScalarOrSchedule = 1e-3):
         return inner.functions.init(params)
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: object):
-        # The gradient is needed again after the inner transform: it cannot be donated on.
+        # The gradient is needed after the inner transform, so it is not donated.
         out, state = inner.run(updates, state, params, donate=Donation(False, donate.state), **extras)
 
         def keep(update: Tensor, gradient: Tensor | None) -> Tensor:
-            if gradient is None:  # an inner transform that gathers may have an update for a leaf without a gradient
+            if gradient is None:  # an accumulating inner transform may update a leaf without a gradient
                 return torch.zeros_like(update)
-            # Signs, not the product: that can underflow to zero everywhere.
+            # Compare signs: the product of the values may underflow to zero.
             agrees = (update.sign() * gradient.sign() > 0).to(update.dtype)
             share = agrees.float().mean() if agrees.numel() else agrees.float().sum()
             return (update * agrees / share.clamp(min=min_share)).to(update.dtype)

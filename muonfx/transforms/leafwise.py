@@ -1,7 +1,7 @@
 """Transforms that work leaf by leaf, written as the arithmetic of one leaf.
 
-The author's ``step`` is called with a `Leaf` for each operand, which records what is done with it: once, not at every
-update, unless it reads tensors.
+The author's ``step`` is called with a `Leaf` for each operand, which records the operations on it. It is called once,
+or at every update if it reads tensors.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Constructor = Callable[..., StateAndStep]
 P = ParamSpec("P")
 
 
-# Looked up once: a slot is made anew wherever a compiled step rebuilds its transform.
+# Looked up once: compiled steps create slots whenever they rebuild a transform.
 _STR, _BOOL = plain_kinds("str"), plain_kinds("bool")
 
 
@@ -68,7 +68,6 @@ class Slot:
     signed: bool = True
 
     def __post_init__(self) -> None:
-        """Check the arguments."""
         check_plain("Slot", "argument", self.argument, _STR)
         check_plain("Slot", "signed", self.signed, _BOOL)
         if not isinstance(self.dtype, Compact):
@@ -91,7 +90,7 @@ class StepCount:
 
 
 class _Trees:
-    """Makes, reads and writes the tree that a `Slot` declares."""
+    """Creates, reads and writes the tree that a `Slot` declares."""
 
     def __init__(self, slot: Slot, role: str) -> None:
         self._slot = slot
@@ -110,11 +109,11 @@ class _Trees:
         return filled if holder is None else holder.of(filled)
 
     def read(self, at: Present, held: PyTree) -> tuple[list[Tensor], bool]:
-        """Values at some places, and whether they are fresh."""
+        """Return the values of the selected leaves, and whether they are fresh copies."""
         return (at.pick(held), False) if self._holder is None else (self._holder.read(at, held), True)
 
     def write(self, at: Present, values: list[Tensor], old: list[Tensor], held: PyTree, *, reuse: bool) -> PyTree:
-        """Round values to the pinned dtype; with ``reuse``, into the storage of the old ones."""
+        """Round values to the pinned dtype; with ``reuse``, into the storage of the old values."""
         if self._holder is not None:
             return self._holder.write(at, values, held)
         return at.fill(store(values, old, reuse=reuse), held)
@@ -199,7 +198,7 @@ def leafwise(
             state, _ = _declared(constructor, reads_params, args, kwargs)
             slots = [field for field in tree.leaves(state) if isinstance(field, Slot)]
             is_compact = any(isinstance(slot.dtype, Compact) for slot in slots)
-            return max(locality, Locality.LEAF) if is_compact else locality  # elements of one block share a scale
+            return max(locality, Locality.LEAF) if is_compact else locality  # the elements of a block share a scale
 
         decorator = transform(
             name=name,
@@ -216,7 +215,7 @@ def leafwise(
 def _declared(
     constructor: Constructor, reads_params: ReadsParams, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> tuple[PyTree, Step]:
-    """Call a constructor and check what it returns."""
+    """Call a constructor and check its result."""
     found: object = constructor(*args, **kwargs)
     what = f"{constructor.__name__}: a leafwise constructor"
     if not (type(found) is tuple and len(found) == 2 and callable(found[1])):
@@ -240,14 +239,14 @@ def _functions(name: str, declared: PyTree, step: Step, reads_params: ReadsParam
     slots, treedef = tree.flatten(declared)
     named = zip(slots, tree.names(declared), strict=True) if slots else ()
     fields = [_Trees(field, role) if isinstance(field, Slot) else None for field, role in named]
-    # A plan without scalars that are tensors, which a count would be, is the same at every call.
+    # A plan is cached only if no scalar is a tensor (as counts are): it is then the same at every call.
     kept: list[Plan] = []
 
     def containers() -> Structure:
-        return tree.flatten(declared)[1] if torch.compiler.is_compiling() else treedef  # traced code has its own kind
+        return tree.flatten(declared)[1] if torch.compiler.is_compiling() else treedef  # tracing has its own treedefs
 
     def plan_for(held: list[PyTree]) -> Plan:
-        may_keep = None not in fields and not torch.compiler.is_compiling()  # a graph would be guarded by what is kept
+        may_keep = None not in fields and not torch.compiler.is_compiling()  # a compiled graph would guard on the cache
         if may_keep and kept:
             return kept[0]
         record: list[Operation | None] = []
@@ -275,7 +274,7 @@ def _functions(name: str, declared: PyTree, step: Step, reads_params: ReadsParam
         if reads_params:
             operands.append(at.pick(_params(name, params, updates, reads_params)))
             may_write.append(False)
-        sources = [0]  # the operands in whose place the outputs come
+        sources = [0]  # the operand that each output replaces
         for field, own in zip(fields, held, strict=True):
             if field is not None:
                 sources.append(len(operands))
@@ -316,7 +315,7 @@ def _params(name: str, params: PyTree, updates: PyTree, reads_params: ReadsParam
 
 
 def _shape_of(state: object) -> str:
-    """The containers and names of a state, for a message: its leaves say nothing."""
+    """Describe the outermost container of a state for an error message."""
     if isinstance(state, dict):
         return f"a dict of {', '.join(map(repr, state)) or 'nothing'}"
     if state is None:
@@ -325,7 +324,7 @@ def _shape_of(state: object) -> str:
 
 
 def _fields(name: str, declared: PyTree, out: object, new_state: PyTree) -> list[Leaf | Tensor]:
-    """The fields of a new state, checked against those declared."""
+    """Return the fields of a new state after comparing them with the declared fields."""
     if not isinstance(out, Leaf):
         raise TypeError(f"{name}: the step returns an update of type {type(out).__name__}, not one made of operands")
     slots, containers = tree.flatten(declared)

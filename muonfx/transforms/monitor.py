@@ -1,4 +1,4 @@
-"""Named scalars about updates, kept in the state."""
+"""Scalars that measure updates, stored in the state."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _rms(updates: PyTree, total: Sum) -> Tensor:
 
 
 def _matrices(updates: PyTree) -> list[Tensor]:
-    """The leaves of two dims and more as (rows, columns) with rows <= columns, in fp32 at least, at spectral scale."""
+    """Return the leaves of two or more dims as matrices with rows <= columns, in at least fp32."""
     wide = [
         u.reshape(u.shape[0], -1).to(ew.wide_dtype(u.dtype)) for u in tree.tensors(updates) if u.ndim >= 2 and u.numel()
     ]
@@ -63,7 +63,7 @@ def _orthogonality_error(updates: PyTree, total: Sum) -> Tensor:
 
 def _spectral_norm(updates: PyTree, total: Sum) -> Tensor:
     def estimate(m: Tensor) -> Tensor:
-        # Power iteration from a fixed vector with no symmetry that a matrix is likely to share: no hidden randomness.
+        # Power iteration from a fixed, asymmetric vector, so that no hidden randomness is needed.
         v = torch.arange(1, len(m) + 1, dtype=m.dtype, device=m.device).mul(0.7548776662466927).frac() - 0.5
         v = v + (v.abs() < 1e-3)
         for _ in range(12):
@@ -85,7 +85,7 @@ METRICS: dict[str, Callable[[PyTree, Sum], Tensor]] = {
     "orthogonality_error": _orthogonality_error,
     "spectral_norm": _spectral_norm,
 }
-"""What `monitor` can measure."""
+"""The metrics of `monitor`."""
 
 _SUMS = {"norm", "rms"}
 

@@ -1,4 +1,4 @@
-"""NorMuon's normalization of neurons: rows of a matrix, or columns, each by its own running second moment."""
+"""NorMuon's normalization of neurons: each row or column of a matrix by its own running second moment."""
 
 from __future__ import annotations
 
@@ -141,11 +141,11 @@ def _normalize(
     u, old = matrix.to(wide), nu.to(wide)
     if u.numel() == 0:
         return u, old.clone()
-    # Squared at a size of about 1, by exact powers of two, so that no square overflows or vanishes.
+    # Scale by exact powers of two before squaring, so that no square overflows or underflows.
     small, power = _to_unit(u)
     mean_square = (small.square().mean(dim=-1, keepdim=True) / power / power).clamp(max=torch.finfo(nu.dtype).max)
     moment = old + (1.0 - decay) * (mean_square - old)
-    # Where a row has been zero so far, its root has no derivative and 0 / (0 + eps) is 0 whatever the root.
+    # The root of a row that has always been zero has no derivative, and 0 / (0 + eps) is 0 in any case.
     divisor = ew.safe_sqrt(moment) + eps
     normalized = torch.where(divisor > 0, u / torch.where(divisor > 0, divisor, 1.0), 0.0)
     if keep_norm:
@@ -158,7 +158,7 @@ def _normalize(
 
 
 def _to_unit(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Matrices times a power of two each, after which the largest magnitude is about 1; and the powers."""
+    """Multiply each matrix by a power of two that makes its largest magnitude about 1; return both."""
     power = power_of_two(x.detach().abs().amax((-2, -1), keepdim=True))
     return x * power, power
 
@@ -168,13 +168,13 @@ def _by_columns(matrix: Tensor, axis: str) -> bool:
 
 
 def _moments_of(matrix: Tensor, axis: str) -> tuple[int, ...]:
-    """The shape of the moments of a matrix's neurons."""
+    """Return the shape of the moments of a matrix's neurons."""
     *batch, rows, columns = matrix.shape
     return (*batch, 1, columns) if _by_columns(matrix, axis) else (*batch, rows, 1)
 
 
 def _split_moments(view: MatrixView, moments: Tensor, matrices: Sequence[Tensor], axis: str) -> list[Tensor]:
-    """Undo `_join_moments`: one tensor for each of unequal blocks, or all of equal ones behind a dim of their count."""
+    """Undo `_join_moments`: one tensor for each of unequal blocks, or one stack of equal blocks."""
     if view.blocks is None:
         return [moments]
     if isinstance(view.blocks, int):
@@ -188,11 +188,11 @@ def _split_moments(view: MatrixView, moments: Tensor, matrices: Sequence[Tensor]
 
 
 def _join_moments(view: MatrixView, parts: Sequence[Tensor], axis: str) -> Tensor:
-    """The moments of a leaf's blocks as one tensor, as `NeuronsState` says."""
+    """Join the moments of a leaf's blocks into one tensor, laid out as documented at `NeuronsState`."""
     if view.blocks is None:
         return parts[0]
     if isinstance(view.blocks, int):
         return unstack_blocks(parts[0], view.axis)
-    if axis == "longer":  # unequal blocks may differ in which of their sides is the longer one
+    if axis == "longer":  # the longer side may differ between unequal blocks
         return torch.cat([part.flatten(-2) for part in parts], dim=-1).unsqueeze(-2)
     return torch.cat(list(parts), dim=view.axis)

@@ -1,4 +1,4 @@
-"""Steps with NaN or infinite gradients, skipped whole."""
+"""Skipping of whole steps with NaN or infinite gradients."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _update_in_store(
     donate: Donation,
     extras: Mapping[str, object],
 ) -> tuple[PyTree, SkipNonfiniteState]:
-    """Ask whether the step is good, and do it or not: to select between two states would bring in both."""
+    """Read whether the step is finite and branch on it, since selecting would load both offloaded states."""
     looking = tx.with_children(lambda _: identity())
     clean, after = looking.run(updates, state._replace(inner=EmptyState()), params, donate=donate, **extras)
     if int(after.in_a_row):
@@ -89,13 +89,13 @@ def skip_nonfinite(inner: Transform):
     ):
         at = Present(updates)
         leaves = at.pick(updates)
-        # Infinite where something is bad: that every rank of a sharded model hears of, whoever counts in sums.
+        # Use infinity as the flag: every rank sees it in the sum, whichever ranks contribute.
         peaks = ew.peaks(leaves)
         bad = sum_over_leaves(
             at.fill([torch.where(p.isfinite(), 0.0, torch.inf).to(device=p.device, dtype=torch.float32) for p in peaks])
         )
         good = bad.to(state.skipped.device) == 0
-        # Where, not multiplication: zero times NaN is NaN. It also keeps derivatives finite.
+        # Use torch.where: zero times NaN is NaN. It also keeps derivatives finite.
         clean = at.fill([torch.where(good.to(leaf.device), leaf, torch.zeros_like(leaf)) for leaf in leaves])
         extras["sum_over_leaves"] = sum_over_leaves
         out, new_inner = inner.run(clean, state.inner, params, donate=Donation(True, False), **extras)

@@ -1,4 +1,4 @@
-"""Normalization of updates to root mean square 1: of rows, of columns, of matrices, of leaves."""
+"""Normalization of rows, columns, matrices or leaves to a root mean square of 1."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ of_matrices = functools.partial(
     name_patterns=name_patterns,
     position="sets_size",
 )
-"""Declares a transform without a state that normalizes the matrices of a view, each alone."""
+"""Declares a stateless transform that normalizes each matrix of a view independently."""
 
 
 @of_matrices()
@@ -168,7 +168,7 @@ def _normalize_matrices(view: MatrixView, dim: tuple[int, ...]) -> Functions:
 
 
 def matrixwise(view: MatrixView, function: Callable[[Tensor], Tensor]) -> Functions:
-    """Build ``init`` and ``update`` of a transform without a state from what it does to (..., rows, columns)."""
+    """Build ``init`` and ``update`` of a stateless transform from its function of (..., rows, columns)."""
 
     def init(params: PyTree) -> EmptyState:
         check_matrices(view, params)
@@ -181,11 +181,11 @@ def matrixwise(view: MatrixView, function: Callable[[Tensor], Tensor]) -> Functi
 
 
 def to_unit_rms(x: Tensor, dim: tuple[int, ...]) -> Tensor:
-    """Divide by the root mean square over some dims; zero where that is zero."""
+    """Divide by the root mean square over some dims; zeros stay zero."""
     if x.numel() == 0:
         return x
     wide = x.to(ew.wide_dtype(x.dtype))
-    # By way of a largest magnitude of about 1, by exact powers of two, so that no square overflows or vanishes.
+    # Scale by exact powers of two before squaring, so that no square overflows or underflows.
     small = wide * power_of_two(wide.detach().abs().amax(dim, keepdim=True))
     mean = small.square().mean(dim, keepdim=True)
     return (small * torch.where(mean == 0, 1.0, mean).rsqrt()).to(x.dtype)

@@ -1,4 +1,4 @@
-"""Updates by the size of what they belong to: the parameter's norm, the whole tree's, and means of rows."""
+"""Scaling of updates by norms: of the parameter, of the whole tree, and of the mean of rows."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def scale_by_trust_ratio(
         norm, of_param = norm.clamp(min=min_norm), of_param.clamp(min=min_norm)
         usable = (norm > 0) & (of_param > 0)
         ratio = trust_coefficient * of_param / torch.where(usable, norm + eps, 1.0)
-        # NaN in either norm goes on into the updates, where it can be seen
+        # NaN in either norm is passed on to the updates, where it is visible
         ratio = torch.where(usable, ratio, torch.where((norm + of_param).isnan(), norm + of_param, 1.0))
         return (leaf.to(ew.wide_dtype(leaf.dtype)) * ratio).to(leaf.dtype)
 
@@ -98,7 +98,7 @@ def normalize_by_update_norm(scale_factor: ScalarOrSchedule = 1.0, eps: ScalarOr
     ):
         at = Present(updates)
         leaves = at.pick(updates)
-        norm = ew.safe_sqrt(sum_over_leaves(squared_norms(updates))) + eps  # also without leaves: all ranks take part
+        norm = ew.safe_sqrt(sum_over_leaves(squared_norms(updates))) + eps  # a collective: also without leaves
         factor = ew.scalar_like(scale_factor, norm) / torch.where(norm == 0, 1.0, norm)
         return at.fill(ew.cast_like(ew.mul(leaves, factor, reuse=donate.updates), leaves)), state
 

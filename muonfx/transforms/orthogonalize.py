@@ -1,4 +1,4 @@
-"""Orthogonalization: replace each matrix by the nearest one with orthonormal rows or columns."""
+"""Orthogonalization: replace each matrix by the nearest matrix with orthonormal rows or columns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["orthogonalize"]
 
 
 def _rounds_to(tx: Transform, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype of the products, unless a power of two comes before the rounding to it."""
+    """Return the dtype of the products, or the dtype of the updates if they are scaled before rounding."""
     given = tx.arguments
     compute = polar.compute_dtype(
         dtype, device, given["dtype"], coefficients=given["coefficients"], steps=given["steps"]

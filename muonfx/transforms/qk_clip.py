@@ -1,4 +1,4 @@
-"""QK-clip: query and key weights are scaled down by head where the largest attention logit exceeds a bound."""
+"""QK-clip: scale down the query and key weights of each head whose largest attention logit exceeds a bound."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class _Member(NamedTuple):
     name: str
     module: str
     which: int
-    """The place of its `AttentionHeads`."""
+    """The index of its `AttentionHeads`."""
     roles: tuple[str, ...]
     shape: tuple[int, ...] | None = None
-    """Of the whole; None: it is that of the parameter at hand."""
+    """The shape of the whole parameter; None if the parameter at hand is whole."""
 
 
 @dataclass(frozen=True)
 class _Members:
-    """Heads with the parameters that these are found in."""
+    """`AttentionHeads` together with the parameters that match them."""
 
     heads: tuple[AttentionHeads, ...]
     members: tuple[_Member, ...]
@@ -45,7 +45,7 @@ class _Members:
 
 def _members(heads: Sequence[AttentionHeads], names: Iterable[str]) -> tuple[_Member, ...]:
     found: list[_Member] = []
-    for name, plain in unwrapped(names).items():  # modules are known without wrappers
+    for name, plain in unwrapped(names).items():  # module names have no wrapper prefixes
         for which, own in enumerate(heads):
             place = own.module_of(plain)
             if place is not None:
@@ -55,7 +55,7 @@ def _members(heads: Sequence[AttentionHeads], names: Iterable[str]) -> tuple[_Me
 
 
 def _check_pairs(heads: Sequence[AttentionHeads], found: Sequence[_Member]) -> None:
-    """Require the queries and the keys of each module: each takes a share of the factor."""
+    """Require both the queries and the keys of each module, because each gets a share of the factor."""
     for module, which in dict.fromkeys((own.module, own.which) for own in found):
         seen = {role: own.name for own in found if own.module == module for role in own.roles}
         for role, other in (("query", "key"), ("key", "query")):
@@ -238,7 +238,7 @@ def _factors(
     max_over_ranks: Callable[[Tensor], Tensor],
     like: Tensor,
 ) -> dict[str, dict[str, Tensor]]:
-    """The factors of each module by kind, one for each head: computed for all modules with the same heads at once."""
+    """Return the factors of each module by kind, one per head; modules with the same heads are batched."""
     _check_logits(max_logits)
     given = _by_module(max_logits)
     which = {own.module: own.which for own in members}
@@ -296,7 +296,7 @@ def _logits_of(module: str, own: AttentionHeads, given: dict[str, PyTree]) -> Te
 def _of_rows(
     own: AttentionHeads, member: _Member, weight: Tensor | None, factors: dict[str, dict[str, Tensor]]
 ) -> Tensor | None:
-    """One less the factors of a whole parameter, in its shape."""
+    """Return 1 minus the factors of a whole parameter, in its shape."""
     if weight is None:
         return None
     shape = weight.shape if member.shape is None else member.shape
@@ -304,7 +304,7 @@ def _of_rows(
     product: Tensor | None = None
     for part in own.parts(member.name, shape[axis], member.roles):
         each = part.of(factors[member.module][part.kind], shape[axis])
-        product = each if product is None else product * each  # no row is in two parts: one factor is 1
+        product = each if product is None else product * each  # parts do not overlap: one of the factors is 1
     assert product is not None
     along = [1] * len(shape)
     along[axis] = shape[axis]
@@ -312,8 +312,8 @@ def _of_rows(
 
 
 def _scaled(update: Tensor, weight: Tensor, lacking: Tensor) -> Tensor:
-    """The update after which a weight comes out as the updated one times a factor."""
+    """Return the update that makes the new weight equal to the updated weight times a factor."""
     wide = ew.wide_dtype(update.dtype, weight.dtype)
     u, w, lack = update.to(wide), weight.to(wide), lacking.to(wide)
-    # f (w + u) - w, as u + (1 - f) (-w - u), which keeps the digits of a small u.
+    # f (w + u) - w, written as u + (1 - f) (-w - u) to keep the digits of a small u.
     return torch.where(lack == 0, u, torch.lerp(u, -w, lack)).to(update.dtype)

@@ -1,4 +1,4 @@
-"""Division of updates by the root of a running mean of their squares: of each element, or of rows and columns."""
+"""Division of updates by the root of a running mean square: of each element, or of rows and columns."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class FactoredRmsState(NamedTuple):
     """Mean squares, like the parameters; shape (0,) where factored."""
 
 
-# LEAF also where nothing is factored: that depends on the sides of the whole leaf.
+# LEAF even if nothing is factored, since this depends on the shape of the whole leaf.
 @transform(locality=Locality.LEAF, reads_params=False, position="sets_size")
 def scale_by_factored_rms(
     *,
@@ -182,7 +182,7 @@ def scale_by_factored_rms(
     ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
         wide = ew.wide_dtype(leaf.dtype, whole.dtype)
         u, decay = leaf.to(wide), decay.to(wide)
-        square = u.square() + ew.scalar_like(eps, u)  # a leaf without dims would take a tensor's dtype
+        square = u.square() + ew.scalar_like(eps, u)  # a 0-d leaf would be promoted to the dtype of a tensor eps
         found = dims_of(tuple(leaf.shape))
         if found is None:
             moment = decay * whole.to(wide) + (1.0 - decay) * square
@@ -213,5 +213,5 @@ def _without(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
 def _trees(
     at: Present, leaves: list[tuple[Tensor, Tensor, Tensor]], old: tuple[PyTree, PyTree, PyTree]
 ) -> list[PyTree]:
-    """Three trees of triples at some places."""
+    """Unzip triples at the selected leaves into three trees."""
     return [at.fill([leaf[place] for leaf in leaves], old[place]) for place in range(3)]

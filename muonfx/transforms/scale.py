@@ -1,4 +1,4 @@
-"""Scaling of updates: by a constant, a schedule, a learning rate, or each matrix by its shape."""
+"""Scaling of updates by a constant, by a schedule, by a learning rate, or by the shape of each matrix."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def scheduled(
     apply: Callable[[PyTree, PyTree, Scalar, Donation], PyTree],
     prepare: Callable[[PyTree], object] = lambda params: None,
 ):
-    """Build init, which calls ``prepare``, and update for a number or a schedule; only a schedule needs a count."""
+    """Build ``init`` (which calls ``prepare``) and ``update``; only a schedule needs a count in the state."""
     if callable(value):
 
         def init_count(params: PyTree) -> ScheduleState:
@@ -66,14 +66,14 @@ def scheduled(
 
 
 def _multiply(updates: PyTree, factor: Scalar, donate: Donation) -> PyTree:
-    # Not `leafwise`: torch rounds one product once in any dtype, and casts would take two more passes.
+    # Not `leafwise`: one product is rounded once in any dtype, and casts would take two more passes.
     at = Present(updates)
     leaves = at.pick(updates)
     return at.fill(ew.cast_like(ew.mul(leaves, factor, reuse=donate.updates), leaves))
 
 
 def position_of_factor(factor: object) -> Position | None:
-    """The position of a transform that multiplies updates by a factor, as far as its numbers are known."""
+    """Return the position of a transform that multiplies updates by a factor, as far as its sign is known."""
     numbers = [number for _, number in parts_of(factor)] if isinstance(factor, Schedule) else [factor]
     known = [number for number in numbers if isinstance(number, float)]
     if any(x < 0 for x in known):
@@ -176,20 +176,12 @@ SHAPE_RULES: dict[str, Callable[[int, int], float]] = {
     "spectral": lambda rows, columns: math.sqrt(rows / columns),
     "fan_in": lambda rows, columns: 1.0 / columns,
 }
-"""Factor by rows (output features) and columns (input features): Keller Jordan's, Moonlight's, Dion's and Scion's, and
-Scion's for signs and normalized rows."""
+"""Factors by rows and columns: of Keller Jordan, Moonlight, Dion and Scion, and Scion for signs and rows."""
 
 
 @transform(locality=Locality.ELEMENT)
 def scale_each(factors: Mapping[str, float]):
-    """Multiply each leaf by a number of its own: what `scale_by_shape` comes to once the shapes are known.
-
-    Args:
-        factors: by dotted name; one for each leaf.
-
-    >>> scale_each({"w": 2.0}).update({"w": torch.ones(1)}, EmptyState())[0]
-    {'w': tensor([2.])}
-    """
+    """Multiply each leaf by its own number: `scale_by_shape` for known shapes."""
 
     def init(params: PyTree) -> EmptyState:
         return EmptyState()
@@ -203,7 +195,7 @@ def scale_each(factors: Mapping[str, float]):
 
 
 def _resolve_by_shape(tx: Transform, params: PyTree) -> Transform:
-    """One factor for each leaf; the transform itself where blocks of several shapes need several."""
+    """Return `scale_each`, or the transform itself if a leaf has blocks of different shapes."""
     rule = tx.arguments["rule"]
     at = Present(params)
     names, leaves = at.names(), at.pick(params)
@@ -215,7 +207,7 @@ def _resolve_by_shape(tx: Transform, params: PyTree) -> Transform:
 
 
 def shape_factor(rule: str, matrix: Tensor) -> float:
-    """What a rule says for a matrix; 1 where a side is 0."""
+    """Return the factor of a rule for a matrix; 1 if the matrix is empty."""
     rows, columns = matrix.shape[-2:]
     return SHAPE_RULES[rule](rows, columns) if rows and columns else 1.0
 

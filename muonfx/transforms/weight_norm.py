@@ -1,4 +1,4 @@
-"""Control of the norms of weights and of updates beside them, matrix by matrix."""
+"""Control of the norms of weights, matrix by matrix, and of updates relative to them."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def _keep(update: Tensor, weight: Tensor, radius: Tensor) -> Tensor:
 
 
 def norm(matrix: Tensor) -> Tensor:
-    """The Frobenius norm of matrices (..., rows, columns) as (..., 1, 1), in fp32 at least, at any size."""
+    """Return Frobenius norms as (..., 1, 1) in at least fp32, without overflow or underflow."""
     wide = matrix.to(ew.wide_dtype(matrix.dtype))
     if matrix.numel() == 0:
         return wide.new_zeros((*matrix.shape[:-2], 1, 1))

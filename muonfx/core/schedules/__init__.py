@@ -1,9 +1,9 @@
 """Schedules: a hyperparameter as a function of the step count.
 
 A `Schedule` is a recorded value like a transform: it prints as the code that built it, compares, pickles, and its
-numeric arguments are leaves that can be batched or differentiated. Called with the count held in a transform's state
-(a 0-d integer tensor) it returns a 0-d tensor and branches on nothing; called with an int it returns a float, for a
-look or a plot. Step 0 is the first update.
+numeric arguments are leaves that can be batched or differentiated. Called with the count of a transform's state (a 0-d
+integer tensor), it returns a 0-d tensor without Python branches. Called with an int, it returns a float, for example
+for a plot. Step 0 is the first update.
 """
 
 from muonfx.core.schedules.base import Scalar, ScalarOrFunction, ScalarOrSchedule, Schedule, ScheduleFunction, schedule

@@ -1,4 +1,4 @@
-"""A schedule as a value, and the decorator that makes its factories."""
+"""The class `Schedule`, and the decorator `schedule` of its factories."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedules along lines, cosines, powers and exponentials, and one after another."""
+"""Constant, linear, cosine, polynomial and exponential schedules, and sequences of schedules."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
 
 
 def _function(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Give a lambda its type."""
+    """Annotate a lambda."""
     return function
 
 
@@ -42,7 +42,7 @@ def constant(value: Scalar):
 
 
 def _fraction(count: Tensor, steps: int) -> Tensor:
-    """How much of a phase has passed, in [0, 1]; a phase of no steps has passed at once."""
+    """Return the elapsed fraction of a phase in [0, 1]; 1 if the phase has no steps."""
     return (count / steps).clamp(0.0, 1.0) if steps else torch.ones_like(count)
 
 
@@ -213,7 +213,7 @@ def join(schedules: list[Schedule], boundaries: list[int]):
 
 
 def joined(schedules: list[Schedule], boundaries: list[int]) -> Callable[[Tensor], Tensor]:
-    """The function of `join`, which checks nothing."""
+    """Return the function of `join` without checking the arguments."""
 
     def value(count: Tensor) -> Tensor:
         result = schedules[0](count)

@@ -1,4 +1,4 @@
-"""Schedules from value to value at given steps, and in cycles."""
+"""Schedules that pass through given values at given steps, and cyclic schedules."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def _interpolation(name: object) -> None:
 def _piecewise(
     start: float | Tensor, scales: Sequence[tuple[float | Tensor, float | Tensor]], interpolation: str | None
 ) -> Callable[[Tensor], Tensor]:
-    """From value to value at rising steps, each a multiple of the one before; None: in jumps."""
+    """Return a function of the count that interpolates between scaled values, or jumps if interpolation is None."""
     if interpolation is not None:
         _interpolation(interpolation)
 
