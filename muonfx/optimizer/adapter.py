@@ -1,9 +1,9 @@
-"""Any transform as a ``torch.optim.Optimizer``: one class, long because torch's interface is wide.
+"""`TransformOptimizer`: any transform as a ``torch.optim.Optimizer``.
 
-The names of this file: a parameter's *route* is the transforms of the program that have it among their leaves;
-parameters of one route form a *group*, unless the caller gave groups. A *hyperparameter* is a numeric argument of the
-transform; each group holds those that its parameters meet, and what stands there counts at every step. A *stepping*
-makes the state and takes the steps: in one process, or over ranks where parameters are sharded.
+The terms of this file: a parameter's *route* is the list of the program's transforms that have it among their leaves.
+Parameters of one route form a *group*, unless the caller passes groups. A *hyperparameter* is a numeric argument of
+the transform; each group holds the hyperparameters of its route, and every step reads them. A *stepping* creates the
+state and runs the steps, in one process or over ranks.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class TransformOptimizer(GroupOwner):
         self.donate_grads = donate_grads
         self.bucket_bytes = bucket_bytes
         self._ready = False
-        # In a dict: torch.compile replays what is put into one, but not what is assigned to an optimizer's attributes.
+        # A dict, because torch.compile replays writes to a dict but not assignments to an optimizer's attributes.
         self._live: dict[str, Any] = {}
         given: Any = params if isinstance(params, nn.Module | Mapping) else list(params)
         if model is not None and not isinstance(model, nn.Module):
@@ -177,9 +177,9 @@ class TransformOptimizer(GroupOwner):
         self.defaults.update(defaults_for_schedulers(self.param_groups))
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy needs: torch's part and ours."""
+        """Return the attributes that a copy needs, torch's and ours."""
         if self._ready:
-            self._follow_tensors()  # a copy knows the tensors by the names that are beside them
+            self._follow_tensors()  # a copy finds the tensors by "param_names"
         ours = (
             "tx",
             "donate_grads",
@@ -200,12 +200,12 @@ class TransformOptimizer(GroupOwner):
         return {**super().__getstate__(), **kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over what a copy needs; a copy does not know which model its parameters are of."""
+        """Restore a copy, which does not know the model of its parameters."""
         super().__setstate__(state)
         if "_numbers" in state:
             self._attachment = Attachment([], None, self._named(), alone=self._layout is None)
             self._note_groups()
-            self._stepping.refresh(self.param_groups, self._named())  # now, as a first step may be traced
+            self._stepping.refresh(self.param_groups, self._named())  # now, because the first step may be traced
 
     # ------------------------------------------------------------------------------------------------ construction
 
@@ -242,7 +242,7 @@ class TransformOptimizer(GroupOwner):
             check_once(together.items())
             layout = layout_for(together, self._given_layout)
             check_usable(together, self._given_layout)
-            # Refuses what the transform cannot take, before anything is changed.
+            # Raises if the transform does not accept the parameters, before anything is changed.
             self.tx.init(_wholes(together, layout))
             program = self._lower(together, layout)
         routes = routes_of(program) if self._ready else self._routes
@@ -269,7 +269,7 @@ class TransformOptimizer(GroupOwner):
         self._program, self._routes, self._layout = program, routes, layout
         former = [(old, old["param_names"], old["params"]) for old in self.param_groups]
         for old, names, params in former if unfrozen else ():
-            # One that is empty now stays: schedulers have their lists in the order of the groups.
+            # Keep a group that becomes empty: schedulers have lists in the order of the groups.
             left = [pair for pair in zip(names, params, strict=True) if pair[0] not in unfrozen]
             old["param_names"], old["params"] = [name for name, _ in left], [param for _, param in left]
         try:
@@ -286,7 +286,7 @@ class TransformOptimizer(GroupOwner):
             self._attachment.add(models_of([param_group]), dict(pairs))
 
     def _take_back(self, param_group: Mapping[str, Any]) -> bool:
-        """Put parameters back that were removed from the lists, if a group has no others; their state is there."""
+        """Add a group of parameters that were removed from the lists; return False unless all of them were."""
         given = param_group["params"]
         if isinstance(given, nn.Module | Mapping):
             given = named_pairs(given)
@@ -312,15 +312,15 @@ class TransformOptimizer(GroupOwner):
         rest: dict[str, Any],
     ) -> None:
         for part, values in zip(parts, made, strict=True):
-            unnamed = {} if part else {"param_names": []}  # torch finds names in the parameters, where there are any
-            # torch's schedulers want a rate in every group, also where none applies: nothing here reads that one
+            unnamed = {} if part else {"param_names": []}  # torch takes the names from the parameters, if there are any
+            # torch's schedulers require an lr in every group, also if it is no hyperparameter and never read
             complete = {"label": routes[part[0][0]].label if part else None, "lr": 0.0, **unnamed, **rest, **values}
             super().add_param_group({**complete, "params": part})
             for key in self.defaults.keys() - complete.keys():
-                del self.param_groups[-1][key]  # torch gives every group all defaults: this one meets no such number
+                del self.param_groups[-1][key]  # torch adds all defaults to every group
 
     def _known_names(self) -> dict[Tensor, str]:
-        """The names of the models' parameters; our own under the names that they have here."""
+        """Return the names of the models' parameters, and of this optimizer's under its own names."""
         return names_in(self._attachment.models) | {param: name for name, param in self._named().items()}
 
     def _lower(self, named: Mapping[str, Tensor], layout: Layout | None) -> Program:
@@ -329,18 +329,18 @@ class TransformOptimizer(GroupOwner):
     def _numbers_of(
         self, program: Program, routes: Mapping[str, Route], names: list[str], group: Mapping[str, Any] | None = None
     ) -> GroupNumbers:
-        """The numbers of a group of one route; of an empty one, all that it has, or may have."""
+        """Return the numbers of a group of one route; an empty group gets the numbers of its entries, or all."""
         if names:
             return GroupNumbers(routes[names[0]].hyperparams)
         return GroupNumbers([n for n in hyperparams_of(program.transforms()) if group is None or n.key in group])
 
     def _start(self, *, keep: bool = False) -> None:
-        """Make the state for all parameters, and everything that follows from the groups; ``keep`` what there was."""
+        """Create the state and everything that depends on the groups; `keep` keeps the current values."""
         named = self._named()
         numbers = [self._numbers_of(self._program, self._routes, g["param_names"], g) for g in self.param_groups]
         for place, old in enumerate(self._numbers if self._ready else ()):
             if place < len(numbers) and numbers[place].hyperparams == old.hyperparams:
-                numbers[place] = old  # it knows which of two keys was written last
+                numbers[place] = old  # it stores which of two keys was written last
         is_as_made = not keep or self._is_as_made()
         made = self._stepping_for(numbers)
         state = made.init(named, self.param_groups)
@@ -357,23 +357,15 @@ class TransformOptimizer(GroupOwner):
         self._ready = True
 
     def _note_groups(self) -> None:
-        """Note which groups the numbers are of."""
+        """Store which groups, with which names, the numbers belong to."""
         self._grouped = [(group, list(group["param_names"])) for group in self.param_groups]
 
     def _distinct_groups(self) -> list[Group]:
-        """The groups, without those that are listed again: as ``param_groups.extend(param_groups)`` leaves them."""
+        """Return the groups without repetitions, which ``param_groups.extend(param_groups)`` creates."""
         return list({id(group): group for group in self.param_groups}.values())
 
     def _follow_tensors(self, *, may_repeat: bool = False) -> None:
-        """Give each tensor its name and each group its hyperparameters, whatever was done to the lists in between.
-
-        A tensor that was bound keeps its name. An unknown tensor replaces the parameter whose place it takes.
-
-        Raises:
-            TypeError: ``param_groups`` is not a list of groups.
-            ValueError: a parameter is missing or listed twice, a tensor is unknown, or parameters of different
-                transforms share a group; nothing has been changed then.
-        """
+        """Update the names and numbers of the groups after any change to their lists; errors change nothing."""
         groups: Any = self.param_groups
         is_as_noted = (
             isinstance(groups, list)
@@ -406,7 +398,7 @@ class TransformOptimizer(GroupOwner):
                     "holds parameters of one label. To change a label, make the optimizer anew"
                 )
             own = self._numbers_of(self._program, self._routes, names, group)
-            # Of a group that was there before: it knows which of two keys was written last.
+            # Reuse the numbers of an earlier group, which store which of two keys was written last.
             known = former.get(names[0]) if names else empty.get(id(group))
             is_free = known is not None and all(known is not other for other in numbers)
             numbers.append(known if known is not None and is_free and known.hyperparams == own.hyperparams else own)
@@ -418,19 +410,9 @@ class TransformOptimizer(GroupOwner):
         self._grouped = [(group, list(names)) for group, names in zip(groups, members, strict=True)]
 
     def _rebind(self, moment: Literal["step", "save", "clear", "else"] = "else") -> None:
-        """Bind to the tensors that stand in the groups, or in the model, where these are others now or have moved.
-
-        The state is found by name: made anew where nothing has been written into it yet, else the very same values, cut
-        as the tensors are cut now. All ranks come here together, but to "save", where nothing is exchanged unless the
-        cut has changed, and to "clear" gradients, where nothing is exchanged: what needs that is left to the step.
-
-        Raises:
-            ValueError: a tensor has another shape, the labels have changed with it, or it came between the backward
-                pass and the step; nothing has been changed then.
-
-        Warns:
-            UserWarning: parameters were replaced in the model since the gradients were cleared.
-        """
+        """Bind the state to the tensors now in the groups or the model, resharded by name with the same values."""
+        # All ranks call this together, except in two moments without communication: "save", unless the sharding has
+        # changed, and "clear" (zero_grad), which leaves the communication to the step.
         self._follow_tensors(may_repeat=moment == "save")
         before = self._named()
         later = self._attachment.later(before)
@@ -446,7 +428,7 @@ class TransformOptimizer(GroupOwner):
         is_swap = all(self._attachment.lies_alike(name, named[name]) for name in replaced)
         over_ranks = self._layout is not None or any(map(is_dtensor, named.values()))
         if moment == "clear" and over_ranks and not is_swap:
-            for group in self.param_groups:  # as an engine does; the state follows where all ranks are
+            for group in self.param_groups:  # as an engine does; the step, with all ranks, moves the state
                 group["params"][:] = [named[name] for name in group["param_names"]]
             return
         if later and moment == "step":
@@ -465,10 +447,10 @@ class TransformOptimizer(GroupOwner):
             group["params"][:] = [named[name] for name in group["param_names"]]
         try:
             if is_swap and (not is_as_made or (over_ranks and moment in ("save", "clear"))):
-                self._live["anew"] = is_as_made  # where all ranks are
+                self._live["anew"] = is_as_made  # create it again when all ranks are present
                 self._show_all()
             else:
-                with warnings.catch_warnings():  # what there is to warn of was said at construction
+                with warnings.catch_warnings():  # construction has given the warnings
                     warnings.simplefilter("ignore")
                     self._start(keep=not is_as_made)
         except BaseException:
@@ -486,7 +468,7 @@ class TransformOptimizer(GroupOwner):
         super().zero_grad(set_to_none)
 
     def _is_as_made(self) -> bool:
-        """True if nothing has been written into the state since it was made."""
+        """Return True if nothing has been written into the state since it was created."""
         made: list[tuple[Tensor, int]] | None = self._live["made"]
         now = list(tree.tensors(self._state))
         return made is not None and all(
@@ -502,7 +484,7 @@ class TransformOptimizer(GroupOwner):
         return SteppingOverRanks(self.tx, self._program, numbers, self._layout, settings)
 
     def _show_all(self) -> None:
-        """Put the state's leaves into ``self.state``."""
+        """Fill ``self.state`` with the leaves of the state."""
         named = self._named()
         leaves = tree.leaves(self._state)
         self._slots: list[tuple[Tensor | None, str]] = []
@@ -555,13 +537,13 @@ class TransformOptimizer(GroupOwner):
             with torch.enable_grad():
                 loss = closure()
         problem: Exception | None = None
-        if not torch.compiler.is_compiling():  # a graph is traced once, and for these parameters
+        if not torch.compiler.is_compiling():  # a graph is traced for these parameters
             try:
                 self._rebind("step")
                 self._attachment.check_real()
                 if not self._live.get("warned"):
                     self._warn_of_unread_rates()
-            except (TypeError, ValueError) as error:  # other ranks hear of it where they agree on the step
+            except (TypeError, ValueError) as error:  # raised below, where all ranks agree on the step
                 problem = error
         params = self._named() if problem is None else self._attachment.named
         updates: dict[str, Tensor | None] = {name: param.grad for name, param in params.items()}
@@ -595,9 +577,9 @@ class TransformOptimizer(GroupOwner):
         return tuple(place for place, is_read in enumerate(read) if not is_read)
 
     def _warn_of_unread_rates(self) -> None:
-        """Warn of rates in the groups, or a scheduler, where no group has one that is read."""
+        """Warn of an lr or a scheduler in the groups if no group has an lr that is read."""
         if len(self.groups_without_rate) < len(self.param_groups):
-            return  # a scheduler writes into all groups, and some have none
+            return  # a scheduler writes into all groups, also groups without an lr that is read
         for place, group in enumerate(self.param_groups):
             if "initial_lr" in group or (not isinstance(group["lr"], Tensor) and group["lr"] != 0.0):
                 self._live["warned"] = True
@@ -610,7 +592,7 @@ class TransformOptimizer(GroupOwner):
                 return
 
     def _publish(self) -> None:
-        """Show the leaves that are new objects in ``self.state``."""
+        """Update ``self.state`` with the leaves that are new objects."""
         leaves = tree.leaves(self._state)
         for place, (new, shown) in enumerate(zip(leaves, self._live["shown"], strict=True)):
             if new is not shown:
@@ -651,7 +633,7 @@ class TransformOptimizer(GroupOwner):
         """
         self._rebind("save")
         for group, own in zip(self._distinct_groups(), self._numbers, strict=True):
-            own.read(group)  # so that all keys of a number say the same
+            own.read(group)  # so that all keys of a number agree
         found = super().state_dict()
         exported = self._stepping.exported(self._state)
         if exported:
@@ -725,11 +707,11 @@ class TransformOptimizer(GroupOwner):
                     stacklevel=2,
                 )
                 loads += self._loads_of_new_state(absent)
-            numbers = sorted(  # by name, in whatever order a rank has its groups
+            numbers = sorted(  # sorted by name, because the order of groups may differ between ranks
                 (sorted(group["param_names"]), [(one.key, old[one.key]) for one in own.hyperparams])
                 for group, own, old in zip(self.param_groups, self._numbers, saved, strict=True)
             )
-        except Exception as error:  # of whatever kind: other ranks wait to hear of it
+        except Exception as error:  # any exception is reported to the other ranks, which wait for this rank
             problem = error
         with torch.no_grad():
             self._stepping.load(loads, numbers, self._state, problem)
@@ -744,12 +726,12 @@ class TransformOptimizer(GroupOwner):
             hook(self)
 
     def _loads_of_new_state(self, names: Collection[str]) -> list[Load]:
-        """The loads that reset the state of some parameters."""
+        """Return the loads that reset the state of some parameters."""
         if self._is_as_made():
             return []
         named = self._named()
         owners = {id(named[name]) for name in names}
-        with warnings.catch_warnings():  # what there is to warn of was said at construction
+        with warnings.catch_warnings():  # construction has given the warnings
             warnings.simplefilter("ignore")
             new = tree.leaves(self._stepping_for(self._numbers).init(named, self.param_groups))
         return [
@@ -772,7 +754,7 @@ class TransformOptimizer(GroupOwner):
 
 
 def _wholes(named: Mapping[str, Tensor], layout: Layout | None) -> dict[str, Tensor]:
-    """Meta tensors of the shapes that parameters have as one process holds them."""
+    """Return meta tensors of the parameters' global shapes."""
     if layout is not None:
         return layout.meta(list(named))
     return {name: torch.empty_like(param, device="meta") for name, param in named.items()}
@@ -781,19 +763,14 @@ def _wholes(named: Mapping[str, Tensor], layout: Layout | None) -> dict[str, Ten
 def _check_in_time(
     before: Mapping[str, Tensor], named: Mapping[str, Tensor], later: Mapping[str, Tensor], *, is_first: bool
 ) -> None:
-    """Look whether gradients, and what was done to them, are those of the parameters that a model has now.
-
-    Before the ``is_first`` step all parameters are often replaced, as by `fully_shard`.
-
-    Raises:
-        ValueError: the only gradients are those of tensors that the model does not have any more.
-    """
+    """Raise ValueError if only replaced tensors have gradients; warn of tensors replaced since zero_grad()."""
     name = next(iter(later))
     if all(now.grad is None for now in named.values()) and any(before[name].grad is not None for name in later):
         raise ValueError(
             f"{name!r} of the model was replaced between backward() and step(), and its gradient is that of the former "
             "tensor: replace parameters before the backward pass"
         )
+    # Before the first step, replacing all parameters, as fully_shard does, is no reason to warn.
     if not is_first or any(param.requires_grad for name, param in before.items() if name not in later):
         warnings.warn(
             f"{len(later)} of {len(before)} parameters were replaced in the model, such as {name!r}, since the "

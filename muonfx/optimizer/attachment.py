@@ -1,4 +1,4 @@
-"""Compare an optimizer's parameters with those that its model trains now."""
+"""Compare an optimizer's parameters with the parameters that its model trains now."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FSDP1 = (
 
 
 def models_of(params: Any) -> list[nn.Module]:
-    """The models among what an optimizer was given: itself, or as the "params" of groups."""
+    """Return the models among the arguments of an optimizer: `params` itself, or the "params" of groups."""
     if isinstance(params, nn.Module):
         return [params]
     if not isinstance(params, list | tuple):
@@ -37,15 +37,11 @@ def models_of(params: Any) -> list[nn.Module]:
 
 
 def check_usable(named: Mapping[str, Tensor], layout: Layout | None) -> None:
-    """Refuse parameters that cannot be trained as the matrices that they are.
-
-    Raises:
-        ValueError: they are what FSDP1 leaves of parameters, or some are on the meta device and others are not.
-    """
+    """Raise ValueError for flattened parameters of FSDP1, or if only some parameters are on the meta device."""
     if not all(param.is_meta for param in named.values()):
         _check_real(named)
     if layout is not None and layout.is_flat:
-        return  # the caller says what these pieces are
+        return  # the caller's layout describes these shards
     flat = [name for name, param in named.items() if getattr(param, "_is_flat_param", False)]
     views = {name: param for name, param in named.items() if getattr(param, "_fsdp_flattened", False)}
     # On one rank, and with NO_SHARD, the original parameters keep their shapes.
@@ -59,46 +55,40 @@ def check_usable(named: Mapping[str, Tensor], layout: Layout | None) -> None:
 
 
 class _Slot(NamedTuple):
-    """The place in a model at which a parameter stood when it was bound; the module is not kept alive."""
+    """The position of a bound parameter in a model; the module is not kept alive."""
 
     module: weakref.ref[nn.Module]
     leaf: str
 
     def now(self) -> Tensor | None:
-        """The parameter that stands there."""
+        """Return the parameter that is in this position now."""
         module = self.module()
         return None if module is None else module._parameters.get(self.leaf)
 
 
 class _Bound(NamedTuple):
-    """A parameter as it was when its state was made or moved."""
+    """A parameter as it was when its state was created or moved."""
 
     param: Tensor
     shape: torch.Size
     device: torch.device
     dtype: torch.dtype
     slot: _Slot | None
-    """None: it is no parameter of a known model, as a copy that an engine has put into the groups is not."""
+    """None for a parameter of no known model, such as a copy that an engine has put into the groups."""
 
 
 class Attachment:
-    """The parameters that the optimizer has bound its state to, and their models.
-
-    Args:
-        models: those whose parameters were given; they are not kept alive.
-        known: a further model, of which perhaps not all parameters were given.
-        named: the parameters.
-        alone: whether no other rank may have the gradients that this one lacks.
-    """
+    """The parameters to which the optimizer has bound its state, and their models."""
 
     def __init__(
         self, models: Iterable[nn.Module], known: nn.Module | None, named: Mapping[str, Tensor], *, alone: bool
     ) -> None:
+        # models: their parameters were given; known: a model of which only some parameters may have been given
         self._models = [weakref.ref(model) for model in models]
         self._known = None if known is None else weakref.ref(known)
         self._bound: dict[str, _Bound] = {}
         self._trained = any(param.requires_grad for param in named.values())
-        self._alone = alone
+        self._alone = alone  # no other rank may have the gradients that are missing here
         self._seen: tuple[str, ...] | None = None
         self._warned_of_none = False
         self._warned_of = set[str]()
@@ -107,17 +97,17 @@ class Attachment:
 
     @property
     def models(self) -> list[nn.Module]:
-        """All that are known, and still there."""
+        """The known models that still exist."""
         refs = self._models if self._known is None else [*self._models, self._known]
         return [model for ref in refs if (model := ref()) is not None]
 
     @property
     def named(self) -> dict[str, Tensor]:
-        """The parameters that were bound."""
+        """The bound parameters by name."""
         return {name: bound.param for name, bound in self._bound.items()}
 
     def names_by_tensor(self) -> dict[Tensor, str]:
-        """The names of the bound parameters, and of the tensors that have taken their places in the models."""
+        """Return the names of the bound parameters, and of the tensors that replace them in the models."""
         found = {
             now: name
             for name, bound in self._bound.items()
@@ -126,46 +116,38 @@ class Attachment:
         return found | {bound.param: name for name, bound in self._bound.items()}
 
     def is_bound(self, names: Sequence[str], params: Sequence[Tensor]) -> bool:
-        """True if these are the bound parameters of these names."""
+        """Return True if these are the bound parameters of these names."""
         return len(names) == len(params) and all(
             name in self._bound and self._bound[name].param is param for name, param in zip(names, params, strict=True)
         )
 
     def add(self, models: Iterable[nn.Module], named: Mapping[str, Tensor]) -> None:
-        """Take in parameters of a group that was added."""
+        """Bind the parameters of an added group."""
         self._models += [weakref.ref(model) for model in models]
         self._trained = self._trained or any(param.requires_grad for param in named.values())
         self.bind(named)
 
     def check_real(self) -> None:
-        """Refuse parameters on the meta device: there is nothing to step on, or to load for.
-
-        Raises:
-            ValueError: there are some.
-        """
+        """Raise ValueError for parameters on the meta device, which have no values to update."""
         if self._on_meta:
             _check_real(self.named)
 
     def later(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors that stand now where the models had the parameters that were bound, by name.
-
-        A model is sharded, loaded or given storage after its optimizer was made: its parameters are other objects then.
-        Where somebody else has replaced one in the groups, that one counts. What FSDP2 puts there for the time of a
-        forward and backward pass does not.
-        """
+        """Return the tensors, by name, that have replaced bound parameters in the models."""
         found: dict[str, Tensor] = {}
         for name, param in named.items():
             bound = self._bound[name]
             if bound.slot is None or bound.param is not param:
-                continue
+                continue  # a tensor that others have put into the groups takes precedence
             now = bound.slot.now()
             if now is not None and now is not param:
                 found[name] = now
         if not found:
             return found
+        # FSDP2 replaces parameters during a forward and backward pass; that does not count.
         gathered = self._gathered_by_fsdp()
         found = {name: now for name, now in found.items() if is_dtensor(now) or id(now) not in gathered}
-        # A tensor that stands in two places now, as tied ones do, stays with the name that has it.
+        # A tensor in two positions, as a tied parameter is, keeps the name that has it already.
         while True:
             times = Counter(id(found.get(name, param)) for name, param in named.items())
             if not (twice := [name for name, now in found.items() if times[id(now)] > 1]):
@@ -174,12 +156,12 @@ class Attachment:
                 del found[name]
 
     def _gathered_by_fsdp(self) -> set[int]:
-        """The plain parameters of modules under FSDP2, which are there for a while only; by their ids."""
+        """Return the ids of plain parameters of FSDP2 modules, which exist during a forward or backward pass only."""
         sharded = [module for model in self.models for module in model.modules() if _is_fsdp2(module)]
         return {id(param) for module in sharded for param in module.parameters() if not is_dtensor(param)}
 
     def lies_alike(self, name: str, param: Tensor) -> bool:
-        """True if a tensor may stand in the place of the one that was bound, and nothing else changes."""
+        """Return True if a tensor has the device, dtype and sharding of the bound tensor of its name."""
         bound = self._bound[name]
         if (bound.device, bound.dtype) != (param.device, param.dtype):
             return False
@@ -188,11 +170,7 @@ class Attachment:
         return is_dtensor(bound.param) == is_dtensor(param)
 
     def replaced(self, named: Mapping[str, Tensor]) -> list[str]:
-        """The names by which there are other tensors now, or on another device.
-
-        Raises:
-            ValueError: one of them has another shape.
-        """
+        """Return the names whose tensor was replaced or has moved; a tensor of another shape raises ValueError."""
         found: list[str] = []
         for name, param in named.items():
             bound = self._bound[name]
@@ -207,7 +185,7 @@ class Attachment:
         return found
 
     def bind(self, named: Mapping[str, Tensor]) -> None:
-        """Note that these tensors' state is there."""
+        """Record that these tensors have a state."""
         slots: dict[Tensor, _Slot] | None = None
         for name, param in named.items():
             old = self._bound.get(name)
@@ -215,13 +193,13 @@ class Attachment:
             if slot is None or slot.now() is not param:
                 slots = self._slots() if slots is None else slots
                 slot = slots.get(param)
-            # Not by weak references: torch.utils.swap_tensors, which converts parameters in place, refuses what has any
+            # No weak references: torch.utils.swap_tensors, used to convert in place, refuses tensors that have any
             self._bound[name] = _Bound(param, param.shape, param.device, param.dtype, slot)
         self._seen = None
         self._on_meta = any(bound.param.is_meta for bound in self._bound.values())
 
     def _slots(self) -> dict[Tensor, _Slot]:
-        """The places of the models' parameters."""
+        """Return the positions of the models' parameters."""
         found: dict[Tensor, _Slot] = {}
         for model in self.models:
             for module in model.modules():
@@ -231,12 +209,7 @@ class Attachment:
         return found
 
     def check(self, named: Mapping[str, Tensor], updates: Mapping[str, Tensor | None]) -> None:
-        """Look at parameters, and at their models where some parameter has no gradient.
-
-        Raises:
-            ValueError: a parameter has another shape than at construction, or the models train other parameters and
-                none of these.
-        """
+        """Check the shapes of parameters; if gradients are missing, check that the models train these parameters."""
         for name, param in named.items():
             shape = self._bound[name].shape
             if param.shape != shape:
@@ -246,14 +219,14 @@ class Attachment:
                 )
         absent = tuple(name for name, grad in updates.items() if grad is None)
         self._steps += 1
-        # Seldom: walking through a model takes time. A layer that came later is found by and by.
+        # Walking through a model takes time: with the same gradients missing, check at steps 1, 2, 4, 8, ... only.
         if absent == self._seen and self._steps & (self._steps - 1):
             return
         is_known, self._seen = absent == self._seen, absent
         none = self._trained and len(absent) == len(updates)
         strangers = self._strangers(named)
         if strangers and none:
-            self._seen = None  # to be found at every step
+            self._seen = None  # check again at every step
             first = next(iter(strangers))
             is_flat = getattr(strangers[first], "_is_flat_param", False)
             raise ValueError(
@@ -279,11 +252,9 @@ class Attachment:
             )
 
     def _strangers(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The parameters of the models that have a gradient and are not the optimizer's.
-
-        Of the model that only gives names, those that have a name of the optimizer's.
-        """
+        """Return the models' parameters that have a gradient and are not the optimizer's."""
         ours = {id(param) for param in named.values()}
+        # Of a model that only gives names, consider only parameters whose names the optimizer has.
         models = [(ref(), False) for ref in self._models]
         if self._known is not None:
             models.append((self._known(), True))

@@ -1,4 +1,4 @@
-"""Parameters to groups: names, routes through partitions, and the hyperparameters that each group holds."""
+"""Assign parameters to groups: names, routes through partitions, and the hyperparameters of each group."""
 
 from __future__ import annotations
 
@@ -34,49 +34,49 @@ __all__ = [
 ]
 
 NamedParameters = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor] | Tensor] | Iterable[Group]
-"""The parameters of an optimizer: a model, named parameters, tensors of a model that is known, or groups of them."""
+"""The parameters of an optimizer: a model, named parameters, tensors of a known model, or groups of these."""
 
 
 class GroupKind(IntEnum):
-    """The order of groups, whatever the order of parameters."""
+    """The sort order of groups, independent of the order of parameters."""
 
     MUON = 0
     """With a momentum."""
     ADAM = 1
-    """With two decays."""
+    """With two betas."""
     OTHER = 2
     FROZEN = 3
-    """Without any number, or left out by the labels."""
+    """Without hyperparameters, or left out by the labels."""
 
 
 class Route(NamedTuple):
-    """The way of some parameters through a program."""
+    """The transforms of a program that act on some parameters."""
 
     places: tuple[int, ...]
-    """Of the transforms that they meet, among all."""
+    """The indices of these transforms among all transforms of the program."""
     label: str | None
-    """The labels on the way, for a person to read."""
+    """The labels on the route, joined for display."""
     is_left_out: bool
-    """True if the labels of some partition leave them out."""
+    """True if the labels of some partition leave the parameters out."""
     hyperparams: tuple[Hyperparam, ...]
-    """The numbers of these transforms."""
+    """The hyperparameters of these transforms."""
     order: tuple[GroupKind, bool, tuple[int, ...]]
-    """By which groups are sorted."""
+    """The sort key of the group."""
 
 
 def defaults_for_schedulers(groups: Sequence[Group]) -> dict[str, Any]:
-    """The usual hyperparameters, of the first group that has each: OneCycleLR reads in them which momentum to drive."""
+    """Return the usual hyperparameters, each of the first group that has it; OneCycleLR looks for its momentum here."""
     usual = ("lr", "weight_decay", "momentum")
     return {key: group[key] for key in usual for group in reversed(groups) if key in group}
 
 
 def names_in(models: Iterable[nn.Module]) -> dict[Tensor, str]:
-    """The names of the parameters of some models."""
+    """Return the names of the parameters of some models."""
     return {param: name for model in models for name, param in model.named_parameters()}
 
 
 def resolve_groups(params: Any, known: Mapping[Tensor, str] | None = None) -> list[Group]:
-    """Resolve what the caller gave to groups whose "params" are lists of (name, tensor)."""
+    """Convert the `params` of an optimizer to groups whose "params" are lists of (name, tensor)."""
     items: list[Any] = [{"params": params}] if isinstance(params, nn.Module | Mapping) else list(params)
     if not items or not all(isinstance(item, dict) for item in items):
         items = [{"params": items}]
@@ -95,17 +95,13 @@ def resolve_groups(params: Any, known: Mapping[Tensor, str] | None = None) -> li
 
 
 def listed(group: Mapping[str, Any]) -> Group:
-    """A copy of a group whose "params" may be read more than once."""
+    """Copy a group so that its "params" can be iterated more than once."""
     params = group["params"]
     return {**group, "params": params if isinstance(params, nn.Module | Mapping | Tensor) else list(params)}
 
 
 def check_once(pairs: Iterable[tuple[str, Tensor]]) -> None:
-    """Refuse a name for two tensors, and a tensor under two names.
-
-    Raises:
-        ValueError: there is one; the message has the names.
-    """
+    """Raise ValueError if two tensors have one name, or one tensor has two names."""
     seen = set[str]()
     name_of: dict[Tensor, str] = {}
     for name, param in pairs:
@@ -117,7 +113,7 @@ def check_once(pairs: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def named_pairs(params: Any, known: Mapping[Tensor, str] | None = None) -> list[tuple[str, Tensor]]:
-    """Resolve a model, named parameters or tensors whose names are known to pairs."""
+    """Convert a model, named parameters or tensors with known names to (name, tensor) pairs."""
     if isinstance(params, nn.Module):
         return list(params.named_parameters())
     if isinstance(params, Mapping):
@@ -145,16 +141,7 @@ def _named_pair(item: Any, known: Mapping[Tensor, str] | None) -> tuple[str, Ten
 def names_of_members(
     groups: Sequence[Group], known: Mapping[Tensor, str], expected: Collection[str]
 ) -> list[list[str]]:
-    """Find the names of the tensors that are listed in groups.
-
-    Args:
-        groups: of an optimizer, after anything was done to their lists.
-        known: the names of tensors. Another tensor has the name that its place had, unless a known one has it.
-        expected: all names.
-
-    Raises:
-        ValueError: a name is missing or there twice, or a tensor has none.
-    """
+    """Return the names of the tensors in groups; an unknown tensor takes the name of its position."""
     members: list[list[str]] = []
     given = [known.get(param) for group in groups for param in group["params"]]
     taken = {name for name in given if name is not None}
@@ -197,7 +184,7 @@ def names_of_members(
 
 
 def routes_of(program: Program) -> dict[str, Route]:
-    """The way of each parameter through a program: the transforms that have it among their leaves."""
+    """Return each parameter's route: the transforms of the program that have it among their leaves."""
     met: dict[str, list[tuple[int, Node]]] = {}
     for place, node in enumerate(program.transforms()):
         for name in node.names:
@@ -236,9 +223,9 @@ def _route(name: str, places: tuple[int, ...], nodes: list[Node]) -> Route:
 
 
 def warn_of_ascent(program: Program, routes: Mapping[str, Route], params: Mapping[str, Tensor]) -> None:
-    """Warn of parameters that would move uphill, since no transform on their route reverses the gradient."""
+    """Warn of trained parameters whose route has no transform that reverses the gradient."""
     trained = [name for name, param in params.items() if param.requires_grad and not routes[name].is_left_out]
-    # One name for each route: the same transforms act on the others.
+    # Check one name for each route: the same transforms act on its other parameters.
     one_of = {routes[name].places: name for name in trained}
     rising = {places for places, name in one_of.items() if 1 in _signs(program.root, name)}
     if found := [name for name in trained if routes[name].places in rising]:
@@ -250,16 +237,13 @@ def warn_of_ascent(program: Program, routes: Mapping[str, Route], params: Mappin
 
 
 def _signs(node: Node, name: str) -> frozenset[int]:
-    """The directions that the updates of a parameter may have after a node."""
+    """Return the signs that a parameter's update may have after a node, relative to its gradient."""
     called = [_signs(one, name) for one in node.called if name in one.names]
     return combine_signs(node.tx, called) if called or node.tx.declaration.rest is not None else signs(node.tx)
 
 
 def hyperparams_of(nodes: Iterable[Node]) -> list[Hyperparam]:
-    """The hyperparameters of parameters that some transforms have among their leaves, in order.
-
-    A short name is used where one transform alone claims it, and a name without labels where it is one number's.
-    """
+    """Return the hyperparameters of the given nodes, under short names and without labels if that is unambiguous."""
     owns = [node.own for node in nodes]
     claims = Counter(key for own in owns for key in own.short_names)
     alike = Counter(key for own in owns for key in own.keys)
@@ -279,7 +263,7 @@ def hyperparams_of(nodes: Iterable[Node]) -> list[Hyperparam]:
 
 
 def split_by_route(pairs: list[tuple[str, Tensor]], routes: Mapping[str, Route]) -> list[list[tuple[str, Tensor]]]:
-    """Cut named parameters into lists of one route each: Muon's, Adam's, others, and what stays as it is."""
+    """Split named parameters into one list for each route, in the order of groups."""
     parts: dict[Route, list[tuple[str, Tensor]]] = {}
     for name, param in pairs:
         parts.setdefault(routes[name], []).append((name, param))
@@ -287,4 +271,4 @@ def split_by_route(pairs: list[tuple[str, Tensor]], routes: Mapping[str, Route])
 
 
 NOT_HYPERPARAMS = {"label", "param_names", "lr", "initial_lr"}
-"""Entries of a group that need not be a number of the transform; "lr" is one where it has a learning rate."""
+"""Group entries that need not be hyperparameters; "lr" is one if the route has a learning rate."""

@@ -121,7 +121,7 @@ class Muon(TransformOptimizer):
             view=view,
             labels=self._route(named, model),
         )
-        if model is None:  # of one that is known, some parameters may be meant, such as one for each optimizer
+        if model is None:  # with a known model, the caller may pass only some parameters
             _warn_of_no_matrices(tx.arguments["labels"], dict(named_pairs(named)))
         with _either_part_may_be_empty():
             super().__init__(
@@ -153,11 +153,11 @@ class Muon(TransformOptimizer):
             param_group = {**param_group, "params": params}
             given = dict(named_pairs(params))
             model = next((model for model in self._attachment.models if _has_all(model, given)), None)
-            with warnings.catch_warnings():  # a rule that matches none of these has matched others
+            with warnings.catch_warnings():  # a rule that matches no new parameter has matched earlier ones
                 warnings.filterwarnings("ignore", message="user rule")
                 new = self._route(given, model)
             old = self.tx.arguments["labels"]
-            # Views of the new parameters only: what there is to warn of the others was said at construction.
+            # Views of the new parameters only: construction has warned of the others.
             labels = Labels({**old, **new}, views=new.views, shapes={**old.shapes, **new.shapes})
             self.tx = _with_views(self.tx.replace(labels=labels), new)
         try:
@@ -170,14 +170,14 @@ class Muon(TransformOptimizer):
 
 @contextmanager
 def _either_part_may_be_empty() -> Generator[None]:
-    """Do not warn of a label without parameters: a model may have no embeddings and vectors."""
+    """Ignore the warning of a label without parameters: a model may have no matrices, or nothing else."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="partition: no parameter has the label '(adamw|muon)'")
         yield
 
 
 def _has_all(model: nn.Module, given: Mapping[str, Tensor]) -> bool:
-    """True if these are parameters of a model, by its names."""
+    """Return True if the given tensors are parameters of a model, under the model's names."""
     named = dict(model.named_parameters())
     return all(named.get(name) is param for name, param in given.items())
 
@@ -202,7 +202,7 @@ def _warn_of_no_matrices(labels: Labels, named: Mapping[str, Tensor]) -> None:
 
 
 def _with_views(tx: Transform, labels: Labels) -> Transform:
-    """The same transform, told how to see the parameters of these labels, where it is not told yet."""
+    """Add the labels' views of parameters to a transform that has none for them."""
     if not labels.views:
         return tx
     if "dims" in tx.arguments and tx.arguments.get("block_axis") != -1:  # the views have blocks of rows

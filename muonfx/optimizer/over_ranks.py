@@ -1,4 +1,4 @@
-"""Steps over ranks: one sharded step on the local tensors of all parameters, with one agreement."""
+"""Steps over ranks: one sharded step on the local tensors of all parameters, after one agreement of the ranks."""
 
 from __future__ import annotations
 
@@ -56,13 +56,7 @@ __all__ = ["SteppingOverRanks", "layout_for"]
 
 
 def layout_for(params: Mapping[str, Tensor], layout: Layout | None) -> Layout | None:
-    """The layout of some parameters: the given one, or that of DTensors; None where nothing is sharded.
-
-    Where every rank holds all of everything, parameters that were added later are held so too.
-
-    Raises:
-        TypeError: a layout was given that is not that of DTensors, for parameters that are.
-    """
+    """Return the given layout, or the layout of DTensor parameters, or None if nothing is sharded."""
     any_dtensor = next((name for name, param in params.items() if is_dtensor(param)), None)
     if layout is None:
         return None if any_dtensor is None else from_dtensors(params)
@@ -73,19 +67,12 @@ def layout_for(params: Mapping[str, Tensor], layout: Layout | None) -> Layout | 
         )
     if layout.is_flat or layout.dtensors or all(name in layout.specs for name in params):
         return layout
+    # If every rank holds every parameter whole, parameters added later are replicated too.
     return replicated(params, layout.group or layout.size)
 
 
 class SteppingOverRanks(Stepping):
-    """How an optimizer over pieces of parameters makes its state and takes its steps; all ranks do so together.
-
-    Args:
-        tx: the transform.
-        program: what it is lowered to for the parameters.
-        numbers: of each group.
-        layout: who holds what.
-        settings: of `muonfx.sharding.sharded`.
-    """
+    """Creates the state of sharded parameters and runs the steps, together on all ranks."""
 
     def __init__(
         self, tx: Transform, program: Program, numbers: Sequence[GroupNumbers], layout: Layout, settings: Settings
@@ -105,11 +92,11 @@ class SteppingOverRanks(Stepping):
 
     @property
     def transform(self) -> Transform:
-        """The transform over what the optimizer holds."""
+        """The transform over the parameters that the optimizer holds."""
         return sharded(self.tx, self.layout, **self._settings._asdict())
 
     def init(self, params: Mapping[str, Tensor], groups: Sequence[Group]) -> PyTree:
-        """Make the state of local tensors, once the ranks have found that they mean the same."""
+        """Create the state of local tensors after the ranks have found that their settings agree."""
         local = {name: local_of(param) for name, param in params.items()}
         state = init_sharded(self.binding, self._inner, local)
         self._device = tree.device_of(local)
@@ -131,7 +118,7 @@ class SteppingOverRanks(Stepping):
         else:
             assert isinstance(other, SteppingOverRanks)
             lies_alike = what.name is None or (
-                # of all ranks, so that all agree on whether there is something to exchange
+                # compare all ranks' shards, so that all agree on whether to communicate
                 not (what.owned or was.owned) and other.layout.pieces[what.name] == self.layout.pieces[what.name]
             )
         if lies_alike:
@@ -144,14 +131,14 @@ class SteppingOverRanks(Stepping):
         return self._of_whole(whole.reshape(-1), what) if what.owned else self.layout.piece(what.name).cut(whole)
 
     def whole(self, place: int, leaf: Any) -> Any:
-        """A leaf as one process has it; every rank hears of all, and all come here together: this is seldom."""
+        """Return a leaf as one process holds it; all ranks call this together, and rarely."""
         what = self._about[place]
         if what is None or what.name is None:
             return leaf
         if not what.owned:
             return self.layout.gather({what.name: leaf})[what.name]
         found = torch.empty(prod(what.shape), dtype=what.dtype, device=self._device)
-        group = self.layout.group  # every rank has been in one; there may be several, each with all of the state
+        group = self.layout.group  # every rank was in one group; each of several groups holds the whole state
         for share in what.shares:
             start, stop = interval_of(what, share)
             if share.owner in (None, self.layout.rank):
@@ -163,14 +150,14 @@ class SteppingOverRanks(Stepping):
         return found.view(what.shape)
 
     def _of_whole(self, whole: Tensor, what: LeafPlacement) -> Tensor | None:
-        """What this rank owns of a flattened state leaf."""
+        """Return the part of a flattened state leaf that this rank owns, or None."""
         if what.local is None or what.share is None:
             return None
         start, stop = interval_of(what, what.share)
         return whole[start:stop].view(what.local)
 
     def show(self, place: int, leaf: Tensor | None) -> Tensor | None:
-        """A leaf of the state as ``optimizer.state`` has it: a DTensor, or another thing that says which part it is."""
+        """Return a leaf as ``optimizer.state`` presents it: a DTensor, or another tensor that describes its shard."""
         what = self._about[place]
         if what is None or what.name is None:
             return leaf
@@ -181,7 +168,7 @@ class SteppingOverRanks(Stepping):
         return IntervalTensor.of(piece) if isinstance(piece, FlatPiece) else piece
 
     def _record_of(self, place: int) -> Record:
-        """The record of a leaf that is cut as its parameter is, or of one at an owner as a state dict has it."""
+        """Return the record of a leaf sharded like its parameter, or of an owned leaf as in a state dict."""
         if place not in self._records:
             what = self._about[place]
             assert what is not None
@@ -193,13 +180,13 @@ class SteppingOverRanks(Stepping):
         return self._records[place]
 
     def shown(self, state: PyTree) -> PyTree:
-        """The state as the functional API has it."""
+        """Return the state as the functional API presents it."""
         return state_to_dtensors(self.binding, self._inner, self._like, state) if self.layout.dtensors else state
 
     # ------------------------------------------------------------------------------------------------- persistence
 
     def _owned(self) -> dict[int, LeafPlacement]:
-        """The leaves that lie at owners, in a way for which torch has no word, by their places."""
+        """Return the owner-held leaves, by index, whose placement no DTensor can describe."""
         if self._leaves_owned is None:
             self._leaves_owned = {
                 place: what
@@ -209,7 +196,7 @@ class SteppingOverRanks(Stepping):
         return self._leaves_owned
 
     def _is_hidden(self, what: LeafPlacement) -> bool:
-        """True if some share has one owner, and the owners' parts make no DTensor with the parameter's placements."""
+        """Return True if some share has one owner, and the shares are no DTensor with the parameter's placements."""
         if all(share.owner is None for share in what.shares):
             return False
         if what.name is None or what.name not in self.layout.dtensors or len(what.shares) == 1:
@@ -217,19 +204,17 @@ class SteppingOverRanks(Stepping):
         return not own_what_they_hold(self.layout, what.name, what.shares, what.shape)
 
     def share(self, state: PyTree) -> None:
-        """Begin to give every replica the state that lies at owners, so that any rank's state dict is complete.
-
-        It is small beside the updates that replicas are sent, and on its way while the caller does other things.
-        """
+        """Start to gather the owner-held state on every replica, so that any rank's state dict is complete."""
+        # The state is small compared with the updates sent to replicas, and the gather overlaps with the caller's work.
         if self._gathering is not None:
-            self._gathering.wait()  # long done; nothing is left under way when its buffers go
+            self._gathering.wait()  # complete by now; it must be, before its buffers are freed
             self._gathering = None
         if not self.layout.dtensors and self.layout.is_replicated and (owned := self._owned()):
             leaves = tree.leaves(state)
             self._gathering = Gathering(self.layout, self._device, {p: (what, leaves[p]) for p, what in owned.items()})
 
     def exported(self, state: PyTree) -> dict[int, Any]:
-        """Gather the state at owners: whole where every rank has all of everything, else as evenly cut DTensors."""
+        """Gather owner-held state: whole if every rank holds every parameter, else as evenly sharded DTensors."""
         if self._gathering is not None:
             return dict(self._gathering.wait())
         owned = self._owned() if self.layout.dtensors else {}
@@ -246,7 +231,7 @@ class SteppingOverRanks(Stepping):
         return found
 
     def take(self, place: int, leaf: Any, value: Any) -> tuple[Tensor | None, Tensor, tuple[int, int] | None] | str:
-        """Find the copy that loads a value from a state dict into a leaf, or say what is wrong with the value."""
+        """Return the copy that loads a value from a state dict into a leaf, or an error message."""
         what = self._about[place]
         if what is None or what.name is None:
             return on_this_rank(leaf, value)
@@ -266,7 +251,7 @@ class SteppingOverRanks(Stepping):
         return None, value, (0, 0) if what.share is None else interval_of(what, what.share)
 
     def load(self, loads: Sequence[Load], numbers: object, state: PyTree, problem: Exception | None) -> None:
-        """Copy loaded values into the state, once all ranks have found that theirs fit, and fit together."""
+        """Copy loaded values into the state after all ranks have found that their values fit and agree."""
         if not self._many:
             self._copy(loads, state, problem)
             return
@@ -295,7 +280,7 @@ class SteppingOverRanks(Stepping):
             if load.interval is not None:
                 target = leaves[load.place]
                 if is_dtensor(source):
-                    # On our own mesh: one that was loaded may think that it is on the rank that saved it.
+                    # Use our own mesh: a loaded mesh may have the coordinates of the rank that saved it.
                     what = self._about[load.place]
                     assert what is not None
                     assert what.name is not None
@@ -308,7 +293,7 @@ class SteppingOverRanks(Stepping):
                 target.copy_(source.view(target.shape) if load.interval is not None else source)
 
     def _held_by_several(self, loads: Sequence[Load], numbers: object) -> tuple[list[int], list[int]]:
-        """For each thing that is loaded, the first rank that has the same of it, and a checksum of what is here."""
+        """Return, for each loaded item, the first rank that holds the same values, and a local checksum."""
         first, mine = [0, 0], [len(loads), zlib.crc32(repr(numbers).encode())]
         for load in loads:
             what = self._about[load.place]
@@ -324,26 +309,26 @@ class SteppingOverRanks(Stepping):
         return first, mine
 
     def refresh(self, groups: Sequence[Group], params: Mapping[str, Tensor]) -> None:
-        """Build the transform for the hyperparameters that stand in the groups now."""
+        """Build the transform for the current hyperparameters of the groups, if these have changed."""
         values = current_values(groups, self._numbers)
         if self._values is not None and unchanged(values, self._values):
             return
         fit = fitted(self.tx, values)
         filled = [(group, sorted(held["param_names"])) for group, held in zip(fit, groups, strict=True)]
-        # By name: ranks may have got their groups in different orders, and are to count the versions alike.
+        # Sort by name: the order of groups may differ between ranks, but the order of versions must not.
         own = sorted([(group, names) for group, names in filled if names], key=lambda pair: pair[1])
         made = for_groups(self._inner, self._program, [v for v, _ in own], [names for _, names in own])
         self._now = self._known_alike(made.prepare_all())
         self._values = [dict(group) for group in values]
 
     def _known_alike(self, tx: Transform) -> Transform:
-        """The same transform on the structure of an equal one of before, by which what was found out is kept."""
+        """Return a transform on the structure of an equal earlier one, so that its caches are used."""
         leaves, treedef = tree.flatten(tx)
         known = next((old for old in self._known if old == treedef), None)
         if known is not None:
             return tree.unflatten(known, leaves)
         self._known.append(treedef)
-        self.binding.compared.add(tx.treedef)  # all ranks have made it alike of one that they have compared
+        self.binding.compared.add(tx.treedef)  # all ranks derive it equally from a transform that they have compared
         return tx
 
     def step(
@@ -357,7 +342,7 @@ class SteppingOverRanks(Stepping):
         extras: dict[str, Any],
         check: Check,
     ) -> PyTree:
-        """Take a step together with all ranks; what is wrong on one is raised on all, before anything is changed."""
+        """Run a step together with all ranks; an error on one is raised on all before anything is changed."""
         problem: Exception | None = None
         try:
             check(updates)

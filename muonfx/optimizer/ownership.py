@@ -1,4 +1,4 @@
-"""Groups that only their own optimizer may step on: an engine that exchanges the optimizer is noticed."""
+"""Groups that only their own optimizer may step on, to detect an engine that replaces the optimizer."""
 
 from __future__ import annotations
 
@@ -16,22 +16,14 @@ _owners: WeakSet[Optimizer] = WeakSet()
 
 
 class OwnedGroup(dict[str, Any]):
-    """A group that is known as ours also after its optimizer is gone; torch.compile cannot trace it."""
+    """A group that is recognized after its optimizer is deleted; torch.compile cannot trace it."""
 
 
 class GroupOwner(Optimizer):
-    """Base of optimizers whose groups no other optimizer may step on.
-
-    accelerate replaces an optimizer by ``DeepSpeedCPUAdam(optimizer.param_groups)`` when DeepSpeed offloads. The groups
-    still have our labels then, but our step never runs.
-
-    Raises:
-        RuntimeError: at the step of another optimizer with these groups, before anything changes. An optimizer that
-            has this one as an attribute wraps it, and may step.
-    """
+    """Base of optimizers whose groups no other optimizer may step on, unless it wraps this one as an attribute."""
 
     group_type: ClassVar[type[dict[str, Any]]] = dict
-    """`OwnedGroup` if the groups must be known after this optimizer is gone."""
+    """`OwnedGroup` if the groups must be recognized after this optimizer is deleted."""
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         _register()
@@ -39,11 +31,11 @@ class GroupOwner(Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, of the type by which it is known."""
+        """Add a group, converted to `group_type`."""
         super().add_param_group(self.group_type(param_group))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over what a copy or a load has, with groups of the type by which they are known."""
+        """Restore a copied or loaded state, with its groups converted to `group_type`."""
         super().__setstate__(state)
         _owners.add(self)
         if "param_groups" in state:
@@ -58,6 +50,8 @@ def _register() -> None:
 def _refuse_exchanged(optimizer: Optimizer, *_: Any) -> None:
     if torch.compiler.is_compiling() or isinstance(optimizer, GroupOwner):
         return
+    # accelerate replaces an optimizer by DeepSpeedCPUAdam(optimizer.param_groups) when DeepSpeed offloads: the groups
+    # still have our labels, but our step never runs.
     ours = {id(group) for owner in _owners for group in owner.param_groups}
     owned = [group for group in optimizer.param_groups if id(group) in ours or isinstance(group, OwnedGroup)]
     if owned and not any(isinstance(value, GroupOwner) for value in vars(optimizer).values()):

@@ -1,7 +1,7 @@
-"""State that lies at owners, as torch's own formats can keep it: gathered, whole or as evenly sharded DTensors.
+"""State held by owner ranks in torch's own formats: gathered whole, or as evenly sharded DTensors.
 
-A *record* is what a DTensor of a state says about itself: which part of which whole its local tensor is, and of which
-rank. It stands in an attribute that pickling keeps and that every operation which makes other values drops.
+A *record* describes which part of the whole leaf a DTensor's local tensor is, and which rank holds it. It is stored
+in an attribute of the tensor: pickling keeps it, and operations that compute other values drop it.
 """
 
 from __future__ import annotations
@@ -39,17 +39,12 @@ BUCKET = 1 << 26
 
 
 class Gathering:
-    """State at owners on its way to all ranks: made, it has been begun; `wait` ends it. All ranks make it together.
-
-    Args:
-        layout: whose ranks are meant.
-        device: where the exchange takes place.
-        leaves: what the leaves are, and what of them this rank has, by their places in the state.
-    """
+    """A started gather of owner-held state to all ranks: all ranks create it together, and `wait` completes it."""
 
     def __init__(
         self, layout: Layout, device: torch.device, leaves: Mapping[int, tuple[LeafPlacement, Tensor | None]]
     ) -> None:
+        # leaves: by index in the state, the placement of a leaf and this rank's part of it
         self._wholes = {
             place: torch.empty(prod(what.shape), dtype=what.dtype, device=device) for place, (what, _) in leaves.items()
         }
@@ -79,7 +74,7 @@ class Gathering:
         )
 
     def wait(self) -> dict[int, Tensor]:
-        """The whole leaves, by their places."""
+        """Return the whole leaves by their index in the state."""
         if self._incoming:
             self._exchange.wait(self._incoming)
             self._incoming = []
@@ -89,7 +84,7 @@ class Gathering:
 def gathered_whole(
     layout: Layout, device: torch.device, leaves: Mapping[int, tuple[LeafPlacement, Tensor | None]]
 ) -> Iterator[tuple[int, Tensor]]:
-    """Gather leaves that lie at owners, some at a time, on all ranks together."""
+    """Gather owner-held leaves on all ranks, about `BUCKET` bytes at a time."""
     bucket: dict[int, tuple[LeafPlacement, Tensor | None]] = {}
     size = 0
     for place, (what, leaf) in leaves.items():
@@ -103,10 +98,7 @@ def gathered_whole(
 
 
 def evenly(layout: Layout, name: str, whole: Tensor) -> Tensor:
-    """This rank's part of a whole leaf, as a DTensor on its parameter's mesh, cut along the mesh's last dim.
-
-    torch knows what to do with it: to gather it, to load it from a whole, to store and to reshard it.
-    """
+    """Return this rank's part of a whole leaf as an evenly sharded DTensor, which torch can gather and reshard."""
     from torch.distributed.tensor import Replicate, Shard
 
     mesh = layout.dtensors[name].mesh
@@ -118,14 +110,14 @@ def evenly(layout: Layout, name: str, whole: Tensor) -> Tensor:
 
 
 def evenly_box(layout: Layout, name: str, shape: Sequence[int]) -> Box:
-    """The box of a leaf that this rank has by `evenly`."""
+    """Return the box of a leaf that this rank holds after `evenly`."""
     mesh = layout.dtensors[name].mesh
     shape = tuple(shape)
     if not shape:
         return Box((), ())
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
-    each = -(-shape[0] // mesh.shape[-1])  # as DTensors cut: like torch.chunk
+    each = -(-shape[0] // mesh.shape[-1])  # DTensors are sharded like torch.chunk
     start = min(coordinate[-1] * each, shape[0])
     return Box((start, *(0 for _ in shape[1:])), (min(each, shape[0] - start), *shape[1:]))
 
@@ -136,7 +128,7 @@ _RECORD = "_muonfx_piece"
 
 
 class Record(TypedDict):
-    """A record's entries: what ``torch.load(weights_only=True)`` takes."""
+    """The entries of a record, of types that ``torch.load(weights_only=True)`` accepts."""
 
     rank: int
     size: int
@@ -145,7 +137,7 @@ class Record(TypedDict):
 
 
 def record(layout: Layout, shape: Sequence[int], boxes: Sequence[Box]) -> Record:
-    """The record of a leaf of which this rank has some boxes."""
+    """Return the record of a leaf of which this rank holds some boxes."""
     return {
         "rank": layout.rank,
         "size": layout.size,
@@ -155,13 +147,13 @@ def record(layout: Layout, shape: Sequence[int], boxes: Sequence[Box]) -> Record
 
 
 def recorded(leaf: Tensor, what: Record) -> Tensor:
-    """Write a record onto a tensor."""
+    """Attach a record to a tensor."""
     setattr(leaf, _RECORD, what)
     return leaf
 
 
 def other_piece(value: Tensor, mine: Record) -> str | None:
-    """Say in words which other piece a tensor is than a record says; None where it is the same, or says nothing."""
+    """Describe how a tensor's recorded shard differs from `mine`; None if it does not differ or has no record."""
     theirs: Record | None = getattr(value, _RECORD, None)
     if theirs is None or (theirs["shape"], theirs["boxes"]) == (mine["shape"], mine["boxes"]):
         return None
@@ -180,5 +172,5 @@ def _boxes(what: Record) -> str:
 
 
 def sum_of_bits(value: Tensor) -> int:
-    """A checksum of a tensor, or of the local tensor of a DTensor."""
+    """Return a checksum of a tensor, or of a DTensor's local tensor."""
     return int(octets(local_of(value)).sum(dtype=torch.int64)) & 0xFFFFFFFF

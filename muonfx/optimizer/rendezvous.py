@@ -1,7 +1,7 @@
-"""Ranks that wait for one another through their group's store, and compare what each has to say.
+"""A barrier for ranks in their group's store, which also exchanges errors and messages.
 
-No collective is begun before all are there: a rank that comes alone disturbs no exchange of the others, such as those
-of the next backward pass, and is told by name for whom it waited.
+No collective starts before all ranks have arrived. A rank that calls alone therefore disturbs no collective of the
+others, for example in the next backward pass, and its error names the missing ranks.
 """
 
 from __future__ import annotations
@@ -19,18 +19,14 @@ from muonfx.sharding.messages import ShardingError
 __all__ = ["Rendezvous"]
 
 PATIENCE = timedelta(seconds=20)
-"""The time after which a rank that waits for others says so."""
+"""The time after which a waiting rank warns."""
 
 _made: dict[str, int] = {}
-"""The number made for each group, by its name: all ranks make them together, so they count alike."""
+"""The number of rendezvous of each group name: all ranks create them together, so the numbers agree."""
 
 
 class Rendezvous:
-    """A barrier of a group's ranks in its store, used any number of times; they make it together.
-
-    Args:
-        group: the ranks.
-    """
+    """A reusable barrier of a group's ranks in its store; all ranks create it together."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         name = group.group_name
@@ -44,21 +40,11 @@ class Rendezvous:
         return self._group.get_group_store()
 
     def wait_for_all(self, what: str, problem: Exception | None = None, said: bytes = b"") -> None:
-        """Wait until all ranks are there; raise on all of them what is wrong on one.
-
-        Args:
-            what: what all ranks are to call, for an error.
-            problem: what is wrong here, if anything.
-            said: for `heard`.
-
-        Raises:
-            ShardingError: something is wrong on another rank, or some do not come within the group's timeout.
-            Exception: ``problem`` itself, where it was found.
-        """
+        """Wait for all ranks; a problem of any rank, or a missing rank, raises an error on all."""
         at = f"{self._key}/{self._round}"
         text = f"{type(problem).__name__}: {problem}"
         try:
-            # The first byte tells a problem from what is said.
+            # The first byte distinguishes a problem from a message.
             self._store.set(f"{at}/{self._rank}", "=" + said.hex() if problem is None else "!" + text)
             if problem is not None:
                 self._store.add(f"{at}/problems", 1)
@@ -66,7 +52,7 @@ class Rendezvous:
                 self._store.set(f"{at}/all", "")
             try:
                 self._wait(at, what)
-            except BaseException:  # of whatever kind, an interrupt too
+            except BaseException:  # also an interrupt
                 if self._withdraw(at, problem):
                     raise
             failed = self._store.add(f"{at}/problems", 0)
@@ -81,7 +67,7 @@ class Rendezvous:
             raise ShardingError(f"nothing was changed on any rank: {what} failed on another\n{self._problems(at)}")
 
     def heard(self, ranks: Sequence[int]) -> list[bytes]:
-        """The messages of some ranks at the last meeting."""
+        """Return the messages (`said`) of some ranks at the last meeting."""
         said = [self._store.get(f"{self._key}/{self._round - 1}/{rank}").decode() for rank in ranks]
         return [bytes.fromhex(text[1:]) for text in said]
 
@@ -102,7 +88,7 @@ class Rendezvous:
         )
 
     def _withdraw(self, at: str, problem: Exception | None) -> bool:
-        """Take back that this rank came, so that all can meet later; False: the last one came just now."""
+        """Withdraw this rank's arrival so that all can meet later; return False if the last rank has just arrived."""
         self._store.add(f"{at}/arrived", -1)
         if self._store.check([f"{at}/all"]):
             return False
@@ -130,7 +116,7 @@ class Rendezvous:
 
 
 def _timeout(group: Any) -> timedelta:
-    """The timeout of a group."""
+    """Return the timeout of a group."""
     try:
         return group._get_backend(host_device(group)).options._timeout
     except (AttributeError, RuntimeError):

@@ -1,4 +1,4 @@
-"""A transform's state as torch sees it: leaves by path, and what must match when a saved state is loaded."""
+"""A transform's state in torch's format: leaves by path, and the checks of a saved state before it is loaded."""
 
 from __future__ import annotations
 
@@ -32,36 +32,31 @@ __all__ = [
 
 
 class Load(NamedTuple):
-    """One copy of a load, made once all values are found to fit."""
+    """One copy of a load, made after all values are found to fit."""
 
     name: str
-    """Of the parameter and of the leaf, for an error."""
+    """The parameter and the leaf, for errors."""
     place: int
-    """Of the leaf, in the transform's state."""
+    """The index of the leaf in the transform's state."""
     target: Tensor | None
-    """The storage here; None: this rank has nothing of it."""
+    """This rank's storage; None if it has no part of the leaf, or if `interval` is given."""
     source: Tensor
-    """Of the target's elements; with an interval, of all."""
+    """The values of the target's elements; with an interval, of the whole leaf."""
     interval: tuple[int, int] | None = None
-    """The elements of the flattened source."""
+    """The elements of the flattened source that this rank copies into its state leaf."""
 
 
 Take = Callable[[int, Any, Any], tuple[Tensor | None, Tensor, tuple[int, int] | None] | str]
-"""From a leaf's place, the leaf as it is shown, and a value for it: the end of a `Load`, or what is wrong."""
+"""From a leaf's index, the displayed leaf and a value for it: the last fields of a `Load`, or an error message."""
 
 
 def path_of(entries: tuple[object, ...]) -> str:
-    """Write the way to a leaf as it is shown in ``optimizer.state``."""
+    """Return the path of a leaf as a key of ``optimizer.state``."""
     return "/".join(map(str, entries))
 
 
 def renamed_groups(groups: list[Group], given: Mapping[str, Any], rename: Rename | None = None) -> dict[str, Any]:
-    """A state dict with the names that an optimizer's own parameters have, where they differ by wrappers or a renaming.
-
-    Raises:
-        ValueError: the state dict is none or has no names to rename, an entry of ``rename`` means no parameter, or two
-            parameters would have one name.
-    """
+    """Return a state dict with this optimizer's parameter names, after `rename` and without wrappers' prefixes."""
     if not {"state", "param_groups"} <= given.keys():
         raise ValueError(f"expected a state dict with 'state' and 'param_groups', found the keys {sorted(given)}")
     saved: list[Group] = list(given["param_groups"])
@@ -85,23 +80,17 @@ def renamed_groups(groups: list[Group], given: Mapping[str, Any], rename: Rename
 
 
 def is_by_path(given: Mapping[str, Any]) -> bool:
-    """True if a state dict lists parameters by their paths, as ``torch.distributed.checkpoint.state_dict`` does."""
+    """Return True if a state dict lists parameters by path, as ``torch.distributed.checkpoint.state_dict`` does."""
     listed = [param for old in given.get("param_groups", ()) for param in old.get("params", ())]
     return bool(listed) and all(isinstance(param, str) for param in listed)
 
 
 def named_by_path(groups: list[Group], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Take the names of parameters from their paths in the model, if a state dict lists these.
-
-    ``torch.distributed.checkpoint.state_dict`` lists the paths in the order of the optimizer that loads, but leaves the
-    "param_names" in the order of the optimizer that saved. A group of which the checkpoint has nothing keeps its own
-    hyperparameters; torch passes such a group on under ``strict=False`` only.
-
-    Raises:
-        ValueError: the optimizer has other names than the model, and had another order when it was saved.
-    """
+    """Return a state dict whose parameter names are taken from their paths in the model, if it lists paths."""
     if not is_by_path(given):
         return dict(given)
+    # torch.distributed.checkpoint.state_dict lists paths in the order of the loading optimizer, but "param_names" in
+    # the order of the saving optimizer.
     saved: list[Group] = list(given["param_groups"])
     own = [list(group["param_names"]) for group in groups]
     paths = unwrapped(path for old in saved for path in old["params"])
@@ -116,6 +105,7 @@ def named_by_path(groups: list[Group], given: Mapping[str, Any]) -> dict[str, An
             "from the whole model, or from its named_parameters()"
         )
     if len(saved) == len(groups):
+        # A group that is absent from the checkpoint, which torch allows under strict=False, keeps its hyperparameters.
         saved = [
             {**group, **old} if old.keys() <= {"params", "param_names"} else old
             for group, old in zip(groups, saved, strict=True)
@@ -124,17 +114,13 @@ def named_by_path(groups: list[Group], given: Mapping[str, Any]) -> dict[str, An
 
 
 def saved_groups(groups: list[Group], given: Mapping[str, Any]) -> list[Group]:
-    """The groups of a state dict in the order of an optimizer's own, matched by the names of their parameters.
-
-    Raises:
-        ValueError: its groups hold other parameters.
-    """
+    """Return the groups of a state dict in this optimizer's order, matched by parameter names."""
     saved: list[Group] = list(given["param_groups"])
     if not all("param_names" in old for old in saved):
         by_label = {old.get("label"): old for old in saved}
         labels = [group["label"] for group in groups]
         if len(by_label) == len(saved) and sorted(map(str, by_label)) == sorted(map(str, labels)):
-            saved = [by_label[label] for label in labels]  # an earlier version had them in another order
+            saved = [by_label[label] for label in labels]  # an earlier version had another order
         if [len(group["params"]) for group in groups] == [len(old["params"]) for old in saved]:
             return saved
         raise ValueError(
@@ -161,7 +147,7 @@ def saved_groups(groups: list[Group], given: Mapping[str, Any]) -> list[Group]:
 
 
 def warn_of_order(groups: list[Group], saved: list[Group]) -> None:
-    """Warn of groups in another order than they were saved in, where a scheduler drove them."""
+    """Warn if the groups were saved in another order and a scheduler was used."""
     if not all("param_names" in old and "initial_lr" in old for old in saved):
         return
     first = [min(group["param_names"], default="") for group in groups]
@@ -185,22 +171,12 @@ def matched(
     *,
     is_partial: bool = False,
 ) -> tuple[list[Load], list[str]]:
-    """Pair an optimizer's state leaves with the values of a state dict, or raise an error that lists every difference.
-
-    Parameters are found by name, in whatever order, where the state dict has names; else by position. Of the entries of
-    a group only the hyperparameters, ``numbers``, must be there: schedulers add entries of their own. The pairs are
-    what this rank has of the leaves; a plain tensor stands for all of a leaf that is sharded.
-
-    Returns:
-        The loads; and if the state dict ``is_partial``, the names of the parameters of which it has nothing.
-
-    Raises:
-        ValueError: anything else differs.
-    """
+    """Pair state leaves with values of a state dict, and list absent parameters; every other difference raises."""
     absent: list[str] = []
     wrong: list[str] = []
     loads: list[Load] = []
     for group, own, old in zip(groups, numbers, saved, strict=True):
+        # Only hyperparameters are required: schedulers add other entries.
         wrong += [f"missing hyperparameter {one.key!r}" for one in own.hyperparams if one.key not in old]
         index_of = dict(zip(old.get("param_names", group["param_names"]), old["params"], strict=True))
         for name, param in zip(group["param_names"], group["params"], strict=True):
@@ -229,7 +205,7 @@ def matched(
 
 
 def _misfit(leaf: Any, value: Any) -> str | None:
-    """Say what is wrong with a value's shape or dtype for a leaf, or return None."""
+    """Describe why a value's shape or dtype does not fit a leaf, or return None."""
     if not isinstance(leaf, Tensor) or not isinstance(value, Tensor) or value.shape != leaf.shape:
         return f"is {_described(value)}, expected {_described(leaf)}"
     if _is_code(value.dtype, leaf.dtype):
@@ -240,7 +216,7 @@ def _misfit(leaf: Any, value: Any) -> str | None:
 
 
 def on_this_rank(leaf: Any, value: Any) -> tuple[Tensor | None, Tensor, tuple[int, int] | None] | str:
-    """The end of a `Load` of what this rank has of a leaf; what is wrong, where the value is other ranks' part."""
+    """Return the last fields of a `Load` for this rank's part of a leaf, or an error for another rank's part."""
     if (pair := _on_this_rank(leaf, value)) is not None:
         return *pair, None
     return (
@@ -250,7 +226,7 @@ def on_this_rank(leaf: Any, value: Any) -> tuple[Tensor | None, Tensor, tuple[in
 
 
 def _on_this_rank(leaf: Any, value: Any) -> tuple[Tensor, Tensor] | None:
-    """What this rank has of a leaf, and of a value for it; None where the value is other ranks' part of the whole."""
+    """Return this rank's part of a leaf and of a value for it, or None if the value is another part."""
     if isinstance(leaf, IntervalTensor):
         own = leaf.piece
         if isinstance(value, IntervalTensor):
@@ -276,7 +252,7 @@ def _lies(value: Any) -> str:
 
 
 def _is_code(*dtypes: torch.dtype) -> bool:
-    """True if dtypes differ and one of them is of eight bits: those hold codes, which mean nothing in another dtype."""
+    """Return True if dtypes differ and one has eight bits: its values are codes, meaningless in another dtype."""
     return len(set(dtypes)) > 1 and any(dtype.itemsize == 1 for dtype in dtypes)
 
 

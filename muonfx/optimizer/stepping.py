@@ -1,4 +1,4 @@
-"""Steps of an optimizer in one process: groups to numbers, a check of the gradients, and the executor."""
+"""Steps of an optimizer in one process: read the groups, check the gradients, run the executor."""
 
 from __future__ import annotations
 
@@ -25,22 +25,15 @@ from muonfx.tree import PyTree
 __all__ = ["Check", "Stepping", "add_in_place"]
 
 Check = Callable[[Mapping[str, Tensor | None]], None]
-"""Raises what is wrong with gradients."""
+"""Raises an error if gradients are invalid."""
 
 
 SMALL_BUCKET = 1 << 22
-"""The bytes that a bucket may have even where every parameter is smaller: calls cost more than room there."""
+"""The least bytes of a default bucket, also if every parameter is smaller: calls then cost more than memory."""
 
 
 class Stepping:
-    """How an optimizer makes its state and takes its steps.
-
-    Args:
-        tx: the transform.
-        program: what it is lowered to for the parameters.
-        numbers: of each group.
-        bucket_bytes: as in `TransformOptimizer`.
-    """
+    """Creates an optimizer's state and runs its steps."""
 
     def __init__(
         self, tx: Transform, program: Program, numbers: Sequence[GroupNumbers], bucket_bytes: int | None
@@ -51,24 +44,24 @@ class Stepping:
         self._values: list[dict[str, Number]] | None = None
         self.executor = Executor(ALONE, store_of(tx))
         self._node: Node | None = None
-        self._lowered: object = None  # the structure that the node is of: groups that disagree have another one
+        self._lowered: object = None  # the structure of the node; it changes when groups begin to disagree
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what was found out: a copy looks at its own groups."""
+        """Drop the caches: a copy reads its own groups."""
         return {**self.__dict__, "_values": None, "_node": None, "_lowered": None, "executor": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Find out anew, at the next step."""
+        """Restore with empty caches, which the next step fills."""
         self.__dict__.update(state)
         self.executor = Executor(ALONE, store_of(self.tx), self._limit)
 
     @property
     def transform(self) -> Transform:
-        """The transform over what the optimizer holds."""
+        """The transform over the parameters that the optimizer holds."""
         return self.tx
 
     def init(self, params: Mapping[str, Tensor], groups: Sequence[Group]) -> PyTree:
-        """Make the state, and find out what follows from the groups."""
+        """Create the state, and build the transforms for the groups."""
         check_params(params)
         warn_of_unmatched(self.tx, params)
         self._limit = self._bucket_bytes or max([SMALL_BUCKET, *map(nbytes_of, params.values())])
@@ -78,7 +71,7 @@ class Stepping:
         return state
 
     def taken_from(self, other: Stepping, state: PyTree, old: PyTree) -> PyTree:
-        """A new state with the leaves of one that another stepping has kept, where they are in it."""
+        """Return a new state with the values of another stepping's state, for the paths that both have."""
         before = {path: at for at, path in enumerate(tree.paths(old))}
         old_leaves = tree.leaves(old)
         leaves, treedef = tree.flatten(state)
@@ -89,42 +82,35 @@ class Stepping:
         return tree.unflatten(treedef, kept)
 
     def _kept(self, other: Stepping, at: int, had: Any, place: int, leaf: Any) -> Any:
-        """A leaf of a new state with the values that another stepping had for it."""
+        """Return a leaf of a new state with another stepping's values, if they have its shape."""
         whole = other.whole(at, had)
         return whole.to(leaf.device) if whole is not None and whole.shape == leaf.shape else leaf
 
     def whole(self, place: int, leaf: Any) -> Any:
-        """A leaf of the state, by its place, as one process has it; over ranks, all ask for it together."""
+        """Return a leaf of the state as one process holds it; over ranks, all ranks call this together."""
         return leaf
 
     def show(self, place: int, leaf: Any) -> Any:
-        """A leaf of the state, by its place, as ``optimizer.state`` has it."""
+        """Return a leaf of the state as ``optimizer.state`` presents it."""
         return leaf
 
     def shown(self, state: PyTree) -> PyTree:
-        """The state as the functional API has it."""
+        """Return the state as the functional API presents it."""
         return state
 
     def share(self, state: PyTree) -> None:
-        """Begin to make a new state known to those who must be able to save it."""
+        """Start to copy a new state to all ranks that must be able to save it."""
 
     def exported(self, state: PyTree) -> dict[int, Any]:
-        """The leaves, by their places, that a state dict has in another form than `show` gives them."""
+        """Return the leaves, by index, that a state dict has in another form than `show` returns."""
         return {}
 
     def take(self, place: int, leaf: Any, value: Any) -> tuple[Tensor | None, Tensor, tuple[int, int] | None] | str:
-        """Find the copy that loads a value into a leaf, or say what is wrong with it; see `state.Take`."""
+        """Return the copy that loads a value into a leaf, or an error message; see `state.Take`."""
         return on_this_rank(leaf, value)
 
     def load(self, loads: Sequence[Load], numbers: object, state: PyTree, problem: Exception | None) -> None:
-        """Copy loaded values into the state.
-
-        Args:
-            loads: what to copy where.
-            numbers: the hyperparameters that are loaded beside them.
-            state: of the transform.
-            problem: what is wrong, if anything; then nothing is copied.
-        """
+        """Copy loaded values into the state, or raise `problem`; `numbers` are the loaded hyperparameters."""
         if problem is not None:
             raise problem
         for load in loads:
@@ -132,11 +118,11 @@ class Stepping:
                 load.target.copy_(load.source)
 
     def regrouped(self) -> None:
-        """Read the groups anew at the next step: parameters have moved between them."""
+        """Read all groups at the next step, because parameters have moved between them."""
         self._values = None
 
     def refresh(self, groups: Sequence[Group], params: Mapping[str, Tensor]) -> None:
-        """Build the transforms for the hyperparameters that stand in the groups now, and the pieces they run on."""
+        """Build the transforms for the current hyperparameters of the groups, if these have changed."""
         values = current_values(groups, self._numbers)
         if self._values is not None and unchanged(values, self._values):
             return
@@ -158,13 +144,13 @@ class Stepping:
         extras: dict[str, Any],
         check: Check,
     ) -> PyTree:
-        """Take a step on parameters and return the next state; what is wrong is raised before anything is changed."""
+        """Run a step and return the next state; errors are raised before anything is changed."""
         check(updates)
         self.tx.check_extras(extras)
         self.refresh(groups, params)
         assert self._node is not None
         self.executor.check_extras(self._node, extras)
-        if torch.compiler.is_compiling():  # memory cannot be compared, and the state is the optimizer's own
+        if torch.compiler.is_compiling():  # a trace cannot compare memory; only the optimizer holds the state
             donated = Donation(updates=False, state=True)
         else:
             donated, updates, state = unshared(Donation(donate, True), updates, state, params)
@@ -176,11 +162,7 @@ class Stepping:
 
 
 def add_in_place(params: Mapping[str, Tensor], updates: Mapping[str, Tensor | None]) -> None:
-    """Add updates to parameters.
-
-    Raises:
-        ValueError: an update has not the shape of its parameter.
-    """
+    """Add updates to parameters; an update of another shape raises ValueError."""
     present = [(params[name], update) for name, update in updates.items() if update is not None]
     if present:
         if any(param.shape != update.shape for param, update in present):  # would be broadcast

@@ -1,4 +1,4 @@
-"""Hyperparameters as they stand in groups: under which keys, whether they are valid, have changed, and agree."""
+"""Hyperparameters in groups: their keys, their validation, their changes, and agreement between groups."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ __all__ = [
 Number = float | Tensor
 
 Group = dict[str, Any]
-"""A group as torch has it: entries of any kind, also those that others put there."""
+"""A parameter group of torch, with entries of any kind, also entries that others add."""
 
 
 class Hyperparam(NamedTuple):
     """An entry of a group: one number of the transform, or a tuple of several."""
 
     key: str
-    """In the group."""
+    """Its key in the group."""
     names: tuple[str, ...]
     """The dotted names of its numbers."""
     former_keys: tuple[str, ...]
-    """The keys that these had in earlier versions, one each; they are understood still."""
+    """The key that each number had in earlier versions, which is still accepted."""
     is_tuple: bool = False
     is_mirror: bool = False
-    """True if other entries have its numbers too: for schedulers that write the same key into all groups."""
+    """True if other entries have its numbers too: for schedulers that write one key into all groups."""
 
     def numbers_in(self, value: Number | Sequence[Number]) -> Sequence[Number]:
-        """The numbers that an entry's value stands for."""
+        """Return the numbers in an entry's value, or raise if it has another length or type."""
         values = value if isinstance(value, Sequence) else (value,)
         if self.is_tuple != isinstance(value, Sequence) or len(values) != len(self.names):
             wanted = f"{len(self.names)} numbers" if self.is_tuple else "a number"
@@ -57,17 +57,13 @@ class Hyperparam(NamedTuple):
 
 
 class GroupNumbers:
-    """The numbers that stand in a group, read and written under all keys that they have there.
-
-    Args:
-        hyperparams: the entries.
-    """
+    """Reads and writes the numbers of a group under all of their keys."""
 
     def __init__(self, hyperparams: Sequence[Hyperparam]) -> None:
         self.hyperparams = tuple(hyperparams)
         own = {one.key for one in self.hyperparams}
         self.former_keys = {key for one in self.hyperparams for key in one.former_keys} - own
-        """The keys of earlier versions that are none today."""
+        """Keys of earlier versions that are not keys now."""
         self._last: dict[str, Number] = {}
         self._entries: Group = {}
 
@@ -77,13 +73,7 @@ class GroupNumbers:
         return [name for one in self.hyperparams if not one.is_mirror for name in one.names]
 
     def parse(self, values: Group, *, mirrors: bool = True) -> dict[str, Number]:
-        """The numbers in a group, or in what is given for one, by dotted name; those that it has.
-
-        Where a number stands under two keys, and one of them says what was read last, the other counts.
-
-        Raises:
-            ValueError: two keys say different numbers, and both are new; a tuple has another length.
-        """
+        """Return a group's numbers by dotted name; if two keys of one differ, the key changed since `read` counts."""
         found: dict[str, Number] = {}
         said: dict[str, str] = {}
 
@@ -108,25 +98,21 @@ class GroupNumbers:
         return found
 
     def entries(self, numbers: Mapping[str, Number]) -> Group:
-        """The entries of a group for all of its numbers."""
+        """Return the entries of a group for all of its numbers."""
         return {
             one.key: tuple(numbers[name] for name in one.names) if one.is_tuple else numbers[one.names[0]]
             for one in self.hyperparams
         }
 
     def renew(self, saved: Group) -> Group:
-        """A saved group, of this or an earlier version, with the keys of today."""
+        """Convert a group saved by this or an earlier version to the current keys."""
         numbers = self.parse(saved)
         kept = {key: value for key, value in saved.items() if key not in self.former_keys}
         there = [one for one in self.hyperparams if numbers.keys() >= set(one.names)]
         return kept | GroupNumbers(there).entries(numbers)
 
     def read(self, group: Group) -> dict[str, Number]:
-        """The numbers that stand in a group now; all keys of a number say the same afterwards.
-
-        Raises:
-            ValueError: as for `parse`, or a hyperparameter is missing; the group is as it was then.
-        """
+        """Return a group's current numbers and make the keys of each number agree; an error leaves it unchanged."""
         is_as_read = self._entries and all(group.get(key) is value for key, value in self._entries.items())
         if is_as_read and self.former_keys.isdisjoint(group):
             return self._last
@@ -149,16 +135,12 @@ class GroupNumbers:
 
 
 def current_values(groups: Sequence[Group], numbers: Sequence[GroupNumbers]) -> list[dict[str, Number]]:
-    """The hyperparameters of each group by dotted name."""
+    """Return the hyperparameters of each group by dotted name."""
     return [own.read(group) for group, own in zip(groups, numbers, strict=True)]
 
 
 def scalar(name: str, value: Any) -> Any:
-    """A 0-d view of a tensor of one element, as torch takes such a tensor for a number; other values as they are.
-
-    Raises:
-        ValueError: the tensor has another number of elements.
-    """
+    """Return a tensor of one element as a 0-d view and other values unchanged; larger tensors raise ValueError."""
     if not isinstance(value, Tensor):
         return value
     if value.numel() != 1:
@@ -167,16 +149,10 @@ def scalar(name: str, value: Any) -> Any:
 
 
 def fitted(tx: Transform, values: Sequence[Mapping[str, Number]]) -> list[dict[str, Number]]:
-    """Convert the numbers of groups, by dotted name, to what a transform computes with.
-
-    A tensor of one element becomes a 0-d view of its storage, so that a scheduler may write into it. A number of
-    another library, such as NumPy's, becomes a float.
-
-    Raises:
-        ValueError: a tensor has another shape than the number that it is for.
-    """
+    """Convert the numbers of groups to the types and shapes that a transform computes with."""
     defaults = hyperparams(tx)
-    views: dict[int, Number] = {}  # one view of each tensor: groups that share a tensor agree
+    # One 0-d view of each tensor: groups that share a tensor agree, and a scheduler may write into it.
+    views: dict[int, Number] = {}
     found: list[dict[str, Number]] = []
     for own in values:
         found.append({})
@@ -195,13 +171,13 @@ def fitted(tx: Transform, values: Sequence[Mapping[str, Number]]) -> list[dict[s
 
 
 def _described(group: Group) -> str:
-    """Name a group by its label and its first parameter."""
+    """Describe a group by its label and its first parameter."""
     label = "" if group.get("label") is None else f" labelled {group['label']!r}"
     return f"the group{label} of {next(iter(group.get('param_names', ())), 'no parameter')!r}"
 
 
 def agreement(values: Sequence[Mapping[str, Number]]) -> tuple[dict[str, Number], list[str]]:
-    """The value of each name in the first group that has it, and the names about which groups disagree."""
+    """Return the value of each name in the first group that has it, and the names on which groups disagree."""
     agreed: dict[str, Number] = {}
     conflicts: list[str] = []
     for group in values:
@@ -215,7 +191,7 @@ def agreement(values: Sequence[Mapping[str, Number]]) -> tuple[dict[str, Number]
 def distinct(
     values: Sequence[Mapping[str, Number]], members: Sequence[Sequence[str]]
 ) -> list[tuple[Mapping[str, Number], list[str]]]:
-    """Different values, each with the members of all groups that have them."""
+    """Return the distinct values, each with the members of all groups that have them."""
     found: list[tuple[Mapping[str, Number], list[str]]] = []
     for own, names in zip(values, members, strict=True):
         same = next((run for run in found if _all_equal(run[0], own)), None)
@@ -227,7 +203,7 @@ def distinct(
 
 
 def unchanged(new: Sequence[Mapping[str, Number]], old: Sequence[Mapping[str, Number]]) -> bool:
-    """True if all groups have the values that they had."""
+    """Return True if every group has the values that it had."""
     return len(new) == len(old) and all(_all_equal(a, b) for a, b in zip(new, old, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""One chain in which groups have numbers of their own: the transforms that they disagree about, in several versions."""
+"""Hyperparameters by group in one chain: a transform on which groups disagree runs in several versions."""
 
 from __future__ import annotations
 
@@ -40,12 +40,7 @@ def _on_stacks(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Tr
     many_of_one=True,
 )
 def by_groups(versions: tuple[Transform, ...], members: tuple[tuple[str, ...], ...]):
-    """A transform that is another for each of some groups but for its numbers; the state is that of one.
-
-    Args:
-        versions: the same transform with different numbers.
-        members: the names of the leaves of each.
-    """
+    """Run one version of a transform, with its own numbers, on the leaves of each group; they share one state."""
     chosen = [frozenset(names) for names in members]
 
     def init(params: PyTree) -> PyTree:
@@ -65,7 +60,7 @@ def by_groups(versions: tuple[Transform, ...], members: tuple[tuple[str, ...], .
         for version, names in zip(versions, chosen, strict=True):
             mine = {name: update if name in names else None for name, update in updates.items()}
             out, new = version.run(mine, state, params, donate=donate, **extras)
-            # What belongs to no leaf, such as a count, all versions make the same of the same.
+            # State of no parameter, such as a count, is equal in all versions.
             leaves = [
                 now if now is not was else kept for now, was, kept in zip(tree.leaves(new), before, leaves, strict=True)
             ]
@@ -78,17 +73,7 @@ def by_groups(versions: tuple[Transform, ...], members: tuple[tuple[str, ...], .
 def for_groups(
     tx: Transform, program: Program, values: Sequence[Mapping[str, Number]], members: Sequence[Sequence[str]]
 ) -> Transform:
-    """The transform with the numbers of all groups: in versions there, and only there, where groups disagree.
-
-    Args:
-        tx: the transform.
-        program: what it was lowered to.
-        values: of each group, by dotted name.
-        members: the names of the parameters of each group.
-
-    Raises:
-        ValueError: groups disagree about a number of a transform that looks at the whole tree, or that calls others.
-    """
+    """Return the transform with the numbers of all groups, in versions only where groups disagree."""
     agreed, conflicts = agreement(values)
     tx = with_hyperparams(tx, agreed)
     if not conflicts:
@@ -98,7 +83,7 @@ def for_groups(
 
 
 def _keeps_a_number(node: Node) -> bool:
-    """True if a state has a number that belongs to no parameter, of which each version would make its own."""
+    """Return True if a state has a float that belongs to no parameter: versions would compute different values."""
     state = node.tx.functions.init(node.like)
     pairs = zip(tree.leaves(state), parameters_of(state, node.like), strict=True)
     return any(isinstance(leaf, Tensor) and leaf.is_floating_point() and name is None for leaf, name in pairs)

@@ -1,4 +1,4 @@
-"""A chain as a program, which is lowered once and executed at every step."""
+"""Programs: a transform is lowered to a program once and executed at every step."""
 
 from muonfx.program.lower import lower
 from muonfx.program.nodes import Program

@@ -1,8 +1,8 @@
-"""A state that is brought in bucket by bucket: what of it belongs to which parameter, and where it goes afterwards.
+"""State that is loaded, updated and stored bucket by bucket.
 
-A leaf of a state belongs to the parameter below which it lies. It *moves* if it has a dim; 0-d leaves, such as the keys
-of stochastic rounding, stay where they are. A leaf of no parameter is a *counter*: every bucket starts from the same
-one, so that it advances once.
+A leaf of a state belongs to the parameter under whose name it is stored. It *moves* if it has a dim; 0-d leaves, such
+as the keys of stochastic rounding, stay in place. A leaf of no parameter is a *counter*: every bucket starts from the
+same value, so that a step advances it once.
 """
 
 from __future__ import annotations
@@ -35,11 +35,7 @@ __all__ = [
 
 
 def cut_into_buckets(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Cut names, in order, into lists of at most so many bytes; a single larger one stands alone.
-
-    >>> cut_into_buckets({"a": 3, "b": 3, "c": 9, "d": 1}, 6)
-    [['a', 'b'], ['c'], ['d']]
-    """
+    """Split names, in order, into lists of at most `limit` bytes; a larger leaf is a list of its own."""
     found: list[list[str]] = []
     room = 0
     for name, size in sizes.items():
@@ -52,16 +48,12 @@ def cut_into_buckets(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
 
 
 def moves(leaf: Any, parameter: str | None) -> bool:
-    """True if a leaf is brought in and put back."""
+    """Return True if a leaf is loaded before an update and written back after it."""
     return parameter is not None and isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.numel() > 0
 
 
 def can_be_shared_out(leaves: Sequence[object], parameters: Sequence[str | None]) -> bool:
-    """True if it is known of all leaves of a state but counters to which parameter they belong.
-
-    >>> can_be_shared_out([torch.zeros(()), torch.zeros(2)], [None, "w"]), can_be_shared_out([torch.zeros(2)], [None])
-    (True, False)
-    """
+    """Return True if every leaf of a state, except counters, belongs to a known parameter."""
     return all(
         own is not None or not (isinstance(leaf, Tensor) and leaf.ndim)
         for leaf, own in zip(leaves, parameters, strict=True)
@@ -69,12 +61,12 @@ def can_be_shared_out(leaves: Sequence[object], parameters: Sequence[str | None]
 
 
 def nbytes_of(leaf: Tensor) -> int:
-    """The bytes of a tensor's elements."""
+    """Return the bytes of a tensor's elements."""
     return leaf.numel() * leaf.element_size()
 
 
 def sizes_of(names: Sequence[str], state: PyTree, parameters: Sequence[str | None]) -> dict[str, int]:
-    """The bytes of the state that moves, for each of some parameters."""
+    """Return the bytes of moving state for each of some parameters."""
     sizes = dict.fromkeys(names, 0)
     for leaf, name in zip(tree.leaves(state), parameters, strict=True):
         if name in sizes and moves(leaf, name):
@@ -83,7 +75,7 @@ def sizes_of(names: Sequence[str], state: PyTree, parameters: Sequence[str | Non
 
 
 def device_of(*values: PyTree) -> torch.device:
-    """The device of the first tensor that is not on meta."""
+    """Return the device of the first tensor that is not on meta."""
     found = [leaf.device for some in values if some is not None for leaf in tree.tensors(some)]
     real = next((device for device in found if device.type != "meta"), None)
     return real or (found[0] if found else torch.get_default_device())
@@ -92,7 +84,7 @@ def device_of(*values: PyTree) -> torch.device:
 def store_away(
     store: Store, device: torch.device, state: PyTree, parameters: Sequence[str | None], *, copy: bool
 ) -> PyTree:
-    """A state with the leaves that move in the store; with ``copy`` none of them is one of the given."""
+    """Put the moving leaves of a state into the store; `copy` also copies leaves that are in the store already."""
     leaves, treedef = tree.flatten(state)
     places = [
         place
@@ -114,21 +106,14 @@ def init_in_buckets(
     *,
     outside: str | None,
 ) -> PyTree:
-    """Make a state bucket by bucket; each goes to the store before the next is made.
-
-    Args:
-        store: where it is to lie.
-        buckets: names, at least one list of them.
-        params: the whole tree.
-        init: makes a state for a tree like it.
-        outside: the device of what stands for the parameters of the other buckets: "meta", or None for nothing.
-    """
+    """Build a state bucket by bucket, and store each bucket before the next is built."""
     leaves, treedef = tree.flatten(params)
     names = tree.names(params)
     device = store.device(device_of(params))
     found: list[Any] = []
     structure: Any = None
 
+    # outside: the device of stand-ins for the parameters of other buckets; None: no stand-ins
     def at(leaf: Any, name: str, bucket: Sequence[str]) -> Any:
         if leaf is None or name in bucket:
             return leaf if leaf is None else leaf.to(device)
@@ -137,38 +122,26 @@ def init_in_buckets(
     for turn, bucket in enumerate(buckets):
         some = [at(leaf, name, bucket) for name, leaf in zip(names, leaves, strict=True)]
         with warnings.catch_warnings():
-            if turn:  # what there is to warn of has been said
+            if turn:  # the first bucket has given the warnings
                 warnings.simplefilter("ignore")
             made = init(tree.unflatten(treedef, some))
         own, structure = tree.flatten(made)
         parameters = parameters_of(made, params)
         own = [leaf if name is None or name in bucket else None for leaf, name in zip(own, parameters, strict=True)]
         state = store_away(store, device, tree.unflatten(structure, own), parameters, copy=False)
-        del made, own  # not beside that of the next bucket
+        del made, own  # free it before the next bucket
         new, structure = tree.flatten(state)
         found = [_real(a, b) for a, b in zip(found or [None] * len(new), new, strict=True)]
     return tree.unflatten(structure, found)
 
 
 def _real(one: Any, other: Any) -> Any:
-    """Merge two buckets' results for one place: one of them has it."""
+    """Merge two buckets' results for one leaf: only one of them has values."""
     return other if one is None or (isinstance(one, Tensor) and one.is_meta) else one
 
 
 class BucketedState:
-    """A state during one step over buckets of leaves.
-
-    Args:
-        store: where the state lies.
-        given: the device of the updates.
-        state: the whole state.
-        parameters: for each of its leaves, the parameter that it belongs to.
-        buckets: names of parameters, for each turn; those that are in none keep their state.
-        donate: what the caller has given.
-
-    Raises:
-        OSError: there is no room for the next state, where the old one is not donated. Nothing has been changed then.
-    """
+    """A state during one step over buckets; an OSError for lack of room is raised before anything is changed."""
 
     def __init__(
         self,
@@ -203,7 +176,7 @@ class BucketedState:
 
     def _make_room(self, taken: list[int], moving: list[int]) -> None:
         given = self._donate.state
-        # What is not in the store comes there: leaves that were loaded from a checkpoint.
+        # Leaves loaded from a checkpoint are not in the store yet: allocate room for them too.
         strange = {p for p in moving if not self._store.has(self._old[p], self._device)}
         needed = [p for p in moving if (p in strange if given else True)]
         rooms = self._store.allocate([tree.spec(self._old[place]) for place in needed], self._device)
@@ -215,21 +188,12 @@ class BucketedState:
     def run(
         self, turn: int, tx: Any, updates: PyTree, params: PyTree, extras: Mapping[str, Any], *, may_write: bool
     ) -> PyTree:
-        """Update one bucket.
-
-        Args:
-            turn: which; they must come in order.
-            tx: a function like `Transform.run`.
-            updates: of this bucket, None elsewhere.
-            params: those that the transform reads must be where it computes: see `to_compute_device`.
-            extras: named values.
-            may_write: whether the updates are donated.
-        """
+        """Update one bucket with `tx`, a function like `Transform.run`; turns must come in order."""
         own = self._donate.state if self._transfer is None else True
         out, after = tx(
             self.to_compute_device(updates),
             tree.unflatten(self._treedef, self._given(turn, own=own)),
-            params,
+            params,  # on the compute device already, if the transform reads them
             donate=Donation(may_write or self._device != self._from, own),
             **extras,
         )
@@ -239,34 +203,34 @@ class BucketedState:
         return tree.map(self._away, out)
 
     def to_compute_device(self, values: PyTree) -> PyTree:
-        """Values where the transform computes."""
+        """Copy values to the device on which the transform computes."""
         if values is None or self._device == self._from:
             return values
         return tree.map(lambda leaf: leaf.to(self._device), values)
 
     def _away(self, update: Tensor) -> Tensor:
-        """An update where the others are, and not in memory that is used again."""
+        """Return an update on the updates' device, outside the transfer buffers, which are reused."""
         if self._device != self._from:
             return update.to(self._from)
         return update.clone() if self._transfer is not None and self._transfer.holds(update) else update
 
     def end(self) -> PyTree:
-        """The next state, when all of it is in the store."""
+        """Wait until the next state is in the store, and return it."""
         if self._transfer is not None:
             self._transfer.finish()
         return tree.unflatten(self._treedef, self._new)
 
     def abandon(self) -> None:
-        """After an error: let what is under way come to its end."""
+        """Wait for pending transfers after an error."""
         if self._transfer is not None:
             self._transfer.abandon()
 
     def _given(self, turn: int, *, own: bool) -> list[Any]:
-        """The state for a bucket; copies of what may be overwritten, but is the caller's or is needed again."""
+        """Return the state for a bucket; copy leaves that may be overwritten but are still needed."""
 
         def at(old: Any, whose: int | None) -> Any:
             if whose is not None and whose != turn:
-                return old  # without an update nobody touches it; a wrapper may want to look at its shape
+                return old  # not updated in this bucket; a wrapper may read its shape
             free = self._donate.state and (whose is not None or turn == self._last)
             return old.clone() if own and not free and isinstance(old, Tensor) else old
 

@@ -1,8 +1,8 @@
-"""The executor: one loop that carries out a program, whatever the layout and wherever the state lies.
+"""The executor runs a program under any layout and with any store.
 
-It is given two things: a placement, which knows which piece of each leaf this rank holds and how matrices come to one
-place and back, and a store, which knows where the state lies between steps. In one process, over ranks, offloaded and
-under a torch optimizer it is the same loop with other arguments.
+A placement knows which shard of each leaf this rank holds, and how matrices are gathered on one rank and scattered
+back. A store keeps the state between steps. In one process, over ranks, with offloaded state and in a torch
+optimizer, the same executor runs with other arguments.
 """
 
 from __future__ import annotations
@@ -41,33 +41,27 @@ from muonfx.tree import PyTree
 __all__ = ["Executor", "with_numbers_on"]
 
 MOST_PROGRAMS = 64
-"""The number of structures that are remembered at once: a chain made anew at each step may have a new one each time."""
+"""The number of structures cached at once: a chain that is recreated at each step may have a new one each time."""
 
 Now = Transform | tuple[Transform, ...]
-"""The transform that a node was lowered from, with the numbers of now; for joined units, one each."""
+"""The transform that a node was lowered from, with its current numbers; for joined units a tuple of transforms."""
 
 
 class _Span(NamedTuple):
-    """Neighbouring nodes of a chain that are carried out together."""
+    """Neighbouring nodes of a chain that run together."""
 
     names: tuple[str, ...]
-    """Of the transforms of the chain that it stands for."""
+    """The names of the chain's transforms that `node` executes."""
     first: int
-    """The place of the first of them."""
+    """The index of the first of these transforms in the chain."""
     node: Node
 
 
 class Executor:
-    """Carries out transforms on trees of one set of parameters; what follows from structure is found out once.
-
-    Args:
-        placement: where the pieces of leaves are.
-        store: where the state lies between steps.
-        bucket_bytes: run what looks at one leaf at a time on at most about so many bytes of parameters at a time, where
-            the state is resident; None: on all at once.
-    """
+    """Runs transforms on trees of one set of parameters, and caches everything that depends on structure alone."""
 
     def __init__(self, placement: Placement, store: Store = RESIDENT, bucket_bytes: int | None = None) -> None:
+        # bucket_bytes: parameter bytes per bucket of leafwise transforms with a resident state; None: one bucket
         self.placement, self.store, self.bucket_bytes = placement, store, bucket_bytes
         self._programs: dict[Any, list[Node]] = {}
         self._current: dict[int, tuple[tuple[Transform, ...], Transform]] = {}
@@ -85,7 +79,7 @@ class Executor:
         }
 
     def program(self, tx: Transform, params: PyTree) -> Node:
-        """The program of a transform for a tree, lowered once for each structure of the transform and names."""
+        """Return the program of a transform for a tree, lowered once for each structure and set of names."""
         key = (tx.treedef, tuple(tree.names(params)))
         for known in self._programs.get(key, ()):
             if self.placement.fits(known.like, params):
@@ -97,7 +91,7 @@ class Executor:
         return made
 
     def _forget(self) -> None:
-        """Forget all that was found out; it is found out again when it is asked for."""
+        """Clear all caches."""
         everything = self._programs, self._current, self._spans, self._parameters, self._keeps_leaves, self._routes
         for found in (*everything, self._checking):
             found.clear()
@@ -105,17 +99,11 @@ class Executor:
     # ------------------------------------------------------------------------------------------------------- init
 
     def init(self, tx: Transform, params: PyTree) -> PyTree:
-        """The state of a transform for local tensors."""
+        """Return the state of a transform for local tensors."""
         return self.init_node(self.program(tx, params), tx, params)
 
     def init_node(self, node: Node, now: Now, params: PyTree) -> PyTree:
-        """The state of a node.
-
-        Args:
-            node: of the program.
-            now: the transform that it was lowered from, with the numbers of now.
-            params: local tensors; of meta tensors the state is one, and nothing is exchanged.
-        """
+        """Return the state of a node for local tensors; for meta tensors it is a meta state, without communication."""
         on_meta = device_of(params).type == "meta"
         if self._is_unit(node):
             tx = self._transform(node, now)
@@ -146,24 +134,12 @@ class Executor:
     # ----------------------------------------------------------------------------------------------------- update
 
     def update(self, tx: Transform, call: Arguments) -> tuple[PyTree, PyTree]:
-        """Update by a transform on local tensors; all ranks together, with the same leaves present.
-
-        Args:
-            tx: the transform, with the numbers of now.
-            call: the arguments.
-
-        Returns:
-            The updates, unless the call applies them, and the next state.
-        """
+        """Return the updates, unless the call applies them, and the next state; all ranks call this together."""
         return self.update_node(self.program(tx, call.like), tx, call)
 
     def check_extras(self, node: Node, extras: Mapping[str, Any]) -> None:
-        """Have the transforms of a program look at the named extras of a step, before it is begun.
-
-        Raises:
-            ValueError: some will not do.
-        """
-        if not extras or torch.compiler.is_compiling():  # a graph is traced once, and remembers nothing
+        """Run the checks of named extras that the transforms of a program declare."""
+        if not extras or torch.compiler.is_compiling():  # a traced graph cannot use the cache
             return
         if node.number not in self._checking:
             self._checking[node.number] = [
@@ -174,7 +150,7 @@ class Executor:
             tx.declaration.check_extras(tx, extras)
 
     def update_node(self, node: Node, now: Now, call: Arguments) -> tuple[PyTree, PyTree]:
-        """Update by a node of a program; see `update`."""
+        """Run one node of a program; see `update`."""
         call = call._replace(extras={**self._extras, **call.extras})
         if self._is_unit(node):
             return self._update_unit(node, now, call)
@@ -222,14 +198,14 @@ class Executor:
                 new = {name: state}
             after |= new
             if not last:
-                # What a transform that keeps the promise has made anew belongs to this chain alone.
+                # Only this chain holds new updates of a transform that keeps the donation promise.
                 promised = call.donate.state and span.node.tx.keeps_donation_promise
                 may_write = promised and (may_write or is_new(out, updates))
             updates = out
         return updates, {name: after[name] for name in call.state}
 
     def _update_each(self, node: Around, now: Transform, call: Arguments) -> tuple[PyTree, PyTree]:
-        """Update by a transform that only hands leaves on: each that it calls applies what it makes of its own."""
+        """Run a route: each child applies the updates of its own leaves."""
         after, left = call.state, dict(call.updates)
         for child, part in zip(node.inner, now.children, strict=True):
             path = child.state[len(node.state) :]
@@ -242,7 +218,7 @@ class Executor:
         return dict.fromkeys(call.updates), after
 
     def _update_unit(self, node: Node, now: Now, call: Arguments) -> tuple[PyTree, PyTree]:
-        """Update by what looks at one leaf at a time, bucket by bucket."""
+        """Run a unit bucket by bucket, or route by route on a CPU."""
         tx = self._transform(node, now)
         if self.store.is_resident and can_be_routed(call) and (routes := self._routes_of(node, tx, call)).is_possible:
             call = call._replace(extras={**call.extras, "sum_over_leaves": self.placement.sum_over_leaves})
@@ -276,17 +252,7 @@ class Executor:
         *,
         absent: bool = False,
     ) -> tuple[PyTree, PyTree]:
-        """Update by a transform that looks at one leaf at a time, with its state in the store.
-
-        Args:
-            tx: the transform.
-            updates: the whole tree of them.
-            state: the whole state.
-            params: the whole tree of them, or None.
-            donate: what is given.
-            extras: named values.
-            absent: run it also on leaves that have no update.
-        """
+        """Run a leafwise transform with its state in the store; `absent` includes leaves without an update."""
         return self._update_in_store(tx, Arguments(updates, state, params, donate, extras), absent=absent)
 
     def _update_in_store(self, tx: Transform, call: Arguments, *, absent: bool) -> tuple[PyTree, PyTree]:
@@ -310,7 +276,7 @@ class Executor:
         *,
         far: bool = False,
     ) -> tuple[PyTree, PyTree]:
-        """Update bucket by bucket; parameters that are read and lie far come to where the transform computes."""
+        """Run a transform bucket by bucket; `far` copies the parameters of each bucket to the compute device."""
         leaves, treedef = tree.flatten(call.updates)
         names = tree.names(call.updates)
         weights = tree.leaves(call.params) if far else []
@@ -333,20 +299,20 @@ class Executor:
                 if call.apply is None:
                     results |= {n: leaf for n, leaf in zip(names, tree.leaves(out), strict=True) if n in mine}
                 call.finish(out)
-                del some, updates, out  # not beside those of the next bucket
+                del some, updates, out  # free them before the next bucket
         except BaseException:
             bucketed.abandon()
             raise
         return tree.unflatten(treedef, [results.get(name) for name in names]), bucketed.end()
 
     def _resident_buckets(self, params: PyTree) -> list[list[str]] | None:
-        """Names in buckets of parameters' bytes; None: all at once."""
+        """Split the names into buckets by the bytes of their parameters; None means all at once."""
         if self.bucket_bytes is None or params is None:
             return None
         named = zip(tree.names(params), tree.leaves(params), strict=True)
         return cut_into_buckets({name: nbytes_of(x) for name, x in named if x is not None}, self.bucket_bytes)
 
-    # ------------------------------------------------------------- what sums over leaves or calls others, as a whole
+    # ---------------------------------------------------------------------------------- nodes that need every leaf
 
     def _init_at_once(self, node: Node, now: Now, params: PyTree) -> PyTree:
         declared = node.tx.declaration.in_store
@@ -358,7 +324,7 @@ class Executor:
         return store_away(store, device, state, parameters_of(state, params), copy=False)
 
     def _update_at_once(self, node: Node, now: Now, call: Arguments) -> tuple[PyTree, PyTree]:
-        """Update by a node that needs all leaves; of its own state like the parameters all is brought in."""
+        """Run a node that needs every leaf: load its offloaded state, run once, write the state back."""
         tx = self._transform(node, now)
         total = self.placement.sum_over_leaves
         declared = node.tx.declaration.in_store
@@ -389,30 +355,24 @@ class Executor:
         return out, bucketed.end()
 
     def init_in_store(self, tx: Transform, params: PyTree) -> PyTree:
-        """The state of a transform that looks at one leaf at a time, made by buckets, in the store.
-
-        The other leaves are meta tensors meanwhile, so that whatever depends on names and shapes is as always.
-        """
+        """Return the state of a leafwise transform, built bucket by bucket in the store."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             shown = tx.functions.init(tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), params))
         sizes = sizes_of(tree.names(params), shown, parameters_of(shown, params))
         buckets = cut_into_buckets(sizes, self.store.bucket_bytes)
+        # Leaves of other buckets are meta tensors, so that decisions by names and shapes see the whole tree.
         return init_in_buckets(self.store, buckets, params, tx.functions.init, outside="meta")
 
     def kept_state(self, state: PyTree, params: PyTree, donate: Donation) -> PyTree:
-        """A state that does not change; a copy, where the caller goes on to own the old one."""
+        """Return an unchanged state, or a copy of it if the caller keeps the old one."""
         if donate.state:
             return state
         device = self.store.device(device_of(params))
         return store_away(self.store, device, state, parameters_of(state, params), copy=True)
 
     def require_room(self, state: PyTree, params: PyTree, donate: Donation) -> None:
-        """Require the room that the next state takes beside this one.
-
-        Raises:
-            OSError: the store has not as much.
-        """
+        """Raise OSError unless the store has room for the next state in addition to this one."""
         if self.store.is_resident:
             return
         device = self.store.device(device_of(params))
@@ -420,14 +380,10 @@ class Executor:
         moving = [leaf for leaf, name in pairs if moves(leaf, name)]
         self.store.require([tree.spec(x) for x in moving if not (donate.state and self.store.has(x, device))])
 
-    # --------------------------------------------------------------------------------- found out once, from structure
+    # ----------------------------------------------------------------------------------------- cached by structure
 
     def prepare(self, node: Node, now: Now) -> None:
-        """Build the transforms of a node and those within it for the numbers of now, so that a step finds them built.
-
-        Raises:
-            ValueError: a number is out of range.
-        """
+        """Build the transforms of a node for the current numbers, so that a step only runs them."""
         node.tx.prepare_all()
         if not self._is_unit(node) and isinstance(node, ChainNode) and isinstance(now, Transform):
             for span in self._spans_of(node):
@@ -445,11 +401,11 @@ class Executor:
                     self.prepare(child, inner)
 
     def _is_unit(self, node: Node) -> bool:
-        """True if a node can be carried out, with all within it, on some leaves at a time, for any choice of them."""
+        """Return True if a node, with all nodes within it, can run on any subset of the leaves."""
         return node.tx.locality <= (Locality.LEAF if self.placement.holds_all else Locality.ELEMENT)
 
     def _spans_of(self, node: ChainNode) -> tuple[_Span, ...]:
-        """The nodes of a chain, neighbouring units as one: a bucket goes through all of them at once."""
+        """Return the nodes of a chain with neighbouring units joined: a bucket passes through a span at once."""
         if node.number not in self._spans:
             spans: list[_Span] = []
             first = 0
@@ -464,7 +420,7 @@ class Executor:
         return self._spans[node.number]
 
     def _entries(self, node: ChainNode) -> Iterator[tuple[tuple[str, ...], Node]]:
-        """The nodes of a chain; where leaves are whole already, the members of a matrix stage one by one."""
+        """Yield the nodes of a chain; if leaves are whole already, yield the members of a matrix stage one by one."""
         for names, child in node.entries:
             if isinstance(child, Stage) and self._is_unit(child):
                 yield from (((member.name,), member.node) for member in child.members)
@@ -472,7 +428,7 @@ class Executor:
                 yield names, child
 
     def _part(self, span: _Span, now: Now) -> tuple[Transform, ...]:
-        """The transforms of a chain that a span stands for, with the numbers of now."""
+        """Return the chain's transforms that a span executes, with the current numbers."""
         children = now if isinstance(now, tuple) else now.children
         return children[span.first : span.first + len(span.names)]
 
@@ -482,7 +438,7 @@ class Executor:
         )
 
     def _transform(self, node: Node, now: Now) -> Transform:
-        """The transform of a node as it is done here, with the numbers of now; what has not changed stays built."""
+        """Return the transform that executes a node, with the current numbers; unchanged transforms are reused."""
         parts = now if isinstance(now, tuple) else (now,)
         known = self._current.get(node.number)
         if known is not None and all(a is b for a, b in zip(known[0], parts, strict=True)):
@@ -505,18 +461,18 @@ class Executor:
         return node.tx
 
     def _child_for(self, node: Node, tx: Transform, params: PyTree) -> Node:
-        """The node of a called transform; another, where it is called for other leaves than its `init` was."""
+        """Return the node of a called transform, lowered again if its leaves differ from the leaves of its `init`."""
         return node if tuple(tree.names(params)) == node.names else self.program(tx, params)
 
     def _parameters_of(self, key: Any, state: PyTree, params: PyTree) -> list[str | None]:
-        """The parameters that the leaves of a state belong to, found out once for a structure."""
+        """Return the parameter that each leaf of a state belongs to, cached by structure."""
         at = (key, tuple(tree.names(params)), len(tree.leaves(state)))
         if at not in self._parameters:
             self._parameters[at] = parameters_of(state, params)
         return self._parameters[at]
 
     def _keeps_leaf_state(self, node: Node) -> bool:
-        """True if a transform has state like the parameters of its own, apart from that of those it calls."""
+        """Return True if a transform's own state, without its children's, has moving leaves (see `buckets`)."""
         if node.number not in self._keeps_leaves:
             if isinstance(node, Around):
                 own, _ = state_around(node.tx, node.like)
@@ -530,14 +486,14 @@ class Executor:
 
     @property
     def _plain(self) -> Executor:
-        """The same with a state that is at hand: for what is brought in at once."""
+        """An executor with a resident state, for nodes whose state is loaded at once."""
         if self._at_hand is None:
             self._at_hand = Executor(self.placement)
         return self._at_hand
 
     @property
     def _store_at_once(self) -> Store:
-        """For what is brought in at once: on several ranks it may have to send, which only the updates' device can."""
+        """The store for states loaded at once: over ranks it computes on the updates' device, which can communicate."""
         return self.store if self.placement.size == 1 else self.store.computing_with_updates()
 
     def _store_for(self, *, on_meta: bool) -> Store:
@@ -557,7 +513,7 @@ class Executor:
 
 
 class _Bound(NamedTuple):
-    """A node and the executor that carries it out."""
+    """A node and the executor that runs it."""
 
     executor: Executor
     node: Node
@@ -565,7 +521,7 @@ class _Bound(NamedTuple):
 
 @transform(locality=Locality.TREE, transparent=True)
 def _executed(tx: Transform, bound: Any):
-    """A transform that another calls: the executor answers the call."""
+    """Replace a called transform: each call runs the bound node in the executor."""
 
     def init(params: PyTree) -> PyTree:
         return bound.executor.init_node(bound.executor._child_for(bound.node, tx, params), tx, params)
@@ -578,7 +534,7 @@ def _executed(tx: Transform, bound: Any):
 
 
 def _joined(before: _Span, names: tuple[str, ...], child: Node) -> Node:
-    """Two neighbouring units as one."""
+    """Join two neighbouring units to one node."""
     first = before.node
     known = first.entries if isinstance(first, _Joined) else ((before.names, first),)
     entries = (*known, (names, child))
@@ -588,11 +544,11 @@ def _joined(before: _Span, names: tuple[str, ...], child: Node) -> Node:
 
 
 class _Joined(ChainNode):
-    """Neighbouring units of a chain, carried out as one."""
+    """Neighbouring units of a chain that run as one node."""
 
 
 def with_numbers_on(device: torch.device, tx: Transform) -> Transform:
-    """A transform whose numbers, where they are tensors, can be used on a device: those of `inject_hyperparams`."""
+    """Copy tensor numbers, as of `inject_hyperparams`, to the compute device if that device is the CPU."""
     strange = [leaf for leaf in tree.tensors(tx) if leaf.device != device]
     if not strange or device.type != "cpu":
         return tx

@@ -1,4 +1,7 @@
-"""From a transform and the leaves of a tree to a program: the one place that decides how each transform is done."""
+"""Lower a transform and the leaves of a tree to a program.
+
+This file alone chooses how each transform is executed.
+"""
 
 from __future__ import annotations
 
@@ -53,24 +56,16 @@ def lower(tx: Transform, params: PyTree) -> Program:
 
 @dataclass(frozen=True)
 class _Where:
-    """The place of a transform in the whole that is lowered.
+    """The position of a transform within the transform that is lowered."""
 
-    Attributes:
-        state: the path of its state.
-        numbers: its dotted name among the parts of the whole.
-        key: the same without the labels of routes.
-        label: by which a route has chosen it.
-        counts: whether its numbers count, and not those that a state keeps in their place.
-    """
-
-    state: tuple[object, ...] = ()
-    numbers: str = ""
-    key: str = ""
-    label: str | None = None
-    counts: bool = True
+    state: tuple[object, ...] = ()  # path of its state
+    numbers: str = ""  # dotted name among the parts
+    key: str = ""  # `numbers` without the labels of routes
+    label: str | None = None  # label by which a route selects it
+    counts: bool = True  # False if the numbers in a state replace its own
 
     def own_numbers(self, tx: Transform) -> OwnNumbers:
-        """The numbers of a transform at this place."""
+        """Return the numeric arguments of a transform at this position."""
         if not self.counts:
             return OwnNumbers()
         arguments = _own_numbers(tx)
@@ -83,7 +78,7 @@ class _Where:
         return OwnNumbers(tuple(numbers + one for one in arguments), tuple(key + one for one in arguments), short)
 
     def of_part(self, tx: Transform, part: str, state: tuple[object, ...], label: str | None = None) -> _Where:
-        """The place of a transform that the one at this place calls."""
+        """Return the position of a part that the transform at this position calls."""
         return _Where(
             (*self.state, *state),
             dotted(self.numbers) + part,
@@ -94,13 +89,7 @@ class _Where:
 
 
 def lower_node(tx: Transform, like: PyTree, *, numbers: str = "") -> Node:
-    """Lower one transform, and those that it calls.
-
-    Args:
-        tx: the transform.
-        like: meta tensors of global shapes, in the tree that it gets.
-        numbers: its dotted name among the parts of the whole.
-    """
+    """Lower one transform and the transforms that it calls; `like` holds meta tensors of global shapes."""
     return _lower_at(tx, like, _Where(numbers=numbers, key=numbers))
 
 
@@ -118,7 +107,7 @@ def _lower_at(tx: Transform, like: PyTree, where: _Where) -> Node:
             for (name, part), part_name in zip(entries.items(), part_names(made), strict=True)
         ]
         return ChainNode(*place, tuple(_merged(lowered)), label=where.label, own=own)
-    # What a transform runs as a part of itself need not stand apart in its state: it gets its own.
+    # Only an Around node keeps its children's states apart; other transforms need real states, not placeholders.
     calls = calls_of(outer, like, replaced=around) if outer.children else []
     inner = tuple(
         _lower_at(call.tx, call.params, where.of_part(tx, call.part, call.state, label))
@@ -139,7 +128,7 @@ def _lower_at(tx: Transform, like: PyTree, where: _Where) -> Node:
 
 
 def _own_numbers(tx: Transform) -> tuple[str, ...]:
-    """The names of a transform's numeric arguments, without those of others that it calls."""
+    """Return the names of a transform's numeric arguments, without the arguments of transforms that it calls."""
     found: list[str] = []
     for name, part in zip(part_names(tx), tx.parts, strict=True):
         if isinstance(part, Recorded):
@@ -150,7 +139,7 @@ def _own_numbers(tx: Transform) -> tuple[str, ...]:
 
 
 def _labels(tx: Transform, calls: list[ChildCall]) -> list[str | None]:
-    """The labels by which a transform chooses one of those that it calls for each leaf; None for one without."""
+    """Return the label that selects each called transform for some of the leaves, or None without a label."""
     given = [set(tree.names(call.params)) for call in calls]
     chosen = {
         str(key)
@@ -159,13 +148,13 @@ def _labels(tx: Transform, calls: list[ChildCall]) -> list[str | None]:
         for key, value in argument.items()
         if isinstance(value, Transform)
     }
-    if sum(map(len, given)) > len(set[str]().union(*given)):  # all of them, and no choice
+    if sum(map(len, given)) > len(set[str]().union(*given)):  # a leaf has several: no choice
         chosen = set()
     return [call.part if call.part in chosen else None for call in calls]
 
 
 def is_around(tx: Transform) -> bool:
-    """True if a transform's own work, apart from that of those it calls, is elementwise or a sum over leaves."""
+    """Return True if a transform's own work, without its children, is elementwise or a sum over leaves."""
     own = tx.declaration.own_locality
     return bool(tx.children) and (own is Locality.ELEMENT or (own is Locality.TREE and _sums(tx)))
 
@@ -180,7 +169,7 @@ def _same_numbers(tx: Transform, made: Transform) -> bool:
 
 
 def _merged(lowered: list[tuple[str, Node]]) -> list[tuple[tuple[str, ...], Node]]:
-    """The nodes of a chain, neighbouring matrix stages as one: what they need whole goes to its owner once."""
+    """Merge neighbouring matrix stages of a chain, so that each matrix is sent to its owner only once."""
     found: list[tuple[tuple[str, ...], Node]] = []
     for name, node in lowered:
         if not isinstance(node, Stage):
@@ -210,31 +199,31 @@ def _stage(members: list[Member]) -> Stage:
 
 
 class ChildCall(NamedTuple):
-    """A transform that another calls."""
+    """A transform that another transform calls."""
 
     tx: Transform
     part: str
-    """Its name among the parts."""
+    """The name of `tx` among the caller's parts."""
     params: PyTree
-    """The leaves that it gets, as meta tensors."""
+    """Meta tensors of the leaves that it is given."""
     state: tuple[object, ...]
-    """The path of its state in that of the caller."""
+    """The path of its state within the caller's state."""
 
 
 class _Placeholder:
-    """Stands in a state where that of a called transform belongs."""
+    """Marks the position of a called transform's state within the caller's state."""
 
     def __init__(self, place: int) -> None:
         self.place = place
 
 
 class _Noted(list[tuple[int, PyTree]]):
-    """The calls of `init` that recorders have noted; itself and not its elements is an argument."""
+    """The recorded `init` calls; a list subclass, so that it is one argument of a recorder and not several."""
 
 
 @transform(locality=Locality.TREE, transparent=True)
 def _recorder(tx: Transform, place: int, noted: list[tuple[int, PyTree]], replaced: bool):
-    """Stands for a called transform and notes what its `init` is given."""
+    """Replace a called transform and record the argument of its `init`."""
 
     def init(params: PyTree) -> PyTree:
         noted.append((place, params))
@@ -247,15 +236,10 @@ def _recorder(tx: Transform, place: int, noted: list[tuple[int, PyTree]], replac
 
 
 def calls_of(tx: Transform, like: PyTree, *, replaced: bool = True) -> list[ChildCall]:
-    """Find what a transform gives to each of those that it calls, by running its `init` on placeholders.
-
-    Args:
-        tx: the transform, resolved.
-        like: meta tensors.
-        replaced: whether placeholders stand for the states of those it calls too, and tell where in its own these are.
-    """
+    """Find the leaves given to each called transform by running `init` of a resolved transform on recorders."""
     state, noted = state_around(tx, like, replaced=replaced)
     given = dict(noted)
+    # without placeholders (replaced=False) the paths of the children's states are unknown
     paths = {
         leaf.place: path
         for path, leaf in zip(tree.paths(state), tree.leaves(state), strict=True)
@@ -269,25 +253,22 @@ def calls_of(tx: Transform, like: PyTree, *, replaced: bool = True) -> list[Chil
 
 
 def state_around(tx: Transform, like: PyTree, *, replaced: bool = True) -> tuple[PyTree, list[tuple[int, PyTree]]]:
-    """A transform's state with placeholders for those of the transforms it calls; what each of these was given."""
+    """Return a transform's state, by default with placeholders for its children's, and the children's `init` calls."""
     noted = _Noted()
     numbered = iter(range(len(tx.children)))
     recording = tx.with_children(lambda child: _recorder(child, next(numbered), noted, replaced))
-    with warnings.catch_warnings():  # what there is to warn of is said where parameters are
+    with warnings.catch_warnings():  # init on the real parameters gives the warnings
         warnings.simplefilter("ignore")
         return recording.functions.init(like), noted
 
 
 def fill_placeholders(state: PyTree, function: Callable[[int], PyTree]) -> PyTree:
-    """Put a value, by the number of the called transform, in the place of each placeholder."""
+    """Replace each placeholder by the value that `function` returns for its child's index."""
     return tree.map(lambda leaf: function(leaf.place) if isinstance(leaf, _Placeholder) else leaf, state)
 
 
 def resolve_within(tx: Transform, like: PyTree) -> Transform:
-    """A transform with all decided that names and shapes decide, also by those that it calls.
-
-    For one that is run as a whole on some of the leaves, where those within would see the others as None.
-    """
+    """Resolve a transform and its children from all leaves; a later run may see some leaves as None."""
     made = tx.resolve(like)
     if not made.children:
         return made
@@ -299,7 +280,7 @@ def resolve_within(tx: Transform, like: PyTree) -> Transform:
 
 
 def named_chain(entries: Iterable[tuple[str, Transform]]) -> Transform:
-    """A chain of transforms that keep their names, which has been looked at where it was first made."""
+    """Chain transforms under given names, without repeating the warnings of the original chain."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return chain(*entries)

@@ -1,7 +1,8 @@
-"""The nodes of a program: what is done, on which leaves, where its state is and where its numbers are.
+"""The nodes of a program.
 
-A program is a tree of nodes, made from a transform and the names, shapes and dtypes of the leaves alone. An executor
-carries it out under any layout and wherever the state lies.
+A program is a tree of nodes, built from a transform and the names, shapes and dtypes of the leaves alone. Each node
+stores a transform, its leaves, and the paths of its state and its numbers. An executor runs the program under any
+layout and with any store.
 """
 
 from __future__ import annotations
@@ -32,95 +33,77 @@ __all__ = [
 
 @dataclass(frozen=True)
 class OwnNumbers:
-    """The numeric arguments of one transform, without those of others that it calls.
+    """The numeric arguments of one transform, without the arguments of transforms that it calls."""
 
-    Attributes:
-        names: their dotted names among the parts of the whole, in order.
-        keys: the same without the labels of the routes on the way, as a torch optimizer calls them.
-        short_names: the names that the transform's author gives to some of them, as `muonfx.transform` takes them, with
-            dotted names in the place of arguments; several make a tuple.
-    """
-
-    names: tuple[str, ...] = ()
-    keys: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()  # dotted names among the parts of the whole, in order
+    keys: tuple[str, ...] = ()  # `names` without the labels of routes: the keys in an optimizer's groups
+    # Short names that the transform's author declares, with dotted names for arguments; a tuple for several numbers.
     short_names: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict[str, str | tuple[str, ...]])
 
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """A transform that is done in one way.
-
-    Attributes:
-        tx: the transform, with all decided that names, shapes and the group of ranks decide.
-        names: of the leaves that it works on.
-        state: the path of its state in that of the whole program.
-        numbers: the dotted name of the transform among the parts of the whole, where its numbers are.
-        like: meta tensors of global shapes, in the tree that it gets.
-        keeps_numbers: whether ``tx`` has the numbers of the transform that it was lowered from, in the same order; a
-            transform that makes others when it is resolved is resolved again at every step.
-        label: by which a route chooses it for its leaves; None where nothing has.
-        own: the numbers of its transform.
-        within: what stands for the transforms that its own calls and runs as a part of itself: to be read, not carried
-            out.
-        number: by which an executor knows it, as torch.compile cannot hash it.
-    """
+    """A transform and how it is executed."""
 
     kind: ClassVar[str] = ""
 
-    tx: Transform
-    names: tuple[str, ...]
-    state: tuple[Any, ...]
-    numbers: str
-    like: PyTree
+    tx: Transform  # resolved for names, shapes, dtypes and the group of ranks
+    names: tuple[str, ...]  # of its leaves
+    state: tuple[Any, ...]  # path of its state in the program's state
+    numbers: str  # dotted name of the transform among the parts of the whole
+    like: PyTree  # meta tensors of global shapes, in the tree that it receives
+    # True if `tx` has the numbers of the original transform, in the same order; otherwise new numbers lower it again.
     keeps_numbers: bool
-    label: str | None = field(default=None, kw_only=True)
+    label: str | None = field(default=None, kw_only=True)  # by which a route selects it
     own: OwnNumbers = field(default_factory=OwnNumbers, kw_only=True)
+    # Nodes of the transforms that `tx` calls and runs itself: for reports, never executed.
     within: tuple[Node, ...] = field(default=(), kw_only=True)
+    # The key of the node in an executor's caches, because torch.compile cannot hash a node.
     number: int = field(default_factory=itertools.count().__next__, kw_only=True, repr=False)
 
     @property
     def children(self) -> tuple[Node, ...]:
-        """The nodes within it."""
+        """The nodes that are executed within this node."""
         return ()
 
     @property
     def called(self) -> tuple[Node, ...]:
-        """One node for each transform that its own calls, in order: of a matrix stage, its members."""
+        """One node for each transform that `tx` calls, in order; a matrix stage counts as its members."""
         return tuple(one for child in self.children or self.within for one in _one_by_one(child))
 
     @property
     def title(self) -> str:
-        """The transforms that it stands for."""
+        """The name of its transform."""
         return self.tx.name
 
 
 class Elementwise(Node):
-    """Done on any pieces of leaves as they are."""
+    """Runs on any shards of leaves, without communication."""
 
     kind = "elementwise"
 
 
 class SumOverLeaves(Node):
-    """Done on any pieces of leaves, but for sums over all leaves, which go over all ranks."""
+    """Runs on any shards of leaves; only its sums over leaves are reduced over all ranks."""
 
     kind = "sum over leaves"
 
 
 class OnPieces(Node):
-    """Done on this rank's pieces of leaves, with what it asks of other ranks itself."""
+    """Runs on this rank's shards of leaves; the transform communicates with other ranks itself."""
 
     kind = "on pieces"
 
 
 class WholeTree(Node):
-    """A transform of which nothing is known: it gets the whole tree."""
+    """A transform about which nothing is known: it receives the whole tree."""
 
     kind = "whole tree"
 
 
 @dataclass(frozen=True)
 class Member:
-    """A transform of a matrix stage, with its name in the chain."""
+    """A transform of a matrix stage and its name in the chain."""
 
     name: str
     node: Node
@@ -128,7 +111,7 @@ class Member:
 
 @dataclass(frozen=True, eq=False)
 class Stage(Node):
-    """Neighbouring transforms that need whole matrices, or leaves, at one place."""
+    """Neighbouring transforms that require whole matrices, or leaves, on one rank."""
 
     kind: ClassVar[str] = "matrix stage"
 
@@ -136,43 +119,39 @@ class Stage(Node):
 
     @property
     def title(self) -> str:
-        """Its transforms."""
+        """The names of the members' transforms."""
         return ", ".join(member.node.tx.name for member in self.members)
 
 
 @dataclass(frozen=True, eq=False)
 class Around(Node):
-    """A transform whose own work is elementwise, or a sum over leaves, and which calls others.
-
-    The executor answers these calls. What a child is given was found by running `init` on placeholders: where a child
-    gets some of the leaves only, the node is a route.
-    """
+    """A transform whose own work is elementwise or a sum over leaves, and whose children the executor runs."""
 
     inner: tuple[Node, ...] = ()
 
     @property
     def children(self) -> tuple[Node, ...]:
-        """Those that it calls."""
+        """The nodes of the transforms that it calls."""
         return self.inner
 
     @property
     def is_route(self) -> bool:
-        """True if some child gets some of the leaves only."""
+        """True if some child receives only some of the leaves."""
         return any(child.names != self.names for child in self.inner)
 
 
 @dataclass(frozen=True, eq=False)
 class ChainNode(Node):
-    """A chain: one after another."""
+    """Transforms that run one after another."""
 
     kind: ClassVar[str] = "chain"
 
     entries: tuple[tuple[tuple[str, ...], Node], ...] = ()
-    """The nodes with the names of the chain's transforms that each stands for: several for a matrix stage."""
+    """Each node with the names of the chain's transforms that it executes: several for a matrix stage."""
 
     @property
     def children(self) -> tuple[Node, ...]:
-        """Its nodes, in order."""
+        """The nodes of the chain, in order."""
         return tuple(node for _, node in self.entries)
 
 

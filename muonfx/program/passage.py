@@ -1,4 +1,4 @@
-"""One bucket on its way through a route: elementwise work by pieces, in kept memory, applied as soon as it is final."""
+"""One bucket of a route: elementwise transforms run in chunks, and updates are applied as soon as they are final."""
 
 from __future__ import annotations
 
@@ -19,57 +19,57 @@ from muonfx.tree import PyTree, Structure
 __all__ = ["PLAIN", "Bucket", "Passage", "Share", "State", "Step", "Surroundings"]
 
 PLAIN = frozenset({Tensor, torch.nn.Parameter})
-"""The types of which a piece is a view."""
+"""The tensor types whose slices are views."""
 
 LARGE = 1 << 16
-"""Elements from which a leaf is rounded in kept memory: smaller ones are copied into a batch anyway."""
+"""Elements from which a leaf is rounded into a reused buffer: smaller leaves are copied into a batch anyway."""
 
 Leaves = dict[str, Any]
-"""Tensors by name; None is absent."""
+"""Tensors by name; None is an absent leaf."""
 
 
 class Step(NamedTuple):
     """One transform of a route."""
 
     place: tuple[int, ...]
-    """The numbers of the children that lead to it."""
+    """The child indices that lead to the transform."""
     state: tuple[Any, ...]
-    """The path of its state in that of the whole."""
+    """The path of its state within the whole state."""
     is_elementwise: bool
 
 
 class Share(NamedTuple):
-    """Of a transform's state, as much as belongs to some leaves."""
+    """The part of a transform's state that belongs to some leaves."""
 
     treedef: Structure
     places: list[int]
-    """Among the leaves of the whole state."""
+    """Indices among the leaves of the whole state."""
     parameters: list[str | None]
-    """The leaf that each belongs to; None for one that belongs to all, such as a count."""
+    """The parameter of each leaf; None for a leaf that all share, such as a count."""
 
     @property
     def has_leaves(self) -> bool:
-        """True if anything in it belongs to a leaf, and not only counts."""
+        """True if the share has more than counts."""
         return any(own is not None for own in self.parameters)
 
 
 class Part(NamedTuple):
-    """Some leaves, or a piece of one."""
+    """Some leaves, or a chunk of one leaf."""
 
     names: tuple[str, ...]
     piece: slice | None = None
 
     def of(self, leaf: Tensor) -> Tensor:
-        """The same part of a tensor, which is one of the leaf's own shape where this is a piece."""
+        """Return the same part of a tensor; for a chunk, the tensor must have the leaf's own shape."""
         return leaf if self.piece is None else leaf.detach().view(-1)[self.piece]
 
 
 class Bucket(NamedTuple):
-    """Leaves that go through their route together."""
+    """Leaves that pass through their route together."""
 
     names: tuple[str, ...]
     lists: list[tuple[str, ...]]
-    """The same, as many at a time as elementwise transforms take."""
+    """The same names, grouped as elementwise transforms take them at a time."""
 
 
 class State:
@@ -80,38 +80,38 @@ class State:
         self.new = list(self.old)
 
     def tree(self) -> PyTree:
-        """The next state."""
+        """Return the next state."""
         return tree.unflatten(self._treedef, self.new)
 
 
 class Surroundings(NamedTuple):
-    """All that the passages of a step have in common."""
+    """The values that all buckets of a step share."""
 
     call: Arguments
     parts: Mapping[Step, Transform]
     states: Mapping[Step, State]
     shares: Mapping[tuple[Step, tuple[str, ...]], Share]
-    """By transform and leaves."""
+    """Shares by transform and leaf names."""
     piece_bytes: int
-    """The bytes of a leaf that elementwise transforms take at a time, in the dtype to compute in."""
+    """Bytes of a chunk, counted in the compute dtype."""
     rounded: Workspace
-    """Kept memory for what is rounded for a matrix transform."""
+    """Reused buffers for values rounded for a matrix transform."""
     widened: Workspace
-    """Kept memory for what is widened behind one and applied at once."""
+    """Reused buffers for values converted back after a matrix transform and applied at once."""
 
 
 class Passage:
-    """One bucket on its way."""
+    """Runs one bucket through its route."""
 
     def __init__(self, bucket: Bucket, surroundings: Surroundings) -> None:
         self._bucket, (self._call, self._parts, self._states, *_) = bucket, surroundings
         self._shares, self._piece_bytes = surroundings.shares, surroundings.piece_bytes
         self._memory, self._widening = surroundings.rounded, surroundings.widened
         self._rounded: dict[str, tuple[torch.dtype, torch.dtype]] = {}
-        """The dtype to which a leaf was rounded for a transform, and its own. Such values lie in kept memory."""
+        """By name, the dtype to which a leaf was rounded and its own dtype; such values are in reused buffers."""
 
     def go(self, stretches: Sequence[tuple[Step, ...]]) -> None:
-        """Run all transforms, and apply what comes out."""
+        """Run all transforms and apply the final updates."""
         values: Leaves = {name: self._call.updates[name] for name in self._bucket.names}
         may_write = self._call.donate.updates
         for stretch, following in itertools.zip_longest(stretches, stretches[1:]):
@@ -126,7 +126,7 @@ class Passage:
             self._apply(Part(self._bucket.names), self._widened(values)[0])
 
     def _takes_rounded(self, step: Step) -> bool:
-        """True if a transform would itself round to what values have been rounded to, and keeps none of them."""
+        """Return True if a transform itself rounds to the dtypes of the rounded values, and stores no leaves."""
         rounds_to = self._parts[step].declaration.rounds_to
         if rounds_to is None or self._shares[step, self._bucket.names].has_leaves:
             return False
@@ -136,11 +136,11 @@ class Passage:
     def _by_parts(
         self, stretch: Sequence[Step], values: Leaves, may_write: bool, following: tuple[Step, ...] | None
     ) -> tuple[Leaves, bool]:
-        """Elementwise transforms, part by part; what comes out is applied at once where nothing follows."""
+        """Run elementwise transforms part by part; if nothing follows, apply each part's updates at once."""
         rooms, rounded = ({}, {}) if following is None else self._rooms(values, following[0])
         results: Leaves = {}
         may_write_all = True
-        # Kept memory is for transforms that have no state to keep it in, and for updates that are applied at once.
+        # Use reused buffers only for updates that are applied at once, by transforms that cannot keep them in a state.
         is_let_go = following is None and not any(
             self._shares[step, names].has_leaves for step in stretch for names in self._bucket.lists
         )
@@ -170,7 +170,7 @@ class Passage:
         return results, may_write_all
 
     def _rooms(self, values: Leaves, following: Step) -> tuple[Leaves, dict[str, tuple[torch.dtype, torch.dtype]]]:
-        """Kept memory for large leaves that the next transform rounds, and to what; one shape as one batch."""
+        """Return buffers for large leaves that the next transform rounds (one batch per shape), and their dtypes."""
         rooms: Leaves = {}
         rounded: dict[str, tuple[torch.dtype, torch.dtype]] = {}
         rounds_to = self._parts[following].declaration.rounds_to
@@ -184,14 +184,14 @@ class Passage:
         device = torch.device("cpu")
         for (shape, own), names in kinds.items():
             narrow = rounds_to(self._parts[following], own, device)
-            if narrow.itemsize <= own.itemsize:  # in their own dtype too, for the batch
+            if narrow.itemsize <= own.itemsize:  # in their own dtype too, to form a batch
                 room = self._memory.empty((len(names), *shape), narrow, device)
                 rooms |= dict(zip(names, room.unbind(), strict=True))
                 rounded |= dict.fromkeys(names, (narrow, own))
         return rooms, rounded
 
     def _parts_of(self, stretch: Sequence[Step], values: Leaves) -> Iterator[Part]:
-        """The bucket's leaves, a few at a time; large ones by pieces."""
+        """Yield the bucket's leaves in groups, and large leaves in chunks."""
         for names in self._bucket.lists:
             x: Tensor | None = values[names[0]] if len(names) == 1 else None
             most = 0 if x is None else self._piece_bytes // max(4, x.element_size())
@@ -202,7 +202,7 @@ class Passage:
                     yield Part(names, slice(start, min(start + most, x.numel())))
 
     def _can_be_cut(self, stretch: Sequence[Step], name: str, update: Tensor) -> bool:
-        """True if all that transforms see of a leaf lies in one order of memory, so that pieces are views."""
+        """Return True if a leaf's update, parameter and states are contiguous, so that chunks are views."""
         seen: list[Any] = [update, self._call.params[name]]
         for step in stretch:
             share, old = self._shares[step, (name,)], self._states[step].old
@@ -210,12 +210,12 @@ class Passage:
         return all(type(x) in PLAIN and x.shape == update.shape and x.is_contiguous() for x in seen)
 
     def _widened(self, values: Leaves, room: Workspace | None = None) -> tuple[Leaves, bool]:
-        """Values with those that were rounded in their own dtype again, out of kept memory; whether these are all."""
+        """Convert rounded values back to their own dtype in a buffer; return also whether all values are new."""
         narrow = {
             name: x
             for name, x in values.items()
             if x is not None and name in self._rounded and x.dtype == self._rounded[name][0]
-            if room is None or x.dtype != self._rounded[name][1]  # already in kept memory, and of its own dtype
+            if room is None or x.dtype != self._rounded[name][1]  # already in a buffer, in its own dtype
         }
         if not narrow:
             return values, False
@@ -226,7 +226,7 @@ class Passage:
         return values | wide, len(wide) == sum(x is not None for x in values.values())
 
     def _run(self, step: Step, part: Part, values: Leaves, may_write: bool) -> tuple[Leaves, bool]:
-        """One transform on a part; whether what comes out may be written to."""
+        """Run one transform on a part; return also whether its output may be overwritten."""
         tx, share, state = self._parts[step], self._shares[step, part.names], self._states[step]
         given: list[Any] = []
         for place, own in zip(share.places, share.parameters, strict=True):
@@ -237,12 +237,13 @@ class Passage:
         params = {name: part.of(self._call.params[name]) for name in part.names}
         donate = Donation(may_write, True)
         out, after = tx.run(values, tree.unflatten(share.treedef, given), params, donate=donate, **self._call.extras)
+        # New values are cloned: one may be the old tensor of another leaf, which is overwritten first.
         changed: list[tuple[Tensor, Tensor]] = []
         for place, own, old, new in zip(share.places, share.parameters, given, tree.leaves(after), strict=True):
             if own is None or part.piece is None:
                 state.new[place] = new
             elif new is not old:
-                changed.append((old, new.clone()))  # lest it be another's old one, which is written to first
+                changed.append((old, new.clone()))
         for old, new in changed:
             old.copy_(new)
         return out, tx.keeps_donation_promise and (may_write or is_new(out, values))

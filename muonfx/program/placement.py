@@ -1,4 +1,4 @@
-"""The two things that an executor is given: where the pieces of leaves are, and where the state lies."""
+"""The two arguments of an executor: a placement, which holds the shards of leaves, and a store for the state."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 __all__ = ["ALONE", "RESIDENT", "Alone", "Arguments", "Placement", "Resident", "Run", "Store", "Transfer"]
 
 Run = tuple[tuple[str, Transform], ...]
-"""Neighbouring transforms of a chain, with their names in it and the numbers of now."""
+"""Neighbouring transforms of a chain with their names and current numbers."""
 
 
 class Arguments(NamedTuple):
     """The arguments of an update."""
 
     updates: PyTree
-    """Local tensors; None is absent."""
+    """Local tensors; None is an absent leaf."""
     state: PyTree
     params: PyTree
     """Local tensors, or None."""
@@ -34,26 +34,26 @@ class Arguments(NamedTuple):
     extras: Mapping[str, Any]
     """Named values for the transforms."""
     apply: Callable[[PyTree, PyTree], None] | None = None
-    """Is called with parameters, or pieces of them, and the updates for these as soon as they are final."""
+    """Called with parameters, or chunks of them, and their updates as soon as these are final."""
 
     @property
     def like(self) -> PyTree:
-        """The parameters, or what stands for them."""
+        """The parameters, or the updates if there are no parameters."""
         return self.updates if self.params is None else self.params
 
     def run(self, tx: Transform, **changes: Any) -> tuple[PyTree, PyTree]:
-        """Arguments a transform with these arguments."""
+        """Run a transform with these arguments."""
         given = {**self.extras, "donate": self.donate, **changes}
         return tx.run(self.updates, self.state, self.params, **given)
 
     def finish(self, updates: PyTree) -> None:
-        """Apply updates that are final, if they are to be."""
+        """Apply final updates if the call has an `apply` function."""
         if self.apply is not None:
             self.apply(self.params, updates)
 
 
 class Placement(Protocol):
-    """The pieces of leaves that this rank holds, and the exchanges for what one rank cannot do alone."""
+    """The shards of leaves that this rank holds, and the communication with other ranks."""
 
     @property
     def size(self) -> int:
@@ -62,86 +62,86 @@ class Placement(Protocol):
 
     @property
     def holds_all(self) -> bool:
-        """True if this rank holds every leaf whole, in its own shape, and nobody else does."""
+        """True if this rank holds every leaf whole, in its own shape, and no other rank holds any."""
         ...
 
     def global_like(self, params: PyTree) -> PyTree:
-        """Meta tensors of the global shapes in the place of local tensors."""
+        """Return meta tensors of the global shapes for local tensors."""
         ...
 
     def fits(self, like: PyTree, params: PyTree) -> bool:
-        """True if trees of the same names are of the same parameters: what was lowered for one serves the other."""
+        """Return True if a program lowered for one tree serves another tree with the same names."""
         ...
 
     def sum_over_leaves(self, scalars: PyTree) -> Tensor:
-        """Add scalars, one for each leaf, over all leaves and ranks."""
+        """Sum scalars, one for each leaf, over all leaves and ranks."""
         ...
 
     def max_over_ranks(self, values: Tensor) -> Tensor:
-        """The largest that any rank has, element by element; as many on all."""
+        """Return the elementwise maximum over ranks; all ranks pass tensors of one shape."""
         ...
 
     def gather(self, values: PyTree) -> PyTree:
-        """Whole leaves of local ones, on every rank."""
+        """Gather the local leaves to whole leaves on every rank."""
         ...
 
     def shard(self, values: PyTree) -> PyTree:
-        """Local leaves of whole ones."""
+        """Return the local shards of whole leaves."""
         ...
 
     def warn_of_gathering(self, tx: Transform, params: PyTree) -> None:
-        """Warn, once, of a transform for which everything is gathered on every rank."""
+        """Warn once of a transform that requires every leaf to be gathered on every rank."""
         ...
 
     def init_stage(self, stage: Stage, run: Run, params: PyTree, store: Store) -> dict[str, PyTree]:
-        """The states of the members of a matrix stage."""
+        """Return the states of a matrix stage's members."""
         ...
 
     def update_stage(self, stage: Stage, run: Run, call: Arguments, store: Store) -> tuple[PyTree, dict[str, PyTree]]:
-        """Update by a matrix stage: whole matrices at their owners, by buckets."""
+        """Run a matrix stage bucket by bucket, each whole matrix on its owner."""
         ...
 
 
 class Alone:
-    """The placement of one process, which holds all."""
+    """The placement of a single process, which holds every leaf."""
 
     size = 1
     holds_all = True
 
     def global_like(self, params: PyTree) -> PyTree:
-        """Meta tensors like the parameters."""
+        """Return meta tensors like the parameters."""
         return tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), params)
 
     def fits(self, like: PyTree, params: PyTree) -> bool:
-        """True if all leaves that are there have the shapes of what was lowered; some gradients may be None."""
+        """Return True if all present leaves have the lowered shapes; gradients may be None."""
         pairs = zip(tree.leaves(like), tree.leaves(params), strict=True)
         return all(theirs is None or (own is not None and own.shape == theirs.shape) for own, theirs in pairs)
 
     def sum_over_leaves(self, scalars: PyTree) -> Tensor:
-        """Add scalars."""
+        """Sum the scalars."""
         return sum_over_leaves(scalars)
 
     def max_over_ranks(self, values: Tensor) -> Tensor:
-        """The very values."""
+        """Return the values unchanged."""
         return values
 
     def gather(self, values: PyTree) -> PyTree:
-        """The very values."""
+        """Return the values unchanged."""
         return values
 
     def shard(self, values: PyTree) -> PyTree:
-        """The very values."""
+        """Return the values unchanged."""
         return values
 
     def warn_of_gathering(self, tx: Transform, params: PyTree) -> None:
-        """Nothing is gathered."""
+        """Do nothing: a single process gathers no leaves."""
 
     def init_stage(self, stage: Stage, run: Run, params: PyTree, store: Store) -> dict[str, PyTree]:
-        """Never asked: all is leaf by leaf in one process."""
+        """Never called: in one process stages run leaf by leaf."""
         raise AssertionError("a stage needs no exchange in one process")
 
     def update_stage(self, stage: Stage, run: Run, call: Arguments, store: Store) -> tuple[PyTree, dict[str, PyTree]]:
-        """Never asked: all is leaf by leaf in one process."""
+        """Never called: in one process stages run leaf by leaf."""
         raise AssertionError("a stage needs no exchange in one process")
 
 
@@ -149,109 +149,109 @@ ALONE = Alone()
 
 
 class Transfer(Protocol):
-    """State on its way between where it lies and where a transform computes, bucket by bucket."""
+    """Copies of state between the store and the compute device, bucket by bucket."""
 
     def fetch(self, turn: int) -> list[Tensor]:
-        """A bucket's leaves where transforms compute, to be written to; the next bucket's are on their way."""
+        """Return a bucket's leaves on the compute device, to be overwritten, and start to load the next bucket."""
         ...
 
     def put(self, turn: int, leaves: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        """Write a bucket's new leaves to where they lie, in the background."""
+        """Write a bucket's new leaves to the store in the background."""
         ...
 
     def holds(self, tensor: Tensor) -> bool:
-        """True if a tensor lies in memory that is used again for another bucket."""
+        """Return True if a tensor is in a buffer that another bucket will reuse."""
         ...
 
     def finish(self) -> None:
-        """Wait until all is where it lies."""
+        """Wait until all leaves are in the store."""
         ...
 
     def abandon(self) -> None:
-        """Wait for what is under way, after an error."""
+        """Wait for pending copies after an error."""
         ...
 
 
 class Store(Protocol):
-    """The place of a state's leaves between steps."""
+    """Storage for the leaves of a state between steps."""
 
     @property
     def is_resident(self) -> bool:
-        """True if all of it lies where transforms compute."""
+        """True if the whole state stays on the device on which transforms compute."""
         ...
 
     @property
     def bucket_bytes(self) -> int:
-        """About how many bytes of state are brought in at a time."""
+        """About how many bytes of state are loaded at a time."""
         ...
 
     def device(self, given: torch.device) -> torch.device:
-        """The device to compute on, with updates that are on a device."""
+        """Return the device on which transforms compute, for updates on a given device."""
         ...
 
     def is_direct(self, device: torch.device) -> bool:
-        """True if a transform on a device can work in the state where it lies."""
+        """Return True if a transform on a device can update the stored state in place."""
         ...
 
     def has(self, leaf: Tensor, device: torch.device) -> bool:
-        """True if a leaf lies here, for a transform on a device."""
+        """Return True if a leaf is in this store, for a transform on a device."""
         ...
 
     def allocate(self, specs: Sequence[Spec], device: torch.device) -> list[Tensor]:
-        """Make tensors here, with any values."""
+        """Allocate uninitialized tensors in the store."""
         ...
 
     def require(self, specs: Sequence[Spec]) -> None:
-        """Require that there is room for further tensors; raises OSError."""
+        """Raise OSError unless the store has room for further tensors."""
         ...
 
     def computing_with_updates(self) -> Store:
-        """The same place, for transforms that compute where the updates are."""
+        """Return the same store for transforms that compute on the updates' device."""
         ...
 
     def release(self, leaf: Tensor) -> None:
-        """Let go of the memory that a leaf takes in this process, where it lies in a file."""
+        """Free the memory that a leaf in a file uses in this process; the file keeps the values."""
         ...
 
     def transfer(self, device: torch.device, buckets: Sequence[Sequence[Tensor]]) -> Transfer:
-        """Begin to bring the leaves of some buckets in."""
+        """Start to load the leaves of some buckets."""
         ...
 
 
 class Resident:
-    """The store of a state that lies with the parameters."""
+    """The store of a state on the parameters' device."""
 
     is_resident = True
     bucket_bytes = 0
 
     def device(self, given: torch.device) -> torch.device:
-        """The device of the updates."""
+        """Return the device of the updates."""
         return given
 
     def is_direct(self, device: torch.device) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
     def has(self, leaf: Tensor, device: torch.device) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
     def allocate(self, specs: Sequence[Spec], device: torch.device) -> list[Tensor]:
-        """Make tensors on the device."""
+        """Allocate uninitialized tensors on the device."""
         return [torch.empty(spec.shape, dtype=spec.dtype, device=device) for spec in specs]
 
     def require(self, specs: Sequence[Spec]) -> None:
-        """There is room."""
+        """Do nothing: running out of memory raises later, in `allocate`."""
 
     def computing_with_updates(self) -> Store:
-        """Itself."""
+        """Return this store."""
         return self
 
     def release(self, leaf: Tensor) -> None:
-        """It stays."""
+        """Do nothing."""
 
     def transfer(self, device: torch.device, buckets: Sequence[Sequence[Tensor]]) -> Transfer:
-        """Never asked."""
+        """Never called: a resident state needs no transfer."""
         raise AssertionError("what is resident needs no transfer")
 
 

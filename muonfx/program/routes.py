@@ -1,14 +1,14 @@
-"""Steps route by route on a CPU: what is elementwise by pieces that fit its cache, in front of a matrix and behind it.
+"""Leafwise steps on a CPU: elementwise transforms run route by route, in chunks that fit the cache.
 
-A *route* is some leaves with the transforms that they meet, one after another, none of which looks at other leaves. Its
-leaves go through it bucket by bucket. Transforms of locality ELEMENT give the same for a piece of a leaf as for the
-whole, so neighbouring ones are run together on one piece after another: a piece of the gradient, of the momentum and of
-the parameter is read from memory once and not by each of them. What comes before a matrix transform that rounds its
-input is rounded as it leaves the cache, and what follows it is widened there. Values are those of the transforms on
-whole leaves, bit for bit.
+A *route* is a set of leaves and the leafwise transforms that act on them, in order. Its leaves pass through the
+transforms bucket by bucket. Transforms of locality ELEMENT give the same result for a chunk of a leaf as for the
+whole leaf, so neighbouring ones run together on one chunk after another, and each chunk of gradient, momentum and
+parameter is read from memory once. If a matrix transform rounds its input, chunks are rounded before it, and its
+output is converted back, while they are in the cache. All values are bitwise the values of transforms on whole
+leaves.
 
-This is for steps that apply their updates and own their state. Elsewhere a pass is one launch for all leaves, and
-`Executor` runs transforms on whole leaves.
+Routes are for steps that apply their updates and own their state. On other devices `Executor` runs transforms on
+whole leaves, with one launch for all leaves.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from muonfx.tree.tracing import functorch_is_active, is_traced
 __all__ = ["PIECE_BYTES", "Routes", "at_path", "can_be_routed", "put_at_path", "routes_of"]
 
 PIECE_BYTES = 1 << 22
-"""The bytes of a leaf that elementwise transforms take at a time: with state and parameter, about a CPU's cache."""
+"""Bytes of a leaf per chunk: with state and parameter about the size of a CPU's cache."""
 
 SMALLEST_PIECE = 1 << 16
-"""The bytes of a piece where buckets are smaller than that: below, calls cost more than passes."""
+"""The least bytes of a chunk if buckets are small: below it, calls cost more than memory traffic."""
 
 
 class Route(NamedTuple):
-    """Leaves, and the transforms that they meet."""
+    """Leaves and the transforms that act on them."""
 
     names: tuple[str, ...]
     steps: tuple[Step, ...]
 
     @property
     def stretches(self) -> list[tuple[Step, ...]]:
-        """The transforms, neighbouring elementwise ones together."""
+        """The transforms, with neighbouring elementwise transforms grouped."""
         found: list[tuple[Step, ...]] = []
         for step in self.steps:
             if found and step.is_elementwise and found[-1][-1].is_elementwise:
@@ -56,28 +56,17 @@ class Route(NamedTuple):
 
 
 def routes_of(node: Node, tx: Transform) -> list[Route]:
-    """The routes through a transform that looks at one leaf at a time.
-
-    Args:
-        node: that it is carried out as.
-        tx: the transform, resolved.
-
-    >>> import muonfx as mfx
-    >>> params = {"w": torch.zeros(2, 2), "b": torch.zeros(2)}
-    >>> tx = mfx.partition({"a": mfx.muon(), "b": mfx.adamw()}, {"w": "a", "b": "b"})
-    >>> [(route.names, len(route.steps)) for route in routes_of(mfx.program.lower(tx, params).root, tx)]
-    [(('w',), 5), (('b',), 3)]
-    """
+    """Return the routes through a resolved leafwise transform that is executed as `node`."""
     found = _through([Route(node.names, ())], node, tx, (), ())
     met = {step for route in found if route.names for step in route.steps}
-    # A transform without leaves counts its steps all the same.
+    # Keep a route without leaves if its transforms are on no other route: they still count steps.
     return [route for route in found if route.names or not met.issuperset(route.steps)]
 
 
 def _through(
     routes: list[Route], node: Node, tx: Transform, place: tuple[int, ...], state: tuple[Any, ...]
 ) -> list[Route]:
-    """Routes, and what a transform does behind them."""
+    """Append the steps of one transform to routes."""
     if isinstance(node, ChainNode):
         parts = iter(enumerate(tx.children))
         for names, child in node.entries:
@@ -98,19 +87,12 @@ def _through(
 
 
 def _only(routes: Sequence[Route], names: Set[str]) -> list[Route]:
-    """The routes of some of their leaves."""
+    """Restrict routes to some of their leaves."""
     return [Route(tuple(name for name in route.names if name in names), route.steps) for route in routes]
 
 
 class Routes:
-    """Carries out one transform by routes.
-
-    Args:
-        node: that the transform is carried out as.
-        tx: the transform, resolved; `step` takes the same with other numbers.
-        call: with parameters and state of the same structure as those of all steps.
-        bucket_bytes: of parameters, for what looks at whole leaves; a larger leaf goes alone.
-    """
+    """Runs one resolved transform by routes; a step may have other numbers, but the same structure."""
 
     def __init__(self, node: Node, tx: Transform, call: Arguments, bucket_bytes: int) -> None:
         self._sizes: dict[str, int] = {name: nbytes_of(leaf) for name, leaf in call.params.items()}
@@ -122,13 +104,13 @@ class Routes:
                 self._steps[step] = self._steps.get(step, ()) + route.names
         self._shares: dict[tuple[Step, tuple[str, ...]], Share] = {}
         self.is_possible = all(self._share_out(route, buckets, call) for route, buckets in self._routes)
-        """False where it cannot be told which part of a state belongs to which leaf."""
+        """False if some state leaf cannot be assigned to a parameter."""
         self._rounded, self._widened = Workspace(), Workspace()
 
     def _buckets_of(self, route: Route, call: Arguments, bucket_bytes: int) -> list[Bucket]:
         names, limit = list(route.names), self._piece_bytes
         if not all(step.is_elementwise for step in route.steps):
-            # Matrices of one shape make one batch; where a bucket ends, so does a batch.
+            # Sort by shape: matrices of one shape in one bucket form a batch.
             names.sort(key=lambda name: tuple(call.params[name].shape))
             limit = bucket_bytes
         buckets = cut_into_buckets({name: self._sizes[name] for name in names}, limit)
@@ -139,7 +121,7 @@ class Routes:
         ]
 
     def _share_out(self, route: Route, buckets: list[Bucket], call: Arguments) -> bool:
-        """Find the shares of all transforms of a route; False where one has a state that cannot be shared out."""
+        """Find the shares of all transforms of a route, or return False if some state cannot be split by leaves."""
         for step in route.steps:
             state = at_path(call.state, step.state)
             leaves, treedef = tree.flatten(state)
@@ -161,12 +143,7 @@ class Routes:
         return True
 
     def step(self, tx: Transform, call: Arguments) -> PyTree:
-        """Update, apply bucket by bucket, and return the next state: the old one, written over.
-
-        Args:
-            tx: the transform, with the numbers of now.
-            call: its updates are a flat dict, its state is donated, and something applies the updates.
-        """
+        """Run a step, apply the updates, and return the next state in the storage of the old one."""
         states = {step: State(at_path(call.state, step.state)) for step in self._steps}
         parts = {step: _part_at(tx, step.place) for step in self._steps}
         surroundings = Surroundings(call, parts, states, self._shares, self._piece_bytes, self._rounded, self._widened)
@@ -181,14 +158,7 @@ class Routes:
 
 
 def _of_leaves(state: PyTree, names: Set[str], everyone: Set[str]) -> PyTree:
-    """A state as it is for some of its leaves: with fewer entries in its dicts of leaves.
-
-    Raises:
-        ValueError: a list or a tuple may have one entry for each leaf.
-
-    >>> _of_leaves({"count": 0, "trace": {"w": 1, "b": 2}}, {"w"}, {"w", "b"})
-    {'count': 0, 'trace': {'w': 1}}
-    """
+    """Restrict the dicts of leaves in a state to `names`; a list or a plain tuple raises ValueError."""
     if isinstance(state, dict):
         if state and set(state) <= everyone:
             return {name: own for name, own in state.items() if name in names}
@@ -201,7 +171,7 @@ def _of_leaves(state: PyTree, names: Set[str], everyone: Set[str]) -> PyTree:
 
 
 def can_be_routed(call: Arguments) -> bool:
-    """True if a call is for plain tensors on the CPU that nothing traces, owns its state and applies its updates."""
+    """Return True for an untraced call on plain CPU tensors that owns its state and applies its updates."""
     if call.apply is None or not call.donate.state or not (tree.is_flat(call.updates) and tree.is_flat(call.params)):
         return False
     if is_traced() or functorch_is_active() or torch.is_grad_enabled():
@@ -217,16 +187,12 @@ def _part_at(tx: Transform, place: tuple[int, ...]) -> Transform:
 
 
 def at_path(state: PyTree, path: Sequence[Any]) -> PyTree:
-    """The part of a state at a path of keys."""
+    """Return the part of a state at a path of keys."""
     for key in path:
         state = state[key]
     return state
 
 
 def put_at_path(state: PyTree, path: Sequence[Any], value: PyTree) -> PyTree:
-    """A state with another part at a path of keys.
-
-    >>> put_at_path({"a": {"b": 1}, "c": 2}, ("a", "b"), 3)
-    {'a': {'b': 3}, 'c': 2}
-    """
+    """Return a state with the part at a path of keys replaced."""
     return {**state, path[0]: put_at_path(state[path[0]], path[1:], value)} if path else value

@@ -1,4 +1,4 @@
-"""Checking one transform against all laws that apply to it, on drawn examples."""
+"""Check one transform against all laws that apply to it, on drawn examples."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _chosen(laws: Iterable[str | LawFunction] | None) -> list[Law]:
     return [LAWS[name] for name in LAWS if name in names]
 
 
-# Every rank of leaf, and matrices only.
+# Leaves of 0 to 3 dims, and of 2 and 3 dims only.
 _GENERAL = {"w": (2, 3), "b": (2,), "s": (), "k": (2, 1, 2), "empty": (0, 3)}
 _MATRICES = {"w": (2, 3), "k": (2, 1, 2), "empty": (0, 3)}
 
@@ -180,7 +180,7 @@ def check_transform(
 
 
 def _spread(pool: list[Example], number: int) -> list[Example]:
-    """Some of the examples, evenly spread; the last one is among them, since the first ones are the plainest."""
+    """Return some of the examples, evenly spaced and with the last one, because the first ones are the simplest."""
     return [pool[-1 - place * len(pool) // number] for place in range(number)]
 
 
@@ -201,10 +201,7 @@ _pools: dict[Any, list[Example]] = {}
 
 
 def _drawn(strategy: st.SearchStrategy[Example], number: int, seed: int | None) -> list[Example]:
-    """Draw examples for all laws at once: a law copies what it is given, and drawing costs more than most laws.
-
-    Drawn the same again where the seed or the profile says so; these are kept.
-    """
+    """Draw the examples for all laws at once, as drawing costs more than most laws; reproducible draws are cached."""
     fixed = seed is not None or hypothesis.settings().derandomize
     if fixed and (strategy, number, seed) in _pools:
         return _pools[strategy, number, seed]
@@ -222,13 +219,13 @@ def _drawn(strategy: st.SearchStrategy[Example], number: int, seed: int | None) 
 
 
 SLOW = 0.1
-"""A law that takes less than this share of the examples is too slow for hypothesis to shrink what breaks it."""
+"""A law that uses less than this share of the examples is too slow for hypothesis to shrink a counterexample."""
 
 
 def _smallest_of(
     pool: list[Example], law: Law, tx: Transform, options: dict[str, Any], found: LawViolation
 ) -> LawViolation:
-    """The smallest of the drawn examples on which a law breaks, among the ten smallest; else what was found first."""
+    """Return the violation of the first of the ten smallest drawn examples that break a law, else `found`."""
 
     def size(example: Example) -> tuple[int, int]:
         tensors = list(tree.tensors(example))
@@ -251,7 +248,7 @@ def _smallest(
     options: dict[str, Any],
     found: LawViolation,
 ) -> LawViolation:
-    """Let hypothesis look for the smallest example on which a law breaks; what was found first, where it finds none."""
+    """Search with hypothesis for the smallest example that breaks a law; return `found` if it finds none."""
 
     @_settings(max(number, 100), seed)
     @hypothesis.given(strategy)
@@ -261,8 +258,8 @@ def _smallest(
     try:
         (holds if seed is None else hypothesis.seed(seed)(holds))()
     except LawViolation as smallest:
-        # Made anew, so that it does not carry hypothesis' own account of the same example.
+        # A new object, without hypothesis' notes about the same example.
         return LawViolation(smallest.law, smallest.tx, smallest.leaf, smallest.found, smallest.example)
-    except hypothesis.errors.Flaky:  # the transform does not give the same result twice: there is no smallest example
+    except hypothesis.errors.Flaky:  # results are not reproducible: there is no smallest example
         pass
     return found

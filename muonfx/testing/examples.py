@@ -1,4 +1,4 @@
-"""Examples that laws are checked on: parameters, and gradients for a few steps."""
+"""Examples on which laws are checked: parameters, and gradients for a few steps."""
 
 from __future__ import annotations
 
@@ -120,11 +120,7 @@ class Example(NamedTuple):
 
 
 def copied(leaf: Tensor) -> Tensor:
-    """Copy a tensor with its strides, so that a view with gaps stays one.
-
-    >>> copied(torch.zeros(4, 6)[::2, ::3]).stride()
-    (12, 3)
-    """
+    """Copy a tensor with its strides, so that a view with gaps stays one."""
     if leaf.device.type == "meta" or leaf.is_contiguous() or 0 in leaf.stride():
         return leaf.detach().clone()
     return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device).copy_(leaf.detach())
@@ -136,7 +132,7 @@ def copied_tree(values: PyTree) -> PyTree:
 
 
 def history(tx: Any, params: PyTree, steps: Sequence[PyTree]) -> list[tuple[PyTree, PyTree]]:
-    """Updates and state after each step, from a fresh state."""
+    """Return the updates and the state after each step, from a fresh state."""
     state = tx.init(params)
     found: list[tuple[PyTree, PyTree]] = []
     for grads in steps:

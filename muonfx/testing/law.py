@@ -1,4 +1,4 @@
-"""What a law is: a function that raises `LawViolation`, and what it needs to know before it runs."""
+"""Laws: functions that raise `LawViolation`, and the registry of their names and settings."""
 
 from __future__ import annotations
 
@@ -19,16 +19,12 @@ __all__ = ["LAWS", "Law", "LawFunction", "law"]
 
 
 class LawFunction(Protocol):
-    """A law as a user calls it."""
+    """The signature of a law."""
 
     __name__: str
 
     def __call__(self, tx: Transform, params: PyTree, steps: list[PyTree], **options: Any) -> None:
-        """Check a transform on one example.
-
-        Raises:
-            LawViolation: the law does not hold.
-        """
+        """Check a transform on one example, and raise `LawViolation` if the law does not hold."""
         ...
 
 
@@ -62,12 +58,7 @@ LAWS: dict[str, Law] = {}
 
 
 def rough_chain(*transforms: Transform | tuple[str, Transform]) -> Transform:
-    """Chain transforms without a warning of their order: laws let a scale follow transforms that should come last.
-
-    >>> import muonfx as mfx
-    >>> rough_chain(mfx.ema_params(), mfx.scale(2.0))
-    chain(ema_params(), scale(factor=2.0))
-    """
+    """Chain transforms without a warning about their order: laws put a scale after transforms that should be last."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "chain: .* comes before .*", UserWarning)
         return chain(*transforms)
@@ -75,11 +66,7 @@ def rough_chain(*transforms: Transform | tuple[str, Transform]) -> Transform:
 
 @contextmanager
 def without_torchs_own_warnings() -> Generator[None]:
-    """Pass over torch 2.13's warnings of its own use of ``torch.jit``, in what forward mode and inductor load.
-
-    >>> with without_torchs_own_warnings():
-    ...     pass
-    """
+    """Ignore torch 2.13's warnings about its own use of ``torch.jit``, in forward mode and inductor."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".torch.jit", DeprecationWarning)
         yield
@@ -128,7 +115,7 @@ def law(
             except Breach as breach:
                 raise LawViolation(function.__name__, tx, breach.leaf, breach.found, example) from None
             except Exception as error:
-                # Tracers append pages of advice; the whole is the cause's own message.
+                # Tracers append pages of advice; the cause has the whole message.
                 first = " ".join(str(error).split("\n\n")[0].split())
                 found = f"raised {type(error).__name__}: {first}"
                 raise LawViolation(function.__name__, tx, None, found, example) from error

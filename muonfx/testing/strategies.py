@@ -1,6 +1,7 @@
 """Hypothesis strategies: matrices with a chosen spectrum, trees of tensors, and parameters with gradients.
 
-Values come from a drawn seed, not element by element: an example is made fast and shrinks to few and small leaves.
+Values are generated from a drawn seed, not drawn element by element: examples are fast to build, and shrink to few
+and small leaves.
 """
 
 from __future__ import annotations
@@ -64,11 +65,7 @@ def spectra(kinds: Sequence[str] = SPECTRA) -> st.SearchStrategy[Spectrum]:
 
 
 def matrix(seed: int, shape: Sequence[int], spectrum: Spectrum) -> Tensor:
-    """A float64 batch of matrices with given singular values and seeded singular vectors, from a QR.
-
-    >>> torch.linalg.svdvals(matrix(0, (3, 2), Spectrum("clustered", 0.5)))
-    tensor([1.0000, 0.5000], dtype=torch.float64)
-    """
+    """Return float64 matrices with the singular values of a spectrum and seeded singular vectors."""
     generator = torch.Generator().manual_seed(seed)
     *batch, rows, columns = shape
     rank = min(rows, columns)
@@ -128,7 +125,7 @@ def _seeds() -> st.SearchStrategy[int]:
 
 
 def _near_zero(low: int, high: int) -> st.SearchStrategy[int]:
-    """Integers that shrink to zero, or to the bound next to it."""
+    """Draw integers that shrink to zero, or to the bound next to it."""
     return st.integers(low, high)
 
 
@@ -147,7 +144,7 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class _Plan:
-    """How to make a leaf: everything but the seed."""
+    """Everything that determines a leaf, except the seed."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -167,7 +164,7 @@ class _Plan:
 
 
 def _laid_out(values: Tensor, layout: str) -> Tensor:
-    """The same values behind other strides."""
+    """Return the same values with other strides."""
     if layout == "transposed" and values.ndim >= 2:
         return values.mT.contiguous().mT
     if layout == "gaps" and values.ndim:
@@ -177,7 +174,7 @@ def _laid_out(values: Tensor, layout: str) -> Tensor:
     return values
 
 
-# The plainest side first; an empty one last and seldom.
+# The simplest side first; the empty side last, because it should be rare.
 _SIDES = (1, 2, 3, 4, 5, 2, 3, 4, 6, 7, 2, 0)
 
 
@@ -209,12 +206,12 @@ def _nested(leaf: st.SearchStrategy[Any], max_leaves: int) -> st.SearchStrategy[
             st.lists(children, max_size=2).map(deque),
         )
 
-    # The whole is a container: `None` alone means that there is no tree.
+    # The root is a container, because None alone means that there is no tree.
     return extend(st.recursive(leaf, extend, max_leaves=max_leaves))
 
 
 def _insertion_ordered(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """An OrderedDict, as a ``state_dict()`` is, whose order is not that of its sorted keys."""
+    """Draw an OrderedDict, as a ``state_dict()`` is, whose keys are not in sorted order."""
     return st.dictionaries(st.sampled_from(_KEYS), children, max_size=3).map(
         lambda drawn: OrderedDict(sorted(drawn.items(), reverse=True))
     )

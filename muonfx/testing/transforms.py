@@ -1,4 +1,4 @@
-"""Strategies for transforms: every public one with drawn arguments, and chains of them."""
+"""Strategies for transforms: every public transform with drawn arguments, and chains of transforms."""
 
 from __future__ import annotations
 
@@ -57,29 +57,17 @@ def schedules() -> st.SearchStrategy[sch.Schedule]:
 
 
 def halve(updates: PyTree, params: PyTree) -> PyTree:
-    """A function for `stateless`, in a module so that it pickles.
-
-    >>> halve({"w": 2.0}, None)
-    {'w': 1.0}
-    """
+    """Halve the updates: a function for `stateless` that pickles, because a module defines it."""
     return tree.map(lambda u: u / 2, updates)
 
 
 def by_rank(params: PyTree) -> PyTree:
-    """Labels for `partition` that fit every tree: "matrices" and "rest".
-
-    >>> by_rank({"w": torch.zeros(2, 2), "b": torch.zeros(2)})
-    {'w': 'matrices', 'b': 'rest'}
-    """
+    """Return labels for `partition` that fit every tree: "matrices" and "rest"."""
     return tree.map(lambda leaf: "matrices" if leaf.ndim >= 2 else "rest", params)
 
 
 def every_other(count: Tensor) -> Tensor:
-    """A condition for `conditionally_transform`, in a module so that it pickles.
-
-    >>> every_other(torch.tensor(0)), every_other(torch.tensor(1))
-    (tensor(True), tensor(False))
-    """
+    """Return True at every other step: a condition for `conditionally_transform` that pickles."""
     return count % 2 == 0
 
 
@@ -89,16 +77,7 @@ def every_other(count: Tensor) -> Tensor:
     reads_params=lambda inner: inner.reads_params,
 )
 def with_value(inner: Transform):
-    """Give a transform the named extra ``value``, of which laws know nothing: a loss that does not improve.
-
-    >>> import muonfx as mfx
-    >>> tx = with_value(mfx.contrib.reduce_on_plateau(0.5, patience=1))
-    >>> state = tx.init({"w": torch.ones(1)})
-    >>> for _ in range(2):
-    ...     updates, state = tx.update({"w": torch.ones(1)}, state)
-    >>> updates
-    {'w': tensor([0.5000])}
-    """
+    """Pass a transform the named extra ``value``, which laws do not pass: a loss that does not improve."""
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING):
         return inner.run(updates, state, params, donate=donate, value=1.0)
@@ -389,13 +368,13 @@ def chains(*, min_size: int = 0, max_size: int = 4, matrices: bool = False) -> s
     >>> find(chains(), lambda drawn: len(drawn) == 1)
     [identity()]
     """
-    # A master keeps the parameters that a whole chain sees; it is no member of another chain.
+    # master_params keeps the parameters of a whole chain, so it cannot be a member of another chain.
     names = [name for name in _ARGUMENTS if name != "master_params" and (matrices or name not in MATRIX_ONLY)]
     return st.lists(transforms(names), min_size=min_size, max_size=max_size).filter(_is_sensible)
 
 
 def _is_sensible(members: list[Transform]) -> bool:
-    """Tell whether a chain of these is made without a word: no two rates, and nothing on the wrong side of one."""
+    """Return True if the members make a chain without a warning: one learning rate, and all in valid positions."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         try:

@@ -1,4 +1,4 @@
-"""What a broken law says, and the comparisons that find it."""
+"""The error of a broken law, and the comparisons that find it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class LawViolation(AssertionError):
 
 
 class Breach(Exception):
-    """Raised inside a law, which puts its name and the transform's to it."""
+    """Raised inside a law; the law's wrapper adds the names of the law and the transform."""
 
     def __init__(self, leaf: str | None, found: str) -> None:
         super().__init__(leaf, found)
@@ -53,11 +53,7 @@ class Breach(Exception):
 
 
 def shown(leaf: Any) -> str:
-    """Describe a leaf in one line: dtype, shape, and the values if there are few.
-
-    >>> shown(torch.ones(2, 1)), shown(None), shown(torch.zeros(99))
-    ('float32 (2, 1) [[1.0], [1.0]]', 'None', 'float32 (99,)')
-    """
+    """Describe a leaf in one line: dtype, shape, and the values if there are few."""
     if not isinstance(leaf, Tensor):
         return repr(leaf)
     text = f"{str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape)}"
@@ -75,11 +71,7 @@ def _rounded(values: Any) -> Any:
 
 
 def bits_equal(a: Tensor, b: Tensor) -> bool:
-    """True if two tensors are the same bit for bit, NaN and the sign of zero included.
-
-    >>> bits_equal(torch.tensor(0.0), torch.tensor(-0.0))
-    False
-    """
+    """Return True if two tensors are bitwise equal, including NaN and the sign of zero."""
     if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
         return False
     if a.device.type == "meta":
@@ -92,11 +84,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def is_close(a: Tensor, b: Tensor, tolerance: float) -> bool:
-    """True if two tensors differ by at most a share of the larger one's largest magnitude; NaN equals NaN.
-
-    >>> is_close(torch.tensor([100.0, 0.0]), torch.tensor([100.0, 0.1]), 1e-2)
-    True
-    """
+    """Return True if two tensors differ by at most `tolerance` times the largest magnitude of both; NaN equals NaN."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     if a.numel() == 0:
@@ -125,7 +113,7 @@ def _compare(what: str, found: PyTree, expected: PyTree, expected_is: str, same:
 
 
 def require_same(what: str, found: PyTree, expected: PyTree, expected_is: str) -> None:
-    """Raise `Breach` unless two trees are the same bit for bit."""
+    """Raise `Breach` unless two trees are bitwise equal."""
     _compare(what, found, expected, expected_is, bits_equal)
 
 
@@ -135,25 +123,18 @@ def require_close(what: str, found: PyTree, expected: PyTree, expected_is: str, 
 
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.25}
-"""For two ways to compute the same, by the narrowest dtype on the way; relative to a leaf's largest magnitude. Codes of
-eight bits, where a last bit of fp32 can decide between two neighbours, have that of bf16."""
+"""Tolerances, relative to a leaf's largest magnitude, by the narrowest dtype that a computation uses."""
 
 
 def tolerance_of(tx: Recorded, *trees: PyTree) -> float:
-    """The tolerance for a transform: by the narrowest dtype of some trees and of the transform's arguments."""
+    """Return the tolerance for a transform, by the narrowest dtype of some trees and of its arguments."""
     held = {leaf.dtype for held in trees for leaf in tree.tensors(held) if leaf.is_floating_point() and leaf.ndim}
+    # Eight-bit codes: the last bit of an fp32 value can decide between two neighbouring codes.
     return max((TOLERANCES.get(dtype, 0.25) for dtype in held | dtypes_in(tx)), default=TOLERANCES[torch.float64])
 
 
 def dtypes_in(value: Any) -> set[torch.dtype]:
-    """Every dtype among the arguments of a recorded value and of those within it.
-
-    >>> import muonfx as mfx
-    >>> dtypes_in(mfx.chain(mfx.momentum(dtype=torch.bfloat16)))
-    {torch.bfloat16}
-    >>> sorted(map(str, dtypes_in(mfx.scale_by_adam(mu_dtype=mfx.int8()))))
-    ['torch.int8', 'torch.uint8']
-    """
+    """Return every dtype among the arguments of a recorded value, and of recorded values within it."""
     if isinstance(value, Compact):
         return {codec.book.dtype for codec in value.resolved[:2]}
     if isinstance(value, torch.dtype):

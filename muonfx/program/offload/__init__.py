@@ -1,4 +1,4 @@
-"""State in host memory or on disk, brought in by buckets."""
+"""State in host memory or on disk, loaded bucket by bucket."""
 
 from muonfx.program.offload.transform import offload
 

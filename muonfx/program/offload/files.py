@@ -1,9 +1,8 @@
-"""Tensors in files that have no name: the state on disk.
+"""Tensors in unnamed files: the state on disk.
 
-All leaves that are made together lie in one file, each from a page of its own. The file is allocated in full, mapped,
-and unlinked at once: nobody can shorten it under us, two ranks that share a folder cannot meet in it, and its room is
-given back with the last tensor that lies in it, also when the process is killed. What is to outlive the process is what
-a checkpoint is for.
+Leaves that are allocated together share one file, and each starts on a page of its own. The file is allocated in
+full, mapped and unlinked at once: nothing can truncate it, ranks can share a folder, and its disk space is freed with
+the last tensor, also if the process is killed. To keep a state beyond the process, save a checkpoint.
 """
 
 from __future__ import annotations
@@ -34,24 +33,16 @@ class _Where(NamedTuple):
 
 
 _MAPPED: WeakKeyDictionary[Any, _Where] = WeakKeyDictionary()
-"""The files that some tensor still lies in, by their mapping."""
+"""The address range of every mapping that some tensor still uses."""
 
 
 def nbytes_of(spec: Spec) -> int:
-    """The bytes of a tensor's elements."""
+    """Return the bytes of a tensor's elements."""
     return torch.Size(spec.shape).numel() * spec.dtype.itemsize
 
 
 def in_file(specs: Sequence[Spec], folder: str) -> list[Tensor]:
-    """Make zeros in one new file, each with a storage of its own.
-
-    Args:
-        specs: shapes and dtypes; none may be empty.
-        folder: made where there is none.
-
-    Raises:
-        OSError: the folder cannot be made or written to, or the disk is full; nothing is left behind.
-    """
+    """Allocate non-empty zero tensors in one new file, each with its own storage; an OSError leaves no file."""
     starts: list[int] = []
     length = 0
     for spec in specs:
@@ -80,17 +71,13 @@ def _mapped(folder: str, length: int) -> mmap.mmap:
                 os.ftruncate(descriptor, length)
             return mmap.mmap(descriptor, length)
         finally:
-            os.close(descriptor)  # the mapping has one of its own
+            os.close(descriptor)  # the mapping keeps its own descriptor
     except OSError as error:
         raise _explained(error, folder, length) from error
 
 
 def require_room(folder: str, nbytes: int) -> None:
-    """Require a folder that can be written to, on a disk with so many free bytes.
-
-    Raises:
-        OSError: it cannot be made or written to, or there are fewer; the message says which folder and how many.
-    """
+    """Raise OSError unless the folder is writable, after creating it, and its disk has `nbytes` free."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
@@ -121,26 +108,23 @@ def _place_of(tensor: Tensor) -> tuple[Any, _Where] | None:
 
 
 def folder_of(tensor: Tensor) -> str | None:
-    """The folder whose disk a tensor lies on; None: it lies in no file of ours."""
+    """Return the folder on whose disk a tensor is, or None if it is in no file of this module."""
     found = _place_of(tensor)
     return None if found is None else found[1].folder
 
 
 def release(tensor: Tensor) -> None:
-    """Let go of the memory that a tensor's pages take in this process; what they hold stays, in the file.
-
-    The kernel writes it to the disk when it sees fit, and keeps a copy as long as it has memory to spare.
-    """
+    """Free the memory of a tensor's pages in this process; the kernel writes the values to the file."""
     _advise(tensor, "MADV_DONTNEED")
 
 
 def read_ahead(tensor: Tensor) -> None:
-    """Ask the kernel to read a tensor's pages soon."""
+    """Advise the kernel to read a tensor's pages soon."""
     _advise(tensor, "MADV_WILLNEED")
 
 
 def _advise(tensor: Tensor, advice: str) -> None:
-    """Advise the kernel about a tensor's pages; not for one in no file of ours, nor where there is no such advice."""
+    """Advise the kernel about a tensor's pages, if it is in a file of this module and the system knows the advice."""
     found = _place_of(tensor)
     if found is None or not hasattr(mmap, advice):
         return

@@ -1,4 +1,4 @@
-"""Where the leaves of an offloaded state lie when nobody computes with them."""
+"""The store of an offloaded state: host memory, or files on a disk."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ CPU = torch.device("cpu")
 
 
 class OffloadStore(NamedTuple):
-    """Host memory or a disk, and how state comes from there: what the caller of `offload` has chosen."""
+    """The settings of `offload`: where the state is stored, and how it is loaded."""
 
     folder: str | None
-    """On whose disk; None: host memory."""
+    """The folder on whose disk the state is; None: host memory."""
     bucket_bytes: int
-    """About how many bytes of state are brought in at a time; a single larger leaf stands alone."""
+    """About how many bytes of state are loaded at a time; a larger leaf is a bucket of its own."""
     on_host: bool
-    """True if the transform computes on the CPU, wherever the gradients are."""
+    """True if the transform computes on the CPU, on whatever device the gradients are."""
 
     def device(self, given: torch.device) -> torch.device:
-        """The device to compute on, with updates that are on a device."""
+        """Return the device on which transforms compute, for updates on a given device."""
         return CPU if self.on_host else given
 
     def is_direct(self, device: torch.device) -> bool:
-        """True if a transform on a device can work in the state where it lies."""
+        """Return True if a transform on a device can update the stored state in place."""
         return self.folder is None and device.type == "cpu"
 
     def has(self, leaf: Tensor, device: torch.device) -> bool:
-        """True if a leaf lies at home, for a transform on a device."""
+        """Return True if a leaf is in this store, for a transform on a device."""
         if leaf.device.type != "cpu":
             return False
         if self.folder is not None and _on_disk(Spec(tuple(leaf.shape), leaf.dtype)):
@@ -44,15 +44,7 @@ class OffloadStore(NamedTuple):
         return device.type != "cuda" or leaf.is_pinned()
 
     def allocate(self, specs: Sequence[Spec], device: torch.device) -> list[Tensor]:
-        """Make tensors at home, with any values: on disk those of a page or more, in memory the rest.
-
-        Args:
-            specs: shapes and dtypes.
-            device: where transforms compute: for CUDA the memory is pinned.
-
-        Raises:
-            OSError: the disk has no room, or the folder cannot be written to.
-        """
+        """Allocate uninitialized tensors: on disk from one page on, else in memory, pinned if `device` is CUDA."""
         filed = [self.folder is not None and _on_disk(spec) for spec in specs]
         mapped = iter(
             in_file([spec for spec, on_disk in zip(specs, filed, strict=True) if on_disk], self.folder)
@@ -67,30 +59,26 @@ class OffloadStore(NamedTuple):
 
     @property
     def is_resident(self) -> bool:
-        """Never: state is brought in."""
+        """False: the state is loaded for each step."""
         return False
 
     def computing_with_updates(self) -> OffloadStore:
-        """The same place, for transforms that compute where the updates are."""
+        """Return the same store for transforms that compute on the updates' device."""
         return self._replace(on_host=False)
 
     def transfer(self, device: torch.device, buckets: Sequence[Sequence[Tensor]]) -> BucketTransfer:
-        """Begin to bring the leaves of some buckets in."""
+        """Start to load the leaves of some buckets."""
         return BucketTransfer(device, buckets, filed=self.folder is not None)
 
     def release(self, leaf: Tensor) -> None:
-        """Let go of the memory that a leaf's pages take in this process, where it lies in a file."""
+        """Free the memory that a leaf in a file uses in this process."""
         release(leaf)
 
     def require(self, specs: Sequence[Spec]) -> None:
-        """Require that there is room for further tensors, before anything is changed.
-
-        Raises:
-            OSError: there is none.
-        """
+        """Raise OSError unless the disk has room for further tensors."""
         if self.folder is not None and specs:
             require_room(self.folder, sum(nbytes_of(spec) for spec in specs if _on_disk(spec)))
 
 
 def _on_disk(spec: Spec) -> bool:
-    return nbytes_of(spec) >= PAGE  # a smaller one would take a page there
+    return nbytes_of(spec) >= PAGE  # on disk a smaller tensor would take a whole page

@@ -1,8 +1,8 @@
-"""The way between home and the device: two buffers, each for the state of one bucket.
+"""Transfers between the store and the compute device: two buffers, each for the state of one bucket.
 
-While a transform computes in one room, a worker writes the other's state back and reads that of the bucket after next
-into it. All that it does, it does in the order in which it was asked, on CUDA in one stream: so no room is filled
-before it was emptied, and there are never more than two.
+While a transform computes in one buffer, a worker thread writes the other buffer's state back and then loads the next
+bucket into it. The worker runs its jobs in the order of submission, on CUDA in one stream. So no buffer is filled
+before its state is written back, and there are never more than two.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ ALIGNED = 256
 
 
 def buffer(nbytes: int, device: torch.device, *, pin: bool = False) -> Tensor:
-    """The memory of a room; all that offloading holds on the device is made here."""
+    """Allocate a buffer: every device allocation of offloading is made here."""
     return torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pin)
 
 
 def nbytes_in_buffer(leaves: Sequence[Tensor]) -> int:
-    """The bytes that a bucket's leaves take in a room."""
+    """Return the bytes that a bucket's leaves take in a buffer."""
     return sum(-(-leaf.numel() * leaf.element_size() // ALIGNED) * ALIGNED for leaf in leaves)
 
 
 class BucketTransfer:
-    """The way for the buckets of one transform, in one step."""
+    """Transfers the buckets of one transform in one step."""
 
     def __init__(self, device: torch.device, buckets: Sequence[Sequence[Tensor]], *, filed: bool) -> None:
         self._buckets = buckets
@@ -47,14 +47,14 @@ class BucketTransfer:
         self._staging: list[Tensor] = []
         if device.type == "cuda":
             self._stream = _stream_of(device)
-            self._stream.wait_stream(torch.cuda.current_stream(device))  # what had the buffers' memory before
+            self._stream.wait_stream(torch.cuda.current_stream(device))  # for earlier users of the memory
             if filed:
                 self._staging = [buffer(size, torch.device("cpu"), pin=True) for _ in range(count)]
         self._coming: dict[int, Future[tuple[list[Tensor], torch.cuda.Event | None]]] = {}
         self._ask_for(0)
 
     def fetch(self, turn: int) -> list[Tensor]:
-        """A bucket's leaves on the device, to be written to; the next bucket's are on their way."""
+        """Return a bucket's leaves on the device, to be overwritten, and start to load the next bucket."""
         leaves, ready = self._coming.pop(turn).result()
         if ready is not None:
             torch.cuda.current_stream(self._device).wait_event(ready)
@@ -62,7 +62,7 @@ class BucketTransfer:
         return leaves
 
     def put(self, turn: int, leaves: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        """Write a bucket's new leaves home, in the background."""
+        """Write a bucket's new leaves to the store in the background."""
         done: torch.cuda.Event | None = None
         if self._stream is not None:
             done = torch.cuda.Event()
@@ -70,19 +70,19 @@ class BucketTransfer:
         self._do(lambda: self._write(turn, leaves, targets, done))
 
     def holds(self, tensor: Tensor) -> bool:
-        """True if a tensor lies in one of the buffers."""
+        """Return True if a tensor is in one of the buffers."""
         storage = tensor.untyped_storage().data_ptr()
         return any(room.untyped_storage().data_ptr() == storage for room in self._buffers)
 
     def finish(self) -> None:
-        """Wait until all is at home, for anybody to read there."""
+        """Wait until all leaves are in the store and can be read there."""
         for future in self._under_way:
             future.result()
         if self._stream is not None:
             self._stream.synchronize()
 
     def abandon(self) -> None:
-        """Wait for what is under way, after an error, so that no memory is freed under it."""
+        """Wait for pending copies after an error, so that no memory is freed while they use it."""
         for future in self._under_way:
             future.exception()
         if self._stream is not None:
@@ -114,7 +114,7 @@ class BucketTransfer:
                 release(source)
             return buffers, None
         if self._staging:
-            # What was read here two buckets ago was written home, and so copied from, before.
+            # The staging buffer was used two buckets ago: wait until the copies from it are complete.
             staged = _cut(self._staging[turn % 2], sources)
             self._stream.synchronize()
             for room, source in zip(staged, sources, strict=True):
@@ -151,7 +151,7 @@ class BucketTransfer:
 
 
 def _cut(room: Tensor, likes: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors like some others, one after another in a room."""
+    """Return consecutive views of a buffer that have the shapes and dtypes of other tensors."""
     found: list[Tensor] = []
     start = 0
     for like in likes:
@@ -166,7 +166,7 @@ _STREAMS: dict[torch.device, torch.cuda.Stream] = {}
 
 
 def _worker() -> ThreadPoolExecutor:
-    """The one thread that moves state; a forked process has its own."""
+    """Return the single thread that moves state; a forked process starts its own."""
     process = os.getpid()
     if process not in _WORKERS:
         _WORKERS.clear()

@@ -1,4 +1,4 @@
-"""`offload`: a transform whose state lies in host memory or on disk."""
+"""`offload`: a transform whose state is in host memory or on disk."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ DEVICES = {"cuda", "meta", "mps", "xpu", "disk", "gpu", "nvme"}
 
 
 class Offloaded(Transform):
-    """What `offload` makes."""
+    """A transform returned by `offload`."""
 
     @classmethod
     def record(cls, factory: Factory, /, *args: Any, **kwargs: Any) -> Any:
-        """Record a call of `offload`; around what is sharded it goes inside."""
+        """Record a call of `offload`; a sharded transform stays outermost, and its inner transform is offloaded."""
         bound = bind("offload", inspect.Signature(list(factory.definition.parameters.values())), args, kwargs)
         given = bound.arguments
         if isinstance(given.get("to"), os.PathLike):
@@ -47,12 +47,12 @@ class Offloaded(Transform):
 
     @property
     def name(self) -> str:
-        """The name of the transform that is offloaded, so that its state in a chain keeps its key."""
+        """The name of the offloaded transform, so that its state in a chain keeps its key."""
         return self.arguments["tx"].name
 
 
 def _factory(constructor: Callable[Concatenate[dict[Any, Any], P], InitAndUpdate]) -> Callable[P, Transform]:
-    """A factory of `Offloaded`, whose values stand for the transform that they offload."""
+    """Return a factory of `Offloaded` with the declarations of the offloaded transform."""
     declaration = Declaration(
         locality=lambda tx, to, *, bucket_bytes, compute: tx.locality,
         reads_params=lambda tx, to, *, bucket_bytes, compute: tx.reads_params,
@@ -127,14 +127,14 @@ def offload(
 
 
 def store_of(tx: Transform) -> Store:
-    """The store of a transform's state."""
+    """Return the store of a transform's state."""
     if not isinstance(tx, Offloaded):
         return RESIDENT
     return _store(**{name: value for name, value in tx.arguments.items() if name != "tx"})
 
 
 def inner_of(tx: Transform) -> Transform:
-    """The transform that is offloaded; any other as it is."""
+    """Return the offloaded transform; any other transform is returned unchanged."""
     return tx.arguments["tx"] if isinstance(tx, Offloaded) else tx
 
 

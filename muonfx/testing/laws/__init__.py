@@ -1,7 +1,7 @@
-"""The laws, a family a file; each is a function ``law(tx, params, steps)`` that raises `LawViolation`.
+"""The laws, one family per file: each is a function ``law(tx, params, steps)`` that raises `LawViolation`.
 
-The order is that in which `check_transform` goes: a transform that cannot take an absent leaf breaks that law, and not
-first some later law whose example happened to have one.
+`check_transform` checks them in the order of the imports below. A transform that does not accept an absent leaf
+therefore breaks that law, and not a later law whose example has an absent leaf.
 """
 
 from muonfx.testing.laws.structure import (

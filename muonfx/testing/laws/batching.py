@@ -42,7 +42,7 @@ def vmap_over_gradients_equals_a_loop(tx: Transform, params: PyTree, steps: list
 
 
 def _mapped(function: Any, grads: PyTree, state: PyTree) -> Any:
-    # vmap wants something to batch.
+    # vmap requires a tensor to batch.
     if not any(True for _ in tree.tensors((grads, state))):
         return grads, state
     return function(grads, state)
@@ -69,7 +69,7 @@ def vmap_over_the_transform_equals_a_loop(tx: Transform, params: PyTree, steps: 
 
     def final(tx: Transform) -> PyTree:
         updates, state = history(tx, params, steps)[-1]
-        # Tensors only, and those in which a batch can differ: vmap returns no None, and repeats what does not differ.
+        # Tensors only: vmap cannot return None. It repeats tensors that are equal for the whole batch.
         return [leaf for leaf in torch_pytree.tree_leaves((updates, state)) if isinstance(leaf, Tensor)]
 
     expected = [final(variant) for variant in variants]

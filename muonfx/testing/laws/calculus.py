@@ -1,7 +1,7 @@
 """Laws of calculus, in float64: derivatives with respect to gradients and hyperparameters, through several steps.
 
-Transforms that take signs or clip are differentiable piece by piece; examples keep away from zero, and hit another kink
-with probability zero.
+Transforms that take signs or clip are piecewise differentiable. Examples avoid zero, and other kinks have probability
+zero.
 """
 
 from __future__ import annotations
@@ -32,12 +32,7 @@ __all__ = [
 
 
 def widened(value: Any) -> Any:
-    """Replace every floating dtype among a transform's arguments by float64, in which derivatives can be compared.
-
-    >>> import muonfx as mfx
-    >>> widened(mfx.chain(mfx.momentum(0.5, dtype=torch.bfloat16), mfx.scale(2.0)))
-    chain(momentum(decay=0.5, dtype=torch.float64), scale(factor=2.0))
-    """
+    """Replace every floating dtype among a transform's arguments by float64, so that derivatives can be compared."""
     if isinstance(value, Recorded):
         return value.replace(**{name: widened(argument) for name, argument in value.arguments.items()})
     if isinstance(value, torch.dtype):
@@ -53,7 +48,7 @@ def _state_is_narrow(tx: Transform) -> str | None:
     probe = {"w": torch.zeros(2, 2, dtype=torch.float64, device="meta")}
     try:
         state = widened(tx).init(probe)
-    except Exception:  # a transform for other trees: the example will tell
+    except Exception:  # a transform for other trees: the law itself shows the error
         return None
     held = [leaf.dtype for leaf in tree.tensors(state) if leaf.ndim and leaf.is_floating_point()]
     if all(dtype == torch.float64 for dtype in held):
@@ -66,13 +61,13 @@ def _state_is_narrow_or_no_numbers(tx: Transform) -> str | None:
 
 
 def _joined(trees: PyTree) -> Tensor:
-    """All elements of all tensors of a tree as one vector."""
+    """Concatenate all elements of a tree's floating tensors to one vector."""
     found = [leaf.reshape(-1) for leaf in tree.tensors(trees) if leaf.is_floating_point()]
     return torch.cat(found) if found else torch.zeros(0, dtype=torch.float64)
 
 
 def _cut(vector: Tensor, like: PyTree) -> PyTree:
-    """The inverse of `_joined`."""
+    """Invert `_joined`."""
     leaves, treedef = tree.flatten(like)
     pieces = vector.split([leaf.numel() for leaf in leaves])
     return tree.unflatten(treedef, [piece.reshape(leaf.shape) for piece, leaf in zip(pieces, leaves, strict=True)])
@@ -94,7 +89,7 @@ def _of_numbers(tx: Transform, params: PyTree, steps: list[PyTree]) -> tuple[Fun
     leaves, treedef = tree.flatten(widened(tx))
     numbers = [torch.as_tensor(leaf, dtype=torch.float64) for leaf in leaves]
     values = _joined(numbers)
-    # In units of each number, so that the steps of finite differences are small steps for an eps of 1e-8 too.
+    # Scale by each number, so that the steps of finite differences are small also for an eps of 1e-8.
     units = torch.where(values == 0, 1e-3, values.abs())
 
     def function(vector: Tensor) -> Tensor:
@@ -155,7 +150,7 @@ def forward_mode_agrees_with_reverse_mode(tx: Transform, params: PyTree, steps: 
         cotangent = torch.randn(out.shape, dtype=out.dtype, generator=generator)
         (backward,) = torch.func.vjp(function, at)[1](cotangent)
         along, back = forward.dot(cotangent), tangent.dot(backward)
-        # A derivative that is zero in exact arithmetic is noise in both, on the scale of the values.
+        # If the exact derivative is zero, both results are rounding noise on the scale of the values.
         noise = 1e-11 * (1.0 + float(out.norm() * cotangent.norm()))
         size = float(forward.norm() * cotangent.norm() + tangent.norm() * backward.norm())
         if not abs(float(along - back)) <= 1e-9 * size + noise:  # NaN fails too
@@ -178,5 +173,5 @@ def second_derivatives_are_right(tx: Transform, params: PyTree, steps: list[PyTr
 
 
 def _connected(function: Function) -> Function:
-    """Keep a constant function in the graph, which the checks insist on; a first derivative of zero too."""
+    """Add a zero term that depends on the input, also in the first derivative: gradcheck requires the dependence."""
     return lambda x: function(x) + 0.0 * x.square().sum()

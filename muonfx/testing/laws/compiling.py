@@ -1,4 +1,4 @@
-"""Laws of compilation: one graph without breaks or values read, the values of eager mode, and no second compilation."""
+"""Laws of compilation: one graph that reads no values back, the values of eager mode, and no second compilation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
 
 
 class Counter:
-    """A backend of ``torch.compile`` that counts graphs, and hands them to another backend."""
+    """A backend of ``torch.compile`` that counts graphs and passes them to another backend."""
 
     def __init__(self, backend: str = "eager") -> None:
         self.graphs = 0
@@ -41,7 +41,7 @@ class Counter:
 
 
 def _require_no_value_read(graph: GraphModule) -> None:
-    """Raise `Breach` where a graph reads a tensor's value back to Python, which waits for the device."""
+    """Raise `Breach` if a graph reads a tensor's value back to Python, which waits for the device."""
     for module in graph.modules():
         for node in module.graph.nodes if isinstance(module, GraphModule) else ():
             if node.target in ("item", "tolist") or "_local_scalar_dense" in str(node.target):
@@ -64,7 +64,7 @@ def _check(tx: Transform, params: PyTree, steps: list[PyTree], backend: str, *, 
     def step(grads: PyTree, state: PyTree, params: PyTree) -> Any:
         return tx.update(grads, state, params)
 
-    # Not fullgraph: that also lets pass what reads a value, where a plain compile breaks.
+    # Not fullgraph, which accepts a value read; a plain compile breaks the graph there.
     torch._dynamo.utils.counters.clear()
     compiled = torch.compile(step, backend=counter)
     graphs = 0
@@ -80,7 +80,7 @@ def _check(tx: Transform, params: PyTree, steps: list[PyTree], backend: str, *, 
         if number and counter.graphs > graphs:
             raise Breach(None, f"step {number} compiled again; expected one graph for all steps")
         if not number:
-            _require_one_graph("compiled", counter.graphs if backend == "eager" else 1)  # inductor may ask twice
+            _require_one_graph("compiled", counter.graphs if backend == "eager" else 1)  # inductor may call twice
         graphs = counter.graphs
         if vary:
             changed = tree.map(lambda value: value * 0.9, state.hyperparams)
@@ -128,7 +128,7 @@ def changing_an_injected_number_does_not_recompile(
 
 
 def _grown(values: PyTree, times: int) -> PyTree:
-    """Values away from zero for leaves of as many dims, each some times as long, so that blocks still divide them."""
+    """Return random leaves whose dims are `times` as long, so that blocks still divide them."""
     generator = torch.Generator().manual_seed(times)
 
     def grown(leaf: torch.Tensor) -> torch.Tensor:

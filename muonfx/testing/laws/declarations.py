@@ -1,7 +1,7 @@
-"""Laws of declarations: what a factory says of its transforms, for the sharding layer to rely on, is so.
+"""Laws of declarations: a transform has the properties that its factory declares and the sharding layer uses.
 
-The laws of locality are in their own file; these ask for the rest: `reads_params`, ``own_locality``, ``resolve``,
-``rounds_to``, ``on_stacks``, and that neither the order of a dict nor the size of a leaf decides anything.
+The laws of locality are in their own file. These laws check `reads_params`, ``own_locality``, ``resolve``,
+``rounds_to`` and ``on_stacks``, and that neither the order of a dict nor the size of a leaf changes a result.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def order_of_dicts_means_nothing(tx: Transform, params: PyTree, steps: list[PyTr
     twice = {"z": params, "a": params}  # a dict of two in any case
     try:
         tx.init(twice)
-    except (KeyError, TypeError, ValueError):  # it knows the names that it takes
+    except (KeyError, TypeError, ValueError):  # it accepts certain names only
         return
     _check_order(tx, twice, [{"z": grads, "a": grads} for grads in steps])
 
@@ -145,7 +145,7 @@ def large_leaves_are_as_small_ones(tx: Transform, params: PyTree, steps: list[Py
 
 
 def _check_leaves_apart(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Each leaf by itself, the others being None, as an owner has them, has the updates that it has among all."""
+    """Check that each leaf alone, with None for all others as on an owner rank, gets the same updates as among all."""
     whole = history(tx, params, steps)
     tolerance = tolerance_of(tx, whole)
     treedef = tree.flatten(params)[1]
@@ -237,7 +237,7 @@ def stacks_are_as_their_matrices(tx: Transform, params: PyTree, steps: list[PyTr
 
 
 def _updates(tx: Transform, values: list[PyTree]) -> list[PyTree]:
-    """The updates of each step; `init` without its warnings, which are for what a user writes."""
+    """Return the updates of each step, without the warnings of `init`, which are for users."""
     params, *steps = values
     state = tx.functions.init(params)
     found: list[PyTree] = []
@@ -248,7 +248,7 @@ def _updates(tx: Transform, values: list[PyTree]) -> list[PyTree]:
 
 
 def _stacked(example: Example) -> Example:
-    """Make three matrices one below the other of what is one, so that a leaf may be a stack."""
+    """Concatenate three variants of every matrix along its rows or batch, so that a leaf may be a stack."""
 
     def more(leaf: Tensor) -> Tensor:
         if leaf.ndim < 2:
@@ -288,7 +288,7 @@ def own_work_is_of_its_own_locality(tx: Transform, params: PyTree, steps: list[P
 
 
 def _require_only_routes(plain: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Raise `Breach` unless updates are those of the stand-ins, and of leaves that none gets what is declared."""
+    """Raise `Breach` unless updates come from the stand-ins, and unrouted leaves follow the declared ``rest``."""
     for grads, updates in zip(steps, _updates(plain, [params, *steps]), strict=True):
         for name, was, new in zip(tree.names(grads), tree.leaves(grads), tree.leaves(updates), strict=True):
             kept = new is None if plain.declaration.rest == "dropped" else new is was
@@ -299,13 +299,13 @@ def _require_only_routes(plain: Transform, params: PyTree, steps: list[PyTree]) 
 
 
 class _Seen:
-    """The leaves that a wrapper was given, by which those are judged that it hands on."""
+    """The names of a wrapper's leaves, to check the leaves that it passes to the transforms within."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
         self.names = set(shapes)
 
     def require(self, what: str, values: PyTree) -> None:
-        """Raise `Breach` where a tree has a leaf of another name."""
+        """Raise `Breach` if a tree has a leaf of another name."""
         for name in tree.names(values):
             if name not in self.names:
                 raise Breach(f"{what} {name!r}", "handed to the transform within, but no leaf of that name was given")
@@ -313,7 +313,7 @@ class _Seen:
 
 @transform(locality=Locality.ELEMENT)
 def _stand_in(seen: Any) -> Any:
-    """An elementwise transform in the place of one that a wrapper calls."""
+    """Replace a transform that a wrapper calls by an elementwise transform."""
 
     def init(params: PyTree) -> EmptyState:
         seen.require("parameters", params)

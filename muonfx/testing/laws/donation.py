@@ -1,4 +1,4 @@
-"""Laws of donation: reused storage changes no value, and touches nothing that was not donated."""
+"""Laws of donation: reused storage changes no value, and only donated tensors are overwritten."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Compare = Callable[[str, PyTree, PyTree, str], None]
 
 
 def _comparison(tx: Transform, params: PyTree, steps: list[PyTree]) -> Compare:
-    """Bit for bit where all is contiguous; else reused storage may keep other strides, and sums another order."""
+    """Return a bitwise comparison if all is contiguous; else reused strides may change the order of sums."""
     if all(leaf.is_contiguous() for leaf in tree.tensors((params, steps))):
         return require_same
 

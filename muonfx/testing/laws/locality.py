@@ -1,4 +1,4 @@
-"""Laws of locality: what a transform declares is all that it looks at."""
+"""Laws of locality: an update depends on no more than the declared locality."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
     "tree_transforms_see_sums_over_leaves",
 ]
 
-# For the laws of declarations: check_elements, check_sums, enlarged, flattened, precise, wider_than.
+# Also used by the laws of declarations: check_elements, check_sums, enlarged, flattened, precise, wider_than.
 
 
 def wider_than(locality: Locality) -> Callable[[Transform], str | None]:
@@ -40,20 +40,17 @@ def _updates(tx: Transform, example: Example) -> list[PyTree]:
 
 
 def precise(example: Example) -> Example:
-    """Make all float64, dense, and of two steps or more."""
+    """Convert an example to dense float64, with at least two steps."""
     return example.precise().prolonged(2)
 
 
 def flattened(example: Example) -> Example:
-    """Make every leaf flat, as pieces of a flat buffer are."""
+    """Flatten every leaf, like the shards of a flat buffer."""
     return example.map(lambda leaf: leaf.reshape(-1))
 
 
 def enlarged(example: Example) -> Example:
-    """Repeat leaves along their first dims until they have some thousands of elements; at most three, for speed.
-
-    A half of such a leaf has fewer than 4,096, the whole has more: what changes its way there is caught.
-    """
+    """Repeat leaves of at most three shapes, for speed, until they have some thousands of elements."""
     leaves = [leaf for leaf in tree.leaves(example.params) if leaf is not None]
     chosen = {tuple(leaf.shape) for leaf in leaves if leaf.numel()}
     kept = sorted(chosen, key=lambda shape: -len(shape))[:3]
@@ -61,12 +58,13 @@ def enlarged(example: Example) -> Example:
     def large(leaf: Tensor) -> Tensor:
         if tuple(leaf.shape) not in kept or not leaf.ndim:
             return leaf
+        # The whole leaf has more than 4,096 elements and a half has fewer, so that a change of path there is found.
         times = -(-6000 // leaf.numel())
         rows = -(-70 // leaf.shape[0]) if leaf.ndim >= 2 else times
         columns = -(-times // rows)
         repeats = [rows, *[1] * (leaf.ndim - 2), columns] if leaf.ndim >= 2 else [rows]
         grown = leaf.repeat(repeats)
-        # No two alike, or a mean over some would be that over all.
+        # All elements differ, because otherwise a mean over some would equal the mean over all.
         steps = torch.arange(grown.numel(), dtype=grown.dtype).reshape(grown.shape)
         return grown * (1.0 + 0.37 * torch.sin(steps))
 
@@ -85,11 +83,11 @@ def element_transforms_see_one_element(tx: Transform, params: PyTree, steps: lis
 
 
 def check_elements(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Raise `Breach` unless a transform commutes with cutting leaves, and with permuting their elements."""
+    """Raise `Breach` unless a transform commutes with splitting leaves, and with permuting their elements."""
     example = Example(params, steps)
     whole = _updates(tx, example)
     tolerance = tolerance_of(tx, history(tx, params, steps))
-    # Two runs on trees of the same names and ranks, as two ranks of a sharded run have them.
+    # Two runs on trees with the same names and numbers of dims, as on two ranks of a sharded run.
     halves = [_updates(tx, example.map(piece)) for piece in (_first_half, _second_half)]
     wanted = [[tree.map(piece, updates) for updates in whole] for piece in (_first_half, _second_half)]
     for which, found, expected in zip(("first", "second"), halves, wanted, strict=True):
@@ -101,7 +99,7 @@ def check_elements(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
 
 
 def _relative(tolerance: float, whole: PyTree, pieces: PyTree) -> float:
-    """The tolerance is relative to a leaf's largest magnitude, which a piece may lack."""
+    """Return a looser tolerance for halves: it is relative to a largest magnitude that a half may lack."""
     return tolerance * 1e3 if tolerance < 1e-6 else tolerance
 
 
@@ -120,7 +118,7 @@ def _shuffled(leaf: Tensor) -> Tensor:
 
 
 def _batched(example: Example) -> Example:
-    """Make a batch of two different matrices of every leaf of fewer than three dims."""
+    """Convert every leaf of fewer than three dims to a batch of two different matrices."""
 
     def widen(leaf: Tensor) -> Tensor:
         if leaf.ndim >= 3:
@@ -173,7 +171,7 @@ def leaf_transforms_see_one_leaf(tx: Transform, params: PyTree, steps: list[PyTr
         cases = {
             "other leaves have other values": changed,
             "other gradients are None": Example(params, gone),
-            "other leaves are None": Example(others(params, lambda p: None), gone),  # as an owner has them
+            "other leaves are None": Example(others(params, lambda p: None), gone),  # as on an owner rank
         }
         for how, other in cases.items():
             for step, (updates, (expected, _)) in enumerate(zip(_updates(tx, other), whole, strict=True)):
@@ -214,7 +212,7 @@ def tree_transforms_see_sums_over_leaves(tx: Transform, params: PyTree, steps: l
 
 
 def check_sums(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Raise `Breach` unless two ranks that hold different leaves, or halves of them, have the updates of one."""
+    """Raise `Breach` unless two ranks with different leaves, or with halves of them, compute one rank's updates."""
     whole = history(tx, params, steps)
     tolerance = tolerance_of(tx, whole)
     resolved = resolve_within(tx, tree.map(lambda p: p.to("meta"), params))
@@ -234,7 +232,7 @@ def check_sums(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
 
 
 def _in_halves(tx: Transform, params: PyTree, steps: list[PyTree]) -> list[list[PyTree]]:
-    """The updates of two ranks, of which each holds a half of every leaf; what has no dims is on the first rank."""
+    """Return the updates of two ranks, each with a half of every leaf; leaves without dims count on the first rank."""
     ranks = _Ranks(2)
 
     def run(rank: int) -> list[PyTree]:
@@ -277,7 +275,7 @@ def _on_two_ranks(
 
 
 class _Ranks:
-    """Threads that add up scalars with each other, as ranks do."""
+    """Threads that sum scalars with each other, as ranks do."""
 
     def __init__(self, number: int) -> None:
         self.changed = threading.Condition()
@@ -285,7 +283,7 @@ class _Ranks:
         self.done = [False] * number
 
     def sum(self, rank: int, scalars: PyTree) -> Tensor:
-        """Add up the scalars of all ranks: each rank's n-th call meets the others' n-th."""
+        """Sum the scalars of all ranks; the n-th call of each rank meets the n-th calls of the others."""
         own = [leaf.double() for leaf in tree.tensors(scalars)]
         with self.changed:
             self.given[rank].append(torch.stack(own).sum() if own else torch.zeros((), dtype=torch.float64))
@@ -302,7 +300,7 @@ class _Ranks:
         return [done or len(given) >= call for done, given in zip(self.done, self.given, strict=True)]
 
     def run(self, function: Callable[[int], Any]) -> list[Any]:
-        """Run a function of the rank on every rank at once; the first error of any is raised."""
+        """Run a function of the rank on all ranks at once, and raise the first error of any rank."""
         results: list[Any] = [None] * len(self.done)
         errors: list[Exception] = []
 

@@ -1,4 +1,4 @@
-"""Laws of purity: nothing is written to, nothing is remembered, nothing is shared that could be written to later."""
+"""Laws of purity: no input is overwritten, no call is remembered, and no output shares storage with an input."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
 
 
 class Witness:
-    """Remembers trees as they are, and tells when a leaf, a version or a container has changed."""
+    """Copies of trees, to detect a changed leaf, version or container."""
 
     def __init__(self, **trees: PyTree) -> None:
         self.trees = trees
@@ -37,7 +37,7 @@ class Witness:
         return treedef, leaves, [(copied(x), x._version) if isinstance(x, Tensor) else (x, 0) for x in leaves]
 
     def require_unchanged(self, when: str) -> None:
-        """Raise `Breach` where something is not as it was."""
+        """Raise `Breach` if a tree has changed."""
         for title, value in self.trees.items():
             treedef, leaves, kept = self.before[title]
             now, now_def = tree.flatten(value)

@@ -1,4 +1,4 @@
-"""Laws of structure: what `init` fixes stays, updates look like gradients, and what is absent is left alone."""
+"""Laws of structure: `init` fixes the structure of states, updates look like gradients, absent leaves do not change."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
 
 
 def _after_a_full_step(example: Example) -> Example:
-    """Begin with a step in which no gradient is absent, so that there is something in the state to be left alone."""
+    """Start with a step in which every gradient is present, so that the state has values to keep."""
     full = tree.map(lambda p: 0.5 * p + 0.5, example.params)
     return Example(example.params, [full, *example.steps]).clone()
 
@@ -69,7 +69,7 @@ def absent_leaves_are_left_alone(tx: Transform, params: PyTree, steps: list[PyTr
 
 
 def _owner(place: str, names: list[str]) -> str | None:
-    """The parameter that a leaf of the state belongs to: the one with the longest name that ends the leaf's name."""
+    """Return the parameter of a state leaf: the longest parameter name that ends the leaf's name."""
     found = [name for name in names if name and (place == name or place.endswith(f".{name}"))]
     return max(found, key=len, default=None)
 
@@ -149,7 +149,7 @@ def empty_trees_are_taken(tx: Transform, params: PyTree, steps: list[PyTree]) ->
     leaves, treedef = tree.flatten(params)
     for empty in ({}, (), tree.unflatten(treedef, [None] * len(leaves))):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that nothing has a certain label is no surprise here
+            warnings.simplefilter("ignore")  # labels without parameters are expected here
             state = tx.init(empty)
         for _ in range(2):
             updates, state = tx.update(empty, state, empty)

@@ -29,12 +29,7 @@ __all__ = [
 
 
 def names_within(value: Any) -> dict[str, Any]:
-    """Factories, functions and classes in a recorded value, by the names under which its repr shows them.
-
-    >>> import muonfx as mfx
-    >>> sorted(names_within(mfx.chain(mfx.scale(1.0))))
-    ['chain', 'scale']
-    """
+    """Return the factories, functions and classes in a recorded value, by the names that its repr shows."""
     if isinstance(value, Recorded):
         own = {value.factory.__name__: value.factory}
         return own | {
@@ -68,12 +63,7 @@ def repr_evaluates_to_an_equal_transform(tx: Transform, params: PyTree, steps: l
 
 
 def is_in_no_module(tx: Transform) -> str | None:
-    """Why a transform can be neither pickled nor compiled: both look up its factory in the module that it names.
-
-    >>> import muonfx as mfx
-    >>> is_in_no_module(mfx.momentum()) is None
-    True
-    """
+    """Return why a transform can be neither pickled nor compiled, which both import its factory, or None."""
     homeless = [value for value in names_within(tx).values() if value.__module__ not in sys.modules]
     return f"{homeless[0].__qualname__} is in no module that could be imported" if homeless else None
 
