@@ -681,3 +681,16 @@ def test_cautious_takes_what_turns_twice_or_not_at_all_and_may_follow_a_turn():
     ):
         updates, _ = tx.update(grads, tx.init(grads))
         torch.testing.assert_close(updates["w"], torch.tensor([2.0, -4.0]))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (mfx.muon, r"tx must be a muonfx.Transform, found the function muon; call it to get a transform: muon\(...\)"),
+        (torch.nn.Linear(2, 2), "the model Linear; the model comes first, then the transform"),
+        (3, "found 3"),
+    ],
+)
+def test_what_is_given_in_place_of_a_transform_is_named(given: Any, message: str):
+    with pytest.raises(TypeError, match=message):
+        mfx.sharding.plan_for(given, mfx.sharding.zero({"w": torch.zeros(2, 2)}, 2))

@@ -188,3 +188,9 @@ def test_an_optimizer_names_an_expanded_parameter_before_anything_changes():
         (before[0]["state"], before[1]),
         "before",
     )
+
+
+def test_a_parameter_whose_elements_share_memory_is_named():
+    params = {"w": torch.zeros(1).expand(3)}
+    with pytest.raises(ValueError, match=r"'w' of shape \(3,\) and strides \(0,\) has several elements in one place"):
+        mfx.apply_updates(params, {"w": torch.ones(3)}, donate=True)
