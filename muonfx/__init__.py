@@ -24,7 +24,10 @@ if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):  # also in pypro
         f"muonfx needs torch 2.13 or later, found torch {torch.__version__}: pip install --upgrade 'torch>=2.13'"
     )
 
+from muonfx import compact as compact
+from muonfx import core as core
 from muonfx import polar, select, tree
+from muonfx import transforms as transforms
 from muonfx.compact import Compact, fp8, int8
 from muonfx.core import (
     Donation,
@@ -279,8 +282,13 @@ if not TYPE_CHECKING:  # a type checker would accept any misspelt name
             found = module if module.__name__ == f"{__name__}.{name}" else getattr(module, name)
             globals()[name] = found
             return found
-        here = f"; here it is muonfx.{NAMES_HERE[name]}" if name in NAMES_HERE else ""
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{here}")
+        folders = ("core", "transforms", "contrib")
+        inside = (
+            f"{folder}.{name}" for folder in folders if name in importlib.import_module(f"muonfx.{folder}").__all__
+        )
+        here = NAMES_HERE.get(name) or next(inside, None)
+        advice = f"; here it is muonfx.{here}" if here else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{advice}")
 
 
 def __dir__() -> list[str]:

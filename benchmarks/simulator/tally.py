@@ -50,6 +50,7 @@ class Tally(NamedTuple):
     def weighted(self, weight: Callable[[int, Cost], float]) -> list[float]:
         """A sum by rank over its matrices, each with the weight of its short side and cost.
 
+        >>> from muonfx.sharding.plan.cost import newton_schulz_cost
         >>> cost = newton_schulz_cost((4, 8))
         >>> Tally([], {(4, cost): [1.0, 2.0]}, [], 0.0).weighted(lambda side, cost: side)
         [4.0, 8.0]

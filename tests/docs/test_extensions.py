@@ -59,7 +59,7 @@ def test_a_value_shows_what_it_is_assigned():
 
 
 def test_a_module_without_public_names_is_refused():
-    with pytest.raises(LookupError, match=r"muonfx\.boxes defines no public name"):
+    with pytest.raises(LookupError, match=r"muonfx\.sharding\.boxes defines no public name"):
         public_api.symbols_of("muonfx.sharding.boxes")
 
 
