@@ -54,6 +54,14 @@ def anywhere(here: bool) -> bool:
     return bool(said.item())
 
 
+def of_first(text: str) -> str:
+    """Return the text of process 0 on every process."""
+    held = [text]
+    if size() > 1:
+        dist.broadcast_object_list(held, src=0)
+    return held[0]
+
+
 class Gather(torch.autograd.Function):
     """The tensors of all processes, one behind the other along a dim; gradients go back to where they belong."""
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from processes import rank
+from processes import of_first, rank
 from text import Corpus
 from tqdm import tqdm
 
@@ -105,7 +105,8 @@ class Run:
             tx=tx if isinstance(tx, mfx.Transform) else None,
             params=params,
             step=self.step,
-            extra={"metrics": json.dumps(self.metrics())},  # as text: a run that diverges has losses that JSON has not
+            # As text: a diverged run has losses that JSON cannot hold. Of one process: all must save the same.
+            extra={"metrics": of_first(json.dumps(self.metrics()))},
             keep=KEPT,
         )
 

@@ -48,7 +48,7 @@ def save(
             together: the whole tensors are stored, as one process would store them.
         params: parameters, to go into the same checkpoint.
         step: how many steps are done.
-        extra: anything that JSON can hold: a seed, the place in the data, losses.
+        extra: anything that JSON can hold: a seed, the place in the data, losses. With a group, the same on all ranks.
         keep: afterwards, remove all checkpoints beside this one but those of the highest steps, so many in all (see
             `prune`); the path must be one that `step_path` names.
         progress: called with the bytes that are written and those of all, about every 4 MiB.

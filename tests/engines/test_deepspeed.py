@@ -124,9 +124,7 @@ class TestReal:
     def test_an_exchange_by_accelerate_is_refused_at_the_first_step(self, found: Found) -> None:
         case = result_of(found["ranks_1"], "exchanged")
         assert case["unchanged"]
-        assert (
-            "DeepSpeedCPUAdam steps on groups of a muonfx optimizer (with the labels 'muon', 'adamw')" in case["said"]
-        )
+        assert "DeepSpeedCPUAdam steps on groups of a muonfx optimizer ('muon', 'adamw')" in case["said"]
         assert '"zero_force_ds_cpu_optimizer": false' in case["said"]
 
     @pytest.mark.timeout(600)

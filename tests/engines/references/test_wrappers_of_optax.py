@@ -124,7 +124,9 @@ def test_lookahead(theirs: Any):
 
 @pytest.mark.parametrize("name", ["conditionally_transform", "conditionally_mask"])
 def test_conditional_transforms(theirs: Any, name: str):
-    tx = mfx.chain(getattr(mfx, name)(mfx.momentum(0.9, heavy_ball=True, nesterov=False), third), mfx.scale(-RATE / 10))
+    tx = mfx.chain(
+        getattr(mfx.contrib, name)(mfx.momentum(0.9, heavy_ball=True, nesterov=False), third), mfx.scale(-RATE / 10)
+    )
     module = theirs if hasattr(theirs, name) else theirs.transforms
     reference = theirs.chain(getattr(module, name)(theirs.trace(0.9), third), theirs.scale(-RATE / 10))
     require_close(our_run(tx), their_run(theirs, reference))
