@@ -38,7 +38,7 @@ def peers() -> list[Peer]:
     return [
         Peer(
             "PyTorch, `test_optim.py`",
-            "torch's optimizer inputs and schedulers; the checks are written anew",
+            "torch's optimizer inputs and schedulers; the checks are re-implemented",
             _torch_checks(),
             {
                 "test_optim_infos_do_not_specify_global_cliquey_kwargs": "checks torch's own table",
@@ -69,7 +69,7 @@ def peers() -> list[Peer]:
         ),
         Peer(
             "timm 1.0.31, `tests/test_optim.py`",
-            "in a registry of timm's; the checks are written anew",
+            "in a registry of timm's; the checks are re-implemented",
             ("test_optim_factory",),
             {
                 "test_compiled_foreach_adam_optimizers": NO_FLAG,
@@ -78,8 +78,8 @@ def peers() -> list[Peer]:
         ),
         Peer(
             "DeepSpeed, `tests/unit/ops/muon` and `test_muon_without_zero_optimizer.py`",
-            "through `muonfx.engines.deepspeed` on DeepSpeed 0.19.8, over two processes; the checks are written anew, "
-            "in bf16 or fp32",
+            "through `muonfx.engines.deepspeed` on DeepSpeed 0.19.8, over two processes; the checks are "
+            "re-implemented, in bf16 or fp32",
             _deepspeed_checks(),
             {
                 "`TestMuonConfigs` with the optimizer Adam": "not Muon",

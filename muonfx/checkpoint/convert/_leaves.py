@@ -6,7 +6,7 @@ own keys, and a `Leaf` is the same state under the keys of muonfx.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from muonfx.checkpoint.errors import first_ones
 from muonfx.compact import CompactState, KeyedCompactState
 from muonfx.core import EmptyState, Transform
 from muonfx.core.hyperparams import InjectHyperparamsState
+from muonfx.core.order import within
 from muonfx.transforms import (
     AdamState,
     DebiasedMomentumState,
@@ -160,20 +161,13 @@ def _cast(value: Tensor, like: Tensor, where: str, wrong: list[str]) -> Tensor:
 
 
 def _check_form(tx: Transform, heavy_ball: bool) -> None:
-    for part in _within(tx):
+    for part in within(tx):
         if part.factory is momentum and part.arguments["heavy_ball"] != heavy_ball:
             source, ours = ("a sum", "an average") if heavy_ball else ("an average", "a sum")
             raise ValueError(
                 f"the source's momentum is {source} of gradients, that of {part!r} {ours}: "
                 f"give it heavy_ball={heavy_ball}"
             )
-
-
-def _within(tx: Transform) -> Iterator[Transform]:
-    yield tx
-    for part in tx.parts:
-        if isinstance(part, Transform):
-            yield from _within(part)
 
 
 def gathered(state: PyTree) -> dict[str, Leaf]:

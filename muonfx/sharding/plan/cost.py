@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from muonfx.core import Transform
+from muonfx.core.order import within
 from muonfx.polar import policy
 from muonfx.polar.coefficients import CoefficientsLike
 from muonfx.polar.polynomials import Polynomials, polynomials
@@ -121,13 +122,6 @@ def _computed(how: str, n: int) -> float:
         return 1.0
     side = min(n, block_side(n) if how == "blocks" else _TILE)
     return sum(min(side, n - start) * (n - start) for start in range(0, n, side)) / n**2
-
-
-def within(tx: Transform) -> Iterator[Transform]:
-    """Yield a transform and all transforms that it calls, recursively."""
-    yield tx
-    for child in tx.children:
-        yield from within(child)
 
 
 class RunCost:
