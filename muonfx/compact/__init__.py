@@ -1,4 +1,4 @@
-"""State in eight bits: compact dtypes, their codebooks, and the encoding of leaves."""
+"""Optimizer state in eight bits: its dtypes, their codebooks, and the encoding and decoding of leaves."""
 
 from muonfx.compact.dtypes import Compact, fp8, int8
 from muonfx.compact.state import CompactState, KeyedCompactState

@@ -1,4 +1,8 @@
-"""The contract of a transform, the `transform` decorator, chains, schedules, and hyperparameters as data."""
+"""What a transform is, and how transforms combine: the `transform` decorator, `chain`, and schedules.
+
+A transform is a pair of pure functions, ``init`` and ``update``, and a value: the constructor and its arguments. Its
+``repr``, equality, pickling and ``replace`` follow from these. Hyperparameters can be numbers, tensors or schedules.
+"""
 
 from muonfx.core import checks, schedules
 from muonfx.core.combine import add_updates, apply_updates, chain, identity, set_to_zero, stateless

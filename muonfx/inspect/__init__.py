@@ -1,4 +1,4 @@
-"""Summaries of optimizers, transforms and states: what they hold, where, and how many bytes it takes."""
+"""Summaries of optimizers, transforms and states: what they store, on which device, and in how many bytes."""
 
 from muonfx.inspect.summary import Summary, summary
 

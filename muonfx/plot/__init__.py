@@ -1,7 +1,7 @@
-"""Pictures of optimizers: bands, spectra, sizes of updates, plans and the memory of states.
+"""Plots of optimizers: polynomials, spectra, sizes of updates, sharding plans and the memory of states.
 
-Every function draws on one matplotlib ``Axes`` and returns it: on the one that is given as ``ax``, else on a new one in
-the `style` of the package, which is legible on light and dark pages. Needs matplotlib:
+Every function draws on one matplotlib ``Axes`` and returns it. Without ``ax``, it creates one in the `style` of the
+package, which is legible on light and dark pages. Needs matplotlib:
 ``pip install 'muonfx[examples]'``.
 
 >>> import muonfx as mfx

@@ -1,4 +1,7 @@
-"""Orthogonal polar factors of matrices: pure functions on tensors `(..., m, n)` that know no trees and no optimizer."""
+"""Orthogonal polar factors of batches of matrices, by Newton-Schulz iterations and exactly.
+
+All functions are pure and take tensors of shape ``(..., m, n)``. Nothing here uses trees, transforms or optimizers.
+"""
 
 from muonfx.polar.bands import Band, band, scalar_polynomial
 from muonfx.polar.coefficients import (

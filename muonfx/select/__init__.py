@@ -1,10 +1,10 @@
-"""Routing: which parameter goes where, by shape, name and module type, and a report that says why.
+"""Select which transform each parameter gets, by shape, name and module type, and report why.
 
-- A `Predicate` is a question about one parameter, as a value: ``ndim(2) & ~path("*head*")``.
-- `labels` applies your own ordered rules, `default_labels` the customary ones after yours; both give `Labels`, a
-  frozen mapping from parameter name to label that ``partition`` takes, with the rule behind each.
-- `views` finds the parameters that are not simply one matrix stored (out, in): stacks, fused and transposed ones.
-- `describe` prints all that.
+- A `Predicate` is a condition on one parameter, as a value: ``ndim(2) & ~path("*head*")``.
+- `labels` applies your own ordered rules. `default_labels` applies the customary rules after yours. Both return
+  `Labels`, a frozen mapping from parameter name to label with the rule that matched, for ``partition``.
+- `views` finds parameters that are not one matrix of shape (out, in): stacks, fused weights and transposed weights.
+- `describe` prints the result as a table.
 
 >>> from torch import nn
 >>> model = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))

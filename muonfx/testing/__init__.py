@@ -1,7 +1,7 @@
-"""Laws that transforms are held to, and strategies that feed them: for muonfx's own transforms and for yours.
+"""Property tests for transforms, muonfx's own and yours: laws, and hypothesis strategies that generate their inputs.
 
-`check_transform` runs every law that applies to one transform on drawn trees of parameters and gradients, and shows the
-smallest example on which one breaks. The laws can be called one by one, and the strategies used in tests of your own.
+`check_transform` checks every law that applies to a transform on generated parameters and gradients, and reports the
+smallest counterexample. Each law can also be called alone, and the strategies can be used in other tests.
 Needs hypothesis: ``pip install 'muonfx[testing]'``.
 """
 

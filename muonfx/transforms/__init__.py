@@ -1,4 +1,8 @@
-"""The transforms, one family per file."""
+"""The transforms that most chains are made of: momentum, orthogonalization, Adam, clipping, decay, and others.
+
+Each file contains one family. `leafwise` writes a transform from a function of one leaf. Variants that few chains need
+are in `muonfx.contrib`.
+"""
 
 from muonfx.transforms._heads import AttentionHeads
 from muonfx.transforms._matrices import MatrixView

@@ -1,9 +1,8 @@
-"""Pytrees of tensors, on optree: leaves, names, and maps that leave ``None`` alone; search and arithmetic.
+"""Functions on pytrees of tensors: flatten, map, name and search leaves, and do arithmetic on whole trees.
 
-The words are optree's. A *tree* is any nest of dict, tuple, list and NamedTuple; a *leaf* is what hangs at its ends.
-``None`` is a leaf here and means *absent*: a gradient that was not computed, a parameter that is frozen. Dictionaries
-are walked in sorted order of their keys, so two trees that differ only in insertion order are the same tree; an
-``OrderedDict`` is walked in its own order, which is part of its structure, as optree has it.
+The terms are optree's. A *tree* is a nest of dicts, tuples, lists and NamedTuples; its *leaves* are all other values.
+``None`` is a leaf and means *absent*, such as a gradient that was not computed. Dictionaries are traversed in sorted
+order of their keys, so two trees that differ only in insertion order are equal. An ``OrderedDict`` keeps its own order.
 """
 
 from muonfx.tree.arithmetic import add, norm, scale, vdot

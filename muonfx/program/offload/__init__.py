@@ -1,4 +1,4 @@
-"""State in host memory or on disk, loaded bucket by bucket."""
+"""Optimizer state in host memory or on disk, loaded bucket by bucket during a step."""
 
 from muonfx.program.offload.transform import offload
 

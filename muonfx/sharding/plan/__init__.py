@@ -1,1 +1,1 @@
-"""The assignment of matrices to ranks, and its cost."""
+"""Decide which rank orthogonalizes each matrix, and estimate the cost of that assignment."""
