@@ -26,8 +26,8 @@ from benchmarks.simulator.mesh import Mesh, Setting
 from benchmarks.simulator.models import Kind, Model
 from benchmarks.simulator.report import Cluster, rows
 from benchmarks.simulator.tally import OURS
+from muonfx.polar.cost import newton_schulz_cost
 from muonfx.sharding.messages import Exchange
-from muonfx.sharding.plan.cost import newton_schulz_cost
 
 Call = Callable[[], object]
 

@@ -35,8 +35,8 @@ from typing import NamedTuple
 
 from benchmarks.simulator.mesh import Mesh, Setting
 from benchmarks.simulator.tally import Scheme, Tally, Wire
+from muonfx.polar.cost import Cost
 from muonfx.sharding.plan.assignment import BUFFERS_PER_BUCKET
-from muonfx.sharding.plan.cost import Cost
 
 __all__ = ["PEERS"]
 

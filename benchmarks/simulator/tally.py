@@ -13,9 +13,9 @@ from math import prod
 from typing import Any, NamedTuple
 
 from benchmarks.simulator.mesh import Setting
+from muonfx.polar.cost import Cost
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import BUFFERS_PER_BUCKET, Plan, RunPlan
-from muonfx.sharding.plan.cost import Cost
 
 __all__ = ["OURS", "Scheme", "Tally", "Wire"]
 
@@ -50,7 +50,7 @@ class Tally(NamedTuple):
     def weighted(self, weight: Callable[[int, Cost], float]) -> list[float]:
         """A sum by rank over its matrices, each with the weight of its short side and cost.
 
-        >>> from muonfx.sharding.plan.cost import newton_schulz_cost
+        >>> from muonfx.polar.cost import newton_schulz_cost
         >>> cost = newton_schulz_cost((4, 8))
         >>> Tally([], {(4, cost): [1.0, 2.0]}, [], 0.0).weighted(lambda side, cost: side)
         [4.0, 8.0]

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from benchmarks.simulator.models import MODELS, model
 from muonfx import polar
 from muonfx.polar import policy
+from muonfx.polar.cost import newton_schulz_cost
 from muonfx.sharding.plan import balance as module
 from muonfx.sharding.plan.balance import assign, assign_by_bytes, lower_bound
-from muonfx.sharding.plan.cost import newton_schulz_cost
 
 COSTS = st.lists(st.one_of(st.floats(0, 100), st.sampled_from([1.0, 3.0, 5.0])), max_size=40)
 RANKS = st.integers(1, 9)
