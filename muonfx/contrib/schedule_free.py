@@ -176,8 +176,10 @@ def _warn_of_another_rate(inner: Transform, learning_rate: ScalarOrFunction) -> 
 
 def _held(value: Any) -> Any:
     """Return the number of a constant schedule; return any other value unchanged."""
-    is_constant = isinstance(value, Schedule) and value.factory is constant
-    return value.arguments["value"] if is_constant else value
+    if not isinstance(value, Schedule):
+        return value
+    first = value(0)
+    return first if value == constant(first) else value
 
 
 def _warn_of_momentum(inner: Transform) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 
 import torch
 from torch import Tensor
@@ -10,6 +11,8 @@ from torch import Tensor
 from muonfx import polar
 from muonfx.core import Donation, EmptyState, Transform, transform
 from muonfx.core.contract import NOTHING
+from muonfx.core.costs import LeafCost, declare_cost
+from muonfx.polar.cost import newton_schulz_cost
 from muonfx.transforms._matrices import BlockAxis, Blocks, Dims, MatrixView, matrix_locality, name_patterns, on_stacks
 from muonfx.tree import Present, PyTree
 
@@ -106,3 +109,25 @@ def orthogonalize(
         return at.fill(out), state
 
     return init, update
+
+
+@declare_cost(orthogonalize)
+def _cost(tx: Transform, device: str, compute: torch.dtype) -> LeafCost:
+    """Return the cost of the Newton-Schulz iterations of a leaf's matrices."""
+    given = tx.arguments
+    view = MatrixView.take("view", given)
+    settings = {key: given[key] for key in ("coefficients", "steps", "method", "products")}
+
+    def cost(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> float:
+        (own,) = view.of([name])
+        chosen = given["dtype"]
+        if chosen == "auto":
+            chosen = torch.float64 if dtype == torch.float64 else compute
+        total = 0.0
+        for matrices in own.split(torch.empty(shape, device="meta"), name):
+            *batch, rows, columns = matrices.shape
+            one = newton_schulz_cost((rows, columns), device, held=dtype, dtype=chosen, **settings)
+            total += one.load * prod(batch)
+        return total
+
+    return cost

@@ -25,7 +25,6 @@ from muonfx.transforms import (
     LionState,
     MomentumState,
     ScheduleState,
-    momentum,
 )
 from muonfx.tree import PyTree
 from muonfx.tree.dtypes import widens
@@ -162,7 +161,7 @@ def _cast(value: Tensor, like: Tensor, where: str, wrong: list[str]) -> Tensor:
 
 def _check_form(tx: Transform, heavy_ball: bool) -> None:
     for part in within(tx):
-        if part.factory is momentum and part.arguments["heavy_ball"] != heavy_ball:
+        if part.arguments.get("heavy_ball", heavy_ball) != heavy_ball:
             source, ours = ("a sum", "an average") if heavy_ball else ("an average", "a sum")
             raise ValueError(
                 f"the source's momentum is {source} of gradients, that of {part!r} {ours}: "

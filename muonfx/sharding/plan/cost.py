@@ -13,48 +13,33 @@ import torch
 from torch import Tensor
 
 from muonfx.core import Transform
+from muonfx.core.costs import declared_cost
 from muonfx.core.order import within
 from muonfx.polar.cost import newton_schulz_cost
 from muonfx.program.lower import lower_node
 from muonfx.program.nodes import Program, Stage
 from muonfx.program.placement import Run
-from muonfx.transforms._matrices import MatrixView
-from muonfx.transforms.orthogonalize import orthogonalize
 from muonfx.tree import Spec
 
 __all__ = ["Run", "RunCost", "costs_of", "runs_of"]
 
+_PER_ELEMENT = 10.0
+"""The operations of a transform for each element, besides the cost that it declares."""
+
 
 class RunCost:
-    """The cost of a run for a leaf: the load of Newton-Schulz, and ten operations per element for each transform."""
+    """The cost of a run for a leaf: the declared costs, and ten operations per element for each transform."""
 
     def __init__(self, run: Run, device: str, compute: torch.dtype) -> None:
-        self._device, self._compute = device, compute
         called = [tx for _, entry in run for tx in within(entry)]
-        self._each = 10.0 * len(called)
-        # read once, because a plan computes the cost of tens of thousands of matrices
-        given = [tx.arguments for tx in called if tx.factory is orthogonalize]
-        self._products = [
-            (
-                MatrixView(own["dims"], own["blocks"], own["block_axis"]),
-                own["dtype"],
-                {key: own[key] for key in ("coefficients", "steps", "method", "products")},
-            )
-            for own in given
-        ]
+        self._each = _PER_ELEMENT * len(called)
+        # Bound to the transforms once, because a plan computes the cost of tens of thousands of matrices.
+        self._declared = [cost for tx in called if (cost := declared_cost(tx, device, compute)) is not None]
 
     def __call__(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> float:
         """Return the cost for a leaf of a shape, or for some of its matrices; `dtype` is the updates' dtype."""
-        total = self._each * prod(shape)
-        leaf = torch.empty(tuple(shape), device="meta")
-        for views, asked, settings in self._products:
-            (view,) = views.of([name])
-            if asked == "auto":
-                asked = torch.float64 if dtype == torch.float64 else self._compute
-            for m in view.split(leaf, name):
-                cost = newton_schulz_cost((m.shape[-2], m.shape[-1]), self._device, held=dtype, dtype=asked, **settings)
-                total += cost.load * prod(m.shape[:-2])
-        return total
+        own = self._each * prod(shape)
+        return sum((cost(name, tuple(shape), dtype) for cost in self._declared), start=own)
 
 
 def runs_of(tx: Transform, params: Mapping[str, Tensor]) -> Iterator[tuple[Run, list[str]]]:
@@ -66,15 +51,18 @@ def runs_of(tx: Transform, params: Mapping[str, Tensor]) -> Iterator[tuple[Run, 
 
 def costs_of(specs: Mapping[str, Spec], tx: Transform | None, device: str = "cpu") -> dict[str, float]:
     """Return the cost of each parameter in the runs of a transform, by default of orthogonalizing its matrices."""
-    costs = dict.fromkeys(specs, 0.0)
     if tx is None:
-        run: Run = (("orthogonalize", orthogonalize(dtype=torch.float32)),)
-        runs = [(run, [name for name, spec in specs.items() if len(spec.shape) >= 2])]
-    else:
-        meta = {name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in specs.items()}
-        runs = list(runs_of(tx, meta))
-    for run, names in runs:
+        return {name: _of_matrix(spec, device) if len(spec.shape) >= 2 else 0.0 for name, spec in specs.items()}
+    costs = dict.fromkeys(specs, 0.0)
+    meta = {name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in specs.items()}
+    for run, names in runs_of(tx, meta):
         cost = RunCost(run, device, torch.float32)
         for name in names:
             costs[name] += cost(name, specs[name].shape, specs[name].dtype)
     return costs
+
+
+def _of_matrix(spec: Spec, device: str) -> float:
+    rows, *others = spec.shape
+    cost = newton_schulz_cost((rows, prod(others)), device, held=spec.dtype, dtype=torch.float32)
+    return _PER_ELEMENT * prod(spec.shape) + cost.load
