@@ -254,8 +254,7 @@ class TransformOptimizer(GroupOwner):
         parts = split_by_route(pairs, routes)
         own = [self._numbers_of(program, routes, [name for name, _ in part]) for part in parts]
         known = {one.key for numbers in own for one in numbers.hyperparams if not one.is_mirror}
-        formers = {key for numbers in own for key in numbers.former_keys}
-        if pairs and (unknown := sorted(group.keys() - known - formers - NOT_HYPERPARAMS)):
+        if pairs and (unknown := sorted(group.keys() - known - NOT_HYPERPARAMS)):
             there = ", ".join(sorted(known)) or "none"
             raise ValueError(f"param_groups: unknown hyperparameter {', '.join(unknown)}; there are {there}")
         defaults = hyperparams(self.tx)
@@ -687,9 +686,9 @@ class TransformOptimizer(GroupOwner):
         try:
             is_partial = is_by_path(given)
             given = renamed_groups(self.param_groups, named_by_path(self.param_groups, given), rename)
-            saved = [
-                own.renew(old) for own, old in zip(self._numbers, saved_groups(self.param_groups, given), strict=True)
-            ]
+            saved = saved_groups(self.param_groups, given)
+            for own, old in zip(self._numbers, saved, strict=True):
+                own.parse(old)  # raises if a value is not a number
             loads, absent = matched(
                 self.param_groups,
                 self._numbers,

@@ -249,16 +249,16 @@ def hyperparams_of(nodes: Iterable[Node]) -> list[Hyperparam]:
     alike = Counter(key for own in owns for key in own.keys)
     found: list[Hyperparam] = []
     for own in owns:
-        formers = {name: key if alike[key] == 1 else name for name, key in zip(own.names, own.keys, strict=True)}
         named = set[str]()
         for key, several in own.short_names.items():
             if claims[key] == 1:
                 names = several if isinstance(several, tuple) else (several,)
                 is_mirror = named >= set(names)
                 named |= set(names)
-                former = tuple(formers[name] for name in names)
-                found.append(Hyperparam(key, names, former, isinstance(several, tuple), is_mirror))
-        found += [Hyperparam(key, (name,), (key,)) for name, key in formers.items() if name not in named]
+                found.append(Hyperparam(key, names, isinstance(several, tuple), is_mirror))
+        for name, key in zip(own.names, own.keys, strict=True):
+            if name not in named:
+                found.append(Hyperparam(key if alike[key] == 1 else name, (name,)))
     return found
 
 

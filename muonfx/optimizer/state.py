@@ -117,10 +117,6 @@ def saved_groups(groups: list[Group], given: Mapping[str, Any]) -> list[Group]:
     """Return the groups of a state dict in this optimizer's order, matched by parameter names."""
     saved: list[Group] = list(given["param_groups"])
     if not all("param_names" in old for old in saved):
-        by_label = {old.get("label"): old for old in saved}
-        labels = [group["label"] for group in groups]
-        if len(by_label) == len(saved) and sorted(map(str, by_label)) == sorted(map(str, labels)):
-            saved = [by_label[label] for label in labels]  # an earlier version had another order
         if [len(group["params"]) for group in groups] == [len(old["params"]) for old in saved]:
             return saved
         raise ValueError(

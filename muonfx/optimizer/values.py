@@ -38,8 +38,6 @@ class Hyperparam(NamedTuple):
     """Its key in the group."""
     names: tuple[str, ...]
     """The dotted names of its numbers."""
-    former_keys: tuple[str, ...]
-    """The key that each number had in earlier versions, which is still accepted."""
     is_tuple: bool = False
     is_mirror: bool = False
     """True if other entries have its numbers too: for schedulers that write one key into all groups."""
@@ -61,9 +59,6 @@ class GroupNumbers:
 
     def __init__(self, hyperparams: Sequence[Hyperparam]) -> None:
         self.hyperparams = tuple(hyperparams)
-        own = {one.key for one in self.hyperparams}
-        self.former_keys = {key for one in self.hyperparams for key in one.former_keys} - own
-        """Keys of earlier versions that are not keys now."""
         self._last: dict[str, Number] = {}
         self._entries: Group = {}
 
@@ -76,25 +71,19 @@ class GroupNumbers:
         """Return a group's numbers by dotted name; if two keys of one differ, the key changed since `read` counts."""
         found: dict[str, Number] = {}
         said: dict[str, str] = {}
-
-        def note(name: str, key: str, value: Number) -> None:
-            if name in found and not _equal(found[name], value):
-                if name in self._last and _equal(value, self._last[name]):
-                    return
-                if name not in self._last or not _equal(found[name], self._last[name]):
-                    raise ValueError(
-                        f"{said[name]!r} and {key!r} in a group both set {name}, to {found[name]!r} and {value!r}: "
-                        "set one of them"
-                    )
-            found[name], said[name] = value, key
-
         for one in self.hyperparams:
-            if one.key in values and (mirrors or not one.is_mirror):
-                for name, value in zip(one.names, one.numbers_in(values[one.key]), strict=True):
-                    note(name, one.key, value)
-            for name, key in zip(one.names, one.former_keys, strict=True):
-                if key in values and key in self.former_keys:
-                    note(name, key, values[key])
+            if one.key not in values or (one.is_mirror and not mirrors):
+                continue
+            for name, value in zip(one.names, one.numbers_in(values[one.key]), strict=True):
+                if name in found and not _equal(found[name], value):
+                    if name in self._last and _equal(value, self._last[name]):
+                        continue
+                    if name not in self._last or not _equal(found[name], self._last[name]):
+                        raise ValueError(
+                            f"{said[name]!r} and {one.key!r} in a group both set {name}, to {found[name]!r} and "
+                            f"{value!r}: set one of them"
+                        )
+                found[name], said[name] = value, one.key
         return found
 
     def entries(self, numbers: Mapping[str, Number]) -> Group:
@@ -104,17 +93,9 @@ class GroupNumbers:
             for one in self.hyperparams
         }
 
-    def renew(self, saved: Group) -> Group:
-        """Convert a group saved by this or an earlier version to the current keys."""
-        numbers = self.parse(saved)
-        kept = {key: value for key, value in saved.items() if key not in self.former_keys}
-        there = [one for one in self.hyperparams if numbers.keys() >= set(one.names)]
-        return kept | GroupNumbers(there).entries(numbers)
-
     def read(self, group: Group) -> dict[str, Number]:
         """Return a group's current numbers and make the keys of each number agree; an error leaves it unchanged."""
-        is_as_read = self._entries and all(group.get(key) is value for key, value in self._entries.items())
-        if is_as_read and self.former_keys.isdisjoint(group):
+        if self._entries and all(group.get(key) is value for key, value in self._entries.items()):
             return self._last
         numbers = self.parse(group)
         if missing := [one for one in self.hyperparams if not numbers.keys() >= set(one.names)]:
@@ -128,8 +109,6 @@ class GroupNumbers:
             wanted = [numbers[name] for name in one.names]
             if one.key not in group or not all(map(_equal, one.numbers_in(group[one.key]), wanted)):
                 group[one.key] = tuple(wanted) if one.is_tuple else wanted[0]
-        for key in self.former_keys & group.keys():
-            del group[key]
         self._last, self._entries = numbers, {one.key: group[one.key] for one in self.hyperparams}
         return numbers
 

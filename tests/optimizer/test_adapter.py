@@ -250,7 +250,7 @@ def test_a_group_that_mixes_labels_is_split_so_that_each_part_has_its_rate():
     model = make_model()
     head = [(n, p) for n, p in model.named_parameters() if n.startswith("3.")]
     rest = [(n, p) for n, p in model.named_parameters() if not n.startswith("3.")]
-    groups = [{"params": head, "lr": 1e-3}, {"params": rest, "scale_by_adam.b2": 0.9}]
+    groups = [{"params": head, "lr": 1e-3}, {"params": rest, "betas": (0.9, 0.9)}]
     optimizer = mfx.Muon(groups, lr=0.02, labels=mfx.select.default_labels_by_name)
     assert [(g["label"], g["lr"]) for g in optimizer.param_groups] == [
         ("muon", 1e-3),
@@ -509,7 +509,7 @@ def test_a_new_group_keeps_the_state_of_the_old():
     set_grads(model, 0)
     optimizer.step()
     trace = optimizer.state[model[1].weight]["trace"].clone()
-    optimizer.add_param_group({"params": [("v", model[3].weight)], "decay": 0.5})
+    optimizer.add_param_group({"params": [("v", model[3].weight)], "momentum": 0.5})
     assert torch.equal(optimizer.state[model[1].weight]["trace"], trace)
     assert optimizer.state[model[3].weight]["trace"].abs().max() == 0
     set_grads(model, 1)
