@@ -21,6 +21,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from muonfx import tree
 from muonfx.tree import PyTree
+from muonfx.tree.display import format_list
 from muonfx.tree.wrappers import unwrapped
 
 if TYPE_CHECKING:
@@ -194,11 +195,12 @@ def warn_of_unmatched(tx: Transform, params: PyTree) -> None:
                 continue
             shown = (" or " if required else " and ").join(map(repr, group))
             if found:
-                said = f"comes behind others that match all that it does, and the first counts: {_list(sorted(found))}"
+                taken_here = format_list(sorted(found), _shown)
+                said = f"comes behind others that match all that it does, and the first counts: {taken_here}"
             else:
                 close = _close_names(group, names)
                 said = f"matches none of the {len(names)} parameters; "
-                said += f"close: {_list(close)}" if close else f"they are {_list(names)}"
+                said += f"close: {format_list(close, _shown)}" if close else f"they are {format_list(names, _shown)}"
             if required:
                 raise ValueError(f"{argument}: {shown} {said}; correct it")
             warn_caller(f"{argument}: {shown} {said}; correct or remove it")
@@ -332,17 +334,13 @@ def check_structure(what: str, found: PyTree, expected_of: str, expected: PyTree
     have, want = tree.names(found), tree.names(expected)
     missing = [name for name in want if name not in set(have)]
     extra = [name for name in have if name not in set(want)]
-    differences = [f"missing {_list(missing)}"] * bool(missing) + [f"unexpected {_list(extra)}"] * bool(extra)
+    both = ("missing", missing), ("unexpected", extra)
+    differences = [f"{what_is} {format_list(names, _shown)}" for what_is, names in both if names]
     detail = "; ".join(differences) or (
         "the same names in other containers (dict, OrderedDict, tuple, list, NamedTuple), or in another order of an "
         "OrderedDict, which counts"
     )
     raise ValueError(f"{what} must have the structure of {expected_of}: {detail}")
-
-
-def _list(names: list[str]) -> str:
-    shown = ", ".join(map(_shown, names[:5]))
-    return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def check_update(tx: Transform, updates: PyTree, state: PyTree, params: PyTree) -> None:

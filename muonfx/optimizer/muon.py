@@ -21,6 +21,7 @@ from muonfx.sharding.layout import Layout
 from muonfx.transforms._matrices import Blocks, Dims, MatrixView
 from muonfx.transforms.scale import ShapeRule
 from muonfx.tree.arguments import plain_arguments
+from muonfx.tree.display import format_list
 
 __all__ = ["Muon"]
 
@@ -136,7 +137,7 @@ class Muon(TransformOptimizer):
             return default_labels(model, self._rules).restrict(names)
         found = self._labels if isinstance(self._labels, Mapping) else self._labels(params)
         if missing := [name for name in names if name not in found]:
-            raise ValueError(f"labels: none for {', '.join(map(repr, missing[:5]))}; every parameter needs one")
+            raise ValueError(f"labels: none for {format_list(missing)}; every parameter needs one")
         return (found if isinstance(found, Labels) else Labels(found)).restrict(names)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

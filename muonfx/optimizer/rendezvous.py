@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from muonfx.sharding.consensus import host_device
 from muonfx.sharding.messages import ShardingError
+from muonfx.tree.display import format_list
 
 __all__ = ["Rendezvous"]
 
@@ -106,8 +107,7 @@ class Rendezvous:
 
     def _missing(self, at: str) -> str:
         absent = [rank for rank in range(self._size) if not self._store.check([f"{at}/{rank}"])]
-        shown = ", ".join(map(str, absent[:10])) + (", ..." if len(absent) > 10 else "")
-        return f"rank{'s' * (len(absent) != 1)} {shown}"
+        return f"rank{'s' * (len(absent) != 1)} {format_list(absent, str)}"
 
     def _problems(self, at: str) -> str:
         said = [self._store.get(f"{at}/{rank}") for rank in range(self._size)]

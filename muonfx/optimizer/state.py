@@ -13,6 +13,7 @@ from torch import Tensor
 from muonfx.optimizer.values import Group, GroupNumbers
 from muonfx.sharding.dtensors import is_dtensor, local_of
 from muonfx.sharding.shards import IntervalTensor
+from muonfx.tree.display import format_list
 from muonfx.tree.dtypes import widens
 from muonfx.tree.renaming import Rename, new_names
 from muonfx.tree.wrappers import unwrapped
@@ -129,16 +130,15 @@ def saved_groups(groups: list[Group], given: Mapping[str, Any]) -> list[Group]:
         match = next((old for old in left if set(old["param_names"]) == names), None)
         if match is None:
             absent = sorted(names - {name for old in saved for name in old["param_names"]})
-            detail = f"it has no {', '.join(map(repr, absent[:5]))}" if absent else "it groups them in another way"
+            detail = f"it has no {format_list(absent)}" if absent else "it groups them in another way"
             raise ValueError(
                 f"nothing was loaded: the state has no group of the {len(names)} parameters "
-                f"{', '.join(sorted(names)[:3])}, ...: {detail}; was it made by another optimizer or for another model?"
+                f"{format_list(sorted(names))}: {detail}; was it made by another optimizer or for another model?"
             )
         left.remove(match)
         found.append(match)
     if left:
-        further = ", ".join(left[0]["param_names"][:5])
-        raise ValueError(f"nothing was loaded: the state has a further group, of {further}")
+        raise ValueError(f"nothing was loaded: the state has a further group, of {format_list(left[0]['param_names'])}")
     return found
 
 

@@ -20,8 +20,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
 from muonfx.select.params import ParamInfo, Params, plain_name, read_names
-from muonfx.select.rules import Label, Labels, Rule, apply_rules, listing, make_labels
+from muonfx.select.rules import Label, Labels, Rule, apply_rules, make_labels
 from muonfx.select.views import PLAIN_LEAVES, class_name_fits, is_convolution
+from muonfx.tree.display import format_list
 
 __all__ = ["default_labels", "default_labels_by_name"]
 
@@ -132,7 +133,7 @@ def default_labels(
     by_name = not isinstance(model_or_params, nn.Module)
     assumed = [name for name in found if by_name and found[name] == muon and found.reason(name).startswith(_HIDDEN)]
     said = (
-        f" saw names and shapes, and no module types, and took these for hidden matrices: {listing(assumed)}. An "
+        f" saw names and shapes, and no module types, and took these for hidden matrices: {format_list(assumed)}. An "
         "embedding or a head whose name does not say so would be among them. Give the model, default_labels(model), or "
         "say that names are enough: default_labels_by_name"
     )
@@ -188,7 +189,7 @@ def _labels(model_or_params: Params, rules: Sequence[Rule], muon: Label, other: 
     ]
     said = (
         ": these have more than two dims for a reason that is not known, and are flattened behind the first: "
-        f"{listing(unknown, str)}. Give Muon, or orthogonalize and scale_by_shape, their dims: "
+        f"{format_list(unknown, str)}. Give Muon, or orthogonalize and scale_by_shape, their dims: "
         "dims={'*.name': ((-2,), (-1,))} for a stack of matrices (out, in), ((-1,), (-2,)) where each is (in, out), "
         "((0,), (1, 2)) for one matrix whose columns are two dims"
     )

@@ -20,9 +20,10 @@ from muonfx.core.combine import widest
 from muonfx.core.contract import NOTHING
 from muonfx.select.params import read_params
 from muonfx.select.predicates import Predicate, asks_for_modules, path_patterns
-from muonfx.select.rules import Labels, is_set_for, listing
+from muonfx.select.rules import Labels, is_set_for
 from muonfx.select.views import patterns
 from muonfx.tree import PyTree
+from muonfx.tree.display import format_list
 from muonfx.tree.wrappers import unwrapped
 
 __all__ = ["mask_patterns", "masked", "partition", "resolve_mask"]
@@ -116,14 +117,15 @@ class _Assignment:
         given = _by_wrapped_name(given, names)
         missing = [name for name in names if name not in given]
         if missing:
-            raise ValueError(f"{self.what}: no value for {listing(missing)}; every parameter needs one")
+            raise ValueError(f"{self.what}: no value for {format_list(missing)}; every parameter needs one")
         return [given[name] for name in names]
 
     def _by_structure(self, given: PyTree, params: PyTree) -> list[Any]:
         if not tree.same_structure(given, params):
             raise ValueError(
                 f"{self.what}: expected a tree of the structure of the parameters or a mapping by their dotted names, "
-                f"found a tree with leaves {listing(tree.names(given))}, for parameters {listing(tree.names(params))}"
+                f"found a tree with leaves {format_list(tree.names(given))}, "
+                f"for parameters {format_list(tree.names(params))}"
             )
         return tree.leaves(given)
 
@@ -170,7 +172,7 @@ def _warn_of_unused_views(transforms: Mapping[str, Transform], labels: Labels, n
     ]
     if found:
         warn_caller(
-            f"partition: of {listing(found, str)} the labels know dims, and a transform for them has none: each is "
+            f"partition: of {format_list(found, str)} the labels know dims, and a transform for them has none: each is "
             "flattened behind its first dim: give it dims=labels.dims, blocks=labels.blocks (labels = "
             "default_labels(model)), or say with labels=Labels(labels) that this is meant"
         )
@@ -199,9 +201,9 @@ def _warn_of_fused(transforms: Mapping[str, Transform], labels: Labels, names: l
 
     warnings.warn(
         f"partition: by their names, these parameters hold several matrices each, and each is treated as one matrix: "
-        f"{listing(list(whole))}. If their parts have equal numbers of rows, and are stored one after another, split "
-        f"them: give Muon, or each transform that takes a view,\n  {line(counts)}\nIf the numbers differ, as with "
-        "fewer keys than queries, write them as a tuple in place of the count. If each is one matrix, or its parts "
+        f"{format_list(list(whole))}. If their parts have equal numbers of rows, and are stored one after another, "
+        f"split them: give Muon, or each transform that takes a view,\n  {line(counts)}\nIf the numbers differ, as "
+        "with fewer keys than queries, write them as a tuple in place of the count. If each is one matrix, or its parts "
         f"are interleaved, keep it whole without this warning:\n  {line(dict.fromkeys(whole, 1))}",
         stacklevel=3,
     )
@@ -319,7 +321,8 @@ def partition(
         for name, label in zip(names, chosen, strict=True):
             if label is not None and label not in transforms:
                 raise ValueError(
-                    f"partition: {name!r} has the label {label!r}; the transforms are for {listing(list(transforms))}"
+                    f"partition: {name!r} has the label {label!r}; the transforms are for "
+                    f"{format_list(list(transforms))}"
                 )
         return names, chosen
 

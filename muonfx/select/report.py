@@ -12,9 +12,9 @@ from torch import nn
 from muonfx.core.recorded import Recorded
 from muonfx.select.defaults import default_labels
 from muonfx.select.params import ParamInfo, Params, read_names, read_params
-from muonfx.select.rules import Label, Labels, listing
+from muonfx.select.rules import Label, Labels
 from muonfx.select.views import View
-from muonfx.tree.display import Report, Shown, Table, format_shape
+from muonfx.tree.display import Report, Shown, Table, format_list, format_shape
 
 __all__ = ["Routing", "describe", "format_labels"]
 
@@ -127,10 +127,10 @@ def _routing(labels: Labelling, params: Params) -> Routing:
     found = labels if isinstance(labels, Mapping) else labels(params)
     chosen = found if isinstance(found, Labels) else Labels(found)
     if missing := [info.name for info in infos if info.name not in chosen]:
-        raise ValueError(f"no label for {listing(missing)}; expected one for every parameter (None leaves one out)")
+        raise ValueError(f"no label for {format_list(missing)}; expected one for every parameter (None leaves one out)")
     if unknown := sorted(set(chosen) - {info.name for info in infos} - set(absent)):
         raise ValueError(
-            f"labels for {listing(unknown)}, which are no parameters here; make the labels from these params"
+            f"labels for {format_list(unknown)}, which are no parameters here; make the labels from these params"
         )
     return Routing(infos, chosen)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias, TypeVar, cast
 
@@ -13,16 +13,14 @@ import torch
 from muonfx.select.params import ParamInfo, Params, read_names
 from muonfx.select.predicates import Predicate
 from muonfx.select.views import Blocks, Dims, View, find_views, patterns
-from muonfx.tree.display import Report, Table
+from muonfx.tree.display import Report, Table, format_list
 from muonfx.tree.tracing import matches
 
-__all__ = ["NO_DEFAULT", "Label", "Labels", "Rule", "apply_rules", "is_set_for", "labels", "listing", "make_labels"]
+__all__ = ["NO_DEFAULT", "Label", "Labels", "Rule", "apply_rules", "is_set_for", "labels", "make_labels"]
 
 T = TypeVar("T")
 Label: TypeAlias = str | None
 Rule: TypeAlias = tuple[Predicate, Label]
-
-_LISTED = 20  # names in one error message
 
 
 class _Unset(enum.Enum):
@@ -80,7 +78,7 @@ class Labels(Mapping[str, Label]):
             _check_label(label, f"parameter {name!r}")
         for what, given in (("reasons", self._reasons), ("views", self._views), ("shapes", self._shapes)):
             if unknown := [name for name in given if name not in self._labels]:
-                raise ValueError(f"{what} are given for parameters without a label: {listing(unknown)}")
+                raise ValueError(f"{what} are given for parameters without a label: {format_list(unknown)}")
 
     def __getitem__(self, name: str) -> Label:
         return self._labels[name]
@@ -223,7 +221,7 @@ def labels(model_or_params: Params, rules: Sequence[Rule], default: Label | _Uns
         decided |= {info.name: (default, "default") for info in infos if info.name not in decided}
     if open_names := [info.name for info in infos if info.name not in decided]:
         raise ValueError(
-            f"{len(open_names)} of {len(infos)} parameters match no rule: {listing(open_names)}; "
+            f"{len(open_names)} of {len(infos)} parameters match no rule: {format_list(open_names)}; "
             "add a rule for them, or give a default (None leaves them out)"
         )
     return make_labels(model_or_params, infos, decided, absent)
@@ -282,9 +280,3 @@ def _check_rule(rule: object, number: int) -> None:
 def _check_label(label: object, where: str) -> None:
     if not (label is None or isinstance(label, str)):
         raise TypeError(f"{where}: found the label {label!r}; expected a string, or None to leave parameters out")
-
-
-def listing(names: Sequence[str], shown: Callable[[str], str] = repr) -> str:
-    """Format names for an error message: the first ones, and the number of the rest."""
-    more = len(names) - _LISTED
-    return ", ".join(map(shown, names[:_LISTED])) + (f" and {more} more" if more > 0 else "")

@@ -17,6 +17,7 @@ from muonfx import tree
 from muonfx.sharding.dtensors import is_dtensor, local_of
 from muonfx.sharding.messages import ShardingError, collective
 from muonfx.tree import PyTree
+from muonfx.tree.display import format_list
 from muonfx.tree.tracing import functorch_is_active, is_wrapped, without_transforms
 
 if TYPE_CHECKING:
@@ -106,9 +107,7 @@ def warn_together(message: str, group: dist.ProcessGroup, stacklevel: int = 2) -
 
 def listed(ranks: Sequence[int]) -> str:
     """Format ranks for a message."""
-    shown = ", ".join(map(str, ranks[:8]))
-    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return f"rank{'s' * (len(ranks) > 1)} {shown}{more}"
+    return f"rank{'s' * (len(ranks) > 1)} {format_list(ranks, str)}"
 
 
 def number_of(facts: object) -> int:

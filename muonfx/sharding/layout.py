@@ -27,6 +27,7 @@ from muonfx.sharding.dtensors import local_tree, logical_tree, map_named
 from muonfx.sharding.messages import Buffers, ShardingError
 from muonfx.sharding.shards import Piece
 from muonfx.tree import PyTree, Spec
+from muonfx.tree.display import format_list
 
 if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -122,8 +123,8 @@ class Layout:
             ShardingError: there is no such parameter; the message names some that there are.
         """
         if name not in self.specs:
-            known = ", ".join(map(repr, list(self.specs)[:5])) or "none"
-            raise ShardingError(f"{self!r} has no parameter {name!r}; it was made for {known}, ...")
+            known = format_list(list(self.specs)) or "none"
+            raise ShardingError(f"{self!r} has no parameter {name!r}; it was made for {known}")
         return self.pieces[name][self.rank if rank is None else rank]
 
     @cached_property

@@ -33,6 +33,7 @@ from muonfx.sharding.plan.balance import assign_by_bytes
 from muonfx.sharding.plan.cost import costs_of
 from muonfx.tree import PyTree, Spec
 from muonfx.tree.arguments import did_you_mean, plain_arguments
+from muonfx.tree.display import format_list
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -165,12 +166,12 @@ def flat(
     order = _order_of_buffer(params, specs, starts) if order is None else list(order)
     if sorted(order) != sorted(specs):
         different = sorted(set(order) ^ set(specs)) or sorted({name for name in order if order.count(name) > 1})
-        raise ValueError(f"order: must name every parameter once; look at {', '.join(map(repr, different[:5]))}")
+        raise ValueError(f"order: must name every parameter once; look at {format_list(different)}")
     if starts is None:
         starts = one_behind_another(specs, order)
     elif unknown := sorted(starts.keys() - specs.keys()):
         close = did_you_mean(unknown[0], specs)
-        raise ValueError(f"starts: {unknown[0]!r} is no parameter{close}; there are {', '.join(map(repr, specs))}")
+        raise ValueError(f"starts: {unknown[0]!r} is no parameter{close}; there are {format_list(list(specs))}")
     _check_cuts(specs, order, starts, cuts, size)
     places = tuple(cuts)
     pieces = {name: Intervals(spec.shape, starts[name], places) for name, spec in specs.items()}
@@ -337,8 +338,8 @@ def _order_of_buffer(params: PyTree, specs: Mapping[str, Spec], starts: Mapping[
     given = [name for name in _names_as_given(params, ()) if name in specs]
     if given != names:
         raise ValueError(
-            f"order: the parameters are given as {', '.join(map(repr, given[:4]))}, ..., and sorted they are "
-            f"{', '.join(map(repr, names[:4]))}, ...: say which is the buffer's, order=list(params) or "
+            f"order: the parameters are given as {format_list(given)}, and sorted they are "
+            f"{format_list(names)}: say which is the buffer's, order=list(params) or "
             "order=sorted(params) for a flat dict"
         )
     return names

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from muonfx.tree.display import format_list
 from muonfx.tree.tracing import is_wrapped, matches
 from muonfx.tree.wrappers import unwrapped
 
@@ -280,9 +281,9 @@ def collect_max_logits(
             handle.remove()
     blind = [name for name, saw in collector.ran.items() if not saw]
     if blind and (module is not None or len(blind) == len(collector.ran)):
-        shown = ", ".join(repr(name) if name else "the model" for name in blind[:5])
+        shown = format_list(blind, lambda name: repr(name) if name else "the model")
         warnings.warn(
-            f"collect_max_logits: no attention was seen in {shown}{', ...' * (len(blind) > 5)}, though it ran. Only "
+            f"collect_max_logits: no attention was seen in {shown}, though it ran. Only "
             "calls of torch.nn.functional.scaled_dot_product_attention are seen. If attention is computed otherwise "
             "(flex attention, a kernel of another package, plain products), call muonfx.attention.record_max_logits "
             "in the module's forward. If the module computes none, choose others with module=",

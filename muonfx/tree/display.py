@@ -8,10 +8,16 @@ scripts and inherits the colours of the page, so it is readable on light and dar
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-__all__ = ["Column", "Report", "Row", "Shown", "Table", "format_bytes", "format_shape", "printable"]
+__all__ = ["Column", "Report", "Row", "Shown", "Table", "format_bytes", "format_list", "format_shape", "printable"]
+
+T = TypeVar("T")
+
+_LISTED = 10
+"""Items of a list in one message."""
 
 _LEAST = 8
 """Minimal width in characters of a narrowed column."""
@@ -188,6 +194,12 @@ def format_bytes(nbytes: float) -> str:
         value /= 1024
         units.pop(0)
     return f"{value:.0f} B" if units[0] == "B" else f"{value:.2f} {units[0]}"
+
+
+def format_list(items: Sequence[T], shown: Callable[[T], str] = repr) -> str:
+    """Format the first items of a list for a message, and the number of the others."""
+    more = len(items) - _LISTED
+    return ", ".join(map(shown, items[:_LISTED])) + (f" and {more} more" if more > 0 else "")
 
 
 def format_shape(sides: Sequence[int]) -> str:

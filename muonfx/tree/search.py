@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from muonfx.tree.display import format_list
 from muonfx.tree.structure import PyTree, open_node
 
 __all__ = ["get", "get_all", "set"]
@@ -106,9 +107,8 @@ def _find_one(tree: PyTree, where: Where) -> tuple[Path, Any]:
         close = difflib.get_close_matches(where, ends, n=3) if isinstance(where, str) else []
         said = f"; close to it are {', '.join(ends[name] for name in close)}" if close else ""
         raise KeyError(f"{wanted} is nowhere in the tree{said}")
-    places = ", ".join(_dotted(path) or "the tree itself" for path, _ in found[:5])
-    more = ", ..." if len(found) > 5 else ""
-    raise KeyError(f"{wanted} is in {len(found)} places: {places}{more}; say more of the path")
+    places = format_list([_dotted(path) or "the tree itself" for path, _ in found], str)
+    raise KeyError(f"{wanted} is in {len(found)} places: {places}; say more of the path")
 
 
 def _replaced(node: PyTree, path: Path, value: PyTree) -> PyTree:

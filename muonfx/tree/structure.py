@@ -21,6 +21,8 @@ import torch
 from optree.utils import total_order_sorted
 from torch import Tensor
 
+from muonfx.tree.display import format_list
+
 __all__ = [
     "NAMESPACE",
     "Present",
@@ -328,10 +330,6 @@ def spec(tree: PyTree) -> PyTree:
     return map(lambda leaf: Spec(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf, tree)
 
 
-def _some(names: Sequence[str]) -> str:
-    return f"({', '.join([repr(name) for name in names[:5]])}{', ...' if len(names) > 5 else ''})"
-
-
 class Present:
     """The places at which a tree holds something, so that work can be done on plain lists of tensors.
 
@@ -371,8 +369,9 @@ class Present:
             pass
         mine, theirs = names(self._tree(self._leaves)), names(tree)
         raise ValueError(
-            f"expected a tree like the updates, with {len(mine)} leaves {_some(mine)}, found a {type(tree).__name__} "
-            f"with {len(theirs)} leaves {_some(theirs)}; updates, state and params must have one structure"
+            f"expected a tree like the updates, with {len(mine)} leaves ({format_list(mine)}), found a "
+            f"{type(tree).__name__} "
+            f"with {len(theirs)} leaves ({format_list(theirs)}); updates, state and params must have one structure"
         )
 
     def _tree(self, leaves: Sequence[object]) -> PyTree:

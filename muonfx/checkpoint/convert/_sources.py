@@ -15,6 +15,7 @@ from muonfx.select.partition import partition
 from muonfx.transforms import add_decayed_weights, momentum, orthogonalize, scale_by_learning_rate, scale_by_shape
 from muonfx.transforms.scale import ShapeRule
 from muonfx.tree import PyTree
+from muonfx.tree.display import format_list
 
 __all__ = ["Entry", "Given", "Group", "Keys", "Optim", "Options", "Source", "composed", "muon_chain"]
 
@@ -145,7 +146,7 @@ def _named(
         rest = iter(names)
         found = [[next(rest) for _ in group["params"]] for group in groups]
     if unknown := sorted({name for group in found for name in group} - params.keys()):
-        raise ValueError(f"{what}: no parameter is called {', '.join(map(repr, unknown[:5]))}")
+        raise ValueError(f"{what}: no parameter is called {format_list(unknown)}")
     return saved, found
 
 
