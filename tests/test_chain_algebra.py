@@ -1,7 +1,6 @@
 """The algebra of combinators: chains associate, identity is neutral, partition and mask are what their names say."""
 
 import copy
-import functools
 import itertools
 import pickle
 from collections.abc import Sequence
@@ -53,18 +52,6 @@ def bracketed(members: Sequence[mfx.Transform], cuts: Sequence[int]) -> mfx.Tran
 @given(kit.chains(), st.lists(st.integers(0, 4), max_size=3), examples)
 def test_brackets_do_not_matter(members: list[mfx.Transform], cuts: list[int], example: kit.Example):
     assert_same(updates_of(bracketed(members, cuts), example), updates_of(mfx.chain(*members), example))
-
-
-@given(kit.chains(), st.integers(0, 4), examples)
-def test_identity_may_stand_anywhere(members: list[mfx.Transform], place: int, example: kit.Example):
-    with_identity = [*members[:place], mfx.identity(), *members[place:]]
-    assert_same(updates_of(mfx.chain(*with_identity), example), updates_of(mfx.chain(*members), example))
-
-
-@given(examples)
-def test_the_empty_chain_is_identity(example: kit.Example):
-    assert_same(updates_of(mfx.chain(), example), example.steps)
-    assert mfx.chain().init(example.params) == {}
 
 
 @given(kit.chains(), examples)
@@ -128,30 +115,6 @@ def test_partition_is_a_loop_over_its_groups_in_any_order(
     assert_same(found, [tree.unflatten(treedef, list(step.values())) for step in expected])
 
 
-@given(members, examples)
-def test_partition_with_one_label_is_its_transform(tx: mfx.Transform, example: kit.Example):
-    labels = dict.fromkeys(tree.names(example.params), "all")
-    whole = kit.Example(
-        only(example.params, [True] * len(labels)), [only(grads, [True] * len(labels)) for grads in example.steps]
-    )
-    found = updates_of(mfx.partition({"all": tx}, labels), example)
-    assert_same([tree.leaves(step) for step in found], [[u[n] for n in labels] for u in updates_of(tx, whole)])
-
-
-@given(members, examples)
-def test_a_mask_all_true_is_the_inner_transform(tx: mfx.Transform, example: kit.Example):
-    mask = dict.fromkeys(tree.names(example.params), True)
-    flat = kit.Example(only(example.params, list(mask.values())), [only(g, list(mask.values())) for g in example.steps])
-    found = [tree.leaves(step) for step in updates_of(mfx.masked(tx, mask), example)]
-    assert_same(found, [[updates[name] for name in mask] for updates in updates_of(tx, flat)])
-
-
-@given(members, examples)
-def test_a_mask_all_false_is_identity(tx: mfx.Transform, example: kit.Example):
-    mask = dict.fromkeys(tree.names(example.params), False)
-    assert_same(updates_of(mfx.masked(tx, mask), example), example.steps)
-
-
 @given(members, st.lists(st.booleans(), min_size=4, max_size=4), examples)
 def test_a_mask_is_a_partition_with_identity(tx: mfx.Transform, choices: list[bool], example: kit.Example):
     names = tree.names(example.params)
@@ -159,29 +122,6 @@ def test_a_mask_is_a_partition_with_identity(tx: mfx.Transform, choices: list[bo
     labels = {name: "in" if use else "out" for name, use in mask.items()}
     split = mfx.partition({"in": tx, "out": mfx.identity()}, labels)
     assert_same(updates_of(mfx.masked(tx, mask), example), updates_of(split, example))
-
-
-@given(st.lists(st.sampled_from([0.5, 2.0, -1.0, 4.0]), max_size=4), examples)
-def test_powers_of_two_multiply(factors: list[float], example: kit.Example):
-    product = functools.reduce(lambda a, b: a * b, factors, 1.0)
-    chained = mfx.chain(*(mfx.scale(factor) for factor in factors))
-    assert_same(updates_of(chained, example), updates_of(mfx.scale(product), example))
-
-
-@pytest.mark.filterwarnings("ignore:chain. .* comes before set_to_zero")
-@given(members, examples)
-def test_zeroed_updates_stay_zero_or_absent(tx: mfx.Transform, example: kit.Example):
-    for updates in updates_of(mfx.chain(tx, mfx.set_to_zero()), example):
-        assert all(not leaf.any() for leaf in tree.tensors(updates))
-
-
-@given(members, examples)
-def test_injected_hyperparameters_left_alone_change_nothing(tx: mfx.Transform, example: kit.Example):
-    # Numbers become 0-d float64 tensors, and with them the order of roundings.
-    precise = example.precise()
-    for found, expected in zip(updates_of(mfx.inject_hyperparams(tx), precise), updates_of(tx, precise), strict=True):
-        for a, b in zip(tree.leaves(found), tree.leaves(expected), strict=True):
-            torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
 
 
 DEEPEST = 64

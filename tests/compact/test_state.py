@@ -60,23 +60,6 @@ def test_what_a_state_means_is_in_the_fingerprint():
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: mfx.int8(block=0), "block must be an int of 1 or more, found 0"),
-        (lambda: mfx.int8(block=2.5), r"int8: block must be an int, found 2\.5"),
-        (lambda: mfx.int8(min_size=-1), "min_size must be an int of 0 or more, found -1"),
-        (lambda: mfx.int8(seed=True), "int8: seed must be an int, found True"),
-        (lambda: mfx.int8(stochastic=1), "int8: stochastic must be True or False, found 1"),
-        (lambda: mfx.int8(code="log"), 'int8: code must be "dynamic" or "linear", found .log.'),
-        (lambda: mfx.fp8(format="e3m4"), 'fp8: format must be "e4m3" or "e5m2", found .e3m4.'),
-    ],
-)
-def test_a_bad_argument_is_refused(make: Any, message: str):
-    with pytest.raises((ValueError, TypeError), match=f"^{message}$"):
-        make()
-
-
-@pytest.mark.parametrize(
     "make",
     [
         lambda dtype: mfx.normalize_neurons(dtype=dtype),

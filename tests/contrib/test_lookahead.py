@@ -1,6 +1,5 @@
 """`lookahead`: the parameters come back to the slow weights, and only then."""
 
-import pytest
 import torch
 
 import muonfx as mfx
@@ -26,16 +25,3 @@ def test_parameters_that_are_lost_between_meetings_are_no_news_to_the_slow_weigh
     tx = mfx.contrib.lookahead(mfx.identity(), 2, 0.5)
     _, state = tx.update({"w": torch.full((2,), float("nan"), dtype=torch.float64)}, tx.init(PARAMS), PARAMS)
     assert torch.equal(state.slow["w"], PARAMS["w"])
-
-
-def test_bad_input_is_named():
-    with pytest.raises(ValueError, match="sync_period"):
-        mfx.contrib.lookahead(mfx.identity(), 0, 0.5)
-    with pytest.raises(ValueError, match="slow_step_size"):
-        mfx.contrib.lookahead(mfx.identity(), 2, -0.5)
-    with pytest.raises(TypeError, match="inner must be a Transform"):
-        mfx.contrib.lookahead(torch.sum, 2, 0.5)
-    with pytest.raises(ValueError, match="needs the parameters"):
-        mfx.contrib.lookahead(mfx.identity(), 2, 0.5).update(
-            PARAMS, mfx.contrib.lookahead(mfx.identity(), 2, 0.5).init(PARAMS)
-        )

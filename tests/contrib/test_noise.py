@@ -57,8 +57,3 @@ def test_a_batch_has_noise_of_its_own_where_its_keys_differ():
     )(keys)
     assert torch.equal(batch[0], tx.update({"w": torch.zeros(5)}, state)[0]["w"])
     assert not torch.equal(batch[0], batch[1])
-
-
-def test_a_negative_variance_is_an_error():
-    with pytest.raises(ValueError, match=r"eta must be at least 0, found -1.0"):
-        mfx.contrib.add_noise(-1.0, 0.5)

@@ -47,21 +47,7 @@ def test_an_optimizer_hands_the_loss_on():
         optimizer.step()
 
 
-def test_bad_input_is_named():
-    for arguments in (
-        {"factor": 1.0},
-        {"factor": 0.0},
-        {"patience": 0},
-        {"cooldown": -1},
-        {"accumulation_size": 0},
-        {"rtol": 1.5},
-        {"rtol": -1.0},
-        {"atol": -1.0},
-        {"min_scale": -1.0},
-        {"rtol": 0.0, "atol": 0.0},
-    ):
-        with pytest.raises(ValueError, match=next(iter(arguments))):
-            mfx.contrib.reduce_on_plateau(**arguments)
+def test_a_loss_of_several_elements_is_refused():
     tx = mfx.contrib.reduce_on_plateau()
     with pytest.raises(ValueError, match="one element"):
         tx.update(ONES, tx.init(ONES), value=torch.ones(2))

@@ -95,10 +95,3 @@ def test_a_module_and_an_optimizer_take_the_gradient():
         optimizer.step()
         losses.append(float(value))
     assert losses[-1] < losses[0]
-
-
-def test_bad_input_is_named():
-    with pytest.raises(ValueError, match="rho must be at least 0"):
-        mfx.contrib.sam(-1.0)
-    with pytest.raises(ValueError, match="needs the parameters"):
-        mfx.contrib.sam(adaptive=True).update(PARAMS, mfx.core.EmptyState())

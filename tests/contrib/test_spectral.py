@@ -58,26 +58,3 @@ def test_a_dual_norm_is_that_of_the_inner_direction():
     grads = {"w": torch.tensor([[1e-30, -2e-30], [0.0, 3e-30]])}
     tx = mfx.contrib.scale_by_dual_norm(mfx.scale_by_sign())
     torch.testing.assert_close(tx.update(grads, tx.init(grads))[0]["w"], 6e-30 * grads["w"].sign(), rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: mfx.contrib.clip_singular_values(0.0), "threshold must be above 0, found 0.0"),
-        (lambda: mfx.contrib.clip_singular_values(steps=0), "steps: found 0"),
-        (lambda: mfx.contrib.scale_by_dion(rank=0), "rank must be .*found 0"),
-        (lambda: mfx.contrib.scale_by_dion(decay=1.0), "decay must be in .*found 1.0"),
-        (lambda: mfx.contrib.sampled_momentum(one_in=0), "one_in must be .*found 0"),
-        (lambda: mfx.contrib.scale_by_namo(mfx.identity(), b2=-0.1), "b2 must be in .*found -0.1"),
-        (lambda: mfx.add_updates(), "add_updates: give at least one transform"),
-        (lambda: mfx.normalize_rows(dims=((0,),)), "dims must be None or"),
-    ],
-)
-def test_a_wrong_argument_is_named_with_what_was_found(make: Any, message: str):
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
-def test_only_transforms_are_added_up():
-    with pytest.raises(TypeError, match=r"add_updates: argument 1 must be a Transform .*call the factory"):
-        mfx.add_updates(mfx.identity(), mfx.momentum)

@@ -155,18 +155,3 @@ def test_an_offloaded_state_follows_too():
         update = {"w": GRADS[step]["w"]}
         (updates, state), (others, kept) = tx.update(update, state, params), offloaded.update(update, kept, params)
         assert torch.equal(updates["w"], others["w"])
-
-
-@pytest.mark.parametrize(
-    ("make", "kind", "message"),
-    [
-        (lambda: mfx.momentum(mfx.linear(-0.5, 0.9, 4)), ValueError, r"momentum: at step 0, decay must be in \[0, 1\)"),
-        (lambda: mfx.momentum(mfx.linear(0.5, 1.0, 40)), ValueError, r"momentum: at step 100, decay must be in \[0"),
-        (lambda: mfx.momentum(nesterov=RISING), TypeError, "momentum: nesterov must be True or False, found linear"),
-        (lambda: mfx.accumulate(mfx.momentum(), RISING), TypeError, "accumulate: every must be an int, found linear"),
-        (lambda: mfx.momentum(lambda count: 0.5), TypeError, "momentum: decay must be a number or a 0-d tensor"),
-    ],
-)
-def test_wrong_schedules_are_named(make: Callable[[], mfx.Transform], kind: type[Exception], message: str):
-    with pytest.raises(kind, match=message):
-        make()

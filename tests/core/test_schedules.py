@@ -81,23 +81,3 @@ def test_each_restart_is_a_cosine_of_its_own():
             assert restarts(first + count) == pytest.approx(alone(count))
         first += 4 * 2**cycle
     assert restarts(first + 100) == pytest.approx(0.01)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: mfx.exponential(1.0, 0, 0.5), "steps must be an int of 1 or more, found 0"),
-        (lambda: mfx.exponential(1.0, 1, 0.0), "rate must be above 0, found 0.0"),
-        (lambda: mfx.polynomial(1.0, 0.0, 4, power=-1.0), "power must be at least 0"),
-        (lambda: mfx.piecewise_constant(1.0, {-1: 0.5}), "a step of scales must be an int of 0 or more, found -1"),
-        (lambda: mfx.piecewise_constant(1.0, {3: -0.5}), "the scale at step 3 must be at least 0"),
-        (lambda: mfx.piecewise_interpolate(1.0, {}, "cubic"), 'interpolation must be "cosine" or "linear"'),
-        (lambda: mfx.one_cycle(1.0, 4, pct_start=1.5), "pct_start must be at most 1, found 1.5"),
-        (lambda: mfx.sgdr(1.0, 4, 0), "cycles must be an int of 1 or more, found 0"),
-        (lambda: mfx.sgdr(1.0, 4, 2, warmup_steps=5), "warmup_steps must be at most total_steps"),
-    ],
-)
-def test_wrong_arguments_are_named(make: object, message: str):
-    assert callable(make)
-    with pytest.raises(ValueError, match=message):
-        make()

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 import muonfx as mfx
 from muonfx import testing as kit
 from muonfx import tree
-from muonfx.testing.laws.compiling import Counter
 from muonfx.testing.violation import bits_equal, is_close, tolerance_of
 
 CALLS: list[Any] = []
@@ -93,22 +92,6 @@ def test_the_caller_may_say_where_the_last_micro_batch_is():
     assert int(state.count) == 0
 
 
-def test_a_boundary_before_every_is_too_early_for_nobody():
-    tx = mfx.accumulate(probe(), 2)
-    state = tx.init({"w": torch.zeros(1)})
-    for boundary in (False, False, False, True):
-        _, state = tx.update({"w": torch.ones(1)}, state, boundary=boundary)
-    assert [float(updates["w"]) for updates, _ in CALLS] == [1.0]
-
-
-def test_extras_reach_the_inner_transform():
-    tx = mfx.accumulate(probe(), 2)
-    state = tx.init({"w": torch.zeros(1)})
-    for value in (7.0, 8.0):
-        _, state = tx.update({"w": torch.ones(1)}, state, value=value)
-    assert [value for _, value in CALLS] == [8.0]
-
-
 def test_a_gradient_that_is_absent_in_some_micro_batches_counts_as_zero_there():
     params = {"a": torch.zeros(2), "b": torch.zeros(2), "never": torch.zeros(2)}
     tx = mfx.accumulate(mfx.momentum(0.5, nesterov=False), 2)
@@ -123,11 +106,6 @@ def test_a_gradient_that_is_absent_in_some_micro_batches_counts_as_zero_there():
     assert bits_equal(state.inner.trace["never"], start.inner.trace["never"])
     third, state = tx.update({"a": torch.ones(2), "b": torch.ones(2), "never": torch.ones(2)}, state, params)
     assert not third["never"].any()
-
-
-@given(st.integers(1, 3), kit.params_and_grads(steps=(3, 3)))
-def test_updates_come_in_the_gradients_dtypes(every: int, example: kit.Example):
-    kit.laws.updates_look_like_the_gradients(mfx.accumulate(mfx.momentum(), every), *example)
 
 
 def sums_in_bf16_would_be_wrong(dtype: torch.dtype | None) -> float:
@@ -151,28 +129,6 @@ def test_sums_are_kept_in_fp32_by_default():
     assert float(updates["w"]) == float(torch.tensor(exact).to(torch.bfloat16))
 
 
-@pytest.mark.parametrize("every", [1, 3])
-def test_compiled_accumulation_equals_eager_and_compiles_once(every: int):
-    tx = mfx.accumulate(mfx.scale_by_adam(), every)
-    params, steps = kit.Example.of({"w": (2, 3), "b": (3,)}, steps=7)
-    torch._dynamo.reset()
-    counter = Counter()
-    compiled = torch.compile(lambda g, s, p: tx.update(g, s, p), fullgraph=True, backend=counter)
-    state = eager = tx.init(params)
-    for grads in steps:
-        found, state = compiled(grads, state, params)
-        expected, eager = tx.update(grads, eager, params)
-        for a, b in zip(tree.leaves((found, state)), tree.leaves((expected, eager)), strict=True):
-            torch.testing.assert_close(a, b)
-    assert counter.graphs == 1
-
-
-@pytest.mark.slow
-def test_inductor_compiles_accumulation():
-    tx = mfx.accumulate(mfx.chain(mfx.momentum(), mfx.scale_by_learning_rate(0.1)), 2)
-    kit.laws.compiled_update_equals_eager(tx, *kit.Example.of({"w": (2, 3)}, steps=5), backend="inductor")
-
-
 def test_vmap_over_states_that_are_at_different_micro_batches():
     tx = mfx.accumulate(mfx.momentum(), 2)
     params, steps = kit.Example.of({"w": (2, 3)}, steps=4)
@@ -186,27 +142,6 @@ def test_vmap_over_states_that_are_at_different_micro_batches():
             updates, expected[place] = tx.update(grads, expected[place], params)
             torch.testing.assert_close(found["w"][place], updates["w"])
     assert stacked.count.tolist() == [int(state.count) for state in expected]
-
-
-def test_vmap_over_the_inner_numbers():
-    params, steps = kit.Example.of({"w": (2, 3)}, steps=4)
-    several = [mfx.accumulate(mfx.scale_by_adam(b1), 2) for b1 in (0.5, 0.9, 0.99)]
-
-    def run(tx: mfx.Transform) -> torch.Tensor:
-        state = tx.init(params)
-        for grads in steps:
-            updates, state = tx.update(grads, state, params)
-        return updates["w"]
-
-    found = torch.func.vmap(run)(mfx.stack(several))
-    for place, tx in enumerate(several):
-        torch.testing.assert_close(found[place], run(tx), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("every", [0, -1, 1.5, True, "2"])
-def test_every_must_be_a_positive_int(every: Any):
-    with pytest.raises((ValueError, TypeError), match="every must be an int"):
-        mfx.accumulate(mfx.identity(), every)
 
 
 def test_donation_reuses_the_sums():

@@ -50,12 +50,43 @@ def assert_close(ours: list[dict[str, Tensor]], theirs: list[dict[str, Tensor]],
 
 @pytest.mark.parametrize("rule", ["original", "match_rms_adamw"])
 @pytest.mark.parametrize("nesterov", [True, False])
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_muon_is_torch_optim_muon(rule, nesterov, weight_decay, precision, monkeypatch):
+def test_muon_is_torch_optim_muon(rule, nesterov):
     params, steps = draw()
-    if precision == "fp32":  # torch hard-codes bf16; in fp32 the bound can be tight. It writes to the copy, so copy.
-        monkeypatch.setattr(torch.Tensor, "bfloat16", lambda x: x.to(torch.float32, copy=True))
+    theirs = run_torch(
+        lambda ps: torch.optim.Muon(ps, lr=0.02, weight_decay=0.1, momentum=0.9, nesterov=nesterov, adjust_lr_fn=rule),
+        params,
+        steps,
+    )
+    tx = mfx.muon(
+        0.02,
+        decay=0.9,
+        nesterov=nesterov,
+        weight_decay=0.1,
+        coefficients="keller",
+        rule=rule,
+        dtype=torch.bfloat16,
+    )
+    ours = run_ours(tx, params, steps)
+    for name, (rows, columns) in SHAPES.items():
+        # bf16 products round differently when batched or summed in another order: singular values near the steep
+        # start of the polynomial (slope 485) carry that on. Per step an update moves an element by at most lr *
+        # scale.
+        moved = torch.linalg.matrix_norm(theirs[-1][name] - params[name])
+        assert torch.linalg.matrix_norm(ours[-1][name] - theirs[-1][name]) < 0.05 * moved, (name, rows, columns)
+
+
+PRECISIONS = pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float32, 1e-6), (torch.float64, 1e-12)], ids=["fp32", "fp64"]
+)
+
+
+@pytest.mark.parametrize("rule", ["original", "match_rms_adamw"])
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_muon_is_torch_optim_muon_in_double_precision(rule, nesterov, weight_decay, monkeypatch):
+    params, steps = draw(torch.float64)
+    # torch iterates in bf16 whatever the parameters are, and nothing is comparable to 1e-12 after that: let it not.
+    monkeypatch.setattr(torch.Tensor, "bfloat16", lambda x: x.to(torch.float64, copy=True))
     theirs = run_torch(
         lambda ps: torch.optim.Muon(
             ps, lr=0.02, weight_decay=weight_decay, momentum=0.9, nesterov=nesterov, adjust_lr_fn=rule
@@ -71,100 +102,29 @@ def test_muon_is_torch_optim_muon(rule, nesterov, weight_decay, precision, monke
         weight_decay=weight_decay,
         coefficients="keller",
         rule=rule,
-        dtype=torch.float32 if precision == "fp32" else torch.bfloat16,
-    )
-    ours = run_ours(tx, params, steps)
-    if precision == "fp32":
-        assert_close(ours, theirs, rtol=1e-4, atol=2e-5)
-        return
-    for name, (rows, columns) in SHAPES.items():
-        # bf16 products round differently when batched or summed in another order: singular values near the steep
-        # start of the polynomial (slope 485) carry that on. Per step an update moves an element by at most lr *
-        # scale.
-        moved = torch.linalg.matrix_norm(theirs[-1][name] - params[name])
-        assert torch.linalg.matrix_norm(ours[-1][name] - theirs[-1][name]) < 0.05 * moved, (name, rows, columns)
-
-
-@pytest.mark.parametrize("nesterov", [True, False])
-def test_muon_is_torch_optim_muon_in_double_precision(nesterov, monkeypatch):
-    params, steps = draw(torch.float64)
-    # torch iterates in bf16 whatever the parameters are, and nothing is comparable to 1e-12 after that: let it not.
-    monkeypatch.setattr(torch.Tensor, "bfloat16", lambda x: x.to(torch.float64, copy=True))
-    theirs = run_torch(
-        lambda ps: torch.optim.Muon(ps, lr=0.02, weight_decay=0.1, momentum=0.9, nesterov=nesterov), params, steps
-    )
-    monkeypatch.undo()
-    tx = mfx.muon(
-        0.02,
-        decay=0.9,
-        nesterov=nesterov,
-        weight_decay=0.1,
-        coefficients="keller",
-        rule="original",
         dtype=torch.float64,
     )
     assert_close(run_ours(tx, params, steps), theirs, rtol=1e-12, atol=1e-12)
 
 
-def test_the_momentum_of_muon_is_torchs_in_double_precision():
-    """The part of torch.optim.Muon that comes before its bf16, as it is."""
-    params, steps = draw(torch.float64)
-    live = [torch.nn.Parameter(value.clone()) for value in params.values()]
-    optimizer, tx = torch.optim.Muon(live, lr=0.02, momentum=0.9), mfx.muon(0.02, decay=0.9)
-    state = tx.init(params)
-    for grads in steps:
-        for param, grad in zip(live, grads.values(), strict=True):
-            param.grad = grad.clone()
-        optimizer.step()
-        _, state = tx.update(grads, state, params)
-        for param, trace in zip(live, state["momentum"].trace.values(), strict=True):
-            torch.testing.assert_close(trace, optimizer.state[param]["momentum_buffer"], rtol=1e-14, atol=1e-14)
-
-
+@PRECISIONS
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-@pytest.mark.parametrize("foreach", [True, False])
-def test_adamw_is_torch_optim_adamw(weight_decay, foreach):
-    params, steps = draw()
-    theirs = run_torch(
-        lambda ps: torch.optim.AdamW(ps, lr=1e-2, betas=(0.8, 0.95), weight_decay=weight_decay, foreach=foreach),
-        params,
-        steps,
-    )
-    ours = run_ours(mfx.adamw(1e-2, b1=0.8, b2=0.95, weight_decay=weight_decay), params, steps)
-    assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_adamw_is_torch_optim_adamw_in_double_precision(weight_decay):
-    params, steps = draw(torch.float64)
+def test_adamw_is_torch_optim_adamw(weight_decay, dtype, bound):
+    params, steps = draw(dtype)
     theirs = run_torch(
         lambda ps: torch.optim.AdamW(ps, lr=1e-2, betas=(0.8, 0.95), weight_decay=weight_decay), params, steps
     )
     ours = run_ours(mfx.adamw(1e-2, b1=0.8, b2=0.95, weight_decay=weight_decay), params, steps)
-    assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    assert_close(ours, theirs, rtol=bound, atol=bound)
 
 
-def test_scale_by_adam_is_torch_optim_adam_in_double_precision():
-    params, steps = draw(torch.float64)
-    theirs = run_torch(lambda ps: torch.optim.Adam(ps, lr=1e-2), params, steps)
-    tx = mfx.chain(mfx.scale_by_adam(), mfx.scale_by_learning_rate(1e-2))
-    assert_close(run_ours(tx, params, steps), theirs, rtol=1e-12, atol=1e-12)
-
-
+@PRECISIONS
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_heavy_ball_is_torch_optim_sgd(nesterov):
-    params, steps = draw()
+def test_heavy_ball_is_torch_optim_sgd(nesterov, dtype, bound):
+    params, steps = draw(dtype)
     theirs = run_torch(lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, nesterov=nesterov), params, steps)
     tx = mfx.chain(mfx.momentum(0.9, nesterov=nesterov, heavy_ball=True), mfx.scale_by_learning_rate(0.1))
-    assert_close(run_ours(tx, params, steps), theirs, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("nesterov", [True, False])
-def test_heavy_ball_is_torch_optim_sgd_in_double_precision(nesterov):
-    params, steps = draw(torch.float64)
-    theirs = run_torch(lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, nesterov=nesterov), params, steps)
-    tx = mfx.chain(mfx.momentum(0.9, nesterov=nesterov, heavy_ball=True), mfx.scale_by_learning_rate(0.1))
-    assert_close(run_ours(tx, params, steps), theirs, rtol=1e-12, atol=1e-12)
+    assert_close(run_ours(tx, params, steps), theirs, rtol=bound, atol=bound)
 
 
 def test_global_norm_clipping_is_torch_clip_grad_norm():

@@ -8,7 +8,6 @@ from torch import Tensor
 
 import muonfx as mfx
 from muonfx import testing as kit
-from muonfx import tree
 from muonfx.testing.laws.compiling import Counter
 
 RATES = torch.linspace(0.01, 0.3, 16, dtype=torch.float64)
@@ -72,16 +71,6 @@ def trained(tx: mfx.Transform, params: Any, loss: Any, steps: int = 3) -> Any:
         updates, state = tx.update(torch.func.grad(loss)(params), state, params)
         params = mfx.apply_updates(params, updates)
     return params
-
-
-@pytest.mark.parametrize("build", BUILDERS)
-def test_vmap_over_sixteen_learning_rates_is_a_loop(build: Any):
-    params, loss, _ = regression()
-    found = torch.func.vmap(lambda rate: trained(build(rate), params, loss))(RATES)
-    for place, rate in enumerate(RATES):
-        expected = trained(build(float(rate)), params, loss)
-        for name in params:
-            torch.testing.assert_close(found[name][place], expected[name], rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("build", BUILDERS)
@@ -162,22 +151,6 @@ def test_grad_of_a_vmap_over_transforms():
         alone = torch.func.grad(lambda tx: validation(trained(tx, params, loss)))(mfx.as_tensors(tx))
         for name, slope in mfx.hyperparams(alone).items():
             assert float(slopes[name][place]) == pytest.approx(float(slope) / 3, rel=1e-7), name
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("build", BUILDERS)
-def test_inductor_equals_eager_and_compiles_once(build: Any):
-    params, loss, _ = regression()
-    steps = [torch.func.grad(loss)(tree.map(lambda p, k=k: p + 0.1 * k, params)) for k in range(5)]
-    kit.laws.compiled_update_equals_eager(build(), params, steps, backend="inductor")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("build", BUILDERS)
-def test_an_injected_learning_rate_may_change_without_recompiling_by_inductor(build: Any):
-    params, loss, _ = regression()
-    steps = [torch.func.grad(loss)(tree.map(lambda p, k=k: p + 0.1 * k, params)) for k in range(4)]
-    kit.laws.changing_an_injected_number_does_not_recompile(build(), params, steps, backend="inductor")
 
 
 @pytest.mark.slow

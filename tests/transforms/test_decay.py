@@ -54,11 +54,6 @@ def test_independent_decay_does_not_know_the_learning_rate():
     assert_follows(mfx.chain(mfx.scale_by_learning_rate(0.0), decay), lambda t, x, g: (1 - DECAY) * x)
 
 
-def test_cautious_independent_decay_decays_what_the_update_shrinks_too():
-    tx = mfx.chain(mfx.scale_by_learning_rate(RATE), mfx.subtract_decayed_weights(DECAY, cautious=True))
-    assert_follows(tx, lambda t, x, g: x - RATE * g - DECAY * x * (g * x >= 0))
-
-
 def test_decay_with_the_square_of_the_learning_rate_is_a_schedule_of_its_shape():
     tx = mfx.chain(
         mfx.add_decayed_weights(mfx.cosine(DECAY, steps=8)), mfx.scale_by_learning_rate(mfx.cosine(RATE, steps=8))
@@ -97,16 +92,3 @@ def test_caution_is_not_lost_to_underflow_or_zero(make: Any):
     updates = {"w": sign * updates["w"]}
     out = tx.update(updates, tx.init(params), params)[0]["w"]
     assert (out - updates["w"] == sign * torch.tensor([5e-31, 0.0, 0.0, 0.0, 1.0])).all()
-
-
-@pytest.mark.parametrize("make", [mfx.add_decayed_weights, mfx.subtract_decayed_weights])
-def test_what_is_missing_or_wrong_is_named(make: Any):
-    with pytest.raises(ValueError, match=r"weight_decay must be .*, found -1"):
-        make(-1.0)
-    with pytest.raises(ValueError, match=f"{make.__name__} needs the parameters"):
-        make(0.1).update({"w": torch.ones(1)}, mfx.core.EmptyState())
-
-
-def test_what_is_not_a_transform_is_not_made_cautious():
-    with pytest.raises(TypeError, match="cautious: inner must be a Transform, found 3"):
-        mfx.cautious(3)  # type: ignore[arg-type]

@@ -326,15 +326,6 @@ def test_a_constructor_that_returns_something_else_says_why():
         bad()
 
 
-def test_a_slot_names_the_argument_that_pins_it():
-    with pytest.raises(TypeError, match="mu_dtype must be"):
-        mfx.Slot(torch.int64, "mu_dtype")
-    with pytest.raises(ValueError, match="dtype must be"):
-        mfx.Slot("fp32")
-    with pytest.raises(ValueError, match='start must be "zeros", "params" or a number, found \'ones\''):
-        mfx.Slot(start="ones")
-
-
 def test_a_step_that_reads_parameters_asks_for_them():
     tx = made(lambda u, s, p: (u + p, s), reads_params=True)
     assert tx.reads_params

@@ -140,11 +140,6 @@ def test_neurons_of_the_longer_side_are_those_of_the_transpose(seed: int):
         assert all(torch.equal(mine[name], rows[name]) for name in ("tall", "square"))
 
 
-def test_an_unknown_axis_of_neurons_is_refused():
-    with pytest.raises(ValueError, match='axis must be "longer" or "rows", found \'columns\''):
-        mfx.normalize_neurons(axis="columns")  # type: ignore[arg-type]
-
-
 DIMS = st.sampled_from((None, ((-2,), (-1,)), {"a.*": ((0,), (1, 2)), "*": None}))
 BLOCKS = st.sampled_from((None, 2, (1, 3), {"*.qkv": 3}, {"*.qkv": (1, 2), "*": 2}))
 

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -96,21 +95,6 @@ def test_without_bad_steps_it_is_the_inner_transform(inner: mfx.Transform, examp
     assert int(state.skipped) == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize("bad", BAD)
-def test_one_bad_leaf_skips_the_whole_step(dtype: torch.dtype, bad: float):
-    tx = mfx.skip_nonfinite(mfx.chain(mfx.clip_by_global_norm(1.0), mfx.momentum(), mfx.scale(-0.1)))
-    params = {"w": torch.ones(2, 2, dtype=dtype), "b": torch.ones(2, dtype=dtype)}
-    state = tx.init(params)
-    good = tree.map(torch.ones_like, params)
-    _, state = tx.update(good, state, params)
-    trace = copied_tree(state.inner["momentum"].trace)
-    updates, state = tx.update({"w": good["w"], "b": torch.tensor([1.0, bad], dtype=dtype)}, state, params)
-    assert not updates["w"].any()
-    assert not updates["b"].any()
-    assert_same(state.inner["momentum"].trace, trace)
-
-
 def test_large_finite_gradients_are_no_fault():
     largest = torch.finfo(torch.float16).max
     tx = mfx.skip_nonfinite(mfx.identity())
@@ -127,15 +111,6 @@ def test_counters_count_in_all_and_in_a_row():
         _, state = tx.update({"w": torch.tensor([value])}, state)
         seen.append((int(state.skipped), int(state.in_a_row)))
     assert seen == [(0, 0), (1, 1), (2, 2), (2, 0), (3, 1)]
-
-
-def test_a_fault_on_another_rank_skips_the_step_here():
-    tx = mfx.skip_nonfinite(mfx.momentum())
-    state = tx.init({"w": torch.zeros(1)})
-    # As the sharding layer would: what the other ranks have found is added.
-    updates, state = tx.update({"w": torch.ones(1)}, state, sum_over_leaves=lambda scalars: torch.tensor(1.0))
-    assert not updates["w"].any()
-    assert int(state.skipped) == 1
 
 
 def test_derivatives_stay_finite_where_a_step_is_skipped():
@@ -156,13 +131,6 @@ def test_vmap_skips_each_member_of_a_batch_by_itself():
     updates, states = torch.func.vmap(lambda g: tx.update(g, state))(grads)
     assert updates["w"].flatten().tolist() == [0.5, 0.0, 1.0]
     assert states.skipped.tolist() == [0, 1, 0]
-
-
-def test_compiled_skipping_needs_no_second_graph():
-    tx = mfx.skip_nonfinite(mfx.scale_by_adam())
-    params, steps = kit.Example.of({"w": (2, 3)}, steps=4)
-    steps[1] = {"w": torch.full((2, 3), float("nan"))}
-    kit.laws.compiled_update_equals_eager(tx, params, steps)
 
 
 def test_accumulation_within_skipping_drops_the_bad_micro_batch_only():

@@ -47,10 +47,3 @@ def test_nan_stays_in_its_matrix(name: str):
     out = tx.update(grads, tx.init(grads), {"w": torch.ones(2, 3, 4)})[0]["w"]
     assert out[0].isfinite().all()
     assert out[1].isnan().any()
-
-
-@pytest.mark.parametrize("tx", [mfx.match_weight_norms(), mfx.keep_weight_norms()], ids=lambda tx: tx.name)
-def test_missing_parameters_are_asked_for(tx: mfx.Transform):
-    params = {"w": torch.ones(2, 2)}
-    with pytest.raises(ValueError, match=f"{tx.name} needs the parameters: call update"):
-        tx.update(params, tx.init(params))

@@ -1,6 +1,5 @@
 """Running mean squares: of elements, and of rows and columns."""
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -59,20 +58,3 @@ def test_what_is_factored_has_no_mean_squares_of_elements():
         "k": [(3, 4), (5, 3), (0,)],
         "thin": [(0,), (0,), (1, 9)],
     }
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: mfx.scale_by_rms(1.0), r"decay must be in \[0, 1\), found 1.0"),
-        (lambda: mfx.scale_by_rms(initial_scale=-1.0), "initial_scale must be at least 0, found -1.0"),
-        (lambda: mfx.scale_by_factored_rms(decay_rate=-1.0), "decay_rate must be at least 0"),
-        (lambda: mfx.scale_by_factored_rms(min_dim_size_to_factor=0), "min_dim_size_to_factor must be an int of 1"),
-        (lambda: mfx.scale_by_factored_rms(dtype="fp32"), 'dtype must be "auto"'),
-        (lambda: mfx.Slot(start="ones"), 'start must be "zeros", "params" or a number'),
-    ],
-)
-def test_wrong_arguments_are_named(make: object, message: str):
-    assert callable(make)
-    with pytest.raises(ValueError, match=message):
-        make()

@@ -1,0 +1,155 @@
+"""A wrong argument is an error at the call that names the argument, and what was found."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import muonfx as mfx
+from tests.public import NAMES
+
+MODEL = torch.nn.Linear(2, 2)
+NAMESPACE: dict[str, Any] = {**vars(mfx), **NAMES, "torch": torch, "mfx": mfx, "MODEL": MODEL}
+
+WRONG = {
+    # numbers outside their range
+    "momentum(-0.1)": r"decay must be in \[0, 1\), found -0.1",
+    "momentum(float('nan'))": "decay must be finite, found nan",
+    "scale(float('inf'))": "factor must be finite",
+    "scale_by_learning_rate(-1.0)": "learning_rate must be at least 0",
+    "scale_by_adam(b2=1.0)": r"b2 must be in \[0, 1\)",
+    "scale_by_adam(eps=-1.0)": "eps must be at least 0",
+    "add_decayed_weights(-0.1)": "weight_decay must be at least 0",
+    "subtract_decayed_weights(-1.0)": "weight_decay must be at least 0, found -1",
+    "clip_by_global_norm(0.0)": "max_norm must be above 0",
+    "scale_by_rms(1.0)": r"decay must be in \[0, 1\), found 1.0",
+    "scale_by_rms(initial_scale=-1.0)": "initial_scale must be at least 0, found -1.0",
+    "scale_by_factored_rms(decay_rate=-1.0)": "decay_rate must be at least 0",
+    "scale_by_factored_rms(min_dim_size_to_factor=0)": "min_dim_size_to_factor must be an int of 1",
+    "scale_by_trust_ratio(-1.0)": "min_norm must be at least 0, found -1.0",
+    "scale_by_trust_ratio(trust_coefficient=-1.0)": "trust_coefficient must be at least 0",
+    "normalize_by_update_norm(eps=-1.0)": "eps must be at least 0",
+    "accumulate(momentum(), 0)": "every must be an int of 1 or more",
+    "contrib.clip_singular_values(0.0)": "threshold must be above 0, found 0.0",
+    "contrib.clip_singular_values(steps=0)": "steps: found 0",
+    "contrib.scale_by_dion(rank=0)": "rank must be .*found 0",
+    "contrib.scale_by_dion(decay=1.0)": "decay must be in .*found 1.0",
+    "contrib.sampled_momentum(one_in=0)": "one_in must be .*found 0",
+    "contrib.scale_by_namo(identity(), b2=-0.1)": "b2 must be in .*found -0.1",
+    "contrib.add_noise(-1.0, 0.5)": "eta must be at least 0, found -1.0",
+    "contrib.scale_by_dog(0.0)": "must be",
+    "contrib.scale_by_dog(eps=-1.0)": "must be",
+    "contrib.scale_by_dowg(0.0)": "must be",
+    "contrib.lookahead(identity(), 0, 0.5)": "sync_period",
+    "contrib.lookahead(identity(), 2, -0.5)": "slow_step_size",
+    "contrib.scale_by_prodigy(b1=1.0)": "b1",
+    "contrib.scale_by_prodigy(b2=-0.1)": "b2",
+    "contrib.scale_by_prodigy(b3=1.0)": "b3",
+    "contrib.scale_by_prodigy(eps=-1.0)": "eps",
+    "contrib.scale_by_prodigy(estim_lr0=0.0)": "estim_lr0",
+    "contrib.scale_by_prodigy(estim_lr_coef=-1.0)": "estim_lr_coef",
+    "contrib.scale_by_prodigy(weight_decay=-1.0)": "weight_decay",
+    "contrib.scale_by_prodigy(learning_rate=-1.0)": "learning_rate",
+    "contrib.reduce_on_plateau(factor=1.0)": "factor",
+    "contrib.reduce_on_plateau(patience=0)": "patience",
+    "contrib.reduce_on_plateau(cooldown=-1)": "cooldown",
+    "contrib.reduce_on_plateau(accumulation_size=0)": "accumulation_size",
+    "contrib.reduce_on_plateau(rtol=1.5)": "rtol",
+    "contrib.reduce_on_plateau(atol=-1.0)": "atol",
+    "contrib.reduce_on_plateau(min_scale=-1.0)": "min_scale",
+    "contrib.reduce_on_plateau(rtol=0.0, atol=0.0)": "rtol",
+    "contrib.schedule_free(scale(-0.1), -0.1)": "learning_rate",
+    "contrib.schedule_free(scale(-0.1), 0.1, b1=0.0)": "b1",
+    "contrib.schedule_free(scale(-0.1), 0.1, weight_lr_power=-1.0)": "weight_lr_power",
+    "contrib.sam(-1.0)": "rho must be at least 0",
+    "AttentionHeads('*', 3, 2)": "heads must be a multiple of key_heads, found 3 and 2",
+    "AttentionHeads('*', 2, query_dims=(2, 2))": "query_dims must have 0 <= first < end",
+    "AttentionHeads('*', 0)": "heads must be an int of 1 or more",
+    "qk_clip(AttentionHeads('*', 2), tau=0.0)": "tau must be above 0",
+    "qk_clip(AttentionHeads('*', 2), alpha=1.5)": "alpha must be from 0 to 1",
+    "int8(block=0)": "block must be an int of 1 or more, found 0",
+    "int8(min_size=-1)": "min_size must be an int of 0 or more, found -1",
+    "warmup_cosine(1.0, 20, 10)": "warmup_steps must be at most total_steps",
+    "exponential(1.0, 0, 0.5)": "steps must be an int of 1 or more, found 0",
+    "exponential(1.0, 1, 0.0)": "rate must be above 0, found 0.0",
+    "polynomial(1.0, 0.0, 4, power=-1.0)": "power must be at least 0",
+    "piecewise_constant(1.0, {-1: 0.5})": "a step of scales must be an int of 0 or more, found -1",
+    "piecewise_constant(1.0, {3: -0.5})": "the scale at step 3 must be at least 0",
+    "one_cycle(1.0, 4, pct_start=1.5)": "pct_start must be at most 1, found 1.5",
+    "sgdr(1.0, 4, 0)": "cycles must be an int of 1 or more, found 0",
+    "momentum(linear(-0.5, 0.9, 4))": r"momentum: at step 0, decay must be in \[0, 1\)",
+    "momentum(linear(0.5, 1.0, 40))": r"momentum: at step 100, decay must be in \[0",
+    # names that are not in a registry
+    "scale_by_shape('moonshot')": 'scale_by_shape: rule must be "fan_in" or .*, found .moonshot',
+    "orthogonalize(coefficients='kellr')": "keller",
+    "normalize_neurons(axis='columns')": 'axis must be "longer" or "rows", found .columns',
+    "monitor(metrics=('size',))": "unknown metrics",
+    "scale_by_factored_rms(dtype='fp32')": 'dtype must be "auto"',
+    "Slot(start='ones')": 'start must be "zeros", "params" or a number, found .ones',
+    "piecewise_interpolate(1.0, {}, 'cubic')": 'interpolation must be "cosine" or "linear"',
+    "int8(code='log')": 'int8: code must be "dynamic" or "linear", found .log.',
+    "fp8(format='e3m4')": 'fp8: format must be "e4m3" or "e5m2", found .e3m4.',
+    # values of another kind, and arguments that contradict each other
+    "momentum('0.9')": "decay must be a number",
+    "momentum(lambda count: 0.9)": "a function of the step count becomes a schedule",
+    "momentum(nesterov=linear(0.5, 0.9, 4))": "momentum: nesterov must be True or False, found linear",
+    "momentum(dtype=torch.int8)": 'dtype must be "auto", a floating-point',
+    "Slot(torch.int64, 'mu_dtype')": "mu_dtype must be",
+    "momentum(heavy_ball=True, debias=True)": "no bias to correct",
+    "accumulate(momentum(), linear(0.5, 0.9, 4))": "accumulate: every must be an int, found linear",
+    "orthogonalize(blocks=0)": "blocks must be None, a count",
+    "orthogonalize(dims=(0, 1))": "dims must be None or",
+    "normalize_rows(dims=((0,),))": "dims must be None or",
+    "join([constant(1.0)], [3])": "one schedule more than boundaries",
+    "qk_clip('*.attn')": r"heads must be an AttentionHeads or a tuple of these, found '\*\.attn'",
+    "AttentionHeads('*', 2, key_rows=4)": r"key_rows must be a tuple \(first, end\)",
+    "stateless(3)": "stateless: function must be a function",
+    "add_updates()": "add_updates: give at least one transform",
+    "contrib.conditionally_mask(identity(), 3)": "should_transform must be a function",
+    "contrib.conditionally_transform(identity(), 3)": "should_transform must be a function",
+    # something else in the place of a transform
+    "chain(momentum)": "argument 0 must be a Transform .*call the factory to get a transform",
+    "chain([momentum()])": r"chain\(\*transforms\)",
+    "add_updates(identity(), momentum)": "add_updates: argument 1 must be a Transform .*call the factory",
+    "cautious(3)": "cautious: inner must be a Transform, found 3",
+    "contrib.lookahead(torch.sum, 2, 0.5)": "inner must be a Transform",
+    "contrib.schedule_free(torch.sum, 0.1)": "inner must be a Transform",
+    "contrib.conditionally_mask(torch.sum, len)": "inner must be a Transform",
+    "contrib.conditionally_transform(torch.sum, len)": "inner must be a Transform",
+    "hyperparams(momentum)": "expected a transform, found momentum; call the factory",
+    "hyperparams(Muon(MODEL, lr=0.1))": r"hyperparams\(optimizer.tx\)",
+    "TransformOptimizer(scale(1.0), MODEL)": "the model Linear; the model comes first",
+    "TransformOptimizer(MODEL, muon)": r"the function muon; call it .*: muon\(...\)",
+    "sharding.plan_for(muon, sharding.zero({'w': torch.zeros(2, 2)}, 2))": r"found the function muon; call it",
+}
+
+
+@pytest.mark.filterwarnings("ignore:Muon. no parameter has the label")
+@pytest.mark.parametrize("code", WRONG)
+def test_a_wrong_argument_is_named_at_the_call(code: str):
+    with pytest.raises((ValueError, TypeError), match=WRONG[code]):
+        eval(code, NAMESPACE)
+
+
+GRADS = {"w": torch.ones(2, 2)}
+READ_PARAMS = {
+    "add_decayed_weights": mfx.add_decayed_weights(0.1),
+    "subtract_decayed_weights": mfx.subtract_decayed_weights(0.1),
+    "adaptive_grad_clip": mfx.adaptive_grad_clip(0.5),
+    "keep_weight_norms": mfx.keep_weight_norms(),
+    "match_weight_norms": mfx.match_weight_norms(),
+    "scale_by_trust_ratio": mfx.scale_by_trust_ratio(),
+    "lookahead": mfx.contrib.lookahead(mfx.identity(), 2, 0.5),
+    "sam": mfx.contrib.sam(adaptive=True),
+    "scale_by_dog": mfx.contrib.scale_by_dog(),
+    "scale_by_dowg": mfx.contrib.scale_by_dowg(),
+    "scale_by_prodigy": mfx.contrib.scale_by_prodigy(),
+    "schedule_free": mfx.contrib.schedule_free(mfx.scale(-0.1), 0.1),
+}
+
+
+@pytest.mark.parametrize("name", READ_PARAMS)
+def test_a_transform_that_reads_the_parameters_requires_them(name: str):
+    tx = READ_PARAMS[name]
+    with pytest.raises(ValueError, match=f"^{name}.* needs the parameters: call update"):
+        tx.update(GRADS, tx.init(GRADS))
