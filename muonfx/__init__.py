@@ -70,12 +70,11 @@ from muonfx.core.schedules import (
     warmup_stable_decay,
 )
 from muonfx.recipes import adamw, lion, muon, muon_with_adamw, muonclip, normuon
-from muonfx.select import Labels, default_labels, describe, labels
+from muonfx.select import Labels, MatrixView, default_labels, describe, labels
 from muonfx.select.partition import masked, partition
 from muonfx.transforms import (
     AttentionHeads,
     Leaf,
-    MatrixView,
     Metric,
     ShapeRule,
     Slot,

@@ -22,6 +22,7 @@ total        3       256  100.0%
 """
 
 from muonfx.select.defaults import default_labels, default_labels_by_name
+from muonfx.select.matrix_view import MatrixView
 from muonfx.select.params import ParamInfo
 from muonfx.select.predicates import Predicate, frozen, module_type, ndim, numel, path, shape, tied, where
 from muonfx.select.report import describe, format_labels
@@ -30,6 +31,7 @@ from muonfx.select.views import View, views
 
 __all__ = [
     "Labels",
+    "MatrixView",
     "ParamInfo",
     "Predicate",
     "View",

@@ -247,7 +247,7 @@ _ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
         steps=st.sampled_from((None, 3)),
         dtype=_COMPUTE,
         dims=_DIMS,
-        view=st.builds(tfs.MatrixView, _DIMS) | st.builds(tfs.MatrixView, _DIMS, st.just(1), _AXES),
+        view=st.builds(select.MatrixView, _DIMS) | st.builds(select.MatrixView, _DIMS, st.just(1), _AXES),
     ),
     "scale": st.builds(tfs.scale, _SCALES),
     "scale_by_adam": _adams(),

@@ -5,7 +5,6 @@ are in `muonfx.contrib`.
 """
 
 from muonfx.transforms._heads import AttentionHeads
-from muonfx.transforms._matrices import MatrixView
 from muonfx.transforms.accumulate import AccumulateState, accumulate
 from muonfx.transforms.adam import AdamState, scale_by_adam
 from muonfx.transforms.average import EmaParamsState, MasterParamsState, ema_params, master_params
@@ -53,7 +52,6 @@ __all__ = [
     "Leaf",
     "LionState",
     "MasterParamsState",
-    "MatrixView",
     "MomentumState",
     "MonitorState",
     "NeuronsState",

@@ -12,6 +12,7 @@ from muonfx.core import Donation, checks, transform
 from muonfx.core.contract import NOTHING
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.polar.scaling import power_of_two
+from muonfx.select.matrix_view import stack_blocks, unstack_blocks
 from muonfx.transforms._matrices import (
     BlockAxis,
     Blocks,
@@ -20,8 +21,6 @@ from muonfx.transforms._matrices import (
     matrix_locality,
     name_patterns,
     on_stacks_without_blocks,
-    stack_blocks,
-    unstack_blocks,
 )
 from muonfx.transforms._pinned import WideStateDtype, state_dtype
 from muonfx.tree import Present, PyTree

@@ -1,0 +1,228 @@
+"""The matrices in a parameter: which dims are rows and columns, and which blocks are separate matrices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from muonfx.tree.arguments import Options
+from muonfx.tree.tracing import matches
+
+__all__ = ["BlockAxis", "Blocks", "Dims", "MatrixView", "stack_blocks", "unstack_blocks"]
+
+Dims = tuple[tuple[int, ...], tuple[int, ...]]
+"""The dims that form the rows and the dims that form the columns; all other dims are batch dims."""
+
+Blocks = int | tuple[int, ...]
+"""The number of equal blocks, or their sizes, along the block axis."""
+
+BlockAxis = int | Mapping[str, int | None]
+"""The axis that is split into blocks: -2 or -1, for all leaves or by name."""
+
+S = TypeVar("S")
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class MatrixView(Options):
+    """The matrices that a leaf consists of, for the transforms that work on matrices.
+
+    They take it as ``view=``, or its fields as arguments of their own. Each setting is one for all leaves or a mapping
+    that gives a value for each glob over a leaf's dotted name: the first match counts, no match is None.
+
+    Args:
+        dims: which dims of a leaf are rows and which are columns, the others being a batch: ``((-2,), (-1,))`` treats
+            a stack of expert matrices one by one. None: a leaf of more than two dims is flattened behind the first,
+            as a convolution wants it.
+        blocks: cut each matrix along ``block_axis`` into this many equal blocks, or into blocks of these sizes, and
+            treat each alone: ``{"*.qkv.weight": 3}`` for a fused QKV, the number of heads for per-head updates.
+        block_axis: -2 cuts rows (output features), -1 columns (input features); no match is -2.
+
+    Raises:
+        ValueError: a setting is malformed; the message says what is expected.
+
+    Example:
+        >>> import muonfx as mfx
+        >>> view = mfx.MatrixView(blocks={"*.qkv.weight": 3})
+        >>> mfx.chain(mfx.orthogonalize(view=view), mfx.scale_by_shape("spectral", view=view))
+        chain(orthogonalize(blocks={'*.qkv.weight': 3}), scale_by_shape(rule='spectral', blocks={'*.qkv.weight': 3}))
+
+        Attention by head, 8 heads of queries and 2 of keys and values, whose outputs are the columns of ``o``:
+
+        >>> heads = {"*.q.weight": 8, "*.k.weight": 2, "*.v.weight": 2, "*.o.weight": 8}
+        >>> mfx.muon(0.02, view=mfx.MatrixView(blocks=heads, block_axis={"*.o.weight": -1})).children[1]
+        orthogonalize(blocks={'*.q.weight': 8, '*.k.weight': 2, '*.v.weight': 2, '*.o.weight': 8},
+                      block_axis={'*.o.weight': -1})
+    """
+
+    dims: Dims | Mapping[str, Dims | None] | None = None
+    blocks: Blocks | Mapping[str, Blocks | None] | None = None
+    block_axis: BlockAxis = -2
+
+    def __post_init__(self) -> None:
+        """Check the settings, and copy mappings so that callers cannot modify them."""
+        for value in self.dims.values() if isinstance(self.dims, Mapping) else (self.dims,):
+            if value is not None and not (
+                isinstance(value, tuple) and len(value) == 2 and all(isinstance(side, tuple) and side for side in value)
+            ):
+                raise ValueError(
+                    f"dims must be None or (row dims, column dims) such as ((0,), (1, 2)), found {value!r}"
+                )
+        for value in self.blocks.values() if isinstance(self.blocks, Mapping) else (self.blocks,):
+            sizes = (value,) if isinstance(value, int) else value
+            if value is not None and not (
+                isinstance(sizes, tuple) and sizes and all(type(size) is int and size > 0 for size in sizes)
+            ):
+                raise ValueError(f"blocks must be None, a count, or a tuple of sizes, each at least 1, found {value!r}")
+        for value in self.block_axis.values() if isinstance(self.block_axis, Mapping) else (self.block_axis,):
+            if (type(value) is not int and value is not None) or value not in (-2, -1, None):
+                raise ValueError(f"block_axis must be -2 (rows) or -1 (columns), found {value!r}")
+        if self.blocks is None and self.block_axis != -2:
+            raise ValueError(
+                f"block_axis={self.block_axis!r} has no effect without blocks: give blocks, or leave block_axis out"
+            )
+        for name in self.__match_args__:
+            setting = getattr(self, name)
+            if isinstance(setting, Mapping):
+                object.__setattr__(self, name, dict(setting))
+
+    def __eq__(self, other: object) -> bool:
+        """Compare settings; the order of patterns counts, because the first match applies."""
+        return self._key == other._key if isinstance(other, MatrixView) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @property
+    def _key(self) -> tuple[object, ...]:
+        return _ordered(self.dims), _ordered(self.blocks), _ordered(self.block_axis)
+
+    def of(self, names: Sequence[str]) -> list[MatrixView]:
+        """The settings for each named leaf."""
+        if not self.needs_names:
+            return [self] * len(names)
+        found: list[tuple[Dims | None, Blocks | None, int]] = []
+        for name in names:
+            blocks = _pick(self.blocks, name)
+            axis = -2 if blocks is None else _pick(self.block_axis, name) or -2
+            found.append((_pick(self.dims, name), blocks, axis))
+        views = {settings: MatrixView(*settings) for settings in dict.fromkeys(found)}
+        return [views[settings] for settings in found]
+
+    @property
+    def needs_names(self) -> bool:
+        """True if a setting depends on a leaf's name."""
+        return any(isinstance(setting, Mapping) for setting in (self.dims, self.blocks, self.block_axis))
+
+    @property
+    def axis(self) -> int:
+        """The block axis, of the view of one leaf."""
+        assert isinstance(self.block_axis, int)  # `of` has resolved mappings
+        return self.block_axis
+
+    def split(self, leaf: Tensor, name: str) -> list[Tensor]:
+        """View a leaf as matrices of shape (..., rows, columns): one tensor, or one for each of unequal blocks.
+
+        Raises:
+            ValueError: it is no matrix, or does not fit the settings; the message has its name.
+        """
+        matrix = self._to_matrix(leaf, name)
+        if self.blocks is None:
+            return [matrix]
+        size = matrix.shape[self.axis]
+        if isinstance(self.blocks, int):
+            if size % self.blocks:
+                raise ValueError(f"{name!r}: {size} {self._axis_name} cannot be cut into {self.blocks} equal blocks")
+            return [stack_blocks(matrix, self.blocks, self.axis)]
+        assert isinstance(self.blocks, tuple)  # `of` has resolved mappings
+        if sum(self.blocks) != size:
+            raise ValueError(
+                f"{name!r}: blocks {self.blocks} add up to {sum(self.blocks)}, the leaf has {size} {self._axis_name}"
+            )
+        return list(matrix.split(list(self.blocks), dim=self.axis))
+
+    def join(self, matrices: list[Tensor], leaf: Tensor) -> Tensor:
+        """Undo `split`, for a leaf of the given shape."""
+        if self.blocks is None:
+            matrix = matrices[0]
+        elif isinstance(self.blocks, int):
+            matrix = unstack_blocks(matrices[0], self.axis)
+        else:
+            matrix = torch.cat(matrices, dim=self.axis)
+        if self.dims is None:
+            return matrix if leaf.ndim == 2 else matrix.reshape(leaf.shape)
+        batch, rows, columns = self._dims_of(leaf, "")
+        order = [*batch, *rows, *columns]
+        permuted = matrix.reshape([leaf.shape[dim] for dim in order])
+        return permuted.permute([order.index(dim) for dim in range(leaf.ndim)])
+
+    def matrices(self, shape: tuple[int, ...]) -> tuple[int, int] | None:
+        """The shape of one matrix, where a leaf is a number of independent ones, one behind another in memory."""
+        if self.dims is not None:
+            sides = [tuple(dim % len(shape) for dim in side) for side in self.dims]
+            if sides != [(len(shape) - 2,), (len(shape) - 1,)]:
+                return None
+        elif len(shape) != 2:
+            return None
+        if self.blocks is None:
+            return (shape[-2], shape[-1]) if len(shape) > 2 else None
+        if not isinstance(self.blocks, int) or self.axis != -2 or shape[-2] % self.blocks:
+            return None
+        return shape[-2] // self.blocks, shape[-1]
+
+    @property
+    def _axis_name(self) -> str:
+        return "rows" if self.axis == -2 else "columns"
+
+    def _to_matrix(self, leaf: Tensor, name: str) -> Tensor:
+        if self.dims is None:
+            if leaf.ndim < 2:
+                raise ValueError(
+                    f"{name!r} has shape {tuple(leaf.shape)}; a matrix is needed. Route vectors elsewhere with "
+                    "muonfx.partition and muonfx.default_labels"
+                )
+            return leaf if leaf.ndim == 2 else leaf.reshape(leaf.shape[0], math.prod(leaf.shape[1:]))
+        batch, rows, columns = self._dims_of(leaf, name)
+        shape = [leaf.shape[dim] for dim in batch]
+        shape += [math.prod([leaf.shape[dim] for dim in side]) for side in (rows, columns)]
+        return leaf.permute([*batch, *rows, *columns]).reshape(shape)
+
+    def _dims_of(self, leaf: Tensor, name: str) -> tuple[list[int], list[int], list[int]]:
+        assert isinstance(self.dims, tuple)
+        sides = [[dim % leaf.ndim if -leaf.ndim <= dim < leaf.ndim else -1 for dim in side] for side in self.dims]
+        taken = [dim for side in sides for dim in side]
+        if -1 in taken or len(set(taken)) < len(taken):
+            raise ValueError(
+                f"{name!r} has shape {tuple(leaf.shape)}; dims {self.dims} repeat a dim or name one that it has not"
+            )
+        return [dim for dim in range(leaf.ndim) if dim not in taken], sides[0], sides[1]
+
+
+def _ordered(setting: object) -> object:
+    return tuple(setting.items()) if isinstance(setting, Mapping) else setting
+
+
+def _pick(setting: S | Mapping[str, S | None] | None, name: str) -> S | None:
+    if not isinstance(setting, Mapping):
+        return setting
+    return next((value for pattern, value in setting.items() if matches(name, pattern)), None)
+
+
+def stack_blocks(matrix: Tensor, count: int, axis: int) -> Tensor:
+    """Split (..., rows, columns) along rows (-2) or columns (-1) into equal blocks (..., count, rows, columns)."""
+    *batch, rows, columns = matrix.shape
+    if axis == -2:
+        return matrix.reshape(*batch, count, rows // count, columns)
+    return matrix.reshape(*batch, rows, count, columns // count).movedim(-2, -3)
+
+
+def unstack_blocks(stacked: Tensor, axis: int) -> Tensor:
+    """Concatenate equal blocks (..., count, rows, columns) along rows (-2) or columns (-1)."""
+    *batch, count, rows, columns = stacked.shape
+    if axis == -2:
+        return stacked.reshape(*batch, count * rows, columns)
+    return stacked.movedim(-3, -2).reshape(*batch, rows, count * columns)
