@@ -1,12 +1,14 @@
 """Twelve chains, one model, and ten steps of each: in one process, offloaded, under FSDP2 and under ZeRO.
 
-The values of each run were recorded once. `python -m tests.trajectories.chains` writes them again, which is right only
-for a change that is meant to change the bits.
+The values of each run were recorded once. `python -m tests.trajectories.chains` records them again, which is right only
+for a change that is meant to change the bits. With `--add`, it adds the digests of this kind of machine to the recorded
+ones; run that on the commit before a change.
 """
 
 import hashlib
 import json
 import platform
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -162,9 +164,15 @@ def runs(world: World, name: str) -> dict[str, list[dict[str, Tensor]]]:
 # ------------------------------------------------------------------------------------------------------------ recording
 
 
-def machine() -> list[str]:
+def machine() -> str:
     """The facts on which the last bits of a product depend."""
-    return [torch.__version__.partition("+")[0], platform.machine(), torch.backends.cpu.get_cpu_capability()]
+    cpu = Path("/proc/cpuinfo")
+    words = cpu.read_text().split() if cpu.exists() else []
+    vendor = words[words.index("vendor_id") + 2] if "vendor_id" in words else platform.processor()
+    # MKL selects its kernels by vendor, and bfloat16 products run on other instructions where there are any.
+    special = sorted({"avx512_bf16", "amx_bf16"}.intersection(words))
+    torch_version = torch.__version__.partition("+")[0]
+    return " ".join([torch_version, platform.machine(), torch.backends.cpu.get_cpu_capability(), vendor, *special])
 
 
 def digest(trajectory: list[dict[str, Tensor]]) -> str:
@@ -175,7 +183,7 @@ def digest(trajectory: list[dict[str, Tensor]]) -> str:
     return found.hexdigest()
 
 
-def record() -> None:
+def record(add: bool) -> None:
     world = World()
     digests: dict[str, str] = {}
     values: dict[str, Tensor] = {}
@@ -185,10 +193,13 @@ def record() -> None:
         last = found["one process"][-1]
         values |= {f"{name}/{leaf}": value.detach().contiguous() for leaf, value in last.items()}
     world.close()
-    save_file(values, FOLDER / "last_parameters.safetensors")
-    (FOLDER / "digests.json").write_text(json.dumps({"machine": machine(), "digests": digests}, indent=1) + "\n")
+    file = FOLDER / "digests.json"
+    recorded: dict[str, dict[str, str]] = json.loads(file.read_text()) if add else {}
+    if not add:
+        save_file(values, FOLDER / "last_parameters.safetensors")
+    file.write_text(json.dumps(recorded | {machine(): digests}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    record()
+    record(add="--add" in sys.argv)

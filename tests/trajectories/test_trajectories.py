@@ -24,5 +24,5 @@ def test_a_recorded_trajectory_continues_bit_by_bit(world: World, name: str):
         for leaf, value in trajectory[-1].items():  # other machines round products differently
             wanted = LAST[f"{name}/{leaf}"]
             torch.testing.assert_close(value.detach(), wanted, rtol=5e-2, atol=5e-2, msg=lambda m, f=form: f"{f}: {m}")
-        if machine() == RECORDED["machine"]:
-            assert digest(trajectory) == RECORDED["digests"][name], form
+        # Every form gives the same bits; they are the recorded ones on a machine like a recording one.
+        assert digest(trajectory) == RECORDED.get(machine(), {}).get(name, digest(found["one process"])), form
