@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Donation, Locality, Transform, transform
-from muonfx.core.contract import NOTHING, Functions, InStore
-from muonfx.transforms._in_store import StoreExecutor
+from muonfx.core.combine import run_if
+from muonfx.core.contract import NOTHING, Functions
 from muonfx.transforms._pinned import new_count
 from muonfx.tree import PyTree, device_of
 
@@ -53,44 +53,18 @@ def _functions(name: str, inner: Transform, condition: Condition, otherwise: Cal
         updates: PyTree, state: ConditionalState, params: PyTree = None, *, donate: Donation = NOTHING, **extras: object
     ):
         acts = _decide(name, condition, state.count)
-        # The inputs are needed for the selection, so nothing is donated.
-        out, after = inner.run(updates, state.inner, params, donate=NOTHING, **extras)
+        # The updates are needed for the selection, so they are not donated.
+        donated = Donation(False, donate.state)
+        out, after = run_if(acts, inner, updates, state.inner, params, donate=donated, **extras)
 
         def select(new: Tensor, update: Tensor | None) -> Tensor:
             # An accumulating inner transform may update a leaf that has no gradient now.
             old = torch.zeros_like(new) if update is None else otherwise(update).to(new.dtype)
             return torch.where(acts.to(new.device), new, old)
 
-        def keep(new: Any, old: Any) -> Any:
-            return torch.where(acts.to(new.device), new, old) if isinstance(new, Tensor) else new
-
-        return tree.map(select, out, updates), ConditionalState(state.count + 1, tree.map(keep, after, state.inner))
+        return tree.map(select, out, updates), ConditionalState(state.count + 1, after)
 
     return Functions(init, update)
-
-
-def _init_in_store(executor: StoreExecutor, tx: Transform, params: PyTree) -> PyTree:
-    return ConditionalState(new_count(device_of(params)), tx.children[0].functions.init(params))
-
-
-def _update_in_store(otherwise: Callable[[Tensor], Tensor]) -> Callable[..., tuple[PyTree, PyTree]]:
-    def update(
-        executor: StoreExecutor,
-        tx: Transform,
-        updates: PyTree,
-        state: ConditionalState,
-        params: PyTree,
-        donate: Donation,
-        extras: Mapping[str, object],
-    ) -> tuple[PyTree, ConditionalState]:
-        """Read whether the inner transform acts and branch on it, since selecting would load both states."""
-        if bool(_decide(tx.name, tx.arguments["should_transform"], state.count)):
-            out, inner = tx.children[0].run(updates, state.inner, params, donate=donate, **extras)
-        else:
-            out, inner = tree.map(otherwise, updates), executor.kept_state(state.inner, updates, donate)
-        return out, ConditionalState(state.count + 1, inner)
-
-    return update
 
 
 def _same(update: Tensor) -> Tensor:
@@ -101,7 +75,6 @@ def _same(update: Tensor) -> Tensor:
     locality=lambda inner, should_transform: inner.locality,
     reads_params=lambda inner, should_transform: inner.reads_params,
     own_locality=Locality.ELEMENT,
-    in_store=InStore(_init_in_store, _update_in_store(_same)),
 )
 def conditionally_transform(inner: Transform, should_transform: Callable[[Tensor], Tensor]):
     """Let a transform act at some steps only; at the others updates pass unchanged, and its state stays as it is.
@@ -136,7 +109,6 @@ def conditionally_transform(inner: Transform, should_transform: Callable[[Tensor
     locality=lambda inner, should_transform: inner.locality,
     reads_params=lambda inner, should_transform: inner.reads_params,
     own_locality=Locality.ELEMENT,
-    in_store=InStore(_init_in_store, _update_in_store(torch.zeros_like)),
 )
 def conditionally_mask(inner: Transform, should_transform: Callable[[Tensor], Tensor]):
     """Let a transform act at some steps only; at the others updates are zero, and its state stays as it is.

@@ -10,7 +10,6 @@ from torch import Tensor
 from muonfx.core import Donation, Locality, Transform, checks, transform
 from muonfx.core.contract import NOTHING
 from muonfx.core.schedules import Scalar
-from muonfx.transforms._in_store import INNER_FIRST
 from muonfx.transforms._pinned import WideStateDtype, copies, new_count, store, widest
 from muonfx.tree import Present, PyTree, device_of
 from muonfx.tree import elementwise as ew
@@ -32,7 +31,6 @@ class LookaheadState(NamedTuple):
 @transform(
     locality=lambda inner, *_, **__: inner.locality,
     own_locality=Locality.ELEMENT,
-    in_store=INNER_FIRST,
     position="last",
 )
 def lookahead(inner: Transform, sync_period: int, slow_step_size: Scalar, *, dtype: WideStateDtype = "auto"):

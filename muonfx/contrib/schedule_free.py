@@ -13,7 +13,6 @@ from muonfx.core.checks import warn_caller
 from muonfx.core.contract import NOTHING
 from muonfx.core.order import within
 from muonfx.core.schedules import Scalar, ScalarOrFunction, Schedule, constant
-from muonfx.transforms._in_store import INNER_FIRST
 from muonfx.transforms._pinned import WideStateDtype, copies, new_count, new_number, store, widest
 from muonfx.tree import Present, PyTree, device_of
 from muonfx.tree import elementwise as ew
@@ -43,7 +42,6 @@ class ScheduleFreeState(NamedTuple):
 @transform(
     locality=lambda inner, *_, **__: inner.locality,
     own_locality=Locality.ELEMENT,
-    in_store=INNER_FIRST,
     position="last",
     remembers=True,
 )

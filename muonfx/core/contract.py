@@ -43,7 +43,6 @@ __all__ = [
     "EmptyState",
     "Extras",
     "Functions",
-    "InStore",
     "Locality",
     "Transform",
     "sum_over_leaves",
@@ -84,16 +83,6 @@ class Functions(NamedTuple):
     update: Callable[..., Any]
 
 
-class InStore(NamedTuple):
-    """The functions that run the own work of a wrapper in buckets when its state is offloaded."""
-
-    # The executor is a StoreExecutor, defined in muonfx/transforms/_in_store.py.
-    init: Callable[..., PyTree]
-    """``(executor, transform, params) -> state``."""
-    update: Callable[..., tuple[PyTree, PyTree]]
-    """``(executor, transform, updates, state, params, donate, extras) -> (updates, state)``."""
-
-
 @dataclass(frozen=True)
 class Declaration:
     """The options of `muonfx.transform`, which documents each field."""
@@ -112,7 +101,6 @@ class Declaration:
     position: Position | Callable[..., Position | None] | None = None
     many_of_one: bool = False
     in_sequence: bool = False
-    in_store: InStore | None = None
     short_names: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict[str, str | tuple[str, ...]])
     numbers_in_state: bool = False
 
@@ -145,7 +133,7 @@ class Declaration:
 ON_PIECES = frozenset({"sum_over_leaves", "shard", "max_over_ranks"})
 """Extras that let a TREE transform work on a shard of each leaf; it then gets shards, not the gathered tree."""
 
-_OUR_EXTRAS = ON_PIECES | {"donate", "workspace"}
+_OUR_EXTRAS = ON_PIECES | {"donate", "only_if", "workspace"}
 """Extras that callers of transforms supply, not training loops."""
 
 
@@ -222,8 +210,8 @@ class Transform(Recorded):
 
     @classmethod
     def stands_for_a_number(cls, factory: Factory, value: object) -> bool:
-        """True for a schedule, unless an offloaded state is that of the constructor alone."""
-        return isinstance(value, Schedule) and cast("Declaration", factory.definition.declaration).in_store is None
+        """True for a schedule."""
+        return isinstance(value, Schedule)
 
     @property
     def schedules(self) -> dict[str, Schedule]:

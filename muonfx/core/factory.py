@@ -8,7 +8,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, overload
 import torch
 
 from muonfx.core.checks import NamePatterns
-from muonfx.core.contract import Declaration, InStore, Locality, Transform
+from muonfx.core.contract import Declaration, Locality, Transform
 from muonfx.core.order import Position
 from muonfx.core.recorded import make_factory
 from muonfx.tree import PyTree
@@ -46,7 +46,6 @@ def transform(
     many_of_one: bool = False,
     in_sequence: bool = False,
     transparent: bool = False,
-    in_store: InStore | None = None,
     short_names: Mapping[str, str | tuple[str, ...]] | None = None,
     numbers_in_state: bool = False,
 ) -> Callable[[Callable[P, InitAndUpdate]], Callable[P, Transform]]: ...
@@ -72,7 +71,6 @@ def transform(
     many_of_one: bool = False,
     in_sequence: bool = False,
     transparent: bool = False,
-    in_store: InStore | None = None,
     short_names: Mapping[str, str | tuple[str, ...]] | None = None,
     numbers_in_state: bool = False,
 ) -> Callable[[Callable[Concatenate[dict[Any, Any], P], InitAndUpdate]], Callable[P, Transform]]: ...
@@ -98,7 +96,6 @@ def transform(
     many_of_one: bool = False,
     in_sequence: bool = False,
     transparent: bool = False,
-    in_store: InStore | None = None,
     short_names: Mapping[str, str | tuple[str, ...]] | None = None,
     numbers_in_state: bool = False,
 ) -> Any:
@@ -160,8 +157,6 @@ def transform(
             first of those it calls.
         in_sequence: whether it does nothing but call its parts one after another, as `chain` does: each with the
             updates of the one before and all named extras, its state a dict by the names of the parts.
-        in_store: how a transform that calls others, and keeps state like the parameters of its own, does its own work
-            by buckets where the state is offloaded. None: all of that state is brought in at once.
         short_names: by the key that groups of a torch optimizer have for it, a numeric argument, or several for a tuple
             of them: ``{"betas": ("b1", "b2"), "eps": "eps"}``. Without, the key is the dotted name.
         numbers_in_state: whether the numbers of those that it calls are kept in its state, where alone they count.
@@ -204,7 +199,6 @@ def transform(
         position=position,
         many_of_one=many_of_one,
         in_sequence=in_sequence,
-        in_store=in_store,
         short_names=short_names or {},
         numbers_in_state=numbers_in_state,
     )

@@ -31,6 +31,7 @@ __all__ = [
     "parameters_of",
     "sizes_of",
     "store_away",
+    "stored_again",
 ]
 
 
@@ -81,21 +82,41 @@ def device_of(*values: PyTree) -> torch.device:
     return real or (found[0] if found else torch.get_default_device())
 
 
-def store_away(
-    store: Store, device: torch.device, state: PyTree, parameters: Sequence[str | None], *, copy: bool
-) -> PyTree:
-    """Put the moving leaves of a state into the store; `copy` also copies leaves that are in the store already."""
+def store_away(store: Store, device: torch.device, state: PyTree, parameters: Sequence[str | None]) -> PyTree:
+    """Put the moving leaves of a state into the store."""
     leaves, treedef = tree.flatten(state)
     places = [
         place
         for place, (leaf, name) in enumerate(zip(leaves, parameters, strict=True))
-        if moves(leaf, name) and not leaf.is_meta and (copy or not store.has(leaf, device))
+        if moves(leaf, name) and not leaf.is_meta and not store.has(leaf, device)
     ]
+    return tree.unflatten(treedef, _copied(store, device, leaves, places))
+
+
+def stored_again(store: Store, device: torch.device, old: PyTree, new: PyTree, donate: Donation) -> PyTree:
+    """Put the leaves of a next state into the store wherever the old one was in it, and copy those that are kept.
+
+    A wrapper may return the old state of a transform that it did not call, or new tensors in its place.
+    """
+    leaves, treedef = tree.flatten(new)
+
+    def is_to_copy(leaf: Any, was: Any) -> bool:
+        if not isinstance(was, Tensor) or was.ndim == 0 or not store.has(was, device):
+            return False
+        return not donate.state if leaf is was else not store.has(leaf, device)
+
+    pairs = zip(leaves, tree.leaves(old), strict=True)
+    places = [place for place, pair in enumerate(pairs) if is_to_copy(*pair)]
+    return tree.unflatten(treedef, _copied(store, device, leaves, places))
+
+
+def _copied(store: Store, device: torch.device, leaves: list[Any], places: list[int]) -> list[Any]:
+    """Copy some leaves into the store."""
     rooms = store.allocate([tree.spec(leaves[place]) for place in places], device)
     for place, room in zip(places, rooms, strict=True):
         leaves[place] = room.copy_(leaves[place])
         store.release(room)
-    return tree.unflatten(treedef, leaves)
+    return leaves
 
 
 def init_in_buckets(
@@ -128,7 +149,7 @@ def init_in_buckets(
         own, structure = tree.flatten(made)
         parameters = parameters_of(made, params)
         own = [leaf if name is None or name in bucket else None for leaf, name in zip(own, parameters, strict=True)]
-        state = store_away(store, device, tree.unflatten(structure, own), parameters, copy=False)
+        state = store_away(store, device, tree.unflatten(structure, own), parameters)
         del made, own  # free it before the next bucket
         new, structure = tree.flatten(state)
         found = [_real(a, b) for a, b in zip(found or [None] * len(new), new, strict=True)]

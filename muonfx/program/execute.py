@@ -8,16 +8,16 @@ optimizer, the same executor runs with other arguments.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.core import Donation, Locality, Transform, transform
+from muonfx.core import Donation, InitAndUpdate, Locality, Transform, transform
 from muonfx.core.combine import is_new
-from muonfx.core.contract import NOTHING, sum_over_leaves
+from muonfx.core.contract import NOTHING, EmptyState, sum_over_leaves
 from muonfx.core.recorded import with_numbers
 from muonfx.polar import Workspace
 from muonfx.program.buckets import (
@@ -31,12 +31,13 @@ from muonfx.program.buckets import (
     parameters_of,
     sizes_of,
     store_away,
+    stored_again,
 )
-from muonfx.program.lower import lower_node, named_chain, resolve_within, state_around
+from muonfx.program.lower import Placeholder, lower_node, named_chain, resolve_within, state_around
 from muonfx.program.nodes import Around, ChainNode, Node, Program, Stage, WholeTree
 from muonfx.program.placement import ALONE, RESIDENT, Arguments, Placement, Run, Store
 from muonfx.program.routes import PIECE_BYTES, Routes, at_path, can_be_routed, put_at_path
-from muonfx.tree import PyTree
+from muonfx.tree import PyTree, Structure
 
 __all__ = ["Executor", "with_numbers_on"]
 
@@ -68,6 +69,7 @@ class Executor:
         self._spans: dict[int, tuple[_Span, ...]] = {}
         self._parameters: dict[Any, list[str | None]] = {}
         self._keeps_leaves: dict[int, bool] = {}
+        self._own_states: dict[int, tuple[Structure, list[bool]]] = {}
         self._routes: dict[int, Routes] = {}
         self._checking: dict[int, list[Transform]] = {}
         self._warned: set[str] = set()
@@ -93,7 +95,7 @@ class Executor:
     def _forget(self) -> None:
         """Clear all caches."""
         everything = self._programs, self._current, self._spans, self._parameters, self._keeps_leaves, self._routes
-        for found in (*everything, self._checking):
+        for found in (*everything, self._checking, self._own_states):
             found.clear()
 
     # ------------------------------------------------------------------------------------------------------- init
@@ -107,7 +109,7 @@ class Executor:
         on_meta = device_of(params).type == "meta"
         if self._is_unit(node):
             tx = self._transform(node, now)
-            return tx.functions.init(params) if self.store.is_resident or on_meta else self.init_in_store(tx, params)
+            return tx.functions.init(params) if self.store.is_resident or on_meta else self._init_in_store(tx, params)
         if isinstance(node, ChainNode):
             state: dict[str, PyTree] = {}
             for span in self._spans_of(node):
@@ -127,9 +129,17 @@ class Executor:
             self.placement.warn_of_gathering(node.tx, params)
             whole = self.placement.global_like(params) if on_meta else self.placement.gather(params)
             return self._transform(node, now).functions.init(whole)
-        if self.store.is_resident or on_meta or not self._keeps_leaf_state(node):
+        if self.store.is_resident or on_meta or not (isinstance(node, Around) or self._keeps_leaf_state(node)):
             return self._transform(node, now).functions.init(params)
-        return self._init_at_once(node, now, params)
+        store = self._store_at_once
+        device = store.device(device_of(params))
+        params = tree.map(lambda leaf: leaf.to(device), params)
+        if isinstance(node, Around):
+            state = self._transform(node, now).functions.init(params)
+            own, called = self._split(node, state)
+            return self._merged(node, store_away(store, device, own, parameters_of(own, params)), called)
+        state = self._plain.init_node(node, now, params)
+        return store_away(store, device, state, parameters_of(state, params))
 
     # ----------------------------------------------------------------------------------------------------- update
 
@@ -225,7 +235,7 @@ class Executor:
             return dict.fromkeys(call.updates), routes.step(tx, call)
         if not self.store.is_resident:
             here = with_numbers_on(self.store.device(device_of(call.updates, call.params)), tx)
-            return self._update_in_store(here, call, absent=False)
+            return self._update_in_store(here, call)
         buckets = self._resident_buckets(call.params)
         if buckets is not None and len(buckets) > 1:
             parameters = self._parameters_of(node.number, call.state, call.updates)
@@ -241,26 +251,12 @@ class Executor:
             self._routes[node.number] = Routes(node, tx, call, limit)
         return self._routes[node.number]
 
-    def update_in_store(
-        self,
-        tx: Transform,
-        updates: PyTree,
-        state: PyTree,
-        params: PyTree,
-        donate: Donation,
-        extras: Mapping[str, Any],
-        *,
-        absent: bool = False,
-    ) -> tuple[PyTree, PyTree]:
-        """Run a leafwise transform with its state in the store; `absent` includes leaves without an update."""
-        return self._update_in_store(tx, Arguments(updates, state, params, donate, extras), absent=absent)
-
-    def _update_in_store(self, tx: Transform, call: Arguments, *, absent: bool) -> tuple[PyTree, PyTree]:
+    def _update_in_store(self, tx: Transform, call: Arguments) -> tuple[PyTree, PyTree]:
         given = device_of(call.updates, call.params)
         device = self.store.device(given)
         parameters = self._parameters_of(tx.treedef, call.state, call.updates)
         named = zip(tree.names(call.updates), tree.leaves(call.updates), strict=True)
-        sizes = sizes_of([n for n, leaf in named if absent or leaf is not None], call.state, parameters)
+        sizes = sizes_of([n for n, leaf in named if leaf is not None], call.state, parameters)
         weights = tree.leaves(call.params) if call.params is not None and tx.reads_params else []
         far = any(weight is not None and weight.device != device for weight in weights)
         at_once = not any(sizes.values()) and device == given and not far
@@ -314,38 +310,50 @@ class Executor:
 
     # ---------------------------------------------------------------------------------- nodes that need every leaf
 
-    def _init_at_once(self, node: Node, now: Now, params: PyTree) -> PyTree:
-        declared = node.tx.declaration.in_store
-        if declared is not None:
-            return declared.init(self, self._transform(node, now), params)
-        store = self._store_at_once
-        device = store.device(device_of(params))
-        state = self._plain.init_node(node, now, tree.map(lambda leaf: leaf.to(device), params))
-        return store_away(store, device, state, parameters_of(state, params), copy=False)
-
     def _update_at_once(self, node: Node, now: Now, call: Arguments) -> tuple[PyTree, PyTree]:
         """Run a node that needs every leaf: load its offloaded state, run once, write the state back."""
         tx = self._transform(node, now)
-        total = self.placement.sum_over_leaves
-        declared = node.tx.declaration.in_store
-        if not self.store.is_resident and declared is not None:
-            extras = {**call.extras, "sum_over_leaves": total}
-            return declared.update(self, tx, call.updates, call.state, call.params, call.donate, extras)
+        if self.store.is_resident:
+            return call.run(tx, sum_over_leaves=self.placement.sum_over_leaves)
+        if isinstance(node, Around):
+            return self._update_around(node, tx, call)
         given = device_of(call.updates, call.params)
-        if not self.store.is_resident and node.tx.reads_params and not node.children and call.params is not None:
+        if node.tx.reads_params and call.params is not None:
             call = call._replace(params=tree.map(lambda leaf: leaf.to(given), call.params))
-        if self.store.is_resident or not self._keeps_leaf_state(node):
-            return call.run(tx, sum_over_leaves=total)
-        parameters = self._parameters_of(node.number, call.state, call.updates)
-        store = self._store_at_once
-        if not store.is_direct(store.device(given)):
-            self._warn_of_bringing(node.tx, call.state, parameters)
+        if not self._keeps_leaf_state(node):
+            return call.run(tx, sum_over_leaves=self.placement.sum_over_leaves)
+        if not self._store_at_once.is_direct(self._store_at_once.device(given)):
+            self._warn_of_bringing(node, call)
 
         def run(updates: PyTree, state: PyTree, params: PyTree, *, donate: Donation, **extras: Any) -> Any:
             return self._plain.update_node(node, now, Arguments(updates, state, params, donate, extras))
 
+        return self._with_state_loaded(node, call, run)
+
+    def _update_around(self, node: Around, tx: Transform, call: Arguments) -> tuple[PyTree, PyTree]:
+        """Run a wrapper with its own state loaded; the transforms that it calls load theirs bucket by bucket."""
+        own, called = self._split(node, call.state)
+        store = self._store_at_once
+        device = store.device(device_of(call.updates, call.params))
+
+        def run(updates: PyTree, state: PyTree, params: PyTree, *, donate: Donation, **extras: Any) -> Any:
+            # The loaded copies are ours to overwrite, but the states of called transforms are still the caller's.
+            donate = Donation(donate.updates, call.donate.state)
+            out, after = tx.run(updates, self._merged(node, state, called), params, donate=donate, **extras)
+            after, new = self._split(node, after)
+            pairs = zip(called, new, strict=True)
+            called[:] = [stored_again(store, device, old, part, call.donate) for old, part in pairs]
+            return out, after
+
+        out, own = self._with_state_loaded(node, call._replace(state=own), run)
+        return out, self._merged(node, own, called)
+
+    def _with_state_loaded(self, node: Node, call: Arguments, run: Callable[..., Any]) -> tuple[PyTree, PyTree]:
+        """Call a function like `Transform.run` with all of an offloaded state, and store the next state."""
+        store, given = self._store_at_once, device_of(call.updates, call.params)
+        parameters = self._parameters_of(node.number, call.state, call.updates)
         bucketed = BucketedState(store, given, call.state, parameters, [tree.names(call.updates)], call.donate)
-        extras = {**call.extras, "sum_over_leaves": total}
+        extras = {**call.extras, "sum_over_leaves": self.placement.sum_over_leaves}
         try:
             params = bucketed.to_compute_device(call.params)
             out = bucketed.run(0, run, call.updates, params, extras, may_write=call.donate.updates)
@@ -354,7 +362,22 @@ class Executor:
             raise
         return out, bucketed.end()
 
-    def init_in_store(self, tx: Transform, params: PyTree) -> PyTree:
+    def _split(self, node: Around, state: PyTree) -> tuple[PyTree, list[PyTree]]:
+        """Return a wrapper's own state, and the states of the transforms that it calls, in the order of its state."""
+        treedef, is_called = self._own_state(node)
+        parts = tree.subtrees(treedef, state)
+        own = [EmptyState() if inner else part for part, inner in zip(parts, is_called, strict=True)]
+        return tree.unflatten(treedef, own), [p for p, inner in zip(parts, is_called, strict=True) if inner]
+
+    def _merged(self, node: Around, own: PyTree, called: list[PyTree]) -> PyTree:
+        """Put the states of called transforms back into a wrapper's own state: the inverse of `_split`."""
+        treedef, is_called = self._own_state(node)
+        inner = iter(called)
+        parts = tree.subtrees(treedef, own)
+        merged = [next(inner) if called else part for part, called in zip(parts, is_called, strict=True)]
+        return tree.unflatten(treedef, merged)
+
+    def _init_in_store(self, tx: Transform, params: PyTree) -> PyTree:
         """Return the state of a leafwise transform, built bucket by bucket in the store."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -363,13 +386,6 @@ class Executor:
         buckets = cut_into_buckets(sizes, self.store.bucket_bytes)
         # Leaves of other buckets are meta tensors, so that decisions by names and shapes see the whole tree.
         return init_in_buckets(self.store, buckets, params, tx.functions.init, outside="meta")
-
-    def kept_state(self, state: PyTree, params: PyTree, donate: Donation) -> PyTree:
-        """Return an unchanged state, or a copy of it if the caller keeps the old one."""
-        if donate.state:
-            return state
-        device = self.store.device(device_of(params))
-        return store_away(self.store, device, state, parameters_of(state, params), copy=True)
 
     def require_room(self, state: PyTree, params: PyTree, donate: Donation) -> None:
         """Raise OSError unless the store has room for the next state in addition to this one."""
@@ -457,7 +473,8 @@ class Executor:
             return resolve_within(node.tx, node.like)
         if isinstance(node, Around):
             inner = iter(node.inner)
-            return node.tx.with_children(lambda child: _executed(child, _Bound(self, next(inner))))
+            executed = _executed if self.store.is_resident else _executed_in_store
+            return node.tx.with_children(lambda child: executed(child, _Bound(self, next(inner))))
         return node.tx
 
     def _child_for(self, node: Node, tx: Transform, params: PyTree) -> Node:
@@ -471,15 +488,19 @@ class Executor:
             self._parameters[at] = parameters_of(state, params)
         return self._parameters[at]
 
+    def _own_state(self, node: Around) -> tuple[Structure, list[bool]]:
+        """Return the structure of a wrapper's state, and which of its leaves stand for states of called transforms."""
+        if node.number not in self._own_states:
+            leaves, treedef = tree.flatten(state_around(node.tx, node.like)[0])
+            self._own_states[node.number] = treedef, [isinstance(leaf, Placeholder) for leaf in leaves]
+        return self._own_states[node.number]
+
     def _keeps_leaf_state(self, node: Node) -> bool:
-        """Return True if a transform's own state, without its children's, has moving leaves (see `buckets`)."""
+        """Return True if a transform's state has moving leaves (see `buckets`)."""
         if node.number not in self._keeps_leaves:
-            if isinstance(node, Around):
-                own, _ = state_around(node.tx, node.like)
-            else:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    own = node.tx.functions.init(node.like)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                own = node.tx.functions.init(node.like)
             pairs = zip(tree.leaves(own), parameters_of(own, node.like), strict=True)
             self._keeps_leaves[node.number] = any(moves(leaf, name) for leaf, name in pairs)
         return self._keeps_leaves[node.number]
@@ -499,11 +520,13 @@ class Executor:
     def _store_for(self, *, on_meta: bool) -> Store:
         return RESIDENT if on_meta else self.store
 
-    def _warn_of_bringing(self, tx: Transform, state: PyTree, parameters: list[str | None]) -> None:
+    def _warn_of_bringing(self, node: Node, call: Arguments) -> None:
+        tx = node.tx
         if tx.name in self._warned:
             return
         self._warned.add(tx.name)
-        nbytes = sum(sizes_of([name for name in parameters if name is not None], state, parameters).values())
+        parameters = self._parameters_of(node.number, call.state, call.updates)
+        nbytes = sum(sizes_of([name for name in parameters if name is not None], call.state, parameters).values())
         warnings.warn(
             f"{tx.name} looks at the whole tree and keeps a state of its own like the parameters, so all of that, "
             f"{nbytes / 2**20:.1f} MiB, is brought in at once at every step: offload the transforms around it instead, "
@@ -519,9 +542,8 @@ class _Bound(NamedTuple):
     node: Node
 
 
-@transform(locality=Locality.TREE, transparent=True)
-def _executed(tx: Transform, bound: Any):
-    """Replace a called transform: each call runs the bound node in the executor."""
+def _functions(tx: Transform, bound: _Bound) -> InitAndUpdate:
+    """Return functions that run the bound node in its executor."""
 
     def init(params: PyTree) -> PyTree:
         return bound.executor.init_node(bound.executor._child_for(bound.node, tx, params), tx, params)
@@ -529,6 +551,27 @@ def _executed(tx: Transform, bound: Any):
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
         node = bound.executor._child_for(bound.node, tx, updates if params is None else params)
         return bound.executor.update_node(node, tx, Arguments(updates, state, params, donate, extras))
+
+    return init, update
+
+
+@transform(locality=Locality.TREE, transparent=True)
+def _executed(tx: Transform, bound: Any):
+    """Replace a called transform: each call runs the bound node in the executor."""
+    return _functions(tx, bound)
+
+
+@transform(locality=Locality.TREE, transparent=True)
+def _executed_in_store(tx: Transform, bound: Any):
+    """Replace a called transform whose state is offloaded; it names the extra with which `run_if` does not select."""
+    init, run = _functions(tx, bound)
+
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree = None, *, only_if: Tensor | None = None, **extras: Any
+    ) -> tuple[PyTree, PyTree]:
+        if only_if is not None and not bool(only_if):
+            return updates, state
+        return run(updates, state, params, **extras)
 
     return init, update
 

@@ -210,7 +210,7 @@ class ChildCall(NamedTuple):
     """The path of its state within the caller's state."""
 
 
-class _Placeholder:
+class Placeholder:
     """Marks the position of a called transform's state within the caller's state."""
 
     def __init__(self, place: int) -> None:
@@ -227,7 +227,7 @@ def _recorder(tx: Transform, place: int, noted: list[tuple[int, PyTree]], replac
 
     def init(params: PyTree) -> PyTree:
         noted.append((place, params))
-        return _Placeholder(place) if replaced else tx.functions.init(params)
+        return Placeholder(place) if replaced else tx.functions.init(params)
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None):
         raise AssertionError("a recorder is never run")
@@ -243,7 +243,7 @@ def calls_of(tx: Transform, like: PyTree, *, replaced: bool = True) -> list[Chil
     paths = {
         leaf.place: path
         for path, leaf in zip(tree.paths(state), tree.leaves(state), strict=True)
-        if isinstance(leaf, _Placeholder)
+        if isinstance(leaf, Placeholder)
     }
     children = [name for name, part in zip(part_names(tx), tx.parts, strict=True) if isinstance(part, Transform)]
     return [
@@ -264,7 +264,7 @@ def state_around(tx: Transform, like: PyTree, *, replaced: bool = True) -> tuple
 
 def fill_placeholders(state: PyTree, function: Callable[[int], PyTree]) -> PyTree:
     """Replace each placeholder by the value that `function` returns for its child's index."""
-    return tree.map(lambda leaf: function(leaf.place) if isinstance(leaf, _Placeholder) else leaf, state)
+    return tree.map(lambda leaf: function(leaf.place) if isinstance(leaf, Placeholder) else leaf, state)
 
 
 def resolve_within(tx: Transform, like: PyTree) -> Transform:

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.core import Donation, EmptyState, Locality, Transform, checks, identity, transform
-from muonfx.core.contract import NOTHING, InStore
-from muonfx.transforms._in_store import StoreExecutor, init_in_store
+from muonfx.core import Donation, Locality, Transform, checks, transform
+from muonfx.core.contract import NOTHING
 from muonfx.transforms._pinned import WideStateDtype, store, widen, zeros
 from muonfx.tree import Present, PyTree, device_of
 from muonfx.tree import elementwise as ew
@@ -34,27 +33,6 @@ class AccumulateState(NamedTuple):
     """The inner transform's state."""
 
 
-def _update_in_store(
-    executor: StoreExecutor,
-    tx: Transform,
-    updates: PyTree,
-    state: AccumulateState,
-    params: PyTree,
-    donate: Donation,
-    extras: Mapping[str, object],
-) -> tuple[PyTree, AccumulateState]:
-    """Add gradients to the sums in buckets; if an update is due, run the inner transform on the result."""
-    adding = tx.with_children(lambda _: identity())
-    own = state._replace(inner=EmptyState())
-    combined, after = executor.update_in_store(adding, updates, own, params, donate, extras, absent=True)
-    extras = {name: value for name, value in extras.items() if name != "boundary"}
-    if int(after.count):  # count is on the CPU, so int() does not sync; the update is not due yet
-        inner = executor.kept_state(state.inner, updates, donate)
-        return combined, after._replace(seen=count_seen(state.seen, updates), inner=inner)
-    out, inner = tx.children[0].run(combined, state.inner, params, donate=Donation(True, donate.state), **extras)
-    return out, after._replace(seen=torch.zeros_like(state.seen), inner=inner)
-
-
 def _check_extras(tx: Transform, extras: Mapping[str, object]) -> None:
     _check_boundary(extras.get("boundary"))
 
@@ -71,7 +49,6 @@ def _check_boundary(boundary: object) -> None:
 @transform(
     locality=Locality.TREE,
     own_locality=Locality.ELEMENT,
-    in_store=InStore(init_in_store, _update_in_store),
     check_extras=_check_extras,
 )
 def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: WideStateDtype = "auto"):

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 from torch import Tensor
 
-from muonfx.core import Donation, EmptyState, Locality, Transform, apply_updates, checks, identity, transform
-from muonfx.core.contract import NOTHING, InStore
+from muonfx.core import Donation, Locality, Transform, apply_updates, checks, transform
+from muonfx.core.contract import NOTHING
 from muonfx.core.schedules import ScalarOrSchedule
-from muonfx.transforms._in_store import StoreExecutor
 from muonfx.transforms._pinned import StateDtype, WideStateDtype, copies
 from muonfx.transforms.leafwise import Leaf, Slot, leafwise
-from muonfx.tree import Present, PyTree, map, tensors
+from muonfx.tree import Present, PyTree, map
 from muonfx.tree import elementwise as ew
 
 __all__ = ["EmaParamsState", "MasterParamsState", "ema_params", "master_params"]
@@ -65,39 +63,9 @@ class MasterParamsState(NamedTuple):
     """The inner transform's state, over the master."""
 
 
-def _init_in_store(executor: StoreExecutor, tx: Transform, params: PyTree) -> PyTree:
-    own = executor.init_in_store(tx.with_children(lambda _: identity()), params)
-    return own._replace(inner=tx.children[0].functions.init(copies(params, tx.arguments["dtype"])))
-
-
-def _update_in_store(
-    executor: StoreExecutor,
-    tx: Transform,
-    updates: PyTree,
-    state: MasterParamsState,
-    params: PyTree,
-    donate: Donation,
-    extras: Mapping[str, object],
-) -> tuple[PyTree, MasterParamsState]:
-    """Run the inner transform on the offloaded master, then update the master in buckets."""
-    if params is None:
-        raise ValueError("master_params needs the parameters: call update(updates, state, params)")
-    wide = map(lambda leaf, master: leaf.to(master.dtype), updates, state.master)
-    fresh = all(new is not old for new, old in zip(tensors(wide), tensors(updates), strict=True))
-    given = Donation(donate.updates or fresh, donate.state)
-    out, inner = tx.children[0].run(wide, state.inner, state.master, donate=given, **extras)
-    own = state._replace(inner=EmptyState())
-    given = Donation(False, donate.state)
-    differences, after = executor.update_in_store(
-        tx.with_children(lambda _: identity()), out, own, params, given, extras
-    )
-    return differences, after._replace(inner=inner)
-
-
 @transform(
     locality=lambda inner, dtype: inner.locality,
     own_locality=Locality.ELEMENT,
-    in_store=InStore(_init_in_store, _update_in_store),
     position="last",
 )
 def master_params(inner: Transform, dtype: WideStateDtype = "auto"):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from muonfx.core import Donation, EmptyState, Locality, Transform, identity, transform
-from muonfx.core.contract import NOTHING, InStore
-from muonfx.transforms._in_store import StoreExecutor
+from muonfx.core import Donation, Locality, Transform, transform
+from muonfx.core.combine import run_if
+from muonfx.core.contract import NOTHING
 from muonfx.transforms._pinned import new_count
 from muonfx.tree import Present, PyTree, device_of, map
 from muonfx.tree import elementwise as ew
@@ -29,30 +29,7 @@ class SkipNonfiniteState(NamedTuple):
     """The inner transform's state."""
 
 
-def _init_in_store(executor: StoreExecutor, tx: Transform, params: PyTree) -> PyTree:
-    own = tx.with_children(lambda _: identity()).functions.init(params)
-    return own._replace(inner=tx.children[0].functions.init(params))
-
-
-def _update_in_store(
-    executor: StoreExecutor,
-    tx: Transform,
-    updates: PyTree,
-    state: SkipNonfiniteState,
-    params: PyTree,
-    donate: Donation,
-    extras: Mapping[str, object],
-) -> tuple[PyTree, SkipNonfiniteState]:
-    """Read whether the step is finite and branch on it, since selecting would load both offloaded states."""
-    looking = tx.with_children(lambda _: identity())
-    clean, after = looking.run(updates, state._replace(inner=EmptyState()), params, donate=donate, **extras)
-    if int(after.in_a_row):
-        return clean, after._replace(inner=executor.kept_state(state.inner, updates, donate))
-    out, inner = tx.children[0].run(clean, state.inner, params, donate=Donation(True, donate.state), **extras)
-    return out, after._replace(inner=inner)
-
-
-@transform(locality=Locality.TREE, own_locality=Locality.TREE, in_store=InStore(_init_in_store, _update_in_store))
+@transform(locality=Locality.TREE, own_locality=Locality.TREE)
 def skip_nonfinite(inner: Transform):
     """Leave the state of a transform bitwise as it was, and update nothing, when any gradient is NaN or infinite.
 
@@ -98,15 +75,10 @@ def skip_nonfinite(inner: Transform):
         # Use torch.where: zero times NaN is NaN. It also keeps derivatives finite.
         clean = at.fill([torch.where(good.to(leaf.device), leaf, torch.zeros_like(leaf)) for leaf in leaves])
         extras["sum_over_leaves"] = sum_over_leaves
-        out, new_inner = inner.run(clean, state.inner, params, donate=Donation(True, False), **extras)
-
-        def select(new: Any, old: Any) -> Any:
-            return torch.where(good.to(new.device), new, old) if isinstance(new, Tensor) else new
-
+        donated = Donation(True, donate.state)
+        out, inner_state = run_if(good, inner, clean, state.inner, params, donate=donated, **extras)
         skipped = (~good).to(torch.int64)
-        new_state = SkipNonfiniteState(
-            state.skipped + skipped, (state.in_a_row + 1) * skipped, map(select, new_inner, state.inner)
-        )
+        new_state = SkipNonfiniteState(state.skipped + skipped, (state.in_a_row + 1) * skipped, inner_state)
         return map(lambda u: torch.where(good.to(u.device), u, torch.zeros_like(u)), out), new_state
 
     return init, update

@@ -74,7 +74,8 @@ def offload(
     While one bucket is computed, the next one's state is read and the last one's written: the device holds the state of
     two buckets at a time. As many matrices are orthogonalized, and updates and states are those of ``tx`` on the same
     device: bitwise, where buckets do not part what would be computed in one call, such as matrices of one shape. Leaves
-    of the state that belong to a parameter are offloaded; counters and other single values stay where they are.
+    of the state that belong to a parameter are offloaded; counters and other single values stay where they are. The own
+    state of a wrapper, such as the sums of `accumulate` around `clip_by_global_norm`, is loaded at once.
 
     With ``donate=True``, as `TransformOptimizer` gives it, the state is written in place. Without, the next state is a
     second one, in host memory or in a file of its own; the old one's room is given back with its last tensor.
