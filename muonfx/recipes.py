@@ -233,8 +233,8 @@ def muon_with_adamw(
         dtype: of the iteration, loose.
         newton_schulz: the iteration.
         dims: of the view, loose; by default, and for parameters that a mapping here does not name, by the views of the
-            labels (``labels.dims``). ``labels=Labels(labels)`` goes without views.
-        blocks: of the view, loose; by default as ``dims`` (``labels.blocks``).
+            labels (``labels.view()``). ``labels=Labels(labels)`` goes without views.
+        blocks: of the view, loose; by default as ``dims``.
         view: which matrices a leaf consists of.
         labels: "muon", "adamw" or None for each parameter, as in `partition`. ``default_labels(model)`` decides by
             module type; the default here sees names and shapes only, and says so in a warning, which
@@ -246,9 +246,8 @@ def muon_with_adamw(
     >>> list(tx.init({"h.0.fc.weight": torch.zeros(4, 4), "wte.weight": torch.zeros(8, 4)}))
     ['adamw', 'muon']
     """
-    if isinstance(labels, Labels) and view.block_axis != -1:  # the views of labels have blocks of rows
-        own_dims, own_blocks = labels.settings(view.dims, view.blocks)
-        view = MatrixView(own_dims, own_blocks, view.block_axis)
+    if isinstance(labels, Labels):
+        view = labels.view(view)
     return partition(
         {
             "muon": muon(

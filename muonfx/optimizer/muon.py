@@ -16,7 +16,7 @@ from muonfx.optimizer.adapter import TransformOptimizer
 from muonfx.optimizer.groups import NamedParameters, listed, named_pairs, names_in, resolve_groups
 from muonfx.optimizer.values import scalar
 from muonfx.recipes import muon_with_adamw
-from muonfx.select import Labels, Predicate, default_labels
+from muonfx.select import Labels, Predicate, Route, default_labels
 from muonfx.sharding.layout import Layout
 from muonfx.transforms._matrices import Blocks, Dims, MatrixView
 from muonfx.transforms.scale import ShapeRule
@@ -45,7 +45,7 @@ class Muon(TransformOptimizer):
         newton_schulz: the iteration as one value, in place of the three arguments above.
         dims: ``{"*.stack": ((-2,), (-1,))}`` for a stack of matrices, which would otherwise be flattened as a
             convolution is; `muonfx.MatrixView` says it in full. For parameters that this does not name, those of the
-            routing: stacks of experts and transposed matrices of known layers (`muonfx.select.views`).
+            routing: stacks of experts and transposed matrices of known layers (`Labels.views`).
         blocks: ``{"*.qkv.weight": 3}`` for fused matrices; by default as ``dims``, for fused layers whose parts are
             known. 1 splits nothing.
         view: which matrices a parameter consists of, as one value, in place of the two arguments above.
@@ -159,7 +159,8 @@ class Muon(TransformOptimizer):
                 new = self._route(given, model)
             old = self.tx.arguments["labels"]
             # Views of the new parameters only: construction has warned of the others.
-            labels = Labels({**old, **new}, views=new.views, shapes={**old.shapes, **new.shapes})
+            warned = {name: Route(own.label, own.reason, shape=own.shape) for name, own in old.routes.items()}
+            labels = Labels({**warned, **new.routes})
             self.tx = _with_views(self.tx.replace(labels=labels), new)
         try:
             with _either_part_may_be_empty():
@@ -206,7 +207,6 @@ def _with_views(tx: Transform, labels: Labels) -> Transform:
     """Add the labels' views of parameters to a transform that has none for them."""
     if not labels.views:
         return tx
-    if "dims" in tx.arguments and tx.arguments.get("block_axis") != -1:  # the views have blocks of rows
-        dims, blocks = labels.settings(tx.arguments["dims"], tx.arguments["blocks"])
-        return tx.replace(dims=dims, blocks=blocks)
+    if "dims" in tx.arguments:
+        return tx.replace(**labels.view(MatrixView.take("view", tx.arguments)).arguments)
     return tx.with_children(lambda part: _with_views(part, labels))

@@ -3,7 +3,7 @@
 - A `Predicate` is a condition on one parameter, as a value: ``ndim(2) & ~path("*head*")``.
 - `labels` applies your own ordered rules. `default_labels` applies the customary rules after yours. Both return
   `Labels`, a frozen mapping from parameter name to label with the rule that matched, for ``partition``.
-- `views` finds parameters that are not one matrix of shape (out, in): stacks, fused weights and transposed weights.
+- `MatrixView` says which matrices a parameter holds. Labels have one for stacks, fused weights and transposed weights.
 - `describe` prints the result as a table.
 
 >>> from torch import nn
@@ -26,15 +26,14 @@ from muonfx.select.matrix_view import MatrixView
 from muonfx.select.params import ParamInfo
 from muonfx.select.predicates import Predicate, frozen, module_type, ndim, numel, path, shape, tied, where
 from muonfx.select.report import describe, format_labels
-from muonfx.select.rules import Labels, labels
-from muonfx.select.views import View, views
+from muonfx.select.rules import Labels, Route, labels
 
 __all__ = [
     "Labels",
     "MatrixView",
     "ParamInfo",
     "Predicate",
-    "View",
+    "Route",
     "default_labels",
     "default_labels_by_name",
     "describe",
@@ -47,7 +46,6 @@ __all__ = [
     "path",
     "shape",
     "tied",
-    "views",
     "where",
 ]
 

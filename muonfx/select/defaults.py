@@ -10,7 +10,6 @@ sometimes slower.
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Iterable, Sequence, Set
 from math import prod
 
@@ -19,7 +18,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
-from muonfx.select.params import ParamInfo, Params, plain_name, read_names
+from muonfx.core.checks import warn_caller
+from muonfx.select.params import ParamInfo, Params, plain_name, read_params
 from muonfx.select.rules import Label, Labels, Rule, apply_rules, make_labels
 from muonfx.select.views import PLAIN_LEAVES, class_name_fits, is_convolution
 from muonfx.tree.display import format_list
@@ -96,8 +96,8 @@ def default_labels(
     9. what is left is a hidden matrix, a stack of them, a packed one, or a convolution: ``muon``.
 
     Labels come with a view of each parameter that is not simply one matrix stored (out, in): stacks of experts,
-    transposed and fused matrices (`muonfx.select.views`). ``Muon`` and ``muon_with_adamw`` apply these by default;
-    other chains take them as ``dims=labels.dims, blocks=labels.blocks``.
+    transposed and fused matrices. ``Muon`` and ``muon_with_adamw`` apply these by default; other chains take them as
+    ``view=labels.view()``.
 
     Given a model, types and names decide; given named tensors alone, as when ``partition`` calls this function, names
     and shapes, and a warning says which parameters were taken for hidden matrices so; `default_labels_by_name` does
@@ -138,7 +138,7 @@ def default_labels(
         "say that names are enough: default_labels_by_name"
     )
     if (assumed or unexplained) and not torch.compiler.is_compiling():
-        warnings.warn(f"default_labels{said if assumed else ''}{unexplained}", UserWarning, stacklevel=2)
+        warn_caller(f"default_labels{said if assumed else ''}{unexplained}")
     return found
 
 
@@ -163,8 +163,8 @@ _HIDDEN = "hidden matrix"
 
 def _labels(model_or_params: Params, rules: Sequence[Rule], muon: Label, other: Label) -> tuple[Labels, str]:
     """Return the labels, and the end of a warning about unexplained parameters of three or more dims."""
-    infos, absent = read_names(model_or_params)
-    decided = apply_rules(infos, rules, "user rule", stacklevel=4)
+    infos, absent = read_params(model_or_params)
+    decided = apply_rules(infos, rules, "user rule")
     gated = _gated_mlps(infos)
     known = _known_by_others(infos)
     for info in infos:
@@ -190,8 +190,8 @@ def _labels(model_or_params: Params, rules: Sequence[Rule], muon: Label, other: 
     said = (
         ": these have more than two dims for a reason that is not known, and are flattened behind the first: "
         f"{format_list(unknown, str)}. Give Muon, or orthogonalize and scale_by_shape, their dims: "
-        "dims={'*.name': ((-2,), (-1,))} for a stack of matrices (out, in), ((-1,), (-2,)) where each is (in, out), "
-        "((0,), (1, 2)) for one matrix whose columns are two dims"
+        "view=MatrixView(dims={'*.name': ((-2,), (-1,))}) for a stack of matrices (out, in), ((-1,), (-2,)) where each "
+        "is (in, out), ((0,), (1, 2)) for one matrix whose columns are two dims"
     )
     return found, said if unknown else ""
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from muonfx.tree.arguments import Options
 from muonfx.tree.tracing import matches
 
-__all__ = ["BlockAxis", "Blocks", "Dims", "MatrixView", "stack_blocks", "unstack_blocks"]
+__all__ = ["BlockAxis", "Blocks", "Dims", "MatrixView", "is_set_for", "stack_blocks", "unstack_blocks"]
 
 Dims = tuple[tuple[int, ...], tuple[int, ...]]
 """The dims that form the rows and the dims that form the columns; all other dims are batch dims."""
@@ -113,6 +113,13 @@ class MatrixView(Options):
         views = {settings: MatrixView(*settings) for settings in dict.fromkeys(found)}
         return [views[settings] for settings in found]
 
+    def extended(self, dims: Mapping[str, Dims], blocks: Mapping[str, Blocks]) -> MatrixView:
+        """Append settings by glob for leaves that this view does not cover. The blocks are blocks of rows."""
+        axis = self.block_axis
+        if blocks and axis != -2:
+            axis = dict.fromkeys(blocks, -2) | (dict(axis) if isinstance(axis, Mapping) else {"*": axis})
+        return MatrixView(_extended(self.dims, dims), _extended(self.blocks, blocks), axis)
+
     @property
     def needs_names(self) -> bool:
         """True if a setting depends on a leaf's name."""
@@ -204,6 +211,17 @@ class MatrixView(Options):
 
 def _ordered(setting: object) -> object:
     return tuple(setting.items()) if isinstance(setting, Mapping) else setting
+
+
+def is_set_for(setting: object, name: str) -> bool:
+    """Return True if a setting of a view, for all leaves or by globs, has an entry for a leaf."""
+    return setting is not None and (
+        not isinstance(setting, Mapping) or any(matches(name, pattern) for pattern in setting)
+    )
+
+
+def _extended(setting: S | Mapping[str, S | None] | None, more: Mapping[str, S]) -> S | Mapping[str, S | None] | None:
+    return {**(setting if isinstance(setting, Mapping) else {}), **more} if more else setting
 
 
 def _pick(setting: S | Mapping[str, S | None] | None, name: str) -> S | None:

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 from muonfx import tree
 from muonfx.tree.wrappers import WRAPPERS
 
-__all__ = ["ParamInfo", "Params", "plain_name", "read_names", "read_params", "written_type"]
+__all__ = ["ParamInfo", "Params", "plain_name", "read_params", "written_type"]
 
 Params: TypeAlias = nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | object
 """A model, named tensors as a mapping or as pairs, or any pytree of tensors."""
@@ -36,8 +36,8 @@ class ParamInfo:
         tied: the other names of the same tensor.
         tied_modules: the types that own it under those names, in their order; empty when no model was given.
 
-    >>> ParamInfo("blocks.0.attn.weight", (8, 4)).module_path
-    'blocks.0.attn'
+    >>> ParamInfo("blocks.0.attn.weight", (8, 4)).numel
+    32
     """
 
     name: str
@@ -69,11 +69,6 @@ class ParamInfo:
         """The types of all modules that own the tensor; empty when no model was given."""
         return () if self.module is None else (self.module, *self.tied_modules)
 
-    @property
-    def module_path(self) -> str:
-        """The dotted path of the owning module, without wrappers; empty for a parameter of the model itself."""
-        return plain_name(self.name).rpartition(".")[0]
-
 
 def plain_name(name: str) -> str:
     """Return a name without the components that wrappers and parametrizations add."""
@@ -84,13 +79,11 @@ def plain_name(name: str) -> str:
     return ".".join(parts) or name
 
 
-def read_params(params: Params) -> tuple[ParamInfo, ...]:
-    """Return one ``ParamInfo`` per parameter in order; a model's tied tensors are listed once, None is skipped."""
-    return read_names(params)[0]
+def read_params(params: Params) -> tuple[tuple[ParamInfo, ...], tuple[str, ...]]:
+    """Return one `ParamInfo` per parameter in order, and the names whose value is None.
 
-
-def read_names(params: Params) -> tuple[tuple[ParamInfo, ...], tuple[str, ...]]:
-    """Return the result of ``read_params``, and the names whose value is None."""
+    Tied tensors of a model are listed once.
+    """
     if isinstance(params, nn.Module):
         return _read_model(params), ()
     named = list(_named_values(params))

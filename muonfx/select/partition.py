@@ -8,7 +8,7 @@ and has no placeholders, which ``torch.func.vmap`` would not accept.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,9 +18,11 @@ from muonfx.core import Donation, Locality, Transform, transform
 from muonfx.core.checks import NamePatterns, warn_caller
 from muonfx.core.combine import widest
 from muonfx.core.contract import NOTHING
+from muonfx.core.order import within
+from muonfx.select.matrix_view import MatrixView, is_set_for
 from muonfx.select.params import read_params
 from muonfx.select.predicates import Predicate, asks_for_modules, path_patterns
-from muonfx.select.rules import Labels, is_set_for
+from muonfx.select.rules import Labels, Route
 from muonfx.select.views import patterns
 from muonfx.tree import PyTree
 from muonfx.tree.display import format_list
@@ -29,24 +31,12 @@ from muonfx.tree.wrappers import unwrapped
 __all__ = ["mask_patterns", "masked", "partition", "resolve_mask"]
 
 
-class _Reasoned(list[Any]):
-    """Values of the leaves from `Labels`, together with these labels."""
-
-    def __init__(self, values: list[Any], labels: Labels, shapes: list[tuple[int, ...] | None]) -> None:
-        super().__init__(values)
-        self.labels = labels
-        self.shapes = shapes
-        """For each leaf, the shape for which the labels were chosen."""
-
-
 class _Assignment:
-    """Resolves labels to one value per leaf, once for each structure of parameters."""
+    """Resolves labels or a mask to one value per leaf, once for each structure of parameters."""
 
     # `given` is a tree, a mapping by name, or a function of the parameters that returns either and depends on names,
     # shapes and dtypes only. `memory` keeps its results for a transform that is rebuilt at every step.
-    def __init__(
-        self, what: str, given: Any, kinds: type | tuple[type, ...], memory: dict[Any, Any] | None = None
-    ) -> None:
+    def __init__(self, what: str, given: Any, kinds: tuple[type, ...], memory: dict[Any, Any] | None = None) -> None:
         if asks_for_modules(given):
             raise ValueError(
                 f"{what}: {given!r} asks for module types, and tensors that come by name have none: it would match "
@@ -59,19 +49,17 @@ class _Assignment:
         """Return the names and values of the leaves; ``quiet`` suppresses warnings of the labels function."""
         names = tree.names(params)
         # The key is not the tree's structure, which cannot be hashed under compilation.
+        key: Any = tuple(names)
         if callable(self.given):
             shown = [None if leaf is None else (leaf.shape, leaf.dtype) for leaf in tree.leaves(params)]
             key = tuple(zip(names, shown, strict=True))
-        else:
-            key = tuple(names)
         if key not in self._resolved:
             if torch.compiler.is_compiling():
                 return names, self._resolve(params, names)
             with warnings.catch_warnings():
                 if quiet:
                     warnings.simplefilter("ignore")
-                found = names, self._resolve(params, names)
-            self._resolved[key] = found
+                self._resolved[key] = names, self._resolve(params, names)
         return self._resolved[key]
 
     def of_updates(self, updates: PyTree, params: PyTree) -> tuple[list[str], list[Any]]:
@@ -90,44 +78,33 @@ class _Assignment:
     def _resolve(self, params: PyTree, names: list[str]) -> list[Any]:
         given = self.given
         if isinstance(given, Predicate):
-            given = dict.fromkeys(names, False) | {info.name: given(info) for info in read_params(params)}
+            given = dict.fromkeys(names, False) | {info.name: given(info) for info in read_params(params)[0]}
         elif callable(given) and not isinstance(given, Mapping):
             given = given(params)
         if isinstance(given, Labels):
-            shapes = _by_wrapped_name(given.shapes, names)
-            values: list[Any] = _Reasoned(self._by_name(given, names), given, [shapes.get(name) for name in names])
+            given = dict(given.routes)
         # A mapping with other keys is a tree.
-        elif isinstance(given, Mapping) and all(
-            isinstance(key, str) and isinstance(value, self.kinds) for key, value in given.items()
+        if isinstance(given, Mapping) and all(
+            isinstance(key, str) and isinstance(value, (*self.kinds, Route)) for key, value in given.items()
         ):
-            values = self._by_name(given, names)
+            given = _by_wrapped_name(given, names)
+            if missing := [name for name in names if name not in given]:
+                raise ValueError(f"{self.what}: no value for {format_list(missing)}; every parameter needs one")
+            values = [given[name] for name in names]
+        elif tree.same_structure(given, params):
+            values = tree.leaves(given)
         else:
-            values = self._by_structure(given, params)
-        for name, value in zip(names, values, strict=True):
-            if not isinstance(value, self.kinds):
-                raise TypeError(f"{self.what}: the value for {name!r} is {value!r}, expected {self._expected}")
-        return values
-
-    @property
-    def _expected(self) -> str:
-        kinds = self.kinds if isinstance(self.kinds, tuple) else (self.kinds,)
-        return " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
-
-    def _by_name(self, given: Mapping[str, Any], names: list[str]) -> list[Any]:
-        given = _by_wrapped_name(given, names)
-        missing = [name for name in names if name not in given]
-        if missing:
-            raise ValueError(f"{self.what}: no value for {format_list(missing)}; every parameter needs one")
-        return [given[name] for name in names]
-
-    def _by_structure(self, given: PyTree, params: PyTree) -> list[Any]:
-        if not tree.same_structure(given, params):
             raise ValueError(
                 f"{self.what}: expected a tree of the structure of the parameters or a mapping by their dotted names, "
                 f"found a tree with leaves {format_list(tree.names(given))}, "
                 f"for parameters {format_list(tree.names(params))}"
             )
-        return tree.leaves(given)
+        for name, value in zip(names, values, strict=True):
+            label = value.label if isinstance(value, Route) else value
+            if not isinstance(label, self.kinds):
+                expected = " or ".join("None" if kind is type(None) else kind.__name__ for kind in self.kinds)
+                raise TypeError(f"{self.what}: the value for {name!r} is {label!r}, expected {expected}")
+        return values
 
 
 def _by_wrapped_name(given: Mapping[str, Any], names: list[str]) -> Mapping[str, Any]:
@@ -140,7 +117,17 @@ def _by_wrapped_name(given: Mapping[str, Any], names: list[str]) -> Mapping[str,
     return {**{name: plain[new] for name, new in unwrapped(names).items() if new in plain}, **given}
 
 
-def _part(names: list[str], chosen: list[Any], value: Any, values: PyTree) -> dict[str, Any]:
+def _routes(labels: Any, memory: dict[Any, Any] | None = None) -> _Assignment:
+    return _Assignment("partition: labels", labels, (str, type(None)), memory)
+
+
+def _by_route(names: list[str], values: list[Any]) -> dict[str, Route]:
+    """Return the route of each leaf; a label alone is a route that knows no more."""
+    routes = (value if isinstance(value, Route) else Route(value) for value in values)
+    return dict(zip(names, routes, strict=True))
+
+
+def _part(chosen: Sequence[Any], value: Any, names: list[str], values: PyTree) -> dict[str, Any]:
     """Return the leaves whose chosen value is `value`, by name."""
     return {
         name: leaf
@@ -149,93 +136,79 @@ def _part(names: list[str], chosen: list[Any], value: Any, values: PyTree) -> di
     }
 
 
-def _why(names: list[str], chosen: list[Any]) -> str:
+def _why(routes: Mapping[str, Route]) -> str:
     """Return the end of a warning: the labels that exist, with some of their reasons if known."""
-    if not names:
+    if not routes:
         return ": there are no parameters"
-    counts = {label: chosen.count(label) for label in dict.fromkeys(chosen)}
-    there = ", ".join(f"{label!r} for {count}" for label, count in counts.items())
-    if not isinstance(chosen, _Reasoned):
-        return f". The labels of the {len(names)} parameters are {there}"
-    reason = chosen.labels.reason
-    some = "; ".join(f"{n!r} is {label!r}: {reason(n)}" for n, label in list(zip(names, chosen, strict=True))[:5])
-    return f". The labels of the {len(names)} parameters are {there}. {some}" + "; ..." * (len(names) > 5)
+    chosen = [route.label for route in routes.values()]
+    there = ", ".join(f"{label!r} for {chosen.count(label)}" for label in dict.fromkeys(chosen))
+    known = [f"{name!r} is {label!r}: {why}" for name, (label, why, *_) in routes.items() if why != "given"]
+    some = f". {'; '.join(known[:5])}" + "; ..." * (len(known) > 5) if known else ""
+    return f". The labels of the {len(routes)} parameters are {there}{some}"
 
 
-def _warn_of_unused_views(transforms: Mapping[str, Transform], labels: Labels, names: list[str]) -> None:
+def _views_within(tx: Transform) -> Iterator[MatrixView]:
+    """Yield the views of a transform and of its inner transforms."""
+    return (MatrixView.take("view", own.arguments) for own in within(tx) if "dims" in own.arguments)
+
+
+def _warn_of_unused_views(transforms: Mapping[str, Transform], routes: Mapping[str, Route]) -> None:
     """Warn if the labels know the dims of a parameter and its transform does not set them."""
-    views = {name: labels.views[name] for name in names if name in labels.views}
     found = [
-        f"{name!r} ({view.note})"
-        for name, view in views.items()
-        if view.dims and any(not is_set_for(tx.arguments["dims"], name) for tx in _with_view(transforms, labels[name]))
+        f"{name!r} ({route.reason})"
+        for name, route in routes.items()
+        if route.view.dims and route.label
+        for view in _views_within(transforms[route.label])
+        if not is_set_for(view.dims, name)
     ]
     if found:
         warn_caller(
-            f"partition: of {format_list(found, str)} the labels know dims, and a transform for them has none: each is "
-            "flattened behind its first dim: give it dims=labels.dims, blocks=labels.blocks (labels = "
+            f"partition: of {format_list(list(dict.fromkeys(found)), str)} the labels know dims, and a transform for "
+            "them has none: each is flattened behind its first dim: give it view=labels.view() (labels = "
             "default_labels(model)), or say with labels=Labels(labels) that this is meant"
         )
 
 
-def _warn_of_fused(transforms: Mapping[str, Transform], labels: Labels, names: list[str]) -> None:
+def _warn_of_fused(transforms: Mapping[str, Transform], routes: Mapping[str, Route]) -> None:
     """Warn of parameters whose names suggest several matrices and that are orthogonalized as one."""
-    whole: dict[str, Transform] = {}
-    for name in names:
-        if name in labels.views and labels.views[name].suspected:
-            for tx in _with_view(transforms, labels[name]):
-                if not is_set_for(tx.arguments["blocks"], name):
-                    whole[name] = tx
+    whole = {
+        name: view
+        for name, route in routes.items()
+        if route.suspected and route.label
+        for view in _views_within(transforms[route.label])
+        if not is_set_for(view.blocks, name)
+    }
     if not whole:
         return
-    counts = {name: labels.views[name].suspected or 1 for name in whole}
-    others = [name for name, label in labels.items() if label in {labels[name] for name in whole}]
-    view = {key: next(iter(whole.values())).arguments[key] for key in ("dims", "blocks", "block_axis")}
-    if view["block_axis"] == -1:
-        view["block_axis"] = dict.fromkeys(view["blocks"] or (), -1)
+    view, labels = next(iter(whole.values())), {routes[name].label for name in whole}
+    others = [name for name, route in routes.items() if route.label in labels]
 
-    def line(found: Mapping[str, int]) -> str:
-        settings = {**view, "blocks": {**(view["blocks"] or {}), **patterns(found, others)}}
-        shown = [f"{key}={value!r}" for key, value in settings.items() if value not in (None, -2)]
-        return f"view=muonfx.MatrixView({', '.join(shown)})"
+    def line(counts: Mapping[str, int]) -> str:
+        return f"view=muonfx.{view.extended({}, patterns(counts, others))!r}"
 
-    warnings.warn(
+    warn_caller(
         f"partition: by their names, these parameters hold several matrices each, and each is treated as one matrix: "
         f"{format_list(list(whole))}. If their parts have equal numbers of rows, and are stored one after another, "
-        f"split them: give Muon, or each transform that takes a view,\n  {line(counts)}\nIf the numbers differ, as "
-        "with fewer keys than queries, write them as a tuple in place of the count. If each is one matrix, or its parts "
-        f"are interleaved, keep it whole without this warning:\n  {line(dict.fromkeys(whole, 1))}",
-        stacklevel=3,
+        "split them: give Muon, or each transform that takes a view,\n  "
+        f"{line({name: routes[name].suspected or 1 for name in whole})}\nIf the numbers differ, as with "
+        "fewer keys than queries, write them as a tuple in place of the count. If each is one matrix, or its parts "
+        f"are interleaved, keep it whole without this warning:\n  {line(dict.fromkeys(whole, 1))}"
     )
 
 
-def _with_view(transforms: Mapping[str, Transform], label: str | None) -> Iterator[Transform]:
-    """Yield the transforms for a label, nested ones included, that take a `MatrixView`."""
-    return (tx for tx in _all_within(transforms.get(label or "")) if "dims" in tx.arguments)
-
-
-def _all_within(tx: Transform | None) -> Iterator[Transform]:
-    if tx is not None:
-        yield tx
-        for child in tx.children:
-            yield from _all_within(child)
-
-
-def _check_dims(transforms: Mapping[str, Transform], names: list[str], chosen: list[Any], params: PyTree) -> None:
+def _check_dims(transforms: Mapping[str, Transform], routes: Mapping[str, Route], params: PyTree) -> None:
     """Raise if a tensor would be flattened and has more dims than the parameter that its label was chosen for."""
     # Fewer dims are allowed: a rank may hold a flat shard of a matrix.
-    if not isinstance(chosen, _Reasoned):
-        return
-    for name, label, shape, leaf in zip(names, chosen, chosen.shapes, tree.leaves(params), strict=True):
-        if shape is None or leaf is None or leaf.ndim <= len(shape):
+    for (name, route), leaf in zip(routes.items(), tree.leaves(params), strict=True):
+        if route.shape is None or leaf is None or leaf.ndim <= len(route.shape) or route.label not in transforms:
             continue
-        for tx in _all_within(transforms.get(label)):
-            dims = tx.arguments.get("dims", ())
+        for tx in within(transforms[route.label]):
+            dims = MatrixView.take("view", tx.arguments).dims if "dims" in tx.arguments else ()
             mixes = tx.locality is Locality.LEAF and not tx.children and dims == ()
             if mixes or not is_set_for(dims, name):
                 raise ValueError(
-                    f"partition: {name!r} has shape {tuple(leaf.shape)}, and its label {label!r} was chosen for shape "
-                    f"{shape}: {tx.name} would mix the matrices of a stack. For a stack of models, as "
+                    f"partition: {name!r} has shape {tuple(leaf.shape)}, and its label {route.label!r} was chosen for "
+                    f"shape {route.shape}: {tx.name} would mix the matrices of a stack. For a stack of models, as "
                     "torch.func.stack_module_state makes it, use torch.func.vmap(tx.init)(params) and "
                     "torch.func.vmap(tx.update)(grads, state, params). For a stack of matrices in one parameter, give "
                     f"Muon view=muonfx.MatrixView(dims={{{name!r}: ((-2,), (-1,))}}). If the tensor is one matrix, "
@@ -249,25 +222,19 @@ def mask_patterns(tx: Transform) -> list[NamePatterns]:
     return [NamePatterns("mask", groups)] if groups else []
 
 
-def _locality(transforms: Mapping[str, Transform], labels: Any) -> Any:
-    return widest(transforms.values())
-
-
 def _resolve_partition(tx: Transform, params: PyTree) -> Transform:
-    names, chosen = _Assignment("partition: labels", tx.arguments["labels"], (str, type(None)))(params)
-    _check_dims(tx.arguments["transforms"], names, chosen, params)
-    if isinstance(chosen, _Reasoned) and all(name in chosen.labels for name in names):
-        return tx.replace(labels=chosen.labels)  # keeps the reasons for warnings
-    return tx.replace(labels=dict(zip(names, chosen, strict=True)))
+    routes = _by_route(*_routes(tx.arguments["labels"])(params))
+    _check_dims(tx.arguments["transforms"], routes, params)
+    return tx.replace(labels=Labels(routes))
 
 
 def _resolve_masked(tx: Transform, params: PyTree) -> Transform:
-    names, chosen = _Assignment("masked: mask", tx.arguments["mask"], bool)(params)
+    names, chosen = _Assignment("masked: mask", tx.arguments["mask"], (bool,))(params)
     return tx.replace(mask=dict(zip(names, chosen, strict=True)))
 
 
 @transform(
-    locality=_locality,
+    locality=lambda transforms, labels: widest(transforms.values()),
     own_locality=Locality.ELEMENT,
     rest="dropped",
     resolve=_resolve_partition,
@@ -314,10 +281,10 @@ def partition(
     for label, tx in transforms.items():
         if not isinstance(tx, Transform):
             raise TypeError(f"partition: the entry for label {label!r} must be a Transform, found {tx!r}")
-    assign = _Assignment("partition: labels", labels, (str, type(None)), _memory)
+    assign = _routes(labels, _memory)
 
     def checked(found: tuple[list[str], list[Any]]) -> tuple[list[str], list[Any]]:
-        names, chosen = found
+        names, chosen = found[0], [own.label if isinstance(own, Route) else own for own in found[1]]
         for name, label in zip(names, chosen, strict=True):
             if label is not None and label not in transforms:
                 raise ValueError(
@@ -327,17 +294,18 @@ def partition(
         return names, chosen
 
     def init(params: PyTree) -> dict[str, PyTree]:
-        names, chosen = checked(assign(params))
-        _check_dims(transforms, names, chosen, params)
-        if isinstance(chosen, _Reasoned):
-            _warn_of_unused_views(transforms, chosen.labels, names)
-            _warn_of_fused(transforms, chosen.labels, names)
+        found = assign(params)
+        names, chosen = checked(found)
+        routes = _by_route(*found)
+        _check_dims(transforms, routes, params)
+        _warn_of_unused_views(transforms, routes)
+        _warn_of_fused(transforms, routes)
         for label in transforms:
             if label not in chosen:
                 warn_caller(
-                    f"partition: no parameter has the label {label!r}; its transform does nothing" + _why(names, chosen)
+                    f"partition: no parameter has the label {label!r}; its transform does nothing" + _why(routes)
                 )
-        return {label: tx.functions.init(_part(names, chosen, label, params)) for label, tx in transforms.items()}
+        return {label: tx.functions.init(_part(chosen, label, names, params)) for label, tx in transforms.items()}
 
     def update(
         updates: PyTree, state: dict[str, PyTree], params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any
@@ -346,9 +314,9 @@ def partition(
         results: dict[str, Any] = {}
         new_state: dict[str, PyTree] = {}
         for label, tx in transforms.items():
-            mine = None if params is None else _part(names, chosen, label, params)
+            mine = None if params is None else _part(chosen, label, names, params)
             out, new_state[label] = tx.run(
-                _part(names, chosen, label, updates), state[label], mine, donate=donate, **extras
+                _part(chosen, label, names, updates), state[label], mine, donate=donate, **extras
             )
             results.update(out)
         treedef = tree.flatten(updates)[1]
@@ -393,16 +361,16 @@ def masked(
     """
     if not isinstance(inner, Transform):
         raise TypeError(f"masked: inner must be a Transform, found {inner!r}")
-    assign = _Assignment("masked: mask", mask, bool, _memory)
+    assign = _Assignment("masked: mask", mask, (bool,), _memory)
 
     def init(params: PyTree) -> PyTree:
         names, chosen = assign(params)
-        return inner.functions.init(_part(names, chosen, True, params))
+        return inner.functions.init(_part(chosen, True, names, params))
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
         names, chosen = assign.of_updates(updates, params)
-        mine = None if params is None else _part(names, chosen, True, params)
-        results, state = inner.run(_part(names, chosen, True, updates), state, mine, donate=donate, **extras)
+        mine = None if params is None else _part(chosen, True, names, params)
+        results, state = inner.run(_part(chosen, True, names, updates), state, mine, donate=donate, **extras)
         leaves, treedef = tree.flatten(updates)
         merged = [results[name] if use else leaf for name, use, leaf in zip(names, chosen, leaves, strict=True)]
         return tree.unflatten(treedef, merged), state
@@ -414,5 +382,5 @@ def resolve_mask(what: str, mask: Any, memory: dict[Any, Any] | None = None) -> 
     """Turn a mask of `masked` into a function from parameters to one bool per leaf; None is True for all."""
     if mask is None:
         return lambda params: [True] * len(tree.leaves(params))
-    assign = _Assignment(what, mask, bool, memory)
+    assign = _Assignment(what, mask, (bool,), memory)
     return lambda params: assign(params)[1]

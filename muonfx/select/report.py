@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -11,9 +12,9 @@ from torch import nn
 
 from muonfx.core.recorded import Recorded
 from muonfx.select.defaults import default_labels
-from muonfx.select.params import ParamInfo, Params, read_names, read_params
-from muonfx.select.rules import Label, Labels
-from muonfx.select.views import View
+from muonfx.select.matrix_view import MatrixView
+from muonfx.select.params import ParamInfo, Params, read_params
+from muonfx.select.rules import Label, Labels, Route
 from muonfx.tree.display import Report, Shown, Table, format_list, format_shape
 
 __all__ = ["Routing", "describe", "format_labels"]
@@ -36,9 +37,10 @@ class Routing(Shown):
     def report(self) -> Report:
         """Return a row for each parameter, and totals by label or by the groups of an optimizer."""
         header = ("parameter", "shape", "label", "matrices", "stored", "rule")
+        viewed = {self.labels[name] for name in self.labels.views}
         # Without views the columns "matrices" and "stored" have no information.
-        shown = range(len(header)) if self.labels.views else (0, 1, 2, 5)
-        rows = [_row(info, self.labels) for info in self.params]
+        shown = range(len(header)) if viewed else (0, 1, 2, 5)
+        rows = [_row(info, self.labels.routes[info.name], viewed) for info in self.params]
         table = Table.of([header[at] for at in shown], [[row[at] for at in shown] for row in rows])
         if self.groups is None:
             titles = ("label", "tensors", "elements", "share")
@@ -123,7 +125,7 @@ def format_labels(labels: Labelling, params: Params) -> str:
 
 
 def _routing(labels: Labelling, params: Params) -> Routing:
-    infos, absent = read_names(params)
+    infos, absent = read_params(params)
     found = labels if isinstance(labels, Mapping) else labels(params)
     chosen = found if isinstance(found, Labels) else Labels(found)
     if missing := [info.name for info in infos if info.name not in chosen]:
@@ -148,19 +150,14 @@ def _of_optimizer(optimizer: torch.optim.Optimizer) -> Routing:
         )
     pairs = [pair for group in groups for pair in zip(group["param_names"], group["params"], strict=True)]
     known = _labels_within(getattr(optimizer, "tx", None))
-    labels = {name: group["label"] for group in groups for name in group["param_names"]}
-    reasons: dict[str, str] = {}
-    views: dict[str, View] = {}
-    for name, label in labels.items():
-        reasons[name] = "the transform has no labels" if label is None else "given"
-        for one in known:
-            if name in one and one[name] == label:
-                reasons[name] = one.reason(name)
-                views |= {name: one.views[name]} if name in one.views else {}
+    routes: dict[str, Route] = {}
+    for name, label in ((name, group["label"]) for group in groups for name in group["param_names"]):
+        same = (one.routes[name] for one in known if name in one and one[name] == label)
+        routes[name] = next(same, Route(label, "the transform has no labels" if label is None else "given"))
     without_rate: Sequence[int] = getattr(optimizer, "groups_without_rate", ())  # torch requires an "lr" in these too
     return Routing(
-        read_params(pairs),
-        Labels(labels, reasons, views),
+        read_params(pairs)[0],
+        Labels(routes),
         {name: place for place, group in enumerate(groups) for name in group["param_names"]},
         tuple(
             {
@@ -195,12 +192,22 @@ def _number(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _row(info: ParamInfo, labels: Labels) -> tuple[str, ...]:
-    label, reason, view = labels[info.name], labels.reason(info.name), labels.views.get(info.name)
-    hidden = view is not None or (info.ndim > 1 and label in {labels[name] for name in labels.views})
-    view = view or View()
-    matrices = (view.matrices(info.shape), view.orientation) if hidden else ("", "")
-    return info.name, format_shape(info.shape), _shown(label), *matrices, "; ".join(filter(None, (reason, view.note)))
+def _row(info: ParamInfo, route: Route, viewed: set[Label]) -> tuple[str, ...]:
+    matrices, stored = (
+        _matrices(route.shape or info.shape, route.view) if info.ndim > 1 and route.label in viewed else ("", "")
+    )
+    return info.name, format_shape(info.shape), _shown(route.label), matrices, stored, route.reason
+
+
+def _matrices(shape: tuple[int, ...], view: MatrixView) -> tuple[str, str]:
+    """Return the number and sides of the matrices in a parameter, and their order in memory."""
+    found = view.split(torch.empty(shape, device="meta"), "")
+    sides = [f"{matrix.shape[-2]}" for matrix in found]
+    rows = sides[0] if len(sides) == 1 else f"({' + '.join(sides)})"
+    count = prod(found[0].shape[:-2])
+    is_transposed = isinstance(view.dims, tuple) and min(view.dims[0]) > min(view.dims[1])
+    shown = (f"{count} of " if count > 1 else "") + f"{rows} x {found[0].shape[-1]}"
+    return shown, "in, out" if is_transposed else "out, in"
 
 
 def _totals(infos: Sequence[ParamInfo], labels: Labels) -> list[tuple[str, ...]]:

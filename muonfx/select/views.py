@@ -1,86 +1,40 @@
-"""Views: the matrices in a parameter that is not simply one matrix stored (out, in).
+"""The matrices in a parameter that is not simply one matrix stored (out, in).
 
 A parameter may hold several matrices, such as a stack of experts, or query, key and value concatenated. It may also be
-stored transposed. A `View` describes this in the terms of ``orthogonalize``: ``dims`` and ``blocks``. `views` finds
-views by the types of modules and their sizes, for layers whose code is known. For others it notes a suspicion and
-splits nothing.
+stored transposed. Types and sizes of modules decide for layers whose code is known; for other layers a suspicious name
+is reported and nothing is split.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from glob import escape
 from itertools import combinations
 from math import prod
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
+import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from muonfx.select.params import ParamInfo, Params, plain_name, read_params, written_type
-from muonfx.tree.arguments import check_plain, plain_kinds
+from muonfx.select.matrix_view import Blocks, Dims, MatrixView
+from muonfx.select.params import ParamInfo, Params, plain_name, written_type
 from muonfx.tree.tracing import matches
 
-__all__ = ["Blocks", "Dims", "View", "class_name_fits", "find_views", "is_convolution", "patterns", "views"]
+__all__ = ["PLAIN_LEAVES", "class_name_fits", "find_matrices", "is_convolution", "patterns"]
 
-Dims: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
-Blocks: TypeAlias = int | tuple[int, ...]
 T = TypeVar("T")
-
-_STR = plain_kinds("str")
+Found = tuple[MatrixView, str, int | None]
+"""A view, a note for the report, and how many matrices a parameter's name suggests if its layer is unknown."""
 
 STACK: Dims = ((-2,), (-1,))
 TRANSPOSED_STACK: Dims = ((-1,), (-2,))
 TRANSPOSED: Dims = ((1,), (0,))
 PLAIN_LEAVES = frozenset({"weight", "kernel", "w", "weight_orig"})
 _KERNEL_SIDE = 32
-
-
-@dataclass(frozen=True)
-class View:
-    """The matrices in one parameter.
-
-    Attributes:
-        dims: the dims that are rows (out) and those that are columns (in), the others being a batch; None: the first
-            dim and the rest. As in `muonfx.orthogonalize`.
-        blocks: how many equal blocks of rows, or their sizes, are matrices of their own. As in `muonfx.orthogonalize`.
-        note: a few words for the report.
-        suspected: how many matrices its name suggests, in a layer of unknown code; they are not split.
-
-    >>> View(STACK, 2, "stack of 4 matrices; gate, up").matrices((4, 16, 8))
-    '8 of 8 x 8'
-    """
-
-    dims: Dims | None = None
-    blocks: Blocks | None = None
-    note: str = ""
-    suspected: int | None = None
-
-    def __post_init__(self) -> None:
-        """Check the note; the transforms that take dims and blocks check them."""
-        check_plain("View", "note", self.note, _STR)
-
-    def sides(self, shape: Sequence[int]) -> tuple[int, int, int]:
-        """Number of matrices before any are split into blocks, and the rows and columns of each."""
-        rows, columns = self.dims or ((0,), tuple(range(1, len(shape))))
-        size = [prod(shape[dim] for dim in side) for side in (rows, columns)]
-        return prod(shape) // max(prod(size), 1), size[0], size[1]
-
-    def matrices(self, shape: Sequence[int]) -> str:
-        """The matrices in a parameter of this shape, as the report shows them: rows x columns of each."""
-        count, rows, columns = self.sides(shape)
-        if isinstance(self.blocks, int):
-            count, rows = count * self.blocks, rows // self.blocks
-        shown = f"({' + '.join(map(str, self.blocks))})" if isinstance(self.blocks, tuple) else str(rows)
-        return (f"{count} of " if count > 1 else "") + f"{shown} x {columns}"
-
-    @property
-    def orientation(self) -> str:
-        """The order in which a matrix is stored, "out, in" or "in, out"."""
-        return "in, out" if self.dims is not None and min(self.dims[0]) > min(self.dims[1]) else "out, in"
 
 
 @dataclass(frozen=True)
@@ -182,38 +136,22 @@ _STORED = (
 )
 
 
-def views(model_or_params: Params) -> dict[str, View]:
-    """Find the parameters that are not simply one matrix stored (out, in), and say how to see each.
+def find_matrices(model_or_params: Params, infos: Iterable[ParamInfo]) -> dict[str, Found]:
+    """Find the parameters of a model, or among named tensors, that are not simply one matrix stored (out, in).
 
-    With a model, types and sizes of modules decide; with named tensors, only what names and shapes make certain:
-    stacks of experts. A convolution is one matrix (out, in x kernel) and is listed only where it is transposed or has
-    groups.
-
-    Args:
-        model_or_params: an ``nn.Module``; a mapping or iterable of names and tensors; or any pytree of tensors.
-
-    Returns:
-        A view by parameter name. `muonfx.default_labels` keeps them with the labels, and ``Muon`` applies them.
-
-    Raises:
-        TypeError: a value is no tensor.
-        ValueError: a name occurs twice, or a parameter has no shape yet.
-
-    >>> views(nn.ModuleDict({"attn": nn.MultiheadAttention(8, 2), "fc": nn.Linear(8, 8)}))
-    {'attn.in_proj_weight': View(dims=None, blocks=3, note='query, key, value', suspected=None)}
+    Named tensors have no module types; only stacks of experts are found among them. A convolution is one matrix (out,
+    in x kernel) and is listed only if it is transposed or has groups.
     """
-    return find_views(model_or_params, read_params(model_or_params))
-
-
-def find_views(model_or_params: Params, infos: Iterable[ParamInfo]) -> dict[str, View]:
-    """Find the views of some parameters of a model, or of named tensors."""
     infos = tuple(infos)
     modules = (
         dict(model_or_params.named_modules(remove_duplicate=False)) if isinstance(model_or_params, nn.Module) else {}
     )
     shapes = {info.name: info.shape for info in infos}
-    found = ((info.name, _view(_Place.of(info, modules, shapes))) for info in infos if info.ndim >= 2)
-    return {name: view for name, view in found if view is not None}
+    found = {info.name: _found(_Place.of(info, modules, shapes)) for info in infos if info.ndim >= 2}
+    return {name: own for name, own in found.items() if own != _ONE_MATRIX}
+
+
+_ONE_MATRIX: Found = (MatrixView(), "", None)
 
 
 @dataclass(frozen=True)
@@ -242,50 +180,53 @@ class _Place:
         return _Place(info, leaf, own, owner, holder, beside)
 
 
-def _view(place: _Place) -> View | None:
+def _found(place: _Place) -> Found:
     info, owner = place.info, place.owner
     if is_convolution(info):
         return _of_convolution(owner, info)
     if isinstance(owner, nn.MultiheadAttention) and place.leaf == "in_proj_weight":
-        return View(None, 3, _QKV)
+        return MatrixView(blocks=3), _QKV, None
     if isinstance(owner, nn.RNNBase | nn.RNNCellBase) and place.leaf.startswith(("weight_ih", "weight_hh")):
         gates = {"LSTM": 4, "LSTMCell": 4, "GRU": 3, "GRUCell": 3}.get(written_type(owner).__name__)
-        return None if gates is None else View(None, gates, f"{gates} gates")
-    stored = _stored(place)
-    blocks, said = (stored.blocks, "") if stored.blocks else _blocks(place, stored.sides(info.shape)[1])
+        return _ONE_MATRIX if gates is None else (MatrixView(blocks=gates), f"{gates} gates", None)
+    view, stored = _stored(place)
+    if view.blocks:
+        return view, stored, None
+    (matrix,) = view.split(torch.empty(info.shape, device="meta"), info.name)
+    blocks, parts = _blocks(place, matrix.shape[-2])
     suspected = None
-    if not blocks and not said and (suspected := _suspected(place.own)):
+    if not parts and (suspected := next((n for names, n in _SUSPECTS if names.fullmatch(place.own)), None)):
         glob = "*." + ".".join(plain_name(info.name).split(".")[-2:])
-        said = f"fused? Not split; if so, one whole after another, blocks={{{glob!r}: {suspected}}}"
-    view = View(stored.dims, blocks, "; ".join(filter(None, (stored.note, said))), suspected)
-    return None if view == View() else view
+        parts = f"fused? Not split; if so, one whole after another, blocks={{{glob!r}: {suspected}}}"
+    return MatrixView(view.dims, blocks), "; ".join(filter(None, (stored, parts))), suspected
 
 
-def _of_convolution(owner: nn.Module | None, info: ParamInfo) -> View | None:
-    if not isinstance(owner, _ConvNd):
-        return None
+def _of_convolution(owner: nn.Module | None, info: ParamInfo) -> Found:
     if isinstance(owner, _ConvTransposeNd):
         grouped = f"; {owner.groups} groups, not split" if owner.groups > 1 else ""
-        return View(((1,), (0, *range(2, info.ndim))), None, f"transposed convolution{grouped}")
-    return View(None, owner.groups, f"{owner.groups} groups") if owner.groups > 1 else None
+        return MatrixView(((1,), (0, *range(2, info.ndim)))), f"transposed convolution{grouped}", None
+    if isinstance(owner, _ConvNd) and owner.groups > 1:
+        return MatrixView(blocks=owner.groups), f"{owner.groups} groups", None
+    return _ONE_MATRIX
 
 
-def _stored(place: _Place) -> View:
-    """Return the view of a parameter as it is stored, without splitting fused rows."""
+def _stored(place: _Place) -> tuple[MatrixView, str]:
+    """Return the view of a parameter as it is stored, without splitting fused rows, and a note."""
     info, owner = place.info, place.owner
     kind = written_type(owner) if owner is not None else None
     for known in _STORED if kind is not None else ():
         if class_name_fits(kind, f"^{known.module}$") and re.fullmatch(known.leaf, place.leaf):
-            blocks = _number(owner, known.blocks) if known.blocks else None
-            return View(known.dims, blocks, known.note or _stack_note(info, known.dims))
+            # A missing attribute, of another package's class, splits nothing.
+            blocks = (known.blocks and _number(owner, known.blocks)) or None
+            return MatrixView(known.dims, blocks), known.note or _stack_note(info, known.dims)
     if info.ndim < 3 or not (_is_expert(info) or class_name_fits(kind, "Experts?$")):
-        return View()
+        return MatrixView(), ""
     transposed = getattr(owner, "is_transposed", None)  # declared by transformers
     if transposed is None and len(place.beside) == 2:
         (*_, a, b), (*_, c, d) = place.beside["gate_up_proj"], place.beside["down_proj"]
         transposed = (a, b) == (d, 2 * c)
     dims = TRANSPOSED_STACK if transposed is True else STACK
-    return View(dims, None, _stack_note(info, dims))
+    return MatrixView(dims), _stack_note(info, dims)
 
 
 def _stack_note(info: ParamInfo, dims: Dims | None) -> str:
@@ -306,17 +247,12 @@ def _blocks(place: _Place, rows: int) -> tuple[Blocks | None, str]:
             if sizes is None:
                 return None, f"{known.parts}: not split"
             counts = (rows // sizes,) * sizes if isinstance(sizes, int) else tuple(_number(holder, s) for s in sizes)
-            if sum(counts) != rows:
+            if sum(counts) != rows or 0 in counts:
                 return None, f"{known.parts}, of sizes that do not add up to {rows}: not split"
             return len(counts) if len(set(counts)) == 1 else counts, known.parts
         if kind.__module__.startswith("torchtitan.") and kind.__name__ == "FusedQKVLinear":
             return None, f"{_HEADS}: not split"
     return None, ""
-
-
-def _suspected(layer: str) -> int | None:
-    """Return how many matrices the name of a layer suggests, or None for one."""
-    return next((count for pattern, count in _SUSPECTS if pattern.fullmatch(layer)), None)
 
 
 def _number(module: nn.Module | None, product: str) -> int:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.func import stack_module_state, vmap
 
 import muonfx as mfx
-from muonfx.select import Labels, default_labels, default_labels_by_name, labels, path
+from muonfx.select import Labels, Route, default_labels, default_labels_by_name, labels, path
 
 STACK = ((-2,), (-1,))
 
@@ -79,7 +79,7 @@ def test_each_model_of_a_stack_is_updated_as_alone_by_both_ways_that_the_error_s
 @given(st.lists(st.integers(1, 3), max_size=2), st.sampled_from(["muon", "adamw"]))
 def test_only_a_tensor_with_more_dims_that_would_be_flattened_is_refused(front, label):
     shape = (*front, 2, 3)
-    chosen = Labels({"w": label}, shapes={"w": (2, 3)})
+    chosen = Labels({"w": Route(label, shape=(2, 3))})
     tx = mfx.partition({label: mfx.muon() if label == "muon" else mfx.adamw()}, chosen)
     if front and label == "muon":
         with pytest.raises(ValueError, match="was chosen for shape"):
@@ -89,8 +89,8 @@ def test_only_a_tensor_with_more_dims_that_would_be_flattened_is_refused(front, 
     # labels that remember no shape, those of these very parameters, and wider ones of the same dims
     for others in (
         Labels(chosen),
-        Labels(chosen, shapes={"w": shape}),
-        Labels(chosen, shapes={"w": (9,) * len(shape)}),
+        Labels({"w": Route(label, shape=shape)}),
+        Labels({"w": Route(label, shape=(9,) * len(shape))}),
     ):
         tx.replace(labels=others).init({"w": torch.zeros(shape)})
 
@@ -104,7 +104,5 @@ def test_labels_remember_the_shapes_that_they_were_chosen_for():
         labels(module, RULES, "adamw"),
         pickle.loads(pickle.dumps(default_labels(module))),
     ):
-        assert chosen.shapes == shapes
-    assert default_labels(module).restrict(["0.bias"]).shapes == {"0.bias": (6,)}
-    with pytest.raises(ValueError, match="shapes are given for parameters without a label: 'w'"):
-        Labels({}, shapes={"w": (2,)})
+        assert {name: route.shape for name, route in chosen.routes.items()} == shapes
+    assert default_labels(module).restrict(["0.bias"]).routes["0.bias"].shape == (6,)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import muonfx as mfx
-from muonfx.select import Labels, View, default_labels, default_labels_by_name, format_labels, path, views
+from muonfx.select import Labels, default_labels, default_labels_by_name, format_labels, path
 from muonfx.select.views import patterns
 from muonfx.tree.tracing import matches
 
@@ -80,9 +80,8 @@ def test_each_expert_of_a_stack_is_a_matrix_of_its_own(transposed):
     model = held(experts=Experts(transposed))
     labels = default_labels(model)
     assert set(labels.values()) == {"muon"}
-    assert labels.dims == {"*experts.gate_up_proj": labels.views["experts.gate_up_proj"].dims} | {
-        "*experts.down_proj": TRANSPOSED_STACK if transposed else STACK
-    }
+    stored = TRANSPOSED_STACK if transposed else STACK
+    assert labels.view() == mfx.MatrixView({"*experts.gate_up_proj": stored, "*experts.down_proj": stored})
     wanted = as_matrices(model, {name: list(param) for name, param in model.named_parameters()})
     for name, param in stepped(model).items():
         torch.testing.assert_close(param.detach(), torch.stack(wanted[name]), rtol=1e-4, atol=1e-5)
@@ -104,11 +103,11 @@ def test_layers_of_torch_that_hold_several_matrices_are_split():
         attn=nn.MultiheadAttention(8, 2),
         lstm=nn.LSTM(4, 8),
         gru=nn.GRUCell(4, 8),
-        grouped=nn.Conv2d(8, 16, 3, groups=4),
+        grouped=nn.Conv2d(16, 16, 3, groups=4),
         up=nn.ConvTranspose1d(8, 6, 3),
         plain=nn.Conv1d(8, 8, 3),
     )
-    assert {name: (view.dims, view.blocks) for name, view in views(model).items()} == {
+    assert {name: (view.dims, view.blocks) for name, view in default_labels(model).views.items()} == {
         "attn.in_proj_weight": (None, 3),
         "lstm.weight_ih_l0": (None, 4),
         "lstm.weight_hh_l0": (None, 4),
@@ -155,16 +154,17 @@ def test_a_layer_whose_parts_lie_by_head_is_not_said_to_have_three_blocks():
 
 def test_what_is_given_wins_over_what_is_found():
     model = held(experts=Experts(), attn=nn.MultiheadAttention(8, 2))
-    settings = default_labels(model).settings
-    assert settings() == (
-        {"*experts.gate_up_proj": STACK, "*experts.down_proj": STACK},
-        {"*attn.in_proj_weight": 3},
-    )
-    assert settings(dims=STACK, blocks=1) == (STACK, 1)
+    found, view = default_labels(model).view, mfx.MatrixView
+    assert found() == view({"*experts.gate_up_proj": STACK, "*experts.down_proj": STACK}, {"*attn.in_proj_weight": 3})
+    assert found(view(STACK, 1)) == view(STACK, 1)
     # Found blocks are of the rows that found dims say; with other dims they would cut something else.
     mine = {"*.gate_up_proj": TRANSPOSED_STACK}
-    assert settings(dims=mine)[0] == {**mine, "*experts.down_proj": STACK}
-    assert settings(blocks={"*in_proj*": 6})[1] == {"*in_proj*": 6}
+    assert found(view(mine)).dims == {**mine, "*experts.down_proj": STACK}
+    assert found(view(blocks={"*in_proj*": 6})).blocks == {"*in_proj*": 6}
+    # Found blocks are blocks of rows, whichever axis the given ones are along.
+    for axis in (-1, {"*.down_proj": -1}):
+        both = found(view(blocks={"*.down_proj": 2}, block_axis=axis)).of(["attn.in_proj_weight", "experts.down_proj"])
+        assert [(one.blocks, one.block_axis) for one in both] == [(3, -2), (2, -1)]
     tx = mfx.muon_with_adamw(labels=default_labels(model), dims=mine).arguments["transforms"]["muon"]
     assert "'*.gate_up_proj': ((-1,), (-2,)), '*experts.down_proj': ((-2,), (-1,))" in repr(tx)
 
@@ -185,8 +185,6 @@ def test_labels_keep_their_views_when_pickled_and_restricted():
     assert pickle.loads(pickle.dumps(labels)).views == labels.views
     some = labels.restrict(["experts.down_proj"])
     assert (list(some), list(some.views)) == (["experts.down_proj"], ["experts.down_proj"])
-    with pytest.raises(ValueError, match="views are given for parameters without a label: 'w'"):
-        Labels({}, views={"w": View()})
 
 
 @pytest.mark.filterwarnings("ignore:partition. by their names")
@@ -223,11 +221,13 @@ def test_a_partition_that_does_not_use_the_dims_of_its_labels_is_warned_of():
     model = held(experts=Experts(), fc=nn.Linear(8, 8))
     params = {name: param.detach() for name, param in model.named_parameters()}
     labels = default_labels(model)
-    with pytest.warns(UserWarning, match=r"'experts.gate_up_proj' \(stack of 4 matrices.*give it dims=labels.dims"):
+    with pytest.warns(
+        UserWarning, match=r"'experts.gate_up_proj' \(hidden .* stack of 4 matrices.*give it view=labels.view"
+    ):
         mfx.partition({"muon": mfx.muon(), "adamw": mfx.adamw()}, labels).init(params)
     with pytest.warns(UserWarning, match="the labels know dims"):
         mfx.muon_with_adamw(labels=default_labels_by_name).init(params)
-    for muon, chosen in ((mfx.muon(dims=labels.dims), labels), (mfx.muon(), Labels(labels)), (mfx.lion(), labels)):
+    for muon, chosen in ((mfx.muon(view=labels.view()), labels), (mfx.muon(), Labels(labels)), (mfx.lion(), labels)):
         mfx.partition({"muon": muon, "adamw": mfx.adamw()}, chosen).init(params)
 
 
@@ -256,7 +256,6 @@ def test_the_report_says_which_matrices_there_are_and_how_they_are_stored():
     )
     assert "4 of 8 x 6   in, out  hidden matrix (3-D); stack of 4 matrices" in lines[2]
     assert "8 x 8       muon   8 x 8        out, in  hidden matrix (2-D)" in lines[3]
-    assert View(None, (4, 2, 2)).matrices((8, 3)) == "(4 + 2 + 2) x 3"
 
 
 names = st.lists(st.sampled_from(["h", "0", "1", "2", "attn", "fc", "weight", "[x]"]), min_size=1, max_size=5).map(
@@ -331,12 +330,11 @@ def test_the_line_that_splits_keeps_what_was_given_and_what_was_found():
         mfx.Muon(model, blocks=given)
     split, _ = lines_of(caught)
     labels = default_labels(model)
-    before = labels.settings(blocks=given)
+    before = labels.view(mfx.MatrixView(blocks=given))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         mfx.Muon(model, view=split)
-    for name, view in zip(labels, split.of(list(labels)), strict=True):
-        known = mfx.MatrixView(*before).of([name])[0]
+    for name, view, known in zip(labels, split.of(list(labels)), before.of(list(labels)), strict=True):
         assert view.dims == known.dims
         assert view.blocks == {"0.qkv.weight": 3, "1.experts.gate_up_proj": 2}.get(name, known.blocks)
 

@@ -77,7 +77,6 @@ NOT_ASKED = {
     mfx.as_tensors,  # a device, which torch reads: an int is one too
     sharding.plan_for,
     mfx.MatrixView,  # its tests look at blocks and axes, which are ints or containers of them
-    select.View,
     mfx.default_labels,  # labels are looked up by who has transforms for them
     select.default_labels_by_name,
     select.ParamInfo,  # made by us, and not from what was typed

@@ -152,7 +152,7 @@ def explained() -> list[object]:
         mfx.program.lower(mfx.muon(0.1), params),
         mfx.checkpoint.inspect(path),
         mfx.describe({"w": "muon"}, {"w": params["up"]}),
-        mfx.Labels({"<up>": "muon", "b": None}, {"<up>": "user rule 1: path('<*>')"}),
+        mfx.Labels({"<up>": mfx.select.Route("muon", "user rule 1: path('<*>')"), "b": None}),
         mfx.summary(params),
         mfx.muon(0.1).tree(),
         mfx.spec(mfx.muon(0.1), params),
