@@ -62,7 +62,7 @@ def main(steps: int = 300, batch: int = 16, context: int = 128, width: int = 128
     model = GPT(width, heads=4, depth=depth, context=context)
     params = {name: param.detach() for name, param in model.named_parameters()}
     labels = mfx.default_labels(model)  # "muon" for the hidden matrices, "adamw" for embeddings, head, norms
-    print(mfx.select.format_labels(labels, model), "\n")
+    print(mfx.describe(labels, model), "\n")
 
     def loss_of(params: dict[str, Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(functional_call(model, params, (inputs,)).flatten(0, 1), targets.flatten())

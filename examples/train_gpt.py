@@ -190,7 +190,7 @@ def announce(config: Config, corpus: Corpus, labels: mfx.Labels, model: GPT) -> 
     if rank() > 0:
         return
     print(f"{NAMES[config.optimizer]}, seed {config.seed}, {config.threads} threads: {corpus}\n")
-    rows, totals = mfx.select.format_labels(labels, model).split("\n\n")
+    rows, totals = str(mfx.describe(labels, model)).split("\n\n")
     shown = [row for row in rows.splitlines() if not row.startswith("blocks.") or row.startswith("blocks.0.")]
     print("\n".join([*shown, f"... and so in each of {config.depth} blocks", "", totals, ""]), flush=True)
 

@@ -85,7 +85,7 @@ def train(name: str, rate: float, seed: int, epochs: int) -> list[tuple[float, f
 
 def main(seeds: int = 3, epochs: int = 10, plot: Path | None = None) -> dict[str, list[list[tuple[float, float]]]]:
     model = make_model()
-    print(mfx.select.format_labels(mfx.default_labels(model), model), "\n")
+    print(mfx.describe(model), "\n")
     runs: dict[str, list[list[tuple[float, float]]]] = {}
     for name, rate in RATES.items():
         begin = time.perf_counter()

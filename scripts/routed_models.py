@@ -92,7 +92,7 @@ def build(title: str) -> nn.Module:
 
 
 def rows(model: nn.Module) -> list[list[str]]:
-    lines = mfx.select.format_labels(mfx.default_labels(model), model).split("\n\n")[0].splitlines()
+    lines = str(mfx.describe(model)).split("\n\n")[0].splitlines()
     starts = [found.start() for found in re.finditer(r"\S+", lines[0])]
     seen: list[list[str]] = []
     for line in lines:

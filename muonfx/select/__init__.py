@@ -24,8 +24,8 @@ total        3       256  100.0%
 from muonfx.select.defaults import default_labels, default_labels_by_name
 from muonfx.select.matrix_view import MatrixView
 from muonfx.select.params import ParamInfo
-from muonfx.select.predicates import Predicate, frozen, module_type, ndim, numel, path, shape, tied, where
-from muonfx.select.report import describe, format_labels
+from muonfx.select.predicates import Predicate, module_type, ndim, path, where
+from muonfx.select.report import describe
 from muonfx.select.rules import Labels, Route, labels
 
 __all__ = [
@@ -37,15 +37,10 @@ __all__ = [
     "default_labels",
     "default_labels_by_name",
     "describe",
-    "format_labels",
-    "frozen",
     "labels",
     "module_type",
     "ndim",
-    "numel",
     "path",
-    "shape",
-    "tied",
     "where",
 ]
 

@@ -1,13 +1,9 @@
-"""Predicates on parameters: frozen values that combine with ``&``, ``|`` and ``~``.
-
-Each kind of predicate is a small private class with a public constructor.
-"""
+"""Predicates on parameters: frozen values that combine with ``&``, ``|`` and ``~``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import EllipsisType
 from typing import NoReturn
 
 from torch import nn
@@ -16,27 +12,14 @@ from muonfx.select.params import ParamInfo
 from muonfx.tree.arguments import plain_arguments
 from muonfx.tree.tracing import matches
 
-__all__ = [
-    "Predicate",
-    "asks_for_modules",
-    "frozen",
-    "module_type",
-    "ndim",
-    "numel",
-    "path",
-    "path_patterns",
-    "shape",
-    "tied",
-    "where",
-]
+__all__ = ["Predicate", "asks_for_modules", "module_type", "ndim", "path", "path_patterns", "where"]
 
 
 class Predicate:
-    """A question about one parameter, as a value.
+    """A condition on one parameter, as a value.
 
     Predicates are compared by what they were built from, can be hashed and pickled, print as the code that builds
-    them, and combine with ``&``, ``|`` and ``~``. Build them with ``ndim``, ``shape``, ``numel``, ``path``,
-    ``module_type``, ``tied``, ``frozen`` and ``where``.
+    them, and combine with ``&``, ``|`` and ``~``. Build them with ``ndim``, ``path``, ``module_type`` and ``where``.
 
     >>> tall = ndim(2) & ~path("*head*")
     >>> tall
@@ -57,14 +40,19 @@ class Predicate:
         """The code that builds the predicate, with a prefix for the names of this module, such as "select."."""
         raise NotImplementedError
 
+    @property
+    def parts(self) -> tuple[Predicate, ...]:
+        """The predicates that this one combines."""
+        return ()
+
     def __repr__(self) -> str:
         return self.code_in("")
 
     def __and__(self, other: object) -> Predicate:
-        return _And(self, other) if isinstance(other, Predicate) else NotImplemented
+        return _Both("&", self, other) if isinstance(other, Predicate) else NotImplemented
 
     def __or__(self, other: object) -> Predicate:
-        return _Or(self, other) if isinstance(other, Predicate) else NotImplemented
+        return _Both("|", self, other) if isinstance(other, Predicate) else NotImplemented
 
     def __invert__(self) -> Predicate:
         return _Not(self)
@@ -75,27 +63,20 @@ class Predicate:
 
 
 @dataclass(frozen=True, repr=False)
-class _And(Predicate):
+class _Both(Predicate):
+    operator: str
     left: Predicate
     right: Predicate
 
     def __call__(self, info: ParamInfo) -> bool:
-        return self.left(info) and self.right(info)
+        return (all if self.operator == "&" else any)(part(info) for part in self.parts)
 
     def code_in(self, scope: str) -> str:
-        return f"({self.left.code_in(scope)} & {self.right.code_in(scope)})"
+        return f"({self.left.code_in(scope)} {self.operator} {self.right.code_in(scope)})"
 
-
-@dataclass(frozen=True, repr=False)
-class _Or(Predicate):
-    left: Predicate
-    right: Predicate
-
-    def __call__(self, info: ParamInfo) -> bool:
-        return self.left(info) or self.right(info)
-
-    def code_in(self, scope: str) -> str:
-        return f"({self.left.code_in(scope)} | {self.right.code_in(scope)})"
+    @property
+    def parts(self) -> tuple[Predicate, ...]:
+        return self.left, self.right
 
 
 @dataclass(frozen=True, repr=False)
@@ -108,48 +89,24 @@ class _Not(Predicate):
     def code_in(self, scope: str) -> str:
         return f"~{self.inner.code_in(scope)}"
 
+    @property
+    def parts(self) -> tuple[Predicate, ...]:
+        return (self.inner,)
+
 
 @dataclass(frozen=True, repr=False)
-class _Between(Predicate):
-    what: str
+class _Ndim(Predicate):
     min: int | None
     max: int | None
 
     def __call__(self, info: ParamInfo) -> bool:
-        value = info.ndim if self.what == "ndim" else info.numel
-        return (self.min is None or self.min <= value) and (self.max is None or value <= self.max)
+        return (self.min is None or self.min <= info.ndim) and (self.max is None or info.ndim <= self.max)
 
     def code_in(self, scope: str) -> str:
-        if self.what == "ndim" and self.min == self.max:
+        if self.min == self.max:
             return f"{scope}ndim({self.min})"
-        return f"{scope}{self.what}({_keywords(min=self.min, max=self.max)})"
-
-
-@dataclass(frozen=True, repr=False)
-class _Shape(Predicate):
-    before: tuple[int | None, ...]
-    after: tuple[int | None, ...] | None  # None: no `...` in the pattern
-    min_side: int | None
-    max_side: int | None
-
-    def __call__(self, info: ParamInfo) -> bool:
-        tail = self.after or ()
-        fixed = len(self.before) + len(tail)
-        if info.ndim < fixed or (self.after is None and info.ndim > fixed):
-            return False
-        sides = (*info.shape[: len(self.before)], *info.shape[info.ndim - len(tail) :])
-        return (
-            all(want is None or side == want for side, want in zip(sides, (*self.before, *tail), strict=True))
-            and all(self.min_side is None or side >= self.min_side for side in info.shape)
-            and all(self.max_side is None or side <= self.max_side for side in info.shape)
-        )
-
-    def code_in(self, scope: str) -> str:
-        pattern = [repr(side) for side in self.before]
-        bounds = _keywords(min_side=self.min_side, max_side=self.max_side)
-        if self.after is not None and not (bounds and not self.before and not self.after):
-            pattern += ["...", *(repr(side) for side in self.after)]
-        return f"{scope}shape({', '.join([*pattern, *([bounds] if bounds else [])])})"
+        bounds = (f"{key}={value}" for key, value in (("min", self.min), ("max", self.max)) if value is not None)
+        return f"{scope}ndim({', '.join(bounds)})"
 
 
 @dataclass(frozen=True, repr=False)
@@ -175,17 +132,6 @@ class _ModuleType(Predicate):
 
 
 @dataclass(frozen=True, repr=False)
-class _Flag(Predicate):
-    what: str
-
-    def __call__(self, info: ParamInfo) -> bool:
-        return bool(info.tied) if self.what == "tied" else not info.requires_grad
-
-    def code_in(self, scope: str) -> str:
-        return f"{scope}{self.what}()"
-
-
-@dataclass(frozen=True, repr=False)
 class _Where(Predicate):
     fn: Callable[[ParamInfo], bool]
     name: str
@@ -207,58 +153,10 @@ def ndim(n: int | None = None, *, min: int | None = None, max: int | None = None
     >>> ndim(2), ndim(min=2)
     (ndim(2), ndim(min=2))
     """
-    if n is not None:
-        if min is not None or max is not None:
-            raise ValueError(f"ndim({n}, min={min}, max={max}): give the exact number or bounds, not both")
-        min = max = n
-    return _between("ndim", min, max)
-
-
-@plain_arguments
-def numel(*, min: int | None = None, max: int | None = None) -> Predicate:
-    """Parameters with ``min`` to ``max`` elements, both ends included.
-
-    Raises:
-        ValueError: no bound is given.
-
-    >>> numel(max=4)(ParamInfo("scale", (4,)))
-    True
-    """
-    return _between("numel", min, max)
-
-
-@plain_arguments
-def shape(*sides: int | EllipsisType | None, min_side: int | None = None, max_side: int | None = None) -> Predicate:
-    """Parameters whose shape fits a pattern and whose sides all lie within bounds.
-
-    Args:
-        *sides: one entry a dimension: a number, None for any length, and at most one ``...`` for any number of
-            dimensions. Without any, every shape fits (a scalar is ``ndim(0)``).
-        min_side: the least length of every side.
-        max_side: the greatest length of every side.
-
-    Raises:
-        ValueError: nothing is asked, or ``...`` occurs twice.
-
-    >>> pointwise = shape(None, None, 1, 1)
-    >>> pointwise(ParamInfo("conv.weight", (8, 4, 1, 1))), shape(..., 4)(ParamInfo("fc.weight", (8, 4)))
-    (True, True)
-    """
-    if not sides and min_side is None and max_side is None:
-        raise ValueError("shape() asks nothing: give a pattern such as shape(None, 1), or min_side, or max_side")
-    if sum(side is ... for side in sides) > 1:
-        raise ValueError(f"shape{sides}: at most one ... can be matched")
-    for side in sides:
-        if not (side is None or side is ... or type(side) is int):
-            raise TypeError(f"shape{sides}: found {side!r}, expected an int, None or ...")
-    before: list[int | None] = []
-    after: list[int | None] | None = None if sides else []
-    for side in sides:
-        if isinstance(side, EllipsisType):
-            after = []
-        else:
-            (before if after is None else after).append(side)
-    return _Shape(tuple(before), None if after is None else tuple(after), min_side, max_side)
+    bounds = (min, max) if n is None else (n, n)
+    if bounds == (None, None) or (n is not None and (min, max) != (None, None)):
+        raise ValueError(f"ndim({n}, min={min}, max={max}): give either the exact number, or min, max or both")
+    return _Ndim(*bounds)
 
 
 def path(*patterns: str) -> Predicate:
@@ -270,7 +168,7 @@ def path(*patterns: str) -> Predicate:
 
     Raises:
         ValueError: no pattern is given.
-        TypeError: a pattern is no string.
+        TypeError: a pattern is not a string.
 
     >>> path("blocks.*.attn.*")(ParamInfo("blocks.0.attn.q.weight", (4, 4)))
     True
@@ -286,12 +184,12 @@ def path(*patterns: str) -> Predicate:
 def module_type(*types: type | str) -> Predicate:
     """Parameters owned by a module of one of the types, or of a subclass of one.
 
-    A string is a pattern over class names, for classes that are not at hand. A tied tensor has several owners and any
+    A string is a pattern over class names, for classes that are not imported. A tied tensor has several owners and any
     of them counts. Without a model no owner is known and nothing matches.
 
     Raises:
         ValueError: no type is given.
-        TypeError: something is neither a class nor a string.
+        TypeError: an argument is neither a class nor a string.
 
     >>> module_type(nn.Embedding, "*RMSNorm")
     module_type(torch.nn.Embedding, '*RMSNorm')
@@ -304,36 +202,20 @@ def module_type(*types: type | str) -> Predicate:
     return _ModuleType(types)
 
 
-def tied() -> Predicate:
-    """Parameters that are one tensor under several names, or of several modules.
-
-    >>> tied()(ParamInfo("wte.weight", (8, 4), tied=("lm_head.weight",)))
-    True
-    """
-    return _Flag("tied")
-
-
-def frozen() -> Predicate:
-    """Parameters that were set to ``requires_grad=False``.
-
-    >>> frozen()(ParamInfo("wte.weight", (8, 4), requires_grad=False))
-    True
-    """
-    return _Flag("frozen")
-
-
 @plain_arguments
 def where(fn: Callable[[ParamInfo], bool], name: str | None = None) -> Predicate:
-    """Parameters for which your own function is true.
+    """Parameters for which your own function returns True.
 
     It prints as ``where(fn, name)``, compares by function and name, and pickles if the function does: a function
-    defined in a module does all that, a lambda works and cannot be pickled.
+    defined in a module can be pickled, a lambda cannot.
 
     Raises:
         TypeError: ``fn`` cannot be called.
 
     >>> where(lambda info: info.shape[0] > 100, "tall")(ParamInfo("fc.weight", (128, 4)))
     True
+    >>> tied = where(lambda info: bool(info.tied), "tied")
+    >>> frozen = where(lambda info: not info.requires_grad, "frozen")
     """
     if not callable(fn):
         raise TypeError(f"where: found {fn!r}, expected a function of a ParamInfo")
@@ -344,25 +226,17 @@ def path_patterns(predicate: object) -> tuple[tuple[str, ...], ...]:
     """Return the patterns of every `path` in a predicate, grouped by the paths joined with ``|``."""
     if isinstance(predicate, _Path):
         return (predicate.patterns,)
-    if isinstance(predicate, _Or | _And):
-        left, right = path_patterns(predicate.left), path_patterns(predicate.right)
-        if isinstance(predicate, _Or) and left and right:
-            return (tuple(pattern for group in (*left, *right) for pattern in group),)
-        return (*left, *right)
-    return path_patterns(predicate.inner) if isinstance(predicate, _Not) else ()
+    groups = [path_patterns(part) for part in (predicate.parts if isinstance(predicate, Predicate) else ())]
+    found = tuple(group for part in groups for group in part)
+    if isinstance(predicate, _Both) and predicate.operator == "|" and all(groups):
+        return (tuple(pattern for group in found for pattern in group),)
+    return found
 
 
 def asks_for_modules(predicate: object) -> bool:
     """Return True if a predicate uses module types, which named tensors do not have."""
-    if isinstance(predicate, _Or | _And):
-        return asks_for_modules(predicate.left) or asks_for_modules(predicate.right)
-    return asks_for_modules(predicate.inner) if isinstance(predicate, _Not) else isinstance(predicate, _ModuleType)
-
-
-def _between(what: str, low: int | None, high: int | None) -> Predicate:
-    if low is None and high is None:
-        raise ValueError(f"{what}() asks nothing: give min, max or both")
-    return _Between(what, low, high)
+    parts = predicate.parts if isinstance(predicate, Predicate) else ()
+    return isinstance(predicate, _ModuleType) or any(map(asks_for_modules, parts))
 
 
 def _is_a(module: type, wanted: type | str) -> bool:
@@ -377,7 +251,3 @@ def _type_code(kind: type | str) -> str:
     if getattr(nn, kind.__name__, None) is kind:
         return f"torch.nn.{kind.__name__}"
     return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _keywords(**values: int | None) -> str:
-    return ", ".join(f"{key}={value}" for key, value in values.items() if value is not None)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import muonfx as mfx
-from muonfx.select import Labels, default_labels, default_labels_by_name, format_labels, path
+from muonfx.select import Labels, default_labels, default_labels_by_name, path
 from muonfx.select.views import patterns
 from muonfx.tree.tracing import matches
 
@@ -147,7 +147,7 @@ def test_a_fused_layer_of_a_known_class_is_split_under_fsdp2_as_before_it():
 def test_a_layer_whose_parts_lie_by_head_is_not_said_to_have_three_blocks():
     layer = _of_package("torchtitan", "FusedQKVLinear")
     layer.wqkv = nn.Linear(6, 12, bias=False)
-    text = format_labels(default_labels(held(qkv=layer)), held(qkv=layer))
+    text = str(mfx.describe(held(qkv=layer)))
     assert "interleaved by head: not split" in text
     assert "blocks=" not in text
 
@@ -248,7 +248,7 @@ def test_labels_that_a_function_of_names_makes_are_the_same_while_compiling():
 
 def test_the_report_says_which_matrices_there_are_and_how_they_are_stored():
     model = held(experts=Experts(True), up=nn.Linear(8, 8))
-    lines = format_labels(default_labels(model), model).splitlines()
+    lines = str(mfx.describe(model)).splitlines()
     assert lines[0].split() == ["parameter", "shape", "label", "matrices", "stored", "rule"]
     assert (
         "4 x 8 x 12  muon   4 of 12 x 8  in, out  hidden matrix (3-D); stack of 4 matrices; fused? Not split"

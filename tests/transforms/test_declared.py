@@ -44,8 +44,7 @@ ASKED_BY_CODE += [
     for place, mask in enumerate(
         [
             select.ndim(2) & ~select.path("*.a", "*.b"),
-            select.shape(2, ...) | select.numel(max=3) | select.tied(),
-            ~(select.frozen() & select.ndim(min=1, max=3)),
+            ~(select.path("*.c") | select.ndim(min=1, max=3)),
         ]
     )
 ]
