@@ -198,35 +198,26 @@ def _labels(model_or_params: Params, rules: Sequence[Rule], muon: Label, other: 
 
 def _not_hidden(info: ParamInfo, gated: frozenset[tuple[str, int]]) -> str | None:
     """Return why the parameter is not a hidden matrix, or None if it is one."""
-    return (
-        _by_type(info)
-        or _by_adapter(info)
-        or _by_rank(info)
-        or _by_name(info, gated)
-        or _by_shape(info)
-        or _first_convolution(info)
-    )
+    if reason := _by_type(info):
+        return reason
+    for part in (part for name in info.names for part in name.split(".")):
+        if "lora" in _words(part) or _ADAPTER.match(part.lower()):
+            return f"low-rank factor (name component {part!r})"
+    if info.ndim < 2:
+        return f"{info.ndim}-D"
+    return _by_name(info, gated) or _by_shape(info) or _first_convolution(info)
 
 
 def _by_type(info: ParamInfo) -> str | None:
     for module in info.modules:
-        if _is_embedding(module):
+        if issubclass(module, nn.Embedding | nn.EmbeddingBag) or class_name_fits(module, _EMBEDDING_CLASS):
             tied = f", tied with {info.tied[0]!r}" if info.tied else ""
             return f"embedding (module type {module.__name__}{tied})"
     for module in info.modules:
-        if _is_norm(module):
+        is_norm = issubclass(module, _NORMS) or class_name_fits(module, _NORM_CLASS)
+        if is_norm and not issubclass(module, nn.Linear | _ConvNd):
             return f"norm (module type {module.__name__})"
     return None
-
-
-def _is_embedding(module: type) -> bool:
-    return issubclass(module, nn.Embedding | nn.EmbeddingBag) or class_name_fits(module, _EMBEDDING_CLASS)
-
-
-def _is_norm(module: type) -> bool:
-    if issubclass(module, nn.Linear | _ConvNd):
-        return False
-    return issubclass(module, _NORMS) or class_name_fits(module, _NORM_CLASS)
 
 
 def _known_by_others(infos: Sequence[ParamInfo]) -> dict[str, str]:
@@ -245,28 +236,15 @@ def _known_by_others(infos: Sequence[ParamInfo]) -> dict[str, str]:
     return found
 
 
-def _by_adapter(info: ParamInfo) -> str | None:
-    parts = [part for name in info.names for part in name.split(".")]
-    factor = next((part for part in parts if "lora" in _words(part) or _ADAPTER.match(part.lower())), None)
-    return f"low-rank factor (name component {factor!r})" if factor else None
-
-
-def _by_rank(info: ParamInfo) -> str | None:
-    return f"{info.ndim}-D" if info.ndim < 2 else None
-
-
 def _by_name(info: ParamInfo, gated: frozenset[tuple[str, int]]) -> str | None:
     for name in info.names:  # any name of a tied tensor decides
         parts = _components(name)
         if _words(parts[-1])[-1:] == ["bias"]:
             return f"bias (name component {parts[-1]!r})"
-        named = (
-            _embedding_component(parts)
-            or _head_component(parts)
-            or _router_component(parts, info.ndim, gated)
-            # The name decides only if the module type is unknown.
-            or (_norm_component(parts) if info.module is None else None)
-        )
+        named = _embedding_component(parts) or _head_component(parts) or _router_component(parts, info.ndim, gated)
+        own = _own_component(parts)[1]
+        if info.module is None and _ends_in(_words(own), _NORM_WORDS):  # a known module type has decided
+            named = named or own
         if named:
             return f"name component {named!r}"
     return None
@@ -331,11 +309,6 @@ def _router_component(parts: list[str], ndim: int, gated: frozenset[tuple[str, i
         if "router" in words or ("_".join(words) in _ROUTERS and not of_mlp):
             return part
     return None
-
-
-def _norm_component(parts: list[str]) -> str | None:
-    own = _own_component(parts)[1]
-    return own if _ends_in(_words(own), _NORM_WORDS) else None
 
 
 def _gated_mlps(infos: Iterable[ParamInfo]) -> frozenset[tuple[str, int]]:
