@@ -51,10 +51,6 @@ def test_quoted_bands_are_those_of_the_scalar_polynomial(value, steps, quoted) -
     assert (y.min().item(), y.max().item()) == pytest.approx(quoted[:2], abs=1e-3)
 
 
-def test_slope_of_keller_at_zero() -> None:
-    assert math.prod(a for a, _, _ in KNOWN["keller"].steps) == pytest.approx(484.9, abs=0.1)
-
-
 def test_every_named_set_is_there() -> None:
     lengths = {name: len(known.steps) for name, known in KNOWN.items()}
     assert lengths == {
@@ -84,12 +80,6 @@ def test_a_set_is_a_value(value: Coefficients) -> None:
     assert coefficients(value) is value
 
 
-def test_lists_and_ints_become_tuples_of_floats() -> None:
-    value = Coefficients("mine", [[3, -3], (1.5, -0.5, 0)])  # type: ignore[arg-type]
-    assert value == Coefficients("mine", ((3.0, -3.0, 0.0), (1.5, -0.5, 0.0)))
-    assert hash(value) == hash(Coefficients("mine", ((3.0, -3.0, 0.0), (1.5, -0.5, 0.0))))
-
-
 def test_safety_divides_the_input_of_every_step_but_the_last() -> None:
     safe = with_safety("keller", 1.05)
     s = torch.linspace(0, 1, 101, dtype=torch.float64)
@@ -98,10 +88,6 @@ def test_safety_divides_the_input_of_every_step_but_the_last() -> None:
         y = scalar_polynomial([step], y if i == 4 else y / 1.05)
     torch.testing.assert_close(scalar_polynomial(safe, s), y, rtol=1e-12, atol=1e-12)
     assert safe.steps[-1] == KNOWN["keller"].steps[-1]
-
-
-def test_polar_express_is_its_table_with_safety() -> None:
-    assert KNOWN["polar_express"].steps == with_safety(POLAR_EXPRESS_RAW, 1.01).steps
 
 
 @pytest.mark.parametrize(

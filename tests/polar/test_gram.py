@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from hypothesis import given
@@ -14,14 +12,13 @@ from muonfx.polar import KNOWN, Coefficients, band, explain, kernels, orthogonal
 from muonfx.polar.iteration import newton_schulz
 from muonfx.polar.policy import SMALLEST_GRAM
 from muonfx.polar.polynomials import polynomials
-from muonfx.polar.products import Buffered, Functional, block_side
-from muonfx.polar.stages import staged, standard
+from muonfx.polar.products import Buffered
+from muonfx.polar.stages import staged
 
 from .strategies import DTYPES, Problem, gap, orthogonal, problems, relative, tolerance
 
 EQUIVARIANT = tuple(name for name in KNOWN if name != "aol")
 sets = st.sampled_from(EQUIVARIANT)
-LOW = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @given(problems(), sets, st.randoms(use_true_random=False))
@@ -39,15 +36,6 @@ def test_gram_equals_standard_within_the_dtype(p: Problem, name: str, dtype: tor
     x = p.x.to(dtype)
     gram, plain = (orthogonalize(x, coefficients=name, method=m, dtype=dtype) for m in ("gram", "standard"))
     assert relative(gram, plain) < 10 * tolerance("polar_express", dtype)
-
-
-@given(problems(), sets)
-def test_one_step_a_stage_without_centers_is_the_standard_iteration_bitwise(p: Problem, name: str) -> None:
-    x = p.x.reshape(-1, *p.x.shape[-2:])
-    x = x if x.shape[-2] <= x.shape[-1] else x.mT
-    steps = KNOWN[name].steps
-    cut = staged(steps, range(1, len(steps)), None, 1.0)
-    assert cut == standard(steps)
 
 
 def spectra(n: int) -> dict[str, torch.Tensor]:
@@ -107,31 +95,6 @@ def test_policy_stays_with_standard_where_gram_would_round_more_or_cost_more() -
     assert taken((512, 2048), coefficients=torch.ones(3, 3)) == "standard"
 
 
-def test_explanations_say_what_is_done() -> None:
-    plan = explain((1024, 4096), dtype=torch.float32, coefficients="keller")
-    assert (plan.method, plan.products) == ("gram", "blocks")
-    assert [len(stage.steps) for stage in plan.stages] == [2, 2, 1]
-    text = str(plan)
-    assert text.startswith("1024 x 4096: gram, float32, blocks, steps in stages of 2 + 2 + 1")
-    assert all(word in text for word in ("as asked for", "multiply-adds", "measured on"))
-    assert str(explain((4, 4), "meta")).startswith("4 x 4: standard, float32, batched")
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("tall", [False, True])
-@pytest.mark.parametrize("how", ["batched", "blocks"])
-@pytest.mark.parametrize("n", [1, 100, 128, 200, 300])
-def test_buffered_products_equal_functional_ones(n: int, how: str, tall: bool, dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(n)
-    x = torch.randn(2, n, n + 17, dtype=torch.float64, generator=generator)
-    x = (x / torch.linalg.matrix_norm(x, keepdim=True)).to(dtype)
-    stages = staged(KNOWN["quintic"].steps, (2, 3), 1 / n, (n + 17) / n)
-    expected = newton_schulz(x, stages, Functional())
-    given = (x.mT if tall else x).contiguous().clone()
-    found = newton_schulz(given, stages, Buffered(given, tall=tall, how=how, small=how))
-    assert gap(found.mT if tall else found, expected) < {torch.float64: 1e-11, torch.float32: 1e-4}.get(dtype, 0.1)
-
-
 @pytest.mark.skipif(not kernels.available(torch.device("cpu")), reason="needs Triton's interpreter")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("n", "tall"), [(5, False), (40, True), (40, False)])
@@ -143,16 +106,6 @@ def test_kernels_run_the_whole_iteration(n: int, tall: bool, dtype: torch.dtype)
     found = newton_schulz(given, stages, Buffered(given, tall=tall, how="triton", small="triton"))
     assert gap(found.mT if tall else found, newton_schulz(x, stages)) < {torch.float32: 1e-4}.get(dtype, 0.1)
     assert explain((n, 2 * n), products="triton", dtype=dtype).products == "triton"
-
-
-@pytest.mark.parametrize("n", [1, 127, 128, 129, 300, 517])
-def test_products_by_blocks_are_symmetric_bitwise_off_the_diagonal_blocks(n: int) -> None:
-    x = torch.randn(1, n, n + 3, generator=torch.Generator().manual_seed(n))
-    found = Buffered(x, tall=False, how="blocks", small="blocks").gram(x, 0.5)[0]
-    assert gap(found, (x[0] @ x[0].mT) + 0.5 * torch.eye(n)) < 1e-3
-    side = block_side(n)
-    for i, j in itertools.combinations(range(0, n, side), 2):
-        assert torch.equal(found[i : i + side, j : j + side], found[j : j + side, i : i + side].mT)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES])

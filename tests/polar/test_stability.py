@@ -9,7 +9,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import muonfx as mfx
 from muonfx.polar import KNOWN, Coefficients, band, compute_dtype, explain, fit_coefficients, orthogonalize, with_safety
 from muonfx.polar.polynomials import polynomials
 from muonfx.polar.stability import TOLERANCE, largest, stable_restarts
@@ -54,14 +53,6 @@ def test_every_method_and_dtype_stays_in_the_band(name, kind, dtype, method, ste
     assert excess(x, name, steps, dtype=dtype, method=method) <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", list(KNOWN))
-@pytest.mark.parametrize("kind", SCALINGS)
-def test_no_scaling_leaves_the_band_in_bf16(name: str, kind: str) -> None:
-    x = scaled(kind, 0, 24, 40, batch=64)
-    for method in ("standard", "gram"):
-        assert excess(x, name, dtype=torch.bfloat16, method=method) <= TOLERANCE
-
-
 @pytest.mark.parametrize("name", ["deepseek_v4", "polar_express", "polar_express_5", "keller"])
 @pytest.mark.parametrize("products", ["batched", "blocks"])
 def test_large_matrices_with_scaled_rows_stay_in_the_band(name: str, products: str) -> None:
@@ -70,15 +61,6 @@ def test_large_matrices_with_scaled_rows_stay_in_the_band(name: str, products: s
         x = scaled(kind, 0, 256, 1024, batch=2, spread=spread)
         for method in ("auto", "gram"):
             assert excess(x, name, dtype=torch.bfloat16, method=method, products=products) <= TOLERANCE
-
-
-def test_the_reported_update_is_bounded() -> None:
-    torch.manual_seed(0)
-    grads = {"w": torch.randn(256, 1024) * torch.exp(torch.randn(256, 1))}
-    tx = mfx.muon(1e-2, coefficients="deepseek_v4", dtype=torch.bfloat16)
-    updates, _ = tx.update(grads, tx.init(grads), grads)
-    bound = 1.13 * 1e-2 * 0.2 * 1024**0.5  # learning rate, and the scale of the shape
-    assert torch.linalg.matrix_norm(updates["w"], 2) <= bound
 
 
 @pytest.mark.deep
@@ -91,29 +73,6 @@ def test_large_shapes_stay_in_the_band_at_every_seed(name: str, shape: tuple[int
         x = scaled(kind, seed, *shape, spread=spread)
         for method in ("auto", "gram"):
             assert excess(x, name, dtype=torch.bfloat16, method=method) <= TOLERANCE
-
-
-@pytest.mark.parametrize("coefficients", ["deepseek_v4", "polar_express", "polar_express_5"])
-def test_training_on_features_of_lognormal_scale_stays_finite(coefficients: str) -> None:
-    generator = torch.Generator().manual_seed(0)
-    features = torch.randn(64, 300, generator=generator) * torch.exp(3 * torch.randn(300, generator=generator))
-    targets = torch.randn(64, 8, generator=generator)
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(300, 256), torch.nn.ReLU(), torch.nn.Linear(256, 8))
-    tx = mfx.muon(1e-2, coefficients=coefficients, dtype=torch.bfloat16, method="gram")
-    params = {name: p for name, p in model.named_parameters() if p.ndim == 2}
-    state = tx.init(params)
-    losses = []
-    for _ in range(60):
-        loss = torch.nn.functional.mse_loss(model(features), targets)
-        grads = dict(zip(params, torch.autograd.grad(loss, list(params.values())), strict=True))
-        with torch.no_grad():
-            updates, state = tx.update(grads, state, params)
-            for name, p in params.items():
-                p += updates[name]
-        losses.append(loss.item())
-    assert all(p.isfinite().all() for p in params.values())
-    assert min(losses[30:]) < losses[0]
 
 
 def test_one_bad_matrix_leaves_its_batch_alone() -> None:
