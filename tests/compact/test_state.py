@@ -1,7 +1,6 @@
 """State in eight bits, as transforms and the torch optimizer keep it."""
 
 import io
-import math
 from typing import Any
 
 import pytest
@@ -128,14 +127,6 @@ def test_momentum_stays_within_what_roundings_add_up_to(dtype: mfx.Compact, seed
         error = (updates["w"].double() - exact_state.trace["w"]).abs().max()
         assert error <= decay * allowed + 1e-5  # what was stored before; this step's rounding shows in the next
         allowed = decay * allowed + float(gaps * state.trace.scales["w"].max())
-
-
-def test_nothing_is_random():
-    params, steps = tree_of()
-    tx = mfx.momentum(dtype=mfx.int8(stochastic=True))
-    one, other = after(tx, params, steps), after(tx, params, steps)
-    assert same_bits(one, other)
-    assert not same_bits(one, after(mfx.momentum(dtype=mfx.int8(stochastic=True, seed=1)), params, steps))
 
 
 def test_noise_differs_by_name_by_role_and_by_step_and_not_by_company():
@@ -266,14 +257,6 @@ def test_a_state_of_another_dtype_is_not_loaded(saved: Any, own: Any):
     with pytest.raises(ValueError, match="nothing was loaded"):
         new.load_state_dict(old.state_dict())
     assert same_bits(before["state"], new.state_dict()["state"])
-
-
-@pytest.mark.parametrize("dtype", COMPACT)
-def test_training_ends_near_where_fp32_ends(dtype: mfx.Compact):
-    expected = run(*optimized(torch.float32), range(60))[-1]
-    found = run(*optimized(dtype), range(60))[-1]
-    assert found == pytest.approx(expected, rel=0.05)
-    assert math.isfinite(found)
 
 
 def test_compact_states_survive_fake_tensors():

@@ -127,13 +127,6 @@ def test_a_gradient_that_two_parameters_share_may_be_donated():
     require_same("donated", tx.update(grads, tx.init(params), params, donate=True), expected, "not donated")
 
 
-def test_one_parameter_under_two_names_is_added_to_once():
-    weight = torch.ones(2)
-    new = mfx.apply_updates({"a": weight, "b": weight}, {"a": torch.ones(2), "b": torch.ones(2)}, donate=True)
-    assert torch.equal(new["a"], torch.full((2,), 2.0))
-    assert torch.equal(new["b"], torch.full((2,), 2.0))
-
-
 @pytest.mark.parametrize("transformed", ["vmap", "compile"])
 def test_donation_in_a_graph_changes_no_value_and_no_input(transformed: str):
     tx = mfx.chain(mfx.momentum(0.9), mfx.scale(-0.1))

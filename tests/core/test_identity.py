@@ -113,14 +113,6 @@ def test_equal_transforms_have_equal_fingerprints(one: mfx.Transform, other: mfx
         assert one.fingerprint == other.fingerprint
 
 
-def test_labels_of_other_order_are_the_same_labels():
-    named = [("a.weight", "muon"), ("b.weight", "adamw"), ("c.weight", None)]
-    one, other = (mfx.Labels(dict(pairs)) for pairs in (named, named[::-1]))
-    parts = {"muon": mfx.momentum(), "adamw": mfx.scale_by_adam()}
-    assert mfx.partition(parts, one) == mfx.partition(parts, other)
-    assert mfx.partition(parts, one).fingerprint == mfx.partition(parts, other).fingerprint
-
-
 PROGRAM = """
 import functools, operator, torch, muonfx as mfx
 

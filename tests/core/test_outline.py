@@ -44,11 +44,6 @@ def test_numbers_settings_and_names_are_shown():
     assert "adamw: chain" in str(CHAINS[1].tree())
 
 
-def test_a_dtype_is_a_setting_and_not_a_number():
-    (row,) = rows_of(mfx.momentum(dtype=mfx.int8()))
-    assert row.cells[2:] == ("decay=0.95", "dtype=int8()")
-
-
 def test_a_batched_transform_prints_inside_vmap():
     seen: list[str] = []
 

@@ -1,6 +1,5 @@
 """A schedule in the place of a number: the same as that number at each step, whatever is done with the transform."""
 
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,6 @@ import torch
 from torch import Tensor, nn
 
 import muonfx as mfx
-from muonfx import sharding
-from tests.public import NAMES
 
 RISING = mfx.linear(0.5, 0.9, 4)
 PARAMS = {"w": torch.ones(3, 2), "b": torch.ones(3)}
@@ -82,17 +79,6 @@ def test_the_state_is_the_plain_ones_with_a_count_and_the_numbers():
     assert list(mfx.hyperparams_used(chained.init(PARAMS))) == ["scale_by_adam.b1", "scale_by_adam.eps", "again.decay"]
 
 
-def test_it_is_a_value_that_prints_compares_and_pickles():
-    tx = mfx.momentum(RISING, nesterov=False)
-    assert repr(tx) == "momentum(decay=linear(start=0.5, end=0.9, steps=4), nesterov=False)"
-    assert eval(repr(tx), {**vars(mfx), **NAMES}) == tx == pickle.loads(pickle.dumps(tx))
-    assert tx != mfx.momentum(0.5, nesterov=False)
-    assert mfx.hyperparams(tx) == {"decay.start": 0.5, "decay.end": 0.9}
-    assert tx.fingerprint != mfx.momentum(nesterov=False).fingerprint
-    assert tx.fingerprint == mfx.momentum(mfx.linear(0.1, 0.2, 4), nesterov=False).fingerprint
-    assert tx.replace(decay=0.5) == mfx.momentum(0.5, nesterov=False)
-
-
 def test_localities_extras_and_promises_are_those_of_the_transform():
     for plain, tx in ((make(0.5), make(RISING)) for make in MAKERS.values()):
         assert (tx.locality, tx.reads_params) == (plain.locality, plain.reads_params)
@@ -144,14 +130,3 @@ def test_a_checkpoint_and_the_torch_optimizer_go_on_with_the_count(tmp_path: Pat
         if step == 2:
             optimizer.load_state_dict(optimizer.state_dict())
     torch.testing.assert_close(model.weight.detach(), torch.stack([updates["w"] for updates in found]).sum(0))
-
-
-def test_an_offloaded_state_follows_too():
-    tx = mfx.chain(mfx.momentum(RISING), mfx.normalize_neurons(RISING))
-    params = {name: leaf for name, leaf in PARAMS.items() if leaf.ndim == 2}
-    offloaded = sharding.offload(tx)
-    state, kept = tx.init(params), offloaded.init(params)
-    for step in range(3):
-        update = {"w": GRADS[step]["w"]}
-        (updates, state), (others, kept) = tx.update(update, state, params), offloaded.update(update, kept, params)
-        assert torch.equal(updates["w"], others["w"])

@@ -55,15 +55,6 @@ def test_a_band_is_the_polynomial_and_its_range(name: str):
     assert ax.lines[0].get_label() == f"{name}: {found.minimum:.2f} to {found.maximum:.2f}"
 
 
-def test_sets_stand_side_by_side_on_one_axes():
-    _, ax = plt.subplots()
-    for name in ("keller", "cubic"):
-        assert mfx.plot.plot_band(name, ax=ax) is ax
-    mfx.plot.plot_band([(1.5, -0.5)], steps=3, label="mine", ax=ax)
-    assert len({line.get_color() for line in ax.lines}) == 3
-    assert ax.get_legend().get_texts()[2].get_text().startswith("mine: ")
-
-
 def test_a_spectrum_is_the_singular_values():
     before = torch.randn(24, 40, generator=torch.Generator().manual_seed(1)) * 1e-3
     after = mfx.polar.orthogonalize(before)
@@ -179,11 +170,6 @@ def test_a_plan_without_matrices_is_refused():
 def test_what_cannot_be_drawn_is_named(draw: Callable[[], object], message: str):
     with pytest.raises(TypeError, match=message):
         draw()
-
-
-def test_a_matrix_that_is_not_finite_is_refused():
-    with pytest.raises(ValueError, match="before has elements that are not finite"):
-        mfx.plot.plot_spectrum(torch.full((2, 2), float("nan")))
 
 
 def test_the_backend_that_the_first_picture_loads_stays_interactive():

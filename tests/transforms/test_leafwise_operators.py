@@ -121,30 +121,6 @@ def test_each_operator_alone(name: str, other: str, dtype: torch.dtype):
         assert torch.equal(found[leaf].nan_to_num(7.0), own.nan_to_num(7.0)), leaf
 
 
-@pytest.mark.parametrize("name", [*LOGIC[:3], "mul", "add", "eq", "ne", "iand", "ior", "ixor", "imul"])
-def test_masks_have_the_operators_of_masks(name: str):
-    updates, params = drawn((torch.float32,), 0)
-    mask = (name, ("gt", ("u",), ("number", 0.5)), ("le", ("p",), ("number", 0)))
-    expression = ("add", ("u",), ("mul", ("number", 5.0), mask))
-    found, _ = computed(expression).update(updates, mfx.core.EmptyState(), params)
-    for leaf, u in updates.items():
-        assert torch.equal(found[leaf], value(expression, u, params[leaf]))
-
-
-def test_a_mask_may_be_shifted_and_inverted():
-    @mfx.leafwise
-    def several():
-        def step(u: mfx.Leaf, s: Any):
-            positive = u > 0
-            return (positive + 2 << 1) * ~positive + torch.round(u) + (1 - (u == 0).float()), s
-
-        return mfx.core.EmptyState(), step
-
-    u = torch.tensor([-1.75, 0.0, 2.25])
-    expected = ((u > 0) + 2 << 1) * ~(u > 0) + torch.round(u) + (1 - (u == 0).float())
-    assert torch.equal(several().update({"w": u}, mfx.core.EmptyState())[0]["w"], expected)
-
-
 def test_an_in_place_operator_changes_a_value_under_all_its_names():
     @mfx.leafwise
     def aliased():
@@ -237,16 +213,3 @@ def test_another_shape_or_complex_numbers_are_an_error(error: Any, message: str,
     tx, params = wrong(), {"a": None, "b": torch.ones(3)}
     with pytest.raises(error, match=f"wrong: the step returns an? {message}"):
         tx.update(params, tx.init(params), params, donate=donate)
-
-
-def test_leaves_can_be_keys():
-    @mfx.leafwise
-    def keyed():
-        def step(u: mfx.Leaf, s: Any):
-            rates = {u: 2.0, s["sum"]: 3.0}
-            return u * rates[u], {"sum": s["sum"] * rates[s["sum"]]}
-
-        return {"sum": mfx.Slot()}, step
-
-    tx = keyed()
-    assert torch.equal(tx.update({"w": torch.ones(2)}, tx.init({"w": torch.ones(2)}))[0]["w"], torch.full((2,), 2.0))

@@ -10,10 +10,8 @@ from torch import Tensor
 from torch.autograd import gradcheck
 
 import muonfx as mfx
-from muonfx import sharding
 from muonfx import testing as kit
 from muonfx.testing.violation import bits_equal
-from tests.processes import Here, World
 from tests.public import NAMES
 
 pytestmark = pytest.mark.filterwarnings("ignore:partition. no parameter has the label")
@@ -37,14 +35,6 @@ FACTORIES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "lookahead": (lambda **given: mfx.contrib.lookahead(mfx.scale(-0.1), 2, 0.5, **given), ("dtype",)),
     "schedule_free": (lambda **given: mfx.contrib.schedule_free(mfx.scale(-0.1), 0.1, **given), ("dtype",)),
     "master_params": (lambda **given: mfx.master_params(mfx.scale(-0.1), **given), ("dtype",)),
-}
-RECIPES = {
-    "muon": mfx.muon(0.1),
-    "normuon": mfx.normuon(0.1),
-    "adamw": mfx.adamw(0.1),
-    "lion": mfx.lion(0.1),
-    "muon_with_adamw": mfx.muon_with_adamw(0.1, labels=mfx.select.default_labels_by_name),
-    "master of adamw": mfx.master_params(mfx.adamw(0.1)),
 }
 TREES = {
     **{str(dtype).removeprefix("torch."): (dtype, dtype) for dtype in DTYPES},
@@ -101,21 +91,6 @@ def test_by_default_a_state_is_fp32_and_float64_for_float64_parameters(
         assert found(state, params) == by_default(params)
 
 
-@pytest.mark.parametrize("dtypes", EVERY_TREE)
-@pytest.mark.parametrize("tx", [pytest.param(tx, id=name) for name, tx in RECIPES.items()])
-def test_so_has_every_recipe_and_the_optimizer(tx: mfx.Transform, dtypes: tuple[torch.dtype, ...]):
-    params = drawn(dtypes)
-    assert found(tx.init(params), params) == by_default(params)
-    live = {name: torch.nn.Parameter(param) for name, param in params.items()}
-    optimizer = mfx.TransformOptimizer(live, tx)
-    for name, grad in drawn(dtypes, 1).items():
-        live[name].grad = grad
-    optimizer.step()
-    for param in live.values():
-        held = {leaf.dtype for leaf in optimizer.state[param].values() if leaf.ndim and leaf.is_floating_point()}
-        assert held == {torch.float64 if param.dtype == torch.float64 else torch.float32}
-
-
 @pytest.mark.parametrize("pinned", DTYPES)
 @pytest.mark.parametrize(("make", "names"), EVERY)
 def test_an_explicit_dtype_pins_every_leaf(make: Any, names: tuple[str, ...], pinned: torch.dtype):
@@ -164,22 +139,6 @@ def test_mixed_trees_compile(name: str):
     kit.laws.compiled_update_equals_eager(FACTORIES[name][0](), *example)
 
 
-@pytest.mark.parametrize("name", ["momentum", "scale_by_adam", "accumulate", "master_params"])
-def test_mixed_trees_go_through_vmap(name: str):
-    tx, params = FACTORIES[name][0](), drawn(TREES["mixed"])
-    state = tx.init(params)
-    batch = [drawn(TREES["mixed"], seed) for seed in (1, 2, 3)]
-    stacked = mfx.tree.map(lambda *leaves: torch.stack(leaves), *batch)
-    out, after = torch.func.vmap(lambda grads: tx.update(grads, state, params))(stacked)
-    assert found(after, params) == by_default(params)
-    for place, grads in enumerate(batch):
-        expected, _ = tx.update(grads, state, params)
-        for key in params:
-            assert out[key].dtype == expected[key].dtype
-            close = {"rtol": 1e-12, "atol": 1e-12} if params[key].dtype == torch.float64 else {}
-            torch.testing.assert_close(out[key][place], expected[key], **close)
-
-
 @pytest.mark.parametrize("tx", [mfx.momentum(), mfx.scale_by_adam(), mfx.master_params(mfx.adamw(0.1))], ids=repr)
 def test_updates_of_float64_are_differentiable_to_float64(tx: mfx.Transform):
     """A state in fp32 rounds, and finite differences of a millionth see nothing but that."""
@@ -192,49 +151,6 @@ def test_updates_of_float64_are_differentiable_to_float64(tx: mfx.Transform):
 
     grads = [drawn((torch.float64,), seed)["w0"].requires_grad_() for seed in (1, 2)]
     assert gradcheck(after_two, grads)
-
-
-SHARDED = {
-    "elements": mfx.chain(mfx.momentum(), mfx.scale_by_adam(), mfx.scale_by_learning_rate(0.1), mfx.ema_params(0.5)),
-    "matrices": mfx.chain(mfx.momentum(), mfx.orthogonalize(), mfx.normalize_neurons()),
-    "master": mfx.master_params(mfx.accumulate(mfx.adamw(0.1), 2)),
-}
-
-
-def run_sharded(here: Here, name: str) -> float:
-    """How far three updates of two ranks are from those of one process; the states have the same dtypes."""
-    tx, params = SHARDED[name], drawn((torch.float64, torch.float32))
-    layout = sharding.zero(params, here.group, partition="flat")
-    local, own = layout.shard(params), sharding.sharded(tx, layout)
-    state, wanted, far = own.init(local), tx.init(params), 0.0
-    for seed in (1, 2, 3):
-        grads = drawn((torch.float64, torch.float32), seed)
-        out, state = own.update(layout.shard(grads), state, local)
-        expected, wanted = tx.update(grads, wanted, params)
-        whole = layout.gather(out)
-        far = max(far, float((whole["w0"] - expected["w0"]).abs().max()))
-        assert found(sharding.logical(own, state), params) == found(wanted, params)
-        assert {n: leaf.dtype for n, leaf in whole.items()} == {n: leaf.dtype for n, leaf in expected.items()}
-    assert found(wanted, params)["w0"] == {torch.float64}
-    return far
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("name", SHARDED)
-def test_pieces_have_the_dtypes_of_the_whole(world: World, name: str):
-    assert max(world.check(2, run_sharded, name=name)) <= 1e-14
-
-
-@pytest.mark.parametrize("name", SHARDED)
-def test_an_offloaded_state_has_the_same_dtypes_and_numbers(name: str):
-    tx, params = SHARDED[name], drawn(TREES["mixed"])
-    away = sharding.offload(tx, "cpu", bucket_bytes=64)
-    state, wanted = away.init(params), tx.init(params)
-    for seed in (1, 2, 3):
-        out, state = away.update(drawn(TREES["mixed"], seed), state, params)
-        expected, wanted = tx.update(drawn(TREES["mixed"], seed), wanted, params)
-        assert all(bits_equal(out[n], expected[n]) for n in params)
-        assert found(state, params) == found(wanted, params)
 
 
 NUMBERS_AS_TENSORS = [

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterator
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from torch import nn
 import muonfx as mfx
 from muonfx import compact, select, sharding
 from muonfx.core import schedules
-from muonfx.tree.arguments import NAMES_HERE, kinds_of, plain_kinds
+from muonfx.tree.arguments import NAMES_HERE, kinds_of
 
 WRONG = {
     "bool": ("no", "", 1, 0, None, torch.tensor(True)),
@@ -232,27 +232,6 @@ def test_a_declared_function_that_returns_no_locality_is_refused():
 
     with pytest.raises(TypeError, match="mistaken: its declared locality must be a Locality, found 'MATRIX'"):
         mistaken()
-
-
-@pytest.mark.parametrize(
-    ("annotation", "kinds"),
-    [
-        ("bool", {"bool"}),
-        (bool, {"bool"}),
-        ("int | None", {"int", "None"}),
-        ("float | Callable[[int | str], Tensor]", {"float", "Callable[[int | str], Tensor]"}),
-        ("Dims | None", set()),
-        ("mfx.ScalarOrSchedule | None", {"float", "Tensor", "Schedule", "None"}),
-        (mfx.ScalarOrSchedule, {"float", "Tensor", "Schedule"}),
-        (mfx.ScalarOrSchedule | None, {"float", "Tensor", "Schedule", "None"}),
-        (Literal["a", "b"] | None, {"'a'", "'b'", "None"}),
-        ('Literal["a", "b"] | float', {"'a'", "'b'", "float"}),
-        ("Any", set()),
-        ("tuple[int, ...]", set()),
-    ],
-)
-def test_what_an_annotation_asks_for_is_read_at_the_top_of_the_union(annotation: Any, kinds: set[str]):
-    assert plain_kinds(annotation) == kinds
 
 
 NUMBERS = {"np.float32": np.float32(0.25), "np.int64": np.int64(1), "fraction": Fraction(1, 4)}

@@ -98,30 +98,6 @@ def test_a_width_is_kept_by_shortening_names_not_numbers(name: str, width: int):
         assert "..." in line
 
 
-def test_depth_leaves_out_what_is_nested_deeper():
-    table = Table((Column("a"),), (Row(("x",), (Row(("y",), (Row(("z",)),)),)),))
-    assert table.to_text() == "a\nx\n  y\n    z"
-    assert table.to_text(depth=1) == "a\nx\n  y"
-    assert table.to_text(depth=0) == "a\nx"
-
-
-def test_nested_rows_are_indented_in_html():
-    html = Table((Column("a"),), (Row(("x",), (Row(("y",)),)),)).to_html()
-    assert "<td>x</td>" in html
-    assert "<td>&nbsp;&nbsp;y</td>" in html
-
-
-@pytest.mark.parametrize(("sizes", "message"), [({"width": 0}, "width must be"), ({"depth": -1}, "depth must be")])
-def test_sizes_out_of_range_are_refused(sizes: dict[str, int], message: str):
-    with pytest.raises(ValueError, match=message):
-        Table.of(["leaf"], [["w"]]).to_text(**sizes)
-
-
-def test_a_row_with_too_few_cells_is_refused():
-    with pytest.raises(ValueError, match="1 cells, expected one for each of 2 columns"):
-        Table((Column("a"), Column("b")), (Row(("x",)),))
-
-
 def test_a_shown_value_prints_its_report():
     class Value(Shown):
         def report(self) -> Report:
