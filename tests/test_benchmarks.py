@@ -11,9 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import muonfx
-from benchmarks import measure, parts, peers, planner, plots, polar, report, sharding, step, versions, world
-from benchmarks.__main__ import main
+from benchmarks import measure, parts, planner, plots, polar, report, sharding, step, versions, world
 from benchmarks.quality import judge, matrix, up_to_scale
 from muonfx.polar import KNOWN, orthogonalize
 
@@ -104,12 +102,6 @@ def test_a_step_by_part_adds_up_and_is_drawn(tmp_path: Path) -> None:
     assert "muonfx, keller" in picture.read_text()
 
 
-def test_a_peer_that_is_not_installed_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    peers.installed.cache_clear()
-    assert peers.installed("no_such_package", "no_such_package.inside") is None
-    assert "no_such_package is not installed and left out" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("name", KNOWN)
 def test_the_plain_iteration_computes_the_polynomial(name: str) -> None:
     if KNOWN[name].row_scaling:
@@ -135,30 +127,6 @@ def test_quality_sees_what_is_worse() -> None:
     assert report.faster_and_worse(row, quality)
     assert not report.faster_and_worse({**row, "ratio": {"median": 1.5}}, quality)
     assert not report.faster_and_worse({**row, "candidate": report.BASELINE}, quality)
-
-
-def test_the_geometric_spectrum_falls_from_one_to_a_ten_thousandth() -> None:
-    values = torch.linalg.svdvals(matrix("geometric", (20, 12)).double())
-    torch.testing.assert_close(values, torch.logspace(0, -4, 12, dtype=torch.float64), rtol=1e-3, atol=1e-6)
-
-
-def test_unknown_benchmarks_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["speed"])
-    assert "what: found speed, expected some of adapter, polar, step" in capsys.readouterr().err
-
-
-def test_a_comparison_of_versions_wants_another_checkout_and_known_cases(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        main(["versions"])
-    assert "say with --before where the other checkout of muonfx lies" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["versions", "--before", str(tmp_path), "--cases", "enormous"])
-    assert "--cases: found none with ['enormous']" in capsys.readouterr().err
-    with pytest.raises(FileNotFoundError, match="found no muonfx"):
-        versions.speed(tmp_path, 1)
 
 
 # ------------------------------------------------------------------------------------------------- several processes
@@ -293,22 +261,3 @@ def test_versions_take_the_same_steps_unless_one_of_them_computes_something_else
     for row in rows:
         assert row["rounds"] == 2
         assert 0 < row["least"] <= row["milliseconds"]["median"]
-
-
-@pytest.mark.deep
-def test_a_version_that_cannot_run_a_case_is_told(tmp_path: Path) -> None:
-    before = another_checkout(tmp_path, "del muon_with_adamw")
-    with pytest.raises(RuntimeError, match="rank 0 has ended without an answer"):
-        versions.speed(before, 2, cases=[versions.Case("function", "small")], sizes=SMALL)
-
-
-def test_the_pictures_have_the_colours_of_the_library() -> None:
-    pytest.importorskip("matplotlib")
-    drawn = {
-        plots.GREY,
-        plots.LINE,
-        *plots.COLORS.values(),
-        *plots.DRAWN.values(),
-        *(color for _, color, _ in plots.PARTS),
-    }
-    assert drawn <= set(muonfx.plot.COLORS.values())

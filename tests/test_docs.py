@@ -127,10 +127,6 @@ def test_code_is_no_wider_than_the_page(path: Path):
     assert not wrong, f"{path.relative_to(ROOT)}: " + "; ".join(wrong)
 
 
-def test_the_readme_shows_code():
-    assert blocks((ROOT / "README.md").read_text(encoding="utf-8"))
-
-
 def test_blocks_are_found_run_and_skipped(tmp_path: Path):
     page = tmp_path / "page.md"
     page.write_text(

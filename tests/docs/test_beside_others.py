@@ -2,14 +2,12 @@
 
 import importlib
 import importlib.util
-import inspect
 import re
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGE = (ROOT / "docs" / "beside-others.md").read_text(encoding="utf-8")
@@ -75,16 +73,3 @@ def test_what_the_table_names_is_there(column: str):
 def test_a_name_that_is_not_there_is_found_missing():
     with pytest.raises((AttributeError, ImportError)):
         look_up("muonfx", "orthogonalise")
-
-
-def test_the_page_says_when_and_with_which_versions_it_was_checked():
-    opening = PAGE.partition("\n## ")[0]
-    assert "22 November 2026" in opening
-    for package in ("Optax", "TorchOpt", "Equinox", "PyTorch"):
-        assert re.search(rf"{package} \d+\.\d+\.\d+", opening), package
-
-
-def test_arguments_that_the_table_names_are_there():
-    for name in ("fused", "foreach", "differentiable"):
-        assert name in inspect.signature(torch.optim.Adam).parameters
-    assert "differentiable" not in inspect.signature(torch.optim.Muon).parameters

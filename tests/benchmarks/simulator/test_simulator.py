@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import __main__ as benchmarks
 from benchmarks.simulator.__main__ import main
 from benchmarks.simulator.peers import PEERS
 from benchmarks.simulator.report import WIDTH
@@ -32,11 +31,6 @@ def test_a_scheme_that_cannot_be_is_named(capsys: pytest.CaptureFixture[str]) ->
     )
     assert "LLaMA-Factory v1" in line
     assert "Dion's Muon" in line
-
-
-def test_the_benchmarks_print_it_too(capsys: pytest.CaptureFixture[str]) -> None:
-    benchmarks.main(["simulator", *ARGUMENTS])
-    assert capsys.readouterr().out == printed(capsys, *ARGUMENTS)
 
 
 @pytest.mark.parametrize("mesh", ["dp=64,shard=8,tp=8", "dp=8", "shard=512", "dp=1"])
