@@ -1,6 +1,8 @@
 """On a CUDA device: the numbers of the CPU, state where the parameters are, and no hidden synchronization."""
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -58,6 +60,18 @@ def to_gpu(tree: object) -> object:
     return mfx.tree.map(lambda x: x.cuda(), tree)
 
 
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Make it an error that the host waits for the device."""
+    torch.cuda.synchronize()
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
 @pytest.mark.parametrize("name", chains())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_device_gives_the_numbers_of_the_host(name, dtype):
@@ -83,14 +97,9 @@ def test_an_update_never_waits_for_the_device(name, donate):
     state = tx.init(params)
     grads = [to_gpu(step) for step in steps]
     _, state = tx.update(copy.deepcopy(grads[0]), state, params)  # kernels are loaded at first use
-    torch.cuda.synchronize()
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         for step in grads[1:]:
             _, state = tx.update(step, state, params, donate=donate)
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
 
 
 def test_the_adapter_steps_on_the_device_with_a_scaler():
@@ -207,26 +216,11 @@ def test_a_symmetric_product_may_have_more_entries_than_32_bits_count(b: int, n:
 
 
 @with_kernels
-def test_what_is_not_finite_stays_in_its_matrix_of_a_symmetric_product():
-    p = torch.randn(4, 300, 200, device="cuda", dtype=torch.bfloat16)
-    clean = symmetric_matmul(p)
-    p[2, 17, 5] = torch.nan
-    found = symmetric_matmul(p)
-    assert torch.equal(found[[0, 1, 3]], clean[[0, 1, 3]])
-    assert not found[2, 17].isfinite().any()
-
-
-@with_kernels
 def test_a_symmetric_product_never_waits_once_it_is_tuned():
     p = torch.randn(8, 256, 320, device="cuda", dtype=torch.bfloat16)
     expected = symmetric_matmul(p)
-    torch.cuda.synchronize()
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         found = symmetric_matmul(p)
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
     assert torch.equal(found, expected)
 
     graph = torch.cuda.CUDAGraph()
@@ -235,19 +229,6 @@ def test_a_symmetric_product_never_waits_once_it_is_tuned():
     p.mul_(2)
     graph.replay()
     assert torch.equal(captured, 4 * expected)
-
-
-@with_kernels
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-def test_a_symmetric_product_compiles_into_one_graph():
-    def step(x: Tensor) -> Tensor:
-        gram = symmetric_matmul(x)
-        return symmetric_matmul(gram, addend=gram, alpha=2.0, beta=-4.5, identity=3.5) @ x
-
-    x = torch.randn(4, 256, 512, device="cuda", dtype=torch.bfloat16) / 40
-    torch.compiler.reset()
-    torch.testing.assert_close(torch.compile(step, fullgraph=True)(x), step(x))
-    torch.compiler.reset()
 
 
 @pytest.mark.parametrize("shape", [(3, 1024, 1024), (2048, 4096), (4096, 1000), (64, 512, 512), (1000, 1001)], ids=str)
@@ -269,13 +250,8 @@ def test_every_way_to_orthogonalize_gives_the_polynomial(shape: tuple[int, ...],
 def test_orthogonalize_never_waits_for_the_device():
     x = torch.randn(2, 1024, 2048, device="cuda")
     mfx.polar.orthogonalize(x)  # compiles and tunes
-    torch.cuda.synchronize()
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         mfx.polar.orthogonalize(x)
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
 
 
 # ----------------------------------------------------------------------------------------------------- offloaded states

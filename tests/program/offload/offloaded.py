@@ -125,35 +125,3 @@ def saved_and_loaded(here: Here, folder: str) -> Any:
     whole, other = layout.gather(wanted), layout.gather(updates)
     big = [leaf for leaf in mfx.tree.tensors(found) if leaf.numel() * 4 >= files.PAGE]
     return all_bits(whole) == all_bits(other), [files.folder_of(leaf) == f"{folder}/state" for leaf in big]
-
-
-def optimized(here: Here, folder: str) -> Any:
-    """Steps of the torch optimizer over pieces, with groups that disagree: at home, and with the state on disk."""
-
-    def train(wrap: Any) -> Any:
-        torch.manual_seed(0)
-        whole = {"w": torch.randn(24, 16), "u": torch.randn(16, 25), "v": torch.randn(4096)}
-        layout = sharding.zero(whole, here.group, partition="flat")
-        params = {name: torch.nn.Parameter(leaf) for name, leaf in layout.shard(whole).items()}
-        muon = mfx.chain(mfx.momentum(), mfx.orthogonalize(dtype=torch.float32), mfx.normalize_neurons())
-        labels = {"w": "muon", "u": "muon", "v": "adamw"}
-        tx = mfx.partition({"muon": mfx.chain(muon, mfx.scale(-0.1)), "adamw": mfx.adamw(0.01)}, labels)
-        optimizer = mfx.TransformOptimizer(params, sharding.sharded(wrap(tx), layout))
-        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        counts: list[Any] = []
-        for step in range(3):
-            for place, param in enumerate(params.values()):
-                param.grad = torch.full_like(param, 0.1 * (place + 1 + step)) + param.detach()
-            with counting(here) as counted:
-                optimizer.step()
-            counts.append(counted)
-            schedule.step()
-        return [param.detach() for param in params.values()], optimizer, counts
-
-    wanted, _, wanted_counts = train(lambda tx: tx)
-    with mock.patch.object(store, "PAGE", 1):
-        found, optimizer, counts = train(lambda tx: sharding.offload(tx, folder, bucket_bytes=512))
-        assert all_bits(found) == all_bits(wanted)
-        assert counts == wanted_counts
-        leaves = [leaf for leaf in mfx.tree.tensors(optimizer.transform_state) if leaf.ndim and leaf.numel()]
-        return on_disk(leaves)
