@@ -621,14 +621,14 @@ class TransformOptimizer(GroupOwner):
     # -------------------------------------------------------------------------------------------------- persistence
 
     def state_dict(self) -> dict[str, Any]:
-        """The state and the groups in torch's own format; see ``torch.optim.Optimizer.state_dict``.
+        """Return the state and the groups in torch's own format; see ``torch.optim.Optimizer.state_dict``.
 
-        Where parameters are DTensors, what lies at the owner of a matrix is gathered and cut evenly over the
-        parameter's mesh, so that torch can save, gather and reshard it: a chain with such state (`normalize_neurons`)
-        needs all ranks to call this together, any other does not. Under ``sharding.replicated`` every rank has all.
+        Under ``sharding.replicated`` every rank has the whole state. If parameters are DTensors, all ranks must call
+        this together for a chain that keeps state at the owner of a matrix (`normalize_neurons`): that state is
+        gathered and sharded evenly over the parameter's mesh, so that torch can save, gather and reshard it.
 
         Raises:
-            ShardingError: not all ranks came, where all must.
+            ShardingError: a rank did not call this, though all must.
         """
         self._rebind("save")
         for group, own in zip(self._distinct_groups(), self._numbers, strict=True):
@@ -650,8 +650,9 @@ class TransformOptimizer(GroupOwner):
 
         Parameters are found by name, without what ``torch.compile``, ``DistributedDataParallel`` and other wrappers put
         into names. Values are copied. A dtype may widen within its kind; it never follows the parameter's dtype, as
-        ``torch.optim`` lets it. Over ranks, all must call this together: they wait for one another in the group's
-        store, so that one that comes alone is told so when the group's timeout has passed.
+        ``torch.optim`` lets it. If parameters are sharded, all ranks must call this together; a rank that calls it
+        alone raises when the group's timeout has passed. Otherwise a rank loads by itself, and the next step raises if
+        the ranks have loaded different states.
 
         Args:
             state_dict: of an optimizer of this transform.
@@ -659,9 +660,9 @@ class TransformOptimizer(GroupOwner):
 
         Raises:
             ValueError: other groups or parameters, a missing, unexpected or reshaped state leaf, a narrowing dtype,
-                what another rank had of a sharded leaf, or a missing hyperparameter; the message names them all.
+                the shard of another rank, or a missing hyperparameter; the message names them all.
                 Nothing has been changed when an error is raised.
-            ShardingError: something is wrong on another rank, ranks load different states, or not all ranks came.
+            ShardingError: something is wrong on another rank, or a rank did not call this.
 
         Warns:
             UserWarning: the groups were saved in another order, and a scheduler's own state may be by that order. Or a
@@ -681,7 +682,6 @@ class TransformOptimizer(GroupOwner):
         }
         loads: list[Load] = []
         saved: list[dict[str, Any]] = []
-        numbers: Any = None
         problem: Exception | None = None
         try:
             is_partial = is_by_path(given)
@@ -706,14 +706,10 @@ class TransformOptimizer(GroupOwner):
                     stacklevel=2,
                 )
                 loads += self._loads_of_new_state(absent)
-            numbers = sorted(  # sorted by name, because the order of groups may differ between ranks
-                (sorted(group["param_names"]), [(one.key, old[one.key]) for one in own.hyperparams])
-                for group, own, old in zip(self.param_groups, self._numbers, saved, strict=True)
-            )
         except Exception as error:  # any exception is reported to the other ranks, which wait for this rank
             problem = error
         with torch.no_grad():
-            self._stepping.load(loads, numbers, self._state, problem)
+            self._stepping.load(loads, self._state, problem)
         self._live["made"] = None
         self._live["anew"] = False
         warn_of_order(self.param_groups, given["param_groups"])

@@ -2,42 +2,27 @@
 
 from __future__ import annotations
 
-import struct
-import zlib
 from collections.abc import Mapping, Sequence
-from math import prod
 from typing import Any
 
 import optree
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Donation, Transform
-from muonfx.optimizer.portable import (
-    Gathering,
-    Record,
-    evenly,
-    evenly_box,
-    gathered_whole,
-    other_piece,
-    record,
-    recorded,
-    sum_of_bits,
-)
-from muonfx.optimizer.rendezvous import Rendezvous
-from muonfx.optimizer.state import Load, on_this_rank
+from muonfx.optimizer.gathering import Gathering, gathered_whole
+from muonfx.optimizer.rendezvous import wait_for_all
+from muonfx.optimizer.state import Load, Taken, on_this_rank, other_piece
 from muonfx.optimizer.stepping import Check, Stepping, add_in_place
 from muonfx.optimizer.values import Group, GroupNumbers, current_values, fitted, unchanged
 from muonfx.optimizer.versions import for_groups
 from muonfx.program.nodes import Program
 from muonfx.program.offload.transform import store_of
 from muonfx.sharding.binding import Binding
+from muonfx.sharding.consensus import agree
 from muonfx.sharding.dtensors import dtensor_of, is_dtensor, local_of
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.layouts import from_dtensors, replicated
-from muonfx.sharding.messages import ShardingError, collective
 from muonfx.sharding.plan.assignment import Settings
 from muonfx.sharding.shards import FlatPiece, IntervalTensor
 from muonfx.sharding.state import (
@@ -82,13 +67,8 @@ class SteppingOverRanks(Stepping):
         self.binding: Binding = bind(layout, settings, store_of(tx))
         self._known: list[optree.PyTreeSpec] = []
         self._like: dict[str, Tensor | None] = {}
-        self._records: dict[int, Record] = {}
+        self._many = layout.group is not None and layout.size > 1
         self._gathering: Gathering | None = None
-        self._leaves_owned: dict[int, LeafPlacement] | None = None
-
-    @property
-    def _many(self) -> bool:
-        return self.layout.group is not None and self.layout.size > 1
 
     @property
     def transform(self) -> Transform:
@@ -102,10 +82,12 @@ class SteppingOverRanks(Stepping):
         self._device = tree.device_of(local)
         self._like = self.binding.global_like(local)
         self._about = describe_state(self.binding, self._inner, self._like)
+        self._owned = {
+            place: what
+            for place, what in enumerate(self._about)
+            if self._many and what is not None and what.owned and self._is_hidden(what)
+        }
         self.refresh(groups, params)
-        if self._many:
-            assert self.layout.group is not None
-            self._rendezvous = Rendezvous(self.layout.group)
         return state
 
     def _kept(self, other: Stepping, at: int, had: Any, place: int, leaf: Any) -> Any:
@@ -137,17 +119,9 @@ class SteppingOverRanks(Stepping):
             return leaf
         if not what.owned:
             return self.layout.gather({what.name: leaf})[what.name]
-        found = torch.empty(prod(what.shape), dtype=what.dtype, device=self._device)
-        group = self.layout.group  # every rank was in one group; each of several groups holds the whole state
-        for share in what.shares:
-            start, stop = interval_of(what, share)
-            if share.owner in (None, self.layout.rank):
-                assert leaf is not None
-                found[start:stop] = leaf.reshape(-1)
-            if share.owner is not None and group is not None and stop > start:
-                with collective("moving the optimizer's state"):
-                    dist.broadcast(found[start:stop], dist.get_global_rank(group, share.owner), group=group)
-        return found.view(what.shape)
+        if not self._many:
+            return leaf.view(what.shape)
+        return Gathering(self.layout, self._device, {place: (what, leaf)}).wait()[place]
 
     def _of_whole(self, whole: Tensor, what: LeafPlacement) -> Tensor | None:
         """Return the part of a flattened state leaf that this rank owns, or None."""
@@ -163,37 +137,15 @@ class SteppingOverRanks(Stepping):
             return leaf
         found = leaf_to_dtensor(self.binding, what, leaf)
         if is_dtensor(found):
-            return found if what.owned else recorded(found, self._record_of(place))
+            return found
         piece = logical_leaf(self.binding, self._device, what, leaf)
         return IntervalTensor.of(piece) if isinstance(piece, FlatPiece) else piece
-
-    def _record_of(self, place: int) -> Record:
-        """Return the record of a leaf sharded like its parameter, or of an owned leaf as in a state dict."""
-        if place not in self._records:
-            what = self._about[place]
-            assert what is not None
-            assert what.name is not None
-            boxes = (
-                [evenly_box(self.layout, what.name, what.shape)] if what.owned else self.layout.piece(what.name).boxes
-            )
-            self._records[place] = record(self.layout, what.shape, boxes)
-        return self._records[place]
 
     def shown(self, state: PyTree) -> PyTree:
         """Return the state as the functional API presents it."""
         return state_to_dtensors(self.binding, self._inner, self._like, state) if self.layout.dtensors else state
 
     # ------------------------------------------------------------------------------------------------- persistence
-
-    def _owned(self) -> dict[int, LeafPlacement]:
-        """Return the owner-held leaves, by index, whose placement no DTensor can describe."""
-        if self._leaves_owned is None:
-            self._leaves_owned = {
-                place: what
-                for place, what in enumerate(self._about)
-                if self._many and what is not None and what.owned and self._is_hidden(what)
-            }
-        return self._leaves_owned
 
     def _is_hidden(self, what: LeafPlacement) -> bool:
         """Return True if some share has one owner, and the shares are no DTensor with the parameter's placements."""
@@ -209,104 +161,87 @@ class SteppingOverRanks(Stepping):
         if self._gathering is not None:
             self._gathering.wait()  # complete by now; it must be, before its buffers are freed
             self._gathering = None
-        if not self.layout.dtensors and self.layout.is_replicated and (owned := self._owned()):
-            leaves = tree.leaves(state)
-            self._gathering = Gathering(self.layout, self._device, {p: (what, leaves[p]) for p, what in owned.items()})
+        if self._owned and self._is_replicated:
+            self._gathering = Gathering(self.layout, self._device, self._with_leaves(state))
+
+    @property
+    def _is_replicated(self) -> bool:
+        """True if every rank has every parameter as a whole plain tensor."""
+        return self.layout.is_replicated and not self.layout.dtensors
+
+    def _with_leaves(self, state: PyTree) -> dict[int, tuple[LeafPlacement, Tensor | None]]:
+        leaves = tree.leaves(state)
+        return {place: (what, leaves[place]) for place, what in self._owned.items()}
 
     def exported(self, state: PyTree) -> dict[int, Any]:
         """Gather owner-held state: whole if every rank holds every parameter, else as evenly sharded DTensors."""
         if self._gathering is not None:
             return dict(self._gathering.wait())
-        owned = self._owned() if self.layout.dtensors else {}
-        if not owned:
+        if not self._owned or not self.layout.dtensors:
             return {}
-        self._rendezvous.wait_for_all("state_dict()")
-        leaves = tree.leaves(state)
+        from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+
+        assert self.layout.group is not None
+        wait_for_all(self.layout.group, "state_dict()")
         found: dict[int, Any] = {}
-        at_owners = {place: (what, leaves[place]) for place, what in owned.items()}
-        for place, whole in gathered_whole(self.layout, self._device, at_owners):
-            name = owned[place].name
+        for place, whole in gathered_whole(self.layout, self._device, self._with_leaves(state)):
+            name = self._owned[place].name
             assert name is not None
-            found[place] = evenly(self.layout, name, whole) if name in self.layout.dtensors else whole
+            found[place] = whole
+            if name in self.layout.dtensors:
+                mesh = self.layout.dtensors[name].mesh
+                last: Placement = Shard(0) if whole.ndim else Replicate()
+                placements = [*[Replicate()] * (mesh.ndim - 1), last]
+                # Cloned, because a shard is a view that would keep the whole leaf in memory.
+                found[place] = distribute_tensor(whole, mesh, placements, src_data_rank=None).clone()
         return found
 
-    def take(self, place: int, leaf: Any, value: Any) -> tuple[Tensor | None, Tensor, tuple[int, int] | None] | str:
+    def take(self, place: int, leaf: Any, value: Any) -> Taken | str:
         """Return the copy that loads a value from a state dict into a leaf, or an error message."""
         what = self._about[place]
-        if what is None or what.name is None:
-            return on_this_rank(leaf, value)
-        if is_dtensor(leaf) and is_dtensor(value) and leaf is not value:
-            whole_mesh = self.layout.dtensors[what.name].mesh
-            cut_evenly = what.owned and value.device_mesh == whole_mesh != leaf.device_mesh
-            if (other := other_piece(value, self._record_of(place))) and (cut_evenly or not what.owned):
-                return f"{other}: a rank loads what it saved itself"
-        if not what.owned or isinstance(value, IntervalTensor):
+        if what is None or what.name is None or not what.owned or isinstance(value, IntervalTensor):
             return on_this_rank(leaf, value)
         if is_dtensor(value):
-            named = self.layout.dtensors.get(what.name)
-            if (is_dtensor(leaf) and value.device_mesh == leaf.device_mesh) or named is None:
+            spec = self.layout.dtensors.get(what.name)
+            is_evenly_sharded = spec is not None and value.device_mesh == spec.mesh
+            if not is_evenly_sharded or (is_dtensor(leaf) and value.device_mesh == leaf.device_mesh):
                 return on_this_rank(leaf, value)
-            if value.device_mesh != named.mesh:
-                return on_this_rank(leaf, value)
+            assert spec is not None
+            if wrong := other_piece(value, spec.mesh):
+                return wrong
         return None, value, (0, 0) if what.share is None else interval_of(what, what.share)
 
-    def load(self, loads: Sequence[Load], numbers: object, state: PyTree, problem: Exception | None) -> None:
-        """Copy loaded values into the state after all ranks have found that their values fit and agree."""
-        if not self._many:
-            self._copy(loads, state, problem)
-            return
-        first, mine = self._held_by_several(loads, numbers) if problem is None else ([], [])
-        self._rendezvous.wait_for_all("load_state_dict", problem, struct.pack(f"<{len(mine)}I", *mine))
-        theirs = dict(zip(heard := sorted(set(first)), self._rendezvous.heard(heard), strict=True))
-        for place, (rank, own) in enumerate(zip(first, mine, strict=True)):
-            if len(theirs[rank]) != 4 * len(mine) or struct.unpack_from("<I", theirs[rank], 4 * place)[0] != own:
-                what = ["the number of leaves", "the groups' hyperparameters", *[load.name for load in loads]][place]
-                problem = ShardingError(
-                    f"rank {self.layout.rank} loads other values for {what} than rank {rank}, which holds the same "
-                    "piece of it: nothing was changed; all ranks must load the state of one moment"
-                )
-                break
-        self._rendezvous.wait_for_all("load_state_dict", problem)
-        self._copy(loads, state, None)
-        self.binding.note_load()
-        self.share(state)
-
-    def _copy(self, loads: Sequence[Load], state: PyTree, problem: Exception | None) -> None:
-        if problem is not None:
+    def load(self, loads: Sequence[Load], state: PyTree, problem: Exception | None) -> None:
+        """Copy loaded values into the state; sharded parameters on all ranks or, with an error, on none."""
+        if self._many and not self._is_replicated:
+            assert self.layout.group is not None
+            wait_for_all(self.layout.group, "load_state_dict()")
+            agree([], self.layout.group, problem)
+        elif problem is not None:
             raise problem
         leaves = tree.leaves(state)
+        # Loaded, not gathered again: this rank may load alone.
+        gathered = {} if self._gathering is None else self._gathering.wait()
         for load in loads:
-            target, source = load.target, load.source
-            if load.interval is not None:
-                target = leaves[load.place]
-                if is_dtensor(source):
-                    # Use our own mesh: a loaded mesh may have the coordinates of the rank that saved it.
-                    what = self._about[load.place]
-                    assert what is not None
-                    assert what.name is not None
-                    mesh = self.layout.dtensors[what.name].mesh
-                    found: Any = source
-                    given = dtensor_of(local_of(found), mesh, found.placements, found.shape, found.stride())
-                    source = given.full_tensor()
-                source = source.reshape(-1)[slice(*load.interval)]
-            if target is not None:
-                target.copy_(source.view(target.shape) if load.interval is not None else source)
-
-    def _held_by_several(self, loads: Sequence[Load], numbers: object) -> tuple[list[int], list[int]]:
-        """Return, for each loaded item, the first rank that holds the same values, and a local checksum."""
-        first, mine = [0, 0], [len(loads), zlib.crc32(repr(numbers).encode())]
-        for load in loads:
-            what = self._about[load.place]
-            holder: int | None = 0
-            if what is not None and what.name is not None:
-                if what.owned:
-                    holder = None if is_dtensor(load.source) or load.interval is None else 0
-                else:
-                    holders = self.layout.holders(what.name).get(self.layout.piece(what.name), [self.layout.rank])
-                    holder = holders[0] if len(holders) > 1 else None
-            first.append(self.layout.rank if holder is None else holder)
-            mine.append(0 if holder is None else sum_of_bits(load.source))
-        return first, mine
+            if load.interval is None:
+                if load.target is not None:
+                    load.target.copy_(load.source)
+                continue
+            whole: Any = load.source
+            if is_dtensor(whole):
+                # Use our own mesh: a loaded mesh may have the coordinates of the rank that saved it.
+                what = self._about[load.place]
+                assert what is not None
+                assert what.name is not None
+                mesh = self.layout.dtensors[what.name].mesh
+                own = dtensor_of(local_of(whole), mesh, whole.placements, whole.shape, whole.stride())
+                whole = own.full_tensor()
+            if (target := leaves[load.place]) is not None:
+                target.copy_(whole.reshape(-1)[slice(*load.interval)].view(target.shape))
+            if load.place in gathered:
+                gathered[load.place].copy_(whole)
+        if self._many:
+            self.binding.note_load()
 
     def refresh(self, groups: Sequence[Group], params: Mapping[str, Tensor]) -> None:
         """Build the transform for the current hyperparameters of the groups, if these have changed."""

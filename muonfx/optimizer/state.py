@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,13 +18,18 @@ from muonfx.tree.dtypes import widens
 from muonfx.tree.renaming import Rename, new_names
 from muonfx.tree.wrappers import unwrapped
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DeviceMesh, DTensor
+
 __all__ = [
     "Load",
     "Take",
+    "Taken",
     "is_by_path",
     "matched",
     "named_by_path",
     "on_this_rank",
+    "other_piece",
     "path_of",
     "renamed_groups",
     "saved_groups",
@@ -47,7 +52,10 @@ class Load(NamedTuple):
     """The elements of the flattened source that this rank copies into its state leaf."""
 
 
-Take = Callable[[int, Any, Any], tuple[Tensor | None, Tensor, tuple[int, int] | None] | str]
+Taken = tuple[Tensor | None, Tensor, tuple[int, int] | None]
+"""The last fields of a `Load`."""
+
+Take = Callable[[int, Any, Any], Taken | str]
 """From a leaf's index, the displayed leaf and a value for it: the last fields of a `Load`, or an error message."""
 
 
@@ -211,34 +219,47 @@ def _misfit(leaf: Any, value: Any) -> str | None:
     return None
 
 
-def on_this_rank(leaf: Any, value: Any) -> tuple[Tensor | None, Tensor, tuple[int, int] | None] | str:
+def on_this_rank(leaf: Any, value: Any) -> Taken | str:
     """Return the last fields of a `Load` for this rank's part of a leaf, or an error for another rank's part."""
-    if (pair := _on_this_rank(leaf, value)) is not None:
-        return *pair, None
+    if not is_dtensor(leaf) and not is_dtensor(value):
+        if not isinstance(leaf, IntervalTensor) and not isinstance(value, IntervalTensor):
+            return leaf, value, None
+        if isinstance(leaf, IntervalTensor):
+            own = leaf.piece
+            if not isinstance(value, IntervalTensor):
+                return own.data, value.reshape(-1)[own.start : own.stop], None
+            if (own.start, own.stop) == (value.piece.start, value.piece.stop):
+                return own.data, value.piece.data, None
+    elif is_dtensor(leaf) and not isinstance(value, IntervalTensor):
+        if not is_dtensor(value):
+            from torch.distributed.tensor import distribute_tensor
+
+            value = distribute_tensor(value.to(leaf.device), leaf.device_mesh, leaf.placements, src_data_rank=None)
+        if value.device_mesh == leaf.device_mesh and value.placements == leaf.placements:
+            return other_piece(value, leaf.device_mesh) or (local_of(leaf), local_of(value), None)
     return (
         f"lies as {_lies(value)}, here as {_lies(leaf)}: load through torch.distributed.checkpoint or "
         "muonfx.checkpoint, which move values between layouts"
     )
 
 
-def _on_this_rank(leaf: Any, value: Any) -> tuple[Tensor, Tensor] | None:
-    """Return this rank's part of a leaf and of a value for it, or None if the value is another part."""
-    if isinstance(leaf, IntervalTensor):
-        own = leaf.piece
-        if isinstance(value, IntervalTensor):
-            same = (own.start, own.stop) == (value.piece.start, value.piece.stop)
-            return (own.data, value.piece.data) if same else None
-        return None if is_dtensor(value) else (own.data, value.reshape(-1)[own.start : own.stop])
-    if isinstance(value, IntervalTensor):
+def other_piece(value: DTensor, mesh: DeviceMesh) -> str | None:
+    """Return an error if a DTensor is the shard of a rank that was elsewhere in the mesh; replicas are no error."""
+    # A mesh is saved with the coordinates of the rank that saves it, and keeps them when it is loaded.
+    sharded = [dim for dim, placement in enumerate(value.placements) if not placement.is_replicate()]
+    theirs, ours = value.device_mesh.get_coordinate(), mesh.get_coordinate()
+    if theirs is not None and ours is not None and all(theirs[dim] == ours[dim] for dim in sharded):
         return None
-    if not is_dtensor(leaf):
-        return None if is_dtensor(value) else (leaf, value)
-    if not is_dtensor(value):
-        from torch.distributed.tensor import distribute_tensor
+    if theirs == ours:
+        return None
+    return (
+        f"is the shard of the rank at {_at(theirs)} of the mesh, expected that of {_at(ours)}: a rank loads what it "
+        "saved itself"
+    )
 
-        value = distribute_tensor(value.to(leaf.device), leaf.device_mesh, leaf.placements, src_data_rank=None)
-    same = value.device_mesh == leaf.device_mesh and value.placements == leaf.placements
-    return (local_of(leaf), local_of(value)) if same else None
+
+def _at(coordinate: Sequence[int] | None) -> str:
+    return "no position" if coordinate is None else f"position {tuple(coordinate)}"
 
 
 def _lies(value: Any) -> str:

@@ -12,7 +12,7 @@ from muonfx import tree
 from muonfx.core import Transform
 from muonfx.core.checks import check_params, check_updates_fit, warn_of_unmatched
 from muonfx.core.donation import Donation, unshared
-from muonfx.optimizer.state import Load, on_this_rank
+from muonfx.optimizer.state import Load, Taken, on_this_rank
 from muonfx.optimizer.values import Group, GroupNumbers, Number, current_values, fitted, unchanged
 from muonfx.optimizer.versions import for_groups
 from muonfx.program.buckets import nbytes_of
@@ -105,12 +105,12 @@ class Stepping:
         """Return the leaves, by index, that a state dict has in another form than `show` returns."""
         return {}
 
-    def take(self, place: int, leaf: Any, value: Any) -> tuple[Tensor | None, Tensor, tuple[int, int] | None] | str:
+    def take(self, place: int, leaf: Any, value: Any) -> Taken | str:
         """Return the copy that loads a value into a leaf, or an error message; see `state.Take`."""
         return on_this_rank(leaf, value)
 
-    def load(self, loads: Sequence[Load], numbers: object, state: PyTree, problem: Exception | None) -> None:
-        """Copy loaded values into the state, or raise `problem`; `numbers` are the loaded hyperparameters."""
+    def load(self, loads: Sequence[Load], state: PyTree, problem: Exception | None) -> None:
+        """Copy loaded values into the state, or raise `problem`."""
         if problem is not None:
             raise problem
         for load in loads:

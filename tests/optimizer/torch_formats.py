@@ -1,5 +1,6 @@
 """What ranks do in the tests of the optimizer's state in torch's own formats."""
 
+import copy
 import gc
 import warnings
 from pathlib import Path
@@ -191,6 +192,27 @@ def loads_of_two_moments(here: Here, kind: str) -> None:
             held = {i: {k: v.clone() for k, v in leaves.items()} for i, leaves in state["state"].items()}
             found.append({"state": held, "param_groups": state["param_groups"]})
         optimizer.load_state_dict(found[0 if here.rank == 1 else 1])
+        before = {name: whole(param).clone() for name, param in named(net).items()}
+        try:
+            optimizer.step()
+        finally:
+            for name, param in named(net).items():
+                assert torch.equal(whole(param), before[name]), name
+
+
+def one_rank_loads_alone(here: Here, kind: str) -> None:
+    """A rank alone loads an earlier state: its state dict has that state, and the next step is an error on all."""
+    with quiet():
+        net, optimizer = optimized(kind, here)
+        train(net, optimizer, range(1))
+        saved = copy.deepcopy(optimizer.state_dict())
+        train(net, optimizer, range(1, 2))
+        if here.rank == 1:
+            optimizer.load_state_dict(saved)
+            for index, leaves in optimizer.state_dict()["state"].items():
+                for key, leaf in leaves.items():
+                    assert torch.equal(leaf, saved["state"][index][key]), key
+        optimizer.step()
 
 
 def in_another_order(here: Here, groups: str) -> None:
