@@ -60,6 +60,7 @@ from muonfx.sharding.dtensors import is_dtensor
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import Settings
 from muonfx.sharding.transform import Sharded, settings_of
+from muonfx.sharding.verification import PROBLEMS
 from muonfx.tree import PyTree
 from muonfx.tree.arguments import plain_arguments
 from muonfx.tree.renaming import Rename
@@ -535,34 +536,26 @@ class TransformOptimizer(GroupOwner):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        is_compiling = torch.compiler.is_compiling()  # a graph is traced for the parameters that there are
         problem: Exception | None = None
-        if not torch.compiler.is_compiling():  # a graph is traced for these parameters
-            try:
+        try:
+            if not is_compiling:
                 self._rebind("step")
                 self._attachment.check_real()
                 if not self._live.get("warned"):
                     self._warn_of_unread_rates()
-            except (TypeError, ValueError) as error:  # raised below, where all ranks agree on the step
-                problem = error
-        params = self._named() if problem is None else self._attachment.named
-        updates: dict[str, Tensor | None] = {name: param.grad for name, param in params.items()}
-
-        def check(updates: Mapping[str, Tensor | None]) -> None:
-            if problem is not None:
-                raise problem
+            params = self._named()
+            updates: dict[str, Tensor | None] = {name: param.grad for name, param in params.items()}
             self._check(updates)
-            if not torch.compiler.is_compiling():
+            if not is_compiling:
                 check_writable("step: params", params)
                 self._attachment.check(params, updates)
-
+        except PROBLEMS as error:  # raised by the stepping, on all ranks together
+            problem = error
+            params = self._attachment.named
+            updates = {name: param.grad for name, param in params.items()}
         self._live["state"] = self._stepping.step(
-            self.param_groups,
-            params,
-            updates,
-            self._state,
-            donate=self.donate_grads,
-            extras=extras,
-            check=check,
+            self.param_groups, params, updates, self._state, donate=self.donate_grads, extras=extras, problem=problem
         )
         self._live["made"] = None  # so that nothing keeps the first state alive
         self._live["anew"] = False

@@ -13,7 +13,7 @@ from muonfx.core import Donation, Transform
 from muonfx.optimizer.gathering import Gathering, gathered_whole
 from muonfx.optimizer.rendezvous import wait_for_all
 from muonfx.optimizer.state import Load, Taken, on_this_rank, other_piece
-from muonfx.optimizer.stepping import Check, Stepping, add_in_place
+from muonfx.optimizer.stepping import Stepping, add_in_place
 from muonfx.optimizer.values import Group, GroupNumbers, current_values, fitted, unchanged
 from muonfx.optimizer.versions import for_groups
 from muonfx.program.nodes import Program
@@ -35,6 +35,7 @@ from muonfx.sharding.state import (
     state_to_dtensors,
 )
 from muonfx.sharding.transform import bind, init_sharded, sharded, step_sharded
+from muonfx.sharding.verification import PROBLEMS
 from muonfx.tree import PyTree
 
 __all__ = ["SteppingOverRanks", "layout_for"]
@@ -275,14 +276,13 @@ class SteppingOverRanks(Stepping):
         *,
         donate: bool,
         extras: dict[str, Any],
-        check: Check,
+        problem: Exception | None,
     ) -> PyTree:
-        """Run a step together with all ranks; an error on one is raised on all before anything is changed."""
-        problem: Exception | None = None
+        """Run a step together with all ranks; a problem of one is raised on all before anything is changed."""
         try:
-            check(updates)
-            self.refresh(groups, params)
-        except (TypeError, ValueError) as error:
+            if problem is None:
+                self.refresh(groups, params)
+        except PROBLEMS as error:
             problem = error
         local = {name: local_of(param) for name, param in params.items()}
         _, after = step_sharded(

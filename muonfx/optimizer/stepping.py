@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,11 +22,7 @@ from muonfx.program.offload.transform import inner_of, store_of
 from muonfx.program.placement import ALONE, Arguments
 from muonfx.tree import PyTree
 
-__all__ = ["Check", "Stepping", "add_in_place"]
-
-Check = Callable[[Mapping[str, Tensor | None]], None]
-"""Raises an error if gradients are invalid."""
-
+__all__ = ["Stepping", "add_in_place"]
 
 SMALL_BUCKET = 1 << 22
 """The least bytes of a default bucket, also if every parameter is smaller: calls then cost more than memory."""
@@ -142,10 +138,11 @@ class Stepping:
         *,
         donate: bool,
         extras: dict[str, Any],
-        check: Check,
+        problem: Exception | None,
     ) -> PyTree:
-        """Run a step and return the next state; errors are raised before anything is changed."""
-        check(updates)
+        """Run a step and return the next state; `problem` and errors are raised before anything is changed."""
+        if problem is not None:
+            raise problem
         self.tx.check_extras(extras)
         self.refresh(groups, params)
         assert self._node is not None
