@@ -37,7 +37,10 @@ def torch_muon(params: Params) -> torch.optim.Optimizer:
 
 def our_muon(params: Params) -> torch.optim.Optimizer:
     """The same optimizer as a chain."""
-    return mfx.TransformOptimizer(params, mfx.muon(1e-3, weight_decay=0.1, coefficients="keller", rule="original"))
+    return mfx.TransformOptimizer(
+        params,
+        mfx.muon(1e-3, weight_decay=0.1, orthogonalize=mfx.orthogonalize(coefficients="keller"), rule="original"),
+    )
 
 
 def torch_adamw(params: Params) -> torch.optim.Optimizer:

@@ -129,7 +129,9 @@ def bind(case: dict[str, Any]) -> dict[str, Any]:
     began = time.perf_counter()
     layout = layout_of(case, params)
     laid_out = time.perf_counter()
-    tx = mfx.sharding.sharded(mfx.muon_with_adamw(0.02, labels=labels, dtype=torch.bfloat16), layout)
+    tx = mfx.sharding.sharded(
+        mfx.muon_with_adamw(0.02, labels=labels, orthogonalize=mfx.orthogonalize(dtype=torch.bfloat16)), layout
+    )
     local = {
         name: leaf if case["layout"] == "from_dtensors" else layout.piece(name).blank(leaf)
         for name, leaf in params.items()

@@ -78,7 +78,7 @@ def candidates(kind: str, size: Size) -> dict[str, Callable[[], object]]:
     """AdamW, and ours with and without a rate that changes; each with parameters of its own."""
     labels = {name: "muon" if len(shape) == 2 else "adamw" for name, shape in size.shapes.items()}
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    plain = mfx.muon_with_adamw(0.02, labels=labels, dtype=torch.float32)
+    plain = mfx.muon_with_adamw(0.02, labels=labels, orthogonalize=mfx.orthogonalize(dtype=torch.float32))
 
     def tensor(shape: tuple[int, ...]) -> Tensor:
         return torch.randn(shape) if kind == "replicated" else distribute_tensor(torch.randn(shape), mesh, [Shard(0)])
@@ -167,7 +167,7 @@ def measure(kind: str, size: Size, rounds: int) -> list[dict[str, Any]]:
 def ways(width: int, blocks: int, dtype: str, rounds: int, seconds: float) -> list[dict[str, Any]]:
     """Replicas: what "auto" takes, and both ways; called on every rank."""
     shapes = {f"{b}.{i}": (width, width * (1 + 3 * (i == 5))) for b in range(blocks) for i in range(6)}
-    plain = mfx.muon(0.02, dtype=getattr(torch, dtype))
+    plain = mfx.muon(0.02, orthogonalize=mfx.orthogonalize(dtype=getattr(torch, dtype)))
     calls: dict[str, Callable[[], object]] = {}
     routes: dict[str, dict[str, int]] = {}
     for replicas in ("everyone", "split", "auto"):

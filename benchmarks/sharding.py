@@ -111,8 +111,7 @@ def chain(model: nn.Module) -> mfx.Transform:
         adamw_weight_decay=peers.DECAY,
         weight_decay=peers.DECAY,
         rule="original",
-        coefficients=COMMON,
-        dtype=torch.bfloat16,
+        orthogonalize=mfx.orthogonalize(coefficients=COMMON, dtype=torch.bfloat16),
         labels=labels(model),
     )
 

@@ -64,7 +64,9 @@ def make_optimizer(name: str, rate: float, steps: int) -> mfx.Transform:
     """One optimizer for all factors: with the rest of the model frozen there is nothing to route."""
     schedule = mfx.warmup_cosine(rate, warmup_steps=max(1, steps // 20), total_steps=steps)
     # fp32 and not "auto", which times this CPU: the same numbers on every machine but for rounding.
-    muon = mfx.muon(schedule, weight_decay=0.0, rule="match_rms_adamw", dtype=torch.float32)
+    muon = mfx.muon(
+        schedule, weight_decay=0.0, rule="match_rms_adamw", orthogonalize=mfx.orthogonalize(dtype=torch.float32)
+    )
     return muon if name == "Muon" else mfx.adamw(schedule, b2=0.95, weight_decay=0.0)
 
 
@@ -108,7 +110,9 @@ def pretrained(code: Tensor, steps: int, width: int) -> tuple[dict[str, Tensor],
     shape = {"width": width, "depth": 2, "context": CONTEXT, "seed": 0}
     model = GPT(**shape)
     schedule = mfx.warmup_cosine(0.01, warmup_steps=max(1, steps // 20), total_steps=steps)
-    tx = mfx.muon_with_adamw(schedule, labels=mfx.default_labels(model), dtype=torch.float32)
+    tx = mfx.muon_with_adamw(
+        schedule, labels=mfx.default_labels(model), orthogonalize=mfx.orthogonalize(dtype=torch.float32)
+    )
     torch.manual_seed(0)
     train(model, tx, code, windows(code, BATCH), steps)
     return model.state_dict(), shape

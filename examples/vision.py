@@ -45,7 +45,9 @@ def make_optimizer(name: str, model: nn.Module, rate: float, steps: int) -> mfx.
     schedule = mfx.warmup_cosine(rate, warmup_steps=max(1, steps // 20), total_steps=steps)
     if name == "Muon":
         # fp32 and not "auto", which times this CPU: the same numbers on every machine but for rounding.
-        return mfx.muon_with_adamw(schedule, labels=mfx.default_labels(model), dtype=torch.float32)
+        return mfx.muon_with_adamw(
+            schedule, labels=mfx.default_labels(model), orthogonalize=mfx.orthogonalize(dtype=torch.float32)
+        )
     return mfx.adamw(schedule, b2=0.95, weight_decay=0.1, mask=mfx.select.ndim(min=2))
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import Tensor
-
-from muonfx import polar
 from muonfx.core import Transform, chain
+from muonfx.core.contract import require_transform
+from muonfx.core.order import within
 from muonfx.core.schedules import ScalarOrFunction, ScalarOrSchedule
-from muonfx.select import Labels, Predicate, default_labels
+from muonfx.select import Labels, MatrixView, Predicate, default_labels
 from muonfx.select.partition import partition
 from muonfx.transforms import (
     AttentionHeads,
@@ -24,7 +23,6 @@ from muonfx.transforms import (
     scale_by_lion,
     scale_by_shape,
 )
-from muonfx.transforms._matrices import Blocks, Dims, MatrixView
 from muonfx.transforms.scale import ShapeRule
 from muonfx.tree import PyTree
 from muonfx.tree.arguments import plain_arguments
@@ -32,7 +30,22 @@ from muonfx.tree.arguments import plain_arguments
 __all__ = ["adamw", "lion", "muon", "muon_with_adamw", "muonclip", "normuon"]
 
 Mask = PyTree | Mapping[str, bool] | Predicate | Callable[[PyTree], PyTree] | None
-CoefficientsLike = str | polar.Coefficients | tuple[tuple[float, ...], ...] | Tensor
+
+
+def view_of(orthogonalize: Transform) -> MatrixView:
+    """Return the view of the part that orthogonalizes, or of the first transform within it that has a view."""
+    require_transform("orthogonalize", orthogonalize)
+    views = (tx.arguments.get("view") for tx in within(orthogonalize))
+    return next((view for view in views if isinstance(view, MatrixView)), MatrixView())
+
+
+def with_views(tx: Transform, labels: Labels) -> Transform:
+    """Add the labels' views of parameters to all transforms within that take a view and have none for them."""
+    if not labels.views:
+        return tx
+    tx = tx.with_children(lambda part: with_views(part, labels))
+    view = tx.arguments.get("view")
+    return tx.replace(view=labels.view(view)) if isinstance(view, MatrixView) else tx
 
 
 @plain_arguments
@@ -41,39 +54,26 @@ def muon(
     *,
     decay: ScalarOrSchedule = 0.95,
     nesterov: bool = True,
-    weight_decay: ScalarOrSchedule = 0.0,
-    coefficients: polar.CoefficientsLike = "polar_express_5",
-    steps: int | None = None,
-    method: polar.MethodLike = "auto",
-    dtype: polar.DTypeLike = "auto",
-    newton_schulz: polar.NewtonSchulz = polar.NewtonSchulz(),
+    orthogonalize: Transform = orthogonalize(),
     rule: ShapeRule = "match_rms_adamw",
-    dims: Dims | Mapping[str, Dims] | None = None,
-    blocks: Blocks | Mapping[str, Blocks] | None = None,
-    view: MatrixView = MatrixView(),
+    weight_decay: ScalarOrSchedule = 0.0,
     mask: Mask = None,
 ) -> Transform:
     """Muon, for parameters that are all matrices: orthogonalized momentum, scaled by shape, with decoupled decay.
 
     Args:
-        learning_rate: a number or a schedule. With the rule "match_rms_adamw" it is of AdamW's size; with "original",
-            Keller Jordan's 0.02 is customary.
-        decay: of the momentum; a number or a schedule.
-        nesterov: whether momentum looks ahead.
-        weight_decay: decoupled; parameters shrink by ``learning_rate * weight_decay``.
-        coefficients: of the Newton-Schulz iteration, as in `orthogonalize`.
-        steps: of the iteration, as in `orthogonalize`.
-        method: "standard", "gram" or "auto", as in `orthogonalize`.
-        dtype: of the iteration, as in `orthogonalize`.
-        newton_schulz: the iteration as one value, in place of the four arguments above.
+        learning_rate: a number or a schedule. With the rule "match_rms_adamw" it has the size of AdamW's; with
+            "original", Keller Jordan's 0.02 is customary.
+        decay: decay of the momentum; a number or a schedule.
+        nesterov: whether the momentum looks ahead.
+        orthogonalize: the transform that orthogonalizes the momentum, such as ``orthogonalize(coefficients="keller")``.
+            Its view is also the view of `scale_by_shape`.
         rule: as in `scale_by_shape`.
-        dims: ``{"*.experts.*": ((-2,), (-1,))}`` for stacks of matrices, as `MatrixView` says in full.
-        blocks: ``{"*.qkv.weight": 3}`` for fused matrices.
-        view: which matrices a leaf consists of, as one value, in place of the two arguments above.
+        weight_decay: decoupled; parameters shrink by ``learning_rate * weight_decay``.
         mask: which parameters decay, as in `add_decayed_weights`.
 
     Follows Keller Jordan's Muon and Moonlight (arXiv 2502.16982). ``torch.optim.Muon(lr, weight_decay)`` is
-    ``muon(lr, weight_decay=weight_decay, coefficients="keller", rule="original")``.
+    ``muon(lr, weight_decay=weight_decay, orthogonalize=orthogonalize(coefficients="keller"), rule="original")``.
 
     >>> muon(0.02)  # doctest: +NORMALIZE_WHITESPACE
     chain(momentum(), orthogonalize(), scale_by_shape(), add_decayed_weights(),
@@ -81,8 +81,8 @@ def muon(
     """
     return chain(
         momentum(decay, nesterov=nesterov),
-        orthogonalize(newton_schulz=newton_schulz, view=view),
-        scale_by_shape(rule, view=view),
+        orthogonalize,
+        scale_by_shape(rule, view=view_of(orthogonalize)),
         add_decayed_weights(weight_decay, mask),
         scale_by_learning_rate(learning_rate),
     )
@@ -94,30 +94,18 @@ def normuon(
     *,
     decay: ScalarOrSchedule = 0.95,
     neuron_decay: ScalarOrSchedule = 0.95,
+    orthogonalize: Transform = orthogonalize(),
     weight_decay: ScalarOrSchedule = 0.0,
-    coefficients: polar.CoefficientsLike = "polar_express_5",
-    method: polar.MethodLike = "auto",
-    dtype: polar.DTypeLike = "auto",
-    newton_schulz: polar.NewtonSchulz = polar.NewtonSchulz(),
-    dims: Dims | Mapping[str, Dims] | None = None,
-    blocks: Blocks | Mapping[str, Blocks] | None = None,
-    view: MatrixView = MatrixView(),
     mask: Mask = None,
 ) -> Transform:
     """NorMuon, for parameters that are all matrices: Muon with each neuron's update normalized by its running size.
 
     Args:
         learning_rate: a number or a schedule.
-        decay: of the momentum.
-        neuron_decay: of the rows' second moment.
+        decay: decay of the momentum.
+        neuron_decay: decay of the rows' second moment.
+        orthogonalize: as in `muon`; each block of its view is normalized as a parameter of its own.
         weight_decay: decoupled, as in `muon`.
-        coefficients: of the iteration, loose.
-        method: of the iteration, loose.
-        dtype: of the iteration, loose.
-        newton_schulz: the iteration.
-        dims: of the view, loose.
-        blocks: of the view, loose.
-        view: which matrices a leaf consists of; a block is normalized as a parameter of its own.
         mask: which parameters decay, as in `add_decayed_weights`.
 
     Follows NorMuon (arXiv 2510.05491).
@@ -125,14 +113,9 @@ def normuon(
     >>> list(normuon(0.02).init({"w": torch.zeros(4, 4)}))[:3]
     ['momentum', 'orthogonalize', 'normalize_neurons']
     """
-    return chain(
-        momentum(decay),
-        orthogonalize(newton_schulz=newton_schulz, view=view),
-        normalize_neurons(neuron_decay, view=view),
-        scale_by_shape("match_rms_adamw", view=view),
-        add_decayed_weights(weight_decay, mask),
-        scale_by_learning_rate(learning_rate),
-    )
+    tx = muon(learning_rate, decay=decay, orthogonalize=orthogonalize, weight_decay=weight_decay, mask=mask)
+    average, direction, *rest = tx.children
+    return chain(average, direction, normalize_neurons(neuron_decay, view=view_of(orthogonalize)), *rest)
 
 
 @plain_arguments
@@ -198,20 +181,12 @@ def muon_with_adamw(
     learning_rate: ScalarOrFunction = 2e-3,
     adamw_learning_rate: ScalarOrFunction | None = None,
     *,
-    weight_decay: ScalarOrSchedule = 0.1,
-    adamw_weight_decay: ScalarOrSchedule = 0.1,
     decay: ScalarOrSchedule = 0.95,
-    b1: ScalarOrSchedule = 0.9,
-    b2: ScalarOrSchedule = 0.95,
-    adamw_nesterov: bool = False,
+    orthogonalize: Transform = orthogonalize(),
     rule: ShapeRule = "match_rms_adamw",
-    coefficients: polar.CoefficientsLike = "polar_express_5",
-    method: polar.MethodLike = "auto",
-    dtype: polar.DTypeLike = "auto",
-    newton_schulz: polar.NewtonSchulz = polar.NewtonSchulz(),
-    dims: Dims | Mapping[str, Dims] | None = None,
-    blocks: Blocks | Mapping[str, Blocks] | None = None,
-    view: MatrixView = MatrixView(),
+    weight_decay: ScalarOrSchedule = 0.1,
+    adam: Transform = scale_by_adam(0.9, 0.95),
+    adamw_weight_decay: ScalarOrSchedule = 0.1,
     labels: Any = default_labels,
     mask: Mask = None,
 ) -> Transform:
@@ -219,26 +194,18 @@ def muon_with_adamw(
 
     Args:
         learning_rate: Muon's, a number or a schedule.
-        adamw_learning_rate: AdamW's, a number or a schedule; None: Muon's, which suits where the rule is
-            "match_rms_adamw".
-        weight_decay: Muon's, decoupled.
-        adamw_weight_decay: AdamW's, decoupled.
-        decay: of Muon's momentum.
-        b1: AdamW's first decay.
-        b2: AdamW's second decay.
-        adamw_nesterov: whether AdamW looks ahead; Muon does. ``optax.contrib.muon`` has one argument for both.
+        adamw_learning_rate: AdamW's, a number or a schedule; None: Muon's, which suits the rule "match_rms_adamw".
+        decay: decay of Muon's momentum.
+        orthogonalize: as in `muon`. For parameters that its view does not set, the views of the labels apply
+            (``labels.view()``); ``labels=Labels(labels)`` drops them.
         rule: as in `scale_by_shape`.
-        coefficients: of the iteration, loose.
-        method: of the iteration, loose.
-        dtype: of the iteration, loose.
-        newton_schulz: the iteration.
-        dims: of the view, loose; by default, and for parameters that a mapping here does not name, by the views of the
-            labels (``labels.view()``). ``labels=Labels(labels)`` goes without views.
-        blocks: of the view, loose; by default as ``dims``.
-        view: which matrices a leaf consists of.
+        weight_decay: Muon's, decoupled.
+        adam: the direction of AdamW's updates. ``optax.contrib.muon`` has one argument ``nesterov`` for Muon and Adam;
+            here Muon looks ahead, and ``scale_by_adam(0.9, 0.95, nesterov=True)`` does.
+        adamw_weight_decay: AdamW's, decoupled.
         labels: "muon", "adamw" or None for each parameter, as in `partition`. ``default_labels(model)`` decides by
-            module type; the default here sees names and shapes only, and says so in a warning, which
-            ``muonfx.select.default_labels_by_name`` does without.
+            module type. The default sees names and shapes only, and warns of that;
+            ``muonfx.select.default_labels_by_name`` does the same without the warning.
         mask: which parameters decay, as in `add_decayed_weights`.
 
     >>> from muonfx.select import default_labels_by_name
@@ -246,30 +213,17 @@ def muon_with_adamw(
     >>> list(tx.init({"h.0.fc.weight": torch.zeros(4, 4), "wte.weight": torch.zeros(8, 4)}))
     ['adamw', 'muon']
     """
-    if isinstance(labels, Labels):
-        view = labels.view(view)
-    return partition(
-        {
-            "muon": muon(
-                learning_rate,
-                decay=decay,
-                weight_decay=weight_decay,
-                newton_schulz=newton_schulz,
-                rule=rule,
-                view=view,
-                mask=mask,
-            ),
-            "adamw": adamw(
-                learning_rate if adamw_learning_rate is None else adamw_learning_rate,
-                b1=b1,
-                b2=b2,
-                nesterov=adamw_nesterov,
-                weight_decay=adamw_weight_decay,
-                mask=mask,
-            ),
-        },
-        labels,
+    matrices = muon(
+        learning_rate, decay=decay, orthogonalize=orthogonalize, rule=rule, weight_decay=weight_decay, mask=mask
     )
+    require_transform("adam", adam)
+    rest = chain(
+        adam,
+        add_decayed_weights(adamw_weight_decay, mask),
+        scale_by_learning_rate(learning_rate if adamw_learning_rate is None else adamw_learning_rate),
+    )
+    muon_part = with_views(matrices, labels) if isinstance(labels, Labels) else matrices
+    return partition({"muon": muon_part, "adamw": rest}, labels)
 
 
 @plain_arguments
@@ -280,21 +234,12 @@ def muonclip(
     *,
     tau: ScalarOrSchedule = 100.0,
     alpha: ScalarOrSchedule = 0.5,
-    weight_decay: ScalarOrSchedule = 0.1,
-    adamw_weight_decay: ScalarOrSchedule = 0.1,
-    decay: ScalarOrSchedule = 0.95,
-    b1: ScalarOrSchedule = 0.9,
-    b2: ScalarOrSchedule = 0.95,
-    rule: ShapeRule = "match_rms_adamw",
-    newton_schulz: polar.NewtonSchulz = polar.NewtonSchulz(),
-    view: MatrixView = MatrixView(),
-    labels: Any = default_labels,
-    mask: Mask = None,
+    **options: Any,
 ) -> Transform:
-    """MuonClip: Muon for hidden matrices and AdamW for the rest, with attention logits kept small by `qk_clip`.
+    """MuonClip: `muon_with_adamw`, with attention logits kept small by `qk_clip`.
 
     Each update takes the largest attention logits of its step: ``update(..., max_logits=...)``, or
-    ``optimizer.step(max_logits=...)``, with what `muonfx.transforms.attention.collect_max_logits` has collected.
+    ``optimizer.step(max_logits=...)``, with the result of `muonfx.transforms.attention.collect_max_logits`.
 
     Args:
         heads: which parameters hold queries and keys, as in `qk_clip`.
@@ -302,16 +247,7 @@ def muonclip(
         adamw_learning_rate: AdamW's, as in `muon_with_adamw`.
         tau: the bound of the logits.
         alpha: the query's share, as in `qk_clip`.
-        weight_decay: Muon's, decoupled.
-        adamw_weight_decay: AdamW's, decoupled.
-        decay: of Muon's momentum.
-        b1: AdamW's first decay.
-        b2: AdamW's second decay.
-        rule: as in `scale_by_shape`.
-        newton_schulz: the iteration.
-        view: which matrices a leaf consists of, as in `muon_with_adamw`.
-        labels: as in `muon_with_adamw`.
-        mask: which parameters decay, as in `add_decayed_weights`.
+        options: further arguments of `muon_with_adamw`.
 
     Follows Kimi K2 (arXiv 2507.20534), whose Muon is Moonlight's (arXiv 2502.16982).
 
@@ -322,20 +258,4 @@ def muonclip(
     >>> list(tx.init({name: torch.zeros(4, 4) for name in names}))
     ['partition', 'qk_clip']
     """
-    return chain(
-        muon_with_adamw(
-            learning_rate,
-            adamw_learning_rate,
-            weight_decay=weight_decay,
-            adamw_weight_decay=adamw_weight_decay,
-            decay=decay,
-            b1=b1,
-            b2=b2,
-            rule=rule,
-            newton_schulz=newton_schulz,
-            view=view,
-            labels=labels,
-            mask=mask,
-        ),
-        qk_clip(heads, tau, alpha),
-    )
+    return chain(muon_with_adamw(learning_rate, adamw_learning_rate, **options), qk_clip(heads, tau, alpha))

@@ -36,7 +36,9 @@ def test_the_order_of_a_partitions_transforms_means_nothing_and_their_labels_do(
         == mfx.partition({"b": two, "a": one}, labels).fingerprint
     )
     assert mfx.partition({"a": one, "b": two}, labels) != mfx.partition({"b": one, "a": two}, labels)
-    assert mfx.orthogonalize(blocks={"q*": 2, "*": 1}) != mfx.orthogonalize(blocks={"*": 1, "q*": 2})
+    assert mfx.orthogonalize(view=mfx.MatrixView(blocks={"q*": 2, "*": 1})) != mfx.orthogonalize(
+        view=mfx.MatrixView(blocks={"*": 1, "q*": 2})
+    )
     sweep = mfx.stack([mfx.partition({"a": one, "b": two}, labels), mfx.partition({"b": one, "a": two}, labels)])
     params = {"w": torch.ones(1), "v": torch.ones(1)}
     updates = torch.func.vmap(lambda tx: tx.update(params, tx.init(params), params)[0])(sweep)
@@ -302,7 +304,7 @@ def test_an_undeclared_transform_sees_the_whole_tree():
     assert mfx.chain(mfx.momentum(), undeclared()).locality is mfx.Locality.TREE
     assert mfx.chain(mfx.momentum()).locality is mfx.Locality.ELEMENT
     assert mfx.muon().locality is mfx.Locality.LEAF
-    assert mfx.orthogonalize(dims=((-2,), (-1,))).locality is mfx.Locality.MATRIX
+    assert mfx.orthogonalize(view=mfx.MatrixView(dims=((-2,), (-1,)))).locality is mfx.Locality.MATRIX
 
 
 def test_blocks_are_as_separate_parameters():
@@ -312,7 +314,8 @@ def test_blocks_are_as_separate_parameters():
     settings = {"dtype": torch.float64, "coefficients": "quintic"}
 
     def run(params: dict[str, Tensor], **blocks) -> dict[str, Tensor]:
-        tx = mfx.chain(mfx.orthogonalize(**settings, **blocks), mfx.scale_by_shape("original", **blocks))
+        view = mfx.MatrixView(**blocks)
+        tx = mfx.chain(mfx.orthogonalize(**settings, view=view), mfx.scale_by_shape("original", view=view))
         return tx.update(params, tx.init(params))[0]
 
     apart = run({"q": q, "k": k, "v": v, "out.weight": fused["out.weight"]})
@@ -324,9 +327,9 @@ def test_blocks_are_as_separate_parameters():
     turned = run({"w": fused["attn.qkv.weight"].mT.contiguous()}, blocks=3, block_axis=-1)["w"]
     torch.testing.assert_close(turned[:, :4], run({"q": q.mT.contiguous()})["q"], rtol=1e-10, atol=1e-10)
     with pytest.raises(ValueError, match=r"blocks \(4, 4\) add up to 8, the leaf has 12 rows"):
-        mfx.orthogonalize(blocks={"*.qkv.*": (4, 4)}).init(fused)
+        mfx.orthogonalize(view=mfx.MatrixView(blocks={"*.qkv.*": (4, 4)})).init(fused)
     with pytest.raises(ValueError, match=r"6 rows cannot be cut into 5 equal blocks"):
-        mfx.orthogonalize(blocks={"out*": 5}).init(fused)
+        mfx.orthogonalize(view=mfx.MatrixView(blocks={"out*": 5})).init(fused)
 
 
 def test_convolutions_are_flattened_and_expert_stacks_are_batches():
@@ -340,13 +343,15 @@ def test_convolutions_are_flattened_and_expert_stacks_are_batches():
     )
     assert mfx.scale_by_shape("spectral").update(conv, mfx.core.EmptyState())[0]["w"].equal(conv["w"] * (4 / 12) ** 0.5)
     experts = {"w": torch.randn(5, 4, 6, dtype=torch.float64)}
-    stacked = mfx.orthogonalize(dims=((-2,), (-1,)), **settings)
+    stacked = mfx.orthogonalize(view=mfx.MatrixView(dims=((-2,), (-1,))), **settings)
     together = stacked.update(experts, stacked.init(experts))[0]["w"]
     for mine, expert in zip(together, experts["w"], strict=True):
         torch.testing.assert_close(
             mine, tx.update({"w": expert}, mfx.core.EmptyState())[0]["w"], rtol=1e-12, atol=1e-12
         )
-    turned = mfx.orthogonalize(dims=((2,), (0,)), **settings).update(experts, mfx.core.EmptyState())[0]["w"]
+    turned = mfx.orthogonalize(view=mfx.MatrixView(dims=((2,), (0,))), **settings).update(
+        experts, mfx.core.EmptyState()
+    )[0]["w"]
     torch.testing.assert_close(
         turned[:, 1], tx.update({"w": experts["w"][:, 1].mT}, mfx.core.EmptyState())[0]["w"].mT, rtol=1e-12, atol=1e-12
     )

@@ -29,7 +29,11 @@ def draw(dtype: torch.dtype = torch.float32) -> tuple[dict[str, Tensor], list[di
 
 def chains() -> dict[str, mfx.Transform]:
     muon = mfx.muon_with_adamw(
-        0.02, 1e-3, dtype=torch.float32, mask=mfx.select.ndim(min=2), labels=mfx.select.default_labels_by_name
+        0.02,
+        1e-3,
+        orthogonalize=mfx.orthogonalize(dtype=torch.float32),
+        mask=mfx.select.ndim(min=2),
+        labels=mfx.select.default_labels_by_name,
     )
     return {
         "muon": muon,
@@ -133,7 +137,11 @@ def test_a_donated_step_takes_no_more_memory_than_torch_muon():
         return torch.cuda.max_memory_allocated() - held
 
     theirs = peak(lambda params: torch.optim.Muon(list(params.values())))
-    ours = peak(lambda params: mfx.TransformOptimizer(params, mfx.muon(1e-3, coefficients="keller", rule="original")))
+    ours = peak(
+        lambda params: mfx.TransformOptimizer(
+            params, mfx.muon(1e-3, orthogonalize=mfx.orthogonalize(coefficients="keller"), rule="original")
+        )
+    )
     assert ours <= 1.1 * theirs, (ours, theirs)
 
 
@@ -351,7 +359,11 @@ def test_the_adapter_steps_with_an_offloaded_state(home, tmp_path):
         model = nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 48)).cuda()
         tx = wrap(
             mfx.muon_with_adamw(
-                0.02, 1e-3, dtype=torch.float32, mask=mfx.select.ndim(min=2), labels=mfx.select.default_labels_by_name
+                0.02,
+                1e-3,
+                orthogonalize=mfx.orthogonalize(dtype=torch.float32),
+                mask=mfx.select.ndim(min=2),
+                labels=mfx.select.default_labels_by_name,
             )
         )
         optimizer = mfx.TransformOptimizer(model, tx)

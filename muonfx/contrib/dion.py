@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -14,9 +13,6 @@ from muonfx.core.contract import NOTHING
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.polar.scaling import power_of_two
 from muonfx.transforms._matrices import (
-    BlockAxis,
-    Blocks,
-    Dims,
     MatrixView,
     check_matrices,
     map_matrices,
@@ -60,7 +56,7 @@ def scale_by_dion(
     decay: ScalarOrSchedule = 0.95,
     *,
     dtype: WideStateDtype = "auto",
-    dims: Dims | Mapping[str, Dims] | None = None,
+    view: MatrixView = MatrixView(),
 ):
     r"""Replace each matrix by $P Q^T$ of low rank, with orthonormal columns of $P$ and unit columns of $Q$.
 
@@ -76,12 +72,11 @@ def scale_by_dion(
         decay: $\beta$, in [0, 1).
         dtype: pinned dtype of both; "auto" is float32, but float64 for a float64 parameter; None is each parameter's
             own.
-        dims: which dims of a leaf are rows and which are columns, as `MatrixView` says in full. Its blocks are not
-            taken: give blocks as parameters of their own.
+        view: which matrices a leaf consists of, as for `orthogonalize`; without blocks.
 
     Raises:
-        ValueError: an argument is out of range, or a dtype is a string other than "auto"; at `init`, a leaf is no
-            matrix.
+        ValueError: an argument is out of range, a dtype is a string other than "auto", or the view has blocks; at
+            `init`, a leaf is not a matrix.
 
     Follows Dion (Ahn et al., arXiv 2504.05295) with the whole matrix at one owner.
 
@@ -96,7 +91,10 @@ def scale_by_dion(
     checks.positive_int("rank", rank)
     decay = checks.in_unit_interval("decay", decay)
     checks.state_dtype("dtype", dtype)
-    view = MatrixView(dims)
+    if view.blocks is not None:
+        raise ValueError(
+            f"scale_by_dion: view must not have blocks, found {view!r}: make each block a parameter of its own"
+        )
 
     def init(params: PyTree) -> DionState:
         at = Present(params)
@@ -162,9 +160,6 @@ def sampled_momentum(
     decay: ScalarOrSchedule = 0.95,
     *,
     dtype: WideStateDtype = "auto",
-    dims: Dims | Mapping[str, Dims] | None = None,
-    blocks: Blocks | Mapping[str, Blocks] | None = None,
-    block_axis: BlockAxis = -2,
     view: MatrixView = MatrixView(),
 ):
     r"""Sum up gradients, and pass on only the rows, or columns, in which most has gathered.
@@ -178,9 +173,6 @@ def sampled_momentum(
         decay: $\beta$, in [0, 1).
         dtype: pinned dtype of the sum; "auto" is float32, but float64 for a float64 parameter; None is each parameter's
             own.
-        dims: of the view, loose.
-        blocks: of the view, loose.
-        block_axis: of the view, loose.
         view: which matrices a leaf consists of, as for `orthogonalize`.
 
     Raises:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -13,9 +12,6 @@ from muonfx.core import Donation, Transform, checks, transform
 from muonfx.core.contract import NOTHING
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.transforms._matrices import (
-    BlockAxis,
-    Blocks,
-    Dims,
     MatrixView,
     join_scalars,
     matrix_locality,
@@ -45,7 +41,7 @@ class NamoState(NamedTuple):
 
 
 @transform(
-    locality=lambda inner, *_, dims, **__: max(matrix_locality(dims=dims), inner.locality),
+    locality=lambda inner, *_, view, **__: max(matrix_locality(view=view), inner.locality),
     reads_params=lambda inner, *_, **__: inner.reads_params,
     on_stacks=lambda tx, shapes: (tx, {}),  # the inner transform has a state for each leaf
     name_patterns=name_patterns,
@@ -59,9 +55,6 @@ def scale_by_namo(
     eps: ScalarOrSchedule = 1e-8,
     *,
     dtype: WideStateDtype = "auto",
-    dims: Dims | Mapping[str, Dims] | None = None,
-    blocks: Blocks | Mapping[str, Blocks] | None = None,
-    block_axis: BlockAxis = -2,
     view: MatrixView = MatrixView(),
 ):
     r"""Average gradients, apply a transform, and scale each matrix by the norm of its average over that of gradients.
@@ -77,9 +70,6 @@ def scale_by_namo(
         eps: added to the root, not negative.
         dtype: pinned dtype of both; "auto" is float32, but float64 for a float64 parameter; None is each parameter's
             own.
-        dims: of the view, loose.
-        blocks: of the view, loose.
-        block_axis: of the view, loose.
         view: which matrices a leaf consists of; the same as for the inner transform.
 
     Raises:

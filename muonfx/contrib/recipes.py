@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from muonfx import polar
 from muonfx.contrib.dion import sampled_momentum, scale_by_dion
 from muonfx.contrib.namo import scale_by_namo
 from muonfx.contrib.prodigy import scale_by_prodigy
 from muonfx.contrib.spectral import scale_by_dual_norm
 from muonfx.core import Transform, add_updates, chain
 from muonfx.core.schedules import ScalarOrFunction, ScalarOrSchedule
-from muonfx.recipes import Mask
-from muonfx.select import default_labels, ndim
+from muonfx.recipes import Mask, view_of
+from muonfx.select import MatrixView, default_labels, ndim
 from muonfx.select.partition import masked, partition
 from muonfx.transforms import (
     add_decayed_weights,
@@ -31,7 +30,6 @@ from muonfx.transforms import (
     scale_by_shape,
     scale_by_sign,
 )
-from muonfx.transforms._matrices import Dims, MatrixView
 from muonfx.transforms.scale import ShapeRule
 from muonfx.tree.arguments import plain_arguments
 
@@ -48,8 +46,7 @@ def scion(
     decay: ScalarOrSchedule = 0.9,
     constrained: bool = True,
     vector_radius: ScalarOrSchedule = 1.0,
-    newton_schulz: polar.NewtonSchulz = polar.NewtonSchulz(),
-    view: MatrixView = MatrixView(),
+    orthogonalize: Transform = orthogonalize(),
     labels: Any = default_labels,
 ) -> Transform:
     """Scion: for each parameter the steepest direction in a norm that suits its role, times a radius.
@@ -65,8 +62,7 @@ def scion(
         constrained: shrink parameters by the learning rate, so that they stay within the radius (Frank-Wolfe). Without,
             there is no decay.
         vector_radius: of vectors and scalars.
-        newton_schulz: the iteration.
-        view: which matrices a leaf consists of.
+        orthogonalize: as in `muon`.
         labels: those of ``norms``, or None, for each parameter, as in `partition`.
 
     Raises:
@@ -84,9 +80,9 @@ def scion(
     """
     chosen = {"muon": ("spectral", 50.0), "adamw": ("sign", 3000.0)} if norms is None else norms
     parts: dict[str, Transform] = {}
-    average, polar_factor = momentum(decay, nesterov=False), orthogonalize(newton_schulz=newton_schulz, view=view)
+    average, view = momentum(decay, nesterov=False), view_of(orthogonalize)
     directions = {
-        "spectral": (average, polar_factor, scale_by_shape("spectral", view=view)),
+        "spectral": (average, orthogonalize, scale_by_shape("spectral", view=view)),
         "sign": (average, scale_by_sign(), scale_by_shape("fan_in", view=view)),
         "rows": (average, normalize_rows(view=view), scale_by_shape("fan_in", view=view)),
         "columns": (average, normalize_columns(view=view)),
@@ -119,8 +115,7 @@ def adamuon(
     eps: ScalarOrSchedule = 1e-8,
     nesterov: bool = True,
     weight_decay: ScalarOrSchedule = 0.0,
-    newton_schulz: polar.NewtonSchulz = polar.NewtonSchulz(),
-    view: MatrixView = MatrixView(),
+    orthogonalize: Transform = orthogonalize(),
     mask: Mask = None,
 ) -> Transform:
     """AdaMuon, for parameters that are all matrices: Muon with a second moment of each element of the update.
@@ -132,8 +127,7 @@ def adamuon(
         eps: added to the root.
         nesterov: whether momentum looks ahead.
         weight_decay: decoupled, as in `muon`.
-        newton_schulz: the iteration.
-        view: which matrices a leaf consists of; each is brought to the size 0.2.
+        orthogonalize: as in `muon`; each matrix of its view is brought to the size 0.2.
         mask: which parameters decay, as in `add_decayed_weights`.
 
     Follows AdaMuon (arXiv 2507.11005) as its authors' code has it; the paper's later version orthogonalizes the signs
@@ -143,9 +137,10 @@ def adamuon(
     chain(momentum(), orthogonalize(), scale_by_rms(decay=0.95, eps_in_sqrt=False, debias=True), normalize_matrices(),
           scale(factor=0.2), add_decayed_weights(), scale_by_learning_rate(learning_rate=0.001))
     """
+    view = view_of(orthogonalize)
     return chain(
         momentum(decay, nesterov=nesterov),
-        orthogonalize(newton_schulz=newton_schulz, view=view),
+        orthogonalize,
         scale_by_rms(second_decay, eps, eps_in_sqrt=False, debias=True),
         normalize_matrices(view=view),
         scale(0.2),
@@ -161,8 +156,7 @@ def polargrad(
     decay: ScalarOrSchedule = 0.95,
     nesterov: bool = False,
     weight_decay: ScalarOrSchedule = 0.0,
-    newton_schulz: polar.NewtonSchulz = polar.NewtonSchulz(),
-    view: MatrixView = MatrixView(),
+    orthogonalize: Transform = orthogonalize(),
     mask: Mask = None,
 ) -> Transform:
     """PolarGrad, for parameters that are all matrices: Muon times the momentum's nuclear norm.
@@ -172,8 +166,7 @@ def polargrad(
         decay: of the momentum.
         nesterov: whether momentum looks ahead.
         weight_decay: decoupled, as in `muon`.
-        newton_schulz: the iteration.
-        view: which matrices a leaf consists of.
+        orthogonalize: as in `muon`.
         mask: which parameters decay, as in `add_decayed_weights`.
 
     Follows PolarGrad (arXiv 2505.21799).
@@ -181,9 +174,10 @@ def polargrad(
     >>> list(polargrad(0.02).init({"w": torch.zeros(4, 4)}))[:2]
     ['momentum', 'scale_by_dual_norm']
     """
+    view = view_of(orthogonalize)
     return chain(
         momentum(decay, nesterov=nesterov),
-        scale_by_dual_norm(orthogonalize(newton_schulz=newton_schulz, view=view), view=view),
+        scale_by_dual_norm(orthogonalize, view=view),
         add_decayed_weights(weight_decay, mask),
         scale_by_learning_rate(learning_rate),
     )
@@ -198,8 +192,7 @@ def namo(
     eps: ScalarOrSchedule = 1e-8,
     weight_decay: ScalarOrSchedule = 0.0,
     rule: ShapeRule = "match_rms_adamw",
-    newton_schulz: polar.NewtonSchulz = polar.NewtonSchulz(),
-    view: MatrixView = MatrixView(),
+    orthogonalize: Transform = orthogonalize(),
     mask: Mask = None,
 ) -> Transform:
     """NAMO, for parameters that are all matrices: Muon scaled by the momentum's norm over that of the gradients.
@@ -211,8 +204,7 @@ def namo(
         eps: added to the root.
         weight_decay: decoupled, and scaled as the update is.
         rule: as in `scale_by_shape`.
-        newton_schulz: the iteration.
-        view: which matrices a leaf consists of.
+        orthogonalize: as in `muon`.
         mask: which parameters decay, as in `add_decayed_weights`.
 
     Follows NAMO (arXiv 2602.17080), which has no rule for shapes.
@@ -220,8 +212,9 @@ def namo(
     >>> list(namo(0.02).init({"w": torch.zeros(4, 4)}))
     ['scale_by_namo', 'scale_by_learning_rate']
     """
+    view = view_of(orthogonalize)
     inner = chain(
-        orthogonalize(newton_schulz=newton_schulz, view=view),
+        orthogonalize,
         scale_by_shape(rule, view=view),
         add_decayed_weights(weight_decay, mask),
     )
@@ -238,8 +231,7 @@ def musgd(
     nesterov: bool = True,
     weight_decay: ScalarOrSchedule = 0.0,
     rule: ShapeRule = "original",
-    newton_schulz: polar.NewtonSchulz = polar.NewtonSchulz(),
-    view: MatrixView = MatrixView(),
+    orthogonalize: Transform = orthogonalize(),
     mask: Mask = None,
 ) -> Transform:
     """MuSGD, for parameters that are all matrices: the sum of a Muon and an SGD step.
@@ -252,8 +244,7 @@ def musgd(
         nesterov: whether both momenta look ahead.
         weight_decay: an L2 penalty, which only SGD's part knows.
         rule: as in `scale_by_shape`.
-        newton_schulz: the iteration.
-        view: which matrices a leaf consists of.
+        orthogonalize: as in `muon`.
         mask: which parameters decay, as in `add_decayed_weights`.
 
     Follows Ultralytics' MuSGD for YOLO26, whose rule for a convolution takes the sides of its kernel for rows and
@@ -262,9 +253,10 @@ def musgd(
     >>> list(musgd(0.02).init({"w": torch.zeros(4, 4)})["add_updates"])
     ['muon', 'sgd']
     """
+    view = view_of(orthogonalize)
     matrices = chain(
         momentum(decay, nesterov=nesterov),
-        orthogonalize(newton_schulz=newton_schulz, view=view),
+        orthogonalize,
         scale_by_shape(rule, view=view),
         scale(muon),
     )
@@ -280,8 +272,7 @@ def muon_hyperball(
     *,
     decay: ScalarOrSchedule = 0.95,
     nesterov: bool = True,
-    newton_schulz: polar.NewtonSchulz = polar.NewtonSchulz(),
-    view: MatrixView = MatrixView(),
+    orthogonalize: Transform = orthogonalize(),
 ) -> Transform:
     """Muon on a sphere, for parameters that are all matrices: each weight keeps its norm, and there is no decay.
 
@@ -289,8 +280,7 @@ def muon_hyperball(
         learning_rate: a number or a schedule: the size of a step relative to the weight.
         decay: of the momentum.
         nesterov: whether momentum looks ahead.
-        newton_schulz: the iteration.
-        view: which matrices a leaf consists of; each has its own sphere.
+        orthogonalize: as in `muon`; each matrix of its view has its own sphere.
 
     Follows Hyperball (Wen et al., "Fantastic Pretraining Optimizers and Where to Find Them 2.1", 2025). A matrix that
     starts at zero is on no sphere, and takes steps of Muon times the learning rate.
@@ -298,9 +288,10 @@ def muon_hyperball(
     >>> list(muon_hyperball(0.02).init({"w": torch.ones(4, 4)}))[2:]
     ['match_weight_norms', 'scale_by_learning_rate', 'keep_weight_norms']
     """
+    view = view_of(orthogonalize)
     return chain(
         momentum(decay, nesterov=nesterov),
-        orthogonalize(newton_schulz=newton_schulz, view=view),
+        orthogonalize,
         match_weight_norms(view=view),
         scale_by_learning_rate(learning_rate),
         keep_weight_norms(view=view),
@@ -314,7 +305,7 @@ def dion(
     rank: int = 768,
     decay: ScalarOrSchedule = 0.95,
     weight_decay: ScalarOrSchedule = 0.01,
-    dims: Dims | Mapping[str, Dims] | None = None,
+    view: MatrixView = MatrixView(),
     mask: Mask = None,
 ) -> Transform:
     """Dion, for parameters that are all matrices: orthonormalized updates of low rank.
@@ -324,7 +315,7 @@ def dion(
         rank: of the update, at most.
         decay: of what the update stands for, in the sum of gradients.
         weight_decay: decoupled, as in `muon`.
-        dims: ``{"*.experts.*": ((-2,), (-1,))}`` for stacks of matrices, as `MatrixView` says in full.
+        view: which matrices a leaf consists of, without blocks.
         mask: which parameters decay, as in `add_decayed_weights`.
 
     Follows Dion (arXiv 2504.05295).
@@ -333,8 +324,8 @@ def dion(
     ['scale_by_dion', 'scale_by_shape']
     """
     return chain(
-        scale_by_dion(rank, decay, dims=dims),
-        scale_by_shape("spectral", dims=dims),
+        scale_by_dion(rank, decay, view=view),
+        scale_by_shape("spectral", view=view),
         add_decayed_weights(weight_decay, mask),
         scale_by_learning_rate(learning_rate),
     )
@@ -348,8 +339,7 @@ def dion2(
     decay: ScalarOrSchedule = 0.95,
     weight_decay: ScalarOrSchedule = 0.01,
     rule: ShapeRule = "spectral",
-    newton_schulz: polar.NewtonSchulz = polar.NewtonSchulz(),
-    view: MatrixView = MatrixView(),
+    orthogonalize: Transform = orthogonalize(),
     mask: Mask = None,
 ) -> Transform:
     """Dion2, for parameters that are all matrices: Muon on the rows or columns in which most has gathered.
@@ -360,8 +350,7 @@ def dion2(
         decay: of what has been taken, in the sum of gradients.
         weight_decay: decoupled, as in `muon`.
         rule: as in `scale_by_shape`, for the whole matrix.
-        newton_schulz: the iteration.
-        view: which matrices a leaf consists of.
+        orthogonalize: as in `muon`.
         mask: which parameters decay, as in `add_decayed_weights`.
 
     Follows Dion2 in Microsoft's ``dion``, as it is in one process.
@@ -369,9 +358,10 @@ def dion2(
     >>> list(dion2(0.02).init({"w": torch.zeros(4, 4)}))[:2]
     ['sampled_momentum', 'orthogonalize']
     """
+    view = view_of(orthogonalize)
     return chain(
         sampled_momentum(one_in, decay, view=view),
-        orthogonalize(newton_schulz=newton_schulz, view=view),
+        orthogonalize,
         scale_by_shape(rule, view=view),
         add_decayed_weights(weight_decay, mask),
         scale_by_learning_rate(learning_rate),

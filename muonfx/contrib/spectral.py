@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
@@ -12,9 +10,6 @@ from muonfx.core import Donation, Transform, checks, transform
 from muonfx.core.contract import NOTHING
 from muonfx.polar.scaling import power_of_two
 from muonfx.transforms._matrices import (
-    BlockAxis,
-    Blocks,
-    Dims,
     MatrixView,
     map_matrices,
     matrix_locality,
@@ -36,9 +31,6 @@ def clip_singular_values(
     threshold: float = 1.0,
     *,
     steps: int = 10,
-    dims: Dims | Mapping[str, Dims] | None = None,
-    blocks: Blocks | Mapping[str, Blocks] | None = None,
-    block_axis: BlockAxis = -2,
     view: MatrixView = MatrixView(),
 ):
     r"""Replace each matrix $U S V^T$ by $U \min(S, \tau)\, V^T$, by matrix products alone.
@@ -52,9 +44,6 @@ def clip_singular_values(
         steps: of each iteration. With 10, singular values of up to 1,000 $\tau$ end within 0.002 $\tau$ of where they
             should; 15 bring those of 10,000 $\tau$ within 0.01 $\tau$. A matrix of a norm above 30,000 $\tau$ is first
             scaled down to that: what lies below $\tau$ then comes out smaller than it should.
-        dims: of the view, loose.
-        blocks: of the view, loose.
-        block_axis: of the view, loose.
         view: which matrices a leaf consists of, as for `orthogonalize`.
 
     Raises:
@@ -72,7 +61,7 @@ def clip_singular_values(
         tensor([2.0000, 0.5000])
     """
     checks.positive("threshold", threshold)
-    polar.NewtonSchulz(coefficients="polar_express", steps=steps)  # validates the steps
+    polar.explain((0, 0), coefficients="polar_express", steps=steps)  # raises if the steps are malformed
     return matrixwise(view, lambda matrix: _clip(matrix, threshold, steps))
 
 
@@ -106,16 +95,13 @@ def _norm(x: Tensor) -> Tensor:
 
 
 @transform(
-    locality=lambda inner, *, dims, **_: max(matrix_locality(dims=dims), inner.locality),
+    locality=lambda inner, *, view, **_: max(matrix_locality(view=view), inner.locality),
     reads_params=lambda inner, **_: inner.reads_params,
     name_patterns=name_patterns,
 )
 def scale_by_dual_norm(
     inner: Transform,
     *,
-    dims: Dims | Mapping[str, Dims] | None = None,
-    blocks: Blocks | Mapping[str, Blocks] | None = None,
-    block_axis: BlockAxis = -2,
     view: MatrixView = MatrixView(),
 ):
     r"""Multiply a transform's update of each matrix by its inner product with what came in.
@@ -126,9 +112,6 @@ def scale_by_dual_norm(
 
     Args:
         inner: the transform whose updates are scaled.
-        dims: of the view, loose.
-        blocks: of the view, loose.
-        block_axis: of the view, loose.
         view: which matrices a leaf consists of; the same as for the inner transform.
 
     Raises:

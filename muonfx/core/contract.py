@@ -303,7 +303,9 @@ class Transform(Recorded):
             The transform, and the shape of one matrix of each leaf that is a stack.
 
         >>> import muonfx as mfx
-        >>> mfx.orthogonalize(blocks={"*.qkv": 3}).on_stacks({"attn.qkv": (6, 4), "out": (4, 4)})[1]
+        >>> mfx.orthogonalize(view=mfx.MatrixView(blocks={"*.qkv": 3})).on_stacks({"attn.qkv": (6, 4), "out": (4, 4)})[
+        ...     1
+        ... ]
         {'attn.qkv': (2, 4)}
         """
         declared = self.declaration.on_stacks
@@ -317,7 +319,7 @@ class Transform(Recorded):
         """The globs over names among the arguments of this transform and of those within it; each once.
 
         >>> import muonfx as mfx
-        >>> mfx.muon(blocks={"*.qkv.weight": 3}).name_patterns
+        >>> mfx.orthogonalize(view=mfx.MatrixView(blocks={"*.qkv.weight": 3})).name_patterns
         (NamePatterns(argument='blocks', groups=(('*.qkv.weight',),), first_counts=True, required=False),)
         """
         return self._derived("name_patterns", self._find_name_patterns)

@@ -12,6 +12,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Mapping, Set
+from dataclasses import is_dataclass
 from enum import Enum
 from pathlib import Path
 from types import CodeType
@@ -19,6 +20,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
+from muonfx.tree.arguments import code_of
 from muonfx.tree.wrappers import unwrapped
 
 __all__ = ["public_name", "text_of"]
@@ -67,6 +69,8 @@ def text_of(value: Any, nested: Callable[[Any], str] | None = None) -> str:
         return f"{{{','.join(pairs if isinstance(value, dict) else sorted(pairs))}}}"
     if isinstance(value, Set):
         return f"{{{','.join(sorted(map(within, cast('Set[Any]', value))))}}}"
+    if is_dataclass(value) and not isinstance(value, type) and not type(value).__name__.startswith("_"):
+        return code_of(value, within)  # private classes, such as predicates, have a repr that names public functions
     if isinstance(value, functools.partial):
         held = cast("functools.partial[Any]", value)
         given = [within(held.func), *map(within, held.args)]

@@ -31,15 +31,12 @@ from torch import Tensor
 from muonfx.core.identity import public_name, text_of
 from muonfx.tree import NAMESPACE
 from muonfx.tree.arguments import (
-    Options,
     bind,
     check_plain,
     did_you_mean,
-    expand_options,
     floats_of,
     kinds_of,
     numbers_of_schedules,
-    options_of,
     plain_value,
 )
 
@@ -53,7 +50,6 @@ __all__ = [
     "make_factory",
     "part_names",
     "parts_of",
-    "told_arguments",
     "with_numbers",
 ]
 
@@ -136,13 +132,11 @@ R = TypeVar("R", bound="Recorded")
 
 @dataclass(frozen=True, eq=False)
 class Definition:
-    """A factory's constructor, its parsed signature, and the options of the decorator."""
+    """A factory's constructor, its parsed signature, and the arguments of the decorator."""
 
     constructor: Callable[..., Any]
     parameters: Mapping[str, inspect.Parameter]
-    """The recorded parameters: all except the options."""
-    options: Mapping[str, type[Options]]
-    """Parameters that group several others, by name; the parameters of the group are recorded instead."""
+    """The recorded parameters."""
     kinds: tuple[tuple[str, str], ...]
     """Name and kind of each parameter, as strings that can be traced."""
     plain: Mapping[str, frozenset[str]]
@@ -216,9 +210,7 @@ class Recorded:
         """Record a checked call of a factory; ints become floats if the annotation is float."""
         definition = factory.definition
         parameters = definition.parameters
-        if definition.options:
-            kwargs = expand_options(definition.options, kwargs)
-        bound = bind(factory.__name__, inspect.Signature(list(parameters.values())), args, kwargs, definition.options)
+        bound = bind(factory.__name__, inspect.Signature(list(parameters.values())), args, kwargs)
         bound.apply_defaults()
         parts: list[object] = []
         skeleton: dict[str, object] = {}
@@ -227,6 +219,9 @@ class Recorded:
             value = plain_value(value, kinds)
             if not ("float" in kinds and cls.stands_for_a_number(factory, value)):
                 check_plain(factory.__name__, name, value, kinds)
+            default = parameters[name].default
+            if dataclasses.is_dataclass(default) and not isinstance(value, type(default)):
+                raise TypeError(f"{factory.__name__}: {name} must be a {type(default).__name__}, found {value!r}")
             skeleton[name] = _split(_as_float(definition, name, value), parts, top=True)
         if (depth := _depth(parts)) > MAX_DEPTH:
             raise ValueError(
@@ -279,10 +274,10 @@ class Recorded:
         """The arguments of the call by name, including defaults."""
         return dict(self._arguments)
 
-    def _call(self, function: Callable[..., Any], arguments: Mapping[str, Any], **further: object) -> Any:
-        """Call a function that has the factory's signature with recorded and further named arguments."""
+    def _call(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+        """Call a function that has the factory's signature with recorded arguments."""
         positional: list[object] = []
-        named: dict[str, object] = dict(further)
+        named: dict[str, object] = {}
         for name, kind in self.factory.definition.kinds:
             if kind == "VAR_POSITIONAL":
                 positional.extend(arguments[name])
@@ -300,11 +295,10 @@ class Recorded:
 
     def _build_for(self, arguments: Mapping[str, Any]) -> Any:
         definition = self.factory.definition
-        further: dict[str, object] = {name: kind.take(name, arguments) for name, kind in definition.options.items()}
         constructor = definition.constructor
         if definition.remembers:
             constructor = functools.partial(constructor, self.structure.memory)
-        return self._call(constructor, arguments, **further)
+        return self._call(constructor, arguments)
 
     @property
     def built(self) -> Any:
@@ -348,7 +342,6 @@ class Recorded:
         Raises:
             TypeError: an argument that the factory does not have; the message lists those it has.
         """
-        changes = expand_options(self.factory.definition.options, changes)
         unknown = changes.keys() - self._arguments.keys()
         if unknown:
             wrong, known = sorted(unknown), ", ".join(self._arguments)
@@ -422,17 +415,9 @@ def make_factory(
     if remembers:
         del parameters[next(iter(parameters))]
         factory.__signature__ = inspect.Signature(list(parameters.values()))
-    options = options_of(parameters)
-    for argument, option in options.items():
-        if missing := [name for name in option.__match_args__ if name not in parameters]:
-            raise ValueError(
-                f"{constructor.__name__}: {argument} stands for {', '.join(missing)}, which it does not take"
-            )
-        del parameters[argument]
     factory.definition = Definition(
         constructor,
         parameters,
-        options,
         tuple((argument, parameter.kind.name) for argument, parameter in parameters.items()),
         {argument: numbers_of_schedules(kinds) for argument, kinds in kinds_of(parameters, constructor).items()},
         floats_of(parameters, constructor),
@@ -564,16 +549,11 @@ def _name_in_package(value: Any) -> str:
 def _structure(value: Recorded) -> str:
     """Return the text of a value without its numbers and the arguments that equal their defaults."""
     value = strip_transparent(value)
-    told = [f"{name}={text}" for name, text in told_arguments(value).items()]
-    return f"{public_name(value.factory)}({','.join(told)})"
-
-
-def told_arguments(value: Recorded) -> dict[str, str]:
-    """Return the fixed arguments that differ from their defaults, as texts equal in every process."""
     parts = iter(value.parts)
     written = {name: _text(item, parts) for name, item in value.structure.skeleton.items()}
     definition = value.factory.definition
-    return {name: text for name, text in written.items() if text != _default_text(definition, name)}
+    changed = [f"{name}={text}" for name, text in written.items() if text != _default_text(definition, name)]
+    return f"{public_name(value.factory)}({','.join(changed)})"
 
 
 def _text(skeleton: object, parts: Iterator[object]) -> str:

@@ -10,6 +10,7 @@ from torch import nn
 
 from muonfx.engines import deepspeed
 from muonfx.engines.deepspeed.making import require_own_step
+from muonfx.engines.parts import with_parts
 from muonfx.optimizer.muon import Muon
 
 __all__ = ["MuonFactory", "MuonMixin", "TrainingArguments", "muon"]
@@ -54,9 +55,9 @@ class MuonFactory:
             model: with all its modules, so that parameters are routed by their types.
             zero: whether DeepSpeed will hold the parameters.
             eps: AdamW's; None: that of `muonfx.adamw`.
-            options: of `muonfx.Muon`.
+            options: of `muonfx.Muon`, with parts as mappings if they come from a file (`muonfx.engines.parts`).
         """
-        made: torch.optim.Optimizer = deepspeed.Muon(model, **options) if zero else Muon(model, **options)
+        made: torch.optim.Optimizer = deepspeed.Muon(model, **options) if zero else Muon(model, **with_parts(options))
         for group in made.param_groups:
             if eps is not None and "eps" in group:
                 group["eps"] = eps
@@ -73,7 +74,7 @@ def muon(args: TrainingArguments, **options: Any) -> tuple[type[MuonFactory], di
     Args:
         args: ``transformers.TrainingArguments``.
         options: further arguments of `muonfx.Muon`, or under DeepSpeed of `muonfx.engines.deepspeed.Muon`, which come
-            before those of ``args``: ``adamw_lr``, ``rules``.
+            before those of ``args``: ``adamw_lr``, ``labels``.
 
     Returns:
         A factory, and what it is called with beside the model.

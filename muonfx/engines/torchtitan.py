@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from muonfx.engines.parts import with_parts
 from muonfx.optimizer.muon import Muon
 
 __all__ = ["muon"]
@@ -27,7 +28,8 @@ def muon(lr: float = 2e-3, *, adamw_lr: float | None = None, weight_decay: float
         lr: the learning rate of Muon.
         adamw_lr: the learning rate of AdamW; None: ``lr``.
         weight_decay: decoupled, of both.
-        options: further arguments of `muonfx.Muon`.
+        options: further arguments of `muonfx.Muon`, with parts as mappings if they come from a file
+            (`muonfx.engines.parts`).
 
     Returns:
         A ``Config`` of a ``torchtitan.components.optimizer.OptimizersContainer``. Its ``build`` raises ValueError for
@@ -62,11 +64,11 @@ def _container() -> Any:
                 if value != default:
                     raise ValueError(
                         f"{one.name}: found {value!r}, which is for torchtitan's own optimizers and has no effect on "
-                        "muonfx.Muon: leave it out; rules or labels route parameters"
+                        "muonfx.Muon: leave it out; labels route parameters"
                     )
             rates = {"lr": config.lr, "adamw_lr": config.adamw_lr, "weight_decay": config.weight_decay}
             self.model_parts = model_parts
-            self.optimizers = [Muon(part, **rates, **config.options) for part in model_parts]
+            self.optimizers = [Muon(part, **rates, **with_parts(config.options)) for part in model_parts]
             groups = [group for one in self.optimizers for group in one.param_groups]
             self._post_init([param for group in groups for param in group["params"]])
 

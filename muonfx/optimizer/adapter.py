@@ -197,7 +197,7 @@ class TransformOptimizer(GroupOwner):
             "_slots",
             "_left_out",
         )
-        kept = {name: self.__dict__[name] for name in (*ours, "_rules", "_labels") if name in self.__dict__}
+        kept = {name: self.__dict__[name] for name in (*ours, "_labels") if name in self.__dict__}
         return {**super().__getstate__(), **kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

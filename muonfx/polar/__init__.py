@@ -17,7 +17,6 @@ from muonfx.polar.coefficients import (
 from muonfx.polar.exact import polar_factor
 from muonfx.polar.fit import fit_coefficients
 from muonfx.polar.many import orthogonalize_many
-from muonfx.polar.newton_schulz import NewtonSchulz
 from muonfx.polar.orthogonalize import orthogonalize
 from muonfx.polar.policy import DTypeLike, MethodLike, Plan, compute_dtype, explain
 from muonfx.polar.products import ProductsLike
@@ -29,7 +28,6 @@ __all__ = [
     "orthogonalize",
     "orthogonalize_many",
     "polar_factor",
-    "NewtonSchulz",
     "Workspace",
     # polynomials
     "KNOWN",

@@ -8,10 +8,8 @@ import torch
 
 from muonfx.polar.coefficients import CoefficientsLike
 from muonfx.polar.many import orthogonalize_many
-from muonfx.polar.newton_schulz import NewtonSchulz
 from muonfx.polar.policy import DTypeLike, MethodLike
 from muonfx.polar.products import ProductsLike
-from muonfx.tree.arguments import expand_options
 
 
 def orthogonalize(
@@ -23,7 +21,6 @@ def orthogonalize(
     restarts: Sequence[int] | None = None,
     dtype: DTypeLike = "auto",
     products: ProductsLike = "auto",
-    newton_schulz: NewtonSchulz | None = None,
     max_scratch_bytes: int | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -47,7 +44,6 @@ def orthogonalize(
             (autograd records, or in `torch.func.grad`, `vjp`, `jvp`), "auto" is at least fp32: in bf16 they are noise.
         products: "batched", "blocks" or "triton": how symmetric products are done; "auto" for what `explain` says.
             Under autograd, `torch.func` and the compiler, and for small matrices, they are always batched.
-        newton_schulz: the iteration as one value, in place of `coefficients`, `steps`, `method`, `dtype`, `products`.
         max_scratch_bytes: about how many bytes of intermediates may be taken at a time; see `orthogonalize_many`.
         out: where to write the result: a tensor of `x`'s shape, dtype and device, possibly `x` itself.
 
@@ -56,7 +52,7 @@ def orthogonalize(
 
     Raises:
         TypeError: `x` or `out` is not a floating tensor of a supported dtype, or an argument has the wrong type.
-        ValueError: `x` has fewer than two dims, or another argument is malformed; or the iteration is said twice.
+        ValueError: `x` has fewer than two dims, or another argument is malformed.
         RuntimeError: `products="triton"` where the kernels do not run; `out` under autograd, `torch.func` or the
             compiler.
 
@@ -68,11 +64,13 @@ def orthogonalize(
     tensor([[ 1.,  0.,  0.],
             [ 0., -1.,  0.]])
     """
-    loose = {"coefficients": coefficients, "steps": steps, "method": method, "dtype": dtype, "products": products}
-    settings = expand_options({"newton_schulz": NewtonSchulz}, {**loose, "newton_schulz": newton_schulz})
     (y,) = orthogonalize_many(
         [x],
-        **settings,
+        coefficients=coefficients,
+        steps=steps,
+        method=method,
+        dtype=dtype,
+        products=products,
         restarts=restarts,
         max_scratch_bytes=max_scratch_bytes,
         out=None if out is None else [out],

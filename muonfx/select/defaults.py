@@ -189,9 +189,9 @@ def _labels(model_or_params: Params, rules: Sequence[Rule], muon: Label, other: 
     ]
     said = (
         ": these have more than two dims for a reason that is not known, and are flattened behind the first: "
-        f"{format_list(unknown, str)}. Give Muon, or orthogonalize and scale_by_shape, their dims: "
-        "view=MatrixView(dims={'*.name': ((-2,), (-1,))}) for a stack of matrices (out, in), ((-1,), (-2,)) where each "
-        "is (in, out), ((0,), (1, 2)) for one matrix whose columns are two dims"
+        f"{format_list(unknown, str)}. Give Muon's orthogonalize, or each transform with a view, "
+        "view=muonfx.MatrixView(dims={'*.name': ((-2,), (-1,))}) for a stack of matrices (out, in), ((-1,), (-2,)) if "
+        "each is (in, out), ((0,), (1, 2)) for one matrix whose columns are two dims"
     )
     return found, said if unknown else ""
 

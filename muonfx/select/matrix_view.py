@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from muonfx.tree.arguments import Options
+from muonfx.tree.arguments import code_of
 from muonfx.tree.tracing import matches
 
 __all__ = ["BlockAxis", "Blocks", "Dims", "MatrixView", "is_set_for", "stack_blocks", "unstack_blocks"]
@@ -28,11 +28,11 @@ S = TypeVar("S")
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class MatrixView(Options):
+class MatrixView:
     """The matrices that a leaf consists of, for the transforms that work on matrices.
 
-    They take it as ``view=``, or its fields as arguments of their own. Each setting is one for all leaves or a mapping
-    that gives a value for each glob over a leaf's dotted name: the first match counts, no match is None.
+    They take it as ``view=``. Each setting is one value for all leaves, or a mapping from globs over dotted names to
+    values: the first glob that matches a leaf's name counts, and a leaf without a match has None.
 
     Args:
         dims: which dims of a leaf are rows and which are columns, the others being a batch: ``((-2,), (-1,))`` treats
@@ -49,14 +49,14 @@ class MatrixView(Options):
         >>> import muonfx as mfx
         >>> view = mfx.MatrixView(blocks={"*.qkv.weight": 3})
         >>> mfx.chain(mfx.orthogonalize(view=view), mfx.scale_by_shape("spectral", view=view))
-        chain(orthogonalize(blocks={'*.qkv.weight': 3}), scale_by_shape(rule='spectral', blocks={'*.qkv.weight': 3}))
+        chain(orthogonalize(view=MatrixView(blocks={'*.qkv.weight': 3})),
+              scale_by_shape(rule='spectral', view=MatrixView(blocks={'*.qkv.weight': 3})))
 
         Attention by head, 8 heads of queries and 2 of keys and values, whose outputs are the columns of ``o``:
 
         >>> heads = {"*.q.weight": 8, "*.k.weight": 2, "*.v.weight": 2, "*.o.weight": 8}
-        >>> mfx.muon(0.02, view=mfx.MatrixView(blocks=heads, block_axis={"*.o.weight": -1})).children[1]
-        orthogonalize(blocks={'*.q.weight': 8, '*.k.weight': 2, '*.v.weight': 2, '*.o.weight': 8},
-                      block_axis={'*.o.weight': -1})
+        >>> view = mfx.MatrixView(blocks=heads, block_axis={"*.o.weight": -1})
+        >>> tx = mfx.muon(0.02, orthogonalize=mfx.orthogonalize(view=view))
     """
 
     dims: Dims | Mapping[str, Dims | None] | None = None
@@ -85,10 +85,13 @@ class MatrixView(Options):
             raise ValueError(
                 f"block_axis={self.block_axis!r} has no effect without blocks: give blocks, or leave block_axis out"
             )
-        for name in self.__match_args__:
-            setting = getattr(self, name)
+        for field in fields(self):
+            setting = getattr(self, field.name)
             if isinstance(setting, Mapping):
-                object.__setattr__(self, name, dict(setting))
+                object.__setattr__(self, field.name, dict(setting))
+
+    def __repr__(self) -> str:
+        return code_of(self)
 
     def __eq__(self, other: object) -> bool:
         """Compare settings; the order of patterns counts, because the first match applies."""

@@ -149,7 +149,8 @@ def _why(routes: Mapping[str, Route]) -> str:
 
 def _views_within(tx: Transform) -> Iterator[MatrixView]:
     """Yield the views of a transform and of its inner transforms."""
-    return (MatrixView.take("view", own.arguments) for own in within(tx) if "dims" in own.arguments)
+    views = (own.arguments.get("view") for own in within(tx))
+    return (view for view in views if isinstance(view, MatrixView))
 
 
 def _warn_of_unused_views(transforms: Mapping[str, Transform], routes: Mapping[str, Route]) -> None:
@@ -189,7 +190,7 @@ def _warn_of_fused(transforms: Mapping[str, Transform], routes: Mapping[str, Rou
     warn_caller(
         f"partition: by their names, these parameters hold several matrices each, and each is treated as one matrix: "
         f"{format_list(list(whole))}. If their parts have equal numbers of rows, and are stored one after another, "
-        "split them: give Muon, or each transform that takes a view,\n  "
+        "split them: give Muon's orthogonalize, or each transform that takes a view,\n  "
         f"{line({name: routes[name].suspected or 1 for name in whole})}\nIf the numbers differ, as with "
         "fewer keys than queries, write them as a tuple in place of the count. If each is one matrix, or its parts "
         f"are interleaved, keep it whole without this warning:\n  {line(dict.fromkeys(whole, 1))}"
@@ -203,16 +204,19 @@ def _check_dims(transforms: Mapping[str, Transform], routes: Mapping[str, Route]
         if route.shape is None or leaf is None or leaf.ndim <= len(route.shape) or route.label not in transforms:
             continue
         for tx in within(transforms[route.label]):
-            dims = MatrixView.take("view", tx.arguments).dims if "dims" in tx.arguments else ()
-            mixes = tx.locality is Locality.LEAF and not tx.children and dims == ()
-            if mixes or not is_set_for(dims, name):
+            view = tx.arguments.get("view")
+            if isinstance(view, MatrixView):
+                mixes = not is_set_for(view.dims, name)
+            else:
+                mixes = tx.locality is Locality.LEAF and not tx.children
+            if mixes:
                 raise ValueError(
                     f"partition: {name!r} has shape {tuple(leaf.shape)}, and its label {route.label!r} was chosen for "
                     f"shape {route.shape}: {tx.name} would mix the matrices of a stack. For a stack of models, as "
                     "torch.func.stack_module_state makes it, use torch.func.vmap(tx.init)(params) and "
                     "torch.func.vmap(tx.update)(grads, state, params). For a stack of matrices in one parameter, give "
-                    f"Muon view=muonfx.MatrixView(dims={{{name!r}: ((-2,), (-1,))}}). If the tensor is one matrix, "
-                    "choose labels for these parameters"
+                    f"Muon's orthogonalize view=muonfx.MatrixView(dims={{{name!r}: ((-2,), (-1,))}}). If the tensor is "
+                    "one matrix, choose labels for these parameters"
                 )
 
 

@@ -103,7 +103,9 @@ _RATES: st.SearchStrategy[Any] = st.sampled_from((0.1, 0.0)) | schedules()
 _DIMS = st.sampled_from((None, ((-2,), (-1,)), ((0,), (1,))))
 _NAMES = st.sampled_from(("polar_express_5", "keller", "cubic"))
 _COMPUTE = st.sampled_from(("auto", torch.float32, torch.float64))
-_AXES = st.sampled_from((-2, -1))
+_VIEWS = st.builds(select.MatrixView, _DIMS)
+_BLOCK_VIEWS = st.builds(select.MatrixView, _DIMS, st.just(1), st.sampled_from((-2, -1)))
+_ORTHOGONAL = st.builds(tfs.orthogonalize, dtype=_COMPUTE)
 _RULES = st.sampled_from(("match_rms_adamw", "original", "spectral", "fan_in"))
 _MASKS = st.sampled_from((None, select.ndim(min=2)))
 
@@ -205,13 +207,13 @@ _ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
     ),
     "cautious": st.builds(tfs.cautious, _INNER.filter(lambda tx: not _is_negative_scale(tx))),
     "add_updates": st.lists(_INNER, min_size=1, max_size=2).map(lambda members: add_updates(*members)),
-    "clip_singular_values": st.builds(contrib.clip_singular_values, _POSITIVE, dims=_DIMS),
-    "keep_weight_norms": st.builds(tfs.keep_weight_norms, dtype=_PINNED, dims=_DIMS),
-    "match_weight_norms": st.builds(tfs.match_weight_norms, dims=_DIMS),
+    "clip_singular_values": st.builds(contrib.clip_singular_values, _POSITIVE, view=_VIEWS),
+    "keep_weight_norms": st.builds(tfs.keep_weight_norms, dtype=_PINNED, view=_VIEWS),
+    "match_weight_norms": st.builds(tfs.match_weight_norms, view=_VIEWS),
     "sampled_momentum": st.builds(contrib.sampled_momentum, st.integers(1, 3), _SHARES, dtype=_PINNED),
-    "scale_by_dion": st.builds(contrib.scale_by_dion, st.integers(1, 3), _SHARES, dtype=_PINNED, dims=_DIMS),
-    "scale_by_dual_norm": st.builds(contrib.scale_by_dual_norm, _INNER, dims=_DIMS),
-    "scale_by_namo": st.builds(contrib.scale_by_namo, _INNER, _SHARES, _SHARES, _TINY, dtype=_PINNED, dims=_DIMS),
+    "scale_by_dion": st.builds(contrib.scale_by_dion, st.integers(1, 3), _SHARES, dtype=_PINNED, view=_VIEWS),
+    "scale_by_dual_norm": st.builds(contrib.scale_by_dual_norm, _INNER, view=_VIEWS),
+    "scale_by_namo": st.builds(contrib.scale_by_namo, _INNER, _SHARES, _SHARES, _TINY, dtype=_PINNED, view=_VIEWS),
     "adaptive_grad_clip": st.builds(tfs.adaptive_grad_clip, _POSITIVE, _POSITIVE),
     "add_noise": st.builds(contrib.add_noise, _SHARES, _SHARES, st.integers(0, 3)),
     "centralize": st.builds(tfs.centralize),
@@ -227,10 +229,10 @@ _ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
         st.sampled_from((("norm", "rms"), ("norm", "orthogonality_error", "spectral_norm"))),
         by_leaf=st.booleans(),
     ),
-    "normalize_columns": st.builds(tfs.normalize_columns, dims=_DIMS, blocks=st.just(1), block_axis=_AXES),
+    "normalize_columns": st.builds(tfs.normalize_columns, view=_BLOCK_VIEWS),
     "normalize_leaves": st.builds(tfs.normalize_leaves),
-    "normalize_matrices": st.builds(tfs.normalize_matrices, dims=_DIMS),
-    "normalize_rows": st.builds(tfs.normalize_rows, dims=_DIMS),
+    "normalize_matrices": st.builds(tfs.normalize_matrices, view=_VIEWS),
+    "normalize_rows": st.builds(tfs.normalize_rows, view=_VIEWS),
     "normalize_by_update_norm": st.builds(tfs.normalize_by_update_norm, _SCALES, _TINY),
     "normalize_neurons": st.builds(
         tfs.normalize_neurons,
@@ -239,15 +241,14 @@ _ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
         keep_norm=st.booleans(),
         axis=st.sampled_from(("rows", "longer")),
         dtype=_PINNED,
-        dims=_DIMS,
+        view=_VIEWS,
     ),
     "orthogonalize": st.builds(
         tfs.orthogonalize,
         coefficients=_NAMES,
         steps=st.sampled_from((None, 3)),
         dtype=_COMPUTE,
-        dims=_DIMS,
-        view=st.builds(select.MatrixView, _DIMS) | st.builds(select.MatrixView, _DIMS, st.just(1), _AXES),
+        view=_VIEWS | _BLOCK_VIEWS,
     ),
     "scale": st.builds(tfs.scale, _SCALES),
     "scale_by_adam": _adams(),
@@ -270,14 +271,16 @@ _ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
         nu_dtype=_STATE,
     ),
     "scale_by_schedule": st.builds(tfs.scale_by_schedule, schedules()),
-    "scale_by_shape": st.builds(tfs.scale_by_shape, _RULES, dims=_DIMS),
+    "scale_by_shape": st.builds(tfs.scale_by_shape, _RULES, view=_VIEWS),
     "scale_by_sign": st.builds(tfs.scale_by_sign),
     "scale_by_trust_ratio": st.builds(tfs.scale_by_trust_ratio, st.sampled_from((0.0, 1e-3)), _SHARES, _TINY),
     "skip_nonfinite": st.builds(tfs.skip_nonfinite, _INNER),
     "adamw": st.builds(recipes.adamw, _RATES, b1=_SHARES, b2=_SHARES, mask=_MASKS),
     "lion": st.builds(recipes.lion, _RATES, b1=_SHARES, b2=_SHARES),
-    "muon": st.builds(recipes.muon, _RATES, decay=_SHARES, nesterov=st.booleans(), dtype=_COMPUTE, rule=_RULES),
-    "normuon": st.builds(recipes.normuon, _RATES, decay=_SHARES, neuron_decay=_SHARES, dtype=_COMPUTE),
+    "muon": st.builds(
+        recipes.muon, _RATES, decay=_SHARES, nesterov=st.booleans(), orthogonalize=_ORTHOGONAL, rule=_RULES
+    ),
+    "normuon": st.builds(recipes.normuon, _RATES, decay=_SHARES, neuron_decay=_SHARES, orthogonalize=_ORTHOGONAL),
     "adamuon": st.builds(variants.adamuon, _RATES, decay=_SHARES, second_decay=_SHARES, nesterov=st.booleans()),
     "dion2": st.builds(variants.dion2, _RATES, one_in=st.integers(1, 3), decay=_SHARES, rule=_RULES),
     "dion": st.builds(variants.dion, _RATES, rank=st.integers(1, 3), decay=_SHARES),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from muonfx.core import checks
-from muonfx.tree.arguments import Options, check_plain, plain_kinds
+from muonfx.tree.arguments import check_plain, code_of, plain_kinds
 from muonfx.tree.tracing import matches
 
 __all__ = ["AttentionHeads", "Part"]
@@ -23,7 +23,7 @@ _ENDINGS = ("", ".weight", ".bias", "_weight", "_bias")
 
 
 @dataclass(frozen=True, repr=False)
-class AttentionHeads(Options):
+class AttentionHeads:
     """The query and key weights of attention modules, and the rows of these that belong to each head.
 
     A module's weights and biases are found by name: those of ``layers.0.attn`` under ``query="q_proj"`` are
@@ -96,6 +96,9 @@ class AttentionHeads(Options):
                 raise TypeError(f"AttentionHeads: {name} must be a tuple (first, end) of ints or None, found {span!r}")
             if not 0 <= span[0] < span[1]:
                 raise ValueError(f"AttentionHeads: {name} must have 0 <= first < end, found {span!r}")
+
+    def __repr__(self) -> str:
+        return code_of(self)
 
     @property
     def keys(self) -> int:

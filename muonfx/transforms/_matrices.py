@@ -6,6 +6,7 @@ All transforms of matrices use this module, so that they split a leaf in the sam
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from glob import escape
 from typing import TypeVar
 
@@ -35,9 +36,9 @@ __all__ = [
 S = TypeVar("S")
 
 
-def matrix_locality(*_: object, dims: Dims | Mapping[str, Dims] | None, **__: object) -> Locality:
+def matrix_locality(*_: object, view: MatrixView, **__: object) -> Locality:
     """Return MATRIX if matrices are the last two dims, else LEAF, which is equivalent for a 2-D leaf."""
-    return Locality.MATRIX if dims == ((-2,), (-1,)) else Locality.LEAF
+    return Locality.MATRIX if view.dims == ((-2,), (-1,)) else Locality.LEAF
 
 
 def map_matrices(view: MatrixView, function: Callable[..., Tensor], *trees: PyTree) -> PyTree:
@@ -81,7 +82,7 @@ def split_scalars(view: MatrixView, joined: Tensor) -> list[Tensor]:
 
 def on_stacks(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Transform, dict[str, tuple[int, int]]]:
     """The option ``on_stacks`` of `muonfx.transform`, for transforms with a `MatrixView`."""
-    view = MatrixView.take("view", tx.arguments)
+    view: MatrixView = tx.arguments["view"]
     found = [
         (name, own.matrices(shape)) for own, (name, shape) in zip(view.of(list(shapes)), shapes.items(), strict=True)
     ]
@@ -95,20 +96,21 @@ def on_stacks(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Tra
         return ours | {pattern: other for pattern, other in others.items() if pattern not in ours}
 
     blocks = None if view.blocks is None else but(view.blocks, None)
-    return tx.replace(dims=but(view.dims, ((-2,), (-1,))), blocks=blocks), matrices
+    return tx.replace(view=MatrixView(but(view.dims, ((-2,), (-1,))), blocks, view.block_axis)), matrices
 
 
 def on_stacks_without_blocks(
     tx: Transform, shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[Transform, dict[str, tuple[int, int]]]:
     """`on_stacks` for transforms with a state for each matrix, whose layout differs for leaves with blocks."""
-    views = MatrixView.take("view", tx.arguments).of(list(shapes))
+    views = tx.arguments["view"].of(list(shapes))
     return on_stacks(tx, {n: s for own, (n, s) in zip(views, shapes.items(), strict=True) if own.blocks is None})
 
 
 def name_patterns(tx: Transform) -> list[NamePatterns]:
     """The option ``name_patterns`` of `muonfx.transform`, for transforms with a `MatrixView`."""
-    settings = {name: tx.arguments.get(name) for name in ("dims", "blocks", "block_axis")}
+    view = tx.arguments["view"]
+    settings = {field.name: getattr(view, field.name) for field in fields(view)}
     return [
         NamePatterns(name, tuple((pattern,) for pattern in setting), first_counts=True)
         for name, setting in settings.items()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -14,9 +14,6 @@ from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.polar.scaling import power_of_two
 from muonfx.select.matrix_view import stack_blocks, unstack_blocks
 from muonfx.transforms._matrices import (
-    BlockAxis,
-    Blocks,
-    Dims,
     MatrixView,
     matrix_locality,
     name_patterns,
@@ -52,9 +49,6 @@ def normalize_neurons(
     keep_norm: bool = True,
     axis: Literal["rows", "longer"] = "rows",
     dtype: WideStateDtype = "auto",
-    dims: Dims | Mapping[str, Dims] | None = None,
-    blocks: Blocks | Mapping[str, Blocks] | None = None,
-    block_axis: BlockAxis = -2,
     view: MatrixView = MatrixView(),
 ):
     r"""Divide each row of a matrix by the root of its running mean square.
@@ -74,9 +68,6 @@ def normalize_neurons(
             are the lines that an orthogonal matrix leaves unequal, where all of the shorter side have length one.
         dtype: pinned dtype of the second moment; "auto" is float32, but float64 for a float64 parameter; None is
             each parameter's own.
-        dims: of the view, loose.
-        blocks: of the view, loose.
-        block_axis: of the view, loose.
         view: which matrices a leaf consists of; the same as for `orthogonalize`. Each block keeps its own norm, as a
             parameter of its own would.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -14,9 +14,6 @@ from muonfx.core.combine import no_state
 from muonfx.core.contract import NOTHING, Functions
 from muonfx.polar.scaling import power_of_two
 from muonfx.transforms._matrices import (
-    BlockAxis,
-    Blocks,
-    Dims,
     MatrixView,
     check_matrices,
     map_matrices,
@@ -43,9 +40,6 @@ of_matrices = functools.partial(
 @of_matrices()
 def normalize_rows(
     *,
-    dims: Dims | Mapping[str, Dims] | None = None,
-    blocks: Blocks | Mapping[str, Blocks] | None = None,
-    block_axis: BlockAxis = -2,
     view: MatrixView = MatrixView(),
 ):
     r"""Divide each row of each matrix by its root mean square, $u_{ij} / \sqrt{\mathrm{mean}_j(u_{ij}^2)}$.
@@ -54,9 +48,6 @@ def normalize_rows(
     for $2^k u$, and NaN stays in its row.
 
     Args:
-        dims: of the view, loose.
-        blocks: of the view, loose.
-        block_axis: of the view, loose.
         view: which matrices a leaf consists of, as for `orthogonalize`.
 
     Raises:
@@ -77,9 +68,6 @@ def normalize_rows(
 @of_matrices()
 def normalize_columns(
     *,
-    dims: Dims | Mapping[str, Dims] | None = None,
-    blocks: Blocks | Mapping[str, Blocks] | None = None,
-    block_axis: BlockAxis = -2,
     view: MatrixView = MatrixView(),
 ):
     r"""Divide each column of each matrix by its root mean square, $u_{ij} / \sqrt{\mathrm{mean}_i(u_{ij}^2)}$.
@@ -87,9 +75,6 @@ def normalize_columns(
     A column belongs to an input feature. Zero columns stay zero, and NaN stays in its column.
 
     Args:
-        dims: of the view, loose.
-        blocks: of the view, loose.
-        block_axis: of the view, loose.
         view: which matrices a leaf consists of, as for `orthogonalize`.
 
     Raises:
@@ -111,9 +96,6 @@ def normalize_columns(
 @of_matrices()
 def normalize_matrices(
     *,
-    dims: Dims | Mapping[str, Dims] | None = None,
-    blocks: Blocks | Mapping[str, Blocks] | None = None,
-    block_axis: BlockAxis = -2,
     view: MatrixView = MatrixView(),
 ):
     """Divide each matrix by its root mean square.
@@ -122,9 +104,6 @@ def normalize_matrices(
     stays in its matrix.
 
     Args:
-        dims: of the view, loose.
-        blocks: of the view, loose.
-        block_axis: of the view, loose.
         view: which matrices a leaf consists of, as for `orthogonalize`.
 
     Raises:

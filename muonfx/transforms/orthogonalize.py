@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import prod
 
 import torch
@@ -13,7 +12,7 @@ from muonfx.core import Donation, EmptyState, Transform, transform
 from muonfx.core.contract import NOTHING
 from muonfx.core.costs import LeafCost, declare_cost
 from muonfx.polar.cost import newton_schulz_cost
-from muonfx.transforms._matrices import BlockAxis, Blocks, Dims, MatrixView, matrix_locality, name_patterns, on_stacks
+from muonfx.transforms._matrices import MatrixView, matrix_locality, name_patterns, on_stacks
 from muonfx.tree import Present, PyTree
 
 __all__ = ["orthogonalize"]
@@ -43,10 +42,6 @@ def orthogonalize(
     method: polar.MethodLike = "auto",
     dtype: polar.DTypeLike = "auto",
     products: polar.ProductsLike = "auto",
-    newton_schulz: polar.NewtonSchulz = polar.NewtonSchulz(),
-    dims: Dims | Mapping[str, Dims] | None = None,
-    blocks: Blocks | Mapping[str, Blocks] | None = None,
-    block_axis: BlockAxis = -2,
     view: MatrixView = MatrixView(),
 ):
     """Replace each matrix $G = U S V^T$ by about $U V^T$, with a Newton-Schulz iteration.
@@ -58,17 +53,13 @@ def orthogonalize(
         dtype: what to compute in; "auto" decides by the device, and is at least fp32 where derivatives are taken
             through the transform. Updates are returned in their own dtype.
         products: "batched", "blocks" or "triton", how symmetric products are done; "auto" decides by shape and device.
-        newton_schulz: the iteration as one value, in place of the five arguments above.
-        dims: which dims of a leaf are rows and which are columns, as `MatrixView` says in full.
-        blocks: which blocks of a matrix are matrices of their own, ``{"*.qkv.weight": 3}`` for a fused QKV.
-        block_axis: -2 cuts rows (output features), -1 columns (input features).
-        view: which matrices a leaf consists of, as one value, in place of the three arguments above.
+        view: which matrices a leaf consists of: ``MatrixView(blocks={"*.qkv.weight": 3})`` for a fused QKV.
 
     Returns:
-        A stateless transform; of locality MATRIX where ``dims`` says that matrices are the last two dims, else LEAF.
+        A stateless transform. Its locality is MATRIX if the dims of the view are the last two, else LEAF.
 
     Raises:
-        ValueError: a setting is malformed, or said twice; at `update`, a leaf is no matrix or does not fit the view.
+        ValueError: a setting is malformed; at `update`, a leaf is not a matrix or does not fit the view.
 
     Follows Keller Jordan's Muon; see `muonfx.polar.orthogonalize` for the iteration and its sources.
 
@@ -78,7 +69,9 @@ def orthogonalize(
         >>> bool((u.diagonal() - 1).abs().max() < 0.2)
         True
     """
-    settings = newton_schulz.arguments
+    polar.explain(  # raises if an option is malformed
+        (0, 0), coefficients=coefficients, steps=steps, method=method, dtype=dtype, products=products
+    )
 
     def init(params: PyTree) -> EmptyState:
         at = Present(params)
@@ -101,7 +94,18 @@ def orthogonalize(
         views = view.of(names)
         split = [own.split(leaf, name) for own, leaf, name in zip(views, leaves, names, strict=True)]
         flat = [matrix for matrices in split for matrix in matrices]
-        done = iter(polar.orthogonalize_many(flat, donate=donate.updates, workspace=workspace, **settings))
+        done = iter(
+            polar.orthogonalize_many(
+                flat,
+                coefficients=coefficients,
+                steps=steps,
+                method=method,
+                dtype=dtype,
+                products=products,
+                donate=donate.updates,
+                workspace=workspace,
+            )
+        )
         out = [
             own.join([next(done) for _ in matrices], leaf)
             for own, matrices, leaf in zip(views, split, leaves, strict=True)
@@ -115,7 +119,7 @@ def orthogonalize(
 def _cost(tx: Transform, device: str, compute: torch.dtype) -> LeafCost:
     """Return the cost of the Newton-Schulz iterations of a leaf's matrices."""
     given = tx.arguments
-    view = MatrixView.take("view", given)
+    view: MatrixView = given["view"]
     settings = {key: given[key] for key in ("coefficients", "steps", "method", "products")}
 
     def cost(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> float:

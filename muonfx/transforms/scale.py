@@ -13,7 +13,7 @@ from muonfx.core.contract import NOTHING
 from muonfx.core.order import Position
 from muonfx.core.recorded import parts_of
 from muonfx.core.schedules import ScalarOrFunction, ScalarOrSchedule, Schedule
-from muonfx.transforms._matrices import BlockAxis, Blocks, Dims, MatrixView, matrix_locality, name_patterns, on_stacks
+from muonfx.transforms._matrices import MatrixView, matrix_locality, name_patterns, on_stacks
 from muonfx.transforms._pinned import new_count
 from muonfx.tree import Present, PyTree, device_of
 from muonfx.tree import elementwise as ew
@@ -199,7 +199,7 @@ def _resolve_by_shape(tx: Transform, params: PyTree) -> Transform:
     rule = tx.arguments["rule"]
     at = Present(params)
     names, leaves = at.names(), at.pick(params)
-    views = MatrixView.take("view", tx.arguments).of(names)
+    views = tx.arguments["view"].of(names)
     split = [own.split(leaf, name) for own, leaf, name in zip(views, leaves, names, strict=True)]
     if any(len(matrices) > 1 for matrices in split):
         return tx
@@ -222,9 +222,6 @@ def shape_factor(rule: str, matrix: Tensor) -> float:
 def scale_by_shape(
     rule: ShapeRule = "match_rms_adamw",
     *,
-    dims: Dims | Mapping[str, Dims] | None = None,
-    blocks: Blocks | Mapping[str, Blocks] | None = None,
-    block_axis: BlockAxis = -2,
     view: MatrixView = MatrixView(),
 ):
     r"""Scale each matrix by a function of its shape, so that one learning rate suits all.
@@ -233,9 +230,6 @@ def scale_by_shape(
         rule: "original" $\sqrt{\max(1, r/c)}$, "match_rms_adamw" $0.2 \sqrt{\max(r, c)}$, "spectral"
             $\sqrt{r/c}$ or "fan_in" $1/c$, for r rows (output features) and c columns (input features) of the matrix,
             or of each block.
-        dims: of the view, loose.
-        blocks: of the view, loose.
-        block_axis: of the view, loose.
         view: which matrices a leaf consists of; the same as for `orthogonalize`.
 
     Raises:

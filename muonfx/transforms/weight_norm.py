@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -12,9 +11,6 @@ from muonfx.core import Donation, EmptyState, checks, transform
 from muonfx.core.contract import NOTHING
 from muonfx.polar.scaling import power_of_two
 from muonfx.transforms._matrices import (
-    BlockAxis,
-    Blocks,
-    Dims,
     MatrixView,
     check_matrices,
     join_scalars,
@@ -44,9 +40,6 @@ class WeightNormsState(NamedTuple):
 @transform(locality=matrix_locality, on_stacks=on_stacks, name_patterns=name_patterns, position="sets_size")
 def match_weight_norms(
     *,
-    dims: Dims | Mapping[str, Dims] | None = None,
-    blocks: Blocks | Mapping[str, Blocks] | None = None,
-    block_axis: BlockAxis = -2,
     view: MatrixView = MatrixView(),
 ):
     """Scale each matrix's update to the Frobenius norm of its weight, so that the learning rate is a relative step.
@@ -54,9 +47,6 @@ def match_weight_norms(
     The update of a matrix that is zero stays as it is, and a zero update is zero.
 
     Args:
-        dims: of the view, loose.
-        blocks: of the view, loose.
-        block_axis: of the view, loose.
         view: which matrices a leaf consists of, as for `orthogonalize`.
 
     Raises:
@@ -96,9 +86,6 @@ def _match(update: Tensor, weight: Tensor) -> Tensor:
 def keep_weight_norms(
     *,
     dtype: WideStateDtype = "auto",
-    dims: Dims | Mapping[str, Dims] | None = None,
-    blocks: Blocks | Mapping[str, Blocks] | None = None,
-    block_axis: BlockAxis = -2,
     view: MatrixView = MatrixView(),
 ):
     r"""Change each matrix's update so that its weight keeps the Frobenius norm that it had at `init`.
@@ -109,9 +96,6 @@ def keep_weight_norms(
     Args:
         dtype: pinned dtype of the norms; "auto" is float32, but float64 for a float64 parameter; None is each
             parameter's own.
-        dims: of the view, loose.
-        blocks: of the view, loose.
-        block_axis: of the view, loose.
         view: which matrices a leaf consists of, as for `orthogonalize`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Check arguments of plain types, and expand option values into their fields.
+"""Check arguments of plain types, and suggest names for misspelt ones.
 
 An annotation lists which of bool, int, float and str an argument may be, or which strings (``Literal``). Python does
 not check it: ``nesterov="no"`` would count as true and ``steps=True`` as 1, and here these are errors. Only these types
@@ -14,23 +14,21 @@ import inspect
 import numbers
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from types import UnionType
-from typing import Any, Literal, ParamSpec, Self, TypeVar, Union, get_args, get_origin
+from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin
 
 from torch import Tensor
 
 __all__ = [
     "NAMES_HERE",
-    "Options",
     "bind",
     "check_plain",
+    "code_of",
     "did_you_mean",
-    "expand_options",
     "floats_of",
     "kinds_of",
     "numbers_of_schedules",
-    "options_of",
     "plain_arguments",
     "plain_kinds",
     "plain_value",
@@ -91,7 +89,6 @@ NAMES_HERE = {
         "muon": "scale_by_muon",
         "contrib.schedule_free": "schedule_free_adamw schedule_free_sgd",
         "polar.orthogonalize": "newton_schulz newtonschulz5 zeropower_via_newtonschulz5",
-        "polar.NewtonSchulz": "NewtonSchulz",
         "constant": "constant_schedule",
         "linear": "linear_schedule",
         "cosine": "cosine_decay_schedule",
@@ -130,8 +127,7 @@ _ARGUMENTS_HERE = {
     "b1": ("b1", "betas"),
     "b2": ("b2", "betas"),
     "nesterov": ("nesterov", "Muon's momentum always looks ahead; muonfx.muon(nesterov=False) does not"),
-    "steps": ("steps", "newton_schulz=muonfx.polar.NewtonSchulz(steps=...)"),
-    "ns_steps": ("steps", "newton_schulz=muonfx.polar.NewtonSchulz(steps=...)"),
+    "ns_steps": ("steps",),
     "ns_coefficients": ("coefficients",),
     "ns_coeffs": ("coefficients",),
     "adjust_lr_fn": ("rule",),
@@ -142,10 +138,20 @@ _ARGUMENTS_HERE = {
     "adam_weight_decay": ("adamw_weight_decay",),
     "weight_decay_mask": ("mask",),
     "muon_weight_dimension_numbers": ("dims",),
+    "rules": ("rules", "labels=lambda model: muonfx.default_labels(model, rules)"),
     "accumulator_dtype": ("dtype",),
     "every_k_schedule": ("every",),
 }
 """Argument names of Optax and ``torch.optim``, with muonfx's possible names; the last may be advice."""
+
+_VIEW = ("dims", "blocks", "block_axis")
+_PARTS = (
+    ("orthogonalize", ("coefficients", "steps", "method", "dtype", "products", "view"), "muonfx.orthogonalize({}=...)"),
+    ("view", _VIEW, "muonfx.MatrixView({}=...)"),
+    ("orthogonalize", _VIEW, "muonfx.orthogonalize(view=muonfx.MatrixView({}=...))"),
+    ("adam", ("b1", "b2", "eps"), "muonfx.scale_by_adam({}=...)"),
+)
+"""An argument that is given as a value, arguments of that value, and the code that gives one of these."""
 
 
 def plain_kinds(annotation: object, names: Mapping[str, object] | None = None) -> frozenset[str]:
@@ -277,6 +283,9 @@ def _hint(wrong: str, known: Iterable[str]) -> str:
     here = _ARGUMENTS_HERE.get(wrong, ())
     if found := [name for name in here if name in known]:
         return f" (did you mean {' or '.join(map(repr, found))}?)"
+    for argument, inner, code in _PARTS:
+        if argument in known and (found := [name for name in (wrong, *here) if name in inner]):
+            return f" (here: {argument}={code.format(found[0])})"
     return f" (here: {here[-1]})" if here and not here[-1].isidentifier() else did_you_mean(wrong, known)
 
 
@@ -289,7 +298,6 @@ def bind(
     signature: inspect.Signature,
     args: Sequence[object],
     kwargs: Mapping[str, object],
-    stood_for: Iterable[str] = (),
 ) -> inspect.BoundArguments:
     """Bind call arguments to a signature; the error names the owner, its arguments and likely spellings."""
     try:
@@ -301,8 +309,7 @@ def bind(
             return bind(owner, signature.replace(parameters=rest), args[1:], kwargs)
         by_place = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         unknown = [name for name in kwargs if name not in parameters]
-        others = [*stood_for]  # also accepted by the owner, although other parameters replace them in the signature
-        others += [name for name in parameters if name not in kwargs and name not in by_place[: len(args)]]
+        others = [name for name in parameters if name not in kwargs and name not in by_place[: len(args)]]
         if unknown:
             wrong = f"there is no argument {unknown[0]!r}{_hint(unknown[0], others)}"
         elif len(args) > len(by_place):
@@ -314,59 +321,17 @@ def bind(
         raise TypeError(f"{owner}: {wrong}; {owner} takes {', '.join(takes) or 'no arguments'}") from None
 
 
-@dataclass(frozen=True, repr=False)
-class Options:
-    """Base of frozen dataclasses that hold several arguments as one value."""
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """Fields by name."""
-        return {name: getattr(self, name) for name in self.__match_args__}
-
-    def __repr__(self) -> str:
-        """Return the code that builds the value, without fields at their defaults."""
-        told = [f"{name}={value!r}" for name, value in _told(type(self), self.arguments).items()]
-        return f"{type(self).__name__}({', '.join(told)})"
-
-    @classmethod
-    def take(cls, name: str, given: Mapping[str, object]) -> Self:
-        """Return the value in `given[name]`, or build it from the fields in `given`; raise if both are given."""
-        value = given.get(name)
-        loose: dict[str, Any] = {field: given[field] for field in cls.__match_args__ if field in given}
-        if value is None:
-            return cls(**loose)
-        if not isinstance(value, cls):
-            raise TypeError(f"{name} must be a {cls.__name__}, found {value!r}")
-        if told := _told(cls, loose):
-            raise ValueError(f"{name} stands for {', '.join(told)} too: give one of them")
-        return value
-
-
-def _told(kind: type[Options], given: Mapping[str, object]) -> dict[str, object]:
-    """Return the fields in `given` that differ from their defaults."""
-    default = {field.name: field.default for field in fields(kind)}
-    return {name: own for name, own in given.items() if isinstance(own, Tensor) or own != default[name]}
-
-
-def options_of(parameters: Mapping[str, inspect.Parameter]) -> dict[str, type[Options]]:
-    """Return the parameters whose default is an `Options` value, with its type."""
-    return {name: type(own.default) for name, own in parameters.items() if isinstance(own.default, Options)}
-
-
-def expand_options(options: Mapping[str, type[Options]], given: Mapping[str, object]) -> dict[str, Any]:
-    """Replace each `Options` value among the named arguments of a call by its fields."""
-    loose = {name: value for name, value in given.items() if name not in options}
-    for name in options.keys() & given.keys():
-        if given[name] is not None:
-            loose |= options[name].take(name, given).arguments
-    return loose
+def code_of(value: Any, code: Callable[[Any], str] = repr) -> str:
+    """Return the code that builds a frozen dataclass, without the fields at their defaults."""
+    given = [(field.name, getattr(value, field.name), field.default) for field in fields(value)]
+    changed = [f"{name}={code(own)}" for name, own, default in given if own != default]
+    return f"{type(value).__name__}({', '.join(changed)})"
 
 
 def plain_arguments(function: Callable[P, T]) -> Callable[P, T]:
-    """Check a function's plain arguments and build its `Options` at every call; too slow for a training step."""
+    """Check a function's plain arguments at every call; too slow for a training step."""
     signature = inspect.signature(function)
     kinds = kinds_of(signature.parameters, function)
-    options = options_of(signature.parameters)
     owner = function.__qualname__.removesuffix(".__init__")
 
     @functools.wraps(function)
@@ -376,9 +341,7 @@ def plain_arguments(function: Callable[P, T]) -> Callable[P, T]:
             value = _single_number(owner, name, plain_value(value, kinds[name]), kinds[name])
             check_plain(owner, name, value, kinds[name])
             bound.arguments[name] = value
-        given = bound.kwargs
-        given.update({name: kind.take(name, given) for name, kind in options.items()})
-        return function(*bound.args, **given)
+        return function(*bound.args, **bound.kwargs)
 
     return checked
 

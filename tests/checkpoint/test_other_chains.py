@@ -16,7 +16,7 @@ PARAMS = {"h.0.fc.weight": torch.ones(3, 3), "h.1.fc.weight": torch.ones(3, 3), 
 
 
 def recipe() -> mfx.Transform:
-    return mfx.muon_with_adamw(0.1, dtype=torch.float32, labels=default_labels_by_name)
+    return mfx.muon_with_adamw(0.1, orthogonalize=mfx.orthogonalize(dtype=torch.float32), labels=default_labels_by_name)
 
 
 def stepped(tx: mfx.Transform):

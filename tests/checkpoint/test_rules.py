@@ -29,7 +29,7 @@ def saved(tmp_path: Path):
 
 def test_issue_7746_a_bf16_model_with_fp32_momentum_resumes(tmp_path: Path):
     """bf16 parameters and gradients, momentum pinned to fp32: saved, loaded, and the next step is the next step."""
-    tx = mfx.muon(1e-2, dtype=torch.float32)
+    tx = mfx.muon(1e-2, orthogonalize=mfx.orthogonalize(dtype=torch.float32))
     params, state = trained(tx, {"w": torch.randn(6, 4).bfloat16()})
     ck.save(tmp_path, state, tx=tx, params=params, step=2)
     params_again = ck.load_params(tmp_path, like={"w": torch.empty(6, 4, dtype=torch.bfloat16)})

@@ -67,7 +67,9 @@ def model_of(wrapper: str) -> nn.Module:
 
 
 def transform_for(model: nn.Module) -> mfx.Transform:
-    return mfx.muon_with_adamw(0.1, 0.01, labels=mfx.default_labels(model), dtype=torch.float32)
+    return mfx.muon_with_adamw(
+        0.1, 0.01, labels=mfx.default_labels(model), orthogonalize=mfx.orthogonalize(dtype=torch.float32)
+    )
 
 
 def functional(wrapper: str) -> tuple[mfx.Transform, dict[str, torch.Tensor], Any]:

@@ -43,7 +43,7 @@ def test_more_steps_clip_larger_singular_values(top: int, steps: int, bound: flo
 @given(st.integers(-120, 120), st.sampled_from([(4, 3), (3, 4), (2, 4, 3)]), st.integers(0, 99))
 def test_no_singular_value_is_above_the_threshold_whatever_the_matrix_size(exponent: int, shape: Any, seed: int):
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 2.0**exponent
-    tx = mfx.contrib.clip_singular_values(0.5, dims=((-2,), (-1,)))
+    tx = mfx.contrib.clip_singular_values(0.5, view=mfx.MatrixView(dims=((-2,), (-1,))))
     found = torch.linalg.svdvals(tx.update({"w": matrix}, tx.init({"w": matrix}))[0]["w"].double())
     assert found.max() <= 0.5 * 1.01
 

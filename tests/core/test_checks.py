@@ -28,8 +28,9 @@ def said(init: Any, params: Any = PARAMS) -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
-def muon_with_adamw(**settings: Any) -> mfx.Transform:
-    return mfx.muon_with_adamw(0.1, labels=LABELS, dtype=torch.float32, **settings)
+def muon_with_adamw(mask: Any = None, **view: Any) -> mfx.Transform:
+    orthogonalize = mfx.orthogonalize(dtype=torch.float32, view=mfx.MatrixView(**view))
+    return mfx.muon_with_adamw(0.1, labels=LABELS, orthogonalize=orthogonalize, mask=mask)
 
 
 NOTHING_MATCHES = [

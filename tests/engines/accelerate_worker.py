@@ -61,7 +61,7 @@ class Run:
                 fsdp_utils.fsdp2_prepare_model(self.accelerator, model) if plugin else self.accelerator.prepare(model)
             )
         layout = mfx.sharding.replicated if case.get("shared out") else None
-        optimizer = mfx.Muon(model, **RATES, dtype=torch.float32, layout=layout)
+        optimizer = mfx.Muon(model, **RATES, orthogonalize=mfx.orthogonalize(dtype=torch.float32), layout=layout)
         self.model, self.optimizer, self.scheduler = self.accelerator.prepare(model, optimizer, schedule(optimizer))
         self.here = here
 
@@ -85,7 +85,7 @@ class Alone:
         import muonfx as mfx
 
         self.model, self.size = made({}), size
-        self.optimizer = mfx.Muon(self.model, **RATES, dtype=torch.float32)
+        self.optimizer = mfx.Muon(self.model, **RATES, orthogonalize=mfx.orthogonalize(dtype=torch.float32))
         self.scheduler = schedule(self.optimizer)
 
     def step(self, words: Tensor) -> None:

@@ -94,9 +94,11 @@ def transform_for(model: nn.Module, case: dict[str, Any]) -> Any:
 
     labels = mfx.default_labels(model)
     if case.get("normuon"):
-        matrices = mfx.normuon(RATES["lr"], weight_decay=0.1, dtype=torch.float32)
+        matrices = mfx.normuon(RATES["lr"], weight_decay=0.1, orthogonalize=mfx.orthogonalize(dtype=torch.float32))
         return mfx.partition({"muon": matrices, "adamw": mfx.adamw(RATES["adamw_lr"], weight_decay=0.1)}, labels)
-    return mfx.muon_with_adamw(RATES["lr"], RATES["adamw_lr"], labels=labels, dtype=torch.float32)
+    return mfx.muon_with_adamw(
+        RATES["lr"], RATES["adamw_lr"], labels=labels, orthogonalize=mfx.orthogonalize(dtype=torch.float32)
+    )
 
 
 def batches() -> list[Tensor]:

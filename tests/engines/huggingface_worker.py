@@ -140,10 +140,15 @@ def trainer_for(args: Any, model: nn.Module, kind: Any = None, **more: Any) -> A
     """A Trainer with Muon, if nothing else is said."""
     import transformers
 
+    import muonfx as mfx
     from muonfx.engines import huggingface
 
     rows = [{"input_ids": row, "labels": row} for row in data()]
-    chosen = more or {"optimizer_cls_and_kwargs": huggingface.muon(args, **RATES, dtype=torch.float32)}
+    chosen = more or {
+        "optimizer_cls_and_kwargs": huggingface.muon(
+            args, **RATES, orthogonalize=mfx.orthogonalize(dtype=torch.float32)
+        )
+    }
     return (kind or transformers.Trainer)(model, args, train_dataset=rows, **chosen)
 
 
@@ -151,7 +156,9 @@ def optimizer_for(model: nn.Module) -> Any:
     """The optimizer that the arguments mean."""
     import muonfx as mfx
 
-    optimizer = mfx.Muon(model, 0.02, weight_decay=0.1, **RATES, betas=(0.9, 0.95), dtype=torch.float32)
+    optimizer = mfx.Muon(
+        model, 0.02, weight_decay=0.1, **RATES, betas=(0.9, 0.95), orthogonalize=mfx.orthogonalize(dtype=torch.float32)
+    )
     for group in optimizer.param_groups:
         if group["label"] == "adamw":
             group["eps"] = 1e-7
@@ -192,6 +199,7 @@ def rates_of(trainer: Any) -> dict[str, Any]:
 
 def trained(case: Mapping[str, Any], folder: Path, here: Rank, source: Path | None = None, **options: Any) -> Any:
     """A Trainer after its run, with all objects new; from a checkpoint, if one is given."""
+    import muonfx as mfx
     from muonfx.engines import huggingface
 
     args = arguments_for(folder, here.size, **case)
@@ -199,7 +207,7 @@ def trained(case: Mapping[str, Any], folder: Path, here: Rank, source: Path | No
     is_in_parts = all(hasattr(param, "ds_id") for param in model.parameters())
     assert is_in_parts is (case == CASES["ZeRO 3"])  # from the beginning
     model = adapted(model) if "LoRA" in folder.name else model
-    chosen = huggingface.muon(args, **RATES, dtype=torch.float32, **options)
+    chosen = huggingface.muon(args, **RATES, orthogonalize=mfx.orthogonalize(dtype=torch.float32), **options)
     trainer = trainer_for(args, model, optimizer_cls_and_kwargs=chosen)
     trainer.train(resume_from_checkpoint=None if source is None else str(source))
     return trainer
@@ -211,7 +219,7 @@ def converted(checkpoint: Path, made: Path) -> Path:
 
     shutil.copytree(checkpoint, made, ignore=shutil.ignore_patterns("optimizer.*", "pytorch_model_fsdp.bin"))
     model = model_for(checkpoint)
-    optimizer = mfx.Muon(model, dtype=torch.float32)
+    optimizer = mfx.Muon(model, orthogonalize=mfx.orthogonalize(dtype=torch.float32))
     if (checkpoint / "optimizer.pt").exists():
         optimizer.load_state_dict(torch.load(checkpoint / "optimizer.pt", weights_only=True))
         torch.save(get_optimizer_state_dict(model, optimizer), made / "optimizer.bin")

@@ -102,7 +102,9 @@ class Task(L.LightningModule):
 
     def configure_optimizers(self) -> dict[str, Any]:
         """Muon, and a rate that halves at every step."""
-        optimizer = mfx.Muon(self, **RATES, dtype=torch.float32, layout=self.case.get("layout"))
+        optimizer = mfx.Muon(
+            self, **RATES, orthogonalize=mfx.orthogonalize(dtype=torch.float32), layout=self.case.get("layout")
+        )
         for group in optimizer.param_groups:
             group["name"] = group["label"]
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, halving)
@@ -143,7 +145,7 @@ def trained(
 def in_one_process() -> dict[str, Tensor]:
     """The parameters that one process gets without Lightning."""
     model = net()
-    optimizer = mfx.Muon(model, **RATES, dtype=torch.float32)
+    optimizer = mfx.Muon(model, **RATES, orthogonalize=mfx.orthogonalize(dtype=torch.float32))
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, halving)
     for words in data().split(BATCH):
         optimizer.zero_grad()

@@ -101,7 +101,7 @@ def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 def in_one_process(batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """The parameters that one process gets without LLaMA-Factory."""
     model = model_for()
-    optimizer = mfx.Muon(model, lr=0.02, adamw_lr=0.004, dtype=torch.float32)
+    optimizer = mfx.Muon(model, lr=0.02, adamw_lr=0.004, orthogonalize=mfx.orthogonalize(dtype=torch.float32))
     scheduler = halving(optimizer)
     for batch in batches:
         optimizer.zero_grad()

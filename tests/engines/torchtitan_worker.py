@@ -75,7 +75,9 @@ class Run:
         split = list(whole.items())
         self.parts = [nn.Sequential(OrderedDict(part)) for part in (split[:2], split[2:])]
         self.model = nn.Sequential(*self.parts)
-        self.optimizers = ours.muon(**RATES, dtype=torch.float32).build(model_parts=self.parts)
+        self.optimizers = ours.muon(**RATES, orthogonalize=mfx.orthogonalize(dtype=torch.float32)).build(
+            model_parts=self.parts
+        )
         self.schedulers = LRSchedulersContainer.Config(**SCHEDULE).build(
             optimizers=self.optimizers, training_steps=STEPS
         )
@@ -104,7 +106,7 @@ class Run:
 def in_one_process() -> dict[str, Tensor]:
     """The parameters that one process gets with one optimizer and without torchtitan's container."""
     model = nn.Sequential(layers())
-    optimizer = mfx.Muon(model, **RATES, dtype=torch.float32)
+    optimizer = mfx.Muon(model, **RATES, orthogonalize=mfx.orthogonalize(dtype=torch.float32))
     schedulers = LRSchedulersContainer.Config(**SCHEDULE).build(optimizers=[optimizer], training_steps=STEPS)
     train(model, optimizer, schedulers, batches())
     return values_of(model)

@@ -60,10 +60,10 @@ def _switch(optimizer: Any, model: nn.Module) -> None:
 def switched(here: Here) -> None:
     """Made before the model is sharded, and told of it: the same bits as made after that."""
     first, second = made(), made()
-    optimizer = mfx.Muon(first, dtype=torch.float32)
+    optimizer = mfx.Muon(first, orthogonalize=mfx.orthogonalize(dtype=torch.float32))
     fully_shard(first, mesh=here.mesh)
     _switch(optimizer, first)
-    other = mfx.Muon(fully_shard(second, mesh=here.mesh), dtype=torch.float32)
+    other = mfx.Muon(fully_shard(second, mesh=here.mesh), orthogonalize=mfx.orthogonalize(dtype=torch.float32))
     for _ in range(2):
         one_step(first, optimizer)
         one_step(second, other)
@@ -77,7 +77,11 @@ def switched(here: Here) -> None:
 
 def switched_late(here: Here, chain: str) -> None:
     """Sharded after the first step, and back again: the same values of the state, and the steps of before."""
-    tx = mfx.normuon(0.02, dtype=torch.float32) if chain == "normuon" else mfx.muon(0.02, dtype=torch.float32)
+    tx = (
+        mfx.normuon(0.02, orthogonalize=mfx.orthogonalize(dtype=torch.float32))
+        if chain == "normuon"
+        else mfx.muon(0.02, orthogonalize=mfx.orthogonalize(dtype=torch.float32))
+    )
     model, twin = made(), made()
     labels = mfx.default_labels(model)
     optimizer, other = (
@@ -114,7 +118,7 @@ def switched_late(here: Here, chain: str) -> None:
 def saved_after_evaluation(here: Here, stepped: bool) -> None:
     """A pass without gradients leaves a root of FSDP2 gathered: plain tensors stand in the model for a while."""
     model, twin = (fully_shard(made(), mesh=here.mesh) for _ in range(2))
-    optimizer, other = (mfx.Muon(m, dtype=torch.float32) for m in (model, twin))
+    optimizer, other = (mfx.Muon(m, orthogonalize=mfx.orthogonalize(dtype=torch.float32)) for m in (model, twin))
     if stepped:
         one_step(model, optimizer)
         one_step(twin, other)
@@ -136,9 +140,9 @@ def saved_after_evaluation(here: Here, stepped: bool) -> None:
 def cleared_alone(here: Here) -> None:
     """Gradients are cleared on one rank only after the model was sharded: nothing is exchanged before the step."""
     model, twin = made(), made()
-    optimizer = mfx.Muon(model, dtype=torch.float32)
+    optimizer = mfx.Muon(model, orthogonalize=mfx.orthogonalize(dtype=torch.float32))
     fully_shard(model, mesh=here.mesh)
-    other = mfx.Muon(fully_shard(twin, mesh=here.mesh), dtype=torch.float32)
+    other = mfx.Muon(fully_shard(twin, mesh=here.mesh), orthogonalize=mfx.orthogonalize(dtype=torch.float32))
     if here.rank == 0:
         optimizer.zero_grad()
     for m, o in ((model, optimizer), (twin, other)):

@@ -107,14 +107,15 @@ def chains(net: nn.Module) -> dict[str, mfx.Transform]:
         )
 
     by_label = mfx.partition(
-        {"muon": muon(), "stack": muon(dims=stack), "adamw": mfx.adamw(1e-2, weight_decay=0.1)}, labels(net)
+        {"muon": muon(), "stack": muon(view=mfx.MatrixView(stack)), "adamw": mfx.adamw(1e-2, weight_decay=0.1)},
+        labels(net),
     )
     outer = mfx.chain(
         mfx.clip_by_global_norm(1.0),
         mfx.partition(
             {
                 "muon": mfx.chain(mfx.momentum(0.9), mfx.orthogonalize(**exact), mfx.normalize_neurons()),
-                "stack": mfx.chain(mfx.momentum(0.9), mfx.orthogonalize(**exact, dims=stack)),
+                "stack": mfx.chain(mfx.momentum(0.9), mfx.orthogonalize(**exact, view=mfx.MatrixView(dims=stack))),
                 "adamw": mfx.scale_by_adam(),
             },
             labels(net),
@@ -479,7 +480,7 @@ def functional_state(here: Here) -> list[str]:
     params = {
         name: distribute_tensor(leaf, here.mesh, [Shard(0)], src_data_rank=None) for name, leaf in whole_params.items()
     }
-    tx = mfx.chain(mfx.normalize_neurons(dims=((-2,), (-1,))), mfx.momentum())
+    tx = mfx.chain(mfx.normalize_neurons(view=mfx.MatrixView(dims=((-2,), (-1,)))), mfx.momentum())
     over = sharding.sharded(tx, sharding.from_dtensors(params))
     state, wanted = over.init(params), tx.init(whole_params)
     for _ in range(2):

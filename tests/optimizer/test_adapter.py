@@ -118,8 +118,15 @@ def test_stacks_and_fused_matrices_are_taken_apart_where_the_caller_says_so():
     model = Experts()
     alone = {f"up.{i}": nn.Parameter(model.up[i].detach().clone()) for i in range(3)}
     alone |= {f"qkv.{i}": nn.Parameter(piece.clone()) for i, piece in enumerate(model.qkv.weight.detach().split(4))}
-    whole = mfx.Muon(model, dtype=torch.float32, dims={"up": ((-2,), (-1,))}, blocks={"qkv.*": 3})
-    apart = mfx.TransformOptimizer(alone, mfx.muon(2e-3, weight_decay=0.1, dtype=torch.float32))
+    whole = mfx.Muon(
+        model,
+        orthogonalize=mfx.orthogonalize(
+            dtype=torch.float32, view=mfx.MatrixView(dims={"up": ((-2,), (-1,))}, blocks={"qkv.*": 3})
+        ),
+    )
+    apart = mfx.TransformOptimizer(
+        alone, mfx.muon(2e-3, weight_decay=0.1, orthogonalize=mfx.orthogonalize(dtype=torch.float32))
+    )
     set_grads(model, 0)
     for i in range(3):
         alone[f"up.{i}"].grad = model.up.grad[i].clone()
@@ -543,8 +550,8 @@ def test_a_step_that_the_grad_scaler_skips_advances_nothing():
 @pytest.mark.parametrize("form", ["the method", "a function that calls it, fullgraph"])
 def test_a_compiled_step_is_the_eager_step(form):
     model, twin = make_model(), make_model()
-    eager = mfx.Muon(model, dtype=torch.float32)
-    traced = mfx.Muon(twin, dtype=torch.float32)
+    eager = mfx.Muon(model, orthogonalize=mfx.orthogonalize(dtype=torch.float32))
+    traced = mfx.Muon(twin, orthogonalize=mfx.orthogonalize(dtype=torch.float32))
 
     def call() -> None:
         traced.step()

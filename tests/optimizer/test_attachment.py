@@ -513,7 +513,7 @@ def test_a_model_of_which_nothing_goes_to_muon_is_warned_of():
         mfx.Muon({"piece": nn.Parameter(torch.zeros(12))})
     adapted = nn.Sequential(made().requires_grad_(False), LoRA(nn.Linear(4, 4)))
     with pytest.warns(UserWarning, match=r"AdamW trains 2: '1\.down' is 'adamw'"):  # not the frozen ones first
-        mfx.Muon(adapted, rules=[(mfx.select.path("1.down"), "adamw"), (mfx.select.path("1.up"), "adamw")])
+        mfx.Muon(adapted, labels=lambda model: mfx.default_labels(model, [(mfx.select.path("1.*"), "adamw")]))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         mfx.Muon(made())

@@ -34,7 +34,7 @@ class Pair:
         generator = torch.Generator().manual_seed(0)
         params = {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()}
         given = [{"params": [(name, params[name]) for name in names]} for names in groups]
-        return params, mfx.Muon(given, lr=0.1, labels=LABELS, dtype=torch.float32)
+        return params, mfx.Muon(given, lr=0.1, labels=LABELS, orthogonalize=mfx.orthogonalize(dtype=torch.float32))
 
     def step(self) -> None:
         """Step on both, on the same gradients by name, and compare all that is kept by name."""

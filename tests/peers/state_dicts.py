@@ -30,7 +30,7 @@ def verified(here: Here, options: dict[str, bool]) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
     sharded = fully_shard(copy.deepcopy(model), mesh=here.mesh)
-    one, other = (mfx.Muon(m, dtype=torch.float32) for m in (model, sharded))
+    one, other = (mfx.Muon(m, orthogonalize=mfx.orthogonalize(dtype=torch.float32)) for m in (model, sharded))
     _trained(model, one)
     _trained(sharded, other)
     given = StateDictOptions(**options)
@@ -39,4 +39,6 @@ def verified(here: Here, options: dict[str, bool]) -> None:
     verify._verify_msd(model.state_dict(), saved_model, given)
     verify._verify_osd(model, one, one.state_dict(), saved)
     if not options:
-        verify._verify_osd_by_load(model, one, mfx.Muon(model, dtype=torch.float32), saved)
+        verify._verify_osd_by_load(
+            model, one, mfx.Muon(model, orthogonalize=mfx.orthogonalize(dtype=torch.float32)), saved
+        )

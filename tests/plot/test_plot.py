@@ -127,7 +127,7 @@ def test_memory_bars_add_up_to_the_bytes(count: int):
 def test_a_plan_is_drawn_as_its_work_by_rank(size: int):
     params = {"up": torch.zeros(256, 64), "down": torch.zeros(64, 256), "square": torch.zeros(64, 64)}
     layout = mfx.sharding.zero(params, size, partition="flat")
-    plan = mfx.sharding.plan_for(mfx.muon(0.1, dtype=torch.float32), layout)
+    plan = mfx.sharding.plan_for(mfx.muon(0.1, orthogonalize=mfx.orthogonalize(dtype=torch.float32)), layout)
     ax = mfx.plot.plot_plan(plan)
     scale = {"kFLOP": 1e3, "MFLOP": 1e6, "GFLOP": 1e9}[ax.get_xlabel().split(", ")[1].split(" ")[0]]
     assert [width * scale for width in sums(ax, size)] == pytest.approx(plan.flops)
@@ -140,7 +140,9 @@ def test_a_plan_is_drawn_as_its_work_by_rank(size: int):
 
 def test_replicas_that_all_compute_are_drawn_on_all_ranks():
     layout = mfx.sharding.replicated({"w": torch.zeros(8, 8)}, 3)
-    plan = mfx.sharding.plan_for(mfx.muon(0.1, dtype=torch.float32), layout, replicas="everyone")
+    plan = mfx.sharding.plan_for(
+        mfx.muon(0.1, orthogonalize=mfx.orthogonalize(dtype=torch.float32)), layout, replicas="everyone"
+    )
     ax = mfx.plot.plot_plan(plan)
     assert len(ax.patches) == 3
     assert [row for row, _, _ in bars(ax)] == [0, 1, 2]

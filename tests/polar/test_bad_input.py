@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from muonfx.polar import NewtonSchulz, explain, orthogonalize, orthogonalize_many, polar_factor
+from muonfx.polar import explain, orthogonalize, orthogonalize_many, polar_factor
 
 GOOD = torch.eye(3)
 BAD = [
@@ -63,15 +63,6 @@ def test_scratch_must_be_positive() -> None:
 def test_rtol_must_be_a_fraction(rtol: float) -> None:
     with pytest.raises(ValueError, match="rtol"):
         polar_factor(GOOD, rtol=rtol)
-
-
-def test_an_iteration_is_given_as_a_value_or_loosely() -> None:
-    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(orthogonalize(x, newton_schulz=NewtonSchulz(steps=2)), orthogonalize(x, steps=2))
-    with pytest.raises(ValueError, match="newton_schulz stands for steps too: give one of them"):
-        orthogonalize(x, newton_schulz=NewtonSchulz(), steps=2)
-    with pytest.raises(TypeError, match="newton_schulz must be a NewtonSchulz, found 'keller'"):
-        orthogonalize(x, newton_schulz="keller")  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("shape", [(32,), (2, 3, 4), (4.0, 4), 128, torch.ones(2, 2)], ids=str)

@@ -39,7 +39,7 @@ def values(seed: int) -> dict[str, torch.Tensor]:
 
 
 def chain() -> mfx.Transform:
-    inner = mfx.muon_with_adamw(0.1, labels=LABELS, dtype=torch.float32)
+    inner = mfx.muon_with_adamw(0.1, labels=LABELS, orthogonalize=mfx.orthogonalize(dtype=torch.float32))
     return mfx.chain(mfx.clip_by_global_norm(1.0), damped(inner, decay=0.75))
 
 

@@ -230,7 +230,8 @@ def test_values_are_those_of_whole_leaves(chain, data) -> None:
 def test_a_steady_step_takes_pieces_and_not_leaves_of_scratch() -> None:
     params = {"embedding": torch.zeros(1 << 22), "w": torch.zeros(1024, 1024)}
     tx = mfx.partition(
-        {"adamw": mfx.adamw(1e-3), "muon": mfx.muon(1e-3, dtype=torch.bfloat16)}, {"embedding": "adamw", "w": "muon"}
+        {"adamw": mfx.adamw(1e-3), "muon": mfx.muon(1e-3, orthogonalize=mfx.orthogonalize(dtype=torch.bfloat16))},
+        {"embedding": "adamw", "w": "muon"},
     )
     executor = Executor(ALONE)
     state = executor.init(tx, params)

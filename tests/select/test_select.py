@@ -778,11 +778,13 @@ def test_named_tensors_taken_for_hidden_matrices_are_said_and_by_name_says_that_
 @pytest.mark.filterwarnings("error")
 def test_a_partition_by_names_alone_warns_at_init_and_never_at_an_update():
     params = {"h.fc.weight": torch.ones(4, 4), "h.fc.bias": torch.ones(4)}
-    tx = muonfx.muon_with_adamw(0.1, dtype=torch.float32)
+    tx = muonfx.muon_with_adamw(0.1, orthogonalize=muonfx.orthogonalize(dtype=torch.float32))
     with pytest.warns(UserWarning, match="took these for hidden matrices: 'h.fc.weight'"):
         state = tx.init(params)
     tx.replace().update(params, state, params)  # one that has met no parameters, as in another process
-    silent = muonfx.muon_with_adamw(0.1, dtype=torch.float32, labels=default_labels_by_name)
+    silent = muonfx.muon_with_adamw(
+        0.1, orthogonalize=muonfx.orthogonalize(dtype=torch.float32), labels=default_labels_by_name
+    )
     silent.update(params, silent.init(params), params)
 
 
@@ -796,8 +798,11 @@ def test_an_optimizer_of_named_groups_can_be_told_the_labels():
     assert [group["label"] for group in told.param_groups] == ["adamw", "muon"]
     with pytest.raises(ValueError, match=r"labels: none for '1.weight'; every parameter needs one"):
         muonfx.Muon([dict(group) for group in groups], labels={"0.weight": "adamw"})
-    with pytest.raises(ValueError, match="give one of them"):
-        muonfx.Muon(model, rules=[(path("*"), "muon")], labels=default_labels(model))
+    with pytest.raises(TypeError, match=r"labels must be a mapping .* labels=lambda model: muonfx.default_labels"):
+        muonfx.Muon(model, labels=[(path("*"), "muon")])
+    rules = [(path("1.*"), None)]
+    ruled = muonfx.Muon(groups[1:], labels=lambda model: default_labels(model, rules), model=model)
+    assert not ruled.param_groups[0].get("label")
 
 
 def test_an_optimizer_for_a_model_without_hidden_matrices_says_why_there_are_none():

@@ -28,8 +28,9 @@ def stacked() -> dict[str, torch.Tensor]:
     return {name: param.detach() for name, param in stack_module_state([model(0), model(1), model(2)])[0].items()}
 
 
-def recipe(**settings) -> mfx.Transform:
-    return mfx.muon_with_adamw(0.1, dtype=torch.float32, labels=default_labels(model()), **settings)
+def recipe(**options) -> mfx.Transform:
+    orthogonalize = mfx.orthogonalize(dtype=torch.float32, **options)
+    return mfx.muon_with_adamw(0.1, orthogonalize=orthogonalize, labels=default_labels(model()))
 
 
 RULES = [(path("*.weight"), "muon")]
@@ -37,7 +38,9 @@ MATRIXWISE = {
     "recipe": lambda chosen: mfx.muon_with_adamw(0.1, labels=chosen),
     "orthogonalize": lambda chosen: mfx.partition({"muon": mfx.orthogonalize(), "adamw": mfx.identity()}, chosen),
     "in a chain": lambda chosen: mfx.chain(mfx.clip_by_global_norm(1.0), mfx.muon_with_adamw(labels=chosen)),
-    "dims of others": lambda chosen: mfx.muon_with_adamw(labels=chosen, dims={"another.*": STACK}),
+    "dims of others": lambda chosen: mfx.muon_with_adamw(
+        labels=chosen, orthogonalize=mfx.orthogonalize(view=mfx.MatrixView(dims={"another.*": STACK}))
+    ),
     "by leaf": lambda chosen: mfx.partition({"muon": mfx.normalize_leaves(), "adamw": mfx.identity()}, chosen),
     "dion": lambda chosen: mfx.partition({"muon": mfx.contrib.dion(0.1), "adamw": mfx.adamw()}, chosen),
 }

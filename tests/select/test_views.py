@@ -50,10 +50,11 @@ def held(**children: nn.Module) -> nn.Module:
     return nn.ModuleDict(children)
 
 
-def stepped(model: nn.Module, **settings) -> dict[str, torch.Tensor]:
+def stepped(model: nn.Module, view=mfx.MatrixView(), **settings) -> dict[str, torch.Tensor]:  # noqa: B008
     """The parameters after a step of Muon on gradients that are the parameters' own squares."""
     model = copy.deepcopy(model)
-    optimizer = mfx.Muon(model, lr=0.1, weight_decay=0.0, dtype=torch.float32, **settings)
+    orthogonalize = mfx.orthogonalize(dtype=torch.float32, view=view)
+    optimizer = mfx.Muon(model, lr=0.1, weight_decay=0.0, orthogonalize=orthogonalize, **settings)
     for param in model.parameters():
         param.grad = param.detach().square()
     optimizer.step()
@@ -66,7 +67,12 @@ def as_matrices(model: nn.Module, parts: dict[str, list[torch.Tensor]], **settin
         f"{name}/{at}": nn.Parameter(m.detach().clone()) for name, held in parts.items() for at, m in enumerate(held)
     }
     optimizer = mfx.Muon(
-        flat, lr=0.1, weight_decay=0.0, dtype=torch.float32, labels=dict.fromkeys(flat, "muon"), **settings
+        flat,
+        lr=0.1,
+        weight_decay=0.0,
+        orthogonalize=mfx.orthogonalize(dtype=torch.float32),
+        labels=dict.fromkeys(flat, "muon"),
+        **settings,
     )
     for param in flat.values():
         param.grad = param.detach().square()
@@ -94,7 +100,7 @@ def test_a_transposed_matrix_is_scaled_and_cut_as_the_linear_layer_that_it_is(ru
     torch.testing.assert_close(stepped(model, rule=rule)["c_fc.weight"].detach(), wanted.T, rtol=1e-4, atol=1e-5)
     rows = [part.T for part in model.c_fc.weight.split(8, dim=1)]
     wanted = as_matrices(model, {"c_fc.weight": rows}, rule=rule)["c_fc.weight"]
-    found = stepped(model, rule=rule, blocks={"c_fc.weight": 3})["c_fc.weight"].detach()
+    found = stepped(model, mfx.MatrixView(blocks={"c_fc.weight": 3}), rule=rule)["c_fc.weight"].detach()
     torch.testing.assert_close(found, torch.cat(wanted).T, rtol=1e-4, atol=1e-5)
 
 
@@ -165,7 +171,9 @@ def test_what_is_given_wins_over_what_is_found():
     for axis in (-1, {"*.down_proj": -1}):
         both = found(view(blocks={"*.down_proj": 2}, block_axis=axis)).of(["attn.in_proj_weight", "experts.down_proj"])
         assert [(one.blocks, one.block_axis) for one in both] == [(3, -2), (2, -1)]
-    tx = mfx.muon_with_adamw(labels=default_labels(model), dims=mine).arguments["transforms"]["muon"]
+    tx = mfx.muon_with_adamw(
+        labels=default_labels(model), orthogonalize=mfx.orthogonalize(view=mfx.MatrixView(dims=mine))
+    ).arguments["transforms"]["muon"]
     assert "'*.gate_up_proj': ((-1,), (-2,)), '*experts.down_proj': ((-2,), (-1,))" in repr(tx)
 
 
@@ -190,7 +198,7 @@ def test_labels_keep_their_views_when_pickled_and_restricted():
 @pytest.mark.filterwarnings("ignore:partition. by their names")
 def test_a_stack_that_is_added_later_is_seen_as_one():
     model, later = held(up=nn.Linear(8, 8)), held(experts=Experts())
-    optimizer = mfx.Muon(model, lr=0.1, weight_decay=0.0, dtype=torch.float32)
+    optimizer = mfx.Muon(model, lr=0.1, weight_decay=0.0, orthogonalize=mfx.orthogonalize(dtype=torch.float32))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="default_labels saw names")
         optimizer.add_param_group({"params": [(f"later.{n}", p) for n, p in later.named_parameters()]})
@@ -204,7 +212,9 @@ def test_a_stack_that_is_added_later_is_seen_as_one():
 
 def test_a_parameter_of_three_dims_that_nothing_explains_is_warned_of():
     model = held(odd=Odd())
-    said = r"more than two dims .* 'odd.kernels' \(4, 40, 64\)\. Give Muon, .* their dims: .*\(\(-2,\), \(-1,\)\)"
+    said = (
+        r"more than two dims .* 'odd.kernels' \(4, 40, 64\)\. Give Muon's orthogonalize, .*dims=.*\(\(-2,\), \(-1,\)\)"
+    )
     with pytest.warns(UserWarning, match=said) as caught:
         default_labels(model)
     assert caught[0].filename == __file__
@@ -227,7 +237,11 @@ def test_a_partition_that_does_not_use_the_dims_of_its_labels_is_warned_of():
         mfx.partition({"muon": mfx.muon(), "adamw": mfx.adamw()}, labels).init(params)
     with pytest.warns(UserWarning, match="the labels know dims"):
         mfx.muon_with_adamw(labels=default_labels_by_name).init(params)
-    for muon, chosen in ((mfx.muon(view=labels.view()), labels), (mfx.muon(), Labels(labels)), (mfx.lion(), labels)):
+    for muon, chosen in (
+        (mfx.muon(orthogonalize=mfx.orthogonalize(view=labels.view())), labels),
+        (mfx.muon(), Labels(labels)),
+        (mfx.lion(), labels),
+    ):
         mfx.partition({"muon": muon, "adamw": mfx.adamw()}, chosen).init(params)
 
 
@@ -238,7 +252,7 @@ def test_labels_that_a_function_of_names_makes_are_the_same_while_compiling():
         "h.attn.c_attn.weight": torch.ones(12, 4),
         "encoder.conv1.w": torch.ones(4, 4, 3),
     }
-    tx = mfx.muon_with_adamw(0.1, dtype=torch.float32, labels=default_labels_by_name)
+    tx = mfx.muon_with_adamw(0.1, orthogonalize=mfx.orthogonalize(dtype=torch.float32), labels=default_labels_by_name)
     state = tx.init(params)
     step = torch.compile(lambda tx: tx.update(params, state, params)[0], fullgraph=True, backend="eager")
     wanted = tx.update(params, state, params)[0]
@@ -316,10 +330,10 @@ def test_a_fused_matrix_of_unknown_code_is_warned_of_once_with_the_line_that_spl
     split, whole = lines_of(caught)
     pieces = {n: [*p.chunk(parts)] if name in n else [p] for n, p in model.named_parameters()}
     wanted = as_matrices(model, pieces)
-    for key, param in stepped(model, view=split).items():  # no warning
+    for key, param in stepped(model, split).items():  # no warning
         torch.testing.assert_close(param.detach(), torch.cat(wanted[key]), rtol=1e-4, atol=1e-5)
     plain = as_matrices(model, {n: [p] for n, p in model.named_parameters()})
-    for key, param in stepped(model, view=whole).items():
+    for key, param in stepped(model, whole).items():
         torch.testing.assert_close(param.detach(), plain[key][0], rtol=1e-4, atol=1e-5)
 
 
@@ -327,13 +341,13 @@ def test_the_line_that_splits_keeps_what_was_given_and_what_was_found():
     model = nn.ModuleList([Block(qkv=12, other=8), held(experts=Experts(True), attn=nn.MultiheadAttention(8, 2))])
     given = {"*.other.weight": 2}
     with pytest.warns(UserWarning, match="several matrices each") as caught:
-        mfx.Muon(model, blocks=given)
+        mfx.Muon(model, orthogonalize=mfx.orthogonalize(view=mfx.MatrixView(blocks=given)))
     split, _ = lines_of(caught)
     labels = default_labels(model)
     before = labels.view(mfx.MatrixView(blocks=given))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        mfx.Muon(model, view=split)
+        mfx.Muon(model, orthogonalize=mfx.orthogonalize(view=split))
     for name, view, known in zip(labels, split.of(list(labels)), before.of(list(labels)), strict=True):
         assert view.dims == known.dims
         assert view.blocks == {"0.qkv.weight": 3, "1.experts.gate_up_proj": 2}.get(name, known.blocks)
@@ -355,8 +369,8 @@ def test_every_way_to_a_fused_matrix_warns_and_every_view_silences_it():
             warnings.filterwarnings("ignore", message="partition: no parameter")
             with pytest.warns(UserWarning, match="by their names, these parameters hold several matrices each"):
                 way()
-            for given in ({"blocks": {"*.qkv.*": 1}}, {"blocks": 1}, {"view": mfx.MatrixView(blocks=4)}):
-                way(**given)
+            for blocks in ({"*.qkv.*": 1}, 1, 4):
+                way(orthogonalize=mfx.orthogonalize(view=mfx.MatrixView(blocks=blocks)))
 
 
 @pytest.mark.filterwarnings("ignore:default_labels saw names and shapes")  # a parameter that is added has no module

@@ -45,9 +45,9 @@ def made() -> nn.ModuleDict:
 
 
 def chain() -> mfx.Transform:
-    newton_schulz = mfx.polar.NewtonSchulz(dtype=torch.float64)
+    exact = mfx.orthogonalize(dtype=torch.float64)
     labels = mfx.select.default_labels_by_name
-    return mfx.muonclip(HEADS, 0.3, 0.05, tau=TAU, newton_schulz=newton_schulz, labels=labels)
+    return mfx.muonclip(HEADS, 0.3, 0.05, tau=TAU, orthogonalize=exact, labels=labels)
 
 
 def trained(

@@ -127,8 +127,8 @@ def grouped_chains(model: Model) -> st.SearchStrategy[mfx.Transform]:
     names = st.sampled_from(("polar_express_5", "keller"))
 
     def orthogonal(dims: Any, coefficients: str, middle: list[mfx.Transform]) -> mfx.Transform:
-        newton = mfx.orthogonalize(dtype=torch.float32, dims=dims, coefficients=coefficients)
-        return mfx.chain(mfx.momentum(0.9), newton, *middle, mfx.scale_by_shape(dims=dims))
+        newton = mfx.orthogonalize(dtype=torch.float32, view=mfx.MatrixView(dims=dims), coefficients=coefficients)
+        return mfx.chain(mfx.momentum(0.9), newton, *middle, mfx.scale_by_shape(view=mfx.MatrixView(dims=dims)))
 
     between = st.lists(transforms(["normalize_neurons", "scale", "clip_by_block_rms"]), max_size=1)
     inner = st.builds(orthogonal, aspects, names, between)

@@ -85,7 +85,7 @@ def test_whole_partitions_send_nothing(world: World, size: int, stage: int):
 def test_stacks_sharded_on_the_batch_dim_stay_where_they_are(world: World, dims: Any):
     drawn = model(steps=1, up=(8, 5, 3), down=(4, 3, 5))
     case = Placed(dict.fromkeys(drawn.leaves, ("0",)))
-    found = world.check(4, counting.count_steps, model=drawn, tx=muon(dims=dims), case=case)
+    found = world.check(4, counting.count_steps, model=drawn, tx=muon(view=mfx.MatrixView(dims)), case=case)
     assert [steps[0].exchanged for steps in found] == [0] * 4
     assert sum(steps[0].matrices for steps in found) == 12
 

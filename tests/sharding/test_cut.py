@@ -161,7 +161,7 @@ def bound(made: dict[str, int], layers: int, shard: int, parallel: int, kind: st
             "replicated": sharding.replicated,
         }[kind](params)
         labels = {name: "adamw" if name.endswith("norm") else "muon" for name in params}
-        tx = mfx.muon_with_adamw(0.1, labels=labels, dtype=torch.float32)
+        tx = mfx.muon_with_adamw(0.1, labels=labels, orthogonalize=mfx.orthogonalize(dtype=torch.float32))
         local = {
             name: leaf if kind == "from_dtensors" else torch.empty(layout.piece(name).shape, device="meta")
             for name, leaf in params.items()

@@ -195,7 +195,7 @@ def test_what_depends_on_names_and_places_is_the_same_wherever_a_leaf_is_cut(wor
 @pytest.mark.parametrize("dims", [((-2,), (-1,)), None])
 def test_stacks_of_experts_on_the_batch_dim(world: World, dims: object):
     experts = Model({"up": Leaf((4, 5, 3), "muon"), "down": Leaf((6, 3, 7), "muon"), "router": Leaf((4, 3))}, 1)
-    tx = two_groups(experts.labels, muon(dims=dims))
+    tx = two_groups(experts.labels, muon(view=mfx.MatrixView(dims)))
     rows = Placed({"up": ("0",), "down": ("0",), "router": ("r",)})
     check(world, 4, [Case(experts, tx, rows, exact=False), Case(experts, tx, Zero(3, "flat"), exact=False)])
 
@@ -204,7 +204,9 @@ def test_a_fused_qkv_is_cut_into_its_blocks(world: World):
     fused = model(qkv=(18, 6), out=(6, 7))
     blocks = {"qkv": 3}
     tx = mfx.chain(
-        mfx.momentum(), mfx.orthogonalize(dtype=torch.float32, blocks=blocks), mfx.scale_by_shape(blocks=blocks)
+        mfx.momentum(),
+        mfx.orthogonalize(dtype=torch.float32, view=mfx.MatrixView(blocks=blocks)),
+        mfx.scale_by_shape(view=mfx.MatrixView(blocks=blocks)),
     )
     check(
         world, 3, [Case(fused, tx, layout, exact=True) for layout in (Zero(1, "flat"), Zero(1, "whole"), Replicated())]

@@ -43,7 +43,7 @@ def strict_on_one_rank(here: Here, what: str, on: int, folder: Path) -> None:
     if what == "a captured rate":
         tx = mfx.scale_by_learning_rate(by_closure(0.2 if odd else 0.1))
     if what == "a pattern":
-        tx = mfx.orthogonalize(blocks={"*.qvk": 3})
+        tx = mfx.orthogonalize(view=mfx.MatrixView(blocks={"*.qvk": 3}))
     if what == "gathering":
         tx = undeclared()
     over = sharding.sharded(tx, layout)

@@ -49,16 +49,20 @@ def downhill(*transforms: mfx.Transform, rate: Any = 0.05) -> mfx.Transform:
     return mfx.chain(*transforms, mfx.scale_by_learning_rate(rate))
 
 
-def muon(**settings: Any) -> mfx.Transform:
-    return mfx.muon(0.05, weight_decay=0.1, dtype=FLOAT32, **settings)
+def muon(**options: Any) -> mfx.Transform:
+    return mfx.muon(0.05, weight_decay=0.1, orthogonalize=mfx.orthogonalize(dtype=FLOAT32, **options))
 
 
 # Made when called: each entry is independent of the others' names and arguments.
 CHAINS: dict[str, Callable[[], mfx.Transform]] = {
-    "muon_with_adamw": lambda: mfx.muon_with_adamw(0.05, 0.01, labels=LABELS, dtype=FLOAT32),
-    "muon_in_blocks": lambda: on_matrices(muon(blocks={"*.qkv.weight": 3}), mfx.adamw(0.01)),
-    "muon_in_bfloat16": lambda: on_matrices(mfx.muon(0.05, dtype=torch.bfloat16), mfx.adamw(0.01)),
-    "normuon": lambda: on_matrices(mfx.normuon(0.05, dtype=FLOAT32), mfx.adamw(0.01)),
+    "muon_with_adamw": lambda: mfx.muon_with_adamw(
+        0.05, 0.01, labels=LABELS, orthogonalize=mfx.orthogonalize(dtype=FLOAT32)
+    ),
+    "muon_in_blocks": lambda: on_matrices(muon(view=mfx.MatrixView(blocks={"*.qkv.weight": 3})), mfx.adamw(0.01)),
+    "muon_in_bfloat16": lambda: on_matrices(
+        mfx.muon(0.05, orthogonalize=mfx.orthogonalize(dtype=torch.bfloat16)), mfx.adamw(0.01)
+    ),
+    "normuon": lambda: on_matrices(mfx.normuon(0.05, orthogonalize=mfx.orthogonalize(dtype=FLOAT32)), mfx.adamw(0.01)),
     "adamw_scheduled": lambda: mfx.adamw(mfx.warmup_cosine(0.05, 3, 10), mask=mfx.select.ndim(min=2)),
     "clipped_lion": lambda: mfx.chain(mfx.clip_by_global_norm(1.0), mfx.lion(0.01, weight_decay=0.1)),
     "gram": lambda: downhill(
@@ -66,9 +70,15 @@ CHAINS: dict[str, Callable[[], mfx.Transform]] = {
     ),
     "factored_rms": lambda: downhill(mfx.scale_by_factored_rms(), mfx.clip_by_block_rms(1.0), mfx.momentum(0.9)),
     "adam_in_eight_bits": lambda: downhill(mfx.scale_by_adam(mu_dtype=mfx.int8(), nu_dtype=mfx.int8())),
-    "accumulated": lambda: mfx.accumulate(mfx.muon_with_adamw(0.05, labels=LABELS, dtype=FLOAT32), 2),
+    "accumulated": lambda: mfx.accumulate(
+        mfx.muon_with_adamw(0.05, labels=LABELS, orthogonalize=mfx.orthogonalize(dtype=FLOAT32)), 2
+    ),
     "injected_and_averaged": lambda: mfx.chain(
-        mfx.skip_nonfinite(mfx.inject_hyperparams(mfx.muon_with_adamw(0.05, labels=LABELS, dtype=FLOAT32))),
+        mfx.skip_nonfinite(
+            mfx.inject_hyperparams(
+                mfx.muon_with_adamw(0.05, labels=LABELS, orthogonalize=mfx.orthogonalize(dtype=FLOAT32))
+            )
+        ),
         mfx.ema_params(0.9),
     ),
     "momentum_on_a_schedule": lambda: downhill(

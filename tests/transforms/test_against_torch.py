@@ -62,9 +62,8 @@ def test_muon_is_torch_optim_muon(rule, nesterov):
         decay=0.9,
         nesterov=nesterov,
         weight_decay=0.1,
-        coefficients="keller",
+        orthogonalize=mfx.orthogonalize(coefficients="keller", dtype=torch.bfloat16),
         rule=rule,
-        dtype=torch.bfloat16,
     )
     ours = run_ours(tx, params, steps)
     for name, (rows, columns) in SHAPES.items():
@@ -100,9 +99,8 @@ def test_muon_is_torch_optim_muon_in_double_precision(rule, nesterov, weight_dec
         decay=0.9,
         nesterov=nesterov,
         weight_decay=weight_decay,
-        coefficients="keller",
+        orthogonalize=mfx.orthogonalize(coefficients="keller", dtype=torch.float64),
         rule=rule,
-        dtype=torch.float64,
     )
     assert_close(run_ours(tx, params, steps), theirs, rtol=1e-12, atol=1e-12)
 

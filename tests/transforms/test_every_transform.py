@@ -27,9 +27,10 @@ pytestmark = [
 ]
 
 ROWS_AND_COLUMNS = ((-2,), (-1,))
+STACKS = mfx.MatrixView(ROWS_AND_COLUMNS)
 A_SCHEDULE = mfx.linear(1.0, 0.1, 3)
 MOMENTUM = mfx.momentum(0.9)
-FP32 = mfx.polar.NewtonSchulz(dtype=torch.float32)
+FP32 = mfx.orthogonalize(dtype=torch.float32)
 TINY = {"block": 4, "min_size": 0}  # the leaves of examples have a few elements
 
 
@@ -100,17 +101,17 @@ CASES: dict[str, list[mfx.Transform]] = {
     "cautious": [mfx.cautious(MOMENTUM), mfx.cautious(mfx.scale_by_lion())],
     "add_updates": [mfx.add_updates(MOMENTUM, ("sign", mfx.scale_by_lion()), mfx.scale(0.5))],
     "clip_singular_values": [mfx.contrib.clip_singular_values(0.5)],
-    "keep_weight_norms": [mfx.keep_weight_norms(), mfx.keep_weight_norms(dtype=None, dims=ROWS_AND_COLUMNS)],
-    "match_weight_norms": [mfx.match_weight_norms(dims=ROWS_AND_COLUMNS)],
+    "keep_weight_norms": [mfx.keep_weight_norms(), mfx.keep_weight_norms(dtype=None, view=STACKS)],
+    "match_weight_norms": [mfx.match_weight_norms(view=STACKS)],
     "sampled_momentum": [mfx.contrib.sampled_momentum(3, 0.5, dtype=torch.bfloat16)],
     "scale_by_dion": [
         mfx.contrib.scale_by_dion(2),
-        mfx.contrib.scale_by_dion(1, 0.5, dtype=torch.bfloat16, dims=ROWS_AND_COLUMNS),
+        mfx.contrib.scale_by_dion(1, 0.5, dtype=torch.bfloat16, view=STACKS),
     ],
     "scale_by_dual_norm": [mfx.contrib.scale_by_dual_norm(mfx.orthogonalize(dtype=torch.float32))],
     "scale_by_namo": [
         mfx.contrib.scale_by_namo(mfx.orthogonalize(dtype=torch.float32)),
-        mfx.contrib.scale_by_namo(mfx.scale(0.5), dtype=None, dims=ROWS_AND_COLUMNS),
+        mfx.contrib.scale_by_namo(mfx.scale(0.5), dtype=None, view=STACKS),
     ],
     "adaptive_grad_clip": [mfx.adaptive_grad_clip(0.1), mfx.adaptive_grad_clip(1.0, 0.1)],
     "add_noise": [mfx.contrib.add_noise(0.1, 0.55, 3)],
@@ -141,18 +142,18 @@ CASES: dict[str, list[mfx.Transform]] = {
     "monitor": [mfx.monitor(), mfx.monitor("u", ("rms", "orthogonality_error", "spectral_norm"))],
     "normalize_columns": [mfx.normalize_columns()],
     "normalize_leaves": [mfx.normalize_leaves()],
-    "normalize_matrices": [mfx.normalize_matrices(blocks=1, block_axis=-1)],
-    "normalize_rows": [mfx.normalize_rows(dims=ROWS_AND_COLUMNS)],
+    "normalize_matrices": [mfx.normalize_matrices(view=mfx.MatrixView(blocks=1, block_axis=-1))],
+    "normalize_rows": [mfx.normalize_rows(view=STACKS)],
     "normalize_by_update_norm": [mfx.normalize_by_update_norm(), mfx.normalize_by_update_norm(-2.0, 0.0)],
     "normalize_neurons": [
         mfx.normalize_neurons(),
-        mfx.normalize_neurons(0.5, keep_norm=False, dtype=None, dims=ROWS_AND_COLUMNS),
+        mfx.normalize_neurons(0.5, keep_norm=False, dtype=None, view=STACKS),
     ],
     "orthogonalize": [
         mfx.orthogonalize(dtype=torch.float32),
-        mfx.orthogonalize(coefficients="cubic", steps=3, dims=ROWS_AND_COLUMNS),
-        mfx.orthogonalize(coefficients="aol", blocks=1, block_axis=-1),
-        mfx.orthogonalize(dims={"*.k": ROWS_AND_COLUMNS}, blocks={"*.nowhere": 2, "*": 1}),
+        mfx.orthogonalize(coefficients="cubic", steps=3, view=STACKS),
+        mfx.orthogonalize(coefficients="aol", view=mfx.MatrixView(blocks=1, block_axis=-1)),
+        mfx.orthogonalize(view=mfx.MatrixView(dims={"*.k": ROWS_AND_COLUMNS}, blocks={"*.nowhere": 2, "*": 1})),
     ],
     "qk_clip": [mfx.qk_clip(())],
     "scale": [mfx.scale(-0.5)],
@@ -182,7 +183,7 @@ CASES: dict[str, list[mfx.Transform]] = {
         mfx.scale_by_rms(initial_scale=1.0, nu_dtype=mfx.int8(**TINY)),
     ],
     "scale_by_schedule": [mfx.scale_by_schedule(A_SCHEDULE), mfx.scale_by_schedule(mfx.warmup_cosine(1.0, 1, 4))],
-    "scale_by_shape": [mfx.scale_by_shape(), mfx.scale_by_shape("spectral", dims=ROWS_AND_COLUMNS)],
+    "scale_by_shape": [mfx.scale_by_shape(), mfx.scale_by_shape("spectral", view=STACKS)],
     "scale_by_sign": [mfx.scale_by_sign()],
     "scale_by_trust_ratio": [mfx.scale_by_trust_ratio(), mfx.scale_by_trust_ratio(1e-3, 0.5, 1e-6)],
     "skip_nonfinite": [
@@ -216,21 +217,21 @@ CASES: dict[str, list[mfx.Transform]] = {
     "reduce_on_plateau": [with_value(mfx.contrib.reduce_on_plateau(0.5, 1, cooldown=1))],
     "adamw": [mfx.adamw(0.1)],
     "lion": [mfx.lion(A_SCHEDULE, weight_decay=0.1)],
-    "muon": [mfx.muon(0.1, weight_decay=0.1, dtype=torch.float32)],
-    "normuon": [mfx.normuon(A_SCHEDULE, dtype=torch.float32)],
-    "adamuon": [mfx.contrib.adamuon(0.1, weight_decay=0.1, newton_schulz=FP32)],
-    "dion2": [mfx.contrib.dion2(0.1, one_in=2, newton_schulz=FP32)],
+    "muon": [mfx.muon(0.1, weight_decay=0.1, orthogonalize=FP32)],
+    "normuon": [mfx.normuon(A_SCHEDULE, orthogonalize=FP32)],
+    "adamuon": [mfx.contrib.adamuon(0.1, weight_decay=0.1, orthogonalize=FP32)],
+    "dion2": [mfx.contrib.dion2(0.1, one_in=2, orthogonalize=FP32)],
     "dion": [mfx.contrib.dion(A_SCHEDULE, rank=2)],
-    "muon_hyperball": [mfx.contrib.muon_hyperball(0.1, newton_schulz=FP32)],
-    "musgd": [mfx.contrib.musgd(0.1, weight_decay=0.1, newton_schulz=FP32)],
-    "namo": [mfx.contrib.namo(0.1, weight_decay=0.1, newton_schulz=FP32)],
-    "polargrad": [mfx.contrib.polargrad(0.1, newton_schulz=FP32)],
-    "scion": [mfx.contrib.scion(0.1, newton_schulz=FP32, labels=mfx.select.default_labels_by_name)],
+    "muon_hyperball": [mfx.contrib.muon_hyperball(0.1, orthogonalize=FP32)],
+    "musgd": [mfx.contrib.musgd(0.1, weight_decay=0.1, orthogonalize=FP32)],
+    "namo": [mfx.contrib.namo(0.1, weight_decay=0.1, orthogonalize=FP32)],
+    "polargrad": [mfx.contrib.polargrad(0.1, orthogonalize=FP32)],
+    "scion": [mfx.contrib.scion(0.1, orthogonalize=FP32, labels=mfx.select.default_labels_by_name)],
     "prodigy": [mfx.contrib.prodigy(A_SCHEDULE, weight_decay=0.1)],
     "muon_with_adamw": [
-        mfx.muon_with_adamw(0.1, A_SCHEDULE, dtype=torch.float32, labels=mfx.select.default_labels_by_name)
+        mfx.muon_with_adamw(0.1, A_SCHEDULE, orthogonalize=FP32, labels=mfx.select.default_labels_by_name)
     ],
-    "muonclip": [mfx.muonclip((), 0.1, newton_schulz=FP32, labels=mfx.select.default_labels_by_name)],
+    "muonclip": [mfx.muonclip((), 0.1, orthogonalize=FP32, labels=mfx.select.default_labels_by_name)],
 }
 
 # On parameters of certain names only.
@@ -240,8 +241,7 @@ WITH_HEADS = {
         "qk_clip": mfx.qk_clip(HEADS, alpha=0.4),
         "muonclip": mfx.muonclip(
             HEADS,
-            newton_schulz=FP32,
-            view=mfx.MatrixView(blocks={"*cross.qkv.weight": 3}),
+            orthogonalize=FP32.replace(view=mfx.MatrixView(blocks={"*cross.qkv.weight": 3})),
             labels=mfx.select.default_labels_by_name,
         ),
     }.items()
@@ -345,10 +345,14 @@ def test_every_transform_can_be_recorded(name: str, tx: mfx.Transform):
 @pytest.mark.parametrize(
     "tx",
     [
-        mfx.orthogonalize(dims={"k": ROWS_AND_COLUMNS}, blocks={"*qkv": 3}),
-        mfx.normalize_neurons(dims={"k": ROWS_AND_COLUMNS}),
-        mfx.scale_by_shape("spectral", dims={"k": ROWS_AND_COLUMNS}, blocks={"a.*": (1, 2, 3)}),
-        mfx.muon(0.1, dims={"k": ROWS_AND_COLUMNS}, blocks={"*qkv": 3}, mask=mfx.select.path("*qkv")),
+        mfx.orthogonalize(view=mfx.MatrixView(dims={"k": ROWS_AND_COLUMNS}, blocks={"*qkv": 3})),
+        mfx.normalize_neurons(view=mfx.MatrixView(dims={"k": ROWS_AND_COLUMNS})),
+        mfx.scale_by_shape("spectral", view=mfx.MatrixView(dims={"k": ROWS_AND_COLUMNS}, blocks={"a.*": (1, 2, 3)})),
+        mfx.muon(
+            0.1,
+            orthogonalize=mfx.orthogonalize(view=mfx.MatrixView(dims={"k": ROWS_AND_COLUMNS}, blocks={"*qkv": 3})),
+            mask=mfx.select.path("*qkv"),
+        ),
     ],
     ids=repr,
 )

@@ -43,11 +43,15 @@ def all_to_muon(params: Any) -> dict[str, str]:
     return dict.fromkeys(params, "muon")
 
 
+def exact(**kw: Any) -> mfx.Transform:
+    return mfx.orthogonalize(**EXACT, **kw)
+
+
 RECIPES = {
-    "muon": lambda **kw: mfx.muon(0.1, weight_decay=0.1, **EXACT, **kw),
-    "normuon": lambda **kw: mfx.normuon(0.1, weight_decay=0.1, **EXACT, **kw),
+    "muon": lambda **kw: mfx.muon(0.1, weight_decay=0.1, orthogonalize=exact(**kw)),
+    "normuon": lambda **kw: mfx.normuon(0.1, weight_decay=0.1, orthogonalize=exact(**kw)),
     "muon_with_adamw": lambda **kw: mfx.muon_with_adamw(
-        0.1, labels=all_to_muon, adamw_learning_rate=0.1, **EXACT, **kw
+        0.1, labels=all_to_muon, adamw_learning_rate=0.1, orthogonalize=exact(**kw)
     ),
 }
 
@@ -76,30 +80,28 @@ def fuse(values: dict[str, Tensor], axis: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", [*TAKE_BLOCKS, *RECIPES])
 @given(st.integers(0, 99), st.sampled_from([(4, 4, 4), (6, 3, 2)]), st.booleans(), st.sampled_from((-2, -1)))
 def test_blocks_are_as_separate_parameters(name: str, seed: int, sizes: Any, counted: bool, axis: int):
-    if name in RECIPES:
-        axis = -2  # recipes cut rows
     make = (TAKE_BLOCKS | RECIPES)[name]
     equal = len(set(sizes)) == 1
     shapes = {n: (size, 5) if axis == -2 else (5, size) for n, size in zip("qkv", sizes, strict=True)} | {"out": (5, 5)}
     params, *steps = steps_of(seed, shapes)
-    settings: dict[str, Any] = {} if name in RECIPES else {"block_axis": axis}
     apart = run(make(), params, steps)
     blocks = 3 if counted and equal else sizes
-    together = run(
-        make(blocks={"*.qkv": blocks}, **settings), fuse(params, axis), [fuse(grads, axis) for grads in steps]
-    )
+    view = mfx.MatrixView(blocks={"*.qkv": blocks}, block_axis=axis)
+    together = run(make(view=view), fuse(params, axis), [fuse(grads, axis) for grads in steps])
     for step, (mine, expected) in enumerate(zip(together, apart, strict=True)):
         for leaf, want in fuse(expected, axis).items():
             assert is_close(mine[leaf], want, 1e-12), (step, leaf)
 
 
-def test_every_transform_and_recipe_with_blocks_is_held_to_it():
+def test_every_transform_with_a_view_is_held_to_it():
     takes = {
         name
         for name, factory in NAMES.items()
-        if hasattr(factory, "definition") and "blocks" in factory.definition.parameters
+        if hasattr(factory, "definition") and "view" in factory.definition.parameters
     }
-    assert takes <= set(TAKE_BLOCKS)
+    assert takes <= {*TAKE_BLOCKS, "scale_by_dion"}
+    with pytest.raises(ValueError, match=r"scale_by_dion: view must not have blocks, found MatrixView\(blocks=2\)"):
+        mfx.contrib.scale_by_dion(view=mfx.MatrixView(blocks=2))
 
 
 @given(st.integers(0, 99), st.sampled_from(["rows", "longer"]), st.booleans())
@@ -145,40 +147,31 @@ BLOCKS = st.sampled_from((None, 2, (1, 3), {"*.qkv": 3}, {"*.qkv": (1, 2), "*": 
 
 
 @given(DIMS, BLOCKS, st.sampled_from((-2, -1, {"*.o": -1})))
-def test_a_view_given_as_a_value_and_loosely_is_one_transform(dims: Any, blocks: Any, axis: Any):
-    axis = -2 if blocks is None else axis  # block_axis without blocks is refused
-    view = mfx.MatrixView(dims, blocks, axis)
+def test_a_view_prints_as_the_code_that_builds_it_and_pickles(dims: Any, blocks: Any, axis: Any):
+    view = mfx.MatrixView(dims, blocks, -2 if blocks is None else axis)  # block_axis without blocks is refused
     again = pickle.loads(pickle.dumps(view))
     assert view == again == eval(repr(view), {"MatrixView": mfx.MatrixView})
     assert hash(view) == hash(again)
-    loose: dict[str, Any] = {"dims": dims, "blocks": blocks, "block_axis": axis}
-    told = [name for name, value in loose.items() if value != (-2 if name == "block_axis" else None)]
+    assert "None" not in repr(mfx.MatrixView(blocks=blocks)) or blocks is None
     for make in (mfx.orthogonalize, mfx.normalize_neurons, mfx.scale_by_shape):
-        first, second = make(**loose), make(view=view)
-        assert first == second == make().replace(view=view)
-        assert repr(first) == repr(second)
-        assert first.fingerprint == second.fingerprint
-        assert first.treedef == second.treedef
-        if told:
-            with pytest.raises(ValueError, match=f"view stands for {', '.join(told)} too: give one of them"):
-                make(view=view, **loose)
+        made = make(view=view)
+        assert made == make().replace(view=again)
+        assert made.fingerprint == make(view=again).fingerprint
+        assert (made.fingerprint == make().fingerprint) == (view == mfx.MatrixView())
+        assert made.treedef == make(view=again).treedef
 
 
-@pytest.mark.filterwarnings("ignore:partition. no parameter has the label")
-@pytest.mark.parametrize("make", [*RECIPES.values(), mfx.orthogonalize, mfx.normalize_neurons, mfx.scale_by_shape])
-def test_everything_that_takes_blocks_takes_a_view(make: Any):
-    view = mfx.MatrixView(blocks={"*.qkv": 3})
-    assert make(blocks={"*.qkv": 3}) == make(view=view) == make(view=view, blocks=None)
-    with pytest.raises(TypeError, match="view must be a MatrixView, found 3"):
-        make(view=3)
+@pytest.mark.parametrize("make", [mfx.orthogonalize, mfx.normalize_neurons, mfx.scale_by_shape, mfx.contrib.dion])
+@pytest.mark.parametrize("view", [3, None, {"blocks": 3}])
+def test_a_view_of_another_type_is_refused(make: Any, view: Any):
+    with pytest.raises(TypeError, match=r"view must be a MatrixView, found "):
+        make(view=view)
 
 
-def test_a_transform_that_takes_a_view_takes_all_that_it_stands_for():
-    with pytest.raises(ValueError, match="cut_rows: view stands for dims, block_axis, which it does not take"):
-
-        @mfx.transform
-        def cut_rows(*, blocks: int | None = None, view: mfx.MatrixView = mfx.MatrixView()):  # noqa: B008
-            return mfx.identity().functions
+def test_a_fingerprint_sees_the_names_in_a_view_without_the_prefixes_of_wrappers():
+    plain, wrapped = ({name: 3} for name in ("h.qkv", "h._fsdp_wrapped_module.qkv"))
+    plain, wrapped = (mfx.orthogonalize(view=mfx.MatrixView(blocks=blocks)) for blocks in (plain, wrapped))
+    assert plain.fingerprint == wrapped.fingerprint
 
 
 def test_views_differ_where_the_first_match_does():

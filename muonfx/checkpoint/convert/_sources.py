@@ -176,14 +176,14 @@ def muon_chain(
     debias: bool = False,
     **more: Any,
 ) -> Transform:
-    """Return the chain of Muon; ``more`` is passed to `orthogonalize`, its dims and blocks also to `scale_by_shape`."""
-    where = {key: more[key] for key in ("dims", "blocks") if key in more}
+    """Return the chain of Muon; ``more`` is passed to `orthogonalize`, and its view also to `scale_by_shape`."""
+    orthogonal = orthogonalize(**{**more, **options})
     # float(), since some optimizers hold these numbers in tensors.
     kept = momentum(float(decay), nesterov=nesterov, heavy_ball=heavy_ball, debias=debias)
     return chain(
         kept,
-        orthogonalize(**{**more, **options}),
-        *([scale_by_shape(rule, **where)] if rule is not None else []),
+        orthogonal,
+        *([scale_by_shape(rule, view=orthogonal.arguments["view"])] if rule is not None else []),
         add_decayed_weights(float(weight_decay)),
         scale_by_learning_rate(float(lr)),
     )

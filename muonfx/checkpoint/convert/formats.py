@@ -9,12 +9,13 @@ import torch
 from muonfx.checkpoint.convert._sources import Entry, Group, Keys, Options, Source, muon_chain
 from muonfx.core import Transform
 from muonfx.recipes import adamw, lion
+from muonfx.select import MatrixView
 from muonfx.transforms.scale import ShapeRule
 
 __all__ = ["FORMATS", "keller_chain"]
 
-_STACKED: dict[str, Any] = {"dims": ((-2,), (-1,))}
-"""The view of a leaf whose leading dims index independent matrices."""
+_STACKED = ((-2,), (-1,))
+"""The dims of a leaf whose leading dims index independent matrices."""
 
 
 def _adamw(group: Group, betas: Any, eps: Any, weight_decay: Any) -> Transform:
@@ -88,7 +89,7 @@ def keller_chain(group: Group, kind: str, shape: torch.Size, options: Options) -
         options=options,
         coefficients="keller",
         **steps,
-        **(_STACKED if len(shape) == 3 else {}),
+        **({"view": MatrixView(_STACKED)} if len(shape) == 3 else {}),
     )
 
 
@@ -136,10 +137,8 @@ def _dion_chain(group: Group, kind: str, shape: torch.Size, options: Options) ->
         return _adamw(group, betas, group["epsilon"], group["weight_decay"])
     if kind == "lion":
         return lion(float(group["lr"]), b1=betas[0], b2=betas[1], weight_decay=float(group["weight_decay"]))
-    where = dict(_STACKED) if len(shape) > 2 and not group["flatten"] else {}
-    heads, blocks = group.get("num_heads"), group.get("split_sizes")
-    if blocks is not None or (heads is not None and heads > 1):
-        where["blocks"] = heads if blocks is None else tuple(blocks)
+    heads, sizes = group.get("num_heads"), group.get("split_sizes")
+    blocks = tuple(sizes) if sizes is not None else heads if heads is not None and heads > 1 else None
     return muon_chain(
         group["mu"],
         nesterov=group["nesterov"],
@@ -148,7 +147,7 @@ def _dion_chain(group: Group, kind: str, shape: torch.Size, options: Options) ->
         lr=group["lr"],
         weight_decay=group["weight_decay"],
         options=options,
-        **where,
+        view=MatrixView(_STACKED if len(shape) > 2 and not group["flatten"] else None, blocks),
     )
 
 

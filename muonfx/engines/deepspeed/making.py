@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from muonfx import polar
 from muonfx.core import Transform
 from muonfx.engines.deepspeed.optimizer import ZeroOptimizer
-from muonfx.recipes import muon_with_adamw
-from muonfx.select import default_labels
-from muonfx.transforms._matrices import Blocks, Dims, MatrixView
-from muonfx.transforms.scale import ShapeRule
-from muonfx.tree.arguments import plain_arguments
+from muonfx.engines.parts import with_parts
+from muonfx.optimizer import muon
 
 __all__ = ["Muon", "initialize", "optimizer"]
 
@@ -53,49 +49,14 @@ def optimizer(model: nn.Module, tx: Transform) -> ZeroOptimizer:
     return ZeroOptimizer(model, tx)
 
 
-@plain_arguments
-def Muon(
-    model: nn.Module,
-    lr: float = 2e-3,
-    *,
-    weight_decay: float = 0.1,
-    momentum: float = 0.95,
-    adamw_lr: float | None = None,
-    adamw_weight_decay: float | None = None,
-    betas: Sequence[float] = (0.9, 0.95),
-    rule: ShapeRule = "match_rms_adamw",
-    coefficients: polar.CoefficientsLike = "polar_express_5",
-    method: polar.MethodLike = "auto",
-    dtype: polar.DTypeLike = "auto",
-    newton_schulz: polar.NewtonSchulz = polar.NewtonSchulz(),
-    dims: Dims | Mapping[str, Dims] | None = None,
-    blocks: Blocks | Mapping[str, Blocks] | None = None,
-    view: MatrixView = MatrixView(),
-    rules: Iterable[tuple[Any, str | None]] = (),
-    labels: Mapping[str, str | None] | None = None,
-) -> ZeroOptimizer:
+def Muon(model: nn.Module, lr: float = 2e-3, **options: Any) -> ZeroOptimizer:
     """Muon for the hidden matrices of a model and AdamW for the rest, as DeepSpeed's client optimizer.
-
-    The arguments are those of `muonfx.Muon`, also in a JSON file for `initialize`.
 
     Args:
         model: as for `optimizer`.
         lr: the learning rate of Muon.
-        weight_decay: decoupled, of Muon.
-        momentum: decay of Muon's average.
-        adamw_lr: the learning rate of AdamW; None: ``lr``.
-        adamw_weight_decay: decoupled, of AdamW; None: ``weight_decay``.
-        betas: AdamW's.
-        rule: as for `muonfx.Muon`.
-        coefficients: as for `muonfx.Muon`.
-        method: as for `muonfx.Muon`.
-        dtype: as for `muonfx.Muon`.
-        newton_schulz: as for `muonfx.Muon`.
-        dims: as for `muonfx.Muon`.
-        blocks: as for `muonfx.Muon`.
-        view: as for `muonfx.Muon`.
-        rules: (predicate, label) pairs that come before the default routing.
-        labels: "muon", "adamw" or None by name, in place of the default routing and rules.
+        options: further arguments of `muonfx.Muon` that concern the update, not the layout or memory. In a JSON file
+            for `initialize` a part is a mapping of its arguments, as in `muonfx.engines.parts`.
 
     Raises:
         TypeError, ValueError: as `optimizer` and `muonfx.Muon`.
@@ -105,25 +66,7 @@ def Muon(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, found {type(model).__name__}")
-    rules = list(rules)
-    if labels is not None and rules:
-        raise ValueError("rules come before the default routing, and labels stand in its place: give one of them")
-    if not isinstance(betas, Sequence) or len(betas) != 2:
-        raise ValueError(f"betas must be AdamW's two decays, found {betas!r}")
-    tx = muon_with_adamw(
-        lr,
-        adamw_lr,
-        weight_decay=weight_decay,
-        adamw_weight_decay=weight_decay if adamw_weight_decay is None else adamw_weight_decay,
-        decay=momentum,
-        b1=betas[0],
-        b2=betas[1],
-        rule=rule,
-        newton_schulz=newton_schulz,
-        view=view,
-        labels=default_labels(model, rules) if labels is None else labels,
-    )
-    return ZeroOptimizer(model, tx)
+    return ZeroOptimizer(model, muon.Muon.transform_for(model, lr, **with_parts(options)))
 
 
 def require_own_step(config: Mapping[str, Any]) -> None:
@@ -147,8 +90,9 @@ def initialize(model: nn.Module, config: Mapping[str, Any] | str | Path, **rest:
     """``deepspeed.initialize`` for a configuration whose optimizer is Muon.
 
     DeepSpeed knows its own optimizers and torch's by name, and no others. Here the entry ``"optimizer": {"type":
-    "muonfx.Muon", "params": {...}}`` is taken out and made with `Muon`; "params" has the names of `muonfx.Muon`. The
-    two options that client optimizers need are set unless the configuration has them. All else is passed on.
+    "muonfx.Muon", "params": {...}}`` is taken out and made with `Muon`; "params" has the names of `muonfx.Muon`, with
+    parts as mappings (`muonfx.engines.parts`). The two options that client optimizers need are set unless the
+    configuration has them. All else is passed on.
 
     Args:
         model: as for `optimizer`.

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import nn
 
+from muonfx.engines.parts import with_parts
 from muonfx.optimizer.muon import Muon
 
 __all__ = ["muon", "register"]
@@ -30,7 +31,8 @@ def muon(model: nn.Module, optim_config: Mapping[str, Any], **given: Any) -> Muo
 
     Args:
         model: as LLaMA-Factory has sharded it.
-        optim_config: ``name``, ``lr``, and further arguments of `muonfx.Muon`.
+        optim_config: ``name``, ``lr``, and further arguments of `muonfx.Muon`, with parts as mappings
+            (`muonfx.engines.parts`): ``orthogonalize: {coefficients: keller}``.
         given: what versions of LLaMA-Factory hand over beside; ``learning_rate`` counts where there is no ``lr``.
 
     Raises:
@@ -44,7 +46,7 @@ def muon(model: nn.Module, optim_config: Mapping[str, Any], **given: Any) -> Muo
     options = {key: value for key, value in optim_config.items() if key != "name"}
     if (lr := options.pop("lr", given.get("learning_rate"))) is None:
         raise ValueError("optim_config: found no lr; LLaMA-Factory does not hand on its learning_rate, so say it here")
-    return Muon(model, lr, **options)
+    return Muon(model, lr, **with_parts(options))
 
 
 def register() -> None:

@@ -208,7 +208,8 @@ def stacks_are_as_their_matrices(tx: Transform, params: PyTree, steps: list[PyTr
 
     >>> import muonfx as mfx
     >>> from muonfx.testing import Example
-    >>> stacks_are_as_their_matrices(mfx.orthogonalize(blocks=2, dtype=torch.float64), *Example.of({"w": (4, 3)}))
+    >>> tx = mfx.orthogonalize(dtype=torch.float64, view=mfx.MatrixView(blocks=2))
+    >>> stacks_are_as_their_matrices(tx, *Example.of({"w": (4, 3)}))
     """
     named = [dict(zip(tree.names(values), tree.leaves(values), strict=True)) for values in (params, *steps)]
     shapes = {name: tuple(leaf.shape) for name, leaf in named[0].items()}

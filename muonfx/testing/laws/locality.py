@@ -135,7 +135,8 @@ def matrix_transforms_see_one_matrix(tx: Transform, params: PyTree, steps: list[
 
     >>> import muonfx as mfx
     >>> from muonfx.testing import Example
-    >>> matrix_transforms_see_one_matrix(mfx.orthogonalize(dims=((-2,), (-1,))), *Example.of({"w": (2, 2, 3)}))
+    >>> tx = mfx.orthogonalize(view=mfx.MatrixView(((-2,), (-1,))))
+    >>> matrix_transforms_see_one_matrix(tx, *Example.of({"w": (2, 2, 3)}))
     """
     example = Example(params, steps)
     whole = _updates(tx, example)

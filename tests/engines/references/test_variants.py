@@ -11,7 +11,7 @@ import muonfx as mfx
 pytestmark = pytest.mark.engines
 theirs = pytest.importorskip("pytorch_optimizer", reason="pytorch_optimizer is not installed")
 
-EXACT = mfx.polar.NewtonSchulz(coefficients=((1.875, -1.25, 0.375),), steps=40, dtype=torch.float64)
+EXACT = mfx.orthogonalize(coefficients=((1.875, -1.25, 0.375),), steps=40, dtype=torch.float64)
 RATE, DECAY, BETA = 0.1, 0.3, 0.9
 SHAPES = {"tall": (6, 4), "wide": (3, 5)}
 
@@ -72,7 +72,7 @@ def test_scion(norm: str, constrained: bool):
         return theirs.SCION(params, lr=RATE, momentum=1 - BETA, **more)
 
     labels = dict.fromkeys(SHAPES, "role")
-    more: dict[str, Any] = {"newton_schulz": EXACT, "constrained": constrained, "labels": labels}
+    more: dict[str, Any] = {"orthogonalize": EXACT, "constrained": constrained, "labels": labels}
     assert_equal(
         mfx.contrib.scion(RATE, decay=BETA, norms={"role": (norm, 5.0)}, **more), make, 1e-6
     )  # their eps is 1e-8
@@ -84,7 +84,7 @@ def test_adamuon():
         return theirs.AdaMuon([group], lr=RATE, betas=(BETA, 0.8), weight_decay=DECAY, eps=1e-10)
 
     tx = mfx.contrib.adamuon(
-        RATE, decay=BETA, second_decay=0.8, eps=1e-10, nesterov=False, weight_decay=DECAY, newton_schulz=EXACT
+        RATE, decay=BETA, second_decay=0.8, eps=1e-10, nesterov=False, weight_decay=DECAY, orthogonalize=EXACT
     )
     assert_equal(tx, make, 1e-8)
 
@@ -92,10 +92,10 @@ def test_adamuon():
 def test_polargrad_is_muon_of_optax_with_the_dual_norm():
     jax = pytest.importorskip("jax", reason="jax is not installed")
     optax = pytest.importorskip("optax", reason="optax is not installed")
-    keller = mfx.polar.NewtonSchulz(coefficients="keller", method="standard", dtype=torch.float64)
+    keller = mfx.orthogonalize(coefficients="keller", method="standard", dtype=torch.float64)
     ours = mfx.chain(
         mfx.momentum(BETA, nesterov=False, debias=True),
-        mfx.contrib.scale_by_dual_norm(mfx.orthogonalize(newton_schulz=keller)),
+        mfx.contrib.scale_by_dual_norm(keller),
     )
     params, steps = draw()
     with jax.enable_x64(True):

@@ -41,8 +41,10 @@ PARAMS = {
     "s": torch.tensor(1.0),
 }
 LABELS = {name: "muon" if leaf.ndim == 2 else "adamw" for name, leaf in PARAMS.items()}
-MUON = mfx.muon_with_adamw(0.1, labels=LABELS, dtype=torch.float32)
-WITHOUT_MOMENTUM = mfx.muon_with_adamw(0.1, decay=0.0, b1=0.0, labels=LABELS, dtype=torch.float32)
+MUON = mfx.muon_with_adamw(0.1, labels=LABELS, orthogonalize=mfx.orthogonalize(dtype=torch.float32))
+WITHOUT_MOMENTUM = mfx.muon_with_adamw(
+    0.1, decay=0.0, b1=0.0, labels=LABELS, orthogonalize=mfx.orthogonalize(dtype=torch.float32)
+)
 
 
 def drawn(step: int) -> dict[str, Any]:
@@ -104,7 +106,10 @@ def factories(tx: Any) -> set[Any]:
 
 CHAINS = {
     "muon": MUON,
-    "normuon": mfx.partition({"muon": mfx.normuon(0.1, dtype=torch.float32), "adamw": mfx.adamw(0.1)}, LABELS),
+    "normuon": mfx.partition(
+        {"muon": mfx.normuon(0.1, orthogonalize=mfx.orthogonalize(dtype=torch.float32)), "adamw": mfx.adamw(0.1)},
+        LABELS,
+    ),
     "clipped": mfx.chain(mfx.clip_by_global_norm(1.0), MUON),
     "skipping": mfx.skip_nonfinite(mfx.chain(mfx.clip_by_global_norm(1.0), MUON)),
     "accumulated": mfx.accumulate(mfx.chain(mfx.clip_by_global_norm(1.0), MUON), 2),
@@ -315,7 +320,11 @@ def trained(tx: mfx.Transform, steps: int, start: Any = None, **more: Any) -> An
 
 
 TRAINED = mfx.muon_with_adamw(
-    0.02, 0.01, mask=mfx.select.ndim(min=2), dtype=torch.float32, labels=mfx.select.default_labels_by_name
+    0.02,
+    0.01,
+    mask=mfx.select.ndim(min=2),
+    orthogonalize=mfx.orthogonalize(dtype=torch.float32),
+    labels=mfx.select.default_labels_by_name,
 )
 
 

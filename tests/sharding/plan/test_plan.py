@@ -18,7 +18,7 @@ from muonfx.sharding.plan.assignment import Machine, RunPlan
 from muonfx.sharding.plan.balance import lower_bound
 from muonfx.sharding.plan.shares import Share
 
-EXPERTS = ((-2,), (-1,))
+EXPERTS = mfx.MatrixView(((-2,), (-1,)))
 FP32 = mfx.orthogonalize(dtype=torch.float32)
 
 
@@ -60,7 +60,7 @@ def stacks(draw: st.DrawFn) -> tuple[dict[str, torch.Tensor], sharding.Layout]:
 @given(stacks(), st.sampled_from(["split", "everyone"]))
 def test_every_matrix_is_computed_once_by_a_rank_that_has_one_range_of_a_stack(drawn, replicas: str):
     params, layout = drawn
-    run = run_of(mfx.orthogonalize(dims=EXPERTS, dtype=torch.float32), layout, replicas=replicas)
+    run = run_of(mfx.orthogonalize(view=EXPERTS, dtype=torch.float32), layout, replicas=replicas)
     for name in params:
         assert set(covered(run.shares, name)) == {1}
     owners = [(share.name, share.owner) for share in run.shares]
@@ -74,7 +74,7 @@ def test_every_matrix_is_computed_once_by_a_rank_that_has_one_range_of_a_stack(d
 @given(stacks())
 def test_what_a_rank_has_whole_and_alone_it_keeps(drawn):
     _, layout = drawn
-    for share in run_of(mfx.orthogonalize(dims=EXPERTS, dtype=torch.float32), layout).shares:
+    for share in run_of(mfx.orthogonalize(view=EXPERTS, dtype=torch.float32), layout).shares:
         if share.route == "local":
             assert not share.comes
             assert not share.goes
@@ -87,7 +87,7 @@ def test_heads_that_are_whole_on_a_rank_stay_there():
     params = {"qkv": torch.zeros(24, 6), "out": torch.zeros(6, 24)}
     # six rows of qkv on each, and out on the last
     layout = sharding.flat(params, 4, order=["qkv", "out"], cuts=[0, 36, 72, 108, 288])
-    heads = run_of(mfx.orthogonalize(blocks={"qkv": 12}, dtype=torch.float32), layout)
+    heads = run_of(mfx.orthogonalize(view=mfx.MatrixView(blocks={"qkv": 12}), dtype=torch.float32), layout)
     assert [(s.name, s.shape, s.owner, s.route) for s in heads.shares] == [
         ("out", (6, 24), 3, "local"),
         *[("qkv", (3, 2, 6), rank, "local") for rank in range(4)],
@@ -99,7 +99,7 @@ def test_heads_that_are_whole_on_a_rank_stay_there():
 
 def test_a_stack_that_all_hold_is_divided():
     layout = sharding.replicated({"up": torch.zeros(10, 3, 5)}, 4)
-    run = run_of(mfx.orthogonalize(dims=EXPERTS, dtype=torch.float32), layout, replicas="split")
+    run = run_of(mfx.orthogonalize(view=EXPERTS, dtype=torch.float32), layout, replicas="split")
     assert [(s.owner, s.shape[0]) for s in run.shares] == [(0, 2), (1, 3), (2, 2), (3, 3)]
 
 
@@ -114,7 +114,7 @@ def experts_on(size: int, parts: int, stacks: int) -> sharding.Layout:
 @pytest.mark.parametrize(("parts", "stacks"), [(2, 4), (2, 3), (1, 2), (1, 3), (4, 2)])
 def test_experts_that_are_cut_further_than_their_number_go_to_all_ranks_of_their_part(parts: int, stacks: int):
     layout = experts_on(8, parts, stacks)
-    run = run_of(mfx.orthogonalize(dims=EXPERTS, dtype=torch.float32), layout)
+    run = run_of(mfx.orthogonalize(view=EXPERTS, dtype=torch.float32), layout)
     for share in run.shares:
         assert share.leg_of(share.owner) is not None
     computed = Counter(share.owner for share in run.shares for _ in range(share.shape[0]))
@@ -128,7 +128,7 @@ def test_experts_that_are_cut_further_than_their_number_go_to_all_ranks_of_their
 
 def test_experts_that_all_hold_go_to_the_ranks_with_least_to_do():
     layout = sharding.replicated({"up": torch.zeros(3, 4, 5), "down": torch.zeros(3, 5, 4)}, 6)
-    run = run_of(mfx.orthogonalize(dims=EXPERTS, dtype=torch.float32), layout, replicas="split")
+    run = run_of(mfx.orthogonalize(view=EXPERTS, dtype=torch.float32), layout, replicas="split")
     assert sorted(share.owner for share in run.shares) == list(range(6))
 
 
@@ -254,11 +254,18 @@ GPT2 = {
 @pytest.mark.parametrize("size", [2, 3, 8, 16])
 def test_owners_are_balanced(size: int):
     params = {name: torch.empty(shape, device="meta") for name, shape in GPT2.items()}
-    plan = sharding.plan_for(mfx.muon(0.1, dtype=torch.float32), sharding.zero(params, size, partition="flat"))
+    plan = sharding.plan_for(
+        mfx.muon(0.1, orthogonalize=mfx.orthogonalize(dtype=torch.float32)),
+        sharding.zero(params, size, partition="flat"),
+    )
     costs = [share.cost for run in plan.runs for share in run.shares]
     # the flat cut leaves most matrices whole on one rank, which keeps them: only those across a cut can be dealt out
     assert max(plan.flops) <= 2 * lower_bound(costs, size)
-    split = sharding.plan_for(mfx.muon(0.1, dtype=torch.float32), sharding.replicated(params, size), replicas="split")
+    split = sharding.plan_for(
+        mfx.muon(0.1, orthogonalize=mfx.orthogonalize(dtype=torch.float32)),
+        sharding.replicated(params, size),
+        replicas="split",
+    )
     assert max(split.flops) <= 1.05 * lower_bound(costs, size)
 
 
@@ -277,7 +284,9 @@ def test_the_plan_can_be_read():
     params = {"w": torch.zeros(64, 64), "stack": torch.zeros(6, 8, 8), "b": torch.zeros(5)}
     tx = mfx.partition(
         {
-            "muon": mfx.chain(mfx.momentum(), mfx.orthogonalize(dims={"stack": EXPERTS}, dtype=torch.float32)),
+            "muon": mfx.chain(
+                mfx.momentum(), mfx.orthogonalize(view=mfx.MatrixView({"stack": ((-2,), (-1,))}), dtype=torch.float32)
+            ),
             "rest": mfx.scale_by_adam(),
         },
         {"w": "muon", "stack": "muon", "b": "rest"},
@@ -296,7 +305,10 @@ def test_the_plan_can_be_read():
 
 def test_a_plan_of_what_is_sharded_already_is_that_of_the_chain():
     params = {"w": torch.zeros(8, 8), "v": torch.zeros(4, 8)}
-    layout, tx = sharding.zero(params, 2, partition="flat"), mfx.muon(0.1, dtype=torch.float32)
+    layout, tx = (
+        sharding.zero(params, 2, partition="flat"),
+        mfx.muon(0.1, orthogonalize=mfx.orthogonalize(dtype=torch.float32)),
+    )
     assert sharding.plan_for(sharding.sharded(tx, layout), layout).owners() == sharding.plan_for(tx, layout).owners()
 
 

@@ -1,0 +1,54 @@
+"""The parts of an optimizer in a JSON or YAML file: mappings of their arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+
+from muonfx.select import MatrixView
+from muonfx.transforms import orthogonalize
+from muonfx.tree.arguments import plain_arguments
+
+__all__ = ["with_parts"]
+
+_CONSTRUCTORS: dict[str, Callable[..., Any]] = {
+    "orthogonalize": orthogonalize,
+    "view": plain_arguments(MatrixView),
+}
+"""The constructors of the parts, by the argument that takes the part."""
+
+
+def with_parts(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Make the parts in options that were read from a file.
+
+    A part is a mapping of its constructor's arguments: ``orthogonalize`` those of `muonfx.orthogonalize`, and ``view``
+    in it those of `muonfx.MatrixView`. Lists become tuples, and the name of a dtype a dtype. All else is unchanged,
+    also a part that was made in Python.
+
+    Raises:
+        TypeError: a part has no such argument; the message suggests one.
+
+    >>> with_parts({"rule": "original", "orthogonalize": {"dtype": "float32", "view": {"blocks": {"*.qkv": [4, 2]}}}})
+    {'rule': 'original', 'orthogonalize': orthogonalize(dtype=torch.float32, view=MatrixView(blocks={'*.qkv': (4, 2)}))}
+    """
+    return {name: _part(name, value) for name, value in options.items()}
+
+
+def _part(name: str, value: Any) -> Any:
+    make = _CONSTRUCTORS.get(name)
+    if make is None or not isinstance(value, Mapping):
+        return value
+    arguments = {key: _part(key, _from_json(key, item)) for key, item in cast("Mapping[str, Any]", value).items()}
+    return make(**arguments)
+
+
+def _from_json(name: str, value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(_from_json("", item) for item in value)
+    if isinstance(value, Mapping):
+        return {key: _from_json("", item) for key, item in value.items()}
+    if name == "dtype" and isinstance(getattr(torch, str(value), None), torch.dtype):
+        return getattr(torch, value)
+    return value
