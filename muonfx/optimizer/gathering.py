@@ -8,8 +8,9 @@ from math import prod
 import torch
 from torch import Tensor
 
+from muonfx.program.buckets import cut_into_buckets
 from muonfx.sharding.layout import Layout
-from muonfx.sharding.messages import Exchange, cut_places, octets
+from muonfx.sharding.messages import Exchange, octets
 from muonfx.sharding.state import LeafPlacement, interval_of
 
 __all__ = ["Gathering", "gathered_whole"]
@@ -66,5 +67,5 @@ def gathered_whole(
 ) -> Iterator[tuple[int, Tensor]]:
     """Gather owner-held leaves on all ranks, about `BUCKET` bytes at a time."""
     sizes = {place: prod(what.shape) * what.dtype.itemsize for place, (what, _) in leaves.items()}
-    for places in cut_places(sizes, BUCKET):
+    for places in cut_into_buckets(sizes, BUCKET):
         yield from Gathering(layout, device, {place: leaves[place] for place in places}).wait().items()

@@ -15,7 +15,6 @@ from muonfx.core.donation import Donation, unshared
 from muonfx.optimizer.state import Load, Taken, on_this_rank
 from muonfx.optimizer.values import Group, GroupNumbers, Number, current_values, fitted, unchanged
 from muonfx.optimizer.versions import for_groups
-from muonfx.program.buckets import nbytes_of
 from muonfx.program.execute import Executor
 from muonfx.program.nodes import Node, Program
 from muonfx.program.offload.transform import inner_of, store_of
@@ -60,7 +59,7 @@ class Stepping:
         """Create the state, and build the transforms for the groups."""
         check_params(params)
         warn_of_unmatched(self.tx, params)
-        self._limit = self._bucket_bytes or max([SMALL_BUCKET, *map(nbytes_of, params.values())])
+        self._limit = self._bucket_bytes or max([SMALL_BUCKET, *[param.nbytes for param in params.values()]])
         self.executor.bucket_bytes = self._limit
         state = self.executor.init(self._inner, params)
         self.refresh(groups, params)

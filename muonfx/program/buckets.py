@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,7 +27,6 @@ __all__ = [
     "device_of",
     "init_in_buckets",
     "moves",
-    "nbytes_of",
     "parameters_of",
     "sizes_of",
     "store_away",
@@ -35,9 +34,12 @@ __all__ = [
 ]
 
 
-def cut_into_buckets(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Split names, in order, into lists of at most `limit` bytes; a larger leaf is a list of its own."""
-    found: list[list[str]] = []
+K = TypeVar("K")
+
+
+def cut_into_buckets(sizes: Mapping[K, int], limit: int) -> list[list[K]]:
+    """Split keys, in order, into lists of at most `limit` bytes; a larger item is a list of its own."""
+    found: list[list[K]] = []
     room = 0
     for name, size in sizes.items():
         if not found or size > room:
@@ -45,7 +47,7 @@ def cut_into_buckets(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
             room = limit
         found[-1].append(name)
         room -= size
-    return found or [[]]
+    return found
 
 
 def moves(leaf: Any, parameter: str | None) -> bool:
@@ -61,17 +63,12 @@ def can_be_shared_out(leaves: Sequence[object], parameters: Sequence[str | None]
     )
 
 
-def nbytes_of(leaf: Tensor) -> int:
-    """Return the bytes of a tensor's elements."""
-    return leaf.numel() * leaf.element_size()
-
-
 def sizes_of(names: Sequence[str], state: PyTree, parameters: Sequence[str | None]) -> dict[str, int]:
     """Return the bytes of moving state for each of some parameters."""
     sizes = dict.fromkeys(names, 0)
     for leaf, name in zip(tree.leaves(state), parameters, strict=True):
         if name in sizes and moves(leaf, name):
-            sizes[name] += nbytes_of(leaf)
+            sizes[name] += leaf.nbytes
     return sizes
 
 

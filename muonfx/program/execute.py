@@ -27,7 +27,6 @@ from muonfx.program.buckets import (
     device_of,
     init_in_buckets,
     moves,
-    nbytes_of,
     parameters_of,
     sizes_of,
     store_away,
@@ -247,7 +246,7 @@ class Executor:
 
     def _routes_of(self, node: Node, tx: Transform, call: Arguments) -> Routes:
         if node.number not in self._routes:
-            limit = self.bucket_bytes or max([PIECE_BYTES, *map(nbytes_of, call.params.values())])
+            limit = self.bucket_bytes or max([PIECE_BYTES, *[param.nbytes for param in call.params.values()]])
             self._routes[node.number] = Routes(node, tx, call, limit)
         return self._routes[node.number]
 
@@ -260,7 +259,7 @@ class Executor:
         weights = tree.leaves(call.params) if call.params is not None and tx.reads_params else []
         far = any(weight is not None and weight.device != device for weight in weights)
         at_once = not any(sizes.values()) and device == given and not far
-        buckets = [list(sizes)] if at_once else cut_into_buckets(sizes, self.store.bucket_bytes)
+        buckets = [list(sizes)] if at_once else cut_into_buckets(sizes, self.store.bucket_bytes) or [[]]
         return self._in_buckets(tx, buckets, parameters, call, far=far)
 
     def _in_buckets(
@@ -306,7 +305,7 @@ class Executor:
         if self.bucket_bytes is None or params is None:
             return None
         named = zip(tree.names(params), tree.leaves(params), strict=True)
-        return cut_into_buckets({name: nbytes_of(x) for name, x in named if x is not None}, self.bucket_bytes)
+        return cut_into_buckets({name: x.nbytes for name, x in named if x is not None}, self.bucket_bytes)
 
     # ---------------------------------------------------------------------------------- nodes that need every leaf
 
@@ -383,7 +382,7 @@ class Executor:
             warnings.simplefilter("ignore")
             shown = tx.functions.init(tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), params))
         sizes = sizes_of(tree.names(params), shown, parameters_of(shown, params))
-        buckets = cut_into_buckets(sizes, self.store.bucket_bytes)
+        buckets = cut_into_buckets(sizes, self.store.bucket_bytes) or [[]]
         # Leaves of other buckets are meta tensors, so that decisions by names and shapes see the whole tree.
         return init_in_buckets(self.store, buckets, params, tx.functions.init, outside="meta")
 

@@ -21,7 +21,7 @@ import torch
 from muonfx import tree
 from muonfx.core import Locality, Transform
 from muonfx.polar import Workspace
-from muonfx.program.buckets import can_be_shared_out, cut_into_buckets, nbytes_of, parameters_of
+from muonfx.program.buckets import can_be_shared_out, cut_into_buckets, parameters_of
 from muonfx.program.nodes import Around, ChainNode, Node
 from muonfx.program.passage import PLAIN, Bucket, Passage, Share, State, Step, Surroundings
 from muonfx.program.placement import Arguments
@@ -95,7 +95,7 @@ class Routes:
     """Runs one resolved transform by routes; a step may have other numbers, but the same structure."""
 
     def __init__(self, node: Node, tx: Transform, call: Arguments, bucket_bytes: int) -> None:
-        self._sizes: dict[str, int] = {name: nbytes_of(leaf) for name, leaf in call.params.items()}
+        self._sizes: dict[str, int] = {name: leaf.nbytes for name, leaf in call.params.items()}
         self._piece_bytes = min(PIECE_BYTES, max(bucket_bytes, SMALLEST_PIECE))
         self._routes = [(route, self._buckets_of(route, call, bucket_bytes)) for route in routes_of(node, tx)]
         self._steps: dict[Step, tuple[str, ...]] = {}
@@ -113,10 +113,12 @@ class Routes:
             # Sort by shape: matrices of one shape in one bucket form a batch.
             names.sort(key=lambda name: tuple(call.params[name].shape))
             limit = bucket_bytes
-        buckets = cut_into_buckets({name: self._sizes[name] for name in names}, limit)
+        buckets = cut_into_buckets({name: self._sizes[name] for name in names}, limit) or [[]]
         wide = {name: call.params[name].numel() * max(4, call.params[name].element_size()) for name in names}
         return [
-            Bucket(tuple(some), list(map(tuple, cut_into_buckets({n: wide[n] for n in some}, self._piece_bytes))))
+            Bucket(
+                tuple(some), list(map(tuple, cut_into_buckets({n: wide[n] for n in some}, self._piece_bytes) or [[]]))
+            )
             for some in buckets
         ]
 

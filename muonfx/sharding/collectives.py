@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
+from muonfx.program.buckets import cut_into_buckets
 from muonfx.sharding.boxes import Box
 from muonfx.sharding.consensus import DTYPES, agree_on_leaves, check_pieces, outside_transforms
 from muonfx.sharding.cut import equal_intervals
 from muonfx.sharding.dtensors import is_dtensor, local_of
-from muonfx.sharding.messages import Exchange, ShardingError, copied, cut_places
+from muonfx.sharding.messages import Exchange, ShardingError, copied
 from muonfx.sharding.shards import Window, part
 from muonfx.tree import PyTree
 from muonfx.tree import elementwise as ew
@@ -280,7 +281,7 @@ def _add_up(parts: Sequence[Tensor], op: str, into: Tensor) -> None:
 def in_buckets(tensors: Sequence[Tensor], limit: int) -> Iterator[list[int]]:
     """Group the indices of tensors by dtype into lists of at most `limit` bytes; a larger tensor is alone in a list."""
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        yield from cut_places({i: x.nbytes for i, x in enumerate(tensors) if x.dtype == dtype}, limit)
+        yield from cut_into_buckets({i: x.nbytes for i, x in enumerate(tensors) if x.dtype == dtype}, limit)
 
 
 def _check_op(op: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Buffers", "Exchange", "ShardingError", "collective", "copied", "cut_places", "octets"]
+__all__ = ["Buffers", "Exchange", "ShardingError", "collective", "copied", "octets"]
 
 
 class ShardingError(RuntimeError):
@@ -112,19 +112,6 @@ class Exchange:
         """Release the receive buffer."""
         self._buffers.give_back(self._received)
         del self._received
-
-
-def cut_places(nbytes: Mapping[int, int], limit: int) -> list[list[int]]:
-    """Group indices, in order, into lists of at most `limit` bytes; a larger item is alone in a list."""
-    found: list[list[int]] = []
-    room = 0
-    for place, size in nbytes.items():
-        if not found or size > room:
-            found.append([])
-            room = limit
-        found[-1].append(place)
-        room -= size
-    return found
 
 
 def copied(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:

@@ -370,8 +370,8 @@ class Present:
         mine, theirs = names(self._tree(self._leaves)), names(tree)
         raise ValueError(
             f"expected a tree like the updates, with {len(mine)} leaves ({format_list(mine)}), found a "
-            f"{type(tree).__name__} "
-            f"with {len(theirs)} leaves ({format_list(theirs)}); updates, state and params must have one structure"
+            f"{type(tree).__name__} with {len(theirs)} leaves ({format_list(theirs)}); updates, state and "
+            "params must have one structure"
         )
 
     def _tree(self, leaves: Sequence[object]) -> PyTree:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from muonfx.tree import Spec
 
-__all__ = ["in_file", "nbytes_of", "release", "require_room"]
+__all__ = ["in_file", "release", "require_room"]
 
 PAGE = mmap.PAGESIZE
 
@@ -36,18 +36,13 @@ _MAPPED: WeakKeyDictionary[Any, _Where] = WeakKeyDictionary()
 """The address range of every mapping that some tensor still uses."""
 
 
-def nbytes_of(spec: Spec) -> int:
-    """Return the bytes of a tensor's elements."""
-    return torch.Size(spec.shape).numel() * spec.dtype.itemsize
-
-
 def in_file(specs: Sequence[Spec], folder: str) -> list[Tensor]:
     """Allocate non-empty zero tensors in one new file, each with its own storage; an OSError leaves no file."""
     starts: list[int] = []
     length = 0
     for spec in specs:
         starts.append(length)
-        length += -(-nbytes_of(spec) // PAGE) * PAGE
+        length += -(-spec.nbytes // PAGE) * PAGE
     if not length:
         return []
     mapped = _mapped(folder, length)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from muonfx.program.offload.files import PAGE, folder_of, in_file, nbytes_of, release, require_room
+from muonfx.program.offload.files import PAGE, folder_of, in_file, release, require_room
 from muonfx.program.offload.transfer import BucketTransfer
 from muonfx.tree import Spec
 
@@ -77,8 +77,8 @@ class OffloadStore(NamedTuple):
     def require(self, specs: Sequence[Spec]) -> None:
         """Raise OSError unless the disk has room for further tensors."""
         if self.folder is not None and specs:
-            require_room(self.folder, sum(nbytes_of(spec) for spec in specs if _on_disk(spec)))
+            require_room(self.folder, sum(spec.nbytes for spec in specs if _on_disk(spec)))
 
 
 def _on_disk(spec: Spec) -> bool:
-    return nbytes_of(spec) >= PAGE  # on disk a smaller tensor would take a whole page
+    return spec.nbytes >= PAGE  # on disk a smaller tensor would take a whole page

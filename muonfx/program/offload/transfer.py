@@ -30,7 +30,7 @@ def buffer(nbytes: int, device: torch.device, *, pin: bool = False) -> Tensor:
 
 def nbytes_in_buffer(leaves: Sequence[Tensor]) -> int:
     """Return the bytes that a bucket's leaves take in a buffer."""
-    return sum(-(-leaf.numel() * leaf.element_size() // ALIGNED) * ALIGNED for leaf in leaves)
+    return sum(-(-leaf.nbytes // ALIGNED) * ALIGNED for leaf in leaves)
 
 
 class BucketTransfer:
@@ -155,9 +155,8 @@ def _cut(room: Tensor, likes: Sequence[Tensor]) -> list[Tensor]:
     found: list[Tensor] = []
     start = 0
     for like in likes:
-        nbytes = like.numel() * like.element_size()
-        found.append(room[start : start + nbytes].view(like.dtype).view(like.shape))
-        start += -(-nbytes // ALIGNED) * ALIGNED
+        found.append(room[start : start + like.nbytes].view(like.dtype).view(like.shape))
+        start += -(-like.nbytes // ALIGNED) * ALIGNED
     return found
 
 

@@ -21,8 +21,8 @@ from muonfx.core import Transform
 from muonfx.core.contract import require_transform
 from muonfx.core.recorded import strip_transparent
 from muonfx.polar import compute_dtype
+from muonfx.program.buckets import cut_into_buckets
 from muonfx.sharding.layout import Layout
-from muonfx.sharding.messages import cut_places
 from muonfx.sharding.plan.balance import assign
 from muonfx.sharding.plan.cost import Run, RunCost, runs_of
 from muonfx.sharding.plan.shares import Part, Share, apart, matrices_of, nearest, on_stacks, parts_of
@@ -278,8 +278,8 @@ def _buckets(shares: Sequence[Share], specs: dict[str, Spec], limit: int) -> Ite
             if specs[shares[i].name].dtype == dtype:
                 by_owner.setdefault(shares[i].owner, {})[i] = shares[i].numel * dtype.itemsize
         # Shares that every rank computes have their own batches: with other matrices the last bit could differ.
-        yield from map(tuple, cut_places(by_owner.pop(None), limit))
-        for together in zip_longest(*(cut_places(own, limit) for own in by_owner.values()), fillvalue=()):
+        yield from map(tuple, cut_into_buckets(by_owner.pop(None), limit))
+        for together in zip_longest(*(cut_into_buckets(own, limit) for own in by_owner.values()), fillvalue=()):
             yield tuple(sorted(i for own in together for i in own))
 
 
