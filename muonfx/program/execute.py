@@ -35,7 +35,6 @@ from muonfx.program.buckets import (
 from muonfx.program.lower import Placeholder, lower_node, named_chain, resolve_within, state_around
 from muonfx.program.nodes import Around, ChainNode, Node, Program, Stage, WholeTree
 from muonfx.program.placement import ALONE, RESIDENT, Arguments, Placement, Run, Store
-from muonfx.program.routes import PIECE_BYTES, Routes, at_path, can_be_routed, put_at_path
 from muonfx.tree import PyTree, Structure
 
 __all__ = ["Executor", "with_numbers_on"]
@@ -69,7 +68,6 @@ class Executor:
         self._parameters: dict[Any, list[str | None]] = {}
         self._keeps_leaves: dict[int, bool] = {}
         self._own_states: dict[int, tuple[Structure, list[bool]]] = {}
-        self._routes: dict[int, Routes] = {}
         self._checking: dict[int, list[Transform]] = {}
         self._warned: set[str] = set()
         self._at_hand: Executor | None = None
@@ -93,7 +91,7 @@ class Executor:
 
     def _forget(self) -> None:
         """Clear all caches."""
-        everything = self._programs, self._current, self._spans, self._parameters, self._keeps_leaves, self._routes
+        everything = self._programs, self._current, self._spans, self._parameters, self._keeps_leaves
         for found in (*everything, self._checking, self._own_states):
             found.clear()
 
@@ -165,9 +163,6 @@ class Executor:
             return self._update_unit(node, now, call)
         if isinstance(node, ChainNode):
             return self._update_sequence(node, now, call)
-        if isinstance(node, Around) and node.tx.declaration.rest is not None and can_be_routed(call):
-            assert isinstance(now, Transform)
-            return self._update_each(node, now, call)
         if isinstance(node, Stage):
             run = self._run_of(node, now if isinstance(now, tuple) else (now,))
             name = run[0][0]
@@ -213,25 +208,9 @@ class Executor:
             updates = out
         return updates, {name: after[name] for name in call.state}
 
-    def _update_each(self, node: Around, now: Transform, call: Arguments) -> tuple[PyTree, PyTree]:
-        """Run a route: each child applies the updates of its own leaves."""
-        after, left = call.state, dict(call.updates)
-        for child, part in zip(node.inner, now.children, strict=True):
-            path = child.state[len(node.state) :]
-            updates = {name: left.pop(name) for name in child.names}
-            params = {name: call.params[name] for name in child.names}
-            given = call._replace(updates=updates, params=params, state=at_path(call.state, path))
-            after = put_at_path(after, path, self.update_node(child, part, given)[1])
-        if node.tx.declaration.rest == "unchanged":
-            call._replace(params={name: call.params[name] for name in left}).finish(left)
-        return dict.fromkeys(call.updates), after
-
     def _update_unit(self, node: Node, now: Now, call: Arguments) -> tuple[PyTree, PyTree]:
-        """Run a unit bucket by bucket, or route by route on a CPU."""
+        """Run a unit bucket by bucket."""
         tx = self._transform(node, now)
-        if self.store.is_resident and can_be_routed(call) and (routes := self._routes_of(node, tx, call)).is_possible:
-            call = call._replace(extras={**call.extras, "sum_over_leaves": self.placement.sum_over_leaves})
-            return dict.fromkeys(call.updates), routes.step(tx, call)
         if not self.store.is_resident:
             here = with_numbers_on(self.store.device(device_of(call.updates, call.params)), tx)
             return self._update_in_store(here, call)
@@ -243,12 +222,6 @@ class Executor:
         out, after = call.run(tx, sum_over_leaves=self.placement.sum_over_leaves)
         call.finish(out)
         return out, after
-
-    def _routes_of(self, node: Node, tx: Transform, call: Arguments) -> Routes:
-        if node.number not in self._routes:
-            limit = self.bucket_bytes or max([PIECE_BYTES, *[param.nbytes for param in call.params.values()]])
-            self._routes[node.number] = Routes(node, tx, call, limit)
-        return self._routes[node.number]
 
     def _update_in_store(self, tx: Transform, call: Arguments) -> tuple[PyTree, PyTree]:
         given = device_of(call.updates, call.params)
@@ -304,8 +277,9 @@ class Executor:
         """Split the names into buckets by the bytes of their parameters; None means all at once."""
         if self.bucket_bytes is None or params is None:
             return None
-        named = zip(tree.names(params), tree.leaves(params), strict=True)
-        return cut_into_buckets({name: x.nbytes for name, x in named if x is not None}, self.bucket_bytes)
+        named = [pair for pair in zip(tree.names(params), tree.leaves(params), strict=True) if pair[1] is not None]
+        named.sort(key=lambda pair: tuple(pair[1].shape))  # matrices of one shape in one bucket form a batch
+        return cut_into_buckets({name: x.nbytes for name, x in named}, self.bucket_bytes)
 
     # ---------------------------------------------------------------------------------- nodes that need every leaf
 

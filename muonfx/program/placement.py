@@ -34,7 +34,7 @@ class Arguments(NamedTuple):
     extras: Mapping[str, Any]
     """Named values for the transforms."""
     apply: Callable[[PyTree, PyTree], None] | None = None
-    """Called with parameters, or chunks of them, and their updates as soon as these are final."""
+    """Called with the parameters and the final updates of each bucket; the updates of other leaves are None."""
 
     @property
     def like(self) -> PyTree:
