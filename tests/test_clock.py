@@ -6,7 +6,6 @@ from pathlib import Path
 import muonfx
 
 ALLOWED = {
-    "checkpoint/coordination.py": "the age of an abandoned claim, in the name of a file",
     "checkpoint/distributed.py": "a pause before a replaced checkpoint is read again",
     "polar/kernels/launch.py": "Triton times the tiles of a kernel on CUDA; sums of other tiles may round differently",
 }

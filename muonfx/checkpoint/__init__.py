@@ -6,7 +6,8 @@ logical tensors, so any number of processes can load it, and nothing is unpickle
 """
 
 from muonfx.checkpoint import convert
-from muonfx.checkpoint.catalog import checkpoints, inspect, latest, prune, step_path
+from muonfx.checkpoint.background import Saving
+from muonfx.checkpoint.catalog import checkpoints, clean, inspect, latest, prune, step_path
 from muonfx.checkpoint.errors import (
     CheckpointError,
     CorruptError,
@@ -17,7 +18,7 @@ from muonfx.checkpoint.errors import (
 )
 from muonfx.checkpoint.index import Index
 from muonfx.checkpoint.loading import load, load_params, read, verify
-from muonfx.checkpoint.saving import Saving, save, save_async
+from muonfx.checkpoint.saving import save, save_async
 from muonfx.checkpoint.spec import StateSpec, spec
 from muonfx.sharding.shards import FlatPiece
 
@@ -43,6 +44,7 @@ __all__ = [
     "checkpoints",
     "latest",
     "prune",
+    "clean",
     # conversion from and to other optimizers
     "convert",
     # errors

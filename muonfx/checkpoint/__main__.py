@@ -1,4 +1,4 @@
-"""Inspect checkpoints from the command line: ``python -m muonfx.checkpoint`` inspect, diff, verify, convert.
+"""Inspect checkpoints from the command line: ``python -m muonfx.checkpoint`` inspect, diff, verify, clean, convert.
 
 The exit code is 0 on success, 1 if checkpoints differ or are damaged, and 2 if there is no checkpoint to read.
 """
@@ -9,7 +9,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from muonfx.checkpoint.catalog import checkpoints, inspect
+from muonfx.checkpoint.catalog import checkpoints, clean, inspect
 from muonfx.checkpoint.convert import cli
 from muonfx.checkpoint.errors import CheckpointError, CorruptError
 from muonfx.checkpoint.loading import verify
@@ -59,6 +59,10 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("paths", type=Path, nargs="+", metavar="path", help="a checkpoint, or a folder of them")
     command.set_defaults(run=_verify)
 
+    command = commands.add_parser("clean", help="remove the files of saves that were stopped; none may be in progress")
+    command.add_argument("path", type=Path, help="a checkpoint, or a folder of them")
+    command.set_defaults(run=_clean)
+
     commands.add_parser("convert", help="make one of another optimizer's checkpoint", add_help=False)
     return parser
 
@@ -90,6 +94,12 @@ def _verify(options: argparse.Namespace) -> int:
         else:
             print(f"{path}: good, {len(index.leaves)} leaves, {format_bytes(index.nbytes)}")
     return code
+
+
+def _clean(options: argparse.Namespace) -> int:
+    removed = clean(options.path)
+    print("\n".join([*map(str, removed), f"{len(removed)} files removed"]))
+    return 0
 
 
 if __name__ == "__main__":

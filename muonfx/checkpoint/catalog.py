@@ -11,13 +11,25 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from muonfx.checkpoint.coordination import claims, id_of
 from muonfx.checkpoint.errors import CheckpointError, CorruptError, FormatError, NotFoundError, ReplacedError
 from muonfx.checkpoint.files import open_regular
-from muonfx.checkpoint.index import FORMAT, INDEX, Index, read_parsed
+from muonfx.checkpoint.index import FORMAT, INDEX, Index, is_own_name, read_parsed
 from muonfx.checkpoint.reading import Reader
 
-__all__ = ["checkpoints", "latest", "offering", "prune", "inspect", "remove", "step_path", "warn_of_later_steps"]
+__all__ = [
+    "before",
+    "checkpoints",
+    "clean",
+    "folder_named",
+    "inspect",
+    "is_foreign",
+    "latest",
+    "prune",
+    "remove_files",
+    "step_of",
+    "step_path",
+    "warn_of_later_steps",
+]
 
 _STEP = re.compile(r"step-(\d+)")
 
@@ -169,7 +181,7 @@ def _by_step(folder: Path) -> list[Path]:
     return sorted(inside, key=lambda path: (step_of(path), path))
 
 
-def _problem(path: Path, *, verify: bool) -> CheckpointError | None:
+def _problem(path: Path, *, verify: bool = False) -> CheckpointError | None:
     try:
         _with_reader(path, lambda index, reader: reader.verify() if verify else None)
     except CheckpointError as error:
@@ -216,7 +228,7 @@ def before(path: Path) -> Path | None:
         return None
     with suppress(CheckpointError):
         for other in reversed(checkpoints(path.parent)):
-            if (step_of(other) or 0) < step and _problem(other, verify=False) is None:
+            if (step_of(other) or 0) < step and _problem(other) is None:
                 return other
     return None
 
@@ -233,49 +245,43 @@ def offering(path: Path) -> Generator[None]:
 
 
 def prune(folder: str | os.PathLike[str], keep: int, *, written: Path | None = None) -> list[Path]:
-    """Remove all checkpoints in a folder but the good ones of the highest steps, and what stopped writers left before.
+    """Remove all checkpoints in a folder except the good ones of the highest steps.
 
-    Only what `muonfx.checkpoint.save` has written is removed; any other file stays, and its folder with it. Links are
-    left alone.
+    Of each checkpoint, the index and the files that it names are removed. Any other file stays, and its folder with
+    it; `clean` removes what stopped writers have left. Links are ignored.
 
     Args:
-        folder: where checkpoints named by `step_path` are.
-        keep: how many good ones to keep, at least 1.
-        written: one to keep in any case, as `save` does with its own: a run that went back to an earlier step has
-            others of higher steps beside it.
+        folder: the folder with the checkpoints that `step_path` named.
+        keep: the number of good checkpoints to keep, at least 1.
+        written: a checkpoint that is kept in any case. `save` gives its own: after a run has gone back to an earlier
+            step, there are checkpoints of higher steps.
 
     Returns:
-        Those removed.
+        The checkpoints that were removed.
 
     Raises:
         ValueError: ``keep`` is not an int of 1 or more.
-        CheckpointError: one cannot be removed; the others are.
+        CheckpointError: a checkpoint cannot be removed; the others are.
 
     >>> prune("no/such/folder", keep=3)
     []
     """
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
         raise ValueError(f"keep must be an int of 1 or more, found {keep!r}")
-    all_of_them = _by_step(folder_named(folder))
-    good = [path for path in all_of_them if _has_index(path) and _problem(path, verify=False) is None]
+    found = checkpoints(folder)
+    good = [path for path in found if _problem(path) is None]
     if not good:
         return []
     own = [path for path in good if path == written]
     rest = [path for path in good if path != written]
     kept = rest[len(rest) - min(len(rest), keep - len(own)) :] + own
-    order = {path: place for place, path in enumerate(all_of_them)}
-    first, newest = min(order[path] for path in kept), order[good[-1]]
-
-    def goes(path: Path) -> bool:
-        if path in kept:
-            return False
-        if path in good or (len(good) > keep and order[path] < first):
-            return True
-        return order[path] < newest and not _has_index(path)
-
+    # A damaged checkpoint is removed only if all that are kept are newer.
+    older = found[: min(map(found.index, kept))] if len(good) > keep else []
     removed: list[Path] = []
     refused: list[str] = []
-    for path in filter(goes, all_of_them):
+    for path in found:
+        if path in kept or (path not in good and path not in older):
+            continue
         try:
             if remove(path):
                 removed.append(path)
@@ -287,20 +293,68 @@ def prune(folder: str | os.PathLike[str], keep: int, *, written: Path | None = N
 
 
 def remove(path: Path) -> bool:
-    """Remove a checkpoint unless a save to it is in progress, and return whether it is gone."""
+    """Remove a checkpoint and return whether it is gone; one with an unreadable index stays."""
     try:
-        if any(live for _, _, _, live in claims(path)):
-            return False
-        # The index first, so that a partly removed checkpoint is never taken for a whole one.
-        with suppress(FileNotFoundError):
-            if not is_foreign(path / INDEX):
-                (path / INDEX).unlink()
-        clean(path)
-    except FileNotFoundError:  # another process has removed the folder
+        index = _index_at(path)
+        (path / INDEX).unlink()  # first, so that a partly removed checkpoint is never taken for a whole one
+        remove_files(path, index)
+    except (FileNotFoundError, NotFoundError):  # another process has removed it
         return True
-    with suppress(OSError):  # the folder still contains files that muonfx did not write
+    except CheckpointError:
+        return False
+    with suppress(OSError):  # the folder still contains other files
         path.rmdir()
     return True
+
+
+def remove_files(path: Path, index: Index) -> None:
+    """Remove the data files of a checkpoint that is no longer at the path."""
+    for file in index.files:
+        if is_own_name(file.name):  # an index that muonfx has not written may name any file
+            with suppress(FileNotFoundError):
+                (path / file.name).unlink()
+
+
+def clean(path: str | os.PathLike[str]) -> list[Path]:
+    """Remove the files of saves that were stopped before they were done.
+
+    A writer that is killed leaves its files, and so may several writers that save to one path at the same time. Nothing
+    else removes them. No save to the path may be in progress: its files look the same, and it would fail.
+
+    Args:
+        path: a checkpoint, or a folder with checkpoints that `step_path` named. A folder or an index that
+            cannot be read is skipped: the index may name any of the files.
+
+    Returns:
+        The files that were removed. Folders that are empty afterwards are removed, too.
+
+    Raises:
+        CheckpointError: a file cannot be removed.
+
+    >>> clean("no/such/folder")
+    []
+    """
+    path = folder_named(path)
+    removed: list[Path] = []
+    for folder in [path, *_by_step(path)]:
+        try:
+            files = [file for file in sorted(folder.iterdir()) if is_own_name(file.name)]
+            named = {file.name for file in _index_at(folder).files}
+        except NotFoundError:
+            named = set[str]()
+        except (OSError, CheckpointError):
+            continue
+        for file in files:
+            if file.name not in named:
+                try:
+                    file.unlink(missing_ok=True)
+                except OSError as error:
+                    raise CheckpointError(f"{file}: cannot be removed: {error.strerror}") from error
+                removed.append(file)
+        if folder != path:
+            with suppress(OSError):  # the folder is not empty
+                folder.rmdir()
+    return removed
 
 
 def warn_of_later_steps(path: Path) -> None:
@@ -329,22 +383,3 @@ def is_foreign(index: Path) -> bool:
         raise
     # A damaged file system can leave a file of zeros, so such a file may be ours.
     return FORMAT.encode() not in begin and bool(begin.strip(b"\0"))
-
-
-def clean(path: Path) -> None:
-    """Remove the files of ended saves from a checkpoint folder, except those that its index names."""
-    # The order of these three reads matters. Each listed file was claimed before it was written. If its claim is gone
-    # by the second read, the save has ended, so the index read last belongs to that save or to a later one.
-    files = [file for file in path.iterdir() if id_of(file.name)]
-    claimed = list(claims(path))
-    try:
-        named = {file.name for file in inspect(path).files}
-    except NotFoundError:
-        named = set[str]()
-    except CheckpointError:
-        return  # an unreadable index may name any of the files
-    live = {save_id for _, save_id, _, is_live in claimed if is_live}
-    gone = [file for file in files if file.name not in named and id_of(file.name) not in live]
-    for file in gone + [file for file, save_id, _, _ in claimed if save_id not in live]:
-        with suppress(FileNotFoundError):
-            file.unlink()

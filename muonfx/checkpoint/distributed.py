@@ -36,9 +36,9 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from muonfx.checkpoint.background import wait_for_saves
 from muonfx.checkpoint.catalog import TRIES, before, folder_named, inspect, reading, replaced_often
-from muonfx.checkpoint.coordination import Ticket, warn_of_other_writers
-from muonfx.checkpoint.data import Part, write_data
+from muonfx.checkpoint.data import Part
 from muonfx.checkpoint.errors import CheckpointError, CorruptError, MismatchError, ReplacedError, WriteError
 from muonfx.checkpoint.index import Chunk, DataFile, Leaf, shortened
 from muonfx.checkpoint.reading import Reader
@@ -115,7 +115,7 @@ class _Writer(StorageWriter):
         """Give up after communication has failed; return whether the checkpoint was written, None if unknown."""
         if self.draft is None:
             return False if self.commits else None
-        written = self.draft.stands() if self.commits else self.draft.is_there()
+        written = self.draft.is_committed() if self.commits else self.draft.is_there()
         if self.commits and written is False:
             self.draft.discard()
         # On other ranks the files must stay: rank 0 may still commit an index that names them.
@@ -135,19 +135,18 @@ class _Writer(StorageWriter):
         return replace(plan, storage_data={name: repr(value) for name, value in said.items()})
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Claim the folder and assign the names of the data files."""
+        """Make the folder and assign the data files."""
         draft = self.draft = Draft(self.job.path)
         with draft.whole_or_not():
             draft.begin()
-            warn_of_other_writers(draft.path, draft.save_id)
         return [
-            replace(plan, storage_data=(draft.save_id, draft.data_name(rank, len(plans))))
+            replace(plan, storage_data=(draft.save_id, draft.data_file(rank, len(plans))))
             for rank, plan in enumerate(plans)
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's boxes."""
-        save_id, name = plan.storage_data
+        save_id, path = plan.storage_data
         draft = self.draft = self.draft or Draft(self.job.path, save_id)
 
         def part(item: Any) -> Part:
@@ -165,8 +164,7 @@ class _Writer(StorageWriter):
         results: list[WriteResult] = []
         if plan.items:
             with _sendable(), draft.whole_or_not():
-                draft.begin(claiming=False)
-                file, chunks = write_data(self.job.path / name, [part(item) for item in plan.items], self.job.progress)
+                file, chunks = draft.write(path, [part(item) for item in plan.items], self.job.progress)
             results = [
                 WriteResult(item.index, file.nbytes, (file, chunk))
                 for item, chunk in zip(plan.items, chunks, strict=True)
@@ -196,7 +194,7 @@ class _Writer(StorageWriter):
                 draft.commit(self.job.to_index(draft.save_id, files, leaves))
             draft.tidy(self.job.keep)
         except BaseException as error:
-            if draft.stands() is False or isinstance(error, WriteError):
+            if draft.is_committed() is False or isinstance(error, WriteError):
                 raise
             # written=True tells the other ranks to keep their files.
             raise WriteError(f"{draft.path} was written, but what follows failed: {error!r}", written=True) from error
@@ -338,17 +336,17 @@ def load_together(
             dcp.load({}, storage_reader=_Reader(path, stack, rules), planner=planner, process_group=group)
         return planner.target.rebuild(planner.leaves)
 
-    with Ticket(id(group)):
-        for attempts in range(TRIES):
-            try:
-                return attempt()
-            except CheckpointException as error:
-                # All ranks receive the same failures, so all of them raise or all of them retry.
-                if not any(isinstance(problem, ReplacedError) for problem, _ in error.failures.values()):
-                    _raise(error, str(path), _different_paths(path, group))
-            except _FROM_TORCH as error:
-                raise CheckpointError(f"{path} was not loaded: {_ended(error)}") from error
-            time.sleep(min(0.5, 0.001 * 2**attempts))
+    wait_for_saves()  # a save in the background may use the same group
+    for attempts in range(TRIES):
+        try:
+            return attempt()
+        except CheckpointException as error:
+            # All ranks receive the same failures, so all of them raise or all of them retry.
+            if not any(isinstance(problem, ReplacedError) for problem, _ in error.failures.values()):
+                _raise(error, str(path), _different_paths(path, group))
+        except _FROM_TORCH as error:
+            raise CheckpointError(f"{path} was not loaded: {_ended(error)}") from error
+        time.sleep(min(0.5, 0.001 * 2**attempts))
     raise ReplacedError(replaced_often(Path(path)))
 
 

@@ -18,13 +18,20 @@ from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 
-__all__ = ["fresh_file", "make_folder", "open_regular", "read_regular", "sync_folder", "write_all"]
+__all__ = ["fresh_file", "identity_of", "make_folder", "open_regular", "read_regular", "sync_folder", "write_all"]
 
 
 @contextmanager
 def fresh_file(path: Path) -> Generator[FileIO]:
     """Open a new file for writing, flush it to the disk at the end, and remove it on failure."""
-    file = FileIO(path, "xb")
+    for last in (False,) * 9 + (True,):
+        try:
+            file = FileIO(path, "xb")
+            break
+        except FileNotFoundError:  # another process has removed the folder, which was still empty
+            if last:
+                raise
+            make_folder(path.parent)
     try:
         with file:
             yield file
@@ -59,6 +66,15 @@ def make_folder(path: Path) -> None:
                     f"disk: {error.strerror}",
                     stacklevel=2,
                 )
+
+
+def identity_of(path: Path) -> tuple[int, int] | None:
+    """Return a value that changes when a file is replaced, None if there is no file."""
+    try:
+        found = os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 def sync_folder(path: Path) -> None:

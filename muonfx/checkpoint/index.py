@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from math import prod
@@ -37,10 +38,13 @@ __all__ = [
     "Index",
     "Leaf",
     "as_text",
+    "data_name",
+    "is_own_name",
     "parse",
     "read_parsed",
     "shortened",
     "text_of",
+    "unfinished_index_name",
 ]
 
 FORMAT = "muonfx checkpoint"
@@ -177,6 +181,24 @@ class Index:
 
     def _repr_html_(self) -> str:
         return self.report().to_html()
+
+
+def data_name(save_id: str, rank: int, ranks: int) -> str:
+    """Return the name of a rank's data file."""
+    return f"data-{save_id}-{rank:05}-of-{ranks:05}.safetensors"
+
+
+def unfinished_index_name(save_id: str) -> str:
+    """Return the name of an index until it is complete and renamed."""
+    return f".{INDEX}-{save_id}.part"
+
+
+def is_own_name(name: str) -> bool:
+    """True if a save may have given a file this name."""
+    return _OWN_NAME.fullmatch(name) is not None
+
+
+_OWN_NAME = re.compile(rf"data-[0-9a-f]{{16}}-\d+-of-\d+\.safetensors|\.{re.escape(INDEX)}-[0-9a-f]{{16}}\.part")
 
 
 def as_text(extra: object) -> str:

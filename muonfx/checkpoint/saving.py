@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from muonfx.checkpoint.coordination import Ticket, forget_failure, note_failure
+from muonfx.checkpoint.background import Saving, start, wait_for_saves
 from muonfx.checkpoint.data import Progress
 from muonfx.checkpoint.writing import Job, write
 from muonfx.core import Transform
@@ -17,7 +17,7 @@ from muonfx.tree import PyTree
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Saving", "save", "save_async"]
+__all__ = ["save", "save_async"]
 
 
 def save(
@@ -35,8 +35,9 @@ def save(
     """Write a checkpoint: a state, and parameters beside it; whole or not at all.
 
     The path becomes a folder with ``index.json`` and safetensors files. Everything is flushed to the disk before the
-    index gets its name, by a rename: a writer that is stopped at any point leaves what was at the path before. Of
-    several writers at a path the last one to be done stands.
+    index is renamed into place: a writer that is stopped at any point leaves the previous checkpoint in place. If
+    several writers save to one path, the last one to finish decides. The files of the replaced checkpoint are removed
+    afterwards, and no others; `clean` removes the files of writers that were stopped.
 
     Args:
         path: where; `step_path` names one for each step. A checkpoint that is there is replaced at the end.
@@ -66,9 +67,9 @@ def save(
             the new checkpoint is.
 
     Warns:
-        UserWarning: the checkpoint is good, but another process is writing to the path, or another rank has, each for
-            itself; older ones cannot be removed; there are later steps beside it, which `latest` finds; or an earlier
-            save in the background has failed and was not waited for.
+        UserWarning: the checkpoint is good, but another process saved to the path at the same time; obsolete files
+            cannot be removed; there are checkpoints of later steps, which `latest` finds; or an earlier save in the
+            background has failed and nobody has waited for it.
 
     Example:
         >>> import tempfile
@@ -83,7 +84,8 @@ def save(
         torch.float32
     """
     job = Job.of(path, state, params, tx=tx, step=step, extra=extra, keep=keep, progress=progress, group=group)
-    _run(job, job.ticket())
+    wait_for_saves()
+    _run(job)
     return job.path
 
 
@@ -102,9 +104,9 @@ def save_async(
     """Copy state and parameters into host memory now, and write them while training goes on.
 
     The state may change, and be donated, as soon as this returns; the copy needs as much host memory as there is to
-    save. Saves to one path, to steps in one folder, or with one group are written one after another, in the order of
-    the calls. A process that ends waits for its saves. One that fails, and that nobody waits for, is told of by a
-    warning when the next begins, or on stderr at the end of the process.
+    save. The saves of a process are written one after another, in the order of the calls. A process that ends waits for
+    its saves. If a save fails and nobody waits for it, the next save warns, or the error is printed to stderr when the
+    process ends.
 
     Args:
         path: as in `save`, like all that follows.
@@ -139,72 +141,13 @@ def save_async(
     job = Job.of(
         path, state, params, tx=tx, step=step, extra=extra, keep=keep, progress=progress, group=group, copy=True
     )
-    ticket = job.ticket()
-    try:
-        # One thread per save: a save that waits for others must not delay a save that need not wait.
-        pool = ThreadPoolExecutor(1, thread_name_prefix="muonfx-save")
-        future = pool.submit(_run_in_background, job, ticket)
-    except BaseException:  # at interpreter exit no thread can be started
-        ticket.end()
-        raise
-    pool.shutdown(wait=False)
-    return Saving(job.path, future)
+    return start(job.path, partial(_run, job))
 
 
-def _run(job: Job, ticket: Ticket) -> None:
-    """Write the checkpoint when the earlier saves are done."""
-    with ticket:
-        if job.group is None:
-            write(job)
-            return
-        from muonfx.checkpoint.distributed import save_together  # imports torch's DCP, which is slow
+def _run(job: Job) -> None:
+    if job.group is None:
+        write(job)
+        return
+    from muonfx.checkpoint.distributed import save_together  # imports torch's DCP, which is slow
 
-        save_together(job)
-
-
-def _run_in_background(job: Job, ticket: Ticket) -> None:
-    """Call `_run` and record a failure, since the caller may never wait for it."""
-    try:
-        _run(job, ticket)
-    except BaseException as error:
-        note_failure(job.path, error)
-        raise
-
-
-class Saving:
-    """A save that is under way, as `save_async` returns it.
-
-    >>> import tempfile
-    >>> saving = save_async(tempfile.mkdtemp(), {"w": torch.ones(2)})
-    >>> saving.wait() == saving.path, saving.done
-    (True, True)
-    """
-
-    def __init__(self, path: Path, future: Future[None]) -> None:
-        self.path = path
-        self._future = future
-
-    @property
-    def done(self) -> bool:
-        """True if it has ended, well or not; `wait` tells."""
-        return self._future.done()
-
-    def wait(self, timeout: float | None = None) -> Path:
-        """Wait until the checkpoint is there.
-
-        Args:
-            timeout: seconds to wait at most; None: for as long as it takes.
-
-        Returns:
-            Its path.
-
-        Raises:
-            TimeoutError: it is not done yet.
-            CheckpointError: what `save` raises, and whatever ``progress`` raised.
-        """
-        # A TimeoutError of `exception` itself is raised here and is not a failure of the save, which continues.
-        error = self._future.exception(timeout)
-        if error is not None:
-            forget_failure(error)
-            raise error
-        return self.path
+    save_together(job)

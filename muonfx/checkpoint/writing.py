@@ -9,7 +9,7 @@ import secrets
 import shutil
 import sys
 import warnings
-from collections.abc import Generator, Hashable, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,30 +18,31 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from muonfx.checkpoint.background import warn_of_failed_saves
 from muonfx.checkpoint.catalog import (
     before,
-    clean,
     folder_named,
     inspect,
     is_foreign,
     prune,
+    remove_files,
     step_of,
     warn_of_later_steps,
 )
-from muonfx.checkpoint.coordination import (
-    Ticket,
-    claim,
-    id_of,
-    note_rank,
-    part_name,
-    release,
-    warn_of_failed_saves,
-    warn_of_other_writers,
-)
 from muonfx.checkpoint.data import Part, Progress, write_data
 from muonfx.checkpoint.errors import CheckpointError, NotFoundError, WriteError
-from muonfx.checkpoint.files import fresh_file, make_folder, sync_folder, write_all
-from muonfx.checkpoint.index import INDEX, DataFile, Index, Leaf, text_of
+from muonfx.checkpoint.files import fresh_file, identity_of, make_folder, sync_folder, write_all
+from muonfx.checkpoint.index import (
+    INDEX,
+    Chunk,
+    DataFile,
+    Index,
+    Leaf,
+    data_name,
+    read_parsed,
+    text_of,
+    unfinished_index_name,
+)
 from muonfx.checkpoint.names import PARAMS, in_section, named_tensors
 from muonfx.core import Transform
 from muonfx.core.precision import product_dtypes
@@ -121,15 +122,6 @@ class Job:
                 raise
             return cls(where, group=group, problem=error)
         return cls(where, leaves, tx, step, said, keep, progress, group, products=products)
-
-    def ticket(self) -> Ticket:
-        """Take the next place in the queue of saves to the same path, folder or group."""
-        keys: set[Hashable] = {os.path.realpath(self.path)}
-        if step_of(self.path) is not None:
-            keys.add(os.path.realpath(self.path.parent))
-        if self.group is not None:
-            keys.add(id(self.group))
-        return Ticket(*keys)
 
     def checked_leaves(self) -> dict[str, Any]:
         """Return the leaves, or raise the error that `of` stored."""
@@ -227,11 +219,9 @@ def write(job: Job) -> None:
 
     draft = Draft(job.path)
     with draft.whole_or_not():
-        note_rank(draft.save_id)
         draft.begin()
-        warn_of_other_writers(job.path, draft.save_id)
         parts = [part(name, leaf) for name, leaf in job.leaves.items()]
-        file, chunks = write_data(job.path / draft.data_name(0, 1), parts, job.progress)
+        file, chunks = draft.write(draft.data_file(0, 1), parts, job.progress)
         found = {
             name: Leaf(Spec(tuple(leaf.shape), leaf.dtype), (chunk,))
             for (name, leaf), chunk in zip(job.leaves.items(), chunks, strict=True)
@@ -241,68 +231,79 @@ def write(job: Job) -> None:
 
 
 class Draft:
-    """A save in progress on one rank; `whole_or_not` discards its files if it fails before the commit."""
+    """A save in progress on one rank; `whole_or_not` removes its files if it fails before the commit.
+
+    Every file name contains the id of its save, so two writers never write to the same file. The rename of the index
+    decides which save is at the path. After it, the files that the replaced index names are removed, and no others:
+    an index that was replaced is never put back, so no checkpoint needs these files.
+    """
 
     def __init__(self, path: Path, save_id: str | None = None) -> None:
-        # The id is unique, so no other save writes to a file that an index names.
         self.path, self.save_id = path, save_id or secrets.token_hex(8)
-        self._made = self._tried = self._done = False
+        self._unfinished_index = path / unfinished_index_name(self.save_id)
+        self._own: list[Path] = [self._unfinished_index]
+        self._replaced: Index | None = None
+        self._at_begin: object = None
+        self._other_writer = self._made = self._tried = self._done = False
 
-    def data_name(self, rank: int, ranks: int) -> str:
-        """Return the name of a rank's data file, which is unique to the save."""
-        return f"data-{self.save_id}-{rank:05}-of-{ranks:05}.safetensors"
+    def data_file(self, rank: int, ranks: int) -> Path:
+        """Return the path of a rank's data file, whose name is unique to the save."""
+        return self.path / data_name(self.save_id, rank, ranks)
 
-    def begin(self, *, claiming: bool = True) -> None:
-        """Make the folder and claim it for this save; in a group one rank claims, before the others begin."""
+    def begin(self) -> None:
+        """Make the folder; in a group one rank does so before the others begin."""
         if is_foreign(self.path / INDEX):
             raise FileExistsError(
                 errno.EEXIST, f"the folder has an {INDEX} that muonfx has not written: choose another, or move it away"
             )
         self._made = not self.path.exists()
-        for attempt in range(10):
-            make_folder(self.path)
-            if not claiming:
-                return
-            try:
-                claim(self.path, self.save_id)
-            except FileNotFoundError:  # another save made the folder, failed, and removed it
-                if attempt == 9:
-                    raise
-            else:
-                break
+        make_folder(self.path)
+        self._at_begin = identity_of(self.path / INDEX)
+
+    def write(self, file: Path, parts: Sequence[Part], progress: Progress | None) -> tuple[DataFile, list[Chunk]]:
+        """Write a data file of this save; see `write_data`."""
+        self._own.append(file)
+        return write_data(file, parts, progress)
 
     def commit(self, index: Index) -> None:
-        """Write the index, which puts this save at the path; after an OSError, `stands` returns whether it did."""
+        """Write the index, which puts this save at the path; after an error, `is_committed` returns whether it did."""
         for file in index.files:
             if not (self.path / file.name).exists():
                 raise FileNotFoundError(
                     errno.ENOENT, f"{file.name} cannot be seen where the index is written: do all see one file system?"
                 )
         sync_folder(self.path)
-        part = self.path / part_name(self.save_id)
-        with fresh_file(part) as file:
+        with fresh_file(self._unfinished_index) as file:
             write_all(file, text_of(index))
+        self._other_writer = identity_of(self.path / INDEX) != self._at_begin
+        with suppress(OSError, CheckpointError):  # the files of a damaged index are not known, so they stay
+            self._replaced = read_parsed(self.path)
         self._tried = True  # from here on readers may see the files, so they are kept even if a later step fails
-        os.replace(part, self.path / INDEX)
+        os.replace(self._unfinished_index, self.path / INDEX)
         self._done = True
-        sync_folder(self.path)
+        sync_folder(self.path)  # the files of the replaced index are needed until the rename is on the disk
 
     def tidy(self, keep: int | None) -> None:
         """Remove obsolete files and checkpoints after the commit; warn if the system refuses to."""
         try:
-            release(self.path, self.save_id)
-            clean(self.path)
+            if self._replaced is not None:
+                remove_files(self.path, self._replaced)
             if keep is not None:
                 prune(self.path.parent, keep, written=self.path)
             warn_of_later_steps(self.path)
         except (OSError, CheckpointError) as error:
             warnings.warn(
-                f"{self.path} was written and is good, but what it makes superfluous could not be removed: "
-                f"{_said_by(error)}",
+                f"{self.path} was written and is good, but obsolete files could not be removed: {_reason(error)}",
+                stacklevel=2,
+            )
+        if self._other_writer:
+            warnings.warn(
+                f"{self.path}: another process saved there at the same time; the checkpoint there is now that of "
+                "this save. If these are the ranks of one job, say group= on all of them, or save on one only",
                 stacklevel=2,
             )
 
-    def stands(self) -> bool | None:
+    def is_committed(self) -> bool | None:
         """Return whether this save was committed, None if that cannot be known."""
         # A network file system may report an error for a rename that it has performed.
         return self.is_there() if self._tried and not self._done else self._done
@@ -317,14 +318,10 @@ class Draft:
             return None
 
     def discard(self) -> None:
-        """Remove the files of this save, which no index will name."""
-        with suppress(OSError):
-            for file in list(self.path.iterdir()):
-                if id_of(file.name) == self.save_id:
-                    with suppress(OSError):
-                        file.unlink()
-        with suppress(OSError):
-            release(self.path, self.save_id)
+        """Remove the files that this rank has written; no index will name them."""
+        for file in self._own:
+            with suppress(OSError):
+                file.unlink()
         if self._made:
             with suppress(OSError):
                 self.path.rmdir()
@@ -337,24 +334,21 @@ class Draft:
         except BaseException as error:
             if self._tried and not self._done:
                 with suppress(OSError):  # so that a rename still in progress after an error fails
-                    (self.path / part_name(self.save_id)).unlink()
-            stands = self.stands()
-            if stands is False:
+                    self._unfinished_index.unlink()
+            written = self.is_committed()
+            if written is False:
                 self.discard()
-            else:
-                with suppress(OSError):
-                    release(self.path, self.save_id)
             if isinstance(error, OSError):
-                raise WriteError(_refused(self.path, error, stands), written=stands) from error
+                raise WriteError(_refused(self.path, error, written), written) from error
             raise
 
 
-def _said_by(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 def _refused(path: Path, error: OSError, written: bool | None) -> str:
-    why = _said_by(error)
+    why = _reason(error)
     if written:
         return f"{path} was written, but what follows failed, so that it may not survive a loss of power: {why}"
     if written is None:

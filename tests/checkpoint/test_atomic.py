@@ -5,16 +5,16 @@ import os
 import resource
 import subprocess
 import sys
-from io import FileIO
 from pathlib import Path
 
 import pytest
 import torch
 
 import muonfx as mfx
-from muonfx.checkpoint import WriteError, files
+from muonfx.checkpoint import WriteError
 from muonfx.checkpoint.index import INDEX
 from tests.checkpoint.common import assert_same_tree, copies
+from tests.checkpoint.faults import faults
 
 ck = mfx.checkpoint
 STATE = {"trace": {"w": torch.arange(1000.0), "b": torch.zeros(3)}}
@@ -70,11 +70,10 @@ while kills < tries or min(*seen.values(), unfinished) <= tries // 50:
         seen[which] = step
         for name, leaf in ck.load(path, like=state(0))["trace"].items():
             assert (leaf == step % 100).all(), name
-    unfinished += len(os.listdir(folder + "/one")) > 2
+    unfinished += bool(ck.clean(folder + "/one"))
     took *= 1.1 if sum(seen.values()) == before else 0.95
 ck.save(ck.step_path(folder + "/steps", max(seen.values()) + 1), state(0), keep=2)
-assert len(os.listdir(folder + "/steps")) == 2
-ck.save(folder + "/one", state(0))
+assert ck.clean(folder + "/steps") and len(os.listdir(folder + "/steps")) == 2
 assert len(os.listdir(folder + "/one")) == 2
 """
 
@@ -101,80 +100,14 @@ def test_many_writers_killed_at_any_time_leave_the_previous_one(tmp_path: Path, 
 # -------------------------------------------------------------------------------------------------- the system says no
 
 
-class Countdown:
-    """Lets a number of calls pass and fails the next, and all after it, with "no space left"."""
-
-    def __init__(self, passing: int, *, always: bool) -> None:
-        self.left, self.always, self.failed = passing, always, False
-
-    def __call__(self, function):
-        def counted(*args, **kwargs):
-            self.left -= 1
-            if self.left == -1 or (self.left < 0 and self.always):
-                self.failed = True
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return function(*args, **kwargs)
-
-        return counted
-
-
-class CountedFile(FileIO):
-    """A file whose writes are counted, and take at most 1000 bytes at a time."""
-
-    countdown: Countdown
-
-    def write(self, data):
-        return self.countdown(super().write)(bytes(data[:1000]))
-
-
-def failing(monkeypatch: pytest.MonkeyPatch, passing: int, *, always: bool) -> Countdown:
-    countdown = Countdown(passing, always=always)
-    CountedFile.countdown = countdown
-    monkeypatch.setattr(files, "FileIO", CountedFile)
-    monkeypatch.setattr(os, "fsync", countdown(os.fsync))
-    monkeypatch.setattr(os, "replace", countdown(os.replace))
-    monkeypatch.setattr(Path, "mkdir", countdown(Path.mkdir))
-    return countdown
-
-
-@pytest.mark.parametrize("always", [True, False], ids=["from then on", "once"])
-def test_a_disk_that_fills_up_at_any_moment_leaves_what_was_there(tmp_path: Path, monkeypatch, always: bool):
-    here = ck.step_path(tmp_path, 2)
+def test_a_new_checkpoint_that_does_not_fit_leaves_no_trace(tmp_path: Path):
     ck.save(ck.step_path(tmp_path, 1), STATE, step=1)
-    moment = 0
-    while True:
-        ck.save(here, STATE, step=2)
-        before = copies(here)
-        with monkeypatch.context() as patched:
-            countdown = failing(patched, moment, always=always)
-            message = ""
-            try:
-                ck.save(here, LATER, step=3)
-            except WriteError as error:
-                message = str(error)
-        assert bool(message) == countdown.failed
-        found = ck.load(here, like=STATE)
-        if not countdown.failed:
-            assert_same_tree(found, LATER)
-            break
-        assert "No space left" in message
-        assert str(here) in message
-        # Behind the commit, only the flush of the folder can fail: then the new one is there.
-        committed = ck.inspect(here).step == 3
-        assert ("was written, but" if committed else "the checkpoint that was there is as it was") in message
-        assert_same_tree(found, LATER if committed else STATE)
-        assert committed or copies(here) == before
-        moment += 1
-    assert moment > 10
-
-
-def test_a_new_checkpoint_that_does_not_fit_leaves_no_trace(tmp_path: Path, monkeypatch):
-    ck.save(ck.step_path(tmp_path, 1), STATE, step=1)
-    for moment in range(6):
-        with monkeypatch.context() as patched:
-            failing(patched, moment, always=True)
-            with pytest.raises(WriteError, match=r"GiB are free\); the newest good one is .*step-000000001"):
-                ck.save(ck.step_path(tmp_path, 2), STATE, step=2)
+    for at in range(6):
+        with (
+            faults(tmp_path / "step-000000002", at, code=errno.ENOSPC),
+            pytest.raises(WriteError, match=r"No space left .*GiB are free\); the newest good one is .*step-000000001"),
+        ):
+            ck.save(ck.step_path(tmp_path, 2), STATE, step=2)
         assert [path.name for path in tmp_path.iterdir()] == ["step-000000001"]
 
 
@@ -270,27 +203,47 @@ def test_damaged_ones_do_not_count_as_kept(tmp_path: Path):
     assert steps(tmp_path) == [3, 4, 5]
 
 
-def test_what_a_stopped_writer_left_is_removed_and_nothing_of_others(tmp_path: Path):
-    for step in (1, 2, 3):
-        ck.save(ck.step_path(tmp_path, step), STATE, step=step)
-    (ck.step_path(tmp_path, 2) / INDEX).unlink()  # as if it had not been done
-    (ck.step_path(tmp_path, 1) / "notes.txt").write_text("mine")
-    (tmp_path / "step-7.txt").write_text("mine")
+def leftovers(path: Path) -> list[Path]:
+    """The files that a killed writer leaves."""
+    path.mkdir(exist_ok=True)
+    made = [path / f".{INDEX}-{'0' * 16}.part", path / f"data-{'0' * 16}-00000-of-00001.safetensors"]
+    for file in made:
+        file.write_bytes(b"unfinished")
+    return made
+
+
+def test_a_save_removes_only_the_files_of_the_checkpoint_that_it_replaces(tmp_path: Path):
+    """The others may belong to another writer; `clean` removes them, and no file with another name."""
+    folders = [ck.step_path(tmp_path, step) for step in (1, 2, 3, 4)]
+    for step in (2, 3):
+        ck.save(folders[step - 1], STATE, step=step)
+    left = [file for folder in folders for file in leftovers(folder)]
+    others = [folders[1] / "notes.txt", folders[2] / "model.safetensors", tmp_path / "step-7.txt", tmp_path / "x.part"]
+    for file in others:
+        file.write_text("mine")
     (tmp_path / "step-x").mkdir()
-    assert steps(tmp_path) == [1, 3]
-    ck.prune(tmp_path, 1)
-    left = sorted(path.name for path in tmp_path.iterdir())
-    assert left == ["step-000000001", "step-000000003", "step-7.txt", "step-x"]
-    assert [path.name for path in ck.step_path(tmp_path, 1).iterdir()] == ["notes.txt"]
-    assert steps(tmp_path) == [3]
+    with pytest.warns(UserWarning, match="checkpoints of later steps"):
+        ck.save(folders[1], LATER, step=2)
+    ck.save(ck.step_path(tmp_path, 5), STATE, step=5, keep=1)
+    assert steps(tmp_path) == [5]
+    assert all(file.exists() for file in left + others)
+    assert sorted(ck.clean(tmp_path)) == sorted(left)
+    assert all(file.exists() for file in others)
+    kept = {"step-000000002", "step-000000003", "step-000000005", "step-7.txt", "step-x", "x.part"}
+    assert {path.name for path in tmp_path.iterdir()} == kept
+    assert_same_tree(ck.load(ck.step_path(tmp_path, 5), like=STATE), STATE)
 
 
-def test_an_unfinished_one_of_a_later_step_is_left_alone(tmp_path: Path):
-    ck.save(ck.step_path(tmp_path, 3), STATE, step=3)
-    (ck.step_path(tmp_path, 3) / INDEX).unlink()
-    ck.save(ck.step_path(tmp_path, 2), STATE, step=2, keep=1)
-    assert ck.step_path(tmp_path, 3).exists()
-    assert ck.latest(tmp_path) == ck.step_path(tmp_path, 2)
+def test_clean_leaves_a_folder_whose_index_cannot_be_read(tmp_path: Path):
+    path = ck.save(tmp_path / "here", STATE)
+    left = leftovers(path)
+    whole = (path / INDEX).read_bytes()
+    (path / INDEX).write_bytes(whole[:-1])
+    assert ck.clean(path) == []
+    ck.save(path, STATE)
+    assert len(list(path.iterdir())) == 5  # the files that the damaged index named are not known
+    assert len(ck.clean(path)) == 3
+    assert not any(file.exists() for file in left)
 
 
 def test_bad_steps_are_refused():

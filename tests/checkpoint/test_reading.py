@@ -1,4 +1,4 @@
-"""Whatever fails while a checkpoint is read is a clear error of the checkpoint, on all ranks that read it together."""
+"""Arguments that differ between ranks are errors that name the ranks."""
 
 from pathlib import Path
 from typing import Any
@@ -8,81 +8,10 @@ import torch
 
 import muonfx as mfx
 from muonfx.checkpoint import CheckpointError
-from tests.checkpoint.common import assert_same_tree
-from tests.checkpoint.faults import faults
 from tests.processes import Failed, Here, World
 
 ck = mfx.checkpoint
 STATE = {"w": torch.arange(1000.0).reshape(10, 100), "b": torch.zeros(3)}
-
-READS: dict[str, Any] = {
-    "load": lambda path: ck.load(path, like=STATE),
-    "load of transposed": lambda path: ck.load(path, like=STATE | {"w": torch.zeros(100, 10).T}),
-    "load_params": lambda path: ck.load_params(path, like=STATE),
-    "read": ck.read,
-    "verify": ck.verify,
-    "inspect": ck.inspect,
-    "latest": lambda path: ck.latest(path.parent),
-}
-
-
-@pytest.mark.parametrize("what", READS)
-@pytest.mark.parametrize("always", [False, True], ids=["once", "from then on"])
-def test_a_read_that_fails_at_any_call_is_an_error_of_the_checkpoint(tmp_path: Path, what: str, always: bool):
-    path = ck.save(ck.step_path(tmp_path, 1), STATE, params=STATE)
-    at, failed = 0, set[str]()
-    while True:
-        with faults(tmp_path, at, always=always, reads=True) as fault:
-            try:
-                result = READS[what](path)
-                said = str(result) if what == "latest" else ""  # which may do without the answer to a call
-            except CheckpointError as error:
-                said = str(error)
-            except UserWarning as warning:  # `latest`, of one that it does not use
-                said = str(warning)
-        if not fault.failed:
-            break
-        failed.add(fault.failed.split()[0])
-        assert str(tmp_path) in said or path.name in said, fault.failed
-        at += 1
-    assert_same_tree(ck.load(path, like=STATE), STATE)
-    assert {"stat", "open", "fstat", "close"} <= failed
-    assert what == "inspect" or {"preadv", "seek"} <= failed
-
-
-def load_with_a_fault(here: Here, path: Path, on: int) -> list[tuple[str, str]]:
-    """The calls that failed on one rank, one a load, and what this rank was told."""
-    found: list[tuple[str, str]] = []
-    at = 0
-    while True:
-        said = ""
-        with faults(path, at if here.rank == on else -1, reads=True) as fault:
-            try:
-                ck.load(path, like=STATE, group=here.group)
-            except CheckpointError as error:
-                said = str(error)
-        found.append((fault.failed, said))
-        last: list[Any] = [None] * here.size
-        torch.distributed.all_gather_object(last, fault.failed, group=here.group)
-        if not any(last):
-            return found
-        at += 1
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize(("size", "on"), [(2, 0), (2, 1), (3, 1)])
-def test_a_read_that_fails_on_one_rank_is_the_same_error_on_all(world: World, tmp_path: Path, size: int, on: int):
-    path = ck.save(tmp_path / "here", STATE)
-    results = world.check(size, load_with_a_fault, path=path, on=on)
-    assert len({len(found) for found in results}) == 1
-    failed = [call for call, _ in results[on]]
-    assert {call.split()[0] for call in failed[:-1]} >= {"stat", "open", "fstat", "close", "preadv", "seek"}
-    for place, call in enumerate(failed[:-1]):
-        (said,) = {found[place][1] for found in results}
-        assert f"rank {on}: " in said, call
-
-
-# ---------------------------------------------------------------------------------------- arguments that differ
 
 
 def differing(here: Here, path: Path, what: str) -> None:

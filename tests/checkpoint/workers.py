@@ -167,10 +167,10 @@ def save_in_background(here: Here, path: Path, seed: int, bad_rank: int | None =
 
 def save_with_trouble(here: Here, path: Path, seed: int, trouble: str, on: int) -> None:
     """Save, with something wrong on one rank."""
-    from muonfx.checkpoint import data, distributed
+    from muonfx.checkpoint import distributed
 
     state = mixed(tree_of(seed), here, ("plain", "flat"), seed)
-    original = distributed.write_data
+    original = distributed.Draft.write
     if here.rank == on:
         if trouble == "no tensor":
             state["bad"] = 1.0
@@ -183,23 +183,22 @@ def save_with_trouble(here: Here, path: Path, seed: int, trouble: str, on: int) 
             def full(*_: Any) -> None:
                 raise OSError(28, os.strerror(28))
 
-            distributed.write_data = full
+            distributed.Draft.write = full
     if trouble == "hole":
         state["piece"] = FlatPiece((8,), 4 * here.rank, torch.zeros(3))
     if trouble == "overlap":
         state["piece"] = FlatPiece((4, 2), 2 * here.rank, torch.zeros(5))
     if trouble == "not shared" and here.rank == on:
 
-        def elsewhere(where: Path, *more: Any) -> Any:
+        def elsewhere(draft: Any, where: Path, *more: Any) -> Any:
             (other := where.parent / "elsewhere").mkdir()
-            return original(other / where.name, *more)
+            return original(draft, other / where.name, *more)
 
-        distributed.write_data = elsewhere
+        distributed.Draft.write = elsewhere
     try:
         ck.save(path, state, group=here.group, step=seed + 1)
     finally:
-        distributed.write_data = original
-    assert data.write_data is original
+        distributed.Draft.write = original
 
 
 def load_with_trouble(here: Here, path: Path, seed: int, on: int | None = None) -> None:

@@ -10,7 +10,7 @@ import torch
 
 import muonfx as mfx
 from muonfx import sharding
-from muonfx.checkpoint import coordination
+from muonfx.checkpoint import background
 from tests.processes import Failed, Here, World
 from tests.sharding.bound import by_closure
 from tests.sharding.cases import some
@@ -51,7 +51,13 @@ def strict_on_one_rank(here: Here, what: str, on: int, folder: Path) -> None:
     with warnings.catch_warnings(), mock.patch.object(torch, "__version__", version):
         warnings.simplefilter("error" if here.rank == on else "ignore")
         if what == "a failed save":
-            coordination.note_failure(folder, ValueError("no room"))
+
+            def fail() -> None:
+                raise ValueError("no room")
+
+            saving = background.start(folder, fail)
+            background.wait_for_saves()
+            assert saving.done
             mfx.checkpoint.save(folder / "new", params, group=here.group)
         state = over.init(local)
         if what == "a load on one rank":

@@ -1,0 +1,119 @@
+"""Saves in the background: their order, and the report of failures that nobody has waited for.
+
+The saves of a process are written one after another, in the order of the calls. Otherwise a save in the background
+could end after a later save to the same path and replace its result, and two saves could exchange messages on one
+process group at the same time.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+
+__all__ = ["Saving", "start", "wait_for_saves", "warn_of_failed_saves"]
+
+
+class Saving:
+    """A save that is under way, as `save_async` returns it.
+
+    >>> import tempfile
+    >>> saving = mfx.checkpoint.save_async(tempfile.mkdtemp(), {"w": torch.ones(2)})
+    >>> saving.wait() == saving.path, saving.done
+    (True, True)
+    """
+
+    def __init__(self, path: Path, future: Future[None]) -> None:
+        self.path = path
+        self._future = future
+
+    @property
+    def done(self) -> bool:
+        """True if the save has ended, with or without an error; `wait` raises the error."""
+        return self._future.done()
+
+    def wait(self, timeout: float | None = None) -> Path:
+        """Wait until the checkpoint is written.
+
+        Args:
+            timeout: the longest time to wait, in seconds; None for no limit.
+
+        Returns:
+            The path of the checkpoint.
+
+        Raises:
+            TimeoutError: the save is not done yet.
+            CheckpointError: as `save` raises, and whatever ``progress`` raised.
+        """
+        # A TimeoutError of `exception` itself is raised here and is not a failure of the save, which continues.
+        error = self._future.exception(timeout)
+        if error is not None:
+            if self in _savings:
+                _savings.remove(self)  # the failure is reported here
+            raise error
+        return self.path
+
+    def failure(self) -> str | None:
+        """Return a sentence about the failure of a save that has ended, None if it succeeded."""
+        error = self._future.exception()
+        if error is None:
+            return None
+        return f"the save to {self.path} in the background has failed, and nobody has waited for it: {error!r}"
+
+
+_savings: list[Saving] = []
+"""The saves in the background that have not ended, and those that have failed and that nobody has waited for."""
+_current = threading.local()
+
+
+def start(path: Path, save: Callable[[], None]) -> Saving:
+    """Call ``save`` in a thread when the earlier saves in the background have ended."""
+    earlier = _earlier()
+
+    def run() -> None:
+        _current.saves = True
+        wait(earlier)
+        save()
+
+    # One thread per save, which ends with it: threads do not survive a fork.
+    pool = ThreadPoolExecutor(1, thread_name_prefix="muonfx-save")
+    saving = Saving(path, pool.submit(run))
+    pool.shutdown(wait=False)
+    _savings.append(saving)
+    return saving
+
+
+def wait_for_saves() -> None:
+    """Wait until the earlier saves in the background have ended."""
+    wait(_earlier())
+
+
+def _earlier() -> list[Future[None]]:
+    """Return the saves that must end before a new one; none if ``progress`` of a save in the background starts it."""
+    return [] if getattr(_current, "saves", False) else [saving._future for saving in _savings if not saving.done]
+
+
+def warn_of_failed_saves() -> None:
+    """Warn once of each save in the background that has failed and that nobody has waited for."""
+    for saving in [saving for saving in _savings if saving.done]:
+        _savings.remove(saving)
+        if (failure := saving.failure()) is not None:
+            warnings.warn(f"{failure}: call wait() on the result of save_async", stacklevel=4)
+
+
+@atexit.register
+def _report_at_exit() -> None:
+    """Print the failed saves that nobody has waited for, after all threads have ended."""
+    for saving in _savings:
+        if saving.done and (failure := saving.failure()) is not None:
+            print(f"muonfx: {failure}", file=sys.stderr)
+
+
+if hasattr(os, "register_at_fork"):
+    # A child process has none of the threads, and only the parent reports failures.
+    os.register_at_fork(after_in_child=_savings.clear)

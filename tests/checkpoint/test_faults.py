@@ -1,0 +1,244 @@
+"""Whatever call to the system fails, or ends the process: no checkpoint is lost, and the error says which one is there.
+
+One sweep for saves and loads, of one process and of two ranks: the operation runs in forked processes, again and again,
+and a later call of one of them fails, or all calls fail from then on, or the process is killed there.
+"""
+
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import muonfx as mfx
+from muonfx.checkpoint import CheckpointError, FlatPiece, WriteError
+from tests.checkpoint.common import assert_same_tree
+from tests.checkpoint.faults import faults
+
+ck = mfx.checkpoint
+ROOT = Path(__file__).resolve().parents[2]
+OLD = {"w": torch.arange(1000.0).reshape(10, 100), "b": torch.zeros(3)}
+NEW = {name: leaf + 1 for name, leaf in OLD.items()}
+
+SAVES: dict[str, dict[str, Any]] = {
+    "the first at a path": {},
+    "in place of another": {"replaces": True},
+    "of a series": {"earlier": (1,)},
+    "with keep": {"earlier": (1, 2, 3), "keep": 2},
+    "with keep, in place of another": {"earlier": (1, 2, 3), "replaces": True, "keep": 1},
+}
+LOADS: dict[str, Callable[[Path], Any]] = {
+    "load": lambda path: ck.load(path, like=OLD),
+    "load of transposed": lambda path: ck.load(path, like=OLD | {"w": torch.zeros(100, 10).T}),
+    "load_params": lambda path: ck.load_params(path, like=OLD),
+    "read": ck.read,
+    "verify": ck.verify,
+    "inspect": ck.inspect,
+    "latest": lambda path: ck.latest(path.parent),
+}
+HOW: dict[str, dict[str, Any]] = {"once": {}, "from then on": {"always": True}, "killed": {"kill": True}}
+
+
+class Outcome(NamedTuple):
+    """What a process reports: the call that failed, its error, and what it was told or returned."""
+
+    failed: str
+    error: Exception | None
+    text: str
+
+
+def prepare(folder: Path, *, earlier: tuple[int, ...] = (), replaces: bool = False, keep: int | None = None) -> Path:
+    """Make an empty folder with checkpoints of earlier steps; return the path of step 9."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    path = ck.step_path(folder, 9)
+    for step in earlier:
+        ck.save(ck.step_path(folder, step), OLD, step=step)
+    if replaces:
+        ck.save(path, OLD, params=OLD, step=8)
+    return path
+
+
+def part_of(leaf: torch.Tensor, rank: int) -> FlatPiece:
+    half = leaf.numel() // 2
+    return FlatPiece.cut(leaf, 0, half) if rank == 0 else FlatPiece.cut(leaf, half, leaf.numel())
+
+
+def operate(what: str, path: Path, rank: int, group: Any) -> Any:
+    """Save or load, on this rank of a group, if there is one."""
+    if what in SAVES:
+        state = NEW if group is None else {name: part_of(leaf, rank) for name, leaf in NEW.items()}
+        return ck.save(path, state, step=9, keep=SAVES[what].get("keep"), group=group)
+    return LOADS[what](path) if group is None else ck.load(path, like=OLD, group=group)
+
+
+def run(folder: Path, work: Callable[[int, Any], Outcome], ranks: int) -> list[Outcome | None]:
+    """Call a function in forked processes; None for one that was killed."""
+    reports, store = [folder / str(rank) for rank in range(ranks)], folder / "store"
+    children: list[int] = []
+    for rank, report in enumerate(reports):
+        report.unlink(missing_ok=True)
+        if (child := os.fork()) == 0:
+            group = None
+            if ranks > 1:
+                dist.init_process_group(
+                    "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
+                )
+                group = dist.group.WORLD
+            try:
+                report.write_bytes(pickle.dumps(work(rank, group)))
+            finally:
+                os._exit(0)
+        children.append(child)
+    for child in children:
+        os.waitpid(child, 0)
+    store.unlink(missing_ok=True)
+    return [pickle.loads(report.read_bytes()) if report.exists() else None for report in reports]
+
+
+def attempt(what: str, path: Path, on: int, at: int, how: str, rank: int, group: Any) -> Outcome:
+    """Save or load; the call number ``at`` fails on one rank."""
+    error = result = None
+    where = path.parent if rank == on else path.parent / "nothing"
+    with faults(where, at, reads=what in LOADS, **HOW[how]) as fault, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            result = operate(what, path, rank, group)
+        except CheckpointError as caught:
+            error = caught
+    return Outcome(fault.failed, error, str(error or [str(warning.message) for warning in told] or result))
+
+
+def sweep(folder: str, what: str, how: str, ranks: int, on: int, stride: int) -> None:
+    """Let every call fail, or each `stride`-th, in its turn, until the operation has no more calls."""
+    made = Path(folder)
+    runs, at, outcomes = made / "runs", 0, set[bool]()
+    while True:
+        path = prepare(runs, **SAVES.get(what, {"replaces": True}))
+        found = run(made, partial(attempt, what, path, on, at, how), ranks)
+        over = found[on] is not None and not found[on].failed
+        call = f"call {at}, {found[on].failed if found[on] is not None else 'killed'}"
+        try:
+            if what in SAVES:
+                outcomes.add(check_save(what, path, found, how))
+            else:
+                check_load(what, path, found, over)
+        except BaseException as error:
+            error.add_note(f"{call}: {found}")
+            raise
+        if over:
+            break
+        at += stride
+    assert at > 4
+    assert what in LOADS or True in outcomes
+    print("done", at)
+
+
+def check_save(what: str, path: Path, found: list[Outcome | None], how: str) -> bool:
+    """Require the previous checkpoint or the new one, whole, and errors that say which; return if it is the new one."""
+    case = SAVES[what]
+    try:
+        index = ck.verify(path)
+    except ck.NotFoundError:
+        assert not case.get("replaces"), "lost what was there"
+        new = False
+    else:
+        new = index.step == 9
+        assert new or case.get("replaces")
+        assert_same_tree(ck.load(path, like=OLD), NEW if new else OLD)
+    if not new and case.get("earlier"):
+        newest = path if case.get("replaces") else ck.step_path(path.parent, max(case["earlier"]))
+        assert ck.latest(path.parent, verify=True) == newest
+    alive = [outcome for outcome in found if outcome is not None]
+    for outcome in alive:
+        if outcome.error is None:
+            assert new, "nothing was written, and nothing said"
+        else:
+            assert isinstance(outcome.error, WriteError)
+            assert str(path) in outcome.text
+            assert outcome.error.written in (new, None)
+            said = {True: "was written", False: "was not written", None: "not known whether|may have been written"}
+            assert any(words in outcome.text for words in said[outcome.error.written].split("|"))
+    if len(alive) == len(found):
+        assert len({str(outcome.error) for outcome in alive}) == 1, "the ranks have other errors"
+    left = ck.clean(path.parent)
+    if how == "once" and not new and not any("remove" in outcome.failed for outcome in alive):
+        assert not left, "a save that fails removes its own files"
+    ck.save(path, NEW, step=9, keep=case.get("keep"))
+    assert_same_tree(ck.load(path, like=OLD), NEW)
+    assert len(list(path.iterdir())) == 2
+    assert len(ck.checkpoints(path.parent)) <= case.get("keep", 9)
+    return new
+
+
+def check_load(what: str, path: Path, found: list[Outcome | None], over: bool) -> None:
+    """Require an error of the checkpoint on all ranks, unless no call failed; the files are as they were."""
+    alive = [outcome for outcome in found if outcome is not None]
+    for outcome in alive:
+        assert str(path.parent) in outcome.text or path.name in outcome.text or over
+        assert outcome.error is not None or over or what == "latest"  # which warns
+        assert (outcome.error is not None) <= (not over)
+    if len(alive) == len(found) > 1:
+        assert len({outcome.text for outcome in alive}) == 1 or over
+    assert_same_tree(ck.load(path, like=OLD), OLD)
+
+
+def sweep_apart(what: str, how: str, ranks: int = 1, on: int = 0, stride: int = 1) -> None:
+    """Sweep in a process of one thread, which can fork safely, and in memory, if the system has a folder there."""
+    shared = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as made:
+        arguments = (os.path.realpath(made), what, how, ranks, on, stride)
+        code = f"import muonfx.checkpoint.distributed, tests.checkpoint.test_faults as t; t.sweep{arguments!r}"
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        )
+        assert done.stdout.startswith("done"), done.stderr
+
+
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="forks")
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_fault_while_saving_leaves_the_previous_or_the_new_checkpoint(how: str):
+    sweep_apart("with keep, in place of another", how, stride=3)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("how", "on"), [("once", 1), ("from then on", 0), ("killed", 0), ("killed", 1)])
+def test_a_fault_on_one_of_two_ranks_leaves_the_previous_or_the_new_checkpoint(how: str, on: int):
+    sweep_apart("with keep, in place of another", how, ranks=2, on=on, stride=5 if on == 0 else 2)
+
+
+def test_a_fault_while_loading_is_an_error_of_the_checkpoint():
+    sweep_apart("load", "once", stride=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("what", [*SAVES, *LOADS])
+def test_a_fault_at_every_call_loses_nothing(what: str, how: str):
+    sweep_apart(what, how)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize("on", [0, 1])
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("what", [*SAVES, "load"])
+def test_a_fault_at_every_call_of_a_rank_loses_nothing(what: str, how: str, on: int):
+    sweep_apart(what, how, ranks=2, on=on)
