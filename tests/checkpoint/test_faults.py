@@ -194,12 +194,12 @@ def check_load(what: str, path: Path, found: list[Outcome | None], over: bool) -
     assert_same_tree(ck.load(path, like=OLD), OLD)
 
 
-def sweep_apart(what: str, how: str, ranks: int = 1, on: int = 0, stride: int = 1) -> None:
+def sweep_apart(*sweeps: tuple[str, str, int, int, int]) -> None:
     """Sweep in a process of one thread, which can fork safely, and in memory, if the system has a folder there."""
     shared = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as made:
-        arguments = (os.path.realpath(made), what, how, ranks, on, stride)
-        code = f"import muonfx.checkpoint.distributed, tests.checkpoint.test_faults as t; t.sweep{arguments!r}"
+        calls = [f"t.sweep{(os.path.realpath(made), *arguments)!r}" for arguments in sweeps]
+        code = "import muonfx.checkpoint.distributed, tests.checkpoint.test_faults as t; " + "; ".join(calls)
         done = subprocess.run(
             [sys.executable, "-c", code],
             capture_output=True,
@@ -207,38 +207,33 @@ def sweep_apart(what: str, how: str, ranks: int = 1, on: int = 0, stride: int = 
             cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         )
-        assert done.stdout.startswith("done"), done.stderr
+        assert done.stdout.count("done") == len(sweeps), done.stderr
 
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="forks")
 
 
-@pytest.mark.parametrize("how", HOW)
-def test_a_fault_while_saving_leaves_the_previous_or_the_new_checkpoint(how: str):
-    sweep_apart("with keep, in place of another", how, stride=3)
+def test_faults_of_one_process_lose_nothing():
+    what = "with keep, in place of another"
+    sweep_apart(*((what, how, 1, 0, 7) for how in HOW), ("load", "once", 1, 0, 7))
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("how", "on"), [("once", 1), ("from then on", 0), ("killed", 0), ("killed", 1)])
-def test_a_fault_on_one_of_two_ranks_leaves_the_previous_or_the_new_checkpoint(how: str, on: int):
-    sweep_apart("with keep, in place of another", how, ranks=2, on=on, stride=5 if on == 0 else 2)
-
-
-def test_a_fault_while_loading_is_an_error_of_the_checkpoint():
-    sweep_apart("load", "once", stride=2)
+def test_faults_of_one_of_two_ranks_lose_nothing():
+    what = "with keep, in place of another"
+    sweep_apart(
+        (what, "once", 2, 1, 3), (what, "killed", 2, 0, 11), (what, "killed", 2, 1, 4), ("load", "once", 2, 1, 9)
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("what", [*SAVES, *LOADS])
-def test_a_fault_at_every_call_loses_nothing(what: str, how: str):
-    sweep_apart(what, how)
+def test_faults_at_every_call_of_one_process_lose_nothing(what: str):
+    sweep_apart(*((what, how, 1, 0, 1) for how in HOW))
 
 
 @pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.parametrize("on", [0, 1])
-@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("what", [*SAVES, "load"])
-def test_a_fault_at_every_call_of_a_rank_loses_nothing(what: str, how: str, on: int):
-    sweep_apart(what, how, ranks=2, on=on)
+def test_faults_at_every_call_of_one_of_two_ranks_lose_nothing(what: str):
+    sweep_apart(*((what, how, 2, on, 1) for how in HOW for on in (0, 1)))
