@@ -11,10 +11,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
+from muonfx.checkpoint.data import Reader
 from muonfx.checkpoint.errors import CheckpointError, CorruptError, FormatError, NotFoundError, ReplacedError
 from muonfx.checkpoint.files import open_regular
 from muonfx.checkpoint.index import FORMAT, INDEX, Index, is_own_name, read_parsed
-from muonfx.checkpoint.reading import Reader
 
 __all__ = [
     "before",

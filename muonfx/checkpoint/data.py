@@ -1,7 +1,8 @@
-"""Write data files: safetensors files with a checksum of every block.
+"""Write and read data files: safetensors files with a checksum of every block.
 
 The format is eight bytes with the length of the header, the header (JSON: name to dtype, shape and byte range), and
-the bytes of the tensors without gaps.
+the bytes of the tensors without gaps. The files are read with plain reads. With a memory map, truncation of a file in
+use would end the process.
 """
 
 from __future__ import annotations
@@ -9,24 +10,29 @@ from __future__ import annotations
 import ctypes
 import json
 import mmap
+import os
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack, nullcontext, suppress
+from io import FileIO
+from itertools import groupby
+from math import prod
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from muonfx.checkpoint.errors import CheckpointError
-from muonfx.checkpoint.files import fresh_file, write_all
-from muonfx.checkpoint.index import BLOCK, LONGEST_HEADER, Chunk, DataFile
+from muonfx.checkpoint.errors import CheckpointError, CorruptError
+from muonfx.checkpoint.files import fresh_file, open_regular, write_all
+from muonfx.checkpoint.index import BLOCK, LONGEST_HEADER, Chunk, DataFile, Index, Leaf
 from muonfx.sharding.boxes import Box
 from muonfx.tree.dtypes import safetensors_name
 
-__all__ = ["Part", "Progress", "blocks_of", "bytes_of", "check_byte_order", "checksum_of", "populate", "write_data"]
+__all__ = ["Part", "Progress", "Reader", "bytes_of", "write_data"]
 
 Progress = Callable[[int, int], object]
 """Called with the number of bytes written and the total number of bytes."""
@@ -168,3 +174,207 @@ def _dense(part: Part) -> Tensor:
             "the save began: a state must not change while it is saved"
         )
     return tensor
+
+
+_MOST_OPEN = 64
+
+
+class _Block(NamedTuple):
+    """A block to be read: its file, position and checksum, and the memory to read it into."""
+
+    file: int
+    begin: int
+    into: memoryview
+    crc32: str
+    name: str
+
+
+def _blocks(name: str, chunk: Chunk, into: memoryview, first: int = 0) -> list[_Block]:
+    """Return the blocks of a chunk that fill the memory, from block number ``first`` on."""
+    return [
+        _Block(chunk.file, chunk.begin + place * BLOCK, part, chunk.crc32[place], name)
+        for place, part in enumerate(blocks_of(into), first)
+    ]
+
+
+class Reader:
+    """Reads leaves from the data files of a checkpoint and verifies every byte that it returns."""
+
+    def __init__(self, folder: Path, index: Index) -> None:
+        check_byte_order()
+        self.folder, self.index = folder, index
+        self._stack = ExitStack()
+        self._files: dict[int, FileIO] = {}
+        self._pool: ThreadPoolExecutor | None = None
+        self._threads = torch.get_num_threads() if hasattr(os, "preadv") else 1
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def check_files(self, numbers: Iterable[int] | None = None) -> Reader:
+        """Open and check the data files with these numbers, by default all of them."""
+        for number in range(len(self.index.files)) if numbers is None else sorted(numbers):
+            self._file(number)
+        return self
+
+    def _file(self, number: int) -> FileIO:
+        if number not in self._files:
+            # The number of open files is limited, and each rank has written one file; no read is in progress.
+            if len(self._files) >= _MOST_OPEN:
+                self._close(next(iter(self._files)))
+            self._files[number] = self._open(self.index.files[number])
+        return self._files[number]
+
+    def _close(self, number: int) -> None:
+        try:
+            self._files.pop(number).close()
+        except OSError as error:
+            path = self.folder / self.index.files[number].name
+            raise CheckpointError(
+                f"{path}: cannot be closed: {error.strerror}; nothing was loaded, since the file system has a fault"
+            ) from error
+
+    def close(self) -> None:
+        """Close all files; raise if the system reports an error for one."""
+        self._stack.close()  # waits for the threads
+        with ExitStack() as stack:
+            for number in self._files:
+                stack.callback(self._close, number)
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        with suppress(CheckpointError) if kind is not None else nullcontext():
+            self.close()
+
+    def _open(self, described: DataFile) -> FileIO:
+        path = self.folder / described.name
+        try:
+            file = open_regular(path)
+        except OSError as error:
+            raise CorruptError(f"{path}: the data file is missing or cannot be read: {error.strerror}") from error
+        try:
+            try:
+                found = file.seek(0, 2)
+            except OSError as error:
+                raise CorruptError(f"{path}: cannot be read: {error.strerror}") from error
+            if found != described.nbytes:
+                raise CorruptError(f"{path}: the data file has {found} bytes, expected {described.nbytes}")
+            head = bytearray(described.header_nbytes)
+            self._fill(file, 0, memoryview(head), path)
+            if checksum_of(head) != described.header_crc32:
+                raise CorruptError(f"{path}: the header of the data file is damaged")
+        except BaseException:
+            with suppress(OSError):
+                file.close()
+            raise
+        return file
+
+    def _fill(self, file: FileIO, at: int, into: memoryview, path: Path) -> None:
+        """Fill a buffer from a position on; with preadv, several threads may read one file."""
+        while into:
+            try:
+                if hasattr(os, "preadv"):
+                    got = os.preadv(file.fileno(), [into], at)
+                else:
+                    file.seek(at)
+                    got = file.readinto(into) or 0
+            except OSError as error:
+                raise CorruptError(f"{path}: cannot be read: {error.strerror}") from error
+            if not got:
+                raise CorruptError(f"{path}: the data file ends too early")
+            at, into = at + got, into[got:]
+
+    def _read_blocks(self, blocks: list[_Block]) -> None:
+        """Read and check blocks, file by file; blocks of one file are read in parallel."""
+        blocks.sort(key=attrgetter("begin"))
+        blocks.sort(key=attrgetter("file"))
+        for number, of_file in groupby(blocks, attrgetter("file")):
+            file, path = self._file(number), self.folder / self.index.files[number].name
+            parts: list[list[_Block]] = []  # small leaves share a part: a task costs more than the read
+            left = 0
+            for block in of_file:
+                if left < len(block.into):
+                    parts.append([])
+                    left = BLOCK
+                parts[-1].append(block)
+                left -= len(block.into)
+            if len(parts) == 1 or self._threads == 1:
+                for part in parts:
+                    self._read_part(file, path, part)
+                continue
+            if self._pool is None:
+                # One pool per reader, not a global one: threads do not survive a fork.
+                pool = ThreadPoolExecutor(self._threads, thread_name_prefix="muonfx-read")
+                self._pool = self._stack.enter_context(pool)
+            reads = [self._pool.submit(self._read_part, file, path, part) for part in parts]
+            try:
+                for read in reads:
+                    read.result()
+            except BaseException:
+                for read in reads:
+                    read.cancel()
+                wait(reads)  # the memory must not be freed while a thread writes to it
+                raise
+
+    def _read_part(self, file: FileIO, path: Path, part: list[_Block]) -> None:
+        for _, begin, into, crc32, name in part:
+            populate(into)
+            self._fill(file, begin, into, path)
+            if checksum_of(into) != crc32:
+                where = f"bytes {begin} to {begin + len(into)} of the file"
+                raise CorruptError(f"{path}: the leaf {name!r} is damaged, somewhere in {where}")
+
+    def read(self, name: str) -> Tensor:
+        """Read a leaf into a new tensor on the CPU."""
+        leaf = self.index.leaves[name]
+        out = torch.empty(leaf.spec.shape, dtype=leaf.spec.dtype)
+        self.read_into({name: out})
+        return out
+
+    def read_into(self, rooms: Mapping[str, Tensor]) -> None:
+        """Read leaves into tensors of the same shapes; chunks that need a conversion are copied one at a time."""
+        blocks: list[_Block] = []
+        for name, out in rooms.items():
+            leaf = self.index.leaves[name]
+            for chunk in leaf.chunks:
+                part = out[tuple(map(slice, chunk.offsets, chunk.box.ends))] if len(leaf.chunks) > 1 else out
+                if _takes_bytes(part, leaf):
+                    blocks += _blocks(name, chunk, bytes_of(part))
+                else:
+                    self.read_box(name, leaf, chunk, Box((0,) * len(chunk.sizes), chunk.sizes), part)
+        self._read_blocks(blocks)
+
+    def read_box(self, name: str, leaf: Leaf, chunk: Chunk, box: Box, out: Tensor) -> None:
+        """Read a box, with offsets within the chunk, into a tensor of its size; only blocks with its bytes are read."""
+        if not box.numel:
+            return
+        if box.sizes == chunk.sizes and _takes_bytes(out, leaf):
+            self._read_blocks(_blocks(name, chunk, bytes_of(out)))
+            return
+        dtype = leaf.spec.dtype
+        strides = [prod(chunk.sizes[dim + 1 :]) for dim in range(len(chunk.sizes))]
+        start = sum(map(int.__mul__, box.offsets, strides))
+        stop = sum(stride * (end - 1) for stride, end in zip(strides, box.ends, strict=True)) + 1
+        first = start * dtype.itemsize // BLOCK
+        nbytes = prod(chunk.sizes) * dtype.itemsize
+        end = min(nbytes, -(-stop * dtype.itemsize // BLOCK) * BLOCK)
+        held = torch.empty((end - first * BLOCK) // dtype.itemsize, dtype=dtype)
+        self._read_blocks(_blocks(name, chunk, bytes_of(held), first))
+        out.copy_(held.as_strided(box.sizes, strides, start - first * BLOCK // dtype.itemsize))
+
+    def verify(self) -> Index:
+        """Read and check every byte and return the index."""
+        self.check_files()
+        many = 2 * self._threads
+        buffer = memoryview(bytearray(many * BLOCK))
+        for name, leaf in self.index.leaves.items():
+            for chunk in leaf.chunks:
+                nbytes = prod(chunk.sizes) * leaf.spec.dtype.itemsize
+                for place in range(0, len(chunk.crc32), many):
+                    into = buffer[: min(len(buffer), nbytes - place * BLOCK)]
+                    self._read_blocks(_blocks(name, chunk, into, place))
+        return self.index
+
+
+def _takes_bytes(out: Tensor, leaf: Leaf) -> bool:
+    """True if the bytes of the file can be read directly into the tensor."""
+    return out.dtype == leaf.spec.dtype and out.device.type == "cpu" and out.is_contiguous()

@@ -38,13 +38,11 @@ from torch.futures import Future
 
 from muonfx.checkpoint.background import wait_for_saves
 from muonfx.checkpoint.catalog import TRIES, before, folder_named, inspect, reading, replaced_often
-from muonfx.checkpoint.data import Part
+from muonfx.checkpoint.data import Part, Reader
 from muonfx.checkpoint.errors import CheckpointError, CorruptError, MismatchError, ReplacedError, WriteError
 from muonfx.checkpoint.index import Chunk, DataFile, Leaf, shortened
-from muonfx.checkpoint.reading import Reader
-from muonfx.checkpoint.rules import Rules
 from muonfx.checkpoint.spec import described
-from muonfx.checkpoint.target import Target
+from muonfx.checkpoint.target import Rules, Target
 from muonfx.checkpoint.writing import Draft, Job
 from muonfx.sharding.boxes import Box, cover
 from muonfx.sharding.consensus import listed

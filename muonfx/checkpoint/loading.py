@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from muonfx.checkpoint.catalog import folder_named, with_reader
+from muonfx.checkpoint.data import Reader
 from muonfx.checkpoint.index import Index
 from muonfx.checkpoint.names import PARAMS
-from muonfx.checkpoint.reading import Reader
-from muonfx.checkpoint.rules import Allow, Rules
 from muonfx.checkpoint.spec import StateSpec
-from muonfx.checkpoint.target import Target
+from muonfx.checkpoint.target import Allow, Rules, Target
 from muonfx.core import Transform
 from muonfx.sharding.shards import FlatPiece
 from muonfx.sharding.views import is_logical, layout_of, local, logical

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from muonfx.checkpoint.catalog import checkpoints, with_reader
-from muonfx.checkpoint.data import bytes_of
+from muonfx.checkpoint.data import Reader, bytes_of
 from muonfx.checkpoint.errors import CheckpointError
 from muonfx.checkpoint.index import Index, as_text, shortened
-from muonfx.checkpoint.reading import Reader
-from muonfx.checkpoint.rules import matches
 from muonfx.checkpoint.spec import described
+from muonfx.checkpoint.target import matches
 from muonfx.tree.display import Table, format_bytes, printable
 
 __all__ = ["differences", "of_checkpoint", "of_folder"]

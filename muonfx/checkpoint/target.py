@@ -1,23 +1,196 @@
-"""The target of a load: the requested leaves and the tensors that receive their values."""
+"""The target of a load: the requested leaves, the differences that are allowed, and the tensors that are filled."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from muonfx.checkpoint.errors import MismatchError, first_ones
 from muonfx.checkpoint.index import Index
-from muonfx.checkpoint.names import named_tensors
-from muonfx.checkpoint.rules import Rules, match
-from muonfx.checkpoint.spec import StateSpec, spec_of_named
+from muonfx.checkpoint.names import in_section, named_tensors, plain_names
+from muonfx.checkpoint.spec import StateSpec, described, spec_of_named
 from muonfx.core import Transform
 from muonfx.tree import PyTree, Spec
+from muonfx.tree.dtypes import widens
+from muonfx.tree.renaming import Rename, found_renaming, new_names
 
-__all__ = ["Target"]
+__all__ = ["Allow", "Rules", "Target", "matches"]
+
+Allow = bool | str | Collection[str]
+"""True, False, or patterns of names."""
+
+
+def matches(pattern: str, name: str) -> bool:
+    """True if a pattern is the name, a prefix of its levels, or a glob that matches it."""
+    return name == pattern or name.startswith(pattern.rstrip("/") + "/") or fnmatchcase(name, pattern)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The arguments of ``load`` that allow differences; see there."""
+
+    allow_missing: Allow = False
+    allow_extra: Allow = False
+    allow_other_chain: bool = False
+    cast: Mapping[str, torch.dtype] = field(default_factory=dict)
+    rename: Rename = field(default_factory=dict)
+
+    def described(self) -> dict[str, str]:
+        """Return the arguments as texts that can be compared between ranks; functions all compare equal."""
+
+        def text(given: Any) -> str:
+            if callable(given):
+                return "a function"
+            return repr(sorted(given.items()) if isinstance(given, Mapping) else given)
+
+        return {name: text(given) for name, given in vars(self).items()}
+
+
+def _allowed(given: Allow, name: str) -> bool:
+    if isinstance(given, bool):
+        return given
+    return any(matches(pattern, name) for pattern in patterns_in(given))
+
+
+def patterns_in(given: Allow) -> list[str]:
+    """Return the patterns in an argument, none for True or False."""
+    if isinstance(given, bool):
+        return []
+    return [given] if isinstance(given, str) else list(given)
+
+
+def match(index: Index, want: StateSpec, rules: Rules, *, section: str, where: str) -> dict[str, str | None]:
+    """Map each leaf in ``want`` to its name in the checkpoint, None if it is allowed to be missing."""
+    problems: list[str] = []
+    advice: list[str] = []
+    names, wrong = new_names(plain_names(index.leaves), rules.rename)
+    if wrong:
+        problems += [f"rename:    {problem}" for problem in wrong]
+        advice.append(
+            "rename= goes from names in the checkpoint to those wanted; the documentation of load has its forms"
+        )
+    there = _names_in(names, section, problems)
+    _check_chain(index, want, rules, problems, advice)
+    for what, given in (("allow_missing", rules.allow_missing), ("allow_extra", rules.allow_extra)):
+        if unused := [p for p in patterns_in(given) if not any(matches(p, name) for name in (*names.values(), *want))]:
+            problems += [f"{what}: {pattern!r} means no leaf, of the checkpoint or wanted" for pattern in unused]
+            advice.append(
+                f"a pattern is a name, the levels that names begin with, or a glob; leave out what {what}= need "
+                "not mean"
+            )
+
+    missing = [name for name in want if name not in there and not _allowed(rules.allow_missing, name)]
+    extra = [name for name in there if name not in want and not _allowed(rules.allow_extra, name)]
+    problems += [f"missing:   {name!r}, {described(want[name])}, is not in the checkpoint" for name in missing]
+    problems += [f"extra:     {name!r} is in the checkpoint and not wanted" for name in extra]
+    if missing and extra:
+        found = {} if rules.rename else _renaming(index, want, names, missing, {name: there[name] for name in extra})
+        shown = repr(found) if found else "{name in the checkpoint: name wanted}"
+        advice.append(f"if leaves have other names only: rename={shown}")
+    if missing:
+        advice.append(f"to keep what `like` has where leaves are missing: allow_missing={_shown(missing)}, or True")
+    if extra:
+        advice.append(f"to leave leaves of the checkpoint out: allow_extra={_shown(extra)}, or True")
+    _check_leaves(index, want, rules, there, problems, advice)
+    if problems:
+        lines = "\n  ".join(first_ones(problems))
+        hints = "\n  ".join(advice)
+        raise MismatchError(
+            f"{where} does not fit, nothing was loaded:\n  {lines}" + (f"\nwhat to do:\n  {hints}" if hints else ""),
+            problems,
+        )
+    return {name: there.get(name) for name in want}
+
+
+def _names_in(names: Mapping[str, str], section: str, problems: list[str]) -> dict[str, str]:
+    """Map the new name of each leaf in a section to its name in the checkpoint."""
+    there: dict[str, str] = {}
+    for old, new in names.items():
+        if in_section(new, section):
+            if new in there:
+                problems.append(f"rename:    both {there[new]!r} and {old!r} would be {new!r}")
+            there[new] = old
+    return there
+
+
+def _renaming(
+    index: Index, want: StateSpec, names: Mapping[str, str], missing: Sequence[str], extra: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the renaming that turns extra leaves into missing ones and changes no other name; empty if none."""
+    found = found_renaming(
+        {name: index.leaves[written].spec.shape for name, written in extra.items()},
+        {name: want[name].shape for name in missing},
+    )
+    after, wrong = new_names(names, found) if found else ({}, ["nothing"])
+    if wrong or any(after[written] != names[written] for written in names.keys() - set(extra.values())):
+        return {}
+    now = [after[written] for written in extra.values() if after[written] in want]
+    fits = len(set(now)) == len(now) == min(len(missing), len(extra)) and set(now) <= set(missing)
+    return found if fits else {}
+
+
+def _check_chain(index: Index, want: StateSpec, rules: Rules, problems: list[str], advice: list[str]) -> None:
+    if index.fingerprint is None or want.fingerprint is None or rules.allow_other_chain:
+        return
+    if want.fingerprint != index.fingerprint:
+        problems.append(
+            f"chain:     the checkpoint was made by {index.chain:.2000} (fingerprint {index.fingerprint}), expected "
+            f"{want.chain} (fingerprint {want.fingerprint})"
+        )
+        advice.append("if the state means the same to this chain: allow_other_chain=True")
+
+
+def _check_leaves(
+    index: Index, want: StateSpec, rules: Rules, there: Mapping[str, str], problems: list[str], advice: list[str]
+) -> None:
+    used: set[str] = set()
+    narrowed: dict[str, torch.dtype] = {}
+    for name, spec in want.leaves.items():
+        chosen = [pattern for pattern in rules.cast if matches(pattern, name)]
+        used.update(chosen)
+        if name not in there:
+            continue
+        have = index.leaves[there[name]].spec
+        if have.shape != spec.shape:
+            problems.append(f"reshaped:  {name!r} has shape {have.shape}, expected {spec.shape}")
+        if have.dtype != spec.dtype and _holds_codes(there[name], index):
+            problems.append(f"codes:     {name!r} holds codes of {have.dtype}, which mean nothing as {spec.dtype}")
+            advice.append("to read codes: the chain with the compact dtype that wrote them")
+            continue
+        if chosen and {rules.cast[pattern] for pattern in chosen} != {spec.dtype}:
+            asked = ", ".join(sorted({str(rules.cast[pattern]) for pattern in chosen}))
+            problems.append(f"cast:      {name!r} is wanted as {spec.dtype}, and cast= says {asked}")
+            advice.append("cast= allows the dtype that `like` has, and does not change it: make `like` with that dtype")
+        elif not chosen and not widens(have.dtype, spec.dtype):
+            problems.append(f"narrowing: {name!r} is {have.dtype} in the checkpoint, and {spec.dtype} is wanted")
+            narrowed[name] = spec.dtype
+    if unused := sorted(rules.cast.keys() - used):
+        problems += [f"cast:      no leaf that is wanted is meant by {pattern!r}" for pattern in unused]
+    if narrowed:
+        name, dtype = next(iter(narrowed.items()))
+        rest = ", ..." if len(narrowed) > 1 else ""
+        advice.append(
+            f"to round: cast={{{name!r}: {dtype}{rest}}} (by names, by the levels they begin with, or by globs); to "
+            "keep the values: a chain with the state dtype of the checkpoint"
+        )
+
+
+def _holds_codes(name: str, index: Index) -> bool:
+    """True if a leaf of a checkpoint holds the codes of a quantized state, with scales next to it."""
+    levels = name.split("/")
+    beside = ("/".join([*levels[:i], "scales", *levels[i + 1 :]]) for i, level in enumerate(levels) if level == "codes")
+    return any(other in index.leaves for other in beside)
+
+
+def _shown(names: Iterable[Any]) -> str:
+    listed = list(names)
+    return f"[{listed[0]!r}{', ...' if len(listed) > 1 else ''}]"
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,7 @@ def test_data_are_on_the_disk_before_the_index_gets_its_name(tmp_path: Path, mon
 
 
 def test_a_reader_of_the_old_one_is_not_disturbed_by_the_new(tmp_path: Path):
-    from muonfx.checkpoint.reading import Reader
+    from muonfx.checkpoint.data import Reader
 
     ck.save(tmp_path, STATE)
     with Reader(tmp_path, ck.inspect(tmp_path)) as reader:

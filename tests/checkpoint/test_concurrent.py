@@ -187,7 +187,7 @@ def test_ranks_load_one_checkpoint_for_long(world: World, tmp_path: Path):
 
 
 def test_a_checkpoint_that_is_removed_while_it_is_read_is_said_to_be_gone(tmp_path: Path, monkeypatch):
-    from muonfx.checkpoint.reading import Reader
+    from muonfx.checkpoint.data import Reader
 
     path = ck.save(ck.step_path(tmp_path, 1), state_of(1))
     check = Reader.check_files

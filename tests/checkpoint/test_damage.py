@@ -350,7 +350,7 @@ def names_what_is_damaged(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [1, 3])
 def test_a_file_that_is_cut_short_while_it_is_read(tmp_path: Path, number: int):
     """The length is right when the file is opened, and no longer when a leaf is read."""
-    from muonfx.checkpoint.reading import Reader
+    from muonfx.checkpoint.data import Reader
 
     ck.save(tmp_path, {"w": torch.randn(5 * BLOCK // 4)})
     with threads(number), Reader(tmp_path, ck.inspect(tmp_path)) as reader:

@@ -215,7 +215,7 @@ def test_a_header_that_no_reader_would_take_is_not_written(tmp_path: Path, monke
 
 @pytest.mark.skipif(sys.platform == "win32", reason="limits of open files")
 def test_thousands_of_data_files_are_read_by_a_process_that_may_open_few(tmp_path: Path, monkeypatch):
-    from muonfx.checkpoint import reading
+    from muonfx.checkpoint import data as module
 
     whole = {f"leaf {number}": torch.full((3,), float(number)) for number in range(6)}
     path = ck.save(tmp_path / "a", whole)
@@ -230,9 +230,9 @@ def test_thousands_of_data_files_are_read_by_a_process_that_may_open_few(tmp_pat
         chunk.update(file=number, begin=header)
         body["files"][number]["nbytes"] = header + 12
     (path / INDEX).write_bytes(signed(body))
-    monkeypatch.setattr(reading, "_MOST_OPEN", 2)
+    monkeypatch.setattr(module, "_MOST_OPEN", 2)
     before = len(os.listdir("/dev/fd"))
-    with reading.Reader(path, ck.inspect(path)) as reader:
+    with module.Reader(path, ck.inspect(path)) as reader:
         reader.check_files()
         assert len(os.listdir("/dev/fd")) <= before + 2
         assert all(torch.equal(reader.read(name), leaf) for name, leaf in whole.items())

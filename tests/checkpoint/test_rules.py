@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import muonfx as mfx
 from muonfx.checkpoint import MismatchError, NotFoundError
-from muonfx.checkpoint.rules import matches
+from muonfx.checkpoint.target import matches
 from tests.checkpoint.common import assert_same_tree, bits, folder, grads_like, small_params, trained
 
 ck = mfx.checkpoint
