@@ -196,7 +196,7 @@ def test_a_conversion_does_not_wait_for_a_pipe(tmp_path: Path, capsys):
         assert convert(["torch", str(given[0]), str(tmp_path / "out"), *map(str, given[1:])]) == 2
     said = capsys.readouterr().err
     assert said.count("it is a pipe, expected an ordinary file") == 2
-    assert "names.json is no JSON" in said
+    assert "names.json is not JSON" in said
 
 
 def test_a_header_that_no_reader_would_take_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -8,17 +8,17 @@ Only tensors and plain values are unpickled from files.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
-from muonfx.checkpoint.convert import deepspeed, optax
-from muonfx.checkpoint.convert.formats import FORMATS
+from muonfx.checkpoint.convert.formats import FORMATS, Format
+from muonfx.checkpoint.convert.sources import Arguments
 from muonfx.core import Transform
 from muonfx.tree import PyTree
 from muonfx.tree.arguments import did_you_mean
 
-__all__ = ["Format", "read", "recipe", "write"]
+__all__ = ["FormatName", "read", "recipe", "write"]
 
-Format = Literal["torch", "keller", "moonlight", "dion", "deepspeed", "optax"]
+FormatName = Literal["torch", "keller", "moonlight", "dion", "deepspeed", "optax"]
 """The optimizers whose state can be converted."""
 
 
@@ -27,7 +27,7 @@ def __dir__() -> list[str]:
 
 
 def read(
-    format: Format,
+    format: FormatName,
     source: Any,
     tx: Transform,
     params: PyTree,
@@ -48,7 +48,7 @@ def read(
             tensors gets its names from here.
         names: the parameters' names in the optimizer's order, for a state dict without names. For "optax", a mapping
             from Optax's dotted names to names in ``params``, if they differ.
-        step: the number of steps taken, if the transform counts steps and the source does not.
+        step: the number of steps taken, if the transform counts steps and the source does not, or has several counts.
         transpose: for "optax", whether its two-dimensional arrays are transposed: Flax has (inputs, outputs), PyTorch
             (outputs, inputs).
 
@@ -70,16 +70,12 @@ def read(
         >>> bool((state["momentum"].trace["weight"] == optimizer.state[model.weight]["momentum_buffer"]).all())
         True
     """
-    _check(format, transpose)
-    if format == "optax":
-        return optax.read(source, tx, params, bool(transpose), _mapping(names))
-    if format == "deepspeed":
-        return deepspeed.read(source, tx, params, step)
-    return FORMATS[format].read(source, tx, params, _list(names), step)
+    form = _format(format, names, transpose)
+    return form.read(source, tx, params, Arguments(names, transpose), step)
 
 
 def write(
-    format: Format,
+    format: FormatName,
     state: PyTree,
     target: Any,
     params: PyTree = None,
@@ -114,16 +110,12 @@ def write(
         >>> sorted(optimizer.state[model.bias])
         ['exp_avg', 'exp_avg_sq', 'step']
     """
-    _check(format, transpose)
-    if format == "deepspeed":
-        raise ValueError("format: 'deepspeed' can be read only; let DeepSpeed write its own checkpoint after a load")
-    if format == "optax":
-        return optax.write(state, target, bool(transpose), _mapping(names))
-    return FORMATS[format].write(state, target, params, _list(names))
+    form = _format(format, names, transpose)
+    return form.write(state, target, params, Arguments(names, transpose))
 
 
 def recipe(
-    format: Format,
+    format: FormatName,
     source: Any,
     params: PyTree,
     *,
@@ -159,33 +151,25 @@ def recipe(
         chain(momentum(), orthogonalize(coefficients='keller'), scale_by_shape(rule='original'),
               add_decayed_weights(weight_decay=0.1), scale_by_learning_rate(learning_rate=0.1))
     """
-    _check(format, transpose=format == "optax" or None)
+    form = _format(format, names, transpose=format == "optax" or None)
     if (config is not None) != (format == "deepspeed"):
         raise ValueError('config: \'deepspeed\' needs config["optimizer"]["params"], other formats take no config')
-    if format == "optax":
-        return optax.recipe(source, params, options)
-    if format == "deepspeed":
-        return deepspeed.recipe(source, params, cast("Mapping[str, Any]", config), options)
-    return FORMATS[format].recipe(source, params, names, options)
+    return form.recipe(source, params, Arguments(names, config=config), options)
 
 
-def _check(format: str, transpose: bool | None) -> None:
-    known = [*FORMATS, "deepspeed", "optax"]
-    if format not in known:
-        raise ValueError(f"format: found {format!r}, expected one of {known}{did_you_mean(format, known)}")
+def _format(format: str, names: Sequence[str] | Mapping[str, str] | None, transpose: bool | None) -> Format:
+    """Return the format with a name; check the arguments that only some formats take."""
+    if format not in FORMATS:
+        raise ValueError(f"format: found {format!r}, expected one of {[*FORMATS]}{did_you_mean(format, list(FORMATS))}")
     if (transpose is not None) != (format == "optax"):
         raise ValueError(
             "transpose: 'optax' needs True or False, whether its matrices are transposed; other formats take none"
         )
-
-
-def _list(names: Sequence[str] | Mapping[str, str] | None) -> Sequence[str] | None:
-    if isinstance(names, Mapping):
-        raise TypeError("names: expected a list of names in the optimizer's order, found a mapping")
-    return names
-
-
-def _mapping(names: Sequence[str] | Mapping[str, str] | None) -> Mapping[str, str]:
-    if not isinstance(names, Mapping | None):
-        raise TypeError("names: expected a mapping from Optax's names to the parameters', found a list")
-    return names or {}
+    if names is not None and isinstance(names, Mapping) != (format == "optax"):
+        expected = (
+            "a mapping from Optax's names to the parameters'"
+            if format == "optax"
+            else "a list of names in the optimizer's order"
+        )
+        raise TypeError(f"names: expected {expected}, found a {type(names).__name__}")
+    return FORMATS[format]

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from muonfx.checkpoint.convert import deepspeed
-from muonfx.checkpoint.convert._files import read_json, read_plain, read_safetensors
+from muonfx.checkpoint.convert import read, recipe
 from muonfx.checkpoint.convert.formats import FORMATS
+from muonfx.checkpoint.convert.sources import read_folder, read_json, read_plain, read_safetensors
 from muonfx.checkpoint.errors import CheckpointError, first_ones
 from muonfx.checkpoint.saving import save
 from muonfx.core import Transform
@@ -27,7 +27,7 @@ __all__ = ["main"]
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m muonfx.checkpoint convert", description=__doc__)
-    parser.add_argument("kind", choices=[*FORMATS, "deepspeed"], help="whose checkpoint it is")
+    parser.add_argument("kind", choices=[kind for kind in FORMATS if kind != "optax"], help="whose checkpoint it is")
     parser.add_argument("input", type=Path, help="a file of torch.save, or DeepSpeed's universal folder")
     parser.add_argument("output", type=Path, help="where to write")
     parser.add_argument("--params", type=Path, required=True, help="the model's weights: .safetensors, or a state dict")
@@ -84,47 +84,55 @@ def _new_names(rename: Mapping[str, str], *lists: Iterable[str]) -> dict[str, st
     return found
 
 
-def _convert(options: argparse.Namespace) -> tuple[Transform, PyTree, dict[str, Any]]:
+def _convert(options: argparse.Namespace) -> tuple[Transform, PyTree]:
     params, rename = _load_params(options.params), _entries_of(options.rename)
+    names = config = None
     if options.kind == "deepspeed":
-        source = deepspeed.read_folder(options.input)
-        new = _new_names(rename, list(params), list(source))
-        source = {new[name]: entry for name, entry in source.items()}
-        params = {new[name]: leaf for name, leaf in params.items() if new[name] in source}
-        if options.config is None:
-            raise ValueError("DeepSpeed's checkpoint does not hold the learning rates: give its config with --config")
-        config = read_json(options.config)
-        optimizer = config.get("optimizer") if isinstance(config, dict) else None
-        if not isinstance(optimizer, dict) or "params" not in optimizer:
-            raise ValueError(f"{options.config}: expected a config with 'optimizer' and its 'params'")
-        tx = deepspeed.recipe(source, params, optimizer["params"], {})
-        return tx, deepspeed.read(source, tx, params, options.step), params
-    source = _load(options.input)
-    for key in filter(None, options.key.split(".")):
-        if not isinstance(source, dict) or key not in source:
-            found = ", ".join(map(str, source)) if isinstance(source, dict) else type(source).__name__
-            raise ValueError(f"--key {options.key}: no {key!r} in {options.input}; there is {found}")
-        source = source[key]
-    names = _load_names(options.names) if options.names else None
-    form = FORMATS[options.kind]
-    groups = source.get("param_groups", []) if isinstance(source, dict) else []
-    known = names or [name for group in groups for name in group.get("param_names", [])]
-    new = _new_names(rename, list(params), known)
-    if isinstance(source, dict) and "param_groups" in source:
-        told = [{**g, "param_names": [new[n] for n in g["param_names"]]} if "param_names" in g else g for g in groups]
-        source = {**source, "param_groups": told if names is None else groups}
-    names = names and [new[name] for name in names]
+        source = read_folder(options.input)
+        known = list(source)
+        new = _new_names(rename, params, known)
+        source = {new[name]: values for name, values in source.items()}
+        config = _load_config(options.config)
+    else:
+        source = _load_key(options.input, options.key)
+        groups = source.get("param_groups", []) if isinstance(source, dict) else []
+        known = [name for group in groups for name in group.get("param_names", [])]
+        if options.names:
+            known = _load_names(options.names)
+        new = _new_names(rename, params, known)
+        names = [new[name] for name in known] or None  # in the optimizer's order
     meant = {new[name] for name in known} or set(new.values())
     params = {new[name]: leaf for name, leaf in params.items() if new[name] in meant}
-    tx = form.recipe(source, params, names, {})
-    return tx, form.read(source, tx, params, names, options.step), params
+    tx = recipe(options.kind, source, params, names=names, config=config)
+    return tx, read(options.kind, source, tx, params, names=names, step=options.step)
+
+
+def _load_key(path: Path, key: str) -> Any:
+    """Read a file and return the part of it at a dotted key."""
+    source = _load(path)
+    for entry in filter(None, key.split(".")):
+        if not isinstance(source, dict) or entry not in source:
+            found = ", ".join(map(str, source)) if isinstance(source, dict) else type(source).__name__
+            raise ValueError(f"--key {key}: no {entry!r} in {path}; there is {found}")
+        source = source[entry]
+    return source
+
+
+def _load_config(path: Path | None) -> Any:
+    if path is None:
+        raise ValueError("DeepSpeed's checkpoint does not hold the learning rates: give its config with --config")
+    config = read_json(path)
+    optimizer = config.get("optimizer") if isinstance(config, dict) else None
+    if not isinstance(optimizer, dict) or "params" not in optimizer:
+        raise ValueError(f"{path}: expected a config with 'optimizer' and its 'params'")
+    return optimizer["params"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Convert and save a checkpoint, print the chain that continues from it, and return the exit status, 0 or 2."""
     options = _parser().parse_args(argv)
     try:
-        tx, state, _ = _convert(options)
+        tx, state = _convert(options)
         save(options.output, state, tx=tx, step=options.step)
     except (OSError, ValueError, TypeError, SafetensorError, CheckpointError) as problem:
         print(f"convert: error: {problem}", file=sys.stderr)

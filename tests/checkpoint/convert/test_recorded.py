@@ -13,7 +13,7 @@ from torch import Tensor
 
 import muonfx as mfx
 from muonfx.checkpoint import convert
-from muonfx.checkpoint.convert import deepspeed
+from muonfx.checkpoint.convert import sources
 
 HERE = Path(__file__).parent
 TOLERANCE = 1e-4
@@ -153,12 +153,12 @@ def test_deepspeeds_folder_cannot_run_code(tmp_path: Path):
     folder.mkdir(parents=True)
     torch.save(Surprise(), folder / "momentum_buffer.pt")
     with pytest.raises(ValueError, match=r"momentum_buffer.pt: expected tensors and plain values"):
-        deepspeed.read_folder(tmp_path)
+        sources.read_folder(tmp_path)
     (folder / "momentum_buffer.pt").write_bytes(b"not a file of torch")
     with pytest.raises(ValueError, match=r"momentum_buffer.pt: expected tensors and plain values"):
-        deepspeed.read_folder(tmp_path)
+        sources.read_folder(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"ds_to_universal.py"):
-        deepspeed.read_folder(tmp_path / "elsewhere")
+        sources.read_folder(tmp_path / "elsewhere")
 
 
 # ------------------------------------------------------------------------------------------------------------ Optax

@@ -224,6 +224,8 @@ def test_parameters_at_different_steps_need_a_decision():
     with pytest.raises(ValueError, match=r"count is one for all parameters, the source has 2 \('w'\), 7 \('v'\)"):
         convert.read("torch", source, mfx.scale_by_adam(), both)
     assert int(convert.read("torch", source, mfx.scale_by_adam(), both, step=7).count) == 7
+    with pytest.raises(ValueError, match="step: found 5, but the source counts 2 steps; leave step= out"):
+        convert.read("torch", saved(ENTRY), mfx.scale_by_adam(), PARAMS, step=5)
 
 
 def test_a_schedule_goes_on_where_it_was():

@@ -1,14 +1,13 @@
-"""The common form of all sources: for each parameter the tensors of its optimizer, and the state made from them.
+"""The common form of all sources: the optimizer state of each parameter, and the state of a transform made from it.
 
-Terms of this folder: a *source* is the state of another optimizer, an *entry* is its state of one parameter under its
-own keys, and a `Leaf` is the same state under the keys of muonfx.
+A *source* is the state of another optimizer. `Leaf` is its state of one parameter, under the keys of muonfx.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,24 +49,18 @@ def flat(params: PyTree) -> dict[str, Tensor]:
     return {name: leaf for name, leaf in pairs if leaf is not None}
 
 
-class _Kind(NamedTuple):
-    """The optimizer that a muonfx state belongs to, and the names of its trees in the order (first, second)."""
-
-    name: str
-    trees: tuple[str, ...]
-
-
-_KINDS: dict[type, _Kind] = {
-    MomentumState: _Kind("muon", ("trace",)),
-    DebiasedMomentumState: _Kind("muon", ("trace",)),
-    AdamState: _Kind("adamw", ("mu", "nu")),
-    LionState: _Kind("lion", ("mu",)),
+_STATES: dict[type, tuple[str, tuple[str, ...]]] = {
+    MomentumState: ("muon", ("trace",)),
+    DebiasedMomentumState: ("muon", ("trace",)),
+    AdamState: ("adamw", ("mu", "nu")),
+    LionState: ("lion", ("mu",)),
 }
+"""The kind of optimizer that each type of state belongs to, and its fields in the order (first, second)."""
 
 
 def _walk(node: Any, path: str, visit: Callable[[Any, str], Any]) -> Any:
     """Rebuild a state, with ``visit`` applied to the momentum, Adam, Lion and schedule states in it."""
-    if type(node) in _KINDS or isinstance(node, ScheduleState):
+    if type(node) in _STATES or isinstance(node, ScheduleState):
         return visit(node, path)
     if isinstance(node, EmptyState) or node is None:
         return node
@@ -83,22 +76,29 @@ def _walk(node: Any, path: str, visit: Callable[[Any, str], Any]) -> Any:
 
 def filled(tx: Transform, params: PyTree, leaves: Mapping[str, Leaf], *, heavy_ball: bool, step: int | None) -> PyTree:
     """Make the state of a transform from leaves by dotted name; ``step`` is for sources that do not count steps."""
-    _check_form(tx, heavy_ball)
+    for part in within(tx):
+        if part.arguments.get("heavy_ball", heavy_ball) != heavy_ball:
+            source, ours = ("a sum", "an average") if heavy_ball else ("an average", "a sum")
+            raise ValueError(
+                f"the source's momentum is {source} of gradients, that of {part!r} {ours}: "
+                f"give it heavy_ball={heavy_ball}"
+            )
     shown: set[str] = set()
     wrong: list[str] = []
     steps = {name: leaf.step for name, leaf in leaves.items() if leaf.step is not None}
+    if step is not None and set(steps.values()) not in ({step}, set()) and len(set(steps.values())) == 1:
+        wrong.append(f"step: found {step}, but the source counts {next(iter(steps.values()))} steps; leave step= out")
 
     def visit(node: Any, path: str) -> Any:
         changes: dict[str, Any] = {}
-        if type(node) in _KINDS:
-            kind = _KINDS[type(node)]
-            names = tree.names(_codes_of(getattr(node, kind.trees[0]), path))
+        own: dict[str, int] = {}
+        if type(node) in _STATES:
+            kind, fields = _STATES[type(node)]
+            names = tree.names(_codes_of(getattr(node, fields[0]), path))
             shown.update(names)
-            for place, title in enumerate(kind.trees):
-                changes[title] = _tree(getattr(node, title), f"{path}{title}", kind.name, place, leaves, wrong)
+            for place, field in enumerate(fields):
+                changes[field] = _tree(getattr(node, field), f"{path}{field}", kind, place, leaves, wrong)
             own = {name: steps[name] for name in names if name in steps}
-        else:
-            own = {}
         if "count" in node._fields:
             changes["count"] = torch.full_like(node.count, _agreed(f"{path}count", own or steps, step, wrong))
         return node._replace(**changes)
@@ -159,29 +159,19 @@ def _cast(value: Tensor, like: Tensor, where: str, wrong: list[str]) -> Tensor:
     return value.detach().to(dtype=like.dtype, device=like.device, copy=True)
 
 
-def _check_form(tx: Transform, heavy_ball: bool) -> None:
-    for part in within(tx):
-        if part.arguments.get("heavy_ball", heavy_ball) != heavy_ball:
-            source, ours = ("a sum", "an average") if heavy_ball else ("an average", "a sum")
-            raise ValueError(
-                f"the source's momentum is {source} of gradients, that of {part!r} {ours}: "
-                f"give it heavy_ball={heavy_ball}"
-            )
-
-
 def gathered(state: PyTree) -> dict[str, Leaf]:
     """Return the leaves of a muonfx state by dotted name, the inverse of `filled`."""
     found: dict[str, Leaf] = {}
 
     def visit(node: Any, path: str) -> Any:
-        if type(node) not in _KINDS:
+        if type(node) not in _STATES:
             return node
-        kind = _KINDS[type(node)]
-        trees = [_codes_of(getattr(node, title), path) for title in kind.trees]
+        kind, fields = _STATES[type(node)]
+        trees = [_codes_of(getattr(node, field), path) for field in fields]
         step = int(node.count) if "count" in node._fields else None
         for name, *values in zip(tree.names(trees[0]), *map(tree.leaves, trees), strict=True):
             if values[0] is not None:
-                found[name] = Leaf(kind.name, values[0], values[1] if len(values) > 1 else None, step)
+                found[name] = Leaf(kind, values[0], values[1] if len(values) > 1 else None, step)
         return node
 
     _walk(state, "", visit)
