@@ -78,23 +78,15 @@ assert len(os.listdir(folder + "/one")) == 2
 """
 
 
-def kill(tmp_path: Path, tries: int, seed: int) -> None:
+@pytest.mark.skipif(os.name == "nt", reason="forks")
+@pytest.mark.parametrize(
+    ("seed", "tries"), [(0, 120), *(pytest.param(seed, 2000, marks=pytest.mark.deep) for seed in range(1, 5))]
+)
+def test_a_writer_killed_at_any_time_leaves_the_previous_one(tmp_path: Path, seed: int, tries: int):
     root = Path(__file__).resolve().parents[2]
     command = [sys.executable, "-W", "error", "-c", KILLER, str(tmp_path), str(tries), str(root), str(seed)]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.skipif(os.name == "nt", reason="forks")
-def test_a_writer_killed_at_any_time_leaves_the_previous_one(tmp_path: Path):
-    kill(tmp_path, 120, seed=0)
-
-
-@pytest.mark.deep
-@pytest.mark.skipif(os.name == "nt", reason="forks")
-@pytest.mark.parametrize("seed", range(1, 5))
-def test_many_writers_killed_at_any_time_leave_the_previous_one(tmp_path: Path, seed: int):
-    kill(tmp_path, 2000, seed)
 
 
 # -------------------------------------------------------------------------------------------------- the system says no

@@ -1,7 +1,5 @@
 """The command line: plain tables, and exit codes that a script can use."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -122,20 +120,8 @@ def test_names_from_a_stranger_cannot_write_to_the_terminal(tmp_path: Path, caps
     assert r"\x1b[2J\nfake" in out
 
 
-def test_every_command_is_offered(capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(["--help"])
-    assert caught.value.code == 0
-    out = capsys.readouterr().out
-    assert all(f"    {command} " in out for command in ("inspect", "diff", "verify", "convert"))
-
-
-@pytest.mark.slow
-def test_the_program_itself(folder: Path):
-    command = [sys.executable, "-m", "muonfx.checkpoint"]
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run([*command, "verify", str(folder)], capture_output=True, text=True, cwd=root)
-    assert (done.returncode, done.stderr) == (0, "")
-    done = subprocess.run([*command, "sing"], capture_output=True, text=True, cwd=root)
-    assert done.returncode == 2
-    assert "invalid choice" in done.stderr
+def test_clean_names_what_it_removes(folder: Path, capsys):
+    (left := ck.step_path(folder, 1) / f"data-{'0' * 16}-00000-of-00001.safetensors").write_bytes(b"unfinished")
+    assert main(["clean", str(folder)]) == 0
+    assert capsys.readouterr().out == f"{left}\n1 files removed\n"
+    assert main(["verify", str(folder)]) == 0

@@ -138,13 +138,9 @@ def stress(path: Path, times: int) -> None:
         writer.join()
 
 
-def test_a_reader_sees_one_checkpoint_while_it_is_replaced(tmp_path: Path):
-    stress(ck.step_path(tmp_path, 1), 20)
-
-
-@pytest.mark.deep
-def test_a_reader_sees_one_checkpoint_for_long(tmp_path: Path):
-    stress(ck.step_path(tmp_path, 1), 2000)
+@pytest.mark.parametrize("times", [20, pytest.param(2000, marks=pytest.mark.deep)])
+def test_a_reader_sees_one_checkpoint_while_it_is_replaced(tmp_path: Path, times: int):
+    stress(ck.step_path(tmp_path, 1), times)
 
 
 def ranks_reading(here: Here, path: Path, times: int) -> None:
@@ -176,14 +172,9 @@ def ranks_reading(here: Here, path: Path, times: int) -> None:
 
 
 @pytest.mark.dist
-def test_ranks_load_one_checkpoint_while_it_is_replaced(world: World, tmp_path: Path):
-    world.check(4, ranks_reading, path=tmp_path / "one", times=20)
-
-
-@pytest.mark.dist
-@pytest.mark.deep
-def test_ranks_load_one_checkpoint_for_long(world: World, tmp_path: Path):
-    world.check(4, ranks_reading, path=tmp_path / "one", times=500)
+@pytest.mark.parametrize("times", [20, pytest.param(500, marks=pytest.mark.deep)])
+def test_ranks_load_one_checkpoint_while_it_is_replaced(world: World, tmp_path: Path, times: int):
+    world.check(4, ranks_reading, path=tmp_path / "one", times=times)
 
 
 def test_a_checkpoint_that_is_removed_while_it_is_read_is_said_to_be_gone(tmp_path: Path, monkeypatch):

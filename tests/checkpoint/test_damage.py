@@ -112,17 +112,17 @@ def fuzz(path: Path, state: Any, seed: int, number: int) -> dict[str, int]:
     return outcomes
 
 
-@pytest.mark.slow
-def test_thousands_of_damages_are_noticed(good):
-    outcomes = fuzz(*good, seed=0, number=3000)
-    assert outcomes["CorruptError"] > 2800
+SEEDS = [
+    pytest.param(0, 3000, marks=pytest.mark.slow),
+    *(pytest.param(seed, 10_000, marks=pytest.mark.deep) for seed in range(1, 6)),
+]
+
+
+@pytest.mark.parametrize(("seed", "number"), SEEDS)
+def test_thousands_of_damages_are_noticed(good, seed: int, number: int):
+    outcomes = fuzz(*good, seed=seed, number=number)
+    assert outcomes["CorruptError"] > 0.9 * number
     assert outcomes.keys() <= {"CorruptError", "fine"}
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("seed", range(1, 6))
-def test_many_thousands_of_damages_are_noticed(good, seed: int):
-    fuzz(*good, seed=seed, number=10_000)
 
 
 # -------------------------------------------------------------------------------- by somebody who knows how to sign it
@@ -133,43 +133,13 @@ def signed(body: Any) -> bytes:
     return b'{"sha256": "' + hashlib.sha256(text).hexdigest().encode() + b'",\n"index": ' + text + b"}\n"
 
 
+# fmt: off
 VALUES = [
-    None,
-    True,
-    False,
-    0,
-    1,
-    -1,
-    3,
-    2**31,
-    2**63,
-    2**64,
-    10**400,
-    0.5,
-    1e308,
-    "",
-    "x",
-    "../x.safetensors",
-    [],
-    {},
-    [0],
-]
-VALUES += [
-    "float32",
-    "int8",
-    "float99",
-    [2**62, 0],
-    [2, -2],
-    "a\0b",
-    "\ud800",
-    [[]],
+    None, True, False, 0, 1, -1, 3, 4, 8, 32, 2**31, 2**63, 2**64, 10**400, 0.5, 1e308, "", "x", "../x.safetensors",
+    "float32", "int8", "float99", "a\0b", "\ud800", "zzzzzzzz", "00000000", [], {}, [0], [[]], [2**62, 0], [2, -2],
     {"a": 1},
-    "zzzzzzzz",
-    "00000000",
-    32,
-    8,
-    4,
 ]
+# fmt: on
 
 
 def places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -223,17 +193,11 @@ def fuzz_index(path: Path, state: Any, seed: int, number: int) -> dict[str, int]
     return outcomes
 
 
-@pytest.mark.slow
-def test_thousands_of_signed_edits_are_noticed_or_harmless(good):
-    outcomes = fuzz_index(*good, seed=0, number=3000)
+@pytest.mark.parametrize(("seed", "number"), SEEDS)
+def test_thousands_of_signed_edits_are_noticed_or_harmless(good, seed: int, number: int):
+    outcomes = fuzz_index(*good, seed=seed, number=number)
     assert set(outcomes) == {"CorruptError", "MismatchError", "FormatError", "fine"}
-    assert outcomes["CorruptError"] > 1500
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("seed", range(1, 6))
-def test_many_thousands_of_signed_edits_are_noticed_or_harmless(good, seed: int):
-    fuzz_index(*good, seed=seed, number=10_000)
+    assert outcomes["CorruptError"] > 0.5 * number
 
 
 @pytest.mark.parametrize(

@@ -59,17 +59,11 @@ def test_each_layout_stores_the_logical_tensors(world: World, tmp_path: Path, ki
 
 
 @dist
+@pytest.mark.parametrize("number", [12, pytest.param(1000, marks=pytest.mark.deep)])
 @pytest.mark.parametrize("size", SIZES)
-def test_pieces_of_any_shape_and_cut_go_there_and_back(world: World, tmp_path: Path, size: int):
-    world.check(size, workers.random_pieces, path=tmp_path, seeds=range(12))
-
-
-@dist
-@pytest.mark.deep
-@pytest.mark.parametrize("size", SIZES)
-def test_many_pieces_of_any_shape_and_cut_go_there_and_back(world: World, tmp_path: Path, size: int):
-    for start in range(0, 1000, 50):
-        world.check(size, workers.random_pieces, path=tmp_path, seeds=range(start, start + 50))
+def test_pieces_of_any_shape_and_cut_go_there_and_back(world: World, tmp_path: Path, size: int, number: int):
+    for start in range(0, number, 50):
+        world.check(size, workers.random_pieces, path=tmp_path, seeds=range(start, min(number, start + 50)))
 
 
 @dist

@@ -7,6 +7,7 @@ and a later call of one of them fails, or all calls fail from then on, or the pr
 import os
 import pickle
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -110,6 +111,8 @@ def run(folder: Path, work: Callable[[int, Any], Outcome], ranks: int) -> list[O
 def attempt(what: str, path: Path, on: int, at: int, how: str, rank: int, group: Any) -> Outcome:
     """Save or load; the call number ``at`` fails on one rank."""
     error = result = None
+    if at == -1 and rank == on:  # before it meets the others
+        os.kill(os.getpid(), signal.SIGKILL)
     where = path.parent if rank == on else path.parent / "nothing"
     with faults(where, at, reads=what in LOADS, **HOW[how]) as fault, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -123,7 +126,7 @@ def attempt(what: str, path: Path, on: int, at: int, how: str, rank: int, group:
 def sweep(folder: str, what: str, how: str, ranks: int, on: int, stride: int) -> None:
     """Let every call fail, or each `stride`-th, in its turn, until the operation has no more calls."""
     made = Path(folder)
-    runs, at, outcomes = made / "runs", 0, set[bool]()
+    runs, at, outcomes = made / "runs", -1 if how == "killed" else 0, set[bool]()
     while True:
         path = prepare(runs, **SAVES.get(what, {"replaces": True}))
         found = run(made, partial(attempt, what, path, on, at, how), ranks)
@@ -172,6 +175,7 @@ def check_save(what: str, path: Path, found: list[Outcome | None], how: str) -> 
             assert any(words in outcome.text for words in said[outcome.error.written].split("|"))
     if len(alive) == len(found):
         assert len({str(outcome.error) for outcome in alive}) == 1, "the ranks have other errors"
+    assert len(alive) == len(found) or all("another rank has ended" in outcome.text for outcome in alive)
     left = ck.clean(path.parent)
     if how == "once" and not new and not any("remove" in outcome.failed for outcome in alive):
         assert not left, "a save that fails removes its own files"
@@ -189,8 +193,9 @@ def check_load(what: str, path: Path, found: list[Outcome | None], over: bool) -
         assert str(path.parent) in outcome.text or path.name in outcome.text or over
         assert outcome.error is not None or over or what == "latest"  # which warns
         assert (outcome.error is not None) <= (not over)
-    if len(alive) == len(found) > 1:
-        assert len({outcome.text for outcome in alive}) == 1 or over
+    if len(found) > 1 and not over:
+        assert len({outcome.text for outcome in alive}) == 1
+        assert len(alive) == len(found) or "another rank has ended" in alive[0].text
     assert_same_tree(ck.load(path, like=OLD), OLD)
 
 

@@ -12,7 +12,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import muonfx as mfx
 from muonfx.checkpoint import MismatchError
-from muonfx.checkpoint.__main__ import main
 from tests.checkpoint.common import assert_same_tree, bits, grads_like
 
 ck = mfx.checkpoint
@@ -211,7 +210,6 @@ def test_leaves_are_renamed_by_patterns_and_functions(tmp_path: Path):
         ck.load(path, like=like, rename={**by_patterns, "*/decoder.*": "*/x.*"})
     with pytest.raises(MismatchError, match=r"rename: .*both 'mu/encoder.a' and 'mu/encoder.b' would be 'mu/one'"):
         ck.load(path, like=like, rename=lambda name: name.replace("encoder.a", "one").replace("encoder.b", "one"))
-    # names with a wrapper, as a file of 0.1 has them, may be said as they are written
     with pytest.raises(MismatchError, match=r"rename: .* no leaf '_orig_mod"):
         ck.load(path, like=like, rename={"_orig_mod.x": "y"})
 
@@ -226,32 +224,3 @@ def test_a_pattern_that_allows_nothing_is_an_error(tmp_path: Path, what: str):
     ck.load(path, like=state, **{what: ["trace/a", "*/b"]})  # they are there: the next checkpoint may lack them
     fewer = {"trace": {"a": torch.zeros(2)}}
     ck.load(path, like=fewer, allow_extra="trace/b")
-
-
-def test_the_command_line_renames(tmp_path: Path, capsys):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    optimizer = torch.optim.AdamW(model.named_parameters())
-    step(model, optimizer, 1)
-    torch.save(optimizer.state_dict(), tmp_path / "opt.pt")
-    torch.save({f"module._orig_mod.{name}": value for name, value in model.state_dict().items()}, tmp_path / "model.pt")
-    command = [
-        "convert",
-        "torch",
-        str(tmp_path / "opt.pt"),
-        str(tmp_path / "out"),
-        "--params",
-        str(tmp_path / "model.pt"),
-    ]
-    assert main([*command, "--rename", "0=first", "--rename", "1.*=second.*"]) == 0
-    names = list(ck.read(tmp_path / "out"))
-    assert any(name.endswith("/first.weight") for name in names)
-    assert any(name.endswith("/second.bias") for name in names)
-    for bad, problem in (
-        ("2=x", "there is no parameter '2'"),
-        ("0", "expected OLD=NEW"),
-        ("0=1", "would be '1.weight'"),
-    ):
-        capsys.readouterr()
-        assert main([*command, "--rename", bad]) == 2
-        assert problem in capsys.readouterr().err

@@ -1,20 +1,18 @@
-"""Renames in doubt, ranks that end, and paths that cannot be; `test_faults` fails the calls to the system."""
+"""Renames in doubt, paths that cannot be, and errors that cannot be sent; `test_faults` fails the system calls."""
 
 import errno
 import os
 import re
-import signal
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import muonfx as mfx
 from muonfx.checkpoint import CheckpointError, WriteError, catalog
 from tests.checkpoint.common import copies
-from tests.processes import Failed, Here, ProcessEnded, World
+from tests.processes import Failed, Here, World
 
 ck = mfx.checkpoint
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,74 +67,7 @@ def halves(here: Here, whole: dict[str, torch.Tensor]) -> dict[str, Any]:
     }
 
 
-# -------------------------------------------------------------------------------------- ranks that end, and bad paths
-
-
-def killed(here: Here, path: Path, on: int, at: str) -> None:
-    """Save or load, one rank being killed at some point of it."""
-    from muonfx.checkpoint import distributed
-
-    if at == "the load":
-        ck.save(path, halves(here, OLD), group=here.group)
-        dist.barrier(here.group)
-    if here.rank == on:
-
-        def die(*_: Any, **__: Any) -> None:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        owner, name = {
-            "the plan": (distributed._SavePlanner, "set_up_planner"),
-            "the writing": (distributed.Draft, "write"),
-            "the commit": (distributed.Draft, "commit"),
-            "after the commit": (distributed.Draft, "tidy"),
-            "the load": (distributed._Reader, "read_data"),
-        }[at]
-        setattr(owner, name, die)
-    whole = halves(here, NEW)
-    if at == "the load":
-        ck.load(path, like=whole, group=here.group)
-    else:
-        ck.save(path, whole, step=9, group=here.group)
-
-
-@pytest.mark.slow
-@pytest.mark.dist
-@pytest.mark.parametrize(
-    ("at", "on"),
-    [
-        ("the plan", 1),
-        ("the writing", 0),
-        ("the writing", 1),
-        ("the commit", 0),
-        ("after the commit", 0),
-        ("the load", 1),
-    ],
-)
-def test_a_rank_that_is_killed_makes_the_others_fail_in_time_and_truly(tmp_path: Path, at: str, on: int):
-    path = tmp_path / "one"
-    if at != "the load":
-        ck.save(path, OLD, step=8)
-    own = World(2)
-    try:
-        found = own.run(2, killed, path=path, on=on, at=at)
-    finally:
-        own.close()
-    assert all(isinstance(result, Failed) for result in found), found
-    assert isinstance(found[on].error, ProcessEnded)
-    error = found[1 - on].error
-    assert isinstance(error, CheckpointError), found[1 - on].trace
-    assert str(path) in str(error)
-    assert "another rank has ended" in str(error)
-    new = ck.verify(path).step == 9
-    assert new == (at == "after the commit")
-    if at != "the load":
-        assert isinstance(error, WriteError)
-        # Rank 1 cannot know what rank 0 was about to do.
-        assert error.written in (new, None)
-        assert error.written is not None or on == 0
-    ck.save(path, NEW)
-    ck.clean(path)
-    assert len(list(path.iterdir())) == 2
+# ------------------------------------------------------------------------------------------------------- bad paths
 
 
 BAD_PATHS = {

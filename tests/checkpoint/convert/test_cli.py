@@ -48,9 +48,9 @@ def test_a_universal_folder_becomes_a_checkpoint(tmp_path: Path, capsys: pytest.
     (tmp_path / "ds.json").write_text(json.dumps({"optimizer": {"params": {"lr": 0.5}}}))
     arguments = ["deepspeed", tmp_path, tmp_path / "out", "--params", tmp_path / "model.pt"]
     assert cli.main([*map(str, arguments)]) == 2
-    assert cli.main([*map(str, arguments), "--config", str(tmp_path / "ds.json")]) == 0
+    assert cli.main([*map(str, arguments), "--config", str(tmp_path / "ds.json"), "--rename", "w=v"]) == 0
     (name,) = [name for name in mfx.checkpoint.inspect(tmp_path / "out").leaves if "trace" in name]
-    assert name.endswith("momentum/trace/w")
+    assert name.endswith("momentum/trace/v")
     assert torch.equal(mfx.checkpoint.read(tmp_path / "out")[name], torch.ones(2, 3))
     assert "learning_rate=0.5" in capsys.readouterr().out
 
@@ -71,6 +71,8 @@ def test_what_is_wrong_is_one_sentence(run: Any, capsys: pytest.CaptureFixture[s
     for name, more, message in (
         ("run.pt", ["--key", "elsewhere"], "no 'elsewhere' in"),
         ("run.pt", ["--key", "training.optimizer"], "have no names; give names="),
+        ("run.pt", ["--key", "training.optimizer", "--rename", "2=x"], "there is no parameter '2'"),
+        ("run.pt", ["--rename", "0"], "expected OLD=NEW"),
         ("surprise.pt", [], "expected tensors and plain values, found something else"),
         ("noise.pt", [], "expected tensors and plain values, found something else"),
         ("nothing.pt", [], "No such file"),
