@@ -339,9 +339,8 @@ def clean(path: str | os.PathLike[str]) -> list[Path]:
     for folder in [path, *_by_step(path)]:
         try:
             files = [file for file in sorted(folder.iterdir()) if is_own_name(file.name)]
-            named = {file.name for file in _index_at(folder).files}
-        except NotFoundError:
-            named = set[str]()
+            # Read after the files were listed, so that it names those of a save that has just ended.
+            named = {file.name for file in _index_at(folder).files} if _has_index(folder) else set[str]()
         except (OSError, CheckpointError):
             continue
         for file in files:

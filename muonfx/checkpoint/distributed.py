@@ -406,8 +406,7 @@ def _raise(error: CheckpointException, path: str, also: str = "") -> NoReturn:
     for rank, (problem, _) in sorted(error.failures.items()):
         text = problem.detail if isinstance(problem, CorruptError) else str(problem)
         said.setdefault(text if isinstance(problem, CheckpointError) else f"{path}: {text}", []).append(rank)
-    lines = [f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text}" for text, ranks in said.items()]
-    message = "\n".join(lines) + also
+    message = "\n".join(f"{listed(ranks)}: {text}" for text, ranks in said.items()) + also
     first: BaseException = error.failures[min(error.failures)][0]
     if isinstance(first, CorruptError):
         raise CorruptError(message, before(Path(path))) from first

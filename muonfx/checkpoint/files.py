@@ -24,14 +24,11 @@ __all__ = ["fresh_file", "identity_of", "make_folder", "open_regular", "read_reg
 @contextmanager
 def fresh_file(path: Path) -> Generator[FileIO]:
     """Open a new file for writing, flush it to the disk at the end, and remove it on failure."""
-    for last in (False,) * 9 + (True,):
-        try:
-            file = FileIO(path, "xb")
-            break
-        except FileNotFoundError:  # another process has removed the folder, which was still empty
-            if last:
-                raise
-            make_folder(path.parent)
+    try:
+        file = FileIO(path, "xb")
+    except FileNotFoundError:  # another process has removed the folder, which was still empty
+        make_folder(path.parent)
+        file = FileIO(path, "xb")
     try:
         with file:
             yield file

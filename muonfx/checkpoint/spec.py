@@ -20,7 +20,7 @@ from muonfx.core.recorded import strip_transparent
 from muonfx.tree import PyTree, Spec
 from muonfx.tree.display import Report, Table, format_bytes
 
-__all__ = ["StateSpec", "described", "spec", "spec_of", "spec_of_named"]
+__all__ = ["StateSpec", "described", "spec", "spec_of_named"]
 
 
 def described(leaf: Any) -> str:
@@ -139,7 +139,7 @@ class StateSpec:
         >>> print(StateSpec.of({"w": torch.zeros(2)}))
         w  (2,)  float32
         """
-        return spec_of(state)
+        return spec_of_named(named_tensors(state), state)
 
     def of_chain(self, tx: Transform) -> StateSpec:
         """The same leaves as those of a transform, which a load then compares with the checkpoint's."""
@@ -152,11 +152,6 @@ class StateSpec:
     def unflatten(self, leaves: dict[str, Any]) -> PyTree:
         """Put leaves, by name, into the structure of the state; what is not given is None."""
         return tree.unflatten(self._treedef, [leaves.get(name) for name in self._names])
-
-
-def spec_of(values: PyTree, section: str = "", tx: Transform | None = None) -> StateSpec:
-    """Return the spec of a tree of tensors."""
-    return spec_of_named(named_tensors(values, section), values, tx)
 
 
 def spec_of_named(named: list[tuple[str, Any]], values: PyTree, tx: Transform | None = None) -> StateSpec:
@@ -196,4 +191,5 @@ def spec(tx: Transform, params: PyTree) -> StateSpec:
     meta = tree.map(lambda leaf: torch.empty(tuple(leaf.shape), dtype=leaf.dtype, device="meta"), params)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # labels without a parameter are reported when the state itself is made
-        return spec_of(strip_transparent(tx).init(meta), tx=tx)
+        state = strip_transparent(tx).init(meta)
+    return spec_of_named(named_tensors(state), state, tx)
