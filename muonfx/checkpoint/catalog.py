@@ -68,13 +68,13 @@ def step_of(path: Path) -> int | None:
 
 
 def inspect(path: str | os.PathLike[str]) -> Index:
-    """Read what a checkpoint says about itself: step, extra, chain, versions, and the leaves' shapes and dtypes.
+    """Read the index of a checkpoint: step, extra, chain, versions, and the shapes and dtypes of the leaves.
 
     Raises:
         NotFoundError: there is no checkpoint at the path.
         CorruptError: its index is damaged.
         FormatError: it was written by a newer version of muonfx.
-        CheckpointError: it may not be read.
+        CheckpointError: the index cannot be read.
 
     >>> import tempfile
     >>> index = mfx.checkpoint.inspect(
@@ -150,9 +150,9 @@ def _why_not(path: Path) -> str:
 
 
 def checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
-    """List the finished checkpoints in a folder that `step_path` named, the oldest step first.
+    """List the finished checkpoints in a folder that `step_path` named, by ascending step, without checking them.
 
-    One whose writer was stopped before it was done has no index and is not listed. Nothing is checked.
+    A checkpoint whose writer was stopped has no index and is not listed.
 
     Raises:
         CheckpointError: the folder cannot be read.
@@ -193,12 +193,11 @@ def latest(folder: str | os.PathLike[str], *, verify: bool = False) -> Path | No
     """Find the newest good checkpoint in a folder.
 
     Args:
-        folder: where checkpoints named by `step_path` are.
-        verify: read every byte of a checkpoint before calling it good; else its index, and the length and header of
-            each file.
+        folder: the folder with the checkpoints that `step_path` named.
+        verify: True to check every byte; False to check the index, and the size and header of each file.
 
     Returns:
-        Its path; None if there is none.
+        The path of the checkpoint; None if there is no good one.
 
     Raises:
         FormatError: the newest was written by a newer version of muonfx.

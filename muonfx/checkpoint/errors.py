@@ -25,13 +25,13 @@ class NotFoundError(CheckpointError):
 
 
 class FormatError(CheckpointError):
-    """What is there was not written in a format that this version of muonfx reads."""
+    """A checkpoint has a format that this version of muonfx cannot read."""
 
 
 class WriteError(CheckpointError):
-    """A checkpoint could not be written: the disk is full, say.
+    """A checkpoint could not be written, because the disk is full, for example.
 
-    Either what was there before is as it was, or the new checkpoint is there, whole, and only what follows failed.
+    Either the previous checkpoint is unchanged, or the new one is complete and a later operation has failed.
     """
 
     def __init__(self, message: str, written: bool | None = False) -> None:
@@ -45,13 +45,13 @@ class WriteError(CheckpointError):
 
 
 class CorruptError(CheckpointError):
-    """A checkpoint is damaged: a file is missing, cut short, or holds other bytes than were written."""
+    """A checkpoint is damaged: a file is missing, truncated, or changed."""
 
     def __init__(self, message: str, previous: Path | None = None) -> None:
         offer = f"; the one before it looks whole: {previous}" if previous is not None else ""
         super().__init__(message + offer)
         self.previous = previous
-        """An earlier checkpoint beside it, the newest that looks whole, if there is one."""
+        """The newest checkpoint of an earlier step in the same folder that looks whole; None if there is none."""
         self.detail = message
 
     def __reduce__(self) -> tuple[type[CorruptError], tuple[str, Path | None]]:
@@ -64,7 +64,7 @@ class ReplacedError(CheckpointError):
 
 
 class MismatchError(CheckpointError, ValueError):
-    """A whole checkpoint, or a state, is not what was asked for; the message has the first differences of each kind."""
+    """A checkpoint or a state differs from what was requested; the message has the first differences of each kind."""
 
     def __init__(self, message: str, problems: Iterable[str] = ()) -> None:
         super().__init__(message)

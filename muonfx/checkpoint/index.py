@@ -110,15 +110,15 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Index:
-    """All that a checkpoint says about itself; `inspect` reads it.
+    """The index of a checkpoint, as `inspect` returns it.
 
     Attributes:
-        save_id: drawn for each save.
-        step: how many steps were done; None if it was not said.
-        extra: what the caller gave.
-        fingerprint: of the transform; None if it was not said.
-        chain: the transform as code; None if it was not said.
-        versions: of muonfx and torch.
+        save_id: the random id of the save.
+        step: the number of steps taken; None if it was not given.
+        extra: the values that the caller gave.
+        fingerprint: the fingerprint of the transform; None if no transform was given.
+        chain: the transform as code; None if no transform was given.
+        versions: the versions of muonfx and torch.
         files: the data files.
         leaves: name to `Leaf`, with a ``spec`` (shape and dtype) and the chunks that hold it.
         products: the dtypes of matrix products that the transform used, by the name of its part.
@@ -146,11 +146,11 @@ class Index:
         return sum(leaf.nbytes for leaf in self.leaves.values())
 
     def report(self, path: Path | None = None, leaves: Mapping[str, Leaf] | None = None) -> Report:
-        """A table of the leaves below what the checkpoint says about itself.
+        """Return a table of the leaves with a heading.
 
         Args:
-            path: where it lies, to be said too.
-            leaves: those to show; None: all.
+            path: the path for the heading.
+            leaves: the leaves to show; None for all.
         """
         shown = self.leaves if leaves is None else leaves
         said = {

@@ -40,39 +40,39 @@ def load(
     device: torch.device | str | None = None,
     group: ProcessGroup | None = None,
 ) -> PyTree:
-    """Read a state from a checkpoint, under whatever layout it was written.
+    """Read a state from a checkpoint that was written under any layout.
 
     Nothing is unpickled, and every byte that is used is checked. The state has the structure, dtypes, strides and
-    devices of ``like``, and shares storage with nothing. Values come back bit for bit; a leaf may be of a wider dtype
+    devices of ``like``, and shares storage with nothing. Values are restored bit for bit; a leaf may have a wider dtype
     than in the file, which is exact.
 
-    Patterns, in what follows, are names of leaves, the levels that names begin with ("momentum/trace"), or globs. One
-    that means no leaf is an error. Names of parameters are those without what wrappers such as ``torch.compile`` put
-    into them, in the checkpoint as in ``like``: a state moves between wrapped and unwrapped models.
+    A pattern is the name of a leaf, the first levels of names ("momentum/trace"), or a glob. A pattern that matches no
+    leaf is an error. What wrappers such as ``torch.compile`` add to parameter names is left out, in the checkpoint and
+    in ``like``, so a state moves between wrapped and unwrapped models.
 
     Args:
-        path: of the checkpoint.
-        like: a state (it is not written to), or a `StateSpec` as `muonfx.spec` makes it, for a state in host memory.
-            Where leaves are `DTensor` or `FlatPiece`, each rank reads its part, and ``group`` must be given.
-        tx: the transform that the state is for: its fingerprint is compared. A `StateSpec` brings its own. Where
-            `muonfx.sharding.sharded` made it, ``like`` is this rank's state, as ``tx.init`` makes it, and so is what is
-            returned, under whatever layout the checkpoint was written.
-        allow_missing: leaves (True, or patterns) that need not be in the checkpoint; they are copied from ``like``.
-        allow_extra: leaves of the checkpoint (True, or patterns) that need not be in ``like``.
-        allow_other_chain: do not compare fingerprints.
-        cast: pattern to dtype: leaves that may be rounded to that dtype, which must be that of ``like``.
-        rename: from names in the checkpoint to those in ``like``: a function, or a dict. A key is a name, the levels
-            that names begin with, or a pattern in which each ``*`` stands for any text, which takes the place of the
-            same ``*`` in the value: ``{"*/encoder.*": "*/model.encoder.*"}``. The most exact entry counts. One that
-            means no leaf is an error, as are two leaves of one new name.
-        device: put all leaves there, instead of where those of ``like`` are.
+        path: the checkpoint.
+        like: a state, which is not modified, or a `StateSpec` from `muonfx.spec` for a state in host memory. If leaves
+            are `DTensor` or `FlatPiece`, each rank reads its part, and ``group`` is required.
+        tx: the transform of the state; its fingerprint is compared. A `StateSpec` has a transform already. If
+            `muonfx.sharding.sharded` made the transform, ``like`` and the result are the state of this rank, as
+            ``tx.init`` makes it.
+        allow_missing: leaves (True, or patterns) that may be missing in the checkpoint; they are copied from ``like``.
+        allow_extra: leaves of the checkpoint (True, or patterns) that may be missing in ``like``.
+        allow_other_chain: True to skip the comparison of fingerprints.
+        cast: pattern to dtype, for leaves that may be rounded; the dtype must be that of ``like``.
+        rename: a function or a dict from names in the checkpoint to names in ``like``. A key is a name, the first
+            levels of names, or a pattern in which each ``*`` matches any text, which replaces the same ``*`` in the
+            value: ``{"*/encoder.*": "*/model.encoder.*"}``. The most exact entry applies. An entry that matches no leaf
+            is an error, and so are two leaves with one new name.
+        device: the device of all leaves; None for the devices of the leaves of ``like``.
         group: a process group, all of whose ranks call this together; if one of them fails, all do. None: this process
-            alone reads, or, where ``tx`` is sharded and ``like`` no `StateSpec`, the ranks of its layout.
+            reads alone, or, if ``tx`` is sharded and ``like`` is not a `StateSpec`, the ranks of its layout do.
 
     Raises:
         NotFoundError: there is no checkpoint at the path.
-        MismatchError: leaves are missing, left over, of another shape or would be narrowed, or the chain is another;
-            the message lists all of it, with what to do.
+        MismatchError: leaves are missing, unknown, of another shape or would be narrowed, or the chain is another; the
+            message lists every mismatch and what to do.
         CorruptError: the checkpoint is damaged; the message names the file, the leaf, and an older good checkpoint.
         FormatError: it was written by a newer version of muonfx.
 
@@ -116,18 +116,18 @@ def load_params(
     device: torch.device | str | None = None,
     group: ProcessGroup | None = None,
 ) -> PyTree:
-    """Read the parameters from a checkpoint; `load` says what the arguments mean.
+    """Read the parameters from a checkpoint; `load` explains the arguments.
 
     Args:
-        path: of the checkpoint.
-        like: the parameters: a tree of tensors, which is not written to; meta tensors for parameters in host memory.
-        tx: the transform that they are for: where `muonfx.sharding.sharded` made it, ``like`` holds this rank's pieces.
-        allow_missing: parameters that need not be in the checkpoint.
-        allow_extra: parameters in the checkpoint that need not be in ``like``.
-        cast: pattern to dtype: parameters that may be rounded.
+        path: the checkpoint.
+        like: a tree of tensors, which is not modified; meta tensors for parameters in host memory.
+        tx: the transform of the parameters. If `muonfx.sharding.sharded` made it, ``like`` holds this rank's shards.
+        allow_missing: parameters that may be missing in the checkpoint.
+        allow_extra: parameters in the checkpoint that may be missing in ``like``.
+        cast: pattern to dtype, for parameters that may be rounded.
         rename: from names in the checkpoint to names in ``like``, as in `load`; both begin with "params/".
-        device: put all parameters there.
-        group: a process group, all of whose ranks call this together; where ``tx`` is sharded, that of its layout.
+        device: the device of all parameters.
+        group: a process group, all of whose ranks call this together; None and a sharded ``tx``: that of its layout.
 
     Raises:
         NotFoundError: there is no checkpoint at the path.
@@ -185,7 +185,7 @@ def _whole(room: Tensor | FlatPiece) -> Tensor:
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Read all leaves of a checkpoint as they are, by name, into host memory; every byte is checked.
+    """Read all leaves of a checkpoint by name into host memory, and check every byte.
 
     Raises:
         NotFoundError: there is no checkpoint at the path.
@@ -209,7 +209,7 @@ def verify(path: str | os.PathLike[str]) -> Index:
     """Read every byte of a checkpoint and compare the checksums.
 
     Returns:
-        What `inspect` returns.
+        The index, as `inspect` does.
 
     Raises:
         NotFoundError: there is no checkpoint at the path.

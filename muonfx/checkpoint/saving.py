@@ -32,7 +32,7 @@ def save(
     progress: Progress | None = None,
     group: ProcessGroup | None = None,
 ) -> Path:
-    """Write a checkpoint: a state, and parameters beside it; whole or not at all.
+    """Write a checkpoint with a state and, optionally, parameters; it is written completely or not at all.
 
     The path becomes a folder with ``index.json`` and safetensors files. Everything is flushed to the disk before the
     index is renamed into place: a writer that is stopped at any point leaves the previous checkpoint in place. If
@@ -40,31 +40,31 @@ def save(
     afterwards, and no others; `clean` removes the files of writers that were stopped.
 
     Args:
-        path: where; `step_path` names one for each step. A checkpoint that is there is replaced at the end.
-        state: a tree of tensors of any dtype and device, such as ``tx.init`` and ``tx.update`` return; None for none.
-            Leaves that share storage are written one by one. At most one leaf is copied at a time.
-        tx: the transform: its fingerprint, its code and the dtypes of its matrix products are noted. On load the
-            fingerprint is compared, and other dtypes of products are a warning. Where
-            `muonfx.sharding.sharded` made it, ``state`` and ``params`` are this rank's, and all ranks call this
-            together: the whole tensors are stored, as one process would store them.
-        params: parameters, to go into the same checkpoint.
-        step: how many steps are done.
-        extra: anything that JSON can hold: a seed, the place in the data, losses. With a group, the same on all ranks.
-        keep: afterwards, remove all checkpoints beside this one but those of the highest steps, so many in all (see
-            `prune`); the path must be one that `step_path` names.
-        progress: called with the bytes that are written and those of all, about every 4 MiB.
-        group: a process group, all of whose ranks call this together: each writes its part. Leaves may then be
-            `torch.distributed.tensor.DTensor` or `FlatPiece`; plain tensors must be the same on all ranks. The ranks
-            must see one file system. None: this process alone writes, or, where ``tx`` is sharded, the ranks of its
-            layout.
+        path: the folder of the checkpoint; `step_path` names one for each step. An existing checkpoint is replaced.
+        state: a tree of tensors of any dtype and device, such as ``tx.init`` and ``tx.update`` return; None for no
+            state. Leaves that share storage are written one by one. At most one leaf is copied at a time.
+        tx: the transform. Its fingerprint, its code and the dtypes of its matrix products are recorded; `load`
+            compares the fingerprint, and warns of other dtypes. If `muonfx.sharding.sharded` made the transform,
+            ``state`` and ``params`` are those of this rank and all ranks call this together; the whole tensors are
+            stored, as one process would store them.
+        params: parameters to store in the same checkpoint.
+        step: the number of steps taken.
+        extra: JSON values, such as a seed, the position in the data, or losses. With a group, equal on all ranks.
+        keep: the number of checkpoints in the folder to keep afterwards, those of the highest steps (see `prune`); the
+            path must be one that `step_path` names.
+        progress: called about every 4 MiB with the bytes written so far and the bytes in total.
+        group: a process group, all of whose ranks call this together; each writes its part. Leaves may then be
+            `torch.distributed.tensor.DTensor` or `FlatPiece`; plain tensors must be equal on all ranks. The ranks
+            must see one file system. None: this process writes alone, or, if ``tx`` is sharded, the ranks of its
+            layout write together.
 
     Returns:
         The path.
 
     Raises:
-        TypeError: a leaf is no dense tensor, or ``extra`` is no JSON. Nothing has been written.
-        WriteError: the disk is full, say. What was at the path before is still there, or, where ``written`` is True,
-            the new checkpoint is.
+        TypeError: a leaf is not a dense tensor, or ``extra`` is not JSON. Nothing was written.
+        WriteError: the disk is full, for example. The previous checkpoint is still there, or, if ``written`` is True,
+            the new one is.
 
     Warns:
         UserWarning: the checkpoint is good, but another process saved to the path at the same time; obsolete files
@@ -101,10 +101,10 @@ def save_async(
     progress: Progress | None = None,
     group: ProcessGroup | None = None,
 ) -> Saving:
-    """Copy state and parameters into host memory now, and write them while training goes on.
+    """Copy state and parameters into host memory, and write them in the background.
 
-    The state may change, and be donated, as soon as this returns; the copy needs as much host memory as there is to
-    save. The saves of a process are written one after another, in the order of the calls. A process that ends waits for
+    The state may change, and be donated, as soon as this returns. The copy needs as much host memory as the leaves
+    take. The saves of a process are written one after another, in the order of the calls. A process that ends waits for
     its saves. If a save fails and nobody waits for it, the next save warns, or the error is printed to stderr when the
     process ends.
 
@@ -117,17 +117,16 @@ def save_async(
         extra: as there.
         keep: as there.
         progress: as there; called from another thread.
-        group: as there. It must have a backend for host memory (gloo), and nothing else may use it until the save is
-            done: make one for this, ``dist.new_group(backend="gloo")``. Wait before it is destroyed. Where ``tx`` is
-            sharded, it must be given.
+        group: as there. It needs a backend for host memory (gloo), and nothing else may use it until the save is done:
+            make one with ``dist.new_group(backend="gloo")``. Wait for the save before the group is destroyed. A sharded
+            ``tx`` requires a group.
 
     Returns:
-        The save, to `Saving.wait` for: errors while writing are raised there.
+        The save; errors while writing are raised by `Saving.wait`.
 
     Raises:
-        TypeError: what is wrong with the arguments is raised at once, as by `save`; with a group, by `Saving.wait`, on
-            all ranks alike.
-        ValueError: ``tx`` is sharded among ranks, and no group is given.
+        TypeError: as `save`; with a group, errors in the arguments are raised by `Saving.wait`, on all ranks.
+        ValueError: ``tx`` is sharded over ranks, and no group is given.
 
     Example:
         >>> import tempfile

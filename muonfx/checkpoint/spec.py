@@ -32,13 +32,13 @@ def described(leaf: Any) -> str:
 
 @dataclass(frozen=True)
 class StateSpec:
-    """The leaves of a state: their names, global shapes and dtypes, and the chain that they belong to.
+    """The leaves of a state: their names, global shapes and dtypes, and the transform that they belong to.
 
-    Made by `muonfx.spec`, and taken by `muonfx.checkpoint.load` in place of a state. Iterates over the names.
+    `muonfx.spec` makes it, and `muonfx.checkpoint.load` accepts it in place of a state. It iterates over the names.
 
     Attributes:
-        leaves: name to `muonfx.tree.Spec`, in the order of the state's leaves. An absent leaf, None, is not in it.
-        fingerprint: of the transform; None if it is not known.
+        leaves: name to `muonfx.tree.Spec`, in the order of the state's leaves, without leaves that are None.
+        fingerprint: the fingerprint of the transform; None if it is not known.
         chain: the transform as code; None if it is not known.
 
     >>> import muonfx as mfx
@@ -88,11 +88,11 @@ class StateSpec:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all leaves together, on however many ranks they lie."""
+        """The bytes of all leaves, on all ranks together."""
         return sum(leaf.nbytes for leaf in self.leaves.values())
 
     def differences(self, state: PyTree) -> list[str]:
-        """List in what a state differs, one sentence a leaf; an empty list if in nothing.
+        """List the differences between the spec and a state, one sentence for each leaf.
 
         >>> import muonfx as mfx
         >>> spec = mfx.spec(mfx.momentum(), {"w": torch.zeros(2)})
@@ -117,10 +117,10 @@ class StateSpec:
         return wrong
 
     def check(self, state: PyTree) -> None:
-        """Require that a state is what the spec says.
+        """Require that a state matches the spec.
 
         Raises:
-            MismatchError: it is not; the message names every difference.
+            MismatchError: the state differs; the message lists the differences.
 
         >>> import muonfx as mfx
         >>> tx, params = mfx.momentum(), {"w": torch.zeros(2)}
@@ -131,7 +131,7 @@ class StateSpec:
 
     @classmethod
     def of(cls, state: PyTree) -> StateSpec:
-        """The spec of a state that is there.
+        """Make the spec of an existing state.
 
         Raises:
             TypeError: a leaf is not a tensor; the message names it.
@@ -162,14 +162,14 @@ def spec_of_named(named: list[tuple[str, Any]], values: PyTree, tx: Transform | 
 
 
 def spec(tx: Transform, params: PyTree) -> StateSpec:
-    """Find the leaves of a transform's state without allocating it: `init` is run on meta tensors.
+    """Describe the leaves of a transform's state without allocating it: `init` runs on meta tensors.
 
     Args:
         tx: the transform.
-        params: the parameters, on any device (meta too); only global shapes and dtypes are looked at.
+        params: the parameters on any device, including meta; only global shapes and dtypes are used.
 
     Raises:
-        TypeError: ``tx`` is no transform, or a parameter is no floating-point tensor.
+        TypeError: ``tx`` is not a transform, or a parameter is not a floating-point tensor.
 
     Example:
         >>> import muonfx as mfx
