@@ -32,7 +32,7 @@ ROWS: list[tuple[str, Place, Place, Place]] = [
         "Muon, coefficients",
         (contrib.muon, "ns_coeffs"),
         (torch.optim.Muon, "ns_coefficients"),
-        (mfx.muon, "coefficients"),
+        (mfx.orthogonalize, "coefficients"),
     ),
     (
         "Muon, weight decay",
@@ -42,9 +42,8 @@ ROWS: list[tuple[str, Place, Place, Place]] = [
     ),
     ("Muon for all, weight decay", (contrib.muon, "weight_decay"), None, (mfx.muon_with_adamw, "weight_decay")),
     ("its AdamW, weight decay", (contrib.muon, "adam_weight_decay"), None, (mfx.muon_with_adamw, "adamw_weight_decay")),
-    ("its AdamW, first decay", (contrib.muon, "adam_b1"), None, (mfx.muon_with_adamw, "b1")),
-    ("its AdamW, second decay", (contrib.muon, "adam_b2"), None, (mfx.muon_with_adamw, "b2")),
-    ("its AdamW, Nesterov", (contrib.muon, "nesterov"), None, (mfx.muon_with_adamw, "adamw_nesterov")),
+    ("its AdamW, second decay", (contrib.muon, "adam_b2"), None, (mfx.muon_with_adamw, "adam")),
+    ("its AdamW, Nesterov", (contrib.muon, "nesterov"), None, (mfx.muon_with_adamw, "adam")),
     ("Prodigy, weight decay", (contrib.prodigy, "weight_decay"), None, (mfx.contrib.prodigy, "weight_decay")),
 ]
 

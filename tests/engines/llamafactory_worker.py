@@ -30,7 +30,7 @@ from tests.engines.processes import Rank, same, serve, values_of, worst
 
 STEPS, SAVED_AFTER, BATCH, CLIP = 5, 3, 4, 0.5
 WORDS = [*"abcdefghijkl", "user", "assistant", "<", "|", "im_start", "im_end", "?"]
-OPTIM = {"name": "muonfx", "lr": 0.02, "adamw_lr": 0.004, "dtype": torch.float32}
+OPTIM = {"name": "muonfx", "lr": 0.02, "adamw_lr": 0.004, "orthogonalize": {"dtype": "float32"}}
 
 
 @LRSchedulerPlugin("halving").register()

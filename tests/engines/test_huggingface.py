@@ -88,7 +88,7 @@ def test_a_mixin_and_an_optimizer_made_by_hand_are_the_same(alone: Any, tmp_path
     import transformers
 
     class MuonTrainer(huggingface.MuonMixin, transformers.Trainer):
-        muon_options: ClassVar = {**RATES, "dtype": torch.float32}
+        muon_options: ClassVar = {**RATES, "orthogonalize": {"dtype": "float32"}}
 
     mixed = trainer_for(arguments_for(tmp_path), model_for(), MuonTrainer, optimizers=(None, None))
     model = model_for()

@@ -68,9 +68,8 @@ def local_names(tx: mfx.Transform) -> Iterator[Any]:
 # --------------------------------------------------------------------------------------------------- patterns
 
 TYPO: dict[str, Any] = {
-    "dims": {"typo*": ROWS_AND_COLUMNS},
-    "blocks": {"typo*": 2},
-    "block_axis": {"typo*": -1},
+    "view": mfx.MatrixView(dims={"typo*": ROWS_AND_COLUMNS}),
+    "orthogonalize": mfx.orthogonalize(view=mfx.MatrixView(blocks={"typo*": 2})),
     "mask": select.path("typo*"),
     "heads": mfx.AttentionHeads("typo*", heads=2),
 }
@@ -88,30 +87,25 @@ PATTERNS = [
 @pytest.mark.parametrize(("factory", "argument"), PATTERNS)
 def test_a_pattern_that_matches_no_parameter_is_reported_at_init(factory: Callable[..., mfx.Transform], argument: str):
     parameters = inspect.signature(factory).parameters.values()
-    required = {p.name for p in parameters if p.default is p.empty} | ({"labels"} & {p.name for p in parameters})
+    required = {p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD} | (
+        {"labels"} & {p.name for p in parameters}
+    )
     given = {name: REQUIRED[name] for name in required if name in REQUIRED} | {argument: TYPO[argument]}
-    if argument == "block_axis":
-        given["blocks"] = 1
     given |= dict.fromkeys(required - given.keys(), 1.0)
     tx = factory(**given)
     if argument == "heads":
         with pytest.raises(ValueError, match=r"heads: 'typo\*.* matches none"):
             tx.init({"w": torch.ones(2, 2)})
     else:
-        with pytest.warns(UserWarning, match=rf"{argument}: 'typo\*' matches none") as caught:
+        with pytest.warns(UserWarning, match=rf"({argument}|dims|blocks): 'typo\*' matches none") as caught:
             tx.init({"w": torch.ones(2, 2)})
         assert {found.filename for found in caught} == {__file__}
 
 
-BLOCK_AXES = [param.values[0] for param in PATTERNS if param.values[1] == "block_axis"]
-
-
-@pytest.mark.parametrize("factory", [mfx.MatrixView, *BLOCK_AXES], ids=lambda factory: factory.__name__)
 @pytest.mark.parametrize("axis", [-1, {"*.o": -1}])
-def test_a_block_axis_without_blocks_is_an_error(factory: Callable[..., Any], axis: Any):
-    inner = {"inner": INNER} if "inner" in inspect.signature(factory).parameters else {}
+def test_a_block_axis_without_blocks_is_an_error(axis: Any):
     with pytest.raises(ValueError, match=r"block_axis=.* has no effect without blocks: give blocks"):
-        factory(**inner, block_axis=axis)
+        mfx.MatrixView(block_axis=axis)
 
 
 # ----------------------------------------------------------------------------------------------------- extras

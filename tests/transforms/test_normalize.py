@@ -42,8 +42,7 @@ def test_weights_keep_their_norm_at_any_size(exponent: int):
 def test_nan_stays_in_its_matrix(name: str):
     grads = {"w": torch.ones(2, 3, 4)}
     grads["w"][1, 1, 1] = torch.nan
-    dims = {"dims": ((-2,), (-1,))}
-    tx = EACH[name].replace(**dims)
+    tx = EACH[name].replace(view=mfx.MatrixView(((-2,), (-1,))))
     out = tx.update(grads, tx.init(grads), {"w": torch.ones(2, 3, 4)})[0]["w"]
     assert out[0].isfinite().all()
     assert out[1].isnan().any()

@@ -293,7 +293,7 @@ class Plan:
 
     >>> import muonfx as mfx
     >>> layout = mfx.sharding.zero({"w": torch.zeros(64, 64)}, 2, partition="flat")
-    >>> plan = plan_for(mfx.muon(0.1, dtype=torch.float32), layout)
+    >>> plan = plan_for(mfx.muon(0.1, orthogonalize=mfx.orthogonalize(dtype=torch.float32)), layout)
     >>> plan.owners(), sum(plan.sent)
     ({'w': [0]}, 16384)
     """

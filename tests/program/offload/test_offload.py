@@ -43,7 +43,11 @@ PARAMS = {
 LABELS = {name: "muon" if leaf.ndim == 2 else "adamw" for name, leaf in PARAMS.items()}
 MUON = mfx.muon_with_adamw(0.1, labels=LABELS, orthogonalize=mfx.orthogonalize(dtype=torch.float32))
 WITHOUT_MOMENTUM = mfx.muon_with_adamw(
-    0.1, decay=0.0, b1=0.0, labels=LABELS, orthogonalize=mfx.orthogonalize(dtype=torch.float32)
+    0.1,
+    decay=0.0,
+    adam=mfx.scale_by_adam(0.0, 0.95),
+    labels=LABELS,
+    orthogonalize=mfx.orthogonalize(dtype=torch.float32),
 )
 
 
