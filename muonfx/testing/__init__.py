@@ -14,7 +14,7 @@ from muonfx.testing import laws
 from muonfx.testing.check import Report, check_transform, laws_for, suitable_params
 from muonfx.testing.examples import Example
 from muonfx.testing.law import LAWS, Law, law
-from muonfx.testing.strategies import DTYPES, Pair, Spectrum, matrices, params_and_grads, spectra, trees
+from muonfx.testing.strategies import DTYPES, Pair, params_and_grads, trees
 from muonfx.testing.transforms import MATRIX_ONLY, arguments, chains, schedules, transforms
 from muonfx.testing.violation import LawViolation
 
@@ -34,9 +34,6 @@ __all__ = [
     "Example",
     "DTYPES",
     "Pair",
-    "Spectrum",
-    "matrices",
-    "spectra",
     "trees",
     "params_and_grads",
     # transforms to check

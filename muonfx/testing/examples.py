@@ -131,6 +131,11 @@ def copied_tree(values: PyTree) -> PyTree:
     return tree.map(lambda leaf: copied(leaf) if isinstance(leaf, Tensor) else leaf, values)
 
 
+def updates_of(tx: Any, params: PyTree, steps: Sequence[PyTree]) -> list[PyTree]:
+    """Return the updates of each step, from a fresh state."""
+    return [updates for updates, _ in history(tx, params, steps)]
+
+
 def history(tx: Any, params: PyTree, steps: Sequence[PyTree]) -> list[tuple[PyTree, PyTree]]:
     """Return the updates and the state after each step, from a fresh state."""
     state = tx.init(params)

@@ -1,4 +1,4 @@
-"""Hypothesis strategies: matrices with a chosen spectrum, trees of tensors, and parameters with gradients.
+"""Hypothesis strategies: trees of tensors, and parameters with gradients.
 
 Values are generated from a drawn seed, not drawn element by element: examples are fast to build, and shrink to few
 and small leaves.
@@ -19,114 +19,25 @@ from muonfx import tree
 from muonfx.testing.examples import DTYPES, Example
 from muonfx.tree import PyTree
 
-__all__ = ["DTYPES", "Pair", "Spectrum", "matrices", "params_and_grads", "spectra", "trees"]
-
-SPECTRA = ("geometric", "clustered", "deficient", "zero")
-
-
-@dataclass(frozen=True)
-class Spectrum:
-    """A kind of singular values.
-
-    Attributes:
-        kind: "geometric" falls evenly on a log scale, "clustered" takes three values, "deficient" is zero in its second
-            half, "zero" is all zero.
-        smallest: the least singular value that is not zero, the largest being 1.
-
-    >>> Spectrum("geometric", 0.01).values(3)
-    tensor([1.0000, 0.1000, 0.0100], dtype=torch.float64)
-    """
-
-    kind: str = "geometric"
-    smallest: float = 1e-3
-
-    def values(self, rank: int) -> Tensor:
-        """Singular values, the largest first; a float64 vector."""
-        if self.kind == "zero":
-            return torch.zeros(rank, dtype=torch.float64)
-        kept = (rank + 1) // 2 if self.kind == "deficient" else rank
-        exponents = torch.linspace(0, 1, kept, dtype=torch.float64)
-        if self.kind == "clustered":
-            exponents = (exponents * 2).round() / 2
-        return torch.cat([self.smallest**exponents, torch.zeros(rank - kept, dtype=torch.float64)])
-
-
-def spectra(kinds: Sequence[str] = SPECTRA) -> st.SearchStrategy[Spectrum]:
-    """Draw a `Spectrum`.
-
-    Args:
-        kinds: which kinds, the simplest first.
-
-    >>> from hypothesis import find
-    >>> find(spectra(), lambda spectrum: spectrum.kind == "clustered")
-    Spectrum(kind='clustered', smallest=0.5)
-    """
-    return st.builds(Spectrum, st.sampled_from(tuple(kinds)), st.sampled_from((0.5, 1e-1, 1e-3, 1e-6)))
-
-
-def matrix(seed: int, shape: Sequence[int], spectrum: Spectrum) -> Tensor:
-    """Return float64 matrices with the singular values of a spectrum and seeded singular vectors."""
-    generator = torch.Generator().manual_seed(seed)
-    *batch, rows, columns = shape
-    rank = min(rows, columns)
-    if 0 in shape:
-        return torch.zeros(*shape, dtype=torch.float64)
-    left, right = (
-        torch.linalg.qr(torch.randn(*batch, side, rank, dtype=torch.float64, generator=generator))[0]
-        for side in (rows, columns)
-    )
-    return (left * spectrum.values(rank)) @ right.mT
-
-
-def matrices(
-    *,
-    min_side: int = 0,
-    max_side: int = 33,
-    max_batch_rank: int = 2,
-    dtypes: Sequence[torch.dtype] = DTYPES,
-    kinds: Sequence[str] = SPECTRA,
-    exponents: tuple[int, int] = (-100, 100),
-) -> st.SearchStrategy[Tensor]:
-    """Draw a matrix or a batch of matrices whose singular values follow a drawn `Spectrum`.
-
-    Args:
-        min_side: the least number of rows and of columns.
-        max_side: the largest number of rows and of columns.
-        max_batch_rank: how many batch dims at most.
-        dtypes: drawn from; the first is the simplest.
-        kinds: of spectra.
-        exponents: the matrix is multiplied by two to a power between these; fp16 keeps within its own range.
-
-    >>> from hypothesis import find
-    >>> find(matrices(min_side=1), lambda x: x.ndim == 3 and x.shape[-1] > 2).shape
-    torch.Size([1, 1, 3])
-    """
-    sides = st.integers(min_side, max_side)
-
-    def build(
-        seed: int, batch: list[int], rows: int, columns: int, spectrum: Spectrum, power: int, dtype: torch.dtype
-    ) -> Tensor:
-        return _scaled(matrix(seed, (*batch, rows, columns), spectrum), power, dtype)
-
-    return st.builds(
-        build,
-        _seeds(),
-        st.lists(st.integers(1, 3), max_size=max_batch_rank),
-        sides,
-        sides,
-        spectra(kinds),
-        _near_zero(*exponents),
-        st.sampled_from(tuple(dtypes)),
-    )
+__all__ = ["DTYPES", "Pair", "params_and_grads", "trees"]
 
 
 def _seeds() -> st.SearchStrategy[int]:
     return st.integers(0, 2**16)
 
 
-def _near_zero(low: int, high: int) -> st.SearchStrategy[int]:
-    """Draw integers that shrink to zero, or to the bound next to it."""
-    return st.integers(low, high)
+def _of_half_rank(seed: int, shape: tuple[int, ...]) -> Tensor:
+    """Return float64 matrices whose singular values fall from 1 to 0.001, and are zero in their second half."""
+    if 0 in shape:
+        return torch.zeros(shape, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    *batch, rows, columns = shape
+    kept = (min(rows, columns) + 1) // 2
+    left, right = (
+        torch.linalg.qr(torch.randn(*batch, side, kept, dtype=torch.float64, generator=generator))[0]
+        for side in (rows, columns)
+    )
+    return (left * torch.logspace(0, -3, kept, dtype=torch.float64)) @ right.mT
 
 
 def _scaled(values: Tensor, power: int, dtype: torch.dtype) -> Tensor:
@@ -155,7 +66,7 @@ class _Plan:
     def build(self, seed: int, dtype: torch.dtype | None = None, layout: str | None = None) -> Tensor:
         dtype = dtype or self.dtype
         if self.fill == "lowrank" and len(self.shape) >= 2:
-            values = matrix(seed, self.shape, Spectrum("deficient"))
+            values = _of_half_rank(seed, self.shape)
         elif self.fill == "zeros":
             values = torch.zeros(self.shape, dtype=torch.float64)
         else:
@@ -187,7 +98,7 @@ def _plans(
         st.sampled_from(tuple(dtypes)),
         st.sampled_from(("contiguous", "transposed", "gaps", "offset") if layouts else ("contiguous",)),
         st.sampled_from(("normal", "normal", "lowrank", "zeros")),
-        _near_zero(*exponents),
+        st.integers(*exponents),
     )
 
 

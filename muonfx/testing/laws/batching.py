@@ -26,8 +26,7 @@ def vmap_over_gradients_equals_a_loop(tx: Transform, params: PyTree, steps: list
     """``torch.func.vmap`` over a batch of gradients and states gives what a loop over the batch gives.
 
     >>> import muonfx as mfx
-    >>> from muonfx.testing import Example
-    >>> vmap_over_gradients_equals_a_loop(mfx.momentum(), *Example.of({"w": (2, 3)}))
+    >>> vmap_over_gradients_equals_a_loop(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
     runs = [[tree.map(lambda g, f=factor: g * f, grads) for grads in steps] for factor in FACTORS]
     expected = [history(tx, params, run) for run in runs]
@@ -61,8 +60,7 @@ def vmap_over_the_transform_equals_a_loop(tx: Transform, params: PyTree, steps: 
     """``torch.func.vmap`` over transforms that differ in numbers, stacked to one, gives what each of them gives.
 
     >>> import muonfx as mfx
-    >>> from muonfx.testing import Example
-    >>> vmap_over_the_transform_equals_a_loop(mfx.momentum(), *Example.of({"w": (2, 3)}))
+    >>> vmap_over_the_transform_equals_a_loop(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
     leaves, treedef = tree.flatten(tx)
     variants = [tree.unflatten(treedef, [leaf * factor for leaf in leaves]) for factor in (1.0, 0.9, 0.5)]

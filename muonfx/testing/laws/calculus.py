@@ -27,7 +27,6 @@ __all__ = [
     "derivatives_by_hyperparameters_are_right",
     "forward_mode_agrees_with_reverse_mode",
     "second_derivatives_are_right",
-    "widened",
 ]
 
 
@@ -108,8 +107,7 @@ def derivatives_by_gradients_are_right(tx: Transform, params: PyTree, steps: lis
     """The updates of two steps have the derivatives by all gradients that finite differences give.
 
     >>> import muonfx as mfx
-    >>> from muonfx.testing import Example
-    >>> derivatives_by_gradients_are_right(mfx.momentum(), *Example.of({"w": (2, 3)}))
+    >>> derivatives_by_gradients_are_right(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
     function, at = _of_gradients(tx, params, steps)
     if at.numel() and function(at).numel():
@@ -121,8 +119,7 @@ def derivatives_by_hyperparameters_are_right(tx: Transform, params: PyTree, step
     """The updates of two steps have the derivatives by all numeric arguments that finite differences give.
 
     >>> import muonfx as mfx
-    >>> from muonfx.testing import Example
-    >>> derivatives_by_hyperparameters_are_right(mfx.momentum(), *Example.of({"w": (2, 3)}))
+    >>> derivatives_by_hyperparameters_are_right(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
     function, at = _of_numbers(tx, params, steps)
     if function(at).numel():
@@ -134,8 +131,7 @@ def forward_mode_agrees_with_reverse_mode(tx: Transform, params: PyTree, steps: 
     """``torch.func.jvp`` and ``torch.func.vjp`` are each other's transpose: by gradients, and by hyperparameters.
 
     >>> import muonfx as mfx
-    >>> from muonfx.testing import Example
-    >>> forward_mode_agrees_with_reverse_mode(mfx.momentum(), *Example.of({"w": (2, 3)}))
+    >>> forward_mode_agrees_with_reverse_mode(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
     ways = {"gradients": _of_gradients(tx, params, steps)}
     if _has_no_numbers(tx) is None:
@@ -164,8 +160,7 @@ def second_derivatives_are_right(tx: Transform, params: PyTree, steps: list[PyTr
     """The derivatives by gradients have the derivatives that finite differences give.
 
     >>> import muonfx as mfx
-    >>> from muonfx.testing import Example
-    >>> second_derivatives_are_right(mfx.scale_by_adam(), *Example.of({"w": (2, 2)}))
+    >>> second_derivatives_are_right(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 2)}))
     """
     function, at = _of_gradients(tx, params, steps)
     if at.numel() and function(at).numel():

@@ -102,8 +102,7 @@ def compiled_update_equals_eager(tx: Transform, params: PyTree, steps: list[PyTr
         backend: of ``torch.compile``; "eager" traces only, "inductor" generates code too.
 
     >>> import muonfx as mfx
-    >>> from muonfx.testing import Example
-    >>> compiled_update_equals_eager(mfx.momentum(), *Example.of({"w": (2, 3)}))
+    >>> compiled_update_equals_eager(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
     _check(tx, params, steps, backend, vary=False)
 
@@ -121,8 +120,7 @@ def changing_an_injected_number_does_not_recompile(
         backend: as in `compiled_update_equals_eager`.
 
     >>> import muonfx as mfx
-    >>> from muonfx.testing import Example
-    >>> changing_an_injected_number_does_not_recompile(mfx.scale(2.0), *Example.of({"w": (2, 3)}))
+    >>> changing_an_injected_number_does_not_recompile(mfx.scale(2.0), *mfx.testing.Example.of({"w": (2, 3)}))
     """
     _check(inject_hyperparams(tx), params, steps, backend, vary=True)
 
@@ -151,8 +149,7 @@ def compiled_update_takes_other_shapes(
         backend: as in `compiled_update_equals_eager`.
 
     >>> import muonfx as mfx
-    >>> from muonfx.testing import Example
-    >>> compiled_update_takes_other_shapes(mfx.momentum(), *Example.of({"w": (2, 3)}))
+    >>> compiled_update_takes_other_shapes(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
     torch._dynamo.reset()
 
@@ -178,8 +175,7 @@ def traced_update_equals_eager(tx: Transform, params: PyTree, steps: list[PyTree
     """A graph that ``make_fx`` records of one update gives the eager values on the next step, and reads no value.
 
     >>> import muonfx as mfx
-    >>> from muonfx.testing import Example
-    >>> traced_update_equals_eager(mfx.momentum(), *Example.of({"w": (2, 3)}))
+    >>> traced_update_equals_eager(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
 
     def step(grads: PyTree, state: PyTree, params: PyTree) -> Any:

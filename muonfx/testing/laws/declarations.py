@@ -16,7 +16,7 @@ from muonfx import tree
 from muonfx.core import Donation, EmptyState, Locality, Transform, transform
 from muonfx.core.contract import NOTHING
 from muonfx.program.lower import resolve_within
-from muonfx.testing.examples import Example, history
+from muonfx.testing.examples import Example, history, updates_of
 from muonfx.testing.law import law
 from muonfx.testing.laws.locality import (
     check_elements,
@@ -56,8 +56,7 @@ def params_are_not_read_where_declared_so(tx: Transform, params: PyTree, steps: 
     A sharded run gives such a transform no parameters at an update, and none of their values at `init`.
 
     >>> import muonfx as mfx
-    >>> from muonfx.testing import Example
-    >>> params_are_not_read_where_declared_so(mfx.momentum(), *Example.of({"w": (2, 3)}))
+    >>> params_are_not_read_where_declared_so(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
     others = tree.map(lambda p: (p * -3 + 1).contiguous(), params)
     state, elsewhere = tx.init(params), tx.init(others)
@@ -77,8 +76,7 @@ def order_of_dicts_means_nothing(tx: Transform, params: PyTree, steps: list[PyTr
     Checkpoints, ranks and ``torch.compile`` do not keep that order.
 
     >>> import muonfx as mfx
-    >>> from muonfx.testing import Example
-    >>> order_of_dicts_means_nothing(mfx.momentum(), *Example.of({"w": (2, 3), "b": (3,)}))
+    >>> order_of_dicts_means_nothing(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3), "b": (3,)}))
     """
     _check_order(tx, params, steps)
     twice = {"z": params, "a": params}  # a dict of two in any case
@@ -115,12 +113,11 @@ def element_transforms_see_no_shape(tx: Transform, params: PyTree, steps: list[P
     A flat partition (ZeRO) cuts leaves into intervals. What names and shapes decide is decided before, by ``resolve``.
 
     >>> import muonfx as mfx
-    >>> from muonfx.testing import Example
-    >>> element_transforms_see_no_shape(mfx.scale_by_adam(), *Example.of({"w": (2, 3)}))
+    >>> element_transforms_see_no_shape(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
     resolved = resolve_within(tx, _on_meta(params))
-    whole = [updates for updates, _ in history(tx, params, steps)]
-    found = [updates for updates, _ in history(resolved, *flattened(Example(params, steps)))]
+    whole = updates_of(tx, params, steps)
+    found = updates_of(resolved, *flattened(Example(params, steps)))
     expected = [tree.map(lambda leaf: leaf.reshape(-1), updates) for updates in whole]
     tolerance = tolerance_of(tx, whole)
     require_close("updates of leaves made flat", found, expected, "the whole's, made flat", tolerance)
@@ -131,8 +128,7 @@ def large_leaves_are_as_small_ones(tx: Transform, params: PyTree, steps: list[Py
     """Declarations hold for leaves of some thousands of elements too, and updates still look like gradients.
 
     >>> import muonfx as mfx
-    >>> from muonfx.testing import Example
-    >>> large_leaves_are_as_small_ones(mfx.momentum(), *Example.of({"w": (2, 3)}))
+    >>> large_leaves_are_as_small_ones(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
     if tx.locality is Locality.ELEMENT:
         check_elements(tx, params, steps)
@@ -167,8 +163,7 @@ def resolving_changes_nothing(tx: Transform, params: PyTree, steps: list[PyTree]
     """`Transform.resolve` takes names and shapes only, and gives a transform of the same updates and states.
 
     >>> import muonfx as mfx
-    >>> from muonfx.testing import Example
-    >>> resolving_changes_nothing(mfx.scale_by_shape(), *Example.of({"w": (2, 3)}))
+    >>> resolving_changes_nothing(mfx.scale_by_shape(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
     resolved = tx.resolve(_on_meta(params))
     if resolved.resolve(_on_meta(params)) != resolved:
@@ -185,8 +180,7 @@ def rounding_first_changes_nothing(tx: Transform, params: PyTree, steps: list[Py
     In that dtype they travel between ranks.
 
     >>> import muonfx as mfx
-    >>> from muonfx.testing import Example
-    >>> rounding_first_changes_nothing(mfx.orthogonalize(dtype=torch.bfloat16), *Example.of({"w": (2, 3)}))
+    >>> rounding_first_changes_nothing(mfx.orthogonalize(dtype=torch.bfloat16), *mfx.testing.Example.of({"w": (2, 3)}))
     """
 
     def rounded(leaf: Tensor) -> Tensor:
@@ -221,7 +215,7 @@ def stacks_are_as_their_matrices(tx: Transform, params: PyTree, steps: list[PyTr
         if prod(shapes[name]) % (rows * columns):
             raise Breach(f"{name!r}", f"of shape {shapes[name]} is no stack of matrices of ({rows}, {columns})")
     named = [{name: leaf for name, leaf in values.items() if name in matrices} for values in named]
-    whole = [updates for updates, _ in history(tx, named[0], named[1:])]
+    whole = updates_of(tx, named[0], named[1:])
     tolerance = tolerance_of(tx, whole)
 
     def as_stack(values: dict[str, Tensor]) -> dict[str, Tensor]:

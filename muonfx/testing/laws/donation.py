@@ -36,8 +36,7 @@ def donation_changes_no_value(tx: Transform, params: PyTree, steps: list[PyTree]
     Bit for bit, where all leaves of the example are contiguous.
 
     >>> import muonfx as mfx
-    >>> from muonfx.testing import Example
-    >>> donation_changes_no_value(mfx.momentum(), *Example.of({"w": (2, 3)}))
+    >>> donation_changes_no_value(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
     same = _comparison(tx, params, steps)
     expected = copied_tree(history(tx, params, steps))
@@ -57,8 +56,7 @@ def donation_keeps_to_what_is_donated(tx: Transform, params: PyTree, steps: list
     """Where only updates, or only the state, are donated, the rest is left alone; so are the parameters, always.
 
     >>> import muonfx as mfx
-    >>> from muonfx.testing import Example
-    >>> donation_keeps_to_what_is_donated(mfx.momentum(), *Example.of({"w": (2, 3)}))
+    >>> donation_keeps_to_what_is_donated(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
     same = _comparison(tx, params, steps)
     expected = copied_tree(history(tx, params, steps))
@@ -81,8 +79,7 @@ def next_in_chain_may_write_to_updates(tx: Transform, params: PyTree, steps: lis
     """A next transform that writes into donated updates spoils neither the state nor gradients that were kept.
 
     >>> import muonfx as mfx
-    >>> from muonfx.testing import Example
-    >>> next_in_chain_may_write_to_updates(mfx.momentum(), *Example.of({"w": (2, 3)}))
+    >>> next_in_chain_may_write_to_updates(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
     pair = rough_chain(tx, ("writes", scale(3.0)))
     same = _comparison(tx, params, steps)

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Locality, Transform
-from muonfx.core.recorded import Recorded
+from muonfx.core.order import within
 from muonfx.program.lower import resolve_within
-from muonfx.testing.examples import Example, history
+from muonfx.testing.examples import Example, history, updates_of
 from muonfx.testing.law import law
 from muonfx.testing.violation import Breach, require_close, tolerance_of
 from muonfx.tree import PyTree
@@ -33,10 +33,6 @@ def wider_than(locality: Locality) -> Callable[[Transform], str | None]:
         return f"its locality is {tx.locality.name}" if tx.locality > locality else None
 
     return why_not
-
-
-def _updates(tx: Transform, example: Example) -> list[PyTree]:
-    return [updates for updates, _ in history(tx, *example)]
 
 
 def precise(example: Example) -> Example:
@@ -76,8 +72,7 @@ def element_transforms_see_one_element(tx: Transform, params: PyTree, steps: lis
     """A transform declared ELEMENT commutes with cutting leaves in two, and with permuting the elements of a leaf.
 
     >>> import muonfx as mfx
-    >>> from muonfx.testing import Example
-    >>> element_transforms_see_one_element(mfx.scale_by_adam(), *Example.of({"w": (2, 3)}))
+    >>> element_transforms_see_one_element(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
     check_elements(tx, params, steps)
 
@@ -85,15 +80,15 @@ def element_transforms_see_one_element(tx: Transform, params: PyTree, steps: lis
 def check_elements(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Raise `Breach` unless a transform commutes with splitting leaves, and with permuting their elements."""
     example = Example(params, steps)
-    whole = _updates(tx, example)
+    whole = updates_of(tx, *example)
     tolerance = tolerance_of(tx, history(tx, params, steps))
     # Two runs on trees with the same names and numbers of dims, as on two ranks of a sharded run.
-    halves = [_updates(tx, example.map(piece)) for piece in (_first_half, _second_half)]
+    halves = [updates_of(tx, *example.map(piece)) for piece in (_first_half, _second_half)]
     wanted = [[tree.map(piece, updates) for updates in whole] for piece in (_first_half, _second_half)]
     for which, found, expected in zip(("first", "second"), halves, wanted, strict=True):
         what = f"updates of the {which} half of each leaf"
         require_close(what, found, expected, "that half of the whole's", _relative(tolerance, whole, expected))
-    shuffled = _updates(tx, example.map(_shuffled))
+    shuffled = updates_of(tx, *example.map(_shuffled))
     expected = [tree.map(_shuffled, updates) for updates in whole]
     require_close("updates of leaves with permuted elements", shuffled, expected, "the whole's, permuted", tolerance)
 
@@ -139,10 +134,10 @@ def matrix_transforms_see_one_matrix(tx: Transform, params: PyTree, steps: list[
     >>> matrix_transforms_see_one_matrix(tx, *Example.of({"w": (2, 2, 3)}))
     """
     example = Example(params, steps)
-    whole = _updates(tx, example)
+    whole = updates_of(tx, *example)
     tolerance = tolerance_of(tx, history(tx, params, steps))
     for which, piece in (("first", _first_half), ("second", _second_half)):
-        found = _updates(tx, example.map(piece))
+        found = updates_of(tx, *example.map(piece))
         expected = [tree.map(piece, updates) for updates in whole]
         what = f"updates of the {which} half of each batch"
         require_close(what, found, expected, "that half of the whole's", _relative(tolerance, whole, expected))
@@ -153,8 +148,7 @@ def leaf_transforms_see_one_leaf(tx: Transform, params: PyTree, steps: list[PyTr
     """In a transform declared LEAF, or narrower, a leaf's updates do not change when other leaves change or are absent.
 
     >>> import muonfx as mfx
-    >>> from muonfx.testing import Example
-    >>> leaf_transforms_see_one_leaf(mfx.clip_by_block_rms(0.1), *Example.of({"w": (2, 3), "b": (3,)}))
+    >>> leaf_transforms_see_one_leaf(mfx.clip_by_block_rms(0.1), *mfx.testing.Example.of({"w": (2, 3), "b": (3,)}))
     """
     whole = history(tx, params, steps)
     tolerance = tolerance_of(tx, whole)
@@ -175,7 +169,7 @@ def leaf_transforms_see_one_leaf(tx: Transform, params: PyTree, steps: list[PyTr
             "other leaves are None": Example(others(params, lambda p: None), gone),  # as on an owner rank
         }
         for how, other in cases.items():
-            for step, (updates, (expected, _)) in enumerate(zip(_updates(tx, other), whole, strict=True)):
+            for step, (updates, (expected, _)) in enumerate(zip(updates_of(tx, *other), whole, strict=True)):
                 found, wanted = ({name: tree.leaves(values)[place]} for values in (updates, expected))
                 require_close(f"step {step}, when {how}, the update of", found, wanted, "before", tolerance)
 
@@ -183,7 +177,7 @@ def leaf_transforms_see_one_leaf(tx: Transform, params: PyTree, steps: list[PyTr
 def _needs_more_than_sums(tx: Transform) -> str | None:
     if tx.locality < Locality.TREE:
         return f"its locality is {tx.locality.name}"
-    wide = [part for part in _transforms_within(tx) if part.locality == Locality.TREE]
+    wide = [part for part in within(tx) if part.locality == Locality.TREE]
     alone = [part for part in wide if part.works_on_pieces and "sum_over_leaves" not in part.extras.named]
     if alone:
         return f"{alone[0].name} works on pieces by other means than sums over leaves"
@@ -192,11 +186,6 @@ def _needs_more_than_sums(tx: Transform) -> str | None:
         name = (unnamed or wide)[0].name
         return f"{name} is TREE and does not name sum_over_leaves: it gets the gathered tree"
     return None
-
-
-def _transforms_within(tx: Recorded) -> list[Transform]:
-    inner = [found for part in tx.parts if isinstance(part, Recorded) for found in _transforms_within(part)]
-    return [tx, *inner] if isinstance(tx, Transform) else inner
 
 
 @law(on=precise, unless=_needs_more_than_sums, share=0.2)

@@ -59,8 +59,7 @@ def update_leaves_its_inputs_unchanged(tx: Transform, params: PyTree, steps: lis
     """Neither `init` nor `update` writes to parameters, gradients or state, or changes a container.
 
     >>> import muonfx as mfx
-    >>> from muonfx.testing import Example
-    >>> update_leaves_its_inputs_unchanged(mfx.momentum(), *Example.of({"w": (2, 3)}))
+    >>> update_leaves_its_inputs_unchanged(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
     witness = Witness(params=params)
     state = tx.init(params)
@@ -100,8 +99,7 @@ def outputs_share_no_storage_with_inputs(tx: Transform, params: PyTree, steps: l
     A tensor may be passed on as the very same object: a gradient as its update, a leaf of the state as itself.
 
     >>> import muonfx as mfx
-    >>> from muonfx.testing import Example
-    >>> outputs_share_no_storage_with_inputs(mfx.master_params(mfx.scale(-1.0)), *Example.of({"w": (2, 3)}))
+    >>> outputs_share_no_storage_with_inputs(mfx.master_params(mfx.scale(-1.0)), *mfx.testing.Example.of({"w": (2, 3)}))
     """
     state = tx.init(params)
     _require_apart("state from init", state, "params", params, unless_same=False)
@@ -123,8 +121,7 @@ def updates_do_not_overlap(tx: Transform, params: PyTree, steps: list[PyTree]) -
     """Each update, unless it is the gradient itself, can be written to without changing another one.
 
     >>> import muonfx as mfx
-    >>> from muonfx.testing import Example
-    >>> updates_do_not_overlap(mfx.orthogonalize(), *Example.of({"q": (2, 3), "k": (3, 2)}))
+    >>> updates_do_not_overlap(mfx.orthogonalize(), *mfx.testing.Example.of({"q": (2, 3), "k": (3, 2)}))
     """
     for grads, (updates, _) in zip(steps, history(tx, params, steps), strict=True):
         given = {id(leaf) for leaf in tree.leaves(grads)}
@@ -149,8 +146,7 @@ def update_remembers_nothing(tx: Transform, params: PyTree, steps: list[PyTree])
     """The same call gives the same result bit for bit, however many calls came before.
 
     >>> import muonfx as mfx
-    >>> from muonfx.testing import Example
-    >>> update_remembers_nothing(mfx.momentum(), *Example.of({"w": (2, 3)}))
+    >>> update_remembers_nothing(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
     state = tx.init(params)
     for step, grads in enumerate(steps):
@@ -168,8 +164,7 @@ def interleaved_states_are_independent(tx: Transform, params: PyTree, steps: lis
     """Two runs of one transform in turns give what each gives alone.
 
     >>> import muonfx as mfx
-    >>> from muonfx.testing import Example
-    >>> interleaved_states_are_independent(mfx.momentum(), *Example.of({"w": (2, 3)}))
+    >>> interleaved_states_are_independent(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
     runs = [steps, [tree.map(lambda g: g * -2, grads) for grads in reversed(steps)]]
     alone = [copied_tree(history(tx, params, run)) for run in runs]
@@ -188,8 +183,7 @@ def unknown_extras_are_ignored(tx: Transform, params: PyTree, steps: list[PyTree
     Given to ``update`` itself it is a misspelt one, and an error, unless some transform takes any.
 
     >>> import muonfx as mfx
-    >>> from muonfx.testing import Example
-    >>> unknown_extras_are_ignored(mfx.momentum(), *Example.of({"w": (2, 3)}))
+    >>> unknown_extras_are_ignored(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
     state = tx.init(params)
     for grads in steps[:1]:

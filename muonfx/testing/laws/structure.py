@@ -10,7 +10,7 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Transform
-from muonfx.core.recorded import Recorded
+from muonfx.core.order import within
 from muonfx.testing.examples import Example, copied_tree, history
 from muonfx.testing.law import law
 from muonfx.testing.violation import Breach, bits_equal, require_same, shown
@@ -41,7 +41,7 @@ def absent_leaves_are_left_alone(tx: Transform, params: PyTree, steps: list[PyTr
     >>> import muonfx as mfx
     >>> absent_leaves_are_left_alone(mfx.momentum(), {"w": torch.ones(2), "b": None}, [{"w": None, "b": None}])
     """
-    gathers = any(value.factory.__name__ == "accumulate" for value in _within(tx))
+    gathers = any(part.factory.__name__ == "accumulate" for part in within(tx))
     names = tree.names(params)
     state = tx.init(params)
     seen: set[str] = set()
@@ -74,10 +74,6 @@ def _owner(place: str, names: list[str]) -> str | None:
     return max(found, key=len, default=None)
 
 
-def _within(value: Recorded) -> list[Recorded]:
-    return [value, *(inner for part in value.parts if isinstance(part, Recorded) for inner in _within(part))]
-
-
 @law()
 def state_keeps_its_structure_and_dtypes(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Structure, shapes, dtypes and devices of the state are those that `init` gave it, step after step.
@@ -85,8 +81,7 @@ def state_keeps_its_structure_and_dtypes(tx: Transform, params: PyTree, steps: l
     Of each example also in every floating dtype, with leaves of several dtypes in one tree.
 
     >>> import muonfx as mfx
-    >>> from muonfx.testing import Example
-    >>> params, steps = Example.of({"w": (2,)}, dtype=torch.bfloat16)
+    >>> params, steps = mfx.testing.Example.of({"w": (2,)}, dtype=torch.bfloat16)
     >>> state_keeps_its_structure_and_dtypes(mfx.momentum(dtype=torch.float32), params, steps)
     """
     drawn = Example(params, steps)
@@ -117,8 +112,7 @@ def updates_look_like_the_gradients(
             returns it for that of a parameter.
 
     >>> import muonfx as mfx
-    >>> from muonfx.testing import Example
-    >>> updates_look_like_the_gradients(mfx.momentum(), *Example.of({"w": (2, 3)}))
+    >>> updates_look_like_the_gradients(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
     drawn = Example(params, steps)
     for params, steps in (drawn, *drawn.dense().in_every_dtype()):
@@ -161,8 +155,7 @@ def init_on_meta_gives_the_same_spec(tx: Transform, params: PyTree, steps: list[
     """`init` on meta tensors gives meta tensors with the structure, shapes and dtypes that it gives on real ones.
 
     >>> import muonfx as mfx
-    >>> from muonfx.testing import Example
-    >>> init_on_meta_gives_the_same_spec(mfx.scale_by_adam(), *Example.of({"w": (2, 3)}))
+    >>> init_on_meta_gives_the_same_spec(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
     on_meta = tree.map(lambda p: torch.empty(p.shape, dtype=p.dtype, device="meta"), params)
     state = tx.init(on_meta)

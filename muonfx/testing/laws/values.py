@@ -73,8 +73,7 @@ def pickle_gives_an_equal_transform(tx: Transform, params: PyTree, steps: list[P
     """A transform survives `pickle` and `copy.deepcopy` as an equal one that computes the same.
 
     >>> import muonfx as mfx
-    >>> from muonfx.testing import Example
-    >>> pickle_gives_an_equal_transform(mfx.momentum(), *Example.of({"w": (2, 3)}))
+    >>> pickle_gives_an_equal_transform(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
     expected = history(tx, params, steps)
     for how, other in (("pickle", pickle.loads(pickle.dumps(tx))), ("copy.deepcopy", copy.deepcopy(tx))):
