@@ -66,7 +66,7 @@ def with_shared_leaves(state: Any, others: list[Tensor], picks: list[int]) -> An
 
 
 @pytest.mark.parametrize("donate", [True, mfx.Donation(updates=True), mfx.Donation(state=True)], ids=str)
-@settings(max_examples=100)
+@settings(max_examples=2 * settings.default.max_examples)
 @given(
     tx=st.sampled_from(EVERY),
     trees=entangled(),

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.dist
 PAGES = ["checkpoints.md", "muonclip.md", "sharding.md"]
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
 def ranks(request: pytest.FixtureRequest) -> Iterator[World]:
     """Processes whose default group has as many ranks as there are of them."""
     made = World(request.param)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import muonfx as mfx
@@ -251,6 +251,7 @@ VARIANTS = frozenset(variants.__all__)
 """Chains of transforms that have cases of their own: held to the laws in a deep run."""
 
 COMPILED = [name for name in kit.LAWS if kit.LAWS[name].family == "compiling"]
+EXAMPLES = max(6, settings.default.max_examples // 10)
 EVERY_CASE = [
     pytest.param(name, tx, id=f"{name}-{i}", marks=[pytest.mark.deep] if name in VARIANTS else [])
     for name, cases in CASES.items()
@@ -305,7 +306,7 @@ def updates_dtype(name: str) -> Callable[[torch.dtype], torch.dtype] | None:
 @pytest.mark.parametrize(("name", "tx"), EVERY_CASE)
 def test_every_transform_obeys_every_law(name: str, tx: mfx.Transform):
     report = kit.check_transform(
-        tx, skip=COMPILED, params=suitable(tx), max_examples=10, updates_dtype=updates_dtype(name)
+        tx, skip=COMPILED, params=suitable(tx), max_examples=EXAMPLES, updates_dtype=updates_dtype(name)
     )
     assert len(report.held) >= 20
 
@@ -339,7 +340,7 @@ def test_every_transform_compiles(name: str, tx: mfx.Transform):
 
 @pytest.mark.parametrize(("name", "tx"), EVERY_CASE)
 def test_every_transform_can_be_recorded(name: str, tx: mfx.Transform):
-    kit.check_transform(tx, laws=["traced_update_equals_eager"], params=suitable(tx), max_examples=12)
+    kit.check_transform(tx, laws=["traced_update_equals_eager"], params=suitable(tx), max_examples=6)
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ COMPILED = [name for name, law in kit.LAWS.items() if law.family == "compiling"]
 
 @pytest.mark.parametrize("tx", CASES, ids=repr)
 def test_any_step_obeys_every_law(tx: mfx.Transform):
-    report = kit.check_transform(tx, skip=COMPILED, max_examples=15)
+    report = kit.check_transform(tx, skip=COMPILED, max_examples=8)
     assert len(report.held) >= 20
 
 
