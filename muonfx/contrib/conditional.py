@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.core import Donation, Locality, Transform, transform
+from muonfx.core import Combinator, Donation, Locality, Transform, transform
 from muonfx.core.combine import run_if
 from muonfx.core.contract import NOTHING, Functions
 from muonfx.transforms._pinned import new_count
@@ -74,7 +74,7 @@ def _same(update: Tensor) -> Tensor:
 @transform(
     locality=lambda inner, should_transform: inner.locality,
     reads_params=lambda inner, should_transform: inner.reads_params,
-    own_locality=Locality.ELEMENT,
+    combinator=Combinator(Locality.ELEMENT),
 )
 def conditionally_transform(inner: Transform, should_transform: Callable[[Tensor], Tensor]):
     """Let a transform act at some steps only; at the others updates pass unchanged, and its state stays as it is.
@@ -108,7 +108,7 @@ def conditionally_transform(inner: Transform, should_transform: Callable[[Tensor
 @transform(
     locality=lambda inner, should_transform: inner.locality,
     reads_params=lambda inner, should_transform: inner.reads_params,
-    own_locality=Locality.ELEMENT,
+    combinator=Combinator(Locality.ELEMENT),
 )
 def conditionally_mask(inner: Transform, should_transform: Callable[[Tensor], Tensor]):
     """Let a transform act at some steps only; at the others updates are zero, and its state stays as it is.

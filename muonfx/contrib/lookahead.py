@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from muonfx.core import Donation, Locality, Transform, checks, transform
+from muonfx.core import Combinator, Donation, Locality, Transform, checks, transform
 from muonfx.core.contract import NOTHING
 from muonfx.core.schedules import Scalar
 from muonfx.transforms._pinned import WideStateDtype, copies, new_count, store, widest
@@ -30,7 +30,7 @@ class LookaheadState(NamedTuple):
 
 @transform(
     locality=lambda inner, *_, **__: inner.locality,
-    own_locality=Locality.ELEMENT,
+    combinator=Combinator(Locality.ELEMENT),
     position="last",
 )
 def lookahead(inner: Transform, sync_period: int, slow_step_size: Scalar, *, dtype: WideStateDtype = "auto"):

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.core import Donation, Locality, Transform, checks, transform
+from muonfx.core import Combinator, Donation, Locality, Transform, checks, transform
 from muonfx.core.checks import warn_caller
 from muonfx.core.contract import NOTHING
+from muonfx.core.factory import with_memory
 from muonfx.core.order import within
 from muonfx.core.schedules import Scalar, ScalarOrFunction, Schedule, constant
 from muonfx.transforms._pinned import WideStateDtype, copies, new_count, new_number, store, widest
@@ -41,10 +42,10 @@ class ScheduleFreeState(NamedTuple):
 
 @transform(
     locality=lambda inner, *_, **__: inner.locality,
-    own_locality=Locality.ELEMENT,
+    combinator=Combinator(Locality.ELEMENT),
     position="last",
-    remembers=True,
 )
+@with_memory
 def schedule_free(
     _memory: dict[Any, Any],
     inner: Transform,

@@ -6,7 +6,7 @@ A transform is a pair of pure functions, ``init`` and ``update``, and a value: t
 
 from muonfx.core import checks, schedules
 from muonfx.core.combine import add_updates, apply_updates, chain, identity, set_to_zero, stateless
-from muonfx.core.contract import Donation, EmptyState, Locality, Transform
+from muonfx.core.contract import Combinator, Donation, EmptyState, Locality, Transform
 from muonfx.core.factory import InitAndUpdate, transform
 from muonfx.core.hyperparams import (
     InjectHyperparamsState,
@@ -20,6 +20,7 @@ from muonfx.core.hyperparams import (
 from muonfx.core.scheduled import ScheduledHyperparamsState
 
 __all__ = [
+    "Combinator",
     "Donation",
     "EmptyState",
     "InitAndUpdate",

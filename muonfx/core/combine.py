@@ -10,11 +10,11 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core.checks import check_floating, check_updates_fit
-from muonfx.core.contract import EmptyState, Locality, Transform
+from muonfx.core.contract import Combinator, EmptyState, Locality, Transform, entries_of
 from muonfx.core.donation import NOTHING, Donation, check_writable, copied_where_shared
 from muonfx.core.factory import transform
 from muonfx.core.graphs import carries_a_graph, warn_of_growing_graphs
-from muonfx.core.recorded import Recorded, part_names
+from muonfx.core.recorded import part_names
 from muonfx.tree import PyTree
 
 __all__ = [
@@ -89,39 +89,9 @@ def stateless(function: Callable[[PyTree, PyTree], PyTree], locality: Locality =
     return no_state, update
 
 
-def _entries(transforms: tuple[Transform | tuple[str, Transform], ...], of: str = "chain") -> dict[str, Transform]:
-    """Name each transform: its explicit name, or its own name with a suffix if that name repeats."""
-    entries: dict[str, Transform] = {}
-    for place, entry in enumerate(transforms):
-        explicit, tx = entry if isinstance(entry, tuple) and len(entry) == 2 else (None, entry)
-        if not isinstance(tx, Transform) or not isinstance(explicit, str | None):
-            raise TypeError(
-                f"{of}: argument {place} must be a Transform or a pair (name, Transform), found {entry!r}"
-                + ("; call the factory to get a transform" if callable(entry) else "")
-                + (f"; give them one by one: {of}(*transforms)" if isinstance(entry, list) else "")
-            )
-        name = explicit or tx.name
-        if explicit is not None and (explicit in entries or not explicit or "." in explicit or "/" in explicit):
-            raise ValueError(f"{of}: the name {explicit!r} is empty, has a '.' or '/', or is taken; names must differ")
-        count = 1
-        while name in entries:
-            count += 1
-            name = f"{tx.name}_{count}"
-        entries[name] = tx
-    return entries
-
-
 def chain_entries(tx: Transform) -> dict[str, Transform] | None:
     """Return a chain's transforms by name, or None if a transform does not call its parts in sequence."""
-    return dict(zip(part_names(tx), tx.children, strict=True)) if tx.declaration.in_sequence else None
-
-
-def _part_names_of_chain(value: Recorded) -> list[str]:
-    return list(_entries(value.arguments["transforms"]))
-
-
-def _part_names_of_sum(value: Recorded) -> list[str]:
-    return list(_entries(value.arguments["transforms"], "add_updates"))
+    return dict(zip(part_names(tx), tx.children, strict=True)) if tx.declaration.combinator.in_sequence else None
 
 
 def widest(transforms: Any) -> Locality:
@@ -156,9 +126,8 @@ def is_new(new: PyTree, old: PyTree) -> bool:
 
 
 @transform(
-    locality=lambda *transforms: widest(_entries(transforms).values()),
-    part_names=_part_names_of_chain,
-    in_sequence=True,
+    locality=lambda *transforms: widest(entries_of(transforms).values()),
+    combinator=Combinator(in_sequence=True),
 )
 def chain(*transforms: Transform | tuple[str, Transform]):
     """Apply transforms one after another.
@@ -181,7 +150,7 @@ def chain(*transforms: Transform | tuple[str, Transform]):
         >>> list(tx.init({"w": torch.zeros(2)}))
         ['momentum', 'rate']
     """
-    entries = _entries(transforms)
+    entries = entries_of(transforms)
 
     def init(params: PyTree) -> dict[str, PyTree]:
         return {name: tx.functions.init(params) for name, tx in entries.items()}
@@ -204,9 +173,8 @@ def chain(*transforms: Transform | tuple[str, Transform]):
 
 
 @transform(
-    locality=lambda *transforms: widest(_entries(transforms, "add_updates").values()),
-    reads_params=lambda *transforms: any(tx.reads_params for tx in _entries(transforms, "add_updates").values()),
-    part_names=_part_names_of_sum,
+    locality=lambda *transforms: widest(entries_of(transforms, "add_updates").values()),
+    reads_params=lambda *transforms: any(tx.reads_params for tx in entries_of(transforms, "add_updates").values()),
 )
 def add_updates(*transforms: Transform | tuple[str, Transform]):
     """Give the same updates to several transforms, and add up what they return.
@@ -227,7 +195,7 @@ def add_updates(*transforms: Transform | tuple[str, Transform]):
         >>> tx.update({"w": torch.tensor([2.0, -4.0])}, tx.init({"w": torch.zeros(2)}))[0]
         {'w': tensor([ 1.1000, -2.1000])}
     """
-    entries = _entries(transforms, "add_updates")
+    entries = entries_of(transforms, "add_updates")
     if not entries:
         raise ValueError("add_updates: give at least one transform; for none of the updates there is set_to_zero()")
 

@@ -38,6 +38,7 @@ from muonfx.tree.arguments import did_you_mean
 __all__ = [
     "NOTHING",
     "ON_PIECES",
+    "Combinator",
     "Declaration",
     "Donation",
     "EmptyState",
@@ -45,6 +46,8 @@ __all__ = [
     "Functions",
     "Locality",
     "Transform",
+    "entries_of",
+    "require_transform",
     "sum_over_leaves",
 ]
 
@@ -84,12 +87,44 @@ class Functions(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Combinator:
+    """How a transform runs the transforms that it calls, for the option ``combinator`` of `muonfx.transform`.
+
+    Raises:
+        TypeError: ``own_locality`` is neither a `Locality` nor None.
+        ValueError: ``unrouted`` is another string.
+
+    >>> Combinator(Locality.ELEMENT, unrouted="dropped").own_locality.name
+    'ELEMENT'
+    """
+
+    own_locality: Locality | None = None
+    """The locality of its own work, apart from the transforms that it calls, if it passes these trees of some of the
+    leaves that it receives. A sharded run can then replace the called transforms. None: unknown."""
+    unrouted: Literal["dropped", "unchanged"] | None = None
+    """Its own work only gives each leaf to one of the transforms that it calls, under the leaf's dotted name in a flat
+    dict; this says what happens to the updates of the leaves that none of them receives. None: it does other work."""
+    in_sequence: bool = False
+    """It only calls its parts one after another, as `chain` does: each receives the updates of the one before and all
+    named extras, and its state is a dict by the names of the parts."""
+    varies_numbers: bool = False
+    """The transforms that it calls differ in numbers only, so that the plan for the first is the plan for all."""
+    hyperparams_in_state: bool = False
+    """Its state holds the current numbers of the transforms that it calls."""
+
+    def __post_init__(self) -> None:
+        if not (self.own_locality is None or isinstance(self.own_locality, Locality)):
+            raise TypeError(f"Combinator: own_locality must be a Locality or None, found {self.own_locality!r}")
+        if self.unrouted not in (None, "dropped", "unchanged"):
+            raise ValueError(f'Combinator: unrouted must be "dropped", "unchanged" or None, found {self.unrouted!r}')
+
+
+@dataclass(frozen=True)
 class Declaration:
     """The options of `muonfx.transform`, which documents each field."""
 
     locality: Locality | Callable[..., Locality] = Locality.TREE
-    own_locality: Locality | None = None
-    rest: Literal["dropped", "unchanged"] | None = None
+    combinator: Combinator = Combinator()
     reads_params: bool | Callable[..., bool] = True
     resolve: Callable[[Any, PyTree], Transform] | None = None
     rounds_to: Callable[[Any, torch.dtype, torch.device], torch.dtype] | None = None
@@ -99,10 +134,7 @@ class Declaration:
     name_patterns: Callable[[Any], Iterable[NamePatterns]] | None = None
     check_extras: Callable[[Any, Mapping[str, Any]], None] | None = None
     position: Position | Callable[..., Position | None] | None = None
-    many_of_one: bool = False
-    in_sequence: bool = False
     short_names: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict[str, str | tuple[str, ...]])
-    numbers_in_state: bool = False
 
     def __post_init__(self) -> None:
         if not (isinstance(self.locality, Locality) or callable(self.locality)):
@@ -110,8 +142,8 @@ class Declaration:
                 "transform: locality must be a Locality, such as Locality.MATRIX, or a function of the arguments that "
                 f"returns one, found {self.locality!r}"
             )
-        if not (self.own_locality is None or isinstance(self.own_locality, Locality)):
-            raise TypeError(f"transform: own_locality must be a Locality or None, found {self.own_locality!r}")
+        if not isinstance(self.combinator, Combinator):
+            raise TypeError(f"transform: combinator must be a Combinator, found {self.combinator!r}")
         if not (isinstance(self.reads_params, bool) or callable(self.reads_params)):
             raise TypeError(
                 f"transform: reads_params must be True, False or a function of the arguments that returns one, "
@@ -122,8 +154,6 @@ class Declaration:
                 f"transform: position must be one of {', '.join(map(repr, get_args(Position)))}, None, or a function "
                 f"of the arguments that returns one, found {self.position!r}"
             )
-        if self.rest not in (None, "dropped", "unchanged"):
-            raise ValueError(f'transform: rest must be "dropped", "unchanged" or None, found {self.rest!r}')
         for option in ("resolve", "rounds_to", "on_stacks", "name_patterns", "check_extras"):
             function = getattr(self, option)
             if function is not None and not callable(function):
@@ -198,6 +228,13 @@ class Transform(Recorded):
     def _repr_html_(self) -> str:
         """Show `tree` in a notebook; ``repr()`` stays the code that builds the transform."""
         return self.tree().to_html()
+
+    def names_of_parts(self, argument: str) -> Iterable[str]:
+        """Return the dotted names of the parts in one argument; in ``*transforms``, as `chain` names them."""
+        given = self.factory.definition.parameters[argument]
+        if given.kind is given.VAR_POSITIONAL:
+            return list(entries_of(self._arguments[argument], self.factory.__name__))
+        return super().names_of_parts(argument)
 
     def with_children(self, function: Callable[[Transform], Transform]) -> Transform:
         """The same with each of its children replaced by what a function makes of it."""
@@ -366,7 +403,7 @@ class Transform(Recorded):
 
     def _find_understood(self) -> frozenset[str] | None:
         named, takes_all, _ = self.extras
-        if takes_all and not self.declaration.in_sequence and not self.children:
+        if takes_all and not self.declaration.combinator.in_sequence and not self.children:
             return None
         found = set(named - _OUR_EXTRAS)
         for part in self.children if takes_all else ():
@@ -440,7 +477,7 @@ class Transform(Recorded):
         super().prepare()
         if not torch.compiler.is_compiling():
             _check_functions(self.factory.__name__, self.built)
-            if self.declaration.in_sequence:
+            if self.declaration.combinator.in_sequence:
                 self._derived("order", lambda: check_order(self))
         _ = self.locality, self.extras, self.understood_extras, self.keeps_donation_promise
 
@@ -564,6 +601,28 @@ def _kind_of(value: object) -> str:
         return f"a tuple of {len(value)}" + f" ({', '.join(type(item).__name__ for item in value)})" * (len(value) > 0)
     name = type(value).__name__
     return repr(value) if value is None or isinstance(value, int | float) else f"a {name}"
+
+
+def entries_of(transforms: tuple[Transform | tuple[str, Transform], ...], of: str = "chain") -> dict[str, Transform]:
+    """Name each transform: its explicit name, or its own name with a suffix if that name repeats."""
+    entries: dict[str, Transform] = {}
+    for place, entry in enumerate(transforms):
+        explicit, tx = entry if isinstance(entry, tuple) and len(entry) == 2 else (None, entry)
+        if not isinstance(tx, Transform) or not isinstance(explicit, str | None):
+            raise TypeError(
+                f"{of}: argument {place} must be a Transform or a pair (name, Transform), found {entry!r}"
+                + ("; call the factory to get a transform" if callable(entry) else "")
+                + (f"; give them one by one: {of}(*transforms)" if isinstance(entry, list) else "")
+            )
+        name = explicit or tx.name
+        if explicit is not None and (explicit in entries or not explicit or "." in explicit or "/" in explicit):
+            raise ValueError(f"{of}: the name {explicit!r} is empty, has a '.' or '/', or is taken; names must differ")
+        count = 1
+        while name in entries:
+            count += 1
+            name = f"{tx.name}_{count}"
+        entries[name] = tx
+    return entries
 
 
 def require_transform(name: str, value: object) -> None:

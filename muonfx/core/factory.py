@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Concatenate, Literal, ParamSpec, overload
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Concatenate, ParamSpec, cast, overload
 
 import torch
 
 from muonfx.core.checks import NamePatterns
-from muonfx.core.contract import Declaration, Locality, Transform
+from muonfx.core.contract import Combinator, Declaration, Locality, Transform
 from muonfx.core.order import Position
 from muonfx.core.recorded import make_factory
 from muonfx.tree import PyTree
 
-__all__ = ["InitAndUpdate", "transform"]
+__all__ = ["InitAndUpdate", "transform", "with_memory"]
 
 P = ParamSpec("P")
 
@@ -21,7 +22,6 @@ InitAndUpdate = tuple[Callable[[PyTree], PyTree], Callable[..., tuple[PyTree, Py
 """The pair of functions ``init, update`` that a function under `transform` returns."""
 
 
-# The last two overloads differ in `remembers` only: if it is True, the constructor takes a dict before its arguments.
 @overload
 def transform(constructor: Callable[P, InitAndUpdate], /) -> Callable[P, Transform]: ...
 
@@ -31,8 +31,7 @@ def transform(
     *,
     name: str | None = None,
     locality: Locality | Callable[..., Locality] = Locality.TREE,
-    own_locality: Locality | None = None,
-    rest: Literal["dropped", "unchanged"] | None = None,
+    combinator: Combinator | None = None,
     reads_params: bool | Callable[..., bool] = True,
     resolve: Callable[[Any, PyTree], Transform] | None = None,
     rounds_to: Callable[[Any, torch.dtype, torch.device], torch.dtype] | None = None,
@@ -41,39 +40,8 @@ def transform(
     name_patterns: Callable[[Any], Iterable[NamePatterns]] | None = None,
     check_extras: Callable[[Any, Mapping[str, Any]], None] | None = None,
     position: Position | Callable[..., Position | None] | None = None,
-    remembers: Literal[False] = False,
-    part_names: Callable[[Any], Sequence[str]] | None = None,
-    many_of_one: bool = False,
-    in_sequence: bool = False,
-    transparent: bool = False,
     short_names: Mapping[str, str | tuple[str, ...]] | None = None,
-    numbers_in_state: bool = False,
 ) -> Callable[[Callable[P, InitAndUpdate]], Callable[P, Transform]]: ...
-
-
-@overload
-def transform(
-    *,
-    name: str | None = None,
-    locality: Locality | Callable[..., Locality] = Locality.TREE,
-    own_locality: Locality | None = None,
-    rest: Literal["dropped", "unchanged"] | None = None,
-    reads_params: bool | Callable[..., bool] = True,
-    resolve: Callable[[Any, PyTree], Transform] | None = None,
-    rounds_to: Callable[[Any, torch.dtype, torch.device], torch.dtype] | None = None,
-    on_stacks: Callable[[Any, Mapping[str, tuple[int, ...]]], tuple[Transform, dict[str, tuple[int, int]]]]
-    | None = None,
-    name_patterns: Callable[[Any], Iterable[NamePatterns]] | None = None,
-    check_extras: Callable[[Any, Mapping[str, Any]], None] | None = None,
-    position: Position | Callable[..., Position | None] | None = None,
-    remembers: Literal[True],
-    part_names: Callable[[Any], Sequence[str]] | None = None,
-    many_of_one: bool = False,
-    in_sequence: bool = False,
-    transparent: bool = False,
-    short_names: Mapping[str, str | tuple[str, ...]] | None = None,
-    numbers_in_state: bool = False,
-) -> Callable[[Callable[Concatenate[dict[Any, Any], P], InitAndUpdate]], Callable[P, Transform]]: ...
 
 
 def transform(
@@ -81,8 +49,7 @@ def transform(
     *,
     name: str | None = None,
     locality: Locality | Callable[..., Locality] = Locality.TREE,
-    own_locality: Locality | None = None,
-    rest: Literal["dropped", "unchanged"] | None = None,
+    combinator: Combinator | None = None,
     reads_params: bool | Callable[..., bool] = True,
     resolve: Callable[[Any, PyTree], Transform] | None = None,
     rounds_to: Callable[[Any, torch.dtype, torch.device], torch.dtype] | None = None,
@@ -91,13 +58,7 @@ def transform(
     name_patterns: Callable[[Any], Iterable[NamePatterns]] | None = None,
     check_extras: Callable[[Any, Mapping[str, Any]], None] | None = None,
     position: Position | Callable[..., Position | None] | None = None,
-    remembers: bool = False,
-    part_names: Callable[[Any], Sequence[str]] | None = None,
-    many_of_one: bool = False,
-    in_sequence: bool = False,
-    transparent: bool = False,
     short_names: Mapping[str, str | tuple[str, ...]] | None = None,
-    numbers_in_state: bool = False,
 ) -> Any:
     """Make a factory of transforms from a function that returns ``init`` and ``update``.
 
@@ -120,11 +81,7 @@ def transform(
             function's module and name, so that its checkpoints are of another chain once it lies elsewhere.
         locality: a `Locality`, or a function of the constructor's arguments that returns one. Undeclared means TREE,
             which is always correct.
-        own_locality: for a transform that calls others, the locality of its own work apart from theirs, where it hands
-            them trees of some of the very leaves that it was given. The others may then be replaced by sharded ones.
-        rest: for a transform whose own work is only to give each leaf to one of those that it calls, under its dotted
-            name in a flat dict: what becomes of the updates of the leaves that none of them gets. Each leaf can then go
-            its own route through the whole.
+        combinator: how it runs the transforms that it calls; a wrapper usually declares its ``own_locality`` here.
         reads_params: whether ``init`` or ``update`` looks at the values of the parameters; a bool or a function of the
             arguments. Where it does not, a sharded run sends none: `init` finds NaN, and ``update`` gets None.
         resolve: ``(transform, params) -> transform``: the same for parameters of just these names and shapes, with all
@@ -150,19 +107,8 @@ def transform(
             - "observer": it returns its updates unchanged. "last_observer" is both of these two.
             - "turns": it reverses the direction without being a learning rate, as a negative scale does.
             - "either_sign": the direction of its updates is unknown.
-        remembers: whether the constructor takes a memory in front of its arguments: a dict that lives as long as the
-            transform's structure, also where ``torch.func`` or `inject_hyperparams` rebuild the transform at
-            every step. For what names, shapes and dtypes decide; nothing else may depend on it.
-        many_of_one: whether it is the same transform for all leaves but for numbers, so that costs are those of the
-            first of those it calls.
-        in_sequence: whether it does nothing but call its parts one after another, as `chain` does: each with the
-            updates of the one before and all named extras, its state a dict by the names of the parts.
         short_names: by the key that groups of a torch optimizer have for it, a numeric argument, or several for a tuple
             of them: ``{"betas": ("b1", "b2"), "eps": "eps"}``. Without, the key is the dotted name.
-        numbers_in_state: whether the numbers of those that it calls are kept in its state, where alone they count.
-        transparent: whether it stands for the one transform that it calls, and does not show in names.
-        part_names: ``(transform) -> names``: of its numeric arguments and of those it calls, in order, where the names
-            of the arguments will not do.
 
     Returns:
         A factory with the constructor's name, signature and docstring.
@@ -188,8 +134,7 @@ def transform(
     """
     declaration = Declaration(
         locality=locality,
-        own_locality=own_locality,
-        rest=rest,
+        combinator=combinator or Combinator(),
         reads_params=reads_params,
         resolve=resolve,
         rounds_to=rounds_to,
@@ -197,21 +142,23 @@ def transform(
         name_patterns=name_patterns,
         check_extras=check_extras,
         position=position,
-        many_of_one=many_of_one,
-        in_sequence=in_sequence,
         short_names=short_names or {},
-        numbers_in_state=numbers_in_state,
     )
 
     def decorate(constructor: Callable[..., InitAndUpdate]) -> Callable[..., Transform]:
-        return make_factory(
-            Transform,
-            constructor,
-            declaration,
-            name=name,
-            remembers=remembers,
-            part_names=part_names,
-            transparent=transparent,
-        )
+        return make_factory(Transform, constructor, declaration, name=name)
 
     return decorate if constructor is None else decorate(constructor)
+
+
+def with_memory(constructor: Callable[Concatenate[dict[Any, Any], P], InitAndUpdate]) -> Callable[P, InitAndUpdate]:
+    """Give a constructor under `transform` a dict as its first argument, which is not an argument of the factory.
+
+    The dict lives as long as the transform's structure, also if ``torch.func`` or `inject_hyperparams` rebuild the
+    transform at every step. It is for results that names, shapes and dtypes decide.
+    """
+    _, *rest = inspect.signature(constructor).parameters.values()
+    marked: Any = constructor
+    marked.__signature__ = inspect.Signature(rest)
+    marked.takes_memory = True
+    return cast("Callable[P, InitAndUpdate]", constructor)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.core.contract import NOTHING, Locality, Transform
+from muonfx.core.contract import NOTHING, Combinator, Locality, Transform
 from muonfx.core.donation import Donation
 from muonfx.core.factory import transform
 from muonfx.core.recorded import Recorded, parts_of, with_numbers
@@ -141,7 +141,7 @@ class InjectHyperparamsState(NamedTuple):
     """The inner transform's state."""
 
 
-@transform(locality=lambda inner: inner.locality, own_locality=Locality.ELEMENT, numbers_in_state=True)
+@transform(locality=lambda inner: inner.locality, combinator=Combinator(Locality.ELEMENT, hyperparams_in_state=True))
 def inject_hyperparams(inner: Transform):
     """Keep a transform's numeric arguments in its state, where they can be changed between steps.
 

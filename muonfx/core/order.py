@@ -48,7 +48,7 @@ def _positioned(tx: Transform) -> Iterator[tuple[Transform, Position | None]]:
     """Yield the transforms within a transform with their positions, inner transforms first."""
     for part in tx.children:
         yield from _positioned(part)
-    if tx.position is not None or not (tx.children or tx.declaration.in_sequence):
+    if tx.position is not None or not (tx.children or tx.declaration.combinator.in_sequence):
         yield tx, tx.position
 
 
@@ -129,7 +129,11 @@ def combine_signs(tx: Transform, inner: Iterable[frozenset[int]]) -> frozenset[i
     """Return the `signs` of a transform, given the signs of each transform that it calls."""
     found = frozenset({_own_sign(tx)})
     steps = (
-        list(inner) if tx.declaration.in_sequence else [either] if (either := frozenset[int]().union(*inner)) else []
+        list(inner)
+        if tx.declaration.combinator.in_sequence
+        else [either]
+        if (either := frozenset[int]().union(*inner))
+        else []
     )
     for each in steps:
         found = frozenset(before * after for before in found for after in each)

@@ -149,8 +149,6 @@ class Definition:
     """True if the constructor takes `Structure.memory` as its first argument."""
     transparent: bool
     """True if a value represents its only part and adds nothing to that part's name."""
-    part_names: Callable[[Recorded], Sequence[str]] | None
-    """Returns the names of the parts of a value, instead of the names of its arguments."""
     declaration: object
     """Further options of the decorator, such as a `Declaration`."""
 
@@ -235,6 +233,11 @@ class Recorded:
     def stands_for_a_number(cls, factory: Factory, value: object) -> bool:
         """Return True if a value is accepted in place of a number."""
         return False
+
+    def names_of_parts(self, argument: str) -> Iterable[str]:
+        """Return the dotted names of the parts in one argument, in order."""
+        skeleton = self.structure.skeleton[argument]
+        return _names_of_parts(skeleton, "" if type(skeleton) is dict else argument)
 
     @classmethod
     def _from(cls, context: Structure, parts: Iterable[object]) -> Self:
@@ -396,9 +399,7 @@ def make_factory(
     declaration: object = None,
     *,
     name: str | None = None,
-    remembers: bool = False,
     transparent: bool = False,
-    part_names: Callable[[Recorded], Sequence[str]] | None = None,
 ) -> Any:
     """Turn a function into a factory of recorded values with the function's name, signature and docstring."""
     if name is not None and not (isinstance(name, str) and all(part.isidentifier() for part in name.split("."))):
@@ -412,9 +413,6 @@ def make_factory(
 
     factory = cast("Factory", call)
     parameters = dict(inspect.signature(constructor).parameters)
-    if remembers:
-        del parameters[next(iter(parameters))]
-        factory.__signature__ = inspect.Signature(list(parameters.values()))
     factory.definition = Definition(
         constructor,
         parameters,
@@ -422,9 +420,8 @@ def make_factory(
         {argument: numbers_of_schedules(kinds) for argument, kinds in kinds_of(parameters, constructor).items()},
         floats_of(parameters, constructor),
         name,
-        remembers,
+        getattr(constructor, "takes_memory", False),
         transparent,
-        part_names,
         declaration,
     )
     return factory
@@ -463,15 +460,7 @@ def part_names(value: Recorded) -> tuple[str, ...]:
     """Return the dotted names of a value's own parts, in order."""
     if value.factory.definition.transparent:
         return ("",)
-    chosen = value.factory.definition.part_names
-    if chosen is not None:
-        return tuple(chosen(value))
-    skeleton = value.structure.skeleton
-    return tuple(
-        name
-        for argument, item in skeleton.items()
-        for name in _names_of_parts(item, "" if type(item) is dict else argument)
-    )
+    return tuple(name for argument in value.structure.skeleton for name in value.names_of_parts(argument))
 
 
 def _flatten(value: Recorded) -> tuple[tuple[object, ...], Structure, tuple[str, ...]]:

@@ -239,7 +239,11 @@ def warn_of_ascent(program: Program, routes: Mapping[str, Route], params: Mappin
 def _signs(node: Node, name: str) -> frozenset[int]:
     """Return the signs that a parameter's update may have after a node, relative to its gradient."""
     called = [_signs(one, name) for one in node.called if name in one.names]
-    return combine_signs(node.tx, called) if called or node.tx.declaration.rest is not None else signs(node.tx)
+    return (
+        combine_signs(node.tx, called)
+        if called or node.tx.declaration.combinator.unrouted is not None
+        else signs(node.tx)
+    )
 
 
 def hyperparams_of(nodes: Iterable[Node]) -> list[Hyperparam]:

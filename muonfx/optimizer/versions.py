@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.core import Donation, Locality, Transform, chain, transform
+from muonfx.core import Combinator, Donation, Locality, Transform, chain, transform
 from muonfx.core.combine import chain_entries, widest
 from muonfx.core.contract import NOTHING
 from muonfx.core.hyperparams import with_hyperparams
@@ -37,7 +37,7 @@ def _on_stacks(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Tr
     reads_params=lambda versions, members: any(version.reads_params for version in versions),
     resolve=_resolve,
     on_stacks=_on_stacks,
-    many_of_one=True,
+    combinator=Combinator(varies_numbers=True),
 )
 def by_groups(versions: tuple[Transform, ...], members: tuple[tuple[str, ...], ...]):
     """Run one version of a transform, with its own numbers, on the leaves of each group; they share one state."""

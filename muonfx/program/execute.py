@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.core import Donation, InitAndUpdate, Locality, Transform, transform
+from muonfx.core import Donation, InitAndUpdate, Locality, Transform
 from muonfx.core.combine import is_new
 from muonfx.core.contract import NOTHING, EmptyState, sum_over_leaves
 from muonfx.core.recorded import with_numbers
@@ -32,7 +32,7 @@ from muonfx.program.buckets import (
     store_away,
     stored_again,
 )
-from muonfx.program.lower import Placeholder, lower_node, named_chain, resolve_within, state_around
+from muonfx.program.lower import Placeholder, lower_node, named_chain, resolve_within, stand_in, state_around
 from muonfx.program.nodes import Around, ChainNode, Node, Program, Stage, WholeTree
 from muonfx.program.placement import ALONE, RESIDENT, Arguments, Placement, Run, Store
 from muonfx.tree import PyTree, Structure
@@ -528,13 +528,13 @@ def _functions(tx: Transform, bound: _Bound) -> InitAndUpdate:
     return init, update
 
 
-@transform(locality=Locality.TREE, transparent=True)
+@stand_in
 def _executed(tx: Transform, bound: Any):
     """Replace a called transform: each call runs the bound node in the executor."""
     return _functions(tx, bound)
 
 
-@transform(locality=Locality.TREE, transparent=True)
+@stand_in
 def _executed_in_store(tx: Transform, bound: Any):
     """Replace a called transform whose state is offloaded; it names the extra with which `run_if` does not select."""
     init, run = _functions(tx, bound)

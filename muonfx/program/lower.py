@@ -5,6 +5,7 @@ This file alone chooses how each transform is executed.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -13,9 +14,10 @@ from typing import NamedTuple
 import torch
 
 from muonfx import tree
-from muonfx.core import Locality, Transform, chain, transform
+from muonfx.core import Locality, Transform, chain
 from muonfx.core.combine import chain_entries
-from muonfx.core.recorded import Recorded, dotted, part_names, parts_of
+from muonfx.core.contract import Declaration
+from muonfx.core.recorded import Recorded, dotted, make_factory, part_names, parts_of
 from muonfx.program.nodes import (
     Around,
     ChainNode,
@@ -84,7 +86,7 @@ class _Where:
             dotted(self.numbers) + part,
             dotted(self.key) + part if label is None else self.key,
             label,
-            self.counts and not tx.declaration.numbers_in_state,
+            self.counts and not tx.declaration.combinator.hyperparams_in_state,
         )
 
 
@@ -155,7 +157,7 @@ def _labels(tx: Transform, calls: list[ChildCall]) -> list[str | None]:
 
 def is_around(tx: Transform) -> bool:
     """Return True if a transform's own work, without its children, is elementwise or a sum over leaves."""
-    own = tx.declaration.own_locality
+    own = tx.declaration.combinator.own_locality
     return bool(tx.children) and (own is Locality.ELEMENT or (own is Locality.TREE and _sums(tx)))
 
 
@@ -217,11 +219,15 @@ class Placeholder:
         self.place = place
 
 
+stand_in = functools.partial(make_factory, Transform, declaration=Declaration(), transparent=True)
+"""Decorates a constructor of transforms that replace a called transform and keep its name and numbers."""
+
+
 class _Noted(list[tuple[int, PyTree]]):
     """The recorded `init` calls; a list subclass, so that it is one argument of a recorder and not several."""
 
 
-@transform(locality=Locality.TREE, transparent=True)
+@stand_in
 def _recorder(tx: Transform, place: int, noted: list[tuple[int, PyTree]], replaced: bool):
     """Replace a called transform and record the argument of its `init`."""
 

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from muonfx import tree
-from muonfx.core import Donation, Locality, Transform, transform
+from muonfx.core import Combinator, Donation, Locality, Transform, transform
 from muonfx.core.checks import NamePatterns, warn_caller
 from muonfx.core.combine import widest
 from muonfx.core.contract import NOTHING
+from muonfx.core.factory import with_memory
 from muonfx.core.order import within
 from muonfx.select.matrix_view import MatrixView, is_set_for
 from muonfx.select.params import read_params
@@ -239,11 +240,10 @@ def _resolve_masked(tx: Transform, params: PyTree) -> Transform:
 
 @transform(
     locality=lambda transforms, labels: widest(transforms.values()),
-    own_locality=Locality.ELEMENT,
-    rest="dropped",
+    combinator=Combinator(Locality.ELEMENT, unrouted="dropped"),
     resolve=_resolve_partition,
-    remembers=True,
 )
+@with_memory
 def partition(
     _memory: dict[Any, Any],
     transforms: dict[str, Transform],
@@ -331,12 +331,11 @@ def partition(
 
 @transform(
     locality=lambda inner, mask: inner.locality,
-    own_locality=Locality.ELEMENT,
-    rest="unchanged",
+    combinator=Combinator(Locality.ELEMENT, unrouted="unchanged"),
     resolve=_resolve_masked,
     name_patterns=mask_patterns,
-    remembers=True,
 )
+@with_memory
 def masked(
     _memory: dict[Any, Any],
     inner: Transform,

@@ -88,7 +88,7 @@ class Binding:
 
     def plan(self, run: Run, params: PyTree) -> RunPlan:
         """Return the plan of a run for some parameters."""
-        run = tuple((name, tx.children[0] if tx.declaration.many_of_one else tx) for name, tx in run)
+        run = tuple((name, tx.children[0] if tx.declaration.combinator.varies_numbers else tx) for name, tx in run)
         names = [name for name in tree.names(params) if name in self.layout.specs]
         device = tree.device_of(params)
         kind = torch.device("cpu") if device.type == "meta" else self.store.device(device)

@@ -14,7 +14,18 @@ from muonfx import contrib, recipes, select, tree
 from muonfx import transforms as tfs
 from muonfx.compact import fp8, int8
 from muonfx.contrib import recipes as variants
-from muonfx.core import Donation, Locality, Transform, add_updates, chain, identity, set_to_zero, stateless, transform
+from muonfx.core import (
+    Combinator,
+    Donation,
+    Locality,
+    Transform,
+    add_updates,
+    chain,
+    identity,
+    set_to_zero,
+    stateless,
+    transform,
+)
 from muonfx.core import schedules as sch
 from muonfx.core.contract import NOTHING
 from muonfx.core.hyperparams import inject_hyperparams
@@ -73,7 +84,7 @@ def every_other(count: Tensor) -> Tensor:
 
 @transform(
     locality=lambda inner: inner.locality,
-    own_locality=Locality.ELEMENT,
+    combinator=Combinator(Locality.ELEMENT),
     reads_params=lambda inner: inner.reads_params,
 )
 def with_value(inner: Transform):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.core import Donation, Locality, Transform, checks, transform
+from muonfx.core import Combinator, Donation, Locality, Transform, checks, transform
 from muonfx.core.contract import NOTHING
 from muonfx.transforms._pinned import WideStateDtype, store, widen, zeros
 from muonfx.tree import Present, PyTree, device_of
@@ -48,7 +48,7 @@ def _check_boundary(boundary: object) -> None:
 # TREE although leaves are added one by one: a leaf whose gradient is None may have had one in an earlier micro-batch.
 @transform(
     locality=Locality.TREE,
-    own_locality=Locality.ELEMENT,
+    combinator=Combinator(Locality.ELEMENT),
     check_extras=_check_extras,
 )
 def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: WideStateDtype = "auto"):

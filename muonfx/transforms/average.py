@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from muonfx.core import Donation, Locality, Transform, apply_updates, checks, transform
+from muonfx.core import Combinator, Donation, Locality, Transform, apply_updates, checks, transform
 from muonfx.core.contract import NOTHING
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.transforms._pinned import StateDtype, WideStateDtype, copies
@@ -65,7 +65,7 @@ class MasterParamsState(NamedTuple):
 
 @transform(
     locality=lambda inner, dtype: inner.locality,
-    own_locality=Locality.ELEMENT,
+    combinator=Combinator(Locality.ELEMENT),
     position="last",
 )
 def master_params(inner: Transform, dtype: WideStateDtype = "auto"):

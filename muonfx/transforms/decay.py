@@ -11,7 +11,7 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.core import Donation, Locality, Transform, checks, transform
 from muonfx.core.contract import NOTHING
-from muonfx.core.factory import InitAndUpdate
+from muonfx.core.factory import InitAndUpdate, with_memory
 from muonfx.core.order import signs
 from muonfx.core.schedules import ScalarOrFunction, ScalarOrSchedule
 from muonfx.select.partition import mask_patterns, resolve_mask
@@ -68,9 +68,9 @@ def _functions(
     resolve=_resolve_decay,
     name_patterns=mask_patterns,
     position="before_learning_rate",
-    remembers=True,
     short_names={"weight_decay": "weight_decay"},
 )
+@with_memory
 def add_decayed_weights(
     _memory: dict[Any, Any],
     weight_decay: ScalarOrFunction = 0.0,
@@ -118,8 +118,8 @@ def add_decayed_weights(
     resolve=_resolve_decay,
     name_patterns=mask_patterns,
     position="after_learning_rate",
-    remembers=True,
 )
+@with_memory
 def subtract_decayed_weights(
     _memory: dict[Any, Any], weight_decay: ScalarOrFunction = 0.0, mask: Mask = None, *, cautious: bool = False
 ):

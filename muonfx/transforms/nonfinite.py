@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from muonfx.core import Donation, Locality, Transform, transform
+from muonfx.core import Combinator, Donation, Locality, Transform, transform
 from muonfx.core.combine import run_if
 from muonfx.core.contract import NOTHING
 from muonfx.transforms._pinned import new_count
@@ -29,7 +29,7 @@ class SkipNonfiniteState(NamedTuple):
     """The inner transform's state."""
 
 
-@transform(locality=Locality.TREE, own_locality=Locality.TREE)
+@transform(locality=Locality.TREE, combinator=Combinator(Locality.TREE))
 def skip_nonfinite(inner: Transform):
     """Leave the state of a transform bitwise as it was, and update nothing, when any gradient is NaN or infinite.
 

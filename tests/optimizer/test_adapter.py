@@ -699,7 +699,7 @@ def test_many_groups_of_few_values_run_in_few_pieces():
     model = make_model()
     groups = [{"params": [(n, p)], "lr": 0.1 if p.ndim > 1 else 0.2} for n, p in model.named_parameters()]
     optimizer = mfx.TransformOptimizer(groups, mfx.adamw())
-    versions = [part for part in optimizer._stepping._now.children if part.declaration.many_of_one]
+    versions = [part for part in optimizer._stepping._now.children if part.declaration.combinator.varies_numbers]
     assert [len(part.arguments["versions"]) for part in versions] == [2]
 
 

@@ -177,7 +177,7 @@ def test_a_partition_within_a_transform_that_runs_as_a_whole_splits_groups_too()
 
 
 def test_a_route_of_a_users_own_makes_groups_as_a_partition_does():
-    @mfx.transform(locality=mfx.Locality.ELEMENT, own_locality=mfx.Locality.ELEMENT)
+    @mfx.transform(locality=mfx.Locality.ELEMENT, combinator=mfx.core.Combinator(mfx.Locality.ELEMENT))
     def by_size(transforms: dict[str, mfx.Transform]):
         def chosen(values):
             return {
@@ -202,7 +202,7 @@ def test_a_route_of_a_users_own_makes_groups_as_a_partition_does():
 
 
 def test_transforms_that_all_get_every_leaf_are_no_routes():
-    @mfx.transform(locality=mfx.Locality.ELEMENT, own_locality=mfx.Locality.ELEMENT)
+    @mfx.transform(locality=mfx.Locality.ELEMENT, combinator=mfx.core.Combinator(mfx.Locality.ELEMENT))
     def summed(transforms: dict[str, mfx.Transform]):
         def init(params):
             return {k: tx.init(params) for k, tx in transforms.items()}

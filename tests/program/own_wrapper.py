@@ -14,7 +14,7 @@ class DampedState(NamedTuple):
     inner: Any
 
 
-@mfx.transform(locality=lambda inner, decay: inner.locality, own_locality=mfx.Locality.ELEMENT)
+@mfx.transform(locality=lambda inner, decay: inner.locality, combinator=mfx.core.Combinator(mfx.Locality.ELEMENT))
 def damped(inner: mfx.Transform, decay: float = 0.5):
     """Scale the inner updates by a number that is kept in the state, and falls at every step."""
 

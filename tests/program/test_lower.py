@@ -63,7 +63,7 @@ def test_a_route_gives_each_child_its_own_leaves():
 
 
 def test_a_users_own_route_is_found_by_running_init_on_placeholders():
-    @mfx.transform(own_locality=mfx.Locality.ELEMENT)
+    @mfx.transform(combinator=mfx.core.Combinator(mfx.Locality.ELEMENT))
     def only_biases(inner: mfx.Transform):
         def init(params):
             return {"mine": inner.init({name: p for name, p in params.items() if "bias" in name})}
@@ -95,7 +95,7 @@ def test_states_and_numbers_are_where_the_program_says(tx: mfx.Transform, exampl
     seen: list[str] = []
     program = lower(tx, params)
     own = [name for node in program.transforms() for name in node.own.names]
-    in_state = any(node.tx.declaration.numbers_in_state for node in program.transforms())
+    in_state = any(node.tx.declaration.combinator.hyperparams_in_state for node in program.transforms())
     assert set(own) <= numbers.keys() if in_state else sorted(own) == sorted(numbers)
     for node in leaf_nodes(program.root):
         seen += [dotted(node.numbers) + name for name, _ in parts_of(node.tx)] if node.keeps_numbers else []

@@ -428,7 +428,7 @@ def resolves_by_values(factor: float = 2.0):
     return no_state, update
 
 
-@mfx.transform(locality=mfx.Locality.TREE, own_locality=mfx.Locality.ELEMENT)
+@mfx.transform(locality=mfx.Locality.TREE, combinator=mfx.core.Combinator(mfx.Locality.ELEMENT))
 def normalizes_around(inner: mfx.Transform):
     def init(params):
         return inner.init(params)
@@ -440,7 +440,7 @@ def normalizes_around(inner: mfx.Transform):
     return init, update
 
 
-@mfx.transform(locality=mfx.Locality.TREE, own_locality=mfx.Locality.ELEMENT)
+@mfx.transform(locality=mfx.Locality.TREE, combinator=mfx.core.Combinator(mfx.Locality.ELEMENT))
 def hands_on_leaves_of_its_own(inner: mfx.Transform):
     def init(params):
         return inner.init({"all": params})
@@ -452,7 +452,9 @@ def hands_on_leaves_of_its_own(inner: mfx.Transform):
     return init, update
 
 
-@mfx.transform(locality=mfx.Locality.ELEMENT, own_locality=mfx.Locality.ELEMENT, rest="unchanged")
+@mfx.transform(
+    locality=mfx.Locality.ELEMENT, combinator=mfx.core.Combinator(mfx.Locality.ELEMENT, unrouted="unchanged")
+)
 def does_more_than_to_hand_on(inner: mfx.Transform):
     def update(updates, state, params=None, **extras):
         out, state = inner.run(updates, state, params, **extras)

@@ -34,7 +34,7 @@ FP32 = mfx.orthogonalize(dtype=torch.float32)
 TINY = {"block": 4, "min_size": 0}  # the leaves of examples have a few elements
 
 
-@mfx.transform(locality=lambda inner, logits: inner.locality, own_locality=mfx.Locality.ELEMENT)
+@mfx.transform(locality=lambda inner, logits: inner.locality, combinator=mfx.core.Combinator(mfx.Locality.ELEMENT))
 def given_logits(inner: mfx.Transform, logits: dict[str, torch.Tensor]):
     """Give a transform the attention logits that it asks for, since the laws give nothing."""
 

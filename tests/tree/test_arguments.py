@@ -212,7 +212,7 @@ def test_donate_is_a_bool_or_a_donation(donate: Any):
     [
         ({"locality": "ELEMENT"}, "locality must be a Locality"),
         ({"locality": 0}, "locality must be a Locality"),
-        ({"own_locality": "TREE"}, "own_locality must be a Locality or None"),
+        ({"combinator": mfx.Locality.TREE}, "combinator must be a Combinator"),
         ({"reads_params": "no"}, "reads_params must be True, False or a function"),
         ({"reads_params": 0}, "reads_params must be True, False or a function"),
         ({"resolve": True}, "resolve must be a function"),
@@ -223,6 +223,13 @@ def test_donate_is_a_bool_or_a_donation(donate: Any):
 def test_a_declaration_of_another_type_is_refused(declared: dict[str, Any], message: str):
     with pytest.raises(TypeError, match=message):
         mfx.transform(**declared)
+
+
+def test_a_combinator_of_another_type_is_refused():
+    with pytest.raises(TypeError, match="own_locality must be a Locality or None"):
+        mfx.core.Combinator("TREE")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match='unrouted must be "dropped", "unchanged" or None'):
+        mfx.core.Combinator(mfx.Locality.ELEMENT, unrouted="kept")  # pyright: ignore[reportArgumentType]
 
 
 def test_a_declared_function_that_returns_no_locality_is_refused():

@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable
-from typing import Any, Concatenate, Literal, ParamSpec
+from typing import Any, Literal, ParamSpec
 
 import torch
 
 from muonfx.core import Donation, Transform
 from muonfx.core.contract import NOTHING, Declaration, require_transform
-from muonfx.core.factory import InitAndUpdate
+from muonfx.core.factory import InitAndUpdate, with_memory
 from muonfx.core.recorded import Factory, make_factory
 from muonfx.program.execute import Executor
 from muonfx.program.offload.store import OffloadStore
@@ -51,16 +51,17 @@ class Offloaded(Transform):
         return self.arguments["tx"].name
 
 
-def _factory(constructor: Callable[Concatenate[dict[Any, Any], P], InitAndUpdate]) -> Callable[P, Transform]:
+def _factory(constructor: Callable[P, InitAndUpdate]) -> Callable[P, Transform]:
     """Return a factory of `Offloaded` with the declarations of the offloaded transform."""
     declaration = Declaration(
         locality=lambda tx, to, *, bucket_bytes, compute: tx.locality,
         reads_params=lambda tx, to, *, bucket_bytes, compute: tx.reads_params,
     )
-    return make_factory(Offloaded, constructor, declaration, transparent=True, remembers=True)
+    return make_factory(Offloaded, constructor, declaration, transparent=True)
 
 
 @_factory
+@with_memory
 def offload(
     _memory: dict[Any, Any],
     tx: Transform,

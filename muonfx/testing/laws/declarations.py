@@ -255,7 +255,7 @@ def _stacked(example: Example) -> Example:
 
 
 def _calls_none(tx: Transform) -> str | None:
-    if _declared(tx, "own_locality") is None:
+    if tx.declaration.combinator.own_locality is None:
         return "it declares no own_locality"
     return None if any(isinstance(part, Transform) for part in tx.parts) else "it calls no transform"
 
@@ -268,11 +268,11 @@ def own_work_is_of_its_own_locality(tx: Transform, params: PyTree, steps: list[P
     >>> from muonfx.testing import Example
     >>> own_work_is_of_its_own_locality(mfx.accumulate(mfx.clip_by_global_norm(1.0), 2), *Example.of({"w": (2, 3)}))
     """
-    own = _declared(tx, "own_locality")
+    own = tx.declaration.combinator.own_locality
     resolved = tx.resolve(_on_meta(params))
     shapes = dict(zip(tree.names(params), (tuple(p.shape) for p in tree.leaves(params)), strict=True))
     plain = resolved.with_children(lambda part: _stand_in(_Seen(shapes)))
-    if _declared(tx, "rest") is not None:
+    if tx.declaration.combinator.unrouted is not None:
         _require_only_routes(plain, params, steps)
     if own is Locality.ELEMENT:
         check_elements(plain, params, steps)
@@ -283,14 +283,13 @@ def own_work_is_of_its_own_locality(tx: Transform, params: PyTree, steps: list[P
 
 
 def _require_only_routes(plain: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Raise `Breach` unless updates come from the stand-ins, and unrouted leaves follow the declared ``rest``."""
+    """Raise `Breach` unless updates come from the stand-ins, and unrouted leaves follow what ``unrouted`` declares."""
+    unrouted = plain.declaration.combinator.unrouted
     for grads, updates in zip(steps, _updates(plain, [params, *steps]), strict=True):
         for name, was, new in zip(tree.names(grads), tree.leaves(grads), tree.leaves(updates), strict=True):
-            kept = new is None if plain.declaration.rest == "dropped" else new is was
+            kept = new is None if unrouted == "dropped" else new is was
             if not kept and not (was is not None and new is not None and torch.equal(new, was * -0.5)):
-                raise Breach(
-                    f"the update of {name!r}", f"changed by a wrapper that declares rest={plain.declaration.rest!r}"
-                )
+                raise Breach(f"the update of {name!r}", f"changed by a wrapper that declares {unrouted=}")
 
 
 class _Seen:
