@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from muonfx.core import Transform, chain
-from muonfx.core.contract import require_transform
-from muonfx.core.order import within
+from muonfx.core.contract import require_transform, within
 from muonfx.core.schedules import ScalarOrFunction, ScalarOrSchedule
 from muonfx.select import Labels, MatrixView, Predicate, default_labels
 from muonfx.select.partition import partition

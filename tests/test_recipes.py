@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import muonfx as mfx
-from muonfx.core.order import within
+from muonfx.core.contract import within
 
 
 @pytest.mark.parametrize("make", [mfx.muon, mfx.normuon, mfx.muon_with_adamw])

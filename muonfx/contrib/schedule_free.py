@@ -10,9 +10,8 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.core import Combinator, Donation, Locality, Transform, checks, transform
 from muonfx.core.checks import warn_caller
-from muonfx.core.contract import NOTHING
+from muonfx.core.contract import NOTHING, within
 from muonfx.core.factory import with_memory
-from muonfx.core.order import within
 from muonfx.core.schedules import Scalar, ScalarOrFunction, Schedule, constant
 from muonfx.transforms._pinned import WideStateDtype, copies, new_count, new_number, store, widest
 from muonfx.tree import Present, PyTree, device_of

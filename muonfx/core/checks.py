@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,6 @@ from muonfx import tree
 from muonfx.tree import PyTree
 from muonfx.tree.display import format_list
 from muonfx.tree.wrappers import unwrapped
-
-if TYPE_CHECKING:
-    from muonfx.core import Transform
 
 __all__ = [
     "NamePatterns",
@@ -168,8 +165,8 @@ class NamePatterns(NamedTuple):
     """True if it is an error, not a warning, that a group matches nothing."""
 
 
-def warn_of_unmatched(tx: Transform, params: PyTree) -> None:
-    """Warn of patterns in a transform, and in those within it, that do nothing for these parameters.
+def warn_of_unmatched(patterns: Iterable[NamePatterns], params: PyTree) -> None:
+    """Warn of patterns in the arguments of a transform that do nothing for these parameters.
 
     The names are those of the whole tree. A transform for some of the parameters (under `partition` or `masked`) may
     hold patterns for the others, as a mask does that all labels share: only what matches nowhere is a slip.
@@ -185,7 +182,7 @@ def warn_of_unmatched(tx: Transform, params: PyTree) -> None:
     "blocks: '*.qvk' matches none of the 1 parameters; close: 'h.qkv'; correct or remove it"
     """
     names = tree.names(params)
-    for argument, groups, first_counts, required in tx.name_patterns if names else ():
+    for argument, groups, first_counts, required in patterns if names else ():
         taken: set[str] = set()
         known = {*names, *unwrapped(names).values()} if required else names
         for group in groups:
@@ -343,18 +340,16 @@ def check_structure(what: str, found: PyTree, expected_of: str, expected: PyTree
     raise ValueError(f"{what} must have the structure of {expected_of}: {detail}")
 
 
-def check_update(tx: Transform, updates: PyTree, state: PyTree, params: PyTree) -> None:
-    """Require that updates, state and params belong together and to this transform.
+def check_update(updates: PyTree, params: PyTree) -> None:
+    """Require real floating-point updates that fit the parameters, if there are any.
 
-    >>> import muonfx as mfx
-    >>> check_update(mfx.momentum(), {"w": torch.zeros(2)}, mfx.core.EmptyState(), {"w": torch.zeros(3)})
+    >>> check_update({"w": torch.zeros(2)}, {"w": torch.zeros(3)})
     Traceback (most recent call last):
     ValueError: updates: 'w' has shape (2,), its parameter has (3,)
     """
     _check_leaves("updates", updates)
     if params is not None:
         check_updates_fit(params, updates)
-    _check_state(tx, state, updates if params is None else params, with_dtypes=params is not None)
 
 
 def check_updates_fit(params: PyTree, updates: PyTree) -> None:
@@ -372,13 +367,6 @@ def check_updates_fit(params: PyTree, updates: PyTree) -> None:
         if param is None:
             raise ValueError(f"updates: {name} has an update but its parameter is None")
         raise ValueError(f"updates: {name} has shape {tuple(update.shape)}, its parameter has {tuple(param.shape)}")
-
-
-def _check_state(tx: Transform, state: PyTree, params: PyTree, *, with_dtypes: bool) -> None:
-    """Compare a state with the state that `init` returns on the meta device, where nothing is allocated."""
-    wanted, wanted_def, expected = _expected_state(tx, params)
-    if expected is not None:
-        check_state_like(tx.name, state, (wanted, wanted_def, expected), with_dtypes=with_dtypes)
 
 
 def check_state_like(name: str, state: PyTree, expected: tuple[list[Any], Any, Any], *, with_dtypes: bool) -> None:
@@ -406,37 +394,3 @@ def check_state_like(name: str, state: PyTree, expected: tuple[list[Any], Any, A
             f"state: {leaf} has shape {tuple(have.shape)} and dtype {have.dtype}, expected {tuple(want.shape)} and "
             f"{want.dtype}; shape and dtype are fixed by init"
         )
-
-
-def _check_numbers(value: Any) -> None:
-    """Require that each number of a transform and of its parts is a Python number or a 0-d tensor."""
-    for name in sorted(value.factory.definition.floats):
-        number = value.arguments[name]
-        if isinstance(number, Tensor) and number.ndim:
-            raise ValueError(
-                f"{value.factory.__name__}: {name} must be a number or a 0-d tensor, found a tensor of shape "
-                f"{tuple(number.shape)}; several at once: torch.func.vmap over a muonfx.stack"
-            )
-    for part in value.parts:
-        if hasattr(part, "parts"):
-            _check_numbers(part)
-
-
-def _expected_state(tx: Transform, params: PyTree) -> tuple[list[Any], Any, Any]:
-    leaves, treedef = tree.flatten(params)
-    key = (treedef, tuple(None if leaf is None else (leaf.shape, leaf.dtype) for leaf in leaves))
-    numbers = tuple(tuple(part.shape) for part in tree.leaves(tx) if isinstance(part, Tensor))
-    if any(numbers):
-        _check_numbers(tx)
-    key = (*key, numbers)  # the state holds injected numbers, so their shapes matter
-    remembered: dict[Any, Any] = tx.structure.derived.setdefault("expected_states", {})
-    if key not in remembered:
-        if any(leaf is None for leaf in leaves) and treedef.num_leaves:
-            # Skip the check: if gradients replace the parameters, a None leaf may still have a parameter and a state.
-            return [], None, None
-        meta = tree.map(lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"), params)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # init has already issued these warnings
-            expected = tx.functions.init(meta)
-        remembered[key] = (*tree.flatten(expected), expected)
-    return remembered[key]

@@ -12,8 +12,9 @@ from muonfx import tree
 from muonfx.core.checks import check_floating, check_updates_fit
 from muonfx.core.contract import Combinator, EmptyState, Locality, Transform, entries_of
 from muonfx.core.donation import NOTHING, Donation, check_writable, copied_where_shared
-from muonfx.core.factory import transform
+from muonfx.core.factory import transform, with_memory
 from muonfx.core.graphs import carries_a_graph, warn_of_growing_graphs
+from muonfx.core.order import check_order
 from muonfx.core.recorded import part_names
 from muonfx.tree import PyTree
 
@@ -129,7 +130,8 @@ def is_new(new: PyTree, old: PyTree) -> bool:
     locality=lambda *transforms: widest(entries_of(transforms).values()),
     combinator=Combinator(in_sequence=True),
 )
-def chain(*transforms: Transform | tuple[str, Transform]):
+@with_memory
+def chain(_memory: dict[Any, Any], *transforms: Transform | tuple[str, Transform]):
     """Apply transforms one after another.
 
     The state is a dict with the state of each transform under its name; a name that repeats gets a suffix (``scale``,
@@ -151,6 +153,9 @@ def chain(*transforms: Transform | tuple[str, Transform]):
         ['momentum', 'rate']
     """
     entries = entries_of(transforms)
+    if not (_memory or torch.compiler.is_compiling()):
+        check_order("chain", entries)
+        _memory["checked"] = True  # once, not again when numbers change
 
     def init(params: PyTree) -> dict[str, PyTree]:
         return {name: tx.functions.init(params) for name, tx in entries.items()}

@@ -15,7 +15,8 @@ absent: it gets no update and its state does not change. Updates keep their dtyp
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Literal, NamedTuple, cast, get_args
@@ -24,20 +25,28 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.core.checks import NamePatterns, check_params, check_structure, check_update, warn_of_unmatched
+from muonfx.core.checks import (
+    NamePatterns,
+    check_params,
+    check_state_like,
+    check_structure,
+    check_update,
+    warn_of_unmatched,
+)
 from muonfx.core.donation import NOTHING, Donation, copy_kept, unshared
 from muonfx.core.graphs import carries_a_graph, warn_of_growing_graphs
-from muonfx.core.order import POSITIONS, Position, check_order, within
-from muonfx.core.outline import Outline
-from muonfx.core.recorded import Factory, Recorded
+from muonfx.core.outline import Outline, describe_arguments
+from muonfx.core.recorded import Factory, Recorded, part_names
 from muonfx.core.scheduled import follow, numbers_at
 from muonfx.core.schedules import Schedule
-from muonfx.tree import PyTree
+from muonfx.tree import PyTree, Structure
 from muonfx.tree.arguments import did_you_mean
+from muonfx.tree.display import Row
 
 __all__ = [
     "NOTHING",
     "ON_PIECES",
+    "POSITIONS",
     "Combinator",
     "Declaration",
     "Donation",
@@ -45,11 +54,29 @@ __all__ = [
     "Extras",
     "Functions",
     "Locality",
+    "Position",
     "Transform",
     "entries_of",
     "require_transform",
     "sum_over_leaves",
+    "within",
 ]
+
+
+Position = Literal[
+    "learning_rate",
+    "turns",
+    "either_sign",
+    "before_learning_rate",
+    "sets_size",
+    "after_learning_rate",
+    "last",
+    "observer",
+    "last_observer",
+]
+"""The place of a transform in a chain; `muonfx.transform` documents each value."""
+
+POSITIONS = frozenset(get_args(Position))
 
 
 class Locality(IntEnum):
@@ -223,7 +250,17 @@ class Transform(Recorded):
           orthogonalize  LEAF
           scale          ELEMENT   factor=-0.02
         """
-        return Outline(self)
+        return Outline(self._outline(self.name))
+
+    def _outline(self, title: str) -> Row:
+        children: list[Row] = []
+        for name, part in zip(part_names(self), self.parts, strict=True):
+            if isinstance(part, Transform):
+                last = name.rpartition(".")[2]
+                same = not last or last in (part.name, "tx")
+                children.append(part._outline(part.name if same else f"{last}: {part.name}"))
+        numbers, settings = describe_arguments(self, {id(child) for child in self.children})
+        return Row((title, self.locality.name, ", ".join(numbers), ", ".join(settings)), tuple(children))
 
     def _repr_html_(self) -> str:
         """Show `tree` in a notebook; ``repr()`` stays the code that builds the transform."""
@@ -477,8 +514,6 @@ class Transform(Recorded):
         super().prepare()
         if not torch.compiler.is_compiling():
             _check_functions(self.factory.__name__, self.built)
-            if self.declaration.combinator.in_sequence:
-                self._derived("order", lambda: check_order(self))
         _ = self.locality, self.extras, self.understood_extras, self.keeps_donation_promise
 
     def init(self, params: PyTree) -> PyTree:
@@ -502,7 +537,7 @@ class Transform(Recorded):
         """
         if not torch.compiler.is_compiling():
             check_params(params)
-            warn_of_unmatched(self, params)
+            warn_of_unmatched(self.name_patterns, params)
         return self.functions.init(params)
 
     def update(
@@ -531,7 +566,10 @@ class Transform(Recorded):
                 ``torch.func``: a loop over parameters that were not detached, which keeps the graphs of all steps.
         """
         if not torch.compiler.is_compiling():
-            check_update(self, updates, state, params)
+            check_update(updates, params)
+            expected = self._expected_state(updates if params is None else params)
+            if expected is not None:
+                check_state_like(self.name, state, expected, with_dtypes=params is not None)
             if carries_a_graph(params) and not carries_a_graph(None, (updates, state, tree.leaves(self))):
                 warn_of_growing_graphs("update", params)
         elif params is not None:  # traced leaves are matched by position, and their values cannot be checked
@@ -544,6 +582,28 @@ class Transform(Recorded):
         if given.state or torch.compiler.is_compiling():
             return out, new_state
         return out, copy_kept(new_state, state)
+
+    def _expected_state(self, params: PyTree) -> tuple[list[Any], Structure, PyTree] | None:
+        """Return leaves, structure and tree of the state that `init` returns on the meta device, once for each shape.
+
+        None: unknown. If gradients replace the parameters, a None leaf may still have a parameter and a state.
+        """
+        leaves, treedef = tree.flatten(params)
+        # The state may hold the numbers, so their shapes matter.
+        numbers = tuple(tuple(part.shape) for part in tree.tensors(self))
+        if any(numbers):
+            _check_numbers(self)
+        key = treedef, tuple(None if leaf is None else (leaf.shape, leaf.dtype) for leaf in leaves), numbers
+        known: dict[Any, tuple[list[Any], Structure, PyTree]] = self.structure.derived.setdefault("expected_states", {})
+        if key not in known:
+            if any(leaf is None for leaf in leaves) and treedef.num_leaves:
+                return None
+            meta = tree.map(lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"), params)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # init has already issued these warnings
+                expected = self.functions.init(meta)
+            known[key] = (*tree.flatten(expected), expected)
+        return known[key]
 
     def run(self, updates: PyTree, state: PyTree, params: PyTree, *, donate: Donation = NOTHING, **extras: Any) -> Any:
         """Call the update function without checking the trees, with the extras that its signature names."""
@@ -566,6 +626,27 @@ class Transform(Recorded):
             if not _looks_like(found[1], state):
                 check_structure(f"{self.name}: the state that it returns", found[1], "the one that it is given", state)
         return found
+
+
+def within(tx: Transform) -> Iterator[Transform]:
+    """Yield a transform and all transforms that it calls, directly or indirectly."""
+    yield tx
+    for part in tx.children:
+        yield from within(part)
+
+
+def _check_numbers(value: Recorded) -> None:
+    """Require that each number of a transform and of its parts is a Python number or a 0-d tensor."""
+    for name in sorted(value.factory.definition.floats):
+        number = value.arguments[name]
+        if isinstance(number, Tensor) and number.ndim:
+            raise ValueError(
+                f"{value.factory.__name__}: {name} must be a number or a 0-d tensor, found a tensor of shape "
+                f"{tuple(number.shape)}; several at once: torch.func.vmap over a muonfx.stack"
+            )
+    for part in value.parts:
+        if isinstance(part, Recorded):
+            _check_numbers(part)
 
 
 def _looks_like(new: PyTree, old: PyTree) -> bool:

@@ -9,8 +9,7 @@ from typing import Any, Concatenate, ParamSpec, cast, overload
 import torch
 
 from muonfx.core.checks import NamePatterns
-from muonfx.core.contract import Combinator, Declaration, Locality, Transform
-from muonfx.core.order import Position
+from muonfx.core.contract import Combinator, Declaration, Locality, Position, Transform
 from muonfx.core.recorded import make_factory
 from muonfx.tree import PyTree
 

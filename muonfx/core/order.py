@@ -6,42 +6,17 @@ constructed. `signs` follows the direction of updates through a transform whose 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 from muonfx.core.checks import warn_caller
-from muonfx.core.recorded import part_names
+from muonfx.core.contract import Position, Transform
 
-if TYPE_CHECKING:
-    from muonfx.core.contract import Transform
-
-__all__ = ["POSITIONS", "Position", "check_order", "combine_signs", "signs", "within"]
-
-Position = Literal[
-    "learning_rate",
-    "turns",
-    "either_sign",
-    "before_learning_rate",
-    "sets_size",
-    "after_learning_rate",
-    "last",
-    "observer",
-    "last_observer",
-]
-"""The place of a transform in a chain; `muonfx.transform` documents each value."""
-
-POSITIONS = frozenset(get_args(Position))
+__all__ = ["check_order", "combine_signs", "signs"]
 
 _AFTER = {"after_learning_rate", "last", "last_observer"}
 _LAST = {"last", "last_observer"}
 _OBSERVERS = {"observer", "last_observer"}
-
-
-def within(tx: Transform) -> Iterator[Transform]:
-    """Yield a transform and all transforms that it calls, directly or indirectly."""
-    yield tx
-    for part in tx.children:
-        yield from within(part)
 
 
 def _positioned(tx: Transform) -> Iterator[tuple[Transform, Position | None]]:
@@ -52,10 +27,9 @@ def _positioned(tx: Transform) -> Iterator[tuple[Transform, Position | None]]:
         yield tx, tx.position
 
 
-def check_order(chain: Transform) -> None:
+def check_order(chain: str, members: Mapping[str, Transform]) -> None:
     """Compare each member's position with the positions of all earlier members; raise or warn."""
-    members = zip(part_names(chain), chain.children, strict=True)
-    placed = [[_Placed(name, *found) for found in _positioned(member)] for name, member in members]
+    placed = [[_Placed(name, *found) for found in _positioned(member)] for name, member in members.items()]
     pairs = [
         (earlier, later)
         for place, here in enumerate(placed)
@@ -65,10 +39,10 @@ def check_order(chain: Transform) -> None:
     ]
     for pair in pairs:
         if error := _error(*pair):
-            raise ValueError(f"{chain.name}: {error}")
+            raise ValueError(f"{chain}: {error}")
     for pair in pairs:
         if doubt := _doubt(*pair):
-            warn_caller(f"{chain.name}: {doubt}")
+            warn_caller(f"{chain}: {doubt}")
             return
 
 

@@ -5,17 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
-from muonfx.core.recorded import Recorded, part_names
+from muonfx.core.recorded import Recorded
 from muonfx.tree.display import Column, Report, Row, Shown, Table
 
-if TYPE_CHECKING:
-    from muonfx.core.contract import Transform
-
-__all__ = ["Outline"]
+__all__ = ["Outline", "describe_arguments"]
 
 _LONGEST = 40
 """The most characters shown of one setting."""
@@ -25,35 +22,20 @@ _LONGEST = 40
 class Outline(Shown):
     """A transform shown as a table of the transforms that it calls; `Transform.tree` returns it."""
 
-    tx: Transform
+    row: Row
+    """Title, locality, numbers and settings of the transform, and the rows of those that it calls."""
 
     def report(self) -> Report:
         """Return a table with one row for each transform, children below their parents."""
-        rows = (_row(self.tx, self.tx.name),)
-        has_settings = any(row.cells[3] for _, row in rows[0].walk())
+        rows = (self.row,)
+        has_settings = any(row.cells[3] for _, row in self.row.walk())
         columns = tuple(Column(title) for title in ("transform", "locality", "numbers", "settings"))
         if not has_settings:
-            columns, rows = columns[:3], (_without_last(rows[0]),)
+            columns, rows = columns[:3], (_without_last(self.row),)
         return Report((Table(columns, rows),))
 
 
-def _row(tx: Transform, title: str) -> Row:
-    called = {id(child): child for child in tx.children}
-    named = zip(part_names(tx), tx.parts, strict=True)
-    children = tuple(
-        _row(called[id(part)], _title(name, called[id(part)])) for name, part in named if id(part) in called
-    )
-    numbers, settings = _arguments(tx, called)
-    return Row((title, tx.locality.name, ", ".join(numbers), ", ".join(settings)), children)
-
-
-def _title(name: str, child: Transform) -> str:
-    """Return the transform's name, after the name that its caller gives it if the two differ."""
-    last = name.rpartition(".")[2]
-    return child.name if not last or last in (child.name, "tx") else f"{last}: {child.name}"
-
-
-def _arguments(tx: Transform, called: Container[int]) -> tuple[list[str], list[str]]:
+def describe_arguments(tx: Recorded, called: Container[int]) -> tuple[list[str], list[str]]:
     """Return the numbers of a transform, and its other arguments that differ from their defaults."""
     numbers: list[str] = []
     settings: list[str] = []

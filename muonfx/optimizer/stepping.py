@@ -58,7 +58,7 @@ class Stepping:
     def init(self, params: Mapping[str, Tensor], groups: Sequence[Group]) -> PyTree:
         """Create the state, and build the transforms for the groups."""
         check_params(params)
-        warn_of_unmatched(self.tx, params)
+        warn_of_unmatched(self.tx.name_patterns, params)
         self._limit = self._bucket_bytes or max([SMALL_BUCKET, *[param.nbytes for param in params.values()]])
         self.executor.bucket_bytes = self._limit
         state = self.executor.init(self._inner, params)

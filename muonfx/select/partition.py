@@ -17,9 +17,8 @@ from muonfx import tree
 from muonfx.core import Combinator, Donation, Locality, Transform, transform
 from muonfx.core.checks import NamePatterns, warn_caller
 from muonfx.core.combine import widest
-from muonfx.core.contract import NOTHING
+from muonfx.core.contract import NOTHING, within
 from muonfx.core.factory import with_memory
-from muonfx.core.order import within
 from muonfx.select.matrix_view import MatrixView, is_set_for
 from muonfx.select.params import read_params
 from muonfx.select.predicates import Predicate, asks_for_modules, path_patterns

@@ -185,7 +185,7 @@ def sharded(
 def init_sharded(binding: Binding, tx: Transform, params: PyTree, problem: Exception | None = None) -> PyTree:
     """Verify that the ranks agree, and build the state of local tensors, on all ranks or on none."""
     try:
-        warn_of_unmatched(tx, params)
+        warn_of_unmatched(tx.name_patterns, params)
     except PROBLEMS as error:
         problem = problem or error
     verify_ranks(binding, tx, params, problem)

@@ -18,8 +18,7 @@ from muonfx import tree
 from muonfx.compact import Compact
 from muonfx.compact.state import Holder
 from muonfx.core import Donation, Locality, Transform, apply_updates, checks, transform
-from muonfx.core.contract import NOTHING, Functions
-from muonfx.core.order import Position
+from muonfx.core.contract import NOTHING, Functions, Position
 from muonfx.transforms._leaf import Leaf, Operation, Plan, Values, plan
 from muonfx.transforms._pinned import StateDtype, WideStateDtype, copies, new_count, store, zeros
 from muonfx.tree import Present, PyTree, Structure, device_of

@@ -9,8 +9,7 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 
 from muonfx.core import Donation, EmptyState, Locality, Transform, checks, transform
-from muonfx.core.contract import NOTHING
-from muonfx.core.order import Position
+from muonfx.core.contract import NOTHING, Position
 from muonfx.core.recorded import parts_of
 from muonfx.core.schedules import ScalarOrFunction, ScalarOrSchedule, Schedule
 from muonfx.transforms._matrices import MatrixView, matrix_locality, name_patterns, on_stacks

@@ -16,8 +16,8 @@ from muonfx import tree
 from muonfx.checkpoint.errors import first_ones
 from muonfx.compact import CompactState, KeyedCompactState
 from muonfx.core import EmptyState, Transform
+from muonfx.core.contract import within
 from muonfx.core.hyperparams import InjectHyperparamsState
-from muonfx.core.order import within
 from muonfx.transforms import (
     AdamState,
     DebiasedMomentumState,

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from muonfx.core import Transform
+from muonfx.core.contract import within
 from muonfx.core.costs import declared_cost
-from muonfx.core.order import within
 from muonfx.polar.cost import newton_schulz_cost
 from muonfx.program.lower import lower_node
 from muonfx.program.nodes import Program, Stage

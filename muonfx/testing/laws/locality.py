@@ -11,7 +11,7 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Locality, Transform
-from muonfx.core.order import within
+from muonfx.core.contract import within
 from muonfx.program.lower import resolve_within
 from muonfx.testing.examples import Example, history, updates_of
 from muonfx.testing.law import law
