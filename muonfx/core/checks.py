@@ -126,7 +126,7 @@ def positive_int(name: str, value: object) -> None:
 
 
 def state_dtype(name: str, value: object) -> None:
-    """Require what can pin the dtype of a state: "auto", a real floating-point torch dtype, or None.
+    """Require a setting for the dtype of a state: "auto", a real floating-point torch dtype, or None.
 
     >>> state_dtype("mu_dtype", torch.int8)
     Traceback (most recent call last):
@@ -154,25 +154,25 @@ def warn_caller(message: str) -> None:
 
 
 class NamePatterns(NamedTuple):
-    """Globs over dotted names that an argument of a transform holds: what `muonfx.transform` asks for by this name."""
+    """Globs over dotted names in an argument of a transform; see ``name_patterns`` of `muonfx.transform`."""
 
     argument: str
     groups: tuple[tuple[str, ...], ...]
-    """Alternatives that stand together, of which one must match."""
+    """Groups of alternatives; one glob of each group must match."""
     first_counts: bool = False
-    """True if a name belongs to the first group that matches it, and to no other."""
+    """True if a name belongs only to the first group that matches it."""
     required: bool = False
-    """True if it is an error, not a warning, that a group matches nothing."""
+    """True if a group that matches nothing is an error, not a warning."""
 
 
 def warn_of_unmatched(patterns: Iterable[NamePatterns], params: PyTree) -> None:
     """Warn of patterns in the arguments of a transform that do nothing for these parameters.
 
     The names are those of the whole tree. A transform for some of the parameters (under `partition` or `masked`) may
-    hold patterns for the others, as a mask does that all labels share: only what matches nowhere is a slip.
+    have patterns for the others, such as a mask that all labels share: only a pattern without any match is a mistake.
 
     Raises:
-        ValueError: patterns that are required match nothing.
+        ValueError: required patterns match nothing.
 
     >>> import muonfx as mfx
     >>> with warnings.catch_warnings(record=True, action="always") as caught:
@@ -193,7 +193,7 @@ def warn_of_unmatched(patterns: Iterable[NamePatterns], params: PyTree) -> None:
             shown = (" or " if required else " and ").join(map(repr, group))
             if found:
                 taken_here = format_list(sorted(found), _shown)
-                said = f"comes behind others that match all that it does, and the first counts: {taken_here}"
+                said = f"matches only names that an earlier pattern matches, and the first counts: {taken_here}"
             else:
                 close = _close_names(group, names)
                 said = f"matches none of the {len(names)} parameters; "
@@ -227,7 +227,7 @@ _DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64
 
 
 def is_usable(leaf: object) -> bool:
-    """Tell whether a leaf is None or a dense tensor of a dtype that can be computed with.
+    """Return True for None and for a dense tensor of a supported dtype.
 
     >>> is_usable(torch.zeros(2)), is_usable(torch.zeros(2).to_sparse()), is_usable(torch.zeros(2, dtype=torch.int8))
     (True, False, False)
@@ -249,7 +249,7 @@ def _check_leaves(what: str, given: PyTree) -> list[PyTree]:
     if not isinstance(leaf, Tensor):
         raise _no_tensor(shown, what, leaf)
     if isinstance(leaf, _LAZY):
-        raise TypeError(f"{shown} has no shape yet: it is of a lazy module; run one forward pass first")
+        raise TypeError(f"{shown} has no shape yet, since it belongs to a lazy module; run one forward pass first")
     if leaf.is_nested or leaf.layout is not torch.strided:
         kind = "a nested tensor" if leaf.is_nested else str(leaf.layout)
         advice = "make its parts leaves of their own" if leaf.is_nested else "make it dense with .to_dense()"
@@ -283,7 +283,7 @@ def check_tree(what: str, given: PyTree) -> None:
     """Require a tree of values with a shape and a dtype, such as tensors of any kind, or None.
 
     Raises:
-        TypeError: something else is in it; of a model or its iterators, the message says what to give instead.
+        TypeError: the tree has another leaf. If a model or its iterator was passed, the message says what to pass.
 
     >>> check_tree("params", nn.Linear(2, 2))
     Traceback (most recent call last):

@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args
 
 import torch
 from torch import Tensor
@@ -77,6 +77,9 @@ Position = Literal[
 """The place of a transform in a chain; `muonfx.transform` documents each value."""
 
 POSITIONS = frozenset(get_args(Position))
+
+
+V = TypeVar("V")
 
 
 class Locality(IntEnum):
@@ -206,6 +209,19 @@ def sum_over_leaves(scalars: PyTree) -> Tensor:
     return torch.stack([scalar.to(found[0].device) for scalar in found]).sum()
 
 
+def _derived(find: Callable[[Any], V]) -> V:
+    """Make a property of a transform that follows from its structure: cached there, so that no graph computes it."""
+    name = find.__name__
+
+    def get(self: Transform) -> V:
+        derived = self.structure.derived
+        if name not in derived:
+            derived[name] = find(self)
+        return derived[name]
+
+    return cast("V", property(get, doc=find.__doc__))
+
+
 class Transform(Recorded):
     """A pure gradient transform; made by a factory that `transform` decorates.
 
@@ -236,11 +252,11 @@ class Transform(Recorded):
         return tuple(part for part in self.parts if isinstance(part, Transform))
 
     def tree(self) -> Outline:
-        """The transform and those that it calls as a table: what each must see, its numbers, and its other settings.
+        """Show the transform and the transforms that it calls as a table: localities, numbers and other settings.
 
         Returns:
-            A value that prints as text, and as an HTML table in a notebook. For what becomes of it on given
-            parameters, see `muonfx.program.lower`.
+            A value that prints as text, and as an HTML table in a notebook. `muonfx.program.lower` shows how the
+            transform runs on given parameters.
 
         >>> import muonfx as mfx
         >>> mfx.chain(mfx.momentum(0.9, nesterov=True), mfx.orthogonalize(), mfx.scale(-0.02)).tree()
@@ -274,12 +290,12 @@ class Transform(Recorded):
         return super().names_of_parts(argument)
 
     def with_children(self, function: Callable[[Transform], Transform]) -> Transform:
-        """The same with each of its children replaced by what a function makes of it."""
+        """Return the same transform with a function applied to each of its children."""
         return self.with_parts([function(part) if isinstance(part, Transform) else part for part in self.parts])
 
     @property
     def stays_outermost(self) -> bool:
-        """True if what is put around it goes inside instead, as around its argument ``tx``."""
+        """True if a wrapper around it is applied to its argument ``tx`` instead."""
         return False
 
     @classmethod
@@ -289,7 +305,7 @@ class Transform(Recorded):
 
     @property
     def schedules(self) -> dict[str, Schedule]:
-        """The arguments that were given as schedules where the constructor takes numbers.
+        """The schedules among the arguments for which the constructor takes numbers.
 
         >>> import muonfx as mfx
         >>> mfx.momentum(mfx.linear(0.85, 0.95, 300)).schedules
@@ -311,7 +327,7 @@ class Transform(Recorded):
         return {**self._arguments, **numbers_at(self.schedules, count)}
 
     def build(self) -> Any:
-        """Call the constructor, or where numbers follow schedules, have it called with those of each step."""
+        """Call the constructor; if numbers follow schedules, ``update`` calls it with the numbers of each step."""
         schedules = self.schedules
         if not schedules:
             return super().build()
@@ -325,12 +341,9 @@ class Transform(Recorded):
             except ValueError as error:
                 raise ValueError(f"{self.name}: at step {count}, {error}") from error
 
-    @property
+    @_derived
     def locality(self) -> Locality:
         """What the transform must see to compute one element of its output."""
-        return self._derived("locality", self._find_locality)
-
-    def _find_locality(self) -> Locality:
         declared = self.declaration.locality
         found = declared if isinstance(declared, Locality) else self._call(declared, self._arguments_at(0))
         if not isinstance(found, Locality):
@@ -339,7 +352,7 @@ class Transform(Recorded):
 
     @property
     def reads_params(self) -> bool:
-        """True if `init` or the update looks at the values of the parameters."""
+        """True if `init` or the update reads the values of the parameters."""
         declared = self.declaration.reads_params
         return declared if isinstance(declared, bool) else self._call(declared, self._arguments_at(0))
 
@@ -355,9 +368,9 @@ class Transform(Recorded):
         return self._call(declared, self._arguments) if callable(declared) else declared
 
     def resolve(self, params: PyTree) -> Transform:
-        """The same for parameters of just these names and shapes, with all decided that these decide.
+        """Return the same transform with everything decided that depends on the names and shapes of the parameters.
 
-        Only of this transform itself, not of those within it.
+        The transforms that it calls are not resolved.
 
         >>> import muonfx as mfx
         >>> tx = mfx.masked(mfx.scale(2.0), mfx.select.ndim(min=2))
@@ -368,13 +381,13 @@ class Transform(Recorded):
         return self if declared is None else declared(self, params)
 
     def on_stacks(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Transform, dict[str, tuple[int, int]]]:
-        """The same for those leaves that are stacks of matrices, as such: ``(how many, rows, columns)``.
+        """Return the same transform for leaves given as stacks of matrices, in the shape ``(number, rows, columns)``.
 
         Args:
-            shapes: of some leaves, by name.
+            shapes: the shapes of some leaves, by name.
 
         Returns:
-            The transform, and the shape of one matrix of each leaf that is a stack.
+            The transform, and the shape of one matrix for each leaf that is a stack.
 
         >>> import muonfx as mfx
         >>> mfx.orthogonalize(view=mfx.MatrixView(blocks={"*.qkv": 3})).on_stacks({"attn.qkv": (6, 4), "out": (4, 4)})[
@@ -388,17 +401,14 @@ class Transform(Recorded):
         of_matrices = self.locality is Locality.MATRIX
         return self, {n: (s[-2], s[-1]) for n, s in shapes.items() if of_matrices and len(s) > 2}
 
-    @property
+    @_derived
     def name_patterns(self) -> tuple[NamePatterns, ...]:
-        """The globs over names among the arguments of this transform and of those within it; each once.
+        """The globs over parameter names in the arguments of this transform and of those within it; each once.
 
         >>> import muonfx as mfx
         >>> mfx.orthogonalize(view=mfx.MatrixView(blocks={"*.qkv.weight": 3})).name_patterns
         (NamePatterns(argument='blocks', groups=(('*.qkv.weight',),), first_counts=True, required=False),)
         """
-        return self._derived("name_patterns", self._find_name_patterns)
-
-    def _find_name_patterns(self) -> tuple[NamePatterns, ...]:
         declared = self.declaration.name_patterns
         found = list(declared(self)) if declared is not None else []
         for part in self.children:
@@ -410,12 +420,9 @@ class Transform(Recorded):
         """The functions that the constructor returned for the arguments."""
         return Functions(*self.built)
 
-    @property
+    @_derived
     def extras(self) -> Extras:
         """The named extras in the signature of the update function."""
-        return self._derived("extras", self._find_extras)
-
-    def _find_extras(self) -> Extras:
         parameters = inspect.signature(self.functions.update).parameters.values()
         named = [parameter for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
@@ -425,20 +432,17 @@ class Transform(Recorded):
             required |= part.extras.required - names  # an extra that this signature names with a default is optional
         return Extras(names, takes_all, frozenset(required - {"sum_over_leaves"}))
 
-    @property
+    @_derived
     def understood_extras(self) -> frozenset[str] | None:
-        """The named extras that this transform or one within it reads; None: any, as only its own code knows.
+        """The named extras that this transform or one within it reads; None: unknown, so that any is accepted.
 
-        A transform that takes ``**extras`` passes them on to those within it, and names what it reads itself. Where
-        it has none within, its ``**extras`` are for itself.
+        A transform with ``**extras`` forwards them to the transforms within it, and names those that it reads. If it
+        has no transforms within, it may read any.
 
         >>> import muonfx as mfx
         >>> sorted(mfx.chain(mfx.accumulate(mfx.momentum(), 2), mfx.scale(-0.1)).understood_extras)
         ['boundary']
         """
-        return self._derived("understood", self._find_understood)
-
-    def _find_understood(self) -> frozenset[str] | None:
         named, takes_all, _ = self.extras
         if takes_all and not self.declaration.combinator.in_sequence and not self.children:
             return None
@@ -451,11 +455,11 @@ class Transform(Recorded):
         return frozenset(found)
 
     def check_extras(self, extras: Mapping[str, Any]) -> None:
-        """Require the named extras without which some transform within cannot run, and no others than it knows.
+        """Require every extra that a transform within needs, and no extra that none reads.
 
         Raises:
-            TypeError: one is missing, or no transform within reads it; the message names it and those that are read.
-            TypeError, ValueError: a transform within refuses its value.
+            TypeError: an extra is missing, or no transform within reads it; the message lists the extras that are read.
+            TypeError, ValueError: a transform within rejects the value.
         """
         missing = sorted(self.extras.required - extras.keys())
         if missing:
@@ -484,7 +488,7 @@ class Transform(Recorded):
 
     @property
     def works_on_pieces(self) -> bool:
-        """True if its update names an extra by which it can work on pieces of leaves, whatever its locality.
+        """True if its update names an extra by which it can run on shards of leaves, whatever its locality.
 
         >>> import muonfx as mfx
         >>> mfx.clip_by_global_norm(1.0).works_on_pieces, mfx.stateless(abs).works_on_pieces
@@ -492,20 +496,10 @@ class Transform(Recorded):
         """
         return not ON_PIECES.isdisjoint(self.extras.named)
 
-    @property
+    @_derived
     def keeps_donation_promise(self) -> bool:
-        """True if this transform and all within it name ``donate`` and so promise what `Donation` says."""
-        return self._derived("promise", self._find_promise)
-
-    def _find_promise(self) -> bool:
+        """True if this transform and all within it name ``donate``, and so make the promise of `Donation`."""
         return "donate" in self.extras.named and all(part.keeps_donation_promise for part in self.children)
-
-    def _derived(self, what: str, find: Callable[[], Any]) -> Any:
-        """Return a value that follows from the structure alone, cached so that traced code never computes it."""
-        derived = self.structure.derived
-        if what not in derived:
-            derived[what] = find()
-        return derived[what]
 
     def prepare(self) -> None:
         """Build now and derive what tracing needs."""
@@ -525,15 +519,15 @@ class Transform(Recorded):
                 would record every step. Meta tensors give a state of meta tensors.
 
         Returns:
-            A tree of tensors; dtypes, shapes and devices are fixed here and stay.
+            A tree of tensors, whose dtypes, shapes and devices never change.
 
         Raises:
             TypeError: a leaf is not a dense tensor of a floating dtype of 16 bits or more; the message names it, and
-                says what to do with what is sparse, complex, nested, quantized or of eight bits.
-            ValueError: two leaves have one name.
+                advises on sparse, complex, nested, quantized and eight-bit tensors.
+            ValueError: two leaves have the same name.
 
         Warns:
-            UserWarning: a pattern over names in some argument matches no parameter; the message lists close names.
+            UserWarning: a pattern over names in an argument matches no parameter; the message lists close names.
         """
         if not torch.compiler.is_compiling():
             check_params(params)
@@ -557,13 +551,13 @@ class Transform(Recorded):
 
         Raises:
             TypeError: a leaf of the updates is not a floating-point tensor, or differs in kind from its parameter; an
-                extra that no transform within reads (the message lists those read), or one that is missing.
+                extra is missing, or no transform within reads it (the message lists the extras that are read).
             ValueError: the trees differ in structure or shape, or the state belongs to another transform or other
                 parameters. Each message names the leaf. Nothing has been changed when an error is raised.
 
         Warns:
-            UserWarning: the parameters carry the graph of earlier steps and nothing else does, outside of
-                ``torch.func``: a loop over parameters that were not detached, which keeps the graphs of all steps.
+            UserWarning: only the parameters carry the graph of earlier steps, outside of ``torch.func``: they were
+                not detached, so that the graphs of all steps are kept.
         """
         if not torch.compiler.is_compiling():
             check_update(updates, params)

@@ -63,51 +63,52 @@ def transform(
 
     The numeric arguments of a call (floats, tensors, nested transforms) become the leaves of the transform's pytree
     view. Validate arguments in the body with the functions of `muonfx.core.checks`, which skip tensors: the body runs
-    at the call, and again with traced values wherever ``torch.func`` has rebuilt the transform. An argument that is
-    annotated `ScalarOrSchedule`, or ``float`` without ``Schedule``, takes a schedule too: the body then runs at every
-    update, with the number of that step, and the state is a `ScheduledHyperparamsState`.
+    at the call, and again with traced values whenever ``torch.func`` has rebuilt the transform. An argument that is
+    annotated `ScalarOrSchedule`, or ``float`` without ``Schedule``, also accepts a schedule: the body then runs at
+    every update with the number of that step, and the state is a `ScheduledHyperparamsState`.
 
-    Only ``locality`` must be thought of; the rest tells the sharding layer where it can save work, and leaving it out
-    is always correct.
+    Only ``locality`` deserves thought. The other options let the sharding layer save work; their defaults are always
+    correct.
 
     Args:
         constructor: the function; its name becomes the transform's name unless one is declared. Its ``update`` takes
-            ``(updates, state, params)`` and, keyword-only, the extras that it wants to receive. A TREE transform that
-            names ``sum_over_leaves``, ``max_over_ranks`` or ``shard`` gets a rank's pieces of leaves and these
-            functions over ranks; one that names none gets the gathered tree.
-        name: a public name that stays when the function moves or is renamed, such as "acme.my_momentum": fingerprints
-            in checkpoints know the transform by it, and its last part is the key of the state in a chain. None: the
-            function's module and name, so that its checkpoints are of another chain once it lies elsewhere.
-        locality: a `Locality`, or a function of the constructor's arguments that returns one. Undeclared means TREE,
-            which is always correct.
-        combinator: how it runs the transforms that it calls; a wrapper usually declares its ``own_locality`` here.
-        reads_params: whether ``init`` or ``update`` looks at the values of the parameters; a bool or a function of the
-            arguments. Where it does not, a sharded run sends none: `init` finds NaN, and ``update`` gets None.
-        resolve: ``(transform, params) -> transform``: the same for parameters of just these names and shapes, with all
-            decided that names and shapes decide, so that it can be used on pieces of them. The state stays as it is.
-        rounds_to: ``(transform, dtype, device) -> dtype``: what updates of a dtype are rounded to before anything else
-            is done with them; the result has no more digits than that either.
-        on_stacks: ``(transform, shapes) -> (transform, matrices)``: of some leaves, by name, those that are independent
-            matrices one behind another in memory, with the shape of one, and the same transform for these leaves as
-            stacks ``(how many, rows, columns)``. None: the leading dims of locality MATRIX, no others.
-        name_patterns: ``(transform) -> patterns``: the globs over names that its arguments hold, so that `init` can
-            warn of one that matches nothing.
+            ``(updates, state, params)`` and, keyword-only, the extras that it reads. A TREE transform that names the
+            extra ``sum_over_leaves``, ``max_over_ranks`` or ``shard`` receives a rank's shards of leaves and these
+            functions over ranks; any other TREE transform receives the gathered tree.
+        name: a public name that stays if the function moves or is renamed, such as "acme.my_momentum". Fingerprints
+            in checkpoints contain it, and its last part is the key of the state in a chain. None: the function's
+            module and name, so that moving the function changes the fingerprint.
+        locality: a `Locality`, or a function of the constructor's arguments that returns one. The default TREE is
+            always correct.
+        combinator: how the transform runs the transforms that it calls. A wrapper usually declares its
+            ``own_locality`` here.
+        reads_params: whether ``init`` or ``update`` reads the values of the parameters: a bool, or a function of the
+            arguments. If False, a sharded run sends no parameters: ``init`` receives NaN, and ``update`` None.
+        resolve: ``(transform, params) -> transform``: the same transform with everything decided that depends on the
+            names and shapes of the parameters, so that it also works on shards. The state does not change.
+        rounds_to: ``(transform, dtype, device) -> dtype``: the dtype to which updates of a dtype are rounded before
+            any other work. The result has no higher precision.
+        on_stacks: ``(transform, shapes) -> (transform, matrices)``: given some leaves by name, the leaves that are
+            stacks of independent matrices, contiguous in memory, with the shape of one matrix; and the same transform
+            for these leaves in the shape ``(number, rows, columns)``. None: the leading dims of a MATRIX transform.
+        name_patterns: ``(transform) -> patterns``: the globs over parameter names in its arguments. `init` warns of
+            a glob that matches nothing.
         check_extras: ``(transform, extras)``: raises if the value of a named extra is wrong. It runs before a step, on
-            all ranks, with the transform as it was given and, under an optimizer or ranks, as it is resolved.
-        position: its place in a chain, relative to the learning rate, or a function of the arguments that returns one.
-            A `chain` raises where an order gives wrong numbers and warns where it is hardly meant. None: anywhere.
+            all ranks, with the transform as given and, under an optimizer or over ranks, as resolved.
+        position: the place in a chain relative to the learning rate, or a function of the arguments that returns it.
+            A `chain` raises if the order gives wrong numbers, and warns if it is probably a mistake. None: anywhere.
 
-            - "learning_rate": it reverses updates, from the direction of the gradient to what is added to the
-              parameters. At most one may act on a parameter.
+            - "learning_rate": it reverses updates, from the direction of the gradient to the direction that is added
+              to the parameters. At most one may act on a parameter.
             - "before_learning_rate": it requires updates in the direction of the gradient.
             - "sets_size": the size of its input does not matter, so that a learning rate before it has no effect.
             - "after_learning_rate": it requires updates as they are added to the parameters.
-            - "last": as "after_learning_rate", and nothing but observers may follow it.
-            - "observer": it returns its updates unchanged. "last_observer" is both of these two.
+            - "last": as "after_learning_rate", and only observers may follow it.
+            - "observer": it returns its updates unchanged. "last_observer" combines "last" and "observer".
             - "turns": it reverses the direction without being a learning rate, as a negative scale does.
             - "either_sign": the direction of its updates is unknown.
-        short_names: by the key that groups of a torch optimizer have for it, a numeric argument, or several for a tuple
-            of them: ``{"betas": ("b1", "b2"), "eps": "eps"}``. Without, the key is the dotted name.
+        short_names: the numeric argument for a key of a torch optimizer's groups, or a tuple of several:
+            ``{"betas": ("b1", "b2"), "eps": "eps"}``. Without it, the key is the dotted name.
 
     Returns:
         A factory with the constructor's name, signature and docstring.

@@ -36,7 +36,7 @@ def muon_with_adamw(mask: Any = None, **view: Any) -> mfx.Transform:
 NOTHING_MATCHES = [
     (muon_with_adamw(blocks={"*.qvk.weight": 3}), r"blocks: '\*.qvk.weight' .* 4 parameters; close: 'h.0.attn.qkv"),
     (muon_with_adamw(dims={"*.experts.*": ((-2,), (-1,))}), r"dims: '\*.experts.\*' matches none .* they are 'h.0"),
-    (muon_with_adamw(blocks={"*.weight": None, "*.qkv.*": 3}), r"'\*.qkv.\*' comes behind others .* 'h.0.attn.qkv"),
+    (muon_with_adamw(blocks={"*.weight": None, "*.qkv.*": 3}), r"'\*.qkv.\*' matches only names .* 'h.0.attn.qkv"),
     (muon_with_adamw(mask=~select.path("*.nrom.*")), r"mask: '\*.nrom.\*' matches none .* close: 'h.0.norm.weight'"),
     (mfx.masked(mfx.scale(2.0), select.path("wpe.*") & select.ndim(2)), "mask: 'wpe.*' matches none"),
     (mfx.add_decayed_weights(0.1, select.path("*.fcc.*")), "mask: .* close: 'h.0.mlp.fc.weight'"),
@@ -132,7 +132,7 @@ UNUSABLE = {
         torch.nested.nested_tensor([torch.zeros(2, 3), torch.zeros(1, 3)], layout=torch.jagged),
         "must be dense, found a nested tensor",
     ),
-    "lazy": (nn.UninitializedParameter(), "has no shape yet: it is of a lazy module"),
+    "lazy": (nn.UninitializedParameter(), "has no shape yet, since it belongs to a lazy module"),
     "number": (1.0, "must be a tensor or None, found float"),
 }
 
