@@ -122,18 +122,14 @@ class Combinator:
 
     Raises:
         TypeError: ``own_locality`` is neither a `Locality` nor None.
-        ValueError: ``unrouted`` is another string.
 
-    >>> Combinator(Locality.ELEMENT, unrouted="dropped").own_locality.name
-    'ELEMENT'
+    >>> Combinator(Locality.ELEMENT)
+    Combinator(own_locality=<Locality.ELEMENT: 0>, in_sequence=False, varies_numbers=False, hyperparams_in_state=False)
     """
 
     own_locality: Locality | None = None
     """The locality of its own work, apart from the transforms that it calls, if it passes these trees of some of the
     leaves that it receives. A sharded run can then replace the called transforms. None: unknown."""
-    unrouted: Literal["dropped", "unchanged"] | None = None
-    """Its own work only gives each leaf to one of the transforms that it calls, under the leaf's dotted name in a flat
-    dict; this says what happens to the updates of the leaves that none of them receives. None: it does other work."""
     in_sequence: bool = False
     """It only calls its parts one after another, as `chain` does: each receives the updates of the one before and all
     named extras, and its state is a dict by the names of the parts."""
@@ -145,8 +141,6 @@ class Combinator:
     def __post_init__(self) -> None:
         if not (self.own_locality is None or isinstance(self.own_locality, Locality)):
             raise TypeError(f"Combinator: own_locality must be a Locality or None, found {self.own_locality!r}")
-        if self.unrouted not in (None, "dropped", "unchanged"):
-            raise ValueError(f'Combinator: unrouted must be "dropped", "unchanged" or None, found {self.unrouted!r}')
 
 
 @dataclass(frozen=True)

@@ -102,13 +102,11 @@ def signs(tx: Transform) -> frozenset[int]:
 def combine_signs(tx: Transform, inner: Iterable[frozenset[int]]) -> frozenset[int]:
     """Return the `signs` of a transform, given the signs of each transform that it calls."""
     found = frozenset({_own_sign(tx)})
-    steps = (
-        list(inner)
-        if tx.declaration.combinator.in_sequence
-        else [either]
-        if (either := frozenset[int]().union(*inner))
-        else []
-    )
+    if tx.declaration.combinator.in_sequence:
+        steps = list(inner)
+    else:
+        either = frozenset[int]().union(*inner)
+        steps = [either] if either else []
     for each in steps:
         found = frozenset(before * after for before in found for after in each)
     return found

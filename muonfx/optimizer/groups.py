@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from muonfx.core import Locality
 from muonfx.core.checks import warn_caller
-from muonfx.core.order import combine_signs, signs
+from muonfx.core.order import combine_signs
 from muonfx.optimizer.values import Group, Hyperparam
 from muonfx.program.nodes import Node, Program
 from muonfx.tree.wrappers import unwrapped
@@ -227,7 +227,8 @@ def warn_of_ascent(program: Program, routes: Mapping[str, Route], params: Mappin
     trained = [name for name, param in params.items() if param.requires_grad and not routes[name].is_left_out]
     # Check one name for each route: the same transforms act on its other parameters.
     one_of = {routes[name].places: name for name in trained}
-    rising = {places for places, name in one_of.items() if 1 in _signs(program.root, name)}
+    root = next(program.transforms())
+    rising = {places for places, name in one_of.items() if 1 in _signs(root, name)}
     if found := [name for name in trained if routes[name].places in rising]:
         warn_caller(
             f"{len(found)} of {len(params)} parameters, such as {found[0]!r}, would move uphill: no transform that "
@@ -239,11 +240,7 @@ def warn_of_ascent(program: Program, routes: Mapping[str, Route], params: Mappin
 def _signs(node: Node, name: str) -> frozenset[int]:
     """Return the signs that a parameter's update may have after a node, relative to its gradient."""
     called = [_signs(one, name) for one in node.called if name in one.names]
-    return (
-        combine_signs(node.tx, called)
-        if called or node.tx.declaration.combinator.unrouted is not None
-        else signs(node.tx)
-    )
+    return combine_signs(node.tx, called)
 
 
 def hyperparams_of(nodes: Iterable[Node]) -> list[Hyperparam]:

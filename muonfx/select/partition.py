@@ -239,7 +239,7 @@ def _resolve_masked(tx: Transform, params: PyTree) -> Transform:
 
 @transform(
     locality=lambda transforms, labels: widest(transforms.values()),
-    combinator=Combinator(Locality.ELEMENT, unrouted="dropped"),
+    combinator=Combinator(Locality.ELEMENT),
     resolve=_resolve_partition,
 )
 @with_memory
@@ -330,7 +330,7 @@ def partition(
 
 @transform(
     locality=lambda inner, mask: inner.locality,
-    combinator=Combinator(Locality.ELEMENT, unrouted="unchanged"),
+    combinator=Combinator(Locality.ELEMENT),
     resolve=_resolve_masked,
     name_patterns=mask_patterns,
 )

@@ -452,17 +452,6 @@ def hands_on_leaves_of_its_own(inner: mfx.Transform):
     return init, update
 
 
-@mfx.transform(
-    locality=mfx.Locality.ELEMENT, combinator=mfx.core.Combinator(mfx.Locality.ELEMENT, unrouted="unchanged")
-)
-def does_more_than_to_hand_on(inner: mfx.Transform):
-    def update(updates, state, params=None, **extras):
-        out, state = inner.run(updates, state, params, **extras)
-        return tree.map(lambda u: u + u, out), state
-
-    return inner.init, update
-
-
 @mfx.transform
 def sums_norms_instead_of_squares():
     def update(updates, state, params=None, *, sum_over_leaves):

@@ -74,7 +74,6 @@ CAUGHT_BY = [
     (broken.resolves_by_values(), {"resolving_changes_nothing", "element_transforms_see_no_shape"}),
     (broken.normalizes_around(mfx.scale(0.5)), {"own_work_is_of_its_own_locality"}),
     (broken.hands_on_leaves_of_its_own(mfx.scale(0.5)), {"own_work_is_of_its_own_locality"}),
-    (broken.does_more_than_to_hand_on(mfx.scale(0.5)), {"own_work_is_of_its_own_locality"}),
     (broken.sums_norms_instead_of_squares(), {"tree_transforms_see_sums_over_leaves"}),
 ]
 

@@ -228,8 +228,6 @@ def test_a_declaration_of_another_type_is_refused(declared: dict[str, Any], mess
 def test_a_combinator_of_another_type_is_refused():
     with pytest.raises(TypeError, match="own_locality must be a Locality or None"):
         mfx.core.Combinator("TREE")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match='unrouted must be "dropped", "unchanged" or None'):
-        mfx.core.Combinator(mfx.Locality.ELEMENT, unrouted="kept")  # pyright: ignore[reportArgumentType]
 
 
 def test_a_declared_function_that_returns_no_locality_is_refused():

@@ -272,24 +272,12 @@ def own_work_is_of_its_own_locality(tx: Transform, params: PyTree, steps: list[P
     resolved = tx.resolve(_on_meta(params))
     shapes = dict(zip(tree.names(params), (tuple(p.shape) for p in tree.leaves(params)), strict=True))
     plain = resolved.with_children(lambda part: _stand_in(_Seen(shapes)))
-    if tx.declaration.combinator.unrouted is not None:
-        _require_only_routes(plain, params, steps)
     if own is Locality.ELEMENT:
         check_elements(plain, params, steps)
     elif own is Locality.TREE and "sum_over_leaves" in tx.extras.named:
         check_sums(plain, params, steps)
     else:
         history(plain, params, steps)
-
-
-def _require_only_routes(plain: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Raise `Breach` unless updates come from the stand-ins, and unrouted leaves follow what ``unrouted`` declares."""
-    unrouted = plain.declaration.combinator.unrouted
-    for grads, updates in zip(steps, _updates(plain, [params, *steps]), strict=True):
-        for name, was, new in zip(tree.names(grads), tree.leaves(grads), tree.leaves(updates), strict=True):
-            kept = new is None if unrouted == "dropped" else new is was
-            if not kept and not (was is not None and new is not None and torch.equal(new, was * -0.5)):
-                raise Breach(f"the update of {name!r}", f"changed by a wrapper that declares {unrouted=}")
 
 
 class _Seen:
