@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +66,16 @@ from muonfx.tree.arguments import plain_arguments
 from muonfx.tree.renaming import Rename
 
 __all__ = ["TransformOptimizer"]
+
+
+class Lowered(NamedTuple):
+    """A transform, lowered for the parameters of an optimizer."""
+
+    tx: Transform
+    layout: Layout | None
+    """None if nothing is sharded."""
+    program: Program
+    routes: dict[str, Route]
 
 
 class TransformOptimizer(GroupOwner):
@@ -147,7 +157,6 @@ class TransformOptimizer(GroupOwner):
         require_transform("tx", tx)
         if bucket_bytes is not None and bucket_bytes < 1:
             raise ValueError(f"bucket_bytes must be at least 1, found {bucket_bytes}")
-        self.tx = tx
         self.donate_grads = donate_grads
         self.bucket_bytes = bucket_bytes
         self._ready = False
@@ -166,13 +175,10 @@ class TransformOptimizer(GroupOwner):
             raise TypeError(
                 f"layout must be a muonfx.sharding layout, or a function that returns one, found {layout!r}"
             )
-        check_usable(named, layout)
         self._given_layout = layout
-        self._layout = layout_for(named, layout)
+        self._lowered = self._lower(tx, named)
         self._attachment = Attachment(models_of(given), model, named, alone=self._layout is None)
-        self._program = self._lower(named, self._layout)
-        self._routes = routes_of(self._program)
-        warn_of_ascent(self._program, self._routes, named)
+        warn_of_ascent(self._lowered.program, self._lowered.routes, named)
         super().__init__(groups, {})
         self._start()
         self.defaults.update(defaults_for_schedulers(self.param_groups))
@@ -182,16 +188,13 @@ class TransformOptimizer(GroupOwner):
         if self._ready:
             self._follow_tensors()  # a copy finds the tensors by "param_names"
         ours = (
-            "tx",
             "donate_grads",
             "bucket_bytes",
             "_ready",
-            "_routes",
             "_live",
-            "_program",
+            "_lowered",
             "_numbers",
             "_given_layout",
-            "_layout",
             "_settings",
             "_stepping",
             "_slots",
@@ -223,67 +226,47 @@ class TransformOptimizer(GroupOwner):
                 parameter is in a group already.
         """
         param_group = listed(param_group)
-        if self._ready:
-            if self._take_back(param_group):
-                return
-            self._rebind()
-        group = dict(param_group)
-        pairs = named_pairs(group.pop("params"), self._known_names() if self._ready else None)
-        program, layout = self._program, self._layout
-        unfrozen = set[str]()
-        if self._ready:
-            named = self._named()
-            check_once(pairs)
-            unfrozen = {name for name, _ in pairs} & self._left_out
-            if taken := [n for n, p in pairs if n in named and (n not in unfrozen or p is not named[n])]:
-                raise ValueError(
-                    f"a parameter named {taken[0]!r} is in a group already; names must differ over all groups"
-                )
-            together = {**named, **dict(pairs)}
-            check_once(together.items())
-            layout = layout_for(together, self._given_layout)
-            check_usable(together, self._given_layout)
-            # Raises if the transform does not accept the parameters, before anything is changed.
-            self.tx.init(_wholes(together, layout))
-            program = self._lower(together, layout)
-        routes = routes_of(program) if self._ready else self._routes
-        if still := [name for name in unfrozen if routes[name].is_left_out]:
+        if not self._ready:  # torch's constructor adds the groups one by one
+            self._add_by_route(param_group, named_pairs(param_group["params"]))
+            return
+        if self._take_back(param_group):
+            return
+        self._rebind()
+        named = self._named()
+        pairs = named_pairs(param_group["params"], names_in(self._attachment.models) | _names_of(named))
+        check_once(pairs)
+        unfrozen = {name for name, _ in pairs} & self._left_out
+        if taken := [n for n, p in pairs if n in named and (n not in unfrozen or p is not named[n])]:
+            raise ValueError(f"a parameter named {taken[0]!r} is in a group already; names must differ over all groups")
+        together = {**named, **dict(pairs)}
+        check_once(together.items())
+        lowered = self._lower(self._transform_for(dict(pairs)), together)
+        if still := [name for name in unfrozen if lowered.routes[name].is_left_out]:
             raise ValueError(
                 f"{min(still)!r} is in a group already, and the labels leave it out: was it unfrozen "
                 "(requires_grad_()) before this call? Labels that were given, and not made by routing, stay as they are"
             )
-        parts = split_by_route(pairs, routes)
-        own = [self._numbers_of(program, routes, [name for name, _ in part]) for part in parts]
-        known = {one.key for numbers in own for one in numbers.hyperparams if not one.is_mirror}
-        if pairs and (unknown := sorted(group.keys() - known - NOT_HYPERPARAMS)):
-            there = ", ".join(sorted(known)) or "none"
-            raise ValueError(f"param_groups: unknown hyperparameter {', '.join(unknown)}; there are {there}")
-        defaults = hyperparams(self.tx)
-        made: list[dict[str, Any]] = []
-        for numbers in own:
-            values = {name: defaults[name] for name in numbers.names} | numbers.parse(group, mirrors=False)
-            with_hyperparams(self.tx, fitted(self.tx, [values])[0]).prepare_all()
-            made.append(numbers.entries(values))
-        rest = {key: group[key] for key in group.keys() & NOT_HYPERPARAMS}
-        before = self._program, self._routes, self._layout
-        self._program, self._routes, self._layout = program, routes, layout
+        before = self._lowered
         former = [(old, old["param_names"], old["params"]) for old in self.param_groups]
-        for old, names, params in former if unfrozen else ():
-            # Keep a group that becomes empty: schedulers have lists in the order of the groups.
-            left = [pair for pair in zip(names, params, strict=True) if pair[0] not in unfrozen]
-            old["param_names"], old["params"] = [name for name, _ in left], [param for _, param in left]
         try:
-            self._add_parts(parts, routes, made, rest)
-            if self._ready:
-                self._start(keep=True)
+            self._lowered = lowered
+            for old, names, params in former if unfrozen else ():
+                # Keep a group that becomes empty: schedulers have lists in the order of the groups.
+                left = [pair for pair in zip(names, params, strict=True) if pair[0] not in unfrozen]
+                old["param_names"], old["params"] = [name for name, _ in left], [param for _, param in left]
+            self._add_by_route(param_group, pairs)
+            self._start(keep=True)
         except BaseException:
             for old, names, params in former:
                 old["param_names"], old["params"] = names, params
             del self.param_groups[len(former) :]
-            self._program, self._routes, self._layout = before
+            self._lowered = before
             raise
-        if self._ready:
-            self._attachment.add(models_of([param_group]), dict(pairs))
+        self._attachment.add(models_of([param_group]), dict(pairs))
+
+    def _transform_for(self, new: dict[str, Tensor]) -> Transform:
+        """Return the transform of an optimizer that has these parameters too."""
+        return self.tx
 
     def _take_back(self, param_group: Mapping[str, Any]) -> bool:
         """Add a group of parameters that were removed from the lists; return False unless all of them were."""
@@ -297,47 +280,62 @@ class TransformOptimizer(GroupOwner):
         names = [name_of[param] for param in params if param in name_of]
         if not params or len(names) < len(params) or not there.isdisjoint(names):
             return False
-        numbers = self._numbers_of(self._program, self._routes, names)
-        defaults = hyperparams(self.tx)
-        values = {name: defaults[name] for name in numbers.names} | numbers.parse(dict(param_group), mirrors=False)
+        numbers = self._numbers_of(names)
+        values = numbers.complete(param_group, hyperparams(self.tx))
         entries = {"lr": 0.0, **param_group, **numbers.entries(values)}
         self.param_groups.append({**entries, "params": params, "param_names": names})
         return True
 
-    def _add_parts(
-        self,
-        parts: list[list[tuple[str, Tensor]]],
-        routes: Mapping[str, Route],
-        made: list[dict[str, Any]],
-        rest: dict[str, Any],
-    ) -> None:
-        for part, values in zip(parts, made, strict=True):
+    def _add_by_route(self, group: Group, pairs: list[tuple[str, Tensor]]) -> None:
+        """Add a group in parts, one for each route of its parameters."""
+        parts = split_by_route(pairs, self._lowered.routes)
+        own = [self._numbers_of([name for name, _ in part]) for part in parts]
+        known = {one.key for numbers in own for one in numbers.hyperparams if not one.is_mirror}
+        if pairs and (unknown := sorted(group.keys() - known - NOT_HYPERPARAMS)):
+            there = ", ".join(sorted(known)) or "none"
+            raise ValueError(f"param_groups: unknown hyperparameter {', '.join(unknown)}; there are {there}")
+        all_values = [numbers.complete(group, hyperparams(self.tx)) for numbers in own]
+        for values in all_values:
+            with_hyperparams(self.tx, fitted(self.tx, [values])[0]).prepare_all()  # raises if one is out of range
+        for part, numbers, values in zip(parts, own, all_values, strict=True):
             unnamed = {} if part else {"param_names": []}  # torch takes the names from the parameters, if there are any
-            # torch's schedulers require an lr in every group, also if it is no hyperparameter and never read
-            complete = {"label": routes[part[0][0]].label if part else None, "lr": 0.0, **unnamed, **rest, **values}
+            complete = {
+                "label": self._lowered.routes[part[0][0]].label if part else None,
+                "lr": 0.0,  # torch's schedulers require an lr in every group, also if it is never read
+                **unnamed,
+                **{key: group[key] for key in group.keys() & NOT_HYPERPARAMS if key != "params"},
+                **numbers.entries(values),
+            }
             super().add_param_group({**complete, "params": part})
             for key in self.defaults.keys() - complete.keys():
                 del self.param_groups[-1][key]  # torch adds all defaults to every group
 
-    def _known_names(self) -> dict[Tensor, str]:
-        """Return the names of the models' parameters, and of this optimizer's under its own names."""
-        return names_in(self._attachment.models) | {param: name for name, param in self._named().items()}
+    def _lower(self, tx: Transform, named: Mapping[str, Tensor]) -> Lowered:
+        check_usable(named, self._given_layout)
+        layout = layout_for(named, self._given_layout)
+        program = lower(inner_of(tx), dict(named) if layout is None else layout.meta(list(named)))
+        return Lowered(tx, layout, program, routes_of(program))
 
-    def _lower(self, named: Mapping[str, Tensor], layout: Layout | None) -> Program:
-        return lower(inner_of(self.tx), dict(named) if layout is None else _wholes(named, layout))
+    @property
+    def tx(self) -> Transform:
+        """The transform."""
+        return self._lowered.tx
 
-    def _numbers_of(
-        self, program: Program, routes: Mapping[str, Route], names: list[str], group: Mapping[str, Any] | None = None
-    ) -> GroupNumbers:
+    @property
+    def _layout(self) -> Layout | None:
+        return self._lowered.layout
+
+    def _numbers_of(self, names: list[str], group: Mapping[str, Any] | None = None) -> GroupNumbers:
         """Return the numbers of a group of one route; an empty group gets the numbers of its entries, or all."""
         if names:
-            return GroupNumbers(routes[names[0]].hyperparams)
-        return GroupNumbers([n for n in hyperparams_of(program.transforms()) if group is None or n.key in group])
+            return GroupNumbers(self._lowered.routes[names[0]].hyperparams)
+        every = hyperparams_of(self._lowered.program.transforms())
+        return GroupNumbers([n for n in every if group is None or n.key in group])
 
     def _start(self, *, keep: bool = False) -> None:
         """Create the state and everything that depends on the groups; `keep` keeps the current values."""
         named = self._named()
-        numbers = [self._numbers_of(self._program, self._routes, g["param_names"], g) for g in self.param_groups]
+        numbers = [self._numbers_of(g["param_names"], g) for g in self.param_groups]
         for place, old in enumerate(self._numbers if self._ready else ()):
             if place < len(numbers) and numbers[place].hyperparams == old.hyperparams:
                 numbers[place] = old  # it stores which of two keys was written last
@@ -353,7 +351,7 @@ class TransformOptimizer(GroupOwner):
         self._live["anew"] = False
         self._show_all()
         made.share(state)
-        self._left_out = {name for name, route in self._routes.items() if route.is_left_out}
+        self._left_out = {name for name, route in self._lowered.routes.items() if route.is_left_out}
         self._ready = True
 
     def _note_groups(self) -> None:
@@ -387,24 +385,25 @@ class TransformOptimizer(GroupOwner):
                 raise TypeError(f"param_groups must hold dicts with a list under 'params', found {group!r:.200}")
         groups = self._distinct_groups() if may_repeat else groups
         members = names_of_members(groups, self._attachment.names_by_tensor(), self._attachment.named)
+        routes = self._lowered.routes
         numbers: list[GroupNumbers] = []
         former = {name: own for (_, names), own in zip(self._grouped, self._numbers, strict=True) for name in names}
         empty = {id(group): own for (group, names), own in zip(self._grouped, self._numbers, strict=True) if not names}
         for group, names in zip(groups, members, strict=True):
-            if other := next((name for name in names if self._routes[name] != self._routes[names[0]]), None):
+            if other := next((name for name in names if routes[name] != routes[names[0]]), None):
                 raise ValueError(
-                    f"param_groups: {names[0]!r} (label {self._routes[names[0]].label!r}) and {other!r} (label "
-                    f"{self._routes[other].label!r}) are in one group, but different transforms update them: a group "
+                    f"param_groups: {names[0]!r} (label {routes[names[0]].label!r}) and {other!r} (label "
+                    f"{routes[other].label!r}) are in one group, but different transforms update them: a group "
                     "holds parameters of one label. To change a label, make the optimizer anew"
                 )
-            own = self._numbers_of(self._program, self._routes, names, group)
+            own = self._numbers_of(names, group)
             # Reuse the numbers of an earlier group, which store which of two keys was written last.
             known = former.get(names[0]) if names else empty.get(id(group))
             is_free = known is not None and all(known is not other for other in numbers)
             numbers.append(known if known is not None and is_free and known.hyperparams == own.hyperparams else own)
         for group, names in zip(groups, members, strict=True):
             group["params"], group["param_names"] = list(group["params"]), names
-            group.setdefault("label", self._routes[names[0]].label if names else None)
+            group.setdefault("label", routes[names[0]].label if names else None)
         self._numbers[:] = numbers
         self._stepping.regrouped()
         self._grouped = [(group, list(names)) for group, names in zip(groups, members, strict=True)]
@@ -433,16 +432,11 @@ class TransformOptimizer(GroupOwner):
             return
         if later and moment == "step":
             _check_in_time(before, named, later, is_first=is_as_made)
-        check_usable(named, self._given_layout)
-        program, layout, routes = self._program, self._layout, self._routes
-        if not is_swap:
-            layout = layout_for(named, self._given_layout)
-            program = self._lower(named, layout)
-            routes = routes_of(program)
-        if changed := [name for name in named if routes[name] != self._routes[name]]:
+        lowered = self._lowered if is_swap else self._lower(self.tx, named)
+        if changed := [name for name in named if lowered.routes[name] != self._lowered.routes[name]]:
             raise ValueError(f"{changed[0]!r} has other labels now than when the optimizer was made: make it anew")
-        kept = self._program, self._layout, [[*group["params"]] for group in self.param_groups]
-        self._program, self._layout = program, layout
+        kept = self._lowered, [[*group["params"]] for group in self.param_groups]
+        self._lowered = lowered
         for group in self.param_groups:
             group["params"][:] = [named[name] for name in group["param_names"]]
         try:
@@ -454,11 +448,10 @@ class TransformOptimizer(GroupOwner):
                     warnings.simplefilter("ignore")
                     self._start(keep=not is_as_made)
         except BaseException:
-            self._program, self._layout, lists = kept
+            self._lowered, lists = kept
             for group, params in zip(self.param_groups, lists, strict=True):
                 group["params"][:] = params
             raise
-        self._routes = routes
         self._attachment.bind(named)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -477,11 +470,11 @@ class TransformOptimizer(GroupOwner):
 
     def _stepping_for(self, numbers: list[GroupNumbers]) -> Stepping:
         if self._layout is None:
-            return Stepping(self.tx, self._program, numbers, self.bucket_bytes)
+            return Stepping(self.tx, self._lowered.program, numbers, self.bucket_bytes)
         settings = (
             self._settings if self.bucket_bytes is None else self._settings._replace(bucket_bytes=self.bucket_bytes)
         )
-        return SteppingOverRanks(self.tx, self._program, numbers, self._layout, settings)
+        return SteppingOverRanks(self.tx, self._lowered.program, numbers, self._layout, settings)
 
     def _show_all(self) -> None:
         """Fill ``self.state`` with the leaves of the state."""
@@ -741,11 +734,8 @@ class TransformOptimizer(GroupOwner):
         return self._stepping.transform
 
 
-def _wholes(named: Mapping[str, Tensor], layout: Layout | None) -> dict[str, Tensor]:
-    """Return meta tensors of the parameters' global shapes."""
-    if layout is not None:
-        return layout.meta(list(named))
-    return {name: torch.empty_like(param, device="meta") for name, param in named.items()}
+def _names_of(named: Mapping[str, Tensor]) -> dict[Tensor, str]:
+    return {param: name for name, param in named.items()}
 
 
 def _check_in_time(

@@ -271,5 +271,5 @@ def split_by_route(pairs: list[tuple[str, Tensor]], routes: Mapping[str, Route])
     return [parts[route] for route in sorted(parts, key=lambda route: route.order)] or [[]]
 
 
-NOT_HYPERPARAMS = {"label", "param_names", "lr", "initial_lr"}
+NOT_HYPERPARAMS = {"params", "label", "param_names", "lr", "initial_lr"}
 """Group entries that need not be hyperparameters; "lr" is one if the route has a learning rate."""

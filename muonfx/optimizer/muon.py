@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from muonfx.core import Transform
 from muonfx.optimizer.adapter import TransformOptimizer
-from muonfx.optimizer.groups import NamedParameters, listed, named_pairs, names_in, resolve_groups
+from muonfx.optimizer.groups import NamedParameters, named_pairs, names_in, resolve_groups
 from muonfx.optimizer.values import scalar
 from muonfx.recipes import muon_with_adamw, with_views
 from muonfx.select import Labels, Route, default_labels
@@ -145,32 +145,19 @@ class Muon(TransformOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, routed as at construction; see `TransformOptimizer.add_param_group`."""
-        before = self.tx
-        param_group = listed(param_group)
-        if self._ready:
-            if self._take_back(param_group):
-                return
-            self._rebind()
-            params = param_group["params"]
-            if not isinstance(params, nn.Module | Mapping):
-                params = named_pairs(params, self._known_names())
-            param_group = {**param_group, "params": params}
-            given = dict(named_pairs(params))
-            model = next((model for model in self._attachment.models if _has_all(model, given)), None)
-            with warnings.catch_warnings():  # a rule that matches no new parameter has matched earlier ones
-                warnings.filterwarnings("ignore", message="user rule")
-                new = _route(self._labels, given, model)
-            old = self.tx.arguments["labels"]
-            # Views of the new parameters only: construction has warned of the others.
-            warned = {name: Route(own.label, own.reason, shape=own.shape) for name, own in old.routes.items()}
-            labels = Labels({**warned, **new.routes})
-            self.tx = with_views(self.tx.replace(labels=labels), new)
-        try:
-            with _either_part_may_be_empty():
-                super().add_param_group(param_group)
-        except Exception:
-            self.tx = before
-            raise
+        with _either_part_may_be_empty():
+            super().add_param_group(param_group)
+
+    def _transform_for(self, new: dict[str, Tensor]) -> Transform:
+        model = next((model for model in self._attachment.models if _has_all(model, new)), None)
+        with warnings.catch_warnings():  # a rule that matches no new parameter has matched earlier ones
+            warnings.filterwarnings("ignore", message="user rule")
+            found = _route(self._labels, new, model)
+        old = self.tx.arguments["labels"]
+        # Views of the new parameters only: construction has warned of the others.
+        warned = {name: Route(own.label, own.reason, shape=own.shape) for name, own in old.routes.items()}
+        labels = Labels({**warned, **found.routes})
+        return with_views(self.tx.replace(labels=labels), found)
 
 
 def _named(params: NamedParameters, model: nn.Module | None) -> nn.Module | dict[str, Tensor]:

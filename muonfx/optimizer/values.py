@@ -86,6 +86,10 @@ class GroupNumbers:
                 found[name], said[name] = value, one.key
         return found
 
+    def complete(self, given: Group, defaults: Mapping[str, Number]) -> dict[str, Number]:
+        """Return a new group's numbers by dotted name: given ones, and the transform's own for the others."""
+        return {name: defaults[name] for name in self.names} | self.parse(given, mirrors=False)
+
     def entries(self, numbers: Mapping[str, Number]) -> Group:
         """Return the entries of a group for all of its numbers."""
         return {
