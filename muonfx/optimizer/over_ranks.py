@@ -14,8 +14,7 @@ from muonfx.optimizer.gathering import Gathering, gathered_whole
 from muonfx.optimizer.rendezvous import wait_for_all
 from muonfx.optimizer.state import Load, Taken, on_this_rank, other_piece
 from muonfx.optimizer.stepping import Stepping, add_in_place
-from muonfx.optimizer.values import Group, GroupNumbers, current_values, fitted, unchanged
-from muonfx.optimizer.versions import for_groups
+from muonfx.optimizer.values import Group, GroupNumbers
 from muonfx.program.nodes import Program
 from muonfx.program.offload.transform import store_of
 from muonfx.sharding.binding import Binding
@@ -244,28 +243,15 @@ class SteppingOverRanks(Stepping):
         if self._many:
             self.binding.note_load()
 
-    def refresh(self, groups: Sequence[Group], params: Mapping[str, Tensor]) -> None:
-        """Build the transform for the current hyperparameters of the groups, if these have changed."""
-        values = current_values(groups, self._numbers)
-        if self._values is not None and unchanged(values, self._values):
-            return
-        fit = fitted(self.tx, values)
-        filled = [(group, sorted(held["param_names"])) for group, held in zip(fit, groups, strict=True)]
-        # Sort by name: the order of groups may differ between ranks, but the order of versions must not.
-        own = sorted([(group, names) for group, names in filled if names], key=lambda pair: pair[1])
-        made = for_groups(self._inner, self._program, [v for v, _ in own], [names for _, names in own])
-        self._now = self._known_alike(made.prepare_all())
-        self._values = [dict(group) for group in values]
-
-    def _known_alike(self, tx: Transform) -> Transform:
-        """Return a transform on the structure of an equal earlier one, so that its caches are used."""
+    def _prepare(self, tx: Transform, params: Mapping[str, Tensor]) -> None:
         leaves, treedef = tree.flatten(tx)
         known = next((old for old in self._known if old == treedef), None)
         if known is not None:
-            return tree.unflatten(known, leaves)
+            self._now = tree.unflatten(known, leaves)  # on the structure of an equal one, so that its caches are used
+            return
         self._known.append(treedef)
         self.binding.compared.add(tx.treedef)  # all ranks derive it equally from a transform that they have compared
-        return tx
+        self._now = tx
 
     def step(
         self,

@@ -13,7 +13,7 @@ from muonfx.core import Transform
 from muonfx.core.checks import check_params, check_updates_fit, warn_of_unmatched
 from muonfx.core.donation import Donation, unshared
 from muonfx.optimizer.state import Load, Taken, on_this_rank
-from muonfx.optimizer.values import Group, GroupNumbers, Number, current_values, fitted, unchanged
+from muonfx.optimizer.values import Group, GroupNumbers, Number, fitted, unchanged
 from muonfx.optimizer.versions import for_groups
 from muonfx.program.execute import Executor
 from muonfx.program.nodes import Node, Program
@@ -118,15 +118,23 @@ class Stepping:
 
     def refresh(self, groups: Sequence[Group], params: Mapping[str, Tensor]) -> None:
         """Build the transforms for the current hyperparameters of the groups, if these have changed."""
-        values = current_values(groups, self._numbers)
+        values = [own.read(group) for group, own in zip(groups, self._numbers, strict=True)]
         if self._values is not None and unchanged(values, self._values):
             return
-        members = [list(group["param_names"]) for group in groups]
-        self._now = for_groups(self._inner, self._program, fitted(self.tx, values), members).prepare_all()
-        if self._node is None or self._now.structure is not self._lowered:
-            self._node, self._lowered = self.executor.program(self._now, params), self._now.structure
-        self.executor.prepare(self._node, self._now)
+        fit = fitted(self.tx, values)
+        filled = [(group, sorted(held["param_names"])) for group, held in zip(fit, groups, strict=True)]
+        # Sort by name: the order of groups may differ between ranks, but the order of versions must not.
+        own = sorted([(group, names) for group, names in filled if names], key=lambda pair: pair[1])
+        made = for_groups(self._inner, self._program, [v for v, _ in own], [names for _, names in own])
+        self._prepare(made.prepare_all(), params)
         self._values = [dict(group) for group in values]
+
+    def _prepare(self, tx: Transform, params: Mapping[str, Tensor]) -> None:
+        """Take the next steps by a transform with the current hyperparameters."""
+        if self._node is None or tx.structure is not self._lowered:
+            self._node, self._lowered = self.executor.program(tx, params), tx.structure
+        self.executor.prepare(self._node, tx)
+        self._now = tx
 
     def step(
         self,

@@ -17,7 +17,6 @@ __all__ = [
     "GroupNumbers",
     "Hyperparam",
     "agreement",
-    "current_values",
     "distinct",
     "fitted",
     "scalar",
@@ -115,11 +114,6 @@ class GroupNumbers:
                 group[one.key] = tuple(wanted) if one.is_tuple else wanted[0]
         self._last, self._entries = numbers, {one.key: group[one.key] for one in self.hyperparams}
         return numbers
-
-
-def current_values(groups: Sequence[Group], numbers: Sequence[GroupNumbers]) -> list[dict[str, Number]]:
-    """Return the hyperparameters of each group by dotted name."""
-    return [own.read(group) for group, own in zip(groups, numbers, strict=True)]
 
 
 def scalar(name: str, value: Any) -> Any:
