@@ -22,7 +22,7 @@ from muonfx.core.checks import is_usable
 from muonfx.core.contract import require_transform
 from muonfx.core.donation import check_writable
 from muonfx.core.hyperparams import hyperparams, with_hyperparams
-from muonfx.optimizer.attachment import Attachment, check_usable, models_of
+from muonfx.optimizer.attachment import Attachment, check_lists, check_usable, models_of
 from muonfx.optimizer.groups import (
     NOT_HYPERPARAMS,
     NamedParameters,
@@ -33,7 +33,6 @@ from muonfx.optimizer.groups import (
     listed,
     named_pairs,
     names_in,
-    names_of_members,
     resolve_groups,
     routes_of,
     split_by_route,
@@ -268,7 +267,7 @@ class TransformOptimizer(GroupOwner):
         """Return the transform of an optimizer that has these parameters too."""
         return self.tx
 
-    def _take_back(self, param_group: Mapping[str, Any]) -> bool:
+    def _take_back(self, param_group: Group) -> bool:
         """Add a group of parameters that were removed from the lists; return False unless all of them were."""
         given = param_group["params"]
         if isinstance(given, nn.Module | Mapping):
@@ -298,7 +297,7 @@ class TransformOptimizer(GroupOwner):
         for values in all_values:
             with_hyperparams(self.tx, fitted(self.tx, [values])[0]).prepare_all()  # raises if one is out of range
         for part, numbers, values in zip(parts, own, all_values, strict=True):
-            unnamed = {} if part else {"param_names": []}  # torch takes the names from the parameters, if there are any
+            unnamed: Group = {} if part else {"param_names": []}  # torch takes the names from the parameters, if there are any
             complete = {
                 "label": self._lowered.routes[part[0][0]].label if part else None,
                 "lr": 0.0,  # torch's schedulers require an lr in every group, also if it is never read
@@ -378,13 +377,9 @@ class TransformOptimizer(GroupOwner):
         )
         if is_as_noted:
             return
-        if not isinstance(groups, list):
-            raise TypeError(f"param_groups must be a list of groups, found {type(groups).__name__}")
-        for group in groups:
-            if not isinstance(group, dict) or not isinstance(group.get("params"), list | tuple):
-                raise TypeError(f"param_groups must hold dicts with a list under 'params', found {group!r:.200}")
+        check_lists(groups)
         groups = self._distinct_groups() if may_repeat else groups
-        members = names_of_members(groups, self._attachment.names_by_tensor(), self._attachment.named)
+        members = self._attachment.names_of_members(groups)
         routes = self._lowered.routes
         numbers: list[GroupNumbers] = []
         former = {name: own for (_, names), own in zip(self._grouped, self._numbers, strict=True) for name in names}
@@ -413,25 +408,21 @@ class TransformOptimizer(GroupOwner):
         # All ranks call this together, except in two moments without communication: "save", unless the sharding has
         # changed, and "clear" (zero_grad), which leaves the communication to the step.
         self._follow_tensors(may_repeat=moment == "save")
-        before = self._named()
-        later = self._attachment.later(before)
-        named = before | later if later else before
-        replaced = self._attachment.replaced(named)
-        if not replaced:
+        found = self._attachment.compare(self._named())
+        if not found.replaced:
             if self._live["anew"] and moment in ("step", "else"):
                 self._live["anew"] = False
                 if self._is_as_made():
                     self._start()
             return
-        is_as_made = self._is_as_made()
-        is_swap = all(self._attachment.lies_alike(name, named[name]) for name in replaced)
+        named, is_swap, is_as_made = found.named, found.is_swap, self._is_as_made()
         over_ranks = self._layout is not None or any(map(is_dtensor, named.values()))
         if moment == "clear" and over_ranks and not is_swap:
             for group in self.param_groups:  # as an engine does; the step, with all ranks, moves the state
                 group["params"][:] = [named[name] for name in group["param_names"]]
             return
-        if later and moment == "step":
-            _check_in_time(before, named, later, is_first=is_as_made)
+        if moment == "step":
+            found.check_in_time(is_first=is_as_made)
         lowered = self._lowered if is_swap else self._lower(self.tx, named)
         if changed := [name for name in named if lowered.routes[name] != self._lowered.routes[name]]:
             raise ValueError(f"{changed[0]!r} has other labels now than when the optimizer was made: make it anew")
@@ -736,23 +727,3 @@ class TransformOptimizer(GroupOwner):
 
 def _names_of(named: Mapping[str, Tensor]) -> dict[Tensor, str]:
     return {param: name for name, param in named.items()}
-
-
-def _check_in_time(
-    before: Mapping[str, Tensor], named: Mapping[str, Tensor], later: Mapping[str, Tensor], *, is_first: bool
-) -> None:
-    """Raise ValueError if only replaced tensors have gradients; warn of tensors replaced since zero_grad()."""
-    name = next(iter(later))
-    if all(now.grad is None for now in named.values()) and any(before[name].grad is not None for name in later):
-        raise ValueError(
-            f"{name!r} of the model was replaced between backward() and step(), and its gradient is that of the former "
-            "tensor: replace parameters before the backward pass"
-        )
-    # Before the first step, replacing all parameters, as fully_shard does, is no reason to warn.
-    if not is_first or any(param.requires_grad for name, param in before.items() if name not in later):
-        warnings.warn(
-            f"{len(later)} of {len(before)} parameters were replaced in the model, such as {name!r}, since the "
-            "optimizer's gradients were cleared: the step is taken on those that the model has now, but a GradScaler "
-            "or a clipping of the optimizer's groups has seen the former ones. Call optimizer.zero_grad() after that",
-            stacklevel=4,
-        )

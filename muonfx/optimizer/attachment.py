@@ -6,15 +6,17 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
+from muonfx.optimizer.values import Group
 from muonfx.sharding.dtensors import is_dtensor
 from muonfx.sharding.layout import Layout
+from muonfx.tree.display import format_list
 
-__all__ = ["Attachment", "check_usable", "models_of"]
+__all__ = ["Attachment", "check_lists", "check_usable", "models_of"]
 
 CAUSES = (
     "was the model sharded, loaded or converted after the optimizer was made (fully_shard, FullyShardedDataParallel, "
@@ -54,6 +56,15 @@ def check_usable(named: Mapping[str, Tensor], layout: Layout | None) -> None:
         )
 
 
+def check_lists(groups: object) -> None:
+    """Raise TypeError if ``param_groups`` is not a list of groups."""
+    if not isinstance(groups, list):
+        raise TypeError(f"param_groups must be a list of groups, found {type(groups).__name__}")
+    for group in cast("list[object]", groups):
+        if not isinstance(group, dict) or not isinstance(group.get("params"), list | tuple):
+            raise TypeError(f"param_groups must hold dicts with a list under 'params', found {group!r:.200}")
+
+
 class _Slot(NamedTuple):
     """The position of a bound parameter in a model; the module is not kept alive."""
 
@@ -75,6 +86,43 @@ class _Bound(NamedTuple):
     dtype: torch.dtype
     slot: _Slot | None
     """None for a parameter of no known model, such as a copy that an engine has put into the groups."""
+
+
+class Comparison(NamedTuple):
+    """The parameters of an optimizer as they are now, compared with the bound ones."""
+
+    before: Mapping[str, Tensor]
+    """The tensors in the groups."""
+    later: dict[str, Tensor]
+    """The tensors that have replaced them in the models."""
+    named: dict[str, Tensor]
+    """The tensors to bind: those in the models, where they were replaced there, else those in the groups."""
+    replaced: list[str]
+    """The names whose tensor is not the bound one, or has moved."""
+    is_swap: bool
+    """True if each new tensor has the device, dtype and sharding of the former one."""
+
+    def check_in_time(self, *, is_first: bool) -> None:
+        """Raise ValueError if only former tensors have gradients; warn of tensors replaced since zero_grad()."""
+        if not self.later:
+            return
+        name = next(iter(self.later))
+        if all(now.grad is None for now in self.named.values()) and any(
+            self.before[name].grad is not None for name in self.later
+        ):
+            raise ValueError(
+                f"{name!r} of the model was replaced between backward() and step(), and its gradient is that of the "
+                "former tensor: replace parameters before the backward pass"
+            )
+        # Before the first step, replacing all parameters, as fully_shard does, is no reason to warn.
+        if not is_first or any(param.requires_grad for name, param in self.before.items() if name not in self.later):
+            warnings.warn(
+                f"{len(self.later)} of {len(self.before)} parameters were replaced in the model, such as {name!r}, "
+                "since the optimizer's gradients were cleared: the step is taken on those that the model has now, but "
+                "a GradScaler or a clipping of the optimizer's groups has seen the former ones. Call "
+                "optimizer.zero_grad() after that",
+                stacklevel=4,
+            )
 
 
 class Attachment:
@@ -115,6 +163,49 @@ class Attachment:
         }
         return found | {bound.param: name for name, bound in self._bound.items()}
 
+    def names_of_members(self, groups: Sequence[Group]) -> list[list[str]]:
+        """Return the names of the tensors in groups; an unknown tensor takes the name of its position."""
+        known = self.names_by_tensor()
+        taken = {known[param] for group in groups for param in group["params"] if param in known}
+        members: list[list[str]] = []
+        for place, group in enumerate(groups):
+            params, former = group["params"], group.get("param_names", ())
+            names: list[str] = []
+            for at, param in enumerate(params):
+                name = known.get(param)
+                if name is None:
+                    new = f"a tensor of shape {tuple(param.shape)} is new"
+                    if not former:
+                        raise ValueError(f"param_groups[{place}]: {new}: add it by add_param_group")
+                    if len(former) != len(params):
+                        raise ValueError(
+                            f"param_groups[{place}]: {len(params)} params stand in a group of {len(former)} "
+                            f"param_names ({format_list(former)}), and {new}: replace each by one, or add_param_group. "
+                            "Under DeepSpeed's ZeRO take muonfx.engines.deepspeed.Muon"
+                        )
+                    name = former[at]
+                    if name in taken or name not in self._bound:
+                        raise ValueError(
+                            f"param_groups[{place}]: {new} in the place of {name!r}, which is "
+                            f"{'elsewhere' if name in taken else 'unknown'}: put replaced parameters in the places of "
+                            "the former ones, or add_param_group"
+                        )
+                names.append(name)
+            members.append(names)
+        times = Counter(name for names in members for name in names)
+        if twice := [name for name, count in times.items() if count > 1]:
+            raise ValueError(
+                f"param_groups: {twice[0]!r} is listed {times[twice[0]]} times and would be stepped on as often: list "
+                "it once"
+            )
+        if absent := [name for name in self._bound if name not in times]:
+            raise ValueError(
+                f"param_groups: {len(absent)} of {len(self._bound)} parameters were removed, such as {absent[0]!r}: "
+                "put them back (add_param_group takes them too); a parameter that is not to be trained keeps its "
+                "place, with requires_grad_(False) and .grad = None"
+            )
+        return members
+
     def is_bound(self, names: Sequence[str], params: Sequence[Tensor]) -> bool:
         """Return True if these are the bound parameters of these names."""
         return len(names) == len(params) and all(
@@ -132,20 +223,38 @@ class Attachment:
         if self._on_meta:
             _check_real(self.named)
 
-    def later(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def compare(self, before: Mapping[str, Tensor]) -> Comparison:
+        """Compare the tensors in the groups, by name, with the bound tensors, and these with those in the models."""
+        later = self._in_models(before)
+        named = {**before, **later}
+        replaced = [name for name, param in named.items() if self._is_replaced(name, param)]
+        is_swap = all(self._lies_alike(name, named[name]) for name in replaced)
+        return Comparison(before, later, named, replaced, is_swap)
+
+    def _is_replaced(self, name: str, param: Tensor) -> bool:
+        """Return True if a tensor was replaced or has moved; a tensor of another shape raises ValueError."""
+        bound = self._bound[name]
+        if bound.param is not param and param.shape != bound.shape:
+            raise ValueError(
+                f"{name!r} in param_groups was replaced by a tensor of shape {tuple(param.shape)}, expected "
+                f"{tuple(bound.shape)}: {CAUSES}"
+            )
+        return bound.param is not param or param.device != bound.device
+
+    def _in_models(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors, by name, that have replaced bound parameters in the models."""
         found: dict[str, Tensor] = {}
         for name, param in named.items():
             bound = self._bound[name]
-            if bound.slot is None or bound.param is not param:
-                continue  # a tensor that others have put into the groups takes precedence
-            now = bound.slot.now()
+            # A tensor that others have put into the groups takes precedence.
+            now = bound.slot.now() if bound.slot is not None and bound.param is param else None
             if now is not None and now is not param:
                 found[name] = now
         if not found:
             return found
-        # FSDP2 replaces parameters during a forward and backward pass; that does not count.
-        gathered = self._gathered_by_fsdp()
+        # FSDP2 has plain parameters during a forward and backward pass; they do not count.
+        sharded = [module for model in self.models for module in model.modules() if _is_fsdp2(module)]
+        gathered = {id(param) for module in sharded for param in module.parameters() if not is_dtensor(param)}
         found = {name: now for name, now in found.items() if is_dtensor(now) or id(now) not in gathered}
         # A tensor in two positions, as a tied parameter is, keeps the name that has it already.
         while True:
@@ -155,12 +264,7 @@ class Attachment:
             for name in twice:
                 del found[name]
 
-    def _gathered_by_fsdp(self) -> set[int]:
-        """Return the ids of plain parameters of FSDP2 modules, which exist during a forward or backward pass only."""
-        sharded = [module for model in self.models for module in model.modules() if _is_fsdp2(module)]
-        return {id(param) for module in sharded for param in module.parameters() if not is_dtensor(param)}
-
-    def lies_alike(self, name: str, param: Tensor) -> bool:
+    def _lies_alike(self, name: str, param: Tensor) -> bool:
         """Return True if a tensor has the device, dtype and sharding of the bound tensor of its name."""
         bound = self._bound[name]
         if (bound.device, bound.dtype) != (param.device, param.dtype):
@@ -168,21 +272,6 @@ class Attachment:
         if is_dtensor(bound.param) and is_dtensor(param):
             return bound.param.device_mesh == param.device_mesh and bound.param.placements == param.placements
         return is_dtensor(bound.param) == is_dtensor(param)
-
-    def replaced(self, named: Mapping[str, Tensor]) -> list[str]:
-        """Return the names whose tensor was replaced or has moved; a tensor of another shape raises ValueError."""
-        found: list[str] = []
-        for name, param in named.items():
-            bound = self._bound[name]
-            is_same = bound.param is param
-            if not is_same and param.shape != bound.shape:
-                raise ValueError(
-                    f"{name!r} in param_groups was replaced by a tensor of shape {tuple(param.shape)}, expected "
-                    f"{tuple(bound.shape)}: {CAUSES}"
-                )
-            if not is_same or param.device != bound.device:
-                found.append(name)
-        return found
 
     def bind(self, named: Mapping[str, Tensor]) -> None:
         """Record that these tensors have a state."""

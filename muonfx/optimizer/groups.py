@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -26,7 +26,6 @@ __all__ = [
     "listed",
     "named_pairs",
     "names_in",
-    "names_of_members",
     "resolve_groups",
     "routes_of",
     "split_by_route",
@@ -136,51 +135,6 @@ def _named_pair(item: Any, known: Mapping[Tensor, str] | None) -> tuple[str, Ten
         f"expected named parameters, found {type(item).__name__}; pass the model, model.named_parameters(), or the "
         "model beside the tensors (model=): labels, masks and checkpoints go by name"
     )
-
-
-def names_of_members(
-    groups: Sequence[Group], known: Mapping[Tensor, str], expected: Collection[str]
-) -> list[list[str]]:
-    """Return the names of the tensors in groups; an unknown tensor takes the name of its position."""
-    members: list[list[str]] = []
-    given = [known.get(param) for group in groups for param in group["params"]]
-    taken = {name for name in given if name is not None}
-    for place, group in enumerate(groups):
-        params, former = group["params"], group.get("param_names", ())
-        names: list[str] = []
-        for at, param in enumerate(params):
-            name = known.get(param)
-            if name is None and not former:
-                raise ValueError(
-                    f"param_groups[{place}]: a tensor of shape {tuple(param.shape)} is new: add it by add_param_group"
-                )
-            if name is None and len(former) != len(params):
-                raise ValueError(
-                    f"param_groups[{place}]: {len(params)} params stand in a group of {len(former)} param_names "
-                    f"({', '.join(former[:3])}, ...), and a tensor of shape {tuple(param.shape)} is new: replace each "
-                    "by one, or add_param_group. Under DeepSpeed's ZeRO take muonfx.engines.deepspeed.Muon"
-                )
-            if name is None and (former[at] in taken or former[at] not in expected):
-                raise ValueError(
-                    f"param_groups[{place}]: a tensor of shape {tuple(param.shape)} is new in the place of "
-                    f"{former[at]!r}, which is {'elsewhere' if former[at] in taken else 'unknown'}: put replaced "
-                    "parameters in the places of the former ones, or add_param_group"
-                )
-            names.append(former[at] if name is None else name)
-        members.append(names)
-    times = Counter(name for names in members for name in names)
-    if twice := [name for name, count in times.items() if count > 1]:
-        raise ValueError(
-            f"param_groups: {twice[0]!r} is listed {times[twice[0]]} times and would be stepped on as often: list it "
-            "once"
-        )
-    if absent := [name for name in expected if name not in times]:
-        raise ValueError(
-            f"param_groups: {len(absent)} of {len(expected)} parameters were removed, such as {absent[0]!r}: put them "
-            "back (add_param_group takes them too); a parameter that is not to be trained keeps its place, with "
-            "requires_grad_(False) and .grad = None"
-        )
-    return members
 
 
 def routes_of(program: Program) -> dict[str, Route]:
