@@ -297,7 +297,8 @@ class TransformOptimizer(GroupOwner):
         for values in all_values:
             with_hyperparams(self.tx, fitted(self.tx, [values])[0]).prepare_all()  # raises if one is out of range
         for part, numbers, values in zip(parts, own, all_values, strict=True):
-            unnamed: Group = {} if part else {"param_names": []}  # torch takes the names from the parameters, if there are any
+            # Torch takes the names from the parameters, if there are any.
+            unnamed: Group = {} if part else {"param_names": []}
             complete = {
                 "label": self._lowered.routes[part[0][0]].label if part else None,
                 "lr": 0.0,  # torch's schedulers require an lr in every group, also if it is never read
