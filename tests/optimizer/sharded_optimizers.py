@@ -1,13 +1,12 @@
 """What ranks do in the tests of `TransformOptimizer` over sharded models."""
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
@@ -21,6 +20,7 @@ from muonfx import sharding
 from muonfx.checkpoint import FlatPiece
 from muonfx.sharding.shards import IntervalTensor
 from tests.processes import Here
+from tests.sharding.counting import counting
 
 
 class Net(nn.Module):
@@ -316,34 +316,6 @@ def load_and_go_on(here: Here, kind: str, path: Path, how: str) -> None:
         assert_same_state(optimizer, other)
 
 
-def round_trip(here: Here, kind: str) -> dict[str, str]:
-    """``state_dict`` and ``load_state_dict``: what was saved comes back, into the same storage."""
-    with quiet():
-        net, more = sharded(kind, here)
-        optimizer = mfx.TransformOptimizer(named(net), chains(made())["by label"], **more)
-        train(net, optimizer, range(2))
-        saved = {
-            "state": {
-                index: {key: value.clone() for key, value in held.items()}
-                for index, held in optimizer.state_dict()["state"].items()
-            },
-            "param_groups": optimizer.state_dict()["param_groups"],
-        }
-        held = [local(leaf).data_ptr() for leaf in leaves_of(optimizer)]
-        before = [local(leaf).clone() for leaf in leaves_of(optimizer)]
-        for leaf in leaves_of(optimizer):
-            local(leaf).zero_()
-        optimizer.load_state_dict(saved)
-        assert [local(leaf).data_ptr() for leaf in leaves_of(optimizer)] == held
-        for leaf, wanted in zip(leaves_of(optimizer), before, strict=True):
-            assert torch.equal(local(leaf), wanted)
-        return {
-            f"{name} {key}": type(leaf).__name__
-            for name, param in named(net).items()
-            for key, leaf in optimizer.state[param].items()
-        }
-
-
 def leaves_of(optimizer: Any) -> list[Any]:
     return [leaf for held in optimizer.state.values() for leaf in held.values()]
 
@@ -381,45 +353,21 @@ def counted(here: Here, kind: str) -> dict[str, list[int]]:
         for how in ("one", "two"):
             optimizer = mfx.TransformOptimizer(groups_of(named(net), how), chains(made())["outer"], **more)
             train(net, optimizer, range(1))
-            with counting() as found:
+            with counting(here) as found:
                 optimizer.step()
-            for name, count in found.items():
+            for name, count in found.calls.items():
                 calls.setdefault(name, []).append(count)
     return calls
 
 
-COLLECTIVES = [name for name in dir(dist) if name.startswith(("all_", "reduce", "broadcast", "gather", "scatter"))]
-
-
-@contextmanager
-def counting() -> Iterator[dict[str, int]]:
-    found: dict[str, int] = {}
-
-    def counted_call(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            found[name] = found.get(name, 0) + 1
-            return original(*args, **kwargs)
-
-        return call
-
-    kept = {name: getattr(dist, name) for name in COLLECTIVES}
-    try:
-        for name, original in kept.items():
-            setattr(dist, name, counted_call(name, original))
-        yield found
-    finally:
-        for name, original in kept.items():
-            setattr(dist, name, original)
-
-
 def nothing_is_sharded(here: Here) -> dict[str, int]:
     """Plain parameters where torch.distributed runs: nobody is asked."""
-    with quiet(), counting() as found:
+    with quiet(), counting(here) as found:
         net = made()
         optimizer = mfx.TransformOptimizer(net, chains(net)["outer"])
         train(net, optimizer, range(2))
         optimizer.load_state_dict(optimizer.state_dict())
-    return found
+    return found.calls
 
 
 def trouble(here: Here, what: str, on: int) -> None:

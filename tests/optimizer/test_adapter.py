@@ -20,6 +20,11 @@ def make_model(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
     return nn.Sequential(nn.Embedding(8, 6), nn.Linear(6, 10), nn.LayerNorm(10), nn.Linear(10, 4)).to(dtype)
 
 
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 6), nn.Linear(6, 4), nn.Linear(4, 8))
+
+
 def set_grads(model: nn.Module, seed: int, skip: tuple[str, ...] = ()) -> None:
     generator = torch.Generator().manual_seed(seed)
     for name, param in model.named_parameters():
@@ -94,19 +99,6 @@ def test_steps_are_those_of_the_functional_form(name, bucket_bytes, donate_grads
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_groups_follow_the_labels_and_hold_the_hyperparameters():
-    model = make_model()
-    optimizer = mfx.Muon(model, lr=0.02, adamw_lr=1e-3, weight_decay=0.2, momentum=0.9)
-    by_label = {group["label"]: group for group in optimizer.param_groups}
-    assert by_label.keys() == {"muon", "adamw"}
-    assert by_label["muon"]["param_names"] == ["1.weight", "3.weight"]
-    assert by_label["muon"]["lr"] == 0.02
-    assert by_label["adamw"]["lr"] == 1e-3
-    assert by_label["muon"]["momentum"] == 0.9
-    assert by_label["adamw"]["betas"] == (0.9, 0.95)
-    assert by_label["adamw"]["weight_decay"] == 0.2
-
-
 def test_stacks_and_fused_matrices_are_taken_apart_where_the_caller_says_so():
     class Experts(nn.Module):
         def __init__(self) -> None:
@@ -138,29 +130,24 @@ def test_stacks_and_fused_matrices_are_taken_apart_where_the_caller_says_so():
         torch.testing.assert_close(model.qkv.weight[4 * i : 4 * i + 4], alone[f"qkv.{i}"])
 
 
-def test_a_rate_in_a_group_that_nothing_reads_is_warned_of_once_and_not_shown():
+@pytest.mark.parametrize("by", ["hand", "a scheduler"])
+def test_a_rate_in_a_group_that_nothing_reads_is_warned_of_once_and_not_shown(by: str):
     model = nn.Linear(2, 2)
     optimizer = mfx.TransformOptimizer(model, mfx.adamw(mfx.warmup_cosine(0.1, 2, 10)))
     assert optimizer.groups_without_rate == (0,)
     assert "\nlr " not in str(mfx.describe(optimizer))
     model(torch.ones(2)).sum().backward()
     optimizer.step()
-    optimizer.param_groups[0]["lr"] = 5.0
-    with pytest.warns(UserWarning, match=r"param_groups\[0\]: nothing reads this 'lr', found 5.0") as caught:
+    if by == "hand":
+        optimizer.param_groups[0]["lr"] = 5.0
+    else:
+        torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=5)
+    with pytest.warns(UserWarning, match=r"param_groups\[0\]: nothing reads this 'lr', found [50]\.0") as caught:
         optimizer.step()
-    assert caught[0].filename == __file__
+    assert by != "hand" or caught[0].filename == __file__  # a scheduler wraps the step once more
     optimizer.step()
     read = mfx.TransformOptimizer(model, mfx.adamw(0.1))
     assert read.groups_without_rate == ()
-
-
-def test_a_scheduler_of_torchs_on_a_rate_that_nothing_reads_is_warned_of():
-    model = nn.Linear(2, 2)
-    optimizer = mfx.TransformOptimizer(model, mfx.adamw(mfx.warmup_cosine(0.1, 2, 10)))
-    torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=5)
-    model(torch.ones(2)).sum().backward()
-    with pytest.warns(UserWarning, match="nothing reads this 'lr'"):
-        optimizer.step()
 
 
 def test_an_update_of_another_shape_is_an_error_and_not_broadcast():
@@ -178,21 +165,6 @@ def test_an_update_of_another_shape_is_an_error_and_not_broadcast():
     with pytest.raises(ValueError, match=r"updates: 'bias' has shape \(\), its parameter has \(2,\)"):
         optimizer.step()
     assert all(map(torch.equal, before, model.parameters()))
-
-
-def test_schedulers_keep_each_groups_own_base_rate():
-    model = make_model()
-    optimizer = mfx.Muon(model, lr=0.02, adamw_lr=1e-3)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
-    for step in range(3):
-        rates = {group["label"]: group["lr"] for group in optimizer.param_groups}
-        assert rates == pytest.approx({"muon": 0.02 * 0.5**step, "adamw": 1e-3 * 0.5**step})
-        set_grads(model, step)
-        before = params_of(model)
-        optimizer.step()
-        scheduler.step()
-        bias = "1.bias"
-        assert (model.get_parameter(bias) - before[bias]).abs().max() < 3 * rates["adamw"]
 
 
 @pytest.mark.parametrize(
@@ -309,21 +281,6 @@ def test_groups_that_disagree_about_a_tree_wide_argument_are_an_error_and_change
     assert_equal(params_of(model), before)
 
 
-def test_closures_run_with_gradients_and_their_loss_is_returned():
-    model = make_model()
-    optimizer = mfx.Muon(model)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = model(torch.arange(8)).square().mean()
-        loss.backward()
-        return loss
-
-    first = optimizer.step(closure)
-    assert first.requires_grad
-    assert optimizer.step(closure) < first
-
-
 def test_extras_reach_the_transform():
     @mfx.transform(locality=mfx.Locality.ELEMENT)
     def scaled_by_value():
@@ -390,21 +347,6 @@ def test_loading_keeps_pinned_dtypes_and_copies():
     resumed.step()  # must not write to the loaded tensors
     for index, saved in optimizer.state_dict()["state"].items():
         assert_equal(saved, state["state"][index])
-
-
-@pytest.mark.filterwarnings("ignore:.* would move uphill")
-def test_loading_widens_but_never_narrows():
-    model = make_model()
-    low = mfx.TransformOptimizer(model, mfx.momentum(0.9, dtype=torch.bfloat16))
-    high = mfx.TransformOptimizer(model, mfx.momentum(0.9, dtype=torch.float32))
-    set_grads(model, 0)
-    low.step()
-    high.load_state_dict(low.state_dict())
-    weight = model[1].weight
-    assert high.state[weight]["trace"].dtype == torch.float32
-    assert torch.equal(high.state[weight]["trace"], low.state[weight]["trace"].float())
-    with pytest.raises(ValueError, match=r"'1\.weight': 'trace' would narrow from torch\.float32 to torch\.bfloat16"):
-        low.load_state_dict(high.state_dict())
 
 
 @pytest.mark.parametrize(
@@ -480,16 +422,6 @@ def test_a_state_is_loaded_by_name_whatever_the_order_of_parameters():
     for name in "qk":
         theirs = old.state[first.get_parameter(name)]["trace"]
         assert torch.equal(new.state[second.get_parameter(name)]["trace"], theirs)
-
-
-def test_what_schedulers_put_into_groups_is_loaded_too():
-    model = make_model()
-    optimizer = mfx.Muon(model)
-    torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10, cycle_momentum=False)
-    other = mfx.Muon(model)
-    other.load_state_dict(optimizer.state_dict())
-    assert other.param_groups[0]["max_lr"] == 0.1
-    optimizer.load_state_dict(mfx.Muon(model).state_dict())
 
 
 def test_distributed_checkpoints_state_dict_goes_there_and_back():
@@ -574,29 +506,6 @@ def test_a_compiled_step_is_the_eager_step(form):
         assert int(state) == 4
 
 
-def test_hooks_run():
-    model, called = make_model(), []
-    optimizer = mfx.Muon(model)
-    optimizer.register_step_pre_hook(lambda *_: called.append("pre"))
-    optimizer.register_step_post_hook(lambda *_: called.append("post"))
-    optimizer.register_load_state_dict_pre_hook(lambda *_: called.append("load"))
-    optimizer.register_load_state_dict_post_hook(lambda *_: called.append("loaded"))
-    set_grads(model, 0)
-    optimizer.step()
-    optimizer.load_state_dict(optimizer.state_dict())
-    assert called == ["pre", "post", "load", "loaded"]
-
-
-def test_an_optimizer_can_be_copied():
-    model = make_model()
-    optimizer = mfx.Muon(model)
-    twin_model, twin = copy.deepcopy((model, optimizer))
-    for m, o in ((model, optimizer), (twin_model, twin)):
-        set_grads(m, 0)
-        o.step()
-    assert_equal(params_of(model), params_of(twin_model))
-
-
 # --------------------------------------------------------------------------------------------------------- bad input
 
 
@@ -612,22 +521,6 @@ def test_bad_parameters_and_groups_are_named():
         mfx.Muon(itertools.chain(model.named_parameters(), [("1.weight", nn.Parameter(torch.zeros(2, 2)))]))
     with pytest.raises(TypeError, match=r"'z' must be real floating point, found torch\.complex64"):
         mfx.TransformOptimizer({"z": torch.zeros(2, dtype=torch.complex64)}, mfx.adamw())
-
-
-def test_a_tensor_for_a_number_must_have_one_element():
-    model = make_model()
-    optimizer = mfx.Muon(model)
-    optimizer.param_groups[0]["lr"] = torch.tensor([0.01, 0.02])
-    set_grads(model, 0)
-    kept = copy.deepcopy(optimizer.state_dict()["state"])
-    with pytest.raises(
-        ValueError, match=r"learning_rate must be a number or a tensor of one element, found shape \(2,\)"
-    ):
-        optimizer.step()
-    for index, leaves in optimizer.state_dict()["state"].items():
-        assert_equal(leaves, kept[index])
-    optimizer.param_groups[0]["lr"] = torch.tensor(0.01)
-    optimizer.step()
 
 
 def test_adding_a_group_is_all_or_nothing():
@@ -701,22 +594,6 @@ def test_many_groups_of_few_values_run_in_few_pieces():
     optimizer = mfx.TransformOptimizer(groups, mfx.adamw())
     versions = [part for part in optimizer._stepping._now.children if part.declaration.combinator.varies_numbers]
     assert [len(part.arguments["versions"]) for part in versions] == [2]
-
-
-@pytest.mark.parametrize(
-    ("key", "value"), [("lr", -1.0), ("lr", float("nan")), ("weight_decay", -0.1), ("momentum", 1.5)]
-)
-def test_a_bad_hyperparameter_set_later_is_refused_before_anything_changes(key, value):
-    model = make_model()
-    optimizer = mfx.Muon(model)
-    optimizer.param_groups[[g["label"] for g in optimizer.param_groups].index("muon")][key] = value
-    set_grads(model, 0)
-    before, kept = params_of(model), copy.deepcopy(optimizer.state_dict()["state"])
-    with pytest.raises(ValueError, match="must be"):
-        optimizer.step()
-    assert_equal(params_of(model), before)
-    for index, leaves in optimizer.state_dict()["state"].items():
-        assert_equal(leaves, kept[index])
 
 
 def test_a_gradient_for_a_left_out_parameter_is_an_error():

@@ -3,6 +3,7 @@
 import copy
 import gc
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,15 +14,11 @@ from torch.nn.utils import parametrizations, prune
 
 import muonfx as mfx
 from tests.optimizer import replaced as ranks
+from tests.optimizer.replaced import made
 from tests.processes import Failed, World
 
 # What is tested here is told with names alone, too.
 pytestmark = pytest.mark.filterwarnings("ignore:default_labels saw names")
-
-
-def made() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4))
 
 
 def backward(model: nn.Module) -> None:
@@ -66,27 +63,6 @@ def _given(model: nn.Module, how: str):
             return mfx.Muon(model.named_parameters(), model=model)
 
 
-@pytest.mark.parametrize("how", ["model", "groups", "tensors", "pairs"])
-@pytest.mark.parametrize("change", [assigned, replaced])
-@pytest.mark.parametrize("steps", [0, 2])
-def test_a_model_whose_parameters_are_other_objects_now_is_trained_on(change, how, steps):
-    model, twin = made(), made()
-    optimizer, other = _given(model, how), mfx.Muon(twin)
-    for step in range(steps + 2):
-        if step == steps:
-            change(model)
-        for m, o in ((model, optimizer), (twin, other)):
-            torch.manual_seed(step)
-            o.zero_grad()
-            backward(m)
-            o.step()
-    assert list(optimizer.state) == [param for group in optimizer.param_groups for param in group["params"]]
-    for param, wanted in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(param, wanted)
-        for key, leaf in other.state[wanted].items():
-            assert torch.equal(optimizer.state[param][key], leaf)
-
-
 def one_replaced(model: nn.Module) -> nn.Module:
     model[2].weight = nn.Parameter(model[2].weight.detach().clone())
     return model
@@ -104,6 +80,7 @@ def exchanged(model: nn.Module) -> nn.Module:
 
 
 CHANGES = {"assigned": assigned, "one replaced": one_replaced, "exchanged": exchanged, "none": lambda model: model}
+PUT = {"by the model": False, "into the groups too, as engines do": True}
 CLEARED = {
     "by the optimizer": lambda model, optimizer: optimizer.zero_grad(),
     "by the model": lambda model, optimizer: model.zero_grad(),
@@ -119,21 +96,32 @@ BETWEEN = {
 
 
 @given(
+    st.sampled_from(["model", "groups", "tensors", "pairs"]),
     st.lists(
-        st.tuples(st.sampled_from(sorted(CHANGES)), st.sampled_from(sorted(CLEARED)), st.sampled_from(sorted(BETWEEN)))
-    )
+        st.tuples(
+            st.sampled_from(sorted(CHANGES)),
+            st.sampled_from(sorted(PUT)),
+            st.sampled_from(sorted(CLEARED)),
+            st.sampled_from(sorted(BETWEEN)),
+        )
+    ),
 )
-def test_whatever_a_model_puts_in_a_parameters_place_is_trained_with_its_state(steps: list[tuple[str, str, str]]):
+def test_whatever_a_model_puts_in_a_parameters_place_is_trained_with_its_state(
+    how: str, steps: list[tuple[str, str, str, str]]
+):
     def net() -> nn.Sequential:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6))
 
     model, twin = net(), net()
-    optimizer, other = mfx.Muon(model, lr=0.1), mfx.Muon(twin, lr=0.1)
+    optimizer, other = _given(model, how), mfx.Muon(twin)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"\d of 6 parameters were replaced in the model")
-        for step, (change, cleared, between) in enumerate(steps):
+        for step, (change, put, cleared, between) in enumerate(steps):
             CHANGES[change](model)
+            if PUT[put]:
+                for group in optimizer.param_groups:
+                    group["params"] = [model.get_parameter(name) for name in group["param_names"]]
             for m, o in ((model, optimizer), (twin, other)):
                 BETWEEN[between](o)
                 CLEARED[cleared](m, o)
@@ -147,18 +135,6 @@ def test_whatever_a_model_puts_in_a_parameters_place_is_trained_with_its_state(s
     for param, wanted in zip(model.parameters(), twin.parameters(), strict=True):
         for key, leaf in other.state[wanted].items():
             assert torch.equal(optimizer.state[param][key], leaf)
-
-
-def test_what_was_replaced_after_an_idle_step_is_trained():
-    model = made()
-    optimizer = mfx.Muon(model)
-    with pytest.warns(UserWarning, match="found no gradient"):
-        optimizer.step()  # as some do to please a scheduler
-    before = [param.detach().clone() for param in assigned(model).parameters()]
-    optimizer.zero_grad()
-    backward(model)
-    optimizer.step()
-    assert all(not torch.equal(param, was) for param, was in zip(model.parameters(), before, strict=True))
 
 
 def test_a_step_on_gradients_of_tensors_that_the_model_has_no_more_is_an_error():
@@ -439,35 +415,6 @@ def test_the_state_follows_a_model_that_has_moved():
     assert not torch.equal(trace, optimizer.state[param]["muon/momentum/trace"])
 
 
-@pytest.mark.parametrize("steps", [0, 2])
-def test_the_state_follows_the_tensors_that_are_put_into_the_groups_by_name(steps: int):
-    model, twin = made(), made()
-    optimizer, other = mfx.Muon(model), mfx.Muon(twin)
-
-    def step() -> None:
-        for m, o in ((model, optimizer), (twin, other)):
-            torch.manual_seed(1)
-            backward(m)
-            o.step()
-            o.zero_grad()
-
-    for _ in range(steps):
-        step()
-    before = dict(model.named_parameters())
-    replaced(model)
-    for group in optimizer.param_groups:
-        group["params"] = [model.get_parameter(name) for name in group["param_names"]]
-    saved = optimizer.state_dict()["state"]
-    assert len(saved) == len(optimizer.state) == len(before)
-    assert not any(param in optimizer.state for param in before.values())
-    for _ in range(2):
-        step()
-    for param, wanted in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(param, wanted)
-        for key, leaf in other.state[wanted].items():
-            assert torch.equal(optimizer.state[param][key], leaf)
-
-
 def _on_meta() -> nn.Sequential:
     with torch.device("meta"):
         return made()
@@ -532,15 +479,6 @@ def test_an_optimizer_keeps_no_model_alive_and_a_copy_knows_none():
     assert optimizer._attachment.models == []
 
 
-def test_a_group_added_later_belongs_to_the_optimizer():
-    model, late = made(), nn.Linear(4, 4)
-    optimizer = mfx.Muon(model)
-    model.append(late)
-    optimizer.add_param_group({"params": [(f"3.{name}", param) for name, param in late.named_parameters()]})
-    backward(model)
-    optimizer.step()
-
-
 # ------------------------------------------------------------------------------------------------------ real processes
 
 
@@ -578,31 +516,21 @@ def test_a_rank_saves_alone_after_parameters_were_assigned_where_each_has_all(wo
     world.check(2, ranks.saved_alone)
 
 
-@pytest.mark.dist
-def test_an_optimizer_made_before_fsdp1_says_that_it_trains_nothing(world: World):
-    for result in world.run(2, ranks.made_before, how="fsdp1"):
-        assert isinstance(result, Failed)
-        assert isinstance(result.error, ValueError)
-        assert "'_flat_param' of the model has one and is not among them" in str(result.error)
-        assert "fully_shard (FSDP2" in str(result.error)
+FSDP1 = {
+    (ranks.made_before, "fsdp1"): "'_flat_param' of the model has one and is not among them",
+    (ranks.made_before, "fsdp1, original parameters"): "when the optimizer was made",
+    (ranks.made_after, "fsdp1"): "FSDP1",
+    (ranks.made_after, "fsdp1, original parameters"): "FSDP1",
+}
 
 
 @pytest.mark.dist
-def test_an_optimizer_made_before_original_parameters_are_cut_names_the_shape(world: World):
-    for result in world.run(2, ranks.made_before, how="fsdp1, original parameters"):
+@pytest.mark.parametrize(("when", "how"), FSDP1)
+def test_what_fsdp1_leaves_of_parameters_is_refused(world: World, when: Callable[..., None], how: str):
+    for result in world.run(2, when, how=how):
         assert isinstance(result, Failed)
         assert isinstance(result.error, ValueError)
-        assert "when the optimizer was made" in str(result.error)
-        assert "fully_shard (FSDP2" in str(result.error)
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("how", ["fsdp1", "fsdp1, original parameters"])
-def test_a_model_under_fsdp1_is_refused(world: World, how: str):
-    for result in world.run(2, ranks.made_after, how=how):
-        assert isinstance(result, Failed)
-        assert isinstance(result.error, ValueError)
-        assert "FSDP1" in str(result.error)
+        assert FSDP1[when, how] in str(result.error)
         assert "fully_shard (FSDP2" in str(result.error)
 
 

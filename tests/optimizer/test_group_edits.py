@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import muonfx as mfx
-from tests.optimizer.test_adapter import assert_equal, params_of
+from tests.optimizer.test_adapter import assert_equal, net, params_of
 
 # Two parameters of each shape, so that nothing but identity tells them apart.
 SHAPES = {"a.weight": (3, 3), "b.weight": (3, 3), "c.weight": (3, 3), "a.bias": (3,), "b.bias": (3,), "c.bias": (3,)}
@@ -65,6 +65,11 @@ def _saved_state(saved: dict[str, Any], name: str) -> Any:
         if own == name
     )
     return saved["state"][index]
+
+
+def _by_path(optimizer: mfx.Muon) -> dict[str, torch.Tensor]:
+    paths = map(str, mfx.tree.paths(optimizer.transform_state))
+    return dict(zip(paths, mfx.tree.leaves(optimizer.transform_state), strict=True))
 
 
 def _shuffled(draw: st.DataObject, optimizer: torch.optim.Optimizer) -> None:
@@ -189,6 +194,15 @@ REFUSED: dict[str, tuple[Edit, type[Exception], str]] = {
         TypeError,
         r"'lr' in a group must .*found array\(\[1\.\]\)",
     ),
+    "a key twice": (
+        lambda g: g[1].update(betas=(0.5, 0.95), momentum=0.6),
+        ValueError,
+        r"'betas' and 'momentum' in a group both set .*b1, to 0\.5 and 0\.6",
+    ),
+    "one beta": (lambda g: g[1].update(betas=0.5), ValueError, r"'betas' in a group must be 2 numbers, found 0\.5"),
+    "a large beta": (lambda g: g[1].update(betas=(0.5, 1.5)), ValueError, "b2 must be"),
+    "lr is negative": (lambda g: g[0].update(lr=-1.0), ValueError, "learning_rate must be"),
+    "lr is NaN": (lambda g: g[0].update(lr=float("nan")), ValueError, "learning_rate must be"),
     "lr is two numbers": (
         lambda g: g[0].update(lr=torch.ones(2)),
         ValueError,
@@ -205,10 +219,12 @@ def test_edits_that_cannot_be_followed_are_refused_before_anything_changes(edit:
     pair.step()
     kept = [{**group, "params": list(group["params"])} for group in pair.optimizer.param_groups]
     before = {name: param.detach().clone() for name, param in pair.params.items()}
+    state = {name: leaf.clone() for name, leaf in _by_path(pair.optimizer).items()}
     change(pair.optimizer.param_groups)
     with pytest.raises(error, match=message):
         pair.optimizer.step()
     assert_equal(before, dict(pair.params))
+    assert_equal(state, _by_path(pair.optimizer))
     pair.optimizer.param_groups[:] = kept
     pair.step()
 
@@ -225,7 +241,7 @@ def test_groups_that_are_listed_twice_are_saved_as_torch_saves_them():
 @pytest.mark.parametrize("where", ["argument", "groups"])
 def test_a_tensor_of_one_element_is_a_number_that_schedulers_write_into(where: str, shape: tuple[int, ...]):
     rate = torch.full(shape, 0.1)
-    models = [_net() for _ in range(2)]
+    models = [net() for _ in range(2)]
     options = {"momentum": 0.9, "weight_decay": 0.01, "betas": (0.8, 0.9)}
     if where == "argument":
         as_tensors = {key: torch.full(shape, options[key]) for key in ("momentum", "weight_decay")}
@@ -252,7 +268,7 @@ def test_a_tensor_of_one_element_is_a_number_that_schedulers_write_into(where: s
 
 
 def test_numbers_of_numpy_count_as_floats():
-    models = [_net() for _ in range(2)]
+    models = [net() for _ in range(2)]
     optimizers = [mfx.Muon(model) for model in models]
     for optimizer, kind in zip(optimizers, (np.float32, float), strict=True):
         for group in optimizer.param_groups:
@@ -262,8 +278,3 @@ def test_numbers_of_numpy_count_as_floats():
         model(torch.arange(8)).square().sum().backward()
         optimizer.step()
     assert_equal(params_of(models[0]), params_of(models[1]))
-
-
-def _net() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 6), nn.Linear(6, 4), nn.Linear(4, 8))
