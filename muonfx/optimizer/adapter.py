@@ -80,39 +80,39 @@ class Lowered(NamedTuple):
 class TransformOptimizer(GroupOwner):
     """A transform as a ``torch.optim.Optimizer``, for training loops, schedulers and scalers that expect one.
 
-    Parameters are grouped by their labels in the transform's partitions (given groups are split further): Muon's first,
-    then Adam's, then others, and last what stays as it is. Every numeric argument of the transform is an entry of the
-    groups whose parameters meet it, under torch's name (``lr``, ``weight_decay``, ``momentum``, ``betas``, ``eps``) or
-    else under the dotted name that `muonfx.hyperparams` gives, without the label. Entries are read at every step, so
-    schedulers work, on each group's own base values. Adam's groups have the first of ``betas`` as ``momentum`` too, for
-    schedulers and loggers that take that of every group: what is written into one is in the other after the next step.
-    What `inject_hyperparams` keeps in the state is not in the groups: it counts there alone.
+    Parameters are grouped by their labels in the transform's partitions; given groups are split further. Muon's groups
+    come first, then Adam's, then others, and last the groups that are not trained. Each numeric argument of the
+    transform is an entry of the groups whose parameters it updates, under torch's name (``lr``, ``weight_decay``,
+    ``momentum``, ``betas``, ``eps``) if there is one, and otherwise under the dotted name of `muonfx.hyperparams`
+    without the label. The entries are read at every step, so schedulers work. Adam's groups also have the first of
+    ``betas`` as ``momentum``, for schedulers and loggers that expect it in every group; after a step the two agree
+    again. Numbers that `inject_hyperparams` keeps in the state are not in the groups.
 
-    Over ranks (DTensor parameters, as of ``fully_shard``ed or tensor-parallel models, or a ``layout``) each step is
-    one of `muonfx.sharding.sharded`, with the update of one process. All ranks construct the optimizer, step, add
-    groups and load states together; what is wrong on one is raised on all.
+    If parameters are DTensors (``fully_shard``, tensor parallelism), or if a ``layout`` is given, each step is a step
+    of `muonfx.sharding.sharded`, with the same update as one process. All ranks construct the optimizer, step, add
+    groups and load sharded states together. An error on one rank is raised on all.
 
-    The state is made at construction. Each parameter's part of it is in ``optimizer.state[parameter]``, under names
-    such as "momentum/trace", with the scalars that all share. Its storage is reused from step to step; gradients are
-    only read. It belongs to names: where a model was sharded, loaded with ``assign=True``, moved to another device or
-    given storage after its optimizer was made, or an engine has put other tensors into ``param_groups``, the next step
-    takes the tensors that stand in the places of the former ones, and the state follows, cut as they are cut.
+    The state is created at construction. ``optimizer.state[parameter]`` holds the parameter's part of it, under names
+    such as "momentum/trace", and the scalars that all parameters share. Its storage is reused from step to step;
+    gradients are only read. State is keyed by parameter name: if the model is sharded, loaded with ``assign=True``,
+    moved to another device or materialized after the optimizer was made, or if an engine puts other tensors into
+    ``param_groups``, the next step uses the new tensors, and the state is resharded with them.
 
     Args:
         params: a model, its ``named_parameters()``, a dict of named tensors, or groups: dicts with "params" (named) and
-            values for some hyperparameters. Tensors without names where ``model`` gives them.
+            values for some hyperparameters. Tensors may be given without names if ``model`` is given.
         tx: the transform. Labels and masks see the flat dict of all named parameters.
-        donate_grads: let updates be written into the gradients' storage. Saves memory where a transform looks at the
-            whole tree (such as `clip_by_global_norm`), and leaves no meaningful ``.grad`` behind.
-        bucket_bytes: run the transform on at most about this many bytes of parameters at a time, where it looks at one
-            leaf at a time. More is faster where leaves are small; less takes less memory. None: as many as the
-            largest parameter has, or 4 MiB if that is more. On a CPU elementwise transforms take 64 KiB to 4 MiB of
-            these at a time. Over ranks: as in `muonfx.sharding.sharded`.
-        layout: who holds what, where parameters are plain tensors, or a function of the named parameters that returns
-            it: ``muonfx.sharding.replicated`` under `DistributedDataParallel` shares the matrices out among the ranks.
-            None: parameters that are DTensors say so themselves, and others are this process's own.
-        model: which has ``params``, where those are not the model itself: it gives names to tensors that are given
-            without, here and in `add_param_group`, and its parameters are followed where they are replaced.
+        donate_grads: let updates be written into the gradients' storage. This saves memory if a transform needs the
+            whole tree (such as `clip_by_global_norm`); ``.grad`` is meaningless afterwards.
+        bucket_bytes: run elementwise and matrix transforms on at most about this many bytes of parameters at a time.
+            Larger buckets are faster for small leaves; smaller buckets use less memory. None: the bytes of the largest
+            parameter, at least 4 MiB. On a CPU, elementwise transforms take 64 KiB to 4 MiB of a bucket at a time. For
+            sharded parameters: as in `muonfx.sharding.sharded`.
+        layout: the layout of plain tensors over ranks, or a function of the named parameters that returns it.
+            ``muonfx.sharding.replicated`` under `DistributedDataParallel` divides the matrices among the ranks.
+            None: DTensors have their own layout, and other tensors belong to this process.
+        model: the model of ``params``, if ``params`` is not the model itself. It names tensors that are given without
+            names, here and in `add_param_group`, and its parameters are followed if they are replaced.
 
     Raises:
         TypeError: unnamed parameters without ``model``, or tensors that cannot be optimized; a layout for parameters

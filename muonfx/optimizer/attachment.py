@@ -311,7 +311,7 @@ class Attachment:
         # Walking through a model takes time: with the same gradients missing, check at steps 1, 2, 4, 8, ... only.
         if absent == self._seen and self._steps & (self._steps - 1):
             return
-        is_known, self._seen = absent == self._seen, absent
+        self._seen = absent
         none = self._trained and len(absent) == len(updates)
         strangers = self._strangers(named)
         if strangers and none:
@@ -322,9 +322,9 @@ class Attachment:
                 f"none of the {len(named)} parameters has a gradient, but {first!r} of the model has one and is not "
                 f"among them: {FSDP1 if is_flat else CAUSES}"
             )
-        is_known = is_known and strangers.keys() <= self._warned_of
+        is_new = not strangers.keys() <= self._warned_of
         self._warned_of |= strangers.keys()
-        if strangers and not is_known:
+        if is_new:
             lacking = next((name for name in absent if named[name].requires_grad), None)
             also = "" if lacking is None else f", while {lacking!r} of the optimizer has none"
             warnings.warn(

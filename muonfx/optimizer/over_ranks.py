@@ -94,23 +94,25 @@ class SteppingOverRanks(Stepping):
         what = self._about[place]
         if what is None:
             return leaf
-        was = other._about[at] if isinstance(other, SteppingOverRanks) else None
-        if was is None:
-            lies_alike = what.name is None
-        else:
-            assert isinstance(other, SteppingOverRanks)
-            lies_alike = what.name is None or (
-                # compare all ranks' shards, so that all agree on whether to communicate
-                not (what.owned or was.owned) and other.layout.pieces[what.name] == self.layout.pieces[what.name]
-            )
-        if lies_alike:
+        is_alike = what.name is None or (
+            isinstance(other, SteppingOverRanks)
+            and (was := other._about[at]) is not None
+            and not (what.owned or was.owned)
+            # Compare the shards of all ranks, so that all agree on whether to communicate.
+            and other.layout.pieces[what.name] == self.layout.pieces[what.name]
+        )
+        if is_alike:
             return had.to(self._device) if had is not None and leaf is not None and had.shape == leaf.shape else leaf
         whole = other.whole(at, had)
         if whole is None or tuple(whole.shape) != what.shape:
             return leaf
         assert what.name is not None
         whole = whole.to(self._device)
-        return self._of_whole(whole.reshape(-1), what) if what.owned else self.layout.piece(what.name).cut(whole)
+        if not what.owned:
+            return self.layout.piece(what.name).cut(whole)
+        if what.local is None or what.share is None:
+            return None
+        return whole.reshape(-1)[slice(*interval_of(what, what.share))].view(what.local)
 
     def whole(self, place: int, leaf: Any) -> Any:
         """Return a leaf as one process holds it; all ranks call this together, and rarely."""
@@ -122,13 +124,6 @@ class SteppingOverRanks(Stepping):
         if not self._many:
             return leaf.view(what.shape)
         return Gathering(self.layout, self._device, {place: (what, leaf)}).wait()[place]
-
-    def _of_whole(self, whole: Tensor, what: LeafPlacement) -> Tensor | None:
-        """Return the part of a flattened state leaf that this rank owns, or None."""
-        if what.local is None or what.share is None:
-            return None
-        start, stop = interval_of(what, what.share)
-        return whole[start:stop].view(what.local)
 
     def show(self, place: int, leaf: Tensor | None) -> Tensor | None:
         """Return a leaf as ``optimizer.state`` presents it: a DTensor, or another tensor that describes its shard."""

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from muonfx.optimizer.values import Group, GroupNumbers
@@ -212,7 +211,8 @@ def _misfit(leaf: Any, value: Any) -> str | None:
     """Describe why a value's shape or dtype does not fit a leaf, or return None."""
     if not isinstance(leaf, Tensor) or not isinstance(value, Tensor) or value.shape != leaf.shape:
         return f"is {_described(value)}, expected {_described(leaf)}"
-    if _is_code(value.dtype, leaf.dtype):
+    # Values of eight bits are codes, which mean nothing in another dtype.
+    if value.dtype != leaf.dtype and 1 in (value.dtype.itemsize, leaf.dtype.itemsize):
         return f"holds codes of {value.dtype}, expected {leaf.dtype}"
     if not widens(value.dtype, leaf.dtype):
         return f"would narrow from {value.dtype} to {leaf.dtype}"
@@ -266,11 +266,6 @@ def _lies(value: Any) -> str:
     if is_dtensor(value):
         return f"{value.placements} on {value.device_mesh}"
     return repr(value) if isinstance(value, IntervalTensor) else "a plain tensor"
-
-
-def _is_code(*dtypes: torch.dtype) -> bool:
-    """Return True if dtypes differ and one has eight bits: its values are codes, meaningless in another dtype."""
-    return len(set(dtypes)) > 1 and any(dtype.itemsize == 1 for dtype in dtypes)
 
 
 def _described(value: object) -> str:
