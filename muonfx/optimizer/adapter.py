@@ -40,16 +40,7 @@ from muonfx.optimizer.groups import (
 )
 from muonfx.optimizer.over_ranks import SteppingOverRanks, layout_for
 from muonfx.optimizer.ownership import GroupOwner
-from muonfx.optimizer.state import (
-    Load,
-    is_by_path,
-    matched,
-    named_by_path,
-    path_of,
-    renamed_groups,
-    saved_groups,
-    warn_of_order,
-)
+from muonfx.optimizer.state import Load, path_of, read_state_dict
 from muonfx.optimizer.stepping import Stepping
 from muonfx.optimizer.values import Group, GroupNumbers, fitted
 from muonfx.program.lower import lower
@@ -659,23 +650,11 @@ class TransformOptimizer(GroupOwner):
             for param in (self.state if owner is None else (owner,))
         }
         loads: list[Load] = []
-        saved: list[dict[str, Any]] = []
+        saved: list[Group] = []
         problem: Exception | None = None
         try:
-            is_partial = is_by_path(given)
-            given = renamed_groups(self.param_groups, named_by_path(self.param_groups, given), rename)
-            saved = saved_groups(self.param_groups, given)
-            for own, old in zip(self._numbers, saved, strict=True):
-                own.parse(old)  # raises if a value is not a number
-            loads, absent = matched(
-                self.param_groups,
-                self._numbers,
-                self.state,
-                places,
-                saved,
-                given["state"],
-                self._stepping.take,
-                is_partial=is_partial,
+            saved, loads, absent = read_state_dict(
+                given, self.param_groups, self._numbers, self.state, places, self._stepping.take, rename
             )
             if absent:
                 warnings.warn(
@@ -690,7 +669,6 @@ class TransformOptimizer(GroupOwner):
             self._stepping.load(loads, self._state, problem)
         self._live["made"] = None
         self._live["anew"] = False
-        warn_of_order(self.param_groups, given["param_groups"])
         for group, old in zip(self.param_groups, saved, strict=True):
             group.update(
                 copy.deepcopy({key: value for key, value in old.items() if key not in ("params", "param_names")})

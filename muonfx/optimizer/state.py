@@ -24,15 +24,10 @@ __all__ = [
     "Load",
     "Take",
     "Taken",
-    "is_by_path",
-    "matched",
-    "named_by_path",
     "on_this_rank",
     "other_piece",
     "path_of",
-    "renamed_groups",
-    "saved_groups",
-    "warn_of_order",
+    "read_state_dict",
 ]
 
 
@@ -40,7 +35,7 @@ class Load(NamedTuple):
     """One copy of a load, made after all values are found to fit."""
 
     name: str
-    """The parameter and the leaf, for errors."""
+    """The parameter and the leaf: all ranks load in the order of names."""
     place: int
     """The index of the leaf in the transform's state."""
     target: Tensor | None
@@ -58,12 +53,44 @@ Take = Callable[[int, Any, Any], Taken | str]
 """From a leaf's index, the displayed leaf and a value for it: the last fields of a `Load`, or an error message."""
 
 
+class Reading(NamedTuple):
+    """A state dict that fits an optimizer."""
+
+    groups: list[Group]
+    """The saved groups in the optimizer's order."""
+    loads: list[Load]
+    absent: list[str]
+    """The parameters of which it has no state."""
+
+
 def path_of(entries: tuple[object, ...]) -> str:
     """Return the path of a leaf as a key of ``optimizer.state``."""
     return "/".join(map(str, entries))
 
 
-def renamed_groups(groups: list[Group], given: Mapping[str, Any], rename: Rename | None = None) -> dict[str, Any]:
+def read_state_dict(
+    given: Mapping[str, Any],
+    groups: list[Group],
+    numbers: list[GroupNumbers],
+    state: Mapping[Tensor, Group],
+    places: Mapping[tuple[int, str], int],
+    take: Take,
+    rename: Rename | None,
+) -> Reading:
+    """Match a state dict with an optimizer's groups and state; ValueError lists all that does not fit."""
+    is_partial = _is_by_path(given)
+    if is_partial:
+        given = _named_by_path(groups, given)
+    given = _renamed_groups(groups, given, rename or {})
+    saved = _saved_groups(groups, given)
+    for own, old in zip(numbers, saved, strict=True):
+        own.parse(old)  # raises if a value is not a number
+    loads, absent = _matched(groups, numbers, state, places, saved, given["state"], take, is_partial=is_partial)
+    _warn_of_order(groups, given["param_groups"])
+    return Reading(saved, loads, absent)
+
+
+def _renamed_groups(groups: list[Group], given: Mapping[str, Any], rename: Rename) -> dict[str, Any]:
     """Return a state dict with this optimizer's parameter names, after `rename` and without wrappers' prefixes."""
     if not {"state", "param_groups"} <= given.keys():
         raise ValueError(f"expected a state dict with 'state' and 'param_groups', found the keys {sorted(given)}")
@@ -73,7 +100,7 @@ def renamed_groups(groups: list[Group], given: Mapping[str, Any], rename: Rename
             raise ValueError("rename: the state dict has no names of parameters, which it means by their order")
         return dict(given)
     names, wrong = new_names(
-        unwrapped(name for old in saved for name in old["param_names"]), rename or {}, level=".", what="parameter"
+        unwrapped(name for old in saved for name in old["param_names"]), rename, level=".", what="parameter"
     )
     ours = {plain: name for name, plain in unwrapped(name for group in groups for name in group["param_names"]).items()}
     found = {written: ours.get(name, name) for written, name in names.items()}
@@ -87,16 +114,14 @@ def renamed_groups(groups: list[Group], given: Mapping[str, Any], rename: Rename
     return {**given, "param_groups": renamed}
 
 
-def is_by_path(given: Mapping[str, Any]) -> bool:
+def _is_by_path(given: Mapping[str, Any]) -> bool:
     """Return True if a state dict lists parameters by path, as ``torch.distributed.checkpoint.state_dict`` does."""
     listed = [param for old in given.get("param_groups", ()) for param in old.get("params", ())]
     return bool(listed) and all(isinstance(param, str) for param in listed)
 
 
-def named_by_path(groups: list[Group], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state dict whose parameter names are taken from their paths in the model, if it lists paths."""
-    if not is_by_path(given):
-        return dict(given)
+def _named_by_path(groups: list[Group], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state dict that lists paths with parameter names that are taken from these paths."""
     # torch.distributed.checkpoint.state_dict lists paths in the order of the loading optimizer, but "param_names" in
     # the order of the saving optimizer.
     saved: list[Group] = list(given["param_groups"])
@@ -121,7 +146,7 @@ def named_by_path(groups: list[Group], given: Mapping[str, Any]) -> dict[str, An
     return {**given, "param_groups": saved}
 
 
-def saved_groups(groups: list[Group], given: Mapping[str, Any]) -> list[Group]:
+def _saved_groups(groups: list[Group], given: Mapping[str, Any]) -> list[Group]:
     """Return the groups of a state dict in this optimizer's order, matched by parameter names."""
     saved: list[Group] = list(given["param_groups"])
     if not all("param_names" in old for old in saved):
@@ -149,7 +174,7 @@ def saved_groups(groups: list[Group], given: Mapping[str, Any]) -> list[Group]:
     return found
 
 
-def warn_of_order(groups: list[Group], saved: list[Group]) -> None:
+def _warn_of_order(groups: list[Group], saved: list[Group]) -> None:
     """Warn if the groups were saved in another order and a scheduler was used."""
     if not all("param_names" in old and "initial_lr" in old for old in saved):
         return
@@ -159,11 +184,11 @@ def warn_of_order(groups: list[Group], saved: list[Group]) -> None:
             f"the groups were saved in the order {[old.get('label') for old in saved]}, and have "
             f"{[group['label'] for group in groups]} here: each has its own numbers again, but the saved state of a "
             "scheduler has lists in that order, such as base_lrs: put them in this one, or make the scheduler anew",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
-def matched(
+def _matched(
     groups: list[Group],
     numbers: list[GroupNumbers],
     state: Mapping[Tensor, Group],
@@ -172,7 +197,7 @@ def matched(
     held: Mapping[object, Mapping[str, Any]],
     take: Take,
     *,
-    is_partial: bool = False,
+    is_partial: bool,
 ) -> tuple[list[Load], list[str]]:
     """Pair state leaves with values of a state dict, and list absent parameters; every other difference raises."""
     absent: list[str] = []
