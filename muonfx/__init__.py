@@ -75,6 +75,7 @@ from muonfx.select.partition import masked, partition
 from muonfx.transforms import (
     AttentionHeads,
     Leaf,
+    MatrixSlot,
     Metric,
     ShapeRule,
     Slot,
@@ -95,6 +96,7 @@ from muonfx.transforms import (
     leafwise,
     master_params,
     match_weight_norms,
+    matrixwise,
     metrics,
     momentum,
     monitor,
@@ -166,7 +168,9 @@ __all__ = [
     "Leaf",
     "Slot",
     "StepCount",
+    "MatrixSlot",
     "leafwise",
+    "matrixwise",
     # transforms
     "AttentionHeads",
     "MatrixView",

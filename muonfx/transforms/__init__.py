@@ -18,6 +18,7 @@ from muonfx.transforms.clip import (
 from muonfx.transforms.decay import add_decayed_weights, cautious, subtract_decayed_weights
 from muonfx.transforms.leafwise import Leaf, Slot, StateAndStep, StepCount, leafwise
 from muonfx.transforms.lion import LionState, scale_by_lion
+from muonfx.transforms.matrixwise import MatrixSlot, StateAndMatrixStep, matrixwise
 from muonfx.transforms.momentum import DebiasedMomentumState, MomentumState, momentum
 from muonfx.transforms.monitor import Metric, MonitorState, metrics, monitor
 from muonfx.transforms.neurons import NeuronsState, normalize_neurons
@@ -41,6 +42,7 @@ from muonfx.transforms.weight_norm import WeightNormsState, keep_weight_norms, m
 __all__ = [
     "Metric",
     "ShapeRule",
+    "StateAndMatrixStep",
     "StateAndStep",
     "AccumulateState",
     "AdamState",
@@ -52,6 +54,7 @@ __all__ = [
     "Leaf",
     "LionState",
     "MasterParamsState",
+    "MatrixSlot",
     "MomentumState",
     "MonitorState",
     "NeuronsState",
@@ -75,6 +78,7 @@ __all__ = [
     "leafwise",
     "master_params",
     "match_weight_norms",
+    "matrixwise",
     "metrics",
     "momentum",
     "monitor",

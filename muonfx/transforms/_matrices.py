@@ -5,7 +5,7 @@ All transforms of matrices use this module, so that they split a leaf in the sam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from glob import escape
 from typing import TypeVar
@@ -15,14 +15,11 @@ from torch import Tensor
 
 from muonfx.core import Locality, Transform
 from muonfx.core.checks import NamePatterns
-from muonfx.select.matrix_view import BlockAxis, Blocks, Dims, MatrixView, stack_blocks, unstack_blocks
+from muonfx.select.matrix_view import MatrixView, stack_blocks, unstack_blocks
 from muonfx.tree import Present, PyTree
 
 __all__ = [
-    "BlockAxis",
-    "Blocks",
-    "Dims",
-    "MatrixView",
+    "Matrices",
     "check_matrices",
     "join_scalars",
     "map_matrices",
@@ -39,6 +36,28 @@ S = TypeVar("S")
 def matrix_locality(*_: object, view: MatrixView, **__: object) -> Locality:
     """Return MATRIX if matrices are the last two dims, else LEAF, which is equivalent for a 2-D leaf."""
     return Locality.MATRIX if view.dims == ((-2,), (-1,)) else Locality.LEAF
+
+
+class Matrices:
+    """The leaves of a tree of updates, each split into the matrices of its view.
+
+    Without ``names``, leaves are named only if the view depends on names.
+    """
+
+    def __init__(self, view: MatrixView, at: Present, leaves: list[Tensor], names: Sequence[str] | None = None) -> None:
+        self.at = at
+        self._names = names or (at.names() if view.needs_names else [""] * len(leaves))
+        self._views = view.of(self._names)
+        self.of_updates = self.split(leaves)
+        """For each leaf a stack of matrices (..., rows, columns), or one for each of several unequal blocks."""
+
+    def split(self, leaves: list[Tensor]) -> list[list[Tensor]]:
+        """Split leaves like the updates."""
+        return [own.split(*each) for own, *each in zip(self._views, leaves, self._names, strict=True)]
+
+    def join(self, matrices: list[list[Tensor]], like: list[Tensor]) -> list[Tensor]:
+        """Undo `split`, for leaves of these shapes."""
+        return [own.join(*each) for own, *each in zip(self._views, matrices, like, strict=True)]
 
 
 def map_matrices(view: MatrixView, function: Callable[..., Tensor], *trees: PyTree) -> PyTree:
@@ -80,13 +99,14 @@ def split_scalars(view: MatrixView, joined: Tensor) -> list[Tensor]:
     return [stack_blocks(joined, view.blocks, view.axis)]
 
 
-def on_stacks(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Transform, dict[str, tuple[int, int]]]:
+def on_stacks(
+    tx: Transform, shapes: Mapping[str, tuple[int, ...]], *, with_blocks: bool = True
+) -> tuple[Transform, dict[str, tuple[int, int]]]:
     """The option ``on_stacks`` of `muonfx.transform`, for transforms with a `MatrixView`."""
     view: MatrixView = tx.arguments["view"]
-    found = [
-        (name, own.matrices(shape)) for own, (name, shape) in zip(view.of(list(shapes)), shapes.items(), strict=True)
-    ]
-    matrices = {name: matrix for name, matrix in found if matrix is not None}
+    views = dict(zip(shapes, view.of(list(shapes)), strict=True))
+    found = {name: own.matrices(shapes[name]) for name, own in views.items() if with_blocks or own.blocks is None}
+    matrices = {name: matrix for name, matrix in found.items() if matrix is not None}
     if not matrices:
         return tx, {}
 

@@ -25,7 +25,7 @@ from muonfx.tree import Present, PyTree, Structure, device_of
 from muonfx.tree import elementwise as ew
 from muonfx.tree.arguments import check_plain, plain_kinds
 
-__all__ = ["Leaf", "Slot", "StateAndStep", "StepCount", "leafwise"]
+__all__ = ["Leaf", "Slot", "SlotTrees", "StateAndStep", "StepCount", "leafwise", "params_for"]
 
 ReadsParams = bool | Literal["updated"]
 Step = Callable[..., tuple["Leaf", PyTree]]
@@ -77,6 +77,11 @@ class Slot:
         else:
             checks.finite("Slot: start", self.start)
 
+    @property
+    def starts_at_params(self) -> bool:
+        """True if its first values are the parameters'."""
+        return isinstance(self.start, str) and self.start == "params"
+
 
 @dataclass(frozen=True)
 class StepCount:
@@ -88,7 +93,7 @@ class StepCount:
     """
 
 
-class _Trees:
+class SlotTrees:
     """Creates, reads and writes the tree that a `Slot` declares."""
 
     def __init__(self, slot: Slot, role: str) -> None:
@@ -96,6 +101,7 @@ class _Trees:
         self._holder = Holder(slot.dtype, role, signed=slot.signed) if isinstance(slot.dtype, Compact) else None
 
     def init(self, params: PyTree) -> PyTree:
+        """Return the first tree."""
         start, holder = self._slot.start, self._holder
         if isinstance(start, str):
             if holder is not None:
@@ -220,7 +226,7 @@ def _declared(
     if not (type(found) is tuple and len(found) == 2 and callable(found[1])):
         raise TypeError(f"{what} returns a state and a step, found {found!r}")
     for place, field in enumerate(tree.leaves(found[0])):
-        if isinstance(field, StepCount) or (isinstance(field, Slot) and (_needs_no_params(field) or reads_params)):
+        if isinstance(field, StepCount) or (isinstance(field, Slot) and (reads_params or not field.starts_at_params)):
             continue
         where = tree.names(found[0])[place]
         if not isinstance(field, Slot):
@@ -229,15 +235,11 @@ def _declared(
     return found
 
 
-def _needs_no_params(slot: Slot) -> bool:
-    return not isinstance(slot.start, str) or slot.start == "zeros"
-
-
 def _functions(name: str, declared: PyTree, step: Step, reads_params: ReadsParams) -> Functions:
     """Build ``init`` and ``update`` from a declared state and a step."""
     slots, treedef = tree.flatten(declared)
     named = zip(slots, tree.names(declared), strict=True) if slots else ()
-    fields = [_Trees(field, role) if isinstance(field, Slot) else None for field, role in named]
+    fields = [SlotTrees(field, role) if isinstance(field, Slot) else None for field, role in named]
     # A plan is cached only if no scalar is a tensor (as counts are): it is then the same at every call.
     kept: list[Plan] = []
 
@@ -271,7 +273,7 @@ def _functions(name: str, declared: PyTree, step: Step, reads_params: ReadsParam
         at, held = Present(updates), tree.subtrees(containers(), state)
         operands, may_write = [at.pick(updates)], [donate.updates]
         if reads_params:
-            operands.append(at.pick(_params(name, params, updates, reads_params)))
+            operands.append(at.pick(params_for(name, params, updates, reads_params)))
             may_write.append(False)
         sources = [0]  # the operand that each output replaces
         for field, own in zip(fields, held, strict=True):
@@ -307,7 +309,8 @@ def _functions(name: str, declared: PyTree, step: Step, reads_params: ReadsParam
     return Functions(init, update)
 
 
-def _params(name: str, params: PyTree, updates: PyTree, reads_params: ReadsParams) -> PyTree:
+def params_for(name: str, params: PyTree, updates: PyTree, reads_params: ReadsParams) -> PyTree:
+    """Return the parameters that a step reads; raise if they are missing."""
     if params is None:
         raise ValueError(f"{name} needs the parameters: call update(updates, state, params)")
     return apply_updates(params, updates) if reads_params == "updated" else params

@@ -1,0 +1,292 @@
+"""Transforms that work matrix by matrix, written as the arithmetic of a stack of matrices."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, ParamSpec, overload
+
+import torch
+from torch import Tensor
+
+from muonfx import tree
+from muonfx.core import Donation, Transform, checks, transform
+from muonfx.core.contract import NOTHING, Functions
+from muonfx.core.order import Position
+from muonfx.select.matrix_view import MatrixView
+from muonfx.transforms._matrices import Matrices, matrix_locality, name_patterns, on_stacks
+from muonfx.transforms._pinned import WideStateDtype, state_dtype
+from muonfx.transforms.leafwise import Slot, SlotTrees, params_for
+from muonfx.tree import Present, PyTree, Structure
+from muonfx.tree import elementwise as ew
+
+__all__ = ["MatrixSlot", "MatrixStates", "StateAndMatrixStep", "matrixwise"]
+
+StateAndMatrixStep = tuple[PyTree, Callable[..., tuple[Tensor, PyTree]]]
+"""The pair that a function under `matrixwise` returns: a state of `Slot` and `MatrixSlot`, and the step of a stack."""
+
+P = ParamSpec("P")
+
+
+def _one_zero(matrices: Tensor) -> Tensor:
+    return matrices.new_zeros((*matrices.shape[:-2], 1, 1))
+
+
+@dataclass(frozen=True)
+class MatrixSlot:
+    """State of a transform for each matrix, such as a norm or a basis, in a pinned dtype.
+
+    For a leaf of one stack of matrices (..., rows, columns) it is stored as ``start`` returns it. For a leaf whose
+    view has blocks of different sizes, the states of the blocks are flattened and concatenated: (..., elements).
+
+    Args:
+        start: a function from a parameter's matrices (..., rows, columns) to their first state (..., any, any). Its
+            shape must depend on the shape of the matrices only. The default is a zero, (..., 1, 1).
+        dtype: "auto" for at least fp32 and never narrower than the parameter, a floating dtype for all, or None for
+            each parameter's own.
+        argument: the argument that pins it, for errors.
+        saturates: whether a value beyond the range of the pinned dtype is stored as the largest number, not as an
+            infinity.
+
+    Raises:
+        TypeError: the dtype is not floating point.
+        ValueError: the dtype is a string other than "auto".
+
+    >>> import muonfx as mfx
+    >>> mfx.MatrixSlot(dtype=torch.bfloat16).dtype
+    torch.bfloat16
+    """
+
+    start: Callable[[Tensor], Tensor] = _one_zero
+    dtype: WideStateDtype = "auto"
+    argument: str = "dtype"
+    saturates: bool = False
+
+    def __post_init__(self) -> None:
+        checks.state_dtype(self.argument, self.dtype)
+
+    def split(self, stored: Tensor, matrices: Sequence[Tensor]) -> list[Tensor]:
+        """Return the state of each stack of matrices in a leaf."""
+        if len(matrices) == 1:
+            return [stored]
+        shapes = [tuple(self.start(matrix.new_empty(matrix.shape, device="meta")).shape) for matrix in matrices]
+        batch = matrices[0].ndim - 2
+        parts = stored.split([prod(shape[batch:]) for shape in shapes], dim=-1)
+        return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    def join(self, states: Sequence[Tensor], matrices: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """Undo `split`, and round to the pinned dtype."""
+        batch = matrices[0].ndim - 2
+        joined = states[0] if len(states) == 1 else torch.cat([state.flatten(batch) for state in states], dim=-1)
+        limit = torch.finfo(dtype).max
+        if self.saturates and torch.finfo(joined.dtype).max > limit:
+            joined = joined.clamp(-limit, limit)
+        return joined.to(dtype)
+
+
+@overload
+def matrixwise(constructor: Callable[P, StateAndMatrixStep], /) -> Callable[P, Transform]: ...
+
+
+@overload
+def matrixwise(
+    *,
+    name: str | None = None,
+    reads_params: bool = False,
+    position: Position | Callable[..., Position | None] | None = None,
+    short_names: Mapping[str, str | tuple[str, ...]] | None = None,
+) -> Callable[[Callable[P, StateAndMatrixStep]], Callable[P, Transform]]: ...
+
+
+def matrixwise(
+    constructor: Callable[..., StateAndMatrixStep] | None = None,
+    *,
+    name: str | None = None,
+    reads_params: bool = False,
+    position: Position | Callable[..., Position | None] | None = None,
+    short_names: Mapping[str, str | tuple[str, ...]] | None = None,
+) -> Any:
+    """Make a factory of transforms from a function that returns a state and the arithmetic of a stack of matrices.
+
+    The function has an argument ``view``, a `MatrixView` that says which matrices each parameter holds. It returns a
+    state and a step. The state is a NamedTuple, dict or tuple of `Slot` (a tree like the parameters, split into
+    matrices like them) and `MatrixSlot` (a state of its own shape for each matrix); ``EmptyState()`` if there is none.
+
+    The step is ``step(u, s) -> (u, s)``, or ``step(u, s, p)`` with ``reads_params=True``: the updates of a stack of
+    matrices (..., rows, columns), their state in the same containers, and their parameters. It returns new tensors and
+    treats each matrix of the stack alone. All operands are in the dtype to compute in: the widest of them and at least
+    fp32. The results are rounded to the update's dtype and to the pinned dtypes of the state.
+
+    The decorator checks that parameters are matrices, splits leaves as the view says, skips gradients of None and
+    empty matrices, and joins the results. `muonfx.leafwise` is for elementwise work, `muonfx.transform` for the rest.
+
+    Args:
+        constructor: the function. It validates its arguments, and its name becomes the transform's name.
+        name: as for `muonfx.transform`.
+        reads_params: whether the step takes the parameters. State that starts at the parameters' values needs it too.
+        position: as for `muonfx.transform`.
+        short_names: as for `muonfx.transform`.
+
+    Returns:
+        A factory with the constructor's name, signature and docstring. Its transforms have locality MATRIX if the view
+        says that matrices are the last two dims, else LEAF.
+
+    Raises:
+        TypeError: the function has no argument ``view``, or does not return a state of slots and a step.
+        ValueError: at `init`, a leaf is not a matrix or does not fit the view; at `update`, the parameters are missing
+            that the step reads, or an update has another shape than its matrix.
+
+    Example:
+        >>> import muonfx as mfx
+        >>> @mfx.matrixwise(position="sets_size")
+        ... def divide_by_average_norm(decay: float = 0.9, *, view: mfx.MatrixView = mfx.MatrixView()):
+        ...     def step(u, s):
+        ...         norm = torch.lerp(torch.linalg.matrix_norm(u, keepdim=True), s["norm"], decay)
+        ...         return u / norm, {"norm": norm}
+        ...
+        ...     return {"norm": mfx.MatrixSlot()}, step
+        >>> tx = divide_by_average_norm(0.5, view=mfx.MatrixView(blocks={"*.qkv": 2}))
+        >>> params = {"attn.qkv": torch.zeros(2, 2)}
+        >>> tx.update({"attn.qkv": torch.tensor([[3.0, 4.0], [0.0, 1.0]])}, tx.init(params))[0]
+        {'attn.qkv': tensor([[1.2000, 1.6000],
+                [0.0000, 2.0000]])}
+    """
+
+    def decorate(constructor: Callable[..., StateAndMatrixStep]) -> Callable[..., Transform]:
+        parameters = inspect.signature(constructor).parameters
+        if "view" not in parameters or not isinstance(parameters["view"].default, MatrixView):
+            raise TypeError(
+                f"matrixwise: {constructor.__name__} has no argument view; give it a keyword argument "
+                "view: MatrixView = MatrixView(), by which its callers say which matrices a parameter holds"
+            )
+
+        @functools.wraps(constructor)
+        def build(*args: object, view: MatrixView = parameters["view"].default, **kwargs: object) -> Functions:
+            found: object = constructor(*args, view=view, **kwargs)
+            if not (type(found) is tuple and len(found) == 2 and callable(found[1])):
+                raise TypeError(
+                    f"{constructor.__name__}: a matrixwise constructor returns a state and a step, found {found!r}"
+                )
+            return _functions(constructor.__name__, view, *found, reads_params=reads_params)
+
+        def independent(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> Any:
+            """Return ``on_stacks`` of a transform: the state of a stack of stacks has more dims than of a stack."""
+            state, _ = constructor(**tx.arguments)
+            is_simple = not any(isinstance(slot, MatrixSlot) for slot in tree.leaves(state))
+            return on_stacks(tx, shapes, with_blocks=is_simple)
+
+        decorator = transform(
+            name=name,
+            locality=matrix_locality,
+            reads_params=reads_params,
+            on_stacks=independent,
+            name_patterns=name_patterns,
+            position=position,
+            short_names=short_names,
+        )
+        return decorator(build)
+
+    return decorate if constructor is None else decorate(constructor)
+
+
+class _Like:
+    """Creates, reads and writes the tree that a `Slot` declares, split into matrices as the parameters are."""
+
+    def __init__(self, slot: Slot, role: str) -> None:
+        self._trees = SlotTrees(slot, role)
+
+    def init(self, params: PyTree, matrices: Matrices) -> PyTree:
+        return self._trees.init(params)
+
+    def read(self, held: PyTree, matrices: Matrices) -> list[list[Tensor]]:
+        return matrices.split(self._trees.read(matrices.at, held)[0])
+
+    def write(self, states: list[list[Tensor]], held: PyTree, matrices: Matrices) -> PyTree:
+        stored = self._trees.read(matrices.at, held)[0]
+        return self._trees.write(matrices.at, matrices.join(states, stored), stored, held, reuse=False)
+
+
+class MatrixStates:
+    """Creates, reads and writes the tree that a `MatrixSlot` declares: a tensor for each leaf."""
+
+    def __init__(self, slot: MatrixSlot) -> None:
+        self._slot = slot
+
+    def init(self, params: PyTree, matrices: Matrices) -> PyTree:
+        """Return the first states of the parameters' matrices."""
+        slot, made = self._slot, list[Tensor]()
+        for leaf, own in zip(matrices.at.pick(params), matrices.of_updates, strict=True):
+            states = [slot.start(matrix.detach()) for matrix in own]
+            made.append(slot.join(states, own, state_dtype(slot.dtype, leaf.dtype)))
+        return matrices.at.fill(made)
+
+    def read(self, held: PyTree, matrices: Matrices) -> list[list[Tensor]]:
+        """Return the states of the matrices of each updated leaf."""
+        pairs = zip(matrices.at.pick(held), matrices.of_updates, strict=True)
+        return [self._slot.split(stored, own) for stored, own in pairs]
+
+    def write(self, states: list[list[Tensor]], held: PyTree, matrices: Matrices) -> PyTree:
+        """Return the tree with new states, rounded to the pinned dtype."""
+        operands = zip(states, matrices.of_updates, matrices.at.pick(held), strict=True)
+        return matrices.at.fill([self._slot.join(new, own, old.dtype) for new, own, old in operands], held)
+
+
+def _functions(
+    name: str, view: MatrixView, declared: PyTree, step: Callable[..., Any], *, reads_params: bool
+) -> Functions:
+    """Build ``init`` and ``update`` from a declared state and a step."""
+    fields: list[_Like | MatrixStates] = []
+    for slot, role in zip(tree.leaves(declared), tree.names(declared) if tree.leaves(declared) else (), strict=True):
+        if isinstance(slot, Slot) and slot.starts_at_params and not reads_params:
+            raise TypeError(f"{name}: the slot {role!r} starts at the parameters; declare reads_params=True")
+        if not isinstance(slot, Slot | MatrixSlot):
+            raise TypeError(f"{name}: expected a state of Slot and MatrixSlot, found {slot!r} at {role!r}")
+        fields.append(_Like(slot, role) if isinstance(slot, Slot) else MatrixStates(slot))
+
+    def containers() -> Structure:
+        return tree.flatten(declared)[1]  # made at each call, because tracing has its own structures
+
+    def advance(u: Tensor, old: list[Tensor], p: list[Tensor]) -> list[Tensor]:
+        """Return the update of one stack of matrices and its new state, in the dtype to compute in."""
+        if u.numel() == 0:
+            return [u.clone(), *(state.clone() for state in old)]
+        wide = ew.wide_dtype(*(x.dtype for x in (u, *old, *p)))
+        given = [x.to(wide) for x in (u, *old)]
+        out, state = step(given[0], tree.unflatten(containers(), given[1:]), *(x.to(wide) for x in p))
+        made = [out, *tree.subtrees(containers(), state)]
+        for new, own in zip(made, given, strict=True):
+            if new.shape != own.shape:
+                raise ValueError(f"{name}: the step returns shape {tuple(new.shape)}, expected {tuple(own.shape)}")
+        # What is returned may not share storage with what was given.
+        return [new.clone() if any(new is own for own in given) else new for new in made]
+
+    def init(params: PyTree) -> PyTree:
+        at = Present(params)
+        matrices = Matrices(view, at, at.pick(params), names=at.names())
+        return tree.unflatten(containers(), [field.init(params, matrices) for field in fields])
+
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING
+    ) -> tuple[PyTree, PyTree]:
+        at = Present(updates)
+        leaves = at.pick(updates)
+        matrices = Matrices(view, at, leaves)
+        operands = [matrices.of_updates]
+        held = tree.subtrees(containers(), state)
+        operands += [field.read(own, matrices) for field, own in zip(fields, held, strict=True)]
+        if reads_params:
+            operands.append(matrices.split(at.pick(params_for(name, params, updates, reads_params))))
+        last = 1 + len(fields)
+        made = [
+            [advance(one[0], list(one[1:last]), list(one[last:])) for one in zip(*stacks, strict=True)]
+            for stacks in zip(*operands, strict=True)
+        ]
+        out, *states = ([[found[place] for found in leaf] for leaf in made] for place in range(last))
+        out = [[matrix.to(leaf.dtype) for matrix in own] for own, leaf in zip(out, leaves, strict=True)]
+        new = [field.write(own, old, matrices) for field, own, old in zip(fields, states, held, strict=True)]
+        return at.fill(matrices.join(out, leaves)), tree.unflatten(containers(), new)
+
+    return Functions(init, update)
