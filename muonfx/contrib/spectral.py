@@ -5,18 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from muonfx import polar, tree
-from muonfx.core import Donation, Transform, checks, transform
+from muonfx import polar
+from muonfx.core import Donation, EmptyState, Transform, checks, transform
 from muonfx.core.contract import NOTHING
 from muonfx.polar.scaling import power_of_two
-from muonfx.transforms._matrices import (
-    MatrixView,
-    map_matrices,
-    matrix_locality,
-    name_patterns,
-)
-from muonfx.transforms.normalize import matrixwise, of_matrices
-from muonfx.tree import PyTree
+from muonfx.select import MatrixView
+from muonfx.transforms._matrices import Matrices, matrix_locality, name_patterns
+from muonfx.transforms.matrixwise import matrixwise
+from muonfx.tree import Present, PyTree
 from muonfx.tree import elementwise as ew
 
 __all__ = ["clip_singular_values", "scale_by_dual_norm"]
@@ -26,7 +22,7 @@ LARGEST = 3e4
 """The largest Frobenius norm, in thresholds, of a matrix that is clipped without being scaled down first."""
 
 
-@of_matrices(position=None)
+@matrixwise
 def clip_singular_values(
     threshold: float = 1.0,
     *,
@@ -62,15 +58,16 @@ def clip_singular_values(
     """
     checks.positive("threshold", threshold)
     polar.explain((0, 0), coefficients="polar_express", steps=steps)  # raises if the steps are malformed
-    return matrixwise(view, lambda matrix: _clip(matrix, threshold, steps))
+
+    def step(u: Tensor, s: EmptyState):
+        return _clip(u, threshold, steps), s
+
+    return EmptyState(), step
 
 
 def _clip(matrix: Tensor, threshold: float | Tensor, steps: int) -> Tensor:
-    if matrix.numel() == 0:
-        return matrix
-    wide = matrix.to(ew.wide_dtype(matrix.dtype))
     is_tall = matrix.shape[-2] > matrix.shape[-1]
-    x = wide.mT if is_tall else wide
+    x = matrix.mT if is_tall else matrix
     # The excess is a difference of numbers as large as the matrix: above LARGEST it would be rounding error only.
     power = power_of_two(x.detach().abs().amax((-2, -1), keepdim=True))
     small = x * power
@@ -83,7 +80,7 @@ def _clip(matrix: Tensor, threshold: float | Tensor, steps: int) -> Tensor:
     clipped = x - (excess + excess @ _polar(excess, steps)) @ factor / 2
     # Rounding errors are relative to the threshold, so a matrix with a smaller norm is returned unchanged.
     clipped = torch.where(_norm(x) <= threshold, x, clipped)
-    return (clipped.mT if is_tall else clipped).to(matrix.dtype)
+    return clipped.mT if is_tall else clipped
 
 
 def _polar(x: Tensor, steps: int) -> Tensor:
@@ -134,11 +131,15 @@ def scale_by_dual_norm(
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: object):
         # The gradient is needed after the inner transform, so it is not donated.
         out, state = inner.run(updates, state, params, donate=Donation(False, donate.state), **extras)
+        at = Present(out)
+        directions = at.pick(out)
         # An accumulating inner transform may update a leaf without a gradient, which counts as zero.
-        pairs = zip(tree.leaves(out), tree.leaves(updates), strict=True)
-        gradients = [torch.zeros_like(u) if g is None and u is not None else g for u, g in pairs]
-        gradients = tree.unflatten(tree.flatten(updates)[1], gradients)
-        return map_matrices(view, _scale_by_inner_product, out, gradients), state
+        pairs = zip(directions, at.pick(updates), strict=True)
+        gradients = [torch.zeros_like(u) if g is None else g for u, g in pairs]
+        matrices = Matrices(view, at, directions)
+        pairs = zip(matrices.of_updates, matrices.split(gradients), strict=True)
+        scaled = [list(map(_scale_by_inner_product, *own)) for own in pairs]
+        return at.fill(matrices.join(scaled, directions)), state
 
     return init, update
 

@@ -2,46 +2,24 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Donation, EmptyState, Locality, transform
 from muonfx.core.combine import no_state
-from muonfx.core.contract import NOTHING, Functions
+from muonfx.core.contract import NOTHING
 from muonfx.polar.scaling import power_of_two
-from muonfx.transforms._matrices import (
-    MatrixView,
-    check_matrices,
-    map_matrices,
-    matrix_locality,
-    name_patterns,
-    on_stacks,
-)
+from muonfx.select import MatrixView
+from muonfx.transforms.matrixwise import StateAndMatrixStep, matrixwise
 from muonfx.tree import PyTree
 from muonfx.tree import elementwise as ew
 
 __all__ = ["normalize_columns", "normalize_leaves", "normalize_matrices", "normalize_rows"]
 
-of_matrices = functools.partial(
-    transform,
-    locality=matrix_locality,
-    reads_params=False,
-    on_stacks=on_stacks,
-    name_patterns=name_patterns,
-    position="sets_size",
-)
-"""Declares a stateless transform that normalizes each matrix of a view independently."""
 
-
-@of_matrices()
-def normalize_rows(
-    *,
-    view: MatrixView = MatrixView(),
-):
+@matrixwise(position="sets_size")
+def normalize_rows(*, view: MatrixView = MatrixView()):
     r"""Divide each row of each matrix by its root mean square, $u_{ij} / \sqrt{\mathrm{mean}_j(u_{ij}^2)}$.
 
     A row belongs to an output feature; in an embedding, to a token. Zero rows stay zero. The result is bitwise the same
@@ -62,14 +40,11 @@ def normalize_rows(
         tensor([[ 1., -1.],
                 [ 0.,  0.]])
     """
-    return _normalize_matrices(view, (-1,))
+    return _to_unit_rms_over(-1)
 
 
-@of_matrices()
-def normalize_columns(
-    *,
-    view: MatrixView = MatrixView(),
-):
+@matrixwise(position="sets_size")
+def normalize_columns(*, view: MatrixView = MatrixView()):
     r"""Divide each column of each matrix by its root mean square, $u_{ij} / \sqrt{\mathrm{mean}_i(u_{ij}^2)}$.
 
     A column belongs to an input feature. Zero columns stay zero, and NaN stays in its column.
@@ -90,14 +65,11 @@ def normalize_columns(
         tensor([[ 1.,  0.],
                 [-1.,  0.]])
     """
-    return _normalize_matrices(view, (-2,))
+    return _to_unit_rms_over(-2)
 
 
-@of_matrices()
-def normalize_matrices(
-    *,
-    view: MatrixView = MatrixView(),
-):
+@matrixwise(position="sets_size")
+def normalize_matrices(*, view: MatrixView = MatrixView()):
     """Divide each matrix by its root mean square.
 
     Behind it, ``scale(0.2)`` gives updates of the size that AdamW's customarily have. A zero matrix stays zero, and NaN
@@ -119,7 +91,7 @@ def normalize_matrices(
         tensor([[ 1., -1.],
                 [ 1.,  1.]])
     """
-    return _normalize_matrices(view, (-2, -1))
+    return _to_unit_rms_over(-2, -1)
 
 
 @transform(locality=Locality.LEAF, reads_params=False, position="sets_size")
@@ -142,21 +114,8 @@ def normalize_leaves():
     return no_state, update
 
 
-def _normalize_matrices(view: MatrixView, dim: tuple[int, ...]) -> Functions:
-    return matrixwise(view, lambda matrix: to_unit_rms(matrix, dim))
-
-
-def matrixwise(view: MatrixView, function: Callable[[Tensor], Tensor]) -> Functions:
-    """Build ``init`` and ``update`` of a stateless transform from its function of (..., rows, columns)."""
-
-    def init(params: PyTree) -> EmptyState:
-        check_matrices(view, params)
-        return EmptyState()
-
-    def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
-        return map_matrices(view, function, updates), state
-
-    return Functions(init, update)
+def _to_unit_rms_over(*dim: int) -> StateAndMatrixStep:
+    return EmptyState(), lambda u, s: (to_unit_rms(u, dim), s)
 
 
 def to_unit_rms(x: Tensor, dim: tuple[int, ...]) -> Tensor:
