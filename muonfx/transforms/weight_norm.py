@@ -7,23 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from muonfx.core import Donation, EmptyState, checks, transform
-from muonfx.core.contract import NOTHING
+from muonfx.core import EmptyState
 from muonfx.polar.scaling import power_of_two
-from muonfx.transforms._matrices import (
-    MatrixView,
-    check_matrices,
-    join_scalars,
-    map_matrices,
-    matrix_locality,
-    name_patterns,
-    on_stacks,
-    on_stacks_without_blocks,
-    split_scalars,
-)
-from muonfx.transforms._pinned import WideStateDtype, state_dtype
+from muonfx.select import MatrixView
+from muonfx.transforms._pinned import WideStateDtype
+from muonfx.transforms.matrixwise import MatrixSlot, matrixwise
 from muonfx.transforms.normalize import to_unit_rms
-from muonfx.tree import Present, PyTree
+from muonfx.tree import PyTree
 from muonfx.tree import elementwise as ew
 
 __all__ = ["WeightNormsState", "keep_weight_norms", "match_weight_norms"]
@@ -33,11 +23,10 @@ class WeightNormsState(NamedTuple):
     """State of `keep_weight_norms`."""
 
     radius: PyTree
-    """The norm that each matrix keeps, in the pinned dtype: shape (..., 1, 1) for a leaf of shape (..., rows, columns),
-    with a number for each block along the block axis."""
+    """The norm that each matrix keeps, a `MatrixSlot` of shape (..., 1, 1) in the pinned dtype."""
 
 
-@transform(locality=matrix_locality, on_stacks=on_stacks, name_patterns=name_patterns, position="sets_size")
+@matrixwise(reads_params=True, position="sets_size")
 def match_weight_norms(
     *,
     view: MatrixView = MatrixView(),
@@ -62,27 +51,14 @@ def match_weight_norms(
         tensor(6.)
     """
 
-    def init(params: PyTree) -> EmptyState:
-        check_matrices(view, params)
-        return EmptyState()
+    def step(u: Tensor, s: EmptyState, p: Tensor):
+        size = norm(p) * (p.shape[-2] * p.shape[-1]) ** -0.5
+        return torch.where(size == 0, u, to_unit_rms(u, (-2, -1)) * size), s
 
-    def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
-        if params is None:
-            raise ValueError("match_weight_norms needs the parameters: call update(updates, state, params)")
-        return map_matrices(view, _match, updates, params), state
-
-    return init, update
+    return EmptyState(), step
 
 
-def _match(update: Tensor, weight: Tensor) -> Tensor:
-    if update.numel() == 0:
-        return update.clone()
-    u = update.to(ew.wide_dtype(update.dtype, weight.dtype))
-    size = norm(weight) * (weight.shape[-2] * weight.shape[-1]) ** -0.5
-    return torch.where(size == 0, u, to_unit_rms(u, (-2, -1)) * size).to(update.dtype)
-
-
-@transform(locality=matrix_locality, on_stacks=on_stacks_without_blocks, name_patterns=name_patterns, position="last")
+@matrixwise(reads_params=True, position="last")
 def keep_weight_norms(
     *,
     dtype: WideStateDtype = "auto",
@@ -113,43 +89,14 @@ def keep_weight_norms(
         >>> mfx.apply_updates(params, updates)["w"]
         tensor([[0., 5.]])
     """
-    checks.state_dtype("dtype", dtype)
 
-    def init(params: PyTree) -> WeightNormsState:
-        at = Present(params)
-        names, leaves = at.names(), at.pick(params)
-        radii = [
-            join_scalars(own, [norm(m.detach()).to(state_dtype(dtype, leaf.dtype)) for m in own.split(leaf, name)])
-            for own, leaf, name in zip(view.of(names), leaves, names, strict=True)
-        ]
-        return WeightNormsState(at.fill(radii))
+    def step(u: Tensor, s: WeightNormsState, p: Tensor):
+        moved = p + u
+        found, target = norm(moved), s.radius
+        fixed = (found == 0) | (target == 0)
+        return torch.where(fixed, u, moved * (target / torch.where(fixed, 1.0, found)) - p), s
 
-    def update(updates: PyTree, state: WeightNormsState, params: PyTree = None, *, donate: Donation = NOTHING):
-        if params is None:
-            raise ValueError("keep_weight_norms needs the parameters: call update(updates, state, params)")
-        at = Present(updates)
-        leaves = at.pick(updates)
-        names = at.names() if view.needs_names else [""] * len(leaves)
-        out: list[Tensor] = []
-        for own, leaf, weight, radius, name in zip(
-            view.of(names), leaves, at.pick(params), at.pick(state.radius), names, strict=True
-        ):
-            matrices = zip(own.split(leaf, name), own.split(weight, name), split_scalars(own, radius), strict=True)
-            out.append(own.join([_keep(*each) for each in matrices], leaf))
-        return at.fill(out), state
-
-    return init, update
-
-
-def _keep(update: Tensor, weight: Tensor, radius: Tensor) -> Tensor:
-    if update.numel() == 0:
-        return update.clone()
-    wide = ew.wide_dtype(update.dtype, weight.dtype, radius.dtype)
-    u, w, target = update.to(wide), weight.to(wide), radius.to(wide)
-    moved = w + u
-    found = norm(moved)
-    fixed = (found == 0) | (target == 0)
-    return torch.where(fixed, u, moved * (target / torch.where(fixed, 1.0, found)) - w).to(update.dtype)
+    return WeightNormsState(MatrixSlot(norm, dtype)), step
 
 
 def norm(matrix: Tensor) -> Tensor:
