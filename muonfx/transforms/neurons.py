@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from muonfx.core import Donation, checks, transform
-from muonfx.core.contract import NOTHING
+from muonfx.core import checks
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.polar.scaling import power_of_two
-from muonfx.select.matrix_view import stack_blocks, unstack_blocks
-from muonfx.transforms._matrices import (
-    MatrixView,
-    matrix_locality,
-    name_patterns,
-    on_stacks_without_blocks,
-)
-from muonfx.transforms._pinned import WideStateDtype, state_dtype
-from muonfx.tree import Present, PyTree
+from muonfx.select import MatrixView
+from muonfx.transforms._pinned import WideStateDtype
+from muonfx.transforms.matrixwise import MatrixSlot, matrixwise
+from muonfx.tree import PyTree
 from muonfx.tree import elementwise as ew
 
 __all__ = ["NeuronsState", "normalize_neurons"]
@@ -30,18 +23,10 @@ class NeuronsState(NamedTuple):
     """State of `normalize_neurons`."""
 
     nu: PyTree
-    """Second moment of each row, in the pinned dtype: shape (..., rows, 1) for a leaf of shape (..., rows, columns), or
-    (..., rows, blocks) where columns are cut into blocks. Of each column: (..., 1, columns) or (..., blocks, columns).
-    Of blocks of given sizes with ``axis="longer"``: (..., 1, moments), one block's behind another's."""
+    """Second moment of each row, (..., rows, 1), or column, (..., 1, columns): a `MatrixSlot` in the pinned dtype."""
 
 
-@transform(
-    locality=matrix_locality,
-    reads_params=False,
-    on_stacks=on_stacks_without_blocks,
-    name_patterns=name_patterns,
-    position=lambda *_, keep_norm, **__: None if keep_norm else "sets_size",
-)
+@matrixwise(position=lambda *_, keep_norm, **__: None if keep_norm else "sets_size")
 def normalize_neurons(
     decay: ScalarOrSchedule = 0.95,
     eps: ScalarOrSchedule = 1e-8,
@@ -88,52 +73,31 @@ def normalize_neurons(
     """
     decay = checks.in_unit_interval("decay", decay)
     eps = checks.at_least("eps", eps, 0.0)
-    checks.state_dtype("dtype", dtype)
     if axis not in ("rows", "longer"):
         raise ValueError(f'normalize_neurons: axis must be "rows" or "longer", found {axis!r}')
 
-    def init(params: PyTree) -> NeuronsState:
-        at = Present(params)
-        names, leaves = at.names(), at.pick(params)
-        moments: list[Tensor] = []
-        for own, leaf, name in zip(view.of(names), leaves, names, strict=True):
-            shapes = [_moments_of(m, axis) for m in own.split(leaf, name)]
-            parts = [leaf.new_zeros(shape, dtype=state_dtype(dtype, leaf.dtype)) for shape in shapes]
-            moments.append(_join_moments(own, parts, axis))
-        return NeuronsState(at.fill(moments))
+    def is_by_columns(matrix: Tensor) -> bool:
+        return axis == "longer" and matrix.shape[-1] > matrix.shape[-2]
 
-    def update(updates: PyTree, state: NeuronsState, params: PyTree = None, *, donate: Donation = NOTHING):
-        at = Present(updates)
-        leaves, moments = at.pick(updates), at.pick(state.nu)
-        names = at.names() if view.needs_names else [""] * len(leaves)
-        out: list[Tensor] = []
-        kept: list[Tensor] = []
-        for own, leaf, nu, name in zip(view.of(names), leaves, moments, names, strict=True):
-            matrices = own.split(leaf, name)
-            done: list[tuple[Tensor, Tensor]] = []
-            for matrix, moment in zip(matrices, _split_moments(own, nu, matrices, axis), strict=True):
-                if _by_columns(matrix, axis):
-                    turned, again = _normalize(matrix.mT, moment.mT, decay, eps, keep_norm)
-                    done.append((turned.mT, again.mT))
-                else:
-                    done.append(_normalize(matrix, moment, decay, eps, keep_norm))
-            out.append(own.join([normalized.to(leaf.dtype) for normalized, _ in done], leaf))
-            kept.append(_join_moments(own, [moment.to(nu.dtype) for _, moment in done], axis))
-        return at.fill(out), NeuronsState(at.fill(kept, state.nu))
+    def start(matrix: Tensor) -> Tensor:
+        return matrix.new_zeros(matrix[..., :1, :].shape if is_by_columns(matrix) else matrix[..., :1].shape)
 
-    return init, update
+    def step(u: Tensor, s: NeuronsState):
+        if is_by_columns(u):
+            normalized, moment = _normalize(u.mT, s.nu.mT, decay, eps, keep_norm)
+            return normalized.mT, NeuronsState(moment.mT)
+        normalized, moment = _normalize(u, s.nu, decay, eps, keep_norm)
+        return normalized, NeuronsState(moment)
+
+    return NeuronsState(MatrixSlot(start, dtype, saturates=True)), step
 
 
 def _normalize(
-    matrix: Tensor, nu: Tensor, decay: float | Tensor, eps: float | Tensor, keep_norm: bool
+    u: Tensor, old: Tensor, decay: float | Tensor, eps: float | Tensor, keep_norm: bool
 ) -> tuple[Tensor, Tensor]:
-    wide = ew.wide_dtype(matrix.dtype, nu.dtype)
-    u, old = matrix.to(wide), nu.to(wide)
-    if u.numel() == 0:
-        return u, old.clone()
     # Scale by exact powers of two before squaring, so that no square overflows or underflows.
     small, power = _to_unit(u)
-    mean_square = (small.square().mean(dim=-1, keepdim=True) / power / power).clamp(max=torch.finfo(nu.dtype).max)
+    mean_square = (small.square().mean(dim=-1, keepdim=True) / power / power).clamp(max=torch.finfo(u.dtype).max)
     moment = old + (1.0 - decay) * (mean_square - old)
     # The root of a row that has always been zero has no derivative, and 0 / (0 + eps) is 0 in any case.
     divisor = ew.safe_sqrt(moment) + eps
@@ -151,38 +115,3 @@ def _to_unit(x: Tensor) -> tuple[Tensor, Tensor]:
     """Multiply each matrix by a power of two that makes its largest magnitude about 1; return both."""
     power = power_of_two(x.detach().abs().amax((-2, -1), keepdim=True))
     return x * power, power
-
-
-def _by_columns(matrix: Tensor, axis: str) -> bool:
-    return axis == "longer" and matrix.shape[-1] > matrix.shape[-2]
-
-
-def _moments_of(matrix: Tensor, axis: str) -> tuple[int, ...]:
-    """Return the shape of the moments of a matrix's neurons."""
-    *batch, rows, columns = matrix.shape
-    return (*batch, 1, columns) if _by_columns(matrix, axis) else (*batch, rows, 1)
-
-
-def _split_moments(view: MatrixView, moments: Tensor, matrices: Sequence[Tensor], axis: str) -> list[Tensor]:
-    """Undo `_join_moments`: one tensor for each of unequal blocks, or one stack of equal blocks."""
-    if view.blocks is None:
-        return [moments]
-    if isinstance(view.blocks, int):
-        return [stack_blocks(moments, view.blocks, view.axis)]
-    if axis == "longer":
-        shapes = [_moments_of(matrix, axis) for matrix in matrices]
-        parts = moments.squeeze(-2).split([shape[-2] * shape[-1] for shape in shapes], dim=-1)
-        return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
-    sizes = [1] * len(view.blocks) if view.axis == -1 else list(view.blocks)
-    return list(moments.split(sizes, dim=view.axis))
-
-
-def _join_moments(view: MatrixView, parts: Sequence[Tensor], axis: str) -> Tensor:
-    """Join the moments of a leaf's blocks into one tensor, laid out as documented at `NeuronsState`."""
-    if view.blocks is None:
-        return parts[0]
-    if isinstance(view.blocks, int):
-        return unstack_blocks(parts[0], view.axis)
-    if axis == "longer":  # the longer side may differ between unequal blocks
-        return torch.cat([part.flatten(-2) for part in parts], dim=-1).unsqueeze(-2)
-    return torch.cat(list(parts), dim=view.axis)
