@@ -8,20 +8,14 @@ import torch
 from torch import Tensor
 
 from muonfx.compact.noise import uniform
-from muonfx.core import Donation, checks, transform
-from muonfx.core.contract import NOTHING
+from muonfx.core import checks
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.polar.scaling import power_of_two
-from muonfx.transforms._matrices import (
-    MatrixView,
-    check_matrices,
-    map_matrices,
-    matrix_locality,
-    name_patterns,
-    on_stacks,
-)
-from muonfx.transforms._pinned import WideStateDtype, state_dtype, store, widen, zeros
-from muonfx.tree import Present, PyTree
+from muonfx.select import MatrixView
+from muonfx.transforms._pinned import WideStateDtype
+from muonfx.transforms.leafwise import Slot
+from muonfx.transforms.matrixwise import MatrixSlot, matrixwise
+from muonfx.tree import PyTree
 from muonfx.tree import elementwise as ew
 
 __all__ = ["DionState", "SampledMomentumState", "sampled_momentum", "scale_by_dion"]
@@ -33,8 +27,7 @@ class DionState(NamedTuple):
     trace: PyTree
     """The part of the summed gradients that no update has stood for yet, like the parameters, in the pinned dtype."""
     basis: PyTree
-    """The right factor of the last update, in the pinned dtype: shape (..., columns, rank) for a leaf of shape (...,
-    rows, columns)."""
+    """The right factor of the last update, (..., columns, rank): a `MatrixSlot` in the pinned dtype."""
 
 
 class SampledMomentumState(NamedTuple):
@@ -44,13 +37,7 @@ class SampledMomentumState(NamedTuple):
     """The part of the summed gradients that no update has stood for yet, like the parameters, in the pinned dtype."""
 
 
-@transform(
-    locality=matrix_locality,
-    reads_params=False,
-    name_patterns=name_patterns,
-    short_names={"momentum": "decay"},
-    position="sets_size",
-)
+@matrixwise(short_names={"momentum": "decay"}, position="sets_size")
 def scale_by_dion(
     rank: int = 768,
     decay: ScalarOrSchedule = 0.95,
@@ -72,11 +59,11 @@ def scale_by_dion(
         decay: $\beta$, in [0, 1).
         dtype: pinned dtype of both; "auto" is float32, but float64 for a float64 parameter; None is each parameter's
             own.
-        view: which matrices a leaf consists of, as for `orthogonalize`; without blocks.
+        view: which matrices a leaf consists of, as for `orthogonalize`.
 
     Raises:
-        ValueError: an argument is out of range, a dtype is a string other than "auto", or the view has blocks; at
-            `init`, a leaf is not a matrix.
+        ValueError: an argument is out of range, or a dtype is a string other than "auto"; at `init`, a leaf is not a
+            matrix or does not fit the view.
 
     Follows Dion (Ahn et al., arXiv 2504.05295) with the whole matrix at one owner.
 
@@ -90,71 +77,30 @@ def scale_by_dion(
     """
     checks.positive_int("rank", rank)
     decay = checks.in_unit_interval("decay", decay)
-    checks.state_dtype("dtype", dtype)
-    if view.blocks is not None:
-        raise ValueError(
-            f"scale_by_dion: view must not have blocks, found {view!r}: make each block a parameter of its own"
-        )
 
-    def init(params: PyTree) -> DionState:
-        at = Present(params)
-        names, leaves = at.names(), at.pick(params)
-        bases = [
-            _first_basis(own.split(leaf, name)[0], rank, state_dtype(dtype, leaf.dtype))
-            for own, leaf, name in zip(view.of(names), leaves, names, strict=True)
-        ]
-        return DionState(zeros(params, dtype), at.fill(bases))
+    def first_basis(matrix: Tensor) -> Tensor:
+        *batch, rows, columns = matrix.shape
+        short = min(rank, rows, columns)
+        noise = uniform(torch.full((), columns, dtype=torch.int64, device=matrix.device), columns * short)
+        return (noise * 2 - 1).reshape(columns, short).expand(*batch, columns, short).clone()
 
-    def update(updates: PyTree, state: DionState, params: PyTree = None, *, donate: Donation = NOTHING):
-        at = Present(updates)
-        leaves, traces, bases = at.pick(updates), at.pick(state.trace), at.pick(state.basis)
-        names = at.names() if view.needs_names else [""] * len(leaves)
-        found = [
-            _step(own.split(leaf, name)[0], own.split(trace, name)[0], basis, decay)
-            for own, leaf, trace, basis, name in zip(view.of(names), leaves, traces, bases, names, strict=True)
-        ]
-        views = view.of(names)
-        out = [own.join([u], leaf) for own, (u, _, _), leaf in zip(views, found, leaves, strict=True)]
-        trace = [own.join([m], leaf) for own, (_, m, _), leaf in zip(views, found, leaves, strict=True)]
-        return at.fill(out), DionState(at.fill(trace, state.trace), at.fill([q for *_, q in found], state.basis))
+    def step(u: Tensor, s: DionState) -> tuple[Tensor, DionState]:
+        total = s.trace + u
+        # Scale by an exact power of two, so that no product overflows or underflows.
+        power = power_of_two(total.detach().abs().amax((-2, -1), keepdim=True))
+        small = total * power
+        left, _ = torch.linalg.qr(small @ s.basis)
+        right = small.mT @ left
+        lengths = ew.safe_sqrt(right.square().sum(-2, keepdim=True))
+        unit = torch.where(lengths > 0, right / torch.where(lengths > 0, lengths, 1.0), 0.0)
+        trace = total - (1.0 - decay) * ((left @ right.mT) / power)
+        # NaN stays visible in the update of its matrix; the state of this matrix is lost, as with any average.
+        return left @ unit.mT, DionState(trace, torch.where(lengths > 0, unit, s.basis))
 
-    return init, update
+    return DionState(Slot(dtype), MatrixSlot(first_basis, dtype)), step
 
 
-def _first_basis(matrix: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
-    *batch, rows, columns = matrix.shape
-    short = min(rank, rows, columns)
-    noise = uniform(torch.full((), columns, dtype=torch.int64, device=matrix.device), columns * short)
-    return (noise * 2 - 1).reshape(columns, short).to(dtype).expand(*batch, columns, short).clone()
-
-
-def _step(gradient: Tensor, trace: Tensor, basis: Tensor, decay: float | Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the update of a matrix, the new trace and the new basis."""
-    wide = ew.wide_dtype(gradient.dtype, trace.dtype)
-    total = trace.to(wide) + gradient.to(wide)
-    if total.numel() == 0:
-        return gradient.clone(), total.to(trace.dtype), basis.clone()
-    old = basis.to(wide)
-    # Scale by an exact power of two, so that no product overflows or underflows.
-    power = power_of_two(total.detach().abs().amax((-2, -1), keepdim=True))
-    small = total * power
-    left, _ = torch.linalg.qr(small @ old)
-    right = small.mT @ left
-    lengths = ew.safe_sqrt(right.square().sum(-2, keepdim=True))
-    unit = torch.where(lengths > 0, right / torch.where(lengths > 0, lengths, 1.0), 0.0)
-    new_trace = total - (1.0 - decay) * ((left @ right.mT) / power)
-    new_basis = torch.where(lengths > 0, unit, old)
-    # NaN stays visible in the update of its matrix; the state of this matrix is lost, as with any average.
-    return (left @ unit.mT).to(gradient.dtype), new_trace.to(trace.dtype), new_basis.to(basis.dtype)
-
-
-@transform(
-    locality=matrix_locality,
-    reads_params=False,
-    on_stacks=on_stacks,
-    name_patterns=name_patterns,
-    short_names={"momentum": "decay"},
-)
+@matrixwise(short_names={"momentum": "decay"})
 def sampled_momentum(
     one_in: int = 4,
     decay: ScalarOrSchedule = 0.95,
@@ -191,30 +137,17 @@ def sampled_momentum(
     """
     checks.positive_int("one_in", one_in)
     decay = checks.in_unit_interval("decay", decay)
-    checks.state_dtype("dtype", dtype)
 
-    def init(params: PyTree) -> SampledMomentumState:
-        check_matrices(view, params)
-        return SampledMomentumState(zeros(params, dtype))
+    def step(u: Tensor, s: SampledMomentumState):
+        total = s.trace + u
+        chosen = _largest_slices(total, one_in)
+        return torch.where(chosen, total, 0.0), SampledMomentumState(torch.where(chosen, total * decay, total))
 
-    def update(updates: PyTree, state: SampledMomentumState, params: PyTree = None, *, donate: Donation = NOTHING):
-        at = Present(updates)
-        leaves, old = at.pick(updates), at.pick(state.trace)
-        wide, held, _ = widen(leaves, old)
-        total = at.fill(ew.add(held, wide))
-        chosen = map_matrices(view, lambda matrix: _largest_slices(matrix, one_in), total)
-        sums, kept = at.pick(total), at.pick(chosen)
-        out = [torch.where(keep, m, 0.0).to(u.dtype) for m, keep, u in zip(sums, kept, leaves, strict=True)]
-        trace = [torch.where(keep, m * decay, m) for m, keep in zip(sums, kept, strict=True)]
-        return at.fill(out), SampledMomentumState(at.fill(store(trace, old, reuse=False), state.trace))
-
-    return init, update
+    return SampledMomentumState(Slot(dtype)), step
 
 
 def _largest_slices(matrix: Tensor, one_in: int) -> Tensor:
     """Return a mask of the elements in the largest slices along the shorter side."""
-    if matrix.numel() == 0:
-        return torch.zeros_like(matrix, dtype=torch.bool)
     side, other = (-2, -1) if matrix.shape[-2] <= matrix.shape[-1] else (-1, -2)
     sums = matrix.detach().abs().sum(other, keepdim=True)
     order = sums.argsort(dim=side, descending=True, stable=True)  # topk does not define its choice among ties

@@ -24,6 +24,7 @@ TAKE_BLOCKS = {
     "clip_singular_values": lambda **kw: mfx.contrib.clip_singular_values(2.0, **kw),
     "keep_weight_norms": lambda **kw: mfx.keep_weight_norms(dtype=torch.float64, **kw),
     "match_weight_norms": mfx.match_weight_norms,
+    "scale_by_dion": lambda **kw: mfx.contrib.scale_by_dion(2, dtype=torch.float64, **kw),
     "sampled_momentum": lambda **kw: mfx.contrib.sampled_momentum(2, **kw),
     "scale_by_dual_norm": lambda **kw: mfx.contrib.scale_by_dual_norm(mfx.orthogonalize(**EXACT, **kw), **kw),
     "scale_by_namo": lambda **kw: mfx.contrib.scale_by_namo(mfx.orthogonalize(**EXACT, **kw), **kw),
@@ -99,9 +100,7 @@ def test_every_transform_with_a_view_is_held_to_it():
         for name, factory in NAMES.items()
         if hasattr(factory, "definition") and "view" in factory.definition.parameters
     }
-    assert takes <= {*TAKE_BLOCKS, "scale_by_dion"}
-    with pytest.raises(ValueError, match=r"scale_by_dion: view must not have blocks, found MatrixView\(blocks=2\)"):
-        mfx.contrib.scale_by_dion(view=mfx.MatrixView(blocks=2))
+    assert takes <= set(TAKE_BLOCKS)
 
 
 @given(st.integers(0, 99), st.sampled_from(["rows", "longer"]), st.booleans())
