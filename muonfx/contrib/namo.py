@@ -11,14 +11,10 @@ from muonfx import tree
 from muonfx.core import Donation, Transform, checks, transform
 from muonfx.core.contract import NOTHING
 from muonfx.core.schedules import ScalarOrSchedule
-from muonfx.transforms._matrices import (
-    MatrixView,
-    join_scalars,
-    matrix_locality,
-    name_patterns,
-    split_scalars,
-)
-from muonfx.transforms._pinned import WideStateDtype, new_count, power, state_dtype, store, widen, zeros
+from muonfx.select import MatrixView
+from muonfx.transforms._matrices import Matrices, matrix_locality, name_patterns
+from muonfx.transforms._pinned import WideStateDtype, new_count, power, store, widen, zeros
+from muonfx.transforms.matrixwise import MatrixSlot, MatrixStates
 from muonfx.transforms.weight_norm import norm
 from muonfx.tree import Present, PyTree, device_of
 from muonfx.tree import elementwise as ew
@@ -34,8 +30,7 @@ class NamoState(NamedTuple):
     mu: PyTree
     """The average gradient, like the parameters, in the pinned dtype."""
     nu: PyTree
-    """The average squared norm of each matrix's gradient, in the pinned dtype: shape (..., 1, 1) for a leaf of shape
-    (..., rows, columns), with a number for each block along the block axis."""
+    """The average squared norm of each matrix's gradient, a `MatrixSlot` of shape (..., 1, 1) in the pinned dtype."""
     inner: PyTree
     """The inner transform's state."""
 
@@ -90,43 +85,28 @@ def scale_by_namo(
     b1 = checks.in_unit_interval("b1", b1)
     b2 = checks.in_unit_interval("b2", b2)
     eps = checks.at_least("eps", eps, 0.0)
-    checks.state_dtype("dtype", dtype)
+    moments = MatrixStates(MatrixSlot(dtype=dtype))
 
     def init(params: PyTree) -> NamoState:
         at = Present(params)
-        names, leaves = at.names(), at.pick(params)
-        nu = [
-            join_scalars(
-                own,
-                [m.new_zeros((*m.shape[:-2], 1, 1), dtype=state_dtype(dtype, m.dtype)) for m in own.split(leaf, name)],
-            )
-            for own, leaf, name in zip(view.of(names), leaves, names, strict=True)
-        ]
-        count = new_count(device_of(params))
-        return NamoState(count, zeros(params, dtype), at.fill(nu), inner.functions.init(params))
+        nu = moments.init(params, Matrices(view, at, at.pick(params), at.names()))
+        return NamoState(new_count(device_of(params)), zeros(params, dtype), nu, inner.functions.init(params))
 
     def update(
         updates: PyTree, state: NamoState, params: PyTree = None, *, donate: Donation = NOTHING, **extras: object
     ):
         at = Present(updates)
         grads, old = at.pick(updates), at.pick(state.mu)
-        names = at.names() if view.needs_names else [""] * len(grads)
-        views = view.of(names)
+        matrices = Matrices(view, at, grads)
         wide, held, _ = widen(grads, old)
         average = ew.lerp(held, wide, 1.0 - b1)
         mu = at.fill(store(average, old, reuse=False), state.mu)
 
         count = state.count + 1
         correction = (1.0 - power(b2, count)).sqrt() / (1.0 - power(b1, count))
-        nu: list[Tensor] = []
-        alphas: list[list[Tensor]] = []
-        for own, name, g, m, v in zip(views, names, grads, average, at.pick(state.nu), strict=True):
-            parts = [
-                _size(one, mean, moment, b2, eps, correction)
-                for one, mean, moment in zip(own.split(g, name), own.split(m, name), split_scalars(own, v), strict=True)
-            ]
-            nu.append(join_scalars(own, [moment for moment, _ in parts]))
-            alphas.append([alpha for _, alpha in parts])
+        operands = zip(matrices.of_updates, matrices.split(average), moments.read(state.nu, matrices), strict=True)
+        found = [[_size(*one, b2, eps, correction) for one in zip(*own, strict=True)] for own in operands]
+        nu = moments.write([[moment for moment, _ in own] for own in found], state.nu, matrices)
 
         # The average may share storage with the state, so it is not donated.
         directions = at.fill(ew.cast_like(average, grads))
@@ -138,13 +118,10 @@ def scale_by_namo(
                     "put what gathers gradients around it: accumulate(scale_by_namo(...), every)"
                 )
         scaled = [
-            own.join(
-                [(d * a).to(leaf.dtype) for d, a in zip(own.split(leaf, name), each, strict=True)],
-                leaf,
-            )
-            for own, name, leaf, each in zip(views, names, at.pick(out), alphas, strict=True)
+            [(matrix * alpha).to(matrix.dtype) for matrix, (_, alpha) in zip(*own, strict=True)]
+            for own in zip(matrices.split(at.pick(out)), found, strict=True)
         ]
-        return at.fill(scaled), NamoState(count, mu, at.fill(nu, state.nu), inner_state)
+        return at.fill(matrices.join(scaled, grads)), NamoState(count, mu, nu, inner_state)
 
     return init, update
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from muonfx.tree.arguments import code_of
 from muonfx.tree.tracing import matches
 
-__all__ = ["BlockAxis", "Blocks", "Dims", "MatrixView", "is_set_for", "stack_blocks", "unstack_blocks"]
+__all__ = ["BlockAxis", "Blocks", "Dims", "MatrixView", "is_set_for"]
 
 Dims = tuple[tuple[int, ...], tuple[int, ...]]
 """The dims that form the rows and the dims that form the columns; all other dims are batch dims."""
@@ -147,7 +147,7 @@ class MatrixView:
         if isinstance(self.blocks, int):
             if size % self.blocks:
                 raise ValueError(f"{name!r}: {size} {self._axis_name} cannot be cut into {self.blocks} equal blocks")
-            return [stack_blocks(matrix, self.blocks, self.axis)]
+            return [_stack_blocks(matrix, self.blocks, self.axis)]
         assert isinstance(self.blocks, tuple)  # `of` has resolved mappings
         if sum(self.blocks) != size:
             raise ValueError(
@@ -160,7 +160,7 @@ class MatrixView:
         if self.blocks is None:
             matrix = matrices[0]
         elif isinstance(self.blocks, int):
-            matrix = unstack_blocks(matrices[0], self.axis)
+            matrix = _unstack_blocks(matrices[0], self.axis)
         else:
             matrix = torch.cat(matrices, dim=self.axis)
         if self.dims is None:
@@ -233,7 +233,7 @@ def _pick(setting: S | Mapping[str, S | None] | None, name: str) -> S | None:
     return next((value for pattern, value in setting.items() if matches(name, pattern)), None)
 
 
-def stack_blocks(matrix: Tensor, count: int, axis: int) -> Tensor:
+def _stack_blocks(matrix: Tensor, count: int, axis: int) -> Tensor:
     """Split (..., rows, columns) along rows (-2) or columns (-1) into equal blocks (..., count, rows, columns)."""
     *batch, rows, columns = matrix.shape
     if axis == -2:
@@ -241,7 +241,7 @@ def stack_blocks(matrix: Tensor, count: int, axis: int) -> Tensor:
     return matrix.reshape(*batch, rows, count, columns // count).movedim(-2, -3)
 
 
-def unstack_blocks(stacked: Tensor, axis: int) -> Tensor:
+def _unstack_blocks(stacked: Tensor, axis: int) -> Tensor:
     """Concatenate equal blocks (..., count, rows, columns) along rows (-2) or columns (-1)."""
     *batch, count, rows, columns = stacked.shape
     if axis == -2:

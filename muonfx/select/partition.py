@@ -201,9 +201,10 @@ def _check_dims(transforms: Mapping[str, Transform], routes: Mapping[str, Route]
     """Raise if a tensor would be flattened and has more dims than the parameter that its label was chosen for."""
     # Fewer dims are allowed: a rank may hold a flat shard of a matrix.
     for (name, route), leaf in zip(routes.items(), tree.leaves(params), strict=True):
-        if route.shape is None or leaf is None or leaf.ndim <= len(route.shape) or route.label not in transforms:
+        own = transforms.get(route.label or "")
+        if route.shape is None or leaf is None or leaf.ndim <= len(route.shape) or own is None:
             continue
-        for tx in within(transforms[route.label]):
+        for tx in within(own):
             view = tx.arguments.get("view")
             if isinstance(view, MatrixView):
                 mixes = not is_set_for(view.dims, name)

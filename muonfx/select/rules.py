@@ -122,8 +122,8 @@ class Labels(Mapping[str, Label]):
         # Transforms for other labels receive other leaves.
         names = [name for name, label in self.items() if label in {self[name] for name in free}]
         return given.extended(
-            patterns({name: view.dims for name, view in free.items() if view.dims is not None}, names),
-            patterns({name: blocks for name, blocks in cut.items() if blocks is not None}, names),
+            patterns({name: view.dims for name, view in free.items() if isinstance(view.dims, tuple)}, names),
+            patterns({name: blocks for name, blocks in cut.items() if isinstance(blocks, int | tuple)}, names),
         )
 
     def restrict(self, names: Iterable[str]) -> Labels:
@@ -162,7 +162,7 @@ def labels(model_or_params: Params, rules: Sequence[Rule], default: Label | Elli
     decided = apply_rules(infos, rules, "rule")
     if default is not ...:
         _check_label(default, "default")
-        decided = {info.name: (cast("Label", default), "default") for info in infos} | decided
+        decided = {info.name: (default, "default") for info in infos} | decided
     if unmatched := [info.name for info in infos if info.name not in decided]:
         raise ValueError(
             f"{len(unmatched)} of {len(infos)} parameters match no rule: {format_list(unmatched)}; "

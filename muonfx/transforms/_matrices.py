@@ -5,30 +5,19 @@ All transforms of matrices use this module, so that they split a leaf in the sam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from glob import escape
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 
 from muonfx.core import Locality, Transform
 from muonfx.core.checks import NamePatterns
-from muonfx.select.matrix_view import MatrixView, stack_blocks, unstack_blocks
-from muonfx.tree import Present, PyTree
+from muonfx.select.matrix_view import MatrixView
+from muonfx.tree import Present
 
-__all__ = [
-    "Matrices",
-    "check_matrices",
-    "join_scalars",
-    "map_matrices",
-    "matrix_locality",
-    "name_patterns",
-    "on_stacks",
-    "on_stacks_without_blocks",
-    "split_scalars",
-]
+__all__ = ["Matrices", "matrix_locality", "name_patterns", "on_stacks"]
 
 S = TypeVar("S")
 
@@ -53,50 +42,11 @@ class Matrices:
 
     def split(self, leaves: list[Tensor]) -> list[list[Tensor]]:
         """Split leaves like the updates."""
-        return [own.split(*each) for own, *each in zip(self._views, leaves, self._names, strict=True)]
+        return [own.split(leaf, name) for own, leaf, name in zip(self._views, leaves, self._names, strict=True)]
 
     def join(self, matrices: list[list[Tensor]], like: list[Tensor]) -> list[Tensor]:
         """Undo `split`, for leaves of these shapes."""
-        return [own.join(*each) for own, *each in zip(self._views, matrices, like, strict=True)]
-
-
-def map_matrices(view: MatrixView, function: Callable[..., Tensor], *trees: PyTree) -> PyTree:
-    """Apply a function to the matrices (..., rows, columns) of corresponding leaves; None leaves stay None."""
-    at = Present(trees[0])
-    leaves = [at.pick(values) for values in trees]
-    names = at.names() if view.needs_names else [""] * len(leaves[0])
-    out: list[Tensor] = []
-    for own, name, *parts in zip(view.of(names), names, *leaves, strict=True):
-        matrices = zip(*[own.split(part, name) for part in parts], strict=True)
-        out.append(own.join([function(*each) for each in matrices], parts[0]))
-    return at.fill(out)
-
-
-def check_matrices(view: MatrixView, params: PyTree) -> None:
-    """Raise an error that names the first leaf that is not a matrix or does not fit its view."""
-    at = Present(params)
-    names = at.names()
-    for own, leaf, name in zip(view.of(names), at.pick(params), names, strict=True):
-        own.split(leaf, name)
-
-
-def join_scalars(view: MatrixView, scalars: list[Tensor]) -> Tensor:
-    """Join the numbers (..., 1, 1) of the matrices that `MatrixView.split` returns into one tensor."""
-    if view.blocks is None:
-        return scalars[0]
-    if isinstance(view.blocks, tuple):
-        return torch.cat(scalars, dim=view.axis)
-    return unstack_blocks(scalars[0], view.axis)
-
-
-def split_scalars(view: MatrixView, joined: Tensor) -> list[Tensor]:
-    """Undo `join_scalars`."""
-    if view.blocks is None:
-        return [joined]
-    if isinstance(view.blocks, tuple):
-        return list(joined.split(1, dim=view.axis))
-    assert isinstance(view.blocks, int)
-    return [stack_blocks(joined, view.blocks, view.axis)]
+        return [own.join(parts, leaf) for own, parts, leaf in zip(self._views, matrices, like, strict=True)]
 
 
 def on_stacks(
@@ -117,14 +67,6 @@ def on_stacks(
 
     blocks = None if view.blocks is None else but(view.blocks, None)
     return tx.replace(view=MatrixView(but(view.dims, ((-2,), (-1,))), blocks, view.block_axis)), matrices
-
-
-def on_stacks_without_blocks(
-    tx: Transform, shapes: Mapping[str, tuple[int, ...]]
-) -> tuple[Transform, dict[str, tuple[int, int]]]:
-    """`on_stacks` for transforms with a state for each matrix, whose layout differs for leaves with blocks."""
-    views = tx.arguments["view"].of(list(shapes))
-    return on_stacks(tx, {n: s for own, (n, s) in zip(views, shapes.items(), strict=True) if own.blocks is None})
 
 
 def name_patterns(tx: Transform) -> list[NamePatterns]:

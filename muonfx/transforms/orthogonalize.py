@@ -12,7 +12,8 @@ from muonfx.core import Donation, EmptyState, Transform, transform
 from muonfx.core.contract import NOTHING
 from muonfx.core.costs import LeafCost, declare_cost
 from muonfx.polar.cost import newton_schulz_cost
-from muonfx.transforms._matrices import MatrixView, matrix_locality, name_patterns, on_stacks
+from muonfx.select import MatrixView
+from muonfx.transforms._matrices import Matrices, matrix_locality, name_patterns, on_stacks
 from muonfx.tree import Present, PyTree
 
 __all__ = ["orthogonalize"]
@@ -75,9 +76,7 @@ def orthogonalize(
 
     def init(params: PyTree) -> EmptyState:
         at = Present(params)
-        names = at.names()
-        for leaf, name, own in zip(at.pick(params), names, view.of(names), strict=True):
-            own.split(leaf, name)
+        Matrices(view, at, at.pick(params), at.names())  # raises if a leaf is not a matrix
         return EmptyState()
 
     def update(
@@ -90,13 +89,10 @@ def orthogonalize(
     ):
         at = Present(updates)
         leaves = at.pick(updates)
-        names = at.names() if view.needs_names else [""] * len(leaves)
-        views = view.of(names)
-        split = [own.split(leaf, name) for own, leaf, name in zip(views, leaves, names, strict=True)]
-        flat = [matrix for matrices in split for matrix in matrices]
+        matrices = Matrices(view, at, leaves)
         done = iter(
             polar.orthogonalize_many(
-                flat,
+                [matrix for own in matrices.of_updates for matrix in own],
                 coefficients=coefficients,
                 steps=steps,
                 method=method,
@@ -106,11 +102,8 @@ def orthogonalize(
                 workspace=workspace,
             )
         )
-        out = [
-            own.join([next(done) for _ in matrices], leaf)
-            for own, matrices, leaf in zip(views, split, leaves, strict=True)
-        ]
-        return at.fill(out), state
+        out = [[next(done) for _ in own] for own in matrices.of_updates]
+        return at.fill(matrices.join(out, leaves)), state
 
     return init, update
 

@@ -12,7 +12,8 @@ from muonfx.core import Donation, EmptyState, Locality, Transform, checks, trans
 from muonfx.core.contract import NOTHING, Position
 from muonfx.core.recorded import parts_of
 from muonfx.core.schedules import ScalarOrFunction, ScalarOrSchedule, Schedule
-from muonfx.transforms._matrices import MatrixView, matrix_locality, name_patterns, on_stacks
+from muonfx.select import MatrixView
+from muonfx.transforms._matrices import Matrices, matrix_locality, name_patterns, on_stacks
 from muonfx.transforms._pinned import new_count
 from muonfx.tree import Present, PyTree, device_of
 from muonfx.tree import elementwise as ew
@@ -198,8 +199,7 @@ def _resolve_by_shape(tx: Transform, params: PyTree) -> Transform:
     rule = tx.arguments["rule"]
     at = Present(params)
     names, leaves = at.names(), at.pick(params)
-    views = tx.arguments["view"].of(names)
-    split = [own.split(leaf, name) for own, leaf, name in zip(views, leaves, names, strict=True)]
+    split = Matrices(tx.arguments["view"], at, leaves, names).of_updates
     if any(len(matrices) > 1 for matrices in split):
         return tx
     return scale_each({name: shape_factor(rule, matrices[0]) for name, matrices in zip(names, split, strict=True)})
@@ -251,15 +251,11 @@ def scale_by_shape(
     def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
         at = Present(updates)
         leaves = at.pick(updates)
-        names = at.names() if view.needs_names else [""] * len(leaves)
-        views = view.of(names)
-        split = [own.split(leaf, name) for own, leaf, name in zip(views, leaves, names, strict=True)]
-        if all(len(matrices) == 1 for matrices in split):
-            return at.fill(ew.mul_each(leaves, [shape_factor(rule, m) for (m,) in split], reuse=donate.updates)), state
-        out = [
-            own.join([matrix * shape_factor(rule, matrix) for matrix in matrices], leaf)
-            for own, matrices, leaf in zip(views, split, leaves, strict=True)
-        ]
-        return at.fill(out), state
+        matrices = Matrices(view, at, leaves)
+        if all(len(own) == 1 for own in matrices.of_updates):
+            factors = [shape_factor(rule, own) for (own,) in matrices.of_updates]
+            return at.fill(ew.mul_each(leaves, factors, reuse=donate.updates)), state
+        out = [[matrix * shape_factor(rule, matrix) for matrix in own] for own in matrices.of_updates]
+        return at.fill(matrices.join(out, leaves)), state
 
     return init, update
