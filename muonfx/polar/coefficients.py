@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-from muonfx.tree.symbols import fixed
+from muonfx.tree.tracing import fixed
 
 Step = tuple[float, float, float]
 

@@ -15,7 +15,7 @@ from muonfx.polar.polynomials import Polynomials
 from muonfx.polar.products import Buffered
 from muonfx.polar.scaling import frobenius_normalized, normalize_, row_normalized
 from muonfx.polar.workspace import Workspace
-from muonfx.tree.symbols import called_once
+from muonfx.tree.tracing import called_once, functorch_is_active
 
 _LARGE = 1 << 16  # elements above which a pass over one matrix takes longer than a launch
 
@@ -50,7 +50,7 @@ def goes_in_place(short: int, long: int, resolved: Polynomials) -> bool:
 
 def is_watched(*xs: torch.Tensor) -> bool:
     """Return True if autograd, `torch.func` or the compiler records the tensors, so none may be overwritten."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling() or functorch_is_active():
         return True
     if forward_ad._current_level >= 0:  # within forward_ad.dual_level(), a tensor may carry a tangent
         return True
@@ -68,7 +68,7 @@ def is_differentiated(*xs: torch.Tensor) -> bool:
 def _in_derivative() -> bool:
     if forward_ad._current_level >= 0:
         return True
-    if not torch._C._are_functorch_transforms_active():
+    if not functorch_is_active():
         return False
     taking = (TransformType.Grad, TransformType.Jvp)
     return any(level.key() in taking for level in get_interpreter_stack() or ())

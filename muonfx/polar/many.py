@@ -25,7 +25,7 @@ from muonfx.polar.polynomials import Polynomials, polynomials
 from muonfx.polar.products import ProductsLike
 from muonfx.polar.scaling import rounded_and_scaled, same_range
 from muonfx.polar.workspace import Workspace
-from muonfx.tree.symbols import is_traced
+from muonfx.tree.tracing import is_traced
 
 _CPU_SCRATCH, _DEVICE_SCRATCH = 1 << 25, 1 << 28
 

@@ -33,7 +33,8 @@ from muonfx.polar.rates import Rates, built_in
 from muonfx.polar.stability import TOLERANCE, largest, stable_restarts
 from muonfx.polar.stages import Stage, staged, standard
 from muonfx.tree.display import Report, Table
-from muonfx.tree.symbols import called_once, fixed
+from muonfx.tree.elementwise import wide_dtype
+from muonfx.tree.tracing import called_once, fixed
 
 SUPPORTED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of inputs and of matrix products."""
@@ -185,7 +186,7 @@ def plan(
     """Make the plan of `explain` from resolved settings; with `facts` and a dtype it does not depend on the machine."""
     fastest = compute_dtype(held, device, dtype)
     if differentiated and dtype == "auto":
-        fastest = torch.promote_types(fastest, torch.float32)
+        fastest = wide_dtype(fastest)
     compute = stable_dtype(fastest, resolved, dtype)
     if not isinstance(method, str) or method not in ("auto", "standard", "gram"):
         raise ValueError(f"method: found {method!r}, expected 'auto', 'standard' or 'gram'")

@@ -10,7 +10,7 @@ import torch
 from muonfx.polar.coefficients import CoefficientsLike, Step, checked_restarts, schedule, step_indices
 from muonfx.polar.coefficients import coefficients as resolve
 from muonfx.polar.stages import default_restarts
-from muonfx.tree.symbols import fixed
+from muonfx.tree.tracing import fixed
 
 
 class Polynomials(NamedTuple):

@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import torch
 
+from muonfx.tree.elementwise import wide_dtype
+
 # dtype -> (integer dtype of the same width, bits of the fraction, exponent bias)
 _BITS = {torch.float32: (torch.int32, 23, 127), torch.float64: (torch.int64, 52, 1023)}
 _LIFT = 60  # a subnormal times 2^60 is normal in fp32 and in fp64
-
-
-def wide_dtype(compute: torch.dtype) -> torch.dtype:
-    """Return the dtype for norms and sums of products in `compute`: fp64 for fp64, else fp32."""
-    return torch.float64 if compute == torch.float64 else torch.float32
 
 
 def power_of_two_scaled(x: torch.Tensor) -> torch.Tensor:
@@ -55,7 +52,7 @@ def rounded_and_scaled(x: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
     if same_range(x.dtype, compute):
         return power_of_two_scaled(x.to(compute).to(wide))
     # `compute` has a smaller exponent range than `x`, so rounding first could turn a matrix into zeros or infinities.
-    x = x.to(torch.promote_types(x.dtype, wide))
+    x = x.to(wide_dtype(x.dtype, compute))
     # Twice: for subnormal input the first power is only the nearest normal one, which is too small for fp16.
     return power_of_two_scaled(power_of_two_scaled(x)).to(compute).to(wide)
 

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 import torch
 
 from muonfx.polar.coefficients import Step
-from muonfx.tree.symbols import called_once
+from muonfx.tree.tracing import called_once
 
 TOLERANCE = 1.125
 """Largest ratio to the largest value in exact arithmetic at which stages count as stable."""

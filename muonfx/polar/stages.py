@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from muonfx.polar.coefficients import Step
-from muonfx.tree.symbols import called_once
+from muonfx.tree.tracing import called_once
 
 
 class Stage(NamedTuple):

@@ -1,22 +1,25 @@
-"""Detect ``torch.func`` transforms and tracers, under which plain kernels cannot be used.
+"""Detect ``torch.func`` transforms and tracers, and handle numbers that may be symbols of a tracer.
 
-torch has no public API for these queries. Outside `muonfx.polar` they are made only here.
+torch has no public API for these queries; they are made only here. With dynamic shapes a compiler replaces sizes by
+symbols, and with `dynamic=True` the coefficients too. Symbols can be computed with and compared, which guards the
+graph. They cannot be hashed, formatted or kept as constants.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from muonfx.tree.symbols import called_once
+__all__ = ["called_once", "fixed", "functorch_is_active", "is_traced", "is_wrapped", "matches", "without_transforms"]
 
-__all__ = ["functorch_is_active", "is_traced", "is_wrapped", "matches", "without_transforms"]
+F = TypeVar("F", bound=Callable[..., object])
+Number = TypeVar("Number", int, float)
 
 _C = cast("Any", torch._C)
 
@@ -43,13 +46,29 @@ def without_transforms() -> Generator[None]:
         yield
 
 
-def is_traced() -> bool:
-    """Return True if ``torch.compile`` or ``make_fx`` records operators, so that values cannot be read."""
-    if torch.compiler.is_compiling():
+def is_traced(*numbers: float) -> bool:
+    """Return True if ``torch.compile`` or ``make_fx`` records operators, or if any of the numbers is a symbol."""
+    if torch.compiler.is_compiling() or any(isinstance(x, torch.SymInt | torch.SymFloat) for x in numbers):
         return True
     # Importing the module would import sympy. If it is not loaded, no operators are recorded.
     proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
     return proxies is not None and proxies.get_proxy_mode() is not None
+
+
+def fixed(number: Number) -> Number:
+    """Return the value of a number that may be a symbol, which specializes the graph to this value."""
+    if not is_traced(number):
+        return number
+    from torch.fx.experimental.symbolic_shapes import guard_scalar  # slow to import, and loaded if a tracer runs
+
+    return guard_scalar(number)  # pyright: ignore[reportReturnType]
+
+
+def called_once(function: F) -> F:
+    """Mark a function as constant for a tracer, as ``torch.compiler.assume_constant_result`` does."""
+    # Setting the mark directly avoids the import of the whole compiler, which takes seconds.
+    setattr(function, "_dynamo_marked_constant", True)  # noqa: B010  # not an attribute that functions have
+    return function
 
 
 @called_once

@@ -3,8 +3,7 @@
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from muonfx.tree.symbols import called_once
-from muonfx.tree.tracing import is_traced
+from muonfx.tree.tracing import called_once, is_traced
 
 
 def answer() -> int:

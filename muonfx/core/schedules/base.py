@@ -48,7 +48,8 @@ class Schedule(Recorded):
         if isinstance(count, Tensor):
             return function(count.to(torch.float32 if count.device.type == "mps" else torch.float64))
         value = function(torch.tensor(float(count), dtype=torch.float64))
-        return float(value) if not isinstance(value, Tensor) or not _is_traced(value) else value
+        is_recorded = isinstance(value, Tensor) and (value.requires_grad or is_wrapped(value))
+        return value if is_recorded else float(value)
 
 
 ScalarOrSchedule = float | Tensor | Schedule
@@ -59,10 +60,6 @@ A constructor under `muonfx.transform` with an argument of this type gets a numb
 
 ScalarOrFunction = float | Tensor | Schedule | Callable[[Tensor], Tensor]
 """A number, a 0-d tensor, a schedule, or any function of the step count, which is a 0-d floating tensor."""
-
-
-def _is_traced(value: Tensor) -> bool:
-    return value.requires_grad or is_wrapped(value)
 
 
 ScheduleFunction = Callable[[Tensor], Any]

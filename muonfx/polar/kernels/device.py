@@ -7,7 +7,7 @@ import os
 
 import torch
 
-from muonfx.tree.symbols import called_once
+from muonfx.tree.tracing import called_once
 
 
 def available(device: torch.device) -> bool:

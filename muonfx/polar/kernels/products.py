@@ -10,6 +10,7 @@ import torch
 from torch.autograd import forward_ad
 
 from muonfx.polar.kernels.device import available
+from muonfx.tree.tracing import functorch_is_active
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -150,7 +151,7 @@ def _check_plain(tensors: list[torch.Tensor]) -> None:
         wanted = "a gradient of its input"
     elif torch.compiler.is_compiling():
         return
-    elif torch._C._are_functorch_transforms_active():
+    elif functorch_is_active():
         wanted = "a transform of torch.func"
     elif any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         wanted = "a forward derivative of its input"
