@@ -89,7 +89,12 @@ WRONG = {
     "piecewise_interpolate(1.0, {}, 'cubic')": 'interpolation must be "cosine" or "linear"',
     "int8(code='log')": 'int8: code must be "dynamic" or "linear", found .log.',
     "fp8(format='e3m4')": 'fp8: format must be "e4m3" or "e5m2", found .e3m4.',
+    "sharding.offload(momentum(), to='disk')": "to: found 'disk', expected \"cpu\" or the path of a folder",
+    "sharding.offload(momentum(), bucket_bytes=0)": "bucket_bytes: found 0",
+    "sharding.offload(momentum(), compute='gpu')": 'compute must be "auto" or "cpu" or "device", found',
     # values of another kind, and arguments that contradict each other
+    "sharding.offload(momentum(), to=3)": "to must be",
+    "sharding.offload('momentum')": r"tx must be a muonfx\.Transform",
     "momentum('0.9')": "decay must be a number",
     "momentum(lambda count: 0.9)": "a function of the step count becomes a schedule",
     "momentum(nesterov=linear(0.5, 0.9, 4))": "momentum: nesterov must be True or False, found linear",

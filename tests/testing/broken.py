@@ -14,26 +14,47 @@ def no_state(params):
     return mfx.core.EmptyState()
 
 
-@mfx.transform(locality=mfx.Locality.ELEMENT)
-def writes_to_its_gradients(factor: float = 2.0):
-    def update(updates, state, params=None):
-        return tree.map(lambda u: u.mul_(factor), updates), state
+def traces(params):
+    return mfx.transforms.MomentumState(tree.map(torch.zeros_like, params))
 
-    return no_state, update
+
+def of_each_leaf(*, factor=None, **declared):
+    """Make a transform of a function of one leaf, and of a number if one is given."""
+
+    def decorate(function):
+        def returned(*numbers):
+            return no_state, lambda updates, state, params=None: (
+                tree.map(lambda u: function(u, *numbers), updates),
+                state,
+            )
+
+        def without_numbers():
+            return returned()
+
+        def with_a_number(factor: float = factor):
+            return returned(factor)
+
+        made = without_numbers if factor is None else with_a_number
+        made.__name__ = made.__qualname__ = function.__name__
+        return mfx.transform(made, **declared)
+
+    return decorate
+
+
+@of_each_leaf(locality=mfx.Locality.ELEMENT, factor=2.0)
+def writes_to_its_gradients(u, factor):
+    return u.mul_(factor)
 
 
 @mfx.transform(locality=mfx.Locality.ELEMENT)
 def writes_to_its_state(decay: float = 0.9):
-    def init(params):
-        return mfx.transforms.MomentumState(tree.map(torch.zeros_like, params))
-
     def update(updates, state, params=None):
         def step(u, trace):
             return trace.mul_(decay).add_(u).to(u.dtype, copy=True)
 
         return tree.map(step, updates, state.trace), state
 
-    return init, update
+    return traces, update
 
 
 @mfx.transform(locality=mfx.Locality.ELEMENT)
@@ -47,28 +68,19 @@ def keeps_hidden_python_state(factor: float = 0.5):
     return no_state, update
 
 
-@mfx.transform(locality=mfx.Locality.ELEMENT)
-def draws_hidden_randomness():
-    def update(updates, state, params=None):
-        return tree.map(lambda u: u + random.random(), updates), state
-
-    return no_state, update
+@of_each_leaf(locality=mfx.Locality.ELEMENT)
+def draws_hidden_randomness(u):
+    return u + random.random()
 
 
-@mfx.transform(locality=mfx.Locality.ELEMENT)
-def returns_another_dtype():
-    def update(updates, state, params=None):
-        return tree.map(lambda u: u.float() * 2, updates), state
-
-    return no_state, update
+@of_each_leaf(locality=mfx.Locality.ELEMENT)
+def returns_another_dtype(u):
+    return u.float() * 2
 
 
-@mfx.transform(locality=mfx.Locality.ELEMENT)
-def narrows_float64():
-    def update(updates, state, params=None):
-        return tree.map(lambda u: u.float() * 2 if u.dtype is torch.float64 else u * 2, updates), state
-
-    return no_state, update
+@of_each_leaf(locality=mfx.Locality.ELEMENT)
+def narrows_float64(u):
+    return u.float() * 2 if u.dtype is torch.float64 else u * 2
 
 
 @mfx.transform(locality=mfx.Locality.TREE)
@@ -82,9 +94,6 @@ def takes_the_dtype_of_the_first_leaf():
 
 @mfx.transform(locality=mfx.Locality.ELEMENT)
 def narrows_its_float64_state(decay: float = 0.5):
-    def init(params):
-        return mfx.transforms.MomentumState(tree.map(torch.zeros_like, params))
-
     def update(updates, state, params=None):
         trace = tree.map(lambda u, old: u if old is None else decay * old.float() + u.float(), updates, state.trace)
         kept = tree.map(
@@ -94,7 +103,7 @@ def narrows_its_float64_state(decay: float = 0.5):
         )
         return tree.map(lambda new, u: new.to(u.dtype, copy=True), trace, updates), mfx.transforms.MomentumState(kept)
 
-    return init, update
+    return traces, update
 
 
 @mfx.transform(locality=mfx.Locality.ELEMENT)
@@ -112,15 +121,12 @@ def lets_its_state_drift(decay: float = 0.5):
 
 @mfx.transform(locality=mfx.Locality.ELEMENT)
 def returns_its_state_as_updates(decay: float = 0.5):
-    def init(params):
-        return mfx.transforms.MomentumState(tree.map(torch.zeros_like, params))
-
     def update(updates, state, params=None):
         trace = tree.map(lambda u, old: (decay * old + u).to(old.dtype), updates, state.trace)
         kept = tree.map(lambda old, new: old if new is None else new, state.trace, trace)
         return tree.map(lambda new, u: new.to(u.dtype), trace, updates), mfx.transforms.MomentumState(kept)
 
-    return init, update
+    return traces, update
 
 
 @mfx.transform(locality=mfx.Locality.ELEMENT)
@@ -145,9 +151,6 @@ def forgets_absent_gradients(factor: float = 2.0):
 
 @mfx.transform(locality=mfx.Locality.ELEMENT)
 def decays_the_state_of_absent_gradients(decay: float = 0.5):
-    def init(params):
-        return mfx.transforms.MomentumState(tree.map(torch.zeros_like, params))
-
     def update(updates, state, params=None):
         def step(old, u):
             return old * decay + (0.0 if u is None else u.to(old.dtype))
@@ -155,7 +158,7 @@ def decays_the_state_of_absent_gradients(decay: float = 0.5):
         trace = tree.map(step, state.trace, updates)
         return tree.map(lambda u, new: new.to(u.dtype, copy=True), updates, trace), mfx.transforms.MomentumState(trace)
 
-    return init, update
+    return traces, update
 
 
 @mfx.transform(locality=mfx.Locality.LEAF)
@@ -170,20 +173,14 @@ def branches_on_values(limit: float = 1.0):
     return no_state, update
 
 
-@mfx.transform(locality=mfx.Locality.ELEMENT)
-def is_not_elementwise():
-    def update(updates, state, params=None):
-        return tree.map(lambda u: u - u.mean() if u.numel() else u, updates), state
-
-    return no_state, update
+@of_each_leaf(locality=mfx.Locality.ELEMENT)
+def is_not_elementwise(u):
+    return u - u.mean() if u.numel() else u
 
 
-@mfx.transform(locality=mfx.Locality.MATRIX)
-def is_not_matrixwise():
-    def update(updates, state, params=None):
-        return tree.map(lambda u: u / (1 + u.abs().sum()), updates), state
-
-    return no_state, update
+@of_each_leaf(locality=mfx.Locality.MATRIX)
+def is_not_matrixwise(u):
+    return u / (1 + u.abs().sum())
 
 
 @mfx.transform(locality=mfx.Locality.LEAF)
@@ -235,12 +232,9 @@ def computes_differently_when_donated(factor: float = 2.0):
     return no_state, update
 
 
-@mfx.transform(locality=mfx.Locality.ELEMENT)
-def cuts_the_graph(factor: float = 2.0):
-    def update(updates, state, params=None):
-        return tree.map(lambda u: u.detach() * u * factor, updates), state
-
-    return no_state, update
+@of_each_leaf(locality=mfx.Locality.ELEMENT, factor=2.0)
+def cuts_the_graph(u, factor):
+    return u.detach() * u * factor
 
 
 @mfx.transform(locality=mfx.Locality.ELEMENT)
@@ -320,20 +314,14 @@ def reads_parameters_at_init():
     return init, update
 
 
-@mfx.transform(locality=mfx.Locality.ELEMENT)
-def looks_at_the_number_of_dims(factor: float = 0.5):
-    def update(updates, state, params=None):
-        return tree.map(lambda u: u * (factor if u.ndim >= 2 else 1.0), updates), state
-
-    return no_state, update
+@of_each_leaf(locality=mfx.Locality.ELEMENT, factor=0.5)
+def looks_at_the_number_of_dims(u, factor):
+    return u * (factor if u.ndim >= 2 else 1.0)
 
 
-@mfx.transform(locality=mfx.Locality.ELEMENT)
-def is_not_elementwise_where_leaves_are_large():
-    def update(updates, state, params=None):
-        return tree.map(lambda u: u - u.mean() if u.numel() > 4096 else u * 1.0, updates), state
-
-    return no_state, update
+@of_each_leaf(locality=mfx.Locality.ELEMENT)
+def is_not_elementwise_where_leaves_are_large(u):
+    return u - u.mean() if u.numel() > 4096 else u * 1.0
 
 
 @mfx.transform(locality=mfx.Locality.LEAF)
@@ -372,44 +360,32 @@ def rounds_in_word_only(tx, dtype, device):
     return torch.bfloat16
 
 
-@mfx.transform(locality=mfx.Locality.MATRIX, rounds_to=rounds_in_word_only)
-def says_that_it_rounds(factor: float = 0.7):
-    def update(updates, state, params=None):
-        return tree.map(lambda u: u * factor, updates), state
-
-    return no_state, update
+@of_each_leaf(locality=mfx.Locality.MATRIX, rounds_to=rounds_in_word_only, factor=0.7)
+def says_that_it_rounds(u, factor):
+    return u * factor
 
 
-@mfx.transform(locality=mfx.Locality.MATRIX, rounds_to=rounds_in_word_only)
-def rounds_its_input_only(factor: float = 0.7):
-    def update(updates, state, params=None):
-        return tree.map(lambda u: u.to(torch.bfloat16).to(u.dtype) * factor, updates), state
-
-    return no_state, update
+@of_each_leaf(locality=mfx.Locality.MATRIX, rounds_to=rounds_in_word_only, factor=0.7)
+def rounds_its_input_only(u, factor):
+    return u.to(torch.bfloat16).to(u.dtype) * factor
 
 
 def rows_as_stacks(tx, shapes):
     return tx, {name: (1, shape[-1]) for name, shape in shapes.items() if len(shape) >= 2}
 
 
-@mfx.transform(locality=mfx.Locality.LEAF, on_stacks=rows_as_stacks)
-def calls_its_rows_matrices():
-    def update(updates, state, params=None):
-        return tree.map(lambda u: u / (1 + u.abs().sum()), updates), state
-
-    return no_state, update
+@of_each_leaf(locality=mfx.Locality.LEAF, on_stacks=rows_as_stacks)
+def calls_its_rows_matrices(u):
+    return u / (1 + u.abs().sum())
 
 
 def resolved_to_another(tx, params):
     return tx.replace(factor=1.0)
 
 
-@mfx.transform(locality=mfx.Locality.ELEMENT, resolve=resolved_to_another)
-def resolves_to_something_else(factor: float = 2.0):
-    def update(updates, state, params=None):
-        return tree.map(lambda u: u * factor, updates), state
-
-    return no_state, update
+@of_each_leaf(locality=mfx.Locality.ELEMENT, resolve=resolved_to_another, factor=2.0)
+def resolves_to_something_else(u, factor):
+    return u * factor
 
 
 def resolved_by_values(tx, params):
@@ -420,12 +396,9 @@ def resolved_by_values(tx, params):
     )
 
 
-@mfx.transform(locality=mfx.Locality.ELEMENT, resolve=resolved_by_values)
-def resolves_by_values(factor: float = 2.0):
-    def update(updates, state, params=None):
-        return tree.map(lambda u: u * factor, updates), state
-
-    return no_state, update
+@of_each_leaf(locality=mfx.Locality.ELEMENT, resolve=resolved_by_values, factor=2.0)
+def resolves_by_values(u, factor):
+    return u * factor
 
 
 @mfx.transform(locality=mfx.Locality.TREE, combinator=mfx.core.Combinator(mfx.Locality.ELEMENT))

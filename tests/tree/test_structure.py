@@ -124,7 +124,7 @@ def test_everything_that_walks_a_tree_walks_in_one_order(make: Make):
     assert tree.same_structure(at.fill(at.pick(given)), given)
 
 
-@pytest.mark.parametrize("make", TRACED + NESTED)
+@pytest.mark.parametrize("make", TRACED)
 def test_a_compiled_walk_is_the_eager_one(make: Make):
     def walk(given: Any) -> Any:
         at = Present(given)

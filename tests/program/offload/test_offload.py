@@ -214,44 +214,12 @@ def test_it_is_a_value_like_others(tmp_path: Path):
     assert not tx.reads_params
 
 
-@pytest.mark.filterwarnings("always:partition. no parameter has the label")
-def test_what_init_warns_of_is_said_once():
-    tx = mfx.partition({"muon": mfx.momentum(), "adamw": mfx.scale_by_adam(), "none": mfx.identity()}, LABELS)
-    with at_home("disk") as to:
-        away = sharding.offload(tx, to, bucket_bytes=1)
-        with pytest.warns(UserWarning, match="'none'") as caught:
-            away.init(PARAMS)
-    assert len(caught) == 1
-
-
 def test_around_what_is_sharded_it_goes_inside():
     layout = sharding.zero(PARAMS, 1)
     outside = sharding.offload(sharding.sharded(MUON, layout, bucket_bytes=7), "cpu", bucket_bytes=5)
     assert outside == sharding.sharded(sharding.offload(MUON, "cpu", bucket_bytes=5), layout, bucket_bytes=7)
     assert mfx.hyperparams(outside) == mfx.hyperparams(MUON)
     assert outside.fingerprint == MUON.fingerprint
-
-
-@pytest.mark.parametrize(
-    ("settings", "error", "says"),
-    [
-        ({"to": "cuda"}, ValueError, 'expected "cpu" or the path of a folder; one of that name is "./cuda"'),
-        ({"to": "disk"}, ValueError, "'disk'"),
-        ({"to": ""}, ValueError, "to: found ''"),
-        ({"to": 3}, TypeError, "to must be"),
-        ({"bucket_bytes": 0}, ValueError, "bucket_bytes: found 0"),
-        ({"compute": "gpu"}, ValueError, 'compute must be "auto" or "cpu" or "device", found'),
-    ],
-)
-def test_bad_settings(settings: Any, error: type[Exception], says: str):
-    with pytest.raises(error) as caught:
-        sharding.offload(mfx.momentum(), **settings)
-    assert says in str(caught.value)
-
-
-def test_only_transforms_are_offloaded():
-    with pytest.raises(TypeError, match=r"tx must be a muonfx\.Transform"):
-        sharding.offload("momentum")
 
 
 # --------------------------------------------------------------------------------------------------- where it lies
@@ -288,18 +256,6 @@ def test_a_state_from_elsewhere_comes_home(home: str):
         if home == "disk":  # also what had no gradient
             assert all(on_disk([leaf for leaf in mfx.tree.tensors(state) if leaf.ndim]))
         del state
-
-
-def test_a_checkpoint_is_of_the_state_wherever_it_lies(tmp_path: Path):
-    tx = sharding.offload(MUON, tmp_path / "state", bucket_bytes=20_000)
-    _, state = tx.update(drawn(0), tx.init(PARAMS), PARAMS)
-    mfx.checkpoint.save(tmp_path / "saved", state, tx=tx)
-    found = mfx.checkpoint.load(tmp_path / "saved", like=MUON.init(PARAMS), tx=MUON)
-    assert all_bits(found) == all_bits(state)
-    again = mfx.checkpoint.load(tmp_path / "saved", like=tx.init(PARAMS), tx=tx)
-    wanted, _ = tx.update(drawn(1), state, PARAMS)
-    updates, _ = tx.update(drawn(1), again, PARAMS, donate=GIVEN_STATE)
-    assert all_bits(updates) == all_bits(wanted)
 
 
 # -------------------------------------------------------------------------------------------------- the torch optimizer
@@ -477,16 +433,6 @@ def test_a_full_disk_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     wanted, _ = CHAINS["clipped"].update(drawn(1), state, PARAMS)
     updates, _ = tx.update(drawn(1), state, PARAMS, donate=GIVEN_STATE)  # in place there is room
     assert all_bits(updates) == all_bits(wanted)
-
-
-def test_room_that_is_gone_when_it_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(files.os, "posix_fallocate", full)
-    with pytest.raises(OSError, match=r"cannot take .* No space left on device"):
-        sharding.offload(mfx.momentum(), tmp_path).init(PARAMS)
-    assert os.listdir(tmp_path) == []
 
 
 def failing(on: str = "b.w"):
