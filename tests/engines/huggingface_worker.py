@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-from tests.engines.processes import Rank, same, serve, values_of, worst
+from tests.engines.processes import Rank, same, serve, trained_alone, values_of, worst
 
 STEPS, SAVED_AFTER = 5, 3
 BATCH, WORDS, LENGTH = 4, 17, 6
@@ -170,13 +170,14 @@ def by_hand(model: Any = None) -> dict[str, Tensor]:
     model = model_for() if model is None else model
     optimizer = optimizer_for(model)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / STEPS)
-    for words in data().split(BATCH):
-        optimizer.zero_grad()
-        model(input_ids=words, labels=words).loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), CLIPPED_AT)
-        optimizer.step()
-        scheduler.step()
-    return values_of(model)
+    return trained_alone(
+        model,
+        optimizer,
+        scheduler,
+        data().split(BATCH),
+        lambda net, words: net(input_ids=words, labels=words).loss,
+        CLIPPED_AT,
+    )
 
 
 def params_of(trainer: Any) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,11 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.nn import functional
 
 import muonfx as mfx
-from tests.engines.processes import Rank, same, serve, values_of, worst
+from tests.engines.deepspeed_worker import RATES, SAVED_AFTER, STEPS, WORDS, batches, loss_of
+from tests.engines.processes import Rank, same, serve, trained_alone, values_of, worst
 
-STEPS, SAVED_AFTER = 5, 3
-BATCH, WORDS = 12, 11
-RATES = {"lr": 0.02, "adamw_lr": 0.003}
 CLIP = 0.05
 
 CASES: dict[str, dict[str, Any]] = {
@@ -51,21 +48,11 @@ def net() -> nn.Sequential:
     )
 
 
-def loss_of(model: Callable[[Tensor], Tensor], words: Tensor) -> Tensor:
-    """A task that can be learned."""
-    return functional.cross_entropy(model(words).reshape(-1, WORDS), (words.reshape(-1) * 3 + 1) % WORDS)
-
-
-def data() -> Tensor:
-    """The batches of all steps, one after another."""
-    return torch.randint(0, WORDS, (STEPS * BATCH, 4), generator=torch.Generator().manual_seed(1))
-
-
 class Batches:
     """This rank's part of all batches; resumable, as Lightning wants a loader that goes on within an epoch."""
 
     def __init__(self, here: Rank) -> None:
-        self.words = [words.chunk(here.size)[here.rank] for words in data().split(BATCH)]
+        self.words = [words.chunk(here.size)[here.rank] for words in batches()]
         self.given = 0
 
     def __len__(self) -> int:
@@ -147,13 +134,7 @@ def in_one_process() -> dict[str, Tensor]:
     model = net()
     optimizer = mfx.Muon(model, **RATES, orthogonalize=mfx.orthogonalize(dtype=torch.float32))
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, halving)
-    for words in data().split(BATCH):
-        optimizer.zero_grad()
-        loss_of(model, words).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        scheduler.step()
-    return values_of(model)
+    return trained_alone(model, optimizer, scheduler, batches(), loss_of, CLIP)
 
 
 def folder_of(name: str) -> str:

@@ -26,7 +26,7 @@ from torch.utils.data import default_collate
 
 import muonfx as mfx
 from muonfx.engines import llamafactory as ours
-from tests.engines.processes import Rank, same, serve, values_of, worst
+from tests.engines.processes import Rank, same, serve, trained_alone, values_of, worst
 
 STEPS, SAVED_AFTER, BATCH, CLIP = 5, 3, 4, 0.5
 WORDS = [*"abcdefghijkl", "user", "assistant", "<", "|", "im_start", "im_end", "?"]
@@ -102,14 +102,7 @@ def in_one_process(batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """The parameters that one process gets without LLaMA-Factory."""
     model = model_for()
     optimizer = mfx.Muon(model, lr=0.02, adamw_lr=0.004, orthogonalize=mfx.orthogonalize(dtype=torch.float32))
-    scheduler = halving(optimizer)
-    for batch in batches:
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        scheduler.step()
-    return values_of(model)
+    return trained_alone(model, optimizer, halving(optimizer), batches, loss_of, CLIP)
 
 
 def launched_with(*args: str) -> str:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Rank", "launched", "result_of", "same", "serve", "values_of", "worst"]
+__all__ = ["Rank", "launched", "result_of", "same", "serve", "trained_alone", "values_of", "worst"]
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -128,6 +128,24 @@ def values_of(model: nn.Module) -> dict[str, Tensor]:
     """Copies of a model's whole parameters, by name."""
     wholes = {name: getattr(param, "full_tensor", param.clone)() for name, param in model.named_parameters()}
     return {name: whole.detach().float() for name, whole in wholes.items()}
+
+
+def trained_alone(
+    model: nn.Module,
+    optimizer: Any,
+    scheduler: Any,
+    batches: Iterable[Any],
+    loss_of: Callable[[Any, Any], Tensor],
+    clip: float,
+) -> dict[str, Tensor]:
+    """Train on the batches by hand; the whole parameters afterwards."""
+    for batch in batches:
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        scheduler.step()
+    return values_of(model)
 
 
 def worst(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:

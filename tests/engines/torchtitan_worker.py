@@ -13,17 +13,15 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn import functional
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.optimizer import LRSchedulersContainer
 
 import muonfx as mfx
 from muonfx.engines import torchtitan as ours
-from tests.engines.processes import Rank, same, serve, values_of, worst
+from tests.engines.deepspeed_worker import RATES, SAVED_AFTER, STEPS, WORDS, batches, loss_of
+from tests.engines.processes import Rank, same, serve, trained_alone, values_of, worst
 
-STEPS, SAVED_AFTER = 5, 3
-BATCH, WORDS, CLIP = 12, 11, 0.05
-RATES = {"lr": 0.02, "adamw_lr": 0.003}
+CLIP = 0.05
 SCHEDULE = {"warmup_steps": 2, "decay_ratio": 0.6, "decay_type": "linear"}
 
 
@@ -39,27 +37,6 @@ def layers() -> OrderedDict[str, nn.Module]:
     )
     found["norm"].requires_grad_(requires_grad=False)
     return found
-
-
-def loss_of(model: nn.Module, words: Tensor) -> Tensor:
-    """A task that can be learned."""
-    return functional.cross_entropy(model(words).reshape(-1, WORDS), (words.reshape(-1) * 3 + 1) % WORDS)
-
-
-def batches() -> list[Tensor]:
-    """The batches of all steps."""
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(0, WORDS, (BATCH, 4), generator=generator) for _ in range(STEPS)]
-
-
-def train(model: nn.Module, optimizer: Any, schedulers: Any, words: Iterable[Tensor]) -> None:
-    """Steps as torchtitan's trainer takes them."""
-    for batch in words:
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        schedulers.step()
 
 
 class Run:
@@ -95,7 +72,7 @@ class Run:
     def train(self, words: Iterable[Tensor]) -> None:
         """Steps on this rank's part of batches."""
         part = (batch.chunk(self.here.size)[self.here.rank] for batch in words)
-        train(self.model, self.optimizers, self.schedulers, part)
+        trained_alone(self.model, self.optimizers, self.schedulers, part, loss_of, CLIP)
 
     def params(self) -> dict[str, Tensor]:
         """The whole parameters, by the names that torchtitan has for them."""
@@ -108,8 +85,7 @@ def in_one_process() -> dict[str, Tensor]:
     model = nn.Sequential(layers())
     optimizer = mfx.Muon(model, **RATES, orthogonalize=mfx.orthogonalize(dtype=torch.float32))
     schedulers = LRSchedulersContainer.Config(**SCHEDULE).build(optimizers=[optimizer], training_steps=STEPS)
-    train(model, optimizer, schedulers, batches())
-    return values_of(model)
+    return trained_alone(model, optimizer, schedulers, batches(), loss_of, CLIP)
 
 
 def carried_out(_name: str, _case: Any, here: Rank) -> dict[str, Any]:
