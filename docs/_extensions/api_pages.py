@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 
 BLOCK = re.compile(r"^```\{api\} *(?P<modules>[\w. ]+)\n```$", re.MULTILINE)
 OVERVIEW = re.compile(r"^```\{api-overview\}\n```$", re.MULTILINE)
+WITH_BASE = {"muonfx.sharding.Layout"}
+"""Classes that show the members of their base class, which has no entry of its own."""
 PAGES = re.compile(r"```\{toctree\}\n(?P<body>.*?)```", re.DOTALL)
 
 
@@ -48,7 +50,7 @@ def _entry(symbol: public_api.Symbol) -> list[str]:
         kind = "autoexception" if issubclass(symbol.object, BaseException) else "autoclass"
     else:
         kind = "autofunction"
-    return [f".. {kind}:: {symbol.path}", ""]
+    return [f".. {kind}:: {symbol.path}", *(["   :inherited-members: object"] if symbol.path in WITH_BASE else []), ""]
 
 
 def expand(modules: list[str]) -> str:

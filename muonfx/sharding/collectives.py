@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,13 +16,11 @@ from muonfx.sharding.consensus import DTYPES, agree_on_leaves, check_pieces, out
 from muonfx.sharding.cut import equal_intervals
 from muonfx.sharding.dtensors import is_dtensor, local_of
 from muonfx.sharding.messages import Exchange, ShardingError, copied
+from muonfx.sharding.shard_table import ShardTable
 from muonfx.sharding.shards import Window, part
 from muonfx.tree import PyTree
 from muonfx.tree import elementwise as ew
 from muonfx.tree.tracing import without_transforms
-
-if TYPE_CHECKING:
-    from muonfx.sharding.layout import Layout
 
 __all__ = ["BUCKET", "exchange", "gathered", "in_buckets", "reduce_scattered"]
 
@@ -33,7 +31,7 @@ ReduceOp = Literal["mean", "sum"]
 
 
 def gathered(
-    layout: Layout,
+    layout: ShardTable,
     local: PyTree,
     *,
     names: Sequence[str] | None = None,
@@ -72,7 +70,7 @@ def gathered(
     return tree.unflatten(treedef, leaves)
 
 
-def _there(layout: Layout, values: PyTree, problem: Exception | None) -> tuple[list[int], list[bool]]:
+def _there(layout: ShardTable, values: PyTree, problem: Exception | None) -> tuple[list[int], list[bool]]:
     """Return a dtype code per leaf (0: absent on all ranks) and whether any rank lacks it, equal on all ranks."""
     if layout.group is not None and layout.size > 1:
         return agree_on_leaves(values, layout, problem)
@@ -85,7 +83,7 @@ def _there(layout: Layout, values: PyTree, problem: Exception | None) -> tuple[l
 class _Move(NamedTuple):
     """The parameters and the settings of a gather or a reduction."""
 
-    layout: Layout
+    layout: ShardTable
     names: Sequence[str]
     op: str
     bucket_bytes: int
@@ -127,7 +125,7 @@ def _gather(move: _Move, locals_: Sequence[Tensor]) -> list[Tensor]:
     return wholes
 
 
-def _boxes_of(layout: Layout, name: str, rank: int) -> list[tuple[Box, Window]]:
+def _boxes_of(layout: ShardTable, name: str, rank: int) -> list[tuple[Box, Window]]:
     """Return the boxes of a rank's shard with their windows in the local tensor; cached."""
     key = ("boxes", name, rank)
     if key not in layout.derived:
@@ -171,7 +169,7 @@ class _Linear(torch.autograd.Function):
         return tuple(torch.stack(found[place::number]) for place in range(number)), (0,) * number
 
 
-def reduce_scattered(layout: Layout, grads: PyTree, op: str, bucket_bytes: int) -> PyTree:
+def reduce_scattered(layout: ShardTable, grads: PyTree, op: str, bucket_bytes: int) -> PyTree:
     """Reduce whole gradients, different on each rank, to this rank's shards of their sum or mean."""
     _check_op(op)
     leaves, treedef = tree.flatten(grads)
@@ -232,7 +230,7 @@ def _reduce(move: _Move, full: Sequence[Tensor]) -> list[Tensor]:
     return results
 
 
-def _in_equal_parts(layout: Layout, names: tuple[str, ...]) -> Layout:
+def _in_equal_parts(layout: ShardTable, names: tuple[str, ...]) -> ShardTable:
     """Return a layout of some parameters in equal intervals over the same ranks; cached."""
     key = ("equal parts", names)
     if key not in layout.derived:
@@ -248,7 +246,7 @@ def exchange(
     outgoing: Sequence[Sequence[Tensor]],
     incoming: Sequence[Sequence[Tensor]],
     like: Tensor,
-    layout: Layout,
+    layout: ShardTable,
     what: str,
 ) -> None:
     """Run one exchange between the ranks of a layout."""
@@ -257,7 +255,7 @@ def exchange(
 
 
 def _begin(
-    outgoing: Sequence[Sequence[Tensor]], expected: Sequence[int], like: Tensor, layout: Layout, what: str
+    outgoing: Sequence[Sequence[Tensor]], expected: Sequence[int], like: Tensor, layout: ShardTable, what: str
 ) -> Exchange:
     assert layout.group is not None
     device, buffers = like.device, layout.buffers

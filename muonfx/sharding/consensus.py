@@ -7,7 +7,6 @@ import json
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -16,12 +15,10 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.sharding.dtensors import is_dtensor, local_of
 from muonfx.sharding.messages import ShardingError, collective
+from muonfx.sharding.shard_table import ShardTable
 from muonfx.tree import PyTree
 from muonfx.tree.display import format_list
 from muonfx.tree.tracing import functorch_is_active, is_wrapped, without_transforms
-
-if TYPE_CHECKING:
-    from muonfx.sharding.layout import Layout
 
 __all__ = [
     "DTYPES",
@@ -185,7 +182,7 @@ class Different(ShardingError):
 
 def agree_on_leaves(
     values: PyTree,
-    layout: Layout,
+    layout: ShardTable,
     problem: Exception | None = None,
     facts: Mapping[str, int] | None = None,
     wishes: Sequence[tuple[bool, Callable[[], None]]] = (),
@@ -225,7 +222,7 @@ def agree_on_leaves(
     return [most[place] for place in at], [bool(some[place]) for place in at]
 
 
-def _code(name: str, leaf: Tensor, layout: Layout) -> int:
+def _code(name: str, leaf: Tensor, layout: ShardTable) -> int:
     wanted = layout.dtensors.get(name)
     placed = not is_dtensor(leaf) or wanted is None or leaf._spec.placements == wanted.placements
     return 1 + DTYPES.index(leaf.dtype) + (0 if placed else UNPLACED) if leaf.dtype in DTYPES else 0
@@ -245,7 +242,7 @@ def outside_transforms(verb: str, *values: PyTree) -> Generator[Exception | None
         yield problem if found else None
 
 
-def check_pieces(layout: Layout, values: PyTree, *, as_placed: bool = True) -> None:
+def check_pieces(layout: ShardTable, values: PyTree, *, as_placed: bool = True) -> None:
     """Require this rank's shards of the layout's parameters, with `as_placed` also equal placements of DTensors."""
     for name, leaf in zip(tree.names(values), tree.leaves(values), strict=True):
         if leaf is None:

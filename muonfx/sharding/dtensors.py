@@ -11,14 +11,13 @@ from torch.nn import Parameter
 
 from muonfx import tree
 from muonfx.sharding.messages import ShardingError
+from muonfx.sharding.shard_table import ShardTable
 from muonfx.sharding.shards import FlatPiece
 from muonfx.tree import PyTree
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DeviceMesh, DTensor, Placement
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
-
-    from muonfx.sharding.layout import Layout
 
 __all__ = [
     "dtensor_of",
@@ -70,7 +69,7 @@ def _with_spec(local: Tensor, spec: DTensorSpec) -> DTensor:
 # ------------------------------------------------------------------------------------------------- trees under a layout
 
 
-def parameter_like(layout: Layout, name: str, leaf: Tensor) -> DTensor:
+def parameter_like(layout: ShardTable, name: str, leaf: Tensor) -> DTensor:
     """Wrap a local tensor as a DTensor with a parameter's mesh and placements; one cached spec for each dtype."""
     if is_dtensor(leaf):
         return leaf
@@ -83,7 +82,7 @@ def parameter_like(layout: Layout, name: str, leaf: Tensor) -> DTensor:
     return found
 
 
-def to_dtensors(layout: Layout, local: PyTree, like: PyTree = None) -> PyTree:
+def to_dtensors(layout: ShardTable, local: PyTree, like: PyTree = None) -> PyTree:
     """Wrap the leaves of DTensor parameters as DTensors, reusing a DTensor of `like` with the same local tensor."""
     given = {} if like is None else dict(zip(tree.names(like), tree.leaves(like), strict=True))
 
@@ -96,7 +95,7 @@ def to_dtensors(layout: Layout, local: PyTree, like: PyTree = None) -> PyTree:
     return map_named(at, local)
 
 
-def logical_piece(layout: Layout, name: str, leaf: Tensor) -> Tensor | FlatPiece:
+def logical_piece(layout: ShardTable, name: str, leaf: Tensor) -> Tensor | FlatPiece:
     """Return a rank's shard of a parameter as a leaf that records its position in the whole."""
     if name in layout.dtensors:
         return parameter_like(layout, name, leaf)
@@ -105,7 +104,7 @@ def logical_piece(layout: Layout, name: str, leaf: Tensor) -> Tensor | FlatPiece
     return leaf
 
 
-def logical_tree(layout: Layout, local: PyTree) -> PyTree:
+def logical_tree(layout: ShardTable, local: PyTree) -> PyTree:
     """Implement `Layout.logical`."""
 
     def at(name: str, leaf: Tensor | FlatPiece) -> Tensor | FlatPiece:
@@ -125,7 +124,7 @@ def logical_tree(layout: Layout, local: PyTree) -> PyTree:
     return map_named(at, local)
 
 
-def local_tree(layout: Layout, logical: PyTree) -> PyTree:
+def local_tree(layout: ShardTable, logical: PyTree) -> PyTree:
     """Implement `Layout.local`."""
 
     def at(name: str, leaf: Tensor | FlatPiece) -> Tensor:

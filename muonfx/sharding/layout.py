@@ -7,38 +7,27 @@ of the parameters, in any dtype, are sharded like the parameters. None stays Non
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from math import prod
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.core.checks import check_tree
 from muonfx.sharding.collectives import ReduceOp, gathered, reduce_scattered
 from muonfx.sharding.consensus import outside_transforms
-from muonfx.sharding.cut import Buffer, Cut
 from muonfx.sharding.dtensors import local_tree, logical_tree, map_named
-from muonfx.sharding.messages import Buffers, ShardingError
-from muonfx.sharding.shards import Piece
-from muonfx.tree import PyTree, Spec
-from muonfx.tree.display import format_list
+from muonfx.sharding.messages import ShardingError
+from muonfx.sharding.shard_table import ShardTable
+from muonfx.tree import PyTree
 
-if TYPE_CHECKING:
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec
-
-__all__ = ["Layout", "specs_of"]
+__all__ = ["Layout"]
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, eq=False)
-class Layout:
+@dataclass(frozen=True, eq=False, repr=False)
+class Layout(ShardTable):
     """Which piece of each parameter each rank holds: a value, made by the functions of `muonfx.sharding`.
 
     Every element lies on exactly one rank, or in pieces of several ranks that are the same.
@@ -60,91 +49,6 @@ class Layout:
     >>> layout.assemble([layout.shard(params, rank) for rank in range(2)])["w"].shape
     torch.Size([2, 3])
     """
-
-    kind: str
-    specs: Mapping[str, Spec]
-    pieces: Mapping[str, Cut] = field(repr=False)
-    size: int
-    rank: int = 0
-    group: dist.ProcessGroup | None = field(default=None, repr=False)
-    stage: int | None = None
-    buffer: Buffer | None = field(default=None, repr=False)
-    dtensors: Mapping[str, DTensorSpec] = field(default_factory=dict, repr=False)
-    """For `from_dtensors`: the DTensor spec of each parameter that is one."""
-    on_several_meshes: tuple[str, ...] = field(default=(), repr=False)
-    """The parameters that lie on different meshes on different ranks, whose pieces are taken for the same."""
-    derived: dict[Any, Any] = field(default_factory=dict, repr=False)
-    """Values that follow from the layout, computed once."""
-    buffers: Buffers = field(default_factory=Buffers, repr=False)
-    """The memory of the messages between its ranks."""
-
-    def __repr__(self) -> str:
-        stage = "" if self.stage is None else f", stage {self.stage}"
-        ranks = f"{self.size} rank{'s' * (self.size != 1)}"
-        return f"<{self.kind} of {len(self.specs)} parameters over {ranks}{stage}>"
-
-    def __eq__(self, other: object) -> bool:
-        """True if every rank holds the same shards."""
-        if not isinstance(other, Layout):
-            return NotImplemented
-        return self is other or (
-            self._key == other._key and self.specs == other.specs and dict(self.pieces) == dict(other.pieces)
-        )
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    @property
-    def _key(self) -> tuple[object, ...]:
-        return self.kind, self.size, self.rank, self.stage, self.group
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("a layout belongs to a running process group and cannot be pickled: make it anew over there")
-
-    @property
-    def names(self) -> list[str]:
-        """The names of the parameters."""
-        return list(self.specs)
-
-    @cached_property
-    def is_replicated(self) -> bool:
-        """True if every rank holds all of every parameter."""
-        return all(len(cut.complete) == self.size for cut in self.pieces.values() if prod(cut.shape))
-
-    @property
-    def is_flat(self) -> bool:
-        """True if the pieces lie in flat buffers."""
-        return self.buffer is not None
-
-    def piece(self, name: str, rank: int | None = None) -> Piece:
-        """What a rank, by default this one, holds of a parameter.
-
-        Raises:
-            ShardingError: there is no such parameter; the message names some that there are.
-        """
-        if name not in self.specs:
-            known = format_list(list(self.specs)) or "none"
-            raise ShardingError(f"{self!r} has no parameter {name!r}; it was made for {known}")
-        return self.pieces[name][self.rank if rank is None else rank]
-
-    @cached_property
-    def digest(self) -> str:
-        """A hash of who holds what, the same on all ranks; made of a word a parameter, however many ranks there are."""
-        text = repr([(name, self.pieces[name].digest) for name in self.specs])
-        return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-    def holders(self, name: str) -> Mapping[Piece, Sequence[int]]:
-        """The different pieces of a parameter that have elements, and the ranks that hold each."""
-        return self.pieces[name].holders
-
-    def nbytes(self, rank: int | None = None) -> int:
-        """The bytes of a rank's pieces of the parameters."""
-        return sum(self.piece(name, rank).numel * spec.dtype.itemsize for name, spec in self.specs.items())
-
-    def meta(self, names: Sequence[str] | None = None) -> dict[str, Tensor]:
-        """Meta tensors of the global shapes and dtypes, by name."""
-        chosen = self.specs if names is None else names
-        return {n: torch.empty(self.specs[n].shape, dtype=self.specs[n].dtype, device="meta") for n in chosen}
 
     # ---------------------------------------------------------------------------------------- trees, in one process
 
@@ -258,10 +162,3 @@ class Layout:
     def local(self, logical: PyTree) -> PyTree:
         """The local tree that a logical one describes: the inverse of `logical`. DTensors stay what they are."""
         return local_tree(self, logical)
-
-
-def specs_of(params: PyTree) -> dict[str, Spec]:
-    """Return shape and dtype of every leaf by name, for a DTensor the global shape."""
-    check_tree("params", params)
-    named = zip(tree.names(params), tree.leaves(params), strict=True)
-    return {name: Spec(tuple(leaf.shape), leaf.dtype) for name, leaf in named if leaf is not None}

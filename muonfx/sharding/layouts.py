@@ -27,10 +27,11 @@ from muonfx.sharding.cut import (
     padded,
 )
 from muonfx.sharding.dtensors import is_dtensor
-from muonfx.sharding.layout import Layout, specs_of
+from muonfx.sharding.layout import Layout
 from muonfx.sharding.messages import ShardingError, collective
 from muonfx.sharding.plan.balance import assign_by_bytes
 from muonfx.sharding.plan.cost import costs_of
+from muonfx.sharding.shard_table import specs_of
 from muonfx.tree import PyTree, Spec
 from muonfx.tree.arguments import did_you_mean, plain_arguments
 from muonfx.tree.display import format_list
