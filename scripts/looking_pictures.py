@@ -58,7 +58,7 @@ def pictures() -> dict[str, Axes]:
     found["looking-memory"] = mfx.plot.plot_state_memory(mfx.partition(parts, labels).init(params))
 
     layout = mfx.sharding.zero(params, 4, partition="flat")
-    plan = mfx.sharding.plan_for(muon, layout, compute=torch.float32)
+    plan = mfx.sharding.plan_for(muon, layout)
     found["looking-plan"] = mfx.plot.plot_plan(plan)
     return found
 

@@ -77,7 +77,7 @@ def through_ranks(here: Here, how: str, kind: Any) -> None:
 
     is_zero = kind != "replicated"
     layout = sharding.zero(plain, here.group, partition=kind) if is_zero else sharding.replicated(plain, here.group)
-    tx = sharding.sharded(mfx.chain(mfx.momentum(), mfx.scale(0.1)), layout, verify_every=1)
+    tx = sharding.sharded(mfx.chain(mfx.momentum(), mfx.scale(0.1)), layout)
 
     def run(given: Any) -> list[bytes]:
         params = given(layout.shard(given(plain)))

@@ -50,7 +50,6 @@ from muonfx.sharding.dtensors import is_dtensor
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import Settings
 from muonfx.sharding.transform import Sharded, settings_of
-from muonfx.sharding.verification import PROBLEMS
 from muonfx.tree import PyTree
 from muonfx.tree.arguments import plain_arguments
 from muonfx.tree.renaming import Rename
@@ -526,7 +525,7 @@ class TransformOptimizer(GroupOwner):
             if not is_compiling:
                 check_writable("step: params", params)
                 self._attachment.check(params, updates)
-        except PROBLEMS as error:  # raised by the stepping, on all ranks together
+        except Exception as error:  # raised by the stepping, on all ranks together
             problem = error
             params = self._attachment.named
             updates = {name: param.grad for name, param in params.items()}

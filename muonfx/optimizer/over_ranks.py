@@ -33,8 +33,8 @@ from muonfx.sharding.state import (
     own_what_they_hold,
     state_to_dtensors,
 )
+from muonfx.sharding.steps import next_serial
 from muonfx.sharding.transform import bind, init_sharded, sharded, step_sharded
-from muonfx.sharding.verification import PROBLEMS
 from muonfx.tree import PyTree
 
 __all__ = ["SteppingOverRanks", "layout_for"]
@@ -65,6 +65,7 @@ class SteppingOverRanks(Stepping):
         super().__init__(tx, program, numbers, None)
         self.layout, self._settings = layout, settings
         self.binding: Binding = bind(layout, settings, store_of(tx))
+        self._serial: int | None = None
         self._known: list[optree.PyTreeSpec] = []
         self._like: dict[str, Tensor | None] = {}
         self._many = layout.group is not None and layout.size > 1
@@ -79,6 +80,7 @@ class SteppingOverRanks(Stepping):
         """Create the state of local tensors after the ranks have found that their settings agree."""
         local = {name: local_of(param) for name, param in params.items()}
         state = init_sharded(self.binding, self._inner, local)
+        self._serial = next_serial(self.layout)
         self._device = tree.device_of(local)
         self._like = self.binding.global_like(local)
         self._about = describe_state(self.binding, self._inner, self._like)
@@ -211,7 +213,7 @@ class SteppingOverRanks(Stepping):
         if self._many and not self._is_replicated:
             assert self.layout.group is not None
             wait_for_all(self.layout.group, "load_state_dict()")
-            agree([], self.layout.group, problem)
+            agree("load_state_dict()", self.layout.group, problem)
         elif problem is not None:
             raise problem
         leaves = tree.leaves(state)
@@ -236,7 +238,7 @@ class SteppingOverRanks(Stepping):
             if load.place in gathered:
                 gathered[load.place].copy_(whole)
         if self._many:
-            self.binding.note_load()
+            self.binding.has_loaded = True
 
     def _prepare(self, tx: Transform, params: Mapping[str, Tensor]) -> None:
         leaves, treedef = tree.flatten(tx)
@@ -245,7 +247,6 @@ class SteppingOverRanks(Stepping):
             self._now = tree.unflatten(known, leaves)  # on the structure of an equal one, so that its caches are used
             return
         self._known.append(treedef)
-        self.binding.compared.add(tx.treedef)  # all ranks derive it equally from a transform that they have compared
         self._now = tx
 
     def step(
@@ -263,7 +264,7 @@ class SteppingOverRanks(Stepping):
         try:
             if problem is None:
                 self.refresh(groups, params)
-        except PROBLEMS as error:
+        except Exception as error:  # perhaps on this rank only: raised on all ranks together
             problem = error
         local = {name: local_of(param) for name, param in params.items()}
         _, after = step_sharded(
@@ -276,6 +277,7 @@ class SteppingOverRanks(Stepping):
             extras=extras,
             problem=problem,
             apply=add_in_place,
+            serial=self._serial,
         )
         self.share(after)
         return after

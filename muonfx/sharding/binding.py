@@ -13,7 +13,6 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.core import Transform
 from muonfx.core.contract import sum_over_leaves
-from muonfx.polar import compute_dtype
 from muonfx.program.buckets import parameters_of
 from muonfx.program.execute import Executor
 from muonfx.program.lower import named_chain
@@ -38,17 +37,14 @@ class Binding:
     layout: Layout
     settings: Settings
     store: Store
-    compute: dict[str, torch.dtype] = field(default_factory=dict)
-    """The dtype of "auto" in plans, by the kind of device; equal on all ranks."""
-    compared: set[Hashable] = field(default_factory=set)
-    """The structures of the chains that the ranks have compared."""
     likes: dict[Hashable, PyTree] = field(default_factory=dict)
-    """Meta tensors in the tree of the local parameters, for each structure in `compared`."""
+    """Meta tensors in the tree of the local parameters, for each structure of a chain."""
     derived: dict[Hashable, Any] = field(default_factory=dict)
     """Values that follow from shapes, computed once."""
+    serial: int | None = None
+    """The number of this binding among those of its group; None until the ranks have compared what they bind."""
     steps: int = 0
-    verified: set[Hashable] = field(default_factory=set)
-    """The structures of the chains for which the ranks have compared their replicas."""
+    """The number of steps that all ranks have agreed to take."""
     has_loaded: bool = False
     """True if this rank has loaded a state since the last step."""
     _plans: dict[Hashable, RunPlan] = field(default_factory=dict)
@@ -94,26 +90,8 @@ class Binding:
         kind = torch.device("cpu") if device.type == "meta" else self.store.device(device)
         key = (tuple(names), tuple((name, tx.treedef) for name, tx in run), str(kind))
         if key not in self._plans:
-            # Ranks may run on different kinds of machines but must make the same plan: use the agreed dtype.
-            compute = self.compute.get(kind.type) or compute_dtype(torch.float32, kind)
-            self._plans[key] = plan_run(run, names, self.layout, kind, self.settings, compute)
+            self._plans[key] = plan_run(run, names, self.layout, kind, self.settings)
         return self._plans[key]
-
-    def is_verification_due(self, tx: Transform) -> bool:
-        """True if the ranks must compare their replicas before the next step of a chain."""
-        every = self.settings.verify_every
-        return tx.treedef not in self.verified or (every is not None and self.steps % every == 0)
-
-    def begin_step(self, tx: Transform) -> None:
-        """Count a step that all ranks have agreed to take, after due replicas have been compared."""
-        self.steps += 1
-        self.verified.add(tx.treedef)
-        self.has_loaded = False
-
-    def note_load(self) -> None:
-        """Record that a state was loaded, perhaps on some ranks only, so that the next step compares replicas."""
-        self.verified.clear()
-        self.has_loaded = True
 
     def _at_owner(self, stage: Stage, plan: RunPlan, run: Run) -> tuple[Run, Transform]:
         """Return a run with current hyperparameters, as an owner computes it, and the chain of the run."""

@@ -3,10 +3,6 @@
 The checksum of 32-bit words `u_0, u_1, ...` is `sum_j w_j u_j` modulo 2^64, with a pseudo-random odd weight for each
 index. The order of elements counts, one pass suffices, and two given tensors that differ have the same checksum with a
 probability of about 2^-32. Bits are compared: 0.0 and -0.0 differ, and so do two NaNs with different payloads.
-
-Sums are linear, so one number can compare all replicas. For n replicas with checksums `d_0, d_1, ...` the sum
-`sum_i k_i d_i`, with pseudo-random `k_1, k_2, ...` and `k_0 = -(k_1 + k_2 + ...)`, is zero if all replicas are equal.
-The ranks add these sums over all shards of all parameters in one all-reduce.
 """
 
 from __future__ import annotations
@@ -18,7 +14,7 @@ from torch import Tensor
 
 from muonfx.sharding.messages import octets
 
-__all__ = ["checksum", "scattered", "vanishing"]
+__all__ = ["checksum", "scattered"]
 
 ROW = 1 << 16
 """Words that share one table of weights; each row of them has one further weight."""
@@ -38,13 +34,6 @@ def _signed(number: int) -> int:
     """Wrap an integer modulo 2^64 to int64."""
     number &= 0xFFFFFFFFFFFFFFFF
     return number - (1 << 64) if number >> 63 else number
-
-
-@functools.lru_cache(maxsize=64)
-def vanishing(count: int) -> tuple[int, ...]:
-    """Return `count` pseudo-random factors whose sum is zero modulo 2^64."""
-    others = [scattered(place) for place in range(1, count)]
-    return (_signed(-sum(others)), *others)
 
 
 @functools.lru_cache(maxsize=16)

@@ -46,9 +46,9 @@ def gathered(
             check_pieces(layout, local)
             if unknown := sorted(set(names or ()) - set(tree.names(local))):
                 raise ShardingError(f"names: {unknown[0]!r} is no leaf of the tree")
-        except (TypeError, ShardingError) as error:
+        except Exception as error:  # on this rank only, perhaps: raised on all ranks together
             problem = problem or error
-        there, missing = _there(layout, local, problem)
+        there, missing = _there("gathering leaves", layout, local, problem, sorted(names or ()))
     leaves, treedef = tree.flatten(local)
     every = tree.names(local)
     for name, code, gone in zip(every, there, missing, strict=True):
@@ -70,10 +70,14 @@ def gathered(
     return tree.unflatten(treedef, leaves)
 
 
-def _there(layout: ShardTable, values: PyTree, problem: Exception | None) -> tuple[list[int], list[bool]]:
+def _there(
+    what: str, layout: ShardTable, values: PyTree, problem: Exception | None, settings: object
+) -> tuple[list[int], list[bool]]:
     """Return a dtype code per leaf (0: absent on all ranks) and whether any rank lacks it, equal on all ranks."""
     if layout.group is not None and layout.size > 1:
-        return agree_on_leaves(values, layout, problem)
+        return agree_on_leaves(
+            what, values, layout, problem, same=settings, explain=lambda: {"arguments": str(settings)}
+        )
     if problem is not None:
         raise problem
     leaves = tree.leaves(values)
@@ -183,7 +187,7 @@ def reduce_scattered(layout: ShardTable, grads: PyTree, op: str, bucket_bytes: i
                     f"the gradient of {name!r} has shape {tuple(leaf.shape)}, the parameter {layout.specs[name].shape}:"
                     " reduce_scatter takes whole gradients"
                 )
-        there, _ = _there(layout, grads, problem)
+        there, _ = _there("reducing gradients", layout, grads, problem, op)
         device = tree.device_of(grads)
         places = [place for place, code in enumerate(there) if code]
         full = [

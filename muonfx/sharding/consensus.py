@@ -1,12 +1,12 @@
-"""Agreement between ranks: on small facts, on the leaves of a tree, and on errors, before any rank changes anything."""
+"""Agreement between ranks, before any rank changes anything: on a call, on the leaves of a tree, and on errors."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,31 +24,25 @@ __all__ = [
     "DTYPES",
     "LARGE",
     "UNPLACED",
-    "Different",
+    "Agreed",
     "Facts",
     "agree",
     "agree_on_leaves",
-    "all_numbers",
+    "all_objects",
     "check_pieces",
-    "compare",
-    "find_difference",
+    "digest",
     "host_device",
     "listed",
-    "number_of",
     "outside_transforms",
-    "raise_difference",
     "warn_together",
+    "words",
 ]
 
 LARGE = 0x3FFFFFFF
 """Larger than any number on which ranks agree."""
 
-WORDS = 4
-"""The number of 30-bit words in a digest of facts: 120 bits."""
-
-Fact = str | Mapping[str, str]
-Facts = Mapping[str, Fact]
-"""Facts to compare: a text, or texts by name, under the subject that an error names."""
+Facts = Mapping[str, str | Mapping[str, str]]
+"""Facts that must be equal on all ranks: a text, or texts by name, under the subject that an error names."""
 
 
 def host_device(group: dist.ProcessGroup) -> torch.device:
@@ -57,38 +51,122 @@ def host_device(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cpu") if any(kind.type == "cpu" for kind in kinds) else kinds[0]
 
 
-def all_numbers(mine: Sequence[int], group: dist.ProcessGroup, what: str) -> list[list[int]]:
-    """Gather the integers of each rank on all ranks; every rank gives the same number of them."""
-    own = torch.tensor(mine, dtype=torch.int64, device=host_device(group))
-    said = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+def all_objects(mine: Any, group: dist.ProcessGroup, what: str) -> list[Any]:
+    """Gather an object of each rank on all ranks."""
+    found: list[Any] = [None] * dist.get_world_size(group)
     with collective(what):
-        dist.all_gather(said, own, group=group)
-    return [numbers.tolist() for numbers in said]
-
-
-def agree(facts: Sequence[int], group: dist.ProcessGroup, problem: BaseException | None = None) -> list[int]:
-    """Return the elementwise maximum over ranks, or raise on all ranks if any rank has a problem."""
-    said = torch.tensor([problem is not None, *facts], dtype=torch.int32, device=host_device(group))
-    with collective("agreeing on this step"):
-        dist.all_reduce(said, op=dist.ReduceOp.MAX, group=group)
-    failed, *found = said.tolist()
-    if failed:
-        _raise_together(problem, group)
+        dist.all_gather_object(found, mine, group=group)
     return found
 
 
-def _raise_together(problem: BaseException | None, group: dist.ProcessGroup) -> None:
-    said: list[str | None] = [None] * dist.get_world_size(group)
-    with collective("telling all ranks what is wrong"):
-        dist.all_gather_object(said, None if problem is None else f"{type(problem).__name__}: {problem}", group=group)
-    if problem is not None:
-        raise problem
+def digest(value: object) -> str:
+    """Return a short text that is equal on two ranks if the representations of their values are."""
+    return hashlib.blake2b(repr(value).encode(), digest_size=16).hexdigest()
+
+
+def words(value: object, count: int) -> list[int]:
+    """Return the digest of a value as some numbers of 30 bits."""
+    found = hashlib.blake2b(repr(value).encode(), digest_size=4 * count).digest()
+    return [int.from_bytes(found[4 * i : 4 * i + 4], "big") & LARGE for i in range(count)]
+
+
+class Agreed(NamedTuple):
+    """The result of an agreement; the same on all ranks."""
+
+    alike: bool
+    """True if `alike` was equal on all ranks."""
+    most: list[int]
+    """The maximum over ranks of each number in `numbers`."""
+
+
+def agree(
+    what: str,
+    group: dist.ProcessGroup,
+    problem: BaseException | None = None,
+    *,
+    same: object = "",
+    alike: object = "",
+    explain: Callable[[], Facts] = dict,
+    numbers: Sequence[int] = (),
+) -> Agreed:
+    """Agree on a call by one all-reduce, or raise on all ranks if one has a problem or `same` differs.
+
+    `explain` returns the facts that `same` stands for; they are sent only if they differ. `alike` may differ.
+    """
+    # Without `numbers` every call sends 44 bytes, so ranks that make different calls find that out here.
+    mine = [*words((what, same), 3), *words(alike, 2)]
+    # The maximum of LARGE - number gives the minimum: all ranks agree if minimum and maximum are equal.
+    said = [problem is not None, *mine, *(LARGE - number for number in mine), *numbers]
+    reduced = torch.tensor(said, dtype=torch.int32, device=host_device(group))
+    with collective(what):
+        dist.all_reduce(reduced, op=dist.ReduceOp.MAX, group=group)
+    failed, *found = reduced.tolist()
+    if failed:
+        _raise_together(what, problem, group)
+    equal = [found[place] == LARGE - found[len(mine) + place] for place in range(len(mine))]
+    if not all(equal[:3]):
+        _raise_difference({"calls": what, **explain()}, group)
+    return Agreed(all(equal[3:]), found[2 * len(mine) :])
+
+
+def _raise_together(what: str, problem: BaseException | None, group: dist.ProcessGroup) -> None:
+    mine = None if problem is None else f"{type(problem).__name__}: {problem}"
     by_text: dict[str, list[int]] = {}
-    for rank, text in enumerate(said):
+    for rank, text in enumerate(all_objects(mine, group, what)):
         if text is not None:
             by_text.setdefault(text, []).append(rank)
+    if problem is not None:
+        raise problem
     lines = [f"{listed(ranks)}: {text}" for text, ranks in by_text.items()]
     raise ShardingError("nothing was changed on any rank:\n" + "\n".join(lines))
+
+
+def _raise_difference(facts: Facts, group: dist.ProcessGroup) -> None:
+    """Raise an error that names the first fact that differs between ranks."""
+    rows = all_objects({subject: digest(fact) for subject, fact in facts.items()}, group, "finding out what differs")
+    for subject in rows[0]:
+        odd = [rank for rank, row in enumerate(rows) if row.get(subject) != rows[0][subject]]
+        if odd:
+            same = [rank for rank in odd if rows[rank].get(subject) == rows[odd[0]].get(subject)]
+            first, other = (value_on_rank(rank, facts.get(subject), group) for rank in (0, odd[0]))
+            raise ShardingError(
+                f"nothing was changed on any rank: the ranks have different {subject}: "
+                f"{_difference(first, other, listed(same))}\nAll ranks must have the same."
+            )
+    raise ShardingError("nothing was changed on any rank: the ranks differ in what they are about to do")
+
+
+def value_on_rank(rank: int, mine: Any, group: dist.ProcessGroup) -> Any:
+    """Return the value that one rank has, on all ranks."""
+    box = [mine]
+    with collective("finding out what differs"):
+        dist.broadcast_object_list(box, dist.get_global_rank(group, rank), group=group, device=host_device(group))
+    return box[0]
+
+
+def _difference(first: Any, other: Any, odd: str) -> str:
+    """Describe the difference between a fact of rank 0 and a fact of other ranks."""
+    if isinstance(first, Mapping) and isinstance(other, Mapping):
+        name = next((name for name in [*first, *other] if first.get(name) != other.get(name)), None)
+        if name is None:
+            return f"rank 0 has the order {[*first]}\n  {odd}: {[*other]}"
+        first, other = _around_difference(first.get(name, "missing"), other.get(name, "missing"))
+        return f"{name!r} is {first} on rank 0 and {other} on {odd}"
+    first, other = _around_difference(str(first), str(other))
+    return f"rank 0 has {first}\n  {odd}: {other}"
+
+
+def _around_difference(first: str, other: str, most: int = 400) -> tuple[str, str]:
+    """Shorten two long texts to the part around their first difference."""
+    place = next((i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), 0)
+    start = max(0, place - most // 2)
+
+    def shown(text: str) -> str:
+        if len(text) <= most:
+            return text
+        return "..." * (start > 0) + text[start : start + most] + "..." * (len(text) > start + most)
+
+    return shown(first), shown(other)
 
 
 def warn_together(message: str, group: dist.ProcessGroup, stacklevel: int = 2) -> None:
@@ -99,7 +177,7 @@ def warn_together(message: str, group: dist.ProcessGroup, stacklevel: int = 2) -
         warnings.warn(message, stacklevel=stacklevel + 1)
     except Warning as error:
         problem = error
-    agree([], group, problem)
+    agree("a warning", group, problem)
 
 
 def listed(ranks: Sequence[int]) -> str:
@@ -107,119 +185,57 @@ def listed(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {format_list(ranks, str)}"
 
 
-def number_of(facts: object) -> int:
-    """Return a number that is equal on two ranks if their facts are, whatever the order of keys."""
-    return _words(facts)[0]
-
-
-def _words(facts: object) -> list[int]:
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest()
-    return [int.from_bytes(digest[4 * i : 4 * i + 4], "big") & LARGE for i in range(WORDS)]
-
-
-def compare(
-    facts: Facts,
-    group: dist.ProcessGroup,
-    problem: BaseException | None = None,
-    own: Mapping[str, int] | None = None,
-) -> dict[str, tuple[int, int]]:
-    """Require equal facts on all ranks, and return the minimum and maximum over ranks of each number in `own`."""
-    # One all-reduce of about 60 bytes compares digests; the facts themselves are sent only if they differ.
-    mine = [*_words(facts), *(own or {}).values()]
-    found = agree([*mine, *(LARGE - number for number in mine)], group, problem)
-    # The maximum of LARGE - number gives the minimum: all ranks agree if minimum and maximum are equal.
-    most, least = found[: len(mine)], [LARGE - number for number in found[len(mine) :]]
-    if most[:WORDS] != least[:WORDS]:
-        raise_difference(facts, group)
-    return dict(zip(own or {}, zip(least[WORDS:], most[WORDS:], strict=True), strict=True))
-
-
-def raise_difference(facts: Facts, group: dist.ProcessGroup) -> None:
-    """Raise an error that names the first fact that differs between ranks; return if all facts agree."""
-    difference = find_difference(facts, group)
-    if difference is None:
-        return
-    what, odd, first, other = difference
-    if isinstance(first, Mapping) and isinstance(other, Mapping):
-        name = next(name for name in [*first, *other] if first.get(name) != other.get(name))
-        detail = f"{name!r} is {first.get(name, 'missing')} on rank 0 and {other.get(name, 'missing')} on {listed(odd)}"
-    else:
-        detail = f"rank 0 has {first}\n  {listed(odd)}: {other}"
-    raise ShardingError(f"the ranks have different {what}: {detail}\nAll ranks must make the same one.")
-
-
-def find_difference(facts: Facts, group: dist.ProcessGroup) -> tuple[str, list[int], Fact, Fact] | None:
-    """Return the first fact that differs between ranks: its subject, the odd ranks, rank 0's value, theirs."""
-    mine = [(high << 30) + low for high, low, *_ in map(_words, facts.values())]
-    rows = all_numbers(mine, group, "finding out what differs")
-    for place, what in enumerate(facts):
-        odd = [rank for rank, row in enumerate(rows) if row[place] != rows[0][place]]
-        if odd:
-            same = [rank for rank in odd if rows[rank][place] == rows[odd[0]][place]]
-            return what, same, _told_by(0, facts[what], group), _told_by(odd[0], facts[what], group)
-    return None
-
-
-def _told_by(rank: int, mine: Fact, group: dist.ProcessGroup) -> Fact:
-    box = [mine]
-    with collective("telling what differs"):
-        dist.broadcast_object_list(box, dist.get_global_rank(group, rank), group=group, device=host_device(group))
-    return box[0]
-
-
 DTYPES = tuple(sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype) and d.is_floating_point}, key=str))
 UNPLACED = 64
 """Added to the dtype code of a gradient whose placements differ from its parameter's, for example partial."""
 
 
-class Different(ShardingError):
-    """A fact differs between ranks; `what` names it."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__(f"nothing was changed on any rank: the ranks have different {what}")
-        self.what = what
-
-
 def agree_on_leaves(
+    what: str,
     values: PyTree,
     layout: ShardTable,
     problem: Exception | None = None,
-    facts: Mapping[str, int] | None = None,
-    wishes: Sequence[tuple[bool, Callable[[], None]]] = (),
+    *,
+    same: object = "",
+    explain: Callable[[], Facts] = dict,
 ) -> tuple[list[int], list[bool]]:
     """Return a dtype code per leaf (0: absent on all ranks) and whether any rank lacks it, equal on all ranks."""
     group = layout.group
     assert group is not None
-    names, leaves = tree.names(values), tree.leaves(values)
+    names = tree.names(values)
     # One code for each parameter of the layout, so that ranks with different trees send equally many numbers.
-    place_of = {name: place for place, name in enumerate(layout.names)}
-    codes = [0] * len(place_of)
-    for name, leaf in zip(names, leaves, strict=True):
-        if name in place_of and isinstance(local_of(leaf), Tensor):
-            codes[place_of[name]] = _code(name, leaf, layout)
-    same = {"trees": number_of(names), **(facts or {})}
-    twice = [number for fact in same.values() for number in (fact, LARGE - fact)]
-    # The maximum of LARGE - number gives the minimum: all ranks agree if minimum and maximum are equal.
-    lowest = [LARGE - code if code else 0 for code in codes]
-    absent = [int(code == 0) for code in codes]
-    found = agree([*(int(wish) for wish, _ in wishes), *twice, *codes, *lowest, *absent], group, problem)
-    wished, found = found[: len(wishes)], found[len(wishes) :]
-    for place, what in enumerate(same):
-        if found[2 * place] != LARGE - found[2 * place + 1]:
-            raise Different(what)
-    # An action runs on all ranks if any rank wishes it, in the same order on all, because it may be collective.
-    for (_, act), by_any in zip(wishes, wished, strict=True):
-        if by_any:
-            act()
-    found = found[len(twice) :]
-    most, least, some = (found[i * len(codes) : (i + 1) * len(codes)] for i in range(3))
-    for name, place in place_of.items():
-        if most[place] and most[place] != LARGE - least[place]:
+    codes = dict.fromkeys(layout.specs, 0)
+    for name, leaf in zip(names, tree.leaves(values), strict=True):
+        if name in codes and isinstance(local_of(leaf), Tensor):
+            codes[name] = _code(name, leaf, layout)
+    key = ("names", tuple(names))
+    if key not in layout.derived:
+        layout.derived[key] = digest((layout.digest, list(layout.specs), names))
+    mine = [*codes.values()]
+    alike, _ = agree(
+        what,
+        group,
+        problem,
+        same=(layout.derived[key], same),
+        alike=mine,
+        explain=lambda: {
+            "parameters": str([*layout.specs]),
+            "layouts": f"{layout!r} ({layout.digest})",
+            "trees": str(names),
+            **explain(),
+        },
+    )
+    if alike:
+        return [codes[name] for name in names], [not codes[name] for name in names]
+    lowest = [LARGE - code if code else 0 for code in mine]
+    found = agree("comparing leaves", group, numbers=[*mine, *lowest, *(int(not code) for code in mine)]).most
+    most, least, some = (dict(zip(codes, found[i * len(mine) : (i + 1) * len(mine)], strict=True)) for i in range(3))
+    for name in codes:
+        if most[name] and most[name] != LARGE - least[name]:
             raise ShardingError(
                 f"nothing was changed on any rank: {name!r} has different dtypes or placements on different ranks"
             )
-    at = [place_of[name] for name in names]
-    return [most[place] for place in at], [bool(some[place]) for place in at]
+    return [most[name] for name in names], [bool(some[name]) for name in names]
 
 
 def _code(name: str, leaf: Tensor, layout: ShardTable) -> int:

@@ -12,16 +12,18 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.core import Transform
 from muonfx.sharding.binding import Binding
-from muonfx.sharding.checksums import checksum, scattered, vanishing
+from muonfx.sharding.checksums import checksum
 from muonfx.sharding.collectives import BUCKET, exchange, in_buckets
 from muonfx.sharding.consensus import (
+    LARGE,
+    agree,
     agree_on_leaves,
-    all_numbers,
+    all_objects,
     check_pieces,
-    host_device,
     listed,
     outside_transforms,
     warn_together,
+    words,
 )
 from muonfx.sharding.dtensors import local_of
 from muonfx.sharding.layout import Layout
@@ -45,38 +47,20 @@ class _Copies(NamedTuple):
     """For each part of the leaf, the ranks that hold it; the same order on all ranks."""
 
 
-class _Difference(NamedTuple):
-    """A leaf whose replicas differ."""
-
-    name: str
-    first: int
-    """The rank with which the others are compared."""
-    odd: list[int]
-    more: int
-    """The number of other leaves that differ."""
-
-    @property
-    def where(self) -> str:
-        return f"has other values on {listed(self.odd)} than on rank {self.first}"
-
-    def also(self, what: str) -> str:
-        return f" (and {self.more} other {what} differ)" if self.more else ""
-
-
-def verify_params(layout: Layout, local: PyTree) -> None:
-    """Raise on all ranks if replicas of a parameter differ in any bit; syncs with the device."""
-    found = _find_difference(_copies_of(layout, local), layout)
+def verify_params(layout: Layout, local: PyTree, problems: Sequence[Exception] | None = None) -> None:
+    """Raise on all ranks if replicas of a parameter differ in any bit, or if a rank gives a problem."""
+    found = _find_difference("comparing parameters", _copies_of(layout, local), layout, problems)
     if found is None:
         return
-    if found.name in layout.on_several_meshes:
+    name, where = found
+    if name in layout.on_several_meshes:
         raise ShardingError(
-            f"{found.name!r} lies on different meshes on different ranks and {found.where}{found.also('parameters')}: "
-            "if these are different parameters, give them different names, or place them on one mesh of more dims; if "
-            f"they are one, {_ADVICE}"
+            f"{name!r} lies on different meshes on different ranks and {where}: if these are different parameters, "
+            "give them different names, or place them on one mesh of more dims; if they are one, " + _ADVICE
         )
     raise ShardingError(
-        f"parameter {found.name!r} {found.where}{found.also('parameters')}, though {layout!r} says that they hold the "
-        f"same; nothing was changed. Was the model made with another seed, or loaded on some ranks only? {_ADVICE}"
+        f"parameter {name!r} {where}, though {layout!r} says that they hold the same; nothing was changed. Was the "
+        f"model made with another seed, or loaded on some ranks only? {_ADVICE}"
     )
 
 
@@ -95,21 +79,21 @@ def verify_state(binding: Binding, tx: Transform, like: PyTree, state: PyTree) -
         _Copies(name, leaf if isinstance(leaf, Tensor) else None, _holders_of(binding.layout, what))
         for name, leaf, what in zip(tree.names(state), leaves, described, strict=True)
     ]
-    found = _find_difference(copies, binding.layout)
+    found = _find_difference("comparing states", copies, binding.layout)
     if found is not None:
         raise ShardingError(
-            f"the state's {found.name!r} {found.where}{found.also('leaves')}, though they hold the same; nothing was "
-            "changed. Was it loaded on some ranks only, or from different checkpoints? Load one state on all ranks"
+            f"the state's {found[0]!r} {found[1]}, though they hold the same; nothing was changed. Was it loaded on "
+            "some ranks only, or from different checkpoints? Load one state on all ranks"
         )
 
 
 def warn_of_gradients(layout: Layout, local: PyTree) -> None:
     """Warn if replicated gradients differ between ranks, as they do if they were not reduced."""
-    found = _find_difference(_copies_of(layout, local), layout)
+    found = _find_difference("comparing gradients", _copies_of(layout, local), layout)
     if found is not None and layout.group is not None:
         warn_together(
-            f"the gradient of {found.name!r} {found.where}{found.also('gradients')}, though {layout!r} says that they "
-            "hold the same: were gradients reduced over the ranks? If not, the copies of the parameter drift apart",
+            f"the gradient of {found[0]!r} {found[1]}, though {layout!r} says that they hold the same: were gradients "
+            "reduced over the ranks? If not, the copies of the parameter drift apart",
             layout.group,
         )
 
@@ -128,62 +112,55 @@ def _holders_of(layout: Layout, what: LeafPlacement | None) -> Sequence[Sequence
     return [] if what.owned else layout.pieces[what.name].copies
 
 
-def _find_difference(copies: Sequence[_Copies], layout: Layout) -> _Difference | None:
-    """Return the first leaf whose replicas differ, or None; the same result on all ranks."""
+def _find_difference(
+    what: str, copies: Sequence[_Copies], layout: Layout, problems: Sequence[Exception] | None = None
+) -> tuple[str, str] | None:
+    """Return the name of the first leaf whose replicas differ and a text that says where; the same on all ranks."""
+    problem = problems[0] if problems else None
     group = layout.group
-    if group is None or layout.size == 1 or not any(len(ranks) > 1 for leaf in copies for ranks in leaf.holders):
+    if group is None or layout.size == 1:
+        if problem is not None:
+            raise problem
         return None
-    # One sum over all leaves is zero if all replicas are equal. Only otherwise the ranks add one number for each leaf,
-    # and gather the checksums of the first leaf that differs.
-    mine = [_factor(leaf, layout.rank) for leaf in copies]
-    sums = _checksums([leaf.value if factor else None for leaf, factor in zip(copies, mine, strict=True)])
-    each = [factor * number for factor, number in zip(mine, sums, strict=True)]
-    (total,) = _added_up([sum(scattered(place) * number for place, number in enumerate(each))], group)
-    if not total:
+    # Each set of ranks that hold replicas compares one digest of all their leaves; more is sent only if two differ.
+    sets = dict.fromkeys(tuple(ranks) for leaf in copies for ranks in leaf.holders if len(ranks) > 1)
+    if not sets and problems is None:  # nothing to compare and no rank can have a problem
         return None
-    wrong = [place for place, number in enumerate(_added_up(each, group)) if number]
-    if not wrong:
+    shared = {leaf.name: leaf for leaf in copies if any(layout.rank in ranks for ranks in leaf.holders)}
+    sums: dict[str, int] = {}
+    if problem is None:
+        sums = dict(zip(shared, _checksums([leaf.value for leaf in shared.values()]), strict=True))
+    digests: list[int] = []
+    for ranks in sets:
+        (mine,) = words([number for name, number in sums.items() if ranks in map(tuple, shared[name].holders)], 1)
+        digests += [mine, LARGE - mine] if layout.rank in ranks and problem is None else [0, 0]
+    most = agree(what, group, problem, numbers=digests).most
+    if all(most[2 * place] == LARGE - most[2 * place + 1] for place in range(len(sets))):
         return None
-    place = wrong[0]
-    numbers = all_numbers([sums[place]], group, "finding out which copies differ")
-    for ranks in copies[place].holders:
-        odd = [rank for rank in ranks if numbers[rank] != numbers[ranks[0]]]
-        if odd:
-            return _Difference(copies[place].name, ranks[0], odd, len(wrong) - 1)
-    return None
-
-
-def _factor(leaf: _Copies, rank: int) -> int:
-    """Return the factor of this rank's checksum; over equal replicas the products sum to zero."""
-    ranks = next((ranks for ranks in leaf.holders if len(ranks) > 1 and rank in ranks), None)
-    usable = leaf.value is not None and not leaf.value.is_meta
-    return 0 if ranks is None or not usable else vanishing(len(ranks))[ranks.index(rank)]
+    rows = all_objects(sums, group, what)
+    wrong: list[tuple[str, str]] = []
+    for leaf in copies:
+        for first, *others in leaf.holders:
+            odd = [rank for rank in others if rows[rank][leaf.name] != rows[first][leaf.name]]
+            if odd:
+                wrong.append((leaf.name, f"has other values on {listed(odd)} than on rank {first}"))
+                break
+    (name, where), *more = wrong
+    return name, where + (f" (and {len(more)} other leaves differ)" if more else "")
 
 
 def _checksums(values: Sequence[Tensor | None]) -> list[int]:
     """Return checksums as integers, 0 for None, with one sync for each device."""
+    sums = [None if value is None or value.is_meta else checksum(value) for value in values]
     found = [0] * len(values)
     by_device: dict[torch.device, list[int]] = {}
-    for place, value in enumerate(values):
-        if value is not None:
-            by_device.setdefault(value.device, []).append(place)
-    sums = {
-        device: torch.stack([checksum(value) for place in places if (value := values[place]) is not None])
-        for device, places in by_device.items()
-    }
-    for device, places in by_device.items():
-        for place, number in zip(places, sums[device].tolist(), strict=True):
+    for place, one in enumerate(sums):
+        if one is not None:
+            by_device.setdefault(one.device, []).append(place)
+    for places in by_device.values():
+        for place, number in zip(places, torch.stack([sums[place] for place in places]).tolist(), strict=True):
             found[place] = number
     return found
-
-
-def _added_up(numbers: Sequence[int], group: dist.ProcessGroup) -> list[int]:
-    """Return the sums over all ranks, modulo 2^64."""
-    wrapped = [(number + (1 << 63)) % (1 << 64) - (1 << 63) for number in numbers]
-    said = torch.tensor(wrapped, dtype=torch.int64, device=host_device(group))
-    with collective("comparing checksums between ranks"):
-        dist.all_reduce(said, group=group)
-    return said.tolist()
 
 
 # ----------------------------------------------------------------------------------------------------------- broadcast
@@ -222,13 +199,13 @@ def broadcast(params: T, layout: Layout, *, donate: bool = False) -> T:
 def _broadcast(params: T, layout: Layout, problem: Exception | None, *, donate: bool) -> T:
     try:
         check_pieces(layout, params)
-    except (TypeError, ShardingError) as error:
+    except Exception as error:  # perhaps on this rank only: raised on all ranks together
         problem = problem or error
     if layout.group is None or layout.size == 1:
         if problem is not None:
             raise problem
         return params
-    _, missing = agree_on_leaves(params, layout, problem)
+    _, missing = agree_on_leaves("broadcasting parameters", params, layout, problem)
     leaves, treedef = tree.flatten(params)
     names = tree.names(params)
     places: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""Agreement of the ranks before each step: on the presence and dtypes of leaves, on numbers, and on errors."""
+"""Agreement of the ranks before each step, by one all-reduce: on the program, numbers, present leaves, and errors."""
 
 from __future__ import annotations
 
@@ -10,30 +10,19 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Donation, Transform, checks
-from muonfx.core.recorded import parts_of
+from muonfx.core.contract import within
+from muonfx.core.schedules import Schedule
 from muonfx.sharding.binding import Binding
-from muonfx.sharding.consensus import (
-    DTYPES,
-    UNPLACED,
-    Different,
-    Facts,
-    agree_on_leaves,
-    all_numbers,
-    check_pieces,
-    number_of,
-    raise_difference,
-    warn_together,
-)
-from muonfx.sharding.description import structure_of
+from muonfx.sharding.consensus import DTYPES, UNPLACED, Facts, agree_on_leaves, all_objects, check_pieces
 from muonfx.sharding.dtensors import is_dtensor, local_of
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.messages import Exchange, ShardingError
 from muonfx.sharding.replicas import verify_params, verify_state, warn_of_gradients
 from muonfx.sharding.state import describe_state
-from muonfx.sharding.verification import PROBLEMS, verify_ranks
+from muonfx.sharding.verification import number_text, numbers_of, program_digest, program_facts, verify_ranks
 from muonfx.tree import PyTree
 
-__all__ = ["agreed_updates"]
+__all__ = ["agreed_updates", "bind", "next_serial"]
 
 
 def agreed_updates(
@@ -47,63 +36,51 @@ def agreed_updates(
     extras: dict[str, Any],
     check: bool,
     problem: Exception | None = None,
+    serial: int | None = None,
 ) -> PyTree:
     """Return the local updates on which all ranks agree: a leaf that any rank has is present on all ranks."""
     layout = binding.layout
     like = updates if params is None else params
+    facts: Facts = {}
+    same: object = ""
+    local: PyTree = None
+    many = layout.group is not None and layout.size > 1
+    if many and binding.serial is None:
+        bind(binding, tx, like, problem)
     try:
+        if problem is not None:
+            raise problem
         tx.check_extras(extras)
         checks.check_floating("updates", updates)
         _check_step(binding, tx, updates, state, params, check=check)
+        local = tree.map(local_of, like)
         if extras:
-            binding.executor.check_extras(binding.executor.program(tx, tree.map(local_of, like)), extras)
-        binding.executor.require_room(state, tree.map(local_of, like), donate)
-    except PROBLEMS as error:
-        problem = problem or error
-    if not binding.compared:  # the ranks have not compared anything yet, not even the number of parameters
-        verify_ranks(binding, tx, like)
-    is_new = tx.treedef not in binding.compared
+            binding.executor.check_extras(binding.executor.program(tx, local), extras)
+        binding.executor.require_room(state, local, donate)
+        if tx.treedef not in binding.likes:
+            binding.likes[tx.treedef] = tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), local)
+        if many:
+            facts = _facts(binding, tx, state, local, extras, serial, has_params=params is not None)
+            same = facts, program_digest(binding, tx, local)
+    except Exception as error:  # perhaps on this rank only: raised on all ranks together
+        problem = error
     if layout.group is None or layout.size == 1:
-        if is_new:
-            verify_ranks(binding, tx, like)
         if problem is not None:
             raise problem
         return tree.map(local_of, updates)
-    is_due = binding.is_verification_due(tx)
-    loads: set[bool] = set()
-
-    def verify() -> None:
-        nonlocal is_due
-        is_due = True
+    codes, missing = agree_on_leaves(
+        "a step",
+        updates,
+        layout,
+        problem,
+        same=same,
+        explain=lambda: {**program_facts(binding, tx, local), **facts},
+    )
+    is_due = binding.steps == 0 or binding.has_loaded
+    if is_due:
         if params is not None:
             verify_params(layout, tree.map(local_of, params))
-        verify_state(binding, tx, tree.map(local_of, like), state)
-
-    told: Facts = {}
-    number = 0
-    try:
-        if problem is None:
-            told, number = _facts(binding, tx, state, like, extras)
-    except PROBLEMS as error:
-        problem = error
-    try:
-        codes, missing = agree_on_leaves(
-            updates,
-            layout,
-            problem,
-            {"arguments: some give params, some do not": int(params is not None), _FACTS: number},
-            # One rank alone may have a new chain or a loaded state, so all ranks act if any of them wishes it.
-            wishes=[
-                (binding.has_loaded, lambda: loads.add(True)),
-                (not binding.has_loaded, lambda: loads.add(False)),
-                (is_new, lambda: verify_ranks(binding, tx, like)),
-                (is_due, verify),
-            ],
-        )
-    except Different as error:
-        if error.what == _FACTS:
-            raise_difference(told, layout.group)
-        raise
+        verify_state(binding, tx, local, state)
     leaves, treedef = tree.flatten(updates)
     names = tree.names(updates)
     for name, code, gone in zip(names, codes, missing, strict=True):
@@ -111,70 +88,105 @@ def agreed_updates(
             raise ShardingError(
                 f"nothing was changed on any rank: the gradient of {name!r} is partial on some ranks and None on others"
             )
-    local = [local_of(_placed(layout, name, leaf)) for name, leaf in zip(names, leaves, strict=True)]
+    placed = [local_of(_placed(layout, name, leaf)) for name, leaf in zip(names, leaves, strict=True)]
     if any(code and gone for code, gone in zip(codes, missing, strict=True)):
-        local = _filled(layout, names, local, codes, tree.device_of(tree.map(local_of, like)))
-    found = tree.unflatten(treedef, local)
+        placed = _filled(layout, names, placed, codes, tree.device_of(local))
+    found = tree.unflatten(treedef, placed)
     if is_due:
         warn_of_gradients(layout, found)
-    if len(loads) > 1:
-        warn_together(
-            "since the last step a state was loaded on some ranks and not on others (on this one it was "
-            f"{'' if binding.has_loaded else 'not '}loaded): its pieces do not belong together",
-            layout.group,
-        )
-    binding.begin_step(tx)
+    binding.steps += 1
+    binding.has_loaded = False
     return found
 
 
-_FACTS = "chains, numbers or extras"
-SMALL = 64
-"""The largest number of elements of a CPU tensor whose values are compared at every step."""
+def bind(binding: Binding, tx: Transform, params: PyTree, problem: Exception | None) -> None:
+    """Compare all that must be equal on all ranks, and the parameters that several ranks hold."""
+    verify_ranks(binding, tx, params, problem)
+    verify_params(binding.layout, tree.map(local_of, params))
+    binding.serial = next_serial(binding.layout)
 
 
-def _facts(binding: Binding, tx: Transform, state: PyTree, like: PyTree, extras: dict[str, Any]) -> tuple[Facts, int]:
-    """Return the facts that must be equal on all ranks at a step, as texts for an error, and their number."""
-    numbers: dict[str, Mapping[str, str]] = {
-        "numbers in their chains": {name: _text(number) for name, number in parts_of(tx)},
-        "named extras, such as value=loss; reduce them first": {name: _text(value) for name, value in extras.items()},
-        "numbers in their states": _numbers_of_state(binding, tx, state, like),
+_serials: dict[str, int] = {}
+"""The number of sharded transforms and optimizers that each process group has."""
+
+
+def next_serial(layout: Layout) -> int:
+    """Return the next number of a process group; all ranks call this equally often, each time after an agreement."""
+    name = "" if layout.group is None else layout.group.group_name
+    _serials[name] = _serials.get(name, 0) + 1
+    return _serials[name]
+
+
+def _facts(
+    binding: Binding,
+    tx: Transform,
+    state: PyTree,
+    like: PyTree,
+    extras: dict[str, Any],
+    serial: int | None,
+    *,
+    has_params: bool,
+) -> Facts:
+    """Return the facts that must be equal on all ranks at a step, besides the program."""
+    in_state, counts = _numbers_of_state(binding, tx, state, like)
+    loaded = "loaded since the last step" if binding.has_loaded else "not loaded since the last step"
+    return {
+        "sharded transforms or optimizers in this step (all ranks must step them in the same order)": (
+            f"number {binding.serial} of the group" if serial is None else f"optimizer {serial} of the group"
+        ),
+        "arguments: some give params, some do not": str(has_params),
+        "numbers in their chains": numbers_of(tx) | _scheduled(binding, tx, max(counts, default=binding.steps)),
+        "named extras, such as value=loss; reduce them first": {
+            name: _extra(value) for name, value in sorted(extras.items())
+        },
+        "numbers in their states": in_state,
+        "states (load on all ranks, or on none)": loaded,
     }
-    # The chain without its hyperparameters, including the assignment of parameters to groups of an optimizer.
-    key = ("structure", tx.treedef)
-    if key not in binding.derived:
-        text = structure_of(tx)
-        binding.derived[key] = text, number_of(text)
-    structure, its_number = binding.derived[key]
-    return {"chains": structure, **numbers}, number_of([its_number, numbers])
 
 
-def _text(value: object) -> str:
-    """Describe a value by a text, without a device sync."""
+def _extra(value: object) -> str:
     # A transform that takes a mapping, such as `qk_clip`, reduces its values over ranks: they may differ.
     if isinstance(value, Mapping):
         shown = zip(tree.names(value), tree.leaves(value), strict=True)
         return repr({n: (*x.shape, x.dtype) if isinstance(x, Tensor) else type(x).__qualname__ for n, x in shown})
-    if not isinstance(value, Tensor):
-        plain = value is None or isinstance(value, bool | int | float | str)
-        return repr(value) if plain else type(value).__qualname__
-    # Values on a device are compared when replicas are verified.
-    if value.device.type != "cpu" or value.numel() > SMALL:
-        return f"a tensor {tuple(value.shape)} of {value.dtype}"
-    return f"{value.tolist()} of {value.dtype}"
+    plain = value is None or isinstance(value, bool | int | float | str | Tensor)
+    return number_text(value) if plain else type(value).__qualname__
 
 
-def _numbers_of_state(binding: Binding, tx: Transform, state: PyTree, like: PyTree) -> dict[str, str]:
-    """Describe the state leaves that belong to no parameter, such as counters and injected hyperparameters."""
+def _scheduled(binding: Binding, tx: Transform, count: int) -> dict[str, str]:
+    """Return the values of all schedules and functions of the step count within a transform, at a count."""
+    key = ("has schedules", tx.treedef)
+    if binding.derived.get(key, True):
+        found = {
+            f"{place}.{one.name}.{name}": repr(float(value(torch.tensor(float(count), dtype=torch.float64))))
+            for place, one in enumerate(within(tx))
+            for name, value in one.arguments.items()
+            if isinstance(value, Schedule) or (callable(value) and "Schedule" in one.factory.definition.plain[name])
+        }
+        binding.derived[key] = bool(found)
+        return found
+    return {}
+
+
+def _numbers_of_state(binding: Binding, tx: Transform, state: PyTree, like: PyTree) -> tuple[dict[str, str], list[int]]:
+    """Describe the state leaves that belong to no parameter, and return the counters among those in host memory."""
     leaves = tree.leaves(state)
     key = ("numbers of state", tx.treedef, len(leaves), tuple(tree.names(like)))
     if key not in binding.derived:
-        described = describe_state(binding, tx, tree.map(local_of, like))
+        described = describe_state(binding, tx, like)
         places = [i for i, what in enumerate(described) if what is not None and what.name is None]
         names = tree.names(state)
         fits = len(described) == len(leaves)
         binding.derived[key] = [(place, names[place]) for place in places] if fits else None
     places = binding.derived[key]
-    return {"": f"{len(leaves)} leaves"} if places is None else {name: _text(leaves[place]) for place, name in places}
+    if places is None:
+        return {"": f"{len(leaves)} leaves"}, []
+    counts = [
+        int(leaf)
+        for leaf in (leaves[place] for place, _ in places)
+        if isinstance(leaf, Tensor) and leaf.dtype == torch.int64 and not leaf.ndim and leaf.device.type == "cpu"
+    ]
+    return {name: number_text(leaves[place]) for place, name in places}, counts
 
 
 def _placed(layout: Layout, name: str, leaf: Tensor | None) -> Tensor | None:
@@ -191,8 +203,8 @@ def _filled(
     """Fill leaves that are absent on this rank and present on another from another holder, or with zeros."""
     assert layout.group is not None
     # This is rare, so every rank sends its list of present leaves to every other.
-    mine = [int(leaf is not None) for leaf in leaves]
-    have = all_numbers(mine, layout.group, "finding out who has which gradient")
+    mine = [leaf is not None for leaf in leaves]
+    have = all_objects(mine, layout.group, "finding out who has which gradient")
     found = list(leaves)
     for place, (name, code) in enumerate(zip(names, codes, strict=True)):
         if not code:
@@ -212,7 +224,7 @@ def _filled(
                         outgoing[taker].append(own)
                     if layout.rank == taker:
                         incoming[present[0]].append(own)
-        if any(len({bool(have[rank][place]) for rank in ranks}) > 1 for ranks in layout.holders(name).values()):
+        if any(len({have[rank][place] for rank in ranks}) > 1 for ranks in layout.holders(name).values()):
             expected = [sum(tensor.numel() for tensor in tensors) for tensors in incoming]
             Exchange(
                 outgoing, expected, dtype=dtype, device=device, group=layout.group, what="sharing a gradient"

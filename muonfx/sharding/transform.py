@@ -17,13 +17,14 @@ from muonfx.core.recorded import make_factory
 from muonfx.program.offload.transform import inner_of, store_of
 from muonfx.program.placement import RESIDENT, Arguments, Store
 from muonfx.sharding.binding import Binding
-from muonfx.sharding.consensus import agree, outside_transforms
+from muonfx.sharding.consensus import outside_transforms
 from muonfx.sharding.dtensors import is_dtensor, local_of, to_dtensors
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import Machine, Settings
+from muonfx.sharding.replicas import verify_params
 from muonfx.sharding.state import state_to_dtensors, without_dtensors
-from muonfx.sharding.steps import agreed_updates
-from muonfx.sharding.verification import PROBLEMS, verify_ranks
+from muonfx.sharding.steps import agreed_updates, next_serial
+from muonfx.sharding.verification import verify_ranks
 from muonfx.tree import PyTree
 
 __all__ = ["Sharded", "step_sharded", "init_sharded", "settings_of", "sharded", "bind"]
@@ -74,7 +75,6 @@ def sharded(
     bucket_bytes: int = 1 << 28,
     exchange_dtype: torch.dtype | None = None,
     machine: Machine | None = None,
-    verify_every: int | None = None,
 ):
     """Make a transform over local tensors of one over whole ones: the same update under any layout.
 
@@ -93,9 +93,6 @@ def sharded(
         exchange_dtype: in which dtype matrices travel. None: the one to which they are rounded first of all anyway, so
             that no value changes.
         machine: operations and bytes a second, for "auto"; None: a guess by the kind of device.
-        verify_every: compare what several ranks hold copies of, parameters and state, before every so many steps, bit
-            by bit, by checksums; that reads all of them once and waits for the device. None: at `init` and before the
-            first step, and the first after a state was loaded. Numbers in host memory are compared at every step.
 
     Returns:
         A transform over trees of local tensors, or of DTensors: then its updates, and the leaves of its state that are
@@ -125,9 +122,7 @@ def sharded(
         raise ValueError(f"replicas: found {replicas!r}, expected 'auto', 'split' or 'everyone'")
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes: found {bucket_bytes!r}, expected an int of 1 or more")
-    if verify_every is not None and verify_every < 1:
-        raise ValueError(f"verify_every: found {verify_every!r}, expected None or an int of 1 or more")
-    settings = Settings(replicas, bucket_bytes, exchange_dtype, machine, verify_every)
+    settings = Settings(replicas, bucket_bytes, exchange_dtype, machine)
     if exchange_dtype is not None and not (
         isinstance(exchange_dtype, torch.dtype) and exchange_dtype.is_floating_point
     ):
@@ -186,19 +181,18 @@ def init_sharded(binding: Binding, tx: Transform, params: PyTree, problem: Excep
     """Verify that the ranks agree, and build the state of local tensors, on all ranks or on none."""
     try:
         warn_of_unmatched(tx.name_patterns, params)
-    except PROBLEMS as error:
+    except Exception as error:  # perhaps on this rank only: raised on all ranks together
         problem = problem or error
     verify_ranks(binding, tx, params, problem)
+    local = tree.map(local_of, params)
     state: PyTree = None
+    problems: list[Exception] = []
     try:
-        state = binding.executor.init(tx, tree.map(local_of, params))
-    except OSError as error:  # from a store on disk
-        problem = error
-    if binding.store.is_resident or binding.layout.group is None or binding.layout.size == 1:
-        if problem is not None:
-            raise problem
-        return state
-    agree([], binding.layout.group, problem)
+        state = binding.executor.init(tx, local)
+    except Exception as error:
+        problems.append(error)
+    verify_params(binding.layout, local, problems)
+    binding.serial = next_serial(binding.layout)
     return state
 
 
@@ -214,11 +208,13 @@ def step_sharded(
     check: bool = False,
     problem: Exception | None = None,
     apply: Callable[[PyTree, PyTree], None] | None = None,
+    serial: int | None = None,
 ) -> tuple[PyTree, PyTree]:
     """Run one step on local tensors; an error on one rank is raised on all."""
-    # `tx` has the current hyperparameters; `apply` receives each update as soon as it is final.
+    # `tx` has the current hyperparameters; `apply` receives each update as soon as it is final; `serial` numbers an
+    # optimizer, because several may share a binding.
     local = agreed_updates(
-        binding, tx, updates, state, params, donate=donate, extras=extras, check=check, problem=problem
+        binding, tx, updates, state, params, donate=donate, extras=extras, check=check, problem=problem, serial=serial
     )
     weights = tree.map(local_of, params)
     donate, local, state = unshared(donate, local, state, weights)

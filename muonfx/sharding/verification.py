@@ -1,128 +1,161 @@
-"""Comparison of the ranks when a chain is bound to a group: chains, parameters, layouts, versions, replicas."""
+"""Comparison of the ranks when a program is bound to a layout: everything that must be equal on all of them."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import platform
 import sys
-from typing import Any
 
 import torch
 
 from muonfx import tree
 from muonfx.core import Transform, checks
+from muonfx.core.identity import text_of
 from muonfx.core.precision import product_dtypes
-from muonfx.polar import compute_dtype
+from muonfx.core.recorded import Recorded, parts_of
 from muonfx.polar.hardware import cpu_has_bf16
+from muonfx.program.nodes import Program
+from muonfx.program.offload.store import OffloadStore
 from muonfx.sharding.binding import Binding
-from muonfx.sharding.consensus import (
-    DTYPES,
-    Facts,
-    check_pieces,
-    compare,
-    find_difference,
-    listed,
-    number_of,
-    warn_together,
-)
-from muonfx.sharding.description import captured_by, chain_text, functions_of
+from muonfx.sharding.consensus import Facts, agree, all_objects, check_pieces, digest, listed, warn_together
 from muonfx.sharding.dtensors import local_of
-from muonfx.sharding.layout import Layout
 from muonfx.sharding.messages import ShardingError
-from muonfx.sharding.replicas import verify_params
+from muonfx.sharding.state import describe_state
 from muonfx.tree import PyTree
 
-__all__ = ["PROBLEMS", "verify_ranks"]
-
-PROBLEMS = (TypeError, ValueError, AttributeError, KeyError, OSError, ShardingError, Warning)
-"""The errors that a caller's arguments may cause on one rank; a warning is raised under ``python -W error``."""
+__all__ = ["numbers_of", "program_digest", "program_facts", "verify_ranks"]
 
 
 def verify_ranks(binding: Binding, tx: Transform, params: PyTree, problem: Exception | None = None) -> None:
-    """Raise on all ranks unless they have the same chain, parameters, layout, versions and product dtypes."""
+    """Raise on all ranks unless they have the same program, parameters, layout, settings and versions."""
     layout = binding.layout
+    local: PyTree = None
+    facts: Facts = {}
+    machine = ""
+    many = layout.group is not None and layout.size > 1
     try:
         checks.check_params(params)
         check_pieces(layout, params)
-    except PROBLEMS as error:
+        local = tree.map(local_of, params)
+        binding.likes[tx.treedef] = tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), local)
+        if many and problem is None:
+            facts = _facts(binding, tx, local)
+            machine = f"torch {torch.__version__}, {_machine(binding.store.device(tree.device_of(local)))}"
+    except Exception as error:  # perhaps on this rank only: raised on all ranks together
         problem = problem or error
     if layout.size > 1 and layout.group is None:
         raise ShardingError(f"{layout!r} has no process group: it is only to look at and to plan with")
-    local = tree.map(local_of, params)
-    device = binding.store.device(tree.device_of(local))
-    fastest = compute_dtype(torch.float32, device)
-    if layout.group is not None and layout.size > 1:
-        fastest = _compared(binding, tx, local, device, fastest, problem)
-    elif problem is not None:
-        raise problem
-    binding.compute.setdefault(device.type, fastest)  # plans and states exist for the dtype agreed on first
-    binding.likes[tx.treedef] = tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), local)
-    binding.compared.add(tx.treedef)
-
-
-def _compared(
-    binding: Binding,
-    tx: Transform,
-    local: PyTree,
-    device: torch.device,
-    fastest: torch.dtype,
-    problem: Exception | None,
-) -> torch.dtype:
-    """Compare with the other ranks, and return the common dtype of "auto" in plans."""
-    layout = binding.layout
-    assert layout.group is not None
-    names = zip(tree.names(local), tree.leaves(local), strict=True)
-    # Computations that every rank repeats may differ in the last bit on other hardware.
-    machine: Facts = {"": f"torch {torch.__version__}, {_machine(device)}"}
-    captured: Facts = {"values": captured_by(tx)}
-    own = compare(
-        {
-            "versions": {"muonfx": _version(), "Python": ".".join(platform.python_version_tuple()[:2])},
-            "chains": chain_text(tx),
-            "functions in their chains": functions_of(tx),
-            "parameters": {name: f"{spec.shape} {spec.dtype}" for name, spec in layout.specs.items()},
-            "parameters that are None": {name: "None" for name, leaf in names if leaf is None},
-            "trees": str(tree.flatten(local)[1]),
-            "layouts": f"{layout!r} ({layout.digest})",
-            "ranks in their groups": str(torch.distributed.get_process_group_ranks(layout.group)),
-            "kinds of device to compute on": device.type,
-            "settings": repr(binding.settings),
-            "settings of torch": _settings_of_torch(),
-            # Machines may resolve "auto" differently; an explicit dtype is the same everywhere.
-            'dtypes for "auto" (give each such transform a dtype, for example dtype=torch.float32)': product_dtypes(
-                tx, [leaf.dtype for leaf in tree.leaves(local) if leaf is not None], device
-            ),
-        },
+    if layout.group is None or layout.size == 1:
+        if problem is not None:
+            raise problem
+        return
+    same_machine, _ = agree(
+        "binding a transform to a layout",
         layout.group,
         problem,
-        {"dtype": DTYPES.index(fastest), "machine": number_of(machine), "captured": number_of(captured)},
+        same={subject: digest(fact) for subject, fact in facts.items()},
+        alike=machine,
+        explain=lambda: facts,
     )
-    if own["dtype"][0] != own["dtype"][1]:  # no transform has "auto" here, so only plans depend on it
-        fastest = torch.float32
-    if own["machine"][0] != own["machine"][1] and any(cut.copies for cut in layout.pieces.values()):
-        odd, here, there = _told(machine, layout)
+    # Computations that every rank repeats may differ in the last bit on other hardware.
+    if not same_machine and any(cut.copies for cut in layout.pieces.values()):
+        machines = all_objects(machine, layout.group, "comparing machines")
+        odd = [rank for rank, other in enumerate(machines) if other != machines[0]]
         warn_together(
-            f"what each rank computes for itself may differ in the last bit: rank 0 has {here}; {odd}: {there}. "
-            "The copies that ranks hold may drift apart; sharded(..., verify_every=k) compares them",
+            f"what each rank computes for itself may differ in the last bit: rank 0 has {machines[0]}; {listed(odd)}: "
+            f"{machines[odd[0]]}. The copies that ranks hold may drift apart",
             layout.group,
         )
-    if own["captured"][0] != own["captured"][1]:
-        odd, here, there = _told(captured, layout)
-        name = next(name for name in here if here[name] != there.get(name))
-        warn_together(
-            f"the function {name!r} has captured {here[name]} on rank 0 and {there.get(name)} on {odd}: if what it "
-            "returns depends on that, the ranks drift apart",
-            layout.group,
-        )
-    verify_params(layout, local)
-    return fastest
 
 
-def _told(facts: Facts, layout: Layout) -> tuple[str, Any, Any]:
-    """Return the odd ranks of an existing difference, the value of rank 0, and the value of the odd ranks."""
-    assert layout.group is not None
-    found = find_difference(facts, layout.group)
-    assert found is not None
-    return listed(found[1]), found[2], found[3]
+def _facts(binding: Binding, tx: Transform, local: PyTree) -> Facts:
+    """Return all that must be equal on all ranks, in the order in which differences are reported."""
+    layout, device = binding.layout, binding.store.device(tree.device_of(local))
+    present = {name: leaf for name, leaf in zip(tree.names(local), tree.leaves(local), strict=True) if leaf is not None}
+    described = describe_state(binding, tx, local)
+    names_of_state = tree.names(binding.executor.init(tx, binding.local_like(local)))
+    return {
+        "versions": {"muonfx": _version(), "Python": ".".join(platform.python_version_tuple()[:2])},
+        "parameters": {name: f"{spec.shape} {spec.dtype}" for name, spec in layout.specs.items()},
+        "parameters that are None": {name: "None" for name in tree.names(local) if name not in present},
+        "trees": str(tree.flatten(local)[1]),
+        "layouts": f"{layout!r} ({layout.digest})",
+        "ranks in their groups": str(torch.distributed.get_process_group_ranks(layout.group)),
+        "kinds of device to compute on": device.type,
+        **program_facts(binding, tx, local),
+        "numbers in their chains": numbers_of(tx),
+        "settings": repr(binding.settings),
+        "stores of the state": _store(binding),
+        "settings of torch": _settings_of_torch(),
+        # Machines may resolve "auto" differently; an explicit dtype is the same everywhere.
+        'dtypes for "auto" (give each such transform a dtype, for example dtype=torch.float32)': product_dtypes(
+            tx, [leaf.dtype for leaf in present.values()], device
+        ),
+        "states": {
+            name: "None" if what is None else f"{what.shape} {what.dtype}, owners {[s.owner for s in what.shares]}"
+            for name, what in zip(names_of_state, described, strict=True)
+        },
+    }
+
+
+def program_facts(binding: Binding, tx: Transform, params: PyTree) -> Facts:
+    """Describe the lowered program: the transforms of each parameter, and the transforms with masks as resolved."""
+    transforms: dict[str, str] = {}
+    of_each: dict[str, list[str]] = {}
+    for place, node in enumerate(Program(binding.executor.program(tx, params)).transforms()):
+        where = f"{place} {node.numbers or node.title}"
+        transforms[where] = f"{node.kind} {_text(tree.map(lambda _: 0.0, node.tx))}"
+        for name in node.names:
+            of_each.setdefault(name, []).append(node.numbers or node.title)
+    return {
+        "transforms of a parameter": {name: ", ".join(titles) for name, titles in of_each.items()},
+        "chains": transforms,
+    }
+
+
+def program_digest(binding: Binding, tx: Transform, params: PyTree) -> str:
+    """Return a digest of `program_facts`, computed once for each structure and set of names."""
+    key = ("program", tx.treedef, tuple(tree.names(params)))
+    if key not in binding.derived:
+        binding.derived[key] = digest(program_facts(binding, tx, params))
+    return binding.derived[key]
+
+
+def _text(value: object) -> str:
+    """Describe a transform by its factory and arguments; functions count by their results, not by their code."""
+    if isinstance(value, Recorded):
+        return f"{value.factory.__name__}({', '.join(f'{k}={_text(v)}' for k, v in value.arguments.items())})"
+    if inspect.isroutine(value) or isinstance(value, functools.partial):
+        return "a function"
+    return text_of(value, _text)
+
+
+def numbers_of(tx: Transform) -> dict[str, str]:
+    """Describe the current hyperparameters of a transform, by dotted name."""
+    return {name: number_text(number) for name, number in parts_of(tx)}
+
+
+SMALL = 64
+"""The largest number of elements of a CPU tensor whose values are compared at every step."""
+
+
+def number_text(value: object) -> str:
+    """Describe a number by a text, without a device sync."""
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    # Values on a device are compared when replicas are verified.
+    if value.device.type != "cpu" or value.numel() > SMALL:
+        return f"a tensor {tuple(value.shape)} of {value.dtype}"
+    return f"{value.tolist()} of {value.dtype}"
+
+
+def _store(binding: Binding) -> str:
+    store = binding.store
+    if not isinstance(store, OffloadStore):
+        return "in memory with the parameters"
+    place = "in host memory" if store.folder is None else "on disk"
+    return f"offloaded, {place}, in buckets of {store.bucket_bytes} bytes"
 
 
 def _version() -> str:

@@ -77,7 +77,7 @@ def local(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
     tensor([0., 0., 0., 0.])
     """
     binding, inner, like = binding_of(tx, params)
-    binding.note_load()
+    binding.has_loaded = True
     return local_state(binding, inner, like, without_dtensors(binding, inner, like, state))
 
 

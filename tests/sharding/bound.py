@@ -95,24 +95,6 @@ def replicas_differ(here: Here, kind: str, name: str, on: int, how: str) -> list
     return said
 
 
-def replicas_drift(here: Here, verify_every: int | None) -> list[int]:
-    """In which of six steps a parameter that one rank changes before the third is noticed."""
-    params = {"a": some(4, 4), "b": some(3)}
-    layout = sharding.replicated(params, here.group)
-    over = sharding.sharded(mfx.momentum(), layout, verify_every=verify_every)
-    state = over.init(params)
-    noticed: list[int] = []
-    for step in range(6):
-        if step == 2 and here.rank == 1:
-            params["a"] = params["a"].clone()
-            params["a"][3, 1] += 1e-6
-        try:
-            _, state = over.update(params, state, params)
-        except sharding.ShardingError as error:
-            noticed += [step] if "'a'" in str(error) else []
-    return noticed
-
-
 def states_differ(here: Here, where: str) -> list[str]:
     """What is said where one rank goes on with another state, and where a good one takes its place again."""
     params = {"a": some(4, 4), "b": some(3)}
@@ -159,6 +141,97 @@ def by_closure(rate: float) -> Any:
     return lambda count: rate / (1 + count)
 
 
+def differing_functions(what: str, odd: bool) -> mfx.Transform:
+    """A chain with a function of one code on all ranks, which returns something else on the odd rank."""
+
+    def chosen(params: Any) -> Any:
+        return {name: odd or name == "a" for name in params}
+
+    if what == "a label function":
+        parts = {"x": mfx.scale(1.0), "y": mfx.scale(2.0)}
+        return mfx.partition(parts, lambda params: {name: "x" if one else "y" for name, one in chosen(params).items()})
+    if what == "a mask function":
+        return mfx.masked(mfx.momentum(), chosen)
+    if what == "a mask of decay":
+        return mfx.chain(mfx.momentum(), mfx.add_decayed_weights(0.1, chosen))
+    if what == "a mask within another":
+        return mfx.skip_nonfinite(mfx.masked(mfx.momentum(), chosen))
+    if what == "a schedule":
+        return mfx.chain(mfx.momentum(), mfx.scale_by_learning_rate(by_closure(0.2 if odd else 0.1)))
+    assert what == "a schedule of decay"
+    return mfx.add_decayed_weights(by_closure(0.2 if odd else 0.1))
+
+
+def functions_differ(here: Here, what: str) -> None:
+    """A step of a chain with a function that depends on the rank; it changes nothing."""
+    params = {"a": some(4, 5), "b": some(3)}
+    layout = sharding.zero(params, here.group, partition="flat")
+    over, local = sharding.sharded(differing_functions(what, here.rank == here.size - 1), layout), layout.shard(params)
+    state = over.init(local)
+    before = [bits(leaf) for leaf in mfx.tree.tensors((state, local))]
+    try:
+        over.update(local, state, local)
+    finally:
+        assert [bits(leaf) for leaf in mfx.tree.tensors((state, local))] == before
+
+
+def offloaded_on_one_rank(here: Here) -> None:
+    """A state that one rank alone keeps in host memory."""
+    params = {"a": some(4, 5), "b": some(3)}
+    layout = sharding.zero(params, here.group, partition="flat")
+    tx = mfx.momentum()
+    sharding.sharded(sharding.offload(tx) if here.rank == 1 else tx, layout).init(layout.shard(params))
+
+
+def stepped_in_another_order(here: Here, how: str) -> None:
+    """Two optimizers, or sharded transforms, of one shape; one rank steps the second one first."""
+    params = [{"a": some(4, 5), "b": some(3)} for _ in range(2)]
+    layouts = [sharding.replicated(own, here.group) for own in params]
+    order = (1, 0) if here.rank == 1 else (0, 1)
+    if how == "functional":
+        over = [sharding.sharded(mfx.momentum(), layout) for layout in layouts]
+        states = [tx.init(own) for tx, own in zip(over, params, strict=True)]
+        for place in order:
+            over[place].update(params[place], states[place], params[place])
+        return
+    weights = [{name: nn.Parameter(leaf) for name, leaf in own.items()} for own in params]
+    shared = layouts[0] if how == "one layout" else None
+    optimizers = [
+        mfx.TransformOptimizer(own, mfx.momentum(), layout=shared or layout)
+        for own, layout in zip(weights, layouts, strict=True)
+    ]
+    for own in weights:
+        for weight in own.values():
+            weight.grad = torch.ones_like(weight)
+    before = [bits(weight) for own in weights for weight in own.values()]
+    try:
+        for place in order:
+            optimizers[place].step()
+    finally:
+        assert [bits(weight) for own in weights for weight in own.values()] == before
+
+
+def different_calls(here: Here) -> None:
+    """One rank gathers while the others take a step."""
+    params = {"a": some(4, 5), "b": some(3)}
+    layout = sharding.zero(params, here.group, partition="flat")
+    over, local = sharding.sharded(mfx.momentum(), layout), layout.shard(params)
+    state = over.init(local)
+    if here.rank == 1:
+        layout.gather(local)
+    else:
+        over.update(local, state, local)
+
+
+def function_raises_on_one_rank(here: Here) -> None:
+    """A schedule with an error of its own on one rank."""
+    params = {"a": some(4, 5)}
+    layout = sharding.zero(params, here.group, partition="flat")
+    tx = mfx.scale_by_learning_rate(lambda count: 0.1 / (1 + count) if here.rank else 1 // 0)
+    over, local = sharding.sharded(tx, layout), layout.shard(params)
+    over.update(local, over.init(local), local)
+
+
 def at_bind(here: Here, what: str) -> None:
     """Make a transform on each rank, with something that differs on rank 1."""
     odd = here.rank == 1
@@ -175,8 +248,6 @@ def at_bind(here: Here, what: str) -> None:
         torch.set_float32_matmul_precision("medium")
     if what == "bucket_bytes":
         settings["bucket_bytes"] = 1000 + odd
-    if what == "a lambda's code":
-        tx = mfx.scale_by_learning_rate((lambda count: 0.1 * count) if odd else (lambda count: 0.2 * count))
     if what == "the order of names":
         params = OrderedDict(reversed(params.items())) if odd else OrderedDict(params)
     if what == "labels":
@@ -196,8 +267,6 @@ def warned_at_bind(here: Here, what: str) -> list[str]:
     params = {"a": some(4, 5)}
     layout = sharding.replicated(params, here.group)
     tx = mfx.momentum()
-    if what == "a captured rate":
-        tx = mfx.scale_by_learning_rate(by_closure(0.2 if odd else 0.1))
     version = "9.9" if odd and what == "torch" else torch.__version__
     with warnings.catch_warnings(record=True) as caught, mock.patch.object(torch, "__version__", version):
         warnings.simplefilter("always")
@@ -303,19 +372,16 @@ def donating_on_one_rank(here: Here) -> list[Any]:
     return found
 
 
-def loaded_on_one_rank(here: Here, everywhere: bool) -> list[str]:
-    """The warnings of a step behind a load of a state without counters, of which each rank has a piece of its own."""
+def loaded_on_one_rank(here: Here, everywhere: bool) -> None:
+    """A step after a load of a state without counters, of which each rank has a piece of its own."""
     params = {"a": some(4, 5), "b": some(3)}
     layout = sharding.zero(params, here.group, partition="flat")
     over, local = sharding.sharded(mfx.momentum(), layout), layout.shard(params)
     _, state = over.update(local, over.init(local), local)
     if everywhere or here.rank == 0:
-        state = sharding.local(over, sharding.logical(over, over.init(local) if everywhere else state))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        _, state = over.update(local, state, local)
-        over.update(local, state, local)
-    return [str(warning.message) for warning in caught if "muonfx" in warning.filename]
+        state = sharding.local(over, sharding.logical(over, state))
+    _, state = over.update(local, state, local)
+    over.update(local, state, local)
 
 
 def different_layouts_without_init(here: Here) -> None:

@@ -20,7 +20,6 @@ import torch
 from muonfx.core import Transform
 from muonfx.core.contract import require_transform
 from muonfx.core.recorded import strip_transparent
-from muonfx.polar import compute_dtype
 from muonfx.program.buckets import cut_into_buckets
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.balance import assign
@@ -78,8 +77,6 @@ class Settings(NamedTuple):
     """The dtype in which matrices are sent; None: the dtype to which their transform rounds them."""
     machine: Machine | None = None
     """The rates by which routes are chosen; None: an estimate for the kind of device."""
-    verify_every: int | None = None
-    """The number of steps between comparisons of replicas; None: only before the first step and after a load."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +93,6 @@ class RunPlan:
     """Indices of shares, all of one dtype, that are sent together, in this order."""
     specs: dict[str, Spec] = field(repr=False)
     device: torch.device
-    compute: torch.dtype
-    """The dtype of "auto"."""
     exchange_dtype: torch.dtype | None
     _wire_dtypes: dict[torch.dtype, tuple[torch.dtype, torch.dtype]] = field(default_factory=dict, repr=False)
 
@@ -175,11 +170,11 @@ BUFFERS_PER_BUCKET = 6
 """The bytes in use at a time, as a multiple of the bytes of a bucket's matrices."""
 
 
-def plan_run(
-    run: Run, names: Sequence[str], layout: Layout, device: torch.device, settings: Settings, compute: torch.dtype
-) -> RunPlan:
+def plan_run(run: Run, names: Sequence[str], layout: Layout, device: torch.device, settings: Settings) -> RunPlan:
     """Plan a run for the named parameters that reach it."""
     specs = {name: layout.specs[name] for name in names}
+    # "auto" does not stand for this machine's dtype here, because all ranks must make the same plan.
+    compute = torch.bfloat16 if device.type == "cuda" else torch.float32
     machine = settings.machine or Machine.of(device.type, compute)
     matrices = matrices_of(run, {name: spec.shape for name, spec in specs.items()})
     run = on_stacks(run, {name: specs[name].shape for name in matrices})
@@ -191,7 +186,7 @@ def plan_run(
     owners = _owners(parts, costs, nbytes, layout, machine, settings)
     shares = tuple(_share(part, owners[i], costs[i], layout) for i, part in enumerate(parts))
     buckets = tuple(_buckets(shares, specs, max(1, settings.bucket_bytes // BUFFERS_PER_BUCKET)))
-    return RunPlan(run, tuple(matrices), layout.size, shares, buckets, specs, device, compute, settings.exchange_dtype)
+    return RunPlan(run, tuple(matrices), layout.size, shares, buckets, specs, device, settings.exchange_dtype)
 
 
 def _owners(
@@ -367,7 +362,6 @@ def plan_for(
     layout: Layout,
     *,
     device: torch.device | str = "cpu",
-    compute: torch.dtype | None = None,
     **settings: Any,
 ) -> Plan:
     """Plan a chain under a layout, on shapes alone and without a word to other ranks.
@@ -375,8 +369,7 @@ def plan_for(
     Args:
         tx: the transform, sharded or not.
         layout: who holds what; a pretended one, for any number of ranks, will do.
-        device: where it will run; it need not be here if `compute` is given.
-        compute: the dtype that "auto" stands for; None: as on this machine's device of that kind.
+        device: where it will run; it need not be here. A plan takes the dtype "auto" for bf16 on CUDA, else for fp32.
         **settings: as `sharded` takes them.
 
     Raises:
@@ -394,10 +387,6 @@ def plan_for(
             "not here: muonfx.sharding.zero(params, 8)"
         )
     device = torch.device(device)
-    compute = compute_dtype(torch.float32, device) if compute is None else compute
     given = Settings(**settings)
-    runs = [
-        plan_run(run, names, layout, device, given, compute)
-        for run, names in runs_of(strip_transparent(tx), layout.meta())
-    ]
+    runs = [plan_run(run, names, layout, device, given) for run, names in runs_of(strip_transparent(tx), layout.meta())]
     return Plan(tuple(runs), layout.size)
