@@ -8,7 +8,6 @@ from typing import TypeVar
 import torch
 
 from muonfx.core.contract import Transform
-from muonfx.core.recorded import Factory
 
 __all__ = ["LeafCost", "declare_cost", "declared_cost"]
 
@@ -17,12 +16,12 @@ LeafCost = Callable[[str, tuple[int, ...], torch.dtype], float]
 
 _Bind = Callable[[Transform, str, torch.dtype], LeafCost]
 
-_declared: dict[Factory, _Bind] = {}
+_declared: dict[object, _Bind] = {}
 
 B = TypeVar("B", bound=_Bind)
 
 
-def declare_cost(factory: Factory) -> Callable[[B], B]:
+def declare_cost(factory: Callable[..., Transform]) -> Callable[[B], B]:
     """Declare the cost of a factory's transforms by a function ``(transform, device, compute) -> LeafCost``.
 
     `device` is the kind of device, and `compute` the dtype in which "auto" computes. The cost must not depend on the

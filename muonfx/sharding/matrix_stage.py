@@ -186,7 +186,7 @@ class _SendToOwners:
         for share in shares:
             tensor = local[share.name]
             assert tensor is not None
-            if not share.comes:
+            if not share.needs_gather:
                 if share.owner in (None, me):
                     self._here[share.name] = _held(share, layout, tensor)
                 continue
@@ -200,8 +200,8 @@ class _SendToOwners:
             assert share.owner is not None
             if moves.sends:
                 outgoing[share.owner] += [window.of(tensor) for window in moves.held]
-            for leg, _ in moves.legs:
-                expected[leg.sender] += leg.numel
+            for transfer, _ in moves.transfers:
+                expected[transfer.sender] += transfer.numel
         self._exchange = _exchange(outgoing, expected, wire, self._like, layout, "gathering matrices")
 
     @property
@@ -219,8 +219,8 @@ class _SendToOwners:
                 room = torch.empty(share.shape, dtype=held, device=self._like.device)
                 found[share.name] = room
                 own = share.local(room)
-                for leg, windows in share.moves(self._layout.rank).legs:
-                    incoming[leg.sender] += [window.of(own) for window in windows]
+                for transfer, windows in share.moves(self._layout.rank).transfers:
+                    incoming[transfer.sender] += [window.of(own) for window in windows]
             self._exchange.wait(incoming)
             self._exchange = None
         return found
@@ -245,7 +245,7 @@ class _ReturnResults:
         like: Tensor | None = None
         for share in shares:
             result = done[share.name] if share.owner in (None, me) else None
-            if not share.goes:
+            if not share.needs_send:
                 if result is not None:
                     results.put(share, result)
                 continue
@@ -256,9 +256,9 @@ class _ReturnResults:
             assert share.owner is not None
             if result is not None:
                 own = share.local(result)
-                for leg, windows in moves.legs:
+                for transfer, windows in moves.transfers:
                     parts = [window.of(own) for window in windows]
-                    for rank in leg.ranks:
+                    for rank in transfer.ranks:
                         outgoing[rank] += parts
             self._incoming[share.owner] += results.windows(share)
             expected[share.owner] += moves.numel

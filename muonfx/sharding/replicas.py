@@ -151,14 +151,13 @@ def _find_difference(
 
 def _checksums(values: Sequence[Tensor | None]) -> list[int]:
     """Return checksums as integers, 0 for None, with one sync for each device."""
-    sums = [None if value is None or value.is_meta else checksum(value) for value in values]
     found = [0] * len(values)
-    by_device: dict[torch.device, list[int]] = {}
-    for place, one in enumerate(sums):
-        if one is not None:
-            by_device.setdefault(one.device, []).append(place)
-    for places in by_device.values():
-        for place, number in zip(places, torch.stack([sums[place] for place in places]).tolist(), strict=True):
+    by_device: dict[torch.device, dict[int, Tensor]] = {}
+    for place, value in enumerate(values):
+        if value is not None and not value.is_meta:
+            by_device.setdefault(value.device, {})[place] = checksum(value)
+    for sums in by_device.values():
+        for place, number in zip(sums, torch.stack([*sums.values()]).tolist(), strict=True):
             found[place] = number
     return found
 

@@ -156,16 +156,18 @@ def _extra(value: object) -> str:
 def _scheduled(binding: Binding, tx: Transform, count: int) -> dict[str, str]:
     """Return the values of all schedules and functions of the step count within a transform, at a count."""
     key = ("has schedules", tx.treedef)
-    if binding.derived.get(key, True):
-        found = {
-            f"{place}.{one.name}.{name}": repr(float(value(torch.tensor(float(count), dtype=torch.float64))))
-            for place, one in enumerate(within(tx))
-            for name, value in one.arguments.items()
-            if isinstance(value, Schedule) or (callable(value) and "Schedule" in one.factory.definition.plain[name])
-        }
-        binding.derived[key] = bool(found)
-        return found
-    return {}
+    if not binding.derived.get(key, True):
+        return {}
+    at = torch.tensor(float(count), dtype=torch.float64)
+    found: dict[str, str] = {}
+    for place, one in enumerate(within(tx)):
+        plain = one.factory.definition.plain
+        for name, value in one.arguments.items():
+            if isinstance(value, Schedule) or (callable(value) and "Schedule" in plain[name]):
+                function: Any = value
+                found[f"{place}.{one.name}.{name}"] = repr(float(function(at)))
+    binding.derived[key] = bool(found)
+    return found
 
 
 def _numbers_of_state(binding: Binding, tx: Transform, state: PyTree, like: PyTree) -> tuple[dict[str, str], list[int]]:

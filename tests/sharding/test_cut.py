@@ -110,8 +110,8 @@ def test_cuts_are_equal_where_all_pieces_are(one: cut.Cut, other: cut.Cut):
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
-    """How many pieces are made, and how many legs."""
-    found = {"pieces": 0, "legs": 0}
+    """How many pieces are made, and how many transfers."""
+    found = {"pieces": 0, "transfers": 0}
 
     def counted(name: str, function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -122,7 +122,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
 
     monkeypatch.setattr(Piece, "grid", counted("pieces", Piece.grid))
     monkeypatch.setattr(Piece, "interval", counted("pieces", Piece.interval))
-    monkeypatch.setattr(shares, "Leg", counted("legs", shares.Leg))
+    monkeypatch.setattr(shares, "ShareTransfer", counted("transfers", shares.ShareTransfer))
     yield found
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -139,7 +139,7 @@ def placed(mesh: Any, shape: tuple[int, ...], placements: Sequence[Placement]) -
 
 def bound(made: dict[str, int], layers: int, shard: int, parallel: int, kind: str) -> dict[str, int]:
     """What is made on the way to the plan of a model's step."""
-    made.update(pieces=0, legs=0)
+    made.update(pieces=0, transfers=0)
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=shard * parallel)
     try:
         mesh = init_device_mesh("cpu", (shard, parallel))

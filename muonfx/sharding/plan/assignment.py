@@ -1,9 +1,10 @@
 """The plan of a run and of a chain: which rank computes which matrices, by which route, in which order.
 
 A *run* is a sequence of neighbouring transforms of a chain that need whole matrices. A *share* is a set of whole
-matrices of one parameter that one rank, its *owner*, computes: the parameter itself, or a range of a stack. A *leg* is
-the part of a share in one shard, which is sent to the owner and back. A *bucket* is a set of shares that are sent
-together. A plan follows from the layout, the chain and shapes alone, so all ranks make the same plan independently.
+matrices of one parameter that one rank, its *owner*, computes: the parameter itself, or a range of a stack. A
+*transfer* is the part of a share in one shard, which is sent to the owner and back. A *bucket* is a set of shares that
+are sent together. A plan follows from the layout, the chain and shapes alone, so all ranks make the same plan
+independently.
 """
 
 from __future__ import annotations
@@ -139,16 +140,16 @@ class RunPlan:
         if not owners:
             return
         results = 0
-        for leg in one.legs:
-            results += leg.numel * len(leg.ranks)
-            if len(leg.ranks) == 1:
-                sent[leg.ranks[0]] += leg.numel * there * owners.total()
+        for transfer in one.transfers:
+            results += transfer.numel * len(transfer.ranks)
+            if len(transfer.ranks) == 1:
+                sent[transfer.ranks[0]] += transfer.numel * there * owners.total()
             else:
                 for owner, times in owners.items():
-                    sent[nearest(leg.ranks, owner)] += leg.numel * there * times
+                    sent[nearest(transfer.ranks, owner)] += transfer.numel * there * times
         for owner, times in owners.items():
-            leg = one.leg_of(owner)
-            own = 0 if leg is None else leg.numel
+            transfer = one.transfer_of(owner)
+            own = 0 if transfer is None else transfer.numel
             sent[owner] += times * ((results - own) * back - own * there)  # an owner sends itself nothing
 
     def wire_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:

@@ -1,4 +1,4 @@
-"""Parts, shares and legs: the candidates for matrices, an owner's matrices, and their parts in each shard."""
+"""Parts, shares and transfers: the candidates for matrices, an owner's matrices, and their parts in each shard."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.cost import Run
 from muonfx.sharding.shards import Piece, Window
 
-__all__ = ["Leg", "Moves", "Part", "Share", "apart", "matrices_of", "nearest", "on_stacks", "parts_of"]
+__all__ = ["ShareTransfer", "Moves", "Part", "Share", "apart", "matrices_of", "nearest", "on_stacks", "parts_of"]
 
 
 def nearest(ranks: Sequence[int], owner: int) -> int:
@@ -29,7 +29,7 @@ def nearest(ranks: Sequence[int], owner: int) -> int:
     return min(ranks[max(place - 1, 0) : place + 1], key=lambda rank: (abs(rank - owner), rank))
 
 
-class Leg(NamedTuple):
+class ShareTransfer(NamedTuple):
     """The part of a share in one shard."""
 
     ranks: tuple[int, ...]
@@ -52,8 +52,8 @@ class Moves(NamedTuple):
     """The number of elements."""
     sends: bool
     """True if the rank sends them to the owner."""
-    legs: tuple[tuple[Leg, tuple[Window, ...]], ...]
-    """On the owner, the legs of all shards with their windows in the share; empty on other ranks."""
+    transfers: tuple[tuple[ShareTransfer, tuple[Window, ...]], ...]
+    """On the owner, the transfers of all shards with their windows in the share; empty on other ranks."""
 
 
 @dataclass(frozen=True)
@@ -95,23 +95,23 @@ class Share:
         return tensor if self.shape == self.whole else tensor.reshape(-1)
 
     @property
-    def legs(self) -> Iterator[Leg]:
-        """The legs of all shards that overlap the share; as many as ranks, on a large mesh."""
-        # Computed on request: a rank needs all legs of the shares that it owns, and only its own leg of the others.
+    def transfers(self) -> Iterator[ShareTransfer]:
+        """The transfers of all shards that overlap the share; as many as ranks, on a large mesh."""
+        # Computed on request: a rank needs all transfers of the shares that it owns, and only its own of the others.
         for piece, ranks in self.cut.holders.items():
-            if (leg := self._leg(piece, ranks)) is not None:
-                yield leg
+            if (transfer := self._transfer(piece, ranks)) is not None:
+                yield transfer
 
-    def leg_of(self, rank: int) -> Leg | None:
-        """Return the leg of a rank's own shard, or None if the shard does not overlap the share."""
+    def transfer_of(self, rank: int) -> ShareTransfer | None:
+        """Return the transfer of a rank's own shard, or None if the shard does not overlap the share."""
         piece = self.cut[rank]
-        return self._leg(piece, self.cut.holders[piece]) if piece.numel else None
+        return self._transfer(piece, self.cut.holders[piece]) if piece.numel else None
 
-    def _leg(self, piece: Piece, ranks: tuple[int, ...]) -> Leg | None:
+    def _transfer(self, piece: Piece, ranks: tuple[int, ...]) -> ShareTransfer | None:
         if self.numel == prod(self.whole):
-            return Leg(ranks, self._sender(ranks), piece.boxes, piece.numel)
+            return ShareTransfer(ranks, self._sender(ranks), piece.boxes, piece.numel)
         common = tuple(piece.shared(self._boxes))
-        return Leg(ranks, self._sender(ranks), common, sum(box.numel for box in common)) if common else None
+        return ShareTransfer(ranks, self._sender(ranks), common, sum(box.numel for box in common)) if common else None
 
     @cached_property
     def _boxes(self) -> tuple[Box, ...]:
@@ -123,32 +123,32 @@ class Share:
     def moves(self, rank: int) -> Moves:
         """Return the transfers of a rank."""
         if rank not in self._moves:
-            leg = self.leg_of(rank)
-            boxes = () if leg is None else leg.boxes
+            transfer = self.transfer_of(rank)
+            boxes = () if transfer is None else transfer.boxes
             self._moves[rank] = Moves(
                 tuple(map(self.cut[rank].window, boxes)),
                 tuple(map(self.piece.window, boxes)),
-                0 if leg is None else leg.numel,
-                leg is not None and leg.sender == rank,
-                tuple((leg, tuple(map(self.piece.window, leg.boxes))) for leg in self.legs)
+                0 if transfer is None else transfer.numel,
+                transfer is not None and transfer.sender == rank,
+                tuple((transfer, tuple(map(self.piece.window, transfer.boxes))) for transfer in self.transfers)
                 if rank == self.owner
                 else (),
             )
         return self._moves[rank]
 
     @cached_property
-    def _at_owner(self) -> Leg | None:
-        return None if self.owner is None else self.leg_of(self.owner)
+    def _at_owner(self) -> ShareTransfer | None:
+        return None if self.owner is None else self.transfer_of(self.owner)
 
     @cached_property
-    def comes(self) -> bool:
+    def needs_gather(self) -> bool:
         """True if any element must be sent to the owner."""
         return self.owner is not None and (0 if self._at_owner is None else self._at_owner.numel) < self.numel
 
     @cached_property
-    def goes(self) -> bool:
+    def needs_send(self) -> bool:
         """True if any element must be sent back."""
-        return self.comes or (self._at_owner is not None and len(self._at_owner.ranks) > 1)
+        return self.needs_gather or (self._at_owner is not None and len(self._at_owner.ranks) > 1)
 
     @property
     def reason(self) -> str:
@@ -156,7 +156,7 @@ class Share:
         if self.because or self.route == "local":
             return self.because or "it is whole on its owner alone"
         held = 0 if self._at_owner is None else self._at_owner.numel
-        pieces = len(self.cut.holders) if self.numel == prod(self.whole) else sum(1 for _ in self.legs)
+        pieces = len(self.cut.holders) if self.numel == prod(self.whole) else sum(1 for _ in self.transfers)
         return f"it lies in {pieces} pieces; its owner holds {held / max(self.numel, 1):.0%} of it"
 
 

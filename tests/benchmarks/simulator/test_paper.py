@@ -100,8 +100,8 @@ def transferred(on: Setting, layout: str, **chosen: object) -> list[int]:
             moves = share.moves(rank)
             if moves.sends and rank != share.owner:
                 sent[rank] += moves.numel * on.dtype.itemsize
-            for leg, _ in moves.legs:
-                sent[rank] += leg.numel * on.dtype.itemsize * sum(other != rank for other in leg.ranks)
+            for transfer, _ in moves.transfers:
+                sent[rank] += transfer.numel * on.dtype.itemsize * sum(other != rank for other in transfer.ranks)
     return sent
 
 

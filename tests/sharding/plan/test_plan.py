@@ -67,7 +67,7 @@ def test_every_matrix_is_computed_once_by_a_rank_that_has_one_range_of_a_stack(d
     assert len(set(owners)) == len(owners)
     assert sorted(i for bucket in run.buckets for i in bucket) == list(range(len(run.shares)))
     for share in run.shares:
-        assert sum(leg.numel for leg in share.legs) == share.numel
+        assert sum(transfer.numel for transfer in share.transfers) == share.numel
         assert share.numel % prod(share.shape[-2:]) == 0
 
 
@@ -76,11 +76,11 @@ def test_what_a_rank_has_whole_and_alone_it_keeps(drawn):
     _, layout = drawn
     for share in run_of(mfx.orthogonalize(view=EXPERTS, dtype=torch.float32), layout).shares:
         if share.route == "local":
-            assert not share.comes
-            assert not share.goes
+            assert not share.needs_gather
+            assert not share.needs_send
         elif share.route == "owner":
-            assert share.comes
-            assert share.goes
+            assert share.needs_gather
+            assert share.needs_send
 
 
 def test_heads_that_are_whole_on_a_rank_stay_there():
@@ -116,7 +116,7 @@ def test_experts_that_are_cut_further_than_their_number_go_to_all_ranks_of_their
     layout = experts_on(8, parts, stacks)
     run = run_of(mfx.orthogonalize(view=EXPERTS, dtype=torch.float32), layout)
     for share in run.shares:
-        assert share.leg_of(share.owner) is not None
+        assert share.transfer_of(share.owner) is not None
     computed = Counter(share.owner for share in run.shares for _ in range(share.shape[0]))
     assert max(computed[rank] for rank in range(8)) == -(-4 * stacks // 8)
     owners = [(share.name, share.owner) for share in run.shares]
