@@ -17,7 +17,7 @@ from muonfx.checkpoint.spec import StateSpec
 from muonfx.checkpoint.target import Allow, Rules, Target
 from muonfx.core import Transform
 from muonfx.sharding.shards import FlatPiece
-from muonfx.sharding.views import is_logical, layout_of, local, logical
+from muonfx.sharding.views import from_global, is_global, layout_of, to_global
 from muonfx.tree import PyTree
 from muonfx.tree.renaming import Rename
 
@@ -99,9 +99,9 @@ def load(
     if layout is None or tx is None or isinstance(like, StateSpec):
         return _load(path, lambda: like, tx, rules, device, group, section="")
     group = layout.group if group is None else group
-    if is_logical(like):  # a rank without shards takes the other path, which calls `_load` as well
+    if is_global(like):  # a rank without shards takes the other path, which calls `_load` as well
         return _load(path, lambda: like, tx, rules, device, group, section="")
-    return local(tx, _load(path, lambda: logical(tx, like), tx, rules, device, group, section=""))
+    return from_global(tx, _load(path, lambda: to_global(tx, like), tx, rules, device, group, section=""))
 
 
 def load_params(
@@ -146,7 +146,7 @@ def load_params(
     if layout is None:
         return _load(path, lambda: like, None, rules, device, group, section=PARAMS)
     group = layout.group if group is None else group
-    return layout.local(_load(path, lambda: layout.logical(like), None, rules, device, group, section=PARAMS))
+    return layout.from_global(_load(path, lambda: layout.to_global(like), None, rules, device, group, section=PARAMS))
 
 
 def _load(

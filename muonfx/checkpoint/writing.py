@@ -50,7 +50,7 @@ from muonfx.core.recorded import strip_transparent
 from muonfx.sharding.boxes import Box
 from muonfx.sharding.dtensors import is_dtensor
 from muonfx.sharding.shards import FlatPiece
-from muonfx.sharding.views import is_logical, layout_of, logical
+from muonfx.sharding.views import is_global, layout_of, to_global
 from muonfx.tree import PyTree, Spec
 from muonfx.tree.dtypes import name_of_dtype
 
@@ -110,9 +110,9 @@ class Job:
             said = _as_json(dict(extra or {}))
             _check_keep(keep, where)
             if layout is not None and tx is not None:
-                if state is not None and not is_logical(state):
-                    state = logical(tx, state)
-                params = None if params is None else layout.logical(params)
+                if state is not None and not is_global(state):
+                    state = to_global(tx, state)
+                params = None if params is None else layout.to_global(params)
             leaves = _leaves_of(state, params, whole=group is None)
             products = {} if tx is None else _products_of(tx, leaves)
             if copy:  # training may change the originals

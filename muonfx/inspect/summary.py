@@ -18,7 +18,7 @@ from muonfx.sharding.layout import Layout
 from muonfx.sharding.shards import FlatPiece
 from muonfx.sharding.state import LeafPlacement, describe_state, interval_of, without_dtensors
 from muonfx.sharding.transform import Sharded
-from muonfx.sharding.views import binding_of, check_local, is_logical
+from muonfx.sharding.views import binding_of, check_local, is_global
 from muonfx.tree import PyTree
 from muonfx.tree.display import Column, Report, Row, Shown, Table, format_bytes, format_shape
 
@@ -276,7 +276,7 @@ def _summarize(tx: Transform, state: PyTree, local: PyTree, params: PyTree) -> S
     layout = binding.layout
     whole = sum(spec.nbytes for spec in layout.specs.values())
     described = describe_state(binding, inner, like)
-    own = state if is_logical(state) else without_dtensors(binding, inner, like, state)
+    own = state if is_global(state) else without_dtensors(binding, inner, like, state)
     check_local(layout, described, own)
     found = [
         _sharded_leaf(layout, path, what, leaf)

@@ -27,9 +27,9 @@ from muonfx.sharding.shards import FlatPiece, IntervalTensor
 from muonfx.sharding.state import (
     LeafPlacement,
     describe_state,
+    global_leaf,
     interval_of,
     leaf_to_dtensor,
-    logical_leaf,
     own_what_they_hold,
     state_to_dtensors,
 )
@@ -135,7 +135,7 @@ class SteppingOverRanks(Stepping):
         found = leaf_to_dtensor(self.binding, what, leaf)
         if is_dtensor(found):
             return found
-        piece = logical_leaf(self.binding, self._device, what, leaf)
+        piece = global_leaf(self.binding, self._device, what, leaf)
         return IntervalTensor.of(piece) if isinstance(piece, FlatPiece) else piece
 
     def shown(self, state: PyTree) -> PyTree:

@@ -13,7 +13,7 @@ from muonfx.sharding.plan.assignment import Machine, Plan, plan_for
 from muonfx.sharding.replicas import broadcast
 from muonfx.sharding.shards import Piece
 from muonfx.sharding.transform import sharded
-from muonfx.sharding.views import local, logical
+from muonfx.sharding.views import from_global, to_global
 
 __all__ = [
     # which rank holds which shard
@@ -35,8 +35,8 @@ __all__ = [
     "Plan",
     "Machine",
     # checkpoints
-    "logical",
-    "local",
+    "to_global",
+    "from_global",
 ]
 
 

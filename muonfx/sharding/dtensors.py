@@ -23,9 +23,9 @@ __all__ = [
     "dtensor_of",
     "is_dtensor",
     "local_of",
-    "local_tree",
-    "logical_piece",
-    "logical_tree",
+    "from_global_tree",
+    "global_piece",
+    "to_global_tree",
     "map_named",
     "parameter_like",
     "to_dtensors",
@@ -95,7 +95,7 @@ def to_dtensors(layout: ShardTable, local: PyTree, like: PyTree = None) -> PyTre
     return map_named(at, local)
 
 
-def logical_piece(layout: ShardTable, name: str, leaf: Tensor) -> Tensor | FlatPiece:
+def global_piece(layout: ShardTable, name: str, leaf: Tensor) -> Tensor | FlatPiece:
     """Return a rank's shard of a parameter as a leaf that records its position in the whole."""
     if name in layout.dtensors:
         return parameter_like(layout, name, leaf)
@@ -104,8 +104,8 @@ def logical_piece(layout: ShardTable, name: str, leaf: Tensor) -> Tensor | FlatP
     return leaf
 
 
-def logical_tree(layout: ShardTable, local: PyTree) -> PyTree:
-    """Implement `Layout.logical`."""
+def to_global_tree(layout: ShardTable, local: PyTree) -> PyTree:
+    """Implement `Layout.to_global`."""
 
     def at(name: str, leaf: Tensor | FlatPiece) -> Tensor | FlatPiece:
         piece, whole = layout.piece(name), layout.specs[name].shape
@@ -115,7 +115,7 @@ def logical_tree(layout: ShardTable, local: PyTree) -> PyTree:
         if tuple(leaf.shape) == whole and name not in layout.dtensors:
             return leaf
         if piece.fits(leaf):
-            return logical_piece(layout, name, leaf)
+            return global_piece(layout, name, leaf)
         raise ShardingError(
             f"{name!r} has shape {tuple(leaf.shape)}; in {layout!r} the whole has {whole} and this rank's piece "
             f"{piece.shape}: give the parameters that the layout was made for"
@@ -124,13 +124,13 @@ def logical_tree(layout: ShardTable, local: PyTree) -> PyTree:
     return map_named(at, local)
 
 
-def local_tree(layout: ShardTable, logical: PyTree) -> PyTree:
-    """Implement `Layout.local`."""
+def from_global_tree(layout: ShardTable, values: PyTree) -> PyTree:
+    """Implement `Layout.from_global`."""
 
     def at(name: str, leaf: Tensor | FlatPiece) -> Tensor:
         return leaf.data.view(layout.piece(name).shape) if isinstance(leaf, FlatPiece) else leaf
 
-    return map_named(at, logical)
+    return map_named(at, values)
 
 
 def map_named(function: Callable[[str, Any], Any], values: PyTree) -> PyTree:

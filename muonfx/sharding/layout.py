@@ -16,7 +16,7 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.sharding.collectives import ReduceOp, gathered, reduce_scattered
 from muonfx.sharding.consensus import outside_transforms
-from muonfx.sharding.dtensors import local_tree, logical_tree, map_named
+from muonfx.sharding.dtensors import from_global_tree, map_named, to_global_tree
 from muonfx.sharding.messages import ShardingError
 from muonfx.sharding.shard_table import ShardTable
 from muonfx.tree import PyTree
@@ -148,17 +148,17 @@ class Layout(ShardTable):
 
     # ------------------------------------------------------------------------------------------------- checkpoints
 
-    def logical(self, local: PyTree) -> PyTree:
-        """A tree of what a checkpoint understands: `DTensor`, `muonfx.checkpoint.FlatPiece`, or a tensor that all have.
+    def to_global(self, local: PyTree) -> PyTree:
+        """Convert a local tree to one whose leaves record their position in the whole tensors.
 
-        `muonfx.checkpoint.save` does this by itself where it is given a sharded chain. What is logical already stays as
-        it is, and so does a tensor that is the whole, as under ZeRO-1.
+        The leaves are `DTensor`, `muonfx.checkpoint.FlatPiece`, or whole tensors. `muonfx.checkpoint.save` calls this
+        if it is given a sharded chain. Leaves that are global already, or whole as under ZeRO-1, are unchanged.
 
         Raises:
             ShardingError: a leaf is neither this rank's piece nor the whole; the message names it.
         """
-        return logical_tree(self, local)
+        return to_global_tree(self, local)
 
-    def local(self, logical: PyTree) -> PyTree:
-        """The local tree that a logical one describes: the inverse of `logical`. DTensors stay what they are."""
-        return local_tree(self, logical)
+    def from_global(self, values: PyTree) -> PyTree:
+        """Return the local tree that a tree of `to_global` describes; DTensors are returned unchanged."""
+        return from_global_tree(self, values)

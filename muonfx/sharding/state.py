@@ -22,7 +22,7 @@ from muonfx.program.buckets import parameters_of
 from muonfx.program.lower import fill_placeholders, state_around
 from muonfx.program.nodes import Around, ChainNode, Node, Stage, WholeTree
 from muonfx.sharding.binding import Binding
-from muonfx.sharding.dtensors import dtensor_of, is_dtensor, local_of, logical_piece, parameter_like
+from muonfx.sharding.dtensors import dtensor_of, global_piece, is_dtensor, local_of, parameter_like
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import RunPlan
 from muonfx.sharding.plan.shares import Share
@@ -39,8 +39,8 @@ __all__ = [
     "interval_of",
     "leaf_to_dtensor",
     "local_state",
-    "logical_leaf",
-    "logical_state",
+    "global_leaf",
+    "global_state",
     "own_what_they_hold",
     "state_to_dtensors",
     "without_dtensors",
@@ -186,22 +186,22 @@ def _from_dtensor(what: LeafPlacement | None, leaf: Tensor | FlatPiece | None) -
     return None if what.local is None else leaf._local_tensor.view(what.local)
 
 
-def logical_state(binding: Binding, tx: Transform, params: PyTree, state: PyTree) -> PyTree:
+def global_state(binding: Binding, tx: Transform, params: PyTree, state: PyTree) -> PyTree:
     """Return a state in which every leaf records its position in the whole."""
     leaves, treedef = tree.flatten(state)
     pairs = zip(describe_state(binding, tx, params), leaves, strict=True)
     device = tree.device_of(state)
-    return tree.unflatten(treedef, [logical_leaf(binding, device, what, leaf) for what, leaf in pairs])
+    return tree.unflatten(treedef, [global_leaf(binding, device, what, leaf) for what, leaf in pairs])
 
 
-def logical_leaf(
+def global_leaf(
     binding: Binding, device: torch.device, what: LeafPlacement | None, leaf: Tensor | None
 ) -> Tensor | FlatPiece | None:
-    """Convert one leaf for `logical_state`."""
+    """Convert one leaf for `global_state`."""
     if what is None or what.name is None:
         return leaf
     if not what.owned:
-        return None if leaf is None else logical_piece(binding.layout, what.name, leaf)
+        return None if leaf is None else global_piece(binding.layout, what.name, leaf)
     if what.share is None:
         return FlatPiece(what.shape, 0, torch.empty(0, dtype=what.dtype, device=device))
     if what.share.owner is None or leaf is None:
@@ -215,10 +215,10 @@ def interval_of(what: LeafPlacement, share: Share) -> tuple[int, int]:
     return share.start * prod(what.shape) // each, share.stop * prod(what.shape) // each
 
 
-def local_state(binding: Binding, tx: Transform, params: PyTree, logical: PyTree) -> PyTree:
-    """Return the local state that a logical state describes."""
+def local_state(binding: Binding, tx: Transform, params: PyTree, values: PyTree) -> PyTree:
+    """Return the local state that a global state describes."""
     meta = binding.executor.init(tx, tree.map(lambda leaf: torch.empty_like(local_of(leaf), device="meta"), params))
-    leaves, treedef = tree.flatten(logical)
+    leaves, treedef = tree.flatten(values)
 
     def at(wanted: Tensor | None, leaf: Tensor | FlatPiece | None) -> Tensor | None:
         if wanted is None:

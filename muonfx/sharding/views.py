@@ -1,4 +1,4 @@
-"""Conversion between the local state of a sharded transform and its logical state for checkpoints."""
+"""Conversion between the local state of a sharded transform and its global state for checkpoints."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from muonfx.sharding.binding import Binding
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.messages import ShardingError
 from muonfx.sharding.shards import FlatPiece
-from muonfx.sharding.state import LeafPlacement, describe_state, local_state, logical_state, without_dtensors
+from muonfx.sharding.state import LeafPlacement, describe_state, global_state, local_state, without_dtensors
 from muonfx.sharding.transform import Sharded, bind, settings_of
 from muonfx.tree import PyTree
 
-__all__ = ["binding_of", "check_local", "is_logical", "layout_of", "local", "logical"]
+__all__ = ["binding_of", "check_local", "is_global", "layout_of", "from_global", "to_global"]
 
 
-def logical(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
-    """Say of every leaf of a sharded transform's state which part of which whole it is.
+def to_global(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
+    """Convert this rank's state to one whose leaves record their position in the whole tensors.
 
-    `muonfx.checkpoint.save` does this by itself where it is given ``tx``, and stores whole tensors under the names that
-    one process would give them; they load under any layout, on any number of ranks, or in one process. A logical state
-    stays what it is.
+    `muonfx.checkpoint.save` calls this if it is given ``tx``, and stores whole tensors under the names that one process
+    would give them; they load under any layout, on any number of ranks, or in one process. A state that is global
+    already is returned unchanged.
 
     Args:
         tx: what `sharded` made.
         state: this rank's state.
-        params: the local parameters, where ``tx`` has not met any yet.
+        params: the local parameters; required if ``tx`` has not been used yet.
 
     Returns:
         A tree like the state's, of `torch.distributed.tensor.DTensor`, `muonfx.checkpoint.FlatPiece`, and tensors that
@@ -45,26 +45,27 @@ def logical(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
     >>> params = {"w": torch.ones(2, 2)}
     >>> layout = mfx.sharding.zero(params, 1, partition="flat")
     >>> tx = mfx.sharding.sharded(mfx.momentum(), layout)
-    >>> logical(tx, tx.init(layout.shard(params))).trace["w"]
+    >>> to_global(tx, tx.init(layout.shard(params))).trace["w"]
     FlatPiece(elements 0 to 4 of (2, 2), torch.float32)
     """
     binding, inner, like = binding_of(tx, params)
-    if is_logical(state):
+    if is_global(state):
         return state
     own = without_dtensors(binding, inner, like, state)
     check_local(binding.layout, describe_state(binding, inner, like), own)
-    return logical_state(binding, inner, like, own)
+    return global_state(binding, inner, like, own)
 
 
-def local(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
-    """This rank's state that a logical one describes: the inverse of `logical`.
+def from_global(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
+    """Convert a global state to this rank's state: the inverse of `to_global`.
 
-    `muonfx.checkpoint.load` does this by itself where it is given ``tx``. A local state stays what it is.
+    `muonfx.checkpoint.load` calls this if it is given ``tx``. A local state is returned unchanged. All ranks must load,
+    or none: the next update compares replicas of the state.
 
     Args:
         tx: what `sharded` made.
-        state: what `logical` returned, or what was loaded like it.
-        params: the local parameters, where ``tx`` has not met any yet.
+        state: what `to_global` returned, or what was loaded like it.
+        params: the local parameters; required if ``tx`` has not been used yet.
 
     Raises:
         TypeError: ``tx`` is not sharded.
@@ -73,7 +74,7 @@ def local(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
     >>> params = {"w": torch.ones(2, 2)}
     >>> layout = mfx.sharding.zero(params, 1, partition="flat")
     >>> tx = mfx.sharding.sharded(mfx.momentum(), layout)
-    >>> local(tx, logical(tx, tx.init(layout.shard(params)))).trace["w"]
+    >>> from_global(tx, to_global(tx, tx.init(layout.shard(params)))).trace["w"]
     tensor([0., 0., 0., 0.])
     """
     binding, inner, like = binding_of(tx, params)
@@ -81,9 +82,9 @@ def local(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
     return local_state(binding, inner, like, without_dtensors(binding, inner, like, state))
 
 
-def is_logical(values: PyTree) -> bool:
-    """True if any leaf of a tree records its position in the whole, as the leaves of `logical` do."""
-    # A logical tree without a FlatPiece has DTensors and whole tensors only, which `logical` leaves unchanged.
+def is_global(values: PyTree) -> bool:
+    """True if any leaf of a tree records its position in the whole, as the leaves of `to_global` do."""
+    # A global tree without a FlatPiece has DTensors and whole tensors only, which `to_global` leaves unchanged.
     return any(isinstance(leaf, FlatPiece) for leaf in tree.leaves(values))
 
 

@@ -197,7 +197,7 @@ def trains_as_one(here: Here, kind: str, chain: str, groups: str, clip: float | 
 
 
 def assert_same_state(optimizer: Any, other: Any) -> None:
-    logical = sharding.logical(optimizer.transform, optimizer.transform_state)
+    logical = sharding.to_global(optimizer.transform, optimizer.transform_state)
     names, found = mfx.tree.names(logical), mfx.tree.leaves(logical)
     for name, leaf, like in zip(names, found, mfx.tree.leaves(other.transform_state), strict=True):
         if isinstance(leaf, FlatPiece):

@@ -118,7 +118,7 @@ def states_differ(here: Here, where: str) -> list[str]:
             bad["inject_hyperparams"].inner.mu["a"].add_(1)
         state = bad
     if where in ("at all owners", "taken back"):
-        state = sharding.local(over, sharding.logical(over, state))
+        state = sharding.from_global(over, sharding.to_global(over, state))
     said: list[str] = []
     try:
         over.update(params, state, params)
@@ -379,7 +379,7 @@ def loaded_on_one_rank(here: Here, everywhere: bool) -> None:
     over, local = sharding.sharded(mfx.momentum(), layout), layout.shard(params)
     _, state = over.update(local, over.init(local), local)
     if everywhere or here.rank == 0:
-        state = sharding.local(over, sharding.logical(over, state))
+        state = sharding.from_global(over, sharding.to_global(over, state))
     _, state = over.update(local, state, local)
     over.update(local, state, local)
 

@@ -106,7 +106,7 @@ def assert_equal(found: Tensor, wanted: Tensor, exact: bool, what: str) -> None:
 
 def whole_state(here: Here, tx: Any, state: Any) -> list[Any]:
     """The leaves of a sharded state, put together from what each rank holds of them."""
-    logical = mfx.tree.leaves(sharding.logical(tx, state))
+    logical = mfx.tree.leaves(sharding.to_global(tx, state))
     mine = [_told(leaf) for leaf in logical]
     told: list[Any] = [None] * here.size
     dist.all_gather_object(told, mine, group=here.group)
@@ -152,7 +152,7 @@ def assert_same_state(here: Here, tx: Any, state: Any, wanted: Any, exact: bool,
             assert_equal(leaf, like, exact or not leaf.is_floating_point(), f"state {name!r}")
             digest.update(bits(leaf)[2])
     # there and back: what the transform goes on with
-    again = sharding.local(tx, sharding.logical(tx, state))
+    again = sharding.from_global(tx, sharding.to_global(tx, state))
     assert mfx.tree.flatten(again)[1] == treedef
     for one, other in zip(
         map(here_or_none, mfx.tree.leaves(again)), map(here_or_none, mfx.tree.leaves(state)), strict=True

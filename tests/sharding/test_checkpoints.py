@@ -135,19 +135,19 @@ def by_hand(here: Here, path: Path, case: LayoutCase) -> None:
 
     sharded, local = sharding.sharded(tx, layout), enter(params)
     local, state = steps(sharded, sharded.init(local), local, enter, DRAWN, range(2))
-    logical, group = sharding.logical(sharded, state), here.group
-    mfx.checkpoint.save(path / "by hand", logical, params=layout.logical(local), tx=sharded, group=group)
+    logical, group = sharding.to_global(sharded, state), here.group
+    mfx.checkpoint.save(path / "by hand", logical, params=layout.to_global(local), tx=sharded, group=group)
     with pytest.raises(ValueError, match="say group="):
         mfx.checkpoint.save_async(path / "by itself", state, params=local, tx=sharded)
     mfx.checkpoint.save_async(path / "by itself", state, params=local, tx=sharded, group=group).wait()
     blank = sharded.init(enter(params))
-    again = mfx.checkpoint.load(path / "by hand", like=sharding.logical(sharded, blank), tx=sharded)
-    again = sharding.local(sharded, again)
+    again = mfx.checkpoint.load(path / "by hand", like=sharding.to_global(sharded, blank), tx=sharded)
+    again = sharding.from_global(sharded, again)
     mine = mfx.checkpoint.load(path / "by itself", like=blank, tx=sharded)
-    for one in (again, sharding.local(sharded, again), mine):
+    for one in (again, sharding.from_global(sharded, again), mine):
         assert_trees_equal(one, state)
     assert_trees_equal(mfx.checkpoint.load_params(path / "by hand", like=local, tx=sharded), local)
-    assert str(mfx.tree.leaves(sharding.logical(sharded, logical))) == str(mfx.tree.leaves(logical))
+    assert str(mfx.tree.leaves(sharding.to_global(sharded, logical))) == str(mfx.tree.leaves(logical))
 
 
 def assert_trees_equal(one: Any, other: Any) -> None:
@@ -239,12 +239,12 @@ def dtensors_there_and_back(here: Here) -> None:
     params = DRAWN.params()
     layout = laid_out(LAYOUTS["rows"], params, here)
     placed = to_dtensors(layout, layout.shard(params))
-    back = layout.local(layout.logical(placed))
+    back = layout.from_global(layout.to_global(placed))
     for name, param in placed.items():
         assert type(back[name]) is type(param) is not torch.Tensor
         assert torch.equal(back[name].full_tensor(), params[name])
 
 
 def test_parameters_that_are_dtensors_are_logical_as_they_are(world: World):
-    """`Layout.logical` wrapped a DTensor into another, which torch refuses; `local` undressed it."""
+    """`Layout.to_global` wrapped a DTensor into another, which torch refuses; `from_global` undressed it."""
     world.check(2, dtensors_there_and_back)

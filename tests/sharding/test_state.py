@@ -49,7 +49,7 @@ def run_both(here: Here, tx: mfx.Transform, params: dict[str, Tensor], bucket_by
     for step in range(steps):
         grads = {name: some(*p.shape, seed=7 + step) for name, p in params.items()}
         out, state = own.update(layout.shard(grads), state, local)
-        state = sharding.local(own, sharding.logical(own, state))
+        state = sharding.from_global(own, sharding.to_global(own, state))
         expected, wanted = tx.update(grads, wanted, params)
         whole = layout.gather(out)
         far = max([far, *(float((whole[n] - expected[n]).abs().max()) for n in params)])
@@ -89,7 +89,7 @@ def two_over_one_layout(here: Here) -> str:
     first, second = sharding.sharded(mfx.momentum(0.9), layout), sharding.sharded(mfx.scale_by_adam(), layout)
     state = first.init({"a": local["a"]})
     second.init({"b": local["b"]})
-    return str(sharding.logical(first, state).trace["a"].shape)
+    return str(sharding.to_global(first, state).trace["a"].shape)
 
 
 def test_two_transforms_over_one_layout_do_not_meet_in_logical(world: World):

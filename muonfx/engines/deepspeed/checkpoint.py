@@ -50,7 +50,7 @@ def save(
     TypeError: engine: its optimizer is None, expected one of muonfx.engines.deepspeed
     """
     own = _optimizer_of(engine)
-    params, state = _logical(own, own.all_units())
+    params, state = _global(own, own.all_units())
     return checkpoint.save(
         path, state, tx=own.tx, params=params, step=step, extra=extra, keep=keep, group=_group_of(own.all_units())
     )
@@ -83,7 +83,7 @@ def load(engine: Any, path: str | os.PathLike[str]) -> None:
     own = _optimizer_of(engine)
     units = own.all_units()
     group = _group_of(units)
-    params, state = _logical(own, units)
+    params, state = _global(own, units)
     params = checkpoint.load_params(path, like=params, group=group)
     leaves = tree.leaves(checkpoint.load(path, like=state, tx=own.tx, group=group))
     zero, is_cut = engine.optimizer, own.stage_3() is not None
@@ -113,12 +113,12 @@ def _group_of(units: Iterable[Unit]) -> dist.ProcessGroup | None:
     return dist.group.WORLD if group is None and dist.is_initialized() else group
 
 
-def _logical(own: ZeroOptimizer, units: Sequence[Unit]) -> tuple[dict[str, Any], Any]:
-    """Return the parameters and the state of all units in logical form."""
+def _global(own: ZeroOptimizer, units: Sequence[Unit]) -> tuple[dict[str, Any], Any]:
+    """Return the parameters and the state of all units as `muonfx.sharding.to_global` returns them."""
     params: dict[str, Any] = {}
     parts: list[list[Any]] = []
     for unit in units:
-        some, leaves = unit.logical(own.state)
+        some, leaves = unit.to_global(own.state)
         params |= some
         parts.append(leaves)
     return params, units[0].unflatten([_merged(leaves) for leaves in zip(*parts, strict=True)])

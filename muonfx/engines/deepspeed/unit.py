@@ -16,7 +16,7 @@ from muonfx.optimizer.state import path_of
 from muonfx.optimizer.values import fitted, unchanged
 from muonfx.sharding.shards import FlatPiece
 from muonfx.sharding.transform import sharded
-from muonfx.sharding.views import local, logical
+from muonfx.sharding.views import from_global, to_global
 from muonfx.tree import PyTree
 from muonfx.tree.dtypes import widens
 
@@ -174,13 +174,13 @@ class Unit:
                 for x in self.pieces.flat:
                     held[x][key] = new
 
-    def logical(self, held: dict[Tensor, Any]) -> tuple[dict[str, Any], list[Any]]:
-        """Return the parameters and the state leaves in logical form; None for leaves of other units."""
+    def to_global(self, held: dict[Tensor, Any]) -> tuple[dict[str, Any], list[Any]]:
+        """Return the parameters and the state leaves in global form; None for leaves of other units."""
         self._check(held)
         params = self.pieces.views([x.detach() for x in self.pieces.flat])
         state = self._read(tree.leaves(self._state), held)
         if self.pieces.layout is not None:
-            state = logical(self._transform(), state, self._among_all(params))
+            state = to_global(self._transform(), state, self._among_all(params))
         leaves = [
             leaf if name is None or leaf is None or isinstance(leaf, FlatPiece) else self.pieces.as_leaf(name, leaf)
             for (_, name), leaf in zip(self._leaves, tree.leaves(state), strict=True)
@@ -193,7 +193,7 @@ class Unit:
 
     @torch.no_grad()
     def take(self, params: Mapping[str, Any], leaves: Sequence[Any], held: dict[Tensor, Any]) -> None:
-        """Replace the parameters and the state by leaves in the form of `logical`."""
+        """Replace the parameters and the state by leaves in the form of `to_global`."""
         views = self.pieces.views([x.detach() for x in self.pieces.flat])
         for name, view in views.items():
             view.copy_(data_of(params[name]).view(view.shape))
@@ -201,10 +201,10 @@ class Unit:
         # Copied, since each unit advances its step counters in place.
         own = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         after = self.unflatten(
-            [None if old is None else new for old, new in zip(self.logical(held)[1], own, strict=True)]
+            [None if old is None else new for old, new in zip(self.to_global(held)[1], own, strict=True)]
         )
         if self.pieces.layout is not None:
-            after = local(self._transform(), after, self._among_all(views))
+            after = from_global(self._transform(), after, self._among_all(views))
         self._write(tree.leaves(before), tree.leaves(after), held)
 
 

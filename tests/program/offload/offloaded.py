@@ -92,7 +92,7 @@ def check_case(here: Here, case: Case, kind: str, bucket_bytes: int, compute: st
             assert all_bits(updates) == all_bits(wanted), f"step {step}"
             assert mfx.tree.flatten(state)[1] == mfx.tree.flatten(wanted_state)[1]
             assert all_bits(state) == all_bits(wanted_state), f"state after step {step}"
-        again = sharding.local(away, sharding.logical(away, state))
+        again = sharding.from_global(away, sharding.to_global(away, state))
         assert all_bits(again) == all_bits(state)
         del state, again
 
@@ -117,10 +117,10 @@ def saved_and_loaded(here: Here, folder: str) -> Any:
     tx = sharding.sharded(sharding.offload(chain, f"{folder}/state", bucket_bytes=4096), layout)
     state = tx.init(local)
     _, state = tx.update(local, state, local, donate=mfx.Donation(False, True))
-    mfx.checkpoint.save(f"{folder}/saved", sharding.logical(tx, state), tx=tx, group=here.group)
+    mfx.checkpoint.save(f"{folder}/saved", sharding.to_global(tx, state), tx=tx, group=here.group)
     wanted, _ = tx.update(local, state, local)
-    like = sharding.logical(tx, tx.init(local))
-    found = sharding.local(tx, mfx.checkpoint.load(f"{folder}/saved", like=like, tx=tx, group=here.group))
+    like = sharding.to_global(tx, tx.init(local))
+    found = sharding.from_global(tx, mfx.checkpoint.load(f"{folder}/saved", like=like, tx=tx, group=here.group))
     updates, found = tx.update(local, found, local, donate=mfx.Donation(False, True))
     whole, other = layout.gather(wanted), layout.gather(updates)
     big = [leaf for leaf in mfx.tree.tensors(found) if leaf.numel() * 4 >= files.PAGE]
