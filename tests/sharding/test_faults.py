@@ -1,5 +1,7 @@
 """Faults between ranks: an error that says what is wrong, on every rank, in time; and never a hang."""
 
+import os
+import signal
 from typing import Any
 
 import pytest
@@ -8,12 +10,12 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import muonfx as mfx
-from muonfx import sharding
+from muonfx import polar, sharding
 from muonfx.sharding import ShardingError
 from tests.processes import Failed, Here, ProcessEnded, World
-from tests.sharding import ranks
 from tests.sharding.cases import (
     Flat,
+    LayoutCase,
     Leaf,
     Model,
     Placed,
@@ -22,10 +24,12 @@ from tests.sharding.cases import (
     all_same_bits,
     bits,
     flat,
+    laid_out,
     model,
     some,
     two_groups,
 )
+from tests.sharding.law import plain
 
 pytestmark = pytest.mark.dist
 
@@ -34,12 +38,123 @@ TX = two_groups(SMALL.labels)
 ROWS = Placed(dict.fromkeys(SMALL.leaves, ("0",)))
 
 
+def killed_in_mid_step(here: Here, model: Model, tx: mfx.Transform, case: LayoutCase, on: int) -> None:
+    """A step in which one rank ends while matrices are computed."""
+    params = model.params()
+    layout = laid_out(case, params, here, tx)
+    sharded = sharding.sharded(tx, layout)
+    state = sharded.init(layout.shard(params))
+    if here.rank == on:
+        polar.orthogonalize_many = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+    for step in range(model.steps):
+        _, state = sharded.update(layout.shard(model.grads(step)), state, layout.shard(params))
+
+
+def different(here: Here, what: str, on: int) -> None:
+    """Make a transform on each rank, another one on one of them."""
+    leaves = {"a": torch.zeros(4, 5), "b": torch.zeros(3), "c": torch.zeros(6, 2)}
+    tx = mfx.chain(mfx.momentum(0.9), mfx.masked(mfx.orthogonalize(), mfx.select.ndim(min=2)))
+    size = here.size
+    odd = here.rank == on
+    if odd and what == "a name":
+        leaves["d"] = leaves.pop("b")
+    if odd and what == "a parameter more":
+        leaves["d"] = torch.zeros(2)
+    if odd and what == "a shape":
+        leaves["a"] = torch.zeros(5, 4)
+    if odd and what == "a dtype":
+        leaves["a"] = leaves["a"].double()
+    if odd and what == "a number in the chain":
+        tx = mfx.chain(mfx.momentum(0.8), mfx.masked(mfx.orthogonalize(), mfx.select.ndim(min=2)))
+    if odd and what == "the chain":
+        tx = mfx.scale(0.1)
+    kind = "flat" if odd and what == "the layout" else "whole"
+    layout = sharding.zero(leaves, here.group, partition=kind)
+    assert layout.size == size
+    sharding.sharded(tx, layout).init(layout.shard(leaves))
+
+
+def bad_gradients_on_one_rank(here: Here, trouble: str, on: int) -> dict[str, Any]:
+    """A good step, then one with trouble on one rank, then a good one."""
+    torch.manual_seed(0)
+    params = {"a": torch.randn(4, 5), "b": torch.randn(3), "c": torch.randn(6, 2)}
+    layout = sharding.zero(params, here.group, partition="whole")
+    tx = sharding.sharded(mfx.chain(mfx.momentum(), mfx.masked(mfx.orthogonalize(), mfx.select.ndim(min=2))), layout)
+    local = layout.shard(params)
+    state = tx.init(local)
+    _, state = tx.update(local, state, local)
+    before = [bits(leaf) for leaf in mfx.tree.tensors(state)]
+    bad = dict(local)
+    if here.rank == on:
+        bad |= {"a": torch.zeros(7, 7)} if trouble == "shape" else {"a": None} if trouble == "none" else {}
+        bad = {"x": torch.zeros(1)} if trouble == "structure" else bad
+    said = ""
+    try:
+        tx.update(bad, state, local, **({"boundry": True} if trouble == "extra" and here.rank == on else {}))
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    assert [bits(leaf) for leaf in mfx.tree.tensors(state)] == before
+    updates, _ = tx.update(local, state, local)
+    return {"said": said, "after": [bits(leaf) for leaf in layout.gather(updates).values()]}
+
+
+def skipped(here: Here, model: Model, tx: mfx.Transform, case: LayoutCase, on: int, step_of_nan: int) -> Any:
+    """Steps, one of which has a NaN in the gradient of one rank; whether that one left all as it was."""
+    params = model.params()
+    layout = laid_out(case, params, here, tx)
+    local, sharded = layout.shard(params), sharding.sharded(mfx.skip_nonfinite(tx), layout)
+    state = sharded.init(local)
+    quiet = True
+    for step in range(model.steps):
+        grads = model.grads(step, here.rank)
+        if step == step_of_nan and here.rank == on:
+            first = next(name for name, leaf in model.leaves.items() if leaf.numel)
+            grads[first] = grads[first].clone().fill_(float("nan"))
+        before = [bits(leaf) for leaf in mfx.tree.tensors(state.inner)]
+        updates, state = sharded.update(layout.reduce_scatter(grads), state, local)
+        if step == step_of_nan:
+            quiet = before == [bits(leaf) for leaf in mfx.tree.tensors(state.inner)]
+            quiet = quiet and all(bool((leaf == 0).all()) for leaf in mfx.tree.tensors(updates))
+    finite = all(bool(leaf.isfinite().all()) for leaf in mfx.tree.tensors((updates, state)))
+    return quiet, finite, int(state.skipped)
+
+
+def soak(here: Here, model: Model, tx: mfx.Transform, case: LayoutCase, steps: int) -> Any:
+    """Many steps with None and NaN here and there; the parameters in the end, and how many steps were skipped."""
+    params = model.params()
+    layout = laid_out(case, params, here, tx)
+    local, sharded = layout.shard(params), sharding.sharded(mfx.skip_nonfinite(tx), layout)
+    state = sharded.init(local)
+    for step in range(steps):
+        reduced = layout.reduce_scatter(troubled(model, step, here.rank))
+        grads = {name: None if leaf is None else plain(leaf) for name, leaf in reduced.items()}
+        updates, state = sharded.update(grads, state, local)
+        local = mfx.apply_updates(local, updates)
+    whole = layout.gather(local)
+    return {name: bits(leaf) for name, leaf in whole.items()}, int(state.skipped)
+
+
+def troubled(model: Model, step: int, rank: int) -> dict[str, Any]:
+    """Gradients of one rank, of which some are None and, seldom, one has a NaN."""
+    draw = torch.Generator().manual_seed(step * 101 + rank)
+    grads: dict[str, Any] = {
+        name: torch.randn(leaf.shape, generator=draw).to(leaf.dtype) for name, leaf in model.leaves.items()
+    }
+    chance = torch.rand(2 * len(grads), generator=draw).tolist()
+    for place, (name, leaf) in enumerate(model.leaves.items()):
+        if chance[2 * place] < 0.2:
+            grads[name] = None
+        elif chance[2 * place + 1] < 0.02 and leaf.numel:
+            grads[name].view(-1)[step % leaf.numel] = float("nan")
+    return grads
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [ROWS, Zero(1, "flat"), Zero(1, "whole")], ids=["rows", "flat", "whole"])
 def test_a_rank_that_is_killed_in_mid_step_makes_the_others_fail_in_time(layout: Any):
     own = World(3)
     try:
-        found = own.run(3, ranks.killed_in_mid_step, model=SMALL, tx=TX, case=layout, on=1)
+        found = own.run(3, killed_in_mid_step, model=SMALL, tx=TX, case=layout, on=1)
     finally:
         own.close()
     assert all(isinstance(result, Failed) for result in found), found
@@ -68,7 +183,7 @@ def failures(found: list[Any]) -> list[BaseException]:
 )
 @pytest.mark.parametrize("on", [0, 2])
 def test_ranks_that_have_something_different_are_told_so_at_init(world: World, what: str, said: str, on: int):
-    for error in failures(world.run(3, ranks.different, what=what, on=on)):
+    for error in failures(world.run(3, different, what=what, on=on)):
         assert isinstance(error, ShardingError)
         with pytest.raises(ShardingError, match=said):
             raise error
@@ -77,7 +192,7 @@ def test_ranks_that_have_something_different_are_told_so_at_init(world: World, w
 @pytest.mark.parametrize("trouble", ["shape", "structure", "none", "extra"])
 @pytest.mark.parametrize("on", [0, 1])
 def test_bad_gradients_on_one_rank_are_an_error_on_all_and_change_nothing(world: World, trouble: str, on: int):
-    found = world.check(2, ranks.bad_gradients_on_one_rank, trouble=trouble, on=on)
+    found = world.check(2, bad_gradients_on_one_rank, trouble=trouble, on=on)
     assert found[0]["after"] == found[1]["after"]  # and the next step is as good as any
     heard = [bool(rank["said"]) for rank in found]
     if trouble == "none":  # counted as zero by all, or refused by all
@@ -90,7 +205,7 @@ def test_bad_gradients_on_one_rank_are_an_error_on_all_and_change_nothing(world:
 @pytest.mark.parametrize("layout", [ROWS, Zero(1, "flat"), Zero(1, "whole"), Replicated()])
 @pytest.mark.parametrize("on", [0, 2])
 def test_a_nan_on_one_rank_skips_the_step_on_all(world: World, layout: Any, on: int):
-    found = world.check(3, ranks.skipped, model=SMALL, tx=TX, case=layout, on=on, step_of_nan=1)
+    found = world.check(3, skipped, model=SMALL, tx=TX, case=layout, on=on, step_of_nan=1)
     assert found == [(True, True, 1)] * 3
 
 
@@ -99,7 +214,7 @@ def alone(drawn: Model, tx: mfx.Transform, steps: int, size: int) -> tuple[dict[
     params, tx = drawn.params(), mfx.skip_nonfinite(tx)
     state = tx.init(params)
     for step in range(steps):
-        each = [ranks.troubled(drawn, step, rank) for rank in range(size)]
+        each = [troubled(drawn, step, rank) for rank in range(size)]
         grads: dict[str, Any] = {}
         for name, leaf in params.items():
             there = [own[name] for own in each if own[name] is not None]
@@ -114,7 +229,7 @@ def alone(drawn: Model, tx: mfx.Transform, steps: int, size: int) -> tuple[dict[
 
 def soaked(world: World, layout: Any, steps: int) -> None:
     drawn = Model({"a": Leaf((4, 3), "muon"), "b": Leaf((5, 2), "muon"), "c": Leaf((3,)), "d": Leaf((2, 2), "muon")}, 3)
-    found = world.check(3, ranks.soak, model=drawn, tx=two_groups(drawn.labels), case=layout, steps=steps)
+    found = world.check(3, soak, model=drawn, tx=two_groups(drawn.labels), case=layout, steps=steps)
     params, skipped = alone(drawn, two_groups(drawn.labels), steps, 3)
     assert {count for _, count in found} == {skipped}
     assert 0 < skipped < steps

@@ -7,9 +7,23 @@ import torch
 from torch import Tensor
 
 import muonfx as mfx
-from tests.processes import World
-from tests.sharding import law, naive, ranks
-from tests.sharding.cases import Case, Flat, Leaf, Model, Placed, Replicated, Zero, model, muon, two_groups
+from muonfx import sharding
+from tests.processes import Here, World
+from tests.sharding import law, naive
+from tests.sharding.cases import (
+    Case,
+    Flat,
+    LayoutCase,
+    Leaf,
+    Model,
+    Placed,
+    Replicated,
+    Zero,
+    laid_out,
+    model,
+    muon,
+    two_groups,
+)
 
 pytestmark = pytest.mark.dist
 
@@ -32,19 +46,58 @@ def own_gradients(drawn: Model, size: int) -> list[dict[str, Any]]:
     return [drawn.grads(drawn.steps - 1, rank) for rank in range(size)]
 
 
+def from_own_gradients(
+    here: Here, model: Model, tx: mfx.Transform, case: LayoutCase, op: str = "mean"
+) -> dict[str, Any]:
+    """Steps in which every rank has gradients of its own, which are reduced to pieces; the last whole update."""
+    params = model.params()
+    layout = laid_out(case, params, here, tx)
+    local = layout.shard(params)
+    sharded = sharding.sharded(tx, layout)
+    state = sharded.init(local)
+    updates: Any = None
+    for step in range(model.steps):
+        pieces = layout.reduce_scatter(model.grads(step, here.rank), op)
+        updates, state = sharded.update(pieces, state, local)
+    return layout.gather(updates)
+
+
+def reduced_by_own(here: Here, model: Model, case: LayoutCase, op: str) -> dict[str, Any]:
+    """Gradients of its own on each rank, reduced and put together again."""
+    layout = laid_out(case, model.params(), here)
+    return layout.gather(layout.reduce_scatter(model.grads(0, here.rank), op))
+
+
+def none_on_some(here: Here, model: Model, case: LayoutCase) -> dict[str, Any]:
+    """The first parameter without gradient on rank 0, the second on all ranks."""
+    layout = laid_out(case, model.params(), here)
+    grads = model.grads(0, here.rank)
+    first, second, *_ = grads
+    grads |= {second: None} | ({first: None} if here.rank == 0 else {})
+    return layout.gather(layout.reduce_scatter(grads, "mean"))
+
+
+def kinds_of_pieces(here: Here, model: Model, case: LayoutCase) -> tuple[list[str], list[str]]:
+    """What `shard` and `reduce_scatter` give: the types of their leaves."""
+    layout = laid_out(case, model.params(), here)
+    trees = layout.shard(model.params()), layout.reduce_scatter(model.grads(0))
+    shard, reduced = ([type(leaf).__name__ for leaf in mfx.tree.leaves(tree)] for tree in trees)
+    return shard, reduced
+
+
 @pytest.mark.parametrize("op", ["mean", "sum"])
 @pytest.mark.parametrize("layout", [Zero(2, "flat"), Zero(2, "whole"), Flat(("b", "a"), (0, 0, 20, 74)), Replicated()])
 def test_each_rank_gets_its_pieces_of_the_reduced_gradients(world: World, layout: Any, op: str):
     drawn = model(steps=1, a=(7, 5), b=(3, 13))
     own = own_gradients(drawn, 3)
     wanted = {name: sum(tree[name] for tree in own) / (3 if op == "mean" else 1) for name in own[0]}
-    for found in world.check(3, ranks.reduced_by_own, model=drawn, case=layout, op=op):
+    for found in world.check(3, reduced_by_own, model=drawn, case=layout, op=op):
         assert apart(found, wanted) < 1e-6
 
 
 def test_gradients_that_are_none_on_some_ranks_count_as_zero(world: World):
     drawn = model(steps=1, a=(4, 5), b=(3, 3), c=(2,))
-    found, *_ = world.check(3, ranks.none_on_some, model=drawn, case=Zero(2, "flat"))
+    found, *_ = world.check(3, none_on_some, model=drawn, case=Zero(2, "flat"))
     assert found["b"] is None
     wanted = sum(own["a"] for own in own_gradients(drawn, 3)[1:]) / 3
     assert apart({"a": found["a"]}, {"a": wanted}) < 1e-6
@@ -52,7 +105,7 @@ def test_gradients_that_are_none_on_some_ranks_count_as_zero(world: World):
 
 def test_reduced_gradients_are_local_tensors_as_shards_are(world: World):
     drawn = model(steps=1, a=(4, 5))
-    for shard, reduced in world.check(2, ranks.kinds_of_pieces, model=drawn, case=Placed({"a": ("0",)})):
+    for shard, reduced in world.check(2, kinds_of_pieces, model=drawn, case=Placed({"a": ("0",)})):
         assert shard == reduced
 
 
@@ -63,7 +116,7 @@ def test_matrices_that_cross_a_boundary_under_reduce_scatter(world: World):
     wanted = naive.whole(naive.mean(own))
     assert apart(naive.on_partly_reduced_gradients(own, [0, 29, 58]), wanted) > FAR
     for layout in (Zero(2, "flat"), Flat(("a", "b"), (0, 29, 58))):
-        for found in world.check(2, ranks.from_own_gradients, model=drawn, tx=NS, case=layout):
+        for found in world.check(2, from_own_gradients, model=drawn, tx=NS, case=layout):
             assert apart(found, wanted) < NEAR
 
 
