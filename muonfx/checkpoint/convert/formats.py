@@ -228,7 +228,7 @@ def _keller_chain(group: Group, kind: str, shape: torch.Size, options: Options) 
         options=options,
         coefficients="keller",
         **steps,
-        **({"view": MatrixView(_STACKED)} if len(shape) == 3 else {}),
+        view=MatrixView(_STACKED if len(shape) == 3 else None),
     )
 
 
