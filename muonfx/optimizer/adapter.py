@@ -222,7 +222,8 @@ class TransformOptimizer(GroupOwner):
             return
         self._rebind()
         named = self._named()
-        pairs = named_pairs(param_group["params"], names_in(self._attachment.models) | _names_of(named))
+        known = names_in(self._attachment.models) | {param: name for name, param in named.items()}
+        pairs = named_pairs(param_group["params"], known)
         check_once(pairs)
         unfrozen = {name for name, _ in pairs} & self._left_out
         if taken := [n for n, p in pairs if n in named and (n not in unfrozen or p is not named[n])]:
@@ -701,7 +702,3 @@ class TransformOptimizer(GroupOwner):
     def transform(self) -> Transform:
         """The transform over what this optimizer holds: ``tx``, or what `muonfx.sharding.sharded` makes of it."""
         return self._stepping.transform
-
-
-def _names_of(named: Mapping[str, Tensor]) -> dict[Tensor, str]:
-    return {param: name for name, param in named.items()}

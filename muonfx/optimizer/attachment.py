@@ -253,7 +253,12 @@ class Attachment:
         if not found:
             return found
         # FSDP2 has plain parameters during a forward and backward pass; they do not count.
-        sharded = [module for model in self.models for module in model.modules() if _is_fsdp2(module)]
+        sharded = [
+            module
+            for model in self.models
+            for module in model.modules()
+            if any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
+        ]
         gathered = {id(param) for module in sharded for param in module.parameters() if not is_dtensor(param)}
         found = {name: now for name, now in found.items() if is_dtensor(now) or id(now) not in gathered}
         # A tensor in two positions, as a tied parameter is, keeps the name that has it already.
@@ -354,10 +359,6 @@ class Attachment:
             for name, param in model.named_parameters()
             if id(param) not in ours and param.grad is not None and (name in named or not is_known)
         }
-
-
-def _is_fsdp2(module: nn.Module) -> bool:
-    return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
 
 
 def _check_real(named: Mapping[str, Tensor]) -> None:

@@ -388,16 +388,8 @@ def test_a_parameter_that_was_cut_is_an_error_that_names_it():
     model = made()
     optimizer = mfx.Muon(dict(model.named_parameters()))
     backward(model)
-    kept = model[2].weight.data
-    model[2].weight.data = kept[:2]
+    model[2].weight.data = model[2].weight.data[:2]
     with pytest.raises(ValueError, match=r"'2\.weight' has shape \(2, 6\), \(4, 6\) when the optimizer was made"):
-        optimizer.step()
-    model[2].weight.data = kept
-    optimizer.param_groups[0]["params"][0] = nn.Parameter(torch.zeros(3, 3))
-    with pytest.raises(ValueError, match=r"'0\.weight' in param_groups was replaced by a tensor of shape \(3, 3\)"):
-        optimizer.step()
-    del optimizer.param_groups[0]["params"][0]
-    with pytest.raises(ValueError, match=r"1 of 4 parameters were removed, such as '0\.weight': put them back"):
         optimizer.step()
 
 
@@ -459,8 +451,9 @@ def test_a_model_of_which_nothing_goes_to_muon_is_warned_of():
     ):
         mfx.Muon({"piece": nn.Parameter(torch.zeros(12))})
     adapted = nn.Sequential(made().requires_grad_(False), LoRA(nn.Linear(4, 4)))
+    rules = [(mfx.select.path("1.down"), "adamw"), (mfx.select.path("1.up"), "adamw")]
     with pytest.warns(UserWarning, match=r"AdamW trains 2: '1\.down' is 'adamw'"):  # not the frozen ones first
-        mfx.Muon(adapted, labels=lambda model: mfx.default_labels(model, [(mfx.select.path("1.*"), "adamw")]))
+        mfx.Muon(adapted, labels=lambda model: mfx.default_labels(model, rules))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         mfx.Muon(made())
