@@ -280,18 +280,6 @@ def gpt2(layers: int = 1, d: int = D, v: int = V) -> nn.Module:
     return model
 
 
-def llama3() -> nn.Module:
-    attn = {f"{n}_proj": lin(D, D) for n in "qkvo"}
-    mlp = {"gate_proj": lin(16, D), "up_proj": lin(16, D), "down_proj": lin(D, 16)}
-    layer = {"self_attn": attn, "mlp": mlp, "input_layernorm": LlamaRMSNorm(D)}
-    return build(
-        {
-            "model": {"embed_tokens": nn.Embedding(V, D), "layers": {"0": layer}, "norm": LlamaRMSNorm(D)},
-            "lm_head": lin(V, D),
-        }
-    )
-
-
 def torchtitan() -> nn.Module:
     attention = {n: lin(D, D) for n in ("wq", "wk", "wv", "wo")}
     moe = {"router": {"gate": lin(4, D)}, "experts": Holder(w1=(4, 16, D), w2=(4, D, 16), w3=(4, 16, D))}
@@ -300,17 +288,6 @@ def torchtitan() -> nn.Module:
         "1": {"moe": moe},
     }
     return build({"tok_embeddings": nn.Embedding(V, D), "layers": layers, "norm": nn.RMSNorm(D), "output": lin(V, D)})
-
-
-def mixtral() -> nn.Module:
-    expert = {"w1": lin(16, D), "w2": lin(D, 16), "w3": lin(16, D)}
-    moe = {"gate": lin(4, D), "experts": {"0": expert}}
-    return build(
-        {
-            "model": {"embed_tokens": nn.Embedding(V, D), "layers": {"0": {"block_sparse_moe": moe}}},
-            "lm_head": lin(V, D),
-        }
-    )
 
 
 def deepseek_v3() -> nn.Module:
@@ -387,11 +364,8 @@ MODELS = {
         "transformer.h.0.mlp.c_fc",
         "transformer.h.0.mlp.c_proj",
     },
-    llama3: {f"model.layers.0.self_attn.{n}_proj" for n in "qkvo"}
-    | {f"model.layers.0.mlp.{n}_proj" for n in ("gate", "up", "down")},
     torchtitan: {f"layers.0.attention.w{n}" for n in "qkvo"}
     | {"layers.0.feed_forward.w1", *(f"layers.1.moe.experts.w{n}" for n in "123")},
-    mixtral: {f"model.layers.0.block_sparse_moe.experts.0.w{n}" for n in "123"},
     deepseek_v3: {f"model.layers.0.self_attn.{n}" for n in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa")}
     | {
         f"model.layers.{at}.{n}_proj"
@@ -453,7 +427,7 @@ def test_the_reason_names_the_rule():
     found = reasons(resnet())
     assert found["conv1.weight"] == "convolution from or to 3 channels"
     assert found["fc.weight"] == "name component 'fc'"
-    assert reasons(mixtral())["model.layers.0.block_sparse_moe.gate.weight"] == "name component 'gate'"
+    assert reasons(deepseek_v3())["model.layers.1.mlp.gate.weight"] == "name component 'gate'"
 
 
 def test_a_tied_head_goes_with_its_embedding_under_any_name():

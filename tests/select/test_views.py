@@ -317,8 +317,8 @@ def lines_of(caught) -> list[mfx.MatrixView]:
 
 
 FUSED = {
-    **dict.fromkeys(("qkv", "c_attn", "query_key_value", "qkv_proj", "Wqkv", "to_qkv", "attn_qkv", "linear_qkv"), 3),
-    **dict.fromkeys(("gate_up_proj", "w13", "w1_w3", "to_kv", "kv_proj"), 2),
+    **dict.fromkeys(("c_attn", "query_key_value", "qkv_proj", "Wqkv", "to_qkv"), 3),
+    **dict.fromkeys(("gate_up_proj", "w1_w3", "kv_proj"), 2),
 }
 
 
