@@ -14,8 +14,7 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Donation, Transform, checks, transform
-from muonfx.core.contract import NOTHING, Functions
-from muonfx.core.order import Position
+from muonfx.core.contract import NOTHING, Functions, Position
 from muonfx.select.matrix_view import MatrixView
 from muonfx.transforms._matrices import Matrices, matrix_locality, name_patterns, on_stacks
 from muonfx.transforms._pinned import WideStateDtype, state_dtype
