@@ -139,28 +139,6 @@ def test_bf16_parameters_learn_with_a_master_in_fp32(tmp_path: Path, train_gpt) 
     assert metrics_of(tmp_path)["final_validation_loss"] < 4
 
 
-@pytest.mark.slow
-def test_an_interrupted_comparison_goes_on_where_it_stopped(tmp_path: Path, train_gpt, module, monkeypatch) -> None:
-    arguments = ["--quick", "--optimizer", "muon", "adamw", "torch-muon", "--steps", "6", "--out"]
-    with monkeypatch.context() as patched:
-        calls = iter(range(100))
-        original = module("text").Corpus.batch
-
-        def press(self, *given):
-            if next(calls) == 8:  # the third step of the second optimizer
-                signal.raise_signal(signal.SIGINT)
-            return original(self, *given)
-
-        patched.setattr(module("text").Corpus, "batch", press)
-        assert train_gpt.main([*arguments, str(tmp_path / "stopped")]) == 130
-    assert not (tmp_path / "stopped" / "comparison.json").exists()
-    assert train_gpt.main([*arguments, str(tmp_path / "stopped"), "--resume"]) == 0
-    assert train_gpt.main([*arguments, str(tmp_path / "whole")]) == 0
-    for name in ("muon", "adamw", "torch-muon"):
-        kept = [tmp_path / which / CHECKPOINTS / name for which in ("stopped", "whole")]
-        assert_same_run(tmp_path / "stopped" / name, tmp_path / "whole" / name, *kept)
-
-
 def test_the_torch_baseline_and_muonfx_with_its_coefficients_go_the_same_way(
     tmp_path: Path, train_gpt, monkeypatch
 ) -> None:
@@ -453,22 +431,6 @@ def test_a_bad_option_is_named_and_the_exit_code_is_2(tmp_path: Path, train_gpt,
     assert message in said.err
     assert (said.out, said.err.count("\n")) == ("", 1)
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(("size", "fits"), [(0, True), (1, False)])
-def test_the_longest_context_that_is_accepted_can_be_trained_on(module, monkeypatch, size: int, fits: bool) -> None:
-    options, text = module("options"), module("text")
-    read = torch.arange(100, dtype=torch.uint8)
-    corpus = text.Corpus(read, read[:40], [], [], "")
-    config = options.Config(batch=2, context=38 + size, width=32, depth=1, steps=1)
-    monkeypatch.setattr(options, "machine_memory", lambda: 2**30)
-    if not fits:
-        with pytest.raises(ValueError, match="--context: found 39, expected at most 38"):
-            options.check_sizes(config, corpus, 1, None)
-        return
-    options.check_sizes(config, corpus, 1, None)
-    for inputs, targets in (corpus.batch(0, 0, 2, 38), *corpus.validation_batches(1, 2, 38)):
-        assert inputs.shape == targets.shape == (2, 38)
 
 
 def test_a_folder_without_text_is_a_clear_error(tmp_path: Path, train_gpt, capsys) -> None:

@@ -126,19 +126,6 @@ def test_grad_through_three_steps_by_the_initial_parameters(build: Any):
     assert float((slope * direction).sum()) == pytest.approx(float(up - down) / 2e-6, rel=1e-4, abs=1e-8)
 
 
-def test_grad_by_a_learning_rate_schedule():
-    params, loss, validation = regression()
-
-    def after_training(peak: Any) -> Tensor:
-        # The schedule is fixed structure; its numbers are leaves like those of transforms.
-        rate = mfx.with_hyperparams(mfx.warmup_cosine(0.1, 1, 5), {"peak": peak})
-        return validation(trained(adam_like(rate), params, loss))
-
-    slope = torch.func.grad(after_training)(torch.tensor(0.1, dtype=torch.float64))
-    expected = (after_training(0.1 + 1e-6) - after_training(0.1 - 1e-6)) / 2e-6
-    assert float(slope) == pytest.approx(float(expected), rel=1e-5)
-
-
 def test_grad_of_a_vmap_over_transforms():
     params, loss, validation = regression()
 
