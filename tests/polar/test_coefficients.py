@@ -51,26 +51,6 @@ def test_quoted_bands_are_those_of_the_scalar_polynomial(value, steps, quoted) -
     assert (y.min().item(), y.max().item()) == pytest.approx(quoted[:2], abs=1e-3)
 
 
-def test_every_named_set_is_there() -> None:
-    lengths = {name: len(known.steps) for name, known in KNOWN.items()}
-    assert lengths == {
-        "keller": 5,
-        "quintic": 5,
-        "polar_express": 8,
-        "polar_express_5": 5,
-        "cans": 5,
-        "aol": 4,
-        "deepseek_v4": 10,
-        "cubic": 5,
-    }
-    assert [name for name, known in KNOWN.items() if known.row_scaling] == ["aol"]
-    assert {name: k.norm_safety for name, k in KNOWN.items() if k.norm_safety != 1} == {"polar_express_5": 1.02}
-    assert all(c == 0 for _, _, c in KNOWN["cubic"].steps)
-    assert all(known.source for known in EVERY)
-    with pytest.raises(TypeError):
-        KNOWN["mine"] = KNOWN["keller"]  # pyright: ignore[reportIndexIssue]
-
-
 @pytest.mark.parametrize("value", EVERY, ids=lambda value: value.name)
 def test_a_set_is_a_value(value: Coefficients) -> None:
     assert eval(repr(value)) == value

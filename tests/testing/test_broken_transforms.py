@@ -101,6 +101,7 @@ def test_a_bug_is_caught_by_its_own_law_first(tx: mfx.Transform, laws: set[str])
     assert first_broken_law(tx, max_examples=25).law in laws
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tx", "law"),
     [
