@@ -625,8 +625,8 @@ def within(tx: Transform) -> Iterator[Transform]:
 
 def _check_numbers(value: Recorded) -> None:
     """Require that each number of a transform and of its parts is a Python number or a 0-d tensor."""
-    for name in sorted(value.factory.definition.floats):
-        number = value.arguments[name]
+    for name, kinds in sorted(value.factory.definition.plain.items()):
+        number = value.arguments[name] if "float" in kinds else None
         if isinstance(number, Tensor) and number.ndim:
             raise ValueError(
                 f"{value.factory.__name__}: {name} must be a number or a 0-d tensor, found a tensor of shape "

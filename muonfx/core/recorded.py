@@ -34,9 +34,7 @@ from muonfx.tree.arguments import (
     bind,
     check_plain,
     did_you_mean,
-    floats_of,
     kinds_of,
-    numbers_of_schedules,
     plain_value,
 )
 
@@ -141,8 +139,6 @@ class Definition:
     """Name and kind of each parameter, as strings that can be traced."""
     plain: Mapping[str, frozenset[str]]
     """The plain types that each parameter's annotation accepts."""
-    floats: frozenset[str]
-    """Parameters annotated as float, whose ints become floats."""
     name: str | None
     """The declared public name."""
     remembers: bool
@@ -170,7 +166,7 @@ class Factory(Protocol):
 def _as_float(definition: Definition, name: str, value: Any) -> object:
     """Convert an int to a float if the annotation of the parameter is float."""
     is_int = isinstance(value, int) and not isinstance(value, bool)
-    return float(value) if is_int and name in definition.floats else value
+    return float(value) if is_int and "float" in definition.plain[name] else value
 
 
 @dataclass(frozen=True, eq=False)
@@ -393,6 +389,11 @@ class Recorded:
         return hashlib.sha256(_structure(self).encode()).hexdigest()[:16]
 
 
+# The kinds of a `ScalarOrSchedule`. Its constructor gets the number of each step, a float or a 0-d tensor.
+_BY_STEP = frozenset({"Tensor", "Schedule"})
+_SCALAR = _BY_STEP | {"float", "None"}
+
+
 def make_factory(
     kind: type[Recorded],
     constructor: Callable[..., Any],
@@ -413,12 +414,12 @@ def make_factory(
 
     factory = cast("Factory", call)
     parameters = dict(inspect.signature(constructor).parameters)
+    accepted = kinds_of(parameters, constructor)
     factory.definition = Definition(
         constructor,
         parameters,
         tuple((argument, parameter.kind.name) for argument, parameter in parameters.items()),
-        {argument: numbers_of_schedules(kinds) for argument, kinds in kinds_of(parameters, constructor).items()},
-        floats_of(parameters, constructor),
+        {name: kinds - _BY_STEP if _BY_STEP <= kinds <= _SCALAR else kinds for name, kinds in accepted.items()},
         name,
         getattr(constructor, "takes_memory", False),
         transparent,

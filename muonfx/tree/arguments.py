@@ -3,7 +3,7 @@
 An annotation lists which of bool, int, float and str an argument may be, or which strings (``Literal``). Python does
 not check it: ``nesterov="no"`` would count as true and ``steps=True`` as 1, and here these are errors. Only these types
 are checked, and only if the whole annotation is known: a union with an unknown member is left to the code that uses
-the argument. Type aliases are resolved in the globals of the function.
+the argument. Annotations are evaluated in the globals of the function.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import difflib
 import functools
 import inspect
 import numbers
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
@@ -26,9 +27,7 @@ __all__ = [
     "check_plain",
     "code_of",
     "did_you_mean",
-    "floats_of",
     "kinds_of",
-    "numbers_of_schedules",
     "plain_arguments",
     "plain_kinds",
     "plain_value",
@@ -38,16 +37,13 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _PLAIN = {"bool": "True or False", "int": "an int", "float": "a number or a 0-d tensor", "str": "a string"}
-# Types that no plain value has.
-_OTHERS = frozenset({"None", "Tensor", "torch.Tensor", "torch.dtype", "torch.device", "Schedule", "Predicate"})
-_GENERIC = ("tuple[", "list[", "dict[", "Mapping[", "Sequence[", "Callable[")
-_SHORT = {"NoneType": "None", "torch.Tensor": "Tensor"}
-# Aliases of numbers, also known by name if the alias cannot be resolved in the function's globals.
-_ALIASES = {
-    "Scalar": frozenset({"float", "Tensor"}),
-    "ScalarOrSchedule": frozenset({"float", "Tensor", "Schedule"}),
-    "ScalarOrFunction": frozenset({"float", "Tensor", "Schedule", "Callable[[Tensor], Tensor]"}),
-}
+# Further types that are known; no plain value is one of them.
+_OTHERS = {"NoneType": "None", "Tensor": "Tensor", "dtype": "torch.dtype", "device": "torch.device"}
+_OTHERS |= {name: name for name in ("Schedule", "Predicate")}
+_CONTAINERS = (tuple, list, dict, Mapping, Sequence, Callable)
+# Aliases of `muonfx.core.schedules` that a module may import for type checkers only.
+_Schedule = type("Schedule", (), {})
+_ALIASES: dict[str, object] = {"Scalar": float | Tensor, "ScalarOrSchedule": float | Tensor | _Schedule}
 
 
 NAMES_HERE = {
@@ -155,63 +151,35 @@ _PARTS = (
 
 
 def plain_kinds(annotation: object, names: Mapping[str, object] | None = None) -> frozenset[str]:
-    """Return the members of a union if all are known and at least one is plain; empty means unchecked."""
-    members = _expand(annotation, names or {})
-    known = all(m in _PLAIN or m in _OTHERS or m.startswith(_GENERIC) or _is_literal(m) for m in members)
-    return frozenset(members) if known and any(m in _PLAIN or _is_literal(m) for m in members) else frozenset()
+    """Return the members of a union if all are known and at least one is plain; empty means unchecked.
+
+    An annotation in quotes is evaluated with the given names; if it cannot be, it is unchecked.
+    """
+    if isinstance(annotation, str):
+        try:
+            annotation = eval(annotation, {**_ALIASES, **(names or {})})
+        except Exception:
+            return frozenset()
+    members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    kinds = [kind for member in members for kind in _kinds_of_member(member)]
+    is_plain = any(kind in _PLAIN or _is_literal(kind) for kind in kinds)
+    return frozenset(kinds) if is_plain and "" not in kinds else frozenset()
+
+
+def _kinds_of_member(member: object) -> list[str]:
+    """Return the names of the types that a member of a union accepts; "" is an unknown type."""
+    origin = get_origin(member)
+    if origin is Literal:
+        return [repr(value) for value in get_args(member)]
+    if origin in _CONTAINERS:
+        return [re.sub(r"\b(collections\.abc|typing|torch)\.", "", str(member))]
+    if isinstance(member, type):
+        return [member.__name__ if member.__name__ in _PLAIN else _OTHERS.get(member.__name__, "")]
+    return [""]
 
 
 def _is_literal(member: str) -> bool:
     return member.startswith(("'", '"'))
-
-
-def _expand(annotation: object, names: Mapping[str, object]) -> set[str]:
-    """Return the members of a union as text, with aliases expanded."""
-    if isinstance(annotation, str):
-        found = set[str]()
-        for member in _members(annotation):
-            found |= _expand_name(member, names)
-        return found
-    origin = get_origin(annotation)
-    if origin in (Union, UnionType):
-        return set[str]().union(*(_expand(member, names) for member in get_args(annotation)))
-    if origin is Literal:
-        return {repr(value) for value in get_args(annotation)}
-    if origin is None and isinstance(annotation, type):
-        text = annotation.__qualname__
-        return {_SHORT.get(text, text)}
-    text = str(annotation)
-    return {text.removeprefix("collections.abc.").removeprefix("typing.")}
-
-
-def _expand_name(member: str, names: Mapping[str, object]) -> set[str]:
-    if member in _PLAIN or member in _OTHERS or member.startswith(_GENERIC):
-        return {_SHORT.get(member, member)}
-    if member.startswith("Literal[") and member.endswith("]"):
-        return {repr(part.strip().strip("\"'")) for part in member[len("Literal[") : -1].split(",")}
-    first, *rest = member.split(".")
-    meant = names.get(first)
-    for attribute in rest:
-        meant = getattr(meant, attribute, None)
-    if get_origin(meant) in (Union, UnionType, Literal):
-        return _expand(meant, names)
-    return set(_ALIASES.get((rest or [first])[-1], {member}))
-
-
-def numbers_of_schedules(kinds: frozenset[str]) -> frozenset[str]:
-    """Drop Tensor and Schedule from the kinds of a `ScalarOrSchedule` argument that must be a number."""
-    is_alias = _ALIASES["ScalarOrSchedule"] <= kinds <= _ALIASES["ScalarOrSchedule"] | {"None"}
-    return kinds - {"Tensor", "Schedule"} if is_alias else kinds
-
-
-def _members(text: str) -> set[str]:
-    found, depth, start = set[str](), 0, 0
-    for at, letter in enumerate(text):
-        depth += (letter in "[(") - (letter in "])")
-        if letter == "|" and not depth:
-            found.add(text[start:at].strip())
-            start = at + 1
-    return found | {text[start:].strip()}
 
 
 def check_plain(owner: str, name: str, value: object, kinds: frozenset[str]) -> None:
@@ -346,39 +314,17 @@ def plain_arguments(function: Callable[P, T]) -> Callable[P, T]:
     return checked
 
 
-def _names_in_reach(function: Callable[..., object] | None) -> Mapping[str, object]:
-    """Return the globals of a function, or of the module of a class, in which its annotations were written."""
-    if function is None:
-        return {}
-    inner = inspect.unwrap(function)
-    return getattr(inner, "__globals__", None) or getattr(sys.modules.get(inner.__module__), "__dict__", {})
-
-
-def floats_of(parameters: Mapping[str, inspect.Parameter], function: Callable[..., object]) -> frozenset[str]:
-    """Return the parameters whose annotation allows a float; a container of floats does not count."""
-    names = _names_in_reach(function)
-    said = {name: own.annotation for name, own in parameters.items() if own.annotation is not own.empty}
-    return frozenset(name for name, own in said.items() if any(map(_is_float, _expand(own, names))))
-
-
-def _is_float(member: str) -> bool:
-    """Return True if a member of a union is a float; a container of floats is not."""
-    return "float" in member and not member.startswith(_GENERIC) and not _is_literal(member)
-
-
 def kinds_of(
     parameters: Mapping[str, inspect.Parameter], function: Callable[..., object] | None = None
 ) -> dict[str, frozenset[str]]:
     """Return the `plain_kinds` of each parameter; empty if it is variadic or its default is of another type."""
-    names = _names_in_reach(function)
+    inner = None if function is None else inspect.unwrap(function)
+    module = sys.modules.get(getattr(inner, "__module__", ""))
+    names = getattr(inner, "__globals__", None) or getattr(module, "__dict__", {})  # a class has no globals
     found: dict[str, frozenset[str]] = {}
     for name, parameter in parameters.items():
-        many = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        kinds = (
-            frozenset[str]()
-            if many or parameter.annotation is parameter.empty
-            else plain_kinds(parameter.annotation, names)
-        )
+        is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        kinds = frozenset[str]() if is_variadic else plain_kinds(parameter.annotation, names)
         fits = parameter.default is parameter.empty or _is_one_of(parameter.default, kinds)
         found[name] = kinds if fits else frozenset()
     return found

@@ -115,10 +115,10 @@ def test_none_pins_each_parameters_own(make: Any, names: tuple[str, ...]):
 def test_a_dtype_that_pins_nothing_is_refused_at_the_call(make: Any, names: tuple[str, ...]):
     for name in names:
         for wrong in ("Auto", "fp32", "float64", ""):
-            with pytest.raises(ValueError, match=rf"{name} must be \"auto\", a floating-point .* found '{wrong}'"):
+            with pytest.raises(ValueError, match=rf"{name} must be \"auto\".* found '{wrong}'"):
                 make(**{name: wrong})
         for wrong in (torch.int8, torch.complex64, 32):
-            with pytest.raises(TypeError, match=rf"{name} must be \"auto\", a floating-point torch.dtype or None"):
+            with pytest.raises(TypeError, match=rf"{name} must be \"auto\""):
                 make(**{name: wrong})
 
 

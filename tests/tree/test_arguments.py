@@ -39,6 +39,7 @@ REQUIRED: dict[Callable[..., Any], tuple[Any, ...]] = {
     mfx.contrib.sam_gradient: (lambda params: params, PARAMS),
     mfx.contrib.schedule_free: (mfx.scale(-0.1), 0.1),
     mfx.clip_by_value: (1.0,),
+    mfx.master_params: (TX,),
     mfx.muonclip: ((),),
     mfx.qk_clip: ((),),
     mfx.scale: (1.0,),
