@@ -49,7 +49,7 @@ def test_every_engine_takes_parts_as_muon_does(make: Any):
     assert make(orthogonalize=part, rule="original") == expected.tx
     with pytest.raises(TypeError, match=r"orthogonalize: there is no argument 'coeficients'.*'coefficients'"):
         make(orthogonalize={"coeficients": "keller"})
-    with pytest.raises(TypeError, match=r"MatrixView: there is no argument 'blcks' \(did you mean 'blocks'\?\)"):
+    with pytest.raises(TypeError, match=r"MatrixView: there is no argument 'blcks' .*'blocks'"):
         make(orthogonalize={"view": {"blcks": 3}})
     with pytest.raises(TypeError, match=r"there is no argument 'coefficients' \(here: orthogonalize=.*coefficients"):
         make(coefficients="keller")
