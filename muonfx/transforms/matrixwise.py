@@ -245,8 +245,10 @@ def _functions(
             raise TypeError(f"{name}: expected a state of Slot and MatrixSlot, found {slot!r} at {role!r}")
         fields.append(_Like(slot, role) if isinstance(slot, Slot) else MatrixStates(slot))
 
+    treedef = tree.flatten(declared)[1]
+
     def containers() -> Structure:
-        return tree.flatten(declared)[1]  # made at each call, because tracing has its own structures
+        return tree.flatten(declared)[1] if torch.compiler.is_compiling() else treedef  # tracing has its own treedefs
 
     def advance(u: Tensor, old: list[Tensor], p: list[Tensor]) -> list[Tensor]:
         """Return the update of one stack of matrices and its new state, in the dtype to compute in."""
