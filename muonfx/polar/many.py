@@ -82,32 +82,8 @@ def orthogonalize_many(
     >>> a.shape, b.shape, torch.equal(a, b.mT)
     (torch.Size([2, 3]), torch.Size([3, 2]), True)
     """
-    if max_scratch_bytes is not None and max_scratch_bytes < 1:
-        raise ValueError(f"max_scratch_bytes: found {max_scratch_bytes}, expected at least 1")
-    resolved = polynomials(coefficients, steps, restarts)
-    for i, x in enumerate(xs):
-        check_matrix(x, f"xs[{i}]" if names is None else names[i])
-    groups = _grouped([_kind_of(x) for x in xs])
-    inputs = (*xs, *([] if resolved.table is None else [resolved.table]))
-    watched, differentiated = is_watched(*inputs), is_differentiated(*inputs)
-    targets = _targets(xs, donate, out, watched)
-
-    # All plans are made before any result, so invalid settings raise before anything is written, also for no matrices.
-    if not groups:
-        plan(1, 1, torch.float32, torch.device("cpu"), resolved, method=method, dtype=dtype, products=products)
-    plans = [
-        plan(*kind, resolved, method=method, dtype=dtype, products=products, differentiated=differentiated)
-        for kind, _ in groups
-    ]
-    results: list[torch.Tensor] = list(xs)
-    for (kind, members), own in zip(groups, plans, strict=True):
-        scratch = max_scratch_bytes or (_CPU_SCRATCH if kind.device.type == "cpu" else _DEVICE_SCRATCH)
-        job = _Job(kind, own, resolved, scratch, watched, workspace)
-        for together, run in _ways(job, members, xs):
-            done = run([xs[i] for i in together], [targets[i] for i in together], job)
-            for i, y in zip(together, done, strict=True):
-                results[i] = y
-    return results
+    resolved = Orthogonalizer(coefficients, steps, method, restarts, dtype, products)
+    return resolved(xs, max_scratch_bytes=max_scratch_bytes, donate=donate, out=out, names=names, workspace=workspace)
 
 
 class _Kind(NamedTuple):
@@ -117,6 +93,80 @@ class _Kind(NamedTuple):
     long: int
     dtype: torch.dtype
     device: torch.device
+
+
+class Orthogonalizer:
+    """`orthogonalize_many` with settings that are resolved once, and one plan per shape, dtype and device."""
+
+    def __init__(
+        self,
+        coefficients: CoefficientsLike | torch.Tensor = "polar_express_5",
+        steps: int | None = None,
+        method: MethodLike = "auto",
+        restarts: Sequence[int] | None = None,
+        dtype: DTypeLike = "auto",
+        products: ProductsLike = "auto",
+    ) -> None:
+        self._polynomials = polynomials(coefficients, steps, restarts)
+        self._method: MethodLike = method
+        self._dtype: DTypeLike = dtype
+        self._products: ProductsLike = products
+        self._plans: dict[tuple[_Kind, bool], Plan] = {}
+
+    def plan_for(self, kind: _Kind, *, differentiated: bool) -> Plan:
+        """Return the plan for matrices of one kind, made at the first call."""
+        if is_traced(kind.short, kind.long):  # symbols have no hash
+            return self._made(kind, differentiated)
+        known = self._plans.get((kind, differentiated))
+        if known is None:
+            known = self._plans[kind, differentiated] = self._made(kind, differentiated)
+        return known
+
+    def _made(self, kind: _Kind, differentiated: bool) -> Plan:
+        return plan(
+            *kind,
+            self._polynomials,
+            method=self._method,
+            dtype=self._dtype,
+            products=self._products,
+            differentiated=differentiated,
+        )
+
+    def __call__(
+        self,
+        xs: Sequence[torch.Tensor],
+        *,
+        max_scratch_bytes: int | None = None,
+        donate: bool = False,
+        out: Sequence[torch.Tensor] | None = None,
+        names: Sequence[str] | None = None,
+        workspace: Workspace | None = None,
+    ) -> list[torch.Tensor]:
+        """Orthogonalize matrices; the arguments are as in `orthogonalize_many`."""
+        if max_scratch_bytes is not None and max_scratch_bytes < 1:
+            raise ValueError(f"max_scratch_bytes: found {max_scratch_bytes}, expected at least 1")
+        for i, x in enumerate(xs):
+            check_matrix(x, f"xs[{i}]" if names is None else names[i])
+        groups = _grouped([_kind_of(x) for x in xs])
+        table = self._polynomials.table
+        inputs = (*xs, *([] if table is None else [table]))
+        watched, differentiated = is_watched(*inputs), is_differentiated(*inputs)
+        targets = _targets(xs, donate, out, watched)
+
+        # All plans are made before any result, so invalid settings raise before anything is written, also for no
+        # matrices.
+        if not groups:
+            self.plan_for(_Kind(1, 1, torch.float32, torch.device("cpu")), differentiated=False)
+        plans = [self.plan_for(kind, differentiated=differentiated) for kind, _ in groups]
+        results: list[torch.Tensor] = list(xs)
+        for (kind, members), own in zip(groups, plans, strict=True):
+            scratch = max_scratch_bytes or (_CPU_SCRATCH if kind.device.type == "cpu" else _DEVICE_SCRATCH)
+            job = _Job(kind, own, self._polynomials, scratch, watched, workspace)
+            for together, run in _ways(job, members, xs):
+                done = run([xs[i] for i in together], [targets[i] for i in together], job)
+                for i, y in zip(together, done, strict=True):
+                    results[i] = y
+        return results
 
 
 def _kind_of(x: torch.Tensor) -> _Kind:

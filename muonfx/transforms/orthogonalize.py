@@ -12,6 +12,7 @@ from muonfx.core import Donation, EmptyState, Transform, transform
 from muonfx.core.contract import NOTHING
 from muonfx.core.costs import LeafCost, declare_cost
 from muonfx.polar.cost import newton_schulz_cost
+from muonfx.polar.many import Orthogonalizer
 from muonfx.select import MatrixView
 from muonfx.transforms._matrices import Matrices, matrix_locality, name_patterns, on_stacks
 from muonfx.tree import Present, PyTree
@@ -73,6 +74,7 @@ def orthogonalize(
     polar.explain(  # raises if an option is malformed
         (0, 0), coefficients=coefficients, steps=steps, method=method, dtype=dtype, products=products
     )
+    iterated = Orthogonalizer(coefficients, steps, method, None, dtype, products)
 
     def init(params: PyTree) -> EmptyState:
         at = Present(params)
@@ -90,18 +92,8 @@ def orthogonalize(
         at = Present(updates)
         leaves = at.pick(updates)
         matrices = Matrices(view, at, leaves)
-        done = iter(
-            polar.orthogonalize_many(
-                [matrix for own in matrices.of_updates for matrix in own],
-                coefficients=coefficients,
-                steps=steps,
-                method=method,
-                dtype=dtype,
-                products=products,
-                donate=donate.updates,
-                workspace=workspace,
-            )
-        )
+        flat = [matrix for own in matrices.of_updates for matrix in own]
+        done = iter(iterated(flat, donate=donate.updates, workspace=workspace))
         out = [[next(done) for _ in own] for own in matrices.of_updates]
         return at.fill(matrices.join(out, leaves)), state
 

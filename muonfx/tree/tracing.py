@@ -22,6 +22,7 @@ F = TypeVar("F", bound=Callable[..., object])
 Number = TypeVar("Number", int, float)
 
 _C = cast("Any", torch._C)
+_SYMBOLS = frozenset({torch.SymInt, torch.SymFloat})
 
 
 def functorch_is_active() -> bool:
@@ -48,7 +49,7 @@ def without_transforms() -> Generator[None]:
 
 def is_traced(*numbers: float) -> bool:
     """Return True if ``torch.compile`` or ``make_fx`` records operators, or if any of the numbers is a symbol."""
-    if torch.compiler.is_compiling() or any(isinstance(x, torch.SymInt | torch.SymFloat) for x in numbers):
+    if torch.compiler.is_compiling() or not _SYMBOLS.isdisjoint(map(type, numbers)):
         return True
     # Importing the module would import sympy. If it is not loaded, no operators are recorded.
     proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
