@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import muonfx as mfx
 from muonfx.polar import compute_dtype, explain, hardware, orthogonalize, policy
 from muonfx.polar.policy import SUPPORTED
 
@@ -81,3 +82,10 @@ def test_auto_is_what_orthogonalize_uses(machine: dict[str, Any]) -> None:
         forget()
         assert torch.equal(orthogonalize(x), orthogonalize(x, dtype=dtype))
         assert explain((8, 12)).dtype == dtype
+
+
+def test_a_transform_with_kernels_is_made_anywhere_and_runs_where_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy.kernels, "available", lambda device: False)
+    tx = mfx.orthogonalize(products="triton")
+    with pytest.raises(RuntimeError, match="products: found 'triton' on cpu"):
+        tx.update({"w": torch.ones(2, 2)}, mfx.core.EmptyState())
