@@ -38,8 +38,14 @@ T = TypeVar("T")
 
 _PLAIN = {"bool": "True or False", "int": "an int", "float": "a number or a 0-d tensor", "str": "a string"}
 # Further types that are known; no plain value is one of them.
-_OTHERS = {"NoneType": "None", "Tensor": "Tensor", "dtype": "torch.dtype", "device": "torch.device"}
-_OTHERS |= {name: name for name in ("Schedule", "Predicate")}
+_OTHERS = {
+    "NoneType": "None",
+    "Tensor": "Tensor",
+    "dtype": "torch.dtype",
+    "device": "torch.device",
+    "Schedule": "Schedule",
+    "Predicate": "Predicate",
+}
 _CONTAINERS = (tuple, list, dict, Mapping, Sequence, Callable)
 # Aliases of `muonfx.core.schedules` that a module may import for type checkers only.
 _Schedule = type("Schedule", (), {})
