@@ -15,6 +15,7 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.core import Donation, Transform, checks, transform
 from muonfx.core.contract import NOTHING, Functions, Position
+from muonfx.core.scheduled import numbers_at
 from muonfx.select.matrix_view import MatrixView
 from muonfx.transforms._matrices import Matrices, matrix_locality, name_patterns, on_stacks
 from muonfx.transforms._pinned import WideStateDtype, state_dtype
@@ -173,7 +174,7 @@ def matrixwise(
 
         def independent(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> Any:
             """Return ``on_stacks`` of a transform: the state of a stack of stacks has more dims than of a stack."""
-            state, _ = constructor(**tx.arguments)
+            state, _ = constructor(**{**tx.arguments, **numbers_at(tx.schedules, 0)})
             is_simple = not any(isinstance(slot, MatrixSlot) for slot in tree.leaves(state))
             return on_stacks(tx, shapes, with_blocks=is_simple)
 
