@@ -7,17 +7,20 @@ were never trained by a model, a step without any gradient warns here; the check
 import copy
 import io
 import warnings
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.testing._internal.common_optimizers import OptimizerInfo, get_error_inputs_for_all_optims
 from torch.testing._internal.common_utils import TestCase
 
 from tests.peers.optimizers import INFOS, inputs_of
 
+Make = Callable[..., torch.optim.Optimizer]
 same = TestCase().assertEqual
 
 
@@ -116,6 +119,30 @@ def test_param_group_with_lrscheduler_goes_right_direction(info: OptimizerInfo, 
         task.falls(info.optim_cls(groups, **copy.deepcopy(options)), makers)
 
 
+def test_tensor_lr(info: OptimizerInfo, options: dict[str, Any]) -> None:
+    for shape in ((), (1,)):
+        plain, tensor = Task(), Task()
+        rest = {key: value for key, value in options.items() if key != "lr"}
+        if info.optim_cls.__name__ == "Muon":
+            one = info.optim_cls(tensor.params, lr=torch.full(shape, 1e-3), **rest)
+        else:  # a factory takes 0-d tensors, a group any of one element
+            one = info.optim_cls(tensor.params, lr=torch.tensor(1e-3), **rest)
+            for group in one.param_groups:
+                group["lr"] = torch.full(shape, 1e-3)
+        other = info.optim_cls(plain.params, lr=1e-3, **rest)
+        for _ in range(5):
+            plain.train(other, 1)
+            tensor.train(one, 1)
+            same(plain.params, tensor.params)
+
+
+def test_param_groups_weight_decay(info: OptimizerInfo, options: dict[str, Any]) -> None:
+    task = Task()
+    first = {key: value for key, value in options.items() if key != "momentum"}
+    groups = [{"params": [task.weight], **first}, {"params": [task.bias], **first, "weight_decay": 0.0}]
+    task.falls(info.optim_cls(groups))
+
+
 def test_param_groups_lr(info: OptimizerInfo, options: dict[str, Any]) -> None:
     task = Task()
     irrelevant = nn.Parameter(torch.randn(2))
@@ -146,6 +173,10 @@ def test_step_is_noop_for_zero_grads(info: OptimizerInfo, options: dict[str, Any
     param.grad = torch.zeros_like(param)
     optimizer.step(lambda: torch.tensor([1.0]))
     same(param, before)
+
+
+def test_optimizer_can_be_printed(info: OptimizerInfo, options: dict[str, Any]) -> None:
+    assert "lr" in repr(info.optim_cls(Task().params, **options))
 
 
 def _copied(task: Task) -> Task:
@@ -201,6 +232,62 @@ def test_save_load_equality_with_weights_only(info: OptimizerInfo, options: dict
     for weights_only in (False, True):
         file.seek(0)
         same(torch.load(file, weights_only=weights_only), saved)
+
+
+def test_state_dict_pre_and_post_hook(info: OptimizerInfo, options: dict[str, Any]) -> None:
+    optimizer = info.optim_cls(Task().params, **options)
+
+    def after(_: object, saved: dict[str, Any]) -> dict[str, Any]:
+        saved["seen"] = saved["state"].pop("test", None)
+        return saved
+
+    optimizer.register_state_dict_post_hook(after)
+    assert optimizer.state_dict()["seen"] is None
+    handle = optimizer.register_state_dict_pre_hook(lambda one: one.state.__setitem__("test", 1))
+    assert optimizer.state_dict()["seen"] == 1
+    handle.remove()
+
+
+def test_load_state_dict_pre_and_post_hook(info: OptimizerInfo, options: dict[str, Any]) -> None:
+    optimizer = info.optim_cls(Task().params, **options)
+    seen: list[float] = []
+
+    def first(_: object, saved: dict[str, Any]) -> None:
+        saved["param_groups"][0]["lr"] = 0.002
+
+    def second(_: object, saved: dict[str, Any]) -> dict[str, Any]:
+        saved = copy.deepcopy(saved)
+        saved["param_groups"][0]["lr"] = 0.003
+        return saved
+
+    optimizer.register_load_state_dict_post_hook(lambda one: seen.append(one.param_groups[0]["lr"]))
+    optimizer.register_load_state_dict_pre_hook(first)
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.register_load_state_dict_pre_hook(second, prepend=True)
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.register_load_state_dict_pre_hook(second)
+    optimizer.load_state_dict(optimizer.state_dict())
+    same(seen, [0.002, 0.002, 0.003])
+
+
+def test_step_all_hooks(info: OptimizerInfo, options: dict[str, Any]) -> None:
+    optimizer, data = info.optim_cls(Task().params, **options), list[int]()
+
+    def noting(number: int) -> Callable[..., None]:
+        return lambda *_: data.append(number)
+
+    handles = [
+        register_optimizer_step_pre_hook(noting(0)),
+        register_optimizer_step_post_hook(noting(5)),
+        optimizer.register_step_pre_hook(noting(1)),
+        optimizer.register_step_post_hook(noting(2)),
+    ]
+    for _ in range(2):
+        step_quietly(optimizer)
+    for handle in handles:
+        handle.remove()
+    step_quietly(optimizer)
+    same(data, [0, 1, 2, 5] * 2)
 
 
 def test_deepcopy_copies_all_public_attrs(info: OptimizerInfo, options: dict[str, Any]) -> None:
