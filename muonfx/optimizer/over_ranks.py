@@ -11,7 +11,6 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.core import Donation, Transform
 from muonfx.optimizer.gathering import Gathering, gathered_whole
-from muonfx.optimizer.rendezvous import wait_for_all
 from muonfx.optimizer.state import Load, Taken, on_this_rank, other_piece
 from muonfx.optimizer.stepping import Stepping, add_in_place
 from muonfx.optimizer.values import Group, GroupNumbers
@@ -23,6 +22,7 @@ from muonfx.sharding.dtensors import dtensor_of, is_dtensor, local_of
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.layouts import from_dtensors, replicated
 from muonfx.sharding.plan.assignment import Settings
+from muonfx.sharding.rendezvous import wait_for_all
 from muonfx.sharding.shards import FlatPiece, IntervalTensor
 from muonfx.sharding.state import (
     LeafPlacement,

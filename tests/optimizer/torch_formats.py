@@ -155,7 +155,7 @@ def alone_with_patience(here: Here, kind: str, what: str, seconds: float) -> lis
     """One rank alone calls what all must; the others go on with collectives of their own. Afterwards all can do it."""
     from datetime import timedelta
 
-    from muonfx.optimizer import rendezvous
+    from muonfx.sharding import rendezvous
 
     with quiet():
         net, optimizer = optimized(kind, here)
