@@ -46,6 +46,8 @@ from muonfx.checkpoint.target import Rules, Target
 from muonfx.checkpoint.writing import Draft, Job
 from muonfx.sharding.boxes import Box, cover
 from muonfx.sharding.consensus import listed
+from muonfx.sharding.messages import ShardingError
+from muonfx.sharding.rendezvous import wait_for_all
 from muonfx.sharding.shards import FlatPiece
 from muonfx.tree import PyTree, Spec
 
@@ -205,6 +207,10 @@ class _Writer(StorageWriter):
 def save_together(job: Job) -> None:
     """Save on all ranks of the job's group."""
     group = check_group(job.group, f"the save to {job.path}")
+    try:
+        wait_for_all(group, "checkpoint.save")
+    except ShardingError as error:
+        raise WriteError(f"{job.path} was not written: {error}") from error
     writer = _Writer(job, commits=dist.get_rank(group) == 0)
     planner = _SavePlanner(job, dist.get_world_size(group))
     try:
@@ -335,6 +341,10 @@ def load_together(
         return planner.target.rebuild(planner.leaves)
 
     wait_for_saves()  # a save in the background may use the same group
+    try:
+        wait_for_all(group, "checkpoint.load")
+    except ShardingError as error:
+        raise CheckpointError(f"{path} was not loaded: {error}") from error
     for attempts in range(TRIES):
         try:
             return attempt()

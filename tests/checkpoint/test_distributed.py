@@ -1,5 +1,6 @@
 """Many processes: what any number of ranks has saved, any other number loads, under any layout."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -165,6 +166,20 @@ def test_a_missing_or_damaged_shard_is_named_on_all_and_the_previous_one_offered
         ck.load(path, like=tree_of(4))
     with pytest.warns(UserWarning, match="step-000000002 is not used"):
         assert ck.latest(tmp_path) == ck.step_path(tmp_path, 1)
+
+
+@dist
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        ("save", r"WriteError: .* was not written: nothing.*"),
+        ("load", r"CheckpointError: .* was not loaded: nothing.*"),
+    ],
+)
+def test_a_rank_that_calls_alone_is_told_which_ranks_did_not(world: World, tmp_path: Path, what: str, expected: str):
+    said, other = world.check(2, workers.one_alone, path=tmp_path, what=what)
+    assert re.fullmatch(rf"{expected}all ranks must call checkpoint\.{what} together, but rank 1 did not.*", said)
+    assert not other
 
 
 @dist

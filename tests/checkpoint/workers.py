@@ -2,16 +2,19 @@
 
 import os
 import random
+from datetime import timedelta
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import muonfx as mfx
 from muonfx.checkpoint import FlatPiece
+from muonfx.sharding import rendezvous
 from tests.checkpoint.common import bits
 from tests.processes import Here
 
@@ -214,3 +217,25 @@ def load_plainly(here: Here, path: Path, seed: int) -> None:
     state = tree_of(seed)
     found = ck.load(path, like=mfx.checkpoint.StateSpec.of(state), group=here.group)
     assert_is_layout_of(found, state, state)
+
+
+def one_alone(here: Here, path: Path, what: str) -> str:
+    """One rank alone saves or loads, while the others go on with other collectives; then all do it together."""
+    state = tree_of(1)
+    calls = {
+        "save": lambda: ck.save(path, state, group=here.group),
+        "load": lambda: ck.load(path, like=state, group=here.group),
+    }
+    calls["save"]()
+    kept, said = rendezvous._timeout, ""
+    if here.rank == 0:
+        rendezvous._timeout = lambda group: timedelta(seconds=0.2)
+        try:
+            calls[what]()
+        except ck.CheckpointError as error:
+            said = f"{type(error).__name__}: {error}"
+        finally:
+            rendezvous._timeout = kept
+    dist.all_reduce(torch.ones(3), group=here.group)
+    calls[what]()
+    return said
