@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import mmap
 import os
 import sys
 import zlib
@@ -71,44 +70,9 @@ def blocks_of(data: memoryview) -> Iterator[memoryview]:
     return (data[begin : begin + BLOCK] for begin in range(0, len(data), BLOCK))
 
 
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
-_MADV_POPULATE_WRITE = 23
-_WORTH_IT = 1 << 15
-
-
-def populate(data: memoryview) -> None:
-    """Allocate the pages of a buffer in one system call, which is cheaper than page faults (from Linux 5.14 on)."""
-    if _LIBC is not None and len(data) >= _WORTH_IT:
-        begin = ctypes.addressof(ctypes.c_char.from_buffer(data))
-        first = begin // mmap.PAGESIZE * mmap.PAGESIZE
-        _LIBC.madvise(ctypes.c_void_p(first), ctypes.c_size_t(begin + len(data) - first), _MADV_POPULATE_WRITE)
-
-
 def checksum_of(data: bytes | bytearray | memoryview) -> str:
     """Return the CRC-32 in the form that an index stores."""
     return f"{zlib.crc32(data):08x}"
-
-
-class _Checksums(ExitStack):
-    """Computes the checksums of full blocks in a thread while they are written."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._thread: ThreadPoolExecutor | None = None
-
-    def start(self, block: memoryview) -> Callable[[], str]:
-        """Start the checksum of a block, which must not change, and return a function that waits for it."""
-        if len(block) < BLOCK:
-            value = checksum_of(block)
-            return lambda: value
-        if self._thread is None:
-            # One thread per save, not a global one: threads do not survive a fork.
-            self._thread = self.enter_context(ThreadPoolExecutor(1, thread_name_prefix="muonfx-crc32"))
-        try:
-            return self._thread.submit(checksum_of, block).result
-        except RuntimeError:  # at interpreter exit, pools accept no new work while the process waits for this save
-            value = checksum_of(block)
-            return lambda: value
 
 
 def check_byte_order() -> None:
@@ -145,16 +109,15 @@ def write_data(path: Path, parts: Sequence[Part], progress: Progress | None = No
         )
     chunks: dict[int, Chunk] = {}
     done = 0
-    with fresh_file(path) as file, _Checksums() as checksums:
+    with fresh_file(path) as file:
         write_all(file, head)
         for place in order:
             part = parts[place]
             tensor = _dense(part)
             crc32: list[str] = []
             for block in blocks_of(bytes_of(tensor)):
-                checksum = checksums.start(block)
                 write_all(file, block)
-                crc32.append(checksum())
+                crc32.append(checksum_of(block))
                 done += len(block)
                 if progress is not None:
                     progress(done, total)
@@ -317,7 +280,6 @@ class Reader:
 
     def _read_part(self, file: FileIO, path: Path, part: list[_Block]) -> None:
         for _, begin, into, crc32, name in part:
-            populate(into)
             self._fill(file, begin, into, path)
             if checksum_of(into) != crc32:
                 where = f"bytes {begin} to {begin + len(into)} of the file"
