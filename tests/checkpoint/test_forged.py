@@ -244,7 +244,7 @@ def test_thousands_of_data_files_are_read_by_a_process_that_may_open_few(tmp_pat
 
 
 @pytest.mark.slow
-def test_ten_thousand_differences_are_ten_and_a_number(tmp_path: Path, capsys):
+def test_ten_thousand_differences_are_ten_and_a_number(tmp_path: Path):
     leaf = torch.zeros(())
     one = {f"a{number:05}": leaf for number in range(10_000)}
     other = {f"b{number:05}": leaf for number in range(10_000)}
@@ -259,22 +259,14 @@ def test_ten_thousand_differences_are_ten_and_a_number(tmp_path: Path, capsys):
     with pytest.raises(MismatchError, match=r"\.\.\. and 19990 more") as caught:
         ck.StateSpec.of(one).check(other)
     assert len(str(caught.value)) < 2000
-    ck.save(tmp_path / "two", other)
-    assert main(["diff", str(tmp_path / "one"), str(tmp_path / "two")]) == 1
-    said = capsys.readouterr().out.splitlines()
-    assert len(said) == 23
-    assert said[-2:] == ["... and 9990 more only in the first", "... and 9990 more only in the second"]
-    assert main(["diff", "--all", str(tmp_path / "one"), str(tmp_path / "two")]) == 1
-    assert len(capsys.readouterr().out.splitlines()) == 20_001
 
 
-def test_an_extra_that_is_read_can_be_shown_and_compared(tmp_path: Path, capsys):
-    path, other = good_one(tmp_path, 1), good_one(tmp_path, 2)
+def test_an_extra_that_is_read_can_be_shown(tmp_path: Path, capsys):
+    path = good_one(tmp_path, 1)
     for depth in (500, 700, 900, 950, 980):
         sign(
             path, lambda body, depth=depth: json.dumps(body).replace('"seed": 1', f'"seed": {"[" * depth}{"]" * depth}')
         )
         assert main(["inspect", str(path)]) in (0, 1)
-        assert main(["diff", str(path), str(other)]) == 1
     shutil.rmtree(path)
     assert "Traceback" not in "".join(capsys.readouterr())
