@@ -378,7 +378,7 @@ class Recorded:
         """Pickle as factory, skeleton and parts; closures cannot be pickled and are rebuilt on first use."""
         return _rebuild, (type(self), self.factory, self.structure.skeleton, self.parts)
 
-    @property
+    @functools.cached_property
     def fingerprint(self) -> str:
         """A hash of the factories' public names and the fixed arguments that differ from their defaults.
 

@@ -19,6 +19,7 @@ neither batch size, values nor time, so the same matrix always gets the same res
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
@@ -229,7 +230,11 @@ def compute_dtype(
         if requested != "auto":
             raise ValueError(f"dtype: found {requested!r}, expected 'auto' or a torch.dtype such as torch.bfloat16")
         fastest = torch.float64 if dtype == torch.float64 else _fastest(device.type, device.index)
-        return fastest if coefficients is None else stable_dtype(fastest, polynomials(coefficients, steps))
+        if coefficients is None:
+            return fastest
+        if isinstance(coefficients, str):
+            return _stable_dtype_of_set(coefficients, steps, fastest)
+        return stable_dtype(fastest, polynomials(coefficients, steps))
     if requested not in SUPPORTED:
         raise TypeError(f"dtype: found {requested!r}, expected 'auto' or one of {', '.join(map(str, SUPPORTED))}")
     return requested
@@ -255,6 +260,12 @@ def stable_dtype(compute: torch.dtype, resolved: Polynomials, requested: DTypeLi
         _warn_of_rounding(f"in {compute} the standard form of this set may diverge", "with_safety(set, 1.01), or dtype")
         return compute
     return next((d for d in (torch.float32, torch.float64) if _is_stable(resolved, d)), torch.float64)
+
+
+@functools.lru_cache(maxsize=256)
+def _stable_dtype_of_set(name: str, steps: int | None, compute: torch.dtype) -> torch.dtype:
+    """Return `stable_dtype` for a set with a name; a checkpoint and each plan over ranks look it up."""
+    return stable_dtype(compute, polynomials(name, steps))
 
 
 def _is_stable(resolved: Polynomials, compute: torch.dtype) -> bool:
