@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from muonfx import tree
-from muonfx.checkpoint.errors import MismatchError, first_ones
-from muonfx.checkpoint.names import is_leaf, named_leaves, named_tensors
+from muonfx.checkpoint.names import named_tensors
 from muonfx.core import Transform
 from muonfx.core.checks import check_tree
 from muonfx.core.contract import require_transform
@@ -23,11 +22,9 @@ from muonfx.tree.display import Report, Table, format_bytes
 __all__ = ["StateSpec", "described", "spec", "spec_of_named"]
 
 
-def described(leaf: Any) -> str:
-    """Return the shape and dtype of a leaf or of its `Spec` as text, for messages."""
-    if not isinstance(leaf, Spec) and not is_leaf(leaf):
-        return f"a {type(leaf).__name__}" if leaf is not None else "None"
-    return f"{tuple(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}"
+def described(spec: Spec) -> str:
+    """Return a shape and dtype as text, for messages."""
+    return f"{spec.shape} {str(spec.dtype).removeprefix('torch.')}"
 
 
 @dataclass(frozen=True)
@@ -90,44 +87,6 @@ class StateSpec:
     def nbytes(self) -> int:
         """The bytes of all leaves, on all ranks together."""
         return sum(leaf.nbytes for leaf in self.leaves.values())
-
-    def differences(self, state: PyTree) -> list[str]:
-        """List the differences between the spec and a state, one sentence for each leaf.
-
-        >>> import muonfx as mfx
-        >>> spec = mfx.spec(mfx.momentum(), {"w": torch.zeros(2)})
-        >>> spec.differences(mfx.transforms.MomentumState({"w": torch.zeros(2, dtype=torch.bfloat16)}))
-        ["'trace/w' is (2,) bfloat16, expected (2,) float32"]
-        """
-        found = dict(named_leaves(state))
-        wrong: list[str] = []
-        for name, want in self.leaves.items():
-            have = found.get(name)
-            if have is None:
-                wrong.append(f"{name!r} is missing, expected {described(want)}")
-            elif not is_leaf(have) or (tuple(have.shape), have.dtype) != (want.shape, want.dtype):
-                wrong.append(f"{name!r} is {described(have)}, expected {described(want)}")
-        wrong += [
-            f"{name!r} is {described(have)}, and the spec has no such leaf"
-            for name, have in found.items()
-            if have is not None and name not in self.leaves
-        ]
-        if not wrong and self._treedef is not None and tree.flatten(state)[1] != self._treedef:
-            wrong.append("the leaves are the same, but the containers that hold them are not: a list for a tuple, say")
-        return wrong
-
-    def check(self, state: PyTree) -> None:
-        """Require that a state matches the spec.
-
-        Raises:
-            MismatchError: the state differs; the message lists the differences.
-
-        >>> import muonfx as mfx
-        >>> tx, params = mfx.momentum(), {"w": torch.zeros(2)}
-        >>> mfx.spec(tx, params).check(tx.init(params))
-        """
-        if wrong := self.differences(state):
-            raise MismatchError("the state is not what the spec says:\n  " + "\n  ".join(first_ones(wrong)), wrong)
 
     @classmethod
     def of(cls, state: PyTree) -> StateSpec:

@@ -256,9 +256,6 @@ def test_ten_thousand_differences_are_ten_and_a_number(tmp_path: Path):
     assert message.count("missing:   'b") == message.count("extra:     'a") == 10
     assert "missing: ... and 9990 more" in message
     assert "extra: ... and 9990 more" in message
-    with pytest.raises(MismatchError, match=r"\.\.\. and 19990 more") as caught:
-        ck.StateSpec.of(one).check(other)
-    assert len(str(caught.value)) < 2000
 
 
 def test_an_extra_that_is_read_can_be_shown(tmp_path: Path, capsys):
