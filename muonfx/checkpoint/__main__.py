@@ -1,4 +1,4 @@
-"""Inspect checkpoints from the command line: ``python -m muonfx.checkpoint`` inspect, verify, clean, convert.
+"""Inspect checkpoints from the command line: ``python -m muonfx.checkpoint`` inspect, verify, clean.
 
 The exit code is 0 on success, 1 if a checkpoint is damaged, and 2 if there is no checkpoint to read.
 """
@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 from muonfx.checkpoint.catalog import checkpoints, clean, inspect, with_reader
-from muonfx.checkpoint.convert import cli
 from muonfx.checkpoint.errors import CheckpointError, CorruptError
 from muonfx.checkpoint.loading import verify
 from muonfx.checkpoint.target import matches
@@ -21,10 +20,7 @@ __all__ = ["main"]
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code; invalid arguments end the process with exit code 2."""
-    arguments = sys.argv[1:] if argv is None else argv
-    if arguments[:1] == ["convert"]:
-        return cli.main(arguments[1:])
-    options = _parser().parse_args(arguments)
+    options = _parser().parse_args(argv)
     try:
         return options.run(options)
     except CorruptError as error:
@@ -57,7 +53,6 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("path", type=Path, help="a checkpoint, or a folder of them")
     command.set_defaults(run=_clean)
 
-    commands.add_parser("convert", help="make one of another optimizer's checkpoint", add_help=False)
     return parser
 
 

@@ -6,18 +6,16 @@ keys. Files are read without executing their content.
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from muonfx.checkpoint.convert.states import Leaf
-from muonfx.checkpoint.files import open_regular, read_regular
+from muonfx.checkpoint.files import open_regular
 from muonfx.tree.display import format_list
 
 __all__ = [
@@ -33,9 +31,6 @@ __all__ = [
     "into_optax",
     "into_optimizer",
     "read_folder",
-    "read_json",
-    "read_plain",
-    "read_safetensors",
 ]
 
 Group = Mapping[str, Any]
@@ -183,12 +178,26 @@ def read_folder(path: str | Path) -> dict[str, dict[str, Any]]:
         )
     found: dict[str, dict[str, Any]] = {}
     for folder in folders:
-        files = {file.stem: read_plain(file) for file in sorted(folder.glob("*.pt")) if file.stem != "fp32"}
+        files = {file.stem: _read_plain(file) for file in sorted(folder.glob("*.pt")) if file.stem != "fp32"}
         found[folder.name] = {
             key: value["param"] if isinstance(value, Mapping) and "param" in value else value
             for key, value in files.items()
         }
     return found
+
+
+def _read_plain(path: Path) -> Any:
+    """Read a file of ``torch.save`` that holds tensors and plain values only; errors name the file."""
+    open_regular(path).close()  # refuses a pipe, on which torch would block
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns about some files before it refuses them
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as problem:  # on damaged files torch raises KeyError, struct.error and many others
+        reason = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
+        raise ValueError(f"{path}: expected tensors and plain values, found something else: {reason}") from None
 
 
 def _shaped(value: Any, shape: torch.Size) -> Any:
@@ -299,36 +308,3 @@ def _arrays(node: Any) -> dict[str, Any]:
 def _tensor(array: Any, transpose: bool) -> Tensor:
     found = torch.as_tensor(array).clone()
     return found.mT.contiguous() if transpose and found.ndim == 2 else found
-
-
-# ---------------------------------------------------------------------------------------------------------------- files
-
-_LONGEST_JSON = 1 << 28
-
-
-def read_safetensors(path: Path) -> dict[str, Tensor]:
-    """Read the tensors of a safetensors file, which must be a regular file."""
-    open_regular(path).close()  # refuses a pipe, on which the library would block
-    return load_file(path)
-
-
-def read_json(path: Path) -> Any:
-    """Read a JSON file of limited size; errors name the file."""
-    try:
-        return json.loads(read_regular(path, _LONGEST_JSON))
-    except (ValueError, RecursionError) as problem:
-        raise ValueError(f"{path} is not JSON: {problem}") from None
-
-
-def read_plain(path: Path) -> Any:
-    """Read a file of ``torch.save`` that holds tensors and plain values only; errors name the file."""
-    open_regular(path).close()  # refuses a pipe, on which torch would block
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns about some files before it refuses them
-            return torch.load(path, map_location="cpu", weights_only=True)
-    except OSError:
-        raise
-    except Exception as problem:  # on damaged files torch raises KeyError, struct.error and many others
-        reason = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
-        raise ValueError(f"{path}: expected tensors and plain values, found something else: {reason}") from None
