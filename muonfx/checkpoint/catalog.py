@@ -318,7 +318,8 @@ def clean(path: str | os.PathLike[str]) -> list[Path]:
     """Remove the files of saves that were stopped before they were done.
 
     A writer that is killed leaves its files, and so may several writers that save to one path at the same time. Nothing
-    else removes them. No save to the path may be in progress: its files look the same, and it would fail.
+    else removes them. Do not call this while a save to the path is in progress: its files look the same. The save would
+    fail or, if it is committed at that moment, its checkpoint would lose its data.
 
     Args:
         path: a checkpoint, or a folder with checkpoints that `step_path` named. A folder or an index that
