@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path
@@ -266,9 +266,9 @@ def parse(data: bytes | bytearray, where: str) -> Index:
         raise CorruptError(f"{where} is damaged: its text is not the one that its checksum was made of")
     try:
         body = json.loads(bytes(text), object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite)
-        version = _get(body, "version", int, "index") if isinstance(body, dict) else None
-        if _get(body, "format", str, "index") != FORMAT:
-            raise FormatError(f"{where} is of the format {body['format']!r}, expected {FORMAT!r}")
+        format, version = _members(body, "index", format="a string", version="a size")
+        if format != FORMAT:
+            raise FormatError(f"{where} is of the format {format!r}, expected {FORMAT!r}")
         if version != VERSION:
             raise FormatError(
                 f"{where} is of version {version} of the format, and this muonfx reads version {VERSION}: it was "
@@ -299,106 +299,112 @@ def _finite(digits: str) -> float:
     return value
 
 
-def _get(holder: Any, key: str, kind: Any, where: str) -> Any:
-    """Return a member of a JSON object, of the given type; a bool is not an int."""
+def _is_size(value: object) -> bool:
+    return type(value) is int and 0 <= value <= _BIGGEST
+
+
+_IS: dict[str, Callable[[Any], bool]] = {
+    "a string": lambda value: isinstance(value, str),
+    "a list": lambda value: isinstance(value, list),
+    "an object": lambda value: isinstance(value, dict),
+    "an object or null": lambda value: isinstance(value, dict | None),
+    "an object of strings": lambda value: isinstance(value, dict) and all(isinstance(x, str) for x in value.values()),
+    "a size": _is_size,
+    "a size or null": lambda value: value is None or _is_size(value),
+    "a list of sizes": lambda value: isinstance(value, list) and all(map(_is_size, value)),
+    "8 hex digits": lambda value: isinstance(value, str) and _CRC.fullmatch(value) is not None,
+    "a list of checksums": lambda value: isinstance(value, list) and all(map(_IS["8 hex digits"], value)),
+}
+"""What a member of an object of the index may be."""
+_CRC = re.compile("[0-9a-f]{8}")
+
+
+def _members(holder: Any, where: str, **expected: str) -> list[Any]:
+    """Return the named members of a JSON object; each must be as expected, in the words of `_IS`."""
     if not isinstance(holder, dict):
         raise _Wrong(f"{where} must be an object, found {type(holder).__name__}")
-    if key not in holder:
-        raise _Wrong(f"{where} has no {key!r}")
-    value = holder[key]
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
-        raise _Wrong(f"{key!r} of {where} is {value!r:.80}")
-    return value
+    for key, kind in expected.items():
+        if key not in holder:
+            raise _Wrong(f"{where} has no {key!r}")
+        if not _IS[kind](holder[key]):
+            raise _Wrong(f"{key!r} of {where} is {holder[key]!r:.80}, expected {kind}")
+    return [holder[key] for key in expected]
 
 
-def _natural(holder: Any, key: str, where: str) -> int:
-    value: int = _get(holder, key, int, where)
-    if not 0 <= value <= _BIGGEST:
-        raise _Wrong(f"{key!r} of {where} is {value!r:.80}, expected a size")
-    return value
-
-
-def _naturals(holder: Any, key: str, where: str) -> tuple[int, ...]:
-    values = _get(holder, key, list, where)
-    if all(type(value) is int and 0 <= value <= _BIGGEST for value in values):
-        return tuple(values)
-    return tuple(_natural({key: value}, key, where) for value in values)
-
-
-def _crc(value: Any, where: str) -> str:
-    if not isinstance(value, str) or len(value) != 8 or set(value) - set("0123456789abcdef"):
-        raise _Wrong(f"a checksum of {where} is {value!r:.80}, expected 8 hex digits")
-    return value
-
-
-def _index(body: dict[str, Any]) -> Index:
-    step = None if body.get("step") is None else _natural(body, "step", "index")
-    chain = None if body.get("chain") is None else _get(body, "chain", dict, "index")
-    versions: Mapping[str, Any] = _get(body, "versions", dict, "index")
-    if not all(isinstance(value, str) for value in versions.values()):
-        raise _Wrong("the versions must be strings")
-    products: Mapping[str, Any] = _get(chain, "products", dict, "chain") if chain and "products" in chain else {}
-    if not all(isinstance(value, str) for value in products.values()):
-        raise _Wrong("the dtypes of products must be strings")
-    files = tuple(_file(entry) for entry in _get(body, "files", list, "index"))
+def _index(body: Any) -> Index:
+    save_id, step, extra, chain, versions, of_files, of_leaves = _members(
+        body,
+        "index",
+        save_id="a string",
+        step="a size or null",
+        extra="an object",
+        chain="an object or null",
+        versions="an object of strings",
+        files="a list",
+        leaves="an object",
+    )
+    fingerprint = text = None
+    products: dict[str, str] = {}
+    if chain is not None:
+        fingerprint, text, products = _members(
+            chain, "chain", fingerprint="a string", repr="a string", products="an object of strings"
+        )
+    files = tuple(map(_file, of_files))
     if len({file.name for file in files}) < len(files):
         raise _Wrong("two data files have one name")
-    leaves = {name: _leaf(name, entry, files) for name, entry in _get(body, "leaves", dict, "index").items()}
+    leaves = {name: _leaf(name, entry, files) for name, entry in of_leaves.items()}
     _check_no_overlap(leaves, files)
-    return Index(
-        _get(body, "save_id", str, "index"),
-        step,
-        _get(body, "extra", dict, "index"),
-        None if chain is None else _get(chain, "fingerprint", str, "chain"),
-        None if chain is None else _get(chain, "repr", str, "chain"),
-        dict(versions),
-        files,
-        leaves,
-        dict(products),
-    )
+    return Index(save_id, step, extra, fingerprint, text, versions, files, leaves, products)
 
 
 def _file(entry: Any) -> DataFile:
-    name: str = _get(entry, "name", str, "a data file")
+    name, nbytes, header, crc32 = _members(
+        entry, "a data file", name="a string", nbytes="a size", header_nbytes="a size", header_crc32="8 hex digits"
+    )
     # A plain name, so that a checkpoint cannot refer to files outside its folder.
     plain = name.endswith(".safetensors") and not set(name) & set("/\\:\0") and not name.startswith(".")
     if not plain or len(name) > _LONGEST_NAME:
         raise _Wrong(f"{name[:80]!r} is no name of a data file")
-    nbytes, header = _natural(entry, "nbytes", name), _natural(entry, "header_nbytes", name)
     if header > min(nbytes, LONGEST_HEADER):
         raise _Wrong(
             f"the header of {name} has {header} bytes, the file {nbytes}, and a header at most {LONGEST_HEADER}"
         )
-    return DataFile(name, nbytes, header, _crc(_get(entry, "header_crc32", str, name), name))
+    return DataFile(name, nbytes, header, crc32)
 
 
 def _leaf(name: str, entry: Any, files: tuple[DataFile, ...]) -> Leaf:
     if not is_name(name):
         raise _Wrong(f"{name[:80]!r} is not the name of a leaf")
-    dtype = dtype_named(_get(entry, "dtype", str, name))
+    written, sides, of_chunks = _members(entry, name, dtype="a string", shape="a list of sizes", chunks="a list")
+    dtype, shape = dtype_named(written), tuple(sides)
     if dtype is None:
-        raise _Wrong(f"{name} has the unknown dtype {entry['dtype']!r:.80}")
-    shape = _naturals(entry, "shape", name)
+        raise _Wrong(f"{name} has the unknown dtype {written!r:.80}")
     if len(shape) > _MOST_DIMS:
         raise _Wrong(f"{name} has {len(shape)} dims, expected at most {_MOST_DIMS}")
     if prod(side or 1 for side in shape) * dtype.itemsize > _BIGGEST:
         raise _Wrong(f"{name} has the shape {shape}, beyond all memory")
-    chunks = tuple(_chunk(name, part, dtype.itemsize, files) for part in _get(entry, "chunks", list, name))
+    chunks = tuple(_chunk(name, part, dtype.itemsize, files) for part in of_chunks)
     if problem := cover(shape, [chunk.box for chunk in chunks]):
         raise _Wrong(f"the chunks of {name}, of shape {shape}, {problem}")
     return Leaf(Spec(shape, dtype), chunks)
 
 
 def _chunk(name: str, entry: Any, itemsize: int, files: tuple[DataFile, ...]) -> Chunk:
-    offsets, sizes = _naturals(entry, "offsets", name), _naturals(entry, "sizes", name)
-    file, begin = _natural(entry, "file", name), _natural(entry, "begin", name)
+    file, begin, offsets, sizes, crc32 = _members(
+        entry,
+        f"a chunk of {name}",
+        file="a size",
+        begin="a size",
+        offsets="a list of sizes",
+        sizes="a list of sizes",
+        crc32="a list of checksums",
+    )
     nbytes = prod(sizes) * itemsize
     if file >= len(files) or begin < files[file].header_nbytes or begin + nbytes > files[file].nbytes:
         raise _Wrong(f"a chunk of {name} lies outside of the data files")
-    crc32 = tuple(_crc(value, name) for value in _get(entry, "crc32", list, name))
     if len(crc32) != -(-nbytes // BLOCK):
         raise _Wrong(f"a chunk of {name} has {len(crc32)} checksums, expected one for each {BLOCK} of {nbytes} bytes")
-    return Chunk(file, begin, offsets, sizes, crc32)
+    return Chunk(file, begin, tuple(offsets), tuple(sizes), tuple(crc32))
 
 
 def _check_no_overlap(leaves: Mapping[str, Leaf], files: tuple[DataFile, ...]) -> None:
