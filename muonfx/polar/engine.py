@@ -9,10 +9,10 @@ import torch
 from torch._C._functorch import TransformType, get_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
 from torch.autograd import forward_ad
 
-from muonfx.polar.iteration import newton_schulz, newton_schulz_with_tensor
+from muonfx.polar.iteration import newton_schulz, newton_schulz_with_tensor, standard_iteration
 from muonfx.polar.policy import SUPPORTED, Plan
 from muonfx.polar.polynomials import Polynomials
-from muonfx.polar.products import Buffered
+from muonfx.polar.products import Buffered, Functional
 from muonfx.polar.scaling import frobenius_normalized, normalize_, row_normalized
 from muonfx.polar.workspace import Workspace
 from muonfx.tree.tracing import called_once, functorch_is_active
@@ -26,10 +26,12 @@ def as_function(x: torch.Tensor, plan: Plan, resolved: Polynomials) -> torch.Ten
     if resolved.table is not None:
         return newton_schulz_with_tensor(x, resolved.table, resolved.indices)
     if not resolved.row_scaling:
-        return newton_schulz(x, plan.stages)
+        if plan.method == "standard":
+            return standard_iteration(x, resolved.steps)
+        return newton_schulz(x, plan.stages, Functional())
     # The Frobenius norm is applied first, although row scaling undoes it, to keep fp16 row sums in range.
     x, gram = row_normalized(x)
-    return newton_schulz(x, plan.stages, gram=gram)
+    return newton_schulz(x, plan.stages, Functional(), gram)
 
 
 def in_place(

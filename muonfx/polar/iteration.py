@@ -11,15 +11,25 @@ from collections.abc import Sequence
 import torch
 
 from muonfx.polar.coefficients import Step
-from muonfx.polar.products import Functional, Products, Shifted
+from muonfx.polar.products import Products, Shifted
 from muonfx.polar.stages import Stage
 
 
+def standard_iteration(x: torch.Tensor, steps: Sequence[Step]) -> torch.Tensor:
+    """Apply the polynomials of all steps to the singular values of `x`, one Gram matrix for each."""
+    for a, b, c in steps:
+        gram = torch.bmm(x, x.mT)
+        if c == 0:
+            x = torch.baddbmm(x, gram, x, beta=a, alpha=b)
+        else:
+            x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x
+
+
 def newton_schulz(
-    x: torch.Tensor, stages: Sequence[Stage], products: Products | None = None, gram: torch.Tensor | None = None
+    x: torch.Tensor, stages: Sequence[Stage], on: Products, gram: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Apply the polynomials of all stages to the singular values of `x`, which are at most about 1."""
-    on = Functional() if products is None else products
     for stage in stages:
         start = on.gram(x, -stage.center) if gram is None else gram  # a given one has the center subtracted
         x = on.weighted(x, composed(on, Shifted(stage.center, 1.0, start), stage.steps))

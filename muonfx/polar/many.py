@@ -82,8 +82,14 @@ def orthogonalize_many(
     >>> a.shape, b.shape, torch.equal(a, b.mT)
     (torch.Size([2, 3]), torch.Size([3, 2]), True)
     """
+    if max_scratch_bytes is not None and max_scratch_bytes < 1:
+        raise ValueError(f"max_scratch_bytes: found {max_scratch_bytes}, expected at least 1")
+    for i, x in enumerate(xs):
+        check_matrix(x, f"xs[{i}]" if names is None else names[i])
     resolved = Orthogonalizer(coefficients, steps, method, restarts, dtype, products)
-    return resolved(xs, max_scratch_bytes=max_scratch_bytes, donate=donate, out=out, names=names, workspace=workspace)
+    if not xs:  # invalid settings raise also for no matrices
+        resolved.plan_for(_Kind(1, 1, torch.float32, torch.device("cpu")), differentiated=False)
+    return resolved(xs, max_scratch_bytes=max_scratch_bytes, donate=donate, out=out, workspace=workspace)
 
 
 class _Kind(NamedTuple):
@@ -139,45 +145,45 @@ class Orthogonalizer:
         max_scratch_bytes: int | None = None,
         donate: bool = False,
         out: Sequence[torch.Tensor] | None = None,
-        names: Sequence[str] | None = None,
         workspace: Workspace | None = None,
     ) -> list[torch.Tensor]:
-        """Orthogonalize matrices; the arguments are as in `orthogonalize_many`."""
-        if max_scratch_bytes is not None and max_scratch_bytes < 1:
-            raise ValueError(f"max_scratch_bytes: found {max_scratch_bytes}, expected at least 1")
-        for i, x in enumerate(xs):
-            check_matrix(x, f"xs[{i}]" if names is None else names[i])
-        groups = _grouped([_kind_of(x) for x in xs])
+        """Orthogonalize matrices without checking them; the arguments are as in `orthogonalize_many`."""
         table = self._polynomials.table
-        inputs = (*xs, *([] if table is None else [table]))
-        watched, differentiated = is_watched(*inputs), is_differentiated(*inputs)
+        inputs = xs if table is None else [*xs, table]
+        watched = is_watched(*inputs)
+        differentiated = watched and is_differentiated(*inputs)
         targets = _targets(xs, donate, out, watched)
-
-        # All plans are made before any result, so invalid settings raise before anything is written, also for no
-        # matrices.
-        if not groups:
-            self.plan_for(_Kind(1, 1, torch.float32, torch.device("cpu")), differentiated=False)
+        groups = _grouped(xs)
+        # All plans are made before any result, so invalid settings raise before anything is written.
         plans = [self.plan_for(kind, differentiated=differentiated) for kind, _ in groups]
         results: list[torch.Tensor] = list(xs)
         for (kind, members), own in zip(groups, plans, strict=True):
             scratch = max_scratch_bytes or (_CPU_SCRATCH if kind.device.type == "cpu" else _DEVICE_SCRATCH)
             job = _Job(kind, own, self._polynomials, scratch, watched, workspace)
-            for together, run in _ways(job, members, xs):
+            rest: list[int] = []
+            for i in members:
+                if xs[i].numel() > 0:
+                    rest.append(i)
+                else:
+                    target = targets[i]
+                    results[i] = xs[i].clone(memory_format=torch.contiguous_format) if target is None else target
+            for together, run in _ways(job, rest, xs):
                 done = run([xs[i] for i in together], [targets[i] for i in together], job)
                 for i, y in zip(together, done, strict=True):
                     results[i] = y
         return results
 
 
-def _kind_of(x: torch.Tensor) -> _Kind:
-    rows, columns = x.shape[-2:]
-    short, long = (rows, columns) if rows <= columns else (columns, rows)
-    return _Kind(short, long, x.dtype, x.device)
-
-
-def _grouped(kinds: Sequence[_Kind]) -> list[tuple[_Kind, list[int]]]:
-    """Return the indices of each kind, kinds in order of first occurrence."""
-    if not any(is_traced(kind.short, kind.long) for kind in kinds):
+def _grouped(xs: Sequence[torch.Tensor]) -> list[tuple[_Kind, list[int]]]:
+    """Return the indices of the matrices of each kind, kinds in order of first occurrence."""
+    kinds: list[_Kind] = []
+    sides: list[int] = []
+    for x in xs:
+        rows, columns = x.shape[-2:]
+        short, long = (rows, columns) if rows <= columns else (columns, rows)
+        kinds.append(_Kind(short, long, x.dtype, x.device))
+        sides += (short, long)
+    if not is_traced(*sides):
         groups: defaultdict[_Kind, list[int]] = defaultdict(list)
         for i, kind in enumerate(kinds):
             groups[kind].append(i)
@@ -208,14 +214,12 @@ _Run = Callable[[list[torch.Tensor], list[torch.Tensor | None], _Job], list[torc
 
 
 def _ways(job: _Job, members: list[int], xs: Sequence[torch.Tensor]) -> list[tuple[list[int], _Run]]:
-    """Return which matrices of a group run together, and by which function."""
-    empty = [i for i in members if xs[i].numel() == 0]
-    rest = [i for i in members if xs[i].numel() > 0]
+    """Return which nonempty matrices of a group run together, and by which function."""
     if job.watched or not goes_in_place(job.kind.short, job.kind.long, job.resolved):
-        return [(empty, _run_empty), (rest, _run_as_function)]
-    tall = [i for i in rest if xs[i].shape[-2] > xs[i].shape[-1]]
-    wide = [i for i in rest if xs[i].shape[-2] <= xs[i].shape[-1]]
-    return [(empty, _run_empty), (wide, _run_in_place), (tall, _run_in_place)]
+        return [(members, _run_as_function)]
+    tall = [i for i in members if xs[i].shape[-2] > xs[i].shape[-1]]
+    wide = [i for i in members if xs[i].shape[-2] <= xs[i].shape[-1]]
+    return [(wide, _run_in_place), (tall, _run_in_place)]
 
 
 def _targets(
@@ -238,14 +242,6 @@ def _targets(
             "leave it out, or call under torch.no_grad()"
         )
     return list(out)
-
-
-def _run_empty(xs: list[torch.Tensor], targets: list[torch.Tensor | None], job: _Job) -> list[torch.Tensor]:
-    """Return results for matrices without elements."""
-    return [
-        x.clone(memory_format=torch.contiguous_format) if target is None else target
-        for x, target in zip(xs, targets, strict=True)
-    ]
 
 
 def _run_as_function(xs: list[torch.Tensor], targets: list[torch.Tensor | None], job: _Job) -> list[torch.Tensor]:
@@ -278,7 +274,9 @@ def _run_as_function(xs: list[torch.Tensor], targets: list[torch.Tensor | None],
             part = piece if xs[i].shape[-2] == short else piece.mT
             place = places[i]
             if place is None:
-                deliver_new(part, i, start)
+                parts[i].append(part)
+                if start + part.shape[0] == counts[i]:
+                    results[i] = joined_parts(i)
                 continue
             sources.append(part)
             home = place[None] if place.ndim == 2 else place.view(-1, *part.shape[1:])
@@ -288,17 +286,13 @@ def _run_as_function(xs: list[torch.Tensor], targets: list[torch.Tensor | None],
         if homes:
             torch._foreach_copy_(homes, sources)
 
-    def deliver_new(part: torch.Tensor, i: int, start: int) -> None:
-        parts[i].append(part)
-        if start + part.shape[0] < flats[i].shape[0]:
-            return
+    def joined_parts(i: int) -> torch.Tensor:
         target = targets[i]
         whole = (parts[i][0] if len(parts[i]) == 1 else torch.cat(parts[i])).reshape(xs[i].shape)
-        if target is not None:
-            results[i] = target.copy_(whole)
-        else:
-            results[i] = whole.clone(memory_format=torch.contiguous_format) if mixed else whole.contiguous()
         parts[i].clear()
+        if target is not None:
+            return target.copy_(whole)
+        return whole.clone(memory_format=torch.contiguous_format) if mixed else whole.contiguous()
 
     for batch in packed(flats, limit):
         joined = batch[0] if len(batch) == 1 else torch.cat(batch)
