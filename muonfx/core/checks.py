@@ -22,11 +22,13 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from muonfx import tree
 from muonfx.tree import PyTree
 from muonfx.tree.display import format_list
+from muonfx.tree.tracing import functorch_is_active
 from muonfx.tree.wrappers import unwrapped
 
 __all__ = [
     "NamePatterns",
     "at_least",
+    "carries_a_graph",
     "check_floating",
     "check_params",
     "check_state_like",
@@ -40,6 +42,7 @@ __all__ = [
     "positive",
     "positive_int",
     "state_dtype",
+    "warn_of_growing_graphs",
     "warn_of_unmatched",
 ]
 
@@ -239,10 +242,9 @@ def is_usable(leaf: object) -> bool:
     return leaf.dtype in _DTYPES and leaf.layout is torch.strided and not leaf.is_nested
 
 
-def _check_leaves(what: str, given: PyTree) -> list[PyTree]:
-    leaves = tree.leaves(given)
+def _check_leaves(what: str, given: PyTree, leaves: Sequence[object]) -> None:
     if all(map(is_usable, leaves)):
-        return leaves
+        return
     named = zip(tree.names(given), leaves, strict=True)
     name, leaf = next((name, leaf) for name, leaf in named if not is_usable(leaf))
     shown = f"{what}: {_shown(name)}"
@@ -302,7 +304,7 @@ def check_floating(what: str, given: PyTree) -> None:
     Traceback (most recent call last):
     TypeError: updates: 'w' must be a tensor or None, found float
     """
-    _check_leaves(what, given)
+    _check_leaves(what, given, tree.leaves(given))
 
 
 def check_params(params: PyTree) -> None:
@@ -312,7 +314,7 @@ def check_params(params: PyTree) -> None:
     Traceback (most recent call last):
     TypeError: params: 'table' must be real floating point, found torch.int64; leave it out
     """
-    _check_leaves("params", params)
+    _check_leaves("params", params, tree.leaves(params))
     names = tree.names(params)
     if len(set(names)) < len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
@@ -340,16 +342,25 @@ def check_structure(what: str, found: PyTree, expected_of: str, expected: PyTree
     raise ValueError(f"{what} must have the structure of {expected_of}: {detail}")
 
 
-def check_update(updates: PyTree, params: PyTree) -> None:
+def check_update(updates: PyTree, params: PyTree) -> tuple[list[Any], tree.Structure]:
     """Require real floating-point updates that fit the parameters, if there are any.
+
+    Returns:
+        The leaves and the structure of the parameters, or of the updates if there are no parameters.
 
     >>> check_update({"w": torch.zeros(2)}, {"w": torch.zeros(3)})
     Traceback (most recent call last):
     ValueError: updates: 'w' has shape (2,), its parameter has (3,)
     """
-    _check_leaves("updates", updates)
-    if params is not None:
-        check_updates_fit(params, updates)
+    leaves, treedef = tree.flatten(updates)
+    _check_leaves("updates", updates, leaves)
+    if params is None:
+        return leaves, treedef
+    like, expected = tree.flatten(params)
+    if treedef != expected:
+        check_structure("updates", updates, "params", params)
+    _check_shapes(updates, leaves, like)
+    return like, expected
 
 
 def check_updates_fit(params: PyTree, updates: PyTree) -> None:
@@ -360,7 +371,11 @@ def check_updates_fit(params: PyTree, updates: PyTree) -> None:
     ValueError: updates: 'w' has shape (2,), its parameter has (3,)
     """
     check_structure("updates", updates, "params", params)
-    for place, (update, param) in enumerate(zip(tree.leaves(updates), tree.leaves(params), strict=True)):
+    _check_shapes(updates, tree.leaves(updates), tree.leaves(params))
+
+
+def _check_shapes(updates: PyTree, leaves: Sequence[Any], like: Sequence[Any]) -> None:
+    for place, (update, param) in enumerate(zip(leaves, like, strict=True)):
         if update is None or (param is not None and update.shape == param.shape):
             continue
         name = _shown(tree.names(updates)[place])
@@ -394,3 +409,23 @@ def check_state_like(name: str, state: PyTree, expected: tuple[list[Any], Any, A
             f"state: {leaf} has shape {tuple(have.shape)} and dtype {have.dtype}, expected {tuple(want.shape)} and "
             f"{want.dtype}; shape and dtype are fixed by init"
         )
+
+
+def carries_a_graph(params: Iterable[object]) -> bool:
+    """Return True if a tensor among the parameters is the result of recorded operations, outside of ``torch.func``."""
+    if not torch.is_grad_enabled() or functorch_is_active():
+        return False
+    return any(isinstance(leaf, Tensor) and leaf.grad_fn is not None for leaf in params)
+
+
+def warn_of_growing_graphs(what: str, params: PyTree) -> None:
+    """Warn that parameters were not detached and keep the graphs of all steps; ``what`` names the caller."""
+    named = zip(tree.names(params), tree.leaves(params), strict=True)
+    name = next(name for name, leaf in named if leaf is not None and leaf.grad_fn is not None)
+    warnings.warn(
+        f"{what}: the parameters, such as {name!r}, carry the graph of the steps before, and the gradients carry none: "
+        "it grows with every step and takes memory. If nothing is differentiated through the steps, detach the "
+        "parameters once, params = {n: p.detach() for n, p in model.named_parameters()}, or step under torch.no_grad()",
+        UserWarning,
+        stacklevel=3,
+    )

@@ -9,11 +9,16 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.core.checks import check_floating, check_updates_fit
+from muonfx.core.checks import (
+    carries_a_graph,
+    check_floating,
+    check_structure,
+    check_updates_fit,
+    warn_of_growing_graphs,
+)
 from muonfx.core.contract import Combinator, EmptyState, Locality, Transform, entries_of
 from muonfx.core.donation import NOTHING, Donation, check_writable, copied_where_shared
 from muonfx.core.factory import transform, with_memory
-from muonfx.core.graphs import carries_a_graph, warn_of_growing_graphs
 from muonfx.core.order import check_order
 from muonfx.core.recorded import part_names
 from muonfx.tree import PyTree
@@ -85,7 +90,9 @@ def stateless(function: Callable[[PyTree, PyTree], PyTree], locality: Locality =
         raise TypeError(f"stateless: function must be a function (updates, params) -> updates, found {function!r}")
 
     def update(updates: PyTree, state: EmptyState, params: PyTree = None):
-        return function(updates, params), state
+        out = function(updates, params)
+        check_structure("stateless: the updates that the function returns", out, "those that it is given", updates)
+        return out, state
 
     return no_state, update
 
@@ -253,7 +260,11 @@ def apply_updates(params: T, updates: PyTree, *, donate: bool = False) -> T:
             return param.add_(update)
         return (param + update).to(param.dtype)
 
-    if not torch.compiler.is_compiling() and carries_a_graph(params) and not carries_a_graph(None, updates):
+    if (
+        not torch.compiler.is_compiling()
+        and carries_a_graph(tree.leaves(params))
+        and not any(leaf.requires_grad for leaf in tree.tensors(updates))
+    ):
         warn_of_growing_graphs("apply_updates", params)
     if donate:
         check_writable("apply_updates: params", params)

@@ -27,14 +27,15 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.core.checks import (
     NamePatterns,
+    carries_a_graph,
     check_params,
     check_state_like,
     check_structure,
     check_update,
+    warn_of_growing_graphs,
     warn_of_unmatched,
 )
 from muonfx.core.donation import NOTHING, Donation, copy_kept, unshared
-from muonfx.core.graphs import carries_a_graph, warn_of_growing_graphs
 from muonfx.core.outline import Outline, describe_arguments
 from muonfx.core.recorded import Factory, Recorded, part_names
 from muonfx.core.scheduled import follow, numbers_at
@@ -232,8 +233,9 @@ class Transform(Recorded):
     @property
     def name(self) -> str:
         """The factory's name: the key of this transform's state in a chain."""
-        declared = self.factory.definition.name
-        return self.factory.__name__ if declared is None else declared.rpartition(".")[2]
+        factory = self.structure.factory
+        declared = factory.definition.name
+        return factory.__name__ if declared is None else declared.rpartition(".")[2]
 
     @property
     def declaration(self) -> Declaration:
@@ -455,7 +457,10 @@ class Transform(Recorded):
             TypeError: an extra is missing, or no transform within reads it; the message lists the extras that are read.
             TypeError, ValueError: a transform within rejects the value.
         """
-        missing = sorted(self.extras.required - extras.keys())
+        required = self.extras.required
+        if not extras and not required:
+            return
+        missing = sorted(required - extras.keys())
         if missing:
             name = missing[0]
             raise TypeError(
@@ -554,39 +559,41 @@ class Transform(Recorded):
                 not detached, so that the graphs of all steps are kept.
         """
         if not torch.compiler.is_compiling():
-            check_update(updates, params)
-            expected = self._expected_state(updates if params is None else params)
+            leaves, treedef = check_update(updates, params)
+            expected = self._expected_state(leaves, treedef)
             if expected is not None:
                 check_state_like(self.name, state, expected, with_dtypes=params is not None)
-            if carries_a_graph(params) and not carries_a_graph(None, (updates, state, tree.leaves(self))):
+            if (
+                params is not None
+                and carries_a_graph(leaves)
+                and not any(leaf.requires_grad for leaf in tree.tensors((updates, state, self.tensors)))
+            ):
                 warn_of_growing_graphs("update", params)
         elif params is not None:  # traced leaves are matched by position, and their values cannot be checked
             check_structure("updates", updates, "params", params)
         self.check_extras(extras)
         given, updates, state = unshared(Donation.of(donate), updates, state, params)
         out, new_state = self.run(updates, state, params, donate=given, **extras)
-        if not torch.compiler.is_compiling() and not tree.same_structure(out, updates):
-            check_structure(f"{self.name}: the updates that it returns", out, "those that it is given", updates)
         if given.state or torch.compiler.is_compiling():
             return out, new_state
         return out, copy_kept(new_state, state)
 
-    def _expected_state(self, params: PyTree) -> tuple[list[Any], Structure, PyTree] | None:
+    def _expected_state(self, leaves: list[Any], treedef: Structure) -> tuple[list[Any], Structure, PyTree] | None:
         """Return leaves, structure and tree of the state that `init` returns on the meta device, once for each shape.
 
         None: unknown. If gradients replace the parameters, a None leaf may still have a parameter and a state.
         """
-        leaves, treedef = tree.flatten(params)
         # The state may hold the numbers, so their shapes matter.
-        numbers = tuple(tuple(part.shape) for part in tree.tensors(self))
+        numbers = tuple([part.shape for part in self.tensors])
         if any(numbers):
             _check_numbers(self)
-        key = treedef, tuple(None if leaf is None else (leaf.shape, leaf.dtype) for leaf in leaves), numbers
+        key = treedef, tuple([None if leaf is None else (leaf.shape, leaf.dtype) for leaf in leaves]), numbers
         known: dict[Any, tuple[list[Any], Structure, PyTree]] = self.structure.derived.setdefault("expected_states", {})
         if key not in known:
-            if any(leaf is None for leaf in leaves) and treedef.num_leaves:
+            if any(leaf is None for leaf in leaves):
                 return None
-            meta = tree.map(lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"), params)
+            on_meta = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in leaves]
+            meta = tree.unflatten(treedef, on_meta)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # init has already issued these warnings
                 expected = self.functions.init(meta)
@@ -597,22 +604,18 @@ class Transform(Recorded):
         """Call the update function without checking the trees, with the extras that its signature names."""
         given = {**extras, "donate": donate}
         names, takes_all, _ = self.extras
-        if not takes_all:
+        if not takes_all and given.keys() != names:
             given = {name: value for name, value in given.items() if name in names}
         if "sum_over_leaves" in names:
             given.setdefault("sum_over_leaves", sum_over_leaves)
-        found = self.functions.update(updates, state, params, **given)
+        _, update = self.built
+        found = update(updates, state, params, **given)
         if not isinstance(found, tuple) or len(found) != 2:
             raise TypeError(f"{self.name}: its update must return (updates, state), found {_kind_of(found)}")
-        if not torch.compiler.is_compiling():
-            # This runs for every transform at every step, so it compares the outermost containers only. Without it, a
-            # missing leaf would raise in the next transform or leave a parameter without an update.
-            if not _looks_like(found[0], updates):
-                check_structure(
-                    f"{self.name}: the updates that it returns", found[0], "those that it is given", updates
-                )
-            if not _looks_like(found[1], state):
-                check_structure(f"{self.name}: the state that it returns", found[1], "the one that it is given", state)
+        if not (self.structure.factory.definition.is_ours or torch.compiler.is_compiling()):
+            # Without this, a missing leaf would raise in the next transform or leave a parameter without an update.
+            check_structure(f"{self.name}: the updates that it returns", found[0], "those that it is given", updates)
+            check_structure(f"{self.name}: the state that it returns", found[1], "the one that it is given", state)
         return found
 
 
@@ -635,13 +638,6 @@ def _check_numbers(value: Recorded) -> None:
     for part in value.parts:
         if isinstance(part, Recorded):
             _check_numbers(part)
-
-
-def _looks_like(new: PyTree, old: PyTree) -> bool:
-    """Return True if the outermost containers of two trees have the same type and length."""
-    if isinstance(old, dict | list | tuple):
-        return type(new) is type(old) and len(new) == len(old)
-    return not isinstance(new, dict | list | tuple) and (new is None) == (old is None)
 
 
 def _check_functions(owner: str, built: object) -> None:

@@ -107,8 +107,8 @@ def check_writable(what: str, params: PyTree) -> None:
 
 def copy_kept(new: PyTree, old: PyTree) -> PyTree:
     """Copy the leaves that a new state shares with the old, so that donating the new cannot overwrite the old."""
-    before = {id(leaf) for leaf in tree.tensors(old)}
+    before = {id(leaf) for leaf in tree.leaves(old) if isinstance(leaf, Tensor)}
     leaves, treedef = tree.flatten(new)
-    if not any(id(leaf) in before for leaf in leaves):
+    if before.isdisjoint(map(id, leaves)):
         return new
     return tree.unflatten(treedef, [leaf.clone() if id(leaf) in before else leaf for leaf in leaves])

@@ -145,6 +145,8 @@ class Definition:
     """True if the constructor takes `Structure.memory` as its first argument."""
     transparent: bool
     """True if a value represents its only part and adds nothing to that part's name."""
+    is_ours: bool
+    """True if the constructor belongs to this package, whose tests check what its functions return."""
     declaration: object
     """Further options of the decorator, such as a `Declaration`."""
 
@@ -311,6 +313,20 @@ class Recorded:
         return kept
 
     @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The numbers of the value and of the values within it that are tensors, in leaf order."""
+        kept = self.__dict__.get("_tensors")
+        if kept is None:
+            found: list[Tensor] = []
+            for part in self.parts:
+                if isinstance(part, Tensor):
+                    found.append(part)
+                elif isinstance(part, Recorded):
+                    found += part.tensors
+            kept = self.__dict__["_tensors"] = tuple(found)
+        return kept
+
+    @property
     def treedef(self) -> PyTreeSpec:
         """The pytree structure of the value, equal for values that differ only in numbers."""
         kept = self.__dict__.get("_treedef")
@@ -423,6 +439,7 @@ def make_factory(
         name,
         getattr(constructor, "takes_memory", False),
         transparent,
+        (constructor.__module__ or "").partition(".")[0] == __name__.partition(".")[0],
         declaration,
     )
     return factory
