@@ -10,7 +10,7 @@ from torch import Tensor
 from muonfx.core import Combinator, Donation, Locality, Transform, checks, transform
 from muonfx.core.contract import NOTHING
 from muonfx.core.schedules import Scalar
-from muonfx.transforms._pinned import WideStateDtype, copies, new_count, store, widest
+from muonfx.transforms._pinned import WideStateDtype, copies, new_count, widest
 from muonfx.tree import Present, PyTree, device_of
 from muonfx.tree import elementwise as ew
 
@@ -91,7 +91,7 @@ def lookahead(inner: Transform, sync_period: int, slow_step_size: Scalar, *, dty
         # Use torch.where: NaN or infinity in the fast weights must not reach the slow weights between syncs.
         back = [torch.where(is_due.to(x.device), m - x, y) for m, x, y in zip(moved, fast, u, strict=True)]
         moved = [torch.where(is_due.to(x.device), m, x) for m, x in zip(moved, slow, strict=True)]
-        new_slow = at.fill(store(moved, held, reuse=donate.state), state.slow)
+        new_slow = at.fill(ew.store(moved, held, reuse=donate.state), state.slow)
         return at.fill(ew.cast_like(back, given)), LookaheadState(count, new_slow, inner_state)
 
     return init, update

@@ -11,9 +11,9 @@ from muonfx import tree
 from muonfx.core import Donation, Transform, checks, transform
 from muonfx.core.contract import NOTHING
 from muonfx.core.schedules import ScalarOrSchedule
-from muonfx.select import MatrixView
-from muonfx.transforms._matrices import Matrices, matrix_locality, name_patterns
-from muonfx.transforms._pinned import WideStateDtype, new_count, power, store, widen, zeros
+from muonfx.select.matrix_view import Matrices, MatrixView
+from muonfx.transforms._matrices import matrix_locality, name_patterns
+from muonfx.transforms._pinned import WideStateDtype, new_count, power, widen, zeros
 from muonfx.transforms.matrixwise import MatrixSlot, MatrixStates
 from muonfx.transforms.weight_norm import norm
 from muonfx.tree import Present, PyTree, device_of
@@ -100,7 +100,7 @@ def scale_by_namo(
         matrices = Matrices(view, at, grads)
         wide, held, _ = widen(grads, old)
         average = ew.lerp(held, wide, 1.0 - b1)
-        mu = at.fill(store(average, old, reuse=False), state.mu)
+        mu = at.fill(ew.store(average, old, reuse=False), state.mu)
 
         count = state.count + 1
         correction = (1.0 - power(b2, count)).sqrt() / (1.0 - power(b1, count))

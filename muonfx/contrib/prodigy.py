@@ -12,7 +12,7 @@ from muonfx import tree
 from muonfx.core import Donation, Locality, checks, transform
 from muonfx.core.contract import NOTHING
 from muonfx.core.schedules import ScalarOrFunction, ScalarOrSchedule
-from muonfx.transforms._pinned import WideStateDtype, copies, new_count, new_number, power, store, widest, zeros
+from muonfx.transforms._pinned import WideStateDtype, copies, new_count, new_number, power, widest, zeros
 from muonfx.tree import Present, PyTree, device_of
 from muonfx.tree import elementwise as ew
 
@@ -140,7 +140,7 @@ def scale_by_prodigy(
         grad_sum = ew.add(ew.mul(grad_sum, decay, reuse=reuse), g, weight, reuse=True)
         mu = ew.add(ew.mul(mu, b1, reuse=reuse), g, (1.0 - b1) * old, reuse=True)
         nu = ew.addcmul(ew.mul(nu, b2, reuse=reuse), g, g, (1.0 - b2) * old * old, reuse=True)
-        new_sum = at.fill(store(grad_sum, held[2], reuse=reuse), state.grad_sum)
+        new_sum = at.fill(ew.store(grad_sum, held[2], reuse=reuse), state.grad_sum)
         # Sum over all leaves, including leaves without a gradient now, which have contributed to the numerator.
         length = _like(old, sum_over_leaves(tree.map(lambda leaf: _sum(leaf.abs()), new_sum)))
         estimate = estim_lr_coef * numerator / torch.where(length > 0, length, 1.0)
@@ -151,8 +151,8 @@ def scale_by_prodigy(
         if not (isinstance(weight_decay, float) and weight_decay == 0.0):
             out = ew.add(out, p, weight_decay, reuse=True)
         out = ew.cast_like(ew.mul(out, step, reuse=True), given)
-        new_mu = at.fill(store(mu, held[0], reuse=reuse), state.mu)
-        new_nu = at.fill(store(nu, held[1], reuse=reuse), state.nu)
+        new_mu = at.fill(ew.store(mu, held[0], reuse=reuse), state.mu)
+        new_nu = at.fill(ew.store(nu, held[1], reuse=reuse), state.nu)
         return at.fill(out), ProdigyState(count, estim_lr, numerator, new_mu, new_nu, new_sum, state.start)
 
     return init, update

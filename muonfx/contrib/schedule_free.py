@@ -13,7 +13,7 @@ from muonfx.core.checks import warn_caller
 from muonfx.core.contract import NOTHING, within
 from muonfx.core.factory import with_memory
 from muonfx.core.schedules import Scalar, ScalarOrFunction, Schedule, constant
-from muonfx.transforms._pinned import WideStateDtype, copies, new_count, new_number, store, widest
+from muonfx.transforms._pinned import WideStateDtype, copies, new_count, new_number, widest
 from muonfx.tree import Present, PyTree, device_of
 from muonfx.tree import elementwise as ew
 
@@ -149,7 +149,7 @@ def schedule_free(
         z = ew.add(z, u)
         x = ew.lerp(x, z, share, reuse=True)
         moved = ew.add(ew.lerp(z, x, interpolation), y, -1.0, reuse=True)
-        new_z = at.fill(store(z, held, reuse=donate.state), state.z)
+        new_z = at.fill(ew.store(z, held, reuse=donate.state), state.z)
         state = ScheduleFreeState(count, interpolation, max_lr, weight_sum, new_z, inner_state)
         return at.fill(ew.cast_like(moved, given)), state
 

@@ -9,8 +9,8 @@ from muonfx import polar
 from muonfx.core import Donation, EmptyState, Transform, checks, transform
 from muonfx.core.contract import NOTHING
 from muonfx.polar.scaling import power_of_two
-from muonfx.select import MatrixView
-from muonfx.transforms._matrices import Matrices, matrix_locality, name_patterns
+from muonfx.select.matrix_view import Matrices, MatrixView
+from muonfx.transforms._matrices import matrix_locality, name_patterns
 from muonfx.transforms.matrixwise import matrixwise
 from muonfx.tree import Present, PyTree
 from muonfx.tree import elementwise as ew

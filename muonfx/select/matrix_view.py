@@ -10,10 +10,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from muonfx.tree import Present
 from muonfx.tree.arguments import code_of
 from muonfx.tree.tracing import matches
 
-__all__ = ["BlockAxis", "Blocks", "Dims", "MatrixView", "is_set_for"]
+__all__ = ["BlockAxis", "Blocks", "Dims", "Matrices", "MatrixView", "is_set_for"]
 
 Dims = tuple[tuple[int, ...], tuple[int, ...]]
 """The dims that form the rows and the dims that form the columns; all other dims are batch dims."""
@@ -210,6 +211,28 @@ class MatrixView:
                 f"{name!r} has shape {tuple(leaf.shape)}; dims {self.dims} repeat a dim or name one that it has not"
             )
         return [dim for dim in range(leaf.ndim) if dim not in taken], sides[0], sides[1]
+
+
+class Matrices:
+    """The leaves of a tree of updates, each split into the matrices of its view.
+
+    Without ``names``, leaves are named only if the view depends on names.
+    """
+
+    def __init__(self, view: MatrixView, at: Present, leaves: list[Tensor], names: Sequence[str] | None = None) -> None:
+        self.at = at
+        self._names = names or (at.names() if view.needs_names else [""] * len(leaves))
+        self._views = view.of(self._names)
+        self.of_updates = self.split(leaves)
+        """For each leaf a stack of matrices (..., rows, columns), or one for each of several unequal blocks."""
+
+    def split(self, leaves: list[Tensor]) -> list[list[Tensor]]:
+        """Split leaves like the updates."""
+        return [own.split(leaf, name) for own, leaf, name in zip(self._views, leaves, self._names, strict=True)]
+
+    def join(self, matrices: list[list[Tensor]], like: list[Tensor]) -> list[Tensor]:
+        """Undo `split`, for leaves of these shapes."""
+        return [own.join(parts, leaf) for own, parts, leaf in zip(self._views, matrices, like, strict=True)]
 
 
 def _ordered(setting: object) -> object:

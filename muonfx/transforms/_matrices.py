@@ -1,23 +1,17 @@
-"""The matrices in a leaf: which dims are rows and columns, and which blocks are separate matrices.
-
-All transforms of matrices use this module, so that they split a leaf in the same way.
-"""
+"""What transforms of matrices declare about their `MatrixView`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
 from glob import escape
 from typing import TypeVar
 
-from torch import Tensor
-
 from muonfx.core import Locality, Transform
 from muonfx.core.checks import NamePatterns
 from muonfx.select.matrix_view import MatrixView
-from muonfx.tree import Present
 
-__all__ = ["Matrices", "matrix_locality", "name_patterns", "on_stacks"]
+__all__ = ["matrix_locality", "name_patterns", "on_stacks"]
 
 S = TypeVar("S")
 
@@ -25,28 +19,6 @@ S = TypeVar("S")
 def matrix_locality(*_: object, view: MatrixView, **__: object) -> Locality:
     """Return MATRIX if matrices are the last two dims, else LEAF, which is equivalent for a 2-D leaf."""
     return Locality.MATRIX if view.dims == ((-2,), (-1,)) else Locality.LEAF
-
-
-class Matrices:
-    """The leaves of a tree of updates, each split into the matrices of its view.
-
-    Without ``names``, leaves are named only if the view depends on names.
-    """
-
-    def __init__(self, view: MatrixView, at: Present, leaves: list[Tensor], names: Sequence[str] | None = None) -> None:
-        self.at = at
-        self._names = names or (at.names() if view.needs_names else [""] * len(leaves))
-        self._views = view.of(self._names)
-        self.of_updates = self.split(leaves)
-        """For each leaf a stack of matrices (..., rows, columns), or one for each of several unequal blocks."""
-
-    def split(self, leaves: list[Tensor]) -> list[list[Tensor]]:
-        """Split leaves like the updates."""
-        return [own.split(leaf, name) for own, leaf, name in zip(self._views, leaves, self._names, strict=True)]
-
-    def join(self, matrices: list[list[Tensor]], like: list[Tensor]) -> list[Tensor]:
-        """Undo `split`, for leaves of these shapes."""
-        return [own.join(parts, leaf) for own, parts, leaf in zip(self._views, matrices, like, strict=True)]
 
 
 def on_stacks(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import is_
 from typing import Literal
 
 import torch
@@ -22,7 +21,6 @@ __all__ = [
     "new_number",
     "power",
     "state_dtype",
-    "store",
     "to_floating",
     "widen",
     "widest",
@@ -77,13 +75,6 @@ def new_number(value: float | Tensor, device: torch.device) -> Tensor:
     if isinstance(value, Tensor):
         return value.to(device=device, dtype=dtype, copy=True)
     return torch.full((), value, dtype=dtype, device=device)
-
-
-def store(values: list[Tensor], old: Sequence[Tensor], *, reuse: bool) -> list[Tensor]:
-    """Round values to the dtypes of the old state; with ``reuse``, into its storage."""
-    if reuse and not all(map(is_, values, old)):
-        return ew.copy(values, into=old)
-    return ew.cast_like(values, old)
 
 
 def new_count(device: torch.device) -> Tensor:

@@ -20,7 +20,7 @@ from muonfx.compact.state import Holder
 from muonfx.core import Donation, Locality, Transform, apply_updates, checks, transform
 from muonfx.core.contract import NOTHING, Functions, Position
 from muonfx.transforms._leaf import Leaf, Operation, Plan, Values, plan
-from muonfx.transforms._pinned import StateDtype, WideStateDtype, copies, new_count, store, zeros
+from muonfx.transforms._pinned import StateDtype, WideStateDtype, copies, new_count, zeros
 from muonfx.tree import Present, PyTree, Structure, device_of
 from muonfx.tree import elementwise as ew
 from muonfx.tree.arguments import check_plain, plain_kinds
@@ -121,7 +121,7 @@ class SlotTrees:
         """Round values to the pinned dtype; with ``reuse``, into the storage of the old values."""
         if self._holder is not None:
             return self._holder.write(at, values, held)
-        return at.fill(store(values, old, reuse=reuse), held)
+        return at.fill(ew.store(values, old, reuse=reuse), held)
 
 
 @overload

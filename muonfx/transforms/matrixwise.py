@@ -16,8 +16,8 @@ from muonfx import tree
 from muonfx.core import Donation, Transform, checks, transform
 from muonfx.core.contract import NOTHING, Functions, Position
 from muonfx.core.scheduled import numbers_at
-from muonfx.select.matrix_view import MatrixView
-from muonfx.transforms._matrices import Matrices, matrix_locality, name_patterns, on_stacks
+from muonfx.select.matrix_view import Matrices, MatrixView
+from muonfx.transforms._matrices import matrix_locality, name_patterns, on_stacks
 from muonfx.transforms._pinned import WideStateDtype, state_dtype
 from muonfx.transforms.leafwise import Slot, SlotTrees, params_for
 from muonfx.tree import Present, PyTree, Structure

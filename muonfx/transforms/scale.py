@@ -12,8 +12,8 @@ from muonfx.core import Donation, EmptyState, Locality, Transform, checks, trans
 from muonfx.core.contract import NOTHING, Position
 from muonfx.core.recorded import parts_of
 from muonfx.core.schedules import ScalarOrFunction, ScalarOrSchedule, Schedule
-from muonfx.select import MatrixView
-from muonfx.transforms._matrices import Matrices, matrix_locality, name_patterns, on_stacks
+from muonfx.select.matrix_view import Matrices, MatrixView
+from muonfx.transforms._matrices import matrix_locality, name_patterns, on_stacks
 from muonfx.transforms._pinned import new_count
 from muonfx.tree import Present, PyTree, device_of
 from muonfx.tree import elementwise as ew

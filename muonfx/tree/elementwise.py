@@ -12,6 +12,7 @@ into the state or follow a schedule. On other devices a sum may round once with 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ __all__ = [
     "safe_sqrt",
     "scalar_like",
     "shift",
+    "store",
     "wide_dtype",
 ]
 
@@ -134,6 +136,13 @@ def copy(xs: Sequence[Tensor], into: Sequence[Tensor]) -> Tensors:
         return [x.to(y.dtype, copy=True) for x, y in zip(xs, into, strict=True)]
     torch._foreach_copy_(list(into), list(xs))
     return list(into)
+
+
+def store(values: Tensors, old: Sequence[Tensor], *, reuse: bool) -> Tensors:
+    """Round values to the dtypes of the old state; with ``reuse``, into its storage."""
+    if reuse and not all(map(is_, values, old)):
+        return copy(values, into=old)
+    return cast_like(values, old)
 
 
 def mul(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
