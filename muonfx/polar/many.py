@@ -248,10 +248,11 @@ def _run_as_function(xs: list[torch.Tensor], targets: list[torch.Tensor | None],
     """Orthogonalize small or watched matrices, wide and tall ones concatenated into batches."""
     # Each batch is copied to its destinations before the next one is made: at most one batch is held besides results.
     short, long, held, _ = job.kind
-    # Another memory order rounds differently, and ranks may hold different orders.
-    ordered = [x.contiguous() for x in xs]
-    wide = [x if x.shape[-2] == short else x.mT for x in ordered]
-    flats = [x[None] if x.ndim == 2 else x.reshape(-1, short, long) for x in wide]
+    flats: list[torch.Tensor] = []
+    for x in xs:
+        ordered = x.contiguous()  # another memory order rounds differently, and ranks may hold different orders
+        wide = ordered if x.shape[-2] == short else ordered.mT
+        flats.append(wide[None] if x.ndim == 2 else wide.reshape(-1, short, long))
     counts = [flat.shape[0] for flat in flats]  # read once: reading a shape takes a microsecond
     limit = max(1, job.scratch // scratch_bytes(short, long, job.plan.dtype))
     if is_traced(short, long, *counts):

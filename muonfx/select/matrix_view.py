@@ -127,7 +127,8 @@ class MatrixView:
     @property
     def needs_names(self) -> bool:
         """True if a setting depends on a leaf's name."""
-        return any(isinstance(setting, Mapping) for setting in (self.dims, self.blocks, self.block_axis))
+        dims, blocks, axis = self.dims, self.blocks, self.block_axis
+        return isinstance(dims, Mapping) or isinstance(blocks, Mapping) or isinstance(axis, Mapping)
 
     @property
     def axis(self) -> int:

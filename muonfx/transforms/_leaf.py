@@ -354,12 +354,11 @@ def _each(function: Callable[..., Any], *args: object, **kwargs: object) -> Leaf
 
 def _casts(lists: Sequence[list[Tensor]]) -> list[Casts]:
     """Return the compute dtype of each list or leaf: the widest among a leaf's operands, and at least fp32."""
-    dtypes = [[x.dtype for x in xs] for xs in lists]
-    kinds = [set(found) for found in dtypes]
-    if all(len(kind) <= 1 for kind in kinds):
-        wide = ew.wide_dtype(*[dtype for kind in kinds for dtype in kind])
+    kinds = [{x.dtype for x in xs} for xs in lists]
+    if max(map(len, kinds)) <= 1:
+        wide = ew.wide_dtype(*set().union(*kinds))
         return [None if kind <= {wide} else wide for kind in kinds]
-    return [[ew.wide_dtype(*each) for each in zip(*dtypes, strict=True)]] * len(lists)
+    return [[ew.wide_dtype(*[x.dtype for x in xs]) for xs in zip(*lists, strict=True)]] * len(lists)
 
 
 class Plan(NamedTuple):
@@ -373,6 +372,8 @@ class Plan(NamedTuple):
     """The indices of the update and of the new state's trees."""
     counts: list[Tensor]
     """The new state's scalars."""
+    sure: frozenset[int]
+    """The indices of values that have the shape of the leaf and the compute dtype."""
 
     @property
     def has_tensors(self) -> bool:
@@ -393,7 +394,9 @@ def plan(record: Sequence[Operation | None], made: Sequence[Leaf | Tensor]) -> P
             needed.append((place, operation))
             for operand in operation.operands:
                 uses[operand] += 1
-    return Plan(needed[::-1], uses, outputs, [count for count in made if isinstance(count, Tensor)])
+    counts = [count for count in made if isinstance(count, Tensor)]
+    unsure = {place for place, operation in needed if not operation.has_leafs_shape}
+    return Plan(needed[::-1], uses, outputs, counts, frozenset(range(len(record))) - unsure)
 
 
 class Values:
@@ -407,8 +410,7 @@ class Values:
         self._uses = list(plan.uses)
         self.was_cast = [False] * len(operands)
         """For each operand, whether all values that were read are copies."""
-        made = dict(plan.operations)
-        self._sure = {at for at in range(len(plan.uses)) if at not in made or made[at].has_leafs_shape}
+        self._sure = plan.sure
         for place, operation in plan.operations:
             self._lists[place] = self._compute(operation)
             self._is_fresh[place] = operation.is_fresh

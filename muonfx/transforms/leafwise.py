@@ -270,7 +270,8 @@ def _functions(name: str, declared: PyTree, step: Step, reads_params: ReadsParam
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING
     ) -> tuple[PyTree, PyTree]:
-        at, held = Present(updates), tree.subtrees(containers(), state)
+        at, top = Present(updates), containers()
+        held = tree.subtrees(top, state)
         operands, may_write = [at.pick(updates)], [donate.updates]
         if reads_params:
             operands.append(at.pick(params_for(name, params, updates, reads_params)))
@@ -304,7 +305,7 @@ def _functions(name: str, declared: PyTree, step: Step, reads_params: ReadsParam
         if out != 0:
             values.check(out, operands[0], at, f"{name}: the step returns an update")
             updates = at.fill(ew.cast_like(values.take(out, taken, spare=0), operands[0]))
-        return updates, tree.unflatten(containers(), new_state)
+        return updates, tree.unflatten(top, new_state)
 
     return Functions(init, update)
 

@@ -46,15 +46,13 @@ Scalar = float | Tensor
 Tensors = list[Tensor]
 
 
-def _leafwise(*lists: Sequence[Tensor]) -> bool:
+def _leafwise(*lists: Sequence[Tensor], scalar: Scalar = 1.0) -> bool:
     """Return True if the foreach operators must be avoided: empty lists, functorch active, or autograd recording."""
     if not lists[0] or functorch_is_active():
         return True
-    return torch.is_grad_enabled() and any(x.requires_grad for xs in lists for x in xs)
-
-
-def _records(scalar: object) -> bool:
-    return isinstance(scalar, Tensor) and scalar.requires_grad and torch.is_grad_enabled()
+    if not torch.is_grad_enabled():
+        return False
+    return (isinstance(scalar, Tensor) and scalar.requires_grad) or any(x.requires_grad for xs in lists for x in xs)
 
 
 def _fit(scalar: Scalar, xs: Sequence[Tensor]) -> Scalar:
@@ -89,19 +87,19 @@ def _in_wide(function: Callable[..., Tensors], xs: Tensors, *rest: Tensors, scal
     return copy(done, into=xs) if reuse else cast_like(done, xs)
 
 
-def _wants_own(scalar: Scalar, xs: Sequence[Tensor]) -> bool:
-    """Return True if `_fit` leaves a wider scalar tensor, which would promote a 0-d tensor of a mixed list."""
-    return isinstance(scalar, Tensor) and any(x.ndim == 0 for x in xs) and len({x.dtype for x in xs}) > 1
+def _wants_own(xs: Sequence[Tensor]) -> bool:
+    """Return True if `_fit` leaves a scalar tensor wider, which would promote a 0-d tensor of a mixed list."""
+    return any(x.ndim == 0 for x in xs) and len({x.dtype for x in xs}) > 1
 
 
-def _would_widen(scalar: Scalar, xs: Sequence[Tensor]) -> bool:
+def _would_widen(xs: Sequence[Tensor]) -> bool:
     """Return True if a 0-d tensor that `_fit` leaves as it is would promote narrow 0-d tensors."""
-    return isinstance(scalar, Tensor) and any(x.ndim == 0 and x.dtype.itemsize < 4 for x in xs)
+    return any(x.ndim == 0 and x.dtype.itemsize < 4 for x in xs)
 
 
 def _rounds_numbers(xs: Sequence[Tensor]) -> bool:
     """Return True if ``_foreach_mul_`` rounds a number to the tensors' dtype, as torch 2.13 does on CPUs."""
-    return any(x.dtype.itemsize < 4 and x.device.type == "cpu" for x in xs)
+    return "cpu" in {x.device.type for x in xs if x.dtype.itemsize < 4}
 
 
 def cast(xs: Sequence[Tensor], dtype: torch.dtype | Sequence[torch.dtype]) -> Tensors:
@@ -113,8 +111,7 @@ def cast(xs: Sequence[Tensor], dtype: torch.dtype | Sequence[torch.dtype]) -> Te
 
 def cast_like(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Tensors:
     """Convert each tensor to the dtype of its counterpart."""
-    wanted = {y.dtype for y in ys}
-    return cast(xs, wanted.pop() if len(wanted) == 1 else [y.dtype for y in ys])
+    return [x if x.dtype == y.dtype else x.to(y.dtype) for x, y in zip(xs, ys, strict=True)]
 
 
 def wide_dtype(*dtypes: torch.dtype) -> torch.dtype:
@@ -147,11 +144,11 @@ def store(values: Tensors, old: Sequence[Tensor], *, reuse: bool) -> Tensors:
 
 def mul(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
     """Multiply every tensor by one scalar."""
-    if _leafwise(xs) or _records(c):
+    if _leafwise(xs, scalar=c):
         return [x * c for x in xs]
-    if _wants_own(c, xs):
+    if isinstance(c, Tensor) and _wants_own(xs):
         return [mul([x], c, reuse=reuse)[0] for x in xs]
-    if _would_widen(c, xs):
+    if isinstance(c, Tensor) and _would_widen(xs):
         return _in_wide(mul, xs, scalar=c, reuse=reuse)
     if reuse and _rounds_numbers(xs):
         c = _fit(c, xs)
@@ -176,11 +173,11 @@ def mul_each(xs: Tensors, cs: list[float], *, reuse: bool = False) -> Tensors:
 
 def shift(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
     """Add one scalar to every tensor."""
-    if _leafwise(xs) or _records(c):
+    if _leafwise(xs, scalar=c):
         return [x + c for x in xs]
-    if _wants_own(c, xs):
+    if isinstance(c, Tensor) and _wants_own(xs):
         return [shift([x], c, reuse=reuse)[0] for x in xs]
-    if _rounds_numbers(xs) or _would_widen(c, xs):
+    if _rounds_numbers(xs) or (isinstance(c, Tensor) and _would_widen(xs)):
         return _in_wide(shift, xs, scalar=c, reuse=reuse)
     if not reuse:
         c = _fit(c, xs)
@@ -196,13 +193,13 @@ def shift(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
 
 def add(xs: Tensors, ys: Tensors, c: Scalar = 1.0, *, reuse: bool = False) -> Tensors:
     """Compute ``x + c * y``."""
-    if _leafwise(xs, ys) or _records(c):
+    if _leafwise(xs, ys, scalar=c):
         return [x + c * y for x, y in zip(xs, ys, strict=True)]
     if (isinstance(c, Tensor) or c != 1.0) and _rounds_numbers(xs):
         return _in_wide(add, xs, ys, scalar=c, reuse=reuse)
     if isinstance(c, Tensor) and _on_cpu(xs):
         return _addcmul_of_lists(xs, ys, _for_each(c, xs), reuse=reuse)  # rounds as `alpha=` does
-    if _wants_own(c, [*xs, *ys]):
+    if isinstance(c, Tensor) and _wants_own([*xs, *ys]):
         return [add([x], [y], c, reuse=reuse)[0] for x, y in zip(xs, ys, strict=True)]
     if isinstance(c, Tensor):
         ys, c = list(torch._foreach_mul(ys, _fit(c, ys))), 1.0
@@ -216,7 +213,7 @@ def lerp(xs: Tensors, ys: Tensors, weight: Scalar, *, reuse: bool = False) -> Te
     """Compute ``x + weight * (y - x)``."""
     if _rounds_numbers(xs):
         return _in_wide(lerp, xs, ys, scalar=weight, reuse=reuse)
-    if _leafwise(xs, ys) or _records(weight):
+    if _leafwise(xs, ys, scalar=weight):
         weights = _for_each(weight, xs) if isinstance(weight, Tensor) else [weight] * len(xs)
         return [torch.lerp(x, y.to(x.dtype), w) for x, y, w in zip(xs, ys, weights, strict=True)]
     if isinstance(weight, Tensor) and _on_cpu(xs):
@@ -225,7 +222,7 @@ def lerp(xs: Tensors, ys: Tensors, weight: Scalar, *, reuse: bool = False) -> Te
             torch._foreach_lerp_(xs, ys, weights)
             return xs
         return list(torch._foreach_lerp(xs, ys, weights))
-    if _wants_own(weight, xs):
+    if isinstance(weight, Tensor) and _wants_own(xs):
         return [lerp([x], [y], weight, reuse=reuse)[0] for x, y in zip(xs, ys, strict=True)]
     if isinstance(weight, Tensor):
         steps = torch._foreach_sub(ys, xs)
@@ -239,7 +236,7 @@ def lerp(xs: Tensors, ys: Tensors, weight: Scalar, *, reuse: bool = False) -> Te
 
 def addcmul(xs: Tensors, ys: Tensors, zs: Tensors, c: Scalar = 1.0, *, reuse: bool = False) -> Tensors:
     """Compute ``x + c * y * z``."""
-    if _leafwise(xs, ys, zs) or _records(c):
+    if _leafwise(xs, ys, zs, scalar=c):
         return [x + c * y * z for x, y, z in zip(xs, ys, zs, strict=True)]
     if _rounds_numbers(xs):
         return _in_wide(addcmul, xs, ys, zs, scalar=c, reuse=reuse)
