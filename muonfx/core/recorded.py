@@ -475,10 +475,13 @@ def dotted(name: str) -> str:
 
 
 def part_names(value: Recorded) -> tuple[str, ...]:
-    """Return the dotted names of a value's own parts, in order."""
-    if value.factory.definition.transparent:
-        return ("",)
-    return tuple(name for argument in value.structure.skeleton for name in value.names_of_parts(argument))
+    """Return the dotted names of a value's own parts, in order: found once for each structure."""
+    derived = value.structure.derived
+    if "part_names" not in derived:
+        skeleton, is_transparent = value.structure.skeleton, value.factory.definition.transparent
+        names = [""] if is_transparent else [n for argument in skeleton for n in value.names_of_parts(argument)]
+        derived["part_names"] = tuple(names)
+    return derived["part_names"]
 
 
 def _flatten(value: Recorded) -> tuple[tuple[object, ...], Structure, tuple[str, ...]]:

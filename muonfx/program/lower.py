@@ -166,6 +166,8 @@ def _sums(tx: Transform) -> bool:
 
 
 def _same_numbers(tx: Transform, made: Transform) -> bool:
+    if made is tx:
+        return True
     before, after = tree.leaves(tx), tree.leaves(made)
     return len(before) == len(after) and all(a is b for a, b in zip(before, after, strict=True))
 
