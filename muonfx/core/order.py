@@ -105,7 +105,7 @@ def combine_signs(tx: Transform, inner: Iterable[frozenset[int]]) -> frozenset[i
     if tx.declaration.combinator.in_sequence:
         steps = list(inner)
     else:
-        either = frozenset[int]().union(*inner)
+        either: frozenset[int] = frozenset().union(*inner)  # dynamo cannot call `frozenset[int]`
         steps = [either] if either else []
     for each in steps:
         found = frozenset(before * after for before in found for after in each)

@@ -75,7 +75,7 @@ CHAINS: dict[str, Callable[[], mfx.Transform]] = {
     ),
     "injected_and_averaged": lambda: mfx.chain(
         mfx.skip_nonfinite(
-            mfx.inject_hyperparams(
+            mfx.as_tensors(
                 mfx.muon_with_adamw(0.05, labels=LABELS, orthogonalize=mfx.orthogonalize(dtype=FLOAT32))
             )
         ),
