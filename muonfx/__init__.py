@@ -39,9 +39,7 @@ from muonfx.core import (
     as_tensors,
     chain,
     hyperparams,
-    hyperparams_used,
     identity,
-    inject_hyperparams,
     schedules,
     set_to_zero,
     stack,
@@ -51,7 +49,6 @@ from muonfx.core import (
 )
 from muonfx.core.schedules import (
     Scalar,
-    ScalarOrFunction,
     ScalarOrSchedule,
     Schedule,
     ScheduleFunction,
@@ -114,7 +111,6 @@ from muonfx.transforms import (
     scale_by_learning_rate,
     scale_by_lion,
     scale_by_rms,
-    scale_by_schedule,
     scale_by_shape,
     scale_by_sign,
     scale_by_trust_ratio,
@@ -204,7 +200,6 @@ __all__ = [
     "scale_by_learning_rate",
     "scale_by_lion",
     "scale_by_rms",
-    "scale_by_schedule",
     "scale_by_shape",
     "scale_by_sign",
     "scale_by_trust_ratio",
@@ -217,8 +212,6 @@ __all__ = [
     # hyperparameters
     "as_tensors",
     "hyperparams",
-    "hyperparams_used",
-    "inject_hyperparams",
     "stack",
     "with_hyperparams",
     # routing
@@ -234,7 +227,6 @@ __all__ = [
     "Metric",
     "PyTree",
     "Scalar",
-    "ScalarOrFunction",
     "ScalarOrSchedule",
     "ScheduleFunction",
     "ShapeRule",

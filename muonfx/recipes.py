@@ -7,7 +7,7 @@ from typing import Any
 
 from muonfx.core import Transform, chain
 from muonfx.core.contract import require_transform, within
-from muonfx.core.schedules import ScalarOrFunction, ScalarOrSchedule
+from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.select import Labels, MatrixView, Predicate, default_labels
 from muonfx.select.partition import partition
 from muonfx.transforms import (
@@ -49,7 +49,7 @@ def with_views(tx: Transform, labels: Labels) -> Transform:
 
 @plain_arguments
 def muon(
-    learning_rate: ScalarOrFunction = 2e-3,
+    learning_rate: ScalarOrSchedule = 2e-3,
     *,
     decay: ScalarOrSchedule = 0.95,
     nesterov: bool = True,
@@ -89,7 +89,7 @@ def muon(
 
 @plain_arguments
 def normuon(
-    learning_rate: ScalarOrFunction = 2e-3,
+    learning_rate: ScalarOrSchedule = 2e-3,
     *,
     decay: ScalarOrSchedule = 0.95,
     neuron_decay: ScalarOrSchedule = 0.95,
@@ -119,7 +119,7 @@ def normuon(
 
 @plain_arguments
 def adamw(
-    learning_rate: ScalarOrFunction = 1e-3,
+    learning_rate: ScalarOrSchedule = 1e-3,
     *,
     b1: ScalarOrSchedule = 0.9,
     b2: ScalarOrSchedule = 0.999,
@@ -151,7 +151,7 @@ def adamw(
 
 @plain_arguments
 def lion(
-    learning_rate: ScalarOrFunction = 1e-4,
+    learning_rate: ScalarOrSchedule = 1e-4,
     *,
     b1: ScalarOrSchedule = 0.9,
     b2: ScalarOrSchedule = 0.99,
@@ -177,8 +177,8 @@ def lion(
 
 @plain_arguments
 def muon_with_adamw(
-    learning_rate: ScalarOrFunction = 2e-3,
-    adamw_learning_rate: ScalarOrFunction | None = None,
+    learning_rate: ScalarOrSchedule = 2e-3,
+    adamw_learning_rate: ScalarOrSchedule | None = None,
     *,
     decay: ScalarOrSchedule = 0.95,
     orthogonalize: Transform = orthogonalize(),
@@ -228,8 +228,8 @@ def muon_with_adamw(
 @plain_arguments
 def muonclip(
     heads: AttentionHeads | tuple[AttentionHeads, ...],
-    learning_rate: ScalarOrFunction = 2e-3,
-    adamw_learning_rate: ScalarOrFunction | None = None,
+    learning_rate: ScalarOrSchedule = 2e-3,
+    adamw_learning_rate: ScalarOrSchedule | None = None,
     *,
     tau: ScalarOrSchedule = 100.0,
     alpha: ScalarOrSchedule = 0.5,

@@ -438,8 +438,8 @@ INDEPENDENT = mfx.subtract_decayed_weights(0.1)
         ([LEARNING_RATE, mfx.cautious(mfx.momentum())], "cautious comes after"),
         ([mfx.adamw(0.1), mfx.masked(mfx.cautious(mfx.momentum()), {"w": True})], "cautious comes after"),
         (
-            [mfx.inject_hyperparams(LEARNING_RATE), mfx.chain(mfx.momentum(), mfx.cautious(mfx.scale_by_lion()))],
-            "cautious comes after .* 'inject_hyperparams'",
+            [mfx.skip_nonfinite(LEARNING_RATE), mfx.chain(mfx.momentum(), mfx.cautious(mfx.scale_by_lion()))],
+            "cautious comes after .* 'skip_nonfinite'",
         ),
         ([INDEPENDENT, LEARNING_RATE], "subtract_decayed_weights comes before the learning rate"),
         ([INDEPENDENT, mfx.scale(-0.1)], "subtract_decayed_weights comes before the negative scale in 'scale'"),
@@ -449,7 +449,7 @@ INDEPENDENT = mfx.subtract_decayed_weights(0.1)
         ([mfx.qk_clip(()), LEARNING_RATE], "qk_clip comes before"),
         ([mfx.keep_weight_norms(), LEARNING_RATE], "keep_weight_norms comes before"),
         ([mfx.ema_params(), mfx.chain(mfx.clip_by_value(1.0), LEARNING_RATE)], "ema_params comes before"),
-        ([mfx.ema_params(), mfx.scale_by_schedule(mfx.linear(-0.1, 0.0, 10))], "the negative scale in 'scale_by_sch"),
+        ([mfx.ema_params(), mfx.scale(mfx.linear(-0.1, 0.0, 10))], "the negative scale in 'scale'"),
         ([mfx.master_params(mfx.momentum()), LEARNING_RATE], r"or move that into master_params\(...\)"),
         ([mfx.contrib.lookahead(mfx.momentum(), 2, 0.5), LEARNING_RATE], "lookahead comes before"),
         (
@@ -533,8 +533,8 @@ def a_rate_of_ones_own():
         mfx.masked(a_rate_of_ones_own(), {"w": True}),
         mfx.scale(-0.1),
         mfx.chain(mfx.momentum(), mfx.scale(-0.1)),
-        mfx.scale_by_schedule(mfx.linear(-0.1, 0.0, 10)),
-        mfx.inject_hyperparams(mfx.scale(-0.1)),
+        mfx.scale(mfx.linear(-0.1, 0.0, 10)),
+        mfx.skip_nonfinite(mfx.scale(-0.1)),
         mfx.partition({"a": mfx.momentum(), "b": mfx.scale(-1.0)}, {"w": "a"}),
     ],
 )

@@ -40,7 +40,7 @@ def chains() -> dict[str, mfx.Transform]:
         "lion": mfx.lion(1e-3, weight_decay=0.1),
         "whole": mfx.skip_nonfinite(mfx.chain(mfx.clip_by_global_norm(1.0), mfx.monitor("grad"), muon)),
         "scheduled": mfx.chain(mfx.momentum(debias=True), mfx.scale_by_learning_rate(mfx.warmup_cosine(0.1, 2, 10))),
-        "injected": mfx.inject_hyperparams(mfx.adamw(1e-2)),
+        "numbers as tensors": mfx.as_tensors(mfx.adamw(1e-2)),
         "accumulated": mfx.accumulate(mfx.adamw(1e-2), every=2),
         "compact": mfx.chain(
             mfx.momentum(dtype=mfx.int8(64, code="dynamic", min_size=0)),
@@ -341,7 +341,7 @@ def test_the_device_holds_two_buckets_of_the_state(home, tmp_path):
 
 def test_offloaded_and_computed_on_the_host():
     params, steps = draw()
-    tx = chains()["injected"]
+    tx = chains()["numbers as tensors"]
     away = mfx.sharding.offload(tx, "cpu", compute="cpu")
     on_host, there = tx.init(params), away.init(to_gpu(params))
     for grads in steps:

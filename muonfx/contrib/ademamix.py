@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from muonfx.core import checks
-from muonfx.core.schedules import ScalarOrFunction, ScalarOrSchedule
+from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.transforms._pinned import StateDtype, power
 from muonfx.transforms.leafwise import Leaf, Slot, StepCount, leafwise
 from muonfx.tree import PyTree
@@ -32,8 +32,8 @@ class AdemamixState(NamedTuple):
 def scale_by_ademamix(
     b1: ScalarOrSchedule = 0.9,
     b2: ScalarOrSchedule = 0.999,
-    b3: ScalarOrFunction = 0.9999,
-    alpha: ScalarOrFunction = 5.0,
+    b3: ScalarOrSchedule = 0.9999,
+    alpha: ScalarOrSchedule = 5.0,
     eps: ScalarOrSchedule = 1e-8,
     *,
     eps_root: ScalarOrSchedule = 0.0,
@@ -69,22 +69,18 @@ def scale_by_ademamix(
     """
     b1 = checks.in_unit_interval("b1", b1)
     b2 = checks.in_unit_interval("b2", b2)
-    if not callable(b3):
-        checks.in_unit_interval("b3", b3)
-    if not callable(alpha):
-        checks.at_least("alpha", alpha, 0.0)
+    b3 = checks.in_unit_interval("b3", b3)
+    alpha = checks.at_least("alpha", alpha, 0.0)
     eps = checks.at_least("eps", eps, 0.0)
     eps_root = checks.at_least("eps_root", eps_root, 0.0)
 
     def step(u: Leaf, s: AdemamixState):
         count = s.count + 1
-        slow_decay = b3(s.count) if callable(b3) else b3
-        weight = alpha(s.count) if callable(alpha) else alpha
         mu = s.mu.lerp(u, 1.0 - b1)
-        slow_mu = s.slow_mu.lerp(u, 1.0 - slow_decay)
+        slow_mu = s.slow_mu.lerp(u, 1.0 - b3)
         nu = (s.nu * b2).addcmul(u, u, value=1.0 - b2)
         divisor = (nu * (1.0 / (1.0 - power(b2, count))) + eps_root).sqrt() + eps
-        out = (mu * (1.0 / (1.0 - power(b1, count)))).add(slow_mu, alpha=weight) / divisor
+        out = (mu * (1.0 / (1.0 - power(b1, count)))).add(slow_mu, alpha=alpha) / divisor
         return out, AdemamixState(count, mu, slow_mu, nu)
 
     count: Any = StepCount()

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.core import Combinator, Donation, Locality, Transform, transform
+from muonfx.core import Combinator, Donation, InitAndUpdate, Locality, Transform, transform
 from muonfx.core.combine import run_if
-from muonfx.core.contract import NOTHING, Functions
+from muonfx.core.contract import NOTHING
 from muonfx.transforms._pinned import new_count
 from muonfx.tree import PyTree, device_of
 
@@ -39,7 +39,9 @@ def _decide(name: str, condition: Condition, count: Tensor) -> Tensor:
     return decision
 
 
-def _functions(name: str, inner: Transform, condition: Condition, otherwise: Callable[[Tensor], Tensor]) -> Functions:
+def _functions(
+    name: str, inner: Transform, condition: Condition, otherwise: Callable[[Tensor], Tensor]
+) -> InitAndUpdate:
     """Build ``init`` and ``update``; ``otherwise`` computes the updates of steps at which the inner does not act."""
     if not isinstance(inner, Transform):
         raise TypeError(f"{name}: inner must be a Transform, found {inner!r}")
@@ -64,7 +66,7 @@ def _functions(name: str, inner: Transform, condition: Condition, otherwise: Cal
 
         return tree.map(select, out, updates), ConditionalState(state.count + 1, after)
 
-    return Functions(init, update)
+    return init, update
 
 
 def _same(update: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.core import Donation, Locality, checks, transform
 from muonfx.core.contract import NOTHING
-from muonfx.core.schedules import ScalarOrFunction, ScalarOrSchedule
+from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.transforms._pinned import WideStateDtype, copies, new_count, new_number, power, widest, zeros
 from muonfx.tree import Present, PyTree, device_of
 from muonfx.tree import elementwise as ew
@@ -44,7 +44,7 @@ class ProdigyState(NamedTuple):
     position="sets_size",
 )
 def scale_by_prodigy(
-    learning_rate: ScalarOrFunction = 1.0,
+    learning_rate: ScalarOrSchedule = 1.0,
     b1: ScalarOrSchedule = 0.9,
     b2: ScalarOrSchedule = 0.999,
     eps: ScalarOrSchedule = 1e-8,
@@ -92,8 +92,7 @@ def scale_by_prodigy(
         >>> bool(state["scale_by_prodigy"].estim_lr > 1e4 * 1e-6)
         True
     """
-    if not callable(learning_rate):
-        checks.at_least("learning_rate", learning_rate, 0.0)
+    learning_rate = checks.at_least("learning_rate", learning_rate, 0.0)
     b1 = checks.in_unit_interval("b1", b1)
     b2 = checks.in_unit_interval("b2", b2)
     if b3 is not None:
@@ -128,9 +127,8 @@ def scale_by_prodigy(
         g, p, start, mu, nu, grad_sum = widest(given, at.pick(params), at.pick(state.start), *held)
 
         count, old, decay = state.count + 1, state.estim_lr, b2**0.5 if b3 is None else b3
-        rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
         correction = (1.0 - power(b2, count)).sqrt() / (1.0 - power(b1, count))
-        step = new_number(old * rate * correction, old.device)
+        step = new_number(old * learning_rate * correction, old.device)
 
         towards = [_sum(a * (b - c)) for a, b, c in zip(g, start, p, strict=True)]
         rise = _like(old, sum_over_leaves(at.fill(towards)))

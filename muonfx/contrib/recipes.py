@@ -10,7 +10,7 @@ from muonfx.contrib.namo import scale_by_namo
 from muonfx.contrib.prodigy import scale_by_prodigy
 from muonfx.contrib.spectral import scale_by_dual_norm
 from muonfx.core import Transform, add_updates, chain
-from muonfx.core.schedules import ScalarOrFunction, ScalarOrSchedule
+from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.recipes import Mask, view_of
 from muonfx.select import MatrixView, default_labels, ndim
 from muonfx.select.partition import masked, partition
@@ -40,7 +40,7 @@ Norms = Mapping[str, tuple[str, float]]
 
 @plain_arguments
 def scion(
-    learning_rate: ScalarOrFunction = 2.0**-12,
+    learning_rate: ScalarOrSchedule = 2.0**-12,
     *,
     norms: Norms | None = None,
     decay: ScalarOrSchedule = 0.9,
@@ -108,7 +108,7 @@ def scion(
 
 @plain_arguments
 def adamuon(
-    learning_rate: ScalarOrFunction = 2e-3,
+    learning_rate: ScalarOrSchedule = 2e-3,
     *,
     decay: ScalarOrSchedule = 0.95,
     second_decay: ScalarOrSchedule = 0.95,
@@ -151,7 +151,7 @@ def adamuon(
 
 @plain_arguments
 def polargrad(
-    learning_rate: ScalarOrFunction = 1e-3,
+    learning_rate: ScalarOrSchedule = 1e-3,
     *,
     decay: ScalarOrSchedule = 0.95,
     nesterov: bool = False,
@@ -185,7 +185,7 @@ def polargrad(
 
 @plain_arguments
 def namo(
-    learning_rate: ScalarOrFunction = 2e-3,
+    learning_rate: ScalarOrSchedule = 2e-3,
     *,
     b1: ScalarOrSchedule = 0.95,
     b2: ScalarOrSchedule = 0.99,
@@ -223,7 +223,7 @@ def namo(
 
 @plain_arguments
 def musgd(
-    learning_rate: ScalarOrFunction = 1e-3,
+    learning_rate: ScalarOrSchedule = 1e-3,
     *,
     muon: ScalarOrSchedule = 0.5,
     sgd: ScalarOrSchedule = 0.5,
@@ -268,7 +268,7 @@ def musgd(
 
 @plain_arguments
 def muon_hyperball(
-    learning_rate: ScalarOrFunction = 1e-2,
+    learning_rate: ScalarOrSchedule = 1e-2,
     *,
     decay: ScalarOrSchedule = 0.95,
     nesterov: bool = True,
@@ -300,7 +300,7 @@ def muon_hyperball(
 
 @plain_arguments
 def dion(
-    learning_rate: ScalarOrFunction = 1e-2,
+    learning_rate: ScalarOrSchedule = 1e-2,
     *,
     rank: int = 768,
     decay: ScalarOrSchedule = 0.95,
@@ -333,7 +333,7 @@ def dion(
 
 @plain_arguments
 def dion2(
-    learning_rate: ScalarOrFunction = 1e-2,
+    learning_rate: ScalarOrSchedule = 1e-2,
     *,
     one_in: int = 4,
     decay: ScalarOrSchedule = 0.95,
@@ -370,7 +370,7 @@ def dion2(
 
 @plain_arguments
 def prodigy(
-    learning_rate: ScalarOrFunction = 1.0,
+    learning_rate: ScalarOrSchedule = 1.0,
     *,
     b1: ScalarOrSchedule = 0.9,
     b2: ScalarOrSchedule = 0.999,

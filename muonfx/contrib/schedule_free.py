@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -12,7 +13,7 @@ from muonfx.core import Combinator, Donation, Locality, Transform, checks, trans
 from muonfx.core.checks import warn_caller
 from muonfx.core.contract import NOTHING, within
 from muonfx.core.factory import with_memory
-from muonfx.core.schedules import Scalar, ScalarOrFunction, Schedule, constant
+from muonfx.core.schedules import Scalar, Schedule, constant
 from muonfx.transforms._pinned import WideStateDtype, copies, new_count, new_number, widest
 from muonfx.tree import Present, PyTree, device_of
 from muonfx.tree import elementwise as ew
@@ -20,6 +21,9 @@ from muonfx.tree import elementwise as ew
 __all__ = ["ScheduleFreeState", "schedule_free", "schedule_free_eval_params"]
 
 T = TypeVar("T")
+
+# The function in the union makes `transform` pass a schedule as it is: it is read at the count after the update.
+Rate = Scalar | Schedule | Callable[[Tensor], Tensor]
 
 
 class ScheduleFreeState(NamedTuple):
@@ -48,7 +52,7 @@ class ScheduleFreeState(NamedTuple):
 def schedule_free(
     _memory: dict[Any, Any],
     inner: Transform,
-    learning_rate: ScalarOrFunction,
+    learning_rate: Rate,
     b1: Scalar = 0.9,
     *,
     weight_lr_power: Scalar = 2.0,
@@ -156,7 +160,7 @@ def schedule_free(
     return init, update
 
 
-def _warn_of_another_rate(inner: Transform, learning_rate: ScalarOrFunction) -> None:
+def _warn_of_another_rate(inner: Transform, learning_rate: Rate) -> None:
     """Warn if all learning rates of the inner transform are known and differ from ``learning_rate``."""
     given = [_held(tx.arguments.get("learning_rate")) for tx in within(inner) if tx.position == "learning_rate"]
     known = [rate for rate in given if isinstance(rate, float | Schedule)]

@@ -7,26 +7,17 @@ A transform is a pair of pure functions, ``init`` and ``update``, and a value: t
 from muonfx.core import checks, schedules
 from muonfx.core.combine import add_updates, apply_updates, chain, identity, set_to_zero, stateless
 from muonfx.core.contract import Combinator, Donation, EmptyState, Locality, Transform
-from muonfx.core.factory import InitAndUpdate, transform
-from muonfx.core.hyperparams import (
-    InjectHyperparamsState,
-    as_tensors,
-    hyperparams,
-    hyperparams_used,
-    inject_hyperparams,
-    stack,
-    with_hyperparams,
-)
-from muonfx.core.scheduled import ScheduledHyperparamsState
+from muonfx.core.factory import transform
+from muonfx.core.hyperparams import as_tensors, hyperparams, stack, with_hyperparams
+from muonfx.core.scheduled import InitAndUpdate, ScheduledState
 
 __all__ = [
     "Combinator",
     "Donation",
     "EmptyState",
     "InitAndUpdate",
-    "InjectHyperparamsState",
     "Locality",
-    "ScheduledHyperparamsState",
+    "ScheduledState",
     "Transform",
     "add_updates",
     "apply_updates",
@@ -34,9 +25,7 @@ __all__ = [
     "chain",
     "checks",
     "hyperparams",
-    "hyperparams_used",
     "identity",
-    "inject_hyperparams",
     "schedules",
     "set_to_zero",
     "stack",

@@ -38,7 +38,7 @@ from muonfx.core.checks import (
 from muonfx.core.donation import NOTHING, Donation, copy_kept, unshared
 from muonfx.core.outline import Outline, describe_arguments
 from muonfx.core.recorded import Factory, Recorded, part_names
-from muonfx.core.scheduled import follow, numbers_at
+from muonfx.core.scheduled import follow
 from muonfx.core.schedules import Schedule
 from muonfx.tree import PyTree, Structure
 from muonfx.tree.arguments import did_you_mean
@@ -111,10 +111,10 @@ class Extras(NamedTuple):
 
 
 class Functions(NamedTuple):
-    """The unchecked ``init`` and ``update`` that a constructor returns."""
+    """The unchecked ``init`` and ``update`` of a transform, by name."""
 
-    init: Callable[..., Any]
-    update: Callable[..., Any]
+    init: Callable[[PyTree], PyTree]
+    update: Callable[..., tuple[PyTree, PyTree]]
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Combinator:
         TypeError: ``own_locality`` is neither a `Locality` nor None.
 
     >>> Combinator(Locality.ELEMENT)
-    Combinator(own_locality=<Locality.ELEMENT: 0>, in_sequence=False, varies_numbers=False, hyperparams_in_state=False)
+    Combinator(own_locality=<Locality.ELEMENT: 0>, in_sequence=False, varies_numbers=False)
     """
 
     own_locality: Locality | None = None
@@ -136,8 +136,6 @@ class Combinator:
     named extras, and its state is a dict by the names of the parts."""
     varies_numbers: bool = False
     """The transforms that it calls differ in numbers only, so that the plan for the first is the plan for all."""
-    hyperparams_in_state: bool = False
-    """Its state holds the current numbers of the transforms that it calls."""
 
     def __post_init__(self) -> None:
         if not (self.own_locality is None or isinstance(self.own_locality, Locality)):
@@ -306,8 +304,6 @@ class Transform(Recorded):
         >>> import muonfx as mfx
         >>> mfx.momentum(mfx.linear(0.85, 0.95, 300)).schedules
         {'decay': linear(start=0.85, end=0.95, steps=300)}
-        >>> mfx.scale_by_learning_rate(mfx.linear(0.1, 0.0, 300)).schedules  # which takes schedules itself
-        {}
         """
         if not any(isinstance(part, Schedule) for part in self.parts):
             return {}
@@ -318,9 +314,9 @@ class Transform(Recorded):
             if isinstance(value, Schedule) and "float" in kinds[name] and "Schedule" not in kinds[name]
         }
 
-    def _arguments_at(self, count: int) -> dict[str, Any]:
+    def arguments_at(self, count: int) -> dict[str, Any]:
         """Return the arguments, with the number of one step in place of each schedule."""
-        return {**self._arguments, **numbers_at(self.schedules, count)}
+        return {**self._arguments, **{name: schedule(count) for name, schedule in self.schedules.items()}}
 
     def build(self) -> Any:
         """Call the constructor; if numbers follow schedules, ``update`` calls it with the numbers of each step."""
@@ -333,7 +329,7 @@ class Transform(Recorded):
         """Call the constructor with the numbers of early and late steps, to find invalid ones at once."""
         for count in (0, *(10**power for power in range(7))) if self.schedules else ():
             try:
-                self._build_for(self._arguments_at(count))
+                self._build_for(self.arguments_at(count))
             except ValueError as error:
                 raise ValueError(f"{self.name}: at step {count}, {error}") from error
 
@@ -341,7 +337,7 @@ class Transform(Recorded):
     def locality(self) -> Locality:
         """What the transform must see to compute one element of its output."""
         declared = self.declaration.locality
-        found = declared if isinstance(declared, Locality) else self._call(declared, self._arguments_at(0))
+        found = declared if isinstance(declared, Locality) else self._call(declared, self.arguments_at(0))
         if not isinstance(found, Locality):
             raise TypeError(f"{self.name}: its declared locality must be a Locality, found {found!r}")
         return found
@@ -350,7 +346,7 @@ class Transform(Recorded):
     def reads_params(self) -> bool:
         """True if `init` or the update reads the values of the parameters."""
         declared = self.declaration.reads_params
-        return declared if isinstance(declared, bool) else self._call(declared, self._arguments_at(0))
+        return declared if isinstance(declared, bool) else self._call(declared, self.arguments_at(0))
 
     @property
     def position(self) -> Position | None:

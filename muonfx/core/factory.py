@@ -11,14 +11,12 @@ import torch
 from muonfx.core.checks import NamePatterns
 from muonfx.core.contract import Combinator, Declaration, Locality, Position, Transform
 from muonfx.core.recorded import make_factory
+from muonfx.core.scheduled import InitAndUpdate
 from muonfx.tree import PyTree
 
-__all__ = ["InitAndUpdate", "transform", "with_memory"]
+__all__ = ["transform", "with_memory"]
 
 P = ParamSpec("P")
-
-InitAndUpdate = tuple[Callable[[PyTree], PyTree], Callable[..., tuple[PyTree, PyTree]]]
-"""The pair of functions ``init, update`` that a function under `transform` returns."""
 
 
 @overload
@@ -64,8 +62,8 @@ def transform(
     The numeric arguments of a call (floats, tensors, nested transforms) become the leaves of the transform's pytree
     view. Validate arguments in the body with the functions of `muonfx.core.checks`, which skip tensors: the body runs
     at the call, and again with traced values whenever ``torch.func`` has rebuilt the transform. An argument that is
-    annotated `ScalarOrSchedule`, or ``float`` without ``Schedule``, also accepts a schedule: the body then runs at
-    every update with the number of that step, and the state is a `ScheduledHyperparamsState`.
+    annotated ``float`` or `ScalarOrSchedule` also accepts a schedule: the body then runs at every update with the
+    number of that step, and the state is a `ScheduledState`.
 
     Only ``locality`` deserves thought. The other options let the sharding layer save work; their defaults are always
     correct.
@@ -154,7 +152,7 @@ def transform(
 def with_memory(constructor: Callable[Concatenate[dict[Any, Any], P], InitAndUpdate]) -> Callable[P, InitAndUpdate]:
     """Give a constructor under `transform` a dict as its first argument, which is not an argument of the factory.
 
-    The dict lives as long as the transform's structure, also if ``torch.func`` or `inject_hyperparams` rebuild the
+    The dict lives as long as the transform's structure, also if ``torch.func`` or `with_hyperparams` rebuilds the
     transform at every step. It is for results that names, shapes and dtypes decide.
     """
     _, *rest = inspect.signature(constructor).parameters.values()

@@ -1,36 +1,23 @@
-"""The numeric arguments of a transform as data: listed, replaced, batched, differentiated, or stored in the state.
+"""The numeric arguments of a transform as data: listed, replaced, batched or differentiated.
 
-A transform is a pytree whose leaves are its numeric arguments. `stack` batches the leaves of several transforms for
-``torch.func.vmap``. `as_tensors` converts the leaves to tensors for ``torch.func.grad``. `inject_hyperparams` moves the
-leaves into the state, where a training loop can change them without recompiling anything.
+A transform is a pytree whose leaves are its numeric arguments. `hyperparams` lists the leaves by name and
+`with_hyperparams` replaces some. `stack` batches the leaves of several transforms for ``torch.func.vmap``. `as_tensors`
+converts the leaves to tensors for ``torch.func.grad`` and for compiled steps whose numbers change.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.core.contract import NOTHING, Combinator, Locality, Transform
-from muonfx.core.donation import Donation
-from muonfx.core.factory import transform
 from muonfx.core.recorded import Recorded, parts_of, with_numbers
-from muonfx.core.scheduled import ScheduledHyperparamsState
-from muonfx.tree import PyTree
 from muonfx.tree.arguments import did_you_mean
 
-__all__ = [
-    "InjectHyperparamsState",
-    "as_tensors",
-    "hyperparams",
-    "hyperparams_used",
-    "inject_hyperparams",
-    "stack",
-    "with_hyperparams",
-]
+__all__ = ["as_tensors", "hyperparams", "stack", "with_hyperparams"]
 
 R = TypeVar("R", bound=Recorded)
 
@@ -130,88 +117,3 @@ def as_tensors(tx: R, *, dtype: torch.dtype = torch.float64, device: torch.devic
 
 def _tensor(value: Any) -> Tensor:
     return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
-
-
-class InjectHyperparamsState(NamedTuple):
-    """State of `inject_hyperparams`."""
-
-    hyperparams: dict[str, Tensor]
-    """Numeric arguments by dotted name; 0-d tensors, float64 where the device has it."""
-    inner: PyTree
-    """The inner transform's state."""
-
-
-@transform(locality=lambda inner: inner.locality, combinator=Combinator(Locality.ELEMENT, hyperparams_in_state=True))
-def inject_hyperparams(inner: Transform):
-    """Keep a transform's numeric arguments in its state, where they can be changed between steps.
-
-    The values in the state are the ones used; a change of them recompiles nothing. Follows Optax's
-    ``inject_hyperparams``, but needs no list of what is numeric: a transform knows.
-
-    Example:
-        >>> import muonfx as mfx
-        >>> tx = mfx.inject_hyperparams(mfx.scale(-0.1))
-        >>> state = tx.init({"w": torch.ones(1)})
-        >>> state.hyperparams["factor"] *= 10
-        >>> tx.update({"w": torch.ones(1)}, state)[0]
-        {'w': tensor([-1.])}
-    """
-    if not isinstance(inner, Transform):
-        raise TypeError(f"inject_hyperparams: inner must be a Transform, found {inner!r}")
-
-    def init(params: PyTree) -> InjectHyperparamsState:
-        device = tree.device_of(params)
-        dtype = torch.float32 if device.type == "mps" else torch.float64
-        values = {
-            name: torch.as_tensor(value, dtype=value.dtype if isinstance(value, Tensor) else dtype).to(
-                device, copy=True
-            )
-            for name, value in parts_of(inner)
-        }
-        return InjectHyperparamsState(values, inner.functions.init(params))
-
-    def update(
-        updates: PyTree,
-        state: InjectHyperparamsState,
-        params: PyTree = None,
-        *,
-        donate: Donation = NOTHING,
-        **extras: Any,
-    ):
-        current = with_hyperparams(inner, state.hyperparams)
-        updates, inner_state = current.run(updates, state.inner, params, donate=donate, **extras)
-        return updates, InjectHyperparamsState(state.hyperparams, inner_state)
-
-    return init, update
-
-
-def hyperparams_used(state: PyTree) -> dict[str, Tensor]:
-    """List the numbers that the last update has used, as far as a state holds them, by dotted name.
-
-    These are the ones that follow schedules and those that `inject_hyperparams` keeps. Names are made of the keys of
-    the state, without fields. Transforms that take schedules themselves keep a count only: what
-    ``scale_by_learning_rate(rate)`` has used is ``rate(count - 1)``.
-
-    >>> import muonfx as mfx
-    >>> tx = mfx.chain(mfx.momentum(mfx.linear(0.5, 0.9, 4)), mfx.scale(-0.1))
-    >>> params, state = {"w": torch.ones(1)}, tx.init({"w": torch.ones(1)})
-    >>> for _ in range(3):
-    ...     _, state = tx.update(params, state, params)
-    >>> hyperparams_used(state)
-    {'momentum.decay': tensor(0.7000, dtype=torch.float64)}
-    """
-    found: dict[str, Tensor] = {}
-
-    def visit(node: PyTree, name: str) -> None:
-        if isinstance(node, ScheduledHyperparamsState | InjectHyperparamsState):
-            found.update({f"{name}{own}": number for own, number in node.hyperparams.items()})
-            visit(node.inner, name)
-        elif isinstance(node, dict):
-            for key, item in node.items():
-                visit(item, f"{name}{key}.")
-        elif isinstance(node, tuple | list):
-            for item in node:
-                visit(item, name)
-
-    visit(state, "")
-    return found

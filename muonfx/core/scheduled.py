@@ -12,50 +12,42 @@ from torch import Tensor
 from muonfx.core.schedules import Schedule
 from muonfx.tree import PyTree, device_of
 
-__all__ = ["ScheduledHyperparamsState", "follow", "numbers_at"]
+__all__ = ["InitAndUpdate", "ScheduledState", "follow"]
 
-Functions = tuple[Callable[..., Any], Callable[..., Any]]
+InitAndUpdate = tuple[Callable[[PyTree], PyTree], Callable[..., tuple[PyTree, PyTree]]]
+"""The pair of functions ``init, update`` that a function under `transform` returns."""
 
 
-class ScheduledHyperparamsState(NamedTuple):
-    """State of a transform that was given schedules in the place of numbers."""
+class ScheduledState(NamedTuple):
+    """State of a transform that was given schedules in place of numbers."""
 
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
-    """Updates so far, int64."""
-    hyperparams: dict[str, Tensor]
-    """The numbers that the last update has used, by argument; before the first, those that it will use. 0-d tensors,
-    float64 where the device has it."""
+    """Updates so far, int64: the next update uses the schedules' values at this count."""
     inner: PyTree
     """The state that the transform has with plain numbers."""
 
 
-def numbers_at(schedules: Mapping[str, Schedule], count: int | Tensor) -> dict[str, Any]:
-    """Return the value of each schedule at a step."""
-    return {name: schedule(count) for name, schedule in schedules.items()}
-
-
-def follow(schedules: Mapping[str, Schedule], build: Callable[[Mapping[str, Any]], Functions]) -> Functions:
+def follow(schedules: Mapping[str, Schedule], build: Callable[[Mapping[str, Any]], InitAndUpdate]) -> InitAndUpdate:
     """Build the ``init`` and ``update`` that call the constructor with the scheduled numbers of each step."""
 
-    def values(count: Tensor) -> dict[str, Tensor]:
+    def functions_at(count: Tensor) -> InitAndUpdate:
         dtype = torch.float32 if count.device.type == "mps" else torch.float64
-        if count.is_meta:
-            return {name: torch.zeros((), dtype=dtype, device="meta") for name in schedules}
-        return {name: value.to(dtype) for name, value in numbers_at(schedules, count).items()}
+        return build({name: schedule(count).to(dtype) for name, schedule in schedules.items()})
 
-    def init(params: PyTree) -> ScheduledHyperparamsState:
-        count = torch.zeros((), dtype=torch.int64, device=device_of(params))
-        current = values(count)
-        inner, _ = build(current)
-        return ScheduledHyperparamsState(count, current, inner(params))
+    def functions_at_start() -> InitAndUpdate:
+        # On the CPU, because a schedule that looks values up in a table cannot run on the meta device.
+        return functions_at(torch.zeros((), dtype=torch.int64, device="cpu"))
 
-    def update(updates: PyTree, state: ScheduledHyperparamsState, params: PyTree = None, **extras: Any):
-        current = values(state.count)
-        _, inner = build(current)
+    def init(params: PyTree) -> ScheduledState:
+        inner, _ = functions_at_start()
+        return ScheduledState(torch.zeros((), dtype=torch.int64, device=device_of(params)), inner(params))
+
+    def update(updates: PyTree, state: ScheduledState, params: PyTree = None, **extras: Any):
+        _, inner = functions_at(state.count)
         updates, inner_state = inner(updates, state.inner, params, **extras)
-        return updates, ScheduledHyperparamsState(state.count + 1, current, inner_state)
+        return updates, ScheduledState(state.count + 1, inner_state)
 
     if torch.compiler.is_compiling():  # the signature was read before tracing
         return init, update
-    _, like = build(values(torch.zeros((), dtype=torch.int64)))
+    _, like = functions_at_start()
     return init, functools.wraps(like)(update)

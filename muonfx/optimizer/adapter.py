@@ -76,7 +76,7 @@ class TransformOptimizer(GroupOwner):
     ``momentum``, ``betas``, ``eps``) if there is one, and otherwise under the dotted name of `muonfx.hyperparams`
     without the label. The entries are read at every step, so schedulers work. Adam's groups also have the first of
     ``betas`` as ``momentum``, for schedulers and loggers that expect it in every group; after a step the two agree
-    again. Numbers that `inject_hyperparams` keeps in the state are not in the groups.
+    again.
 
     If parameters are DTensors (``fully_shard``, tensor parallelism), or if a ``layout`` is given, each step is a step
     of `muonfx.sharding.sharded`, with the same update as one process. All ranks construct the optimizer, step, add

@@ -564,7 +564,7 @@ class _Joined(ChainNode):
 
 
 def with_numbers_on(device: torch.device, tx: Transform) -> Transform:
-    """Copy tensor numbers, as of `inject_hyperparams`, to the compute device if that device is the CPU."""
+    """Copy tensor numbers to the compute device if that device is the CPU."""
     strange = [leaf for leaf in tree.tensors(tx) if leaf.device != device]
     if not strange or device.type != "cpu":
         return tx

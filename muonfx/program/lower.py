@@ -64,12 +64,9 @@ class _Where:
     numbers: str = ""  # dotted name among the parts
     key: str = ""  # `numbers` without the labels of routes
     label: str | None = None  # label by which a route selects it
-    counts: bool = True  # False if the numbers in a state replace its own
 
     def own_numbers(self, tx: Transform) -> OwnNumbers:
         """Return the numeric arguments of a transform at this position."""
-        if not self.counts:
-            return OwnNumbers()
         arguments = _own_numbers(tx)
         numbers, key = dotted(self.numbers), dotted(self.key)
         short = {
@@ -86,7 +83,6 @@ class _Where:
             dotted(self.numbers) + part,
             dotted(self.key) + part if label is None else self.key,
             label,
-            self.counts and not tx.declaration.combinator.hyperparams_in_state,
         )
 
 

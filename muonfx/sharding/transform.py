@@ -8,11 +8,10 @@ from typing import Any, Literal, ParamSpec, cast
 import torch
 
 from muonfx import tree
-from muonfx.core import Donation, Transform
+from muonfx.core import Donation, InitAndUpdate, Transform
 from muonfx.core.checks import warn_of_unmatched
 from muonfx.core.contract import Declaration, require_transform
 from muonfx.core.donation import NOTHING, copy_kept, unshared
-from muonfx.core.factory import InitAndUpdate
 from muonfx.core.recorded import make_factory
 from muonfx.program.offload.transform import inner_of, store_of
 from muonfx.program.placement import RESIDENT, Arguments, Store

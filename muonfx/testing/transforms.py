@@ -28,7 +28,6 @@ from muonfx.core import (
 )
 from muonfx.core import schedules as sch
 from muonfx.core.contract import NOTHING
-from muonfx.core.hyperparams import inject_hyperparams
 from muonfx.select.partition import masked, partition
 from muonfx.tree import PyTree
 
@@ -166,7 +165,6 @@ _ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
     "chain": st.lists(_INNER, max_size=3).map(lambda members: chain(*members)),
     "partition": st.builds(lambda a, b: partition({"matrices": a, "rest": b}, by_rank), _INNER, _INNER),
     "masked": st.builds(masked, _INNER, st.just(select.ndim(min=2))),
-    "inject_hyperparams": st.builds(inject_hyperparams, _INNER),
     "accumulate": st.builds(tfs.accumulate, _INNER, st.integers(1, 3), mean=st.booleans(), dtype=_PINNED),
     "add_decayed_weights": st.builds(tfs.add_decayed_weights, _RATES, _MASKS, cautious=st.booleans()),
     "subtract_decayed_weights": st.builds(tfs.subtract_decayed_weights, _RATES, _MASKS, cautious=st.booleans()),
@@ -281,7 +279,6 @@ _ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
         debias=st.booleans(),
         nu_dtype=_STATE,
     ),
-    "scale_by_schedule": st.builds(tfs.scale_by_schedule, schedules()),
     "scale_by_shape": st.builds(tfs.scale_by_shape, _RULES, view=_VIEWS),
     "scale_by_sign": st.builds(tfs.scale_by_sign),
     "scale_by_trust_ratio": st.builds(tfs.scale_by_trust_ratio, st.sampled_from((0.0, 1e-3)), _SHARES, _TINY),

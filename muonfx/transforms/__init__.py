@@ -29,11 +29,9 @@ from muonfx.transforms.orthogonalize import orthogonalize
 from muonfx.transforms.qk_clip import qk_clip
 from muonfx.transforms.rms import DebiasedRmsState, FactoredRmsState, RmsState, scale_by_factored_rms, scale_by_rms
 from muonfx.transforms.scale import (
-    ScheduleState,
     ShapeRule,
     scale,
     scale_by_learning_rate,
-    scale_by_schedule,
     scale_by_shape,
     scale_by_sign,
 )
@@ -59,7 +57,6 @@ __all__ = [
     "MonitorState",
     "NeuronsState",
     "RmsState",
-    "ScheduleState",
     "SkipNonfiniteState",
     "Slot",
     "StepCount",
@@ -96,7 +93,6 @@ __all__ = [
     "scale_by_learning_rate",
     "scale_by_lion",
     "scale_by_rms",
-    "scale_by_schedule",
     "scale_by_shape",
     "scale_by_sign",
     "scale_by_trust_ratio",

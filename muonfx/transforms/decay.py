@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.core import Donation, Locality, Transform, checks, transform
+from muonfx.core import Donation, EmptyState, InitAndUpdate, Locality, Transform, checks, transform
 from muonfx.core.contract import NOTHING
-from muonfx.core.factory import InitAndUpdate, with_memory
+from muonfx.core.factory import with_memory
 from muonfx.core.order import signs
-from muonfx.core.schedules import ScalarOrFunction, ScalarOrSchedule
+from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.select.partition import mask_patterns, resolve_mask
 from muonfx.select.predicates import Predicate
-from muonfx.transforms.scale import scheduled
 from muonfx.tree import Present, PyTree
 from muonfx.tree import elementwise as ew
 from muonfx.tree.elementwise import Scalar
@@ -36,18 +35,21 @@ Mask = PyTree | Mapping[str, bool] | Predicate | Callable[[PyTree], PyTree] | No
 
 
 def _functions(
-    name: str, weight_decay: ScalarOrFunction, mask: Mask, sign: float, caution: bool, memory: dict[Any, Any]
+    name: str, weight_decay: Scalar, mask: Mask, sign: float, caution: bool, memory: dict[Any, Any]
 ) -> InitAndUpdate:
     """Build ``init`` and ``update`` of a decay; ``sign`` is 1 for uphill updates, -1 for downhill updates."""
-    if not callable(weight_decay):
-        checks.at_least("weight_decay", weight_decay, 0.0)
+    weight_decay = checks.at_least("weight_decay", weight_decay, 0.0)
     decays = resolve_mask(f"{name}: mask", mask, memory)
 
-    def decay(updates: PyTree, params: PyTree, factor: Scalar, donate: Donation) -> PyTree:
+    def init(params: PyTree) -> EmptyState:
+        decays(params)
+        return EmptyState()
+
+    def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
         if params is None:
             raise ValueError(f"{name} needs the parameters: call update(updates, state, params)")
-        if isinstance(factor, float) and factor == 0.0:
-            return updates
+        if isinstance(weight_decay, float) and weight_decay == 0.0:
+            return updates, state
         leaves, treedef = tree.flatten(updates)
         at = Present([leaf if use else None for leaf, use in zip(leaves, decays(params), strict=True)])
         chosen, weights = at.pick(leaves), at.pick(tree.leaves(params))
@@ -57,10 +59,10 @@ def _functions(
             weights = [
                 torch.where(u.sign() * w.sign() * sign >= 0, w, 0.0) for u, w in zip(chosen, weights, strict=True)
             ]
-        added = ew.cast_like(ew.add(chosen, weights, sign * factor, reuse=donate.updates), chosen)
-        return tree.unflatten(treedef, at.fill(added, leaves))
+        added = ew.cast_like(ew.add(chosen, weights, sign * weight_decay, reuse=donate.updates), chosen)
+        return tree.unflatten(treedef, at.fill(added, leaves)), state
 
-    return scheduled(weight_decay, decay, prepare=decays)
+    return init, update
 
 
 @transform(
@@ -73,7 +75,7 @@ def _functions(
 @with_memory
 def add_decayed_weights(
     _memory: dict[Any, Any],
-    weight_decay: ScalarOrFunction = 0.0,
+    weight_decay: ScalarOrSchedule = 0.0,
     mask: Mask = None,
     *,
     cautious: bool = False,
@@ -121,7 +123,7 @@ def add_decayed_weights(
 )
 @with_memory
 def subtract_decayed_weights(
-    _memory: dict[Any, Any], weight_decay: ScalarOrFunction = 0.0, mask: Mask = None, *, cautious: bool = False
+    _memory: dict[Any, Any], weight_decay: ScalarOrSchedule = 0.0, mask: Mask = None, *, cautious: bool = False
 ):
     """Subtract the parameters, times a factor, from updates that are about to be added to them.
 

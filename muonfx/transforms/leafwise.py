@@ -17,8 +17,8 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.compact import Compact
 from muonfx.compact.state import Holder
-from muonfx.core import Donation, Locality, Transform, apply_updates, checks, transform
-from muonfx.core.contract import NOTHING, Functions, Position
+from muonfx.core import Donation, InitAndUpdate, Locality, Transform, apply_updates, checks, transform
+from muonfx.core.contract import NOTHING, Position
 from muonfx.transforms._leaf import Leaf, Operation, Plan, Values, plan
 from muonfx.transforms._pinned import StateDtype, WideStateDtype, copies, new_count, zeros
 from muonfx.tree import Present, PyTree, Structure, device_of
@@ -195,7 +195,7 @@ def leafwise(
 
     def decorate(constructor: Constructor) -> Callable[..., Transform]:
         @functools.wraps(constructor)
-        def build(*args: object, **kwargs: object) -> Functions:
+        def build(*args: object, **kwargs: object) -> InitAndUpdate:
             state, step = _declared(constructor, reads_params, args, kwargs)
             return _functions(constructor.__name__, state, step, reads_params)
 
@@ -235,7 +235,7 @@ def _declared(
     return found
 
 
-def _functions(name: str, declared: PyTree, step: Step, reads_params: ReadsParams) -> Functions:
+def _functions(name: str, declared: PyTree, step: Step, reads_params: ReadsParams) -> InitAndUpdate:
     """Build ``init`` and ``update`` from a declared state and a step."""
     slots, treedef = tree.flatten(declared)
     named = zip(slots, tree.names(declared), strict=True) if slots else ()
@@ -307,7 +307,7 @@ def _functions(name: str, declared: PyTree, step: Step, reads_params: ReadsParam
             updates = at.fill(ew.cast_like(values.take(out, taken, spare=0), operands[0]))
         return updates, tree.unflatten(top, new_state)
 
-    return Functions(init, update)
+    return init, update
 
 
 def params_for(name: str, params: PyTree, updates: PyTree, reads_params: ReadsParams) -> PyTree:

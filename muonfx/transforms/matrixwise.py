@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.core import Donation, Transform, checks, transform
-from muonfx.core.contract import NOTHING, Functions, Position
-from muonfx.core.scheduled import numbers_at
+from muonfx.core import Donation, InitAndUpdate, Transform, checks, transform
+from muonfx.core.contract import NOTHING, Position
 from muonfx.select.matrix_view import Matrices, MatrixView
 from muonfx.transforms._matrices import matrix_locality, name_patterns, on_stacks
 from muonfx.transforms._pinned import WideStateDtype, state_dtype
@@ -164,7 +163,7 @@ def matrixwise(
             )
 
         @functools.wraps(constructor)
-        def build(*args: object, view: MatrixView = parameters["view"].default, **kwargs: object) -> Functions:
+        def build(*args: object, view: MatrixView = parameters["view"].default, **kwargs: object) -> InitAndUpdate:
             found: object = constructor(*args, view=view, **kwargs)
             if not (type(found) is tuple and len(found) == 2 and callable(found[1])):
                 raise TypeError(
@@ -174,7 +173,7 @@ def matrixwise(
 
         def independent(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> Any:
             """Return ``on_stacks`` of a transform: the state of a stack of stacks has more dims than of a stack."""
-            state, _ = constructor(**{**tx.arguments, **numbers_at(tx.schedules, 0)})
+            state, _ = constructor(**tx.arguments_at(0))
             is_simple = not any(isinstance(slot, MatrixSlot) for slot in tree.leaves(state))
             return on_stacks(tx, shapes, with_blocks=is_simple)
 
@@ -236,7 +235,7 @@ class MatrixStates:
 
 def _functions(
     name: str, view: MatrixView, declared: PyTree, step: Callable[..., Any], *, reads_params: bool
-) -> Functions:
+) -> InitAndUpdate:
     """Build ``init`` and ``update`` from a declared state and a step."""
     fields: list[_Like | MatrixStates] = []
     for slot, role in zip(tree.leaves(declared), tree.names(declared) if tree.leaves(declared) else (), strict=True):
@@ -291,4 +290,4 @@ def _functions(
         new = [field.write(own, old, matrices) for field, own, old in zip(fields, states, held, strict=True)]
         return at.fill(matrices.join(out, leaves)), tree.unflatten(containers(), new)
 
-    return Functions(init, update)
+    return init, update

@@ -4,72 +4,43 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from torch import Tensor
 
-from muonfx.core import Donation, EmptyState, Locality, Transform, checks, transform
+from muonfx.core import Donation, EmptyState, InitAndUpdate, Locality, Transform, checks, transform
 from muonfx.core.contract import NOTHING, Position
 from muonfx.core.recorded import parts_of
-from muonfx.core.schedules import ScalarOrFunction, ScalarOrSchedule, Schedule
+from muonfx.core.schedules import ScalarOrSchedule, Schedule
 from muonfx.select.matrix_view import Matrices, MatrixView
 from muonfx.transforms._matrices import matrix_locality, name_patterns, on_stacks
-from muonfx.transforms._pinned import new_count
-from muonfx.tree import Present, PyTree, device_of
+from muonfx.tree import Present, PyTree
 from muonfx.tree import elementwise as ew
 from muonfx.tree.elementwise import Scalar
 
 __all__ = [
     "SHAPE_RULES",
     "ShapeRule",
-    "ScheduleState",
     "scale",
     "scale_by_learning_rate",
-    "scale_by_schedule",
     "scale_by_shape",
     "scale_by_sign",
 ]
 
 
-class ScheduleState(NamedTuple):
-    """State of a transform that follows a schedule."""
-
-    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
-    """Updates so far, int64."""
-
-
-def scheduled(
-    value: Scalar | Callable[[Tensor], Tensor],
-    apply: Callable[[PyTree, PyTree, Scalar, Donation], PyTree],
-    prepare: Callable[[PyTree], object] = lambda params: None,
-):
-    """Build ``init`` (which calls ``prepare``) and ``update``; only a schedule needs a count in the state."""
-    if callable(value):
-
-        def init_count(params: PyTree) -> ScheduleState:
-            prepare(params)
-            return ScheduleState(new_count(device_of(params)))
-
-        def update_count(updates: PyTree, state: ScheduleState, params: PyTree = None, *, donate: Donation = NOTHING):
-            return apply(updates, params, value(state.count), donate), ScheduleState(state.count + 1)
-
-        return init_count, update_count
+def _multiply_by(factor: Scalar) -> InitAndUpdate:
+    """Build the functions of a transform that multiplies all updates by one number."""
 
     def init(params: PyTree) -> EmptyState:
-        prepare(params)
         return EmptyState()
 
     def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
-        return apply(updates, params, value, donate), state
+        # Not `leafwise`: one product is rounded once in any dtype, and casts would take two more passes.
+        at = Present(updates)
+        leaves = at.pick(updates)
+        return at.fill(ew.cast_like(ew.mul(leaves, factor, reuse=donate.updates), leaves)), state
 
     return init, update
-
-
-def _multiply(updates: PyTree, factor: Scalar, donate: Donation) -> PyTree:
-    # Not `leafwise`: one product is rounded once in any dtype, and casts would take two more passes.
-    at = Present(updates)
-    leaves = at.pick(updates)
-    return at.fill(ew.cast_like(ew.mul(leaves, factor, reuse=donate.updates), leaves))
 
 
 def position_of_factor(factor: object) -> Position | None:
@@ -83,10 +54,10 @@ def position_of_factor(factor: object) -> Position | None:
 
 @transform(locality=Locality.ELEMENT, position=position_of_factor)
 def scale(factor: ScalarOrSchedule):
-    """Multiply updates by a constant.
+    """Multiply updates by a number.
 
     Args:
-        factor: any finite number.
+        factor: any finite number, or a schedule; the first update uses step 0.
 
     Raises:
         ValueError: ``factor`` is not finite.
@@ -95,30 +66,7 @@ def scale(factor: ScalarOrSchedule):
     >>> mfx.scale(-0.5).update({"w": torch.ones(2)}, mfx.core.EmptyState())[0]
     {'w': tensor([-0.5000, -0.5000])}
     """
-    factor = checks.finite("factor", factor)
-    return scheduled(factor, lambda updates, params, value, donate: _multiply(updates, value, donate))
-
-
-@transform(locality=Locality.ELEMENT, position=position_of_factor)
-def scale_by_schedule(schedule: Schedule | Callable[[Tensor], Tensor]):
-    """Multiply updates by a schedule of the step count; the first update uses step 0.
-
-    Args:
-        schedule: a `Schedule`, or any pure function from a 0-d count tensor to a 0-d tensor.
-
-    Raises:
-        TypeError: ``schedule`` is not callable.
-
-    >>> import muonfx as mfx
-    >>> tx = mfx.scale_by_schedule(mfx.schedules.linear(1.0, 0.0, 10))
-    >>> state = tx.init({"w": torch.ones(1)})
-    >>> updates, state = tx.update({"w": torch.ones(1)}, state)
-    >>> tx.update({"w": torch.ones(1)}, state)[0]
-    {'w': tensor([0.9000])}
-    """
-    if not callable(schedule):
-        raise TypeError(f"scale_by_schedule: schedule must be callable, found {schedule!r}; for a number use scale")
-    return scheduled(schedule, lambda updates, params, value, donate: _multiply(updates, value, donate))
+    return _multiply_by(checks.finite("factor", factor))
 
 
 @transform(locality=Locality.ELEMENT, position="sets_size")
@@ -147,7 +95,7 @@ def scale_by_sign():
     position=lambda learning_rate, *, flip_sign: "learning_rate" if flip_sign else None,
     short_names={"lr": "learning_rate"},
 )
-def scale_by_learning_rate(learning_rate: ScalarOrFunction, *, flip_sign: bool = True):
+def scale_by_learning_rate(learning_rate: ScalarOrSchedule, *, flip_sign: bool = True):
     """Multiply updates by a learning rate and turn them downhill: by default the factor is minus the rate.
 
     Args:
@@ -161,10 +109,8 @@ def scale_by_learning_rate(learning_rate: ScalarOrFunction, *, flip_sign: bool =
     >>> mfx.scale_by_learning_rate(0.1).update({"w": torch.ones(1)}, mfx.core.EmptyState())[0]
     {'w': tensor([-0.1000])}
     """
-    if not callable(learning_rate):
-        checks.at_least("learning_rate", learning_rate, 0.0)
-    sign = -1.0 if flip_sign else 1.0
-    return scheduled(learning_rate, lambda updates, params, value, donate: _multiply(updates, sign * value, donate))
+    learning_rate = checks.at_least("learning_rate", learning_rate, 0.0)
+    return _multiply_by(-learning_rate if flip_sign else learning_rate)
 
 
 ShapeRule = Literal["original", "match_rms_adamw", "spectral", "fan_in"]

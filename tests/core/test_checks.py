@@ -40,7 +40,7 @@ NOTHING_MATCHES = [
     (muon_with_adamw(mask=~select.path("*.nrom.*")), r"mask: '\*.nrom.\*' matches none .* close: 'h.0.norm.weight'"),
     (mfx.masked(mfx.scale(2.0), select.path("wpe.*") & select.ndim(2)), "mask: 'wpe.*' matches none"),
     (mfx.add_decayed_weights(0.1, select.path("*.fcc.*")), "mask: .* close: 'h.0.mlp.fc.weight'"),
-    (mfx.inject_hyperparams(mfx.accumulate(mfx.masked(mfx.scale(2.0), select.path("wpe.*")), 2)), "mask: 'wpe"),
+    (mfx.skip_nonfinite(mfx.accumulate(mfx.masked(mfx.scale(2.0), select.path("wpe.*")), 2)), "mask: 'wpe"),
 ]
 
 

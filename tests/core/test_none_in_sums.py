@@ -19,7 +19,6 @@ AROUND = {
     "cautious": mfx.cautious(UPHILL),
     "conditionally_mask": mfx.contrib.conditionally_mask(GATHERED, lambda count: count % 3 != 1),
     "conditionally_transform": mfx.contrib.conditionally_transform(GATHERED, lambda count: count % 3 != 1),
-    "inject_hyperparams": mfx.inject_hyperparams(GATHERED),
     "lookahead": mfx.contrib.lookahead(GATHERED, 2, 0.5),
     "masked": mfx.masked(GATHERED, {"a": True, "b": True}),
     "master_params": mfx.master_params(GATHERED),

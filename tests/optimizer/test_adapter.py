@@ -66,7 +66,7 @@ def chains(model: nn.Module) -> dict[str, mfx.Transform]:
             mfx.contrib.conditionally_transform(mfx.scale_by_adam(), every_other), mfx.scale(-0.1)
         ),
         "scheduled": mfx.chain(mfx.momentum(), mfx.scale_by_learning_rate(mfx.warmup_cosine(0.1, 2, 10))),
-        "injected": mfx.inject_hyperparams(mfx.adamw(1e-2)),
+        "numbers as tensors": mfx.as_tensors(mfx.adamw(1e-2)),
         "masked": mfx.chain(
             mfx.scale_by_adam(), mfx.masked(mfx.clip_by_value(0.5), mfx.select.ndim(1)), mfx.scale(-0.1)
         ),
@@ -243,19 +243,6 @@ def test_a_group_that_mixes_labels_is_split_so_that_each_part_has_its_rate():
     optimizer.step()
     scheduler.step()
     assert [g["lr"] for g in optimizer.param_groups] == [5e-4, 5e-4, 0.01, 0.01]
-
-
-def test_what_is_injected_into_the_state_is_not_shown_in_the_groups():
-    model = make_model()
-    optimizer = mfx.TransformOptimizer(model, mfx.chain(mfx.inject_hyperparams(mfx.adamw(0.5)), mfx.scale(1.0)))
-    (group,) = optimizer.param_groups
-    assert group.keys() == {"params", "param_names", "label", "scale.factor", "lr"}
-    assert group["lr"] == 0.0  # for schedulers that want one; read by nobody
-    optimizer.transform_state["inject_hyperparams"].hyperparams["scale_by_learning_rate.learning_rate"].zero_()
-    before = params_of(model)
-    set_grads(model, 0)
-    optimizer.step()
-    assert_equal(params_of(model), before)
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ MUON = mfx.chain(
 )
 CHAINS = {
     "muon with adamw": mfx.partition({"muon": MUON, "adamw": mfx.adamw(1e-2)}, LABELS),
-    "with numbers in the state": mfx.partition({"muon": mfx.inject_hyperparams(MUON), "adamw": mfx.lion(1e-2)}, LABELS),
+    "with numbers as tensors": mfx.partition({"muon": mfx.as_tensors(MUON), "adamw": mfx.lion(1e-2)}, LABELS),
     "matrix transforms first, next to each other and last": mfx.partition(
         {
             "muon": mfx.chain(

@@ -133,7 +133,7 @@ def grouped_chains(model: Model) -> st.SearchStrategy[mfx.Transform]:
     between = st.lists(transforms(["normalize_neurons", "scale", "clip_by_block_rms"]), max_size=1)
     inner = st.builds(orthogonal, aspects, names, between)
     before = st.lists(transforms(["clip_by_global_norm", "clip_by_value", "scale"]), max_size=1)
-    wraps = st.sampled_from((None, mfx.skip_nonfinite, mfx.inject_hyperparams, lambda tx: mfx.accumulate(tx, 2)))
+    wraps = st.sampled_from((None, mfx.skip_nonfinite, mfx.as_tensors, lambda tx: mfx.accumulate(tx, 2)))
 
     def build(matrices: mfx.Transform, first: list[mfx.Transform], wrap: Any) -> mfx.Transform:
         tx = mfx.chain(*first, two_groups(model.labels, matrices))
@@ -147,7 +147,7 @@ def is_exact(tx: mfx.Transform, model: Model) -> bool:
 
     Two more things make a last bit differ, in one process too. In a sum with a factor, as weight decay is, torch rounds
     bf16 otherwise in the last few elements of a tensor than in those that it adds in vectors. And a 0-d tensor, which
-    in a flat piece is one of one element, computes with injected numbers in their dtype.
+    in a flat piece is one of one element, computes with tensor numbers in their dtype.
     """
     text = repr(tx)
     if any(leaf.dtype == torch.bfloat16 or not leaf.shape for leaf in model.leaves.values()):

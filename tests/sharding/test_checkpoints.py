@@ -31,7 +31,7 @@ def chain_of(kind: str) -> mfx.Transform:
         matrices = mfx.chain(mfx.momentum(0.9, dtype=mfx.int8(min_size=1)), muon())
     tx = mfx.partition({"muon": matrices, "stack": stack, "adamw": mfx.scale_by_adam()}, DRAWN.labels)
     tx = mfx.chain(mfx.clip_by_global_norm(3.0), tx, mfx.scale_by_learning_rate(0.1))
-    return {"accumulate": mfx.accumulate(tx, 3), "inject": mfx.inject_hyperparams(tx)}.get(kind, tx)
+    return {"accumulate": mfx.accumulate(tx, 3), "tensors": mfx.as_tensors(tx)}.get(kind, tx)
 
 
 LAYOUTS: dict[str, LayoutCase] = {
@@ -71,7 +71,7 @@ def go_on(here: Here, path: Path, kind: str, case: LayoutCase) -> Params:
     return layout.gather(local)
 
 
-@pytest.mark.parametrize("kind", ["plain", "compact", "accumulate", "inject"])
+@pytest.mark.parametrize("kind", ["plain", "compact", "accumulate", "tensors"])
 @pytest.mark.parametrize(
     ("saved", "sizes", "loaded"),
     [

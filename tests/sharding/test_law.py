@@ -117,7 +117,7 @@ def test_on_the_grid_too(world: World, name: str):
     [
         mfx.skip_nonfinite(EXACT),
         mfx.accumulate(EXACT, 2),
-        mfx.inject_hyperparams(EXACT),
+        mfx.as_tensors(EXACT),
         mfx.chain(mfx.clip_by_global_norm(0.1), EXACT),
         mfx.chain(mfx.monitor("before"), EXACT, mfx.monitor("after")),
         mfx.masked(EXACT, mfx.select.ndim(min=1)),

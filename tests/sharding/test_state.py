@@ -74,10 +74,9 @@ def test_a_parameter_may_be_called_as_a_field_of_a_state_is(world: World):
 def initial_numbers(here: Here) -> list[float]:
     layout, local = flat(here, {"a": some(4, 4)})
     made = [
-        sharding.sharded(mfx.cautious(mfx.inject_hyperparams(mfx.momentum(decay))), layout).init(local)
-        for decay in (0.9, 0.5)
+        sharding.sharded(mfx.contrib.schedule_free(mfx.scale(-0.1), 0.1, b1), layout).init(local) for b1 in (0.9, 0.5)
     ]
-    return [float(state.hyperparams["decay"]) for state in made]
+    return [float(state.b1) for state in made]
 
 
 def test_a_state_begins_with_the_numbers_of_its_own_transform(world: World):

@@ -271,12 +271,12 @@ def keeps_the_graph_of_parameters():
 @mfx.transform(locality=mfx.Locality.ELEMENT)
 def counts_in_python(rate: float = 0.5):
     def init(params):
-        return mfx.core.InjectHyperparamsState({"step": 0}, mfx.core.EmptyState())
+        return {"step": 0}
 
     def update(updates, state, params=None):
-        step = state.hyperparams["step"] + 1
+        step = state["step"] + 1
         out = tree.map(lambda u: u * rate**step, updates)
-        return out, mfx.core.InjectHyperparamsState({"step": step}, state.inner)
+        return out, {"step": step}
 
     return init, update
 

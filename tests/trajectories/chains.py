@@ -75,9 +75,7 @@ CHAINS: dict[str, Callable[[], mfx.Transform]] = {
     ),
     "injected_and_averaged": lambda: mfx.chain(
         mfx.skip_nonfinite(
-            mfx.as_tensors(
-                mfx.muon_with_adamw(0.05, labels=LABELS, orthogonalize=mfx.orthogonalize(dtype=FLOAT32))
-            )
+            mfx.as_tensors(mfx.muon_with_adamw(0.05, labels=LABELS, orthogonalize=mfx.orthogonalize(dtype=FLOAT32)))
         ),
         mfx.ema_params(0.9),
     ),

@@ -90,7 +90,6 @@ CASES: dict[str, list[mfx.Transform]] = {
     ],
     "partition": [mfx.partition({"matrices": MOMENTUM, "rest": mfx.scale_by_adam()}, by_rank)],
     "masked": [mfx.masked(MOMENTUM, mfx.select.ndim(min=2))],
-    "inject_hyperparams": [mfx.inject_hyperparams(mfx.chain(MOMENTUM, mfx.scale_by_learning_rate(A_SCHEDULE)))],
     "accumulate": [mfx.accumulate(MOMENTUM, 2), mfx.accumulate(mfx.scale_by_adam(), 3, mean=False, dtype=None)],
     "add_decayed_weights": [
         mfx.add_decayed_weights(0.1),
@@ -182,7 +181,6 @@ CASES: dict[str, list[mfx.Transform]] = {
         mfx.scale_by_rms(0.5, 1e-3, 1.0, eps_in_sqrt=False, debias=True, nu_dtype=torch.bfloat16),
         mfx.scale_by_rms(initial_scale=1.0, nu_dtype=mfx.int8(**TINY)),
     ],
-    "scale_by_schedule": [mfx.scale_by_schedule(A_SCHEDULE), mfx.scale_by_schedule(mfx.warmup_cosine(1.0, 1, 4))],
     "scale_by_shape": [mfx.scale_by_shape(), mfx.scale_by_shape("spectral", view=STACKS)],
     "scale_by_sign": [mfx.scale_by_sign()],
     "scale_by_trust_ratio": [mfx.scale_by_trust_ratio(), mfx.scale_by_trust_ratio(1e-3, 0.5, 1e-6)],

@@ -184,13 +184,12 @@ def test_views_differ_where_the_first_match_does():
 def test_a_step_that_builds_its_transforms_again_compiles_with_a_view():
     view = mfx.MatrixView(dims={"*": ((-2,), (-1,))}, blocks={"qkv": 2})
     table = torch.tensor(mfx.polar.coefficients("keller").steps)
-    inner = mfx.chain(mfx.orthogonalize(view=view, coefficients=table), mfx.normalize_neurons(view=view))
-    tx = mfx.inject_hyperparams(inner)
+    tx = mfx.chain(mfx.orthogonalize(view=view, coefficients=table), mfx.normalize_neurons(view=view))
     grads = {"qkv": torch.randn(4, 3), "out": torch.randn(3, 3)}
     torch.compiler.reset()
-    compiled = torch.compile(lambda grads, state: tx.update(grads, state)[0], fullgraph=True, backend="eager")
+    compiled = torch.compile(lambda tx, grads, state: tx.update(grads, state)[0], fullgraph=True, backend="eager")
     for name, expected in tx.update(grads, tx.init(grads))[0].items():
-        torch.testing.assert_close(compiled(grads, tx.init(grads))[name], expected)
+        torch.testing.assert_close(compiled(mfx.as_tensors(tx), grads, tx.init(grads))[name], expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

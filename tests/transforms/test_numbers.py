@@ -1,4 +1,4 @@
-"""A number gives the same bits as an argument, in the state (`inject_hyperparams`), as a tensor and as a schedule."""
+"""A number gives the same bits as a float, as a tensor and as a schedule."""
 
 import functools
 import math
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import muonfx as mfx
-from muonfx.core import ScheduledHyperparamsState
+from muonfx.core import ScheduledState
 from muonfx.tree import elementwise as ew
 from tests.transforms.test_every_transform import EVERY_CASE, SHAPES
 
@@ -33,7 +33,6 @@ def followed(tx: mfx.Transform) -> mfx.Transform:
 
 
 WAYS: dict[str, Callable[[mfx.Transform], mfx.Transform]] = {
-    "injected": mfx.inject_hyperparams,
     "as tensors": mfx.as_tensors,
     "scheduled": followed,
 }
@@ -48,8 +47,8 @@ def run(tx: mfx.Transform, params: dict[str, Tensor], steps: list[dict[str, Tens
 
 
 def plain(state: Any) -> Any:
-    """The state that plain numbers have, without injected and scheduled numbers at any depth."""
-    if isinstance(state, mfx.core.InjectHyperparamsState | ScheduledHyperparamsState):
+    """The state that plain numbers have, without the counts of schedules at any depth."""
+    if isinstance(state, ScheduledState):
         return plain(state.inner)
     if isinstance(state, dict):
         return {key: plain(value) for key, value in state.items()}
@@ -146,6 +145,6 @@ def test_list_arithmetic_gives_the_same_bits_for_a_number_and_a_tensor(dtype: to
 
 def test_a_second_moment_is_finite_in_all_ways_or_in_none():
     params, grads = {"w": torch.ones(3)}, {"w": torch.full((3,), 1e20)}
-    for tx in (mfx.scale_by_adam(), mfx.inject_hyperparams(mfx.scale_by_adam()), followed(mfx.scale_by_adam())):
+    for tx in (mfx.scale_by_adam(), mfx.as_tensors(mfx.scale_by_adam()), followed(mfx.scale_by_adam())):
         _, state = run(tx, params, [grads])
         assert all(bool(leaf.isfinite().all()) for leaf in mfx.tree.leaves(state)), tx

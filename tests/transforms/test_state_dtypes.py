@@ -160,8 +160,8 @@ NUMBERS_AS_TENSORS = [
     mfx.scale_by_rms(mfx.linear(0.9, 0.5, 5)),
     mfx.momentum(mfx.linear(0.9, 0.5, 5)),
     mfx.adamw(mfx.linear(0.1, 0.2, 4)),
-    mfx.inject_hyperparams(mfx.scale_by_lion()),
-    mfx.inject_hyperparams(mfx.adamw(0.1)),
+    mfx.as_tensors(mfx.scale_by_lion()),
+    mfx.as_tensors(mfx.adamw(0.1)),
 ]
 
 

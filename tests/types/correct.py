@@ -46,7 +46,7 @@ def numbers_tensors_and_schedules() -> list[mfx.Transform]:
         mfx.momentum(0.95),
         mfx.momentum(torch.tensor(0.95)),
         mfx.momentum(mfx.linear(0.85, 0.95, 300), nesterov=False),
-        mfx.scale_by_learning_rate(lambda count: 0.1 / (count + 1)),
+        mfx.scale_by_learning_rate(inverse_sqrt(0.1)),
         mfx.adamw(1e-3, b1=mfx.linear(0.85, 0.9, 300), mask=None),
     ]
 

@@ -15,16 +15,9 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.checkpoint.errors import first_ones
 from muonfx.compact import CompactState, KeyedCompactState
-from muonfx.core import EmptyState, Transform
+from muonfx.core import EmptyState, ScheduledState, Transform
 from muonfx.core.contract import within
-from muonfx.core.hyperparams import InjectHyperparamsState
-from muonfx.transforms import (
-    AdamState,
-    DebiasedMomentumState,
-    LionState,
-    MomentumState,
-    ScheduleState,
-)
+from muonfx.transforms import AdamState, DebiasedMomentumState, LionState, MomentumState
 from muonfx.tree import PyTree
 from muonfx.tree.dtypes import widens
 
@@ -60,12 +53,12 @@ _STATES: dict[type, tuple[str, tuple[str, ...]]] = {
 
 def _walk(node: Any, path: str, visit: Callable[[Any, str], Any]) -> Any:
     """Rebuild a state, with ``visit`` applied to the momentum, Adam, Lion and schedule states in it."""
-    if type(node) in _STATES or isinstance(node, ScheduleState):
+    if type(node) in _STATES:
         return visit(node, path)
+    if isinstance(node, ScheduledState):
+        return visit(node, path)._replace(inner=_walk(node.inner, f"{path}inner/", visit))
     if isinstance(node, EmptyState) or node is None:
         return node
-    if isinstance(node, InjectHyperparamsState):  # the hyperparameters of the transform are kept
-        return node._replace(inner=_walk(node.inner, f"{path}inner/", visit))
     if isinstance(node, dict):
         return {key: _walk(item, f"{path}{key}/", visit) for key, item in node.items()}
     raise ValueError(

@@ -6,7 +6,7 @@ integer tensor), it returns a 0-d tensor without Python branches. Called with an
 for a plot. Step 0 is the first update.
 """
 
-from muonfx.core.schedules.base import Scalar, ScalarOrFunction, ScalarOrSchedule, Schedule, ScheduleFunction, schedule
+from muonfx.core.schedules.base import Scalar, ScalarOrSchedule, Schedule, ScheduleFunction, schedule
 from muonfx.core.schedules.curves import (
     constant,
     cosine,
@@ -21,7 +21,6 @@ from muonfx.core.schedules.cycles import one_cycle, piecewise_constant, piecewis
 
 __all__ = [
     "Scalar",
-    "ScalarOrFunction",
     "ScalarOrSchedule",
     "Schedule",
     "ScheduleFunction",

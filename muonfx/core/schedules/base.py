@@ -11,7 +11,7 @@ from torch import Tensor
 from muonfx.core.recorded import Recorded, make_factory
 from muonfx.tree.tracing import is_wrapped
 
-__all__ = ["Scalar", "ScalarOrFunction", "ScalarOrSchedule", "Schedule", "ScheduleFunction", "schedule", "whole_number"]
+__all__ = ["Scalar", "ScalarOrSchedule", "Schedule", "ScheduleFunction", "schedule", "whole_number"]
 
 P = ParamSpec("P")
 
@@ -55,12 +55,8 @@ class Schedule(Recorded):
 ScalarOrSchedule = float | Tensor | Schedule
 """A number, a 0-d tensor, or a schedule that gives the number of each step.
 
-A constructor under `muonfx.transform` with an argument of this type gets a number, at every step that of the step.
+A constructor under `muonfx.transform` receives the number of the step for an argument of this type.
 """
-
-ScalarOrFunction = float | Tensor | Schedule | Callable[[Tensor], Tensor]
-"""A number, a 0-d tensor, a schedule, or any function of the step count, which is a 0-d floating tensor."""
-
 
 ScheduleFunction = Callable[[Tensor], Any]
 """A function of the step count, a 0-d floating tensor, as one under `schedule` returns it."""

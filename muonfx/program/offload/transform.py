@@ -9,9 +9,9 @@ from typing import Any, Literal, ParamSpec
 
 import torch
 
-from muonfx.core import Donation, Transform
+from muonfx.core import Donation, InitAndUpdate, Transform
 from muonfx.core.contract import NOTHING, Declaration, require_transform
-from muonfx.core.factory import InitAndUpdate, with_memory
+from muonfx.core.factory import with_memory
 from muonfx.core.recorded import Factory, make_factory
 from muonfx.program.execute import Executor
 from muonfx.program.offload.store import OffloadStore

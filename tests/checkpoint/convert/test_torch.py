@@ -240,13 +240,6 @@ def test_a_schedule_goes_on_where_it_was():
     assert int(convert.read("torch", muon, tx, PARAMS, step=5)["scale_by_learning_rate"].count) == 5
 
 
-def test_injected_numbers_are_the_transforms_own():
-    tx = mfx.inject_hyperparams(mfx.chain(mfx.scale_by_adam(), mfx.scale_by_learning_rate(0.5)))
-    state = convert.read("torch", saved(ENTRY), tx, PARAMS)
-    assert float(state.hyperparams["scale_by_learning_rate.learning_rate"]) == 0.5
-    assert torch.equal(state.inner["scale_by_adam"].mu["w"], ENTRY["exp_avg"])
-
-
 def test_nested_parameters_go_by_their_dotted_names():
     params = {"block": [{"w": torch.zeros(3)}]}
     source = saved(ENTRY, {"param_names": ["block.0.w"]})

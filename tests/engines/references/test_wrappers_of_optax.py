@@ -181,7 +181,7 @@ def test_prodigy(theirs: Any, ours: dict[str, Any], others: dict[str, Any]):
 def test_the_scaling_of(theirs: Any, name: str):
     ours, other = {
         "ademamix": (
-            mfx.contrib.scale_by_ademamix(0.8, 0.95, 0.99, lambda count: 0.2 * count.double()),
+            mfx.contrib.scale_by_ademamix(0.8, 0.95, 0.99, mfx.linear(0.0, 2e5, 1_000_000)),
             lambda: theirs.contrib.ademamix(1.0, 0.8, 0.95, 0.99, lambda count: 0.2 * count),
         ),
         "dog": (mfx.contrib.scale_by_dog(1e-2), lambda: theirs.contrib.dog(1.0, ("heuristic", 1e-2))),

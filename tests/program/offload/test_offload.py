@@ -81,7 +81,7 @@ ANY = transforms(None) | chains(max_size=3).map(lambda members: mfx.chain(*membe
 WRAPPED = st.builds(
     lambda members, wrap: wrap(mfx.chain(*members)),
     chains(min_size=1, max_size=3),
-    st.sampled_from((mfx.skip_nonfinite, lambda tx: mfx.accumulate(tx, 2), mfx.inject_hyperparams, mfx.master_params)),
+    st.sampled_from((mfx.skip_nonfinite, lambda tx: mfx.accumulate(tx, 2), mfx.as_tensors, mfx.master_params)),
 )
 
 
@@ -118,12 +118,12 @@ CHAINS = {
     "skipping": mfx.skip_nonfinite(mfx.chain(mfx.clip_by_global_norm(1.0), MUON)),
     "accumulated": mfx.accumulate(mfx.chain(mfx.clip_by_global_norm(1.0), MUON), 2),
     "master": mfx.master_params(mfx.chain(mfx.clip_by_global_norm(1.0), MUON)),
-    "injected": mfx.inject_hyperparams(mfx.chain(mfx.monitor("grad"), MUON)),
+    "numbers as tensors": mfx.as_tensors(mfx.chain(mfx.monitor("grad"), MUON)),
     "compact": mfx.scale_by_adam(mu_dtype=mfx.int8(min_size=0), nu_dtype=mfx.fp8(64, min_size=0, stochastic=True)),
     "averaged": mfx.chain(MUON, mfx.ema_params(0.9)),
     "schedule free": mfx.contrib.schedule_free(mfx.chain(mfx.clip_by_global_norm(1.0), WITHOUT_MOMENTUM), 0.1),
     "now and then": mfx.contrib.lookahead(mfx.contrib.conditionally_transform(MUON, every_other), 2, 0.5),
-    "nested": mfx.accumulate(mfx.skip_nonfinite(mfx.inject_hyperparams(MUON)), 2),
+    "nested": mfx.accumulate(mfx.skip_nonfinite(mfx.master_params(MUON)), 2),
 }
 
 
