@@ -61,7 +61,8 @@ class Stepping:
         warn_of_unmatched(self.tx.name_patterns, params)
         self._limit = self._bucket_bytes or max([SMALL_BUCKET, *[param.nbytes for param in params.values()]])
         self.executor.bucket_bytes = self._limit
-        state = self.executor.init(self._inner, params)
+        self._node, self._lowered = self._program.root, self._inner.structure
+        state = self.executor.init_node(self._node, self._inner, params)
         self.refresh(groups, params)
         return state
 
