@@ -344,11 +344,14 @@ class Recorded:
         _ = self.built
 
     def prepare_all(self) -> Self:
-        """Prepare the value and all values within it, so that errors are raised before anything changes."""
-        self.prepare()
-        for part in self.parts:
-            if isinstance(part, Recorded):
-                part.prepare_all()
+        """Prepare the value and all values within it, once, so that errors are raised before anything changes."""
+        if "_prepared" not in self.__dict__:
+            for part in self.parts:
+                if isinstance(part, Recorded):
+                    part.prepare_all()
+            self.prepare()
+            if not torch.compiler.is_compiling():
+                self.__dict__["_prepared"] = True
         return self
 
     def replace(self, **changes: object) -> Self:
@@ -424,9 +427,7 @@ def make_factory(
 
     @functools.wraps(constructor)
     def call(*args: object, **kwargs: object) -> Recorded:
-        made = kind.record(factory, *args, **kwargs)
-        made.prepare()
-        return made
+        return kind.record(factory, *args, **kwargs).prepare_all()
 
     factory = cast("Factory", call)
     parameters = dict(inspect.signature(constructor).parameters)
