@@ -214,7 +214,6 @@ class Setting:
             self._tx,
             self.layout(layout),
             device=self.device,
-            compute=self.dtype,
             bucket_bytes=self.bucket,
             **settings,
         )

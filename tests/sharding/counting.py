@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 import muonfx as mfx
-from muonfx import polar, sharding
+from muonfx import sharding
+from muonfx.polar.many import Orthogonalizer
 from tests.processes import Here
 from tests.sharding.cases import LayoutCase, Model, laid_out
 
@@ -97,14 +98,14 @@ def counting(here: Here) -> Iterator[Counted]:
     def refused(*_: Any, **__: Any) -> None:
         raise AssertionError("an object was sent in a step")
 
-    many = polar.orthogonalize_many
+    orthogonalize = Orthogonalizer.__call__
 
-    def counted_many(xs: Any, **settings: Any) -> Any:
+    def counted_call(self: Orthogonalizer, xs: Any, **settings: Any) -> Any:
         counted.matrices += sum(prod(x.shape[:-2]) for x in xs if x.numel())
-        return many(xs, **settings)
+        return orthogonalize(self, xs, **settings)
 
     calls = {name: watched(name) for name in _COLLECTIVES} | dict.fromkeys(_OBJECTS, refused)
-    with mock.patch.multiple(dist, **calls), mock.patch.object(polar, "orthogonalize_many", counted_many):
+    with mock.patch.multiple(dist, **calls), mock.patch.object(Orthogonalizer, "__call__", counted_call):
         yield counted
 
 

@@ -50,12 +50,11 @@ def test_llama_70b_under_fsdp2_by_hand():
     others = 2 * 128256 * 8192 + 161 * 8192
     kept = (4 * matrices + 2 * 4 * others) // ranks
     assert kept == 4_541_023_232
-    # Computed: t of a symmetric n x n product, in tiles of 128. A square matrix takes five steps, each X X^T, a square
-    # and a product with X. Others take the Gram form: X X^T and a product with X four times, and eight small products.
-    t_square, t_narrow = (1 + 128 / 8192) / 2, (1 + 128 / 1024) / 2
-    flops_square = 2 * 5 * ((1 + t_square) * 8192**3 + t_square * 8192**3)
-    flops_narrow = 2 * (4 * (1 + t_narrow) * 1024 * narrow + 8 * t_narrow * 1024**3)
-    flops_wide = 2 * (4 * (1 + t_square) * 8192 * wide + 8 * t_square * 8192**3)
+    # Computed: a square matrix takes five steps, each X X^T, a square and a product with X. Others take the Gram form:
+    # X X^T and a product with X four times, and eight small products.
+    flops_square = 2 * 5 * 3 * 8192**3
+    flops_narrow = 2 * (8 * 1024 * narrow + 8 * 1024**3)
+    flops_wide = 2 * (8 * 8192 * wide + 8 * 8192**3)
     flops = layers * (2 * flops_square + 2 * flops_narrow + 3 * flops_wide)
     # Scratch: an MLP matrix of 470 MB is larger than a sixth of 256 MiB, so each is a bucket of its own.
     under_way = 6 * 2 * wide
