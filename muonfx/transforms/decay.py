@@ -18,7 +18,6 @@ from muonfx.select.partition import mask_patterns, resolve_mask
 from muonfx.select.predicates import Predicate
 from muonfx.tree import Present, PyTree
 from muonfx.tree import elementwise as ew
-from muonfx.tree.elementwise import Scalar
 
 __all__ = ["add_decayed_weights", "cautious", "subtract_decayed_weights"]
 
@@ -35,7 +34,7 @@ Mask = PyTree | Mapping[str, bool] | Predicate | Callable[[PyTree], PyTree] | No
 
 
 def _functions(
-    name: str, weight_decay: Scalar, mask: Mask, sign: float, caution: bool, memory: dict[Any, Any]
+    name: str, weight_decay: ScalarOrSchedule, mask: Mask, sign: float, caution: bool, memory: dict[Any, Any]
 ) -> InitAndUpdate:
     """Build ``init`` and ``update`` of a decay; ``sign`` is 1 for uphill updates, -1 for downhill updates."""
     weight_decay = checks.at_least("weight_decay", weight_decay, 0.0)

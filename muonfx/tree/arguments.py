@@ -69,7 +69,7 @@ NAMES_HERE = {
         "accumulate": "MultiSteps apply_every",
         "skip_nonfinite": "apply_if_finite skip_not_finite skip_large_updates zero_nans",
         "stateless": "stateless_with_tree_map",
-        "scale(schedule)": "scale_by_schedule",
+        "scale(muonfx.linear(1.0, 0.0, 10))": "scale_by_schedule",
         "with_hyperparams": "inject_hyperparams inject_stateful_hyperparams",
         "momentum(heavy_ball=True)": "trace sgd",
         "momentum(nesterov=False)": "ema",
