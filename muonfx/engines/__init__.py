@@ -1,6 +1,6 @@
 """Adapters for DeepSpeed, Hugging Face, torchtitan and LLaMA-Factory, which run unmodified.
 
-Each adapter reads the layout of the engine's shards and runs the same chain on it.
+Each adapter makes the optimizer that the engine requires. For DeepSpeed it also reads the layout of the shards.
 """
 
 from muonfx.engines import deepspeed, huggingface, llamafactory, torchtitan

@@ -1,5 +1,7 @@
 """Orthogonal polar factors of batches of matrices, by Newton-Schulz iterations and exactly.
 
+Also the sets of coefficients of the iteration, the fit of new ones, and the choice of dtype, method and products.
+
 All functions are pure and take tensors of shape ``(..., m, n)``. Nothing here uses trees, transforms or optimizers.
 """
 

@@ -4,7 +4,8 @@
 - `labels` applies your own ordered rules. `default_labels` applies the customary rules after yours. Both return
   `Labels`, a frozen mapping from parameter name to label with the rule that matched, for ``partition``.
 - `MatrixView` says which matrices a parameter holds. Labels have one for stacks, fused weights and transposed weights.
-- `describe` prints the result as a table.
+- `describe` returns the result as a table.
+- `muonfx.partition` applies a transform to each group of parameters, `muonfx.masked` one transform to some of them.
 
 >>> from torch import nn
 >>> model = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))

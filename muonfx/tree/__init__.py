@@ -1,5 +1,8 @@
 """Functions on pytrees of tensors: flatten, map, name and search leaves, and do arithmetic on whole trees.
 
+The folder also contains what all others need and what knows no transform: checks of plain arguments, tables as text and
+HTML, names of dtypes, and the detection of ``torch.func`` and ``torch.compile``.
+
 The terms are optree's. A *tree* is a nest of dicts, tuples, lists and NamedTuples; its *leaves* are all other values.
 ``None`` is a leaf and means *absent*, such as a gradient that was not computed. Dictionaries are traversed in sorted
 order of their keys, so two trees that differ only in insertion order are equal. An ``OrderedDict`` keeps its own order.

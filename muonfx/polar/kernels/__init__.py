@@ -1,11 +1,12 @@
 """Kernels for GPUs: symmetric matrix products with half the FLOPs.
 
-Newton-Schulz spends much of its time on such products: the Gram matrix `A = X X^T`, the polynomial `b A + c A^2`, and
-nearly all others in the Gram form. One triangle is computed and copied to the other. Other products use cuBLAS
-(`torch.baddbmm`), whose kernels are closer to the peak.
+Newton-Schulz spends much of its time on such products: the Gram matrix `A = X X^T` and the polynomial `b A + c A^2`.
+One triangle is computed and copied to the other. Other products use cuBLAS (`torch.baddbmm`), whose kernels are closer
+to the peak.
 
-Triton is imported only when a kernel is launched. Without Triton, or with a broken one, the rest of the package works;
-`available` reports whether the kernels run.
+The kernels run only if ``products="triton"`` is given, because they were never measured on a GPU. Triton is imported
+when a kernel is launched. Without Triton, or with a broken one, the rest of the package works; `available` reports
+whether the kernels run.
 """
 
 from muonfx.polar.kernels.device import available
