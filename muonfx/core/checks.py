@@ -412,14 +412,25 @@ def check_state_like(name: str, state: PyTree, expected: tuple[list[Any], Any, A
 
 
 def carries_a_graph(params: Iterable[object]) -> bool:
-    """Return True if a tensor among the parameters is the result of recorded operations, outside of ``torch.func``."""
+    """Return True if a tensor among the parameters is the result of recorded operations, outside of ``torch.func``.
+
+    >>> weight = torch.ones(2, requires_grad=True)
+    >>> carries_a_graph([weight]), carries_a_graph([2 * weight])
+    (False, True)
+    """
     if not torch.is_grad_enabled() or functorch_is_active():
         return False
     return any(isinstance(leaf, Tensor) and leaf.grad_fn is not None for leaf in params)
 
 
 def warn_of_growing_graphs(what: str, params: PyTree) -> None:
-    """Warn that parameters were not detached and keep the graphs of all steps; ``what`` names the caller."""
+    """Warn that parameters were not detached and keep the graphs of all steps; ``what`` names the caller.
+
+    >>> with warnings.catch_warnings(record=True, action="always") as caught:
+    ...     warn_of_growing_graphs("update", {"w": 2 * torch.ones(2, requires_grad=True)})
+    >>> str(caught[0].message)
+    "update: the parameters, such as 'w', carry the graph of the steps before, and the gradients carry none: ..."
+    """
     named = zip(tree.names(params), tree.leaves(params), strict=True)
     name = next(name for name, leaf in named if leaf is not None and leaf.grad_fn is not None)
     warnings.warn(
