@@ -60,12 +60,11 @@ def with_hyperparams(tx: R, changes: Mapping[str, Any]) -> R:
     chain(momentum(decay=0.9), scale(factor=-0.2))
     """
     _check_recorded("with_hyperparams", tx)
-    names = [name for name, _ in parts_of(tx)]
-    unknown = sorted(changes.keys() - set(names))
-    if unknown:
-        close = did_you_mean(unknown[0], names)
-        raise KeyError(f"no hyperparameter {', '.join(unknown)}{close}; there are {', '.join(names) or 'none'}")
-    return with_numbers(tx, iter([changes.get(name, number) for name, number in parts_of(tx)]))
+    known = dict(parts_of(tx))
+    if unknown := sorted(changes.keys() - known.keys()):
+        close = did_you_mean(unknown[0], known)
+        raise KeyError(f"no hyperparameter {', '.join(unknown)}{close}; there are {', '.join(known) or 'none'}")
+    return with_numbers(tx, iter({**known, **changes}.values()))
 
 
 def stack(transforms: Sequence[R]) -> R:

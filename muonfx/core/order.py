@@ -23,8 +23,9 @@ def _positioned(tx: Transform) -> Iterator[tuple[Transform, Position | None]]:
     """Yield the transforms within a transform with their positions, inner transforms first."""
     for part in tx.children:
         yield from _positioned(part)
-    if tx.position is not None or not (tx.children or tx.declaration.combinator.in_sequence):
-        yield tx, tx.position
+    position = tx.position
+    if position is not None or not (tx.children or tx.declaration.combinator.in_sequence):
+        yield tx, position
 
 
 def check_order(chain: str, members: Mapping[str, Transform]) -> None:
@@ -114,11 +115,12 @@ def combine_signs(tx: Transform, inner: Iterable[frozenset[int]]) -> frozenset[i
 
 def _own_sign(tx: Transform) -> int:
     """Return a transform's own effect on the direction: 1, -1, or 0 if unknown."""
-    if tx.position in ("learning_rate", "turns"):
+    position = tx.position
+    if position in ("learning_rate", "turns"):
         return -1
-    if tx.position == "either_sign":
+    if position == "either_sign":
         return 0
     # A third-party transform without a position may reverse updates.
     module = tx.factory.__module__ or ""  # None for a factory in a bare exec()
     is_ours = module.partition(".")[0] == __name__.partition(".")[0]
-    return 1 if is_ours or tx.position is not None else 0
+    return 1 if is_ours or position is not None else 0

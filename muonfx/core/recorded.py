@@ -446,13 +446,12 @@ def make_factory(
     return factory
 
 
-def parts_of(value: Recorded) -> Iterator[tuple[str, Any]]:
-    """Yield the numeric arguments of a value and of the values within it as (dotted name, number)."""
+def parts_of(value: Recorded, prefix: str = "") -> list[tuple[str, Any]]:
+    """Return the numeric arguments of a value and of the values within it as (dotted name, number)."""
+    found: list[tuple[str, Any]] = []
     for name, part in zip(part_names(value), value.parts, strict=True):
-        if isinstance(part, Recorded):
-            yield from ((f"{dotted(name)}{inner}", number) for inner, number in parts_of(part))
-        else:
-            yield name, part
+        found += parts_of(part, prefix + dotted(name)) if isinstance(part, Recorded) else [(prefix + name, part)]
+    return found
 
 
 def with_numbers(value: R, numbers: Iterator[object]) -> R:

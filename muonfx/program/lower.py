@@ -130,7 +130,7 @@ def _own_numbers(tx: Transform) -> tuple[str, ...]:
     found: list[str] = []
     for name, part in zip(part_names(tx), tx.parts, strict=True):
         if isinstance(part, Recorded):
-            found += [] if isinstance(part, Transform) else [dotted(name) + inner for inner, _ in parts_of(part)]
+            found += [] if isinstance(part, Transform) else [inner for inner, _ in parts_of(part, dotted(name))]
         else:
             found.append(name)
     return tuple(found)
