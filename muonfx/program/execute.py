@@ -443,12 +443,21 @@ class Executor:
 
     def _base(self, node: Node) -> Transform:
         if self._is_unit(node):
-            return resolve_within(node.tx, node.like)
+            return self._resolved(node)
         if isinstance(node, Around):
             inner = iter(node.inner)
             executed = _executed if self.store.is_resident else _executed_in_store
             return node.tx.with_children(lambda child: executed(child, _Bound(self, next(inner))))
         return node.tx
+
+    def _resolved(self, node: Node) -> Transform:
+        """Return the transform of a unit, with the transforms within it as its nodes have resolved them."""
+        if isinstance(node, ChainNode):
+            return named_chain((names[0], self._resolved(child)) for names, child in self._entries(node))
+        if isinstance(node, Around):
+            inner = iter(node.inner)
+            return node.tx.with_children(lambda _: self._resolved(next(inner)))
+        return resolve_within(node.tx, node.like) if node.tx.children else node.tx
 
     def _child_for(self, node: Node, tx: Transform, params: PyTree) -> Node:
         """Return the node of a called transform, lowered again if its leaves differ from the leaves of its `init`."""
