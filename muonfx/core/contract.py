@@ -238,7 +238,7 @@ class Transform(Recorded):
     @property
     def declaration(self) -> Declaration:
         """The declarations of its author."""
-        return cast("Declaration", self.factory.definition.declaration)
+        return cast("Declaration", self.structure.factory.definition.declaration)
 
     @property
     def children(self) -> tuple[Transform, ...]:
@@ -417,9 +417,9 @@ class Transform(Recorded):
         """The named extras in the signature of the update function."""
         parameters = inspect.signature(self.functions.update).parameters.values()
         named = [parameter for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
-        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        takes_all = inspect.Parameter.VAR_KEYWORD in {parameter.kind for parameter in parameters}
         required = {parameter.name for parameter in named if parameter.default is parameter.empty}
-        names = frozenset(parameter.name for parameter in named)
+        names = frozenset({parameter.name for parameter in named})
         for part in self.children if takes_all else ():
             required |= part.extras.required - names  # an extra that this signature names with a default is optional
         return Extras(names, takes_all, frozenset(required - {"sum_over_leaves"}))

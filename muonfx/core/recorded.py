@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import hashlib
 import inspect
+import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -457,7 +458,7 @@ def parts_of(value: Recorded, prefix: str = "") -> list[tuple[str, Any]]:
 def with_numbers(value: R, numbers: Iterator[object]) -> R:
     """Return a value with new numbers in leaf order, reusing inner values (as built) whose numbers stay."""
     parts = [with_numbers(part, numbers) if isinstance(part, Recorded) else next(numbers) for part in value.parts]
-    if all(new is old for new, old in zip(parts, value.parts, strict=True)):
+    if all(map(operator.is_, parts, value.parts)):
         return value
     return cast("R", Recorded._from(value.structure, parts))
 

@@ -6,6 +6,7 @@ This file alone chooses how each transform is executed.
 from __future__ import annotations
 
 import functools
+import operator
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -165,7 +166,7 @@ def _same_numbers(tx: Transform, made: Transform) -> bool:
     if made is tx:
         return True
     before, after = tree.leaves(tx), tree.leaves(made)
-    return len(before) == len(after) and all(a is b for a, b in zip(before, after, strict=True))
+    return len(before) == len(after) and all(map(operator.is_, before, after))
 
 
 def _merged(lowered: list[tuple[str, Node]]) -> list[tuple[tuple[str, ...], Node]]:
