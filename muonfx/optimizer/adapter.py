@@ -284,9 +284,10 @@ class TransformOptimizer(GroupOwner):
         if pairs and (unknown := sorted(group.keys() - known - NOT_HYPERPARAMS)):
             there = ", ".join(sorted(known)) or "none"
             raise ValueError(f"param_groups: unknown hyperparameter {', '.join(unknown)}; there are {there}")
-        all_values = [numbers.complete(group, hyperparams(self.tx)) for numbers in own]
-        for values in all_values:
-            with_hyperparams(self.tx, fitted(self.tx, [values])[0]).prepare_all()  # raises if one is out of range
+        defaults = hyperparams(self.tx)
+        all_values = [numbers.complete(group, defaults) for numbers in own]
+        for values in fitted(defaults, all_values):
+            with_hyperparams(self.tx, values).prepare_all()  # raises if one is out of range
         for part, numbers, values in zip(parts, own, all_values, strict=True):
             # Torch takes the names from the parameters, if there are any.
             unnamed: Group = {} if part else {"param_names": []}
@@ -541,8 +542,7 @@ class TransformOptimizer(GroupOwner):
     @property
     def groups_without_rate(self) -> tuple[int, ...]:
         """The places of groups whose ``lr`` nothing reads: the chain has its own schedule, or no learning rate."""
-        read = [any(number.key == "lr" for number in numbers.hyperparams) for numbers in self._numbers]
-        return tuple(place for place, is_read in enumerate(read) if not is_read)
+        return tuple([place for place, numbers in enumerate(self._numbers) if "lr" not in numbers.keys])
 
     def _warn_of_unread_rates(self) -> None:
         """Warn of an lr or a scheduler in the groups if no group has an lr that is read."""

@@ -12,6 +12,7 @@ from muonfx import tree
 from muonfx.core import Transform
 from muonfx.core.checks import check_params, check_updates_fit, warn_of_unmatched
 from muonfx.core.donation import Donation, unshared
+from muonfx.core.hyperparams import hyperparams
 from muonfx.optimizer.state import Load, Taken, on_this_rank
 from muonfx.optimizer.values import Group, GroupNumbers, Number, fitted, unchanged
 from muonfx.optimizer.versions import for_groups
@@ -122,13 +123,13 @@ class Stepping:
         values = [own.read(group) for group, own in zip(groups, self._numbers, strict=True)]
         if self._values is not None and unchanged(values, self._values):
             return
-        fit = fitted(self.tx, values)
+        fit = fitted(hyperparams(self.tx), values)
         filled = [(group, sorted(held["param_names"])) for group, held in zip(fit, groups, strict=True)]
         # Sort by name: the order of groups may differ between ranks, but the order of versions must not.
         own = sorted([(group, names) for group, names in filled if names], key=lambda pair: pair[1])
         made = for_groups(self._inner, self._program, [v for v, _ in own], [names for _, names in own])
         self._prepare(made.prepare_all(), params)
-        self._values = [dict(group) for group in values]
+        self._values = values
 
     def _prepare(self, tx: Transform, params: Mapping[str, Tensor]) -> None:
         """Take the next steps by a transform with the current hyperparameters."""

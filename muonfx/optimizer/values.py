@@ -8,9 +8,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from muonfx.core import Transform
-from muonfx.core.hyperparams import hyperparams
-
 __all__ = [
     "Group",
     "Number",
@@ -58,6 +55,7 @@ class GroupNumbers:
 
     def __init__(self, hyperparams: Sequence[Hyperparam]) -> None:
         self.hyperparams = tuple(hyperparams)
+        self.keys = frozenset({one.key for one in hyperparams})
         self._last: dict[str, Number] = {}
         self._entries: Group = {}
 
@@ -125,9 +123,8 @@ def scalar(name: str, value: Any) -> Any:
     return value.reshape(()) if value.ndim else value
 
 
-def fitted(tx: Transform, values: Sequence[Mapping[str, Number]]) -> list[dict[str, Number]]:
-    """Convert the numbers of groups to the types and shapes that a transform computes with."""
-    defaults = hyperparams(tx)
+def fitted(defaults: Mapping[str, Number], values: Sequence[Mapping[str, Number]]) -> list[dict[str, Number]]:
+    """Convert the numbers of groups to the types and shapes of a transform's own numbers, given as `defaults`."""
     # One 0-d view of each tensor: groups that share a tensor agree, and a scheduler may write into it.
     views: dict[int, Number] = {}
     found: list[dict[str, Number]] = []
@@ -181,7 +178,7 @@ def distinct(
 
 def unchanged(new: Sequence[Mapping[str, Number]], old: Sequence[Mapping[str, Number]]) -> bool:
     """Return True if every group has the values that it had."""
-    return len(new) == len(old) and all(_all_equal(a, b) for a, b in zip(new, old, strict=True))
+    return len(new) == len(old) and all(map(_all_equal, new, old))
 
 
 def _equal(a: object, b: object) -> bool:
@@ -189,4 +186,4 @@ def _equal(a: object, b: object) -> bool:
 
 
 def _all_equal(a: Mapping[str, Number], b: Mapping[str, Number]) -> bool:
-    return a.keys() == b.keys() and all(_equal(a[name], b[name]) for name in a)
+    return a is b or (a.keys() == b.keys() and all(_equal(a[name], b[name]) for name in a))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Donation, Transform
-from muonfx.core.hyperparams import with_hyperparams
+from muonfx.core.hyperparams import hyperparams, with_hyperparams
 from muonfx.engines.deepspeed.pieces import Pieces
 from muonfx.optimizer.state import path_of
 from muonfx.optimizer.values import fitted, unchanged
@@ -139,7 +139,7 @@ class Unit:
         """Step with the given hyperparameters and the state in ``optimizer.state``."""
         self._check(held)
         if self._values is None or not unchanged([numbers], [self._values]):
-            self._now = with_hyperparams(self._tx, fitted(self._tx, [numbers])[0]).prepare_all()
+            self._now = with_hyperparams(self._tx, fitted(hyperparams(self._tx), [numbers])[0]).prepare_all()
             self._values = dict(numbers)
         flat = self.pieces.flat
         params = self.pieces.views([x.detach() for x in flat])
