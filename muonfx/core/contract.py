@@ -243,7 +243,7 @@ class Transform(Recorded):
     @property
     def children(self) -> tuple[Transform, ...]:
         """The transforms among its parts, which it calls."""
-        return tuple(part for part in self.parts if isinstance(part, Transform))
+        return tuple([part for part in self.parts if isinstance(part, Transform)])
 
     def tree(self) -> Outline:
         """Show the transform and the transforms that it calls as a table: localities, numbers and other settings.
@@ -305,7 +305,7 @@ class Transform(Recorded):
         >>> mfx.momentum(mfx.linear(0.85, 0.95, 300)).schedules
         {'decay': linear(start=0.85, end=0.95, steps=300)}
         """
-        if not any(isinstance(part, Schedule) for part in self.parts):
+        if not [part for part in self.parts if isinstance(part, Schedule)]:
             return {}
         kinds = self.factory.definition.plain
         return {
