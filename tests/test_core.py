@@ -83,14 +83,19 @@ def adds_to_its_state(updates, state, params=None):
     return updates, {**state, "more": torch.zeros(())}
 
 
+def nests_its_state(updates, state, params=None):
+    return updates, {"seen": {"now": state["seen"]}}
+
+
 @pytest.mark.parametrize(
     ("update", "message"),
     [
         (lambda updates, state, params=None: (None, state), "wrong: the updates that it returns .* missing 'b', 'w'"),
         (drops_a_leaf, "wrong: the updates that it returns must have the structure of .* missing 'b'"),
         (adds_to_its_state, "wrong: the state that it returns must have the structure of .* unexpected 'more'"),
+        (nests_its_state, "wrong: the state that it returns must have the structure of .* unexpected 'seen.now'"),
     ],
-    ids=["none", "a leaf fewer", "a state that grows"],
+    ids=["none", "a leaf fewer", "a state that grows", "a state that nests"],
 )
 @pytest.mark.parametrize("first", [True, False], ids=["first", "last"])
 def test_a_member_of_a_chain_that_changes_a_structure_is_named(update, message: str, first: bool):
@@ -108,6 +113,13 @@ def test_a_member_of_a_chain_that_changes_a_structure_is_named(update, message: 
     (model.w.sum() + model.b.sum()).backward()
     with pytest.raises(ValueError, match=message):
         optimizer.step()
+
+
+def test_a_function_that_changes_the_structure_of_updates_is_told():
+    tx = mfx.chain(mfx.stateless(lambda updates, params: {"w": updates["w"]}), mfx.momentum())
+    params = {"w": torch.ones(2), "b": torch.ones(2)}
+    with pytest.raises(ValueError, match=r"stateless: the updates that the function returns must .* missing 'b'"):
+        tx.update(params, tx.init(params), params)
 
 
 def init(params):
