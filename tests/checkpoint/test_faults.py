@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 import muonfx as mfx
 from muonfx.checkpoint import CheckpointError, FlatPiece, WriteError
+from muonfx.sharding import rendezvous
 from tests.checkpoint.common import assert_same_tree
 from tests.checkpoint.faults import faults
 
@@ -111,8 +112,10 @@ def run(folder: Path, work: Callable[[int, Any], Outcome], ranks: int) -> list[O
 def attempt(what: str, path: Path, on: int, at: int, how: str, rank: int, group: Any) -> Outcome:
     """Save or load; the call number ``at`` fails on one rank."""
     error = result = None
-    if at == -1 and rank == on:  # before it meets the others
-        os.kill(os.getpid(), signal.SIGKILL)
+    if at == -1:  # killed before it meets the others
+        if rank == on:
+            os.kill(os.getpid(), signal.SIGKILL)
+        rendezvous._timeout = lambda group: timedelta(seconds=1)
     where = path.parent if rank == on else path.parent / "nothing"
     with faults(where, at, reads=what in LOADS, **HOW[how]) as fault, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -175,7 +178,7 @@ def check_save(what: str, path: Path, found: list[Outcome | None], how: str) -> 
             assert any(words in outcome.text for words in said[outcome.error.written].split("|"))
     if len(alive) == len(found):
         assert len({str(outcome.error) for outcome in alive}) == 1, "the ranks have other errors"
-    assert len(alive) == len(found) or all("another rank has ended" in outcome.text for outcome in alive)
+    assert_names_the_end(found)
     left = ck.clean(path.parent)
     if how == "once" and not new and not any("remove" in outcome.failed for outcome in alive):
         assert not left, "a save that fails removes its own files"
@@ -195,8 +198,16 @@ def check_load(what: str, path: Path, found: list[Outcome | None], over: bool) -
         assert (outcome.error is not None) <= (not over)
     if len(found) > 1 and not over:
         assert len({outcome.text for outcome in alive}) == 1
-        assert len(alive) == len(found) or "another rank has ended" in alive[0].text
+        assert_names_the_end(found)
     assert_same_tree(ck.load(path, like=OLD), OLD)
+
+
+def assert_names_the_end(found: list[Outcome | None]) -> None:
+    """Require that, if a rank was killed, the others say that a rank has ended, or which did not come."""
+    for outcome in found:
+        if outcome is not None and None in found:
+            gone = "another rank has ended", f"rank {found.index(None)} did not"
+            assert any(words in outcome.text for words in gone)
 
 
 def sweep_apart(*sweeps: tuple[str, str, int, int, int]) -> None:
