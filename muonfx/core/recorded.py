@@ -519,7 +519,7 @@ def _same(a: Any, b: Any) -> bool:
         )
     if type(a) in (tuple, list) and type(a) is type(b):
         return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
-    return bool(type(a) is type(b) and a == b)
+    return a is b or bool(type(a) is type(b) and a == b)
 
 
 def _literal(value: object) -> str:
