@@ -21,6 +21,7 @@ from muonfx.transforms._pinned import WideStateDtype, state_dtype
 from muonfx.transforms.leafwise import Slot, SlotTrees, params_for
 from muonfx.tree import Present, PyTree, Structure
 from muonfx.tree import elementwise as ew
+from muonfx.tree.arguments import check_plain, plain_kinds
 
 __all__ = ["MatrixSlot", "MatrixStates", "StateAndMatrixStep", "matrixwise"]
 
@@ -32,6 +33,9 @@ P = ParamSpec("P")
 
 def _one_zero(matrices: Tensor) -> Tensor:
     return matrices.new_zeros((*matrices.shape[:-2], 1, 1))
+
+
+_STR, _BOOL = plain_kinds("str"), plain_kinds("bool")
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,8 @@ class MatrixSlot:
     saturates: bool = False
 
     def __post_init__(self) -> None:
+        check_plain("MatrixSlot", "argument", self.argument, _STR)
+        check_plain("MatrixSlot", "saturates", self.saturates, _BOOL)
         checks.state_dtype(self.argument, self.dtype)
 
     def split(self, stored: Tensor, matrices: Sequence[Tensor]) -> list[Tensor]:

@@ -72,6 +72,7 @@ MORE = {sharding.flat: {"cuts": [0, 20], "order": ["b", "w"]}}
 NOT_ASKED = {
     mfx.transform,  # below
     mfx.leafwise,  # passes its name on to transform
+    mfx.matrixwise,  # the same
     mfx.Leaf,  # made by us, and not from what was typed
     mfx.Summary,  # the same
     schedules.schedule,  # a decorator, which looks at its name where it is used
