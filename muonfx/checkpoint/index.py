@@ -37,7 +37,6 @@ __all__ = [
     "DataFile",
     "Index",
     "Leaf",
-    "as_text",
     "data_name",
     "is_own_name",
     "parse",
@@ -158,7 +157,7 @@ class Index:
             "step": "-" if self.step is None else self.step,
             "chain": f"{self.chain} (fingerprint {self.fingerprint})" if self.fingerprint is not None else "-",
             "written by": ", ".join(f"{name} {version}" for name, version in self.versions.items()),
-            "extra": as_text(self.extra) if self.extra else "-",
+            "extra": _as_text(self.extra) if self.extra else "-",
             "files": f"{len(self.files)}, {format_bytes(sum(file.nbytes for file in self.files))}",
         }
         wide = max(map(len, said))
@@ -201,7 +200,7 @@ def is_own_name(name: str) -> bool:
 _OWN_NAME = re.compile(rf"data-[0-9a-f]{{16}}-\d+-of-\d+\.safetensors|\.{re.escape(INDEX)}-[0-9a-f]{{16}}\.part")
 
 
-def as_text(extra: object) -> str:
+def _as_text(extra: object) -> str:
     """Return the caller's ``extra`` as JSON text."""
     try:
         return json.dumps(extra, sort_keys=True)

@@ -26,7 +26,6 @@ from muonfx.tree.wrappers import may_be_wrapped, unwrapped
 __all__ = [
     "PARAMS",
     "in_section",
-    "is_leaf",
     "is_name",
     "name_of",
     "named_leaves",
@@ -111,16 +110,11 @@ def named_leaves(values: PyTree, section: str = "") -> list[tuple[str, Any]]:
     return list(zip((plain[name] for name in found), tree.leaves(values), strict=True))
 
 
-def is_leaf(value: Any) -> bool:
-    """True if a value can be a leaf of a saved state: a tensor, or a shard of one."""
-    return isinstance(value, Tensor) or hasattr(value, "__create_chunk_list__")
-
-
 def named_tensors(values: PyTree, section: str = "") -> list[tuple[str, Any]]:
     """Return `named_leaves` and require that each leaf is a tensor, a shard of a tensor, or None."""
     named = named_leaves(values, section)
     for name, leaf in named:
-        if leaf is not None and not is_leaf(leaf):
+        if leaf is not None and not isinstance(leaf, Tensor) and not hasattr(leaf, "__create_chunk_list__"):
             raise TypeError(
                 f"the leaf {name!r} is a {type(leaf).__name__}, expected a tensor: a checkpoint holds tensors and "
                 "JSON; keep a number as a 0-d tensor, or give it in extra="
