@@ -51,10 +51,10 @@ def test_query_key_and_value_of_gpt2_are_three_matrices_stored_in_out(script):
 
 def test_parts_that_are_interleaved_are_reported_and_not_split(script):
     for title, leaf in {"GPT-NeoX": "query_key_value", "Bloom": "query_key_value", "gpt-oss": "gate_up_proj"}.items():
-        views = mfx.default_labels(script.build(title)).views
-        found = [view for name, view in views.items() if leaf in name]
+        routes = mfx.default_labels(script.build(title)).routes
+        found = [route for name, route in routes.items() if leaf in name and route.label == "muon"]
         assert found
-        assert all(view.blocks is None and "interleaved by" in view.note for view in found)
+        assert all(route.view.blocks is None and "interleaved by" in route.reason for route in found)
 
 
 def test_falcon_is_split_only_where_its_configuration_puts_heads_side_by_side(script):
@@ -62,9 +62,9 @@ def test_falcon_is_split_only_where_its_configuration_puts_heads_side_by_side(sc
     for multi_query, new, blocks in ((True, False, (32, 8, 8)), (False, False, None), (True, True, None)):
         changed = {**settings, "multi_query": multi_query, "new_decoder_architecture": new, "num_kv_heads": 2}
         script.MODELS["changed"] = (config, model, changed)
-        views = mfx.default_labels(script.build("changed")).views
+        routes = mfx.default_labels(script.build("changed")).routes
         del script.MODELS["changed"]
-        assert views["transformer.h.0.self_attention.query_key_value.weight"].blocks == blocks
+        assert routes["transformer.h.0.self_attention.query_key_value.weight"].view.blocks == blocks
 
 
 class Net(nn.Module):
