@@ -600,7 +600,7 @@ class Transform(Recorded):
         """Call the update function without checking the trees, with the extras that its signature names."""
         given = {**extras, "donate": donate}
         names, takes_all, _ = self.extras
-        if not (takes_all or given.keys() <= names):
+        if not takes_all:
             given = {name: value for name, value in given.items() if name in names}
         if "sum_over_leaves" in names:
             given.setdefault("sum_over_leaves", sum_over_leaves)
