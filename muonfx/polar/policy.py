@@ -263,7 +263,7 @@ def stable_dtype(compute: torch.dtype, resolved: Polynomials, requested: DTypeLi
 
 
 @functools.lru_cache(maxsize=256)
-def _stable_dtype_of_set(name: str, steps: int | None, compute: torch.dtype) -> torch.dtype:
+def _stable_dtype_of_set(name: CoefficientsLike, steps: int | None, compute: torch.dtype) -> torch.dtype:
     """Return `stable_dtype` for a set with a name; a checkpoint and each plan over ranks look it up."""
     return stable_dtype(compute, polynomials(name, steps))
 
