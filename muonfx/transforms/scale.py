@@ -28,8 +28,8 @@ __all__ = [
 ]
 
 
-def _multiply_by(factor: Scalar) -> InitAndUpdate:
-    """Build the functions of a transform that multiplies all updates by one number."""
+def _multiply_by(factor: Scalar, sign: float = 1.0) -> InitAndUpdate:
+    """Build the functions of a transform that multiplies all updates by one number and a sign."""
 
     def init(params: PyTree) -> EmptyState:
         return EmptyState()
@@ -38,7 +38,8 @@ def _multiply_by(factor: Scalar) -> InitAndUpdate:
         # Not `leafwise`: one product is rounded once in any dtype, and casts would take two more passes.
         at = Present(updates)
         leaves = at.pick(updates)
-        return at.fill(ew.cast_like(ew.mul(leaves, factor, reuse=donate.updates), leaves)), state
+        # A scheduler may write into a tensor that is the factor, so the sign is applied at every step.
+        return at.fill(ew.cast_like(ew.mul(leaves, sign * factor, reuse=donate.updates), leaves)), state
 
     return init, update
 
@@ -110,7 +111,7 @@ def scale_by_learning_rate(learning_rate: ScalarOrSchedule, *, flip_sign: bool =
     {'w': tensor([-0.1000])}
     """
     learning_rate = checks.at_least("learning_rate", learning_rate, 0.0)
-    return _multiply_by(-learning_rate if flip_sign else learning_rate)
+    return _multiply_by(learning_rate, -1.0 if flip_sign else 1.0)
 
 
 ShapeRule = Literal["original", "match_rms_adamw", "spectral", "fan_in"]
