@@ -15,6 +15,7 @@ absent: it gets no update and its state does not change. Updates keep their dtyp
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -328,6 +329,9 @@ class Transform(Recorded):
     def _check_schedules(self) -> None:
         """Call the constructor with the numbers of early and late steps, to find invalid ones at once."""
         for count in (0, *(10**power for power in range(7))) if self.schedules else ():
+            numbers = [schedule(count) for schedule in self.schedules.values()]
+            if count and not all(map(math.isfinite, numbers)):
+                return  # a rate that grows until a run ends, as in a search for the best one, overflows if continued
             try:
                 self._build_for(self.arguments_at(count))
             except ValueError as error:

@@ -187,7 +187,7 @@ _ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
         contrib.scale_by_ademamix,
         _SHARES,
         _SHARES,
-        _SHARES | schedules(),
+        _SHARES | st.builds(sch.linear, _SHARES, _SHARES, st.integers(0, 4)),
         _RATES,
         _TINY,
         mu_dtype=_STATE,

@@ -133,3 +133,9 @@ def test_a_checkpoint_and_the_torch_optimizer_go_on_with_the_count(tmp_path: Pat
         if step == 2:
             optimizer.load_state_dict(optimizer.state_dict())
     torch.testing.assert_close(model.weight.detach(), torch.stack([updates["w"] for updates in found]).sum(0))
+
+
+def test_a_rate_that_would_overflow_after_the_run_is_accepted():
+    rate = mfx.exponential(1e-6, 10, 1.5)
+    assert rate(1_000_000) == float("inf")
+    assert mfx.scale_by_learning_rate(rate).arguments["learning_rate"] == rate
