@@ -23,7 +23,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 import muonfx as mfx
 from benchmarks import world
 from benchmarks.measure import summary
-from muonfx import polar
+from muonfx.polar.many import Orthogonalizer
 from muonfx.sharding import messages
 
 RATE = "learning_rate"
@@ -66,7 +66,7 @@ class Meter:
     def everywhere(self) -> Iterator[None]:
         """Time them wherever they are called."""
         with (
-            mock.patch.object(polar, "orthogonalize_many", self.around(polar.orthogonalize_many)),
+            mock.patch.object(Orthogonalizer, "__call__", self.around(Orthogonalizer.__call__)),
             mock.patch.object(messages.Exchange, "__init__", self.around(messages.Exchange.__init__)),
             mock.patch.object(messages.Exchange, "wait", self.around(messages.Exchange.wait)),
             mock.patch.object(dist, "all_reduce", self.around(dist.all_reduce)),

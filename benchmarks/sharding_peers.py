@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import logging
 import os
@@ -227,11 +228,11 @@ def deepspeed(
 
 ORTHOGONALIZE = (
     ("torch.optim._muon", "_zeropower_via_newtonschulz"),
-    ("muonfx.polar", "orthogonalize_many"),
+    ("muonfx.polar.many", "Orthogonalizer.__call__"),
     ("deepspeed.runtime.zero.muon.original_muon", "muon_update"),
     ("dion.megabatch_base", "muon_update_newton_schulz"),
 )
-"""The functions that orthogonalize, by module and name; that of DeepSpeed does the momentum too."""
+"""The functions and methods that orthogonalize, by module and name; DeepSpeed's function also applies the momentum."""
 
 
 class Matrices:
@@ -242,9 +243,10 @@ class Matrices:
     def of(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A function that counts the matrices in its first argument: a tensor, or a list of them."""
 
-        def counting(x: Any, *args: Any, **kwargs: Any) -> Any:
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            x = next(arg for arg in args if isinstance(arg, Tensor | list))  # after `self`, if it is a method
             self.number += sum(prod(one.shape[:-2]) for one in ([x] if isinstance(x, Tensor) else x))
-            return function(x, *args, **kwargs)
+            return function(*args, **kwargs)
 
         return counting
 
@@ -257,6 +259,7 @@ def counted() -> Iterator[Matrices]:
         for module, name in ORTHOGONALIZE:
             if module.partition(".")[0] not in sys.modules:
                 continue
-            found = import_module(module)
-            stack.enter_context(mock.patch.object(found, name, matrices.of(getattr(found, name))))
+            *owners, function = name.split(".")
+            found = functools.reduce(getattr, owners, import_module(module))
+            stack.enter_context(mock.patch.object(found, function, matrices.of(getattr(found, function))))
         yield matrices

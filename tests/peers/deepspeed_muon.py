@@ -45,11 +45,11 @@ def _batch(model: nn.Module, at: int, rows: int) -> tuple[Tensor, Tensor]:
     return x.to(next(model.parameters()).dtype), labels
 
 
-def _params(model: nn.Module, blocks: int | None = None, **given: Any) -> dict[str, Any]:
+def _params(model: nn.Module, blocks: int | None = None, method: Any = "auto", **given: Any) -> dict[str, Any]:
     import muonfx as mfx
 
     labels = {n: "muon" if p.ndim > 1 else "adamw" for n, p in model.named_parameters() if p.requires_grad}
-    part = mfx.orthogonalize(dtype=torch.float32, view=mfx.MatrixView(blocks=blocks))
+    part = mfx.orthogonalize(dtype=torch.float32, method=method, view=mfx.MatrixView(blocks=blocks))
     return {"lr": 0.02, "weight_decay": 0.0, "orthogonalize": part, "labels": labels, **given}
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import muonfx as mfx
-from muonfx import polar, sharding
+from muonfx import sharding
+from muonfx.polar.many import Orthogonalizer
 from muonfx.sharding import ShardingError
 from tests.processes import Failed, Here, ProcessEnded, World
 from tests.sharding.cases import (
@@ -45,7 +46,7 @@ def killed_in_mid_step(here: Here, model: Model, tx: mfx.Transform, case: Layout
     sharded = sharding.sharded(tx, layout)
     state = sharded.init(layout.shard(params))
     if here.rank == on:
-        polar.orthogonalize_many = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+        Orthogonalizer.__call__ = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
     for step in range(model.steps):
         _, state = sharded.update(layout.shard(model.grads(step)), state, layout.shard(params))
 

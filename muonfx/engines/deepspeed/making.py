@@ -66,7 +66,8 @@ def Muon(model: nn.Module, lr: float = 2e-3, **options: Any) -> ZeroOptimizer:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, found {type(model).__name__}")
-    return ZeroOptimizer(model, muon.Muon.transform_for(model, lr, **with_parts(options)))
+    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    return ZeroOptimizer(model, muon.Muon.transform_for(trained, lr, model=model, **with_parts(options)))
 
 
 def require_own_step(config: Mapping[str, Any]) -> None:
